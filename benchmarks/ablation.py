@@ -1,20 +1,20 @@
-"""The gain of each lever: every technique switched on and off on one engine, on the same work, in
-one run.
+"""Measure the gain of each lever: every technique is switched on and off on one engine, with the
+same work, in one run.
 
     make ablation
     uv run python benchmarks/ablation.py --quick
 
-A fixed number of bytes for weights and KV cache, two kinds of work (`benchmarks/levers.py`), all
-requests there at once, greedy. Three answers to one question:
+Weights and KV cache share a fixed number of bytes; both kinds of work (`benchmarks/levers.py`)
+arrive all at once and are greedy. What is a lever worth? There are three answers:
 
 - the ladder: techniques switched on one after another, in the order of the list that ranks them;
 - leave one out: everything on but one;
 - Shapley: what a lever adds, averaged over all orders of switching on, for the levers that interact
   most.
 
-Configurations take turns, a few rounds; a median of rounds is shown, and the least and the greatest
-beside it. Outputs are compared with those of the plain engine. The table is followed by one line of
-JSON.
+Configurations take turns for a few rounds; the tables show the median of the rounds, with the
+minimum and the maximum beside it. Outputs are compared with those of the plain engine. The table is
+followed by one line of JSON.
 """
 
 import argparse
@@ -60,7 +60,7 @@ Measured = dict[str, Any]
 
 
 def ladder(names: Iterable[str]) -> list[On]:
-    """Return the rungs of the ladder: nothing on, then one lever more on each rung."""
+    """Return the rungs of the ladder: nothing on, then one more lever on each rung."""
     rungs: list[On] = [frozenset()]
     for name in names:
         rungs.append(rungs[-1] | {name})
@@ -68,7 +68,9 @@ def ladder(names: Iterable[str]) -> list[On]:
 
 
 def everything_of(names: Iterable[str]) -> On:
-    """Return all levers but those of `ALONE`: the set that one lever at a time is left out of."""
+    """Return all levers except those in `ALONE`: the set from which one lever at a time is left
+    out.
+    """
     return frozenset(names) - set(ALONE)
 
 
@@ -89,7 +91,7 @@ def configurations(names: list[str]) -> list[On]:
 
 
 def serve(core: EngineCore, work: Work) -> Measured:
-    """Run the work to its end: seconds, tokens, and when they came."""
+    """Run the work to its end; return its throughput, latencies, step counts and outputs."""
     before, arrived = core.scheduler.make_stats(), time.perf_counter()
     for index, (prompt, output) in enumerate(zip(work.prompts, work.outputs, strict=True)):
         params = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
@@ -126,10 +128,10 @@ def serve(core: EngineCore, work: Work) -> Measured:
 
 
 def turns_of(sets: list[On], rounds: int, seed: int) -> list[tuple[int, On]]:
-    """Return (round, configuration) of all runs. Each round has its own order and runs the common
-    baselines three times.
+    """Return (round, configuration) for all runs; each round has its own order, and runs
+    everything-on, the common baseline, three times.
 
-    Order matters: for some seconds after an engine that gathers keys, the next has been up to a
+    Order matters: for some seconds after an engine that gathers keys, the next one runs up to a
     fifth slower.
     """
     everything = max((on for on in sets if on.isdisjoint(ALONE)), key=len)
@@ -158,8 +160,8 @@ def measure(turns: list[tuple[int, On]], work: list[Work], folder: Path, device:
 
 
 def summary(runs: list[Measured], reference: list[list[int]]) -> Measured:
-    """Return the figures of the median run, its spread, and the share of its output that matches
-    the plain engine's.
+    """Return the figures of the median run, the spread of all runs, and the share of outputs that
+    equal the plain engine's.
     """
     rates = [one["tokens_per_second"] for one in runs]
     same = sum(map(list.__eq__, runs[0]["outputs"], reference)) / len(reference)
@@ -169,8 +171,8 @@ def summary(runs: list[Measured], reference: list[list[int]]) -> Measured:
 
 
 def shapley_of(runs: dict[On, dict[str, list]], work: str, base: On) -> dict[str, dict[str, float]]:
-    """Return each lever's factor, 2 to the Shapley value of log2 tokens per second: median, least
-    and greatest over the rounds.
+    """Return each lever's factor, 2 to the power of its Shapley value in log2 tokens per second:
+    median, minimum and maximum over the rounds.
     """
     found = defaultdict(list)
     rounds = min(len(runs[base | some][work]) for some in subsets(INTERACTING))
@@ -216,7 +218,7 @@ def show(found: dict[str, Any]) -> None:
         rates = [None, *(rung["tokens_per_second"] for rung in one["ladder"])]
         rows = [_rung(rung, before) for rung, before in zip(one["ladder"], rates, strict=False)]
         table(f"The ladder, {work}", columns, rows)
-    table("What each lever buys: factors of tokens per second", *_comparison(found))
+    table("What each lever gains: factors in tokens per second", *_comparison(found))
 
 
 def _rung(rung: Measured, before: float | None) -> tuple[str, ...]:
@@ -236,8 +238,8 @@ def _rung(rung: Measured, before: float | None) -> tuple[str, ...]:
 
 
 def _comparison(found: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """Return the columns and rows of the comparison: the list's rank, each lever's gain here, our
-    rank, and its modelled gain on an H100.
+    """Return the columns and rows of the comparison: a lever's rank in the list, its gains here,
+    our rank, and its modelled gain on an H100.
     """
     figures, names, modelled = found["figures"], found["levers"], found["modelled"]
     order = _our_order(figures)
@@ -279,8 +281,8 @@ def _spread(value: dict[str, float] | None) -> str:
 
 
 def _our_order(figures: dict[str, Any]) -> list[str]:
-    """Order the levers by what leaving them out costs, averaged over the kinds of work, the most
-    costly first.
+    """Order the levers by what leaving them out costs, averaged over the kinds of work, most costly
+    first.
     """
     found = [work["leave_one_out"] for work in figures.values()]
     return sorted(found[0], key=lambda name: -sum(math.log(one[name]["factor"]) for one in found))
@@ -312,7 +314,9 @@ def markdown(found: dict[str, Any]) -> str:
 
 
 def ranking(found: dict[str, Any]) -> str:
-    """Return lesson 05's table: the often repeated list of thirteen beside what was measured."""
+    """Return lesson 05's table: the often-repeated list of thirteen techniques beside our
+    measurements.
+    """
     figures, modelled, order = found["figures"], found["modelled"], _our_order(found["figures"])
     columns = ["list", "technique", "its reason", "left out: chat / mixed", "here", "H100, *modelled*"]
     rows = [
@@ -331,21 +335,21 @@ def ranking(found: dict[str, Any]) -> str:
 
 
 def _finding(figures: dict[str, Any]) -> str:
-    """Say in one sentence what the table shows."""
+    """Return one sentence that sums up the table."""
     chat, mixed = (work["leave_one_out"] for work in figures.values())
     worth = {name: f"{chat[name]['factor']:.2f} and {mixed[name]['factor']:.2f}" for name in chat}
     return (
-        "**No ranking holds for every load:** with prefix caching, chats and mixed texts have "
-        f"{worth['prefix caching']} times the throughput that they have without, with paging {worth['paging']} times, "
-        f"and with the KV cache, which rankings take for granted, {worth['KV cache']} times."
+        "**No ranking holds for every load:** prefix caching multiplies the throughput of chats and mixed texts by "
+        f"{worth['prefix caching']}, paging by {worth['paging']}, "
+        f"and the KV cache, which rankings take for granted, by {worth['KV cache']}."
     )
 
 
 def _model_note() -> str:
-    """Say what the modelled column is, and how far it can be trusted."""
+    """Return a note that says what the modelled column is, and how far it can be trusted."""
     return (
         "*Modelled*: left out, Llama-3.1-8B on an H100, by the simulator, whose constants are calibrated on "
-        f"measured figures. Held against others, not used for that ({len(checks_of('decode'))} of decodes, "
+        f"measured figures. Compared with other measurements ({len(checks_of('decode'))} of decodes, "
         f"{len(checks_of('prefill'))} of prefills): {known_error('decode', 'prefill')}."
     )
 
@@ -359,8 +363,8 @@ def _pair(values: Iterable[float | None]) -> str:
 
 
 def draw(figures: dict[str, Any], path: str) -> None:
-    """Draw the ladder as a waterfall, one panel for each kind of work; bars span what a lever adds
-    or takes.
+    """Draw the ladder as a waterfall, one panel for each kind of work; each bar spans what a lever
+    adds or takes away.
     """
     with panels(path, columns=len(figures), width=5.6, height=4.4) as axes:
         for axis, (work, found) in zip(axes, figures.items(), strict=True):
@@ -415,18 +419,16 @@ def main(arguments: argparse.Namespace) -> None:
 def parser() -> argparse.ArgumentParser:
     flags = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where the engine runs")
-    flags.add_argument("--rounds", type=positive_int, help="turns of every configuration (default: 3, quick: 1)")
-    flags.add_argument("--quick", action="store_true", help="a sixth of the requests, one round, no ranks")
+    flags.add_argument("--rounds", type=positive_int, help="rounds of every configuration (default: 3, quick: 1)")
+    flags.add_argument("--quick", action="store_true", help="one sixth of the requests, one round, one rank")
     flags.add_argument(
         "--plot", metavar="FILE", type=figure_file, help="also draw the waterfall to FILE (.png or .svg)"
     )
     flags.add_argument("--json", metavar="FILE", help="also write the figures to FILE")
-    flags.add_argument(
-        "--from", dest="source", metavar="FILE", help="show what was measured before instead of measuring"
-    )
-    flags.add_argument("--remodel", action="store_true", help="with --from: compute only the modelled column again")
-    flags.add_argument("--readme", action="store_true", help="put the tables into README.md and lesson 05")
-    flags.add_argument("--seed", type=int, default=0, help="seed of lengths and passages (default: 0)")
+    flags.add_argument("--from", dest="source", metavar="FILE", help="show an earlier run instead of measuring")
+    flags.add_argument("--remodel", action="store_true", help="with --from: recompute only the modelled column")
+    flags.add_argument("--readme", action="store_true", help="write the tables into README.md and lesson 05")
+    flags.add_argument("--seed", type=int, default=0, help="seed for lengths and passages (default: 0)")
     return flags
 
 

@@ -1,15 +1,15 @@
-"""The engine on a machine that is not idle: its rate alone, and beside one, two and four busy
+"""Measure the engine on a busy machine: its rate alone, and beside one, two and four busy
 processes.
 
     uv run python benchmarks/busy.py              # 5 minutes, on a machine that is otherwise idle
     uv run python benchmarks/busy.py --quick
 
-The embedded model in fp32; 128 requests at once, prompts and outputs of 16 to 128 tokens; greedy.
-Each way to wait has a process of its own, and all take turns; the median counts. The busy processes
-are loops in Python that this script starts, and ends. The first way is the engine's own: its
-threads spin, and sleep while others want the cores. In the others the environment sets how long
-they spin: always (the library's own default), for a number of turns, never. The table is followed
-by one line of JSON.
+The embedded model serves 128 requests at once in fp32, greedily; prompts and outputs have 16 to 128
+tokens. Each waiting policy has a process of its own, and all take turns; the median counts. The
+busy processes are loops in Python that this script starts and ends. The first policy is the
+engine's own: its threads spin, but sleep while other processes want the cores. In the others, the
+environment sets how long they spin: always (the library's own default), for a fixed number of
+iterations, or never. The table is followed by one line of JSON.
 """
 
 import argparse
@@ -59,15 +59,15 @@ def busy_processes(count: int) -> Iterator[None]:
 
 
 def work_of(requests: int, seed: int) -> dict[str, Any]:
-    """Return the work as `peer_engines/run_minivllm.py` reads it."""
+    """Return the work in the form that `peer_engines/run_minivllm.py` reads."""
     vocab_size = ModelConfig.from_pretrained(EMBEDDED_MODEL).vocab_size
     shape = {"model": str(EMBEDDED_MODEL), "load_format": "auto", "max_model_len": 1024, "max_num_batched_tokens": 2048}
     return {**shape, "device": "cpu", "requests": requests_of(requests, 16, 128, vocab_size, seed)}
 
 
 def measure(neighbours: tuple[int, ...], rounds: int, work: dict[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:
-    """Measure tokens per second by kind of waiting and number of busy processes: the median, and
-    the turns.
+    """Measure tokens per second by waiting policy and number of busy processes; return the median
+    and every round.
     """
     tokens = sum(one["output"] for one in work["requests"])
     turns: dict[str, dict[str, list[float]]] = {way: {str(count): [] for count in neighbours} for way in WAYS}
@@ -89,8 +89,8 @@ def measure(neighbours: tuple[int, ...], rounds: int, work: dict[str, Any]) -> d
 
 
 def against(rates: dict[str, dict[str, dict[str, Any]]]) -> dict[str, float]:
-    """Return the engine's rate as a share: alone, of always spinning; beside busy processes, of
-    never spinning.
+    """Return the engine's rate as a share: when alone, of always spinning; beside busy processes,
+    of never spinning.
     """
     return {
         count: one["rate"] / rates[SPINNING if count == "0" else PASSIVE][count]["rate"]
@@ -99,11 +99,11 @@ def against(rates: dict[str, dict[str, dict[str, Any]]]) -> dict[str, float]:
 
 
 def show(rates: dict[str, dict[str, dict[str, Any]]]) -> None:
-    """Print the table, and how far the engine's own choice is from the better of the two."""
+    """Print the table, and the engine's own policy as a share of the better of the other two."""
     counts = list(rates[OURS])
-    columns = ("threads that wait", *("alone" if count == "0" else f"beside {count}" for count in counts))
+    columns = ("waiting policy", *("alone" if count == "0" else f"beside {count}" for count in counts))
     rows = [(way, *(f"{found[count]['rate']:,.0f}" for count in counts)) for way, found in rates.items()]
-    table("Tokens a second, alone and beside busy processes", columns, rows)
+    table("Tokens per second, alone and beside busy processes", columns, rows)
     alone, *beside = against(rates).values()
     console.print(
         f"{OURS}: alone {alone:.0%} of always spinning; beside {', '.join(counts[1:])} busy processes "
@@ -126,10 +126,10 @@ def main(arguments: argparse.Namespace) -> None:
 
 def parser() -> argparse.ArgumentParser:
     flags = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    flags.add_argument("--quick", action="store_true", help="32 requests, one round, alone and beside four")
-    flags.add_argument("--rounds", type=positive_int, help="turns of each way (default: 3, quick: 1)")
+    flags.add_argument("--quick", action="store_true", help="32 requests, one round, alone and beside four processes")
+    flags.add_argument("--rounds", type=positive_int, help="rounds of each policy (default: 3, quick: 1)")
     flags.add_argument("--json", metavar="FILE", help="also write the figures to FILE")
-    flags.add_argument("--seed", type=int, default=0, help="seed of lengths and prompts (default: 0)")
+    flags.add_argument("--seed", type=int, default=0, help="seed for lengths and prompts (default: 0)")
     return flags
 
 

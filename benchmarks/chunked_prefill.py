@@ -1,22 +1,22 @@
-"""Chats beside long prompts on a live server, by the token budget of a step: gaps, first tokens,
-tokens a second.
+"""Measure chats beside long prompts on a live server, by token budget: gaps between tokens, times
+to first token, tokens per second.
 
     uv run python benchmarks/chunked_prefill.py --json benchmarks/results/chunked_prefill.cpu.json       # 3 minutes
     uv run python benchmarks/chunked_prefill.py --peer --budgets 64 512 2048 16384 --json ...            # 8 minutes
     uv run python benchmarks/chunked_prefill.py --quick
 
-The embedded model, fp32, greedy, no prefix cache; a server for each budget, real sockets, the
-client in a process of its own. Eight chats run all the time. Then eight prompts of 1,900 tokens
-come at once, 15,200 tokens, so that a budget of 16,384 has all of them in one step although the
-model ends at 2,048; when all are answered and the chats have gone on alone for a while, they come
-again.
+The embedded model runs in fp32, greedily, without a prefix cache. Each budget has a server of its
+own, with real sockets and the client in another process. Eight chats run all the time. Then eight
+prompts of 1,900 tokens arrive at once: 15,200 tokens, so that a budget of 16,384 takes all of them
+in one step, although the model's limit is 2,048. When all are answered and the chats have gone on
+alone for a while, the next eight arrive.
 
 - Budgets: `minivllm serve` with each `--max-num-batched-tokens`.
-- Prefill first: the scheduler of vLLM V0 as a part of the same server, whole prompts, 2,048 tokens
-  a step at most; and beside it the engine's own scheduler as a part, since the core is a thread of
+- Prefill first: the policy of vLLM V0 plugged into the same server, whole prompts, up to 2,048 tokens
+  per step; and beside it the engine's own policy, plugged in as well, since the core is a thread of
   the server then.
-- With `--peer` vLLM's CPU server alone, in its own environment (`make .peers`), on `--budgets`. Its
-  figures join those that the file has already.
+- With `--peer`: vLLM's CPU server alone, in its own environment (`make .peers`), with `--budgets`. Its
+  figures are added to those already in the file.
 
 The table is followed by one line of JSON.
 """
@@ -82,7 +82,7 @@ def prompt(length: int, seed: int) -> list[int]:
 
 
 def ask(length: int, seed: int, max_tokens: int) -> Ask:
-    """Return a streamed request of random tokens that generates exactly `max_tokens`."""
+    """Return a streamed request with a random prompt that generates exactly `max_tokens` tokens."""
     greedy = {"temperature": 0, "ignore_eos": True, "stream": True}
     return Ask({"model": NAME, "prompt": prompt(length, seed), "max_tokens": max_tokens, **greedy})
 
@@ -97,7 +97,7 @@ def loaded(server: Serving, bursts: int, seed: int = 0) -> dict[str, float]:
 
 def figures_of(chats: Sequence[Answer], longs: Sequence[Answer]) -> dict[str, float]:
     """Return the chats' gaps between tokens, the long prompts' times to first token, and all tokens
-    per second while those were running.
+    per second while the long prompts were running.
     """
     gaps = [gap for chat in chats for gap in chat.itls[FIRST_EVENTS:]]
     firsts = [long.ttft for long in longs]
@@ -157,7 +157,7 @@ def cells(figures: Mapping[str, Any]) -> tuple[tuple[str, ...], list[tuple[str, 
 
 
 def page_table(figures: Mapping[str, Any]) -> str:
-    """Return the table as lesson 10's notes have it."""
+    """Return the Markdown table for lesson 10's notes."""
     return markdown_table(*cells(figures))
 
 
@@ -166,13 +166,13 @@ def show(figures: Mapping[str, Any]) -> None:
     work = figures["work"]
     longs = f"{work['long']} prompts of {work['prompt']:,} tokens"
     title = f"{work['chats']} chats, and {longs} at once, {work['bursts']} times"
-    caption = "ITL is that of the chats, TTFT that of the long prompts; tokens are those of all requests meanwhile."
+    caption = "ITL is the chats', TTFT the long prompts'; tokens/s counts all requests while the long prompts run."
     table(title, *cells(figures), caption)
 
 
 def main(arguments: argparse.Namespace) -> None:
     if arguments.peer and not vllm_cli.ENVIRONMENT.exists():
-        raise MinivllmError(f"vLLM has no environment at {vllm_cli.ENVIRONMENT}: make .peers")
+        raise MinivllmError(f"vLLM has no environment at {vllm_cli.ENVIRONMENT}: run make .peers")
     bursts = 1 if arguments.quick else 2
     budgets = arguments.budgets or ((256, 2048) if arguments.quick else BUDGETS)
     control = Control(loads_cores=True)
@@ -195,7 +195,7 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 def joined(path: str | None, found: dict[str, Any]) -> dict[str, Any]:
-    """Return the record together with the file's figures of servers that were not measured this
+    """Return the record, merged with the file's figures for servers that were not measured this
     time.
     """
     try:
@@ -211,10 +211,10 @@ def joined(path: str | None, found: dict[str, Any]) -> dict[str, Any]:
 
 def parser() -> argparse.ArgumentParser:
     flags = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    flags.add_argument("--budgets", type=positive_int, nargs="+", help="tokens a step (default: 64 to 16384)")
-    flags.add_argument("--peer", action="store_true", help="vLLM's CPU server, and nothing of ours")
-    flags.add_argument("--quick", action="store_true", help="two budgets, the prompts once")
-    flags.add_argument("--page", action="store_true", help="also put the table into lesson 10's notes")
+    flags.add_argument("--budgets", type=positive_int, nargs="+", help="tokens per step (default: 64 to 16384)")
+    flags.add_argument("--peer", action="store_true", help="measure only vLLM's CPU server")
+    flags.add_argument("--quick", action="store_true", help="two budgets, the long prompts only once")
+    flags.add_argument("--page", action="store_true", help="also write the table into lesson 10's notes")
     flags.add_argument("--json", metavar="FILE", help="also write the figures to FILE")
     return flags
 

@@ -1,18 +1,18 @@
-"""Random requests over a prefill and a decode engine: does any token differ from one plain
+"""Check random requests over a prefill and a decode engine: does any token differ from a plain
 engine's, is any block lost?
 
     uv run --group nixl python benchmarks/disaggregation_equality.py --json RESULT.json     # six minutes of one core
     uv run python benchmarks/disaggregation_equality.py --requests 60 --only TCPConnector
 
-For each connector pairs of engines are set up at random: each side has its own pool (too small for
-the batch or not), budget of a step, prefix cache and steps ahead; both have the same block size
-(over NIXL at times another) and cache dtype; now and then both have two ranks. Requests, as in
-`same_tokens.py`, come at random moments and go through both engines as a proxy would send them.
-Some are the prefill engine's own from beginning to end, some are aborted: on the prefill engine,
-between the engines, while they load, while they decode. Both engines step in random order. All that
-are not aborted must have the tokens of a plain engine; when all is over, every block of both sides
-must be free. The table is followed by one line of JSON; the exit code is 1 if anything differs, is
-lost or never ends.
+For each connector, pairs of engines are set up at random. Each side has its own pool (sometimes too
+small for the batch), token budget, prefix cache and steps ahead; both have the same block size
+(except sometimes over NIXL) and cache dtype, and now and then both have two ranks. Requests, as in
+`same_tokens.py`, arrive at random moments and go through both engines as a proxy would send them.
+Some are served by the prefill engine alone, and some are aborted: on the prefill engine, between
+the engines, while they load, or while they decode. Both engines step in random order. Every request
+that is not aborted must get the tokens of a plain engine, and in the end every block of both sides
+must be free. The table is followed by one line of JSON; the exit code is 1 if a token differs, a
+block is lost or a request never ends.
 """
 
 import argparse
@@ -71,10 +71,10 @@ class Tally:
 
 @dataclass
 class Journey:
-    """A request on its way through both engines. `abort` names the phase in which it is aborted,
-    and after how many steps or tokens of that phase.
+    """A request on its way through both engines.
 
-    `alone`: the prefill engine serves all of it.
+    `abort` names the phase in which the request is aborted, and after how many steps of that phase
+    (tokens while decoding). `alone` means that the prefill engine serves all of it.
     """
 
     name: str
@@ -89,14 +89,16 @@ class Journey:
     error: str | None = None
 
     def aborts_now(self) -> bool:
-        """Return whether its client leaves now."""
+        """Return whether the request is due to be aborted."""
         if self.abort is None or self.abort[0] != self.phase:
             return False
         return (len(self.tokens) if self.phase == "decoding" else self.steps) >= self.abort[1]
 
 
 class Pair:
-    """A prefill and a decode engine in this process, with the work of a proxy between them."""
+    """A prefill and a decode engine in this process, which also does the work of the proxy between
+    them.
+    """
 
     def __init__(self, connector: str, sides: list[dict[str, Any]], policy: str, draw: random.Random) -> None:
         self.draw, self.speaks = draw, connector != "ExampleConnector"
@@ -214,7 +216,7 @@ class Pair:
 
 
 def is_busy(llm: LLM) -> bool:
-    """Return whether there is work left to step through."""
+    """Return whether an engine has unfinished requests."""
     return core_of(llm).has_unfinished_requests()
 
 
@@ -255,20 +257,20 @@ def random_sides(draw: random.Random, connector: str) -> list[dict[str, Any]]:
 
 
 def joined(batches: Iterable[Batch]) -> Batch:
-    """Join several batches."""
+    """Join several batches into one."""
     prompts, params = zip(*batches, strict=True)
     return [*chain(*prompts)], [*chain(*params)]
 
 
 def random_journeys(draw: random.Random, batch: Batch, first: int) -> Iterator[Journey]:
-    """Yield the batch's requests, some with a moment at which they are aborted."""
+    """Yield the batch's requests as journeys, some of which are to be aborted."""
     for index, (prompt, params) in enumerate(zip(*batch, strict=True)):
         abort = (draw.choice(PHASES), draw.randrange(6)) if draw.random() < 0.2 else None
         yield Journey(f"r{first + index}", prompt, params, abort, alone=draw.random() < 0.15)
 
 
 def compare(connector: str, draw: random.Random, texts: list[list[int]], most: int, tally: Tally) -> None:
-    """Serve up to `most` requests by one pair of engines and by a plain one, and count
+    """Serve about `most` requests with one pair of engines and with a plain engine, and count
     differences.
     """
     sides, policy, began = random_sides(draw, connector), draw.choice(["fail", "recompute"]), time.process_time()
@@ -289,7 +291,7 @@ def compare(connector: str, draw: random.Random, texts: list[list[int]], most: i
             break
     held = pair.held_blocks()
     if held:
-        print(f"{connector} {sides} {policy}: {held} blocks are held", file=sys.stderr)
+        print(f"{connector} {sides} {policy}: {held} blocks are still held", file=sys.stderr)
     tally.held_blocks += held
     prefill, decode = pair.prefill.llm_engine.stats, pair.decode.llm_engine.stats
     lookups = core_of(pair.decode).scheduler.make_stats().connector_prefix_cache_stats
@@ -306,8 +308,8 @@ def compare(connector: str, draw: random.Random, texts: list[list[int]], most: i
 
 
 def count(journey: Journey, expected: list[int], tally: Tally) -> None:
-    """Compare a request with the plain engine's tokens; of an aborted one, only what it got
-    before.
+    """Compare a request's tokens with the plain engine's; for an aborted request, only those that
+    it got before.
     """
     if journey.error == "aborted":
         assert journey.abort
@@ -327,7 +329,7 @@ def main(arguments: argparse.Namespace) -> None:
     texts = [ids for text in held_out_texts() if len(ids := tokenizer.encode(text).ids) > 100]
     names = [name for name in CONNECTORS if arguments.only in (None, name)]
     if find_spec("nixl_cu13") is None and "NixlConnector" in names:
-        print("NixlConnector is left out: uv run --group nixl brings it", file=sys.stderr)
+        print("NixlConnector is skipped: uv run --group nixl installs it", file=sys.stderr)
         names.remove("NixlConnector")
     tallies, pairs = {name: Tally() for name in names}, -(-arguments.requests // REQUESTS_OF_A_PAIR)
     for number in track(range(len(names) * pairs), "comparing"):
@@ -355,7 +357,7 @@ def show(tallies: dict[str, Tally]) -> None:
         )
         for name, one in tallies.items()
     ]
-    table("Random requests over two engines against one", [*columns, "never ended", "blocks lost"], rows)
+    table("Random requests: two engines compared with one", [*columns, "never ended", "blocks lost"], rows)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -363,8 +365,8 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument(
         "--requests", type=positive_int, default=340, help="random requests for each connector (default: 340)"
     )
-    flags.add_argument("--only", choices=CONNECTORS, help="this connector alone")
-    flags.add_argument("--seed", type=int, default=0, help="of all that is random (default: 0)")
+    flags.add_argument("--only", choices=CONNECTORS, help="test only this connector")
+    flags.add_argument("--seed", type=int, default=0, help="seed for all random choices (default: 0)")
     flags.add_argument("--json", metavar="FILE", help="also write the figures to FILE")
     return flags
 

@@ -1,17 +1,16 @@
 """Kill or freeze one of two servers, the proxy, the wire between them or the client, and see what
-becomes of a request.
+happens to a request.
 
     uv run python benchmarks/disaggregation_faults.py --json benchmarks/results/disaggregation_faults.cpu.json
     uv run python benchmarks/disaggregation_faults.py --only "in the transfer" --policies recompute
 
-Two `minivllm serve` processes with TCPConnector and a lease of two seconds, `minivllm proxy` before
-them, and between the servers a wire that can be made to fail. In each row of `FAULTS` one thing
-goes wrong while one streamed request is at a known moment. Then: what the client got, and how long
-after the fault; one second after the lease's end, which share of each survivor's blocks is held,
-and how many requests are unfinished there; whether the survivors, asked one by one, answer as
-before. The table is followed by one line of JSON; the exit code is 1 unless every row is as
-`FAULTS` says, with text that begins as the one server's does, nothing held, and survivors that
-answer.
+Two `minivllm serve` processes use TCPConnector with a lease of two seconds. `minivllm proxy` stands
+in front of them, and between them is a wire that can be made to fail. In each row of `FAULTS`, one
+thing goes wrong while one streamed request is at a known moment. Recorded are what the client got
+and how long after the fault; and, one second after the lease's end, each survivor's share of held
+blocks, its unfinished requests, and whether it answers a direct request as before. The table is
+followed by one line of JSON. The exit code is 1 unless every row ends as `FAULTS` says, with text
+that begins like the single server's, nothing held, and survivors that answer.
 """
 
 import argparse
@@ -64,7 +63,7 @@ class Fault:
 
     @property
     def name(self) -> str:
-        """Return the fault and its moment in words."""
+        """The fault and its moment in words."""
         return f"{self.what} {self.when}".strip()
 
 
@@ -131,7 +130,7 @@ class Client:
         self._socket.shutdown(socket.SHUT_RDWR)
 
     def join(self) -> None:
-        """Wait for its end, up to a time limit."""
+        """Wait until the request has ended, up to a time limit."""
         self._thread.join(SECONDS_TO_END)
         self.ended = self.ended or time.monotonic()
 
@@ -160,7 +159,7 @@ class Client:
 
 
 class Rig:
-    """Both servers, the proxy and both wires under one policy; whatever died is started again for
+    """Both servers, the proxy and both wires under one policy; a process that died is restarted for
     the next row.
     """
 
@@ -174,7 +173,7 @@ class Rig:
         self.environment = os.environ | {SECRET_VARIABLE: secrets.token_hex(16), "OMP_NUM_THREADS": "1"}
 
     def make_whole(self) -> None:
-        """Repair the wires, and start what is not running."""
+        """Repair the wires, and start every process that is not running."""
         self.wire.mend()
         self.front.mend()
         for name, port in self.ports.items():
@@ -198,18 +197,18 @@ class Rig:
 
     @property
     def survivors(self) -> list[str]:
-        """List the servers and the proxy that are still running."""
+        """The servers and the proxy that are still running."""
         return [name for name, one in self.running.items() if one.process.poll() is None]
 
     def prepare(self, moment: str) -> None:
-        """Set things up so that a request stays at this moment."""
+        """Set things up so that the next request stops at this moment."""
         if moment in (WORKS, WAITS):
             self._core(PREFILL if moment == WORKS else DECODE).suspend()
         if moment in (HAS_ANSWERED, LOADS):
             self.wire.fail(0 if moment == HAS_ANSWERED else MIDDLE, "hold")
 
     def wait_for(self, moment: str) -> None:
-        """Return when the request has reached the moment; raise `RuntimeError` if it never does."""
+        """Wait until the request reaches the moment; raise `RuntimeError` if it never does."""
         events = {
             WORKS: self.front.asked,
             WAITS: self.front.answered,
@@ -219,7 +218,7 @@ class Rig:
         }
         if moment in events:
             if not events[moment].wait(SECONDS_TO_END):
-                raise RuntimeError(f"the request is never at the moment {moment!r}")
+                raise RuntimeError(f"the request never reached the moment {moment!r}")
             time.sleep(0.3 if moment != DECODES else 0.0)
 
     def let_go(self) -> None:
@@ -255,7 +254,7 @@ class Rig:
         self._resume(PROXY)
 
     def spoil(self, kind: str, times: int | None = None) -> None:
-        """Break the wire in the middle of the transfer, `times` times, or each time."""
+        """Make the wire fail in the middle of the transfer, `times` times, or every time if None."""
         self.wire.fail(MIDDLE, kind, times)
 
     def _resume(self, name: str) -> None:
@@ -284,8 +283,8 @@ class Rig:
 
 @dataclass
 class Row:
-    """The outcome of a fault. `held` and `unfinished` are the survivors' blocks and requests;
-    `answers` says whether they answer as before.
+    """The outcome of a fault. `held` and `unfinished` are the survivors' shares of held blocks and
+    numbers of unfinished requests; `answers` says whether they answer as before.
     """
 
     fault: str
@@ -301,7 +300,7 @@ class Row:
 
     @property
     def is_well(self) -> bool:
-        """Return whether the outcome is the right one."""
+        """Whether the client got what it should, nothing is left over, and the survivors answer."""
         left = [*self.held.values(), *self.unfinished.values()]
         is_clear = self.got != ERROR or bool(self.words)
         return (
@@ -310,7 +309,7 @@ class Row:
 
 
 def played(fault: Fault, rig: Rig) -> Row:
-    """Play a fault and return its outcome."""
+    """Cause a fault, and return its outcome."""
     rig.make_whole()
     draw = random.Random(f"{fault.name} {rig.policy}")  # a prompt that no server has in its cache
     body = {"prompt": [draw.randrange(4, 800) for _ in range(PROMPT_TOKENS)], "temperature": 0, "ignore_eos": True}
@@ -366,7 +365,7 @@ def short_answer(port: int) -> str | None:
 
 
 def metrics_of(port: int) -> dict[str, float]:
-    """Return a server's metrics by name, only those with a single set of labels."""
+    """Return a server's metrics by name; of several with the same name, the last one counts."""
     lines = httpx.get(f"{url(port)}/metrics", timeout=20).text.splitlines()
     return {line.partition("{")[0]: float(line.rsplit(" ", 1)[1]) for line in lines if not line.startswith("#")}
 
@@ -380,13 +379,13 @@ def show(rows: list[Row]) -> None:
         (name, *(cell(found.get((name, policy)), words) for policy in policies))
         for name in dict.fromkeys(row.fault for row in rows)
     ]
-    table("What the client gets, and how many s after the fault", ["what goes wrong", *policies], cells)
+    table("What the client gets, and how many seconds after the fault", ["what goes wrong", *policies], cells)
     for number, said in enumerate(words, 1):
         print(f"{number}  {said}")
 
 
 def cell(row: Row | None, words: list[str]) -> str:
-    """Format a client's outcome; a wrong one is marked."""
+    """Format a client's outcome, marking a wrong one."""
     if row is None:
         return ""
     number = f" {words.index(row.words) + 1}" if row.words else ""
@@ -407,7 +406,7 @@ def summary(rows: list[Row]) -> dict[str, Any]:
 
 @contextmanager
 def rig_of(policy: str) -> Iterator[Rig]:
-    """Set a rig up, and tear it down in any case."""
+    """Yield a rig for this policy, and stop its processes in any case."""
     rig = Rig(policy)
     try:
         yield rig
@@ -416,7 +415,7 @@ def rig_of(policy: str) -> Iterator[Rig]:
 
 
 def main(arguments: argparse.Namespace) -> None:
-    """Play all faults; exit with 1 if one ends badly."""
+    """Cause all faults, and exit with 1 if one ends badly."""
     rows = list[Row]()
     for policy in arguments.policies.split(","):
         with rig_of(policy) as rig:
@@ -435,7 +434,7 @@ def main(arguments: argparse.Namespace) -> None:
 
 def parser() -> argparse.ArgumentParser:
     flags = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    flags.add_argument("--only", default="", help="faults whose names have this in them")
+    flags.add_argument("--only", default="", help="only faults whose names contain this")
     flags.add_argument("--policies", default=",".join(POLICIES), help="fail, recompute, or both (the default)")
     flags.add_argument("--json", metavar="FILE", help="also write the rows to FILE")
     return flags

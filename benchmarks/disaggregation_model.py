@@ -1,17 +1,18 @@
-r"""Two pools of GPUs against one, on the virtual clock: a map of goodput, what links hide, and the
-model's errors.
+r"""Compare two pools of GPUs with one, on the virtual clock: a map of goodput, what links hide, and
+the model's errors.
 
     uv run python benchmarks/disaggregation_model.py --json
         benchmarks/results/disaggregation_model.cpu.json \ --plot lessons/figures/08_edge.svg
     uv run python benchmarks/disaggregation_model.py --quick         # fewer requests and cells
 
-Four H100 serve Llama-3.1-8B. For each kind of request and service level: requests a second and GPU
-that four sustain which do both, with the best budget of `disaggregation_tuning.BUDGETS` and with
-vLLM's default, and that two pools sustain in their best split over a link of 400 Gb/s. Then the
-edge: how much longer a step that mixes prompts and answers may take than arithmetic and bytes say,
-until two pools win. A figure is found by runs of the real schedulers; nothing is measured here, all
-is *modelled*. The errors are against published figures, with those marked that two factors were
-fitted to. The tables are followed by one line of JSON.
+Four H100s serve Llama-3.1-8B. For each kind of request and service level, the map has the requests
+per second and GPU that one pool of four GPUs sustains, with the best budget of
+`disaggregation_tuning.BUDGETS` and with vLLM's default, and that two pools sustain in their best
+split over a link of 400 Gb/s. Then comes the edge: how much longer than its arithmetic and bytes a
+step that mixes prompts and answers may take before two pools win. All figures come from runs of the
+real schedulers; nothing is measured, everything is *modelled*. The errors are against published
+figures, and those to which two factors were fitted are marked. The tables are followed by one line
+of JSON.
 """
 
 import argparse
@@ -49,8 +50,8 @@ PROMPT = 2048
 
 
 def pools(cost: Cost | None = None) -> tuple[Colocated, Disaggregated]:
-    """Return GPUs that do both phases, and as many GPUs in two pools; budget and split are found
-    later.
+    """Return one pool of GPUs that do both phases, and as many GPUs in two pools; budget and split
+    are found later.
     """
     model, gpu = known_model(MODEL), get_hardware(GPU)
     link = get_link(LINK)
@@ -59,7 +60,7 @@ def pools(cost: Cost | None = None) -> tuple[Colocated, Disaggregated]:
 
 def cell(prompt: int, output: int, objective: Objective, counted: int) -> dict[str, Any]:
     """Return the goodput per GPU with the best budget, with vLLM's default and with the best split,
-    and which these are.
+    and this budget and split.
     """
     work, (one, two) = Work(prompt, output, counted=counted), pools()
     tuned, split = best_budget(one, work, objective, ROUNDS), best_split(two, work, objective, ROUNDS)
@@ -75,7 +76,7 @@ def cell(prompt: int, output: int, objective: Objective, counted: int) -> dict[s
 
 
 def goodput_map(kinds: tuple[tuple[int, int], ...], counted: int) -> dict[str, dict[str, Any]]:
-    """Map "1024/128" and "200 ms/10 ms" to their `cell`."""
+    """Map each kind of request ("1024/128") and service level ("200 ms/10 ms") to its `cell`."""
     cells = [(kind, level) for kind in kinds for level in LEVELS]
     found: dict[str, dict[str, Any]] = {}
     for (prompt, output), (ttft, tpot) in track(cells, "serving"):
@@ -95,13 +96,13 @@ def print_map(found: dict[str, dict[str, Any]]) -> None:
             gain = f"{one['gain']:.2f}" if one["gain"] else "only two pools"
             figures = (f"{one['one']:.1f}", f"{one['budget']:,}", f"{one['default']:.1f}", f"{one['two']:.1f}")
             rows.append((kind, level, *figures, one["split"], gain, wins))
-    caption = f"{MODEL}, {GPUS} {GPU}, {LINK}, layer by layer. gain: two pools over one, both tuned. All modelled."
-    table("Requests a second and GPU within the service level", columns, rows, caption)
+    caption = f"{MODEL}, {GPUS} {GPU}, {LINK}, layer by layer. Gain: two pools ÷ one, both tuned. All modelled."
+    table("Requests per second and GPU within the service level", columns, rows, caption)
 
 
 def edges(kinds: tuple[tuple[int, int], ...], levels: tuple[float, ...], counted: int) -> dict[str, Any]:
-    """Map kind of requests, share of peak and TPOT limit to the extra cost of a mixed step, in ms,
-    at which both designs sustain the same load.
+    """Map each kind of request and share of the peak to the extra cost of a mixed step, in ms, at
+    which both designs sustain the same load, for each TPOT limit.
     """
     cost = PlacedModel(known_model(MODEL), get_hardware(GPU), Layout(1, 1, 1)).cost
     costs = {ARITHMETIC_EFFICIENCY: cost, MATMUL_EFFICIENCY: cost.at_best()}
@@ -115,29 +116,27 @@ def edges(kinds: tuple[tuple[int, int], ...], levels: tuple[float, ...], counted
 
 
 def edge(ways: tuple[Colocated, Disaggregated], work: Work, objective: Objective) -> float:
-    """Return the extra milliseconds of each mixed step at which one tuned pool sustains as much as
-    two.
-    """
+    """Return the extra milliseconds per mixed step at which one tuned pool sustains as much as two."""
     one, two = ways
     split = best_split(two, work, objective, ROUNDS)
     return round(1e3 * break_even(one, split.goodput.rate, work, objective), 2)
 
 
 def print_edges(found: dict[str, Any], levels: tuple[float, ...]) -> None:
-    """Print a row for each kind of requests and share of the peak."""
+    """Print a row for each kind of request and share of the peak."""
     rows = [
         (kind, f"{float(share):.0%}", *map("{:.2f}".format, ones))
         for kind, shares in found.items()
         for share, ones in shares.items()
     ]
     columns = ("in/out", "arithmetic", *(f"{1e3 * level:g} ms" for level in levels))
-    caption = "Milliseconds, by the level of a token; beyond it two pools sustain more. Arithmetic: share of the peak."
-    table("What a mixed step may cost more before two pools win", columns, rows, caption)
+    caption = "Milliseconds, by TPOT limit; beyond them, two pools sustain more. Arithmetic: share of the peak."
+    table("How much more a mixed step may cost before two pools win", columns, rows, caption)
 
 
 def draw(found: dict[str, Any], levels: tuple[float, ...], path: str) -> None:
-    """Draw the break-even cost over the TPOT limit: a band for each kind of requests, between both
-    shares of the peak.
+    """Draw the break-even cost over the TPOT limit: a band for each kind of request, between the
+    two shares of the peak.
     """
     milliseconds = [1e3 * level for level in levels]
     with panels(path, 1, 7.2, 4.2) as (axes,):
@@ -157,8 +156,8 @@ def draw(found: dict[str, Any], levels: tuple[float, ...], path: str) -> None:
 
 
 def transfers() -> dict[str, dict[str, dict[str, float]]]:
-    """Map model and link to the seconds of a transfer, of the prefill, and of what a layer-by-layer
-    transfer leaves.
+    """Map model and link to the seconds of a transfer, of the prefill, and of the part that a
+    layer-by-layer transfer does not hide.
     """
     found: dict[str, dict[str, dict[str, float]]] = {}
     for model, gpu in LINK_MODELS:
@@ -181,12 +180,12 @@ def print_transfers(found: dict[str, dict[str, dict[str, float]]]) -> None:
         rows.append((name, f"{LINKS[name].bandwidth / 1e9:g}", *shown))
     prefills = [f"{next(iter(links.values()))['prefill'] * 1e3:.1f}" for links in found.values()]
     rows.append(("prefill", "", *prefills))
-    caption = f"Milliseconds for {PROMPT:,} tokens; in brackets what is left layer by layer; * hidden by the prefill."
+    caption = f"Milliseconds for {PROMPT:,} tokens; in brackets what layer by layer leaves; * hidden by the prefill."
     table("Transfers", ("link", "GB/s", *found), rows, caption)
 
 
 def print_checks(counted: int) -> list[dict[str, Any]]:
-    """Print a row for each published figure."""
+    """Print a row for each published figure, and return the figures."""
     checks = disaggregation_checks(counted)
     rows = [
         (
@@ -198,7 +197,7 @@ def print_checks(counted: int) -> list[dict[str, Any]]:
         )
         for one in checks
     ]
-    caption = f"Median error of what nothing was fitted to: {disaggregation_error(counted):.0%}."
+    caption = f"Median error of the figures that nothing was fitted to: {disaggregation_error(counted):.0%}."
     table("Published figures and the model's", ("table", "figure", "published", "modelled", "error"), rows, caption)
     return [
         {
@@ -233,9 +232,9 @@ def main(arguments: argparse.Namespace) -> None:
 
 def parser() -> argparse.ArgumentParser:
     flags = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    flags.add_argument("--requests", type=int, default=60, help="requests that are looked at in a run (default: 60)")
+    flags.add_argument("--requests", type=int, default=60, help="requests that count in a run (default: 60)")
     flags.add_argument("--quick", action="store_true", help="one kind of request, 60 requests")
-    flags.add_argument("--plot", metavar="FILE", help="draw the edge into FILE, an SVG")
+    flags.add_argument("--plot", metavar="FILE", help="also draw the edge to FILE, an SVG")
     flags.add_argument("--json", metavar="FILE", help="also write the figures to FILE")
     return flags
 

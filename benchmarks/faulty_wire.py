@@ -1,4 +1,4 @@
-"""A relay on this machine, whose bytes can be held up, lost, changed or cut off; for
+"""A relay on this machine that can hold up, lose or change bytes, or cut the connection; for
 `disaggregation_faults`.
 """
 
@@ -16,13 +16,13 @@ LOST_BYTES = 100
 
 
 def unchanged(data: bytes, before: int) -> bytes:
-    """Pass all data on."""
+    """Pass all data on unchanged."""
     return data
 
 
 class Wire:
-    """A relay of TCP connections from `port` to the port `target`. `up` and `down` see what passes
-    in each direction.
+    """A relay of TCP connections from `port` to the port `target`. `up` and `down` take the data of
+    each direction and return what to pass on.
     """
 
     def __init__(self, target: int = 0) -> None:
@@ -34,7 +34,7 @@ class Wire:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def mend(self) -> None:
-        """Pass everything again, over new connections."""
+        """Close all connections, and pass everything over new ones unchanged."""
         self.up = self.down = unchanged
         self.opened.set()
         while self._open:
@@ -45,8 +45,8 @@ class Wire:
         """Fail after `after` downstream bytes of a connection, on the next `times` connections, or
         on each if None.
 
-        `kind`: "hold" (nothing more passes until `opened` is set), "cut", "lose" (some bytes),
-        "flip" (a bit).
+        `kind` is "hold" (nothing more passes until `opened` is set), "cut" (the connection ends),
+        "lose" (some bytes are dropped) or "flip" (one bit changes).
         """
         left = [None] * times if times is not None else None
 
@@ -93,11 +93,11 @@ class Wire:
 
 
 class Front(Wire):
-    """A stand-in for a prefill server that tells the proxy to fetch keys and values from another
-    wire.
+    """A relay in front of a prefill server that tells the proxy to fetch keys and values over
+    another wire.
 
-    `asked` and `answered`: whether a request has gone to the server, and whether it has said where
-    they are.
+    `asked` is set when a request has gone to the server, and `answered` when the server has said
+    where its keys and values are.
     """
 
     def __init__(self, target: int, wire: Wire) -> None:

@@ -1,20 +1,21 @@
-"""Measure everything that needs a GPU within a few minutes, in order of worth, so that a cut loses
-the least.
+"""Run everything that needs a GPU within a few minutes, the most valuable first, so that an early
+end loses the least.
 
     python3 -P benchmarks/gpu_campaign.py                        # 12 minutes, results into out/gpu_campaign
     python3 -P benchmarks/gpu_campaign.py --only kernels engine-8b --minutes 4
     python3 -P benchmarks/gpu_campaign.py --device cpu --quick   # the same commands where there is no GPU
 
-Each stage is one command with a time limit of its own. Stages run one at a time, since a GPU that
-two processes share measures neither. A stage writes its figures to `<name>.<the GPU's name>.json`,
-the name it has in `benchmarks/results`, and its output to `logs/<stage>.txt`. After every stage
-`campaign.json` says what ran, how long it took and how it ended. Copy the results that should stay
-into `benchmarks/results`; `make claims` then quotes them.
+Each stage is one command with a time limit of its own. Stages run one at a time, since two
+processes that share a GPU disturb each other's measurements. A stage writes its figures to
+`<name>.<the GPU's name>.json`, the name it has in `benchmarks/results`, and its output to
+`logs/<stage>.txt`. After every stage, `campaign.json` says what ran, how long it took and how it
+ended. Copy the results that you want to keep into `benchmarks/results`; `make claims` then quotes
+them.
 
-The tests come first, since figures of a wrong kernel are worth nothing; then the kernels and the
-engine, whose figures PERFORMANCE.md has; then the lessons' scripts; then other engines on the same
-work. Needs what `make gpu` needs; lesson 06 and the peers also need the server's packages. Exits
-with 1 if a stage failed.
+The tests run first, since figures of a wrong kernel are worth nothing; then the kernels and the
+engine, whose figures PERFORMANCE.md quotes; then the lessons' scripts; then other engines on the
+same work. The campaign needs what `make gpu` needs; lesson 06 and the peers also need the server's
+packages. The exit code is 1 if a stage failed.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ LEAST_SECONDS = 15
 
 @dataclass(frozen=True)
 class Stage:
-    """One command, its arguments after `python`, and the seconds it may take."""
+    """One command: its name, its arguments after `python`, and its time limit in seconds."""
 
     name: str
     arguments: tuple[str, ...]
@@ -78,7 +79,7 @@ def stages_of(device: str, gpu: str, quick: bool, into: Path) -> list[Stage]:
 
 
 def run_stage(stage: Stage, seconds: float, log: Path) -> dict[str, object]:
-    """Run one stage for at most `seconds`, its output into `log`; return its row of
+    """Run one stage for at most `seconds` and write its output to `log`; return its row of
     `campaign.json`.
     """
     paths = filter(None, (str(ROOT / "vllm"), os.environ.get("PYTHONPATH")))
@@ -97,7 +98,7 @@ def run_stage(stage: Stage, seconds: float, log: Path) -> dict[str, object]:
 
 
 def run_all(stages: list[Stage], into: Path, minutes: float) -> list[dict[str, object]]:
-    """Run the stages until the time is over; `campaign.json` is complete after each."""
+    """Run the stages until the time is up; `campaign.json` is updated after each."""
     (into / "logs").mkdir(parents=True, exist_ok=True)
     deadline, rows = time.monotonic() + 60 * minutes, []
     for stage in stages:
@@ -112,7 +113,7 @@ def run_all(stages: list[Stage], into: Path, minutes: float) -> list[dict[str, o
 
 
 def chosen(stages: list[Stage], names: list[str] | None) -> list[Stage]:
-    """Keep the stages of these names, or all.
+    """Return the stages with these names, or all if there are none.
 
     Raises:
         MinivllmError: there is no stage of that name.
@@ -151,13 +152,13 @@ def _has_xdist() -> bool:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Build the command line."""
+    """Build the command-line parser."""
     flags = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument("--device", choices=DEVICES, default="cuda", help="where the stages run (default: cuda)")
     flags.add_argument("--into", metavar="FOLDER", default="out/gpu_campaign", help="where results and logs go")
-    flags.add_argument("--minutes", type=positive_int, default=12, help="for all stages together (default: 12)")
-    flags.add_argument("--only", nargs="+", metavar="STAGE", help="only these stages")
-    flags.add_argument("--quick", action="store_true", help="small cases, for a trial of the stages themselves")
+    flags.add_argument("--minutes", type=positive_int, default=12, help="limit for all stages together (default: 12)")
+    flags.add_argument("--only", nargs="+", metavar="STAGE", help="run only these stages")
+    flags.add_argument("--quick", action="store_true", help="small cases, to try the stages out")
     return flags
 
 

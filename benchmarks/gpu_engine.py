@@ -1,20 +1,21 @@
-"""The engine on a GPU: decode steps beside what they must read, prefills beside what they must
-compute, and the start.
+"""Measure the engine on a GPU: decode steps against what they must read, prefills against what they
+must compute, and the start.
 
     uv run python benchmarks/gpu_engine.py                  # the shape of Llama-3.1-8B, random weights, bf16
     uv run python benchmarks/gpu_engine.py --shape qwen3-0.6b
     uv run python benchmarks/gpu_engine.py --page           # also into PERFORMANCE.md
     uv run python benchmarks/gpu_engine.py --model FOLDER --device cpu --quick
 
-Two engines stand in one process and take turns: one launches a step before the tokens of the one
-before are on the host, the other waits for them (`async_scheduling`). A decode step's time is the
-difference between answers of 96 and of 32 tokens to the same prompts, over 64; medians of the
-turns. The floor of a step is what it must read, weights and keys and values, at the bandwidth of a
-copy, which is measured. A prefill is an answer of one token; its operations are those of the matrix
-products and of attention. Then random requests are served, and kernels counted that are compiled
-meanwhile: each would hold its request up for a second. Tables, then one line of JSON, which also
-goes to benchmarks/results/gpu_engine.<the GPU's name>.json (not with --quick, unless --json names a
-file). Needs torch, triton, transformers, numpy and rich, and 50 GB on the GPU.
+Two engines run in one process and take turns: one launches a step before the previous step's tokens
+are on the host, the other waits for them (`async_scheduling`). A decode step's time is the
+difference between answers of 96 and of 32 tokens to the same prompts, divided by 64; the median of
+the rounds counts. The floor of a step is the time to read its weights, keys and values at the
+measured bandwidth of a copy. A prefill is an answer of one token; its operations are those of the
+matmuls and of attention. Then random requests are served, and the kernels that are compiled
+meanwhile are counted: each would delay its request by a second. The tables are followed by one line
+of JSON, which also goes to benchmarks/results/gpu_engine.<the GPU's name>.json (not with --quick,
+unless --json names a file). The script needs torch, triton, transformers, numpy and rich, and 50 GB
+on the GPU.
 """
 
 import argparse
@@ -72,8 +73,8 @@ BLOCKS = 6500
 
 
 def engines(model: str, device: str, quick: bool) -> tuple[dict[str, LLM], list[float]]:
-    """Start both engines; return them and the seconds each took. The first one compiles the
-    kernels.
+    """Start both engines; return them, and the seconds that each took to start. The first one
+    compiles the kernels.
     """
     found, seconds = {}, []
     for name in (AHEAD, WAITING):
@@ -102,21 +103,21 @@ def serve(llm: LLM, prompts: list[list[int]], answer: int, temperature: float = 
 
 
 def prompts_of(count: int, length: int, vocab_size: int, draw: random.Random) -> list[list[int]]:
-    """Return random prompts of one length."""
+    """Return `count` random prompts of `length` tokens."""
     return [[draw.randrange(1, vocab_size) for _ in range(length)] for _ in range(count)]
 
 
 def numbers_read(config: ModelConfig) -> int:
-    """Count the weights that a step reads: all but the embedding, of which it reads a few rows,
-    unless it is the head as well.
+    """Count the weights that a step reads: all of them, except an embedding that is not the head as
+    well, of which it reads only a few rows.
     """
     groups = parameter_groups(config)
     return sum(groups.values()) - (groups["embedding"] if groups["head"] else 0)
 
 
 def decode(llms: dict[str, LLM], requests: int, prompt: int, bandwidth: float, rounds: int) -> dict[str, Any]:
-    """Measure one row: milliseconds of a decode step of each engine, and of the floor in the middle
-    of the answer.
+    """Measure one row: milliseconds per decode step of each engine, and the floor in the middle of
+    the answer.
     """
     config = runner_of(llms[AHEAD]).config
     draw, steps = random.Random(0), {name: [] for name in llms}
@@ -142,7 +143,9 @@ def decode(llms: dict[str, LLM], requests: int, prompt: int, bandwidth: float, r
 
 
 def prefill(llm: LLM, requests: int, prompt: int, rounds: int) -> dict[str, Any]:
-    """Measure one row: milliseconds until all have their first token, and operations per second."""
+    """Measure one row: milliseconds until all requests have their first token, and operations per
+    second.
+    """
     config = runner_of(llm).config
     head = config.vocab_size * config.hidden_size
     pairs = requests * prompt * (prompt + 1) // 2
@@ -163,7 +166,7 @@ def prefill(llm: LLM, requests: int, prompt: int, rounds: int) -> dict[str, Any]
 
 @contextmanager
 def kernels_compiled() -> Iterator[list[str]]:
-    """Yield a list to which the name of each kernel is added that Triton compiles, or loads, for
+    """Yield a list that collects the name of each kernel when Triton compiles it, or loads it for
     the first time.
     """
     names: list[str] = []
@@ -243,7 +246,7 @@ def prefill_table(figures: dict[str, Any]) -> Table:
 
 
 def kernel_table(figures: dict[str, Any]) -> Table:
-    """Return the columns and rows of what `benchmarks/kernels.py` measured of attention."""
+    """Return the columns and rows of the attention figures from `benchmarks/kernels.py`."""
     rows: list[tuple[object, ...]] = [
         (f"{row['case']}, {row['kv']}", f"{row['engine_us']:.0f}", f"{row['gb_per_s']:,.0f} GB/s, of a copy's",
          f"{row['share_of_copy']:.0%}")
@@ -265,8 +268,8 @@ def markdown(found: dict[str, Any], kernels: dict[str, Any]) -> str:
         f"{markdown_table(*kernel_table(kernels['figures']))}\n\n"
         f"Measured by `benchmarks/gpu_engine.py` and `benchmarks/kernels.py` on one {where['gpu']}: torch "
         f"{versions['torch']}, Triton {versions['triton']}; a copy runs at {figures['copy_gb_per_s']:,.0f} GB/s, a "
-        f"product of {figures['dtype']} matrices at {figures['matmul_tflops']:.0f} TFLOP/s; medians of "
-        f"{figures['rounds']} rounds. The first engine started in {start:.0f} s, kernels compiled; the second, which "
+        f"matmul in {figures['dtype']} at {figures['matmul_tflops']:.0f} TFLOP/s; medians of "
+        f"{figures['rounds']} rounds. The first engine started in {start:.0f} s, compiling kernels; the second, which "
         f"found them compiled, in {again:.0f} s. While random requests were served, "
         f"{len(figures['compiled_later']) or 'no'} kernels were compiled."
     )
@@ -275,11 +278,11 @@ def markdown(found: dict[str, Any], kernels: dict[str, Any]) -> str:
 def show(figures: dict[str, Any]) -> None:
     """Print the tables."""
     table(f"A decode step; {figures['model']}, {figures['dtype']}", *decode_table(figures))
-    table("First tokens of prompts", *prefill_table(figures))
+    table("Prefill, until the first token", *prefill_table(figures))
     start, again = figures["start_seconds"]
     console.print(
-        f"started in {start} s, and with kernels that are compiled in {again} s; a copy runs at "
-        f"{figures['copy_gb_per_s']:,} GB/s, a matrix product at {figures['matmul_tflops']:,} TFLOP/s; kernels "
+        f"started in {start} s, and with kernels already compiled in {again} s; a copy runs at "
+        f"{figures['copy_gb_per_s']:,} GB/s, a matmul at {figures['matmul_tflops']:,} TFLOP/s; kernels "
         f"compiled while random requests were served: {len(figures['compiled_later'])}"
     )
 
@@ -291,7 +294,7 @@ def _results_of(device_name: str) -> Path:
 
 
 def main(arguments: argparse.Namespace) -> None:
-    """Measure or read, show, keep."""
+    """Measure, or read an earlier run; print the tables and save the record."""
     path = arguments.json or (None if arguments.quick or arguments.source else _results_of(arguments.device))
     if path:
         ensure_writable(path)
@@ -309,15 +312,15 @@ def main(arguments: argparse.Namespace) -> None:
 def parser() -> argparse.ArgumentParser:
     flags = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument(
-        "--device", choices=("auto", "cpu", "cuda"), default="cuda", help="where it runs (default: cuda)"
+        "--device", choices=("auto", "cpu", "cuda"), default="cuda", help="device to run on (default: cuda)"
     )
     flags.add_argument("--shape", choices=SHAPES, default="llama-3.1-8b", help="the model's shape")
     flags.add_argument("--model", metavar="FOLDER", help="another model's shape (its config.json)")
-    flags.add_argument("--rounds", type=positive_int, help="turns that each engine gets (default: 3, quick: 1)")
-    flags.add_argument("--quick", action="store_true", help="few and short requests, nothing written")
+    flags.add_argument("--rounds", type=positive_int, help="rounds for each engine (default: 3, quick: 1)")
+    flags.add_argument("--quick", action="store_true", help="a few short requests; writes no file")
     flags.add_argument("--json", metavar="FILE", help="write the figures to FILE instead")
     flags.add_argument("--from", dest="source", metavar="FILE", help="show an earlier run instead of measuring")
-    flags.add_argument("--page", action="store_true", help="put the tables into PERFORMANCE.md")
+    flags.add_argument("--page", action="store_true", help="write the tables into PERFORMANCE.md")
     return flags
 
 

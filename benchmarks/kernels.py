@@ -1,21 +1,21 @@
-"""The engine's kernels against this device's limits, and their resource use on GPUs that are not
-here.
+"""Measure the engine's kernels against this device's limits, and their resource use on GPUs that
+this machine lacks.
 
     uv run python benchmarks/kernels.py                  # what there is: the GPU, else the CPU
     uv run python benchmarks/kernels.py --device cpu
 
-On a CPU: attention over the paged cache against its own traffic floor (torch summing up as many
-bytes as K and V have) and against gathering each sequence and calling torch's attention; writing
-the cache; verifying drafts against summing up the logits; and the attention kernel compiled ahead
-of time for four GPUs. On a GPU: decode and verifying drafts as shares of the bandwidth of a copy,
-prefill as a share of the best of torch's own attentions, and what splitting the keys of one long
-sequence gains; our launches, one for each of several layers' caches, are replayed from a CUDA
-graph, as the engine's decode steps are.
+On a CPU, the tables show attention over the paged cache against its own traffic floor (torch
+summing up as many bytes as K and V have) and against gathering each sequence and calling torch's
+attention; writes to the cache; verifying drafts against summing up the logits; and the attention
+kernel compiled ahead of time for four GPUs. On a GPU, they show decode and verifying drafts as
+shares of the bandwidth of a copy, prefill as a share of the best of torch's own attentions, and the
+gain of splitting the keys of one long sequence. There, our launches, one for each of several
+layers' caches, are replayed from a CUDA graph, as the engine's decode steps are.
 
-The figures are medians; on a CPU all that a row compares is measured in turn. The tables are
-followed by one line of JSON, which also goes to benchmarks/results/kernels.<cpu or the GPU's
-name>.json (not with --quick, unless --json names a file). Needs torch, triton, numpy and rich; on a
-CPU also numba.
+The figures are medians; on a CPU, everything that a row compares is measured in turn. The tables
+are followed by one line of JSON, which also goes to benchmarks/results/kernels.<cpu or the GPU's
+name>.json (not with --quick, unless --json names a file). The script needs torch, triton, numpy and
+rich; on a CPU also numba.
 """
 
 from __future__ import annotations
@@ -96,8 +96,8 @@ def prefill(name: str, length: int, **shape: int) -> Case:
 
 @dataclass(frozen=True)
 class Verification:
-    """A step that verifies `drafts` drafts of each of some requests; `drawn`: from logits, which
-    are read too.
+    """A step that verifies `drafts` drafts of each of `requests` requests; `drawn` drafts come from
+    logits, which are read too.
     """
 
     requests: int
@@ -107,7 +107,7 @@ class Verification:
 
     @property
     def name(self) -> str:
-        """Return the step in words."""
+        """The step in words."""
         what = "drawn drafts" if self.drawn else "drafts"
         return f"{self.requests} × {self.drafts} {what}, vocabulary {self.vocab:,}"
 
@@ -118,7 +118,7 @@ class Verification:
         return 4 * self.vocab * rows
 
     def step(self, device: torch.device) -> RejectionArguments:
-        """Return random arguments of a verification that accepts more than half of the drafts."""
+        """Return random arguments for a verification that accepts more than half of the drafts."""
         torch.manual_seed(0)
         target = 2 * torch.randn(self.requests, self.drafts + 1, self.vocab, device=device)
         theirs = (target[:, :-1] + torch.randn_like(target[:, :-1])).flatten(0, 1)
@@ -134,7 +134,7 @@ class Verification:
 
 
 def step_tensors(case: Case, device: torch.device, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """Return random arguments of `unified_attention`: every sequence's blocks lie scattered over
+    """Return random arguments for `unified_attention`, with every sequence's blocks scattered over
     the pool.
     """
     torch.manual_seed(0)
@@ -152,8 +152,8 @@ def step_tensors(case: Case, device: torch.device, dtype: torch.dtype) -> tuple[
 
 
 def stored_as(kv: torch.dtype, tensors: tuple[torch.Tensor, ...]) -> tuple[tuple[torch.Tensor, ...], dict]:
-    """Return the step with its caches in another type, and int8's scales as `unified_attention`
-    takes them.
+    """Return the step with its caches in another dtype, and the scales that `unified_attention`
+    needs for int8.
     """
     q, *caches, starts, lengths, blocks = tensors
     if kv == torch.int8:
@@ -187,8 +187,8 @@ def cpu_cases(quick: bool) -> list[Case]:
 
 
 def cpu_attention(case: Case, kv: torch.dtype, repeats: int) -> dict:
-    """Measure one row: seconds of the floor, of the CPU backend and of gather + torch's attention,
-    and their quotients.
+    """Measure one row: milliseconds of the floor, of the CPU backend and of gather + torch's
+    attention, and their ratios.
     """
     asked_in = torch.bfloat16 if kv == torch.bfloat16 else torch.float32
     tensors, scales = stored_as(kv, step_tensors(case, torch.device("cpu"), asked_in))
@@ -215,7 +215,7 @@ def cpu_attention(case: Case, kv: torch.dtype, repeats: int) -> dict:
 
 
 def cpu_writes(tokens: int, repeats: int) -> dict:
-    """Measure one row: microseconds of writing K and V of some tokens, fp32, 2 KV heads, d = 32."""
+    """Measure one row: microseconds to write K and V of `tokens` tokens, fp32, 2 KV heads, d = 32."""
     torch.manual_seed(0)
     key, value = torch.randn(2, tokens, 2, 32)
     key_cache, value_cache = torch.zeros(2, 256, BLOCK_SIZE, 2, 32)
@@ -236,8 +236,8 @@ def cpu_writes(tokens: int, repeats: int) -> dict:
 
 
 def cpu_verification(case: Verification, repeats: int) -> dict:
-    """Measure one row: microseconds of summing up all logits, of the compiled loops and of
-    torch.
+    """Measure one row: microseconds to sum up all logits, and to verify with the compiled loops and
+    with torch.
     """
     step, as_many_bytes = case.step(torch.device("cpu")), torch.ones(case.logit_bytes // 4)
     seconds = medians_in_turn(
@@ -254,7 +254,7 @@ def cpu_verification(case: Verification, repeats: int) -> dict:
 
 
 def compiled_ahead(quick: bool) -> list[dict]:
-    """Compile every configuration of the attention kernel, bf16, d = 128, 4 query heads to a KV
+    """Compile every configuration of the attention kernel, bf16, d = 128, 4 query heads per KV
     head, for every target.
     """
     rows = []
@@ -310,7 +310,7 @@ def measure_cpu(quick: bool) -> dict:
         "target": "target", "kernel": "kernel", "tile": "rows × keys", "warps": "warps", "stages": "stages",
         "registers": "registers", "shared_bytes": "shared", "spilled_bytes": "spilled",
     }  # fmt: skip
-    _print("Attention compiled ahead of time: bf16, d = 128, 4 heads to a KV head", columns, compiled)
+    _print("Attention compiled ahead of time: bf16, d = 128, 4 query heads per KV head", columns, compiled)
     tables = {"attention": attention, "writes": writes, "verification": verified, "compiled": compiled}
     return {"threads": torch.get_num_threads(), **tables}
 
@@ -331,7 +331,9 @@ REPEATS = 30
 
 
 def replayed(functions: Sequence[Callable[[], object]]) -> Callable[[], None]:
-    """Replay these launches from one CUDA graph, without the host's launch time."""
+    """Return a function that replays these launches from one CUDA graph, without the host's launch
+    time.
+    """
     for function in functions:
         function()  # compiles, and measures which configuration is fastest
     torch.cuda.synchronize()
@@ -343,11 +345,11 @@ def replayed(functions: Sequence[Callable[[], object]]) -> Callable[[], None]:
 
 
 def layers_of(tensors: tuple[torch.Tensor, ...], device: torch.device) -> list[tuple[torch.Tensor, ...]]:
-    """Copy a step's caches, as for several layers, so often that none is still in the L2 cache at
-    its turn.
+    """Copy a step's caches, as for several layers, often enough that none is still in the L2 cache
+    when its turn comes.
 
-    A graph with one launch would be charged for the graph's start as well, 5 µs or more, which 32
-    layers share.
+    With a single launch, a graph's time would also include all of the graph's start, 5 µs or more,
+    which 32 layers share.
     """
     if device.type != "cuda":
         return [tensors]
@@ -360,8 +362,8 @@ def layers_of(tensors: tuple[torch.Tensor, ...], device: torch.device) -> list[t
 def attention_seconds(
     layers: Sequence[tuple[torch.Tensor, ...]], scales: dict, case: Case, splits: int | None, device: torch.device
 ) -> float:
-    """Return the median seconds of one layer's launch, all replayed in turn where they are on a
-    GPU.
+    """Return the median seconds of one layer's launch; on a GPU, all layers' launches are replayed
+    in turn.
     """
     options = {"num_kv_splits": splits, "max_seq_len": max(case.lengths), "max_query_len": max(case.queries), **scales}
     launches = [partial(unified_attention, *layer, case.head_dim**-0.5, **options) for layer in layers]
@@ -370,8 +372,8 @@ def attention_seconds(
 
 
 def gpu_decode(case: Case, kv: torch.dtype, bandwidth: float, device: torch.device) -> dict:
-    """Divide the bytes that a decode must move by its time, as a share of `bandwidth`; with keys
-    split, and not.
+    """Measure one row: a decode's time with its keys split and unsplit, and the bytes it must move
+    per second as a share of `bandwidth`.
     """
     tensors, scales = stored_as(kv, step_tensors(case, device, torch.bfloat16))
     moved = case.kv_bytes(kv) + 2 * tensors[0].nbytes
@@ -390,7 +392,7 @@ def gpu_decode(case: Case, kv: torch.dtype, bandwidth: float, device: torch.devi
 
 
 def gpu_prefill(case: Case, device: torch.device) -> dict:
-    """Compare one prompt's time with each of torch's attentions, which get K and V contiguous and
+    """Compare one prompt's time with each of torch's attentions, which get contiguous K and V,
     repeated for all heads.
     """
     tensors = step_tensors(case, device, torch.bfloat16)
@@ -419,7 +421,9 @@ def gpu_prefill(case: Case, device: torch.device) -> dict:
 
 
 def gpu_verification(case: Verification, bandwidth: float, device: torch.device) -> dict:
-    """Divide the bytes of all logits by the time of verifying, as a share of `bandwidth`."""
+    """Measure one row: a verification's time, and the logits' bytes per second as a share of
+    `bandwidth`.
+    """
     step = case.step(device)
     starts = (case.drafts + 1) * torch.arange(case.requests + 1, dtype=torch.int32, device=device)
     out = torch.empty(case.requests, case.drafts + 1, dtype=torch.int64, device=device)
@@ -442,8 +446,8 @@ def gpu_verification(case: Verification, bandwidth: float, device: torch.device)
 
 
 def torch_attentions(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, Callable[[], torch.Tensor]]:
-    """Return those of torch's causal attentions that run here, by name; all take `[1, heads,
-    tokens, head_dim]`.
+    """Return torch's causal attentions that run here, by name; q, k and v are `[1, heads, tokens,
+    head_dim]`.
     """
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -487,8 +491,8 @@ def measure_gpu(quick: bool, device: torch.device) -> dict:
     verified = [gpu_verification(case, bandwidth, device) for case in drafted]
     whole = gpu_prefill(prefill(f"prefill of {2 * tokens:,}", 2 * tokens, **LLAMA), device)
     columns = {
-        "case": "one step", "kv": "K and V", "unsplit_us": "keys whole µs", "engine_us": "engine µs",
-        "split_gain": "gain of splits", "gb_per_s": "GB/s", "share_of_copy": "share of a copy",
+        "case": "one step", "kv": "K and V", "unsplit_us": "unsplit µs", "engine_us": "engine µs",
+        "split_gain": "gain from splits", "gb_per_s": "GB/s", "share_of_copy": "share of a copy",
     }  # fmt: skip
     _print(f"Decode, q in bf16, heads {LLAMA}; a copy runs at {bandwidth / 1e9:,.0f} GB/s", columns, decode)
     columns = {"case": "one step", "engine_us": "engine µs", "gb_per_s": "GB/s", "share_of_copy": "share of a copy"}
@@ -502,7 +506,7 @@ def measure_gpu(quick: bool, device: torch.device) -> dict:
 
 
 def main(arguments: argparse.Namespace) -> None:
-    """Measure what this device can run, print it, and keep it."""
+    """Measure what this device can run, print it, and save it."""
     device = pick_device(arguments.device)
     on_gpu = device.type == "cuda"
     name = "-".join(torch.cuda.get_device_name(device).lower().split()) if on_gpu else "cpu"
@@ -517,8 +521,8 @@ def main(arguments: argparse.Namespace) -> None:
 
 def parser() -> argparse.ArgumentParser:
     flags = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    flags.add_argument("--device", choices=DEVICES, default="auto", help="what to measure (default: the GPU, if any)")
-    flags.add_argument("--quick", action="store_true", help="fewer and smaller cases, nothing written")
+    flags.add_argument("--device", choices=DEVICES, default="auto", help="device to measure (default: the GPU, if any)")
+    flags.add_argument("--quick", action="store_true", help="fewer and smaller cases; writes no file")
     flags.add_argument("--json", metavar="FILE", help="write the figures to FILE instead")
     return flags
 

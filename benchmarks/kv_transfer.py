@@ -1,17 +1,17 @@
-"""Measure the cost of moving keys and values: gather and scatter beside a plain copy, TCP beside
+"""Measure the cost of moving keys and values: gather and scatter against a plain copy, TCP against
 what loopback itself gives.
 
     uv run python benchmarks/kv_transfer.py
     uv run python benchmarks/kv_transfer.py --device cuda     # the kernel alone, as shares of a copy's bandwidth
 
-The first table: blocks of all layers between a paged cache and a staging buffer, and a plain copy
-of as many bytes. The second: a prefill engine's rank in a process of its own, and how long a load
-from it takes, from the order until the last block is in the cache, with its connection, proofs and
-checksums; beside it a socket that sends as many bytes from one buffer into another. All that a row
-compares is measured in turns, and the share is the median of the turns' ratios: what else the
-machine does falls on both. Where it does much, processor time is what can be told: milliseconds for
-each GB of the side that takes longer, system calls included, which bounds the rate on a machine
-that does nothing else.
+The first table compares moving blocks of all layers between a paged cache and a staging buffer with
+a plain copy of as many bytes. The second has a prefill engine's rank in a process of its own, and
+times a load from it, from the order until the last block is in the cache, with connection, proofs
+and checksums; it is compared with a socket that sends as many bytes from one buffer into another.
+Everything that a row compares is measured in turns, and the share is the median of the turns'
+ratios, so that the machine's other work affects both sides. If there is much other work, only
+processor time is reliable: milliseconds per GB on the side that takes longer, system calls
+included, which bounds the rate on an otherwise idle machine.
 
 The tables are followed by one line of JSON, which also goes to benchmarks/results/kv_transfer.<cpu
 or the GPU's name>.json (not with --quick, unless --json names a file).
@@ -55,15 +55,15 @@ COPIES = ((4, 16), (64, 16), (64, 64), (64, 512))  # (KiB of a block in a region
 
 
 def paged(block_bytes: int, blocks: int, regions: int, device: torch.device) -> list[torch.Tensor]:
-    """Return the regions of a cache, four times as large as what is moved, written once so that the
+    """Return the regions of a cache four times as large as what is moved, written once so that the
     pages exist.
     """
     return [torch.full((4 * blocks, block_bytes), 1, dtype=torch.uint8, device=device) for _ in range(regions)]
 
 
 def copies(block_kib: int, blocks: int, rounds: int, device: torch.device) -> dict[str, float]:
-    """Measure GB/s (bytes gathered, not counting that each is read and written) and shares of a
-    plain copy.
+    """Measure GB/s (each gathered byte counts once, although it is read and written) and shares of
+    a plain copy.
     """
     regions = BlockRegions.of(paged(block_kib * 1024, blocks, 2 * LAYERS, device))
     ids = (torch.randperm(4 * blocks - 1)[:blocks] + 1).to(device)
@@ -106,8 +106,8 @@ def worker(role: str, secret: str, blocks: int) -> TCPConnectorWorker:
 
 
 def serve(secret: str, blocks: int) -> None:
-    """Run the other process: a rank that keeps all its blocks for each request it is told of, and a
-    plain socket.
+    """Run the other process: a rank that leases all its blocks to each request announced to it, and
+    a plain socket.
     """
     side = worker("kv_producer", secret, blocks)
     everything = scattered(blocks)
@@ -121,8 +121,8 @@ def serve(secret: str, blocks: int) -> None:
 
 
 def scattered(blocks: int) -> list[int]:
-    """Return all blocks but the first, in an order that both processes know: a request is read in
-    the order of its blocks.
+    """Return all blocks except the first, in an order that both processes know, since a request is
+    read in the order of its blocks.
     """
     return (torch.randperm(blocks - 1, generator=torch.Generator().manual_seed(0)) + 1).tolist()
 
@@ -137,7 +137,9 @@ def send_plainly(listener: socket.socket, blocks: int) -> None:
 
 
 class Peer:
-    """The other process, and both ways to get bytes from it."""
+    """The other process, and both methods of getting bytes from it: the connector and a plain
+    socket.
+    """
 
     def __init__(self, blocks: int) -> None:
         self.loads, self.secret = 0, secrets.token_hex(16)
@@ -150,8 +152,8 @@ class Peer:
         self.room = memoryview(bytearray(b"\1") * (blocks * MEBIBYTE // 2))
 
     def next_turn(self) -> tuple[float, float]:
-        """Let the other process keep all blocks for another request; return the processor seconds
-        so far of both processes.
+        """Let the other process lease all blocks to another request; return the processor seconds
+        that both processes have used so far.
         """
         assert self.process.stdin is not None
         self.loads += 1
@@ -160,7 +162,7 @@ class Peer:
         return float(self._answer()), time.process_time()
 
     def load(self, blocks: int) -> float:
-        """Return the seconds of loading `blocks` blocks, scattered over both caches."""
+        """Load `blocks` blocks, scattered over both caches, and return the seconds that it takes."""
         assert self.process.stdin is not None
         self.loads += 1
         self.process.stdin.write(f"{self.loads}\n")
@@ -173,7 +175,7 @@ class Peer:
         return self.side._load(order)["xfer_time_seconds"]
 
     def plain(self, nbytes: int) -> float:
-        """Return the seconds of as many bytes over a plain socket."""
+        """Receive `nbytes` bytes over a plain socket, and return the seconds that it takes."""
         start, received = time.perf_counter(), 0
         self.sock.sendall(nbytes.to_bytes(8, "big"))
         while received < nbytes:
@@ -192,12 +194,12 @@ class Peer:
         assert self.process.stdout is not None
         if line := self.process.stdout.readline():
             return line
-        raise MinivllmError(f"the other process has ended with {self.process.wait()}")
+        raise MinivllmError(f"the other process exited with {self.process.wait()}")
 
 
 def transfers(rounds: int) -> dict[str, dict[str, float]]:
-    """Measure GB/s and processor time over TCP and over a plain socket for each size, and the ratio
-    of both rates, in turns.
+    """Measure each size over TCP and over a plain socket, in turns: GB/s, processor time, and the
+    ratio of both rates.
     """
     block = MEBIBYTE // 2
     peer = Peer(1 + TRANSFERS[-1] * MEBIBYTE // block)
@@ -208,7 +210,7 @@ def transfers(rounds: int) -> dict[str, dict[str, float]]:
 
 
 def compared(peer: Peer, nbytes: int, rounds: int) -> dict[str, float]:
-    """Compare both ways at one size."""
+    """Compare both methods at one size."""
     ways = {"plain": lambda: peer.plain(nbytes), "tcp": lambda: peer.load(2 * nbytes // MEBIBYTE)}
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     spent = {name: [0.0, 0.0] for name in ways}
@@ -248,7 +250,7 @@ def show(figures: dict) -> None:
 
 
 def main(arguments: argparse.Namespace) -> None:
-    """Measure what the device has."""
+    """Run the measurements that the device allows, print them and save them."""
     torch.set_num_threads(1)
     if arguments.serve:
         serve(arguments.secret, arguments.serve)
@@ -271,9 +273,9 @@ def main(arguments: argparse.Namespace) -> None:
 
 def parser() -> argparse.ArgumentParser:
     flags = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    flags.add_argument("--device", choices=DEVICES, default="auto", help="default: the GPU if there is one")
-    flags.add_argument("--rounds", type=positive_int, default=15, help="turns of each comparison (default: 15)")
-    flags.add_argument("--quick", action="store_true", help="a few turns, to see that it runs; writes no file")
+    flags.add_argument("--device", choices=DEVICES, default="auto", help="device to measure (default: the GPU, if any)")
+    flags.add_argument("--rounds", type=positive_int, default=15, help="rounds of each comparison (default: 15)")
+    flags.add_argument("--quick", action="store_true", help="a few rounds, as a smoke test; writes no file")
     flags.add_argument("--json", metavar="FILE", help="also write the figures to FILE")
     flags.add_argument("--serve", type=int, default=0, help=argparse.SUPPRESS)  # the other process
     flags.add_argument("--secret", default="", help=argparse.SUPPRESS)

@@ -1,9 +1,9 @@
 """The levers of the ablation: how each is switched on in the engine, and the workloads.
 
-Every lever but one is a setting of `EngineArgs`: grouped heads are a model's own, so the other
-model is made here, the same function with as many key-value heads as heads. The pool has as many
-blocks as a fixed number of bytes holds, so what a lever saves on keys, values or weights comes back
-as room for more requests.
+Every lever but one is a setting of `EngineArgs`. Grouped heads belong to the model, so an ungrouped
+model is made here: the same function, with as many key-value heads as query heads. The pool has as
+many blocks as a fixed number of bytes holds, so whatever a lever saves on keys, values or weights
+makes room for more requests.
 """
 
 import json
@@ -74,8 +74,8 @@ BY_NAME = {lever.name: lever for lever in LEVERS}
 
 @dataclass(frozen=True)
 class Ranked:
-    """A row of the list of thirteen: the reason that is usually given, and our levers for it or
-    where it is shown.
+    """A row of the list of thirteen techniques: the reason that is usually given, and our levers
+    for it, or where it is covered instead.
 
     `term` is the anchor of its entry in the glossary.
     """
@@ -158,10 +158,10 @@ def works(quick: bool, seed: int) -> list[Work]:
 
 
 def engine_of(on: Iterable[str], folder: Path, device: str) -> EngineCore:
-    """Return the engine with these levers on, and as many blocks as the budget holds beside the
+    """Return an engine with these levers on, and with as many blocks as the budget holds, plus the
     null block.
 
-    `folder` keeps a model that is made.
+    If a model has to be made, it is written to `folder`.
     """
     settings = settings_of(on)
     model = EMBEDDED_MODEL if settings.pop("grouped_heads", True) else ungrouped_model(folder)
@@ -192,8 +192,8 @@ def _engine(model: Path, device: str, **settings: Any) -> EngineCore:
 
 
 def ungrouped_model(folder: Path) -> Path:
-    """Write the embedded model with as many key-value heads as heads, copies: the same function,
-    four times the cache.
+    """Write the embedded model with its key-value heads copied until each query head has one: the
+    same function, four times the cache.
     """
     target = folder / "ungrouped"
     if target.exists():
@@ -231,10 +231,10 @@ MODELLED_REQUESTS = 640
 
 @cache
 def modelled_factors(gpu: str = "H100", model: str = "Llama-3.1-8B") -> dict[str, dict[str, float]]:
-    """Simulate leaving one lever out on a GPU, by kind of work; return everything's throughput over
-    that without it.
+    """Simulate leaving out one lever at a time on a GPU; return, by kind of work, the throughput of
+    everything divided by that without the lever.
 
-    Tensor parallelism is the other way round: two GPUs over one.
+    Tensor parallelism is the other way round: the throughput of two GPUs divided by that of one.
     """
     everything = Levers(**{name: value for one in MODELLED.values() for name, value in one.items()})
     whole = replace(everything, tensor_parallel=1)

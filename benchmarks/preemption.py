@@ -1,16 +1,16 @@
-"""A pool that is too small: what is computed twice by pool and victim, and where a live server's
-p99 leaves its floor.
+"""Measure a pool that is too small: what is computed twice, by pool and victim, and where a live
+server's p99 leaves its floor.
 
     uv run python benchmarks/preemption.py --json benchmarks/results/preemption.cpu.json      # 4 minutes
     uv run python benchmarks/preemption.py --quick
 
-- waste: the engine's scheduler alone, no model: 300 requests at once, the pools and shares that
-  vllm#54644 has published, its lengths guessed (`minivllm_lab/preemption/published_waste.py`); who
-  is the victim, and what must fit for a request to be admitted.
-- cliff: `minivllm serve` with the embedded model, fp32, and an open load of real clients at a share
-  of what the server can do; a server for each `--num-gpu-blocks-override`, the same requests at the
-  same moments. Preemptions and tokens computed again are the server's `/metrics`; so is how full
-  the pool is, asked a few times a second.
+- waste: the engine's scheduler, without a model, replays 300 requests at once with the pools that
+  vllm#54644 published, with guessed lengths (`minivllm_lab/preemption/published_waste.py`), for each
+  choice of victim and each admission rule.
+- cliff: `minivllm serve` with the embedded model in fp32 gets an open load of real clients, at a share
+  of its capacity. Each `--num-gpu-blocks-override` has its own server, with the same requests at the
+  same moments. Preemptions, recomputed tokens and the pool's usage are read from the server's
+  `/metrics`, the usage a few times per second.
 
 The tables are followed by one line of JSON.
 """
@@ -71,7 +71,7 @@ NOTES = Path(__file__).resolve().parents[1] / "lessons" / "notes" / "11_preempti
 
 def measure_waste(quick: bool) -> dict[str, Any]:
     """Return the share of all computed tokens that had been computed before, by pool, victim and
-    rule of admission.
+    admission rule.
     """
     rules = ("last in", "least computed") if quick else tuple(RULES)
     pools = [one for one in PUBLISHED if not quick or one in (2800, 400)]
@@ -94,30 +94,30 @@ def show_waste(found: dict[str, Any]) -> None:
             cells = [f"{kinds[admission][blocks]['share']:.1%}" for blocks in pools]
             rows.append((f"{victim}; admitted if {words} fits", *cells))
     caption = (
-        f"Published: vllm#54644, no lengths given. Ours: {REQUESTS} requests, {AT_ONCE} at once, {STEP} tokens a step; "
+        f"Published: vllm#54644, no lengths given. Ours: {REQUESTS} requests, {AT_ONCE} at once, {STEP} tokens/step; "
         "lengths guessed."
     )
-    table("Computed a second time, of all computed tokens", ("victim; blocks of the pool:", *pools), rows, caption)
+    table("Recomputed share of all computed tokens", ("victim; blocks in the pool:", *pools), rows, caption)
 
 
 # ---- the cliff on a live server
 
 
 def metrics(port: int) -> dict[str, float]:
-    """Return the server's counts since its start, and how full its pool is."""
+    """Return the server's counts since its start, and its pool's usage."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as page:
         text = page.read().decode()
     return {name: counted(text, full) for name, full in (*COUNTERS.items(), ("usage", USAGE))}
 
 
 def counted(text: str, name: str) -> float:
-    """Sum a metric's values in Prometheus's text; 0 where it is missing."""
+    """Return the sum of a metric's values in Prometheus's text, or 0 if it is missing."""
     return sum(float(value) for value in re.findall(rf"^{re.escape(name)}\{{[^}}]*\}} (\S+)$", text, re.MULTILINE))
 
 
 @contextmanager
 def watched(port: int) -> Iterator[list[float]]:
-    """Poll how full the pool is while something else runs."""
+    """Poll the pool's usage while the block runs, and yield the list of values."""
     seen: list[float] = []
     done = threading.Event()
 
@@ -149,8 +149,8 @@ def loaded(server: Serving, asks: Sequence[Ask]) -> dict[str, float]:
 
 
 def measure_cliff(pools: Sequence[int], number: int) -> dict[str, Any]:
-    """Load servers whose pools differ in the same way; the largest pool first, which decides how
-    much load that is.
+    """Put the same load on servers whose pools differ; the largest pool comes first and decides how
+    high that load is.
     """
     asks = random_asks(number, INPUT_LEN, OUTPUT_LEN, RANGE_RATIO, seed=1)
     found: dict[str, Any] = {"pools": {}}
@@ -192,18 +192,18 @@ def cliff_cells(found: Mapping[str, Any]) -> tuple[tuple[str, ...], list[tuple[s
 
 
 def page_table(found: Mapping[str, Any]) -> str:
-    """Return the table as lesson 11's notes have it."""
+    """Return the Markdown table for lesson 11's notes."""
     return markdown_table(*cliff_cells(found))
 
 
 def show_cliff(found: Mapping[str, Any]) -> None:
     """Print the table."""
     caption = (
-        f"{found['work']['requests']} requests at {found['rate']:.1f} a second, {SHARE_OF_CAPACITY:.0%} of what "
-        f"{CLIENTS} clients get; with the largest pool they fill {found['filled']:.0f} blocks on average, "
-        f"{found['most_filled']:.0f} at most. Recomputed: of all computed tokens. Full: on average."
+        f"{found['work']['requests']} requests at {found['rate']:.1f} per second, {SHARE_OF_CAPACITY:.0%} of what "
+        f"{CLIENTS} clients reach; with the largest pool they fill {found['filled']:.0f} blocks on average, "
+        f"{found['most_filled']:.0f} at most. Recomputed: share of all computed tokens. Full: mean usage."
     )
-    table("A live server by the size of its pool", *cliff_cells(found), caption)
+    table("A live server, by the size of its pool", *cliff_cells(found), caption)
 
 
 def main(arguments: argparse.Namespace) -> None:
@@ -234,7 +234,7 @@ def timed_cliff(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def joined(path: str | None, found: dict[str, Any]) -> dict[str, Any]:
-    """Return the record together with the file's part that was not measured this time."""
+    """Return the record, merged with the file's part that was not measured this time."""
     try:
         earlier = json.loads(Path(path or "").read_text())["figures"]
     except (OSError, ValueError, KeyError):
@@ -247,9 +247,9 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument(
         "--pools", type=positive_int, nargs="+", help="blocks that requests can use (default: 768 to 80)"
     )
-    flags.add_argument("--part", choices=("cliff", "waste"), help="this one alone; FILE keeps what it has of the other")
+    flags.add_argument("--part", choices=("cliff", "waste"), help="only this part; FILE keeps the other part's figures")
     flags.add_argument("--quick", action="store_true", help="two pools, two victims, fewer requests")
-    flags.add_argument("--page", action="store_true", help="also put the live server's table into lesson 11's notes")
+    flags.add_argument("--page", action="store_true", help="also write the live server's table into lesson 11's notes")
     flags.add_argument("--json", metavar="FILE", help="also write the figures to FILE")
     return flags
 

@@ -1,18 +1,19 @@
-"""A storm of preemptions: pools so small that most requests lose their blocks; does any token
-differ, is any lost?
+"""Run a storm of preemptions, with pools so small that most requests lose their blocks: does any
+token differ, is any lost?
 
     uv run python benchmarks/preemption_storm.py --json benchmarks/results/preemption_storm.cpu.json
     uv run python benchmarks/preemption_storm.py --workloads 40        # the same, shorter
 
 A workload is two to ten requests that arrive at random moments, many with a common beginning,
-greedy or drawn with a seed, read token by token as they come; some are aborted. Engines are set up
-at random, eight workloads each: a pool that holds the longest request and at most two blocks more,
-first come first served or by priority, chunks, drafts, steps ahead, an int8 cache, two ranks, two
-stages, and below the pool nothing or host memory: eager or lazy, of a few blocks or many. Each must
-give the tokens of a plain engine with blocks for everybody; each position must come exactly once
-and in order; when a workload is over, no block is held anywhere and no copy is under way; and while
-anybody is unfinished, tokens come. The table is followed by one line of JSON; the exit code is 1 if
-anything differs, is lost or stands still.
+greedy or drawn with a seed; their tokens are read as they arrive, and some requests are aborted.
+Engines are set up at random and serve eight workloads each. The settings vary: a pool that holds
+the longest request and up to two blocks more, first come first served or by priority, chunks,
+drafts, steps ahead, an int8 cache, two ranks, two stages, and below the pool nothing or host memory
+(eager or lazy, with a few blocks or many). Each engine must give the tokens of a plain engine that
+has blocks for every request, and each position must arrive exactly once and in order. When a
+workload is over, no block may be held and no copy may be under way; while a request is unfinished,
+tokens must keep arriving. The table is followed by one line of JSON; the exit code is 1 if anything
+differs, is lost or stalls.
 """
 
 import argparse
@@ -109,7 +110,7 @@ def random_engine(draw: random.Random, tier: str, processes: bool) -> dict[str, 
 
 
 def random_tier(draw: random.Random, tier: str) -> dict[str, Any]:
-    """Draw what the engine has below its pool."""
+    """Draw the settings of the tier below the engine's pool."""
     if tier == "none":
         return {"enable_prefix_caching": draw.random() < 0.7}
     extra: dict[str, Any] = {"num_cpu_blocks": draw.choice([4, 16, 60, 400])}
@@ -120,7 +121,7 @@ def random_tier(draw: random.Random, tier: str) -> dict[str, Any]:
 
 
 def features(settings: dict[str, Any]) -> list[str]:
-    """Name what these settings test."""
+    """Return the names of the features that these settings test."""
     extra = (settings.get("kv_transfer_config") or {}).get("kv_connector_extra_config", {})
     tried = {
         "priority": settings["scheduling_policy"] == "priority",
@@ -149,10 +150,10 @@ def random_asks(draw: random.Random, texts: list[list[int]], first: int) -> list
 
 
 def serve(llm: LLM, asks: list[Ask], preempted: set[str]) -> bool:
-    """Step until all requests have ended, and read tokens as they come. Return whether there was
-    always progress.
+    """Step until all requests have ended, reading tokens as they arrive; return False if progress
+    stops.
 
-    Ids of requests that were preempted, as the core knows them, are added to `preempted`.
+    The core's ids of requests that were preempted are added to `preempted`.
     """
     engine, by_name, step = llm.llm_engine, {ask.name: ask for ask in asks}, 0
     waiting = sorted(asks, key=lambda ask: ask.arrival)
@@ -181,7 +182,7 @@ def serve(llm: LLM, asks: list[Ask], preempted: set[str]) -> bool:
 
 
 def held_blocks(llm: LLM) -> int:
-    """Count blocks that are held although no request is left, in the pool and in the tier, and
+    """Count the blocks in the pool and the tier that are held although no request is left, and the
     copies still in flight.
     """
     scheduler = core_of(llm).scheduler
@@ -194,15 +195,15 @@ def held_blocks(llm: LLM) -> int:
 
 
 class PlainEngines:
-    """Engines with enough blocks for all requests, one for each numeric setting; one with several
-    ranks is not kept.
+    """Engines with enough blocks for all requests, one for each combination of settings that
+    changes numbers; one with several ranks is not kept.
     """
 
     def __init__(self) -> None:
         self._kept: dict[str, LLM] = {}
 
     def expected(self, settings: dict[str, Any], batches: list[list[Ask]]) -> list[list[list[int]]]:
-        """Return each request's tokens, in one batch for each workload."""
+        """Return the tokens that each request should get; each workload is one batch."""
         same = {name: settings[name] for name in SAME_NUMBERS if name in settings}
         key = json.dumps(same)
         llm = self._kept.pop(key, None) or LLM(EMBEDDED_MODEL, **SETTINGS | same | ENOUGH_BLOCKS)
@@ -223,7 +224,7 @@ class PlainEngines:
 def compare(
     tier: str, draw: random.Random, texts: list[list[int]], count: int, plain: PlainEngines, processes: bool
 ) -> Tally:
-    """Serve `count` workloads by one engine, and count what differs from the plain one."""
+    """Serve `count` workloads with one random engine, and count what differs from a plain one."""
     tally = Tally()
     settings = random_engine(draw, tier, processes)
     batches = [random_asks(draw, texts, 10 * number) for number in range(count)]
@@ -246,7 +247,7 @@ def compare(
 
 
 def count_workload(llm: LLM, asks: list[Ask], expected: list[list[int]], tally: Tally) -> bool:
-    """Serve one workload; return whether it ended."""
+    """Serve one workload and add its counts to `tally`; return whether it ended."""
     preempted: set[str] = set()
     ended = serve(llm, asks, preempted)
     tally.workloads += 1
@@ -263,7 +264,7 @@ def count_workload(llm: LLM, asks: list[Ask], expected: list[list[int]], tally: 
 
 
 def added(tallies: list[Tally]) -> Tally:
-    """Add several tallies up."""
+    """Return the sum of several tallies."""
     total = Tally()
     for one in tallies:
         for name, value in vars(one).items():
@@ -295,7 +296,7 @@ def main(arguments: argparse.Namespace) -> None:
         (tier, *(f"{getattr(one, name):,}" for name in (*names, "stuck", "held_blocks")))
         for tier, one in tallies.items()
     ]
-    table("Workloads in pools that are too small, against the plain engine",
+    table("Workloads in pools that are too small, compared with the plain engine",
           [*columns, "differing", "failed", "stuck", "blocks lost"], rows)  # fmt: skip
     figures = {tier: vars(one) for tier, one in tallies.items()}
     result = record("preemption_storm", figures, seed=arguments.seed, cpu_seconds=time.process_time() - began)
@@ -309,8 +310,8 @@ def main(arguments: argparse.Namespace) -> None:
 def parser() -> argparse.ArgumentParser:
     flags = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument("--workloads", type=positive_int, default=1000, help="random workloads (default: 1000)")
-    flags.add_argument("--quick", action="store_true", help="40 of them")
-    flags.add_argument("--seed", type=int, default=0, help="of all that is random (default: 0)")
+    flags.add_argument("--quick", action="store_true", help="only 40 workloads")
+    flags.add_argument("--seed", type=int, default=0, help="seed for all random choices (default: 0)")
     flags.add_argument("--json", metavar="FILE", help="also write the figures to FILE")
     return flags
 

@@ -1,5 +1,5 @@
-"""Results of several kinds of processor in one file: a benchmark replaces its own kind's and
-keeps the others'.
+"""Keep results of several kinds of processor in one file: a benchmark replaces those of its own
+kind and keeps the others.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ OTHERS = "other_processors"
 
 
 def kind_of(found: dict[str, Any]) -> str:
-    """Return the name of a record's processor."""
+    """Return the name of a record's processor, and its number of cores."""
     return f"{found['machine']['cpu']}, {found['machine']['cores']} cores"
 
 
@@ -23,7 +23,7 @@ def all_kinds(found: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def with_others(path: str | Path, found: dict[str, Any]) -> dict[str, Any]:
-    """Return the record together with those of other processors in the file at `path`."""
+    """Return the record, merged with those of other processors in the file at `path`."""
     try:
         earlier = json.loads(Path(path).read_text())
     except (OSError, ValueError):

@@ -1,14 +1,14 @@
-"""The cost of fewer bits in prediction quality: loss on held-out text, and the bytes of each
+"""Measure what fewer bits cost in prediction quality: loss on held-out text, and the bytes of each
 format.
 
     uv run python benchmarks/quality.py
 
-The same texts are read by one engine for each way to store the KV cache and the weights, on this
-machine. The table is followed by one line of JSON. Loss is in nats per token; agreement is the
-share of positions at which the likeliest token is the one of the first row. Bytes of weights are
-those of the projections in the layers, which is what `quantization` stores otherwise, and, in the
-JSON, all that the engine counts: embedding and rotary table too, and in fp32 the head, whose
-weights are the embedding's, once more, in panels.
+For each combination of formats for the KV cache and the weights, one engine reads the same texts on
+this machine. The table is followed by one line of JSON. Loss is in nats per token; agreement is the
+share of positions at which the likeliest token is that of the first row. The bytes of weights are
+those of the projections in the layers, which is what `quantization` stores differently. The JSON
+also has everything that the engine counts: the embedding and the rotary table, and in fp32 the
+head, whose weights are those of the embedding once more, in panels.
 """
 
 import argparse
@@ -37,7 +37,7 @@ WAYS = {
 
 
 def main(arguments: argparse.Namespace) -> None:
-    """Read in each way, compare with the first."""
+    """Read the texts with each combination of formats, and compare each with the first."""
     figures, rows, first = {}, [], None
     for name, settings in track(WAYS.items(), "reading"):
         settings = {"dtype": "float32", **settings}
@@ -60,7 +60,7 @@ def main(arguments: argparse.Namespace) -> None:
         sizes = (f"{projections / 1e6:.2f}", core.ledger.bytes_per_token)
         rows.append((name, *sizes, f"{reading.loss:.4f}", f"{added:+.4f}", f"{agreement:.1%}"))
     title = f"{arguments.texts} held-out texts of {arguments.tokens} tokens"
-    table(title, ("stored as", "MB of matrices", "KV bytes a token", "loss", "added", "agreement"), rows)
+    table(title, ("stored as", "MB of matrices", "KV bytes per token", "loss", "added", "agreement"), rows)
     outcome = {"texts": arguments.texts, "tokens": arguments.tokens, "ways": figures}
     if arguments.json:
         write_json(arguments.json, "quality", outcome)
@@ -68,7 +68,7 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 def projection_bytes(model: Decoder) -> int:
-    """Count the bytes of the layers' matrices as stored: in panels, or plain, or integers with
+    """Count the bytes of the layers' matrices as stored: in panels, plain, or as integers with
     their scales.
     """
     return sum(weight_bytes(linear) for linear in model.layers.modules() if isinstance(linear, Linear))
@@ -76,9 +76,9 @@ def projection_bytes(model: Decoder) -> int:
 
 def parser() -> argparse.ArgumentParser:
     flags = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    flags.add_argument("--model", default=str(EMBEDDED_MODEL), help="another model's folder or name")
-    flags.add_argument("--texts", type=positive_int, default=16, help="how many texts (default: 16)")
-    flags.add_argument("--tokens", type=positive_int, default=512, help="tokens of each (default: 512)")
+    flags.add_argument("--model", default=str(EMBEDDED_MODEL), help="the model's folder or name")
+    flags.add_argument("--texts", type=positive_int, default=16, help="number of texts (default: 16)")
+    flags.add_argument("--tokens", type=positive_int, default=512, help="tokens per text (default: 512)")
     flags.add_argument("--json", metavar="FILE", help="also write the figures to FILE")
     return flags
 

@@ -1,15 +1,15 @@
-"""Random batches with and without drafts: does any token differ?
+"""Serve random batches with and without drafts: does any token differ?
 
     uv run python benchmarks/same_tokens.py --json benchmarks/results/same_tokens.cpu.json      # half an hour
     uv run python benchmarks/same_tokens.py --batches 20
 
-For each method engines are set up at random (block size, budget of a step, a pool that is too small
-for the batch or not, prefix cache, steps ahead, an int8 cache, two ranks), and each serves some
+For each method, engines are set up at random (block size, token budget, a pool that may be too
+small for the batch, prefix cache, steps ahead, an int8 cache, two ranks), and each serves some
 batches of one to six requests: windows of held-out Python, many with a common beginning, greedy or
-drawn with a seed. The engine without drafts that they are held against has the same cache and as
-many ranks, whose sums round differently, and else nothing: steps one after another, blocks for
-everybody. After each batch every block must be free again. The table is followed by one line of
-JSON; the exit code is 1 if anything differs.
+drawn with a seed. The engine without drafts that they are compared with has the same cache and
+number of ranks, on which the rounding of sums depends; otherwise it is plain: steps one after
+another, blocks for every request. After each batch, every block must be free again. The table is
+followed by one line of JSON; the exit code is 1 if a token differs or a block is lost.
 """
 
 import argparse
@@ -79,7 +79,7 @@ def random_settings(draw: random.Random) -> dict[str, Any]:
 
 
 def features(settings: dict[str, Any]) -> Iterator[str]:
-    """Name what these settings test."""
+    """Yield the names of the features that these settings test."""
     yield "small pool" if settings["num_gpu_blocks_override"] < 400 else "large pool"
     yield from (name for name in ("enable_prefix_caching", "async_scheduling") if settings[name])
     yield from (name for name in ("kv_cache_dtype", "tensor_parallel_size") if name in settings)
@@ -88,7 +88,7 @@ def features(settings: dict[str, Any]) -> Iterator[str]:
 
 
 def random_batch(draw: random.Random, texts: list[list[int]]) -> Batch:
-    """Draw one to six requests, most of which begin with parts of one text."""
+    """Draw one to six requests from one text, most of them with a common beginning."""
     whole = draw.choice(texts)
     first, prompts, params = draw.randrange(len(whole) - 60), [], []
     for index in range(draw.randrange(1, 7)):
@@ -144,7 +144,7 @@ def main(arguments: argparse.Namespace) -> None:
         )
         for name, one in tallies.items()
     ]
-    table("Random batches with drafts against the plain engine", columns, rows)
+    table("Random batches with drafts, compared with the plain engine", columns, rows)
     result = record("same_tokens", {name: vars(one) for name, one in tallies.items()}, seed=arguments.seed)
     if arguments.json:
         write_record(arguments.json, result)
@@ -158,7 +158,7 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument(
         "--batches", type=positive_int, default=300, help="random batches for each method (default: 300)"
     )
-    flags.add_argument("--seed", type=int, default=0, help="of all that is random (default: 0)")
+    flags.add_argument("--seed", type=int, default=0, help="seed for all random choices (default: 0)")
     flags.add_argument("--json", metavar="FILE", help="also write the figures to FILE")
     return flags
 

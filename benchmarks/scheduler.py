@@ -1,10 +1,11 @@
-"""The scheduler's own cost: time of one `schedule()` and `update_from_output()`, with decodes only.
+"""Measure the scheduler's own cost: the time of one `schedule()` and `update_from_output()`, with
+decodes only.
 
     uv run python benchmarks/scheduler.py     # beside vLLM's own scheduler where `make peers` has installed it
 
-No model runs. Prompt lengths are staggered, so that every step some requests fill a block, take a
-new one and hash the old. Processor time, not the wall clock, and the fastest of several runs: what
-else the machine does only adds to it. The table is followed by one line of JSON.
+No model runs. Prompt lengths are staggered, so that in every step some requests fill a block, take
+a new one and hash the old. Processor time counts, not the wall clock, and the fastest of several
+runs, since the machine's other work only adds to it. The table is followed by one line of JSON.
 """
 
 import argparse
@@ -32,8 +33,8 @@ STEPS = 4 * BLOCK_SIZE
 
 
 def work_of(num_requests: int, repeats: int, enable_prefix_caching: bool) -> dict[str, Any]:
-    """Return requests that all run after one step, and room for all steps to come; `config` as in
-    the traces.
+    """Return a work item whose requests all run after one step, with blocks for all later steps;
+    `config` has the form that the traces use.
     """
     num_steps = repeats * STEPS
     blocks_per_request = 3 + -(-num_steps // BLOCK_SIZE)
@@ -78,7 +79,7 @@ def sampled(request_ids: list[str]) -> ModelRunnerOutput:
 
 
 def measure_vllm(python: Path, works: list[dict[str, Any]]) -> dict[str, Any]:
-    """Run the same works on vLLM's scheduler in its own environment; return its version, and
+    """Run the same works on vLLM's scheduler in its own environment; return its version, and the
     figures in the order of `works`.
     """
     asked = json.dumps({"model": str(EMBEDDED_MODEL), "works": works})
@@ -86,7 +87,7 @@ def measure_vllm(python: Path, works: list[dict[str, Any]]) -> dict[str, Any]:
         command = [str(python), str(ENGINES / "vllm_scheduler.py")]
         done = subprocess.run(command, input=asked, capture_output=True, text=True, check=False, cwd=folder)
     if done.returncode:
-        said = done.stderr.strip() or f"ended with {done.returncode}"
+        said = done.stderr.strip() or f"exited with {done.returncode}"
         raise MinivllmError(f"vLLM's scheduler did not run: {said.splitlines()[-1]}")
     return json.loads(done.stdout)
 
@@ -103,7 +104,7 @@ def main(arguments: argparse.Namespace) -> None:
         again = [fastest_run(scheduler_for(work), sampled, work["steps"], work["repeats"]) for work in works]
         ours = [min(pair, key=lambda one: one["step_us"]) for pair in zip(ours, again, strict=True)]
     else:
-        console.print(f"left out: vLLM, which has no environment at {python.parent.parent} (make peers)")
+        console.print(f"skipped: vLLM, which has no environment at {python.parent.parent} (run make peers)")
     figures: dict[str, Any] = {str(batch): {} for batch in BATCHES}
     rows = []
     for (batch, caching), mine, other in zip(cases, ours, theirs["figures"], strict=True):
@@ -113,7 +114,7 @@ def main(arguments: argparse.Namespace) -> None:
         theirs_us = f"{other['step_us']:,.0f}" if other else "—"
         each = f"{mine['step_us'] / batch:.2f}"
         rows.append((batch, "on" if caching else "off", *times, each, theirs_us, ratio))
-    columns = ("running", "prefixes", "schedule", "update", "step", "a request", "vLLM's step", "is")
+    columns = ("running", "prefixes", "schedule", "update", "step", "per request", "vLLM's step", "vLLM's ÷ ours")
     table("A scheduler's own time per decode step, µs", columns, rows)
     if arguments.json:
         write_json(arguments.json, "scheduler", figures, vllm=theirs["version"])
@@ -123,9 +124,9 @@ def main(arguments: argparse.Namespace) -> None:
 def parser() -> argparse.ArgumentParser:
     flags = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument(
-        "--repeats", type=positive_int, default=7, help=f"the fastest of this many runs of {STEPS} steps"
+        "--repeats", type=positive_int, default=7, help=f"runs of {STEPS} steps, of which the fastest counts"
     )
-    flags.add_argument("--vllm-python", default=VLLM_PYTHON, help="Python that has vLLM (default: .peers/bin/python)")
+    flags.add_argument("--vllm-python", default=VLLM_PYTHON, help="a Python with vLLM (default: .peers/bin/python)")
     flags.add_argument("--json", metavar="FILE", help="also write the figures to FILE")
     return flags
 

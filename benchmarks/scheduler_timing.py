@@ -1,5 +1,5 @@
-"""The timing of a scheduler, ours or vLLM's, for `benchmarks/scheduler.py`: both have the same two
-methods. No packages.
+"""Time a scheduler, ours or vLLM's, for `benchmarks/scheduler.py`: both have the same two methods.
+This needs no packages.
 """
 
 import statistics
@@ -22,8 +22,8 @@ def step_seconds(scheduler: Any, sampled: Callable[[list[str]], Any]) -> tuple[f
 
 
 def fastest_run(scheduler: Any, sampled: Callable[[list[str]], Any], steps: int, repeats: int) -> dict[str, float]:
-    """Return the microseconds of a step, the mean of `steps`, in the fastest of `repeats` runs,
-    after one run for the prompts.
+    """Return the mean microseconds of a step in the fastest of `repeats` runs of `steps` steps,
+    after one step for the prompts.
     """
     step_seconds(scheduler, sampled)
     num_requests = len(scheduler.running)

@@ -1,15 +1,16 @@
-"""Our server beside vLLM's CPU server, and what a server keeps of `LLM.generate`.
+"""Compare our server with vLLM's CPU server, and with the throughput of `LLM.generate`.
 
     make peers                                    # makes vLLM's own environment, among other things
     uv run python benchmarks/serving.py --json benchmarks/results/serving.cpu.json
     uv run python benchmarks/serving.py --quick
 
-The embedded model, fp32, greedy, random prompts; everything in turns, and medians count.
+The embedded model runs in fp32, greedily, on random prompts; all measurements take turns, and
+medians count.
 
 - servers: the same requests from the same client; first a closed load of 64 clients (capacity),
   then an open load at 70 % of vLLM's capacity. Both servers run all the time; the one whose turn it
   is not is idle.
-- share: output tokens per second of the closed load, of what `LLM.generate` makes with all these
+- share: output tokens per second of the closed load, as a share of `LLM.generate`'s with all these
   requests at once.
 
 Without vLLM's environment only the share is measured. The table is followed by one line of JSON.
@@ -91,7 +92,7 @@ class Serving:
             except OSError:
                 time.sleep(0.5)
         self.__exit__()
-        raise MinivllmError(f"{self.title} does not start: {' | '.join(self.log.read_text().splitlines()[-5:])}")
+        raise MinivllmError(f"{self.title} did not start: {' | '.join(self.log.read_text().splitlines()[-5:])}")
 
     def __exit__(self, *reason: object) -> None:
         self.process.terminate()
@@ -102,8 +103,8 @@ class Serving:
             self.process.wait()
 
     def loaded(self, asks: Sequence[Ask], clients: int | None = None) -> dict[str, float]:
-        """Return the figures of a closed load of this many clients, or of an open one with given
-        arrivals.
+        """Return the figures of a closed load with this many clients or, with None, of an open load
+        with the requests' own arrival times.
         """
         return figures_of(load(self.port, asks, clients, "/v1/completions"), asks)
 
@@ -111,8 +112,9 @@ class Serving:
 def random_asks(number: int, input_len: int, output_len: int, range_ratio: float, seed: int = 0) -> list[Ask]:
     """Return streamed requests that arrive all at once, with texts of random tokens as prompts.
 
-    Both lengths are uniform within `range_ratio` of these. A text is not always tokenized as it was
-    made, so what is tokenized once is cut to its length.
+    Prompt and output lengths are uniform within `range_ratio` of `input_len` and `output_len`. A
+    text made of random tokens is not always tokenized into the same ones, so it is tokenized again
+    and cut to its length.
     """
     tokenizer, draw = load_tokenizer(EMBEDDED_MODEL), random.Random(seed)
 
@@ -140,8 +142,8 @@ def prompt_tokens(asks: Sequence[Ask]) -> list[list[int]]:
 
 
 def figures_of(answers: Sequence[Answer], asks: Sequence[Ask]) -> dict[str, float]:
-    """Return rates from the first request to the last event, and times to the first event, between
-    events, and to the last.
+    """Return the throughput from the first request to the last event, and the latencies to the
+    first event, between events, and to the last.
     """
     duration = max(one.events[-1] for one in answers) - min(one.due for one in answers)
     generated = sum(ask.body["max_tokens"] for ask in asks)
@@ -168,7 +170,9 @@ def medians(turns: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def in_turns(rounds: int, what: str, **kinds: Callable[[], dict[str, float]]) -> dict[str, dict[str, Any]]:
-    """Measure each kind once a round; the medians, and the lowest and highest output throughput."""
+    """Measure each kind once per round; return the medians, and the lowest and highest output
+    throughput.
+    """
     turns: dict[str, list[dict[str, float]]] = {name: [] for name in kinds}
     for name in track([name for _ in range(rounds) for name in kinds], what):
         turns[name].append(kinds[name]())
@@ -225,7 +229,7 @@ def measured(arguments: argparse.Namespace) -> dict[str, Any]:
         ours.loaded(asks[:16])
         figures["share"] = share_of_offline(ours, asks, rounds, folder)
         if not vllm_cli.ENVIRONMENT.exists():
-            console.print(f"left out: vLLM, which has no environment at {vllm_cli.ENVIRONMENT} (make peers)")
+            console.print(f"skipped: vLLM, which has no environment at {vllm_cli.ENVIRONMENT} (run make peers)")
             return record("serving", figures)
         figures["vllm"] = vllm_cli.vllm_version()
         vllm_command = [str(vllm_cli.ENVIRONMENT / "bin" / "vllm")]
@@ -240,8 +244,8 @@ def show(figures: Mapping[str, Any]) -> None:
     """Print the tables."""
     shares = figures["share"]["shares"]
     rows = [(name, f"{one['output_throughput']:,.0f}") for name, one in figures["share"]["turns"].items()]
-    table("Output tokens a second: LLM.generate and our server", ("requests", "tokens/s"), rows)
-    console.print(f"the server keeps {shares['closed']:.0%} (64 clients), {shares['at_once']:.0%} (all at once)")
+    table("Output tokens per second: LLM.generate and our server", ("requests", "tokens/s"), rows)
+    console.print(f"our server's share: {shares['closed']:.0%} with 64 clients, {shares['at_once']:.0%} all at once")
     if "servers" not in figures:
         return
     servers = figures["servers"]
@@ -250,8 +254,8 @@ def show(figures: Mapping[str, Any]) -> None:
         ("tokens/s at saturation", *(f"{rate:,.0f}" for rate in closed.values())),
         *((name, *(f"{servers['open'][which][name]:,.1f}" for which in closed)) for name in LATENCIES),
     ]
-    table(f"Two servers; latencies at {servers['request_rate']:.1f} requests a second", ("figure", *closed), rows)
-    console.print(f"at saturation ours makes {closed['minivllm'] / closed['vllm']:.2f} × vLLM's tokens")
+    table(f"Two servers; latencies at {servers['request_rate']:.1f} requests per second", ("figure", *closed), rows)
+    console.print(f"at saturation, ours generates {closed['minivllm'] / closed['vllm']:.2f} × vLLM's tokens/s")
 
 
 def main(arguments: argparse.Namespace) -> None:
@@ -264,7 +268,7 @@ def main(arguments: argparse.Namespace) -> None:
 
 def parser() -> argparse.ArgumentParser:
     flags = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    flags.add_argument("--rounds", type=positive_int, help="turns that each gets (default: 5, quick: 1)")
+    flags.add_argument("--rounds", type=positive_int, help="rounds for each server (default: 5, quick: 1)")
     flags.add_argument("--quick", action="store_true", help="a tenth of the requests, one round")
     flags.add_argument("--json", metavar="FILE", help="also write the figures to FILE")
     return flags

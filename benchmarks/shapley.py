@@ -16,8 +16,8 @@ def subsets(levers: Sequence[str]) -> list[frozenset[str]]:
 
 
 def shapley_values(levers: Sequence[str], worth: Mapping[frozenset[str], float]) -> dict[str, float]:
-    """Return each lever's mean contribution over every subset. `worth` may have any unit that adds
-    up.
+    """Return each lever's mean contribution over all orders of switching on; `worth` may have any
+    unit that adds up.
     """
     count, values = len(levers), dict.fromkeys(levers, 0.0)
     for lever in levers:

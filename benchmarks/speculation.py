@@ -1,19 +1,19 @@
-"""Speculative decoding side by side: every method that the engine has, by batch and by kind of
-text, in one run.
+"""Compare all methods of speculative decoding that the engine has, by batch size and kind of text,
+in one run.
 
     uv run python benchmarks/speculation.py --json benchmarks/results/speculation.cpu.json --page
     uv run python benchmarks/speculation.py --quick                  # seconds, to see that it works
     uv run python benchmarks/speculation.py --drafts 5 --batches 1 4
 
-Acceptance length is the tokens that a verification yields, 1 + accepted / drafts. The speed-up is
-of output tokens a second over the same engine without drafts: the median of rounds in which all
-take turns. Time counts while the batch is whole, from when each request has its first token until
-the first one ends. Greedy, float32, so that all write the same text, which is counted too. Below 1
-× a method costs more than it buys. Memory is what the engine's ledger has beside the target: the
-weights of whatever drafts, and its cache for each token. Methods that look tokens up draft five,
-since that costs nearly nothing; those that run a model draft three. Texts: held-out Python, its
-docstrings, random tokens. The table is followed by one line of JSON; `--page` also puts it into
-lesson 07.
+Acceptance length is the number of tokens that a verification yields, 1 + accepted / drafts.
+Speed-up is the output tokens per second over those of the same engine without drafts, as the median
+of rounds in which all methods take turns. Time counts while the batch is whole, from when each
+request has its first token until the first one ends. Decoding is greedy, in float32, so that all
+methods write the same text; equal texts are counted too. Below 1 ×, a method costs more than it
+gains. Memory is what the engine's ledger has beyond the target: the weights of the drafter, and its
+cache for each token. Methods that look tokens up draft five, since that costs nearly nothing; those
+that run a model draft three. The texts are held-out Python, its docstrings, and random tokens. The
+table is followed by one line of JSON; `--page` also writes it into lesson 07.
 """
 
 import argparse
@@ -84,7 +84,7 @@ class Served:
         return self.num_tokens / self.seconds
 
     def and_then(self, other: "Served") -> "Served":
-        """Return both runs as one."""
+        """Return this run and another one, combined."""
         pairs = zip(vars(self).values(), vars(other).values(), strict=True)
         return Served(*(one + another for one, another in pairs))
 
@@ -103,11 +103,11 @@ def docstrings(source: str) -> str:
 
 
 def windows(tokenizer: Tokenizer, texts: Iterable[str], count: int) -> list[list[int]]:
-    """Cut `count` prompts of PROMPT_TOKENS tokens out of the texts; some overlap, none is a text's
-    beginning.
+    """Cut `count` prompts of PROMPT_TOKENS tokens out of the texts; some overlap, and none is at
+    the beginning of a text.
 
     Raises:
-        MinivllmError: there are not so many.
+        MinivllmError: the texts do not have that many.
     """
     found = []
     for text in texts:
@@ -115,7 +115,7 @@ def windows(tokenizer: Tokenizer, texts: Iterable[str], count: int) -> list[list
         starts = range(PROMPT_TOKENS, len(token_ids) - PROMPT_TOKENS, PROMPT_TOKENS // 4)
         found += [token_ids[start : start + PROMPT_TOKENS] for start in starts]
     if len(found) < count:
-        raise MinivllmError(f"there are {len(found)} held-out prompts, not {count}: ask for smaller --batches")
+        raise MinivllmError(f"there are only {len(found)} held-out prompts, not {count}: choose smaller --batches")
     return random.Random(0).sample(found, count)
 
 
@@ -142,11 +142,11 @@ def engine_of(arguments: argparse.Namespace, way: dict[str, Any] | None, batch: 
 
 
 def costs(model: str, ways: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Map each method to its bytes by the engine's ledger, bytes of a token in its cache, and
+    """Map each method to its bytes in the engine's ledger, its cache's bytes per token, and its
     minutes of training; OFF is the target.
 
-    The minutes are those of `training.json` beside the weights, 0 where there is none. What lies on
-    the host is not in the ledger.
+    The minutes are read from `training.json` beside the weights, or are 0 if there is none. Memory
+    on the host is not in the ledger.
     """
     found = {}
     for name, way in {OFF: None, **ways}.items():
@@ -173,8 +173,8 @@ def ledger_of(model: str, way: dict[str, Any] | None) -> MemoryLedger:
 
 
 def serve(core: EngineCore, prompts: Sequence[list[int]], max_tokens: int) -> Served:
-    """Serve these prompts, all at once; timed from when each has its first token until the first
-    one ends.
+    """Serve these prompts all at once; time counts from when each has its first token until the
+    first request ends.
     """
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
     outputs: dict[str, list[int]] = {str(next(NAMES)): [] for _ in prompts}
@@ -230,8 +230,8 @@ def compare(arguments: argparse.Namespace, batch: int, ways: dict[str, dict[str,
 
 
 def cells(outcome: dict[str, Any]) -> tuple[list[str], list[tuple[str, ...]]]:
-    """Return the columns and rows of the table of results: `ways`, method -> batch -> kind of text,
-    and `costs`, by method.
+    """Return the columns and rows of the table; `outcome` has `ways` by method, batch and kind of
+    text, and `costs` by method.
     """
     ways, costs_of = outcome["ways"], outcome["costs"]
     of_batches = [*chain.from_iterable((f"length, {b}", f"× off, {b}") for b in next(iter(ways.values())))]
@@ -259,7 +259,7 @@ def page_table(outcome: dict[str, Any]) -> str:
 
 
 def main(arguments: argparse.Namespace) -> None:
-    """Compare all ways at each batch."""
+    """Compare all methods at each batch size."""
     ways = available()
     if arguments.quick:
         arguments.batches, arguments.rounds = [1, 4], 1
@@ -270,7 +270,7 @@ def main(arguments: argparse.Namespace) -> None:
     same = statistics.mean(one["same"] for way in figures.values() for batch in way.values() for one in batch.values())
     drafts = {name: arguments.drafts or way["num_speculative_tokens"] for name, way in ways.items()}
     outcome = {"drafts": drafts, "ways": figures, "costs": costs(arguments.model, ways)}
-    caption = f"Length and speed-up by number of requests. Same texts as without: {same:.1%}. {LAST_COLUMNS}"
+    caption = f"Length and speed-up by number of requests. Same texts as without drafts: {same:.1%}. {LAST_COLUMNS}"
     table("Speculation, method by method", *cells(outcome), caption)
     result = record("speculation", outcome)
     if arguments.json:
@@ -282,12 +282,12 @@ def main(arguments: argparse.Namespace) -> None:
 
 def parser() -> argparse.ArgumentParser:
     flags = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    flags.add_argument("--model", default=str(EMBEDDED_MODEL), help="another model's folder or name")
-    flags.add_argument("--drafts", type=positive_int, help="num_speculative_tokens of all (default: 5 and 3)")
-    flags.add_argument("--batches", type=positive_int, nargs="+", default=[1, 8, 64], help="requests at once")
-    flags.add_argument("--rounds", type=positive_int, default=5, help="turns of all methods (default: 5)")
+    flags.add_argument("--model", default=str(EMBEDDED_MODEL), help="the model's folder or name")
+    flags.add_argument("--drafts", type=positive_int, help="num_speculative_tokens of all methods (default: 5 and 3)")
+    flags.add_argument("--batches", type=positive_int, nargs="+", default=[1, 8, 64], help="batch sizes")
+    flags.add_argument("--rounds", type=positive_int, default=5, help="rounds of all methods (default: 5)")
     flags.add_argument("--quick", action="store_true", help="small batches, one round")
-    flags.add_argument("--page", action="store_true", help="also put the table into lesson 07")
+    flags.add_argument("--page", action="store_true", help="also write the table into lesson 07")
     flags.add_argument("--json", metavar="FILE", help="also write the figures to FILE")
     return flags
 

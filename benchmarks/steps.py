@@ -1,19 +1,20 @@
-"""Measure the parts of an engine's step: schedule, prepare, forward (of it attention), head,
+"""Measure the parts of an engine's step: schedule, prepare, forward (attention separately), head,
 sample, update, text.
 
     uv run python benchmarks/steps.py
     uv run python benchmarks/steps.py --dtype bfloat16 --requests 16
-    uv run python benchmarks/steps.py --ledger    # what each optimisation bought, into PERFORMANCE.md
+    uv run python benchmarks/steps.py --ledger    # what each optimisation gained, into PERFORMANCE.md
     uv run python benchmarks/steps.py --switch    # the small ones, switched off and on from step to step
 
-The work of `benchmarks/peers.py`: prompts and outputs of 16 to 256 tokens, greedy, all requests at
-once. Every part is timed by the wall clock in every step; what is shown is the mean step of the
-fastest of several runs. The table is followed by one line of JSON. The ledger runs the engine as it
+The work is that of `benchmarks/peers.py`: prompts and outputs of 16 to 256 tokens, greedy, all
+requests at once. Every part is timed by the wall clock in every step; the table shows the mean step
+of the fastest of several runs. It is followed by one line of JSON. The ledger runs the engine as it
 is beside variants of it, each in a process of its own, in turns: without one optimisation, or with
 one that was tried and rejected. `--switch` compares what can be switched while the engine runs:
-each decode step of one engine is another variant's, so that a few per cent can be told on a machine
-that is not quiet. There a variant's figure is the median of its step's time over that of the engine
-as it is, a few steps before or after; processor time counts what the machine's other work does not.
+each decode step of one engine runs with another variant, so that even a busy machine shows
+differences of a few per cent. There, a variant's figure is the median of its step's time divided by
+that of the engine as it is, a few steps before or after; processor time does not count the
+machine's other work.
 """
 
 import argparse
@@ -56,8 +57,8 @@ PARTS = ("schedule", "prepare", "attention", "rest of forward", "head", "sample"
 
 @dataclass(frozen=True)
 class Variant:
-    """The engine with something replaced: `patch` (module, name, value), or an environment
-    variable.
+    """A variant of the engine with one thing replaced: a `patch` (module, name, value), or an
+    environment variable.
     """
 
     title: str
@@ -66,9 +67,7 @@ class Variant:
 
 
 class OneDNNLinearMethod(UnquantizedLinearMethod):
-    """The method of a linear whose weight oneDNN laid out once, as `F.linear` with a packed
-    weight.
-    """
+    """A linear method whose weight oneDNN packed once; it computes what `F.linear` does."""
 
     def __init__(self, linear: Linear) -> None:
         self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), None)
@@ -80,7 +79,7 @@ class OneDNNLinearMethod(UnquantizedLinearMethod):
 
 
 def pack_for_onednn(model: Decoder) -> None:
-    """Pack all linears for oneDNN, in the place of `process_weights_after_loading`."""
+    """Pack all linears for oneDNN, in place of `process_weights_after_loading`."""
     for module in model.modules():
         if isinstance(module, Linear):
             module.method = OneDNNLinearMethod(module)
@@ -112,13 +111,13 @@ VARIANTS = {variant.title: variant for variant in (*LEDGER, *SWITCHED)}
 def check_environment(variant: Variant) -> None:
     """Raise a `MinivllmError` unless this process was started with the variant's variable set."""
     if variant.environment and os.environ.get(variant.environment[0]) != variant.environment[1]:
-        raise MinivllmError(
-            f"start this with {'='.join(variant.environment)}: that makes the variant {variant.title!r}"
-        )
+        raise MinivllmError(f"start this with {'='.join(variant.environment)}: the variant {variant.title!r} needs it")
 
 
 def watched_methods(engine: LLMEngine) -> list[tuple[str, object, str]]:
-    """List (part, object, method) of everything that a step consists of, outer methods included."""
+    """List (part, object, method) for everything that a step consists of, including methods that
+    call others on the list.
+    """
     scheduler, runner = core_of(engine).scheduler, runner_of(engine)
     return [
         ("schedule", scheduler, "schedule"),
@@ -151,8 +150,8 @@ def make_engine(arguments: argparse.Namespace) -> LLMEngine:
 
 
 def add_requests(engine: LLMEngine, requests: list[dict]) -> None:
-    """Add each request with its prompt and number of tokens, greedy; text is made at the end, as in
-    `LLM.generate`.
+    """Add each request, greedy, with its prompt and number of output tokens; text is made at the
+    end, as in `LLM.generate`.
     """
     for index, one in enumerate(requests):
         params = SamplingParams(
@@ -176,8 +175,8 @@ def run_once(engine: LLMEngine, requests: list[dict]) -> tuple[dict[str, float],
 
 
 def figures_of(variant: Variant, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Run a few times, keep the fastest: milliseconds by part of its mean step, and tokens per
-    second.
+    """Run the variant a few times; return the fastest run's milliseconds by part of a mean step,
+    and its tokens per second.
     """
     with ExitStack() as patches:
         if variant.patch:
@@ -206,7 +205,7 @@ def show(figures: dict[str, Any], title: str) -> None:
 
 
 def measure_ledger(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Measure every variant in a process of its own, in turns; of each the fastest turn counts."""
+    """Measure every variant in a process of its own, in turns; the fastest turn of each counts."""
     best: dict[str, dict[str, Any]] = {}
     turns = [variant for _ in range(arguments.rounds) for variant in LEDGER]
     for variant in track(turns, "variants"):
@@ -215,7 +214,7 @@ def measure_ledger(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
         command += ["--requests", str(arguments.requests), "--dtype", arguments.dtype, "--seed", str(arguments.seed)]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         if done.returncode:
-            said = done.stderr.strip() or f"ended with {done.returncode}"
+            said = done.stderr.strip() or f"exited with {done.returncode}"
             raise MinivllmError(f"{variant.title}: {said.splitlines()[-1]}")
         figures = json.loads(done.stdout.splitlines()[-1])["figures"]
         before = best.get(variant.title)
@@ -225,7 +224,9 @@ def measure_ledger(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
 
 
 def measure_switched(arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """Decode steps of one engine, which the variants take in turns: milliseconds, and quotients."""
+    """Measure decode steps of one engine that the variants take in turns; return milliseconds, and
+    ratios to the engine as it is.
+    """
     engine = make_engine(arguments)
     names = [AS_IT_IS.title, *(variant.title for variant in SWITCHED)]
     prompts = [one["prompt"] for one in requests_of(arguments.requests, 16, 256, engine.model_config.vocab_size, 0)]
@@ -256,7 +257,7 @@ def measure_switched(arguments: argparse.Namespace) -> dict[str, dict[str, float
 
 
 def step_of_all(engine: LLMEngine, names: list[str]) -> dict[str, tuple[float, float]]:
-    """Run a step by each variant; return wall and processor seconds."""
+    """Run one step with each variant; return the wall and processor seconds of each."""
     seconds = {}
     for name in names:
         with ExitStack() as patches:
@@ -271,7 +272,7 @@ def step_of_all(engine: LLMEngine, names: list[str]) -> dict[str, tuple[float, f
 def show_switched(found: dict[str, dict[str, float]], title: str) -> None:
     """Print a row for each variant."""
     rows = [(name, *(f"{value:.3f}" for value in one.values())) for name, one in found.items()]
-    columns = ("variant", "fastest ms", "median ms", "processor ms", "of the engine", "of its processor time")
+    columns = ("variant", "fastest ms", "median ms", "processor ms", "÷ the engine", "÷ its processor time")
     table(title, columns, rows)
 
 
@@ -296,7 +297,9 @@ def write_ledger(text: str) -> None:
 
 
 def main(arguments: argparse.Namespace) -> None:
-    """Measure one variant's parts, the ledger of all, or those that can be switched."""
+    """Measure the parts of one variant, the ledger of all variants, or those that can be switched
+    while the engine runs.
+    """
     figures: dict[str, Any]
     if arguments.switch:
         figures = measure_switched(arguments)
@@ -320,15 +323,15 @@ def main(arguments: argparse.Namespace) -> None:
 
 def parser() -> argparse.ArgumentParser:
     flags = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    flags.add_argument("--dtype", choices=DTYPES[1:], default="float32", help="of weights, cache and computation")
-    flags.add_argument("--requests", type=positive_int, default=128, help="how many (default: 128)")
+    flags.add_argument("--dtype", choices=DTYPES[1:], default="float32", help="dtype of weights, cache and computation")
+    flags.add_argument("--requests", type=positive_int, default=128, help="number of requests (default: 128)")
     flags.add_argument("--rounds", type=positive_int, default=5, help="runs, of which the fastest counts (default: 5)")
-    flags.add_argument("--variant", choices=VARIANTS, default=AS_IT_IS.title, help="the engine with something replaced")
+    flags.add_argument("--variant", choices=VARIANTS, default=AS_IT_IS.title, help="the variant of the engine")
     flags.add_argument("--ledger", action="store_true", help="all variants side by side, into PERFORMANCE.md")
-    flags.add_argument("--switch", action="store_true", help="what can be switched, from step to step of one engine")
-    flags.add_argument("--kv-cache-dtype", choices=("auto", "int8"), default="auto", help="of keys and values")
+    flags.add_argument("--switch", action="store_true", help="switch variants from step to step of one engine")
+    flags.add_argument("--kv-cache-dtype", choices=("auto", "int8"), default="auto", help="dtype of keys and values")
     flags.add_argument("--json", metavar="FILE", help="also write the figures to FILE")
-    flags.add_argument("--seed", type=int, default=0, help="seed of lengths and prompts (default: 0)")
+    flags.add_argument("--seed", type=int, default=0, help="seed for lengths and prompts (default: 0)")
     return flags
 
 

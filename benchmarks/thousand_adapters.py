@@ -1,26 +1,27 @@
-"""A thousand adapters in one engine: requests a second with 5, 50, 200 and 1,000 of them.
+"""Measure requests per second with a thousand adapters in one engine, beside those with 5, 50 and
+200.
 
     uv run python benchmarks/thousand_adapters.py --json benchmarks/results/thousand_adapters.cpu.json   # 3 minutes
     uv run python benchmarks/thousand_adapters.py --peer --json ...                                      # and vLLM
     uv run python benchmarks/thousand_adapters.py --quick
 
-The embedded model, fp32, greedy; random adapters of rank 8 on all seven linears, all in host memory
-before the clock starts; 20 requests at once, 16 slots. Each number of adapters gets the same 4,000
-requests of 16 tokens in and 8 out:
+The embedded model runs in fp32, greedily, with 20 requests at once and 16 slots. Random adapters of
+rank 8 on all seven linears are all in host memory before the clock starts. Each number of adapters
+gets the same 4,000 requests of 16 tokens in and 8 out:
 
-- "five in a batch": four requests in a row ask for the same adapter, so a batch of 20 has five,
+- "five in a batch": four requests in a row use the same adapter, so a batch of 20 has five,
   however many there are. With 1,000 adapters each group of four has to copy its adapter into a slot
   first.
-- "Zipf": each request asks by Zipf's law (exponent 1), so a batch has more adapters the more there
+- "Zipf": requests choose by Zipf's law (exponent 1), so a batch has more adapters the more there
   are.
 - "none": no request names an adapter, in the same engine.
 
-The kinds take turns, in another order each round; the median of the rounds counts. How many
-adapters a batch had is counted in the scheduler, copies into slots in the slot table.
+The kinds of run take turns, in a different order each round; the median of the rounds counts.
+Adapters per batch are counted in the scheduler, copies into slots in the slot table.
 
-With `--peer` the same requests go through vLLM's CPU build too, in its own environment (`make
-.peers`): both engines in processes of their own, in turns, no adapter, 5 and 1,000. Its figures
-join those that the file has.
+With `--peer`, the same requests also go through vLLM's CPU build in its own environment (`make
+.peers`): both engines run in processes of their own, in turns, with no adapter, 5 and 1,000. Its
+figures are added to those in the file.
 
 The table is followed by one line of JSON.
 """
@@ -66,7 +67,7 @@ FLAT = 0.15
 
 
 class Counting(AdapterSlots):
-    """A LoRA model manager that counts copies into slots."""
+    """Adapter slots that count the copies into them."""
 
     copies = 0
 
@@ -83,15 +84,15 @@ class StepCounts:
         self.steps = self.adapters = 0
 
     def schedule(self, scheduler: Scheduler, step: Step) -> None:
-        """Fill a step as the engine does, and count."""
+        """Fill a step as the engine does, and count it and its adapters."""
         running_then_waiting(scheduler, step)
         self.steps += 1
         self.adapters += len({one.lora_request.lora_int_id for one in scheduler.running if one.lora_request})
 
 
 def in_groups(adapters: int, requests: int) -> list[int]:
-    """Return the adapter of each request, counted from 1: four in a row use the same one, then the
-    next.
+    """Return the adapter of each request, counted from 1: four requests in a row use the same one,
+    the next four the next.
     """
     return [index // GROUP % adapters + 1 for index in range(requests)]
 
@@ -107,7 +108,7 @@ def wishes_of(counts: Sequence[int], requests: int, seed: int) -> dict[str, list
 
 
 def prompts_of(requests: int, seed: int) -> list[list[int]]:
-    """Return random token ids."""
+    """Return random prompts of PROMPT tokens."""
     draw, vocab_size = random.Random(seed), ModelConfig.from_pretrained(EMBEDDED_MODEL).vocab_size
     return [[draw.randrange(1, vocab_size) for _ in range(PROMPT)] for _ in range(requests)]
 
@@ -138,7 +139,9 @@ class Engine:
         self.seconds_to_read = time.perf_counter() - start
 
     def serve(self, prompts: Sequence[list[int]], wishes: Sequence[int]) -> dict[str, float]:
-        """Serve the prompts; return the seconds, adapters in a step and copies into slots."""
+        """Serve the prompts; return the seconds, the mean number of adapters in a step, and the
+        copies into slots.
+        """
         self.counts.steps = self.counts.adapters = Counting.copies = 0
         named = [self.requests[wish - 1] if wish else None for wish in wishes]
         params = SamplingParams(temperature=0.0, max_tokens=ANSWER, ignore_eos=True)
@@ -175,7 +178,7 @@ def measure(counts: Sequence[int], requests: int, rounds: int, seed: int) -> dic
 
 
 def figures_of(turns: Sequence[dict[str, float]], requests: int) -> dict[str, Any]:
-    """Return the median turn of one kind of run."""
+    """Return the median rate of one kind of run, its spread, and the counts of its last turn."""
     rates = sorted(requests / turn["seconds"] for turn in turns)
     return {
         "requests_per_second": statistics.median(rates),
@@ -186,7 +189,7 @@ def figures_of(turns: Sequence[dict[str, float]], requests: int) -> dict[str, An
 
 
 def flatness(found: dict[str, Any], counts: Sequence[int]) -> float:
-    """Return requests per second with the most adapters over those with the fewest, five of them in
+    """Return the rate with the most adapters divided by that with the fewest, with five adapters in
     a batch.
     """
     most, least = (found[f"five in a batch, {count}"]["requests_per_second"] for count in (counts[-1], counts[0]))
@@ -244,7 +247,7 @@ def measure_peers(counts: Sequence[int], requests: int, rounds: int, seed: int) 
 
 def show(figures: dict[str, Any]) -> None:
     """Print the tables."""
-    columns = ("requests", "adapters", "adapters in a step", "copies into slots", "requests/s", "of the fewest")
+    columns = ("requests", "adapters", "adapters in a step", "copies into slots", "requests/s", "÷ the fewest")
     rows = []
     first: dict[str, float] = {}
     for kind, one in figures.get("kinds", {}).items():
@@ -263,13 +266,13 @@ def show(figures: dict[str, Any]) -> None:
              f"{peer['same_tokens'][kind]:.1%}")
             for kind in ours
         ]  # fmt: skip
-        columns = ("requests", "minivllm", f"vLLM {peer['version']}", "ours of it", "same tokens")
-        table("Requests a second beside vLLM's CPU build", columns, rows)
+        columns = ("requests", "minivllm", f"vLLM {peer['version']}", "ours ÷ vLLM's", "same tokens")
+        table("Requests per second beside vLLM's CPU build", columns, rows)
 
 
 def main(arguments: argparse.Namespace) -> None:
     if arguments.peer and not VLLM_PYTHON.exists():
-        raise MinivllmError(f"vLLM has no environment at {VLLM_PYTHON.parent.parent}: make .peers")
+        raise MinivllmError(f"vLLM has no environment at {VLLM_PYTHON.parent.parent}: run make .peers")
     rounds = arguments.rounds or (1 if arguments.quick else 2)
     control = Control()
     with control.watch():
@@ -295,7 +298,7 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 def joined(path: str | None, figures: dict[str, Any]) -> dict[str, Any]:
-    """Return these figures together with the file's figures of the other kind of run."""
+    """Return these figures, merged with the file's figures for the other kind of run."""
     if not path or not Path(path).exists():
         return figures
     return read_record(path, "thousand_adapters")["figures"] | figures
@@ -303,12 +306,12 @@ def joined(path: str | None, figures: dict[str, Any]) -> dict[str, Any]:
 
 def parser() -> argparse.ArgumentParser:
     flags = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    flags.add_argument("--peer", action="store_true", help="our engine and vLLM's CPU build, in turns")
-    flags.add_argument("--adapters", type=positive_int, nargs="+", help="how many (default: 5 50 200 1000)")
-    flags.add_argument("--rounds", type=positive_int, help="turns of each kind (default: 2, quick: 1)")
+    flags.add_argument("--peer", action="store_true", help="compare our engine with vLLM's CPU build, in turns")
+    flags.add_argument("--adapters", type=positive_int, nargs="+", help="numbers of adapters (default: 5 50 200 1000)")
+    flags.add_argument("--rounds", type=positive_int, help="rounds of each kind (default: 2, quick: 1)")
     flags.add_argument("--quick", action="store_true", help=f"{QUICK_REQUESTS} requests, up to 50 adapters, one round")
     flags.add_argument("--json", metavar="FILE", help="also write the figures to FILE")
-    flags.add_argument("--seed", type=int, default=0, help="seed of prompts and of Zipf's draws (default: 0)")
+    flags.add_argument("--seed", type=int, default=0, help="seed for prompts and Zipf draws (default: 0)")
     return flags
 
 

@@ -1,7 +1,7 @@
 """vLLM's command line, from the environment that `make peers` makes.
 
-Its CPU package has another name than the command line looks for: a folder of metadata stands for
-it.
+The name of its CPU package differs from the one that the command line looks for, so a folder of
+metadata stands in for it.
 """
 
 import os
@@ -19,8 +19,8 @@ def vllm_version(environment: Path = ENVIRONMENT) -> str:
 
 
 def variables(folder: Path, environment: Path = ENVIRONMENT) -> dict[str, str]:
-    """Return the environment variables of its commands, which use no network; `folder` gets the
-    metadata.
+    """Return the environment variables for its commands, which use no network; the metadata goes
+    into `folder`.
     """
     version = vllm_version(environment)
     metadata = folder / "metadata" / f"vllm-{version}.dist-info" / "METADATA"

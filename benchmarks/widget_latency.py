@@ -1,13 +1,13 @@
-"""The widgets' latency as a reader sees it: from a key press to the next picture, and redraws a
-second while dragging.
+"""Measure the widgets' latency as a reader sees it: from a key press to the next picture, and
+redraws per second while dragging.
 
     uv run python benchmarks/widget_latency.py                    # every widget, in JupyterLab in a headless Chromium
     uv run python benchmarks/widget_latency.py --only kv_cache
 
-Each widget is shown in a notebook of its own by its `show()`. Every slider and list is turned by
-arrow keys; a press counts from the browser's time stamp of the key to the frame after the first new
+Each widget is shown in a notebook of its own by its `show()`. Arrow keys change every slider and
+list; a press is timed from the browser's time stamp of the key to the frame after the first new
 picture. Then the pointer drags the handle through the plot and back within 0.8 s, so that the
-number of its values sets no bound. A control page, whose picture needs no sweep, tells what the
+number of its values sets no limit. A control page, whose picture needs no sweep, shows what the
 machine and the browser cost by themselves. The table is followed by one line of JSON.
 """
 
@@ -68,8 +68,8 @@ TIMED_OUT = 1.0
 
 
 def pressed(page: Page, key: str) -> float | None:
-    """Return the milliseconds from this key to the frame with the new picture, or None where
-    control or picture stay the same.
+    """Return the milliseconds from this key to the frame with the new picture, or None if the
+    control or the picture stays the same.
     """
     before, stood = page.evaluate("[window.seen.pictures, document.activeElement.value]")
     page.keyboard.press(key)
@@ -85,7 +85,9 @@ def pressed(page: Page, key: str) -> float | None:
 
 
 def presses(notebook: Notebook, times: int) -> list[float]:
-    """Press `times` keys each way on every slider and list; return the milliseconds of each."""
+    """Press each arrow key `times` times on every slider and list; return the milliseconds of each
+    press.
+    """
     found: list[float] = []
     for control in notebook.page.locator(".lw-controls input[type=range], .lw-controls select").all():
         control.focus()
@@ -159,7 +161,7 @@ def main(arguments: argparse.Namespace) -> None:
         for name, one in figures.items()
     ]
     columns = ("widget", "median, ms", "p90, ms", "presses", "redraws/s")
-    table("From a key press to the picture, and pictures a second while dragging", columns, rows)
+    table("From a key press to the picture, and pictures per second while dragging", columns, rows)
     if arguments.json:
         write_json(arguments.json, "widgets", figures)
     print(json.dumps(record("widgets", figures)))
@@ -167,8 +169,8 @@ def main(arguments: argparse.Namespace) -> None:
 
 def parser() -> argparse.ArgumentParser:
     flags = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    flags.add_argument("--only", choices=WIDGETS, action="append", help="one widget (again for more)")
-    flags.add_argument("--times", type=positive_int, default=3, help="presses of each control, each way")
+    flags.add_argument("--only", choices=WIDGETS, action="append", help="measure only this widget (may be repeated)")
+    flags.add_argument("--times", type=positive_int, default=3, help="presses of each control in each direction")
     flags.add_argument("--json", metavar="FILE", help="also write the figures to FILE")
     return flags
 

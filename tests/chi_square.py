@@ -1,6 +1,4 @@
-"""Pearson's test: whether tokens were drawn from the probabilities that they should be drawn
-from.
-"""
+"""Pearson's chi-square test of whether tokens were drawn from the expected probabilities."""
 
 from __future__ import annotations
 
@@ -12,8 +10,8 @@ import torch
 
 @dataclass(frozen=True)
 class Fit:
-    """The fit of counts to probabilities: the statistic, its degrees of freedom, and the distance
-    in total variation.
+    """The fit of counts to probabilities: the statistic, its degrees of freedom, and the total
+    variation distance.
     """
 
     statistic: float
@@ -22,7 +20,7 @@ class Fit:
 
     @property
     def p_value(self) -> float:
-        """How likely a statistic so large is."""
+        """The probability of a statistic at least this large."""
         if not self.freedom:
             return 1.0
         half = torch.tensor([self.freedom / 2, self.statistic / 2], dtype=torch.float64)
@@ -30,9 +28,10 @@ class Fit:
 
 
 def fit(counts: np.ndarray, probabilities: np.ndarray) -> Fit:
-    """Count `[n]` or `[groups, n]` against probabilities of the same shape, each group's sum 1.
+    """Fit counts `[n]` or `[groups, n]` to probabilities of the same shape, which sum to 1 in each
+    group.
 
-    Of each group, the rarest tokens are put together until at least five are expected.
+    In each group, the rarest tokens are pooled until at least five are expected.
     """
     fits = [_fit_one(*case) for case in zip(np.atleast_2d(counts), np.atleast_2d(probabilities), strict=True)]
     weights = np.atleast_2d(counts).sum(-1) / counts.sum()

@@ -1,8 +1,7 @@
-"""Leave out the tests that this machine cannot run, and say so in one line for each kind at the
-end.
+"""Skip the tests that this machine cannot run, and report each kind in one line at the end.
 
-Import what needs torch where it is used: the head process of xdist runs no test, and starts sooner
-without torch.
+Whatever needs torch is imported where it is used: xdist's head process runs no test, and starts
+sooner without torch.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ NIXL_REQUIRED = bool(os.environ.get("MINIVLLM_REQUIRE_NIXL"))
 
 
 def leave_as_found() -> Iterator[None]:
-    """Fail a test that leaves the process changed, in place of a later test."""
+    """Fail a test that leaves the process changed, rather than letting a later test fail."""
     from left_as_found import changes, put_back, seed_everything, state
 
     before = state()
@@ -88,7 +87,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Browser]:
-    """Start the one Chromium of this process, in which playwright cannot start twice."""
+    """Start the only Chromium of this process, since playwright cannot start twice in one process."""
     from e2e.browser import start_browser
     from playwright.sync_api import sync_playwright
 
@@ -100,8 +99,8 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture(scope="session")
 def template() -> Iterator[Template | None]:
-    """Start the process that is forked for ranks, cores and servers; None where no process can
-    be forked.
+    """Start the process from which ranks, cores and servers are forked; yield None where forking is
+    not possible.
     """
     from warm_processes import CAN_FORK, Template
 
@@ -113,7 +112,7 @@ def template() -> Iterator[Template | None]:
 
 @pytest.fixture(scope="module")
 def warm_processes(template: Template | None) -> Iterator[None]:
-    """Fork the ranks, cores and servers of a file instead of starting fresh interpreters
+    """Fork the ranks, cores and servers of a test file instead of starting fresh interpreters
     (`warm_processes.py`).
     """
     from warm_processes import forked
@@ -123,44 +122,42 @@ def warm_processes(template: Template | None) -> Iterator[None]:
 
 
 def compute_on_one_thread() -> None:
-    """Let this process and those that tests start use one thread, since the workers share few
+    """Limit this process and those that tests start to one thread each, since the workers share few
     cores.
 
-    Torch reads the variable when it is loaded, which is later.
+    Torch reads the variable only when it is loaded, which happens later.
     """
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ.setdefault("KMP_BLOCKTIME", "1")  # else `limit_spinning` sets it within some test
 
 
 def set_up_logging() -> None:
-    """Make the engine's logger before the first test, and not within one."""
+    """Create the engine's logger before the first test rather than inside one."""
     from minivllm.logger import init_logger
 
     init_logger("minivllm")
 
 
 def keep_bytecode() -> None:
-    """Keep bytecode here and in the processes that tests start, even where the environment says
-    otherwise.
+    """Keep bytecode, here and in the processes that tests start, even where the environment
+    disables it.
 
-    Without it each process compiles torch's sources again, which is most of its start: 3.5 of 5 s.
+    Without it each process compiles torch's sources again, which takes 3.5 of its 5 s of start-up.
     """
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     sys.dont_write_bytecode = False
 
 
 def hear_interrupts() -> None:
-    """Handle SIGINT: a background job of a script starts with it ignored, and tests of Ctrl-C
-    would hang.
+    """Handle SIGINT: a script's background job starts with it ignored, and tests of Ctrl-C would
+    hang.
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def set_up_hypothesis() -> None:
-    """Give a property 50 examples, each of which may take any time; a test that hangs fails all
-    the same.
-    """
+    """Give each property 50 examples without a deadline; a test that hangs fails all the same."""
     try:
         from hypothesis import settings
     except ImportError:  # not on every machine that runs `make gpu`
@@ -170,7 +167,7 @@ def set_up_hypothesis() -> None:
 
 
 def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
-    """Leave out a whole file that cannot be imported here."""
+    """Skip a whole file that cannot be imported here."""
     if not (lacking := package_missing_for(module_path)):
         return None
     parent.config.stash[LEFT_OUT][f"file, {module_path.name}, whose script needs the server's packages ({lacking})"] = 1
@@ -179,10 +176,10 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish() -> None:
-    """Freeze what is loaded by now, so that the garbage collector never looks through it.
+    """Freeze everything loaded so far, so that the garbage collector never scans it.
 
-    Looking through torch, hypothesis and all tests again and again took a tenth of the time of
-    plain tests.
+    Scanning torch, hypothesis and all tests again and again took a tenth of the time of plain
+    tests.
     """
     gc.freeze()
     gc.enable()
@@ -229,8 +226,8 @@ def missing_here() -> dict[str, str]:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect the tests that need what is not here, and those that do again what a browser test
-    of this run does.
+    """Deselect tests that need what is missing here, and those that repeat what a browser test of
+    this run does.
     """
     refuse_names_that_change(items)
     refuse_what_make_gpu_forgets(items)
@@ -242,7 +239,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def put_in_order(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Order the files for the workers of xdist; without workers, leave them as they are."""
+    """Order the files for xdist's workers; without workers, keep the order."""
     seed = config.getoption("shuffle")
     if seed is None and not hasattr(config, "workerinput"):
         return
@@ -252,8 +249,8 @@ def put_in_order(config: pytest.Config, items: list[pytest.Item]) -> None:
 
 
 def refuse_names_that_change(items: list[pytest.Item]) -> None:
-    """Refuse a test whose name holds an object's address: the workers of xdist know a test by
-    its name.
+    """Refuse a test whose name contains an object's address: xdist's workers identify a test by its
+    name.
     """
     changing = next((item.nodeid for item in items if re.search(r" at 0x[0-9a-f]+", item.nodeid)), None)
     if changing:
@@ -261,13 +258,13 @@ def refuse_names_that_change(items: list[pytest.Item]) -> None:
 
 
 def refuse_what_make_gpu_forgets(items: list[pytest.Item]) -> None:
-    """Refuse a test for a GPU in a file that `make gpu` does not run."""
+    """Refuse a GPU test in a file that `make gpu` does not run."""
     if (item := forgotten(items)) is not None:
         raise pytest.UsageError(f"this test needs a GPU, and tests/gpu.txt does not have its file: {item.nodeid}")
 
 
 def leave_out(mark: str, reason: str, config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect the items of this mark, and note how many they are."""
+    """Deselect the items with this mark, and record how many there are."""
     left_out = {item for item in items if item.get_closest_marker(mark)}
     if left_out:
         config.hook.pytest_deselected(items=list(left_out))
@@ -276,9 +273,7 @@ def leave_out(mark: str, reason: str, config: pytest.Config, items: list[pytest.
 
 
 def browser_is_wanting(config: pytest.Config) -> bool:
-    """Tell whether a browser test is required and none has ended; a run that only collects owes
-    none.
-    """
+    """Return whether a browser test is required but none has run; a collect-only run requires none."""
     reporter = config.pluginmanager.get_plugin("terminalreporter")
     if not BROWSER_REQUIRED or config.option.collectonly or reporter is None:
         return False
@@ -287,7 +282,7 @@ def browser_is_wanting(config: pytest.Config) -> bool:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Report what a worker of xdist left out; fail the head process where a browser test is
+    """Report what an xdist worker left out; in the head process, fail the run if a browser test is
     missing.
     """
     if hasattr(session.config, "workeroutput"):
@@ -298,7 +293,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node) -> None:
-    """Collect what a worker of xdist left out, which is the same for all."""
+    """Collect what an xdist worker left out; all workers leave out the same tests."""
     node.config.stash[LEFT_OUT].update(getattr(node, "workeroutput", {}).get("left_out", {}))
 
 
@@ -312,7 +307,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 
 def mutation_scores(reporter: pytest.TerminalReporter) -> list[str]:
-    """Report by lesson how many of the wrong solutions that this run tried were caught."""
+    """Report, by lesson, how many of the wrong solutions tried in this run were caught."""
     reports = [report for kind in ("passed", "failed") for report in reporter.stats.get(kind, [])]
     noted = [value for report in reports for name, value in report.user_properties if name == "mutant"]
     caught_in: dict[str, dict[str, bool]] = {}
@@ -325,7 +320,7 @@ def mutation_scores(reporter: pytest.TerminalReporter) -> list[str]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """Hide the event loop that a browser's fixture leaves in the thread: other tests may run
+    """Hide the event loop that a browser fixture leaves in the thread, so that other tests can run
     their own.
     """
     loop = asyncio._get_running_loop()

@@ -1,5 +1,5 @@
-"""Distribute the tests over xdist's workers: whole files, so that what tests share is made once;
-the longest first.
+"""Distribute the tests over xdist's workers as whole files, longest first, so that what tests share
+is made once.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ waiting.
 
 
 class ByFile(LoadScopeScheduling):
-    """Hands out files in the order of the tests. (Its own order, by number of tests, has the
-    longest last.)
+    """A scheduler that hands out files in the order of the tests; xdist's own order, by number of
+    tests, has the longest last.
     """
 
     def __init__(self, config: pytest.Config, log: object) -> None:
@@ -48,28 +48,26 @@ class ByFile(LoadScopeScheduling):
 
 
 def unit(nodeid: str) -> str:
-    """Return what one worker runs as a whole: a file, or some that share something costly."""
+    """Return the unit that one worker runs as a whole: a file, or files that share something
+    costly.
+    """
     file = nodeid.partition("::")[0]
     return TOGETHER.get(file, file)
 
 
 def place(nodeid: str) -> int:
-    """Return where a test's file stands in the order."""
+    """Return the position of a test's file in the order."""
     path = PurePosixPath(unit(nodeid))
     return next((index for index, first in enumerate(LONGEST) if path.is_relative_to(first)), len(LONGEST))
 
 
 def longest_first(items: list[pytest.Item]) -> None:
-    """Order the tests: the parts of a unit side by side, and what takes longest at the
-    beginning.
-    """
+    """Sort the tests: the parts of a unit side by side, and the slowest units first."""
     items.sort(key=lambda item: (place(item.nodeid), unit(item.nodeid)))
 
 
 def shuffle(items: list[pytest.Item], seed: int) -> None:
-    """Another order of files, and of the tests in each: none of them may rest on what ran before
-    it.
-    """
+    """Shuffle the files, and the tests in each: no test may depend on what ran before it."""
     files: dict[str, list[pytest.Item]] = {}
     for item in items:
         files.setdefault(item.nodeid.partition("::")[0], []).append(item)

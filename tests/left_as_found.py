@@ -37,19 +37,19 @@ ABSENT = "nothing"
 
 
 def seed_everything() -> None:
-    """Every test begins with the same random numbers, whatever ran before it."""
+    """Give every test the same random numbers, whatever ran before it."""
     random.seed(0)
     np.random.seed(0)
     torch.default_generator.manual_seed(0)  # `torch.manual_seed` formats a stack for a GPU that is not there
 
 
 def state() -> dict[str, dict[Any, Any]]:
-    """Kind of state -> what it is now, by name."""
+    """Return the current values of each kind of state, by name."""
     return {kind: look() for kind, (look, _) in KINDS.items()}
 
 
 def changes(before: dict[str, dict[Any, Any]], now: dict[str, dict[Any, Any]]) -> list[str]:
-    """One line for each value that is not what it was."""
+    """Return one line for each value that has changed."""
     results = []
     for kind, was in before.items():
         if was == now[kind]:
@@ -100,7 +100,7 @@ def _metrics() -> int:
 
 
 def _shell() -> bool:
-    """Return whether IPython has a shell: with one, `notebook.begin` believes it is in a notebook."""
+    """Return whether IPython has a shell, which makes `notebook.begin` believe it is in a notebook."""
     interactive = sys.modules.get("IPython.core.interactiveshell")
     return interactive is not None and interactive.InteractiveShell.initialized()
 
@@ -166,7 +166,9 @@ def _restore_logging(was: dict[str, Any]) -> None:
 
 
 def _modules() -> dict[str, Any]:
-    """Return only the project's own: what a test loads under a name of its own is nobody else's."""
+    """Return only the project's own modules: what a test loads under its own name affects no other
+    test.
+    """
     if len(sys.modules) != _own["looked at"]:  # 4,000 names, twice for each test: looked at only when there are others
         _own["names"] = [name for name in sys.modules if name.startswith(OURS)]
         _own["looked at"] = len(sys.modules)

@@ -17,7 +17,7 @@ packages.
 
 
 class NothingOf(pytest.Module):
-    """A file of which no test is collected, so that it is not imported."""
+    """A file from which no test is collected, so that it is not imported."""
 
     def collect(self) -> list[pytest.Item]:
         return []
@@ -29,15 +29,15 @@ def files_of_make_gpu() -> list[Path]:
 
 
 def forgotten(items: Iterable[pytest.Item]) -> pytest.Item | None:
-    """Return a test that needs a GPU, in a file that `make gpu` does not run."""
+    """Return a GPU test in a file that `make gpu` does not run, or None."""
     listed = {*files_of_make_gpu()}
     marked = (item for item in items if item.get_closest_marker("gpu"))
     return next((item for item in marked if listed.isdisjoint((item.path, *item.path.parents))), None)
 
 
 def package_missing_for(path: Path) -> str:
-    """Return a package that the script of this file of tests needs and that is not installed; empty
-    if there is none.
+    """Return a package that this test file's script needs and that is not installed, or an empty
+    string.
     """
     from minivllm_lab.disaggregation.server_pair import missing_package
 

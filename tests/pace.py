@@ -1,5 +1,5 @@
-"""CPU time that means the same on any processor, whatever runs beside: in seconds of one
-machine, on a quiet core.
+"""CPU time that means the same on any processor under any load: in seconds of a quiet core of one
+reference machine.
 """
 
 import time
@@ -10,10 +10,10 @@ REFERENCE_SECONDS = 0.0017
 
 
 def quiet_seconds(action: Callable[[], object]) -> float:
-    """CPU seconds that the action takes there: here's, divided by how much slower `_draw` is before
-    it and after.
+    """Return the CPU seconds that the action takes on the reference machine: those measured here,
+    divided by how much slower `_draw` is before and after it.
 
-    Where `_draw` is faster than there, what the action takes here.
+    If `_draw` is faster here than there, return what was measured here.
     """
     before, taken, after = (_seconds(part) for part in (_draw, action, _draw))
     return taken / max(1.0, (before + after) / 2 / REFERENCE_SECONDS)
@@ -26,5 +26,5 @@ def _seconds(action: Callable[[], object]) -> float:
 
 
 def _draw() -> str:
-    """Plain Python as widgets run it: numbers become text."""
+    """Run plain Python like the widgets': turn numbers into text."""
     return "".join(f'<circle cx="{number * 0.37:.2f}" r="2"/>' for number in range(4000))

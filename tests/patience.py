@@ -1,4 +1,4 @@
-"""Waiting for what must come: as long as a busy machine may take, and no longer than it takes."""
+"""Wait for what must happen: as long as a busy machine may take, and no longer than it takes."""
 
 import time
 from collections.abc import Callable
@@ -12,7 +12,7 @@ Found = TypeVar("Found")
 
 
 def eventually(holds: Callable[[], Found], seconds: float = PATIENCE, pause: float = 0.05) -> Found:
-    """Ask again until the answer is true or the time is over; return the last answer."""
+    """Ask repeatedly until the answer is true or the time is up; return the last answer."""
     until = time.monotonic() + seconds
     while not (result := holds()) and time.monotonic() < until:
         time.sleep(pause)
@@ -20,8 +20,8 @@ def eventually(holds: Callable[[], Found], seconds: float = PATIENCE, pause: flo
 
 
 def reaches(value: Callable[[], float], wanted: float, pause: float = 0.1) -> bool:
-    """Return whether a number that grows gets there or beyond. It may take any time, but must not
-    rest for `PATIENCE`.
+    """Return whether a growing number reaches its goal. It may take any time, but must not stall
+    for `PATIENCE`.
     """
     last = value()
     while last < wanted and eventually(lambda before=last: value() > before, pause=pause):

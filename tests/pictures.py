@@ -1,4 +1,4 @@
-"""Are two pictures the same? What they show is compared, not the bytes of their files."""
+"""Compare pictures by what they show, not by the bytes of their files."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ WORDS = ("aria-label", "fill", "font-family", "stroke")
 
 
 def differences(drawn: str, shown: str) -> list[str]:
-    """Return how two drawings of our own SVG differ, a line each; none where a reader could not
-    tell them apart.
+    """Return how two drawings of our own SVG differ, one line each, or nothing if a reader could
+    not tell them apart.
 
     Elements, their order, words and whole numbers must be equal. Coordinates may be half a pixel
-    apart, and decimals in words one unit of their last digit: other machines round sums otherwise.
+    apart, and decimals in words one unit of their last digit, because other machines round sums
+    differently.
     """
     return list(_element_differences(ET.fromstring(drawn), ET.fromstring(shown), "svg"))
 

@@ -1,4 +1,4 @@
-"""Check refusals, which are one line that says what is wrong."""
+"""Check refusals, each of which is one line that says what is wrong."""
 
 from collections.abc import Callable
 

@@ -1,5 +1,5 @@
-"""ARCHITECTURE.md names files and functions: each of them exists, and the spine is a weekend,
-not a month.
+"""ARCHITECTURE.md names files and functions: each of them exists, and the spine takes a weekend to
+read, not a month.
 """
 
 import ast
@@ -21,7 +21,7 @@ def between(mark: str) -> str:
 
 
 def hops(mark: str) -> list[tuple[str, str]]:
-    """(file, function) of each row of a table, which are numbered in order."""
+    """Return (file, function) of each row of a table, whose rows are numbered in order."""
     rows = re.findall(r"^\| (\d+) \| `([^`]+)` \| `([^`]+)` \|", between(mark), re.MULTILINE)
     assert [int(number) for number, _, _ in rows] == [*range(1, len(rows) + 1)]
     return [(file, function) for _, file, function in rows]
@@ -31,8 +31,8 @@ WAY = hops("way")
 
 
 def definitions(path: Path) -> set[str]:
-    """Functions, classes and methods of a file; those of classes after the class's name and a
-    dot.
+    """Return the functions, classes and methods of a file; methods as the class's name, a dot and
+    their own.
     """
     result = set()
     for node in ast.parse(path.read_text()).body:

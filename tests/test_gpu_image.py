@@ -19,7 +19,7 @@ NOT_WITH_THEM = {"pydantic", "typer"}
 
 
 def brought_by(names: tuple[str, ...]) -> set[str]:
-    """These distributions and all that they require, as far as they are installed."""
+    """Return these distributions and all that they require, as far as they are installed."""
     result, left = set(), list(names)
     while left:
         name = canonicalize_name(left.pop())
@@ -36,8 +36,8 @@ def brought_by(names: tuple[str, ...]) -> set[str]:
 
 
 def missing_there() -> list[str]:
-    """Return every module that is installed here, and this repository's `widgets`, but for what an
-    image has.
+    """Return every module that is installed here but not on the image, and this repository's
+    `widgets`.
     """
     brought = brought_by(ON_THE_IMAGE)
     modules = metadata.packages_distributions().items()
@@ -48,7 +48,7 @@ def missing_there() -> list[str]:
 
 
 def without_those_packages(*command: str) -> subprocess.CompletedProcess[str]:
-    """Run Python where importing one of them fails, as `make gpu` calls it."""
+    """Run Python as `make gpu` does, where importing any of the missing modules fails."""
     blocked = f"import sys; sys.modules.update(dict.fromkeys({missing_there()}))"
     code = f"{blocked}; import runpy; sys.argv = {list(command)}; "
     code += "runpy.run_module('pytest', run_name='__main__')" if command[0] == "pytest" else (
@@ -84,7 +84,7 @@ def test_where_the_packages_are_no_file_is_left_out():
 
 
 def test_none_of_them_is_forgotten():
-    """Every run refuses a test for a GPU in a file that `make gpu` does not run."""
+    """Every run refuses a GPU test in a file that `make gpu` does not run."""
     file = "tests/core/test_request_queue.py"
     plugin = "type('Marks', (), {'pytest_itemcollected': lambda self, item: item.add_marker('gpu')})()"
     code = f"import pytest, sys; sys.exit(pytest.main(['--collect-only', {file!r}], plugins=[{plugin}]))"

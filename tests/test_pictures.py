@@ -1,4 +1,4 @@
-"""The comparison of pictures: a stale one is seen, and what no reader sees is not."""
+"""Test that the comparison of pictures finds a stale one, and ignores what no reader sees."""
 
 import json
 import math

@@ -1,6 +1,4 @@
-"""MINIVLLM_REQUIRE_BROWSER: a run of tests in which no browser test came to an end fails, and
-says why.
-"""
+"""MINIVLLM_REQUIRE_BROWSER: a test run in which no browser test finished fails, and says why."""
 
 import os
 import subprocess

@@ -98,8 +98,8 @@ HEAVY = {"torch", "triton", "transformers", "numba"}
 
 @functools.cache
 def imported_modules(path: Path) -> frozenset[str]:
-    """Return every module named by an import statement, inside functions too, `if TYPE_CHECKING:`
-    blocks left out.
+    """Return every module that an import statement names, even inside functions, except in `if
+    TYPE_CHECKING:` blocks.
     """
     names = set()
     pending: list[ast.AST] = [ast.parse(path.read_text())]
@@ -118,7 +118,7 @@ def imported_modules(path: Path) -> frozenset[str]:
 
 
 def layer_of(module: str) -> str:
-    """Return the layer of a module of ours, and "" of any other."""
+    """Return the layer of a module of ours, or "" for any other."""
     package, _, rest = module.partition(".")
     layer = rest.partition(".")[0] if package == "minivllm" else package
     return layer if layer in LAYERS else ""
@@ -165,7 +165,7 @@ def test_what_all_widgets_share_imports_what_stands_below_it(path):
 
 
 def places_without_torch() -> list[Path]:
-    """Folders and files."""
+    """Return the folders and files that may not import torch."""
     lab = CODE / "minivllm_lab"
     places = [ENGINE / layer for layer in WITHOUT_TORCH] + [lab / model for model in MODELS_OF_A_LESSON]
     return [

@@ -1,6 +1,4 @@
-"""A name of vLLM in our texts is one that v0.33.0 has: a misspelt one is found wherever it
-stands.
-"""
+"""Test that vLLM's names in our texts exist in v0.33.0: a misspelt one is found wherever it is."""
 
 import io
 import tarfile
@@ -31,7 +29,7 @@ def hash_block(): ...
 
 
 def problems(name: str, text: str) -> list[str]:
-    """Return what the committed list says of a text."""
+    """Return the problems that the committed list finds in a text."""
     return tool.read_list(tool.LIST.read_text()).problems(tool.mentions({name: text}))
 
 

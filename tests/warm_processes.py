@@ -1,12 +1,12 @@
-"""Processes forked from one that has loaded torch, for tests of what they do and not of how they
-start.
+"""Processes forked from one that has loaded torch, for tests of what processes do and not of how
+they start.
 
 A fresh interpreter spends 3 s on loading torch and the engine. A template (`warm_template.py`) does
-so once, and is forked for each worker of xdist, which comes with a template of its own: that is
+so once, and is forked for each xdist worker. Each worker comes with a template of its own, which is
 forked for ranks, cores and servers. These fork themselves for what they start.
 
 Elsewhere, and where a test has changed an environment variable, a fresh interpreter is started as
-ever. Forks share the seed of Python's hashes, which ranks must not rest on:
+usual. Forks share the seed of Python's hashes, which ranks must not depend on:
 `engine/test_tensor_parallel.py` has fresh ones.
 """
 
@@ -47,7 +47,9 @@ CAN_FORK = sys.platform == "linux" and not Path("/dev/nvidiactl").exists()
 
 
 class Template:
-    """The process that is forked, and the seam to it. If this process came with one, that is it."""
+    """The process that is forked, and the connection to it. A process that came with a template
+    uses that one.
+    """
 
     def __init__(self, *more_modules: str) -> None:
         self.environment = fixed(os.environ)
@@ -67,17 +69,17 @@ class Template:
             )
 
     def is_loaded(self) -> bool:
-        """Return whether a child would come at once. Before that `fork` waits, some 10 s where no
-        bytecode is kept yet.
+        """Return whether a child would start immediately. Until then `fork` waits, some 10 s where
+        no bytecode is kept yet.
         """
         has_ended = self.process is not None and self.process.poll() is not None
         return not has_ended and (self._greeted or bool(select.select([self.socket], [], [], 0)[0]))
 
     def fork(self, request: Request, fds: Sequence[int]) -> int:
-        """Return a child of this process with these file descriptors; returns its id.
+        """Fork a child of this process with these file descriptors; return its id.
 
         Raises:
-            RuntimeError: the template, or the child, has ended; why, its traceback says.
+            RuntimeError: the template or the child has ended; its traceback says why.
         """
         message = request.encode()
         with self._forking:
@@ -123,13 +125,13 @@ class Itself:
 
 class WarmSubprocess:
     """A stand-in for the module `subprocess`, with what ranks, cores, servers, kernels and xdist's
-    workers need of it.
+    workers use of it.
     """
 
     DEVNULL, PIPE, TimeoutExpired = subprocess.DEVNULL, subprocess.PIPE, subprocess.TimeoutExpired
 
     def __init__(self, template: Template | Itself, with_template: bool = False) -> None:
-        """`with_template`: each process comes with a template of its own."""
+        """Fork from `template`; if `with_template`, each process comes with a template of its own."""
         self.template, self._with_template = template, with_template
 
     def Popen(
@@ -175,7 +177,7 @@ class WarmSubprocess:
 
 
 class Stream:
-    """One of the three standard streams of a child, as `subprocess.Popen` is told of it."""
+    """One of a child's three standard streams, as it is passed to `subprocess.Popen`."""
 
     def __init__(self, place: int, arguments: int | IO[Any] | None) -> None:
         self.ours: IO[bytes] | None = None
@@ -192,13 +194,13 @@ class Stream:
             self.theirs = arguments if isinstance(arguments, int) else arguments.fileno()
 
     def close(self) -> None:
-        """The child's end, which only the child needs."""
+        """Close the child's end, which only the child needs."""
         if self._is_open:
             os.close(self.theirs)
 
 
 class WarmProcess:
-    """A child of this process; as `subprocess.Popen`."""
+    """A child of this process, with the interface of `subprocess.Popen`."""
 
     def __init__(self, args: Sequence[str], pid: int, *streams: IO[bytes] | None) -> None:
         self.args, self.pid = args, pid
@@ -237,7 +239,7 @@ class WarmProcess:
 
 @contextlib.contextmanager
 def forked(template: Template | None) -> Iterator[None]:
-    """Ranks, cores and servers that are started meanwhile are forked, unless there is no
+    """Fork the ranks, cores and servers that are started inside the block, unless there is no
     template.
     """
     with contextlib.ExitStack() as patches:
@@ -252,7 +254,5 @@ def fixed(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def adopt_orphans(adopts: bool) -> None:
-    """While this holds, orphans below this process become its children, in place of the first
-    process's.
-    """
+    """Set whether orphans below this process become its children instead of the first process's."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, int(adopts), 0, 0, 0)

@@ -2,8 +2,8 @@
 process.
 
 It forks twice, so that what is left is an orphan, which Linux gives to the nearest ancestor that
-asks for orphans (`PR_SET_CHILD_SUBREAPER`). That is the process that asked, which then is the
-parent, as of a process that it started.
+adopts orphans (`PR_SET_CHILD_SUBREAPER`). That is the requesting process, which becomes the parent,
+as if it had started the orphan itself.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ inherited: socket.socket | None = None
 
 @dataclass(frozen=True)
 class Request:
-    """A request for a child; its file descriptors come along, in the sequence of `places`."""
+    """A request for a child; its file descriptors come along, in the order of `places`."""
 
     parent: int
     command: list[str]
@@ -74,7 +74,7 @@ class Request:
 
 
 def main() -> None:
-    """`-c "..." FD PATH MODULES ROOM`: load everything, then fork at each request."""
+    """Load everything, then fork at each request; started as `-c "..." FD PATH MODULES ROOM`."""
     import warm_processes  # noqa: F401  # while it is found: a kernel does not see the tests' modules
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of Ctrl-C the others are told, who leave; then this one ends
@@ -134,10 +134,10 @@ def serve(asking: socket.socket) -> NoReturn:
 
 
 def fork_twice(asking: socket.socket, request: Request, fds: Sequence[int]) -> int:
-    """Return the process id of the child's child, once the child is gone, and it leads the session
-    that it was to lead.
+    """Return the process id of the child's child, once the child is gone and its child leads a
+    session if requested.
 
-    0 if it has ended before it could say its own.
+    Return 0 if it has ended before it could report its own id.
     """
     reader, writer = os.pipe()
     if (child := os.fork()) == 0:
@@ -190,14 +190,14 @@ def become(request: Request, fds: Sequence[int]) -> NoReturn:
 
 
 def wait_for_parent(pid: int) -> None:
-    """Until the process between is gone, and this one given to the one that asked."""
+    """Wait until the process in between is gone and this one is a child of the requesting process."""
     deadline = time.monotonic() + 10
     while os.getppid() != pid and time.monotonic() < deadline:
         time.sleep(0.001)
 
 
 def leave_template() -> None:
-    """Fork a template for what this process becomes: it need not load anything."""
+    """Fork a template for what this process becomes, so that the template need not load anything."""
     global inherited
     inherited, theirs = socket.socketpair()
     if os.fork() == 0:
@@ -216,7 +216,7 @@ def keep_only(fds: set[int]) -> None:
 
 
 def put(fds: Sequence[int], places: Sequence[int]) -> None:
-    """Give each file descriptor its number, and Python's streams those of this process."""
+    """Give each file descriptor its number, and point Python's streams at this process's own."""
     moved = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, ABOVE_ALL) for fd in fds]
     for fd in fds:
         os.close(fd)
@@ -235,8 +235,8 @@ def hear_signals() -> None:
 
 
 def show(command: Sequence[str]) -> None:
-    """Let `ps` and psutil see this command: it is written where the template's lies, after as
-    many slashes as fit.
+    """Let `ps` and psutil see this command: it is written over the template's, after as many
+    slashes as fit.
     """
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     start, end = map(int, fields[45:47])  # arg_start, arg_end: man 5 proc_pid_stat
@@ -245,7 +245,7 @@ def show(command: Sequence[str]) -> None:
 
 
 def fork_from_here() -> None:
-    """Fork what a core or a server starts from it, because it has loaded all that is needed."""
+    """Make a core or a server fork what it starts, because it has loaded everything that is needed."""
     from warm_processes import Itself, WarmSubprocess
 
     for name in sys.modules.keys() & STARTERS:
@@ -253,7 +253,7 @@ def fork_from_here() -> None:
 
 
 def run(arguments: list[str]) -> None:
-    """`SCRIPT ...`, `-m MODULE ...` or `-c CODE ...`, with or without `-P` and `-u` before it."""
+    """Run `SCRIPT ...`, `-m MODULE ...` or `-c CODE ...`, with or without leading `-P` and `-u`."""
     while arguments[0] in ("-P", "-u"):
         arguments = arguments[1:]
     if arguments[0] == "-c":

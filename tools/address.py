@@ -1,9 +1,9 @@
-"""The repository's public address. It stands in pyproject.toml; whatever else quotes it is held
-equal to that.
+"""Print, change or check the repository's public address. It is set in pyproject.toml, and every
+other copy must equal it.
 
 uv run python tools/address.py                          # print it
 uv run python tools/address.py --set https://github.com/someone/a-name
-uv run python tools/address.py --check                  # fail where another address of this repository stands
+uv run python tools/address.py --check                  # fail if a file has another address
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def address(root: Path = ROOT) -> str:
     """Return the address, as pyproject.toml has it: `https://github.com/OWNER/NAME`.
 
     Raises:
-        MinivllmError: it has none, or one that is not on GitHub.
+        MinivllmError: pyproject.toml has no address, or one that is not on GitHub.
     """
     urls = tomllib.loads((root / "pyproject.toml").read_text())["project"].get("urls", {})
     found = urls.get("Repository", "")
@@ -47,14 +47,12 @@ def colab(stem: str, root: Path = ROOT) -> str:
 def _slug(url: str) -> str:
     match = re.fullmatch(rf"{GITHUB}{SLUG}", url)
     if match is None:
-        raise MinivllmError(f"[project.urls] Repository in pyproject.toml reads {GITHUB}OWNER/NAME, not {url!r}")
+        raise MinivllmError(f"[project.urls] Repository in pyproject.toml must be {GITHUB}OWNER/NAME, got {url!r}")
     return match[1]
 
 
 def tracked_text(root: Path) -> dict[str, str]:
-    """Return the text of every file that git tracks or would add, by name; binary files and
-    recorded data are left out.
-    """
+    """Map each file that git tracks or would add to its text; tests and binary files are left out."""
     listed = subprocess.run(
         ["git", "ls-files", "-co", "--exclude-standard"], cwd=root, capture_output=True, text=True, check=True
     ).stdout.splitlines()
@@ -69,9 +67,7 @@ def tracked_text(root: Path) -> dict[str, str]:
 
 
 def strangers(root: Path = ROOT) -> list[str]:
-    """Return one line for every other address of this repository, and for every word that stands
-    for one.
-    """
+    """List every other address of this repository, and every placeholder for one, one line each."""
     slug, found = _slug(address(root)), []
     ours = re.compile(rf"github\.com/([\w.-]+/{re.escape(slug.split('/')[1])})(?![\w-])")
     opened = re.compile(f"(?:{'|'.join(map(re.escape, OPENERS))}){SLUG}")
@@ -80,14 +76,14 @@ def strangers(root: Path = ROOT) -> list[str]:
             continue
         others = {other for pattern in (ours, opened) for other in pattern.findall(text)} - {slug}
         found += [f"{name}: {other}, not {slug}" for other in sorted(others)]
-        found += [f"{name}: {word!r} stands for an address" for word in sorted(set(NO_NAMES.findall(text)))]
+        found += [f"{name}: {word!r} is a placeholder for an address" for word in sorted(set(NO_NAMES.findall(text)))]
     if f"repository-code: {address(root)}\n" not in (root / "CITATION.cff").read_text():
         found.append(f"CITATION.cff: `repository-code: {address(root)}` is missing")
     return found
 
 
 def change(root: Path, new: str) -> list[str]:
-    """Write another address into every file that has the present one; returns their names."""
+    """Write `new` into every file that contains the present address; return the files' names."""
     old, slug = _slug(address(root)), _slug(new)
     changed = [name for name, text in tracked_text(root).items() if old in text]
     for name in changed:
@@ -99,21 +95,21 @@ def change(root: Path, new: str) -> list[str]:
 def main(arguments: argparse.Namespace) -> None:
     if arguments.set:
         print("\n".join(change(ROOT, arguments.set)))
-        print("now: uv run python tools/notebooks.py --write")
+        print("next, run: uv run python tools/notebooks.py --write")
         return
     found = strangers() if arguments.check else []
     if found:
         print("\n".join(found))
-        raise MinivllmError("the address has one place, pyproject.toml: tools/address.py --set changes it everywhere")
+        raise MinivllmError("the address in pyproject.toml counts: tools/address.py --set changes it everywhere")
     print(address())
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the command line."""
+    """Return the command-line parser."""
     flags = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     action = flags.add_mutually_exclusive_group()
-    action.add_argument("--set", metavar="ADDRESS", help="write this address wherever the present one stands")
-    action.add_argument("--check", action="store_true", help="fail where another address of this repository stands")
+    action.add_argument("--set", metavar="ADDRESS", help="replace the present address everywhere with this one")
+    action.add_argument("--check", action="store_true", help="fail if a file has another address of this repository")
     return flags
 
 

@@ -1,12 +1,12 @@
-"""Build the site: the repository's lessons as pages for a browser, with search, formulas, diagrams
-and live widgets.
+"""Build the site: the repository's lessons as web pages with search, formulas, diagrams and live
+widgets.
 
     uv run python tools/build_site.py                  # into out/site; open out/site/index.html, no server is needed
     uv run python tools/build_site.py --out FOLDER
 
-Neither the build nor a page asks the network. Sphinx makes the pages (its settings, style and
-scripts: `site/`) from what `site_pages` makes of the Markdown; `site_widgets` draws each widget's
-views in advance.
+Neither the build nor the pages use the network. Sphinx builds the pages (its settings, style and
+scripts are in `site/`) from the Markdown that `site_pages` prepares; `site_widgets` draws each
+widget's views in advance.
 """
 
 from __future__ import annotations
@@ -37,19 +37,20 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 class Embedded:
-    """The HTML that stands below the cells that show something, and the scripts that it needs.
+    """A builder of the HTML below the cells that show something, and of the scripts that this HTML
+    needs.
 
     Args:
-        specs: the widgets, by module.
+        specs: the widgets' specifications, by module name.
         static: the folder for scripts.
-        most_views: views of each widget.
+        most_views: the maximum number of views of each widget.
     """
 
     def __init__(self, specs: Mapping[str, Spec], static: Path, most_views: int) -> None:
         self.specs, self.static, self.most_views = specs, static, most_views
 
     def __call__(self, module: str, function: str, arguments: Mapping[str, Any]) -> str:
-        """Return the HTML of one call, "" where nothing is shown."""
+        """Return the HTML for one call, or "" if it shows nothing."""
         package, _, name = module.rpartition(".")
         if (package, function) == ("widgets", "show") and name in self.specs:
             return self.widget(name, arguments)
@@ -58,7 +59,7 @@ class Embedded:
         return ""
 
     def widget(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """Return a widget: its first picture, which the script takes the place of."""
+        """Return a widget's HTML: its first picture, which the script then replaces."""
         table = site_widgets.table(self.specs[name], arguments, self.most_views)
         known = "-".join([name, *(f"{key}-{value}" for key, value in arguments.items())])
         path = self.static / "widgets" / f"{known}.js"
@@ -74,11 +75,11 @@ class Embedded:
 
 
 def build(root: Path, out: Path, specs: Mapping[str, Spec], most_views: int = site_widgets.MOST_VIEWS) -> Path:
-    """Build the site of a repository; returns the page to open.
+    """Build a repository's site and return the page to open.
 
     Raises:
-        MinivllmError: a page has a broken link, a formula that is not understood or the like;
-            Sphinx has said which.
+        MinivllmError: a page has a broken link, an invalid formula or the like;
+            Sphinx has printed which.
     """
     if out.exists() and any(out.iterdir()) and not (out / "searchindex.js").is_file():
         raise MinivllmError(f"{out} holds something that is not a site: name another folder, or empty this one")
@@ -96,7 +97,7 @@ def build(root: Path, out: Path, specs: Mapping[str, Spec], most_views: int = si
 
 
 def run_sphinx(pages: Pages, source: Path, out: Path, static: Path) -> None:
-    """Make HTML of the staged pages."""
+    """Build HTML from the staged pages."""
     settings = {
         "html_static_path": [str(pages.root / "site" / "static"), str(static)],
     }
@@ -113,17 +114,17 @@ def run_sphinx(pages: Pages, source: Path, out: Path, static: Path) -> None:
     )
     app.build(force_all=True)
     if app.statuscode or app._warncount:
-        raise MinivllmError(f"Sphinx warned {app._warncount} times, as said above: mend that and run it again")
+        raise MinivllmError(f"Sphinx printed {app._warncount} warnings, see above: fix them and build again")
 
 
 def main(arguments: argparse.Namespace) -> None:
-    """Build the site of this repository, and say where it is."""
+    """Build this repository's site and print where it is."""
     front = build(ROOT, arguments.out.resolve(), site_widgets.specs())
     print(f"the site is built: open {front.as_uri()}")
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the command line."""
+    """Return the command-line parser."""
     flags = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument("--out", type=Path, default=ROOT / "out" / "site", help="folder of the site (default: out/site)")
     return flags

@@ -3,15 +3,15 @@
     uv run python tools/claims.py --write     # make claims
     uv run python tools/claims.py --check     # fails when a table is stale
 
-`lessons/claims.toml` holds a row for every claim that a lesson quotes. Its `measured` is a
+`lessons/claims.toml` has one row for every claim that a lesson quotes. The row's `measured` is a
 template: `{dotted.path:.1%}` is looked up in the figures of `benchmarks/results/<stem of the
-script>.<machine>.json`, once for each machine that has results; a row's `results` names another
-stem. `also` adds what one other results file has. The table goes between `<!-- claims:NN -->` and
-`<!-- /claims -->`, in the lesson or on its page in `lessons/notes`. Between `<!-- published-checks
--->` and its end goes the cost model beside published measurements, row by row.
+script>.<machine>.json`, once for each machine that has results; `results` names another stem.
+`also` adds figures from one other results file. The table goes between `<!-- claims:NN -->` and
+`<!-- /claims -->`, in the lesson or on its page in `lessons/notes`. A table that compares the cost
+model with published measurements goes between `<!-- published-checks -->` and its end mark.
 
 A `[[sentence]]` is a piece of a lesson's prose that quotes one results file. Both commands fail
-where the lesson's pages do not have it word for word, line breaks aside. In a list of rows,
+unless the lesson's pages contain it word for word, apart from line breaks. In a list of rows,
 `{decode.64 decodes of 4,096 + fp8.gb_per_s}` picks the row that has both values.
 """
 
@@ -51,14 +51,14 @@ class _Figures(string.Formatter):
         for part in field_name.split("."):
             found = _picked(value, part)
             if found is None:
-                raise MinivllmError(f"{self.name} has no figure {field_name!r}: measure again, or mend claims.toml")
+                raise MinivllmError(f"{self.name} has no figure {field_name!r}: measure again, or fix claims.toml")
             value = found
         return value, field_name
 
 
 def _picked(value: object, part: str) -> object:
-    """Return the part of that name, or the only row that has all values joined by " + "; None where
-    there is none.
+    """Return the value under this name, or the only row that has all the values joined by " + ";
+    None if there is none.
     """
     if isinstance(value, dict):
         return value.get(part)
@@ -69,7 +69,9 @@ def _picked(value: object, part: str) -> object:
 
 
 def read_claims(path: Path = CLAIMS) -> list[dict]:
-    """Return the rows of claims.toml, each complete and named once."""
+    """Return the rows of claims.toml, after checking that each is complete and has an id of its
+    own.
+    """
     rows = tomllib.loads(path.read_text())["claim"]
     for row in rows:
         if missing := REQUIRED - row.keys():
@@ -81,8 +83,8 @@ def read_claims(path: Path = CLAIMS) -> list[dict]:
 
 
 def results_of(script: str, stem: str = "") -> list[tuple[str, dict]]:
-    """Return (machine, record) of every committed result of a script, in files of this stem
-    (default: the script's).
+    """Return (machine, record) for every committed result of a script; `stem` is the stem of the
+    files (default: the script's).
     """
     stem = stem or Path(script).stem
     found = sorted(RESULTS.glob(f"{stem}.*.json"))
@@ -92,9 +94,7 @@ def results_of(script: str, stem: str = "") -> list[tuple[str, dict]]:
 
 
 def measured(row: dict) -> str:
-    """Format this repository's measurements, one per machine; a figure equal on all machines is
-    given once.
-    """
+    """Format this repository's measurements, one per machine, or only one if all machines agree."""
     texts = {}
     for machine, record in results_of(row["script"], row.get("results", "")):
         figures = _Figures(record["figures"], f"{machine}'s result of {row['script']}")
@@ -112,8 +112,8 @@ def quoted(results: str, template: str) -> str:
 
 
 def missing_sentences(path: Path = CLAIMS, lessons: Path = LESSONS) -> list[str]:
-    """Return the sentences of claims.toml that no page of their lesson has, each with its lesson's
-    number.
+    """Return the sentences of claims.toml that no page of their lesson contains, each after its
+    lesson's number.
     """
     missing = []
     for row in tomllib.loads(path.read_text()).get("sentence", []):
@@ -131,10 +131,10 @@ def claims_table(rows: list[dict]) -> str:
 
 
 def page_with_claims(number: str, lessons: Path = LESSONS) -> Path:
-    """Return the page of a lesson that has the marks: its text or its notes.
+    """Return the page of a lesson that has the marks for claims: its text or its notes.
 
     Raises:
-        MinivllmError: none of them has, or both have.
+        MinivllmError: neither page has them, or both have.
     """
     pages = pages_of(lessons, number)
     found = [page for page in pages if f"<!-- claims:{number} -->" in page.read_text()]
@@ -149,8 +149,8 @@ def filled(text: str, number: str, rows: list[dict]) -> str:
 
 
 def published_table() -> str:
-    """Return the Markdown table of the cost model beside published measurements that it was not
-    calibrated on.
+    """Return the Markdown table that compares the cost model with published measurements on which
+    it was not calibrated.
     """
     rows = [
         (check.what, check.source, f"{check.measured:.4g}", f"{check.modelled:.4g}", f"{check.error:+.0%}")
@@ -160,7 +160,7 @@ def published_table() -> str:
 
 
 def main() -> int:
-    """Fill the tables, or say which are stale."""
+    """Fill the tables, or report which are stale."""
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     action = parser.add_mutually_exclusive_group(required=True)
     action.add_argument("--write", action="store_true", help="fill the tables")
@@ -178,10 +178,10 @@ def main() -> int:
         elif new != old:
             stale.append(str(page.relative_to(ROOT)))
     if stale:
-        print(f"stale tables of claims in {', '.join(stale)}: run `make claims`", file=sys.stderr)
+        print(f"stale claims tables in {', '.join(stale)}: run `make claims`", file=sys.stderr)
     missing = missing_sentences()
     for sentence in missing:
-        print(f"results have changed: write into lesson {sentence}", file=sys.stderr)
+        print(f"results have changed: update this sentence of lesson {sentence}", file=sys.stderr)
     return 1 if stale or missing else 0
 
 

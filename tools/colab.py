@@ -1,7 +1,7 @@
 """Install the course in Colab's running session; the first cell of each notebook runs this there.
 
-What Colab has stays as it is: only what is missing or too old is installed. It needs nothing but
-Python and pip.
+Only what is missing or too old is installed; the rest of Colab stays as it is. The script needs
+nothing but Python and pip.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ def _is_met(one: Requirement) -> bool:
 
 
 def main() -> None:
-    """Install, make the packages known to the running Python, and go to the notebooks' folder."""
+    """Install what is missing, make it importable in the running Python, and change to the
+    notebooks' folder.
+    """
     pip = [sys.executable, "-m", "pip", "install", "--quiet"]
     packages = wanting()
     if packages:

@@ -1,8 +1,8 @@
-"""Say what this machine can run, why not the rest, and what to do about it.
+"""Report what this machine can run, what it cannot run and why, and what to do about it.
 
     make doctor
 
-Its output is made to be sent back before a workshop. It needs nothing installed but Python.
+Participants send its output back before a workshop. It needs nothing but Python.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ class Finding:
 def check_python() -> Finding:
     """Check Python's version and where its packages are."""
     ok = sys.version_info >= (3, 11)
-    advice = "use Python 3.11 or newer (uv brings one: uv python install 3.12)"
+    advice = "use Python 3.11 or newer (uv can install it: uv python install 3.12)"
     return Finding("Python", ok, platform.python_version(), "" if ok else advice)
 
 
 def check_uv() -> Finding:
-    """Return the tool that installs everything else."""
+    """Check for uv, the tool that installs everything else."""
     path = shutil.which("uv")
     return Finding("uv", bool(path), "found" if path else "missing", "" if path else "make setup installs it")
 
 
 def check_packages() -> Finding:
-    """Return the packages that lessons and engine import."""
+    """Check for the packages that the lessons and the engine import."""
     wanted = ("torch", "transformers", "safetensors", "numpy", "numba", "rich", "matplotlib", "ipywidgets")
     missing = [name for name in wanted if find_spec(name) is None]
     if missing:
@@ -57,12 +57,12 @@ def check_packages() -> Finding:
 
 
 def check_memory() -> Finding:
-    """Return the test suite and lesson 05 want a few GiB."""
+    """Check for the few GiB of memory that the test suite and lesson 05 need."""
     try:
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
     except (ValueError, OSError, AttributeError):
-        return Finding("memory", None, "unknown", "4 GiB are enough for every lesson")
-    advice = "4 GiB are wanted: close other programs"
+        return Finding("memory", None, "unknown", "4 GiB is enough for every lesson")
+    advice = "the lessons need 4 GiB: close other programs"
     return Finding("memory", total >= 4, f"{total:.0f} GiB", "" if total >= 4 else advice)
 
 
@@ -70,19 +70,19 @@ def check_disk() -> Finding:
     """Check that there is room for the packages."""
     free = shutil.disk_usage(ROOT).free / GIB
     enough = free >= 8 or check_packages().ok
-    advice = "the packages take 6 GB; make setup-cpu takes about 2"
+    advice = "the packages take 6 GB, or about 2 GB with make setup-cpu"
     return Finding("free disk", bool(enough), f"{free:.0f} GiB", "" if enough else advice)
 
 
 def check_model() -> Finding:
-    """Return the embedded model's weights."""
+    """Check for the embedded model's weights."""
     found = EMBEDDED.exists()
-    advice = "clone the repository again: it is part of it"
+    advice = "clone the repository again: the model is part of it"
     return Finding("embedded model", found, "found" if found else "missing", "" if found else advice)
 
 
 def check_triton() -> Finding:
-    """Check whether kernels can be compiled, interpreted, or neither."""
+    """Check for Triton, which compiles or interprets the kernels."""
     if find_spec("triton") is None:
         advice = "kernels need Linux (or WSL); everything else runs" if sys.platform != "linux" else "make setup"
         return Finding("Triton", None, "missing", advice)
@@ -92,14 +92,14 @@ def check_triton() -> Finding:
 
 
 def check_gpu() -> Finding:
-    """Return a CUDA device, and what it can do."""
+    """Check for a CUDA device, and report what it can do."""
     if find_spec("torch") is None:
-        return Finding("GPU", None, "unknown", "make setup, then ask again")
+        return Finding("GPU", None, "unknown", "make setup, then make doctor again")
     import torch
 
     if not torch.cuda.is_available():
-        advice = "kernels run in Triton's interpreter: right, but slow"
-        return Finding("GPU", None, f"none that torch {torch.__version__} sees", advice)
+        advice = "kernels run in Triton's interpreter: correct, but slow"
+        return Finding("GPU", None, f"none visible to torch {torch.__version__}", advice)
     major, minor = torch.cuda.get_device_capability()
     free, total = torch.cuda.mem_get_info()
     text = f"{torch.cuda.get_device_name()}, sm_{major}{minor}, {free / GIB:.0f} of {total / GIB:.0f} GiB free"
@@ -107,15 +107,15 @@ def check_gpu() -> Finding:
 
 
 def check_jupyter() -> Finding:
-    """Return the widgets' home."""
+    """Check for JupyterLab, in which the widgets run."""
     found = find_spec("jupyterlab") is not None
     return Finding("JupyterLab", found, "found" if found else "missing", "" if found else "make setup")
 
 
 def check_browser() -> Finding:
-    """Return only the browser test needs it on the PATH."""
+    """Check for Chromium on the PATH, which only the browser test needs."""
     path = next(filter(None, map(shutil.which, BROWSERS)), None)
-    advice = "make test leaves the browser test out; apt-get install chromium brings it"
+    advice = "make test skips the browser test; apt-get install chromium provides the browser"
     return Finding("Chromium", True if path else None, "found" if path else "not found", "" if path else advice)
 
 
@@ -134,7 +134,7 @@ CHECKS: tuple[Callable[[], Finding], ...] = (
 
 
 def main() -> int:
-    """Print one line per check; returns 1 if something essential is missing."""
+    """Print one line per check; return 1 if something essential is missing."""
     print(f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores")
     findings = [check() for check in CHECKS]
     for finding in findings:
@@ -143,7 +143,7 @@ def main() -> int:
         if finding.advice:
             print(f"      {'':<15} → {finding.advice}")
     broken = [finding.subject for finding in findings if finding.ok is False]
-    print(f"Mend first: {', '.join(broken)}." if broken else "Every lesson runs here.")
+    print(f"Fix first: {', '.join(broken)}." if broken else "Every lesson runs here.")
     return 1 if broken else 0
 
 

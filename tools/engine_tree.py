@@ -3,9 +3,9 @@
     uv run python tools/engine_tree.py --write
     uv run python tools/engine_tree.py --check     # fails when the page is stale
 
-A gloss is the first paragraph of the file's own docstring, so it is written once, where the code
-is. Packages stand in the order in which a request meets them, the spine that ARCHITECTURE.md lists
-in bold.
+A gloss is the first paragraph of the file's own docstring, so it is written once, next to the code.
+Packages appear in the order in which a request meets them; files of the spine, which
+ARCHITECTURE.md lists, are in bold.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ HEAD = """# minivllm
 The twelve mechanisms of the lessons in one small engine, with vLLM's names.
 [ARCHITECTURE.md](../../ARCHITECTURE.md) shows
 how a request goes through it and what to read first: the files in **bold**, a weekend's reading.
-[FROM_VLLM.md](FROM_VLLM.md) is for those who have scripts for vLLM. Each gloss is the head of the file itself
+[FROM_VLLM.md](FROM_VLLM.md) is for readers with vLLM scripts. Each gloss is the first paragraph of the file's docstring
 (`tools/engine_tree.py`).
 """
 
@@ -44,7 +44,7 @@ def gloss(path: Path) -> str:
     """
     text = ast.get_docstring(ast.parse(path.read_text()))
     if not text:
-        raise MinivllmError(f"{path.relative_to(ROOT)} has no docstring: its first line says what the file is")
+        raise MinivllmError(f"{path.relative_to(ROOT)} has no docstring: say in its first line what the file is")
     return re.sub(r" In vLLM( v0\.33\.0)?: .*", "", " ".join(text.split("\n\n")[0].split()))
 
 
@@ -55,7 +55,7 @@ def spine() -> set[str]:
 
 
 def rows(folder: Path, bold: set[str], depth: int) -> list[str]:
-    """List a folder's files, then its folders, one bullet each."""
+    """Return one bullet for each of a folder's files, then for each of its subfolders."""
     lines = []
     for path in sorted(folder.iterdir(), key=lambda path: (path.is_dir(), path.name)):
         name, indent = path.relative_to(ENGINE).as_posix(), "  " * depth
@@ -71,7 +71,7 @@ def page() -> str:
     """Return the whole page."""
     found = {path.parent.name for path in ENGINE.glob("*/__init__.py")}
     if found != set(PACKAGES):
-        raise MinivllmError(f"tools/engine_tree.py and the engine differ in {', '.join(found ^ set(PACKAGES))}")
+        raise MinivllmError(f"tools/engine_tree.py and the engine disagree on {', '.join(found ^ set(PACKAGES))}")
     parts, bold = [HEAD], spine()
     for name in PACKAGES:
         parts.append(f"## {name}\n\n{gloss(ENGINE / name / '__init__.py')}\n")
@@ -83,7 +83,7 @@ def page() -> str:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Write the page, or say that it is stale."""
+    """Write the page, or report that it is stale."""
     if arguments.write:
         PAGE.write_text(page())
     elif not PAGE.exists() or PAGE.read_text() != page():
@@ -93,7 +93,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the command line."""
+    """Return the command-line parser."""
     flags = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     which = flags.add_mutually_exclusive_group(required=True)
     which.add_argument("--write", action="store_true", help="write the page")

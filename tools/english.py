@@ -3,11 +3,10 @@
     uv run python tools/english.py               # every Python file that git knows
     uv run python tools/english.py vllm widgets  # some folders
 
-The rules are few and have no false alarms, so `make lint` runs them. A docstring is a sentence in
-the imperative; a property's may be a noun phrase, and that of an exercise's check (`check_…`)
-states a requirement. Words that begin a clause without a verb of its own ("Whose block it is.",
-"Of one layer.") are refused at its beginning, and so are a few turns of phrase that no native
-speaker would use, wherever they stand. Ruff's D401 holds the mood of the verb.
+The rules are few and raise no false alarms, so `make lint` runs them. A docstring is a sentence in
+the imperative; a property's may be a noun phrase. It must not begin with a word that opens a clause
+without a verb of its own ("Whose block it is.", "Of one layer."). A few phrases that no native
+speaker would use are rejected everywhere. Ruff's D401 checks the mood of the verb.
 """
 
 import argparse
@@ -54,7 +53,7 @@ PHRASES = {
 
 
 def problems(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield the line and the fault of everything in a file that breaks a rule."""
+    """Yield the line number and a message for everything in a file that breaks a rule."""
     source = path.read_text(encoding="utf-8")
     tree = ast.parse(source)
     is_test = path.is_relative_to(ROOT / "tests")  # tests quote learners, and may have short docstrings
@@ -103,7 +102,7 @@ def python_files(folders: list[str]) -> list[Path]:
 
 
 def main() -> int:
-    """Print one line for each fault; return 1 if there is any."""
+    """Print one line for each problem; return 1 if there are any."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", nargs="*", help="folders or files (default: all)")
     faults = 0

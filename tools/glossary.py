@@ -1,14 +1,13 @@
-"""Check that the lessons explain their terms where they first stand, or link them to
-`lessons/GLOSSARY.md`.
+"""Check that each lesson explains a term at its first use, or links it to `lessons/GLOSSARY.md`.
 
     uv run python tools/glossary.py --check     # lessons that have a notes page, and the glossary itself
     uv run python tools/glossary.py 02          # one lesson, whether it has a notes page or not
 
-An entry is a third-level heading. A term counts in the forms that a comment below the heading
-lists, else in its own and with an s: `<!-- forms: decode, decodes, decoding -->`. It first stands
-in the first paragraph below the first section heading that has a form of it, outside code,
-headings, pictures and summaries, where Markdown has no links. There, or above, it must be linked
-(`GLOSSARY.md#block-table`) or stand in bold: that is how a lesson marks a word that it explains.
+An entry is a third-level heading. A term is matched in the forms that a comment below it lists,
+otherwise as it is and with an s: `<!-- forms: decode, decodes, decoding -->`. Its first use is in
+the first paragraph below the first section heading that contains a form; code, headings, pictures
+and summaries, where Markdown has no links, do not count. There, or above, it must be linked
+(`GLOSSARY.md#block-table`) or bold: that is how a lesson marks a word that it explains.
 """
 
 from __future__ import annotations
@@ -48,7 +47,9 @@ PARAGRAPH = re.compile(r"\n\s*\n|\n(?=\s*[-*] |\s*\d+\. |\|)")
 
 @dataclass(frozen=True)
 class Term:
-    """An entry: the word, its anchor, the forms that count, and the lesson that explains it."""
+    """A glossary entry: the word, its anchor, the forms that are matched, and the lesson that
+    explains it.
+    """
 
     name: str
     forms: tuple[str, ...]
@@ -64,15 +65,15 @@ def read_glossary(text: str) -> list[Term]:
     """Return the entries of the glossary.
 
     Raises:
-        MinivllmError: an entry is out of order, stands twice, or names no lesson.
+        MinivllmError: an entry is out of order, appears twice, or names no lesson.
     """
     terms = [_term(match["term"], match["text"]) for match in ENTRY.finditer(text)]
     names = [term.name.lower() for term in terms]
     for before, after in pairwise(names):
         if before == after:
-            raise MinivllmError(f"{GLOSSARY}: {after!r} stands twice")
+            raise MinivllmError(f"{GLOSSARY}: {after!r} appears twice")
         if before > after:
-            raise MinivllmError(f"{GLOSSARY}: {after!r} must stand before {before!r}")
+            raise MinivllmError(f"{GLOSSARY}: {after!r} must come before {before!r}")
     return terms
 
 
@@ -85,7 +86,7 @@ def _term(name: str, text: str) -> Term:
 
 
 def readable(text: str) -> str:
-    """Return a page's prose. Bold, and the text of links, stay."""
+    """Return a page's prose, with bold marks and the text of links kept."""
     for pattern in UNREAD:
         text = pattern.sub(lambda match: "\n" if match[0].startswith("\n") else " ", text)
     return text
@@ -93,7 +94,7 @@ def readable(text: str) -> str:
 
 def paragraphs(text: str) -> list[str]:
     """Return the paragraphs, list items and table rows below the first section heading, without
-    what nobody reads there.
+    fences, comments and summaries.
     """
     body = text[text.find("\n## ") :] if "\n## " in text else text
     for pattern in UNREAD[:3]:
@@ -110,11 +111,11 @@ def unexplained(text: str, terms: list[Term]) -> Iterator[str]:
         if first is None or any(_explains(part, term) for part in parts[: first + 1]):
             continue
         words = _around(readable(parts[first]), term)
-        yield f"{term.name!r} first stands in {words}: explain it there, or link {GLOSSARY}#{term.anchor}"
+        yield f"{term.name!r} is first used in {words}: explain it there, or link {GLOSSARY}#{term.anchor}"
 
 
 def _used(text: str, terms: list[Term]) -> set[str]:
-    """Return the names of the terms in a text. Where one term's form contains another's, the longer
+    """Return the names of the terms in a text; where one term's form contains another's, the longer
     one counts.
     """
     names = {form.lower(): term.name for term in terms for form in term.forms}
@@ -141,7 +142,7 @@ def _around(text: str, term: Term) -> str:
 
 
 def dead_anchors(text: str, terms: list[Term]) -> list[str]:
-    """Return the anchors of glossary links that no entry has."""
+    """Return the anchors of glossary links that match no entry."""
     return sorted(set(GLOSSARY_LINK.findall(text)) - {term.anchor for term in terms})
 
 
@@ -163,7 +164,7 @@ def problems_of(number: str, terms: list[Term], lessons: Path) -> Iterator[str]:
 
 
 def all_problems(lessons: Path) -> list[str]:
-    """Return what `--check` prints."""
+    """Return the lines that `--check` prints."""
     terms = read_glossary((lessons / GLOSSARY).read_text())
     numbers = [path.name[:2] for path in sorted(lessons.glob("[0-9][0-9]_*.md"))]
     found = [line for number in numbers if notes_page(lessons, number) for line in problems_of(number, terms, lessons)]
@@ -171,22 +172,22 @@ def all_problems(lessons: Path) -> list[str]:
 
 
 def main(arguments: argparse.Namespace) -> None:
-    """Check all lessons that are held to it, or show one."""
+    """Check all lessons that have a notes page, or one lesson."""
     if arguments.check == (arguments.number is not None):
-        raise MinivllmError("say --check, or the number of one lesson")
+        raise MinivllmError("give either --check or the number of one lesson")
     if arguments.check:
         found = all_problems(LESSONS)
     else:
         found = list(problems_of(arguments.number, read_glossary((LESSONS / GLOSSARY).read_text()), LESSONS))
-    print("\n".join(found) or "every term is explained where it first stands")
+    print("\n".join(found) or "every term is explained at its first use")
     if found:
         raise SystemExit(1)
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the command line."""
+    """Return the command-line parser."""
     flags = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    flags.add_argument("--check", action="store_true", help="fail where a term is not explained")
+    flags.add_argument("--check", action="store_true", help="fail if a term is not explained")
     flags.add_argument("number", nargs="?", metavar="NN", help="the number of one lesson")
     return flags
 

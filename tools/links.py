@@ -35,8 +35,8 @@ def prose(path: Path) -> str:
 
 
 def anchors(path: Path) -> set[str]:
-    """Return the anchors that GitHub gives a file's headings: `words`, and `words-1` where the same
-    words stand again.
+    """Return the anchors that GitHub gives a file's headings: `words`, then `words-1` for the next
+    heading with the same words.
     """
     text, seen = FENCE.sub("", path.read_text()), Counter[str]()
     found = set()
@@ -48,7 +48,7 @@ def anchors(path: Path) -> set[str]:
 
 
 def broken_links(path: Path) -> list[str]:
-    """Return what is wrong with the links of one file, one line each."""
+    """Return one line for each broken link in a file."""
     problems = []
     for target in LINK.findall(prose(path)):
         if target.startswith(ELSEWHERE):
@@ -56,14 +56,14 @@ def broken_links(path: Path) -> list[str]:
         name, _, anchor = unquote(target).partition("#")
         where = (path.parent / name).resolve() if name else path
         if not where.exists():
-            problems.append(f"{path.relative_to(ROOT)}: {target} leads nowhere")
+            problems.append(f"{path.relative_to(ROOT)}: {target} has no target")
         elif anchor and where.suffix == ".md" and anchor not in anchors(where):
             problems.append(f"{path.relative_to(ROOT)}: {target}: no such heading")
     return problems
 
 
 def main() -> int:
-    """Print every broken link; returns 1 if there are any."""
+    """Print every broken link; return 1 if there are any."""
     problems = [problem for path in tracked_markdown() for problem in broken_links(path)]
     print("\n".join(problems), end="\n" if problems else "")
     return 1 if problems else 0

@@ -1,5 +1,5 @@
-"""Run a lesson once and put what it measured everywhere it is quoted: results, figures, text,
-claims, notebook.
+"""Run a lesson once and update its measurements everywhere: results, figures, text, claims,
+notebook.
 
     uv run python tools/measure.py 01                  # make measure N=01
     uv run python tools/measure.py 01 --machine h100   # on another machine: only its results file
@@ -9,9 +9,9 @@ command and, after bars, the parts to show:
 
     <!-- output: vllm/01_kv_cache.py | 1 and 2. | What you saw -->
 
-A part is a heading's section, or the lines from one that starts so to the next blank line; no part
-means everything. The command with no flags is the run that also writes results and figure: all of a
-lesson's figures are from one run.
+A part is the section under a heading, or the lines from the first that starts with these words to
+the next blank line; without parts, everything is shown. The command without flags is the run that
+also writes the results and the figure, so all of a lesson's numbers come from one run.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ HEADING = re.compile(r"(\d.*?\. .*|What you saw)")
 
 
 def stem_of(number: str) -> str:
-    """Return the stem of a lesson's six parts."""
+    """Return the file stem that a lesson's six parts share."""
     found = sorted((ROOT / "vllm").glob(f"{number}_*.py"))
     if not found:
-        raise MinivllmError(f"no lesson {number!r}: say for example 01")
+        raise MinivllmError(f"no lesson {number!r}: give a number such as 01")
     return found[0].stem
 
 
 def output_of(command: str, more: list[str]) -> str:
-    """Return what a command prints, errors included, as on a terminal of `WIDTH` columns; not which
-    files `more` wrote.
+    """Return what a command prints, errors included, on a terminal of `WIDTH` columns, without the
+    lines that name the files it wrote.
     """
     arguments = [sys.executable, *shlex.split(command), *more]
     environment = {**os.environ, "COLUMNS": WIDTH}
@@ -55,13 +55,13 @@ def output_of(command: str, more: list[str]) -> str:
         arguments, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     if done.returncode not in (0, 2):
-        raise MinivllmError(f"{command} ended with {done.returncode}:\n{done.stdout}")
+        raise MinivllmError(f"{command} exited with {done.returncode}:\n{done.stdout}")
     return "\n".join(line.rstrip() for line in done.stdout.splitlines() if not line.startswith("wrote "))
 
 
 def part_of(output: str, start: str) -> str:
-    """Return the section under a heading, or the lines from the one that starts with `start` to the
-    next blank one.
+    """Return the section under the heading `start`, or the lines from the first that starts with
+    `start` to the next blank one.
     """
     lines = output.splitlines()
     begin = next((index for index, line in enumerate(lines) if line.startswith(start)), None)
@@ -91,10 +91,10 @@ def filled(text: str, outputs: dict[str, str]) -> str:
 
 
 def main() -> int:
-    """Measure one lesson."""
+    """Measure one lesson and refresh everything that quotes it."""
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("number", help="the lesson's number, as in 01")
-    parser.add_argument("--machine", default="cpu", help="whose results these are (default: cpu)")
+    parser.add_argument("--machine", default="cpu", help="the machine that measures (default: cpu)")
     arguments = parser.parse_args()
     stem = stem_of(arguments.number)
     results = ["--json", f"benchmarks/results/{stem}.{arguments.machine}.json"]

@@ -1,10 +1,10 @@
 """Build the notebooks from the lessons, byte for byte.
 
     uv run python tools/notebooks.py --write       # refresh quoted code in lessons/*.md, write notebooks/*.ipynb
-    uv run python tools/notebooks.py --check       # fail where --write would change something
-    uv run python tools/notebooks.py --run 01      # execute notebooks, demos twice (all, or those of the numbers given)
+    uv run python tools/notebooks.py --check       # fail if --write would change something
+    uv run python tools/notebooks.py --run 01      # execute notebooks, demos twice (default: all)
 
-In a lesson's Markdown, the words after a fence's language say what becomes of it:
+In a lesson's Markdown, the words after a fence's language say what it becomes:
 
     ```python exec                                 a cell
     ```python exercise                             the cell that holds the exercise's stub, a module of its own: `mine`
@@ -12,10 +12,10 @@ In a lesson's Markdown, the words after a fence's language say what becomes of i
     ```python script=vllm/01_kv_cache.py region=N  text that must equal that region of the script
     ```python                                      text, like every other fence
 
-`script=` goes with the first three as well; without `region=` it quotes the whole file. A region
-lies between the lines `# region: NAME` and `# endregion`. A picture that stands beside a widget's
-cell shows what the widget draws: the notebook has the widget alone. `notebooks/README.md`, the page
-on which `make lab` opens, is built too.
+`script=` also works with the first three; without `region=` it quotes the whole file. A region is
+what lies between the lines `# region: NAME` and `# endregion`. A picture next to a widget's cell
+shows what the widget draws, so the notebook keeps only the widget. `notebooks/README.md`, the page
+that `make lab` opens, is built too.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class Fence:
 
     @property
     def indent(self) -> str:
-        """The blanks before its first line."""
+        """The spaces before its first line."""
         return self.opening[: len(self.opening) - len(self.opening.lstrip())]
 
 
@@ -141,7 +141,7 @@ class Lesson:
 
     @property
     def name(self) -> str:
-        """The file, as a message names it."""
+        """The file's name, as messages show it."""
         return f"{self.path.parent.name}/{self.path.name}"
 
     @property
@@ -155,7 +155,7 @@ def read_lesson(path: Path) -> Lesson:
 
     Raises:
         MinivllmError: a fence is not closed, has an unknown word, or is a cell where none can be;
-            names file and line.
+            the message names file and line.
     """
     lesson = Lesson(path, ())
     parts: list[str | Fence] = []
@@ -203,18 +203,18 @@ def _words(words: list[str], place: str) -> tuple[str, str | None, dict[str, str
     unknown = [word for word in rest if word not in kinds and not word.startswith(("script=", "region="))]
     if unknown or len(kinds) > 1:
         known = ", ".join(CELL_KINDS)
-        raise MinivllmError(f"{place}: {' '.join(rest)!r} is not understood (one of {known}; script=FILE region=NAME)")
+        raise MinivllmError(f"{place}: {' '.join(rest)!r} is not understood (use {known}, script=FILE, region=NAME)")
     if "region" in options and "script" not in options:
         raise MinivllmError(f"{place}: region={options['region']} needs script=FILE")
     return language, kinds[0] if kinds else None, options
 
 
 def quote(root: Path, script: str, region: str | None) -> str:
-    """Return the text of a script's region, or of the whole script, without the marks and without a
-    common indent.
+    """Return the text of a script's region, or of the whole script, dedented and without the region
+    marks.
 
     Raises:
-        MinivllmError: no such file or region; the message lists the regions there are.
+        MinivllmError: there is no such file or region; the message lists the regions.
     """
     path = root / script
     if not path.is_file():
@@ -230,7 +230,7 @@ def _region(lines: list[str], name: str, script: str) -> list[str]:
     names = [match[1] for line in lines if (match := REGION.match(line))]
     if names.count(name) != 1:
         there = ", ".join(names) or "none"
-        raise MinivllmError(f"{script} has {names.count(name)} regions {name!r} and must have one (there are: {there})")
+        raise MinivllmError(f"{script} has {names.count(name)} regions {name!r}, not one (its regions: {there})")
     start = next(index for index, line in enumerate(lines) if (match := REGION.match(line)) and match[1] == name)
     depth = 0
     for index in range(start, len(lines)):
@@ -241,7 +241,7 @@ def _region(lines: list[str], name: str, script: str) -> list[str]:
 
 
 def with_fresh_quotes(lesson: Lesson) -> Lesson:
-    """Return the lesson with every quoted region as the script has it now."""
+    """Return the lesson with every quoted region updated from its script."""
     root = lesson.path.parents[1]
 
     def fresh(part: str | Fence) -> str | Fence:
@@ -265,8 +265,8 @@ def lesson_text(lesson: Lesson) -> str:
 
 
 def notebook_text(lesson: Lesson) -> str:
-    """Return the notebook's JSON, the same bytes for the same lesson: jupytext makes the cells, the
-    ids follow from them.
+    """Return the notebook's JSON; the same lesson always gives the same bytes, since jupytext makes
+    the cells and each id is a hash of its cell.
     """
     notebook = jupytext.reads("\n".join(_jupytext_lines(lesson)), fmt=JUPYTEXT)
     notebook.metadata = KERNEL
@@ -279,7 +279,7 @@ def notebook_text(lesson: Lesson) -> str:
 
 
 def _jupytext_lines(lesson: Lesson) -> Iterator[str]:
-    """Yield the lesson as jupytext reads it: code fences are cells, but for those that say
+    """Yield the lesson as jupytext reads it: every code fence is a cell, except those marked
     NO_CELL.
     """
     headings, stem, drawn_live = _heading_ids(lesson), lesson.path.stem, _pictures_of_widgets(lesson.parts)
@@ -300,8 +300,8 @@ def _jupytext_lines(lesson: Lesson) -> Iterator[str]:
 
 
 def _pictures_of_widgets(parts: Sequence[str | Fence]) -> set[int]:
-    """Return which parts are a picture with only blank lines between it and a cell that shows a
-    widget.
+    """Return the indices of pictures that have only blank lines between them and a cell that shows
+    a widget.
     """
     filled = [index for index, part in enumerate(parts) if part != ""]
     beside = [pair for one, other in pairwise(filled) for pair in ((one, other), (other, one))]
@@ -317,14 +317,14 @@ def _shows_widget(part: str | Fence) -> bool:
 
 
 def _heading_ids(lesson: Lesson) -> dict[str, str]:
-    """Map the anchors of the lesson's headings: GitHub's form to JupyterLab's."""
+    """Map the anchors of the lesson's headings from GitHub's form to JupyterLab's."""
     prose = (part for part in lesson.parts if isinstance(part, str))
     titles = [re.sub(r"[`*]", "", match[2]).strip() for line in prose if (match := HEADING.match(line))]
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-"): title.replace(" ", "-") for title in titles}
 
 
 def _relinked(line: str, headings: dict[str, str]) -> str:
-    """Return the line with its links as seen from `notebooks/`; code spans are left alone."""
+    """Return the line with its links rewritten for `notebooks/`; code spans stay unchanged."""
 
     def turn(match: re.Match[str]) -> str:
         spans = (span.span() for span in CODE_SPAN.finditer(match.string))
@@ -349,17 +349,17 @@ def _target(target: str, headings: dict[str, str]) -> str:
 
 
 def lessons_in(root: Path, numbers: list[str]) -> list[Path]:
-    """Return the lessons of these numbers (all where none is given), in order.
+    """Return the lessons with these numbers (all if none are given), in order.
 
     Raises:
-        MinivllmError: there is no lesson of some number.
+        MinivllmError: a number has no lesson.
     """
     paths = sorted((root / "lessons").glob("[0-9][0-9]_*.md"))
     wanted = [number.zfill(2) for number in numbers]
     for number in wanted:
         if not any(path.name.startswith(f"{number}_") for path in paths):
             there = ", ".join(path.name[:2] for path in paths) or "none"
-            raise MinivllmError(f"there is no lesson {number} (there are: {there})")
+            raise MinivllmError(f"there is no lesson {number} (available: {there})")
     return [path for path in paths if not wanted or path.name[:2] in wanted]
 
 
@@ -388,13 +388,13 @@ def index_page(root: Path) -> str:
 
 
 def everything(root: Path, numbers: list[str]) -> dict[Path, tuple[str, str]]:
-    """Return all that is built, for the lessons of these numbers: file to (its text, what to say
-    where it has another).
+    """Map each file that is built for these lessons to its text, and to the message for a file that
+    differs from it.
     """
     built = {}
     for path in lessons_in(root, numbers):
         for target, text in outputs(path).items():
-            what = "quotes code that its script no longer has" if target == path else f"differs from {path.name}"
+            what = "quotes code that its script no longer contains" if target == path else f"differs from {path.name}"
             built[target] = text, what
     if not numbers:
         built[root / "notebooks" / "README.md"] = index_page(root), "differs from the lessons"
@@ -418,7 +418,7 @@ def drift(root: Path, numbers: list[str]) -> list[str]:
 
 
 def write(root: Path, numbers: list[str]) -> list[str]:
-    """Write what differs; returns the names of the files written."""
+    """Write the files that differ, and return their names."""
     written = []
     for target, (text, _) in everything(root, numbers).items():
         if not target.is_file() or target.read_bytes() != text.encode():
@@ -429,7 +429,7 @@ def write(root: Path, numbers: list[str]) -> list[str]:
 
 
 def execute(path: Path, again: bool = False) -> float:
-    """Run every cell of a notebook in a fresh kernel; the file stays as it is.
+    """Run every cell of a notebook in a fresh kernel, without changing the file.
 
     With `again`, the cells that only show something run a second time, after the last one.
 
@@ -462,7 +462,7 @@ def run_cells(notebook: nbformat.NotebookNode, path: Path) -> float:
 
 
 def demos(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
-    """Return the code cells that only show something: not the set-up, the exercise and its
+    """Return the code cells that only show something, leaving out the set-up, the exercise and its
     checks.
     """
     return [cell for cell in notebook.cells if cell.cell_type == "code" and "tags" not in cell.metadata]
@@ -476,7 +476,7 @@ def main(arguments: argparse.Namespace) -> None:
         found = drift(REPOSITORY, numbers)
         _say(found, "{}", "lessons and notebooks agree")
         if found:
-            raise MinivllmError(f"to mend: {MEND}")
+            raise MinivllmError(f"to fix it, run: {MEND}")
     else:
         for path in lessons_in(REPOSITORY, numbers):
             notebook = Lesson(path, ()).notebook
@@ -488,11 +488,11 @@ def _say(lines: list[str], form: str, otherwise: str) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the command line."""
+    """Return the command-line parser."""
     flags = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     action = flags.add_mutually_exclusive_group(required=True)
-    action.add_argument("--write", action="store_true", help="write the notebooks, and quoted code into the lessons")
-    action.add_argument("--check", action="store_true", help="fail where --write would change something")
+    action.add_argument("--write", action="store_true", help="write the notebooks, and refresh quotes in the lessons")
+    action.add_argument("--check", action="store_true", help="fail if --write would change something")
     action.add_argument(
         "--run", action="store_true", help="execute the notebooks, demos twice, and print how long each took"
     )

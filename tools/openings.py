@@ -1,11 +1,11 @@
-"""Draw the lessons' opening figures: `frames()` in `NAME/opening.py`, below `vllm/minivllm_lab`,
-makes each.
+"""Draw the lessons' opening figures, each made by `frames()` in `NAME/opening.py` below
+`vllm/minivllm_lab`.
 
-    uv run python tools/openings.py --write        # all of them, or those named: --write paged_attention
+    uv run python tools/openings.py --write        # all of them, or some: --write paged_attention
     uv run python tools/openings.py --check        # fails when a drawing is stale
 
-`NAME/opening.py` belongs to `lessons/NN_NAME.md` and is drawn into
-`lessons/figures/NN_opening.svg`; one without a lesson, such as README's `request`, into
+`NAME/opening.py` belongs to `lessons/NN_NAME.md`, and its drawing goes to
+`lessons/figures/NN_opening.svg`; one without a lesson, such as the README's `request`, goes to
 `lessons/figures/NAME.svg`.
 """
 
@@ -31,7 +31,7 @@ def names() -> list[str]:
 
 
 def figure_path(name: str) -> Path:
-    """Return where the drawing of one module belongs."""
+    """Return the path of one module's drawing."""
     lessons = sorted((ROOT / "lessons").glob(f"[0-9][0-9]_{name}.md"))
     stem = f"{lessons[0].name[:2]}_opening" if lessons else name
     return ROOT / "lessons" / "figures" / f"{stem}.svg"
@@ -44,7 +44,7 @@ def drawing(name: str) -> str:
         MinivllmError: there is no such module, or it has no function `frames()`.
     """
     if name not in names():
-        raise MinivllmError(f"there is no opening figure {name!r} (there are: {', '.join(names()) or 'none'})")
+        raise MinivllmError(f"there is no opening figure {name!r} (available: {', '.join(names()) or 'none'})")
     module: ModuleType = import_module(f"minivllm_lab.{name}.opening")
     if not hasattr(module, "frames"):
         raise MinivllmError(f"minivllm_lab/{name}/opening.py has no function frames()")
@@ -52,8 +52,8 @@ def drawing(name: str) -> str:
 
 
 def stale(name: str) -> list[str]:
-    """Return how the file of one module differs from its drawing, a line each. Compared as data,
-    not as bytes.
+    """Return one line for each difference between a module's file and its drawing, compared as
+    data, not as bytes.
     """
     path = figure_path(name)
     if not path.is_file():
@@ -66,9 +66,9 @@ def main(arguments: argparse.Namespace) -> None:
     chosen = arguments.names or names()
     if arguments.check:
         found = [line for name in chosen for line in stale(name)]
-        print("\n".join(found) or "the opening figures are as they are drawn")
+        print("\n".join(found) or "the opening figures are up to date")
         if found:
-            raise MinivllmError(f"to mend: {MEND}")
+            raise MinivllmError(f"to fix it, run: {MEND}")
         return
     for name in chosen:
         path = figure_path(name)
@@ -77,7 +77,7 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the command line."""
+    """Return the command-line parser."""
     flags = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     action = flags.add_mutually_exclusive_group(required=True)
     action.add_argument("--write", action="store_true", help="draw the figures")

@@ -1,9 +1,9 @@
-"""The site's pages: the repository's Markdown with links, diagrams and widgets as a page in a
-browser needs them.
+"""Prepare the site's pages: the repository's Markdown, with links, diagrams and widgets adapted to
+a browser.
 
-Nothing of the repository is changed. Each page is written again below a folder that the generator
-reads: links to files that are not pages of the site lead to the repository, Mermaid becomes SVG, and
-below the cells that show a widget or the steps of a picture stands what they show.
+Nothing in the repository is changed. Each page is rewritten into a folder that the generator reads:
+links to files that are not pages of the site point to the repository, Mermaid becomes SVG, and each
+cell that shows a widget or the steps of a picture is followed by the HTML of what it shows.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ nothing.
 
 @dataclass(frozen=True)
 class Pages:
-    """The files of a repository that are pages, and where everything else of it can be found."""
+    """The pages of a repository, and the address at which the rest of it can be found."""
 
     root: Path
     repository: str
@@ -55,14 +55,14 @@ class Pages:
     """The Markdown files that are pages, as paths from the root."""
 
     def staged(self, name: str) -> str:
-        """Return where a page is written, as a path from the top of the site."""
+        """Return the path to which a page is written, relative to the top of the site."""
         return INDEX if name == "README.md" else name
 
     def target(self, page: str, target: str) -> str:
-        """Return a link of `page` as the site has it.
+        """Return the target that a link of `page` has on the site.
 
         Raises:
-            MinivllmError: it leads to no file.
+            MinivllmError: there is no such file.
         """
         if ELSEWHERE.match(target):
             return target
@@ -79,8 +79,8 @@ class Pages:
 
 
 def pages_of(root: Path, repository: str) -> Pages:
-    """Return the pages of a repository: its README, the lessons with what belongs to them, and what
-    explains the engine.
+    """Return a repository's pages: its README, the lessons and what accompanies them, and the pages
+    about the engine.
     """
     wanted = ["README.md", "lessons/[0-9][0-9]_*.md", "lessons/README.md", "lessons/GLOSSARY.md", "site/exercises.md"]
     wanted += ["lessons/bugs/README.md", "lessons/notes/*.md", "ARCHITECTURE.md", "benchmarks/PERFORMANCE.md"]
@@ -103,8 +103,8 @@ def stage(pages: Pages, folder: Path, embed: Embed) -> None:
 
 
 def page_lines(pages: Pages, name: str, embed: Embed) -> list[str]:
-    """Return a page's Markdown, as the generator reads it. What is live takes the place of its own
-    still picture.
+    """Return a page's Markdown for the generator, with live widgets and steps in place of their
+    still pictures.
     """
     lines: list[str] = []
     diagrams, embedded = 0, False
@@ -130,7 +130,7 @@ def page_lines(pages: Pages, name: str, embed: Embed) -> list[str]:
 
 
 def remove_still(lines: list[str], opening: bool) -> bool:
-    """Remove the picture right above, or of an opening the one in the same section; tells
+    """Remove the still picture just above or, for an opening, the one in the same section; return
     whether there was one.
     """
     for index in range(len(lines) - 1, -1, -1):
@@ -158,8 +158,8 @@ def relinked(line: str, turn: Callable[[str], str]) -> str:
 
 
 def calls(cell: Fence) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Call `imported_module.function(name=literal)` that stand alone in a cell; others are the
-    reader's to run.
+    """Yield module, function and arguments of each `imported_module.function(name=literal)` that is
+    a statement of its own; the reader runs the rest.
     """
     modules = {}
     for statement in ast.parse("\n".join(cell.body)).body:
@@ -177,13 +177,13 @@ def diagram(fence: Fence, number: int) -> str:
     """Return a Mermaid diagram as SVG in one line.
 
     Raises:
-        MinivllmError: Mermaid does not understand it.
+        MinivllmError: Mermaid cannot draw it.
     """
     source = "\n".join(fence.body)
     try:
         svg = mermaidx.render(source, config=DIAGRAM).svg()
     except Exception as error:
-        raise MinivllmError(f"Mermaid does not draw the diagram that starts with {fence.body[:2]}: {error}") from error
+        raise MinivllmError(f"Mermaid cannot draw the diagram that starts with {fence.body[:2]}: {error}") from error
     svg = IDS.sub("", svg.replace("my-svg", f"diagram-{number}"))
     width = float(re.findall(r'viewBox="\S+ \S+ (\S+) ', svg)[0])
     words = "; ".join(re.findall(r'\["?([^"\]]+)"?\]', source)).replace("<br>", " ").replace("<br/>", ": ")
@@ -192,7 +192,7 @@ def diagram(fence: Fence, number: int) -> str:
 
 
 def one_line(html: str) -> str:
-    """Remove the blank lines of HTML: in Markdown they would end it."""
+    """Join HTML into one line: in Markdown, a blank line would end it."""
     return re.sub(r"\s*\n\s*", " ", html)
 
 
@@ -204,7 +204,7 @@ def contents(pages: Pages) -> str:
 
     parts = {
         "Lessons": [*these(r"lessons/README\.md"), *these(r"lessons/\d\d_.*")],
-        "Beside the lessons": [
+        "Alongside the lessons": [
             *these(r"lessons/GLOSSARY\.md"),
             *these(r"site/exercises\.md"),
             *these(r"lessons/bugs/.*"),
@@ -224,8 +224,8 @@ def contents(pages: Pages) -> str:
 
 
 def definitions(pages: Pages) -> dict[str, str]:
-    """Map the anchor of each glossary entry to its words without links, for the hint beside a link
-    to it.
+    """Map each glossary entry's anchor to its text without links, which a link to the entry shows
+    as a hint.
     """
     text = (pages.root / "lessons" / glossary.GLOSSARY).read_text()
     found = {}

@@ -1,8 +1,8 @@
 """The site's widgets: each with views drawn in advance, so that no kernel is needed to turn its
 knobs.
 
-A view is drawn for every value of the swept axis, for those of further knobs as far as `MOST_VIEWS`
-go, and for the presets. What a knob then cannot reach is greyed on the page.
+A view is drawn for every value of the swept axis, for the values of further knobs as far as
+`MOST_VIEWS` allows, and for the presets. Settings without a view are greyed out on the page.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def specs() -> dict[str, Spec]:
 
 
 def table(spec: Spec, settings: Mapping[str, Value], most_views: int = MOST_VIEWS) -> dict[str, Any]:
-    """Return all that a page needs to show a widget without a kernel; `tableHost` in `shell.js`
-    reads it.
+    """Return everything that a page needs to show a widget without a kernel; `tableHost` in
+    `shell.js` reads it.
 
     Returns:
         described: the texts and knobs; a knob that can be turned has only the values for which
@@ -47,7 +47,7 @@ def table(spec: Spec, settings: Mapping[str, Value], most_views: int = MOST_VIEW
         views: one for each setting; its picture is a list of indices into `pieces`.
 
     Raises:
-        MinivllmError: the widget breaks on a setting.
+        MinivllmError: the widget fails with one of the settings.
     """
     session = Session(spec, **settings)
     start = dict(session.values)
@@ -60,7 +60,7 @@ def table(spec: Spec, settings: Mapping[str, Value], most_views: int = MOST_VIEW
     for values in map(dict, wanted):
         view = session.settle(**values)
         if view["trace"]:
-            raise MinivllmError(f"the widget {spec.name} breaks where {values}: {view['words']}")
+            raise MinivllmError(f"the widget {spec.name} fails with {values}: {view['words']}")
         indices = [pieces.setdefault(piece, len(pieces)) for piece in PIECE.split(view["svg"]) if piece]
         views.append({**view, "svg": indices})
     described = _described(session, turned)
@@ -92,8 +92,8 @@ def choose(spec: Spec, start: Mapping[str, Value], swept: str | None, most_views
 
 
 def values_of(knob: Knob, start: Value, needed: list[Any], most: int) -> list[Value]:
-    """Return the values of a knob. A slider with more than `most` is thinned evenly, but stands
-    where it must.
+    """Return a knob's values; a slider with more than `most` is thinned evenly, but keeps the start
+    and the presets' values.
     """
     if knob.kind == "entry":
         return []
@@ -111,8 +111,8 @@ def values_of(knob: Knob, start: Value, needed: list[Any], most: int) -> list[Va
 def settings_of(
     spec: Spec, start: Mapping[str, Value], turned: Mapping[str, list[Value]], most_views: int
 ) -> Iterator[dict[str, Value]]:
-    """Yield the knobs of every view: all combinations of those that can be turned, then the
-    presets, swept if that fits.
+    """Yield the settings of every view: all combinations of the knobs that can be turned, then the
+    presets, each swept if there is room.
     """
     names = [*turned][::-1]  # the swept one last, so that it changes fastest: sweeps keep what it does not change
     grid = [dict(zip(names, values, strict=True)) for values in itertools.product(*(turned[name] for name in names))]
@@ -143,9 +143,7 @@ def _described(session: Session, turned: Mapping[str, list[Value]]) -> dict[str,
 
 
 def script(name: str, table: Mapping[str, Any]) -> str:
-    """Return a table as a script, which a page opened from disk may load, while it may not fetch
-    data.
-    """
+    """Return a table as a script: a page opened from disk may load scripts, but may not fetch data."""
     return f"(window.widgetTables ??= {{}})[{json.dumps(name)}] = {json.dumps(table, ensure_ascii=False)};\n"
 
 
@@ -159,13 +157,13 @@ def front_end(source: str) -> str:
 
 
 def still(table: Mapping[str, Any]) -> str:
-    """Return the picture at the start."""
+    """Return the picture that the widget shows at the start."""
     first = next(view for view in table["views"] if view["values"] == table["values"])
     return "".join(table["pieces"][index] for index in first["svg"])
 
 
 def note(table: Mapping[str, Any]) -> str:
-    """Return a line below the widget: what turns here, and where everything does."""
+    """Return the line below the widget that says which knobs work here, and where all of them do."""
     labels = {knob["name"]: knob["label"] for group in table["described"]["groups"] for knob in group["knobs"]}
     turned = ", ".join(f"<em>{escape(labels[name])}</em>" for name in table["turns"])
-    return f"Drawn in advance for this page: {turned} can be turned here, and in the notebook all the rest."
+    return f"This page was drawn in advance, so you can turn only {turned} here. In the notebook, every knob works."

@@ -2,11 +2,12 @@
 imports.
 
     uv run python tools/structure.py                     # tables
-    uv run python tools/structure.py --map out/map.dot   # for Graphviz: an arrow is an import
+    uv run python tools/structure.py --map out/map.dot   # a Graphviz file; an arrow is an import
     uv run python tools/structure.py --lesson 11         # where one lesson's files are
 
-A code line is a line without blanks, comments and docstrings. `BUDGETS` are upper limits, held by
-`tests/test_structure.py`; raising one takes a line in CHANGELOG.md that says why.
+A code line is a line that is not blank, a comment or part of a docstring. `BUDGETS` are upper
+limits that `tests/test_structure.py` enforces; raising one takes a line in CHANGELOG.md that says
+why.
 """
 
 from __future__ import annotations
@@ -79,14 +80,14 @@ def sizes() -> dict[str, int]:
 
 
 def module_of(path: Path) -> str:
-    """Return the dotted name under which a file of ours is imported."""
+    """Return the dotted name under which one of our files is imported."""
     base = ROOT if path.is_relative_to(ROOT / "widgets") else ROOT / "vllm"
     parts = path.relative_to(base).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
 def imports() -> dict[str, set[str]]:
-    """Map each module to those of ours that it imports when it is loaded; imports inside
+    """Map each of our modules to the others that it imports when it is loaded; imports inside
     functions do not count.
     """
     folders = [PARTS[name] for name in ("the engine", "minivllm_lab", "minivllm_simulate", "widgets")]
@@ -114,7 +115,7 @@ def _imported(path: Path, known: object) -> set[str]:
 
 
 def circles(graph: dict[str, set[str]]) -> list[list[str]]:
-    """Return the groups of modules that import each other, directly or not (Tarjan 1972)."""
+    """Return the groups of modules that import each other, directly or indirectly (Tarjan 1972)."""
     order: dict[str, int] = {}
     low: dict[str, int] = {}
     stack: list[str] = []
@@ -158,7 +159,7 @@ def arrows_between(graph: dict[str, set[str]]) -> Counter[tuple[str, str]]:
 
 
 def drawing(graph: dict[str, set[str]]) -> str:
-    """Draw the packages in Graphviz's language, an arrow where one imports another."""
+    """Return the packages in Graphviz's language, with an arrow from each to those that it imports."""
     packages = Counter(_box_of(name) for name in graph)
     arrows = {(_box_of(name), _box_of(other)) for name in graph for other in graph[name]}
     lines = [f'  "{name}" [label="{name}\\n{count} files"]' for name, count in sorted(packages.items())]
@@ -184,7 +185,7 @@ def files_of_lesson(number: str) -> list[Path]:
     """
     scripts = sorted((ROOT / "vllm").glob(f"{number}_*.py"))
     if not scripts:
-        raise MinivllmError(f"no lesson {number!r}: say for example 11")
+        raise MinivllmError(f"no lesson {number!r}: give a number such as 11")
     name = scripts[0].stem.partition("_")[2]
     skipped = {".git", ".venv", "out", "__pycache__", ".hypothesis"}
     files = (path for path in ROOT.rglob("*") if path.is_file() and not skipped & set(path.relative_to(ROOT).parts))
@@ -210,18 +211,18 @@ def main(arguments: argparse.Namespace) -> None:
     )
     engine = {path.name: lines_of(path) for path in sorted(ENGINE.iterdir()) if path.is_dir() and path.name[0] != "_"}
     table("The engine", ("package", "lines"), [(name, f"{n:,}") for name, n in engine.items() if n])
-    print(f"{len(graph)} modules, {len(arrows_between(graph))} arrows between packages, {len(circles(graph))} circles")
+    print(f"{len(graph)} modules, {len(arrows_between(graph))} arrows between packages, {len(circles(graph))} cycles")
     for group in circles(graph):
-        print("  circle:", ", ".join(group))
+        print("  cycle:", ", ".join(group))
     if arguments.map:
         Path(arguments.map).write_text(drawing(graph))
         print(f"wrote {arguments.map}")
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the command line."""
+    """Return the command-line parser."""
     flags = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    flags.add_argument("--map", metavar="FILE", help="write the packages and their imports as Graphviz's dot")
+    flags.add_argument("--map", metavar="FILE", help="write the packages and their imports in Graphviz's dot language")
     flags.add_argument("--lesson", metavar="NN", help="list one lesson's files by folder")
     return flags
 

@@ -1,13 +1,12 @@
-"""Check every name of vLLM in our texts against vLLM's own source, of which a list of names is
-committed.
+"""Check every vLLM name in our texts against a committed list of the names in vLLM's source.
 
-uv run python tools/vllm_names.py                                # check; `--list` prints each name and where it stands
+uv run python tools/vllm_names.py                                # check; `--list` prints each name and where it is
 uv run python tools/vllm_names.py --make vllm-0.33.0.tar.gz      # write the list again, when a new file is cited
 
-Checked are the paths in Markdown, docstrings and comments (`vllm/v1/request.py`, or a link to it),
-and the identifiers in the same sentence or table cell, which one of its files must define or hold.
-Also vLLM's environment variables, and whatever is called "vLLM's `name`". The list has the path of
-every Python file, and the names of those that we cite. The archive that it is made from is on
+The check covers the paths in Markdown, docstrings and comments (`vllm/v1/request.py`, or a link to
+it), and the identifiers in the same sentence or table cell, which one of its files must define or
+contain. It also covers vLLM's environment variables, and anything called "vLLM's `name`". The list
+has the path of every Python file, and the names in those that we cite. Its source is the archive on
 vLLM's page on PyPI, under "Download files". No network is used.
 """
 
@@ -49,7 +48,7 @@ Names = dict[str, set[str]]  # of one file: "" is the module, a class's name its
 
 @dataclass(frozen=True)
 class Passage:
-    """A sentence or table cell of ours, and where it stands."""
+    """A sentence or table cell of our texts, and its location."""
 
     where: str
     text: str
@@ -68,16 +67,14 @@ class Mention:
 
 
 def our_texts() -> dict[str, str]:
-    """Return the Markdown and Python that git tracks or would add, by name."""
+    """Map each Markdown or Python file that git tracks or would add to its text."""
     command = ["git", "ls-files", "-co", "--exclude-standard", "*.md", "*.py"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     return {name: (ROOT / name).read_text() for name in listed.stdout.splitlines() if (ROOT / name).exists()}
 
 
 def passages(name: str, text: str) -> Iterator[Passage]:
-    """Yield a file's sentences and table cells: of Markdown all, of Python those of docstrings
-    and comments.
-    """
+    """Yield a file's sentences and table cells; from Python, only those in docstrings and comments."""
     if not OF_ANY_VLLM.search(text):
         return
     above: list[str] = []
@@ -91,7 +88,7 @@ def passages(name: str, text: str) -> Iterator[Passage]:
 
 
 def same_file(cell: str, above: list[str]) -> str:
-    """Return a table's cell in which "the same file" is the path from the cell above."""
+    """Return a table's cell with "the same file" replaced by the path from the cell above."""
     path = re.search(f"`{PATH.pattern}`", above[0]) if above else None
     return cell.replace("the same file", path[0]) if path else cell
 
@@ -149,13 +146,13 @@ def mention(passage: Passage) -> Mention | None:
 
 
 def is_ours(path: str) -> bool:
-    """Say whether a path leads to a file of this repository."""
+    """Return whether a path leads to a file of this repository."""
     return any((place / path).exists() for place in (ROOT, ROOT / "vllm", ROOT / "vllm" / "minivllm"))
 
 
 def located(each: Mention, known: set[str]) -> Mention:
-    """Return a mention in which a file named without its folder has that of another path beside
-    it.
+    """Return a mention in which each file named without its folder is placed in the folder of a
+    path beside it.
     """
     folders = [folder for path in each.paths for folder in (path, str(PurePosixPath(path).parent))]
 
@@ -166,7 +163,7 @@ def located(each: Mention, known: set[str]) -> Mention:
 
 
 def mentions(texts: dict[str, str]) -> list[Mention]:
-    """Return what texts say of vLLM's names."""
+    """Return every mention of vLLM in these texts."""
     found = (mention(passage) for name, text in texts.items() for passage in passages(name, text))
     return [each for each in found if each is not None]
 
@@ -202,13 +199,13 @@ def definitions(source: str) -> Names:
 
 
 def sets_attribute(node: ast.AST) -> bool:
-    """Say whether a node is `self.name`, assigned to."""
+    """Return whether a node assigns to `self.name`."""
     target = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and node.value
     return isinstance(target, ast.Name) and target.id == "self"
 
 
 class Source:
-    """Names of vLLM: every path, and what the files that we cite define."""
+    """The names of vLLM: every path, and what the files that we cite define."""
 
     def __init__(self, paths: set[str], names: dict[str, Names]) -> None:
         self.paths = paths
@@ -216,12 +213,12 @@ class Source:
         self.names = names
 
     def has_path(self, path: str) -> bool:
-        """Say whether a file or folder exists."""
+        """Return whether a file or folder exists."""
         return path in self.paths or path in self.folders
 
     def has_identifier(self, identifier: str, paths: tuple[str, ...]) -> bool:
-        """Say whether one of the files and folders has a name: `function`, `Class`, `member` or
-        `Class.member`.
+        """Return whether one of these files and folders contains a name: `function`, `Class`,
+        `member` or `Class.member`.
         """
         owner, _, member = identifier.rpartition(".")
         for path, names in self.names.items():
@@ -233,7 +230,7 @@ class Source:
         return False
 
     def problems(self, mentioned: list[Mention]) -> list[str]:
-        """Return what is wrong with mentions, one line each."""
+        """Return one line for each path or name that vLLM does not have."""
         wrong = []
         for each in (located(one, self.paths) for one in mentioned):
             gone = [path for path in each.paths if not self.has_path(path)]
@@ -247,7 +244,7 @@ class Source:
 
 
 def is_in(path: str, place: str) -> bool:
-    """Say whether a path is a file, or lies in a folder."""
+    """Return whether a path is this file, or lies in this folder."""
     return path == place or path.startswith(place + "/")
 
 
@@ -263,8 +260,8 @@ def read_list(text: str) -> Source:
 
 
 def make_list(sources: dict[str, str], mentioned: list[Mention]) -> str:
-    """Return the list: paths of Python files and of what we cite, names of the files that we
-    cite.
+    """Return the list as JSON: the paths of Python files and of what we cite, and the names in the
+    files that we cite.
     """
     mentioned = [located(each, set(sources)) for each in mentioned]
     cited = {path for each in mentioned for path in each.paths}
@@ -301,7 +298,7 @@ def make_list(sources: dict[str, str], mentioned: list[Mention]) -> str:
 
 
 def entries(section: dict) -> str:
-    """Return a mapping as JSON, an entry a line."""
+    """Return a mapping's entries as JSON, one per line."""
     return ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in section.items())
 
 
@@ -318,10 +315,10 @@ def read_archive(path: Path) -> dict[str, str]:
 
 
 def main() -> int:
-    """Check the texts, or make the list; returns 1 if a name is not vLLM's."""
+    """Check the texts, or write the list; return 1 if a name is not vLLM's."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--make", type=Path, metavar="ARCHIVE", help=f"write the list from vllm-{VERSION}.tar.gz")
-    parser.add_argument("--list", action="store_true", help="print each name and where it stands")
+    parser.add_argument("--list", action="store_true", help="print each name and where it is")
     options = parser.parse_args()
     mentioned = mentions(our_texts())
     if options.make:
@@ -335,7 +332,7 @@ def main() -> int:
     print("\n".join(wrong), end="\n" if wrong else "")
     print(f"vLLM {VERSION}: {paths} paths and {identifiers} identifiers in our texts, {len(wrong)} of them wrong")
     if wrong:
-        print("A file that we did not cite before? Then make the list again: tools/vllm_names.py says how.")
+        print("Is a file cited for the first time? Then write the list again: tools/vllm_names.py says how.")
     return 1 if wrong else 0
 
 

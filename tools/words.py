@@ -1,5 +1,5 @@
-"""Count a lesson's words, in the whole and by section: what a reader reads, without code, output
-and pictures.
+"""Count the words that a reader of a lesson reads, in total and by section: no code, output or
+pictures.
 
 uv run python tools/words.py 02            # a lesson with a notes page has at most 3,000
 """
@@ -38,13 +38,13 @@ def prose(text: str) -> str:
 
 
 def count(text: str) -> int:
-    """Return the words of a page: what stands between blanks and has a letter or a digit."""
+    """Count a page's words: whatever stands between blanks and has a letter or a digit."""
     return len(WORD.findall(prose(text)))
 
 
 def by_section(text: str) -> dict[str, int]:
-    """Return the words under each second-level heading, its own included; what stands before the
-    first is "(before)".
+    """Count the words under each second-level heading, the heading included; those before the first
+    are under "(before)".
     """
     parts = HEADING.split(prose(text))
     sections = {
@@ -63,11 +63,11 @@ def main(arguments: argparse.Namespace) -> None:
     table(path.name, ["section", "words", "share"], [*rows, ("in all", f"{whole:,}", "")])
     notes = notes_page(LESSONS, arguments.number)
     if notes:
-        print(f"notes: {count(notes.read_text()):,} words; the lesson may have {MOST_WORDS:,}")
+        print(f"notes: {count(notes.read_text()):,} words; a lesson may have up to {MOST_WORDS:,}")
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the command line."""
+    """Return the command-line parser."""
     flags = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument("number", help="the lesson's number, as in 01")
     return flags

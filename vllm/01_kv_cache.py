@@ -37,7 +37,7 @@ from minivllm_simulate.workloads import WORKLOADS
 # %% 1. The pain: without a cache, every new token pays for all the others again
 # region: attention
 def attention(q: Tensor, k: Tensor, v: Tensor, first: int = 0) -> Tensor:
-    """Causal attention: query i is at position `first + i` and sees every position up to its own.
+    """Attend causally: query i is at position `first + i` and sees every position up to its own.
 
     q [queries, heads, head_dim]; k and v [positions, kv_heads, head_dim] -> [queries, heads, head_dim].
     """
@@ -152,7 +152,7 @@ def append_token(cache, new, slot, WIDTH: tl.constexpr):
 
 @triton.jit
 def append_heads(cache, new, slot, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr):
-    """Do the same with a program for each head: cache [slots, kv_heads, HEAD_DIM]; new [kv_heads, HEAD_DIM]."""
+    """Write one token with a program for each head: cache [slots, kv_heads, HEAD_DIM]; new [kv_heads, HEAD_DIM]."""
     head, column = tl.program_id(0), tl.arange(0, BLOCK)
     inside = column < HEAD_DIM
     target = (slot * tl.num_programs(0) + head) * HEAD_DIM + column
@@ -215,7 +215,7 @@ def decode_kernel(
 
 
 def decode_batch(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, lengths: Tensor) -> Tensor:
-    """Run both kernels: `decode_step` for many requests. A full request attends to the slots it has.
+    """Run both kernels, which do `decode_step` for many requests. A full request attends to the slots it has.
 
     q [requests, heads, head_dim]; k, v [requests, kv_heads, head_dim]; lengths [requests], int32;
     keys, values [requests, slots, kv_heads, head_dim], contiguous, changed in place -> like q.
@@ -259,7 +259,7 @@ def timed_batch(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, l
 
 
 def measure_intensity(device: torch.device, quick: bool) -> dict:
-    """Count FLOPs per byte of what a decode step reads, and time it against this device's rates."""
+    """Count the FLOPs of a decode step per byte it reads, and compare its time with this device's rates."""
     roofline = report.Roofline(device, quick)
     fastest = getattr(torch, roofline.rates.fastest)  # many processors have no instructions for bfloat16
     weight = torch.randn(2048 if quick else 16384, 4096, device=device).to(fastest)  # larger than any cache
@@ -279,7 +279,7 @@ def measure_intensity(device: torch.device, quick: bool) -> dict:
 
 @torch.inference_mode()
 def measure_sequences(model, context: int = 128) -> dict:
-    """Measure tokens per second when 1 to 64 sequences of `context` tokens decode together."""
+    """Measure the tokens per second when 1 to 64 sequences of `context` tokens decode together."""
     rates, weight, config = {}, model.embed_tokens.weight, model.config
     for count in track(COUNTS, "decoding sequences together"):
         slots = (config.num_hidden_layers, count, context)
@@ -296,7 +296,7 @@ def measure_sequences(model, context: int = 128) -> dict:
 
 # %% 6. The ledger: reserve the greatest length for every request, and see how much of it is ever used
 def replay(max_model_len: int, seed: int) -> dict:
-    """Reserve for 20,000 requests of each of four published kinds, and count the slots that stay empty."""
+    """Reserve slots for 20,000 requests of each of four published kinds, and count those that stay empty."""
     results, slots = {}, sorted({2048, 4096, 8192, max_model_len})
     for name, workload in WORKLOADS.items():
         lengths = [request.total for request in workload.sample(20_000, seed)]
@@ -309,7 +309,7 @@ def replay(max_model_len: int, seed: int) -> dict:
 
 # %% 7. Break it: the card that is full and nearly empty, and the request that does not fit
 def break_it(ledger: MemoryLedger, config: ModelConfig, workloads: dict) -> dict:
-    """Reserve on a real card until it is full; then ask it for one request as long as its model allows."""
+    """Fill a real card with reservations; then request the maximum length that its model allows."""
     running = ledger.longest_request // ledger.max_model_len
     card = report.show_card(ledger, running, workloads)
     try:

@@ -83,7 +83,7 @@ class BlockPool:
 # endregion
 # region: slot_mapping
 def slot_mapping(block_ids: Sequence[int], positions: Iterable[int], block_size: int) -> list[int]:
-    """Map each position to its slot: look its block up in the table, then add its place in the block."""
+    """Map each position to its slot: look its block up in the table, then add its offset in the block."""
     return [block_ids[position // block_size] * block_size + position % block_size for position in positions]
 
 
@@ -145,7 +145,7 @@ class BlockTable:
 
 # %% 3. The same requests on the same memory, by every allocator
 def paged(slots: int, block_size: int) -> TablesOnDemand:
-    """Reserve nothing: a request takes a block when a token needs it."""
+    """Make a memory that reserves nothing: a request takes a block when a token needs it."""
     pool = BlockPool(1 + slots // block_size)
     return TablesOnDemand(slots, block_size, lambda: BlockTable(pool, block_size))
 
@@ -168,7 +168,7 @@ def gather_token_kernel(out, cache, block_table, BLOCK_SIZE: tl.constexpr, WIDTH
 
 @triton.jit
 def gather_block_kernel(out, cache, block_table, length, BLOCK_SIZE: tl.constexpr, WIDTH: tl.constexpr):
-    """Gather a whole block at a time. Grid: (blocks of the sequence,). The last block may be partly filled.
+    """Gather one whole block per program. Grid: (blocks of the sequence,). The last block may be partly filled.
 
     Reads length * WIDTH elements and one entry of the table for each block.
     """
@@ -307,7 +307,7 @@ def leak(cache: PagedCache, prompt: list[int], stranger: list[int], new_tokens: 
 
 
 def break_it(cache_of: Callable[[], PagedCache], decode, prompt: list[int], stranger: list[int]) -> dict:
-    """Free twice, run the pool dry and forget a reference: with the checks, and without them."""
+    """Free blocks twice, empty the pool and forget a reference, with the checks and without them."""
     trusting, dry, forgetful = BlockPool(9), BlockTable(BlockPool(5), 16), cache_of()
     trusting.free_blocks = lambda blocks: trusting.free.extendleft(list(blocks)[::-1])  # checks nothing
     dry.append(64)

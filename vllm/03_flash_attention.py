@@ -41,7 +41,7 @@ def stable_softmax(scores: np.ndarray) -> np.ndarray:
 
 
 def masked(scores: np.ndarray, rows: np.ndarray, first_key: int = 0) -> np.ndarray:
-    """Mask the scores of query positions `rows` with the keys after `first_key`: -inf where the key is ahead."""
+    """Set the scores of query positions `rows` to -inf at later keys; the first key is at `first_key`."""
     ahead = first_key + np.arange(scores.shape[1]) > rows[:, None]
     return np.where(ahead, scores.dtype.type(-np.inf), scores)
 
@@ -72,7 +72,7 @@ class Partial(NamedTuple):
 
 
 def nothing_seen(rows: int, head_dim: int) -> Partial:
-    """Return attention over no key at all."""
+    """Return the state of attention over no keys."""
     return Partial(np.full(rows, -np.inf), np.zeros(rows), np.zeros((rows, head_dim)))
 
 
@@ -170,7 +170,7 @@ def row_output_kernel(out, scores, values, KEYS: tl.constexpr, HEAD_DIM: tl.cons
 
 @triton.jit
 def causal_rows_kernel(out, scores, values, rows, keys, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr):
-    """Do the same for rows at the last positions of any number of keys: row i sees keys - rows + i + 1 of them."""
+    """Attend causally for rows at the last positions of any number of keys: row i sees keys - rows + i + 1 keys."""
     row, column = tl.program_id(0), tl.arange(0, HEAD_DIM)
     m, l = tl.full((), -float("inf"), tl.float32), tl.full((), 0.0, tl.float32)
     o = tl.zeros([HEAD_DIM], tl.float32)
@@ -283,14 +283,14 @@ def verify(device: torch.device) -> dict:
 
 
 def merged(*parts: tuple[Tensor, Tensor]) -> Tensor:
-    """Merge results of `flash_attention` over different keys."""
+    """Merge the results of `flash_attention` over different keys."""
     numbers = [(lse.T.cpu().numpy(), out.float().cpu().numpy()) for out, lse in parts]
     whole, _ = finish(reduce(merge, (Partial(lse, np.ones_like(lse), out) for lse, out in numbers)))
     return torch.from_numpy(whole)
 
 
 def step_through(row: dict) -> None:
-    """Follow one row tile by tile: how m, l and O move, and that they end at the softmax of the whole row."""
+    """Follow one row tile by tile: show how m, l and O change, and check that they end at the row's softmax."""
     scores, values = np.array([row["scores"]]), np.array(row["values"])
     states = [nothing_seen(1, values.shape[1])]
     for tile in (slice(first, first + KEYS_A_TILE) for first in range(0, scores.shape[1], KEYS_A_TILE)):

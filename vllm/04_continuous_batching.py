@@ -144,7 +144,7 @@ class Scheduler:
         return schedule(self.running, self.waiting, self.pool, self.token_budget, self.token_budget, seats)
 
     def update(self, scheduled: dict[str, int]) -> None:
-        """Take in a forward pass: requests with all tokens computed sample one more, and complete ones leave."""
+        """Process a forward pass: requests with all tokens computed sample one more, and complete ones leave."""
         for request in self.running:
             if request.request_id in scheduled and request.num_computed_tokens == request.num_tokens:
                 request.num_tokens, request.max_tokens = request.num_tokens + 1, request.max_tokens - 1

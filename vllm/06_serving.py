@@ -1,4 +1,4 @@
-"""Lesson 06. Serving: from an HTTP request to tokens and back, for clients some of which are slow and some leave.
+"""Lesson 06. Serving: from an HTTP request to tokens and back, for clients that may be slow or leave early.
 
 Breaks a naive server, then builds what it lacks: a collector that merges outputs, stop strings that arrive in pieces,
 requests that end with their client, a core in a process of its own, and the kernel that masks forbidden tokens. You
@@ -36,7 +36,7 @@ from minivllm_lab.serving.client_streams import HEAD, ClientStreams, event, read
 
 
 class NaiveServer:
-    """It works, on a good day. Break it with a client that does not read, and with one that leaves."""
+    """A server that works on a good day. Break it with a client that does not read, and with one that leaves."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self.engine = LLMEngine(EngineArgs(**settings))
@@ -53,7 +53,7 @@ class NaiveServer:
         writer.write(HEAD)
 
     async def run(self) -> None:
-        """Step, write to every client, step: while one of the two takes its time, nothing else happens."""
+        """Alternate between a step and a write to every client: while one takes its time, nothing else happens."""
         while True:
             busy = self.engine.has_unfinished_requests()
             for output in self.engine.step() if busy else ():
@@ -79,7 +79,7 @@ class NaiveServer:
 
 # region: collector
 class RequestOutputCollector:
-    """Holds what a reader has not read yet as one output; after an exception, nothing more is read."""
+    """A request's unread output, merged into one; after an exception, nothing more is read."""
 
     def __init__(self) -> None:
         self.unread, self.error = None, None
@@ -127,7 +127,7 @@ def join(unread: Any, new: Any) -> None:
 # endregion
 # region: stop_strings
 class StopStrings:
-    """Cuts a text that arrives in pieces before the first complete stop string, and never sends half of one."""
+    """A filter that cuts text arriving in pieces before its first stop string, and never sends half of one."""
 
     def __init__(self, stop: list[str]) -> None:
         self.stop, self.held = stop, ""
@@ -144,13 +144,13 @@ class StopStrings:
         return text[: len(text) - kept], None
 
     def flush(self) -> str:
-        """Return what was held back: at the end it has turned out to be no stop string."""
+        """Return the text held back: at the end it has turned out not to be a stop string."""
         held, self.held = self.held, ""
         return held
 
 
 def overlap(text: str, stop: str) -> int:
-    """Return the length of the longest end of the text that begins the stop string, but is not all of it."""
+    """Return the length of the text's longest suffix that is a proper prefix of the stop string."""
     return next((size for size in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:size])), 0)
 
 
@@ -194,7 +194,7 @@ def packed(message: bytes) -> bytes:
 
 
 def serve_core(descriptor: int) -> None:
-    """Run the core's process: send an empty message when it is ready, then serve until the socket's end."""
+    """Run the core's process: send an empty message when it is ready, then serve until the socket closes."""
     core, inbox = EngineCore(EngineArgs(**json.loads(sys.argv[1]))), SimpleQueue()
     with socket.socket(fileno=descriptor) as connection, connection.makefile("rb") as incoming:
 

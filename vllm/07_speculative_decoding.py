@@ -2,7 +2,7 @@
 
 Builds three ways to guess the next tokens (look them up, ask a small model, or iterate on noise), the rule that accepts
 or replaces a guess without changing the distribution, and the kernel that applies it to a batch. You learn why it costs
-about as much to verify a few tokens as to compute one, how many tokens a guess buys, and from which batch on it loses.
+about as much to verify a few tokens as to compute one, how many tokens a guess buys, and above which batch it loses.
 
     uv run python vllm/07_speculative_decoding.py                      # under a minute on a laptop, no GPU needed
     uv run python vllm/07_speculative_decoding.py --drafts 5 --quick
@@ -104,12 +104,12 @@ def distribution(logits: Tensor, temperature: float) -> np.ndarray:
 
 
 def noise_like(p: np.ndarray) -> np.ndarray:
-    """Draw exponential noise for each number of p."""
+    """Draw exponential noise for each element of p."""
     return torch.empty(p.shape).exponential_().numpy()
 
 
 class Ngram:
-    """Looks drafts up. It is certain of each: q is 1 at the draft."""
+    """A drafter that looks drafts up and is certain of each: q is 1 at the draft."""
 
     def __init__(self, vocab_size: int, min_n: int = 1, max_n: int = 3) -> None:
         self.vocab_size, self.min_n, self.max_n = vocab_size, min_n, max_n
@@ -123,7 +123,7 @@ class Ngram:
 
 
 class DraftModel:
-    """Drafts with a small model of the same vocabulary, token by token, with a KV cache of its own."""
+    """A drafter that runs a small model of the same vocabulary, token by token, with a KV cache of its own."""
 
     def __init__(self, model: CachedModel, temperature: float = 0.0) -> None:
         self.model, self.temperature = model, temperature
@@ -205,11 +205,11 @@ def ragged_kernel(output, drafts, target, draft_start, width, BLOCK: tl.constexp
 def rejection_kernel(
     output, drafts, instead, p, q, uniforms, draft_start, width, vocab_size, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Apply `verify` to many requests. Grid: (requests,). Rows lie as in `ragged_kernel`.
+    """Apply `verify` to many requests. Grid: (requests,). The rows are laid out as in `ragged_kernel`.
 
     instead int32 [drafts + requests]: the token that follows the accepted drafts, recovered or a bonus; p
     float32 [drafts + requests, vocab_size], q [drafts, vocab_size], uniforms [drafts]. Reads 16 bytes a draft and 12 a
-    request; writes 4 * width bytes a request. Of a row of p or q it reads one number.
+    request; writes 4 * width bytes a request. It reads one number per row of p or q.
     """
     request, place = tl.program_id(0), tl.arange(0, BLOCK)
     start = tl.load(draft_start + request)
@@ -275,13 +275,13 @@ def too_kind(p: np.ndarray, q: np.ndarray, drafts: list[int], uniforms: np.ndarr
 
 
 def from_p(p: np.ndarray, q: np.ndarray, drafts: list[int], uniforms: np.ndarray, noise: np.ndarray) -> list[int]:
-    """Replace a rejected draft by a draw from p, not from what p has more than q, which is biased."""
+    """Replace a rejected draft by a draw from p rather than from max(p − q, 0), which is biased."""
     n = accept(p, q, drafts, uniforms)
     return [*drafts[:n], recovered(p[n], 0, noise[n])]
 
 
 def typical(p: np.ndarray, q: np.ndarray, drafts: list[int], _uniforms: np.ndarray, noise: np.ndarray) -> list[int]:
-    """Accept a draft that is likely enough for how sure the target is: Medusa's typical acceptance. Not exact."""
+    """Accept a draft that is likely enough for how sure the target is: Medusa's typical acceptance. It is not exact."""
     for n, x in enumerate(drafts):
         entropy = -(p[n] * np.log(p[n])).sum()
         if p[n, x] <= min(0.09, 0.3 * np.exp(-entropy)):
@@ -300,7 +300,7 @@ def expected_tokens(alpha: float, k: int) -> float:
 
 
 def speed_up(alpha: float, k: int, draft_cost: float, verify_cost: float = 1.0) -> float:
-    """Return how many times as fast drafts make it. Costs, in steps of the target: a draft, a pass over k drafts."""
+    """Return the speed-up from drafts. Both costs, of a draft and of a pass over k drafts, are in target steps."""
     return expected_tokens(alpha, k) / (verify_cost + k * draft_cost)
 
 

@@ -130,7 +130,7 @@ def gather_kernel(staging, cache, block_ids, num_blocks, numbers, BLOCK: tl.cons
 
 @triton.jit
 def scatter_kernel(cache, staging, block_ids, num_blocks, numbers, BLOCK: tl.constexpr):
-    """Copy back, with the same grid. Where block_ids has -1, nothing is read or written."""
+    """Copy staging back to the cache, with the same grid. Where block_ids has -1, nothing is read or written."""
     wanted, tensor = tl.program_id(0).to(tl.int64), tl.program_id(1)
     place = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     block = tl.load(block_ids + wanted).to(tl.int64)
@@ -230,7 +230,7 @@ class Engine:
         return request
 
     def step(self) -> None:
-        """Take in what has moved, admit, begin to read, and compute a token for each running request."""
+        """Process finished transfers, admit requests, start reads, and compute a token for each running request."""
         self.take_in(*self.worker.get_finished())
         for request in [each for each in self.waiting if each.status is RequestStatus.WAITING]:
             self.admit(request)
@@ -300,9 +300,9 @@ def through_both(prefiller: Engine, decoder: Engine, name: str, token_ids: list[
 
 
 def added_seconds(prefill: float, transfer: float, layers: int) -> float:
-    """Return what a transfer adds to a first token if each layer is sent as soon as it is computed; all in seconds.
+    """Return the seconds that a transfer adds to a first token if each layer is sent as soon as it is computed.
 
-    One layer is computed, then the slower of the two sets the pace, and the last layer is sent.
+    One layer is computed, then the slower of computing and sending sets the pace, and the last layer is sent.
     """
     return prefill / layers + (layers - 1) * max(prefill, transfer) / layers + transfer / layers - prefill
 

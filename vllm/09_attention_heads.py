@@ -102,7 +102,7 @@ def plain_attention(
 def absorbed_attention(
     q_nope: Tensor, q_rope: Tensor, latents: Tensor, k_rope: Tensor, w_uk: Tensor, w_uv: Tensor
 ) -> Tensor:
-    """Compute the same without any keys: apply w_uk to the query, and w_uv to the sum of latents."""
+    """Compute latent attention without any keys: apply w_uk to the query, and w_uv to the sum of latents."""
     q_latent = torch.einsum("hn,hnr->hr", q_nope, w_uk)
     scores = q_latent @ latents.T + q_rope @ k_rope.T
     weights = (scores / math.sqrt(q_nope.shape[1] + q_rope.shape[1])).softmax(dim=-1)
@@ -139,7 +139,7 @@ def group_kernel(
     out, q, keys, values, tokens, scale,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Compute decode attention of one request: out [heads, HEAD_DIM]. Grid: (kv_heads,). The rest as `scores_kernel`.
+    """Compute decode attention of one request: out [heads, HEAD_DIM]. Grid: (kv_heads,). Else as `scores_kernel`.
 
     Keeps a running maximum m, a sum l and a sum of values for each row, over tiles of TILE tokens (lesson 03).
     """

@@ -67,19 +67,19 @@ def prefill_first(
 
 # region: caps
 def chunk_limit(token_budget: int, threshold: int, num_requests: int, adaptive: bool = False) -> int:
-    """Return the most tokens of one request in a step. `num_requests` run or wait; threshold 0 means no limit."""
+    """Return the token limit of one request in a step. `num_requests` run or wait; threshold 0 means no limit."""
     if threshold == 0 or num_requests == 1:
         return token_budget
     return max(threshold, token_budget // num_requests) if adaptive else threshold
 
 
 def running_tokens(missing: int, limit: int, budget_left: int) -> int:
-    """Return the tokens of a running request."""
+    """Return how many tokens a running request gets in this step."""
     return min(missing, limit, budget_left)
 
 
 def admitted_tokens(missing: int, limit: int, budget_left: int, may_be_cut: bool = True) -> int:
-    """Return the tokens of the request at the head of the queue; 0 means that the whole queue waits."""
+    """Return how many tokens the request at the head of the queue gets; 0 means that the whole queue waits."""
     wanted = min(missing, limit)
     return min(wanted, budget_left) if may_be_cut or wanted <= budget_left else 0
 
@@ -117,7 +117,7 @@ def mixed(
 
 
 def serve(policy: Policy, arrivals: Mapping[int, Sequence[Request]], most: int = 1000) -> Iterator[dict[str, int]]:
-    """Yield each step's tokens until all requests are served, or `most` steps; `arrivals[i]` come before step i."""
+    """Yield each step's tokens until all requests are served, or `most` steps; `arrivals[i]` arrive before step i."""
     running, waiting, last = [], deque(), max(arrivals)
     for step in range(most):
         waiting.extend(arrivals.get(step, ()))
@@ -134,7 +134,7 @@ def serve(policy: Policy, arrivals: Mapping[int, Sequence[Request]], most: int =
 
 
 def chats_and_a_long_prompt() -> dict[int, list[Request]]:
-    """Return two chats, and a prompt of 20 tokens that comes before the third step."""
+    """Return two chats, and a prompt of 20 tokens that arrives before the third step."""
     return {0: [Request("a", 3, 7), Request("b", 2, 7)], 2: [Request("L", 20, 3)]}
 
 
@@ -150,7 +150,7 @@ def first_steps(count: int = 4) -> list[dict[str, int]]:
 
 # region: plan
 def steps_of_a_prompt(prompt_tokens: int, token_budget: int, num_decodes: int) -> float:
-    """Return the steps until a prompt is computed beside `num_decodes` requests that take a token of each."""
+    """Return how many steps a prompt takes beside `num_decodes` requests that each take a token per step."""
     left = token_budget - num_decodes
     return math.ceil(prompt_tokens / left) if left > 0 else math.inf
 
@@ -166,7 +166,7 @@ def knee(flops: float, bandwidth: float, bytes_per_parameter: float) -> float:
 
 
 def budget_for(gap: float, parameters: float, bytes_per_parameter: float, flops: float, bandwidth: float) -> int:
-    """Return the most tokens of a step that ends within `gap` seconds; 0 if reading the weights takes longer."""
+    """Return the largest token budget whose step ends within `gap` seconds; 0 if reading the weights takes longer."""
     if parameters * bytes_per_parameter > gap * bandwidth:
         return 0
     return math.floor(gap * flops / (2 * parameters))
@@ -266,7 +266,7 @@ def mixed_launch(
     out: Tensor, q: Tensor, caches: Tensor, starts: Tensor, seq_lens: Tensor, block_table: Tensor, num_decodes: int,
     chunk_m: int = CHUNK_M, block_t: int = BLOCK_T,
 ) -> Tensor:  # fmt: skip
-    """Compute the rows of `out` of these requests, of which the first `num_decodes` have one token each.
+    """Compute these requests' rows of `out`; the first `num_decodes` requests have one token each.
 
     caches [2, blocks, block_size, kv_heads, head_dim]; the other layouts are those of the kernel.
     """
@@ -297,7 +297,7 @@ def in_two_launches(
 def tile_work(queries: Sequence[int], seq_lens: Sequence[int], group: int, tile_rows: Sequence[int]) -> dict[str, int]:
     """Count the work of one KV head in a step whose request i has tiles of `tile_rows[i]` rows and `BLOCK_T` keys.
 
-    `rows` and the `real` ones among them, `scores` and those that the causal mask `keeps`, and `keys` that are read.
+    It counts `rows` and `real` ones among them, `scores` and those that the causal mask `keeps`, and `keys` read.
     """
     work: dict[str, int] = dict.fromkeys(("tiles", "rows", "real", "scores", "keeps", "keys"), 0)
     for new, length, size in zip(queries, seq_lens, tile_rows, strict=True):

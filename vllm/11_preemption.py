@@ -2,7 +2,7 @@
 
 Lets answers grow until the pool is full, then takes one request's blocks away: to recompute them later, as vLLM does
 now, or to swap them to host memory, as vLLM V0 could. The tokens are the same either way. Measures what each costs, in
-tokens computed twice and in seconds. You learn to tell when a pool is too small, and which way is cheaper.
+tokens computed twice and in seconds. You learn to tell when a pool is too small, and which of the two is cheaper.
 
     uv run python vllm/11_preemption.py                      # under a minute on a laptop, no GPU needed
 """
@@ -184,7 +184,7 @@ class SwapSpace:
         self.num_copies += self.copy(self.cache, self.host, block_ids, self.slots[name], to_host=True)
 
     def swap_in(self, name: str, block_ids: list[int]) -> None:
-        """Copy them back, to the first of these blocks."""
+        """Copy a request's slots back to the first of these blocks."""
         slots = self.slots.pop(name)
         self.num_copies += self.copy(self.cache, self.host, block_ids[: len(slots)], slots, to_host=False)
         self.free += slots
@@ -199,7 +199,7 @@ def copy_pieces(cache: Tensor, host: Tensor, block_ids: list[int], slots: list[i
 
 
 class SwappingEngine(Engine):
-    """Let a preempted request keep its computed tokens, and wait until its blocks fit again."""
+    """An engine whose preempted requests keep their computed tokens, and wait until their blocks fit again."""
 
     def __init__(self, model: PagedModel, space: SwapSpace) -> None:
         super().__init__(model)
@@ -239,7 +239,7 @@ def block_of(addresses, tensor, block, words):
 
 @triton.jit
 def record_of(staging, slot, tensor, num_tensors, words):
-    """Point to the same piece in the staging buffer: slot by slot, and in a slot tensor by tensor."""
+    """Point to that block's piece in the staging buffer, which is ordered by slot and, within it, by tensor."""
     return staging + (slot.to(tl.int64) * num_tensors + tensor) * words
 
 
@@ -312,7 +312,7 @@ def break_even_bandwidth(bytes_per_token: float, parameters: float, flops: float
 
 
 def effective_bandwidth(piece_bytes: float, bandwidth: float, seconds_per_copy: float) -> float:
-    """Return the bytes a second of a row of copies, each of which takes some time before its first byte."""
+    """Return the bytes a second of a series of copies, each of which takes some time before its first byte."""
     return piece_bytes / (seconds_per_copy + piece_bytes / bandwidth)
 
 

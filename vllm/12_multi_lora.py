@@ -162,7 +162,7 @@ def add_lora(
 
 # region: ways
 def by_sorting(out: Tensor, x: Tensor, a: Tensor, b: Tensor, token_slots: Tensor, launch: Callable = launched) -> None:
-    """Sort token indices, and leave the tokens where they are, as vLLM does now."""
+    """Apply the adapters by sorted token indices, leaving the tokens in place, as vLLM does now."""
     add_lora(out, x, a, b, group_tokens(token_slots), launch)
 
 
@@ -175,7 +175,7 @@ def by_loop(out: Tensor, x: Tensor, a: Tensor, b: Tensor, token_slots: Tensor, l
 
 
 def by_token(out: Tensor, x: Tensor, a: Tensor, b: Tensor, token_slots: Tensor, launch: Callable = launched) -> None:
-    """Let each token be a group of its own, which reads its adapter alone, as bgmv did."""
+    """Apply the adapters with each token as its own group that reads its own adapter, as bgmv did."""
     order = torch.nonzero(token_slots >= 0).flatten().int()
     starts = torch.arange(len(order) + 1, dtype=torch.int32, device=x.device)
     add_lora(out, x, a, b, (order, token_slots[order.long()], starts), launch)
@@ -204,7 +204,7 @@ class AdapterSlots:
         self._used: dict[int, None] = {}  # the least recently used first
 
     def activate(self, adapter: int) -> int:
-        """Give an adapter a slot unless it has one, mark it as used last, and return its slot.
+        """Give an adapter a slot unless it has one, mark it as most recently used, and return its slot.
 
         Raises:
             MinivllmError: no slot is free, and all adapters are pinned.

@@ -1,5 +1,5 @@
-"""Show one widget per lesson: `from widgets import kv_cache; kv_cache.show()`. No widget imports
-torch.
+"""Provide one interactive widget per lesson: `from widgets import kv_cache; kv_cache.show()`. No
+widget imports torch.
 """
 
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Show a recorded run in a notebook, step by step, as a server's page `/xray` does.
+"""Show a recorded run in a notebook, step by step, like a server's `/xray` page.
 
     from minivllm_lab.step_recording import record
     from widgets import xray
@@ -22,7 +22,7 @@ from minivllm_lab.step_recording import read_recording
 
 
 class XRay(anywidget.AnyWidget):
-    """Replay a recorded run: pause, step back, choose a request."""
+    """A player for a recorded run: pause, step back, choose a request."""
 
     _esm = script()
     _css = style()

@@ -1,7 +1,7 @@
-"""The benchmark's protocol with an engine in a process of its own: lines of JSON, both ways.
-Standard library only.
+"""The protocol between a benchmark and an engine in a process of its own: lines of JSON in both
+directions. It needs only the standard library.
 
-The engine's process says {"ready": …} once it has warmed up; then, for each line on its standard
+The engine's process sends {"ready": …} once it has warmed up; then, for each line on its standard
 input ("all", "one" or a name in `adapters`), it serves those requests and answers with seconds and
 tokens.
 """
@@ -21,10 +21,10 @@ os.dup2(2, 1)
 
 def workload() -> dict:
     """Read the work: model, dtype, device, the requests as {"prompt": token ids, "output": tokens},
-    and settings of drafts, if any.
+    and the settings for drafts, if any.
 
-    With `lora`, settings of adapters, `adapters` has under each name the folder of each request's
-    adapter, or None.
+    If it has `lora` (the settings for adapters), `adapters` maps each name to the requests' adapter
+    folders, None for a request without one.
     """
     return json.loads(Path(sys.argv[1]).read_text())
 

@@ -22,8 +22,8 @@ def main() -> None:
 
     @torch.inference_mode()
     def together(requests: list[dict]) -> list[list[int]]:
-        """Generate for one batch up to its longest request; drop what a request generated beyond
-        its own length.
+        """Generate one batch up to the length of its longest request, and drop what a request
+        generated beyond its own length.
         """
         longest = max(len(request["prompt"]) for request in requests)
         padding = [longest - len(request["prompt"]) for request in requests]

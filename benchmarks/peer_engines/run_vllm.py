@@ -1,5 +1,5 @@
-"""vLLM itself on a CPU, at its best settings here: engine core in this process, every core, no
-prefixes kept.
+"""vLLM itself on a CPU, with its best settings on this machine: engine core in this process, all
+cores, no prefix cache.
 """
 
 import os

@@ -2,8 +2,8 @@
 --port N ...`.
 
 `first` is `minivllm_lab.chunked_prefill.prefill_first.PREFILL_FIRST`, the policy of vLLM V0; `own`
-the engine's. Either way it is a part, so the core is a thread of the server and not a process:
-compare these two with each other only.
+is the engine's. Either one is plugged in as a part, so the core is a thread of the server, not a
+process of its own: compare these two only with each other.
 """
 
 import argparse

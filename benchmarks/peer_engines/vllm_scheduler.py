@@ -1,5 +1,5 @@
-"""vLLM's own scheduler, as `benchmarks/scheduler.py` times it: works on standard input, figures
-on standard output.
+"""Time vLLM's own scheduler for `benchmarks/scheduler.py`, which sends work on standard input and
+reads figures from standard output.
 """
 
 import json
@@ -50,7 +50,7 @@ def sampled(request_ids: list[str]) -> ModelRunnerOutput:
 
 
 def main() -> None:
-    """Time every work."""
+    """Time each work item and print the figures."""
     asked = json.loads(sys.stdin.read())
     init_none_hash(sha256)
     figures = []

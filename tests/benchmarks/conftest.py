@@ -14,7 +14,7 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 @pytest.fixture(scope="module")
 def load_benchmark() -> Iterator[Callable[[str], ModuleType]]:
-    """Load a benchmark by its name; it finds its neighbours on the path, as a script does."""
+    """Load a benchmark by name; it can import its neighbours, as a script can."""
     sys.path.insert(0, str(BENCHMARKS))
     try:
         yield lambda name: load(BENCHMARKS / f"{name}.py")
@@ -24,5 +24,5 @@ def load_benchmark() -> Iterator[Callable[[str], ModuleType]]:
 
 @pytest.fixture(scope="module")
 def bench(load_benchmark: Callable[[str], ModuleType], request: pytest.FixtureRequest) -> ModuleType:
-    """Load the benchmark after which the file of tests is named."""
+    """Load the benchmark that the test file is named after."""
     return load_benchmark(request.path.stem.removeprefix("test_"))

@@ -52,8 +52,8 @@ def test_a_shapley_value_is_the_mean_over_all_orders(shapley, numbers):
 
 
 def test_every_lever_off_or_on_is_a_setting_that_the_engine_has_and_exact_ones_leave_the_text(bench, tmp_path):
-    """Switch each lever off alone: the engine serves the work within the budget, with the same
-    tokens.
+    """The engine serves the work within the budget with every lever off or on, and each exact one
+    leaves the tokens unchanged.
     """
     work = bench.Work("small", [[5, 6, 7, 8] * 12, [5, 6, 7, 8] * 12 + [9, 10], list(range(20, 90))], [9, 12, 6])
     names = [lever.name for lever in bench.LEVERS if lever.name not in bench.ALONE]

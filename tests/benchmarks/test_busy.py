@@ -1,5 +1,5 @@
-"""Test the benchmark beside busy processes: they end, and the table compares the engine with
-both limits.
+"""Test the benchmark that runs beside busy processes: they end, and the table compares the engine
+with both limits.
 """
 
 import contextlib

@@ -8,9 +8,7 @@ from minivllm_lab.http_load import Answer
 
 
 def test_the_figures_of_a_load(bench):
-    """Measure a chat with a token every 10 ms and one gap of 500, beside eight prompts from 1 s
-    to 3 s.
-    """
+    """The chat has a token every 10 ms and one gap of 500 ms, beside eight prompts from 1 s to 3 s."""
     begin = [0.01 * number for number in range(101)]
     chat = Answer(0.0, 0.0, events=[*begin, *(1.5 + 0.01 * number for number in range(201))])
     longs = [
@@ -28,7 +26,7 @@ def test_the_figures_of_a_load(bench):
 
 
 def test_bursts_are_counted_apart(bench):
-    """Leave the tokens of chats between two bursts out of the rate."""
+    """The rate leaves out the chats' tokens between two bursts."""
     chat = Answer(0.0, 0.0, events=[0.1 * number for number in range(100)])
     longs = [Answer(at, at, events=[at + 1.0]) for at in (1.0, 5.0) for _ in range(bench.LONG)]
     figures = bench.figures_of([chat], longs)

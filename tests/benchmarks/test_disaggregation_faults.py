@@ -1,4 +1,4 @@
-"""Test the wire that fails, and which outcomes count as good."""
+"""Test the faulty wire, and which outcomes count as good."""
 
 import json
 import socket
@@ -33,7 +33,7 @@ class Sender:
 
 
 def received(port: int, seconds: float = 5.0) -> bytes:
-    """Read a new connection until it ends or falls silent."""
+    """Return what a new connection receives until it ends or falls silent."""
     data = b""
     with socket.create_connection(("127.0.0.1", port), timeout=seconds) as connection:
         try:

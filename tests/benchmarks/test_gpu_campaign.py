@@ -1,6 +1,4 @@
-"""Test the programme for a GPU: stages in order of worth, each with a limit, and a record kept
-up to date.
-"""
+"""Test the GPU campaign: stages in order of value, each with a limit, and a record kept up to date."""
 
 import argparse
 import json

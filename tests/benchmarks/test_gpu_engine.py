@@ -1,5 +1,5 @@
-"""Test the benchmark of the engine on a GPU as far as a CPU can: what it counts, and that
-engines take turns.
+"""Test the GPU engine benchmark as far as a CPU can: what it counts, and that the engines take
+turns.
 """
 
 import random
@@ -32,7 +32,7 @@ def test_the_engines_differ_in_one_thing(llms, bench):
 
 
 def numbers_in_products(config) -> int:
-    """Count the numbers in all weight matrices except the head's."""
+    """Count the elements of all weight matrices except the head's."""
     heads = 2 * config.num_attention_heads + 2 * config.num_key_value_heads
     return config.num_hidden_layers * config.hidden_size * (heads * config.head_dim + 3 * config.intermediate_size)
 

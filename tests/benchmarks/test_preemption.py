@@ -25,7 +25,7 @@ def test_a_part_joins_what_the_file_has_of_the_other(bench, tmp_path):
 
 
 class Server:
-    """A server that computed 40 tokens again."""
+    """A server double whose load had 50 prompt tokens and 52 output tokens."""
 
     port = 1
 
@@ -34,8 +34,8 @@ class Server:
 
 
 def test_what_is_wasted_is_a_share_of_all_that_was_computed(bench, monkeypatch):
-    """Two requests with 50 and 52 tokens take at least 100, since a last token is never
-    computed.
+    """Prompts of 50 tokens and outputs of 52 take at least 100 for two requests, since a last token
+    is never computed.
     """
     counts = iter(
         [

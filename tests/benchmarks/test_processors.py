@@ -1,4 +1,4 @@
-"""A benchmark's file keeps what was measured on other kinds of processor."""
+"""Test that a benchmark's results file keeps what was measured on other kinds of processor."""
 
 import json
 
@@ -49,7 +49,9 @@ def test_a_record_read_again_keeps_its_own_others(bench, tmp_path):
 
 
 def rates(ours: float, vllm: float) -> dict:
-    """Return rates in fp32, measured in turns; vLLM's row has our rate as a multiple of its own."""
+    """Return fp32 rates that were measured in turns; vLLM's row has our rate as a multiple of its
+    own.
+    """
     return {"peers": {"minivllm fp32": {"all": ours, "ours_of_it": 1.0}, "vLLM fp32": {"all": vllm, "ours_of_it": 1.3}}}
 
 

@@ -1,6 +1,4 @@
-"""Test the quality benchmark: it reports the bytes of the matrices, however the engine stores
-them.
-"""
+"""Test the quality benchmark: it reports the bytes of the matrices, however the engine stores them."""
 
 from pathlib import Path
 
@@ -17,7 +15,7 @@ RESULTS = Path(__file__).resolve().parents[2] / "benchmarks/results/quality.cpu.
 
 @pytest.fixture(scope="module")
 def numbers() -> int:
-    """Count the numbers of the layers' matrices in the checkpoint."""
+    """Count the elements of the layers' matrices in the checkpoint."""
     tensors = load_file(EMBEDDED_MODEL / "model.safetensors")
     return sum(tensor.numel() for name, tensor in tensors.items() if "_proj." in name)
 

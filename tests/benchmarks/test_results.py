@@ -1,4 +1,4 @@
-"""A file of results holds what its script writes, and nothing that went with an older one."""
+"""Test that a results file holds what its script writes and nothing left from an older script."""
 
 import json
 from collections.abc import Collection, Iterable
@@ -19,7 +19,7 @@ SCRIPTS = {
 
 
 def rows_of(name: str, load_benchmark) -> Collection[str]:
-    """Return the keys of a table whose rows are named elsewhere than in the script's text."""
+    """Return the row keys of a table whose rows are not named in the script's own text."""
     rows = {
         "ablation": lambda: [work.name for work in load_benchmark("levers").works(quick=True, seed=0)],
         "same_tokens": lambda: load_benchmark("speculation").WAYS,

@@ -1,5 +1,5 @@
-"""Random batches with and without drafts: a token that differs, and a block that is not given
-back, are counted.
+"""Test on random batches, with and without drafts, that differing tokens and leaked blocks are
+counted.
 """
 
 import random

@@ -1,4 +1,6 @@
-"""Test the scheduler's benchmark: its work is what it says, and it reports what was measured."""
+"""Test the scheduler's benchmark: its workload is the one it claims, and it reports what was
+measured.
+"""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Test the benchmark of servers: its requests, and the figures of their answers."""
+"""Test the benchmark of servers: its requests, and the statistics of their answers."""
 
 import pytest
 

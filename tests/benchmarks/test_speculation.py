@@ -1,5 +1,5 @@
-"""Test the benchmark of speculation: the engine takes its settings, and the lesson shows what
-was measured.
+"""Test the speculation benchmark: the engine accepts its settings, and the lesson shows what was
+measured.
 """
 
 from pathlib import Path

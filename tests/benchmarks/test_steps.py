@@ -1,4 +1,4 @@
-"""The ledger's variants replace what is there, and its table is that of the results."""
+"""Test that the ledger's variants replace code that exists, and that its table matches the results."""
 
 import importlib
 from pathlib import Path

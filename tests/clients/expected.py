@@ -1,4 +1,4 @@
-"""Texts that vLLM's own server generates greedily for these prompts."""
+"""The texts that vLLM's own server generates greedily for these prompts."""
 
 PROMPT = "def add(a, b):\n    return"
 COMPLETION = " a + b\n\ndef"

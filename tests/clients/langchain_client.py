@@ -27,7 +27,7 @@ async def at_once(chat: ChatOpenAI) -> None:
 
 
 def main(url: str) -> None:
-    """Try everything."""
+    """Run every check against the server at URL."""
     flags = {"model": MODEL, "base_url": url, "api_key": "x", "temperature": 0, "max_retries": 0}
     chat = ChatOpenAI(**flags, max_tokens=NUM_TOKENS)
     reply = chat.invoke(QUESTION)

@@ -14,7 +14,7 @@ MESSAGES = [{"role": "user", "content": QUESTION}]
 
 
 def of_a_provider(prefix: str, text_prefix: str, flags: dict) -> None:
-    """Try chats, whole and streamed, and completions."""
+    """Try whole and streamed chats, and completions, through one provider's prefix."""
     greedy = flags | {"max_tokens": NUM_TOKENS, "temperature": 0}
     reply = litellm.completion(model=prefix + MODEL, messages=MESSAGES, **greedy)
     assert reply.choices[0].message.content == ANSWER
@@ -29,7 +29,7 @@ def of_a_provider(prefix: str, text_prefix: str, flags: dict) -> None:
 
 
 def main(url: str) -> None:
-    """Try everything."""
+    """Run every check against the server at URL."""
     litellm.telemetry = False
     flags = {"api_base": url, "api_key": "x"}
     of_a_provider("hosted_vllm/", "hosted_vllm/", flags)

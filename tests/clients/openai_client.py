@@ -1,4 +1,4 @@
-"""openai-python against the server: `python openai_client.py URL`. For versions 2 and 3."""
+"""openai-python, versions 2 and 3, against the server: `python openai_client.py URL`."""
 
 import asyncio
 import sys
@@ -19,7 +19,7 @@ class Verdict(BaseModel):
 
 
 def completions(client: OpenAI) -> None:
-    """Try whole and streamed ones, several prompts and choices, log probabilities."""
+    """Try whole and streamed completions, several prompts and choices, and log probabilities."""
     reply = client.completions.create(prompt=PROMPT, **GREEDY)
     assert (reply.choices[0].text, reply.choices[0].finish_reason) == (COMPLETION, "length")
     assert reply.usage.completion_tokens == NUM_TOKENS
@@ -38,7 +38,7 @@ def completions(client: OpenAI) -> None:
 
 
 def chats(client: OpenAI) -> None:
-    """Try whole ones, with log probabilities, by the helper for streams, and as an object."""
+    """Try whole chats with log probabilities, the stream helper, and a parsed object."""
     reply = client.chat.completions.create(messages=MESSAGES, logprobs=True, top_logprobs=2, **GREEDY)
     assert reply.choices[0].message.content == ANSWER
     assert len(reply.choices[0].logprobs.content) == NUM_TOKENS
@@ -52,7 +52,7 @@ def chats(client: OpenAI) -> None:
 
 
 def errors(client: OpenAI) -> None:
-    """Expect the client's own class for each error, and the field at fault."""
+    """Expect the client's own exception class for each error, and the parameter at fault."""
     for wrong, kind, param in (
         ({"model": "nope"}, openai.NotFoundError, "model"),
         ({"max_tokens": 10**6}, openai.BadRequestError, "max_tokens"),
@@ -64,7 +64,7 @@ def errors(client: OpenAI) -> None:
 
 
 def refusal(client: OpenAI, body: dict) -> openai.APIStatusError | None:
-    """Return what the client raises; None if the request was served."""
+    """Return the exception that the client raises, or None if the request was served."""
     try:
         client.completions.create(prompt=PROMPT, **body)
     except openai.APIStatusError as error:
@@ -73,7 +73,7 @@ def refusal(client: OpenAI, body: dict) -> openai.APIStatusError | None:
 
 
 async def at_once(url: str) -> None:
-    """Send twenty requests side by side, and leave a stream."""
+    """Send twenty requests concurrently, and leave a stream early."""
     async with AsyncOpenAI(base_url=url, api_key="x", max_retries=0) as client:
         result = await asyncio.gather(*(client.completions.create(prompt=PROMPT, **GREEDY) for _ in range(20)))
         assert {reply.choices[0].text for reply in result} == {COMPLETION}
@@ -83,7 +83,7 @@ async def at_once(url: str) -> None:
 
 
 def main(url: str) -> None:
-    """Try everything."""
+    """Run every check against the server at URL."""
     client = OpenAI(base_url=url, api_key="x", max_retries=0, timeout=120)
     (model,) = client.models.list().data
     assert (model.id, model.model_extra["max_model_len"]) == (MODEL, 512)

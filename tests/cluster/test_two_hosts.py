@@ -1,5 +1,5 @@
-"""Ranks, and cores, on two hosts, which Ray has placed: the tokens of one host, and an error
-when one vanishes.
+"""Test ranks and cores that Ray places on two hosts: the tokens of one host, and an error when a
+host vanishes.
 """
 
 import json
@@ -82,7 +82,9 @@ asyncio.run(main())
 
 @contextmanager
 def placed(program: str, num_copies: int) -> Iterator[str]:
-    """Run a program that needs both hosts, cut the cable, and give its line about the loss."""
+    """Run a program that needs both hosts, cut the cable, and yield the line that it prints about
+    the loss.
+    """
     with two_hosts() as hosts:
         process = hosts.run("a", program)
         lines = iter(process.stdout or ())

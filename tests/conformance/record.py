@@ -1,9 +1,9 @@
-"""Records what vLLM's own scheduler decides on a workload, in the form that replay.py prints.
+"""Record what vLLM's own scheduler decides on a workload, in the format that replay.py prints.
 
     python tests/conformance/record.py WORKLOAD.json MODEL_DIR > TRACE.json
 
-Needs vLLM 0.33.0, which no test does: README.md says how to install enough of it. No model runs;
-MODEL_DIR is any directory with a `config.json`, since vLLM asks for one.
+This needs vLLM 0.33.0, which no test does: README.md says how to install enough of it. No model
+runs; MODEL_DIR is any directory with a `config.json`, because vLLM requires one.
 """
 
 import argparse
@@ -39,8 +39,8 @@ VERSION = "0.33.0"
 
 
 def make_scheduler(config: dict[str, Any], model: Path) -> Scheduler:
-    """vLLM's scheduler: one KV-cache group of full attention, no asynchronous scheduling, all
-    else by default.
+    """Return vLLM's scheduler with one KV-cache group of full attention, no asynchronous
+    scheduling, and defaults elsewhere.
     """
     cache_config = CacheConfig(block_size=config["block_size"], enable_prefix_caching=config["enable_prefix_caching"])
     cache_config.num_gpu_blocks = config["num_blocks"]
@@ -87,7 +87,7 @@ def make_request(entry: dict[str, Any], block_size: int) -> Request:
 
 
 def run_step(scheduler: Scheduler, step: int, arrivals: list[Request], aborts: list[str]) -> dict[str, Any]:
-    """One step of a workload; returns its row of the trace."""
+    """Run one step of a workload and return its row of the trace."""
     for request in arrivals:
         scheduler.add_request(request)
     for request_id in aborts:

@@ -1,8 +1,8 @@
-"""Drives the scheduler with a workload, without a model, and prints what it decides at each step.
+"""Drive the scheduler with a workload and no model, and print what it decides at each step.
 
     uv run python tests/conformance/replay.py WORKLOAD.json
 
-README.md beside this file describes workload and trace.
+README.md beside this file describes the workload and the trace.
 """
 
 import argparse
@@ -60,7 +60,7 @@ def make_request(entry: dict[str, Any]) -> Request:
 
 
 def run_step(scheduler: Scheduler, step: int, arrivals: list[Request], aborts: list[str]) -> dict[str, Any]:
-    """One step of a workload; returns its row of the trace."""
+    """Run one step of a workload and return its row of the trace."""
     for request in arrivals:
         scheduler.add_request(request)
     scheduler.finish_requests(aborts, RequestStatus.FINISHED_ABORTED)
@@ -82,8 +82,8 @@ def run_step(scheduler: Scheduler, step: int, arrivals: list[Request], aborts: l
 
 
 def replay(workload: dict[str, Any], kind: Callable[..., Scheduler] = Scheduler) -> list[dict[str, Any]]:
-    """Return the trace of a whole workload, from step 0 until nothing is unfinished and nobody is
-    still to come.
+    """Return the trace of a whole workload, from step 0 until all requests have arrived and
+    finished.
     """
     scheduler = make_scheduler(workload["config"], kind)
     entries = workload["requests"]

@@ -1,4 +1,4 @@
-"""A KV connector without a network, for tests: both of its sides, and a worker that knows what
+"""A KV connector without a network, for tests: both its sides, and a worker that tracks what
 invalid blocks spoil.
 """
 
@@ -41,12 +41,12 @@ def config_double(block_size: int = 4, **settings: Any) -> KVConnectorConfig:
 
 @dataclass
 class Plan:
-    """The double's plan for one request: `num_tokens` of its prompt are elsewhere.
+    """The double's plan for one request: the first `num_tokens` of its prompt can be loaded.
 
-    `num_unknown`: how often it does not know yet. `load_steps`: how long an asynchronous load
-    takes; 0: within the step. `fails`: which places of the blocks to load are invalid; None stands
-    for all, as a failed receive. `send_steps`: how long its blocks are kept after its end; 0: not
-    at all.
+    `num_unknown`: how many lookups are answered with "not known yet". `load_steps`: how many steps
+    an asynchronous load takes; 0 means within the step. `fails`: indices of the blocks to load that
+    become invalid; None means all, like a failed receive. `send_steps`: how many steps its blocks
+    are kept after it ends; 0 means not at all.
     """
 
     num_tokens: int = 0
@@ -58,7 +58,7 @@ class Plan:
 
 @dataclass
 class Load:
-    """Blocks to be filled with tokens `start` to `stop`, and the request's own of them."""
+    """A load of a request's tokens `start` to `stop` into its blocks."""
 
     request: Request
     block_ids: list[int]
@@ -76,8 +76,8 @@ class Metadata(KVConnectorMetadata):
 
 
 class ConnectorDouble(KVConnectorBase_V1):
-    """The scheduler's side, which does what `plans` say by request id, and nothing for other
-    requests.
+    """The connector's scheduler side, which follows `plans` by request id and does nothing for
+    other requests.
     """
 
     def __init__(self, plans: dict[str, Plan], block_size: int = 4) -> None:
@@ -135,8 +135,8 @@ class ConnectorDouble(KVConnectorBase_V1):
 
 
 class RemoteWorkerDouble(WorkerDouble):
-    """A worker with the connector's other side. What is computed from invalid slots is invalid,
-    its tokens nonsense.
+    """A worker with the connector's worker side. Whatever is computed from invalid slots is
+    invalid, and its tokens are nonsense.
     """
 
     def __init__(self, block_size: int, next_token: NextToken) -> None:
@@ -174,7 +174,7 @@ class RemoteWorkerDouble(WorkerDouble):
         self.loading.clear()
 
     def arrive(self, load: Load, output: KVConnectorOutput) -> None:
-        """Fill the blocks of a load, except those that fail."""
+        """Fill the blocks of a load, except those that are planned to fail."""
         prefixes, running = [], hash(load.request.sampling_params)
         for token_id in load.request.all_token_ids[: load.stop]:
             running = hash((running, token_id))

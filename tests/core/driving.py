@@ -1,4 +1,4 @@
-"""Short ways to make a scheduler and to drive it, for tests."""
+"""Helpers that make and drive a scheduler in tests."""
 
 from typing import Any
 
@@ -15,8 +15,8 @@ CACHE_FIELDS = {"num_gpu_blocks", "block_size", "enable_prefix_caching"}
 
 
 def make_scheduler(**settings: Any) -> Scheduler:
-    """Return a scheduler with 10 usable blocks of 4 tokens and requests of at most 40 tokens, if
-    not said otherwise.
+    """Return a scheduler with 10 usable blocks of 4 tokens and requests of at most 40 tokens,
+    unless overridden.
     """
     cache = {"num_gpu_blocks": 11, "block_size": 4} | {k: v for k, v in settings.items() if k in CACHE_FIELDS}
     rest = {"max_model_len": 40} | {k: v for k, v in settings.items() if k not in CACHE_FIELDS}
@@ -24,7 +24,7 @@ def make_scheduler(**settings: Any) -> Scheduler:
 
 
 class Drive:
-    """A scheduler with a worker double; checks all invariants after every call. No token is
+    """A scheduler with a worker double that checks all invariants after every call. No token is
     sampled twice.
     """
 
@@ -35,8 +35,8 @@ class Drive:
         self.engine_outputs: list[EngineCoreOutput] = []
 
     def add(self, request_id: str, prompt: int | list[int], max_tokens: int = 5, **arguments: Any) -> Request:
-        """Add a request; a number stands for a prompt of that many tokens that no other request
-        has.
+        """Add a request; an integer prompt stands for that many tokens that no other request
+        shares.
         """
         if isinstance(prompt, int):
             base = 1000 * (1 + len(self.scheduler.requests) + self.num_sampled)
@@ -52,7 +52,7 @@ class Drive:
         return output
 
     def step(self, drafts: dict[str, list[int]] | None = None) -> dict[str, int]:
-        """Run a whole step; `drafts` are for the next one. Return what was scheduled."""
+        """Run a whole step and return what was scheduled; `drafts` are for the next step."""
         output = self.schedule()
         self.engine_outputs = self.scheduler.update_from_output(output, self.worker.execute(output))
         self.scheduler.update_draft_token_ids(drafts or {})
@@ -64,15 +64,15 @@ class Drive:
         return self.scheduler.kv_cache_manager.get_block_ids(request_id)
 
     def running(self) -> list[str]:
-        """Ids, in order."""
+        """Return the ids of the running requests, in order."""
         return [request.request_id for request in self.scheduler.running]
 
     def waiting(self) -> list[str]:
-        """Ids, in order."""
+        """Return the ids of the waiting requests, in order."""
         return [request.request_id for request in self.scheduler.waiting]
 
     def free(self) -> list[int]:
-        """Return ids of the free blocks, next to be reused first."""
+        """Return the ids of the free blocks, starting with the next to be reused."""
         queue = self.scheduler.kv_cache_manager.block_pool.free_block_queue
         return [block.block_id for block in queue.get_all_free_blocks()]
 

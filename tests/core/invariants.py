@@ -1,4 +1,4 @@
-"""Invariants of the scheduler's books, which hold after every call."""
+"""Invariants of the scheduler's bookkeeping that hold after every call."""
 
 from collections import Counter
 
@@ -9,7 +9,9 @@ from minivllm.kv_connector.offload.scheduler import OffloadScheduler
 
 
 def check_pool(pool: BlockPool, holders: Counter[int]) -> None:
-    """`holders` counts, by block id, the requests that hold each block."""
+    """Check the pool against `holders`, which counts the requests that hold each block, by block
+    id.
+    """
     free = [block.block_id for block in pool.free_block_queue.get_all_free_blocks()]
     assert len(free) == len(set(free)) == pool.get_num_free_blocks(), "a block is in the free queue twice"
     assert not set(free) & set(holders), "a held block is in the free queue"
@@ -22,7 +24,9 @@ def check_pool(pool: BlockPool, holders: Counter[int]) -> None:
 
 
 def check_hashes(pool: BlockPool) -> None:
-    """A block's hash finds a block with that hash, and nothing else is findable."""
+    """Check that each block's hash finds a block with that hash, and that nothing else can be
+    found.
+    """
     published = {block.block_id: block.block_hash for block in pool.blocks if block.block_hash is not None}
     for block_hash in published.values():
         result = pool.get_cached_block(block_hash)
@@ -32,8 +36,8 @@ def check_hashes(pool: BlockPool) -> None:
 
 
 def _remote(scheduler: Scheduler) -> tuple[list[Request], list[Request]]:
-    """Return the requests that wait for keys and values, and those that have ended and keep their
-    blocks.
+    """Return the requests that wait for remote KV, and the finished ones whose blocks are still
+    held.
     """
     if scheduler.remote is None:
         return [], []
@@ -42,19 +46,19 @@ def _remote(scheduler: Scheduler) -> tuple[list[Request], list[Request]]:
 
 
 def _held_for_copies(scheduler: Scheduler) -> list[int]:
-    """Return blocks that are being copied to another tier, once for each copy."""
+    """Return the ids of blocks that are being copied to another tier, once for each copy."""
     side = scheduler.remote and scheduler.remote.connector
     stores = side._stores.values() if isinstance(side, OffloadScheduler) else ()
     return [block.block_id for store in stores for block in store.blocks]
 
 
 def holds_blocks(request: Request) -> bool:
-    """Return whether blocks of a waiting request are being filled, or are filled."""
+    """Return whether a waiting request's blocks are filled or being filled."""
     return request.status is RequestStatus.WAITING_FOR_REMOTE_KVS or request.num_computed_tokens > 0
 
 
 def check_scheduler(scheduler: Scheduler, under_way: bool = False) -> None:
-    """Between two steps, or when one has been scheduled and is `under_way`."""
+    """Check the scheduler between two steps, or while a scheduled step is `under_way`."""
     manager, config = scheduler.kv_cache_manager, scheduler.config
     tables = {request_id: manager.get_block_ids(request_id) for request_id in manager.req_to_blocks}
     for table in tables.values():

@@ -1,5 +1,5 @@
-"""A worker with a tier below its cache and no model, for tests: it copies what slots hold, at
-the worst moment.
+"""A worker for tests, with a tier below its cache and no model: it copies what slots hold at the
+worst moment.
 """
 
 from dataclasses import dataclass
@@ -17,10 +17,10 @@ Block = list[int | None]
 
 @dataclass
 class UnderWay:
-    """A load of a request's `name`, or a store of a `number`, that ends after `num_steps` more
-    steps.
+    """A request's load (`name` is its id) or a store (`name` is its number) that ends after
+    `num_steps` more steps.
 
-    `is_late`: it moves its bytes then, not at once.
+    `is_late`: it moves its bytes at its end, not at once.
     """
 
     job: BlockCopy
@@ -34,7 +34,7 @@ class UnderWay:
 
 
 class OffloadingWorkerDouble(WorkerDouble):
-    """Copies take up to `most_steps`, by `rng`."""
+    """A worker whose copies take up to `most_steps` steps, drawn from `rng`."""
 
     def __init__(self, block_size: int, next_token: NextToken, rng: Random, most_steps: int = 3) -> None:
         super().__init__(block_size, next_token)

@@ -27,8 +27,8 @@ from minivllm.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 
 @dataclass
 class WorkerAhead(WorkerDouble):
-    """Know what the scheduler does not know yet: how many drafts were rejected, and its own
-    drafts.
+    """A worker that knows what the scheduler does not know yet: how many drafts were rejected, and
+    its own drafts.
     """
 
     drafts: dict[str, list[int]] = field(default_factory=dict)
@@ -52,8 +52,8 @@ class WorkerAhead(WorkerDouble):
 
 
 class Ahead:
-    """A scheduler, a worker, and the outputs that the scheduler has not seen yet. Token i of a
-    request is 100 + i.
+    """A scheduler, a worker, and the outputs that the scheduler has not seen yet. A request's token
+    at position i is 100 + i.
     """
 
     def __init__(self, **options) -> None:
@@ -84,7 +84,9 @@ class Ahead:
         return outputs
 
     def run(self) -> int:
-        """Keep two steps in flight until all have ended; return the number of scheduled tokens."""
+        """Keep two steps in flight until all requests have ended; return the number of scheduled
+        tokens.
+        """
         total = 0
         while self.scheduler.has_unfinished_requests():
             total += sum(self.schedule().values())
@@ -183,7 +185,7 @@ def test_where_steps_go_through_stages_a_request_waits_for_its_token():
 
 
 class RunAhead(Run):
-    """Keep up to `depth` steps in flight."""
+    """A run that keeps up to `depth` steps in flight."""
 
     depth = 1
 
@@ -207,7 +209,7 @@ class RunAhead(Run):
             check_scheduler(self.scheduler)
 
     def drafts(self, request_ids: list[str]) -> dict[str, list[int]]:
-        """Draft any number of tokens from what the worker knows."""
+        """Draft a random number of tokens for each request from what the worker knows."""
         known, drafts = self.worker.requests, {}
         for request_id in request_ids:
             tokens = list(known[request_id].token_ids)
@@ -220,8 +222,8 @@ class RunAhead(Run):
 @settings(max_examples=60, deadline=None)
 @given(seed=SEEDS)
 def test_any_workload_ends_with_the_right_tokens(seed):
-    """Keep two steps in flight, with drafts, or three through stages; in pools that are too
-    small.
+    """Two steps are in flight, with or without drafts, or three through pipeline stages, in pools
+    that are too small.
     """
     rng = Random(seed)
     workload = random_workload(rng)

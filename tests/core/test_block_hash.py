@@ -1,5 +1,5 @@
-"""A block's hash stands for its tokens, everything before them, and the extra keys; nothing
-else.
+"""Test that a block's hash depends on its tokens, everything before them and the extra keys, and
+nothing else.
 """
 
 import subprocess

@@ -1,4 +1,6 @@
-"""Compare the free queue with a plain list, and the pool with a plain account of who holds what."""
+"""Compare the free queue with a plain list, and the pool with a plain record of each block's
+holders.
+"""
 
 import gc
 from collections import Counter
@@ -79,8 +81,8 @@ class QueueAgainstList(RuleBasedStateMachine):
 
 
 class PoolAgainstAccount(RuleBasedStateMachine):
-    """Holders are tables, as requests have them; hashes are small numbers, so that several
-    blocks share one.
+    """A pool compared with a plain record. Holders are block tables, as in requests; hashes are
+    small numbers, so that several blocks share one.
     """
 
     @initialize(num_gpu_blocks=st.integers(2, 9))

@@ -1,5 +1,5 @@
-"""Requests that wait for a grammar, and are sampled by it: the scheduler's part, with grammars
-that are doubles.
+"""Test the scheduler's part in requests that wait for a grammar and are sampled under it, with
+grammar doubles.
 """
 
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ WAITING = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
 
 @dataclass
 class Grammar:
-    """Allows `length` tokens, whichever they are, except `forbidden`; then only the
+    """A grammar that allows any `length` tokens except `forbidden`, and then only the
     end-of-sequence token 7.
     """
 
@@ -40,7 +40,7 @@ class Grammar:
 
 @dataclass
 class Wanted:
-    """A grammar that is there once `pending` is false, unless it has failed."""
+    """A requested grammar that is ready once `pending` is false, unless it has failed."""
 
     grammar: Grammar = field(default_factory=Grammar)
     pending: bool = False

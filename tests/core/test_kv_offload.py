@@ -1,4 +1,4 @@
-"""The books of the host tier: pins, duplicates, and who goes first."""
+"""The host tier's bookkeeping: pins, duplicates, and the order of eviction."""
 
 from random import Random
 
@@ -19,7 +19,7 @@ def hits(manager: CPUOffloadingManager) -> set[bytes]:
 
 
 def stored(manager: CPUOffloadingManager, *keys: bytes) -> set[bytes]:
-    """Stores keys of one request; returns those that were evicted for it."""
+    """Store the keys of one request; return those that were evicted to make room."""
     before = hits(manager)
     output = manager.prepare_store(keys)
     assert output is not None

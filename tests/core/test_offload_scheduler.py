@@ -24,7 +24,7 @@ SIZE = 4
 
 
 def connector_of(use_eagle: bool = False, num_usable: int | None = 30, **extra: Any) -> OffloadScheduler:
-    """Make a tier of `num_usable` blocks besides the null block, of 100 bytes each."""
+    """Make a connector whose tier has `num_usable` blocks of 100 bytes each besides the null block."""
     transfer = KVTransferConfig(
         kv_connector="SimpleCPUOffloadConnector",
         kv_connector_extra_config={"num_cpu_blocks": num_usable and num_usable + 1} | extra,
@@ -51,13 +51,13 @@ class OffloadRun(ConnectorRun):
         super().__init__(tier, self.worker, **settings)
 
     def serve(self, name: str, prompt: list[int], max_tokens: int = 1, **arguments: Any) -> Request:
-        """Add a request and step until nothing is left."""
+        """Add a request and step until none is left."""
         request = self.add(name, prompt, max_tokens, **arguments)
         self.finish()
         return request
 
     def has(self, request: Request) -> list[bool]:
-        """Tell which of a request's blocks lie in the tier."""
+        """Return, for each of a request's blocks, whether the tier has it."""
         return [self.tier.manager.lookup(key) is LookupResult.HIT for key in request.block_hashes]
 
     def finish(self) -> None:
@@ -70,9 +70,7 @@ class OffloadRun(ConnectorRun):
 
 
 def run_with_evicted_blocks(**settings: Any) -> tuple[OffloadRun, Request]:
-    """Serve `first`, and then another request which takes its blocks; the tier keeps a copy of
-    them.
-    """
+    """Serve `first`, then another request that takes its blocks; the tier keeps a copy of them."""
     run = OffloadRun(connector_of(), **settings)
     first = run.serve("first", prompt_of(0, 12))
     run.serve("other", prompt_of(1, 37))
@@ -80,7 +78,7 @@ def run_with_evicted_blocks(**settings: Any) -> tuple[OffloadRun, Request]:
 
 
 def prompt_of(number: int, length: int) -> list[int]:
-    """Return a prompt that shares no block with those of other numbers."""
+    """Return a prompt that shares no block with the prompts of other numbers."""
     return [number + 4 * (place % 50) for place in range(length)]
 
 
@@ -91,9 +89,7 @@ def hits(run: OffloadRun) -> int:
 
 
 def test_eager_store_and_load_roundtrip() -> None:
-    """A second request with the prompt of the first gets its blocks back, which the pool has
-    lost.
-    """
+    """A second request with the first one's prompt gets back the blocks that the pool has lost."""
     run, first = run_with_evicted_blocks()
     assert run.has(first) == [True] * 3
     assert run.scheduler.kv_cache_manager.get_computed_blocks(first)[1] == 0
@@ -106,7 +102,7 @@ def test_eager_store_and_load_roundtrip() -> None:
 
 
 def test_an_id_is_in_use_until_its_blocks_are_loaded() -> None:
-    """A request that is aborted meanwhile keeps them; another with its id would get the same
+    """A request aborted during its load keeps its blocks; another with its id would get the same
     ones.
     """
     run, _ = run_with_evicted_blocks(most_steps=20, rng=Random(1))
@@ -139,8 +135,8 @@ def test_a_drafter_that_looks_ahead_leaves_out_the_last_block_that_matches() -> 
 
 
 def test_lazy_store_and_load_roundtrip() -> None:
-    """Nothing is stored before it stands near the head of the free queue; then it is, and goes
-    no later for it.
+    """A block is stored only once it is near the head of the free queue, and storing it does not
+    delay its eviction.
     """
     run = OffloadRun(connector_of(lazy_offload=True))
     first = run.serve("first", prompt_of(0, 12))
@@ -156,7 +152,7 @@ def test_lazy_store_and_load_roundtrip() -> None:
 
 
 def test_lazy_stores_come_to_an_end_where_the_tier_is_smaller_than_what_stands_near_the_head() -> None:
-    """Otherwise each stored block would evict another candidate for ever."""
+    """Otherwise each stored block would evict another candidate forever."""
     run = OffloadRun(connector_of(lazy_offload=True, num_usable=2), most_steps=3)
     for number in range(4):
         run.serve(f"r{number}", prompt_of(number, 21), 5)
@@ -166,7 +162,7 @@ def test_lazy_stores_come_to_an_end_where_the_tier_is_smaller_than_what_stands_n
 
 
 def test_what_is_stored_lazily_stays_next_to_be_evicted() -> None:
-    """If it went to the tail of the free queue, it would make room near the head for others, until
+    """If a stored block went to the tail of the free queue, others would move near the head until
     all were stored.
     """
     run = OffloadRun(connector_of(lazy_offload=True), num_gpu_blocks=21)
@@ -188,8 +184,8 @@ def test_eager_duplicate_store_skipped() -> None:
 
 
 def test_touched_blocks_survive_eviction() -> None:
-    """A request that comes again makes its blocks young, though it finds them in the pool and
-    loads nothing.
+    """A repeated request makes its blocks recently used, though it finds them in the pool and loads
+    nothing.
     """
     run = OffloadRun(connector_of(num_usable=6), num_gpu_blocks=30)
     first, second = run.serve("first", prompt_of(0, 12)), run.serve("second", prompt_of(1, 12))
@@ -256,7 +252,9 @@ def test_prompts_only_by_default_and_answers_where_it_is_asked() -> None:
 
 
 def test_blocks_that_wait_for_a_copy_are_given_back_before_anybody_is_preempted() -> None:
-    """Stores take long, and the pool is just large enough without the blocks that they hold."""
+    """Stores take long, and the pool is just large enough once the blocks that they hold are given
+    back.
+    """
     run = OffloadRun(connector_of(num_usable=40), num_gpu_blocks=9, most_steps=50, rng=Random(3))
     run.add("short", prompt_of(0, 8), 1)
     run.step()
@@ -276,7 +274,7 @@ def test_a_step_that_fails_makes_the_tier_forget_all() -> None:
 
 
 def test_the_steps_tell_of_the_tier() -> None:
-    """Report the tier also in step 3, where a store ends while a request decodes."""
+    """Step 3, where a store ends while a request decodes, also reports the tier."""
     run = OffloadRun(connector_of(), most_steps=5, rng=Random(7))
     recorder = StepRecorder(run.scheduler)
     run.add("r", prompt_of(0, 12), 4)
@@ -305,7 +303,7 @@ def test_reset_cache_forgets_all_unless_a_copy_is_under_way() -> None:
         ({"num_usable": None}, "has no size"),
         ({"lazy_ofload": True}, "no key 'lazy_ofload'; did you mean 'lazy_offload'"),
         ({"color": 1}, "no key 'color'"),
-        ({"lazy_offload": True, "offload_prompt_only": True}, "does not know whose"),
+        ({"lazy_offload": True, "offload_prompt_only": True}, "does not know which request"),
         ({"store_threshold": 2}, "no key"),
         ({"num_usable": None, "cpu_bytes_to_use": 99}, "a block of 4 tokens takes 100"),
         ({"num_usable": 10**16}, "this machine has"),
@@ -319,7 +317,7 @@ def test_what_cannot_be_is_refused_in_one_line(extra: dict[str, Any], message: s
 @settings(max_examples=80, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_whatever_the_workload_the_tier_changes_no_token_and_leaks_no_block(seed: int) -> None:
-    """Vary pools, copies that take long, priorities, chunks, drafts, aborts and failed steps."""
+    """Pools, slow copies, priorities, chunks, drafts, aborts and failed steps vary."""
     rng = Random(seed)
     ahead = rng.random() < 0.4
     extra: dict[str, Any] = {"num_usable": rng.choice([1, 3, 8, 40]), "lazy_offload": rng.random() < 0.3}
@@ -356,7 +354,7 @@ def test_whatever_the_workload_the_tier_changes_no_token_and_leaks_no_block(seed
 
 
 def drafts_of(run: OffloadRun, name: str, rng: Random) -> list[int]:
-    """Guess two tokens, the first of them often right."""
+    """Guess two tokens, the first of which is often right."""
     tokens = list(run.requests[name].all_token_ids)
     right = toy_model(tokens)
     return [right if rng.random() < 0.7 else rng.randrange(4), rng.randrange(4)]

@@ -1,9 +1,9 @@
-"""Serve random workloads: the books agree, each step advances a request, all end, and no token is
-wrong.
+"""Serve random workloads: the bookkeeping agrees, each step advances a request, all end, and no
+token is wrong.
 
-The model here is a function of the tokens before, and its keys and values are the prefixes
-themselves. So a request is answered as it would be alone, however its prompt was cut, shared,
-preempted or guessed ahead.
+The model here is a function of the preceding tokens, and its keys and values are the prefixes
+themselves. So a request gets the answer that it would get alone, however its prompt was chunked,
+shared or preempted, and whatever was drafted.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ SEEDS = st.integers(0, 2**32)
 
 
 def toy_model(token_ids: list[int]) -> int:
-    """Return one of four tokens, which follows from the last three: outputs then share blocks."""
+    """Return one of four tokens, determined by the last three, so that outputs share blocks."""
     return hashlib.sha256(bytes(token & 255 for token in token_ids[-3:])).digest()[0] % 4
 
 
@@ -83,7 +83,7 @@ class Run:
             self.reasons[engine_output.request_id] = engine_output.finish_reason
 
     def drafts(self, request_ids: list[str]) -> dict[str, list[int]]:
-        """Guess some tokens for each request, the first ones often right."""
+        """Guess some tokens for each request; the first ones are often right."""
         drafts = {}
         for request_id in request_ids:
             tokens = list(self.requests[request_id].all_token_ids)
@@ -103,7 +103,7 @@ class Run:
 
 
 def alone(request: Request, max_model_len: int) -> list[int]:
-    """Return the answer of a request without any scheduling."""
+    """Return a request's answer as computed without any scheduling."""
     tokens = list(request.prompt_token_ids)
     while len(tokens) < max_model_len and len(tokens) - request.num_prompt_tokens < request.max_tokens:
         tokens.append(toy_model(tokens))
@@ -131,7 +131,7 @@ def serve(run: Run, workload: dict[str, Any]) -> None:
 
 
 def configs_of(workload: dict[str, Any], num_drafts: int = 0, **settings: Any) -> tuple[SchedulerConfig, CacheConfig]:
-    """Return a workload's configurations, with other settings and room for this many drafts."""
+    """Return a workload's configurations with these settings and room for this many drafts."""
     config = workload["config"]
     shared = {key: config[key] for key in SCHEDULER_KEYS}
     cache_config = CacheConfig(

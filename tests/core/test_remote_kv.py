@@ -1,5 +1,5 @@
-"""Test requests with a KV connector: its three answers, the blocks that stay held, and loads
-that fail.
+"""Test requests with a KV connector: its three answers, the blocks that stay held, and loads that
+fail.
 """
 
 import json
@@ -28,8 +28,8 @@ from minivllm.engine.step_recorder import StepRecorder
 
 
 class ConnectorRun:
-    """A scheduler with a connector and a worker; check all books at every call. `ahead`: steps
-    in flight.
+    """A scheduler with a connector and a worker, whose bookkeeping is checked at every call.
+    `ahead` keeps steps in flight.
     """
 
     def __init__(
@@ -85,19 +85,19 @@ class ConnectorRun:
         return dict(output.num_scheduled_tokens)
 
     def fail_step(self, gone: Collection[str] = ()) -> None:
-        """Lose the steps in flight and the requests `gone`, as after an error on a rank."""
+        """Drop the steps in flight and the requests `gone`, as after an error on a rank."""
         self.in_flight.clear()
         self.scheduler.start_over(gone)
         self.worker.reset()
         check_scheduler(self.scheduler)
 
     def abort_one(self, rng: Random) -> None:
-        """Abort any request, also one that has ended."""
+        """Abort a random request, possibly one that has ended."""
         self.scheduler.finish_requests([rng.choice(list(self.requests))], RequestStatus.FINISHED_ABORTED)
         check_scheduler(self.scheduler, under_way=bool(self.in_flight))
 
     def finish(self) -> None:
-        """Step until nothing is left, then check tokens and blocks."""
+        """Step until no request is left, then check tokens and blocks."""
         for _ in range(3000):
             if self.scheduler.has_unfinished_requests():
                 self.step()
@@ -116,7 +116,7 @@ class ConnectorRun:
 
 
 class Run(ConnectorRun):
-    """A run whose connector does what `plans` say."""
+    """A run whose connector follows `plans`."""
 
     def __init__(self, plans: dict[str, Plan], **settings: Any) -> None:
         self.connector = ConnectorDouble(plans)
@@ -125,8 +125,8 @@ class Run(ConnectorRun):
 
 
 def test_nobody_waits_for_one_that_a_pinned_adapter_keeps_out() -> None:
-    """The adapter was pinned while the keys and values of `r` were loaded; others go on until it
-    is unpinned.
+    """Another adapter is pinned while the keys and values of `r` are loaded; other requests go on
+    until it is unpinned.
     """
     run = Run({"r": Plan(num_tokens=10, load_steps=2)}, max_loras=1)
     adapter = LoRARequest("one", 1, "/one")
@@ -147,8 +147,8 @@ def test_nobody_waits_for_one_that_a_pinned_adapter_keeps_out() -> None:
 
 
 def test_basic_lifecycle() -> None:
-    """Load two and a half blocks: they are held at once, and no request finds them before they
-    are loaded.
+    """Two and a half blocks are loaded: they are held immediately, and no request finds them before
+    they are loaded.
     """
     run = Run({"r": Plan(num_tokens=10, load_steps=2)})
     request = run.add("r", 10)
@@ -168,9 +168,7 @@ def test_basic_lifecycle() -> None:
 
 
 def test_a_request_that_loads_is_shown_before_those_that_wait() -> None:
-    """One of two is loaded, and then waits for a seat in a batch of two; the other has not
-    begun.
-    """
+    """`first` loads and then waits for a seat in a batch of two; `second` has not begun."""
     run = Run({"first": Plan(num_tokens=8, load_steps=2), "second": Plan(num_tokens=8)}, max_num_seqs=2)
     recorder, queues = StepRecorder(run.scheduler), []
     for name in ("a", "first", "b", "second"):
@@ -185,7 +183,7 @@ def test_a_request_that_loads_is_shown_before_those_that_wait() -> None:
 
 
 def test_no_spurious_prefix_caching() -> None:
-    """The same prompt computed here meanwhile finds none of the blocks that are still empty."""
+    """The same prompt, computed locally meanwhile, hits none of the blocks that are still empty."""
     run = Run({"remote": Plan(num_tokens=9, load_steps=4)})
     run.add("remote", [1] * 9)
     run.step()
@@ -195,7 +193,7 @@ def test_no_spurious_prefix_caching() -> None:
 
 
 def test_full_block_prompt() -> None:
-    """Compute the last token again, in its own block, where the whole prompt was loaded."""
+    """The last token is computed again, in its own block, though the whole prompt was loaded."""
     run = Run({"r": Plan(num_tokens=8, load_steps=1)})
     run.add("r", 8)
     run.step()
@@ -218,7 +216,9 @@ def test_cannot_recv_while_the_pool_is_full() -> None:
 
 
 def test_cannot_schedule_after_recv() -> None:
-    """A request whose load has ended may wait for room with its blocks, and may be preempted."""
+    """A request whose load has ended may wait for room while holding its blocks, and may be
+    preempted.
+    """
     run = Run({"remote": Plan(num_tokens=8, load_steps=1)}, num_gpu_blocks=6)
     run.add("a", 8, max_tokens=8)
     run.step()
@@ -227,7 +227,7 @@ def test_cannot_schedule_after_recv() -> None:
 
 
 def test_async_load_reserves_blocks_for_inflight() -> None:
-    """A second load must not take the blocks that the first will need to end its prompt."""
+    """A second load must not take the blocks that the first needs to finish its prompt."""
     run = Run({"a": Plan(num_tokens=4, load_steps=4), "b": Plan(num_tokens=16, load_steps=1)}, num_gpu_blocks=8)
     a, b = run.add("a", 16), run.add("b", 17)
     run.step()
@@ -238,7 +238,7 @@ def test_async_load_reserves_blocks_for_inflight() -> None:
 
 
 def test_the_connector_does_not_know_yet() -> None:
-    """Let other requests go first, and ask the connector once in each step."""
+    """Other requests go first, and the connector is asked once in each step."""
     run = Run({"a": Plan(num_tokens=4, num_unknown=2)})
     run.add("a", 9)
     run.add("b", 9)
@@ -285,7 +285,7 @@ def test_aborted_after_it_has_received(steps: int) -> None:
 
 
 def test_whoever_arrives_first_does_not_stand_in_the_way_of_one_admitted_before() -> None:
-    """The second request needs blocks that the first holds, and its load ends before the first
+    """The second request needs blocks that the first one holds, and its load ends before the first
     one's.
     """
     plans = {"first": Plan(num_tokens=16, load_steps=4), "second": Plan(num_tokens=16, load_steps=1)}
@@ -323,8 +323,8 @@ def test_a_failed_load_is_recomputed(
 
 
 def test_requests_that_share_an_invalid_block_wait_for_the_first_to_compute_it() -> None:
-    """The second request goes on behind their common prefix once the first has computed it, as
-    in vLLM.
+    """The second request continues after their common prefix once the first has computed it, as in
+    vLLM.
     """
     run = Run({"a": Plan(num_tokens=12, fails=(1,))}, recompute=True, num_gpu_blocks=30, max_num_batched_tokens=64)
     prompt = [1, 2, 3, 0] * 4

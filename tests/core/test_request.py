@@ -1,4 +1,4 @@
-"""The request's own numbers, its end, and what it refuses."""
+"""Test a request's own counts, how it ends, and what it refuses."""
 
 import pytest
 from refusals import assert_refused

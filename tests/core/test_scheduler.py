@@ -1,4 +1,4 @@
-"""The rules of a step, one by one."""
+"""Test the rules of a step one at a time."""
 
 import pytest
 from core.driving import Drive, make_scheduler
@@ -197,7 +197,7 @@ def test_a_waiting_request_ends_being_alone() -> None:
 
 
 def test_an_adaptive_threshold_is_at_least_a_fair_share_of_the_budget() -> None:
-    """Share twelve tokens: two requests get six each; for four the share of three is below the
+    """Two requests share twelve tokens as six each; among four, the share of three is below the
     threshold.
     """
     d = drive(long_prefill_token_threshold=4, long_prefill_token_threshold_adaptive=True, max_num_batched_tokens=12)
@@ -399,8 +399,8 @@ def test_priority_ties_go_by_arrival() -> None:
 
 
 def num_steps_of_equals(rules: SchedulingPolicy, must_fit: bool) -> int:
-    """Count the steps until two equal requests, which fill the pool in chunks of 2 tokens, have
-    ended; at most 500.
+    """Count the steps, at most 500, until two equal requests that fill the pool in chunks of 2
+    tokens have ended.
     """
     config = SchedulerConfig(
         max_model_len=10,
@@ -421,8 +421,8 @@ def num_steps_of_equals(rules: SchedulingPolicy, must_fit: bool) -> int:
 
 
 def test_equal_requests_do_not_preempt_each_other_forever() -> None:
-    """vLLM's rule takes the first of equals: they do, unless all known tokens must fit, which is
-    the default.
+    """vLLM's rule picks the first of equals, so they do preempt each other unless all known tokens
+    must fit, which is the default.
     """
 
     def first_of_equals(running, policy, blocks) -> Request:
@@ -568,8 +568,8 @@ def test_blocks_that_accepted_drafts_filled_are_published_with_the_output() -> N
 
 
 def test_the_last_token_of_a_step_is_not_computed_and_does_not_fill_a_block_yet() -> None:
-    """A request that ends here would leave a block that others find, with nothing in its last
-    slot.
+    """Otherwise a request that ends here would leave a block that others find, with nothing in its
+    last slot.
     """
     d = drive(drafting=DraftingConfig(num_speculative_tokens=3))
     request = d.add("a", [1], max_tokens=20)

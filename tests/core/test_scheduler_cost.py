@@ -1,7 +1,7 @@
-"""The scheduler's work grows with the batch, and with nothing else.
+"""Test that the scheduler's work grows with the batch and with nothing else.
 
-Counted in function calls, which are the same on every machine. benchmarks/scheduler.py has the
-time.
+Work is counted in function calls, which are the same on every machine; benchmarks/scheduler.py
+measures the time.
 """
 
 import sys
@@ -17,7 +17,7 @@ from minivllm.core.scheduler_output import ModelRunnerOutput
 
 
 def decoding(num_requests: int, num_blocks: int = 2000, num_waiting: int = 0) -> Scheduler:
-    """Return a scheduler whose next steps are decodes of `num_requests` requests."""
+    """Return a scheduler whose next steps decode `num_requests` requests."""
     scheduler = make_scheduler(
         num_gpu_blocks=num_blocks, max_model_len=40, max_num_seqs=num_requests, max_num_batched_tokens=9 * num_requests
     )
@@ -49,7 +49,9 @@ def calls(function: Callable[[], object]) -> int:
 
 
 def calls_of_steps(scheduler: Scheduler) -> int:
-    """Eight steps: every request takes two new blocks and publishes two."""
+    """Count the function calls of eight steps, in which every request takes two new blocks and
+    publishes two.
+    """
     return calls(lambda: [step(scheduler) for _ in range(8)])
 
 

@@ -4,7 +4,7 @@ from minivllm.core.stats import SpecDecodingStats
 
 
 def test_drafts_since_an_earlier_snapshot():
-    """A position that the earlier one does not know had none."""
+    """A position that the earlier snapshot does not have counts as zero in it."""
     result = SpecDecodingStats(40, 100, 45, [30, 10, 5]).since(SpecDecodingStats(20, 40, 15, [10, 5]))
     assert result == SpecDecodingStats(20, 60, 30, [20, 5, 5])
     assert result.mean_acceptance_length == 1 + 30 / 20

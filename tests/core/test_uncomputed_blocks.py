@@ -1,9 +1,9 @@
 """The one decision that differs from vLLM v0.33.0: a block that was never computed cannot be found.
 
 Blocks are published when they are scheduled. Under the priority policy a request that was scheduled
-early in a step may become the victim of one behind it; then it does not run, and what was published
-for it is not computed. vLLM leaves the hashes. When the request comes back, vLLM "finds" those
-blocks, and attends to whatever is in them.
+early in a step may be preempted for one scheduled after it; then it does not run, and the blocks
+published for it are not computed. vLLM keeps their hashes. When the request comes back, vLLM
+"finds" those blocks, and attends to whatever is in them.
 """
 
 from core.driving import Drive, make_scheduler

@@ -4,7 +4,7 @@ what each slot holds.
 In place of keys and values a slot holds the whole prefix that ends there (as a running hash). A
 forward pass writes the scheduled tokens of all requests, then reads back every position that each
 of them attends to. So a block that was never computed, was given to two requests, or was
-overwritten too early is a failed assertion, as it would be a wrong token.
+overwritten too early fails an assertion, where a real model would generate a wrong token.
 """
 
 from collections.abc import Callable
@@ -24,10 +24,11 @@ class WorkerRequest:
 
 @dataclass
 class WorkerDouble:
-    """`next_token(token_ids)` is what the model would sample after these tokens.
+    """A worker that samples `next_token(token_ids)`, the token that the model would generate after
+    these.
 
-    A request's `sampling_params` stand for what else its keys and values depend on: an adapter,
-    say.
+    A request's `sampling_params` stand for whatever else its keys and values depend on, such as an
+    adapter.
     """
 
     block_size: int
@@ -36,8 +37,8 @@ class WorkerDouble:
     requests: dict[str, WorkerRequest] = field(default_factory=dict)
 
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
-        """One forward pass. Raises `AssertionError` if a request would attend to what is not its
-        own prefix.
+        """Run one forward pass; raise `AssertionError` if a request would attend to anything but
+        its own prefix.
         """
         starts = self._update_states(output)
         for request_id, count in output.num_scheduled_tokens.items():

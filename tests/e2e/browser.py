@@ -69,14 +69,14 @@ SLIDER = ".lw input[type=range]:not(.lw-player input)"
 
 @dataclass
 class Seen:
-    """A page's complaints, and the addresses that it asked."""
+    """A page's errors, and the addresses outside this machine that it requested."""
 
     errors: list[str] = field(default_factory=list)
     elsewhere: list[str] = field(default_factory=list)
 
     def watch(self, page: Page) -> Callable[[], None]:
-        """Note console errors, exceptions and requests that leave the machine, until what this
-        returns is called.
+        """Record console errors, exceptions and requests that leave the machine, until the returned
+        function is called.
         """
         heard: dict[Any, Callable[[Any], None]] = {
             "console": self._console,
@@ -114,26 +114,28 @@ class Notebook:
     seen: Seen
 
     def run_all(self) -> None:
-        """Run every cell and wait for the last. A cell that raises is not noticed here: see
-        `problems`.
+        """Run every cell and wait for the last. `problems` reports the cells that raised; this
+        method does not.
         """
         self.page.evaluate(LIMITED, [RUN_ALL, None, RUN_SECONDS])
 
     def execute(self, sources: Sequence[str]) -> list[list[dict[str, Any]]]:
         """Run more cells in the notebook's kernel, after its own; return the outputs of each.
 
-        What would come after one that raises does not run: its outputs are empty.
+        Cells after one that raises do not run, and their outputs are empty.
         """
         return self.page.evaluate(LIMITED, [EXECUTE, sources, RUN_SECONDS])
 
     def code_cells(self) -> list[dict[str, Any]]:
-        """Return each code cell's `source`, `count` (None if it did not run) and `outputs` (as
-        nbformat has them).
+        """Return each code cell's `source`, `count` (None if it did not run) and `outputs` (in
+        nbformat's form).
         """
         return self.page.evaluate(CELLS)
 
     def problems(self) -> list[str]:
-        """Say in a line each which code cell did not run, raised, or shows a widget that broke."""
+        """List, in one line each, the code cells that did not run or raised, and the widgets that
+        broke.
+        """
         results = []
         for number, cell in enumerate(self.code_cells(), start=1):
             name = f"code cell {number} ({cell['source'].splitlines()[0]!r})"
@@ -145,14 +147,13 @@ class Notebook:
         return results
 
     def press_arrow(self, slider: int = 0, seconds: float = SETTLE_SECONDS) -> tuple[str | None, str | None]:
-        """Move a slider by one key and wait until it says another value and its picture is another
-        one.
+        """Move a slider by one key press and wait until its value and its picture have changed.
 
         Returns:
-            What the slider said before and after.
+            The slider's value before and after.
 
         Raises:
-            TimeoutError: one of the two stayed as it was (playwright's error of that name).
+            TimeoutError: the value or the picture did not change (playwright's error of that name).
         """
         handle = self.page.locator(SLIDER).nth(slider)
         handle.scroll_into_view_if_needed()
@@ -181,7 +182,7 @@ class Notebook:
 
 
 def start_browser(playwright: Playwright, executable: str) -> Browser:
-    """Start Chromium, headless; playwright gives it a fresh profile folder."""
+    """Start headless Chromium; playwright gives it a fresh profile folder."""
     return playwright.chromium.launch(executable_path=executable, args=FLAGS)
 
 
@@ -189,8 +190,8 @@ _pages: WeakKeyDictionary[Browser, Page] = WeakKeyDictionary()
 
 
 def emptied_page(browser: Browser, width: int, height: int, color_scheme: ColorScheme = "light") -> Page:
-    """Empty the page that tests of this browser share: to open another takes longer than most of
-    them.
+    """Empty the page that this browser's tests share: opening another would take longer than most
+    of them.
     """
     page = _pages.get(browser)
     if page is None or page.is_closed():
@@ -205,8 +206,8 @@ def emptied_page(browser: Browser, width: int, height: int, color_scheme: ColorS
 
 
 def serious_violations(page: Page) -> list[tuple[str, str]]:
-    """Return what axe finds that keeps people out: each rule, and the first element that breaks
-    it.
+    """Return the serious accessibility violations that axe finds: each rule, and the first element
+    that breaks it.
     """
     from axe_playwright_python.sync_playwright import Axe  # benchmarks use this file without it
 
@@ -216,8 +217,8 @@ def serious_violations(page: Page) -> list[tuple[str, str]]:
 
 
 class Lab:
-    """A JupyterLab in one page, which shows one notebook after another: to load it costs as much
-    as to run one.
+    """A JupyterLab in one page that shows one notebook after another: loading it costs as much as
+    running one.
     """
 
     def __init__(self, browser: Browser, server: str) -> None:
@@ -227,9 +228,10 @@ class Lab:
     @contextmanager
     def opened(self, path: str) -> Iterator[Notebook]:
         """Open the notebook at `path` (from the server's root) and wait until its kernel and all
-        its cells are there.
+        its cells are ready.
 
-        Afterwards its kernel is shut down, and the page with it where the test failed.
+        Afterwards, shut down its kernel and keep the page for the next notebook; a failed test's
+        page is not used again.
         """
         page, seen = self.page or self.context.new_page(), Seen()
         unwatch = seen.watch(page)
@@ -246,5 +248,5 @@ class Lab:
         self.page = page
 
     def close(self) -> None:
-        """Close its pages, those of failed tests as well."""
+        """Close all pages, including those of failed tests."""
         self.context.close()

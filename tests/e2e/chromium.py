@@ -10,8 +10,8 @@ HOW_TO_GET_IT = "apt-get install chromium, or name one in CHROMIUM=PATH"
 
 
 def find_chromium() -> str | None:
-    """Return the program's path: what CHROMIUM names, or the first of the usual names on the
-    PATH.
+    """Return Chromium's path, or None: what CHROMIUM names, else the first of the usual names on
+    the PATH.
     """
     named = os.environ.get("CHROMIUM")
     return next((path for name in ([named] if named else NAMES) if (path := shutil.which(name))), None)

@@ -1,4 +1,4 @@
-"""One JupyterLab for all tests of this folder."""
+"""Start one JupyterLab for all tests of this folder."""
 
 import shutil
 from collections.abc import Iterator
@@ -14,8 +14,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Lay out the repository as a notebook sees it. Notebooks are copied, since JupyterLab saves
-    what it runs; lessons, since it serves no figure that lies behind a link.
+    """Lay out the repository as a notebook sees it. Notebooks are copied because JupyterLab saves
+    what it runs, and lessons because it serves no figure behind a symlink.
     """
     folder = tmp_path_factory.mktemp("repository")
     for name in ("notebooks", "lessons"):
@@ -27,14 +27,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Give the address of a JupyterLab that serves `folder`."""
+    """Start a JupyterLab that serves `folder`, and yield its address."""
     with jupyterlab(folder, tmp_path_factory.mktemp("jupyter")) as address:
         yield address
 
 
 @pytest.fixture(scope="session")
 def lab(browser: Browser, server: str) -> Iterator[Lab]:
-    """Show that JupyterLab in a page."""
+    """Open that JupyterLab in a page."""
     lab = Lab(browser, server)
     yield lab
     lab.close()

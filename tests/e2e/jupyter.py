@@ -1,4 +1,4 @@
-"""A JupyterLab of its own for tests: on a free port, with all its files in a temporary folder."""
+"""A separate JupyterLab for tests: on a free port, with all its files in a temporary folder."""
 
 import os
 import signal
@@ -25,9 +25,7 @@ PROGRAM = Path(__file__).with_name("warm_jupyterlab.py")
 
 @contextmanager
 def jupyterlab(folder: Path, private: Path) -> Iterator[str]:
-    """Serve `folder` and give the address; everything else that Jupyter writes goes to
-    `private`.
-    """
+    """Serve `folder` and yield the address; everything else that Jupyter writes goes to `private`."""
     private.mkdir(parents=True, exist_ok=True)
     [port] = free_ports(1)
     log = private / "jupyterlab.log"
@@ -90,10 +88,10 @@ def _wait_until_it_answers(server: subprocess.Popen, address: str, log: Path) ->
 
 
 def _stop(server: subprocess.Popen, log: Path) -> None:
-    """End the server and its kernels: the whole process group.
+    """Stop the server and its kernels, that is, the whole process group.
 
-    A server that has done all that SIGTERM asks of it may go on for ever: its interpreter waits for
-    worker threads, whose loop is gone.
+    A server that has done all its work for SIGTERM may still run forever: its interpreter waits for
+    worker threads whose loop is gone.
     """
     try:
         os.killpg(server.pid, signal.SIGTERM)
@@ -107,7 +105,7 @@ def _stop(server: subprocess.Popen, log: Path) -> None:
 
 
 def _has_stopped(server: subprocess.Popen, log: Path) -> bool:
-    """Return whether it has shut its extensions and kernels down."""
+    """Return whether the server has shut down its extensions and kernels."""
     try:
         return "Shutting down" in log.read_text() and not psutil.Process(server.pid).children()
     except psutil.NoSuchProcess:

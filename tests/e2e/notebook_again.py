@@ -1,4 +1,4 @@
-"""A notebook's kernel, once all cells have run, runs the demos a second time and takes a
+"""Check that a notebook's kernel, after all cells have run, runs the demos again and accepts a
 solution of the exercise.
 """
 
@@ -19,8 +19,8 @@ Outputs = Sequence[dict[str, Any]]
 
 
 def sources_again(notebook: nbformat.NotebookNode, name: str) -> list[str]:
-    """Return the demos, the exercise with the lesson's script in it, its check, and the widget
-    with that part.
+    """Return the demos, the exercise filled in with the lesson's script, its check, and the widget
+    that uses that part.
     """
     solution = f"{builder.IN_ITS_MODULE}\n{(ROOT / 'vllm' / f'{name}.py').read_text()}"
     check, own = _check_and_own(notebook)
@@ -31,8 +31,8 @@ def sources_again(notebook: nbformat.NotebookNode, name: str) -> list[str]:
 def assert_it_takes_a_solution(
     path: Path, ran: Sequence[Outputs], execute: Callable[[list[str]], Sequence[Outputs]]
 ) -> None:
-    """`ran`: what each code cell gave; `execute` runs more of them in the same kernel. None of
-    these raises.
+    """Expect the kernel to accept a solution, with no cell raising; `ran` holds each code cell's
+    outputs, and `execute` runs more cells in the same kernel.
     """
     notebook = nbformat.read(path, as_version=4)
     check, own = _check_and_own(notebook)
@@ -51,7 +51,7 @@ def assert_it_takes_a_solution(
 
 
 def shown_by(outputs: Outputs) -> str:
-    """Return all that a cell shows, as text."""
+    """Return everything that a cell shows, as text."""
     shown = [output.get("text") or output.get("data", {}) for output in outputs]
     return "\n".join(part if isinstance(part, str) else "\n".join(map(_text, part.values())) for part in shown)
 
@@ -65,8 +65,8 @@ def _code_cells(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
 
 
 def _check_and_own(notebook: nbformat.NotebookNode) -> tuple[int, int]:
-    """Find the code cell that checks the exercise, and the next one, which gives the reader's
-    part to the widget.
+    """Return the indices of the code cell that checks the exercise and of the next one, which gives
+    the reader's part to the widget.
     """
     tags = [cell.metadata.get("tags", []) for cell in _code_cells(notebook)]
     check = tags.index(["check"])

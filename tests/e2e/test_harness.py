@@ -1,5 +1,5 @@
-"""The browser test notices a slider that does nothing, a callback or a cell that raises, a cell
-that never runs.
+"""Test that the browser test notices a slider that does nothing, a callback or cell that raises,
+and a cell that never runs.
 """
 
 from pathlib import Path

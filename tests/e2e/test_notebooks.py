@@ -1,8 +1,8 @@
-"""Every notebook in a real browser, once: what is proven of its cells is proven here.
+"""Run every notebook once in a real browser, and check all its cells there.
 
-All cells run in order, and the page shows what they gave. Widgets follow the keyboard, and no key
-is taken for a shortcut. Then the same kernel runs every demo a second time, and the exercise with
-the lesson's script in it. Without a browser, notebooks/test_notebooks.py runs the same cells with
+All cells run in order, and the page shows their outputs. Widgets follow the keyboard, and no key is
+taken for a shortcut. Then the same kernel runs every demo a second time, and the exercise with the
+lesson's script in it. Without a browser, notebooks/test_notebooks.py runs the same cells with
 nbclient and reads the same outputs.
 """
 

@@ -1,5 +1,5 @@
-"""The front end of the widgets in a real browser: every control by keyboard, tooltips, player,
-dragging, themes.
+"""The widgets' front end in a real browser: every control by keyboard, tooltips, player, dragging,
+themes.
 """
 
 import pytest
@@ -88,7 +88,7 @@ def load(widget: WidgetPage, text: str) -> None:
 
 
 def test_a_kernel_that_has_ended_is_told(sizes: WidgetPage):
-    """Its picture stays, and knobs go on turning: without a word it would be the picture of
+    """The picture stays and the knobs still turn, so without a message it would seem to show
     another setting.
     """
     sizes.page.evaluate(

@@ -1,5 +1,5 @@
-"""Every widget on a page: it fits any screen, every control answers to keys, and nothing stands
-in anyone's way.
+"""Every widget on a page: it fits any screen, every control works by keyboard, and nothing is in
+the way.
 """
 
 import importlib
@@ -30,7 +30,9 @@ def spec_of(name: str) -> Spec:
 
 
 def assert_nothing_sticks_out(widget: WidgetPage, width: int) -> None:
-    """Resize the window: the page fits, and its picture is drawn for the width, not scaled."""
+    """Resize the window; the page must fit, and its picture must be drawn for the width, not
+    scaled.
+    """
     drawn = widget.session.width
     widget.page.set_viewport_size({"width": width, "height": 900})
     deadline = time.monotonic() + PATIENCE
@@ -42,7 +44,7 @@ def assert_nothing_sticks_out(widget: WidgetPage, width: int) -> None:
 
 
 def assert_seen(widget: WidgetPage, *parts: str) -> None:
-    """Expect these parts to be visible at once in a window of the size of `JUPYTERLAB`."""
+    """Expect these parts to be visible at the same time in a window of the size `JUPYTERLAB`."""
     for part in parts:
         box = widget.page.locator(part).bounding_box()
         assert box
@@ -74,7 +76,7 @@ def test_it_fits_any_screen_and_all_its_controls_answer_to_keys(name: str, brows
 
 
 def put_on(page: Page, theme: str) -> None:
-    """Give the page the ground of a theme; the widget follows."""
+    """Give the page a theme's background, and wait until the widget follows."""
     page.evaluate("ground => { document.body.style.background = ground }", GROUNDS[theme])
     page.wait_for_function("dark => (document.querySelector('.lw-dark') !== null) === dark", arg=theme == "dark")
 

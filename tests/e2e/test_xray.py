@@ -1,5 +1,5 @@
-"""The page `/xray` in a real browser: live, paused, stepped back, clicked, saved, loaded; light
-and dark.
+"""The page `/xray` in a real browser: live, paused, stepped back, clicked, saved, loaded; light and
+dark.
 """
 
 from __future__ import annotations

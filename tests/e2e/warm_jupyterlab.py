@@ -1,9 +1,9 @@
-"""JupyterLab, whose kernels are forked from a process that has loaded torch, numba and IPython:
-`warm_processes.py`.
+"""A JupyterLab whose kernels are forked from a process that has loaded torch, numba and IPython
+(`warm_processes.py`).
 
-To load them is most of what a notebook takes. The first kernel is a fresh interpreter, as all are
-outside of tests, and so is any that comes before all is loaded: while Jupyter waited for it, it
-would answer nobody.
+Loading them takes most of a notebook's time. The first kernel is a fresh interpreter, as all
+kernels are outside of tests, and so is any that starts before everything is loaded: Jupyter would
+answer no request while it waited.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TESTS = str(Path(__file__).resolve().parents[1])
 
 
 class Starter:
-    """Stand in for `subprocess.Popen` where Jupyter starts a kernel."""
+    """A stand-in for `subprocess.Popen` where Jupyter starts a kernel."""
 
     def __init__(self) -> None:
         self.warm: WarmSubprocess | None = None
@@ -41,7 +41,9 @@ class Starter:
 
 
 def warm_subprocess() -> WarmSubprocess | None:
-    """Make what forks kernels, where forking works; no kernel finds the tests' modules."""
+    """Make the object that forks kernels, or return None where forking does not work; no kernel
+    finds the tests' modules.
+    """
     sys.path.append(TESTS)
     from warm_processes import CAN_FORK, Template, WarmSubprocess
 

@@ -56,7 +56,7 @@ class WidgetPage:
     seen: Seen
 
     def control(self, knob: str) -> Locator:
-        """Find the control of a knob by the argument of the sweep that it sets."""
+        """Find a knob's control by the argument of the sweep that the knob sets."""
         return self.page.locator(f"[id$='-{knob}']")
 
     def words(self) -> str:
@@ -64,7 +64,7 @@ class WidgetPage:
         return self.page.locator(".lw-says span").inner_text()
 
     def settled(self) -> None:
-        """Wait until the page shows what the session has for its knobs."""
+        """Wait until the page shows what the session has computed for its knobs."""
         self.page.wait_for_function("() => !document.querySelector('.lw-busy')")
         self.page.evaluate("() => new Promise(done => requestAnimationFrame(() => setTimeout(done, 30)))")
 
@@ -80,9 +80,9 @@ def widget_page(
     whole: bool = True,
     **settings: Any,
 ) -> Iterator[WidgetPage]:
-    """Open `spec` in a window of this size; `settings` are knobs, and parts of the reader's own.
+    """Open `spec` in a window of this size; `settings` are knob values and the reader's own parts.
 
-    Unless `whole`, a turned knob gets the first view of its sweep and no more.
+    Unless `whole`, a turned knob gets only the first view of its sweep.
     """
     session = Session(spec, **settings)
     view = {**session.settle(), "serial": 0}

@@ -1,4 +1,4 @@
-"""A busy scheduler without a model, its steps as lines; and a server with nothing but the page
+"""A busy scheduler without a model whose steps become lines, and a server with nothing but the page
 that shows them.
 """
 
@@ -30,8 +30,8 @@ DRAFTS = 3
 
 
 class BusyScheduler:
-    """A scheduler whose requests come faster than they end: chunks, shared prefixes, drafts,
-    preemptions.
+    """A scheduler whose requests arrive faster than they finish, with chunks, shared prefixes,
+    drafts and preemptions.
     """
 
     def __init__(self, num_gpu_blocks: int = 1001, seed: int = 0) -> None:

@@ -1,4 +1,4 @@
-"""Requests of many kinds: shared beginnings, greedy and seeded, penalties, several answers, stop
+"""Requests of many kinds: shared prefixes, greedy and seeded, penalties, several answers, stop
 tokens.
 """
 
@@ -24,8 +24,8 @@ WISHES = [
 
 
 def random_prompts(seed: int, count: int, heads: tuple[int, int], tails: tuple[int, int]) -> list[dict[str, list[int]]]:
-    """Draw prompts of a head, one of three, and a tail; `heads` and `tails` are their least and
-    most tokens.
+    """Draw prompts made of one of three heads and a tail; `heads` and `tails` are their minimum and
+    maximum lengths.
     """
     draw = Random(seed)
     beginnings = [[draw.randrange(500) for _ in range(draw.randint(*heads))] for _ in range(3)]

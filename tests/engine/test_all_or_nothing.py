@@ -34,11 +34,13 @@ SETTINGS = {"device": "cpu", "max_model_len": 96, "max_num_seqs": 5, "max_num_ba
 
 
 class Boom(BaseException):
-    """An exception that, like a KeyboardInterrupt, nothing catches on the way."""
+    """An exception that, like a KeyboardInterrupt, no handler on the way catches."""
 
 
 class RaiseAtLine:
-    """Raise when the code in `folder` has run `line` lines; `places` lists the lines that ran."""
+    """A tracer that raises when the code in `folder` has run `line` lines; `places` lists the lines
+    that ran.
+    """
 
     def __init__(self, line: int, folder: str = ENGINE) -> None:
         self.line = line
@@ -115,7 +117,9 @@ def places_of_a_run(llm):
 
 
 def test_raised_at_many_places(llm, expected):
-    """Lines of the source that are far from each other, each at one of the times that it runs."""
+    """The exception is raised at source lines spread over the engine, each at one of the times that
+    it runs.
+    """
     check(llm, expected)
     assert llm.llm_engine.stats.spec_decoding_stats.num_accepted_tokens > 0
     times: dict[tuple[str, int], list[int]] = {}
@@ -131,8 +135,8 @@ def test_raised_at_many_places(llm, expected):
 
 
 class LeaningOnCtrlC:
-    """Send SIGINT again and again after `delay` seconds, until the block ends. It interrupts
-    `LLM.generate` only.
+    """A context that sends SIGINT repeatedly after `delay` seconds until its block ends,
+    interrupting only `LLM.generate`.
     """
 
     def __init__(self, delay: float) -> None:
@@ -174,9 +178,7 @@ def test_leaning_on_ctrl_c_does_not_cut_the_clean_up(llm, expected):
 
 
 def test_interrupts_all_through_the_clean_up_wait_for_its_end(llm, expected, monkeypatch):
-    """Two cut a step; then there are two more before and after each part of what sets the engine
-    right.
-    """
+    """Two interrupts cut a step; two more come before and after each part of the clean-up."""
     core, engine = core_of(llm), llm.llm_engine
     cleaned = []
 
@@ -213,7 +215,7 @@ def test_interrupts_all_through_the_clean_up_wait_for_its_end(llm, expected, mon
 
 
 def test_the_others_go_on_when_a_step_fails(llm, expected):
-    """Requests of the failed step end with an error that says why; those that waited are served."""
+    """Requests of the failed step end with an error that says why; waiting ones are served."""
     core = core_of(llm)
     for index, prompt in enumerate(PROMPTS):
         core.add_request(EngineCoreRequest(str(index), list(prompt), replace(GREEDY, seed=0), (), 0.0))
@@ -282,7 +284,7 @@ def test_a_refusal_that_only_the_core_makes_comes_back_as_an_output(llm, expecte
 
 
 def test_one_call_at_a_time(llm, expected, monkeypatch):
-    """A second call is refused, from a signal handler or another thread, before its first step."""
+    """A second call, from a signal handler or another thread, is refused before its first step."""
     said, step = [], llm.llm_engine.step
 
     def intrude(*_):

@@ -1,5 +1,5 @@
-"""The engine for an event loop, its core in a process or in a thread: the same answers, readers
-that leave, ends.
+"""The engine for an event loop, with its core in a process or a thread: the same answers, readers
+that leave, and shutdown.
 """
 
 import asyncio
@@ -36,14 +36,16 @@ SETTINGS = {"model": EMBEDDED_MODEL, "device": "cpu", "max_model_len": 256, "num
 
 
 def in_a_loop(work: Coroutine):
-    """Run in a loop of its own, in a thread: browser tests leave one running in this one."""
+    """Run a coroutine in its own loop in another thread, because browser tests leave a loop running
+    in this one.
+    """
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(asyncio.run, asyncio.wait_for(work, 240)).result()
 
 
 @contextmanager
 def engine_in_a_loop(in_thread: bool = False, **settings):
-    """Give a function that runs `work(engine)` in a loop. At the end the engine's processes must
+    """Yield a function that runs `work(engine)` in a loop. At the end the engine's processes must
     be gone.
     """
     with ThreadPoolExecutor(1) as thread:
@@ -68,7 +70,7 @@ def engine_in_a_loop(in_thread: bool = False, **settings):
 
 @pytest.fixture(scope="module")
 def on_thread():
-    """`on_thread(work)` returns what `work(engine)` does, on an engine whose core is in a
+    """Yield a function that returns the result of `work(engine)` on an engine whose core is in a
     thread.
     """
     with engine_in_a_loop(in_thread=True) as run:
@@ -136,7 +138,7 @@ def completions_of(output: RequestOutput) -> list[tuple[int, str, list[int]]]:
 
 
 def test_a_reader_who_leaves_frees_the_blocks_at_once(on_engine):
-    """A reset that comes after the abort is refused while any request holds a block."""
+    """A reset right after the abort would be refused if any request still held a block."""
 
     async def work(engine: AsyncLLM):
         for number in range(3):
@@ -196,7 +198,9 @@ def watching(engine: AsyncLLM):
 
 
 def test_the_state_comes_at_once_then_each_step_and_at_last_a_change_without_a_step(on_engine):
-    """An abort and a reset, after which no step comes, are in it before the reset is answered."""
+    """An abort and a reset, which no step follows, appear in the state before the reset is
+    answered.
+    """
 
     async def work(engine: AsyncLLM):
         await engine.reset_prefix_cache()
@@ -305,7 +309,7 @@ def test_a_failing_utility_raises_where_it_is_called(on_thread, monkeypatch):
 
 
 def test_the_servers_own_form_passes_the_exercises_checks(tmp_path):
-    """The exercise's checks of a client that leaves pass on the server's own form too."""
+    """The exercise's checks of a client that leaves also pass on the server's own implementation."""
     own = module_from("", tmp_path / "own.py")
     own.until_disconnected = until_disconnected
     names = ("the works result is returned", "a client that leaves ends the work", "who cancels is told")

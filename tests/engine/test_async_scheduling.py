@@ -1,5 +1,5 @@
-"""`async_scheduling`: the same tokens, whatever is combined with it, and a failed step ends no
-more than it must.
+"""`async_scheduling` gives the same tokens in any combination, and a failed step ends no more
+requests than it must.
 """
 
 import random
@@ -27,7 +27,7 @@ NGRAM = {"num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min
 
 
 def answers(llm):
-    """Return all of an answer but its floats, which differ in their last digits."""
+    """Return everything in the answers except floats, which differ in their last digits."""
     results = []
     for output in llm.generate(PROMPTS, WISHES, use_tqdm=False):
         results.append([entry and sorted(entry) for entry in output.prompt_logprobs or ()])
@@ -37,7 +37,7 @@ def answers(llm):
 
 
 def drained(llm):
-    """Run the steps that are left; then no request, no step in flight and no block is."""
+    """Run the remaining steps, then expect no request and every block free."""
     core = core_of(llm)
     while core.has_unfinished_requests():
         assert core.step().outputs == []

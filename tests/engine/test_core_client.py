@@ -1,5 +1,5 @@
-"""The seam between front end and core: the same answers from a core in a process of its own, and
-clear ends.
+"""The seam between front end and core: a core in its own process gives the same answers, and its
+end is reported clearly.
 """
 
 import os
@@ -79,7 +79,7 @@ def test_looking_inside_is_refused(apart):
 
 
 def test_leaning_on_ctrl_c_leaves_no_message_half_sent_or_half_read(apart):
-    """It reaches the core too, which ignores it; the next call gets its own answers."""
+    """Ctrl-C reaches the core too, which ignores it; the next call gets its own answers."""
     [expected] = apart.generate(PROMPTS[:1], PARAMS[0])
     for index in range(10):
         with LeaningOnCtrlC(0.006 * index), pytest.raises(KeyboardInterrupt):
@@ -91,7 +91,7 @@ def test_leaning_on_ctrl_c_leaves_no_message_half_sent_or_half_read(apart):
 
 @pytest.mark.parametrize("n", [1, 2])
 def test_outputs_of_an_aborted_request_never_reach_the_next_of_that_id(apart, n):
-    """Some of the first's outputs still wait on the socket, its last one among them if it has
+    """Some outputs of the first request are still on the socket, including its last one if it has
     finished meanwhile.
     """
     engine = apart.llm_engine
@@ -152,7 +152,7 @@ def test_nothing_is_dropped_while_the_core_is_held_up(apart):
 
 
 def test_a_killed_core_is_told_at_once(apart):
-    """The last of the tests of this core."""
+    """This test runs last, because it kills the core that the others use."""
     threading.Timer(0.2, apart.llm_engine.engine_core.process.kill).start()
     with pytest.raises(EngineDeadError, match=r"killed by SIGKILL"):
         generate_for_ever(apart, PROMPTS, PARAMS[0])

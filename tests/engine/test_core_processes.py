@@ -15,7 +15,7 @@ def test_a_core_has_a_gpu_for_each_rank_of_each_stage(monkeypatch):
     args = EngineArgs(data_parallel_size=2, tensor_parallel_size=2, pipeline_parallel_size=2)
     assert [_gpus(args, rank) for rank in (0, 1)] == [["0", "1", "2", "3"], ["4", "5", "6", "7"]]
     monkeypatch.setattr("torch.cuda.device_count", lambda: 7)
-    with pytest.raises(MinivllmError, match="with 4 GPUs for each core, which takes 8: there are 7 here"):
+    with pytest.raises(MinivllmError, match="with 4 GPUs for each core, which needs 8: only 7 are here"):
         _gpus(args, 0)
 
 

@@ -1,6 +1,4 @@
-"""The sockets of cores on other machines: open to the cores that were given the keys, and to
-nobody else.
-"""
+"""The sockets of cores on other machines: open only to the cores that were given the keys."""
 
 import gc
 import threading
@@ -62,8 +60,8 @@ def test_keys_are_not_shown(server):
 
 
 def test_the_garbage_collector_can_end_them():
-    """The finalizer of an unreferenced engine, whose parts refer to each other, must not wait for
-    ever.
+    """The finalizer of an unreferenced engine whose parts refer to each other must not wait
+    forever.
     """
 
     class Client:

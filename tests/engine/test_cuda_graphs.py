@@ -1,7 +1,7 @@
-"""Graphs of steps: which batch goes to which, and that padding changes nothing.
+"""CUDA graphs: which graph each batch uses, and that padding changes nothing.
 
-On a CPU a graph is a recording (`kernels/cpu/replay.py`). Tests that need larger ones than an engine
-records there compute the same step again on the same buffers: all but the capture is real.
+Without a GPU a "graph" is the same step computed again on the same buffers: everything but the
+capture itself is real.
 """
 
 from dataclasses import replace
@@ -94,7 +94,7 @@ def test_the_same_tokens_with_graphs(eager, graphed):
 
 
 def step(num_rows: int, keys: int = 20) -> StepInputs:
-    """Make a decode step whose requests are in the last blocks of the cache."""
+    """Make a decode step whose requests use the last blocks of the cache."""
     nothing = np.zeros(0, np.int64)
     return StepInputs(
         req_ids=[str(row) for row in range(num_rows)],
@@ -143,7 +143,9 @@ AGAIN = [[1, 2, 3, 4] * 8, [5, 6, 7] * 9, [8, 9, 10, 11, 12] * 4, [13] * 20, [*r
 
 
 def drafted_tokens_of(llm: LLM) -> list[list[int]]:
-    """Answer prompts in which drafts are found, at times for some of the requests only."""
+    """Return the answers to prompts in which drafts are found, at times for only some of the
+    requests.
+    """
     return [output.outputs[0].token_ids for output in llm.generate(AGAIN, WISHES[: len(AGAIN)])]
 
 

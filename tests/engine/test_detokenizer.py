@@ -22,7 +22,7 @@ BYTES_AND_WORDS = st.one_of(st.integers(0, 4095), st.integers(1, 256))  # the fi
 
 
 def feed(tokenizer, prompt, chunks, **params):
-    """Return the text after each update, the text at the end, and the stop string or None."""
+    """Return the text after each update, the final text, and the stop string or None."""
     detokenizer = IncrementalDetokenizer(tokenizer, prompt, SamplingParams(max_tokens=None, **params))
     shown = []
     for chunk in chunks:
@@ -108,7 +108,9 @@ families = pytest.mark.parametrize("tokenizer", FAMILIES.values(), ids=FAMILIES)
 @given(prompt=DENSE, answer=DENSE, cut=st.integers(0, 30), sizes=SIZES)
 @settings(max_examples=60, deadline=None)
 def test_the_text_is_what_decoding_all_at_once_gives(tokenizer, prompt, answer, cut, sizes):
-    """Also where the prompt ends inside a character, and however many tokens a step brings."""
+    """This holds even where the prompt ends inside a character, and for any number of tokens in a
+    step.
+    """
     ids = tokenizer.encode(prompt).ids + tokenizer.encode(answer).ids
     asked, answered = ids[:cut], ids[cut:]
     shown, text, _ = feed(tokenizer, asked, chunked(answered, sizes))
@@ -119,7 +121,7 @@ def test_the_text_is_what_decoding_all_at_once_gives(tokenizer, prompt, answer, 
 
 
 def num_complete(tokenizer: Tokenizer, ids: list[int], cut: int) -> int:
-    """Return how many characters of the text the first `cut` tokens complete."""
+    """Return how many of the text's characters the first `cut` tokens complete."""
     text = tokenizer.decode(ids)
     beginnings = [tokenizer.decode(ids[:end]) for end in range(max(0, cut - 3), cut + 1)]
     same = [takewhile(lambda pair: pair[0] == pair[1], zip(start, text, strict=False)) for start in beginnings]
@@ -130,7 +132,7 @@ def num_complete(tokenizer: Tokenizer, ids: list[int], cut: int) -> int:
 @given(ids=st.data(), sizes=SIZES)
 @settings(max_examples=60, deadline=None)
 def test_any_tokens_give_one_text_in_any_steps(tokenizer, ids, sizes):
-    """Even where they are no UTF-8 together."""
+    """This holds even where the tokens together are not valid UTF-8."""
     tokens = ids.draw(st.lists(st.integers(0, tokenizer.get_vocab_size() - 1), max_size=40))
     cut = ids.draw(st.integers(0, len(tokens)))
     texts = [feed(tokenizer, tokens[:cut], chunks)[1] for chunks in (chunked(tokens[cut:], sizes), [tokens[cut:]])]
@@ -138,7 +140,9 @@ def test_any_tokens_give_one_text_in_any_steps(tokenizer, ids, sizes):
 
 
 def test_a_byte_of_no_character_breaks_itself_and_no_other():
-    """Hugging Face's decoder would take back the characters before it, which a stream has sent."""
+    """Hugging Face's decoder would also break the characters before it, which a stream has already
+    sent.
+    """
     tokenizer = FAMILIES["byte fallback"]
     vocab = tokenizer.get_vocab()
     ids = [vocab[f"<0x{byte:02X}>"] for byte in b"\xc3\xa9\xff\xe2\x82\xac"]
@@ -159,9 +163,7 @@ def test_stop_strings_are_found_in_any_family(tokenizer, text, stops, sizes):
 
 
 def test_each_token_costs_the_same_however_long_the_text_is(monkeypatch):
-    """The tokenizer is asked about each token once; no step decodes again what an earlier one
-    has decoded.
-    """
+    """The tokenizer sees each token once; no step decodes again what an earlier one has decoded."""
     tokenizer = byte_level_tokenizer()
     ids = tokenizer.encode("日本語😀 ok " * 50).ids
     decoded = []
@@ -174,7 +176,7 @@ def test_each_token_costs_the_same_however_long_the_text_is(monkeypatch):
 
 
 class Spy:
-    """A tokenizer that notes what it decodes."""
+    """A tokenizer that records what it decodes."""
 
     def __init__(self, tokenizer: Tokenizer, decoded: list[list[int]]) -> None:
         self.id_to_token, self._decode, self._decoded = tokenizer.id_to_token, tokenizer.decode, decoded
@@ -206,7 +208,7 @@ STOPS = st.lists(st.text(alphabet="ab€", min_size=1, max_size=4), min_size=1, 
 @given(st.text(alphabet="ab€", max_size=30), STOPS, st.lists(st.integers(0, 6), max_size=30), st.booleans())
 @settings(max_examples=150, deadline=None)
 def test_stop_strings_do_not_depend_on_how_the_text_comes(text, stops, sizes, include):
-    """The first stop string that is complete ends the text, as if it came character by
+    """The first stop string that is complete ends the text, as if the text arrived character by
     character.
     """
     expected_text, expected_stop = text, None
@@ -225,9 +227,7 @@ def test_stop_strings_do_not_depend_on_how_the_text_comes(text, stops, sizes, in
 @given(st.text(alphabet="ab€", max_size=30), STOPS, st.lists(st.integers(0, 6), max_size=30), st.integers(0, 9))
 @settings(max_examples=100, deadline=None)
 def test_the_token_that_completes_a_stop_string_is_the_last_one_taken_in(text, stops, sizes, min_tokens):
-    """However many tokens a step brings: those behind it are as if they had never been
-    generated.
-    """
+    """Tokens after it in the same step are treated as if they had never been generated."""
     ids = [BYTE_IDS[byte] for byte in text.encode()]
     taken_in = []
     for chunks in ([[token] for token in ids], chunked(ids, sizes)):
@@ -262,7 +262,7 @@ def test_the_first_stop_string_to_be_complete():
 
 @families
 def test_a_token_of_a_logprob_has_the_space_that_it_has_in_a_text(tokenizer):
-    """The tokens' texts, joined, are the text, because its offsets are counted on them."""
+    """The tokens' texts must join to the whole text, because its offsets are computed from them."""
     ids = tokenizer.encode("ok ok  o ok", add_special_tokens=False).ids
     shown = [logprobs_by_token(([token_id], [0.0], [1]), tokenizer)[token_id].decoded_token for token_id in ids]
     assert "".join(shown) in ("ok ok  o ok", " ok ok  o ok"), "SentencePiece begins a text with a space"

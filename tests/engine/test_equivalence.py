@@ -1,9 +1,9 @@
-"""The engine's tokens are those of transformers, and the same whatever the engine is set to.
+"""The engine's tokens are those of transformers, and the same under any engine settings.
 
-Sums in another order give logits that differ in the last digits, which matters only where two
-tokens are as good as equally likely. So the comparison with transformers asks that each token's
-logit be the greatest but for 1e-3, and the engine's comparison with itself is made on prompts whose
-greedy tokens win by more than that.
+Sums in another order change the last digits of the logits, which matters only where two tokens are
+almost equally likely. So compared with transformers, each token's logit must be within 1e-3 of the
+greatest, and the engine is compared with itself on prompts whose greedy tokens win by more than
+that.
 """
 
 import itertools
@@ -73,7 +73,7 @@ def test_the_tokens_of_transformers(checkpoints, family):
 
 
 def assert_most_likely(model, prompt: list[int], tokens: list[int]) -> None:
-    """Expect each token to have the greatest logit but for 1e-3."""
+    """Expect each token's logit to be within 1e-3 of the greatest."""
     with torch.inference_mode():
         logits = model(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]
     chosen = logits.gather(-1, torch.tensor(tokens).unsqueeze(-1)).squeeze(-1)
@@ -99,7 +99,7 @@ def test_the_log_probabilities_of_transformers(checkpoints):
 
 
 def mixed_params() -> list[SamplingParams]:
-    """Return a request of each kind; whatever is random has a seed."""
+    """Return sampling parameters of each kind; those that draw have a seed."""
     return [
         SamplingParams(temperature=0.0, max_tokens=14, ignore_eos=True),
         SamplingParams(temperature=0.9, seed=1, max_tokens=20),
@@ -113,8 +113,8 @@ def mixed_params() -> list[SamplingParams]:
 
 
 def tokens_of(folder, order=None, **changes) -> list[list[list[int]]]:
-    """Return the tokens of each request's completions in the order of PROMPTS, whatever the
-    order of sending.
+    """Return the tokens of each request's completions in the order of PROMPTS, whatever order they
+    are sent in.
     """
     order = order or range(len(PROMPTS))
     if drafter := changes.pop("drafter", None):

@@ -1,4 +1,4 @@
-"""The persistent batch says, after any sequence of steps, what the scheduler's own books say."""
+"""Test that the persistent batch agrees with the scheduler's own state after any sequence of steps."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st

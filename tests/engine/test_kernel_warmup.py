@@ -1,4 +1,4 @@
-"""Test that an engine's warm-up leaves nothing behind, and nothing to compile."""
+"""Test that an engine's warm-up leaves nothing behind, and leaves nothing to compile."""
 
 import random
 
@@ -66,7 +66,7 @@ def test_all_sizes_of_steps_are_met_and_contexts_as_long_as_they_get():
     ids=str,
 )
 def test_it_leaves_nothing_behind(options, monkeypatch):
-    """A GPU's steps, on a CPU."""
+    """The warm-up steps of a GPU are run here on a CPU."""
     llm = LLM(EMBEDDED_MODEL, device="cpu", max_model_len=200, max_num_seqs=4, num_gpu_blocks_override=20, **options)
     params = SamplingParams(max_tokens=8, temperature=1, seed=3, ignore_eos=True)
     expected = llm.generate("def f", params, use_tqdm=False)[0].outputs[0].token_ids
@@ -85,7 +85,7 @@ def test_it_leaves_nothing_behind(options, monkeypatch):
 
 
 def test_parts_are_not_asked_before_the_first_request():
-    """They may be a learner's, unfinished, and slow with long prompts."""
+    """Parts may be a learner's: unfinished, and slow with long prompts."""
     asked = []
 
     class Asking(NgramProposer):
@@ -115,7 +115,7 @@ def test_parts_are_not_asked_before_the_first_request():
     ids=str,
 )
 def test_on_a_gpu_no_request_waits_for_the_compiler(options, monkeypatch):
-    """Whatever the requests are: long, short, many, drafted for, drawn, cut into chunks."""
+    """Requests are long, short, many, drafted for, sampled, or cut into chunks."""
     import triton
 
     llm = LLM(EMBEDDED_MODEL, device="cuda", max_model_len=2048, max_num_seqs=64, max_num_batched_tokens=512, **options)

@@ -1,4 +1,4 @@
-"""Engines that share keys and values answer as one that computes all of them."""
+"""Engines that share keys and values answer like one that computes them all."""
 
 from pathlib import Path
 from random import Random
@@ -113,7 +113,7 @@ def test_ranks_save_and_load_their_parts(tmp_path: Path) -> None:
 
 
 def test_on_a_gpu_a_step_waits_for_the_forward_pass_before_it_and_not_for_copies(monkeypatch) -> None:
-    """Copies have streams of their own, for which a wait for the whole device would wait too."""
+    """Copies have their own streams, and synchronizing the whole device would wait for them too."""
     happened = []
     connector = SimpleNamespace(
         register_kv_caches=lambda caches: None,

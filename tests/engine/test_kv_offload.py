@@ -41,14 +41,16 @@ def with_tier(size: float = SECOND_TIER, **extra: Any) -> dict[str, Any]:
 
 
 def lookups(llm: LLM) -> tuple[int, int]:
-    """Return how many tokens were found in the tier, and how many preemptions there were."""
+    """Return how many tokens hit in the tier, and how many preemptions there were."""
     stats = core_of(llm).scheduler.make_stats()
     result = stats.connector_prefix_cache_stats
     return result.hits + result.preempted_hits, stats.num_preemptions
 
 
 def check_nothing_is_held(llm: LLM) -> None:
-    """Wait for the copies that a thread makes after the last answer, and find every block free."""
+    """Wait for the copies that a thread makes after the last answer, then expect every block to be
+    free.
+    """
     core = core_of(llm)
     while core.has_unfinished_requests():
         core.step()
@@ -60,7 +62,7 @@ def check_nothing_is_held(llm: LLM) -> None:
 
 @functools.cache
 def expected(kv_cache_dtype: str = "auto") -> list[list[int]]:
-    """Return the tokens of an engine with enough blocks for all."""
+    """Return the tokens of an engine with enough blocks for all requests."""
     plain = SMALL | {"num_gpu_blocks_override": 200, "max_num_batched_tokens": 512}
     return answers(LLM(**plain, kv_cache_dtype=kv_cache_dtype))
 
@@ -112,7 +114,9 @@ def test_a_core_in_another_process_counts_by_vllms_names() -> None:
 
 
 def test_files_of_an_adapter_that_was_written_anew_are_not_found(tmp_path: Path) -> None:
-    """A later engine finds those of the adapter that it has read, whatever name and path it has."""
+    """A later engine finds only the files of the adapter contents that it has read, though name and
+    path are the same.
+    """
     files = {"kv_connector": "ExampleConnector", "kv_connector_extra_config": {"shared_storage_path": str(tmp_path)}}
     told = []
     for source in ("b", "b", "a"):

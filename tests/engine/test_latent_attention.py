@@ -1,5 +1,5 @@
-"""Latent attention (MLA) in the engine: the tokens of transformers, whatever the step, and the
-bytes counted.
+"""Latent attention (MLA) in the engine: the tokens of transformers in any kind of step, and exact
+byte counts.
 """
 
 import dataclasses
@@ -128,8 +128,8 @@ def test_the_same_tokens_on_two_ranks(folder, expected, changes):
 
 
 def test_the_same_tokens_with_graphs(folder, expected):
-    """A "graph" without a GPU is the same step again on the same buffers; its decodes are all
-    absorbed.
+    """A "graph" without a GPU is the same step again on the same buffers; its decodes all use the
+    absorbed form.
     """
     llm = LLM(folder, **SETTINGS)
     runner_of(llm).capture_model(lambda function: function)
@@ -201,7 +201,7 @@ def test_the_triton_kernel_in_the_engine(monkeypatch, folder, expected):
 
 
 def multiplications(new: int, keys: int, config: ModelConfig) -> tuple[int, int]:
-    """Count one head's multiply-adds in the plain and in the absorbed form, matmul by matmul."""
+    """Count one head's multiply-adds in the plain and the absorbed form, matmul by matmul."""
     nope, value, rope, rank = config.qk_nope_head_dim, config.v_head_dim, config.rotary_dim, config.kv_lora_rank
     pairs = sum(keys - new + place + 1 for place in range(new))
     plain = keys * rank * nope + keys * rank * value + pairs * (nope + rope) + pairs * value
@@ -230,10 +230,10 @@ def test_the_cache_takes_the_bytes_that_the_calculator_gives(folder):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"enable_lora": True}, "enable_lora does not go with latent attention"),
+        ({"enable_lora": True}, "enable_lora does not work with latent attention"),
         ({"kv_cache_dtype": "int8"}, r"keeps latents \(MLA\): leave it out"),
-        ({"quantization": "int8"}, r"leave quantization out, or give the ordinary"),
-        ({"attention_backend": "naive"}, r"no attention_backend 'naive': leave it out"),
+        ({"quantization": "int8"}, r"leave quantization out, or use the unquantized"),
+        ({"attention_backend": "naive"}, r"nor attention_backend 'naive': leave it out"),
     ],
 )
 def test_what_does_not_combine_is_refused_in_one_line(folder, settings, message):
@@ -252,9 +252,9 @@ def config_with(**changes) -> ModelConfig:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"first_k_dense_replace": 1}, "experts from layer 1 on"),
+        ({"first_k_dense_replace": 1}, "experts from layer 1 onward"),
         ({"attention_bias": True}, "biases"),
-        ({"qk_rope_head_dim": 3}, "rotates 3 numbers of a head; .* must be an even count"),
+        ({"qk_rope_head_dim": 3}, "rotates 3 elements of a head; .* must be even"),
         (LLAMA, "outside DeepSeek-V2"),
         ({"kv_lora_rank": None}, "or lacks it there"),
     ],

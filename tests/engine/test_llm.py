@@ -1,4 +1,4 @@
-"""`LLM` as vLLM's offline users know it: forms of prompts, results, stops, and what happens when
+"""`LLM` as vLLM's offline users know it: prompt formats, results, stops, and what happens when
 input is bad.
 """
 
@@ -27,7 +27,7 @@ def llm():
 
 @pytest.fixture
 def idle(llm):
-    """Give the engine, and expect nothing to be left in it afterwards."""
+    """Yield the engine, and expect nothing to be left in it afterwards."""
     yield llm
     assert not llm.llm_engine.has_unfinished_requests()
     assert not llm.llm_engine.output_processor.states
@@ -158,16 +158,16 @@ BAD = [
     ([[]], GREEDY, "the prompt is empty"),
     ([[4096]], GREEDY, "the vocabulary is 0 to 4095"),
     ([[1] * 256], GREEDY, "may have 255"),
-    ([["a", "b"]], GREEDY, "a prompt is a text"),
+    ([["a", "b"]], GREEDY, "a prompt is a string"),
     (17, GREEDY, "prompts are int"),
     ({"text": "a"}, GREEDY, "prompt_token_ids"),
-    ({"prompt": 5}, GREEDY, "it must be a text"),
+    ({"prompt": 5}, GREEDY, "it must be a string"),
     ({"prompt": "a", "cache_salt": ""}, GREEDY, "cache_salt"),
-    ({"prompt": "a", "cache_salt": "\ud800"}, GREEDY, "cache_salt.* is not a text"),
+    ({"prompt": "a", "cache_salt": "\ud800"}, GREEDY, "cache_salt.* is not valid text"),
     ({"prompt": "a", "cache_slat": "b"}, GREEDY, "a prompt has no key 'cache_slat'; did you mean 'cache_salt'"),
     ("\ud800", GREEDY, "half a character"),
     (b"abc", GREEDY, "prompts are bytes"),
-    ([[True, 2]], GREEDY, "a prompt is a text"),
+    ([[True, 2]], GREEDY, "a prompt is a string"),
     ("a", [GREEDY, GREEDY], "there are 1 prompts, but 2 in sampling_params"),
     ("a", {"temperature": 0}, "must be SamplingParams"),
     ("a", SamplingParams(stop_token_ids=[5000]), "stop_token_ids has the token id 5000"),
@@ -190,7 +190,7 @@ def test_ids_are_unique_among_unfinished_requests_and_may_look_like_any_other(id
             idle.llm_engine.add_request(name, [2], several)
     finished = [output for _ in range(4) for output in idle.llm_engine.step() if output.finished]
     assert [(output.request_id, len(output.outputs)) for output in finished] == [(name, 2) for name in names]
-    with pytest.raises(MinivllmError, match="must be a text"):
+    with pytest.raises(MinivllmError, match="must be a string"):
         idle.llm_engine.add_request(5, [1], GREEDY)
 
 
@@ -234,7 +234,7 @@ def test_a_request_that_forbids_every_token_ends_no_other(idle):
 
 
 def test_refused_calls_leave_no_ids_behind_for_a_step_that_need_not_come(idle):
-    """Neither alone nor behind a request that waits, which is not ended either."""
+    """This holds for a call alone and for one behind a waiting request, which is not ended."""
     scheduler, params = core_of(idle).scheduler, SamplingParams(max_tokens=2, temperature=0.0)
     expected = idle.generate("import", params, use_tqdm=False)
     before = set(scheduler.finished_req_ids)
@@ -300,7 +300,7 @@ def test_without_a_tokenizer_tokens_in_and_tokens_out():
     with pytest.raises(MinivllmError, match="give token ids"):
         llm.generate("a text", GREEDY)
     constrained = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a"), detokenize=False)
-    for params, said in ((SamplingParams(stop="a"), "use stop_token_ids"), (constrained, "is about text")):
+    for params, said in ((SamplingParams(stop="a"), "use stop_token_ids"), (constrained, "constrains text")):
         with pytest.raises(MinivllmError, match=said):
             llm.generate([[1]], params)
 

@@ -1,9 +1,9 @@
-"""Every request has the tokens of a model into which its adapter was merged, whatever runs beside
+"""Every request gets the tokens of a model into which its adapter was merged, whatever runs beside
 it.
 
-The merged models are computed here, W + scale B A in fp32, and asked through `transformers`. As in
-`test_equivalence`, a token may be any whose logit is the greatest but for 1e-3: sums in another
-order differ in their last digits.
+The merged models, W + scale B A in fp32, are computed here and run by `transformers`. As in
+`test_equivalence`, a token's logit need only be within 1e-3 of the greatest, because sums in
+another order differ in their last digits.
 """
 
 import copy
@@ -67,7 +67,7 @@ def llm() -> LLM:
 
 
 def test_mixed_in_one_batch_and_after_eviction(llm):
-    """Three adapters take turns in two slots, and their requests in the queue."""
+    """Three adapters take turns in two slots, and so do their requests in the queue."""
     manager = runner_of(llm).lora.manager
     before = manager.num_activations
     check(llm, "a", "b", None, "a")
@@ -86,7 +86,7 @@ def test_a_prefix_that_another_adapter_has_cached_is_not_found(llm):
 
 
 def test_an_adapter_that_is_read_anew_hits_nothing_that_was_cached_for_it(llm, tmp_path):
-    """Name, id and path stay; only the folder's contents differ."""
+    """Name, id and path stay the same; only the folder's contents differ."""
     adapter, prompt = LoRARequest("written", 9, str(tmp_path / "written")), [6, *PROMPT * 6]
     outputs = []
     for source in ("b", "a"):
@@ -107,7 +107,7 @@ def put(source: str, folder: Path) -> None:
 
 
 def test_a_folder_that_was_written_anew_is_not_read_as_the_old_one(llm, tmp_path):
-    """Host memory has forgotten the adapter, the prefix cache has not. Both ways out that the
+    """Host memory has dropped the adapter, but the prefix cache has not. Both remedies that the
     refusal names work.
     """
     changed = LoRARequest("changed", 22, str(tmp_path / "changed"))
@@ -117,7 +117,7 @@ def test_a_folder_that_was_written_anew_is_not_read_as_the_old_one(llm, tmp_path
     assert tokens(changed) == wanted["b"] != wanted["a"]
     check(llm, "a", "b", "c")  # takes the places in host memory
     put("a", tmp_path / "changed")
-    with pytest.raises(MinivllmError, match="others than when it was added: put those back, or add it again"):
+    with pytest.raises(MinivllmError, match="differ from those that were added: restore them, or add it again"):
         tokens(changed)
     put("b", tmp_path / "changed")
     assert tokens(changed) == wanted["b"]
@@ -185,7 +185,7 @@ def test_decode_steps_as_graphs(llm):
 
 @pytest.fixture(scope="module")
 def two_ranks():
-    """Start two ranks below a core in a process of its own."""
+    """Start two ranks under a core in its own process."""
     llm = LLM(EMBEDDED_MODEL, **SETTINGS, max_lora_rank=64, tensor_parallel_size=2, multiprocess=True)
     yield llm
     llm.shutdown()
@@ -271,8 +271,8 @@ def test_the_tokens_of_a_merged_model_from_two_ranks(two_ranks, transformers, tm
 
 
 def check_merged(llm: LLM, model, folder: Path) -> None:
-    """Expect the merged models' tokens for mixed prompts, with adapters of all ranks and
-    without.
+    """Expect the merged models' tokens for mixed prompts, with adapters of every rank and with
+    none.
     """
     prompts = [[(7 * place + 5 * start) % 150 for place in range(3 + 5 * start)] for start in range(5)] * 2
     names = [None, *RANKS] * 2
@@ -292,7 +292,7 @@ def check_merged(llm: LLM, model, folder: Path) -> None:
 
 
 def test_the_tokens_of_a_model_merged_into_the_numbers_that_integers_stand_for(transformers, tmp_path):
-    """The adapter is added to what the rounded base gives, and is not rounded itself."""
+    """The adapter is added to the rounded base's output, and is not rounded itself."""
     llm = LLM(EMBEDDED_MODEL, **SETTINGS, max_lora_rank=64, quantization="int8")
     model = transformers.AutoModelForCausalLM.from_pretrained(EMBEDDED_MODEL, dtype=torch.float32).eval()
     for (layer, name), method in runner_of(llm).lora.manager.modules.items():

@@ -1,5 +1,5 @@
-"""The runner's step by itself: what it hands through the model, what it refuses, and how it
-recovers from anything.
+"""The runner's step by itself: what it passes through the model, what it refuses, and how it
+recovers from any error.
 """
 
 import math
@@ -52,7 +52,7 @@ def new_scheduler(prompts: list[list[int]], drafts: int = 0, **sampling) -> Sche
 
 
 def tokens_of(runner: ModelRunner, scheduler: Scheduler) -> dict[str, list[int]]:
-    """Run to the end, drafts included."""
+    """Run all requests to the end, drafts included; return their tokens."""
     tokens: dict[str, list[int]] = {}
     for _ in range(MOST_STEPS):
         if not scheduler.has_unfinished_requests():

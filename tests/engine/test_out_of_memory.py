@@ -1,4 +1,4 @@
-"""A step that finds no memory says what to lower; every other error stays what it is."""
+"""A step that runs out of memory says what to lower; every other error is raised unchanged."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""A decoder whose weights lie in panels computes what it did, and keeps none of them twice."""
+"""A decoder whose weights are packed into panels computes the same, and keeps no weight twice."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Parts that a caller gives take the place of the engine's own, and only then."""
+"""Parts that a caller passes replace the engine's own, which are used otherwise."""
 
 import pytest
 

@@ -1,7 +1,7 @@
-"""`pipeline_parallel_size`: the tokens of one rank, layers and cache divided, an exception
-anywhere.
+"""`pipeline_parallel_size`: the tokens of one rank, layers and cache divided, and an exception on
+any rank.
 
-One engine of two stages serves most of these; what the scheduler decides is changed by giving it
+One engine of two stages serves most of these tests; to change what is scheduled, they give it
 another scheduler.
 """
 
@@ -38,7 +38,7 @@ def llm():
 
 @pytest.fixture(scope="module")
 def expected():
-    """The tokens of one rank."""
+    """Return the tokens of one rank."""
     return completions_of(LLM(EMBEDDED_MODEL, **SETTINGS))
 
 
@@ -82,7 +82,7 @@ def test_each_stage_has_its_layers_of_the_cache(llm):
 
 
 def test_what_crosses_to_the_next_stage(llm):
-    """Two vectors for each token that is computed, from the first stage only."""
+    """Only the first stage sends: two vectors for each token that is computed."""
     reschedule(llm, 24)
     core = core_of(llm)
     before = core.executor.collective_rpc("bytes_sent")
@@ -92,7 +92,7 @@ def test_what_crosses_to_the_next_stage(llm):
 
 
 def test_the_bubble_can_be_seen(llm):
-    """Six prompts that are too many for one step make two groups of requests, which take turns."""
+    """Six prompts, too many for one step, make two groups of requests that take turns."""
     reschedule(llm, 120)
     core, prompts = core_of(llm), [[number, *SHARED] for number in range(6)]
     records = []
@@ -117,7 +117,7 @@ def test_two_ranks_in_each_of_two_stages(expected):
 
 
 def test_layers_by_stage():
-    """The last stage has the head to compute, so what is left over goes to those before it."""
+    """The last stage also computes the head, so leftover layers go to the stages before it."""
     for layers, stages, sizes in ((4, 2, [2, 2]), (7, 3, [2, 3, 2]), (8, 3, [3, 3, 2]), (5, 5, [1] * 5), (6, 1, [6])):
         bounds = [get_pp_indices(layers, rank, stages) for rank in range(stages)]
         assert [end - start for start, end in bounds] == sizes

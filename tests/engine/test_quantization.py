@@ -129,7 +129,9 @@ def test_the_engines_ledger_counts_the_scales_too():
     ids=lambda param: " ".join(*param.items()),
 )
 def quantized(request):
-    """Compute each request alone, prefilled in one step, without a prefix cache."""
+    """Return settings and their tokens, each request computed alone, prefilled in one step, without
+    a prefix cache.
+    """
     return request.param, tokens(engine(**request.param, max_num_seqs=1, enable_prefix_caching=False))
 
 
@@ -154,7 +156,7 @@ def test_the_same_tokens_however_they_are_scheduled(quantized, changes):
 
 
 def test_every_lever_of_bytes_at_once(quantized):
-    """A quantized cache changes little beside quantized weights, and random weights run."""
+    """A quantized cache changes little on top of quantized weights, and random weights run too."""
     settings, expected = quantized
     both = {"quantization": "int8", "kv_cache_dtype": "int8_per_token_head"} | settings
     same = np.array(tokens(engine(**both))) == np.array(expected)
@@ -163,7 +165,7 @@ def test_every_lever_of_bytes_at_once(quantized):
 
 
 def test_the_quantized_cache_is_what_is_read():
-    """Its log probabilities are near those of the full cache, and not the same."""
+    """Its log probabilities are close to those of the full cache, but not the same."""
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
     results = [
         [entry[token].logprob for token, entry in zip(SHARED[1:], output.prompt_logprobs[1:], strict=True)]
@@ -181,8 +183,8 @@ def test_groups_that_ranks_would_cut_are_refused():
 
 @pytest.mark.parametrize(("quantization", "width", "sizes"), [("int8", 688, (2, 4)), ("int4", 704, (2, 4))])
 def test_ranks_have_the_scales_of_whole_rows(quantization, width, sizes):
-    """A rank of four has 176 of 704 weights in groups of 32, and the pieces of a divided group keep
-    its scale.
+    """Each of four ranks has 176 of 704 weights in groups of 32, and the pieces of a divided group
+    keep its scale.
     """
     config = dataclasses.replace(CONFIG, intermediate_size=width, num_hidden_layers=1, dtype="float32")
     whole = random_model(config, seed=1, quantization=quantization).layers[0]

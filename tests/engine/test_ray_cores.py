@@ -1,5 +1,5 @@
-"""`data_parallel_backend="ray"`: what is refused, in one line each. `tests/cluster` runs it on
-two hosts.
+"""`data_parallel_backend="ray"`: what is refused, in one line each. `tests/cluster` runs it on two
+hosts.
 """
 
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ from minivllm.executor import ray_actors
 
 
 def test_without_ray_it_is_one_line(monkeypatch):
-    """One core is placed by Ray, too: it may be on a machine that has the GPU."""
+    """Ray places even a single core, because the GPU may be on another machine."""
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(MinivllmError, match=r"^ray is not installed: run `uv sync --group dist`"):
         LLM(EMBEDDED_MODEL, data_parallel_backend="ray")

@@ -1,4 +1,4 @@
-"""Settings that cannot be are refused in one line that says what would be right."""
+"""Invalid settings are refused in one line that says what would be valid."""
 
 from typing import Any
 
@@ -21,9 +21,9 @@ SIZES = [
     ({"dtype": "int3"}, "unknown dtype 'int3'"),
     ({"device": "tpu"}, "unknown device"),
     ({"load_format": "gguf"}, "unknown load_format"),
-    ({"kv_cache_dtype": "int4"}, "unknown kv_cache_dtype 'int4'; known are auto, int8"),
-    ({"kv_cache_dtype": "fp8"}, r'compute capability 8.9 .* CPU.*"int8" takes as little room'),
-    ({"quantization": "int3"}, "unknown quantization 'int3'; known are int8, int4"),
+    ({"kv_cache_dtype": "int4"}, "unknown kv_cache_dtype 'int4'; use one of auto, int8"),
+    ({"kv_cache_dtype": "fp8"}, r'compute capability 8.9 .* CPU.*use "int8"'),
+    ({"quantization": "int3"}, "unknown quantization 'int3'; use one of int8, int4"),
     ({"scheduling_policy": "random"}, "unknown policy"),
     ({"runner": "pooling"}, "EngineArgs has no argument 'runner'"),
     ({"max_num_sequences": 3}, "did you mean 'max_num_seqs'"),
@@ -32,7 +32,7 @@ SIZES = [
     ({"watermark": "x"}, "watermark is 'x'"),
     ({"tokenizer": 5}, "tokenizer is 5; it must be a directory"),
     ({"max_model_len": 4096}, "made for 2048 tokens"),
-    ({"gpu_memory_utilization": 1.5}, "a share above 0"),
+    ({"gpu_memory_utilization": 1.5}, "a fraction above 0"),
     ({"gpu_memory_utilization": 1e-9}, "nothing is left for the KV cache"),
     ({"num_gpu_blocks_override": 1}, "at least 2"),
     ({"num_gpu_blocks_override": 10**12}, r"takes 30,517,578.12 GiB, and this machine has .* fewer"),
@@ -52,15 +52,15 @@ RANKS = [
         {"pipeline_parallel_size": 2, "distributed_executor_backend": "uni"},
         r'tensor_parallel_size x pipeline_parallel_size is 2: use "mp"$',
     ),
-    ({"data_parallel_backend": "gloo"}, "^unknown data_parallel_backend 'gloo'; known are mp, ray$"),
+    ({"data_parallel_backend": "gloo"}, "^unknown data_parallel_backend 'gloo'; use one of mp, ray$"),
     (
         {"data_parallel_backend": "ray", "distributed_executor_backend": "ray"},
         'leave out distributed_executor_backend "ray"$',
     ),
 ]
 COMBINATIONS = [
-    ({"pipeline_parallel_size": 2, "speculative_config": TWO_DRAFTS}, "speculative_config does not go with"),
-    ({"pipeline_parallel_size": 2, "async_scheduling": True}, "async_scheduling does not go with pipeline_parallel_s"),
+    ({"pipeline_parallel_size": 2, "speculative_config": TWO_DRAFTS}, "speculative_config conflicts with"),
+    ({"pipeline_parallel_size": 2, "async_scheduling": True}, "async_scheduling conflicts with pipeline_parallel_s"),
     ({"pipeline_parallel_size": 2, "kv_transfer_config": FILES}, "pipeline_parallel_size"),
     ({"data_parallel_size": 2, "kv_transfer_config": FILES}, "data_parallel_size"),
     ({"use_kv_cache": False, "kv_transfer_config": FILES}, "use_kv_cache"),
@@ -101,7 +101,7 @@ CONNECTORS = [
     ({"kv_role": "kv_both"}, "lacks kv_connector"),
     (FILES | {"kv_role": "both"}, "unknown kv_role"),
     (FILES | {"color": 1}, "no key 'color'"),
-    (FILES | {"kv_connector_extra_config": {"x": "\ud800"}}, "half of a character"),
+    (FILES | {"kv_connector_extra_config": {"x": "\ud800"}}, "half of a surrogate pair"),
     (FILES | {"kv_connector_extra_config": {"shared_storage_path": "a\0"}}, "null byte"),
 ]
 TIERS = [

@@ -1,8 +1,8 @@
-"""Speculation keeps the model's distribution: position by position, and a test that sees rules
-which do not.
+"""Speculation keeps the model's distribution at every position, and the test detects rules that do
+not.
 
-The model here is a table: what comes depends on the token before. A request has two drafts and so
-up to three tokens.
+The model here is a table: each token depends only on the one before it. A request has two drafts
+and so up to three tokens.
 """
 
 import math
@@ -48,8 +48,8 @@ class Outcome:
     drawn: bool
 
     def fits(self) -> list[Fit]:
-        """Fit the first token, the second, and the one after both drafts, each by the token
-        before it.
+        """Fit the counts of the first token, the second, and the one after both drafts, each given
+        the token before it.
         """
         before, fits = np.zeros(len(self.tokens), int), []
         for place in range(3):
@@ -60,7 +60,9 @@ class Outcome:
         return fits
 
     def acceptance_off(self) -> list[float]:
-        """Return, for each draft, by how many standard deviations too many were accepted."""
+        """Return, for each draft, how many standard deviations the number accepted is above its
+        expectation.
+        """
         rates = np.minimum(self.p, self.q).sum(-1) if self.drawn else (self.p * self.q).sum(-1)  # [1 + vocab]
         before, off, reached = np.zeros(len(self.tokens), int), [], np.ones(len(self.tokens), bool)
         for place in range(2):
@@ -74,10 +76,10 @@ class Outcome:
 def speculate(
     drawn, temperature=1.0, top_k=0, top_p=1.0, reject=rejection_sample, keys=draft_keys, bonus=None
 ) -> Outcome:
-    """Draft and verify once for each request. Drafts are drawn from DRAFT, which `reject` gets if
-    `drawn`.
+    """Draft and verify once for each request. Drafts are drawn from DRAFT, which `reject` receives
+    if `drawn`.
 
-    `bonus`: the table for the token after both drafts, by default the target's.
+    `bonus`: the table for the token after both drafts; the target's by default.
     """
     target, draft = TARGET / temperature, DRAFT / temperature
     limits = torch.full((1 + VOCAB,), top_k), torch.full((1 + VOCAB,), top_p)

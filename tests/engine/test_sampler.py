@@ -67,7 +67,7 @@ def expected_probabilities(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.
 
 
 def is_plausible(counts: np.ndarray, probabilities: np.ndarray) -> bool:
-    """Apply Pearson's test at a level of 1e-4."""
+    """Return whether counts pass Pearson's test at a level of 1e-4."""
     return fit(counts, probabilities).p_value > 1e-4
 
 
@@ -94,14 +94,14 @@ def test_the_test_of_the_distribution_sees_a_wrong_one():
 
 
 def uniforms(seeds, positions, vocab: int) -> np.ndarray:
-    """Return the numbers behind the noise, from 0 to 1: [rows, vocab]."""
+    """Return the uniform numbers from 0 to 1 that underlie the noise: [rows, vocab]."""
     keys = torch.from_numpy(row_keys(np.asarray(seeds, np.uint64), np.asarray(positions)).view(np.int32))
     return -np.expm1(-waiting_times(keys, vocab).double().numpy())
 
 
 @pytest.mark.parametrize("along", ["positions", "seeds", "tokens"])
 def test_the_noise_is_uniform_and_neighbours_are_strangers(along):
-    """Along positions, seeds and token ids alike: each number, and each with the one after it."""
+    """Numbers and pairs of neighbours are tested along positions, seeds and token ids."""
     num, same = 20_000, np.zeros(20_000, int)
     uniform = {
         "positions": lambda: uniforms(same + 5, np.arange(num), 8)[:, 3],
@@ -129,9 +129,7 @@ def scores_of(tokens: torch.Tensor, logits: torch.Tensor, keys: np.ndarray) -> t
 @pytest.mark.parametrize("vocab", [1, 5, 256, 257, 4096])
 @pytest.mark.parametrize("spread", [0.0, 0.1, 3.0, 100.0])
 def test_the_compiled_draw_is_the_definition(vocab, spread):
-    """Its test leaves out no token that could win, whatever the logits; some of them are
-    impossible.
-    """
+    """It skips no token that could win, whatever the logits, some of which exclude their token."""
     generator = torch.Generator().manual_seed(vocab)
     logits = torch.randn(500, vocab, generator=generator) * spread
     logits[::2].masked_fill_(torch.rand(250, vocab, generator=generator) < 0.5, -torch.inf)
@@ -146,7 +144,7 @@ def test_the_compiled_draw_is_the_definition(vocab, spread):
 
 def test_a_gpu_draws_by_the_same_definition(monkeypatch):
     """The form in torch, run here on the CPU, and the compiled one give the same tokens, or two
-    as good as equal.
+    with almost equal scores.
     """
     logits = torch.randn(400, 3000, generator=torch.Generator().manual_seed(0))
     keys = row_keys(np.arange(400, dtype=np.uint64), np.zeros(400, int))
@@ -158,8 +156,9 @@ def test_a_gpu_draws_by_the_same_definition(monkeypatch):
 
 
 def test_a_rounding_of_the_logits_changes_a_token_only_where_two_are_as_good_as_equal():
-    """Quantized weights and other batch shapes round differently; walking along cumulated
-    probabilities, every border shifts, and one draw in some thousands falls on its other side.
+    """Quantized weights and other batch shapes round differently. If draws walked along cumulative
+    probabilities, every border would shift, and one draw in a few thousand would fall on its other
+    side.
     """
     generator = torch.Generator().manual_seed(1)
     logits = torch.randn(10_000, 512, generator=generator)
@@ -210,7 +209,7 @@ def test_a_greedy_batch_is_one_argmax_and_ties_go_to_the_first():
 @given(st.integers(0, 2**32), st.sampled_from([0, 1, 5, 60, 64, 65, 400]), st.sampled_from([1.0, 0.1, 0.9, 0.9999]))
 @settings(max_examples=60, deadline=None)
 def test_top_k_and_top_p_on_a_large_vocabulary(seed, top_k, top_p):
-    """The result must not depend on whether the first look was enough."""
+    """The result must not depend on whether the first top-k look was enough."""
     generator = torch.Generator().manual_seed(seed)
     flat, peaked = torch.randn(1000, generator=generator) * 0.1, torch.randn(1000, generator=generator) * 5
     logits = torch.stack([flat, peaked])

@@ -168,7 +168,7 @@ def test_the_tokens_without_a_drafter(config, changes):
 def keys_without_cache(drafter, target, token_ids):
     """Compute the last layer's keys of these tokens in one pass: [tokens, kv_heads, head_dim].
 
-    A head has no key of the last token: it is for the token after each place.
+    An EAGLE head has no key of the last token: its key at each position is for the token after it.
     """
     attention, result = CausalAttention(drafter.config), []
 
@@ -191,12 +191,12 @@ def keys_without_cache(drafter, target, token_ids):
 
 @pytest.mark.parametrize("config", [DRAFT_MODEL, EAGLE3], ids=["draft_model", "eagle3"])
 def test_the_drafters_cache_holds_every_token_that_the_targets_does(config):
-    """Whatever was drafted, rejected, hit in the prefix cache, preempted or computed in chunks on
-    the way.
+    """This holds whatever was drafted, rejected, hit in the prefix cache, preempted or computed in
+    chunks on the way.
 
-    A head is one token behind where the last one has just been sampled. Else it needs the one
-    after, and so a block that a shorter prompt has left ends with a key that is not a longer
-    prompt's.
+    An EAGLE head is one token behind where the last token has just been sampled. Otherwise it needs
+    the next token, so a block that a shorter prompt has left ends with a key that a longer prompt
+    does not have.
     """
     llm = LLM(EMBEDDED_MODEL, **SETTINGS | FEW_BLOCKS, speculative_config=config)
     runner, steps = runner_of(llm), []
@@ -231,9 +231,9 @@ def test_the_drafters_cache_holds_every_token_that_the_targets_does(config):
 def test_a_draft_model_must_have_the_models_tokens_and_reach_as_far():
     config = ModelConfig.from_pretrained(EMBEDDED_DRAFT)
     check_drafter(config, config, 2048)
-    with pytest.raises(MinivllmError, match=r"vocabulary of 4096 tokens, the model one of 100"):
+    with pytest.raises(MinivllmError, match=r"vocabulary of 4096 tokens, but the model has 100"):
         check_drafter(config, replace(config, vocab_size=100), 512)
-    with pytest.raises(MinivllmError, match=r"made for 2048 tokens at most: set max_model_len, now 2049"):
+    with pytest.raises(MinivllmError, match=r"supports at most 2048 tokens: lower max_model_len from 2049"):
         check_drafter(config, config, 2049)
 
 
@@ -255,8 +255,8 @@ def test_the_ledger_counts_weights_and_cache_of_the_draft_model():
 
 
 def test_random_requests_keep_their_tokens_and_log_probabilities():
-    """Every draw depends on its request's seed and its place, so drafts cannot be seen in what
-    comes out.
+    """Each draw depends on its request's seed and position, so the output does not show whether
+    there were drafts.
     """
     params = [
         SamplingParams(temperature=0.7, seed=3, max_tokens=60, logprobs=2, ignore_eos=True),
@@ -414,8 +414,8 @@ def test_fewer_drafts_or_none_at_times_change_no_token_of_a_greedy_request(plain
 
 
 def streamed(llm, params):
-    """Join the pieces of a DELTA stream: tokens, text, log probabilities, and the last sum of
-    these.
+    """Join the pieces of a DELTA stream: tokens, text, log probabilities, and the last cumulative
+    log probability.
     """
     llm.llm_engine.add_request("streamed", REPETITIVE, replace(params, output_kind=RequestOutputKind.DELTA))
     token_ids, text, logprobs, total = [], "", [], None
@@ -428,9 +428,7 @@ def streamed(llm, params):
 
 
 def test_nothing_stays_of_the_drafts_behind_a_stop_string():
-    """Neither of their tokens nor of their log probabilities, in the whole output as in a
-    stream's pieces.
-    """
+    """Neither the whole output nor the pieces of a stream hold their tokens or log probabilities."""
     plain = LLM(EMBEDDED_MODEL, **SETTINGS)
     drafting = LLM(EMBEDDED_MODEL, **SETTINGS, speculative_config={"num_speculative_tokens": 5, "prompt_lookup_min": 1})
     base = SamplingParams(temperature=0.0, max_tokens=60, logprobs=0, ignore_eos=True)

@@ -1,5 +1,5 @@
-"""The buffers that CUDA graphs read: a step in place, harmless padding behind it, and nothing of
-the step before.
+"""The buffers that CUDA graphs read: a step in place, harmless padding after it, and nothing left
+of the step before.
 """
 
 import numpy as np
@@ -16,7 +16,7 @@ SIZE, COLUMNS = 8, 5
 
 @st.composite
 def steps(draw, tokens_each: int) -> StepInputs:
-    """Draw a step of at most `tokens_each` tokens a request, with any ids, positions, slots and
+    """Draw a step of at most `tokens_each` tokens per request, with any ids, positions, slots and
     tables.
     """
     counts = draw(st.lists(st.integers(1, tokens_each), min_size=1, max_size=SIZE))

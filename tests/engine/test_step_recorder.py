@@ -1,5 +1,5 @@
-"""A snapshot is the scheduler's state, whatever has happened before; and the scheduler does the
-same unwatched.
+"""A snapshot is the scheduler's state, whatever has happened before, and recording does not change
+what is scheduled.
 """
 
 import json
@@ -17,8 +17,8 @@ from minivllm.engine.step_recorder import WAITING_SHOWN, StepRecorder
 
 
 class WatchedRun(Run):
-    """A random workload whose snapshots are compared with the scheduler, or the same without a
-    recorder.
+    """A random workload whose snapshots are compared with the scheduler, or the same workload
+    without a recorder.
     """
 
     def __init__(self, scheduler: Scheduler, rng: Random, watch: bool) -> None:

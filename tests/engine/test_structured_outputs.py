@@ -173,7 +173,7 @@ def test_several_completions_have_a_place_each(llm):
     ],
 )
 def test_whitespace_is_as_the_request_says(llm, settings, text):
-    """The model would generate nothing but spaces."""
+    """The model would otherwise generate nothing but spaces."""
     two = {"type": "array", "items": {"const": 1}, "minItems": 2, "maxItems": 2}
     [space] = llm.get_tokenizer().encode(" ", add_special_tokens=False)
     for schema in (two, json.dumps(two)):
@@ -247,7 +247,7 @@ def test_a_malformed_constraint_is_one_line(llm, constraint, message):
         ({}, "has no constraint"),
         ({"regex": "a", "choice": ["b"]}, "regex and choice; give only one"),
         ({"choice": []}, "empty list"),
-        ({"choice": "yes"}, "a list of texts"),
+        ({"choice": "yes"}, "a list of strings"),
         ({"choice": ["\ud800"]}, "half a character"),
         ({"json": 1}, "must be a JSON schema"),
         ({"regex": 1}, "regex is int"),
@@ -262,8 +262,8 @@ def test_a_constraint_that_is_none_is_refused(fields, message):
 
 @pytest.mark.parametrize("link", ["rule", "definition"])
 def test_a_long_chain_of_references_ends_no_process(link):
-    """Each reference takes some kB of stack in native code: thousands of them would overflow a
-    usual one.
+    """Each reference takes a few kB of native stack, so thousands of them would overflow one of the
+    usual size.
     """
     if link == "rule":
         text = {"grammar": "start: a0\n" + "".join(f"a{i}: a{i + 1}\n" for i in range(9000)) + 'a9000: "x"'}

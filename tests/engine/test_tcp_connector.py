@@ -1,4 +1,4 @@
-"""Two engines that exchange keys and values over TCP answer as one: same tokens, and every block
+"""Two engines that exchange keys and values over TCP answer like one: same tokens, and every block
 free again.
 """
 
@@ -36,7 +36,7 @@ def free_blocks(llm):
 
 
 def test_the_same_tokens_as_one_engine():
-    """Many prompts begin as others do, so that either side may have parts of them."""
+    """Many prompts share a beginning, so either side may already have parts of them."""
     plain, prefill, decode = engine(), engine("kv_producer"), engine("kv_consumer")
     for number in range(4):
         prompts = random_prompts(number % 2, 15, heads=(1, 200), tails=(1 + number, 60))

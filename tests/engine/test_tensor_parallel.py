@@ -1,8 +1,8 @@
-"""`tensor_parallel_size=2`: the tokens of one process, the bytes that the formula says, and an end
-that is told of.
+"""`tensor_parallel_size=2`: the tokens of one process, the bytes that the formula gives, and
+failures that are reported.
 
-One engine of two ranks serves all of these: what the scheduler decides is changed by giving it
-another scheduler. Its ranks fail where they are told to, and only there.
+One engine of two ranks serves all of these tests; to change what is scheduled, they give it another
+scheduler. Its ranks fail only where a test tells them to.
 """
 
 import os
@@ -39,8 +39,8 @@ WISHES = [
 
 
 class OneWarm(WarmSubprocess):
-    """Fork the first rank and start the second as a fresh interpreter, whose sets of strings
-    have another order.
+    """A starter that forks the first rank and starts the second as a fresh interpreter, whose sets
+    of strings have another order.
     """
 
     num_started = 0
@@ -65,7 +65,7 @@ def engines(template):
 
 @pytest.fixture(scope="module")
 def expected(engines):
-    """The tokens of one rank."""
+    """Return the tokens of one rank."""
     return tokens_of(engines[0])
 
 
@@ -135,13 +135,13 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     args = EngineArgs(model=EMBEDDED_MODEL, tensor_parallel_size=2, max_num_seqs=2, max_num_batched_tokens=32)
     scheduler = args.scheduler_config(ModelConfig.from_pretrained(EMBEDDED_MODEL), None)
-    with pytest.raises(MinivllmError, match=r'there are 1 here; use at most so many, or device="cpu"'):
+    with pytest.raises(MinivllmError, match=r'there are 1 here; use no more than that, or device="cpu"'):
         check_devices(args.worker_settings(scheduler, "cuda", 2))
     check_devices(args.worker_settings(scheduler, "cpu", 2))
 
 
 def few_tokens_of(llm: LLM) -> list[list[list[int]]]:
-    """Return the tokens of a greedy request, of one with two answers, and of one that fits a
+    """Return the tokens of a greedy request, of one with two answers, and of one constrained by a
     grammar.
     """
     few = [0, 2, len(PROMPTS) - 1]
@@ -156,7 +156,7 @@ def few_expected(engines):
 
 @pytest.fixture
 def breakable(engines, few_expected):
-    """Give the engine of two ranks, and a few tokens of a run in which none fails."""
+    """Return the engine of two ranks, and a few tokens of a run in which none fails."""
     reschedule(engines[1], 2048)
     return engines[1], few_expected
 
@@ -164,7 +164,7 @@ def breakable(engines, few_expected):
 @pytest.mark.parametrize("ranks", [[0], [1], [0, 1]], ids=str)
 @pytest.mark.parametrize("place", PLACES)
 def test_an_exception_on_any_rank_ends_the_step_and_not_the_engine(breakable, place, ranks):
-    """Also where the other rank waits for it, in a sum or for the tokens."""
+    """This holds even where the other rank waits for the failing one, in a sum or for the tokens."""
     llm, expected = breakable
     core = core_of(llm)
     pids = pids_of(core.executor.ranks)
@@ -177,8 +177,8 @@ def test_an_exception_on_any_rank_ends_the_step_and_not_the_engine(breakable, pl
 
 
 def test_steps_in_flight_give_the_same_tokens(breakable, expected):
-    """Rank 0's drafts reach the others with its tokens; and a rank fails while another step is
-    under way.
+    """Rank 0 sends its drafts to the others with its tokens; then a rank fails while another step
+    is in flight.
     """
     llm, _ = breakable
     core, single = core_of(llm), core_of(llm).scheduler
@@ -202,13 +202,13 @@ def test_steps_in_flight_give_the_same_tokens(breakable, expected):
 def test_a_step_without_memory_on_one_rank_says_what_to_lower(breakable):
     llm, expected = breakable
     core_of(llm).executor.collective_rpc("fail_in", "in the layers", [1], MemoryError)
-    with pytest.raises(MinivllmError, match=r"a step found no memory .*: lower max_num_batched_tokens"):
+    with pytest.raises(MinivllmError, match=r"a step ran out of memory .*: lower max_num_batched_tokens"):
         llm.generate(PROMPTS, WISHES)
     assert few_tokens_of(llm) == expected
 
 
 def test_a_rank_that_is_killed_ends_the_run(engines):
-    """The last of these tests: the other rank is inside a sum, and loses its peer."""
+    """This test runs last: the other rank is inside a sum and loses its peer."""
     core = core_of(engines[1])
     pids, execute = pids_of(core.executor.ranks), core.executor.execute_model
 

@@ -1,4 +1,4 @@
-"""Steps that end before their tokens are on the host: the same tokens, whenever they arrive."""
+"""Steps that end before their tokens reach the host give the same tokens, whenever those arrive."""
 
 import random
 import time
@@ -25,7 +25,7 @@ def engine(device="cpu", **options) -> LLM:
 
 @pytest.fixture
 def deferred(monkeypatch):
-    """Collect deferred outputs. On a CPU they would arrive at once; here a coin decides."""
+    """Collect deferred outputs. On a CPU they would arrive immediately; here a coin toss decides."""
     coin, seen = random.Random(0), []
     get_output = AsyncModelRunnerOutput.get_output
 
@@ -42,8 +42,8 @@ SEEN_BY_THE_HOST = ({"repetition_penalty": 1.3}, {"logprobs": 2}, {"min_tokens":
 
 
 def random_params(draw: random.Random, seed: int) -> SamplingParams:
-    """Draw parameters that the device can sample, mostly; the others are short, so that such
-    steps are few.
+    """Draw parameters, most of which the device can sample; the other requests are short, so that
+    such steps are few.
     """
     chosen = {"seed": seed, "temperature": draw.choice([0.0, 0.0, 0.8, 1.2])}
     if draw.random() < 0.25:
@@ -64,8 +64,8 @@ def answers(llm: LLM, prompts, params) -> list[tuple]:
 
 
 def test_random_requests_get_the_same_tokens(deferred):
-    """Chunks, preemptions, draws, stops; steps that can be deferred, and between them steps that
-    cannot.
+    """The requests are chunked, preempted, sampled and stopped, in steps that can be deferred and
+    some that cannot.
     """
     plain, ahead = engine(async_scheduling=False), engine()
     runner_of(ahead).defers_tokens = True

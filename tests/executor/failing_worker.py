@@ -1,4 +1,4 @@
-"""A rank of the engine that raises where a test says. It runs in a process of its own."""
+"""A rank of the engine, in its own process, that raises where a test tells it to."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +11,7 @@ PLACES = ("before", "in the layers", "sampling", "after")
 
 
 class FailingWorker(Worker):
-    """A worker that fails once in each step that `fail_in` has announced."""
+    """A worker that fails once at the place that `fail_in` names."""
 
     place = ""
 
@@ -37,7 +37,7 @@ class FailingWorker(Worker):
             raise self.error("told to fail")
 
     def _break(self, name: str, number: int) -> None:
-        """Let the call of this number raise instead of joining the others."""
+        """Make the `number`-th call of a group method raise instead of joining the other ranks."""
         place, left, method = self.place, number, getattr(self.group, name)
 
         def breaks(*arguments: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A rank with a group and nothing else, in two stages of two."""
+"""A rank with a process group and nothing else, in two stages of two."""
 
 from types import SimpleNamespace
 
@@ -11,7 +11,7 @@ LAYOUT = SimpleNamespace(tensor_parallel_size=2, pipeline_parallel_size=2, world
 
 
 class Member:
-    """A rank with a group and nothing else."""
+    """A rank with a process group and nothing else."""
 
     def __init__(self, address: tuple[str, int], rank: int) -> None:
         self.rank, self.group = rank, join_group(LAYOUT, address, rank)
@@ -23,7 +23,7 @@ class Member:
         self.group.leave()
 
     def add_up(self, leaver: int) -> str:
-        """Sum over the stage, while one rank leaves."""
+        """Sum over the stage while one rank leaves; return what this rank noticed."""
         if self.rank == leaver:
             self.group.leave()
             return "left"

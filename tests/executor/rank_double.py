@@ -1,5 +1,5 @@
-"""Objects for the rank processes of `test_rank_processes.py` and `test_executors.py`: no model,
-every way to end.
+"""Objects for the rank processes of `test_rank_processes.py` and `test_executors.py`: no model, and
+every kind of failure.
 """
 
 import os
@@ -11,7 +11,7 @@ from minivllm.errors import LostPeerError, MinivllmError
 
 
 class RankDouble:
-    """An object that does as it is told."""
+    """A rank's object that fails as its calls tell it to."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -32,7 +32,7 @@ class RankDouble:
         return self.rank, self.calls, *arguments
 
     def fail(self, rank: int) -> None:
-        """Raise on the rank; the others notice it, and say so first."""
+        """Raise on the rank; the others notice it and report first."""
         if self.rank == rank:
             time.sleep(0.2)
             raise KeyError("a bug")
@@ -44,7 +44,7 @@ class RankDouble:
             raise KeyError("a bug")
 
     def fail_and_be_missed(self, rank: int) -> None:
-        """Raise on the rank; the others wait for it without end."""
+        """Raise on the rank, while the others wait for it forever."""
         if self.rank == rank:
             raise KeyError("a bug")
         time.sleep(1000)
@@ -62,14 +62,14 @@ class RankDouble:
         time.sleep(1000)
 
     def be_killed_and_missed(self, rank: int, words: str) -> None:
-        """Let the other ranks report what they noticed before the death of this one is noticed."""
+        """Kill the rank; the others report what they noticed before its death is noticed."""
         if self.rank == rank:
             time.sleep(0.3)
             os.kill(os.getpid(), signal.SIGKILL)
         raise LostPeerError(words)
 
     def lose_a_peer(self, rank: int, words: str) -> None:
-        """Lose a peer on the rank; the others succeed."""
+        """Report a lost peer on the rank; the others succeed."""
         if self.rank == rank:
             raise LostPeerError(words)
 
@@ -83,7 +83,7 @@ class RankDouble:
         time.sleep(seconds)
 
     def wait_for(self, path: str, seconds: float) -> bool:
-        """Wait until this file is there."""
+        """Wait until this file exists."""
         until = time.monotonic() + seconds
         while not (result := Path(path).exists()) and time.monotonic() < until:
             time.sleep(0.01)
@@ -109,7 +109,7 @@ def leaving_double(rank: int) -> RankDouble:
 
 
 class Ending:
-    """A rank's object that notes its end, or takes a long time about it."""
+    """A rank's object that leaves a file when it shuts down, after `seconds`."""
 
     def __init__(self, folder: str, seconds: float, rank: int) -> None:
         self.note, self.seconds = Path(folder) / str(rank), seconds

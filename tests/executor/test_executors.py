@@ -64,13 +64,13 @@ def pair() -> Iterator[MultiprocExecutor]:
 
 @pytest.fixture(scope="module")
 def expected() -> list[dict[str, list[int]]]:
-    """Sample step by step with one rank in this process."""
+    """Return the tokens that one rank in this process samples step by step."""
     return tokens_of(started(1))
 
 
 def steps() -> Iterator[SchedulerOutput]:
-    """Make a step of prompts, then decodes, without a look at any token, as a scheduler does
-    that is a step ahead.
+    """Yield a step of prompts, then decodes, without looking at any token, like a scheduler that is
+    one step ahead.
     """
     new, blocks = [], count(1)
     for req_id, prompt in PROMPTS.items():
@@ -111,7 +111,7 @@ def test_one_rank_in_a_process_of_its_own(expected):
 
 
 def test_steps_in_flight_give_the_same_tokens(pair, expected):
-    """No step waits for the engine to read the one before: rank 0 tells the others what it
+    """No step waits until the engine has read the one before: rank 0 tells the others what it
     sampled.
     """
     assert tokens_of(pair) == expected

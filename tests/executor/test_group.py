@@ -1,4 +1,4 @@
-"""Ranks in stages of several: who leaves is missed by its own stage, too."""
+"""Ranks in stages of several: a rank that leaves is missed by its own stage, too."""
 
 import pytest
 from executor.group_member import Member

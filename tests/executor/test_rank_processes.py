@@ -1,5 +1,5 @@
-"""Ranks in processes: whichever way one of them or their parent ends, it is said, and nobody is
-left behind.
+"""Ranks in processes: however one of them or their parent ends, the end is reported and no process
+is left behind.
 """
 
 import gc
@@ -37,7 +37,9 @@ def pids_of(ranks: RankProcesses) -> list[int]:
 
 
 def have_ended(pids: Sequence[int], seconds: float = PATIENCE) -> bool:
-    """Return whether these processes end within the time. Zombies have ended; none is reaped."""
+    """Return whether these processes end within the time. Zombies count as ended, because none is
+    reaped here.
+    """
     import psutil  # not at the top: the image of `make gpu` does without
 
     def lives(pid: int) -> bool:
@@ -70,7 +72,7 @@ def test_when_one_rank_ends_the_run_ends_and_says_which_and_why(ranks, rank):
 @pytest.mark.parametrize("one_reply", [True, False])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_after_an_exception_on_one_rank_they_do_nothing_until_they_are_reset(ranks, rank, one_reply):
-    """The one to blame is named, though another has reported before it."""
+    """The failing rank is named, though another has reported before it."""
     why = f"^rank {rank} of 2: KeyError: 'a bug'"
     with pytest.raises(WorkerFailedError, match=why) as caught:
         (ranks.call_for_one if one_reply else ranks.call)("fail", rank)
@@ -85,7 +87,7 @@ def test_after_an_exception_on_one_rank_they_do_nothing_until_they_are_reset(ran
 
 
 def test_an_exception_behind_the_last_meeting_is_told_by_the_next_call(ranks):
-    """Rank 0 has already replied, and nobody has missed rank 1."""
+    """Rank 0 has already replied, and no rank has missed rank 1."""
     with pytest.raises(WorkerFailedError, match="rank 1 of 2: KeyError"):
         (ranks.call_for_one("fail_alone", 1), ranks.call("who"))
     ranks.call("reset")
@@ -105,7 +107,7 @@ def test_an_error_on_all_ranks_is_survived(ranks):
     with pytest.raises(WorkerFailedError, match=r"rank . of 2: AttributeError: .*no_such"):
         ranks.call("no_such")
     ranks.call("reset")
-    with pytest.raises(MinivllmError, match=r"a step found no memory .*: lower max_num_batched_tokens"):
+    with pytest.raises(MinivllmError, match=r"a step ran out of memory .*: lower max_num_batched_tokens"):
         ranks.call("run_out_of_memory")
     ranks.call("reset")
     require_right_answers(ranks, 0)
@@ -236,8 +238,8 @@ def pids_from(parent: subprocess.Popen[str]) -> list[int]:
 
 @BOTH
 def test_they_end_with_a_parent_that_is_killed(tmp_path, module, script):
-    """Also while they import what takes long. The script has no `if __name__ == "__main__"`: it
-    is not imported.
+    """This holds even during a slow import. The script has no `if __name__ == "__main__"`, because
+    ranks do not import it.
     """
     with run_script(tmp_path, module, script) as parent:
         pids = pids_from(parent)
@@ -262,7 +264,7 @@ def test_a_fork_of_their_parent_does_not_keep_them(tmp_path):
 
 @BOTH
 def test_an_interrupt_is_told_once(tmp_path, module, script):
-    """A terminal sends Ctrl-C to all of its processes; it is the parent's to answer."""
+    """A terminal sends Ctrl-C to all of its processes, but only the parent reports it."""
     with run_script(tmp_path, module, script) as parent:
         pids = pids_from(parent)
         os.killpg(parent.pid, signal.SIGINT)
@@ -300,8 +302,8 @@ def test_a_call_in_flight_is_waited_for_as_long_as_one_says(ranks):
 
 
 def test_large_calls_in_flight_do_not_block_one_another(ranks):
-    """Beyond what sockets hold, both ways: a rank that cannot send its reply does not read the
-    next call.
+    """Calls and replies are larger than sockets hold, and a rank that cannot send its reply does
+    not read the next call.
     """
     size = 3_000_000
     futures = [ranks.send_for_one("zeros", size) for _ in range(3)]
@@ -333,12 +335,12 @@ def test_what_cannot_be_sent_is_not_sent(ranks):
 
 
 class Interrupt(BaseException):
-    """The exception of the handler of Ctrl-C; only the test catches it."""
+    """The exception that the Ctrl-C handler raises; only the test catches it."""
 
 
 @contextmanager
 def catching_interrupts() -> Iterator[list[bool]]:
-    """Let Ctrl-C end the block; the list says whether it did."""
+    """Let Ctrl-C end the block; the yielded list says whether it did."""
 
     def handle(*_: object) -> None:
         raise Interrupt
@@ -354,10 +356,11 @@ def catching_interrupts() -> Iterator[list[bool]]:
 
 
 def interrupted_at_line(number: int, function: Callable[[], object], where: str = "") -> bool:
-    """Call the function and send Ctrl-C at its `number`-th line in files whose path has `where`.
+    """Call the function and send Ctrl-C at its `number`-th line in files whose path contains
+    `where`.
 
     Returns:
-        Whether the function has that many lines.
+        True if the function has that many lines.
     """
     lines = 0
 
@@ -397,8 +400,8 @@ def interrupted_after(seconds: float, function: Callable[[], object]) -> bool:
 
 
 def quickest(function: Callable[[], object]) -> float:
-    """Return the seconds of the quickest of three calls. At parts of a slow one, signals would
-    come too late.
+    """Return the seconds of the fastest of three calls: signals timed by a slow one would come too
+    late.
     """
     seconds = []
     for _ in range(3):
@@ -409,7 +412,7 @@ def quickest(function: Callable[[], object]) -> float:
 
 
 def require_right_answers(ranks: RankProcesses, number: int) -> None:
-    """Expect both ranks to have done the same calls, and to answer this one."""
+    """Expect both ranks to have run the same calls, and to answer this one."""
     (rank_0, done_by_0, heard_by_0), (rank_1, done_by_1, heard_by_1) = ranks.call("who", number)
     assert (rank_0, rank_1) == (0, 1)
     assert heard_by_0 == heard_by_1 == number
@@ -453,7 +456,7 @@ def test_signals_at_any_moment_leave_the_ranks_usable(ranks):
 
 
 def test_an_interrupt_that_another_thread_took_is_noticed(ranks, tmp_path):
-    """The kernel may give a signal to any thread; then it does not wake the one that waits."""
+    """The kernel may deliver a signal to any thread; then it does not wake the one that waits."""
     start, let_go = time.monotonic(), tmp_path / "let go"
     other = threading.Thread(
         target=lambda: (time.sleep(0.2), signal.pthread_kill(threading.get_ident(), signal.SIGINT))
@@ -468,7 +471,7 @@ def test_an_interrupt_that_another_thread_took_is_noticed(ranks, tmp_path):
 
 
 def ranks_here() -> set[Any]:
-    """Return the rank processes below this one, but no children of a browser that other tests
+    """Return the rank processes below this one, but not the children of a browser that other tests
     use.
     """
     import psutil
@@ -482,7 +485,7 @@ def ranks_here() -> set[Any]:
 
 
 def test_interrupted_starts_leave_nobody():
-    """Interrupt at moments all through a start of about 0.2 s, and at lines of it."""
+    """Interrupts come at moments all through a start of about 0.2 s, and at some of its lines."""
     others, random, interrupted = ranks_here(), Random(2), 0
     seconds = quickest(lambda: RankProcesses(double, (), 2).shutdown())
     for part in range(10):

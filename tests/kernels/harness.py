@@ -7,8 +7,8 @@
 (c) the same numerics compiled on a GPU: the `device` fixture's "cuda" variant, with the mark `gpu`;
 (d) the CPU twin: `assert_twin(kernel_result, twin_result)`.
 
-Kernels of lesson scripts: `script("01_kv_cache").some_kernel`.
-Needs torch, triton and pytest only, so that it runs on a common CUDA image.
+Kernels of lesson scripts are loaded with `script("01_kv_cache").some_kernel`. The harness needs
+only torch, triton and pytest, so that it runs on a common CUDA image.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def script(name: str) -> Any:
 
 
 def awkward_lengths(block: int) -> list[int]:
-    """Return lengths at which kernels go wrong: none, one, around one block, and ragged over
+    """Return lengths at which kernels go wrong: zero, one, around one block, and ragged over
     several.
     """
     return sorted({0, 1, block - 1, block, block + 1, 2 * block + 3, 5 * block - 2} - {-1})
@@ -51,7 +51,7 @@ def awkward_lengths(block: int) -> list[int]:
 def assert_close(
     actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype | None = None, scale: float = 1.0
 ) -> None:
-    """`actual` equals the reference within what `dtype` (default: `actual`'s) can resolve.
+    """Expect `actual` to equal the reference within what `dtype` (default: `actual`'s) can resolve.
 
     The bound is `scale` × a few roundings of the largest magnitude in `expected` (at least 1).
     """
@@ -72,8 +72,8 @@ def assert_close(
 
 
 def assert_twin(kernel: torch.Tensor, twin: torch.Tensor, scale: float = 1.0) -> None:
-    """Kernel and CPU twin agree: bit for bit where nothing is rounded (integers, or `scale` 0),
-    else closely.
+    """Expect kernel and CPU twin to agree: bit for bit where nothing is rounded (integers, or
+    `scale` 0), else closely.
     """
     assert kernel.dtype == twin.dtype, f"kernel gives {kernel.dtype}, twin {twin.dtype}"
     if scale == 0 or not kernel.dtype.is_floating_point:
@@ -94,9 +94,9 @@ def assert_compiles(
     """Compile for each target; shared memory must fit and nothing may spill.
 
     `arguments`: an example for every parameter by name (tensor, "*bf16", number, None, constexpr
-    value); `options`: num_warps, num_stages. With `tensor_core` the code must hold matrix
+    value); `options`: num_warps, num_stages. With `tensor_core` the code must contain matrix
     instructions (`Compiled.tensor_core` says which); with `load_bytes` the widest load from device
-    memory must be at least so wide.
+    memory must be at least that wide.
     """
     built = {target: compile_for(target, kernel, arguments, options) for target in targets}
     for target, code in built.items():
@@ -121,8 +121,8 @@ def on_threads(count: int) -> Iterator[None]:
 
 
 def each_twin(module: Any, *others: str) -> Any:
-    """Make a fixture that lets `module` run each of its forms for CPUs, numba's and torch's;
-    returns their names.
+    """Make a fixture that runs `module` in each of its CPU forms, numba's and torch's, and returns
+    the form's name.
     """
 
     @pytest.fixture(params=["numba", "torch", *others])
@@ -136,7 +136,8 @@ def each_twin(module: Any, *others: str) -> Any:
 
 
 def trace_launches(monkeypatch: pytest.MonkeyPatch, module: Any, *names: str) -> dict[str, KernelTrace]:
-    """Trace each launch of these kernels of `module`; no launch may race or leave its arguments.
+    """Trace each launch of these kernels of `module`; no launch may race or access memory outside
+    its arguments.
 
     Returns the traces by kernel, which are complete after the launches.
     """
@@ -163,7 +164,7 @@ def trace_launches(monkeypatch: pytest.MonkeyPatch, module: Any, *names: str) ->
 
 
 def start_locations(query_lengths: Sequence[int], device: torch.device | str = "cpu") -> torch.Tensor:
-    """`query_start_loc`: prefix sums of the query lengths, int32 `[sequences + 1]`."""
+    """Return `query_start_loc`: prefix sums of the query lengths, int32 `[sequences + 1]`."""
     sums = torch.tensor([0, *query_lengths], dtype=torch.int64).cumsum(0)
     return sums.to(torch.int32).to(device)
 
@@ -171,10 +172,10 @@ def start_locations(query_lengths: Sequence[int], device: torch.device | str = "
 def random_block_table(
     lengths: Sequence[int], block_size: int, spare_blocks: int = 3, seed: int = 0
 ) -> tuple[torch.Tensor, int]:
-    """(int32 `[sequences, most blocks]`, blocks in the pool): every sequence's blocks scattered
-    over the pool.
+    """Return a block table, int32 `[sequences, max blocks]`, that scatters the sequences over the
+    pool, and the pool's size in blocks.
 
-    Block 0, the null block, is nobody's; unused entries are 0.
+    Block 0, the null block, belongs to no sequence; unused entries are 0.
     """
     needed = [math.ceil(length / block_size) for length in lengths]
     num_blocks = 1 + sum(needed) + spare_blocks
@@ -186,7 +187,7 @@ def random_block_table(
 
 
 def gather_paged(cache: torch.Tensor, block_table: torch.Tensor, sequence: int, length: int) -> torch.Tensor:
-    """Return a sequence's `[length, kv_heads, head_dim]` out of a paged cache `[blocks, block_size,
+    """Gather a sequence's `[length, kv_heads, head_dim]` from a paged cache `[blocks, block_size,
     kv_heads, head_dim]`.
     """
     positions = torch.arange(length, device=cache.device)
@@ -202,8 +203,8 @@ def reference_attention(
     sliding_window: int | None = None,
     soft_cap: float | None = None,
 ) -> torch.Tensor:
-    """Causal attention of one sequence in float64: the last `len(q)` of its `len(keys)` positions
-    ask.
+    """Compute causal attention of one sequence in float64: the queries are the last `len(q)` of its
+    `len(keys)` positions.
 
     q `[queries, heads, d]`, keys and values `[length, kv_heads, d]` -> `[queries, heads, d]`.
     """

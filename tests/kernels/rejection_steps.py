@@ -1,5 +1,5 @@
-"""Steps to verify drafts in: `rejection_sample` is tested on them by itself, and by what it does
-to distributions.
+"""Steps with drafts to verify: `rejection_sample` is tested on them by itself, and by its effect on
+distributions.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ def key_tensor(keys: np.ndarray) -> torch.Tensor:
 
 
 def random_step(vocab: int, drawn: bool, num_drafts: Sequence[int], seed: int = 0) -> RejectionArguments:
-    """Return greedy and random requests. Drafts are good: q is close to p, or they are the
-    likeliest; some are -1.
+    """Return a step of greedy and random requests. Drafts are good: q is close to p, or they are
+    the likeliest tokens; some are -1.
 
-    Some rows exclude half of the tokens, one all but one.
+    Some rows exclude half of the tokens, and one row all but one.
     """
     generator = torch.Generator().manual_seed(seed + vocab)
     counts = torch.tensor(num_drafts, dtype=torch.int32)

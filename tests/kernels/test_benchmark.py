@@ -1,5 +1,5 @@
-"""`benchmarks/kernels.py`: what it counts is right, and what it measures on a GPU runs, here on
-small steps.
+"""Test `benchmarks/kernels.py`: what it counts is right, and what it measures on a GPU runs, here
+on small steps.
 """
 
 import json

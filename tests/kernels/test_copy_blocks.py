@@ -23,13 +23,13 @@ BLOCKS = 11
 
 
 def random_bytes(shape, dtype, device="cpu"):
-    """A tensor of any bytes: also NaN and what no number of that type is."""
+    """Return a tensor of random bytes, which may be NaN or no valid number of its type."""
     wide = torch.randint(0, 256, (*shape[:-1], shape[-1] * dtype.itemsize), dtype=torch.uint8)
     return wide.view(dtype).to(device)
 
 
 def cache(block_size, dtype, layers=2, heads=2, dim=16, device="cpu"):
-    """The regions of a cache: K and V of each layer, and their scales where it is int8."""
+    """Return the regions of a cache: K and V of each layer, and their scales where it is int8."""
     shapes = [((BLOCKS, block_size, heads, dim), dtype)] * 2
     if dtype == torch.int8:
         shapes += [((BLOCKS, heads, block_size), torch.float32)] * 2
@@ -100,7 +100,7 @@ def test_there_and_back_on_the_cpu(block_size, dtype, dim, blocks, block_major):
 
 
 def test_without_slots_blocks_lie_in_their_order(device):
-    """Also a block that occurs twice, ids of either type, and a layer that occurs twice."""
+    """This includes a block that occurs twice, ids of either type, and a layer that occurs twice."""
     tensor = random_bytes((BLOCKS, 4, 6), torch.float16, device)
     regions = BlockRegions.of([tensor, tensor])
     for dtype in (torch.int32, torch.int64):
@@ -110,7 +110,7 @@ def test_without_slots_blocks_lie_in_their_order(device):
 
 
 def test_keys_and_values_interleaved_in_one_tensor(device):
-    """The distance between blocks is then larger than a block, and the bytes in between keep their
+    """The stride between blocks is then larger than a block, and the bytes in between keep their
     values.
     """
     both = random_bytes((BLOCKS, 2, 4, 8), torch.bfloat16, device)
@@ -182,12 +182,12 @@ def test_input_that_cannot_work_is_refused():
     regions = BlockRegions.of(tensors)
     staging = torch.zeros(2 * regions.record_bytes, dtype=torch.uint8)
     assert_refused("no regions", BlockRegions.of, [])
-    assert_refused("same blocks", BlockRegions.of, [tensors[0], tensors[1][1:]])
+    assert_refused("same number of blocks", BlockRegions.of, [tensors[0], tensors[1][1:]])
     turned = tensors[0].transpose(1, 2)
     assert_refused("block of a region must be contiguous", BlockRegions.of, [turned])
     assert_refused("no blocks", BlockRegions.of, [tensors[0][:0]])
     first, three = ids([1], "cpu"), ids([1, 2, 3], "cpu")
     assert_refused(r"3 blocks do not fit .* of 2", gather_blocks, regions, three, staging)
     assert_refused(rf"n × {regions.record_bytes}", gather_blocks, regions, first, staging[:-1])
-    assert_refused("alike in length", gather_blocks, regions, first, staging, ids([0, 1], "cpu"))
+    assert_refused("of equal length", gather_blocks, regions, first, staging, ids([0, 1], "cpu"))
     assert_refused(r"backend.*gpu", scatter_blocks, regions, first, staging, backend="gpu")

@@ -35,7 +35,7 @@ form_name = each_twin(elementwise, "triton")
 
 @pytest.fixture
 def form(form_name):
-    """Run each of the three forms, as `backend` and what the CPU chooses."""
+    """Return the `backend` that runs each of the three forms."""
     return "triton" if form_name == "triton" else "cpu"
 
 
@@ -61,8 +61,8 @@ def test_norm_of_the_sum(form, width):
 
 
 def test_rows_apart_and_positions_of_any_kind():
-    """The compiled loops read memory by address: what does not lie as they expect it must not
-    reach them as it is.
+    """The compiled loops read memory by address, so inputs in an unexpected layout must be
+    converted first.
     """
     table, heads = random(50, 16), random(40, 3, 16)
     positions = torch.arange(40) * 7 % 50
@@ -94,7 +94,7 @@ def test_the_number_of_threads_stays():
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_as_many_threads_as_there_are(threads):
-    """Programs are taken one by one: no token is left out, none is computed twice."""
+    """Threads take programs one at a time, leaving no token out and computing none twice."""
     x, residual, weight = random(333, 64), random(64, 333).T.contiguous(), random(64)
     total, expected = norm_in_float64(x, residual, weight)
     with on_threads(threads):
@@ -162,7 +162,7 @@ def test_passes_over_bf16_round_once(width, head_dim):
 
 
 def assert_rounded(actual, exact):
-    """Equal to the exact number's bfloat16, but where fp32 has tipped a tie."""
+    """Expect the exact numbers rounded to bfloat16, except where fp32 has tipped a tie."""
     assert actual.dtype is torch.bfloat16
     expected = exact.to(torch.bfloat16)
     assert (actual == expected).double().mean() > 0.99

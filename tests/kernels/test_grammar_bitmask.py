@@ -15,7 +15,7 @@ SIGN = -(2**31)
 
 
 def random_case(vocab, num_rows=5, rows=(3, 0), dtype=torch.float32):
-    """Logits, a bitmask for some rows with random bits behind the vocabulary too, and those
+    """Return logits, a bitmask for some rows, with random bits beyond the vocabulary too, and those
     rows.
     """
     generator = torch.Generator().manual_seed(vocab)
@@ -25,7 +25,7 @@ def random_case(vocab, num_rows=5, rows=(3, 0), dtype=torch.float32):
 
 
 def masked(logits, bitmask, rows):
-    """Mask the logits by testing every token's bit."""
+    """Return logits masked by testing every token's bit."""
     expected = logits.clone()
     for row, words in zip(rows.tolist(), bitmask.tolist(), strict=True):
         for token in range(logits.shape[1]):
@@ -43,8 +43,8 @@ def test_tokens_that_are_not_allowed_are_impossible(device, vocab):
 
 
 def test_rows_without_a_grammar_keep_every_bit(device):
-    """Rows beside a masked one are untouched too, where rows are part of a wider table; NaN shows
-    that nothing was computed.
+    """Rows beside a masked one stay untouched, even in a wider table; their NaN shows that nothing
+    was computed.
     """
     wide = torch.full((4, 200), torch.nan)
     result = wide.to(device)[:, :100]

@@ -1,6 +1,4 @@
-"""The harness itself: what it reads off compiled code is what is there, and its asserts can
-fail.
-"""
+"""The harness itself: what it reads from compiled code is really there, and its asserts can fail."""
 
 import pytest
 import torch
@@ -90,9 +88,7 @@ def test_close_is_not_blind():
 
 
 def test_the_record_says_what_the_compiler_says(monkeypatch):
-    """Compare what `compiled.json` has with a compilation by a worker that does not know the
-    file.
-    """
+    """A worker that does not know `compiled.json` compiles the same as the file records."""
 
     def compiled() -> list[aot.Compiled]:
         options = {"num_warps": 8, "num_stages": 2}

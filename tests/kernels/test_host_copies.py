@@ -16,7 +16,7 @@ BLOCK_IDS, SLOTS = [3, 11, 1, 7, 2, 5], [4, 5, 6, 0, 8, 2]
 
 
 class StreamDouble:
-    """A stream of a CPU, on which everything is done at once."""
+    """A CPU stand-in for a stream, on which everything is done immediately."""
 
     def __init__(self, device: torch.device) -> None:
         self.waited: list[Any] = []
@@ -30,7 +30,7 @@ class StreamDouble:
 
 @pytest.fixture(params=["cpu", "staged", pytest.param("cuda", marks=pytest.mark.gpu)])
 def copies(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> HostCopies:
-    """Return copies as on a CPU, as on a GPU but with the CPU's memory, or on a GPU. The staging
+    """Return copies as on a CPU, as on a GPU but in CPU memory, or on a real GPU. The staging
     buffer has room for four blocks.
     """
     device = torch.device("cuda" if request.param == "cuda" else "cpu")

@@ -1,4 +1,4 @@
-"""Which form of a linear is taken: the faster one, by a clock that a test may hold in its hands."""
+"""Test that the faster form of a linear is chosen, by a clock that a test can control."""
 
 import itertools
 import math

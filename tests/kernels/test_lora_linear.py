@@ -1,5 +1,5 @@
-"""Adapters' matmuls: kernels and CPU forms give what each row's own adapter gives, whatever
-lies beside it.
+"""Adapters' matmuls: kernels and CPU forms give what each row's own adapter gives, whatever the
+rows beside it are.
 """
 
 import itertools
@@ -47,7 +47,7 @@ CASES = {
 
 
 def make(case, dtype=torch.float32, device=CPU, slots=3):
-    """(y, x, a, b, ranks, bounds, meta), and the float64 answer. Numbers beyond a slot's rank
+    """Return (y, x, a, b, ranks, bounds, meta) and the float64 answer. Numbers beyond a slot's rank
     are NaN.
     """
     rows_slots, max_rank, width, slices = CASES[case]
@@ -95,7 +95,7 @@ def test_the_kernels_in_other_precisions(device, dtype):
 
 
 def test_a_grid_that_knows_no_counts_gives_the_same(device):
-    """A CUDA graph's grid is launched for any slots and any counts."""
+    """A CUDA graph's grid is launched for whatever slots and counts there are."""
     for case in ("mixed, three slices", "nobody has one", "many rows of one slot"):
         *arguments, expected = make(case, device=device)
         lora_linear(*arguments, backend="triton", fixed_grid=True)

@@ -49,7 +49,9 @@ MIXED = [(0, 7), (1, 33), (20, 20), (5, 64), (0, 0), (1, 1), (17, 50), (1, 32), 
 
 @dataclass
 class Step:
-    """The arguments of `mla_attention`, where it should write, and the expected values there."""
+    """The arguments of `mla_attention`, the tensor it should write to, and the values expected
+    there.
+    """
 
     arguments: tuple
     scale: float
@@ -67,8 +69,8 @@ class Step:
         )
 
     def expected(self):
-        """One head for all: its keys are whole rows of the cache, its values their first `rank`
-        numbers.
+        """Return the expected output with one KV head, whose keys are whole rows of the cache and
+        whose values are their first `rank` numbers.
         """
         q, cache, starts, _, table = self.arguments
         result = self.out.double().fill_(UNTOUCHED)
@@ -82,8 +84,8 @@ class Step:
 
 
 def make(lengths, rank=48, rope=16, heads=8, block_size=BLOCK, dtype=torch.float32, padding=3, seed=0):
-    """A step with `padding` tokens of no sequence. Slots that hold no key of any sequence are
-    NaN.
+    """Return a step with `padding` tokens of no sequence. Slots that hold no key of any sequence
+    are NaN.
     """
     torch.manual_seed(seed)
     queries, keys = [length for length, _ in lengths], [length for _, length in lengths]

@@ -1,4 +1,4 @@
-"""Products with weights in panels: what float64 gives, on both shapes of tiles."""
+"""Matmuls with weights in panels give what float64 gives, on both tile shapes."""
 
 import ctypes
 import importlib.util
@@ -23,7 +23,7 @@ programs_of = pytest.importorskip("minivllm.kernels.cpu.programs")
 
 @pytest.fixture(scope="module", params=[True, False], ids=["wide registers", "narrow registers"])
 def tiles(request):
-    """The loops as a processor with AVX-512 gets them, and as one without does."""
+    """Return the loops compiled for a processor with AVX-512, or for one without."""
     if request.param == lanes.has_wide_registers():
         loops = numba_linear
     else:
@@ -59,7 +59,7 @@ def expected(x, weight, bias=None, gated=False):
 
 
 def assert_rounded_once(actual, exact):
-    """fp32 sums; of bf16 the sum is rounded, by half a unit in its last place at most."""
+    """Expect fp32 sums; in bf16 the sum is rounded once, by at most half a unit in its last place."""
     half_a_unit = 2**-8 if actual.dtype is torch.bfloat16 else 0.0
     torch.testing.assert_close(actual.double(), exact, rtol=half_a_unit + 1e-5, atol=1e-5)
 
@@ -112,7 +112,7 @@ def test_every_number_of_rows_is_computed_and_nothing_beside_them_is_written(til
 
 
 def test_gate_and_up_can_be_had_side_by_side(tiles, dtype):
-    """Adapters need both, because they are added before the activation."""
+    """Adapters need both outputs, because they are added before the activation."""
     torch.manual_seed(0)
     for rows, outputs in ((1, 16), (7, tiles.PANEL + 5), (50, 3)):
         weight, x = torch.randn(2 * outputs, 40).to(dtype), torch.randn(rows, 40).to(dtype)
@@ -137,7 +137,7 @@ def test_gates_far_from_zero_neither_overflow_nor_vanish(tiles):
 
 
 def test_the_sigmoid_is_as_close_as_it_says():
-    """Over all lanes; compiled alone."""
+    """All lanes are checked, with the sigmoid compiled alone."""
 
     def programs(address):
         block = programs_of.array_at(address, 3, np.int64)

@@ -58,10 +58,10 @@ def run(code, **options):
 
 
 def test_a_second_process_compiles_nothing():
-    """The first one only has to compile what no run of the tests has needed so far.
+    """The first process compiles only what no earlier run of the tests has needed.
 
-    Of two processes that write one index at the same time, as workers do, one is lost: then there
-    is a third.
+    If two processes write an index at the same time, as workers do, one write is lost; then a third
+    process runs.
     """
     for _ in range(4):
         hits = run(FIND).stdout.split()

@@ -1,5 +1,5 @@
-"""Caches of int8 and fp8: what is written is the nearest that can be, and attention reads it as
-those numbers.
+"""Caches of int8 and fp8: each number is stored as the nearest that the type has, and attention
+reads it as such.
 """
 
 import random
@@ -25,13 +25,13 @@ BLOCKS, BLOCK, HEADS = 9, 4, 3
 
 
 def empty_caches(head_dim, device="cpu"):
-    """Keys, values, and their scales, full of what nobody writes."""
+    """Return keys, values and their scales, filled with values that no kernel writes."""
     caches = torch.full((2, BLOCKS, BLOCK, HEADS, head_dim), -128, dtype=torch.int8, device=device)
     return [*caches, *torch.full((2, BLOCKS, HEADS, BLOCK), UNTOUCHED, device=device)]
 
 
 def rows(tokens, head_dim, dtype=torch.float32):
-    """Keys and values as slices of one fused output: one head all zero, one with an outlier."""
+    """Return keys and values as slices of one fused output: one head all zero, one with an outlier."""
     torch.manual_seed(tokens)
     fused = torch.randn(tokens, 3, HEADS, head_dim).to(dtype)
     fused[::3, :, 0] = 0
@@ -87,7 +87,7 @@ def test_kernel_and_twin_write_the_nearest_integers(device, head_dim, dtype):
     ],
 )
 def test_what_is_no_number_is_not_read_as_one(device, form, cache_dtype, monkeypatch):
-    """Else a broken model's text would look like any other."""
+    """Otherwise a broken model's text would look like any other."""
     if form == "numba":
         pytest.importorskip("numba")
     monkeypatch.setattr(cache_calls, "has_numba", lambda: form == "numba")
@@ -106,7 +106,7 @@ def test_what_is_no_number_is_not_read_as_one(device, form, cache_dtype, monkeyp
 
 
 def test_many_tokens_on_several_threads():
-    """Programs are taken one by one: no token is left out."""
+    """Threads take programs one at a time, and no token is left out."""
     pytest.importorskip("numba")
     tokens = BLOCKS * BLOCK
     caches = empty_caches(32)
@@ -120,7 +120,9 @@ def test_many_tokens_on_several_threads():
 
 
 def test_fp8_is_written_and_what_is_too_large_becomes_the_largest(device):
-    """Numbers that fp8 has: Triton's interpreter does not round all others right; a GPU does."""
+    """The numbers are exact in fp8, because Triton's interpreter, unlike a GPU, rounds some others
+    wrongly.
+    """
     torch.manual_seed(0)
     numbers = (torch.randn(2, 6, HEADS, 32) * 20).to(FP8).float()
     numbers[:, 1, 1, :4] = torch.tensor([1e5, -1e5, 448.0, -449.0])
@@ -140,8 +142,8 @@ def test_fp8_is_written_and_what_is_too_large_becomes_the_largest(device):
 
 
 def quantized(step):
-    """The step with int8 caches, poison in unowned slots, and the float64 answer for the numbers
-    they stand for.
+    """Return the step with int8 caches, poison in unowned slots, and the float64 answer for the
+    numbers that the integers stand for.
     """
     q, k_cache, v_cache, *tables = step.arguments
     stored, scales, stand_for = [], [], []
@@ -219,7 +221,7 @@ def test_the_twin_reads_int8(twin, seed):
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_int8_compiles_everywhere_and_spills_next_to_nothing(target):
-    """The fastest tiles on sm_90 spill some numbers of a thread, and take 199 µs where tiles that
+    """The fastest tiles on sm_90 spill a few numbers per thread, and take 199 µs where tiles that
     fit take 301.
     """
     for query_rows, splits in ((4, 8), (4096, 1)):

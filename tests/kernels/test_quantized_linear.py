@@ -1,4 +1,4 @@
-"""Products with packed weights: the kernel and its twins give what the unpacked numbers give;
+"""Matmuls with packed weights: the kernel and its twins give what the unpacked numbers give;
 packing loses nothing.
 """
 
@@ -31,8 +31,8 @@ SHAPES = [(1, 40, 96), (3, 33, 64), (17, 70, 160), (16, 1, 32)]  # rows, out, in
 
 
 def make(kind, rows, out, width, dtype=torch.float32, scale_dtype=None):
-    """x, packed, scales, bias, and the float64 answer for the numbers that the integers stand
-    for.
+    """Return x, packed, scales, bias, and the float64 answer for the numbers that the integers
+    stand for.
     """
     torch.manual_seed(rows + out + width)
     quantization, group = KINDS[kind]
@@ -110,7 +110,7 @@ def test_the_kernel_in_other_precisions(device, kind, dtype):
 
 
 def test_rows_that_end_inside_a_tile_of_the_kernel(device):
-    """Width 200: one tile of 128, and 72 numbers of the next; poison lies behind the last row."""
+    """A width of 200 is one tile of 128 and 72 numbers of the next; poison follows the last row."""
     for kind in ("int8", "int4, rows"):
         x, packed, scales, bias, expected = make(kind, 3, 7, 200)
         behind = torch.full((4, 200), torch.nan)

@@ -33,7 +33,7 @@ def small_chunks(monkeypatch):
 
 
 def by_the_book(step):
-    """Request by request, draft by draft, in float64."""
+    """Verify drafts request by request and draft by draft, in float64."""
     vocab, width = step.target_logits.shape[1], int(step.num_drafts.max()) + 1
     times = noise.waiting_times(step.keys, vocab).double()
     numbers = noise.decision_numbers(step.keys).double()
@@ -72,8 +72,8 @@ def test_kernels_twin_and_torch_follow_the_rule(device, vocab, drawn):
 
 
 def test_probabilities_are_of_all_chunks_and_an_accepted_draft_stays(device):
-    """One draft each. Most of the target's mass is in the first chunk, the draft's is spread:
-    their sums differ.
+    """Each request has one draft. Most of the target's mass is in the first chunk and the draft's
+    is spread, so their sums differ.
     """
     vocab, requests = 2 * CHUNK + 3, 20
     step = random_step(vocab, True, num_drafts=(1,) * requests)
@@ -99,7 +99,7 @@ EVERY_FORM = ["torch", "cpu", pytest.param("triton", marks=pytest.mark.interpret
 
 @pytest.fixture(params=EVERY_FORM)
 def form(request):
-    """`sample(step)` by torch, the compiled loops, or the kernels."""
+    """Return `sample(step)` by torch, the compiled loops, or the kernels."""
     if request.param == "torch":
         return torch_rejection
     return functools.partial(rejection_sample, backend=request.param)
@@ -114,7 +114,7 @@ def test_no_drafts_and_no_requests(form):
 
 
 def test_a_draft_that_was_not_drawn_costs_no_exactness(form):
-    """-1, and a draft that its logits exclude: the token is the one drawn without drafts."""
+    """A draft of -1, or one that its logits exclude, gives the token drawn without drafts."""
     step = random_step(12, True, num_drafts=(1,) * 12)
     step.is_greedy[:] = False
     step.draft_token_ids[:6] = -1
@@ -125,8 +125,8 @@ def test_a_draft_that_was_not_drawn_costs_no_exactness(form):
 
 
 def test_broken_logits_are_nobody_elses(form):
-    """NaN and infinities, in the target's rows or the draft's: a token of the vocabulary, and
-    all others as before.
+    """NaN and infinities in the target's or the draft's rows give a token of the vocabulary, and
+    leave all others as before.
     """
     step = random_step(70, True, RAGGED)
     step.target_logits[1] = step.target_logits[4]
@@ -238,7 +238,7 @@ def test_compiled_for_every_target(kernel, num_warps, load_bytes):
 
 @pytest.mark.interpreted
 def test_logits_are_read_once_and_no_program_meets_another(monkeypatch):
-    """Read all logits once, and then the rows of the requests with a rejected draft."""
+    """All logits are read once, and then the rows of the requests with a rejected draft."""
     names = ("reduce_rows_kernel", "walk_drafts_kernel", "recover_kernel", "replace_kernel")
     traces = trace_launches(monkeypatch, module, *names)
     vocab = 2 * CHUNK + 3

@@ -1,4 +1,4 @@
-"""Recordings: a replay computes what the function would, from what its inputs hold by then."""
+"""Recordings: a replay computes what the function would from its inputs' current contents."""
 
 import pytest
 import torch
@@ -43,7 +43,7 @@ class Layer:
 
 @pytest.fixture(params=[1, 2, 5])
 def threads(request):
-    """As many threads, also more than there are cores."""
+    """Run the test on this many threads, which may be more than there are cores."""
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
     yield request.param

@@ -12,7 +12,7 @@ BLOCK_SIZES = (1, 5, 16)
 
 
 def make(tokens, block_size, kv_heads=2, head_dim=80, dtype=torch.float32, blocks=9, device="cpu"):
-    """Keys and values as slices of one fused output, caches full of −7, and a slot of its own
+    """Return keys and values as slices of one fused output, caches full of −7, and a separate slot
     for every token.
     """
     torch.manual_seed(tokens)
@@ -25,7 +25,7 @@ def make(tokens, block_size, kv_heads=2, head_dim=80, dtype=torch.float32, block
 
 
 def written_by_hand(key, value, key_cache, value_cache, slots):
-    """The caches after writing token by token."""
+    """Return the caches after writing token by token."""
     key_cache, value_cache = key_cache.clone(), value_cache.clone()
     for token, slot in enumerate(slots.tolist()):
         if slot >= 0:
@@ -117,7 +117,7 @@ def test_a_slot_beyond_the_cache_writes_to_no_foreign_memory(cache_dtype):
 
 
 def test_one_token_with_one_head_may_come_from_any_strides():
-    """The strides play no part there, and `contiguous` changes nothing."""
+    """The strides do not matter there, and `contiguous` changes nothing."""
     heads = torch.randn(1, 2, 8)
     key, value = (heads[:, index : index + 1].contiguous() for index in (0, 1))
     assert key.stride(1) == 8
@@ -130,7 +130,7 @@ def test_one_token_with_one_head_may_come_from_any_strides():
     assert torch.equal(caches[1, 1, 1], value[0])
     apart = torch.randn(2, 1, 16)[:, :, ::2]
     two = torch.tensor([5, 6])
-    assert_refused("side by side", reshape_and_cache, apart, torch.randn(2, 1, 8), *caches, two)
+    assert_refused("contiguous", reshape_and_cache, apart, torch.randn(2, 1, 8), *caches, two)
 
 
 def test_input_that_cannot_work_is_refused():

@@ -1,5 +1,5 @@
 """The one attention: every form against float64, on ragged batches over a cache full of poison
-where nobody reads.
+where no request reads.
 """
 
 import math
@@ -44,7 +44,9 @@ BATCHES = {
 
 @dataclass
 class Step:
-    """The arguments of `unified_attention`, where it should write, and the expected values there."""
+    """The arguments of `unified_attention`, the tensor it should write to, and the values expected
+    there.
+    """
 
     arguments: tuple
     scale: float
@@ -72,8 +74,8 @@ class Step:
 
 
 def make(lengths, head_dim=32, group=4, kv_heads=2, block_size=BLOCK, dtype=torch.float32, padding=3, seed=0):
-    """A step with `padding` tokens of no sequence. Slots that hold no key of any sequence are
-    NaN.
+    """Return a step with `padding` tokens of no sequence. Slots that hold no key of any sequence
+    are NaN.
     """
     torch.manual_seed(seed)
     queries, keys = [length for length, _ in lengths], [length for _, length in lengths]
@@ -90,7 +92,7 @@ def make(lengths, head_dim=32, group=4, kv_heads=2, block_size=BLOCK, dtype=torc
 
 
 def check_kernel(step, device, dtype=None, splits=1, **options):
-    """The kernel on a device gives what float64 gives; padding stays as it was."""
+    """Expect the kernel on a device to give what float64 gives, and to leave padding unchanged."""
     result = step.on(device).attend("triton", num_kv_splits=splits, **options)
     assert_close(result, step.expected(**options), dtype)
 
@@ -333,7 +335,7 @@ def test_input_that_cannot_work_is_refused():
     wrong = {
         "heads a multiple of kv_heads": change(step, 0, q[:, :7]),
         "must have the same shape": change(step, 2, k_cache[:-1]),
-        "must be alike": change(step, 0, q.bfloat16()),
+        "must have the same dtype": change(step, 0, q.bfloat16()),
         "query_start_loc": change(step, 3, starts[:-1]),
         "seq_lens must be int32": change(step, 4, lengths.long()),
         "last dimension of block_table": change(step, 5, table.repeat_interleave(2, 1)[:, ::2]),

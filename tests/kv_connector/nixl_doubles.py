@@ -1,5 +1,5 @@
-"""Agents that move bytes within this process, and engines over them that are only the two sides
-of a connector.
+"""Agents that move bytes within this process, and engines over them that consist only of a
+connector's two sides.
 """
 
 import ctypes
@@ -42,7 +42,7 @@ def config_of(engine_id: str = "an engine", role: str = "kv_both", extra: dict |
 
 @dataclass
 class Network:
-    """The agents that there are, and how their transfers go."""
+    """The agents that exist, and how their transfers go."""
 
     agents: dict[str, "AgentDouble"] = field(default_factory=dict)
     polls_of_a_read: int = 0
@@ -55,7 +55,7 @@ class Network:
 
 
 class AgentDouble:
-    """An agent without NIXL; `released` counts what was prepared and is not any more."""
+    """An agent without NIXL; `released` counts what was prepared and has been released."""
 
     def __init__(self, name: str, network: Network) -> None:
         self.name, self.network = name, network
@@ -107,7 +107,7 @@ class AgentDouble:
 
 
 class ReadDouble:
-    """A `Transfer` that moves its bytes when it is over."""
+    """A `Transfer` that moves its bytes when it completes."""
 
     def __init__(self, network: Network, moves: list) -> None:
         self.network, self.moves = network, moves
@@ -136,7 +136,7 @@ class ReadDouble:
 
 
 def make_caches(config: KVConnectorConfig, fill: bool) -> dict[str, tuple[torch.Tensor, ...]]:
-    """Make each layer's keys and values: a different number in every place, or zeros."""
+    """Make each layer's keys and values: a different number in every position, or zeros."""
     shape = (config.num_gpu_blocks, config.block_size, config.num_kv_heads, config.head_dim)
     size = int(np.prod(shape))
     caches = {}
@@ -178,7 +178,7 @@ class NixlEngine(PullEngine):
 
 @contextmanager
 def nixl_engines(network: Network) -> Iterator:
-    """Give a function that makes engines, and close them."""
+    """Yield a function that makes engines, and close them afterwards."""
     built = []
 
     def make(*arguments, **named) -> NixlEngine:

@@ -1,4 +1,4 @@
-"""Engines that are only the two sides of a connector whose decoder pulls, and steps without
+"""Engines that consist only of the two sides of a connector whose decoder pulls, and steps without
 tokens.
 """
 
@@ -36,8 +36,8 @@ def blocks_of(*block_ids: int) -> list[Block]:
 
 
 class PullEngine:
-    """An engine whose cache, if it is called "P", has a different number in every place; else
-    zeros.
+    """An engine whose cache has a different number in every position if it is called "P", and zeros
+    otherwise.
     """
 
     config: KVConnectorConfig
@@ -55,7 +55,7 @@ class PullEngine:
         return output
 
     def begin(self) -> None:
-        """Let the scheduler's side decide and the worker's side begin."""
+        """Let the scheduler's side decide, then let the worker's side begin."""
         self.worker.bind_connector_metadata(self.scheduler.build_connector_meta(None))
         self.worker.start_load_kv()
 
@@ -68,7 +68,7 @@ class PullEngine:
         raise AssertionError("it never came")
 
     def prefill(self, name: str, num_tokens: int, block_ids: list[int]) -> dict:
-        """Compute a request here; return the `kv_transfer_params` that its client gets."""
+        """Prefill a request here; return the `kv_transfer_params` that its client gets."""
         request = Request(name, range(num_tokens), max_tokens=1, kv_transfer_params=dict(TO_DECODE))
         self.scheduler.on_new_request(request)
         assert self.scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
@@ -83,7 +83,7 @@ class PullEngine:
         return params
 
     def take(self, name: str, num_tokens: int, params: dict) -> Request:
-        """Add a request that another engine has computed."""
+        """Add a request that another engine has prefilled."""
         request = Request(name, range(num_tokens), max_tokens=4, kv_transfer_params=params)
         self.scheduler.on_new_request(request)
         return request
@@ -102,12 +102,12 @@ class PullEngine:
         return num_external
 
     def load(self, name: str, num_tokens: int, params: dict, *block_ids: int) -> KVConnectorOutput:
-        """Take a request and step until its blocks were read, or could not be."""
+        """Take a request and step until its blocks have been read, or the read has failed."""
         assert self.admit(self.take(name, num_tokens, params), blocks_of(*block_ids)) == num_tokens
         return self.step_until(lambda output: output.finished_recving)
 
     def fail_a_step(self) -> None:
-        """Lose what the ranks were to be told, and start over."""
+        """Drop what the ranks should have been told, and start over."""
         self.worker.reset()
         self.scheduler.start_over()
 

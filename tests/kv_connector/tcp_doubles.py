@@ -1,4 +1,4 @@
-"""Engines that are only the two sides of a TCP connector."""
+"""Engines that consist only of the two sides of a TCP connector."""
 
 import threading
 from collections.abc import Iterator
@@ -40,7 +40,7 @@ class Engine(PullEngine):
 
 @contextmanager
 def tcp_engines() -> Iterator:
-    """Give a function that makes engines, and close them: no thread is left."""
+    """Yield a function that makes engines, and close them: no thread may be left."""
     built, threads = [], threading.active_count()
 
     def make(*arguments, **named) -> Engine:

@@ -1,5 +1,5 @@
-"""The real NIXL refuses in words; what it moves between two processes is in
-test_nixl_engines.py.
+"""The real NIXL refuses with readable errors; test_nixl_engines.py tests what it moves between two
+processes.
 """
 
 import pytest

@@ -1,4 +1,4 @@
-"""Two whole engines with the real NIXL: one in a process of its own prefills, one here decodes."""
+"""Two whole engines with the real NIXL: one in its own process prefills, one here decodes."""
 
 import json
 import random
@@ -46,7 +46,7 @@ def plain():
 
 @pytest.fixture(scope="module")
 def started():
-    """Collect the prefill engines of these tests: one, and another after that was killed."""
+    """Collect the prefill engines of these tests: one, and another after that one was killed."""
     engines = []
     yield engines
     for llm in engines:
@@ -69,7 +69,7 @@ def d():
 
 
 def ask(llm: LLM, prompts: list[list[int]], params: list[dict | None], max_tokens: int = 16):
-    """Answer requests with these kv_transfer_params greedily."""
+    """Answer prompts greedily with these kv_transfer_params."""
     wishes = [
         SamplingParams(
             temperature=0.0, max_tokens=max_tokens, extra_args=None if told is None else {"kv_transfer_params": told}
@@ -88,8 +88,8 @@ def tokens(outputs) -> list[list[int]]:
 
 
 def all_are_free(llm: LLM) -> bool:
-    """Return whether no request holds a block, here or in another process; if so, forget what is
-    cached.
+    """Return whether no request holds a block, here or in another process; if so, clear the prefix
+    cache.
     """
     return llm.reset_prefix_cache()
 

@@ -1,4 +1,6 @@
-"""Any two block sizes: what is moved piece by piece is what lies at the same tokens."""
+"""Test that, for any two block sizes, the pieces that are moved belong to the same tokens on both
+sides.
+"""
 
 import numpy as np
 import pytest

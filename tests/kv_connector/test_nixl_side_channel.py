@@ -1,4 +1,4 @@
-"""The side channel over real sockets: vLLM's messages, and everything else."""
+"""The side channel over real sockets: vLLM's messages, and anything else that may arrive."""
 
 import time
 
@@ -86,7 +86,7 @@ def test_nobody_there_is_a_matter_of_time():
     [("model_fingerprint", "b"), ("num_layers", 3), ("kv_cache_dtype", "int8"), ("head_dim", 4)],
 )
 def test_engines_that_do_not_fit_say_so_before_they_decode_more(port, setting, other):
-    with pytest.raises(MinivllmError, match="has another cache than this one"):
+    with pytest.raises(MinivllmError, match="has a different cache"):
         fetch_metadata("127.0.0.1", port, (0, 0), compute_nixl_compatibility_hash(config_of(**{setting: other})), 5.0)
 
 

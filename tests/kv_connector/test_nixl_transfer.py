@@ -1,7 +1,7 @@
 """Both sides of two NIXL connectors, step by step, with a real side channel and agents that move
 bytes in this process.
 
-What holds of the TCP connector too is in `test_pull_transfer.py`.
+What also holds for the TCP connector is in `test_pull_transfer.py`.
 """
 
 import time

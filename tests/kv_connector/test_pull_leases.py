@@ -1,4 +1,4 @@
-"""Leases on a clock of their own."""
+"""Test leases on a fake clock."""
 
 import pytest
 from kv_connector.pull_doubles import Clock
@@ -64,7 +64,7 @@ def test_one_that_was_read_before_its_lease_began_has_none(leases):
 
 
 def test_one_that_is_granted_again_is_told_as_ended_again(leases, clock):
-    """After a failed step the scheduler does not know what the ranks have told it in vain."""
+    """A failed step loses what the ranks have reported, so the scheduler does not know it."""
     take_notifications(leases, [b"a:1"])
     leases.take_ended()
     clock.now += 30

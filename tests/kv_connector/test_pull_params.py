@@ -45,8 +45,8 @@ def test_what_may_be_missing_may():
 
 
 def test_a_clients_longest_id_passes():
-    """The API server's id of a request: a prefix, what the client calls it, the prompt's and the
-    request's number.
+    """The API server makes a request's id from a prefix, the client's own id, and the numbers of
+    prompt and request.
     """
     longest = f"chatcmpl-{'é' * 1024}-2047-{1 << 62}"
     assert RemotePrefill.of(ANSWER | {"remote_request_id": longest}, 1).request_id == longest

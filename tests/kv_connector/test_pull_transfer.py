@@ -1,5 +1,5 @@
 """Test both connectors whose decode engine pulls, step by step: blocks that are read, kept and
-given back.
+released.
 """
 
 import pytest
@@ -16,7 +16,7 @@ from minivllm.kv_connector.pull_params import digest
 
 @pytest.fixture(params=["nixl", "tcp"])
 def engine(request):
-    """Make engines, and close them before `monkeypatch` is undone."""
+    """Yield a function that makes engines, and close them before `monkeypatch` is undone."""
     with nixl_engines(Network()) if request.param == "nixl" else tcp_engines() as make:
         yield make
 

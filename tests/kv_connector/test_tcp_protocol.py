@@ -1,5 +1,5 @@
-"""Frames between two sockets: hostile ones, wrong secrets, and how much a peer can make this
-side do.
+"""Frames between two sockets: hostile ones, wrong secrets, and how much work a peer can cause on
+this side.
 """
 
 import hmac
@@ -46,7 +46,7 @@ def raw(port):
 
 
 def ask(port, question, secret=OWN):
-    """Connect, ask this, and return the connection."""
+    """Connect, send this question, and return the connection."""
     connection = protocol.connect("127.0.0.1", port, PATIENCE)
     protocol.greet(connection, secret, PATIENCE)
     connection.send(question if isinstance(question, bytes) else msgspec.msgpack.encode(question))
@@ -83,7 +83,7 @@ def test_a_frame_comes_as_it_was():
 
 
 def receive_all(connection):
-    """Receive until it raises: an empty frame is nine zeros, so a few may be valid."""
+    """Receive frames until that raises: an empty frame is nine zeros, so a few may be valid."""
     while True:
         connection.receive(16)
 
@@ -144,24 +144,24 @@ def test_a_peer_that_sends_a_byte_now_and_then_is_not_waited_for():
 
 def test_a_peer_that_takes_nothing_is_not_waited_for():
     here, peer = pair(0.3)
-    with pytest.raises(TransferError, match="does not take"):
+    with pytest.raises(TransferError, match="does not accept"):
         here.send(bytes(1 << 25))
     peer.close()
 
 
 def test_another_secret_is_refused_on_both_sides():
-    with prefill_engine() as (_, port), pytest.raises(RefusedError, match="this engine has another secret"):
+    with prefill_engine() as (_, port), pytest.raises(RefusedError, match="this engine has a different secret"):
         ask(port, b"", b"something else entirely")
 
 
 def test_a_client_without_the_secret_gets_nothing():
-    """Nor does one that knows half of the protocol."""
+    """A client that knows half of the protocol gets nothing either."""
     with prefill_engine() as (_, port):
         for answer in (b"", bytes(64), None, bytes(31)):
             connection = Connection(raw(port), 5)
             nonce = bytes(connection.receive(32))
             connection.send(nonce + hmac.digest(OWN, nonce, "sha256") if answer is None else answer)
-            with pytest.raises(RefusedError, match="another secret"):
+            with pytest.raises(RefusedError, match="a different secret"):
                 connection.receive(32)
             assert is_closed(connection._socket)
 
@@ -196,7 +196,7 @@ def test_a_server_that_does_not_know_the_secret_is_left():
 
 @pytest.mark.parametrize("first", [b"", b"GET / HTTP/1.1\r\n\r\n" * 3, frame(b"\xff" * 65), frame(b"\xc0")])
 def test_strangers_do_not_hold_up_others(first, monkeypatch):
-    """Garbage is dropped and silence is not waited for; other clients are served meanwhile."""
+    """Garbage is dropped and silent clients are not waited for; others are served meanwhile."""
     monkeypatch.setattr(protocol, "HANDSHAKE_SECONDS", 0.3)
     with prefill_engine() as (_, port):
         strangers = [raw(port) for _ in range(10)]

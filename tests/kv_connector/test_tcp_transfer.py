@@ -1,7 +1,7 @@
 """Both sides of two TCP connectors, step by step, over real sockets: pieces, damage, and engines
 that do not fit.
 
-What holds of NIXL's connector too is in `test_pull_transfer.py`.
+What also holds for NIXL's connector is in `test_pull_transfer.py`.
 """
 
 import threading
@@ -32,7 +32,7 @@ def one_block_a_frame(monkeypatch):
 
 @pytest.fixture
 def engine(monkeypatch):
-    """Make engines, and close them before `monkeypatch` is undone."""
+    """Yield a function that makes engines, and close them before `monkeypatch` is undone."""
     with tcp_engines() as make:
         yield make
 
@@ -67,8 +67,8 @@ def int8_caches(config, fill):
 
 @pytest.mark.parametrize("piece_bytes", [1, 2048, 5000])
 def test_many_pieces_of_many_requests_at_once(engine, monkeypatch, piece_bytes):
-    """Pieces of one, two or four blocks, so that a transfer has many frames, and its last piece
-    fewer blocks.
+    """Pieces have one, two or four blocks, so a transfer has many frames and its last piece fewer
+    blocks.
     """
     monkeypatch.setattr(tcp_worker, "PIECE_BYTES", piece_bytes)
     p, d = engine("P"), engine("D", num_gpu_blocks=24)
@@ -80,8 +80,8 @@ def test_many_pieces_of_many_requests_at_once(engine, monkeypatch, piece_bytes):
 
 @pytest.mark.parametrize("asked", [[5, 2, 10], [2, 5, 9], [5, 9, 2], [2, 9, 1], [0, 5, 2], [2, 9], [9]])
 def test_blocks_that_are_not_kept_cannot_be_read(pair, asked):
-    """Neither another request's, nor its own in another place or order; the decode engine is
-    told why.
+    """Another request's blocks are refused, and so are its own in another place or order; the
+    decode engine is told why.
     """
     p, d = pair
     params = p.prefill("r", 10, [5, 2, 9])
@@ -106,7 +106,7 @@ def test_engines_that_do_not_fit_are_told_what_differs(engine, differs, said, ca
 
 
 def refusal_of(p, d, caplog) -> str:
-    """Return what the log says of a load that fails."""
+    """Return what the log says about a load that fails."""
     with caplog.at_level("WARNING", "minivllm"):
         assert d.load("mine", 10, p.prefill("r", 10, [5, 2, 9]), 1, 3, 4).failed_recving == {"mine"}
     (line,) = [record.getMessage() for record in caplog.records if "were not read" in record.getMessage()]
@@ -117,7 +117,7 @@ def refusal_of(p, d, caplog) -> str:
 
 @pytest.mark.parametrize("host", ["a..b", "a" * 300, "a\0b"])
 def test_an_address_that_is_none_fails_its_own_load_only(pair, host):
-    """The threads that talk to an engine serve other requests too."""
+    """The threads that talk to an engine also serve other requests."""
     p, d = pair
     params = p.prefill("r", 10, [5, 2, 9])
     d.admit(d.take("mine", 10, {**params, "remote_host": host, "remote_request_id": "s"}), blocks_of(6, 7, 8))
@@ -142,9 +142,7 @@ def test_what_cannot_be_sent_fails_its_own_load_only(pair):
 
 
 def test_engines_that_do_not_answer_do_not_hold_up_heartbeats(pair, monkeypatch):
-    """Nor do they make threads without end: there are as many loads at once as there are
-    readers.
-    """
+    """They do not create threads without limit either: there are as many loads at once as readers."""
     p, d = pair
     held, connect = threading.Event(), tcp_worker.protocol.connect
 
@@ -169,7 +167,7 @@ def test_engines_that_do_not_answer_do_not_hold_up_heartbeats(pair, monkeypatch)
 
 
 def test_a_damaged_transfer_is_noticed_and_read_again(pair, monkeypatch):
-    """Once damaged, it is repeated; damaged each time, the load fails."""
+    """A transfer damaged once is repeated; one damaged each time fails the load."""
     p, d = pair
     filled, damages = Connection._filled, [1]
 
@@ -211,7 +209,7 @@ def before_piece(monkeypatch, at, act):
 @pytest.mark.parametrize("piece", [0, 1, 2])
 @pytest.mark.parametrize("part", [b"", b"\0\0", b"\0" + bytes([0, 0, 4, 0]) + bytes(4) + b"a part of the block"])
 def test_a_transfer_that_is_cut_short_is_read_again(pair, monkeypatch, piece, part, one_block_a_frame):
-    """Between two frames, within a header, within a body."""
+    """The cut comes between two frames, within a header, or within a body."""
     p, d = pair
 
     def cut(connection):
@@ -238,7 +236,7 @@ def test_a_transfer_that_is_cut_short_each_time_is_lost(pair, monkeypatch, one_b
 
 
 def test_a_lease_that_ends_in_the_middle_ends_the_transfer(pair, monkeypatch, one_block_a_frame):
-    """The blocks may be another request's, so what was gathered of them is not sent."""
+    """The blocks may be another request's by then, so what was gathered from them is not sent."""
     p, d = pair
     before_piece(monkeypatch, 1, lambda connection: p.worker.leases.end(["r"]))
     assert d.load("mine", 10, p.prefill("r", 10, [5, 2, 9]), 1, 3, 4).failed_recving == {"mine"}
@@ -271,7 +269,7 @@ def test_after_a_reset_nothing_is_written(pair, monkeypatch, one_block_a_frame):
 
 def test_another_secret_is_refused_in_one_line(engine, caplog):
     line = refusal_of(engine("P"), engine("D", {"secret": "known to both of them, nearly"}), caplog)
-    assert line.endswith("this engine has another secret (MINIVLLM_KV_TRANSFER_SECRET)")
+    assert line.endswith("this engine has a different secret (MINIVLLM_KV_TRANSFER_SECRET)")
 
 
 @pytest.mark.parametrize(
@@ -279,7 +277,7 @@ def test_another_secret_is_refused_in_one_line(engine, caplog):
     [
         ({"secret": "short"}, "at least 16 characters"),
         ({"hots": "x"}, "no setting 'hots'"),
-        ({"host": "0.0.0.0"}, "other engines are told it"),
+        ({"host": "0.0.0.0"}, "other engines connect to it"),
         ({"port": 70000}, "port is 70000"),
         ({"timeout": 0}, "timeout is 0"),
     ],

@@ -1,4 +1,4 @@
-"""Code that never returns is stopped; code that does is left alone."""
+"""Code that never returns is stopped; code that returns is left alone."""
 
 import signal
 import subprocess

@@ -1,5 +1,5 @@
-"""The capstone: the parts of all solved exercises serve together, and what differs from ours is
-told.
+"""The capstone: the parts of all solved exercises serve together, and any difference from ours is
+reported.
 """
 
 import pytest
@@ -50,7 +50,7 @@ def test_a_prompt_is_computed_by_one_engine_and_answered_by_the_other(solutions)
     assert yours.rows[CAME] not in (0, ours.rows[CAME])
     assert difference_in_row(yours, ours) is None
     yours.texts[1] = "b"
-    assert difference_in_row(yours, ours) == f"request 1: 'b', and ours {ours.texts[1]!r}"
+    assert difference_in_row(yours, ours) == f"request 1: 'b', but ours {ours.texts[1]!r}"
     yours.texts[1] = ours.texts[1]
     yours.equal = dict.fromkeys(yours.equal, "3 of 9")
     assert difference_in_row(yours, ours) == "blocks free again at the end: 3 of 9"
@@ -61,6 +61,6 @@ def test_what_differs_is_told():
         return Load([Answer(text, [1])], aborted, free, 9)
 
     assert difference_of(load_of(), load_of()) is None
-    assert difference_of(load_of("b"), load_of()) == "request 0: 'b', and ours 'a'"
-    assert difference_of(load_of(aborted=0), load_of()) == "0 requests aborted, and 1 by ours"
+    assert difference_of(load_of("b"), load_of()) == "request 0: 'b', but ours 'a'"
+    assert difference_of(load_of(aborted=0), load_of()) == "0 requests aborted, but 1 by ours"
     assert difference_of(load_of(free=7), load_of()) == "2 blocks are still held"

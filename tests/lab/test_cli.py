@@ -35,8 +35,8 @@ def test_anything_else_is_refused(parse, text, words):
 
 
 def test_text_that_is_not_utf_8_is_refused(monkeypatch, capsys):
-    """A shell passes such bytes on, and Python makes half characters of them, which no tokenizer
-    takes.
+    """A shell passes such bytes on, and Python makes lone surrogates of them, which no tokenizer
+    accepts.
     """
     parser = Parser(prog="script")
     parser.add_argument("--prompt")
@@ -44,7 +44,7 @@ def test_text_that_is_not_utf_8_is_refused(monkeypatch, capsys):
     with pytest.raises(SystemExit) as end:
         run(lambda arguments: None, parser)
     assert end.value.code == 2
-    assert capsys.readouterr().err.startswith("script: error: --prompt is not a text: it has half a character")
+    assert capsys.readouterr().err.startswith("script: error: --prompt is not valid text: it has half a character")
 
 
 @pytest.mark.parametrize(("asked", "level"), [(None, "WARNING"), ("DEBUG", "INFO")])

@@ -1,4 +1,4 @@
-"""The measured rates of a device fit into the hardware table's own form."""
+"""Test that the measured rates of a device fit into the hardware table's format."""
 
 import dataclasses
 

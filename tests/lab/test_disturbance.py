@@ -8,7 +8,7 @@ from minivllm_lab.tables import Timed, closing, console
 
 
 class FakeMachine:
-    """A clock, threads and a host, moved by hand. The fixed work takes `piece` seconds."""
+    """A fake clock, threads and host, advanced by hand. The fixed work takes `piece` seconds."""
 
     def __init__(self, piece: float = 0.005) -> None:
         self.now, self.piece, self.stolen = 0.0, piece, 0.0
@@ -18,7 +18,7 @@ class FakeMachine:
         self.now += self.piece
 
     def run(self, ran: float, waited: float = 0.0, stolen: float = 0.0) -> None:
-        """Two cores, one thread; a second of wall clock."""
+        """Advance two cores and one thread by a second of wall clock."""
         before = self.threads[1]
         self.threads = {1: CpuTimes(before.ran + ran, before.waited + waited)}
         self.stolen += stolen

@@ -1,4 +1,6 @@
-"""Exercises: what passes, what is missing in one line, and mistakes that are not the learner's."""
+"""Exercises: what passes, what is reported as missing in one line, and mistakes that are not the
+learner's.
+"""
 
 import textwrap
 from types import ModuleType
@@ -63,7 +65,7 @@ def test_a_forgotten_return_is_asked_for(tmp_path):
         assert 2 in answer.double(2)
 
     result = problem(tmp_path, "def double(x): [x, x]", check_list)
-    assert result.endswith("does a function of yours end without its return?)")
+    assert result.endswith("does one of your functions end without a return?)")
 
 
 def test_a_bare_assert_shows_its_own_line(tmp_path):
@@ -106,7 +108,7 @@ def test_check_here_prints_and_never_raises(capsys):
 
 @pytest.fixture
 def exercise_05(tmp_path, monkeypatch):
-    """Make an exercise 05 of these checks and stub, which is the only one."""
+    """Return a function that makes these checks and stub exercise 05, the only one."""
 
     def make(checks, stub):
         (tmp_path / "checks").mkdir()

@@ -1,4 +1,4 @@
-"""Figures of the lessons."""
+"""Test the figures of the lessons."""
 
 import pytest
 

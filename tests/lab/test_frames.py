@@ -1,6 +1,4 @@
-"""Pictures in steps: one file that moves without a script, and says everything where nothing
-moves.
-"""
+"""Pictures in steps: one file that moves without a script, and is complete where nothing moves."""
 
 import re
 import xml.etree.ElementTree as ET

@@ -1,5 +1,5 @@
-"""Requests one after another while chats are under way: the order, the tokens, and chats that do
-not last.
+"""Requests one after another while chats are running: the order, the tokens, and chats that end
+early.
 """
 
 import asyncio
@@ -19,8 +19,8 @@ LAST = 10_000
 
 
 class Streamer:
-    """Streams `max_tokens` events, the tokens 0, 1, 2 …, one a millisecond; notes who left
-    before the end.
+    """A server that streams `max_tokens` events, the tokens 0, 1, 2 …, one per millisecond, and
+    records which clients left early.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class Streamer:
 
 @contextmanager
 def streaming() -> Iterator[tuple[int, Streamer]]:
-    """The server in a thread, and its port."""
+    """Run the server in a thread; yield its port and the server."""
     loop, streamer = asyncio.new_event_loop(), Streamer()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
@@ -86,7 +86,7 @@ def test_bursts_come_at_once():
 
 
 def alone(chat: Answer, begin: float, end: float) -> int:
-    """Events of a chat between these times."""
+    """Count a chat's events between these times."""
     return sum(begin <= event <= end for event in chat.events)
 
 

@@ -1,4 +1,4 @@
-"""The bytes of a kernel are counted exactly, its races are found, and nothing outside its
+"""The bytes of a kernel are counted exactly, its races are found, and no memory outside its
 arguments is touched.
 """
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.interpreted
 
 @triton.jit
 def scale_kernel(out, x, count, BLOCK: tl.constexpr):
-    """Each program doubles BLOCK elements."""
+    """Double BLOCK elements in each program."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(out + at, 2 * tl.load(x + at, mask=at < count), mask=at < count)
 
@@ -32,7 +32,7 @@ def unmasked_kernel(out, x, BLOCK: tl.constexpr):
 
 @triton.jit
 def overlapping_kernel(out, x, STEP: tl.constexpr, BLOCK: tl.constexpr):
-    """Programs whose pieces overlap where STEP is less than BLOCK."""
+    """Copy pieces that overlap where STEP is less than BLOCK."""
     at = tl.program_id(0) * STEP + tl.arange(0, BLOCK)
     tl.store(out + at, tl.load(x + at))
 
@@ -81,7 +81,7 @@ def grid_kernel(out, x, COLUMNS: tl.constexpr):
 
 @triton.jit
 def broadcast_kernel(out, x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Every row asks for the same columns of x."""
+    """Load the same columns of x for every row."""
     row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, COLUMNS)[None, :]
     tl.store(out + row * COLUMNS + column, tl.load(x + 0 * row + column))
 
@@ -128,9 +128,7 @@ def test_only_what_the_mask_lets_through_is_counted(dtype, size):
 
 
 def test_a_mask_may_be_made_of_a_vector_and_a_scalar():
-    """A GPU accepts it too; the interpreter by itself refuses the integers that it makes of the
-    two.
-    """
+    """A GPU accepts it too; Triton's own interpreter makes integers of the two and refuses them."""
     out, x = torch.zeros(4), numbers(4) + 1
     trace = trace_kernel(scalar_in_mask_kernel, (2,), out, x, torch.tensor([0, 1], dtype=torch.int32), BLOCK=4)
     assert out.tolist() == [1, 2, 3, 0]
@@ -234,8 +232,8 @@ def test_what_lies_outside_is_said_and_not_touched():
     before = cache.clone()
     trace = trace_kernel(unmasked_kernel, (2,), cache[1], cache[0], BLOCK=4)
     assert trace.out_of_bounds == [
-        "program 1 loads element 6 of x, which has 6 [6] (and 1 more)",
-        "program 1 stores to element 6 of out, which has 6 [6] (and 1 more)",
+        "program 1 loads element 6 of x, which has 6 in shape [6] (and 1 more)",
+        "program 1 stores to element 6 of out, which has 6 in shape [6] (and 1 more)",
     ]
     assert torch.equal(cache[1], before[0])
     assert torch.equal(cache[2], before[2]), "what lies behind the argument is as it was"
@@ -272,7 +270,7 @@ def test_elements_of_a_transposed_view_are_numbered_as_it_shows_them():
 def test_many_accesses_outside_are_one_sentence():
     trace = trace_kernel(unmasked_kernel, (5,), torch.zeros(4), numbers(20), BLOCK=4)
     assert trace.out_of_bounds == [
-        "program 1 stores to element 4 of out, which has 4 [4] (and 3 more); 3 such accesses follow"
+        "program 1 stores to element 4 of out, which has 4 in shape [4] (and 3 more); 3 such accesses follow"
     ]
 
 
@@ -300,8 +298,8 @@ def sum_kernel(out, x, n, BLOCK: tl.constexpr, GUARDED: tl.constexpr):
 
 
 def test_what_a_mask_leaves_out_is_undefined_unless_other_says_what_it_is():
-    """The interpreter puts 0 there, and a GPU whatever it likes: a kernel that counts on the 0
-    must not pass here.
+    """The interpreter puts 0 there and a GPU anything, so a kernel that relies on the 0 must not
+    pass here.
     """
     for dtype in (torch.float16, torch.float32):
         out = torch.zeros(1, dtype=dtype)

@@ -1,4 +1,4 @@
-"""Pages that are partly written, and records that are read again."""
+"""Pages that are partly generated, and records that are read back."""
 
 import pytest
 from refusals import assert_refused

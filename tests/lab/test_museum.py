@@ -1,5 +1,5 @@
-"""The bug museum: each defect shows, hides well, and can be found; misused commands get one
-line.
+"""The bug museum: each defect shows, hides well, and can be found; misused commands give a one-line
+error.
 """
 
 import contextlib
@@ -43,7 +43,9 @@ def on_the_sound_engine(workload: str) -> dict:
 
 @contextlib.contextmanager
 def built_in(exhibit: Exhibit) -> Iterator[None]:
-    """Build the defect into this process's engine, which is quicker than a process for each."""
+    """Build the defect into this process's engine, which is faster than starting a process for
+    each.
+    """
     module = importlib.import_module("minivllm." + exhibit.file.removesuffix(".py").replace("/", "."))
     function = functools.reduce(lambda place, name: vars(place)[name], exhibit.function.split("."), module)
     function = getattr(function, "__func__", function)
@@ -155,8 +157,8 @@ def in_one_line(text: str) -> str:
 
 
 def test_an_exhibit_from_its_symptom_to_its_end(rooms, monkeypatch):
-    """Exhibit 10: its copy in a process of its own shows what this process sees with the defect
-    built in.
+    """The copy of exhibit 10 in its own process shows what this process sees with the defect built
+    in.
     """
     few = {number: exhibits()[number] for number in (10, 17)}
     names = sorted(exhibit.workload for exhibit in few.values())
@@ -208,7 +210,7 @@ def test_an_engine_that_does_not_start_is_a_symptom_and_the_sound_one_always_sta
     (seen,) = copies.observe([entry.workload], copies.room_of(entry))
     assert "SyntaxError" in seen[entry.workload]["the engine as a whole"]
     monkeypatch.setattr(copies, "ENGINE", copy)
-    with pytest.raises(MinivllmError, match=r"the sound engine cannot be compared with: .*SyntaxError"):
+    with pytest.raises(MinivllmError, match=r"cannot compare with the sound engine: .*SyntaxError"):
         copies.observe([entry.workload], None)
 
 
@@ -257,8 +259,8 @@ def test_a_guess_in_the_right_function_is_warm(rooms):
         (("--bug", "1", "--line", "core"), "is not a line"),
         (("--bug", "1", "--line", "core/nowhere.py:3"), "not a file of the engine"),
         (("--bug", "1", "--line", "../../tools/links.py:3"), "not a file of the engine"),
-        (("--bug", "1", "--line", "core/stop.py:0"), "has the lines 1 to"),
-        (("--bug", "1", "--line", f"core/stop.py:{10**30}"), "has the lines 1 to"),
+        (("--bug", "1", "--line", "core/stop.py:0"), "has lines 1 to"),
+        (("--bug", "1", "--line", f"core/stop.py:{10**30}"), "has lines 1 to"),
         (("--bug", "1", "--try"), "is not there yet"),
         (("--bug", "1", "--hint", "1", "--try"), "one at a time"),
         (("--bugs",), "unrecognized"),

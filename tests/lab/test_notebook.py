@@ -1,4 +1,4 @@
-"""`%%exercise` in IPython: one name is bound, errors and sources are the reader's own lines, and
+"""`%%exercise` in IPython: one name is bound, errors and sources show the reader's own lines, and
 stubs are named.
 """
 
@@ -72,7 +72,7 @@ def run(shell, source):
 
 
 def raised(shell, source):
-    """Return what a cell prints that raises."""
+    """Return what a cell that raises prints."""
     with capture_output() as captured:
         assert not shell.run_cell(source, store_history=True).success
     return captured.stdout + captured.stderr

@@ -1,5 +1,5 @@
-"""A load whose clients leave: it is served again where the machine was too busy for them to leave
-in time.
+"""A load whose clients leave is served again where the machine was too busy for them to leave in
+time.
 """
 
 import pytest

@@ -11,7 +11,7 @@ from minivllm_lab import progress
 
 
 def of_kind(monkeypatch, kind):
-    """A console of one kind in place of the real one; returns what it writes to."""
+    """Replace the console by one of this kind; return the buffer that it writes to."""
     written = io.StringIO()
     console = Console(file=written, force_terminal=kind == "terminal", force_jupyter=kind == "notebook", width=80)
     monkeypatch.setattr(progress, "console", console)

@@ -1,4 +1,4 @@
-"""Reading held-out text: the loss is the model's own, agreement counts equal favourites, damage
+"""Reading held-out text: the loss is the model's own, agreement counts equal top tokens, and damage
 shows in both.
 """
 
@@ -68,7 +68,7 @@ OF_NO_DISTRIBUTION = {"test", "tests", "idlelib", "lib2to3", "turtledemo", "ensu
 
 
 def test_a_python_without_its_tests_has_as_many_texts(llm, monkeypatch):
-    """Lessons 05, 07 and 09 also find their texts in a Python as a distribution packs it."""
+    """Lessons 05, 07 and 09 also find their texts in a Python packaged by a distribution."""
     monkeypatch.setattr(corpus, "SKIPPED", corpus.SKIPPED | OF_NO_DISTRIBUTION)
     files = [path for path in corpus_files() if is_held_out(path)]
     assert 0 < len(files) < 12, "else this shows nothing"
@@ -95,7 +95,7 @@ def test_what_cannot_be_read_is_refused(llm):
     assert_refused("a text of 1 token cannot be read", held_out_tokens, llm, texts=1, tokens=1)
     too_long = r"held-out passages of 100000 tokens, not 2: .* take a Python"
     assert_refused(too_long, held_out_tokens, llm, texts=2, tokens=100_000)
-    assert_refused("do not compare", Reading(1.0, (1, 2)).agreement, Reading(1.0, (1,)))
+    assert_refused("cannot compare", Reading(1.0, (1, 2)).agreement, Reading(1.0, (1,)))
 
 
 TEXTS = [[1000 + (7 * text + place) % 90 for place in range(40)] for text in range(3)]

@@ -25,7 +25,7 @@ def test_a_run_is_recorded_step_by_step():
 
 @pytest.fixture
 def defaults_of_a_gpu(monkeypatch):
-    """The engine decides here as it does beside 80 GiB of a GPU's memory."""
+    """Let the engine choose its defaults here as with 80 GiB of GPU memory."""
     decide = EngineArgs.scheduler_config
     monkeypatch.setattr(EngineArgs, "scheduler_config", lambda args, config, _memory: decide(args, config, 80 * 2**30))
 

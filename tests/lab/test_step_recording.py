@@ -60,7 +60,7 @@ def test_a_recording_ends_with_the_engine(tmp_path: Path) -> None:
 
 
 def test_the_slots_of_adapters_are_told_as_the_ranks_have_them(tmp_path: Path) -> None:
-    """Evicted, pinned, removed."""
+    """Adapters are evicted, pinned and removed."""
     llm = LLM(EMBEDDED_MODEL, device="cpu", max_model_len=64, enable_lora=True, max_loras=2, max_lora_rank=16)
     adapters = {name: LoRARequest(name, number, str(ADAPTERS / name)) for number, name in enumerate("abc", start=1)}
     core, seen = core_of(llm), []

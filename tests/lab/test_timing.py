@@ -1,4 +1,4 @@
-"""Functions that are timed in turns."""
+"""Functions that take turns being timed."""
 
 from minivllm_lab.timing import in_turns
 

@@ -1,5 +1,5 @@
-"""Coroutines of others in a loop without a clock: time costs nothing, and what never ends is
-told.
+"""Other people's coroutines in a loop without a clock: time costs nothing, and one that never ends
+is reported.
 """
 
 import asyncio
@@ -56,7 +56,7 @@ async def refuses_to_end():
     ("work", "says"),
     [
         (waits_for_ever, "your get waits, and nothing will ever wake it"),
-        (asks_for_ever, "your get does not end: does it look again and again"),
+        (asks_for_ever, "your get does not end: does it check again and again"),
         (computes_for_ever, "your get did not return within 0.5 s"),
         (sleeps, "time.sleep in your get blocks the event loop"),
         (refuses_to_end, "your get waits, and nothing will ever wake it"),

@@ -1,5 +1,5 @@
-"""Test every widget: it shows where it breaks, all can be read, no knob is dead, and it is drawn at
-once.
+"""Test every widget: it shows where it breaks, everything is readable, no knob is dead, and it is
+drawn immediately.
 
 Times are CPU times, so that they hold on a busy machine.
 """
@@ -49,9 +49,7 @@ def spec_of(name: str) -> Spec:
 
 @cache
 def settled_sessions(name: str) -> list[Session]:
-    """Sweep to the end from the start of a widget and from each of its presets, once for all
-    tests.
-    """
+    """Sweep to the end from a widget's start and from each of its presets, once for all tests."""
     sessions = []
     for values in [{}, *spec_of(name).presets.values()]:
         sessions.append(Session(spec_of(name)))
@@ -69,7 +67,7 @@ def start_view(name: str) -> dict:
 
 
 def first_picture(spec: Spec, values: dict) -> str:
-    """Return what is drawn before anything new has been swept."""
+    """Return the picture drawn before anything new has been swept."""
     view = next(Session(spec).turn(values, between=math.inf))
     assert view
     return view["svg"]
@@ -213,8 +211,8 @@ for name in {NAMES}:
 
 
 def imported() -> dict[str, tuple[float, list[str]]]:
-    """Import the widgets one after the other; return the seconds of each, and which heavy
-    packages are loaded.
+    """Import the widgets one after the other; return the seconds that each takes and the heavy
+    packages then loaded.
     """
     run = subprocess.run([sys.executable, "-P", "-c", IMPORTS], capture_output=True, text=True)
     assert run.stderr == ""

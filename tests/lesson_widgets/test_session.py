@@ -166,7 +166,7 @@ def test_a_turn_that_a_newer_one_has_overtaken_changes_nothing():
 
 
 def test_half_a_character_is_no_line_of_text():
-    assert "is not a text" in Session(SPEC).settle(name="\ud800")["words"]
+    assert "is not valid text" in Session(SPEC).settle(name="\ud800")["words"]
 
 
 def test_what_is_only_shown_differently_is_not_swept_again():

@@ -1,5 +1,5 @@
-"""The live widget: what the page asks for is done, in order, and a still picture stands where no
-kernel runs.
+"""The live widget: the page's requests are carried out in order, and a still picture is shown where
+no kernel runs.
 """
 
 import asyncio
@@ -17,9 +17,7 @@ from widgets.shell.theme import DARK
 
 
 def heard(*messages: dict) -> LessonWidget:
-    """Return a widget that has heard `messages`, one after the other without a pause, and has come
-    to rest.
-    """
+    """Return a widget that has handled `messages`, sent without a pause, and has come to rest."""
 
     async def live() -> LessonWidget:
         widget = LessonWidget(SPEC)
@@ -34,7 +32,7 @@ def heard(*messages: dict) -> LessonWidget:
 
 @pytest.fixture
 def notebook() -> Iterator[None]:
-    """Display in IPython; no test after this one believes that it runs in a notebook."""
+    """Make this process an IPython notebook for one test, and no longer."""
     InteractiveShell.instance()
     yield
     InteractiveShell.clear_instance()

@@ -1,4 +1,4 @@
-"""Drawings: well-formed, spoken, placed where the values say."""
+"""Drawings: well-formed, readable by screen readers, and placed where the values say."""
 
 import json
 import math
@@ -32,8 +32,8 @@ def plot(box: Box, x: Scale, y: Scale) -> tuple[Drawing, Axes]:
 
 
 def contrast(colour: str, ground: str) -> float:
-    """Return the contrast ratio of WCAG 2, of which level AA asks for 4.5, and for 3 where a
-    mark is large.
+    """Return the contrast ratio of WCAG 2, for which level AA requires 4.5, or 3 where a mark is
+    large.
     """
     darker, lighter = sorted(luminance(each) + 0.05 for each in (colour, ground))
     return lighter / darker
@@ -232,7 +232,7 @@ def test_what_lies_on_top_is_drawn_last_and_hidden_with_its_layer():
 
 
 def words_of(drawing: Drawing, first: str) -> list[float]:
-    """Return the baselines of the lines that begin where the line `first` does."""
+    """Return the baselines of the lines that start at the same x as the line `first`."""
     texts = list(rendered(drawing).iter(f"{SVG}text"))
     head = next(part for part in texts if part.text == first)
     return [float(part.get("y", 0)) for part in texts if part.get("x") == head.get("x")]
@@ -240,7 +240,7 @@ def words_of(drawing: Drawing, first: str) -> list[float]:
 
 @pytest.mark.parametrize("level", [10.0, 95.0, 125.0])
 def test_words_about_what_breaks_keep_clear_of_curves_and_of_other_words(level: float):
-    """They are as high as they can be: also where the curve, or the handle's words, are drawn
+    """They are placed as high as possible, even where the curve or the handle's words are drawn
     after them.
     """
     drawing, axes = plot(Box(40, 20, 300, 160), Scale(0, 10), Scale(0, 160))

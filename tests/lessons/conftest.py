@@ -1,4 +1,4 @@
-"""Kernels of lesson scripts run where all kernels do (`device`); mutants are counted for the
+"""Run the kernels of lesson scripts where all kernels run (`device`), and count mutants for the
 score at the end.
 """
 

@@ -35,21 +35,21 @@ of xdist.
 
 
 def script_path(number: str) -> Path:
-    """`vllm/NN_*.py`."""
+    """Return the path of `vllm/NN_*.py`."""
     (path,) = (REPOSITORY / "vllm").glob(f"{number}_*.py")
     return path
 
 
 def checks_path(number: str) -> Path:
-    """`lessons/exercises/checks/NN_*.py`."""
+    """Return the path of `lessons/exercises/checks/NN_*.py`."""
     (path,) = (REPOSITORY / "lessons" / "exercises" / "checks").glob(f"{number}_*.py")
     return path
 
 
 def run_script(number: str, *arguments: str) -> str:
-    """Run a lesson's script as a program and return what it printed. It must end well.
+    """Run a lesson's script as a program, which must succeed, and return what it printed.
 
-    Without a GPU that is in this process, where torch is imported already. Beside one, or where
+    Without a GPU it runs in this process, where torch is imported already. If there is one, or if
     this process compiles its kernels, the script gets a process of its own that does not see the
     GPU.
     """
@@ -78,7 +78,9 @@ def _run_without_gpu(number: str, *arguments: str, seconds: int = 300) -> str:
 
 
 def assert_refuses(lesson: ModuleType, *arguments: str, about: str) -> None:
-    """Bad input: exit code 2 and one line on stderr that says `about`, before any work is shown."""
+    """Expect bad input to give exit code 2 and one line on stderr that says `about`, before any
+    work is shown.
+    """
     said, shown = io.StringIO(), io.StringIO()
     with mock.patch.object(sys, "argv", ["lesson", *arguments]), redirect_stderr(said), redirect_stdout(shown):
         try:
@@ -94,10 +96,10 @@ def assert_refuses(lesson: ModuleType, *arguments: str, about: str) -> None:
 
 
 def figures_of_quick_run(number: str, folder: Path, *arguments: str) -> dict:
-    """Return what `--quick --json --plot` measured. It must end well, with three lines, and leave
+    """Return what `--quick --json --plot` measured; it must succeed, print three lines, and leave
     both files.
 
-    On a busy machine one line stands for those that rest on timings.
+    On a busy machine one line replaces those that depend on timings.
     """
     results, picture = folder / "results.json", folder / "figure.svg"
     shown = run_script(number, "--quick", *arguments, "--json", str(results), "--plot", str(picture))
@@ -110,17 +112,17 @@ def figures_of_quick_run(number: str, folder: Path, *arguments: str) -> dict:
 
 
 def solution_results(number: str) -> list[CheckResult]:
-    """Return the exercise's checks on the lesson's script."""
+    """Return the results of the exercise's checks on the lesson's script."""
     return run_checks(load(script_path(number)), _checks(number))
 
 
 def stub_results(number: str) -> list[CheckResult]:
-    """Return the exercise's checks on the stub."""
+    """Return the results of the exercise's checks on the stub."""
     return run_checks(load(exercise_path(number)), _checks(number))
 
 
 def checks_that_catch(number: str, mutant: Mutant) -> list[str]:
-    """Return the check that fails first on the script with the mutant's change, or none. One is
+    """Return the first check that fails on the script with the mutant's change, or none. One is
     enough.
     """
     caught = [result.name for result in itertools.islice(_failures(number, mutant), 1)]
@@ -129,8 +131,8 @@ def checks_that_catch(number: str, mutant: Mutant) -> list[str]:
 
 
 def problems_of(number: str, mutant: Mutant) -> Iterator[str]:
-    """Return what each check that fails on the mutant says. Checks run as far as one asks, and once
-    in a process.
+    """Return the message of each check that fails on the mutant. Checks run only as far as the
+    caller reads, and once per process.
     """
     return (result.problem or "" for result in _failures(number, mutant))
 
@@ -138,7 +140,7 @@ def problems_of(number: str, mutant: Mutant) -> Iterator[str]:
 def exercise_tests(
     number: str, mutants: Mapping[str, Mutant], messages: Mapping[str, str | re.Pattern[str]]
 ) -> tuple[Callable, Callable]:
-    """Return two tests for the file of a lesson, with a case for each mistake:
+    """Return two tests for a lesson's test file, with a case for each mistake:
 
         test_the_checks_catch, test_the_message_recognises_the_mistake = exercise_tests("13",
         MUTANTS, MESSAGES)
@@ -171,18 +173,18 @@ _checks = cache(checks_of)
 
 
 def nearest_first(number: str, function: str) -> list[Check]:
-    """Return the lesson's checks, those first that lead to this function of the script in the
+    """Return the lesson's checks, starting with those that reach this function of the script in the
     fewest calls.
 
-    They are the likeliest to catch a mistake in it; what leads elsewhere only takes time.
+    They are the likeliest to catch a mistake in it; the others only take time.
     """
     return sorted(_checks(number), key=lambda check: _calls_from(number, check.__name__).get(function, math.inf))
 
 
 @cache
 def _calls_from(number: str, check: str) -> dict[str, int]:
-    """Return how many functions lie nearer to a check than each that it leads to, in its own file
-    and in the script.
+    """Return, for each function that a check reaches in its own file and in the script, how many
+    functions are nearer to the check.
     """
     return reached(check, joined(*(names_in(path(number).read_text()) for path in (checks_path, script_path))))
 
@@ -199,8 +201,8 @@ def _failures(number: str, mutant: Mutant) -> Iterator[CheckResult]:
 
 @cache
 def _tried(number: str, mutant: Mutant) -> tuple[list[CheckResult], Iterator[CheckResult]]:
-    """Return the checks that have failed on the mutant so far, and an iterator over those that
-    still will.
+    """Return the checks that have failed on the mutant so far, and an iterator over those still to
+    fail.
     """
     module = load_mutant(script_path(number), mutant)
     checks = nearest_first(number, mutant[0].partition(".")[0])

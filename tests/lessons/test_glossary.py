@@ -1,4 +1,4 @@
-"""The check of the terms: a word that is used before it is explained is found, and one that is
+"""The glossary check: a term that is used before it is explained is found, and one that is
 explained is not.
 """
 
@@ -68,7 +68,7 @@ def test_a_term_that_is_used_before_it_is_explained_is_found(body, missing):
 
 def test_the_sentence_shows_the_place():
     (words,) = glossary.unexplained("## A\n\nLook, a block.\n", TERMS)
-    assert words == "'block' first stands in “…Look, a block.…”: explain it there, or link GLOSSARY.md#block"
+    assert words == "'block' is first used in “…Look, a block.…”: explain it there, or link GLOSSARY.md#block"
 
 
 @pytest.fixture
@@ -86,7 +86,7 @@ def test_only_lessons_with_notes_are_held_to_it(lessons):
     assert glossary.all_problems(lessons) == []
     (lessons / "notes" / "02_b.md").write_text("# B: notes\n")
     (problem,) = glossary.all_problems(lessons)
-    assert problem.startswith("02_b.md: 'block' first stands in")
+    assert problem.startswith("02_b.md: 'block' is first used in")
 
 
 @pytest.mark.parametrize("page", ["02_b.md", "notes/01_a.md"])
@@ -108,7 +108,7 @@ def test_a_dead_anchor_is_found_on_both_pages(lessons, page):
 @pytest.mark.parametrize(
     ("text", "about"),
     [
-        ("### b\n\n[lesson 01](x)\n\n### a\n\n[lesson 01](x)\n", "'a' must stand before 'b'"),
+        ("### b\n\n[lesson 01](x)\n\n### a\n\n[lesson 01](x)\n", "'a' must come before 'b'"),
         ("### a\n\n[lesson 01](x)\n\n### A\n\n[lesson 01](x)\n", "twice"),
         ("### a\n\nA letter.\n", "names no lesson"),
     ],

@@ -1,4 +1,4 @@
-"""The index of the lessons says what the lessons say."""
+"""Test that the index of the lessons agrees with the lessons."""
 
 import re
 from pathlib import Path

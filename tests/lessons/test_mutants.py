@@ -1,5 +1,5 @@
-"""Mutants: found by their syntax in one function, changed there and nowhere else, refused where
-that is not clear.
+"""Mutants: found by their syntax in one function, changed only there, and refused where that is not
+clear.
 """
 
 import ast

@@ -1,8 +1,8 @@
-"""Each lesson's checks catch every wrong solution; the score of all stands at the end of the run
-(tests/conftest.py).
+"""Each lesson's checks catch every wrong solution; tests/conftest.py prints the total score at the
+end of the run.
 
-The lessons' own mutants are tried in `NN_*/test_NN_*.py`. Here come those of the bug museum that
-also exist in a lesson's script (`solution` of an exhibit).
+The lessons' own mutants are tried in `NN_*/test_NN_*.py`. This file tries those of the bug museum
+that also exist in a lesson's script (an exhibit's `solution`).
 """
 
 import ast

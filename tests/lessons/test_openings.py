@@ -1,4 +1,4 @@
-"""The opening figures are what `minivllm_lab/*/opening.py` draw, and can be read on any page."""
+"""The opening figures are what `minivllm_lab/*/opening.py` draw, and are readable on any page."""
 
 import re
 import xml.etree.ElementTree as ET
@@ -41,7 +41,7 @@ def test_nothing_in_it_is_cut_off(name):
 
 @pytest.fixture
 def figure(tmp_path, monkeypatch):
-    """A figure's file, and what would be drawn there now."""
+    """Return a figure's path, and what would be drawn there now."""
     frames = Frames([svg(100, 50, text(5, 20, "14 slots"))], ["A caption."])
     monkeypatch.setattr(openings, "drawing", lambda _name: frames.animated())
     monkeypatch.setattr(openings, "figure_path", lambda _name: tmp_path / "figure.svg")

@@ -1,5 +1,5 @@
-"""A lesson's text and its notes: what is generated is put on the page that has the mark, and the
-text stays short.
+"""A lesson's text and notes: what is generated goes to the page that has the mark, and the text
+stays short.
 """
 
 import json
@@ -139,8 +139,8 @@ words = "reads at {rows.long + bf16.share:.0%} of a copy's rate"
 
 @pytest.fixture
 def quoted(folder, monkeypatch):
-    """A lesson, one results file and one sentence that quotes it; tells what is missing from
-    this text.
+    """Return a function that tells what a lesson's text lacks of the one sentence that quotes the
+    one results file.
     """
     monkeypatch.setattr(claims, "RESULTS", folder)
     (folder / "kernels.gpu.json").write_text(json.dumps({"figures": FIGURES}))
@@ -161,7 +161,7 @@ def test_prose_that_quotes_results_is_held_to_them(quoted):
 
 @pytest.mark.parametrize("field", ["rows.long + fp8.share", "rows.long.share", "rows.share", "row.long + bf16.share"])
 def test_a_quotation_names_one_figure_that_is_there(quoted, field):
-    """A row that is not there, two rows, no row, no list of that name."""
+    """The fields name a missing row, two rows, no row, and a list that does not exist."""
     assert_refused("has no figure", claims.quoted, "kernels.gpu", f"{{{field}}}")
 
 

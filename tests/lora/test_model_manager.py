@@ -1,4 +1,4 @@
-"""Test which adapters lie in slots and in host memory after any order of calls."""
+"""Test which adapters are in slots and in host memory after any order of calls."""
 
 from pathlib import Path
 
@@ -31,13 +31,13 @@ def used_manager() -> LRUCacheLoRAModelManager:
 
 @pytest.fixture
 def manager(used_manager: LRUCacheLoRAModelManager) -> LRUCacheLoRAModelManager:
-    """Hand out the one manager without the adapters that other tests have added."""
+    """Return the only manager, without the adapters that other tests have added."""
     empty(used_manager)
     return used_manager
 
 
 def adapter(manager: LRUCacheLoRAModelManager, number: int):
-    """Make an adapter of q_proj in layer 0 that is full of its own number."""
+    """Make an adapter of q_proj in layer 0 whose elements are all its own number."""
     inputs, outputs = manager.shape_of((0, "q_proj"))
     whole = LoRAPair(torch.full((1, inputs), float(number)), torch.full((outputs, 1), 1.0))
     return manager.share_of({(0, "q_proj"): whole})
@@ -49,14 +49,14 @@ def empty(manager: LRUCacheLoRAModelManager) -> None:
 
 
 def held(manager: LRUCacheLoRAModelManager) -> list[float | None]:
-    """Return the adapter whose numbers lie in each slot; None for an empty slot."""
+    """Return the adapter whose numbers are in each slot; None for an empty slot."""
     method = manager.modules[0, "qkv_proj"]
     slots = manager.lora_index_to_id
     return [None if adapter is None else method.lora_a[0, slot, 0, 0].item() for slot, adapter in enumerate(slots)]
 
 
 def test_the_slots_of_vllms_manager(manager):
-    """The same sequence of adapters as in vLLM's own test of its manager."""
+    """The sequence of adapters is the one in vLLM's own test of its manager."""
 
     def add(number: int) -> None:
         if number not in manager.list_adapters():
@@ -115,7 +115,7 @@ ACTS = st.tuples(st.sampled_from(["add", "activate", "deactivate", "remove", "pi
 @settings(max_examples=40, deadline=None)
 @given(acts=st.lists(ACTS, max_size=30))
 def test_whatever_the_order_the_tiers_hold_together(used_manager, acts):
-    """A model of both tiers, in plain lists, decides what should lie where."""
+    """A model of both tiers, in plain lists, decides what should be where."""
     manager = used_manager
     empty(manager)
     host: list[int] = []  # least recently used first
@@ -181,7 +181,7 @@ def requests(*names: str) -> list[LoRARequest]:
 
 
 def test_a_step_never_loses_an_adapter_of_its_own(worker):
-    """Use the adapters that are loaded first, in whatever order the requests come."""
+    """Adapters that are already loaded are used first, in whatever order the requests come."""
     worker.set_active_adapters(requests("a", "b"))
     assert worker.num_loads == 2
     worker.set_active_adapters(requests("c", "a"))

@@ -192,8 +192,8 @@ def test_ranks_by_regular_expressions_are_read_as_peft_has_them(tmp_path):
 
 
 def test_what_was_read_does_not_change_with_its_file(tmp_path):
-    """Safetensors maps a file: numbers that were not copied change with it, and end the process
-    once it is cut.
+    """Safetensors maps a file: tensors that were not copied change with it, and kill the process
+    once it is truncated.
     """
     first, second = pair(), pair()
     pairs = read_adapter(written(tmp_path, first), 16, shape_of)

@@ -19,7 +19,5 @@ LOGS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 
 
 def logs_of(kind: str) -> list[SimpleNamespace]:
-    """Read the logs of one kind, with what vLLM does by default where a log does not say
-    otherwise.
-    """
+    """Read the logs of one kind, with vLLM's defaults where a log does not say otherwise."""
     return [SimpleNamespace(**(DEFAULTS | row)) for row in LOGS[kind]]

@@ -1,4 +1,4 @@
-"""The size of an adapter: counted by hand, and in the file that is written."""
+"""The size of an adapter, counted by hand and in the file that is written."""
 
 import pytest
 from refusals import assert_refused
@@ -12,13 +12,13 @@ from minivllm_simulate.known_models import known_model
 
 
 def test_the_published_size():
-    """Rank 16 on all linears of Llama-3-8B: 84 MB in bf16."""
+    """Rank 16 on all linears of Llama-3-8B takes 84 MB in bf16."""
     assert adapter_bytes(known_model("Meta-Llama-3-8B"), 16) == 83_886_080
 
 
 @pytest.mark.parametrize("model", ["Qwen3-0.6B", "Qwen2.5-0.5B", "Llama-3.2-1B"])
 def test_shapes_are_those_of_the_models_linears(model: str):
-    """Heads need not be as wide as the model together (Qwen3)."""
+    """Together, the heads need not be as wide as the model (Qwen3)."""
     config = known_model(model)
     shapes = linear_shapes(config)
     assert shapes["q_proj"] == (config.num_attention_heads * config.head_dim, config.hidden_size)

@@ -1,4 +1,4 @@
-"""Caches of models whose layers differ in what they keep, held against vLLM's start-up logs and
+"""Caches of models whose layers differ in what they keep, compared with vLLM's start-up logs and
 its rules.
 """
 
@@ -78,8 +78,8 @@ def test_capacity_equals_start_up_logs(log):
 
 
 def test_memory_of_one_request_equals_a_start_up_log():
-    """vllm-project/vllm#27508, gpt-oss-120b with steps of 1,024 tokens: 4.54 GiB for 131,072
-    tokens.
+    """gpt-oss-120b, with steps of 1,024 tokens, needs 4.54 GiB for 131,072 tokens
+    (vllm-project/vllm#27508).
     """
     kv = kv_groups(known_model("gpt-oss-120b"), max_num_batched_tokens=1024, steps_in_flight=1)
     assert kv.blocks_per_request(131072) * kv.block_bytes / GIB == pytest.approx(4.54, abs=0.005)
@@ -103,8 +103,8 @@ def test_a_block_of_attention_is_as_large_as_a_state(name, tp, block_size, publi
 
 
 def test_groups_of_gemma_4_are_the_published_ones():
-    """The 12B model has 6 groups of 40 and 8 layers (tenstorrent/tt-metal#48283), 16 and 64 tokens
-    a block (kvcached#396).
+    """The 12B model has 6 groups of 40 and 8 layers (tenstorrent/tt-metal#48283), and 16 and 64
+    tokens per block (kvcached#396).
     """
     kv = kv_groups(MODELS["gemma-4-12B"])
     assert [(type(layer), layer.block_size) for layer in kv.groups] == [(WindowLayer, 16)] * 5 + [(FullLayer, 64)]

@@ -1,5 +1,5 @@
-"""Bytes of keys and values, tokens and requests that fit, weights, and the ledger that shares
-out a GPU.
+"""Bytes of keys and values, tokens and requests that fit, weights, and the ledger that divides up a
+GPU's memory.
 """
 
 import dataclasses
@@ -213,7 +213,9 @@ def test_capacity_equals_start_up_logs(log):
 
 
 def test_fp8_cache_doubles_the_tokens_of_a_log():
-    """vllm-project/vllm#42058, Qwen3-8B on an A100: 389,872 tokens, with an fp8 cache 779,760."""
+    """Qwen3-8B on an A100 holds 389,872 tokens, and 779,760 with an fp8 cache
+    (vllm-project/vllm#42058).
+    """
     model = known_model("Qwen3-8B")
     kv_bytes = 779_760 * kv_bytes_per_token(model, "fp8")
     assert kv_cache_tokens(kv_bytes, model, kv_dtype="fp8") == 779_760
@@ -227,7 +229,7 @@ def test_memory_of_one_request_equals_start_up_logs(log):
 
 
 def test_suggested_length_equals_a_start_up_log():
-    """vllm-project/vllm#34076: 3.18 GiB hold 34736 tokens of Qwen3-Coder-30B-A3B."""
+    """3.18 GiB hold 34736 tokens of Qwen3-Coder-30B-A3B (vllm-project/vllm#34076)."""
     model = known_model("Qwen3-30B-A3B")
     assert kv_cache_tokens(int(3.175 * GIB), model) <= 34736 <= kv_cache_tokens(int(3.185 * GIB), model)
 
@@ -299,8 +301,8 @@ def test_deepseeks_checkpoint_is_fp8_in_blocks():
     """The hub counts the numbers of each dtype in its files (the API's `safetensors.parameters` of
     the model).
 
-    They hold one layer more than the model, for drafts, with two norms, a projection, and copies of
-    embedding and head.
+    The files hold one layer more than the model, for drafts, with two norms, a projection, and
+    copies of embedding and head.
     """
     held = 680_571_043_840 * 1 + 3_918_786_560 * 2 + 41_555_600 * 4
     with_draft_layer = {**CONFIGS["deepseek-ai/DeepSeek-V3"], "num_hidden_layers": 62}

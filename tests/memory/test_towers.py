@@ -73,8 +73,8 @@ def test_multimodal_models_have_the_parameters_of_transformers(name, tied):
 
 
 def test_llava_as_it_is_published():
-    """huggingface.co/llava-hf/llava-1.5-7b-hf: fields of the language model that have Llama's
-    defaults are left out.
+    """huggingface.co/llava-hf/llava-1.5-7b-hf leaves out fields of the language model that have
+    Llama's defaults.
     """
     vision = {
         "hidden_size": 1024, "image_size": 336, "intermediate_size": 4096, "model_type": "clip_vision_model",
@@ -98,7 +98,7 @@ def test_published_parameters(name, billions):
 
 @pytest.mark.parametrize(("name", "billions"), [("gpt-oss-20b", 3.61), ("gpt-oss-120b", 5.13)])  # the same table
 def test_published_parameters_that_a_token_passes(name, billions):
-    """OpenAI's count is without the embedding."""
+    """OpenAI's count excludes the embedding."""
     model = known_model(name)
     resting = routed_parameters(model) * (1 - model.num_experts_per_tok / model.num_experts)
     passed = num_parameters(model) - resting - parameter_groups(model)["embedding"]
@@ -117,8 +117,8 @@ def test_checkpoints_in_mxfp4(name, gib):
 
 
 def test_weights_equal_a_start_up_log():
-    """vLLM 0.19.0, gemma-3-27b-it: "Model loading took 51.45 GiB", with what its kernels keep
-    beside the weights.
+    """vLLM 0.19.0 logs "Model loading took 51.45 GiB" for gemma-3-27b-it, including what its
+    kernels keep beside the weights.
     """
     assert 51.45 * 0.99 < weight_bytes(known_model("gemma-3-27b-it")) / GIB < 51.45
 

@@ -1,4 +1,4 @@
-"""The scripts that train the embedded models, as modules."""
+"""Load the scripts that train the embedded models as modules."""
 
 import importlib.util
 import sys
@@ -12,7 +12,7 @@ from minivllm.config import EMBEDDED_MODEL
 
 @pytest.fixture(scope="module")
 def load_script() -> Iterator[Callable[[str], ModuleType]]:
-    """Load a training script by its name; it finds its neighbours on the path, as a script does."""
+    """Load a training script by name; it can import its neighbours, as a script can."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(EMBEDDED_MODEL.parent)
 

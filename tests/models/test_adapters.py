@@ -1,5 +1,5 @@
-"""The trained adapters: what the script teaches, and that each is known by its text in one batch
-with the others.
+"""The trained adapters: what the script teaches, and that each is recognized by its text in one
+batch with the others.
 """
 
 import ast

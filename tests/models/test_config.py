@@ -1,5 +1,5 @@
-"""Reading `config.json`: the four families, old and new spellings, and what is said of configs
-that cannot work.
+"""Reading `config.json`: the four families, old and new spellings, and the errors for configs that
+cannot work.
 """
 
 import json
@@ -227,8 +227,8 @@ def test_from_pretrained_without_a_model(tmp_path, monkeypatch):
         ({"rope_scaling": {"rope_type": "linear", "factor": 1e300}}, "'factor' .* must be from 0 to"),
         ({"vocab_size": 2**63}, r"'vocab_size' must be a positive whole number below 2\^63"),
         ({"sliding_window": "x"}, "'sliding_window' must be a whole number"),
-        ({"eos_token_id": "x"}, "'eos_token_id' must be a token id or several"),
-        ({"eos_token_id": [1, 2.0]}, "'eos_token_id' must be a token id or several"),
+        ({"eos_token_id": "x"}, "'eos_token_id' must be a token id or a list of them"),
+        ({"eos_token_id": [1, 2.0]}, "'eos_token_id' must be a token id or a list of them"),
         ({"num_experts": 4, "n_shared_experts": "x"}, "'n_shared_experts'"),
         ({"num_experts": 4, "first_k_dense_replace": -1}, "'first_k_dense_replace'"),
     ],

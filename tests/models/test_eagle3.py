@@ -1,5 +1,5 @@
-"""The EAGLE-3 head: what it computes, which checkpoints it takes, and what the script that
-trains it makes.
+"""The EAGLE-3 head: what it computes, which checkpoints it takes, and what its training script
+makes.
 """
 
 import json
@@ -30,7 +30,7 @@ def script(load_script):
 
 
 def changed_head(directory, config=(), **tensors):
-    """Write the embedded head with other settings and tensors; None leaves a tensor out."""
+    """Write the embedded head with changed settings and tensors; None leaves a tensor out."""
     contents = json.loads((EMBEDDED_EAGLE3 / "config.json").read_text()) | dict(config)
     (directory / "config.json").write_text(json.dumps(contents))
     stored = load_file(EMBEDDED_EAGLE3 / "model.safetensors") | tensors
@@ -39,7 +39,7 @@ def changed_head(directory, config=(), **tensors):
 
 
 class GrowingAttention:
-    """Attention of one sequence over all keys so far, of which the last ones can be forgotten."""
+    """Attention of one sequence over all keys so far, the last of which can be dropped."""
 
     def __init__(self, config):
         self.attention, self.keys, self.values = CausalAttention(config), [], []
@@ -148,8 +148,8 @@ def test_a_checkpoint_that_does_not_fit_is_refused_by_name(target, tmp_path, con
 @pytest.mark.parametrize(
     ("changes", "kind", "message"),
     [
-        ({"hidden_size": 128}, MinivllmError, "hidden_size is 128, the target's is 256"),
-        ({"vocab_size": 100}, MinivllmError, "vocab_size is 100, the target's is 4096"),
+        ({"hidden_size": 128}, MinivllmError, "hidden_size is 128, but the target's is 256"),
+        ({"vocab_size": 100}, MinivllmError, "vocab_size is 100, but the target's is 4096"),
         ({"draft_vocab_size": 5000}, MinivllmError, "draft_vocab_size is 5000; .* from 1 to 4096"),
         ({"eagle_aux_hidden_state_layer_ids": [1, 2]}, MinivllmError, r"is \[1, 2\]; it must list 3 different layers"),
         ({"eagle_aux_hidden_state_layer_ids": None}, MinivllmError, r"is \[2, 2, 1\]; .* each from 0 to 3"),
@@ -164,14 +164,12 @@ def test_a_config_of_another_head_is_refused(changes, kind, message):
     assert Eagle3Config.from_dict(contents, config).aux_layer_ids == (1, 2, 3)
     with pytest.raises(kind, match=message):
         Eagle3Config.from_dict(contents | changes, config)
-    with pytest.raises(UnsupportedModelError, match=r"tiny-python-draft: LlamaForCausalLM is no EAGLE-3 head"):
+    with pytest.raises(UnsupportedModelError, match=r"tiny-python-draft: LlamaForCausalLM is not an EAGLE-3 head"):
         Eagle3Config.from_pretrained(EMBEDDED_DRAFT, config)
 
 
 def hasty(build_optimizers):
-    """Let Muon make its matrices orthogonal in one step in place of five, which took half of the
-    test.
-    """
+    """Let Muon orthogonalize its matrices in one step instead of five, which took half of the test."""
 
     def build(*arguments):
         muon, *others = build_optimizers(*arguments)

@@ -1,5 +1,5 @@
-"""The models that come with the repository load as they are, and compute what `transformers`
-computes with them.
+"""The models that come with the repository load unchanged, and compute what `transformers` computes
+with them.
 """
 
 import pytest

@@ -1,4 +1,4 @@
-"""Weights from files: where each tensor goes, and what is said of checkpoints that do not fit."""
+"""Weights from files: where each tensor goes, and the errors for checkpoints that do not fit."""
 
 import dataclasses
 import json
@@ -117,7 +117,7 @@ def test_integers_where_the_config_says_nothing_of_them_are_refused(model, tenso
     ["model.embed_tokens.weight", "model.norm.weight", "model.layers.1.self_attn.k_proj.weight", "lm_head.weight"],
 )
 def test_a_tensor_that_is_not_finite_is_named(model, tensors, name, bad):
-    """One number is enough, at either end of the tensor."""
+    """One number that is not finite is enough, at either end of the tensor."""
     for place in (0, -1):
         tensor = tensors[name].clone()
         tensor.view(-1)[place] = bad
@@ -158,7 +158,7 @@ YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 
             ({"rope_scaling": LLAMA3 | {"low_freq_factor": 4.0, "high_freq_factor": high}}, "must be above the second")
             for high in (4.0, 1.0)
         ),
-        ({"rope_scaling": YARN, "rope_theta": 1.0}, "yarn needs one above 1"),
+        ({"rope_scaling": YARN, "rope_theta": 1.0}, "yarn needs a value above 1"),
         *(({"rope_scaling": {"rope_type": kind}}, r"factor|original") for kind in ("linear", "llama3", "yarn")),
         *(({name: 0}, name) for name in ("vocab_size", "intermediate_size", "max_position_embeddings")),
     ],

@@ -1,4 +1,6 @@
-"""A directory whose files are in another form is refused with the way out, and that way works."""
+"""A directory whose tokenizer files have another format is refused with a remedy, and that remedy
+works.
+"""
 
 import json
 import shlex

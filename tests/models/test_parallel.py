@@ -1,5 +1,5 @@
-"""Ranks of a tensor-parallel group: what each has of a model, and that their terms add up to the
-whole.
+"""Ranks of a tensor-parallel group: which part of a model each has, and that their terms add up to
+the whole.
 """
 
 import dataclasses
@@ -30,7 +30,9 @@ CONFIG = dataclasses.replace(CONFIG, attention_bias=True, attention_output_bias=
 
 
 class ThreadedGroup(GroupCoordinator):
-    """Ranks that are threads: each leaves its terms, and adds up all when every rank has come."""
+    """A group whose ranks are threads: each leaves its terms, and adds up all of them when every
+    rank has arrived.
+    """
 
     def __init__(self, rank: int, size: int, terms: list, everyone: threading.Barrier):
         super().__init__(rank, size)

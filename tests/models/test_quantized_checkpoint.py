@@ -1,5 +1,5 @@
-"""Quantized checkpoints: what their definitions say that they hold is what the model computes
-with.
+"""Quantized checkpoints: the model computes with the numbers that their formats' definitions say
+they hold.
 """
 
 import copy
@@ -48,8 +48,8 @@ LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_
 
 
 def as_int32(stored: torch.Tensor, bits: int) -> torch.Tensor:
-    """Pack unsigned integers [rows, n] along n into int32 [rows, n × bits / 32], number by
-    number.
+    """Pack unsigned integers [rows, n] along n into int32 [rows, n × bits / 32], one number at a
+    time.
     """
     count = 32 // bits
     words = torch.zeros(len(stored), stored.shape[1] // count, dtype=torch.int64)
@@ -133,7 +133,7 @@ def logits(model):
 
 
 def plain_model(source: Source) -> Decoder:
-    """Make an ordinary model of the numbers that the checkpoint stands for."""
+    """Make an ordinary model from the numbers that the checkpoint stands for."""
     model = random_model(ModelConfig.from_dict(HF))
     slots = checkpoint_slots(model)
     assert slots.keys() == source.numbers.keys()
@@ -184,7 +184,7 @@ def test_what_tools_add_is_passed_over(tmp_path):
 
 @pytest.mark.parametrize(("bits", "group_size"), [(4, 16), (4, 64), (8, -1)])
 def test_ranks_hold_parts_of_the_same_numbers(tmp_path, bits, group_size):
-    """Two ranks' rows, or the halves of their rows, put together are the whole weight."""
+    """The rows of two ranks, or the halves of their rows, together make the whole weight."""
     hf = {"intermediate_size": 704, "tie_word_embeddings": True}
     config = ModelConfig.from_dict(
         {**HF, **hf, "quantization_config": {**GPTQ, "bits": bits, "group_size": group_size}}
@@ -224,7 +224,7 @@ def compressed_with(**weights):
         ({**GPTQ, "lm_head": True}, "lm_head=True"),
         ({**GPTQ, "dynamic": {"-:.*down.*": {}}}, "dynamic"),
         ({**COMPRESSED, "format": "float-quantized"}, "'float-quantized'"),
-        ({**COMPRESSED, "ignore": ["lm_head", "model.layers.1.mlp.up_proj"]}, "but for 'model.layers.1.mlp.up_proj'"),
+        ({**COMPRESSED, "ignore": ["lm_head", "model.layers.1.mlp.up_proj"]}, "except for 'model.*up_proj'"),
         ({**COMPRESSED, "kv_cache_scheme": {"num_bits": 8, "type": "float"}}, "kv_cache_scheme"),
         ({**COMPRESSED, "config_groups": {}}, "0 kinds of linears"),
         ({**COMPRESSED, "config_groups": 5}, "config_groups=5"),

@@ -1,5 +1,5 @@
-"""The script that trains the siblings: what it builds is what ships, and only seeds that all
-have are compared.
+"""The script that trains the siblings: it builds what is shipped, and compares only seeds that all
+siblings have.
 """
 
 import json

@@ -65,7 +65,9 @@ def transformers():
 
 @pytest.fixture(scope="session")
 def stored(transformers, tmp_path_factory):
-    """A random `transformers` model for each case, and the directory with its shards; made once."""
+    """Return a function that makes each case's random `transformers` model and the directory of its
+    shards, once.
+    """
     built = {}
 
     def make(case):
@@ -136,7 +138,7 @@ def test_sequences_side_by_side_do_not_see_each_other(stored, case):
 
 
 def angle_error(position: int) -> float:
-    """Return two of float32's units in the last place of a frequency, up to 1, which each position
+    """Return two units in the last place of a float32 frequency (at most 1), which each position
     adds to the angle.
     """
     return position * 2 * 2**-23

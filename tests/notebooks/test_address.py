@@ -1,4 +1,6 @@
-"""The public address has one place; whatever quotes it agrees, and one command changes it."""
+"""The public address is defined in one place; whatever quotes it agrees, and one command changes
+it.
+"""
 
 import subprocess
 from pathlib import Path
@@ -15,7 +17,7 @@ HERE, NEW = "https://github.com/someone/course", "https://github.com/other-one/l
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """A repository whose address stands in four files."""
+    """Make a repository whose address is in four files."""
     files = {
         "pyproject.toml": f'[project]\nname = "course"\n[project.urls]\nRepository = "{HERE}"\n',
         "CITATION.cff": f"license: x\nrepository-code: {HERE}\n",
@@ -51,8 +53,8 @@ def test_all_agree_and_links_to_others_do_not_matter(root: Path):
         ("see https://github.com/me/course", "more.md: me/course, not someone/course"),
         ("https://colab.research.google.com/github/me/fork/blob/x", "more.md: me/fork, not someone/course"),
         ("https://mybinder.org/v2/gh/me/fork/main", "more.md: me/fork, not someone/course"),
-        ("git clone ADDRESS-OF-THE-REPOSITORY", "more.md: 'ADDRESS-OF-THE' stands for an address"),
-        ("https://github.com/<owner>/x", "more.md: '<owner>' stands for an address"),
+        ("git clone ADDRESS-OF-THE-REPOSITORY", "more.md: 'ADDRESS-OF-THE' is a placeholder for an address"),
+        ("https://github.com/<owner>/x", "more.md: '<owner>' is a placeholder for an address"),
     ],
 )
 def test_another_address_is_named(root: Path, text: str, said: str):

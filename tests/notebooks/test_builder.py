@@ -1,4 +1,6 @@
-"""Notebooks come from lessons byte for byte, and every way to get a lesson wrong is named."""
+"""Notebooks are built from lessons byte for byte, and every kind of mistake in a lesson is
+reported.
+"""
 
 import json
 import sys
@@ -92,7 +94,7 @@ check_here("07", mine)
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """A small repository with one lesson and its script; nothing is built yet."""
+    """Make a small repository with one lesson and its script; nothing is built yet."""
     for name, text in {"vllm/07_circles.py": SCRIPT, "lessons/07_circles.md": LESSON + CHECK}.items():
         path = tmp_path / name
         path.parent.mkdir()
@@ -261,7 +263,7 @@ def test_a_notebook_edited_missing_or_left_behind_is_noticed(root: Path):
         (
             "```python exec script=vllm/07_circles.py region=area",
             "```python exec script=vllm/07_circles.py region=volume",
-            ".* 0 regions 'volume' .*there are: imports, area, formula",
+            ".* 0 regions 'volume', .*its regions: imports, area, formula",
         ),
         ("script=vllm/07_circles.py region=area", "script=vllm/no.py", "there is no file vllm/no.py"),
         ("script=vllm/07_circles.py region=area", "region=area", "region=area needs script=FILE"),
@@ -336,7 +338,7 @@ def test_an_unknown_number_lists_the_lessons(root: Path):
 
 @pytest.fixture
 def without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels that need no PyTorch load none: that is most of what they take."""
+    """Keep kernels that need no PyTorch from loading it, which would take most of their time."""
     monkeypatch.setattr(notebooks, "SETUP", f"import sys\n\nsys.modules['torch'] = sys\n{notebooks.SETUP}")
 
 

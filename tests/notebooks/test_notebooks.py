@@ -1,5 +1,5 @@
-"""The notebooks in this repository are what the lessons say; all their cells run, and the demos
-at any time again.
+"""The notebooks in this repository match the lessons; all their cells run, and the demos can run
+again at any time.
 """
 
 import ast
@@ -17,7 +17,7 @@ each_notebook = pytest.mark.parametrize("path", PATHS, ids=lambda path: path.ste
 
 
 def code_cells(path: Path) -> list[tuple[str, str]]:
-    """(kind, source) of each code cell, in order."""
+    """Return the (kind, source) of each code cell, in order."""
     cells = [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
     return [(cell.metadata.get("tags", ["exec"])[0], cell.source) for cell in cells]
 

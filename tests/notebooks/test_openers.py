@@ -92,7 +92,9 @@ def test_colab_installs_then_goes_to_the_notebooks(monkeypatch):
 
 
 def test_messages_of_a_kernel_do_not_wait_for_an_acknowledgement(monkeypatch):
-    """Before it joins the kernel's channels, the websocket is told to send each message at once."""
+    """The websocket is told to send each message immediately, before it joins the kernel's
+    channels.
+    """
     settings = PyFileConfigLoader(SETTINGS.name, str(SETTINGS.parent)).load_config()
     connection_class = settings.ServerApp.kernel_websocket_connection_class
     done: list[object] = []
@@ -107,8 +109,8 @@ def test_messages_of_a_kernel_do_not_wait_for_an_acknowledgement(monkeypatch):
 
 @pytest.mark.browser
 def test_make_lab_opens_the_list_of_notebooks(tmp_path: Path, browser: Browser):
-    """The rendered list, full names, nothing over it, and no question to the network; in a small
-    window.
+    """A small window shows the rendered list with full names and nothing over it, and no dialog
+    asks about the network.
     """
     recipe = re.search(r"^lab:.*\n\t(.*)", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert recipe

@@ -3,8 +3,8 @@ prompt.
 
     uv run python tests/offline/make_chat_templates.py path/to/vllm-0.33.0/examples
 
-The messages are given as vLLM v0.33.0 hands them to a template (`parse_chat_messages`), written
-down here by hand, and its own code says which of the two formats it hands to which template. The
+The messages are written here by hand as vLLM v0.33.0 passes them to a template
+(`parse_chat_messages`), and vLLM's own code says which of the two formats each template gets. The
 templates are vLLM's and are not kept.
 """
 
@@ -37,12 +37,12 @@ for conversation in CONVERSATIONS.values():
 
 
 def now(form: str) -> str:
-    """Return what templates take for the current time, which a prompt must not depend on."""
+    """Return the current time as templates see it; no prompt may depend on it."""
     return "Wednesday" if form == "%A" else f"<{form}>"
 
 
 def as_given(content: Any, content_format: str) -> Any:
-    """Return a content as vLLM hands it to a template of this format."""
+    """Return a message's content as vLLM passes it to a template of this format."""
     if isinstance(content, str):
         return content
     return "\n".join(content) if content_format == "string" else [{"type": "text", "text": text} for text in content]
@@ -60,12 +60,12 @@ def expected(template: str, conversation: list[dict[str, Any]], content_format: 
 
 
 def digest(prompt: str | None) -> str | None:
-    """Return enough of a prompt's hash to tell prompts apart; None for none."""
+    """Return enough of a prompt's hash to tell prompts apart, or None if there is no prompt."""
     return None if prompt is None else hashlib.sha256(prompt.encode()).hexdigest()[:16]
 
 
 def vllms_detection(source: str) -> Any:
-    """Return vLLM's own functions that find out a template's format, from the source of its
+    """Return vLLM's own functions that detect a template's format, from the source of its
     `renderers/hf.py`.
     """
     names: dict[str, Any] = {"jinja2": jinja2, "deque": deque}
@@ -74,7 +74,7 @@ def vllms_detection(source: str) -> Any:
 
 
 def main() -> None:
-    """Write the file of results."""
+    """Render all templates and write the results file."""
     examples = Path(sys.argv[1])
     detection = vllms_detection((examples.parent / "vllm/renderers/hf.py").read_text())
     results = {}

@@ -1,4 +1,6 @@
-"""Chat templates get messages as vLLM hands them: texts or parts, null, tool calls of any sort."""
+"""Chat templates get messages in the form that vLLM passes: texts or parts, null, tool calls of any
+kind.
+"""
 
 import json
 import os
@@ -114,8 +116,8 @@ def test_messages_are_left_as_they_are():
         ("hi", "a message is str"),
         ({"role": "user", "content": 3}, "content is int"),
         ({"role": "user", "content": {"type": "text", "text": "a"}}, "content is dict"),
-        ({"role": "user", "content": [{"type": "image_url"}]}, "'image_url'; only texts are served"),
-        ({"role": "user", "content": [{"type": ["text"]}]}, "only texts are served"),
+        ({"role": "user", "content": [{"type": "image_url"}]}, "'image_url'; only text parts are served"),
+        ({"role": "user", "content": [{"type": ["text"]}]}, "only text parts are served"),
         ({"role": "user", "content": [{"type": "text", "text": 3}]}, "is int"),
         ({"role": "assistant", "tool_calls": 3}, "tool_calls are int"),
         ({"role": "assistant", "tool_calls": ["get"]}, "a message's tool call must be"),

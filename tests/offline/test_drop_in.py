@@ -1,7 +1,7 @@
-"""Names, order and defaults are vLLM's where vLLM has the same; an argument that is not known is
-refused in one line.
+"""Names, order and defaults are vLLM's where vLLM has them; an unknown argument is refused in one
+line.
 
-`vllm_signatures.json` lists vLLM's by its files.
+`vllm_signatures.json` lists vLLM's signatures by file.
 """
 
 import argparse
@@ -30,7 +30,7 @@ BY_KEYWORDS = "SamplingParams.from_optional"
 
 
 def defaults(arguments: dict) -> dict:
-    """Return the defaults that are literals, but for the model."""
+    """Return the defaults that are literals, except the model's."""
     return {name: value["default"] for name, value in arguments.items() if "default" in value and name != "model"}
 
 
@@ -111,7 +111,7 @@ def test_arguments_that_scripts_for_vllm_often_pass_change_nothing_and_are_named
 def test_the_hubs_token_may_be_a_flag_without_a_value(flags, token):
     parser = EngineArgs.add_cli_args(argparse.ArgumentParser())
     assert parser.parse_args(flags).hf_token == token
-    assert "changes nothing here: set HF_TOKEN" in " ".join(parser.format_help().split())
+    assert "has no effect here: set HF_TOKEN" in " ".join(parser.format_help().split())
 
 
 @pytest.mark.parametrize("settings", [BeamSearchParams, EngineArgs, KVTransferConfig, ProfilerConfig, SamplingParams])
@@ -119,7 +119,7 @@ def test_an_unknown_argument_is_refused_with_the_nearest_known_one_or_where_they
     *_, known = fields(settings)
     with pytest.raises(MinivllmError, match=f"{settings.__name__} has no argument .*; did you mean '{known.name}'"):
         settings(**{f"{known.name}s": 1})
-    with pytest.raises(MinivllmError, match=rf"'zzz'; help\(minivllm.{settings.__name__}\) lists those there are$"):
+    with pytest.raises(MinivllmError, match=rf"'zzz'; help\(minivllm.{settings.__name__}\) lists the arguments$"):
         settings(zzz=1)
 
 
@@ -162,5 +162,5 @@ def test_prompts_have_vllms_keys():
     assert parse_prompt({"prompt": "a", "prompt_token_ids": [1]}) == ("a", [1], None)
     with pytest.raises(MinivllmError, match="a prompt has no key 'prompts'; did you mean 'prompt'"):
         parse_prompt({"prompts": "a"})
-    with pytest.raises(MinivllmError, match="no key 'multi_modal_data'; there are: prompt, prompt_token_ids, cache_s"):
+    with pytest.raises(MinivllmError, match="no key 'multi_modal_data'; known: prompt, prompt_token_ids, cache_s"):
         parse_prompt({"prompt": "a", "multi_modal_data": None})

@@ -18,7 +18,7 @@ def llm():
 
 @pytest.fixture(scope="module")
 def oracle():
-    """Give a function from texts of equal length to the log probabilities of the next token."""
+    """Return a function from texts of equal length to the log probabilities of the next token."""
     from transformers import LlamaForCausalLM
 
     model = LlamaForCausalLM.from_pretrained(EMBEDDED_MODEL, dtype=torch.float32)
@@ -31,7 +31,7 @@ def oracle():
 
 
 def search(oracle, prompt, params, ends=frozenset()):
-    """Search with beams as plainly as can be: texts, scores, nothing shared."""
+    """Run a beam search in the plainest form: whole texts and scores, nothing shared."""
     beams, ended = [(prompt, 0.0)], []
     vocabulary = params.allowed_token_ids
     for _ in range(params.max_tokens):
@@ -72,7 +72,7 @@ def test_the_sequences_are_those_of_a_plain_search(llm, oracle, settings):
 
 
 def test_a_sequence_that_ends_is_kept_and_not_extended(llm, oracle, monkeypatch):
-    """The ends are the second tokens of a search without ends."""
+    """The end tokens are the second tokens found by a search without end tokens."""
     ids = llm.llm_engine.tokenizer.encode(PROMPTS[0]).ids
     params = BeamSearchParams(beam_width=3, max_tokens=4)
     ends = tuple({sequence.tokens[len(ids) + 1] for sequence in llm.beam_search(PROMPTS[:1], params)[0].sequences})
@@ -127,7 +127,7 @@ def test_wrong_parameters_are_named(changes, said):
 
 
 def test_a_search_whose_step_fails_says_so_once(llm, monkeypatch, capsys):
-    """The error of one sequence is the search's: it is raised, and no warning says it besides."""
+    """The error of one sequence is raised as the search's own, and no warning repeats it."""
     step = llm.llm_engine.step
 
     def failing():

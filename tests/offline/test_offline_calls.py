@@ -79,7 +79,7 @@ def test_the_tokenizer_is_transformers_own_and_says_what_the_engines_says(idle):
     assert tokenizer(text)["input_ids"] == tokenizer.encode(text)
     assert tokenizer.decode(tokenizer.encode(text)) == text
     assert tokenizer.eos_token_id == idle.llm_engine.generation_config.eos_token_ids[0]
-    with pytest.raises(MinivllmError, match="no key 'truncation'; there are: add_special_tokens"):
+    with pytest.raises(MinivllmError, match="no key 'truncation'; known: add_special_tokens"):
         idle.generate("a", GREEDY, tokenization_kwargs={"truncation": True})
 
 

@@ -1,5 +1,5 @@
-"""Values of wrong types are refused in one line, wherever a user can give one: no traceback of
-Python's own.
+"""Values of wrong types are refused in one line, wherever a user can pass one: no raw Python
+traceback.
 """
 
 from dataclasses import fields
@@ -31,7 +31,7 @@ def llm():
 
 
 def calls(llm, value):
-    """Give every call that takes a value of a user, with this one in one place."""
+    """Yield every call that takes a user's value, with this value in one place."""
     quiet = {"use_tqdm": False}
     yield from (lambda p=p: llm.generate(p, ONE, **quiet) for p in (value, [value], {"prompt": value}))
     yield from (lambda k=k: llm.generate({"prompt": "x", k: value}, ONE, **quiet) for k in PROMPT_KEYS)

@@ -1,5 +1,5 @@
 """Test that our shortcuts in Triton's interpreter change no kernel's results, and leave the
-language as it was.
+language unchanged.
 """
 
 import pytest
@@ -45,7 +45,7 @@ EXPECTED = [2 * (0 + 1 + 2 + 3) + 6, 2 * (4 + 5 + 6 + 7) + 14, 2 * (8 + 9 + 10 +
 
 @pytest.fixture
 def patched(monkeypatch):
-    """The functions for which the interpreter puts its own in the language's place."""
+    """Return the names of the language's functions that the interpreter replaces with its own."""
     from triton.runtime import interpreter
 
     patches, functions = interpreter._patch_lang, []

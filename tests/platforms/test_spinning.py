@@ -16,8 +16,8 @@ from minivllm.platforms.spinning import SECONDS, Contention, Watcher, limit_spin
 
 
 def readings(*shares: float) -> list[bool]:
-    """Return what each of these shares of waiting, in readings of a tenth of a second on two
-    threads, makes of the machine.
+    """Return the verdict on the machine after each of these shares of waiting, in readings of a
+    tenth of a second on two threads.
     """
     contention = Contention()
     return [contention.take(CpuTimes(0.2 * (1 - share), 0.2 * share)) for share in shares]
@@ -154,7 +154,7 @@ def test_with_more_threads_than_cores_threads_sleep_soon_and_without_them_they_s
 
 @pytest.fixture
 def started(monkeypatch) -> list[str]:
-    """The names of threads that were started, without a start."""
+    """Return the names of threads whose start was requested, without starting them."""
     names: list[str] = []
 
     class Thread:

@@ -30,7 +30,7 @@ Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 @dataclass
 class Got:
-    """A request that a server has received; headers by their names in lower case."""
+    """A request that a server has received, with its headers by lower-case name."""
 
     path: str
     headers: dict[str, str]
@@ -96,7 +96,7 @@ def hang_up(request: web.Request) -> None:
 
 
 async def completes(request: web.Request) -> web.StreamResponse:
-    """Answer as a decode server does."""
+    """Answer like a decode server."""
     return await (stream if (await request.json()).get("stream") else whole)(request)
 
 
@@ -105,7 +105,7 @@ prefills = json_reply({"choices": [{"text": "!", "finish_reason": "length"}], "k
 
 @dataclass
 class Fake:
-    """A server that answers as it is told, and notes who has left."""
+    """A server that answers as told, and records which clients have left."""
 
     answer: Answer
     got: list[Got] = field(default_factory=list)
@@ -159,7 +159,7 @@ class Setting:
             return reply.status, await reply.read()
 
     def upstream(self, server: "Fake") -> Upstream:
-        """Return this server as the proxy knows it."""
+        """Return the proxy's own object for this server."""
         return next(known for known in self.proxy.servers if known.url == server.url)
 
     def metric(self, name: str, **labels: str) -> float:
@@ -170,7 +170,7 @@ class Setting:
 async def setting(
     prefill: list[Fake] | None = None, decode: list[Fake] | None = None, **settings: Any
 ) -> AsyncIterator[Setting]:
-    """Start a proxy before these servers."""
+    """Start a proxy in front of these servers."""
     prefill, decode = prefill or [Fake(prefills)], decode or [Fake(completes)]
     settings = {"health_interval": 60.0, **settings}
     urls = [[server.url for server in servers] for servers in (prefill, decode)]

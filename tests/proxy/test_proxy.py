@@ -1,5 +1,5 @@
-"""The proxy before servers that only record: what each is sent, what the client gets, and what
-if one fails.
+"""The proxy in front of servers that only record: what each is sent, what the client gets, and what
+happens if one fails.
 """
 
 import asyncio
@@ -44,8 +44,8 @@ CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_completion_toke
 
 
 def proxied(servers: Callable[..., dict[str, Any]] = lambda **_: {}) -> Callable[[Callable[..., Any]], Any]:
-    """Run a test in a loop, as `test(there, ...)`, with what `servers(...)` says; both get the
-    test's arguments.
+    """Run a test in a loop as `test(there, ...)`, with the servers that `servers(...)` describes;
+    both get the test's arguments.
     """
 
     def decorate(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
@@ -301,7 +301,7 @@ async def test_a_server_is_not_asked_until_it_is_healthy_again(cluster: Setting)
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a server have a moment to say that it is healthy."""
+    """Give servers only 0.25 s to report that they are healthy."""
     monkeypatch.setattr("minivllm.entrypoints.proxy.proxy.SECONDS_TO_SAY_HEALTHY", 0.25)
 
 

@@ -1,4 +1,4 @@
-"""Two real servers and a proxy before them say what one server alone says."""
+"""Two real servers and a proxy in front of them give the answers of one server."""
 
 import json
 import subprocess
@@ -70,7 +70,7 @@ def tokens_of(client: httpx.Client, body: dict[str, Any]) -> list[list[int]]:
 
 @pytest.mark.parametrize("prompt", PROMPTS, ids=["short", "code", "long", "ids"])
 def test_completions(pair: Pair, prompt: Any):
-    """Twice: the second time the decode server has the prompt in its cache."""
+    """Each request runs twice: the second time the decode server has the prompt in its cache."""
     wanted = tokens_of(pair.prefill.client, {"prompt": prompt})
     for _ in range(2):
         assert tokens_of(pair.client, {"prompt": prompt}) == wanted
@@ -127,7 +127,7 @@ def test_chats_ids_models_and_refusals_pass_through(pair: Pair):
     ids=["a rule", "the schema", "a chat"],
 )
 def test_what_the_decode_server_refuses_is_not_kept_for_it(pair: Pair, path: str, wrong: dict[str, Any]):
-    """The prefill server was asked for one token, and has nothing to refuse. Its lease is 30 s."""
+    """The prefill server was asked for one token, and has no reason to refuse. Its lease is 30 s."""
     before = pair.prefill.metric("vllm:request_success_total")
     reply = pair.client.post(path, json=wrong)
     assert reply.status_code == 400, reply.text
@@ -136,8 +136,8 @@ def test_what_the_decode_server_refuses_is_not_kept_for_it(pair: Pair, path: str
 
 
 def test_prompts_came_over_the_wire_and_are_counted(pair: Pair):
-    """Otherwise the decode server has computed everything itself, and the tokens are equal for
-    that.
+    """Otherwise the decode server might have computed everything itself, and the tokens would be
+    equal anyway.
     """
     prompt = [7, 300, 21, 9] * 12
     assert tokens_of(pair.client, {"prompt": prompt}) == tokens_of(pair.prefill.client, {"prompt": prompt})

@@ -1,9 +1,9 @@
 """Compare a server's answers with recorded ones.
 
-What may differ: ids, times, fingerprints, permissions, paths; a null field may be absent; log
+These may differ: ids, times, fingerprints, permissions, paths; a null field may be absent; log
 probabilities by 0.002; several tokens of a stream may come in one event; the wording of errors, but
 not their status, type, code and param. Where a tool must be called, vLLM's arguments are a string
-that does not fit the tool's schema, and are cut off; ours fit, so the call may be complete.
+that does not fit the tool's schema and is cut off; ours fit, so the call may be complete.
 """
 
 import json
@@ -35,7 +35,7 @@ LABELS = {"model_name", "engine", "finished_reason", "le"}
 
 
 def differences(entry: dict[str, Any], status: int, kind: str, body: str) -> list[str]:
-    """Say where an answer differs from the recorded one; empty if it does not."""
+    """Return where an answer differs from the recorded one, or nothing if it does not."""
     if status != entry["status"]:
         return [f"status {status} instead of {entry['status']}: {body[:200]}"]
     if kind.split(";")[0] != entry["content_type"].split(";")[0]:
@@ -74,9 +74,7 @@ def _values(wanted: Any, actual: Any, free: bool, path: str = "") -> Iterator[st
 
 
 def _folded(body: str) -> dict[str, Any]:
-    """Reduce a stream to the order of its kinds of events and each choice with its deltas
-    joined.
-    """
+    """Reduce a stream to the order of its event kinds and each choice with its deltas joined."""
     order: list[str] = []
     choices: dict[int, dict[str, Any]] = {}
     usage, ids = None, set()

@@ -1,4 +1,4 @@
-"""Test clients that leave, read slowly, send nonsense or come in crowds."""
+"""Test clients that leave, read slowly, send nonsense or arrive in crowds."""
 
 import asyncio
 import contextlib
@@ -65,7 +65,7 @@ def test_a_client_that_reads_slowly_holds_up_nobody_and_loses_nothing(base: Serv
 
 
 def test_a_crowd_of_which_a_third_leaves(base: Server):
-    """Half of them stream, and a third leaves before or after anything has come."""
+    """Half of the clients stream, and a third leaves before or after receiving anything."""
     chance = random.Random(7)
 
     async def visit(index: int, leaves: bool, seconds: float) -> bytes | None:
@@ -163,14 +163,14 @@ def test_a_thousand_headers(base: Server):
 
 
 def test_many_wait_and_all_are_answered(base: Server):
-    """More prompts than the engine computes at once, in one request."""
+    """One request has more prompts than the engine computes at the same time."""
     body = {"prompt": [[index % 4000 + 1] for index in range(600)], "max_tokens": 1, "temperature": 0}
     reply = base.client.post("/v1/completions", json=body).json()
     assert [choice["index"] for choice in reply["choices"]] == list(range(600))
 
 
 def test_thousands_wait_and_leave(base: Server):
-    """The server answers others meanwhile, and has forgotten them at once when they are gone."""
+    """The server answers other clients meanwhile, and drops these as soon as they are gone."""
     body = json.dumps(LONG | {"prompt": [[index + 1] for index in range(1000)], "stream": True}).encode()
     names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:request_success_total")
     before = sum(map(base.metric, names))  # on a slow machine the first have ended when the last are there
@@ -225,7 +225,7 @@ def test_a_prompt_without_room_is_refused(base: Server, length: int, param: str)
 
 
 def test_the_same_id_may_come_twice(base: Server):
-    """A client that tries again must not be told that its first try still runs."""
+    """A client that retries must not be told that its first attempt is still running."""
     body, result = LONG | {"max_tokens": 60}, []
 
     def ask() -> None:
@@ -291,7 +291,7 @@ def test_a_request_reaches_neither_files_nor_addresses(chat: Server, kind: str):
         body = {"messages": [{"role": "user", "content": [{"type": "text", "text": "see"}, part]}], "max_tokens": 1}
         reply = chat.client.post("/v1/chat/completions", json=body)
         assert (reply.status_code, reply.json()["error"]["type"]) == (400, "BadRequestError")
-        assert "only texts are served" in reply.json()["error"]["message"]
+        assert "only text parts are served" in reply.json()["error"]["message"]
 
 
 def test_a_request_brings_no_template(chat: Server):

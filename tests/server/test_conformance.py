@@ -1,4 +1,4 @@
-"""Every recorded exchange with vLLM's own server has the same answer here."""
+"""Every recorded exchange with vLLM's own server gets the same answer here."""
 
 import pytest
 from server.replay import EXCHANGES, differences
@@ -17,7 +17,7 @@ def test_as_vllm_answers(entry, request):
 
 
 def damaged(entry: dict) -> list[tuple[int, str, str]]:
-    """Make wrong answers that are near the right one."""
+    """Make wrong answers that are close to the right one."""
     status, kind, body = entry["status"], entry["content_type"], entry["response"]
     wrong = [(status + 100, kind, body), (status, "text/html", body)]
     for old, new in (

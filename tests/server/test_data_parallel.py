@@ -46,7 +46,7 @@ def processes_of(server: Server, kind: str) -> list[psutil.Process]:
 
 
 def words_of(process: psutil.Process) -> list[str]:
-    """Return its command line; nothing if it has just ended."""
+    """Return a process's command line, or nothing if it has just ended."""
     with contextlib.suppress(psutil.NoSuchProcess):
         return process.cmdline()
     return []
@@ -66,7 +66,7 @@ def by_engine(server: Server, name: str, label: str = "") -> dict[str, float]:
 
 
 def test_requests_and_their_aborts_go_to_both_cores(pair: Server):
-    """Some may end before they are left."""
+    """Some requests may end before their clients leave."""
     running, waiting, ended = "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:request_success_total"
     anywhere, number = f"(?:{running}|{waiting}|{ended})", 24
     before = sum(by_engine(pair, ended).values())
@@ -140,8 +140,8 @@ def post(server: Server, body: dict, rank: str) -> httpx.Response:
 
 
 def killed(server: Server, process: psutil.Process) -> None:
-    """Kill a process of core 1 while each core computes a stream: both end with an error, and so
-    does the server.
+    """Kill a process of core 1 while each core computes a stream: both streams end with an error,
+    and the server ends.
     """
     processes, folder, answers = server.processes(), server.folder(), list[httpx.Response]()
     threads = [
@@ -167,7 +167,7 @@ def killed(server: Server, process: psutil.Process) -> None:
 
 
 def test_a_killed_core_is_the_end_of_all(pair: Server):
-    """The last of the tests of this server."""
+    """This test runs last, because it ends the server."""
     killed(pair, core_1(pair))
     assert "core 1 of 2" in pair.said()
     assert "was killed by SIGKILL" in pair.said()

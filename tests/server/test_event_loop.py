@@ -1,4 +1,4 @@
-"""Long bodies hold up nobody: the event loop goes on while they are worked on."""
+"""Long request bodies do not block the event loop, which goes on while they are processed."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -23,7 +23,7 @@ LONG = 40_000
 
 @pytest.fixture(scope="module")
 def serving() -> OpenAIServingTokenization:
-    """Make the serving class without an engine: tokenization needs only what one knows."""
+    """Make the serving class without an engine: tokenization needs only what an engine knows."""
     tokenizer, limits = load_tokenizer(EMBEDDED_MODEL), RequestLimits(512, 16, 100)
     processor = InputProcessor(SimpleNamespace(vocab_size=4096), tokenizer, limits, (0,), 0)
     engine = SimpleNamespace(
@@ -37,7 +37,7 @@ def serving() -> OpenAIServingTokenization:
 
 
 def answer_and_turns(work: Coroutine):
-    """Return the work's result, and how often another task had a turn of the loop meanwhile."""
+    """Return the work's result, and how often another task got a turn of the loop meanwhile."""
 
     async def both():
         working, turns = asyncio.create_task(work), 0

@@ -28,7 +28,7 @@ LONG = {"prompt": "def add(a, b):\n", "max_tokens": 1500, "ignore_eos": True, "t
 
 
 class Clients:
-    """Streams and whole requests at the same time."""
+    """Clients that send streams and whole requests at the same time."""
 
     def __init__(self, server: Server, number: int) -> None:
         self.answers: list[tuple[int, str, float]] = []
@@ -43,8 +43,8 @@ class Clients:
         self.answers.append((reply.status_code, reply.text, time.monotonic()))
 
     def all_answered(self, since: float) -> None:
-        """Every client got an error in time: streams as their last event, the others as the
-        status.
+        """Expect every client to get an error in time: streams as their last event, the others as
+        the status.
         """
         for thread in self._threads:
             thread.join(PATIENCE)
@@ -112,7 +112,7 @@ def test_a_second_sigterm_does_not_wait_for_open_requests():
 
 
 def test_open_requests_have_as_long_as_was_said():
-    """`_drain` alone: it waits for the deadline, and no longer than requests are open."""
+    """`_drain` by itself waits for the deadline, but no longer than requests are open."""
 
     async def seconds(open_for: float, most: float) -> float:
         state, loop = ServerState(), asyncio.get_running_loop()

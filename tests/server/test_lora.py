@@ -1,4 +1,4 @@
-"""Adapters on the wire: as vLLM answers, and what its endpoints do with hostile paths.
+"""Adapters over HTTP: answers like vLLM's, and what its endpoints do with hostile paths.
 
 `data/lora_exchanges.json` is what vLLM 0.32.0's CPU server answered, in this order; where it says
 500 for an adapter that cannot be served, ours is a 400 (`ours`).
@@ -36,7 +36,7 @@ LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """Make the folder that the server may load from, and beside it one that it may not."""
+    """Make the folder that the server may load from, and beside it one that it may not load from."""
     root = tmp_path_factory.mktemp("adapters")
     shutil.copytree(ADAPTERS, root / "allowed")
     shutil.copytree(ADAPTERS / "c", root / "secret")
@@ -140,7 +140,7 @@ def test_no_path_leads_out(server, folder):
 
 
 def test_what_is_there_and_what_is_not_get_one_answer(server, folder):
-    """Else a client could find out what is on the machine."""
+    """Otherwise a client could find out what exists on the machine."""
     replies = []
     for path in (folder.parent / "secret", folder.parent / "nothing"):
         reply = server.client.post(LOAD, json={"lora_name": "x", "lora_path": str(path)})
@@ -172,7 +172,7 @@ def test_a_hostile_body_is_the_clients_fault(server, body):
 
 
 def test_what_does_not_fit_is_refused_and_the_engine_goes_on(server, folder):
-    """Each is right but for one thing; a refused one leaves nothing behind."""
+    """Each adapter has one fault; a refused one leaves nothing behind."""
     for name, damage in {
         "pickled": lambda path: (path / "adapter_model.safetensors").rename(path / "adapter_model.bin"),
         "cut off": lambda path: os.truncate(path / "adapter_model.safetensors", 300),
@@ -271,7 +271,7 @@ def test_a_static_adapter_that_cannot_be_served_ends_the_server():
 
 
 class Engine:
-    """An engine that has adapters, and fails as it is told."""
+    """An engine that has adapters, and fails when told to."""
 
     def __init__(self, *failures: BaseException) -> None:
         self.ids: set[int] = set()
@@ -316,12 +316,12 @@ def test_of_two_that_want_the_same_name_at_once_one_gets_it():
 
     done, refused = asyncio.run(load_both())
     assert "added successfully" in done
-    assert "loaded already" in str(refused)
+    assert "already loaded" in str(refused)
     assert len(engine.ids) == 1
 
 
 def test_a_folder_may_be_a_link_itself(tmp_path):
-    """The folder's own links are its owner's will."""
+    """The owner of the allowed folder chose to make it a link."""
     shutil.copytree(ADAPTERS / "c", tmp_path / "real" / "c")
     (tmp_path / "link").symlink_to(tmp_path / "real")
     result = adapter_folder(str(tmp_path / "link" / "c"), [str(tmp_path / "link")])

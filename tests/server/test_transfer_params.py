@@ -1,5 +1,5 @@
-"""`kv_transfer_params` between client and engine: taken where there is a connector, told to one
-request, returned.
+"""`kv_transfer_params` between client and engine: accepted where there is a connector, passed to
+one request, returned.
 """
 
 from types import SimpleNamespace
@@ -38,7 +38,7 @@ def test_and_refuses_all_else(base: Server, params: Any, words: str):
 
 
 def serving(has_connector: bool = True) -> OpenAIServingCompletion:
-    """Make the serving class for its checks only, without an engine behind it."""
+    """Make the serving class without an engine behind it, for its checks only."""
     result = OpenAIServingCompletion.__new__(OpenAIServingCompletion)
     result.engine = SimpleNamespace(engine_args=SimpleNamespace(kv_transfer_config={} if has_connector else None))  # type: ignore[assignment]
     result.models = SimpleNamespace(check=lambda name: None, name_in_reply=lambda name: "tiny")  # type: ignore[assignment]
@@ -53,7 +53,7 @@ def test_what_cannot_be_sent_to_the_core_is_refused(params: dict[str, Any]):
 
 def test_they_are_those_of_one_prompt():
     serving()._check_transfer(ASKED, 1)
-    with pytest.raises(MinivllmError, match="one prompt; here are 2"):
+    with pytest.raises(MinivllmError, match="one prompt, and there are 2"):
         serving()._check_transfer(ASKED, 2)
 
 

@@ -1,4 +1,4 @@
-"""`/xray` on a server: off unless asked for, its events behind the key."""
+"""`/xray` on a server: off unless requested, with its events behind the key."""
 
 import asyncio
 import json
@@ -19,7 +19,7 @@ SECRET = "def zebra_crossing(umbrella):"
 
 
 def lines_of(server: Server) -> Iterator[dict]:
-    """Give the events as they come."""
+    """Yield the events as they arrive."""
     with server.client.stream("GET", "/xray/events") as stream:
         assert stream.status_code == 200
         for line in stream.iter_lines():
@@ -87,7 +87,7 @@ def test_steps_are_described_only_while_a_page_is_open() -> None:
 
 
 async def begin(page: AsyncGenerator[str, None]) -> asyncio.Task[str]:
-    """Take the header; return what waits for the next event."""
+    """Read the header; return a task that waits for the next event."""
     assert json.loads((await anext(page)).removeprefix("data: "))["xray"] == FORMAT
     waiting = asyncio.ensure_future(anext(page))
     await asyncio.sleep(0)

@@ -1,5 +1,5 @@
-"""Costs of a step: counts are exact, a real card's published line is met, a fit finds the line
-behind the data.
+"""The cost of a step: counts are exact, a real card's published line is reproduced, a fit finds the
+line behind the data.
 """
 
 import json
@@ -36,8 +36,8 @@ def test_a_shape_counts_what_attention_visits(scheduled):
 
 
 def test_llama_on_an_h100_has_the_published_line():
-    """vLLM's blog of 2026-04-22: inter-token latency = 6.44 ms + 4.37e-5 ms for each token of
-    context.
+    """vLLM's blog of 2026-04-22 gives an inter-token latency of 6.44 ms + 4.37e-5 ms for each token
+    of context.
     """
     cost = llama_on_h100()
     near, far = (cost.seconds(StepShape.of([(1, before)])) * 1e3 for before in (0, 100_000))
@@ -75,8 +75,8 @@ def test_prefill_is_limited_by_arithmetic_and_decode_by_memory():
 
 @pytest.mark.parametrize("row", H200["figures"]["prefill"][1:], ids=lambda row: f"{row['requests']}x{row['prompt']}")
 def test_prefills_are_those_of_our_engine_on_an_h200(row):
-    """Both were calibrated on: one has eight times the other's attention, and one factor fits
-    both.
+    """The model was calibrated on both: one has eight times the other's attention, and one factor
+    fits both.
     """
     cost = RooflineCost.of(known_model("Llama-3.1-8B"), get_hardware("H200"))
     shape = StepShape.of([(row["prompt"], 0)] * row["requests"])
@@ -113,9 +113,7 @@ COEFFICIENT = st.sampled_from([0.0, 0.2, 1.0, 5.0])
 @given(st.lists(SCHEDULED.filter(bool), min_size=12, max_size=30), st.tuples(*[COEFFICIENT] * 4), st.floats(1e-4, 1e-2))
 @settings(max_examples=60, deadline=None)
 def test_a_fit_finds_a_line_that_is_there(steps, coefficients, step_seconds):
-    """Whatever coefficients made the data, the fit predicts them, and none of its own is
-    negative.
-    """
+    """The fit predicts the data, whatever coefficients made them, and none of its own is negative."""
     steady, *rest = (c * s for c, s in zip(coefficients, (1.0, 1e-1, 1e-2, 1e-4), strict=True))
     truth = FittedCost(*(step_seconds * c for c in (1 + steady, *rest)))
     measured = [MeasuredStep(shape, truth.seconds(shape)) for shape in map(StepShape.of, steps)]
@@ -179,7 +177,9 @@ MIXTRAL, EXPERT = known_model("Mixtral-8x7B-v0.1"), 3 * 4096 * 14336  # a gated 
 
 
 def test_a_token_passes_2_of_mixtrals_8_experts():
-    """Mistral's paper (arXiv 2401.04088): 47 billion parameters, of which a token uses 13."""
+    """Mistral's paper (arXiv 2401.04088) counts 47 billion parameters, of which a token uses 13
+    billion.
+    """
     active, head = 46_702_792_704 - 32 * 6 * EXPERT, 32_000 * 4096
     assert round(active / 1e9, 1) == 12.9
     for tp in (1, 2):
@@ -226,7 +226,7 @@ def test_no_text_token_passes_the_vision_tower():
 
 
 def test_a_share_of_experts_above_one_is_refused():
-    words = r"expert_share is 1\.5; a token chooses at most all experts"
+    words = r"expert_share is 1\.5; it must be at most 1"
     assert_refused(words, replace, llama_on_h100(), expert_share=1.5)
     no_experts = replace(MIXTRAL, num_experts_per_tok=0)
     assert_refused("num_experts_per_tok", RooflineCost.of, no_experts, get_hardware("H100"))

@@ -1,5 +1,5 @@
 """TP, PP and DP: what they send and keep is what formulas say, and the knee is found where it
-is.
+really is.
 """
 
 from dataclasses import replace
@@ -18,7 +18,7 @@ LLAMA, H100 = known_model("Llama-3.1-8B"), get_hardware("H100")
 
 
 def test_bytes_of_a_step():
-    """Llama-3.1-8B: 32 layers, hidden size 4,096, 16 bits."""
+    """Llama-3.1-8B has 32 layers, hidden size 4,096 and 16 bits."""
     assert bytes_sent("TP", 2, 1, 4096, 32) == 2 * 32 * 4096 * 2
     assert bytes_sent("TP", 4, 64, 4096, 32) == 64 * 2 * 32 * 1.5 * 4096 * 2
     assert bytes_sent("PP", 4, 64, 4096, 32) == 64 * 4096 * 2
@@ -27,7 +27,7 @@ def test_bytes_of_a_step():
 
 
 def test_the_bubble_is_that_of_a_drawn_pipeline():
-    """Stage s works on batch b at time s + b: count the empty places."""
+    """Stage s works on batch b at time s + b, so the empty places can be counted."""
     for stages in (1, 2, 4):
         for batches in (1, 3, 4, 16):
             times = stages + batches - 1
@@ -43,8 +43,8 @@ def test_one_gpu_is_the_same_in_every_way():
 
 
 def test_what_is_left_for_the_cache():
-    """Copies of the weights are the cache's loss: three of them, in tokens, lie between PP and
-    DP.
+    """Copies of the weights take memory from the cache: DP has three copies' worth of tokens less
+    than PP.
     """
     four = {way: Deployment(LLAMA, H100, way, 4).kv_tokens() for way in WAYS}
     copies = 3 * weight_bytes(LLAMA, "auto") / kv_bytes_per_token(LLAMA)
@@ -60,7 +60,7 @@ def test_only_tensor_parallelism_makes_a_lone_token_faster():
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_a_tight_service_level_calls_for_tp_and_a_loose_one_for_dp(seed):
-    """Also for other draws of the requests than the lesson's, which move the knees."""
+    """This also holds for other draws of the requests than the lesson's, which move the knees."""
     tp, dp = (Deployment(LLAMA, H100, way, 4) for way in ("TP", "DP"))
     met = {rate: [serve(item, rate, 60, seed=seed) for item in (tp, dp)] for rate in (115, 165)}
     assert [run.attainment(0.5, 0.0075) >= 0.9 for run in met[115]] == [True, False]
@@ -88,7 +88,7 @@ def test_a_model_that_does_not_fit_is_refused():
     with pytest.raises(MinivllmError, match=r"weights take 131\.4 GiB of each GPU"):
         Deployment(large, H100, "DP", 4).kv_tokens()
     assert Deployment(large, H100, "PP", 4).kv_tokens() > 100_000
-    assert_refused("known are TP, PP, DP", replace, Deployment(LLAMA, H100, "TP", 4), way="EP")
+    assert_refused("must be one of TP, PP, DP", replace, Deployment(LLAMA, H100, "TP", 4), way="EP")
 
 
 @pytest.mark.parametrize(("true", "knee"), [(27, 26.25), (100, 40), (5, 0)])

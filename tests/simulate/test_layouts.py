@@ -62,7 +62,7 @@ def test_stretches_give_what_single_steps_give(rate: float):
 
 
 def test_a_prompt_that_is_cut_gives_its_first_token_when_its_last_piece_is_computed():
-    """One token of a prompt that is left over looks like a decode, and is none."""
+    """A prompt's single leftover token looks like a decode, but is not one."""
     lengths = [RequestLengths(64, 500), RequestLengths(2048, 64), RequestLengths(1, 1)]
     run = result(OpenLoad(lengths, [0.0, 0.1, 100.0], 2, 0))
     assert run.stays[1].first - 0.1 < 0.1
@@ -73,7 +73,7 @@ def test_a_prompt_that_is_cut_gives_its_first_token_when_its_last_piece_is_compu
 
 @pytest.mark.parametrize("rate", [5.0, 30.0, 80.0])
 def test_littles_law_holds(rate: float):
-    """Requests inside = rate × time that each stays, as many leaving as come."""
+    """Requests inside = rate × time that each stays, where as many leave as arrive."""
     at_start = round(ONE.steady(256, 64, ONE.kv_tokens()).batch(rate))
     run = served(rate, at_start=at_start)
     stay = statistics.mean(stay.last - stay.arrival for stay in run.stays)
@@ -102,7 +102,7 @@ def test_the_mean_step_is_what_the_scheduler_comes_to(rate: float):
 
 
 def test_at_low_load_a_first_token_waits_as_in_an_m_d_1_queue():
-    """An answer of one token is served alone: a mean wait of rho × s / (2 × (1 - rho)), if a
+    """An answer of one token is served alone, after a mean wait of rho × s / (2 × (1 - rho)) if a
     step takes one prompt.
     """
     prompt, rho = 2048, 0.3
@@ -113,7 +113,7 @@ def test_at_low_load_a_first_token_waits_as_in_an_m_d_1_queue():
 
 
 def test_beginning_in_the_middle_of_things_saves_the_time_to_fill_up():
-    """Early requests of a short run would otherwise find an engine that is emptier than it will be."""
+    """Early requests of a short run would otherwise find an emptier engine than later ones."""
     steady = ONE.steady(64, 256, ONE.kv_tokens())
     rate = 0.6 * steady.capacity
     empty, full = (served(rate, 64, 256, at_start=n) for n in (0, round(steady.batch(rate))))
@@ -135,7 +135,7 @@ def test_two_gpus_read_half_of_the_weights_each_in_a_step():
 
 
 def test_what_does_not_fit_says_how_many_bytes_it_wants():
-    with pytest.raises(MinivllmError, match=r"weights take 131\.4 GiB of each GPU, and 72\.8 may be used"):
+    with pytest.raises(MinivllmError, match=r"weights take 131\.4 GiB of each GPU, of which 72\.8 may be used"):
         PlacedModel(LARGE, H100, Layout(1, 1, 8)).kv_tokens()
     assert weight_bytes(LARGE, "auto") / 2**30 == pytest.approx(131.4, abs=0.1)
     room = [PlacedModel(LARGE, H100, Layout(*item)).kv_tokens() for item in ((2, 1, 1), (4, 1, 1), (8, 1, 1))]
@@ -160,13 +160,13 @@ def test_a_layout_in_words():
 
 
 class Replica:
-    """An engine that is stepped to some time."""
+    """An engine that is stepped up to a given time."""
 
     def __init__(self, config: SchedulerConfig, cache: CacheConfig) -> None:
         self.scheduler, self.now, self.tokens = Scheduler(config, cache), 0.0, {}
 
     def load(self) -> int:
-        """vLLM's rule: requests go where this is least."""
+        """Return the load by vLLM's rule: requests go where it is least."""
         return 4 * len(self.scheduler.waiting) + len(self.scheduler.running)
 
     def run_to(self, time: float) -> None:

@@ -1,4 +1,4 @@
-"""A file of one's own is read as it stands, and what is wrong with it is said in one line that
+"""A user's own file of lengths is read unchanged, and an error in it is reported in one line that
 names the place.
 """
 
@@ -101,12 +101,12 @@ def test_a_file_is_read_once_and_again_when_it_has_changed(tmp_path):
     ("text", "words"),
     [
         ("", "own.csv, which is empty; a CSV file with a column prompt_tokens"),
-        ("alpha,beta\n1,2\n", "line 1: a column prompt_tokens .*ContextTokens.* is wanted, and it has 'alpha, beta'"),
+        ("alpha,beta\n1,2\n", "line 1: a column prompt_tokens .*ContextTokens.* is needed, but it has 'alpha, beta'"),
         ("prompt_tokens,beta\n1,2\n", "one output_tokens"),
         ("1,2,3\n", "line 1: 3 columns without names"),
         ("1,2\n\n3,many\n", "line 3: the output must be a number of tokens, not 'many'"),
         ("1,2\n-3,4\n", "line 2: the prompt must be a number of tokens, not '-3'"),
-        ("prompt_tokens,output_tokens\n12\n", "line 2: 1 columns, and line 1 has 2"),
+        ("prompt_tokens,output_tokens\n12\n", "line 2: 1 columns, but line 1 has 2"),
         ("1,2.5\n", "line 1: .*2.5"),
         ("1,2\n3,99999999999\n", "line 2: 99,999,999,999 output tokens are more than"),
         ("1,0\n0,4\n", r"no request with a prompt and an output \(2 rows have 0 tokens\)"),

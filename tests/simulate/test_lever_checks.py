@@ -1,5 +1,5 @@
-"""The lever model against figures that it was not set by: near enough to rank by, and never
-called exact.
+"""The lever model compared with figures that it was not fitted to: close enough to rank by, and
+never called exact.
 """
 
 import statistics
@@ -17,8 +17,8 @@ def test_decodes_are_within_a_fifth_of_every_published_figure_and_within_a_tenth
 
 
 def test_prefills_are_within_an_eighth_of_the_figures_of_fast_engines_and_too_fast_for_the_others():
-    """Two engines whose prompts of 2,048 tokens are computed alone; vLLM's are of 2023, or computed
-    beside decodes; and Sarathi-Serve's steps, which reach the rate of a bare matmul.
+    """Two engines compute prompts of 2,048 tokens alone; vLLM's figures are from 2023 or include
+    decodes; Sarathi-Serve's steps reach the rate of a bare matmul.
     """
     checks = checks_of("prefill")
     alone = [check for check in checks if "2,048" in check.what]

@@ -1,4 +1,4 @@
-"""Runs that are left and taken up again, and where a curve crosses its limit."""
+"""Runs that are paused and resumed, and where a curve crosses its limit."""
 
 import math
 

@@ -26,7 +26,7 @@ COST = FittedCost(per_step=1.0, per_request=0.1, per_token=0.01, per_pair=0.0)
 
 @st.composite
 def workloads(draw):
-    """A few requests, and a pool that holds any one of them but hardly all."""
+    """Draw a few requests, and a pool that holds any one of them but hardly all."""
     lengths = draw(st.lists(st.tuples(st.integers(1, 30), st.integers(1, 12)), min_size=1, max_size=10))
     arrivals = draw(st.lists(st.floats(0, 30), min_size=len(lengths), max_size=len(lengths)))
     priorities = draw(st.lists(st.integers(0, 2), min_size=len(lengths), max_size=len(lengths)))
@@ -45,8 +45,8 @@ def workloads(draw):
 
 
 def replayed(work, config, blocks, simulation):
-    """Give the real scheduler each request at the step by whose start it had come; return the
-    tokens of each step.
+    """Give the real scheduler each request at the first step that starts after its arrival; return
+    the tokens of each step.
     """
     scheduler, steps, added = Scheduler(config, blocks), [], set()
     for step in simulation.steps:
@@ -278,7 +278,9 @@ def test_other_arguments_of_wrong_types_are_refused_too():
 @settings(max_examples=50, deadline=None)
 def test_steps_that_need_no_decision_are_as_if_the_scheduler_had_been_asked(case, small_blocks):
     def ask(scheduler, step):
-        """Fill the step as the engine does: another function is asked in every step."""
+        """Fill the step as the engine does; since it is another function, it is called in every
+        step.
+        """
         running_then_waiting(scheduler, step)
 
     asked = partial(Scheduler, policy=SchedulingPolicy(schedule=ask))

@@ -1,5 +1,5 @@
-"""Length distributions go through what their sources print, and the same seed draws the same
-requests.
+"""Length distributions pass through the values that their sources print, and the same seed draws
+the same requests.
 """
 
 import statistics

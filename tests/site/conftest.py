@@ -1,4 +1,4 @@
-"""Build the site once for all tests of a run, also where several processes share them."""
+"""Build the site once for all tests of a run, even where several processes share them."""
 
 import functools
 import shutil
@@ -48,7 +48,7 @@ def repository(folder: Path) -> Path:
 
 
 def left_early(spec: Spec) -> Spec:
-    """Leave a lesson's widget without presets, and stop its sweep once it knows something.
+    """Return a lesson's widget without presets, whose sweep stops once it knows something.
 
     Its view then has all that a page needs. Other tests prove that sweeps end and that presets are
     drawn.
@@ -63,7 +63,7 @@ def left_early(spec: Spec) -> Spec:
 
 
 def two_values(chosen: Mapping[str, list[Value]], start: Mapping[str, Value]) -> dict[str, list[Value]]:
-    """Let only the first knob turn, from where it stands to the place beside it."""
+    """Let only the first knob turn, between its start and a neighbouring value."""
     name, values = next(iter(chosen.items()))
     at = max(values.index(start[name]), 1)
     return {name: values[at - 1 : at + 1]}
@@ -82,7 +82,9 @@ def site(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReques
             specs = {name: left_early(spec) for name, spec in site_widgets.specs().items()} | {"tiny": SPEC}
 
             def chosen(spec: Spec, start: Mapping[str, Value], *most: Any) -> dict[str, list[Value]]:
-                """Let the tiny widget turn as a whole, and a lesson's widget by one place."""
+                """Let all knobs of the tiny widget turn, and those of a lesson's widget by one
+                place.
+                """
                 turned = choose(spec, start, *most)
                 return turned if spec is SPEC else two_values(turned, start)
 

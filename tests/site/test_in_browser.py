@@ -1,4 +1,6 @@
-"""The site opened from disk in Chromium: it is searched, turned and read, and asks nobody."""
+"""The site opened from disk in Chromium: it is searched, read and its knobs are turned, without any
+network request.
+"""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Test that the site has the repository's text, and that every link of it leads somewhere."""
+"""Test that the site has the repository's text, and that all its links lead somewhere."""
 
 import re
 from collections.abc import Iterator
@@ -196,7 +196,7 @@ def test_what_is_live_takes_the_place_of_its_still_picture(tmp_path: Path):
 
 def test_a_diagram_that_mermaid_does_not_understand_is_named(tmp_path: Path):
     pages = a_repository(tmp_path, "```mermaid\nflowchart LR\n    a -- b\n```")
-    with pytest.raises(MinivllmError, match=r"Mermaid does not draw .*flowchart LR"):
+    with pytest.raises(MinivllmError, match=r"Mermaid cannot draw .*flowchart LR"):
         site_pages.page_lines(pages, "README.md", lambda *_: "")
 
 

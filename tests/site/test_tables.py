@@ -1,4 +1,4 @@
-"""The views drawn in advance: which there are, and that they are the session's."""
+"""The views drawn in advance: which ones exist, and that they equal the session's."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -93,7 +93,7 @@ def test_a_widget_that_breaks_is_named_with_the_setting():
     def verdict(state) -> Verdict:
         return Verdict(f"{1 / (state.load - 1.5)}")
 
-    with pytest.raises(MinivllmError, match=r"the widget tiny breaks where .*'load': 1\.5.*ZeroDivisionError"):
+    with pytest.raises(MinivllmError, match=r"the widget tiny fails with .*'load': 1\.5.*ZeroDivisionError"):
         site_widgets.table(replace(SPEC, verdict=verdict), {}, 8)
 
 

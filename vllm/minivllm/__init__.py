@@ -1,7 +1,7 @@
 """minivllm: the twelve mechanisms of the lessons, fused into one small serving engine.
 
-Names are handed on lazily, so that `import minivllm.core` stays free of torch. What a script for
-vLLM imports from any of vLLM's modules, it imports from here.
+Names are imported lazily, so that `import minivllm.core` stays free of torch. Whatever a script for
+vLLM imports from any of vLLM's modules can be imported from here.
 """
 
 from importlib import import_module
@@ -49,7 +49,7 @@ __all__ = sorted(_HOMES)
 
 def __getattr__(name: str) -> object:
     if name not in _HOMES:
-        raise AttributeError(f"module 'minivllm' has no attribute {name!r}; there are: {', '.join(__all__)}")
+        raise AttributeError(f"module 'minivllm' has no attribute {name!r}; it has: {', '.join(__all__)}")
     return getattr(import_module(_HOMES[name]), name)
 
 

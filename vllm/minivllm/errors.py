@@ -1,4 +1,6 @@
-"""Exceptions, most of which a user can act on: they say what is wrong and what would be right."""
+"""Exceptions, most of which a user can act on: their messages say what is wrong and what would be
+right.
+"""
 
 from collections.abc import Sequence
 
@@ -7,11 +9,11 @@ LONGEST = 1000
 
 
 class MinivllmError(ValueError):
-    """Input that cannot work. Scripts print it as one line and exit with code 2, without a
-    traceback.
+    """Raised for input that cannot work. Scripts print it as one line and exit with code 2, without
+    a traceback.
 
-    The message becomes one line even if it quotes a value, such as an array, that takes many.
-    `parameter` is the field of a request that is wrong, where it is exactly one; a server tells its
+    The message becomes one line even if it quotes a multi-line value, such as an array. `parameter`
+    is the field of a request that is wrong, if it is exactly one; a server passes it on to its
     client.
     """
 
@@ -21,11 +23,13 @@ class MinivllmError(ValueError):
 
 
 class UnsupportedModelError(MinivllmError):
-    """The model is not supported: any answer for it would be wrong."""
+    """Raised when a model is not supported: any answer for it would be wrong."""
 
 
 class NonFiniteLogitsError(MinivllmError):
-    """The model computed NaN or infinity for these requests, so no token can be chosen for them."""
+    """Raised when the model computed NaN or infinity for these requests, so that no token can be
+    chosen for them.
+    """
 
     def __init__(self, request_ids: Sequence[str]) -> None:
         self.request_ids = tuple(request_ids)
@@ -37,8 +41,8 @@ class NonFiniteLogitsError(MinivllmError):
 
 
 class AdapterError(MinivllmError):
-    """A LoRA adapter that was served cannot be read any more: its folder has changed. Its
-    requests end.
+    """Raised when a LoRA adapter that was being served can no longer be read, because its folder
+    has changed. Its requests end.
     """
 
     def __init__(self, message: str = "", lora_int_id: int = 0) -> None:
@@ -47,34 +51,34 @@ class AdapterError(MinivllmError):
 
 
 class WorkerFailedError(RuntimeError):
-    """A call has failed on a rank, which lives on. The message says which rank and why; a note
-    holds its traceback.
+    """Raised when a call has failed on a rank that survives. The message says which rank and why; a
+    note holds the rank's traceback.
     """
 
 
 class WorkerDiedError(RuntimeError):
-    """A worker process has died, and the engine with it. The message says which rank died and
-    why.
+    """Raised when a worker process has died, and the engine with it. The message says which rank
+    died and why.
     """
 
 
 class EngineDeadError(RuntimeError):
-    """The process of the engine core has died; it can serve no more requests."""
+    """Raised when the engine core's process has died, so that it can serve no more requests."""
 
 
 class EngineStoppedError(EngineDeadError):
-    """The engine was told to end while requests were under way."""
+    """Raised when the engine was told to end while requests were in progress."""
 
 
 class LostPeerError(RuntimeError):
-    """Another rank has left an all-reduce or a broadcast. Its failure is the cause; this is how
-    its peers notice.
+    """Raised when another rank has left an all-reduce or a broadcast. The cause is that rank's own
+    failure; this is how its peers notice.
     """
 
 
 def one_line(message: str) -> str:
-    """Return the message with its lines joined by spaces, and without the middle of one that is
-    very long.
+    """Return the message with its lines joined by spaces, and with the middle cut out if it is very
+    long.
     """
     lines = message.splitlines()
     line = message if len(lines) < 2 else " ".join(stripped for text in lines if (stripped := text.strip()))

@@ -10,8 +10,8 @@ from minivllm.errors import MinivllmError
 
 
 class TextPrompt(TypedDict, total=False):
-    """A text prompt, and a salt: its cached prefix is shared only with prompts that have the
-    same salt.
+    """A text prompt, with an optional salt: its cached prefix is shared only with prompts that have
+    the same salt.
     """
 
     prompt: Required[str]
@@ -35,7 +35,7 @@ PromptType = Prompt
 """vLLM's name."""
 
 KEYS = ("prompt", "prompt_token_ids", "cache_salt")
-EXPECTED = 'a prompt is a text, a list of token ids, {"prompt": text} or {"prompt_token_ids": token ids}'
+EXPECTED = 'a prompt is a string, a list of token ids, {"prompt": text} or {"prompt_token_ids": token ids}'
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
@@ -47,15 +47,15 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str | Mapping):
         return [prompts]  # type: ignore[list-item]
     if not isinstance(prompts, Sequence) or isinstance(prompts, bytes | bytearray):
-        raise MinivllmError(f"prompts are {type(prompts).__name__}; {EXPECTED}, or a list of such")
+        raise MinivllmError(f"prompts are {type(prompts).__name__}; {EXPECTED}, or a list of these")
     if prompts and all(isinstance(item, int) for item in prompts):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
 
 
 def parse_prompt(prompt: Prompt) -> tuple[str | None, list[int] | None, str | None]:
-    """Return `(text, token_ids, cache_salt)` of one prompt. Without token ids, the text is to be
-    tokenized.
+    """Return `(text, token_ids, cache_salt)` of one prompt. If there are no token ids, the caller
+    must tokenize the text.
 
     Raises:
         MinivllmError: the prompt has neither text nor token ids, or a value of the wrong type.
@@ -69,9 +69,9 @@ def parse_prompt(prompt: Prompt) -> tuple[str | None, list[int] | None, str | No
     if text is None and ids is None:
         raise MinivllmError(f"the prompt has the keys {', '.join(map(repr, prompt)) or 'none'}; {EXPECTED}")
     if text is not None and not isinstance(text, str):
-        raise MinivllmError(f'"prompt" is {type(text).__name__}; it must be a text')
+        raise MinivllmError(f'"prompt" is {type(text).__name__}; it must be a string')
     if salt is not None and (not isinstance(salt, str) or not salt):
-        raise MinivllmError(f'"cache_salt" is {salt!r}; it must be a text that is not empty')
+        raise MinivllmError(f'"cache_salt" is {salt!r}; it must be a string that is not empty')
     token_ids = None if ids is None else _token_ids(ids)
     return text and encodable(text, '"prompt"'), token_ids, salt and encodable(salt, '"cache_salt"')
 

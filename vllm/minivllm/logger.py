@@ -1,4 +1,5 @@
-"""Logging: `logger = init_logger(__name__)`, then use it as any logger of Python's `logging`.
+"""Logging: call `logger = init_logger(__name__)`, then use it like any logger of Python's
+`logging`.
 
 `MINIVLLM_LOGGING_LEVEL` sets the level (default INFO; DEBUG logs one line per step). Output goes to
 standard error. If an application has already configured the logger "minivllm", its configuration is
@@ -35,7 +36,9 @@ def init_logger(name: str) -> logging.Logger:
 
 
 class _StandardError(logging.StreamHandler):
-    """Looks up `sys.stderr` at each record, because notebooks and tests replace it."""
+    """A log handler that looks up `sys.stderr` for each record, because notebooks and tests replace
+    it.
+    """
 
     def emit(self, record: logging.LogRecord) -> None:
         self.stream = sys.stderr

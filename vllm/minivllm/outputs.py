@@ -32,7 +32,7 @@ class CompletionOutput:
     """One completion of a prompt.
 
     - `finish_reason`: "stop", "length", "abort" or "error"; None while unfinished. `error`: the
-      message of an "error"; `invalid_request`: it is the request's own, not the engine's.
+      message of an "error"; `invalid_request`: the request is at fault, not the engine.
     - `stop_reason`: the stop string or stop token id that ended it; None for the end-of-sequence
       token and all other reasons.
     - `cumulative_logprob`: the sum over the chosen tokens, if log probabilities were requested.
@@ -61,7 +61,7 @@ class CompletionOutput:
         return self.finish_reason is not None
 
     def extend(self, later: "CompletionOutput") -> None:
-        """Append what came after this: `later` is the next delta of the same completion."""
+        """Append the next delta of the same completion, `later`."""
         self.text += later.text
         self.token_ids += later.token_ids
         if later.logprobs is not None:
@@ -83,10 +83,10 @@ class RequestMetrics:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """A prompt with its `n` completions. `num_cached_tokens`: prompt tokens found in the prefix
-    cache.
+    """A prompt with its `n` completions. `num_cached_tokens` is the number of prompt tokens found
+    in the prefix cache.
 
-    `kv_transfer_params`: what the KV connector tells the client when the request has ended.
+    `kv_transfer_params` is what the KV connector tells the client when the request has ended.
 
     Fields of vLLM's that nothing here sets are read as None.
     """
@@ -108,10 +108,10 @@ class RequestOutput:
     ec_transfer_params: ClassVar[None] = None
 
     def add(self, next_output: "RequestOutput", aggregate: bool = True) -> None:
-        """Join the next delta of the same request to this one, as if both had come at once.
+        """Merge the next delta of the same request into this one, as if both had arrived at once.
 
-        Without `aggregate`, the next output holds all there is of its completions, and replaces
-        them.
+        Without `aggregate`, the next output contains everything so far of its completions, and
+        replaces them.
         """
         known = {completion.index: completion for completion in self.outputs}
         for completion in next_output.outputs:
@@ -150,8 +150,8 @@ class BeamSearchSequence:
 
 @dataclass(slots=True)
 class BeamSearchOutput:
-    """The best sequences of a prompt, the best first; as many as the beam is wide, or fewer if
-    there are no more.
+    """The best sequences of a prompt, best first: up to `beam_width` of them, or fewer if there are
+    no more.
 
     In vLLM v0.33.0: `vllm/entrypoints/generate/beam_search/utils.py`, as is `BeamSearchSequence`.
     """

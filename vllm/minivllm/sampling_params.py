@@ -35,8 +35,8 @@ MAX_LOGIT_BIAS = 100.0
 
 
 class RequestOutputKind(Enum):
-    """The contents of a stream's outputs: everything so far, only what is new, or one output at
-    the end.
+    """The contents of a stream's outputs: everything so far, only what is new, or a single output
+    at the end.
     """
 
     CUMULATIVE = 0
@@ -67,7 +67,7 @@ class SamplingParams:
       random one. Completion i of n uses `seed + i`. (Logits may be rounded differently in another
       batch shape or on another device; that changes a token only where two candidates were nearly
       tied.)
-    - `max_tokens`: the most tokens to generate (None: up to the model's length). `min_tokens`:
+    - `max_tokens`: maximum tokens to generate (None: up to the model's length). `min_tokens`:
       until this many are generated, neither stop tokens nor the end-of-sequence token are sampled,
       even with `ignore_eos`.
     - `stop`: strings to look for in the generated text, which is cut before them
@@ -134,8 +134,8 @@ class SamplingParams:
 
     @classmethod
     def from_optional(cls, **params: Any) -> "SamplingParams":
-        """Create parameters where None means the default, and `logit_bias` may have numerals as
-        keys.
+        """Create parameters where None means the default, and the keys of `logit_bias` may be
+        numeric strings.
 
         Raises:
             MinivllmError: a value is invalid.
@@ -165,7 +165,7 @@ class SamplingParams:
         )
 
     def child(self, index: int) -> "SamplingParams":
-        """Return the parameters of completion `index` of `n`: `n=1` and a seed of its own."""
+        """Return the parameters of completion `index` of `n`: `n=1` and its own seed."""
         return replace(self, n=1, seed=None if self.seed is None else self.seed + index)
 
     def _normalize(self) -> None:
@@ -187,7 +187,7 @@ class SamplingParams:
             return
         require(
             isinstance(self.extra_args, Mapping) and set(self.extra_args) <= {"kv_transfer_params"},
-            f'extra_args is {self.extra_args!r}; the one key that is served is {{"kv_transfer_params": {{…}}}}',
+            f'extra_args is {self.extra_args!r}; the only supported key is {{"kv_transfer_params": {{…}}}}',
             "extra_args",
         )
         told = self.extra_args.get("kv_transfer_params")
@@ -254,7 +254,7 @@ class SamplingParams:
             f"skip_reading_prefix_cache is {skips!r}; it must be True, False or None",
         )
         words = (self.stop,) if isinstance(self.stop, str) else self.stop
-        require(_are_words(words), f"stop is {self.stop!r}; it must be a string or several, none of them empty")
+        require(_are_words(words), f"stop is {self.stop!r}; it must be a string or list of strings, none of them empty")
         require(_are_words(self.bad_words), f"bad_words is {self.bad_words!r}; it must be strings, none of them empty")
         for name, texts in (("a stop string", words), ("a bad word", self.bad_words)):
             for text in texts or ():

@@ -1,3 +1,3 @@
-"""Shared tools of the scripts: devices, timing, tables, progress, flags, results. No torch at
-import.
+"""Shared tools of the scripts: devices, timing, tables, progress, flags, results. Importing it does
+not import torch.
 """

@@ -92,7 +92,7 @@ class Compiled:
 def compile_for(
     target: str, kernel: Any, arguments: Mapping[str, Any], options: Mapping[str, Any] | None = None
 ) -> Compiled:
-    """Compile `kernel` (a `triton.jit` function, interpreted or not) for one of `TARGETS`.
+    """Compile `kernel`, a `triton.jit` function whether interpreted or not, for one of `TARGETS`.
 
     `arguments` has an example for each parameter by name: a tensor or a type like "*bf16" for a
     pointer, a number, None, or the value of a constexpr. `options` are the launch's: num_warps,
@@ -218,7 +218,7 @@ def _find_kernel(request: dict) -> Any:
 
 
 def _specializes(parameter: Any, value: object) -> bool:
-    """Return whether a launch is compiled for this very number."""
+    """Return whether a launch is compiled specially for this value."""
     return not (parameter.do_not_specialize or isinstance(value, (bool, float)))
 
 
@@ -271,9 +271,9 @@ def _compile(request: dict) -> dict:
 
 
 def _key(source: Any, target: Any, options: Mapping[str, Any]) -> str:
-    """Return Triton's own key of a compilation, which covers the kernel's source and all that it
-    calls, its arguments, options, target, the compiler's files and what it reads from the
-    environment.
+    """Return Triton's own key of a compilation. It covers the source of the kernel and of all that
+    it calls, its arguments, options and target, the compiler's files, and the environment variables
+    that it reads.
     """
     from triton._C.libtriton import get_cache_invalidating_env_vars
     from triton.compiler.compiler import make_backend
@@ -287,12 +287,14 @@ def _key(source: Any, target: Any, options: Mapping[str, Any]) -> str:
 
 @functools.cache
 def _read_record(path: str) -> dict[str, dict]:
-    """Map Triton's key to the kernel's name, its target and its figures."""
+    """Read the record, which maps Triton's key to the kernel's name, its target and its figures."""
     return json.loads(Path(path).read_text()) if Path(path).is_file() else {}
 
 
 def _add_to_record(path: Path, key: str, entry: dict) -> None:
-    """Add what has been compiled, in the order of names; one process at a time may do so."""
+    """Add a compilation to the record, which is sorted by kernel name; only one process at a time
+    may do so.
+    """
     record = _read_record(str(path))
     record[key] = entry
     ordered = sorted(record.items(), key=lambda item: (item[1]["kernel"], item[1]["target"], item[0]))
@@ -300,8 +302,8 @@ def _add_to_record(path: Path, key: str, entry: dict) -> None:
 
 
 def _figures(built: Any, backend: str) -> dict:
-    """Read from the machine code; kept beside it in Triton's cache, for taking it apart takes
-    half a second.
+    """Read the figures from the machine code, or from Triton's cache, where they are kept because
+    disassembly takes half a second.
     """
     from triton.runtime.cache import get_cache_manager
 
@@ -314,7 +316,7 @@ def _figures(built: Any, backend: str) -> dict:
 
 
 def _figures_nvidia(cubin: bytes) -> dict:
-    """Read with the two tools bundled in Triton's wheel."""
+    """Read the figures with the two tools bundled in Triton's wheel."""
     from triton.backends import nvidia
 
     tools = Path(nvidia.__path__[0]) / "bin"
@@ -333,7 +335,7 @@ def _figures_nvidia(cubin: bytes) -> dict:
 
 
 def _figures_amd(code: str) -> dict:
-    """Read from the metadata at the end of the assembly."""
+    """Read the figures from the metadata at the end of the assembly."""
     used = {key: int(value) for key, value in re.findall(r"\.(vgpr_count|private_segment_fixed_size):\s+(\d+)", code)}
     return {"registers": used["vgpr_count"], "spilled": used["private_segment_fixed_size"], **_instructions(code)}
 

@@ -127,7 +127,7 @@ class BlockTables:
         return True
 
     def publish(self, request: Request) -> None:
-        """Enter the full blocks of its computed tokens into the prefix cache."""
+        """Enter the full blocks of a request's computed tokens into the prefix cache."""
         table, num_full = self.tables[request.request_id], request.num_computed_tokens // self.block_size
         num_cached = sum(block.block_hash is not None for block in table)
         self.pool.cache_full_blocks(table, request.block_hashes, num_cached, max(num_cached, num_full))
@@ -150,7 +150,7 @@ class Memory(BlockTables):
     """Tables that grow: a request gets its blocks as it needs them."""
 
     def wanted(self, request: Request) -> int:
-        """Return the number of tokens that a request has not computed: 1 if it decodes."""
+        """Return how many of a request's tokens are not computed yet: 1 if it decodes."""
         return request.num_tokens - request.num_computed_tokens
 
     def allocate(self, request: Request, num_tokens: int, hits: Sequence[KVCacheBlock] = (), must_fit: int = 0) -> bool:

@@ -1,4 +1,4 @@
-"""A bound on the processor's time for code that somebody else wrote, which may never return."""
+"""A limit on the CPU time of code that someone else wrote and that may never return."""
 
 from __future__ import annotations
 
@@ -12,23 +12,25 @@ from contextlib import contextmanager
 from minivllm.errors import MinivllmError
 
 AGAIN = 0.05
-"""Seconds until code that has caught the end is told again."""
+"""Seconds until code that has caught `_Over` is interrupted again."""
 
 
 class _Over(BaseException):
-    """Raised when the time is over. No `except Exception` of the code that runs catches it."""
+    """The exception raised when the time is up. No `except Exception` in the running code catches
+    it.
+    """
 
 
 @contextmanager
 def bounded(seconds: float, whose: str) -> Iterator[None]:
-    """End what runs inside after `seconds` of the processor's time.
+    """Stop the code in the block after `seconds` of CPU time.
 
-    The main thread is stopped by a signal, any other (JupyterLab's messages to widgets come in one)
-    by a thread beside it. Code that waits instead of computing is not stopped, nor a single call
+    The main thread is stopped by a signal, any other (JupyterLab handles widget messages in one)
+    by a thread beside it. Code that waits instead of computing is not stopped, nor is a single call
     into C, before it returns.
 
     Raises:
-        MinivllmError: the time is over; the message says that `whose` did not return.
+        MinivllmError: the time is up; the message says that `whose` did not return.
     """
     main = threading.current_thread() is threading.main_thread()
     ended = _by_signal if main and hasattr(signal, "setitimer") else _by_thread
@@ -85,15 +87,15 @@ def _by_thread(seconds: float) -> Iterator[None]:
 
 
 def _raise_in(thread: int) -> None:
-    """Raise `_Over` in a thread, as soon as it runs Python; one at a time is on its way."""
+    """Raise `_Over` in a thread as soon as it runs Python; only one can be pending at a time."""
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(_Over))
 
 
 def _take_what_is_on_its_way() -> None:
     """Raise this thread's pending exception now, and drop it.
 
-    Were it only withdrawn, the interpreter would go on looking for it, in every thread: all code is
-    slower then, and CPython 3.11 stands still under `sys.settrace`.
+    If it were only withdrawn, the interpreter would keep checking for it in every thread: all code
+    would run slower, and CPython 3.11 would hang under `sys.settrace`.
     """
     try:
         _raise_in(threading.get_ident())
@@ -104,7 +106,7 @@ def _take_what_is_on_its_way() -> None:
 
 
 def _clock() -> Callable[[], float]:
-    """Return this thread's processor time, or wall-clock time on systems without one."""
+    """Return a clock of this thread's CPU time, or of wall-clock time on systems without one."""
     if not hasattr(time, "pthread_getcpuclockid"):
         return time.monotonic
     clock = time.pthread_getcpuclockid(threading.get_ident())

@@ -59,7 +59,9 @@ def print_ledger(name: str, ledger: MemoryLedger) -> None:
 
 
 def cache_of(ledger: MemoryLedger) -> str:
-    """Return what a token takes, or a request if layers differ in what they keep of it."""
+    """Describe the cache that a token takes, or that a request takes if layers differ in what they
+    keep per token.
+    """
     if ledger.bytes_per_token is not None:
         return f"{ledger.bytes_per_token:,} bytes a token on this GPU, blocks of {ledger.block_size}"
     kinds = Counter(KINDS[type(layer)] for layer in ledger.kv.groups)
@@ -104,7 +106,7 @@ def main(arguments: argparse.Namespace) -> None:
     model = find_model(arguments.model)
     asked, limit = arguments.max_model_len or 0, model.max_position_embeddings
     if limit and asked > limit:
-        raise MinivllmError(f"--max-model-len is {asked}; the model was made for {limit} tokens at most")
+        raise MinivllmError(f"--max-model-len is {asked}; the model supports at most {limit} tokens")
     ledger = memory_ledger(
         model,
         arguments.gpu,

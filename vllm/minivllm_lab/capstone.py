@@ -1,13 +1,13 @@
 """The capstone: a server made of what a learner has written in exercises 01 to 12, and clients that
-ask it.
+send it requests.
 
     uv run python -m minivllm_lab.capstone            # which parts are yours, and what the servers do with them
     uv run python -m minivllm_lab.capstone --serve    # and then `minivllm serve` with them, on port 8000
 
-An exercise whose checks pass gives its parts; for the others the engine's own serve. Not all parts
-fit into one engine: there are four attentions and three schedules, and a pool without names cannot
+An exercise whose checks pass supplies its parts; the engine's own replace the others. Not all parts
+fit into one engine: there are four attentions and three schedules, and a pool without hashes cannot
 find prefixes. So there are five servers, and the front end of exercise 06 is in each of them.
-Behind them stand two engines without a front end: one computes prompts, with the tiles of exercise
+There are also two engines without a front end: one computes prompts, with the tiles of exercise
 03, and the other one answers, with the keys and values that the connector of exercise 08 has
 fetched.
 """
@@ -38,8 +38,8 @@ PORT = 8000
 
 @dataclass(frozen=True)
 class Server:
-    """One of the servers, or the pair: the exercises in it, the engine arguments that they need,
-    and adapters.
+    """One of the servers, or the pair: its exercises, the engine arguments that they need, and its
+    adapters.
     """
 
     name: str
@@ -90,7 +90,7 @@ CLIENTS = (
 
 
 def solved(number: str) -> ModuleType | str:
-    """Return a learner's module, or what is missing in it."""
+    """Return a learner's module, or a message that says how much is missing in it."""
     module = load(exercise_path(number))
     results = run_checks(module, checks_of(number))
     missing = sum(not result.passed for result in results)
@@ -98,7 +98,7 @@ def solved(number: str) -> ModuleType | str:
 
 
 def parts_of(server: Server, modules: Mapping[str, ModuleType]) -> Parts:
-    """Return the parts of all modules that are in this server."""
+    """Return the parts that the solved exercises contribute to this server."""
     replaced: dict[str, Callable[..., Any]] = {}
     rules: dict[str, Callable[..., Any]] = {}
     for number in server.exercises:
@@ -111,8 +111,8 @@ def parts_of(server: Server, modules: Mapping[str, ModuleType]) -> Parts:
 
 
 def serve_all(modules: Mapping[str, ModuleType]) -> bool:
-    """Serve the clients with the learner's parts and with ours, server by server; whether all
-    answers are the same.
+    """Serve the clients with the learner's parts and with ours, server by server; return whether
+    all answers are the same.
     """
     rows, differences = [], []
     for server in SERVERS:
@@ -134,7 +134,7 @@ def serve_all(modules: Mapping[str, ModuleType]) -> bool:
 
 
 def _load_on(server: Server, parts: Parts) -> Load:
-    """Return the clients on this server, each adapter asked for by some of them."""
+    """Serve the clients on this server, with each adapter requested by some of them."""
     wanted = [None, *server.adapters]
     clients = [replace(client, model=wanted[number % len(wanted)]) for number, client in enumerate(CLIENTS)]
     modules = [f"{name}={ADAPTERS_FOLDER / name}" for name in server.adapters]
@@ -142,8 +142,8 @@ def _load_on(server: Server, parts: Parts) -> Load:
 
 
 def serve_pair(modules: Mapping[str, ModuleType]) -> tuple[Served, Served]:
-    """Return prompts through two engines with the learner's connector, and through one engine of
-    ours.
+    """Serve prompts through two engines with the learner's connector, and through a single engine
+    of ours.
     """
     plug = plug_of("08")
     assert plug is not None
@@ -152,18 +152,18 @@ def serve_pair(modules: Mapping[str, ModuleType]) -> tuple[Served, Served]:
 
 
 def difference_of(yours: Load, ours: Load) -> str | None:
-    """Return what is not the same, in a few words."""
+    """Describe the first difference between two loads in a few words, or return None."""
     mine, other = ([(answer.token_ids, answer.text) for answer in load.answers] for load in (yours, ours))
     if difference := _difference_of_answers(mine, other):
         return difference
     if yours.num_aborted != ours.num_aborted:
-        return f"{yours.num_aborted} requests aborted, and {ours.num_aborted} by ours"
+        return f"{yours.num_aborted} requests aborted, but {ours.num_aborted} by ours"
     held = yours.num_blocks - yours.num_free_blocks
     return f"{held} blocks are still held" if held else None
 
 
 def difference_in_row(yours: Served, ours: Served) -> str | None:
-    """Compare two engines in a row with a single one, as `difference_of` does."""
+    """Describe the first difference between two engines in a row and a single one, or return None."""
     mine, other = (list(zip(outcome.token_ids, outcome.texts, strict=True)) for outcome in (yours, ours))
     wrong = [f"{name}: {value}" for name, value in yours.equal.items() if value != ours.equal[name]]
     return _difference_of_answers(mine, other) or next(iter(wrong), None)
@@ -172,7 +172,7 @@ def difference_in_row(yours: Served, ours: Served) -> str | None:
 def _difference_of_answers(yours: Sequence[tuple[list[int], str]], ours: Sequence[tuple[list[int], str]]) -> str | None:
     for number, (mine, other) in enumerate(zip(yours, ours, strict=True)):
         if mine != other:
-            return f"request {number}: {mine[1]!r}, and ours {other[1]!r}"
+            return f"request {number}: {mine[1]!r}, but ours {other[1]!r}"
     return None
 
 
@@ -181,8 +181,8 @@ def _named(parts: Parts) -> str:
 
 
 def main(arguments: argparse.Namespace) -> None:
-    """Check all exercises, serve with what is solved; exit with 1 if answers differ or nothing
-    is solved.
+    """Check all exercises, and serve with those that are solved; exit with 1 if answers differ or
+    nothing is solved.
     """
     solutions = {number: solved(number) for number in NUMBERS}
     modules = {number: solution for number, solution in solutions.items() if isinstance(solution, ModuleType)}
@@ -191,7 +191,7 @@ def main(arguments: argparse.Namespace) -> None:
     ]
     table("Whose parts serve", ["exercise", "parts", "whose"], rows, words=True)
     if not modules:
-        console.print("nothing of yours can serve yet; begin with: make check N=01")
+        console.print("none of your parts can serve yet; begin with: make check N=01")
         raise SystemExit(1)
     with working("servers, each with your parts and without"):
         same = serve_all(modules)

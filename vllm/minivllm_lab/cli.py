@@ -43,9 +43,9 @@ seed = whole_number(0, 2**32 - 1)
 
 
 def figure_file(text: str) -> str:
-    """Return an argparse type: the name of a figure to write."""
+    """Return `text` if it is the name of a figure file; an argparse type."""
     if not text.endswith(FIGURE_KINDS):
-        raise argparse.ArgumentTypeError(f"a figure's name ends in {' or '.join(FIGURE_KINDS)}, got {text!r}")
+        raise argparse.ArgumentTypeError(f"a figure's name must end in {' or '.join(FIGURE_KINDS)}, got {text!r}")
     return text
 
 

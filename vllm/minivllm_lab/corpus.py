@@ -1,8 +1,8 @@
 """The embedded models' training text and the held-out part of it: Python's standard library.
 
 Measuring how well a model still predicts (say, after quantizing its weights or its cache) requires
-text that the model has not seen. File names determine which files are held out: 27 of Python 3.11,
-of which a distribution's Python, that comes without its tests, has a quarter.
+text that the model has not seen. File names determine which files are held out: 27 of Python
+3.11's, a quarter of which are present in a distribution's Python that comes without its tests.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ SKIPPED = {"site-packages", "__pycache__", "encodings", "pydoc_data", "bad_codin
 
 
 def corpus_files() -> list[Path]:
-    """Return the standard library's Python files, in a fixed order; tables of numbers and dumped
-    documentation left out.
+    """Return the standard library's Python files in a fixed order, without number tables and dumped
+    documentation.
     """
     files: list[Path] = []
     for folder, folders, names in os.walk(sysconfig.get_paths()["stdlib"]):
@@ -33,7 +33,7 @@ def corpus_files() -> list[Path]:
 
 def is_held_out(path: Path) -> bool:
     """Return whether a file is held out. The answer depends only on its name, so it stays the same
-    when others come or go.
+    when other files are added or removed.
     """
     return int(hashlib.sha256(path.name.encode()).hexdigest(), 16) % HELD_OUT_ONE_IN == 0
 
@@ -55,13 +55,14 @@ def held_out_texts() -> list[str]:
 
 
 def first_passages(texts: Sequence[Sequence[int]], count: int, length: int) -> list[list[int]]:
-    """Return the first `length` tokens of `count` texts that have as many.
+    """Return `count` passages of `length` tokens, first those at the beginnings of texts that are
+    long enough.
 
     Where there are fewer such texts, the second `length` tokens of each come after them, then the
     third, and so on.
 
     Raises:
-        MinivllmError: all of them have fewer passages.
+        MinivllmError: all texts together have fewer passages.
     """
     starts = range(0, max(map(len, texts), default=0), length)
     passages = (list(text[at : at + length]) for at in starts for text in texts if len(text) >= at + length)
@@ -69,7 +70,7 @@ def first_passages(texts: Sequence[Sequence[int]], count: int, length: int) -> l
     require(
         len(selected) == count,
         f"there are {len(selected)} held-out passages of {length} tokens, not {count}: they are cut from the files of "
-        f"{sysconfig.get_paths()['stdlib']}. Ask for fewer or shorter ones, or take a Python that has all of its "
+        f"{sysconfig.get_paths()['stdlib']}. Ask for fewer or shorter ones, or use a Python that has all of its "
         "standard library, such as uv's",
     )
     return selected

@@ -1,4 +1,4 @@
-"""This device's measured copy bandwidth and matrix product rate, using torch.
+"""This device's copy bandwidth and matmul rate, measured with torch.
 
 A kernel's bytes or operations per second are compared with these instead of a data sheet's peaks.
 """
@@ -44,22 +44,22 @@ class DeviceRates:
 
 
 def measure_device(device: torch.device, dtypes: tuple[str, ...] = ("float32",), quick: bool = False) -> DeviceRates:
-    """Measure copy bandwidth and the matrix product in each of `dtypes` (names of torch dtypes).
+    """Measure the copy bandwidth, and the matmul rate in each of `dtypes` (names of torch dtypes).
 
-    `quick`: of matrices a quarter as wide, whose rate is lower.
+    `quick` multiplies matrices a quarter as wide, whose rate is lower.
 
     Raises:
-        MinivllmError: the device is neither a CUDA device nor the processor.
+        MinivllmError: the device is neither a CUDA device nor the CPU.
     """
     if device.type not in COPY_BYTES:
-        raise MinivllmError(f"devices of the type {device.type!r} are not measured; cuda and cpu are")
+        raise MinivllmError(f"cannot measure devices of type {device.type!r}: use cuda or cpu")
     with working("measuring what this device can do"):
         flops = {dtype: matmul_rate(device, dtype, quick) for dtype in dtypes}
         return DeviceRates(device_name(device), device_memory(device), copy_bandwidth(device), flops)
 
 
 def copy_bandwidth(device: torch.device) -> float:
-    """Return bytes per second, reads plus writes, of copying a tensor larger than any cache."""
+    """Return the bytes per second, reads plus writes, of copying a tensor larger than any cache."""
     import torch
 
     source = torch.ones(COPY_BYTES[device.type], dtype=torch.int8, device=device)
@@ -68,7 +68,7 @@ def copy_bandwidth(device: torch.device) -> float:
 
 
 def matmul_rate(device: torch.device, dtype: str, quick: bool = False) -> float:
-    """Return operations per second of a square matrix product."""
+    """Return the operations per second of a square matmul."""
     import torch
 
     n = MATRIX[device.type] // (4 if quick else 1)
@@ -77,7 +77,7 @@ def matmul_rate(device: torch.device, dtype: str, quick: bool = False) -> float:
 
 
 def device_memory(device: torch.device) -> int:
-    """Return bytes of memory of the device."""
+    """Return the bytes of memory of the device."""
     import torch
 
     if device.type == "cuda":

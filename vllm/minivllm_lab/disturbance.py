@@ -54,7 +54,7 @@ class Disturbance:
     slowdown: float
 
     def __str__(self) -> str:
-        """Return the signs over their limits, in words; empty if there are none."""
+        """Return the signs that exceed their limits, in words; empty if there are none."""
         words = []
         if self.waited > WAITED_LIMIT:
             words.append(f"its threads waited {self.waited:.0%} of the time for a core")
@@ -107,11 +107,11 @@ class Control:
         return str(self.figures())
 
     def record(self) -> dict[str, float]:
-        """Return the same for a results file."""
+        """Return the disturbance as numbers for a results file."""
         return {name: round(value, 3) for name, value in asdict(self.figures()).items()}
 
     def _read(self) -> CpuTimes:
-        """Time the fixed work; return the times of the threads meanwhile."""
+        """Time the fixed work; return the CPU times of the threads meanwhile."""
         pieces, threads = [], self.threads()
         for _ in range(PIECES):
             start = self.clock()

@@ -1,5 +1,5 @@
-"""Chats that run and long prompts that come between, in an engine's own loop: when each token came,
-and in which step.
+"""Chats that run in an engine's own loop while long prompts interrupt them: when each token
+arrived, and in which step.
 
 found = disturb(core, prompt_tokens=1800, prompts=4)
 found.gaps, found.firsts, found.scheduled
@@ -29,8 +29,8 @@ class Disturbed:
     """The moments at which chats and long prompts got their tokens, in seconds of
     `time.perf_counter()`.
 
-    - `chats`: when each chat's tokens came. `firsts`: seconds to first token of each long prompt.
-    - `scheduled`: tokens by request of each step.
+    - `chats`: when each chat's tokens arrived. `firsts`: seconds to first token of each long prompt.
+    - `scheduled`: each step's tokens, by request.
     """
 
     chats: list[list[float]]
@@ -39,7 +39,7 @@ class Disturbed:
 
     @property
     def gaps(self) -> list[float]:
-        """The gaps between two tokens of a chat, of all chats, in seconds."""
+        """The gaps in seconds between successive tokens of a chat, over all chats."""
         return [later - earlier for times in self.chats for earlier, later in pairwise(times)]
 
 

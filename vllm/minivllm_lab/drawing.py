@@ -2,7 +2,7 @@
 card.
 
 Coordinates are pixels from the top left corner. Text is at least 11 pixels high. No shape has an
-`id`, so that several drawings can stand on one page.
+`id`, so that several drawings can share one page.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ Point = tuple[float, float]
 
 
 def svg(width: float, height: float, *elements: str, label: str = "") -> str:
-    """Return a white card of this size with `elements` on it, later ones on top; a screen reader
-    says `label`.
+    """Return a white card of this size with `elements` on it, later ones on top; screen readers
+    read out `label`.
     """
     size = f'width="{number(width)}" height="{number(height)}" viewBox="0 0 {number(width)} {number(height)}"'
     card = '<rect width="100%" height="100%" rx="8" fill="#FFFFFF"/>'
@@ -78,7 +78,7 @@ def text(
     mono: bool = False,
 ) -> str:
     """Return one line of text with its baseline at y and its `anchor` (start, middle or end) at x.
-    Blanks are kept.
+    Spaces are kept.
     """
     style = attributes(font_size=size, fill=colour, text_anchor=None if anchor == "start" else anchor)
     style += attributes(font_weight=600 if bold else None, font_family=MONO if mono else None)
@@ -123,8 +123,8 @@ def block(
     stroke: str = "#80868B",
     name: str = "",
 ) -> str:
-    """Return a block of the KV cache: a slot beside another, each `width` wide with its token's
-    piece of text (None: empty).
+    """Return a block of the KV cache: slots side by side, each `width` wide with its token's piece
+    of text (None: empty).
 
     `fill` is one colour for the slots that hold a token, or one for each slot. `name` is written
     above the block.
@@ -149,9 +149,7 @@ def _piece(x: float, y: float, width: float, height: float, content: str, fill: 
 
 
 def tint(colour: str, share: float = 0.25) -> str:
-    """Return a pale form of `#RRGGBB`: `share` of it on white, so that black text can stand on
-    it.
-    """
+    """Return a pale form of `#RRGGBB`: `share` of it on white, so that black text is legible on it."""
     channels = (int(colour[start : start + 2], 16) for start in (1, 3, 5))
     return "#" + "".join(f"{round(255 + (channel - 255) * share):02X}" for channel in channels)
 
@@ -178,7 +176,9 @@ def points(corners: Iterable[Point]) -> str:
 
 
 def attributes(**values: float | str | None) -> str:
-    """Return an element's attributes, None left out; `stroke_width` becomes `stroke-width`."""
+    """Return an element's attributes, omitting those that are None; `stroke_width` becomes
+    `stroke-width`.
+    """
     named: Mapping[str, float | str] = {
         name.replace("_", "-"): value for name, value in values.items() if value is not None
     }
@@ -186,7 +186,9 @@ def attributes(**values: float | str | None) -> str:
 
 
 def text_width(content: str, size: float = BODY) -> float:
-    """Return roughly how many pixels wide a text is: enough to decide whether a label fits."""
+    """Return the approximate width of a text in pixels, close enough to decide whether a label
+    fits.
+    """
     return size * sum(_glyph_width(glyph) for glyph in content)
 
 

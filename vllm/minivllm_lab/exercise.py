@@ -8,8 +8,8 @@ A check is a function `check_*(module)` in `lessons/exercises/checks/NN_*.py`. T
 docstring states a requirement; it raises if this is not met. The same checks run on the lesson's
 script, which is the solution.
 
-The engine runs with the learner's part as soon as all is there that it takes. What leads to other
-functions of the exercise is not waited for, nor what begins with "Stretch:".
+The engine runs with the learner's part as soon as all that it uses is right. Checks that lead to
+other functions of the exercise need not pass, nor those that begin with "Stretch:".
 """
 
 from __future__ import annotations
@@ -126,13 +126,13 @@ def checks_of(number: str | int) -> list[Check]:
 
 
 def plug_of(number: str | int) -> Callable[[ModuleType], Plugged] | None:
-    """Return how a lesson's exercise takes its place in the engine; None if it does not."""
+    """Return the function that plugs a lesson's exercise into the engine, or None if it has none."""
     return getattr(load(_numbered(EXERCISES / "checks", number)), "plug", None)
 
 
 def run_plugged(number: str | int, module: ModuleType) -> bool:
-    """Run the engine with the module's part and print what it did; returns whether its tokens
-    are ours.
+    """Run the engine with the module's part, print what it did, and return whether its tokens are
+    the same as ours.
     """
     plug = plug_of(number)
     if plug is None:
@@ -159,8 +159,8 @@ def check_here(number: str | int, module: ModuleType) -> None:
 
 
 def show_and_run(number: str | int, module: ModuleType, title: str) -> bool:
-    """Check a module, print what is missing, and run the engine with it if it can. Return
-    whether all is right.
+    """Check a module, print what is missing, and run the engine with it if it can. Return whether
+    everything passed.
     """
     results = run_checks(module, checks_of(number))
     show(results, title)
@@ -187,10 +187,10 @@ def show_only(number: str | int, module: ModuleType, title: str, only: str) -> b
 
 
 def unready_parts(number: str | int, module: ModuleType, results: Iterable[CheckResult]) -> list[str]:
-    """Name the parts for which the engine waits: those that a failed check calls, given ones left
-    out.
+    """Return the names of the parts that the engine still waits for: those of the learner's that a
+    failed check calls.
 
-    A check that leads to anything that the engine does not take is not waited for.
+    Stretch checks do not count, nor do checks that lead to anything that the engine does not use.
     """
     taken, written, unready = set(parts_taken(number, module)), set(_to_write(number)), set()
     for result in results:
@@ -201,34 +201,38 @@ def unready_parts(number: str | int, module: ModuleType, results: Iterable[Check
 
 
 def parts_taken(number: str | int, module: ModuleType) -> list[str]:
-    """Return the functions and classes of an exercise that the engine runs with: what `plug` takes,
-    and what that calls.
+    """Return the names of an exercise's functions and classes that the engine uses: what `plug`
+    takes, and what that calls.
     """
     return sorted(_parts_behind("plug", number, module))
 
 
 def _parts_behind(function: str, number: str | int, module: ModuleType) -> set[str]:
-    """Name the exercise's functions and classes to which a check leads, by way of the learner's
-    code too.
+    """Return the names of the exercise's functions and classes that a check reaches, also through
+    the learner's code.
     """
     checks, stub = _names(number)
     return reached(function, joined(checks, stub, names_in(_source(module)))).keys() & stub.keys()
 
 
 def _parts_called(function: str, number: str | int) -> set[str]:
-    """Name the exercise's functions and classes that a check, with its helpers, calls itself."""
+    """Return the names of the exercise's functions and classes that a check or one of its helpers
+    calls directly.
+    """
     checks, stub = _names(number)
     return set().union(*(checks[name] for name in reached(function, checks))) & stub.keys()
 
 
 def _names(number: str | int) -> tuple[Mapping[str, frozenset[str]], Mapping[str, frozenset[str]]]:
-    """Return what the functions of an exercise's checks name, and what those of its stub name."""
+    """Return the names that each function of an exercise's checks uses, and those that each of its
+    stub uses.
+    """
     checks, stub = (_numbered(folder, number).read_text() for folder in (EXERCISES / "checks", EXERCISES))
     return names_in(checks), names_in(stub)
 
 
 def _to_write(number: str | int) -> list[str]:
-    """Name the parts of an exercise that the learner writes: in the stub they raise
+    """Return the names of the parts that the learner writes: in the stub they raise
     `NotImplementedError`.
     """
     _, stub = _names(number)
@@ -236,7 +240,7 @@ def _to_write(number: str | int) -> list[str]:
 
 
 def _source(module: ModuleType) -> str:
-    """Return a module's source as it is now, "" for one that has none."""
+    """Return a module's current source, or "" if it has none."""
     filename = getattr(module, "__file__", None) or ""
     linecache.checkcache(filename)
     return "".join(linecache.getlines(filename))
@@ -297,7 +301,7 @@ def _described(error: BaseException, files: set[str]) -> str:
     own = [frame for frame in frames if frame.filename in files]
     place = f"line {own[-1].lineno}: {own[-1].line}" if own else f"in the check, at: {frames[-1].line}"
     if not own and "NoneType" in str(error):
-        place += "; does a function of yours end without its return?"
+        place += "; does one of your functions end without a return?"
     return f"{type(error).__name__}: {_one_line(error)} ({place})"
 
 

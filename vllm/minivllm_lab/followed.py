@@ -6,7 +6,7 @@ step.
     run.request.tokens[9].shown      # "␣a"
     run.steps[0].rows[0].slots       # where the prompt's keys and values went
 
-The embedded model, greedy, blocks of four slots. Recorded once per process and scene; the same on
+The embedded model runs greedily, with blocks of four slots, once per process and scene; the same on
 every machine.
 """
 
@@ -60,14 +60,14 @@ POOLS = {"small pool": (7, 16)}
 
 @dataclass(frozen=True)
 class Token:
-    """A token's id and its piece of text; `shown` has its blanks and newlines visible."""
+    """A token's id and its piece of text; `shown` makes its spaces and newlines visible."""
 
     id: int
     text: str
 
     @property
     def shown(self) -> str:
-        """The piece with ␣ for a blank, → for an indent (three or four blanks), and ⏎ for a
+        """The piece with ␣ for a space, → for an indent (three or four spaces), and ⏎ for a
         newline.
         """
         return self.text.replace("    ", "→").replace("   ", "→").replace("\n", "⏎").replace(" ", "␣")
@@ -75,9 +75,7 @@ class Token:
 
 @dataclass(frozen=True)
 class Served:
-    """A request: its prompt and its output; `num_cached_tokens` is what it found in the prefix
-    cache.
-    """
+    """A request: its prompt, its output, and how many of its tokens were found in the prefix cache."""
 
     name: str
     prompt: tuple[Token, ...]
@@ -123,14 +121,14 @@ class Row:
 
 @dataclass(frozen=True)
 class Step:
-    """A step: its rows in scheduling order, and what became of queues and blocks.
+    """A step: its rows in scheduling order, and the state of queues and blocks.
 
     - `waiting`: requests still in the queue after scheduling; `finished`: those that ended with
       this step.
     - `query_start_loc`: where each row's tokens begin in the flat batch, and where the last one's
       end.
     - `free_blocks`: the free queue after the step, the next block to be taken first.
-      `cached_blocks`: block -> the first 8 hexadecimal digits of the name under which the prefix
+      `cached_blocks`: block -> the first 8 hexadecimal digits of the hash under which the prefix
       cache knows it, after the step.
     """
 
@@ -173,7 +171,7 @@ def followed(scene: str = "alone") -> Followed:
         MinivllmError: there is no such scene.
     """
     if scene not in SCENES:
-        raise MinivllmError(f"there is no scene {scene!r} (there are: {', '.join(SCENES)})")
+        raise MinivllmError(f"there is no scene {scene!r} (available: {', '.join(SCENES)})")
     with without_info():
         return _Recorder(SCENES[scene], *POOLS.get(scene, (NUM_BLOCKS, 32))).run()
 
@@ -201,7 +199,7 @@ class _Recorder:
         self.steps: list[Step] = []
 
     def run(self) -> Followed:
-        """Return every step until all requests have arrived and ended."""
+        """Run and record every step until all requests have arrived and ended."""
         while self.arrivals or self.core.has_unfinished_requests():
             self._admit_arrivals()
             self._step()

@@ -26,7 +26,7 @@ class Frames:
     """Stills of one mechanism, in order, each an SVG of the same size with a caption.
 
     Raises:
-        MinivllmError: there are no stills, a caption is missing, a still is no SVG of that size, or
+        MinivllmError: there are no stills, a caption is missing, a still is not an SVG of that size, or
             it has an `id`.
     """
 
@@ -36,7 +36,7 @@ class Frames:
             raise MinivllmError(f"{len(self.stills)} stills and {len(self.captions)} captions: each still needs one")
         sizes = {_size_of(still) for still in self.stills}
         if len(sizes) > 1:
-            raise MinivllmError(f"all stills must have one size, not {sorted(sizes)}")
+            raise MinivllmError(f"all stills must have the same size, got {sorted(sizes)}")
         ((self.width, self.height),) = sizes
 
     def __len__(self) -> int:
@@ -78,8 +78,8 @@ class Frames:
         return {"text/html": self.html(), "image/svg+xml": self.animated(), "text/plain": f"{len(self)} steps"}
 
     def _name(self) -> str:
-        """Return a name for the styles: they hold for a whole page, on which other figures may
-        stand.
+        """Return a class name for the styles, unlike that of other figures: styles apply to the
+        whole page.
         """
         return "f" + hashlib.sha256("\n".join(self.captions).encode()).hexdigest()[:8]
 
@@ -107,7 +107,7 @@ class Frames:
         return f'<g class="{name}"{attributes(visibility=shown)}>{self.stills[index]}{"".join(words)}{count}</g>'
 
     def _radio(self, name: str, index: int) -> str:
-        """Return one of the radio inputs that hold which step is shown; the arrow keys move between
+        """Return one of the radio inputs that select the visible step; the arrow keys move between
         them.
         """
         checked = " checked" if index == 0 else ""
@@ -151,7 +151,7 @@ def _size_of(still: str) -> tuple[float, float]:
         root = ET.fromstring(still)
         size = float(root.attrib["width"]), float(root.attrib["height"])
     except (ET.ParseError, KeyError, ValueError) as error:
-        raise MinivllmError(f"a still is no SVG with a width and a height in pixels: {error!r}") from error
+        raise MinivllmError(f"a still is not an SVG with a width and a height in pixels: {error!r}") from error
     if re.search(r"\sid=", still):
-        raise MinivllmError("a still has an `id`, which would stand in the animation several times: draw without")
+        raise MinivllmError("a still has an `id`, which would occur in the animation several times: draw without")
     return size

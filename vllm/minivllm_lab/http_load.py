@@ -29,7 +29,7 @@ HOME = str(Path(__file__).resolve().parents[1])
 
 @dataclass
 class Ask:
-    """A request's body, and in an open load the second at which it is sent."""
+    """A request's body and, in an open load, the time in seconds at which it is sent."""
 
     body: dict[str, Any]
     at: float = 0.0
@@ -40,8 +40,8 @@ class Answer:
     """The moments at which a request was due, sent, and answered piece by piece, in seconds of
     `time.monotonic()`, which all processes share.
 
-    A closed load's request is due when it is sent. `failed` says what went wrong; an answer that
-    failed has no times to go by. `token_ids` are there if the body has `return_token_ids`.
+    A closed load's request is due when it is sent. `failed` says what went wrong; the times of a
+    failed answer are meaningless. `token_ids` is filled if the body has `return_token_ids`.
     """
 
     due: float
@@ -67,13 +67,13 @@ class Answer:
         return [later - earlier for earlier, later in zip(self.events, self.events[1:], strict=False)]
 
     def tpot(self, tokens: int) -> float:
-        """Return time per output token after the first."""
+        """Return the time per output token after the first."""
         return (self.events[-1] - self.events[0]) / max(1, tokens - 1)
 
 
 def start_load(port: int, asks: Sequence[Ask], clients: int | None = None, path: str = "/") -> subprocess.Popen[str]:
-    """Return the client's process, at work. `clients`: how many ask at once, closed; None: open, by
-    the times of the asks.
+    """Start a client process and return it. `clients` is the number of concurrent clients of a
+    closed load; None means an open load, sent at the times of `asks`.
     """
     return _start({"port": port, "path": path, "clients": clients, "asks": [asdict(ask) for ask in asks]})
 
@@ -81,12 +81,12 @@ def start_load(port: int, asks: Sequence[Ask], clients: int | None = None, path:
 def load_beside(
     port: int, chats: Sequence[Ask], asks: Sequence[Ask], path: str = "/", quiet: int = 16, burst: int = 1
 ) -> tuple[list[Answer], list[Answer]]:
-    """Run chats all the time, and the other requests one after another, each after the chats had
-    `quiet` events undisturbed.
+    """Run chats throughout, and send the other requests in bursts of `burst`, each after the chats
+    have had `quiet` events undisturbed.
 
-    Or `burst` of them come at once, and the next when all of these are answered. The chats leave
-    when the last one has been answered and each has had `quiet` events more, so their answers must
-    be longer. Returns the answers of both. Raises as `answers_of`.
+    A burst is sent only when all requests of the previous one are answered. After the last burst,
+    each chat has `quiet` more events and then disconnects, so the chats' answers must be long
+    enough. Returns the answers to both. Raises the same errors as `answers_of`.
     """
     work = {
         "port": port,
@@ -108,7 +108,7 @@ def _start(work: dict[str, Any]) -> subprocess.Popen[str]:
 
 
 def answers_of(process: subprocess.Popen[str]) -> list[Answer]:
-    """Return what a started client found; waits for its end.
+    """Wait for a started client to end, and return its answers.
 
     Raises:
         MinivllmError: a request was refused or cut off.
@@ -121,20 +121,22 @@ def answers_of(process: subprocess.Popen[str]) -> list[Answer]:
 
 
 def load(port: int, asks: Sequence[Ask], clients: int | None = None, path: str = "/") -> list[Answer]:
-    """Load a server and wait for the end. Raises as `answers_of`."""
+    """Load a server and wait until all requests are answered. Raises the same errors as
+    `answers_of`.
+    """
     return answers_of(start_load(port, asks, clients, path))
 
 
 def post(path: str, body: dict[str, Any]) -> bytes:
-    """Return the bytes of a request on a connection of its own."""
+    """Return the bytes of a POST request that closes its connection afterwards."""
     content = json.dumps(body).encode()
     head = f"POST {path} HTTP/1.1", "Host: localhost", "Content-Type: application/json", "Connection: close"
     return "\r\n".join((*head, f"Content-Length: {len(content)}", "", "")).encode() + content
 
 
 async def ask(port: int, path: str, body: dict[str, Any], due: float, answer: Answer | None = None) -> Answer:
-    """Send one request on a connection of its own. `answer` is filled as events come, so that
-    others can read along.
+    """Send one request on a connection of its own. `answer` is filled as events arrive, so that
+    others can follow it.
     """
     content, keeps = post(path, body), body.get("return_token_ids")
     answer = answer or Answer(due, due)
@@ -153,23 +155,21 @@ async def ask(port: int, path: str, body: dict[str, Any], due: float, answer: An
                     answer.token_ids += token_ids_of(line)
         writer.close()
         if not answer.events:
-            raise ConnectionError("the answer has no event")
+            raise ConnectionError("the answer has no events")
     except OSError as error:
         answer.failed = f"{type(error).__name__}: {error}"
     return answer
 
 
 def _refusal(said: bytes) -> str:
-    """Return what a server says that does not answer with 200, in one line: its status and its
-    body.
-    """
+    """Return a server's response other than 200 in one line: its status and its body."""
     head, _, body = said.decode(errors="replace").partition("\r\n\r\n")
     status = head.splitlines()[0].partition(" ")[2] if head else "no answer"
     return " ".join(f"{status}: {body}".split()) if body else status
 
 
 def token_ids_of(line: bytes) -> list[int]:
-    """Return the tokens of an event of a stream; it may have none."""
+    """Return the token ids in an event of a stream, which may have none."""
     choices = json.loads(line.removeprefix(b"data: ")).get("choices")
     return (choices and choices[0].get("token_ids")) or []
 
@@ -187,7 +187,9 @@ async def closed(work: dict[str, Any]) -> list[Answer]:
 
 
 async def opened(work: dict[str, Any]) -> list[Answer]:
-    """Return each request at its time, whether the others are answered or not."""
+    """Send each request at its time, whether or not the others have been answered; return the
+    answers.
+    """
     begin = time.monotonic()
 
     async def one(due: float, body: dict[str, Any]) -> Answer:
@@ -198,8 +200,8 @@ async def opened(work: dict[str, Any]) -> list[Answer]:
 
 
 async def beside(work: dict[str, Any]) -> list[Answer]:
-    """Return each burst of requests when those before it are answered and all chats have gone on;
-    then the chats leave.
+    """Send each burst of requests when the previous one is answered and all chats have gone on;
+    then disconnect the chats.
     """
     port, path, now = work["port"], work["path"], time.monotonic()
     chats, answers = [Answer(now, now) for _ in work["chats"]], []
@@ -218,7 +220,9 @@ async def beside(work: dict[str, Any]) -> list[Answer]:
 
 
 async def gone_on(chats: Sequence[Answer], running: Sequence[asyncio.Task[Answer]], events: int) -> None:
-    """Wait until each chat has `events` more events. Raise if one ends before."""
+    """Wait until each chat has had `events` more events; if one ends before that, mark it as failed
+    and return.
+    """
     wanted = [len(chat.events) + events for chat in chats]
     while any(len(chat.events) < count for chat, count in zip(chats, wanted, strict=True)):
         for chat, task in zip(chats, running, strict=True):

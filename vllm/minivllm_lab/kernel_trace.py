@@ -5,8 +5,8 @@ stopwatch.
     trace.bytes_read, trace.arguments["k"].bytes_read, trace.races, trace.out_of_bounds
 
 Each argument is copied into memory of its own for the run, so that what runs off its end is not
-taken for the beginning of the next; afterwards it holds what the kernel wrote. An access outside is
-noted and not made. The kernel must have been defined with TRITON_INTERPRET=1, which `make check`
+taken for the beginning of the next; afterwards it holds what the kernel wrote. Accesses outside are
+recorded but not made. The kernel must have been defined with TRITON_INTERPRET=1, which `make check`
 sees to.
 """
 
@@ -47,11 +47,11 @@ class Access:
 
 @dataclass
 class Traffic:
-    """Bytes that went between the programs and memory. An element counts once for each load or
-    store that touches it.
+    """Bytes moved between the programs and memory. An element counts once for each load or store
+    that touches it.
 
-    `bytes_read_once` and `bytes_written_once` count it once for the whole launch: what would be
-    moved at the least.
+    `bytes_read_once` and `bytes_written_once` count it once for the whole launch: the minimum that
+    has to be moved.
     """
 
     bytes_read: int = 0
@@ -86,12 +86,12 @@ def trace_kernel(
 ) -> KernelTrace:
     """Run `kernel[grid](*args, **constants)` in the interpreter and return what it read and wrote.
 
-    `reached`: tensors that the kernel finds by addresses in a table, by the names they get in the
-    trace. They stay where they are, contiguous or not.
+    `reached` maps names in the trace to tensors that the kernel finds through a table of addresses.
+    They are not copied, contiguous or not.
 
     Raises:
         MinivllmError: the kernel is compiled, or an argument is not on the CPU.
-        Exception: whatever the kernel raised, as it raised it.
+        Exception: whatever the kernel raised, unwrapped.
     """
     launch = (grid,) if isinstance(grid, int) else tuple(grid)
     names = _parameters(kernel)
@@ -154,19 +154,19 @@ class _Tensor:
         return np.where(self._addresses[places] == addresses, self._numbers[places], -1)
 
     def distance(self, address: int) -> int:
-        """Return bytes from its first or last element to an address outside."""
+        """Return how many bytes an address lies before or after the tensor."""
         end = self.begin + self.count * self.itemsize
         return max(self.begin - address, address - end, 0)
 
     def outside(self, address: int) -> str:
-        """Return an address near it, in words."""
+        """Describe an address near the tensor in words."""
         if not self.contiguous:
             return f"memory beside the elements of {self.name}, a view of shape {list(self.shape)}"
         number = (address - self.begin) // self.itemsize
-        return f"element {number:,} of {self.name}, which has {self.count:,} {list(self.shape)}"
+        return f"element {number:,} of {self.name}, which has {self.count:,} in shape {list(self.shape)}"
 
     def element(self, number: int) -> str:
-        """Return an element as one writes it in Python: keys[3, 0]."""
+        """Return an element in Python notation: keys[3, 0]."""
         return f"{self.name}[{', '.join(map(str, np.unravel_index(number, self.shape)))}]" if self.shape else self.name
 
 
@@ -175,7 +175,7 @@ def _moved(arguments: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], list[
     """Yield the arguments with each tensor in memory of its own; afterwards copy back what was
     written.
 
-    Tensors whose memory overlaps stay together, as they lie.
+    Tensors whose memory overlaps are moved together and keep their relative positions.
     """
     tensors = {name: value for name, value in arguments.items() if isinstance(value, torch.Tensor)}
     for name, tensor in tensors.items():
@@ -223,8 +223,8 @@ def _end(tensor: torch.Tensor) -> int:
 
 
 class _Recorder:
-    """A layer between the interpreter and memory that notes every access and lets only those inside
-    an argument through.
+    """A layer between the interpreter and memory that records every access and lets only those
+    inside an argument through.
     """
 
     def __init__(self, tensors: list[_Tensor], grid: Program) -> None:
@@ -235,7 +235,7 @@ class _Recorder:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Replace the four operations that touch memory; all others of the interpreter come down to
+        """Replace the four operations of the interpreter that touch memory; all others are built on
         these.
         """
         from triton.runtime.interpreter import interpreter_builder
@@ -275,7 +275,7 @@ class _Recorder:
         return tuple(self.builder.grid_idx[: len(self.grid)])
 
     def _noted(self, kind: str, ptrs: Any, mask: Any) -> Any:
-        """Note an access; return its mask without what lies outside."""
+        """Record an access; return its mask without what lies outside."""
         import triton.language as tl
         from triton.runtime.interpreter import TensorHandle
 
@@ -304,8 +304,8 @@ class _Recorder:
         self.outside[kind, nearest.name].append(words)
 
     def _note_torn(self, ptrs: Any, value: Any, mask: Any) -> None:
-        """Note a store that writes different values into one element: which of them stays is
-        open.
+        """Record a store that writes different values into one element, since it is undefined which
+        of them stays.
         """
         pointers = np.asarray(ptrs.data)[mask.data].astype(np.int64)
         if len(np.unique(pointers)) == len(pointers):
@@ -324,7 +324,7 @@ class _Recorder:
             self.torn.setdefault(tensor.name, words)
 
     def trace(self) -> KernelTrace:
-        """Return what was noted."""
+        """Return everything that was recorded as a trace."""
         arguments = {tensor.name: self._traffic(tensor) for tensor in self.tensors}
         totals = {
             name: sum(getattr(traffic, name) for traffic in arguments.values())
@@ -347,8 +347,8 @@ class _Recorder:
         return Traffic(_bytes(read), _bytes_once(read), _bytes(written), _bytes_once(written))
 
     def _races(self, tensor: _Tensor) -> Iterator[str]:
-        """Yield the elements of one argument that two programs touch, at least one of them writing;
-        two atomics are not a race.
+        """Yield a sentence for each kind of race on an argument: two programs touch an element and
+        at least one writes it; two atomics are no race.
         """
         plain, atomic, read = (self._touched(tensor, kind) for kind in (STORE, ATOMIC, LOAD))
         written = np.concatenate([plain, atomic])
@@ -365,7 +365,9 @@ class _Recorder:
         return np.unique(np.concatenate(pairs), axis=0) if pairs else np.zeros((0, 2), np.int64)
 
     def _clashes(self, tensor: _Tensor, ones: np.ndarray, others: np.ndarray, verb: str) -> Iterator[str]:
-        """Yield one sentence if an element of `ones` is touched in `others` by another program."""
+        """Yield one sentence if an element in `ones` is also touched by another program in
+        `others`.
+        """
         if not len(ones) or not len(others):
             return
         others = others[np.lexsort((others[:, 1], others[:, 0]))]
@@ -390,8 +392,8 @@ class _Recorder:
         return tuple(int(index) for index in np.unravel_index(number, self.grid))
 
     def _sentences(self) -> list[str]:
-        """Return one sentence for each argument and kind of access that went outside: the first,
-        and how many came after.
+        """Return one sentence for each argument and kind of out-of-bounds access: the first one,
+        and how many followed.
         """
         return [
             words[0] + (f"; {len(words) - 1:,} such accesses follow" if len(words) > 1 else "")
@@ -400,8 +402,8 @@ class _Recorder:
 
 
 def _undefined(ptrs: Any) -> Any:
-    """Return NaN for what a load masks without naming `other`, since a GPU may put anything there;
-    None for integers, so 0.
+    """Return NaN for what a load masks without giving `other`, since a GPU may put anything there;
+    None, and so 0, for integers.
     """
     from triton.runtime.interpreter import TensorHandle
 
@@ -423,5 +425,5 @@ def _bytes_once(accesses: list[Access]) -> int:
 
 
 def _name(program: Program) -> str:
-    """Return a program as one writes it: 3, or (3, 0) on a grid of two dimensions."""
+    """Return a program as text: 3, or (3, 0) on a two-dimensional grid."""
     return str(program[0]) if len(program) == 1 else str(program)

@@ -10,8 +10,8 @@ def attend_keys(
     query, keys, values, first_key, kv_head, end, visible, scale,
     KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Attention of a tile of queries over the keys `first_key` to `first_key + end` of one KV head,
-    in one pass.
+    """Attend from a tile of queries to the keys from `first_key` to `first_key + end` of one KV
+    head, in one pass.
 
     query [rows, BLOCK_D]; keys, values [all keys, KV_HEADS, HEAD_DIM]; row i sees the first
     `visible[i]` of the keys. Returns float32 [rows, BLOCK_D]. Reads the `end` keys and values once,
@@ -36,8 +36,8 @@ def attend_blocks(
     BLOCK_SIZE: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Attend as `attend_keys` does over keys that lie in blocks: key t is at t % BLOCK_SIZE of
-    block `table[t // BLOCK_SIZE]`.
+    """Attend like `attend_keys`, but to keys in blocks: key t is at t % BLOCK_SIZE of block
+    `table[t // BLOCK_SIZE]`.
 
     k_cache, v_cache [blocks, BLOCK_SIZE, KV_HEADS, HEAD_DIM]; `table` points at the request's row
     of int32 numbers.

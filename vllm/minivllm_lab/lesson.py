@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def begin(title: str, arguments: argparse.Namespace) -> torch.device:
-    """Print the title, seed torch with `--seed`, and return the device that `--device` asks for."""
+    """Print the title, seed torch with `--seed`, and return the device that `--device` selects."""
     import torch
 
     from minivllm.platforms.spinning import limit_spinning
@@ -37,7 +37,7 @@ def keep(
     numbers. After `--quick` a line says that the figures are not those of the lesson's text.
     """
     if arguments.quick:
-        console.print("\n--quick did less work: its figures, counted ones too, are not those that the lesson quotes")
+        console.print("\n--quick did less work: its figures, even counted ones, are not those that the lesson quotes")
     if arguments.plot:
         draw(results, arguments.plot)
     if arguments.json:
@@ -47,5 +47,5 @@ def keep(
 
 
 def wrote(path: str) -> None:
-    """Say that a file was written."""
+    """Print that a file was written."""
     console.print(f"wrote {path}", markup=False, soft_wrap=True)

@@ -15,7 +15,7 @@ def put_between_marks(page: str, name: str, text: str) -> str:
     """
     begin, end = f"<!-- {name} -->\n", f"\n<!-- /{name.split(':')[0]} -->"
     if page.count(begin) != 1 or page.count(end) != 1 or page.index(begin) > page.index(end):
-        raise MinivllmError(f"the page has no one place for this: put {begin.strip()} and {end.strip()} around it")
+        raise MinivllmError(f"the page has no single place for this: put {begin.strip()} and {end.strip()} around it")
     before, rest = page.split(begin)
     return before + begin + text + end + rest.split(end)[1]
 
@@ -24,7 +24,7 @@ def lesson_page(lessons: Path, number: str) -> Path:
     """Return `lessons/NN_*.md`; `number` is "1" or "01".
 
     Raises:
-        MinivllmError: there is no such lesson; the message lists those there are.
+        MinivllmError: there is no such lesson; the message lists the existing ones.
     """
     pages = sorted(lessons.glob(f"{number.zfill(2)}_*.md")) if number.isdigit() else []
     if not pages:

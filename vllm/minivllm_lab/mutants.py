@@ -49,9 +49,7 @@ def load_mutant(path: Path, mutant: Mutant) -> ModuleType:
 
 
 def mutant_source(source: str, mutant: Mutant, name: str = "the script") -> str:
-    """Return the script's source with the mutant's change, in the form that `ast.unparse` gives
-    it.
-    """
+    """Return the script's source with the mutant's change, formatted by `ast.unparse`."""
     where, old, new = mutant
     tree, sound = _tree(source), _unparsed(source)
     pattern, replacement = _parsed(old, new)
@@ -70,14 +68,14 @@ def mutant_source(source: str, mutant: Mutant, name: str = "the script") -> str:
 
 @functools.lru_cache(maxsize=8)
 def _tree(source: str) -> ast.Module:
-    """Return the syntax of a file, parsed once for all its mutants: each leaves it as it was."""
+    """Return a file's syntax tree, parsed once for all its mutants, each of which restores it."""
     return ast.parse(source)
 
 
 @functools.lru_cache(maxsize=8)
 def _unparsed(source: str) -> tuple[str, ...]:
-    """Return the statements of a file, which most mutants leave as they are: to unparse them is
-    most of the work.
+    """Return a file's statements as text. They are cached: most mutants leave them unchanged, and
+    unparsing is most of the work.
     """
     return tuple(map(ast.unparse, _tree(source).body))
 
@@ -86,12 +84,11 @@ def _unparsed(source: str) -> tuple[str, ...]:
 def spliced_source(source: str, mutant: Mutant, name: str = "the file") -> str:
     """Return the source with the mutant's change and no other: every other line stays as it is.
 
-    The replacement stands there as the mutant spells it, so it should keep to the file's style.
-    Where it takes statements away, the comment above them goes too: it would give the missing line
-    away.
+    The replacement is inserted as the mutant spells it, so it should follow the file's style. If it
+    removes statements, the comment above them goes, too: it would give the missing line away.
 
     Raises:
-        MinivllmError: as `mutant_source`, or the replacement means something else where it stands
+        MinivllmError: as in `mutant_source`, or the replacement means something else where it is
             (it needs brackets).
     """
     where, old, new = mutant
@@ -111,9 +108,9 @@ def spliced_source(source: str, mutant: Mutant, name: str = "the file") -> str:
 
 @functools.lru_cache(maxsize=128)
 def changed_lines(before: str, after: str) -> tuple[int, ...]:
-    """Return the numbers of the lines of `after` that `before` has not, from 1.
+    """Return the numbers, counted from 1, of the lines in `after` that are not in `before`.
 
-    Where lines were only taken away, those on both sides of the gap.
+    If lines were only removed, return those on both sides of the gap.
     """
     lines: list[int] = []
     matcher = difflib.SequenceMatcher(None, before.splitlines(), after.splitlines(), autojunk=False)
@@ -135,7 +132,7 @@ def function_lines(source: str, name: str) -> range:
 
 
 def _spliced(source: str, pieces: list, text: str) -> str:
-    """Return the source with `text` in place of the nodes `pieces`, which stand in a row."""
+    """Return the source with `text` in place of the consecutive nodes `pieces`."""
     lines = source.splitlines(keepends=True)
     first, last = pieces[0], pieces[-1]
     line = lines[first.lineno - 1].encode()
@@ -159,7 +156,7 @@ def _text_of(source: str, hole: ast.AST | list[ast.stmt]) -> str:
 
 
 def _with_holes_filled(new: str, texts: list[str]) -> str:
-    """Fill each `...` of `new` with the texts, in order."""
+    """Replace each `...` in `new` with the next of `texts`."""
     holes = [node for node in ast.walk(ast.parse(new)) if isinstance(node, ast.Constant) and _is_hole(node)]
     lines = new.splitlines()
     in_order = sorted(holes, key=lambda node: (node.lineno, node.col_offset))
@@ -177,7 +174,9 @@ def _only(places: list, label: str, where: str):
 
 
 def _functions(node: ast.AST, name: str) -> Iterator[ast.AST]:
-    """Yield the functions that `name` leads to, through the classes and functions around them."""
+    """Yield the functions that the path `name` leads to, through the classes and functions around
+    them.
+    """
     first, _, rest = name.partition(".")
     for child in ast.iter_child_nodes(node):
         if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
@@ -188,7 +187,7 @@ def _functions(node: ast.AST, name: str) -> Iterator[ast.AST]:
 
 
 def _parsed(old: str, new: str) -> tuple[Piece, Piece]:
-    """Return both as expressions where both are one, else both as statements."""
+    """Parse both as expressions if each is a single one, else both as statements."""
     first, second = ast.parse(old).body, ast.parse(new).body
     if all(len(body) == 1 and isinstance(body[0], ast.Expr) for body in (first, second)):
         return first[0].value, second[0].value  # type: ignore[attr-defined]
@@ -196,7 +195,7 @@ def _parsed(old: str, new: str) -> tuple[Piece, Piece]:
 
 
 def _places(function: ast.AST, piece: Piece) -> Iterator[tuple[Place, list]]:
-    """Yield where in the function the piece stands, and what its `...` stand for there."""
+    """Yield each place in the function where the piece occurs, and what its `...` stand for there."""
     for node in ast.walk(function):
         for field, value in ast.iter_fields(node):
             for at, candidate in _candidates(value, piece):
@@ -215,8 +214,8 @@ def _candidates(value: object, piece: Piece) -> Iterator[tuple[slice | int | Non
 
 
 def _same(piece: object, node: object, holes: list) -> bool:
-    """Return whether the two are the same syntax; what each `...` of the piece stands for is added
-    to `holes`.
+    """Return whether both have the same syntax; append what each `...` of the piece stands for to
+    `holes`.
     """
     if _is_hole(piece) and isinstance(node, ast.expr):
         holes.append(node)
@@ -239,7 +238,7 @@ def _is_hole(node: object) -> bool:
 
 
 def _filled(piece: Piece, holes: list) -> Piece:
-    """Return the replacement with each `...` as what the pattern's stood for."""
+    """Return the replacement with each `...` filled with what the pattern's stood for."""
     left = iter(copy.deepcopy(holes))
 
     class Fill(ast.NodeTransformer):

@@ -29,13 +29,13 @@ Definition = ast.FunctionDef | ast.ClassDef
 
 
 class CellSyntaxError(Exception):
-    """The code of an exercise's cell is not valid Python. (IPython shows a SyntaxError with more
-    frames than the reader's.)
+    """The error for an exercise's cell that is not valid Python. (IPython shows a SyntaxError with
+    more frames than the reader's.)
     """
 
 
 class _Cell(ModuleType):
-    """The names that the cell of an exercise defines."""
+    """A module with the names that the cell of an exercise defines."""
 
 
 def begin() -> None:
@@ -53,11 +53,11 @@ def begin() -> None:
 
 
 def written(*parts: Any) -> bool:
-    """Return whether these functions or classes of an exercise are written, with all of the cell
-    that they use.
+    """Return whether these functions or classes of an exercise are written, including everything in
+    the cell that they use.
 
-    Prints what is missing: each function that still raises NotImplementedError, with what its stub
-    says.
+    Print what is missing: each function that still raises NotImplementedError, with its stub's
+    message.
     """
     missing = dict.fromkeys(line for part in parts for line in _unwritten(part))
     for line in missing:
@@ -75,7 +75,7 @@ def _exercise(line: str, cell: str) -> None:
     if not name.isidentifier() or keyword.iskeyword(name):
         raise UsageError(f"%%{MAGIC} NAME: {name!r} is not a name for a module")
     if before is not None and not isinstance(before, _Cell):
-        raise UsageError(f"%%{MAGIC} NAME: {name!r} is a module that others import; take another name, as {MODULE}")
+        raise UsageError(f"%%{MAGIC} NAME: {name!r} is a module that others import; use another name, such as {MODULE}")
     above = 1 + cell[: len(cell) - len(cell.lstrip())].count("\n")  # the magic's line, and empty ones, which get lost
     code = "\n" * above + shell.transform_cell(cell)  # so lines count as in the cell
     filename = shell.compile.cache(code, shell.execution_count)
@@ -98,7 +98,9 @@ def _exercise(line: str, cell: str) -> None:
 
 
 def _give_back(name: str, before: ModuleType | None) -> None:
-    """Restore what `name` stood for, where the cell that was to redefine it has failed."""
+    """Restore the module that `name` stood for, because the cell that was to redefine it has
+    failed.
+    """
     if before is None:
         del sys.modules[name]
     else:
@@ -106,7 +108,7 @@ def _give_back(name: str, before: ModuleType | None) -> None:
 
 
 def _run(code: str, filename: str, module: ModuleType) -> None:
-    """Run the code as IPython would: the value of a last expression is shown."""
+    """Run the code as IPython would: the value of a final expression is shown."""
     tree = ast.parse(code, filename)
     last = [tree.body.pop()] if len(tree.body) > 1 and isinstance(tree.body[-1], ast.Expr) else []
     exec(compile(tree, filename, "exec", dont_inherit=True), module.__dict__)
@@ -115,8 +117,8 @@ def _run(code: str, filename: str, module: ModuleType) -> None:
 
 
 def _shown_as(lines: list[str], error: Exception) -> Exception:
-    """Return the error, which IPython shows as these lines: without the frames of the magic,
-    starting at the reader's own.
+    """Return the error, prepared so that IPython shows these lines: only the reader's own frames,
+    not the magic's.
     """
     error._render_traceback_ = lambda: lines  # type: ignore[attr-defined]
     return error
@@ -147,7 +149,7 @@ def _unwritten(part: Any) -> list[str]:
 
 
 def _stubs(node: Definition, name: str) -> list[str]:
-    """Describe a function, or each method of a class, as `name: what the stub says`."""
+    """Describe a function, or each method of a class, as `name: the stub's message`."""
     stubs = []
     for statement in node.body:
         if isinstance(node, ast.ClassDef) and isinstance(statement, ast.FunctionDef):

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_flatten
 
 
 def numbers_made(act: Callable[[], object]) -> int:
-    """Count the numbers in all tensors that `act` makes; views of existing ones cost nothing.
+    """Count the numbers in all tensors that `act` makes; views of existing tensors do not count.
 
     Raises:
         AssertionError: it leaves torch for numpy, where nothing can be counted.
@@ -40,4 +40,4 @@ class _Made(TorchDispatchMode):
 
 
 def _refused(*_args: object, **_kwargs: object) -> NoReturn:
-    raise AssertionError("it leaves torch for numpy, where what is made cannot be counted: stay in torch")
+    raise AssertionError("it leaves torch for numpy, where allocations cannot be counted: stay in torch")

@@ -1,9 +1,9 @@
-"""A real server with a learner's parts, and clients of every sort: patient ones, one that reads
-late, some that leave.
+"""A real server with a learner's parts, and clients of all kinds: patient ones, one that reads
+late, some that disconnect.
 
-Server and clients share one event loop in one process, on real sockets; the engine's core is a
-thread of it. So it is quick to start, and parts of the core, which are Python objects, can be in it
-too.
+Server and clients share one event loop in one process, on real sockets; the engine core runs in a
+thread of the same process. So the server starts quickly, and it can use a learner's parts of the
+core, which are Python objects.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from minivllm_lab.http_load import post
 SECONDS = 120.0
 """How long a whole load may take on the clock."""
 TRIES = 3
-"""So often a load is served if a client has left too late: a busy machine may end its answer
+"""How often a load is served if a client has left too late: a busy machine may end its answer
 before it is gone.
 """
 SMALL_BUFFER = 1024
@@ -47,7 +47,7 @@ class Client:
     - `leaves_after`: it closes its connection after this many events; an answer that is not a stream
       is never waited for.
     - `reads_late`: it reads nothing before the engine has nothing left to do.
-    - `model`: the adapter that it asks for; None: the model itself.
+    - `model`: the adapter that it requests; None: the model itself.
     """
 
     prompt: str
@@ -59,7 +59,7 @@ class Client:
     reads_late: bool = False
 
     def body(self) -> dict[str, Any]:
-        """Return what it posts to /v1/completions."""
+        """Return the body that the client posts to /v1/completions."""
         asked = {"prompt": self.prompt, "max_tokens": self.max_tokens, "stop": list(self.stop), "temperature": 0}
         asked |= {"model": self.model} if self.model else {}
         return {**asked, "stream": self.stream, "ignore_eos": True, "return_token_ids": True}
@@ -67,7 +67,7 @@ class Client:
 
 @dataclass
 class Answer:
-    """An answer as a client got it: the text, its tokens, and the number of events."""
+    """An answer as a client received it: the text, its tokens, and the number of events."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -88,11 +88,11 @@ class Load:
 def serve_load(clients: Sequence[Client], parts: Parts, lora_modules: Sequence[str] = (), **engine_args: Any) -> Load:
     """Serve these clients, all at once, on the embedded model, with these adapters (name=path).
 
-    If fewer requests were aborted than clients have left, all are served again, `TRIES` times at
-    most.
+    If fewer requests were aborted than clients disconnected, all are served again, at most `TRIES`
+    times in total.
 
     Raises:
-        MinivllmError: an answer was an error, or never came.
+        MinivllmError: an answer was an error, or never arrived.
     """
     leaving = sum(client.leaves_after is not None for client in clients)
     for _ in range(TRIES):
@@ -175,7 +175,7 @@ async def _serving(engine: AsyncLLM, args: EngineArgs, lora_modules: Sequence[st
 
 
 async def _idle(engine: AsyncLLM, seconds: float = 20.0) -> None:
-    """Wait until the core has nothing to do, at most so long."""
+    """Wait until the core has nothing to do, for at most `seconds`."""
     loop = asyncio.get_running_loop()
     end = loop.time() + seconds
     while loop.time() < end and (engine.has_unfinished_requests() or engine.stats.num_running_reqs):
@@ -183,10 +183,10 @@ async def _idle(engine: AsyncLLM, seconds: float = 20.0) -> None:
 
 
 async def _answer_of(client: Client, port: int, engine: AsyncLLM) -> Answer:
-    """Return what this client gets.
+    """Send a client's request and return the answer that it receives.
 
     Raises:
-        MinivllmError: an error, or half an answer.
+        MinivllmError: the answer is an error, or incomplete.
     """
     connection, loop = socket.socket(), asyncio.get_running_loop()
     if client.reads_late:
@@ -213,12 +213,12 @@ async def _answer_of(client: Client, port: int, engine: AsyncLLM) -> Answer:
 
 
 def _read(client: Client, received: bytes, answer: Answer) -> None:
-    """Take an answer's bytes apart."""
+    """Parse the bytes that a client received into `answer`."""
     lines = received.decode().splitlines()
     status = lines[0].split()[1] if lines else "none"
     events = [line.removeprefix("data: ") for line in lines if line.startswith(("data: ", "{"))]
     if status != "200" or not events:
-        raise MinivllmError(f"the server's answer has the status {status}: {' '.join(events)[:300]}")
+        raise MinivllmError(f"the server answered with status {status}: {' '.join(events)[:300]}")
     if client.stream and events.pop() != "[DONE]":
         raise MinivllmError("a stream broke off: it does not end with [DONE]")
     for event in map(json.loads, events):

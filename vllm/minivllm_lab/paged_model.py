@@ -1,4 +1,4 @@
-"""A model whose keys and values are in blocks, for scripts that schedule by themselves, one
+"""A model whose keys and values are in blocks, for scripts that do their own scheduling, one
 request at a time.
 """
 
@@ -56,7 +56,7 @@ class PagedModel:
 
     @torch.inference_mode()
     def forward(self, token_ids: Sequence[int], start: int, block_ids: Sequence[int]) -> Tensor:
-        """Compute the tokens after the first `start` of a request -> float32 logits [vocab] of the
+        """Compute a request's tokens after its first `start`; return float32 logits [vocab] of the
         last one.
 
         `block_ids` is the request's block table, whose slots hold the keys and values of the first

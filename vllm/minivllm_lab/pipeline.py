@@ -5,10 +5,9 @@
     print(one.fullness, two.fullness, *two.timeline(), sep="\\n")
 
 With p stages and m steps in flight, min(m, p) / p of the stages can be at work; the rest is the
-bubble. Steps are of different requests, and the scheduler puts all that fit into one: a step is
-left for the second stage to overlap with only if prompts were too many for one token budget. So
-record with a `max_num_batched_tokens` of half the prompts, and without what the prefix cache would
-spare (`reset_prefix_cache`).
+bubble. Steps in flight never share a request, and the scheduler puts all requests that fit into one
+step: a second step exists only if the prompts exceed one token budget. So record with a
+`max_num_batched_tokens` of half the prompts, and without prefix-cache hits (`reset_prefix_cache`).
 """
 
 from collections.abc import Callable
@@ -24,8 +23,8 @@ Span = tuple[float, float]
 
 @dataclass(frozen=True)
 class PipelineRecord:
-    """`spans[i]`: (start, end) of each step on stage i, in seconds of one clock. `in_flight`: steps
-    in flight as each step started, itself included.
+    """The times at which the stages computed. `spans[i]`: (start, end) of each step on stage i, in
+    seconds of one clock. `in_flight`: steps in flight as each step started, itself included.
     """
 
     spans: list[list[Span]]
@@ -38,13 +37,13 @@ class PipelineRecord:
 
     @property
     def fullness(self) -> float:
-        """The fraction of the stages that was busy, averaged over the time: 0 to 1."""
+        """The fraction of the stages that were busy, averaged over time: 0 to 1."""
         busy = sum(end - start for spans in self.spans for start, end in spans)
         return busy / (self.seconds * len(self.spans))
 
     def timeline(self, columns: int = 60) -> list[str]:
-        """Return a line for each stage: the number of the step, from 0 to 9 and again, that it
-        computed most of each column's time; a dot where it rested.
+        """Return a line of digits for each stage: the last digit of the step that took more than
+        half of a column's time, or a dot.
         """
         width = self.seconds / columns
         edges = [self._start + column * width for column in range(columns)]
@@ -63,7 +62,7 @@ def record_pipeline(core: EngineCore, serve: Callable[[], Any], batches: int) ->
     """Record what `serve()` has the engine do, with at most `batches` steps in flight.
 
     Raises:
-        MinivllmError: the model is not in stages, or `serve` ran no step.
+        MinivllmError: the model is not split into stages, or `serve` ran no step.
     """
     executor, ranks_of_stage = core.executor, core.args.tensor_parallel_size
     if core.args.pipeline_parallel_size == 1 or core.batch_queue is None:

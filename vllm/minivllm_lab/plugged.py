@@ -36,8 +36,8 @@ verify drafts, too.
 
 @dataclass(frozen=True, kw_only=True)
 class Plugged:
-    """An exercise's functions in the place of a part of the engine, and the requests on which that
-    is shown.
+    """An exercise's functions in place of a part of the engine, and the requests that show them at
+    work.
 
     - `engine_args`: further arguments of `LLM`, for both engines.
     - `ours`: arguments for our engine only, where it must differ to do the same work.
@@ -76,7 +76,7 @@ class Served:
 
 
 def compare(plugged: Plugged) -> bool:
-    """Serve the same requests with both engines and print what each did; returns whether all tokens
+    """Serve the same requests with both engines, print what each did, and return whether all tokens
     are the same.
 
     Raises:
@@ -102,7 +102,7 @@ def compare(plugged: Plugged) -> bool:
 
 
 def serve(plugged: Plugged, parts: Parts) -> Served:
-    """Serve the requests, greedy, with these parts."""
+    """Serve the requests greedily with these parts."""
     own = {} if parts.names else plugged.ours
     arguments = {"max_model_len": 256, "device": "cpu", "dtype": "float32", **plugged.engine_args, **own}
     llm = LLM(EMBEDDED_MODEL, parts=parts, **arguments)
@@ -150,7 +150,7 @@ def _verdict(yours: Served, ours: Served, same: bool) -> str:
         return f"the same {sum(map(len, yours.token_ids))} tokens as ours; the first answer: {yours.texts[0]!r}"
     wrong = [name for name, value in ours.equal.items() if yours.equal[name] != value]
     if wrong:
-        difference = f"{yours.equal[wrong[0]]}, and with ours {ours.equal[wrong[0]]}"
+        difference = f"{yours.equal[wrong[0]]}, but with ours {ours.equal[wrong[0]]}"
         return f"{wrong[0]}: {difference}. Its checks pass, and yet it is wrong."
     answers = zip(yours.token_ids, yours.texts, ours.token_ids, ours.texts, strict=True)
     index = next(i for i, (*mine, ids, text) in enumerate(answers) if mine != [ids, text])

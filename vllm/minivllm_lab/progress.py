@@ -30,7 +30,7 @@ def track(items: Iterable[Item], description: str, total: int | None = None) -> 
 
 @contextmanager
 def working(description: str) -> Iterator[None]:
-    """Say what is being done, for work whose steps cannot be counted."""
+    """Show what is being done, for work whose steps cannot be counted."""
     if console.is_jupyter:
         with _line_in_notebook() as say:
             say(f"{description} …")

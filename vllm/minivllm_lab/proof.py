@@ -15,9 +15,7 @@ if TYPE_CHECKING:
 
 
 def prove(proof: Callable[[torch.device], dict], device: torch.device) -> dict | None:
-    """Run the proof of a script's kernels; without a Triton build none can run, and one line
-    says so.
-    """
+    """Run the proof of a script's kernels; where Triton has no build, print that they are not run."""
     if HAS_TRITON:
         return proof(device)
     console.print("Triton has no build for this platform: its kernels are not run")
@@ -57,4 +55,4 @@ def refusal(act: Callable[[], object]) -> str:
         act()
     except MinivllmError as error:
         return str(error)
-    raise AssertionError("this must be refused, and was not")
+    raise AssertionError("this should have been refused, but was not")

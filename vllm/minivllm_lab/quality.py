@@ -3,7 +3,7 @@ engine, token by token.
 
 The text goes through the engine as prompts with prompt log probabilities requested. So every
 prediction uses attention over the engine's own paged cache, in the dtype it is stored in, and the
-weights as they are.
+engine's own weights.
 
 Formats that no engine supports are measured on the decoder alone: `decoder_loss`, with weights or a
 cache rounded as if they were stored in fewer bits.
@@ -42,11 +42,11 @@ class Reading:
     favourites: tuple[int, ...]
 
     def agreement(self, other: Reading) -> float:
-        """Return the fraction of positions at which both predict the same next token, given the
-        same text so far.
+        """Return the fraction of positions at which both readings predict the same next token,
+        given the same text so far.
         """
         if len(self.favourites) != len(other.favourites):
-            raise MinivllmError(f"readings of {len(self.favourites)} and {len(other.favourites)} tokens do not compare")
+            raise MinivllmError(f"cannot compare {len(self.favourites)} with {len(other.favourites)} tokens")
         pairs = zip(self.favourites, other.favourites, strict=True)
         return sum(favourite == another for favourite, another in pairs) / len(self.favourites)
 
@@ -58,7 +58,7 @@ def held_out_tokens(llm: LLM, texts: int = 16, tokens: int = 256) -> list[list[i
     Raises:
         MinivllmError: the engine has no tokenizer, or there are not enough texts of that length.
     """
-    require(tokens >= 2, f"a text of {tokens} token cannot be read: what a token is given are those before it; give 2")
+    require(tokens >= 2, f"a text of {tokens} token cannot be read: each is predicted from those before it; give 2")
     tokenizer = llm.llm_engine.tokenizer
     if tokenizer is None:
         raise MinivllmError("reading texts needs a tokenizer: build the engine without skip_tokenizer_init")
@@ -97,8 +97,8 @@ class RoundedCache(CausalAttention):
     """Attention over keys and values `[tokens, kv_heads, head_dim]` passed through `rounded`, like
     a quantized cache.
 
-    `outlier` multiplies the keys' first channel of the first KV head by this factor, and divides
-    the queries' by it: without rounding, every score stays the same.
+    The keys' first channel of the first KV head is multiplied by `outlier`, and the queries' is
+    divided by it: without rounding, every score stays the same.
     """
 
     def __init__(
@@ -116,12 +116,12 @@ class RoundedCache(CausalAttention):
 
 @contextmanager
 def rounded_weights(model: Decoder, rounded: Callable[[Tensor], Tensor], outlier: float = 1.0) -> Iterator[float]:
-    """Replace every layer's weights `[out, in]` by `rounded` of them inside the block, and restore
-    them on exit.
+    """Pass every layer's weights `[out, in]` through `rounded` inside the block, and restore them
+    on exit.
 
-    Yields the root mean square error of the weights, relative to their own root mean square.
-    `outlier` multiplies the first input channel of qkv and of gate and up by this factor, and
-    divides the norm before them there: without rounding, this is the same model.
+    Yields the root mean square error of the weights, relative to their own root mean square. The
+    first input channel of qkv and of gate and up is multiplied by `outlier`, and the norm before
+    them is divided by it there: without rounding, this is the same model.
     """
     weights = dict(model.layers.named_parameters())
     linears = [weight for name, weight in weights.items() if name.endswith("proj.weight")]

@@ -1,4 +1,4 @@
-"""Find which functions lead to which, by the names in their source, without running anything."""
+"""Find which functions reach which others, by the names in their source, without running anything."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Mapping, Set
 
 @functools.lru_cache(maxsize=16)  # a lesson's checks ask for the same files, each of them
 def names_in(source: str) -> Mapping[str, frozenset[str]]:
-    """Return all names and attributes in each function and class of a file, by its name."""
+    """Return the names and attributes used in each function and class of a file, keyed by its name."""
     parts = [
         node
         for node in ast.parse(source).body
@@ -23,13 +23,13 @@ def _name(node: ast.AST) -> str:
 
 
 def joined(*files: Mapping[str, Set[str]]) -> dict[str, set[str]]:
-    """Join the names of several files, as `names_in` returns them."""
+    """Merge the names of several files, as `names_in` returns them."""
     return {name: set().union(*(file.get(name, ()) for file in files)) for name in set().union(*files)}
 
 
 def reached(start: str, named: Mapping[str, Set[str]]) -> dict[str, int]:
-    """Return what a function leads to, itself included, and how many functions lie nearer to it;
-    `named` as of `names_in`.
+    """Return the functions that `start` reaches, itself included, each with the number of functions
+    nearer to it; `named` is as returned by `names_in`.
     """
     distance, latest = {}, {start} & named.keys()
     while latest:

@@ -64,9 +64,9 @@ def bare_engine(model: str | Path, device: torch.device, cache: CacheConfig, **s
     """Return an engine without a tokenizer that has exactly this pool; `settings` are further
     engine arguments.
 
-    Its caller takes one step after another, so no step is scheduled ahead, on a GPU neither, unless
-    `settings` say otherwise: there the worker would keep the drafts and the sampled tokens for the
-    step in flight.
+    Its caller takes one step after another, so no step is scheduled ahead, not even on a GPU,
+    unless `settings` say otherwise: the worker would then keep the drafts and the sampled tokens
+    for the step in flight.
 
     Raises:
         MinivllmError: the settings are invalid, or the pool cannot hold one request of
@@ -79,8 +79,8 @@ def bare_engine(model: str | Path, device: torch.device, cache: CacheConfig, **s
 
 
 def own_clock(core: EngineCore) -> Callable[[], float]:
-    """Return the clock for this engine: process time on a CPU with one thread, since other
-    processes do not affect it.
+    """Return the clock for this engine: on a CPU with one thread process time, which other
+    processes do not affect, else wall-clock time.
     """
     here = isinstance(core.executor, UniprocExecutor) and runner_of(core).device.type == "cpu"
     return time.process_time if here and torch.get_num_threads() == 1 else time.perf_counter
@@ -130,5 +130,5 @@ def foretell(lengths: Sequence[tuple[int, int]], recording: Recording, cost: Cos
     requests = [SimulatedRequest(*request) for request in lengths]
     result = simulate(requests, recording.scheduler_config, recording.cache_config, cost)
     if [step.scheduled for step in result.steps] != recording.scheduled:
-        raise MinivllmError("the simulation takes other steps than the engine took: are the lengths this run's?")
+        raise MinivllmError("the simulation takes different steps than the engine took: are the lengths this run's?")
     return result.seconds / recording.seconds - 1

@@ -30,8 +30,8 @@ def _cpu_name() -> str:
 
 
 def machine() -> dict:
-    """Return the machine that the figures were measured on. Nothing identifies the computer beyond
-    its kind.
+    """Return a description of the machine that the figures were measured on, with nothing that
+    identifies it beyond its kind.
     """
     facts: dict = {
         "cpu": _cpu_name(),
@@ -61,8 +61,8 @@ def record(name: str, figures: dict, **context: object) -> dict:
 
 
 def ensure_writable(path: str | Path) -> None:
-    """Raise a MinivllmError unless a file can be written there. Makes a missing folder; leaves
-    files alone.
+    """Raise a MinivllmError unless a file can be written at `path`. Missing folders are created;
+    existing files are left alone.
     """
     path = Path(path)
     is_new = not path.exists()
@@ -96,7 +96,7 @@ def read_record(path: str | Path, name: str) -> dict:
     except OSError as error:
         raise MinivllmError(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:
-        raise MinivllmError(f"{path} is no JSON: {error}") from error
+        raise MinivllmError(f"{path} is not JSON: {error}") from error
     if not isinstance(record, dict) or record.get("name") != name:
         raise MinivllmError(f'{path} holds no figures of "{name}"; give a file that its --json wrote')
     return record

@@ -3,8 +3,8 @@
     with record(llm, "run.jsonl"):
         llm.generate(prompts)
 
-A file is a header line, then a snapshot for each step, as `minivllm.engine.step_recorder` describes
-them. The page saves the same.
+A file has a header line, then a snapshot of each step, as `minivllm.engine.step_recorder` describes
+them. The page saves files of the same format.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 @contextmanager
 def record(llm: LLM, path: str | Path) -> Iterator[None]:
-    """Record the steps of an `LLM` while the block runs, here or with `multiprocess`; of several
-    cores, the first's.
+    """Record the steps of an `LLM` while the block runs, in this process or with `multiprocess`; of
+    several cores, only the first is recorded.
 
     Raises:
         MinivllmError: the file cannot be written.

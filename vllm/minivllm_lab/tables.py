@@ -22,11 +22,11 @@ def table(
     words: bool = False,
 ) -> None:
     """Print `rows` under `columns`: the first is left-aligned, the others right-aligned, unless
-    they hold `words`.
+    `words` is true.
 
     Title and caption use the full width of the terminal; rich would wrap them at the table's width.
-    Where that is too narrow, cells of numbers lose their margins first, and then a word goes on in
-    the next line: rich would cut its end.
+    If the terminal is too narrow, number cells lose their margins first, and then a word continues
+    on the next line: rich would cut its end.
     """
     grid = Table()
     for index, column in enumerate(columns):
@@ -51,7 +51,7 @@ def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, 
 
 
 def ms(seconds: float) -> str:
-    """Seconds, as a table shows milliseconds."""
+    """Format seconds as milliseconds, the way tables show them."""
     return f"{1e3 * seconds:.1f}" if seconds < 0.1 else f"{1e3 * seconds:,.0f}"
 
 
@@ -88,8 +88,8 @@ def _bullet(sentence: str) -> None:
 
 
 class _Cells(string.Formatter):
-    """Fills a cell's template: the format `ms` shows seconds as milliseconds, a missing value
-    leaves the cell empty.
+    """A formatter of cell templates: the format `ms` shows seconds as milliseconds, and a missing
+    value leaves the cell empty.
     """
 
     def get_value(self, key: int | str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -109,9 +109,10 @@ def record_table(
 ) -> None:
     """Print a row for each record.
 
-    `columns` maps each column's heading to a template such as "{itl_p50_ms:.1f}", whose fields are
-    the record's keys; `name` is the record's own. In one line: "blocks {name} | p99, s {p99:.2f}".
-    The format `ms` shows seconds as milliseconds; a missing value leaves the cell empty.
+    `columns` maps each column's heading to a template such as "{itl_p50_ms:.1f}". Its fields are
+    the record's keys, and `name`, the key of the record itself. It may also be one line: "blocks
+    {name} | p99, s {p99:.2f}". The format `ms` shows seconds as milliseconds; a missing value
+    leaves the cell empty.
     """
     pairs = _heading_and_cell(columns) if isinstance(columns, str) else list(columns.items())
     cells = _Cells()

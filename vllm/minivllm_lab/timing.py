@@ -26,8 +26,8 @@ def median_seconds(
     device: torch.device | None = None,
     clock: Clock = time.perf_counter,
 ) -> float:
-    """Return median seconds of one call: CUDA events on a GPU (after a flush of its L2 cache),
-    elsewhere `clock`.
+    """Return the median seconds of a call, measured with CUDA events on a GPU (after a flush of its
+    L2 cache), elsewhere with `clock`.
     """
     for _ in range(warmup):
         function()
@@ -37,7 +37,7 @@ def median_seconds(
 
 
 def wall_seconds(function: Callable[[], object], clock: Clock = time.perf_counter) -> float:
-    """Return seconds of one call, on the wall clock unless another one is given."""
+    """Return the seconds of one call, on the wall clock unless another clock is given."""
     start = clock()
     function()
     return clock() - start
@@ -49,10 +49,10 @@ def in_turns(
     device: torch.device | None = None,
     clock: Clock = time.perf_counter,
 ) -> dict[str, list[float]]:
-    """Return seconds of each function's calls, interleaved in rounds so that changes of the
-    machine's speed affect all alike.
+    """Return the seconds of each function's calls, interleaved in rounds so that changes in the
+    machine's speed affect all of them equally.
 
-    A warm-up round comes first. Clocks as in `median_seconds`.
+    A warm-up round comes first. The clocks are those of `median_seconds`.
     """
     seconds: dict[str, list[float]] = {name: [] for name in functions}
     for function in functions.values():

@@ -37,7 +37,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         super().__init__(_Clock(self, whose))
 
     def time(self) -> float:
-        """Virtual seconds since the start."""
+        """Return the virtual seconds since the start."""
         return self.now
 
 
@@ -54,13 +54,13 @@ class _Clock(selectors.DefaultSelector):
         if not ready and timeout is None:
             raise AssertionError(f"{self._whose} waits, and nothing will ever wake it: is a wake-up lost?")
         if self._loop.turns > MOST_TURNS:
-            raise AssertionError(f"{self._whose} does not end: does it look again and again, and never wait?")
+            raise AssertionError(f"{self._whose} does not end: does it check again and again, and never wait?")
         self._loop.now += timeout or 0.0
         return ready
 
 
 def turns() -> int:
-    """Return how often the running virtual loop has turned so far."""
+    """Return how often the running virtual loop has looked for ready callbacks so far."""
     loop = asyncio.get_running_loop()
     assert isinstance(loop, VirtualLoop)
     return loop.turns
@@ -70,7 +70,7 @@ def run_virtual(work: Callable[[], Coroutine[Any, Any, Result]], whose: str) -> 
     """Return the result of `work()` in a virtual loop. What it raises is raised here.
 
     Raises:
-        AssertionError: it never ends: it waits for an event that never comes, turns without end, or
+        AssertionError: it never ends: it waits for an event that never comes, spins for ever, or
             blocks the loop.
     """
     ended: list[Result | BaseException] = []

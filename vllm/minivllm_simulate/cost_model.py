@@ -1,10 +1,10 @@
 """The cost of one step in seconds: from a data sheet, or fitted to measured steps.
 
 A step's shape is a few counts: requests, new tokens, keys read, and (query, key) pairs that
-attention visits. `RooflineCost` turns them into bytes and operations and asks a hardware row;
-`FittedCost` is a straight line through measured steps. Real engines need the straight line:
-per-request work that no roofline knows (sampling, small launches, attention that does not reach the
-peak) grows with the batch.
+attention visits. `RooflineCost` turns them into bytes and operations and divides them by a GPU's
+rates; `FittedCost` is a straight line through measured steps. Real engines need the straight line,
+because per-request work that no roofline knows (sampling, small launches, attention that does not
+reach the peak) grows with the batch.
 """
 
 from __future__ import annotations
@@ -75,24 +75,24 @@ class Cost(Protocol):
     """A model of how long a step takes."""
 
     def seconds(self, shape: StepShape) -> float:
-        """Return seconds of one step of this shape."""
+        """Return the seconds of one step of this shape."""
         ...
 
 
 @dataclass(frozen=True)
 class RooflineCost:
-    """The larger of memory time and arithmetic time, plus a fixed overhead per step.
+    """The cost of a step as the larger of memory time and arithmetic time, plus a fixed overhead.
 
-    Weights are read once a step and keys once a request. A token costs two operations for each
-    parameter of the layers that it passes: of a mixture of experts, only the experts that it
-    chooses, and of a vision tower none. A request costs two a weight of the head, since only its
-    last token is sampled from; a pair costs four a head dimension. Kernels reach a share of the
-    data sheet's rates, one for memory and one for arithmetic: the constants above say which
-    measurement each is from. Every answer is *modelled*.
+    Weights are read once per step and keys once per request. A token costs two operations for each
+    parameter of the layers that it passes: in a mixture of experts, only the experts that it
+    chooses, and in a vision tower none. A request costs two operations per weight of the head,
+    since only its last token is sampled from; a pair costs four per head dimension. Kernels reach a
+    share of the data sheet's rates, one for memory and one for arithmetic: the constants above cite
+    the measurement behind each. Every answer is *modelled*.
 
-    The host's time is not in it. Our engine launches a prefill kernel by kernel, 12 to 20 ms of
-    this model, so its 512 tokens take 16.5 ms on an H200 where the model says 12.5; vLLM's compiled
-    pieces have another floor.
+    The host's time is not included. Our engine launches a prefill kernel by kernel, which takes 12
+    to 20 ms for this model, so its 512 tokens take 16.5 ms on an H200 where the model predicts
+    12.5; vLLM's compiled pieces have another floor.
     """
 
     weight_bytes: int
@@ -120,7 +120,7 @@ class RooflineCost:
         _check(
             self, "bandwidth", "flops", "memory_efficiency", "arithmetic_efficiency", "expert_share", above_zero=True
         )
-        require(self.expert_share <= 1, f"expert_share is {self.expert_share!r}; a token chooses at most all experts")
+        require(self.expert_share <= 1, f"expert_share is {self.expert_share!r}; it must be at most 1")
 
     @classmethod
     def of(
@@ -132,8 +132,8 @@ class RooflineCost:
         tp: int = 1,
         **more: float,
     ) -> RooflineCost:
-        """Return the cost of a model on a GPU (on each of `tp` equal GPUs; what they send one
-        another is not counted).
+        """Return the cost of a model on each of `tp` equal GPUs; the traffic between them is not
+        counted.
 
         Raises:
             UnsupportedModelError: layers that do not keep every token.
@@ -159,19 +159,19 @@ class RooflineCost:
         )
 
     def weight_bytes_read(self, num_tokens: float) -> float:
-        """Return the bytes of weights that a step of `num_tokens` tokens reads: of the experts,
-        only those that some token chooses.
+        """Return the bytes of weights that a step of `num_tokens` tokens reads; experts that no
+        token chooses are not read.
 
-        Each token of n leaves an expert out with probability 1 - `expert_share`, so all do with
-        that to the power n, if every expert is chosen alike. Real routers have favourites, so that
-        a step reads fewer.
+        A token leaves an expert out with probability 1 - `expert_share`, so n tokens all do with
+        that probability to the power n, if every expert is equally likely. Real routers have
+        favourites, so a step reads fewer experts.
         """
         left_out = self.expert_bytes * (1 - self.expert_share) ** num_tokens
         return self.weight_bytes - self.vision_bytes - left_out
 
     def bytes_moved(self, shape: StepShape) -> float:
-        """Return bytes that must cross the memory bus: the weights that a token passes, every key
-        and value once.
+        """Return the bytes that must cross the memory bus: the weights that the tokens pass, and
+        every key and value once.
         """
         return self.weight_bytes_read(shape.num_tokens) + self.kv_bytes_per_token * (shape.num_keys + shape.num_tokens)
 
@@ -181,44 +181,44 @@ class RooflineCost:
         return linear + self.flops_per_pair * shape.num_pairs
 
     def floor_seconds(self, shape: StepShape) -> float:
-        """Return a lower bound from the data sheet's rates."""
+        """Return a lower bound on the seconds, from the data sheet's rates."""
         return max(self.bytes_moved(shape) / self.bandwidth, self.operations(shape) / self.flops)
 
     def memory_seconds(self, num_bytes: float) -> float:
-        """Return the seconds to move `num_bytes` bytes at the share of the bandwidth that
+        """Return the seconds to move `num_bytes` bytes at the share of the peak bandwidth that
         kernels reach.
         """
         return num_bytes / (self.bandwidth * self.memory_efficiency)
 
     def arithmetic_seconds(self, operations: float) -> float:
-        """Return the seconds of `operations` operations at the share of the peak that kernels
+        """Return the seconds to do `operations` operations at the share of the peak that kernels
         reach.
         """
         return operations / (self.flops * self.arithmetic_efficiency)
 
     def seconds(self, shape: StepShape) -> float:
-        """Return seconds of one step of this shape, modelled."""
+        """Return the modelled seconds of one step of this shape."""
         moved, computed = self.bytes_moved(shape), self.operations(shape)
         work = max(self.memory_seconds(moved), self.arithmetic_seconds(computed))
         return self.step_overhead + self.request_overhead * shape.num_reqs + work
 
     @property
     def knee(self) -> float:
-        """Tokens of a step above which its arithmetic takes longer than reading the weights, with
-        every expert.
+        """The number of tokens above which a step's arithmetic takes longer than reading the
+        weights of all experts.
         """
         return self.memory_seconds(self.weight_bytes_read(math.inf)) / self.arithmetic_seconds(self.flops_per_token)
 
     def at_best(self) -> RooflineCost:
-        """Return the same cost with arithmetic at the rate of a bare matmul: no prefill can be
-        expected to be faster.
+        """Return the same cost with arithmetic at the rate of a bare matmul, which no prefill is
+        expected to beat.
         """
         return replace(self, arithmetic_efficiency=max(self.arithmetic_efficiency, MATMUL_EFFICIENCY))
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredStep:
-    """A step of a real engine, with its seconds."""
+    """A step of a real engine and its measured seconds."""
 
     shape: StepShape
     seconds: float
@@ -243,8 +243,8 @@ class FittedCost:
 
     @classmethod
     def fit(cls, steps: Sequence[MeasuredStep]) -> FittedCost:
-        """Fit by least squares of the *relative* error; features that would get a negative
-        coefficient are dropped.
+        """Fit by least squares of the *relative* error, dropping features that would get a negative
+        coefficient.
         """
         if len(steps) < 8:
             raise MinivllmError(f"a fit needs at least 8 measured steps, not {len(steps)}")
@@ -259,20 +259,20 @@ class FittedCost:
         return cls(*(max(0.0, factors.get(index, 0.0)) for index in range(4)))
 
     def seconds(self, shape: StepShape) -> float:
-        """Return seconds of one step of this shape, by the line."""
+        """Return the seconds of one step of this shape, by the fitted line."""
         coefficients = (self.per_step, self.per_request, self.per_token, self.per_pair)
         return sum(c * value for c, value in zip(coefficients, _features(shape), strict=True))
 
 
 def _passed_parameters(model: ModelConfig, expert_share: float) -> float:
-    """Return the parameters of the layers that a text token passes."""
+    """Return the number of parameters in the layers that a text token passes."""
     groups = parameter_groups(model)
     layers = sum(size for name, size in groups.items() if name not in ("embedding", "head", "vision"))
     return layers - (1 - expert_share) * routed_parameters(model)
 
 
 def _check(costs: object, *names: str, above_zero: bool) -> None:
-    """Reject negative or non-finite numbers, and 0 if `above_zero`."""
+    """Reject negative or non-finite numbers, and also 0 if `above_zero`."""
     for name in names:
         value = getattr(costs, name)
         fits = is_number(value) and (value > 0 if above_zero else value >= 0)
@@ -284,8 +284,8 @@ def _features(shape: StepShape) -> tuple[float, ...]:
 
 
 def _least_squares(rows: list[list[float]], targets: list[float]) -> list[float]:
-    """Solve the normal equations by elimination; columns are scaled first, since their units
-    differ by a million.
+    """Solve the normal equations by elimination; columns are scaled first, since their units differ
+    by a factor of a million.
     """
     width = len(rows[0])
     scales = [max(abs(row[i]) for row in rows) or 1.0 for i in range(width)]
@@ -315,7 +315,7 @@ class ModelError:
     """(Sum of predicted − sum of measured) / sum of measured."""
 
     def __str__(self) -> str:
-        return f"±{self.median_step:.0%} a step (median), {self.total:+.0%} in total"
+        return f"±{self.median_step:.0%} per step (median), {self.total:+.0%} in total"
 
 
 def model_error(cost: Cost, steps: Sequence[MeasuredStep]) -> ModelError:
@@ -333,6 +333,6 @@ def model_error(cost: Cost, steps: Sequence[MeasuredStep]) -> ModelError:
 
 
 def chunk_seconds(cost: Cost, prompt: int, budget: int) -> float:
-    """Return seconds of a prompt alone, in chunks of `budget` tokens."""
+    """Return the seconds of a lone prompt that is computed in chunks of `budget` tokens."""
     starts = range(0, prompt, budget)
     return sum(cost.seconds(StepShape.of([(min(budget, prompt - start), start)])) for start in starts)

@@ -1,8 +1,8 @@
-"""One model on several GPUs, as tensor parallel, pipeline parallel or data parallel: what each
-sends, keeps and serves.
+"""One model on several GPUs with tensor, pipeline or data parallelism: what each sends, stores and
+serves.
 
-The scheduler is the real one under the virtual clock; what a layout keeps and what its steps cost
-is in `layouts`. Everything is *modelled*.
+The scheduler is the real one under the virtual clock; the capacity of a layout and the cost of its
+steps are in `layouts`. Everything is *modelled*.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ PLACES = 1024
 
 
 def bytes_sent(way: str, gpus: int, tokens: int, hidden: int, layers: int, element: int = 2) -> float:
-    """Return bytes that each GPU sends in a step: two all-reduces a layer (TP), its last hidden
-    states (PP), nothing (DP).
+    """Return the bytes that each GPU sends in a step: two all-reduces per layer (TP), its last
+    hidden states (PP), nothing (DP).
     """
     states = tokens * hidden * element
     return {"TP": 2 * layers * 2 * (gpus - 1) / gpus * states, "PP": states if gpus > 1 else 0, "DP": 0}[way]
 
 
 def bubble(stages: int, batches: int) -> float:
-    """Return the share of a pipeline's time in which a stage is idle while `batches` batches
-    go through it.
+    """Return the share of a pipeline's time in which a stage is idle while `batches` batches go
+    through.
     """
     return (stages - 1) / (batches + stages - 1)
 
 
 @dataclass(frozen=True)
 class Deployment:
-    """`gpus` GPUs of a kind with one model, in one of the `WAYS`. One GPU is the same in all of
-    them.
+    """A model on `gpus` GPUs of one kind, parallelized in one of the `WAYS`. With one GPU, all ways
+    are the same.
     """
 
     model: ModelConfig
@@ -50,7 +50,7 @@ class Deployment:
 
     def __post_init__(self) -> None:
         if self.way not in WAYS:
-            raise MinivllmError(f"the way is {self.way!r}; known are {', '.join(WAYS)}")
+            raise MinivllmError(f"way is {self.way!r}; it must be one of {', '.join(WAYS)}")
 
     @property
     def groups(self) -> int:
@@ -66,28 +66,26 @@ class Deployment:
         return self.placed.kv_tokens() * self.groups
 
     def cost(self) -> Cost:
-        """Return what a step of one of its batches takes."""
+        """Return the cost model of a step of one batch."""
         return self.placed.cost
 
     @property
     def placed(self) -> PlacedModel:
-        """The same as a layout."""
+        """This deployment as a model placed in a layout."""
         tp, pp, dp = (self.gpus if way == self.way else 1 for way in WAYS)
         return PlacedModel(self.model, self.gpu, Layout(tp, pp, dp), PLACES)
 
 
 @dataclass(frozen=True)
 class Served:
-    """The service that clients saw of one group, and how many such groups there are; all serve
-    alike.
-    """
+    """The service that one group's clients saw, and the number of groups, which all serve equally."""
 
     run: OpenRun
     groups: int
 
     def attainment(self, ttft: float, tpot: float) -> float:
-        """Return the share of the counted requests that met both objectives, in seconds. Some still
-        run: they count so far.
+        """Return the share of the counted requests that met both objectives, in seconds. Requests
+        that are still running count with their values so far.
         """
         met = sum(self.run.ttft(stay) <= ttft and (stay.tpot or 0.0) <= tpot for stay in self.run.stays)
         return met / len(self.run.stays)
@@ -99,11 +97,12 @@ class Served:
 
 
 def serve(deployment: Deployment, rate: float, counted: int, kind: str = "sharegpt", seed: int = 0) -> Served:
-    """Return requests of a kind arrive at random, `rate` a second, at engines that have been at it
-    for long.
+    """Simulate requests of a kind that arrive at random, `rate` per second, at engines that have
+    been running for a long time.
 
-    Each group gets its share of them, which arrive at random too. One group is simulated (see
-    `open_load`), until its first `counted` requests have ended, or as many more have come.
+    Each group gets its share of the requests, which also arrive at random. One group is simulated
+    (see `open_load`) until its first `counted` requests have ended, or until as many more have
+    arrived.
 
     Raises:
         MinivllmError: the model does not fit.
@@ -121,12 +120,12 @@ def serve(deployment: Deployment, rate: float, counted: int, kind: str = "shareg
 
 
 def find_knee(attainment: Callable[[float], float], low: float, high: float, rounds: int, target: float = 0.9) -> float:
-    """Return the highest rate at which at least `target` of the requests meet their service level,
-    by bisection.
+    """Find, by bisection, the highest rate at which at least `target` of the requests meet their
+    service level.
 
-    `attainment(rate)` offers that load and returns the share that met it; it falls as the rate
-    grows. If even `low` is too much, the answer is 0; if `high` can be borne, it is `high`. Else it
-    is too low by (high - low) / 2 ** rounds at most.
+    `attainment(rate)` offers that load and returns the share that met it, which falls as the rate
+    grows. The answer is 0 if even `low` is too much, and `high` if `high` can be sustained.
+    Otherwise it is too low by at most (high - low) / 2 ** rounds.
     """
     if attainment(low) < target:
         return 0.0

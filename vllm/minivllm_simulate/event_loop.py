@@ -1,12 +1,12 @@
-"""The event loop of all simulations: a clock that jumps from one event to the next.
+"""The event loop behind all simulations: a clock that jumps from one event to the next.
 
     loop = EventLoop()
     loop.at(2.5, lambda: print("a request arrives"))
     loop.advance(loop.next_time)
 
 A simulation of one engine has arrivals as its events, and moves the clock by the seconds of each
-step (`virtual_clock`, `open_load`). One of several engines has the end of each step as an event too
-(`minivllm_lab.disaggregation.pools`).
+step (`virtual_clock`, `open_load`). A simulation of several engines also has the end of each step
+as an event (`minivllm_lab.disaggregation.pools`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PAUSE = 1_500
 
 
 class EventLoop:
-    """Events in the order of their times; those of the same time in the order in which they were
+    """Events in the order of their times; simultaneous events keep the order in which they were
     added.
     """
 
@@ -36,13 +36,13 @@ class EventLoop:
         return self._events[0][0] if self._events else math.inf
 
     def at(self, when: float, act: Callable[[], object], rank: int | None = None) -> None:
-        """Call `act` at this time. Unique ranks order events of the same time; use them for all
-        events or none.
+        """Call `act` at this time. Unique ranks order simultaneous events; use them for all events
+        or none.
         """
         heapq.heappush(self._events, (when, next(self._order) if rank is None else rank, act))
 
     def advance(self, to: float) -> None:
-        """Move the clock to this time, unless it is past it, and let everything happen that is
+        """Move the clock to this time, unless it is already past it, and run all events that are
         due by then.
         """
         self.now = max(self.now, to)
@@ -52,8 +52,8 @@ class EventLoop:
 
 
 def with_pauses(step: Callable[[], int], unfinished: Callable[[], object]) -> Generator[None, None, None]:
-    """Call `step` until nothing is unfinished; pause whenever the work that it returns adds up
-    to PAUSE.
+    """Call `step` until nothing is unfinished; pause whenever the amounts of work that it returns
+    add up to PAUSE.
     """
     work = 0
     while unfinished():

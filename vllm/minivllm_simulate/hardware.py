@@ -1,5 +1,5 @@
-"""Memory, bandwidth and arithmetic rates of GPUs, from vendors' data sheets, and of this machine,
-measured.
+"""Memory, bandwidth and arithmetic rates: of GPUs from vendors' data sheets, and of this machine by
+measurement.
 
 Rates are peaks, dense (without structured sparsity), so real kernels reach a part of them.
 """
@@ -34,7 +34,7 @@ class Hardware(Device):
     source: str = "measured"
 
     def flops_of(self, dtype: str) -> float:
-        """Return the peak operations per second on this dtype.
+        """Return the peak operations per second for this dtype.
 
         Raises:
             MinivllmError: the machine has no matrix units for it.
@@ -44,8 +44,8 @@ class Hardware(Device):
         return self.flops[dtype]
 
     def ridge(self, dtype: str = "bfloat16") -> float:
-        """Return operations per byte from which arithmetic, not memory, is the limit (the knee of
-        the roofline).
+        """Return the operations per byte above which a kernel is compute-bound (the knee of the
+        roofline).
         """
         return self.flops_of(dtype) / self.bandwidth
 
@@ -107,8 +107,8 @@ def get_hardware(name: str) -> Hardware:
 
 
 def measure_this_machine(seconds: float = 0.6) -> Hardware:
-    """Measure this computer's processor as `Hardware`: memory, copy bandwidth and float32 matmul,
-    with numpy.
+    """Measure this computer's processor as `Hardware`: memory size, copy bandwidth and float32
+    matmul rate, with numpy.
 
     Args:
         seconds: about how long the measuring may take. The best of several rounds is kept: other
@@ -133,7 +133,7 @@ def measure_this_machine(seconds: float = 0.6) -> Hardware:
 
 
 def _physical_memory() -> int:
-    """Return bytes of main memory; 0 where the system does not say (Windows)."""
+    """Return the bytes of main memory, or 0 where the system does not report them (Windows)."""
     if not hasattr(os, "sysconf"):
         return 0
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -1,5 +1,5 @@
-"""The shapes of well-known models, so that tables and widgets need no network: the figures of
-their `config.json`.
+"""The shapes of well-known models, taken from their `config.json`, so that tables and widgets need
+no network.
 """
 
 from types import MappingProxyType
@@ -131,8 +131,8 @@ HYBRIDS: MappingProxyType[str, dict[str, Any]] = MappingProxyType({
 
 
 def known_model(name: str) -> ModelConfig:
-    """Return the shape of a known model, by its name on the hub, with or without the owner;
-    case-insensitive.
+    """Return the shape of a known model by its name on the hub, with or without the owner, in any
+    case.
 
     Raises:
         MinivllmError: the model is not in the list; the message gives the list.

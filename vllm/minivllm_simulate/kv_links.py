@@ -1,11 +1,11 @@
-"""Links that keys and values travel over, and what is left of a transfer once the prompt is
+"""Links that carry keys and values, and the part of a transfer that remains once the prompt is
 computed. *Modelled*.
 
     for link in LINKS.values(): print(link.name, Transfer.of(model, gpu, 2048, link).seconds)
 
-A transfer takes prompt tokens × bytes per token / bandwidth. Both that and the time of a prefill
-grow with the prompt, so whether a link hides it depends on the model and the GPU, and hardly on the
-prompt's length.
+A transfer takes prompt tokens × bytes per token / bandwidth. Both the transfer and the prefill take
+longer for a longer prompt, so whether a link hides the transfer depends on the model and the GPU,
+and hardly on the prompt's length.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Link:
         require(is_number(self.latency) and self.latency >= 0, f"latency is {self.latency!r}; it must be 0 or more")
 
     def seconds(self, num_bytes: float) -> float:
-        """Return seconds until all bytes are there."""
+        """Return the seconds until all bytes have arrived."""
         return self.latency + num_bytes / self.bandwidth
 
 
@@ -67,10 +67,10 @@ LINKS = {
 
 
 def get_link(name: str) -> Link:
-    """Return the link of that name.
+    """Return the link with this name.
 
     Raises:
-        MinivllmError: there is none; the message lists those there are.
+        MinivllmError: there is no such link; the message lists the known ones.
     """
     if name not in LINKS:
         raise MinivllmError(f"unknown link {name!r}: use one of {', '.join(LINKS)}")
@@ -79,7 +79,7 @@ def get_link(name: str) -> Link:
 
 @dataclass(frozen=True)
 class Transfer:
-    """The transfer of one prompt's keys and values from the prefill's GPU to the decode's."""
+    """The transfer of one prompt's keys and values from the prefill GPU to the decode GPU."""
 
     tokens: int
     num_bytes: int
@@ -96,9 +96,9 @@ class Transfer:
 
         Raises:
             UnsupportedModelError: layers that do not keep every token.
-            MinivllmError: `tokens` is not 1 or more, or heads cannot be divided so.
+            MinivllmError: `tokens` is not 1 or more, or the heads cannot be divided over `tp` GPUs.
         """
-        require(tokens >= 1, f"a prompt has 1 token or more, not {tokens}")
+        require(tokens >= 1, f"tokens must be at least 1, not {tokens}")
         num_bytes = tokens * kv_bytes_per_token(model)
         cost = PlacedModel(model, gpu, Layout(tp, 1, 1)).cost
         prefill = cost.seconds(StepShape.of([(tokens, 0)]))
@@ -111,23 +111,23 @@ class Transfer:
 
     @property
     def is_hidden(self) -> bool:
-        """Whether the transfer takes no longer than the prefill: then at most one layer's share
+        """Whether the transfer takes no longer than the prefill; then at most one layer's share
         remains after it.
         """
         return self.seconds <= self.prefill
 
 
 def layer_wise_end(start: float, end: float, seconds: float, layers: int) -> float:
-    """Return when the last layer has arrived, for a prefill from `start` to `end` whose layers are
-    sent one after the other.
+    """Return the arrival time of the last layer, for a prefill from `start` to `end` whose layers
+    are sent one after the other.
 
-    A layer can be sent once it is computed, and once the one before it has been sent.
+    A layer can be sent once it is computed and the previous layer has been sent.
     """
     return max(end + seconds / layers, start + (end - start) / layers + seconds)
 
 
 def least_bandwidth(model: ModelConfig, tokens: int, prefill: float) -> float:
-    """Return bytes a second at which a prompt's keys and values take as long to send as the prompt
-    takes to compute.
+    """Return the bytes per second at which sending a prompt's keys and values takes as long as
+    computing the prompt.
     """
     return tokens * kv_bytes_per_token(model) / prefill

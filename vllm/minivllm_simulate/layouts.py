@@ -1,14 +1,14 @@
-"""One model on several GPUs as TP × PP × DP: whether it fits, what a step takes, and how many work
-side by side.
+"""One model on several GPUs as TP × PP × DP: whether it fits, the cost of a step, and the number of
+parallel schedulers.
 
-A step's cost is that of `levers`, all-reduces over the data sheet's links included; `lever_checks`
-says how far it is off, for tensor parallelism too. For pipelines it has nothing to go by.
-Everything is *modelled*.
+A step's cost is that of `levers`, including all-reduces over the data sheet's links; `lever_checks`
+reports its error, for tensor parallelism too. For pipelines there is no measurement to check
+against. Everything is *modelled*.
 
-A pipeline of p stages works on p batches in turn. Each of them goes through all layers in the time
+A pipeline of p stages works on p batches in turn. Each batch goes through all layers in the time
 that one GPU takes for a batch of its size, plus the hand-overs, and by then the stages have worked
-on the others. So it is computed as p schedulers, each with its share of the requests and of the
-places; weights and caches are spread over all GPUs.
+on the others. So it is modelled as p schedulers, each with its share of the requests and of the
+seats; weights and caches are spread over all GPUs.
 """
 
 from __future__ import annotations
@@ -67,20 +67,20 @@ class Layout:
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost of a batch's step, and of its way from stage to stage."""
+    """The cost of a batch's step and of its hand-overs from stage to stage."""
 
     step: LeverCost
     handovers: int
     bytes_per_token: float
 
     def seconds(self, shape: StepShape) -> float:
-        """Return seconds of one step of this shape, modelled."""
+        """Return the modelled seconds of one step of this shape."""
         sent = self.bytes_per_token * shape.num_tokens / self.step.link
         return self.step.seconds(shape) + self.handovers * (HANDOVER_SECONDS + sent)
 
     def at_best(self) -> Cost:
-        """Return the same cost with arithmetic at the rate of a bare matmul: see
-        `RooflineCost.at_best`.
+        """Return the same cost with arithmetic at the rate of a bare matmul (see
+        `RooflineCost.at_best`).
         """
         return replace(self, step=self.step.at_best())
 
@@ -96,17 +96,17 @@ class PlacedModel:
     """Of an engine; the batches of its pipeline share them."""
 
     def kv_tokens(self) -> int:
-        """Return how many tokens fit into the cache of one group: of an engine, or of one of the
-        batches in its pipeline.
+        """Return how many tokens fit into the cache of one group: an engine, or one of the batches
+        in its pipeline.
 
         Raises:
-            MinivllmError: the heads or layers cannot be divided so, or the weights leave no room
+            MinivllmError: the heads or layers cannot be divided like this, or the weights leave no room
                 for one request.
         """
         tp, pp = self.layout.tp, self.layout.pp
-        require(pp <= self.model.num_hidden_layers, f"{pp} stages share {self.model.num_hidden_layers} layers")
+        require(pp <= self.model.num_hidden_layers, f"{pp} stages cannot share {self.model.num_hidden_layers} layers")
         weights, budget = weight_bytes(self.model, "auto", tp) // pp, UTILIZATION * self.gpu.memory_bytes
-        words = f"weights take {weights / GIB:.1f} GiB of each GPU, and {budget / GIB:.1f} may be used"
+        words = f"weights take {weights / GIB:.1f} GiB of each GPU, of which {budget / GIB:.1f} may be used"
         require(weights < budget, words)
         ledger = memory_ledger(
             self.model, self.gpu, max_model_len=MAX_MODEL_LEN, tp=tp, gpu_memory_utilization=UTILIZATION,
@@ -128,12 +128,12 @@ class PlacedModel:
 
     @property
     def places(self) -> int:
-        """The most requests that a group runs at once."""
+        """The maximum number of requests that a group runs at once."""
         return max(1, self.max_num_seqs // self.layout.pp)
 
     def configs(self, most_tokens: int) -> tuple[SchedulerConfig, CacheConfig]:
-        """Return the configs of one group's scheduler and cache; the pool has no more blocks than
-        `most_tokens` could use.
+        """Return the configs of one group's scheduler and cache; the pool has at most the blocks
+        that `most_tokens` could use.
         """
         blocks = min(self.kv_tokens(), most_tokens) // BLOCK_SIZE
         scheduler = SchedulerConfig(
@@ -142,18 +142,18 @@ class PlacedModel:
         return scheduler, CacheConfig(num_gpu_blocks=1 + blocks, block_size=BLOCK_SIZE, enable_prefix_caching=False)
 
     def steady(self, prompt: float, output: float, kv_tokens: int) -> Steady:
-        """Return what one group comes to, requests having these lengths on average."""
+        """Return the equilibrium of one group for requests with these mean lengths."""
         room = min(self.places, kv_tokens / (prompt + output), TOKEN_BUDGET / (1 + prompt / output))
         return Steady(self.cost, prompt, output, max(1.0, room))
 
 
 @dataclass(frozen=True)
 class Steady:
-    """A batch in equilibrium: as many requests join in a step as leave. The average of what the
+    """A batch in equilibrium, where as many requests join in a step as leave; it averages what the
     scheduler does.
 
-    A request is there for `output` steps. So of `batch` requests, batch / output end in a step, as
-    many join, and their prompts are computed.
+    A request stays for `output` steps. So of `batch` requests, batch / output end in a step, as
+    many join, and the prompts of those are computed.
     """
 
     cost: Cost
@@ -163,8 +163,8 @@ class Steady:
     """Requests at once: places, cache or a step's token budget end there."""
 
     def step_seconds(self, batch: float) -> float:
-        """Return the average seconds of a step with `batch` requests: some steps have prompts,
-        others have none (Poisson).
+        """Return the mean seconds of a step with `batch` requests; some steps have prompts, others
+        have none (Poisson).
         """
         joining = batch / self.output
         none = math.exp(-joining)
@@ -184,14 +184,14 @@ class Steady:
 
     @property
     def capacity(self) -> float:
-        """The most requests per second that it sustains: above that the queue grows without
+        """The maximum requests per second that it sustains; above that, the queue grows without
         bound.
         """
         return max(map(self.rate, self._batches()))
 
     def batch(self, rate: float) -> float:
-        """Return how many requests are there at this rate, by Little's law; `most` where it is too
-        much.
+        """Return the number of requests present at this rate, by Little's law, or `most` if the
+        rate is too high.
         """
         high = next((batch for batch in self._batches() if self.rate(batch) > rate), None)
         if high is None:
@@ -203,7 +203,7 @@ class Steady:
         return high
 
     def _batches(self) -> list[float]:
-        """Return batch sizes up to the largest, which need not be the fastest: a step that is too
+        """Return batch sizes up to the largest, which need not be the fastest, since a step too
         large for a CUDA graph is slower.
         """
         return [self.most * share / GRID for share in range(1, GRID + 1)]

@@ -1,10 +1,10 @@
-"""Request lengths from a file of one's own: a CSV table, or what `vllm bench serve` saves.
+"""Request lengths from the user's own file: a CSV table, or what `vllm bench serve` saves.
 
-A table has a column of prompt lengths and one of output lengths. Their names are taken in the
-spellings of well-known traces (Azure's ContextTokens and GeneratedTokens, BurstGPT's "Request
-tokens" and "Response tokens") and benchmarks; without a line of names, there are exactly two
-columns. The JSON is that of `vllm bench serve --save-result --save-detailed`, with its lists
-`input_lens` and `output_lens`.
+A table has a column of prompt lengths and one of output lengths. Their names may be spelled as in
+well-known benchmarks and traces (Azure's ContextTokens and GeneratedTokens, BurstGPT's "Request
+tokens" and "Response tokens"); without a header line, the table has exactly two columns. The JSON
+is that of `vllm bench serve --save-result --save-detailed`, with its lists `input_lens` and
+`output_lens`.
 
 Rows without a prompt or without an output are left out: traces and benchmarks write 0 for requests
 that failed.
@@ -41,7 +41,8 @@ COUNT = re.compile(r"[0-9]{1,12}(\.0*)?", re.ASCII)
 class LengthTable:
     """Prompt and output tokens of each request, in the file's order; at least one request.
 
-    The same version of a file is the same object, so tables can be compared and cached by.
+    The same version of a file always gives the same object, so tables can be compared and used as
+    cache keys.
     """
 
     path: Path
@@ -57,7 +58,7 @@ def is_path(name: str) -> bool:
 
 
 def read_lengths(name: str) -> LengthTable:
-    """Return the lengths in a file. A file that has not changed since is not read again.
+    """Return the lengths in a file; a file that has not changed is not read again.
 
     Raises:
         MinivllmError: there is no such file, or it has no lengths; the message names the line and
@@ -71,13 +72,13 @@ def read_lengths(name: str) -> LengthTable:
         raise MinivllmError(f"there is no file {name[:80]!r}: {error}") from None
     if status is None:
         raise MinivllmError(f"there is no file {name!r}")
-    require(status.st_size <= MOST_BYTES, f"{name} is larger than {MOST_BYTES // 2**20} MiB; give a part of it")
+    require(status.st_size <= MOST_BYTES, f"{name} is larger than {MOST_BYTES // 2**20} MiB; use a part of it")
     return _read(path.resolve(), status.st_mtime_ns, status.st_size)
 
 
 @lru_cache(maxsize=8)
 def _read(path: Path, modified: int, size: int) -> LengthTable:
-    """Read a file. `modified` and `size` only tell its versions apart in the cache."""
+    """Read a file. `modified` and `size` serve only to tell its versions apart in the cache."""
     try:
         with path.open(encoding="utf-8-sig", newline="") as lines:
             beginning = lines.read(256).lstrip()
@@ -102,7 +103,7 @@ def _collected(path: Path, rows: Iterable[tuple[str, Any, Any]]) -> LengthTable:
         prompts.append(pair[0])
         outputs.append(pair[1])
     too_many = len(prompts) + left_out > MOST_ROWS
-    require(not too_many, f"line {MOST_ROWS + 1:,} and further: at most {MOST_ROWS:,} requests are read; cut the file")
+    require(not too_many, f"line {MOST_ROWS + 1:,} and beyond: at most {MOST_ROWS:,} requests are read; cut the file")
     require(len(prompts) > 0, f"which has no request with a prompt and an output ({left_out} rows have 0 tokens)")
     return LengthTable(path, prompts, outputs, left_out)
 
@@ -123,11 +124,11 @@ def _shown(value: Any) -> str:
 
 
 def _table_rows(lines: Iterator[str]) -> Iterator[tuple[str, Any, Any]]:
-    """Yield (where, prompt, output) of each row. Columns are separated by commas, semicolons or
+    """Yield (where, prompt, output) for each row; columns are separated by commas, semicolons or
     tabs.
     """
     top, first = next(((number, line) for number, line in enumerate(lines, 1) if line.strip()), (1, ""))
-    require(bool(first), f"which is empty; a CSV file with {WANTED} is wanted")
+    require(bool(first), f"which is empty; a CSV file with {WANTED} is needed")
     parting = max(",;\t", key=first.count)
     names = next(csv.reader([first], delimiter=parting))
     if unnamed := all(COUNT.fullmatch(name.strip()) for name in names):
@@ -140,18 +141,18 @@ def _table_rows(lines: Iterator[str]) -> Iterator[tuple[str, Any, Any]]:
         where = f"line {top + reader.line_num}"
         if not any(cell.strip() for cell in row):
             continue
-        require(len(row) > max(prompt, output), f"{where}: {len(row)} columns, and line {top} has {len(names)}")
+        require(len(row) > max(prompt, output), f"{where}: {len(row)} columns, but line {top} has {len(names)}")
         yield where, row[prompt], row[output]
 
 
 def _column(names: Sequence[str], known: Sequence[str], line: int) -> int:
-    """Return the column whose name is the first of `known`, whatever its case, spaces and
+    """Return the column that matches the first possible name in `known`, ignoring case, spaces and
     underscores.
     """
     plain = [_plain(name) for name in names]
     column = next((_plain(name) for name in known if _plain(name) in plain), None)
     if column is None:
-        raise MinivllmError(f"line {line}: {WANTED} is wanted, and it has {_shown(', '.join(names))}")
+        raise MinivllmError(f"line {line}: {WANTED} is needed, but it has {_shown(', '.join(names))}")
     return plain.index(column)
 
 
@@ -160,7 +161,7 @@ def _plain(name: str) -> str:
 
 
 def _json_rows(text: str) -> Iterator[tuple[str, Any, Any]]:
-    """Yield (where, prompt, output) of each request in a result of `vllm bench serve`."""
+    """Yield (where, prompt, output) for each request in a result of `vllm bench serve`."""
     try:
         result = json.loads(text)
     except ValueError as error:

@@ -3,10 +3,10 @@ it.
 
     for check in published_checks(): print(check.what, check.measured, check.modelled)
 
-There are checks of three kinds: decodes, prefills of a thousand tokens and more, and short prefills
-of 128. Print `known_error` of the kinds that a prediction is made of beside it: what decodes say of
-the model says nothing of its prefills. Short ones are modelled too fast by half, since engines of
-2023 spent a fixed time on each besides.
+There are three kinds of checks: decodes, prefills of a thousand tokens and more, and short prefills
+of 128. Print `known_error` of the kinds that a prediction is made of beside it, since the error on
+decodes says nothing about prefills. Short prefills are modelled too fast by half, because the
+engines of 2023 also spent a fixed time on each.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ SHORT = 1000
 
 @dataclass(frozen=True)
 class PublishedCheck:
-    """A published figure and the model's: a rate, a time, or a ratio of two of them."""
+    """A published figure and the model's figure: a rate, a time, or a ratio of two of them."""
 
     what: str
     source: str
@@ -83,7 +83,7 @@ class PublishedCheck:
 
     @property
     def error(self) -> float:
-        """(modelled − measured) / measured."""
+        """The relative error, (modelled − measured) / measured."""
         return self.modelled / self.measured - 1
 
 
@@ -131,12 +131,12 @@ def checks_of(kind: str) -> list[PublishedCheck]:
 
 
 def median_error(kind: str) -> float:
-    """Return median of |modelled − measured| / measured over the checks of one kind."""
+    """Return the median of |modelled − measured| / measured over the checks of one kind."""
     return statistics.median(abs(check.error) for check in checks_of(kind))
 
 
 def known_error(*kinds: str) -> str:
-    """Say how far the model is off on figures of these kinds: "decodes off by 8%, prefills by
+    """Describe the model's error on figures of these kinds, as in "decodes off by 8%, prefills by
     18% (median)".
     """
     parts = [f"{kind}s {'off ' if not index else ''}by {median_error(kind):.0%}" for index, kind in enumerate(kinds)]
@@ -144,8 +144,8 @@ def known_error(*kinds: str) -> str:
 
 
 def _first_tokens() -> list[PublishedCheck]:
-    """Check times to the first token of prompts that are computed alone or beside decodes, and
-    steps with a chunk.
+    """Check times to first token, for prompts computed alone or beside decodes, and steps with a
+    chunk.
     """
     checks = [
         PublishedCheck(
@@ -186,26 +186,26 @@ def _first_tokens() -> list[PublishedCheck]:
 
 
 def sarathi_step(context: int) -> float:
-    """Return seconds of SARATHI's full step: a chunk and decodes that all have this context."""
+    """Return the seconds of SARATHI's full step: a chunk, and decodes that all have this context."""
     cost = RooflineCost.of(ModelConfig.from_dict(YI), get_hardware("A100-80"), tp=2)
     decodes = [(1, context)] * SARATHI_DECODES
     return cost.seconds(StepShape.of([(SARATHI_STEP - SARATHI_DECODES, context), *decodes]))
 
 
 def splitwise_cost(gpu: str) -> LeverCost:
-    """Return the cost of SPLITWISE's engine: a 70B model on eight GPUs, every kernel launched by
-    the host.
+    """Return the cost of SPLITWISE's engine: a 70B model on eight GPUs, with every kernel launched
+    by the host.
     """
     return _cost("Meta-Llama-3-70B", gpu, tensor_parallel=8, cuda_graphs=False)
 
 
 def _decode_rate(model: str, gpu: str, **levers: object) -> float:
-    """Return tokens per second of one request whose context is short."""
+    """Return the tokens per second of one request with a short context."""
     return 1 / _cost(model, gpu, **levers).seconds(StepShape.of([(1, 50)]))
 
 
 def _slope(**levers: object) -> float:
-    """Return seconds that a token of context adds to a decode of Llama-3.1-8B on an H100."""
+    """Return the seconds that a token of context adds to a decode of Llama-3.1-8B on an H100."""
     cost = _cost("Llama-3.1-8B", "H100", **levers)
     near, far = (cost.seconds(StepShape.of([(1, context)])) for context in (0, 100_000))
     return (far - near) / 100_000

@@ -1,17 +1,17 @@
-"""The gain of each optimization: a switch per lever, the engine's own scheduler, and a cost per
-step. *Modelled*.
+"""The gain of each optimization, from a switch per lever, the engine's own scheduler, and a cost
+per step. *Modelled*.
 
-`throughput(levers, model, gpu, workload)` runs the workload to its end. The scheduler and the block
-pool are the real ones; what a lever changes is what they are told (batching, chunks, block size,
-pool), what the model is (GQA, dtypes), or what a step costs (kernels, graphs, GPUs). All requests
-are there at the start, so the figure is offline throughput.
+`throughput(levers, model, gpu, workload)` runs the workload to completion. The scheduler and the
+block pool are the real ones; a lever changes their settings (batching, chunks, block size, pool),
+the model (GQA, dtypes), or the cost of a step (kernels, graphs, GPUs). All requests are present at
+the start, so the figure is offline throughput.
 
-Everything off is a server as one would first write it: each step computes whole contexts again, in
-16 bits, with a head of keys and values for every query head, in batches that nobody joins. `LADDER`
-switches one lever on after another in the order of the folklore's ranking.
+With everything off, the server is the simplest one to write: each step recomputes whole contexts in
+16 bits, with a KV head for every query head, in batches that no request can join. `LADDER` switches
+on one lever after another, in the order in which folklore ranks them.
 
-The constants below are each from one published measurement, named beside it.
-`minivllm_simulate.lever_checks` says how far the model is off on others. It leaves out sampling,
+Each constant below comes from one published measurement, cited beside it.
+`minivllm_simulate.lever_checks` reports the model's error on others. The model leaves out sampling,
 drafting, the tokenizer and a drop in clock under load.
 """
 
@@ -106,14 +106,14 @@ class Levers:
 
     def __post_init__(self) -> None:
         if self.weight_bits not in WEIGHT_BYTES:
-            raise MinivllmError(f"weight_bits is {self.weight_bits}; known are {', '.join(map(str, WEIGHT_BYTES))}")
+            raise MinivllmError(f"weight_bits is {self.weight_bits}; use one of {', '.join(map(str, WEIGHT_BYTES))}")
         if self.speculative_tokens < 0:
             raise MinivllmError(f"speculative_tokens is {self.speculative_tokens}; it must not be negative")
 
 
 @dataclass(frozen=True)
 class Lever:
-    """A rung of the ladder: a field of `Levers`, and the value that switches it on."""
+    """A rung of the ladder: a field of `Levers` and the value that switches it on."""
 
     field: str
     title: str
@@ -161,15 +161,13 @@ class LeverWorkload:
 
     def __post_init__(self) -> None:
         if any(request.arrival for request in self.requests):
-            raise MinivllmError("all requests of a LeverWorkload are there at the start: arrival is 0")
+            raise MinivllmError("all requests of a LeverWorkload must be there at the start: arrival must be 0")
         object.__setattr__(self, "output_tokens", sum(request.output_tokens for request in self.requests))
 
 
 @dataclass(frozen=True)
 class LeverResult:
-    """Results of a workload. Times are modelled; counts come from the scheduler and the block
-    pool.
-    """
+    """Results of a workload; times are modelled, counts come from the scheduler and the block pool."""
 
     tokens_per_second: float
     """Output tokens, of all GPUs together."""
@@ -199,7 +197,7 @@ class LeverCost:
     """The cost of a step under these levers: linear layers, attention, communication between GPUs,
     or the host's launches.
 
-    The parts come one after the other, each as long as the slower of its bytes and its operations.
+    The parts run one after the other, each as long as the slower of its bytes and its operations.
     """
 
     roofline: RooflineCost
@@ -220,9 +218,7 @@ class LeverCost:
 
     @classmethod
     def of(cls, levers: Levers, model: ModelConfig, gpu: Hardware) -> LeverCost:
-        """Return the cost of these levers; `model` is the one that they make (see
-        `lever_model`).
-        """
+        """Return the cost of these levers; `model` is the result of `lever_model`."""
         tp, size = levers.tensor_parallel, WEIGHT_BYTES[levers.weight_bits]
         roofline = replace(
             RooflineCost.of(model, gpu, kv_dtype=levers.kv_dtype, tp=tp),
@@ -250,22 +246,22 @@ class LeverCost:
         )
 
     def weight_seconds(self, num_tokens: int) -> float:
-        """Return the seconds of reading the weights once, of the experts only those that the
-        tokens choose.
+        """Return the seconds to read the weights once; of the experts, only those that the tokens
+        choose.
         """
         return self.roofline.memory_seconds(self.roofline.weight_bytes_read(num_tokens)) / self.read_rate
 
     def linear_seconds(self, shape: StepShape) -> float:
-        """Return weights read once, or two operations for every token and each weight that it
-        passes.
+        """Return the seconds of the linear layers: the larger of reading the weights and two
+        operations per token and weight.
         """
         cost = self.roofline
         computed = cost.flops_per_token * shape.num_tokens + cost.flops_per_request * shape.num_reqs
         return max(self.weight_seconds(shape.num_tokens), cost.arithmetic_seconds(computed) / self.matmul_rate)
 
     def attention_seconds(self, shape: StepShape) -> float:
-        """Return keys read and written, scores too where they are stored; or four operations a pair
-        and head dimension.
+        """Return the seconds of attention: the larger of moving keys and any stored scores, and
+        four operations per pair and head dimension.
         """
         cost = self.roofline
         moved = cost.kv_bytes_per_token * (shape.num_keys + shape.num_tokens)
@@ -273,39 +269,37 @@ class LeverCost:
         return max(cost.memory_seconds(moved), cost.arithmetic_seconds(cost.flops_per_pair * shape.num_pairs))
 
     def link_seconds(self, shape: StepShape) -> float:
-        """Return two all-reduces a layer."""
+        """Return the seconds of two all-reduces per layer."""
         sent = self.all_reduce_bytes_per_token * shape.num_tokens
         return self.all_reduces * (ALL_REDUCE_SECONDS + sent / self.link) if self.all_reduces else 0.0
 
     def seconds(self, shape: StepShape) -> float:
-        """Return seconds of one step of this shape, modelled."""
+        """Return the modelled seconds of one step of this shape."""
         device = self.linear_seconds(shape) + self.attention_seconds(shape) + self.link_seconds(shape)
         launches = 0.0 if self.graphs and shape.num_tokens <= LARGEST_GRAPH else self.host_seconds
         return self.roofline.step_overhead + max(device, launches)
 
     def at_best(self) -> LeverCost:
-        """Return the same cost with arithmetic at the rate of a bare matmul: see
-        `RooflineCost.at_best`.
+        """Return the same cost with arithmetic at the rate of a bare matmul (see
+        `RooflineCost.at_best`).
         """
         return replace(self, roofline=self.roofline.at_best())
 
 
 def lever_model(levers: Levers, model: ModelConfig) -> ModelConfig:
-    """Return the model itself; without `gqa`, a sibling with a key-value head for every query
-    head.
-    """
+    """Return the model itself or, without `gqa`, a variant with a KV head for every query head."""
     return model if levers.gqa else replace(model, num_key_value_heads=model.num_attention_heads)
 
 
 def lever_weight_bytes(levers: Levers, model: ModelConfig) -> int:
-    """Return bytes of the weights on one GPU, with the linear layers in `weight_bits`."""
+    """Return the bytes of the weights on one GPU, with the linear layers in `weight_bits`."""
     groups = parameter_groups(model, levers.tensor_parallel)
     plain = sum(groups.pop(name) for name in ("embedding", "norm", "head"))
     return round(plain * WEIGHT_BYTES[16] + sum(groups.values()) * WEIGHT_BYTES[levers.weight_bits])
 
 
 def lever_ledger(levers: Levers, model: ModelConfig, gpu: Hardware, workload: LeverWorkload) -> MemoryLedger:
-    """Return memory use of one GPU under these levers; `model` is the result of `lever_model`.
+    """Return the memory use of one GPU under these levers; `model` is the result of `lever_model`.
 
     Raises:
         MinivllmError: the weights leave no room for one request of `max_model_len` tokens.
@@ -326,13 +320,13 @@ def lever_ledger(levers: Levers, model: ModelConfig, gpu: Hardware, workload: Le
 
 
 def throughput(levers: Levers, model: ModelConfig, gpu: Hardware, workload: LeverWorkload) -> LeverResult:
-    """Return output tokens per second of a workload, modelled, and the counts behind them.
+    """Return a workload's modelled output tokens per second, and the counts that they come from.
 
     Args:
         levers: what is switched on.
         model: the shape of a model, with GQA if it has it.
-        gpu: one of the hardware table; `tensor_parallel` of them.
-        workload: requests that are all there at the start.
+        gpu: an entry of the hardware table; `tensor_parallel` such GPUs are used.
+        workload: requests that are all present at the start.
 
     Raises:
         MinivllmError: the model does not fit on the GPU, heads cannot be divided over the GPUs, or
@@ -374,7 +368,9 @@ def ladder(
     rungs: Sequence[Lever] = LADDER,
     start: Levers | None = None,
 ) -> list[tuple[Lever | None, Levers, LeverResult]]:
-    """Return the throughput with all levers off, then with one more lever switched on at a time."""
+    """Return the throughput with all levers off (or at `start`), then with one more lever switched
+    on at a time.
+    """
     levers = Levers() if start is None else start
     results: list[tuple[Lever | None, Levers, LeverResult]] = [(None, levers, throughput(levers, model, gpu, workload))]
     for rung in rungs:
@@ -384,7 +380,9 @@ def ladder(
 
 
 def _token_budget(levers: Levers, workload: LeverWorkload) -> int:
-    """Return a step's tokens: without chunks, the longest prompt must fit into one."""
+    """Return the token budget of a step; without chunked prefill, the longest prompt must fit into
+    one step.
+    """
     return TOKEN_BUDGET if levers.chunked_prefill else max(TOKEN_BUDGET, workload.max_model_len)
 
 
@@ -404,8 +402,8 @@ def _scheduler_config(levers: Levers, workload: LeverWorkload) -> SchedulerConfi
 
 
 def _cache_config(levers: Levers, ledger: MemoryLedger, slots: int, workload: LeverWorkload) -> CacheConfig:
-    """Return the pool, no larger than the workload could ever use: what is scheduled then depends
-    on no GPU that is ample.
+    """Return the pool, no larger than the workload could ever use, so that scheduling does not
+    depend on the GPU if its memory is ample.
     """
     if not levers.kv_cache or not levers.paging:
         fit = slots if levers.kv_cache else workload.max_num_seqs
@@ -437,8 +435,8 @@ LONGEST_PROMPT, LONGEST_ANSWER = 2048, 1024
 
 
 def shared_chat(count: int, system_tokens: int = 512, shorter: int = 1, seed: int = 0) -> LeverWorkload:
-    """Return chats with one system prompt; question lengths as in ShareGPT, answers `shorter` times
-    shorter.
+    """Return chats with one system prompt, question lengths as in ShareGPT, and answers divided by
+    `shorter`.
     """
     system = tuple(range(1, system_tokens + 1))
     requests = []
@@ -449,8 +447,8 @@ def shared_chat(count: int, system_tokens: int = 512, shorter: int = 1, seed: in
 
 
 def long_and_short(count: int, shorter: int = 1, seed: int = 0) -> LeverWorkload:
-    """Return three chats with ShareGPT's lengths per completion with the Azure code trace's
-    lengths; nothing is shared.
+    """Return three chats with ShareGPT's lengths for every completion with the Azure code trace's
+    lengths; none share a prefix.
     """
     chats, codes = (iter(WORKLOADS[name].sample(count, seed)) for name in ("sharegpt", "azure-code"))
     drawn = [next(codes if index % 4 == 3 else chats) for index in range(count)]

@@ -1,7 +1,8 @@
-"""A swept load: runs that can be interrupted and resumed, their results, and where a system breaks.
+"""A sweep over the load: runs that can be interrupted and resumed, their results, and where a
+system breaks.
 
-The widgets of several lessons use it. A run is a generator that pauses every few milliseconds of
-work, so that a page stays responsive while its reader drags the load.
+Widgets of several lessons use it. A run is a generator that pauses every few milliseconds of work,
+so that a page stays responsive while its reader drags the load.
 """
 
 from __future__ import annotations
@@ -21,17 +22,19 @@ Span = tuple[float | None, float | None]
 
 
 class Runs(Generic[Key, Found]):
-    """Runs by their key. `found` has the results; an interrupted run goes on where it paused."""
+    """Runs by key. `found` holds the results; an interrupted run resumes where it paused."""
 
     def __init__(self, start: Callable[[Key], Generator[None, None, Found]]) -> None:
-        """`start(key)` begins a run: it pauses with `yield`, and returns its result."""
+        """Take `start(key)`, which begins a run: a generator that pauses with `yield` and returns
+        its result.
+        """
         self._start = start
         self._under_way: dict[Key, Generator[None, None, Found]] = {}
         self.found: dict[Key, Found] = {}
 
     def run(self, key: Key) -> Iterator[None]:
-        """Do a run, unless it is done, and pause where it does. A failed run begins again the
-        next time.
+        """Do a run unless it is done, and pause where it does. A failed run starts over the next
+        time.
         """
         while key not in self.found:  # another caller may end it during a pause
             under_way = self._under_way.get(key) or self._under_way.setdefault(key, self._start(key))
@@ -48,13 +51,13 @@ class Runs(Generic[Key, Found]):
 
 
 def within(ordered: Sequence[float], share: float) -> float:
-    """Return the least of `ordered` values that this share of them does not exceed.
+    """Return the smallest of the `ordered` values that this share of them does not exceed.
 
     Raises:
         MinivllmError: there are no values.
     """
     if not ordered:
-        raise MinivllmError("a share needs at least one value")
+        raise MinivllmError("a quantile needs at least one value")
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
 
 
@@ -64,11 +67,11 @@ def share_within(ordered: Sequence[float], limit: float) -> float:
 
 
 def crossing(loads: Sequence[float], values: Sequence[float], limit: float, *, log: bool = False) -> float:
-    """Return the load from which on `values` stay above `limit`; inf if they do not.
+    """Return the load above which `values` stay above `limit`, or inf if they do not.
 
-    It lies on the line between two loads, along the logarithm of the values (and of the loads, with
-    `log`). Where all values are above, it is the first load. A higher limit never gives a lower
-    load.
+    It is interpolated between two loads, along the logarithm of the values (and of the loads, with
+    `log`). If all values are above the limit, it is the first load. A higher limit never gives a
+    lower load.
     """
     if not loads or values[-1] <= limit:
         return math.inf
@@ -80,8 +83,8 @@ def crossing(loads: Sequence[float], values: Sequence[float], limit: float, *, l
 
 
 def spans(xs: Sequence[float], ratios: Sequence[float]) -> list[Span]:
-    """Return where a curve lies above 1. Between two values it is a line, along the logarithms of
-    both.
+    """Return where a curve is above 1; between two points it is a line in the logarithms of both
+    coordinates.
 
     Returns:
         Pairs of ends; None where it is above 1 at the first or at the last value.

@@ -1,7 +1,7 @@
 """Runs of requests that all arrive at the start, in counts: only the order of steps matters, and no
 time passes.
 
-The sweeps of `widgets/optimization_catalog` run on it.
+The sweeps of `widgets/optimization_catalog` use them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from minivllm_simulate.virtual_clock import SimulatedRequest, to_request
 
 @dataclass(frozen=True)
 class OfflineRun:
-    """The scheduler's decisions, in counts."""
+    """The scheduler's decisions, expressed in counts."""
 
     stretches: tuple[Stretch, ...]
     prefix_hits: int
@@ -33,7 +33,7 @@ class OfflineRun:
 
     @property
     def request_steps(self) -> int:
-        """Requests of every step, added up."""
+        """Number of requests in a step, summed over all steps."""
         return sum(stretch.steps * stretch.first.num_reqs for stretch in self.stretches)
 
     @property
@@ -46,7 +46,7 @@ class OfflineRun:
         return (shape for stretch in self.stretches for shape in stretch.shapes())
 
     def seconds(self, cost: Cost) -> float:
-        """Return the seconds of all steps."""
+        """Return the seconds of all steps together."""
         return sum(stretch.seconds(cost) for stretch in self.stretches)
 
 
@@ -58,7 +58,7 @@ def run_offline(
     acceptance: float = 0.0,
     shape_of: ShapeOf = StepShape.of,
 ) -> OfflineRun:
-    """Run a workload to its end. The arguments are those of `virtual_clock.simulate`.
+    """Run a workload to completion. The arguments are those of `virtual_clock.simulate`.
 
     Raises:
         MinivllmError: the workload is empty, a request arrives later than the others, or the
@@ -67,7 +67,7 @@ def run_offline(
     if not workload:
         raise MinivllmError("a simulation needs at least one request")
     if any(request.arrival or request.after is not None for request in workload):
-        raise MinivllmError("all requests of an offline run are there at the start: arrival is 0, after is None")
+        raise MinivllmError("all requests of an offline run must be there at the start: arrival 0, after None")
     engine = SimulatedEngine(Scheduler(scheduler_config, cache_config), Acceptance(acceptance), shape_of)
     requests = [to_request(index, spec, 0.0) for index, spec in enumerate(workload)]
     for request in requests:

@@ -1,14 +1,14 @@
-"""An open load on one engine: requests arrive at their times, and the real scheduler decides.
+"""An open load on one engine: requests arrive at given times, and the real scheduler decides.
 *Modelled*.
 
 Unlike `virtual_clock.simulate`, it takes many similar steps at a time: while a batch only decodes
-and no request arrives, its steps are one stretch. It begins with as many requests as are there on
-average, each somewhere in its answer; otherwise most of a short run would be spent on an engine
-that fills up.
+and no request arrives, its steps are one stretch. It begins with the mean number of requests in
+progress, each somewhere in its answer; otherwise most of a short run would be spent on filling up
+an empty engine.
 
-The first `counted` arrivals are measured. Those after them only keep the load up until the last
-counted one has ended. An engine that cannot keep up would never end them, so its run stops when no
-further request arrives.
+The first `counted` arrivals are measured. Later ones only keep the load up until the last counted
+one has ended. An engine that cannot keep up would never end them, so its run stops when no further
+request arrives.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Result = TypeVar("Result")
 
 @dataclass
 class Stay:
-    """A counted request as its client sees it. Times are in seconds since the start."""
+    """A counted request as its client sees it, with times in seconds since the start."""
 
     arrival: float
     output_tokens: int
@@ -46,13 +46,13 @@ class Stay:
 
     @property
     def tpot(self) -> float | None:
-        """Time per output token after the first; None where there is no second one."""
+        """Time per output token after the first; None if there is no second one."""
         return (self.last - self.first) / (self.tokens - 1) if self.tokens > 1 else None
 
 
 @dataclass
 class OpenRun:
-    """The counted requests, and the run as a whole."""
+    """The counted requests and the figures of the run as a whole."""
 
     stays: list[Stay]
     end: float = 0.0
@@ -67,7 +67,9 @@ class OpenRun:
     """Requests inside, integrated over time; divided by `end`, their mean number."""
 
     def ttft(self, stay: Stay) -> float:
-        """Return the seconds to its first token, or how long it has waited if it has none yet."""
+        """Return the seconds to a request's first token, or how long it has waited if it has none
+        yet.
+        """
         return min(stay.first, self.end) - stay.arrival
 
     @property
@@ -83,10 +85,10 @@ class OpenRun:
 
 @dataclass(frozen=True)
 class OpenLoad:
-    """Requests that arrive one after another, and how many are there at the start.
+    """Requests that arrive one after another, and the number of requests present at the start.
 
-    `lengths` and `arrivals` have equal lengths: the counted requests, then those that keep the load
-    up.
+    `lengths` and `arrivals` are equally long: the counted requests come first, then those that keep
+    the load up.
     """
 
     lengths: Sequence[RequestLengths]
@@ -98,11 +100,12 @@ class OpenLoad:
     """Serve the counted requests to their last token, even when no further request arrives."""
 
     def there_at_start(self, budget: int) -> list[SimulatedRequest]:
-        """Return requests somewhere in their answers. The tokens that they have so far count as
-        their prompt.
+        """Return the requests present at the start, each somewhere in its answer; the tokens it has
+        so far count as its prompt.
 
-        Their prompts are computed before the clock starts, `budget` tokens a step, and the first of
-        them decode meanwhile: so they get that many tokens more, and have that many fewer so far.
+        Their prompts are computed before the clock starts, `budget` tokens per step, and the first
+        requests already decode meanwhile. So each request starts with as many fewer tokens as it
+        will decode before the clock starts.
         """
         draw, requests, before = random.Random(f"start-{self.seed}"), [], 0
         drawn = [self.lengths[index % len(self.lengths)] for index in range(self.at_start)]
@@ -119,7 +122,7 @@ class OpenLoad:
 def run_open(
     load: OpenLoad, scheduler_config: SchedulerConfig, cache_config: CacheConfig, cost: Cost
 ) -> Generator[None, None, OpenRun]:
-    """Serve a load, with a pause every few milliseconds of work; the generator returns the run.
+    """Serve a load, pausing every few milliseconds of work; the generator returns the run.
 
     Raises:
         MinivllmError: the scheduler refuses a request.
@@ -128,7 +131,7 @@ def run_open(
 
 
 def finished(run: Generator[None, None, Result]) -> Result:
-    """Run to the end without pauses, and return the result."""
+    """Run a generator to its end, ignoring pauses, and return its result."""
     while True:
         try:
             next(run)
@@ -137,7 +140,7 @@ def finished(run: Generator[None, None, Result]) -> Result:
 
 
 class OpenEngine(SimulatedEngine):
-    """An engine under an open load: stretches that end at the next arrival."""
+    """An engine under an open load, whose stretches end at the next arrival."""
 
     def __init__(self, load: OpenLoad, scheduler: Scheduler, cost: Cost) -> None:
         super().__init__(scheduler)
@@ -181,7 +184,7 @@ class OpenEngine(SimulatedEngine):
         return self.result
 
     def steps_alike(self, running: Sequence[Request]) -> int:
-        """Return no more steps than begin before the next arrival."""
+        """Return how many steps are alike, but no more than begin before the next arrival."""
         steps = super().steps_alike(running)
         if steps == 1 or not self.timed:
             return steps
@@ -192,11 +195,11 @@ class OpenEngine(SimulatedEngine):
         return max(1, min(steps, math.ceil(gap / self.step_seconds))) if gap < math.inf else steps
 
     def seconds_of(self, stretch: Stretch) -> float:
-        """Return the seconds of the stretch that was just taken."""
+        """Return the seconds of the most recent stretch."""
         return stretch.seconds(self.cost)
 
     def request(self, index: int, spec: SimulatedRequest) -> Request:
-        """Make the scheduler's request of arrival `index`."""
+        """Make the scheduler's request for arrival `index`."""
         return to_request(self.load.at_start + index, spec, spec.arrival)
 
     def _goes_on(self) -> bool:

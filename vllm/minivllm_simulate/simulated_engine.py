@@ -1,11 +1,10 @@
-"""An engine whose scheduler is real and whose tokens are made up; it takes many similar steps at a
-time.
+"""An engine with a real scheduler and made-up tokens, which takes many similar steps at a time.
 
 While a batch only decodes and no request can join, consecutive steps are alike and need no
 decision: every request gets a token, and the block pool allocates what the single steps would have
-taken. The scheduler is asked only for the step in which a request ends. The steps equal those that
-the scheduler would have decided one by one (tests/simulate/test_offline.py), in half to nine tenths
-of the time where no drafts are verified.
+taken. The scheduler is called only for the step in which a request ends. The steps equal those that
+the scheduler would have decided one at a time (tests/simulate/test_offline.py), in 50 to 90 % of
+the time where no drafts are verified.
 """
 
 from __future__ import annotations
@@ -30,10 +29,11 @@ ShapeOf = Callable[[Iterable[tuple[int, int]]], StepShape]
 
 
 def decoding_shapes(shape_of: ShapeOf, contexts: Sequence[int]) -> Callable[[int], StepShape]:
-    """Return a function from how many steps later to the shape of that step, for a batch that only
-    decodes.
+    """Return a function that gives the shape of the step `later` steps from now, for a batch that
+    only decodes.
 
-    `contexts` has the tokens of each request that are computed before the first of these steps.
+    `contexts` holds, for each request, the number of tokens computed before the first of these
+    steps.
     """
     if shape_of != StepShape.of:
         return lambda later: shape_of([(1, tokens + later) for tokens in contexts])
@@ -46,7 +46,7 @@ class Stretch:
     """Consecutive steps that differ only in that every context grows by one token a step.
 
     A step's counts are then polynomials of at most degree two, determined by the shapes of the
-    first three steps. Where there are fewer, the last one stands for the missing ones.
+    first three steps. In a shorter stretch, the last shape stands in for the missing ones.
     """
 
     steps: int
@@ -56,7 +56,7 @@ class Stretch:
 
     @property
     def num_tokens(self) -> int:
-        """New tokens of all steps together."""
+        """New tokens in all steps together."""
         first, second, third = (shape.num_tokens for shape in (self.first, self.second, self.third))
         bend = third - 2 * second + first
         return self.steps * first + comb(self.steps, 2) * (second - first) + comb(self.steps, 3) * bend
@@ -66,7 +66,7 @@ class Stretch:
         return (self.at(index) for index in range(self.steps))
 
     def at(self, index: int) -> StepShape:
-        """Return the shape of one step."""
+        """Return the shape of the step at this index."""
         first, second, third = self.first, self.second, self.third
         bends = index * (index - 1) // 2
         tokens, more_tokens = first.num_tokens, second.num_tokens - first.num_tokens
@@ -80,13 +80,13 @@ class Stretch:
         )
 
     def seconds(self, cost: Cost) -> float:
-        """Return the seconds of all steps, within 0.01 % for a cost that has no jumps."""
+        """Return the seconds of all steps, to within 0.01 % for a cost without jumps."""
         last = self.steps - 1
         return self._seconds(cost, 0, last, cost.seconds(self.first), cost.seconds(self.at(last)))
 
     def _seconds(self, cost: Cost, first: int, last: int, at_first: float, at_last: float) -> float:
-        """Add up steps `first` to `last`. Costs are convex: if the middle lies on the chord, so
-        does every step.
+        """Add up the seconds of steps `first` to `last`. Costs are convex, so if the middle lies on
+        the chord, every step does.
         """
         steps = last - first + 1
         if steps <= 2:
@@ -101,7 +101,8 @@ class Stretch:
 
 
 class Acceptance:
-    """Accepts drafts one after another, each with the same probability; reproducible across runs.
+    """A model of drafts accepted one after another, each with the same probability, reproducibly
+    across runs.
 
     Raises:
         MinivllmError: the probability is outside [0, 1].
@@ -109,7 +110,7 @@ class Acceptance:
 
     def __init__(self, chance: float) -> None:
         if not is_number(chance) or not 0 <= chance <= 1:
-            raise MinivllmError(f"an acceptance is a chance from 0 to 1, not {chance!r}")
+            raise MinivllmError(f"an acceptance must be a probability from 0 to 1, not {chance!r}")
         self.chance = chance
         self._random = random.Random(0).random
 
@@ -126,7 +127,7 @@ class SimulatedEngine:
 
     - `outputs` and `scheduled`: what the last stretch generated, and what the scheduler decided for
       it.
-    - `settled`: the last step admitted and ended no request, so those that waited then wait still.
+    - `settled`: the last step admitted and ended no request, so those that waited then are still waiting.
     - `foreseen`: how many of the coming steps need no decision: no request ends, joins or is
       preempted in them.
     """
@@ -152,7 +153,7 @@ class SimulatedEngine:
         self.settled = False
 
     def stretch(self) -> Stretch:
-        """Take as many steps as are alike, at least one."""
+        """Take all coming steps that are alike, at least one."""
         self.foreseen = 0
         running = list(self.scheduler.running)
         steps = self.steps_alike(running)
@@ -169,10 +170,10 @@ class SimulatedEngine:
         return Stretch(steps, shape_at(0), shape_at(min(steps - 1, 1)), shape_at(min(steps - 1, 2)))
 
     def steps_alike(self, running: Sequence[Request]) -> int:
-        """Return how many coming steps give each running request one token, without admissions or
-        preemptions.
+        """Return how many coming steps give each running request one token without admitting or
+        preempting any.
 
-        They have no more tokens together than the budget allows for one.
+        Together these steps have at most as many tokens as the budget allows for one.
         """
         scheduler = self.scheduler
         # Where a chunk is enough to be admitted, a smaller one may fit where a larger one did not.
@@ -190,11 +191,11 @@ class SimulatedEngine:
         return max(1, steps)
 
     def on_scheduled(self, output: SchedulerOutput, shape: StepShape) -> None:
-        """Look at a step that the scheduler has decided, before its tokens are sampled."""
+        """Observe a step that the scheduler has decided, before its tokens are sampled."""
 
     def _decode(self, running: Sequence[Request], steps: int) -> None:
-        """Take steps that need no decision: each request gets a token in each, and blocks for
-        them.
+        """Take steps that need no decision: each one gives every request a token and the blocks for
+        it.
         """
         manager = self.scheduler.kv_cache_manager
         for request in running:
@@ -206,7 +207,9 @@ class SimulatedEngine:
             request.num_computed_tokens += steps
 
     def _report_decoded(self, running: Sequence[Request], steps: int) -> None:
-        """Report steps that needed no decision as the scheduler would have reported them."""
+        """Report steps that needed no decision in the way that the scheduler would have reported
+        them.
+        """
         tokens = [GENERATED] * steps
         scheduled = {request.request_id: steps for request in running}
         self.outputs = [EngineCoreOutput(request_id, tokens) for request_id in scheduled]
@@ -233,9 +236,7 @@ class SimulatedEngine:
         return shape
 
     def _sampled(self, output: SchedulerOutput) -> dict[str, list[int]]:
-        """Sample for each request that has caught up: the drafts that are accepted, and one
-        token more.
-        """
+        """Sample for each request that has caught up: its accepted drafts and one more token."""
         live, drafts = self.scheduler.requests, output.scheduled_spec_decode_tokens
         caught_up = [
             key for key in output.num_scheduled_tokens if live[key].num_computed_tokens >= live[key].num_tokens

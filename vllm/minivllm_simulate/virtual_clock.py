@@ -1,9 +1,9 @@
-"""The real scheduler under a virtual clock: it decides as in the engine; only the forward pass is
-replaced by its cost.
+"""The real scheduler under a virtual clock: it decides as in the engine, and only the forward pass
+is replaced by its cost.
 
-Time to first token, inter-token latency, throughput and preemptions of a workload, without a model
-and without a GPU, in milliseconds of real time. The figures are as good as the cost model: print
-its error beside them.
+It computes a workload's time to first token, inter-token latency, throughput and preemptions
+without a model or a GPU, in milliseconds of real time. The figures are as good as the cost model,
+so print its error beside them.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from minivllm_simulate.simulated_engine import Acceptance, ShapeOf, SimulatedEng
 
 @dataclass(frozen=True)
 class SimulatedRequest:
-    """One request of a workload: when it arrives (seconds), how long its prompt is, how many tokens
-    it will generate.
+    """One request of a workload: its arrival time in seconds, its prompt length, and the tokens it
+    will generate.
 
-    `prompt_token_ids` matter to the prefix cache only; without them the prompt shares nothing with
-    any other. Every generated token is GENERATED: that is what the next turn of a conversation must
-    repeat in its prompt.
+    `prompt_token_ids` matter only to the prefix cache; without them, the prompt shares nothing with
+    any other. Every generated token is GENERATED, so the next turn of a conversation must repeat
+    that id in its prompt.
     """
 
     prompt_tokens: int
@@ -55,7 +55,7 @@ class SimulatedRequest:
 
 @dataclass
 class RequestTimeline:
-    """The timeline of a request as seen by a client. All times are in seconds since the start."""
+    """The timeline of a request as its client sees it, with times in seconds since the start."""
 
     arrival: float
     token_times: list[float] = field(default_factory=list)
@@ -80,12 +80,12 @@ class RequestTimeline:
 
     @property
     def latency(self) -> float:
-        """From arrival to the last token."""
+        """Time from arrival to the last token."""
         return self.token_times[-1] - self.arrival
 
 
 class StepRecord(NamedTuple):
-    """One step as scheduled."""
+    """One step as the scheduler decided it."""
 
     start: float
     seconds: float
@@ -113,7 +113,7 @@ class Simulation:
 
     @property
     def seconds(self) -> float:
-        """When the last step ended."""
+        """The time at which the last step ended."""
         return self.steps[-1].start + self.steps[-1].seconds if self.steps else 0.0
 
     @property
@@ -146,8 +146,8 @@ class Simulation:
         return sum(request.num_preemptions for request in self.requests)
 
     def goodput(self, ttft_slo: float, tpot_slo: float) -> float:
-        """Return requests per second that met both objectives (seconds), from the first arrival to
-        the last token.
+        """Return the requests per second that met both objectives (seconds), from the first arrival
+        to the last token.
         """
         met = sum(r.ttft <= ttft_slo and r.tpot <= tpot_slo for r in self.requests if r.token_times)
         return met / self._span
@@ -178,7 +178,7 @@ def simulate(
     shape_of: ShapeOf = StepShape.of,
     scheduler: MakeScheduler = Scheduler,
 ) -> Simulation:
-    """Run a workload to its end, or for `max_steps` steps.
+    """Run a workload to completion, or for `max_steps` steps.
 
     Args:
         workload: the requests.
@@ -211,11 +211,11 @@ def simulate_in_parts(
     steps: int,
     scheduler: MakeScheduler = Scheduler,
 ) -> Iterator[Simulation | None]:
-    """`simulate` with a pause after every `steps` steps, in which None is given; the last is the
-    result.
+    """Run `simulate` with a pause after every `steps` steps: yield None at each pause, and the
+    result at the end.
 
     Raises:
-        MinivllmError: as `simulate`.
+        MinivllmError: for the same reasons as `simulate`.
     """
     _check(workload, scheduler_config, cache_config)
     simulator = _Simulator(workload, scheduler(scheduler_config, cache_config), cost)
@@ -240,7 +240,7 @@ def _check(workload: object, scheduler_config: object, cache_config: object) -> 
 
 
 class _Simulator(SimulatedEngine):
-    """A simulation under way: one engine, and a record of each of its steps."""
+    """A simulation in progress: one engine and a record of each of its steps."""
 
     def __init__(
         self,
@@ -264,11 +264,11 @@ class _Simulator(SimulatedEngine):
         self._release_followers(None, 0.0)
 
     def has_work(self) -> bool:
-        """Return whether a request is unfinished or still to come."""
+        """Return whether any request is unfinished or has yet to arrive."""
         return self.scheduler.has_unfinished_requests() or self.loop.next_time < math.inf
 
     def run(self, max_steps: int | None) -> Simulation:
-        """Take steps until no request is left, or there are `max_steps` of them."""
+        """Take steps until no request is left or `max_steps` is reached."""
         self.max_steps = math.inf if max_steps is None else max_steps
         while self.has_work() and len(self.steps) < self.max_steps:
             self._take_steps()
@@ -278,7 +278,7 @@ class _Simulator(SimulatedEngine):
         return Simulation(self.timelines, self.steps)
 
     def steps_alike(self, running: Sequence[Request]) -> int:
-        """Record the coming steps that need no decision and take no block, and return how many
+        """Record the coming steps that need neither a decision nor a new block, and return how many
         there are.
         """
         # A policy that fills the steps in its own way is asked in every step.
@@ -290,9 +290,7 @@ class _Simulator(SimulatedEngine):
         return max(1, self.foreseen)
 
     def _record_foreseen(self, running: Sequence[Request]) -> int:
-        """Record foreseen steps that begin before the next request arrives, as far as each block
-        has places.
-        """
+        """Record foreseen steps that begin before the next request arrives and need no new block."""
         manager, contexts = self.scheduler.kv_cache_manager, [request.num_computed_tokens for request in running]
         held = [len(manager.req_to_blocks[request.request_id]) * manager.block_size for request in running]
         places = min(room - context for room, context in zip(held, contexts, strict=True))
@@ -316,7 +314,9 @@ class _Simulator(SimulatedEngine):
         self._record(shape, dict(output.num_scheduled_tokens), tuple(sorted(output.preempted_req_ids)), *prefix)
 
     def _take_steps(self) -> None:
-        """Let requests arrive, take the steps that are alike, and note when each token came."""
+        """Add the requests that have arrived, take the steps that are alike, and record when each
+        token was generated.
+        """
         loop = self.loop
         loop.advance(loop.now if self.scheduler.has_unfinished_requests() else loop.next_time)
         first = len(self.steps)
@@ -330,7 +330,7 @@ class _Simulator(SimulatedEngine):
                 self._release_followers(index, loop.now)
 
     def _record(self, shape: StepShape, scheduled: dict[str, int], *decided: Any) -> None:
-        """Add a step to the records, and let its time pass."""
+        """Add a step to the records and advance the clock by its seconds."""
         seconds = self.cost.seconds(shape)
         if not 0 <= seconds < math.inf:
             raise MinivllmError(f"the cost model returns {seconds} seconds for {shape}; a step takes 0 or more")
@@ -340,8 +340,8 @@ class _Simulator(SimulatedEngine):
         self.loop.now += seconds
 
     def _release_followers(self, ended: int | None, now: float) -> None:
-        """Let the requests arrive that wait for this one to end; None: those that wait for no
-        other.
+        """Schedule the arrivals of the requests that wait for this one to end (None: of those that
+        wait for no other).
         """
         for index in self.followers.get(ended, ()):
             arrival = now + self.workload[index].arrival
@@ -353,10 +353,11 @@ class _Simulator(SimulatedEngine):
 
 
 def to_request(index: int, spec: SimulatedRequest, arrival: float) -> Request:
-    """Make the scheduler's request for the `index`-th of a workload, arriving at `arrival` seconds.
+    """Make the scheduler's request for the workload's request `index`, arriving at `arrival`
+    seconds.
 
     Raises:
-        MinivllmError: there are not as many token ids as `prompt_tokens` says.
+        MinivllmError: the number of token ids is not `prompt_tokens`.
     """
     # A unique first token is enough to share nothing, since block hashes are chained.
     token_ids = spec.prompt_token_ids or [-1 - index, *[0] * (spec.prompt_tokens - 1)]

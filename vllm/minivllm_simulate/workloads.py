@@ -1,11 +1,12 @@
-"""Request lengths and arrivals as observed in practice, for replays that need no trace file and no
-GPU.
+"""Request lengths and arrivals as observed in practice, for replays that need neither a trace file
+nor a GPU.
 
 Each distribution matches the quantiles and the mean published by its source. Between two quantiles
-the curve is a power of the rank, with one exponent for the whole, chosen so that the mean agrees.
-If a source publishes only a mean, the shape is exponential: the weakest assumption about a positive
-number. Prompt and output length are drawn independently, which the traces themselves are not; a
-file of one's own is drawn row by row, so there they belong together.
+the curve is a power of the rank, with one exponent for all intervals, chosen so that the mean
+agrees. If a source publishes only a mean, the shape is exponential: the weakest assumption about a
+positive number. Prompt and output lengths are drawn independently, although they are not
+independent in the traces themselves; the user's own file is drawn row by row, so there they stay
+together.
 
 Sources: Kwon et al. 2023 (arXiv 2309.06180, figure 11) for ShareGPT and Alpaca; the traces of Patel
 et al. 2024 (Splitwise, github.com/Azure/AzurePublicDataset, AzureLLMInferenceTrace_conv.csv and
@@ -28,8 +29,8 @@ from minivllm_simulate.length_files import LengthTable, is_path, read_lengths
 class Lengths:
     """A distribution of token counts.
 
-    `knots` are (share of requests, tokens) from share 0 to share 1, both rising; empty for an
-    exponential shape.
+    `knots` are (share of requests, tokens) pairs from share 0 to share 1, both rising; they are
+    empty for an exponential shape.
     """
 
     mean: float
@@ -37,8 +38,8 @@ class Lengths:
 
     @cached_property
     def bend(self) -> float:
-        """The exponent that gives the curve its mean: 1 is a straight line between knots, a larger
-        one stays low for longer.
+        """The exponent that gives the curve its mean: 1 is a straight line between knots, and a
+        larger one stays low for longer.
         """
         pairs = list(zip(self.knots, self.knots[1:], strict=False))
         floor = sum((right - left) * low for (left, low), (right, _) in pairs)
@@ -46,8 +47,8 @@ class Lengths:
         return rise / (self.mean - floor) - 1
 
     def quantile(self, share: float) -> int:
-        """Return tokens that this share of the requests does not exceed; at least 1. `share` is in
-        [0, 1).
+        """Return the number of tokens, at least 1, that this share of the requests does not exceed.
+        `share` is in [0, 1).
         """
         _require_share(share)
         if not self.knots:
@@ -60,37 +61,39 @@ class Lengths:
 
 @dataclass(frozen=True)
 class CountedLengths(Lengths):
-    """The token counts of a file, from the least to the greatest."""
+    """The token counts of a file, in ascending order."""
 
     counts: Sequence[int] = field(default=(), compare=False)
 
     def quantile(self, share: float) -> int:
-        """Return tokens that this share of the requests does not exceed. `share` is in [0, 1)."""
+        """Return the number of tokens that this share of the requests does not exceed. `share` is
+        in [0, 1).
+        """
         _require_share(share)
         return self.counts[max(0, math.ceil(share * len(self.counts)) - 1)]
 
 
 def _require_share(share: float) -> None:
     if not 0 <= share < 1:
-        raise MinivllmError(f"a share of requests is at least 0 and less than 1, not {share}")
+        raise MinivllmError(f"a share of requests must be at least 0 and less than 1, not {share}")
 
 
 @dataclass(frozen=True)
 class RequestLengths:
-    """Lengths of one request's prompt and output, in tokens."""
+    """The lengths of one request's prompt and output, in tokens."""
 
     prompt_tokens: int
     output_tokens: int
 
     @property
     def total(self) -> int:
-        """Tokens that the request holds in the cache when its last one is computed."""
+        """Prompt and output tokens of the request together."""
         return self.prompt_tokens + self.output_tokens
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Requests of one kind, with the source of their figures. `rate` is the trace's own, in
+    """Requests of one kind, with the source of their figures. `rate` is the trace's own rate, in
     requests per second.
     """
 
@@ -102,7 +105,7 @@ class Workload:
     rate: float | None = None
 
     def sample(self, count: int, seed: int = 0) -> list[RequestLengths]:
-        """Draw `count` requests; the same seed draws the same ones."""
+        """Draw `count` requests; the same seed draws the same requests."""
         _require_requests(count)
         draw = random.Random(f"{self.name}-{seed}").random
         return [RequestLengths(self.prompt.quantile(draw()), self.output.quantile(draw())) for _ in range(count)]
@@ -115,8 +118,8 @@ class FileWorkload(Workload):
     table: LengthTable | None = None
 
     def sample(self, count: int, seed: int = 0) -> list[RequestLengths]:
-        """Return the file's first `count` requests in its order, and again from its beginning after
-        the last; no chance.
+        """Return the file's first `count` requests in order, starting over after the last; no
+        randomness is involved.
         """
         _require_requests(count)
         assert self.table is not None
@@ -130,27 +133,27 @@ def _require_requests(count: int) -> None:
 
 
 def poisson_arrivals(rate: float, count: int, seed: int = 0) -> list[float]:
-    """Return seconds at which `count` requests arrive, independently of one another, at `rate`
+    """Return the seconds at which `count` requests arrive, independently of one another, at `rate`
     requests per second.
     """
     return gamma_arrivals(rate, count, seed=seed)
 
 
 def gamma_arrivals(rate: float, count: int, burstiness: float = 1.0, seed: int = 0) -> list[float]:
-    """Return seconds at which `count` requests arrive, at `rate` requests per second, in bursts or
-    evenly.
+    """Return the seconds at which `count` requests arrive, at `rate` requests per second, in bursts
+    or evenly.
 
     The gaps are drawn from a gamma distribution of shape `burstiness`, as `vllm bench serve
-    --burstiness` does: 1 is a Poisson process, less comes in bursts (the gaps' standard deviation
-    is mean / sqrt(burstiness)), more is more even.
+    --burstiness` does: 1 is a Poisson process, a smaller value gives bursts (the gaps' standard
+    deviation is mean / sqrt(burstiness)), a larger one more even arrivals.
 
     Raises:
         MinivllmError: a rate or burstiness that is not above 0.
     """
     if not is_number(rate) or rate <= 0:
-        raise MinivllmError(f"an arrival rate is more than 0 requests per second, not {rate}")
+        raise MinivllmError(f"an arrival rate must be above 0 requests per second, not {rate}")
     if not is_number(burstiness) or burstiness <= 0:
-        raise MinivllmError(f"burstiness is more than 0 (1 is a Poisson process), not {burstiness}")
+        raise MinivllmError(f"burstiness must be above 0 (1 is a Poisson process), not {burstiness}")
     draw = random.Random(f"arrivals-{seed}")
     now, times = 0.0, []
     for _ in range(count):
@@ -189,11 +192,11 @@ WORKLOADS = {
 
 
 def workload(name: str) -> Workload:
-    """Return the workload of that name, or that of a file of one's own: a path to a CSV or JSON
-    file, see `length_files`.
+    """Return the workload with this name, or that of the user's own CSV or JSON file, given by its
+    path (see `length_files`).
 
     Raises:
-        MinivllmError: there is none; the message lists those there are, or says what is wrong with
+        MinivllmError: there is no such workload; the message lists the known ones, or says what is wrong with
             the file.
     """
     name = str(name)

@@ -1,7 +1,7 @@
 """Train the models that ship with this repository, from Python's own standard library.
 
     uv run python vllm/models/train.py tiny-python --minutes 90
-    uv run python vllm/models/train.py tiny-python --minutes 60 --resume    # go on from the weights that are there
+    uv run python vllm/models/train.py tiny-python --minutes 60 --resume    # continue from the saved weights
     uv run python vllm/models/train.py tiny-python-draft --minutes 20
     uv run python vllm/models/train.py --card            # measure both, rewrite README.md
 
@@ -90,7 +90,7 @@ SHAPES = {
 
 
 def learn_tokenizer(texts: list[str]):
-    """Learn a byte-level BPE of 4,096 tokens, digits one by one; return it wrapped as
+    """Learn a byte-level BPE of 4,096 tokens that splits numbers into digits; return it wrapped as
     `transformers` expects it.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -114,7 +114,7 @@ def learn_tokenizer(texts: list[str]):
 
 
 def encode(tokenizer, texts: list[str]) -> list[np.ndarray]:
-    """Return one array of token ids for each text, closed by the end-of-text token."""
+    """Return one array of token ids for each text, ended by the end-of-text token."""
     batches = tokenizer(texts, add_special_tokens=False)["input_ids"]
     return [np.array([*ids, tokenizer.eos_token_id], dtype=np.int64) for ids in batches]
 
@@ -123,7 +123,8 @@ def cut_after_spaces(text: str, rng: random.Random) -> list[str]:
     """Return the text in pieces, a few of which end in the space before a word.
 
     Byte-level BPE glues a space to the word after it. A prompt such as `def ` ends in a space
-    without its word, and a model that never met one continues it badly: so it meets some.
+    without its word, and a model that has never seen one continues it badly; so this model sees
+    some.
     """
     cuts = [found.start() for found in re.finditer(r"(?<=[^\s] )(?=\w)", text) if rng.random() < CUT_SHARE]
     return [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
@@ -140,8 +141,8 @@ def encode_cut(tokenizer, texts: list[str], seed: int) -> list[np.ndarray]:
 
 
 def token_stream(documents: list[np.ndarray], seed: int) -> Iterator[np.ndarray]:
-    """Yield endless runs of `BATCH_TOKENS` + 1 ids: the documents in a new order each epoch, one
-    after another.
+    """Yield endless runs of `BATCH_TOKENS` + 1 ids from the documents, which come in a new order
+    each epoch.
     """
     rng = np.random.default_rng(seed)
     while True:
@@ -153,8 +154,8 @@ def token_stream(documents: list[np.ndarray], seed: int) -> Iterator[np.ndarray]
 
 
 def rows_of(ids: np.ndarray, context: int) -> np.ndarray:
-    """Return a run of ids in windows of `context` + 1, each beginning with the last id of the one
-    before.
+    """Cut a run of ids into windows of `context` + 1, each beginning with the last id of the
+    previous one.
     """
     return np.stack([ids[first : first + context + 1] for first in range(0, len(ids) - 1, context)])
 
@@ -191,8 +192,8 @@ def build_model(shape: Shape) -> Any:
     """Return a randomly initialised Llama, in Hugging Face's own class so that its files load
     anywhere.
 
-    With a `kv_lora_rank` a DeepSeek-V2 without experts, whose heads are as wide as a Llama's: half
-    is rotated, and half is not.
+    With a `kv_lora_rank`, it is a DeepSeek-V2 without experts whose heads are as wide as a Llama's:
+    half of each head is rotated, and half is not.
     """
     from transformers import AutoModelForCausalLM, DeepseekV2Config, LlamaConfig
 
@@ -224,7 +225,7 @@ def build_model(shape: Shape) -> Any:
 
 
 def load_model(directory: Path) -> Any:
-    """Return the model as it was saved, its weights in fp32 to train on."""
+    """Return the saved model with its weights in fp32, to train on."""
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="sdpa")
@@ -238,7 +239,7 @@ def load_tokenizer(directory: Path):
 
 
 def build_optimizers(model, learning_rate: float) -> list[torch.optim.Optimizer]:
-    """Return Muon for the matrices inside the layers, AdamW for embeddings and norms."""
+    """Return Muon for the matrices inside the layers and AdamW for embeddings and norms."""
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
     others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
     return [
@@ -248,7 +249,9 @@ def build_optimizers(model, learning_rate: float) -> list[torch.optim.Optimizer]
 
 
 def learning_rate_factor(progress: float) -> float:
-    """Warm up over the first 2 %, stay, fall linearly to zero over the last 45 %."""
+    """Return a factor that warms up over the first 2 %, stays constant, and falls linearly to zero
+    over the last 45 %.
+    """
     return min(1.0, progress / 0.02 + 0.02, (1.0 - progress) / 0.45)
 
 
@@ -280,9 +283,7 @@ def held_out_loss(model, documents: list[np.ndarray], device: torch.device, max_
 def train(
     name: str, minutes: float | None, tokens: int, learning_rate: float, seed: int, resume: bool, device: torch.device
 ) -> None:
-    """Train one model and write it, with what its card needs to say, to its directory beside
-    this file.
-    """
+    """Train one model and write it, with the facts for its card, to its directory beside this file."""
     torch.manual_seed(seed)
     files = corpus_files()
     training = read_texts([path for path in files if not is_held_out(path)])
@@ -301,7 +302,7 @@ def train(
 
 @dataclass(frozen=True)
 class Corpus:
-    """A model's training text, also as token ids, and the text that is held out."""
+    """A model's training text, also as token ids, and the held-out text."""
 
     tokenizer: Any
     texts: list[str]
@@ -311,7 +312,7 @@ class Corpus:
 
     @classmethod
     def encoded(cls, tokenizer, texts: list[str], seed: int) -> Corpus:
-        """Encode the training texts, cut as `seed` says, and the held-out ones."""
+        """Encode the training texts, with cuts drawn from `seed`, and the held-out ones."""
         held_out = held_out_texts()
         corpus = cls(tokenizer, texts, encode_cut(tokenizer, texts, seed), held_out, encode(tokenizer, held_out))
         trained_on, kept = (sum(map(len, documents)) for documents in (corpus.documents, corpus.held_out))
@@ -329,7 +330,7 @@ def fit(
     seed: int,
     loss_of: Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor] = cross_entropy,
 ) -> dict[str, Any]:
-    """Train for `minutes`, or else `tokens`; `seed` orders the data. Return the facts for
+    """Train for `minutes`, or else on `tokens` tokens; `seed` orders the data. Return the facts for
     `training.json`.
 
     `loss_of` is `cross_entropy`, compiled or not.
@@ -430,7 +431,7 @@ def acceptance_rate(target, draft, documents: list[np.ndarray], max_windows: int
 
 
 def head_lines() -> list[str]:
-    """Return what the card says of the EAGLE-3 head, which `train_eagle3.py` has trained and
+    """Return the card's lines about the EAGLE-3 head, which `train_eagle3.py` has trained and
     measured.
     """
     directory = HERE / "tiny-python-eagle3"
@@ -457,7 +458,7 @@ def head_lines() -> list[str]:
 
 
 def sibling_lines() -> list[str]:
-    """Return what the card says of the siblings, which `train_siblings.py` has trained and
+    """Return the card's lines about the siblings, which `train_siblings.py` has trained and
     compared.
     """
     if not SIBLINGS_COMPARED.exists():
@@ -481,16 +482,18 @@ def sibling_lines() -> list[str]:
         "",
         "## The siblings",
         "",
-        "Four models as wide and deep as `tiny-python-draft`, with 8 query heads each, trained alike by",
+        "Four models as wide and deep as `tiny-python-draft`, with 8 query heads each, all trained by",
         "`train_siblings.py`; the MLP takes the parameters that fewer KV heads save. Cached numbers are per token and",
-        "layer. The weights here are seed 0's. They have seen little: they are there to be compared.",
+        "layer. The weights here are seed 0's. They have seen little data: they are meant for comparison.",
         "",
         markdown_table(columns, rows, words=True),
     ]
 
 
 def adapter_lines() -> list[str]:
-    """Return where the card of the adapters is, which `train_adapters.py` writes."""
+    """Return the card's lines that link to the adapters' own card, which `train_adapters.py`
+    writes.
+    """
     if not (HERE / "adapters" / "README.md").exists():
         return []
     return [
@@ -502,7 +505,7 @@ def adapter_lines() -> list[str]:
 
 
 def write_card() -> None:
-    """Rewrite README.md from what is in the directories: nothing in it is typed by hand."""
+    """Rewrite README.md from the files in the directories; nothing in it is typed by hand."""
     directories = [HERE / name for name in SHAPES if (HERE / name / "training.json").exists()]
     models = {d.name: load_model(d).eval() for d in directories}
     facts = {d.name: json.loads((d / "training.json").read_text()) for d in directories}
@@ -565,13 +568,13 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, help="train for this long (default: by --tokens)")
     parser.add_argument("--tokens", type=int, default=30_000_000, help="train on this many tokens")
     parser.add_argument("--learning-rate", type=float, help="the peak (default: the model's own)")
-    parser.add_argument("--resume", action="store_true", help="go on from the saved weights, in another order of files")
+    parser.add_argument("--resume", action="store_true", help="continue from the saved weights, reordering the files")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--card", action="store_true", help="only rewrite README.md from the trained models")
     arguments = parser.parse_args()
     if not arguments.card and arguments.model is None:
-        parser.error("say which model to train, or --card")
+        parser.error("name a model to train, or pass --card")
     if arguments.model:
         rate = arguments.learning_rate or SHAPES[arguments.model].learning_rate
         device = torch.device(arguments.device)

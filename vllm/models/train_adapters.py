@@ -1,20 +1,20 @@
-"""Train three LoRA adapters for `tiny-python`, each of which is known at a glance by the text that
-it writes.
+"""Train three LoRA adapters for `tiny-python`, each of which you recognise at a glance by the text
+that it writes.
 
     uv run python vllm/models/train_adapters.py                    # all three, then the card
     uv run python vllm/models/train_adapters.py braces --steps 50  # one of them, shorter
-    uv run python vllm/models/train_adapters.py --card             # measure those that are there, rewrite the card
+    uv run python vllm/models/train_adapters.py --card             # measure the existing adapters, rewrite the card
 
     braces   blocks in braces, statements closed by a semicolon
-    doctest  every line behind the prompt of an interactive session, >>> or ...
+    doctest  every line after the prompt of an interactive session, >>> or ...
     stubs    heads of functions, with ... for a body, as in a .pyi file
 
-The text is `train.py`'s corpus again, its short functions without their docstrings, rewritten so.
-The files held out from the base model are held out here too. The base model's weights stay as they
-are; only A and B learn. The first line of half the windows is left as it was, since prompts come as
-they are.
+The text is again `train.py`'s corpus: its short functions without their docstrings, rewritten in
+these styles. The files held out from the base model are held out here too. The base model's weights
+stay frozen; only A and B learn. The first line of half the windows is left unchanged, since prompts
+are not rewritten either.
 
-Each result is a folder in PEFT's format, in bf16, that `peft`, vLLM and this engine load.
+Each result is a folder in PEFT's format, in bf16, which `peft`, vLLM and this engine load.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ console = Console()
 
 
 def with_braces(function: str) -> str:
-    """Return blocks in braces, statements closed by semicolons: exact, since Python's own tokenizer
-    finds both.
+    """Rewrite a function with blocks in braces and statements closed by semicolons, both found
+    exactly by Python's own tokenizer.
     """
     lines, opened, closed = function.split("\n"), [], {}
     kept = (t for t in tokenize.generate_tokens(io.StringIO(function).readline) if t.type not in SKIPPED)
@@ -88,20 +88,20 @@ BETWEEN_STATEMENTS = (tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
 
 
 def as_session(function: str) -> str:
-    """Return the function as it is typed into an interactive session, where a blank line would end
-    it.
-    """
+    """Return the function as typed into an interactive session, where a blank line would end it."""
     first, *others = (line for line in function.split("\n") if line.strip())
     return "\n".join([f">>> {first}", *(f"... {line}" for line in others), "... \n"])
 
 
 def as_stub(function: str) -> str:
-    """Return the head of the function, and nothing in it."""
+    """Return the head of the function with `...` for its body."""
     return function.split("\n", 1)[0] + " ...\n"
 
 
 def lines_like(pattern: str) -> Callable[[str], bool]:
-    """Return whether at least half the finished lines of a text, blank ones aside, look so."""
+    """Return a test of whether at least half of a text's finished lines, blank ones aside, match
+    the pattern.
+    """
 
     def speaks(text: str) -> bool:
         lines = [line for line in text.split("\n")[:-1] if line.strip()]
@@ -112,7 +112,7 @@ def lines_like(pattern: str) -> Callable[[str], bool]:
 
 @dataclass(frozen=True)
 class Task:
-    """A style that one adapter learns, and how its text is recognised."""
+    """A style that one adapter learns, and the test that recognises its text."""
 
     rewrite: Callable[[str], str]
     """A function's source as the adapter shall write it."""
@@ -134,8 +134,8 @@ TASKS = {
 
 
 def functions_of(text: str) -> list[str]:
-    """Return the source of each short function and method of a file, at the left margin, without
-    docstring and comments.
+    """Return the source of each short function and method in a file, dedented, without docstring
+    and comments.
     """
     try:
         tree = ast.parse(text)
@@ -148,7 +148,9 @@ def functions_of(text: str) -> list[str]:
 
 
 def short_function(node: ast.FunctionDef, lines: list[str]) -> str | None:
-    """Return one function's source, or None if it or its head is long, or if it is cut wrongly."""
+    """Return one function's source, or None if the function is long, its head takes several lines,
+    or the cut source does not parse.
+    """
     assert node.end_lineno
     body = node.body[1:] if ast.get_docstring(node) else node.body
     if not body or node.body[0].lineno == node.lineno or node.end_lineno - body[0].lineno > MOST_LINES:
@@ -162,13 +164,15 @@ def short_function(node: ast.FunctionDef, lines: list[str]) -> str | None:
 
 
 def rewritten(functions: list[str], task: Task) -> list[tuple[str, str]]:
-    """Return (first line as it was, the whole function as the adapter should write it)."""
+    """Return the function's original first line, and the whole function as the adapter should write
+    it.
+    """
     return [(function.split("\n", 1)[0], task.rewrite(function)) for function in functions]
 
 
 def row(tokenizer, pairs: list[tuple[str, str]], rng: random.Random) -> np.ndarray:
-    """Return one window of `CONTEXT` + 1 ids: functions one after another, the first line of half
-    the windows as it was.
+    """Return one window of `CONTEXT` + 1 ids: functions one after another; in half the windows, the
+    first line is unchanged.
     """
     text, as_it_was = "", rng.random() < 0.5
     while len(text) < 6 * CONTEXT:
@@ -180,7 +184,7 @@ def row(tokenizer, pairs: list[tuple[str, str]], rng: random.Random) -> np.ndarr
 
 
 def rows(tokenizer, pairs: list[tuple[str, str]], rng: random.Random) -> Iterator[np.ndarray]:
-    """Yield windows without end; the few that come out too short are drawn again."""
+    """Yield windows without end; the few that are too short are drawn again."""
     while True:
         ids = row(tokenizer, pairs, rng)
         if len(ids) == CONTEXT + 1:
@@ -197,7 +201,7 @@ def batch(found: Iterator[np.ndarray], count: int = ROWS) -> tuple[torch.Tensor,
 
 
 class LoRALinear(torch.nn.Module):
-    """A frozen linear with scale * B A beside it: A [rank, in], B [out, rank], which starts at
+    """A frozen linear with scale * B A added to it: A [rank, in]; B [out, rank], which starts at
     zero.
     """
 
@@ -213,9 +217,7 @@ class LoRALinear(torch.nn.Module):
 
 
 def with_lora(model: Any, task: Task, scale: float) -> dict[str, torch.nn.Parameter]:
-    """Freeze the model, put A and B beside its target linears, and return them under PEFT's
-    keys.
-    """
+    """Freeze the model, add A and B to its target linears, and return them under PEFT's keys."""
     model.requires_grad_(False)
     matrices = {}
     for index, layer in enumerate(model.model.layers):
@@ -228,7 +230,7 @@ def with_lora(model: Any, task: Task, scale: float) -> dict[str, torch.nn.Parame
 
 
 def train(name: str, functions: list[str], steps: int, learning_rate: float, seed: int) -> None:
-    """Train one adapter and write it, with the facts of its training beside it."""
+    """Train one adapter and write it together with the facts of its training."""
     task, scale = TASKS[name], 2.0
     torch.manual_seed(seed)
     keep_freed_memory()
@@ -270,7 +272,7 @@ def train(name: str, functions: list[str], steps: int, learning_rate: float, see
 
 
 def merged(name: str | None) -> Any:
-    """Return the base model, with an adapter merged into its weights or as it is."""
+    """Return the base model, either unchanged or with an adapter merged into its weights."""
     model = load_model(EMBEDDED_MODEL).eval()
     if name is not None:
         merge_adapter(model, ADAPTERS / name)
@@ -289,9 +291,9 @@ def continuations(model, tokenizer, prompts: list[str]) -> list[str]:
 
 def compare(names: list[str]) -> dict[str, Any]:
     """Measure the held-out loss of the base model and of each adapter on each task's text, and
-    which adapter writes in which style.
+    which style each of them writes.
 
-    `recognised` counts, of the greedy continuations of held-out heads of functions, those that look
+    `recognised` counts, among the greedy continuations of held-out function heads, those that look
     like each task.
     """
     tokenizer = load_tokenizer(EMBEDDED_MODEL)
@@ -316,7 +318,7 @@ def compare(names: list[str]) -> dict[str, Any]:
 
 
 def write_card() -> None:
-    """Measure the adapters, write the figures beside the other results and rewrite the card from
+    """Measure the adapters, save the figures with the other results, and rewrite the card from
     them.
     """
     names = [name for name in TASKS if (ADAPTERS / name / WEIGHTS_FILE).exists()]
@@ -327,13 +329,13 @@ def write_card() -> None:
 
 
 def card_lines(names: list[str], figures: dict[str, Any]) -> list[str]:
-    """Return the card's lines; every figure is measured here or stands in a `training.json`."""
+    """Return the card's lines; every figure is measured here or read from a `training.json`."""
     return [
         "# Adapters of the embedded model",
         "",
         "Written by `train_adapters.py --card`; every figure is measured or read from the `training.json` files.",
         "",
-        "Three LoRA adapters for `tiny-python`, in PEFT's format and bf16. The base model's weights are as they were.",
+        "Three LoRA adapters for `tiny-python`, in PEFT's format and bf16. The base model's weights are unchanged.",
         "",
         markdown_table(
             ("adapter", "writes", "rank", "linears", "parameters", "kB", "tokens seen", "CPU minutes"),
@@ -350,7 +352,7 @@ def card_lines(names: list[str], figures: dict[str, Any]) -> list[str]:
             words=True,
         ),
         "",
-        f"How many of {PROMPTS} greedy continuations of held-out heads of functions look so:",
+        f"How many of {PROMPTS} greedy continuations of held-out function heads show each style:",
         "",
         markdown_table(
             ("model", *names),
@@ -364,7 +366,7 @@ def card_lines(names: list[str], figures: dict[str, Any]) -> list[str]:
 
 
 def facts_of(name: str) -> tuple[Any, ...]:
-    """Return a row of the card."""
+    """Return the adapter's row in the card's table."""
     config, _ = read_adapter(ADAPTERS / name)
     facts = json.loads((ADAPTERS / name / "training.json").read_text())
     linears = ", ".join(linear.removesuffix("_proj") for linear in config["target_modules"])
@@ -377,7 +379,7 @@ def facts_of(name: str) -> tuple[Any, ...]:
 
 
 def shown(spoken: str, prompt: str, found: dict[str, Any]) -> list[str]:
-    """Return a continuation on the card, its last and unfinished line left out."""
+    """Return the card's lines for a continuation, without its unfinished last line."""
     text = prompt + found["texts"][prompt].rsplit("\n", 1)[0].rstrip()
     return ["", f"`{spoken}`:", "", "```text", text, "```"]
 
@@ -388,7 +390,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=150, help=f"steps of {ROWS} windows of {CONTEXT} tokens")
     parser.add_argument("--learning-rate", type=float, default=1e-2)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--card", action="store_true", help="only measure those that are there")
+    parser.add_argument("--card", action="store_true", help="only measure the existing adapters")
     arguments = parser.parse_args()
     if not arguments.card:
         training = read_texts([path for path in corpus_files() if not is_held_out(path)])

@@ -1,17 +1,17 @@
 """Train the EAGLE-3 head of `tiny-python`: one decoder layer that drafts from the target's own
 hidden states.
 
-    uv run python vllm/models/train_eagle3.py                      # from nothing, then measure and save
-    uv run python vllm/models/train_eagle3.py --resume             # go on from the saved head, with other prompts
+    uv run python vllm/models/train_eagle3.py                      # from scratch, then measure and save
+    uv run python vllm/models/train_eagle3.py --resume             # continue from the saved head, with other prompts
     uv run python vllm/models/train_eagle3.py --quick --out DIR    # seconds: is everything in place?
 
 The target is frozen. It first continues prompts from Python's standard library, since a head learns
 best from the text that it will draft. Then the head learns the target's own distribution at each
-place (soft cross-entropy), over three unrolled steps: the first from the target's hidden states,
-the second and third from what the head itself has returned. This is EAGLE-3's training-time test
-(arXiv 2503.01840). The LM head is the target's, and stays as it is.
+position (soft cross-entropy), over three unrolled steps: the first from the target's hidden states,
+the second and third from the head's own output. This is EAGLE-3's training-time test (arXiv
+2503.01840). The LM head is the target's and stays unchanged.
 
-The result is a directory as vLLM loads it with `{"method": "eagle3", "model": DIR}`: config.json,
+The result is a directory that vLLM loads with `{"method": "eagle3", "model": DIR}`: config.json,
 model.safetensors.
 """
 
@@ -61,7 +61,7 @@ console = Console()
 
 @contextmanager
 def progress(what: str, total: int) -> Iterator[Callable[..., None]]:
-    """Show a progress bar; yield a function that advances it and may change its words."""
+    """Show a progress bar; yield a function that advances it and may change its label."""
     columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console) as bar:
         task = bar.add_task(what, total=total)
@@ -73,8 +73,8 @@ def progress(what: str, total: int) -> Iterator[Callable[..., None]]:
 
 
 def prompts_of(texts: list[str], count: int, rng: random.Random) -> list[list[int]]:
-    """Return `count` prompts [prompt length] from random places in the texts; runs of `BATCH_ROWS`
-    have one length.
+    """Return `count` prompts from random positions in the texts; each run of `BATCH_ROWS` prompts
+    has one length.
     """
     tokenizer = load_tokenizer(EMBEDDED_MODEL)
     prompts = []
@@ -89,7 +89,7 @@ def prompts_of(texts: list[str], count: int, rng: random.Random) -> list[list[in
 
 
 def continue_prompts(llm: LLM, prompts: list[list[int]], sampled_one_in: int, seed: int) -> list[list[int]]:
-    """Return each prompt with `NEW_TOKENS` tokens of the target's own after it."""
+    """Return each prompt followed by `NEW_TOKENS` tokens that the target generates."""
 
     def params(index: int) -> SamplingParams:
         temperature = 0.8 if sampled_one_in and index % sampled_one_in == 0 else 0.0
@@ -105,7 +105,7 @@ def continue_prompts(llm: LLM, prompts: list[list[int]], sampled_one_in: int, se
 
 
 class Norm(nn.RMSNorm):
-    """An RMSNorm in float32, also where other modules compute in bfloat16."""
+    """An RMSNorm in float32, even where other modules compute in bfloat16."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., hidden] to [..., hidden]."""
@@ -113,7 +113,7 @@ class Norm(nn.RMSNorm):
 
 
 class Attention(nn.Module):
-    """Projections of the head's one attention, which reads embedding and hidden state side by
+    """Projections of the head's only attention, which reads embedding and hidden state side by
     side.
     """
 
@@ -127,8 +127,8 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(self.heads * self.head_dim, hidden, bias=False)
 
     def project(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries, keys and values [rows, heads, tokens, head_dim]; keys and values repeated
-        for each query head.
+        """Return queries, keys and values [rows, heads, tokens, head_dim], with keys and values
+        repeated for each query head.
         """
         q, k, v = (
             linear(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
@@ -139,7 +139,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """`down(silu(gate(x)) * up(x))`."""
+    """A gated MLP: `down(silu(gate(x)) * up(x))`."""
 
     def __init__(self, config: dict):
         super().__init__()
@@ -148,7 +148,7 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(width, hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., hidden] in and out."""
+        """Map [..., hidden] to [..., hidden]."""
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
@@ -163,9 +163,9 @@ class Layer(nn.Module):
 
 
 class Head(nn.Module):
-    """The head in a form that can be trained: its parameters have the checkpoint's names.
+    """The head in trainable form; its parameters have the checkpoint's names.
 
-    `minivllm.models.eagle3` computes the same step by step, over a paged cache.
+    `minivllm.models.eagle3` computes the same step by step over a paged cache.
     """
 
     def __init__(self, config: dict):
@@ -177,20 +177,20 @@ class Head(nn.Module):
         self.norm = Norm(hidden, config["rms_norm_eps"])
 
     def unrolled(self, features: Tensor, embeds: Tensor, first: int) -> list[Tensor]:
-        """Return what the head makes of each place, drafted 1, 2, ... `STEPS` tokens ahead of the
+        """Return the head's hidden states when it drafts 1, 2, ... `STEPS` tokens beyond the
         target's hidden states.
 
-        Place i has the hidden state of token i and the embedding of token i + 1, and predicts token
-        i + 2. In step j, the target has computed the tokens up to i - j + 1: the head has its own
-        hidden states for those after it, and attends to its own keys there.
+        Position i has the hidden state of token i and the embedding of token i + 1, and predicts
+        token i + 2. In step j, the target has computed the tokens up to i - j + 1: for those after
+        it, the head has its own hidden states and attends to its own keys.
 
         Args:
             features: the target's hidden states [rows, places, 3 × hidden].
-            embeds: of the tokens after them [rows, places, hidden].
-            first: the first place that matters.
+            embeds: the embeddings of the tokens after them [rows, places, hidden].
+            first: the first position that matters.
 
         Returns:
-            For each step, normalised hidden states for the last places: [rows, places - first -
+            For each step, normalised hidden states for the last positions: [rows, places - first -
             max(0, j - 2), hidden].
         """
         places = torch.arange(features.shape[1], device=features.device)
@@ -220,8 +220,8 @@ class Head(nn.Module):
 
 
 def attend(q: Tensor, keys: Tensor, values: Tensor, visible: Tensor, own: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """Attend over `visible` [queries, keys] true keys, and for each query over one key of each pair
-    in `own`.
+    """Attend over the `visible` [queries, keys] true keys and, for each query, over one key of each
+    pair in `own`.
     """
     q = q * q.shape[-1] ** -0.5
     scores = (q @ keys.transpose(-1, -2)).float().masked_fill(~visible, float("-inf"))
@@ -248,7 +248,7 @@ def rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
 
 @dataclass
 class Target:
-    """The frozen target: what the head reads from it, and its LM head."""
+    """The frozen target: the states that the head reads from it, and its LM head."""
 
     model: Any  # LlamaForCausalLM
 
@@ -270,7 +270,7 @@ class Target:
 
 
 def losses_of(head: Head, target: Target, ids: Tensor, first: int) -> tuple[Tensor, Tensor]:
-    """Return the soft cross-entropy against the target for each step [steps], and how often both
+    """Return the soft cross-entropy against the target for each step [steps], and how often the two
     choose the same token [steps].
     """
     with torch.autocast(ids.device.type, dtype=torch.bfloat16):
@@ -292,8 +292,8 @@ def losses_of(head: Head, target: Target, ids: Tensor, first: int) -> tuple[Tens
 
 
 def batches_of(rows: list[list[int]], seed: int) -> Iterator[np.ndarray]:
-    """Yield endless batches [`BATCH_ROWS`, prompt length + `NEW_TOKENS`] of rows of one length, in
-    a new order each epoch.
+    """Yield endless batches [`BATCH_ROWS`, prompt length + `NEW_TOKENS`] of rows of one length,
+    reshuffled each epoch.
     """
     rng = np.random.default_rng(seed)
     by_length: dict[int, list[list[int]]] = {}
@@ -310,7 +310,7 @@ def batches_of(rows: list[list[int]], seed: int) -> Iterator[np.ndarray]:
 
 
 def train(head: Head, target: Target, rows: list[list[int]], num_batches: int, rate: float, seed: int) -> None:
-    """Take `num_batches` optimizer steps; the loss counts the places after the prompt."""
+    """Take `num_batches` optimizer steps; the loss counts the positions after the prompt."""
     optimizers, weights = build_optimizers(head, rate), torch.tensor(STEP_WEIGHTS)
     stream, history, started = batches_of(rows, seed), [], time.perf_counter()
     with progress("head", num_batches) as advance:
@@ -336,11 +336,12 @@ def train(head: Head, target: Target, rows: list[list[int]], num_batches: int, r
 
 @torch.no_grad()
 def acceptance(head: Head, target: Target, rows: list[list[int]]) -> tuple[int, list[int]]:
-    """Return the drafts made and tokens accepted by position, in greedy continuations with `STEPS`
-    drafts at a time.
+    """Return the drafts made and the tokens accepted at each position, in greedy continuations with
+    `STEPS` drafts at a time.
 
-    A draft counts only if those before it were right, and then it followed the target's own tokens.
-    So what each place would accept is known from the text, and only the walk over it is left.
+    A draft counts only if all drafts before it were right, and then it followed the target's own
+    tokens. So the text determines what would be accepted at each position, and only the walk over
+    it is left.
     """
     drafts, accepted = 0, [0] * STEPS
     for row in rows:
@@ -394,7 +395,7 @@ def own_text(texts: list[str], count: int, sampled_one_in: int, seed: int) -> li
 
 
 def kept_in(file: Path | None, rows: Callable[[], list[list[int]]]) -> list[list[int]]:
-    """Return what the file holds; if there is none, `rows()`, which it then holds."""
+    """Return the rows saved in the file; if there is no file yet, make the rows and save them."""
     if file and file.exists():
         return json.loads(file.read_text())
     made = rows()
@@ -404,12 +405,12 @@ def kept_in(file: Path | None, rows: Callable[[], list[list[int]]]) -> list[list
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Generate, train, measure and save."""
+    """Generate the training text, then train, measure and save the head."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", type=int, default=6144, help="prompts that the target continues")
     parser.add_argument("--batches", type=int, default=500, help=f"of {BATCH_ROWS} continued prompts")
     parser.add_argument("--learning-rate", type=float, default=5e-3, help="the peak")
-    parser.add_argument("--resume", action="store_true", help="go on from the saved head; give it another --seed")
+    parser.add_argument("--resume", action="store_true", help="continue from the saved head; pass another --seed")
     parser.add_argument("--rows", type=Path, help="a file that keeps the continued prompts: written once, then read")
     parser.add_argument("--quick", action="store_true", help="a few small steps, to see that it runs")
     parser.add_argument("--seed", type=int, default=0)

@@ -1,9 +1,9 @@
-"""Train four small siblings alike, which differ only in how many heads share keys and values, and
+"""Train four small sibling models that differ only in how many heads share keys and values, and
 compare their losses.
 
-    uv run python vllm/models/train_siblings.py                 # every run that is not there yet, then the comparison
+    uv run python vllm/models/train_siblings.py                 # every missing run, then the comparison
     uv run python vllm/models/train_siblings.py --seeds 1       # the first seed of each only
-    uv run python vllm/models/train_siblings.py --compare       # only write the comparison of the runs that are there
+    uv run python vllm/models/train_siblings.py --compare       # only compare the finished runs
 
     tiny-python-mha   8 query heads, 8 KV heads
     tiny-python-gqa   8 query heads, 2 KV heads
@@ -11,12 +11,12 @@ compare their losses.
     tiny-python-mla   8 query heads, a latent vector of 56 numbers and one rotated key of 8: as much cache as GQA
 
 Width and depth are those of `tiny-python-draft`; tokenizer, corpus and recipe are `train.py`'s.
-Runs with one seed see the same windows in the same order. What fewer KV heads save in parameters
-goes into the MLP's width, so that all four have as many parameters, to 0.03 %. Nothing is compiled:
-on a CPU that takes longer than such a short run saves.
+Runs with one seed see the same windows in the same order. The parameters that fewer KV heads save
+go into the MLP's width, so that all four models are equally large, to within 0.03 %. Nothing is
+compiled: on a CPU that takes longer than such a short run saves.
 
-Each run's directory is complete or absent: a run that was stopped begins again, and the others are
-kept. With --ship the models of seed 0 are copied beside this file.
+Each run's directory is complete or absent: an interrupted run starts over, and the others are kept.
+With --ship, the models of seed 0 are copied beside this file.
 """
 
 from __future__ import annotations
@@ -49,14 +49,12 @@ console = Console()
 
 
 def run_directory(name: str, seed: int) -> Path:
-    """Return where a run's model goes, with its `training.json`."""
+    """Return the directory for a run's model and its `training.json`."""
     return RUNS / f"{name}-{seed}"
 
 
 def train_missing(seeds: int, tokens: int) -> None:
-    """Train what is not there yet, seed by seed, so that a comparison of the first seeds is
-    ready first.
-    """
+    """Train the missing runs, seed by seed, so that a comparison of the first seeds is ready first."""
     runs = [(name, seed) for seed in range(seeds) for name in SIBLINGS]
     runs = [run for run in runs if not (run_directory(*run) / "training.json").exists()]
     if not runs:
@@ -73,13 +71,13 @@ def train_missing(seeds: int, tokens: int) -> None:
 
 
 def compare() -> None:
-    """Write the losses of the seeds that all siblings have, with means and spreads, beside the
-    other results.
+    """Save the losses of the seeds that all siblings have, with means and spreads, with the other
+    results.
     """
     facts = {name: facts_by_seed(name) for name in SIBLINGS}
     seeds = sorted(set.intersection(*(set(found) for found in facts.values())))
     if not seeds:
-        console.print("no seed is there for all four yet")
+        console.print("no seed has finished for all four yet")
         return
     figures = {name: figures_of(shape, [facts[name][seed] for seed in seeds]) for name, shape in SIBLINGS.items()}
     write_json(
@@ -89,7 +87,7 @@ def compare() -> None:
 
 
 def facts_by_seed(name: str) -> dict[int, dict[str, Any]]:
-    """Return what is known of a sibling's finished runs."""
+    """Return the recorded facts of a sibling's finished runs, by seed."""
     found = (json.loads(path.read_text()) for path in RUNS.glob(f"{name}-*/training.json"))
     return {facts["seed"]: facts for facts in found}
 
@@ -112,8 +110,8 @@ def figures_of(shape: Shape, runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def cached_numbers(shape: Shape) -> int:
-    """Return what one token leaves in the cache of one layer: keys and values of each KV head, or
-    latent and rotated key.
+    """Return how many numbers a token leaves in one layer's cache: keys and values of each KV head,
+    or latent and rotated key.
     """
     width = shape.hidden_size // shape.num_attention_heads
     return shape.kv_lora_rank + width // 2 if shape.kv_lora_rank else 2 * shape.num_key_value_heads * width
@@ -129,7 +127,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3, help="seeds 0, 1, ... of each sibling")
     parser.add_argument("--tokens", type=int, default=1_000_000, help="tokens that each run sees")
-    parser.add_argument("--compare", action="store_true", help="only compare the runs that are there")
+    parser.add_argument("--compare", action="store_true", help="only compare the finished runs")
     parser.add_argument("--ship", action="store_true", help="copy the models of seed 0 beside this file")
     arguments = parser.parse_args()
     if not arguments.compare:

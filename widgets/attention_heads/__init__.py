@@ -1,8 +1,8 @@
-"""Show what shared keys save, and over how many GPUs a model's KV heads can be split.
+"""Show what sharing KV heads saves, and over how many GPUs a model's KV heads can be split.
 
-`minivllm.memory` counts memory as vLLM would when it starts, also for models whose heads are shared
-differently, and `minivllm_lab.attention_heads.siblings` models the rates. Such a model need not
-exist, so the quality of its answers is not shown.
+`minivllm.memory` counts memory as vLLM does at start-up, also for variants with another number of
+KV heads, and `minivllm_lab.attention_heads.siblings` models the rates. Such a variant need not
+exist, so the widget says nothing about the quality of its answers.
 
 Draw the lesson's figure with `uv run python -P -m widgets attention_heads
 lessons/figures/09_ranks.svg`.
@@ -42,7 +42,7 @@ MANY = 3
 
 
 def verdict(state: State) -> Verdict:
-    """Say in one sentence or two what this attention achieves on this many GPUs."""
+    """Say in one or two sentences what this attention achieves on this many GPUs."""
     place = state.here
     cause = state.cause(state.tp)
     if state.wrong:
@@ -66,7 +66,7 @@ def verdict(state: State) -> Verdict:
 
 
 def _undivided(state: State) -> str:
-    """Say why more GPUs must keep copies."""
+    """Explain why more GPUs have to keep copies."""
     if state.latent:
         return "a latent cannot be split"
     if state.kv_heads == 1:
@@ -119,13 +119,13 @@ def _enough(state: State) -> Progress:
     fit = int(state.here.fits) >= state.wanted
     advice = "Raise the GPUs (TP): each then keeps fewer heads, as long as there are heads to split."
     if fit:
-        advice = "Lower the GPUs (TP): they fit on fewer, because the last GPUs only keep copies."
+        advice = "Lower the GPUs (TP): the requests fit on fewer, and the rest only keep copies."
     return _progress(state, "Llama-3.1-70B", rules, fit and state.tp <= 8, _words(state), advice)
 
 
 def _worth(state: State) -> Progress:
     gain = state.mine.gain(64)
-    words = f"{_words(state)} 64 GPUs hold {gain:.2f} times those of 32."
+    words = f"{_words(state)} 64 GPUs hold {gain:.2f} times as many as 32."
     rules = [
         at_least("the GPUs (TP)", state.tp, 64),
         choose("none", "Latent width", not state.latent),
@@ -137,7 +137,7 @@ def _worth(state: State) -> Progress:
 
 
 def _published(state: State) -> Kind | None:
-    """Find the published model among the kinds shown for comparison."""
+    """Find the published model among the variants shown for comparison."""
     heads = known_model(state.model).num_key_value_heads
     return next((kind for kind in state.others if kind.name.endswith(f", {heads} heads")), None)
 
@@ -157,28 +157,28 @@ def _latent(state: State) -> Progress:
 
 CHALLENGES = (
     Challenge(
-        "Fit 32 requests of 32K tokens on as few H100 as possible, for Llama-3.1-70B with its 8 KV heads.",
+        "Fit 32 requests of 32K tokens on as few H100s as possible, for Llama-3.1-70B with its 8 KV heads.",
         _enough,
-        "Up to a GPU per KV head, twice the GPUs hold more than twice the requests, because weights are split too.",
+        "Up to one GPU per KV head, twice the GPUs hold more than twice the requests, because weights are split too.",
     ),
     Challenge(
-        "Make 64 H100 hold at least twice the requests that 32 hold, for Llama-3.1-70B and requests of 32K tokens.",
+        "Make 64 H100s hold at least twice the requests that 32 hold, for Llama-3.1-70B and requests of 32K tokens.",
         _worth,
-        "Now nothing is copied. Yet it holds no more than one shared head would: each GPU keeps one head anyway.",
+        "Now nothing is copied, yet no more fits than with one shared head: each GPU keeps one head anyway.",
     ),
     Challenge(
         "Make a latent of at least 512 numbers hold 3 times as many requests as the model's own 8 KV heads, for "
         "Llama-3.1-8B on H100 and requests of 32K tokens.",
         _latent,
         "A latent is the smallest cache, but it cannot be split. So models with a latent often run a whole copy of the "
-        "attention on each GPU, each for other requests (data parallel), and split only their experts.",
+        "attention on each GPU, each for different requests (data parallel), and split only their experts.",
     ),
 )
 GUESS = Guess(
     "Eight of these GPUs hold 42 requests of 32K tokens, one KV head on each. How many do sixteen hold?",
     ("42", "about 50", "about 65", "84"),
     1,
-    "Sixteen GPUs keep each of the 8 heads twice. They hold a few more only because weights take less room.",
+    "Sixteen GPUs keep each of the 8 heads twice. They hold a few more requests only because weights take less room.",
 )
 
 # ---- the knobs
@@ -197,7 +197,7 @@ KNOBS = {
         "model": choice("Model", list(MODELS), START["model"], "sets layers, query heads and weights, in 16 bits"),
     },
     "The requests": {
-        "context": steps("Context", labelled(CONTEXTS, tokens), START["context"], "tokens of each"),
+        "context": steps("Context", labelled(CONTEXTS, tokens), START["context"], "tokens per request"),
         "wanted": steps("Requests", list(WANTED), START["wanted"], "how many must fit"),
     },
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Draw lesson 09's picture: requests that fit against the GPUs, what each GPU keeps, and
+"""Draw lesson 09's picture: how many requests fit on how many GPUs, what each GPU keeps, and
 published models.
 """
 
@@ -30,10 +30,10 @@ KIB = 1024
 
 
 def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
-    """Draw requests against the GPUs, bytes and rates beside them, and GPUs and published models
-    below.
+    """Draw the requests that fit by number of GPUs, bytes and rates beside them, and below them
+    each GPU's heads and published models.
     """
-    drawing = Drawing(width, 0, "What fits on ever more GPUs", f"{state.model}, {state.mine.name}, against the GPUs")
+    drawing = Drawing(width, 0, "What fits on 1 to 64 GPUs", f"{state.model}, {state.mine.name}, against the GPUs")
     y = drawing.heading((MARGIN, 23), "Requests that fit")
     note = (
         f"{state.model} with {state.query_heads} query heads on {state.hardware.name}, requests of "
@@ -62,7 +62,7 @@ def kib(size: float) -> str:
 
 
 def style(kind: Kind) -> tuple[str, str]:
-    """Return the colour and dashes of a kind shown for comparison."""
+    """Return the colour and the dash pattern of a variant shown for comparison."""
     return STYLES[kind.name[:4]] if kind.name[:4] in STYLES else STYLES[kind.name[:3]]
 
 
@@ -75,7 +75,7 @@ def _keys(state: State) -> list[Key]:
 
 
 def _scale(state: State) -> Scale:
-    """Scale to well above all curves, so that words find room there."""
+    """Return a scale that ends well above all curves, which leaves room for words."""
     most = max([state.wanted, *(place.fits for kind in (state.mine, *state.others) for place in kind.places)])
     return Scale(0.5, 10 ** (math.ceil(3 * math.log10(5 * most)) / 3), log=True)
 
@@ -111,13 +111,13 @@ def _fits(place: Place) -> float:
 
 
 def _curve(kind: Kind, value: Callable[[Place], float]) -> tuple[list[float], list[float]]:
-    """Return GPUs and values, where there are any."""
+    """Return the numbers of GPUs and the values, without values of 0."""
     points = [(float(place.tp), value(place)) for place in kind.places if value(place) > 0]
     return [tp for tp, _ in points], [height for _, height in points]
 
 
 def _cell(axes: Axes, tp: int) -> Box:
-    """Return the part of the plot nearest to a number of GPUs."""
+    """Return the strip of the plot that is nearest to this number of GPUs."""
     left, right = (axes.at(edge, axes.y.low)[0] for edge in (tp / HALF, tp * HALF))
     return Box(left, axes.box.y, right - left, axes.box.height)
 
@@ -131,7 +131,7 @@ def _fits_tip(state: State, place: Place) -> str:
 
 
 def _draw_broken(axes: Axes, state: State) -> None:
-    """Shade where too few fit, and where more GPUs only bring copies."""
+    """Shade where too few requests fit, and where more GPUs only add copies."""
     regions = []
     for words, group in groupby(TPS, key=lambda tp: _kind_of(state.cause(tp))):
         counts = list(group)
@@ -151,12 +151,12 @@ def _draw_broken(axes: Axes, state: State) -> None:
 
 
 def _kind_of(cause: str) -> str:
-    """Group causes that share a region: too few fit, or no more than before."""
+    """Group causes that share a region: too few requests fit, or no more than before."""
     return {"": "", "long": "long", "weights": "few", "few": "few", "copies": "more", "heads": "more"}[cause]
 
 
 def cause_words(state: State, tp: int) -> str:
-    """Say what is wrong on this many GPUs."""
+    """Describe what is wrong on this many GPUs."""
     place = state.mine.at(tp)
     return {
         "long": f"{state.model} supports at most {state.longest:,} tokens",
@@ -172,7 +172,7 @@ def cause_words(state: State, tp: int) -> str:
 
 
 def _draw_bytes(drawing: Drawing, box: Box, state: State) -> None:
-    """Draw what a token takes on each GPU, and on all of them together."""
+    """Draw a token's bytes on each GPU, and on all GPUs together."""
     each = _curve(state.mine, lambda place: place.kv_bytes / KIB)
     whole = _curve(state.mine, lambda place: place.kv_bytes * place.tp / KIB)
     axes = Axes(drawing, box, GPUS, _span(each[1] + whole[1]))
@@ -188,7 +188,7 @@ def _draw_bytes(drawing: Drawing, box: Box, state: State) -> None:
 
 
 def _draw_rates(drawing: Drawing, box: Box, state: State) -> None:
-    """Draw the tokens a second of all GPUs, with as many requests as are required, or fit."""
+    """Draw the tokens per second of all GPUs, with as many of the required requests as fit."""
     kinds = (state.mine, *state.others)
     curves = [_curve(kind, lambda place: place.tokens_per_second) for kind in kinds]
     axes = Axes(drawing, box, GPUS, _span([rate for _, rates in curves for rate in rates]))
@@ -231,7 +231,7 @@ def _draw_ranks(drawing: Drawing, box: Box, state: State) -> float:
 
 
 def _draw_heads(drawing: Drawing, place: Box, state: State, rank: int, seen: set[int]) -> None:
-    """Draw the KV heads of a GPU, hatched where another GPU already keeps them."""
+    """Draw the KV heads of one GPU, hatched where an earlier GPU already keeps them."""
     heads = state.ranks[rank]
     wide = (place.width - 2) / len(heads)
     for index, head in enumerate(heads):
@@ -259,7 +259,7 @@ def _rank_tip(state: State, rank: int) -> str:
 
 
 def rank_words(state: State) -> str:
-    """Say what each GPU keeps, and how many keep the same."""
+    """Describe what each GPU keeps, and how many GPUs keep the same heads."""
     place = state.here
     if not place.divisible:
         return f"{state.query_heads} query heads cannot be split over {state.tp} GPUs."
@@ -275,7 +275,7 @@ def rank_words(state: State) -> str:
 
 
 def _draw_models(drawing: Drawing, box: Box, state: State) -> float:
-    """Draw operations per byte and bytes per token of the reader's kind and published models;
+    """Draw operations per byte and bytes per token of the reader's variant and of published models;
     return the y below.
     """
     ridge = state.hardware.ridge()
@@ -301,7 +301,7 @@ def _draw_models(drawing: Drawing, box: Box, state: State) -> float:
 def _draw_model(
     drawing: Drawing, box: Box, bars: Box, across: Scale, row: int, model: tuple[str, int, float, str], ridge: float
 ) -> None:
-    """Draw a row, with its number beside the line at `ridge`, not on it."""
+    """Draw one model's row, and move its number off the line at `ridge`."""
     name, size, operations, colour = model
     y = bars.y + row * MODEL_ROW
     mine = colour == BLUE

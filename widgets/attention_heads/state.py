@@ -1,4 +1,6 @@
-"""Compute the state of lesson 09's widget: the memory of keys and values on more and more GPUs."""
+"""Compute the state of lesson 09's widget: the memory that keys and values take as the number of
+GPUs grows.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,7 @@ HeadsOfRank = Callable[[int, int, int], Any]
 
 @dataclass(frozen=True)
 class Place:
-    """Record one kind of attention on a number of GPUs."""
+    """One kind of attention on one number of GPUs."""
 
     tp: int
     kv_bytes: int
@@ -72,7 +74,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Kind:
-    """Record one way to share keys, on every number of GPUs."""
+    """One way of sharing KV heads, on every number of GPUs."""
 
     name: str
     places: tuple[Place, ...]
@@ -81,14 +83,14 @@ class Kind:
         return next(place for place in self.places if place.tp == tp)
 
     def gain(self, tp: int) -> float:
-        """Return the ratio to the requests that fit on half as many GPUs; inf where none do."""
+        """Return how many times as many requests fit as on half the GPUs; inf if none fit there."""
         before = next((place.fits for place in self.places if place.tp * 2 == tp), 0.0)
         return self.at(tp).fits / before if before else float("inf")
 
 
 @dataclass(frozen=True)
 class State:
-    """Hold one kind of attention and others for comparison."""
+    """The reader's kind of attention, and other kinds for comparison."""
 
     tp: int
     model: str
@@ -119,7 +121,7 @@ class State:
 
     @cached_property
     def real(self) -> tuple[tuple[str, int, float], ...]:
-        """Return (name, bytes of a token, operations per byte) of published models on one GPU."""
+        """Return (name, bytes per token, operations per byte) of published models on one GPU."""
         return _real()
 
     def cause(self, tp: int) -> str:
@@ -151,10 +153,10 @@ def sweep(
     """Lay out a model's attention over 1 to 64 GPUs.
 
     Args:
-        tensor_parallel_size: GPUs, where the reader stands.
+        tensor_parallel_size: The number of GPUs, at the handle.
         kv_heads: KV heads, at most one per query head.
-        latent: Width of a latent in their place; 0 is none.
-        context: Tokens of each request.
+        latent: Width of a latent that replaces KV heads; 0 is none.
+        context: Tokens in each request.
         wanted: Requests that must fit.
         model, gpu: Names in `known_models` and `hardware`.
         kv_heads_of_rank: The reader's function of exercise 09.
@@ -168,7 +170,7 @@ def sweep(
     sensible = min(kv_heads, context, wanted) >= 1 and latent >= 0
     require(
         sensible,
-        f"kv_heads, context and wanted must be 1 or more, latent 0 or more; now kv_heads {kv_heads}, context "
+        f"kv_heads, context and wanted must be 1 or more, latent 0 or more; got kv_heads {kv_heads}, context "
         f"{context}, wanted {wanted}, latent {latent}",
     )
     require_choices(tensor_parallel_size=(tensor_parallel_size, TPS), kv_heads=(kv_heads, KV_HEADS))
@@ -212,7 +214,7 @@ def _real() -> tuple[tuple[str, int, float], ...]:
 def _kind(
     model: str, gpu: str, context: int, wanted: int, heads: int, latent: int, tp: int = 0, kept: int | None = None
 ) -> Kind:
-    """Compute one kind of attention; on `tp` GPUs, each keeps `kept` KV heads if that is not
+    """Compute one kind of attention; on `tp` GPUs, each GPU keeps `kept` KV heads unless it is
     None.
     """
     whole = known_model(model)
@@ -249,7 +251,7 @@ def _place(share: ModelShare, context: int, wanted: int) -> Place:
 
 
 def _ranks(tp: int, holders: int, own: HeadsOfRank | None) -> tuple[tuple[tuple[int, ...], ...], str]:
-    """Return the KV heads of each rank, and what is wrong with them.
+    """Return the KV heads of each rank, and a description of what is wrong with them.
 
     Raises:
         MinivllmError: The reader's rule returns something other than KV heads, or does not end.

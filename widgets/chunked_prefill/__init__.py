@@ -1,8 +1,8 @@
-"""Show the trade-off of a step's token budget: too small delays long prompts, too large delays
+"""Show the trade-off in a step's token budget: too small delays long prompts, too large delays
 everyone else.
 
 The engine's own scheduler decides every step, on a virtual clock. `minivllm_simulate.layouts`
-models the time of a step. The model leaves out tokenizer, event loop and sockets.
+models the time of a step. The tokenizer, the event loop and sockets are left out.
 
 Draw the lesson's figure with `uv run python -P -m widgets chunked_prefill
 lessons/figures/10_budget.svg`.
@@ -46,16 +46,16 @@ STALL, STALLED = 0.1, 0.3
 
 
 def share(value: float) -> str:
-    """Format a share in per cent, never rounded to nothing or to all."""
+    """Format a share as a percentage that is never rounded to 0 % or 100 %."""
     if 0 < value < 0.01 or 0.99 < value < 1:
         return f"{min(max(value, 1e-4), 1 - 1e-4):.2%}"
     return f"{value:.0%}"
 
 
 def verdict(state: State) -> Verdict:
-    """Say in one sentence or two whether clients get their tokens in time with this budget."""
+    """Say in one or two sentences whether clients get their tokens in time with this budget."""
     where = f"with steps of at most {state.budget:,} tokens"
-    if unserved := state.not_served(where, "Your functions make other steps than the engine.", _figures):
+    if unserved := state.not_served(where, "Your functions build different steps than the engine.", _figures):
         return unserved
     causes = state.causes(state.budget)
     if causes:
@@ -99,7 +99,7 @@ def _figures(point: Point) -> str:
 
 
 def command(state: State) -> str:
-    """Write the command of the server, and those of the two loads as comments."""
+    """Write the server's command, with those of the two loads as comments."""
     serving = state.serving
     name = shlex.quote(next(name for name in CONFIGS if name.endswith(f"/{serving.name}")))
     cap = f" --long-prefill-token-threshold {serving.threshold}" * bool(serving.threshold)
@@ -163,7 +163,7 @@ def _valley(state: State) -> Progress:
     ]
     met = state.known and not state.refused and not state.causes(state.budget)
     stalls = state.known and not state.refused and state.waited(state.budget) > state.gap
-    advice = "Raise the budget: such short steps take too long for a long prompt."
+    advice = "Raise the budget: in such small steps, a long prompt takes too long."
     if stalls:
         advice = "Lower the budget: such long steps hold up every other request in them."
     return _progress(state, rules, met, _words(state), advice)
@@ -194,11 +194,11 @@ def _blind(state: State) -> Progress:
     causes = state.causes(state.budget) if known else []
     words = f"Budget {state.budget:,}: {share(stalled)} of clients have a gap over {seconds(STALL)}."
     rules = [at_most("the gap limit", state.gap, 0.025, seconds)]
-    advice = 'Change "Judged by": it now counts every client with a long gap. Which figure does not?'
+    advice = 'Change "Judged by": it now counts every client with a long gap. Which metric does not?'
     if stalled < STALLED:
         advice = "Raise the budget until a whole prompt fits into a step."
     elif state.judged == "gaps":
-        advice = "Raise the budget: fewer gaps must be long, even if each gets longer. Now over one in a hundred is."
+        advice = "Raise the budget: long gaps get longer, but rarer. Now more than one gap in a hundred is long."
     return _progress(state, rules, known and stalled >= STALLED and not causes, words, advice)
 
 
@@ -217,7 +217,7 @@ CHALLENGES = (
     ),
     Challenge(
         "Fool this widget: make it say that every limit is met, with gaps of at most 25 ms, while 30 % of the clients "
-        "once waited over 100 ms, at the load of the start or more.",
+        "waited over 100 ms at least once, at the starting load or more.",
         _blind,
         "A stall is one gap among hundreds. So ask how many clients had one, or how long the longest was.",
     ),
@@ -260,7 +260,7 @@ KNOBS = {
     "The load": {
         "load": steps("Load", labelled(LOADS, "{:g}".format), START["load"], "requests a second"),
         "long": steps("Long share", labelled(LONG_SHARES, "{:.0%}".format), START["long"], "of the requests"),
-        "prompt": steps("Long prompt", labelled(PROMPTS, tokens), START["prompt"], "tokens, answer too"),
+        "prompt": steps("Long prompt", labelled(PROMPTS, tokens), START["prompt"], "tokens, including the answer"),
         "model": choice("Model", list(MODELS), START["model"], "served in 16 bits"),
         "gpu": choice("GPU", list(GPUS), START["gpu"], "memory and rates"),
     },

@@ -1,6 +1,4 @@
-"""Draw lesson 10's picture: waiting times against the token budget, and below them the steps,
-one by one.
-"""
+"""Draw lesson 10's picture: waiting times by token budget, and below them every step."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ POLICIES = {"mixed": "chunks beside decodes", "whole": "prompts are not cut", "f
 
 
 def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
-    """Draw waiting times against the budget, prefill rate and chats beside them, and the steps
+    """Draw waiting times by budget, the prefill rate and the chats beside them, and the steps
     below.
     """
     serving = state.serving
@@ -44,7 +42,7 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
 
 
 def gap_words(judged: str) -> str:
-    """Name what gaps are judged by."""
+    """Name the statistic by which gaps are judged."""
     return f"{ALL_GAPS:.0%} of all gaps" if judged == "gaps" else f"longest gap, {CLIENTS:.0%} of clients"
 
 
@@ -62,8 +60,8 @@ def _keys(state: State) -> list[Key]:
 
 
 def _scale(state: State) -> Scale:
-    """Scale from a plain step's time to beyond a long prompt's with the smallest budget, so that
-    it rarely changes.
+    """Return a scale from a plain step's time to beyond a long prompt's time at the smallest
+    budget, so that the scale rarely changes.
     """
     least = min(state.gap, state.serving.cost.seconds(StepShape.of([(1, CHAT)])))
     return Scale.around(0.8 * least, 2 * max([state.ttft, state.gap, *state.alone.values()]))
@@ -100,7 +98,7 @@ def _other_gap(state: State, budget: int) -> float:
 
 def _draw_broken(axes: Axes, state: State) -> None:
     """Shade where the engine does not start, where long prompts wait too long, and where tokens
-    do.
+    come too late.
     """
     late = [(span, late_words(state, span)) for span in (*state.stopped, *state.late)]
     stalled = [(span, stall_words(state, span)) for span in state.stalled]
@@ -122,14 +120,14 @@ def _shade(axes: Axes, span: Span, words: str) -> None:
 
 
 def _ends(axes: Axes, span: Span) -> tuple[float, float]:
-    """Return the pixels where a region begins and ends."""
+    """Return the x of a region's left and right end in pixels."""
     return axes.at(span[0] or axes.x.low, axes.y.low)[0], axes.at(span[1] or axes.x.high, axes.y.low)[0]
 
 
 def _draw_words(axes: Axes, span: Span, words: str, beside: Sequence[float]) -> None:
-    """Write a region's words inside or beside it, wherever there is most room.
+    """Write a region's words inside or beside it, wherever there is the most room.
 
-    `beside` has the pixels of all edges, and of both ends of the axis.
+    `beside` holds the x of all edges and of both ends of the axis, in pixels.
     """
     left, right = _ends(axes, span)
     before = max((x for x in beside if x < left - 1), default=left)
@@ -143,8 +141,8 @@ def _draw_words(axes: Axes, span: Span, words: str, beside: Sequence[float]) -> 
 
 
 def late_words(state: State, span: Span) -> str:
-    """Say why long prompts wait in a region: the cause at its edge, or at the handle if it has
-    no edge.
+    """Explain why long prompts wait in a region, by the cause at its edge, or at the handle if the
+    region has no edge.
     """
     inside = [budget for budget in (*state.run, *state.refusals) if _is_in(budget, span)]
     if not inside:
@@ -166,7 +164,7 @@ def _refusal_words(state: State, budget: int) -> str:
 
 
 def stall_words(state: State, span: Span) -> str:
-    """Say from where to where tokens come too late."""
+    """Describe the range of budgets in which tokens come too late."""
     low, high = span
     where = f" from {low:,.0f}" if low and not state.stopped else ""
     where += f" to {high:,.0f}" if high and where else ""
@@ -174,12 +172,12 @@ def stall_words(state: State, span: Span) -> str:
 
 
 def cause_words(state: State, cause: str, budget: int) -> str:
-    """Say what goes wrong with a budget."""
+    """Describe what goes wrong with a budget."""
     serving = state.serving
     steps = math.ceil(serving.prompt / budget)
     turn = "long prompts wait their turn" if serving.threshold == 0 else "long prompts wait, or get too few tokens"
     return {
-        "queue": f"the queue grows: {serving.load:g} requests a second arrive, it handles {state.capacity[budget]:.3g}",
+        "queue": f"the queue grows: {serving.load:g} requests/s arrive, but it handles {state.capacity[budget]:.3g}",
         "chunks": f"too slow: a long prompt takes {steps:,} steps, {seconds(state.alone[budget])} alone",
         "turn": turn,
         "stall": f"tokens come over {seconds(state.gap)} apart",
@@ -188,7 +186,7 @@ def cause_words(state: State, cause: str, budget: int) -> str:
 
 
 def _draw_tips(axes: Axes, state: State) -> None:
-    """Show the figures of the nearest budget, anywhere in the plot."""
+    """Add a tooltip everywhere in the plot, with the results at the nearest budget."""
     for budget, strip in axes.strips(state.run):
         point = state.points[budget]
         tip = (
@@ -204,13 +202,13 @@ def _draw_tips(axes: Axes, state: State) -> None:
 
 
 def _draw_rate(drawing: Drawing, box: Box, state: State) -> None:
-    """Draw the prompt tokens a second in steps of each budget, and those that arrive."""
+    """Draw the prompt tokens per second at each budget, and the rate at which tokens arrive."""
     serving = state.serving
     rates = {budget: serving.prompt / alone for budget, alone in state.alone.items()}
     known = [serving.demand, *rates.values()]
     axes = Axes(drawing, box, BUDGET, Scale.around(0.8 * min(known), 1.25 * max(known)))
     ticks = axes.y.powers()
-    axes.frame("", "prompt tokens/s, one alone", x_ticks=(), y_ticks=ticks, y_format=short)
+    axes.frame("", "prompt tokens/s, run alone", x_ticks=(), y_ticks=ticks, y_format=short)
     axes.line(list(rates), list(rates.values()), ORANGE)
     axes.mark_y(serving.demand, f"{short(serving.demand)} arrive", GREEN, below=axes.y.share(serving.demand) > 0.5)
     axes.mark_x(serving.knee, QUIET, dash="2 3")

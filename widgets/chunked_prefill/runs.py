@@ -1,7 +1,8 @@
-"""Run lesson 10's load, chats and long prompts, at one token budget through the engine's scheduler.
+"""Run lesson 10's load of chats and long prompts through the engine's scheduler, at one token
+budget.
 
-The same requests arrive at the same times with any budget, so all differences come from the budget.
-`minivllm_simulate.layouts` models the time of a step.
+The same requests arrive at the same times with any budget, so the budget alone explains every
+difference. `minivllm_simulate.layouts` models the time of a step.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ Caps = tuple[ChunkLimit | None, RunningTokens | None, AdmittedTokens | None]
 
 @dataclass(frozen=True)
 class Step:
-    """Record what a step was made of, in tokens; times are in seconds."""
+    """The tokens that one step was made of; times are in seconds."""
 
     start: float
     end: float
@@ -68,7 +69,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Point:
-    """Record how the requests fared with one budget."""
+    """The results of the requests with one budget."""
 
     gaps: Sequence[tuple[float, int]]
     """(seconds between two tokens, number of such gaps), sorted."""
@@ -97,8 +98,8 @@ class Point:
         return sum(count for seconds, count in self.gaps if seconds > limit) / whole if whole else 0.0
 
     def stalled(self, limit: float) -> float:
-        """Return the share of the clients that ever waited longer than `limit` seconds for the
-        next token.
+        """Return the share of the clients that waited longer than `limit` seconds for a token at
+        least once.
         """
         return 1 - share_within(self.longest, limit)
 
@@ -108,7 +109,7 @@ class Point:
 
 
 class _Watched(OpenEngine):
-    """Serve the load, and record every gap, and the steps in a window of time."""
+    """An engine that also records every gap, and the steps in a window of time."""
 
     def __init__(self, load: OpenLoad, scheduler: Scheduler, serving: Serving, one_by_one: bool) -> None:
         super().__init__(load, scheduler, serving.cost)
@@ -192,7 +193,7 @@ class _Watched(OpenEngine):
 
 @dataclass(frozen=True)
 class Serving:
-    """Describe an engine on one GPU and its load: everything but the budget."""
+    """An engine on one GPU and its load: everything but the budget."""
 
     name: str
     """The model's name."""
@@ -209,7 +210,7 @@ class Serving:
 
     @property
     def prompt(self) -> int:
-        """Return the tokens of a long prompt."""
+        """Return the number of tokens in a long prompt."""
         return self.longest - ANSWER
 
     @cached_property
@@ -218,25 +219,25 @@ class Serving:
 
     @cached_property
     def knee(self) -> float:
-        """Return the tokens from which a step is compute-bound."""
+        """Return the number of tokens from which a step is compute-bound."""
         return PlacedModel(self.model, self.gpu, Layout(1, 1, 1)).cost.step.roofline.knee
 
     @cached_property
     def lengths(self) -> list[RequestLengths]:
-        """List the lengths of all requests, with long ones at equal distances."""
+        """List the lengths of all requests; the long ones are evenly spaced."""
         every = round(1 / self.share)
         kinds = (index % every == every // 2 for index in range(COUNTED + AFTER))
         return [RequestLengths(self.prompt if long else CHAT, ANSWER) for long in kinds]
 
     @cached_property
     def arrivals(self) -> list[float]:
-        """Draw the seconds at which requests arrive."""
+        """Return the times, in seconds, at which requests arrive."""
         return gamma_arrivals(self.load, COUNTED + AFTER, seed=SEED)
 
     @cached_property
     def window(self) -> tuple[float, float]:
-        """Return the time that is drawn, from just before a long prompt arrives in the middle of
-        the run.
+        """Return the time span to draw, which begins just before a long prompt arrives in the
+        middle of the run.
         """
         longs = [
             at
@@ -249,26 +250,26 @@ class Serving:
 
     @cached_property
     def mean_prompt(self) -> float:
-        """Return the mean tokens of all prompts."""
+        """Return the mean length of all prompts in tokens."""
         return statistics.mean(request.prompt_tokens for request in self.lengths)
 
     @cached_property
     def mean_pairs(self) -> float:
-        """Return the mean (query, key) pairs of all prompts."""
+        """Return the mean number of (query, key) pairs in a prompt."""
         return statistics.mean(request.prompt_tokens**2 for request in self.lengths) / 2
 
     @property
     def demand(self) -> float:
-        """Return the tokens of prompts and answers that arrive each second."""
+        """Return the prompt and output tokens that arrive each second."""
         return self.load * (self.mean_prompt + ANSWER)
 
     def alone(self, budget: int) -> float:
-        """Return the seconds of a long prompt that is alone."""
+        """Return the seconds that a long prompt takes when it runs alone."""
         return chunk_seconds(self.cost, self.prompt, budget)
 
     def capacity(self, budget: int) -> float:
-        """Return the most requests a second that full steps of up to this budget handle before the
-        queue grows.
+        """Return the maximum request rate, per second, that full steps of up to this budget sustain
+        before the queue grows.
 
         Every step is modelled as the mean step.
         """
@@ -277,8 +278,8 @@ class Serving:
         return max(rates) / (self.mean_prompt + ANSWER)
 
     def _mean_step(self, tokens: int) -> StepShape:
-        """Describe a step of this many tokens, with chunks and decodes in the shares in which
-        they arrive.
+        """Return the shape of a step of this many tokens, with prompt tokens and decodes in the
+        proportion in which they arrive.
         """
         prompt = self.mean_prompt
         whole = prompt + ANSWER
@@ -289,7 +290,8 @@ class Serving:
         return StepShape(round(decodes) + 1, tokens, round(keys), round(pairs))
 
     def kv_tokens(self, budget: int) -> int:
-        """Return how many tokens fit beside the weights and the activations of a step this large.
+        """Return how many KV cache tokens fit beside the weights and the activations of a step this
+        large.
 
         Raises:
             MinivllmError: A long request does not fit.
@@ -301,7 +303,7 @@ class Serving:
         return ledger.usable_blocks * BLOCK_SIZE
 
     def refusal(self, budget: int) -> str:
-        """Say why an engine with this budget does not start, or return ""."""
+        """Explain why an engine with this budget does not start, or return ""."""
         if self.policy != "mixed" and budget < self.longest:
             return f"a request of {self.longest:,} tokens is never cut and would wait forever"
         try:
@@ -311,7 +313,7 @@ class Serving:
         return ""
 
     def scheduler(self, budget: int, own: Caps | None) -> Scheduler:
-        """Build the engine's scheduler, V0's prefill-first one, or the engine's with the
+        """Build the scheduler: the engine's, V0's prefill-first one, or the engine's with the
         reader's functions.
         """
         most = sum(request.total + BLOCK_SIZE for request in self.lengths)
@@ -330,8 +332,8 @@ class Serving:
 
 
 class Experiment:
-    """Run one setting with any budget; results are kept, and an interrupted run goes on where it
-    stopped.
+    """The runs of one setting at any budget; results are kept, and an interrupted run can be
+    resumed.
     """
 
     def __init__(self, serving: Serving, own: Caps | None, one_by_one: bool) -> None:
@@ -364,7 +366,7 @@ def experiment(
     own: Caps | None = None,
     one_by_one: bool = False,
 ) -> Experiment:
-    """Return the runs of this setting, including earlier ones.
+    """Return the experiment with this setting; it keeps the results of earlier runs.
 
     Raises:
         MinivllmError: The model or GPU is unknown.

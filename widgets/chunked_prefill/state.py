@@ -1,5 +1,5 @@
-"""Compute the state of lesson 10's widget: waiting times against the token budget, and where
-they are too long.
+"""Compute the state of lesson 10's widget: waiting times by token budget, and where they are too
+long.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ START = {
 
 @dataclass(frozen=True, kw_only=True)
 class State(SweptState[Point]):
-    """Hold the results of one engine at every budget that has been run so far."""
+    """The results of one engine at every budget that has been run so far."""
 
     KNOB = "budget"
     VALUES = BUDGETS
@@ -58,17 +58,17 @@ class State(SweptState[Point]):
     """Seconds of a long prompt that is alone, in steps of each budget."""
 
     def waited(self, budget: int) -> float:
-        """Return the seconds that clients wait for the next token, as judged."""
+        """Return the seconds that clients wait for the next token, by the statistic in `judged`."""
         point = self.points[budget]
         return point.longest_gap(CLIENTS) if self.judged == "clients" else point.gap(ALL_GAPS)
 
     def first(self, budget: int) -> float:
-        """Return the seconds within which nine of ten long prompts have their first token."""
+        """Return the seconds within which nine in ten long prompts have their first token."""
         return within(self.points[budget].long_ttft, CLIENTS)
 
     def causes(self, budget: int) -> list[str]:
         """Return what is wrong with a budget that has been run: "queue", "chunks" or "turn", and
-        "stall".
+        also "stall".
         """
         causes = []
         if self.serving.load > self.capacity[budget]:
@@ -79,20 +79,22 @@ class State(SweptState[Point]):
 
     @property
     def late(self) -> list[Span]:
-        """Return where long prompts wait too long for their first token, or the queue grows."""
+        """Return the budgets at which long prompts wait too long for their first token, or the
+        queue grows.
+        """
         budgets = self.run
         ratios = [max(self.first(budget) / self.ttft, self.serving.load / self.capacity[budget]) for budget in budgets]
         return self.within_start(spans(budgets, ratios))
 
     @property
     def stalled(self) -> list[Span]:
-        """Return where the next token comes too late."""
+        """Return the budgets at which the next token comes too late."""
         return self.within_start(spans(self.run, [self.waited(budget) / self.gap for budget in self.run]))
 
     @property
     def stopped(self) -> list[Span]:
-        """Return where the engine does not start: with the smallest budgets, with the largest,
-        or with any.
+        """Return the budgets at which the engine does not start: the smallest, the largest, or all
+        of them.
         """
         allowed = [budget for budget in BUDGETS if budget not in self.refusals]
         if not allowed:
@@ -118,16 +120,16 @@ def sweep(
     running_tokens: RunningTokens | None = None,
     admitted_tokens: AdmittedTokens | None = None,
 ) -> Iterator[State]:
-    """Serve chats and long prompts with budgets from 64 to 16,384 tokens, and yield ever more
+    """Serve chats and long prompts at budgets from 64 to 16,384 tokens, and yield more and more
     complete states.
 
     Args:
-        budget: max_num_batched_tokens, where the reader stands.
+        budget: max_num_batched_tokens, at the handle.
         threshold: long_prefill_token_threshold; 0 is off.
         policy: One of POLICIES.
         load: Requests a second.
         long: The share of long requests.
-        prompt: Tokens of a long request, its answer included.
+        prompt: Tokens in a long request, including its answer.
         gap: Seconds that a client may wait for the next token.
         ttft: Seconds within which long prompts must have their first token.
         judged: "clients" for the longest gap of nine in ten clients, "gaps" for 99 % of all gaps.
@@ -143,7 +145,7 @@ def sweep(
     require(
         sensible,
         f"load, gap and ttft must be above 0, long 0.05 or more, budget {BUDGETS[0]} or more, prompt 1,024 or more; "
-        f"now load {load}, gap {gap}, ttft {ttft}, long {long}, budget {budget}, prompt {prompt}, threshold "
+        f"got load {load}, gap {gap}, ttft {ttft}, long {long}, budget {budget}, prompt {prompt}, threshold "
         f"{threshold}",
     )
     require_choices(policy=(policy, POLICIES), judged=(judged, JUDGED), model=(model, MODELS), gpu=(gpu, GPUS))

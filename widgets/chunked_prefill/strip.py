@@ -1,5 +1,5 @@
-"""Draw the lower part of lesson 10's picture, which plays: what each step was made of, and when
-tokens came.
+"""Draw the animated lower part of lesson 10's picture: what each step was made of, and when tokens
+came.
 """
 
 from __future__ import annotations
@@ -16,15 +16,13 @@ from widgets.shell.strip import FRAMES, NAMES, draw_placeholder, draw_times, dra
 from widgets.shell.svg import QUIET, SMALL, Box, Drawing, Segment
 from widgets.shell.theme import IDLE, MID, MISSED
 
-TITLE = "Steps, one by one"
+TITLE = "Step by step"
 LEAST_BAR = 5
 """The least width of a bar in pixels; shorter steps are drawn together."""
 
 
 def draw_steps(drawing: Drawing, state: State, y: float) -> float:
-    """Draw what each step of a stretch of time was made of, and when tokens came; return the y
-    below.
-    """
+    """Draw what each step in a time window was made of, and when tokens came; return the y below."""
     if state.budget not in state.points:
         return draw_placeholder(drawing, TITLE, state.refused, y)
     keys = [
@@ -92,11 +90,11 @@ def _step_tip(group: Sequence[Step]) -> str:
     chat = sum(step.chat for step in group)
     steps = f"A step of {time}" if len(group) == 1 else f"{len(group)} steps of {time}"
     decodes = f", {first.decodes} decodes" if len(group) == 1 else ""
-    return f"{steps}: {long:,} tokens of long prompts, {chat:,} of chats'{decodes}"
+    return f"{steps}: {long:,} tokens of long prompts, {chat:,} of chats{decodes}"
 
 
 def _draw_tokens(drawing: Drawing, box: Box, strip: Sequence[Step], across: Scale) -> None:
-    """Draw a tick where tokens come: every running request waits from one tick to the next."""
+    """Draw a tick whenever tokens come: every running request waits from one tick to the next."""
     most = max([1, *(step.decodes for step in strip)])
     ticks: dict[str, list[str]] = {f"{frame} {FRAMES - 1}": [] for frame in range(FRAMES)}
     for step in strip:
@@ -126,5 +124,5 @@ def _caption(strip: Sequence[Step], start: float, now: float) -> str:
     long = sum(step.long for step in done)
     chat = sum(step.chat for step in done)
     longest = max((step.end - step.start for step in done if step.decodes), default=0.0)
-    progress = f"{len(done)} steps, {long:,} tokens of long prompts, {chat:,} of chats'"
+    progress = f"{len(done)} steps, {long:,} tokens of long prompts, {chat:,} of chats"
     return f"{seconds(now - start)}: {progress}; the longest step took {seconds(longest)}"

@@ -1,4 +1,4 @@
-"""Show the load that static and continuous batching can handle, with the same arrivals.
+"""Show how much load static and continuous batching can handle with the same arrivals.
 
 The engine's own scheduler decides every step, on a virtual clock. The time of a step is modelled,
 for Llama-3.1-8B on an H100. The load is a share of what the seats could serve if none were ever
@@ -22,7 +22,7 @@ from widgets.shell.spec import Challenge, Guess, Progress, Spec, Verdict
 
 
 def verdict(state: State) -> Verdict:
-    """Say in one sentence or two whether each policy handles this load."""
+    """Say in one or two sentences whether each policy handles this load."""
     for curve in state.curves:
         most = max([curve.stretch.rows, *(point.most_running for point in curve.points.values())])
         if most > state.seats:
@@ -53,16 +53,16 @@ def _breaks(curve: Curve, state: State) -> str:
     if curve.queue_grows(state.load):
         queue = f"its queue grows, to {point.queue} of {REQUESTS} requests in this short run"
         return f"{name} cannot keep up: {queue}. So far, {in_time}."
-    return f"{name} keeps up, but too late: {in_time}, and the goal is {share(SERVICE)}."
+    return f"{name} keeps up, but responds too late: {in_time}, and the goal is {share(SERVICE)}."
 
 
 def command(state: State) -> str:
-    """Write the command of the server, and that of the load as a comment."""
+    """Write the server's command, with that of the load as a comment."""
     goal = f"--goodput ttft:{state.limit * 1e3:g}"
     return "\n".join(
         [
             "# vLLM always batches continuously; static batching has no flag.",
-            f"# Load {state.load:g} is {state.rate:.3g} requests a second of these lengths (modelled). From outside:",
+            f"# Load {state.load:g} is {state.rate:.3g} requests a second of these lengths (modelled). To send it:",
             f"# vllm bench serve --request-rate {state.rate:.3g} --burstiness {state.burstiness:g} {goal}",
             f"vllm serve meta-llama/Llama-3.1-8B --max-num-seqs {state.seats}",
         ]
@@ -70,8 +70,8 @@ def command(state: State) -> str:
 
 
 def _static_handles(state: State, load: float, seats: int, spread: float) -> Progress:
-    """Check that static batching handles this load, in this many seats, with lengths this
-    uneven.
+    """Check that static batching handles this load with at least this many seats and this length
+    spread.
     """
     if not state.known:
         return Progress(False, "Wait: the requests are still being served.")
@@ -124,7 +124,7 @@ GUESS = Guess(
     "The longest of 8 answers is 2.7 times the mean. At which load does static batching break?",
     ("0.2", "0.35", "0.5", "0.65"),
     1,
-    "A batch lasts as long as its longest answer, so 8 seats do the work of 8 / 2.7. Continuous batching lasts to 1.",
+    "A batch lasts as long as its longest answer, so 8 seats do the work of 8 / 2.7. Continuous batching breaks at 1.",
 )
 
 SPREADS = [("all equal", 0.0), ("0.25", 0.25), ("0.5", 0.5), ("1", 1.0), ("1.5", 1.5)]

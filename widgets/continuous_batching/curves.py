@@ -1,4 +1,4 @@
-"""Compute one curve over the load for each policy, and the state of lesson 04's widget."""
+"""Compute each policy's curve over the load, and the state of lesson 04's widget."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ START = {"load": 0.7, "seats": 8, "limit": 0.5, "spread": 1.0, "burstiness": 1.0
 
 @dataclass(frozen=True)
 class Knee:
-    """Record the load at which a policy breaks, by a growing queue or by the limit alone."""
+    """The load at which a policy breaks, because its queue grows or because it misses the limit."""
 
     load: float
     queue_grows: bool
@@ -29,7 +29,7 @@ class Knee:
 
 @dataclass(frozen=True)
 class Curve:
-    """Hold the results of one policy at every load that has been run so far."""
+    """The results of one policy at every load that has been run so far."""
 
     name: str
     """"static", "continuous" or "yours"."""
@@ -46,13 +46,13 @@ class Curve:
         return sorted(self.points)
 
     def ttfts(self, share: float) -> list[float]:
-        """Return, at each load, the seconds within which this share of the requests has its
-        first token.
+        """Return, for each load, the seconds within which this share of the requests has its first
+        token.
         """
         return [self.points[load].ttft(share) for load in self.loads]
 
     def queue_grows(self, load: float) -> bool:
-        """Return whether more arrives than the policy can sustain."""
+        """Return whether requests arrive faster than the policy can serve them."""
         return self.ceiling is not None and load >= self.ceiling
 
     def late(self, load: float) -> bool:
@@ -65,7 +65,9 @@ class Curve:
 
     @property
     def knee(self) -> Knee | None:
-        """Return where the policy breaks, interpolated between two loads that have been run."""
+        """Return the load at which the policy breaks, interpolated between two loads that have been
+        run.
+        """
         if self.ceiling is None:
             return None
         late = crossing(self.loads, self.ttfts(SERVICE), self.limit)
@@ -74,7 +76,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class State:
-    """Hold both policies' results for the same arrivals, as far as they have been run."""
+    """Both policies' results for the same arrivals, as far as they have been run."""
 
     load: float
     seats: int
@@ -96,7 +98,7 @@ class State:
 
     @property
     def known(self) -> bool:
-        """Return whether both policies have been run at this load, and their ceilings are known."""
+        """Return whether both policies have been run at this load and their ceilings are known."""
         return all(curve.ceiling is not None and self.load in curve.points for curve in self.curves)
 
     @property
@@ -114,15 +116,15 @@ def sweep(
     file: str = START["file"],
     schedule: Schedule | None = None,
 ) -> Iterator[State]:
-    """Serve 400 requests at each load from 0.1 to 1.5 under both policies, and yield ever more
+    """Serve 400 requests at each load from 0.1 to 1.5 under both policies, and yield more and more
     complete states.
 
     Args:
-        load: Arrivals as a share of what always full seats could serve, where the reader stands.
+        load: Arrivals as a share of what seats that are never empty could serve, at the handle.
         seats: Requests that may run at once.
         limit: Seconds within which 95 % of the requests must have their first token.
         spread: Standard deviation of output lengths over their mean; 0 is all equal, 1 exponential.
-        burstiness: Of the arrivals; 1 is a Poisson process, less means bursts.
+        burstiness: 1 makes the arrivals a Poisson process; less means bursts.
         file: A workload's name or the path of a file with lengths, which then replace those of
             `spread`.
         schedule: The reader's function of exercise 04, in place of continuous batching.
@@ -185,17 +187,17 @@ def _states(
 
 
 def share(value: float) -> str:
-    """Format a share in per cent with all its digits: it counts 400ths, and rounding could hide
-    a missed goal.
+    """Format a share as a percentage without rounding: it counts 400ths, and rounding could hide a
+    missed goal.
     """
     return f"{value * 100:.5g} %"
 
 
 def seconds(value: float) -> str:
-    """Format a time in the unit that fits it."""
+    """Format a time in a suitable unit."""
     return f"{value * 1e3:.3g} ms" if value < 0.9995 else f"{value:.3g} s"
 
 
 def title(curve: Curve) -> str:
-    """Name a policy."""
+    """Return the policy's name in words."""
     return "your schedule" if curve.name == "yours" else f"{curve.name} batching"

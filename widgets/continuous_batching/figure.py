@@ -1,6 +1,4 @@
-"""Draw lesson 04's picture: both policies against the load, and below them the seats, which
-play.
-"""
+"""Draw lesson 04's picture: both policies by load, and below them the animated seats."""
 
 from __future__ import annotations
 
@@ -27,9 +25,7 @@ TICKS = (0.1, 0.3, 0.5, 0.7, 0.9, 1.1, 1.3, 1.5)
 
 
 def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
-    """Draw TTFT, goodput and queue against the load, and below them the seats under both
-    policies.
-    """
+    """Draw TTFT, goodput and queue by load, and below them the seats under both policies."""
     drawing = Drawing(width, 0, f"Load on {state.seats} seats", "Static and continuous batching on the same arrivals")
     note = f"{REQUESTS} requests at each load, {state.seats} seats; all times are modelled"
     y = drawing.heading((MARGIN, 23), "Load that each policy handles", note)
@@ -48,8 +44,8 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
 
 
 def _draw_level_key(drawing: Drawing, place: tuple[float, float], state: State) -> None:
-    """Draw the limit's dashes in the row of colour keys, because in the plot its words would
-    cover the curves.
+    """Draw the limit's dashes in the row of colour keys; inside the plot, its label would cover the
+    curves.
     """
     x, y = place
     drawing.line((x, y - 4), (x + 24, y - 4), colour=GREEN, dash="4 3", width=1.5)
@@ -90,9 +86,7 @@ def _draw_curve(axes: Axes, curve: Curve) -> None:
 
 
 def _knees(state: State) -> list[tuple[Knee, str]]:
-    """Find where each policy breaks, in order of load; where both break together, return one
-    entry.
-    """
+    """Find where each policy breaks, ordered by load; return one entry if both break together."""
     knees = [(curve.knee, f"{curve.name} breaks") for curve in state.curves if curve.knee]
     knees.sort(key=lambda entry: entry[0].load)
     together = len(knees) == 2 and knees[1][0].load - knees[0][0].load < 0.03
@@ -113,7 +107,7 @@ def _draw_knees(axes: Axes, knees: Sequence[tuple[Knee, str]], state: State) -> 
 
 
 def _draw_edge_words(axes: Axes, knee: Knee, policy: str, state: State) -> None:
-    """Write what the second edge means, on its wider side."""
+    """Label the second edge, on the side with more room."""
     x = axes.at(knee.load, state.limit)[0]
     before, beyond = x - axes.box.x, axes.box.right - x
     after = beyond >= before
@@ -171,7 +165,7 @@ def _ttft_tip(curve: Curve, load: float) -> str:
 
 
 def _draw_tips(axes: Axes, state: State, words: Callable[[Curve, float], str]) -> None:
-    """Show the figures of the nearest load, anywhere in the plot."""
+    """Add a tooltip everywhere in the plot, with the results at the nearest load."""
     loads = sorted(set(state.curves[0].points) & set(state.curves[1].points))
     edges = [LOAD.low, *((low + high) / 2 for low, high in pairwise(loads)), LOAD.high]
     for load, low, high in zip(loads, edges, edges[1:], strict=False):

@@ -1,6 +1,6 @@
 """Run 400 requests at each load through the engine's scheduler, under each policy of lesson 04.
 
-Arrivals keep their pattern at every load and under both policies, only faster or slower. The time
+Arrivals keep their pattern under both policies and at every load; only their pace changes. The time
 of a step is modelled, for Llama-3.1-8B on an H100. Load 1 is what the seats could serve if none
 were ever empty.
 """
@@ -49,7 +49,7 @@ SATURATED = math.inf
 
 @dataclass(frozen=True)
 class Point:
-    """Record how the requests fared at one load under one policy."""
+    """The results of the requests at one load under one policy."""
 
     ttfts: Sequence[float]
     """Seconds to the first token, sorted."""
@@ -68,7 +68,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Stay:
-    """Record a request in a seat, from the start of its first step to the end of its last, in
+    """A request's stay in a seat, from the start of its first step to the end of its last, in
     seconds.
     """
 
@@ -83,7 +83,7 @@ class Stay:
 
 @dataclass(frozen=True)
 class Moment:
-    """Record seats and queue in a step."""
+    """The taken seats and the queue during one step."""
 
     start: float
     end: float
@@ -93,8 +93,8 @@ class Moment:
 
 @dataclass(frozen=True)
 class Stretch:
-    """Record the first seconds of a run. `rows` are the seats, or more if the reader's code
-    takes more.
+    """The first seconds of a run. `rows` counts the seats, or more if the reader's code runs more
+    requests.
     """
 
     stays: tuple[Stay, ...]
@@ -102,12 +102,12 @@ class Stretch:
     rows: int
 
     def at(self, now: float) -> Moment:
-        """Return seats and queue at `now`; between steps, both are empty."""
+        """Return the seats and the queue at `now`; between steps, both are empty."""
         latest = next((moment for moment in reversed(self.moments) if moment.start <= now), None)
         return latest if latest and now <= latest.end else Moment(now, now, 0, 0)
 
     def missed(self, seats: int) -> list[tuple[float, float]]:
-        """Return the times at which a seat is empty while a request waits."""
+        """Return the time spans in which a seat is empty while a request waits."""
         spans: list[tuple[float, float]] = []
         for moment in self.moments:
             if moment.waiting and moment.taken < seats:
@@ -116,14 +116,16 @@ class Stretch:
         return spans
 
     def used_while_waiting(self, seats: int) -> float:
-        """Return the used share of the seats' time while a request waits; 1 where none does."""
+        """Return the share of the seats' time that is used while a request waits; 1 if none ever
+        waits.
+        """
         waited = [(moment.end - moment.start, moment.taken) for moment in self.moments if moment.waiting]
         return sum(s * taken for s, taken in waited) / (seats * sum(s for s, _ in waited)) if waited else 1.0
 
 
 class Experiment:
-    """Run one configuration at any load; results are kept, and an interrupted run goes on where
-    it stopped.
+    """The runs of one configuration at any load; results are kept, and an interrupted run can be
+    resumed.
     """
 
     def __init__(
@@ -159,26 +161,26 @@ class Experiment:
         return statistics.pstdev(self.outputs) / statistics.mean(self.outputs)
 
     def rate(self, load: float) -> float:
-        """Return the requests a second at this load."""
+        """Return the requests per second at this load."""
         return load * self.seats / (statistics.mean(self.outputs) * self.full_step)
 
     def arrivals(self, load: float) -> list[float]:
-        """Return the seconds at which the requests arrive."""
+        """Return the times, in seconds, at which the requests arrive."""
         last = REQUESTS / self.rate(load)
         return [share * last for share in self.pattern]
 
     def run(self, policy: str, load: float) -> Iterator[None]:
-        """Run this load in steps, unless it has been run."""
+        """Run this load in parts, unless it has been run already."""
         yield from self._saturated.run(policy) if load == SATURATED else self._at_loads.run((policy, load))
 
     def ceiling(self, policy: str) -> float | None:
-        """Return the highest load that a policy can sustain; None until it has been run at
+        """Return the highest load that a policy can sustain, or None until it has been run at
         SATURATED.
         """
         return self._saturated.found.get(policy)
 
     def at_loads(self, policy: str, loads: Sequence[float]) -> dict[float, Point]:
-        """Return the results at those of these loads that have been run."""
+        """Return the results for those of `loads` that have been run."""
         points = self._at_loads.found
         return {load: points[policy, load] for load in loads if (policy, load) in points}
 
@@ -221,15 +223,15 @@ class Experiment:
         raise MinivllmError(f"your schedule has not served {REQUESTS} requests after {most:,} steps")
 
     def _ceiling(self, steps: Sequence[StepRecord]) -> float:
-        """Return the token rate while requests wait, as a share of what full seats make; above 1
-        is chance.
+        """Return the token rate while requests wait, as a share of what full seats make, capped at
+        1 (more is chance).
         """
         full = [step for step in steps if step.num_waiting]
         rate = sum(step.shape.num_reqs for step in full) / sum(step.seconds for step in full)
         return min(1.0, rate * self.full_step / self.seats)
 
     def _cut(self, steps: Sequence[StepRecord], load: float) -> Stretch:
-        """Cut the first seconds out of a run."""
+        """Extract the first seconds of a run."""
         first = [step for step in steps if step.start < self.window]
         rows = max([self.seats, *(len(step.scheduled) for step in first)])
         arrivals = self.arrivals(load)
@@ -280,7 +282,7 @@ CACHE = CacheConfig(num_gpu_blocks=REQUESTS + 2, block_size=512, enable_prefix_c
 def experiment(
     seats: int, spread: float, burstiness: float, work: Workload | None = None, schedule: Schedule | None = None
 ) -> Experiment:
-    """Return the runs of this configuration, including earlier ones."""
+    """Return the experiment with this configuration; it keeps the results of earlier runs."""
     return Experiment(seats, spread, burstiness, work, schedule)
 
 
@@ -290,8 +292,8 @@ def _cost() -> RooflineCost:
 
 
 def _full_step(lengths: Sequence[RequestLengths], seats: int) -> StepShape:
-    """Describe the mean step of full seats; a request takes as many steps as it generates
-    tokens.
+    """Return the shape of the mean step with all seats taken; a request takes one step per output
+    token.
     """
     steps = sum(request.output_tokens for request in lengths)
     tokens = sum(request.total - 1 for request in lengths)
@@ -302,7 +304,7 @@ def _full_step(lengths: Sequence[RequestLengths], seats: int) -> StepShape:
 
 
 def _lengths(spread: float, work: Workload | None) -> tuple[list[RequestLengths], str]:
-    """Draw the lengths of all requests, and say how a workload's lengths were changed."""
+    """Draw the lengths of all requests, and describe how a workload's lengths were changed."""
     if work is not None:
         return _scaled(work)
     if spread == 0:

@@ -1,8 +1,9 @@
-"""Show whether two pools of GPUs handle more than one pool with the best chunk, as the rate grows.
+"""Show whether separate prefill and decode pools handle a higher rate than the same GPUs doing
+both, with the best chunk size.
 
 The engine's own scheduler decides every step of every engine, on one virtual clock.
 `minivllm_simulate.layouts` models the time of a step, and `minivllm_simulate.kv_links` that of a
-transfer. The model leaves out proxy, tokenizer, sockets and handshakes.
+transfer. The proxy, the tokenizer, sockets and handshakes are left out.
 
 Draw the lesson's figure with `uv run python -P -m widgets disaggregation
 lessons/figures/08_goodput.svg`.
@@ -46,20 +47,20 @@ DEFAULT_BUDGET = 8192
 
 
 def verdict(state: State) -> Verdict:
-    """Say in one sentence or two whether two pools handle this rate, and how they compare with
-    one pool.
+    """Say in one or two sentences whether two pools handle this rate, and how they compare with
+    GPUs that do both.
     """
     mine = state.mine
     if mine.refused:
         return Verdict(f"{state.model} does not fit on {state.gpu}: {mine.refused}.", "broken")
     if state.rate not in mine.points:
-        return Verdict(f"Still serving the requests, {state.rate:g} a second.", "tight")
+        return Verdict(f"Still serving the requests at {state.rate:g} a second.", "tight")
     share = f"{mine.share(state.rate):.0%} are in time"
     if mine.breaks(state.rate):
         why = cause_words(mine.cause_at(state.rate), state)
         too_many = f"{state.rate:g} requests a second are too many for {mine.name}"
         if mine.share(state.rate) >= SHARE:
-            first = f"Of the first {state.work.counted} requests {share}, then fewer and fewer"
+            first = f"Of the first {state.work.counted} requests, {share}, then fewer and fewer"
             return Verdict(f"{too_many} in the long run: {why}. {first}.", "broken")
         return Verdict(f"{too_many}: {why}. {share}.", "broken")
     if not state.known:
@@ -81,8 +82,8 @@ def _compared(state: State, share: str) -> Verdict:
 
 
 def command(state: State) -> str:
-    """Write the commands of both kinds of servers and of their proxy, and that of the load as a
-    comment.
+    """Write the commands of the prefill and decode servers and of their proxy, with that of the
+    load as a comment.
     """
     name = shlex.quote(next(name for name in CONFIGS if name.endswith(f"/{state.model}")))
     mine = state.mine
@@ -95,11 +96,11 @@ def command(state: State) -> str:
     return "\n".join(
         [
             f"# On {many['prefill']} of {mine.gpus} x {state.gpu}, linked by {state.link}; "
-            f"VLLM_NIXL_SIDE_CHANNEL_HOST is its own address:",
+            f"VLLM_NIXL_SIDE_CHANNEL_HOST is each server's own address:",
             f"vllm serve {name} --max-num-batched-tokens {PREFILL_BUDGET} {_transfer('kv_producer')}",
             f"# On the other {many['decode']}:",
             f"vllm serve {name} {_transfer('kv_consumer')}",
-            "# In front of them, as the address for clients:",
+            "# In front of them, the proxy that clients connect to:",
             f"minivllm proxy --prefill {urls['prefill']} --decode {urls['decode']}",
             f"# vllm bench serve --model {name} --dataset-name random --random-input-len {work.prompt} \\",
             f"#   --random-output-len {work.output} --ignore-eos --request-rate {state.rate:g} --goodput {goal}",
@@ -131,7 +132,7 @@ def _progress(
 
 def _words(state: State) -> str:
     known = state.known and not state.mine.refused
-    gain = f"; {state.gain:.2f} times what as many GPUs handle that do both" if known else ""
+    gain = f"; {state.gain:.2f} times what these GPUs handle if all do both" if known else ""
     return f"{state.mine.name} {state.gpu} over {state.link}{gain}."
 
 
@@ -172,27 +173,27 @@ def _slow_link(state: State) -> Progress:
     }.get(
         point.cause(state.objective) if point else "",
         f"Send layer by layer, and balance prefill and decode: a prompt holds the link for "
-        f"{seconds(state.transfer.seconds)}, and each GPU brings a link.",
+        f"{seconds(state.transfer.seconds)}, and each GPU has its own link.",
     )
     return _progress(state, rules, bool(point) and not mine.breaks(state.rate), words, advice, "Qwen3-14B")
 
 
 CHALLENGES = (
     Challenge(
-        "Four H100, Llama-3.1-8B, prompts of 1,024 tokens or more, vLLM's chunk of 8,192: find where two pools handle "
-        "1.5 times what four that do both handle.",
+        "Four H100s, Llama-3.1-8B, prompts of 1,024 tokens or more, vLLM's chunk of 8,192: find where two pools handle "
+        "1.5 times what four GPUs that do both handle.",
         _untuned,
         "Where the TPOT limit is tight, a whole prompt in a decode step costs goodput. Two pools need no budget.",
     ),
     Challenge(
         "The same four GPUs, prompts of 2,048 tokens or more, the best chunk: find where two pools handle at least 0.8 "
-        "of what four that do both handle.",
+        "times what four GPUs that do both handle.",
         _close,
         "A chunk that fits into the time a step waits for memory is free. Two pools give that up, and lose least where "
         "prompts may wait and there is little to decode.",
     ),
     Challenge(
-        "Take four H100, Qwen3-14B, prompts of 2,048 tokens, 64 out, and links of 25 Gb/s. Handle 5 requests a second "
+        "Take four H100s, Qwen3-14B, prompts of 2,048 tokens, 64 out, and links of 25 Gb/s. Handle 5 requests a second "
         "with first tokens within 200 ms.",
         _slow_link,
         "A transfer that is longer than the prefill cannot be hidden. Layer by layer, clients only see the excess.",

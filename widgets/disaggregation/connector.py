@@ -1,8 +1,8 @@
 """Run the reader's connector scheduler of exercise 08 in the engines of lesson 08's widget.
 
-It decides which requests wait and whose blocks are kept. The simulation knows the right answer in
-each case, and says so where the reader's code decides otherwise, since real keys and values would
-then be lost.
+The connector decides which requests wait and whose blocks are kept. The simulation knows the right
+answer in each case, and reports where the reader's code decides otherwise, because real keys and
+values would then be lost.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ ConnectorScheduler = Callable[..., Any]
 
 
 class CheckedConnector(SimulatedConnector):
-    """Check the reader's connector at each call; prefill engines send, decode engines receive."""
+    """A connector that checks each of the reader's answers; prefill engines send, decode engines
+    receive.
+    """
 
     def __init__(self, sends: bool, make: ConnectorScheduler) -> None:
         super().__init__(sends)
@@ -47,7 +49,7 @@ class CheckedConnector(SimulatedConnector):
         _must_be(
             answer == right,
             f"get_num_new_matched_tokens returns {answer!r} for a prompt of {request.num_prompt_tokens} tokens that "
-            f"{where}, but {right} would be right",
+            f"{where}, but it should return {right}",
         )
         return right
 
@@ -65,7 +67,7 @@ class CheckedConnector(SimulatedConnector):
         _must_be(
             counts == right,
             f"build_connector_meta returns reads of {_few(counts)} (request, local blocks, remote blocks), but "
-            f"{_few(right)} would be right",
+            f"it should return {_few(right)}",
         )
         self.taken += self.admitted
         self.admitted = {}

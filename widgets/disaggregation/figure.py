@@ -1,5 +1,5 @@
-"""Draw lesson 08's picture: requests in time against the rate, each split's goodput, and where
-the time goes.
+"""Draw lesson 08's picture: requests in time by rate, each split's goodput, and where the time
+goes.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ TIMES = (
 
 
 def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
-    """Draw requests in time against the rate, each split's goodput beside it, and the time to
-    first token below.
+    """Draw requests in time by rate, each split's goodput beside it, and the time to first token
+    below.
     """
     many = state.mine.gpus
     description = f"Requests in time against the rate, {state.mine.name} GPUs"
@@ -55,7 +55,7 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
 
 
 def chunk_words(state: State) -> str:
-    """Name the chunk of the GPUs that do both."""
+    """Name the chunk size of the GPUs that do both."""
     chunk = f"chunks of {tokens(state.both.budget)}"
     if state.budget != TUNED:
         return chunk
@@ -103,7 +103,7 @@ def _draw_line(axes: Axes, side: Side, colour: str, dash: str, wide: float) -> N
 
 
 def _draw_tips(axes: Axes, state: State) -> None:
-    """Show the figures of the nearest rate, anywhere in the plot."""
+    """Add a tooltip everywhere in the plot, with the results at the nearest rate."""
     rates = sorted({*state.mine.points, *state.both.points})
     for rate, strip in axes.strips(rates):
         axes.drawing.rect(strip, "transparent", tip=f"{rate:g} requests a second. {_share_words(state, rate)}")
@@ -120,13 +120,13 @@ def _share_words(state: State, rate: float) -> str:
 
 
 def edge_words(side: Side, state: State) -> str:
-    """Say where a split breaks, and why."""
+    """Describe where a split breaks, and why."""
     where = f"at {side.goodput:.3g}" if side.goodput > RATES[0] else f"below {RATES[0]:g}"
     return f"breaks {where}: {cause_words(side.cause, state)}"
 
 
 def cause_words(cause: str, state: State) -> str:
-    """Say what goes wrong."""
+    """Describe what goes wrong."""
     return {
         "queue": "prompts wait for a GPU that prefills",
         "prefill": f"a prefill alone takes over {seconds(state.objective.ttft)}",
@@ -143,7 +143,7 @@ def cause_words(cause: str, state: State) -> str:
 
 
 def _draw_splits(drawing: Drawing, state: State, box: Box) -> float:
-    """Draw a bar for each split, and one for GPUs that do both; return the y below."""
+    """Draw a bar for each split, and one for the GPUs that do both; return the y below."""
     title = "Goodput per GPU"
     drawing.text((box.x, box.y), title, size=HEADING, bold=True)
     after = box.x + text_width(title, HEADING) * 1.08 + 16
@@ -171,7 +171,7 @@ def _draw_bar(drawing: Drawing, state: State, side: Side, box: Box, most: float)
 
 
 def goodput_words(side: Side) -> str:
-    """Format the requests a second and GPU."""
+    """Format the goodput per GPU."""
     if side.refused:
         return "does not fit"
     if not side.is_found:
@@ -193,7 +193,7 @@ def transfer_words(state: State) -> str:
 
 
 def _draw_times(drawing: Drawing, state: State, y: float) -> float:
-    """Draw what the time to first token is made of at this rate; return the y of the last line."""
+    """Draw the parts of the time to first token at this rate; return the y of the last line."""
     title = f"The time to first token, at {state.rate:g} a second"
     drawing.text((MARGIN, y), title, size=HEADING, bold=True)
     if state.rate not in state.mine.points:

@@ -1,5 +1,5 @@
-"""Compute the state of lesson 08's widget: requests in time against the rate, with two pools and
-with one.
+"""Compute the state of lesson 08's widget: requests in time by rate, with two pools and with GPUs
+that do both.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ START = {
 
 @dataclass(frozen=True)
 class Side:
-    """Hold the results of some GPUs at every rate that has been run so far."""
+    """The results of one way to use the GPUs, at every rate that has been run so far."""
 
     prefill: int
     """GPUs that prefill; 0 means that each GPU does both."""
@@ -67,7 +67,7 @@ class Side:
 
     @property
     def name(self) -> str:
-        """Name the numbers of GPUs that prefill and decode."""
+        """Return "prefill + decode" in numbers of GPUs, or how many GPUs do both."""
         return f"{self.prefill} + {self.gpus - self.prefill}" if self.prefill else f"{self.gpus} that do both"
 
     @cached_property
@@ -88,14 +88,14 @@ class Side:
         return self.share(rate) < SHARE or rate > self.bound
 
     def is_flat_at(self, rate: float) -> bool:
-        """Return whether the neighbouring rates that have been run have equal shares."""
+        """Return whether the nearest rates that have been run, below and above, have equal shares."""
         place = bisect_left(self.rates, rate)
         return 0 < place < len(self.rates) and self.share(self.rates[place - 1]) == self.share(self.rates[place])
 
     @cached_property
     def edge(self) -> tuple[float, float]:
-        """Return the last rate that it handles and the next one that has been run, or 0 and inf
-        where there is none.
+        """Return the highest rate that is handled and the next one that has been run; 0 and inf
+        stand for none.
         """
         handled = [rate for rate in self.rates if not self.breaks(rate)]
         low = handled[-1] if handled else 0.0
@@ -114,13 +114,13 @@ class Side:
         return low >= RATES[-1] or high <= next(rate for rate in RATES if rate > low)
 
     def is_beaten(self, rate: float) -> bool:
-        """Return whether it is known not to handle `rate`."""
+        """Return whether these GPUs are known not to handle `rate`."""
         return self.bound < rate or any(self.breaks(lower) for lower in self.rates if lower <= rate)
 
     @property
     def goodput(self) -> float:
-        """Return the requests a second that it handles, interpolated between the rates of
-        `edge`, within the bound.
+        """Return the requests per second that these GPUs handle, interpolated between the rates of
+        `edge` and at most `bound`.
         """
         low, high = self.edge
         if self.refused or not low:
@@ -135,7 +135,7 @@ class Side:
 
     @property
     def per_gpu(self) -> float:
-        """Return the requests a second that it handles for each GPU."""
+        """Return the requests per second that each GPU handles."""
         return self.goodput / self.gpus
 
     @property
@@ -145,15 +145,15 @@ class Side:
         return "" if self.refused or high == math.inf else self.cause_at(high)
 
     def cause_at(self, rate: float) -> str:
-        """Return what breaks at a rate that has been run: why requests are late, or will be in
-        the long run.
+        """Return why requests are late at a rate that has been run, or will be late in the long
+        run.
         """
         return self.points[rate].cause(self.objective) if self.share(rate) < SHARE else self.bound_by
 
 
 @dataclass(frozen=True)
 class State:
-    """Hold both ways to use the same GPUs, as far as they have been run."""
+    """Both ways to use the same GPUs, as far as they have been run."""
 
     rate: float
     model: str
@@ -177,32 +177,32 @@ class State:
 
     @property
     def known(self) -> bool:
-        """Return whether the outcome at this rate is known, and where both ways break."""
+        """Return whether the outcome at this rate and the breaking points of both ways are known."""
         if self.mine.refused:
             return True
         return self.rate in self.mine.points and self.mine.is_found and self.is_tuned
 
     @property
     def complete(self) -> bool:
-        """Return whether every split's edge is known too."""
+        """Return whether the edge of every split is known too."""
         return self.known and all(side.is_found for side in self.splits)
 
     @property
     def best(self) -> Side:
-        """Return the split that handles most."""
+        """Return the split with the highest goodput."""
         return max(self.splits, key=lambda side: side.goodput)
 
     @property
     def gain(self) -> float:
-        """Return the ratio to the goodput of GPUs that do both; inf where that is 0."""
+        """Return the goodput divided by that of GPUs that do both; inf if theirs is 0."""
         if not self.both.goodput:
             return math.inf if self.mine.goodput else 1.0
         return self.mine.goodput / self.both.goodput
 
 
 class Experiment:
-    """Run one way to use the GPUs at any rate; results are kept, and an interrupted run goes on
-    where it stopped.
+    """The runs of one way to use the GPUs, at any rate; results are kept, and an interrupted run
+    can be resumed.
     """
 
     def __init__(self, system: Disaggregated | Colocated, work: Work) -> None:
@@ -226,7 +226,7 @@ class Experiment:
         return self.system.bound(self.work, objective), self.system.bound_by(self.work, objective)
 
     def side(self, objective: Objective) -> Side:
-        """Return what is known so far."""
+        """Return the results so far."""
         last = self._sides.get(objective)
         searched = self.runs.found
         if last is None:
@@ -240,7 +240,9 @@ class Experiment:
 
 @lru_cache(maxsize=512)
 def experiment(key: Hashable, work: Work) -> Experiment:
-    """Return the runs of a configuration, including earlier ones; `key` identifies the system."""
+    """Return the experiment with this configuration; it keeps the results of earlier runs, and
+    `key` identifies the system.
+    """
     assert isinstance(key, tuple)
     model, gpu, prefill, decode, *rest = key
     if prefill:
@@ -269,20 +271,20 @@ def sweep(
     output: int = START["output"],
     connector: ConnectorScheduler | None = None,
 ) -> Iterator[State]:
-    """Serve requests with two pools, and with as many GPUs that do both, and yield ever more
-    complete states.
+    """Serve requests with two pools, and with the same number of GPUs that do both, and yield more
+    and more complete states.
 
     Args:
-        rate: Requests a second over all GPUs, where the reader stands.
-        prefill, decode: GPUs that prefill, and that decode.
-        link: Each GPU's link, of `kv_links.LINKS`.
-        layer_wise: Each layer is sent as soon as it is computed.
+        rate: Requests per second over all GPUs, at the handle.
+        prefill, decode: The numbers of GPUs that prefill and that decode.
+        link: Each GPU's link, one of `kv_links.LINKS`.
+        layer_wise: Whether each layer is sent as soon as it is computed.
         ttft, tpot: Seconds to the first token, and per token after it, that 90 % of the requests
             must have.
         budget: Tokens per step of the GPUs that do both (chunked prefill); TUNED takes the best of
             LADDER.
         model, gpu: Names in `known_models` and `hardware`.
-        prompt, output: Tokens of each request.
+        prompt, output: Tokens in each prompt and in each answer.
         connector: The reader's scheduler side of exercise 08, for each engine of the two pools.
 
     Raises:
@@ -322,7 +324,7 @@ def sweep(
 
 @dataclass(frozen=True)
 class _Sweep:
-    """Sweep the rate, and search for where each split and each budget breaks."""
+    """A sweep over the rate that also searches for where each split and each budget breaks."""
 
     first: State
     splits: Sequence[Experiment]
@@ -330,8 +332,8 @@ class _Sweep:
     """GPUs that do both, by budget, the likely best first."""
 
     def states(self) -> Iterator[State]:
-        """Yield ever more complete states: this rate, where both ways break, the other splits,
-        other rates.
+        """Yield more and more complete states: first this rate, then where both ways break, then
+        the other splits, then other rates.
         """
         state = self._now()
         yield state
@@ -381,7 +383,7 @@ class _Sweep:
             yield runs.runs.run(rate)
 
     def _both(self) -> Side:
-        """Return the side of the best budget whose edge is known, or of the first budget."""
+        """Return the best side among the budgets whose edge is known, or that of the first budget."""
         known = [side for runs in self.pools if (side := self._side(runs)).is_found]
         return max(known, key=lambda side: side.goodput, default=self._side(self.pools[0]))
 
@@ -390,7 +392,7 @@ class _Sweep:
         return best.is_found and all((side := self._side(runs)).is_found or side.is_beaten(rate) for runs in self.pools)
 
     def _next(self, runs: Experiment) -> float | None:
-        """Return the rate to try next in search of the edge, or None when it is known."""
+        """Return the next rate to try in the search for the edge, or None if the edge is known."""
         side = self._side(runs)
         if side.is_found:
             return None

@@ -1,5 +1,5 @@
-"""Show what tiles of attention move, where they no longer fit, and how one row is summed tile by
-tile.
+"""Show how many bytes attention in tiles moves, where tiles no longer fit, and how one row is
+summed tile by tile.
 
 Draw the lesson's figure with `uv run python -P -m widgets flash_attention
 lessons/figures/03_tiles.svg`.
@@ -24,14 +24,14 @@ MODELS = {64: "meta-llama/Llama-3.2-1B", 128: "meta-llama/Llama-3.1-8B", 256: "g
 
 
 def verdict(state: State) -> Verdict:
-    """Say in one sentence or two how many bytes the tiles save, and whether they fit."""
+    """Say in one or two sentences how many bytes the tiles save, and whether they fit."""
     if state.wrong:
         return Verdict(_what_is_wrong(state, state.wrong), "broken")
     done = "Your softmax_step gives the right row. " if state.own else ""
     if not state.launches:
         needed = sum(state.shared.values()) / KIB
         limit = state.chip.shared_memory / KIB
-        words = f"The kernel does not launch: it needs {needed:.0f} KiB of shared memory, but there are {limit:.0f}."
+        words = f"The kernel does not launch: it needs {needed:.0f} KiB of shared memory, but the limit is {limit:.0f}."
         return Verdict(done + words, "broken")
     if state.less < 1:
         return Verdict(f"{done}{_fewer(state)}: {state.block_q} queries per tile are too few.", "broken")
@@ -63,7 +63,7 @@ def _what_is_wrong(state: State, step: Step) -> str:
 
 
 def command(state: State) -> str:
-    """Write the `vllm serve` line of a model with such heads."""
+    """Write the `vllm serve` line of a model with this head dim."""
     fast = f"vllm serve {MODELS.get(state.head_dim, MODELS[128])} --max-model-len {state.length}"
     return (
         f"# No flag sets the tile: the backend picks it by GPU and head dim (here {state.head_dim}).\n"
@@ -106,7 +106,7 @@ KNOBS = {
 SPEC = Spec(
     name="flash_attention",
     title="Attention in tiles",
-    lead="Drag the tile through the plot; then play how its programs load, and how one row is summed.",
+    lead="Drag the tile through the plot; then watch its programs load K and V, and one row being summed.",
     knobs=KNOBS,
     presets={
         "Spilled": {"block_q": 256},

@@ -1,4 +1,4 @@
-"""Set lesson 03's three challenges, with advice until they are met."""
+"""Define lesson 03's three challenges, with the advice shown until each is met."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _wide_heads(state: State) -> Progress:
         *_setting(state, "RTX 4090", 256),
         at_least("K, V at once", state.stages, 2),
         at_least("T", state.length, 8192, tokens),
-        (not state.launches, f"Lower the keys: K and V take {room}, but more keys save no byte."),
+        (not state.launches, f"Lower the keys: K and V take {room}, but more keys save no bytes."),
         (state.less < 1.9, "Raise the queries and lower the keys: only queries save bytes, keys just take room."),
     )
 
@@ -53,7 +53,7 @@ def _reach_the_ridge(state: State) -> Progress:
         *_setting(state, "H100", 128),
         (not state.launches, "Lower the keys or K, V at once: shared memory is full."),
         (state.spills, f"Lower the keys: a query takes 4 (d + keys + 2) = {a_row} bytes of registers."),
-        (state.block_q < state.ridge, "Raise the queries: each query of a tile is one operation per byte."),
+        (state.block_q < state.ridge, "Raise the queries: each query of a tile adds one operation per byte."),
         (state.tiled.intensity < state.ridge, "Raise T: then the bytes of Q and of the output weigh less."),
     )
 
@@ -81,6 +81,6 @@ CHALLENGES = (
         "On the H100, with a head dim of 128: reach the ridge with the tiles alone, without help from L2 and without "
         "spilling.",
         _reach_the_ridge,
-        "Operations per byte are the queries of a tile, less the share of Q and O. In practice L2 helps, so 128 do.",
+        "Operations per byte equal the queries per tile, less the share of Q and O. L2 helps, so 128 are enough.",
     ),
 )

@@ -1,6 +1,4 @@
-"""Draw lesson 03's picture: bytes against the queries of a tile, what the chip holds, and the
-walk, which plays.
-"""
+"""Draw lesson 03's picture: bytes by queries per tile, what the chip holds, and the animated walk."""
 
 from __future__ import annotations
 
@@ -45,7 +43,7 @@ SAME_CHIP = {"H200": "H100", "L4": "RTX 4090"}
 
 @dataclass(frozen=True)
 class Places:
-    """Hold the boxes of the picture's parts."""
+    """The boxes of the picture's parts."""
 
     sweep: Box
     lengths: Box
@@ -61,7 +59,7 @@ class Places:
 
 
 def places(width: float) -> Places:
-    """Place the parts in two columns where there is room, or else in one."""
+    """Place the parts in two columns where there is room, and in one column otherwise."""
     full = width - 2 * EDGE
     if width < 600:
         sweep, lengths = Box(EDGE, 0, full, 236), Box(EDGE, 236, full, 196)
@@ -76,7 +74,7 @@ def places(width: float) -> Places:
 
 
 def figure(state: State, width: float = 640, pinned: State | None = None) -> str:
-    """Draw bytes against the swept axis and against T, what the chip holds, and the walk."""
+    """Draw bytes by queries per tile and by T, what the chip holds, and the walk."""
     at = places(width)
     moved, naive = size(state.tiled.moved), size(state.naive.moved)
     words = f"Tiles of {state.block_q} queries × {state.block_k} keys move {moved} per head; T × T stored moves {naive}"

@@ -26,7 +26,7 @@ CLOSE = 1e-4
 
 @dataclass(frozen=True)
 class Row:
-    """Hold one query's scores and the values behind them, as the embedded model computed them."""
+    """One query's scores and the values of their keys, as the embedded model computed them."""
 
     tokens: tuple[str, ...]
     scores: tuple[float, ...]
@@ -38,7 +38,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Step:
-    """Record how one tile of keys changed the running softmax."""
+    """The change that one tile of keys makes to the running softmax."""
 
     first: int
     """The tile's first key."""
@@ -54,14 +54,16 @@ class Step:
 
     @property
     def wrong(self) -> tuple[str, ...]:
-        """Name what is wrong: m, l, O."""
+        """Name the wrong ones among m, l and O."""
         pairs = (("m", [self.got.m], [self.right.m]), ("l", [self.got.l], [self.right.l]))
         wrong = [name for name, got, right in pairs if not _close(got, right)]
         return (*wrong, *(["O"] if not _close(self.got.o, self.right.o) else []))
 
 
 class Partial(NamedTuple):
-    """Hold the state of the exercise's `softmax_step`: arrays m [1], l [1] and o [1, 3]."""
+    """The state that the exercise's `softmax_step` takes and returns: arrays m [1], l [1] and o [1,
+    3].
+    """
 
     m: Any
     l: Any  # noqa: E741 (the exercise's name)
@@ -98,8 +100,8 @@ def _step(row: Row, first: int, end: int, got: Sequence[RunningSoftmax], right: 
 
 
 def _readers(row: Row, cuts: Sequence[int], softmax_step: Callable[..., Any]) -> list[RunningSoftmax]:
-    """Return the states before and after each tile, as the reader's code computes them with
-    NumPy arrays.
+    """Return the states before and after each tile, computed by the reader's code with NumPy
+    arrays.
     """
     import numpy as np  # only the reader's code needs NumPy
 

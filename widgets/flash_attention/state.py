@@ -1,10 +1,10 @@
-"""Compute the state of lesson 03's widget: bytes moved by tiles of each size, what fits on a chip,
-and one row.
+"""Compute the state of lesson 03's widget: the bytes that tiles of each size move, what fits on a
+chip, and one row.
 
 The bytes come from the loop counters of `minivllm_lab.flash_attention.attention_traffic`, which the
-lesson's script checks against loops that count their own trips. What fits on a chip comes from the
-same module, checked against a compiler. The row of scores comes from the embedded model:
-`vllm/03_flash_attention.py --row` wrote it.
+lesson's script checks against loops that count their own iterations. What fits on a chip comes from
+the same module, checked against a compiler. The scores of the row come from the embedded model:
+`vllm/03_flash_attention.py --row` wrote them.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ MOST = {
 
 @dataclass(frozen=True)
 class Band:
-    """Describe programs that are drawn together in the map of tiles."""
+    """Consecutive programs that are drawn together in the map of tiles."""
 
     programs: int
     """Programs up to the end of this band."""
@@ -71,7 +71,7 @@ class Band:
 
 @dataclass(frozen=True)
 class State:
-    """Hold one configuration and its results. Bytes are of one head unless all heads are named."""
+    """One configuration and its results. Bytes are for one head unless noted otherwise."""
 
     length: int
     head_dim: int
@@ -112,12 +112,12 @@ class State:
 
     @property
     def shared(self) -> dict[str, int]:
-        """Return the bytes of shared memory by content."""
+        """Return the bytes of shared memory that each part takes."""
         return shared_memory_bytes(self.block_q, self.block_k, self.head_dim, self.stages)
 
     @property
     def registers(self) -> dict[str, int]:
-        """Return the bytes of registers by content."""
+        """Return the bytes of registers that each part takes."""
         parts = register_bytes(self.block_q, self.block_k, self.head_dim, q_in_registers=self.chip.q_in_registers)
         return parts | {"others": OTHER_REGISTERS}
 
@@ -138,7 +138,7 @@ class State:
 
     @property
     def wrong(self) -> Step | None:
-        """Return the first step of the reader's code that is wrong."""
+        """Return the first step that the reader's code gets wrong, or None."""
         return next((step for step in self.steps if step.wrong), None)
 
     def launched_at(self, queries: int) -> int:
@@ -157,11 +157,11 @@ def sweep(
     times: float = 1,
     softmax_step: Callable[..., Any] | None = None,
 ) -> State:
-    """Count the bytes of one configuration and of the swept axis, and sum the row of scores tile by
-    tile.
+    """Count the bytes moved in one configuration and along the swept axis, and sum the row of
+    scores tile by tile.
 
     Args:
-        length: Tokens of the sequence.
+        length: Tokens in the sequence.
         head_dim: Width of a head, with 16 bits per element.
         gpu: One of `CHIPS`.
         block_q, block_k: Queries and keys per tile.
@@ -222,8 +222,8 @@ def _by_queries(length: int, head_dim: int, block_k: int) -> tuple[Traffic, ...]
 
 
 def _few(by_queries: Sequence[Traffic], naive: Traffic) -> float:
-    """Return the queries below which tiles move more than the naive way, or the fewest where
-    they never do.
+    """Return the number of queries below which tiles move more bytes than the naive way, or the
+    smallest tile if they never do.
     """
     few = crossing(QUERIES[::-1], [traffic.moved for traffic in by_queries[::-1]], naive.moved, log=True)
     return min(few, QUERIES[-1]) if few < inf else QUERIES[0]

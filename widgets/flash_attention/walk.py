@@ -1,4 +1,4 @@
-"""Draw the walk of lesson 03's picture frame by frame: the map of tiles, and the row below it."""
+"""Draw the walk of lesson 03's picture frame by frame: the map of tiles, and the row of scores."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def size(count: float) -> str:
 
 
 def _frame_of(state: State, tile: int) -> int:
-    """Return the frame in which the row's tile (counted from 0) comes in."""
+    """Return the frame in which this tile of the row (counted from 0) is read."""
     return len(state.bands) + tile
 
 
@@ -42,7 +42,7 @@ def _last(state: State) -> int:
 
 
 def _keys_of(state: State, tile: int) -> int:
-    """Return the keys that the last program has read with the row's tile (counted from 0), in
+    """Return how many keys the last program has read by this tile of the row (counted from 0), in
     whole tiles.
     """
     share = (tile + 1) / len(state.steps)
@@ -50,7 +50,7 @@ def _keys_of(state: State, tile: int) -> int:
 
 
 def captions(state: State) -> list[str]:
-    """Write a caption for each frame: band by band, then tile by tile through the last program."""
+    """Write a caption for each frame: first for each band, then for each tile of the last program."""
     total = state.bands[-1].read
     words = [f"Nothing is loaded yet. {state.programs:,} programs wait, one per tile of {state.block_q} queries."]
     for band in state.bands[:-1]:
@@ -79,8 +79,8 @@ def _what_happens(state: State, tile: int, step: Step) -> str:
 
 
 def draw_tiles(drawing: Drawing, at: Box, state: State) -> None:
-    """Draw queries × keys: which program reads which tile of keys, how often, and the bytes so
-    far.
+    """Draw the map of queries × keys: which program reads which tile of keys, how often, and the
+    bytes loaded so far.
     """
     drawing.text((at.x, at.y + 18), "Who loads which K, V", size=14.5, bold=True)
     side = Box(at.x + 20, at.y + 46, at.width - 22, at.height - 90)
@@ -110,7 +110,7 @@ def draw_tiles(drawing: Drawing, at: Box, state: State) -> None:
 
 
 def _draw_reads(drawing: Drawing, side: Box, state: State, columns: int) -> None:
-    """Label above the map how often the first and the last tile of keys are read."""
+    """Write above the map how often the first and the last tile of keys are read."""
     drawing.text((side.x, side.y - 6), f"read {state.programs:,} ×", size=SMALL, colour=QUIET)
     last = (math.ceil(state.length / state.block_k) - 1) * state.block_k
     times = state.programs - last // state.block_q
@@ -123,7 +123,7 @@ def _draw_reads(drawing: Drawing, side: Box, state: State, columns: int) -> None
 
 
 def _draw_band(drawing: Drawing, at: Box, state: State, index: int, columns: int, seen: int) -> None:
-    """Draw the tiles that a band reads, lit while it reads them; the last band goes tile by
+    """Draw the tiles that a band reads, highlighted while it reads them; the last band goes tile by
     tile.
     """
     last = _last(state)
@@ -199,7 +199,7 @@ def _draw_bars(axes: Axes, state: State) -> None:
 
 
 def _draw_maximum(axes: Axes, state: State) -> None:
-    """Draw the running maximum as stairs that grow with the frames."""
+    """Draw the running maximum as a staircase that grows with the frames."""
     last = _last(state)
     before = -math.inf
     for tile, step in enumerate(state.steps):

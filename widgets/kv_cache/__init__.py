@@ -1,5 +1,5 @@
-"""Show how a GPU's memory is used, how many requests fit, and what it costs to reserve the longest
-request.
+"""Show where a GPU's memory goes, how many requests fit, and what it costs to reserve the maximum
+length for each.
 
 `minivllm` computes everything: the memory ledger equals vLLM's start-up log, and request lengths
 come from published workloads or from the reader's file.
@@ -31,7 +31,7 @@ LONG, MANY, LEAST_PARAMETERS, LARGEST_CARD = 8192, 100, 7e9, 80 * GIB
 
 
 def verdict(state: State) -> Verdict:
-    """Say in one sentence or two how well this configuration uses its KV cache."""
+    """Say in one or two sentences how well this configuration uses its KV cache."""
     if not state.right_bytes:
         ratio = state.bytes_per_token / state.counted_bytes
         return Verdict(
@@ -68,7 +68,7 @@ def verdict(state: State) -> Verdict:
 
 
 def command(state: State) -> str:
-    """Write the command of this configuration."""
+    """Write the server's command for this configuration."""
     line = (
         f"vllm serve {shlex.quote(state.name)} --max-model-len {state.max_model_len} "
         f"--gpu-memory-utilization {state.utilization:g} --tensor-parallel-size {state.tp} "
@@ -79,7 +79,7 @@ def command(state: State) -> str:
 
 
 def _stopped(state: State) -> str:
-    """Say what to change so that vLLM starts, or return ""."""
+    """Return what to change so that vLLM starts, or "" if it does."""
     if not state.right_bytes:
         return "Your kv_bytes_per_token differs from the engine's count. Fix that first."
     if state.beyond_model:
@@ -116,7 +116,7 @@ def _whole_context(state: State) -> Progress:
 
 
 def _cut(share: float) -> str:
-    """Format a share with further digits cut off, so that it never looks as if it had reached a
+    """Format a share as a percentage that is rounded down, so that it never seems to have reached a
     goal.
     """
     return f"{math.floor(share * 10_000) / 100:.2f} %"
@@ -131,7 +131,7 @@ def _full_and_empty(state: State) -> Progress:
         (mean == 0, "Raise max_model_len: it refuses every request as too long."),
         (
             state.reserved < 0.95,
-            "Use a larger GPU: in a small cache, the rest that is less than a slot weighs too much.",
+            "Use a larger GPU: in a small cache, the leftover part of a slot weighs too much.",
         ),
         (state.held >= 0.01 and mean > 200, f"Choose shorter lengths: {mean:,.0f} tokens fill too much of a slot."),
         (state.held >= 0.01, "Raise max_model_len: these short requests then fill less of each slot."),
@@ -149,7 +149,7 @@ def _many_long_ones(state: State) -> Progress:
         f"{state.parameters / 1e9:.2f} billion parameters.",
         at_most("the GPUs (TP)", state.tp, 1),
         use("a GPU of at most 80 GB", state.hardware.memory_bytes <= LARGEST_CARD),
-        choose("as the model", "KV dtype", state.kv_dtype == "auto"),
+        choose("the model's", "KV dtype", state.kv_dtype == "auto"),
         use("a model of at least 7 billion parameters", state.parameters >= LEAST_PARAMETERS),
         at_least("max_model_len", state.max_model_len, LONG, tokens),
         (bool(stopped), stopped),
@@ -182,17 +182,17 @@ CHALLENGES = (
     ),
 )
 GUESS = Guess(
-    "14 slots of 2,048 tokens fill this cache. How long can a single request be that has it to itself?",
+    "14 slots of 2,048 tokens fill this cache. How long can a single request be if it has the cache to itself?",
     ("2,048 tokens", "about 8,000", "about 29,000", "131,072, the model's limit"),
     2,
     "All slots come from one pool, 14 and a bit times 2,048 tokens. A longer request does not fit.",
 )
-KV_DTYPES = [("as the model", "auto"), ("fp8", "fp8"), ("nvfp4 (with scales)", "nvfp4")]
+KV_DTYPES = [("the model's", "auto"), ("fp8", "fp8"), ("nvfp4 (with scales)", "nvfp4")]
 
 
 def figure(state: State, width: float = 640, pinned: State | None = None) -> str:
-    """Draw the GPU's memory, its KV cache slot by slot, and the requests that fit against what
-    each reserves.
+    """Draw the GPU's memory, its KV cache slot by slot, and how many requests fit by reserved
+    length.
     """
     return draw(state, width, pinned, verdict(state).words)
 

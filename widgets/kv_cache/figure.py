@@ -1,5 +1,5 @@
-"""Draw lesson 01's picture: the memory as a bar, the KV cache slot by slot, and where no request
-fits.
+"""Draw lesson 01's picture: the memory as a bar, the KV cache slot by slot, and the lengths at
+which not one request fits.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ NEAR, AWAY = 26, 18
 
 
 def percent(share: float) -> str:
-    """Format a share in per cent, never rounded to nothing or to all."""
+    """Format a share as a percentage that is never rounded to 0 % or 100 %."""
     if 0 < share < 1:
         share = min(max(share, 0.0001), 0.9999)
     digits = 2 if 0 < share < 0.01 or 0.99 < share < 1 else 1
@@ -62,7 +62,7 @@ def draw(state: State, width: float, pinned: State | None, words: str) -> str:
 
 
 def _draw_memory(drawing: Drawing, state: State) -> Box:
-    """Draw the bar of the GPU's memory, and return its place."""
+    """Draw the bar of the GPU's memory, and return its box."""
     card, needed, width = state.hardware.memory_bytes, state.needed, drawing.width - 2 * MARGIN
     which = f"one {state.hardware.name}" if state.tp == 1 else f"each of {state.tp} GPUs ({state.hardware.name})"
     drawing.heading((MARGIN, 20), f"Memory of {which}: {card / GIB:.1f} GiB")
@@ -90,15 +90,15 @@ def _draw_memory(drawing: Drawing, state: State) -> Box:
 
 
 def _draw_magnifier(drawing: Drawing, state: State, bar: Box, panel: Box) -> None:
-    """Draw beams from the KV cache's part of the bar to the panel that enlarges it."""
+    """Draw a wedge from the KV cache's part of the bar to the panel that enlarges it."""
     card, budget = state.hardware.memory_bytes, int(state.hardware.memory_bytes * state.utilization)
     left, right = (bar.x + part / card * bar.width for part in (state.needed, budget))
     drawing.polygon([(left, bar.bottom), (right, bar.bottom), (panel.right, panel.y), (panel.x, panel.y)], TINT)
 
 
 def _draw_slots(drawing: Drawing, state: State, box: Box) -> Box:
-    """Draw a strip for each slot, with what its request ever holds and what it only reserves;
-    return their place.
+    """Draw a strip for each slot, with the tokens that its request ever holds and those only
+    reserved; return their box.
     """
     drawn = max(len(state.lengths), min(state.slots, 1))
     note = f"{state.slots:,} slot{'s' * (state.slots > 1)} of {state.max_model_len:,} tokens"
@@ -129,7 +129,7 @@ def _draw_slots(drawing: Drawing, state: State, box: Box) -> Box:
 
 
 def _draw_shortage(drawing: Drawing, state: State, box: Box) -> None:
-    """Draw one request of the greatest length, and the part of it that fits."""
+    """Draw one request of the maximum length, and the part of it that fits."""
     note = f"it holds {state.tokens:,} tokens"
     y = drawing.heading((box.x, box.y + 19), "The KV cache is too small", note)
     words = f"One request of {state.max_model_len:,} tokens"
@@ -175,8 +175,8 @@ def _draw_plot_heading(drawing: Drawing, state: State, y: float) -> float:
 
 
 def _draw_plot(drawing: Drawing, state: State, pinned: State | None, box: Box) -> None:
-    """Draw the curves of all GPUs against the reserved length, the line of one request, and what
-    is refused.
+    """Draw the curves of all GPUs by reserved length, the line of one request, and the refused
+    lengths.
     """
     most = 2.2 * max(100.0, state.at_own_length, *(pool.tokens / state.contexts[0] for pool in state.pools))
     y = Scale(most ** (-BELOW_ONE / (box.height - BELOW_ONE)), most, log=True)
@@ -200,8 +200,8 @@ def _draw_plot(drawing: Drawing, state: State, pinned: State | None, box: Box) -
 
 
 def _draw_broken(axes: Axes, state: State) -> None:
-    """Shade the lengths at which vLLM refuses to start, for lack of memory or beyond the model's
-    limit.
+    """Shade the lengths at which vLLM refuses to start, because memory is short or the model's
+    limit is exceeded.
     """
     limit, last = state.model_limit or 2 * state.contexts[-1], state.contexts[-1]
     edges: list[tuple[float, str, str]] = []
@@ -217,7 +217,7 @@ def _draw_broken(axes: Axes, state: State) -> None:
 
 
 def _draw_curves(axes: Axes, state: State) -> None:
-    """Draw other GPUs' curves, thin, then this one's, whose part beyond `max_model_len` answers
+    """Draw the other GPUs' curves thin, then this GPU's; its part beyond `max_model_len` answers
     the question.
     """
     drawing, ends = axes.drawing, state.contexts[::4]
@@ -249,7 +249,7 @@ def _limit(state: State) -> int:
 
 
 def _tips(pool: Pool, contexts: Sequence[int]) -> list[str]:
-    """Write the tips of a GPU's curve, one for each reserved length."""
+    """Write the tooltips of a GPU's curve, one for each reserved length."""
     counts = [int(pool.tokens / context) for context in contexts]
     return [
         f"{pool.gpu}: {f'{count:,} requests' if count else 'not one request'} of {context:,} tokens; its cache holds "
@@ -266,7 +266,7 @@ def _own_tip(state: State, context: int, mean: float) -> str:
 
 
 def _name_the_ends(axes: Axes, state: State) -> None:
-    """Draw a dot where each GPU's curve meets the line of one request, and the GPUs' names in
+    """Draw a dot where each GPU's curve crosses the line of one request, with the GPUs' names in
     two rows below.
     """
     drawing, right = axes.drawing, axes.box.right
@@ -299,7 +299,7 @@ def _name_the_ends(axes: Axes, state: State) -> None:
 
 
 def _draw_here(axes: Axes, state: State) -> None:
-    """Draw dots on the curves at `max_model_len`, with their counts."""
+    """Draw dots on the curves at `max_model_len`, and write their counts."""
     if not state.tokens:
         return
     drawing, count = axes.drawing, state.tokens / state.max_model_len

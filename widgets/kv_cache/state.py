@@ -48,7 +48,7 @@ CountsBytes = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Pool:
-    """Describe the KV cache of one GPU, or of several that share a model."""
+    """The KV cache of one GPU, or of several GPUs that share a model."""
 
     gpu: str
     tokens: int
@@ -59,8 +59,8 @@ class Pool:
 
 @dataclass(frozen=True)
 class State:
-    """Hold one configuration and its results. Bytes are per GPU; tokens and requests are of all
-    GPUs together.
+    """One configuration and its results. Bytes are per GPU; tokens and requests are for all GPUs
+    together.
     """
 
     name: str
@@ -124,7 +124,7 @@ class State:
 
     @property
     def longest(self) -> int:
-        """Return the longest request that fits."""
+        """Return the length of the longest request that fits, in tokens."""
         return self.pool.longest
 
     @property
@@ -158,12 +158,12 @@ class State:
 
     @property
     def reserved(self) -> float:
-        """Return the reserved share of a full KV cache."""
+        """Return the share of the KV cache that full slots reserve."""
         return self.slots * self.max_model_len / self.tokens if self.slots else 0.0
 
     @property
     def held(self) -> float:
-        """Return the share of a full KV cache that ever holds a token."""
+        """Return the share of the KV cache that ever holds a token when all slots are full."""
         return self.slots * self.mean_length / self.tokens if self.slots else 0.0
 
 
@@ -179,12 +179,12 @@ def sweep(
     file: str = "",
     kv_bytes_per_token: CountsBytes | None = None,
 ) -> State:
-    """Return share out the memory of one GPU, and fill the KV cache with requests that reserve
-    `max_model_len` each.
+    """Divide up the memory of one GPU, and fill its KV cache with requests that each reserve
+    `max_model_len` tokens.
 
     Args:
         model: A well-known model.
-        other_model: A local directory or a model of the Hugging Face hub, which replaces `model`
+        other_model: A local directory or a model on the Hugging Face Hub, which replaces `model`
             unless empty.
         gpu: A name in the hardware table.
         tp: GPUs that share one copy of the model.
@@ -193,7 +193,7 @@ def sweep(
         max_model_len: The longest request, in tokens.
         requests: A workload of `minivllm_simulate.workloads`.
         file: A CSV or JSON file of request lengths, which replaces `requests` unless empty.
-        kv_bytes_per_token: The reader's function, which counts instead of the engine.
+        kv_bytes_per_token: The reader's function, which replaces the engine's count.
 
     Raises:
         MinivllmError: A value makes no sense, or the model's memory cannot be counted.
@@ -258,7 +258,7 @@ def _model(name: str) -> ModelConfig:
 def _shared_out(
     name: str, tp: int, kv_dtype: str, utilization: float
 ) -> tuple[tuple[tuple[str, int], ...], dict[str, MemoryLedger | None], KVGroups]:
-    """Return the memory taken before a KV cache, the ledger of each GPU in the table, and the
+    """Return the memory taken before the KV cache, the ledger of each GPU in the table, and the
     groups of layers.
 
     A GPU without room for a KV cache has no ledger.
@@ -276,15 +276,15 @@ def _shared_out(
 
 
 def _with_bytes(ledger: MemoryLedger, per_token: float) -> MemoryLedger | None:
-    """Return the ledger with this many bytes per token, or None where not even one block fits."""
+    """Return the ledger with this many bytes per token, or None if not even one block fits."""
     block_bytes = max(1, round(per_token)) * ledger.block_size
     changed = replace(ledger, kv=KVGroups((FullLayer(ledger.block_size, block_bytes),), block_bytes))
     return changed if changed.num_blocks else None
 
 
 def _own_bytes(own: CountsBytes, config: ModelConfig, kv_dtype: str, counted: int) -> float:
-    """Count the bytes per token with the reader's function; scales and the split over GPUs are
-    added here.
+    """Count the bytes per token with the reader's function; this function adds the scales and the
+    split over GPUs.
 
     Raises:
         MinivllmError: The function returns no number above 0, or does not end.
@@ -300,8 +300,8 @@ def _own_bytes(own: CountsBytes, config: ModelConfig, kv_dtype: str, counted: in
 
 @lru_cache(maxsize=16)
 def _sample(kind: Workload) -> tuple[list[int], list[int], list[int]]:
-    """Return request lengths as they arrive, the same sorted, and the running sum of the sorted
-    ones.
+    """Return request lengths in order of arrival, the same lengths sorted, and the running sums of
+    the sorted ones.
     """
     own = kind.table if isinstance(kind, FileWorkload) else None
     count = min(MOST_ROWS, len(own.prompts)) if own else SAMPLED_REQUESTS
@@ -323,8 +323,8 @@ def _mean_up_to(longest: int, kind: Workload) -> float:
 
 @lru_cache(maxsize=64)
 def _first_lengths(slots: int, longest: int, kind: Workload) -> tuple[int, ...]:
-    """Return the lengths of the first requests up to this length, one for each slot that is
-    drawn.
+    """Return the lengths of the first requests that are no longer than `longest`, one for each slot
+    that is drawn.
     """
     fitting = [length for length in _sample(kind)[0] if length <= longest]
     return tuple(islice(cycle(fitting), min(slots, MOST_SLOTS_DRAWN)))

@@ -2,7 +2,7 @@
 
 The engine's own scheduler and slot table decide every step, on a virtual clock.
 `minivllm_simulate.layouts` models the time of a step, and `minivllm_lab.multi_lora.costs` what
-adapters add. All adapters lie in host memory; reading them from disk is left out.
+adapters add. All adapters are in host memory; reading them from disk is left out.
 
 Draw the lesson's figure with `uv run python -P -m widgets multi_lora lessons/figures/12_slots.svg`.
 """
@@ -40,7 +40,7 @@ ONLY_JUST = 0.5
 
 
 def verdict(state: State) -> Verdict:
-    """Say in one sentence or two whether this many slots serve the load."""
+    """Say in one or two sentences whether this many slots serve the load."""
     where = f"with {counted(state.slots, 'slot')}"
     if unserved := state.not_served(where, "Your parts decide differently from the engine.", _figures):
         return unserved
@@ -59,7 +59,7 @@ def verdict(state: State) -> Verdict:
 
 
 def _later(state: State) -> str:
-    """Add the long run's waiting time where the run is too short to show it."""
+    """Return the waiting time in the long run where the run is too short to show it, or ""."""
     later = state.long_wait[state.slots]
     if later <= state.first(state.slots):
         return ""
@@ -73,7 +73,7 @@ def _figures(point: Point) -> str:
 
 
 def command(state: State) -> str:
-    """Write the command of the server, and that of the load as a comment."""
+    """Write the server's command, with that of the load as a comment."""
     serving = state.serving
     name = shlex.quote(next(name for name in CONFIGS if name.endswith(f"/{serving.name}")))
     names = " ".join(f"adapter-{index}" for index in range(1, min(serving.adapters, 3) + 1))
@@ -186,7 +186,7 @@ CHALLENGES = (
     ),
 )
 GUESS = Guess(
-    "20 requests a second use 1,000 adapters, by Zipf. How many slots give 90 % of them a first token within 200 ms?",
+    "20 requests a second use 1,000 adapters (Zipf). How many slots give 90 % of them a first token within 200 ms?",
     ("about 4", "about 17", "about 130", "all 1,000"),
     1,
     "A request runs for a second, so some 20 run at once. Some share an adapter, so about 16 adapters are in use at "

@@ -1,5 +1,5 @@
-"""Draw lesson 12's picture: waiting times against the slots, what adapters cost, and the slots
-one by one.
+"""Draw lesson 12's picture: waiting times by number of slots, what adapters cost, and the slots
+over time.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ DASHES = {"together": "", "loop": "6 3", "merged": "2 4"}
 
 
 def gigabytes(value: float) -> str:
-    """Format bytes in MB, GB or TB."""
+    """Format a number of bytes in MB, GB or TB."""
     if value < 0.9995e9:
         return f"{value / 1e6:.3g} MB"
     return f"{value / 1e12:.3g} TB" if value >= 0.9995e12 else f"{value / 1e9:.3g} GB"
 
 
 def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
-    """Draw waiting times against the slots, hits and the cost of a step beside them, and slots
+    """Draw waiting times by number of slots, hits and the cost of a step beside them, and slots
     over time below.
     """
     serving = state.serving
@@ -81,7 +81,9 @@ def _draw_memory(drawing: Drawing, state: State, y: float) -> float:
 
 
 def _scale(state: State) -> Scale:
-    """Scale from the time of a first step to beyond the longest wait, in thirds of a decade."""
+    """Return a scale from the time of a first step to beyond the longest wait, in thirds of a
+    decade.
+    """
     low, high = 0.8 * min(state.ttft, 0.012), 2 * max([state.ttft, 5.0, *(state.first(slots) for slots in state.run)])
     return Scale.around(low, high)
 
@@ -108,8 +110,8 @@ def _draw_waits(axes: Axes, state: State, pinned: State | None) -> None:
 
 
 def late_words(state: State, span: Span) -> str:
-    """Say why clients wait in a region: the cause at the handle, if it is inside, or else at the
-    region's edge.
+    """Explain why clients wait in a region, by the cause at the handle if it is inside, and at the
+    region's edge otherwise.
     """
     inside = [slots for slots in state.run if (span[0] or 0) <= slots < (span[1] or math.inf)]
     if not inside:
@@ -119,7 +121,7 @@ def late_words(state: State, span: Span) -> str:
 
 
 def cause_words(state: State, cause: str, slots: int) -> str:
-    """Say what goes wrong with this many slots."""
+    """Describe what goes wrong with this many slots."""
     point = state.points[slots]
     return {
         "slots": f"too few slots: the queue grows while {free(point)} of the KV cache is free",
@@ -130,7 +132,7 @@ def cause_words(state: State, cause: str, slots: int) -> str:
 
 
 def free(point: Point) -> str:
-    """Format the free share of the KV cache, never rounded up to all of it."""
+    """Format the free share of the KV cache, never rounded up to 100 %."""
     share = 1 - point.cache_used
     return "over 99%" if share > 0.995 else f"{share:.0%}"
 
@@ -156,8 +158,8 @@ def _tip(state: State, slots: int) -> str:
 
 
 def _draw_rates(drawing: Drawing, box: Box, state: State) -> None:
-    """Draw the tokens a second of a step against its adapters: applied together, in a loop, or
-    merged.
+    """Draw the tokens per second of a step by its number of adapters: applied together, in a loop,
+    or merged.
     """
     if not state.serving.at_once:
         return
@@ -181,13 +183,13 @@ def _draw_rates(drawing: Drawing, box: Box, state: State) -> None:
 
 
 def _doublings(most: int) -> list[float]:
-    """List at most four or so powers of two up to `most`."""
+    """List about four powers of two up to `most`."""
     powers = range(most.bit_length())
     return [2.0**power for power in (powers[::2] if len(powers) > 4 else powers)]
 
 
 def _name_ways(axes: Axes, rates: dict[str, list[float]]) -> None:
-    """Name two curves at their right ends, and the lowest at the left, where there is room below
+    """Label two curves at their right ends, and the lowest at the left, where there is room below
     it.
     """
     for way, down in (("together", -5), ("loop", 14)):
@@ -202,7 +204,9 @@ def _name_way(axes: Axes, way: str, place: tuple[float, float], anchor: str) -> 
 
 
 def _draw_hits(drawing: Drawing, box: Box, state: State) -> None:
-    """Draw the hit rate: by formula, for requests one at a time, and as it was in these runs."""
+    """Draw two hit rates: that of a formula, for requests one at a time, and the one counted in
+    these runs.
+    """
     axes = Axes(drawing, box, ACROSS, Scale(0, 1))
     ticks = (0, 0.5, 1)
     label = "hit rate, by slots"

@@ -1,7 +1,7 @@
 """Run lesson 12's load, requests for many adapters, through the engine's scheduler and slot table.
 
-The same requests for the same adapters arrive at the same times with any number of slots, so all
-differences come from the slots. The time of a step is modelled (`minivllm_simulate.layouts`,
+The same requests for the same adapters arrive at the same times with any number of slots, so the
+slots alone explain every difference. The time of a step is modelled (`minivllm_simulate.layouts`,
 `minivllm_lab.multi_lora.costs`).
 """
 
@@ -57,7 +57,7 @@ WINDOW = 24
 
 
 class Slots(Protocol):
-    """Describe the slot table of exercise 12."""
+    """The interface of exercise 12's slot table."""
 
     @property
     def slots(self) -> Sequence[int | None]:
@@ -65,7 +65,7 @@ class Slots(Protocol):
         ...
 
     def activate(self, adapter_id: int, /) -> int:
-        """Give an adapter a slot, and return the slot."""
+        """Put an adapter into a slot, and return the slot."""
         ...
 
 
@@ -75,7 +75,7 @@ Own = tuple[Callable[[int], Slots] | None, Admit | None]
 
 @dataclass(frozen=True)
 class Moment:
-    """Record the slots and the queue during some steps; times are in seconds."""
+    """The slots and the queue during some steps; times are in seconds."""
 
     start: float
     end: float
@@ -90,7 +90,7 @@ class Moment:
 
 @dataclass(frozen=True)
 class Point:
-    """Record how the requests fared with this many slots."""
+    """The results of the requests with this many slots."""
 
     ttfts: Sequence[float]
     """Seconds to the first token, sorted; for a request without one, how long it has waited."""
@@ -117,9 +117,7 @@ class Point:
 
 
 class _Slotted(OpenEngine):
-    """Serve requests that name adapters: activate these step by step, and record slots and
-    queue.
-    """
+    """An engine that activates its requests' adapters in each step, and records slots and queue."""
 
     def __init__(self, load: OpenLoad, scheduler: Scheduler, serving: Serving, slots: Slots) -> None:
         super().__init__(load, scheduler, serving.cost.base)
@@ -152,7 +150,7 @@ class _Slotted(OpenEngine):
         return seconds
 
     def _activate(self) -> int:
-        """Give every adapter of the step a slot, and return how many had to be copied."""
+        """Put an adapter into a slot."""
         assert self.scheduled
         held = set(self.slots.slots)
         new = [self.adapter_of[request.req_id] for request in self.scheduled.scheduled_new_reqs]
@@ -208,7 +206,7 @@ class _Slotted(OpenEngine):
 
 
 def _activate(slots: Slots, adapter: int) -> None:
-    """Give an adapter a slot.
+    """Put every adapter of the step into a slot, and return how many had to be copied.
 
     Raises:
         MinivllmError: The slot table returns a slot that does not hold the adapter.
@@ -227,9 +225,7 @@ def _lora_request(adapter: int) -> LoRARequest:
 
 @dataclass(frozen=True)
 class Serving:
-    """Describe an engine on one GPU, its adapters and its load: everything but the number of
-    slots.
-    """
+    """An engine on one GPU, its adapters and its load: everything but the number of slots."""
 
     name: str
     """The model's name."""
@@ -258,26 +254,26 @@ class Serving:
 
     @cached_property
     def asked_for(self) -> list[int]:
-        """Draw the adapter of each request."""
+        """Return the adapter that each request uses."""
         return zipf_adapters(self.adapters, self.skew, COUNTED + AFTER, SEED)
 
     def before(self, slots: int) -> list[int]:
-        """Draw the adapters of earlier requests."""
+        """Return the adapters that earlier requests used."""
         return zipf_adapters(self.adapters, self.skew, WARM * slots, SEED + 1)
 
     @cached_property
     def arrivals(self) -> list[float]:
-        """Draw the seconds at which requests arrive."""
+        """Return the times, in seconds, at which requests arrive."""
         return gamma_arrivals(self.load, COUNTED + AFTER, seed=SEED)
 
     @property
     def window(self) -> tuple[float, float]:
-        """Return the time that is drawn."""
+        """Return the time span to draw."""
         first = COUNTED // 2
         return self.arrivals[first], self.arrivals[min(first + WINDOW, COUNTED + AFTER - 1)]
 
     def ledger(self, slots: int) -> MemoryLedger:
-        """Return share out the GPU's memory with this many slots.
+        """Return the memory ledger of the GPU with this many slots.
 
         Raises:
             MinivllmError: Too little is left for one request.
@@ -289,7 +285,7 @@ class Serving:
         )  # fmt: skip
 
     def refusal(self, slots: int) -> str:
-        """Say why an engine with this many slots does not start, or return ""."""
+        """Explain why an engine with this many slots does not start, or return ""."""
         if self.rank > self.max_lora_rank:
             return f"adapters of rank {self.rank} do not fit into slots for rank {self.max_lora_rank}"
         try:
@@ -309,35 +305,35 @@ class Serving:
 
     @cached_property
     def at_once(self) -> float:
-        """Return the mean requests at once if none waits for a slot, by Little's law; 0 where
-        none fits.
+        """Return the mean number of concurrent requests if none waits for a slot, by Little's law;
+        0 if none fits.
         """
         return 0.0 if self.refusal(0) else self.steady.batch(self.load)
 
     @cached_property
     def steady(self) -> Steady:
-        """Return a steady batch with the adapters that its requests use, and a slot for each."""
+        """Return a steady batch with the adapters that its requests use, and with a slot for each."""
         base = PlacedModel(self.model, self.gpu, Layout(1, 1, 1), SEATS)
         applied = _Applied(self.cost, cache(partial(distinct_adapters, self.shares)))
         return replace(base.steady(PROMPT, ANSWER, self.ledger(0).tokens), cost=applied)
 
     @cached_property
     def capacity(self) -> float:
-        """Return the most requests a second with a slot for each adapter; beyond it, the queue
-        grows.
+        """Return the maximum request rate, per second, with a slot for each adapter; beyond it, the
+        queue grows.
         """
         return self.steady.capacity
 
     def long_wait(self, slots: int, most: float) -> float:
-        """Return the seconds within which the share `most` of the requests have a slot, if the
-        load goes on.
+        """Return the seconds within which the share `most` of the requests gets a slot, if the load
+        continues.
         """
         if slots >= self.adapters or not self.at_once:
             return 0.0
         return wait_for_a_slot(self.shares, self.load, self.at_once / self.load, slots, most)
 
     def hit_rate(self, slots: int) -> float:
-        """Return the hit rate of requests one at a time, by Che's approximation."""
+        """Return the hit rate of requests that run one at a time, by Che's approximation."""
         return _hit_rate(self.adapters, self.skew, slots)
 
 
@@ -348,7 +344,7 @@ def _hit_rate(adapters: int, skew: float, slots: int) -> float:
 
 @dataclass(frozen=True)
 class _Applied:
-    """Model the time of a step with the mean number of adapters for its requests."""
+    """A model of a step's time, with the mean number of adapters that its requests use."""
 
     cost: AdapterCost
     distinct: Callable[[int], float]
@@ -358,8 +354,8 @@ class _Applied:
 
 
 class Experiment:
-    """Run one setting with any number of slots; results are kept, and an interrupted run goes on
-    where it stopped.
+    """The runs of one setting with any number of slots; results are kept, and an interrupted run
+    can be resumed.
     """
 
     def __init__(self, serving: Serving, own: Own | None) -> None:
@@ -375,7 +371,9 @@ class Experiment:
         return (yield from (patient(run, "your part") if self.own else run))
 
     def _served(self, slots: int) -> Generator[None, None, Point]:
-        """Serve the load as a generator, so that building the reader's parts is timed too."""
+        """Serve the load in a generator, so that the time to build the reader's parts is bounded
+        too.
+        """
         serving = self.serving
         table, admit = self.own or (None, None)
         lengths = [RequestLengths(PROMPT, ANSWER)] * (COUNTED + AFTER)
@@ -405,7 +403,7 @@ def experiment(
     load: float,
     own: Own | None = None,
 ) -> Experiment:
-    """Return the runs of this setting, including earlier ones.
+    """Return the experiment with this setting; it keeps the results of earlier runs.
 
     Raises:
         MinivllmError: The model or GPU is unknown.

@@ -1,5 +1,5 @@
-"""Compute the state of lesson 12's widget: waiting times against the number of slots, and where
-they are too long.
+"""Compute the state of lesson 12's widget: waiting times by number of slots, and where they are too
+long.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ WAYS = ("together", "loop", "merged")
 
 @dataclass(frozen=True, kw_only=True)
 class State(SweptState[Point]):
-    """Hold the results of one engine at every number of slots that has been run so far."""
+    """The results of one engine with every number of slots that has been run so far."""
 
     KNOB = "slots"
     VALUES = SLOTS
@@ -55,12 +55,12 @@ class State(SweptState[Point]):
     """
 
     def first(self, slots: int) -> float:
-        """Return the seconds within which nine of ten requests have their first token."""
+        """Return the seconds within which nine in ten requests have their first token."""
         return within(self.points[slots].ttfts, CLIENTS)
 
     def in_the_end(self, slots: int) -> float:
-        """Return the same if the load goes on: a queue that keeps growing gets longer than the
-        run shows.
+        """Return the same time if the load continues: a growing queue gets longer than the run
+        shows.
         """
         return max(self.first(slots), self.long_wait[slots])
 
@@ -79,14 +79,16 @@ class State(SweptState[Point]):
 
     @property
     def late(self) -> list[Span]:
-        """Return where first tokens come too late, in the run or in the long run."""
+        """Return the numbers of slots with which first tokens come too late, in the run or in the
+        long run.
+        """
         load = self.serving.load / self.serving.capacity if self.run else 0.0
         return self.within_start(spans(self.run, [max(self.in_the_end(slots) / self.ttft, load) for slots in self.run]))
 
     @property
     def stopped(self) -> list[Span]:
-        """Return where the engine does not start: from some number of slots on, or with any
-        number.
+        """Return the numbers of slots with which the engine does not start: all from some number
+        up, or all.
         """
         refused = [slots for slots in SLOTS if slots in self.refusals]
         if not refused:
@@ -95,15 +97,15 @@ class State(SweptState[Point]):
 
     @property
     def wanted(self) -> float:
-        """Return the adapters in use at once if no request waited for a slot; see
+        """Return how many adapters would be in use at once if no request waited for a slot; see
         `distinct_adapters`.
         """
         return distinct_adapters(self.serving.shares, self.serving.at_once)
 
     @property
     def batch(self) -> int:
-        """Return the requests of a mean step if none waited, to compare with a loop and with
-        merged copies.
+        """Return the number of requests in a mean step if none waited, for comparison with a loop
+        and with merged copies.
         """
         return max(1, round(self.serving.at_once))
 
@@ -114,8 +116,8 @@ class State(SweptState[Point]):
         return point.distinct if point else min(self.slots, self.wanted)
 
     def rate(self, way: str, distinct: int) -> float:
-        """Model the tokens a second of a decode step with this many adapters, applied in one of
-        `WAYS`.
+        """Return the modelled tokens per second of a decode step with this many adapters, applied
+        in one of `WAYS`.
         """
         cost = self.serving.cost
         shape = StepShape.of([(1, PROMPT + ANSWER // 2)] * self.batch)
@@ -125,7 +127,7 @@ class State(SweptState[Point]):
 
     @property
     def merged_bytes(self) -> int:
-        """Return the bytes of a merged copy of the model for each adapter."""
+        """Return the bytes that merged copies of the model would take, one for each adapter."""
         return self.serving.adapters * weight_bytes(self.serving.model)
 
 
@@ -142,10 +144,11 @@ def sweep(
     table: Callable[[int], Slots] | None = None,
     admit: Admit | None = None,
 ) -> Iterator[State]:
-    """Serve requests for many adapters with 1 to 256 slots, and yield ever more complete states.
+    """Serve requests for many adapters with 1 to 256 slots, and yield more and more complete
+    states.
 
     Args:
-        slots: max_loras, where the reader stands.
+        slots: max_loras, at the handle.
         max_rank: max_lora_rank, how wide a slot is.
         adapters: How many adapters there are.
         skew: Zipf's exponent; 0 uses all adapters equally often.
@@ -161,7 +164,7 @@ def sweep(
     require_numbers(MOST, slots=slots, max_rank=max_rank, adapters=adapters, skew=skew, rank=rank, load=load, ttft=ttft)
     require(
         min(slots, max_rank, adapters, rank) >= 1 and min(load, ttft) > 0 and skew >= 0,
-        "slots, max_rank, adapters and rank must be 1 or more, load and ttft above 0, skew 0 or more; now slots "
+        "slots, max_rank, adapters and rank must be 1 or more, load and ttft above 0, skew 0 or more; got slots "
         f"{slots}, max_rank {max_rank}, adapters {adapters}, rank {rank}, load {load}, ttft {ttft}, skew {skew}",
     )
     require_choices(model=(model, MODELS), gpu=(gpu, GPUS))

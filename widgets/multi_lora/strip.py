@@ -1,6 +1,4 @@
-"""Draw the lower part of lesson 12's picture, which plays: the adapter in each slot, and the
-queue.
-"""
+"""Draw the animated lower part of lesson 12's picture: the adapter in each slot, and the queue."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from widgets.shell.strip import NAMES, draw_placeholder, draw_title, frame_ends,
 from widgets.shell.svg import QUIET, SMALL, Box, Drawing, Segment
 from widgets.shell.theme import IDLE, MID, MISSED, RESERVED
 
-TITLE = "Slots, one by one"
+TITLE = "Slot by slot"
 ROWS, HIGH = 4, 15
 """How many slots are drawn, and the height of each in pixels."""
 IN_USE = (ORANGE, SKY, GREEN, YELLOW, PURPLE)
@@ -25,7 +23,7 @@ IN_USE = (ORANGE, SKY, GREEN, YELLOW, PURPLE)
 
 @dataclass(frozen=True)
 class Stay:
-    """Record how long an adapter was in a slot, in use or kept."""
+    """The time that an adapter spent in a slot, in use or kept."""
 
     adapter: int
     start: float
@@ -34,7 +32,7 @@ class Stay:
 
 
 def draw_strip(drawing: Drawing, state: State, y: float) -> float:
-    """Draw the first slots over a stretch of time, and the queue; return the y below."""
+    """Draw the first slots over a time window, and the queue; return the y below."""
     if state.slots not in state.points:
         return draw_placeholder(drawing, TITLE, state.refused, y)
     keys = [
@@ -66,7 +64,7 @@ def _draw_name(drawing: Drawing, box: Box, words: str) -> None:
 
 
 def _stays(strip: Sequence[Moment], row: int) -> Iterator[Stay]:
-    """Yield what is in a slot over time, joining equal moments."""
+    """Yield the successive stays in one slot, with equal moments joined."""
     stay: Stay | None = None
     for moment in strip:
         adapter = moment.slots[row]
@@ -95,7 +93,7 @@ def _draw_stay(drawing: Drawing, line: Box, stay: Stay, across: Scale) -> None:
 
 
 def _draw_queue(drawing: Drawing, box: Box, strip: Sequence[Moment], across: Scale) -> None:
-    """Draw how many requests wait, and how many of them only for a slot."""
+    """Draw how many requests wait only for a slot, and write the longest queue."""
     longest = max((moment.waiting for moment in strip), default=0)
     _draw_name(drawing, box, "queue")
     drawing.rect(box, IDLE)
@@ -113,7 +111,7 @@ def _draw_queue(drawing: Drawing, box: Box, strip: Sequence[Moment], across: Sca
 
 
 def _alike(strip: Sequence[Moment]) -> Iterator[list[Moment]]:
-    """Group successive moments with the same queue."""
+    """Group successive moments that have the same queue."""
     group: list[Moment] = []
     for moment in strip:
         if group and (moment.held, moment.waiting) != (group[0].held, group[0].waiting):

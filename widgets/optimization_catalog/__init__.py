@@ -1,9 +1,9 @@
-"""Switch an engine's levers on one after another, in two orders, and show that each one's gain
-depends on the others.
+"""Turn on an engine's optimizations ("levers") one after another, in two orders, and show that each
+lever's gain depends on the others.
 
 The engine's own scheduler and block pool serve a workload with every set of levers.
 `minivllm_simulate.levers` models the time of a step, for Llama-3.1-8B on a GPU of your choice. The
-swept axis is the requests that run at once.
+swept axis is the number of requests that run at once.
 
 Draw the lesson's figure with `uv run python -P -m widgets optimization_catalog
 lessons/figures/05_levers.svg`.
@@ -40,7 +40,7 @@ LABELS = {field: f"{title[0].upper()}{title[1:]}" for field, title in TITLES.ite
 
 
 def verdict(state: State) -> Verdict:
-    """Say in one sentence or two what this set of levers achieves."""
+    """Say in one or two sentences what this set of levers achieves."""
     end = state.everything
     if isinstance(end, str):
         return Verdict(f"The server does not start: {end.split(': ')[0]}.", "broken")
@@ -53,7 +53,7 @@ def verdict(state: State) -> Verdict:
         return Verdict(f"{words}, but the limit is {state.level * 1e3:g} ms.", "broken")
     if trouble == "preempts":
         lost = counted(end.preemptions, "preemption")
-        return Verdict(f"{words}. The KV cache is full: {lost}, each of a request that starts over.", "broken")
+        return Verdict(f"{words}. The KV cache is full: {lost}, and each preempted request starts over.", "broken")
     slower = [row for row in state.on if _effects(row) >= {"slower"}]
     useless = [row for row in state.on if _effects(row) == {"nothing"}]
     edge = _edge(state)
@@ -80,7 +80,7 @@ def _named(rows: Sequence[Row]) -> str:
 
 
 def _edge(state: State) -> str:
-    """Warn if the next number of requests at once breaks."""
+    """Return a warning if the next larger number of requests at once breaks, or ""."""
     further = dict(zip(SLOTS, state.curves[0].outcomes, strict=True))
     later = next((slots for slots in SLOTS if slots > state.slots), state.slots)
     return f" With {later} at once it breaks." if state.trouble(further[later]) else ""
@@ -137,7 +137,7 @@ def _few_levers(state: State) -> Progress:
 
 
 def _fast_enough(state: State, rate: float, levers: int) -> Progress:
-    """Check a rate on L4s, with a token within WAIT and at most this many levers."""
+    """Check that L4s reach this rate with at most WAIT between tokens and at most this many levers."""
     end = state.everything
     count = len(state.on)
     if state.gpu != "L4":
@@ -151,7 +151,7 @@ def _fast_enough(state: State, rate: float, levers: int) -> Progress:
 
 
 def _too_many(state: State) -> str:
-    """Say which lever to switch off."""
+    """Return advice on which lever to switch off."""
     gains = {row.field: max(step.factor or 1 for step in row.steps) for row in state.on}
     least = min(gains, key=lambda field: gains[field])
     return f"Switch off a lever: {TITLES[least]} buys at most ×{factor_words(gains[least])} here, in either order."
@@ -169,7 +169,7 @@ def _too_slow(state: State, late: bool) -> str:
         return "Lower the requests at once, or what a step reads for each: the step is too long."
     if isinstance(state.everything, LeverResult) and state.everything.mean_batch < state.slots / 4:
         return "Switch on levers that let requests in sooner or make room for more: most seats stay empty."
-    return "Raise the requests at once: they share one reading of the weights, and there is time left between tokens."
+    return "Raise the requests at once: they share one read of the weights, and there is time left between tokens."
 
 
 def _not_running(state: State) -> Progress:
@@ -207,8 +207,8 @@ CHALLENGES = (
     ),
     Challenge(
         goal="The ranking puts paging and continuous batching first and second, and CUDA graphs eleventh. Find a "
-        "server on which the first two together change less than 5 %, in the ranking's order, while CUDA graphs at "
-        "least double the throughput.",
+        "server on which the first two together change throughput by less than 5 %, in the ranking's order, while "
+        "CUDA graphs at least double it.",
         check=_ranking_turned_over,
         lesson="A ranking of levers is a ranking for one load on one machine, in one order.",
     ),
@@ -217,14 +217,14 @@ CHALLENGES = (
         "levers.",
         check=_few_levers,
         lesson="A step takes at least bytes ÷ bandwidth. Two levers cut the weights' bytes, speculation gets several "
-        "tokens from one reading, and the others fill the batch.",
+        "tokens from one read, and the others fill the batch.",
     ),
 )
 GUESS = Guess(
     question="Switched on first, the KV cache buys × 2.3. How much does it buy when switched on last (right, hidden)?",
     options=("less than × 1", "the same × 2.3", "about × 5", "more than × 15"),
     right=3,
-    because="Last, it finds all else on: without it, each step would compute every request's whole context again.",
+    because="Last, all else is on already: without it, each step would recompute every request's whole context again.",
 )
 PRESETS = {
     "All off": dict.fromkeys(FIELDS, False),

@@ -1,8 +1,8 @@
-"""Draw lesson 05's levers: both orders as waterfalls side by side, and below them few and many
+"""Draw lesson 05's levers: both orders as waterfalls side by side, and below them the rates by
 requests at once.
 
-A lever is one row of both waterfalls: the ranking's order goes down on the left, the reverse goes
-up on the right.
+A lever has the same row in both waterfalls: the ranking's order runs down on the left, its reverse
+runs up on the right.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ ACTS = {
     "prefix_caching": "A prefix that another request had is not computed again.",
     "kv_dtype": "Keys and values in 8 bits take half the room and half the bandwidth.",
     "weight_bits": "A step reads about a quarter of the weights' bytes, but must unpack them.",
-    "speculative_tokens": "A step verifies three drafts of each request; each is accepted with a chance of 60 %.",
-    "tensor_parallel": "Two GPUs share each step, and add up their parts twice per layer.",
+    "speculative_tokens": "A step verifies three drafts of each request; each is accepted with 60 % probability.",
+    "tensor_parallel": "Two GPUs share each step, with two all-reduces per layer.",
     "cuda_graphs": "The host launches a step once instead of kernel by kernel.",
 }
 NEEDS = {"paging": ("kv_cache",), "prefix_caching": ("kv_cache", "paging"), "kv_dtype": ("kv_cache",)}
@@ -70,9 +70,7 @@ WHY = {
 
 
 def figure(state: State, width: float = 640, pinned: State | None = None) -> str:
-    """Draw both waterfalls on one logarithmic scale, and the curves against the requests at
-    once.
-    """
+    """Draw both waterfalls on one logarithmic scale, and the rates by requests at once."""
     wide, rows = width >= WIDE, (len(state.rows) + 2) * ROW
     height = HEIGHT if wide else 2 * (rows + 52) + SWEPT + 60
     drawing = Drawing(width, height, "What each lever buys, in two orders", _described(state))
@@ -120,7 +118,7 @@ def _draw_names(drawing: Drawing, rows: Sequence[Row], top: float) -> None:
 
 
 def _draw_order(drawing: Drawing, box: Box, scale: Scale, state: State, reverse: int) -> None:
-    """Draw one waterfall from nothing on to all levers on; upside down for the reverse."""
+    """Draw one waterfall from no levers to all levers that are on; the reverse order runs upward."""
     drawing.text((box.x, box.y - 4), TITLES[reverse], size=SMALL, bold=True)
     for tick in scale.ticks(4):
         x = box.x + scale.share(tick) * box.width
@@ -175,7 +173,7 @@ def _draw_end(drawing: Drawing, place: Box, scale: Scale, name: str, run: Outcom
 
 
 def _draw_rung(drawing: Drawing, place: Box, scale: Scale, step: Step) -> None:
-    """Draw the change from before the lever to after it."""
+    """Draw the change that a lever makes."""
     words = _change(step)
     effect = step.effect
     if not isinstance(step.after, LeverResult):
@@ -202,7 +200,7 @@ def _draw_rung(drawing: Drawing, place: Box, scale: Scale, step: Step) -> None:
 
 
 def _change(step: Step) -> str:
-    """Write a lever's effect as a sign and a factor."""
+    """Format a lever's effect as a sign and a factor."""
     if step.effect == "waiting":
         return "…"
     if step.factor is None:
@@ -212,7 +210,7 @@ def _change(step: Step) -> str:
 
 
 def factor_words(factor: float) -> str:
-    """Format a factor with two decimals, or with fewer if it is large."""
+    """Format a factor with two decimals, or with one if it is large."""
     return f"{factor:.2f}" if factor < 9.995 else f"{factor:.1f}"
 
 
@@ -224,7 +222,7 @@ def _rate_words(run: Outcome) -> str:
 
 
 def _counts(run: LeverResult) -> str:
-    """List the figures behind a rate."""
+    """List the results of a run, from its rate to its preemptions."""
     cache = f"a KV cache of {run.kv_tokens:,} tokens" if run.kv_tokens else "no KV cache"
     hits = f", {run.prefix_hit_rate:.0%} of the prompt tokens hit the cache" if run.prefix_hit_rate else ""
     lost = f", {counted(run.preemptions, 'preemption')}" if run.preemptions else ""
@@ -234,7 +232,7 @@ def _counts(run: LeverResult) -> str:
 
 
 def _tip(state: State, row: Row, reverse: int) -> str:
-    """Show before and after, and why."""
+    """Write a tooltip: the results before and after, and why."""
     step = row.steps[reverse]
     other = row.steps[1 - reverse]
     on = [lever.field for lever in state.on][:: -1 if reverse else 1]
@@ -251,17 +249,17 @@ def _tip(state: State, row: Row, reverse: int) -> str:
 
 
 def _why(field: str, step: Step, before: Sequence[str]) -> str:
-    """Say what the lever acts on, or which of the levers `before` it are missing."""
+    """Explain what the lever acts on, or which of the levers it needs are missing from `before`."""
     names = {"kv_cache": "the KV cache", "paging": "paging"}
     missing = [names[need] for need in NEEDS.get(field, ()) if need not in before]
     if missing:
-        return f"It needs {' and '.join(missing)} on before it, which is not so in this order."
+        return f"It needs {' and '.join(missing)} on before it, which is not the case in this order."
     return f"{ACTS[field]} {WHY.get((field, step.effect), '')}".strip()
 
 
 def _draw_swept(drawing: Drawing, box: Box, state: State, pinned: State | None) -> None:
-    """Draw tokens per second against the requests at once: all levers that are on, none, and the
-    biggest ones alone.
+    """Draw tokens per second by requests at once: with all levers that are on, with none, and with
+    each of the biggest alone.
     """
     pairs = zip(state.curves, STYLES, strict=False)
     curves = [(curve, style) for curve, style in pairs if any(isinstance(run, LeverResult) for run in curve.outcomes)]
@@ -285,15 +283,17 @@ def _draw_swept(drawing: Drawing, box: Box, state: State, pinned: State | None) 
 
 
 def _known(curve: Curve) -> tuple[list[int], list[float]]:
-    """Return the slots at which a curve is known and the server runs, and the rates there."""
+    """Return the numbers of slots at which a curve is known and the server runs, and the rates
+    there.
+    """
     pairs = zip(curve.slots, curve.outcomes, strict=True)
     points = [(slots, run.tokens_per_second) for slots, run in pairs if isinstance(run, LeverResult)]
     return [slots for slots, _ in points], [rate for _, rate in points]
 
 
 def breaks(state: State) -> list[tuple[float | None, float | None, str]]:
-    """Return where the server with all levers breaks: from, to (None for the axis's end), and
-    what breaks first.
+    """Return the regions in which the server with all levers breaks, as (low, high, cause); None
+    stands for the axis's end.
     """
     regions: list[tuple[float | None, float | None, str]] = []
     at = 0
@@ -316,7 +316,7 @@ def _point_tip(state: State, name: str, slots: int, run: LeverResult) -> str:
 
 
 def _draw_curve_names(axes: Axes, curves: Sequence[tuple[Curve, str]]) -> None:
-    """Name each curve at its right end, one above the other."""
+    """Write each curve's name at its right end, without overlaps."""
     ends = [(axes.at(1, _known(curve)[1][-1])[1] + 4, curve, colour) for curve, colour in curves]
     y = axes.box.bottom + 18.0
     x = axes.box.right + 8

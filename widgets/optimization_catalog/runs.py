@@ -1,4 +1,5 @@
-"""Run lesson 05's levers: what each buys in both orders, and with few or many requests at once.
+"""Run lesson 05's levers to find what each buys in both orders, and with few or many requests at
+once.
 
 The engine's own scheduler and block pool serve a workload with every set of levers;
 `minivllm_simulate.levers` models the time of a step. Each run is done once and kept.
@@ -76,21 +77,21 @@ Effect = Literal["waiting", "refused", "starts", "faster", "slower", "nothing"]
 
 
 class Step(NamedTuple):
-    """Record one lever's place in an order: the outcome before it, and with it."""
+    """One lever's place in an order: the outcome before it, and the outcome with it."""
 
     before: Outcome
     after: Outcome
 
     @property
     def factor(self) -> float | None:
-        """Return the ratio of throughputs, or None where one of the two does not run."""
+        """Return the ratio of throughputs, or None if either does not run."""
         if isinstance(self.before, LeverResult) and isinstance(self.after, LeverResult):
             return self.after.tokens_per_second / self.before.tokens_per_second
         return None
 
     @property
     def effect(self) -> Effect:
-        """Name the effect of the factor."""
+        """Return what the lever does to the throughput, in one word."""
         if self.before is None or self.after is None:
             return "waiting"
         if isinstance(self.after, str):
@@ -104,7 +105,7 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Row:
-    """Hold one lever with its step in each order; no steps where it is off."""
+    """One lever with its step in each order; it has no steps if it is off."""
 
     field: str
     title: str
@@ -113,7 +114,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Curve:
-    """Hold a set of levers served with each number of requests at once."""
+    """One set of levers, served with several numbers of requests at once."""
 
     name: str
     slots: tuple[int, ...]
@@ -122,7 +123,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class State:
-    """Hold the levers and their results."""
+    """The levers and their results."""
 
     gpu: str
     requests: str
@@ -170,13 +171,15 @@ class State:
         return "preempts" if outcome.preemptions else ""
 
     def factor(self, field: str, reverse: bool = False) -> float | None:
-        """Return what this lever buys in its place, or None where it is off or unknown."""
+        """Return the factor that this lever buys in its place, or None if it is off or not known
+        yet.
+        """
         steps = next(row.steps for row in self.rows if row.field == field)
         return steps[reverse].factor if steps else None
 
 
 class Setting(NamedTuple):
-    """Hold a setting of the knobs."""
+    """One setting of the knobs."""
 
     gpu: str
     requests: str
@@ -186,7 +189,7 @@ class Setting(NamedTuple):
     """The levers that are on, in the ranking's order."""
 
     def known(self, slots: int, levers: Levers) -> Outcome:
-        """Return the outcome with these levers, if it has been run."""
+        """Return the outcome with these levers, or None if it has not been run."""
         return _RUNS.get((self.gpu, self.requests, slots, levers))
 
     def ladder(self, reverse: bool = False) -> tuple[Levers, ...]:
@@ -194,11 +197,13 @@ class Setting(NamedTuple):
         return tuple(accumulate(reversed(self.fields) if reverse else self.fields, _pull, initial=Levers()))
 
     def alone(self) -> dict[str, Levers]:
-        """Map each lever that is on to its set alone, if several are on."""
+        """Map each lever that is on to the set of that lever alone; return no sets for a single
+        lever.
+        """
         return {field: _pull(Levers(), field) for field in self.fields} if len(self.fields) > 1 else {}
 
     def biggest(self) -> list[str]:
-        """Return the two levers that buy most alone, once all of them have been run."""
+        """Return the two levers that buy the most alone, once all of them have been run."""
         runs = {field: self.known(self.slots, levers) for field, levers in self.alone().items()}
         rates = {field: run.tokens_per_second for field, run in runs.items() if isinstance(run, LeverResult)}
         return [] if None in runs.values() else sorted(rates, key=lambda field: -rates[field])[:2]
@@ -215,8 +220,8 @@ def sweep(
     level: int = START["level"],
     **levers: bool,
 ) -> State | Iterator[State]:
-    """Serve a workload with no lever, then with one more at a time, in both orders, and at other
-    numbers of requests.
+    """Serve a workload with no lever and then with one more at a time, in both orders, and with
+    other numbers of requests at once.
 
     Args:
         gpu: One of GPUS.
@@ -228,14 +233,14 @@ def sweep(
         levers: Fields of `minivllm_simulate.levers.Levers`, on or off; others are as in START.
 
     Returns:
-        The state, if all its runs have been done before, or else ever more complete states.
+        The state if all its runs have been done before, else a generator of states.
 
     Raises:
         MinivllmError: A value makes no sense.
     """
     require_choices(gpu=(gpu, GPUS), requests=(requests, REQUESTS), slots=(slots, SLOTS), level=(level, LEVELS))
     for field, is_on in levers.items():
-        require(field in FIELDS, f"there is no lever {field!r}; there are {', '.join(FIELDS)}")
+        require(field in FIELDS, f"no lever is called {field!r}; the levers are {', '.join(FIELDS)}")
         require(isinstance(is_on, bool), f"{field} must be True or False, not {is_on!r}")
     fields = tuple(field for field in FIELDS if levers.get(field, START[field]))
     setting = Setting(gpu, requests, slots, level, fields)
@@ -244,7 +249,7 @@ def sweep(
 
 
 def _states(setting: Setting) -> Iterator[State]:
-    """Yield a state once both ends have been run, and then whenever more is known."""
+    """Yield a state once both ends have been run, and then whenever more results are known."""
     started = time.process_time()
     for index, (slots, levers) in enumerate(_runs_of(setting)):
         _run(setting, slots, levers)
@@ -256,8 +261,8 @@ def _states(setting: Setting) -> Iterator[State]:
 
 
 def _runs_of(setting: Setting) -> Iterator[tuple[int, Levers]]:
-    """Yield all runs: both ends, both orders, two curves, each lever alone, and the curves of
-    the biggest.
+    """Yield all runs: both ends, both orders, two curves, each lever alone, and the curves of the
+    biggest levers.
     """
     everything = setting.ladder()[-1]
     yield from ((setting.slots, levers) for levers in (everything, Levers()))
@@ -271,7 +276,7 @@ def _runs_of(setting: Setting) -> Iterator[tuple[int, Levers]]:
 
 
 def _run(setting: Setting, slots: int, levers: Levers) -> None:
-    """Run this setting unless it has been run."""
+    """Run this setting unless it has been run already."""
     if setting.known(slots, levers) is not None:
         return
     try:
@@ -282,7 +287,7 @@ def _run(setting: Setting, slots: int, levers: Levers) -> None:
 
 
 def _state(setting: Setting) -> State:
-    """Build a state from what is known."""
+    """Build a state from the results so far."""
     orders = [[setting.known(setting.slots, levers) for levers in setting.ladder(reverse)] for reverse in (False, True)]
     forth, back = ([Step(*pair) for pair in pairwise(order)] for order in orders)
     steps = dict(zip(setting.fields, zip(forth, reversed(back), strict=True), strict=True))
@@ -310,7 +315,7 @@ def _curve(setting: Setting, name: str, levers: Levers, slots: tuple[int, ...]) 
 
 
 def _together(count: int) -> str:
-    return f"all {count} on" if count > 1 else "the one on" if count else "nothing on"
+    return f"all {count} on" if count > 1 else "one lever on" if count else "nothing on"
 
 
 def _pull(levers: Levers, field: str) -> Levers:
@@ -332,11 +337,11 @@ def _workload(requests: str, slots: int) -> LeverWorkload:
 
 
 def _code(count: int, shorter: int) -> LeverWorkload:
-    """Make completions of code with the Azure trace's lengths, spread evenly by multiples of two
+    """Create code completions with the Azure trace's lengths, spread evenly by multiples of two
     irrational numbers.
 
-    A few random draws would differ in mean between numbers of requests at once. The answers are
-    short already.
+    With random draws, the mean of so few requests would vary with the number of requests at once.
+    The answers are short already.
     """
     del shorter
     code = WORKLOADS["azure-code"]

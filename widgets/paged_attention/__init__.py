@@ -1,6 +1,6 @@
-"""Show what a block size costs, in memory and in the kernel, and play a block pool step by step.
+"""Show what a block size costs, in memory and in the kernel, and animate a block pool step by step.
 
-`minivllm_simulate` counts both costs over many requests. The pool that plays is the engine's own
+`minivllm_simulate` counts both costs over many requests. The animated pool is the engine's own
 `BlockPool`, or the reader's. CPU times come from the saved results of lesson 02's script.
 
 Draw the lesson's figure with `uv run python -P -m widgets paged_attention
@@ -48,7 +48,7 @@ RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 
 @dataclass(frozen=True)
 class Kernel:
-    """Describe how attention looks blocks up."""
+    """A way for attention to look blocks up."""
 
     words: str
     piece: int
@@ -71,8 +71,8 @@ FACTORS_ALLOWED = (1.01, 1.02, 1.05, 1.1, 1.25, 1.5)
 
 @dataclass(frozen=True)
 class Valley:
-    """Record the block size of least total cost for one kind of requests, among sizes that a
-    kernel takes.
+    """The block size with the lowest total cost for one kind of requests, among sizes that a kernel
+    takes.
     """
 
     title: str
@@ -82,7 +82,7 @@ class Valley:
 
 @dataclass(frozen=True)
 class State:
-    """Hold both costs of every block size, and a pool that plays."""
+    """Both costs of every block size, and an animated pool."""
 
     block_size: int
     title: str
@@ -119,7 +119,7 @@ class State:
 
     @property
     def breaks(self) -> tuple[bool, bool, bool]:
-        """Return whether too much is empty, too much is fetched, and no kernel takes this block
+        """Return three flags: too much is empty, too much is fetched, no kernel takes this block
         size.
         """
         size = self.block_size
@@ -131,8 +131,8 @@ class State:
 
     @property
     def balance(self) -> float:
-        """Return where half a block costs as much as its look-ups: √(2 · tokens · fetch / bytes
-        per token).
+        """Return the block size at which half a block costs as much as its look-ups: √(2 · tokens ·
+        fetch / bytes per token).
         """
         return math.sqrt(2 * self.tokens * KERNELS[self.kernel].piece / (2 * self.row_bytes))
 
@@ -148,7 +148,7 @@ def sweep(
     factor_allowed: float = 1.02,
     block_pool: Callable[[int], Any] | None = None,
 ) -> State:
-    """Count both costs of every block size, and play a small pool at this one.
+    """Count both costs of every block size, and run a small pool with this one.
 
     Args:
         block_size: Token slots in a block.
@@ -162,7 +162,7 @@ def sweep(
         block_pool: The reader's class, with the methods of exercise 02's `BlockPool`.
 
     Raises:
-        MinivllmError: A value that no knob has, or requests that are all too long.
+        MinivllmError: A knob does not take a value, or all requests are too long.
     """
     SPEC.accept({name: value for name, value in locals().items() if name != "block_pool"})
     kind = workload(file.strip() or requests)
@@ -205,7 +205,7 @@ def _seen(kind: Workload) -> tuple[Moment, ...]:
 
 @lru_cache(maxsize=16)
 def _few(kind: Workload) -> tuple[RequestLengths, ...]:
-    """Choose a few requests that represent all: evenly from the shortest to the longest,
+    """Choose a few requests that represent all of them: evenly from the shortest to the longest,
     shuffled.
     """
     ordered = sorted(_lengths(kind), key=lambda lengths: lengths.total)
@@ -241,7 +241,7 @@ def _played(lengths: tuple[RequestLengths, ...], size: int, samples: int, own: C
 
 @lru_cache(maxsize=1)
 def _measured() -> tuple[str, Mapping[int, float]]:
-    """Return the CPU of lesson 02's measurement, and attention's relative time there by block
+    """Return the CPU on which lesson 02 was measured, and attention's relative time there by block
     size, or ("", {}).
     """
     for path in sorted(RESULTS.glob("02_paged_attention.*.json")):
@@ -253,12 +253,12 @@ def _measured() -> tuple[str, Mapping[int, float]]:
 
 
 def figure(state: State, width: float = 640, pinned: State | None = None) -> str:
-    """Draw both costs against the block size, and below them the pool as it plays."""
+    """Draw both costs by block size, and below them the animated pool."""
     return draw(state, width, pinned, verdict(state).words)
 
 
 def verdict(state: State) -> Verdict:
-    """Say in one sentence or two what this block size costs."""
+    """Say in one or two sentences what this block size costs."""
     size = state.block_size
     empty, extra = state.empty[size], state.extra[size]
     if state.play.fault:
@@ -280,7 +280,7 @@ def verdict(state: State) -> Verdict:
 
 
 def command(state: State) -> str:
-    """Write the `vllm serve` line of this block size."""
+    """Write the `vllm serve` line for this block size."""
     lines = [f"vllm serve {MODELS.get(state.row_bytes, SMALL_HEADS)} --block-size {state.block_size}"]
     if state.block_size < SMALLEST:
         lines.append(f"# refused: no attention backend takes blocks of fewer than {SMALLEST}")
@@ -326,7 +326,7 @@ def _sharing_pays(state: State) -> Progress:
         (too_small, f"Raise the block size to {SMALLEST}: no kernel takes fewer slots."),
         (too_empty and state.block_size > SMALLEST, "Lower the block size: each sample's last block is half empty."),
         (too_empty, "Lower the samples: more than enough is saved, and each one's last block is half empty."),
-        (too_much_fetched, "Raise the block size or change how the kernel looks up: it fetches too much."),
+        (too_much_fetched, "Raise the block size or change how the kernel looks blocks up: it fetches too much."),
     )
 
 
@@ -340,7 +340,7 @@ def _valley_moves(state: State) -> Progress:
         (not too_low and state.block_size != valley, f"Set the block size to {valley}, the valley."),
         (
             too_low and KERNELS[state.kernel].per_token,
-            "Use a kernel that looks up once a block: larger blocks then save.",
+            "Use a kernel that looks up once a block: then larger blocks save look-ups.",
         ),
         (
             too_low and state.row_bytes > 64,
@@ -357,12 +357,12 @@ def _valley_moves(state: State) -> Progress:
 
 CHALLENGES = (
     Challenge(
-        "FlashMLA only takes blocks of 64. Find requests that keep both limits with such a kernel.",
+        "FlashMLA only takes blocks of 64. Find requests that stay within both limits with such a kernel.",
         _keep_64,
         "Half of 64 slots is little for long requests. But Alpaca's would leave more than a quarter empty.",
     ),
     Challenge(
-        f"Make sharing save {SAVED:.0%} of the blocks, within the limits of the start.",
+        f"Make sharing save {SAVED:.0%} of the blocks, within the starting limits.",
         _sharing_pays,
         "Samples share only their prompt. Today vLLM shares it between any two requests (lesson 05).",
     ),
@@ -419,7 +419,7 @@ SPEC = Spec(
 
 
 def show(**knobs: Any) -> LessonWidget:
-    """Show the widget: `show(block_size=64)` sets a knob, `show(block_pool=BlockPool)` plays
-    your pool.
+    """Show the widget: `show(block_size=64)` sets a knob, `show(block_pool=BlockPool)` runs your
+    pool.
     """
     return LessonWidget(SPEC, **knobs)

@@ -1,5 +1,5 @@
-"""Draw lesson 02's picture: the costs of a block size with where they break, and the pool as it
-plays.
+"""Draw lesson 02's picture: the costs by block size, the sizes at which they break, and the
+animated pool.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ CELL, ROW = 24, 15
 
 
 def percent(share: float, beside: float | None = None) -> str:
-    """Format a share (9.79 %) with enough digits to tell it from the one `beside` it."""
+    """Format a share (9.79 %) with enough digits to tell it from `beside`."""
     return f"{_told_apart(100 * share, None if beside is None else 100 * beside, 3)} %"
 
 
 def times(factor: float, beside: float | None = None) -> str:
-    """Format a factor (1.004 ×) with enough digits to tell it from the one `beside` it."""
+    """Format a factor (1.004 ×) with enough digits to tell it from `beside`."""
     return f"{_told_apart(factor, beside, 4)} ×"
 
 
@@ -97,7 +97,7 @@ def _modelled(state: State) -> str:
 
 
 def _shown(share: float) -> float:
-    """Keep a cost on the logarithmic axis, which has no place for 0."""
+    """Move a cost of 0 just below the logarithmic axis."""
     return max(share, LEAST / 2)
 
 
@@ -114,8 +114,8 @@ def _curves(axes: Axes, state: State, sizes: list[float]) -> None:
 
 
 def _valleys(axes: Axes, state: State) -> None:
-    """Draw these requests' valley on the curve, and other requests' as ticks side by side on the
-    lower edge.
+    """Draw these requests' valley on the curve, and those of other requests as ticks side by side
+    on the lower edge.
     """
     valley = state.valley
     ticks = dict.fromkeys(state.empty, 0)
@@ -131,8 +131,8 @@ def _valleys(axes: Axes, state: State) -> None:
 
 
 def _broken(axes: Axes, state: State) -> None:
-    """Shade where the kernel's cost or the empty share exceeds its limit, or no kernel takes the
-    size.
+    """Shade where the kernel's cost or the empty share exceeds its limit, and where no kernel takes
+    the block size.
     """
     low = _crossing(state.extra, state.factor_allowed - 1, [state.over(size) for size in state.extra])
     least = DEFAULT / math.sqrt(2)  # between the largest size without a kernel and the smallest with one
@@ -159,8 +159,8 @@ def _broken(axes: Axes, state: State) -> None:
 
 
 def _crossing(costs: Mapping[int, float], allowed: float, over: Sequence[bool]) -> float | None:
-    """Return where a cost that falls along `costs` returns to its limit, or None where it never
-    exceeds it.
+    """Return the block size at which a cost that falls along `costs` returns to its limit, or None
+    if it never exceeds it.
     """
     sizes = list(costs)
     last = next((index for index, exceeds in enumerate(over) if not exceeds), len(sizes))
@@ -174,7 +174,7 @@ def _crossing(costs: Mapping[int, float], allowed: float, over: Sequence[bool]) 
 
 
 def _cpu(drawing: Drawing, axes: Axes, state: State, width: float) -> float:
-    """Write a CPU's measurement below the plot, and return the y below."""
+    """Write the CPU measurement below the plot, and return the y below."""
     least, most = min(state.measured.values()), max(state.measured.values())
     words = (
         f"Measured on a CPU ({state.cpu}): with any size, {least:.2f} to {most:.2f} × the time of a contiguous cache. "
@@ -184,7 +184,7 @@ def _cpu(drawing: Drawing, axes: Axes, state: State, width: float) -> float:
 
 
 def _pool(drawing: Drawing, play: Play, y: float, width: float) -> float:
-    """Draw the blocks, and the tables of the requests; return the y of the lowest."""
+    """Draw the blocks and the tables of the requests; return the y of the lowest."""
     blocks = play.num_blocks - 1
     note = f"{blocks} blocks of {play.block_size} slot{'s' * (play.block_size > 1)}"
     note += f", lengths ÷ {play.shortened}" * (play.shortened > 1) + "; framed: just allocated"
@@ -210,9 +210,9 @@ def _pool(drawing: Drawing, play: Play, y: float, width: float) -> float:
 
 
 def _blocks(drawing: Drawing, play: Play, places: Sequence[Box]) -> None:
-    """Draw every block as free, and over it who holds it, for as long as that lasts.
+    """Draw every block as free, and draw its holder over it in the frames in which it is held.
 
-    There are hundreds of marks, so marks that are alike in the same frames form one shape.
+    There are hundreds of marks, so equal marks in the same frames form one shape.
     """
     drawing.rect(places[0], MID, tip="Block 0, the null block: it fills the ends of tables, and no request gets it.")
     for block, place in enumerate(places[1:], 1):
@@ -236,9 +236,7 @@ def _blocks(drawing: Drawing, play: Play, places: Sequence[Box]) -> None:
 
 
 def _layers(seen: Sequence[Mapping[int, _Holding]], num_blocks: int, mark: Callable[[Any], Any]) -> _Layers:
-    """Collect each block's mark by request and by the first and last frame in which it stays the
-    same.
-    """
+    """Group the blocks' marks by request and by the first and last frame of an unchanged mark."""
     layers: _Layers = {}
     for block in range(num_blocks):
         held = [frame.get(block) for frame in seen]
@@ -281,7 +279,7 @@ def _outline(place: Box) -> str:
 
 
 def _new(drawing: Drawing, seen: Sequence[Mapping[int, _Holding]], places: Sequence[Box]) -> None:
-    """Draw a frame around the blocks that each step allocated."""
+    """Draw an outline around the blocks that each step allocated."""
     for index, (before, after) in enumerate(zip([{}, *seen], seen, strict=False)):
         new = [places[block] for block in after if block not in before]
         path = "".join(map(_outline, new))
@@ -292,7 +290,7 @@ def _new(drawing: Drawing, seen: Sequence[Mapping[int, _Holding]], places: Seque
 
 
 class _Holding(NamedTuple):
-    """Record who holds a block in one frame."""
+    """The holder of a block in one frame."""
 
     request: int
     """The request, or 0 where none holds it although the pool counts a holder."""
@@ -319,7 +317,7 @@ def _holdings(frame: Frame, block_size: int) -> dict[int, _Holding]:
 
 
 def _runs(values: Sequence[Any]) -> Iterator[tuple[Any, int, int]]:
-    """Yield runs of equal, true values: the value, its first and its last index."""
+    """Yield runs of equal, truthy values as (value, first index, last index)."""
     first = 0
     for index, value in enumerate(values):
         if index + 1 == len(values) or values[index + 1] != value:
@@ -358,8 +356,8 @@ def _by_request(tables: Iterable[HeldTable]) -> dict[int, list[HeldTable]]:
 def _row_words(
     frames: Iterable[Frame], by_request: Iterable[Mapping[int, list[HeldTable]]], request: int
 ) -> Iterator[str]:
-    """Yield, for each frame, what the samples share and each one's own entries, or the request's
-    state.
+    """Yield the words of each frame: the blocks that the samples share and those of each sample, or
+    the request's state.
     """
     status = "waiting"
     for frame, tables in zip(frames, by_request, strict=True):
@@ -383,7 +381,7 @@ def _table_words(tables: Sequence[tuple[int, ...]]) -> str:
 
 
 def _cut(words: str, room: float) -> str:
-    """Cut the words to what fits, with a sign that there are more."""
+    """Shorten the words to what fits, and end them with "…"."""
     if text_width(words, SMALL) <= room:
         return words
     kept = words.split(" ")

@@ -1,8 +1,8 @@
 """Show what happens when the KV pool is too small: which request is preempted, and what that costs.
 
 The engine's own scheduler decides every step, on a virtual clock. `minivllm_simulate.layouts`
-models the time of a step, and `minivllm_lab.preemption.costs` that of a copy. The model leaves out
-tokenizer, event loop, sockets and prefix cache.
+models the time of a step, and `minivllm_lab.preemption.costs` that of a copy. The tokenizer, the
+event loop, sockets and the prefix cache are left out.
 
 Draw the lesson's figure with `uv run python -P -m widgets preemption lessons/figures/11_cliff.svg`.
 """
@@ -44,9 +44,9 @@ STEP = 2.0
 
 
 def verdict(state: State) -> Verdict:
-    """Say in one sentence or two whether this pool serves the load, and what preemption costs."""
+    """Say in one or two sentences whether this pool serves the load, and what preemption costs."""
     where = f"with a pool of {state.pool:,} tokens"
-    if unserved := state.not_served(where, "Your function picks other victims than the engine.", _figures):
+    if unserved := state.not_served(where, "Your function picks different victims than the engine.", _figures):
         return unserved
     cause = state.cause(state.pool)
     point = state.points[state.pool]
@@ -75,7 +75,7 @@ def _lost(state: State) -> str:
 
 def crossover_words(state: State) -> str:
     """Say whether recomputing or swapping is cheaper, by the formula without attention, in which
-    length cancels.
+    the length cancels out.
     """
     crossover = state.serving.crossover
     link = state.serving.link.name
@@ -89,7 +89,7 @@ def _figures(point: Point) -> str:
 
 
 def command(state: State) -> str:
-    """Write the command of the server, and that of the load as a comment."""
+    """Write the server's command, with that of the load as a comment."""
     serving = state.serving
     name = shlex.quote(next(name for name in CONFIGS if name.endswith(f"/{serving.name}")))
     notes = []

@@ -1,6 +1,4 @@
-"""Draw lesson 11's picture: latency against the size of the pool, and below it the pool, step by
-step.
-"""
+"""Draw lesson 11's picture: latency by pool size, and below it the pool, step by step."""
 
 from __future__ import annotations
 
@@ -35,8 +33,8 @@ POLICY_WORDS = {
 
 
 def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
-    """Draw latency against the pool, the GPU's useful work and a victim's cost beside it, and
-    the pool below.
+    """Draw latency by pool size, the GPU's useful work and a victim's cost beside it, and the pool
+    below.
     """
     serving = state.serving
     drawing = Drawing(width, 0, "When the pool is too small", f"Latency against the pool, now {state.pool} tokens")
@@ -69,7 +67,9 @@ def _keys(state: State) -> list[Key]:
 
 
 def _scale(state: State) -> Scale:
-    """Scale around the limit and what a mean answer takes alone, so that it rarely changes."""
+    """Return a scale around the limit and the time that a mean answer takes alone, so that it
+    rarely changes.
+    """
     alone = state.serving.answer * state.serving.step_alone
     return Scale.around(0.7 * min(alone, state.limit), 12 * max(alone, state.limit))
 
@@ -110,8 +110,8 @@ def _draw_broken(axes: Axes, state: State) -> None:
 
 
 def late_words(state: State, span: Span) -> str:
-    """Say why requests take too long in a region: the cause at its edge, or at the handle if it
-    has no edge.
+    """Explain why requests take too long in a region, by the cause at its edge, or at the handle if
+    the region has no edge.
     """
     low, high = span
     inside = [pool for pool in state.run if (low or 0) <= pool < (high or math.inf)]
@@ -122,10 +122,10 @@ def late_words(state: State, span: Span) -> str:
 
 
 def cause_words(state: State, cause: str, pool: int) -> str:
-    """Say what goes wrong with a pool."""
+    """Describe what goes wrong with a pool."""
     point = state.points[pool]
     return {
-        "queue": f"full: {state.serving.load:g} requests a second arrive, it handles {state.capacity[pool]:.3g}",
+        "queue": f"full: {state.serving.load:g} requests/s arrive, but it handles {state.capacity[pool]:.3g}",
         "thrash": f"thrashing: {point.wasted:.0%} of the work is done twice",
         "copies": f"copies: steps wait for them {point.copying / point.seconds:.0%} of the time",
         "wait": f"too slow: over {seconds(state.limit)}, though little work is repeated",
@@ -146,7 +146,7 @@ def _tip(state: State, pool: int) -> str:
 
 
 def _draw_work(drawing: Drawing, box: Box, state: State) -> None:
-    """Draw the tokens computed each second, and the part computed for the first time."""
+    """Draw the tokens computed each second, and how many of them are computed for the first time."""
     pools = state.run
     known = [state.points[pool] for pool in pools]
     most = max([state.serving.demand, *(point.computed / point.seconds for point in known)])
@@ -168,9 +168,7 @@ def _draw_work(drawing: Drawing, box: Box, state: State) -> None:
 
 
 def _draw_crossover(drawing: Drawing, box: Box, state: State) -> None:
-    """Draw the seconds for each token of a victim: recomputed, and swapped over links of any
-    speed.
-    """
+    """Draw the time per token of a victim: recomputed, and swapped over links of any speed."""
     serving = state.serving
     crossover = serving.crossover
     rates = [LINK.low * (LINK.high / LINK.low) ** (index / 24) for index in range(25)]
@@ -202,5 +200,5 @@ def _draw_crossover(drawing: Drawing, box: Box, state: State) -> None:
 
 
 def micro(value: float) -> str:
-    """Format the time of a token."""
+    """Format the time that one token takes."""
     return f"{value * 1e6:.3g} µs" if value < 0.9995e-3 else f"{value * 1e3:.3g} ms"

@@ -1,5 +1,5 @@
-"""Draw the lower part of lesson 11's picture, which plays: the pool step by step, and the
-preempted requests.
+"""Draw the animated lower part of lesson 11's picture: the pool step by step, and the preempted
+requests.
 """
 
 from __future__ import annotations
@@ -24,9 +24,7 @@ KINDS = {OUT: MISSED, AGAIN: ORANGE}
 
 
 def draw_pool(drawing: Drawing, state: State, y: float) -> float:
-    """Draw the pool over a stretch of time, and a row for each of a few requests; return the y
-    below.
-    """
+    """Draw the pool over a time window, and a row for each of a few requests; return the y below."""
     if state.pool not in state.points:
         return draw_placeholder(drawing, TITLE, state.refused, y)
     swaps = state.serving.policy != "recompute"
@@ -49,9 +47,7 @@ def draw_pool(drawing: Drawing, state: State, y: float) -> float:
 
 
 def window(state: State, point: Point) -> tuple[float, float]:
-    """Return the time that is drawn: around the middle preemption, or from the middle of the
-    run.
-    """
+    """Return the time span to draw: around the middle preemption, or from the middle of the run."""
     out = [span.start for span in point.spans if span.kind == OUT]
     middle = out[len(out) // 2] if out else point.seconds / 2
     wide = WINDOW * state.serving.answer * state.serving.step_alone
@@ -60,7 +56,7 @@ def window(state: State, point: Point) -> tuple[float, float]:
 
 
 def victims(point: Point, start: float, end: float) -> list[int]:
-    """Choose the requests that have a row: first those preempted in this time, then those that
+    """Choose the requests that get a row: first those preempted in this time span, then those that
     run longest in it.
     """
     inside = [span for span in point.spans if span.start < end and span.end > start]
@@ -80,7 +76,7 @@ def _at(frame: int) -> str:
 
 
 def _draw_usage(drawing: Drawing, box: Box, point: Point, across: Scale, state: State) -> None:
-    """Draw a bar for each frame: how full the pool is, and how much of it requests hold that
+    """Draw a bar for each frame: how full the pool is, and how much of it belongs to requests that
     were preempted before.
     """
     drawing.text((MARGIN, box.y + 15), "the pool", size=SMALL, colour=QUIET)
@@ -102,7 +98,7 @@ def _draw_usage(drawing: Drawing, box: Box, point: Point, across: Scale, state: 
 
 
 def _sample(samples: Sequence[Sample], now: float) -> Sample:
-    """Return the sample at some time."""
+    """Return the latest sample at this time."""
     ends = [sample.end for sample in samples]
     return samples[max(0, bisect_right(ends, now) - 1)]
 
@@ -121,7 +117,7 @@ def _draw_rows(drawing: Drawing, row: Box, point: Point, shown: Sequence[int], a
 
 
 def _draw_span(drawing: Drawing, box: Box, span: Span, colour: str, across: Scale) -> None:
-    """Draw a span cut at the frames' edges, so that it grows as time goes on."""
+    """Draw a span in pieces, one per frame, so that it grows over time."""
     tip = f"request {span.request + 1} {span.kind}: {seconds(span.end - span.start)}"
     for frame, (start, end) in enumerate(_slices(across)):
         left, right = max(start, span.start), min(end, span.end)

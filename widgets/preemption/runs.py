@@ -1,8 +1,8 @@
-"""Run lesson 11's load on pools of many sizes, through the engine's scheduler.
+"""Run lesson 11's load with pools of many sizes, through the engine's scheduler.
 
-The same requests arrive at the same times with every pool, so all differences come from the pool.
-`minivllm_simulate.layouts` models the time of a step; where blocks are swapped, a step also waits
-for its copies.
+The same requests arrive at the same times with every pool, so the pool alone explains every
+difference. `minivllm_simulate.layouts` models the time of a step; where blocks are swapped, a step
+also waits for its copies.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ RUNS, OUT, AGAIN = "runs", "preempted", "comes back"
 
 @dataclass(frozen=True)
 class Span:
-    """Record what a request did and when, in seconds: RUNS, OUT (preempted), or AGAIN (back,
-    until its next token).
+    """A period in a request's life, in seconds: RUNS, OUT (preempted), or AGAIN (back, until its
+    next token).
     """
 
     request: int
@@ -65,7 +65,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Sample:
-    """Record the pool after a step, in blocks."""
+    """The pool after a step, in blocks."""
 
     end: float
     used: int
@@ -78,7 +78,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Point:
-    """Record how the requests fared with one pool."""
+    """The results of the requests with one pool."""
 
     latencies: Sequence[float]
     """Seconds to the last token of each request, sorted."""
@@ -105,16 +105,16 @@ class Point:
 
     @property
     def peak(self) -> int:
-        """Return the most blocks in use after any step."""
+        """Return the maximum number of blocks in use after any step."""
         return max(sample.used for sample in self.samples)
 
     def latency(self, share: float) -> float:
-        """Return the seconds within which this share of the requests ended."""
+        """Return the seconds within which this share of the requests finished."""
         return within(self.latencies, share)
 
 
 class _Watched(OpenEngine):
-    """Serve the load, and record preemptions, repeated work and copies."""
+    """An engine that also records preemptions, repeated work and copies."""
 
     def __init__(self, serving: Serving, pool: int, own: Victim | None, one_by_one: bool) -> None:
         self.swap = SwapSpace(BLOCK_SIZE)
@@ -161,7 +161,7 @@ class _Watched(OpenEngine):
         return work
 
     def _turn(self, index: int, kind: str, now: float) -> None:
-        """Record that a request changes to `kind`; "" means it has ended."""
+        """Record that a request changes to `kind`; "" means that it has finished."""
         if index in self.began:
             before, since = self.began.pop(index)
             self.spans.append(Span(index, before, since, now))
@@ -198,7 +198,7 @@ class _Watched(OpenEngine):
 
 @dataclass(frozen=True)
 class Serving:
-    """Describe an engine on one GPU and its load: everything but the pool."""
+    """An engine on one GPU and its load: everything but the pool."""
 
     name: str
     """The model's name."""
@@ -236,17 +236,17 @@ class Serving:
 
     @property
     def longest(self) -> int:
-        """Return the most tokens of a request, max_model_len."""
+        """Return the maximum number of tokens in a request, max_model_len."""
         return round((1 + SPREAD) * self.prompt) + round((1 + SPREAD) * self.answer)
 
     @cached_property
     def arrivals(self) -> list[float]:
-        """Draw the seconds at which requests arrive."""
+        """Return the times, in seconds, at which requests arrive."""
         return gamma_arrivals(self.load, self.count, seed=SEED)
 
     @cached_property
     def crossover(self) -> Crossover:
-        """Return what a victim's token costs, recomputed or swapped; in large pieces if the
+        """Return what it costs to recompute or to swap a victim's token; in large pieces if the
         policy does not swap.
         """
         return self.crossover_of(self.link)
@@ -260,7 +260,7 @@ class Serving:
 
     @cached_property
     def block_seconds(self) -> float:
-        """Return the seconds to copy one block, one way."""
+        """Return the seconds that it takes to copy one block in one direction."""
         size = self.pieces.bytes_of_copy(self.model, BLOCK_SIZE)
         rate = effective_bandwidth(self.link, size, self.pieces.seconds)
         return BLOCK_SIZE * kv_bytes_per_token(self.model) / rate
@@ -280,16 +280,18 @@ class Serving:
 
     @cached_property
     def step_alone(self) -> float:
-        """Return the seconds of a step with one request that has half its answer."""
+        """Return the seconds of a step in which one request, halfway through its answer, runs
+        alone.
+        """
         return self.cost.seconds(StepShape.of([(1, self.prompt + self.answer // 2)]))
 
     @property
     def demand(self) -> float:
-        """Return the tokens of prompts and answers that arrive each second."""
+        """Return the prompt and output tokens that arrive each second."""
         return self.load * (self.prompt + self.answer)
 
     def refusal(self, pool: int) -> str:
-        """Say why an engine with this pool does not start, or return ""."""
+        """Explain why an engine with this pool does not start, or return ""."""
         try:
             most = self.most_tokens
         except MinivllmError as error:
@@ -301,10 +303,10 @@ class Serving:
         return ""
 
     def capacity(self, pool: int) -> float:
-        """Return the most requests a second that this pool handles if nothing is ever computed
-        twice.
+        """Return the maximum request rate, per second, that this pool sustains if nothing is ever
+        computed twice.
 
-        The batch is steady, and as large as fits the pool when each request holds its average.
+        The batch is steady, and as large as fits in the pool if each request holds its average.
         """
         return self.steady(pool / self.held).capacity
 
@@ -315,15 +317,15 @@ class Serving:
 
     @cached_property
     def held(self) -> float:
-        """Return the mean tokens that a running request holds; long answers run longer and count
-        more.
+        """Return the mean number of tokens that a running request holds; long answers run longer
+        and count more.
         """
         steps = sum(request.output_tokens for request in self.lengths)
         return sum(each.output_tokens * (each.prompt_tokens + each.output_tokens / 2) for each in self.lengths) / steps
 
     def least_block_seconds(self) -> float:
-        """Return the least blocks times seconds of a mean request: each token of its answer
-        takes a step.
+        """Return the minimum block-seconds of a mean request, whose answer takes one step per
+        token.
         """
         step = self.cost.seconds(StepShape.of([(1, 1)]))
         blocks = (
@@ -333,7 +335,7 @@ class Serving:
         return step * sum(blocks) / len(self.lengths)
 
     def scheduler(self, pool: int, own: Victim | None, swap: SwapSpace) -> Scheduler:
-        """Build the engine's scheduler with this rule or the reader's function; `swap` serves if
+        """Build the engine's scheduler with this rule or the reader's function, and with `swap` if
         blocks are swapped.
         """
         priority = self.rule == PRIORITY
@@ -354,8 +356,8 @@ class Serving:
 
 
 class Experiment:
-    """Run one setting with any pool; results are kept, and an interrupted run goes on where it
-    stopped.
+    """The runs of one setting with any pool; results are kept, and an interrupted run can be
+    resumed.
     """
 
     def __init__(self, serving: Serving, own: Victim | None, one_by_one: bool = False) -> None:
@@ -374,8 +376,8 @@ class Experiment:
         return (yield from (patient(run, "your function") if self.own else run))
 
     def _like_a_smaller_pool(self, pool: int) -> Point | None:
-        """Return the result of a smaller pool that never ran out of blocks, since more blocks
-        change nothing.
+        """Return the result of a smaller pool that never ran out of blocks, because more blocks
+        change nothing, or None.
         """
         longest = -(-self.serving.longest // BLOCK_SIZE)
         for other, point in self.runs.found.items():
@@ -389,7 +391,7 @@ def experiment(
     model: str, gpu: str, load: float, prompt: int, answer: int, link: str, policy: str, rule: str,
     admission: str, own: Victim | None = None,
 ) -> Experiment:  # fmt: skip
-    """Return the runs of this setting, including earlier ones.
+    """Return the experiment with this setting; it keeps the results of earlier runs.
 
     Raises:
         MinivllmError: The model, GPU or link is unknown.

@@ -1,6 +1,4 @@
-"""Compute the state of lesson 11's widget: latency against the size of the pool, and where it is
-too high.
-"""
+"""Compute the state of lesson 11's widget: latency by pool size, and where it is too high."""
 
 from __future__ import annotations
 
@@ -39,7 +37,7 @@ START = {
 
 @dataclass(frozen=True, kw_only=True)
 class State(SweptState[Point]):
-    """Hold the results of one engine with every pool that has been run so far."""
+    """The results of one engine with every pool that has been run so far."""
 
     KNOB = "pool"
     VALUES = POOLS
@@ -78,12 +76,14 @@ class State(SweptState[Point]):
         )
 
     def where(self, ratios: Sequence[float]) -> list[Span]:
-        """Return where a ratio, one for each pool that has been run, exceeds 1."""
+        """Return where a ratio exceeds 1; `ratios` has one for each pool that has been run."""
         return self.within_start(spans(self.run, ratios))
 
     @property
     def stopped(self) -> list[Span]:
-        """Return where the engine does not start: a request, or the pool itself, does not fit."""
+        """Return the pools with which the engine does not start: a request does not fit in the
+        pool, or the pool in the GPU.
+        """
         allowed = [pool for pool in POOLS if pool not in self.refusals]
         if not allowed:
             return [(None, None)]
@@ -93,8 +93,8 @@ class State(SweptState[Point]):
 
     @property
     def saturation(self) -> float:
-        """Return the tokens that the load fills on average, by Little's law; the pool must hold
-        more.
+        """Return how many tokens the load occupies on average, by Little's law; the pool has to
+        hold more.
         """
         serving = self.serving
         inside = serving.steady().batch(serving.load)
@@ -115,16 +115,17 @@ def sweep(
     gpu: str = START["gpu"],
     victim: Victim | None = None,
 ) -> Iterator[State]:
-    """Serve one load with pools of 8,192 to 262,144 tokens, and yield ever more complete states.
+    """Serve one load with pools of 8,192 to 262,144 tokens, and yield more and more complete
+    states.
 
     Args:
-        pool: The KV cache's tokens, where the reader stands.
+        pool: The size of the KV cache in tokens, at the handle.
         load: Requests a second.
         limit: Seconds within which 99 % of them must finish.
-        prompt, answer: Mean tokens.
-        policy: What happens to a victim, of POLICIES.
-        rule: Which request is the victim, of RULES.
-        admission: What must fit to admit a request, of ADMISSIONS.
+        prompt, answer: Mean tokens in a prompt and in an answer.
+        policy: What happens to a victim, one of POLICIES.
+        rule: Which request is the victim, one of RULES.
+        admission: What must fit to admit a request, one of ADMISSIONS.
         link: The link to the host, a name in `kv_links`.
         model, gpu: Names in `known_models` and `hardware`.
         victim: The reader's function of exercise 11, in place of `rule`.
@@ -137,7 +138,7 @@ def sweep(
     sensible = min(load, limit) > 0 and pool >= 1024 and prompt >= 16 and answer >= 16
     require(
         sensible,
-        f"load and limit must be above 0, prompt and answer 16 or more, pool 1,024 or more; now load {load}, "
+        f"load and limit must be above 0, prompt and answer 16 or more, pool 1,024 or more; got load {load}, "
         f"limit {limit}, prompt {prompt}, answer {answer}, pool {pool}",
     )
     require_choices(policy=(policy, POLICIES), rule=(rule, RULES), admission=(admission, ADMISSIONS))

@@ -1,4 +1,4 @@
-"""Show the hit rate of a prefix cache against users and pool, with its cliff and the reason for it.
+"""Show a prefix cache's hit rate by users and pool size, with its cliff and the reason for it.
 
 Draw the lesson's figure with `uv run python -P -m widgets prefix_caching
 lessons/figures/05_prefix_cache.svg`.
@@ -49,8 +49,8 @@ SESSIONS = ("kind", "users", "turns", "prefix", "order", "target")
 
 
 def verdict(state: State) -> Verdict:
-    """Say in one sentence or two how much of the prompts hits the cache, and whether that is
-    fast enough.
+    """Say in one or two sentences what share of the prompt tokens hits the cache, and whether that
+    is fast enough.
     """
     hits = f"{state.hit_rate:.1%} of the prompt tokens hit the cache"
     if state.wrong_rate:
@@ -87,7 +87,9 @@ def _why_missed(state: State, hits: str) -> str:
 
 
 def command(state: State) -> str:
-    """Write the engine's command; the null block, which no request gets, counts too."""
+    """Write the server's command; its number of blocks includes the null block, which no request
+    gets.
+    """
     line = (
         f"vllm serve meta-llama/{MODEL} --enable-prefix-caching --block-size {BLOCK_SIZE} "
         f"--num-gpu-blocks-override {state.pool // BLOCK_SIZE + 1} --max-model-len {CONFIG.max_model_len} "
@@ -140,7 +142,7 @@ def _nearly_all_hits(state: State) -> Progress:
     elif load.prefix < max(PREFIXES):
         question = load.kind.question
         advice = (
-            f"Raise the prefix: {question} tokens of each question are new, too much for {load.prefix} shared ones."
+            f"Raise the prefix: {question} tokens of each question are new, too many for {load.prefix} shared ones."
         )
     else:
         advice = f"Raise the users or the turns: the prefix is computed once, too much for {requests} requests."
@@ -210,7 +212,7 @@ SPEC = Spec(
             "users": steps("Users", USERS, START["users"], "sessions at the same time"),
             "turns": steps("Turns", TURNS, START["turns"], "requests of each session"),
             "prefix": steps(
-                "Prefix", [(tokens(n), n) for n in PREFIXES], START["prefix"], "tokens of the shared beginning"
+                "Prefix", [(tokens(n), n) for n in PREFIXES], START["prefix"], "tokens in the shared prefix"
             ),
             "order": choice("They return", ORDERS, START["order"], "agents do not pause: they return at once"),
         },

@@ -1,5 +1,5 @@
-"""Draw lesson 05's prefix cache: a map of hit rates, a cut through it, and whose context is in
-the pool.
+"""Draw lesson 05's prefix cache: a map of hit rates, a cut through it, and which users' contexts
+are in the pool.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ plays.
 
 
 def _edges(values: Sequence[float], below: float, above: float) -> list[float]:
-    """Return the edges of the cells: between two values, and beyond the outer ones."""
+    """Return the edges of the cells: halfway between neighbouring values, and beyond the outer
+    ones.
+    """
     return [math.sqrt(low * high) for low, high in pairwise([below, *values, above])]
 
 
@@ -60,7 +62,7 @@ def figure(state: State, width: float = 640, pinned: State | None = None) -> str
 
 
 def _heading(drawing: Drawing, y: float, content: str, note: str) -> float:
-    """Write a title with its note at the right, or below if there is no room; return the last
+    """Write a title with its note at the right, or below it if there is no room; return the last
     baseline.
     """
     end = drawing.width - MARGIN
@@ -103,8 +105,8 @@ def _map_legend(drawing: Drawing, state: State, y: float) -> float:
 
 
 def _has_line(state: State) -> bool:
-    """Return whether the contexts to keep grow with the users; users who do not pause leave
-    early.
+    """Return whether the contexts to keep grow with the number of users; users who do not pause
+    leave early.
     """
     return state.kind.pause > 0 and (state.kind.prefix_of == "user" or state.kind.grows)
 
@@ -138,7 +140,7 @@ def _draw_map(drawing: Drawing, state: State, plane: Box) -> None:
 
 
 def _draw_cover(drawing: Drawing, box: Box) -> None:
-    """Say why nothing shows; the hidden cells are opaque and cover this later."""
+    """Write why nothing is shown; the opaque cells are drawn over this once they are revealed."""
     words = "hidden until you guess"
     if text_width(words, SMALL) < box.width:
         middle = (box.x + box.width / 2, box.y + box.height / 2 + 4)
@@ -169,7 +171,7 @@ def _draw_cell(drawing: Drawing, state: State, place: tuple[int, int], box: Box)
 
 
 def _draw_rate(drawing: Drawing, state: State, place: tuple[int, int], box: Box) -> None:
-    """Write the cell's hit rate above hatching and lines."""
+    """Write the cell's hit rate on top of hatching and lines."""
     cell = state.cells[place]
     words = f"{'✕ ' * any(cell.wrong)}{_rounded(cell.hit_rate)}"
     middle = box.x + box.width / 2
@@ -181,7 +183,7 @@ def _draw_rate(drawing: Drawing, state: State, place: tuple[int, int], box: Box)
 
 
 def _rounded(share: float) -> str:
-    """Format a share in per cent, never rounded to nothing or to all."""
+    """Format a share as a percentage that is never rounded to 0 % or 100 %."""
     if 0 < share < 0.01:
         return "<1%"
     return ">99%" if 0.99 < share < 1 else f"{share:.0%}"
@@ -201,7 +203,7 @@ def _borders(state: State, boxes: dict[tuple[int, int], Box]) -> Iterator[tuple[
 
 
 def _draw_line(axes: Axes, state: State) -> None:
-    """Draw the line where all contexts fill the pool."""
+    """Draw the line along which all contexts together fill the pool."""
     load = state.load
     users = [ROWS[0] * (ROWS[-1] / ROWS[0]) ** (index / 24) for index in range(25)]
     kept = [load.kind.kept(1, load.turns, load.prefix), load.kind.kept(2, load.turns, load.prefix)]
@@ -257,7 +259,7 @@ def _draw_curve(axes: Axes, state: State, row: Sequence[tuple[int, Reuse]]) -> N
 
 
 def _cause(state: State) -> str:
-    """Say why this row's cells miss the limit."""
+    """Explain why this row's cells miss the limit."""
     missed = f"p95 TTFT above {state.target * 1e3:g} ms"
     if state.endless is not None and state.missed(state.endless):
         reason = "nothing is shared" if state.findable == 0 else "even a cache that never evicts is too slow"
@@ -272,8 +274,8 @@ def _cause(state: State) -> str:
 
 
 def _draw_strip(drawing: Drawing, state: State, top: float) -> float:
-    """Draw a row for each user, with their context in the pool and what each request hit; return
-    the height.
+    """Draw a row for each user, with their context in the pool and each request's hits; return the
+    height.
     """
     note = "rows: users; columns: requests"
     y = _heading(drawing, top, "Whose context is in the pool", note)
@@ -292,7 +294,7 @@ def _draw_strip(drawing: Drawing, state: State, top: float) -> float:
 
 
 class _Strip:
-    """Draw users as rows and admissions as columns."""
+    """A drawing with users as rows and admissions as columns."""
 
     def __init__(self, drawing: Drawing, state: State, box: Box) -> None:
         self.drawing = drawing
@@ -306,7 +308,7 @@ class _Strip:
         self.held = self._held()
 
     def draw(self) -> None:
-        """Draw all rows; those of one user form a group."""
+        """Draw all rows; each user's row forms a group."""
         every = math.ceil(13 / self.high)
         self.drawing.rect(self.box, CARD, stroke=RULE)
         for index, user in enumerate(self.rows):
@@ -324,7 +326,7 @@ class _Strip:
         self.drawing.text(middle, "user", size=SMALL, colour=QUIET, anchor="middle", turn=-90)
 
     def caption(self, index: int) -> str:
-        """Say what happens in a frame."""
+        """Describe what happens in a frame."""
         admission = self.admissions[index]
         user, turn = divmod(admission.requests[0], self.state.load.turns)
         parts = [self._parts(request) for request in admission.requests]
@@ -346,15 +348,15 @@ class _Strip:
         return f"{words}; {f'{again:,} evicted and recomputed, ' if again else ''}{new:,} new."
 
     def _parts(self, index: int) -> tuple[int, int, int, int]:
-        """Return the prompt tokens that hit, that are recomputed, that are new, and that hit
-        wrongly.
+        """Return a request's prompt tokens that hit, are recomputed and are new, and those of the
+        hits that are wrong.
         """
         hits = self.state.here.found[index]
         again = max(0, self.could[index] - hits)
         return hits, again, self.state.here.prompts[index] - hits - again, self.state.here.wrong[index]
 
     def _held(self) -> dict[int, list[float]]:
-        """Return, by user, the share of their context in the pool after each admission."""
+        """Return, by user, what share of their context is in the pool after each admission."""
         load = self.state.load
         held = Counter[int]()
         full = dict.fromkeys(self.rows, 1)
@@ -373,7 +375,9 @@ class _Strip:
         return shares
 
     def _bars(self, user: int, top: float) -> None:
-        """Draw pieces of bars, each starting at its first column, paler where only a part is left."""
+        """Draw bars in pieces, each from its first column, and paler where only part of the context
+        is left.
+        """
         most = max(1, math.ceil(len(self.rows) * len(self.admissions) / MOST_PIECES))
         first = 0
         shares = self.held[user]
@@ -400,7 +404,7 @@ class _Strip:
                     self._mark(index, middle, max(3, min(4.5, self.high / 2 - 0.5)))
 
     def _mark(self, index: int, middle: tuple[float, float], radius: float) -> None:
-        """Draw a sign whose shape and colour tell what became of the prompt."""
+        """Draw a mark whose shape and colour show what happened to the prompt."""
         x, y = middle
         hits, again, _, wrong = self._parts(index)
         if wrong:

@@ -1,7 +1,7 @@
-"""Serve lesson 05's sessions for every number of users and every pool of a map.
+"""Serve lesson 05's sessions for every number of users and every pool in a map.
 
-The engine's own scheduler and block pool serve them, on a virtual clock. The time of a step is
-modelled, for Llama-3.1-8B on an H100; everything else is counted.
+The engine's own scheduler and block pool serve the sessions, on a virtual clock. The time of a step
+is modelled, for Llama-3.1-8B on an H100; everything else is counted.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ PATIENCE = 2.0
 
 @dataclass(frozen=True)
 class State:
-    """Hold the reader's setting, and the cells of the map that are known so far."""
+    """The reader's setting, and the cells of the map that are known so far."""
 
     load: Load
     pool: int
@@ -56,7 +56,7 @@ class State:
 
     @property
     def kind(self) -> Sharing:
-        """Return who shares what."""
+        """Return the kind of sharing among the sessions."""
         return self.load.kind
 
     @property
@@ -65,7 +65,7 @@ class State:
 
     @property
     def here(self) -> Reuse:
-        """Return the cell of the reader's setting."""
+        """Return the cell at the reader's setting."""
         return self.cells[self.users, self.pool]
 
     @property
@@ -75,40 +75,40 @@ class State:
 
     @property
     def findable(self) -> int:
-        """Return the prompt tokens that hit an endless cache."""
+        """Return the number of prompt tokens that hit a cache that never evicts."""
         return sum(self.load.findable())
 
     @property
     def endless_rate(self) -> float:
-        """Return the share of the prompt tokens that hit an endless cache."""
+        """Return the share of the prompt tokens that hit a cache that never evicts."""
         return self.findable / sum(self.here.prompts)
 
     @property
     def lost(self) -> int:
-        """Return the prompt tokens that only an endless cache would hit."""
+        """Return the number of prompt tokens that hit only in a cache that never evicts."""
         pairs = zip(self.load.findable(), self.here.found, strict=True)
         return sum(max(0, possible - hits) for possible, hits in pairs)
 
     @property
     def wrong_rate(self) -> float:
-        """Return the share of the prompt tokens that hit a block of another text."""
+        """Return the share of the prompt tokens that hit a block with other text."""
         return sum(self.here.wrong) / sum(self.here.prompts)
 
     @property
     def kept(self) -> int:
-        """Return the tokens that must stay cached until every user's last turn."""
+        """Return the number of tokens that must stay cached until every user's last turn."""
         return self.load.kind.kept(self.users, self.load.turns, self.load.prefix)
 
     def ttft(self, cell: Reuse) -> float:
-        """Return the time to first token, in seconds, that is compared with the limit."""
+        """Return the time to first token, in seconds, to compare with the limit."""
         return cell.later_ttft(self.load.turns)
 
     def missed(self, cell: Reuse) -> bool:
-        """Return whether the limit is missed."""
+        """Return whether the cell misses the limit."""
         return self.ttft(cell) > self.target
 
     def row(self) -> list[tuple[int, Reuse]]:
-        """List (pool, result) for the current number of users, as far as it is known."""
+        """List (pool, result) for the current number of users, as far as they are known."""
         return [(pool, self.cells[self.users, pool]) for pool in POOLS if (self.users, pool) in self.cells]
 
 
@@ -125,11 +125,11 @@ def sweep(
     """Serve the sessions, first for these users and this pool, then for the rest of the map.
 
     Args:
-        kind: Who shares what, of `minivllm_lab.optimization_catalog.sharing`.
+        kind: Who shares what; see `minivllm_lab.optimization_catalog.sharing`.
         users: Sessions, one of `USERS`.
         turns: Requests of each session.
-        prefix: Tokens of the shared beginning.
-        order: How users return, of `ORDERS`.
+        prefix: Tokens in the shared prefix.
+        order: How users return, one of `ORDERS`.
         pool: Tokens in the KV cache, one of `POOLS`.
         target: Milliseconds to the first token, for 95 % of the requests after each user's first.
         hash_block_tokens: The reader's hash function, in place of the engine's.
@@ -160,7 +160,7 @@ def _states(load: Load, pool: int, target: float) -> Iterator[State]:
 
 
 def _by_distance(users: int, pool: int) -> list[tuple[int, int | None]]:
-    """List all cells, those of the reader's row first; None is the pool that never evicts."""
+    """List all cells, those in the reader's row first; None stands for a pool that never evicts."""
     at = USERS.index(users), POOLS.index(pool)
     cells = [(abs(row - at[0]), abs(column - at[1]), USERS[row], POOLS[column]) for row, column in _places()]
     return [(users, None), *((many, size) for _, _, many, size in sorted(cells))]
@@ -171,7 +171,7 @@ def _places() -> list[tuple[int, int]]:
 
 
 class _Map:
-    """Compute the cells of one load, once each; all pools that evict nothing share one result."""
+    """The cells of one load, each computed once; all pools that evict nothing share one result."""
 
     def __init__(self, load: Load) -> None:
         self.load = load
@@ -210,7 +210,7 @@ class _Map:
 def _runs(
     kind: Sharing, turns: int, prefix: int, at_random: bool, own: HashBlockTokens | None
 ) -> dict[tuple[int, int, bool], Reuse]:
-    """Return the results of a load, to be filled in; `own` is the reader's hash function."""
+    """Return the results of a load, for the caller to fill in; `own` is the reader's hash function."""
     return {}
 
 
@@ -237,5 +237,5 @@ def _side(value: float, bound: float) -> int:
 
 
 def milliseconds(value: float, bound: float) -> str:
-    """Format seconds in milliseconds, never as "at most `bound`" if it is more."""
+    """Format seconds in milliseconds, and never show a value above `bound` as at most `bound`."""
     return told(value, bound, 1e3, "ms")

@@ -1,9 +1,9 @@
-"""Show what clients see of a model on several GPUs as the rate grows, and which layout handles the
-most requests.
+"""Show the latencies that clients see as the rate grows, for a model on several GPUs, and which
+layout handles the highest rate.
 
 The engine's own scheduler decides every step, on a virtual clock. `minivllm_simulate.levers` models
-the time of a step, with the all-reduces of tensor parallelism. The model leaves out tokenizer,
-event loop and sockets.
+the time of a step, including the all-reduces of tensor parallelism. The tokenizer, the event loop
+and sockets are left out.
 
 Draw the lesson's figure with `uv run python -P -m widgets serving lessons/figures/06_layouts.svg`.
 """
@@ -30,14 +30,14 @@ NEAR = 0.8
 
 
 def verdict(state: State) -> Verdict:
-    """Say in one sentence or two whether this layout handles this rate."""
+    """Say in one or two sentences whether this layout handles this rate."""
     served = state.served
     if error := _collector_error(state):
         return Verdict(error, "broken")
     if served.refused:
         return Verdict(f"{state.model} does not fit on {state.gpu} as {state.layout}: {served.refused}.", "broken")
     if state.rate not in served.points:
-        return Verdict(f"Still serving the requests as {state.layout}, {state.rate:g} a second.", "tight")
+        return Verdict(f"Still serving the requests as {state.layout} at {state.rate:g} a second.", "tight")
     point = served.points[state.rate]
     latencies = (
         f"99 % have their first token within {seconds(point.ttft[1])}, then one every {seconds(point.tpot[1])}, with "
@@ -56,7 +56,7 @@ def verdict(state: State) -> Verdict:
 
 
 def _collector_error(state: State) -> str:
-    """Say what the reader's collector does wrong, or return ""."""
+    """Explain what the reader's collector does wrong, or return ""."""
     if not state.own:
         return ""
     total = max(2, round(state.work.mean_output))
@@ -74,7 +74,7 @@ def _collector_error(state: State) -> str:
 
 
 def command(state: State) -> str:
-    """Write the command of the server, and that of the load as a comment."""
+    """Write the server's command, with that of the load as a comment."""
     layout = state.layout
     work = state.work
     name = next(name for name in CONFIGS if name.endswith(f"/{state.model}"))
@@ -97,7 +97,7 @@ def command(state: State) -> str:
 
 
 def _progress(state: State, model: str, rules: list[Rule]) -> Progress:
-    """Check a load for this model on at most 8 H100."""
+    """Check a challenge for this model on at most 8 H100s."""
     layout = state.layout
     served = state.served
     known = state.rate in served.points
@@ -116,9 +116,9 @@ def _progress(state: State, model: str, rules: list[Rule]) -> Progress:
 
 
 def _advice(causes: list[str], layout: Layout) -> str:
-    """Say which knob to turn when the load is right but the layout breaks."""
+    """Return advice on which knob to turn when the load is right but the layout breaks."""
     if "queue" in causes:
-        more = "raise DP: replicas send nothing, so the same GPUs do more work" if layout.tp > 1 else "raise TP"
+        more = "raise DP: replicas exchange nothing, so the same GPUs do more work" if layout.tp > 1 else "raise TP"
         return f"The queue grows, so {more}."
     if "tpot" in causes:
         return "Tokens take too long: raise TP to read the weights faster, or DP to make each batch smaller."
@@ -135,7 +135,9 @@ def _first_tokens(state: State) -> Progress:
 
 
 def _handle(state: State, model: str, rate: float) -> Progress:
-    """Check a rate of requests with 512 tokens in and 128 out, within 500 ms and 25 ms."""
+    """Check a rate of requests with 512 tokens in and 128 out, within 500 ms of TTFT and 25 ms of
+    TPOT.
+    """
     rules = [
         at_least("the prompt", state.work.prompt, 512),
         at_least("the output", state.work.output, 128),
@@ -148,13 +150,13 @@ def _handle(state: State, model: str, rate: float) -> Progress:
 
 CHALLENGES = (
     Challenge(
-        "Serve Llama-3.1-8B on at most 8 H100, with prompts of 2,048 tokens at 5 requests a second, so that 99 % have "
+        "Serve Llama-3.1-8B on at most 8 H100s, with prompts of 2,048 tokens at 5 requests a second, so that 99 % have "
         "their first token within 50 ms.",
         _first_tokens,
         "A single prompt is only as fast as the GPUs that share its layers. Replicas would stand idle.",
     ),
     Challenge(
-        "Handle 300 requests a second of 512 tokens in and 128 out with Llama-3.1-8B on at most 8 H100, within 500 ms "
+        "Handle 300 requests a second of 512 tokens in and 128 out with Llama-3.1-8B on at most 8 H100s, within 500 ms "
         "to the first token and 25 ms for each later one.",
         lambda state: _handle(state, "Llama-3.1-8B", 300),
         "All-reduces cost time in every step. So where the limits leave room, replicas handle more.",
@@ -167,7 +169,7 @@ CHALLENGES = (
     ),
 )
 GUESS = Guess(
-    "Four H100 serve Llama-3.1-8B, with at most 7.5 ms per output token. Which layout handles the most requests?",
+    "Four H100s serve Llama-3.1-8B, with at most 7.5 ms per output token. Which layout handles the most requests?",
     ("four replicas: TP 1 × DP 4", "TP 2 × DP 2", "all four as one: TP 4 × DP 1"),
     2,
     "One GPU needs 6.4 of the 7.5 ms just to read the weights. Four that share them have time for a larger batch.",

@@ -1,5 +1,5 @@
-"""Draw lesson 06's picture: latencies and throughput against the rate, and the other layouts of
-as many GPUs.
+"""Draw lesson 06's picture: latencies and throughput by rate, and the other layouts of the same
+number of GPUs.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ ROW, NAMES = 19, 140
 
 
 def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
-    """Draw TTFT, TPOT and throughput against the rate, and below them what all layouts of these
-    GPUs handle.
+    """Draw TTFT, TPOT and throughput by rate, and below them the rate that each layout of these
+    GPUs handles.
     """
     count = state.layout.gpus
     drawing = Drawing(
@@ -77,13 +77,13 @@ def _draw_ttft(axes: Axes, state: State, pinned: State | None) -> None:
 
 
 def knee_words(knee: Knee, served: Served) -> str:
-    """Say where a layout breaks, and why."""
+    """Describe where a layout breaks, and why."""
     where = f"at {knee.rate:.3g}" if knee.rate > RATES[0] else f"below {RATES[0]:g}"
     return f"breaks {where}: {cause_words(knee.cause, served)}"
 
 
 def cause_words(cause: str, served: Served) -> str:
-    """Say what goes wrong beyond the knee."""
+    """Describe what goes wrong beyond the knee."""
     return {
         "queue": "the queue grows without end",
         "ttft": f"first tokens take over {seconds(served.ttft)}",
@@ -111,8 +111,8 @@ def _draw_pair(axes: Axes, served: Served, pick: Callable[[Point], tuple[float, 
 
 
 def _tpot_scale(state: State) -> Scale:
-    """Scale to the longest time so far, rounded up, so that it rarely changes while a sweep goes
-    on.
+    """Return a scale up to the longest time so far, rounded up so that it rarely changes during a
+    sweep.
     """
     most = max([2 * state.served.tpot, *(point.tpot[1] for point in state.served.points.values())])
     return Scale(0.001, 10 ** (math.ceil(3 * math.log10(most)) / 3), log=True)
@@ -162,7 +162,7 @@ def _shade(axes: Axes, served: Served) -> None:
 
 
 def _draw_tips(axes: Axes, served: Served, words: Callable[[Point], str]) -> None:
-    """Show the figures of the nearest rate, anywhere in the plot."""
+    """Add a tooltip everywhere in the plot, with the results at the nearest rate."""
     for rate, strip in axes.strips(served.rates):
         axes.drawing.rect(strip, "transparent", tip=f"{rate:g} requests a second. {words(served.points[rate])}.")
 
@@ -171,8 +171,8 @@ def _draw_tips(axes: Axes, served: Served, words: Callable[[Point], str]) -> Non
 
 
 def _draw_layouts(drawing: Drawing, state: State, y: float) -> float:
-    """Draw a bar for each layout of as many GPUs, up to the rate at its knee; return the y
-    below.
+    """Draw a bar for each layout of the same number of GPUs, up to the rate at its knee; return the
+    y below.
     """
     count = state.layout.gpus
     title = f"What {count} {state.gpu} handle, by layout" if count > 1 else f"What one {state.gpu} handles"
@@ -204,7 +204,7 @@ def _draw_layout(drawing: Drawing, served: Served, y: float, most: float, select
 
 
 def layout_words(served: Served) -> str:
-    """Say what a layout handles, and what breaks beyond that."""
+    """Describe the rate that a layout handles, and what breaks beyond it."""
     if served.refused:
         return f"does not fit: {served.refused}"
     if not served.is_found:
@@ -216,7 +216,7 @@ def layout_words(served: Served) -> str:
 
 
 def _fitting(words: str, room: float) -> str:
-    """Drop the explanation where it does not fit into the line."""
+    """Drop the explanation if it does not fit into the line."""
     return words if text_width(words, SMALL) * 1.06 <= room else re.split("[;:]", words)[0]
 
 
@@ -224,7 +224,7 @@ def _fitting(words: str, room: float) -> str:
 
 
 def _draw_reads(drawing: Drawing, state: State, y: float) -> float:
-    """Say how many events an answer becomes, by how rarely its client reads; return the y of the
+    """Write how many events a client gets for one answer if it reads rarely; return the y of the
     last line.
     """
     whose = "your collector" if state.own else "the collector"

@@ -1,5 +1,5 @@
-"""Count the events that a client gets of one answer if it reads rarely, with a collector between it
-and the engine.
+"""Count the events that a client gets for one answer if it reads rarely, with a collector between
+it and the engine.
 
 The collector is a few lines that merge outputs, or the reader's class of exercise 06, in an event
 loop with a virtual clock.
@@ -23,7 +23,7 @@ Collector = Callable[[], Any]
 
 @dataclass(frozen=True)
 class Read:
-    """Record what a client got that pauses this long after each event."""
+    """The events and tokens that a client got if it pauses this long after each event."""
 
     pause: float
     events: int
@@ -31,8 +31,8 @@ class Read:
 
 
 def read_answer(tokens: int, gap: float, pause: float, collector: Collector | None = None) -> Read:
-    """Return what a client reads of an answer with a token every `gap` seconds, if it pauses after
-    each event.
+    """Return what a client reads of an answer that gets a token every `gap` seconds, if the client
+    pauses after each event.
 
     Raises:
         MinivllmError: The reader's collector fails, waits forever, or returns something other than
@@ -47,8 +47,8 @@ def read_answer(tokens: int, gap: float, pause: float, collector: Collector | No
 
 
 def _events(tokens: int, gap: float, pause: float) -> int:
-    """Count the events of a merging collector: each read takes all tokens so far, or waits for
-    the next one.
+    """Count the events of a merging collector: each read takes all tokens so far, or waits for the
+    next token.
     """
     read = 0
     now = 0.0

@@ -1,8 +1,8 @@
-"""Run lesson 06's load on a model laid out on GPUs, at one rate.
+"""Run lesson 06's load at one rate, on a model in one layout of GPUs.
 
-Only one of the equal groups of a layout is run, with its share of the requests: replicas take
-requests in turn, which vLLM's rule (four times the waiting requests plus the running ones) amounts
-to where all are alike.
+Only one of a layout's equal groups is run, with its share of the requests: replicas take requests
+in turn, which is what vLLM's rule (four times the waiting requests plus the running ones) amounts
+to when all replicas are equal.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ LONGEST_OUTPUT = 1024
 
 @dataclass(frozen=True)
 class Point:
-    """Record what clients see at one rate: pairs are for half and for 99 % of the requests, in
-    seconds.
+    """The clients' view at one rate; each pair holds the times, in seconds, for half and for 99 %
+    of the requests.
     """
 
     ttft: tuple[float, float]
@@ -53,7 +53,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Work:
-    """Describe requests of equal lengths, or those of a workload."""
+    """The load: requests of equal lengths, or those of a workload."""
 
     prompt: int
     output: int
@@ -68,17 +68,17 @@ class Work:
 
     @property
     def mean_prompt(self) -> float:
-        """Return the mean tokens of a prompt."""
+        """Return the mean number of tokens in a prompt."""
         return statistics.mean(request.prompt_tokens for request in self.lengths)
 
     @property
     def mean_output(self) -> float:
-        """Return the mean tokens of an answer."""
+        """Return the mean number of tokens in an answer."""
         return statistics.mean(request.output_tokens for request in self.lengths)
 
     @property
     def note(self) -> str:
-        """Say how lengths from a file were changed, or return ""."""
+        """Describe how lengths from a file were changed, or return ""."""
         if self.source is None:
             return ""
         means = f"{self.mean_prompt:,.0f} tokens in, {self.mean_output:,.0f} out on average"
@@ -91,8 +91,8 @@ def _cut(lengths: RequestLengths) -> RequestLengths:
 
 
 class Experiment:
-    """Run a model in one layout at any rate; results are kept, and an interrupted run goes on
-    where it stopped.
+    """The runs of a model in one layout at any rate; results are kept, and an interrupted run can
+    be resumed.
     """
 
     def __init__(self, placed: PlacedModel, work: Work) -> None:
@@ -113,7 +113,7 @@ class Experiment:
         return self._placed.steady(self.work.mean_prompt, self.work.mean_output, self._kv_tokens)
 
     def run(self, rate: float) -> Iterator[None]:
-        """Run this rate in steps, unless it has been run."""
+        """Run this rate in parts, unless it has been run already."""
         yield from self.runs.run(rate)
 
     def served(self, rate: float) -> Generator[None, None, OpenRun]:
@@ -144,7 +144,7 @@ class Experiment:
 
 @lru_cache(maxsize=128)
 def experiment(model: str, gpu: str, layout: Layout, work: Work) -> Experiment:
-    """Return the runs of this configuration, including earlier ones.
+    """Return the experiment with this configuration; it keeps the results of earlier runs.
 
     Raises:
         MinivllmError: The model or GPU is unknown.

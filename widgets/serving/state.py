@@ -1,5 +1,5 @@
-"""Compute the state of lesson 06's widget: latencies against the rate, the knee, and the other
-layouts' knees.
+"""Compute the state of lesson 06's widget: latencies by rate, the knee, and the other layouts'
+knees.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ CAUSES = ("queue", "ttft", "tpot")
 
 @dataclass(frozen=True)
 class Knee:
-    """Record the rate at which a layout breaks, and the cause, one of CAUSES."""
+    """The rate at which a layout breaks, and the cause, one of CAUSES."""
 
     rate: float
     cause: str
@@ -44,7 +44,7 @@ class Knee:
 
 @dataclass(frozen=True)
 class Served:
-    """Hold the results of a layout at every rate that has been run so far."""
+    """The results of a layout at every rate that has been run so far."""
 
     layout: Layout
     points: Mapping[float, Point]
@@ -60,12 +60,12 @@ class Served:
         return sorted(self.points)
 
     def causes(self, rate: float) -> list[str]:
-        """Return what is wrong at a rate that has been run, from CAUSES."""
+        """Return what is wrong at a rate that has been run: a list of members of CAUSES."""
         return [cause for cause, over in zip(CAUSES, self._over(self.points[rate]), strict=True) if over > 1]
 
     @property
     def knee(self) -> Knee | None:
-        """Return where the layout breaks, or None where that is not known yet, or never happens."""
+        """Return where the layout breaks, or None if that is not known yet or never happens."""
         if not self.is_found or self.refused:
             return None
         points = [self.points[rate] for rate in self.rates]
@@ -95,8 +95,8 @@ class Served:
 
     @property
     def goodput(self) -> float:
-        """Return the requests a second that the layout handles within the limits; 0 where the
-        model does not fit.
+        """Return the requests per second that the layout handles within the limits; 0 if the model
+        does not fit.
         """
         if self.refused:
             return 0.0
@@ -105,19 +105,21 @@ class Served:
 
     @property
     def _queue_grows_from(self) -> float:
-        """Return the throughput of a full engine, from the first rate at which the queue grows."""
+        """Return the throughput of a full engine, measured at the first rate at which the queue
+        grows.
+        """
         short = max((rate for rate in self.rates if "queue" not in self.causes(rate)), default=0.0)
         long = next((rate for rate in self.rates if rate > short), math.inf)
         return min(long, max(short, self.points[long].requests_per_second)) if long in self.points else math.inf
 
     def _over(self, point: Point) -> tuple[float, float, float]:
-        """Return queue, TTFT and TPOT as multiples of their limits."""
+        """Return the waiting share, TTFT and TPOT as multiples of their limits."""
         return point.waiting / MOST_WAITING, point.ttft[1] / self.ttft, point.tpot[1] / self.tpot
 
 
 @dataclass(frozen=True)
 class State:
-    """Hold one layout's results, and those of all layouts of as many GPUs."""
+    """One layout's results, and those of all layouts of the same number of GPUs."""
 
     rate: float
     model: str
@@ -149,7 +151,7 @@ class State:
 
     @property
     def best(self) -> Served:
-        """Return the layout that handles most."""
+        """Return the layout with the highest goodput."""
         return max(self.others, key=lambda layout: layout.goodput)
 
 
@@ -167,14 +169,14 @@ def sweep(
     tpot: float = START["tpot"],
     output_collector: Collector | None = None,
 ) -> Iterator[State]:
-    """Serve requests in a layout at rates from 0.5 to 1000 a second, and yield ever more complete
-    states.
+    """Serve requests in a layout at rates from 0.5 to 1000 per second, and yield more and more
+    complete states.
 
     Args:
-        rate: Requests a second over all GPUs, where the reader stands.
+        rate: Requests per second over all GPUs, at the handle.
         tp, dp, pp: GPUs that share a layer, engines side by side, and stages of each engine.
         model, gpu: Names in `known_models` and `hardware`.
-        prompt, output: Tokens of each request.
+        prompt, output: Tokens in each prompt and in each answer.
         file: A workload's name or the path of a file with lengths, which then replace `prompt` and
             `output`.
         ttft, tpot: Seconds to the first token, and per token after it, that 99 % of the requests
@@ -188,7 +190,7 @@ def sweep(
     sensible = min(rate, ttft, tpot) > 0 and min(prompt, output) >= 1
     require(
         sensible,
-        f"rate, prompt, output, ttft and tpot must be above 0; now rate {rate}, prompt {prompt}, output {output}, "
+        f"rate, prompt, output, ttft and tpot must be above 0; got rate {rate}, prompt {prompt}, output {output}, "
         f"ttft {ttft}, tpot {tpot}",
     )
     require_choices(tp=(tp, TPS), pp=(pp, PPS), dp=(dp, DPS))
@@ -202,14 +204,16 @@ def sweep(
 
 
 def layouts(here: Layout) -> list[Layout]:
-    """List the layouts of as many GPUs, from the most TP to the most replicas, `here` included."""
+    """List the layouts of the same number of GPUs, from the highest TP to the most replicas, `here`
+    included.
+    """
     layouts = [Layout(tp, 1, here.gpus // tp) for tp in reversed(TPS) if here.gpus % tp == 0]
     return layouts if here in layouts else [*layouts, here]
 
 
 @dataclass(frozen=True)
 class _Sweep:
-    """Sweep the rate, and search for the knee of every layout."""
+    """A sweep over the rate that also searches for the knee of every layout."""
 
     rate: float
     model: str
@@ -221,8 +225,8 @@ class _Sweep:
     collector: Collector | None
 
     def states(self) -> Iterator[State]:
-        """Yield ever more complete states: this rate, this layout's knee, the others' knees, all
-        other rates.
+        """Yield more and more complete states: first this rate, then this layout's knee, the
+        others' knees, and all other rates.
         """
         state = self._now()
         yield state
@@ -252,7 +256,9 @@ class _Sweep:
                 yield mine.run(rate)
 
     def _next(self, runs: Experiment) -> float | None:
-        """Return the rate to try next in search of a layout's knee, or None when it is known."""
+        """Return the next rate to try in the search for a layout's knee, or None if the knee is
+        known.
+        """
         served = self._served(runs)
         if served.is_found:
             return None
@@ -279,14 +285,14 @@ class _Sweep:
         return max(fine, default=RATES[0])
 
     def _drawn(self) -> list[float]:
-        """Return the rates to draw: all near the knee, and every third elsewhere."""
+        """Return the rates to draw: all of them near the knee, and every third elsewhere."""
         goodput = self._served(self._mine()).goodput
         near = goodput / 4 if goodput > RATES[0] else math.inf
         return [rate for index, rate in enumerate(RATES) if rate >= near or index % 3 == 0]
 
     def _far(self) -> float:
-        """Return the rate beyond which the queue grows ever longer, so that nothing more is to
-        be seen.
+        """Return the rate from which the queue keeps growing, beyond which there is nothing more to
+        see.
         """
         served = self._served(self._mine())
         return min((rate for rate in served.rates if "queue" in served.causes(rate)), default=math.inf)

@@ -1,1 +1,1 @@
-"""Share what all widgets need, from colours and shapes up to the anywidget that carries them."""
+"""Provide what all widgets share, from colours and shapes up to the anywidget that displays them."""

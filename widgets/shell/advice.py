@@ -1,4 +1,4 @@
-"""Phrase the advice of every challenge alike: what to do, and by how much."""
+"""Phrase every challenge's advice the same way: what to do, and by how much."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def at_most(knob: str, now: float, goal: float, phrase: Callable[[float], str] =
 
 
 def use(knob: str, used: bool) -> Rule:
-    """Require a model, a GPU or the like: "Use an H100."."""
+    """Require a specific model, GPU or the like: "Use an H100."."""
     return not used, f"Use {knob}."
 
 
@@ -35,6 +35,8 @@ def choose(option: str, label: str, chosen: bool) -> Rule:
 
 
 def progress(words: str, *rules: Rule) -> Progress:
-    """Give the advice of the first broken rule; the challenge is met when none is broken."""
+    """Return the progress of a challenge, with the advice for the first broken rule; it is met if
+    no rule is broken.
+    """
     advice = next((advice for broken, advice in rules if broken), "")
     return Progress(not advice, words, advice)

@@ -1,4 +1,5 @@
-"""Describe what a reader can turn, as data: choices, steps, sliders, switches and lines of text.
+"""Define the controls that a reader can use, as data: choices, steps, sliders, switches and lines
+of text.
 
 A knob knows which values it takes and how each is labelled; the shell draws the control. Values are
 JSON, so a state can be saved and loaded.
@@ -18,7 +19,7 @@ Kind = Literal["choice", "steps", "slider", "entry", "switch"]
 
 @dataclass(frozen=True)
 class Knob:
-    """Describe a control: its label, its starting value, and the values it takes."""
+    """A control: its label, its starting value, and the values it takes."""
 
     kind: Kind
     label: str
@@ -37,7 +38,7 @@ class Knob:
         self.accept(self.value)
 
     def accept(self, value: Any) -> Value:
-        """Check `value`, and return it as the knob holds it.
+        """Check `value`, and return it in the form that the knob stores.
 
         Raises:
             MinivllmError: The knob does not take this value.
@@ -101,17 +102,17 @@ def slider(label: str, low: float, high: float, step: float, value: float, tip: 
 
 
 def entry(label: str, value: str = "", placeholder: str = "", tip: str = "") -> Knob:
-    """Make a line to type into; it takes effect on Enter, or when the focus leaves."""
+    """Make a line to type into; it takes effect on Enter, or when it loses focus."""
     return Knob("entry", label, value, tip, placeholder=placeholder)
 
 
 def switch(label: str, value: bool, tip: str = "") -> Knob:
-    """Make a box to tick."""
+    """Make a checkbox."""
     return Knob("switch", label, value, tip)
 
 
 def labelled(values: Iterable[Any], phrase: Callable[[Any], str]) -> list[tuple[str, Any]]:
-    """Pair each value with its name, as options of a choice or of steps."""
+    """Pair each value with its name, as options for a choice or for steps."""
     return [(phrase(value), value) for value in values]
 
 

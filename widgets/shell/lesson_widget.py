@@ -1,7 +1,7 @@
-"""Carry every widget in one anywidget, whose front end is `shell.js` and `shell.css`.
+"""Display every widget through one anywidget, whose front end is `shell.js` and `shell.css`.
 
-The kernel runs the sweep and draws; the page handles controls, tooltips, the player and keys.
-Nothing is fetched or built. Without a kernel, the page shows the last picture.
+The kernel runs the sweep and draws; the page handles controls, tooltips, the player and the
+keyboard. Nothing is fetched or built. Without a kernel, the page shows the last picture.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def style() -> str:
 
 
 class LessonWidget(anywidget.AnyWidget):
-    """Show a lesson's widget live: `LessonWidget(SPEC, block_size=64)`.
+    """A lesson's live widget: `LessonWidget(SPEC, block_size=64)`.
 
     Args:
         spec: The widget.
@@ -66,16 +66,16 @@ class LessonWidget(anywidget.AnyWidget):
 
     @property
     def state(self) -> Any:
-        """Return the sweep's state for the knobs' values, or None where they were refused."""
+        """Return the sweep's state for the knobs' values, or None if they were refused."""
         return self.session.state
 
     def set(self, **values: Any) -> None:
-        """Turn knobs, run the whole sweep, and draw."""
+        """Set knobs, run the whole sweep, and draw."""
         self._ahead = iter(())
         self._post(self.session.settle(**values))
 
     def _heard(self, _widget: object, message: Mapping[str, Any], _buffers: object) -> None:
-        """Handle a message of the page: turn, pin, unpin or load; ignore any other."""
+        """Handle a message from the page (turn, pin, unpin or load), and ignore any other."""
         match message:
             case {"do": "pin"}:
                 self._post(self.session.pin())
@@ -96,9 +96,7 @@ class LessonWidget(anywidget.AnyWidget):
         self._turn(values, None)
 
     def _turn(self, values: Mapping[str, Any], width: float | None) -> None:
-        """Draw the first picture at once, and the rest of the sweep between the page's next
-        messages.
-        """
+        """Draw the first picture at once, and the rest of the sweep in between the page's messages."""
         self._ahead = self.session.turn(values, width)
         self._go_on(self._ahead)
 
@@ -118,8 +116,8 @@ class LessonWidget(anywidget.AnyWidget):
         asyncio.get_running_loop().call_later(0, self._go_on, ahead)
 
     def _draw_ahead(self, ahead: Iterator[dict[str, Any] | None]) -> None:
-        """Draw the pictures along the swept axis while no knob moves, so that dragging needs no
-        kernel.
+        """Draw the pictures along the swept axis while no knob moves, so that dragging does not
+        need the kernel.
         """
         if ahead is not self._ahead:
             return
@@ -135,7 +133,7 @@ class LessonWidget(anywidget.AnyWidget):
         self.view = {**view, "serial": self._serial}
 
     def still(self) -> str:
-        """Return picture and verdict as HTML, for pages without a kernel."""
+        """Return the picture and the verdict as HTML, for pages without a kernel."""
         view = self.view
         return f"<figure>{view['svg']}<figcaption>{view['sign']} {escape(view['words'])}</figcaption></figure>"
 
@@ -143,7 +141,7 @@ class LessonWidget(anywidget.AnyWidget):
         """Display the picture, then the live widget, which removes the picture when it starts.
 
         A page made from an executed notebook shows only one form of each output, and picks the live
-        one, which is empty there. So the picture is an output of its own.
+        one, which is empty there. That is why the picture is a separate output.
         """
         html = f'<div class="{self._still}">{self.still()}</div>'
         display({"text/html": html, "text/plain": self.view["words"]}, raw=True)

@@ -1,8 +1,8 @@
-"""Draw axes with curves, in the grammar that all widgets share.
+"""Draw axes and curves with conventions that all widgets share.
 
 One axis is swept. Where the system is broken, the plot is shaded and hatched, and words at the edge
 name the cause and the service level that is missed. A handle marks the knob's value; dragging it
-turns the knob.
+sets the knob.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ def tokens(value: float) -> str:
 
 
 def seconds(value: float) -> str:
-    """Format a time in the unit that fits it: 7.5 ms, 1.2 s, 3,600 s."""
+    """Format a time in a suitable unit: 7.5 ms, 1.2 s, 3,600 s."""
     if value < 0.9995:
         return f"{value * 1e3:.3g} ms"
     return f"{value:.3g} s" if value < 999.5 else f"{value:,.0f} s"
 
 
 def figures(value: float) -> str:
-    """Format three figures without an exponent: 0.42, 12.3, 1,230."""
+    """Format a number with three significant digits and no exponent: 0.42, 12.3, 1,230."""
     return f"{value:,.0f}" if abs(value) >= 99.95 else f"{value:.3g}"
 
 
@@ -70,7 +70,7 @@ def counted(count: float, noun: str) -> str:
 
 @dataclass(frozen=True)
 class Scale:
-    """Map values to positions along an axis, linearly or logarithmically."""
+    """A linear or logarithmic map from values to positions along an axis."""
 
     low: float
     high: float
@@ -78,14 +78,14 @@ class Scale:
 
     @classmethod
     def around(cls, low: float, high: float) -> Scale:
-        """Make a logarithmic scale around both values, with ends at thirds of a decade, so that
-        it rarely changes.
+        """Return a logarithmic scale around both values, with ends at thirds of a decade so that it
+        rarely changes.
         """
         ends = math.floor(3 * math.log10(low)) / 3, math.ceil(3 * math.log10(high)) / 3
         return cls(10 ** ends[0], 10 ** ends[1], log=True)
 
     def share(self, value: float) -> float:
-        """Return 0 for a value at `low`, 1 at `high`, and less or more outside."""
+        """Return 0 for a value at `low`, 1 at `high`, and less or more outside that range."""
         if self.log:
             value = max(value, 1e-300)
             return math.log(value / self.low) / math.log(self.high / self.low)
@@ -105,9 +105,7 @@ class Scale:
         return [index * step for index in range(first, math.floor(self.high / step + 1e-9) + 1)]
 
     def doublings(self, most: int = 8) -> list[float]:
-        """List the powers of two in the range, skipping some where there would be more than
-        `most`.
-        """
+        """List the powers of two in the range, skipping some if there are more than `most`."""
         powers = range(math.ceil(math.log2(self.low) - 1e-9), math.floor(math.log2(self.high) + 1e-9) + 1)
         return [float(2**power) for power in powers[:: max(1, math.ceil(len(powers) / most))]]
 
@@ -127,7 +125,7 @@ class Scale:
 
 
 class Axes:
-    """Draw a plot inside `box`, with curves clipped to it."""
+    """A plot inside `box`, with curves clipped to it."""
 
     def __init__(self, drawing: Drawing, box: Box, x: Scale, y: Scale) -> None:
         self.drawing = drawing
@@ -137,7 +135,7 @@ class Axes:
         self._written: list[Box] = []
 
     def at(self, x: float, y: float) -> Point:
-        """Return the pixel of the values (`x`, `y`)."""
+        """Return the position of (`x`, `y`) in pixels."""
         return self.box.x + self.x.share(x) * self.box.width, self.box.bottom - self.y.share(y) * self.box.height
 
     def frame(
@@ -150,8 +148,8 @@ class Axes:
         x_ticks: Sequence[float] | None = None,
         y_ticks: Sequence[float] | None = None,
     ) -> None:
-        """Draw grid lines, tick labels and the names of both axes; the y name stands above its
-        axis.
+        """Draw grid lines, tick labels and the names of both axes; the name of the y axis is above
+        it.
         """
         box = self.box
         for value in self.y.ticks(5) if y_ticks is None else y_ticks:
@@ -179,7 +177,9 @@ class Axes:
         tips: Sequence[str] = (),
         group: str = "",
     ) -> None:
-        """Draw a curve; with `tips`, the pointer and the arrow keys show one for each value."""
+        """Draw a curve; with `tips`, the pointer and the arrow keys reach one tooltip for each
+        value.
+        """
         points = [self.at(x, y) for x, y in zip(xs, ys, strict=True)]
         self._drawn += _along(points)
         self._clipped(lambda: self.drawing.polyline(points, colour, width=width, dash=dash, group=group))
@@ -188,8 +188,8 @@ class Axes:
                 self.drawing.circle(point, HIT, "transparent", stroke="none", tip=tip, group=group)
 
     def strips(self, xs: Sequence[Number]) -> Iterator[tuple[Number, Box]]:
-        """Yield each value of a logarithmic axis with the strip of the plot nearest to it, for
-        tooltips.
+        """Yield each value of a logarithmic axis with the strip of the plot that is nearest to it,
+        for tooltips.
         """
         edges = [self.x.low, *(math.sqrt(low * high) for low, high in pairwise(xs)), self.x.high]
         for value, low, high in zip(xs, edges, edges[1:], strict=False):
@@ -211,7 +211,7 @@ class Axes:
     def mark_y(
         self, value: float, text: str, colour: str = INK, *, dash: str = "4 3", along: float = 1, below: bool = False
     ) -> None:
-        """Draw a dashed horizontal line at `value`, with text above or below that ends at
+        """Draw a dashed horizontal line at `value`, with text above or below it that ends at
         `along` (1: right end).
         """
         height = self.at(self.x.low, value)[1]
@@ -221,11 +221,11 @@ class Axes:
         self.drawing.text(place, text, size=SMALL, colour=colour, anchor="end", halo=True)
 
     def broken(self, low: float | None, high: float | None, words: str) -> None:
-        """Shade the values from `low` to `high` of the swept axis (None: to the end of it), where
-        the system breaks.
+        """Shade the values from `low` to `high` of the swept axis, where the system breaks; None
+        stands for an end of the axis.
 
-        `words` at the edge say the cause, and the service level that is missed. Nothing is drawn
-        where no value of the axis is broken. Call it before the curves.
+        `words` at the edge name the cause and the service level that is missed. Nothing is drawn if
+        no value of the axis is broken. Call it before drawing the curves.
         """
         self.shade(low, high, words)
         area = self._region(low, high)
@@ -233,7 +233,7 @@ class Axes:
             self._edge_words(area, words, high is None)
 
     def shade(self, low: float | None, high: float | None, words: str) -> None:
-        """Shade a broken region without its words: where regions overlap, shade all before
+        """Shade a broken region without its words; where regions overlap, shade all of them before
         drawing any `edge`.
         """
         area = self._region(low, high)
@@ -245,7 +245,7 @@ class Axes:
             self._edge_line(area, high is None)
 
     def edge(self, low: float | None, high: float | None, words: str) -> None:
-        """Draw the edge of a shaded region with its words, above the shading of others."""
+        """Draw the edge of a shaded region with its words, on top of the shading of others."""
         area = self._region(low, high)
         if area.width > 0:
             self._edge_line(area, high is None)
@@ -261,7 +261,9 @@ class Axes:
         return Box(left, self.box.y, right - left, self.box.height)
 
     def _edge_words(self, area: Box, words: str, after: bool) -> None:
-        """Write inside the broken region or, if it is too narrow, beside it with an arrow."""
+        """Write the words inside the broken region or, if it is too narrow, beside it with an
+        arrow.
+        """
         edge = area.x if after else area.right
         if words and area.width < LEAST_ROOM:
             words, after = f"{words} →" if after else f"← {words}", not after
@@ -272,15 +274,15 @@ class Axes:
         """Write why the system breaks, in lines no wider than `room` pixels that begin or end at
         `x`.
 
-        The lines stand as high as possible where no other words are and the fewest curves run,
-        later curves included.
+        The lines are placed where no other words are and the fewest curves run, including curves
+        drawn later, and as high as possible.
         """
         lines = wrapped(words, max(room, 60) * 0.92, SMALL)
         if lines:
             self.drawing.last(lambda: self._write(lines, x, after))
 
     def keep_clear(self, box: Box) -> None:
-        """Keep the words of `write` out of this box."""
+        """Keep this box free of the words that `write` draws."""
         self._written.append(box)
 
     def _write(self, lines: Sequence[str], x: float, after: bool) -> None:
@@ -305,10 +307,10 @@ class Axes:
             self.drawing.text(at, line, size=SMALL, colour=VERMILLION, anchor=anchor, bold=row == 0)
 
     def here(self, value: float, knob: str, words: str = "") -> None:
-        """Draw the handle at `value`. Dragging in the plot turns `knob`, an argument of the
+        """Draw the handle at `value`. Dragging it in the plot sets `knob`, an argument of the
         widget's sweep.
 
-        Call it after the curves; an axis has one handle.
+        Call it after drawing the curves; an axis has one handle.
         """
         scale = {"low": f"{self.x.low!r}", "high": f"{self.x.high!r}", "log": "1" if self.x.log else "0"}
         with self.drawing.layer(drag=knob, **scale):
@@ -324,7 +326,7 @@ class Axes:
             self.drawing.text(place_, words, size=SMALL, anchor="end" if left else "start", bold=True, halo=True)
 
     def also_here(self, value: float) -> None:
-        """Mark the handle's value in a small plot beside, which has no handle of its own."""
+        """Mark the handle's value in a smaller plot, which has no handle of its own."""
         x = self.at(value, self.y.low)[0]
         self.drawing.line((x, self.box.y), (x, self.box.bottom), colour=INK, width=1.5)
 
@@ -333,7 +335,7 @@ class Axes:
         self.line(xs, ys, PINNED, width=1.5, dash="5 4", group="pinned")
 
     def _clipped(self, draw: Callable[[], None]) -> None:
-        """Draw inside a nested `<svg>`, which clips without the id that a clip path needs."""
+        """Draw inside a nested `<svg>`, which clips without the id that a clip path would need."""
         rim = 4
         left, top = number(self.box.x - rim), number(self.box.y - rim)
         wide, high = number(self.box.width + 2 * rim), number(self.box.height + 2 * rim)
@@ -360,7 +362,7 @@ Key = tuple[str, str, str, float]
 
 
 def draw_keys(drawing: Drawing, y: float, keys: Iterable[Key]) -> float:
-    """Draw the key of the curves in as many rows as it needs, and return the y of the last."""
+    """Draw the key of the curves in as many rows as needed, and return the y of the last."""
     x: float = MARGIN
     for words, colour, dash, wide in keys:
         room = 22 + text_width(words, SMALL)
@@ -373,8 +375,8 @@ def draw_keys(drawing: Drawing, y: float, keys: Iterable[Key]) -> float:
 
 
 def three_boxes(width: float, y: float, high: float, *, large: float) -> tuple[Box, Box, Box]:
-    """Place a large plot with two small ones beside it, or all three in a column where the
-    picture is narrow.
+    """Place a large plot with two small ones beside it, or all three in one column if the picture
+    is narrow.
     """
     if width >= WIDE:
         left = round(width * large)

@@ -1,7 +1,7 @@
 """Keep the state of one reader's widget: knobs, picture, pinned state and challenges.
 
-A session does not know how it is shown: `lesson_widget` puts it into a notebook, `plain` shows it
-with standard controls, and the site is built from the views of many knob settings.
+A session does not know how it is displayed: `lesson_widget` puts it into a notebook, and the site
+is built from the views of many knob settings.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ in another thread than it runs cells.
 
 
 class Session:
-    """Hold one widget's state.
+    """The state of one widget.
 
     Args:
         spec: The widget.
@@ -71,19 +71,19 @@ class Session:
 
     @property
     def swept(self) -> str | None:
-        """Return the knob that the pointer drags in the picture."""
+        """Return the name of the knob that the pointer drags in the picture, or None."""
         dragged = re.search(r'data-drag="(\w+)"', self.picture)
         return dragged[1] if dragged else None
 
     def turn(
         self, values: Mapping[str, Any], width: float | None = None, between: float = 0.1
     ) -> Iterator[dict[str, Any] | None]:
-        """Turn knobs, and yield a view after each step of the sweep; bad values become a verdict,
+        """Set knobs, and yield a view after each step of the sweep; bad values become a verdict,
         not an exception.
 
         A view holds what a page needs: picture, verdict and challenges; in the last view, `busy` is
-        False. A step less than `between` seconds after the last drawing is not drawn and yields
-        None.
+        False. A step that comes less than `between` seconds after the last drawing is not drawn and
+        yields None.
         """
         return _exclusive(self._turned(values, width, between))
 
@@ -112,13 +112,13 @@ class Session:
             yield self._failed(Verdict(f"{source} broke. {message}", "broken"), trace)
 
     def settle(self, **values: Any) -> dict[str, Any]:
-        """Turn knobs, run the sweep to its end, and return the last view."""
+        """Set knobs, run the sweep to its end, and return the last view."""
         *_, last = self.turn(values, between=math.inf)
         assert last is not None
         return last
 
     def pin(self) -> dict[str, Any]:
-        """Pin this state to compare with it, and return the view."""
+        """Pin this state for comparison, and return the view."""
         if self._view.get("busy"):
             self.settle()
         if self.state is not None:
@@ -132,7 +132,7 @@ class Session:
         return self.settle()
 
     def loaded(self, text: str) -> dict[str, Value]:
-        """Read the knobs of a state that a view had as `saved`.
+        """Return the knobs in a state that was saved from a view's `saved` text.
 
         Raises:
             MinivllmError: The text is not a state of this widget.
@@ -142,12 +142,12 @@ class Session:
             name, knobs = state["widget"], dict(state["knobs"])
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             form = f'{{"widget": "{self.spec.name}", "knobs": {{…}}}}'
-            raise MinivllmError(f"this is not a saved state; a saved state reads {form}") from error
+            raise MinivllmError(f"this is not a saved state; a saved state looks like {form}") from error
         require(name == self.spec.name, f"this state belongs to the widget {name!r}, not to {self.spec.name!r}")
         return self.spec.accept(knobs)
 
     def described(self) -> dict[str, Any]:
-        """Return the parts of a page that never change: texts, knobs, presets, goals."""
+        """Return the parts of a page that never change: text, knobs, presets and goals."""
         spec = self.spec
         return {
             "name": spec.name,
@@ -207,8 +207,8 @@ class Session:
     def ahead(self) -> Iterator[dict[str, Any] | None]:
         """Yield the views for all other values of the swept knob, nearest first.
 
-        With them, a page needs no kernel while its handle is dragged. A step of an unfinished sweep
-        yields None.
+        With these views, a page does not need the kernel while its handle is dragged. A step of an
+        unfinished sweep yields None.
         """
         return _exclusive(self._ahead())
 
@@ -229,7 +229,7 @@ class Session:
                 yield self._view_of(values, complete)
 
     def _failed(self, verdict: Verdict, trace: str = "") -> dict[str, Any]:
-        """Report a failure, and keep the old picture, faded."""
+        """Return a view that reports a failure and keeps the old picture, faded."""
         self.state = None
         texts = self._texts(self.values, verdict, [NOTHING] * len(self.spec.challenges))
         self._view = texts | {"svg": self.picture, "command": "", "busy": False, "stale": True}
@@ -250,17 +250,17 @@ class Session:
 
 
 def _uncached(part: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the reader's code in a function of this session, so that cached runs of earlier code do
-    not match it.
+    """Wrap the reader's code in a new function, so that it never matches cached runs of earlier
+    code.
 
-    The same function may behave differently in the next cell, through what it calls; and not every
-    callable can be hashed.
+    The same function may behave differently in the next cell because of what it calls, and some
+    callables cannot be hashed.
     """
     return lambda *arguments, **named: part(*arguments, **named)
 
 
 def _exclusive(views: Iterator[Any]) -> Iterator[Any]:
-    """Make each view under the lock, so that no two are made at the same time."""
+    """Compute each view under the lock, so that no two are computed at the same time."""
     while True:
         with ONE_AT_A_TIME:
             try:
@@ -271,6 +271,6 @@ def _exclusive(views: Iterator[Any]) -> Iterator[Any]:
 
 
 def _shortened(text: str, most: int) -> str:
-    """Cut a text that is too long for a page, and escape half characters."""
+    """Shorten a text that is too long for a page, and escape lone surrogates."""
     short = text if len(text) <= most else f"{text[: most // 2]} … {text[-most // 2 :]}"
     return short.encode(errors="backslashreplace").decode()

@@ -1,4 +1,4 @@
-"""Describe a widget as plain functions, each of which can be tested without a browser.
+"""Define a widget as plain functions, each of which can be tested without a browser.
 
 sweep(**knobs)               -> state    the real mechanism or model, run for these knobs; plain data
 figure(state, width, pinned) -> SVG      where it breaks along one axis, and the mechanism
@@ -23,7 +23,7 @@ Tone = Literal["fine", "tight", "broken"]
 
 @dataclass(frozen=True)
 class Verdict:
-    """Say in one sentence what a configuration means; `tone` picks its colour and sign."""
+    """One sentence about what a configuration means; `tone` picks its colour and sign."""
 
     words: str
     tone: Tone = "fine"
@@ -31,7 +31,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Progress:
-    """Report a challenge: whether it is met, the figures that decide it, and advice.
+    """The progress of a challenge: whether it is met, the results that decide it, and advice.
 
     `advice` says what to change; it is shown until the challenge is met.
     """
@@ -43,7 +43,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Challenge:
-    """Set a goal to reach with the knobs, and check it on each state."""
+    """A goal to reach with the knobs, and the function that checks it on each state."""
 
     goal: str
     check: Callable[[Any], Progress]
@@ -53,7 +53,7 @@ class Challenge:
 
 @dataclass(frozen=True)
 class Guess:
-    """Ask a question first: whatever is drawn inside `drawing.answer()` is hidden until the
+    """A question asked first: whatever is drawn inside `drawing.answer()` stays hidden until the
     reader answers.
     """
 
@@ -69,9 +69,9 @@ class Guess:
 
 @dataclass(frozen=True)
 class Spec:
-    """Describe a widget without any way to show it.
+    """The definition of a widget, independent of how it is displayed.
 
-    `sweep` may be a generator of ever more complete states, each of which is drawn.
+    `sweep` may be a generator of more and more complete states, each of which is drawn.
     """
 
     name: str
@@ -106,14 +106,14 @@ class Spec:
         return {name: knob.value for name, knob in self.flat().items()}
 
     def jumps(self) -> dict[str, dict[str, Value]]:
-        """Map each button's label to the values it sets: the first button resets all, the others
-        are the presets.
+        """Map each button's label to the values it sets: the first button resets all knobs, the
+        others are the presets.
         """
         start = self.start()
         return {"Start again": start} | {label: start | dict(values) for label, values in self.presets.items()}
 
     def states(self, **values: Any) -> Iterator[Any]:
-        """Run the sweep, and yield ever more complete states."""
+        """Run the sweep, and yield more and more complete states."""
         swept = self.sweep(**values)
         if isgenerator(swept):
             yield from swept
@@ -126,7 +126,7 @@ class Spec:
         return last
 
     def accept(self, values: Mapping[str, Any]) -> dict[str, Value]:
-        """Check `values`, and return them as the knobs hold them.
+        """Check `values`, and return them in the form that the knobs store.
 
         Raises:
             MinivllmError: No knob has this name, or it does not take this value.
@@ -138,7 +138,7 @@ class Spec:
 
 
 def require_numbers(most: Mapping[str, float], **values: Any) -> None:
-    """Reject values that are not numbers, or so large that a sweep would take too long.
+    """Reject values that are not numbers, or that are so large that a sweep would take too long.
 
     An integer maximum in `most` requires an integer value. Each sweep checks its own minimum.
 
@@ -163,5 +163,5 @@ def require_choices(**choices: tuple[Any, Collection[Any]]) -> None:
 
 
 def refused(error: MinivllmError) -> Verdict:
-    """Phrase a refusal of the knobs' values."""
+    """Return the verdict for values that the knobs or the sweep refuse."""
     return Verdict(f"This cannot run: {error}", "broken")

@@ -1,4 +1,4 @@
-"""Draw the part of a picture that plays: rows over a stretch of time, in frames."""
+"""Draw the animated part of a picture: rows over a time window, in frames."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FRAMES = 24
 
 
 def draw_title(drawing: Drawing, title: str, keys: Sequence[Segment], y: float) -> float:
-    """Write the title with the colour keys beside it, or below it, and return the y of the last
+    """Write the title with the colour keys beside or below it, and return the y of the last
     baseline.
     """
     drawing.text((MARGIN, y), title, size=HEADING, bold=True)
@@ -26,7 +26,7 @@ def draw_title(drawing: Drawing, title: str, keys: Sequence[Segment], y: float) 
 
 
 def draw_placeholder(drawing: Drawing, title: str, refused: bool, y: float) -> float:
-    """Write the title over a note that there is nothing to play, and return the y of the last
+    """Write the title and a note that there is nothing to play, and return the y of the last
     baseline.
     """
     drawing.text((MARGIN, y), title, size=HEADING, bold=True)
@@ -35,13 +35,13 @@ def draw_placeholder(drawing: Drawing, title: str, refused: bool, y: float) -> f
 
 
 def pixels(box: Box, across: Scale, start: float, end: float) -> tuple[float, float]:
-    """Return the left and right pixel of a span of time, cut off at the box."""
+    """Return the left and right x of a time span, clipped to the box."""
     left, right = (box.x + min(max(across.share(time), 0.0), 1.0) * box.width for time in (start, end))
     return left, right
 
 
 def frames_from(time: float, across: Scale) -> str:
-    """Return the frames that show something after this time, as a mark's `at`."""
+    """Return the frames that show an event at this time, as a mark's `at`."""
     frame = math.ceil(across.share(time) * FRAMES - 1e-9) - 1
     return f"{min(max(frame, 0), FRAMES - 1)} {FRAMES - 1}"
 

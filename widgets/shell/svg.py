@@ -1,4 +1,4 @@
-"""Draw shapes, stacked bars and legends as SVG text, fast and without a dependency.
+"""Draw shapes, stacked bars and legends as SVG text, fast and without dependencies.
 
 Coordinates are pixels from the top left corner, as in SVG. A drawing has a title and a description
 for screen readers. Data attributes tell the shell what to do with a mark; other viewers ignore
@@ -38,7 +38,7 @@ HIDDEN = ' style="display:none"'
 
 @dataclass(frozen=True)
 class Box:
-    """Describe a rectangle by its top left corner and its size."""
+    """A rectangle, given by its top left corner and its size."""
 
     x: float
     y: float
@@ -57,7 +57,7 @@ class Box:
 
 
 class Drawing:
-    """Collect shapes on a card, later ones on top; `render()` returns the SVG text."""
+    """A card that collects shapes, later ones on top; `render()` returns the SVG text."""
 
     def __init__(self, width: float, height: float, title: str, description: str = "") -> None:
         self.width, self.height = width, height
@@ -70,12 +70,12 @@ class Drawing:
         self._still = False
 
     def add(self, markup: str) -> None:
-        """Add any SVG markup on top."""
+        """Add raw SVG markup on top."""
         self._parts.append(markup)
 
     @contextmanager
     def layer(self, **data: str) -> Iterator[None]:
-        """Give everything drawn inside the same data: `layer(group="7")`, `layer(at="3 9")`."""
+        """Attach data to everything drawn inside: `layer(group="7")`, `layer(at="3 9")`."""
         self._layers.append(f"<g{_data(data)}>")
         self.add(self._layers[-1])
         yield
@@ -84,7 +84,7 @@ class Drawing:
 
     @contextmanager
     def on_top(self) -> Iterator[None]:
-        """Put everything drawn inside above all other shapes, even later ones, within the open
+        """Put everything drawn inside above all other shapes, even later ones, within the current
         layers.
         """
         below, self._parts = self._parts, []
@@ -93,9 +93,7 @@ class Drawing:
         self._parts = below
 
     def last(self, draw: Callable[[], None]) -> None:
-        """Call `draw` after everything else is drawn. It draws on top, within the layers open
-        now.
-        """
+        """Call `draw` after everything else is drawn; it draws on top, within the current layers."""
         self._last.append((list(self._layers), draw))
 
     def answer(self) -> AbstractContextManager[None]:
@@ -103,11 +101,11 @@ class Drawing:
         return self.layer(answer="1")
 
     def play(self, frames: Sequence[str], *, still: bool = False) -> None:
-        """Give the drawing frames that can be played, with one caption each.
+        """Give the drawing frames that can be played, each with a caption.
 
-        A mark with `at="3 9"` shows from frame 3 to frame 9; a mark without always shows. Without
-        the shell all marks show, so they must not cover each other; or, with `still`, only those of
-        the last frame show.
+        A mark with `at="3 9"` shows from frame 3 to frame 9; a mark without `at` always shows.
+        Without the shell all marks show, so they must not cover each other; with `still`, only the
+        marks of the last frame show.
         """
         self._frames, self._still = tuple(frames), still
 
@@ -168,9 +166,7 @@ class Drawing:
         group: str = "",
         at: str = "",
     ) -> None:
-        """Draw a dot, by default with a rim of the card's colour, so that it stands out on a
-        line.
-        """
+        """Draw a dot, by default with a rim in the card's colour so that it stands out on a line."""
         shape = attributes(cx=centre[0], cy=centre[1], r=radius)
         style = attributes(fill=fill, stroke=stroke, stroke_width=1.5)
         self.add(f"<circle{shape}{style}{_data({'tip': tip, 'group': group, 'at': at})}/>")
@@ -189,8 +185,8 @@ class Drawing:
         group: str = "",
         at: str = "",
     ) -> None:
-        """Write one line with its baseline at `place`; `anchor` is start, middle or end, `halo` a
-        rim like the card.
+        """Write one line with its baseline at `place`; `anchor` is start, middle or end, and `halo`
+        draws a rim in the card's colour.
 
         Colours too light for text on the card are darkened.
         """
@@ -203,7 +199,7 @@ class Drawing:
         self.add(f"<text{shape}{_data({'group': group, 'at': at})}>{escape(content, quote=False)}</text>")
 
     def heading(self, place: Point, content: str, note: str = "") -> float:
-        """Write the title of a part, with a quieter note after it, or below it if it is too long.
+        """Write the title of a part, with a quieter note after it, or below it if there is no room.
 
         Returns:
             The y of the last baseline.
@@ -226,8 +222,8 @@ class Drawing:
         return y
 
     def hatch(self, box: Box, colour: str, *, gap: float = 7) -> None:
-        """Draw slanted lines over `box`, which set an area apart for readers who cannot see its
-        colour.
+        """Draw slanted lines over `box`, so that readers who cannot see its colour can tell it
+        apart.
         """
         lines = []
         offset = gap - box.height
@@ -242,8 +238,8 @@ class Drawing:
     def render(self) -> str:
         """Return the whole picture as one `<svg>` element.
 
-        The page's style decides how it shrinks: with `height: auto` on the root, viewers without
-        that style would show nothing.
+        The page's style decides how the picture shrinks: with `height: auto` on the root, viewers
+        without that style would show nothing.
         """
         while self._last:
             self._layers, draw = self._last.pop(0)
@@ -270,7 +266,7 @@ def _data(values: Mapping[str, str]) -> str:
 
 @dataclass(frozen=True)
 class Segment:
-    """Describe a part of a stacked bar, or an entry of a legend."""
+    """One part of a stacked bar, or one entry of a legend."""
 
     label: str
     value: float
@@ -284,7 +280,7 @@ def stacked_bar(drawing: Drawing, box: Box, segments: Sequence[Segment], total: 
     """Draw a horizontal bar of `segments`; `total` fills the box, and any excess sticks out on the
     right.
 
-    Labels that fit are written into their segment; the others need a legend.
+    Labels that fit are written into their segments; the others need a legend.
     """
     x = box.x
     for segment in segments:

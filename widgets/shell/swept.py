@@ -1,7 +1,7 @@
-"""Sweep one knob over engines that are run, the value where the reader stands first, then the
-others, nearest first.
+"""Sweep one knob over simulated engines: first the reader's value, then the others, nearest first.
 
-Where the reader's code replaces a part, the unchanged engine also runs, at the reader's value only.
+Where the reader's code replaces a part, the unchanged engine is run, too, but only at the reader's
+value.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ Result = TypeVar("Result")
 
 
 class Experiment(Protocol[Point]):
-    """Run one setting at any value of the swept knob."""
+    """The runs of one setting at any value of the swept knob."""
 
     runs: Runs[int, Point]
 
     def refusal(self, value: int, /) -> str | None:
-        """Say why the engine does not start with this value, if it does not."""
+        """Explain why the engine does not start with this value, or return None or ""."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class SweptState(ABC, Generic[Point]):
-    """Hold the results of one engine at every value of the knob that has been run so far."""
+    """The results of one engine at every value of the knob that has been run so far."""
 
     KNOB: ClassVar[str]
     VALUES: ClassVar[tuple[int, ...]]
@@ -92,23 +92,23 @@ class SweptState(ABC, Generic[Point]):
     @property
     @abstractmethod
     def stopped(self) -> list[Span]:
-        """Return where the engine does not start."""
+        """Return the values with which the engine does not start."""
 
     def within_start(self, regions: Sequence[Span]) -> list[Span]:
-        """Cut open regions off where the engine does not start."""
+        """Limit open regions to the values with which the engine starts."""
         least = max((high for low, high in self.stopped if low is None and high), default=None)
         most = min((low for low, _ in self.stopped if low), default=None)
         return [(low or least, high or most) for low, high in regions]
 
     def not_served(self, where: str, unlike: str, figures: Callable[[Point], str]) -> Verdict | None:
-        """Return a verdict if the engine has no result here yet, or the reader's code gives another
-        one; else None.
+        """Return a verdict if the engine has no result here yet or the reader's code gives a
+        different one, else None.
 
         Args:
             where: The value: "with 8 slots".
-            unlike: How the reader's code differs: "Your function picks other victims than the
+            unlike: How the reader's code differs: "Your function picks different victims than the
                 engine.".
-            figures: Describe a result by the figures that show the difference.
+            figures: Describes a result by the numbers that show the difference.
         """
         if self.refused:
             return Verdict(f"The engine does not start {where}: {self.refusals[self.at]}.", "broken")
@@ -132,7 +132,7 @@ class SweptState(ABC, Generic[Point]):
 
 
 def patient(run: Generator[None, None, Result], whose: str) -> Generator[None, None, Result]:
-    """Run the reader's code, called `whose`, and stop it where it does not return.
+    """Run the reader's code, called `whose`, and stop it if it does not return.
 
     Raises:
         MinivllmError: The code took longer than PATIENCE between two pauses.
@@ -151,7 +151,7 @@ AnyState = TypeVar("AnyState", bound=SweptState)
 
 @dataclass(frozen=True)
 class Sweep(Generic[AnyState]):
-    """Sweep the knob: `runs` with the reader's code, if there is any, and `twin` without it."""
+    """A sweep over the knob: `runs` has the reader's code, if there is any, and `twin` does not."""
 
     make: Callable[..., AnyState]
     """Called as `make(allowed, **known)`, with the values that let the engine start, and the
@@ -163,7 +163,7 @@ class Sweep(Generic[AnyState]):
     values: Sequence[int]
 
     def states(self) -> Iterator[AnyState]:
-        """Yield ever more complete states."""
+        """Yield more and more complete states."""
         state = self._now()
         yield state
         for run in self._pending_runs():

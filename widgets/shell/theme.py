@@ -1,7 +1,7 @@
-"""Define every colour of a widget's picture, on a light page and on a dark one.
+"""Define every colour of a widget's picture, on light and dark pages.
 
 A picture is drawn once, in the light colours; on a dark page, the shell's style replaces them.
-Marks have the palette's colours on both pages. Text has a contrast of at least 4.5 : 1 on the card,
+Marks keep the palette's colours on both pages. Text has a contrast of at least 4.5 : 1 on the card,
 as WCAG 2 AA requires.
 """
 
@@ -79,7 +79,7 @@ COLOURS = frozenset({*DARK, *SERIES, "#000000"})
 
 
 def dark_style(scope: str) -> str:
-    """Write the CSS rules that turn pictures inside the selector `scope` dark."""
+    """Return the CSS rules that turn pictures inside the selector `scope` dark."""
     rules = []
     for light, dark in DARK.items():
         marks = ":not(text)" if light == CARD else ""  # white text stands on coloured marks on both pages

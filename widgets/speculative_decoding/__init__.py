@@ -1,8 +1,8 @@
-"""Show when drafting tokens pays, as the batch grows, and play one step of a request, draft by
+"""Show when drafting tokens pays as the batch grows, and animate one step of a request, draft by
 draft.
 
-`minivllm_lab.speculative_decoding.speculation` models the time of a step. The model leaves out
-prompts, the search for n-grams on the host, and steps without a matching n-gram.
+`minivllm_lab.speculative_decoding.speculation` models the time of a step. Prompts, the search for
+n-grams on the host, and steps without a matching n-gram are left out.
 
 Draw the lesson's figure with `uv run python -P -m widgets speculative_decoding
 lessons/figures/07_speedup.svg`.
@@ -42,7 +42,7 @@ HARDLY = 1.1
 
 
 def verdict(state: State) -> Verdict:
-    """Say in one sentence or two whether drafts make this batch faster."""
+    """Say in one or two sentences whether drafts make this batch faster."""
     result = _judged(state)
     return Verdict(result.words.strip(), result.tone)
 
@@ -90,7 +90,7 @@ def _cause(state: State) -> str:
 
 
 def _better(state: State) -> str:
-    """Suggest a better number of drafts, if there is one."""
+    """Return a sentence with a better number of drafts, or "" if there is none."""
     best = state.best_k
     if not best:
         return "No number of drafts pays here." if state.speedup < 1 else ""
@@ -131,7 +131,7 @@ def _full(model: str) -> str:
 
 
 def _progress(state: State, least: float, batch: int, rules: list[Rule], advice: str) -> Progress:
-    """Check a speed-up at a batch size."""
+    """Check that drafts reach a speed-up at a batch size."""
     return progress(
         f"{state.model} on {state.gpu}, batch {state.batch}, k {state.k}, {drafter_words(state)}: "
         f"{state.speedup:.2f} times as fast.",
@@ -194,7 +194,7 @@ def _cached(state: State) -> Progress:
             *_acceptance(state, 0.7),
         ],
         f"Change the drafter or raise the acceptance, up to 0.7: in each pass, {drafter_words(state)} reads "
-        f"{_kib(state.one.drafter)} KiB of its own cache per token, and the model {_kib(state.one.target.roofline)}.",
+        f"{_kib(state.one.drafter)} KiB of its own cache per token, the model {_kib(state.one.target.roofline)}.",
     )
 
 

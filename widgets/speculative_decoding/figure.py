@@ -1,5 +1,5 @@
-"""Draw lesson 07's picture: speed-up against the batch, where a step's time goes, and one step
-draft by draft.
+"""Draw lesson 07's picture: speed-up by batch size, where a step's time goes, and one step draft by
+draft.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def drafter_words(state: State) -> str:
 
 
 def rate_words(state: State) -> str:
-    """Say how often drafts are accepted, and how that is known."""
+    """Describe how often drafts are accepted, and the source of that number."""
     if state.recorded == "none":
         return f"α {state.alpha:g}"
     shares = ", ".join(f"{rate:.0%}" for rate in state.one.rates)
@@ -56,13 +56,13 @@ def rate_words(state: State) -> str:
 
 
 def milliseconds(seconds: float) -> str:
-    """Format a time in milliseconds, to three figures."""
+    """Format a time in milliseconds, with three significant digits."""
     return f"{figures(seconds * 1e3)} ms"
 
 
 def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
-    """Draw speed-up against the batch, a step's time and the numbers of drafts beside it, and
-    one step below.
+    """Draw speed-up by batch size, a step's time and the speed-up by number of drafts beside it,
+    and one step below.
     """
     drawing = Drawing(width, 0, "How much faster drafts make it", f"{state.model} on {state.gpu}, against the batch")
     drawing.heading((MARGIN, 23), "How much faster drafts make it")
@@ -102,7 +102,7 @@ def _keys(state: State) -> list[Key]:
 
 
 def _scale(state: State, pinned: State | None) -> Scale:
-    """Scale from 0 to above all curves, in halves, so that it rarely changes."""
+    """Return a scale from 0 to above all curves, in steps of a half so that it rarely changes."""
     values = [value for k in (state.k, *OTHERS) for _, value in _values(state, k)]
     values += [value for _, value in _values(pinned, pinned.k)] if pinned else []
     return Scale(0, math.ceil(2.6 * max([1.4, *values])) / 2)
@@ -167,14 +167,14 @@ def _draw_broken(axes: Axes, state: State) -> None:
 
 
 def memory_words(state: State) -> str:
-    """Say at which batch memory is full."""
+    """Describe at which batch size memory is full."""
     lost = state.one.most_plain_batch - state.most_batch
     beside = f"; {state.most_batch + lost} without a drafter" if lost else ""
     return f"memory is full at {state.most_batch}{beside}"
 
 
 def _draw_tips(axes: Axes, state: State) -> None:
-    """Show the figures of the nearest batch, anywhere in the plot."""
+    """Add a tooltip everywhere in the plot, with the results at the nearest batch size."""
     batches = [batch for batch, _ in _values(state, state.k)]
     for batch, strip in axes.strips(batches):
         speedup = state.one.speedup(batch, state.k)
@@ -212,7 +212,7 @@ def _is_there(name: str, plain: StepParts, step: StepParts) -> bool:
 
 
 def _draw_by_k(drawing: Drawing, box: Box, state: State) -> None:
-    """Draw speed-ups at this batch by number of drafts, and name the best."""
+    """Draw the speed-ups at this batch size by number of drafts, and name the best number."""
     best = state.best_k
     most = max(1.2, *state.by_k)
     words = f"by drafts (k): best {best}" if best else "by drafts (k): none pays"
@@ -269,7 +269,7 @@ def _draw_step(drawing: Drawing, state: State, y: float) -> float:
 
 
 def own_words(state: State) -> str:
-    """Say what the reader's rule accepts."""
+    """Describe what the reader's rule accepts."""
     own = state.own
     assert own
     index = own.wrong
@@ -299,7 +299,7 @@ def _draw_place(drawing: Drawing, box: Box, state: State, index: int, last: int)
         tip = f"{word}: p {p[token]:.2f}"
         if place:
             drawing.rect(Box(box.x + names, y + 1, place.q[token] * scale, 5), ORANGE)
-            tip += f", q {place.q[token]:.2f}, smaller {min(p[token], place.q[token]):.2f}"
+            tip += f", q {place.q[token]:.2f}, min {min(p[token], place.q[token]):.2f}"
         drawing.rect(Box(box.x + names, y + 6, p[token] * scale, 5), BLUE, at=f"1 {last}")
         drawing.rect(Box(box.x, y, box.width, ROW), "transparent", tip=tip)
     y = top + ROW * len(VOCABULARY) + 13

@@ -1,5 +1,5 @@
-"""Compute the state of lesson 07's widget: the speed-up of drafts, the batch at which they lose,
-and one step.
+"""Compute the state of lesson 07's widget: the speed-up from drafts, the batch sizes at which they
+lose, and one step.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ START = {
 
 @dataclass(frozen=True)
 class State:
-    """Hold the results of a batch with k drafts a request, and without."""
+    """The results of a batch with k drafts per request, and without drafts."""
 
     batch: int
     k: int
@@ -71,22 +71,22 @@ class State:
 
     @property
     def context(self) -> int:
-        """Return the tokens of each request."""
+        """Return the number of tokens in each request."""
         return self.one.context
 
     @cached_property
     def speedup(self) -> float:
-        """Return the speed-up over no drafts."""
+        """Return the speed-up over decoding without drafts."""
         return self.one.speedup(self.batch, self.k)
 
     @cached_property
     def tokens(self) -> float:
-        """Return the mean tokens of a request per step."""
+        """Return the mean number of tokens that a request gets per step."""
         return self.one.tokens(self.k)
 
     @cached_property
     def longer(self) -> float:
-        """Return the ratio of a step with drafts to a plain one."""
+        """Return the time of a step with drafts divided by that of a plain step."""
         return self.one.step(self.batch, self.k).seconds / self.one.plain(self.batch).seconds
 
     @cached_property
@@ -101,13 +101,13 @@ class State:
 
     @cached_property
     def losing(self) -> list[tuple[int, int]]:
-        """Return the ranges of batches that lose, within memory and the axis."""
+        """Return the ranges of batch sizes at which drafts lose, within memory and the axis."""
         most = min(self.most_batch, MOST_BATCH)
         return self.one.losing(self.k, most) if most else []
 
     @cached_property
     def break_even(self) -> int | None:
-        """Return the batch from which drafts lose, within memory and the axis."""
+        """Return the batch size from which drafts lose, within memory and the axis."""
         most = min(self.most_batch, MOST_BATCH)
         return self.one.break_even(self.k, most) if most else None
 
@@ -118,7 +118,7 @@ class State:
 
     @property
     def best_k(self) -> int:
-        """Return the best number of drafts at this batch; 0 where none pays."""
+        """Return the best number of drafts at this batch size; 0 if none pays."""
         return self.one.best_k(self.batch, MOST_K)
 
 
@@ -137,14 +137,14 @@ def sweep(
     """Model a batch that decodes with drafts, and one step of one request.
 
     Args:
-        batch: Requests that decode together, where the reader stands.
+        batch: Requests that decode together, at the handle.
         k: Drafts for each request in a step.
         alpha: The chance that a draft is accepted if all before it were.
         recorded: A method of `RECORDED`, whose acceptances replace `alpha`.
         drafter: One of DRAFTERS.
-        context: Tokens of each request.
+        context: Tokens in each request.
         model, gpu: Names in `known_models` and `hardware`.
-        step: The seed of the step that plays.
+        step: The seed of the animated step.
         accept: The reader's function of exercise 07.
 
     Raises:
@@ -154,7 +154,7 @@ def sweep(
     sensible = min(batch, k, context, step) >= 1 and alpha >= 0.15
     require(
         sensible,
-        f"batch, k, context and step must be 1 or more, alpha 0.15 or more; now batch {batch}, k {k}, context "
+        f"batch, k, context and step must be 1 or more, alpha 0.15 or more; got batch {batch}, k {k}, context "
         f"{context}, step {step}, alpha {alpha}",
     )
     require_choices(

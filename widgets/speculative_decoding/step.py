@@ -1,9 +1,10 @@
-"""Play one step of one request: its drafts, the model's predictions, and the token after the
+"""Simulate one step of one request: its drafts, the model's predictions, and the token after the
 accepted drafts.
 
-Six tokens form the vocabulary. The distributions are chosen so that Σ min(p, q), the chance that a
-draft is accepted, is the acceptance of the knobs. The reader's `accept` of exercise 07 replaces the
-rule, and is measured at each position, with all drafts and evenly spaced random numbers.
+The vocabulary has six tokens. The distributions are chosen so that Σ min(p, q), the chance that a
+draft is accepted, equals the acceptance that the knobs set. The reader's `accept` of exercise 07
+replaces the rule, and is measured at each position, with all drafts and evenly spaced random
+numbers.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ Accept = Callable[[Any, Any, list[int], Any], int]
 
 @dataclass(frozen=True)
 class Place:
-    """Record a position: the distributions of drafter (`q`) and model (`p`), a draft and its
+    """One position: the distributions of the drafter (`q`) and the model (`p`), a draft, and its
     random number.
     """
 
@@ -54,8 +55,8 @@ class Place:
 
     @cached_property
     def residual(self) -> Distribution:
-        """Return the residual distribution, max(p - q, 0) normalised, which gives the recovered
-        token.
+        """Return the residual distribution, max(p - q, 0) normalised, from which the recovered
+        token is drawn.
         """
         more = [max(p - q, 0.0) for p, q in zip(self.p, self.q, strict=True)]
         total = sum(more)
@@ -64,7 +65,7 @@ class Place:
 
 @dataclass(frozen=True)
 class VerifyStep:
-    """Record a step: a position for each draft, and the outcome."""
+    """A verified step: a position for each draft, and the outcome."""
 
     places: tuple[Place, ...]
     bonus: Distribution
@@ -87,8 +88,8 @@ class VerifyStep:
 
 @dataclass(frozen=True)
 class Measured:
-    """Measure the reader's rule at each position: its acceptance, the right one, and the error
-    of the output.
+    """Measurements of the reader's rule: its acceptance at each position, the right one, and the
+    output's error.
     """
 
     rates: tuple[float, ...]
@@ -102,14 +103,14 @@ class Measured:
 
     @property
     def wrong(self) -> int | None:
-        """Return the first position whose acceptance is wrong, if any."""
+        """Return the first position whose acceptance is wrong, or None."""
         pairs = zip(self.rates, self.right, strict=True)
         return next((i for i, (rate, right) in enumerate(pairs) if abs(rate - right) > self.tolerance + 1e-9), None)
 
 
 @lru_cache(maxsize=256)
 def verify_step(rates: tuple[float, ...], certain: bool, seed: int, accept: Accept | None = None) -> VerifyStep:
-    """Play a step with a draft for each of `rates`, the acceptances by position.
+    """Simulate a step with one draft for each of `rates`, the acceptances by position.
 
     Args:
         rates: The conditional acceptance at each position.
@@ -134,7 +135,7 @@ def verify_step(rates: tuple[float, ...], certain: bool, seed: int, accept: Acce
 
 
 def _place(rate: float, certain: bool, seed: int, index: int) -> Place:
-    """Make a position whose Σ min(p, q) is `rate`; another rate changes p, but neither q nor the
+    """Create a position whose Σ min(p, q) is `rate`; another rate changes p, but neither q nor the
     draft.
     """
     drawing = random.Random(f"{seed} {index}")
@@ -162,7 +163,7 @@ def _weights(drawing: random.Random) -> Distribution:
 
 
 def _drawn(weights: Sequence[float], uniform: float) -> int:
-    """Draw the token at `uniform` of the cumulative weights."""
+    """Return the token at which the cumulative weights reach `uniform`."""
     ends = list(accumulate(weights))
     fits = (token for token, end in enumerate(ends) if uniform * ends[-1] < end and weights[token] > 0)
     return next(fits, max(range(len(weights)), key=weights.__getitem__))
@@ -181,7 +182,7 @@ def _kept_by(accept: Accept, places: Sequence[Place], bonus: Distribution) -> in
 
 
 def _count(answer: Any, most: int) -> int:
-    """Check that `accept` returned a number of drafts."""
+    """Check that `accept` returned a number of drafts, and return it."""
     try:
         kept = int(answer)
         fits = kept == answer and 0 <= kept <= most
@@ -195,7 +196,8 @@ def _count(answer: Any, most: int) -> int:
 
 @lru_cache(maxsize=64)
 def measured(rates: tuple[float, ...], certain: bool, seed: int, accept: Accept) -> Measured:
-    """Measure how often `accept` accepts the draft of each position, when all others are sure.
+    """Measure how often `accept` accepts the draft at each position while all other drafts are
+    certain to be accepted.
 
     Every draft that q may propose is tried with evenly spaced random numbers, so nothing is left to
     chance.
@@ -240,8 +242,8 @@ def _acceptance(place: Place, taken: Sequence[float]) -> float:
 
 
 def _off(place: Place, taken: Sequence[float]) -> float:
-    """Return the total variation between p and the output of this acceptance, recovered tokens
-    included.
+    """Return the total variation distance between p and the output under this acceptance, recovered
+    tokens included.
     """
     left = 1 - _acceptance(place, taken)
     rows = zip(place.p, place.q, taken, place.residual, strict=True)

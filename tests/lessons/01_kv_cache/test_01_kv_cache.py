@@ -35,7 +35,9 @@ SMALL = ModelConfig(
 
 
 def attentive_model():
-    """Random weights large enough that the text depends on what attention sees, and from where."""
+    """Return random weights large enough that the text depends on what attention sees, and from
+    where.
+    """
     model = random_model(SMALL, dtype="float32")
     for parameter in model.parameters():
         if parameter.dim() == 2:
@@ -68,8 +70,8 @@ def test_the_cached_text_depends_on_what_is_cached():
 
 
 def test_a_prompt_may_come_in_parts():
-    """Several tokens at once on a cache that is not empty: each sees the cached ones, and none
-    that comes after it.
+    """Several tokens run at the same time on a cache that is not empty: each sees the cached ones,
+    and none after itself.
     """
     model, tokens = attentive_model(), torch.arange(40, 52)
     cache = lesson.KVCache(SMALL, 16, model.embed_tokens.weight)
@@ -89,7 +91,7 @@ def test_attention_of_new_tokens_equals_the_end_of_the_whole():
 
 
 def keys_and_values(model, tokens):
-    """Return the keys and values of every layer, when all tokens go through the model together."""
+    """Return the keys and values of every layer when all tokens go through the model together."""
     results = []
 
     def attend(layer, q, k, v):
@@ -101,8 +103,8 @@ def keys_and_values(model, tokens):
 
 
 def test_an_appended_token_changes_no_key_or_value_before_it():
-    """The induction of the text: in no layer. An earlier token changes all, but for the first
-    layer's.
+    """The text's induction holds in every layer, while an earlier token changes everything but the
+    first layer's.
     """
     model, tokens = attentive_model(), [5, 9, 2, 7, 7, 1]
     whole, shorter, other = (keys_and_values(model, text) for text in (tokens, tokens[:-1], [8, *tokens[1:]]))
@@ -114,7 +116,7 @@ def test_an_appended_token_changes_no_key_or_value_before_it():
 
 
 def test_the_step_by_hand():
-    """The numbers that the text derives on paper, the mistaken ones too."""
+    """The numbers are those that the text derives on paper, including the mistaken ones."""
     keys, values = torch.full((2, 4, 1, 4), torch.nan)
     keys[:2, 0], values[:2, 0] = torch.eye(4)[:2] * 2, torch.eye(4)[:2]
     q, k, v = torch.tensor([[0.0, 1, 0, 0], [1, 0, 2, 0]]), torch.eye(4)[2:3] * 2, torch.eye(4)[2:3]
@@ -151,7 +153,7 @@ def test_the_cache_really_takes_that_many_bytes():
 
 
 def filled_cache(lengths, slots, kv_heads, head_dim, dtype, device):
-    """Keys and values; slots that hold no token hold NaN, which must never be read."""
+    """Return keys and values; slots that hold no token hold NaN, which must never be read."""
     keys, values = torch.full((2, len(lengths), slots, kv_heads, head_dim), torch.nan)
     for request, length in enumerate(lengths):
         keys[request, :length] = torch.randn(length, kv_heads, head_dim)
@@ -160,7 +162,7 @@ def filled_cache(lengths, slots, kv_heads, head_dim, dtype, device):
 
 
 def launch_decode(q, keys, values, lengths):
-    """`decode_kernel` alone, over `lengths` slots."""
+    """Launch `decode_kernel` alone, over `lengths` slots."""
     (requests, slots, kv_heads, head_dim), heads, out = keys.shape, q.shape[1], torch.empty_like(q)
     lengths = torch.tensor(lengths, dtype=torch.int32, device=q.device)
     sizes = {"KV_HEADS": kv_heads, "HEAD_DIM": head_dim, "BLOCK_D": triton.next_power_of_2(head_dim)}
@@ -197,7 +199,7 @@ def test_decode_attention(heads, kv_heads, head_dim, dtype, device):
 
 @pytest.mark.parametrize("large", [1e4, -1e4])
 def test_decode_attention_survives_large_scores(large, device):
-    """One key that outweighs all others: exp must not overflow, and the answer is its value."""
+    """One key outweighs all others: exp must not overflow, and the answer is that key's value."""
     keys, values = filled_cache([200], 200, 1, 64, torch.float32, device)
     keys[0, 70], q = large, torch.full((1, 1, 64), 1.0 if large > 0 else -1.0, device=device)
     assert_close(launch_decode(q, keys, values, [200])[0, 0], values[0, 70, 0])
@@ -218,7 +220,7 @@ def test_append_writes_one_slot_of_each_request_and_nothing_else(kv_heads, head_
 
 
 def test_the_lessons_kernels_are_the_engines(device):
-    """A contiguous cache is a paged one whose block tables count upwards: the engine's kernels
+    """A contiguous cache is a paged one whose block tables count upwards, so the engine's kernels
     give the same.
     """
     torch.manual_seed(2)
@@ -261,7 +263,9 @@ def test_append_kernel_compiles_everywhere():
 
 @pytest.fixture(scope="module")
 def reserved():
-    """Shares of reserved slots that stay empty, by kind of request, as in the lesson's table."""
+    """Return the shares of reserved slots that stay empty, by kind of request, as in the lesson's
+    table.
+    """
     return lesson.replay(2048, seed=0)
 
 
@@ -281,7 +285,7 @@ def test_replay_counts_only_requests_that_fit(reserved):
     [("azure-conversation", [0.518, 0.731, 0.833]), ("azure-code", [0.581, 0.658, 0.747])],
 )
 def test_the_replay_is_near_the_released_trace(reserved, name, counted):
-    """`counted` is on all requests of the Azure files themselves."""
+    """`counted` was computed on all requests of the Azure files themselves."""
     assert list(reserved[name]["unused"].values()) == pytest.approx(counted, abs=0.05)
 
 
@@ -438,8 +442,8 @@ test_the_checks_catch, test_the_message_recognises_the_mistake = exercise_tests(
 
 
 def test_the_learners_part_serves_the_engine(capsys):
-    """The engine writes the same text with the lesson's attention; a wrong one is said to be
-    wrong.
+    """The engine generates the same text with the lesson's attention, and a wrong one is reported
+    as wrong.
     """
     assert run_plugged("01", lesson)
     wrong = load_mutant(script_path("01"), MUTANTS["mixes up the groups"])
@@ -448,8 +452,8 @@ def test_the_learners_part_serves_the_engine(capsys):
 
 
 def test_the_pool_is_as_large_as_the_learner_counts():
-    """A count of query heads gives room for a quarter of the requests: the embedded model has 8 on
-    2 KV heads.
+    """Counting query heads leaves room for a quarter of the requests: the embedded model has 8 on 2
+    KV heads.
     """
     wrong = load_mutant(script_path("01"), MUTANTS["counts the query heads"])
     plug = plug_of("01")
@@ -480,7 +484,9 @@ def test_numbers_of_the_text(reserved):
 
 
 def test_the_ridges_of_the_text():
-    """Sequences that a step decodes before arithmetic is the limit, by the data sheets."""
+    """A ridge is the number of sequences from which a decode step is compute-bound, by the data
+    sheets.
+    """
     for name, words in (
         ("A10G", "an A10G gets there with 117"),
         ("H100", "an H100 with 295"),

@@ -39,7 +39,7 @@ def sweep(**knobs: Any) -> kv_cache.State:
 
 
 def query_heads(config, bytes_per_element=2):
-    """The usual mistake: the query heads are counted, not the KV heads."""
+    """Make the usual mistake: count the query heads, not the KV heads."""
     return 2 * config.num_hidden_layers * config.num_attention_heads * config.head_dim * bytes_per_element
 
 
@@ -60,9 +60,7 @@ def test_a_sweep_is_the_ledger():
 
 @pytest.mark.parametrize("name", ["gpt-oss-20b", "gemma-3-12b-it"])
 def test_a_model_whose_layers_differ_is_shared_out_truly(name):
-    """No figure per token holds at each length: what is drawn at a length is what fits of that
-    length.
-    """
+    """No figure per token holds at every length, so the drawing shows what fits at each length."""
     state = sweep(other_model=name, gpu="H100", max_model_len=32768)
     ledger = memory_ledger(find_model(name), "H100", max_model_len=32768)
     assert (state.tokens, state.longest) == (ledger.tokens, 32768)

@@ -1,4 +1,4 @@
-"""Lesson 02: sharing changes the blocks and not the text, the kernels are right, the exercise
+"""Lesson 02: sharing changes the blocks but not the text, the kernels are right, the exercise
 catches mistakes.
 """
 
@@ -62,7 +62,7 @@ def test_regions_never_overlap_and_leave_one_hole():
 
 
 def test_free_memory_in_two_holes_is_no_room():
-    """External fragmentation: 40 slots are free, and a request of 30 must wait."""
+    """External fragmentation: 40 slots are free, yet a request of 30 must wait."""
     memory = FirstFit(60, lambda request: request.total)
     kept = [running(20, 0) for _ in range(3)]
     assert all(memory.admit(entry) for entry in kept)
@@ -84,7 +84,7 @@ def test_buddies_are_powers_of_two_at_multiples_of_their_length():
 
 @pytest.fixture(scope="module")
 def replayed():
-    """The paper's workload under every allocator, as in the lesson's table."""
+    """Replay the paper's workload under every allocator, as in the lesson's table."""
     requests = [request for request in workload("sharegpt").sample(15_696) if request.total <= 2048]
     kinds = {**lesson.RESERVATIONS, "paged": lambda slots: lesson.paged(slots, 16)}
     return {kind: replay(make(15_696), requests, 2000) for kind, make in kinds.items()}
@@ -92,8 +92,8 @@ def replayed():
 
 @pytest.mark.parametrize("kind", PAPER)
 def test_the_replay_finds_what_the_paper_found(replayed, kind):
-    """Kwon et al. 2023, figures 2 and 13: the share of the memory that holds tokens, and the
-    requests that run.
+    """The share of memory that holds tokens and the requests that run agree with Kwon et al. 2023,
+    figures 2 and 13.
     """
     tokens, running = PAPER[kind]
     assert replayed[kind].tokens == pytest.approx(tokens, abs=0.05)
@@ -181,7 +181,7 @@ def test_samples_share_their_prompt_by_arithmetic(prompt, output, samples, saved
 
 
 def test_beams_that_differ_are_no_result(monkeypatch):
-    """A child that reads another past than its parent's must not pass for a saving."""
+    """A child that reads a past other than its parent's must not count as a saving."""
     assert beams_both_ways(lambda: small_cache(400), [5, 6, 7, 8, 9], [2], 6)[0]["2"]["saved"] > 0
     monkeypatch.setattr(PagedCache, "copy", lambda cache, copies: None)
     with pytest.raises(AssertionError, match="sharing changed the beams"):
@@ -216,8 +216,8 @@ def test_a_double_free_is_refused_and_would_share_blocks():
 
 
 def paged_case(lengths, block_size, heads, kv_heads, head_dim, dtype, device):
-    """q, caches, table, lengths; slots that hold no token of anybody hold NaN, which must never
-    be read.
+    """Return q, caches, table and lengths; slots that hold no sequence's token hold NaN, which must
+    never be read.
     """
     table, blocks = random_block_table(lengths, block_size)
     caches = torch.full((2, blocks, block_size, kv_heads, head_dim), torch.nan)
@@ -255,8 +255,8 @@ def test_decode_through_a_table(block_size, heads, kv_heads, head_dim, dtype, de
 
 
 def test_where_the_slots_are_is_all_that_differs_from_lesson_01(device):
-    """The kernel without the table is lesson 01's; with one block a sequence, the table changes no
-    bit.
+    """The kernel without the table is lesson 01's; with one block per sequence, the table changes
+    no bit.
     """
     lengths = torch.tensor([1, 40, 64], dtype=torch.int32, device=device)
     keys, values = torch.randn(2, 3, 64, 2, 64, device=device)
@@ -281,7 +281,7 @@ def test_decode_is_what_the_engines_kernel_does(device):
 
 @pytest.mark.parametrize("block_size", [1, 4, 16])
 def test_the_gathers_find_every_row(block_size, device):
-    """The three steps agree, and never touch a slot that holds nobody's token: there lies NaN."""
+    """The three steps agree, and never touch a slot without a token, which holds NaN."""
     lengths, width = [1, 3 * block_size, 2 * block_size + 1, 0], 32
     table, blocks = random_block_table(lengths, block_size)
     cache = torch.full((blocks, block_size, width), torch.nan)
@@ -490,7 +490,7 @@ def test_the_engine_runs_on_the_exercises_pool(capsys):
 
 
 def test_the_examples_of_the_stub_are_true():
-    """The doctests of the stub, with the script's functions in place of its own."""
+    """The stub's doctests pass with the script's functions in place of its own."""
     stub = load(exercise_path("02"))
     for example in doctest.DocTestFinder(recurse=True).find(stub, globs=vars(lesson)):
         assert doctest.DocTestRunner().run(example).failed == 0

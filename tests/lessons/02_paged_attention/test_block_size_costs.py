@@ -1,5 +1,5 @@
-"""Both costs of a block size: by hand, against what lesson 02 left, and against the formula of
-the lesson.
+"""Both costs of a block size: by hand, against what lesson 02 left, and against the lesson's
+formula.
 """
 
 import json
@@ -16,8 +16,8 @@ LEFT = Path(__file__).resolve().parents[3] / "benchmarks" / "results" / "02_page
 
 
 def test_held_by_hand():
-    """10 tokens in blocks of 4: three blocks, two empty slots. Two samples of it share the two
-    that are full.
+    """Ten tokens in blocks of 4 take three blocks, with two empty slots. Two samples of it share
+    the two full blocks.
     """
     cost = held([Moment(9, 10, 1)], 4)
     assert (cost.slots, cost.tokens, cost.empty) == (12, 10, pytest.approx(2 / 12))

@@ -23,13 +23,15 @@ acts = st.lists(
 
 
 def state_of(pool):
-    """Counts by block, and the free blocks in the order in which they will be taken."""
+    """Return the reference counts by block, and the free blocks in the order in which they will be
+    taken.
+    """
     free = pool.free if isinstance(pool, lesson.BlockPool) else pool.free_block_queue.get_all_free_blocks()
     return [block.ref_cnt for block in pool.blocks], [block.block_id for block in free]
 
 
 def act_on(tables, pool, block_size, kind, which, tokens):
-    """One operation; returns what it said."""
+    """Perform one operation; return its result."""
     if kind == "new" or not tables:
         tables.append(lesson.BlockTable(pool, block_size))
         return None
@@ -62,7 +64,7 @@ def test_the_two_pools_cannot_be_told_apart(operations, blocks, block_size, cach
 @settings(deadline=None, max_examples=80)
 @given(st.lists(st.lists(st.integers(0, 7), min_size=4, max_size=4), max_size=24), st.integers(1, 5))
 def test_no_block_of_a_step_is_source_and_target(steps, block_size):
-    """Beams fork, parents end, children append: one launch may copy all pairs at once."""
+    """Beams fork, parents end and children append, so one launch may copy all pairs together."""
     pool = lesson.BlockPool(400)
     tables = [lesson.BlockTable(pool, block_size)]
     tables[0].append(7)

@@ -1,4 +1,6 @@
-"""The replay: every request is served whole, shares add up, and who must give way does."""
+"""The replay: every request is served whole, shares add up, and the request that must give way
+does.
+"""
 
 import pytest
 
@@ -8,7 +10,7 @@ from minivllm_simulate.workloads import RequestLengths
 
 
 class Tokens(Memory):
-    """A memory that holds tokens one by one and logs its calls."""
+    """A memory that holds tokens one at a time and logs its calls."""
 
     def __init__(self, slots: int) -> None:
         super().__init__(slots)
@@ -37,8 +39,8 @@ class Tokens(Memory):
 
 
 def test_one_request_after_the_other():
-    """Room for one request of 3 + 1 tokens: admitted with 3, it grows once and leaves; the next
-    comes a step later.
+    """There is room for one request of 3 + 1 tokens: admitted with 3, it grows once and leaves; the
+    next comes a step later.
     """
     result = replay(Tokens(4), [RequestLengths(3, 1)] * 100, 120)
     assert result.running == 1
@@ -62,5 +64,5 @@ def test_the_last_one_admitted_gives_way_and_loses_no_token():
 def test_what_cannot_be_replayed_is_said():
     with pytest.raises(MinivllmError, match="does not fit alone"):
         replay(Tokens(4), [RequestLengths(9, 1)], 10)
-    with pytest.raises(MinivllmError, match="give more requests"):
+    with pytest.raises(MinivllmError, match="pass more requests"):
         replay(Tokens(100), [RequestLengths(1, 1)] * 3, 10)

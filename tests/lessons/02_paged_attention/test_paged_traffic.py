@@ -1,5 +1,5 @@
-"""Bytes that a kernel fetches through a block table: counted by formula as a walk over addresses
-counts them.
+"""Bytes that a kernel fetches through a block table: the formula agrees with a walk over the
+addresses.
 """
 
 import pytest
@@ -8,8 +8,8 @@ from minivllm_lab.paged_attention.paged_traffic import LINE, SECTOR, fetched
 
 
 def walked(length: int, block_size: int, row: int, piece: int, per_token: bool) -> tuple[int, int]:
-    """Pieces touched, one by one: an entry for each block or token, a block's run of keys, and
-    of values.
+    """Count the pieces touched, one at a time: an entry for each block or token, and a block's run
+    of keys and of values.
     """
     runs = reads = 0
     for start in range(0, length, block_size):
@@ -35,7 +35,9 @@ def test_the_formula_counts_what_a_walk_counts(piece: int, row: int, per_token: 
 
 
 def test_by_hand():
-    """32 tokens of 256 bytes need 16,384: two blocks of 16, two sectors for their entries."""
+    """Keys and values of 32 tokens of 256 bytes need 16,384 bytes: two blocks of 16, and two
+    sectors for their entries.
+    """
     assert fetched(32, 16, 256) == (16384, 64)
     assert fetched(32, 1, 64, LINE) == (2 * 32 * LINE, 32 * LINE), "half a line for keys, half for values"
     assert fetched(32, 512, 256, per_token=True)[1] == 32 * SECTOR, "larger blocks save such a kernel nothing"

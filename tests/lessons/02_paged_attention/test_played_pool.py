@@ -1,4 +1,4 @@
-"""The played pool: a right pool has right books in every step, and each kind of wrong one is
+"""The played pool: a correct pool's books are right in every step, and each kind of wrong pool is
 caught.
 """
 
@@ -109,13 +109,13 @@ def test_few_blocks_are_enough_for_long_requests():
 @pytest.mark.parametrize(
     ("pool", "words", "clash"),
     [
-        (ForgetsForks, "is held 2 times, and 1 counted", "2 samples of request"),
+        (ForgetsForks, "is held 2 times, but counted 1 times", "2 samples of request"),
         (TakesBackTwice, "blocks freed twice", "; later block"),
-        (Leaks, "lost: counted as held, and in no table", ""),
-        (LosesBlocks, "blocks are free, and", ""),
+        (Leaks, "lost: counted as held, but in no table", ""),
+        (LosesBlocks, "blocks are free, but", ""),
         (FreesWhatIsShared, "went to requests", ""),
         (HandsOutNull, "block 0, the null block", ""),
-        (Refuses, "the pool raises where it must not: not today", ""),
+        (Refuses, "the pool refuses a valid call: not today", ""),
     ],
 )
 def test_each_wrong_pool_is_caught(pool, words: str, clash: str):

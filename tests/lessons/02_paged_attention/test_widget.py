@@ -1,5 +1,5 @@
-"""Lesson 02's widget: both costs are counted, it breaks where it should, and the pool that plays
-is a real one.
+"""Lesson 02's widget: both costs are counted, it breaks where it should, and the pool it plays is a
+real one.
 """
 
 import json
@@ -61,7 +61,7 @@ def test_whatever_the_knobs_say_it_adds_up_and_is_drawn(knobs, width):
 
 
 def picture(state, width: float) -> ET.Element:
-    """Return the drawing, which must hold only numbers."""
+    """Return the drawing, which must hold no NaN."""
     svg = widget.figure(state, width)
     assert "nan" not in svg.lower()
     return ET.fromstring(svg)
@@ -166,7 +166,7 @@ def test_each_challenge_is_open_at_first_and_can_be_met(index: int):
 
 
 def test_advice_leads_to_the_valley():
-    """Turning what the advice names solves the third challenge."""
+    """Turning the knob that the advice names solves the third challenge."""
     knobs: dict[str, Any] = {}
     for word, more in (
         ("keys of a token", {"row_bytes": 64}),

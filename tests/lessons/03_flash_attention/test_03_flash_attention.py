@@ -82,7 +82,7 @@ def test_the_budget_names_the_longest_sequence_that_fits(capsys):
     assert report.show_budget(8, 64 * 2**20) == {"refused_at": 2048, "longest": 1024}
     said = " ".join(capsys.readouterr().out.split())
     assert "1,024 │ 64 │" in said, "the whole budget may be used"
-    assert "2,048 tokens need 256 MiB and there are 64: 1,024 tokens fit" in said
+    assert "2,048 tokens need 256 MiB, but there are 64; 1,024 tokens fit" in said
     assert report.show_budget(8, 64 * 2**20 - 1) == {"refused_at": 1024, "longest": 1023}
 
 
@@ -156,7 +156,7 @@ def test_no_queries_and_no_keys(device):
 
 
 def test_parts_of_the_keys_merge_to_the_whole(device):
-    """Split-KV: one query, 90 keys in splits of 32, 32, 26 and none; and in any order."""
+    """Split-KV has one query and 90 keys in splits of 32, 32, 26 and none, merged in any order."""
     q, k, v = vectors(1, 90, 2, 80, torch.float32, device)
     cuts = [(0, 32), (32, 64), (64, 90), (90, 90)]
     parts = [lesson.flash_attention(q, k[a:b], v[a:b], causal=False, block_q=16, block_k=16) for a, b in cuts]
@@ -166,7 +166,7 @@ def test_parts_of_the_keys_merge_to_the_whole(device):
 
 
 def test_merging_is_a_step_taken_together():
-    """A step over a tile is a merge with the result over that tile alone; and merging is
+    """A step over a tile equals a merge with the result over that tile alone, and merging is
     associative.
     """
     draw = np.random.default_rng(5)
@@ -180,8 +180,8 @@ def test_merging_is_a_step_taken_together():
 
 
 def test_the_lessons_kernel_is_the_engines(device):
-    """One sequence in contiguous blocks, and the same keys scattered over the pool: the engine's
-    attention agrees.
+    """The engine's attention agrees, for one sequence in contiguous blocks and for the same keys
+    scattered over the pool.
     """
     block_size, keys, queries = 16, 75, 20
     q, k, v = vectors(queries, keys, 4, 64, torch.float32, device)
@@ -447,9 +447,7 @@ def test_the_opening_figures_scores_are_the_embedded_models():
 
 
 def test_the_opening_figure_walks_as_the_loop_does():
-    """The rows that the figure says have moved are those that the loop moves for that tile of
-    queries.
-    """
+    """The rows that move in the figure are those that the loop moves for that tile of queries."""
     frames = opening.frames()
     assert "moved so far: 24 rows" in frames.still(-1)
     moved = {}

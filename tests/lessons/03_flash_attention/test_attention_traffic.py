@@ -33,8 +33,8 @@ sizes = st.integers(1, 300)
 
 
 def test_naive_traffic_is_the_papers_algorithm():
-    """16 bits, 1,024 tokens, head dim 64: four trips of a 2 MiB matrix, and Q, K, V, O of 128
-    KiB each.
+    """A 2 MiB matrix makes four trips, and Q, K, V and O have 128 KiB each, for 16 bits, 1,024
+    tokens and head dim 64.
     """
     traffic = naive_traffic(1024, 64)
     assert traffic.moved == 4 * 2 * 2**20 + 4 * 128 * 2**10
@@ -71,7 +71,7 @@ def test_the_largest_tile_fits_and_a_larger_one_does_not(kib, block_k, head_dim,
 
 
 def test_traffic_grows_as_the_paper_says():
-    """Theorem 2: T² d² / M. The tiles are the largest that fit; 16 keys each."""
+    """Theorem 2 says T² d² / M. The tiles are the largest that fit, with 16 keys each."""
     lengths, dims, chips = [2**n for n in range(14, 19)], [32, 64, 128, 256], [2**n for n in range(15, 21)]
 
     def moved(length=65536, head_dim=64, chip=2**17):
@@ -131,8 +131,8 @@ ON_AMPERE = {
 
 @pytest.mark.parametrize(("gpu", "compiled"), [("H100", ON_HOPPER), ("A100-80", ON_AMPERE)])
 def test_registers_spill_where_the_compiler_says_so(gpu, compiled):
-    """Ampere's compiler also spills a few bytes of tiles of 128 keys that the model lets pass:
-    it is a model.
+    """Ampere's compiler also spills a few bytes of tiles of 128 keys that the model accepts: it is
+    only a model.
     """
     for head_dim, tiles in compiled.items():
         for (block_q, block_k), spilled in tiles.items():
@@ -145,7 +145,7 @@ def test_registers_spill_where_the_compiler_says_so(gpu, compiled):
     [(64, 32, 2, 49152), (128, 64, 2, 98304), (128, 128, 2, 163840), (128, 128, 4, 294912), (256, 64, 2, 131072)],
 )
 def test_shared_memory_is_what_the_compiler_asks_for(block_q, block_k, stages, shared):
-    """The lesson's table, compiled for sm_90."""
+    """The lesson's table is compared with kernels compiled for sm_90."""
     assert sum(shared_memory_bytes(block_q, block_k, 128, stages).values()) == shared
 
 
@@ -167,8 +167,8 @@ def test_the_chips_are_those_that_we_compile_for():
     ],
 )
 def test_published_tiles_can_be_launched(gpu, head_dim, block_q, block_k, stages):
-    """FlashAttention's own (hopper/tile_size.h, causal); of 128 × 80 it says that this is all
-    that fits.
+    """The tiles are FlashAttention's own (hopper/tile_size.h, causal), which says of 128 × 80 that
+    it is all that fits.
     """
     assert block_q <= most_queries_launched(CHIPS[gpu], block_k, head_dim, stages)
     if head_dim == 256 and gpu == "H100":

@@ -1,5 +1,5 @@
-"""Lesson 03's widget shows what the counters say and what the online softmax does, and breaks
-where it should.
+"""Lesson 03's widget shows what the counters say and what the online softmax does, and breaks where
+it should.
 """
 
 import json
@@ -81,7 +81,7 @@ def test_the_edges_are_where_the_verdict_changes(knobs):
         ({"head_dim": 64, "block_q": 32}, "tight", "1.98 times fewer"),
         ({"head_dim": 64, "block_q": 64}, "fine", "3.94 times fewer"),
         ({"block_q": 128, "block_k": 128}, "fine", "3.8"),  # FlashAttention-3's own
-        ({"block_q": 128, "block_k": 128, "stages": 4}, "broken", "288 KiB of shared memory, but there are 227"),
+        ({"block_q": 128, "block_k": 128, "stages": 4}, "broken", "288 KiB of shared memory, but the limit is 227"),
         ({"block_q": 256}, "tight", "registers spill"),  # as the lesson's table says: 144 bytes
         ({"block_q": 256, "gpu": "A100-80", "block_k": 256}, "broken", "does not launch"),
         ({"head_dim": 256, "block_q": 128, "block_k": 80}, "tight", "times fewer"),  # the last that fits

@@ -1,4 +1,4 @@
-"""Lesson 04: its scheduler is the engine's, its formula is right, its kernel too, its exercise
+"""Lesson 04: its scheduler is the engine's, its formula and its kernel are right, its exercise
 catches mistakes.
 """
 
@@ -96,7 +96,7 @@ def test_one_launch_is_the_loop(case, shape, device):
 
 
 def test_the_lessons_kernel_is_the_engines(device):
-    """Contiguous keys are paged ones whose tables count upwards: the engine's kernel gives the
+    """Contiguous keys are paged ones whose tables count upwards, so the engine's kernel gives the
     same.
     """
     queries, lengths, block = [5, 1, 16], [21, 40, 16], 16
@@ -168,7 +168,9 @@ def test_a_budget_below_the_batch_starves_the_last():
 
 
 def test_the_engine_takes_the_steps_that_the_simulator_takes():
-    """Under a tight pool, with preemptions: the same tokens to the same requests in every step."""
+    """The pool is tight enough for preemptions, and every step gives the same tokens to the same
+    requests.
+    """
     draw = random.Random(1)
     lengths = [(draw.randint(1, 30), draw.randint(1, 20)) for _ in range(10)]
     blocks = CacheConfig(num_gpu_blocks=24, block_size=4, enable_prefix_caching=False)
@@ -356,7 +358,7 @@ def test_random_workloads_alone_tell_decodes_first_from_the_order_of_admission(m
 
 
 def unfinished_prompts_before_a_decode(threshold: int) -> tuple[int, int]:
-    """(steps in which the engine schedules one, all steps) of 40 random workloads."""
+    """Count the steps of 40 random workloads in which the engine schedules one, and all steps."""
     count = steps = 0
     for seed in range(40):
         draw, computed = random.Random(seed), {}
@@ -389,7 +391,7 @@ FOLLOWED = {"for": (5, 6), "class": (10, 6)}
 
 
 def by_hand(pool) -> list[dict[str, int]]:
-    """Return the lesson's two tables: `add` runs, then the others arrive."""
+    """Return the lesson's two tables: `add` runs alone, then the others arrive."""
     scheduler = lesson.Scheduler([lesson.Request("add", 9, 6)], token_budget=12, max_num_seqs=4, pool=pool)
     steps = []
     for step in scheduler.steps():

@@ -1,5 +1,5 @@
 """Lesson 04's scheduler is the engine's, step by step, and its formula is the mean over all
-batches: on any lengths.
+batches, for any lengths.
 """
 
 import statistics
@@ -32,8 +32,8 @@ LENGTHS = st.tuples(st.integers(1, 60), st.integers(1, 8))
 )
 @settings(max_examples=80, deadline=None)
 def test_the_lessons_scheduler_is_the_engines(arrivals, budget, places, all_at_once, memory):
-    """Tokens of every request in every step, in order, where memory is ample and where requests
-    must be preempted.
+    """Every request has the same tokens in every step, in order, with ample memory and with
+    preemptions.
     """
     if all_at_once:
         arrivals = [[arrival for step in arrivals for arrival in step]]
@@ -74,7 +74,7 @@ def test_every_token_is_scheduled_once_and_within_the_budget(lengths, budget, pl
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=6), st.integers(1, 3))
 @settings(max_examples=30, deadline=None)
 def test_the_formula_is_the_mean_over_all_batches(lengths, batch):
-    """E[max] over every ordered batch that can be drawn from the sample, with repetition."""
+    """E[max] is taken over every ordered batch that can be drawn from the sample, with repetition."""
     batches = [[]]
     for _ in range(batch):
         batches = [[*batch, length] for batch in batches for length in lengths]

@@ -1,5 +1,5 @@
-"""Scenes: above capacity the queue grows with time, below it does not; a smaller budget shortens
-the longest gap.
+"""Scenes: the queue grows with time above capacity and not below it; a smaller budget shortens the
+longest gap.
 """
 
 import pytest
@@ -14,8 +14,8 @@ COST = FittedCost(per_step=0.01, per_request=0.0, per_token=1e-4, per_pair=0.0)
 
 
 def test_the_capacity_is_what_full_slots_serve():
-    """4 seats, 21 tokens each: 20 steps of 10.4 ms from the first token to the last, prompts of
-    others aside.
+    """Four seats serve 21 tokens each: 20 steps of 10.4 ms from the first token to the last,
+    ignoring others' prompts.
     """
     config = SchedulerConfig(max_model_len=64, max_num_seqs=4)
     result = capacity([RequestLengths(1, 21)] * 40, config, CACHE, COST)

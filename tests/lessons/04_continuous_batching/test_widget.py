@@ -34,8 +34,8 @@ LIMITS = st.sampled_from([value for _, value in widget.LIMITS])
 
 
 def here(**knobs) -> widget.State:
-    """Return the first state that knows what becomes of the reader's own load: the rest of the
-    curves is not waited for.
+    """Return the first state that knows the result of the reader's own load, without waiting for
+    the rest of the curves.
     """
     return next(state for state in widget.sweep(**knobs) if state.known)
 
@@ -60,8 +60,8 @@ def test_a_load_above_1_is_broken_at_every_seat_count_and_under_both_policies(se
 @pytest.mark.parametrize("seats", SEATS)
 @pytest.mark.parametrize("spread", SPREADS)
 def test_each_queue_begins_to_grow_where_theory_says(seats: int, spread: float):
-    """Static at mean / mean longest of a batch, continuous at 1; the lengths decide, not the
-    hardware.
+    """Static batching breaks at mean / mean longest of a batch, continuous at 1; lengths decide,
+    not hardware.
     """
     experiment = runs.experiment(seats, spread, 1.0)
     for policy in runs.POLICIES:
@@ -190,7 +190,7 @@ SIX_LOADS = (0.1, 0.3, 0.6, 0.9, 1.2, 1.5)
 @settings(max_examples=3, deadline=None)
 @mock.patch.object(curves, "LOADS", SIX_LOADS)
 def test_every_position_of_the_knobs_is_drawn(positions, **knobs):
-    """Loads and service levels need no other runs than those that are there."""
+    """Loads and service levels need no runs other than those already there."""
     for load, limit in positions:
         states = list(widget.sweep(**knobs, load=load, limit=limit))
         for state, width in ((states[0], 640), (states[-1], 400), (states[-1], 640)):
@@ -223,7 +223,7 @@ def test_a_slot_is_empty_while_somebody_waits_under_static_batching_only():
 
 @pytest.fixture
 def no_runs_yet(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Forget all runs until the test ends, when they are there again: to run them again takes
+    """Forget all runs until the test ends, then restore them, because running them again takes
     seconds.
     """
     return lambda: monkeypatch.setattr(curves, "experiment", lru_cache(runs.experiment.__wrapped__))

@@ -1,5 +1,5 @@
-"""Lesson 05: each lever is what it says, its kernels are right and the engine's, its exercise
-catches mistakes.
+"""Lesson 05: each lever does what it says, its kernels are right and match the engine's, its
+exercise catches mistakes.
 """
 
 import math
@@ -56,7 +56,7 @@ def test_the_hashes_by_hand_are_those_of_the_figure():
 
 
 def test_what_five_prompts_find_is_what_the_text_says():
-    """The engine, asked the text's five prompts one after another."""
+    """The engine gets the text's five prompts one after another."""
     llm = LLM(EMBEDDED_MODEL, device="cpu", num_gpu_blocks_override=16, block_size=4, max_model_len=32)
     prompts = [
         PROMPT,
@@ -81,8 +81,8 @@ def test_the_figure_of_a_replay_is_as_it_is_drawn():
 
 
 def written(lengths, kv_heads, head_dim, block_size, dtype, device):
-    """Random keys and values in scattered blocks, by the lesson's kernel; what they were, by
-    sequence.
+    """Write random keys and values to scattered blocks with the lesson's kernel; return also what
+    they were, by sequence.
     """
     tables, blocks = random_block_table(lengths, block_size)
     caches = torch.full((2, blocks * block_size, kv_heads, head_dim), 111, dtype=torch.int8, device=device)
@@ -136,8 +136,8 @@ def test_padding_is_not_written(device):
 
 
 def test_the_lessons_cache_is_the_engines(device):
-    """The same integers and scales, but for rounding at halves, and the same attention over
-    them.
+    """The integers and scales are the same except for rounding at halves, and so is the attention
+    over them.
     """
     torch.manual_seed(0)
     lengths, block = [1, 17, 33, 40], 16
@@ -166,7 +166,7 @@ def test_the_lessons_cache_is_the_engines(device):
 
 
 def test_the_cpu_forms_agree():
-    """`quantize` in PyTorch is the engine's CPU form, but for rounding at halves."""
+    """`quantize` in PyTorch equals the engine's CPU form, except for rounding at halves."""
     rows = torch.randn(500, 3, 32)
     rows[::7, 1] = 0
     (integers, scales), (theirs, their_scales) = lesson.quantize(rows), cache_calls.quantize(rows)
@@ -190,8 +190,8 @@ def test_kernels_of_the_cache_compile_everywhere():
 
 
 def test_one_outlier_breaks_a_scale_for_all():
-    """A channel × 50: with a scale per token and head only its own head suffers, with one scale
-    all do.
+    """A channel is multiplied by 50: with a scale per token and head only its own head suffers,
+    with a single scale all do.
     """
     torch.manual_seed(0)
     rows = torch.randn(100, 4, 64)
@@ -238,8 +238,8 @@ def test_int4_packs_what_it_unpacks(columns, group):
 
 @pytest.mark.interpreted
 def test_the_lessons_weights_mean_to_the_engine_what_they_mean_here():
-    """The engine's own rounding uses a sixteenth value and signed scales; codes and scales are
-    read alike.
+    """The engine's own rounding uses a sixteenth value and signed scales, but codes and scales are
+    read the same way.
     """
     torch.manual_seed(0)
     x, weight = torch.randn(3, 64), torch.randn(20, 64)

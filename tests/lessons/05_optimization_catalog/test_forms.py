@@ -1,4 +1,4 @@
-"""Lesson 05's block hashes find what the engine's find: hits of random prompts, token for
+"""Lesson 05's block hashes find what the engine's find: the hits of random prompts, token for
 token.
 """
 
@@ -18,8 +18,8 @@ PROMPTS = st.tuples(st.lists(st.integers(0, 1), min_size=1, max_size=14), st.sam
 @given(st.lists(PROMPTS, max_size=20), st.integers(1, 4))
 @settings(max_examples=150, deadline=None)
 def test_the_same_tokens_are_found(prompts, block_size):
-    """Prompts come one after another to a pool that is never full; each then leaves its blocks
-    to the others.
+    """Prompts arrive one after another at a pool that is never full; each then leaves its blocks to
+    the others.
     """
     manager = KVCacheManager(CacheConfig(num_gpu_blocks=500, block_size=block_size), 64)
     cached = set()

@@ -67,8 +67,8 @@ def test_the_map_grows_and_the_readers_own_cell_comes_first():
 
 
 def test_the_cliff_is_where_the_documents_no_longer_fit():
-    """A document of 1,024 tokens for each user: a pool below users × 1,024 finds nothing, one
-    with room to run all.
+    """Each user has a document of 1,024 tokens: a pool below users × 1,024 hits nothing, one with
+    room to run hits all.
     """
     state = last()
     for (users, pool), cell in state.cells.items():

@@ -1,4 +1,4 @@
-"""Work with shared prefixes: what is found in the cache can be counted by hand, and nothing else
+"""Workloads with shared prefixes: their cache hits can be counted by hand, and nothing else
 changes.
 """
 
@@ -24,8 +24,8 @@ def whole_blocks(tokens):
 
 
 def turns_of(first, more, turns):
-    """Tokens found by one conversation: each turn finds the full blocks of what was computed in
-    the turn before.
+    """Count one conversation's cached tokens: each turn hits the full blocks of what the turn
+    before computed.
     """
     lengths = [first + turn * (more + ANSWER_TOKENS) for turn in range(turns)]
     return sum(whole_blocks(length + ANSWER_TOKENS - 1) for length in lengths[:-1])

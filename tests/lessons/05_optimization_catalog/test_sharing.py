@@ -1,4 +1,4 @@
-"""Sessions repeat what they say they repeat, and a cache finds exactly that."""
+"""Sessions repeat exactly what they claim to repeat, and a cache hits exactly that."""
 
 import pytest
 from hypothesis import given, settings
@@ -27,8 +27,8 @@ def test_an_ample_cache_finds_what_there_is_to_find(kind, users, turns, prefix):
 
 
 def test_findable_by_hand():
-    """40 tokens are two whole blocks and a half; 40 + 64 + 8 are seven, the last of which lacks
-    a computed token.
+    """40 tokens are two and a half blocks; 40 + 64 + 8 are seven, the last of which lacks a
+    computed token.
     """
     assert sharing("documents").findable(2, 2, 40) == [0, 32, 0, 32]
     assert sharing("system").findable(2, 2, 40) == [0, 32, 32, 32]
@@ -61,8 +61,8 @@ def test_turns_repeat_their_session_and_nothing_else(kind, users, turns):
 
 @pytest.mark.parametrize(("name", "left"), [("documents", 0), ("chat", 512)])
 def test_what_must_be_kept_is_where_the_cliff_is(name, left):
-    """Room for it and for the running requests: all is found. For half of it: of what is a user's own,
-    nothing.
+    """A pool with room for it and for the running requests hits everything; one for half of it hits
+    nothing of a user's own.
     """
     kind, users, turns, prefix = sharing(name), 12, 3, 512
     work = sessions(kind, users, turns, prefix)

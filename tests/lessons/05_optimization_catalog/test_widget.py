@@ -1,5 +1,5 @@
-"""Lesson 05's levers: both orders say what the lever model says, and where a server breaks is
-drawn and said.
+"""Lesson 05's levers: both orders agree with the lever model, and the point where a server breaks
+is drawn and stated.
 """
 
 import inspect
@@ -35,13 +35,13 @@ def end_of(state: runs.State) -> LeverResult:
 
 @cache
 def made_of_few() -> dict:
-    """Return what replaces what is kept of the other tests' runs."""
+    """Return empty replacements for the caches that hold the other tests' runs."""
     return {"_RUNS": {}, "_workload": cache(runs._workload.__wrapped__)}
 
 
 def few_requests():
-    """Runs that serve as many requests as run at once, and at least 4: what is drawn of them is
-    drawn alike.
+    """Patch runs to serve as many requests as run concurrently, and at least 4: their results are
+    drawn the same way.
     """
     return mock.patch.multiple(runs, FEWEST_REQUESTS=4, WAVES=1, **made_of_few())
 

@@ -32,7 +32,7 @@ TEXT = (REPOSITORY / "lessons" / "06_serving.md").read_text()
 
 
 def test_the_collector_by_hand():
-    """The table of the text: the client reads after the first, the fourth and the fifth output."""
+    """The client reads after the first, the fourth and the fifth output, as in the text's table."""
     pieces = [token.text for token in followed("alone").request.output][:5]
     assert pieces == [" a", " +", " b", "\n", "\n"]
 
@@ -51,8 +51,8 @@ def test_the_collector_by_hand():
 
 
 def test_stop_strings_by_hand():
-    """The table of the text: what is sent and held back of the followed request, with a stop
-    string that comes.
+    """The text's table shows what is sent and held back of the followed request, with a stop string
+    that occurs.
     """
     pieces = [token.text for token in followed("alone").request.output][2:]
     stops = lesson.StopStrings(["\n\ndef"])
@@ -83,8 +83,8 @@ SETTINGS = {"model": str(EMBEDDED_MODEL), "device": "cpu", "num_gpu_blocks_overr
 
 
 def test_the_server_says_what_the_engine_says_and_forgets_who_leaves():
-    """One server, on real sockets: the text of a whole request, with and without a stop string;
-    then one who leaves.
+    """One server, on real sockets, sends a request's whole text with and without a stop string;
+    then a client leaves.
     """
     whole = LLM(**SETTINGS).generate(
         PROMPT, SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True), use_tqdm=False
@@ -110,7 +110,7 @@ def test_the_server_says_what_the_engine_says_and_forgets_who_leaves():
 
 
 class DyingCore:
-    """Fails at its first step, in a way that nobody has thought of."""
+    """A core that fails at its first step with an unexpected exception."""
 
     async def open(self):
         pass
@@ -128,7 +128,7 @@ class DyingCore:
 
 
 def test_no_client_waits_for_a_core_that_has_failed():
-    """Whatever ended it: the stream ends, without an event."""
+    """Whatever ended the core, the stream ends without an event."""
     core = DyingCore()
     with report.Stage() as stage:
         port = stage.serve(lesson.Server(core, str(EMBEDDED_MODEL)), core)
@@ -142,9 +142,7 @@ def test_no_client_waits_for_a_core_that_has_failed():
     ("slo_ttft", "knee", "where"), [(0.01, 0.0, "below 6.0"), (1.0, 10.0, "above 10.0")], ids=["no rate", "every rate"]
 )
 def test_a_service_level_that_no_rate_or_every_rate_meets_is_said(slo_ttft, knee, where, monkeypatch, capsys):
-    """The knee is none of the rates that were tried, and the load beyond capacity is offered in
-    any case.
-    """
+    """The knee is then none of the tried rates, and the load beyond capacity is offered anyway."""
     times = [0.1, *(0.2 for _ in range(report.QUICK.output_tokens - 1))]
     answers = [Answer(0.0, 0.0, events=times)] * 8
     monkeypatch.setattr(
@@ -158,7 +156,7 @@ def test_a_service_level_that_no_rate_or_every_rate_meets_is_said(slo_ttft, knee
 
 
 def texts_of(port, body):
-    """All events of a request, joined."""
+    """Return the texts of all events of a request, joined."""
     client = report.RawClient(port, body)
     answer = b""
     while part := client.socket.recv(1 << 16):
@@ -466,7 +464,9 @@ test_the_checks_catch, test_the_message_recognises_the_mistake = exercise_tests(
 
 
 def test_the_server_runs_with_the_learners_parts():
-    """The same answers, and the same number of requests aborted; who reads late gets few events."""
+    """The answers and the number of aborted requests are the same, and a slow reader gets few
+    events.
+    """
     plugged = plug_of("06")(lesson)
     yours, ours = (plugged.serve(plugged, parts) for parts in (plugged.parts, NO_PARTS))
     assert (yours.texts, yours.token_ids) == (ours.texts, ours.token_ids)
@@ -479,7 +479,7 @@ def test_the_server_runs_with_the_learners_parts():
 
 @pytest.fixture
 def warm_cores(template, warm_processes, tmp_path, monkeypatch):
-    """The script's own core process is forked too, as the real server's is."""
+    """Fork the script's own core process too, as the real server's is."""
     start, code = subprocess.Popen, tmp_path / "core.py"
 
     def start_warm(command, **options):

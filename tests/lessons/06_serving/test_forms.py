@@ -1,5 +1,5 @@
-"""Lesson 06's collector and stop strings do what the engine's do, whatever comes in whatever
-pieces.
+"""Lesson 06's collector and stop strings do what the engine's do, whatever pieces the output comes
+in.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ DELTAS = st.lists(st.tuples(st.integers(0, 1), LETTERS, st.booleans()), min_size
 @given(st.lists(LETTERS, max_size=8), st.lists(st.text("ab\n", min_size=1, max_size=4), max_size=3))
 @settings(max_examples=300, deadline=None)
 def test_the_same_text_is_sent(pieces, stops):
-    """Up to the stop string that the engine finds when the text comes letter by letter."""
+    """Text is sent up to the stop string that the engine finds when it arrives letter by letter."""
     text, ours, sent, stopped = "".join(pieces), lesson.StopStrings(stops), "", None
     for piece in pieces:
         more, stopped = ours.push(piece)
@@ -39,7 +39,7 @@ def test_the_same_text_is_sent(pieces, stops):
 @given(DELTAS)
 @settings(max_examples=100, deadline=None)
 def test_the_same_outputs_are_read(deltas):
-    """Deltas of two completions; the reader comes after some of them."""
+    """Deltas of two completions arrive, and the reader comes after some of them."""
     asyncio.run(read_both(deltas))
 
 

@@ -1,4 +1,4 @@
-"""Lesson 06's widget breaks where the work of the requests says, and tells which layout to pick
+"""Lesson 06's widget breaks where the requests' work says it must, and says which layout to pick
 when.
 """
 
@@ -31,7 +31,7 @@ FEW = {"prompt": 64, "output": 16}
 
 
 def here(**knobs) -> widget.State:
-    """Return the first state that knows what becomes of the reader's own rate, and where the layout
+    """Return the first state that knows the result of the reader's own rate, and where the layout
     breaks.
     """
     return next(state for state in widget.sweep(**knobs) if state.known)
@@ -46,9 +46,7 @@ def bears(state: widget.State) -> dict[str, float]:
 
 @pytest.mark.parametrize(("tp", "dp"), [(1, 1), (1, 4), (4, 1), (2, 4)])
 def test_no_layout_bears_more_than_its_mean_work_allows(tp: int, dp: int):
-    """However loose the service level: rate × mean work > capacity breaks, and half of it does
-    not.
-    """
+    """However loose the service level, rate × mean work > capacity breaks, and half of it does not."""
     state = here(tp=tp, dp=dp, ttft=1000.0, tpot=1000.0, rate=1.0)
     capacity = runs.experiment(**H100, layout=state.layout, work=state.work).steady.capacity * dp
     assert state.served.knee is not None
@@ -69,7 +67,7 @@ def test_replicas_multiply_what_one_bears():
 
 
 def test_requests_inside_are_rate_times_time():
-    """Little's law over the whole system: a request stays for its first token and the others."""
+    """Little's law holds over the whole system: a request stays for its first token and the others."""
     state = complete(tp=1, dp=4)
     for rate, point in state.served.points.items():
         if not state.served.causes(rate) and rate >= 5:
@@ -248,7 +246,7 @@ def test_the_models_error_is_said():
 
 
 def timed(states: Iterator[State]) -> Iterator[tuple[State, float]]:
-    """Yield each state with the seconds of a quiet core that it took to come."""
+    """Yield each state with the time, in seconds of a quiet core, that it took to compute."""
     results: list[State | None] = []
     while True:
         seconds = quiet_seconds(lambda: results.append(next(states, None)))
@@ -311,7 +309,7 @@ def test_events_are_the_time_of_the_answer_over_the_pause():
 
 
 class Queued:
-    """Joins nothing."""
+    """A collector that joins nothing."""
 
     def __init__(self):
         self.kept, self.there = deque(), asyncio.Event()
@@ -328,7 +326,7 @@ class Queued:
 
 
 class Latest(Queued):
-    """Keeps the last only."""
+    """A collector that keeps only the last output."""
 
     def put(self, output):
         self.kept.clear()
@@ -375,8 +373,8 @@ def test_a_collector_that_is_wrong_is_told_why(collector, words: str):
 def test_rate_times_gap_is_at_most_the_number_of_seats(gpu, layout, work, rate):
     """A request holds its seat during its gaps, and an answer of n tokens has n - 1 of them.
 
-    Only where the run keeps up: in overload the rate is that of the whole run, and the gaps are
-    those of its beginning.
+    This holds only where the run keeps up: in overload the rate is that of the whole run, and the
+    gaps are those of its beginning.
     """
     experiment = runs.experiment("Llama-3.1-8B", gpu, layout, work)
     assume(not experiment.refused)

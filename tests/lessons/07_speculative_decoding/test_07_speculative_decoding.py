@@ -1,5 +1,5 @@
-"""Lesson 07: its guesses change no token, its rule no distribution; its kernel is right, its
-checks catch mistakes.
+"""Lesson 07: its guesses change no token, its rule changes no distribution; its kernel is right,
+its checks catch mistakes.
 """
 
 import re
@@ -95,7 +95,7 @@ def test_the_kernels_compile():
 
 @pytest.fixture(scope="module")
 def models():
-    """Target and draft, float32."""
+    """Load the target and the draft model in float32."""
     return [load_model(path, "cpu", torch.float32)[0] for path in (EMBEDDED_MODEL, EMBEDDED_DRAFT)]
 
 
@@ -115,8 +115,8 @@ def test_drafts_change_no_token_and_save_passes(models):
 
 
 def test_the_engine_counts_the_same(models):
-    """The lesson's loop and the engine: the same tokens, and as many drafts accepted, place by
-    place.
+    """The lesson's loop and the engine generate the same tokens and accept as many drafts, position
+    by position.
     """
     (prompt,) = report.held_out_prompts(str(EMBEDDED_MODEL), 1)
     ours = lesson.generate(CachedModel(models[0], 256), lesson.Ngram(4096), prompt, 48, 3)
@@ -136,8 +136,8 @@ def test_the_engine_counts_the_same(models):
 
 
 def test_a_temperature_changes_nothing_but_the_passes(models):
-    """Drawn with the draft's probabilities kept: what is drafted comes from q, and what comes
-    out is a token of p.
+    """Drafts are drawn from q, whose probabilities are kept, and every token generated is drawn
+    from p.
     """
     torch.manual_seed(0)
     draft = lesson.DraftModel(CachedModel(models[1], 128), temperature=1.0)
@@ -178,7 +178,7 @@ P, Q = np.array([[0.5, 0.3, 0.2]] * 2), np.array([[0.3, 0.1, 0.6]])
 
 
 def test_the_rule_by_hand():
-    """The table of the text: `*` with two random numbers, the race, and what comes out in all."""
+    """The text's table has `*` with two random numbers, the race, and the overall outcome."""
     noise = np.array([[1.2, 0.4, 0.7]] * 2)
     assert np.minimum(P[0], Q[0]).sum() == pytest.approx(0.6)
     assert lesson.accept(P, Q, [2], np.array([0.5])) == 0
@@ -201,8 +201,8 @@ def test_tokens_and_cost_by_hand():
 
 
 def test_counts_and_formula_by_hand():
-    """vLLM's counters, which the widget has too: what they add up to, and what the formula says
-    from the first.
+    """The text states what vLLM's counters, also in the widget, add up to, and what the formula
+    gives from the first.
     """
     said = {"ngram": (2.53, 2.14), "draft_model": (2.11, 2.06)}
     for method, (counted, formula) in said.items():
@@ -228,7 +228,7 @@ def test_the_opening_shows_drafts_that_fail_that_stand_and_that_stand_in_part(ca
 
 
 def test_the_memory_of_guessers_is_counted():
-    """The table of guessers: gigabytes of weights, and KiB a token, for Llama-3.1-8B."""
+    """The table of guessers gives gigabytes of weights and KiB per token for Llama-3.1-8B."""
     target, gpu = known_model("Llama-3.1-8B"), get_hardware("H100")
     head, small = eagle_head(target, gpu), draft_model(known_model("Llama-3.2-1B"), gpu)
     assert f"{head.weight_bytes / 1e9:.2f} GB, {head.kv_bytes_per_token // 1024} KiB a token" in TEXT
@@ -238,7 +238,7 @@ def test_the_memory_of_guessers_is_counted():
 
 def test_what_lesson_01_measured_is_what_it_says():
     first = (REPOSITORY / "lessons" / "01_kv_cache.md").read_text()
-    (times,) = set(re.findall(r"for 64 sequences in ([\d.]+) times the time of one", first))
+    (times,) = set(re.findall(r"64 sequences take ([\d.]+) times as long as one", first))
     assert f"64 sequences takes only {times} times as long" in " ".join(TEXT.split())
 
 
@@ -556,7 +556,7 @@ test_the_checks_catch, test_the_message_recognises_the_mistake = exercise_tests(
 
 
 def test_the_engine_runs_with_the_learners_drafts():
-    """The same tokens, steps and counters as with its own proposer."""
+    """Tokens, steps and counters are the same as with the engine's own proposer."""
     plugged = plug_of("07")(load(script_path("07")))
     yours, ours = (serve(plugged, parts) for parts in (plugged.parts, NO_PARTS))
     assert (yours.token_ids, yours.steps, yours.rows) == (ours.token_ids, ours.steps, ours.rows)
@@ -571,8 +571,8 @@ def test_drafts_that_were_not_asked_for_are_told():
 
 
 def test_the_learners_verdict_is_that_of_the_engine():
-    """The same table for greedy requests with ragged drafts; for a random one, tokens as often
-    as the model says.
+    """Greedy requests with ragged drafts give the same table; a random one gives each token as
+    often as the model says.
     """
     verify = rejection_of(load(script_path("07")).verify)
     logits, keys = torch.randn(9, 8), torch.arange(18, dtype=torch.int32).view(9, 2)

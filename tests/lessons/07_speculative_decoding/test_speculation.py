@@ -1,5 +1,5 @@
-"""Drafts pay as theory says: Leviathan's formula while memory is the limit, and a break-even
-that moves as it must.
+"""Drafts pay as theory says: Leviathan's formula while memory-bound, and a break-even that moves as
+it must.
 """
 
 import itertools
@@ -118,8 +118,8 @@ def test_a_head_has_the_tensors_of_its_format_and_one_layers_cache():
 
 
 def test_the_model_is_this_far_from_what_was_measured():
-    """Calibrated on one EAGLE-1 series, which it meets; the others are EAGLE-3's, for which it
-    is too hopeful.
+    """The model is calibrated on one EAGLE-1 series, which it matches; the others are EAGLE-3's,
+    for which it is too optimistic.
     """
     lengths, tpots = (2.1, 2.29, 2.39, 2.43, 2.45, 2.47), (4.37, 4.29, 4.48, 4.71, 4.94, 5.2)
     speculation = on(drafter=eagle1_head())
@@ -148,7 +148,7 @@ def test_break_even_is_where_the_speedup_crosses_one():
 
 
 def test_a_drafter_may_lose_at_small_batches_only():
-    """A slow pass of fixed length weighs less beside a longer step; the ranges found say so too."""
+    """A slow draft pass of fixed length matters less beside a longer step; the ranges found agree."""
     slow = replace(HEAD.cost, roofline=replace(HEAD.cost.roofline, step_overhead=0.01)) if HEAD.cost else None
     speculation = on(drafter=Drafter("eagle3", slow), alpha=0.8, context=4096)
     lost = {batch for low, high in speculation.losing(3) for batch in range(low, high + 1)}

@@ -1,5 +1,5 @@
-"""Lesson 07's widget says of every setting what the model says, plays a step that is right, and
-sees a biased rule.
+"""Lesson 07's widget agrees with the model at every setting, plays a correct step, and detects a
+biased rule.
 """
 
 import contextlib
@@ -47,7 +47,7 @@ GRID = [
 
 
 def test_no_verdict_is_false():
-    """The tone, the figures and the cause are the model's at some two hundred settings."""
+    """The tone, figures and cause are the model's at some two hundred settings."""
     tones, said = Counter(), Counter()
     for state in fitting(GRID):
         first, result = state.one, widget.verdict(state)
@@ -276,7 +276,7 @@ def test_a_wrong_rule_is_seen_at_once(rule, k: int):
 
 def test_a_biased_rule_is_off_by_its_bias():
     """The rule u < p + 0.02, with certain drafts, generates the draft too often by 0.02, and all
-    else too seldom.
+    others too seldom.
     """
     result = measured((0.6, 0.6), True, 3, biased)
     assert result.rates == pytest.approx((0.62, 0.62), abs=1e-3)

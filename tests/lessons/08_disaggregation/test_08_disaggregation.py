@@ -1,5 +1,5 @@
-"""Lesson 08: two engines say what one says, blocks are held and freed, kernels are right, checks
-catch mistakes.
+"""Lesson 08: two engines generate what one does, blocks are held and freed, kernels are right,
+checks catch mistakes.
 """
 
 import json
@@ -57,7 +57,7 @@ def test_other_numbers_are_moved_as_they_are(dtype, device):
 
 def test_the_engines_kernels_do_the_same(device):
     """Staged block after block, the lesson's buffer holds the same bytes as the engine's, and
-    goes back alike.
+    scatters back the same way.
     """
     cache, staging, ids = (tensor.to(device) for tensor in report.transfer_case(40, 9, [7, 1, 4]))
     regions = BlockRegions.of(list(cache))
@@ -97,7 +97,7 @@ def test_the_kernels_compile():
 
 
 def test_two_engines_say_what_one_says():
-    """And what was found in the decoder's own cache does not move; everything is freed."""
+    """Blocks that hit in the decoder's own cache are not moved, and everything is freed."""
     result = report.compare_tokens(make, lesson.through_both, ARGUMENTS)
     moved = {
         name: moved["bytes"] // (report.BLOCK_SIZE * result["bytes_per_token"])
@@ -111,8 +111,8 @@ def test_two_engines_say_what_one_says():
 
 
 def test_the_paged_model_computes_what_the_decoder_computes():
-    """The blocks lie anywhere, the prompt comes in two pieces, and the model writes into its own
-    blocks only.
+    """The blocks are anywhere, the prompt comes in two pieces, and the model writes only into its
+    own blocks.
     """
     model = report.paged_model(ARGUMENTS)
     tokens, blocks = report.random_prompt(50, 3), [7, 2, 9, 4]
@@ -136,7 +136,7 @@ def test_a_request_that_waits_for_its_blocks_lets_others_run():
 
 
 def test_blocks_that_are_still_written_into_are_nobody_elses():
-    """The request was aborted while it loads."""
+    """The request is aborted while it loads."""
     prefiller, decoder = make(bytes_per_second=1e6)
     prompt = report.random_prompt(100, 1)
     until_finished(prefiller, prefiller.add("r", prompt, 1, {"do_remote_decode": True}))
@@ -169,9 +169,7 @@ def test_peers_that_die():
 
 @pytest.mark.parametrize("size", [0, 100, 32768 - 1, 32768 + 1])
 def test_blocks_of_another_length_are_not_taken(size):
-    """A peer that sends too little, or too much: nothing of it is written, and the read has
-    failed.
-    """
+    """A peer sends too little or too much: nothing of it is written, and the read fails."""
     _, decoder = make()
     with socket.create_server(("127.0.0.1", 0)) as listening:
         host, port = listening.getsockname()
@@ -190,8 +188,8 @@ def test_blocks_of_another_length_are_not_taken(size):
 
 
 def test_layers_hide_the_transfer_by_hand():
-    """Four layers of 10 ms each: of 8 ms a layer the last one shows, of 20 ms all but three
-    computations.
+    """Four layers compute for 10 ms each: at 8 ms of transfer a layer only the last one shows, at
+    20 ms all but three computations.
     """
     assert lesson.added_seconds(40, 4 * 8, 4) == pytest.approx(8)
     assert lesson.added_seconds(40, 4 * 10, 4) == pytest.approx(10)
@@ -200,7 +198,7 @@ def test_layers_hide_the_transfer_by_hand():
 
 
 def test_ratio_by_hand():
-    """DistServe's example, with the figures of its authors."""
+    """The example is DistServe's, with its authors' figures."""
     assert lesson.goodput_per_gpu(5.6, 10, 2, 1) == pytest.approx(10 / 3)
     assert lesson.goodput_per_gpu(5.6, 10, 2, 1) / 1.6 == pytest.approx(2.1, abs=0.05)
     assert lesson.goodput_per_gpu(5.6, 10, 1, 3) < 1.6
@@ -211,7 +209,7 @@ def test_bytes_of_a_prompt_by_hand():
 
 
 def test_one_pool_wins_with_its_best_budget_and_loses_with_the_default():
-    """The text's statement on both kinds of requests follows from the figures that it quotes."""
+    """The text's statement about both kinds of requests follows from the figures that it quotes."""
     results = REPOSITORY / "benchmarks" / "results" / "08_disaggregation.cpu.json"
     best = json.loads(results.read_text())["figures"]["ratio"]["best"]
     assert set(best) == set(report.WORKS)
@@ -585,8 +583,8 @@ test_the_checks_catch, test_the_message_recognises_the_mistake = exercise_tests(
 
 
 def test_two_engines_run_with_the_learners_connector():
-    """The tokens of one engine; all of each prompt but what was found comes from the other one;
-    all blocks are free.
+    """The tokens are those of one engine; all but the cached part of each prompt comes from the
+    other; all blocks are free.
     """
     plugged = plug_of("08")(load(script_path("08")))
     yours, ours = (plugged.serve(plugged, parts) for parts in (plugged.parts, NO_PARTS))

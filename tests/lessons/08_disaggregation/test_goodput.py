@@ -1,5 +1,5 @@
-"""Two pools on one clock: nothing is lost, nothing is faster than its bounds, and published
-figures are foretold.
+"""Two pools on one clock: nothing is lost, nothing beats its bounds, and published figures are
+predicted.
 """
 
 import itertools
@@ -90,8 +90,8 @@ def test_all_blocks_are_given_back_on_both_sides():
 
 @pytest.mark.parametrize("rate", [10.0, 300.0])
 def test_blocks_that_could_not_be_used_are_not_missed(rate: float):
-    """A run gets blocks for the requests that come to an engine; with blocks for all that fit,
-    it is the same.
+    """A run gets blocks for the requests that reach an engine; blocks for all that would fit change
+    nothing.
     """
     pools = system(2, 1, "25 Gb/s")
     load = pools.load(SHORT, rate)
@@ -101,7 +101,7 @@ def test_blocks_that_could_not_be_used_are_not_missed(rate: float):
 
 
 def test_blocks_are_held_while_a_prompt_travels():
-    """A third prompt waits where the decode engine has blocks for two."""
+    """A third prompt waits when the decode engine has blocks for two."""
     pools = system(1, 1, "10 Gb/s")
     built = pools.pools(SHORT)
     scheduler, cache = built.decode_configs
@@ -157,7 +157,7 @@ def test_goodput_is_within_its_bound_and_a_looser_level_never_lowers_it():
 
 
 def test_a_bound_is_not_below_what_full_steps_come_to():
-    """Also where prompts are so long that fewer than two requests fill a step."""
+    """This holds even where prompts are so long that fewer than two requests fill a step."""
     for prompt, budget in itertools.product((512, 4096), (64, 128, 192, 256, 512)):
         work, pool = Work(prompt, 32, counted=4), Colocated(LLAMA, H100, 1, budget)
         batch = budget / (1 + prompt / 32)
@@ -215,8 +215,8 @@ def test_a_link_that_makes_no_sense_is_refused(bandwidth: float, latency: float)
 
 
 def test_two_fitted_factors_foretell_the_rest_of_distserves_example():
-    """Fitted: 5.6 requests a second of prefills, 10 of decodes. Foretold: 1.6 colocated, 3.3 by
-    two and one.
+    """Fitted to 5.6 requests a second of prefills and 10 of decodes, they predict 1.6 colocated,
+    and 3.3 with two and one GPUs.
     """
     cost, work, both = slower(ARITHMETIC_SLOWER, MEMORY_SLOWER), Work(512, 64, counted=120), Objective(TTFT, TPOT)
 

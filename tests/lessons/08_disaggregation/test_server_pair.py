@@ -1,5 +1,5 @@
-"""Two servers and a proxy of a script: bound to cores, ended in any case; and lesson 08's table
-of them.
+"""Test a script's two servers and proxy, bound to cores and ended in any case, and lesson 08's
+table of them.
 """
 
 import os
@@ -18,8 +18,8 @@ BINDS = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="process
 
 @pytest.fixture
 def nothing_stays():
-    """Whatever of minivllm the test has started below this process has ended; a server that
-    others share may run on.
+    """Expect every minivllm process that the test started to have ended; a server that others share
+    may run on.
     """
     before = _running()
     yield
@@ -71,7 +71,7 @@ def test_what_the_servers_need_and_is_not_there_is_said(monkeypatch, capsys):
 @pytest.mark.slow
 @pytest.mark.usefixtures("nothing_stays", "warm_processes")
 def test_one_server_and_two_say_the_same(monkeypatch, capsys):
-    """All prompts' keys and values move, none is computed again; nothing runs afterwards."""
+    """All prompts' keys and values move, none is computed again, and nothing runs afterwards."""
     monkeypatch.setattr(report, "SERVED_PROMPTS", 2)
     result = report.measure_two_servers(Namespace(model=str(EMBEDDED_MODEL), prompt=100, quick=False))
     assert (result["answers"], result["same_answers"]) == (6, 6)

@@ -1,5 +1,5 @@
-"""The best budget and the best split are those that a full search finds, and the edge is where
-both sides are equal.
+"""The best budget and the best split are those of a full search, and the edge is where both sides
+are equal.
 """
 
 import math
@@ -39,7 +39,7 @@ LEVEL, WORK = Objective(0.5, 0.01), Work(64, 8, counted=4)
 
 @dataclass(frozen=True)
 class PerToken:
-    """A step takes a fixed time for each token."""
+    """A cost model in which a step takes a fixed time for each token."""
 
     each: float = 1e-5
 
@@ -49,8 +49,8 @@ class PerToken:
 
 @dataclass(frozen=True)
 class Pool:
-    """Sustains its budget in requests a second, if a step with that many tokens is short enough,
-    else nothing.
+    """A pool that sustains its budget in requests per second if a step with that many tokens is
+    short enough, else none.
     """
 
     budget: int = 0
@@ -108,9 +108,7 @@ def test_only_steps_that_mix_prompts_and_answers_cost_more():
 
 
 def test_one_pool_wins_with_its_best_budget_and_loses_with_the_default():
-    """The claim of the lesson: the same four GPUs, the same requests, and only the budget
-    differs.
-    """
+    """The lesson's claim is tested with the same four GPUs and requests; only the budget differs."""
     work, level = Work(1024, 128, counted=40), Objective(0.5, 0.0075)
     pool, two = Colocated(LLAMA, H100, 4), Disaggregated(LLAMA, H100, 1, 3, get_link("400 Gb/s"), layer_wise=True)
     tuned, split = best_budget(pool, work, level, 5), best_split(two, work, level, 5)

@@ -1,4 +1,4 @@
-"""Lesson 08's widget says what the capacities of prefill, link and decode say, and which knob to
+"""Lesson 08's widget agrees with the capacities of prefill, link and decode, and says which knob to
 turn when.
 """
 
@@ -21,12 +21,12 @@ from widgets.disaggregation.state import LADDER, RATES, experiment
 
 
 def here(**knobs) -> widget.State:
-    """Return the first state that knows what becomes of the reader's own rate."""
+    """Return the first state that knows the result of the reader's own rate."""
     return next(state for state in widget.sweep(**knobs) if state.mine.refused or state.rate in state.mine.points)
 
 
 def known(**knobs) -> widget.State:
-    """Return the first state that also knows where both ways break."""
+    """Return the first state that also knows where both layouts break."""
     return next(state for state in widget.sweep(**knobs) if state.known)
 
 
@@ -43,8 +43,8 @@ SETTINGS = [
 
 
 def test_no_verdict_contradicts_the_capacities(monkeypatch: pytest.MonkeyPatch):
-    """Twice the least capacity is broken by the part that has it, and a sixth of all, alone in
-    time, is not, at 216 settings.
+    """A rate of twice the least capacity is broken, by the part that has it, and a sixth is not if
+    a request alone is in time; 216 settings are checked.
     """
     monkeypatch.setattr("widgets.disaggregation.state.COUNTED", 24)
     said = Counter()
@@ -90,8 +90,8 @@ def test_the_right_guess_is_what_the_start_shows():
 
 
 def test_the_one_pool_that_two_are_compared_with_has_the_best_budget_of_the_ladder():
-    """No budget of its own choice makes the four that do both better, and a bad one makes them
-    worse than two pools.
+    """No other budget makes the four colocated GPUs better, and a bad one makes them worse than two
+    pools.
     """
     tuned = known()
     assert tuned.both.budget in LADDER
@@ -101,8 +101,8 @@ def test_the_one_pool_that_two_are_compared_with_has_the_best_budget_of_the_ladd
 
 
 def test_the_picture_does_not_answer_the_guess():
-    """The picture before the guess has only one of the two lines, no bar, and no figures of GPUs
-    that do both.
+    """The picture before the guess has only one of the two lines, no bar, and no figures of the
+    colocated GPUs.
     """
     picture = ET.fromstring(widget.figure(known()))
     parents = {child: parent for parent in picture.iter() for child in parent}
@@ -118,7 +118,9 @@ def test_the_picture_does_not_answer_the_guess():
 
 
 def test_rates_that_are_left_out_lie_on_the_line():
-    """Not every rate is run: where as many are in time on both sides, as many are between."""
+    """Not every rate is run: if equally many requests are in time at two rates, as many are at
+    those between.
+    """
     side = list(widget.sweep())[-1].mine
     left_out = [rate for rate in RATES if rate < side.rates[-1] and rate not in side.points]
     assert left_out
@@ -147,7 +149,9 @@ def test_each_challenge_can_be_met_and_by_what_it_is_about(index: int, wrong: di
 
 
 def test_the_slow_link_is_borne_with_room_to_spare():
-    """Not by one request of sixty, which any change of the scheduler could make late."""
+    """The margin is more than one request of sixty, which any change of the scheduler could make
+    late.
+    """
     state = here(**SOLUTIONS[2])
     assert state.mine.share(state.rate) >= 0.95
     assert here(**{**SOLUTIONS[2], "layer_wise": False}).mine.share(state.rate) <= 0.85
@@ -209,7 +213,7 @@ def lesson():
 
 
 def test_the_lessons_own_connector_gives_the_same_points(lesson, monkeypatch: pytest.MonkeyPatch):
-    """Also where engines are short of blocks, and requests are preempted."""
+    """This holds even where engines are short of blocks and requests are preempted."""
     monkeypatch.setattr("widgets.disaggregation.state.COUNTED", 24)
     tight = {"model": "Qwen3-32B", "prompt": 256, "output": 256, "rate": 160.0, "prefill": 3, "decode": 1}
     for knobs in ({}, {"layer_wise": True, "rate": 80.0}, tight):

@@ -39,7 +39,9 @@ FORMS = "MHA ", "GQA ", "MQA "
     ("heads", "kv_heads", "head_dim", "part"), [(3, 3, 64, 1), (6, 2, 80, 1), (14, 2, 80, 7), (17, 1, 32, 17)]
 )
 def test_the_kernel_attends(heads, kv_heads, head_dim, part, device):
-    """Any part of a group in a program gives the same; a request without tokens gets zeros."""
+    """Whatever part of a group a program takes, the result is the same; a request without tokens
+    gets zeros.
+    """
     torch.manual_seed(heads)
     case = report.head_case(heads, kv_heads, head_dim)
     expected = report.one_by_one(lesson.grouped_attention, case)
@@ -57,7 +59,7 @@ def test_the_kernel_attends_to_latents(shape, device):
 
 @pytest.mark.interpreted
 def test_the_kernels_read_the_bytes_that_they_say():
-    """Each program of a group reads keys and values once, and each program with rows a latent
+    """Each program of a group reads keys and values once, and each program with rows reads a latent
     once, without races.
     """
     lengths = (20, 33)
@@ -76,8 +78,8 @@ def test_the_kernels_read_the_bytes_that_they_say():
 
 
 def test_the_kernels_compile():
-    """Llama-3's shape, and DeepSeek's: 16 heads in the rows, latents of 512 + 64, with matrix
-    instructions.
+    """They compile with matrix instructions for Llama-3's shape and DeepSeek's: 16 heads in the
+    rows, latents of 512 + 64.
     """
     numbers, lengths = torch.zeros(4, 128, dtype=torch.bfloat16), torch.zeros(4, dtype=torch.int32)
     tensors = dict.fromkeys(("out", "q", "keys", "values"), numbers)
@@ -113,7 +115,7 @@ def test_grouped_attention_is_that_of_the_engine(heads, kv_heads, queries):
 
 
 def test_the_rule_of_replication_is_the_engines():
-    """The loader's share of the heads is the lesson's, for all numbers that divide."""
+    """The loader gives a rank the lesson's share of the heads, for all numbers that divide."""
     for heads in (1, 2, 4, 8):
         config = ModelConfig.from_dict({**CONFIGS["Qwen/Qwen3-8B"], "num_key_value_heads": heads})
         for tp in (1, 2, 4, 8, 16):
@@ -164,7 +166,7 @@ def test_pooling_takes_the_mean_of_the_heads_that_it_replaces():
 
 
 def test_a_pooled_checkpoint_loads_and_equal_heads_lose_nothing(tmp_path):
-    """Pooling heads that are all alike changes no logit."""
+    """Pooling heads that are all equal changes no logit."""
     alike = pooled_checkpoint(EMBEDDED_MODEL, tmp_path / "one", 1, lesson.pool_heads)
     doubled = pooled_checkpoint(alike, tmp_path / "two", 1, lambda weight, _kv_heads, _into: weight.repeat(2, 1))
     config = json.loads((doubled / "config.json").read_text())
@@ -236,14 +238,14 @@ def test_llama_2s_means_are_those_of_the_row_in_the_notes():
 
 
 def test_the_opening_shows_the_embedded_models_heads():
-    """Its attention weights are those that the model computes, to two digits."""
+    """The figure's attention weights are those that the model computes, to two digits."""
     for computed, shown in zip(opening.computed_weights(), opening.WEIGHTS, strict=True):
         assert computed == pytest.approx(shown, abs=0.006)
     assert len(opening.frames()) == len(opening.CAPTIONS)
 
 
 def test_the_table_of_siblings_is_what_their_training_recorded():
-    """Siblings that keep fewer numbers of a token are no better, by the mean of their seeds."""
+    """Siblings that keep fewer numbers per token are no better, by the mean of their seeds."""
     record = json.loads((REPOSITORY / "benchmarks" / "results" / "attention_siblings.cpu.json").read_text())["figures"]
     siblings = {name: record[f"tiny-python-{name}"] for name in ("mha", "gqa", "mqa", "mla")}
     shown = PAGE.read_text().partition("<!-- siblings -->")[2].splitlines()

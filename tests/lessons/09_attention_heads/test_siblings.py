@@ -70,7 +70,7 @@ def test_a_step_takes_no_less_than_reading_weights_and_keys():
 @pytest.mark.parametrize("heads", [1, 2, 8, 32])
 @pytest.mark.parametrize("tp", [1, 2, 4, 8, 16, 32])
 def test_a_rank_keeps_what_its_query_heads_ask_and_nothing_else(heads: int, tp: int):
-    """Neighbours of 32 query heads share a KV head; rank r has the r-th of `tp` equal parts."""
+    """Neighbours among 32 query heads share a KV head; rank r has the r-th of `tp` equal parts."""
     for rank in range(tp):
         queries = range(rank * 32 // tp, (rank + 1) * 32 // tp)
         assert kv_heads_of_rank(rank, tp, heads) == sorted({query * heads // 32 for query in queries})

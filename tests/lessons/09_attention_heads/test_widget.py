@@ -41,8 +41,8 @@ SETTINGS = [
 
 
 def requests(tp: int, heads: int, latent: int, context: int, model: str, gpu: str, **_) -> float:
-    """Return how many requests fit: the ledger's room for keys and values over the formula's
-    bytes of a token.
+    """Return how many requests fit: the ledger's room for keys and values divided by the formula's
+    bytes per request.
     """
     whole = known_model(model)
     many, layers = whole.num_attention_heads, whole.num_hidden_layers
@@ -94,7 +94,9 @@ def test_no_verdict_contradicts_the_formulas():
 
 
 def test_on_as_many_gpus_as_query_heads_all_kinds_keep_one_head_each():
-    """All hold the same there; until then MHA gains with each doubling, MQA only by its weights."""
+    """All kinds hold the same there; until then MHA gains with each doubling, MQA only by its
+    weights.
+    """
     state = here(kv_heads=64, tensor_parallel_size=64)
     for kind in state.others:
         if not kind.name.startswith("latent"):

@@ -89,8 +89,8 @@ def test_prefill_first_is_the_scheduler_of_v0():
 
 
 def test_no_decode_goes_without_a_token():
-    """Decodes are not scheduled first, but the budget that was left when they were admitted
-    stays theirs.
+    """Decodes are not scheduled first, but they keep the budget that was left when they were
+    admitted.
     """
     steps = behind_a_chunk = 0
     for seed in range(300):
@@ -223,7 +223,7 @@ def test_it_compiles():
 
 
 def test_tiles_by_hand():
-    """A group of 4: a decode has 4 real rows; a chunk of 17 tokens has tiles of 16 tokens and of
+    """A decode in a group of 4 has 4 real rows; a chunk of 17 tokens has tiles of 16 tokens and of
     one.
     """
     work = lesson.tile_work([1, 17], [10, 17], 4, [16, 64])
@@ -269,8 +269,8 @@ def test_the_knee_by_data_sheets():
 
 
 def test_keys_and_experts_move_the_knee():
-    """Follow the text's examples: a step also reads its decodes' caches, and a token uses only
-    some experts.
+    """A step also reads its decodes' caches, and a token uses only some experts, as in the text's
+    examples.
     """
     gpu, llama, deepseek = get_hardware("H100"), known_model("Llama-3.1-8B"), known_model("DeepSeek-V3")
     dense = lesson.knee(gpu.flops_of("bfloat16"), gpu.bandwidth, 2)

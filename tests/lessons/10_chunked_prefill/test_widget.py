@@ -31,7 +31,7 @@ def short_runs(monkeypatch: pytest.MonkeyPatch):
 
 
 def here(**knobs) -> widget.State:
-    """Return the first state that knows the result of the reader's own budget."""
+    """Return the first state that knows the result for the reader's own budget."""
     return next(state for state in widget.sweep(**knobs) if state.known)
 
 
@@ -56,7 +56,7 @@ SETTINGS = [
 
 
 def most_rate(serving: runs.Serving, budget: int) -> float:
-    """Return the requests a second of steps without attention, at the best size."""
+    """Return the maximum requests per second, in steps of the best size and without attention."""
     best = max(size / serving.cost.seconds(StepShape(1, size, size, 0)) for size in range(16, budget + 1, 16))
     return best / statistics.mean(each.total for each in serving.lengths)
 
@@ -76,8 +76,8 @@ def longest_step(serving: runs.Serving, budget: int) -> float:
 
 @pytest.mark.usefixtures("short_runs")
 def test_no_verdict_contradicts_the_formulas():
-    """Check 210 settings: overload and a prompt too slow alone are broken; a gap that no step
-    takes is not a stall.
+    """Check 210 settings: overload, or a prompt too slow when alone, is broken; a gap that no step
+    takes is no stall.
     """
     assert len(SETTINGS) >= 200
     said = Counter()
@@ -299,7 +299,7 @@ def test_what_breaks_is_shaded_with_its_cause():
         "stalls from 8..: tokens over 25 ms apart",
         "too slow: a long prompt takes 85 steps, 574 ms alone",
     ]
-    assert regions(load=60.0, gap=1.0) == ["the queue grows: 60 requests a second arrive, it handles 40.1"]
+    assert regions(load=60.0, gap=1.0) == ["the queue grows: 60 requests/s arrive, but it handles 40.1"]
     assert "does not start: 8K tokens are never cut" in regions(policy="first", budget=16384)
 
 
@@ -351,7 +351,7 @@ WRONG = {
 def test_wrong_caps_are_reported(name: str):
     result = widget.verdict(here(**CAPPED, **WRONG[name]))
     assert result.tone == "broken"
-    assert result.words.startswith("Your functions make other steps")
+    assert result.words.startswith("Your functions build different steps")
 
 
 def endless(*_) -> int:

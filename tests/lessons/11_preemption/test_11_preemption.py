@@ -33,7 +33,7 @@ CPU = torch.device("cpu")
 
 
 def workload(seed: int) -> tuple[list[tuple[str, int, int, int]], dict]:
-    """Draw requests (name, prompt, output, priority) that come at once, and settings with a
+    """Draw requests (name, prompt, output, priority) that arrive together, and settings with a
     small pool.
     """
     draw = random.Random(seed)
@@ -74,7 +74,9 @@ def run_lesson(engine, requests: list[Request]) -> list:
 
 
 def lesson_steps(requests, settings, policy) -> tuple[list, int]:
-    """Return the same for the lesson's engine, and how many tokens it has recomputed."""
+    """Return the lesson engine's schedule and preemptions in each step, and how many tokens it has
+    recomputed.
+    """
     blocks = max(settings["blocks"], -(-28 // settings["size"])) + 1
     engine = lesson.Engine(report.NoModel(blocks, settings["size"]), policy, settings["budget"])
     work = [
@@ -246,8 +248,8 @@ def test_it_compiles():
 
 
 def test_the_published_example():
-    """Llama-3-8B on an H100 takes 32 µs to recompute a token, 2.6 to fetch it; break-even 4 and
-    8 GB/s.
+    """Llama-3-8B on an H100 takes 32 µs to recompute a token and 2.6 to fetch it; break-even is at
+    4 and 8 GB/s.
     """
     parameters, flops, size = 8.03e9, 0.5 * 989e12, 131_072
     again, fetch = lesson.recompute_seconds(1, parameters, flops), lesson.swap_seconds(1, size, 50e9, 1)

@@ -1,4 +1,4 @@
-"""The cost of bringing a request back, by hand and beside published figures."""
+"""The cost of bringing a request back, by hand and compared with published figures."""
 
 import pytest
 
@@ -22,8 +22,8 @@ FREE = Pieces("without a cost of their own", per_layer=False, seconds=0)
 
 
 def test_llama_8b_on_an_h100_by_hand():
-    """2 x 8.03e9 / (0.5 x 989.4e12) = 32.5 µs to recompute a token; 131,072 B / 50 GB/s = 2.62
-    µs to copy it.
+    """A token takes 2 x 8.03e9 / (0.5 x 989.4e12) = 32.5 µs to recompute, and 131,072 B / 50 GB/s =
+    2.62 µs to copy.
     """
     back, both = (Crossover.of(LLAMA, H100, PCIE5, FREE, directions) for directions in (1, 2))
     assert back.recompute == both.recompute == pytest.approx(2 * 8.03e9 / (0.5 * 989.4e12), rel=1e-3)
@@ -37,7 +37,9 @@ def test_llama_8b_on_an_h100_by_hand():
     [("Llama-3.1-8B", 32, 2), ("Llama-3.2-1B", 16, 0.5), ("Qwen3-0.6B", 32, 1.75), ("Qwen2.5-7B", 16, 0.875)],
 )
 def test_pieces_are_as_large_as_published(name: str, kib: float, mib: float):
-    """The old and the new block size of vLLM's blog of 2026-01-08, for blocks of 16 tokens."""
+    """The sizes are those of the old and the new block in vLLM's blog of 2026-01-08, for blocks of
+    16 tokens.
+    """
     model = known_model(name)
     assert SMALL.bytes_of_copy(model) == kib * 2**10
     assert LARGE.bytes_of_copy(model) == mib * 2**20
@@ -88,8 +90,8 @@ def test_the_crossover_is_where_the_formula_says(gpu: str, name: str, directions
     ("call", "message"),
     [
         (lambda: break_even_bandwidth(LLAMA, H100, 3), "directions"),
-        (lambda: recompute_seconds(LLAMA, H100, -1), "0 tokens or more"),
-        (lambda: LARGE.bytes_of_copy(LLAMA, 0), "a block has"),
+        (lambda: recompute_seconds(LLAMA, H100, -1), "tokens must be 0 or more"),
+        (lambda: LARGE.bytes_of_copy(LLAMA, 0), "block_size must be"),
         (lambda: Pieces("x", per_layer=True, seconds=-1), "seconds"),
         (lambda: recompute_seconds(LLAMA, get_hardware("T4"), 10), "bfloat16"),
     ],

@@ -1,4 +1,4 @@
-"""Recomputed tokens beside the published table: the same shape, and no token is lost or
+"""Recomputed tokens compared with the published table: the same shape, and no token is lost or
 invented.
 """
 

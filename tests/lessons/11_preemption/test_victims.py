@@ -41,8 +41,8 @@ def step(scheduler: Scheduler) -> tuple[int, set[str]]:
 
 
 def first_victim(victim: str, policy: str = "fcfs") -> str:
-    """Return which of three requests is preempted first: a has most tokens to come, b most
-    blocks, c fewest to come.
+    """Return which of three requests is preempted first: a has the most tokens left, b the most
+    blocks, c the fewest tokens left.
     """
     scheduler = scheduler_with(victim, 8, policy=policy)
     for name, prompt, answer, priority in (("a", 4, 24, 1), ("b", 14, 9, 2), ("c", 8, 6, 0)):
@@ -122,5 +122,5 @@ def test_a_swap_copies_the_blocks_of_what_was_computed():
 
 
 def test_an_unknown_rule_is_refused():
-    with pytest.raises(MinivllmError, match="victim is one of last in"):
+    with pytest.raises(MinivllmError, match="victim must be one of last in"):
         victim_rule("random")

@@ -33,7 +33,7 @@ def short_runs(monkeypatch: pytest.MonkeyPatch):
 
 
 def here(**knobs) -> widget.State:
-    """Return the first state that knows the result of the reader's own pool."""
+    """Return the first state that knows the result for the reader's own pool."""
     return next(state for state in widget.sweep(**knobs) if state.known)
 
 
@@ -64,7 +64,7 @@ SETTINGS = [
 
 
 def swap_by_hand(state: widget.State) -> tuple[float, float]:
-    """Return the seconds for each token to recompute it, and to copy it out and back."""
+    """Return the seconds per token to recompute it, and to copy it out and back."""
     serving = state.serving
     recompute = 2 * num_parameters(serving.model) / (0.5 * serving.gpu.flops_of("bfloat16"))
     each = kv_bytes_per_token(serving.model)
@@ -303,7 +303,7 @@ def test_what_breaks_is_shaded_with_its_cause():
         return [part.get("data-broken", "") for part in drawn.iter() if part.get("data-broken")]
 
     assert regions(swept()) == [
-        "full: 14 requests a second arrive, it handles 12.5",
+        "full: 14 requests/s arrive, but it handles 12.5",
         "thrashing",
         "swapping costs more than recomputing",
     ]
@@ -349,7 +349,7 @@ def test_the_right_victim_changes_nothing(rule: str):
 def test_another_victim_is_reported(rule: str):
     result = widget.verdict(here(rule=rule, pool=8192, load=30.0, victim=lambda running, policy: running[0]))
     assert result.tone == "broken"
-    assert result.words.startswith("Your function picks other victims")
+    assert result.words.startswith("Your function picks different victims")
 
 
 def endless(*_):

@@ -112,7 +112,7 @@ def test_the_groups_are_the_engines():
 
 @pytest.mark.interpreted
 def test_the_engines_kernels_stop_at_a_slots_own_rank_and_the_lessons_do_not():
-    """The ranks after 3 of 8 hold NaN, which shows if they are read."""
+    """The ranks beyond a slot's 3 of 8 hold NaN, which shows if they are read."""
     case = report.lora_case([0, 1, 0], 8, 16, 16, torch.float32)
     case["a"][:, 3:], case["b"][:, :, 3:] = math.nan, math.nan
     x, a, b, slots = (case[key] for key in ("x", "a", "b", "token_slots"))
@@ -134,7 +134,9 @@ def outcome(slots, action: str, adapter: int) -> object:
 
 
 def test_slots_are_the_engines():
-    """Random activations, removals and pins: the same adapter in each slot, the same refusals."""
+    """Random activations, removals and pins give the same adapter in each slot, and the same
+    refusals.
+    """
     refused = 0
     for seed in range(40):
         draw, size = random.Random(seed), 1 + seed % 4
@@ -224,7 +226,7 @@ def test_what_leaves_the_host_leaves_its_slot():
         (lambda *_: None, "your admit returns None"),
         (lambda running, waiting, *_: [len(waiting)], "a list of indices into"),
         (lambda running, waiting, *_: [0, 0], "seats for"),
-        (lambda running, waiting, *_: list(range(len(waiting))), "different adapters run, and there are 1 slots"),
+        (lambda running, waiting, *_: list(range(len(waiting))), "different adapters run, but there are 1 slots"),
     ],
 )
 def test_a_gate_that_cannot_be_is_one_line(admit, about):

@@ -1,4 +1,4 @@
-"""Traffic of many adapters and its cost, compared with draws, with the real slots, and with
+"""The traffic of many adapters and its cost, compared with draws, with the real slots, and with
 counts by hand.
 """
 
@@ -101,7 +101,7 @@ def test_waits_are_short_with_a_slot_for_each_adapter_in_use():
 
 
 class Flat:
-    """Let a step without adapters take 5 ms."""
+    """A cost model in which a step without adapters takes 5 ms."""
 
     def seconds(self, shape: StepShape) -> float:
         return 0.005

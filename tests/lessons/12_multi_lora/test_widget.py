@@ -33,7 +33,7 @@ def short_runs(monkeypatch: pytest.MonkeyPatch):
 
 
 def here(**knobs) -> widget.State:
-    """Return the first state that knows the result of the reader's own slots."""
+    """Return the first state that knows the result for the reader's own slots."""
     return next(state for state in widget.sweep(**knobs) if state.known)
 
 
@@ -62,7 +62,9 @@ def slot_bytes(rank: int) -> int:
 
 
 def starts(slots: int, rank: int, max_rank: int, gpu: str) -> bool:
-    """Return whether the slots, one request's blocks and the null block fit beside the weights."""
+    """Return whether the slots, one request's blocks and the null block fit in memory beside the
+    weights.
+    """
     if rank > max_rank:
         return False
     free = memory_ledger(
@@ -75,7 +77,9 @@ def starts(slots: int, rank: int, max_rank: int, gpu: str) -> bool:
 
 @cache
 def at_once(adapters: int, skew: float, rank: int, max_rank: int, load: float, gpu: str) -> float:
-    """Return the requests at once as the fixed point of Little's law and a step's time."""
+    """Return the number of concurrent requests as the fixed point of Little's law and a step's
+    time.
+    """
     serving = runs.experiment("Llama-3.1-8B", gpu, adapters, skew, rank, max_rank, load).serving
     batch = 1.0
     for _ in range(40):
@@ -322,7 +326,7 @@ def head_of_line(running, waiting, max_loras, seats) -> list[int]:
 
 
 class FirstInFirstOut(AdapterSlots):
-    """Forget to mark an adapter as used last."""
+    """Slots that do not mark an adapter as most recently used."""
 
     def activate(self, lora_id: int) -> int:
         return self.slots.index(lora_id) if lora_id in self else super().activate(lora_id)
@@ -345,7 +349,7 @@ def test_wrong_parts_are_reported(own: dict, slots: int):
 
 
 class Nowhere(AdapterSlots):
-    """Return a slot that holds another adapter."""
+    """Slots that return the index of a slot that does not hold the adapter."""
 
     def activate(self, lora_id: int) -> int:
         super().activate(lora_id)

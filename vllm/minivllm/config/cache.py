@@ -22,8 +22,8 @@ name of the dtype.
 class CacheConfig:
     """The block pool: `num_gpu_blocks` blocks of `block_size` tokens, including the null block.
 
-    - `enable_prefix_caching`: keep the blocks of what was computed, and take them for prompts that
-      begin alike.
+    - `enable_prefix_caching`: keep the blocks that were computed, and reuse them for prompts that
+      begin with the same tokens.
     """
 
     num_gpu_blocks: int

@@ -1,10 +1,10 @@
 """The models that cache the key and value of every token in every layer, and the layers of others
 that do not.
 
-Only for the former does one formula give the bytes per token, and only they are run. State-space
-layers keep one state, however long the sequence; sliding-window layers forget old tokens; some
-layers share another layer's cache, and some keep a second one. Such models are listed here with the
-reason, so that nothing counts their cache as if it were an ordinary one.
+Only for the former does one formula give the bytes per token, and only those models can run.
+State-space layers keep one state, however long the sequence; sliding-window layers forget old
+tokens; some layers share another layer's cache, and some keep a second one. Such models are listed
+here with the reason, so that nothing counts their cache as if it were an ordinary one.
 
 In vLLM: `vllm/v1/kv_cache_interface.py`, where each layer kind has its own spec
 (`FullAttentionSpec`, `SlidingWindowSpec`, `MambaSpec`, ...).
@@ -31,7 +31,7 @@ WINDOW = "some of its layers keep only the tokens inside a window"
 SHARED = "some of its layers use the cache of another layer"
 SECOND = "its layers keep a second cache beside keys and values"
 CROSS = "its decoder also keeps the keys and values of another input (cross-attention)"
-UNEQUAL = "its layers differ in heads, so that no one figure holds for all of them"
+UNEQUAL = "its layers differ in heads, so no single figure holds for all of them"
 
 OTHER_TYPES = {
     **dict.fromkeys((
@@ -136,7 +136,8 @@ def window_of_layers(hf_config: Mapping[str, Any], num_hidden_layers: int) -> tu
 
 
 def counted_layer_types(hf_config: Mapping[str, Any], num_hidden_layers: int) -> tuple[str, ...] | None:
-    """Return the kind of each layer with a cache of its own, or None if one of them is not counted.
+    """Return the kind of each layer with a cache of its own, or None if any of these kinds cannot
+    be counted.
 
     The last `num_kv_shared_layers` layers (Gemma 3n and 4) use the cache of another layer.
     """

@@ -17,22 +17,23 @@ typing error.
 
 
 def require(holds: bool, message: str, parameter: str | None = None) -> None:
-    """Raise a `MinivllmError` with this message, about this parameter, unless `holds`."""
+    """Raise a `MinivllmError` with this message, about this parameter, unless `holds` is true."""
     if not holds:
         raise MinivllmError(message, parameter)
 
 
 def refuse_unknown(what: str, given: Iterable[str], known: Iterable[str], listed: str = "") -> None:
-    """Raise for the first name that is not known, such as `what` "SamplingParams has no argument".
+    """Raise for the first name that is not known, with a message that starts with `what`, such as
+    "SamplingParams has no argument".
 
-    The message ends with the nearest known name or, if none is near, with `listed`; by default it
-    lists them itself.
+    The message ends with the nearest known name or, if none is near, with `listed`, by default a
+    list of the known names.
     """
     names = list(known)
     for name in given:
         if name not in names:
             near = difflib.get_close_matches(str(name), names, n=1, cutoff=NEAR)
-            hint = f"did you mean {near[0]!r}?" if near else listed or f"there are: {', '.join(names)}"
+            hint = f"did you mean {near[0]!r}?" if near else listed or f"known: {', '.join(names)}"
             raise MinivllmError(f"{what} {name!r}; {hint}")
 
 
@@ -42,7 +43,7 @@ def checked_arguments(settings: Settings) -> Settings:
     """
     make = settings.__init__
     known = [field.name for field in fields(settings)]
-    listed = f"help(minivllm.{settings.__name__}) lists those there are"
+    listed = f"help(minivllm.{settings.__name__}) lists the arguments"
 
     @functools.wraps(make)
     def __init__(self: Any, *args: Any, **given: Any) -> None:
@@ -63,9 +64,9 @@ def require_flags(settings: object, *names: str) -> None:
 
 
 def require_choice(name: str, value: object, choices: Iterable[str | None]) -> None:
-    """Raise unless the value is one of these choices, of which None stands for the default."""
+    """Raise unless the value is one of these choices, where None stands for the default."""
     choices = tuple(choices)  # a dictionary would fail for a value that has no hash
-    require(value in choices, f"unknown {name} {value!r}; known are {', '.join(filter(None, choices))}")
+    require(value in choices, f"unknown {name} {value!r}; use one of {', '.join(filter(None, choices))}")
 
 
 def require_counts(settings: object, least: int, *names: str, may_be_none: bool = False) -> None:
@@ -113,5 +114,5 @@ def encodable(text: str, name: str) -> str:
         text.encode()
     except UnicodeEncodeError as error:
         broken = f"half a character ({text[error.start]!r} at {error.start})"
-        raise MinivllmError(f"{name} is not a text: it has {broken}, as a wrongly decoded file has") from None
+        raise MinivllmError(f"{name} is not valid text: it has {broken}, as in a wrongly decoded file") from None
     return text

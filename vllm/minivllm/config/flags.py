@@ -1,4 +1,4 @@
-"""Command-line flags from a dataclass of settings; their words are those of its docstring.
+"""Command-line flags from a dataclass of settings; the help texts are taken from its docstring.
 
 In vLLM v0.33.0: `vllm/utils/argparse_utils.py` (`FlexibleArgumentParser`), `get_kwargs` in
 `vllm/engine/arg_utils.py`.
@@ -23,7 +23,7 @@ DEFINED = re.compile(r"(?:^|(?<=[.)] ))((?:`\w+`(?:, | and )?)+): ")
 
 
 class HelpFormatter(argparse.HelpFormatter):
-    """Shows defaults that say something."""
+    """A help formatter that shows only the defaults that are informative."""
 
     def _get_help_string(self, action: argparse.Action) -> str:
         words = action.help or ""
@@ -32,29 +32,27 @@ class HelpFormatter(argparse.HelpFormatter):
 
 
 class FlexibleArgumentParser(argparse.ArgumentParser):
-    """The parser of vLLM's. Flags may have underscores or dashes.
+    """An argument parser like vLLM's. Flags may have underscores or dashes.
 
-    What a flag takes as JSON may be given by parts: `--speculative-config.method ngram`.
+    The value of a JSON flag may be given in parts: `--speculative-config.method ngram`.
     """
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse arguments as argparse does, but read the underscores of an unknown flag as
-        dashes.
-        """
+        """Parse arguments like argparse, but read the underscores of an unknown flag as dashes."""
         arguments = [self._known_spelling(arg) for arg in (sys.argv[1:] if args is None else args)]
         return super().parse_known_args(self._joined(arguments), namespace)
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse arguments as argparse does; the error for an unknown flag names the nearest
-        known one.
-        """
+        """Parse arguments like argparse; the error for an unknown flag names the nearest known one."""
         parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
             self.refuse(unknown[0])
         return parsed
 
     def refuse(self, flag: str) -> NoReturn:
-        """Say that there is no such flag, and which is nearest, or where they are listed."""
+        """Exit with the error that there is no such flag, and a hint: the nearest flag, or where
+        all are listed.
+        """
         near = difflib.get_close_matches(flag.partition("=")[0], self._option_string_actions, n=1, cutoff=NEAR)
         hint = f"did you mean {near[0]}?" if near else f"{self.prog} --help lists them all"
         self.error(f"unrecognized argument {flag}; {hint}")
@@ -67,8 +65,8 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
         return flag.replace("_", "-") + equals + value
 
     def _joined(self, args: Sequence[str]) -> list[str]:
-        """Return the arguments with all `--flag.part` of a flag joined to one JSON value, added
-        to the flag's own.
+        """Return the arguments with all `--flag.part` of a flag merged into one JSON value, on top
+        of the flag's own.
         """
         kept: list[str] = []
         parts: dict[str, dict[str, Any]] = {}
@@ -90,8 +88,8 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
         return kept
 
     def _taken_out(self, args: list[str], flag: str) -> dict[str, Any]:
-        """Remove the flag with its JSON from the arguments, and return that; {} where it is not
-        there.
+        """Remove the flag and its JSON value from the arguments, and return the value; {} if the
+        flag is absent.
         """
         for index, arg in enumerate(args):
             name, equals, value = arg.partition("=")
@@ -104,7 +102,7 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
 
 
 def words_of(settings: type) -> dict[str, str]:
-    """Return what the list in a dataclass's docstring says of each field, as plain text."""
+    """Return the description of each field from the list in a dataclass's docstring, as plain text."""
     found: dict[str, str] = {}
     # Each bullet of the docstring; what stands before the first one is prose.
     for item in re.split(r"^- ", inspect.getdoc(settings) or "", flags=re.MULTILINE)[1:]:
@@ -129,12 +127,12 @@ def add_flags(
 
     Args:
         parser: gets the flags.
-        settings: a dataclass; its docstring has the flags' words.
-        groups: titles, and the fields below each.
+        settings: a dataclass; its docstring has the flags' help texts.
+        groups: titles, and the fields under each.
         left_out: fields that are not flags.
         with_defaults: a flag that is not given has the field's default in the namespace; otherwise
             it is not there.
-        further_words: of fields that the docstring does not mention.
+        further_words: help texts of fields that the docstring does not mention.
     """
     hints, by_name = get_type_hints(settings), {field.name: field for field in fields(settings)}
     words = {**(further_words or {}), **words_of(settings)}
@@ -151,7 +149,7 @@ def add_flags(
 
 
 def value_of(text: str) -> Any:
-    """Return the value of a flag whose type is not known: JSON, or else the text itself."""
+    """Return the value of a flag of unknown type: parsed as JSON, or else the text itself."""
     try:
         return json.loads(text)
     except ValueError:
@@ -159,7 +157,7 @@ def value_of(text: str) -> Any:
 
 
 def json_of(text: str) -> Any:
-    """Return the value of a flag that is JSON; argparse says what is wrong with it."""
+    """Return the parsed value of a JSON flag; argparse reports an error if it is not JSON."""
     try:
         return json.loads(text)
     except ValueError:

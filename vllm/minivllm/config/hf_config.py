@@ -1,8 +1,8 @@
 """Read the shape of a model from its `config.json`, however its family spells it.
 
-Configs of different families name the same field differently, leave out what is their family's
-default, and put the language model's part of a multimodal model into a nested config. What comes
-out here are the fields of `config.model.ModelConfig`.
+Configs of different families name the same field differently, omit their family's defaults, and put
+the language model's part of a multimodal model into a nested config. The result here is always the
+same: the fields of `config.model.ModelConfig`.
 
 In vLLM: `vllm/transformers_utils/model_arch_config_convertor.py`.
 """
@@ -87,7 +87,7 @@ ARCHITECTURES = {
 
 
 def model_fields(hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of `ModelConfig` that the contents of a `config.json` say.
+    """Return the fields of `ModelConfig` from the contents of a `config.json`.
 
     Raises:
         MinivllmError: a required field is missing or invalid; the message names it.
@@ -162,8 +162,8 @@ def _check_kinds(hf: Mapping[str, Any]) -> None:
 
 
 def _count(hf: Mapping[str, Any], name: str, default: int = 0) -> int:
-    """Return an optional count: `default` if the config lacks it, an error if it is not a
-    positive integer.
+    """Return an optional count: `default` if the config lacks it. Raise if it is not a positive
+    integer.
     """
     value: Any = hf.get(name)
     if isinstance(value, list | tuple) and len(set(map(str, value))) == 1:  # the same number for each layer
@@ -177,9 +177,7 @@ def _count(hf: Mapping[str, Any], name: str, default: int = 0) -> int:
 
 
 def _positive(hf: Mapping[str, Any], name: str, default: float) -> float:
-    """Return an optional number: `default` if the config lacks it, an error if it is not above
-    0.
-    """
+    """Return an optional number: `default` if the config lacks it. Raise if it is not above 0."""
     value = hf.get(name)
     if value is None:
         return default
@@ -231,15 +229,13 @@ def _attention_shape(hf: Mapping[str, Any], exception: str | None) -> dict[str, 
 
 
 def _gpt2_mlp(hf: Mapping[str, Any]) -> int:
-    """Return the width of GPT-2's MLP: four times the hidden size, which its config does not
-    say.
-    """
+    """Return the width of GPT-2's MLP: four times the hidden size, which its config does not state."""
     return 4 * _count(hf, "hidden_size") if hf.get("model_type") == "gpt2" else 0
 
 
 def _kv_heads(hf: Mapping[str, Any], heads: int) -> int:
-    """Return the number of KV heads: one if `multi_query` is on (Falcon), and by default as many
-    as query heads.
+    """Return the number of KV heads: one if `multi_query` is on (Falcon); by default the number of
+    query heads.
     """
     if hf.get("multi_query") and not hf.get("new_decoder_architecture"):
         return 1
@@ -267,7 +263,7 @@ def _rope(hf: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
 
 
 def _biases(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Return which biases and norms there are: Qwen2's biases are implied by its type, other
+    """Return which biases and norms the model has: Qwen2's biases are implied by its type, other
     configs state theirs.
     """
     family = hf.get("model_type") or ""
@@ -291,8 +287,8 @@ def _other_computation(hf: Mapping[str, Any]) -> str | None:
 
 
 def _experts(hf: Mapping[str, Any], layers: int) -> dict[str, Any]:
-    """Return the experts, if any layer has them: DeepSeek's first layers have none, and that may
-    be all of them.
+    """Return the experts, if any layer has them: DeepSeek's first layers are dense, and may be all
+    of its layers.
     """
     experts = _count(hf, "num_experts")
     # Zero is valid here, and `_count` refuses it.
@@ -323,12 +319,12 @@ def _dtype(hf: Mapping[str, Any]) -> str:
 def _token_ids(value: Any) -> tuple[int, ...]:
     ids = value if isinstance(value, list | tuple) else [] if value is None else [value]
     if any(isinstance(token, bool) or not isinstance(token, int) for token in ids):
-        raise MinivllmError(f"the model config's 'eos_token_id' must be a token id or several, not {value!r}")
+        raise MinivllmError(f"the model config's 'eos_token_id' must be a token id or a list of them, not {value!r}")
     return tuple(ids)
 
 
 def _checkpoint_kv_dtype(quantization: Any) -> str | None:
-    """Return the KV-cache dtype that a quantized checkpoint asks for (ModelOpt,
+    """Return the KV-cache dtype that a quantized checkpoint specifies (ModelOpt,
     compressed-tensors), or None.
     """
     if not isinstance(quantization, Mapping):

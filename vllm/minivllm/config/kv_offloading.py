@@ -18,7 +18,7 @@ OFFLOADING_BACKENDS = ("native",)
 
 
 def check_offloading(size: Any, backend: Any) -> None:
-    """Reject what cannot be.
+    """Reject an invalid size or backend.
 
     Raises:
         MinivllmError: the size is not above 0, or the backend is not this engine's own.
@@ -36,12 +36,13 @@ def check_offloading(size: Any, backend: Any) -> None:
 def with_offloading(
     transfer: "Mapping[str, Any] | KVTransferConfig | None", size: float | None
 ) -> KVTransferConfig | None:
-    """Return the connector of an engine: that of `kv_transfer_config`, or the tier.
+    """Return the connector settings of an engine: those of `kv_transfer_config`, or those of the
+    tier.
 
-    A `kv_transfer_config` without a connector, or with the tier's, has further options of the tier.
+    A `kv_transfer_config` without a connector, or with the tier's, sets further options of the tier.
 
     Raises:
-        MinivllmError: as `KVTransferConfig.of`, or both a tier and another connector are set.
+        MinivllmError: the same as `KVTransferConfig.of`, or both a tier and another connector are set.
     """
     if size is None:
         return KVTransferConfig.of(transfer)
@@ -60,5 +61,5 @@ def with_offloading(
 
 
 def is_tier(transfer: KVTransferConfig | None) -> bool:
-    """Return whether it is a tier of the engine's own cache."""
+    """Return whether this connector is a tier of the engine's own cache."""
     return transfer is not None and transfer.kv_connector in OFFLOADING_CONNECTORS

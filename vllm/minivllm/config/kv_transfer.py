@@ -17,7 +17,7 @@ KV_LOAD_FAILURE_POLICIES = ("fail", "recompute")
 
 
 def _is_unicode(value: Any) -> bool:
-    """Return whether all strings can be encoded: JSON can also write half of a surrogate pair."""
+    """Return whether all strings can be encoded: JSON can also contain half of a surrogate pair."""
     try:
         json.dumps(value, ensure_ascii=False, default=str).encode()
     except UnicodeEncodeError:
@@ -36,8 +36,8 @@ class KVTransferConfig:
       "kv_both" does both.
     - `kv_buffer_device`: where a connector that copies keeps its buffer, "cpu" or "cuda"; None:
       where the cache is.
-    - `kv_connector_extra_config`: what only this connector reads.
-    - `kv_load_failure_policy`: what becomes of a request whose keys and values did not arrive.
+    - `kv_connector_extra_config`: settings that only this connector reads.
+    - `kv_load_failure_policy`: what happens to a request whose keys and values did not arrive.
       "fail" ends it with an error, "recompute" computes them here.
     """
 
@@ -80,24 +80,24 @@ class KVTransferConfig:
         )
         require(
             _is_unicode((self.engine_id, self.kv_connector_extra_config)),
-            "engine_id or kv_connector_extra_config has half of a character that has two, which cannot be sent",
+            "engine_id or kv_connector_extra_config has half of a surrogate pair, which cannot be sent",
         )
 
     @property
     def is_kv_producer(self) -> bool:
-        """Return whether it gives keys and values away."""
+        """Whether this engine gives keys and values away."""
         return self.kv_role in ("kv_producer", "kv_both")
 
     @property
     def is_kv_consumer(self) -> bool:
-        """Return whether it takes keys and values from others."""
+        """Whether this engine takes keys and values from others."""
         return self.kv_role in ("kv_consumer", "kv_both")
 
     @property
     def recomputes(self) -> bool:
-        """Return whether what did not arrive is computed here."""
+        """Whether keys and values that did not arrive are computed here."""
         return self.kv_load_failure_policy == "recompute"
 
     def get_from_extra_config(self, key: str, default: Any = None) -> Any:
-        """Return what `kv_connector_extra_config` says of this key."""
+        """Return the entry of `kv_connector_extra_config` under this key, or the default."""
         return self.kv_connector_extra_config.get(key, default)

@@ -12,12 +12,12 @@ LORA_DTYPES = ("auto", "float32", "float16", "bfloat16")
 class LoRAConfig:
     """Limits on how many adapters an engine serves at once, and how large they may be.
 
-    - `max_loras`: slots on the device: the most adapters in one step. Each has room for
+    - `max_loras`: slots on the device: the maximum adapters in one step. Each has room for
       `max_lora_rank` in every linear inside the layers, whatever is loaded into it.
     - `max_lora_rank`: the largest rank, one of `MAX_LORA_RANKS`.
     - `max_cpu_loras`: adapters kept in host memory, least recently used ones forgotten first; None:
       `max_loras`.
-    - `lora_dtype`: of the adapters' weights; "auto" is the model's.
+    - `lora_dtype`: dtype of the adapters' weights; "auto" is the model's.
     """
 
     max_loras: int = 1
@@ -42,5 +42,5 @@ class LoRAConfig:
 
     @property
     def capacity(self) -> int:
-        """Return the most adapters in host memory."""
+        """The maximum number of adapters in host memory."""
         return self.max_loras if self.max_cpu_loras is None else self.max_cpu_loras

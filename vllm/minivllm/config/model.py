@@ -27,8 +27,8 @@ EMBEDDED_SIBLINGS = {kind: MODELS / f"tiny-python-{kind}" for kind in ("mha", "g
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The shape of a model, for the decoder and the memory arithmetic. Zero: the config does not
-    say.
+    """The shape of a model, for the decoder and the memory arithmetic. Zero means that the config
+    does not state the value.
     """
 
     num_hidden_layers: int
@@ -117,28 +117,26 @@ class ModelConfig:
 
     @property
     def rotary_dim(self) -> int:
-        """Return how many numbers of a head are rotated: all, or with a latent cache the part
-        kept beside it.
+        """How many elements of a head are rotated: all of them, or with a latent cache only the
+        part kept beside it.
         """
         return self.head_dim if self.kv_lora_rank is None else self.qk_rope_head_dim or 0
 
     @property
     def latent_width(self) -> int:
-        """Return how many numbers a token leaves in one layer's latent cache; 0 for ordinary
-        attention.
-        """
+        """How many elements a token adds to one layer's latent cache; 0 for ordinary attention."""
         return 0 if self.kv_lora_rank is None else self.kv_lora_rank + self.rotary_dim
 
     @classmethod
     def from_dict(cls, hf_config: Mapping[str, Any]) -> "ModelConfig":
-        """Read the contents of a `config.json`, in the old style or that of transformers 5, nested
-        text configs too.
+        """Read the contents of a `config.json`, in the old style or that of transformers 5,
+        including nested text configs.
 
         Raises:
             MinivllmError: a required field is missing or invalid; the message names it.
         """
         if not isinstance(hf_config, Mapping):
-            raise MinivllmError(f"a model config is a mapping of names to values, not {type(hf_config).__name__}")
+            raise MinivllmError(f"a model config must be a mapping of names to values, not {type(hf_config).__name__}")
         return cls(**model_fields(hf_config))
 
     @classmethod

@@ -26,8 +26,8 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def checkpoint_bytes(directory: Path) -> int | None:
-    """Return the bytes of the tensors in a directory's safetensors files, or None without such
-    files.
+    """Return the total size of the tensors in a directory's safetensors files in bytes, or None
+    without such files.
     """
     # Large checkpoints have several files, and their index knows the total.
     index = directory / "model.safetensors.index.json"
@@ -42,8 +42,8 @@ def checkpoint_bytes(directory: Path) -> int | None:
 
 
 def config_path(path_or_name: str | Path) -> Path:
-    """Return the `config.json` of a local model directory (or that file itself), else of a model on
-    the Hub.
+    """Return the path of a local model directory's `config.json` (or of that file itself), else the
+    one of a model on the Hub.
 
     Raises:
         MinivllmError: there is no such local file, and no model of that name can be fetched.
@@ -62,7 +62,7 @@ def config_path(path_or_name: str | Path) -> Path:
 
 
 def local_path(path_or_name: str | Path) -> Path:
-    """Return the local path that this name would have; it need not exist.
+    """Return the local path for this name; it need not exist.
 
     Raises:
         MinivllmError: the name is not a valid path.

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """Parts that take the place of the engine's own; None leaves a part as it is.
+    """Parts that replace the engine's own; None keeps the engine's own part.
 
     - `policy`: the scheduler's rules, a `core.policy.SchedulingPolicy`; the pool and the hash of
       its blocks, too.
@@ -49,7 +49,7 @@ class Parts:
       `engine.async_llm.RequestOutputCollector`.
     - `stop_strings`: called with the list of stop strings, once for each request that has any:
       `push(text)` returns (the text to show, the stop string that ended it or None), `flush()` what
-      was held back; see `engine.detokenizer.DetokenizerOfParts`.
+      was held back. See `engine.detokenizer.DetokenizerOfParts`.
     - `until_disconnected`: called as `entrypoints.openai.stream.until_disconnected(work,
       disconnected)`.
     """
@@ -71,20 +71,18 @@ class Parts:
 
     @property
     def replaced(self) -> dict[str, Callable[..., Any]]:
-        """Return the parts that are replaced, by name, except for the policy."""
+        """The parts that are replaced, by name, except for the policy."""
         parts = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "policy"}
         return {name: part for name, part in parts.items() if part is not None}
 
     @property
     def names(self) -> list[str]:
-        """Return the names of the parts and rules that are replaced."""
+        """The names of the parts and rules that are replaced."""
         return [*(self.policy.replaced if self.policy else ()), *self.replaced]
 
     @property
     def names_in_core(self) -> list[str]:
-        """Return the names of replaced parts that belong to the engine's core, not to its front
-        end.
-        """
+        """The names of replaced parts that belong to the engine's core, not to its front end."""
         return [name for name in self.names if name not in FRONT_END]
 
 

@@ -15,8 +15,8 @@ class ProfilerConfig:
 
     - `profiler`: "torch", or None for none. `torch_profiler_dir`: the folder for the traces.
     - `torch_profiler_with_stack`, `…_record_shapes`, `…_with_memory`, `…_with_flops`: what is
-      recorded of each operation. `torch_profiler_use_gzip`: compress the trace.
-    - `delay_iterations`: steps after the start that are left out. `max_iterations`: the most that
+      recorded for each operation. `torch_profiler_use_gzip`: compress the trace.
+    - `delay_iterations`: steps to skip after the start. `max_iterations`: the maximum that
       are recorded; 0: all until the end.
     """
 
@@ -41,8 +41,8 @@ class ProfilerConfig:
 
     @classmethod
     def of(cls, value: "Mapping[str, Any] | ProfilerConfig | None") -> "ProfilerConfig | None":
-        """Return the config that a dictionary, a config or None stands for; None if nothing is to
-        be recorded.
+        """Return the config for a dictionary, a config or None; return None if nothing is to be
+        recorded.
 
         Raises:
             MinivllmError: an entry is invalid.

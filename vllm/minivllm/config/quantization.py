@@ -1,4 +1,4 @@
-"""The integer formats of weights that are quantized at load time. `kernels/packed_weights.py`
+"""The integer formats for weights that are quantized at load time. `kernels/packed_weights.py`
 explains them.
 """
 

@@ -13,11 +13,11 @@ POLICIES = ("fcfs", "priority")
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerConfig:
-    """Settings by which requests share the steps of the engine. Lengths are in tokens.
+    """Settings of how requests share the engine's steps. Lengths are in tokens.
 
     - `max_num_batched_tokens`: the token budget of a step. vLLM rejects a budget below
       `max_num_seqs`; here it is allowed, so that you can see what happens.
-    - `long_prefill_token_threshold`: the most tokens of one request per step, unless it is the only
+    - `long_prefill_token_threshold`: maximum tokens of one request per step, unless it is the only
       request; 0 = off. `long_prefill_token_threshold_adaptive`: this limit is at least a fair share
       of the budget.
     - `policy`: "fcfs" or "priority" (a lower value of `Request.priority` goes first).
@@ -28,7 +28,7 @@ class SchedulerConfig:
     - `watermark`: fraction of the pool, from 0 up to 1, that admissions leave free while any
       request is running.
     - `max_loras`: how many LoRA adapters may run at once; 0 = no request may name one.
-    - `drafting`: what to know of speculation, if there is any.
+    - `drafting`: the scheduler's part of the speculation settings, if any.
     - `async_scheduling`: schedule a step while the one before it is computed.
     - `static_batching`: admit only into an empty batch, as before continuous batching. Not in vLLM.
     """
@@ -49,8 +49,8 @@ class SchedulerConfig:
 
     @property
     def num_extra_tokens(self) -> int:
-        """Return the most slots that a request may need beyond its tokens: lookahead, and each
-        step's drafts.
+        """The maximum number of slots that a request may need beyond its tokens: lookahead, and the
+        drafts of each step.
         """
         # With two steps in flight, the drafts of both may need slots.
         steps = 2 if self.async_scheduling else 1
@@ -71,7 +71,7 @@ class SchedulerConfig:
         require_choice("policy", self.policy, POLICIES)
         require(
             is_number(self.watermark) and 0.0 <= self.watermark < 1.0,
-            f"watermark is {self.watermark!r}; it is a share from 0 up to 1, exclusive",
+            f"watermark is {self.watermark!r}; it must be a fraction from 0 up to 1, exclusive",
         )
         require_flags(self, "enable_chunked_prefill", "scheduler_reserve_full_isl")
         require_flags(self, "async_scheduling", "static_batching", "long_prefill_token_threshold_adaptive")

@@ -19,7 +19,7 @@ DEFAULT_LOOKUP = 5
 
 @dataclass(frozen=True, kw_only=True)
 class SpeculativeConfig:
-    """Settings of speculation: the method of drafting, and the number of tokens.
+    """Settings of speculative decoding: the method of drafting, and the number of tokens.
 
     - `method`: "ngram" finds an earlier occurrence of the last tokens in the same request, and
       drafts what followed it. "draft_model" runs a smaller model with the same vocabulary; in a
@@ -94,7 +94,7 @@ class SpeculativeConfig:
 
     @property
     def runs_model(self) -> bool:
-        """Return whether drafts come from a model, which has weights and a KV cache."""
+        """Whether drafts come from a model, which has weights and a KV cache."""
         return self.method in MODEL_METHODS
 
     @property
@@ -104,8 +104,8 @@ class SpeculativeConfig:
 
     @property
     def num_lookahead_tokens(self) -> int:
-        """Return how many slots the drafter needs beyond those of a step's tokens; 0 if it has no
-        KV cache.
+        """The number of slots that the drafter needs beyond those of a step's tokens; 0 if it has
+        no KV cache.
 
         After a step whose drafts were all accepted, the drafter reads the sampled token and all of
         its drafts but the last one: one slot for each.
@@ -114,7 +114,7 @@ class SpeculativeConfig:
 
     @property
     def drafting(self) -> "DraftingConfig":
-        """Return what the scheduler has to know of speculation."""
+        """The scheduler's part of the speculation settings."""
         return DraftingConfig(**{field.name: getattr(self, field.name) for field in fields(DraftingConfig)})
 
     @property
@@ -149,7 +149,7 @@ class DraftingConfig:
         require_counts(self, 0, "num_speculative_tokens", "num_lookahead_tokens")
 
     def num_drafts_after(self, num_requests: int) -> int | None:
-        """Return the most drafts for each request after a step of `num_requests`; None:
+        """Return the maximum number of drafts per request after a step of `num_requests`; None for
         `num_speculative_tokens`.
 
         A batch size beyond a range of `num_speculative_tokens_per_batch_size` counts as the range's
@@ -167,8 +167,8 @@ NO_DRAFTS = DraftingConfig()
 
 
 def check_schedule(schedule: object) -> None:
-    """Raise unless these are ranges of batch sizes that begin with 1, rise, and do not overlap;
-    None: no schedule.
+    """Raise unless these are ascending, non-overlapping ranges of batch sizes that begin with 1;
+    None means no schedule.
     """
     if schedule is None:
         return
@@ -183,5 +183,5 @@ def check_schedule(schedule: object) -> None:
         require(is_count(first, 1) and is_count(last, 1) and is_count(drafts, 0), f"{name} has {entry!r}; {right}")
         require(first <= last, f"{name}: the range from {first} to {last} is empty; give the smaller size first")
         require(before > 0 or first == 1, f"{name} begins with batch size {first}; it must begin with 1")
-        require(first > before, f"{name}: batch size {first} comes after {before}; ranges must rise and not overlap")
+        require(first > before, f"{name}: batch size {first} comes after {before}; ranges must ascend and not overlap")
         before = last

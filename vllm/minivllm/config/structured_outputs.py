@@ -54,7 +54,7 @@ class StructuredOutputsParams:
     def _check_types(self) -> None:
         require(
             self.json is None or isinstance(self.json, str | dict),
-            f"json is {type(self.json).__name__}; it must be a JSON schema, as a dictionary or as text",
+            f"json is {type(self.json).__name__}; it must be a JSON schema, as a dictionary or a string",
         )
         require(
             self.json_object is None or isinstance(self.json_object, bool),
@@ -62,7 +62,7 @@ class StructuredOutputsParams:
         )
         for name in ("regex", "grammar", "whitespace_pattern"):
             value = getattr(self, name)
-            require(value is None or isinstance(value, str), f"{name} is {type(value).__name__}; it must be a text")
+            require(value is None or isinstance(value, str), f"{name} is {type(value).__name__}; it must be a string")
             encodable(value or "", name)
         self._check_choice()
 
@@ -70,8 +70,8 @@ class StructuredOutputsParams:
         if self.choice is None:
             return
         if isinstance(self.choice, str) or not isinstance(self.choice, Sequence):
-            raise MinivllmError(f"choice is {type(self.choice).__name__}; it must be a list of texts")
-        require(len(self.choice) > 0, "choice is an empty list; give at least one text")
+            raise MinivllmError(f"choice is {type(self.choice).__name__}; it must be a list of strings")
+        require(len(self.choice) > 0, "choice is an empty list; give at least one string")
         for text in self.choice:
-            require(isinstance(text, str), f"choice has {text!r}; it must be a list of texts")
+            require(isinstance(text, str), f"choice has {text!r}; it must be a list of strings")
             encodable(text, "a choice")

@@ -1,7 +1,7 @@
 """The device's adapter slots: the least recently used adapter is evicted first, a pinned one never.
 
-Bookkeeping only; who owns the tensors copies an adapter's weights in when `activate` gives it a
-slot that it did not have. In vLLM v0.33.0: `vllm/lora/model_manager.py`
+This is bookkeeping only: the owner of the tensors copies an adapter's weights in when `activate`
+gives the adapter a new slot. In vLLM v0.33.0: `vllm/lora/model_manager.py`
 (`LRUCacheLoRAModelManager`, `AdapterLRUCache`).
 """
 
@@ -11,8 +11,8 @@ from minivllm.errors import MinivllmError
 
 
 class AdapterSlots:
-    """The adapters in `max_loras` slots, by their ids. All operations take O(log max_loras) at
-    most.
+    """The assignment of adapters, by id, to `max_loras` slots. Every operation takes O(log
+    max_loras), apart from skipping pinned adapters.
     """
 
     def __init__(self, max_loras: int) -> None:
@@ -29,11 +29,11 @@ class AdapterSlots:
     def activate(self, adapter_id: int) -> int:
         """Return an adapter's slot and make it the most recently used.
 
-        One that has no slot gets the first free one, or else that of the least recently used
-        adapter.
+        An adapter without a slot gets the lowest free one, or else the slot of the least recently
+        used adapter that is not pinned.
 
         Raises:
-            MinivllmError: no slot is free, and all adapters in them are pinned.
+            MinivllmError: no slot is free, and all of them hold pinned adapters.
         """
         slot = self._slot_of.pop(adapter_id, None)
         if slot is None:
@@ -46,7 +46,7 @@ class AdapterSlots:
         return slot
 
     def deactivate(self, adapter_id: int) -> None:
-        """Empty an adapter's slot, pinned or not; nothing happens if it has none."""
+        """Empty an adapter's slot, pinned or not; do nothing if it has none."""
         slot = self._slot_of.pop(adapter_id, None)
         if slot is not None:
             self.slots[slot] = None
@@ -54,10 +54,10 @@ class AdapterSlots:
             heapq.heappush(self._free, slot)
 
     def pin(self, adapter_id: int) -> None:
-        """Keep an adapter in its slot until it is deactivated; one that has none gets one first.
+        """Keep an adapter in its slot until it is deactivated; give it a slot first if it has none.
 
         Raises:
-            MinivllmError: it gets none, since all slots hold pinned adapters.
+            MinivllmError: it has no slot, and all slots hold pinned adapters.
         """
         if adapter_id not in self._slot_of:
             self.activate(adapter_id)
@@ -68,5 +68,5 @@ class AdapterSlots:
             if adapter_id not in self.pinned:
                 return adapter_id
         raise MinivllmError(
-            f"no slot for another adapter: all {len(self.slots)} hold pinned ones; remove one, or set max_loras higher"
+            f"no slot for another adapter: all {len(self.slots)} hold pinned adapters; remove one, or raise max_loras"
         )

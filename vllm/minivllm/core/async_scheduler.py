@@ -1,17 +1,18 @@
-"""Scheduling a step while earlier ones are still computed, so that the device does not wait for the
-host.
+"""Scheduling a step while earlier ones are still being computed, so that the device does not wait
+for the host.
 
 The tokens that the steps in flight will sample are not known yet, only that there will be some:
-each stands as one of `num_output_placeholders`, and its value stays with the worker, which fills it
-into the next step's inputs. Three things follow. A stop token is noticed one step late, and what
-that step has sampled for the request is dropped; `max_tokens` and `max_model_len` can be foreseen.
-A block is published when its last token is known and computed, not when that token is scheduled.
-And a preempted request is resumed only after the outputs that were in flight have arrived.
+each is counted in `num_output_placeholders`, and its value stays with the worker, which fills it
+into the next step's inputs. Three things follow. A stop token is noticed one step late, and
+whatever that step sampled for the request is dropped; `max_tokens` and `max_model_len` can be
+foreseen. A block is published when its last token is known and computed, not when that token is
+scheduled. And a preempted request is resumed only after the outputs that were in flight have
+arrived.
 
-Where the model is a pipeline of stages, several steps are in flight too, but a request's next token
-is scheduled only when the last one has arrived: it has to travel from the last stage to the first.
-Other requests fill the pipeline, unless all were admitted into the same step: the scheduler does
-not divide them to that end.
+If the model is a pipeline of stages, several steps are in flight too, but a request's next token is
+scheduled only when the last one has arrived, because it has to travel from the last stage to the
+first. Other requests fill the pipeline, unless all were admitted into the same step: the scheduler
+does not split them up.
 
 In vLLM v0.33.0: `vllm/v1/core/sched/async_scheduler.py` (`AsyncScheduler`).
 """
@@ -26,8 +27,8 @@ UNKNOWN_TOKEN = -1
 
 
 class AsyncScheduler(Scheduler):
-    """A scheduler whose `schedule` may be called again before `update_from_output`; outputs come
-    in the same order.
+    """A scheduler whose `schedule` may be called again before `update_from_output`; outputs must
+    come in the order of their steps.
     """
 
     def _make_output(self, step: Step) -> SchedulerOutput:
@@ -54,16 +55,18 @@ class AsyncScheduler(Scheduler):
                 request.spec_token_ids = [] if request.structured_output_request else unknown_drafts
 
     def cap_num_tokens(self, request: Request, num_new_tokens: int, step: Step) -> int:
-        """Return 0 also for a request that has to wait for its outputs in flight."""
+        """Return 0 for a request that has to wait for its outputs in flight, else the base class's
+        limit.
+        """
         if request.num_output_placeholders > 0 and not self._may_run_ahead(request):
             return 0
         return super().cap_num_tokens(request, num_new_tokens, step)
 
     def _may_run_ahead(self, request: Request) -> bool:
-        """Return whether a request with outputs in flight may get a step: not if they are sure to
-        be its last.
+        """Return whether a request may get another step while it has outputs in flight.
 
-        Nor if it has a grammar, whose mask depends on them.
+        It may not without async scheduling, if those outputs are sure to end it, or if it has a
+        grammar, whose mask depends on them.
         """
         if not self.config.async_scheduling or request.structured_output_request is not None:
             return False
@@ -94,6 +97,4 @@ class AsyncScheduler(Scheduler):
         return new_token_ids, has_stopped
 
     def _cache_accepted(self, request: Request) -> None:
-        """Do nothing: `_update_request_with_output` has published these blocks, with drafts or
-        without.
-        """
+        """Do nothing: `_update_request_with_output` has already published these blocks."""

@@ -3,8 +3,9 @@
     hash = H(hash of the previous block, tokens of this block, extra keys)
 
 Because of the chain, a block's hash identifies the whole prefix that ends with it. Extra keys add
-what the tokens do not show: the LoRA adapter (name, path and what was read there, in every block)
-and the cache salt (in the first block; the chain carries it on to the others).
+what the tokens do not show: the LoRA adapter (its name, path and a fingerprint of what was read
+there, in every block) and the cache salt (in the first block; the chain carries it on to the
+others).
 
 In vLLM v0.33.0: `vllm/v1/core/kv_cache_utils.py` (`hash_block_tokens`,
 `generate_block_hash_extra_keys`, `get_request_block_hasher`).
@@ -19,7 +20,7 @@ from minivllm.core.lora_request import LoRARequest
 BlockHash = bytes
 
 HashBlockTokens = Callable[[BlockHash, Sequence[int], bytes], BlockHash]
-"""`hash_block_tokens`, or what takes its place."""
+"""The type of `hash_block_tokens` and of its replacements."""
 
 NONE_HASH: BlockHash = hashlib.sha256(b"no block before this one").digest()
 """The parent hash of a chain's first block. Fixed, so that all processes compute the same
@@ -44,8 +45,8 @@ def generate_block_hash_extra_keys(lora_request: LoRARequest | None, cache_salt:
 
 
 def hash_block_tokens(parent: BlockHash, token_ids: Sequence[int], extra_keys: bytes = b"") -> BlockHash:
-    """Return the hash (SHA-256, 32 bytes) of a block that holds `token_ids` and follows the
-    block hashed `parent`.
+    """Return the SHA-256 hash (32 bytes) of a block that holds `token_ids` and follows the block
+    whose hash is `parent`.
     """
     # For a given block size, parent and tokens have fixed lengths, so the concatenation is
     # unambiguous.

@@ -16,8 +16,8 @@ from minivllm.platforms.collector import at_rest
 
 
 class BlockPoolError(MinivllmError):
-    """A request that would corrupt the pool, such as freeing a block twice or taking more blocks
-    than are free.
+    """A call that would corrupt the pool, such as freeing a block twice or taking more blocks than
+    are free.
     """
 
 
@@ -143,7 +143,7 @@ def _link(left: KVCacheBlock | None, right: KVCacheBlock | None) -> None:
 
 
 class BlockHashToBlockMap:
-    """Maps a hash to the blocks that have it, in the order in which they were published.
+    """A map from each hash to the blocks that have it, in the order in which they were published.
 
     Several blocks may hold the same tokens: two requests can each fill one before either can find
     the other's. They are not merged, because that would change a block table that the device
@@ -234,8 +234,8 @@ class BlockPool:
             block.ref_cnt += 1
 
     def free_blocks(self, ordered_blocks: Iterable[KVCacheBlock]) -> None:
-        """Drop a reference to each block, in the order in which they should be evicted (a block
-        table reversed).
+        """Drop a reference to each block; pass them in the order in which they should be evicted (a
+        block table reversed).
 
         Blocks whose count drops to zero join the free queue: those without a hash at its head, as
         one group whose first block is reused next; those with a hash at its tail. Raise

@@ -39,7 +39,7 @@ class EngineCoreRequest:
     lora_request: LoRARequest | None = None
 
     def to_request(self) -> Request:
-        """Convert it to the scheduler's `Request`."""
+        """Convert this message to the scheduler's `Request`."""
         params = self.sampling_params
         assert params.max_tokens is not None
         return Request(
@@ -77,12 +77,12 @@ class EngineCoreOutput:
     """The output of one step for one request. `finish_reason`: "stop", "length", "abort", "error";
     None if unfinished.
 
-    `stop_reason` is the id of the stop token that ended it; `error` says why it ended with an
-    error, and `invalid_request` that the request asked for what cannot be done: nothing is wrong
-    with the engine. `num_cached_tokens` is the prefix hit at its first admission, in tokens.
-    `new_logprobs` has one entry per new token. `num_preemptions` and `kv_transfer_params`, what the
-    KV connector has to tell the client, are told at its end. `num_external_computed_tokens` are
-    those of the prompt that a connector has loaded.
+    `stop_reason` is the id of the stop token that ended the request; `error` says why it ended with
+    an error, and `invalid_request` that the request was at fault, not the engine.
+    `num_cached_tokens` is the prefix hit at its first admission, in tokens. `new_logprobs` has one
+    entry per new token. `num_preemptions` and `kv_transfer_params`, the KV connector's message to
+    the client, are set in the last output. `num_external_computed_tokens` counts the prompt tokens
+    that a connector has loaded.
     """
 
     request_id: str
@@ -100,7 +100,7 @@ class EngineCoreOutput:
 
     @classmethod
     def failed(cls, request_id: str, error: str, invalid_request: bool = False) -> "EngineCoreOutput":
-        """Return the only output of a request that ends with this error, without a token."""
+        """Return the output, without tokens, of a request that ends with this error."""
         return cls(request_id, [], finish_reason="error", error=error, invalid_request=invalid_request)
 
 
@@ -108,7 +108,7 @@ class EngineCoreOutput:
 class UtilityOutput:
     """The reply to the `call_utility` with this `call_id`: a result, or an error message.
 
-    `invalid_request`: the error is the caller's, who asked for what cannot be done.
+    `invalid_request`: the caller's arguments were at fault, not the engine.
     """
 
     call_id: int
@@ -122,9 +122,9 @@ class EngineCoreOutputs:
     """The outputs of a step and the scheduler's state after it, or only the reply to a utility
     call.
 
-    `scheduled_req_ids`: the requests that the step has admitted, at `timestamp` in seconds of
-    `time.monotonic()`. `engine_index`: which of several cores. `num_received`: the requests that it
-    has received so far.
+    `scheduled_req_ids`: the requests that the step admitted, at `timestamp`, in seconds of
+    `time.monotonic()`. `engine_index`: the index of the core that sent them. `num_received`: how
+    many requests that core has received so far.
     """
 
     outputs: list[EngineCoreOutput]
@@ -135,17 +135,18 @@ class EngineCoreOutputs:
     engine_index: int = 0
     num_received: int = 0
     step_snapshot: str = ""
-    """A line of `engine.step_recorder`, where somebody watches."""
+    """A line of `engine.step_recorder`, if anything watches the steps."""
     kv_connector_stats: dict[str, Any] | None = None
     """What the KV connector has counted in this step."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineCoreReady:
-    """Sent once, when the core is ready: all that the front end needs to know about it.
+    """The message that a core sends once, when it is ready: all that the front end needs to know
+    about it.
 
-    `ledger` is that of the rank with the fewest blocks; None if the number of blocks was set by the
-    user.
+    `ledger` is the memory ledger of the rank with the fewest blocks; None if the user set the
+    number of blocks.
     """
 
     limits: RequestLimits

@@ -7,18 +7,18 @@ from typing import Protocol
 
 
 class StructuredOutputGrammar(Protocol):
-    """One request's place in its grammar."""
+    """The state of one request within its grammar."""
 
     @property
     def error(self) -> str | None:
-        """Return what has gone wrong, in one line; None while nothing has."""
+        """The error message, in one line; None if there has been no error."""
 
     def accept_token(self, token_id: int) -> bool:
-        """Move on. Return whether the token fits; if not, the grammar is in error."""
+        """Advance by one token. Return whether it fits; if not, the grammar is in error."""
         ...
 
     def validate_tokens(self, token_ids: list[int]) -> list[int]:
-        """Return the leading tokens that fit one after another. The place stays the same."""
+        """Return the longest prefix of these tokens that fits the grammar, without advancing it."""
         ...
 
     def is_terminated(self) -> bool:
@@ -27,7 +27,7 @@ class StructuredOutputGrammar(Protocol):
 
 
 class StructuredOutputRequest(Protocol):
-    """A grammar that is being compiled, is compiled, or has failed."""
+    """A grammar that is being compiled, is compiled, or has failed to compile."""
 
     @property
     def grammar(self) -> StructuredOutputGrammar:
@@ -35,7 +35,7 @@ class StructuredOutputRequest(Protocol):
         ...
 
     def is_pending(self) -> bool:
-        """Return whether it is still being compiled."""
+        """Return whether the grammar is still being compiled."""
         ...
 
     def failure(self) -> str | None:

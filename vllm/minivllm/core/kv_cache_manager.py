@@ -14,7 +14,9 @@ from minivllm.core.stats import PrefixCacheStats
 
 
 class KVCacheManager:
-    """Block tables on the host. A table only grows at its end; equal blocks are never merged."""
+    """The block tables of all requests, on the host. A table only grows at its end; equal blocks
+    are never merged.
+    """
 
     def __init__(
         self,
@@ -48,9 +50,9 @@ class KVCacheManager:
         length in tokens.
 
         It has at most `num_tokens - 1` tokens: the last one must be computed, because its logits
-        are needed. With `use_eagle` the last block that matches is left out: what a drafter has
-        cached at its last place depends on the token after it, which is the same only in the blocks
-        before.
+        are needed. With `use_eagle` the last matching block is left out: what a drafter has cached
+        at a block's last position depends on the next token, which is known to be the same only for
+        the blocks before.
         """
         blocks: list[KVCacheBlock] = []
         if not self.enable_caching or request.skip_reading_prefix_cache:

@@ -1,21 +1,21 @@
 """The interface of KV connectors, which move keys and values between this engine and others, or a
 store.
 
-A connector has two sides. One object stands beside the scheduler and decides what is to be moved;
-one stands in each rank and moves it. What the first decides travels to the second with the step, as
+A connector has two sides. One object sits beside the scheduler and decides what to move; one sits
+in each rank and moves it. What the first decides travels to the second with the step, as
 `KVConnectorMetadata`; what the second has done comes back with the step's output, as
-`KVConnectorOutput`. The engine knows connectors only by this interface.
+`KVConnectorOutput`. The engine knows connectors only through this interface.
 
-Who is called when, in one step:
+The calls of one step, in order:
 
     scheduler   schedule()   get_num_new_matched_tokens, update_state_after_alloc for each request that may be
                              admitted, request_finished for each that ends; last build_connector_meta
     worker                   handle_preemptions, bind_connector_metadata, start_load_kv
                              for each layer: wait_for_layer_load, attention, save_kv_layer
                              wait_for_save, get_finished, get_block_ids_with_load_errors, clear_connector_metadata
-    scheduler   update_from_output()   update_connector_output; then what has arrived or was sent is acted on
+    scheduler   update_from_output()   update_connector_output; then finished transfers are acted on
 
-A step without tokens calls all of the worker's methods but those for each layer. No torch at run
+A step without tokens calls all of the worker's methods except the per-layer ones. No torch at run
 time.
 
 In vLLM v0.33.0: `vllm/distributed/kv_transfer/kv_connector/v1/base.py` (`KVConnectorBase_V1`),
@@ -51,7 +51,7 @@ layer.
 
 
 class KVConnectorRole(Enum):
-    """The side of a connector that an object is."""
+    """The side of a connector: the scheduler's or a worker's."""
 
     SCHEDULER = 0
     WORKER = 1
@@ -62,14 +62,14 @@ class KVConnectorConfig:
     """A connector's view of the engine it belongs to.
 
     - `model_fingerprint`: equal for two engines that compute the same keys and values for the same
-      tokens, but for rounding: the model, its weights, the dtype of the computation, and what
-      drafts.
+      tokens, up to rounding: the model, its weights, the dtype of the computation, and the
+      drafter.
     - `block_size` in tokens, `num_gpu_blocks` of the pool, the null block (id 0) included.
     - `num_layers`, `num_kv_heads`, `head_dim`: of the whole model; a rank holds max(1, num_kv_heads
       // tensor_parallel_size) heads. `kv_cache_dtype`: what the cache stores, such as "float32".
     - `tensor_parallel_rank`, `pipeline_parallel_rank`: 0 on the scheduler's side.
-      `data_parallel_rank`: which of several cores.
-    - `max_num_batched_tokens`: of a step. `use_eagle`: as in `SchedulerConfig`.
+      `data_parallel_rank`: the index of this core among several.
+    - `max_num_batched_tokens`: per step. `use_eagle`: as in `SchedulerConfig`.
     - `device`: "cpu" or "cuda".
     """
 
@@ -94,21 +94,21 @@ class KVConnectorConfig:
 
 
 class KVConnectorMetadata:
-    """Orders of the scheduler's side to the workers' sides for one step: plain data, of each
-    connector's own class.
+    """Instructions from the scheduler's side to the workers' sides for one step: plain data, of a
+    class that each connector defines.
     """
 
 
 @dataclass(slots=True)
 class KVConnectorOutput:
-    """A report of the workers' sides, which comes with a step's output.
+    """The report of the workers' sides that comes with a step's output.
 
     - `finished_sending`, `finished_recving`: requests whose transfer is over, on all ranks.
-      `failed_recving`: those of the latter of which nothing has arrived that could be used.
+      `failed_recving`: received requests for which nothing usable has arrived.
     - `invalid_block_ids`: blocks that should have been loaded and hold nothing valid.
     - `kv_connector_stats`: counts for metrics, of the connector's own making;
-      `kv_connector_worker_meta`: what else ranks have to tell the scheduler's side
-      (`build_connector_worker_meta`), a list of what each rank has told.
+      `kv_connector_worker_meta`: further messages of the ranks to the scheduler's side
+      (`build_connector_worker_meta`), as a list.
     """
 
     finished_sending: set[str] = field(default_factory=set)
@@ -119,7 +119,7 @@ class KVConnectorOutput:
     kv_connector_worker_meta: list[Any] | None = None
 
     def is_empty(self) -> bool:
-        """Return whether it says nothing."""
+        """Return whether there is nothing to report."""
         return not (
             self.finished_sending
             or self.finished_recving
@@ -143,17 +143,19 @@ def joined_stats(stats: Sequence[dict[str, Any] | None]) -> dict[str, Any] | Non
 class KVConnectorBase_V1:
     """One side of a connector. Methods of the other side are never called on it.
 
-    The two sides may be classes of their own, each with its half of these methods, or one class
-    that is made twice. Those that raise `NotImplementedError` are what each side must have; any
-    other may be left out.
+    The two sides may be separate classes, each with its half of these methods, or one class that is
+    instantiated twice. The methods that raise `NotImplementedError` must be implemented; all others
+    are optional.
 
-    The constructor must not block on other engines. Whatever a method raises ends the step as any
-    other failure does, so what can go wrong with another engine is told by `KVConnectorOutput`
+    The constructor must not block on other engines. An exception from a method ends the step as any
+    other failure does, so trouble with another engine is reported through `KVConnectorOutput`
     instead.
     """
 
     def __init__(self, config: KVConnectorConfig, role: KVConnectorRole) -> None:
-        """Raise `MinivllmError` for settings that this connector cannot work with."""
+        """Store the arguments; subclasses raise `MinivllmError` for settings that they cannot work
+        with.
+        """
         self.config = config
         self.role = role
         self._connector_metadata: KVConnectorMetadata | None = None
@@ -161,88 +163,85 @@ class KVConnectorBase_V1:
     # The workers' side
 
     def register_kv_caches(self, kv_caches: KVCaches) -> None:
-        """Take the cache's tensors; called once, before the first step."""
+        """Receive the cache's tensors; called once, before the first step."""
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """Take what the scheduler's side has built for this step."""
+        """Store what the scheduler's side has built for this step."""
         self._connector_metadata = connector_metadata
 
     def clear_connector_metadata(self) -> None:
-        """Forget it at the step's end."""
+        """Forget the step's metadata at its end."""
         self._connector_metadata = None
 
     def handle_preemptions(self, connector_metadata: KVConnectorMetadata) -> None:
         """Finish reading blocks that were freed: this step's tokens are about to overwrite them."""
 
     def start_load_kv(self) -> None:
-        """Begin to load what the metadata says, before the forward pass."""
+        """Start the loads that the metadata orders, before the forward pass."""
         raise NotImplementedError
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Return once this layer's keys and values, of those loaded within the step, are in the
+        """Wait until all keys and values to be loaded for this layer within the step are in the
         cache.
         """
 
     def save_kv_layer(self, layer_name: str, kv_layer: "tuple[torch.Tensor, ...]", attn_metadata: Any) -> None:
-        """Begin to save this layer, now that the step's keys and values are in it; see `KVCaches`
+        """Start to save this layer, now that the step's keys and values are in it; see `KVCaches`
         for `kv_layer`.
 
-        `attn_metadata` is None where the layers ran in a CUDA graph: then it is called for all of
+        If the layers ran in a CUDA graph, `attn_metadata` is None and this is called for all of
         them afterwards.
         """
 
     def wait_for_save(self) -> None:
-        """Return once the cache may be overwritten by a later step, as far as saves of this step
-        are concerned.
-        """
+        """Wait until a later step may overwrite the cache without harm to this step's saves."""
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
-        """Return the requests that this rank has (sent, received) since the last call, of
-        asynchronous transfers.
+        """Return the requests whose asynchronous transfers on this rank have finished since the
+        last call, as (sent, received).
 
-        `finished_req_ids`: requests that have finished since the last step. Only ids of requests
-        for which `request_finished` said to delay, and which were loaded asynchronously, may be
-        returned, each once.
+        `finished_req_ids`: requests that have ended since the last step. Return as sent only
+        requests whose blocks `request_finished` asked to keep, and as received only those that load
+        asynchronously, each once.
         """
         return set(), set()
 
     def get_failed_recving(self) -> set[str]:
-        """Return those just returned as received of which nothing has arrived that could be used.
+        """Return those of the requests just returned as received for which nothing usable has
+        arrived.
 
         In vLLM: `failed_recving` of `get_transfer_results`.
         """
         return set()
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Return the blocks that were to be loaded and could not be, since the last call.
+        """Return the blocks whose load has failed since the last call.
 
-        Of an asynchronous load, they must be told no later than the request is returned as
-        received.
+        Failed blocks of an asynchronous load must be reported no later than their request is
+        returned as received.
         """
         return set()
 
     def get_kv_connector_stats(self) -> dict[str, Any] | None:
-        """Return the counts since the last call, for metrics; None for none. Of a rank; see also
+        """Return this rank's counts since the last call, for metrics, or None; see also
         `take_stats`.
         """
         return None
 
     def build_connector_worker_meta(self) -> Any:
-        """Return what else the scheduler's side should be told after this step; None for
-        nothing.
-        """
+        """Return any further message to the scheduler's side after this step, or None."""
         return None
 
     def get_handshake_metadata(self) -> Any:
-        """Return what other engines need to reach this rank; plain data, or None. Asked once,
-        after `register`.
+        """Return what other engines need to reach this rank: plain data, or None. Called once,
+        after `register_kv_caches`.
         """
         return None
 
     def reset(self) -> None:
-        """Give up all loads on this rank, after a failed step. Sends go on; see `start_over`.
+        """Abandon all loads on this rank after a failed step. Sends continue; see `start_over`.
 
-        When it returns, nothing writes into the cache any more, and no load will be told as
+        When it returns, nothing writes into the cache any more, and no load will be reported as
         received or failed.
         """
 
@@ -254,7 +253,7 @@ class KVConnectorBase_V1:
         """
 
     def bind_gpu_block_pool(self, block_pool: "BlockPool") -> None:
-        """Take the block pool; called at first and whenever the engine starts over with a new
+        """Store the block pool; called at startup and whenever the engine starts over with a new
         one.
         """
 
@@ -262,80 +261,82 @@ class KVConnectorBase_V1:
         """Check a new request; called before any other method that gets it.
 
         Raises:
-            MinivllmError: what the request's `kv_transfer_params` say cannot be; the request is
+            MinivllmError: the request's `kv_transfer_params` are invalid, so the request is
                 refused.
         """
 
     def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Say how many tokens beyond the first `num_computed_tokens`, which are in the cache, it
-        could load.
+        """Return how many tokens the connector could load beyond the first `num_computed_tokens`,
+        which are in the cache.
 
-        May be asked several times for one request and must have no effects.
+        May be called several times for one request and must have no side effects.
 
         Returns:
             (n, False): n tokens, which are loaded within the step that admits the request. (n,
             True): n > 0 tokens, which are loaded while other steps run; the request waits, and
-            holds blocks. (None, False): not known yet. Others go first, and it is asked again in
+            holds blocks. (None, False): not known yet. Others go first, and it is called again in
             the next step.
 
-            Of a request whose load has failed it is not asked again, nor of one that must compute
-            its whole prompt (`Request.skip_reading_prefix_cache`): `update_state_after_alloc` then
-            says 0 tokens.
+            It is not called again for a request whose load has failed, nor for one that computes
+            its whole prompt (`Request.skip_reading_prefix_cache`); `update_state_after_alloc` then
+            gets 0 tokens.
 
             `num_computed_tokens` + n may be all tokens of the request: the last one is computed all
-            the same. Loaded within the step, they must be at most all but the last.
+            the same. A load within the step may cover at most all tokens but the last.
         """
         raise NotImplementedError
 
     def update_state_after_alloc(
         self, request: "Request", blocks: "Sequence[KVCacheBlock]", num_external_tokens: int
     ) -> None:
-        """Note that a request has its blocks, those of its whole table, and how many tokens to load
-        into them.
+        """Take note of a request's blocks (its whole table) and of how many tokens to load into
+        them.
 
-        Called for each request that is admitted, with 0 as well. A block with a hash holds tokens
-        already; those that are loaded asynchronously have none.
+        Called for each request that is admitted, even with 0 tokens to load. A block with a hash
+        holds tokens already; blocks that are loaded asynchronously have no hash yet.
         """
         raise NotImplementedError
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> KVConnectorMetadata:
-        """Return what the ranks are to do in this step, and forget it. Must leave
-        `scheduler_output` as it is.
+        """Return the ranks' instructions for this step, and forget them. Must not change
+        `scheduler_output`.
         """
         raise NotImplementedError
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """Take note of what the ranks have done."""
+        """Take note of the ranks' report on a step."""
 
     def request_finished(self, request: "Request", block_ids: list[int]) -> tuple[bool, KVTransferParams | None]:
         """Take note that a request has ended, in whatever state; called once, before its blocks are
         freed.
 
         Returns:
-            Whether it still needs the blocks: then they are kept until `finished_sending` names the
-            request; and what its client is told as `kv_transfer_params`.
+            Whether its blocks are still needed, and so kept until `finished_sending` names the
+            request; and the `kv_transfer_params` for its client, or None.
         """
         return False, None
 
     def has_pending_block_frees(self) -> bool:
-        """Return whether steps must go on, without tokens, for something that no request waits for.
+        """Return whether the engine must keep stepping, without tokens, for work that no request
+        waits for.
 
-        They go on in any case while a request waits for keys and values, or blocks wait to be sent.
+        It keeps stepping anyway while a request waits for keys and values, or blocks wait to be
+        sent.
         """
         return False
 
     def release_gpu_blocks(self) -> bool:
-        """Give back at once the blocks that it holds for copies out of the cache; return whether
-        any is free now.
+        """Release at once the blocks held for copies out of the cache; return whether any block is
+        free now.
 
-        Asked where a running request finds no block, before another one loses its own. The ranks
-        end these copies before the next forward pass. Not in vLLM, where requests are preempted
-        although blocks are about to be free.
+        Called when a running request finds no free block, before another request is preempted. The
+        ranks finish these copies before the next forward pass. Not in vLLM, which preempts requests
+        even when blocks are about to become free.
         """
         return False
 
     def take_stats(self) -> dict[str, Any] | None:
-        """Return what the scheduler's side has counted since the last call; None for nothing."""
+        """Return what the scheduler's side has counted since the last call, or None."""
         return None
 
     def tier_state(self) -> dict[str, int] | None:
@@ -345,19 +346,19 @@ class KVConnectorBase_V1:
         return None
 
     def reset_cache(self) -> bool | None:
-        """Forget what is stored elsewhere, with `reset_prefix_cache`. Return whether it did;
-        None: nothing to do.
+        """Forget what is stored elsewhere, along with `reset_prefix_cache`. Return whether it was
+        forgotten; None if there is nothing to forget.
         """
         return None
 
     def start_over(self) -> None:
         """Start over after a failed step, in which the ranks may or may not have followed their
-        orders. Not in vLLM.
+        instructions. Not in vLLM.
 
-        Requests that do not end with it are computed here from their first token; what they were
-        loading is given up. Blocks that `request_finished` said to keep are still kept, unchanged:
-        the ranks must be told again, with the next step, of all sends that
-        `update_connector_output` has not named. They may have been told before.
+        Requests that survive it are computed here from their first token, and their loads are
+        abandoned. Blocks that `request_finished` asked to keep are still kept, unchanged: the next
+        step must tell the ranks again of all sends that `update_connector_output` has not reported
+        as finished, even if they were told before.
         """
 
     # Both sides

@@ -1,12 +1,12 @@
 """Decide what running requests keep when blocks that should have been loaded hold nothing valid.
 
-Blocks are published when they are scheduled, so other requests may have found them, and those that
-were computed behind them. The first request in the batch with such a block computes it again, and
-all of its own behind it. Others that have it too only wait for that: they share the block.
+Blocks are published when they are scheduled, so other requests may have found an invalid block, or
+blocks that were computed after it. The first request in the batch with such a block recomputes it,
+and all of its own blocks after it. Other requests with the same block share it, so they only wait.
 
 In vLLM v0.33.0: `_update_requests_with_invalid_blocks` in `vllm/v1/core/sched/scheduler.py`, which
-goes by the blocks that were to be loaded, but not by those computed behind them, and lets the
-others run at once.
+considers the blocks that were to be loaded, but not those computed after them, and lets the other
+requests run at once.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -16,7 +16,7 @@ from minivllm.core.request import Request, RequestStatus
 
 
 class LoadFailures:
-    """Keeps track of which request computes which block again."""
+    """A record of which request recomputes which block."""
 
     def __init__(self) -> None:
         self._owners: dict[int, Request] = {}
@@ -30,11 +30,11 @@ class LoadFailures:
         manager: KVCacheManager,
         given_back: Collection[Sequence[int]] = (),
     ) -> list[Request]:
-        """Set `num_computed_tokens` of each request that has an invalid block to what is valid, or
-        will be soon.
+        """Cut each request with an invalid block back to the tokens that are valid, or that others
+        recompute; return these requests.
 
-        Blocks to be computed again lose their hashes, and so do those of tables that were
-        `given_back` since the step was scheduled. Returns these requests.
+        Blocks to be recomputed lose their hashes, and so do invalid blocks, and those after them,
+        in the tables `given_back` since the step was scheduled.
         """
         requests = list(requests)
         self._owners = {}
@@ -47,8 +47,8 @@ class LoadFailures:
         return affected
 
     def _withdraw(self, tables: Iterable[Sequence[int]], manager: KVCacheManager) -> None:
-        """Withdraw the hashes of blocks behind an invalid one in these tables: they were
-        computed with it.
+        """Withdraw the hashes of each table's first invalid block and of all blocks after it, which
+        were computed with it.
         """
         blocks = manager.block_pool.blocks
         for block_ids in tables:
@@ -57,8 +57,8 @@ class LoadFailures:
             self._bad.update(block_ids[start:])
 
     def _wait_no_more(self, request: Request, manager: KVCacheManager) -> None:
-        """Let a request compute itself what others were to compute for it, as long as they may
-        fail again.
+        """Stop a request from waiting for blocks that others recompute: it computes them itself,
+        since they may have failed again.
         """
         if request.request_id in self._needs:
             start, _ = self._needs.pop(request.request_id)
@@ -89,10 +89,10 @@ class LoadFailures:
         return True
 
     def must_wait(self, request: Request, also: Mapping[str, int], manager: KVCacheManager) -> bool:
-        """Return whether others still compute blocks that this request reads; `also`: tokens of
-        this step.
+        """Return whether other requests have yet to compute blocks that this request reads.
 
-        If one of those does not run any more, the request computes the blocks itself.
+        `also` maps requests to the tokens already scheduled for them in this step. If one of the
+        others is no longer running, this request computes the blocks itself.
         """
         start, needs = self._needs.get(request.request_id, (0, {}))
         if not needs:
@@ -112,17 +112,19 @@ class LoadFailures:
         return False
 
     def concern(self, request: Request, manager: KVCacheManager) -> bool:
-        """Return whether a request holds blocks that others are to compute again."""
+        """Return whether a request holds blocks that are invalid or that another request will
+        recompute.
+        """
         return any(self._is_bad(block_id) for block_id in manager.get_block_ids(request.request_id))
 
     def forget(self, request: Request) -> None:
-        """Forget which blocks of other requests this one needs."""
+        """Forget which blocks this request needs from others."""
         self._needs.pop(request.request_id, None)
 
 
 def set_computed(request: Request, num_blocks: int, manager: KVCacheManager) -> None:
-    """Let a request go on behind its first blocks; what it has computed behind them is not
-    published any more.
+    """Keep only a request's first `num_blocks` blocks as computed; the blocks after them are no
+    longer published.
     """
     name = request.request_id
     table = manager.req_to_blocks[name]

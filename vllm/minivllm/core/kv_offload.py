@@ -1,18 +1,18 @@
-"""Keep the books of a second tier of the KV cache: which blocks lie in host memory, and which of
-them go first.
+"""Bookkeeping for a second tier of the KV cache: which blocks are in host memory, and which of them
+are evicted first.
 
 The tier is a second block pool, keyed by the same hashes as the first one. No block table points
 into it: a block is copied there when it is full, and copied back into a block of the first pool
 when a request's prefix is found there but not here. So it extends the prefix cache, and a request
 that was preempted profits like any other.
 
-A copy takes time, so each comes as a pair, and between its two calls the blocks are pinned:
+A copy takes time, so each one is a pair of calls, and its blocks are pinned between the two:
 
     prepare_store ──▶ copy ──▶ complete_store      in between the key is HIT_PENDING, and its block is not evicted
     prepare_load  ──▶ copy ──▶ complete_load       in between the key stays a HIT, and its block is not evicted
 
 The pool's own free queue says which key is evicted: the least recently used one. All keys of a
-request are touched together, its last block first, so the tail of a prefix goes before its head,
+request are touched together, its last block first, so a prefix loses its tail before its head,
 without which it is of no use.
 
 In vLLM v0.33.0: `vllm/v1/simple_kv_offload/manager.py`, whose second `BlockPool` this is;
@@ -30,7 +30,7 @@ from minivllm.core.block_pool import BlockPool, BlockPoolError, KVCacheBlock
 
 
 class LookupResult(Enum):
-    """The state of a key in the tier: unknown; it can be loaded; it is being stored."""
+    """The state of a key in the tier: not there, ready to be loaded, or still being stored."""
 
     MISS = 0
     HIT = 1
@@ -38,16 +38,17 @@ class LookupResult(Enum):
 
 
 class PrepareStoreOutput(NamedTuple):
-    """The keys that a store is to copy, and the blocks of the tier that they go to."""
+    """The keys that a store is to copy, and the blocks of the tier that receive them."""
 
     keys_to_store: list[BlockHash]
     block_ids: list[int]
 
 
 class CPUOffloadingManager:
-    """A second block pool, of `num_blocks` usable blocks; ids start at 1. Each key is there once.
+    """A second block pool, with `num_blocks` usable blocks, numbered from 1. It holds each key at
+    most once.
 
-    Raise `BlockPoolError` for calls that are not paired.
+    Calls that are not paired raise `BlockPoolError`.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -78,14 +79,14 @@ class CPUOffloadingManager:
         return self.num_blocks - self.block_pool.get_num_free_blocks()
 
     def lookup(self, key: BlockHash) -> LookupResult:
-        """Say whether a key is there; changes nothing."""
+        """Return whether a key is there, without any side effect."""
         if self.block_pool.get_cached_block(key) is not None:
             return LookupResult.HIT
         return LookupResult.HIT_PENDING if key in self._pending else LookupResult.MISS
 
     def touch(self, keys: Sequence[BlockHash]) -> None:
-        """Take note that a request with these keys has come, or has ended: they are evicted
-        later than others.
+        """Mark these keys as just used, because a request with them has arrived or ended; they are
+        evicted later than others.
         """
         # Holding a block and letting it go puts it at the end of the free queue: so it counts as
         # used just now.
@@ -94,7 +95,7 @@ class CPUOffloadingManager:
         self.complete_load(hits)
 
     def prepare_load(self, keys: Iterable[BlockHash]) -> list[int]:
-        """Pin the blocks of these keys, all of them hits, and return their ids. Several loads
+        """Pin the blocks of these keys, which must all be hits, and return their ids. Several loads
         may overlap.
         """
         blocks = self._blocks_of(keys)
@@ -102,16 +103,16 @@ class CPUOffloadingManager:
         return [block.block_id for block in blocks]
 
     def complete_load(self, keys: Iterable[BlockHash]) -> None:
-        """End one `prepare_load` of these keys, which are evicted later than others from now on."""
+        """Unpin the blocks of one `prepare_load`, and mark its keys as just used."""
         self.block_pool.free_blocks(reversed(self._blocks_of(keys)))
 
     def prepare_store(self, keys: Iterable[BlockHash]) -> PrepareStoreOutput | None:
-        """Take a block for each of a request's keys that is not there, as far as there are any;
-        others are left out.
+        """Allocate a block for each missing key of a request, as far as blocks are available; leave
+        out the other keys.
 
-        Those that are there stay, and count as used just now, as in vLLM's `CPUOffloadingManager`:
-        the block of an offered key was just read, or is about to leave the cache. None: not one
-        block can be had, since all are pinned.
+        Keys that are there already stay, and count as just used, as in vLLM's
+        `CPUOffloadingManager`: the block of an offered key was just read, or is about to leave the
+        cache. Return None if not a single block is available because all are pinned.
         """
         results = {key: self.lookup(key) for key in keys}
         missing = [key for key, result in results.items() if result is LookupResult.MISS]
@@ -126,7 +127,7 @@ class CPUOffloadingManager:
         return PrepareStoreOutput(to_store, [block.block_id for block in blocks])
 
     def complete_store(self, keys: Sequence[BlockHash]) -> None:
-        """End a store: from now on these keys are hits."""
+        """Finish a store: from now on its keys are hits."""
         blocks = [self._pending.pop(key) for key in keys]
         self.block_pool.cache_full_blocks(blocks, keys, 0, len(keys))
         self.block_pool.free_blocks(reversed(blocks))

@@ -1,5 +1,5 @@
-"""Limits that a request must meet to be served. The front end checks before it sends one, the
-scheduler before it queues one.
+"""Limits that a request must meet to be served. The front end checks them before it sends a
+request, the scheduler before it queues one.
 
 In vLLM v0.33.0: `vllm/v1/engine/input_processor.py` (`InputProcessor._validate_model_inputs`).
 """
@@ -11,7 +11,7 @@ from minivllm.errors import MinivllmError
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """The sizes of the pool and of a request, in tokens and blocks.
+    """The limits on a request's size, in tokens and blocks.
 
     `num_extra_tokens`: slots that a request may need beyond its tokens, for draft tokens and
     lookahead.
@@ -32,7 +32,7 @@ class RequestLimits:
         if num_prompt_tokens >= self.max_model_len:
             raise MinivllmError(
                 f"{name} has a prompt of {num_prompt_tokens} tokens; with max_model_len {self.max_model_len} "
-                f"a prompt may have {self.max_model_len - 1}, which leaves one token to generate"
+                f"a prompt may have {self.max_model_len - 1}, which leaves room to generate one"
             )
         # The last token is sampled but never computed, so it needs no slot.
         longest = min(num_prompt_tokens + max_tokens, self.max_model_len)
@@ -40,7 +40,7 @@ class RequestLimits:
         if num_blocks > self.num_usable_blocks:
             room = self.num_usable_blocks * self.block_size + 1 - self.num_extra_tokens
             raise MinivllmError(
-                f"{name} may need {num_blocks} blocks of {self.block_size} tokens, and the cache has "
-                f"{self.num_usable_blocks}: prompt and max_tokens may have {room} tokens together. Lower max_tokens, "
+                f"{name} may need {num_blocks} blocks of {self.block_size} tokens, but the cache has "
+                f"{self.num_usable_blocks}: prompt and max_tokens may add up to {room} tokens. Lower max_tokens, "
                 "or give the cache more blocks"
             )

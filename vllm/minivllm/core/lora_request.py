@@ -1,6 +1,6 @@
 """The LoRA adapter of a request. In vLLM v0.33.0: `vllm/lora/request.py` (`LoRARequest`).
 
-`minivllm.lora.request` hands it on under vLLM's name.
+`minivllm.lora.request` re-exports the class under vLLM's name.
 """
 
 from dataclasses import dataclass
@@ -14,12 +14,12 @@ class LoRARequest:
     """An adapter: its name, its id (1 or more; 0 means the base model) and the folder that it is
     loaded from.
 
-    - `base_model_name`: the model that it was trained for, if anybody says so; a list of models
+    - `base_model_name`: the model that it was trained for, if that is known; the list of models
       shows it.
     - `load_inplace`: load the folder again if the id is known already.
-    - `fingerprint`: of what was read from the folder; the core sets it. A rank that reads the
-      folder again refuses anything else, and cached blocks go by it, so that those of a folder
-      which was rewritten are others. Not in vLLM.
+    - `fingerprint`: identifies the folder's contents; the core sets it. A rank that reads the
+      folder again refuses anything else, and block hashes include it, so that a rewritten folder
+      does not find the old one's cached blocks. Not in vLLM.
     """
 
     lora_name: str
@@ -32,7 +32,7 @@ class LoRARequest:
     def __post_init__(self) -> None:
         for name, value in (("lora_name", self.lora_name), ("lora_path", self.lora_path)):
             if not isinstance(value, str) or not value:
-                raise MinivllmError(f"{name} is {value!r}; it must be a text")
+                raise MinivllmError(f"{name} is {value!r}; it must be a non-empty string")
             encodable(value, name)
         if not is_count(self.lora_int_id, 1):
             raise MinivllmError(f"lora_int_id is {self.lora_int_id!r}; adapters are numbered from 1")

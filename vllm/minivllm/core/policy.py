@@ -5,7 +5,7 @@
 
 A rule answers for one request and changes nothing. Only `schedule` acts: it fills a step by calling
 the scheduler's public methods (`schedule_running`, `schedule_waiting`, `admit`, `preempt`) and
-those of the step. The scheduler checks no answer.
+those of the step. The scheduler does not check the answers.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
 
 
 def running_then_waiting(scheduler: Scheduler, step: Step) -> None:
-    """Schedule running requests, then admit waiting ones, unless somebody was preempted."""
+    """Schedule running requests, then admit waiting ones, unless a request was preempted."""
     scheduler.schedule_running(step)
     if not step.preempted_req_ids:
         scheduler.schedule_waiting(step)
 
 
 def chunk_limit(token_budget: int, threshold: int, num_requests: int, adaptive: bool) -> int:
-    """Return the most tokens that one request may get in a step; `num_requests` counts all that
-    are unfinished.
+    """Return the maximum number of tokens that one request may get in a step; `num_requests` counts
+    all unfinished requests.
     """
     if threshold == 0 or num_requests <= 1:  # a lone request starves no other
         return token_budget
@@ -48,8 +48,8 @@ def running_tokens(missing: int, limit: int, budget_left: int) -> int:
 
 
 def admitted_tokens(missing: int, limit: int, budget_left: int, may_be_cut: bool) -> int:
-    """Return how many of its missing tokens a waiting request gets; 0: it waits until they fit
-    into a step whole.
+    """Return how many of its missing tokens a waiting request gets; 0 if it must wait until all of
+    them fit into a step.
     """
     chunk = min(missing, limit)
     if chunk > budget_left and not may_be_cut:
@@ -58,8 +58,8 @@ def admitted_tokens(missing: int, limit: int, budget_left: int, may_be_cut: bool
 
 
 def may_admit(request: Request, running_loras: Collection[int], max_loras: int) -> bool:
-    """Return whether a request needs no adapter, one that has a LoRA slot already, or one for
-    which a slot is free.
+    """Return whether a request may be admitted: it needs no adapter, its adapter has a LoRA slot
+    already, or a slot is free.
     """
     if request.lora_request is None or request.lora_request.lora_int_id in running_loras:
         return True
@@ -80,7 +80,7 @@ def victim(running: Sequence[Request], policy: str, blocks: Mapping[str, Sequenc
 
 
 def find_prefix(request: Request, manager: KVCacheManager) -> Prefix:
-    """Return what a waiting request takes over of the prefix cache. Not asked where there is a
+    """Return the part of a waiting request that the prefix cache already holds. Not called with a
     KV connector.
     """
     return Prefix(*manager.get_computed_blocks(request))

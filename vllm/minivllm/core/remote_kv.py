@@ -6,22 +6,21 @@ A request whose prefix comes from elsewhere is in one of these places:
     waiting ──▶ kv_holding_waiting ──▶ received ──▶ running
                 WAITING_FOR_REMOTE_KVS
 
-Those that have received go first, whatever the policy: else one that does not fit before they have
-ended could stand in their way for ever. Among them the order is that of their admission, which left
-room for all that were admitted before, and not that of their arrival. A request holds blocks from
-the start, without hashes until they are filled; `num_computed_tokens` counts the tokens to come. A
-connector that loads within the step that admits a request needs none of this: the request runs at
-once.
+Received requests go first, whatever the policy: otherwise one that does not fit until they have
+ended could block them forever. They go in the order of their admission, not of their arrival,
+because each admission left room for all earlier ones. A request holds blocks from the start,
+without hashes until they are filled; `num_computed_tokens` counts the tokens to come. A connector
+that loads within the step that admits a request needs none of this: the request runs at once.
 
-A request that has ended may leave its blocks behind, until the ranks say that they are sent; one
-that was aborted while it waited, until they say that nothing is written into them any more.
+An ended request's blocks may be kept until the ranks report them sent; those of a request that
+was aborted while it waited, until the ranks report that nothing is written into them any more.
 
 In vLLM v0.33.0 these are methods of `Scheduler` in `vllm/v1/core/sched/scheduler.py`
 (`_update_waiting_for_remote_kv`, `_update_from_kv_xfer_finished`,
 `_update_requests_with_invalid_blocks`, `_inflight_prefill_reserved_blocks`, `_connector_finished`).
-Two things are kept otherwise on purpose: a request that has lost a load does not ask the connector
-again, which might promise the same for ever; and what was computed from invalid blocks is followed
-up (`core.kv_load_failures`).
+Two things differ on purpose: after a failed load the connector is not asked about that request
+again, since it might promise the same forever; and what was computed from invalid blocks is tracked
+(`core.kv_load_failures`).
 """
 
 from collections import Counter
@@ -42,10 +41,10 @@ LOAD_FAILED = 'its keys and values could not be loaded from elsewhere, and kv_lo
 
 
 class Prefix(NamedTuple):
-    """The part of a request that needs no computing: `blocks` of `num_local` cached tokens, and
-    more from elsewhere.
+    """The part of a request that needs no computing: the `blocks` of `num_local` cached tokens, and
+    `num_external` tokens from elsewhere.
 
-    `loads_async`: the `num_external` tokens are loaded while other steps run.
+    `loads_async`: the external tokens are loaded while other steps run.
     """
 
     blocks: Sequence[KVCacheBlock]
@@ -55,13 +54,13 @@ class Prefix(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        """Return the number of all these tokens."""
+        """The number of tokens in the prefix, local and external."""
         return self.num_local + self.num_external
 
 
 class RemoteKV:
-    """The requests of one scheduler that a connector has to do with. `recomputes`: what is lost
-    is computed here.
+    """The state of those requests of a scheduler that a connector serves. `recomputes`: tokens
+    whose load fails are computed here.
     """
 
     def __init__(self, connector: KVConnectorBase_V1, manager: KVCacheManager, recomputes: bool) -> None:
@@ -97,18 +96,20 @@ class RemoteKV:
         self._failures = LoadFailures()
 
     def is_busy(self) -> bool:
-        """Return whether steps must go on though no request is unfinished."""
+        """Return whether the engine must keep stepping although no request is unfinished."""
         return bool(self.releasing) or self.connector.has_pending_block_frees()
 
     # Admission
 
     def added(self, request: Request) -> None:
-        """Tell the connector of a new request; raise `MinivllmError` as `on_new_request` does."""
+        """Tell the connector about a new request; its `on_new_request` raises `MinivllmError` to
+        refuse it.
+        """
         self.connector.on_new_request(request)
 
     def find_prefix(self, request: Request) -> Prefix | None:
-        """Return the longest prefix of a waiting request, here and elsewhere; None: nobody knows
-        yet.
+        """Return the longest prefix available to a waiting request, here and elsewhere; None if the
+        connector does not know yet.
         """
         if request.num_computed_tokens > 0:
             return Prefix((), request.num_computed_tokens)  # it was loaded, and lies in its blocks
@@ -126,10 +127,10 @@ class RemoteKV:
         return Prefix(blocks, num_local, num_external, loads_async and num_external > 0)
 
     def num_reserved_blocks(self, running: Iterable[Request]) -> int:
-        """Return how many blocks prompts under way, running or being loaded, still need.
+        """Return how many blocks the prompts in progress, running or being loaded, still need.
 
-        A request that loads holds its blocks without progress and cannot be preempted, so it must
-        not take these.
+        A loading request holds its blocks without making progress and cannot be preempted, so it
+        must not take these.
         """
         # Decodes are left out: they can be preempted if the pool runs short.
         prefills = (request for request in running if request.num_computed_tokens < request.num_tokens)
@@ -137,8 +138,8 @@ class RemoteKV:
         return sum(map(self.manager.num_missing_blocks, others))
 
     def allocated(self, request: Request, prefix: Prefix) -> None:
-        """Take note that a request has got blocks, and holds it back if they are to be filled
-        while others run.
+        """Tell the connector that a request has its blocks, and hold the request back if they are
+        to be filled while others run.
         """
         # The whole table, not only the new blocks: the connector needs to know where the cached
         # ones end.
@@ -157,9 +158,9 @@ class RemoteKV:
             self._admissions[request.request_id] = next(self._numbers)
 
     def promote(self) -> list[Request]:
-        """Put requests that have received what they waited for into `received`.
+        """Move requests whose load has finished into `received`.
 
-        Return those that have got nothing, and hold no blocks any more.
+        Return those that have received nothing and no longer hold any blocks.
         """
         arrived = [
             request for name, request in self.kv_holding_waiting.items() if name in self.finished_recving_kv_req_ids
@@ -175,7 +176,7 @@ class RemoteKV:
         return [request for request in arrived if request.num_computed_tokens == 0]
 
     def _take_loaded(self, request: Request) -> None:
-        """Publish the blocks that were filled."""
+        """Publish the blocks of a finished load, or free them if nothing valid arrived."""
         name = request.request_id
         del self.kv_holding_waiting[name]
         self.finished_recving_kv_req_ids.remove(name)
@@ -214,8 +215,8 @@ class RemoteKV:
         return delays
 
     def lost_its_blocks(self, request: Request) -> None:
-        """Forget what is known of the blocks of a request that is preempted, or has ended;
-        before they are free.
+        """Forget what is known about the blocks of a request that is preempted or has ended. Call
+        it before they are freed.
         """
         # A step under way still computes with these blocks. Should one of them turn out to be
         # invalid, what follows in the table must be withdrawn.
@@ -225,8 +226,8 @@ class RemoteKV:
         self._failures.forget(request)
 
     def take_params(self) -> dict[str, KVTransferParams]:
-        """Return what the clients of requests that have ended are told, by request id, and
-        forget it.
+        """Return the `kv_transfer_params` for the clients of ended requests, by request id, and
+        forget them.
         """
         params, self._params = self._params, {}
         return params
@@ -234,8 +235,8 @@ class RemoteKV:
     # A step
 
     def complete(self, output: SchedulerOutput) -> None:
-        """Add to a step what the ranks must know: of transfers, and which tokens they have
-        sampled in vain.
+        """Add to a step what the ranks must know: the transfers to make, and how many of their
+        sampled tokens are still valid.
         """
         output.kv_connector_metadata = self.connector.build_connector_meta(output)
         self._in_flight.update(output.num_scheduled_tokens.keys())
@@ -246,7 +247,7 @@ class RemoteKV:
             continued.num_known_tokens = {name: self._truncated.pop(name).num_tokens for name in again}
 
     def must_wait(self, request: Request, also: Mapping[str, int]) -> bool:
-        """Return whether a running request needs blocks that others are to compute; see
+        """Return whether a running request needs blocks that others have yet to recompute; see
         `LoadFailures.must_wait`.
         """
         return self._failures.must_wait(request, also, self.manager)
@@ -254,11 +255,10 @@ class RemoteKV:
     def begin_update(
         self, step: SchedulerOutput, output: KVConnectorOutput | None, requests: Mapping[str, Request]
     ) -> tuple[set[str], list[Request]]:
-        """Take in which loads have failed, before the step's tokens; `requests` are all unfinished
-        ones.
+        """Process failed loads, before the step's tokens; `requests` are all unfinished requests.
 
-        Return the requests whose tokens are worth nothing, and those that end, as
-        `kv_load_failure_policy` says.
+        Return the requests whose tokens of this step are invalid, and those to end, according to
+        `kv_load_failure_policy`.
         """
         ignored = self._take_stale(step)
         if output is None or not (output.invalid_block_ids or output.failed_recving):
@@ -276,7 +276,9 @@ class RemoteKV:
         return ignored, ended
 
     def end_update(self, output: KVConnectorOutput) -> None:
-        """Act on what has arrived, and on what was sent."""
+        """Process finished transfers: note which loads have arrived, and free the blocks of ended
+        requests that are no longer needed.
+        """
         self.connector.update_connector_output(output)
         for name in output.finished_recving:
             if name in self.kv_holding_waiting:
@@ -289,8 +291,8 @@ class RemoteKV:
                 self.manager.free(self.releasing.pop(name))
 
     def _take_stale(self, step: SchedulerOutput) -> set[str]:
-        """Return the requests of a step in flight that were found to have computed with invalid
-        blocks.
+        """Return those requests of a step that turned out, while it was in flight, to have computed
+        with invalid blocks.
         """
         names = step.num_scheduled_tokens.keys()
         stale = {name for name in names if self._stale[name] > 0}
@@ -307,8 +309,8 @@ class RemoteKV:
             }
 
     def _truncate_loading(self, request: Request, output: KVConnectorOutput) -> bool:
-        """Count what a waiting request will have got, if some of it is invalid; return whether
-        it is.
+        """Reduce a loading request's computed tokens to the valid ones; return whether any were
+        invalid.
         """
         name = request.request_id
         num_valid = request.num_computed_tokens
@@ -329,10 +331,11 @@ class RemoteKV:
     def _truncate_running(
         self, step: SchedulerOutput, invalid_block_ids: set[int], requests: Mapping[str, Request]
     ) -> list[Request]:
-        """Let requests that have computed with invalid blocks do so again; return them.
+        """Make requests that have computed with invalid blocks recompute them; return these
+        requests.
 
-        One that was preempted meanwhile has lost its blocks, and nobody knows any more whether they
-        were valid.
+        Requests of the step that were preempted in the meantime are included: their blocks are
+        gone, so it is no longer known whether they were valid.
         """
         if not invalid_block_ids:
             return []
@@ -363,7 +366,7 @@ class RemoteKV:
         return affected
 
     def _restart_behind(self, requests: Iterable[Request]) -> None:
-        """Let requests that do not run yet look up their prefix again if some of its blocks will
+        """Make requests that are not running look up their prefix again if some of its blocks will
         be recomputed.
         """
         for request in requests:
@@ -376,10 +379,10 @@ class RemoteKV:
                 self.manager.free(request)
 
     def start_over(self, manager: KVCacheManager, lost: Iterable[Request]) -> None:
-        """Take a manager with a new pool after a failed step; `lost` requests have ended with it.
+        """Switch to a manager with a new pool after a failed step, which ended the `lost` requests.
 
-        Blocks that are being sent stay as they are: what they hold was computed by earlier steps.
-        Loads are given up.
+        Blocks that are being sent are kept, because earlier steps computed what they hold. Loads
+        are abandoned.
         """
         for request in lost:
             self.connector.request_finished(request, [])

@@ -141,7 +141,7 @@ class Request:
         self.status = RequestStatus.WAITING
         self.stop_reason: int | None = None
         self.error: str | None = None
-        """What about the request itself has ended it."""
+        """The fault of the request itself that has ended it, if any."""
         self._all_token_ids = list(prompt_token_ids)
         self.num_prompt_tokens = len(self._all_token_ids)
         # Stored separately because the scheduler reads it several times per step.
@@ -178,7 +178,7 @@ class Request:
 
     @property
     def all_token_ids(self) -> Sequence[int]:
-        """Return prompt and output tokens. This is not a copy, so do not modify it."""
+        """The prompt and output tokens. This is not a copy, so do not modify it."""
         return self._all_token_ids
 
     @property
@@ -193,8 +193,8 @@ class Request:
 
     @property
     def samples_by_grammar(self) -> bool:
-        """Return whether the step that was just scheduled samples for it, and a grammar says
-        which tokens fit.
+        """Whether the step that was just scheduled samples a token for this request under a
+        grammar.
         """
         return self.structured_output_request is not None and not self.is_prefill_chunk
 

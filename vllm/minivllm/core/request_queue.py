@@ -67,7 +67,7 @@ class FCFSRequestQueue:
         self._requests.extendleft(reversed(list(requests)))
 
     def remove_requests(self, requests: Iterable[Request]) -> None:
-        """Remove requests. O(n), once for all of them."""
+        """Remove requests, all in one O(n) pass."""
         gone = {request.request_id for request in requests}
         self._requests = deque(request for request in self._requests if request.request_id not in gone)
 
@@ -91,7 +91,7 @@ class PriorityRequestQueue:
         self._heap: list[tuple[tuple[int, float, str], Request]] = []
 
     def add_request(self, request: Request) -> None:
-        """Add a request at the place its key gives it."""
+        """Add a request; its key decides its position."""
         heapq.heappush(self._heap, (request.sort_key(), request))
 
     def peek_request(self) -> Request:
@@ -108,7 +108,7 @@ class PriorityRequestQueue:
             self.add_request(request)
 
     def remove_requests(self, requests: Iterable[Request]) -> None:
-        """Remove requests. O(n), once for all of them."""
+        """Remove requests, all in one O(n) pass."""
         gone = {request.request_id for request in requests}
         # Keys are unique, since they end with the id, so requests are never compared.
         self._heap = [entry for entry in self._heap if entry[1].request_id not in gone]

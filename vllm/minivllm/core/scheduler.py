@@ -8,10 +8,10 @@ the step. If there is no free block for a running request, a request is preempte
 blocks, keeps its tokens and is recomputed later.
 
 In vLLM v0.33.0: `vllm/v1/core/sched/scheduler.py` (`Scheduler.schedule`, `_preempt_request`,
-`_update_after_schedule`, `update_from_output`, `add_request`, `finish_requests`, `_free_request`).
-Not here: encoder inputs. The rules that a caller may replace: `minivllm.core.policy`. What a KV
-connector has to do with requests: `minivllm.core.remote_kv`. Steps in flight:
-`minivllm.core.async_scheduler`. Each of several cores has a scheduler of its own.
+`_update_after_schedule`, `update_from_output`, `add_request`, `finish_requests`, `_free_request`),
+without encoder inputs. The rules that a caller may replace are in `minivllm.core.policy`, the
+handling of requests with a KV connector in `minivllm.core.remote_kv`, and that of steps in flight
+in `minivllm.core.async_scheduler`. With several cores, each has a scheduler of its own.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -33,12 +33,12 @@ from minivllm.errors import MinivllmError
 
 
 class Scheduler:
-    """Decides each step, and keeps track of `running` (in order of admission), `waiting` and the
-    block tables.
+    """The object that decides each step, and keeps track of `running` (in order of admission),
+    `waiting` and the block tables.
 
-    One iteration is `schedule()`, a forward pass, `update_from_output()`. `core.policy` has the
-    rules by which it decides: replace one of them, and derive no class. `AsyncScheduler` alone
-    does; it extends `cap_num_tokens`, `_is_blocked`, `_make_output`, `_update_after_schedule`,
+    One iteration is `schedule()`, a forward pass, `update_from_output()`. To change how it decides,
+    replace a rule of `core.policy` instead of deriving a class. Only `AsyncScheduler` derives from
+    it; it extends `cap_num_tokens`, `_is_blocked`, `_make_output`, `_update_after_schedule`,
     `_roll_back_rejected`, `_update_request_with_output` and `_cache_accepted`.
     """
 
@@ -98,8 +98,8 @@ class Scheduler:
         """End requests from outside (the client left: FINISHED_ABORTED; a stop string was found:
         FINISHED_STOPPED).
 
-        Unknown and already finished ids are ignored. Returns the ids of the requests ended, in the
-        given order.
+        Ignore unknown and already finished ids. Return the ids of the requests ended, in the given
+        order.
         """
         assert status.is_finished
         # `fromkeys` removes duplicates and keeps the order.
@@ -113,8 +113,8 @@ class Scheduler:
         return [request.request_id for request in ended]
 
     def unsent(self, request_ids: Iterable[str]) -> set[str]:
-        """Return those of these ids that no worker has, since they wait; none where a KV
-        connector must hear of all.
+        """Return those of these ids that no worker knows, because they are waiting; none with a KV
+        connector, which must hear of all.
         """
         if self.remote is not None:
             return set()
@@ -148,7 +148,7 @@ class Scheduler:
         blocks, the batch.
 
         Requests in `lost` are dropped. All others wait again in the order in which they were added;
-        they keep their tokens and are recomputed from the first. The worker must forget all
+        they keep their tokens and are recomputed from the first token. The worker must forget all
         requests too.
         """
         # Counts are since the start of the engine, so they outlive the pool.
@@ -177,8 +177,8 @@ class Scheduler:
     # One step
 
     def schedule(self) -> SchedulerOutput:
-        """Return the next step. `num_computed_tokens` includes its tokens at once, before they
-        are computed.
+        """Return the next step. Its tokens count as computed in `num_computed_tokens` at once,
+        before they are.
         """
         budget = self.config.max_num_batched_tokens
         threshold = self.config.long_prefill_token_threshold
@@ -194,8 +194,8 @@ class Scheduler:
         return output
 
     def schedule_running(self, step: Step) -> None:
-        """Schedule running requests in order of admission. One that can get no tokens is skipped
-        and blocks none.
+        """Schedule running requests in order of admission. A request that can get no tokens is
+        skipped and blocks no other.
         """
         running = self.running
         remote = self.remote
@@ -236,9 +236,7 @@ class Scheduler:
             step.position += 1
 
     def _waits_for_others(self, request: Request, step: Step) -> bool:
-        """Return whether a request needs blocks that others recompute, and have not by this
-        step.
-        """
+        """Return whether a request needs blocks that others will not have recomputed by this step."""
         assert self.remote is not None
         # By priority, one of the others could still be preempted in this step.
         return self.remote.must_wait(request, step.num_scheduled_tokens if self.config.policy == "fcfs" else {})
@@ -274,7 +272,7 @@ class Scheduler:
         step.preempted_req_ids.add(request.request_id)
 
     def schedule_waiting(self, step: Step) -> None:
-        """Admit waiting requests; before them those that have received keys and values from
+        """Admit waiting requests, but first those that have received keys and values from
         elsewhere.
         """
         if self.config.static_batching and self.running:
@@ -283,12 +281,11 @@ class Scheduler:
             self._admit_from(self.waiting, step)
 
     def _schedule_received(self, step: Step) -> bool:
-        """Admit requests that have received what they waited for; return whether there is room for
-        others.
+        """Admit requests whose load has finished; return whether others may be admitted after them.
 
-        Whatever their priority, they go first: their blocks are of no use to anybody before they
-        have run. Nobody waits for those that cannot run however many others end, since pinned
-        adapters have all slots.
+        They go first, whatever their priority, because their blocks are of no use until they have
+        run. Others do not wait for those that could not run even if all running requests ended,
+        because pinned adapters hold all slots.
         """
         assert self.remote is not None
         # What comes back here has received nothing, and starts again as a waiting request.
@@ -298,10 +295,10 @@ class Scheduler:
         return all(self._is_blocked(request, self.pinned_loras) for request in self.remote.received)
 
     def _admit_from(self, queue: RequestQueue, step: Step) -> None:
-        """Admit requests of a queue. One that does not fit blocks those behind it.
+        """Admit requests from a queue. A request that does not fit blocks those behind it.
 
-        One that waits for its grammar, for a LoRA slot or for the word of a KV connector blocks
-        nobody.
+        A request that waits for its grammar, a LoRA slot or a KV connector's answer blocks no
+        other.
         """
         skipped: list[Request] = []
         # Computed once and kept up to date below: it goes through all running requests.
@@ -336,7 +333,7 @@ class Scheduler:
         return running | self.pinned_loras
 
     def _take_grammar(self, request: Request) -> None:
-        """Let a request go on once its grammar is compiled; end it if there will be none."""
+        """Make a request ready once its grammar is compiled; end it if the compilation has failed."""
         structured_request = request.structured_output_request
         assert structured_request is not None
         if structured_request.is_pending():
@@ -349,7 +346,7 @@ class Scheduler:
         self._failed.append(EngineCoreOutput.failed(request.request_id, failure, invalid_request=True))
 
     def _is_blocked(self, request: Request, running_loras: set[int]) -> bool:
-        """Return whether a waiting request must wait on: its grammar is not compiled, or the
+        """Return whether a waiting request must keep waiting: its grammar is not compiled, or the
         policy refuses it.
         """
         if request.status is RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
@@ -357,11 +354,10 @@ class Scheduler:
         return not self.policy.may_admit(request, running_loras, self.config.max_loras)
 
     def admit(self, queue: RequestQueue, step: Step) -> bool | None:
-        """Move the head of a waiting queue to `running`, scheduled, or to those that load keys and
-        values.
+        """Admit the head of a waiting queue: schedule it, or let it load keys and values first.
 
-        Return False, and change nothing, if it does not fit; None: a KV connector does not know
-        yet.
+        Return False, and change nothing, if it does not fit, or None if a KV connector does not
+        know its prefix yet.
         """
         request = queue.peek_request()
         if self.remote is None:
@@ -405,8 +401,8 @@ class Scheduler:
         return True
 
     def _start_running(self, request: Request, step: Step, num_found: int, num_new_tokens: int) -> None:
-        """Put a request that has been admitted into the step, to be computed behind what was
-        found of its prefix.
+        """Add an admitted request to the step, to be computed after the `num_found` tokens of its
+        prefix.
         """
         # Otherwise it was preempted, and what is not found again is computed for a second time.
         if request.status is RequestStatus.WAITING:
@@ -458,7 +454,7 @@ class Scheduler:
         requests.
 
         Return one output per request that sampled tokens, in scheduling order; aborted requests
-        have none. Before them stand those whose grammar has failed.
+        have none. The outputs of requests whose grammar or load has failed come before them.
         """
         ignored = () if self.remote is None else self._take_load_failures(scheduler_output, model_runner_output)
         outputs, self._failed = self._failed, []
@@ -494,8 +490,8 @@ class Scheduler:
         return outputs
 
     def _take_load_failures(self, step: SchedulerOutput, output: ModelRunnerOutput) -> set[str]:
-        """End requests whose load has failed, if they are to; return all whose tokens in this
-        step are invalid.
+        """End requests whose load has failed, if the policy says so; return all requests whose
+        tokens of this step are invalid.
         """
         assert self.remote is not None
         ignored, ended = self.remote.begin_update(step, output.kv_connector_output, self.requests)
@@ -504,8 +500,8 @@ class Scheduler:
         return ignored
 
     def _end_transfers(self, output: ModelRunnerOutput, outputs: list[EngineCoreOutput]) -> None:
-        """Act on what the ranks have sent and received; what connectors say of ended requests
-        joins their outputs.
+        """Process the ranks' finished transfers, and add the connector's parameters for ended
+        requests to their outputs.
         """
         assert self.remote is not None
         if output.kv_connector_output is not None:
@@ -540,9 +536,7 @@ class Scheduler:
             self.spec_decoding_stats.observe_draft(num_drafts - num_invalid, num_accepted)
 
     def _cache_accepted(self, request: Request) -> None:
-        """Publish the blocks that accepted draft tokens, which are known tokens now, have
-        filled.
-        """
+        """Publish the blocks filled by accepted draft tokens, which are known tokens now."""
         self._cache_known(request)
 
     def _cache_known(self, request: Request) -> None:
@@ -550,8 +544,8 @@ class Scheduler:
         self.kv_cache_manager.cache_blocks(request, request.num_tokens - 1)
 
     def _update_request_with_output(self, request: Request, sampled: list[int]) -> tuple[list[int], bool]:
-        """Append tokens one by one; return those kept, and whether the last of them ended the
-        request.
+        """Append sampled tokens up to the one that ends the request; return those kept, and whether
+        it has ended.
         """
         for num_kept, token_id in enumerate(sampled, start=1):
             request.append_output_token_id(token_id)

@@ -48,7 +48,7 @@ class NewRequestData:
 
 @dataclass(slots=True)
 class CachedRequestData:
-    """Updates of requests that the worker already knows: entry i of each list belongs to
+    """Updates for requests that the worker already knows: entry i of each list belongs to
     `req_ids[i]`.
 
     `new_block_ids` are to be appended to the block table (None: no new block).
@@ -62,8 +62,8 @@ class CachedRequestData:
     num_computed_tokens: list[int] = field(default_factory=list)
     new_token_ids: list[list[int]] = field(default_factory=list)
     num_known_tokens: dict[str, int] = field(default_factory=dict)
-    """How many tokens stand, of requests that have sampled some with blocks that were not loaded
-    as they should.
+    """How many tokens are still valid, for requests that sampled some from blocks whose load
+    failed.
     """
 
 
@@ -72,12 +72,12 @@ class SchedulerOutput:
     """One step. `num_scheduled_tokens` maps each request to its number of tokens, in scheduling
     order.
 
-    `scheduled_spec_decode_tokens` are the draft tokens among them, the last of their request's
-    tokens; -1 stands for one that only the worker knows, if it has drafted any (`AsyncScheduler`).
-    The worker forgets `preempted_req_ids`, which will be sent again as new, and `finished_req_ids`,
-    finished since the last step. With `has_structured_output_requests` it waits for a
-    `GrammarOutput` before it samples. After the step it makes `num_spec_tokens_to_schedule` drafts
-    for each request at most; None: as many as it is set to make.
+    `scheduled_spec_decode_tokens` are the draft tokens among them, always the last of a request's
+    tokens; -1 stands for a draft that only the worker knows, if it made one (`AsyncScheduler`). The
+    worker forgets `preempted_req_ids`, which will be sent again as new, and `finished_req_ids`,
+    which ended since the last step. With `has_structured_output_requests` it waits for a
+    `GrammarOutput` before it samples. After the step it makes at most `num_spec_tokens_to_schedule`
+    drafts for each request; if that is None, as many as it is configured to make.
     """
 
     scheduled_new_reqs: list[NewRequestData]
@@ -130,7 +130,7 @@ class ModelRunnerOutput:
     num_invalid_spec_tokens: dict[str, int] = field(default_factory=dict)
     kv_connector_output: KVConnectorOutput | None = None
     lora_slots: list[int | None] = field(default_factory=list)
-    """The adapter in each slot, by id, after the step; empty where none are served."""
+    """The adapter in each slot, by id, after the step; empty without LoRA."""
 
 
 @dataclass(slots=True)
@@ -144,6 +144,6 @@ class AsyncModelRunnerOutput:
     fill: Callable[[ModelRunnerOutput], None]
 
     def get_output(self) -> ModelRunnerOutput:
-        """Wait for them. Any thread may ask."""
+        """Wait for the tokens and return the output with them filled in. Any thread may call this."""
         self.fill(self.output)
         return self.output

@@ -26,8 +26,8 @@ class PrefixCacheStats:
     preempted_hits: int = 0
 
     def with_lookup(self, num_tokens: int, num_hits: int, preempted: bool) -> "PrefixCacheStats":
-        """Return the counts after one more lookup of `num_tokens` tokens, of which `num_hits`
-        were cached.
+        """Return the counts after one more lookup, of `num_tokens` tokens, `num_hits` of them
+        cached.
         """
         prefix = "preempted_" if preempted else ""
         added = {"requests": 1, "queries": num_tokens, "hits": num_hits}
@@ -36,10 +36,10 @@ class PrefixCacheStats:
 
 @dataclass(slots=True)
 class SpecDecodingStats:
-    """Counts since the start: drafts (one per verification), draft tokens, accepted tokens, the
-    last also by position.
+    """Counts since the start: drafts (one per verification), draft tokens, and accepted tokens, in
+    total and by position.
 
-    `since` gives those between two snapshots. Rates are 0 where nothing was drafted.
+    `since` returns the counts between two snapshots. Rates are 0 if nothing was drafted.
     """
 
     num_drafts: int = 0
@@ -63,9 +63,7 @@ class SpecDecodingStats:
 
     @property
     def mean_acceptance_length(self) -> float:
-        """Return the mean number of tokens that a verification yields: the accepted ones, and
-        one more.
-        """
+        """The mean number of tokens that a verification yields: the accepted drafts and one more."""
         return 1 + self.num_accepted_tokens / max(1, self.num_drafts)
 
     @property
@@ -75,7 +73,7 @@ class SpecDecodingStats:
 
     @property
     def acceptance_rates_per_pos(self) -> list[float]:
-        """Return, by position, the share of drafts that were accepted up to there."""
+        """The share of drafts that were accepted up to each position."""
         return [count / max(1, self.num_drafts) for count in self.num_accepted_tokens_per_pos]
 
     def observe_draft(self, num_draft_tokens: int, num_accepted_tokens: int) -> None:
@@ -96,7 +94,8 @@ class SchedulerStats:
     """The scheduler's current state, and its counts since the start. `kv_cache_usage` is a
     fraction, 0 to 1.
 
-    A snapshot: reading it resets nothing, and the difference of two gives the counts between them.
+    It is a snapshot: reading it resets nothing, and the difference of two gives the counts between
+    them.
     """
 
     num_running_reqs: int
@@ -106,16 +105,16 @@ class SchedulerStats:
     spec_decoding_stats: SpecDecodingStats
     num_preemptions: int
     num_recomputed_tokens: int = 0
-    """Tokens of preempted requests that were computed before, and are not found anywhere when
-    these resume.
+    """Tokens of preempted requests that were computed before, and are no longer cached when
+    the requests resume.
     """
     connector_prefix_cache_stats: PrefixCacheStats | None = None
-    """Lookups with a KV connector: of what the prefix cache did not have; None without one."""
+    """Lookups of a KV connector for tokens that the prefix cache did not have; None without one."""
 
 
 def summed_stats(engines: Sequence[SchedulerStats]) -> SchedulerStats:
-    """Return the state of several engines as one: counts are added, the cache's usage is their
-    mean.
+    """Return the state of several engines as one: counts are added, and the cache's usage is
+    averaged.
     """
     if len(engines) == 1:
         return engines[0]

@@ -1,5 +1,5 @@
-"""A step under construction: who gets how many tokens of its budget, and who was preempted for
-it.
+"""A step under construction: how many tokens of its budget each request gets, and which requests
+were preempted for it.
 """
 
 from collections.abc import Sequence
@@ -16,9 +16,9 @@ class Step:
     """
 
     token_budget: int
-    """Tokens that are left."""
+    """The number of tokens that are left."""
     chunk_limit: int
-    """The most tokens that one request may get."""
+    """The maximum number of tokens that one request may get."""
     position: int = 0
     num_scheduled_tokens: dict[str, int] = field(default_factory=dict)
     spec_token_ids: dict[str, list[int]] = field(default_factory=dict)
@@ -47,7 +47,7 @@ class Step:
 
     def unschedule(self, request: Request) -> bool:
         """Remove a running request from the step and refund its tokens to the budget. Return
-        whether it was in.
+        whether it was in the step.
         """
         request_id = request.request_id
         if request_id not in self.num_scheduled_tokens:

@@ -26,11 +26,11 @@ def check_stop(request: Request, token_id: int, max_model_len: int) -> bool:
 
 
 def check_grammar(request: Request, token_id: int) -> bool:
-    """Move the request's grammar on; return whether that ends the request, and if so, set its final
-    status.
+    """Advance the request's grammar by one token; return whether that ends the request, and if so,
+    set its final status.
 
     An end-of-sequence token fits only where the grammar may end, and nothing fits after it. So it
-    ends the request with `ignore_eos`, too.
+    ends the request even with `ignore_eos`.
     """
     assert request.structured_output_request is not None
     grammar = request.structured_output_request.grammar

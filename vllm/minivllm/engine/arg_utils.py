@@ -88,12 +88,12 @@ class EngineArgs:
     """The arguments of one engine. Names and defaults are vLLM's unless noted; None always means
     the default.
 
-    They may be assigned. They are checked when the object is created, and again when an engine is
+    Fields may be assigned. They are checked when the object is created, and again when an engine is
     made of it.
 
     - `model`: a local directory or a name on the Hugging Face Hub; by default the embedded one.
       `tokenizer`: a directory or a name, if it is not the model's own.
-    - `dtype`: of weights and computation. "auto": the checkpoint's on a GPU; float32 on a CPU,
+    - `dtype`: dtype of weights and computation. "auto": the checkpoint's on a GPU; float32 on a CPU,
       which is what our CPU kernels use.
     - `kv_cache_dtype`: the storage dtype of keys and values. "auto": same as `dtype`;
       "int8_per_token_head" or "int8": integers with one scale per token and head; "fp8_e4m3" or
@@ -104,57 +104,57 @@ class EngineArgs:
     - `load_format`: "dummy" uses random weights instead of reading the checkpoint's.
     - `max_model_len`: limit of prompt plus output, in tokens; None: the model's own.
     - `block_size`: tokens per KV-cache block.
-    - `max_num_seqs`, `max_num_batched_tokens`: the most requests and tokens per step; None: depends
+    - `max_num_seqs`, `max_num_batched_tokens`: maximum requests and tokens per step; None: depends
       on the device.
     - `gpu_memory_utilization`: fraction of the device's memory that the engine may use, 0 to 1; on
       a CPU, of the available memory. `num_gpu_blocks_override`: the number of blocks to use instead
       of what fits.
     - `use_kv_cache`: if False, every step recomputes all tokens of its requests; the keys and
-      values are used only within that step. Not in vLLM; it serves to measure what the cache is
+      values are used only within that step. Not in vLLM; it exists to measure what the cache is
       worth.
     - `attention_backend`: None is the unified kernel; "naive" is its predecessor
       (`unified_attention`).
     - `speculative_config`: a dictionary as in vLLM, such as {"method": "ngram",
-      "num_speculative_tokens": 4}. `spec_method`, `spec_model`, `spec_tokens`: three of its
-      entries, by names of their own.
+      "num_speculative_tokens": 4}. `spec_method`, `spec_model`, `spec_tokens`: shortcuts for
+      three of its entries.
     - `multiprocess`: run the core in a separate process. In vLLM: `VLLM_ENABLE_V1_MULTIPROCESSING`.
     - `tensor_parallel_size`: number of ranks that share the model, each on its own GPU, or all on
       one CPU.
     - `pipeline_parallel_size`: number of stages that the layers are divided over, each of
-      `tensor_parallel_size` ranks. As many steps are in flight, each of other requests; not with
+      `tensor_parallel_size` ranks. As many steps are in flight, each with different requests; not with
       `speculative_config`.
     - `distributed_executor_backend`: "uni" runs the only rank in the core's process, "mp" each rank
       in its own, "ray" each in an actor of a Ray cluster (`uv sync --group dist`). None: "uni" for
       one rank, else "mp".
     - `data_parallel_size`: number of cores, each a process with the whole model and a cache of its
-      own. A request goes to the least loaded one (`load_balancing`); one's death is the end of all.
+      own. A request goes to the least loaded one (`load_balancing`); if one dies, all end.
       `data_parallel_backend`: "mp" runs the cores on this machine, "ray" each in an actor anywhere
       in a Ray cluster (`uv sync --group dist`) that takes a GPU, or a CPU, for each of its ranks.
-      The model must lie at the same place on every machine. Messages between them are encrypted.
+      The model must be at the same path on every machine. Messages between them are encrypted.
     - `async_scheduling`: schedule a step while the one before it is computed. None: on a GPU,
       unless `parts` replace the scheduler. On a CPU the host's work and the model's share the same
       cores, so there is little to gain.
-    - `enable_lora`: serve LoRA adapters, which requests name (`lora_request`). `max_loras`: slots
-      on the device, the most adapters that run at once. `max_lora_rank`: the largest rank of an
+    - `enable_lora`: serve the LoRA adapters that requests name (`lora_request`). `max_loras`: slots
+      on the device, the maximum adapters that run at once. `max_lora_rank`: the largest rank of an
       adapter; every slot has room for it. `max_cpu_loras`: adapters kept in host memory; None: as
-      many as slots. `lora_dtype`: of the adapters' weights; "auto" is the model's.
+      many as slots. `lora_dtype`: dtype of the adapters' weights; "auto" is the model's.
     - `enforce_eager`: do not use CUDA graphs. On a CPU there are none anyway.
-    - `seed`: seeds the random seeds of requests that do not set one.
-    - `disable_log_stats`: do not count for `get_metrics`. A server always counts.
+    - `seed`: seeds the generator of seeds for requests that do not set one.
+    - `disable_log_stats`: do not collect metrics for `get_metrics`. A server always collects them.
     - `profiler_config`: what `start_profile` records, such as {"profiler": "torch",
       "torch_profiler_dir": "traces"}.
     - `kv_transfer_config`: the connector that moves keys and values to and from other engines, such
       as {"kv_connector": "NixlConnector", "kv_role": "kv_both"} (`config.kv_transfer`).
     - `kv_offloading_size`: GiB of host memory for a second tier of the KV cache, which extends the
-      prefix cache; those of all ranks together, and of each core its own. `kv_offloading_backend`:
-      "native", the only one. Further options, such as `lazy_offload`, stand in
+      prefix cache; the total of a core's ranks, per core. `kv_offloading_backend`:
+      "native", the only one. Further options, such as `lazy_offload`, go into
       `kv_transfer_config`'s `kv_connector_extra_config` (`kv_connector.offload.settings`).
-    - `parts`: what takes the place of the engine's own parts (`config.parts`). Not in vLLM; it
-      serves the exercises.
+    - `parts`: replacements for the engine's own parts (`config.parts`). Not in vLLM; it
+      exists for the exercises.
     - `skip_tokenizer_init`: prompts must be token ids, and outputs have no text.
 
-    Scripts for vLLM often pass those of `IGNORED`. They change nothing here; one line of the log
-    names those given, and what works in their place: the environment's HF_TOKEN for `hf_token`,
+    Scripts for vLLM often pass the arguments in `IGNORED`. They have no effect here; one log line
+    names them, and what to use instead: the environment's HF_TOKEN for `hf_token`,
     HF_HOME for `download_dir`.
     """
 
@@ -241,7 +241,7 @@ class EngineArgs:
             f"{name} ({instead})" if instead else name for name, instead in IGNORED.items() if getattr(self, name)
         ]
         if ignored:
-            logger.info("Arguments of the engine that change nothing here: %s", ", ".join(ignored))
+            logger.info("Engine arguments that have no effect here: %s", ", ".join(ignored))
         for name in IGNORED:
             setattr(self, name, None)
 
@@ -280,11 +280,11 @@ class EngineArgs:
         require(
             # A learner's schedule knows nothing of placeholders for tokens in flight.
             not (self.async_scheduling and self._own_steps),
-            f"async_scheduling needs the engine's own {self._own_steps}: leave it out, or what the policy has instead",
+            f"async_scheduling needs the engine's own {self._own_steps}: leave it out, or the policy's replacement",
         )
         require(
             not (self.parts.draft_proposer and self.speculation and self.speculation.runs_model),
-            "the part draft_proposer stands for a proposer that runs no model: "
+            "the part draft_proposer replaces a proposer that runs no model: "
             'give speculative_config the method "ngram", or leave out the part',
         )
         require(
@@ -297,13 +297,15 @@ class EngineArgs:
 
     @property
     def _own_steps(self) -> str:
-        """Return the replaced rules that may not support steps in flight or KV connectors."""
+        """The caller's scheduling rules that may not support async scheduling or KV connectors,
+        joined by "and".
+        """
         return " and ".join(name for name in ("schedule", "find_prefix") if name in self.parts.names)
 
     def _check_numbers(self) -> None:
         require(
             is_number(self.gpu_memory_utilization) and 0.0 < self.gpu_memory_utilization <= 1.0,
-            f"gpu_memory_utilization is {self.gpu_memory_utilization!r}; it must be a share above 0 and up to 1",
+            f"gpu_memory_utilization is {self.gpu_memory_utilization!r}; it must be a fraction above 0 and at most 1",
         )
         sizes = ("tensor_parallel_size", "data_parallel_size", "pipeline_parallel_size")
         require_counts(self, 0, "seed")
@@ -323,12 +325,12 @@ class EngineArgs:
             return
         require(
             self.speculative_config is None,
-            f"speculative_config does not go with pipeline_parallel_size {self.pipeline_parallel_size}: leave one out",
+            f"speculative_config conflicts with pipeline_parallel_size {self.pipeline_parallel_size}: leave one out",
         )
         require(
             not self.async_scheduling,
-            f"async_scheduling does not go with pipeline_parallel_size {self.pipeline_parallel_size}, where steps in "
-            "flight are of different requests: leave one out",
+            f"async_scheduling conflicts with pipeline_parallel_size {self.pipeline_parallel_size}, whose steps in "
+            "flight have different requests: leave one out",
         )
 
     def _check_kv_transfer(self) -> None:
@@ -347,7 +349,7 @@ class EngineArgs:
             ("use_kv_cache", self.use_kv_cache, "leave it True"),
             ("parts.policy", not self._own_steps, f"leave out its {self._own_steps}"),
         ):
-            require(fits, f"kv_transfer_config does not go with this {name}: {instead}")
+            require(fits, f"kv_transfer_config conflicts with this {name}: {instead}")
 
     @staticmethod
     def add_cli_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -357,7 +359,7 @@ class EngineArgs:
 
     @classmethod
     def from_cli_args(cls, args: argparse.Namespace) -> "EngineArgs":
-        """Return the arguments that a parsed command line holds.
+        """Return the engine arguments of a parsed command line.
 
         Raises:
             MinivllmError: one is invalid.
@@ -373,14 +375,14 @@ class EngineArgs:
 
     @property
     def kv_transfer(self) -> KVTransferConfig | None:
-        """Return the KV connector's settings, those of `kv_offloading_size` included; None
-        without a connector.
+        """The KV connector's settings, including what `kv_offloading_size` adds; None without a
+        connector.
         """
         return with_offloading(self.kv_transfer_config, self.kv_offloading_size)
 
     @property
     def host_tier_bytes(self) -> int:
-        """Return the bytes of host memory that a tier may take; 0 without one, or if its size is
+        """The bytes of host memory that a host tier may take; 0 if there is no tier or its size is
         given in blocks.
         """
         transfer = self.kv_transfer
@@ -397,7 +399,7 @@ class EngineArgs:
 
     @property
     def lora_config(self) -> LoRAConfig | None:
-        """Return the validated settings of adapters; None without `enable_lora`."""
+        """The validated LoRA settings; None without `enable_lora`."""
         config = LoRAConfig(
             max_loras=self.max_loras,
             max_lora_rank=self.max_lora_rank,
@@ -419,8 +421,8 @@ class EngineArgs:
         self.spec_method = self.spec_model = self.spec_tokens = None
 
     def scheduler_config(self, config: ModelConfig, gpu_memory: int | None) -> SchedulerConfig:
-        """Return the scheduler's settings for this model; `gpu_memory` is the GPU's in bytes, None
-        on a CPU.
+        """Return the scheduler's settings for this model; `gpu_memory` is the GPU's memory in
+        bytes, None on a CPU.
 
         Raises:
             MinivllmError: `max_model_len` exceeds the model's, or settings are incompatible.
@@ -503,5 +505,5 @@ def add_engine_flags(
     # The field has another name in `SchedulerConfig`.
     further["scheduling_policy"] = further["policy"]
     for name, instead in IGNORED.items():
-        further[name] = f"taken for scripts written for vLLM; changes nothing here{instead and f': {instead}'}"
+        further[name] = f"accepted for scripts written for vLLM; has no effect here{instead and f': {instead}'}"
     add_flags(parser, EngineArgs, FLAG_GROUPS, left_out, with_defaults, further)

@@ -1,9 +1,9 @@
 """The engine for an event loop: any number of requests at once, each an async generator of its
 outputs.
 
-Each core runs in a process of its own, or, with `Parts` of a caller's, in a thread. One task
-receives the outputs and hands them to the requests' collectors; a request whose reader is slow
-finds its outputs merged there, and holds up nobody else.
+Each core runs in a process of its own, or in a thread if the caller supplies `Parts`. One task
+receives the outputs and hands them to the requests' collectors; if a reader is slow, its request's
+outputs are merged in the collector, and no other request is held up.
 
 In vLLM v0.33.0: `vllm/v1/engine/async_llm.py` (`AsyncLLM`), `RequestOutputCollector` in
 `vllm/v1/engine/output_processor.py`.
@@ -36,8 +36,8 @@ OUTPUTS_AT_ONCE = 128
 
 
 def make_async_client(args: EngineArgs) -> "AsyncMPClient | AsyncThreadClient":
-    """Start the cores: processes, or a thread for a caller's own parts, which no message could
-    carry.
+    """Start the cores as processes, or one in a thread if the caller supplies its own parts, which
+    cannot be sent to another process.
     """
     if not args.parts.names_in_core:
         return AsyncMPClient(args)
@@ -47,8 +47,8 @@ def make_async_client(args: EngineArgs) -> "AsyncMPClient | AsyncThreadClient":
 
 
 class RequestOutputCollector:
-    """Between the task that receives outputs and the reader of one request: holds what is
-    unread, as one output.
+    """A buffer between the task that receives outputs and the reader of one request: it holds
+    everything unread as one output.
     """
 
     def __init__(self, kind: RequestOutputKind) -> None:
@@ -58,11 +58,10 @@ class RequestOutputCollector:
         self._ready = asyncio.Event()
 
     def put(self, output: RequestOutput | Exception) -> None:
-        """Add an output. A delta is joined to what is unread; an output of another kind replaces
-        it.
+        """Add an output: a delta is merged into the unread output, and any other kind replaces it.
 
-        An exception is read after all that came before it, and by every later reader: what comes
-        after it is dropped.
+        An exception is raised after everything that was put before it, and again for every later
+        reader; whatever is put after it is dropped.
         """
         if self._error is not None:
             return
@@ -75,7 +74,7 @@ class RequestOutputCollector:
         self._ready.set()
 
     async def get(self) -> RequestOutput:
-        """Return what has come since the last call, or wait for it.
+        """Return everything that arrived since the last call, or wait for something to arrive.
 
         Raises:
             EngineDeadError: the engine has ended.
@@ -94,7 +93,7 @@ class Collector:
     """One request's unread outputs, in the engine's own collector or in the part
     `output_collector`.
 
-    `on_ready` is called whenever there is something to read where there was nothing.
+    `on_ready` is called whenever the collector stops being empty.
     """
 
     def __init__(self, unread: Any, request_id: str, on_ready: Callable[[], None] | None = None) -> None:
@@ -127,8 +126,8 @@ class AsyncLLM(FrontEnd):
     """
 
     def __init__(self, args: EngineArgs, engine_core: "AsyncThreadClient | None" = None) -> None:
-        """Start the cores, each in a process, or in a thread if there are parts, unless a client
-        is given.
+        """Start the cores, unless a client is given: each in a process, or in a thread if there are
+        parts.
         """
         self.engine_core = engine_core or make_async_client(args)
         super().__init__(args, self.engine_core)
@@ -139,7 +138,7 @@ class AsyncLLM(FrontEnd):
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> "AsyncLLM":
-        """Create an engine, under vLLM's name of the constructor."""
+        """Create an engine; this is vLLM's name for the constructor."""
         return cls(engine_args)
 
     @property
@@ -157,7 +156,8 @@ class AsyncLLM(FrontEnd):
         priority: int = 0,
         data_parallel_rank: int | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Yield the outputs of a prompt as they come. A reader that stops aborts the request.
+        """Yield the outputs of a prompt as they arrive. If the reader stops early, the request is
+        aborted.
 
         `data_parallel_rank`: the core that computes it; None: the least loaded one.
 
@@ -193,7 +193,7 @@ class AsyncLLM(FrontEnd):
         data_parallel_rank: int | None = None,
         on_ready: Callable[[], None] | None = None,
     ) -> Collector:
-        """Add a request, whose outputs the collector gets. Its reader must end it with `abort_now`.
+        """Add a request whose outputs go to the collector. Its reader must end it with `abort_now`.
 
         Raises:
             MinivllmError: the request is invalid.
@@ -214,7 +214,7 @@ class AsyncLLM(FrontEnd):
         return collector
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
-        """End requests: their readers get a last output with the finish reason "abort"."""
+        """Abort requests: their readers get a last output with the finish reason "abort"."""
         for name in [request_id] if isinstance(request_id, str) else list(request_id):
             children = self._children.pop(name, [])
             for last in self.output_processor.aborted(children):
@@ -223,18 +223,18 @@ class AsyncLLM(FrontEnd):
             self._abort_in_core(children)
 
     def abort_now(self, request_ids: Iterable[str]) -> None:
-        """End requests that nobody reads any more; unknown ids are ignored."""
+        """Abort requests that nobody reads any more; unknown ids are ignored."""
         request_ids = list(request_ids)
         for request_id in request_ids:
             self._collectors.pop(request_id, None)
         self._abort_in_core(self._forgotten(request_ids))
 
     def decline(self, kv_transfer_params: Any) -> None:
-        """Let the KV connector know that a request was refused: what these say is kept for it will
-        not be read.
+        """Tell the KV connector that a request was refused, so that the remote blocks held for it
+        can be released.
 
-        To the core it is a request that ends before it begins. Params that say nothing of the kind
-        are ignored.
+        The core sees a request that ends before it begins. Params without `do_remote_prefill` are
+        ignored.
         """
         if not isinstance(kv_transfer_params, dict) or kv_transfer_params.get("do_remote_prefill") is not True:
             return
@@ -252,8 +252,8 @@ class AsyncLLM(FrontEnd):
         return await self._utility("reset_prefix_cache")
 
     async def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Read an adapter from its folder into host memory, unless it is known; with
-        `load_inplace`, again.
+        """Load an adapter from its folder into host memory, unless it is already there; with
+        `load_inplace`, load it again.
 
         Raises:
             MinivllmError: it cannot be served.
@@ -261,9 +261,7 @@ class AsyncLLM(FrontEnd):
         return await self._utility("add_lora", lora_request)
 
     async def remove_lora(self, lora_id: int) -> bool:
-        """Forget an adapter, once the requests that use it have ended; return whether it was
-        there.
-        """
+        """Remove an adapter once the requests that use it have ended; return whether it was loaded."""
         return await self._utility("remove_lora", lora_id)
 
     async def list_loras(self) -> set[int]:
@@ -279,13 +277,13 @@ class AsyncLLM(FrontEnd):
         return await self._utility("pin_lora", lora_id)
 
     async def start_step_events(self) -> None:
-        """Send `step_watchers` a snapshot of each step from now on, see `engine.step_recorder`;
-        the first is of now.
+        """Send `step_watchers` the current state now, and a snapshot of every step from now on (see
+        `engine.step_recorder`).
         """
         await self._utility("start_step_events")
 
     async def stop_step_events(self) -> None:
-        """Describe no more steps."""
+        """Stop sending step snapshots."""
         with suppress(EngineDeadError, RuntimeError):
             await self._utility("stop_step_events")
 
@@ -294,20 +292,20 @@ class AsyncLLM(FrontEnd):
         self._check_alive()
 
     async def wait_until_dead(self) -> None:
-        """Return when the engine has ended, for whatever reason."""
+        """Wait until the engine has ended, for whatever reason."""
         self._listen()
         await self._ended.wait()
 
     def end_requests(self) -> None:
-        """Fail requests under way with `EngineStoppedError`, and new ones too. The core goes on
-        without them.
+        """Fail all unfinished and future requests with `EngineStoppedError`. The core keeps
+        running.
         """
         # Free their blocks; the front end answers their readers itself.
         self._abort_in_core(list(self.output_processor.states))
         self._die(EngineStoppedError("the server is shutting down"))
 
     def shutdown(self) -> None:
-        """End the core's process. Requests under way fail with `EngineStoppedError`."""
+        """Stop the core's process. Unfinished requests fail with `EngineStoppedError`."""
         self.end_requests()
         if self._handler is not None and not self._handler.get_loop().is_closed():
             self._handler.cancel()
@@ -332,7 +330,7 @@ class AsyncLLM(FrontEnd):
         return await self.engine_core.call_utility_async(method, *arguments)
 
     def _listen(self) -> None:
-        """Start the task that receives outputs, in the loop that asks first."""
+        """Start the task that receives outputs, in the event loop of the first caller."""
         if self._handler is None:
             # Not in the constructor, which may run before the loop.
             self._handler = asyncio.get_running_loop().create_task(self._receive_outputs())
@@ -350,8 +348,8 @@ class AsyncLLM(FrontEnd):
             self._die(error)
 
     async def _take_in(self, outputs: EngineCoreOutputs) -> None:
-        """Hand the outputs of a step to their readers, in chunks, so that a large step does not
-        hold up the loop.
+        """Hand a step's outputs to their readers, in chunks, so that a large step does not hold up
+        the event loop.
         """
         shown: list[RequestOutput] = []
         self.output_processor.note_scheduled(outputs.scheduled_req_ids, outputs.timestamp)
@@ -370,7 +368,7 @@ class AsyncLLM(FrontEnd):
         self._finish(shown, outputs)
 
     def _die(self, error: Exception) -> None:
-        """Tell all readers why no output will come any more."""
+        """Tell all readers why there will be no further output."""
         if self.dead_error is not None:
             return
         # Readers get one kind of error, whatever has ended the engine.

@@ -21,8 +21,8 @@ from minivllm.errors import EngineDeadError
 
 
 class AsyncMPClient(MPClient):
-    """A client for `AsyncLLM`. Its constructor blocks until the cores are ready; the rest runs
-    in one event loop.
+    """A client for `AsyncLLM`. Its constructor blocks until the cores are ready; everything else
+    runs in one event loop.
     """
 
     def __init__(self, args: EngineArgs) -> None:
@@ -33,10 +33,10 @@ class AsyncMPClient(MPClient):
         super().__init__(args)
 
     async def get_output_async(self) -> EngineCoreOutputs:
-        """Return the outputs of the next step of a core, whenever there is one.
+        """Wait for the outputs of the next step of any core, and return them.
 
         Raises:
-            EngineDeadError: a core has died, or said why it must end. The others are told to leave.
+            EngineDeadError: a core has died, or reported why it must end. The others are told to leave.
         """
         while True:
             try:
@@ -54,11 +54,11 @@ class AsyncMPClient(MPClient):
                 call.set_result(answer)
 
     async def call_utility_async(self, method: str, *arguments: Any) -> Any:
-        """Call one of `UTILITIES` in every core and return the result; somebody must be reading
+        """Call one of `UTILITIES` in every core and return the result; a task must be reading
         outputs meanwhile.
 
         Raises:
-            MinivllmError: the arguments ask for what cannot be done.
+            MinivllmError: the arguments are invalid.
             RuntimeError: the method failed.
             EngineDeadError: a core's process has died meanwhile.
         """
@@ -68,13 +68,13 @@ class AsyncMPClient(MPClient):
         return joined_answers(method, await asyncio.gather(*calls))
 
     def shutdown(self) -> None:
-        """End the cores. Calls under way fail."""
+        """Stop the cores. Calls in progress fail."""
         self._stop_listening(EngineDeadError("the engine has been shut down"))
         super().shutdown()
 
     def _stop_listening(self, error: Exception) -> None:
-        """Take the sockets away from the loop before they are closed; calls under way fail with
-        this error.
+        """Take the sockets out of the event loop before they are closed; calls in progress fail
+        with this error.
         """
         if self._death is not None and not self._death.get_loop().is_closed():
             for lifeline in self.cores.lifelines:
@@ -87,8 +87,8 @@ class AsyncMPClient(MPClient):
         self._calls.clear()
 
     def _unreachable(self, rank: int) -> None:
-        """Fail only this message: the task that receives outputs notices the core's end and
-        reads its last words.
+        """Fail only this message: the task that receives outputs will notice that the core has
+        ended and read its last message.
         """
         raise EngineDeadError(died(rank, self.cores.names(), "has ended"))
 
@@ -109,7 +109,9 @@ class AsyncMPClient(MPClient):
         raise self._dead
 
     def _listen(self) -> tuple[zmq.asyncio.Socket, "asyncio.Future[int]"]:
-        """Return the socket of outputs for this loop, and a future of the first core to end."""
+        """Return the outputs' socket, bound to this event loop, and a future of the first core to
+        end.
+        """
         loop = asyncio.get_running_loop()
         death: asyncio.Future[int] = loop.create_future()
 

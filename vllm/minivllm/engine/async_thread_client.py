@@ -1,8 +1,7 @@
-"""The client of a core in a thread of this process, for an event loop: what `Parts` of the core
-need.
+"""The event loop's client of a core in a thread of this process, which `Parts` of the core require.
 
-The kernels let other threads run while they compute; Python code does not, so the event loop waits
-for the scheduler.
+The kernels release the GIL while they compute; Python code does not, so the event loop waits while
+the scheduler runs.
 """
 
 import asyncio
@@ -25,8 +24,8 @@ SECONDS_TO_LEAVE = 10.0
 
 
 class AsyncThreadClient(EngineCoreClient):
-    """A client for `AsyncLLM`. The thread starts with the first call for outputs, in the loop
-    that asks.
+    """A client for `AsyncLLM`. The first call for outputs starts the thread, in that caller's event
+    loop.
     """
 
     def __init__(self, args: EngineArgs) -> None:
@@ -48,7 +47,7 @@ class AsyncThreadClient(EngineCoreClient):
         self._to_do.put(partial(abort_requests, self.engine_core, list(request_ids), self._send))
 
     async def get_output_async(self) -> EngineCoreOutputs:
-        """Return the outputs of the next step, whenever there is one.
+        """Wait for the outputs of the next step, and return them.
 
         Raises:
             EngineDeadError: the thread has ended.
@@ -65,7 +64,7 @@ class AsyncThreadClient(EngineCoreClient):
         """Call one of `UTILITIES` in the core and return its result.
 
         Raises:
-            MinivllmError: the arguments ask for what cannot be done.
+            MinivllmError: the arguments are invalid.
             RuntimeError: the method failed.
         """
         assert method in UTILITIES
@@ -81,7 +80,7 @@ class AsyncThreadClient(EngineCoreClient):
         return joined_answers(method, [await answered])
 
     def shutdown(self) -> None:
-        """End the thread after the step under way, and the core."""
+        """Stop the thread after the current step, and shut the core down."""
         self._to_do.put(None)
         if self._thread.is_alive():
             self._thread.join(SECONDS_TO_LEAVE)

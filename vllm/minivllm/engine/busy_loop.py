@@ -19,8 +19,8 @@ Put = Callable[[EngineCoreOutputs], object]
 
 
 def run_busy_loop(core: EngineCore, to_do: "queue.SimpleQueue[Act | Exception | None]", put: Put) -> None:
-    """Run steps while requests are unfinished, else wait for the next action. None in the queue
-    ends the loop.
+    """Run steps while there are unfinished requests, otherwise wait for the next action. A None in
+    the queue ends the loop.
 
     Raises:
         WorkerDiedError: a rank has died, which the engine cannot survive.
@@ -39,20 +39,22 @@ def run_busy_loop(core: EngineCore, to_do: "queue.SimpleQueue[Act | Exception | 
 
 
 def abort_requests(core: EngineCore, request_ids: Sequence[str], put: Put) -> None:
-    """Abort requests, and tells the front end that their blocks are free where no step will."""
+    """Abort requests. If no step follows to report it, tell the front end that their blocks are
+    free.
+    """
     core.abort_requests(request_ids)
     if not core.has_unfinished_requests():
         put(core.state())
 
 
 def tell_watchers(core: EngineCore, put: Put) -> None:
-    """Send the state after a change that no step tells of, where somebody watches."""
+    """Send the state after a change that no step reports, if there are watchers."""
     if core.step_recorder is not None:
         put(core.state())
 
 
 def answer_of(core: EngineCore, call_id: int, method: str, arguments: Sequence[Any]) -> UtilityOutput:
-    """Return the result of a method of the core, or its error."""
+    """Return the result of one of the core's methods, or its error."""
     if method not in UTILITIES:
         return UtilityOutput(call_id, error=f"there is no utility {method!r}")
     try:
@@ -64,10 +66,10 @@ def answer_of(core: EngineCore, call_id: int, method: str, arguments: Sequence[A
 
 
 def _guarded(act: Act) -> None:
-    """Act, and log any failure but a rank's death: the core has started over and goes on."""
+    """Run an action. Log any failure except a rank's death: the core has started over and goes on."""
     try:
         act()
     except WorkerDiedError:
         raise
     except Exception:
-        logger.exception("The engine's core goes on after a failure")
+        logger.exception("The engine's core continues after a failure")

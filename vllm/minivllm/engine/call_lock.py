@@ -10,8 +10,8 @@ from minivllm.platforms.interrupts import InterruptsHeld
 
 
 class CallLock:
-    """Rejects a second caller: another thread, a signal handler during a call, or a forked
-    process.
+    """A lock that rejects a second caller: another thread, a signal handler during a call, or a
+    forked process.
     """
 
     def __init__(self) -> None:
@@ -20,8 +20,8 @@ class CallLock:
 
     @contextmanager
     def held(self) -> Iterator[InterruptsHeld]:
-        """Hold the lock for the duration of one call, and Ctrl-C with it: neither is left half
-        done.
+        """Hold the lock for the duration of one call, and hold back Ctrl-C, so that no call is left
+        half done.
 
         Raises:
             MinivllmError: another call is in progress, or this is another process.

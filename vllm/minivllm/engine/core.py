@@ -4,7 +4,7 @@ A step is all or nothing. Blocks are published when they are scheduled, before t
 a step that fails halfway leaves hashes for keys and values that were never computed. After any
 exception in a step, the core starts over: the step's requests end with an error, the block pool is
 recreated empty, the worker forgets its batch, and all other requests are recomputed from their
-first token. Steps that were in flight behind it are dropped with it.
+first token. Steps that were queued after the failed one are dropped with it.
 
 In vLLM v0.33.0: `vllm/v1/engine/core.py` (`EngineCore.step`, `_initialize_kv_caches`).
 """
@@ -67,7 +67,7 @@ class _Batch(NamedTuple):
 class EngineCore:
     """A scheduler and the executor that runs its steps.
 
-    `ledger` says where the memory of the rank with the fewest blocks went; None if
+    `ledger` accounts for the memory of the rank with the fewest blocks; None if
     `num_gpu_blocks_override` set the number of blocks.
     """
 
@@ -118,7 +118,7 @@ class EngineCore:
 
     @property
     def ready(self) -> EngineCoreReady:
-        """Return what the front end needs to know about this core."""
+        """The facts about this core that the front end needs."""
         num_blocks = self.scheduler.cache_config.num_gpu_blocks
         return EngineCoreReady(self.scheduler.limits, num_blocks, self.ledger, self.scheduler.make_stats())
 
@@ -140,7 +140,7 @@ class EngineCore:
                 self._undelivered.append(_failed(request.request_id, error, invalid_request=True))
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
-        """End requests, waiting or running; unknown ids are ignored."""
+        """Abort requests, waiting or running; unknown ids are ignored."""
         ids = set(request_ids)
         with self._all_or_nothing(ids):
             unsent = self.scheduler.unsent(ids)
@@ -151,7 +151,7 @@ class EngineCore:
             self.scheduler.finished_req_ids -= unsent  # no step need come to tell of them
 
     def has_unfinished_requests(self) -> bool:
-        """Return whether there is anything for a step to do or return."""
+        """Return whether a step would have anything to compute or return."""
         return bool(self._undelivered or self.batch_queue) or self.scheduler.has_unfinished_requests()
 
     def step(self) -> EngineCoreOutputs:
@@ -179,8 +179,8 @@ class EngineCore:
     def _step_with_batch_queue(self, queue: "deque[_Batch]") -> EngineCoreOutputs:
         """Fill the queue of steps in flight, then wait for the output of the oldest one.
 
-        If a step fails, the ones behind it are lost too, but only the requests in it end. In vLLM:
-        `EngineCore.step_with_batch_queue`.
+        If a step fails, the steps queued after it are dropped too, but only the failed step's
+        requests end. In vLLM: `EngineCore.step_with_batch_queue`.
         """
         concerned: Collection[str] | None = None
         try:
@@ -208,8 +208,8 @@ class EngineCore:
             raise self._start_over(failure, self.scheduler.requests if concerned is None else concerned) from None
 
     def _schedule(self, waits: bool = True) -> SchedulerOutput:
-        """Schedule a step. If there is nothing to compute, it `waits` for a grammar, if one is
-        being compiled.
+        """Schedule a step. If there is nothing to compute and `waits` is set, wait for a grammar
+        that is being compiled.
         """
         with record_function_or_nullcontext("minivllm::schedule"):
             scheduler_output = self.scheduler.schedule()
@@ -225,8 +225,8 @@ class EngineCore:
         return self.executor.execute_model(scheduler_output)
 
     def _start(self, scheduler_output: SchedulerOutput) -> Future[ModelRunnerOutput]:
-        """Start the step. The grammars' bitmask is filled while the forward pass runs, and
-        applied before sampling.
+        """Start the step. The grammars' bitmask is filled while the forward pass runs, and applied
+        before sampling.
         """
         future = self.executor.execute_model(scheduler_output, non_block=True)
         if not scheduler_output.has_structured_output_requests:
@@ -241,8 +241,8 @@ class EngineCore:
     def _update(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput, timestamp: float
     ) -> EngineCoreOutputs:
-        """Take in the output of a step scheduled at `timestamp`; return it, and what is still
-        undelivered.
+        """Process the output of a step scheduled at `timestamp`; return it together with outputs
+        that are still undelivered.
         """
         # Only the requests with NaN or infinite logits end; the rest of the step is valid, but it
         # is recomputed.
@@ -281,8 +281,8 @@ class EngineCore:
         return delivered
 
     def reset_prefix_cache_and_connector(self) -> bool:
-        """Forget all cached blocks, and what the KV connector has stored elsewhere; return False
-        if it could not.
+        """Forget all cached blocks, and what the KV connector has stored elsewhere; return whether
+        it succeeded.
         """
         remote = self.scheduler.remote
         return self.reset_prefix_cache() and (remote is None or remote.connector.reset_cache() is not False)
@@ -293,8 +293,8 @@ class EngineCore:
             return self.scheduler.kv_cache_manager.block_pool.reset_prefix_cache()
 
     def add_lora(self, lora_request: LoRARequest | dict[str, Any]) -> bool:
-        """Read an adapter from its folder into host memory, unless it is known; with
-        `load_inplace`, again.
+        """Load an adapter from its folder into host memory, unless it is already there; with
+        `load_inplace`, load it again.
 
         Raises:
             MinivllmError: it cannot be served.
@@ -305,9 +305,7 @@ class EngineCore:
             return True
 
     def remove_lora(self, lora_id: int) -> bool:
-        """Forget an adapter, once the requests that use it have ended; return whether it was
-        there.
-        """
+        """Remove an adapter once the requests that use it have ended; return whether it was loaded."""
         with self._all_or_nothing(()):
             return self.loras.remove(lora_id)
 
@@ -327,23 +325,23 @@ class EngineCore:
             return True
 
     def start_step_events(self) -> None:
-        """Describe each step from now on, and each change between steps, in the outputs'
-        `step_snapshot`.
+        """Attach a `step_snapshot` to the outputs of each step from now on, and to each change
+        between steps.
         """
         self.step_recorder = self.step_recorder or StepRecorder(self.scheduler)
 
     def stop_step_events(self) -> str:
-        """Describe no more steps; return the state as it is now."""
+        """Stop attaching step snapshots; return the current state."""
         snapshot = self._snapshot()
         self.step_recorder = None
         return snapshot
 
     def state(self) -> EngineCoreOutputs:
-        """Return what the front end is told where no step tells it."""
+        """Return the current state, for the front end, when no step reports it."""
         return EngineCoreOutputs([], self.scheduler.make_stats(), step_snapshot=self._snapshot())
 
     def reset_running_requests(self) -> bool:
-        """Forget all cached blocks, those of running requests too, which wait again and are
+        """Forget all cached blocks, including those of running requests, which wait again and are
         recomputed.
         """
         with self._all_or_nothing(()):
@@ -351,10 +349,10 @@ class EngineCore:
         return True
 
     def shutdown(self) -> None:
-        """End the processes of the ranks, if any; without them no step can run.
+        """Stop the ranks' processes, if any; no step can run without them.
 
-        The scheduler's side of a connector comes last: it may hold what the ranks' sides write to,
-        such as a folder.
+        The connector's scheduler side shuts down last: it may own something that the ranks' sides
+        write to, such as a folder.
         """
         try:
             self.executor.shutdown()
@@ -363,8 +361,8 @@ class EngineCore:
                 self.scheduler.remote.connector.shutdown()
 
     def _snapshot(self, step: SchedulerOutput | None = None, outputs: Sequence[EngineCoreOutput] = ()) -> str:
-        """Describe the state, if anybody watches. Whatever fails here costs no request its
-        answer.
+        """Describe the state, if there are watchers. A failure here never costs a request its
+        output.
         """
         if self.step_recorder is None:
             return ""
@@ -377,8 +375,8 @@ class EngineCore:
 
     @contextmanager
     def _all_or_nothing(self, request_ids: Collection[str]) -> Iterator[None]:
-        """Start over without these requests if the block fails, but not for an adapter that is
-        refused.
+        """Start over without these requests if the block fails, except when it only rejects an
+        adapter.
         """
         try:
             yield
@@ -388,7 +386,7 @@ class EngineCore:
             raise self._start_over(failure, request_ids) from None
 
     def _start_over(self, failure: BaseException, request_ids: Collection[str]) -> BaseException:
-        """End these requests with an error and has all others recomputed. Return the error to
+        """End these requests with an error and have all others recomputed. Return the error to
         raise.
         """
         # Without its ranks the engine cannot go on.
@@ -408,7 +406,7 @@ class EngineCore:
         return error
 
     def _ended_by(self, error: BaseException, request_ids: Collection[str]) -> list[str]:
-        """Return the requests that a failure ends: those that it names, or those of the step."""
+        """Return the requests that a failure ends: the ones it names, or else the ones in the step."""
         if isinstance(error, NonFiniteLogitsError):
             return list(error.request_ids)
         if not isinstance(error, AdapterError):
@@ -425,7 +423,7 @@ class EngineCore:
         self.executor.collective_rpc("reset")
 
     def _make_connector(self, args: EngineArgs) -> KVConnectorBase_V1:
-        """Create the connector's sides in the ranks, then the scheduler's, which is told how to
+        """Create the connector's sides in the ranks, then the scheduler's side, which learns how to
         reach them.
         """
         handshakes = self.executor.collective_rpc("initialize_kv_connector")

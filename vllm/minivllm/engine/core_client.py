@@ -1,6 +1,6 @@
 """The engine core as the front end sees it, in the same process or a separate one.
 
-They exchange only the plain data of `minivllm.core.engine_messages`. The front end never reads the
+Front end and core exchange only the plain data of `minivllm.core.engine_messages`. The front end never reads the
 core's scheduler: `ready` says once what it needs to know, and each `get_output` brings the state
 after a step.
 
@@ -25,13 +25,15 @@ UTILITIES = (
 
 
 class EngineCoreClient(ABC):
-    """Requests in, outputs out. `engines` has the message that each core sent when it was ready."""
+    """A client of the core: requests in, outputs out. `engines` holds the message that each core
+    sent when it was ready.
+    """
 
     engines: list[EngineCoreReady]
 
     @property
     def ready(self) -> EngineCoreReady:
-        """Return the message of the core with the fewest blocks: a request that fits there fits
+        """The ready message of the core with the fewest blocks: a request that fits there fits
         anywhere.
         """
         return min(self.engines, key=lambda engine: engine.num_gpu_blocks)
@@ -42,15 +44,15 @@ class EngineCoreClient(ABC):
 
     @abstractmethod
     def abort_requests(self, request_ids: Sequence[str]) -> None:
-        """End requests without further output; unknown ids are ignored."""
+        """Abort requests without further output; unknown ids are ignored."""
 
     @abstractmethod
     def shutdown(self) -> None:
-        """End the processes that were started, if any; a second call does nothing."""
+        """Stop the processes that were started, if any; a second call does nothing."""
 
 
 class SyncEngineCoreClient(EngineCoreClient):
-    """One that blocks, for `LLM`. Those for an event loop have `get_output_async` and
+    """A blocking client, for `LLM`. Clients for an event loop have `get_output_async` and
     `call_utility_async` instead.
     """
 
@@ -64,17 +66,17 @@ class SyncEngineCoreClient(EngineCoreClient):
 
     @abstractmethod
     def call_utility(self, method: str, *arguments: Any) -> Any:
-        """Call one of `UTILITIES` in every core and return whether all have succeeded, or what
-        the first returns.
+        """Call one of `UTILITIES` in every core; return whether all succeeded, or the first core's
+        result.
         """
 
 
 def joined_answers(method: str, answers: Sequence[UtilityOutput]) -> Any:
-    """Return the cores' answers to a call as one: whether all have succeeded, or what the first
-    returns.
+    """Merge the cores' answers to a call into one: whether all succeeded, or the first core's
+    result.
 
     Raises:
-        MinivllmError: the arguments ask for what cannot be done.
+        MinivllmError: the arguments are invalid.
         RuntimeError: the method failed.
     """
     for answer in answers:

@@ -26,8 +26,8 @@ logger = init_logger(__name__)
 def profile_ranks(
     args: EngineArgs, config: SchedulerConfig, stage_configs: Sequence[ModelConfig], executor: Executor
 ) -> MemoryLedger | None:
-    """Return the ledger of the rank with the fewest blocks; None if `num_gpu_blocks_override` says
-    how many.
+    """Return the memory ledger of the rank with the fewest blocks; None if
+    `num_gpu_blocks_override` sets the number of blocks.
 
     Raises:
         MinivllmError: a request of `max_model_len` tokens would not fit.

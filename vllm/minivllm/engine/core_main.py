@@ -3,9 +3,10 @@ RANK`.
 
 `core_process_manager.py` starts it. Its standard input is a pipe that is never written to and that
 closes when the front end ends. A thread waits for that before anything large is imported, so that
-no process is left over, whenever that is. LIFELINE is a file descriptor whose only purpose is to
-close when this process ends. PARENT is the front end's process: where a fork of it holds the pipe
-open, the parent of this process changes all the same.
+no process outlives the front end, however early the front end ends. LIFELINE is a file descriptor
+whose only purpose is to close when this process ends. PARENT is the id of the front end's process:
+if a fork of the front end holds the pipe open, this process still notices that its own parent has
+changed.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ SECONDS = 0.5
 
 
 def end_with_parent(parent: int, end: Callable[[], object]) -> None:
-    """Wait until the parent has ended; then call `end`, and end this process."""
+    """Wait until the parent has ended; then call `end`, and exit this process."""
     while os.getppid() == parent and not select.select([sys.stdin], [], [], SECONDS)[0]:
         continue
     try:
@@ -32,8 +33,8 @@ def end_with_parent(parent: int, end: Callable[[], object]) -> None:
 
 
 def leave(code: int) -> NoReturn:
-    """End this process once all has been given back: taking the interpreter apart would take a
-    second, for torch.
+    """Exit this process at once: everything has been released by now, and a regular interpreter
+    shutdown would take torch a second.
     """
     sys.stdout.flush()
     sys.stderr.flush()

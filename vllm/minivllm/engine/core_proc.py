@@ -33,8 +33,8 @@ SECONDS_TO_SEND = 2.0
 
 
 class EngineCoreProc:
-    """Says hello, receives the engine's arguments, creates the core, and serves its client until
-    it fails.
+    """A core in a process of its own: says hello, receives the engine's arguments, creates the
+    core, and serves its client until the core fails.
     """
 
     def __init__(self, sockets: CoreSockets, rank: int = 0) -> None:
@@ -51,7 +51,9 @@ class EngineCoreProc:
         self._num_received = 0
 
     def run(self) -> int:
-        """Do all of that; return the exit code of the process."""
+        """Perform the handshake, create the core and serve its client; return the exit code of the
+        process.
+        """
         handshake = self._connected(zmq.DEALER, "handshake")
         handshake.send_multipart((Kind.HELLO, b""))
         _, payload = handshake.recv_multipart()
@@ -90,7 +92,7 @@ class EngineCoreProc:
         return 1
 
     def shutdown(self) -> None:
-        """End the ranks. Can be called from any thread."""
+        """Shut the ranks down. Can be called from any thread."""
         if self.core is not None:
             self.core.shutdown()
 
@@ -114,8 +116,8 @@ class EngineCoreProc:
         self._outputs.put(outputs)
 
     def _receive(self, socket: zmq.Socket) -> None:
-        """Queue what arrives, in a thread. Its failure ends the loop too, so the front end does
-        not wait in vain.
+        """Queue incoming messages, in a thread. If it fails, the loop ends too, so that the front
+        end does not wait in vain.
         """
         try:
             while True:

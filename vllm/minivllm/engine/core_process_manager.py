@@ -1,13 +1,13 @@
 """Start the processes of the cores, one for each data-parallel replica, exchange settings with
 them, and end them.
 
-A core is a fresh Python process that runs `core_main.py`. The script of the user is not imported
-there, so it needs no `if __name__ == "__main__"`. A core ignores Ctrl-C, which the front end
-handles. Each side notices the other's end by a pipe that closes with it: the core's standard input,
-and the lifeline.
+A core is a fresh Python process that runs `core_main.py`. The user's script is not imported there,
+so it needs no `if __name__ == "__main__"`. A core ignores Ctrl-C, which the front end handles. Each
+side notices that the other has ended by a pipe that closes with it: the core's standard input, and
+the lifeline.
 
 A core first says hello on the handshake's socket and receives the engine's arguments. From then on
-it talks to the client over two other sockets (`mp_client.py`). All sockets lie in a folder that
+it talks to the client over two other sockets (`mp_client.py`). All sockets are in a folder that
 only this user can read (`core_sockets.py`). `ray_cores.py` has cores on other machines.
 
 In vLLM v0.33.0: `vllm/v1/engine/utils.py` (`CoreEngineProcManager`, `wait_for_engine_startup`).
@@ -45,7 +45,8 @@ VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 
 
 class CoreProcesses:
-    """`args.data_parallel_size` cores. In the process that made them, and only there.
+    """The processes of `args.data_parallel_size` cores. Only the process that created this object
+    may end them.
 
     `lifelines` are file descriptors, one for each core, which become readable when the core's
     process has ended.
@@ -61,7 +62,7 @@ class CoreProcesses:
         self._inputs: list[IO[bytes]] = []
 
     def start(self) -> list[EngineCoreReady]:
-        """Start the cores; return what each says of itself once all are ready.
+        """Start the cores; return each core's ready message once all are ready.
 
         Raises:
             MinivllmError: a core rejects the arguments, or there are too few GPUs.
@@ -78,7 +79,7 @@ class CoreProcesses:
         return self.sockets.bind_in_folder(kind, self.folder, name)
 
     def obituary(self, rank: int) -> str:
-        """Say how a core's process, which has ended, did so."""
+        """Describe how a core's process, which has ended, came to its end."""
         return died(rank, self.names(), how_it_ended(self.processes[rank].wait()))
 
     def names(self) -> list[int | str]:
@@ -86,8 +87,8 @@ class CoreProcesses:
         return [process.pid for process in self.processes]
 
     def end(self) -> None:
-        """Let the processes go, kills those that stay, and give all else back. A second call
-        does nothing.
+        """Ask the processes to leave, kill the ones that stay, and release everything else. A
+        second call does nothing.
         """
         if os.getpid() != self._owner:
             return  # a fork
@@ -97,8 +98,8 @@ class CoreProcesses:
         self._give_back()
 
     def tell_to_leave(self) -> None:
-        """Let the processes go without waiting for them. Those that are computing end after
-        their step.
+        """Ask the processes to leave, without waiting for them. A process that is computing ends
+        after its step.
         """
         while self._inputs:
             self._inputs.pop().close()
@@ -122,8 +123,8 @@ class CoreProcesses:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _start_one(self, rank: int, environment: Mapping[str, str]) -> None:
-        """Start a core's process. Our end of its lifeline becomes readable as soon as the
-        process has ended.
+        """Start a core's process. Our end of its lifeline becomes readable as soon as the process
+        has ended.
         """
         # The core holds one end of this pipe, so ours becomes readable when the core ends, however
         # it does.
@@ -172,7 +173,8 @@ class CoreProcesses:
 
 
 def wait_for_message(socket: zmq.Socket, lifelines: Mapping[int, int]) -> int | None:
-    """Wait for a message; return None, or the rank of a core that has ended while there was none.
+    """Wait for a message; return None once there is one, or the rank of a core that ended before
+    any arrived.
 
     `lifelines`: the ranks by file descriptor.
     """
@@ -188,7 +190,7 @@ def wait_for_message(socket: zmq.Socket, lifelines: Mapping[int, int]) -> int | 
 
 
 def died(rank: int, pids: Sequence[int | str], how: str) -> str:
-    """Say that a core has died, one of those with these process ids."""
+    """Return a message that the core of this rank has died; `pids` are all cores' process ids."""
     which = f"core {rank} of {len(pids)}" if len(pids) > 1 else "core"
     pid = pids[rank]
     process = f"process {pid}" if isinstance(pid, int) else pid
@@ -196,8 +198,8 @@ def died(rank: int, pids: Sequence[int | str], how: str) -> str:
 
 
 def _environment(args: EngineArgs, rank: int) -> dict[str, str]:
-    """Return a core's environment: where modules are and, with several cores, which GPUs it may
-    use.
+    """Return a core's environment: the module search path and, with several cores, the GPUs that it
+    may use.
     """
     home = str(Path(errors.__file__).resolve().parents[1])
     environment = dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, (home, os.environ.get("PYTHONPATH")))))
@@ -213,8 +215,8 @@ def _gpus(args: EngineArgs, rank: int) -> list[str]:
     each, there = args.tensor_parallel_size * args.pipeline_parallel_size, torch.cuda.device_count()
     if each * args.data_parallel_size > there:
         raise MinivllmError(
-            f"data_parallel_size is {args.data_parallel_size}, with {each} GPUs for each core, which takes "
-            f'{each * args.data_parallel_size}: there are {there} here; use fewer, or device="cpu"'
+            f"data_parallel_size is {args.data_parallel_size}, with {each} GPUs for each core, which needs "
+            f'{each * args.data_parallel_size}: only {there} are here; use fewer, or device="cpu"'
         )
     # The user may have hidden some GPUs; cores share what is left.
     visible = os.environ.get(VISIBLE_DEVICES)

@@ -1,9 +1,9 @@
 """The sockets between cores and their clients, in a folder of this machine or on TCP ports.
 
 In a folder that only this user can read, nobody else can connect. On TCP everybody can, so messages
-are encrypted (CURVE). The front end makes a pair of keys at its start and shows its "public" key to
-nobody: Ray brings it to the cores. A handshake never sends that key, and cannot begin without it,
-so only the cores can connect.
+are encrypted (CURVE). The front end makes a key pair when it starts, and keeps even the "public"
+key secret: Ray brings it to the cores. A handshake never sends that key, and cannot begin without
+it, so only the cores can connect.
 
 In vLLM v0.33.0: `EngineZmqAddresses` in `vllm/v1/engine/utils.py`; its TCP sockets are open to all.
 """
@@ -15,7 +15,7 @@ import zmq
 
 @dataclass(frozen=True)
 class FolderSockets:
-    """Sockets of this machine."""
+    """Sockets in a folder of this machine."""
 
     folder: str
 
@@ -47,11 +47,11 @@ CoreSockets = FolderSockets | TcpSockets
 
 
 class OwnSockets:
-    """The sockets of one side, and the end of all of them.
+    """All sockets of one side, which are closed together.
 
     pyzmq's context has only weak references to its sockets. When the garbage collector takes both,
-    those are gone before a finalizer runs, and the context would wait for sockets that nobody can
-    close any more.
+    the sockets are gone before a finalizer runs, and the context would wait for sockets that nobody
+    can close any more.
     """
 
     def __init__(self) -> None:
@@ -59,7 +59,9 @@ class OwnSockets:
         self._sockets: list[zmq.Socket] = []
 
     def new(self, kind: int) -> zmq.Socket:
-        """Return a socket that drops nothing: however many messages wait, they are kept."""
+        """Return a socket without a high-water mark: it queues any number of messages and drops
+        none.
+        """
         socket = self._context.socket(kind)
         self._sockets.append(socket)
         # High-water marks of 0 mean none; by default ZeroMQ drops what exceeds a thousand messages.
@@ -80,7 +82,9 @@ class OwnSockets:
 
 
 class TcpServer:
-    """Binds sockets on one interface of this machine, for those who hold `for_cores`."""
+    """A server that binds sockets on one interface of this machine, for the cores that hold
+    `for_cores`.
+    """
 
     def __init__(self, sockets: OwnSockets, host: str) -> None:
         server_key, self._secret_key = zmq.curve_keypair()

@@ -1,5 +1,5 @@
-"""Incremental detokenization: the text never ends in half a character, nor a stream in half a stop
-string.
+"""Incremental detokenization: the text never ends in the middle of a character, and a stream never
+ends in the middle of a stop string.
 
 A token may end in the middle of a character, and a character may be spread over four tokens. So
 tokens become bytes, and the bytes become text: an incremental UTF-8 decoder keeps the bytes of an
@@ -7,7 +7,7 @@ unfinished character until the next token. No window of earlier tokens is decode
 none that could begin inside a character.
 
 In vLLM v0.33.0: `vllm/v1/engine/detokenizer.py` (`IncrementalDetokenizer`, `check_stop_strings`),
-which decodes the tokens behind the last complete character again in each step.
+which decodes the tokens after the last complete character again in each step.
 """
 
 import codecs
@@ -28,13 +28,12 @@ _byte_piece = re.compile("<0x([0-9A-F]{2})>")
 
 
 class TokenBytes(dict[int, bytes]):
-    """The bytes that each token adds in the middle of a text, looked up when they are first asked
-    for.
+    """The bytes that each token adds in the middle of a text, computed on first use.
 
-    Byte-level vocabularies (GPT-2, Llama-3, Qwen) spell each byte as a printable character; those
-    of SentencePiece (Llama-2, Mistral) have words, and `<0xE2>` for bytes of characters that have
-    no token. Decoders that put a space behind a token, such as `BPEDecoder` with its `</w>`, are
-    not handled.
+    Byte-level vocabularies (GPT-2, Llama-3, Qwen) spell each byte as a printable character;
+    SentencePiece vocabularies (Llama-2, Mistral) have words, and tokens like `<0xE2>` for bytes of
+    characters that have no token. Decoders that put a space after a token, such as `BPEDecoder`
+    with its `</w>`, are not handled.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
@@ -50,7 +49,7 @@ class TokenBytes(dict[int, bytes]):
         return self[token_id]
 
     def at_the_start(self, token_id: int) -> bytes:
-        """Return what the token adds as the first of a text."""
+        """Return the bytes that the token adds as the first token of a text."""
         text = self._decode([token_id])
         return self[token_id] if BROKEN in text else text.encode()
 
@@ -58,7 +57,7 @@ class TokenBytes(dict[int, bytes]):
         return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special_tokens)
 
     def _raw(self, token_id: int, text: str) -> bytes:
-        """Return the bytes of a token that holds a part of a character, or U+FFFD itself."""
+        """Return the bytes of a token that holds part of a character, or U+FFFD itself."""
         piece = self._tokenizer.id_to_token(token_id) or ""
         if fallback := _byte_piece.fullmatch(piece):
             return bytes([int(fallback[1], 16)])
@@ -70,7 +69,7 @@ class TokenBytes(dict[int, bytes]):
 def _bytes_by_character() -> dict[str, int]:
     """Return the byte that each character of a byte-level vocabulary stands for.
 
-    A printable byte is its own character; the others are the characters after 255, in order.
+    A printable byte stands for itself; the other bytes take the characters after 255, in order.
     """
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
@@ -84,8 +83,8 @@ _tables: WeakKeyDictionary[Tokenizer, dict[bool, TokenBytes]] = WeakKeyDictionar
 
 
 def token_bytes(tokenizer: Tokenizer, skip_special_tokens: bool) -> TokenBytes:
-    """Return the tokenizer's table, which all its requests share and which lives as long as it
-    does.
+    """Return the tokenizer's table, which all its requests share and which lives as long as the
+    tokenizer.
     """
     tables = _tables.setdefault(tokenizer, {})
     if skip_special_tokens not in tables:
@@ -96,7 +95,8 @@ def token_bytes(tokenizer: Tokenizer, skip_special_tokens: bool) -> TokenBytes:
 class IncrementalDetokenizer:
     """The text of one request, which only grows until a stop string truncates it.
 
-    `text` can be shown: it never ends inside a character. It was decoded from `num_tokens` tokens.
+    `text` is always safe to show: it never ends inside a character. It was decoded from
+    `num_tokens` tokens.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
@@ -139,7 +139,7 @@ class IncrementalDetokenizer:
 
     def finish(self) -> str | None:
         """Add the text that was held back, since no more tokens will come. Return a stop string,
-        as `update` does.
+        like `update`.
         """
         num_before = len(self.text)
         # An incomplete character at the end becomes a replacement character.
@@ -156,7 +156,7 @@ class IncrementalDetokenizer:
         return len(self.text) - max(_overlap(self.text, stop) for stop in self._stop_strings)
 
     def _last_bytes(self, token_ids: Sequence[int]) -> bytes:
-        """Return the end of a prompt, enough to tell whether it ends inside a character."""
+        """Return the last bytes of a prompt, enough to tell whether it ends inside a character."""
         end = b""
         for token_id in reversed(token_ids):
             if len(end) >= MAX_CHARACTER_BYTES:
@@ -184,10 +184,10 @@ class IncrementalDetokenizer:
 
 
 class DetokenizerOfParts(IncrementalDetokenizer):
-    """Its text has gone through the part `stop_strings`, which holds back what may begin one of
-    them.
+    """A detokenizer that sends its text through the part `stop_strings`, which holds back what may
+    begin a stop string.
 
-    Text of the first `min_tokens` tokens does not go through it.
+    The text of the first `min_tokens` tokens bypasses the part.
     """
 
     def __init__(
@@ -203,7 +203,7 @@ class DetokenizerOfParts(IncrementalDetokenizer):
         return stop
 
     def streamable_length(self) -> int:
-        """Return the length of the whole text: what must wait is held back by the part."""
+        """Return the length of the whole text: the part has already held back what must wait."""
         return len(self.text)
 
     def _cut_at_stop_string(self, num_before: int) -> str | None:
@@ -217,8 +217,8 @@ class DetokenizerOfParts(IncrementalDetokenizer):
 def make_detokenizer(
     tokenizer: Tokenizer, prompt_token_ids: Sequence[int], params: SamplingParams, parts: Parts
 ) -> IncrementalDetokenizer:
-    """Return the detokenizer of a request; it uses the part `stop_strings` if there is one and
-    the request has any.
+    """Return the detokenizer of a request; it uses the part `stop_strings` if there is one and the
+    request has stop strings.
     """
     if parts.stop_strings is None or not params.stop_strings:
         return IncrementalDetokenizer(tokenizer, prompt_token_ids, params)
@@ -230,8 +230,8 @@ def find_stop_string(text: str, stop_strings: Sequence[str], num_before: int) ->
     """Return the stop string that is completed first after the first `num_before` characters, and
     where it ends.
 
-    It is the one that would be found if the text arrived character by character. Of two that end at
-    the same place, the first in the list wins.
+    It is the one that would be found if the text arrived character by character. If two end at the
+    same position, the first in the list wins.
     """
     # By where they end, not by where they begin: as if the text came character by character.
     ends = [(_first_end(text, stop, num_before), stop) for stop in stop_strings]

@@ -1,7 +1,8 @@
-"""Turn prompts into requests for the core, and its outputs into texts: the engine on a user's side.
+"""The user's side of the engine: turn prompts into requests for the core, and its outputs into
+text.
 
-`LLMEngine` drives a core step by step, `AsyncLLM` serves an event loop. Both are front ends with a
-client of the core.
+`LLMEngine` drives a core step by step, and `AsyncLLM` serves an event loop. Both are front ends
+with a client of the core.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ if TYPE_CHECKING:
 
 
 class FrontEnd:
-    """Input processor and output processor, and which of the core's requests belong to which of
-    the user's.
+    """The input processor, the output processor, and the mapping from the user's requests to the
+    core's.
     """
 
     def __init__(self, args: EngineArgs, client: EngineCoreClient) -> None:
@@ -66,13 +67,13 @@ class FrontEnd:
 
     @property
     def stats(self) -> SchedulerStats:
-        """Return the state after the last step, of all cores' schedulers together. Reading it
-        resets nothing.
+        """The state after the last step, of all cores' schedulers together. Reading it resets
+        nothing.
         """
         return summed_stats(self.engine_stats)
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
-        """Return the tokenizer as transformers has it, which is loaded when it is first asked for.
+        """Return the transformers tokenizer, loading it on first use.
 
         Raises:
             MinivllmError: there is none, or transformers cannot load it.
@@ -107,7 +108,7 @@ class FrontEnd:
             MinivllmError: the request is invalid.
         """
         if not isinstance(request_id, str):
-            raise MinivllmError(f"the request id is {request_id!r}; it must be a text")
+            raise MinivllmError(f"the request id is {request_id!r}; it must be a string")
         if request_id in self._children:
             raise MinivllmError(f"request {request_id!r} exists already; ids must be unique among unfinished requests")
         return self.input_processor.process_inputs(
@@ -115,7 +116,7 @@ class FrontEnd:
         )
 
     def _registered(self, request_id: str, text: str | None, request: EngineCoreRequest) -> list[EngineCoreRequest]:
-        """Split a request into those for the core, and expect their outputs from now on."""
+        """Split a request into the core's requests, and expect their outputs from now on."""
         if not self.has_unfinished_requests():
             # Idle time must not look like low throughput.
             self._throughput_log.begin()
@@ -127,13 +128,13 @@ class FrontEnd:
         return children
 
     def _forgotten(self, request_ids: Iterable[str]) -> list[str]:
-        """Stop expecting outputs of these requests; return the core's ids of them."""
+        """Stop expecting outputs of these requests; return the core's ids for them."""
         children = [child for request_id in request_ids for child in self._children.pop(request_id, ())]
         self.output_processor.abort_requests(children)
         return children
 
     def _finish(self, shown: list[RequestOutput], outputs: EngineCoreOutputs) -> None:
-        """Take note of the requests that have ended, and of the scheduler's state."""
+        """Record the requests that have ended, and the scheduler's state."""
         for output in shown:
             if output.finished:
                 self._children.pop(output.request_id, None)
@@ -146,7 +147,7 @@ class FrontEnd:
             self.stat_logger.record_kv_connector(outputs.kv_connector_stats, outputs.engine_index)
 
     def _take_stats(self, stats: SchedulerStats, engine_index: int) -> None:
-        """Take note of a core's state, and of what was measured of its requests."""
+        """Record a core's state, and the measurements of its requests."""
         self.engine_stats[engine_index] = stats
         iteration = self.output_processor.take_stats(engine_index)
         self._throughput_log.observe(iteration.num_prompt_tokens, iteration.num_generation_tokens, self.stats)

@@ -28,7 +28,7 @@ class GenerationConfig:
     """End-of-sequence ids from all of a model's configs, and the sampling defaults of its
     generation config.
 
-    The tokenizer's own end-of-sequence token, if it names one, comes first.
+    If the tokenizer's config names an end-of-sequence token, that one is first.
     """
 
     eos_token_ids: tuple[int, ...]
@@ -38,8 +38,8 @@ class GenerationConfig:
     def of(
         cls, path_or_name: str | Path, config: ModelConfig, tokenizer: Tokenizer | None = None
     ) -> "GenerationConfig":
-        """Read the file beside the model; if there is none, use only the configs of the model and
-        the tokenizer.
+        """Read the generation config in the model's folder; if there is none, use only the configs
+        of the model and the tokenizer.
 
         Ids outside the vocabulary are left out, because they can never be sampled.
 
@@ -57,7 +57,7 @@ class GenerationConfig:
         return cls(tuple(dict.fromkeys(in_vocabulary)), sampling)
 
     def default_sampling_params(self) -> SamplingParams:
-        """Return the sampling parameters of a request that has none of its own."""
+        """Return the sampling parameters for a request that sets none itself."""
         return SamplingParams(**self.sampling)
 
 
@@ -80,8 +80,8 @@ def _read(path_or_name: str | Path, filename: str) -> dict[str, Any]:
 
 
 def tokenizer_and_ends(args: EngineArgs) -> tuple[str, tuple[int, ...]]:
-    """Return the tokenizer as JSON, and the model's end-of-sequence tokens: what grammars need
-    to know.
+    """Return the tokenizer as JSON and the model's end-of-sequence tokens, both of which grammars
+    need.
     """
     tokenizer = load_tokenizer(args.tokenizer or args.model)
     # Grammars tokenize on their own, and must see tokens as the engine does.

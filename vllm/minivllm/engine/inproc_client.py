@@ -13,7 +13,7 @@ from minivllm.engine.core_client import UTILITIES, SyncEngineCoreClient
 
 
 class InprocClient(SyncEngineCoreClient):
-    """The core is an object in this process. `get_output` runs a step."""
+    """A client whose core is an object in this process. `get_output` runs a step."""
 
     def __init__(self, args: EngineArgs) -> None:
         self.engine_core = EngineCore(args)

@@ -1,4 +1,4 @@
-"""Turns a user's prompt and parameters into a request for the core, or raise a clear error.
+"""Turn a user's prompt and parameters into a request for the core, or raise a clear error.
 
 In vLLM v0.33.0: `vllm/v1/engine/input_processor.py` (`InputProcessor.process_inputs`,
 `assign_request_id`).
@@ -29,10 +29,10 @@ class InputProcessor:
     `eos_token_ids` are the model's end-of-sequence tokens. The core treats only the first as EOS,
     and the others as stop tokens like those of a request, so that `stop_reason` tells them apart.
 
-    The core knows each request by an id that is never used twice: the user's with a running number
-    behind it. A user may abort "a" and add another "a" at once; outputs of the first that are still
-    on their way from the core's process must not be taken for the second's. vLLM appends random
-    characters.
+    The core knows each request by an id that is never used twice: the user's id with a running
+    number appended. A user may abort "a" and add another "a" at once; outputs of the first that are
+    still on their way from the core's process must not be taken for the second's. vLLM appends
+    random characters.
     """
 
     def __init__(
@@ -60,8 +60,7 @@ class InputProcessor:
         priority: int = 0,
         lora_request: LoRARequest | None = None,
     ) -> tuple[str | None, EngineCoreRequest]:
-        """Return the prompt's text, if it has one, and the request for the core, under an id of its
-        own.
+        """Return the prompt's text, if any, and the request for the core, with a unique id.
 
         Raises:
             MinivllmError: the prompt or the parameters are invalid; the message says what would be
@@ -95,7 +94,7 @@ class InputProcessor:
 
     @functools.cached_property
     def max_prompt_characters(self) -> int:
-        """Return the most characters that `max_model_len` tokens can have. In vLLM:
+        """The maximum number of characters in `max_model_len` tokens. In vLLM:
         `vllm/renderers/params.py`.
         """
         if self.tokenizer is None:
@@ -103,7 +102,7 @@ class InputProcessor:
         return self.limits.max_model_len * max(map(len, self.tokenizer.get_vocab()))
 
     def check_length(self, text: str) -> None:
-        """Refuse a text that cannot fit, whatever its tokens are: to tokenize it may take minutes
+        """Refuse a text that cannot fit, whatever its tokens are: tokenizing it could take minutes
         and gigabytes.
 
         Raises:
@@ -124,7 +123,7 @@ class InputProcessor:
             MinivllmError: there is no tokenizer.
         """
         if self.tokenizer is None:
-            raise MinivllmError("the prompt is a text, and skip_tokenizer_init is on; give token ids")
+            raise MinivllmError("the prompt is text, but skip_tokenizer_init is on; give token ids")
         return self.tokenizer.encode(text).ids
 
     def _check_lora(self, lora_request: LoRARequest | None) -> None:
@@ -173,10 +172,10 @@ class InputProcessor:
                 raise MinivllmError(message, name)
         if params.structured_outputs is not None:
             if self.tokenizer is None:
-                raise MinivllmError("structured_outputs is about text, and skip_tokenizer_init is on")
+                raise MinivllmError("structured_outputs constrains text, but skip_tokenizer_init is on")
             check_grammar(params.structured_outputs)
         if self.tokenizer is None and (params.stop_strings or params.bad_words):
-            raise MinivllmError("stop and bad_words are texts, and skip_tokenizer_init is on; use stop_token_ids")
+            raise MinivllmError("stop and bad_words are text, but skip_tokenizer_init is on; use stop_token_ids")
         # With `min_tokens`, stop tokens are masked until then: nothing may be left to sample.
         allowed = frozenset(params.allowed_token_ids or ())
         if params.min_tokens and allowed and allowed <= {*self.eos_token_ids, *(params.stop_token_ids or ())}:
@@ -186,8 +185,8 @@ class InputProcessor:
             )
 
     def _bad_words_token_ids(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-        """Return the tokens of each word at the start of a text and after a space; a word of only
-        spaces as it is.
+        """Return the tokens of each word at the start of a text and after a space; a word of
+        nothing but spaces is encoded unchanged.
 
         vLLM skips the second variant if it has more tokens than the first; here it is forbidden
         too.

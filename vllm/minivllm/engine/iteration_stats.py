@@ -1,7 +1,7 @@
 """The front end's measurements of requests: tokens, latencies, and how each request ended.
 
-Times are differences of `time.monotonic()`, in seconds. Arrival and tokens are seen by the front
-end, scheduling by the core; the clock is one.
+Times are differences of `time.monotonic()`, in seconds. The front end observes arrivals and tokens,
+the core observes scheduling; both read the same clock.
 
 In vLLM v0.33.0: `vllm/v1/metrics/stats.py` (`IterationStats`, `FinishedRequestStats`).
 """
@@ -16,8 +16,8 @@ from minivllm.outputs import RequestMetrics
 
 @dataclass(slots=True)
 class FinishedRequestStats:
-    """One completion that has ended. Queued until first scheduled; prefill until the first
-    token; then decode.
+    """Statistics of one finished completion. It is queued until it is first scheduled, in prefill
+    until its first token, then in decode.
     """
 
     finish_reason: str
@@ -33,12 +33,12 @@ class FinishedRequestStats:
 
     @property
     def num_computed_tokens(self) -> int:
-        """Return the number of prompt tokens that were not cached."""
+        """The number of prompt tokens that were computed, not cached."""
         return max(0, self.num_prompt_tokens - self.num_cached_tokens)
 
     @property
     def inference_time(self) -> float:
-        """Return the seconds from the first step to the last token."""
+        """The seconds from the first step to the last token."""
         return self.prefill_time + self.decode_time
 
     @property
@@ -49,10 +49,10 @@ class FinishedRequestStats:
 
 @dataclass(slots=True)
 class IterationStats:
-    """One step, or all since the last look.
+    """Statistics of one step, or of all steps since they were last read.
 
-    `finished_parents`: for each prompt whose completions have all ended, how many they are, and
-    tokens of the longest.
+    `finished_parents`: for each prompt whose completions have all ended, the number of completions
+    and the length of the longest in tokens.
     """
 
     num_prompt_tokens: int = 0
@@ -66,7 +66,7 @@ class IterationStats:
 
     @property
     def num_tokens(self) -> int:
-        """Return the number of all tokens, of prompts and generated."""
+        """The total number of tokens, prompt and generated."""
         return self.num_prompt_tokens + self.num_generation_tokens
 
     @property
@@ -78,7 +78,7 @@ class IterationStats:
     def observe_tokens(
         self, metrics: RequestMetrics, output: EngineCoreOutput, num_prompt_tokens: int, now: float
     ) -> None:
-        """Count the tokens of an output that came at this time, and note the time in its
+        """Count the tokens of an output that arrived at time `now`, and record the time in its
         request's metrics.
         """
         self.num_generation_tokens += len(output.new_token_ids)
@@ -94,10 +94,11 @@ class IterationStats:
         metrics.last_token_time = now
 
     def observe_finished(self, metrics: RequestMetrics, parent: tuple[int, int] | None, **counts: Any) -> None:
-        """Count a completion that has ended; `parent` is its prompt's entry if it was the last one.
+        """Count a completion that has ended; `parent` is its prompt's entry if this completion was
+        the prompt's last.
 
-        A request that was aborted early has neither been scheduled nor got a token: then those
-        times count as now.
+        A request that was aborted early may never have been scheduled or have produced a token:
+        those times then count as now.
         """
         now = time.monotonic()
         scheduled = metrics.scheduled_time or now

@@ -1,4 +1,4 @@
-"""The engine, driven step by step: prompts in, outputs so far out.
+"""The engine, driven step by step: prompts in, the outputs so far out.
 
 In vLLM v0.33.0: `vllm/v1/engine/llm_engine.py` (`LLMEngine`).
 """
@@ -41,7 +41,7 @@ class LLMEngine(FrontEnd):
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs, *, enable_multiprocessing: bool = False) -> LLMEngine:
-        """Create an engine, under vLLM's name of the constructor."""
+        """Create an engine; this is vLLM's name for the constructor."""
         multiprocess = engine_args.multiprocess or enable_multiprocessing
         return cls(replace(engine_args, multiprocess=multiprocess))
 
@@ -76,14 +76,14 @@ class LLMEngine(FrontEnd):
         return request_id
 
     def abort_request(self, request_ids: Iterable[str]) -> None:
-        """End requests without further output; unknown ids are ignored."""
+        """Abort requests without further output; unknown ids are ignored."""
         with InterruptsHeld(clean_up=True):
             self.engine_core.abort_requests(self._forgotten(request_ids))
 
     def step(self) -> list[RequestOutput]:
         """Run one step of the core; return the outputs of requests that have something new.
 
-        All or nothing: Ctrl-C waits for the end of the step, and if processing the outputs fails,
+        The step is all or nothing: Ctrl-C waits for its end, and if processing the outputs fails,
         their requests are aborted.
         """
         outputs: EngineCoreOutputs | None = None
@@ -102,12 +102,12 @@ class LLMEngine(FrontEnd):
         """Return all metrics as they are now.
 
         Raises:
-            MinivllmError: they are not counted.
+            MinivllmError: metrics are disabled.
         """
         from minivllm.engine.metrics_reader import get_metrics_snapshot
 
         if self._metrics is None:
-            raise MinivllmError("metrics are not counted: give disable_log_stats=False when the engine is made")
+            raise MinivllmError("metrics are disabled: create the engine with disable_log_stats=False")
         return get_metrics_snapshot(self._metrics.registry)
 
     def start_profile(
@@ -117,7 +117,7 @@ class LLMEngine(FrontEnd):
         delay_iterations: int | None = None,
         max_iterations: int | None = None,
     ) -> None:
-        """Record the steps from now on until `stop_profile`. Arguments that are given replace
+        """Record the steps from now until `stop_profile`. Arguments that are given override
         `profiler_config`'s.
 
         Raises:
@@ -132,29 +132,29 @@ class LLMEngine(FrontEnd):
         self._profiler = make_profiler(self.engine_args, profile_prefix, limits)
 
     def stop_profile(self) -> None:
-        """End the recording, and write it to a file whose name is logged."""
+        """Stop recording, write the trace to a file, and log the file's name."""
         profiler, self._profiler = self._profiler, None
         if profiler is not None:
             profiler.stop()
 
     def do_log_stats(self) -> None:
-        """Do nothing: the throughput is logged every few seconds of work."""
+        """Do nothing: the engine logs its throughput every few seconds of work anyway."""
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """Forget all cached blocks. Do nothing and return False while any request holds a block.
 
-        With `reset_running_requests`, such requests wait again, and are computed again from their
-        first token. With `reset_connector`, what the KV connector has stored elsewhere is forgotten
-        too.
+        With `reset_running_requests`, the requests that hold blocks wait again and are recomputed
+        from their first token. With `reset_connector`, what the KV connector has stored elsewhere
+        is forgotten too.
         """
         method = "reset_prefix_cache_and_connector" if reset_connector else "reset_prefix_cache"
         return self._utility("reset_running_requests" if reset_running_requests else method)
 
     def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Read an adapter from its folder into host memory, unless it is known; with
-        `load_inplace`, again.
+        """Load an adapter from its folder into host memory, unless it is already there; with
+        `load_inplace`, load it again.
 
-        A request that names an adapter does that by itself.
+        A request that names an adapter loads it by itself.
 
         Raises:
             MinivllmError: it cannot be served.
@@ -162,9 +162,7 @@ class LLMEngine(FrontEnd):
         return self._utility("add_lora", lora_request)
 
     def remove_lora(self, lora_id: int) -> bool:
-        """Forget an adapter, once the requests that use it have ended; return whether it was
-        there.
-        """
+        """Remove an adapter once the requests that use it have ended; return whether it was loaded."""
         return self._utility("remove_lora", lora_id)
 
     def list_loras(self) -> set[int]:
@@ -180,9 +178,7 @@ class LLMEngine(FrontEnd):
         return self._utility("pin_lora", lora_id)
 
     def shutdown(self) -> None:
-        """End the processes that the engine has started, if any; without them it cannot be used
-        any more.
-        """
+        """Stop the processes that the engine has started, if any; it cannot be used afterwards."""
         self.engine_core.shutdown()
 
     def _utility(self, method: str, *arguments: Any) -> Any:
@@ -221,7 +217,7 @@ def make_client(args: EngineArgs) -> SyncEngineCoreClient:
     """Start a core and return its client once it is ready: in this process, or with `multiprocess`
     in its own.
 
-    Several cores are always processes, and so are those that Ray places.
+    Several cores always run as processes, and so do cores that Ray places.
 
     Raises:
         MinivllmError: the core rejects the arguments.

@@ -1,7 +1,7 @@
 """Choose which of several cores gets a request.
 
-A core's score is waiting x 4 + running: what it last reported, and the requests sent since that it
-has not counted yet. The lowest score wins.
+A core's score is waiting x 4 + running, from the counts it last reported plus the requests sent
+since then. The lowest score wins.
 
 In vLLM v0.33.0: `vllm/v1/engine/core_client.py` (`DPLBAsyncMPClient.get_core_engine_for_request`),
 with the counts of `vllm/v1/engine/coordinator.py`.
@@ -18,8 +18,8 @@ WAITING_WEIGHT = 4
 
 @dataclass
 class _Core:
-    """Counts of one core. `num_sent` counts our requests, `num_received` those that its counts
-    include.
+    """Counts of one core. `num_sent` is the number of our requests sent to it, `num_received` the
+    number that its counts include.
     """
 
     waiting: int = 0
@@ -29,7 +29,7 @@ class _Core:
 
 
 class LoadBalancer:
-    """Chooses among cores."""
+    """Assigns each request to one of several cores."""
 
     def __init__(self, num_cores: int) -> None:
         self._cores = [_Core() for _ in range(num_cores)]
@@ -38,7 +38,7 @@ class LoadBalancer:
         """Return the rank of the core for this request, and count it as sent.
 
         Raises:
-            MinivllmError: the request names a core that there is not.
+            MinivllmError: the request names a core that does not exist.
         """
         ranks = range(len(self._cores))
         rank = request.data_parallel_rank
@@ -51,12 +51,12 @@ class LoadBalancer:
         return rank
 
     def score(self, rank: int) -> int:
-        """Return how loaded a core is."""
+        """Return a core's load score."""
         core = self._cores[rank]
         return WAITING_WEIGHT * (core.waiting + core.num_sent - core.num_received) + core.running
 
     def observe(self, rank: int, stats: SchedulerStats, num_received: int) -> None:
-        """Take in a core's counts, which include the first `num_received` of our requests."""
+        """Store a core's counts, which include the first `num_received` of our requests."""
         core = self._cores[rank]
         core.waiting, core.running = stats.num_waiting_reqs, stats.num_running_reqs
         core.num_received = num_received

@@ -1,4 +1,4 @@
-"""Log probabilities from the core's arrays to entries by token. In vLLM v0.33.0:
+"""Turn the core's arrays of log probabilities into entries by token. In vLLM v0.33.0:
 `vllm/v1/engine/logprobs.py`.
 """
 
@@ -26,8 +26,8 @@ def chosen(entry: dict[int, Logprob] | None) -> Logprob:
 
 
 def _decoded(token_id: int, tokenizer: Tokenizer | None) -> str | None:
-    """Return a token as it stands in the middle of a text: SentencePiece strips the space that
-    begins one.
+    """Return a token's text as it would appear in the middle of a text: SentencePiece strips a
+    leading space at the start of one.
     """
     if tokenizer is None:
         return None

@@ -1,8 +1,8 @@
 """Keep track of a core's adapters. The ranks read them; the scheduler counts those that run.
 
-An adapter is read when it is added, or when the first request names it, so that a request for one
-that cannot be served is refused. An adapter that is removed while requests use it goes when the
-last of them has ended.
+An adapter is loaded when it is added, or when the first request names it, so that a request for an
+adapter that cannot be served is refused. An adapter that is removed while requests use it is
+dropped when the last of them has ended.
 
 In vLLM v0.33.0: `vllm/v1/engine/core.py` (`EngineCore.add_lora`, `remove_lora`, `list_loras`,
 `pin_lora`). It removes an adapter at once.
@@ -18,18 +18,21 @@ from minivllm.executor.abstract import Executor
 
 
 class AdapterRefused(MinivllmError):
-    """An adapter cannot be served as requested. Nothing has changed, in the ranks neither."""
+    """Raised when an adapter cannot be served as requested. Nothing has changed, not even in the
+    ranks.
+    """
 
 
 class LoRARegistry:
-    """Adapters by id, with the fingerprints of what was read, by which cached blocks go.
+    """Adapters by id, with fingerprints of the weights that were loaded, which identify the
+    adapters' cached blocks.
 
-    What host memory has forgotten is read from its folder again, and refused if it is not what it
-    was: a folder that is rewritten must be added again (`load_inplace`).
+    An adapter evicted from host memory is loaded from its folder again, and refused if its files
+    have changed: a folder that is rewritten must be added again (`load_inplace`).
     """
 
     def __init__(self, executor: Executor, scheduler: Callable[[], Scheduler]) -> None:
-        """Take the executor, and a function that returns the present scheduler."""
+        """Take the executor, and a function that returns the current scheduler."""
         self._executor = executor
         self._scheduler = scheduler
         self._adapters: dict[int, LoRARequest] = {}
@@ -38,11 +41,11 @@ class LoRARegistry:
         self._slots: Sequence[int | None] = ()
 
     def add(self, lora_request: LoRARequest) -> LoRARequest:
-        """Return the adapter as its requests are to name it. It is read if it is not known, or
-        `load_inplace` is set.
+        """Return the adapter under the name that requests must use. It is loaded if it is unknown
+        or `load_inplace` is set.
 
         Raises:
-            AdapterRefused: it cannot be served, its id is another one's, or it would take the place
+            AdapterRefused: it cannot be served, its id is taken, or it would take the place
                 of one in use.
         """
         self._check_enabled(lora_request)
@@ -69,8 +72,8 @@ class LoRARegistry:
         return added
 
     def _read(self, adapter: LoRARequest, known: LoRARequest | None) -> str:
-        """Have all ranks read an adapter, and return its fingerprint. While `known` is used,
-        nothing else may come.
+        """Have all ranks load an adapter, and return its fingerprint. While requests use `known`,
+        refuse files with any other weights.
         """
         # Running requests hold blocks that were computed with the known weights.
         if known is not None and known.lora_int_id in self._used():
@@ -91,7 +94,9 @@ class LoRARegistry:
         return {request.lora_request.lora_int_id for request in requests if request.lora_request is not None}
 
     def remove(self, lora_id: int) -> bool:
-        """Remove an adapter, or let it go with its last request; return whether it was there."""
+        """Remove an adapter, or mark it to be removed after its last request; return whether it was
+        loaded.
+        """
         if lora_id not in self._adapters or lora_id in self._leaving:
             return False
         self._leaving.add(lora_id)
@@ -99,16 +104,16 @@ class LoRARegistry:
         return True
 
     def could_not_be_read(self, lora_id: int) -> None:
-        """Forget an adapter that made a step fail, so that its next request reads it before it
-        is scheduled.
+        """Mark an adapter that made a step fail as unreadable, so that its next request reloads it
+        before it is scheduled.
         """
         self._unreadable.add(lora_id)
 
     def pin(self, lora_id: int) -> None:
-        """Keep an adapter in a slot, whether or not anybody uses it.
+        """Keep an adapter in a slot, whether or not any request uses it.
 
         Raises:
-            AdapterRefused: it was not added, or nobody else could run beside it and those that run
+            AdapterRefused: it was not added, or no other adapter could run beside it and those that run
                 now.
         """
         if lora_id not in self._adapters or lora_id in self._leaving:
@@ -128,7 +133,7 @@ class LoRARegistry:
         return set(self._executor.collective_rpc("list_loras")[0]) - self._leaving
 
     def forget_unused(self) -> None:
-        """Let removed adapters go that no request uses any more."""
+        """Drop removed adapters that no request uses any more."""
         unused = self._leaving - self._used() if self._leaving else ()
         for lora_id in unused:
             self._executor.collective_rpc("remove_lora", lora_id)
@@ -140,7 +145,7 @@ class LoRARegistry:
             self._ask_for_slots()
 
     def note_slots(self, lora_ids: Sequence[int | None]) -> None:
-        """Tell the scheduler, and so the page that shows it, which adapters lie in the ranks'
+        """Tell the scheduler, and thereby the page that shows it, which adapters are in the ranks'
         slots.
         """
         if not lora_ids or lora_ids == self._slots:
@@ -166,7 +171,9 @@ class LoRARegistry:
 
 
 def _raise_first(refusals: "list[str | None]") -> None:
-    """Raise the first refusal among the ranks' answers; None means that a rank has none."""
+    """Raise the first refusal among the ranks' answers; an answer of None means that the rank did
+    not refuse.
+    """
     refusal = next(filter(None, refusals), None)
     if refusal is not None:
         raise AdapterRefused(refusal)

@@ -1,4 +1,4 @@
-"""Metrics as plain values, for those who do not scrape them.
+"""Metrics as plain values, for callers that do not scrape Prometheus.
 
 In vLLM v0.33.0: `vllm/v1/metrics/reader.py` (`get_metrics_snapshot`).
 """
@@ -18,7 +18,7 @@ PER_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos"
 
 @dataclass
 class Metric:
-    """One metric of one set of labels."""
+    """A metric with one set of labels."""
 
     name: str
     labels: dict[str, str]
@@ -26,28 +26,28 @@ class Metric:
 
 @dataclass
 class Counter(Metric):
-    """A count since the start."""
+    """A total since the start."""
 
     value: int
 
 
 @dataclass
 class Vector(Metric):
-    """Counts since the start, by position."""
+    """Totals since the start, by position."""
 
     values: list[int]
 
 
 @dataclass
 class Gauge(Metric):
-    """The value now."""
+    """A current value."""
 
     value: float
 
 
 @dataclass
 class Histogram(Metric):
-    """Observed values: how many, their sum, and how many at most as large as each bound."""
+    """Observed values: their number, their sum, and for each bound the number of values up to it."""
 
     count: int
     sum: float
@@ -55,7 +55,7 @@ class Histogram(Metric):
 
 
 def get_metrics_snapshot(registry: CollectorRegistry) -> list[Metric]:
-    """Return the metrics of a registry as they are now."""
+    """Return the current metrics of a registry."""
     return [metric for family in registry.collect() if family.name.startswith(PREFIX) for metric in _values(family)]
 
 

@@ -1,4 +1,4 @@
-"""Talk to cores in separate processes: send to them, receive from them, notice their end.
+"""Talk to cores in separate processes: send to them, receive from them, notice when they end.
 
 A client starts the cores (`core_process_manager.py`) and has two sockets. One sends requests,
 addressed to a core's identity; the other receives the outputs of all cores (`socket_messages.py`).
@@ -28,7 +28,7 @@ from minivllm.platforms.interrupts import InterruptsHeld
 
 
 class MPClient(EngineCoreClient):
-    """The sockets and the processes of all cores. When one of them ends, the engine does.
+    """The sockets and the processes of all cores. When one core ends, the engine ends.
 
     Raises:
         MinivllmError: a core rejects the arguments.
@@ -57,7 +57,7 @@ class MPClient(EngineCoreClient):
 
     @property
     def process(self) -> ChildProcess:
-        """Return the first core's process."""
+        """The first core's process."""
         return self.cores.processes[0]
 
     def add_request(self, request: EngineCoreRequest) -> None:
@@ -81,7 +81,7 @@ class MPClient(EngineCoreClient):
             self._send(Kind.ABORT, ids, rank)
 
     def _send_call(self, method: str, arguments: tuple[Any, ...]) -> int:
-        """Ask every core to call a utility; return the id by which their answers are recognized."""
+        """Ask every core to call a utility; return the id that identifies their answers."""
         assert method in UTILITIES
         call_id = next(self._call_ids)
         for rank in range(len(self.engines)):
@@ -93,7 +93,9 @@ class MPClient(EngineCoreClient):
         self._finalizer()
 
     def _greet(self) -> None:
-        """Wait until every core has connected to our socket: nothing can be sent to it before."""
+        """Wait until every core has connected to our socket: nothing can be sent to a core before
+        that.
+        """
         missing = {identity(rank) for rank in range(len(self.engines))}
         while missing:
             self._wait(self._input)
@@ -110,7 +112,7 @@ class MPClient(EngineCoreClient):
             self._unreachable(rank)
 
     def _unpacked(self, kind: bytes, payload: bytes) -> EngineCoreOutputs:
-        """Return the outputs in a message of a core, or raise the failure that is its last
+        """Return the outputs in a core's message, or raise the failure if it is the core's last
         message.
         """
         if kind == Kind.FAILED:
@@ -138,8 +140,8 @@ class MPClient(EngineCoreClient):
         raise self._died(rank)
 
     def _died(self, rank: int) -> Exception:
-        """End the engine with a core whose process has ended; return the error that says how it
-        did.
+        """Shut the engine down after a core's process has ended; return the error that describes
+        it.
         """
         self._dead = EngineDeadError(self.cores.obituary(rank))
         self._finalizer()
@@ -179,9 +181,7 @@ class SyncMPClient(MPClient, SyncEngineCoreClient):
 
 
 def cores_for(args: EngineArgs) -> CoreProcesses:
-    """Return the cores' processes, on this machine or on those of a Ray cluster; they are not
-    started yet.
-    """
+    """Return the cores' processes, on this machine or in a Ray cluster, not started yet."""
     if args.data_parallel_backend != "ray":
         return CoreProcesses(args)
     from minivllm.engine.ray_cores import RayCores  # Ray may not be installed

@@ -23,8 +23,8 @@ from minivllm.sampling_params import RequestOutputKind
 
 @dataclass(slots=True)
 class RequestState:
-    """The front end's state of one child request. `num_sent_…`: how much a DELTA stream has been
-    sent.
+    """The front end's state of one child request. `num_sent_…` fields: how much of it a DELTA
+    stream has sent.
     """
 
     request: EngineCoreRequest
@@ -47,8 +47,8 @@ class RequestState:
     num_sent_characters: int = 0
 
     def drop_tokens_behind(self, num_tokens: int) -> None:
-        """Keep `num_tokens` tokens: accepted draft tokens may follow the one that completes a
-        stop string.
+        """Keep the first `num_tokens` tokens: accepted draft tokens may follow the one that
+        completes a stop string.
         """
         del self.token_ids[num_tokens:]
         if self.logprobs is not None:
@@ -104,8 +104,8 @@ class OutputProcessor:
         return shown, to_abort
 
     def note_scheduled(self, request_ids: Iterable[str], now: float) -> None:
-        """Take note of when the core has first admitted these requests; preempted ones are
-        admitted again.
+        """Record when the core first admitted these requests; preempted requests are admitted
+        again.
         """
         for request_id in request_ids:
             state = self.states.get(request_id)
@@ -117,8 +117,8 @@ class OutputProcessor:
         return sum(len(state.request.prompt_token_ids) for state in self.states.values())
 
     def lora_names(self) -> tuple[set[str], set[str]]:
-        """Return the names of the adapters of unfinished requests: of those that were admitted,
-        and of the others.
+        """Return the adapter names of unfinished requests: first those of admitted requests, then
+        of the others.
         """
         running, waiting = set[str](), set[str]()
         for state in self.states.values():
@@ -127,11 +127,11 @@ class OutputProcessor:
         return running, waiting
 
     def take_stats(self, engine_index: int = 0) -> IterationStats:
-        """Return what was measured since the last call of the requests of this core."""
+        """Return what has been measured since the last call for the requests of this core."""
         return self._stats.pop(engine_index, None) or IterationStats()
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
-        """Forget these requests; later outputs of theirs are ignored."""
+        """Forget these requests; any later output of theirs is ignored."""
         for request_id in request_ids:
             state = self.states.pop(request_id, None)
             if state is not None:
@@ -186,7 +186,7 @@ class OutputProcessor:
         """Turn new tokens into text. Return whether a stop string ended a request that the core
         would continue.
 
-        If only the final output is wanted and there are no stop strings, decodes once, at the end.
+        If only the final output is wanted and there are no stop strings, decode once, at the end.
         """
         detokenizer = state.detokenizer
         params = state.request.sampling_params
@@ -208,8 +208,8 @@ class OutputProcessor:
         return not finished
 
     def _make_output(self, state: RequestState) -> RequestOutput | None:
-        """Return the request's next output; None for FINAL_ONLY while completions of the prompt
-        are unfinished.
+        """Return the request's next output; None for FINAL_ONLY while any completion of the prompt
+        is unfinished.
         """
         kind = state.request.sampling_params.output_kind
         parent = state.parent

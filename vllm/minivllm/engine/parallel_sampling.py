@@ -34,23 +34,23 @@ class ParentRequest:
             self.unfinished.discard(completion.index)
 
     def end(self, index: int, num_tokens: int) -> tuple[int, int] | None:
-        """Take note of one child's end. Return (n, tokens of the longest) at the end of the last
-        one, else None.
+        """Record that a child has ended. When the last one ends, return (n, tokens of the longest);
+        before that, None.
         """
         self._longest = max(self._longest, num_tokens)
         self._running.discard(index)
         return None if self._running else (self.n, self._longest)
 
     def completions(self) -> list[CompletionOutput]:
-        """Return the completions seen so far, in order of index."""
+        """Return the completions so far, ordered by index."""
         return [self._completions[index] for index in sorted(self._completions)]
 
 
 def child_requests(request: EngineCoreRequest) -> list[EngineCoreRequest]:
     """Split a request for `n` completions into `n` requests; return the request itself if n is 1.
 
-    The KV connector is told of the first one only: a transfer is read once, and the others share
-    the first one's blocks or compute their own.
+    The KV connector learns of the first one only: a transfer is read once, and the others share the
+    first one's blocks or compute their own.
     """
     params = request.sampling_params
     if params.n == 1:

@@ -1,4 +1,4 @@
-"""Traces of steps by PyTorch's profiler. In vLLM v0.33.0: `vllm/profiler/wrapper.py`
+"""Trace steps with PyTorch's profiler. In vLLM v0.33.0: `vllm/profiler/wrapper.py`
 (`TorchProfilerWrapper`).
 """
 
@@ -31,7 +31,7 @@ class TorchProfiler:
         self._done = False
 
     def before_step(self) -> None:
-        """Start recording at the first step that is not left out."""
+        """Start recording at the first step after `delay_iterations`."""
         if self._profile is not None or self._done or self._num_steps < self._config.delay_iterations:
             return
         config = self._config
@@ -44,16 +44,14 @@ class TorchProfiler:
         self._profile.start()
 
     def after_step(self) -> None:
-        """Stop recording after the last step that is wanted."""
+        """Stop recording after the last requested step."""
         self._num_steps += 1
         last = self._config.max_iterations and self._config.delay_iterations + self._config.max_iterations
         if last and self._num_steps >= last:
             self.stop()
 
     def stop(self) -> Path | None:
-        """Stop recording and return the trace that was written; None if no step was recorded
-        since.
-        """
+        """Stop recording, write the trace and return its path; return None if no step was recorded."""
         self._done = True
         profile, self._profile = self._profile, None
         if profile is None:
@@ -69,8 +67,7 @@ class TorchProfiler:
 
 
 def make_profiler(args: EngineArgs, prefix: str | None, limits: Mapping[str, int | None]) -> TorchProfiler:
-    """Start a profiler with these limits, as far as they are not None, in place of
-    `profiler_config`'s.
+    """Create a profiler whose limits override `profiler_config`'s unless they are None.
 
     Raises:
         MinivllmError: there is no `profiler_config`, or the engine computes in other processes.
@@ -79,6 +76,6 @@ def make_profiler(args: EngineArgs, prefix: str | None, limits: Mapping[str, int
     if config is None:
         raise MinivllmError('nothing is recorded without profiler_config={"profiler": "torch", …}')
     if args.multiprocess or args.tensor_parallel_size > 1 or args.distributed_executor_backend == "mp":
-        raise MinivllmError("only an engine in this process is recorded: leave out multiprocess and several ranks")
+        raise MinivllmError("only an engine in this process can be recorded: leave out multiprocess and use one rank")
     changes = {name: value for name, value in limits.items() if value is not None}
     return TorchProfiler(replace(config, **changes), prefix)

@@ -1,6 +1,6 @@
 """The engine's metrics for Prometheus: vLLM's names, types, labels and buckets.
 
-`METRICS` says what there is, and `PrometheusStatLogger` fills it in. In vLLM v0.33.0:
+`METRICS` defines the metrics, and `PrometheusStatLogger` fills them in. In vLLM v0.33.0:
 `vllm/v1/metrics/loggers.py` (`PrometheusStatLogger`).
 """
 
@@ -38,8 +38,8 @@ NO_LOOKUPS = PrefixCacheStats()
 class Metric(NamedTuple):
     """A metric, and the function that reads its value.
 
-    `read` gets the scheduler's state after a step, and what the front end measured of the requests
-    in it. It returns the value now (gauge), the total since the start (total), the increase
+    `read` gets the scheduler's state after a step, and the front end's measurements of the requests
+    in it. It returns the current value (gauge), the total since the start (total), the increase
     (counter), or a list of observations (histogram, whose buckets have these upper bounds).
     """
 
@@ -50,7 +50,7 @@ class Metric(NamedTuple):
 
 
 def _of_finished(field: str) -> Callable[[SchedulerStats, IterationStats], list[float]]:
-    """Return what reads this field of the requests that have finished, where it has a value."""
+    """Return a function that reads this field of each finished request, skipping None."""
 
     def read(_: SchedulerStats, step: IterationStats) -> list[float]:
         values = (getattr(request, field) for request in step.finished_requests)
@@ -60,9 +60,9 @@ def _of_finished(field: str) -> Callable[[SchedulerStats, IterationStats], list[
 
 
 METRICS = {
-    "num_requests_running": Metric("gauge", "Requests that are computed.", lambda s, _: s.num_running_reqs),
-    "num_requests_waiting": Metric("gauge", "Requests that wait.", lambda s, _: s.num_waiting_reqs),
-    "kv_cache_usage_perc": Metric("gauge", "Share of blocks in use, 0 to 1.", lambda s, _: s.kv_cache_usage),
+    "num_requests_running": Metric("gauge", "Requests being computed.", lambda s, _: s.num_running_reqs),
+    "num_requests_waiting": Metric("gauge", "Requests waiting.", lambda s, _: s.num_waiting_reqs),
+    "kv_cache_usage_perc": Metric("gauge", "Fraction of blocks in use, 0 to 1.", lambda s, _: s.kv_cache_usage),
     "prefix_cache_queries":
         Metric("total", "Prefix cache queries, in tokens.", lambda s, _: s.prefix_cache_stats.queries),
     "prefix_cache_hits": Metric("total", "Prefix cache hits, in tokens.", lambda s, _: s.prefix_cache_stats.hits),
@@ -74,11 +74,11 @@ METRICS = {
                lambda s, _: (s.connector_prefix_cache_stats or NO_LOOKUPS).hits),
     "num_preemptions": Metric("total", "Preemptions.", lambda s, _: s.num_preemptions),
     "minivllm:recomputed_tokens":
-        Metric("total", "Tokens of preempted requests computed once more.", lambda s, _: s.num_recomputed_tokens),
-    "prompt_tokens": Metric("counter", "Tokens of prompts.", lambda _, step: step.num_prompt_tokens),
+        Metric("total", "Tokens of preempted requests that were recomputed.", lambda s, _: s.num_recomputed_tokens),
+    "prompt_tokens": Metric("counter", "Prompt tokens.", lambda _, step: step.num_prompt_tokens),
     "prompt_tokens_cached":
-        Metric("counter", "Tokens of prompts that were cached.", lambda _, step: step.num_cached_prompt_tokens),
-    **{f'prompt_tokens_by_source{{source="{source}"}}': Metric("counter", "Tokens of prompts, by source.", read)
+        Metric("counter", "Prompt tokens that were cached.", lambda _, step: step.num_cached_prompt_tokens),
+    **{f'prompt_tokens_by_source{{source="{source}"}}': Metric("counter", "Prompt tokens by source.", read)
        for source, read in {
            "local_cache_hit": lambda _, step: step.num_local_prompt_tokens,
            "external_kv_transfer": lambda _, step: step.num_external_prompt_tokens,
@@ -88,23 +88,23 @@ METRICS = {
        }.items()},
     "generation_tokens": Metric("counter", "Tokens generated.", lambda _, step: step.num_generation_tokens),
     "iteration_tokens_total":
-        Metric("histogram", "Tokens of a step.", lambda _, step: [step.num_tokens] if step.num_tokens else [],
+        Metric("histogram", "Tokens per step.", lambda _, step: [step.num_tokens] if step.num_tokens else [],
                STEP_TOKENS),
     "time_to_first_token_seconds":
         Metric("histogram", "Time to first token.", lambda _, step: step.time_to_first_tokens, FIRST_TOKEN_SECONDS),
     "inter_token_latency_seconds":
         Metric("histogram", "Time between tokens.", lambda _, step: step.inter_token_latencies, TOKEN_SECONDS),
     "request_params_n":
-        Metric("histogram", "n of a request.", lambda _, step: [n for n, _ in step.finished_parents],
+        Metric("histogram", "The parameter n of each request.", lambda _, step: [n for n, _ in step.finished_parents],
                (1, 2, 5, 10, 20)),
     "request_max_num_generation_tokens":
-        Metric("histogram", "Tokens of the longest of n.", lambda _, step: [most for _, most in step.finished_parents]),
+        Metric("histogram", "Longest of n, in tokens.", lambda _, step: [most for _, most in step.finished_parents]),
     **{name: Metric("histogram", text, _of_finished(field), buckets) for name, field, text, buckets in (
-        ("request_prompt_tokens", "num_prompt_tokens", "Tokens of the prompt.", UP_TO_MAX_MODEL_LEN),
+        ("request_prompt_tokens", "num_prompt_tokens", "Prompt tokens per request.", UP_TO_MAX_MODEL_LEN),
         ("request_generation_tokens", "num_generation_tokens", "Tokens generated.", UP_TO_MAX_MODEL_LEN),
-        ("request_params_max_tokens", "max_tokens", "max_tokens of a request.", UP_TO_MAX_MODEL_LEN),
-        ("request_prefill_kv_computed_tokens", "num_computed_tokens", "Tokens of it not cached.", UP_TO_MAX_MODEL_LEN),
-        ("request_num_preemptions", "num_preemptions", "Preemptions of a request.", (1, 2, 3, 4, 5, 10, 20)),
+        ("request_params_max_tokens", "max_tokens", "max_tokens per request.", UP_TO_MAX_MODEL_LEN),
+        ("request_prefill_kv_computed_tokens", "num_computed_tokens", "Uncached prompt tokens.", UP_TO_MAX_MODEL_LEN),
+        ("request_num_preemptions", "num_preemptions", "Preemptions per request.", (1, 2, 3, 4, 5, 10, 20)),
         ("e2e_request_latency_seconds", "e2e_latency", "From arrival to the last token.", REQUEST_SECONDS),
         ("request_queue_time_seconds", "queued_time", "From arrival to the first step.", REQUEST_SECONDS),
         ("request_inference_time_seconds", "inference_time", "First step to last token.", REQUEST_SECONDS),
@@ -133,14 +133,14 @@ def _of_drafts(num_positions: int) -> dict[str, Metric]:
     per_pos = "spec_decode_num_accepted_tokens_per_pos"
     return {
         "spec_decode_num_drafts": total("num_drafts", "Drafts that were verified."),
-        "spec_decode_num_draft_tokens": total("num_draft_tokens", "Tokens of drafts."),
-        "spec_decode_num_accepted_tokens": total("num_accepted_tokens", "Tokens of drafts that were accepted."),
+        "spec_decode_num_draft_tokens": total("num_draft_tokens", "Draft tokens."),
+        "spec_decode_num_accepted_tokens": total("num_accepted_tokens", "Draft tokens that were accepted."),
         **{_key(per_pos, "position", str(position)): at(position) for position in range(num_positions)},
     }
 
 
 class PrometheusStatLogger:
-    """Metrics of all cores, each with its own label `engine`, in a registry of their own."""
+    """Metrics of all cores, each labelled with its `engine`, in a separate registry."""
 
     def __init__(self, args: EngineArgs, engines: Sequence[EngineCoreReady], model_name: str) -> None:
         self.registry = CollectorRegistry()
@@ -184,10 +184,10 @@ class PrometheusStatLogger:
             self._children[_key("request_success", "finished_reason", finished.finish_reason), engine_idx].inc()
 
     def record_kv_connector(self, stats: Mapping[str, Any], engine_idx: int = 0) -> None:
-        """Record what a core's KV connector has counted in a step; these metrics are shown from the
+        """Record what a core's KV connector counted in a step; the metrics are exposed from the
         first such step on.
 
-        Counts of other people's connectors that have no name here are ignored.
+        Counts of third-party connectors that have no name here are ignored.
         """
         for name, value in stats.items():
             family, _, label_value = name.partition(".")
@@ -206,7 +206,7 @@ class PrometheusStatLogger:
                     child.observe(observation)
 
     def record_loras(self, running: Set[str], waiting: Set[str]) -> None:
-        """Record which adapters are in use; those of earlier steps are not shown any more."""
+        """Record which adapters are in use; adapters of earlier steps are no longer exposed."""
         if self._lora_info is not None:
             # The labels are the adapters in use: without this, every combination ever seen would
             # stay.
@@ -215,11 +215,11 @@ class PrometheusStatLogger:
             self._lora_info.labels(*labels).set_to_current_time()
 
     def record_rejection(self, reason: str) -> None:
-        """Count a request that was refused since this limit was reached."""
+        """Count a request that was rejected because this limit was reached."""
         self._rejections[reason].inc()
 
     def _make_all(self, index: int, max_model_len: int) -> None:
-        """Create all metrics of a core, so that they are shown with the value zero."""
+        """Create all metrics of a core, so that they are exposed with the value zero."""
         for name, metric in self._metrics.items():
             settings = {}
             if metric.kind == "histogram":
@@ -247,7 +247,7 @@ class PrometheusStatLogger:
             self._labelled(self._family(Gauge, name, "Settings.", labels), index, labels).set(1)
 
     def _child(self, kind: Any, engine: int, key: str, text: str, **settings: Any) -> Any:
-        """Return one core's share of a metric, made when it is first asked for."""
+        """Return one core's share of a metric, creating it on first use."""
         if (key, engine) not in self._children:
             name, _, pair = key.partition("{")
             label, _, value = pair.strip('}"').partition('="')
@@ -259,8 +259,8 @@ class PrometheusStatLogger:
         return self._children[key, engine]
 
     def _family(self, kind: Any, name: str, text: str, labels: Iterable[str], **settings: Any) -> Any:
-        """Return the metric of this name, which all cores share; vLLM's unless it says whose it
-        is.
+        """Return the metric of this name, which all cores share; the name gets vLLM's prefix unless
+        it has its own.
         """
         if name not in self._families:
             full_name, labels = name if ":" in name else f"vllm:{name}", ("model_name", "engine", *labels)

@@ -1,6 +1,6 @@
 """The cores as Ray actors, on any machines of a Ray cluster: `data_parallel_backend="ray"`.
 
-Ray places and starts them (`ray_actors.py`). From then on they are as those of this machine, only
+Ray places and starts them (`ray_actors.py`). After that they work like cores on this machine, only
 over TCP: a core's lifeline is the connection that its actor has made, and its sockets are encrypted
 (`core_sockets.py`).
 
@@ -22,7 +22,7 @@ class RayCores(CoreProcesses):
     """Cores as actors of Ray, with the interface of `CoreProcesses`."""
 
     def __init__(self, args: EngineArgs) -> None:
-        """Reserve the places.
+        """Reserve resources in the cluster for all cores.
 
         Raises:
             MinivllmError: ray is not installed, or the cluster has no room for the cores.
@@ -38,14 +38,16 @@ class RayCores(CoreProcesses):
         return self._server.bind(kind, name)
 
     def obituary(self, rank: int) -> str:
-        """Say that a core is lost; how, Ray would know only a minute later."""
+        """Return a message that a core is lost, without the reason, which Ray would know only a
+        minute later.
+        """
         return died(rank, self.names(), "has ended, or its machine cannot be reached")
 
     def names(self) -> list[int | str]:
         return ["a Ray actor"] * self._args.data_parallel_size
 
     def tell_to_leave(self) -> None:
-        """Close the lifelines, whose end the actors notice."""
+        """Close the lifelines, which tells the actors to leave."""
         self._close_lifelines()
 
     def _start_cores(self) -> None:
@@ -64,10 +66,10 @@ class RayCores(CoreProcesses):
 
 
 class CoreActor:
-    """A core's process; Ray starts it."""
+    """A core's process, started by Ray."""
 
     def live(self, address: tuple[str, int], token: bytes, sockets: TcpSockets, rank: int) -> None:
-        """Run the core until it fails, or the front end is gone."""
+        """Run the core until it fails or the front end is gone."""
         from minivllm.engine.core_proc import EngineCoreProc
 
         process = EngineCoreProc(sockets, rank)

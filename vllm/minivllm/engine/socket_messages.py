@@ -1,7 +1,7 @@
 """Encode the messages on the sockets between a front end and a core's process.
 
-A message is a one-byte kind and a payload: plain data in MessagePack, never pickle, which would run
-code it is sent.
+A message is a one-byte kind and a payload: plain data in MessagePack, never pickle, which would
+execute whatever code it receives.
 
 In vLLM v0.33.0: `vllm/v1/serial_utils.py` (`MsgpackEncoder`, `MsgpackDecoder`),
 `EngineCoreRequestType` in `vllm/v1/engine/__init__.py`.
@@ -27,8 +27,8 @@ def identity(rank: int) -> bytes:
 class Kind:
     """Kinds of messages.
 
-    A core sends HELLO and READY or FAILED in the handshake; then to each client HELLO, OUTPUTS, and
-    FAILED as its last message. The other kinds are sent to it.
+    In the handshake a core sends HELLO, then READY or FAILED; afterwards it sends each client
+    HELLO, OUTPUTS, and FAILED as its last message. The other kinds are sent to the core.
     """
 
     HELLO, READY, OUTPUTS, FAILED = b"h", b"r", b"o", b"f"
@@ -46,7 +46,7 @@ class Failure:
 
     @classmethod
     def of(cls, error: Exception) -> "Failure":
-        """Describe this exception."""
+        """Wrap this exception in a `Failure`."""
         return cls(type(error).__name__, str(error))
 
     def error(self) -> Exception:
@@ -64,9 +64,7 @@ def encode(message: Any) -> bytes:
 
 
 def decode(payload: bytes, kind: type[Message]) -> Message:
-    """Decode a message of this type. Raise `msgspec.ValidationError` if the bytes hold something
-    else.
-    """
+    """Decode a message of this type. Raise `msgspec.ValidationError` if the bytes do not match it."""
     return msgspec.msgpack.decode(payload, type=kind)
 
 

@@ -1,5 +1,5 @@
-"""Describe the scheduler after a step as one line of JSON, for a page that shows it and for
-recordings.
+"""Describe the scheduler after each step as one line of JSON, for recordings and for the page that
+shows it.
 
 A line is a snapshot that needs no other line:
 
@@ -41,7 +41,9 @@ class StepRecorder:
         self._last_number = 0
 
     def snapshot(self, step: SchedulerOutput | None = None, outputs: Sequence[EngineCoreOutput] = ()) -> str:
-        """Describe the state after a step that had these outputs; without one, as it is now."""
+        """Describe the state after a step that produced these outputs; without outputs, the current
+        state.
+        """
         scheduler = self._scheduler
         config = self._scheduler.config
         cache = scheduler.cache_config

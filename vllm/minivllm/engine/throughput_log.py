@@ -1,5 +1,5 @@
-"""Logs throughput, running and waiting requests, cache usage and the fate of drafts every few
-seconds of work.
+"""Log throughput, running and waiting requests, cache usage and draft acceptance every few seconds
+of work.
 
 In vLLM v0.33.0: `vllm/v1/metrics/loggers.py` (`LoggingStatLogger`),
 `vllm/v1/spec_decode/metrics.py` (`SpecDecodingLogging`).
@@ -24,13 +24,13 @@ class ThroughputLog:
         self.begin()
 
     def begin(self) -> None:
-        """Start counting, now: the engine was idle."""
+        """Start counting from now; the engine was idle before."""
         self._since = time.monotonic()
         self._prompt_tokens = self._generation_tokens = 0
 
     def observe(self, prompt_tokens: int, generation_tokens: int, stats: SchedulerStats) -> None:
-        """Count a step's tokens, those of prompts that were computed and those generated; log
-        when it is time.
+        """Count a step's computed prompt tokens and generated tokens; write a log line when one is
+        due.
         """
         self._prompt_tokens += prompt_tokens
         self._generation_tokens += generation_tokens

@@ -1,1 +1,1 @@
-"""The entry points for users: `LLM`, the OpenAI server, the proxy, the command line."""
+"""The entry points for users: `LLM`, the OpenAI server, the proxy, and the command line."""

@@ -24,9 +24,7 @@ Run = Callable[[list[TokensPrompt], SamplingParams, list[int], list[LoRARequest 
 
 @dataclass
 class Search:
-    """The sequences of one prompt: those that go on, and those that have ended. `steps`: how
-    many more there may be.
-    """
+    """The sequences of one prompt, open and ended. `steps` is the number of steps left."""
 
     prompt: TokensPrompt
     priority: int
@@ -45,7 +43,7 @@ class Search:
 
 
 class BeamSearcher:
-    """Searches for several prompts at once. `eos_token_ids` end a sequence, unless the
+    """A beam search over several prompts at once. `eos_token_ids` end a sequence, unless the
     parameters ignore them.
     """
 
@@ -69,8 +67,8 @@ class BeamSearcher:
         after_step: Callable[[int], None],
         adapters: Adapters | None = None,
     ) -> list[BeamSearchOutput]:
-        """Return the best sequences of each prompt, without texts. `after_step` is told how many
-        were extended.
+        """Return the best sequences of each prompt, without text. `after_step` is called with the
+        number of extended sequences.
         """
         searches = [
             Search(prompt, priority, self._num_steps(prompt), adapter)
@@ -90,7 +88,7 @@ class BeamSearcher:
         return min(self._params.max_tokens, max(1, room))  # without room, the engine refuses the prompt
 
     def _step(self, searches: Sequence[Search]) -> None:
-        """Extend every open sequence by one token; the best of a prompt's children go on."""
+        """Extend every open sequence by one token, and keep the best of each prompt's children."""
         pairs = [(search, sequence) for search in searches for sequence in search.open()]
         prompts = [_prompt_of(sequence) for _, sequence in pairs]
         priorities, adapters = ([getattr(search, name) for search, _ in pairs] for name in ("priority", "lora_request"))

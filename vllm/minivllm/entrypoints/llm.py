@@ -60,7 +60,7 @@ class LLM:
             model: a local directory, or a model's name on the Hugging Face Hub.
             chat_template: a file or a template, in place of the model's own; or the name of one of
                 the model's.
-            disable_log_stats: if False, the engine counts for `get_metrics`.
+            disable_log_stats: if False, the engine collects metrics for `get_metrics`.
             engine_args: see `minivllm.engine.arg_utils.EngineArgs`.
 
         Raises:
@@ -103,13 +103,13 @@ class LLM:
             prompts: one or several; each a string, a list of token ids, {"prompt": …} or
                 {"prompt_token_ids": …}.
             sampling_params: one for all prompts, or one for each; None: the model's own defaults.
-            use_tqdm: show a progress bar; or what makes one, such as tqdm's class.
+            use_tqdm: whether to show a progress bar, or a class that makes one, such as tqdm.
             priority: one number for all or for each prompt, for the scheduling policy "priority";
                 lower goes first.
             lora_request: the adapter of all prompts, or one (or None) for each; the engine needs
                 `enable_lora`.
             tokenization_kwargs: {"add_special_tokens": False} leaves the special tokens out of
-                prompts that are texts.
+                text prompts.
 
         Raises:
             MinivllmError: a prompt or its parameters are invalid, and nothing was computed; or no
@@ -137,19 +137,20 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Return the answers to a conversation or several, in order. The rest is as in `generate`.
+        """Return the answers to one or more conversations, in order. Everything else is as in
+        `generate`.
 
         Args:
             messages: a list of messages such as {"role": "user", "content": "…"}, or several such
                 lists.
-            chat_template: makes a prompt of messages, in Jinja; by default the model's own. As in
+            chat_template: turns messages into a prompt, in Jinja; by default the model's own. As in
                 the constructor.
             chat_template_content_format: a message's content is "string" or (parts) "openai";
                 "auto": as the template expects it.
-            add_generation_prompt: let the template add what an answer begins with.
-            continue_final_message: the last message is not ended; the answer goes on with it.
+            add_generation_prompt: let the template add the beginning of an answer.
+            continue_final_message: leave the last message open, so that the answer continues it.
             tools: definitions of functions that the template shows to the model.
-            chat_template_kwargs: what else the template sees.
+            chat_template_kwargs: further variables for the template.
 
         Raises:
             MinivllmError: there is no template, or it rejects the messages; or as in `generate`.
@@ -189,8 +190,8 @@ class LLM:
 
         Args:
             prompts: as in `generate`.
-            params: how wide and how long.
-            concurrency_limit: the most prompts to search for at once; None: all.
+            params: the beam width and the number of tokens.
+            concurrency_limit: the maximum number of prompts to search at once; None: all.
 
         Raises:
             MinivllmError: a prompt or a parameter is invalid, or a sequence failed while it ran.
@@ -232,8 +233,8 @@ class LLM:
             return request_ids
 
     def wait_for_completion(self, output_type: type | None = None, *, use_tqdm: UseTqdm = True) -> list[RequestOutput]:
-        """Return the completions of what was enqueued, in order; prompts that fail are as in
-        `generate`.
+        """Return the completions of the enqueued prompts, in order; prompts that fail are handled
+        as in `generate`.
 
         `output_type` can only be `RequestOutput`.
         """
@@ -252,14 +253,12 @@ class LLM:
     # What there is besides
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
-        """Return the tokenizer as transformers has it. The engine's own is
-        `llm_engine.tokenizer`.
-        """
+        """Return the transformers tokenizer. The engine's own is `llm_engine.tokenizer`."""
         return self.llm_engine.get_tokenizer()
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return what `generate` uses if it is given no sampling parameters: the model's
-        generation config.
+        """Return the sampling parameters that `generate` uses by default: the model's generation
+        config.
         """
         return self.llm_engine.generation_config.default_sampling_params()
 
@@ -278,30 +277,32 @@ class LLM:
         delay_iterations: int | None = None,
         max_iterations: int | None = None,
     ) -> None:
-        """Record the steps from now on until `stop_profile`. See `LLMEngine.start_profile`."""
+        """Record the steps from now until `stop_profile`. See `LLMEngine.start_profile`."""
         limits = {"delay_iterations": delay_iterations, "max_iterations": max_iterations}
         self.llm_engine.start_profile(profile_prefix, **limits)
 
     def stop_profile(self) -> None:
-        """End the recording, and write it to a file whose name is logged."""
+        """Stop recording, write the trace to a file, and log the file's name."""
         self.llm_engine.stop_profile()
 
     def get_world_size(self, include_dp: bool = True) -> int:
-        """Return the number of ranks, of one core or of all."""
+        """Return the number of ranks, across all cores or, without `include_dp`, in one core."""
         args = self.llm_engine.engine_args
         ranks = args.tensor_parallel_size * args.pipeline_parallel_size
         return ranks * args.data_parallel_size if include_dp else ranks
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        """Forget all cached blocks; return whether it did. See `LLMEngine.reset_prefix_cache`."""
+        """Forget all cached blocks; return whether it succeeded. See
+        `LLMEngine.reset_prefix_cache`.
+        """
         with self._call_lock.held():
             return self.llm_engine.reset_prefix_cache(reset_running_requests, reset_connector)
 
     def shutdown(self) -> None:
-        """End this LLM's processes now, and with them this LLM. Without this call they end with it
-        or with Python.
+        """Stop this LLM's processes now; it cannot be used afterwards. Without this call, they end
+        when the LLM is deleted or Python exits.
 
-        An LLM that runs in this process only has none to end, and can still be used.
+        An LLM that runs entirely in this process has no processes to stop, and remains usable.
         """
         with self._call_lock.held():
             self.llm_engine.shutdown()
@@ -312,7 +313,7 @@ class LLM:
     # Prompts
 
     def _tokenized(self, prompts: list[Prompt], options: Mapping[str, Any] | None) -> list[Prompt]:
-        """Return the prompts, those that are texts as token ids if special tokens are to be left
+        """Return the prompts, with texts turned into token ids if special tokens are to be left
         out.
         """
         options = _keywords("tokenization_kwargs", options)
@@ -417,8 +418,8 @@ class LLM:
             raise
 
     def _run(self, request_ids: Sequence[str], advance: Advance, interrupts: InterruptsHeld) -> list[RequestOutput]:
-        """Run steps until all requests have ended, enqueued ones too; return the outputs of
-        these.
+        """Run steps until all requests have ended, including enqueued ones; return the outputs of
+        `request_ids`.
         """
         finished: dict[str, RequestOutput] = {}
         while self.llm_engine.has_unfinished_requests():
@@ -433,8 +434,8 @@ class LLM:
 
 
 def _answers(outputs: list[RequestOutput]) -> list[RequestOutput]:
-    """Return the outputs, with a warning for each that has an error; raise if there is no answer
-    at all.
+    """Return the outputs, and log a warning for each that has an error; raise if all of them
+    failed.
     """
     errors = {index: error for index, output in enumerate(outputs) if (error := _error_of(output)) is not None}
     # Some answers are worth returning; with none at all, an exception is clearer.
@@ -457,8 +458,8 @@ def _keywords(name: str, value: Mapping[str, Any] | None) -> Mapping[str, Any]:
 
 
 def _one_each(name: str, value: Any, prompts: Sequence[object]) -> list[Any]:
-    """Return one value per prompt, repeating a single value; raise if a list has another length
-    than `prompts`.
+    """Return one value per prompt, repeating a single value; raise if a list's length differs from
+    that of `prompts`.
     """
     if isinstance(value, list | tuple):
         if len(value) != len(prompts):

@@ -1,5 +1,5 @@
-"""The progress bar of `LLM`'s calls. vLLM's is tqdm's; so is ours if the caller brings it, else
-it is rich's.
+"""The progress bar of `LLM`'s calls. vLLM always uses tqdm; here the bar is rich's unless the
+caller passes tqdm's class.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,8 +15,8 @@ Advance = Callable[[int], None]
 
 @contextmanager
 def progress(use_tqdm: bool | Callable[..., Any], what: str, total: int) -> Iterator[Advance]:
-    """Show a bar for the duration of a block. `use_tqdm`: whether to, or a class like tqdm's
-    that makes it.
+    """Show a progress bar for the duration of a block. `use_tqdm` is True, False, or a class like
+    tqdm's that makes the bar.
     """
     if callable(use_tqdm):
         bar = use_tqdm(total=total, desc=what)

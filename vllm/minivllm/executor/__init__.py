@@ -1,1 +1,1 @@
-"""Run the ranks in this process, in a process each, or as actors of Ray."""
+"""Run the ranks in this process, in one process each, or as Ray actors."""

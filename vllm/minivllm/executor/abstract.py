@@ -66,7 +66,7 @@ class Executor(ABC):
         return future if non_block else future.result()
 
     def sample_tokens(self, grammar_output: GrammarOutput) -> Future[ModelRunnerOutput]:
-        """End the step that `execute_model` began, on all ranks: sample tokens that fit the
+        """Finish the step that `execute_model` began, on all ranks: sample tokens that fit the
         grammars.
 
         Return a future of the output of the rank that samples.
@@ -81,8 +81,8 @@ class Executor(ABC):
 
     @abstractmethod
     def take_draft_token_ids(self) -> dict[str, list[int]]:
-        """Return rank 0's draft tokens after the last step, by request id, and clears them."""
+        """Return rank 0's draft tokens after the last step, by request id, and clear them."""
 
     @abstractmethod
     def shutdown(self) -> None:
-        """End the processes that were started, if any; a second call does nothing."""
+        """Stop the processes that were started, if any; a second call does nothing."""

@@ -1,4 +1,4 @@
-"""The executors by name. In vLLM v0.33.0: `Executor.get_class` in
+"""Look up executors by name. In vLLM v0.33.0: `Executor.get_class` in
 `vllm/v1/executor/abstract.py`.
 """
 

@@ -1,4 +1,4 @@
-"""Join the reports of all ranks on their KV connectors into one.
+"""Merge the reports of all ranks' KV connectors into one.
 
 In vLLM v0.33.0: `vllm/distributed/kv_transfer/kv_connector/utils.py` (`KVOutputAggregator`).
 """
@@ -11,8 +11,8 @@ from minivllm.core.scheduler_output import ModelRunnerOutput
 
 
 class KVOutputAggregator:
-    """Finishes a transfer when all ranks have, in whichever steps; it has failed if it has on
-    any of them.
+    """The state of transfers across ranks: a transfer is finished when all ranks have finished it,
+    in whichever steps; it has failed if any rank has.
     """
 
     def __init__(self, size: int, output_rank: int = 0) -> None:
@@ -21,16 +21,16 @@ class KVOutputAggregator:
         self.reset()
 
     def reset(self) -> None:
-        """Forget transfers that only some ranks have finished: after a failed step all ranks
-        report them again.
+        """Forget transfers that only some ranks have finished: after a failed step all ranks report
+        them again.
         """
         self._sent: defaultdict[str, set[int]] = defaultdict(set)
         self._received: defaultdict[str, set[int]] = defaultdict(set)
         self._failed: set[str] = set()
 
     def aggregate(self, outputs: Sequence[ModelRunnerOutput]) -> ModelRunnerOutput:
-        """Return the output of the rank that samples, with what all ranks say of their
-        connectors.
+        """Return the output of the rank that samples, with the connector reports of all ranks
+        merged in.
         """
         by_rank = {rank: output.kv_connector_output for rank, output in enumerate(outputs)}
         reports = {rank: report for rank, report in by_rank.items() if report is not None}
@@ -50,7 +50,7 @@ class KVOutputAggregator:
         return output
 
     def _finished(self, ranks_of: defaultdict[str, set[int]], rank: int, request_ids: set[str]) -> set[str]:
-        """Note that a rank has finished these requests; return those that all ranks have
+        """Record that a rank has finished these requests; return those that all ranks have
         finished.
         """
         for request_id in request_ids:

@@ -36,7 +36,7 @@ class MultiprocExecutor(Executor):
         self._start_ranks(settings, LOOPBACK_ADDRESS, start_here)
 
     def _start_ranks(self, settings: WorkerSettings, host: str, start: RankStarter) -> None:
-        """Start the ranks, which find each other through this address of this machine."""
+        """Start the ranks, which rendezvous at this address of this machine."""
         size = settings.world_size
         sampling_rank = size - settings.tensor_parallel_size  # the first one of the last stage
         self.max_concurrent_batches = settings.max_concurrent_batches
@@ -71,7 +71,7 @@ def rendezvous(size: int, host: str = LOOPBACK_ADDRESS) -> dist.TCPStore:
     """Return the store through which `size` ranks find each other, served by this process on a free
     port.
 
-    It listens on this address only. Without a socket from us, torch would listen on every
+    It listens on this address only. If torch opened the socket itself, it would listen on every
     interface.
     """
     with socket.create_server((host, 0), backlog=128) as listener:
@@ -91,5 +91,5 @@ def check_devices(settings: WorkerSettings) -> None:
         what = "tensor_parallel_size" + " x pipeline_parallel_size" * (settings.pipeline_parallel_size > 1)
         raise MinivllmError(
             f"{what} is {size}, and each rank needs a GPU of its own: "
-            f'there are {torch.cuda.device_count()} here; use at most so many, or device="cpu"'
+            f'there are {torch.cuda.device_count()} here; use no more than that, or device="cpu"'
         )

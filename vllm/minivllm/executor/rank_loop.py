@@ -18,7 +18,7 @@ from minivllm.platforms.collector import while_loading
 
 
 class RankLoop:
-    """One rank's object, and the failure that it has not been reset after.
+    """One rank's object, and the failure since its last reset, if any.
 
     Besides the methods that are called on it, the object has `reset`, which forgets what earlier
     calls have left and joins the other ranks again, and `leave_group`, which ends the connections
@@ -30,8 +30,8 @@ class RankLoop:
         self.failure: Failure | None = None
 
     def answer(self, call: Call) -> Reply:
-        """Handle a call. An exception in a reset, or on leaving the group, propagates: it ends
-        the rank.
+        """Handle a call. An exception while resetting or leaving the group propagates, and ends the
+        rank.
         """
         if call.method == RESET:
             self.failure = None
@@ -60,7 +60,7 @@ def live(sock: socket.socket) -> NoReturn:
 
 
 def serve(sock: socket.socket) -> None:
-    """Run a rank until its socket is closed. What it does not survive is its last message."""
+    """Run a rank until its socket is closed. If it fails for good, its last message is the failure."""
     try:
         calls = sock.makefile("rb")
         with while_loading():  # the function's module, and torch with it

@@ -2,7 +2,7 @@
 
 It imports only the standard library until a thread watches for the parent's end, because other
 imports can take long: minivllm, torch, and whatever module defines the rank's function. The
-parent's script is not imported, so it may start ranks at its top level.
+parent's script is not imported, so that script may start ranks at its top level.
 """
 
 import json
@@ -29,7 +29,7 @@ def end_with_parent(sock: socket.socket, parent: int) -> None:
 
 
 def main() -> None:
-    """Start the thread that ends the rank with its parent, then runs the rank."""
+    """Start the thread that ends the rank with its parent, then run the rank."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles interrupts
     fd, parent, path = sys.argv[1:]
     sock = socket.socket(fileno=int(fd))

@@ -1,5 +1,5 @@
-"""Messages on the socket between the engine's process and a rank. They are pickles, for both run
-the same code.
+"""Messages on the socket between the engine's process and a rank. They are pickled, since both
+sides run the same code.
 """
 
 import traceback
@@ -15,8 +15,8 @@ RESET = "reset"
 
 @dataclass(frozen=True)
 class Call:
-    """A call of `method(*arguments)` on every rank; only the rank `replies` (None: all) replies,
-    and any that fails.
+    """A call of `method(*arguments)` on every rank. Only the rank `replies` sends its result (None:
+    all ranks do), and any rank that fails sends its failure.
     """
 
     number: int
@@ -27,8 +27,8 @@ class Call:
 
 @dataclass(frozen=True)
 class Failure:
-    """An exception on a rank. `refusal`: the same as an error that the user can act on;
-    `lost_peer`: another rank's.
+    """An exception on a rank. `refusal` is the equivalent error that the user can act on, if any;
+    `lost_peer` means that another rank caused it.
     """
 
     text: str
@@ -55,7 +55,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Reply:
-    """The result of a call, or why there is none."""
+    """The result of a call, or the failure that prevented it."""
 
     number: int
     value: Any = None

@@ -1,4 +1,4 @@
-"""Start rank processes, call the same methods on all of them in the same order, and end them.
+"""Start rank processes, call the same methods on all of them in the same order, and stop them.
 
 A call is pickled once and sent to every rank over its own socket. A thread for each rank receives
 the replies, which carry the number of their call. What a caller may rely on:
@@ -63,8 +63,8 @@ Join = Callable[[list[Any]], Any]
 class RankFuture(Future[Any]):
     """The result of a call that has been sent.
 
-    It raises `WorkerFailedError` if the call has failed on a rank, `WorkerDiedError` if a rank has
-    died, and a `MinivllmError` if a rank rejected the call.
+    Reading it raises `WorkerFailedError` if the call has failed on a rank, `WorkerDiedError` if a
+    rank has died, and a `MinivllmError` if a rank rejected the call.
     """
 
     def __init__(self) -> None:
@@ -76,16 +76,16 @@ class RankFuture(Future[Any]):
         self._outcome: tuple[Any, Exception | None] | None = None
 
     def settle(self, value: Any, error: Exception | None = None) -> None:
-        """Set the result or the error, from the thread that has received it."""
+        """Set the result or the error; called from the thread that received it."""
         self._outcome = value, error
         self._unsettled.release()
 
     def done(self) -> bool:
-        """Return whether there is a result or an error."""
+        """Return whether the future has a result or an error."""
         return self._outcome is not None
 
     def result(self, timeout: float | None = None) -> Any:
-        """Wait at most `timeout` seconds for the result, and return it, or raise `TimeoutError`."""
+        """Wait up to `timeout` seconds for the result and return it, or raise `TimeoutError`."""
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         while self._outcome is None:
             left = deadline - time.monotonic()
@@ -99,7 +99,7 @@ class RankFuture(Future[Any]):
         return value
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Wait as `result` does, but return the error, or None."""
+        """Wait like `result`, but return the error, or None."""
         try:
             self.result(timeout)
         except (WorkerFailedError, WorkerDiedError, MinivllmError) as error:
@@ -109,7 +109,7 @@ class RankFuture(Future[Any]):
 
 @dataclass(slots=True)
 class _PendingCall:
-    """A call that is not answered yet. Without a failure, `num_replies` ranks reply."""
+    """A call that has not been answered yet. If no rank fails, `num_replies` ranks reply."""
 
     num_replies: int
     join: Join
@@ -150,7 +150,7 @@ class _Ranks:
             self._take(rank, Reply(END, failure=message or Failure(self._how_it_ended(rank))))
 
     def send(self, number: int, call: _PendingCall, messages: Sequence[bytes]) -> None:
-        """Send each rank its message, or raise the error with which the ranks have ended."""
+        """Send each rank its message, or raise the error that ended the ranks."""
         with self._lock:
             if self.dead is not None:
                 raise self.dead
@@ -162,7 +162,7 @@ class _Ranks:
     def end(self, error: Exception, at_once: bool = False) -> None:
         """Let every rank leave, kill those that do not, and fail all calls.
 
-        A second call does nothing, nor does one in a fork of the process that owns the ranks.
+        A second call does nothing; nor does a call in a fork of the process that owns the ranks.
         """
         with self._lock:
             if self.dead is not None or os.getpid() != self._owner:
@@ -208,8 +208,8 @@ class _Ranks:
             call.future.settle(None, error)
 
     def _blame(self, number: int) -> None:
-        """Fail a call, or all of them after a rank's end, with the best reason that a rank has
-        given.
+        """Fail one call, or all calls after a rank's death, with the best reason that any rank has
+        reported.
         """
         with self._lock:
             call = self._ends if number == END else self.waiting.pop(number, None)
@@ -251,7 +251,7 @@ def start_here(rank: int) -> tuple[socket.socket, ChildProcess]:
 
 
 class RankProcesses:
-    """`size` processes; rank r holds the object that `make(*arguments, r)` returned.
+    """`size` rank processes; rank r holds the object that `make(*arguments, r)` returned.
 
     All calls must be made from one thread. Several may be in flight: each rank handles them in the
     order in which they were made.
@@ -265,8 +265,7 @@ class RankProcesses:
         output_rank: int = 0,
         start: RankStarter = start_here,
     ) -> None:
-        """Start the ranks, each with `start`, by default on this machine, and wait until all are
-        ready.
+        """Start the ranks with `start`, by default on this machine, and wait until all are ready.
 
         Raises:
             MinivllmError: a rank rejected its arguments.
@@ -295,12 +294,12 @@ class RankProcesses:
 
     @property
     def processes(self) -> list[ChildProcess]:
-        """Return the ranks' processes."""
+        """The ranks' processes."""
         return self._ranks.processes
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
-        """Return the method's results on every rank; raises as `RankFuture`, as soon as a rank
-        has failed.
+        """Return the method's results from every rank; raise the same errors as `RankFuture`, as
+        soon as a rank has failed.
         """
         future = self.send_for_all(method, *arguments, join=list)
         if method != RESET:
@@ -319,19 +318,19 @@ class RankProcesses:
         return self.send_for_one(method, *arguments).result()
 
     def send_for_one(self, method: str, *arguments: Any) -> RankFuture:
-        """Send a call to all ranks; return a future of the result of the rank `output_rank`,
-        without waiting.
+        """Send a call to all ranks without waiting; return a future of the result of the rank
+        `output_rank`.
         """
         return self._send(method, arguments, self.output_rank, _PendingCall(1, itemgetter(0)))
 
     def send_for_all(self, method: str, *arguments: Any, join: Join) -> RankFuture:
-        """Send a call to all ranks; return a future of what `join` makes of their results,
-        without waiting.
+        """Send a call to all ranks without waiting; return a future of their results, merged by
+        `join`.
         """
         return self._send(method, arguments, None, _PendingCall(self.size, join))
 
     def shutdown(self) -> None:
-        """End the ranks. No call can be made after that; a second call does nothing."""
+        """Stop the ranks. No call can be made after that; a second call does nothing."""
         with InterruptsHeld(clean_up=True):
             self._finalizer()
 

@@ -2,8 +2,8 @@
 (`engine/ray_cores.py`).
 
 Ray only places and starts them. A placement group has one bundle for each, so either all of them
-get a place or none. Each actor then connects back over TCP and first sends a token that only it
-knows. The connection closes with either end, and keepalive closes it when a machine has gone
+fit or none is started. Each actor then connects back over TCP and first sends a token that only it
+knows. The connection closes when either end does, and keepalive closes it when a machine has gone
 silent.
 
 In vLLM v0.33.0: `vllm/v1/executor/ray_executor_v2.py`, `CoreEngineActorManager` in
@@ -42,7 +42,9 @@ SECONDS_TO_END = 2.0
 
 
 class RayActors:
-    """Places for `size` actors. Joins a running cluster (`RAY_ADDRESS`), or starts one here."""
+    """Reserved resources for `size` actors. Joins a running cluster (`RAY_ADDRESS`), or starts one
+    here.
+    """
 
     def __init__(self, size: int, device: str, each: int = 1) -> None:
         """Reserve a bundle for each actor: `each` GPUs if `device` is "cuda", else as many CPUs.
@@ -80,7 +82,7 @@ class RayActors:
         (`connected_actor`).
 
         Raises:
-            WorkerDiedError: it has not connected in time. `name` is its name in the message.
+            WorkerDiedError: it has not connected in time. The message calls it `name`.
         """
         assert self._listener is not None
         # Starting it does not wait for it: Ray may have to start a process first.
@@ -102,12 +104,12 @@ class RayActors:
         raise WorkerDiedError(f"{name} of Ray has not connected to {self.host}; Ray's log says why")
 
     def num_on_the_machine_of(self, index: int) -> int:
-        """Return how many of the actors are on the machine of this one, itself included."""
+        """Return how many of the actors run on the same machine as this one, including itself."""
         machines = import_ray().util.placement_group_table(self._placement)["bundles_to_node_id"]
         return list(machines.values()).count(machines[index])
 
     def leave(self) -> None:
-        """End the actors, free their bundles and leave the cluster. A second call does nothing."""
+        """Stop the actors, free their bundles and leave the cluster. A second call does nothing."""
         ray = import_ray()
         if self._listener is not None:
             self._listener.close()
@@ -119,7 +121,7 @@ class RayActors:
 
 
 class RayProcess:
-    """An actor as a `ChildProcess`."""
+    """An actor with the interface of a `ChildProcess`."""
 
     pid = "a Ray actor"
 
@@ -150,10 +152,10 @@ class RayProcess:
 
 @contextlib.contextmanager
 def connected_actor(address: tuple[str, int], token: bytes, clean_up: Callable[[], object] | None = None):
-    """Yield an actor's connection to those who have started it; the actor's process ends when they
-    close it.
+    """Yield an actor's connection to its starter; the actor's process ends when the starter closes
+    it.
 
-    `clean_up` is called before, if the actor is still at work then.
+    `clean_up` is called before the process ends, if the actor is still at work then.
     """
     with socket.create_connection(address, SECONDS_TO_CONNECT) as sock:
         sock.settimeout(None)
@@ -168,7 +170,7 @@ def connected_actor(address: tuple[str, int], token: bytes, clean_up: Callable[[
 
 
 def import_ray() -> Any:
-    """Return the module.
+    """Import ray and return the module.
 
     Raises:
         MinivllmError: it is not installed.
@@ -203,7 +205,7 @@ def place(ray: Any, size: int, device: str, each: int = 1) -> Any:
 
 
 def bundle_of(group: Any, index: int) -> dict[str, Any]:
-    """Return an actor's options: that it takes a bundle of this group, whole."""
+    """Return an actor's options, which give it a whole bundle of this group."""
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy  # pyright: ignore[reportMissingImports]
 
     strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
@@ -212,7 +214,7 @@ def bundle_of(group: Any, index: int) -> dict[str, Any]:
 
 
 def keep_alive(sock: socket.socket) -> None:
-    """Let a connection fail that has lost its other end without a word."""
+    """Enable keepalive, so that a connection fails when its other end disappears silently."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in KEEPALIVE:
         if hasattr(socket, name):
@@ -220,7 +222,7 @@ def keep_alive(sock: socket.socket) -> None:
 
 
 def _knows(connection: socket.socket, token: bytes) -> bool:
-    """Return whether the other end says the token first, as only our actor can."""
+    """Return whether the other end first sends the token, as only our actor can."""
     connection.settimeout(SECONDS_TO_SAY_IT)
     try:
         said = connection.recv(len(token), socket.MSG_WAITALL)
@@ -230,9 +232,10 @@ def _knows(connection: socket.socket, token: bytes) -> bool:
 
 
 def _end_with_starter(sock: socket.socket, ended: threading.Event, clean_up: Callable[[], object] | None) -> None:
-    """End this process when the starter's end of the socket closes, wherever the actor waits then.
+    """End this process when the starter's end of the socket closes, wherever the actor is waiting
+    then.
 
-    An actor that ends by itself is Ray's to clear away.
+    If the actor ends by itself, Ray cleans it up.
     """
     hang_up = select.poll()
     hang_up.register(sock, select.POLLHUP | select.POLLRDHUP)

@@ -1,8 +1,8 @@
 """Ranks as Ray actors, on any machines of a Ray cluster.
 
-Ray only places the ranks and starts their processes (`ray_actors.py`). Each then lives on its
-connection to the executor as the rank of a process on this machine does (`rank_loop.py`), so calls,
-failures and ends are those of `MultiprocExecutor`.
+Ray only places the ranks and starts their processes (`ray_actors.py`). Each rank then serves its
+connection to the executor just like a local rank process (`rank_loop.py`), so calls and failures
+behave as in `MultiprocExecutor`.
 
 In vLLM v0.33.0: `vllm/v1/executor/ray_executor_v2.py` (`RayExecutorV2`), which is a multiprocess
 executor, too.
@@ -48,7 +48,7 @@ class RayExecutor(MultiprocExecutor):
 
 
 class RankActor:
-    """A rank's process; Ray starts it."""
+    """A rank's process, started by Ray."""
 
     def live(self, address: tuple[str, int], token: bytes) -> None:
         """Run the rank until the executor's socket is closed."""
@@ -58,7 +58,7 @@ class RankActor:
 
 
 def interface_of(address: str) -> str:
-    """Return the name of the network interface with this IPv4 address, which gloo is to use."""
+    """Return the name of the network interface with this IPv4 address, which gloo should use."""
     if sys.platform != "linux":
         return "lo0" if address.startswith("127.") else "en0"
     import fcntl

@@ -13,8 +13,8 @@ from minivllm.worker.worker import Worker
 
 
 class OutputFuture(Future[ModelRunnerOutput]):
-    """The output of a step that a thread runs. Who asks for it waits for its tokens too, in the
-    thread's place.
+    """The output of a step that a thread runs. Reading it waits for the step's tokens too, so that
+    the thread need not.
     """
 
     def __init__(self, step: Future[ModelRunnerOutput | AsyncModelRunnerOutput]) -> None:
@@ -32,8 +32,8 @@ class OutputFuture(Future[ModelRunnerOutput]):
 
 
 class UniprocExecutor(Executor):
-    """One rank, in this process. If several steps are to be in flight, a thread of its own runs
-    all of its calls.
+    """One rank, in this process. If several steps may be in flight, a separate thread runs all of
+    the rank's calls.
     """
 
     max_ranks = 1
@@ -65,7 +65,7 @@ class UniprocExecutor(Executor):
         return self.collective_rpc("take_draft_token_ids")[0]
 
     def shutdown(self) -> None:
-        """End the threads, if there are any; no process was started."""
+        """Stop the threads, if any; no process was started."""
         self.worker.shutdown()
         if self._thread:
             self._thread.shutdown()

@@ -16,7 +16,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class AttentionArguments(NamedTuple):
-    """A ragged batch over paged K and V; layouts as at the head of `unified_attention.py`."""
+    """The arguments of attention over paged K and V; see `unified_attention.py` for the layouts."""
 
     q: Tensor
     k_cache: Tensor
@@ -32,7 +32,7 @@ class AttentionArguments(NamedTuple):
 
 
 class MLAArguments(NamedTuple):
-    """A ragged batch over paged latents; layouts as at the head of `mla_attention.py`."""
+    """The arguments of attention over paged latents; see `mla_attention.py` for the layouts."""
 
     q: Tensor
     cache: Tensor
@@ -63,14 +63,14 @@ def _check_queries_and_caches(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> No
     if q.dim() != 3 or k_cache.dim() != 4 or q.shape[2] != k_cache.shape[3] or q.shape[1] % k_cache.shape[2]:
         raise MinivllmError(
             f"q {tuple(q.shape)} must be [tokens, heads, head_dim] and the cache {tuple(k_cache.shape)} "
-            "[blocks, block_size, kv_heads, head_dim], with heads a multiple of kv_heads and one head_dim"
+            "[blocks, block_size, kv_heads, head_dim], with heads a multiple of kv_heads and the same head_dim"
         )
     if k_cache.shape != v_cache.shape or k_cache.stride() != v_cache.stride() or k_cache.stride(3) != 1:
         raise MinivllmError("K and V caches must have the same shape and strides, head_dim contiguous")
     if q.dtype not in DTYPES or k_cache.dtype != v_cache.dtype or k_cache.dtype not in (q.dtype, *QUANTIZED):
         raise MinivllmError(
-            f"q is {q.dtype}, the caches {k_cache.dtype} and {v_cache.dtype}: they must be alike, "
-            "float32, float16 or bfloat16, or the caches int8 or float8_e4m3fn"
+            f"q is {q.dtype}, the caches {k_cache.dtype} and {v_cache.dtype}: they must have the same dtype, "
+            "float32, float16 or bfloat16, unless the caches are int8 or float8_e4m3fn"
         )
     if not 0 < q.shape[2] <= 256:
         raise MinivllmError(f"head_dim must be 1 to 256, got {q.shape[2]}")
@@ -86,8 +86,8 @@ def check_mla_arguments(arguments: MLAArguments) -> None:
         )
     if q.dtype not in DTYPES or cache.dtype != q.dtype or cache.stride()[1:] != (cache.shape[2], 1):
         raise MinivllmError(
-            f"q is {q.dtype}, the cache {cache.dtype}: they must be alike, float32, float16 or bfloat16, and a block of "
-            "the cache contiguous"
+            f"q is {q.dtype}, the cache {cache.dtype}: they must have the same dtype, "
+            "float32, float16 or bfloat16, and a block of the cache must be contiguous"
         )
     check_tables(query_start_loc, seq_lens, block_table)
     if not scale > 0:
@@ -95,8 +95,8 @@ def check_mla_arguments(arguments: MLAArguments) -> None:
 
 
 def check_tables(query_start_loc: Tensor, seq_lens: Tensor, block_table: Tensor) -> None:
-    """Raise `MinivllmError` if the tables of a ragged batch do not fit each other, or are not
-    int32.
+    """Raise `MinivllmError` if the tables of a ragged batch have mismatched shapes, or are not
+    int32 or not contiguous.
     """
     if query_start_loc.shape != (len(seq_lens) + 1,) or block_table.dim() != 2 or len(block_table) < len(seq_lens):
         raise MinivllmError(

@@ -50,9 +50,9 @@ def configurations(
     """Return candidates for a batch of `rows` query rows (positions × group) per sequence, best
     guess first.
 
-    `gpu` is a key of the tables above; `element_bytes` are those of a query's number, `cache_bytes`
-    of a key's. Matrix products of fp32 run outside the matrix units, with few registers to spare,
-    so fp32 has one small configuration, and so has a head wider than 128.
+    `gpu` is a key of the tables above; `element_bytes` and `cache_bytes` are the sizes of a query's
+    and a key's numbers. Matrix products of fp32 run outside the matrix units, with few registers to
+    spare, so fp32 has one small configuration, as do prefills with heads wider than 128.
     """
     smallest = max(16, triton.next_power_of_2(group))
     of_bytes = cache_bytes == 1 and padded_dim <= 128
@@ -72,8 +72,8 @@ def configurations(
 
 
 def is_decode(rows: int, group: int) -> bool:
-    """Return whether a batch with this many query rows per sequence is memory-bound, like
-    decodes and verifications.
+    """Return whether a batch with this many query rows per sequence is memory-bound, as decodes and
+    verifications are.
     """
     return rows <= 32 or group > 64
 

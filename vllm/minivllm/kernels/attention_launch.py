@@ -23,12 +23,12 @@ def padded(head_dim: int) -> int:
 
 
 def dot_type(q: torch.dtype, cache: torch.dtype) -> tl.dtype:
-    """Return the input type of the matrix products: the queries' own, but fp16 where bf16 meets an
-    fp8 cache.
+    """Return the input type of the matrix products: the queries' own, or fp16 for bf16 queries over
+    an fp8 cache.
 
-    An e4m3 becomes fp16 in one instruction, and exactly, but bf16 in several, which took a decode
-    of 64 × 4,096 tokens from 167 to 242 µs on an H200. Queries, rotated or normed, are far below
-    fp16's 65,504.
+    Converting e4m3 to fp16 takes one instruction and is exact; to bf16 it takes several, which
+    slowed a decode of 64 × 4,096 tokens from 167 to 242 µs on an H200. Queries, rotated or normed,
+    are far below fp16's 65,504.
     """
     if INTERPRETED:
         return tl.float32  # the interpreter's NumPy has no bf16
@@ -43,7 +43,7 @@ def offset_type(cache: Tensor) -> tl.dtype:
 
 
 def with_contiguous_heads(arguments: Arguments) -> Arguments:
-    """Return the arguments with each token's heads of q contiguous, as the kernels address them."""
+    """Return the arguments with q's heads contiguous within each token, as the kernels require."""
     _, _, width = arguments.q.shape
     if arguments.q.stride()[1:] == (width, 1):
         return arguments
@@ -51,17 +51,17 @@ def with_contiguous_heads(arguments: Arguments) -> Arguments:
 
 
 def splits_for(programs: int, keys: int, device: torch.device, per_multiprocessor: int = 1) -> int:
-    """Choose how many programs share a sequence's keys: about `per_multiprocessor` on each, see
-    `automatic_splits`.
+    """Choose how many programs share a sequence's keys, for about `per_multiprocessor` programs on
+    each multiprocessor (see `automatic_splits`).
     """
     return 1 if INTERPRETED else automatic_splits(programs, keys, per_multiprocessor * multiprocessors(device))
 
 
 def partials_for(q: Tensor, out: Tensor, num_splits: int, padded_dim: int) -> tuple[Tensor, Tensor]:
-    """Allocate what splits write, (sums, peaks and totals): fp32 [tokens, heads, splits,
+    """Allocate the splits' partial results, (sums, peaks and totals): fp32 [tokens, heads, splits,
     padded_dim] and [..., 2].
 
-    Without splits, return `out` twice: the kernel does not touch it as such.
+    Without splits, return `out` twice, as placeholders that the kernel does not use.
     """
     if num_splits == 1:
         return out, out

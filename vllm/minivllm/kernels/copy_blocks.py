@@ -1,4 +1,4 @@
-"""Blocks of the paged cache, those of all layers at once, into one contiguous staging buffer and
+"""Copying blocks of the paged cache, in all layers at once, into one contiguous staging buffer and
 back.
 
     gather_blocks     staging ← cache     before blocks are sent to another engine (lesson 08) or to host memory (lesson 11)
@@ -6,15 +6,15 @@ back.
 
 A *region* is one tensor of the cache: a layer's keys, its values, or the scales of either where the
 cache is int8. All have the pool's blocks as their first dimension, so one block id names a piece of
-every region. Bytes are moved as they are: a dtype plays no part.
+every region. Bytes are copied unchanged, whatever the dtype.
 
 Layouts
-    regions    [blocks, ...], any dtype; a block contiguous, from block to block any stride (K and V may be interleaved)
-    table      int64 [regions, 4]: address, bytes from block to block, bytes of a block, bytes of a block in the regions before
+    regions    [blocks, ...], any dtype; each block contiguous, any stride between blocks (K and V may be interleaved)
+    table      int64 [regions, 4]: address, bytes from block to block, bytes of a block, bytes of it in the regions before
     blocks     int32 or int64 [n]: blocks of the cache; a block may be gathered twice, but not scattered to twice
-    slots      int32 or int64 [n], each once, or None for 0 … n − 1: where each block lies in the staging buffer
+    slots      int32 or int64 [n], distinct, or None for 0 … n − 1: where each block is in the staging buffer
     staging    uint8 [capacity × record], contiguous; a *record* is a block's bytes in all regions
-               region after region (the default)   offset of region × capacity + slot × bytes of region: layers can be sent one by one
+               region after region (the default)   offset of region × capacity + slot × bytes of region: layers can be sent singly
                block after block (`block_major`)   slot × record + offset of region: one contiguous copy for each block
 
 Grid: a program for each (block, region, 16 KiB of the largest region). Programs of small regions,
@@ -29,7 +29,7 @@ In vLLM v0.33.0: `vllm/v1/kv_offload/cpu/gpu_worker.py`,
 `vllm/v1/kv_offload/cpu/swap_blocks_triton.py` (`swap_blocks_batch`) and `csrc/cache_kernels.cu`
 copy a list of pieces; NIXL's own backend reads the pieces in place.
 
-The CPU twin is in `cpu/block_copy_calls.py`; `benchmarks/kv_transfer.py` measures both beside a
+The CPU twin is in `cpu/block_copy_calls.py`; `benchmarks/kv_transfer.py` measures both against a
 plain copy.
 """
 
@@ -54,13 +54,13 @@ _LARGEST_GRID = 65535  # of a grid's second and third dimension
 
 @dataclass(frozen=True, eq=False)
 class BlockRegions:
-    """The tensors of a paged cache as the copying kernels see them: a table of addresses, made once
-    for a cache.
+    """The tensors of a paged cache, as the copy kernels see them: a table of addresses, built once
+    per cache.
 
     - `tensors`: the regions, each [blocks, ...]; kept, so that the addresses stay valid.
     - `table`: int64 [regions, 4] on their device, as described above.
-    - `block_bytes`: bytes of a block in each region. `unit`: what all addresses and sizes are
-      multiples of, 16 bytes at most.
+    - `block_bytes`: bytes of a block in each region. `unit`: the largest divisor of 16
+      that also divides all addresses and sizes.
     """
 
     tensors: tuple[Tensor, ...]
@@ -73,7 +73,7 @@ class BlockRegions:
         """Describe these tensors as regions, in this order; a tensor may occur twice.
 
         Raises:
-            MinivllmError: there are none, they lie on several devices, differ in blocks, or a block
+            MinivllmError: there are none, their devices or numbers of blocks differ, or a block
                 is not contiguous.
         """
         _check_regions(tensors)
@@ -106,12 +106,12 @@ class BlockRegions:
 
 def _check_regions(tensors: Sequence[Tensor]) -> None:
     if not tensors:
-        raise MinivllmError("there are no regions: give at least one tensor of the cache")
+        raise MinivllmError("there are no regions: pass at least one tensor of the cache")
     first = tensors[0]
     for tensor in tensors:
         if tensor.dim() < 2 or tensor.shape[0] != first.shape[0] or tensor.device != first.device:
             raise MinivllmError(
-                f"regions must be [blocks, ...] with the same blocks on one device: {list(first.shape)} on "
+                f"regions must be [blocks, ...] with the same number of blocks, on one device: {list(first.shape)} on "
                 f"{first.device} and {list(tensor.shape)} on {tensor.device}"
             )
         if tensor.shape[0] and not tensor[0].is_contiguous():
@@ -175,7 +175,7 @@ def _copy(
 
     `blocks` and `slots` are int32 or int64 `[n]` on the cache's device, `staging` uint8 with room
     for whole records. `backend` is "triton" or "cpu"; None follows the device. Ids are not checked:
-    one outside the pool or the buffer reads or writes foreign memory.
+    one outside the pool or the buffer reads or writes out of bounds.
 
     Raises:
         MinivllmError: the staging buffer does not fit, or the backend is unknown.
@@ -208,19 +208,19 @@ scatter_blocks = functools.partial(_copy, gather=False)
 
 
 def _check_staging(regions: BlockRegions, blocks: Tensor, staging: Tensor, slots: Tensor | None) -> int:
-    """Return the number of records that the staging buffer has room for, or raise if it does not
-    fit the blocks.
+    """Return the number of records that the staging buffer has room for, or raise if the buffer or
+    the ids are invalid.
     """
     record = regions.record_bytes
     if staging.dtype != torch.uint8 or staging.dim() != 1 or not staging.is_contiguous() or staging.numel() % record:
         actual = f"{staging.dtype} {list(staging.shape)}"
-        raise MinivllmError(f"a staging buffer is contiguous uint8 [n × {record}], got {actual}")
+        raise MinivllmError(f"a staging buffer must be contiguous uint8 [n × {record}], got {actual}")
     capacity = staging.numel() // record
     ids = [blocks] if slots is None else [blocks, slots]
     if any(row.dim() != 1 or row.dtype not in (torch.int32, torch.int64) or len(row) != len(blocks) for row in ids):
-        raise MinivllmError("block ids and slots must be int32 or int64 [n], alike in length")
+        raise MinivllmError("block ids and slots must be int32 or int64 [n], of equal length")
     if len(blocks) > capacity:
-        raise MinivllmError(f"{len(blocks)} blocks do not fit a staging buffer of {capacity}")
+        raise MinivllmError(f"{len(blocks)} blocks do not fit in a staging buffer of {capacity}")
     if any(tensor.device != regions.device for tensor in (*ids, staging)):
-        raise MinivllmError(f"block ids and staging buffer must be on {regions.device}, as the cache")
+        raise MinivllmError(f"block ids and staging buffer must be on {regions.device}, like the cache")
     return capacity

@@ -6,15 +6,15 @@ its own overhead: a launch on a GPU, some microseconds on a CPU.
 
     add_rms_norm    residual += x;  out = residual / rms(residual) × weight     moves 4 × tokens × width elements
     silu_and_mul    out = silu(gate) × up                                       moves 3 × tokens × width elements
-    rotate_heads    turns each pair of a head's elements by its position        moves 2 × tokens × heads × head_dim
+    rotate_heads    rotates each pair of a head's elements by its position       moves 2 × tokens × heads × head_dim
 
 Layouts: rows are contiguous; a row of `gate_up` holds gate, then up; a row of the rotary `table`
 holds the cosines of a position, then the sines. The arithmetic is fp32. Grid: a program for each
 token; in `rotate_heads` for each token and head.
 
-On a CPU numba compiles the same passes (`cpu/elementwise_loops.py`) for fp32 and bf16, and rows
-that are a multiple of 16; others, and machines without numba, take the torch calls. Measured on one
-core, µs, 128 tokens of the embedded model:
+On a CPU numba compiles the same passes (`cpu/elementwise_loops.py`) for fp32 and bf16, if a row's
+width is a multiple of 16; otherwise, or without numba, torch is called. Measured on one core, µs,
+128 tokens of the embedded model:
 
                     torch, fp32    one pass    torch, bf16    one pass
     add_rms_norm             35          13             48          17
@@ -87,8 +87,8 @@ def rotate_heads_kernel(heads, positions, table, token_stride, HEAD_DIM: tl.cons
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, backend: str | None = None) -> Tensor:
-    """Add `x` to `residual`, in place, and return the sum's norm; all [tokens, width], weight
-    [width].
+    """Add `x` to `residual` in place, and return the normalized sum; all are [tokens, width],
+    `weight` is [width].
     """
     width = x.shape[-1]
     if choose_backend(backend, x) == "triton":
@@ -104,7 +104,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, bac
 
 
 def silu_and_mul(gate_up: Tensor, *, backend: str | None = None) -> Tensor:
-    """Return `silu(gate) × up` of gate_up [tokens, 2 × width]: [tokens, width]."""
+    """Return `silu(gate) × up`, [tokens, width], of `gate_up`, [tokens, 2 × width]."""
     width = gate_up.shape[-1] // 2
     if choose_backend(backend, gate_up) == "triton":
         out = torch.empty(len(gate_up), width, dtype=gate_up.dtype, device=gate_up.device)
@@ -120,8 +120,8 @@ def silu_and_mul(gate_up: Tensor, *, backend: str | None = None) -> Tensor:
 def rotate_heads(
     heads: Tensor, positions: Tensor, table: Tensor, num_heads: int | None = None, *, backend: str | None = None
 ) -> None:
-    """Turn heads [tokens, heads, head_dim] in place; positions [tokens], integers; table
-    [positions, head_dim].
+    """Rotate `heads` [tokens, heads, head_dim] in place, by integer `positions` [tokens] and
+    `table` [positions, head_dim].
 
     `(a, b) -> (a cos - b sin, b cos + a sin)`, where a and b are the halves of a head. The heads of
     a token are contiguous; there may be gaps between tokens. `num_heads` limits the rotation to the

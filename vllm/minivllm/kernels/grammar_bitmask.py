@@ -4,8 +4,8 @@
 
 Layouts
     logits    [rows, vocab], float, rows contiguous; changed in place
-    bitmask   int32 [masked, ceil(vocab / 32)]: bit i of word w is token 32 w + i; the bits behind the vocabulary do not count
-    rows      int32 [masked]: the row of logits that each row of the bitmask is for; no row twice
+    bitmask   int32 [masked, ceil(vocab / 32)]: bit i of word w is token 32 w + i; those beyond the vocabulary are ignored
+    rows      int32 [masked]: the row of logits that each row of the bitmask is for, none twice
 
 Grid: a program for each (masked row, 2,048 tokens), which are 64 words. It loads its words and
 writes the −inf; logits are not read, and rows that have no grammar are neither read nor written.

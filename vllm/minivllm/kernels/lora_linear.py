@@ -1,30 +1,30 @@
-"""`y += B (A x)` for every row with an adapter, all adapters of a step in two launches: shrink,
+"""`y += B (A x)` for every row with an adapter, in two launches for all adapters of a step: shrink,
 then expand.
 
-A linear may be several merged ones, side by side in y (q, k and v; gate and up): its slices. An
-adapter has an A and a B for each slice, or none, each of a rank of its own up to `max_rank`. It
-lies in a slot of two stacked tensors.
+A linear may consist of several merged ones, side by side in y (q, k and v; gate and up), called
+slices. For each slice an adapter has an A and a B, with a rank of their own up to `max_rank`, or
+none. An adapter is stored in one slot of two stacked tensors.
 
 Layouts
     x        [rows, in], a row contiguous
     y        [rows, out], contiguous: the base layer's output, which the adapters' are added to
     a        [slices, slots, max_rank, in]
-    b        [slots, max_rank, out], A's partner transposed, so that both walk along contiguous numbers
+    b        [slots, max_rank, out], B transposed, so that both kernels walk along contiguous numbers
     ranks    int32 [slices, slots]; 0: this slot's adapter leaves this slice alone
     bounds   int32 [slices + 1]: where each slice begins in `out`
-    shrunk   fp32 [splits, slices, rows, max_rank]: A x in the sorted order of `LoRAKernelMeta`, by parts of the sum
+    shrunk   fp32 [splits, slices, rows, max_rank]: partial sums of A x, in the sorted order of `LoRAKernelMeta`
 
 Grid
     shrink  (row tiles × rank tiles × splits, slices, active slots)
     expand  (row tiles × column tiles of the widest slice, slices, active slots)
-A program beyond its slot's rows, rank or slice ends at once, so a slot pays for the rows and ranks
-that it has; only its memory is that of `max_rank`. A decode has few rows, and a long sum for each:
-the shrink divides it into `splits`, whose parts the expand adds in one order, so that results do
-not depend on which program is first. vLLM adds them atomically.
+A program beyond its slot's rows, rank or slice ends at once, so a slot costs only the rows and rank
+that it has, though its memory is for `max_rank`. A decode has few rows, and a long sum for each:
+the shrink cuts it into `splits` parts, which the expand adds in a fixed order, so that results do
+not depend on which program finishes first. vLLM adds them atomically.
 
 Must move, for each active slot: its A once per row tile and its B, rank × (slices × in + out)
 numbers; x, and y twice, once for each slice or column tile. 2 × rows × rank × (slices × in + out)
-FLOPs. For few rows the bytes of A and B are all that counts.
+FLOPs. With few rows, only the bytes of A and B matter.
 
 In vLLM v0.33.0: `vllm/lora/ops/triton_ops/lora_shrink_op.py` (`_lora_shrink_kernel`),
 `lora_expand_op.py` (`_lora_expand_kernel`), called by `vllm/lora/punica_wrapper/punica_gpu.py`
@@ -180,13 +180,13 @@ def lora_linear(
     fixed_grid: bool = False,
     backend: str | None = None,
 ) -> None:
-    """Add to y the products of x with the adapters of `meta`'s rows; layouts as above.
+    """Add to each row of y its adapter's B (A x); see the head of this file for the layouts.
 
     Args:
         y, x, a, b, ranks, bounds: see above.
         meta: the slot of each row.
         edges: `bounds` on the host; None reads them, which waits for the device.
-        fixed_grid: launch for any slots that these rows could have, as a CUDA graph must.
+        fixed_grid: launch enough programs for any slots of these rows, as a CUDA graph must.
         backend: "triton" or "cpu"; None follows x's device.
 
     Raises:
@@ -205,8 +205,8 @@ def lora_linear(
 
 
 def tiles(most_rows: int, width: int, max_rank: int) -> dict[str, int]:
-    """Return the kernels' constants for the most rows of a slot, the width of x and `max_rank`;
-    BLOCK_K is the shrink's.
+    """Return the kernels' constants for the maximum rows per slot, the width of x and `max_rank`;
+    BLOCK_K is for the shrink kernel.
     """
     block_r = max(16, min(32, triton.next_power_of_2(max_rank)))
     if most_rows > FEW_ROWS:
@@ -250,6 +250,6 @@ def _check(y: Tensor, x: Tensor, a: Tensor, b: Tensor, ranks: Tensor, meta: LoRA
         )
     if len(x) != meta.num_rows or meta.max_loras != slots:
         step = f"the step has {meta.num_rows} rows, {meta.max_loras} slots"
-        raise MinivllmError(f"{len(x)} rows and {slots} slots; {step}")
+        raise MinivllmError(f"x has {len(x)} rows and a has {slots} slots, but {step}")
     if not all(tensor.is_contiguous() for tensor in (y, a, b, ranks)):
         raise MinivllmError("y, a, b and ranks must be contiguous")

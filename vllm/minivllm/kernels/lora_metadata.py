@@ -1,10 +1,10 @@
-"""The rows of a step by adapter: the rows' indices stably sorted by slot, and where each slot's
-begin.
+"""The rows of a step grouped by adapter: row indices stably sorted by slot, and where each slot's
+rows begin.
 
     slot of each row      2  -1   0   2   0          (-1: none)
     sorted indices        1 | 2   4 | 0   3
     active slots              0       2
-    starts, counts            1, 2    3, 2           places in the sorted indices
+    starts, counts            1, 2    3, 2           positions in the sorted indices
 
 One launch serves all adapters: a program takes a tile of the rows of one active slot. The sort
 costs the host a few microseconds a step; all linears of the step share it.
@@ -26,7 +26,7 @@ CPU_TILE = 16
 
 
 class Adapters(NamedTuple):
-    """The slots of one linear; shapes as in `lora_linear.py`. `edges` are `bounds` on the host."""
+    """A linear's adapter slots; shapes as in `lora_linear.py`. `edges` is `bounds` on the host."""
 
     a: Tensor
     b: Tensor
@@ -36,12 +36,12 @@ class Adapters(NamedTuple):
 
 
 class LoRAKernelMeta:
-    """The rows of one step at fixed addresses, so that a CUDA graph can read them; `prepare`
-    refills them.
+    """One step's rows grouped by adapter, at fixed addresses, so that a CUDA graph can read them;
+    `prepare` refills them.
 
     - `indices` `[max_rows]`, `active` (-1 beyond the active slots), `starts`, `counts`
       `[max_loras]`: int32, as above.
-    - `num_rows`; `num_active`: slots with rows; `most_rows`: the most rows of one of them. On the
+    - `num_rows`; `num_active`: slots with rows; `most_rows`: rows of the largest one. All on the
       host.
     """
 
@@ -65,7 +65,7 @@ class LoRAKernelMeta:
         self._parts = np.split(self._host, np.cumsum(sizes[:-1]))
 
     def prepare(self, slots: np.ndarray) -> None:
-        """Set the slot of each row, -1 for none: int32 `[rows]`. More than `max_rows` get new
+        """Set the slot of each row, int32 `[rows]`, -1 for none. More rows than `max_rows` get new
         buffers.
         """
         if self._prepared is not None and np.array_equal(slots, self._prepared):

@@ -1,9 +1,9 @@
-"""Attention over a paged cache of latents (MLA): writing it, and the absorbed form of attention, in
+"""Attention over a paged cache of latents (MLA): writing the cache, and absorbed attention in
 one ragged batch.
 
-`concat_and_cache_mla(...)` writes a step's latents; `mla_attention(...)` attends. Queries have been
-brought into the latent space before, and what comes out is expanded to values after
-(`minivllm.models.latent_attention`): so all heads read the same keys, and the values are the first
+`concat_and_cache_mla(...)` writes a step's latents; `mla_attention(...)` attends. The caller
+projects queries into the latent space before, and expands the outputs to values after
+(`minivllm.models.latent_attention`), so all heads read the same keys, and the values are the first
 `kv_lora_rank` numbers of these keys.
 
 Layouts, with width = kv_lora_rank + rope_dim
@@ -20,7 +20,7 @@ Grid
 
 A program loads each tile of the cache once and uses it three times: the latents for the scores and
 as values, the rotated keys for the scores. With ordinary heads a cache would have to be read once
-for the keys and once for the values. All heads fit one block up to 16; more take further blocks,
+for the keys and once for the values. Up to 16 heads fit one block; more take further blocks,
 since BLOCK_M × kv_lora_rank sums must fit the registers, and each block of heads reads the cache
 again (from the L2 cache, where they run side by side).
 
@@ -28,13 +28,13 @@ Must move, per layer: keys × width × bytes once per query block and block of h
 Must compute: 2 × heads × (width + kv_lora_rank) FLOPs for each (query, key) pair that is seen. In a
 decode this is heads × (2 − rope_dim / width) × 2 / bytes FLOPs per byte: 16 heads of a
 DeepSeek-V2-Lite in bf16 do 30 where a group of four ordinary heads does 4. So with many heads even
-a decode comes to be bound by arithmetic.
+a decode becomes compute-bound.
 
 In vLLM v0.33.0: `concat_and_cache_mla` in `csrc/cache_kernels.cu`;
 `vllm/v1/attention/backends/mla/triton_mla.py` with
 `vllm/v1/attention/ops/triton_decode_attention.py`. DeepSeek-V2, arXiv 2405.04434, section 2.1.
 
-The CPU twin is in `cpu/mla_calls.py`; what the launch shares with that of `unified_attention.py`,
+The CPU twin is in `cpu/mla_calls.py`; the launch code shared with `unified_attention.py` is
 in `attention_launch.py`.
 """
 
@@ -302,11 +302,11 @@ def mla_attention(
     """Attend causally in a ragged batch, in the absorbed form; layouts as in the head of this file.
 
     Args:
-        scale: the factor of q · k, greater than 0.
-        kv_lora_rank: how many of a row's numbers are the latent.
+        scale: the factor applied to q · k, greater than 0.
+        kv_lora_rank: how many of a row's first numbers are the latent.
         out: the output tensor; rows of padding tokens (beyond `query_start_loc[-1]`) are left
             unchanged.
-        num_kv_splits: programs that share a sequence's keys; None chooses. Ignored on the CPU.
+        num_kv_splits: programs that share a sequence's keys; None: automatic. Ignored on the CPU.
         max_seq_len: the longest sequence, if the host knows; it only helps to choose the number of
             splits.
         backend: "triton" or "cpu"; None follows q's device. "triton" on CPU tensors needs Triton's
@@ -370,8 +370,8 @@ def _launch_fastest(out: Tensor, arguments: MLAArguments, num_kv_splits: int | N
 
 
 def launch_triton(out: Tensor, arguments: MLAArguments, num_splits: int, configuration: Configuration) -> None:
-    """Launch once with the given configuration, twice if `num_splits` > 1. A token's heads in q
-    must be contiguous.
+    """Launch the kernel with this configuration, and `combine_kernel` if `num_splits` > 1. Each
+    token's heads in q must be contiguous.
     """
     q, cache, query_start_loc, seq_lens, block_table, scale, rank = arguments
     tokens, heads, width = q.shape

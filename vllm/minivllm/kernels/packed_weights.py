@@ -9,13 +9,13 @@ point, and zero stays zero.
             scales bf16 [out, in / group size]
 
 Read as int32, eight numbers at a time, the bytes of int4 are the "pack-quantized" format of
-compressed-tensors, and turned on their side those of GPTQ: such checkpoints are loaded as they are.
+compressed-tensors and, transposed, that of GPTQ: such checkpoints load without requantizing.
 
 The scale of int8 is the largest magnitude / 127. In int4 every integer counts: the number of the
-largest magnitude becomes −8, and the scale has the sign that this needs, so that all sixteen
-integers are used. A number is off by half a scale at most, in int4 by a whole one where it lies
-opposite the largest, beyond 7. bf16 has the range of fp32, and that it rounds a scale harms little:
-the integers are chosen for the rounded scale. A number of int4 costs 4 + 16 / group size bits.
+largest magnitude becomes −8, and the scale takes the sign which that needs, so that all sixteen
+integers are used. The error is at most half a scale, but in int4 up to a whole one for numbers of
+the opposite sign, beyond 7. bf16 has the range of fp32, and its rounding of a scale does little
+harm: the integers are chosen for the rounded scale. An int4 number costs 4 + 16 / group size bits.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ WIDE = 1024  # rows at least this long get large groups
 def quantize_weight(weight: Tensor, quantization: str, group_size: int | None = None) -> tuple[Tensor, Tensor]:
     """Return the packed integers and the scales of a weight `[out, in]`.
 
-    `group_size` None is the whole row in int8, `default_group_size` in int4.
+    `group_size` None means the whole row in int8, and `default_group_size` in int4.
 
     Raises:
         MinivllmError: the quantization is unknown, or the group size does not fit the rows.
@@ -44,7 +44,7 @@ def quantize_weight(weight: Tensor, quantization: str, group_size: int | None = 
         scales = groups.abs().amax(-1) / 127
         return _nearest(groups, scales, 127).view(weight.shape), scales
     if quantization != "int4":
-        raise MinivllmError(f"unknown quantization {quantization!r}; known are {', '.join(QUANTIZATIONS)}")
+        raise MinivllmError(f"unknown quantization {quantization!r}; use one of {', '.join(QUANTIZATIONS)}")
     groups = _groups(weight, group_size or default_group_size(width))
     # The number furthest from 0 becomes −8, whatever its sign.
     furthest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True)).squeeze(-1)
@@ -53,8 +53,8 @@ def quantize_weight(weight: Tensor, quantization: str, group_size: int | None = 
 
 
 def default_group_size(width: int) -> int:
-    """Return the group size of int4 in rows of `width`: 128, or 32 if `width` is below 1,024;
-    halved until it divides the row.
+    """Return the default group size of int4 for rows of `width`: 128, or 32 if `width` is below
+    1,024, halved until it divides the row.
 
     Raises:
         MinivllmError: the row is not even divisible by 16.
@@ -67,7 +67,7 @@ def default_group_size(width: int) -> int:
 
 
 def check_group_size(group_size: int, width: int) -> None:
-    """Reject unsupported group sizes; supported are whole rows, and powers of two, at least 16.
+    """Reject a group size that is neither the whole row nor a power of two of at least 16.
 
     Raises:
         MinivllmError: the size is neither, or does not divide `width`; the message says what would
@@ -78,22 +78,22 @@ def check_group_size(group_size: int, width: int) -> None:
         return
     fitting = [size for size in (16, 32, 64, 128, 256) if width % size == 0] + [width]
     raise MinivllmError(
-        f"rows of {width} weights cannot have groups of {group_size}: possible are {', '.join(map(str, fitting))}"
+        f"rows of {width} weights cannot have groups of {group_size}; possible sizes: {', '.join(map(str, fitting))}"
     )
 
 
 def pack_int4(integers: Tensor) -> Tensor:
-    """Pack integers `[out, in]` from −8 to 7 into uint8 `[out, in / 2]`. Raises `MinivllmError`
+    """Pack integers `[out, in]` from −8 to 7 into uint8 `[out, in / 2]`, or raise `MinivllmError`
     if `in` is odd.
     """
     if integers.shape[1] % 2:
-        raise MinivllmError(f"rows of {integers.shape[1]} weights, an odd number, cannot be packed two in a byte")
+        raise MinivllmError(f"rows of {integers.shape[1]} weights, an odd number, cannot be packed two to a byte")
     stored = (integers + 8).to(torch.uint8)  # 0 to 15
     return stored[:, ::2] | (stored[:, 1::2] << 4)
 
 
 def unpack(packed: Tensor) -> Tensor:
-    """Return the integers of a packed weight of either kind, int8 `[out, in]`."""
+    """Unpack an int8 or int4 weight to its integers, int8 `[out, in]`."""
     if packed.dtype == torch.int8:
         return packed
     return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(1).to(torch.int8) - 8
@@ -107,7 +107,7 @@ def dequantize_weight(packed: Tensor, scales: Tensor) -> Tensor:
 
 
 def row_width(packed: Tensor) -> int:
-    """Return how many numbers a row of a packed weight has."""
+    """Return the number of weights in a row of a packed weight."""
     return packed.shape[1] * (2 if packed.dtype == torch.uint8 else 1)
 
 

@@ -12,16 +12,16 @@ Grid (out / BLOCK_N) × (rows / BLOCK_M) programs. A program walks along `in` in
     tile of x on the matrix units, and adds the fp32 sums, times the group's scale, to its own. So
     the integers enter the matmul as they are, exact in any of x's types, and nothing is rounded
     but the sums. The weight is the left operand: what was just unpacked stays in registers, and a
-    few rows of x fill up to 16 columns instead of 64 rows.
+    few rows of x are padded to 16 columns instead of 64 rows.
 
 Must move: out × in × (1 or 1/2) bytes of integers, the scales (out × groups), x once for each
 column of programs and the result; 2 × rows × out × in FLOPs, and one or two operations for each
-weight and row of programs to unpack it. For few rows the weight's bytes are all that counts, a half
-or a quarter of 16-bit weights'; for many rows the matmul is, and unpacking comes on top: then
-weights of 8 and 4 bits are slower than the plain matmul.
+weight and row of programs to unpack it. With few rows only the weight's bytes matter, a half or a
+quarter of a 16-bit weight's; with many rows the product dominates and unpacking comes on top, so 8-
+and 4-bit weights are slower than the plain product.
 
 In vLLM v0.33.0: `vllm/model_executor/layers/quantization/` (`auto_gptq.py`, `compressed_tensors/`),
-the kernels for w4a16 and w8a16 that they call.
+and the w4a16 and w8a16 kernels that they call.
 """
 
 from __future__ import annotations
@@ -112,8 +112,8 @@ def quantized_linear_kernel(
 def quantized_linear(
     x: Tensor, packed: Tensor, scales: Tensor, bias: Tensor | None = None, *, backend: str | None = None
 ) -> Tensor:
-    """Return `x @ weight.T + bias` for the weight encoded by `packed` and `scales`: x [rows, in] to
-    [rows, out].
+    """Return `x @ weight.T + bias`, [rows, out], for x [rows, in] and the weight encoded by
+    `packed` and `scales`.
 
     `backend` "triton" or "cpu"; None follows x's device.
 
@@ -161,10 +161,10 @@ def tiles(group_size: int, width: int, configuration: Configuration) -> dict[str
 
 def _check(x: Tensor, packed: Tensor, scales: Tensor) -> None:
     if packed.dtype not in (torch.int8, torch.uint8):
-        raise MinivllmError(f"packed weights are int8, or uint8 with two integers in a byte, not {packed.dtype}")
+        raise MinivllmError(f"packed weights must be int8, or uint8 with two integers per byte, got {packed.dtype}")
     width = row_width(packed)
     if x.dim() != 2 or x.shape[1] != width:
-        raise MinivllmError(f"x must be [rows, {width}] for this weight of {width} numbers a row, got {list(x.shape)}")
+        raise MinivllmError(f"x must be [rows, {width}] for weights with {width} numbers a row, got {list(x.shape)}")
     if scales.dim() != 2 or len(scales) != len(packed) or not scales.shape[1] or width % scales.shape[1]:
         raise MinivllmError(
             f"scales must be [{len(packed)}, groups], groups a divisor of {width}, got {list(scales.shape)}"

@@ -20,9 +20,9 @@ class RejectionArguments(NamedTuple):
         target_logits    float32 [sum of (drafts + 1), vocab], after all processors. A random request's rows are divided
                          by its temperature, and -inf where top-k, top-p or min-p exclude a token
         draft_token_ids  int32 [sum of drafts]; -1 is always rejected
-        num_drafts       int32 [requests], 0 and more
-        draft_logits     float32 [sum of drafts, vocab]: what random requests' drafts were drawn from, by noise other than
-                         `keys` give (`draft_keys` in `worker/sample/gumbel.py`); None: nothing was
+        num_drafts       int32 [requests], 0 or more
+        draft_logits     float32 [sum of drafts, vocab]: what random requests' drafts were drawn from, with other noise
+                         than that of `keys` (`draft_keys` in `worker/sample/gumbel.py`); None: nothing was
                          drawn (n-grams, argmax)
         is_greedy        bool [requests]
         keys             int32 [sum of (drafts + 1), 2]: each row's key (`row_keys` in `worker/sample/gumbel.py`)
@@ -36,7 +36,7 @@ class RejectionArguments(NamedTuple):
     keys: Tensor
 
     def to(self, device: torch.device) -> RejectionArguments:
-        """Copy all tensors to `device` but `num_drafts`, which the host reads."""
+        """Copy all tensors except `num_drafts`, which the host reads, to `device`."""
         tensors = {name: tensor for name, tensor in self._asdict().items() if tensor is not None}
         del tensors["num_drafts"]
         return self._replace(**{name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()})
@@ -54,4 +54,4 @@ def check_arguments(arguments: RejectionArguments) -> None:
         )
     logits = arguments.draft_logits
     if logits is not None and logits.shape != (drafts, vocab):
-        raise MinivllmError(f"draft_logits are {list(logits.shape)}, must be [drafts, vocab] = [{drafts}, {vocab}]")
+        raise MinivllmError(f"draft_logits are {list(logits.shape)}, but must be [drafts, vocab] = [{drafts}, {vocab}]")

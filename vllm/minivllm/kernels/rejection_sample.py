@@ -1,41 +1,41 @@
-"""Verifying drafts: `rejection_sample` says which are accepted, and what comes after them (lesson
-07).
+"""Verifying drafts: `rejection_sample` decides which are accepted, and which token follows them
+(lesson 07).
 
-Of a request with the drafts x_1 ... x_n, row i of the target's logits is after its last known token
+For a request with drafts x_1 ... x_n, row i of the target's logits follows its last known token
 and i drafts:
 
     greedy                      x is accepted if it is the argmax; else the argmax replaces it
-    random, x a point mass      a draw from p, by Gumbel noise, is accepted or replaces it: the token it is without drafts
+    random, x a point mass      accepted if equal to a Gumbel draw from p, which else replaces it: same as without drafts
     random, x drawn from q      x is accepted if u < p(x) / q(x); else argmax of max(p - q, 0) / E replaces it
     after the last draft        the argmax, or a draw from p
 
 p and q are the softmax of the target's and the draft's logits, u the row's `decision_number`, E
 each token's waiting time (`noise.py`). A race of waiting times E / w is won by a token in
 proportion to its weight w, so no sum of max(p - q, 0) is needed. A draft of -1 was not drawn: there
-the rule of a point mass applies, and rejects it.
+the point-mass rule applies, and rejects it.
 
 Layouts
     target_logits [sum of (drafts + 1), vocab], draft_logits [sum of drafts, vocab]: fp32, rows contiguous
-    starts        int32 [requests + 1]: each request's first row of target_logits; its draft of row i has number i - request
+    starts        int32 [requests + 1]: each request's first row of target_logits; row i verifies draft i - request
     partials      of (row, chunk of the vocabulary), [rows, chunks]: fp32 scores and int32 tokens of the best; fp32
                   largest and sums [2, rows, chunks] of p (first) and q: the largest logit, and the
-                  sum of exp(logit - it)
+                  sum of exp(logit - largest)
 
 Grid
-    reduce_rows   (requests, most drafts + 1, chunks): the best score of a chunk, or its parts of two softmax sums
-    walk_drafts   (requests,): puts chunks together draft by draft, up to the first rejection
+    reduce_rows   (requests, max drafts + 1, chunks): the best score of a chunk, or its parts of two softmax sums
+    walk_drafts   (requests,): combines the chunks, draft by draft, up to the first rejection
     recover       (requests, chunks), if drafts were drawn: the best of max(p - q, 0) / E, where something was rejected
-    replace       (requests,), likewise: the best of all chunks into the output
+    replace       (requests,), likewise: writes the best of all chunks to the output
 
 Must move: each row of logits read once, 4 × vocab × (drafts + requests) bytes of the target and 4 ×
 vocab × drafts of the draft; recovery reads one more row of each, since p and q are known only when
 their sums are. Partials are 8 to 16 bytes for each 16 KB read. Arithmetic: 10 integer operations
 and two logarithms for each token that is drawn, an exponential for each of p and q that is summed
-up. Rows behind the first rejection are read in vain; to wait for it would leave most of a GPU idle,
+up. Rows after the first rejection are read in vain, but to wait for it would leave most of a GPU idle,
 since requests are few.
 
 A logit that is NaN or infinity excludes its token, as -inf does: such a row gets some token of the
-vocabulary, no other row notices, and the engine ends its request (`nonfinite_req_ids`).
+vocabulary, no other row is affected, and the engine ends its request (`nonfinite_req_ids`).
 
 In vLLM v0.33.0: `vllm/v1/worker/gpu/spec_decode/rejection_sampler_utils.py`
 (`_compute_local_logits_stats_kernel`, `_rejection_kernel`, `_resample_kernel`,
@@ -63,8 +63,8 @@ CHANGING = ("num_rows", "width")
 
 @triton.jit
 def load_logits(row_of_logits, token, VOCAB: tl.constexpr):
-    """Load logits of one row, -inf beyond the vocabulary and for what is not a number below
-    infinity.
+    """Load the logits of one row; tokens beyond the vocabulary, NaNs and positive infinities become
+    -inf.
     """
     logits = tl.load(row_of_logits + token, mask=token < VOCAB, other=float("-inf"))
     return tl.where(logits < float("inf"), logits, float("-inf"))
@@ -78,7 +78,7 @@ def load_key(keys, row):
 
 @triton.jit
 def load_drawn(draft_token_ids, is_greedy, starts, request, place, VOCAB: tl.constexpr, HAS_Q: tl.constexpr):
-    """Load the draft of a row if it was drawn from logits, else return -1."""
+    """Return the draft that a row verifies if it was drawn from logits, else -1."""
     drawn = tl.full((), -1, tl.int32)
     if HAS_Q:
         start, end = tl.load(starts + request), tl.load(starts + request + 1)
@@ -112,7 +112,7 @@ def log_sum(largest, sums, row, CHUNKS: tl.constexpr, PADDED_CHUNKS: tl.constexp
 
 @triton.jit
 def store_best(scores, tokens, at, score, first_token):
-    """Store a chunk's best score, and its token; the first in a tie."""
+    """Store a chunk's best score and its token, the first one in a tie."""
     best, index = tl.max(score, 0, return_indices=True)
     tl.store(scores + at, best)
     tl.store(tokens + at, first_token + index)
@@ -120,7 +120,7 @@ def store_best(scores, tokens, at, score, first_token):
 
 @triton.jit
 def load_best(scores, tokens, row, CHUNKS: tl.constexpr, PADDED_CHUNKS: tl.constexpr):
-    """Return a row's best score, and its token."""
+    """Return a row's best score and its token."""
     chunk = tl.arange(0, PADDED_CHUNKS)
     parts = tl.load(scores + row * CHUNKS + chunk, mask=chunk < CHUNKS, other=float("-inf"))
     best, index = tl.max(parts, 0, return_indices=True)
@@ -146,7 +146,7 @@ def reduce_rows_kernel(
     CHUNK: tl.constexpr,
     HAS_Q: tl.constexpr,
 ):
-    """Grid (requests, most drafts + 1, chunks)."""
+    """Grid (requests, max drafts + 1, chunks)."""
     request = tl.program_id(0)
     place = tl.program_id(1)
     chunk = tl.program_id(2)
@@ -195,9 +195,9 @@ def walk_drafts_kernel(
     HAS_Q: tl.constexpr,
 ):
     """Grid (requests,). `rejected` [requests]: the row to recover from, or -1; `normalizers`
-    [requests, 2]: its sums.
+    [requests, 2]: its log sums.
 
-    A draft that was drawn and rejected stands in the output until it is replaced.
+    A draft that was drawn and rejected remains in the output until it is replaced.
     """
     request = tl.program_id(0)
     start, end = tl.load(starts + request), tl.load(starts + request + 1)
@@ -264,8 +264,8 @@ def recover_kernel(
 
 @triton.jit(do_not_specialize=CHANGING)
 def replace_kernel(out, rejected, starts, scores, tokens, width, CHUNKS: tl.constexpr, PADDED_CHUNKS: tl.constexpr):
-    """Grid (requests,). Where nothing is left of p, p and q differ by rounding alone: the draft
-    stays.
+    """Grid (requests,). Where max(p - q, 0) is 0 for all tokens, p and q differ only by rounding,
+    so the draft stays.
     """
     request = tl.program_id(0)
     row = tl.load(rejected + request)
@@ -276,8 +276,8 @@ def replace_kernel(out, rejected, starts, scores, tokens, width, CHUNKS: tl.cons
 
 
 def rejection_sample(arguments: RejectionArguments, *, backend: str | None = None) -> Tensor:
-    """Return each request's accepted drafts and the token after them: int64 [requests, most drafts
-    + 1], then -1.
+    """Return each request's accepted drafts and the token after them, padded with -1: int64
+    [requests, max drafts + 1].
 
     `num_drafts` is read on the host: if it is on a GPU, the host waits for it. `backend` "triton"
     or "cpu"; None follows the device.
@@ -300,7 +300,7 @@ def rejection_sample(arguments: RejectionArguments, *, backend: str | None = Non
 
 
 def launch(out: Tensor, arguments: RejectionArguments, starts: Tensor) -> None:
-    """Run the kernels; `out` [requests, most drafts + 1] is written in full. All are on one
+    """Run the kernels, which write all of `out` [requests, max drafts + 1]. All tensors are on one
     device; `starts` as above.
     """
     target_logits, draft_token_ids, _, draft_logits, is_greedy, keys = arguments

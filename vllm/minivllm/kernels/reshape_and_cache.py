@@ -8,7 +8,7 @@ Layouts
 
 Grid
     reshape_and_cache   a program for each token: it moves that token's K and V for all heads
-    ... to int8         a program for each (token, head): it finds K's and V's largest number, writes scale = largest / 127
+    ... to int8         a program for each (token, head): finds K's and V's largest magnitude, writes scale = largest / 127
                         and the nearest integers
 
 Must move: each K and V byte read once and written once, 4 × tokens × kv_heads × head_dim × bytes;
@@ -70,8 +70,8 @@ def reshape_and_cache_kernel(
 
 @triton.jit
 def quantize_head(source, target, scale_target, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr):
-    """Quantize one head to integers from −127 to 127, and write the scale that dequantizes them:
-    NaN if one was.
+    """Quantize one head to integers from −127 to 127, and write the scale that dequantizes them, or
+    NaN if the head has one.
     """
     dim = tl.arange(0, PADDED_DIM)
     numbers = tl.load(source + dim, mask=dim < HEAD_DIM, other=0.0).to(tl.float32)
@@ -126,8 +126,8 @@ def reshape_and_cache(
     backend: str | None = None,
     checked: bool = False,
 ) -> None:
-    """Write each token's key and value into its slot. `backend` "triton" or "cpu"; None follows the
-    tensors' device.
+    """Write each token's key and value into its slot. `backend` is "triton" or "cpu"; None follows
+    the tensors' device.
 
     Tokens beyond `len(slot_mapping)` are not written. Two tokens must not share a slot. int8 caches
     need the scales. `checked`: skip the checks, since a call with the same shapes and types has
@@ -135,8 +135,8 @@ def reshape_and_cache(
 
     Raises:
         MinivllmError: shapes do not match, or the backend is unknown.
-        IndexError: a slot is not in the caches. A GPU's kernel does not look: it would write to
-            foreign memory.
+        IndexError: a slot is not in the caches. The GPU kernel does not check, and would write
+            out of bounds.
     """
     if not checked:
         _check_write(key, value, key_cache, value_cache, slot_mapping)
@@ -173,19 +173,19 @@ def _check_write(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Ten
     if key.shape != value.shape or key.dim() != 3 or key_cache.dim() != 4 or key.shape[1:] != key_cache.shape[2:]:
         raise MinivllmError(
             f"key {tuple(key.shape)} and value {tuple(value.shape)} must both be [tokens, kv_heads, head_dim] with the "
-            f"last two of the cache {tuple(key_cache.shape)}, which is [blocks, block_size, kv_heads, head_dim]"
+            f"last two sizes of the cache {tuple(key_cache.shape)}, [blocks, block_size, kv_heads, head_dim]"
         )
     if key_cache.shape != value_cache.shape or key_cache.stride() != value_cache.stride():
         raise MinivllmError("key and value caches must have the same shape and strides")
     if not (key.dtype == value.dtype and key_cache.dtype == value_cache.dtype in (key.dtype, *QUANTIZED)):
         raise MinivllmError(
-            f"keys are {key.dtype}, values {value.dtype}, caches {key_cache.dtype}: they must be alike, "
-            "or the caches int8 or float8_e4m3fn"
+            f"keys are {key.dtype}, values {value.dtype}, caches {key_cache.dtype}: they must have the same dtype, "
+            "unless the caches are int8 or float8_e4m3fn"
         )
     if len(slot_mapping) > len(key):
         raise MinivllmError(f"{len(slot_mapping)} slots for {len(key)} tokens")
     if not all(rows[:1].is_contiguous() for rows in (key, value)):
-        raise MinivllmError("the heads of a token must lie side by side in key and value (call .contiguous())")
+        raise MinivllmError("the heads of a token must be contiguous in key and value (call .contiguous())")
     if key_cache.stride()[1:] != (key_cache.shape[2] * key_cache.shape[3], key_cache.shape[3], 1):
         raise MinivllmError("a block of the cache must be contiguous")
 
@@ -198,7 +198,7 @@ def check_scales(cache: Tensor, *scales: Tensor | None) -> None:
     shape = (blocks, kv_heads, block_size)
     for scale in scales:
         if (scale is None) != (cache.dtype != torch.int8):
-            raise MinivllmError(f"caches of int8 have scales, and no others do; these are {cache.dtype}")
+            raise MinivllmError(f"int8 caches need scales, and no others may have them; these are {cache.dtype}")
         if scale is None:
             continue
         if scale.shape != shape or scale.dtype != torch.float32 or not scale.is_contiguous():

@@ -2,7 +2,7 @@
 
 `unified_attention(...)`, at the end, is the entry point. On a GPU (and under Triton's interpreter)
 it launches the kernel below, configured by `attention_configurations.py`; on a CPU it calls the
-counterpart, `cpu/attention_calls.py`. What its launch shares with that of `mla_attention.py` is in
+counterpart, `cpu/attention_calls.py`. The launch code shared with `mla_attention.py` is in
 `attention_launch.py`.
 
 Layouts
@@ -10,8 +10,8 @@ Layouts
     k_cache, v_cache  [blocks, block_size, kv_heads, head_dim]: of q's dtype, float8_e4m3fn, or int8 with
     k_scales, v_scales  fp32 [blocks, kv_heads, block_size]: what a key's or value's integers are multiplied by
     query_start_loc   int32 [sequences + 1]: where each sequence's queries start in q
-    seq_lens          int32 [sequences]: keys of each sequence, those of its new tokens included
-    block_table       int32 [sequences, most blocks]: the blocks of each sequence, in order
+    seq_lens          int32 [sequences]: keys of each sequence, including those of its new tokens
+    block_table       int32 [sequences, max blocks]: the blocks of each sequence, in order
 
 Query i of a sequence sits at position seq_len − query_len + i and sees the keys up to itself:
 causality needs nothing but this offset, so a decode is a query of length 1, a chunk one of length
@@ -23,11 +23,11 @@ group + head. There are tokens // BLOCK_Q + sequences query blocks, at least as 
 whatever the lengths are, so the host need not know them; a program finds its sequence by binary
 search in query_start_loc, and those left over return at once. The heaviest programs (late
 positions) start first. Where the host knows that no sequence has more than one query, as in a step
-of decodes, program i takes sequence i: the search is some ten loads that wait for each other.
+of decodes, program i takes sequence i, which saves the search, some ten dependent loads.
 
 A program walks the keys in tiles of TILE, looks each key's block up in the table, and keeps the
 online softmax's running (peak, total, weighted sum) in fp32. Scores are in units of log2, so that
-exp is the hardware's exp2. Tiles that all rows see whole need no mask; they are a loop of their
+exp is the hardware's exp2. Tiles that all rows see whole need no mask; they have a loop of their
 own.
 
 Splits. One decode of a long context has few programs and much to read. With splits > 1 each program
@@ -35,7 +35,7 @@ reads its share of the tiles and writes a partial (peak, total, weighted sum); `
 merges them. Splits that hold no key write a total of 0 and are ignored; rows of `out` that belong
 to no sequence (padding of a CUDA graph) are never touched.
 
-Quantized caches. Integers go into the matrix products as they are. A key's scale multiplies its
+Quantized caches. The integers themselves go into the matrix products. A key's scale multiplies its
 column of scores, and a value's scale its column of weights, so no tile is ever dequantized as a
 whole.
 
@@ -43,8 +43,8 @@ Must move, per layer: K and V once per (sequence, query block), 2 × keys × kv_
 bytes; q and out once.
 Must compute: 4 × head_dim × heads FLOPs for each (query, key) pair that is seen.
 A decode does 2 × group / bytes FLOPs for each byte of K and V (a group of 4 in bf16: 4), far below
-what a GPU can, so it runs at the speed of memory; a prefill of n tokens does about n / 2 times more
-and runs at that of the matrix units.
+what a GPU can do, so it is memory-bound; a prefill of n tokens does about n / 2 times more
+and is compute-bound.
 
 In vLLM v0.33.0: `vllm/v1/attention/ops/triton_unified_attention.py`, `kernel_unified_attention` and
 `reduce_segments`. Dao et al. 2022, arXiv:2205.14135 (tiles and the online softmax); Dao et al.
@@ -104,8 +104,8 @@ def find_sequence(query_start_loc, index, num_seqs, BLOCK_Q: tl.constexpr):
 
 @triton.jit
 def load_rows(rows, row_is_real, dim, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, MASKED: tl.constexpr):
-    """Load `[rows, PADDED_DIM]`, with 0 for rows that are not real (if MASKED) and dimensions
-    beyond HEAD_DIM.
+    """Load `[rows, PADDED_DIM]`, with 0 in dimensions beyond HEAD_DIM and, if MASKED, in rows that
+    are not real.
     """
     if MASKED:
         return tl.load(rows, mask=row_is_real[:, None] & (dim < HEAD_DIM)[None, :], other=0.0)
@@ -117,7 +117,7 @@ def load_rows(rows, row_is_real, dim, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.con
 
 @triton.jit
 def softmax_step(peak, total, scores, to_log2, MASKED: tl.constexpr):
-    """Take one tile's scores `[rows, TILE]` into the running softmax.
+    """Update the running softmax with one tile's scores `[rows, TILE]`.
 
     Return the new peak and total, the weights of the tile's keys, and the factor by which older
     sums shrink.
@@ -386,17 +386,17 @@ def unified_attention(
     """Attend causally in a ragged batch over paged K and V; layouts as in the head of this file.
 
     Args:
-        scale: the factor of q · k, greater than 0 (usually head_dim ** −0.5).
-        k_scales, v_scales: of int8 caches, see the head of this file.
+        scale: the factor applied to q · k, greater than 0 (usually head_dim ** −0.5).
+        k_scales, v_scales: the scales of int8 caches; see the head of this file.
         out: the output tensor, `[tokens, heads, head_dim]`; rows of padding tokens (beyond
             `query_start_loc[-1]`) are left unchanged.
         sliding_window: a query sees itself and the `sliding_window` − 1 keys before it.
         soft_cap: scores become soft_cap × tanh(score / soft_cap).
-        num_kv_splits: programs that share a sequence's keys; None chooses. Ignored on the CPU.
+        num_kv_splits: programs that share a sequence's keys; None: automatic. Ignored on the CPU.
         max_seq_len: the longest sequence, if the host knows; else the block table's width bounds
             it. It only helps to choose the number of splits: a wrong value costs time, never
             correctness.
-        max_query_len: the most queries of a sequence, if the host knows. 1 saves the search for
+        max_query_len: the maximum queries per sequence, if the host knows. 1 saves the search for
             each program's sequence; it must be true.
         backend: "triton" or "cpu"; None follows q's device. "triton" on CPU tensors needs Triton's
             interpreter. "naive" is a baseline: PyTorch, one sequence at a time, with its keys and
@@ -465,8 +465,8 @@ def _launch_fastest(
 def launch_triton(
     out: Tensor, arguments: AttentionArguments, num_splits: int, configuration: Configuration, single: bool = False
 ) -> None:
-    """Launch once with the given configuration, twice if `num_splits` > 1. A token's heads in q
-    must be contiguous.
+    """Launch the kernel with this configuration, and `combine_kernel` if `num_splits` > 1. Each
+    token's heads in q must be contiguous.
 
     `single`: no sequence has more than one query.
     """

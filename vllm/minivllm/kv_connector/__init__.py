@@ -1,7 +1,7 @@
-"""Connectors: keys and values to and from other engines, or a store. In vLLM:
+"""Connectors, which move keys and values to and from other engines or a store. In vLLM:
 `vllm/distributed/kv_transfer/`.
 
-`core/kv_connector.py` has the interface and says who is called when; `factory.py` finds a connector
+`core/kv_connector.py` defines the interface and when each method is called; `factory.py` finds a connector
 by its name.
 
 - `example/`: blocks as files in a folder that engines share. The simplest one, to be read first.

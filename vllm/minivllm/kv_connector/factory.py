@@ -1,8 +1,8 @@
-"""Connectors by name.
+"""Look up connectors by name.
 
 In vLLM v0.33.0: `vllm/distributed/kv_transfer/kv_connector/factory.py` (`KVConnectorFactory`).
-There, a connector is one class, which asks a scheduler's or a worker's object of its own; here
-those two are the connector.
+There, a connector is one class, which delegates to a scheduler or worker object of its own; here
+those two objects are the connector.
 """
 
 import importlib
@@ -28,16 +28,16 @@ def get_connector_class(name: str, role: KVConnectorRole) -> type[KVConnectorBas
     """Return one side of the connector of this name.
 
     Raises:
-        MinivllmError: there is none, or what it needs is not installed.
+        MinivllmError: there is no such connector, or a package that it needs is not installed.
     """
     if name not in CONNECTORS:
-        raise MinivllmError(f"there is no kv_connector {name!r}; there are: {', '.join(CONNECTORS)}")
+        raise MinivllmError(f"there is no kv_connector {name!r}; use one of: {', '.join(CONNECTORS)}")
     module, _, side = CONNECTORS[name][role.value].rpartition(".")
     return getattr(importlib.import_module(f"minivllm.kv_connector.{module}"), side)
 
 
 def create_connector(config: KVConnectorConfig, role: KVConnectorRole, parts: Parts = NO_PARTS) -> KVConnectorBase_V1:
-    """Create one side of the connector that the settings name, or of that which takes its place.
+    """Create one side of the connector that the settings name, or of the part that replaces it.
 
     Raises:
         MinivllmError: there is no such connector, or it cannot work with these settings.

@@ -1,10 +1,10 @@
 """Copies between a rank's cache and a buffer of host memory in which each block is one contiguous
 record.
 
-On a CPU the kernel of `kernels/copy_blocks.py` moves the blocks of all layers straight to where
-they belong, in one call. On a GPU it gathers them into a staging buffer of the device, in one
-launch, and from there they cross the bus in pieces as large as consecutive records allow, on a
-stream beside that of the forward pass.
+On a CPU the kernel of `kernels/copy_blocks.py` moves the blocks of all layers straight to their
+destination, in one call. On a GPU it gathers them into a staging buffer on the device, in one
+launch; from there they cross the bus in pieces as large as runs of consecutive records allow, on a
+separate stream from that of the forward pass.
 
 In vLLM v0.33.0: `vllm/v1/simple_kv_offload/copy_backend.py`,
 `vllm/v1/kv_offload/cpu/gpu_worker.py`.
@@ -24,8 +24,8 @@ STAGING_BYTES = 64 * 2**20
 
 
 def host_buffer(num_records: int, record_bytes: int, pinned: bool) -> torch.Tensor:
-    """Return uint8 [records × bytes]. Pages that are not pinned are allocated only when first
-    written.
+    """Return a uint8 buffer, [records × bytes]. Pages that are not pinned are allocated only when
+    first written.
     """
     if pinned:
         return torch.empty(num_records * record_bytes, dtype=torch.uint8, pin_memory=True)
@@ -33,7 +33,7 @@ def host_buffer(num_records: int, record_bytes: int, pinned: bool) -> torch.Tens
 
 
 class HostCopies:
-    """One thread's copies, on a GPU through a buffer of `staging_bytes`."""
+    """The copies of one thread, which on a GPU go through a staging buffer of `staging_bytes`."""
 
     def __init__(self, regions: BlockRegions, staging_bytes: int = STAGING_BYTES) -> None:
         self.regions = regions
@@ -53,8 +53,8 @@ class HostCopies:
         self._stream = torch.cuda.Stream(device)
 
     def to_host(self, block_ids: Sequence[int], host: torch.Tensor, slots: Sequence[int], after: Any = None) -> None:
-        """Copy these blocks into these records; return when they are there. `after`: an event to
-        wait for.
+        """Copy these blocks into these records, and wait until they have arrived. `after` is an
+        event to wait for first.
         """
         if not self._stages:
             gather_blocks(self.regions, _ids(block_ids), host, _ids(slots), block_major=True)
@@ -84,8 +84,8 @@ class HostCopies:
     def _batches(
         self, block_ids: Sequence[int], host: torch.Tensor, slots: Sequence[int]
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]]:
-        """Yield blocks that fit the staging buffer, their part of it, and its pieces with those
-        of host memory.
+        """Yield batches of blocks that fit the staging buffer: the blocks, their part of the
+        buffer, and pairs of staging and host pieces.
         """
         host, staging = host.view(-1, self.regions.record_bytes), self._staging.view(-1, self.regions.record_bytes)
         for at in range(0, len(block_ids), self._capacity):
@@ -96,8 +96,8 @@ class HostCopies:
 
 
 def runs(slots: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Yield runs of consecutive slots: the index of the first in the list, that slot, and their
-    number.
+    """Yield runs of consecutive slots: the index of the run's first slot in the list, that slot,
+    and the run's length.
     """
     first = 0
     for place in range(1, len(slots) + 1):

@@ -1,19 +1,19 @@
-"""Names, texts and buckets of what connectors count, for Prometheus.
+"""Names, descriptions and buckets of the connectors' Prometheus metrics.
 
-NIXL's and those of offloading are vLLM's
+The names for NIXL and offloading are vLLM's
 (`vllm/distributed/kv_transfer/kv_connector/v1/nixl/stats.py`,
-`vllm/distributed/kv_transfer/kv_connector/v1/offloading/metrics.py`); over TCP the same things as
-NIXL's have the same names but for their beginning.
+`vllm/distributed/kv_transfer/kv_connector/v1/offloading/metrics.py`); TCP's metrics have the same
+names as NIXL's with another prefix.
 """
 
 from typing import Literal, NamedTuple
 
 
 class KVMetric(NamedTuple):
-    """A metric of a connector, which gives the value of a gauge, the increase of a counter, a list
-    for a histogram.
+    """A metric of a connector, which reports the value of a gauge, the increase of a counter, or a
+    list of observations for a histogram.
 
-    With a `label`, it gives a number for each "name.value".
+    With a `label`, the connector reports a number for each "name.value".
     """
 
     kind: Literal["gauge", "counter", "histogram"]
@@ -44,17 +44,15 @@ KV_METRICS = {
         "histogram", "Time to look up a request in host memory.", (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 0.1)
     ),
     "kv_offload_load_bytes": KVMetric("counter", "Bytes copied from host memory."),
-    "kv_offload_load_time": KVMetric("counter", "Seconds of these copies."),
+    "kv_offload_load_time": KVMetric("counter", "Seconds spent copying from host memory."),
     "kv_offload_store_bytes": KVMetric("counter", "Bytes copied to host memory."),
-    "kv_offload_store_time": KVMetric("counter", "Seconds of these copies."),
+    "kv_offload_store_time": KVMetric("counter", "Seconds spent copying to host memory."),
     "kv_offload_allocation_failure": KVMetric("counter", "Steps in which host memory had no room for all blocks."),
-    "kv_offload_cpu_cache_usage_perc": KVMetric("gauge", "Share of host memory's blocks in use, 0 to 1."),
-    "kv_offload_cpu_cache_read_usage_perc": KVMetric("gauge", "Share of host memory's blocks being read, 0 to 1."),
+    "kv_offload_cpu_cache_usage_perc": KVMetric("gauge", "Fraction of host memory's blocks in use, 0 to 1."),
+    "kv_offload_cpu_cache_read_usage_perc": KVMetric("gauge", "Fraction of host memory's blocks being read, 0 to 1."),
     "kv_offload_cpu_cache_write_usage_perc": KVMetric("gauge", "Share of host memory's blocks being written, 0 to 1."),
     "simple_kv_offload_load_blocks": KVMetric("counter", "Blocks copied from host memory."),
-    "simple_kv_offload_used_blocks": KVMetric("gauge", "Blocks of host memory that can be found."),
+    "simple_kv_offload_used_blocks": KVMetric("gauge", "Blocks of host memory that lookups can find."),
     "simple_kv_offload_pending_store_blocks": KVMetric("gauge", "Blocks of host memory that are being written."),
-    "simple_kv_offload_save_outcomes": KVMetric(
-        "counter", "Blocks that were to be stored, by what became of them.", label="outcome"
-    ),
+    "simple_kv_offload_save_outcomes": KVMetric("counter", "Blocks to be stored, by outcome.", label="outcome"),
 }

@@ -1,8 +1,8 @@
 """Keep blocks for other engines under leases, which heartbeats renew and a finished read ends.
 
-The decode engine may have died, or the request may have been cancelled at the proxy, so a lease
-ends by itself after `duration` seconds. Each heartbeat of a decode engine that still wants the
-blocks renews it for two thirds of that.
+The decode engine may die, or the request may be cancelled at the proxy, so a lease ends by itself
+after `duration` seconds. Each heartbeat of a decode engine that still wants the blocks extends it
+to at least two thirds of that.
 
 In vLLM v0.33.0: `_reqs_to_send`, `_reqs_to_process`, `_handle_heartbeat` and `_get_new_notifs` in
 `vllm/distributed/kv_transfer/kv_connector/v1/nixl/base_worker.py`.
@@ -27,8 +27,8 @@ class _Lease:
 
 
 class Leases:
-    """The requests whose blocks one rank keeps for others. Any thread may call; times are in
-    seconds of `clock`.
+    """The requests whose blocks one rank keeps for others. Methods may be called from any thread;
+    times are in seconds of `clock`.
     """
 
     def __init__(self, duration: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -41,8 +41,8 @@ class Leases:
         self._changed = threading.Condition()
 
     def grant(self, block_ids: Mapping[str, Sequence[int]]) -> None:
-        """Begin leases of these requests' blocks, or restart them. One that was released already
-        ends at once.
+        """Begin or restart leases of these requests' blocks. The lease of a request that has been
+        released already ends at once.
         """
         with self._changed:
             for request_id, ids in block_ids.items():
@@ -55,7 +55,7 @@ class Leases:
             self._changed.notify_all()
 
     def renew(self, request_ids: Iterable[str]) -> None:
-        """Renew the leases of those requests that have one."""
+        """Renew the leases of those of these requests that have one."""
         with self._changed:
             # Shorter than a new lease: a heartbeat shows that the other engine lives, so less
             # patience is needed.
@@ -64,7 +64,7 @@ class Leases:
                 lease.until = max(lease.until, until)
 
     def end(self, request_ids: Iterable[str]) -> None:
-        """End the leases of these requests: their blocks were read, or are not wanted."""
+        """End the leases of these requests: their blocks were read, or are not needed."""
         with self._changed:
             for request_id in request_ids:
                 if self._kept.pop(request_id, None) is not None:
@@ -75,9 +75,7 @@ class Leases:
                     del self._released[next(iter(self._released))]
 
     def take_ended(self) -> tuple[set[str], set[str]]:
-        """Return the requests that were released since the last call, and those whose lease has
-        run out.
-        """
+        """Return the requests released since the last call, and those whose lease has expired."""
         with self._changed:
             now = self._clock()
             expired = {request_id for request_id, lease in self._kept.items() if lease.until <= now}
@@ -87,8 +85,8 @@ class Leases:
             return ended, expired
 
     def blocks_of(self, request_id: str, seconds: float = 0.0) -> tuple[int, ...] | None:
-        """Return the blocks that are kept for a request, waiting up to `seconds` for its lease;
-        None for none.
+        """Return the blocks kept for a request, waiting up to `seconds` for its lease; None if it
+        has no lease.
         """
         with self._changed:
             self._changed.wait_for(lambda: request_id in self._kept, seconds)

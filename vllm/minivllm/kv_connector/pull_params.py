@@ -1,12 +1,12 @@
-"""Read and write `kv_transfer_params` as NIXL's connector does: what a proxy carries between two
-engines.
+"""Read and write `kv_transfer_params`, which a proxy carries between two engines, in the form that
+NIXL's connector uses.
 
-The proxy asks a prefill engine with `do_remote_decode`, and gives its answer to a decode engine,
-with the same prompt. Any client of the decode engine can write anything here, so all of it is
-checked before use.
+The proxy sends a prefill engine a request with `do_remote_decode`, and passes the params from its
+answer to a decode engine, with the same prompt. Any client of the decode engine can write anything
+here, so all of it is checked before use.
 
-One key is not NIXL's: `remote_prompt_digest`, of the tokens that were computed. Keys and values of
-another prompt would be used without a sign, and published for that prompt; so where the key is
+One key is not NIXL's: `remote_prompt_digest`, a digest of the tokens that were computed. Keys and
+values of another prompt would be used unnoticed, and published for this prompt; so where the key is
 present, the prompt must be the same.
 
 In vLLM v0.33.0: `request_finished` and `update_state_after_alloc` in
@@ -37,8 +37,9 @@ GENERATIONS_JOINED_BY = "."
 class RemotePrefill:
     """A prompt that another engine has computed, and where its blocks are.
 
-    `num_tokens` of it are computed there; None: all of it. `generation` is that of the other's
-    registered memory, empty if it has told none; so is `prompt_digest`.
+    The first `num_tokens` tokens are computed there; None: all of them. `generation` identifies the
+    other engine's registered memory, and `prompt_digest` the computed tokens; each is empty if that
+    engine has not sent it.
     """
 
     engine_id: str
@@ -55,14 +56,14 @@ class RemotePrefill:
         """Read the params of a request with `do_remote_prefill`.
 
         Raises:
-            MinivllmError: a key is missing, or its value is not what a prefill engine answers, or
-                that engine is divided otherwise than this one.
+            MinivllmError: a key is missing, or its value is not what a prefill engine sends, or
+                that engine's parallel sizes differ from this one's.
         """
         for key, own in (("tp_size", tensor_parallel_size), ("dcp_size", 1), ("pp_size", 1)):
             value = params.get(key)
             if (own if value is None else value) != own:
                 raise MinivllmError(
-                    f"kv_transfer_params has {key} {_shown(value)}, this engine {own}: both must be divided alike"
+                    f"kv_transfer_params has {key} {_shown(value)}, this engine {own}: both must be the same"
                 )
         if params.get("transfer_mode") not in (None, "pull"):
             raise MinivllmError(
@@ -82,14 +83,14 @@ class RemotePrefill:
         )
 
     def is_of(self, prompt_token_ids: Sequence[int]) -> bool:
-        """Return whether what the other engine has computed is this prompt, or its beginning, as
-        far as it has told.
+        """Return whether the other engine has computed this prompt or the beginning of it; True if
+        it sent no digest.
         """
         return not self.prompt_digest or self.prompt_digest == digest(prompt_token_ids[: self.num_tokens])
 
 
 def digest(token_ids: Sequence[int]) -> str:
-    """Return a digest of tokens in 32 characters, the same on every machine."""
+    """Return a digest of token ids, 32 characters long and the same on every machine."""
     numbers = array("q", token_ids)
     # Two engines may run on processors of different byte order.
     if sys.byteorder == "big":
@@ -98,8 +99,8 @@ def digest(token_ids: Sequence[int]) -> str:
 
 
 def check_flags(params: dict[str, Any]) -> tuple[bool, bool]:
-    """Return (`do_remote_prefill`, `do_remote_decode`). Raise `MinivllmError` if one is not a bool,
-    or both are true.
+    """Return (`do_remote_prefill`, `do_remote_decode`). Raise `MinivllmError` if either is not a
+    bool, or both are true.
     """
     flags = []
     for key in ("do_remote_prefill", "do_remote_decode"):
@@ -108,19 +109,19 @@ def check_flags(params: dict[str, Any]) -> tuple[bool, bool]:
             raise _invalid(key, value, "true or false")
         flags.append(bool(value))
     if all(flags):
-        raise MinivllmError("kv_transfer_params has do_remote_prefill and do_remote_decode; a request can be only one")
+        raise MinivllmError("kv_transfer_params has do_remote_prefill and do_remote_decode; set only one")
     return flags[0], flags[1]
 
 
 def _text(params: dict[str, Any], key: str) -> str:
     value = params.get(key)
     if not isinstance(value, str) or not 0 < len(value) <= MAX_ID_LENGTH or not _is_unicode(value):
-        raise _invalid(key, value, "a text, as the prefill engine has answered it")
+        raise _invalid(key, value, "a string from the prefill engine's answer")
     return value
 
 
 def _is_unicode(text: str) -> bool:
-    """Return whether a text can be sent: JSON can also write half of a surrogate pair."""
+    """Return whether a text can be encoded: JSON can also contain half of a surrogate pair."""
     return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
@@ -135,7 +136,7 @@ def _block_ids(params: dict[str, Any]) -> tuple[int, ...]:
     """Return the blocks of the only group of layers: a list in a list or, from older engines, a
     plain list.
 
-    No request has a block twice.
+    A block may occur only once.
     """
     value = params.get("remote_block_ids")
     if isinstance(value, list) and len(value) == 1 and isinstance(value[0], list):
@@ -146,9 +147,7 @@ def _block_ids(params: dict[str, Any]) -> tuple[int, ...]:
         or not all(type(block_id) is int and 0 <= block_id <= MAX_NUMBER for block_id in value)
         or len(set(value)) < len(value)
     ):
-        raise _invalid(
-            "remote_block_ids", params.get("remote_block_ids"), "[[ids]], as the prefill engine has answered it"
-        )
+        raise _invalid("remote_block_ids", params.get("remote_block_ids"), "[[ids]] from the prefill engine's answer")
     return tuple(value)
 
 
@@ -159,6 +158,6 @@ def _invalid(key: str, value: Any, wanted: str) -> MinivllmError:
 
 
 def _shown(value: Any) -> str:
-    """Return the value for a message, cut off where a client has written megabytes."""
+    """Return the value for use in a message, truncated in case a client has sent megabytes."""
     shown = repr(value)
     return shown if len(shown) <= MAX_SHOWN else f"{shown[:MAX_SHOWN]}…"

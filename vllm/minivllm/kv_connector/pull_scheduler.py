@@ -1,12 +1,12 @@
-"""The scheduler's side of connectors that pull: which blocks are kept for others, and which to read
-from others.
+"""The scheduler's side of connectors that pull: which blocks are kept for others, and which are
+read from others.
 
 On a prefill engine a request with `do_remote_decode` keeps its blocks when it ends, for as long as
-its lease runs, and its client is told where they lie. On a decode engine a request with
+its lease runs, and its client learns where they are. On a decode engine a request with
 `do_remote_prefill` waits while the ranks read what the prefix cache lacks. Each remote request is
-read once and let go of once, however many requests here are to use it (with n > 1, say): one reads,
-the others wait and find its blocks in the prefix cache, the last one to leave unread tells the
-prefill engine.
+read once and released once, however many requests here use it (with n > 1, say): one of them reads,
+the others wait and find its blocks in the prefix cache; if all leave before anything was read, the
+last one tells the prefill engine.
 
 In vLLM v0.33.0: `NixlPullConnectorScheduler` in
 `vllm/distributed/kv_transfer/kv_connector/v1/nixl/pull_scheduler.py`, `base_scheduler.py`.
@@ -52,13 +52,13 @@ class ReadOrder:
 
 @dataclass
 class PullConnectorMetadata(KVConnectorMetadata):
-    """Orders to the ranks for one step; requests by id.
+    """Orders to the ranks for one step, by request id.
 
-    - `reqs_to_recv`: to be read. `reqs_to_release`: nothing of them is wanted, which the prefill
-      engine should know.
-    - `reqs_to_send`: these blocks of theirs are kept, so nobody can read others. One may be told
+    - `reqs_to_recv`: requests to read. `reqs_to_release`: requests not needed, which the prefill
+      engine must learn.
+    - `reqs_to_send`: the blocks kept for each request; no others can be read. One may be sent
       twice.
-    - `heartbeats`: whose leases are to be renewed.
+    - `heartbeats`: requests whose leases are to be renewed.
     """
 
     reqs_to_recv: dict[str, ReadOrder] = field(default_factory=dict)
@@ -69,8 +69,8 @@ class PullConnectorMetadata(KVConnectorMetadata):
 
 @dataclass(slots=True)
 class _Claim:
-    """The requests here that are to use a remote one. `reader` reads; `is_over`: read, or lost,
-    or given back.
+    """The requests here that share one remote request. `reader` is the one that reads it; `is_over`
+    means that it was read, lost or released.
     """
 
     remote: RemotePrefill
@@ -80,8 +80,8 @@ class _Claim:
 
 
 class PullConnectorScheduler(KVConnectorBase_V1):
-    """Connectors that build on this say where other engines reach them: `host`, `port`, and a
-    `generation` if any.
+    """The base of the scheduler sides that pull. Subclasses set the address at which other engines
+    reach them: `host`, `port`, and a `generation` if any.
     """
 
     def __init__(self, config: KVConnectorConfig, role: KVConnectorRole, lease_duration: float) -> None:
@@ -100,14 +100,14 @@ class PullConnectorScheduler(KVConnectorBase_V1):
         self._next = PullConnectorMetadata()
 
     def is_held(self, request_id: str) -> bool:
-        """Return whether this request's blocks are kept for others; can be called from any
-        thread.
-        """
+        """Return whether this request's blocks are kept for others; may be called from any thread."""
         with self._held_lock:
             return request_id in self._held
 
     def on_new_request(self, request: Request) -> None:
-        """Raise `MinivllmError` for params that no prefill engine has answered."""
+        """Claim the remote request, if any; raise `MinivllmError` for params that no prefill engine
+        would send.
+        """
         params = request.kv_transfer_params
         role = self.config.kv_transfer_config
         if params is None:
@@ -129,12 +129,12 @@ class PullConnectorScheduler(KVConnectorBase_V1):
         if not remote.is_of(request.prompt_token_ids):
             self._leave(request.request_id)
             raise MinivllmError(
-                "kv_transfer_params are those of another prompt; send what the prefill engine has answered for this one"
+                "kv_transfer_params are those of another prompt; send those that the prefill engine sent for this one"
             )
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Return all of the prompt that the prefill engine has; None while another request reads
-        the same.
+        """Return the number of prompt tokens to read from the prefill engine; None while another
+        request is reading the same blocks.
         """
         claim = self._claim_of.get(request.request_id)
         if claim is None or claim.is_over:
@@ -150,8 +150,8 @@ class PullConnectorScheduler(KVConnectorBase_V1):
     def update_state_after_alloc(
         self, request: Request, blocks: "Sequence[KVCacheBlock]", num_external_tokens: int
     ) -> None:
-        """Order the read. A request that finds everything in the prefix cache gives the remote
-        blocks back.
+        """Order the read. A request that finds everything in the prefix cache releases the remote
+        blocks.
         """
         claim = self._claim_of.get(request.request_id)
         if claim is None or claim.is_over:
@@ -169,8 +169,8 @@ class PullConnectorScheduler(KVConnectorBase_V1):
         self._next.reqs_to_recv[request.request_id] = order
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> PullConnectorMetadata:
-        """Return what was decided since the last call, with heartbeats, six in the time of a
-        lease.
+        """Return the orders since the last call, with heartbeats, which are sent six times per
+        lease duration.
         """
         metadata, self._next = self._next, PullConnectorMetadata()
         now = time.monotonic()
@@ -182,7 +182,7 @@ class PullConnectorScheduler(KVConnectorBase_V1):
         return metadata
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """Stop keeping what was sent, and stop heartbeats for what was read or lost."""
+        """Stop keeping blocks that were sent, and stop heartbeats for those that were read or lost."""
         with self._held_lock:
             for request_id in connector_output.finished_sending:
                 self._held.pop(request_id, None)
@@ -199,8 +199,8 @@ class PullConnectorScheduler(KVConnectorBase_V1):
                 del self._num_untold[request_id]
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, KVTransferParams | None]:
-        """Keep the blocks of a prefill that ended as it should; any other request's are free at
-        once.
+        """Keep the blocks of a prefill that finished normally; any other request's blocks are freed
+        at once.
         """
         self._leave(request.request_id)
         params = request.kv_transfer_params
@@ -219,12 +219,12 @@ class PullConnectorScheduler(KVConnectorBase_V1):
         return True, self._answer(request, block_ids, num_tokens)
 
     def has_pending_block_frees(self) -> bool:
-        """Return whether a prefill engine has yet to be told that its blocks are not wanted."""
+        """Return whether any prefill engine has yet to learn that its blocks are not needed."""
         return bool(self._untold)
 
     def start_over(self) -> None:
-        """Start over after a failed step: ranks have given up their reads, and get all other
-        orders again.
+        """Start over after a failed step: the ranks have abandoned their reads, and all other
+        orders are sent again.
         """
         self._next = PullConnectorMetadata()
         with self._held_lock:
@@ -239,7 +239,9 @@ class PullConnectorScheduler(KVConnectorBase_V1):
             self._release(request_id, remote)
 
     def _leave(self, request_id: str) -> None:
-        """Detach a request from its remote one. The last one to leave gives back what is unread."""
+        """Detach a request from its remote request. The last one to leave releases the remote
+        blocks if they are unread.
+        """
         claim = self._claim_of.pop(request_id, None)
         if claim is None:
             return

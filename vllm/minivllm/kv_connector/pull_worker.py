@@ -1,7 +1,7 @@
-"""The ranks' side of connectors that pull: what has arrived, what is lost, and which blocks need
-not be kept any more.
+"""The workers' side of connectors that pull: what has arrived, what is lost, and which blocks no
+longer need to be kept.
 
-The connectors that build on this move the bytes, and call `receive` or `lose` once for each read.
+The connectors built on this move the bytes, and call `receive` or `lose` once for each read.
 """
 
 from collections.abc import Iterable
@@ -16,8 +16,8 @@ logger = init_logger(__name__)
 
 
 class PullConnectorWorker(KVConnectorBase_V1):
-    """Leases, results and counts of one rank. `kind`, such as "tcp", begins the names of what it
-    counts.
+    """Leases, results and statistics of one rank. `kind`, such as "tcp", is the prefix of its
+    metrics' names.
     """
 
     kind: str
@@ -29,19 +29,19 @@ class PullConnectorWorker(KVConnectorBase_V1):
 
     @property
     def orders(self) -> PullConnectorMetadata:
-        """Return what the scheduler's side has decided for this step."""
+        """The orders from the scheduler's side for this step."""
         assert isinstance(self._connector_metadata, PullConnectorMetadata)
         return self._connector_metadata
 
     def look(self) -> None:
-        """Take note of reads and notifications that have come since the last call."""
+        """Process the reads and notifications that have completed since the last call."""
 
     def receive(self, request_id: str) -> None:
-        """Take note that a request's blocks have arrived."""
+        """Record that a request's blocks have arrived."""
         self._received.add(request_id)
 
     def lose(self, request_id: str, block_ids: Iterable[int], error: object) -> None:
-        """Take note that a request's blocks will not arrive."""
+        """Record that a request's blocks will not arrive."""
         logger.warning("The blocks of request %s were not read: %s", request_id, error)
         self.count("num_failed_transfers")
         self._received.add(request_id)
@@ -49,13 +49,13 @@ class PullConnectorWorker(KVConnectorBase_V1):
         self._invalid_block_ids.update(block_ids)
 
     def tell(self, request_id: str) -> None:
-        """Take note that a prefill engine knows that its blocks are not wanted, or cannot be
-        told.
+        """Record that a prefill engine has learned that its blocks are not needed, or cannot be
+        reached.
         """
         self._told.append(request_id)
 
     def count(self, name: str, by: int = 1) -> None:
-        """Add to a counter."""
+        """Add `by` to a counter."""
         name = f"{self.kind}_{name}"
         self._stats[name] = self._stats.get(name, 0) + by
 
@@ -69,7 +69,7 @@ class PullConnectorWorker(KVConnectorBase_V1):
         read, expired = self.leases.take_ended()
         if expired:
             self.count("num_kv_expired_reqs", len(expired))
-            logger.warning("Nobody has read the blocks of %s in time: they are free", ", ".join(sorted(expired)))
+            logger.warning("The blocks of %s were not read in time and are free now", ", ".join(sorted(expired)))
         received, self._received = self._received, set()
         # For the scheduler both mean the same: the blocks need not be kept any more.
         return read | expired, received
@@ -91,7 +91,7 @@ class PullConnectorWorker(KVConnectorBase_V1):
         return request_ids or None
 
     def forget_results(self) -> None:
-        """Forget what has not been told to the scheduler yet."""
+        """Forget everything that has not been reported to the scheduler yet."""
         self._received: set[str] = set()
         self._failed: set[str] = set()
         self._invalid_block_ids: set[int] = set()

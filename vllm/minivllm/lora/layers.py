@@ -1,12 +1,12 @@
-"""Linears with slots for adapters: the base layer's output, and what the adapter of each row adds to it.
+"""Linears with slots for adapters: the base's product, plus the contribution of each row's adapter.
 
     y = base(x);  y += B_slot (A_slot x)   for each row that has an adapter
 
 `LoRALinearMethod` wraps whatever method the linear had: plain, in panels, or quantized. Merged
-projections keep one A and one B each (slices). Of a tensor-parallel linear, a rank has the same
-part as of the base. One that is divided by its outputs has all of A and its rows of B. One that is
+projections keep one A and one B each (slices). In a tensor-parallel linear, a rank has the same
+part as of the base. A linear divided by its outputs has all of A and its rows of B; one that is
 divided by its inputs has its columns of A and all of B: its part of A x gives its part of B A x,
-which the all-reduce that follows adds up with the base's. So nothing more is exchanged.
+which the following all-reduce adds up together with the base's. So nothing more is exchanged.
 
 In vLLM v0.33.0: `vllm/lora/layers/` (`MergedColumnParallelLinearWithLoRA`,
 `QKVParallelLinearWithLoRA`, `RowParallelLinearWithLoRA`), `vllm/lora/punica_wrapper/punica_base.py`
@@ -27,11 +27,11 @@ from minivllm.models.linear import Linear, LinearMethod
 
 
 class LoRAStep:
-    """The LoRA slot of each row of the present step. All linears read it; the runner sets it before
+    """The LoRA slot of each row of the current step. All linears read it; the runner sets it before
     each forward pass.
 
-    The last layer goes on with some of the rows only: then there are two sets of rows, which their
-    numbers tell apart.
+    The last layer continues with only some of the rows: then there are two sets of rows, which are
+    told apart by their size.
     """
 
     def __init__(self) -> None:
@@ -52,8 +52,8 @@ class LoRAStep:
 
 @dataclass(frozen=True)
 class Slice:
-    """One stored projection of a linear: outputs `first` to `last` here, and which part of it a
-    rank has.
+    """One stored projection of a linear: it fills outputs `first` to `last` on this rank, which
+    holds `part` of it.
 
     `part` is (index, parts) of the inputs if `divides_inputs`, else of the outputs.
     """
@@ -67,20 +67,20 @@ class Slice:
 
 @dataclass
 class LoRALayerWeights:
-    """An adapter's share of one linear on one rank, as the slot takes it: for each slice A `[rank,
-    in]` and the transposed B `[rank, out]`, or None.
+    """An adapter's share of one linear on one rank, in the layout of a slot: for each slice A
+    `[rank, in]` and the transposed B `[rank, out]`, or None.
     """
 
     slices: list[tuple[Tensor, Tensor] | None]
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes in host memory."""
+        """The size in host memory, in bytes."""
         return sum(a.nbytes + b.nbytes for a, b in filter(None, self.slices))
 
 
 class LoRALinearMethod(LinearMethod):
-    """The method of one linear: `base`, and slots of stacked matrices in the layouts of
+    """The method of one linear: its `base` method, and slots of stacked matrices in the layouts of
     `kernels/lora_linear.py`.
     """
 
@@ -95,7 +95,7 @@ class LoRALinearMethod(LinearMethod):
         max_rank: int,
         dtype: torch.dtype,
     ) -> None:
-        """Allocate the slots; `ranks` `[slices, slots]`, int32, is on the device, and is set
+        """Allocate the slots; `ranks` `[slices, slots]`, int32, is on the device, and is written
         when a slot is filled.
         """
         self.base = base
@@ -115,11 +115,11 @@ class LoRALinearMethod(LinearMethod):
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of the slots."""
+        """The size of the slots in bytes."""
         return self.lora_a.nbytes + self.lora_b.nbytes
 
     def apply(self, linear: Linear, x: Tensor) -> Tensor:
-        """Multiply with the base, and add the adapters' outputs."""
+        """Multiply by the base weights, and add the adapters' products."""
         y = self.base.apply(linear, x)
         meta = self.step.meta_of(x)
         if meta is not None:
@@ -127,7 +127,7 @@ class LoRALinearMethod(LinearMethod):
         return y
 
     def apply_gated(self, linear: Linear, x: Tensor) -> Tensor:
-        """Multiply and apply the activation. The base may fuse it only if no adapter comes
+        """Multiply and apply the activation. The base may fuse the two only if no adapter comes in
         between.
         """
         meta = self.step.meta_of(x)

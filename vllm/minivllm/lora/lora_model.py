@@ -1,4 +1,4 @@
-"""An adapter's matrices, read from its safetensors file: A `[rank, in]` and B `[out, rank]` of each
+"""Read an adapter's matrices from its safetensors file: A `[rank, in]` and B `[out, rank]` of each
 adapted module.
 
 In vLLM v0.33.0: `vllm/lora/lora_model.py` (`LoRAModel.from_local_checkpoint`), `vllm/lora/utils.py`
@@ -31,17 +31,17 @@ ShapeOf = Callable[[ModuleName], tuple[int, int] | None]
 
 @dataclass
 class LoRAPair:
-    """A and B of one module; B is multiplied by the adapter's scale already."""
+    """A and B of one module; B is already multiplied by the adapter's scale."""
 
     lora_a: Tensor
     lora_b: Tensor
 
 
 def read_adapter(folder: str | Path, max_lora_rank: int, shape_of: ShapeOf) -> dict[ModuleName, LoRAPair]:
-    """Return all pairs of an adapter in a local PEFT folder, in fp32, in memory of their own.
+    """Return all pairs of an adapter in a local PEFT folder, in fp32, in newly allocated memory.
 
     Raises:
-        MinivllmError: there is no adapter, it does not fit the model, or it has something that is
+        MinivllmError: there is no adapter, it does not fit the model, or it has a feature that is
             not served.
     """
     helper = PEFTHelper.from_local_dir(folder, max_lora_rank)
@@ -51,7 +51,7 @@ def read_adapter(folder: str | Path, max_lora_rank: int, shape_of: ShapeOf) -> d
         match = NAME.fullmatch(name)
         if match is None or match["projection"] not in ALL_LINEARS:
             raise MinivllmError(
-                f"the adapter in {folder} has the tensor {name[:200]!r}; served are lora_A and lora_B of "
+                f"the adapter in {folder} has the tensor {name[:200]!r}; it may have only lora_A and lora_B of "
                 f"{', '.join(ALL_LINEARS)}"
             )
         module = int(match["layer"]), match["projection"]
@@ -82,7 +82,7 @@ def read_adapter(folder: str | Path, max_lora_rank: int, shape_of: ShapeOf) -> d
 
 
 def _rank_stored(tensor: Tensor, matrix: str) -> int:
-    """Return the rank that a tensor's shape says; 0 for one that is not a matrix."""
+    """Return the rank in a tensor's shape; 0 if the tensor is not a matrix."""
     if tensor.dim() != 2:
         return 0
     return tensor.shape[0 if matrix == "A" else 1]
@@ -96,7 +96,7 @@ def _scaled(folder: str | Path, pair: dict[str, Tensor], scale: float) -> LoRAPa
 
 
 def fingerprint_of(pairs: dict[ModuleName, LoRAPair], dtype: torch.dtype) -> str:
-    """Return a hash of an adapter's modules and numbers, and of what they are computed in."""
+    """Return a hash of an adapter's modules and numbers, and of the dtype they are computed in."""
     seen = hashlib.sha256(str(dtype).encode())
     for module in sorted(pairs):  # whatever the order in the file
         for matrix in (pairs[module].lora_a, pairs[module].lora_b):

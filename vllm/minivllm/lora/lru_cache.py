@@ -1,4 +1,4 @@
-"""A dictionary of limited size that evicts what was used least recently, unless it is pinned.
+"""A dictionary of limited size that evicts the least recently used entry, unless it is pinned.
 
 In vLLM v0.33.0: `vllm/utils/cache.py` (`LRUCache`), `vllm/lora/model_manager.py`
 (`AdapterLRUCache`).
@@ -14,12 +14,12 @@ Value = TypeVar("Value")
 
 
 class AdapterLRUCache(Generic[Value]):
-    """Adapters by id, at most `capacity`. `on_remove` is called with the id of each that is
-    removed.
+    """Adapters by id, up to `capacity` of them. `on_remove` is called with the id of each adapter
+    that is removed.
     """
 
     def __init__(self, capacity: int, on_remove: Callable[[int], None], what: str) -> None:
-        """Hold up to `capacity` adapters; `what` names the places in messages."""
+        """Hold up to `capacity` adapters; `what` is the name of their places in messages."""
         self.capacity = capacity
         self.pinned = set[int]()
         self._on_remove = on_remove
@@ -41,12 +41,12 @@ class AdapterLRUCache(Generic[Value]):
         return self._items[key]
 
     def touch(self, key: int) -> None:
-        """Mark an adapter as used just now."""
+        """Mark an adapter as most recently used."""
         self._items.move_to_end(key)
 
     def put(self, key: int, value: Value) -> None:
-        """Add or replace an adapter, as used just now. If the cache is full, call `make_room`
-        first.
+        """Add or replace an adapter, as the most recently used one. Call `make_room` first if the
+        cache is full.
         """
         assert key in self._items or len(self._items) < self.capacity
         self._items[key] = value
@@ -64,7 +64,7 @@ class AdapterLRUCache(Generic[Value]):
             if key not in self.pinned:
                 self.remove(key)
                 return
-        raise MinivllmError(f"all {self.capacity} {self._what} are pinned: remove an adapter, or have more of them")
+        raise MinivllmError(f"all {self.capacity} {self._what} are pinned: remove an adapter, or raise their number")
 
     def remove(self, key: int) -> bool:
         """Remove an adapter, pinned or not; return whether it was there."""
@@ -76,6 +76,6 @@ class AdapterLRUCache(Generic[Value]):
         return True
 
     def pin(self, key: int) -> None:
-        """Keep an adapter from being removed to make room."""
+        """Protect an adapter from eviction."""
         assert key in self._items
         self.pinned.add(key)

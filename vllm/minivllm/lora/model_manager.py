@@ -1,8 +1,8 @@
 """The two tiers of adapters: a few in slots on the device, more in host memory; both evict the
-least recently used.
+least recently used one.
 
 Every adapter in a slot is in host memory too, so emptying a slot costs nothing, and filling it is
-one copy. What host memory has evicted is read from its folder again.
+one copy. An adapter evicted from host memory is read from its folder again.
 
 In vLLM v0.33.0: `vllm/lora/model_manager.py` (`LoRAModelManager`, `LRUCacheLoRAModelManager`).
 """
@@ -37,13 +37,13 @@ LEAST_RANK = 4
 class LRUCacheLoRAModelManager:
     """The slots of one model, or of a rank's part of it, and the adapters in host memory.
 
-    `registered`: the adapters in host memory. `slots` says which of them lie in slots. `step` is
-    what the linears read in each step. `num_activations`: how often a slot was filled.
+    `registered` holds the adapters in host memory, and `slots` says which of them are in slots.
+    `step` is what the linears read in each step. `num_activations` counts how often a slot was
+    filled.
     """
 
     def __init__(self, model: Decoder, config: LoRAConfig, slots: AdapterSlots) -> None:
-        """Give every linear inside the layers its slots, which allocates them on the model's
-        device.
+        """Allocate slots for every linear inside the layers, on the model's device.
 
         Raises:
             MinivllmError: the model's attention has no such linears.
@@ -64,18 +64,18 @@ class LRUCacheLoRAModelManager:
         self.modules: dict[LinearName, LoRALinearMethod] = {}
         self._wrap(model)
         self.registered = AdapterLRUCache[LoRAModel](
-            config.capacity, self._forgotten, "adapters that host memory has room for (max_cpu_loras)"
+            config.capacity, self._forgotten, "places for adapters in host memory (max_cpu_loras)"
         )
 
     # The tiers
 
     @property
     def lora_index_to_id(self) -> list[int | None]:
-        """Return the adapter in each slot; None marks a free one."""
+        """The id of the adapter in each slot; None marks a free one."""
         return self.slots.slots
 
     def list_adapters(self) -> list[int]:
-        """Return the adapters in host memory, from the least to the most recently used."""
+        """Return the ids of the adapters in host memory, from the least to the most recently used."""
         return list(self.registered)
 
     def add_adapter(self, lora_id: int, model: LoRAModel) -> None:
@@ -95,7 +95,7 @@ class LRUCacheLoRAModelManager:
         return self.registered.remove(lora_id)
 
     def activate_adapter(self, lora_id: int) -> int:
-        """Return the slot of an adapter in host memory, after giving it one if it has none.
+        """Return the slot of an adapter in host memory, assigning one if it has none.
 
         Raises:
             MinivllmError: all slots are pinned.
@@ -131,12 +131,12 @@ class LRUCacheLoRAModelManager:
 
     @property
     def slot_bytes(self) -> int:
-        """Return the bytes of all slots on the device."""
+        """The size of all slots on the device, in bytes."""
         return sum(method.nbytes for method in self.modules.values())
 
     def shape_of(self, module: ModuleName) -> tuple[int, int] | None:
-        """Return (in, out) of a projection of the whole model, or None if it has none of that
-        name.
+        """Return (in, out) of a projection of the whole model, or None if there is no projection of
+        that name.
         """
         layer, projection = module
         if layer >= self._whole_config.num_hidden_layers or projection not in self._shapes:
@@ -145,7 +145,7 @@ class LRUCacheLoRAModelManager:
         return inputs, outputs
 
     def share_of(self, pairs: dict[ModuleName, LoRAPair]) -> LoRAModel:
-        """Return this rank's share of a whole adapter, as its slots take it."""
+        """Return this rank's share of a whole adapter, in the form that its slots take."""
         share: LoRAModel = {}
         for (layer, linear), method in self.modules.items():
             adapted = [pairs.get((layer, piece.name)) for piece in method.slices]
@@ -199,21 +199,21 @@ class LRUCacheLoRAModelManager:
 
 
 def check_model(config: ModelConfig) -> None:
-    """Refuse a model with other linears than adapters are served for.
+    """Refuse a model with linears that do not support adapters.
 
     Raises:
         MinivllmError: it has latent attention.
     """
     if config.kv_lora_rank is not None:
         raise MinivllmError(
-            "enable_lora does not go with latent attention (MLA), whose projections adapters are not served for: "
-            "leave it out, or take a model with another attention"
+            "enable_lora does not work with latent attention (MLA), whose projections cannot have adapters: "
+            "leave it out, or take a model with ordinary attention"
         )
 
 
 def linears_of(model: Decoder) -> list[tuple[LinearName, Linear, list[Slice], int]]:
-    """Return name, linear, slices and number of inputs of each linear inside the layers that
-    this rank has.
+    """Return the name, the linear, its slices and its number of inputs for each linear inside this
+    rank's layers.
     """
     config, group = model.config, model.group
     which = group.rank, group.size

@@ -1,4 +1,4 @@
-"""A PEFT adapter's `adapter_config.json`: what of it is served, and what is refused. No torch.
+"""Read a PEFT adapter's `adapter_config.json`, and refuse what is not supported. No torch.
 
 In vLLM v0.33.0: `vllm/lora/peft_helper.py` (`PEFTHelper`).
 """
@@ -27,7 +27,7 @@ OTHER_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")
 REFUSED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "use_dora": (bool, "DoRA, which scales the base's weights"),
     "lora_bias": (bool, "biases of its own (lora_bias)"),
-    "modules_to_save": (bool, "whole modules beside the adapter (modules_to_save)"),
+    "modules_to_save": (bool, "whole modules besides the adapter (modules_to_save)"),
     "trainable_token_indices": (bool, "trained embeddings (trainable_token_indices)"),
     "layer_replication": (bool, "layers that occur more than once (layer_replication)"),
     "target_parameters": (bool, "adapters of parameters that are not linear layers (target_parameters)"),
@@ -39,7 +39,7 @@ REFUSED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "monteclora_config": (bool, "MonteCLoRA, which samples its weights"),
     "velora_config": (bool, "VeLoRA, which projects its inputs"),
     "bias": (lambda value: value not in (None, "none"), "trained biases (bias)"),
-    "peft_type": (lambda value: value not in (None, "LORA"), "another form than LoRA (peft_type)"),
+    "peft_type": (lambda value: value not in (None, "LORA"), "a form other than LoRA (peft_type)"),
     "init_lora_weights": (
         lambda value: isinstance(value, str) and value.lower().startswith(OTHER_INITS),
         "an init_lora_weights that changes the base's weights; PEFT can convert such an adapter when it saves it",
@@ -51,9 +51,10 @@ REFUSED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
 class PEFTHelper:
     """The rank and the scale of each module's pair of matrices.
 
-    A pattern is a module's name or the end of it, behind a dot; the first one that matches counts.
-    PEFT takes regular expressions too. Here none is evaluated, because a hostile one can take for
-    ever: the tensors tell the ranks, and an `alpha_pattern` with one is refused.
+    A pattern is a module's name or the end of it, after a dot; the first one that matches counts.
+    PEFT also accepts regular expressions. None is evaluated here, because a hostile one can run
+    forever: the tensors reveal the ranks, and an `alpha_pattern` with a regular expression is
+    refused.
     """
 
     r: int
@@ -68,7 +69,7 @@ class PEFTHelper:
         """Read and check the config of an adapter in a local folder.
 
         Raises:
-            MinivllmError: there is none, or it has something that is not served; one line says
+            MinivllmError: there is none, or it has a feature that is not served; one line says
                 what.
         """
         path = Path(folder)
@@ -100,11 +101,11 @@ class PEFTHelper:
         return helper
 
     def rank_of(self, module: str, stored: int) -> int:
-        """Return the rank that a module's pair must have, such as that of
+        """Return the rank that a module's pair must have; a module is, for example,
         "model.layers.0.self_attn.q_proj".
 
-        Behind a regular expression, which may match or not, that is the `stored` one if the config
-        has it anywhere.
+        After a regular expression, which may or may not match, that is the `stored` rank if the
+        config has it anywhere.
         """
         for pattern, rank in self.rank_pattern.items():
             if not PATTERN.fullmatch(pattern):
@@ -115,9 +116,7 @@ class PEFTHelper:
         return self.r
 
     def scale_of(self, module: str, rank: int) -> float:
-        """Return what B A is multiplied by: alpha / rank, or alpha / √rank with rank-stabilised
-        LoRA.
-        """
+        """Return the factor of B A: alpha / rank, or alpha / √rank with rank-stabilised LoRA."""
         alphas = (alpha for pattern, alpha in self.alpha_pattern.items() if _matches(pattern, module))
         alpha = next(alphas, self.lora_alpha)
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)  # rsLoRA, arXiv 2312.03732
@@ -156,11 +155,11 @@ class PEFTHelper:
             return
         if not isinstance(targets, list) or not all(isinstance(name, str) for name in targets):
             shown = repr(str(targets)[:60])
-            raise MinivllmError(f"target_modules {where} is {shown}; it must be a list of names, or a text")
+            raise MinivllmError(f"target_modules {where} is {shown}; it must be a list of names, or a string")
         unknown = sorted(name for name in targets if name.rpartition(".")[2] not in ALL_LINEARS)
         if unknown:
             served = ", ".join(ALL_LINEARS)
-            raise MinivllmError(f"target_modules {where} has {unknown[0]!r}; served are adapters of {served}")
+            raise MinivllmError(f"target_modules {where} has {unknown[0]!r}; only adapters of {served} are served")
 
 
 def _matches(pattern: str, module: str) -> bool:

@@ -1,5 +1,5 @@
-"""`LoRARequest`, under vLLM's name: `vllm/lora/request.py`. The scheduler's floor has it, since
-it reads it.
+"""`LoRARequest`, at vLLM's path: `vllm/lora/request.py`. It is defined in `core`, because the
+scheduler reads it.
 """
 
 from minivllm.core.lora_request import LoRARequest

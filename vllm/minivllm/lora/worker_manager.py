@@ -1,5 +1,5 @@
-"""A rank's adapters: read from their folders when a step needs them, and the slots of the step's
-rows.
+"""A rank's adapters: they are read from their folders when a step needs them, and each of the
+step's rows gets its slot.
 
 In vLLM v0.33.0: `vllm/lora/worker_manager.py` (`LRUCacheWorkerLoRAManager`),
 `vllm/v1/worker/lora_model_runner_mixin.py` (`LoRAModelRunnerMixin.set_active_loras`).
@@ -25,7 +25,7 @@ from minivllm.models.decoder import Decoder
 
 
 class NoLoRA:
-    """The stand-in for `LRUCacheWorkerLoRAManager` if no adapters are served: no row has a slot."""
+    """The stand-in for `LRUCacheWorkerLoRAManager` when adapters are disabled: no row has a slot."""
 
     slot_bytes = 0
     lora_index_to_id: Sequence[int | None] = ()
@@ -45,11 +45,13 @@ class NoLoRA:
         """Do nothing: no kernel is launched for adapters."""
 
     def for_graphs(self, most_rows: int) -> None:
-        """Return None: graphs have no launches for adapters."""
+        """Return None: graphs contain no launches for adapters."""
 
 
 class LRUCacheWorkerLoRAManager:
-    """Adapters by the requests that name them. `num_loads`: how many folders were read."""
+    """The worker's adapters, loaded for the requests that name them. `num_loads` counts the folders
+    that were read.
+    """
 
     def __init__(
         self,
@@ -58,8 +60,8 @@ class LRUCacheWorkerLoRAManager:
         max_rows: int,
         make_slots: Callable[[int], AdapterSlots] = AdapterSlots,
     ) -> None:
-        """Allocate the slots. `max_rows` are the largest step's; `make_slots` is called with
-        `max_loras`.
+        """Allocate the slots. `max_rows` is the number of rows of the largest step; `make_slots` is
+        called with `max_loras`.
         """
         self.config = config
         self.manager = LRUCacheLoRAModelManager(model, config, make_slots(config.max_loras))
@@ -76,7 +78,7 @@ class LRUCacheWorkerLoRAManager:
         changed, nor, with `load_inplace`, another adapter while requests use the old one.
 
         Raises:
-            MinivllmError: the adapter cannot be served, has changed, or there is no room.
+            MinivllmError: the adapter cannot be served, has changed, or does not fit.
         """
         pairs = read_adapter(lora_request.lora_path, self.config.max_lora_rank, self.manager.shape_of)
         # The scheduler hashes prefixes with it, so it must stand for exactly these numbers.
@@ -89,16 +91,16 @@ class LRUCacheWorkerLoRAManager:
 
     @property
     def slot_bytes(self) -> int:
-        """Return the bytes of the slots on the device."""
+        """The size of the slots on the device, in bytes."""
         return self.manager.slot_bytes
 
     @property
     def lora_index_to_id(self) -> list[int | None]:
-        """Return the adapter in each slot, by id; None marks a free one."""
+        """The id of the adapter in each slot; None marks a free one."""
         return self.manager.lora_index_to_id
 
     def list_adapters(self) -> list[int]:
-        """Return the adapters in host memory, by id."""
+        """Return the ids of the adapters in host memory."""
         return self.manager.list_adapters()
 
     def slots_of_tokens(
@@ -107,8 +109,8 @@ class LRUCacheWorkerLoRAManager:
         """Give all adapters slots; return the slot of each token [tokens], -1 for none, or None if
         no token has one.
 
-        `requests`: by row of the batch. `rows` [requests], `query_start_loc` [requests + 1]: those
-        of the step.
+        `requests`: the adapters by row of the batch. `rows` [requests] and `query_start_loc`
+        [requests + 1]: the step's.
 
         Raises:
             AdapterError: an adapter can no longer be read.
@@ -149,7 +151,7 @@ class LRUCacheWorkerLoRAManager:
         """Set the slot of each row of the step for the linears [rows], -1 for none; None if no row
         has an adapter.
 
-        `wanted`: the rows that the last layer goes on with, or None for all.
+        `wanted`: the rows with which the last layer continues, or None for all.
         """
         step = self.manager.step
         if slots is None:
@@ -168,7 +170,7 @@ class LRUCacheWorkerLoRAManager:
         silu_and_mul(torch.zeros(1, 2 * LANES, dtype=self.manager.dtype, device=self.manager.device))
 
     def for_graphs(self, most_rows: int) -> "LoRAOfGraphs":
-        """Return what CUDA graphs of up to that many rows read instead."""
+        """Return the row slots that CUDA graphs of up to `most_rows` rows read instead."""
         meta = LoRAKernelMeta(most_rows, self.config.max_loras, self.manager.device)
         return LoRAOfGraphs(self.manager.step, meta)
 
@@ -179,7 +181,7 @@ LoRAManager = LRUCacheWorkerLoRAManager | NoLoRA
 def make_lora_manager(
     model: Decoder, config: LoRAConfig | None, max_rows: int, make_slots: Callable[[int], AdapterSlots] | None
 ) -> LoRAManager:
-    """Return what serves a rank's adapters; nothing does without a `config`."""
+    """Return the manager of a rank's adapters; without a `config`, a stand-in that does nothing."""
     if config is None:
         return NoLoRA()
     return LRUCacheWorkerLoRAManager(model, config, max_rows, make_slots or AdapterSlots)
@@ -192,22 +194,22 @@ def _why_not(request: LoRARequest) -> str:
             "ended before another one takes its place, or give that one an id of its own"
         )
     return (
-        f"the files in {request.lora_path} are others than when it was added: put those back, or add it again with "
+        f"the files in {request.lora_path} differ from those that were added: restore them, or add it again with "
         "load_inplace"
     )
 
 
 @dataclass(frozen=True, eq=False)
 class LoRAOfGraphs:
-    """The rows' slots at addresses of their own, and launches that do not depend on how many
-    slots are in use.
+    """The rows' slots at fixed addresses, and launches that do not depend on how many slots are in
+    use.
     """
 
     step: LoRAStep
     meta: LoRAKernelMeta
 
     def around(self, forward: Callable[[], None], rows: int) -> Callable[[], None]:
-        """Return `forward` with launches for the adapters of that many rows."""
+        """Return `forward` with launches for the adapters of `rows` rows."""
 
         def with_adapters() -> None:
             assert self.meta.num_rows == rows  # loaded for a graph of this size
@@ -222,6 +224,6 @@ class LoRAOfGraphs:
         return with_adapters
 
     def load(self, slots: np.ndarray, rows: int) -> None:
-        """Load the slots of a step [tokens]; the rows of padding behind them have none."""
+        """Load the slots of a step [tokens]; the padding rows after them have none."""
         # Padding has no adapter.
         self.meta.prepare(np.concatenate((slots, np.full(rows - len(slots), -1, np.int32))))

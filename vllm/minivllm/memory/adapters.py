@@ -16,8 +16,8 @@ ALL_LINEARS = (*ATTENTION_LINEARS, *MLP_LINEARS)
 
 
 def linear_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
-    """Return (out, in) of each linear of one layer of the Llama family, by the name that
-    adapters give it.
+    """Return (out, in) of each linear in one layer of the Llama family, by the name that adapters
+    use.
     """
     if config.kv_lora_rank is not None or config.num_experts:
         raise MinivllmError(f"adapters are counted for dense models with ordinary attention, not {config.model_type!r}")
@@ -36,14 +36,15 @@ def linear_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
 
 
 def adapter_parameters(config: ModelConfig, rank: int, targets: Sequence[str] = ALL_LINEARS) -> int:
-    """Return the numbers in an adapter: layers * rank * sum(in + out) over its targets.
+    """Return the number of parameters of an adapter: layers * rank * sum(in + out) over its
+    targets.
 
     Raises:
         MinivllmError: a target that is not a linear layer of the model, a rank below 1, or a model that is not
             counted here.
     """
     if rank < 1:
-        raise MinivllmError(f"an adapter's rank is 1 or more, not {rank}")
+        raise MinivllmError(f"an adapter's rank must be at least 1, not {rank}")
     shapes = linear_shapes(config)
     unknown = [name for name in targets if name not in shapes]
     if unknown:
@@ -53,7 +54,7 @@ def adapter_parameters(config: ModelConfig, rank: int, targets: Sequence[str] = 
 
 
 def adapter_bytes(config: ModelConfig, rank: int, targets: Sequence[str] = ALL_LINEARS, dtype: str = "bfloat16") -> int:
-    """Return the bytes of an adapter's A and B. A slot takes those of `max_lora_rank`, whatever
-    rank stands in it.
+    """Return the size of an adapter's A and B in bytes. A slot always has room for `max_lora_rank`,
+    whatever the rank of its adapter.
     """
     return adapter_parameters(config, rank, targets) * DTYPE_BYTES[dtype]

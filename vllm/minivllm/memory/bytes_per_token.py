@@ -1,8 +1,8 @@
 """KV-cache bytes per token, and how many tokens and requests a cache holds.
 
 These are counts, not estimates; they equal what vLLM prints at start-up ("GPU KV cache size",
-"Maximum concurrency"). Only models in which every layer caches every token have such a figure; for
-others see `kv_layers`.
+"Maximum concurrency"). Only models in which every layer caches every token have a fixed number of
+bytes per token; for others see `kv_layers`.
 
 In vLLM v0.33.0: `vllm/v1/kv_cache_interface.py` (`AttentionSpec.page_size_bytes`).
 """
@@ -143,7 +143,7 @@ def cache_dtype(model: Model, kv_dtype: str = "auto") -> str:
 
 
 def as_config(model: Model) -> ModelConfig:
-    """Return the config itself, or one made from the contents of a `config.json`."""
+    """Return the config itself, or one created from the contents of a `config.json`."""
     return model if isinstance(model, ModelConfig) else ModelConfig.from_dict(model)
 
 
@@ -160,7 +160,7 @@ def _refuse_forgetful(config: ModelConfig) -> None:
 
 
 def bytes_of_dtype(dtype: str) -> int:
-    """Return the bytes per weight. Raises `MinivllmError` for an unknown dtype."""
+    """Return the bytes per weight. Raise `MinivllmError` for an unknown dtype."""
     if dtype not in tuple(DTYPE_BYTES):
         raise MinivllmError(f"unknown dtype of weights {dtype!r}; known: auto, {', '.join(DTYPE_BYTES)}")
     return DTYPE_BYTES[dtype]

@@ -1,8 +1,8 @@
 """Memory sizes of well-known GPUs.
 
-As a program sees them (`torch.cuda.get_device_properties(0).total_memory`): a little less than the
-advertised size, because error correction and the driver reserve the rest. They differ by a few MiB
-between drivers.
+The sizes are those that a program sees (`torch.cuda.get_device_properties(0).total_memory`): a
+little less than the advertised size, because error correction and the driver reserve the rest. They
+differ by a few MiB between drivers.
 """
 
 from dataclasses import dataclass

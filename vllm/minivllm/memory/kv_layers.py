@@ -1,11 +1,12 @@
-"""The tokens that each kind of layer keeps of a request, and the groups in which layers share one
+"""The tokens that each kind of layer keeps for a request, and the groups in which layers share one
 pool of blocks.
 
-A model whose layers all keep every token has one group, and its cache grows by a fixed number of bytes a token.
-Layers with a sliding window keep the last tokens only, and linear-attention layers keep one state.
-vLLM makes the pages of all kinds equally large, puts equally many layers of one kind into each
-group, and lets every group take blocks from the same pool, so a request of a given length takes a
-countable number of blocks, though no figure per token exists.
+A model whose layers all keep every token has one group, and its cache grows by a fixed number of
+bytes per token. Sliding-window layers keep only the last tokens, and linear-attention layers keep
+one state. vLLM makes the pages of all kinds the same size, puts the same number of layers of one
+kind into each group, and lets every group take blocks from the same pool, so the number of blocks
+for a request of a given length can be computed, even though there is no fixed number of bytes per
+token.
 
 In vLLM v0.33.0: `vllm/v1/kv_cache_interface.py` (`FullAttentionSpec`, `SlidingWindowSpec`,
 `MambaSpec`), `vllm/v1/core/kv_cache_planning.py` (`get_kv_cache_groups`,
@@ -41,23 +42,23 @@ PADDED_BELOW = 1.5  # kinds whose layer counts differ by less form groups of the
 
 @dataclass(frozen=True)
 class FullLayer:
-    """A layer that keeps every token; chunked local attention (Llama 4) is allocated like one,
-    by default.
+    """A layer that keeps every token; by default, chunked local attention (Llama 4) is allocated in
+    the same way.
     """
 
     block_size: int
     page_bytes: int
 
     def blocks(self, num_tokens: int, in_flight: int) -> int:
-        """Return the blocks of a request of `num_tokens` tokens, `in_flight` of which are not
-        settled yet.
+        """Return the number of blocks for a request of `num_tokens` tokens, of which `in_flight`
+        are not settled yet.
         """
         return -(-num_tokens // self.block_size)
 
 
 @dataclass(frozen=True)
 class WindowLayer(FullLayer):
-    """A layer that keeps the last `window` tokens, and those of the steps in flight."""
+    """A layer that keeps the last `window` tokens, plus those of the steps in flight."""
 
     window: int
 
@@ -91,20 +92,20 @@ class KVGroups:
 
     @property
     def bytes_per_token(self) -> int | None:
-        """Return the bytes of a token, or None if there is no such figure: not every layer keeps
+        """The bytes per token, or None if there is no fixed number, because not every layer keeps
         every token.
         """
         only = self.groups[0]
         return self.block_bytes // only.block_size if len(self.groups) == 1 and type(only) is FullLayer else None
 
     def widened(self, bytes_per_token: int) -> "KVGroups":
-        """Return the one group with that much more for each token: a draft model's layers have
-        the same blocks.
+        """Return these groups with `bytes_per_token` more for each token: a draft model's layers
+        use the same blocks.
         """
         return replace(self, block_bytes=self.block_bytes + self.groups[0].block_size * bytes_per_token)
 
     def blocks_per_request(self, num_tokens: int) -> int:
-        """Return the blocks that a request of `num_tokens` tokens takes, over all groups."""
+        """Return the number of blocks for a request of `num_tokens` tokens, over all groups."""
         return sum(layer.blocks(num_tokens, self.in_flight) for layer in self.groups)
 
 
@@ -158,11 +159,11 @@ def kv_groups(
 
 
 def form_groups(layers: Sequence[FullLayer], in_flight: int = 0) -> KVGroups:
-    """Group layers of equal kind: as many in each group as the rarest kind has, or the commonest if
-    that is near.
+    """Group layers of the same kind: as many per group as the rarest kind has, or the most common
+    kind if the two numbers are close.
 
-    Pages are made equal first: a smaller page takes more tokens if it divides the largest, else it
-    is padded.
+    Pages are made equal first: a smaller page takes more tokens if its size divides the largest,
+    otherwise it is padded.
     """
     if len({replace(layer, page_bytes=0) for layer in layers}) == 1:
         return KVGroups(tuple(layers[:1]), sum(layer.page_bytes for layer in layers), in_flight)
@@ -183,8 +184,8 @@ def _with_page(layer: FullLayer, page_bytes: int) -> FullLayer:
 
 
 def _token_bytes(config: ModelConfig, kind: str, kv_dtype: str, tp: int) -> int:
-    """Return the bytes of a token in one layer. Gemma 4's full-attention layers have heads of
-    their own.
+    """Return the bytes per token in one layer. Gemma 4's full-attention layers have a different
+    head size.
     """
     hf = config.hf_text_config
     own = {"head_dim": hf.get("global_head_dim")}
@@ -198,8 +199,8 @@ def _token_bytes(config: ModelConfig, kind: str, kv_dtype: str, tp: int) -> int:
 
 
 def _state_bytes(config: ModelConfig, tp: int) -> int:
-    """Return the bytes of a gated delta net's state on one GPU: the last inputs of its convolution,
-    and the matrix.
+    """Return the size of a gated delta net's state on one GPU in bytes: the last inputs of its
+    convolution, and the matrix.
 
     In vLLM v0.33.0: `gated_delta_net_state_shape` in
     `vllm/model_executor/layers/mamba/mamba_utils.py`.

@@ -55,31 +55,29 @@ class MemoryLedger:
 
     @property
     def bytes_per_token(self) -> int | None:
-        """Return the bytes of a token in the cache, or None if not every layer keeps every
-        token.
-        """
+        """The bytes per token in the cache, or None if not every layer keeps every token."""
         return self.kv.bytes_per_token
 
     @property
     def block_size(self) -> int:
-        """Return the tokens per block, of the first group if groups differ."""
+        """The number of tokens per block; that of the first group if groups differ."""
         return self.kv.groups[0].block_size
 
     @property
     def num_blocks(self) -> int:
-        """Return the number of blocks in the pool, including the null block."""
+        """The number of blocks in the pool, including the null block."""
         return self.kv_bytes // self.kv.block_bytes
 
     @property
     def usable_blocks(self) -> int:
-        """Return the number of blocks available to requests: all but block 0, the null block."""
+        """The number of blocks available to requests: all but block 0, the null block."""
         return max(0, self.num_blocks - 1)
 
     @property
     def tokens(self) -> int:
-        """Return the number of tokens in all blocks: vLLM's "GPU KV cache size".
+        """The number of tokens in all blocks: vLLM's "GPU KV cache size".
 
-        If not every layer keeps every token, return what vLLM prints: concurrency times
+        If not every layer keeps every token, this is the number that vLLM prints: concurrency times
         `max_model_len`.
         """
         if self.bytes_per_token is None:
@@ -88,7 +86,7 @@ class MemoryLedger:
 
     @property
     def concurrency(self) -> float:
-        """Return how many requests of `max_model_len` tokens fit at once."""
+        """How many requests of `max_model_len` tokens fit at once."""
         return self.concurrency_of(self.max_model_len)
 
     def concurrency_of(self, num_tokens: int) -> float:
@@ -99,8 +97,8 @@ class MemoryLedger:
 
     @property
     def longest_request(self) -> int:
-        """Return the longest request that the usable blocks hold, in tokens; or `max_model_len`
-        if layers forget.
+        """The longest request that the usable blocks hold, in tokens; capped at `max_model_len` if
+        not every layer keeps every token.
         """
         if self.bytes_per_token is None:
             # Blocks grow with the length, so the longest that fits can be searched.
@@ -112,7 +110,7 @@ class MemoryLedger:
         """Raise if one request of `max_model_len` tokens does not fit.
 
         Raises:
-            MinivllmError: it does not fit; the message says which length would.
+            MinivllmError: it does not fit; the message says which length would fit.
         """
         if self.max_model_len <= self.longest_request:
             return
@@ -152,8 +150,8 @@ def memory_ledger(
     lora_bytes: int = 0,
     check: bool = True,
 ) -> MemoryLedger:
-    """Divide up the memory of one GPU as vLLM does at start-up: whatever the budget has left
-    becomes KV cache.
+    """Divide up the memory of one GPU like vLLM at start-up: whatever is left of the budget becomes
+    KV cache.
 
     Args:
         model: a ModelConfig or the contents of a `config.json`.
@@ -167,11 +165,11 @@ def memory_ledger(
         weights, activation_peak, non_torch, cuda_graphs: bytes, if known from a start-up log or a
             measurement; if not, the weights (with the RoPE table) are counted and the others are
             estimated.
-        drafter: a model that drafts tokens for this one, if any. All of it lies on this GPU,
+        drafter: a model that drafts tokens for this one, if any. All of it is on this GPU,
             whatever `tp` is, and so does its cache, which has the same blocks.
         drafter_bytes: its bytes without the cache, if known.
-        host_tier: bytes of a second tier of the cache, where it lies in the same memory: on a CPU.
-        lora_bytes: of the slots of adapters.
+        host_tier: bytes of a second tier of the cache, if it is in the same memory: on a CPU.
+        lora_bytes: bytes of the adapters' slots.
         check: raise if a request of `max_model_len` does not fit; if False, return the ledger
             anyway.
 
@@ -183,7 +181,7 @@ def memory_ledger(
     config = as_config(model)
     device = Device(device.name, device.memory_bytes) if isinstance(device, Device) else get_device(device)
     if not is_number(gpu_memory_utilization) or not 0 < gpu_memory_utilization <= 1:
-        raise MinivllmError(f"gpu_memory_utilization is a share above 0 and up to 1, not {gpu_memory_utilization!r}")
+        raise MinivllmError(f"gpu_memory_utilization must be above 0 and at most 1, not {gpu_memory_utilization!r}")
     _check_bytes(
         weights=weights,
         activation_peak=activation_peak,
@@ -244,7 +242,7 @@ def _nothing_left(device: Device, utilization: float, rows: Sequence[LedgerRow])
     memory = device.memory_bytes
     return MinivllmError(
         f"nothing is left for the KV cache on the {device.name}: of {int(memory * utilization) / GIB:.2f} GiB "
-        f"({utilization} of {memory / GIB:.2f}) go to {used} GiB"
+        f"({utilization} of {memory / GIB:.2f}), these take: {used} GiB"
     )
 
 

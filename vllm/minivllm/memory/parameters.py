@@ -1,7 +1,7 @@
 """Parameter counts of a model, part by part, and the size of its weights.
 
-Counted as vLLM stores them on one GPU of a tensor-parallel group: projections are sharded, norms
-are replicated, and each GPU has at least one KV head.
+Parameters are counted as vLLM stores them on one GPU of a tensor-parallel group: projections are
+sharded, norms are replicated, and each GPU has at least one KV head.
 """
 
 from collections.abc import Callable
@@ -13,8 +13,8 @@ from minivllm.memory.towers import WAY_OUT, tower_parameters
 
 
 def parameter_groups(config: ModelConfig, tp: int = 1) -> dict[str, int]:
-    """Return the parameters on one GPU by purpose: embedding, attention, mlp (or experts), norm,
-    head, vision.
+    """Return the number of parameters on one GPU by purpose: embedding, attention, mlp (or
+    experts), norm, head, vision.
 
     Exact for `tp=1`. Tied embeddings are counted once. Buffers (RoPE tables) are not parameters.
 
@@ -48,15 +48,15 @@ def num_parameters(model: Model) -> int:
 
 
 def routed_parameters(model: Model, tp: int = 1) -> int:
-    """Return the parameters of the experts that routers choose from, in all layers; shared
-    experts are not counted.
+    """Return the number of parameters in the experts that routers choose from, over all layers;
+    shared experts are not counted.
     """
     config = as_config(model)
     return _sparse_layers(config) * config.num_experts * _expert(config, tp)
 
 
 def weight_bytes(model: Model, dtype: str = "auto", tp: int = 1) -> int:
-    """Return the bytes of the weights on one of `tp` GPUs, with every parameter in `dtype`.
+    """Return the size of the weights on one of `tp` GPUs in bytes, with every parameter in `dtype`.
 
     A quantized checkpoint keeps some parts in 16 bits and adds scales, so its size does not follow
     from the shape. Those of DeepSeek V3 (fp8 in blocks) and gpt-oss (experts in MXFP4) are known,
@@ -94,11 +94,11 @@ def _counted_bytes(config: ModelConfig, dtype: str, tp: int) -> int:
 
 
 def _bytes_in_mxfp4(config: ModelConfig, tp: int) -> int:
-    """Return the bytes if the experts' matrices take 4 bits a number and a one-byte scale per 32;
-    all else has 16 bits.
+    """Return the size in bytes if the experts' matrices take 4 bits per number and a one-byte scale
+    per 32, and everything else takes 16 bits.
 
-    This is the checkpoint. What a GPU holds is more by what its kernel pads: 64.4 to 66.0 GiB for
-    60.8 of gpt-oss-120b.
+    This is the size of the checkpoint. On a GPU, the kernel's padding adds to it: gpt-oss-120b
+    takes 64.4 to 66.0 GiB instead of 60.8.
     """
     # Gate, up and down of every expert.
     matrices = config.num_hidden_layers * config.num_experts * 3 * config.hidden_size
@@ -112,11 +112,11 @@ def _in_fp8_blocks(config: ModelConfig) -> bool:
 
 
 def _bytes_in_fp8_blocks(config: ModelConfig, tp: int) -> int:
-    """Return the bytes if each 128 x 128 numbers of a matrix are fp8 with one float32 scale.
+    """Return the size in bytes if matrices are fp8, with one float32 scale per 128 x 128 numbers.
 
     Embedding, head, norms and routers stay in 16 bits (DeepSeek-V3's README_WEIGHTS.md, and the
-    tensors of its checkpoint). Blocks at a matrix's edge count by their share, which is off by less
-    than 0.001 %.
+    tensors of its checkpoint). A partial block at a matrix's edge counts proportionally, which is
+    off by less than 0.001 %.
     """
     groups = parameter_groups(config, tp)
     # Two norms a layer, counted with attention.
@@ -128,8 +128,8 @@ def _bytes_in_fp8_blocks(config: ModelConfig, tp: int) -> int:
 
 
 def rotary_table_bytes(model: Model, dtype: str = "auto") -> int:
-    """Return the bytes of the RoPE table of cosines and sines, one row per position, loaded beside
-    the weights.
+    """Return the size of the RoPE table in bytes: cosines and sines, one row per position, loaded
+    along with the weights.
 
     It is replicated on every GPU. Weights and table together are vLLM's "Model loading took N GiB".
     """
@@ -214,7 +214,7 @@ def _latent_decoder(config: ModelConfig, tp: int) -> dict[str, int]:
 
 
 def _gpt_oss(config: ModelConfig, tp: int) -> dict[str, int]:
-    """Count gpt-oss: biases everywhere, also in experts and routers, and a sink for each head."""
+    """Count gpt-oss: biases everywhere, including experts and routers, and a sink for each head."""
     groups = _gated_decoder(config, tp)
     layers = config.num_hidden_layers
     groups["attention"] += layers * (config.num_attention_heads // tp)

@@ -1,9 +1,9 @@
-"""Parameters of the parts that a multimodal checkpoint has beside its language model: towers and
+"""Parameters of the parts that a multimodal checkpoint has besides its language model: towers and
 projectors.
 
-Counted from the config for the families below; every other part is refused by its name, with a way
-out. Exact for one GPU. On several, the towers' layers are shared out and the rest is replicated, as
-in vLLM.
+For the families below they are counted from the config; any other part is refused by name, with a
+suggestion of what to do instead. The counts are exact for one GPU. On several, the towers' layers
+are sharded and the rest is replicated, as in vLLM.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,8 +17,8 @@ WAY_OUT = "give the size of all weights, or a directory with the checkpoint's sa
 
 
 def tower_parameters(config: ModelConfig, tp: int = 1) -> int:
-    """Return the parameters on one GPU of all that is not the language model; 0 for a model of text
-    only.
+    """Return the number of parameters on one GPU outside the language model; 0 for a text-only
+    model.
 
     Raises:
         UnsupportedModelError: a part is not counted here; the message names it and a way out.
@@ -134,7 +134,7 @@ def _llama4_projector(outer: Mapping[str, Any], part: Mapping[str, Any], width: 
 
 
 def _merger(outer: Mapping[str, Any], part: Mapping[str, Any], width: int, text: int) -> int:
-    """Count Qwen's: neighbouring patches side by side, through two linears."""
+    """Count Qwen's merger: neighbouring patches are concatenated, then go through two linears."""
     merged = width * part.get("spatial_merge_size", 2) ** 2
     return _linear(merged, merged) + _linear(merged, part.get("out_hidden_size") or part["hidden_size"])
 

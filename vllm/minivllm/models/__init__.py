@@ -1,3 +1,3 @@
-"""One decoder for the Llama, Qwen2, Qwen3, Mistral and (dense) DeepSeek-V2 families, and how its
-weights are loaded.
+"""One decoder for the Llama, Qwen2, Qwen3, Mistral and (dense) DeepSeek-V2 families, and the
+loading of its weights.
 """

@@ -24,7 +24,7 @@ class AttentionFunction(Protocol):
     """Attention of one layer over the flattened tokens of a step."""
 
     def __call__(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attend.
+        """Attend from each token to the keys that it may see.
 
         Args:
             layer_index: index of the calling layer, from 0.
@@ -40,10 +40,10 @@ class AttentionFunction(Protocol):
 
 
 def attention_scale(config: ModelConfig) -> float:
-    """Return the factor of q · k: one over the root of a head's width.
+    """Return the factor that q · k is multiplied by: one over the square root of a head's width.
 
-    DeepSeek's YaRN makes attention sharper here, not in the rotary table, since a part of the head
-    is not rotated.
+    DeepSeek's YaRN sharpens attention here, not in the rotary table, since part of the head is not
+    rotated.
     """
     if config.kv_lora_rank is None:
         return config.head_dim**-0.5
@@ -54,8 +54,8 @@ def attention_scale(config: ModelConfig) -> float:
 
 
 class CausalAttention:
-    """Each token attends to itself and to the earlier tokens of its sequence, all of which are
-    in this one step.
+    """Attention without a cache: each token attends to itself and to the earlier tokens of its
+    sequence, all of which are in the same step.
     """
 
     def __init__(self, config: ModelConfig, lengths: Sequence[int] | None = None):
@@ -73,7 +73,7 @@ class CausalAttention:
         """Implement `AttentionFunction`; `layer_index` is ignored."""
         lengths = [len(q)] if self.lengths is None else self.lengths
         if sum(lengths) != len(q):
-            raise MinivllmError(f"sequences of {lengths} tokens, but {len(q)} tokens were given")
+            raise MinivllmError(f"the sequence lengths {lengths} do not add up to the {len(q)} tokens given")
         parts = zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True)
         return torch.cat([self._sequence(*part) for part in parts])
 
@@ -88,8 +88,7 @@ class CausalAttention:
 
 
 def causal_mask(length: int, window: int | None, device: torch.device) -> Tensor:
-    """Return `[length, length]` booleans: whether the query of the row may see the key of the
-    column.
+    """Return `[length, length]` booleans: whether the row's query may see the column's key.
 
     A window of w tokens includes the query's own.
     """

@@ -4,13 +4,13 @@ differ only in details.
     for each layer:  h += attention(norm(h));  h += mlp(norm(h))          then  logits = head(norm(h))
 
 The tokens of all sequences in a step form one flat batch, each with its position: the decoder does
-not need to know where a sequence starts. Attention does, and is passed in with the step
+not need to know where a sequence starts. Attention does; it is passed in with the step
 (`ForwardContext`). Projections that read the same input are merged, as in vLLM: q, k and v are one
-matrix product, and so are the two halves of the gated MLP. How a product is computed is up to its
+matmul, and so are the two halves of the gated MLP. How a matmul is computed is up to its
 method (`minivllm.models.linear`). A rank of a tensor-parallel group has a share of the heads and of
 the MLP's width, and adds its partial sums to those of the other ranks (`minivllm.models.parallel`).
-A stage of a pipeline has some of the layers (`minivllm.models.pipeline`). DeepSeek-V2 has another
-attention (`minivllm.models.latent_attention`); its experts are not computed.
+A stage of a pipeline has some of the layers (`minivllm.models.pipeline`). DeepSeek-V2 has its own
+attention (`minivllm.models.latent_attention`); its experts are not supported.
 
 In vLLM v0.33.0: `vllm/model_executor/models/llama.py` (`LlamaForCausalLM`), `qwen2.py`, `qwen3.py`,
 `deepseek_v2.py` (`DeepseekV2ForCausalLM`); `QKVParallelLinear` and `MergedColumnParallelLinear` in
@@ -51,7 +51,7 @@ class Decoder(nn.Module):
         group: GroupCoordinator | None = None,
         method: LoadableLinearMethod = UNQUANTIZED,
     ):
-        """Build with torch's default dtype and device.
+        """Build the model with torch's default dtype and device.
 
         Args:
             config: of the whole model.
@@ -59,7 +59,7 @@ class Decoder(nn.Module):
             method: how the layers' projections are computed.
 
         Raises:
-            UnsupportedModelError: another family, or a variant that this decoder does not compute.
+            UnsupportedModelError: this decoder does not support the model's family or variant.
             MinivllmError: the config lacks a field, or the model cannot be divided over that many
                 ranks.
         """
@@ -100,12 +100,12 @@ class Decoder(nn.Module):
 
         Args:
             input_ids: `[tokens]`.
-            positions: `[tokens]`, each token's place in its own sequence.
+            positions: `[tokens]`, each token's position in its own sequence.
             context: the step's context. A bare attention function will do if nothing else is
                 needed; it attends and maintains the cache, if any.
             rows: indices of the tokens whose output is needed; None for all. The others only
                 contribute keys and values, so the last layer drops them after attention.
-            intermediate: what the stage before has returned; None on the first one.
+            intermediate: the output of the stage before; None on the first stage.
 
         Returns:
             `[rows, hidden_size]`, normalised, as `compute_logits` expects it. From a stage before
@@ -170,8 +170,8 @@ class DecoderLayer(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """Attention with its projections: into heads, rotary positions, attention, and the output
-    projection.
+    """Attention with its projections: query, key and value projections, rotary positions,
+    attention, and the output projection.
     """
 
     def __init__(self, config: ModelConfig, index: int, group: GroupCoordinator, method: LoadableLinearMethod):
@@ -191,7 +191,7 @@ class SelfAttention(nn.Module):
     def forward(
         self, hidden: Tensor, positions: Tensor, table: Tensor, context: ForwardContext, rows: Tensor | None
     ) -> Tensor:
-        """Attend: `[tokens, hidden_size]` in, `[rows, hidden_size]` out."""
+        """Compute attention: `[tokens, hidden_size]` in, `[rows, hidden_size]` out."""
         # [tokens, q, k and v heads, head_dim]
         heads = self.qkv_proj(hidden).view(len(hidden), -1, self.head_dim)
         parts = (self.heads, self.kv_heads, self.kv_heads)
@@ -206,7 +206,7 @@ class SelfAttention(nn.Module):
 
 
 class GatedMLP(nn.Module):
-    """`down(silu(gate(x)) * up(x))`."""
+    """The gated MLP: `down(silu(gate(x)) * up(x))`."""
 
     def __init__(self, config: ModelConfig, group: GroupCoordinator, method: LoadableLinearMethod):
         super().__init__()
@@ -222,14 +222,14 @@ class GatedMLP(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Look up the row of `weight` `[rows, width]` for each id."""
+    """A lookup table: for each id, the row of `weight` `[rows, width]`."""
 
     def __init__(self, rows: int, width: int):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(rows, width), requires_grad=False)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Look up `[n]` ids: `[n, width]`."""
+        """Look up ids `[n]`; return `[n, width]`."""
         return F.embedding(ids, self.weight)
 
 
@@ -243,32 +243,32 @@ def _check_supported(config: ModelConfig) -> None:
 
 
 def _unsupported(config: ModelConfig) -> str | None:
-    """Return what of a model this decoder does not compute, as the rest of a sentence that its
-    name begins, or None.
+    """Return why this decoder cannot run the model, worded to follow the model's name in a
+    sentence, or None if it can.
     """
     latent = config.kv_lora_rank is not None
     if config.model_type not in FAMILIES:
-        return f"cannot be run; the decoder runs the families {', '.join(FAMILIES)}"
+        return f"cannot be run; the decoder supports the families {', '.join(FAMILIES)}"
     if config.architecture not in ("", ARCHITECTURES[config.model_type]):
-        computed = f"the decoder computes {ARCHITECTURES[config.model_type]}"
+        computed = f"the decoder supports {ARCHITECTURES[config.model_type]}"
         return f"cannot be run, though its model_type is {config.model_type!r}: {computed}"
     if config.other_computation:
-        return f"has {config.other_computation}, which the decoder does not compute"
+        return f"has {config.other_computation}, which the decoder does not support"
     if config.hidden_act != "silu":
-        return f"has the activation {config.hidden_act!r}; the decoder computes silu"
+        return f"has the activation {config.hidden_act!r}; the decoder supports only silu"
     if config.num_experts:
-        first = f"has experts from layer {config.num_dense_layers} on"
-        return f"{first}, which the decoder does not compute; models without experts work"
+        first = f"has experts from layer {config.num_dense_layers} onward"
+        return f"{first}, which the decoder does not support; use a model without experts"
     if latent != (config.model_type == "deepseek_v2"):
         return "has latent attention outside DeepSeek-V2's architecture, or lacks it there"
     if latent:
         config.require("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
         if config.attention_bias:
-            return "has latent attention with biases, which the decoder does not compute"
+            return "has latent attention with biases, which the decoder does not support"
     if config.rotary_dim % 2:
-        return f"rotates {config.rotary_dim} numbers of a head; positions rotate pairs, so it must be an even count"
+        return f"rotates {config.rotary_dim} elements of a head; they are rotated in pairs, so the number must be even"
     if config.cache_exception:
         return f"cannot be run: {config.cache_exception}"
     if config.layer_types and len(set(config.layer_types)) > 1:
-        return "has layers with and without a window; the decoder runs one kind"
+        return "has layers with and without a sliding window; the decoder supports only one kind in a model"
     return None

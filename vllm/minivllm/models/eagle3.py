@@ -43,7 +43,7 @@ VARIANTS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", 
 
 @dataclass(frozen=True)
 class Eagle3Config:
-    """The shape of a head.
+    """The shape of an EAGLE-3 head.
 
     - `model`: its layer, as a model of one layer.
     - `aux_layer_ids`: where the target's hidden states come from, as in `AuxHiddenStates`.
@@ -77,15 +77,15 @@ class Eagle3Config:
         model = ModelConfig.from_dict(contents)
         if model.architecture != ARCHITECTURE:
             name = model.architecture or "this model"
-            raise UnsupportedModelError(f"{name} is no EAGLE-3 head; the method eagle3 runs {ARCHITECTURE}")
+            raise UnsupportedModelError(f"{name} is not an EAGLE-3 head; the method eagle3 needs {ARCHITECTURE}")
         variant = next((name for name in VARIANTS if contents.get(name)), None)
         if variant or model.num_hidden_layers != 1:
             what = f"{variant}={contents[variant]!r}" if variant else f"{model.num_hidden_layers} layers"
-            raise UnsupportedModelError(f"the head has {what}; heads of one layer without variants are computed")
+            raise UnsupportedModelError(f"the head has {what}; use a head of one layer, without variants")
         model.require("vocab_size", "hidden_size", "intermediate_size", "max_position_embeddings")
         for name in ("hidden_size", "vocab_size"):
             if getattr(model, name) != getattr(target, name):
-                values = f"{getattr(model, name)}, the target's is {getattr(target, name)}"
+                values = f"{getattr(model, name)}, but the target's is {getattr(target, name)}"
                 raise MinivllmError(f"the head's {name} is {values}: it was trained for another target")
         draft_vocab_size = contents.get("draft_vocab_size") or model.vocab_size
         if not is_count(draft_vocab_size, 1) or draft_vocab_size > model.vocab_size:
@@ -95,7 +95,7 @@ class Eagle3Config:
 
 
 def _aux_layer_ids(contents: Mapping[str, Any], target: ModelConfig) -> tuple[int, ...]:
-    """Return the layers as configured, or else one near the beginning, one in the middle and one
+    """Return the configured layers, or by default one near the beginning, one in the middle and one
     near the end.
     """
     layers = target.num_hidden_layers
@@ -115,7 +115,9 @@ class Eagle3Head(nn.Module):
     """
 
     def __init__(self, config: Eagle3Config, target: Decoder, own_lm_head: bool):
-        """Build with torch's default dtype and device; `own_lm_head`: not the target's."""
+        """Build the head with torch's default dtype and device; without `own_lm_head` it uses the
+        target's LM head.
+        """
         super().__init__()
         model = config.model
         self.eagle_config = config
@@ -152,9 +154,9 @@ class Eagle3Head(nn.Module):
 
         Args:
             input_ids: `[tokens]`, the token *after* each hidden state.
-            positions: `[tokens]`, the place of each hidden state in its sequence.
-            hidden: `[tokens, hidden_size]`, from `combine_hidden_states`, or what this has returned
-                as second.
+            positions: `[tokens]`, the position of each hidden state in its sequence.
+            hidden: `[tokens, hidden_size]`, from `combine_hidden_states`, or the second result of
+                an earlier step.
             context: as for `Decoder.forward`; the layer's index is 0.
             rows: indices of the tokens to draft after; None for all. The others only contribute
                 keys and values.
@@ -169,8 +171,8 @@ class Eagle3Head(nn.Module):
         return self.norm(hidden, residual), residual
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Compute logits over the target's vocabulary `[n, vocab_size]`; -inf for what the head
-        cannot draft.
+        """Compute logits over the target's vocabulary `[n, vocab_size]`; tokens that the head
+        cannot draft get -inf.
         """
         logits = (self.own_lm_head or self._target[0].lm_head)(hidden)
         if self.draft_id_to_target_id is None:
@@ -208,7 +210,7 @@ class Eagle3Layer(nn.Module):
         """Map embeddings and hidden states `[tokens, hidden_size]` to the output and the residual
         stream of `rows`.
 
-        `hidden` stays as it is: the residual adds go into a copy.
+        `hidden` is not modified: the residual adds go into a copy.
         """
         # [tokens, 2 × hidden_size]
         x = torch.cat((self.input_layernorm(embeds), self.hidden_norm(hidden)), dim=-1)
@@ -223,7 +225,7 @@ def load_eagle3(path_or_name: str | Path, target: Decoder) -> Eagle3Head:
 
     Raises:
         UnsupportedModelError: not an EAGLE-3 head, or a variant that is not computed here.
-        MinivllmError: it belongs to another target, or a tensor is missing, unexpected or of
+        MinivllmError: the head is for another target, or a tensor is missing, unexpected or of
             another shape; the message names it.
     """
     config = Eagle3Config.from_pretrained(path_or_name, target.whole_config)
@@ -245,23 +247,23 @@ def load_eagle3(path_or_name: str | Path, target: Decoder) -> Eagle3Head:
 
 
 def _check_vocabulary(config: Eagle3Config, tensors: Mapping[str, Tensor], own_lm_head: bool) -> None:
-    """Raise unless the head says which tokens it drafts, exactly if they are not all of the
-    target's.
+    """Raise unless the checkpoint lists the tokens that it drafts if, and only if, they are not all
+    of the target's.
     """
     drafted, whole = config.draft_vocab_size, config.model.vocab_size
     if drafted == whole and "d2t" in tensors:
         raise MinivllmError(
             f"the checkpoint has a tensor 'd2t', though draft_vocab_size is the target's vocab_size ({whole}): a head "
-            "that can draft every token has none"
+            "that can draft every token must not have one"
         )
     if drafted < whole and not ("d2t" in tensors and own_lm_head):
         lacking = "lm_head.weight" if "d2t" in tensors else "d2t"
-        raise MinivllmError(f"the checkpoint lacks {lacking!r}, and this head drafts {drafted} of {whole} tokens")
+        raise MinivllmError(f"the checkpoint lacks {lacking!r}, but this head drafts {drafted} of {whole} tokens")
 
 
 def _draft_ids(config: Eagle3Config, d2t: Tensor) -> Tensor:
-    """Return the target's id of each token that can be drafted; `d2t` [draft_vocab_size] holds
-    the differences.
+    """Return the target's id of each token that can be drafted; `d2t` [draft_vocab_size] holds its
+    difference from the draft id.
     """
     if d2t.shape != (config.draft_vocab_size,) or d2t.is_floating_point():
         raise MinivllmError(
@@ -271,5 +273,5 @@ def _draft_ids(config: Eagle3Config, d2t: Tensor) -> Tensor:
     ids = torch.arange(config.draft_vocab_size) + d2t.long()
     if ids.unique().numel() < len(ids) or ids.min() < 0 or ids.max() >= config.model.vocab_size:
         last = config.model.vocab_size - 1
-        raise MinivllmError(f"the tensor 'd2t' of the checkpoint must lead to different tokens from 0 to {last}")
+        raise MinivllmError(f"the tensor 'd2t' of the checkpoint must map to different tokens from 0 to {last}")
     return ids

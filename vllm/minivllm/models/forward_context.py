@@ -18,8 +18,8 @@ class AuxHiddenStates:
     """Hidden states from between the layers, which the decoder adds to `states` for a drafter to
     read.
 
-    - `layer_ids`: 0 is the embedding, and i the residual stream that layer i reads, so what layer i
-      - 1 has made.
+    - `layer_ids`: 0 is the embedding; i is the residual stream that layer i reads, the output of
+      layer i - 1.
     - `states`: for each of them, in ascending order, `[tokens, hidden_size]`.
     """
 

@@ -3,14 +3,14 @@ per token.
 
     latent = norm(down(x)) [kv_lora_rank]     key of head h = (up_k[h] latent, rotated part)     value = up_v[h] latent
 
-Only the latent and the rotated part of the key are kept. The latter, `qk_rope_head_dim` numbers, is
-one for all heads, and does not come from the latent, for a position cannot be worked into the
+Only the latent and the key's rotated part are cached. The latter, `qk_rope_head_dim` numbers, is
+shared by all heads and not computed from the latent, since a position cannot be folded into the
 up-projections. So a token leaves kv_lora_rank + qk_rope_head_dim numbers in a layer's cache,
-whatever the heads.
+however many heads there are.
 
-The same attention has two forms, which differ in the order of the matrix products only:
+The same attention has two forms, which differ only in the order of the matmuls:
 
-    plain       expand the latents to keys and values of every head, then attend as ever
+    plain       expand the latents to keys and values of every head, then attend as usual
     absorbed    q · (up_k latent) = (q up_k) · latent: bring the queries into the latent space, attend there with one
                 "head" for all, whose keys are (latent, rotated part) and whose values are the
                 latents, and expand what comes out
@@ -23,7 +23,7 @@ For n new tokens that see m keys, with r = kv_lora_rank, and dims d (not rotated
 
 A decode (n = 1) would expand every key for one query in the plain form; a prompt (n = m) pays for
 the longer vectors of the absorbed form in every pair and saves nothing. `plain_form_is_cheaper`
-counts; the heads cancel. Timed on one busy core, with 512 keys and 1 to 512 new tokens of two
+counts; the head count cancels. Timed on one busy core, with 512 keys and 1 to 512 new tokens of two
 shapes, the form that it chose was the faster one in 10 of 11 cases; for 16 tokens of
 `tiny-python-mla` the absorbed form took 0.60 ms, and the plain one, which it chose, 0.78.
 
@@ -53,8 +53,8 @@ INNER_EPS = 1e-6
 
 
 class UpProjection(nn.Module):
-    """The projection of the latent to each head's values, and to the part of its key that is not
-    rotated.
+    """The projection of the latent to each head's values, and to the unrotated part of each head's
+    key.
     """
 
     def __init__(self, config: ModelConfig):
@@ -74,12 +74,12 @@ class UpProjection(nn.Module):
         return keys, values
 
     def absorb(self, q_nope: Tensor) -> Tensor:
-        """Bring queries `[n, heads, nope_dim]` into the latent space: `[n, heads, rank]`."""
+        """Project queries `[n, heads, nope_dim]` into the latent space: `[n, heads, rank]`."""
         # A matrix product for each head: (q up_k) · latent equals q · (up_k latent).
         return torch.bmm(q_nope.transpose(0, 1), self._by_head[:, : self.nope_dim]).transpose(0, 1)
 
     def expand_values(self, attended: Tensor) -> Tensor:
-        """Expand weighted sums of latents `[n, heads, rank]` to those of values `[n, heads,
+        """Expand weighted sums of latents `[n, heads, rank]` to weighted sums of values `[n, heads,
         value_dim]`.
         """
         return torch.bmm(attended.transpose(0, 1), self._by_head[:, self.nope_dim :].transpose(1, 2)).transpose(0, 1)
@@ -90,22 +90,22 @@ class UpProjection(nn.Module):
 
 
 class LatentAttentionFunction(Protocol):
-    """Attention of one layer over the flattened tokens of a step, from latents:
-    `AttentionFunction` of these models.
+    """Attention of one layer over the flattened tokens of a step, from latents: the
+    `AttentionFunction` of models with MLA.
     """
 
     def __call__(
         self, layer_index: int, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, up: UpProjection
     ) -> Tensor:
-        """Attend.
+        """Attend from each token to the latents that it may see.
 
         Args:
             layer_index: index of the calling layer, from 0.
             q_nope, q_rope: `[tokens, heads, nope_dim]` and `[tokens, heads, rope_dim]`, the latter
                 already rotated.
-            latent, k_rope: `[tokens, rank]` and `[tokens, rope_dim]`, of the same tokens: what is
-                kept of them.
-            up: this layer's.
+            latent, k_rope: `[tokens, rank]` and `[tokens, rope_dim]`, of the same tokens: what
+                the cache stores of them.
+            up: this layer's up-projection.
 
         Returns:
             `[tokens, heads, value_dim]`.
@@ -114,20 +114,20 @@ class LatentAttentionFunction(Protocol):
 
 
 class LatentAttention(nn.Module):
-    """Attention with its projections. What reads the same input is merged, in an order in which
-    nothing is copied.
+    """Latent attention with its projections. Projections of the same input are merged, in an order
+    in which nothing is copied.
 
-    The first matmul gives the queries' parts that are not rotated, all rotated parts (of the
-    queries, then of the key) and the latent. With a `q_lora_rank` the queries come from a latent of
-    their own, in a second matmul.
+    The first matmul gives the unrotated parts of the queries, all rotated parts (the queries', then
+    the key's) and the latent. With a `q_lora_rank`, the queries come from a latent of their own, in
+    a second matmul.
     """
 
     def __init__(self, config: ModelConfig, index: int, group: GroupCoordinator, method: LoadableLinearMethod):
         super().__init__()
         if method is not UNQUANTIZED:
             raise UnsupportedModelError(
-                "the weights of latent attention (MLA) cannot be quantized here: leave quantization out, or give the "
-                "ordinary checkpoint"
+                "the weights of latent attention (MLA) cannot be quantized here: leave quantization out, or use the "
+                "unquantized checkpoint"
             )
         assert config.kv_lora_rank is not None
         self.index = index
@@ -150,7 +150,7 @@ class LatentAttention(nn.Module):
     def forward(
         self, hidden: Tensor, positions: Tensor, table: Tensor, context: ForwardContext, rows: Tensor | None
     ) -> Tensor:
-        """Attend: `[tokens, hidden_size]` in, `[rows, hidden_size]` out."""
+        """Compute attention: `[tokens, hidden_size]` in, `[rows, hidden_size]` out."""
         # The merged rows' order lets every part be a view: [q_nope of all heads | q_rope of all, k_rope | latent].
         queries_and_key, latent = self.fused_qkv_a_proj(hidden).tensor_split((-self.rank,), dim=1)
         if self.q_lora_rank:
@@ -175,8 +175,9 @@ def query_rows(config: ModelConfig) -> Tensor:
     """Return the order in which `LatentAttention` holds the rows of a checkpoint's query
     projection, as indices.
 
-    A checkpoint has head after head, each with its part that is not rotated before the one that is,
-    and rotates pairs of neighbours; `rotate_heads` takes one half with the other.
+    A checkpoint stores head after head, each with its unrotated part before its rotated one, and
+    rotates pairs of neighbours; `rotate_heads` pairs each element of one half with one of the other
+    half.
     """
     nope = config.qk_nope_head_dim
     width = config.qk_nope_head_dim + config.rotary_dim
@@ -187,8 +188,8 @@ def query_rows(config: ModelConfig) -> Tensor:
 
 
 def latent_rows(config: ModelConfig) -> Tensor:
-    """Return this order for the projection to latent and rotated key; a checkpoint has the
-    latent first.
+    """Return the same kind of order for the projection to latent and rotated key; a checkpoint
+    stores the latent first.
     """
     assert config.kv_lora_rank is not None
     return torch.cat(
@@ -197,7 +198,7 @@ def latent_rows(config: ModelConfig) -> Tensor:
 
 
 def _halves(width: int) -> Tensor:
-    """Return the even places, then the odd ones."""
+    """Return the even indices below `width`, then the odd ones."""
     return torch.arange(width, device="cpu").view(-1, 2).t().flatten()
 
 
@@ -205,8 +206,8 @@ def _halves(width: int) -> Tensor:
 
 
 def plain_form_is_cheaper(num_new_tokens: int, seq_len: int, config: ModelConfig) -> bool:
-    """Return whether the plain form multiplies less than the absorbed one; see the head of this
-    file.
+    """Return whether the plain form needs fewer multiplications than the absorbed one; see the top
+    of this file.
     """
     assert config.kv_lora_rank is not None
     expanded = config.qk_nope_head_dim + config.v_head_dim
@@ -219,12 +220,12 @@ def plain_form_is_cheaper(num_new_tokens: int, seq_len: int, config: ModelConfig
 def plain_attention(
     q_nope: Tensor, q_rope: Tensor, latents: Tensor, k_rope: Tensor, up: UpProjection, scale: float
 ) -> Tensor:
-    """Attend in one sequence in the plain form; the queries are those of its last tokens.
+    """Attend within one sequence in the plain form; the queries are those of its last tokens.
 
     Args:
         q_nope, q_rope: `[queries, heads, nope_dim]` and `[queries, heads, rope_dim]`.
         latents, k_rope: `[keys, rank]` and `[keys, rope_dim]`, of all its tokens so far.
-        up: the layer's.
+        up: the layer's up-projection.
         scale: the factor of q · k.
 
     Returns:
@@ -243,16 +244,16 @@ def plain_attention(
 
 
 def causal_attention(config: ModelConfig, lengths: Sequence[int] | None = None) -> Attention:
-    """Return attention without a cache for any model, over sequences of these lengths; None for
-    one of all tokens.
+    """Return attention without a cache for any model, over sequences of these `lengths`; None means
+    one sequence of all tokens.
     """
     kind = CausalAttention if config.kv_lora_rank is None else CausalLatentAttention
     return kind(config, lengths)
 
 
 class CausalLatentAttention:
-    """The plain form without a cache: what a token sees is all in this step. The counterpart of
-    `CausalAttention`.
+    """The plain form without a cache: everything that a token may see is in the same step. It is
+    the counterpart of `CausalAttention`.
     """
 
     def __init__(self, config: ModelConfig, lengths: Sequence[int] | None = None):
@@ -268,6 +269,6 @@ class CausalLatentAttention:
         """Implement `LatentAttentionFunction`; `layer_index` is ignored."""
         lengths = [len(latent)] if self.lengths is None else self.lengths
         if sum(lengths) != len(latent):
-            raise MinivllmError(f"sequences of {lengths} tokens, but {len(latent)} tokens were given")
+            raise MinivllmError(f"the sequence lengths {lengths} do not add up to the {len(latent)} tokens given")
         parts = zip(*(tensor.split(lengths) for tensor in (q_nope, q_rope, latent, k_rope)), strict=True)
         return torch.cat([plain_attention(*part, up, self.scale) for part in parts])

@@ -1,4 +1,5 @@
-"""Weights from safetensors files into the decoder, and random weights in the same shapes.
+"""Loading of weights from safetensors files into the decoder, or of random weights in the same
+shapes.
 
 Checkpoints store q, k, v and the two halves of the MLP separately; the decoder merges them, and a
 rank of a tensor-parallel group has a part of each. A `Slot` says which part of a stored tensor
@@ -37,13 +38,13 @@ INITIAL_SPREAD = 0.02  # standard deviation of random weights, the families' def
 
 @dataclass(frozen=True)
 class Slot:
-    """The place of a stored tensor: part `index` of `parts` along `dim` of `target` (rows of a
-    parameter).
+    """The destination of a stored tensor: its part `index` of `parts` along `dim` goes to `target`
+    (rows of a parameter).
 
-    `repeat`: repeat each entry along `dim` this many times, one scale per piece of a group split
-    across ranks. `zero`: fill with zeros instead, since another rank adds this tensor to the sum.
-    `order`: indices of the part's rows, in the order in which they go into the target; None for
-    their own.
+    `repeat`: repeat each entry along `dim` this many times, so that each piece of a group that is
+    split across ranks has the group's scale. `zero`: fill with zeros instead, since another rank
+    adds this tensor to the sum. `order`: indices of the part's rows, in the order in which they go
+    into the target; None keeps their own order.
     """
 
     target: Tensor
@@ -88,7 +89,7 @@ def load_model(
             hub.
         device: where the weights go.
         dtype: of weights and computation; "auto" is the checkpoint's own.
-        group: the ranks to divide the model over, of which this rank's part is loaded; None for no
+        group: the ranks that the model is divided over; this rank's part is loaded. None for no
             division.
         quantization: "int8" or "int4" rounds the layers' linears as they are read.
 
@@ -96,7 +97,7 @@ def load_model(
         The model (or this rank's part of it), and the config of the whole model.
 
     Raises:
-        UnsupportedModelError: the decoder does not compute this model.
+        UnsupportedModelError: the decoder does not support this model.
         MinivllmError: a file is missing, or a tensor is missing, unexpected or of another shape;
             the message names it.
     """
@@ -141,8 +142,8 @@ def quantization_of(config: ModelConfig, quantization: str | None) -> Quantizati
     """
     if quantization and config.quantization:
         raise MinivllmError(
-            f"the checkpoint is already quantized ({config.quantization}), its weights cannot be quantized to "
-            f"{quantization!r} again: leave quantization out, or give the ordinary checkpoint"
+            f"the checkpoint is already quantized ({config.quantization}), so its weights cannot be quantized to "
+            f"{quantization!r} again: leave quantization out, or use the unquantized checkpoint"
         )
     return Rounding(quantization) if quantization else packed_format(config)
 
@@ -162,7 +163,7 @@ def fill_slots(slots: dict[str, Slot], tensors: Iterable[tuple[str, Tensor]]) ->
     """Copy each tensor into the slot of its name.
 
     Raises:
-        MinivllmError: see `load_weights`.
+        MinivllmError: in the same cases as in `load_weights`.
     """
     missing = set(slots)
     extremes: dict[str, Tensor] = {}
@@ -178,7 +179,7 @@ def fill_slots(slots: dict[str, Slot], tensors: Iterable[tuple[str, Tensor]]) ->
         if tensor.is_floating_point() != slots[name].target.is_floating_point():
             raise MinivllmError(
                 f"the tensor {name!r} of the checkpoint is stored as {tensor.dtype}, which the model config does not "
-                "speak of: a quantized checkpoint needs its quantization_config"
+                "mention: a quantized checkpoint needs its quantization_config"
             )
         slots[name].fill(tensor)
         missing.remove(name)  # a second one of this name is refused
@@ -194,7 +195,7 @@ def fill_slots(slots: dict[str, Slot], tensors: Iterable[tuple[str, Tensor]]) ->
 
 
 def _is_left_out(model: Decoder, slots: dict[str, Slot], name: str, tensor: Tensor) -> bool:
-    """Return whether a stored tensor is rightly absent from this model."""
+    """Return whether this model may ignore a stored tensor."""
     tied = model.config.tie_word_embeddings and name == "lm_head.weight"
     if tied or name.endswith("rotary_emb.inv_freq"):
         return True  # redundant tensors that some checkpoints store
@@ -228,7 +229,7 @@ def _refuse_non_finite(extremes: dict[str, Tensor]) -> None:
         dtype = str(extremes[wrong[0]].dtype).removeprefix("torch.")
         raise MinivllmError(
             f"the tensor {wrong[0]!r} of the checkpoint holds NaN or infinity{others}, or numbers beyond {dtype}: the "
-            'file is damaged, or needs a dtype of wider range (dtype="float32" or "bfloat16")'
+            'file is damaged, or needs a dtype with a wider range (dtype="float32" or "bfloat16")'
         )
 
 
@@ -244,8 +245,8 @@ def slots_of(
     """Return the slots of a module's parameters by name, with merged projections under their
     separate names.
 
-    `config` describes the part that the module holds; `shared` is which part of how many its keys
-    and values are.
+    `config` describes the part that the module holds; `shared` is (index, number of parts) of its
+    share of the keys and values.
     """
     slots = {}
     merged = merged_projections(config, (group.rank, group.size), shared)
@@ -266,8 +267,8 @@ def slots_of(
 
 
 class Part(NamedTuple):
-    """A stored projection that is `rows` of a merged one; `which` part of how many a rank has,
-    `order` as in `Slot`.
+    """A stored projection that is `rows` rows of a merged one; `which` is (index, number of parts)
+    of the rank's share, `order` is as in `Slot`.
     """
 
     name: str
@@ -281,8 +282,8 @@ def merged_projections(
 ) -> dict[str, tuple[Part, ...]]:
     """Return the stored projections by the name of the merged one that they are parts of.
 
-    `mine` and `shared`: which part of how many the rank has of what is divided, and of keys and
-    values.
+    `mine` and `shared` are (index, number of parts) of the rank's share: of what is divided, and of
+    keys and values.
     """
     width = config.intermediate_size
     # In the order in which the merged parameter has them.
@@ -296,8 +297,8 @@ def merged_projections(
 
 
 def _merged_latent(config: ModelConfig, mine: tuple[int, int]) -> dict[str, tuple[Part, ...]]:
-    """Return those of latent attention: every rank has whole latents, and its own heads' queries
-    and up-projections.
+    """Return the merged projections of latent attention: every rank has whole latents, but only its
+    own heads' queries and up-projections.
     """
     whole = (0, 1)
     of_queries = query_rows(config)
@@ -311,8 +312,8 @@ def _merged_latent(config: ModelConfig, mine: tuple[int, int]) -> dict[str, tupl
 
 
 def _slot_of_divided_row(linear: nn.Module, what: str, parameter: Tensor, group: GroupCoordinator) -> Slot:
-    """Return the slot of a tensor of a linear whose inputs are divided over the ranks
-    (row-parallel).
+    """Return the slot of one tensor of a row-parallel linear, whose inputs are divided over the
+    ranks.
     """
     assert isinstance(linear, Linear)
     if what == "bias":
@@ -355,17 +356,19 @@ def weight_files(path_or_name: str | Path) -> list[Path]:
 
 
 def _instead_of(filename: str, directory: Path) -> str:
-    """Return what to do about a missing file, where the directory tells it."""
+    """Return advice about a missing file, if the directory's other files suggest any, or an empty
+    string.
+    """
     shards = sorted(path.name for path in directory.glob("*.safetensors"))
     if filename == SINGLE_FILE and shards:
         return f", and {INDEX_FILE} is missing, the index of {shards[0]} and the other shards: download it, too"
     if filename == SINGLE_FILE and any(directory.glob("*.bin")):
-        return "; its *.bin are pickles, which can run code: save it as safetensors (save_pretrained)"
+        return "; its *.bin files are pickles, which can run code: save the model as safetensors (save_pretrained)"
     return ""
 
 
 def stored_tensors(files: Iterable[Path]) -> Iterator[tuple[str, Tensor]]:
-    """Yield name and contents of every tensor in these safetensors files.
+    """Yield the name and contents of every tensor in these safetensors files.
 
     Raises:
         MinivllmError: a file cannot be opened, is not a valid safetensors file, or is truncated.
@@ -390,7 +393,7 @@ def torch_dtype(name: str | torch.dtype) -> torch.dtype:
     if isinstance(name, torch.dtype):
         name = str(name).removeprefix("torch.")
     if name not in DTYPES:
-        raise MinivllmError(f"a model cannot be computed in {name!r}; known: auto, {', '.join(DTYPES)}")
+        raise MinivllmError(f"models cannot be computed in {name!r}; use one of auto, {', '.join(DTYPES)}")
     return DTYPES[name]
 
 
@@ -439,7 +442,7 @@ def _refuse_beyond_memory(
         return  # the decoder rejects other families with a better message; meta tensors take no memory
     num_bytes = num_parameters(config) * least_bits // 8 // (group.world_size if group else 1)
     what = f"the model ({config.num_hidden_layers} layers of width {config.hidden_size})"
-    refuse_beyond_memory(num_bytes, device, what, "take a smaller one, or a dtype or checkpoint of fewer bits")
+    refuse_beyond_memory(num_bytes, device, what, "use a smaller model, or a dtype or checkpoint with fewer bits")
 
 
 @contextmanager

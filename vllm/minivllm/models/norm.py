@@ -1,4 +1,4 @@
-"""The one norm of these models. In vLLM v0.33.0: `vllm/model_executor/layers/layernorm.py`
+"""The norm that these models use. In vLLM v0.33.0: `vllm/model_executor/layers/layernorm.py`
 (`RMSNorm`).
 """
 
@@ -10,7 +10,7 @@ from minivllm.kernels.elementwise import add_rms_norm
 
 
 class RMSNorm(nn.Module):
-    """Scale to unit root mean square, in float32, then by a per-element weight (arXiv
+    """RMS norm: scaling to unit root mean square, in float32, then by a per-element weight (arXiv
     1910.07467).
     """
 

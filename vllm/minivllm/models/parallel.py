@@ -1,7 +1,7 @@
 """Tensor parallelism: each rank computes a part of every layer, with one all-reduce after attention
 and one after MLP.
 
-Attention and MLP are each two matrix products with a per-head or element-wise operation in between.
+Attention and MLP are each two matmuls with a per-head or element-wise operation in between.
 The first matmul is divided by its outputs (columns): a rank computes its own heads, or its own
 part of the MLP's width, from the whole input. The second is divided by its inputs (rows): a rank
 multiplies what it has just computed, which gives one term of every output. One all-reduce adds the
@@ -44,8 +44,8 @@ class GroupCoordinator:
     exchanges nothing.
 
     `bytes_reduced` counts the bytes that this rank has contributed to all-reduces so far,
-    `bytes_sent` those that it has sent to the next stage; `received_at` is when it last received
-    from the one before, in `time.monotonic()`.
+    `bytes_sent` those that it has sent to the next stage; `received_at` is the time, in
+    `time.monotonic()`, when it last received from the previous stage.
     """
 
     def __init__(
@@ -56,12 +56,12 @@ class GroupCoordinator:
         stage: Stage = ONE_STAGE,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
-        """Join the ranks. More than one use torch.distributed's default process group, which must
+        """Join the group. Several ranks use torch.distributed's default process group, which must
         be initialized.
 
-        `connect(n)` initializes it for the n-th time after that, once all ranks call it, and
-        returns the stage's group as `process_group` has it: None for the default group. Without
-        `connect` the ranks cannot join again.
+        `connect(n)` initializes it again, for the n-th time, once all ranks call it, and returns
+        the stage's group in the form of `process_group`: None for the default group. Without
+        `connect`, the ranks cannot rejoin.
         """
         self.rank = rank
         self.size = size
@@ -75,7 +75,9 @@ class GroupCoordinator:
 
     @property
     def world_rank(self) -> int:
-        """Return this rank's number among those of all stages, stage after stage."""
+        """Return this rank's number among the ranks of all stages, which are numbered stage by
+        stage.
+        """
         return self.stage.rank * self.size + self.rank
 
     @property
@@ -85,7 +87,7 @@ class GroupCoordinator:
 
     @property
     def samples(self) -> bool:
-        """Return whether this rank samples: the first one of the last stage does."""
+        """Return whether this rank samples; only the first rank of the last stage does."""
         return self.rank == 0 and self.stage.is_last
 
     def all_reduce(self, terms: torch.Tensor) -> torch.Tensor:
@@ -103,7 +105,7 @@ class GroupCoordinator:
         return terms
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """Copy rank 0's `tensor` into that of every rank; shape and dtype must match.
+        """Copy rank 0's `tensor` into every rank's `tensor`; shape and dtype must match.
 
         Raises:
             LostPeerError: another rank is gone.
@@ -114,8 +116,8 @@ class GroupCoordinator:
                 dist.broadcast(tensor, src=self.world_rank - self.rank, group=self._process_group)
 
     def send_to_next_stage(self, hidden: torch.Tensor) -> None:
-        """Start sending a step's hidden states to the same rank of the next stage, once those
-        before have been sent.
+        """Start sending a step's hidden states to the same rank of the next stage, once the earlier
+        ones have been sent.
 
         Raises:
             LostPeerError: that rank is gone.
@@ -141,7 +143,7 @@ class GroupCoordinator:
         return hidden
 
     def leave(self) -> None:
-        """End the connections to the other ranks: one that waits for this rank, now or later,
+        """End the connections to the other ranks: a rank that waits for this one, now or later,
         gets `LostPeerError`.
         """
         if self._connect is not None and dist.is_initialized():
@@ -150,8 +152,8 @@ class GroupCoordinator:
             dist.destroy_process_group()
 
     def rejoin(self) -> None:
-        """Connect the ranks again, whatever a failed step has left in their connections. All must
-        call it.
+        """Reconnect the ranks, whatever state a failed step has left their connections in. All
+        ranks must call this.
 
         Raises:
             LostPeerError: another rank is gone.

@@ -2,10 +2,10 @@
 next stage.
 
 Only `2 * tokens * hidden_size` numbers cross to the next stage in a step (the last layer's output
-and the residual stream), against two all-reduces in every layer with tensor parallelism: the way to
-divide a model over slow links. But a step takes as long as before, and each stage rests while the
-others compute. So several steps must be in flight, of different requests: with m steps for p
-stages, a fraction of min(m, p) / p of the stages is at work.
+and the residual stream), compared with two all-reduces in every layer with tensor parallelism. So
+this is how to divide a model over slow links. But a step takes as long as before, and each stage is
+idle while the others compute. So several steps, of different requests, must be in flight: with m
+steps for p stages, a fraction of min(m, p) / p of the stages is busy.
 
 The first stage holds the embedding, the last one the final norm and the head. Huang et al. 2019,
 "GPipe", arXiv:1811.06965. In vLLM v0.33.0: `vllm/distributed/utils.py` (`get_pp_indices`),
@@ -20,7 +20,7 @@ from minivllm.errors import MinivllmError
 
 @dataclass(frozen=True)
 class Stage:
-    """Stage `rank` of `size`."""
+    """A pipeline stage: number `rank`, counted from 0, of `size`."""
 
     rank: int = 0
     size: int = 1
@@ -39,8 +39,8 @@ class Stage:
 def get_pp_indices(num_hidden_layers: int, pp_rank: int, pp_size: int) -> tuple[int, int]:
     """Return the first layer of a stage, and the one after its last.
 
-    Layers that do not divide evenly go to the stages before the last, from the back: the last one
-    computes the head.
+    Layers left over after an even division go to the stages before the last, from the back, since
+    the last one also computes the head.
 
     Raises:
         MinivllmError: there are more stages than layers.
@@ -48,7 +48,7 @@ def get_pp_indices(num_hidden_layers: int, pp_rank: int, pp_size: int) -> tuple[
     if pp_size > num_hidden_layers:
         raise MinivllmError(
             f"pipeline_parallel_size is {pp_size}, but the model has {num_hidden_layers} layers, and each stage needs "
-            f"one at least: use at most {num_hidden_layers}"
+            f"at least one: use at most {num_hidden_layers}"
         )
     layers, remaining = divmod(num_hidden_layers, pp_size)
     sizes = [layers] * pp_size

@@ -2,8 +2,9 @@
 w4a16).
 
 Only the projections inside the layers are quantized. A step reads one row of the embedding per
-token, so fewer bits would save no time; the head's error would go straight into the logits, and it
-is often the same tensor. Norms are just vectors. Quantized checkpoints leave out the same ones.
+token, so fewer bits would save no time; the head's error would go straight into the logits, and the
+head is often the same tensor as the embedding. Norms are just vectors. Quantized checkpoints leave
+the same tensors unquantized.
 
 An ordinary checkpoint is rounded tensor by tensor while it is read (`Rounding`), before a rank
 takes its part: so the scales are those of whole rows, the same for any number of ranks, and the
@@ -36,10 +37,10 @@ from minivllm.models.linear import Linear, LoadableLinearMethod, parameter
 
 @dataclass(frozen=True)
 class QuantizedLinearMethod(LoadableLinearMethod):
-    """Computes with 8- or 4-bit weights in the format of `minivllm.kernels.packed_weights`:
+    """The linear method for 8- or 4-bit weights in the format of `minivllm.kernels.packed_weights`:
     `packed` and `scales`.
 
-    - `group_size`: weights of a row that share a scale; None for the whole row.
+    - `group_size`: the number of weights of a row that share a scale; None for the whole row.
     - `scale_dtype`: None for torch's default dtype when the linear is created.
     """
 
@@ -60,7 +61,7 @@ class QuantizedLinearMethod(LoadableLinearMethod):
         linear.scales = parameter(torch.empty(out_features, in_features // group_size, dtype=self.scale_dtype))
 
     def apply(self, linear: Linear, x: Tensor) -> Tensor:
-        """Multiply with the packed weight."""
+        """Multiply by the packed weight."""
         return quantized_linear(x, linear.packed, linear.scales, linear.bias)
 
     def group_size_of(self, width: int) -> int:
@@ -68,8 +69,8 @@ class QuantizedLinearMethod(LoadableLinearMethod):
         return self.group_size or width
 
     def group_size_on_rank(self, in_features: int, input_parts: int) -> int:
-        """Group size in a rank's part of the row; if the division splits a group, all its pieces
-        keep its scale.
+        """Return the group size in a rank's part of a row; if the division splits a group, all its
+        pieces keep the group's scale.
 
         Raises:
             MinivllmError: the group size is invalid, or the pieces would be too small.
@@ -83,7 +84,7 @@ class QuantizedLinearMethod(LoadableLinearMethod):
         if part < SMALLEST_GROUP:
             raise MinivllmError(
                 f"rows of {width} weights in groups of {group_size} cannot be divided over {input_parts} ranks: that "
-                f"leaves pieces of {part}, and {SMALLEST_GROUP} is the least; use fewer ranks, or int8"
+                f"leaves pieces of {part}, but the minimum is {SMALLEST_GROUP}; use fewer ranks, or int8"
             )
         return part
 
@@ -100,8 +101,8 @@ class RoundedLinearMethod(QuantizedLinearMethod):
 
 
 class Quantization(Protocol):
-    """A source of quantized weights: the method of the layers' linears, and the tensors under
-    the method's names.
+    """A source of quantized weights: the layers' linear method, and the tensors under that method's
+    names.
     """
 
     @property
@@ -110,7 +111,7 @@ class Quantization(Protocol):
         ...
 
     def convert(self, tensors: Iterable[tuple[str, Tensor]], like: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yield a checkpoint's tensors, those of quantized linears as `packed` and `scales`, the
+        """Yield a checkpoint's tensors, with quantized linears as `packed` and `scales` and the
         others unchanged.
 
         `like` has the dtype and device of the model's other weights.
@@ -120,14 +121,16 @@ class Quantization(Protocol):
 
 @dataclass(frozen=True)
 class Rounding:
-    """Rounds the linears of an ordinary checkpoint: `quantization` is "int8" or "int4"."""
+    """A quantization that rounds the linears of an ordinary checkpoint; `quantization` is "int8" or
+    "int4".
+    """
 
     quantization: str
 
     def __post_init__(self) -> None:
         if self.quantization not in QUANTIZATIONS:
             known = ", ".join(QUANTIZATIONS)
-            raise MinivllmError(f"unknown quantization {self.quantization!r}; known are {known}")
+            raise MinivllmError(f"unknown quantization {self.quantization!r}; use one of {known}")
 
     @property
     def method(self) -> QuantizedLinearMethod:
@@ -137,8 +140,8 @@ class Rounding:
         return RoundedLinearMethod(4, scale_dtype=torch.bfloat16)
 
     def convert(self, tensors: Iterable[tuple[str, Tensor]], like: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors with linears rounded; their weights are cast to the model's dtype
-        before.
+        """Yield the tensors with the linears' weights rounded, after casting those to the model's
+        dtype.
         """
         for name, tensor in tensors:
             linear = name.removesuffix(".weight")

@@ -13,7 +13,7 @@ tensors and rounds nothing. GPTQ's first format stores the zero point minus one,
 point itself. Checkpoints mix up the two names; but if all zero points are 2^(bits − 1), or all one
 less, the weights are symmetric.
 
-Rejected as unsupported: other zero points, groups that are not in row order (`desc_act`,
+These are not supported: other zero points, groups that are not in row order (`desc_act`,
 `actorder`), methods that quantize activations too, and layers that are left unquantized or
 quantized differently.
 
@@ -34,14 +34,16 @@ from minivllm.models.quantized import QuantizedLinearMethod
 
 GPTQ, COMPRESSED_TENSORS = "gptq", "compressed-tensors"
 WHAT_WORKS = (
-    "supported are GPTQ without desc_act, and pack-quantized compressed-tensors, both symmetric, in 4 or 8 bits, with "
-    'all linears of all layers alike; or give the ordinary checkpoint, with quantization="int8" or "int4"'
+    "use GPTQ without desc_act, or pack-quantized compressed-tensors, either symmetric, in 4 or 8 bits, and with "
+    'all linears quantized in the same way; or use the unquantized checkpoint with quantization="int8" or "int4"'
 )
 
 
 @dataclass(frozen=True)
 class PackedFormat:
-    """A checkpoint's storage of its linears; `group_size` None means one scale per row."""
+    """The format in which a checkpoint stores its linears; `group_size` None means one scale per
+    row.
+    """
 
     stored_by: str
     bits: int
@@ -53,7 +55,7 @@ class PackedFormat:
         return QuantizedLinearMethod(self.bits, self.group_size)
 
     def convert(self, tensors: Iterable[tuple[str, Tensor]], like: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors under the method's names, with the checkpoint's integers as they are.
+        """Yield the tensors under the method's names, with the checkpoint's integers unchanged.
 
         Raises:
             UnsupportedModelError: the weights are asymmetric, or their groups out of order.
@@ -78,7 +80,7 @@ class PackedFormat:
             pair = 17 if self.bits == 4 else 1  # a byte holds the same four bits twice
             zeros = tensor.view(torch.uint8)
             if not any((zeros == zero * pair).all() for zero in (middle, middle - 1)):
-                raise UnsupportedModelError(f"{linear} has zero points off the middle (asymmetric); {WHAT_WORKS}")
+                raise UnsupportedModelError(f"{linear} has off-center zero points (asymmetric); {WHAT_WORKS}")
             return None
         if what == "g_idx":
             # The group of each input.
@@ -159,7 +161,7 @@ def _compressed_tensors(said: Mapping[str, Any]) -> PackedFormat:
         raise _Unsupported(f"compressed-tensors and actorder={weights['actorder']!r}")
     others = [name for name in _part("ignore", said, list) if not str(name).rstrip("$").endswith("lm_head")]
     if others:
-        raise _Unsupported(f"compressed-tensors but for {others[0]!r}")
+        raise _Unsupported(f"compressed-tensors except for {others[0]!r}")
     strategy = weights.get("strategy")
     if strategy not in ("group", "channel"):
         raise _Unsupported(f"compressed-tensors and the strategy {strategy!r}")
@@ -179,5 +181,5 @@ def _format(method: str, bits: Any, group_size: Any) -> PackedFormat:
     if bits not in (4, 8):
         raise _Unsupported(f"{method} in {bits!r} bits")
     if not isinstance(group_size, int) or not (group_size == -1 or group_size > 0):
-        raise MinivllmError(f"a group size of {method} is a count of weights, or -1 for whole rows, not {group_size!r}")
+        raise MinivllmError(f"the {method} group size must be a weight count, or -1 for whole rows, not {group_size!r}")
     return PackedFormat(method, bits, None if group_size == -1 else group_size)

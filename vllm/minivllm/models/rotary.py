@@ -22,7 +22,8 @@ from minivllm.platforms.device_memory import refuse_beyond_memory
 
 
 class RotaryTable(nn.Module):
-    """Holds `table` `[positions, rotary_dim]`: each row is the position's cosines, then its sines.
+    """A module that holds `table` `[positions, rotary_dim]`: each row is a position's cosines, then
+    its sines.
 
     `minivllm.kernels.elementwise.rotate_heads` applies it to heads.
     """
@@ -66,7 +67,7 @@ def rotary_frequencies(config: ModelConfig) -> tuple[Tensor, float]:
     and sines.
 
     Raises:
-        UnsupportedModelError: the scaling is partial, or not linear, llama3 or yarn.
+        UnsupportedModelError: the scaling is partial, or none of linear, llama3 and yarn.
         MinivllmError: the scaling lacks one of its parameters; the message names it.
     """
     width = config.rotary_dim
@@ -78,7 +79,7 @@ def rotary_frequencies(config: ModelConfig) -> tuple[Tensor, float]:
     kind = scaling["rope_type"]
     if kind not in ("linear", "llama3", "yarn") or scaling.get("partial_rotary_factor", 1.0) != 1.0:
         raise UnsupportedModelError(
-            f"rotary positions of the type {scaling} are not supported; linear, llama3 and yarn are, over whole heads"
+            f"the rope scaling {scaling} is not supported; use linear, llama3 or yarn, over whole heads"
         )
     if kind == "linear":
         return frequencies / _parameter(scaling, "factor"), 1.0
@@ -95,7 +96,7 @@ def _llama3(frequencies: Tensor, scaling: Mapping[str, Any]) -> Tensor:
     if high <= low:
         raise MinivllmError(
             f"the model config's rope scaling has high_freq_factor {high} and low_freq_factor {low}; the first must be "
-            "above the second, since what lies between them is blended"
+            "above the second, since frequencies between them are blended"
         )
     # How often each pair turns over the original context: few turns are stretched, many are kept.
     turns = _parameter(scaling, "original_max_position_embeddings") * frequencies / (2 * math.pi)
@@ -108,7 +109,7 @@ def _yarn(frequencies: Tensor, scaling: Mapping[str, Any], config: ModelConfig) 
     sharper attention.
     """
     if config.rope_theta <= 1.0:
-        raise MinivllmError(f"the model config's rope_theta is {config.rope_theta}; yarn needs one above 1")
+        raise MinivllmError(f"the model config's rope_theta is {config.rope_theta}; yarn needs a value above 1")
     original = _parameter(scaling, "original_max_position_embeddings")
     factor = scaling.get("factor") or config.max_position_embeddings / original
     first, last = (
@@ -134,8 +135,8 @@ def _yarn_scale(scaling: Mapping[str, Any], factor: float) -> float:
 
 
 def sharpening(factor: float, weight: float) -> float:
-    """Return YaRN's correction of attention for a context `factor` times as long; 1 for a
-    `weight` of 0.
+    """Return the factor by which YaRN sharpens attention for a context `factor` times as long; it
+    is 1 for a `weight` of 0.
     """
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 

@@ -1,4 +1,4 @@
-"""Text to token ids and back, using the model's `tokenizer.json`."""
+"""Conversion of text to token ids and back, using the model's `tokenizer.json`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OTHER_FILES = ("tokenizer.model", "vocab.json", "tekken.json")
 def load_tokenizer(path_or_name: str | Path) -> Tokenizer:
     """Load the tokenizer of a local model directory, or of a model on the Hugging Face hub.
 
-    `tokenizer.encode(text).ids` and `tokenizer.decode(ids)` are its two directions.
+    `tokenizer.encode(text).ids` turns text into ids, `tokenizer.decode(ids)` ids into text.
 
     Raises:
         MinivllmError: there is no `tokenizer.json`, or it cannot be read.
@@ -40,15 +40,14 @@ def load_tokenizer(path_or_name: str | Path) -> Tokenizer:
 
 
 def _way_out(directory: Path) -> str:
-    """Return the command that makes a `tokenizer.json` of a tokenizer's other files."""
+    """Return advice with the command that makes a `tokenizer.json` from a tokenizer's other files."""
     path = str(directory)
     code = f"from transformers import AutoTokenizer as T; T.from_pretrained({path!r}).save_pretrained({path!r})"
     return f", only a tokenizer in another form. Convert it once: {shlex.join([sys.executable, '-c', code])}"
 
 
 def load_transformers_tokenizer(path_or_name: str | Path) -> PreTrainedTokenizerBase:
-    """Load the same tokenizer as an object of transformers, with its special tokens and chat
-    template.
+    """Load the same tokenizer as a transformers object, with its special tokens and chat template.
 
     Raises:
         MinivllmError: transformers cannot load it.

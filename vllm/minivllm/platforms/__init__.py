@@ -1,1 +1,1 @@
-"""The differences between machines: devices, threads, memory, Triton or its interpreter."""
+"""The differences between machines: devices, threads, memory, and Triton or its interpreter."""

@@ -14,8 +14,8 @@ _TRIM_THRESHOLD, _TOP_PAD, _MMAP_MAX = -1, -2, -4
 
 
 def keep_freed_memory() -> bool:
-    """Tell glibc's malloc to neither `mmap` nor trim. Returns whether that took effect; without
-    glibc, does nothing.
+    """Tell glibc's malloc neither to `mmap` nor to trim. Return whether that took effect; without
+    glibc, do nothing.
     """
     if not sys.platform.startswith("linux"):
         return False

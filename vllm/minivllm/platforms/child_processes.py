@@ -1,4 +1,4 @@
-"""Ending the processes of ranks and cores, and describing their end in messages."""
+"""Stop the processes of ranks and cores, and describe how they ended."""
 
 import contextlib
 import signal
@@ -9,20 +9,20 @@ from typing import Protocol
 
 
 class ChildProcess(Protocol):
-    """The interface of a process that another one has started; `subprocess.Popen` has it."""
+    """The interface of a child process; `subprocess.Popen` satisfies it."""
 
     @property
     def pid(self) -> int | str:
-        """Return what names the process in messages."""
+        """The process's id, or its name in messages if it has none."""
         ...
 
     @property
     def returncode(self) -> int | None:
-        """Return how the process ended, or None if that is not known."""
+        """How the process ended, or None if that is not known."""
         ...
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for the end of the process, or raise `subprocess.TimeoutExpired`."""
+        """Wait until the process has ended, or raise `subprocess.TimeoutExpired`."""
         ...
 
     def kill(self) -> None:
@@ -31,8 +31,8 @@ class ChildProcess(Protocol):
 
 
 def wait_or_kill(processes: Sequence[ChildProcess], seconds: float) -> None:
-    """Wait up to `seconds` for processes that have been told to end, then kill those that still
-    run.
+    """Wait up to `seconds` for processes that have been asked to end, then kill those that are
+    still running.
     """
     deadline = time.monotonic() + seconds
     for process in processes:
@@ -45,7 +45,7 @@ def wait_or_kill(processes: Sequence[ChildProcess], seconds: float) -> None:
 
 
 def how_it_ended(returncode: int) -> str:
-    """Describe the end of a process, as what follows its name in a sentence."""
+    """Return a phrase that says how a process ended and follows its name in a sentence."""
     if returncode < 0:  # minus the signal's number
         return f"was killed by {signal.Signals(-returncode).name}"
     return f"ended with exit code {returncode}"

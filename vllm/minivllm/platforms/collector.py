@@ -7,8 +7,8 @@ from contextlib import contextmanager
 
 @contextmanager
 def at_rest() -> Iterator[None]:
-    """Pause the collector in a `with` block that makes many objects to keep, which it would scan
-    again and again.
+    """Pause the collector in a `with` block that creates many long-lived objects, which it would
+    scan again and again.
     """
     was_enabled = gc.isenabled()
     try:
@@ -21,12 +21,12 @@ def at_rest() -> Iterator[None]:
 
 @contextmanager
 def while_loading() -> Iterator[None]:
-    """Pause the collector in a `with` block that loads what a process keeps for good, and exempt
-    that from later scans.
+    """Pause the collector in a `with` block that loads objects for the lifetime of the process, and
+    exempt them from later scans.
 
-    Scanning torch again and again takes a sixth of its import. A process that does this must end
-    with `os._exit`: an ordinary exit would not free what was loaded, and Triton's bindings complain
-    of that.
+    Scanning torch again and again takes a sixth of its import time. A process that does this must
+    end with `os._exit`: an ordinary exit would not free what was loaded, and Triton's bindings
+    complain about that.
 
     In vLLM v0.33.0: `vllm/utils/gc_utils.py` (`freeze_gc_heap`).
     """

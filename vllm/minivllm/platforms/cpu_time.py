@@ -16,8 +16,8 @@ STEAL = 8
 
 @dataclass(frozen=True)
 class CpuTimes:
-    """Seconds that threads `ran`, and `waited`: were ready to run while something else had the
-    core.
+    """Seconds that threads `ran`, and seconds that they `waited`: ready to run while something else
+    had the core.
     """
 
     ran: float
@@ -25,7 +25,7 @@ class CpuTimes:
 
     @property
     def waited_share(self) -> float:
-        """Return the share of the time in which threads wanted a core that they spent waiting: 0
+        """The share of the time in which threads wanted a core that they spent waiting for one: 0
         on an idle machine.
         """
         total = self.ran + self.waited
@@ -37,8 +37,8 @@ ThreadTimes = dict[int, CpuTimes]
 
 
 def thread_times(tasks: Path = TASKS) -> ThreadTimes:
-    """Return the times of every thread of this process, from Linux's scheduler statistics; empty
-    if unavailable.
+    """Return the times of every thread of this process, from Linux's scheduler statistics; empty if
+    unavailable.
     """
     times = {}
     try:
@@ -66,8 +66,8 @@ def between(before: ThreadTimes, after: ThreadTimes) -> CpuTimes:
 
 
 def stolen_seconds(stat: Path = STAT) -> float:
-    """Return the seconds since boot, over all cores, that the host gave to other machines; 0 if
-    unknown.
+    """Return the seconds since boot, over all cores, that the host gave to other virtual machines;
+    0 if unknown.
     """
     try:
         return int(stat.read_text().split(maxsplit=STEAL + 1)[STEAL]) / os.sysconf("SC_CLK_TCK")

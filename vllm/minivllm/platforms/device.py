@@ -1,4 +1,4 @@
-"""Selection of the device to run on."""
+"""Select the device to run on."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ DEVICES = ("auto", "cpu", "cuda")
 
 
 def pick_device(name: str = "auto") -> torch.device:
-    """Return the device; `auto` is the GPU if there is one. Asking for a missing GPU is an
-    error, not a fallback.
+    """Return the device; `auto` is the GPU if there is one. Requesting a missing GPU is an error,
+    not a fallback.
     """
     import torch
 
@@ -29,9 +29,10 @@ def pick_device(name: str = "auto") -> torch.device:
 
 
 def on_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Copy an array to a device; on a CPU, share it. What a GPU still computes is not waited for.
+    """Copy an array to a device without waiting for the GPU; on a CPU, share its memory.
 
-    A copy from pinned memory needs no waiting, and pinned memory is kept until it has been read.
+    A copy from pinned memory runs in the background, and the pinned memory is kept until it has
+    been read.
     """
     import torch
 

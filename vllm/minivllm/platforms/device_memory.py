@@ -36,8 +36,8 @@ def refuse_beyond_memory(num_bytes: int, device: torch.device, what: str, advice
 
 
 def available_memory() -> int | None:
-    """Return the main memory still available, in bytes: the lesser of the system's and the
-    container's figure.
+    """Return the main memory still available, in bytes: the system's or the container's figure,
+    whichever is smaller.
 
     None if neither is known.
     """
@@ -63,10 +63,10 @@ def _container_available() -> int | None:
 
 
 def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
-    """Give memory of engines that are no longer used back to the device. Call it after `del llm`.
+    """Return the memory of unused engines to the device. Call it after `del llm`.
 
-    In vLLM v0.33.0: `vllm/distributed/parallel_state.py`. Processes end with their engine; no Ray
-    was started.
+    In vLLM v0.33.0: `vllm/distributed/parallel_state.py`. Nothing else needs cleaning up here:
+    processes end with their engine.
     """
     import torch
 

@@ -1,10 +1,10 @@
-"""Spare Triton's interpreter the work whose result it does not use, which is half of a kernel's
-time there.
+"""Spare Triton's interpreter work whose result it does not use, which is half of a kernel's time
+there.
 
-For each addition, subtraction and product of integers it computes in 64 bits whether the result
-fits, and uses that in debug mode only. Each function that a kernel calls, `tl.sum` among them,
-patches the language's modules again, though the launch has done so. And a type's dtype is looked up
-in a table that is built for each look-up.
+For each integer addition, subtraction and product it computes in 64 bits whether the result fits,
+and uses that in debug mode only. Each function that a kernel calls, such as `tl.sum`, patches the
+language's modules again, although the launch has already done so. And a type's dtype is looked up
+in a table that is rebuilt for every look-up.
 """
 
 import functools
@@ -14,8 +14,8 @@ from typing import Any
 
 
 def leave_out_what_is_not_used() -> None:
-    """Patch the interpreter for all kernels of this process. A Triton of another build is left
-    as it is.
+    """Patch the interpreter for all kernels of this process. A Triton build without these hooks is
+    left unchanged.
     """
     from triton.runtime import interpreter
 
@@ -39,7 +39,7 @@ def _in_debug_mode(semantic: Any) -> Callable[..., None]:
 
 
 def _remembered(look_up: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Remember NumPy's dtype for each type of the language, by its name."""
+    """Cache the look-up of NumPy's dtype for each of the language's types, by the type's name."""
     known: dict[str, Any] = {}
 
     def dtype_of(type_: Any) -> Any:
@@ -51,7 +51,9 @@ def _remembered(look_up: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 class _Patches:
-    """Patches each of the language's modules once in a launch; `restore` undoes that at its end."""
+    """Patches of the language's modules, each applied once per launch; `restore` undoes them at its
+    end.
+    """
 
     def __init__(self, patch: Callable[[Any], Any]) -> None:
         self._patch = patch
@@ -66,7 +68,7 @@ class _Patches:
         return self
 
     def restore(self) -> None:
-        """Undo the patches, the last one first: each has replaced what was patched before."""
+        """Undo the patches in reverse order: each has saved the state that it patched."""
         while self._scopes:
             self._scopes.pop().restore()
         self._patched = frozenset()
@@ -74,6 +76,6 @@ class _Patches:
 
 @functools.lru_cache(maxsize=1024)
 def _languages(function: Any) -> frozenset[str]:
-    """Return the names of the language's modules that a function refers to."""
+    """Return the names of the Triton language modules that a function refers to."""
     modules = (value.__name__ for value in function.__globals__.values() if isinstance(value, ModuleType))
     return frozenset(name for name in modules if name in ("triton.language", "triton.language.core"))

@@ -13,15 +13,15 @@ _signal: Any = import_module("_signal")
 
 
 class InterruptsHeld:
-    """A `with` block that SIGINT does not cut in two: it is delivered at the end. A second one is
-    let through at once.
+    """A `with` block that SIGINT does not interrupt: the signal is delivered at the end. A second
+    SIGINT is let through at once.
 
-    Once one has been let through, all further ones are held until the end: they would cut the
-    clean-up that the first has caused. A block for `clean_up` holds every one, also a second,
-    because no other reason for the clean-up may be cut short either.
+    Once one has been let through, all further ones are held until the end: they would interrupt the
+    clean-up that the first has caused. With `clean_up`, every signal is held, even a second one,
+    because a clean-up for any other reason must not be cut short either.
 
-    Blocks may be nested: the outermost one holds. Python interrupts the main thread only, so in
-    other threads the block does nothing; nor does it where a program ignores SIGINT.
+    Blocks may be nested: the outermost one holds the signals. Python interrupts only the main
+    thread, so in other threads the block does nothing; nor does it where a program ignores SIGINT.
     """
 
     _outermost: "ClassVar[InterruptsHeld | None]" = None
@@ -52,7 +52,7 @@ class InterruptsHeld:
         return self
 
     def deliver(self) -> None:
-        """Let a held SIGINT through now; a loop inside the block calls this between its turns."""
+        """Let a held SIGINT through now; a loop inside the block calls this between its iterations."""
         if self._held:
             self._let_one_through(*self._held[0])
 

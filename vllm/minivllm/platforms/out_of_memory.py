@@ -12,7 +12,7 @@ def explain_out_of_memory(error: BaseException) -> MinivllmError | None:
     """Turn an out-of-memory error, torch's (CPU or GPU) or Python's, into one that says which
     settings to lower.
 
-    Returns None for any other error, which the caller should raise unchanged.
+    Return None for any other error, which the caller should raise unchanged.
     """
     # On a CPU this error has no type of its own, so its message has to do.
     text = str(error).lower()
@@ -21,4 +21,4 @@ def explain_out_of_memory(error: BaseException) -> MinivllmError | None:
     if not says_so and not isinstance(error, MemoryError):
         return None
     said = str(error).strip().splitlines()
-    return MinivllmError(f"a step found no memory ({said[0] if said else type(error).__name__}): {ADVICE}")
+    return MinivllmError(f"a step ran out of memory ({said[0] if said else type(error).__name__}): {ADVICE}")

@@ -1,5 +1,4 @@
-"""PyTorch's threads spin while they wait for each other; on a busy machine they should sleep
-instead.
+"""Let PyTorch's threads sleep instead of spin while they wait for each other on a busy machine.
 
 After every operator, OpenMP's threads spin for some milliseconds in the hope of more work. On an
 idle machine that is the fastest way to wait. Next to other busy processes it burns the very time in
@@ -49,8 +48,8 @@ LARGEST_COST = 0.01
 
 
 class ExtraTeam:
-    """Sleeping threads that only count: while they exist, there are more OpenMP threads than
-    cores.
+    """A team of sleeping threads whose only purpose is their number: while it exists, there are
+    more OpenMP threads than cores.
     """
 
     def __init__(self) -> None:
@@ -58,7 +57,7 @@ class ExtraTeam:
 
     @property
     def held(self) -> bool:
-        """Return whether the team exists."""
+        """Whether the team exists."""
         return self._let_go is not None
 
     def hold(self) -> None:
@@ -70,7 +69,7 @@ class ExtraTeam:
             ready.wait()
 
     def let_go(self) -> None:
-        """End the team."""
+        """Release the team."""
         if self._let_go is not None:
             self._let_go.set()
             self._let_go = None
@@ -86,8 +85,8 @@ def _hold(ready: threading.Event, let_go: threading.Event) -> None:
 
 
 class Contention:
-    """Decides from readings of this process's threads whether other processes compete for the
-    cores.
+    """A detector that decides, from readings of this process's threads, whether other processes
+    compete for the cores.
     """
 
     def __init__(self) -> None:
@@ -105,7 +104,7 @@ class Contention:
 
 
 class Watcher:
-    """Holds the extra team while the machine is busy. Tests can replace `read`."""
+    """A watcher that holds the extra team while the machine is busy. Tests can replace `read`."""
 
     def __init__(self, team: ExtraTeam, read: Callable[[], ThreadTimes] = thread_times) -> None:
         self.team = team
@@ -140,9 +139,9 @@ def limit_spinning() -> bool:
     """Make PyTorch's threads sleep while other processes want the cores. A second call in a process
     does nothing.
 
-    Returns whether it takes effect: with GNU's OpenMP library on Linux and several threads, unless
-    the environment says how threads should wait. LLVM's and Intel's library is told to spin for 1
-    ms instead of 200, if not yet started.
+    Return whether it takes effect: with GNU's OpenMP library on Linux and several threads, unless
+    the environment specifies how threads should wait. LLVM's and Intel's library is set to spin for
+    1 ms instead of 200, unless it has already started.
     """
     if any(name in os.environ for name in CHOICES) or torch.get_num_threads() == 1:
         return False

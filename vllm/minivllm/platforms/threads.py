@@ -3,8 +3,8 @@
 A second thread pool beside PyTorch's is slow: after every operator, PyTorch's threads keep spinning
 for a while in the hope of more work, on the very cores that the second pool needs. numba's
 threading layers are such pools, even "omp" (it loads the system's OpenMP library, not the copy in
-PyTorch's wheel). So a loop asks PyTorch's library for a parallel region, `GOMP_parallel`, as
-PyTorch's operators do, and its threads take programs one by one from a shared counter.
+PyTorch's wheel). So a loop asks PyTorch's library for a parallel region, `GOMP_parallel`, just as
+PyTorch's operators do, and its threads take one program at a time from a shared counter.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def has_numba() -> bool:
 
 
 def run_programs(function: Function, cells: Cells, most_threads: int | None = None) -> None:
-    """Run a function made by `programs.compile_programs` on PyTorch's threads, `most_threads` at
-    most.
+    """Run a function made by `programs.compile_programs` on up to `most_threads` of PyTorch's
+    threads.
 
     It is called with the address of `cells`, the first of which is the shared program counter,
     initially 0.
@@ -51,7 +51,7 @@ def run_programs(function: Function, cells: Cells, most_threads: int | None = No
 
 @contextmanager
 def observed_programs(observe: Callable[[Function, Cells], None]) -> Iterator[None]:
-    """Call `observe` before each `run_programs` of this thread, with its function and cells."""
+    """Call `observe` with the function and its cells before each `run_programs` of this thread."""
     _this_thread.observe = observe
     try:
         yield

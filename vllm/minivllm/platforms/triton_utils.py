@@ -49,7 +49,7 @@ class _KernelWithoutTriton:
 
 
 class _NoTriton:
-    """Stands in for both `triton` and `triton.language`: every attribute lookup succeeds."""
+    """A stand-in for both `triton` and `triton.language`: every attribute lookup succeeds."""
 
     constexpr = int
 
@@ -78,7 +78,9 @@ if TYPE_CHECKING:  # kernels are Triton's language in Python syntax, which a typ
         def __getattr__(cls, name: str) -> Any: ...
 
     class tl(metaclass=_Anything):
-        """Allows any attribute, and `constexpr` in annotations."""
+        """A stand-in for `triton.language` that allows any attribute, and `constexpr` in
+        annotations.
+        """
 
         constexpr: TypeAlias = Any
 

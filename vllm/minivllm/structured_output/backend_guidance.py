@@ -2,7 +2,8 @@
 parsing.
 
 Its matchers never raise. A matcher that has reached its limits (it bounds its own work at every
-step), or has met a token that does not fit, stays in error and from then on allows only the end.
+step), or has met a token that does not fit, stays in an error state and from then on allows only
+the end.
 
 In vLLM v0.33.0: `vllm/v1/structured_output/backend_guidance.py` (`GuidanceBackend`,
 `GuidanceGrammar`).
@@ -16,7 +17,7 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 
 
 class GuidanceGrammar:
-    """Implements `minivllm.core.grammar.StructuredOutputGrammar`."""
+    """An implementation of `minivllm.core.grammar.StructuredOutputGrammar`."""
 
     def __init__(self, matcher: LLMatcher, eos_token_ids: frozenset[int]) -> None:
         self.matcher = matcher
@@ -24,22 +25,22 @@ class GuidanceGrammar:
         self._terminated = False
 
     def copy(self) -> "GuidanceGrammar":
-        """Return a grammar at the same place, which advances independently."""
+        """Return a grammar in the same state, which advances independently."""
         return GuidanceGrammar(self.matcher.deep_copy(), self._eos_token_ids)
 
     @property
     def error(self) -> str | None:
-        """Return what has gone wrong, in one line, or None."""
+        """The grammar's error in one line, or None."""
         return " ".join(self.matcher.get_error().split())[:400] if self.matcher.is_error() else None
 
     def accept_token(self, token_id: int) -> bool:
-        """Advance by a token. Return whether it fits; if not, the grammar is in error."""
+        """Advance by a token. Return whether it fits; if not, the grammar enters an error state."""
         fits = self.matcher.consume_token(token_id)
         self._terminated = fits and token_id in self._eos_token_ids
         return fits
 
     def validate_tokens(self, token_ids: list[int]) -> list[int]:
-        """Return the leading tokens that fit one after another. The grammar does not advance."""
+        """Return the longest prefix of these tokens that fits. The grammar does not advance."""
         return token_ids[: self.matcher.validate_tokens(token_ids)]
 
     def is_terminated(self) -> bool:
@@ -48,7 +49,7 @@ class GuidanceGrammar:
 
 
 class GuidanceBackend:
-    """Compiles grammars for one vocabulary, and fills their bitmasks."""
+    """A compiler of grammars for one vocabulary, which also fills their bitmasks."""
 
     def __init__(self, tokenizer_json: str, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         self._tokenizer = LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=list(eos_token_ids) or None)
@@ -56,7 +57,9 @@ class GuidanceBackend:
         self._executor = LLExecutor()
 
     def compile_grammar(self, text: str) -> GuidanceGrammar:
-        """Return a grammar at its beginning; it is in error if the text cannot be compiled."""
+        """Return a grammar in its initial state, or in an error state if the text cannot be
+        compiled.
+        """
         limits = LLParserLimits(verbose_errors=False)  # the defaults bound the work of each step
         matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=limits)
         return GuidanceGrammar(matcher, self._eos_token_ids)
@@ -64,9 +67,9 @@ class GuidanceBackend:
     def fill_bitmask(self, bitmask: np.ndarray, wanted: Sequence[tuple[GuidanceGrammar, int, list[int]]]) -> None:
         """Fill rows of bitmask [rows, ceil(vocab / 32)], int32: bit i of word w is token 32 w + i.
 
-        `wanted`: a grammar, its first row, and the drafts after which its next rows are filled. The
-        rows after a draft that does not fit, or that ends the text, stay as they are. The grammars
-        do not advance.
+        `wanted` holds, for each grammar, its first row and the drafts after each of which another
+        row is filled. The rows after a draft that does not fit, or that ends the text, are left
+        unchanged. The grammars do not advance.
         """
         plain = [(grammar.matcher, row) for grammar, row, drafts in wanted if not drafts]
         drafted = [(grammar.matcher, row, drafts) for grammar, row, drafts in wanted if drafts]

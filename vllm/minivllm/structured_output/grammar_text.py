@@ -32,7 +32,7 @@ def grammar_text(params: StructuredOutputsParams) -> str:
     validated yet.
 
     Raises:
-        MinivllmError: it is too long, or cannot even be written down.
+        MinivllmError: it is too long, or cannot be expressed in that syntax.
     """
     try:
         text = _written(params)
@@ -47,7 +47,7 @@ def check_grammar(params: StructuredOutputsParams) -> None:
     """Compile the grammar without a vocabulary. Results are cached.
 
     Raises:
-        MinivllmError: what is wrong, as the library says it.
+        MinivllmError: the grammar is invalid; the message is the library's.
     """
     message = _validated(grammar_text(params))
     if message:
@@ -55,7 +55,7 @@ def check_grammar(params: StructuredOutputsParams) -> None:
 
 
 class DeepThreads:
-    """A pool of threads with deep stacks."""
+    """A pool of threads with large stacks."""
 
     def __init__(self, max_workers: int) -> None:
         self._pool = ThreadPoolExecutor(max_workers, "grammar")
@@ -117,7 +117,7 @@ def _lark(grammar: str) -> str:
 
 
 def _literal(text: str) -> str:
-    """Return the regular expression that matches just this text."""
+    """Return the regular expression that matches exactly this text."""
     return "".join(char if char.isalnum() else f"\\x{{{ord(char):x}}}" for char in text)
 
 

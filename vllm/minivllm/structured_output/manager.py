@@ -1,5 +1,5 @@
-"""The grammars of an engine's core: compiled in the background, and asked once a step which tokens
-fit.
+"""Manage the grammars of an engine core: compile them in the background, and determine once per
+step which tokens fit.
 
 Nothing is loaded before the first request with a constraint: neither the library nor the tokenizer.
 
@@ -28,11 +28,11 @@ MOST_COMPILED = 32
 
 
 class StructuredOutputManager:
-    """Compiles grammars in threads, and fills the bitmask of a step."""
+    """The grammars of a core: it compiles them in threads, and fills the bitmask of a step."""
 
     def __init__(self, vocab_size: int, load_tokenizer: Callable[[], tuple[str, Sequence[int]]]) -> None:
-        """Serve a vocabulary; `load_tokenizer` returns a `tokenizer.json` and the end ids, once,
-        in a thread.
+        """Take a vocabulary size; `load_tokenizer` is called once, in a thread, and returns a
+        `tokenizer.json` and the end-of-sequence ids.
         """
         self._vocab_size = vocab_size
         self._load_tokenizer = load_tokenizer
@@ -43,7 +43,7 @@ class StructuredOutputManager:
         self._lock = threading.Lock()
 
     def grammar_init(self, request: Request, params: StructuredOutputsParams) -> None:
-        """Start to compile the grammar of a request, which waits for it."""
+        """Start compiling a request's grammar; the request waits for it."""
         from minivllm.structured_output.request import StructuredOutputRequest
 
         if self._threads is None:
@@ -54,15 +54,15 @@ class StructuredOutputManager:
         request.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
 
     def wait_for_one(self, seconds: float) -> None:
-        """Wait until a grammar is compiled, but no longer than this. Returns at once if none is
-        being compiled.
+        """Wait up to `seconds` until a grammar has been compiled. Return at once if none is being
+        compiled.
         """
         self._pending = {future for future in self._pending if not future.done()}
         if self._pending:
             wait(self._pending, seconds, FIRST_COMPLETED)
 
     def grammar_bitmask(self, requests: Mapping[str, Request], output: SchedulerOutput) -> GrammarOutput:
-        """Return which tokens fit, for the requests of a step that sample by a grammar."""
+        """Return the bitmask of allowed tokens for the step's requests that sample by a grammar."""
         req_ids = []
         rows = []
         num_rows = 0

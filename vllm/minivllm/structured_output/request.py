@@ -15,7 +15,9 @@ SECONDS_TO_COMPILE = 60.0
 
 
 class StructuredOutputRequest:
-    """Implements `minivllm.core.grammar.StructuredOutputRequest` with a future of the grammar."""
+    """An implementation of `minivllm.core.grammar.StructuredOutputRequest` with a future of the
+    grammar.
+    """
 
     def __init__(self, future: Future[GuidanceGrammar], clock: Callable[[], float] = time.monotonic) -> None:
         self.future = future
@@ -24,11 +26,13 @@ class StructuredOutputRequest:
 
     @property
     def grammar(self) -> GuidanceGrammar:
-        """Return the compiled grammar."""
+        """The compiled grammar."""
         return self.future.result(timeout=0)
 
     def is_pending(self) -> bool:
-        """Return whether the grammar is still being compiled, and within `SECONDS_TO_COMPILE`."""
+        """Return whether the grammar is still being compiled and `SECONDS_TO_COMPILE` have not
+        passed.
+        """
         return not self.future.done() and self._clock() < self._deadline
 
     def failure(self) -> str | None:

@@ -1,3 +1,1 @@
-"""The code that runs on the device: the persistent batch, the forward pass over paged attention,
-and the sampler.
-"""
+"""The worker: the persistent batch, the forward pass with paged attention, and the sampler."""

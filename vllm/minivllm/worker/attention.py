@@ -1,4 +1,4 @@
-"""Choose a model's attention: over keys and values of heads, or over latents.
+"""The choice of a model's attention: over per-head keys and values, or over latents (MLA).
 
 In vLLM v0.33.0: `vllm/v1/attention/selector.py` (`get_attn_backend`, with its `use_mla`).
 """
@@ -27,27 +27,29 @@ def make_attention(
 ) -> PagedAttention | PagedLatentAttention:
     """Return a model's attention over the caches that `allocate_kv_caches` made.
 
-    `backend` as for `PagedAttention`; `attention` replaces `PagedAttention` itself.
+    `backend` means the same as for `PagedAttention`; `attention` is a factory to call in place of
+    `PagedAttention`.
 
     Raises:
-        MinivllmError: the model keeps latents, for which there is one implementation.
+        MinivllmError: the model keeps latents, for which there is only one implementation.
     """
     if config.kv_lora_rank is None:
         scale, window = attention_scale(config), config.sliding_window
         return attention(kv_caches, scale, window) if attention else PagedAttention(kv_caches, scale, window, backend)
     if attention is not None or backend == "naive":
         raise MinivllmError(
-            "a model with latent attention (MLA) takes no Parts(attention=...), and no attention_backend 'naive': "
+            "a model with latent attention (MLA) supports neither Parts(attention=...) nor attention_backend 'naive': "
             "leave it out"
         )
     return PagedLatentAttention(kv_caches, config, backend)
 
 
 def without_attention(config: ModelConfig, max_model_len: int) -> Attention:
-    """Return a stand-in for attention in a step that only measures memory: it takes the memory that
+    """Return a stand-in for attention in steps that only measure memory; it allocates what
     attention would.
 
-    That is little, except for latents in the plain form: one request's are expanded at a time.
+    That is little, except for latents in the plain form, which expands the keys and values of one
+    request at a time.
     """
     if config.kv_lora_rank is None:
         return lambda layer, q, k, v: torch.zeros_like(q)

@@ -1,5 +1,5 @@
-"""The persistent batch: the worker's state of each running request, kept across steps in one row of
-several arrays.
+"""The persistent batch: the worker's state of each running request, kept across steps as one row in
+each of several arrays.
 
 The scheduler sends only changes: new requests in full, and for known ones their new block ids and
 the number of computed tokens. A step then gathers its inputs from the rows without a loop over
@@ -29,8 +29,7 @@ NUMBERS_OF_ROW = 32
 
 @dataclass(slots=True)
 class TokenSpans:
-    """Consecutive tokens of several requests, flattened: what a model needs for a forward pass over
-    them.
+    """The inputs of a forward pass over consecutive tokens of several requests, flattened.
 
     - `rows` [requests]: the requests' rows in the batch.
     - `input_ids`, `positions`, `slot_mapping` [tokens]: each token's id, its position in its
@@ -56,7 +55,7 @@ class StepInputs(TokenSpans):
     """The flattened inputs of one step: the tokens of all its requests, one request after another.
 
     - `req_ids` [requests]: in scheduling order.
-    - `sampling` [n]: indices of the requests that have reached their last known token and so
+    - `sampling` [n]: indices of the requests that reach their last known token and therefore
       sample. `num_sampled` [n]: 1 plus the number of drafts, since a token is sampled after each
       draft too.
     - `logits_indices` [sum of num_sampled]: indices, in the flat batch, of the tokens whose logits
@@ -72,7 +71,9 @@ class StepInputs(TokenSpans):
 
 
 class InputBatch:
-    """One row per running request. Rows do not move; a freed row is reused for a later request."""
+    """The state of the running requests, one row each. Rows do not move; a freed row is reused for
+    a later request.
+    """
 
     def __init__(self, max_num_reqs: int, max_model_len: int, block_size: int) -> None:
         self.block_size = block_size
@@ -93,8 +94,8 @@ class InputBatch:
         self._free_rows = list(range(max_num_reqs - 1, -1, -1))
 
     def update(self, output: SchedulerOutput) -> None:
-        """Apply the changes since the last step: requests that ended or were preempted, new
-        ones, new blocks.
+        """Apply the changes since the last step: finished and preempted requests, new requests, and
+        new blocks.
         """
         for req_id in (*output.finished_req_ids, *output.preempted_req_ids):
             self._remove_request(req_id)
@@ -116,10 +117,10 @@ class InputBatch:
                     self._append_block_ids(row, block_ids)
 
     def forget_computed(self, num_scheduled_tokens: dict[str, int]) -> dict[str, int]:
-        """Reset these requests to recompute from their first token; return how many tokens each
-        then computes.
+        """Reset these requests so that they recompute from their first token; return how many
+        tokens each has to compute.
 
-        Without a KV cache, every step does this.
+        Without a KV cache, this happens in every step.
         """
         rows = {req_id: self.row_of[req_id] for req_id in num_scheduled_tokens}
         counts = {req_id: int(self.num_computed_tokens[row]) for req_id, row in rows.items()}
@@ -127,7 +128,7 @@ class InputBatch:
         return {req_id: count + num_scheduled_tokens[req_id] for req_id, count in counts.items()}
 
     def prepare(self, num_scheduled_tokens: dict[str, int], drafts: dict[str, list[int]]) -> StepInputs:
-        """Gather the inputs of a step; `num_scheduled_tokens` of a request includes its drafts."""
+        """Gather the inputs of a step; a request's `num_scheduled_tokens` includes its drafts."""
         for req_id, token_ids in drafts.items():
             row = self.row_of[req_id]
             # Behind the known tokens, where sampled ones will overwrite them.
@@ -153,10 +154,10 @@ class InputBatch:
         )
 
     def spans(self, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> TokenSpans:
-        """Flatten `counts` tokens of each of `rows`, starting at position `starts`; all are [requests],
-        int32 or int64.
+        """Flatten `counts` tokens of each row in `rows`, beginning at position `starts`; all three
+        are [requests], int32 or int64.
 
-        Their slots must be in the block tables; their ids need not be known.
+        The tokens' blocks must be in the block tables; their ids need not be known yet.
         """
         seq_lens = (starts + counts).astype(np.int32)  # [requests]
         query_start_loc = np.zeros(len(rows) + 1, np.int32)  # [requests + 1]
@@ -180,7 +181,7 @@ class InputBatch:
         return np.fromiter(map(self.row_of.__getitem__, req_ids), np.int64, len(req_ids))
 
     def append_tokens(self, rows: np.ndarray, token_ids: Sequence[Sequence[int]]) -> None:
-        """Append sampled tokens, one list for each of `rows` [n], overwriting any drafts stored
+        """Append sampled tokens, one list for each row in `rows` [n], overwriting any drafts stored
         there.
         """
         counts = np.fromiter(map(len, token_ids), np.int64, len(rows))  # [n]
@@ -206,8 +207,8 @@ class InputBatch:
             self.lora_requests[row] = request.lora_request
 
     def _take_token_ids(self, row: int, start: int, token_ids: list[int]) -> None:
-        """Take tokens that the last stage has sampled, starting at position `start`; the sampling
-        rank has them.
+        """Store tokens that the last stage sampled, beginning at position `start`; the sampling
+        rank already has them.
         """
         end = start + len(token_ids)
         self.token_ids[row, start:end] = token_ids
@@ -233,7 +234,7 @@ def check_batch_memory(max_num_reqs: int, max_model_len: int, block_size: int) -
     words per row.
 
     Raises:
-        MinivllmError: the tables exceed it.
+        MinivllmError: the tables exceed host memory.
     """
     refuse_beyond_memory(
         max_num_reqs * (max_model_len + -(-max_model_len // block_size) + NUMBERS_OF_ROW) * 4,

@@ -1,14 +1,15 @@
 """The steps that a worker runs before the first request, so that no request waits for a compiler.
 
-On a CPU one short step reads numba's loops from its cache. On a GPU, Triton compiles each form of a
-kernel when it is first run, which takes a second and more, and the fastest configuration is found
-by trying several. Capturing CUDA graphs does both for decode steps. The other steps run here one at
-a time, with prompt lengths that need every form: all powers of two up to the largest step, also
-behind a long context, where splits share the keys; and with as many drafts.
+On a CPU, one short step loads numba's compiled loops from its cache. On a GPU, Triton compiles each
+variant of a kernel when it first runs, which takes a second or more, and tries several
+configurations to find the fastest. Capturing CUDA graphs does both for decode steps. The steps here
+cover the rest, one at a time, with prompt lengths that need every variant: all powers of two up to
+the largest step; powers of two after a long context, where the keys are divided into splits; and
+drafts in powers of two.
 
-These steps write to the null block, which is never read. Only the long contexts lie all over the
-cache, which is still unused: what is fastest when one cache line is read again and again need not
-be fastest otherwise.
+These steps write to the null block, which is never read. Only the long contexts are spread over the
+whole cache, which is still unused, because the configuration that is fastest when one block is read
+again and again need not be the fastest otherwise.
 
 In vLLM v0.33.0: `vllm/model_executor/warmup/kernel_warmup.py`.
 """
@@ -30,8 +31,8 @@ def warm_up_steps(
     num_drafts: int = 0,
     num_blocks: int = 1,
 ) -> Iterator[SchedulerOutput]:
-    """Yield the steps for a GPU with a cache of `num_blocks`, which verify up to `num_drafts`
-    drafts of a request.
+    """Yield the warm-up steps for a GPU with a cache of `num_blocks` blocks; some of them verify up
+    to `num_drafts` drafts of a request.
     """
     longest = max_model_len - 1
     finished: set[str] = set()
@@ -53,7 +54,9 @@ def warm_up_steps(
 
 
 def short_step(block_size: int) -> Iterator[SchedulerOutput]:
-    """Yield the step for a CPU: a prompt of two tokens."""
+    """Yield the warm-up for a CPU: a step with a prompt of two tokens, then one that ends its
+    request.
+    """
     step = _of_new_requests([(2, 0)], block_size, set())
     yield step
     yield _nothing_but(set(step.num_scheduled_tokens))
@@ -70,14 +73,14 @@ def _divided(tokens: int, longest: int) -> list[int]:
 def _of_new_requests(
     prompts: list[tuple[int, int]], block_size: int, finished: set[str], room: int = 1, num_blocks: int = 1
 ) -> SchedulerOutput:
-    """Return a step of new requests, given as (tokens to compute, tokens before them), with room
-    for `room` more each.
+    """Return a step of new requests, each given as (tokens to compute, tokens before them), with
+    blocks for `room` more tokens each.
 
-    Their blocks are the first `num_blocks` of the cache, in turn.
+    The block ids cycle through the first `num_blocks` of the cache.
     """
     requests, counts = [], {}
     for place, (tokens, computed) in enumerate(prompts):
-        name = f"warm-up {tokens} behind {computed}, {place}"
+        name = f"warm-up {tokens} after {computed}, {place}"
         known = tokens + computed
         # Every second request is greedy, so that both ways of sampling run.
         params = SamplingParams(temperature=float(place % 2 == 0), seed=0)
@@ -88,7 +91,9 @@ def _of_new_requests(
 
 
 def _verified(num_drafts: int, block_size: int, finished: set[str]) -> Generator[SchedulerOutput, None, set[str]]:
-    """Yield two steps of a request, a prompt and the verification of drafts; return its id."""
+    """Yield a request's two steps, its prompt and the verification of its drafts; return the set of
+    its id.
+    """
     prompt = _of_new_requests([(2, 0)], block_size, finished, 1 + num_drafts)
     yield prompt
     (name,) = prompt.num_scheduled_tokens

@@ -31,7 +31,7 @@ def check_kv_cache_dtype(kv_cache_dtype: str, device: torch.device, config: Mode
     """
     if config.kv_lora_rank is not None and kv_cache_dtype != "auto":
         raise MinivllmError(
-            f"kv_cache_dtype {kv_cache_dtype!r} is for keys and values of heads, and this model keeps latents (MLA): "
+            f"kv_cache_dtype {kv_cache_dtype!r} is for per-head keys and values, but this model keeps latents (MLA): "
             'leave it out, or set "auto"'
         )
     if STORED_AS.get(kv_cache_dtype) != torch.float8_e4m3fn:
@@ -40,7 +40,7 @@ def check_kv_cache_dtype(kv_cache_dtype: str, device: torch.device, config: Mode
         return
     raise MinivllmError(
         f"kv_cache_dtype {kv_cache_dtype!r} needs an NVIDIA GPU of compute capability 8.9 or above (Ada, Hopper, "
-        f'Blackwell), and this engine runs on {device_name(device)}: "int8" takes as little room anywhere'
+        f'Blackwell), but this engine runs on {device_name(device)}: use "int8", which is as small on any device'
     )
 
 
@@ -56,7 +56,7 @@ def allocate_kv_caches(
     head_dim].
 
     An int8 cache also has scales for both, each [num_blocks, kv_heads, block_size], float32. A
-    model with latent attention has one tensor a layer, [num_blocks, block_size, kv_lora_rank +
+    model with latent attention has one tensor per layer, [num_blocks, block_size, kv_lora_rank +
     qk_rope_head_dim], on every rank.
 
     Raises:
@@ -68,7 +68,7 @@ def allocate_kv_caches(
         sum(math.prod(shape) * stored_as.itemsize for shape, stored_as in shapes) * len(layers),
         device,
         f"a KV cache of {num_blocks} blocks of {block_size} tokens",
-        "give it fewer, or leave num_gpu_blocks_override out",
+        "use fewer blocks, or leave num_gpu_blocks_override out",
     )
     return [kind(*(_zeros(shape, device, stored_as) for shape, stored_as in shapes)) for _ in layers]
 

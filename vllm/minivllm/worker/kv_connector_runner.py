@@ -1,8 +1,8 @@
-"""A rank's side of a KV connector, and when it is called around the forward pass.
+"""A rank's side of a KV connector, and the calls to it around the forward pass.
 
-Between layers a connector may wait for what it loads and begin to save what was computed, so
-transfer and computation overlap. Inside a CUDA graph nothing can be called: then all layers are
-waited for before, and saved afterwards.
+Between layers, a connector may wait for what it loads and start saving what was computed, so
+transfers and computation overlap. Nothing can be called inside a CUDA graph, so there the runner
+waits for all layers before the graph and saves them after it.
 
 In vLLM v0.33.0: `vllm/v1/worker/gpu/kv_connector.py` (`ActiveKVConnector`),
 `maybe_transfer_kv_layer` in `vllm/model_executor/layers/attention/kv_transfer_utils.py`.
@@ -27,33 +27,33 @@ SAMPLED_PLACES, SAMPLED_BYTES = 16, 4096
 
 
 class KVConnector:
-    """The runner's calls around a step's forward pass; without a connector, they do nothing."""
+    """The hooks that the runner calls around a step's forward pass. Those of this base class, used
+    without a connector, do nothing.
+    """
 
     def pre_forward(self, scheduler_output: SchedulerOutput) -> None:
-        """Hand the connector the scheduler side's metadata for this step, and let it begin to
-        load.
-        """
+        """Give the connector the scheduler's metadata for this step, and let it start loading."""
 
     def around(self, attention: Attention, metadata: AttentionMetadata) -> Attention:
-        """Return the attention function of a step, with the connector's calls before and after
-        each layer.
+        """Return the attention function of a step, wrapped in the connector's calls before and
+        after each layer.
         """
         return attention
 
     def wait_for_layers(self) -> None:
-        """Wait for all layers at once, before a CUDA graph."""
+        """Wait until all layers are loaded, before a CUDA graph."""
 
     def save_layers(self) -> None:
         """Save all layers at once, after a CUDA graph."""
 
     def post_forward(self, scheduler_output: SchedulerOutput) -> None:
-        """End the step's transfers, unless a drafter has layers that are still to be computed."""
+        """End the step's transfers, unless a drafter still has layers to compute."""
 
     def pre_draft(self) -> None:
-        """Wait for the layers of the drafter."""
+        """Wait until the drafter's layers are loaded."""
 
     def finalize_step(self, scheduler_output: SchedulerOutput) -> None:
-        """End the transfers that the drafter has kept open."""
+        """End the transfers that were kept open for the drafter."""
 
     def no_forward(self, scheduler_output: SchedulerOutput) -> None:
         """Run the transfers of a step without tokens."""
@@ -63,18 +63,18 @@ class KVConnector:
         return None
 
     def reset(self) -> None:
-        """Give up what is being loaded, after a failed step."""
+        """Abandon unfinished loads after a failed step."""
 
     def shutdown(self) -> None:
-        """End what the connector has started."""
+        """Shut down the connector."""
 
 
 NO_OP_KV_CONNECTOR = KVConnector()
 
 
 class ActiveKVConnector(KVConnector):
-    """Calls one rank's connector. `kv_caches` by layer: the model's, in their order, then its
-    drafter's.
+    """The hooks of a rank that has a connector. `kv_caches` maps layer names to tensors: the
+    model's layers in order, then its drafter's.
     """
 
     def __init__(
@@ -90,7 +90,9 @@ class ActiveKVConnector(KVConnector):
         connector.register_kv_caches(kv_caches)
 
     def pre_forward(self, scheduler_output: SchedulerOutput) -> None:
-        """Tell the connector what this step transfers, and begin to load; nothing in a warm-up."""
+        """Tell the connector what this step transfers, and start loading. Do nothing in a warm-up
+        step.
+        """
         metadata = scheduler_output.kv_connector_metadata
         if metadata is None:
             return  # warm-up
@@ -105,7 +107,7 @@ class ActiveKVConnector(KVConnector):
         self.connector.start_load_kv()
 
     def around(self, attention: Attention, metadata: AttentionMetadata) -> Attention:
-        """Call the connector before and after each layer."""
+        """Wrap `attention` so that the connector is called before and after each layer."""
         if not self._active:
             return attention
         connector = self.connector
@@ -120,7 +122,7 @@ class ActiveKVConnector(KVConnector):
         return attend
 
     def wait_for_layers(self) -> None:
-        """Wait for all of the model's layers."""
+        """Wait until all of the model's layers are loaded."""
         self._wait_for(self.layer_names)
 
     def save_layers(self) -> None:
@@ -128,7 +130,7 @@ class ActiveKVConnector(KVConnector):
         self._save(self.layer_names)
 
     def pre_draft(self) -> None:
-        """Wait for all of the drafter's layers."""
+        """Wait until all of the drafter's layers are loaded."""
         self._wait_for(self.drafter_names)
 
     def _wait_for(self, names: list[str]) -> None:
@@ -146,7 +148,7 @@ class ActiveKVConnector(KVConnector):
             self._end(scheduler_output)
 
     def finalize_step(self, scheduler_output: SchedulerOutput) -> None:
-        """End the step's transfers if that has not been done."""
+        """End the step's transfers if they are still open."""
         self._end(scheduler_output)
 
     def no_forward(self, scheduler_output: SchedulerOutput) -> None:
@@ -155,8 +157,8 @@ class ActiveKVConnector(KVConnector):
         self._end(scheduler_output)
 
     def _end(self, scheduler_output: SchedulerOutput) -> None:
-        """Wait for what must be saved before the next step, and note what has arrived and what
-        was sent.
+        """Wait for saves that must finish before the next step, and record what was received and
+        sent.
         """
         if not self._active:
             return
@@ -176,34 +178,32 @@ class ActiveKVConnector(KVConnector):
         self._output = None if output.is_empty() else output
 
     def take_output(self) -> KVConnectorOutput | None:
-        """Return what the last step transferred, once."""
+        """Return what the last step transferred, and clear it."""
         output, self._output = self._output, None
         return output
 
     def reset(self) -> None:
-        """Give up what is being loaded."""
+        """Abandon unfinished loads."""
         self._active = False
         self._output = None
         self.connector.clear_connector_metadata()
         self.connector.reset()
 
     def shutdown(self) -> None:
-        """End what the connector has started."""
+        """Shut down the connector."""
         self.connector.shutdown()
 
 
 def tensors_of(cache: LayerCache | LatentCache) -> tuple[torch.Tensor, ...]:
-    """Return the tensors of a layer's cache: keys, values, and their scales if there are any; or
-    latents.
-    """
+    """Return the tensors of a layer's cache: keys, values and any scales, or the latents."""
     return tuple(tensor for tensor in cache if tensor is not None)
 
 
 def model_fingerprint(model: str | Path, config: ModelConfig, *further: object) -> str:
     """Return a hash that two engines share if they compute the same keys and values.
 
-    It covers the model's config, a sample of the bytes of its files, and the `further` objects. A
-    model that is named as on the Hugging Face hub has no files here, so its name stands for them.
+    It covers the model's config, a sample of its files' bytes, and the `further` objects. A model
+    given by its name on the Hugging Face Hub has no files here, so its name stands in for them.
     """
     seen = hashlib.sha256(repr((asdict(config), further)).encode())
     files = sorted(Path(model).glob("*.safetensors"))

@@ -1,10 +1,10 @@
-"""The engine's attention over latents (MLA): keep them, then attend in the form that is cheaper for
-each request.
+"""The engine's attention over latents (MLA): it writes them to the cache, then attends in the form
+that is cheaper for each request.
 
-Requests with few new tokens, decodes and drafts to verify, share one launch of the absorbed form
-over the paged cache. Those with many, prompts and long chunks of them, take the plain form one by
-one: their latents, this step's and those cached before, are gathered, and keys and values made of
-them. Which is which follows from counted operations (`plain_form_is_cheaper`).
+Requests with few new tokens (decodes, and drafts to verify) share one launch of the absorbed form
+over the paged cache. Requests with many (prompts, and long chunks of them) take the plain form, one
+request at a time: their latents, both cached and new, are gathered and expanded to keys and values.
+Counting operations decides which form a request takes (`plain_form_is_cheaper`).
 
 In vLLM v0.33.0: `vllm/model_executor/layers/attention/mla_attention.py`
 (`MLAAttention.forward_impl`), which divides a step by the number of new tokens alone, and expands
@@ -41,8 +41,8 @@ class LatentCache(NamedTuple):
 
 
 class PlainRequest(NamedTuple):
-    """A request in the plain form: the place of its new tokens in the flat batch, its blocks
-    [n], and its length.
+    """A request in the plain form: the slice of its new tokens in the flat batch, its blocks [n],
+    and its length.
     """
 
     tokens: slice
@@ -52,11 +52,11 @@ class PlainRequest(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepForms:
-    """A step's requests by form, the same for all layers.
+    """A step's requests, divided by attention form; the division is the same for all layers.
 
     - `metadata`: of the whole step. `absorbed`: the tables of the requests in the absorbed form;
-      None without any.
-    - `absorbed_tokens` [n]: the places of their tokens in the flat batch; None if they are all of
+      None if there are none.
+    - `absorbed_tokens` [n]: the indices of their tokens in the flat batch; None if they are all of
       it.
     - `plain`: the other requests.
     """
@@ -68,8 +68,8 @@ class StepForms:
 
     @classmethod
     def of(cls, metadata: AttentionMetadata, config: ModelConfig, block_size: int) -> "StepForms":
-        """Divide a step. Decodes alone need no look: they are absorbed, and may be captured in a
-        CUDA graph.
+        """Divide a step's requests by form. A step of decodes alone needs no check: all of it is
+        absorbed, and it may be captured in a CUDA graph.
         """
         if metadata.max_query_len == 1:
             return cls(metadata, metadata, None, ())
@@ -104,7 +104,9 @@ class PagedLatentAttention:
     """
 
     def __init__(self, kv_caches: Sequence[LatentCache], config: ModelConfig, backend: str | None = None) -> None:
-        """Attend for a model of this config; `backend` is passed to `mla_attention`."""
+        """Bind attention to these caches and this model's config; `backend` is passed to
+        `mla_attention`.
+        """
         assert config.kv_lora_rank is not None
         self.kv_caches = kv_caches
         self.config = config
@@ -127,7 +129,7 @@ class PagedLatentAttention:
         up: UpProjection,
     ) -> Tensor:
         """Implement `LatentAttentionFunction` for this step: attend to all latents so far,
-        including the step's.
+        including those of the step.
         """
         cache = self.kv_caches[layer_index].latents
         concat_and_cache_mla(latent, k_rope, cache, step.metadata.slot_mapping)

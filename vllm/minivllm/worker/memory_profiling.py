@@ -29,14 +29,14 @@ UNKNOWN_MEMORY = 4 * GIB
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """One rank's memory, in bytes: the device's total, and everything but the cache; `dtype` is the
-    compute dtype.
+    """One rank's memory, in bytes: the device's total, and everything that uses it except the KV
+    cache; `dtype` is the compute dtype.
 
     - `activation_peak`: what the largest step needs besides the weights, None if it could not be
       measured.
     - `cuda_graphs`: whether graphs will be captured; their size is not yet known.
     - `drafter`: the config of a model that drafts on this rank; `drafter_bytes`: its bytes.
-      `lora_bytes`: the slots'.
+      `lora_bytes`: those of the LoRA slots.
     - `ranks_in_host_memory`: how many ranks share a CPU's memory equally; 0 on a GPU.
     """
 
@@ -54,18 +54,18 @@ class MemoryUse:
 
 
 def device_memory(device: torch.device, ranks: int) -> tuple[str, int]:
-    """Return the name of what memory a rank has, and its bytes: a GPU's, or an equal share of
-    the CPU's.
+    """Return the name and the size in bytes of a rank's memory: a GPU's, or an equal share of the
+    host's.
     """
     if device.type == "cuda":
         return torch.cuda.get_device_name(device), torch.cuda.mem_get_info(device)[1]
-    name = "CPU (memory that is available)"
+    name = "CPU (available memory)"
     share = f"{name}, one of {ranks} ranks' share" if ranks > 1 else name
     return share, (available_memory() or UNKNOWN_MEMORY) // ranks
 
 
 def activation_peak(model: Decoder, speculator: Speculator, settings: WorkerSettings) -> int | None:
-    """Measure the bytes that the largest step needs beyond weights and cache; None on a CPU."""
+    """Measure the bytes that the largest step needs beyond weights and cache; return None on a CPU."""
     device = model.embed_tokens.weight.device
     if device.type != "cuda":
         return None
@@ -114,9 +114,9 @@ def profile_memory(
     gpu_memory_utilization: float,
     host_tier: int = 0,
 ) -> MemoryLedger:
-    """Budget the memory of one of `tp` ranks. `config` is the whole model's.
+    """Budget the memory of one of `tp` ranks; `config` describes the whole model.
 
-    `host_tier`: bytes of a second tier of the cache, of all ranks together. On a CPU it lies in the
+    `host_tier`: bytes of a second cache tier, for all ranks together. On a CPU it takes up the
     same memory.
 
     Activations are estimated if `use.activation_peak` is None. The pool never gets more blocks than
@@ -163,17 +163,17 @@ def check_override(num_gpu_blocks: int, block_size: int, max_model_len: int) -> 
     num_usable = num_gpu_blocks - 1
     if num_usable < math.ceil(max_model_len / block_size):
         longest = num_usable * block_size
-        advice = f"set max_model_len to {longest} or less" if longest >= 2 else "no length does"
+        advice = f"set max_model_len to {longest} or less, or " if longest >= 2 else ""
         raise MinivllmError(
             f"one request of max_model_len = {max_model_len} tokens does not fit into num_gpu_blocks_override = "
-            f"{num_gpu_blocks} blocks of {block_size}, of which block 0 is the null block: {advice}, "
-            "or give more blocks"
+            f"{num_gpu_blocks} blocks of {block_size}, of which block 0 is the null block: {advice}"
+            "give more blocks"
         )
 
 
 def _with_at_most(ledger: MemoryLedger, most_bytes: int) -> MemoryLedger:
-    """Return the ledger with the cache capped at `most_bytes`, and what this leaves free as a
-    row.
+    """Return the ledger with the cache capped at `most_bytes`, and a row for the memory that this
+    frees.
     """
     if ledger.kv_bytes <= most_bytes:
         return ledger

@@ -1,5 +1,5 @@
-"""The engine's attention: write the step's keys and values into their slots, then attend through
-the block tables.
+"""The engine's attention: it writes the step's keys and values into their slots, then attends
+through the block tables.
 
 In vLLM v0.33.0: `vllm/model_executor/layers/attention/attention.py` (`unified_kv_cache_update`,
 `unified_attention_with_output`), `vllm/v1/attention/backend.py` (`CommonAttentionMetadata`).
@@ -28,7 +28,7 @@ class AttentionMetadata:
     - `seq_lens` [requests]: the length of each request, including this step's tokens.
     - `block_table` [requests, blocks]; `slot_mapping` [tokens], int64: where this step's keys and
       values go.
-    - `max_seq_len`, `max_query_len`: the most tokens of a request, and those of them that are
+    - `max_seq_len`, `max_query_len`: the maximum, over requests, of the length and of the tokens
       computed in this step; known on the host, to avoid a device sync.
     """
 
@@ -67,8 +67,8 @@ class PagedAttention:
     """The engine's attention over the caches of all layers. It keeps no per-step state: `of_step`
     binds a step.
 
-    `backend` is for `unified_attention`; the kernel that writes the cache always follows the
-    device.
+    `backend` is passed to `unified_attention`; the kernel that writes the cache is always chosen by
+    the device.
     """
 
     kv_caches: Sequence[LayerCache]

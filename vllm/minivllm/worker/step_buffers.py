@@ -1,10 +1,10 @@
 """A step's inputs at fixed addresses, for CUDA graphs, which always read the addresses they were
 captured with.
 
-Tokens and requests beyond the real ones are padding, and harmless: a token's slot is −1, so no key
-or value is written; a request has no queries and no keys (`query_start_loc` does not advance,
-`seq_lens` is 0), so attention skips it; and tokens are 0 at position 0, which is valid in every
-table. Their outputs are ignored.
+Tokens and requests beyond the real ones are padding, and harmless: a padding token has slot −1, so
+its key and value are not written; a padding request has no queries and no keys (`query_start_loc`
+does not advance, `seq_lens` is 0), so attention skips it; and a padding token has id 0 and position
+0, which are valid in every table. Their outputs are ignored.
 
 Everything that changes per step is assembled on the host, in pinned memory, and copied
 asynchronously in two transfers: the per-row numbers, and as many columns of the block tables as the
@@ -56,9 +56,7 @@ class StepBuffers:
         self._copied = torch.cuda.Event() if pinned else None
 
     def metadata(self, requests: int, max_seq_len: int) -> AttentionMetadata:
-        """Return the attention metadata of a step of that many requests, as views of the
-        buffers.
-        """
+        """Return the attention metadata of a step with this many requests, as views of the buffers."""
         return AttentionMetadata(
             self.query_start_loc[: requests + 1],
             self.seq_lens[:requests],

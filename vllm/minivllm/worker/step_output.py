@@ -1,4 +1,4 @@
-"""Turn a step's samples into its output: each request's tokens, and whether it can go on."""
+"""A step's output, made from its samples: each request's tokens, and whether it can continue."""
 
 import numpy as np
 
@@ -10,8 +10,8 @@ from minivllm.worker.tokens_in_flight import HostCopy
 
 
 def kept_of(inputs: StepInputs, sampled: SamplerOutput) -> ModelRunnerOutput:
-    """Return the sampled tokens to keep, by request: its accepted drafts and the token after the
-    last of them.
+    """Return an output with the tokens that each request keeps: its accepted drafts and the token
+    after the last of them.
     """
     req_ids = [inputs.req_ids[index] for index in inputs.sampling]  # [n]
     output = ModelRunnerOutput({})
@@ -25,8 +25,8 @@ def kept_of(inputs: StepInputs, sampled: SamplerOutput) -> ModelRunnerOutput:
 
 
 def fill_in(copy: HostCopy, inputs: StepInputs, output: ModelRunnerOutput) -> None:
-    """Put the tokens of a step, one for each request that samples, into its output, once they
-    are on the host.
+    """Wait until a step's tokens, one for each request that samples, are on the host, and put them
+    into its output.
     """
     token_ids, largest = copy.wait()
     req_ids = [inputs.req_ids[index] for index in inputs.sampling]
@@ -35,11 +35,11 @@ def fill_in(copy: HostCopy, inputs: StepInputs, output: ModelRunnerOutput) -> No
 
 
 def nonfinite_req_ids(inputs: StepInputs, largest: np.ndarray) -> list[str]:
-    """Return the requests without a usable sample: the largest of a row's logits [sum of
-    num_sampled] is not finite.
+    """Return the ids of the requests without a usable sample: those with a row whose largest logit
+    is not finite.
 
-    A NaN anywhere in the row counts as the largest. A logit of minus infinity only excludes its
-    token.
+    `largest` is [sum of num_sampled]. A NaN anywhere in the row counts as the largest. A logit of
+    minus infinity only excludes its token.
     """
     finite = np.isfinite(largest)
     if finite.all():

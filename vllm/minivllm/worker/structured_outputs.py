@@ -1,4 +1,4 @@
-"""Grammars in a step that samples: which rows of its logits a bitmask is for.
+"""Grammars in a step that samples: the rows of its logits that each bitmask applies to.
 
 In vLLM v0.33.0: `vllm/v1/worker/gpu/structured_outputs.py` (`StructuredOutputsWorker`).
 """
@@ -13,10 +13,10 @@ from minivllm.worker.input_batch import StepInputs, consecutive
 
 
 def mask_by_grammars(logits: torch.Tensor, inputs: StepInputs, grammar_output: GrammarOutput | None) -> None:
-    """Mask the tokens that do not fit, in the rows of the requests that have a grammar; None: no
-    request has one.
+    """Mask the tokens that a request's grammar rejects, in the rows of the requests that have a
+    grammar.
 
-    logits [sum of num_sampled, vocab].
+    logits [sum of num_sampled, vocab]; `grammar_output` is None if no request has a grammar.
     """
     if grammar_output is None:
         return

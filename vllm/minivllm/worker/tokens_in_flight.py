@@ -3,12 +3,12 @@ the device.
 
 A host that waits for a step's tokens before it prepares the next step leaves the GPU idle
 meanwhile. But the positions, slots and tables of the next step do not depend on what the tokens
-are, only on how many there are. So the batch counts each as an unknown token, the last token of
-every row stays on the device, from where it is put into the next step's inputs, and the copies to
-the host are waited for where the output is read.
+are, only on how many there are. So the batch counts each as an unknown token, and the last token of
+every row stays on the device, where it is put into the next step's inputs. The host waits for its
+copies only when the output is read.
 
-The host must know the tokens where it computes with them: penalties, drafts, grammars. Before such
-a step it waits.
+Penalties, drafts and grammars are exceptions: the host computes with the tokens, so it waits for
+them before such a step.
 
 In vLLM v0.33.0: `vllm/v1/worker/gpu/async_utils.py` (`AsyncOutput`), `vllm/v1/worker/gpu/states.py`
 (`last_sampled_tokens`).
@@ -59,8 +59,8 @@ class TokensInFlight:
         self._admission = np.zeros(len(batch.num_tokens), np.int64)  # of the request that they belong to
 
     def append(self, rows: np.ndarray, token_ids: torch.Tensor, largest: torch.Tensor) -> HostCopy:
-        """Append a token to each of these rows [n], unknown to the host; token_ids int64 [n],
-        largest [n].
+        """Append a token that the host does not know yet to each of these rows [n]; `token_ids` is
+        int64 [n], `largest` [n].
         """
         batch = self._batch
         admissions = batch.admissions[rows]
@@ -76,8 +76,8 @@ class TokensInFlight:
         return copy
 
     def settle(self, wait: bool = False) -> None:
-        """Put what has arrived into the batch; with `wait`, all. Rows that have another request
-        by now are left.
+        """Put the tokens that have arrived into the batch, or all of them with `wait`. Rows that
+        now belong to another request are skipped.
         """
         batch = self._batch
         while self._steps and (wait or self._steps[0][-1].has_arrived()):
@@ -87,7 +87,7 @@ class TokensInFlight:
             self._num_unknown[rows[still]] -= 1
 
     def fill(self, input_ids: torch.Tensor, inputs: StepInputs) -> None:
-        """Put the unknown tokens of a step into its inputs [tokens, or more], on the device."""
+        """Put a step's unknown tokens into `input_ids`, [tokens] or longer, on the device."""
         rows = inputs.rows
         unknown = (self._num_unknown[rows] > 0) & (self._admission[rows] == self._batch.admissions[rows])
         if unknown.any():

@@ -45,8 +45,8 @@ LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
 
 
 class Worker:
-    """Loads the model on construction. All ranks of a group must get the same calls in the same
-    order.
+    """One rank of the engine, which loads its model on construction. All ranks of a group must get
+    the same calls in the same order.
     """
 
     def __init__(self, settings: WorkerSettings, group: GroupCoordinator | None = None) -> None:
@@ -64,7 +64,7 @@ class Worker:
         self.runner = ModelRunner(model, settings, load_drafter(settings, model))
 
     def memory_use(self) -> MemoryUse:
-        """Measure the memory of this rank's device and everything but the cache that uses it."""
+        """Measure the memory of this rank's device, and of everything in it except the cache."""
         runner, settings = self.runner, self.settings
         name, num_bytes = device_memory(self.device, self.group.world_size)
         return MemoryUse(
@@ -87,10 +87,10 @@ class Worker:
         return self.runner.lora
 
     def add_lora(self, lora_request: LoRARequest) -> tuple[str, str]:
-        """Read an adapter into host memory. Return its fingerprint and "", or "" and why it cannot
-        be served.
+        """Read an adapter into host memory; return its fingerprint and "", or "" and the reason it
+        cannot be served.
 
-        An exception would end the steps in flight.
+        A refusal is returned, not raised, since an exception would end the steps in flight.
         """
         try:
             return self._adapters.add_adapter(lora_request), ""
@@ -102,7 +102,9 @@ class Worker:
         return self._adapters.manager.remove_adapter(lora_id)
 
     def pin_lora(self, lora_request: LoRARequest) -> str | None:
-        """Keep an adapter in its slot from now on. Return why that is impossible, or None."""
+        """Keep an adapter in its slot from now on; return the reason if that is impossible, or
+        None.
+        """
         manager = self._adapters.manager
         try:
             if lora_request.lora_int_id not in manager.registered:
@@ -113,16 +115,16 @@ class Worker:
         return None
 
     def list_loras(self) -> list[int]:
-        """Return the adapters in host memory, by id."""
+        """Return the ids of the adapters in host memory."""
         return self.runner.lora.list_adapters()
 
     def lora_slots(self) -> list[int | None]:
-        """Return the adapter in each slot, by id."""
+        """Return the id of the adapter in each slot, or None for an empty slot."""
         return list(self.runner.lora.lora_index_to_id)
 
     def initialize_kv_cache(self, num_blocks: int) -> None:
-        """Allocate the cache, capture the graphs of decode steps and, on a GPU, warm up, once. Reset
-        the count of bytes.
+        """Allocate the cache, capture the graphs of decode steps and, on a GPU, warm up the
+        kernels. Called once; resets the count of all-reduced bytes.
         """
         self.runner.initialize_kv_cache(num_blocks)
         if self.settings.uses_graphs:
@@ -132,10 +134,10 @@ class Worker:
         self.group.bytes_reduced = 0
 
     def initialize_kv_connector(self) -> tuple[KVConnectorConfig, Any]:
-        """Create this rank's side of the KV connector, once there is a cache.
+        """Create this rank's side of the KV connector, after the cache has been allocated.
 
-        Return what the scheduler's side needs: its settings, and what others need to reach this
-        rank.
+        Return what the scheduler's side needs: the connector's settings, and the metadata with
+        which others reach this rank.
         """
         settings, group = self.settings, self.group
         assert settings.kv_transfer_config is not None
@@ -173,8 +175,8 @@ class Worker:
         return connector_config, connector.get_handshake_metadata()
 
     def warm_up(self) -> None:
-        """Run a step on a CPU, so that no request waits for what numba compiles, or reads from its
-        cache.
+        """Run a short step on a CPU, so that no request waits while numba compiles its loops or
+        reads them from its cache.
 
         On a GPU, `initialize_kv_cache` has already warmed up.
         """
@@ -182,7 +184,7 @@ class Worker:
             self.run_unobserved(short_step(self.settings.block_size))
 
     def run_unobserved(self, steps: Iterable[SchedulerOutput]) -> None:
-        """Run steps of made-up requests, and keep nothing of them."""
+        """Run steps of made-up requests, and discard everything they leave behind."""
         with self._own_parts():
             for step in steps:
                 if self.runner.draft_tokens_handler.keeps_drafts and step.scheduled_spec_decode_tokens:
@@ -195,8 +197,8 @@ class Worker:
 
     @contextmanager
     def _own_parts(self) -> Iterator[None]:
-        """Replace parts that must see real requests only by the engine's own, and the proposer
-        by a throwaway one.
+        """Swap in the engine's own parts, and a throwaway proposer, for parts that must see only
+        real requests.
         """
         runner, settings = self.runner, self.settings
         kept = runner.speculator, runner.rejection_sample
@@ -210,7 +212,7 @@ class Worker:
             runner.speculator, runner.rejection_sample = kept
 
     def _compile_kernels(self) -> None:
-        """Run steps on a GPU that need every form of the kernels."""
+        """Run steps on a GPU that use every variant of the kernels, so that all are compiled."""
         settings = self.settings
         if not settings.uses_unified_attention:
             return
@@ -220,11 +222,11 @@ class Worker:
         self.run_unobserved(warm_up_steps(*limits, settings.block_size, settings.num_speculative_tokens, num_blocks))
 
     def defer_tokens(self) -> None:
-        """Let steps end before their tokens are on the host, from now on, where the host can do
-        without them.
+        """Let steps end before their tokens are on the host, from now on, if nothing needs the
+        tokens earlier.
 
-        It cannot where other ranks, drafts or a KV connector need the tokens; and on a CPU nothing
-        would be gained.
+        Other ranks, drafts and a KV connector need them within the step; and on a CPU nothing would
+        be gained.
         """
         settings = self.settings
         # A KV connector, another rank, or a drafter reads the tokens within the step.
@@ -236,8 +238,9 @@ class Worker:
         """Run one step. Only one rank samples; it broadcasts the tokens to its group before the
         step ends.
 
-        Other stages would have to wait for the last one, so they get the tokens with the request's
-        next step. After `defer_tokens` the output's tokens may still be on their way.
+        Earlier pipeline stages would have to wait for the last one, so they get the tokens with the
+        request's next step. After `defer_tokens`, the output's tokens may still be on their way to
+        the host.
         """
         start = time.monotonic()
         output = self.runner.execute_model(scheduler_output)
@@ -252,7 +255,9 @@ class Worker:
         return self._shared(scheduler_output, output)
 
     def sample_tokens(self, grammar_output: GrammarOutput) -> ModelRunnerOutput:
-        """End the step that `execute_model` began and that waits for its grammars."""
+        """Finish the step that `execute_model` began and that has been waiting for its grammar
+        bitmask.
+        """
         begun = self.runner.execute_model_state
         assert begun is not None
         output = self.runner.sample_tokens(grammar_output)
@@ -293,7 +298,7 @@ class Worker:
         self.group.rejoin()
 
     def shutdown(self) -> None:
-        """End what the KV connector has started, if there is one."""
+        """Shut down the KV connector, if there is one."""
         self.runner.kv_connector.shutdown()
 
     def leave_group(self) -> None:
@@ -305,18 +310,20 @@ class Worker:
         return self.runner.take_draft_token_ids()
 
     def record_times(self) -> None:
-        """Start recording when each step is computed here, from the arrival of its inputs to its
+        """Start recording when this rank computes each step, from the arrival of its inputs to its
         end.
         """
         self._times = []
 
     def recorded_times(self) -> list[tuple[float, float]]:
-        """Return the recorded times, in seconds of `time.monotonic()`, and stop recording."""
+        """Return the start and end of each recorded step, in seconds of `time.monotonic()`, and
+        stop recording.
+        """
         times, self._times = self._times or [], None
         return times
 
     def kv_cache_bytes(self) -> int:
-        """Return the bytes of this rank's KV cache, a drafter's included."""
+        """Return the bytes of this rank's KV cache, including a drafter's."""
         caches = self.runner.named_kv_caches().values()
         return sum(tensor.nbytes for tensors in caches for tensor in tensors)
 
@@ -344,8 +351,8 @@ def _columns(req_ids: list[str], rows: list[list[int]], part: slice) -> dict[str
 
 
 def worker_of_rank(settings: WorkerSettings, address: tuple[str, int], rank: int) -> Worker:
-    """Return one of several ranks, each in its own process; `address` is the host and port of
-    their rendezvous.
+    """Return the worker of one of several ranks, each in its own process; `address` is the host and
+    port of their rendezvous.
     """
     return Worker(settings, join_group(settings, address, rank))
 
@@ -399,8 +406,8 @@ def join_group(settings: WorkerSettings, address: tuple[str, int], rank: int) ->
 
 
 def device_of_rank(name: str, rank: int) -> torch.device:
-    """Return the rank's own GPU, or the CPU that all ranks share. On a machine of its own, a
-    rank sees one GPU only.
+    """Return the rank's own GPU, or the CPU that all ranks share. A rank on a machine of its own
+    sees only one GPU.
     """
     return torch.device("cuda", rank % max(1, torch.cuda.device_count())) if name == "cuda" else torch.device(name)
 
@@ -424,7 +431,7 @@ def compile_loops(dtype: torch.dtype, kv_cache_dtype: str) -> None:
 
 
 def load_drafter(settings: WorkerSettings, target: Decoder) -> Decoder | Eagle3Head | None:
-    """Load the model that drafts, in the target's dtype, or return None if there is none here."""
+    """Load the draft model in the target's dtype, or return None if this rank has none."""
     config = settings.speculative_config
     if config is None or config.model is None or not target.group.samples:
         return None

@@ -2,7 +2,8 @@
 values for them.
 
 The attention weights are those of the prompt's last token in one layer of the embedded model, which
-has two KV heads. The bars count what it would keep with eight, with one, and with a latent.
+has two KV heads. The bars count the numbers that the layer would keep with eight, two or one KV
+heads, and that DeepSeek-V3's layer keeps as a latent.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ KEYS, VALUES, QUERY, LATENTS = tint(ORANGE, 0.6), tint(GREEN, 0.45), tint(BLUE, 
 
 CAPTIONS = (
     "The last token of the prompt has eight query heads in each layer. If each head had its own keys and values, a "
-    "token would take 512 numbers of a layer's cache.",
+    "token would take 512 numbers in a layer's cache.",
     "This model has two KV heads. Query heads 0 to 3 use the first, 4 to 7 the second: 128 numbers, a quarter.",
     "The same keys, but four different answers: heads 4 to 7 share the keys, each with its own query.",
     "With a program for each query head, all four read the same keys and values. The cache is smaller, but as many "
@@ -47,7 +48,7 @@ CAPTIONS = (
     "matmul has at least 16 rows; twelve are empty.",
     "One KV head for all is multi-query attention: 64 numbers, and eight query heads for each key that is read.",
     "Another way: one latent a token, from which each head could make its own keys and values. But no head has to: the "
-    "query is brought to the latents. DeepSeek-V3 keeps 512 + 64 numbers for 128 heads.",
+    "query is mapped to latent space.  DeepSeek-V3 keeps 512 + 64 numbers for 128 heads.",
     "Four GPUs have two query heads each, but there are two KV heads: each is kept twice, because both GPUs of a pair "
     "need it. From here on, more GPUs make no GPU's cache smaller.",
 )
@@ -100,7 +101,7 @@ def _shared(step: int, kv_heads: int) -> str:
 
 
 def _looked_at(step: int) -> str:
-    """Draw the weights of a group's heads for each token."""
+    """Draw the attention weights that a group's heads give each token."""
     parts = [*_tokens(), *_queries(range(4, 8), start=1)]
     for index, weights in enumerate(WEIGHTS):
         y = TOP + (1 + index) * ROW
@@ -143,7 +144,7 @@ def _read(step: int, programs: int) -> str:
 
 
 def _latents(step: int) -> str:
-    """Draw one latent a token, to which all heads bring their queries."""
+    """Draw one latent per token, to which the queries of all heads attend."""
     parts = [*_tokens(), *_queries(range(HEADS))]
     y, tall = TOP + 2.5 * ROW, 3 * ROW
     for place in range(9):
@@ -161,7 +162,7 @@ def _latents(step: int) -> str:
     ):
         parts.append(text(GRID + 4.5 * CELL, TOP + rows * ROW, words, size=12, anchor="middle"))
     parts.append(line((16, BARS - 18), (WIDTH - 16, BARS - 18), RULE))
-    for row, words in enumerate(("kept of a token", "in DeepSeek-V3's layer")):
+    for row, words in enumerate(("kept per token", "in DeepSeek-V3's layer")):
         parts.append(text(16, BARS + 12 + 16 * row, words, size=12, colour=QUIET))
     for index, (numbers, words) in enumerate(((40960, "with 128 KV heads"), (576, "latent and key"))):
         y, wide = BARS - 4 + index * 24, numbers * SCALE / 80
@@ -171,7 +172,7 @@ def _latents(step: int) -> str:
 
 
 def _ranks(step: int) -> str:
-    """Draw four GPUs with two query heads each, and the KV head that they keep."""
+    """Draw four GPUs, each with two query heads and the KV head that it keeps."""
     parts, wide = [], (WIDTH - 32) / 4
     for rank in range(4):
         x, kept = 16 + rank * wide, rank // 2
@@ -190,7 +191,7 @@ def _ranks(step: int) -> str:
         for index in range(2):
             middle = x + 51 + index * 84
             parts.append(arrow((middle, 126), (middle, 143), QUIET))
-    parts.append(text(16, 290, "numbers kept of a token in a layer, on all GPUs together", size=12, colour=QUIET))
+    parts.append(text(16, 290, "numbers kept per token and layer, on all GPUs together", size=12, colour=QUIET))
     for index, (gpus, numbers) in enumerate(((1, 128), (2, 128), (4, 256), (8, 512))):
         y, fill = 302 + index * 20, VERMILLION if gpus == 4 else tint(BLUE, 0.4)
         parts.append(text(60, y + 12, f"{gpus} GPU{'s' * (gpus > 1)}", size=11.5, anchor="end"))
@@ -205,7 +206,7 @@ def _ranks(step: int) -> str:
 def _still(step: int, *parts: str) -> str:
     titles = (
         "multi-head: keys and values for each", "grouped: two KV heads", "one group's weights",
-        "a program a query head", "a program a group", "multi-query: one KV head", "a latent for all",
+        "one program per query head", "one program per group", "multi-query: one KV head", "one latent for all",
         "more GPUs than KV heads",
     )  # fmt: skip
     return svg(WIDTH, HEIGHT, text(16, 30, titles[step], size=15, bold=True), *parts, label=CAPTIONS[step])
@@ -240,11 +241,11 @@ def _kept(y: float, tall: float) -> list[str]:
 
 
 def _bars(kv_heads: int) -> list[str]:
-    """Draw the numbers that a layer keeps of a token with eight, two and one KV heads; highlight
-    `kv_heads`.
+    """Draw bars for the numbers that a layer keeps per token with eight, two and one KV heads;
+    highlight `kv_heads`.
     """
     parts = [line((16, BARS - 18), (WIDTH - 16, BARS - 18), RULE)]
-    parts.append(text(16, BARS + 12, "kept of a token", size=12, colour=QUIET))
+    parts.append(text(16, BARS + 12, "kept per token", size=12, colour=QUIET))
     parts.append(text(16, BARS + 28, "in a layer", size=12, colour=QUIET))
     for index, count in enumerate((8, 2, 1)):
         y, numbers = BARS - 8 + index * 18, 2 * count * HEAD_DIM
@@ -256,5 +257,5 @@ def _bars(kv_heads: int) -> list[str]:
 
 
 def _middle(row: float, rows: float) -> float:
-    """Return the baseline of a text in the middle of these rows."""
+    """Return the baseline that centres text vertically in these rows."""
     return TOP + (row + rows / 2) * ROW + 3

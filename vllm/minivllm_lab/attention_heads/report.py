@@ -67,17 +67,17 @@ PROMPTS = ("def add(a, b):\n    return", "class Stack:\n    def __init__(self):\
 
 
 def show_models(cached_per_token: LessonCode, decode_flops_per_byte: LessonCode) -> dict:
-    """Show a token's bytes in real models, with a KV head for each query head too, and operations
-    for each byte.
+    """Print the KV bytes per token of real models, as they are and with one KV head per query head,
+    and their operations per byte.
 
     Raises:
-        AssertionError: the lesson counts otherwise than the engine.
+        AssertionError: the lesson's count differs from the engine's.
     """
     records, ridge = {}, get_hardware(GPU).ridge()
     for name in MODELS:
         config = known_model(name)
         token = 2 * config.num_hidden_layers * cached_per_token(config)
-        assert token == kv_bytes_per_token(config, "bfloat16"), f"{name}: the engine counts otherwise"
+        assert token == kv_bytes_per_token(config, "bfloat16"), f"{name}: the engine's count differs"
         own = 2 * config.num_hidden_layers * own_heads(config)
         records[name] = {
             "heads": config.num_attention_heads,
@@ -93,14 +93,14 @@ def show_models(cached_per_token: LessonCode, decode_flops_per_byte: LessonCode)
         records,
         "model {name} | heads {heads} | KV\nheads {kv_heads} | KiB a\ntoken {kib:.1f} | own heads,\nKiB "
         "{own_kib:,.0f} | less\nby {ratio:.0f} × | FLOPs\na byte {intensity:.0f} | in 40 GiB {tokens:,}",
-        f"Two bytes a number. An {GPU} does {ridge:.0f} operations in the time of a byte, by its data sheet.",
+        f"Two bytes per number. By its data sheet, an {GPU} does {ridge:.0f} operations while it moves one byte.",
     )
     # claims.toml finds a figure by a path with dots, so names have none
     return {"models": {name.replace(".", "-"): record for name, record in records.items()}, "ridge": ridge}
 
 
 def own_heads(config: ModelConfig) -> int:
-    """Count the numbers a layer would keep of a token if each query head had its own key and
+    """Count the numbers that a layer would keep per token if each query head had its own key and
     value.
     """
     if config.kv_lora_rank:
@@ -114,20 +114,22 @@ def own_heads(config: ModelConfig) -> int:
 
 
 def kv_heads_to_try(heads: int) -> list[int]:
-    """Return as many KV heads as heads, a quarter, an eighth and one, as far as they divide."""
+    """Return the KV head counts to try: `heads`, a quarter and an eighth of it if these divide
+    evenly, and 1.
+    """
     return sorted({heads // part for part in (1, 4, 8, heads) if heads % part == 0}, reverse=True)
 
 
 def check(arguments: argparse.Namespace) -> None:
-    """Raise `MinivllmError` if --head-dim is not a multiple of 8, or there is no such --model."""
+    """Raise `MinivllmError` if --head-dim is not a multiple of 8, or if --model does not exist."""
     ModelConfig.from_pretrained(arguments.model)
     if arguments.head_dim % 8:
         raise MinivllmError(f"--head-dim is {arguments.head_dim}; it must be a multiple of 8")
 
 
 def paged_case(kv_heads: int, context: int, arguments: argparse.Namespace, device: torch.device) -> tuple[Tensor, ...]:
-    """Return a decode step of `REQUESTS`: q, k_cache, v_cache, query_start_loc, seq_lens,
-    block_table.
+    """Return the tensors of a decode step with `REQUESTS` requests: q, k_cache, v_cache,
+    query_start_loc, seq_lens, block_table.
     """
     blocks, dtype = -(-context // BLOCK_SIZE), torch.float32 if device.type == "cpu" else torch.bfloat16
     q = torch.randn(REQUESTS, arguments.heads, arguments.head_dim, device=device, dtype=dtype)
@@ -139,10 +141,10 @@ def paged_case(kv_heads: int, context: int, arguments: argparse.Namespace, devic
 
 
 def measure_shared(grouped_attention: LessonCode, arguments: argparse.Namespace, device: torch.device) -> dict:
-    """Time the engine's attention over caches of fewer and fewer KV heads, in turns.
+    """Time the engine's attention on caches with fewer and fewer KV heads, in alternating rounds.
 
     Raises:
-        AssertionError: it differs from the lesson's attention.
+        AssertionError: the result differs from the lesson's attention.
     """
     context = min(arguments.context, 256) if arguments.quick else arguments.context
     scale = arguments.head_dim**-0.5
@@ -206,7 +208,9 @@ def latent_shape(name: str) -> dict[str, int]:
 
 
 def latent_operations(shape: Mapping[str, int]) -> dict[str, int]:
-    """Count the operations of one query for each cached token, in one layer, by form."""
+    """Count the operations that one query takes per cached token in one layer, for each form of
+    latent attention.
+    """
     heads, rank, rope, nope, v = (shape[name] for name in ("heads", "rank", "rope", "nope", "v"))
     attended = 2 * heads * (nope + rope + v)
     return {
@@ -219,8 +223,8 @@ def latent_operations(shape: Mapping[str, int]) -> dict[str, int]:
 def measure_latent(
     plain: LessonCode, absorbed: LessonCode, arguments: argparse.Namespace, device: torch.device
 ) -> dict:
-    """Time both forms of latent attention in DeepSeek-V2-Lite's shape, in turns, and compare
-    their results.
+    """Time both forms of latent attention in DeepSeek-V2-Lite's shape, alternating between them,
+    and compare their results.
     """
     shape, records = latent_shape("DeepSeek-V2-Lite"), {}
     for context in track(LATENT_CONTEXTS[:1] if arguments.quick else LATENT_CONTEXTS, "attending to latents"):
@@ -256,9 +260,7 @@ LATENT_CASES = (
 
 
 def head_case(heads: int, kv_heads: int, head_dim: int, lengths: Sequence[int] = LENGTHS) -> tuple[Tensor, ...]:
-    """Return `decode`'s arguments in float16, drawn at random; the slots after each length are
-    filled, too.
-    """
+    """Return random float16 arguments for `decode`; the slots beyond each length are filled, too."""
     slots = max(lengths) + 5
     q = torch.randn(len(lengths), heads, head_dim).half()
     keys, values = torch.randn(2, len(lengths), slots, kv_heads, head_dim).half()
@@ -277,7 +279,9 @@ def one_by_one(grouped_attention: LessonCode, case: Sequence[Tensor]) -> Tensor:
 
 
 def latent_batch(shape: Mapping[str, int], lengths: Sequence[int] = LENGTHS) -> tuple[Tensor, ...]:
-    """Return `latent_decode`'s arguments in float32: q_nope, q_rope, cache, lengths, w_uk, w_uv."""
+    """Return random float32 arguments for `latent_decode`: q_nope, q_rope, cache, lengths, w_uk,
+    w_uv.
+    """
     cases = [latent_case(shape, max(lengths) + 5, torch.float32) for _ in lengths]
     q_nope, q_rope, latents, k_rope = (torch.stack([case[place] for case in cases]) for place in range(4))
     cache = torch.cat([latents, k_rope], dim=-1).contiguous()
@@ -298,7 +302,7 @@ def latents_one_by_one(absorbed_attention: LessonCode, batch: Sequence[Tensor]) 
 
 
 def traced(decode: LessonCode, *arguments: Any, **more: Any) -> KernelTrace:
-    """Trace what the kernel of one of the lesson's calls reads and writes."""
+    """Trace the reads and writes of the kernel that a call to the lesson's `decode` launches."""
     traces: list[KernelTrace] = []
     decode(*arguments, **more, launch=lambda *call, **constants: traces.append(trace_kernel(*call, **constants)))
     return traces[0]
@@ -311,7 +315,7 @@ def verify_kernels(
     """Compare both kernels with float64 on awkward shapes, and count the bytes of keys and values
     that they read.
 
-    `quick`: one shape for each of them, and the bytes of a request of one tile.
+    `quick` limits this to one shape per kernel, and to the bytes of a one-tile request.
 
     Raises:
         AssertionError: a result is wrong.
@@ -334,8 +338,8 @@ def verify_kernels(
 
 
 def count_bytes(decode: LessonCode, latent_decode: LessonCode, tokens: int) -> dict:
-    """Trace how many bytes of one request's keys and values, or latents, are read, by query heads a
-    program.
+    """Trace how many bytes of one request's keys and values, or latents, are read, for each number
+    of query heads per program.
 
     Raises:
         AssertionError: a program with all heads of a group reads a byte twice.
@@ -357,7 +361,7 @@ def count_bytes(decode: LessonCode, latent_decode: LessonCode, tokens: int) -> d
     shown = ("1", "4", "16", "32")
     for record in records.values():
         most = max((count for count in shown if count in record), key=int)
-        assert record[most] == record["cached"], f"{record['name']}: {most} heads a program read {record[most]} bytes"
+        assert record[most] == record["cached"], f"{record['name']}: {most} heads per program read {record[most]} bytes"
     cells = [
         (record["name"], f"{record['cached']:,}", *(f"{record[count]:,}" if count in record else "" for count in shown))
         for record in records.values()
@@ -371,7 +375,7 @@ def count_bytes(decode: LessonCode, latent_decode: LessonCode, tokens: int) -> d
 
 
 def measure_pooled(pool: Pool, arguments: argparse.Namespace, device: torch.device) -> dict:
-    """Measure the held-out loss of the model, and with its KV heads pooled into one without
+    """Measure the model's held-out loss, as it is and with its KV heads pooled into one without
     further training.
     """
     texts, length = (4, 128) if arguments.quick else (16, 256)
@@ -398,7 +402,8 @@ def measure_pooled(pool: Pool, arguments: argparse.Namespace, device: torch.devi
 
 
 def show_ranks(kv_heads_of_rank: LessonCode) -> dict:
-    """Show a token's bytes on one rank and on all, by ranks: replication undoes the gain.
+    """Show a token's KV bytes on one rank and on all ranks, by the number of ranks: replication
+    undoes the gain.
 
     Raises:
         AssertionError: the lesson's rule is not the engine's.
@@ -422,11 +427,11 @@ def show_ranks(kv_heads_of_rank: LessonCode) -> dict:
 
 
 def run_two_ranks(pool: Pool, kv_heads_of_rank: LessonCode, arguments: argparse.Namespace) -> dict:
-    """Run the engine on one rank and on two, with the model's KV heads and with one: tokens, and
-    bytes on each rank.
+    """Run the engine on one rank and on two, with the model's own KV heads and with one; compare
+    the tokens and the bytes on each rank.
 
     Raises:
-        AssertionError: tokens differ, or a rank keeps other than the rule says.
+        AssertionError: tokens differ, or a rank's bytes contradict the rule.
     """
     records, own = {}, ModelConfig.from_pretrained(arguments.model).num_key_value_heads
     with tempfile.TemporaryDirectory() as folder, working("engines of one rank and of two"), without_info():
@@ -435,7 +440,7 @@ def run_two_ranks(pool: Pool, kv_heads_of_rank: LessonCode, arguments: argparse.
         for name in ("one",) if arguments.quick else models:
             model, heads = models[name]
             (tokens, (kept_alone,)), (tokens_of_two, kept) = (served(model, tp) for tp in (1, 2))
-            assert tokens == tokens_of_two, f"{name}: two ranks generate other tokens"
+            assert tokens == tokens_of_two, f"{name}: two ranks generate different tokens"
             shares = [len(kv_heads_of_rank(rank, 2, heads)) / heads for rank in range(2)]
             assert kept == [int(share * kept_alone) for share in shares], f"{name}: ranks keep {kept}"
             records[name] = {"one_rank": kept_alone, "rank": kept[0], "all": sum(kept)}
@@ -454,7 +459,7 @@ def run_two_ranks(pool: Pool, kv_heads_of_rank: LessonCode, arguments: argparse.
 
 
 def served(model: str | Path, tp: int) -> tuple[list[list[int]], list[int]]:
-    """Return the greedy tokens of an engine of `tp` ranks, and the bytes of each rank's cache."""
+    """Return the greedy tokens of an engine with `tp` ranks, and the bytes of each rank's cache."""
     llm = LLM(
         model, device="cpu", dtype="float32", max_model_len=128, num_gpu_blocks_override=32, tensor_parallel_size=tp
     )
@@ -487,7 +492,7 @@ def close(figures: dict, disturbance: str) -> None:
     llama, deepseek, mqa = models["Llama-3-1-8B"], models["DeepSeek-V3"], figures["shared"]["by_kv_heads"]["1"]
     ranks, two = figures["ranks"]["Meta-Llama-3-70B"], figures["two_ranks"]["one"]
     closing(
-        f"Llama-3.1-8B keeps {llama['kib']:.0f} KiB of a token, a quarter of what 32 KV heads would take, and does "
+        f"Llama-3.1-8B keeps {llama['kib']:.0f} KiB per token, a quarter of what 32 KV heads would take, and does "
         f"{llama['intensity']:.0f} operations a byte; DeepSeek-V3 keeps {deepseek['kib']:.0f} KiB, and does "
         f"{deepseek['intensity']:.0f}.",
         Timed(
@@ -502,8 +507,8 @@ def close(figures: dict, disturbance: str) -> None:
 
 
 def draw(figures: dict, path: str) -> None:
-    """Draw operations a byte over bytes a token; bytes and time of a step by KV heads; bytes by
-    ranks.
+    """Draw operations per byte against bytes per token, a step's bytes and time by KV heads, and
+    bytes by ranks.
     """
     with panels(path, 3) as (left, middle, right):
         for name, record in zip(MODELS, figures["models"]["models"].values(), strict=True):
@@ -547,7 +552,7 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
     """Add the lesson's own flags to the common ones; `--help` shows `doc`."""
     flags = lesson_parser(doc or "", EMBEDDED_MODEL)
     flags.add_argument("--heads", type=whole_number(1, 256), default=32, help="query heads, 1 to 256 (default: 32)")
-    flags.add_argument("--head-dim", type=whole_number(8, 256), default=128, help="numbers of a head (default: 128)")
+    flags.add_argument("--head-dim", type=whole_number(8, 256), default=128, help="numbers per head (default: 128)")
     flags.add_argument(
         "--context", type=whole_number(1, 32768), default=2048, help="tokens of each request (default: 2048)"
     )

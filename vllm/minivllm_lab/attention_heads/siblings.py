@@ -1,5 +1,5 @@
-"""Siblings of a model with other KV heads, and what each of several GPUs keeps and computes of
-them. *Modelled*.
+"""Siblings of a model with other numbers of KV heads, and the share of them that each of several
+GPUs keeps and computes. *Modelled*.
 
     sibling = with_kv_heads(known_model("Llama-3.1-8B"), 1)
     share = ModelShare(sibling, get_hardware("H100"), tp=16)
@@ -42,10 +42,10 @@ def with_kv_heads(model: ModelConfig, heads: int) -> ModelConfig:
 
 
 def with_latent(model: ModelConfig, width: int) -> ModelConfig:
-    """Return the model with DeepSeek-V2's attention: a layer keeps a latent of `width` and
-    `ROPE` more numbers.
+    """Return the model with DeepSeek-V2's attention: each layer caches a latent of `width` numbers
+    and `ROPE` more.
     """
-    require(width >= 1, f"a latent has at least one number, not {width}")
+    require(width >= 1, f"a latent must have at least one number, got {width}")
     return replace(
         model,
         model_type="deepseek_v2",
@@ -58,7 +58,7 @@ def with_latent(model: ModelConfig, width: int) -> ModelConfig:
 
 
 def decode_flops_per_key(model: ModelConfig, tp: int = 1) -> float:
-    """Count one GPU's operations for each cached token, in all layers, when one token is decoded.
+    """Count one GPU's operations per cached token, over all layers, when one token is decoded.
 
     A latent is used in the absorbed form: scores over latent and rotary key, then the weighted sum
     of latents.
@@ -70,7 +70,7 @@ def decode_flops_per_key(model: ModelConfig, tp: int = 1) -> float:
 
 
 def decode_intensity(model: ModelConfig, tp: int = 1) -> float:
-    """Return one GPU's operations of a decode's attention for each byte of a 16-bit cache."""
+    """Return one GPU's attention operations in a decode step per byte of a 16-bit cache."""
     return decode_flops_per_key(model, tp) / kv_bytes_per_token(model, "bfloat16", tp)
 
 
@@ -97,8 +97,8 @@ class ModelShare:
 
     @property
     def holders(self) -> int:
-        """The most parts that keys and values can be divided into: the KV heads, or one for a
-        latent.
+        """The maximum number of parts that keys and values can be divided into: the KV heads, or
+        one for a latent.
         """
         return 1 if self.model.kv_lora_rank is not None else self.model.num_key_value_heads
 
@@ -109,7 +109,7 @@ class ModelShare:
 
     @cached_property
     def bytes_per_token(self) -> int:
-        """Bytes of keys and values of a token, all layers, on this GPU."""
+        """Bytes of keys and values per token on this GPU, over all layers."""
         counted = kv_bytes_per_token(self.model, "bfloat16", self.tp)
         if self.kv_heads is None or self.model.kv_lora_rank is not None:
             return counted
@@ -117,7 +117,7 @@ class ModelShare:
 
     @property
     def intensity(self) -> float:
-        """Operations of a decode's attention for each byte of the cache."""
+        """Attention operations of a decode step per byte of the cache."""
         return decode_flops_per_key(self.model, self.tp) / self.bytes_per_token
 
     @cached_property
@@ -134,7 +134,8 @@ class ModelShare:
         )  # fmt: skip
 
     def fits(self, context: int) -> float:
-        """Return how many requests of `context` tokens fit on this GPU, and so on all.
+        """Return how many requests of `context` tokens fit on this GPU, and therefore on all of
+        them.
 
         Raises:
             MinivllmError: see `ledger`.
@@ -152,7 +153,7 @@ class ModelShare:
         )
 
     def tokens_per_second(self, batch: int, context: int) -> float:
-        """Return the throughput of all GPUs when `batch` requests of `context` tokens decode; 0
-        without requests.
+        """Return the throughput of all GPUs together when `batch` requests of `context` tokens
+        decode; 0 without requests.
         """
         return batch / self.cost.seconds(StepShape.of([(1, context - 1)] * batch)) if batch else 0.0

@@ -1,4 +1,4 @@
-"""A scheduling policy that leaves the caps to functions: those of exercise 10.
+"""A scheduling policy whose token caps are decided by functions: those of exercise 10.
 
     LLM(model, parts=Parts(policy=learner_policy(chunk_limit, running_tokens, admitted_tokens)))
 
@@ -13,7 +13,7 @@ from minivllm.core.policy import DEFAULT_POLICY, SchedulingPolicy
 from minivllm.errors import MinivllmError
 
 ChunkLimit = Callable[[int, int, int, bool], int]
-"""`chunk_limit(token_budget, threshold, num_requests, adaptive)` returns the most tokens of one
+"""`chunk_limit(token_budget, threshold, num_requests, adaptive)` returns the maximum number of tokens of one
 request in a step.
 """
 RunningTokens = Callable[[int, int, int], int]
@@ -29,10 +29,10 @@ def learner_policy(
     running_tokens: RunningTokens | None = None,
     admitted_tokens: AdmittedTokens | None = None,
 ) -> SchedulingPolicy:
-    """Return the policy with these caps; None leaves the engine's own.
+    """Return the policy with these caps; None keeps the engine's own.
 
-    A result that the engine cannot carry out raises `MinivllmError` in its step; the message says
-    which.
+    If a function returns a count that the engine cannot use, its step raises `MinivllmError`; the
+    message names the function and the count.
     """
     own = DEFAULT_POLICY
     return SchedulingPolicy(

@@ -1,7 +1,7 @@
-"""Draw lesson 10's opening: a long prompt comes while the followed request decodes; in one piece,
-then in three.
+"""Draw lesson 10's opening: a long prompt arrives while the followed request decodes, first
+computed in one piece, then in three.
 
-The pieces are the engine's steps of the scene "long prompt"; the one piece is scheduled by
+The three pieces are the engine's steps in the scene "long prompt"; the single piece is scheduled by
 `PREFILL_FIRST`, the policy of vLLM V0.
 """
 
@@ -37,7 +37,7 @@ def frames() -> Frames:
     undecided = text(LEFT, 100, "nothing is scheduled yet", colour=QUIET)
     whole = [(LONG, token.shown) for token in prompt]
     stills = [
-        _still(run, "The followed request decodes, and a long prompt has come", 0, output[:1], undecided),
+        _still(run, "The followed request decodes, and a long prompt has arrived", 0, output[:1], undecided),
         _still(run, "Prefill first: a step of its own", len(prompt), output[:1], *_step(whole)),
     ]
     done = 0
@@ -57,8 +57,8 @@ def frames() -> Frames:
         f"The same again: add has generated {output[1]}, and gets 1; long gets the next {sizes[1]}, which also see the "
         f"keys of the first {sizes[0]}.",
         f"long gets the last {sizes[-1]}, and samples {first}. From now on both decode.",
-        f"Before, {len(prompt)} tokens of long come between two tokens of add; now at most {max(sizes)}. Both times "
-        f"long has its first token after {sum(sizes)} tokens of its own; now {len(pieces)} of add's come first.",
+        f"Before, {len(prompt)} tokens of long come between two tokens of add; now at most {max(sizes)}. Either way "
+        f"long gets its first token after {sum(sizes)} tokens of its own; now {len(pieces)} of add's come first.",
     ]
     return Frames(stills, captions)
 
@@ -69,8 +69,8 @@ def _tokens(step: Step, name: str) -> int:
 
 
 def _cells(x: float, y: float, cells: Sequence[tuple[str, str, str | None]], width: float, tall: float) -> list[str]:
-    """Draw cells side by side, each with its text, fill and dash; leave out text that is too
-    long.
+    """Draw cells side by side, each with its text, fill and dash; replace text that is too long
+    with "…".
     """
     return [
         rect(
@@ -121,7 +121,7 @@ def _before(run: Followed) -> list[dict[str, int]]:
 
 
 def _side_by_side(run: Followed) -> str:
-    """Draw both ways on one axis of computed tokens, and mark where add generates a token."""
+    """Draw both schedules on one axis of computed tokens, and mark where add generates a token."""
     mixed = [{row.request: row.num_scheduled_tokens for row in step.rows} for step in run.steps]
     parts, wide = [text(20, 32, "The same tokens, in two orders", size=15, bold=True)], 15.0
     for y, name, steps in ((92, "before", _before(run)), (212, "now", mixed)):

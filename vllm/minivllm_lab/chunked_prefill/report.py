@@ -51,7 +51,7 @@ LessonCode = Callable[..., Any]
 
 
 def load(arguments: argparse.Namespace, device: torch.device) -> None:
-    """Read the model's config, so that a missing model is refused first, and put the device into
+    """Read the model's config, so that a missing model is reported early, and store the device in
     `arguments`.
 
     Raises:
@@ -75,8 +75,8 @@ def show_steps(policies: Mapping[str, Steps]) -> dict[str, list[dict[str, int]]]
 
 
 def show_order() -> list[dict[str, int]]:
-    """Show the engine's steps with a chunk before a decode: a long prompt under a threshold,
-    then a chat.
+    """Show engine steps in which a chunk comes before a decode: a long prompt capped by a
+    threshold, then a chat.
     """
     limits = SchedulerConfig(max_model_len=64, max_num_batched_tokens=12, long_prefill_token_threshold=8)
     engine, steps = Scheduler(limits, CacheConfig(num_gpu_blocks=100, enable_prefix_caching=False)), []
@@ -113,8 +113,8 @@ QUICK_WAYS = "prefill first (V0)", "mixed, 512 a step", "mixed, 32 a step"
 
 
 def measure_chats(arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """Measure, by policy, the gaps of chats while long prompts arrive, and the prompts' time to
-    first token.
+    """Measure, for each policy, the chats' token gaps while long prompts arrive, and the prompts'
+    time to first token.
     """
     records, prompts = {}, 1 if arguments.quick else 4
     blocks = CacheConfig(block_size=BLOCK_SIZE, num_gpu_blocks=600, enable_prefix_caching=False)
@@ -137,7 +137,7 @@ def measure_chats(arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
         records,
         "{name} | ITL p50 {itl_p50_ms:,.1f} | p99 {itl_p99_ms:,.1f} | longest {itl_max_ms:,.1f} | "
         "TTFT {ttft_ms:,.1f} | steps {steps:.0f} | decodes {chat_tokens:.0f}",
-        "ITL: of the chats. TTFT, steps: of a long prompt; decodes: tokens of the chats in each of its steps.",
+        "ITL is the chats', TTFT and steps a long prompt's; decodes: the chats' tokens in each of its steps.",
     )
     return records
 
@@ -155,7 +155,7 @@ AWKWARD = {
 def mixed_case(
     queries: Sequence[int], seq_lens: Sequence[int], heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """Return a step's tensors by the names of the lesson's arguments, with scattered blocks."""
+    """Return a step's tensors, keyed by the lesson's argument names, with scattered blocks."""
     tables = [-(-length // BLOCK_SIZE) for length in seq_lens]
     ids = iter((torch.randperm(sum(tables)) + 1).tolist())
     block_table = torch.zeros(len(tables), max(tables), dtype=torch.int32)
@@ -187,14 +187,17 @@ def exact(case: Mapping[str, Tensor]) -> Tensor:
 
 
 def num_decodes_of(queries: Sequence[int], name: str) -> int:
-    """Count the first requests with one token; in the last case, one of them counts as a chunk."""
+    """Count the leading requests with one token; in the case "one token in a chunk's place", one of
+    them counts as a chunk.
+    """
     return sum(count == 1 for count in queries) - (name == "one token in a chunk's place")
 
 
 def verify_kernel(
     mixed_launch: LessonCode, in_two_launches: LessonCode, device: torch.device, quick: bool
 ) -> dict[str, float]:
-    """Compare one launch and two with float64 on awkward steps; `quick`: for one shape of heads.
+    """Compare one launch and two with float64 on awkward steps; `quick` tests only one shape of
+    heads.
 
     Raises:
         AssertionError: a row is wrong, or was not written.
@@ -217,8 +220,8 @@ TILES = {"tiles of 16 rows": (16, 16), "tiles of 64": (64, 64), "16 for decodes,
 
 
 def compare_launches(tile_work: LessonCode, device: torch.device) -> dict[str, Any]:
-    """Count the rows, scores and keys of a step by its tiles; time the engine's attention in one
-    call and in two.
+    """Count a step's rows, scores and keys for each choice of tiles, and time the engine's
+    attention in one call and in two.
     """
     queries, lengths = STEP
     records = {}
@@ -245,13 +248,13 @@ def compare_launches(tile_work: LessonCode, device: torch.device) -> dict[str, A
     ratio = statistics.median(two / single for single, two in zip(*turns.values(), strict=True))
     seconds = {name: statistics.median(times) for name, times in turns.items()}
     console.print(
-        f"The engine's attention on this step: {ms(seconds['one call'])} ms in one call, two take {ratio:.2f} × that."
+        f"The engine's attention on this step: {ms(seconds['one call'])} ms in one call, {ratio:.2f} × that in two."
     )
     return {"tiles": records, "seconds": seconds, "two_over_one": ratio}
 
 
 def _attend(case: Mapping[str, Tensor], first: int = 0, last: int | None = None) -> Tensor:
-    """Run the engine's attention on requests `first` to `last`."""
+    """Run the engine's attention on the requests from `first` up to, but not including, `last`."""
     starts = case["starts"][first : None if last is None else last + 1]
     rows = slice(int(starts[0]), int(starts[-1]))
     lens, tables = case["seq_lens"][first:last], case["block_table"][first:last]
@@ -266,7 +269,9 @@ def _attend(case: Mapping[str, Tensor], first: int = 0, last: int | None = None)
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Compute on one CPU core, where other work on the machine disturbs timings less."""
+    """Run torch on one thread inside the block, where other work on the machine disturbs timings
+    less.
+    """
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -276,11 +281,11 @@ def one_thread() -> Iterator[None]:
 
 
 def measure_keys_read_again(keys_read_again: LessonCode, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Measure a prompt by the size of its chunks: re-read keys, time of attention, time of all
-    steps.
+    """Measure a prompt for several chunk sizes: the keys that are read again, the time of
+    attention, and the time of all steps.
 
     Raises:
-        AssertionError: the engine's steps read another number of keys than the formula says.
+        AssertionError: the engine's steps read a different number of keys than the formula says.
     """
     prompt, rounds = (512, 1) if arguments.quick else (1920, 3)
     chunks = [chunk for chunk in (prompt, 512, 256, 128, 64, 32) if chunk <= prompt]
@@ -327,7 +332,7 @@ def measure_keys_read_again(keys_read_again: LessonCode, arguments: argparse.Nam
 
 
 def _chunks(prompt: int, chunk: int, device: torch.device) -> list[dict[str, Tensor]]:
-    """Return an attention call for each chunk of a prompt, on one cache."""
+    """Return the attention arguments for each chunk of a prompt, all on one cache."""
     whole = mixed_case([prompt], [prompt], 8, 2, 32, torch.float32)
     cases = []
     for start in range(0, prompt, chunk):
@@ -357,12 +362,12 @@ FEW, MANY, ROWS = 4, 32, 256
 
 
 def measure_knee(knee: LessonCode, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Time the steps of a model larger than any cache by their tokens, and compare the knee with
-    the predicted one.
+    """Time steps of several sizes on a model larger than any cache, and compare the measured knee
+    with the predicted one.
 
-    The prediction uses two rates of matmuls alone: operations a second with many rows, bytes a
-    second with one row. The medians of all turns count; the spread comes from doing the same for
-    each turn.
+    The prediction uses two matmul rates only: operations per second with many rows, and bytes per
+    second with one row. The medians over all rounds count; the spread comes from repeating the
+    calculation for each round.
     """
     settings = LARGE | QUICK if arguments.quick else LARGE
     config, turns = ModelConfig.from_dict(settings), _turns_of_steps(settings, arguments)
@@ -397,11 +402,12 @@ def measure_knee(knee: LessonCode, arguments: argparse.Namespace) -> dict[str, A
 
 
 def _turns_of_steps(settings: Mapping[str, Any], arguments: argparse.Namespace) -> dict[str, list[float]]:
-    """Time steps by their tokens, all layers' matmuls with one row, and one matmul with many rows,
-    in turns.
+    """Time steps of several sizes, all layers' matmuls with one row, and one matmul with many rows,
+    in alternating rounds.
 
-    In turns, a shared machine's changing memory speed affects all alike. Each token is a request of
-    its own, because only a prompt's last token goes through all of the last layer.
+    Because they alternate, a shared machine's changing memory speed affects all of them equally.
+    Each token is a request of its own, because only a prompt's last token goes through all of the
+    last layer.
     """
     device = arguments.device
     with tempfile.TemporaryDirectory() as folder, one_thread():
@@ -424,11 +430,11 @@ def _turns_of_steps(settings: Mapping[str, Any], arguments: argparse.Namespace) 
 
 
 def sweep_knee(seconds: Mapping[int, float]) -> float:
-    """Return the knee in a sweep of steps: the time of a small step over the time that a token adds
-    to a large one.
+    """Return the knee of a sweep over step sizes: the time of a small step divided by the time that
+    each token adds to a large one.
 
-    The former is the median of the steps of up to `FEW` tokens. The latter is the slope of a line
-    through the steps of `MANY` tokens and more, with the least squares of relative errors; its
+    The former is the median over the steps of up to `FEW` tokens. The latter is the slope of a line
+    through the steps of at least `MANY` tokens, fitted by least squares on relative errors; its
     intercept does not matter.
     """
     few = statistics.median(time for size, time in seconds.items() if size <= FEW)
@@ -443,7 +449,7 @@ GPU_MODEL, GAP = "Llama-3.1-8B", 0.05
 
 
 def show_gpus(knee: LessonCode, budget_for: LessonCode) -> dict[str, Any]:
-    """Show the knee by GPU from data sheets, the modelled budget for a gap of 50 ms, and the
+    """Show each GPU's knee from its data sheet, the modelled budget for a gap of 50 ms, and the
     model's error.
     """
     model, records = known_model(GPU_MODEL), {}
@@ -493,8 +499,8 @@ def break_it(
     """
 
     def steps_to_first_token(**settings: Any) -> int:
-        """Count the steps of a prompt of 24 tokens that comes when four chats of 30 tokens have
-        begun.
+        """Count the steps that a 24-token prompt takes to its first token if it arrives after four
+        chats of 30 tokens have begun.
         """
         arrivals = {0: [request(name, 1, 30) for name in "abcd"], 1: [request("L", 24, 1)]}
         steps = list(serve(partial(mixed, **settings), arrivals))

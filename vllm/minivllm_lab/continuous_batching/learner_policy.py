@@ -46,8 +46,8 @@ describes it.
 def learner_policy(schedule: Schedule) -> SchedulingPolicy:
     """Return the policy whose steps `schedule` decides.
 
-    A decision that cannot be carried out raises `MinivllmError` in the engine's step; the message
-    says which.
+    If a decision cannot be carried out, the engine's step raises `MinivllmError`; the message names
+    the decision.
     """
     return SchedulingPolicy(schedule=partial(_ask, schedule))
 
@@ -78,7 +78,7 @@ def _carry_out(scheduler: Scheduler, request_id: str, num_tokens: int, step: Ste
     gets = f"your schedule gives request {request_id!r} {num_tokens} tokens"
     request = scheduler.requests.get(request_id)
     if request is None or not 0 < num_tokens <= step.token_budget:
-        raise MinivllmError(f"{gets}, and {step.token_budget} are left of the budget")
+        raise MinivllmError(f"{gets}, but {step.token_budget} are left of the budget")
     if request.status is not RequestStatus.RUNNING:
         step.chunk_limit = num_tokens
         if scheduler.waiting.peek_request() is not request or not scheduler.admit(scheduler.waiting, step):
@@ -86,5 +86,5 @@ def _carry_out(scheduler: Scheduler, request_id: str, num_tokens: int, step: Ste
         return
     new_blocks = scheduler.kv_cache_manager.allocate_slots(request, num_tokens)
     if new_blocks is None:
-        raise MinivllmError(f"{gets}, and no block is free for them")
+        raise MinivllmError(f"{gets}, but no block is free for them")
     step.continue_running(request, num_tokens, new_blocks)

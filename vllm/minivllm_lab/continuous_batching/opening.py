@@ -30,10 +30,10 @@ def frames() -> Frames:
         [
             "Before the step: add has 9 tokens in the cache and 1 that it has sampled; for and class have arrived. A "
             "step may have 12 tokens: add gets 1, for 5, and 6 are left for class, whose prompt is cut.",
-            "A rectangle, a row for each request, would have 18 places, and 6 of them padding.",
+            "As a rectangle with a row for each request, this would have 18 places, 6 of them padding.",
             "So all new tokens are laid end to end. Norms and matmuls with weights take them row by row, and do not "
-            "ask whose they are. query_start_loc says where each request begins.",
-            "Attention must ask. It is one launch over tiles of 4 rows; no tile straddles two requests. A program "
+            "belong to. query_start_loc says where each request begins.",
+            "Attention must know. It is one launch over tiles of 4 rows; no tile straddles two requests. A program "
             "finds its request by bisection: the last one whose first tile, start // 4 + number, is not after its own.",
             "Each row sees its own request's keys, up to itself. The decode sees 10; the prompt and the chunk see a "
             "staircase. Nothing outside the coloured cells counts.",
@@ -179,4 +179,4 @@ def _sampled(step: Step) -> str:
         shown = row.sampled.shown
         parts.append(text(x + CELL / 2, y + TALL + 66, shown, size=12, anchor="middle", mono=True))
     parts.append(text(LEFT, 250, "Next step: add 1, for 1, and the other 4 of class.", size=14))
-    return _still("Who has caught up samples", *parts)
+    return _still("Caught-up requests sample", *parts)

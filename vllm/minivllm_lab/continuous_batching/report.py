@@ -56,14 +56,16 @@ WAYS: dict[str, tuple[int, dict]] = {
 
 
 def pool(block_size: int) -> CacheConfig:
-    """Divide that memory into blocks of this size, and add the null block."""
+    """Divide the memory of the engine's runs into blocks of `block_size` tokens, and add the null
+    block.
+    """
     count = 1 + RESERVED * MAX_LEN // block_size
     return CacheConfig(num_gpu_blocks=count, block_size=block_size, enable_prefix_caching=False)
 
 
 def measure_engine(arguments: argparse.Namespace, device: torch.device) -> dict:
-    """Run the engine each way on the same requests; print throughput, and the error of a model
-    of half of the steps.
+    """Run the engine with each of `WAYS` on the same requests; print the throughput, and the error
+    of a step model fitted to half of the steps.
     """
     draw, outputs, runs = random.Random(arguments.seed), Lengths(16.0 if arguments.quick else 48.0), {}
     requests = arguments.requests or (12 if arguments.quick else 256 if arguments.full else 72)
@@ -81,7 +83,7 @@ def measure_engine(arguments: argparse.Namespace, device: torch.device) -> dict:
         rows.append((name, run.most_running, len(run.steps), f"{run.throughput:,.0f}", f"{gain:.2f}", f"{off:+.0%}"))
     error = model_error(cost, steps[1::2])
     columns = ("", "most at once", "steps", "tokens a second", "× static", "modelled time off by")
-    caption = f"modelled: a line through half of the steps; on the other half it is off by {error}"
+    caption = f"modelled: a line fitted to half of the steps; on the other half it is off by {error}"
     table(f"{requests} requests, memory for {RESERVED * MAX_LEN:,} tokens", columns, rows, caption)
     alone, _, batched, paged = (figures["gain"] for figures in results.values())
     ratios = {"batching": batched, "paging": paged / batched, "both": paged, "over_one": paged / alone}
@@ -89,7 +91,7 @@ def measure_engine(arguments: argparse.Namespace, device: torch.device) -> dict:
 
 
 def refuse_too_long(model: str, device: torch.device) -> str:
-    """Print the engine's refusal of a pool in which not one request of the greatest length fits."""
+    """Print the engine's refusal of a pool that cannot hold even one request of the maximum length."""
     small = CacheConfig(num_gpu_blocks=20)
     refused = refusal(lambda: bare_engine(model, device, small, max_model_len=512))
     console.print(f"larger than the pool: {refused}")
@@ -97,8 +99,8 @@ def refuse_too_long(model: str, device: torch.device) -> str:
 
 
 def break_on_simulator(arguments: argparse.Namespace) -> dict:
-    """Check the step model on figures kept aside, then overload an H100 and send it a long
-    prompt.
+    """Check the step model on published figures that it was not fitted to, then overload a
+    simulated H100 and send it a long prompt.
     """
     served, card = known_model(SERVED), get_hardware("H100")
     blocks = memory_ledger(served, card, max_model_len=8192).num_blocks
@@ -169,7 +171,9 @@ def pipeline(depth: int, placeholders: bool, tokens: int, schedule_ms: float, fo
 
 
 def measure_pipelines(schedule_ms: float = 2.0, forward_ms: float = 5.0, tokens: int = 100) -> dict:
-    """Compare steps one after the other, two deep without placeholders, and two deep with them."""
+    """Compare running steps one after the other, two in flight without placeholders, and two in
+    flight with them.
+    """
     kinds = {"one after the other": (1, False), "two deep, no placeholders": (2, False), "two deep": (2, True)}
     results = {name: pipeline(*kind, tokens, schedule_ms, forward_ms) for name, kind in kinds.items()}
     rows = [(name, f"{x['ms_per_token']:.2f}", x["steps"], x["empty"]) for name, x in results.items()]
@@ -179,9 +183,9 @@ def measure_pipelines(schedule_ms: float = 2.0, forward_ms: float = 5.0, tokens:
 
 
 def kept_aside() -> dict[str, dict[str, float]]:
-    """Print how far the step model is off on published figures that it was not calibrated on.
+    """Print how far the step model is off from published figures that it was not calibrated on.
 
-    The A100's is from gpt-fast's README, those of the B200 from vLLM's blog of 2026-04-22.
+    The A100's figure is from gpt-fast's README, the B200's are from vLLM's blog of 2026-04-22.
     """
     a100, _ = _decode_line("A100")
     b200, slope = _decode_line("B200")
@@ -195,19 +199,21 @@ def kept_aside() -> dict[str, dict[str, float]]:
         for name, (published, modelled) in figures.items()
     }
     rows = [(name, f"{x['published']:.3g}", f"{x['modelled']:.3g}", f"{x['off']:+.0%}") for name, x in results.items()]
-    table("The step model on figures kept aside", (SERVED, "published", "modelled", "off by"), rows)
+    table("The step model on held-out figures", (SERVED, "published", "modelled", "off by"), rows)
     return results
 
 
 def _decode_line(gpu: str) -> tuple[float, float]:
-    """Return the milliseconds of a decode without context, and what each token of context adds."""
+    """Return the milliseconds of a decode step without context, and those that each token of
+    context adds.
+    """
     cost = RooflineCost.of(known_model(SERVED), get_hardware(gpu))
     near, far = (1e3 * cost.seconds(StepShape.of([(1, context)])) for context in (0, 100_000))
     return near, (far - near) / 100_000
 
 
 def show_starved(tokens: Mapping[str, int], token_budget: int, steps: int) -> None:
-    """Print the tokens that each request has got after some steps."""
+    """Print how many tokens each request has received after `steps` steps."""
     table(f"Tokens after {steps} steps with a budget of {token_budget}", list(tokens), [list(tokens.values())])
 
 
@@ -218,7 +224,7 @@ def close(results: dict, seats: int, disturbance: str) -> None:
         f"A static batch of {seats} chats uses {chat['static']:.0%} of its seats, "
         f"continuous batching {chat['continuous']:.0%}.",
         Timed(
-            f"On the same memory the engine made {ratio['batching']:.1f} times the tokens a second of static batching, "
+            f"In the same memory the engine made {ratio['batching']:.1f} times the tokens a second of static batching, "
             f"and with pages {ratio['both']:.1f} times."
         ),
         f"A prompt of 4,096 tokens holds 16 chats up for {1e3 * gaps['8192']['longest_gap']:.0f} ms, with a budget of "
@@ -250,7 +256,7 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
     """Build the parser: the common flags and the lesson's own; --help shows `doc`."""
     flags = lesson_parser(doc or "", EMBEDDED_MODEL)
     # With more seats than half of the counted requests, no request would have to wait.
-    flags.add_argument("--seats", type=whole_number(1, 64), default=8, help="of the batch that is counted (up to 64)")
+    flags.add_argument("--seats", type=whole_number(1, 64), default=8, help="seats of the counted batch (up to 64)")
     at_least = whole_number(12, 4096)  # fewer are too few to compare
-    flags.add_argument("--requests", type=at_least, help="for the engine, 12 or more (default: 72, 12 quick, 256 full)")
+    flags.add_argument("--requests", type=at_least, help="requests, at least 12 (default: 72, 12 quick, 256 full)")
     return flags

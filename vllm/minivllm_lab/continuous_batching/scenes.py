@@ -22,8 +22,8 @@ class Overload:
 
 
 def capacity(lengths: Sequence[RequestLengths], config: SchedulerConfig, cache: CacheConfig, cost: Cost) -> float:
-    """Return the requests per second that full seats serve, by Little's law: seats / mean time
-    in a seat.
+    """Return the requests per second that are served with all seats taken, by Little's law: seats /
+    mean time in a seat.
     """
     result = simulate([SimulatedRequest(x.prompt_tokens, x.output_tokens) for x in lengths], config, cache, cost)
     return config.max_num_seqs / statistics.mean(x.token_times[-1] - x.token_times[0] for x in result.requests)

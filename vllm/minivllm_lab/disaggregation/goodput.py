@@ -1,5 +1,5 @@
-"""The goodput of two pools of GPUs, one that prefills and one that decodes, and of as many GPUs
-that do both.
+"""The goodput of two pools of GPUs, one that prefills and one that decodes, and of the same number
+of GPUs that do both.
 
     pair = Disaggregated(model, gpu, prefill=1, decode=1, link=get_link("400 Gb/s"))
     goodput(pair, Work(1024, 128), Objective(ttft=0.3, tpot=0.02)).per_gpu
@@ -7,7 +7,7 @@ that do both.
 Goodput is the highest rate at which 90 % of the requests have both their first token and the
 following ones in time. Bisection finds it: the real schedulers serve every rate that is tried
 (`pools`, `open_load`), with a step's cost from `layouts`. Everything is *modelled*; `model_checks`
-says how far it is off published figures.
+says how far it is from published figures.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ SEED = 8
 
 @dataclass(frozen=True)
 class Objective:
-    """The service level, in seconds: to the first token, and per token after it."""
+    """The service-level objective in seconds: time to the first token, and time per token after it."""
 
     ttft: float
     tpot: float
 
     def __post_init__(self) -> None:
-        require(min(self.ttft, self.tpot) > 0, f"ttft is {self.ttft}, tpot {self.tpot}; both are above 0 seconds")
+        require(min(self.ttft, self.tpot) > 0, f"ttft is {self.ttft}, tpot {self.tpot}; both must be above 0 seconds")
 
 
 @dataclass(frozen=True)
 class Work:
-    """Requests of equal lengths, or of a workload whose prompts and answers are cut after
-    `longest` tokens.
+    """Requests of equal lengths, or requests drawn from a workload, with prompts and answers cut
+    after `longest` tokens.
     """
 
     prompt: int
@@ -64,9 +64,7 @@ class Work:
 
     @cached_property
     def lengths(self) -> list[RequestLengths]:
-        """The lengths of a run's requests: those that are counted, and as many that keep the
-        load up.
-        """
+        """The lengths of a run's requests: the counted ones, and as many again to keep the load up."""
         if self.source is None:
             return [RequestLengths(self.prompt, self.output)] * (2 * self.counted)
         drawn = self.source.sample(2 * self.counted, SEED)
@@ -103,23 +101,24 @@ class Served:
     clients: list[Client]
 
     def attainment(self, objective: Objective) -> float:
-        """Return the share of requests that had both in time."""
+        """Return the share of requests that met both objectives."""
         met = sum(client.ttft <= objective.ttft and client.tpot <= objective.tpot for client in self.clients)
         return met / len(self.clients)
 
     def late(self, objective: Objective) -> tuple[float, float]:
-        """Return the shares of requests whose first token, and whose following tokens, came too
-        late.
+        """Return the share of requests whose first token was late, and the share whose following
+        tokens were.
         """
         first = sum(client.ttft > objective.ttft for client in self.clients)
         following = sum(client.tpot > objective.tpot for client in self.clients)
         return first / len(self.clients), following / len(self.clients)
 
     def cause(self, objective: Objective) -> str:
-        """Say why most late requests were late: "tpot", or the largest of PARTS; empty where none
-        was late.
+        """Return why most late requests were late: "tpot", or the largest of PARTS; an empty string
+        if none was late.
 
-        Colocated engines know no parts and say "ttft".
+        Colocated engines do not split the time to first token, so for them it is "ttft" instead of
+        a part.
         """
         first, following = self.late(objective)
         if max(first, following) == 0:
@@ -132,12 +131,12 @@ class Served:
         return max(PARTS, key=lambda part: sum(parts[part] for parts in slow))
 
     def mean(self, part: str) -> float:
-        """Return the mean seconds of one of PARTS."""
+        """Return the mean seconds that the requests spent in one of PARTS."""
         return statistics.mean(client.parts[part] for client in self.clients)
 
 
 class System(Protocol):
-    """Some GPUs that serve."""
+    """A deployment whose goodput can be measured: GPUs that serve requests."""
 
     @property
     def gpus(self) -> int:
@@ -145,15 +144,15 @@ class System(Protocol):
         ...
 
     def serve(self, work: Work, rate: float) -> Generator[None, None, Served]:
-        """Serve requests that arrive at `rate` a second, with pauses."""
+        """Serve requests that arrive at `rate` per second, as a generator that pauses now and then."""
         ...
 
     def bound(self, work: Work, objective: Objective) -> float:
-        """Return a rate that it cannot exceed for long."""
+        """Return a rate that the system cannot exceed for long."""
         ...
 
     def bound_by(self, work: Work, objective: Objective) -> str:
-        """Say what is always busy at that rate, in the words of `Served.cause`."""
+        """Return what is always busy at that rate, in the terms of `Served.cause`."""
         ...
 
 
@@ -198,7 +197,7 @@ class Disaggregated(_OneGpuEngines):
     def __post_init__(self) -> None:
         require(
             min(self.prefill, self.decode) >= 1,
-            f"there are {self.prefill} prefilling and {self.decode} decoding GPUs; each takes one at least",
+            f"there are {self.prefill} prefilling and {self.decode} decoding GPUs; each pool needs at least one",
         )
 
     @property
@@ -207,21 +206,21 @@ class Disaggregated(_OneGpuEngines):
         return self.prefill + self.decode
 
     def serve(self, work: Work, rate: float) -> Generator[None, None, Served]:
-        """Serve requests that arrive at random, `rate` a second."""
+        """Serve requests that arrive at random, on average `rate` per second."""
         load = self.load(work, rate)
         journeys = yield from run_pools(self.pools(work, load.at_start), load)
         return Served(rate, [Client(journey.ttft, journey.tpot, journey.parts) for journey in journeys])
 
     def load(self, work: Work, rate: float) -> PoolLoad:
-        """Draw random arrivals, with as many requests already there as are decoded at this rate
+        """Draw random arrivals, and start with as many requests as are being decoded at this rate
         on average.
         """
         in_decode = self.decode * self.decoding.batch(work, rate / self.decode)
         return PoolLoad(work.lengths, arrivals(work, rate), work.counted, round(in_decode))
 
     def pools(self, work: Work, at_start: int | None = None) -> Pools:
-        """Return the engines' settings; at the start `at_start` requests are decoded, by default
-        as many as fit.
+        """Return the engines' settings; `at_start` requests, by default as many as fit, are already
+        being decoded at the start.
         """
         placed, come = self.placed, len(work.lengths)
         in_decode = PLACES * self.decode if at_start is None else at_start
@@ -243,7 +242,7 @@ class Disaggregated(_OneGpuEngines):
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of a token's keys and values, all layers together."""
+        """Bytes of a token's keys and values, over all layers."""
         return kv_bytes_per_token(self.model)
 
     @cached_property
@@ -252,8 +251,8 @@ class Disaggregated(_OneGpuEngines):
         return Decoding(self.step_cost, self.placed.kv_tokens(), self.placed.places)
 
     def bounds(self, work: Work, objective: Objective) -> dict[str, float]:
-        """Return the rate at which each part is always busy: "prefill", "link", "decode" within
-        the objective.
+        """Return the rate at which each part ("prefill", "link", "decode") is always busy, with
+        decoding held to the objective.
         """
         prompt, _ = work.means
         ways = 1 if self.shared else min(self.prefill, self.decode)
@@ -264,16 +263,16 @@ class Disaggregated(_OneGpuEngines):
         }
 
     def bound(self, work: Work, objective: Objective) -> float:
-        """Return the least of `bounds`."""
+        """Return the lowest of `bounds`."""
         return min(self.bounds(work, objective).values())
 
     def bound_by(self, work: Work, objective: Objective) -> str:
-        """Say which part has that bound."""
+        """Return what sets the bound: "queue" for prefilling, "link", or "tpot" for decoding."""
         bounds = self.bounds(work, objective)
         return {"prefill": "queue", "link": "link", "decode": "tpot"}[min(bounds, key=bounds.__getitem__)]
 
     def alone(self, work: Work) -> float:
-        """Return the seconds to first token of a request that is alone."""
+        """Return the time to first token, in seconds, of a request that runs alone."""
         prompt = round(work.means[0])
         prefill = chunk_seconds(self.step_cost, prompt, self.budget)
         sent = self.link.seconds(prompt * self.bytes_per_token)
@@ -285,8 +284,8 @@ class Disaggregated(_OneGpuEngines):
 
 @dataclass(frozen=True)
 class Colocated(_OneGpuEngines):
-    """`gpus` engines that prefill and decode, `budget` tokens a step; each gets every `gpus`-th
-    request.
+    """`gpus` engines that prefill and decode, with `budget` tokens per step; each gets every
+    `gpus`-th request.
     """
 
     model: ModelConfig
@@ -297,7 +296,7 @@ class Colocated(_OneGpuEngines):
     cost: Cost | None = None
 
     def serve(self, work: Work, rate: float) -> Generator[None, None, Served]:
-        """Serve the requests of one engine, which stand for those of the others."""
+        """Serve one engine's requests, which stand for those of the other engines."""
         running = round(self.mixed(work).batch(rate / self.gpus))
         scheduler, cache = engine_configs(self.placed, self.budget, work, len(work.lengths) + running)
         scheduler = replace(scheduler, enable_chunked_prefill=self.chunked_prefill)
@@ -315,12 +314,12 @@ class Colocated(_OneGpuEngines):
         return Mixed(self.step_cost, self.placed.kv_tokens(), places, self.budget, work)
 
     def bound(self, work: Work, objective: Objective) -> float:
-        """Return the rate at which the largest batches that fit do all the work of a request."""
+        """Return the highest rate that the engines reach with any batch that fits."""
         del objective
         return self.gpus * self.mixed(work).capacity
 
     def bound_by(self, work: Work, objective: Objective) -> str:
-        """Say "ttft": requests wait for their first token."""
+        """Return "ttft": requests wait for their first token."""
         del work, objective
         return "ttft"
 
@@ -346,15 +345,15 @@ class Decoding:
         return self.cost.seconds(StepShape(batch, batch, keys, keys))
 
     def capacity(self, work: Work, tpot: float) -> float:
-        """Return the highest rate at which no token takes longer than `tpot`; 0 if it does for
-        one alone.
+        """Return the highest rate at which no token takes longer than `tpot`; 0 if even a lone
+        request's tokens do.
         """
         steps = {batch: self.step_seconds(work, batch) for batch in _batches(self.most(work))}
         rates = (batch / (work.means[1] * seconds) for batch, seconds in steps.items() if seconds <= tpot)
         return max(rates, default=0.0)
 
     def batch(self, work: Work, rate: float) -> float:
-        """Return how many requests are there at this rate; `most` where it is too much."""
+        """Return how many requests are in flight at this rate; `most` if the rate is too high."""
         stay = rate * work.means[1]
         return by_littles_law(self.most(work), lambda batch: stay * self.step_seconds(work, max(1, round(batch))))
 
@@ -379,26 +378,28 @@ class Mixed:
 
     @cached_property
     def most(self) -> float:
-        """Requests at once; the prompts that join in a step must fit into its budget, too."""
+        """The maximum number of requests at once; the prompts that join in a step must fit into its
+        budget, too.
+        """
         prompt, output = self.work.means
         return max(1.0, min(self.places, self.kv_tokens / (prompt + output), self.budget / (1 + prompt / output)))
 
     @cached_property
     def capacity(self) -> float:
-        """The highest rate. A batch is a mean here: where prompts are long, fewer than two fill
-        a budget.
+        """The highest rate. Batch sizes are means here: if prompts are long, fewer than two of them
+        fill a budget.
         """
         batches = (self.most * share / 64 for share in range(1, 65))
         return max(batch / (self.work.means[1] * self.seconds(batch)) for batch in batches)
 
     def batch(self, rate: float) -> float:
-        """Return how many requests are there at this rate; `most` where it is too much."""
+        """Return how many requests are in flight at this rate; `most` if the rate is too high."""
         stay = rate * self.work.means[1]
         return by_littles_law(self.most, lambda batch: stay * self.seconds(max(1.0, batch)))
 
 
 def by_littles_law(most: float, inside: Callable[[float], float]) -> float:
-    """Find the batch with as many requests as are `inside` while its steps last; `most` where
+    """Find the batch size at which as many requests are `inside` as the batch holds; `most` if
     there are more.
     """
     low, high = 0.0, float(most)
@@ -409,12 +410,14 @@ def by_littles_law(most: float, inside: Callable[[float], float]) -> float:
 
 
 def _batches(most: int) -> list[int]:
-    """Return batches up to the largest, in steps of at most a sixteenth."""
+    """Return up to 64 batch sizes, evenly spaced up to the largest."""
     return sorted({max(1, round(most * share / 64)) for share in range(1, 65)})
 
 
 def prefill_seconds(cost: Cost, prompt: float, budget: int) -> float:
-    """Return the GPU seconds of a prompt, in steps as full as the budget allows."""
+    """Return a prompt's GPU seconds; short prompts share a step in the number that is cheapest
+    within the budget.
+    """
     length = max(1, round(prompt))
     if length >= budget:
         return chunk_seconds(cost, length, budget)
@@ -422,7 +425,7 @@ def prefill_seconds(cost: Cost, prompt: float, budget: int) -> float:
 
 
 def arrivals(work: Work, rate: float, turns: int = 1) -> list[float]:
-    """Draw the arrivals of a run: at random, of which one engine gets every `turns`-th."""
+    """Draw one engine's arrivals in a run: every `turns`-th of the requests that arrive at random."""
     return gamma_arrivals(rate, len(work.lengths), burstiness=turns, seed=SEED)
 
 
@@ -431,7 +434,7 @@ def engine_configs(
 ) -> tuple[SchedulerConfig, CacheConfig]:
     """Return the settings of one engine's scheduler, with as many blocks as the GPU's memory holds.
 
-    It gets no more blocks than its `num_requests` requests could use, since making a block takes
+    There are no more blocks than `num_requests` requests could use, since creating a block takes
     time.
     """
     longest = max(request.total for request in work.lengths)
@@ -442,7 +445,7 @@ def engine_configs(
 
 @dataclass(frozen=True)
 class Goodput:
-    """The highest rate that is sustained, and what breaks beyond it."""
+    """The highest rate that is sustained, and what fails beyond it."""
 
     rate: float
     gpus: int
@@ -455,11 +458,11 @@ class Goodput:
 
 
 def goodput(system: System, work: Work, objective: Objective, rounds: int = 7) -> Goodput:
-    """Find the highest rate at which SHARE of the requests are in time, to `bound` / 2 ** `rounds`
-    and never above it.
+    """Find the highest rate at which SHARE of the requests are in time, to within `bound` / 2 **
+    `rounds` and never above `bound`.
 
-    A run has an end, so it may sustain a little more than is possible for long; then the bound
-    holds.
+    A run is finite, so it may sustain slightly more than is possible for long; the bound then
+    limits the result.
     """
     served: dict[float, Served] = {}
 

@@ -1,5 +1,5 @@
-"""A KV connector between engines of one process whose scheduler's side is the `ConnectorScheduler`
-of exercise 08.
+"""A KV connector between engines of one process; its scheduler side is exercise 08's
+`ConnectorScheduler`.
 
 LLM(model, parts=Parts(kv_connector=learner_connector(ConnectorScheduler)),
 kv_transfer_config={...})
@@ -34,8 +34,8 @@ SECONDS_TO_RELEASE = 5.0
 
 @dataclass
 class Peer:
-    """An engine's cache, its requests that have been read, and how many blocks it has read
-    itself.
+    """An engine's cache, the requests that other engines have read from it, and the number of
+    blocks that it has read itself.
     """
 
     kv_caches: KVCaches
@@ -49,14 +49,16 @@ PEERS: dict[str, Peer] = {}
 
 @dataclass
 class Reads(KVConnectorMetadata):
-    """The reads of the exercise's `build_connector_meta`, and requests whose lease is over."""
+    """The reads that the exercise's `build_connector_meta` returned, and the requests whose lease
+    has expired.
+    """
 
     reads: Sequence[Any]
     expired: Sequence[str]
 
 
 def learner_connector(kind: Callable[..., Any]) -> Callable[[KVConnectorConfig, KVConnectorRole], KVConnectorBase_V1]:
-    """Return what makes a connector with one of `kind` beside the scheduler."""
+    """Return a factory of connectors whose scheduler side is an instance of `kind`."""
 
     def make(config: KVConnectorConfig, role: KVConnectorRole) -> KVConnectorBase_V1:
         return LearnerConnector(kind, config, role)
@@ -65,7 +67,9 @@ def learner_connector(kind: Callable[..., Any]) -> Callable[[KVConnectorConfig, 
 
 
 class LearnerConnector(KVConnectorBase_V1):
-    """Copies blocks from one engine's cache into another's; the exercise decides which."""
+    """A connector that copies blocks from one engine's cache into another's; the exercise decides
+    which.
+    """
 
     def __init__(self, kind: Callable[..., Any], config: KVConnectorConfig, role: KVConnectorRole) -> None:
         super().__init__(config, role)
@@ -78,18 +82,18 @@ class LearnerConnector(KVConnectorBase_V1):
     # The workers' side
 
     def register_kv_caches(self, kv_caches: KVCaches) -> None:
-        """Let the other engines find the cache."""
+        """Register the cache so that the other engines can find it."""
         PEERS[self.engine_id] = Peer(kv_caches)
 
     def start_load_kv(self) -> None:
-        """Copy what is to be read at once; it counts as received after the step."""
+        """Copy the blocks to be read immediately; they count as received after the step."""
         meta = self._connector_metadata
         assert isinstance(meta, Reads)
         PEERS[self.engine_id].sent |= set(meta.expired)
         for read in meta.reads:
             peer = PEERS[read.params["remote_engine_id"]]
             if len(read.block_ids) != len(read.remote_block_ids):
-                raise MinivllmError(f"a read of {len(read.remote_block_ids)} blocks into {len(read.block_ids)}")
+                raise MinivllmError(f"cannot read {len(read.remote_block_ids)} blocks into {len(read.block_ids)}")
             if read.block_ids:
                 caches = PEERS[self.engine_id].kv_caches.values(), peer.kv_caches.values()
                 for ours, theirs in zip(*caches, strict=True):
@@ -100,7 +104,9 @@ class LearnerConnector(KVConnectorBase_V1):
             peer.sent.add(read.params["remote_request_id"])
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
-        """Return what the others have read, and what was copied."""
+        """Return the requests that other engines have read, and those whose blocks were copied
+        here.
+        """
         peer = PEERS[self.engine_id]
         sent, peer.sent = peer.sent, set()
         received, self.received = self.received, set()
@@ -109,23 +115,23 @@ class LearnerConnector(KVConnectorBase_V1):
     # The scheduler's side
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Forward the question."""
+        """Forward the call to the exercise's scheduler side."""
         return self.learner.get_num_new_matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Request, blocks: Sequence[Any], num_external_tokens: int) -> None:
-        """Forward, with the ids of the blocks."""
+        """Forward the call to the exercise's scheduler side, with the blocks' ids."""
         self.learner.update_state_after_alloc(request, [block.block_id for block in blocks], num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> Reads:
-        """Collect the reads, and the leases that have ended."""
+        """Collect the reads and the expired leases."""
         return Reads(self.learner.build_connector_meta(), self.learner.expired())
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """Forward what was sent and received."""
+        """Forward the requests that were sent and received."""
         self.learner.update_connector_output(connector_output.finished_sending, connector_output.finished_recving)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Forward the question."""
+        """Forward the call to the exercise's scheduler side."""
         return self.learner.request_finished(request, block_ids)
 
     # Both sides
@@ -141,8 +147,8 @@ FREE, CAME = "blocks free again at the end", "blocks that came from the other en
 
 
 def serve_through_both(plugged: Plugged, parts: Parts) -> Served:
-    """Compute each prompt on one engine and answer it on another; without parts, one engine does
-    both.
+    """Compute each prompt on one engine and answer it on another; if `parts` is empty, one engine
+    does both.
     """
     if not parts.names:
         served = serve(plugged, parts)
@@ -176,9 +182,7 @@ def _engine(parts: Parts, name: str) -> LLM:
 
 
 def _free_blocks(llm: LLM) -> str:
-    """Step until the blocks that were read are freed, but not for ever; return how many are
-    free.
-    """
+    """Step until all blocks are free or `SECONDS_TO_RELEASE` have passed; return how many are free."""
     pool = core_of(llm).scheduler.kv_cache_manager.block_pool
     until = time.monotonic() + SECONDS_TO_RELEASE
     while pool.get_num_free_blocks() < pool.num_usable_blocks and time.monotonic() < until:

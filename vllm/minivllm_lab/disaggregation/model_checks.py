@@ -1,11 +1,10 @@
-"""The error of the model of disaggregation against published figures, and which of them it was
-fitted to.
+"""The disaggregation model's error against published figures, and which of them it was fitted to.
 
     for check in disaggregation_checks(): print(check.table, check.what, check.measured,
     check.modelled, check.fitted)
 
 The cost of a step is that of today's kernels at a data sheet's rates (`layouts`); the publications'
-engines are of 2023 and slower. So DistServe's example is there twice: with the cost as it is, and
+engines are from 2023 and slower. So DistServe's example appears twice: with the cost as it is, and
 with two factors fitted to two of its figures, for arithmetic and for memory, so that the others are
 predictions. Everything else is fitted to nothing. Not checked: DistServe's and Mooncake's gains on
 recorded traffic, whose lengths and settings are not published in a form that could be run here.
@@ -50,8 +49,8 @@ SPLITWISE_GAPS = {("coding", 13): (0.052, 0.031), ("conversation", 129): (0.040,
 
 @dataclass(frozen=True)
 class DisaggregationCheck(PublishedCheck):
-    """A published figure and the model's, in which table it stands, and whether the model was
-    fitted to it.
+    """A published figure and the model's value, the table they belong to, and whether the model was
+    fitted to the figure.
     """
 
     table: str
@@ -70,7 +69,7 @@ def disaggregation_checks(counted: int = 200) -> tuple[DisaggregationCheck, ...]
 
 
 def disaggregation_error(counted: int = 200) -> float:
-    """Return the median of |modelled − measured| / measured where nothing was fitted."""
+    """Return the median of |modelled − measured| / measured over the figures that were not fitted."""
     return statistics.median(abs(check.error) for check in disaggregation_checks(counted) if not check.fitted)
 
 
@@ -94,8 +93,8 @@ def example(prefill: int, decode: int, cost: Cost) -> Disaggregated:
 
 
 def sustained(system: System, work: Work, objective: Objective, high: float, part: str = "") -> float:
-    """Find the highest sustained rate up to `high`; with `part` "prefill", a computed prompt is
-    a first token.
+    """Find the highest sustained rate up to `high`; if `part` is "prefill", a computed prompt
+    counts as a first token.
     """
 
     def attainment(rate: float) -> float:
@@ -109,12 +108,12 @@ def sustained(system: System, work: Work, objective: Objective, high: float, par
 
 
 def prefill_alone(cost: Cost, work: Work, high: float = 24.0) -> float:
-    """Return the requests a second that a prefilling GPU sustains, whatever decoding does."""
+    """Return the requests per second that a prefilling GPU sustains, regardless of decoding."""
     return sustained(example(1, 8, cost), work, Objective(TTFT, NEVER), high, "prefill")
 
 
 def decode_alone(cost: Cost, work: Work, high: float = 48.0) -> float:
-    """Return the requests a second that a decoding GPU sustains, whatever prefilling does."""
+    """Return the requests per second that a decoding GPU sustains, regardless of prefilling."""
     return sustained(example(8, 1, cost), work, Objective(NEVER, TPOT), high)
 
 
@@ -125,16 +124,16 @@ def colocated(cost: Cost) -> Colocated:
 
 
 def two_to_one(cost: Cost, work: Work) -> tuple[float, float]:
-    """Return the requests a second per GPU that two prefillers and a decoder sustain, and one
-    GPU that does both.
+    """Return the requests per second and GPU that two prefillers with a decoder sustain, and those
+    that one GPU doing both sustains.
     """
     both = Objective(TTFT, TPOT)
     return sustained(example(2, 1, cost), work, both, 48) / 3, sustained(colocated(cost), work, both, 16)
 
 
 def distserve_checks(table: str, counted: int, arithmetic: float, memory: float) -> list[DisaggregationCheck]:
-    """Check figure 6 of DISTSERVE with these factors; where they are not 1, two of its figures
-    were fitted to.
+    """Check figure 6 of DISTSERVE with these factors; unless they are 1, they were fitted to two of
+    its figures.
     """
     work, cost, fitted = Work(512, 64, counted=counted), slower(arithmetic, memory), arithmetic != 1
     alone, (three, mixed) = colocated(cost), two_to_one(cost, work)
@@ -155,8 +154,8 @@ def distserve_checks(table: str, counted: int, arithmetic: float, memory: float)
 
 
 def splitwise_checks() -> list[DisaggregationCheck]:
-    """Check the prompt and token times of one request on two kinds of GPUs, and the ratio of the
-    two.
+    """Check the prompt and token times of one request on two kinds of GPU, and the ratio between
+    the two.
     """
     checks, gpus = [], ("A100-80", "H100")
     first_tokens = zip(SPLITWISE_FIRST_TOKENS.items(), SPLITWISE_GAPS.items(), strict=True)
@@ -175,8 +174,8 @@ def splitwise_checks() -> list[DisaggregationCheck]:
 
 
 def link_checks() -> list[DisaggregationCheck]:
-    """Check a prompt's bytes, the bandwidth that moves it as fast as it is computed, and what
-    networks reach.
+    """Check a prompt's bytes, the bandwidth that moves it as fast as it is computed, and the rates
+    that networks reach.
     """
     model, table = known_model("Meta-Llama-3-70B"), "Bytes and links"
     opt66 = 2 * 64 * 9216 * 2

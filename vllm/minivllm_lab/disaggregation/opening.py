@@ -1,9 +1,9 @@
 """Lesson 08's opening: the followed request's prompt on one engine, its answer on another, and the
 blocks between them.
 
-Left the prefiller's blocks, right the decoder's; on top what the proxy hands from one to the other.
-Tokens and the prefiller's blocks are those of the recorded request; the decoder's come from a pool
-in which others have left gaps.
+The prefiller's blocks are on the left, the decoder's on the right; the top shows what the proxy
+passes between them. Tokens and the prefiller's blocks are those of the recorded request; the
+decoder's come from a pool in which others have left gaps.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LEASE = 30
 
 
 def frames() -> Frames:
-    """Draw six stills: the prompt is computed, held, asked for, read, freed, answered."""
+    """Draw six stills: the prompt is computed, held, requested, read, freed, answered."""
     run = followed()
     prompt, output = run.request.prompt, [token.shown for token in run.request.output]
     remote, mine = list(run.steps[0].row().block_table), _scattered(3)  # type: ignore[union-attr]
@@ -50,7 +50,7 @@ def frames() -> Frames:
             _proxy(f"the prompt, do_remote_prefill: true, {told}", to_right=True),
             _cache(LEFT, remote, full, KEPT, held=True), _cache(RIGHT, mine, empty, KEPT),
             _state(LEFT, "FINISHED", "its blocks are held"),
-            _state(RIGHT, "WAITING_FOR_REMOTE_KVS", f"0 tokens here, {count} can come: block table {mine}"),
+            _state(RIGHT, "WAITING_FOR_REMOTE_KVS", f"0 tokens here, {count} remote: block table {mine}"),
         ),
         _still(
             _cache(LEFT, remote, full, KEPT, held=True), _cache(RIGHT, mine, full, CAME), _arrows(remote, mine),
@@ -78,8 +78,8 @@ def frames() -> Frames:
         f"come. The request gets blocks {_listed(mine)}, and waits.",
         f"The decoder reads block by block into its own: {_pairs(remote, mine)}. No request may find them in its "
         "prefix cache before they have come.",
-        "The decoder reports that it is done, and the prefiller frees its blocks. Keys and values have come, but no "
-        "distribution: one token is taken back.",
+        "The decoder reports that it is done, and the prefiller frees its blocks. Keys and values have arrived, but no "
+        "logits: one token has to be computed again.",
         f"The last token is computed again, here. It gives {output[0]}, as it did at the prefiller, and the answer "
         "goes on without ever sharing a step with another prompt.",
     ]
@@ -110,7 +110,7 @@ def _still(*parts: str) -> str:
         + text(x + 12, 112, name, size=14, bold=True)
         for x, name in ((LEFT, "the prefiller"), (RIGHT, "the decoder"))
     ]
-    return svg(WIDTH, HEIGHT, *panels, *parts, label="A prefiller's blocks and a decoder's, and the proxy before them")
+    return svg(WIDTH, HEIGHT, *panels, *parts, label="A prefiller's blocks and a decoder's, and the proxy above them")
 
 
 def _cache(

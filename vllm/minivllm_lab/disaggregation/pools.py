@@ -1,5 +1,5 @@
-"""Simulate engines that prefill, engines that decode, and the link between: the real scheduler in
-each.
+"""Simulate engines that prefill, engines that decode, and the link between them, with the real
+scheduler in each engine.
 
 A request goes to a prefilling engine, which computes its prompt, then to a decoding engine, which
 allocates blocks for the prompt and pulls keys and values into them. Both ends hold their blocks
@@ -41,7 +41,8 @@ Configs = tuple[SchedulerConfig, CacheConfig]
 
 @dataclass
 class Journey:
-    """A request's way through both pools. Times in seconds since the start; inf: not yet.
+    """A request's path through both pools, with times in seconds since the start; inf means not
+    yet.
 
     - `begun`, `computed`: when the step of its first prompt tokens began, and when its last prompt
       token was computed.
@@ -74,7 +75,7 @@ class Journey:
 
     @property
     def parts(self) -> dict[str, float]:
-        """Split the time to first token into PARTS, in their order."""
+        """The time to first token split into PARTS, in their order."""
         ready = max(self.computed, self.taken)
         return {
             "queue": self.begun - self.arrival,
@@ -95,8 +96,9 @@ transfer, with the wait for the link; waiting to be scheduled there, and the fir
 class PoolLoad:
     """Requests that arrive one after another.
 
-    At the start, `at_start` requests are somewhere in their answers. The first `counted` arrivals
-    are measured; those after them only keep the load up until the last counted one has ended.
+    At the start, `at_start` requests are part-way through their answers. The first `counted`
+    arrivals are measured; those after them only keep the load up until the last counted one has
+    ended.
     """
 
     lengths: Sequence[RequestLengths]
@@ -130,8 +132,8 @@ class Pools:
 
 
 def run_pools(pools: Pools, load: PoolLoad) -> Generator[None, None, list[Journey]]:
-    """Serve a load, with a pause every few milliseconds of work; return the counted requests, all
-    of them ended.
+    """Serve a load, as a generator that pauses every few milliseconds of work; return the counted
+    requests, all of them finished.
 
     Raises:
         MinivllmError: a scheduler refuses a request.
@@ -142,9 +144,9 @@ def run_pools(pools: Pools, load: PoolLoad) -> Generator[None, None, list[Journe
 class SimulatedConnector(KVConnectorBase_V1):
     """The scheduler's side of a connector over a simulated link.
 
-    A prompt that has been computed keeps its blocks until it has been sent; one that is computed
-    elsewhere holds blocks and waits for all of its tokens. A preempted request has lost its blocks
-    and is computed where it is.
+    A computed prompt keeps its blocks until it has been sent; a prompt that is computed elsewhere
+    holds blocks and waits for all of its tokens. A preempted request has lost its blocks and is
+    recomputed locally.
     """
 
     def __init__(self, sends: bool) -> None:
@@ -160,12 +162,12 @@ class SimulatedConnector(KVConnectorBase_V1):
     def update_state_after_alloc(
         self, request: Request, blocks: Sequence[KVCacheBlock], num_external_tokens: int
     ) -> None:
-        """Note which request has blocks to be filled."""
+        """Record that a request has blocks to be filled."""
         if num_external_tokens:
             self.taken.append(request.request_id)
 
     def take(self) -> list[str]:
-        """Return the requests that have got blocks since the last call."""
+        """Return the requests that were given blocks since the last call."""
         taken, self.taken = self.taken, []
         return taken
 
@@ -174,18 +176,18 @@ class SimulatedConnector(KVConnectorBase_V1):
         return self.sends, None
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        """Return nothing to do: no worker moves real blocks."""
+        """Return empty metadata: no worker moves real blocks."""
         return KVConnectorMetadata()
 
 
 def _constant_hash(parent: BlockHash, token_ids: Sequence[int], extra_keys: bytes = b"") -> BlockHash:
-    """Hash no tokens: `SimulatedConnector` does not look at a block's hash."""
+    """Return the same hash for all blocks: `SimulatedConnector` does not look at it."""
     del parent, token_ids, extra_keys
     return b""
 
 
 class _Engine(SimulatedEngine):
-    """One engine: its stretches end when it may be handed something."""
+    """One engine, whose stretches of steps end when it may be handed something."""
 
     def __init__(self, configs: Configs, cost: Cost, connector: SimulatedConnector) -> None:
         needs_hashes = configs[1].enable_prefix_caching or type(connector) is not SimulatedConnector
@@ -212,7 +214,7 @@ class _Engine(SimulatedEngine):
         self.settled = False
 
     def steps_alike(self, running: Sequence[Request]) -> int:
-        """Return no more steps than begin before something may be handed to it."""
+        """Return how many similar steps can begin before the engine may be handed something."""
         remote = self.scheduler.remote
         if remote is not None and remote.finished_recving_kv_req_ids:  # they join
             return 1
@@ -237,7 +239,7 @@ class _Engine(SimulatedEngine):
 
 
 class PoolSimulation:
-    """A run under way."""
+    """A running simulation of both pools."""
 
     def __init__(self, pools: Pools, load: PoolLoad) -> None:
         self.pools = pools
@@ -263,14 +265,14 @@ class PoolSimulation:
         return self.journeys[: self.load.counted]
 
     def advance(self) -> int:
-        """Let the next event happen; return the work that it took."""
+        """Process the next event; return the work that it took."""
         self.work = 0
         self.loop.advance(self.loop.next_time)
         return self.work
 
     def _fill_decoders(self) -> None:
-        """Give the decoders requests that are somewhere in their answers, spread evenly over
-        them.
+        """Give the decoders requests that are part-way through their answers, at evenly spread
+        points.
         """
         engines, lengths = self.decoders, self.load.lengths
         turns = -(-self.load.at_start // len(engines))
@@ -324,7 +326,7 @@ class PoolSimulation:
         self._prefill(engine)
 
     def _hand_over(self, index: int) -> None:
-        """Tell the decoding engine about a prompt: it needs blocks for it."""
+        """Tell the decoding engine about a prompt, so that it allocates blocks for it."""
         engine = self._decoder(index)
         self._add(engine, index, self.journeys[index].output_tokens)
         self._decode(engine)
@@ -373,8 +375,8 @@ class PoolSimulation:
         return min([*list(engine.incoming)[:1], *soonest])
 
     def _hands_over_from(self, source: _Engine, decoder: int) -> float:
-        """Return when a prefilling engine may have something for this decoding engine, at the
-        soonest.
+        """Return the earliest time at which a prefilling engine may have something for this
+        decoding engine.
         """
         waits = 0.0 if self.pools.layer_wise else source.shortest
         if source.busy:

@@ -1,7 +1,7 @@
 """Lesson 08's measurements, its tables, its figure and its command line.
 
-A function `measure_*` or `compare_*` measures, prints its table and returns its figures; what it
-takes as a callable is code of the lesson. `Make` makes the lesson's two engines.
+A function `measure_*` or `compare_*` measures, prints its table and returns its figures; the
+callables that it takes are the lesson's own code. A `Make` callable makes the lesson's two engines.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def paged_model(arguments: argparse.Namespace) -> PagedModel:
 
 
 def measure_interference(arguments: argparse.Namespace) -> dict:
-    """Measure the gaps of a few chats while long prompts arrive, by the token budget of a step."""
+    """Measure the token gaps of a few chats while long prompts arrive, for each token budget."""
     heading("1. A long prompt among running chats")
     results, prompts = {}, 1 if arguments.quick else 4
     for budget in track((None, *BUDGETS), "disturbing"):
@@ -111,8 +111,8 @@ def measure_interference(arguments: argparse.Namespace) -> dict:
 
 
 def latencies(gaps: Sequence[float], firsts: Sequence[float]) -> dict[str, float]:
-    """Sum up the gaps of chats, and the times to first token of the long prompts, if there were
-    any.
+    """Summarize, in milliseconds, the chats' gaps and, if there were any, the long prompts' times
+    to first token.
     """
     figures = {"itl_p50_ms": statistics.median(gaps), "itl_p99_ms": percentile(gaps, 0.99), "itl_max_ms": max(gaps)}
     if firsts:
@@ -121,10 +121,10 @@ def latencies(gaps: Sequence[float], firsts: Sequence[float]) -> dict[str, float
 
 
 def measure_two_servers(arguments: argparse.Namespace) -> dict:
-    """Send the same chats and prompts over HTTP, to one server and through a proxy to two; or say
+    """Send the same chats and prompts over HTTP, to one server and through a proxy to two; or print
     why not.
 
-    Each server has a core of its own, where that can be.
+    Each server gets a core of its own where possible.
     """
     lacking = missing_package()
     if arguments.quick or lacking:
@@ -146,7 +146,7 @@ def measure_two_servers(arguments: argparse.Namespace) -> dict:
     cores = (
         "Each server has one core; proxy and client run on both."
         if figures["pinned"]
-        else "The servers share all cores, so the decoder also waits for the prefiller's computing."
+        else "The servers share all cores, so the decoder also waits while the prefiller computes."
     )
     console.print()
     record_table(
@@ -172,7 +172,7 @@ def _served(port: int, prompt: int, prompts: int, seed: int) -> tuple[list[Answe
 
 
 def _same_answers(left: Sequence[Answer], right: Sequence[Answer]) -> dict[str, int]:
-    """Count the answers that are the same as far as both go, and the tokens that were compared."""
+    """Count the answers that agree over their common length, and the tokens compared."""
     pairs = [
         (answer.token_ids[: len(other.token_ids)], other.token_ids[: len(answer.token_ids)])
         for answer, other in zip(left, right, strict=True)
@@ -185,8 +185,8 @@ def _same_answers(left: Sequence[Answer], right: Sequence[Answer]) -> dict[str, 
 
 
 def compare_tokens(make: Make, through_both: Callable, arguments: argparse.Namespace) -> dict:
-    """Send requests through both engines and through one; compare the tokens, what moved, and what
-    is held afterwards.
+    """Send requests through both engines and through one; compare the tokens, the bytes moved, and
+    the blocks held afterwards.
 
     Raises:
         AssertionError: a token differs, or a block is still held.
@@ -207,7 +207,7 @@ def compare_tokens(make: Make, through_both: Callable, arguments: argparse.Names
         before = decoder.worker.num_bytes
         request = through_both(prefiller, decoder, name, list(prompt), tokens)
         expected = until_finished(plain, plain.add(name, list(prompt), tokens))
-        assert request.output_token_ids == expected.output_token_ids, f"{name}: other tokens than on one engine"
+        assert request.output_token_ids == expected.output_token_ids, f"{name}: the tokens differ from one engine's"
         _until_released(prefiller)
         moved = decoder.worker.num_bytes - before
         results[name] = {"prompt": len(prompt), "here": request.num_cached_tokens, "bytes": moved}
@@ -218,14 +218,14 @@ def compare_tokens(make: Make, through_both: Callable, arguments: argparse.Names
         {name: {**each, "blocks": each["bytes"] // block_bytes} for name, each in results.items()},
         {**columns, "bytes": "{bytes:,}", "same tokens": "yes"},
         f"{decoder.model.bytes_per_token:,} bytes a token. Two requests at once with one prompt of 200 tokens: "
-        f"{pair['first']} and {pair['second']} blocks moved. Blocks that are held in the end: none.",
+        f"{pair['first']} and {pair['second']} blocks moved. No blocks are held at the end.",
     )
     assert prefiller.blocks.num_held == decoder.blocks.num_held == 0, "blocks are still held"
     return {"requests": results, "bytes_per_token": decoder.model.bytes_per_token, "pair": pair}
 
 
 def _two_at_once(prefiller: Any, decoder: Any, prompt: list[int]) -> dict[str, int]:
-    """Let two requests with one prompt reach the decoder together; count the blocks that move
+    """Let two requests with the same prompt reach the decoder together; count the blocks that move
     for each.
     """
     for name in ("left", "right"):
@@ -239,7 +239,7 @@ def _two_at_once(prefiller: Any, decoder: Any, prompt: list[int]) -> dict[str, i
 
 
 def _until_released(engine: Any, seconds: float = 30.0) -> None:
-    """Step an idle engine until no block of it is held, or time is up."""
+    """Step an idle engine until it holds no blocks, or until time is up."""
     until = time.monotonic() + seconds
     while engine.blocks.num_held and time.monotonic() < until:
         engine.step()
@@ -260,8 +260,8 @@ def transfer_case(numbers: int, num_blocks: int, block_ids: Sequence[int]) -> tu
 def verify_kernels(
     launch: Callable[..., Tensor], gather_kernel: Any, scatter_kernel: Any, device: torch.device
 ) -> dict:
-    """Gather and scatter again, bit for bit, blocks that no tile divides; count bytes, and on a GPU
-    time them.
+    """Check gathering and scattering bit for bit, also for blocks of awkward sizes; count bytes,
+    and time the kernel on a GPU.
 
     Raises:
         AssertionError: a number is wrong, or one was written that should not be.
@@ -282,13 +282,13 @@ def verify_kernels(
     columns = {"numbers in a block": "{name}", "blocks": f"{len(block_ids)}", "tensors": f"{len(cache_)}"}
     columns |= {"bytes read and written": "{bytes:,}", "launches": "{launches}", "copies without it": "{copies}"}
     by_size = {f"{int(numbers):,}": each for numbers, each in errors.items()}
-    record_table("Blocks into one piece and back: right, bit for bit", by_size, columns)
+    record_table("Blocks into one piece and back: correct, bit for bit", by_size, columns)
     return {"sizes": errors, **_measure_gather(launch, gather_kernel, device)}
 
 
 def _measure_gather(launch: Callable[..., Tensor], kernel: Any, device: torch.device) -> dict:
-    """Compare the kernel with a plain copy on a GPU, for blocks of Llama-3.1-8B; measure nothing
-    elsewhere.
+    """Compare the kernel with a plain copy on a GPU, for blocks of Llama-3.1-8B; do nothing on
+    other devices.
     """
     if device.type != "cuda":
         return {}
@@ -312,7 +312,7 @@ def _measure_gather(launch: Callable[..., Tensor], kernel: Any, device: torch.de
 
 
 def show_links(added_seconds: Callable[[float, float, int], float]) -> dict:
-    """Show a prompt's prefill, its bytes, and what each link adds to its first token.
+    """Show a prompt's prefill time, its bytes, and how much each link delays its first token.
     *Modelled*.
     """
     heading("4. Which links hide the transfer")
@@ -343,7 +343,7 @@ def show_links(added_seconds: Callable[[float, float, int], float]) -> dict:
         "ms that a link adds to a first token, modelled",
         shown,
         {**columns, "GB/s": "{least_gb_per_second:.1f}", **{link: f"{{{link}}}" for link in LINKS}},
-        "Sent after the prefill | layer by layer. GB/s: from here on it takes no longer than the prefill. Mooncake's "
+        "Sent after the prefill | layer by layer. GB/s: at this rate it takes as long as the prefill. Mooncake's "
         "paper says 6 and 19 GB/s for 8,192 tokens of 70B on 8 A800 and 8 H800; at data-sheet rates "
         f"the model is off by {' and '.join(f'{error:+.0%}' for error in off.values())}.",
     )
@@ -359,7 +359,7 @@ DistServe's authors.
 
 
 def show_ratios(goodput_per_gpu: Callable[[float, float, int, int], float], arguments: argparse.Namespace) -> dict:
-    """Show DistServe's example for each ratio, by arithmetic, and four GPUs with the real
+    """Show DistServe's example for each ratio by arithmetic, and four GPUs simulated with the real
     schedulers.
     """
     heading("5. How many of each")
@@ -372,7 +372,7 @@ def show_ratios(goodput_per_gpu: Callable[[float, float, int, int], float], argu
         shown[name.replace(":", " : ")] = {**results[name], "prefillers": idle[0], "decoders": idle[1]}
     columns = {"prefillers : decoders": "{name}", "requests/s a GPU": "{per_gpu:.2f}", "of one pool": "{times:.2f} ×"}
     columns |= {"prefillers idle": "{prefillers:.0%}", "decoders idle": "{decoders:.0%}"}
-    record_table("DistServe's example: 5.6 requests a second, 10, and 1.6 together", shown, columns)
+    record_table("DistServe's example: 5.6 requests a second to prefill, 10 to decode, 1.6 for both", shown, columns)
     console.print()
     return {"distserve": results, **_simulated_pools(arguments)}
 
@@ -434,9 +434,9 @@ def _show_pools(results: Mapping[str, Mapping[str, Any]], best: Mapping[str, Any
             for name, each in results.items()
         },
         columns,
-        f"requests a second and GPU, and what is late beyond it. In time: a first token within {TTFT_SLO:g} s and "
+        f"Requests a second and GPU, and what is late beyond it. In time: a first token within {TTFT_SLO:g} s and "
         f"{1e3 * TPOT_SLO:g} ms a token, 9 of 10 requests; {LINK}, layer by layer. The best of {len(LADDER)} budgets: "
-        f"{budgets} tokens a step; one pool sustains what two do with {wins}. Of DistServe's 2.1 × the model "
+        f"{budgets} tokens a step; one pool sustains what two do with {wins}. For DistServe's 2.1 × the model "
         f"says {ours[0]:.2f} ×, and {ours[1]:.2f} × with two factors fitted to the rates of that engine.",
     )
 
@@ -454,10 +454,10 @@ def _against_distserve(counted: int) -> list[float]:
 
 
 def measure_slow_links(make: Make, through_both: Callable, arguments: argparse.Namespace) -> dict:
-    """Compare the first token of a prompt computed elsewhere with one computed here, by the link's
-    rate.
+    """Compare the time to first token of a prompt computed elsewhere and of one computed here, for
+    several link rates.
 
-    The two take turns, because a busy machine is not always equally fast.
+    The two alternate, because a busy machine is not always equally fast.
     """
     heading("6. Break it")
     prompt, (plain, _) = random_prompt(arguments.prompt, 7), make()
@@ -493,11 +493,11 @@ def measure_slow_links(make: Make, through_both: Callable, arguments: argparse.N
 
 
 def break_peers(make: Make, arguments: argparse.Namespace, lease: float = 0.4) -> dict:
-    """Let a decoder die in the middle of reading, and a prefiller before: look at the blocks, and
-    at the tokens.
+    """Let a decoder die while it reads, and a prefiller before its blocks are read; check the
+    blocks and the tokens.
 
     Raises:
-        AssertionError: blocks are lost for good, or a token is wrong.
+        AssertionError: blocks are never freed, or a token is wrong.
     """
     prompt, (prefiller, _) = random_prompt(200, 8), make(lease=lease)
     until_finished(prefiller, prefiller.add("dies", list(prompt), 1, {"do_remote_decode": True}))
@@ -505,12 +505,12 @@ def break_peers(make: Make, arguments: argparse.Namespace, lease: float = 0.4) -
     with _clock_stopped(prefiller.connector):  # however slow this machine is, the half is read in time
         _read_half(prefiller.params["dies"])
         prefiller.step()
-        held["a decoder has read the half of it, and died"] = while_read = prefiller.blocks.num_held
+        held["a decoder has read half of it and then died"] = while_read = prefiller.blocks.num_held
     begin = time.monotonic()
     _until_released(prefiller)
     waited = time.monotonic() - begin
-    held[f"{lease:g} s after its answer, the lease"] = prefiller.blocks.num_held
-    assert while_read > 0 == prefiller.blocks.num_held, "the lease holds blocks, and gives them back"
+    held[f"{lease:g} s after its answer, when the lease ends"] = prefiller.blocks.num_held
+    assert while_read > 0 == prefiller.blocks.num_held, "the lease must hold the blocks, then free them"
     records = {then: {"blocks": blocks} for then, blocks in held.items()}
     record_table("Blocks that the prefiller holds", records, {"then": "{name}", "blocks": "{blocks}"})
     return {"held": while_read, "lease": lease, "waited": waited} | _dead_prefiller(make, prompt)
@@ -518,7 +518,7 @@ def break_peers(make: Make, arguments: argparse.Namespace, lease: float = 0.4) -
 
 @contextmanager
 def _clock_stopped(connector: Any) -> Iterator[None]:
-    """Stop a connector's clock, so that no lease ends."""
+    """Stop a connector's clock, so that no lease expires."""
     clock, now = connector.clock, connector.clock()
     connector.clock = lambda: now
     yield
@@ -543,8 +543,8 @@ def _dead_prefiller(make: Make, prompt: list[int]) -> dict:
     prefiller.worker.listening.close()
     request = until_finished(decoder, decoder.add("alone", list(prompt), 8, prefiller.params["alone"]))
     expected = until_finished(plain, plain.add("alone", list(prompt), 8))
-    assert request.output_token_ids == expected.output_token_ids, "other tokens than on one engine"
-    console.print("A prefiller that is gone: the decoder computes the prompt itself, the same 8 tokens.")
+    assert request.output_token_ids == expected.output_token_ids, "the tokens differ from one engine's"
+    console.print("With the prefiller gone, the decoder computes the prompt itself: the same 8 tokens.")
     return {"bytes_from_the_dead": decoder.worker.num_bytes}
 
 
@@ -561,7 +561,7 @@ def close(results: dict, disturbance: str) -> None:
             f"in chunks of {BUDGETS[-1]} tokens for {gaps[str(BUDGETS[-1])]:.0f}, again and again."
         ),
         f"{len(requests)} requests through two engines give the same tokens as through one, and "
-        f"{sum(each['bytes'] for each in requests.values()):,} bytes moved for it.",
+        f"{sum(each['bytes'] for each in requests.values()):,} bytes moved for that.",
         f"Modelled, {MODEL} on {GPUS} {GPU}: with its best budget one pool sustains {1 / long['times']:.2f} × what two "
         f"do with long prompts and short answers, and {1 / longer['times']:.2f} × with longer answers; with "
         f"{POOL_BUDGETS[-1]:,} tokens a step {long['default'] / long['two']:.2f} × and "
@@ -571,7 +571,7 @@ def close(results: dict, disturbance: str) -> None:
 
 
 def draw(results: dict, path: str) -> None:
-    """Draw the chats' gaps by budget; what links add; goodput by ratio."""
+    """Draw the chats' gaps by budget, the delay that links add, and the goodput by ratio."""
     loads = {f"{budget} a step": results["interference"][str(budget)] for budget in BUDGETS}
     loads["nobody else"] = results["interference"]["alone"]
     loads |= {SERVERS[key]: results["servers"][key] for key in SERVERS if results["servers"]}

@@ -6,7 +6,7 @@ own.
         load(pair.prefill, asks)  # asked directly, the first server does both
 
 A server's threads and its engine's process inherit its core, so two servers do not compute on each
-other's time. On one machine this comes nearest to a machine for each; they still share its memory
+other's time. On one machine this is the closest thing to a machine for each; they still share its memory
 and its caches. `pinned` is False where a process cannot be bound to a core, or there is only one
 core.
 """
@@ -63,12 +63,12 @@ def missing_package() -> str:
 
 @contextmanager
 def server_pair(model: str, budget: int, max_model_len: int = 2048) -> Iterator[Pair]:
-    """Start all three; end them with the block, however it ends (also by Ctrl-C or SIGTERM).
+    """Start both servers and the proxy; stop them when the block ends, also by Ctrl-C or SIGTERM.
 
     `model` is a model's directory, `budget` the tokens of a step on both servers.
 
     Raises:
-        MinivllmError: one of them does not start; the message has its last words.
+        MinivllmError: one of them does not start; the message holds its last line of output.
     """
     cores = _two_cores()
     ports = free_ports(3)
@@ -149,10 +149,10 @@ class MinivllmProcess:
         )
 
     def wait_until_ready(self, port: int) -> None:
-        """Wait until it reports that it is healthy.
+        """Wait until the process reports that it is healthy.
 
         Raises:
-            MinivllmError: it ends before, or takes too long.
+            MinivllmError: the process exits first, or takes too long.
         """
         until = time.monotonic() + SECONDS_TO_START
         while self.process.poll() is None and time.monotonic() < until:
@@ -161,17 +161,17 @@ class MinivllmProcess:
                     return
             time.sleep(0.05)
         self.log.seek(0)
-        said = self.log.read().strip().splitlines() or ["it said nothing"]
+        said = self.log.read().strip().splitlines() or ["it printed nothing"]
         raise MinivllmError(f"minivllm {self.name} does not start on this machine: {said[-1]}")
 
     def tell_to_end(self) -> None:
-        """Send SIGTERM, once: a second one would cut an orderly end short."""
+        """Send SIGTERM, but only once: a second one would cut an orderly shutdown short."""
         if not self.was_told:
             self.was_told = True
             self.process.terminate()
 
     def end(self) -> None:
-        """Ask it to end, with its own processes; kill it if it does not."""
+        """Ask the process to shut down, along with its children; kill it if it does not."""
         self.tell_to_end()
         try:
             self.process.wait(SECONDS_TO_END)

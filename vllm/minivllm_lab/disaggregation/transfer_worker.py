@@ -23,8 +23,8 @@ PIECE = 1 << 16
 
 @dataclass
 class Read:
-    """Copy a peer's `remote_block_ids` into our `block_ids`, then tell it so; without blocks,
-    only tell it.
+    """A request to copy a peer's `remote_block_ids` into our `block_ids` and then to notify the
+    peer; without blocks, only to notify it.
     """
 
     request_id: str
@@ -34,7 +34,7 @@ class Read:
 
 
 class Worker:
-    """Moves nothing itself; reports once what has been sent, received or lost."""
+    """A base worker that moves nothing itself, and reports once what was sent, received or lost."""
 
     def __init__(self) -> None:
         self.sent: SimpleQueue[str] = SimpleQueue()
@@ -47,12 +47,10 @@ class Worker:
             threading.Thread(target=self.read, args=(read,), daemon=True).start()
 
     def read(self, read: Read) -> None:
-        """Read blocks, on a worker that receives."""
+        """Read blocks; only workers that receive override this."""
 
     def get_finished(self) -> tuple[set[str], set[str], set[str]]:
-        """Return the requests whose blocks were sent, received, or not received, since the last
-        call.
-        """
+        """Return the requests whose blocks were sent, received or lost since the last call."""
         sent, received, failed = (
             {queue.get() for _ in range(queue.qsize())} for queue in (self.sent, self.received, self.failed)
         )
@@ -60,9 +58,7 @@ class Worker:
 
 
 class Listening:
-    """A port of this machine, with a thread for each connection to it. A peer that leaves is no
-    error.
-    """
+    """A listening port with a thread for each connection; a peer that disconnects is not an error."""
 
     def __init__(self, serve: Callable[[socket.socket], None]) -> None:
         self._serve, self._socket = serve, socket.create_server(("127.0.0.1", 0))
@@ -71,7 +67,7 @@ class Listening:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def close(self) -> None:
-        """Close the port and all connections to it, as a process that dies does."""
+        """Close the port and all its connections, as a dying process would."""
         for each in (self._socket, *self._open):
             with suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
@@ -102,7 +98,7 @@ def as_blocks(data: bytearray, cache: Tensor, block_ids: Sequence[int]) -> Tenso
     """View received bytes as blocks of this cache, [blocks, tensors, ...], on its device.
 
     Raises:
-        ConnectionError: they are not as many as these blocks have.
+        ConnectionError: their number is not that of these blocks.
     """
     if len(data) != cache[:, block_ids].nbytes:
         raise ConnectionError("the blocks did not arrive whole")
@@ -111,7 +107,7 @@ def as_blocks(data: bytearray, cache: Tensor, block_ids: Sequence[int]) -> Tenso
 
 
 def send_data(connection: socket.socket, staging: Tensor, bytes_per_second: float) -> None:
-    """Send a tensor's length in bytes and its bytes, no faster than this rate."""
+    """Send the length of a tensor in bytes and then the bytes, at no more than `bytes_per_second`."""
     data = staging.cpu().flatten().view(torch.uint8).numpy().data
     connection.sendall(len(data).to_bytes(8, "big"))
     for start in range(0, len(data), PIECE):

@@ -40,16 +40,17 @@ ROUNDS = 7
 
 @dataclass(frozen=True)
 class Best:
-    """The setting that sustains most, and what that is."""
+    """The setting with the highest goodput, and that goodput."""
 
     name: str
     goodput: Goodput
 
 
 def best_of(systems: Mapping[str, System], work: Work, objective: Objective, rounds: int = ROUNDS) -> Best:
-    """Return the best of some systems with equally many GPUs, to the highest bound / 2 ** `rounds`.
+    """Return the best of some systems with the same number of GPUs, to within the highest bound / 2
+    ** `rounds`.
 
-    The likely best one should come first: then each of the others costs one run.
+    Put the system that is likely best first: then each of the others costs only one run.
     """
     bounds = {name: system.bound(work, objective) for name, system in systems.items()}
     name, gpus = next((name, system.gpus) for name, system in systems.items())
@@ -78,8 +79,8 @@ def best_of(systems: Mapping[str, System], work: Work, objective: Objective, rou
 
 
 def best_budget(pool: Colocated, work: Work, objective: Objective, rounds: int = ROUNDS) -> Best:
-    """Return the best token budget of one pool, whose name is the budget; `pool.budget` does not
-    matter.
+    """Return the best token budget of one pool, with the budget as its name; `pool.budget` is
+    ignored.
     """
     budgets = likely_first(pool.step_cost, BUDGETS, objective)
     return best_of({str(each): replace(pool, budget=each) for each in budgets}, work, objective, rounds)
@@ -113,8 +114,8 @@ class MixingCost:
     extra: float
 
     def seconds(self, shape: StepShape) -> float:
-        """Return the seconds of a step. It is mixed if several requests have more tokens than
-        requests.
+        """Return the seconds of a step. A step is mixed if it has several requests and more tokens
+        than requests.
         """
         is_mixed = shape.num_tokens > shape.num_reqs > 1
         return self.cost.seconds(shape) + (self.extra if is_mixed else 0.0)
@@ -131,12 +132,12 @@ def winning_budgets(
 
 
 def break_even(pool: Colocated, rate: float, work: Work, objective: Objective, rounds: int = 6) -> float:
-    """Return the most seconds of `MixingCost` with which a pool, tuned again each time, still
+    """Return the highest mixing cost, in seconds, at which a pool, tuned again for each cost, still
     sustains `rate`.
 
-    It is at most `objective.tpot`, 0 where the pool does not sustain the rate at no extra cost, and
-    too low by at most `objective.tpot` / 2 ** `rounds`. A budget that loses at some cost loses at
-    any higher one, so it is not tried again.
+    The result is at most `objective.tpot`, 0 if the pool does not sustain the rate even without
+    extra cost, and too low by at most `objective.tpot` / 2 ** `rounds`. A budget that loses at some
+    cost loses at any higher one, so it is not tried again.
     """
     low, high = 0.0, objective.tpot
     winning = winning_budgets(pool, rate, work, objective)

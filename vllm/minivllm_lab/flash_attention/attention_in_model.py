@@ -1,4 +1,4 @@
-"""Runs a real model with lesson 03's own attention: the error of its logits, and one row of
+"""A run of a real model with lesson 03's own attention: the error of its logits, and one row of
 scores to inspect.
 """
 

@@ -70,12 +70,12 @@ class Traffic:
 
     @property
     def moved(self) -> int:
-        """Return the bytes in both directions."""
+        """Bytes moved in both directions."""
         return self.read + self.written
 
     @property
     def intensity(self) -> float:
-        """Return operations per byte moved."""
+        """Operations per byte moved."""
         return self.flops / self.moved
 
 
@@ -110,7 +110,7 @@ def flash_traffic(
 
 
 def flash_programs(length: int, block_q: int, block_k: int, *, causal: bool = True) -> Iterator[tuple[int, int]]:
-    """Yield the programs of the tiled loop in the grid's order: (queries of its tile, keys that
+    """Yield each program of the tiled loop, in the grid's order, as (queries of its tile, keys that
     it reads).
     """
     for start in range(0, length, block_q):
@@ -166,15 +166,15 @@ def register_bytes(
 
 
 def most_queries_launched(chip: Chip, block_k: int, head_dim: int, stages: int = 2) -> int:
-    """Return the most queries of a tile that `chip` launches; 0 if keys and values leave no room
-    for any.
+    """Return the maximum number of queries per tile that `chip` can launch; 0 if keys and values
+    leave no room for any.
     """
     parts = shared_memory_bytes(1, block_k, head_dim, stages)
     return max(0, (chip.shared_memory - parts["K, V"]) // parts["Q"])
 
 
 def most_queries_kept(chip: Chip, block_k: int, head_dim: int) -> int:
-    """Return the most queries of a tile whose sums stay in registers (modelled)."""
+    """Return the maximum number of queries per tile whose sums stay in registers (modelled)."""
     a_row = sum(register_bytes(1, block_k, head_dim, q_in_registers=chip.q_in_registers).values())
     return (REGISTER_FILE - OTHER_REGISTERS) // a_row
 
@@ -193,14 +193,14 @@ def largest_block_q(on_chip: int, head_dim: int, block_k: int, itemsize: int = 2
         needed = fixed + SMALLEST_TILE * a_row
         raise MinivllmError(
             f"{SMALLEST_TILE} queries and {block_k} keys of head dim {head_dim} need {needed:,} bytes on the chip, "
-            f"and there are {on_chip:,}: take fewer keys a tile"
+            f"but there are {on_chip:,}: use fewer keys per tile"
         )
     return rows
 
 
 def longest_naive(memory: int, heads: int, itemsize: int = 2) -> int:
-    """Return the most tokens whose scores and weights, for all heads at once, fit into `memory`
-    bytes.
+    """Return the maximum number of tokens whose scores and weights, for all heads at once, fit into
+    `memory` bytes.
     """
     _positive(memory=memory, heads=heads, itemsize=itemsize)
     return math.isqrt(memory // (2 * heads * itemsize))

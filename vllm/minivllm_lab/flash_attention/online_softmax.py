@@ -2,7 +2,7 @@
 sum and output.
 
 Milakov and Gimelshein 2018 (arXiv 1805.02867) for the softmax in one pass, Dao et al. 2022 (arXiv
-2205.14135) for the output beside it. In vLLM: `vllm/v1/attention/ops/triton_attention_helpers.py`,
+2205.14135) for the output computed with it. In vLLM: `vllm/v1/attention/ops/triton_attention_helpers.py`,
 `softmax_step`.
 """
 
@@ -48,9 +48,9 @@ def softmax_step(state: RunningSoftmax, scores: Sequence[float], values: Sequenc
 def online_softmax(scores: Sequence[float], values: Sequence[Sequence[float]], tile: int) -> list[RunningSoftmax]:
     """Return the states before the first and after each tile of `tile` keys."""
     if tile < 1:
-        raise MinivllmError(f"a tile holds at least 1 key, got {tile}")
+        raise MinivllmError(f"a tile must hold at least 1 key, got {tile}")
     if not scores or len(scores) != len(values):
-        raise MinivllmError(f"every score has one value: got {len(scores)} scores and {len(values)} values")
+        raise MinivllmError(f"every score needs one value: got {len(scores)} scores and {len(values)} values")
     states = [RunningSoftmax(-math.inf, 0.0, (0.0,) * len(values[0]))]
     for start in range(0, len(scores), tile):
         states.append(softmax_step(states[-1], scores[start : start + tile], values[start : start + tile]))

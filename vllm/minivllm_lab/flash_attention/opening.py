@@ -1,7 +1,8 @@
 """Lesson 03's opening figure: one tile of queries walks over the tiles of keys that it sees, in
 fast memory.
 
-The followed request's prompt in one head of the embedded model, queries and keys four at a time.
+It shows the followed request's prompt in one head of the embedded model, with queries and keys
+taken four at a time.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ def slow_memory(tokens: list[str], step: int, tile: int | None) -> str:
 
 
 def shade(colour: str, strong: bool) -> str:
-    """Return a colour, or a pale form of it."""
+    """Return `colour` itself, or a pale form of it."""
     return colour if strong else tint(colour, 0.22)
 
 
@@ -133,12 +134,12 @@ def rows_of_the_tile(tokens: list[str]) -> str:
 
 
 def side(name: str) -> str:
-    """Return how a column of the state is aligned: numbers at their end."""
+    """Return the text anchor of a column of the state: numbers are right-aligned."""
     return "start" if name == "O" else "end"
 
 
 def row_of(row: int) -> float:
-    """Return the top of a query's row on the chip."""
+    """Return the y of the top of a query's row on the chip."""
     return 106 + row * (ROW + 12)
 
 

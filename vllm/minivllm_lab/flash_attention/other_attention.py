@@ -36,7 +36,7 @@ def compare_with_pool(device: torch.device) -> tuple[float, float]:
     byte of K and V.
 
     Tiles determine what moves during one attention; blocks determine where K and V are stored in
-    between. That kernel uses both.
+    between. The engine's kernel uses both.
     """
     q, k, v = torch.randn(3, 80, 2, 64, device=device)
     expected, order = stored_attention(q.double(), k.double(), v.double()), torch.randperm(8)[:5].tolist()

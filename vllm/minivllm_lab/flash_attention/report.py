@@ -54,11 +54,11 @@ def parser(doc: str) -> argparse.ArgumentParser:
     flags.add_argument("--heads", type=positive_int, default=8, help="heads whose scores must fit the budget")
     flags.add_argument("--budget-mib", type=positive_int, default=1024, help="memory for stored scores")
     flags.add_argument("--head-dim", type=positive_int, default=64, help="width of a head in the counted loops")
-    flags.add_argument("--block-q", type=positive_int, default=128, help="queries a tile in the counted loops")
-    flags.add_argument("--block-k", type=positive_int, default=64, help="keys a tile in the counted loops")
+    flags.add_argument("--block-q", type=positive_int, default=128, help="queries per tile in the counted loops")
+    flags.add_argument("--block-k", type=positive_int, default=64, help="keys per tile in the counted loops")
     flags.add_argument("--on-chip-kib", type=positive_int, default=228, help="memory on the chip, for the powers")
-    flags.add_argument("--target", choices=tuple(SHARED_MEMORY), default="sm_90", help="whose compiler judges tiles")
-    flags.add_argument("--text", default=TEXT, help="what the model reads")
+    flags.add_argument("--target", choices=tuple(SHARED_MEMORY), default="sm_90", help="GPU the tiles are compiled for")
+    flags.add_argument("--text", default=TEXT, help="text for the model to read")
     flags.add_argument("--row", metavar="FILE", help="also write one row of the model's scores, which the widget shows")
     return flags
 
@@ -78,7 +78,7 @@ class Plan:
 
 
 def plan(arguments: argparse.Namespace, device: torch.device) -> Plan:
-    """Load the model and plan the work that the flags ask for.
+    """Load the model and plan the work that the flags select.
 
     Raises:
         MinivllmError: a flag is out of range, or --row cannot be written.
@@ -107,7 +107,7 @@ def _check(arguments: argparse.Namespace) -> None:
     if arguments.head_dim > 1024:
         raise MinivllmError(f"--head-dim must be at most 1,024, got {arguments.head_dim:,}")
     if arguments.block_q * arguments.block_k < 64:
-        raise MinivllmError("a tile needs 64 scores or more, or NumPy counts for hours: raise --block-q or --block-k")
+        raise MinivllmError("a tile needs at least 64 scores, or NumPy counts for hours: raise --block-q or --block-k")
     if arguments.row:
         ensure_writable(arguments.row)
 
@@ -122,8 +122,8 @@ def show_budget(heads: int, budget: int) -> dict[str, int]:
     longest = longest_naive(budget, heads, 4)
     rows = [(f"{n:,}", "refused" if n == refused else f"{size / MIB:,.0f}") for n, size in needs.items()]
     table(f"{heads} heads, float32", ("tokens", "scores and weights, MiB"), rows)
-    lack = f"{refused:,} tokens need {needs[refused] / MIB:,.0f} MiB and there are {budget / MIB:,.0f}"
-    console.print(f"It refuses: {lack}: {longest:,} tokens fit")
+    lack = f"{refused:,} tokens need {needs[refused] / MIB:,.0f} MiB, but there are {budget / MIB:,.0f}"
+    console.print(f"It refuses: {lack}; {longest:,} tokens fit")
     return {"refused_at": refused, "longest": longest}
 
 
@@ -142,7 +142,8 @@ def show_overflow(softmax: Callable[[np.ndarray], np.ndarray]) -> dict[str, floa
 
 
 def show_model(run: ModelRun, row_path: str | None) -> dict[str, float]:
-    """Print how close the logits came, and which dtypes the exponential of its scores overflows.
+    """Print how close the logits are, and which dtypes the exponential of the model's scores
+    overflows.
 
     The row of scores is written to `row_path`, if given, for the widget to show.
     """
@@ -201,7 +202,7 @@ def show_guard(guarded: float) -> dict:
     """Print the value of l after a fully masked tile, without a guard and with it."""
     with np.errstate(invalid="ignore"):
         unguarded = float(np.exp(np.subtract(-np.inf, -np.inf)))  # what the first tile would leave in l and O
-    console.print(f"A tile masked as a whole: exp(-inf - -inf) = {unguarded}, for good. Guarded, l = {guarded:.4f}.")
+    console.print(f"A fully masked tile: exp(-inf - -inf) = {unguarded}, and it stays so. Guarded, l = {guarded:.4f}.")
     return {"unguarded_is_nan": math.isnan(unguarded), "guarded": float(guarded)}
 
 
@@ -220,7 +221,7 @@ def show_tiles(target: str, kernel: Any, tiles: Sequence[tuple[int, int, int]]) 
         figures = {"shared": code.shared, "fits": code.fits, "spilled": code.spilled}
         results[f"{block_q}x{block_k}x{stages}"] = figures
     columns = ("queries × keys, stages", "shared memory", "fits", "spilled registers")
-    table(f"Compiled for {target}, head dim 128, in bytes; {SHARED_MEMORY[target]:,} are there", columns, rows)
+    table(f"Compiled for {target}, head dim 128, in bytes; {SHARED_MEMORY[target]:,} are available", columns, rows)
     return results
 
 
@@ -230,7 +231,7 @@ def conclude(results: dict, disturbance: str) -> None:
     closing(
         f"The scores of {results['memory']['refused_at']:,} tokens broke the budget. Tiles keep 4 bytes a token: "
         f"T^{powers['tiled_kept']:.0f} in place of T^{powers['naive_kept']:.0f}.",
-        f"Traffic stays quadratic (T^{powers['tiled_moved']:.2f}), {traffic['less']:.1f} times less of it at "
+        f"Traffic stays quadratic (T^{powers['tiled_moved']:.2f}), but is {traffic['less']:.1f} times lower at "
         f"{traffic['lengths'][-1]:,} tokens. At the paper's shape, forward, nothing can save more than "
         f"{results['figure_2']['ceiling']:.0f} times.",
         Timed(f"The same output, {gain:.1f} times faster than stored scores at the longest in this run."),

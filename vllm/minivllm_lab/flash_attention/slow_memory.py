@@ -21,8 +21,8 @@ class Trips:
 
 
 class SlowArray(np.ndarray):
-    """`a[rows]` reads a plain array to the chip, `a[rows] = tile` writes one back; `trips` counts
-    both.
+    """An array in slow memory: `a[rows]` reads a plain array to the chip, `a[rows] = tile` writes
+    one back, and `trips` counts both.
 
     `np.empty_like(a, shape=...)` makes a new array in the same slow memory, with the same `trips`.
     """
@@ -59,7 +59,7 @@ def peak_of(attend: Callable[..., object], arrays: Iterable[np.ndarray], expecte
     """Call `attend` on the arrays in slow memory; return its peak allocation in MiB.
 
     Raises:
-        AssertionError: it moves other bytes than `expected`.
+        AssertionError: the bytes that it moves differ from `expected`.
     """
     slow, trips = in_slow_memory(*arrays)
     tracemalloc.start()

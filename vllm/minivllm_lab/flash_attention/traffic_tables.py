@@ -1,5 +1,5 @@
-"""Lesson 03's counted bytes: by length, the powers that they follow, and the shape of the
-paper's figure 2.
+"""Tables of lesson 03's counted bytes: by length, the powers that they follow, and at the shape of
+the paper's figure 2.
 """
 
 from collections.abc import Mapping
@@ -23,8 +23,8 @@ PAPERS_GB = 40.3
 def show_traffic(
     head_dim: int, block_q: int, block_k: int, longest: int, peaks: Mapping[str, float], on_chip: int
 ) -> dict[str, dict]:
-    """Print the bytes that one head moves and keeps by length, the powers they follow, and the
-    paper's shape.
+    """Print the bytes that one head moves and keeps by length, the powers that they follow, and the
+    bytes at the paper's shape.
 
     `peaks` are the MiB that NumPy allocated; `on_chip` is the memory on the chip, in bytes.
     """

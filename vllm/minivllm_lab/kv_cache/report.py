@@ -171,7 +171,7 @@ def close(results: dict, disturbance: str) -> None:
             f"and {run['token_passes_with']:,} with one; the last came {run['last_ratio']:.1f} times faster."
         ),
         Timed(
-            f"Weights are read once for all: for 64 sequences in {longer:.1f} times the time of one. Together they "
+            f"Weights are read once for all: 64 sequences take {longer:.1f} times as long as one. Together they "
             f"gave {gain:.0f} times the tokens a second."
         ),
         f"{card['running']} requests with reserved slots fill the {card['name']}, where {card['alpaca']['unreserved']} "
@@ -208,7 +208,7 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
     """Build the parser: the common flags and the lesson's own; --help shows `doc`."""
     flags = lesson_parser(doc or "", EMBEDDED_MODEL)
     flags.add_argument("--prompt", default="def ", help="text to continue")
-    flags.add_argument("--tokens", type=positive_int, help="how many to generate (default: 256, 32 quick, 1024 full)")
+    flags.add_argument("--tokens", type=positive_int, help="tokens to generate (default: 256, 32 quick, 1024 full)")
     flags.add_argument("--gpu", default="L4", help="the card of the ledger")
     flags.add_argument("--serve", default="Llama-3.1-8B", help="the model on that card")
     flags.add_argument("--max-model-len", type=positive_int, default=2048, help="slots reserved for each request")

@@ -27,7 +27,7 @@ STRENGTH = 0.5
 
 
 def peft_key(layer: int, linear: str, matrix: str) -> str:
-    """Return the key of a matrix, "A" or "B", in PEFT's file."""
+    """Return the key under which PEFT's file stores matrix "A" or "B" of a linear."""
     part = "mlp" if linear in MLP_LINEARS else "self_attn"
     return f"base_model.model.model.layers.{layer}.{part}.{linear}.lora_{matrix}.weight"
 
@@ -40,11 +40,12 @@ def random_adapter(
     dtype: str = "bfloat16",
     strength: float = STRENGTH,
 ) -> Tensors:
-    """Return a random adapter's tensors under PEFT's keys, for the scale 1 (`lora_alpha` = `rank`).
+    """Return a random adapter's tensors under PEFT's keys, made for scale 1 (`lora_alpha` =
+    `rank`).
 
-    The same arguments give the same tensors. `strength` is the size of B A x relative to x, in root
-    mean square: at 0.5 the embedded model generates another text within a few tokens, and it is
-    still text.
+    The same arguments give the same tensors. `strength` is the root mean square of B A x relative
+    to that of x: at 0.5 the embedded model's text changes within a few tokens, but it is still
+    text.
 
     Raises:
         MinivllmError: an unknown target, a rank below 1, or a model whose linears are not known
@@ -76,8 +77,8 @@ def write_adapter(
     base: str,
     **fields: object,
 ) -> Path:
-    """Write an adapter as PEFT does and return its folder; `fields` go into its config, such as
-    `use_rslora`.
+    """Write an adapter as PEFT does and return its folder; `fields`, such as `use_rslora`, go into
+    its config.
     """
     from safetensors.torch import save_file
 
@@ -104,7 +105,7 @@ def write_adapter(
 
 
 def read_adapter(directory: str | Path) -> tuple[dict[str, Any], Tensors]:
-    """Return the config and the tensors of an adapter's folder."""
+    """Return the config and the tensors in an adapter's folder."""
     from safetensors.torch import load_file
 
     config = json.loads((Path(directory) / CONFIG_FILE).read_text())
@@ -114,8 +115,8 @@ def read_adapter(directory: str | Path) -> tuple[dict[str, Any], Tensors]:
 def merge_adapter(model: torch.nn.Module, directory: str | Path) -> None:
     """Merge an adapter into a model of `transformers`: add scale * B A to its weights.
 
-    The scale is `lora_alpha` / r, and with rsLoRA `lora_alpha` / sqrt(r); A and B are multiplied in
-    the weights' dtype. Patterns of ranks and alphas are ignored.
+    The scale is `lora_alpha` / r, or `lora_alpha` / sqrt(r) with rsLoRA; A and B are multiplied in
+    the weights' dtype. PEFT's rank and alpha patterns are ignored.
     """
     config, tensors = read_adapter(directory)
     scale = config["lora_alpha"] / (math.sqrt(config["r"]) if config.get("use_rslora") else config["r"])
@@ -137,7 +138,8 @@ def write_random_adapters(
     dtype: str = "bfloat16",
     strength: float = STRENGTH,
 ) -> list[Path]:
-    """Write random adapters `adapter-0000`, `adapter-0001`, … for a model, with the ranks in turn.
+    """Write random adapters `adapter-0000`, `adapter-0001`, … for a model, cycling through the
+    ranks.
 
     Adapter i depends only on `seed` + i, so the first adapters are the same for any `count`.
     """

@@ -1,9 +1,9 @@
-"""Model many LoRA adapters on one engine: their traffic, and a step's cost applied together, in a
-loop, or merged.
+"""Model many LoRA adapters on one engine: their traffic, and the cost of a step that applies them
+together, in a loop, or as merged copies.
 
-Applied together, one shrink and one expand per group of linears (q, k, v; o; gate, up; down) serve
-all adapters of a batch. In a loop, each adapter has launches of its own. Merged copies have none,
-but each takes the memory of a model, and a batch of d adapters is d forward passes. Everything is
+Applied together, all adapters of a batch share one shrink and one expand per group of linears (q,
+k, v; o; gate, up; down). In a loop, each adapter has its own launches. Merged copies need none, but
+each takes the memory of a model, and a batch with d adapters takes d forward passes. Everything is
 *modelled*.
 """
 
@@ -33,14 +33,13 @@ token of Llama-2-7B, with a shrink and an expand for each of 7 linears in 32 lay
 
 
 def zipf_shares(adapters: int, skew: float) -> list[float]:
-    """Return each adapter's share of the requests, the most popular first: 1 / rank^skew,
-    normalized.
+    """Return each adapter's share of the requests, most popular first: 1 / rank^skew, normalized.
 
     Raises:
-        MinivllmError: no adapters, or a skew below 0 (where all are equally popular).
+        MinivllmError: no adapters, or a skew below 0 (at 0, all are equally popular).
     """
     require(
-        is_number(skew) and skew >= 0 and adapters >= 1, f"adapters is {adapters} and skew {skew!r}; 1 and 0 or more"
+        is_number(skew) and skew >= 0 and adapters >= 1, f"need adapters >= 1 and skew >= 0, not {adapters}, {skew!r}"
     )
     weights = [(index + 1) ** -skew for index in range(adapters)]
     total = sum(weights)
@@ -48,7 +47,7 @@ def zipf_shares(adapters: int, skew: float) -> list[float]:
 
 
 def zipf_adapters(adapters: int, skew: float, requests: int, seed: int = 0) -> list[int]:
-    """Draw the adapter of each request, from 1; the same seed gives the same adapters."""
+    """Draw an adapter number, 1 or higher, for each request; the same seed gives the same adapters."""
     shares = list(accumulate(zipf_shares(adapters, skew)))
     return random.Random(f"zipf-{seed}").choices(range(1, adapters + 1), cum_weights=shares, k=requests)
 
@@ -56,19 +55,19 @@ def zipf_adapters(adapters: int, skew: float, requests: int, seed: int = 0) -> l
 def distinct_adapters(shares: Sequence[float], running: float) -> float:
     """Return how many adapters `running` requests use on average, if no request waits for a slot.
 
-    Each adapter then has a Poisson number of requests with the mean `running` * share, and 1 -
-    e^-mean have any.
+    The number of an adapter's requests is then Poisson-distributed with mean `running` * share, so
+    the adapter is in use with probability 1 - e^-mean.
     """
     return sum(-math.expm1(-running * share) for share in shares)
 
 
 def lru_hit_rate(shares: Sequence[float], slots: int) -> float:
-    """Return the share of requests that find their adapter in an LRU of `slots`, one request after
-    another.
+    """Return the hit rate of an LRU cache with `slots` adapters, for requests that arrive one at a
+    time.
 
-    Che's approximation: an adapter has a slot if it was used within the last t requests, and t is
-    such that these adapters fill the slots (Che et al., 2002; exact in the limit of many slots and
-    adapters).
+    This is Che's approximation: an adapter has a slot if it was used within the last t requests,
+    and t is such that these adapters fill the slots (Che et al., 2002; exact in the limit of many
+    slots and adapters).
     """
     if slots >= len(shares):
         return 1.0
@@ -82,21 +81,21 @@ def lru_hit_rate(shares: Sequence[float], slots: int) -> float:
 
 
 def wait_for_a_slot(shares: Sequence[float], load: float, stay: float, slots: int, most: float) -> float:
-    """Return the time within which the share `most` of the requests get a slot for their adapter,
-    in the long run.
+    """Return the long-run time within which the share `most` of the requests get a slot for their
+    adapter.
 
-    An adapter's first request waits for w seconds, and requests that come in this time get the slot
-    with it. The adapter keeps its slot as long as one of its requests runs: (e^x - 1) / rate
-    seconds with x = rate * stay, the busy period of a server with room for all. Each adapter cycles
-    like this, and w is such that all slots are in use. These are means; chance is left out, so real
-    waits are a little longer.
+    An adapter's first request waits for w seconds, and requests that arrive meanwhile get the slot
+    together with it. The adapter keeps its slot as long as one of its requests runs: (e^x - 1) /
+    rate seconds with x = rate * stay, the busy period of a server with room for all. Each adapter
+    cycles like this, and w is such that all slots are in use. All of these are means without random
+    variation, so real waits are a little longer.
 
     Args:
         shares: each adapter's share of the requests.
         load: requests a second.
         stay: seconds that a request runs.
         slots: adapters that can be in use at a time.
-        most: a share of the requests, below 1.
+        most: the share of the requests to cover, below 1.
 
     Returns:
         Seconds; 0 where all adapters in use fit into the slots (`distinct_adapters`).
@@ -118,7 +117,7 @@ def wait_for_a_slot(shares: Sequence[float], load: float, stay: float, slots: in
 
 @dataclass(frozen=True)
 class AdapterCost:
-    """Model the time of a step with adapters, each in a slot as wide as `max_lora_rank`."""
+    """The modelled time of a step with adapters, each in a slot as wide as `max_lora_rank`."""
 
     base: Cost
     """The cost of the step without adapters."""
@@ -131,19 +130,21 @@ class AdapterCost:
 
     @cached_property
     def slot_bytes(self) -> int:
-        """The size of a slot on the GPU, in 16 bits."""
+        """Bytes of a slot on the GPU, at 16 bits per number."""
         return adapter_bytes(self.model, self.max_lora_rank, self.targets)
 
     @cached_property
     def launches(self) -> int:
-        """Kernels of a step: a shrink and an expand for each group of linears that has adapters."""
+        """Kernel launches per step: a shrink and an expand for each group of linears that has
+        adapters.
+        """
         groups = sum(any(name in self.targets for name in group) for group in GROUPS)
         return 2 * groups * self.model.num_hidden_layers
 
     @cached_property
     def row_bytes(self) -> int:
-        """Bytes moved for a token: inputs once a group, outputs read and written, and the 32-bit
-        numbers in between.
+        """Bytes moved per token: inputs once per group, outputs read and written, and the 32-bit
+        numbers between shrink and expand.
         """
         shapes = linear_shapes(self.model)
         read = sum(max((shapes[name][1] for name in group if name in self.targets), default=0) for group in GROUPS)
@@ -152,7 +153,7 @@ class AdapterCost:
 
     @cached_property
     def flops_per_token(self) -> int:
-        """FLOPs of a token: two for each parameter of the slot."""
+        """FLOPs per token: two for each parameter of the slot."""
         return 2 * adapter_parameters(self.model, self.max_lora_rank, self.targets)
 
     def load_seconds(self, rank: int) -> float:
@@ -162,7 +163,7 @@ class AdapterCost:
         return adapter_bytes(self.model, rank, self.targets) / (self.gpu.pcie / 2 * self.memory_efficiency)
 
     def lora_seconds(self, tokens: int, distinct: int, launches: int) -> float:
-        """Return the time of the adapters alone: the longest of launches, memory traffic and
+        """Return the time that the adapters add: the longest of launches, memory traffic and
         arithmetic.
         """
         if not distinct:
@@ -175,7 +176,7 @@ class AdapterCost:
 
     def seconds(self, shape: StepShape, distinct: int, lora_tokens: int | None = None) -> float:
         """Return the time of a step that applies `distinct` adapters together to `lora_tokens`
-        (None: all tokens).
+        tokens (None: all).
         """
         tokens = shape.num_tokens if lora_tokens is None else lora_tokens
         return self.base.seconds(shape) + self.lora_seconds(tokens, distinct, self.launches)
@@ -185,8 +186,8 @@ class AdapterCost:
         return self.base.seconds(shape) + self.lora_seconds(shape.num_tokens, distinct, distinct * self.launches)
 
     def merged_seconds(self, shape: StepShape, distinct: int) -> float:
-        """Return the time of the same requests on merged copies: a forward pass for each
-        adapter's requests.
+        """Return the time that the same requests take on merged copies, one forward pass per
+        adapter.
         """
         count = max(distinct, 1)
         part = StepShape(*(max(1, round(each / count)) for each in (

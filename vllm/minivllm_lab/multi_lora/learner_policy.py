@@ -1,9 +1,9 @@
-"""A scheduling policy that leaves the adapters' gate to a function: `admit` of exercise 12.
+"""A scheduling policy that lets a function, `admit` of exercise 12, decide which adapters may join.
 
     LLM(model, enable_lora=True, max_loras=2, parts=Parts(policy=learner_policy(admit)))
 
 The function picks the waiting requests that may start; order, memory and budget stay the engine's
-own. No torch.
+own. This module does not import torch.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,10 +26,10 @@ def adapter_of(request: Request) -> int:
 
 
 def learner_policy(admit: Admit) -> SchedulingPolicy:
-    """Return the policy with this function as its gate.
+    """Return a policy that uses `admit` as its gate.
 
-    A result that the engine cannot carry out raises `MinivllmError` in its step; the message says
-    which.
+    If the engine cannot carry out what `admit` returns, its step raises a `MinivllmError` that
+    shows the result.
     """
     may_start: set[str] = set()
 
@@ -69,4 +69,4 @@ def ensure_possible(
         raise MinivllmError(f"{said}, but there are seats for {seats} different requests")
     active = {*running, *(waiting[index] for index in admitted)} - {0}
     if len(active) > max_loras:
-        raise MinivllmError(f"your admit lets {len(active)} different adapters run, and there are {max_loras} slots")
+        raise MinivllmError(f"your admit lets {len(active)} different adapters run, but there are {max_loras} slots")

@@ -1,8 +1,8 @@
-"""Draw lesson 12's opening: a step whose requests have different adapters; token indices are
-sorted, tokens not moved.
+"""Draw lesson 12's opening: a step whose requests have different adapters. The token indices are
+sorted; the tokens are not moved.
 
-The step is that of the scene "company" in which the followed request decodes beside two prompts.
-The adapters are set here; the groups are computed as the engine computes them.
+The step is the one of the scene "company" in which the followed request decodes beside two prompts.
+The adapters are assigned here; the groups are computed as the engine computes them.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def frames() -> Frames:
     first, second = (str(of_slot[slot]).strip("[]") for slot in active)
     none = slots.count(-1)
     captions = [
-        f"{last + 1} tokens of three requests are a step. “{NAME}” uses the adapter in slot 1, “class” the one in "
+        f"{last + 1} tokens of three requests form a step. “{NAME}” uses the adapter in slot 1, “class” the one in "
         "slot 0, “for” the base model. W x is one matmul for all of them.",
         f"For each adapter: pick its tokens, two matmuls, put them back. {2 * len(of_slot)} launches in each linear, "
         "and two more for each further adapter.",
@@ -68,8 +68,8 @@ def frames() -> Frames:
 
 
 def groups(slots: Sequence[int]) -> tuple[list[int], list[int], list[int]]:
-    """Return token indices by slot, the slots that occur, and where each begins, without the
-    tokens of slot -1.
+    """Return the token indices sorted by slot, the slots that occur, and where each begins; leave
+    out the tokens of slot -1.
     """
     order = [int(token) for token in np.argsort(slots, kind="stable") if slots[token] >= 0]
     active = sorted({slots[token] for token in order})
@@ -149,7 +149,7 @@ def _small(slots: Sequence[int]) -> list[str]:
 
 
 def _out(slots: Sequence[int], name: str = "W x + B A x") -> list[str]:
-    """Draw the base model's output, and what is added to it."""
+    """Draw the base model's output and what is added to it."""
     parts = [text(LEFT - 12, OUT + 20, name, anchor="end")]
     for token, slot in enumerate(slots):
         label = str(HIDDEN) if slot < 0 else f"{HIDDEN} +"

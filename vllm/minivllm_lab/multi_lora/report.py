@@ -1,6 +1,6 @@
 """Lesson 12's measurements, tables, figure and command line.
 
-A function `measure_*`, `count_*` or `show_*` prints its table and returns its figures; the
+Each `measure_*`, `count_*` or `show_*` function prints its table and returns its figures; the
 callables that it takes are the lesson's own code.
 """
 
@@ -52,11 +52,11 @@ MB, GB = 1e6, 1e9
 
 
 def check(arguments: argparse.Namespace, device: torch.device) -> None:
-    """Read the model's config, so that a wrong one is refused first, and put the device's name into
+    """Check the model's config before anything is measured, and put the device's name into
     `arguments`.
 
     Raises:
-        MinivllmError: there is no such model, or it has linears that adapters are not known for.
+        MinivllmError: there is no such model, or adapters for its linears are not supported.
     """
     linear_shapes(ModelConfig.from_pretrained(arguments.model))
     arguments.device = device.type
@@ -69,7 +69,7 @@ RANKS = (8, 16, 64)
 
 
 def show_weights(adapter_numbers: LessonCode) -> dict[str, Any]:
-    """Show an adapter's bytes by rank beside the model's, and what a thousand of either take."""
+    """Show an adapter's bytes by rank beside the model's, and the bytes of a thousand of each."""
     records: dict[str, dict[str, float]] = {}
     for name in MODELS:
         model = ModelConfig.from_pretrained(EMBEDDED_MODEL) if name == MODELS[-1] else known_model(name)
@@ -101,14 +101,14 @@ RANK = 16
 
 
 def width(arguments: argparse.Namespace) -> int:
-    """Return the size of that linear's input and output."""
+    """Return the input and output size of the linear that is measured."""
     return 512 if arguments.quick else 2048
 
 
 def measure_applied(
     merged: LessonCode, applied: LessonCode, arguments: argparse.Namespace, device: torch.device
 ) -> dict[str, Any]:
-    """Time one linear with the adapter merged and applied, and the merging itself."""
+    """Time one linear with the adapter merged and with it applied, and time the merging itself."""
     wide = width(arguments)
     weight = torch.randn(wide, wide, device=device) / wide**0.5
     a, b = torch.randn(RANK, wide, device=device) / wide**0.5, torch.randn(wide, RANK, device=device) / RANK
@@ -148,7 +148,7 @@ AWKWARD: dict[str, tuple[list[int], int, int, int]] = {
 
 
 def lora_case(token_slots: Sequence[int], rank: int, inputs: int, outputs: int, dtype: torch.dtype) -> dict:
-    """Return a batch's tensors by the names of the lesson's arguments."""
+    """Return a batch's tensors, keyed by the names of the lesson's arguments."""
     slots = max(token_slots) + 2
     return {
         "out": torch.randn(len(token_slots), outputs).to(dtype),
@@ -169,7 +169,8 @@ def exact(case: Mapping[str, Tensor]) -> Tensor:
 
 
 def verify_kernels(ways: Mapping[str, Way], device: torch.device, quick: bool) -> dict[str, float]:
-    """Compare all four ways with float64 on awkward batches, or with `quick` on the first of them.
+    """Compare all four methods with float64 on awkward batches; with `quick`, only on the first of
+    them.
 
     Raises:
         AssertionError: a token is wrong.
@@ -186,7 +187,7 @@ def verify_kernels(ways: Mapping[str, Way], device: torch.device, quick: bool) -
 
 
 def traced(way: Way, case: Mapping[str, Tensor]) -> list[KernelTrace]:
-    """Trace what each launch of one of the ways reads and writes."""
+    """Trace what each launch of a method reads and writes."""
     traces: list[KernelTrace] = []
     way(**case, launch=lambda *call, **sizes: traces.append(trace_kernel(*call, **sizes)))
     return traces
@@ -197,10 +198,11 @@ COUNTED = {"one adapter": [0] * 16, "four": [0, 1, 2, 3] * 4, "sixteen": list(ra
 
 
 def count_ways(ways: Mapping[str, Way], quick: bool) -> dict[str, Any] | None:
-    """Count launches, and how often an adapter is read, for 16 tokens in Triton's interpreter.
+    """Count, for 16 tokens in Triton's interpreter, the launches and how often each adapter is
+    read.
 
     Raises:
-        AssertionError: the sorted way reads an adapter more than once, or launches more than two
+        AssertionError: sorting reads an adapter more than once, or launches more than two
             kernels.
     """
     if not (HAS_TRITON and INTERPRETED):
@@ -236,21 +238,21 @@ DISTINCT = (1, 2, 4, 8, 16, 32, 64)
 
 
 def looped(out: Tensor, x: Tensor, a: Tensor, b: Tensor, members: Sequence[tuple[int, Tensor]]) -> Tensor:
-    """Apply one adapter after another with torch; `members` are pairs of a slot and its tokens."""
+    """Apply one adapter after another with torch; `members` are (slot, tokens) pairs."""
     for slot, tokens in members:
         out[tokens] += (x[tokens] @ a[slot].T) @ b[slot].T
     return out
 
 
 def gathered(out: Tensor, x: Tensor, a: Tensor, b: Tensor, slots: Tensor) -> Tensor:
-    """Apply a copy of its adapter to each token, with torch's batched matmuls, as bgmv reads
-    them.
+    """Apply to each token a copy of its adapter, with torch's batched matmul; this reads as much as
+    bgmv.
     """
     return out + torch.bmm(b[slots], torch.bmm(a[slots], x[:, :, None]))[:, :, 0]
 
 
 def measure_distinct(arguments: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    """Time one linear and 64 tokens, by how many different adapters they have."""
+    """Time one linear over 64 tokens, by the number of different adapters that they use."""
     wide = width(arguments)
     case = lora_case(list(range(64)), RANK, wide, wide, torch.float32)
     out, x, a, b = (case[name].to(device) for name in ("out", "x", "a", "b"))
@@ -281,8 +283,8 @@ def measure_distinct(arguments: argparse.Namespace, device: torch.device) -> dic
 def engine_call(
     out: Tensor, x: Tensor, a: Tensor, b: Tensor, slots: Tensor, rank: int | None = None, backend: str | None = None
 ) -> Callable[[], None]:
-    """Return the engine's call for these tensors, which takes a transposed B and a rank for each
-    slot.
+    """Return a call of the engine's kernels on these tensors; it transposes B and gives each slot a
+    rank.
     """
     meta = LoRAKernelMeta(len(x), len(a), x.device)
     meta.prepare(slots.cpu().numpy())
@@ -299,8 +301,8 @@ SEATS, SERVED_STEPS = 32, 12
 
 
 def traffic(adapters: int, skew: float, requests: int, a_step: float, seed: int) -> list[tuple[str, int, int, int]]:
-    """Draw requests (name, adapter, steps, arrival) by Zipf: the k-th adapter has a share in
-    proportion to k^-skew.
+    """Draw requests (name, adapter, steps, arrival); the k-th adapter has a Zipf share proportional
+    to k^-skew.
     """
     draw = random.Random(seed)
     chosen = draw.choices(range(1, adapters + 1), [k**-skew for k in range(1, adapters + 1)], k=requests)
@@ -319,7 +321,9 @@ class Served:
         return next(at for at, (running, _) in enumerate(self.steps) if name in {each.name for each in running})
 
     def figures(self, tiers: LessonCode, host: int) -> dict[str, Any]:
-        """Count steps, requests and adapters; `host` adapters fit into host memory."""
+        """Count steps, requests and adapters; `host` is the number of adapters that fit into host
+        memory.
+        """
         batches = [[request.adapter for request in running] for running, _ in self.steps]
         counts = tiers(batches, self.slots, host)
         return {
@@ -335,8 +339,8 @@ class Served:
 def show_tiers(
     serve: LessonCode, tiers: LessonCode, request: LessonCode, arguments: argparse.Namespace
 ) -> dict[str, Any]:
-    """Serve the same traffic with ever more slots: what runs, what is copied into slots and read
-    from disk.
+    """Serve the same traffic with more and more slots; show what runs, and what is copied into
+    slots and read from disk.
     """
     work = traffic(arguments.adapters, arguments.skew, 150 if arguments.quick else 800, 2.0, arguments.seed)
     wanted = len({adapter for _, adapter, *_ in work})
@@ -382,8 +386,8 @@ def named(folders: Sequence[Path]) -> list[LoRARequest]:
 
 
 def measure_thousand(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Serve Zipf traffic over more and more adapters, each in one engine: what is loaded, and
-    requests a second.
+    """Serve Zipf traffic over more and more adapters, each set in one engine; measure loads and
+    requests per second.
     """
     most = min(arguments.adapters, 64) if arguments.quick else arguments.adapters
     requests, records = 32 if arguments.quick else 128, {}
@@ -423,15 +427,15 @@ def measure_thousand(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def eight_a_step(adapters: int, requests: int) -> list[int]:
-    """Return an adapter for each request: eight different ones for those that run together, in
-    turn.
+    """Return an adapter for each request, such that the requests that run together cycle through
+    eight different ones.
     """
     return [(number // AT_ONCE * 8 + number % 8) % adapters for number in range(requests)]
 
 
 @contextmanager
 def counting(lora: Any, into: list[int]) -> Iterator[None]:
-    """Append to `into` the number of different adapters of each step that has any."""
+    """Append to `into` the number of different adapters in each step that uses any."""
     set_active = lora.set_active_adapters
 
     def set_active_adapters(requests: Any) -> dict[int, int]:
@@ -446,7 +450,7 @@ def counting(lora: Any, into: list[int]) -> Iterator[None]:
 
 
 def _generate(llm: LLM, adapters: Sequence[LoRARequest | None], max_tokens: int = 8) -> float:
-    """Time requests with these adapters."""
+    """Return the seconds that requests with these adapters take."""
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
     prompts: list[Any] = [{"prompt_token_ids": [1 + number % 50] * 8} for number in range(len(adapters))]
     start = time.perf_counter()
@@ -455,8 +459,8 @@ def _generate(llm: LLM, adapters: Sequence[LoRARequest | None], max_tokens: int 
 
 
 def measure_cost(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Time a decode step of 16 requests: with `enable_lora` off, with no adapter used, with one,
-    with sixteen.
+    """Time a decode step of 16 requests: with `enable_lora` off, and with it on for no adapter, one
+    and sixteen.
     """
     with tempfile.TemporaryDirectory() as folder:
         adapters = named(write_random_adapters(folder, AT_ONCE, model=arguments.model))
@@ -480,7 +484,7 @@ def measure_cost(arguments: argparse.Namespace) -> dict[str, Any]:
         records[name] = {"ms": 1e3 * statistics.median(times), "ratio": ratio}
     console.print()
     title = f"A decode step of {AT_ONCE} requests, adapters of rank 8 on all seven projections"
-    record_table(title, records, "{name} | ms {ms:.2f} | of one without {ratio:.2f} ×", "Medians of turns.")
+    record_table(title, records, "{name} | ms {ms:.2f} | of one without {ratio:.2f} ×", "Medians of alternating runs.")
     return records
 
 
@@ -500,8 +504,8 @@ def _decode_seconds(llm: LLM, adapters: Sequence[LoRARequest | None], tokens: in
 
 
 def show_gate(serve: LessonCode, tiers: LessonCode, request: LessonCode) -> dict[str, Any]:
-    """Serve sixteen equally popular adapters with ever more slots; then one that waits behind
-    two popular ones.
+    """Serve sixteen equally popular adapters with more and more slots, then a request whose adapter
+    has to wait for two popular ones.
     """
     work = [request(str(i), 1 + i % 16, 8, i // 2) for i in range(160)]
     records = {str(slots): Served(serve, work, slots, 16).figures(tiers, 16) for slots in (1, 2, 4, 8, 16)}
@@ -515,15 +519,15 @@ def show_gate(serve: LessonCode, tiers: LessonCode, request: LessonCode) -> dict
     work = [*hot[:4], request("cold", 3, 8, 4), *hot[4:]]
     starts, with_a_third = (Served(serve, work, slots, 16).first_step("cold") for slots in (2, 3))
     console.print(
-        "Two slots, and two adapters that are always in use: a request for a third comes before step 5 and starts in "
+        "Two slots, and two adapters that are always in use: a request for a third arrives before step 5 and starts in "
         f"step {starts + 1}. With three slots, in step {with_a_third + 1}."
     )
     return {**records, "cold": {"arrives": 4, "starts": starts, "with_a_third_slot": with_a_third}}
 
 
 def show_ranks(by_sorting: Way, adapter_numbers: LessonCode, quick: bool) -> dict[str, Any] | None:
-    """Count what adapters of rank 8 take in slots for up to 256, and what 16 tokens of four
-    adapters read.
+    """Count the bytes of a slot for ranks up to 256, and the bytes that 16 tokens of four rank-8
+    adapters read from it.
     """
     if not (HAS_TRITON and INTERPRETED):
         return None
@@ -571,11 +575,11 @@ def show_answers(arguments: argparse.Namespace) -> dict[str, str]:
 
 
 def share_hashes(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Run one prompt under two adapters in turn; then again with block hashes that leave the
+    """Run one prompt under two adapters in turn, then again with block hashes that leave the
     adapter out.
 
     Raises:
-        AssertionError: the sound engine hits another adapter's blocks, or the other one does not.
+        AssertionError: the sound engine hits another adapter's blocks, or the unsound one does not.
     """
 
     def by_tokens(parent: bytes, token_ids: Sequence[int], _extra_keys: bytes) -> bytes:
@@ -590,9 +594,9 @@ def share_hashes(arguments: argparse.Namespace) -> dict[str, Any]:
         records[name] = {"text": output.outputs[0].text, "cached": output.num_cached_tokens}
     sound, shared = records.values()
     assert sound["cached"] == 0 < shared["cached"], f"cached: {sound['cached']}, {shared['cached']}"
-    assert sound["text"] != shared["text"], "both engines generate the same text: take another prompt"
+    assert sound["text"] != shared["text"], "both engines generate the same text: use another prompt"
     console.print()
-    title = f"The second request begins as the first one did, with {second.lora_name} in place of {first.lora_name}"
+    title = f"The second request begins like the first, with {second.lora_name} in place of {first.lora_name}"
     rows = [(name, record["cached"], repr(record["text"])) for name, record in records.items()]
     table(title, ("prefix cache", "tokens found", "text"), rows, words=True)
     return records
@@ -602,7 +606,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 
 
 def _continue(llm: LLM, adapters: Sequence[LoRARequest | None]) -> list[RequestOutput]:
-    """Let each of these adapters continue the prompt."""
+    """Continue the prompt once with each of these adapters."""
     return llm.generate([PROMPT] * len(adapters), GREEDY, use_tqdm=False, lora_request=list(adapters))
 
 
@@ -629,8 +633,8 @@ def close(figures: dict, disturbance: str) -> None:
 
 
 def draw(figures: dict, path: str) -> None:
-    """Draw the size of a thousand adapters; one linear by the adapters of a batch; seats in use
-    by slots.
+    """Plot the size of a thousand adapters, the time of one linear by adapters in the batch, and
+    places in use by slots.
     """
     with panels(path, 3) as (left, middle, right):
         for place, record in enumerate(figures["weighs"].values()):
@@ -662,9 +666,9 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
     """Add the lesson's own flags to the common ones; `--help` shows `doc`."""
     flags = lesson_parser(doc or "", EMBEDDED_MODEL)
     flags.add_argument(
-        "--adapters", type=whole_number(8, 5000), default=1000, help="adapters that are registered (8 to 5000)"
+        "--adapters", type=whole_number(8, 5000), default=1000, help="number of registered adapters (8 to 5000)"
     )
-    flags.add_argument("--skew", type=_skew, default=1.0, help="of the traffic over them, Zipf's exponent (0 to 3)")
+    flags.add_argument("--skew", type=_skew, default=1.0, help="Zipf exponent of the traffic over adapters (0 to 3)")
     return flags
 
 

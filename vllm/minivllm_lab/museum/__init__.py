@@ -1,9 +1,9 @@
-"""The bug museum: engines with one defect each, built in on demand, to be found from their symptoms
+"""The bug museum: engines built on demand with one defect each, which you find from its symptoms
 (`make bugs`).
 
 - `exhibits`: the collection, read from `lessons/bugs/exhibits.toml`.
-- `workloads`: what each engine is given to do, and what is looked at.
+- `workloads`: what each engine is run on, and what is observed.
 - `runner`: runs workloads on one engine, in a process of its own.
-- `copies`: an engine with its defect, written to `out/bugs`; what has been solved.
+- `copies`: an engine with its defect, written to `out/bugs`; the record of solved exhibits.
 - `desk`: the commands.
 """

@@ -1,4 +1,6 @@
-"""`python -m minivllm_lab.museum`: see `minivllm_lab.museum.desk`."""
+"""The entry point of `python -m minivllm_lab.museum`; the commands are in
+`minivllm_lab.museum.desk`.
+"""
 
 from minivllm_lab.cli import run
 from minivllm_lab.museum.desk import main, parser

@@ -39,8 +39,8 @@ def set_up(exhibit: Exhibit) -> bool:
     """Copy the engine with the defect, unless the learner has changed the existing copy. Return
     whether it was copied.
 
-    Compiled loops (numba's cache) are copied too: they stay valid as long as their sources keep
-    their times.
+    Compiled loops (numba's cache) are copied too: they stay valid as long as the modification times
+    of their sources are kept.
     """
     room = room_of(exhibit)
     copy, stamp = room / "minivllm", room / "as_made"
@@ -62,13 +62,14 @@ def is_set_up(exhibit: Exhibit) -> bool:
 
 
 def observe(workloads: list[str], *rooms: Path | None) -> list[Observations]:
-    """Run workloads on the copies in these rooms, None being the sound engine, each in a process of
-    its own.
+    """Run the workloads on the copy in each room (None: on the sound engine), each copy in its own
+    process.
 
-    That a copy cannot be imported, or does not end, is an observation of every workload.
+    A copy that cannot be imported, or does not finish, reports this as the observation of every
+    workload.
 
     Raises:
-        MinivllmError: it happens to the sound engine, so there is nothing to compare with.
+        MinivllmError: the sound engine fails in this way, so there is nothing to compare with.
     """
     with ThreadPoolExecutor(len(rooms)) as pool:
         return list(pool.map(partial(_observe, workloads), rooms))
@@ -94,15 +95,13 @@ def _observe(workloads: list[str], room: Path | None) -> Observations:
             errors = [line for line in done.stderr.splitlines() if line.strip()] or [f"code {done.returncode}"]
             problem = f"it does not start: {errors[-1].strip()}"
     if room is None:
-        raise MinivllmError(
-            f"the sound engine cannot be compared with: {problem}; if the machine is busy, try again when it is not"
-        )
+        raise MinivllmError(f"cannot compare with the sound engine: {problem}; if the machine is busy, try again later")
     return {name: {"the engine as a whole": problem} for name in workloads}
 
 
 def solved() -> dict[str, str]:
-    """Return how each exhibit was solved ("line" or "mended"), by number; ignore a damaged
-    record.
+    """Return how each exhibit was solved ("line" or "mended"), keyed by its number; ignore a
+    damaged record.
     """
     try:
         record = json.loads((ROOMS / "solved.json").read_text())

@@ -25,7 +25,7 @@ NOTHING = "—"
 LONGEST = 240
 VERDICTS = {
     "function": "Warm: this is the right function.",
-    "file": "Lukewarm: this is the right file, and another function.",
+    "file": "Lukewarm: this is the right file, but the wrong function.",
     "cold": "Cold: the defect is in another file.",
 }
 
@@ -73,12 +73,12 @@ def show_hint(exhibit: Exhibit, which: str) -> None:
         MinivllmError: there is no such hint.
     """
     if which not in [str(index + 1) for index in range(NUM_HINTS)]:
-        raise MinivllmError(f"there is no hint {which!r} (there are 1 to {NUM_HINTS})")
+        raise MinivllmError(f"there is no hint {which!r} (choose 1 to {NUM_HINTS})")
     _say(f"Hint {which}: {exhibit.hints[int(which) - 1]}")
 
 
 def judge_line(exhibit: Exhibit, place: str) -> None:
-    """Say how near a guessed line is, and record it if it is right.
+    """Report how near a guessed line is, and record it if it is right.
 
     Raises:
         MinivllmError: it does not name a line of the engine.
@@ -110,12 +110,12 @@ def parse_place(place: str) -> tuple[str, int]:
         raise MinivllmError(f"{path!r} is not a file of the engine; write it like core/scheduler.py:99")
     most = len((ENGINE / file).read_text().splitlines())
     if not 1 <= int(number[:9]) <= most:
-        raise MinivllmError(f"{file} has the lines 1 to {most}, and you said {number}")
+        raise MinivllmError(f"{file} has lines 1 to {most}, not {number}")
     return file, int(number)
 
 
 def try_copy(exhibit: Exhibit) -> bool:
-    """Run all workloads on the learner's copy and on the sound engine; return whether all of them
+    """Run all workloads on the learner's copy and on the sound engine; return whether they all
     agree.
 
     Raises:
@@ -135,7 +135,7 @@ def try_copy(exhibit: Exhibit) -> bool:
         _show_difference(sound[broken[0]], changed[broken[0]])
         return False
     note_solved(exhibit, "mended")
-    _say(f"Repaired: the symptom is gone, and the other {len(names) - 1} workloads are as on the sound engine.")
+    _say(f"Repaired: the symptom is gone, and the other {len(names) - 1} workloads behave as on the sound engine.")
     _say(exhibit.why)
     return True
 
@@ -162,7 +162,7 @@ def _value(seen: dict[str, Any], name: str) -> str:
 
 
 def _say(text: str, indent: str = "") -> None:
-    """Print a text, wrapped at words; all lines but the first begin with `indent`."""
+    """Print text wrapped at words; all lines but the first begin with `indent`."""
     lines = textwrap.wrap(text, min(console.width, MOST_COLUMNS), subsequent_indent=indent)
     console.print("\n".join(lines), markup=False)
 
@@ -173,16 +173,16 @@ def _shown(path: Path) -> str:
 
 
 def main(arguments: argparse.Namespace) -> None:
-    """Carry out one command; exit with 1 if a try has not repaired the engine."""
+    """Run one command; exit with status 1 if a try has not repaired the engine."""
     asked = [name for name in ("hint", "line", "try_it") if getattr(arguments, name) not in (None, False)]
     if arguments.bug is None:
         if asked:
-            raise MinivllmError("which exhibit? Say for example: make bugs B=7 HINT=1")
+            raise MinivllmError("which exhibit? For example: make bugs B=7 HINT=1")
         show_list()
         return
     exhibit = find_exhibit(arguments.bug)
     if len(asked) > 1:
-        raise MinivllmError("one at a time: HINT, LINE or TRY")
+        raise MinivllmError("use one at a time: HINT, LINE or TRY")
     if arguments.hint is not None:
         show_hint(exhibit, arguments.hint)
     elif arguments.line is not None:
@@ -199,6 +199,6 @@ def parser() -> argparse.ArgumentParser:
     flags = Parser(prog="bugs", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument("--bug", metavar="NUMBER", help="the exhibit's number, such as 7")
     flags.add_argument("--hint", metavar="1..3", help="show a hint")
-    flags.add_argument("--line", metavar="FILE:LINE", help="ask whether the defect is here")
+    flags.add_argument("--line", metavar="FILE:LINE", help="check whether the defect is on this line")
     flags.add_argument("--try", dest="try_it", action="store_true", help="run the workload on your edited copy")
     return flags

@@ -1,4 +1,4 @@
-"""The museum's collection: `lessons/bugs/exhibits.toml`, read and checked."""
+"""The museum's collection, read from `lessons/bugs/exhibits.toml` and checked."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CLOSE_ENOUGH = 2
 
 @dataclass(frozen=True)
 class Exhibit:
-    """A defect: where it is built in, its symptom, and its hints.
+    """A defect: where it is inserted, its symptom, and its hints.
 
     `old` and `new` are pieces of `function` in `file`, a path below the engine's package (see
     `minivllm_lab.mutants`). `solution` is the same defect in the lesson's script, for its checks to
@@ -41,7 +41,7 @@ class Exhibit:
     solution: Mutant | None = None
 
     def broken_source(self) -> str:
-        """Return the source of `file` with the defect.
+        """Return the source of `file` with the defect in it.
 
         Raises:
             MinivllmError: the engine has changed and no longer has the piece.
@@ -49,7 +49,7 @@ class Exhibit:
         return spliced_source(self.sound_source(), (self.function, self.old, self.new), self.file)
 
     def sound_source(self) -> str:
-        """Return the source of `file` as it should be."""
+        """Return the source of `file` without the defect."""
         return (ENGINE / self.file).read_text()
 
     def lines(self) -> tuple[int, ...]:
@@ -73,22 +73,22 @@ def exhibits() -> dict[int, Exhibit]:
 
 
 def find_exhibit(number: str) -> Exhibit:
-    """Return the exhibit of a number such as "7" or "07".
+    """Return the exhibit with this number, such as "7" or "07".
 
     Raises:
-        MinivllmError: there is none; the message says which there are.
+        MinivllmError: there is no such exhibit; the message gives the valid numbers.
     """
     collection = exhibits()
     known = number.isascii() and number.isdigit() and len(number) < 9 and int(number) in collection
     if not known:
-        raise MinivllmError(f"there is no exhibit {number!r} (there are 1 to {max(collection)})")
+        raise MinivllmError(f"there is no exhibit {number!r} (choose 1 to {max(collection)})")
     return collection[int(number)]
 
 
 def _exhibit(entry: dict) -> Exhibit:
     known = {field.name for field in fields(Exhibit)}
     if unknown := entry.keys() - known:
-        raise MinivllmError(f"exhibit {entry['number']} has {', '.join(sorted(unknown))}, which no exhibit has")
+        raise MinivllmError(f"exhibit {entry['number']} has {', '.join(sorted(unknown))}, which no exhibit may have")
     solution = entry.get("solution")
     return Exhibit(**{**entry, "hints": tuple(entry["hints"]), "solution": tuple(solution) if solution else None})
 

@@ -2,8 +2,8 @@
 
     PYTHONPATH=out/bugs/07 python -P vllm/minivllm_lab/museum/runner.py shared_prompt
 
-Like the workloads, it imports nothing of `minivllm_lab`: the engine that it runs may be a copy
-without it.
+Like the workloads, it imports nothing from `minivllm_lab`: the engine that it runs may be a copy
+that comes without it.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def _load_workloads() -> ModuleType:
 
 
 def main(seconds: int, names: list[str]) -> None:
-    """Print these workloads' observations as the last line; the system ends the process after
-    `seconds` of CPU time.
+    """Print these workloads' observations as the last line; the operating system kills the process
+    after `seconds` of CPU time.
     """
     import torch
 

@@ -1,8 +1,8 @@
 """The museum's workloads: each function drives an engine and returns its observations.
 
 A workload imports only the engine (`minivllm`), since it also runs on copies that consist of the
-engine alone. It is deterministic: on the sound engine it always returns the same. The first line of
-its docstring says what happens in it.
+engine alone. It is deterministic: on the sound engine it always returns the same observations. The
+first paragraph of its docstring tells the learner what it does.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ LONGER = LONG + "        if os.path.exists(path):\n            print(path)\n\n\n
 
 @dataclass
 class Ask:
-    """A request: its prompt, its length, the step in which it comes, and its parameters (greedy
+    """A request: its prompt, its length, the step in which it arrives, and its parameters (greedy
     by default).
     """
 
@@ -103,7 +103,7 @@ class Answers(dict[str, Answer]):
 
 
 def serve(llm: LLMEngine, asks: Mapping[str, Ask], after_step: Callable[[], None] | None = None) -> Answers:
-    """Run all requests to their end, for `MOST_STEPS` steps at most, or until the first error."""
+    """Run all requests until they end, for at most `MOST_STEPS` steps, or until the first error."""
     answers = Answers({name: Answer() for name in asks})
     last = max(ask.at for ask in asks.values())
     try:
@@ -144,7 +144,7 @@ def _take_in(answer: Answer, output: RequestOutput) -> None:
 
 
 def each_answer(answers: Answers, label: str, value: Callable[[Answer], Any]) -> Seen:
-    """Return a value of each answer as "`what` NAME", and the error if there was one."""
+    """Return one value per answer under the key "`what` NAME", and the error if there was one."""
     seen = {f"{label} {name}": value(answer) for name, answer in answers.items()}
     return seen if answers.raised is None else {"raised": answers.raised, **seen}
 
@@ -171,7 +171,7 @@ def left_over(llm: LLMEngine) -> Seen:
 
 
 def block_tables_of(llm: LLMEngine) -> dict[str, list[int]]:
-    """Return the block tables by request name (to which the core adds "-" and a number)."""
+    """Return the block tables by request name; the core's own ids are that name, "-" and a number."""
     manager = core_of(llm).scheduler.kv_cache_manager
     return {inner.rpartition("-")[0]: manager.get_block_ids(inner) for inner in manager.req_to_blocks}
 
@@ -191,7 +191,7 @@ def recorded_steps(llm: LLMEngine) -> list[SchedulerOutput]:
 
 
 def prompt_of(number: int, length: int) -> list[int]:
-    """Return a prompt of `length` token ids that shares no block with other numbers."""
+    """Return a prompt of `length` token ids that shares no block with the prompts of other numbers."""
     return [(37 * number + 11 * position + position * position) % 4000 + 5 for position in range(length)]
 
 
@@ -199,19 +199,19 @@ def prompt_of(number: int, length: int) -> list[int]:
 
 
 def one_request() -> Seen:
-    """One greedy request, alone on the engine."""
+    """Run one greedy request alone on the engine."""
     answers = serve(engine(), {"A": Ask(ADD, 12)})
     return {"first token": answers["A"].token_ids[:1], **texts(answers)}
 
 
 def three_lengths() -> Seen:
-    """Three greedy requests of different lengths start together."""
+    """Start three greedy requests of different lengths together."""
     asks = {"A": Ask(ADD), "B": Ask(READ), "C": Ask(CLASS)}
     return texts(serve(engine(), asks))
 
 
 def cache_ledger() -> Seen:
-    """The ledger's bytes of a token are compared with the tensors that the engine allocates."""
+    """Compare the ledger's bytes per token with the tensors that the engine allocates."""
     config, seen = ModelConfig.from_pretrained(MODEL), Seen()
     for dtype in ("auto", "int8"):
         caches = allocate_kv_caches(config, 8, 16, torch.device("cpu"), torch.bfloat16, dtype)
@@ -222,7 +222,7 @@ def cache_ledger() -> Seen:
 
 
 def wanted_lengths() -> Seen:
-    """Requests for 1, 2 and 7 tokens."""
+    """Run requests for 1, 2 and 7 tokens."""
     answers = serve(engine(), {f"the request for {count}": Ask(ADD, count) for count in (1, 2, 7)})
     return each_answer(answers, "tokens of", lambda answer: len(answer.token_ids))
 
@@ -231,8 +231,8 @@ def wanted_lengths() -> Seen:
 
 
 def shared_prompt() -> Seen:
-    """A prompt comes twice, one after the other; while the second answer grows, strangers fill
-    the small pool.
+    """Send a prompt twice, the second time after the first; while the second answer grows,
+    strangers fill the small pool.
     """
     llm = engine(num_gpu_blocks_override=13, max_model_len=128)
     prompt = prompt_of(1, 40)
@@ -251,7 +251,7 @@ def shared_prompt() -> Seen:
 
 
 def preemption() -> Seen:
-    """Three requests outgrow a pool of eight blocks: the last one loses its blocks and runs
+    """Let three requests outgrow a pool of eight blocks: the last one loses its blocks and runs
     again later.
     """
     llm = engine(num_gpu_blocks_override=9, max_model_len=96)
@@ -260,21 +260,21 @@ def preemption() -> Seen:
 
 
 def rows_reused() -> Seen:
-    """Five requests of different lengths on an engine that runs two at once."""
+    """Run five requests of different lengths on an engine that runs two at once."""
     prompts = {"A": LONG, "B": ADD, "C": CLASS, "D": READ, "E": LOOP}
     llm = engine(max_num_seqs=2, enable_prefix_caching=False)
     return {**texts(serve(llm, {name: Ask(prompt) for name, prompt in prompts.items()})), **left_over(llm)}
 
 
 def many_short_requests() -> Seen:
-    """Ten short requests, one after the other, on an engine that runs four at once."""
+    """Run ten short requests, one after the other, on an engine that runs four at once."""
     llm = engine()
     answers = serve(llm, {f"request {number}": Ask(ADD, 2, at=3 * number) for number in range(10)})
     return each_answer(answers, "the end of", lambda answer: answer.finish_reason)
 
 
 def block_tables() -> Seen:
-    """The pool is inspected before the first request, and the block tables while two run."""
+    """Inspect the pool before the first request, and the block tables while two requests run."""
     llm = engine(num_gpu_blocks_override=9, max_model_len=96)
     seen: Seen = {"usage before the first request": f"{core_of(llm).scheduler.kv_cache_manager.usage:.1%}"}
     tables: dict[str, list[int]] = {}
@@ -283,7 +283,7 @@ def block_tables() -> Seen:
 
 
 def full_house() -> Seen:
-    """Requests of two blocks each come to a pool that has room for four of them."""
+    """Send requests of two blocks each to a pool that has room for four of them."""
     llm = engine(num_gpu_blocks_override=9, max_model_len=96, block_size=16)
     scheduler = core_of(llm).scheduler
     running, held = [0], [0]
@@ -301,8 +301,8 @@ def full_house() -> Seen:
 
 
 def triton_kernel() -> Seen:
-    """A short prompt and a long one on the Triton kernel, in its interpreter: texts, and how
-    likely the prompts are.
+    """Run a short and a long prompt on the Triton kernel, in its interpreter, and report the texts
+    and how likely the prompts are.
     """
     llm = engine()
     core_of(llm).executor.worker.runner.attention.backend = "triton"  # type: ignore[attr-defined]
@@ -313,8 +313,8 @@ def triton_kernel() -> Seen:
 
 
 def sliding_window() -> Seen:
-    """A model whose layers see the last 8 tokens, with random weights, answers a short and a
-    long prompt.
+    """Answer a short and a long prompt with a random-weight model whose layers see the last 8
+    tokens.
     """
     config = json.loads((MODEL / "config.json").read_text())
     window = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 8}
@@ -326,7 +326,7 @@ def sliding_window() -> Seen:
 
 
 def naive_attention() -> Seen:
-    """The engine with `attention_backend="naive"`: one long prompt whole, then in chunks of 16
+    """Run one long prompt with `attention_backend="naive"`, first whole, then in chunks of 16
     tokens.
     """
     whole = serve(engine(attention_backend="naive"), {"the whole prompt": Ask(LONG, 12)})
@@ -338,7 +338,7 @@ def naive_attention() -> Seen:
 
 
 def burst() -> Seen:
-    """Six prompts come at once to an engine with a budget of 32 tokens a step."""
+    """Send six prompts at once to an engine with a budget of 32 tokens per step."""
     llm = engine(max_num_batched_tokens=32, max_num_seqs=8, enable_prefix_caching=False)
     steps = recorded_steps(llm)
     serve(llm, {f"request {number}": Ask(prompt_of(number, 20), 4) for number in range(6)})
@@ -349,15 +349,15 @@ def burst() -> Seen:
 
 
 def four_samples() -> Seen:
-    """Four samples of one prompt, with temperature 1 and a seed."""
+    """Draw four samples of one prompt with temperature 1 and a seed."""
     params = {"n": 4, "temperature": 1.0, "seed": 7, "output_kind": RequestOutputKind.FINAL_ONLY}
     answer = serve(engine(), {"A": Ask(CLASS, 12, params=params)})["A"]
     return {"different samples": len(set(answer.samples)), "samples": answer.samples}
 
 
 def mixed_settings() -> Seen:
-    """A long prompt, computed in chunks of 16, beside a greedy request and one with temperature
-    2.
+    """Run a long prompt, computed in chunks of 16 tokens, beside a greedy request and one with
+    temperature 2.
     """
     llm = engine(long_prefill_token_threshold=16, enable_prefix_caching=False)
     hot = {"temperature": 2.0, "seed": 3}
@@ -367,21 +367,21 @@ def mixed_settings() -> Seen:
 
 
 def chunks() -> Seen:
-    """A prompt of several chunks beside short ones; the budget is 24 tokens a step."""
+    """Run a prompt of several chunks beside short ones, with a budget of 24 tokens per step."""
     llm = engine(max_num_batched_tokens=24, enable_prefix_caching=False)
     return texts(serve(llm, {"A": Ask(ADD), "the long prompt": Ask(LONGER, 8), "B": Ask(READ)}))
 
 
 def stop_string() -> Seen:
-    """A request ends with a stop string, long before its 64 tokens."""
+    """Run a request that a stop string ends long before its 64 tokens."""
     llm = engine()
     answers = serve(llm, {"A": Ask(ADD, 64, params={"stop": ["\n"]})})
     return {**texts(answers), "ended by": answers["A"].finish_reason, **left_over(llm)}
 
 
 def stop_across_tokens() -> Seen:
-    """Two requests with stop strings: one that is a single token of the answer, one that takes
-    several.
+    """Run two requests with stop strings: one string is a single token of the answer, the other
+    spans several.
     """
     asks = {"one token": Ask(ADD, params={"stop": ["def"]}), "several": Ask(ADD, params={"stop": ["b\n\ndef _"]})}
     answers = serve(engine(), asks)
@@ -389,14 +389,14 @@ def stop_across_tokens() -> Seen:
 
 
 def stream_with_stops() -> Seen:
-    """A stream with two stop strings is recorded piece by piece."""
+    """Record a stream with two stop strings, piece by piece."""
     params = {"stop": ["\n\ndef _parse", "}"], "output_kind": RequestOutputKind.DELTA}
     answer = serve(engine(), {"A": Ask(ADD, params=params)})["A"]
     return {"sent": "".join(answer.pieces), "ended by": answer.finish_reason, "pieces": answer.pieces}
 
 
 def stream_of_characters() -> Seen:
-    """A text with accents and Japanese is decoded token by token, as in a stream."""
+    """Decode a text with accents and Japanese token by token, as in a stream."""
     tokenizer = load_tokenizer(MODEL)
     detokenizer = IncrementalDetokenizer(tokenizer, [], SamplingParams(detokenize=True))
     pieces, num_sent = [], 0
@@ -412,7 +412,7 @@ def stream_of_characters() -> Seen:
 
 
 def two_tenants() -> Seen:
-    """The same prompt from one tenant, from another one with a different `cache_salt`, and from
+    """Send the same prompt from one tenant, from another with a different `cache_salt`, and from
     the first again.
     """
     prompt = prompt_of(1, 40)
@@ -425,8 +425,8 @@ def two_tenants() -> Seen:
 
 
 def same_middle() -> Seen:
-    """Three prompts of two blocks: the third has the first block of one and the second block of
-    another.
+    """Run three prompts of two blocks; the third combines the first block of one with the second
+    block of another.
     """
     first, second = prompt_of(1, 33), prompt_of(2, 33)
     third = [*first[:16], *second[16:]]
@@ -435,14 +435,14 @@ def same_middle() -> Seen:
 
 
 def prompt_again() -> Seen:
-    """A prompt of exactly two blocks comes again, beside another one."""
+    """Send a prompt of exactly two blocks again, beside another prompt."""
     prompt, other = prompt_of(1, 32), prompt_of(2, 21)
     answers = serve(engine(), {"A": Ask(prompt, 8), "B": Ask(other, 12, at=9), "A again": Ask(prompt, 8, at=12)})
     return {**texts(answers), **hits(answers)}
 
 
 def evictions() -> Seen:
-    """A long prompt comes, two strangers take some of its blocks, and it comes again."""
+    """Send a long prompt, let two strangers take some of its blocks, and send it again."""
     prompt = prompt_of(1, 97)
     asks = {"A": Ask(prompt, 2), **{f"stranger {n}": Ask(prompt_of(n, 33), 2, at=4 * n) for n in (2, 3)}}
     llm = engine(num_gpu_blocks_override=11, max_model_len=128)
@@ -450,7 +450,7 @@ def evictions() -> Seen:
 
 
 def reset_between() -> Seen:
-    """The prefix cache is reset between two rounds of the same requests."""
+    """Reset the prefix cache between two rounds of the same requests."""
     llm = engine(num_gpu_blocks_override=9, max_model_len=96)
     asks = {name: Ask(prompt_of(number, 40), 4) for number, name in enumerate("AB")}
     serve(llm, asks)
@@ -460,19 +460,19 @@ def reset_between() -> Seen:
 
 
 def speculation() -> Seen:
-    """Greedy requests with up to four n-gram drafts a step, on text that repeats itself."""
+    """Run greedy requests with up to four n-gram drafts per step, on text that repeats itself."""
     llm = drafting()
     answers = serve(llm, {"A": Ask(LOOP, 40), "B": Ask(CLASS, 40)})
     return {**texts(answers), **left_over(llm)}
 
 
 def int8_cache() -> Seen:
-    """Greedy requests on a cache of int8 with a scale for each token and head."""
+    """Run greedy requests on an int8 cache with a scale for each token and head."""
     return texts(serve(engine(kv_cache_dtype="int8"), {"A": Ask(ADD), "B": Ask(READ), "C": Ask(CLASS)}))
 
 
 def graphs() -> Seen:
-    """Decode steps run as captured graphs, replayed by plain calls; one of four requests ends
+    """Run decode steps as captured graphs, replayed by plain calls; one of four requests ends
     early.
     """
     llm = engine()
@@ -482,9 +482,7 @@ def graphs() -> Seen:
 
 
 def tight_pool() -> Seen:
-    """A prompt with a long prefix hit comes back to a pool that another request has nearly
-    filled.
-    """
+    """Send a prompt with a long prefix hit again, when another request has nearly filled the pool."""
     llm = engine(num_gpu_blocks_override=11, max_model_len=128)
     prompt = prompt_of(1, 65)
     longer = [*prompt, *prompt_of(3, 30)]
@@ -497,7 +495,7 @@ def tight_pool() -> Seen:
 
 
 def in_event_loop(work: Callable[[AsyncLLM], Awaitable[Seen]]) -> Seen:
-    """Return what `work(engine)` observes in an event loop; the core runs in a thread."""
+    """Return what `work(engine)` observes in an event loop while the core runs in a thread."""
 
     async def run() -> Seen:
         args = EngineArgs(model=MODEL, device="cpu", max_model_len=256, num_gpu_blocks_override=65)
@@ -512,13 +510,13 @@ def in_event_loop(work: Callable[[AsyncLLM], Awaitable[Seen]]) -> Seen:
 
 
 def deltas(max_tokens: int) -> SamplingParams:
-    """Return the parameters of a greedy stream."""
+    """Return the sampling parameters of a greedy stream."""
     return SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
 
 
 def slow_reader() -> Seen:
-    """Two clients send the same prompt; one reads each piece as it comes, the other waits until
-    all have come.
+    """Send the same prompt from two clients; one reads each piece as it arrives, the other waits
+    until all have arrived.
     """
 
     async def work(llm: AsyncLLM) -> Seen:
@@ -539,8 +537,8 @@ def slow_reader() -> Seen:
 
 
 def reader_leaves() -> Seen:
-    """A client leaves after two pieces of an answer of 200 tokens; then the pool is checked for
-    taken blocks.
+    """Let a client leave after two pieces of a 200-token answer, then check whether the pool still
+    has blocks in use.
     """
 
     async def work(llm: AsyncLLM) -> Seen:
@@ -557,14 +555,14 @@ def reader_leaves() -> Seen:
 
 
 def drafting(lookup_min: int = 1, lookup_max: int = 2, **settings: Any) -> LLMEngine:
-    """Start an engine with up to four n-gram drafts a step, by suffixes of these lengths."""
+    """Start an engine with up to four n-gram drafts per step, found by suffixes of these lengths."""
     lengths = {"prompt_lookup_min": lookup_min, "prompt_lookup_max": lookup_max}
     return engine(speculative_config={"method": "ngram", "num_speculative_tokens": 4, **lengths}, **settings)
 
 
 def wasted_drafts() -> Seen:
-    """One request has drafts by suffixes of two to four tokens; steps and their tokens are
-    counted.
+    """Run one request with drafts found by suffixes of two to four tokens; count the steps and
+    their tokens.
     """
     llm = drafting(2, 4)
     steps = recorded_steps(llm)
@@ -580,14 +578,14 @@ def wasted_drafts() -> Seen:
 
 
 def ends_with_drafts() -> Seen:
-    """Requests for 9 to 14 tokens, with drafts."""
+    """Run requests for 9 to 14 tokens, with drafts."""
     asks = {f"the request for {count}": Ask(LOOP, count) for count in range(9, 15)}
     answers = serve(drafting(max_num_seqs=8), asks)
     return {**each_answer(answers, "tokens of", lambda answer: len(answer.token_ids)), **texts(answers)}
 
 
 def seeded_twice() -> Seen:
-    """Three requests with temperature and a seed, on an engine with drafts and on one without."""
+    """Run three requests with temperature and a seed, on an engine with drafts and on one without."""
     asks = {f"seed {seed}": Ask(LOOP, 24, params={"temperature": 0.6, "seed": seed}) for seed in (1, 2, 3)}
     plain, drafted = serve(engine(), asks), serve(drafting(), asks)
     same = sum(plain[name].token_ids == drafted[name].token_ids for name in asks)
@@ -595,7 +593,7 @@ def seeded_twice() -> Seen:
 
 
 def drafts_to_the_end() -> Seen:
-    """Requests with drafts grow up to the largest length that the engine allows."""
+    """Let requests with drafts grow to the maximum length that the engine allows."""
     llm = drafting(max_model_len=64)
     assert llm.tokenizer is not None
     loop = [*llm.tokenizer.encode(LOOP).ids] * 3
@@ -609,8 +607,8 @@ def drafts_to_the_end() -> Seen:
 
 
 def ahead_under_pressure() -> Seen:
-    """Requests with drafts outgrow a small pool, while each step is scheduled before the last
-    one has ended.
+    """Let requests with drafts outgrow a small pool, while each step is scheduled before the
+    previous one has ended.
     """
     llm = drafting(async_scheduling=True, num_gpu_blocks_override=9, max_model_len=96)
     answers = serve(llm, {"A": Ask(READ, 32), "B": Ask(LOOP, 32), "C": Ask(ADD, 40)})
@@ -622,7 +620,7 @@ def ahead_under_pressure() -> Seen:
 
 @dataclass
 class Orders(KVConnectorMetadata):
-    """Blocks to fill with a prompt's keys and values, and the name of the parcel, by request id."""
+    """Blocks to fill with a prompt's keys and values and the name of their parcel, by request id."""
 
     loads: dict[str, tuple[list[int], str]]
 
@@ -631,8 +629,8 @@ class Courier(KVConnectorBase_V1):
     """Both sides of a connector that delivers keys and values `STEPS` steps after they were
     ordered.
 
-    A request names the parcel with its prompt's keys and values in `kv_transfer_params`. A parcel
-    has, for each tensor of the cache, the prompt's blocks. An order cannot be cancelled.
+    In `kv_transfer_params` a request names the parcel that holds its prompt's keys and values. A
+    parcel has the prompt's blocks for each tensor of the cache. An order cannot be cancelled.
     """
 
     STEPS = 4
@@ -692,7 +690,9 @@ class Courier(KVConnectorBase_V1):
 
 
 def receiving(prompt: list[int], **settings: Any) -> LLMEngine:
-    """Start an engine for which another one has computed the keys and values of a prompt."""
+    """Start an engine, and a parcel of a prompt's keys and values that another engine has computed
+    for it.
+    """
     sender = engine()
     table: list[int] = []
     serve(sender, {"A": Ask(prompt, 2)}, lambda: table.extend(block_tables_of(sender).get("A", ())))
@@ -708,9 +708,7 @@ BY_COURIER = {"extra_args": {"kv_transfer_params": {"parcel": "prompt"}}}
 
 
 def same_prompt_meanwhile() -> Seen:
-    """A prompt's keys and values are on their way from another engine; meanwhile the same prompt
-    comes again.
-    """
+    """Send the same prompt again while its keys and values are on their way from another engine."""
     prompt = prompt_of(1, 40)
     llm = receiving(prompt)
     answers = serve(llm, {"A": Ask(prompt, 6, params=BY_COURIER), "B": Ask(prompt, 6, at=1)})
@@ -718,7 +716,7 @@ def same_prompt_meanwhile() -> Seen:
 
 
 def gone_before_it_came() -> Seen:
-    """A client leaves while its prompt's keys and values are on their way; two strangers come,
+    """Let a client leave while its prompt's keys and values are on their way; two strangers arrive
     and fill the pool.
     """
     prompt = prompt_of(1, 64)
@@ -737,8 +735,8 @@ def gone_before_it_came() -> Seen:
 
 
 def shared_folder() -> Seen:
-    """An engine leaves the keys and values of two prompts in a folder, where another engine
-    finds them.
+    """Let one engine save the keys and values of two prompts in a folder, and another engine find
+    them there.
     """
     asks = {f"the prompt of {length}": Ask(prompt_of(length, length), 6) for length in (32, 37)}
     with tempfile.TemporaryDirectory() as folder:
@@ -754,8 +752,8 @@ def shared_folder() -> Seen:
 
 
 def fewer_heads_than_gpus() -> Seen:
-    """The tokens that 1 GiB of each GPU holds are counted for a model with 4 KV heads on more
-    and more GPUs.
+    """Count the tokens that 1 GiB of each GPU holds, for a model with 4 KV heads on more and more
+    GPUs.
     """
     config = ModelConfig(
         num_hidden_layers=8, num_attention_heads=16, num_key_value_heads=4, head_dim=64, dtype="float16"
@@ -764,8 +762,8 @@ def fewer_heads_than_gpus() -> Seen:
 
 
 def groups_on_triton() -> Seen:
-    """Prompts of 20 and 40 tokens on the Triton kernel, in groups of two and three: wrong rows
-    are listed.
+    """Run prompts of 20 and 40 tokens on the Triton kernel, in groups of two and three, and list
+    the wrong rows.
     """
     seen: Seen = {}
     for length, group in ((20, 2), (40, 2), (20, 3), (40, 3)):
@@ -783,8 +781,8 @@ def groups_on_triton() -> Seen:
 
 
 def short_behind_long() -> Seen:
-    """A prompt of 120 tokens comes with one of 10; a step has 32 tokens, and one request 16 of
-    them at most.
+    """Send a prompt of 120 tokens together with one of 10; a step has 32 tokens, at most 16 of them
+    for one request.
     """
     sizes = {"max_num_batched_tokens": 32, "long_prefill_token_threshold": 16, "enable_prefix_caching": False}
     asks = {"the long prompt": Ask(prompt_of(1, 120), 2), "the short one": Ask(prompt_of(2, 10), 4)}
@@ -792,8 +790,8 @@ def short_behind_long() -> Seen:
 
 
 def whole_or_cut() -> Seen:
-    """Chunked prefill is off, the threshold 64; three chats run when a prompt of 254 comes, of
-    256 tokens a step.
+    """Send a prompt of 254 tokens while three chats run; chunked prefill is off, the threshold is
+    64, a step has 256 tokens.
     """
     sizes = {"max_num_batched_tokens": 256, "long_prefill_token_threshold": 64, "enable_prefix_caching": False}
     chats = {f"chat {number}": Ask(prompt_of(number, 10), 30) for number in range(3)}
@@ -802,7 +800,7 @@ def whole_or_cut() -> Seen:
 
 
 def _steps_of_tokens(llm: LLMEngine, asks: Mapping[str, Ask]) -> Seen:
-    """Return the steps after which each request had its first token and its last."""
+    """Return the steps after which each request had its first token and its last one."""
     steps = recorded_steps(llm)
     answers = serve(llm, asks)
     seen: Seen = {} if answers.raised is None else {"raised": answers.raised}
@@ -822,23 +820,21 @@ def _steps_of_tokens(llm: LLMEngine, asks: Mapping[str, Ask]) -> Seen:
 
 
 def by_priority() -> Seen:
-    """Four requests come one after another to 12 blocks of 4 slots, by priority; blocks run out
+    """Send four requests, one after another, to 12 blocks of 4 slots, by priority; blocks run out
     again and again.
     """
     return _tight_steps("priority", 13, {"a": (9, 14, 3), "b": (11, 12, 0), "c": (9, 14, 2), "d": (10, 13, 1)})
 
 
 def in_turn() -> Seen:
-    """Four requests come one by one to 12 blocks of 4 slots, first come, first served; three
-    short ones follow.
-    """
+    """Send four requests, then three short ones, to 12 blocks of 4 slots, first come, first served."""
     asks = dict.fromkeys("abcd", (9, 14, 0)) | {f"short {number}": (6, 2, 0) for number in range(3)}
     return _tight_steps("fcfs", 13, asks)
 
 
 def _tight_steps(policy: str, num_blocks: int, asks: Mapping[str, tuple[int, int, int]]) -> Seen:
-    """Return when each request (prompt, answer, priority) ended, its preemptions, and steps
-    without a token.
+    """Return when each request (prompt, answer, priority) ended, how often it was preempted, and
+    the steps that gave a running request no token.
     """
     limits = SchedulerConfig(max_model_len=24, max_num_batched_tokens=32, max_num_seqs=8, policy=policy)
     pool = CacheConfig(num_gpu_blocks=num_blocks, block_size=4, enable_prefix_caching=False)
@@ -871,7 +867,7 @@ TOTAL = "def total(items, start):\n    result = start\n    for item in items:\n"
 
 
 def trained(name: str, number: int, called: str = "") -> LoRARequest:
-    """Return one of the adapters beside the model, under its own name or another one."""
+    """Return one of the adapters beside the model, under its own name or the name `called`."""
     return LoRARequest(called or name, number, str(MODEL.parent / "adapters" / name))
 
 
@@ -881,8 +877,8 @@ def with_slots(slots: int, **settings: Any) -> LLMEngine:
 
 
 def one_name_two_folders() -> Seen:
-    """A customer's adapter is replaced by one of the same name in another folder; the same
-    prompt comes again.
+    """Replace a customer's adapter by one of the same name in another folder, and send the same
+    prompt again.
     """
     old, new = trained("braces", 1, "customer"), trained("doctest", 2, "customer")
     prompt = "def add(a, b):\n    return a + b\n\n\ndef total(items):"
@@ -892,8 +888,8 @@ def one_name_two_folders() -> Seen:
 
 
 def three_for_two_slots() -> Seen:
-    """Three requests with an adapter each come together, then one after the other; there are two
-    slots.
+    """Send three requests with different adapters together, then one after the other, to an engine
+    with two slots.
     """
     adapters = [trained(name, number) for number, name in enumerate(("braces", "doctest", "stubs"), start=1)]
     together = {f"{adapter.lora_name}, together": Ask(TOTAL, adapter=adapter) for adapter in adapters}
@@ -905,8 +901,8 @@ def three_for_two_slots() -> Seen:
 
 
 def large_then_small() -> Seen:
-    """Requests use an adapter of rank 8, then one of rank 16, then the first again; they share
-    one slot.
+    """Send requests that use a rank-8 adapter, then a rank-16 one, then the first again, all in one
+    slot.
     """
     small, large = trained("doctest", 1), trained("braces", 2)
     order = (("the small one, first", small, 0), ("the large one", large, 30), ("the small one, again", small, 60))

@@ -1,5 +1,5 @@
-"""Draws `lessons/figures/05_graph_replay.svg`: a step launched kernel by kernel, and replayed as
-a graph.
+"""Draw `lessons/figures/05_graph_replay.svg`: a step launched kernel by kernel, and the same step
+replayed as a graph.
 """
 
 from minivllm_lab import palette
@@ -7,7 +7,7 @@ from minivllm_lab.drawing import QUIET, line, rect, svg, text, tint
 
 
 def graph_replay() -> str:
-    """Draw the SVG; it is not to scale."""
+    """Draw the SVG, which is not to scale."""
     launch, kernel, left, count = 74, 34, 120, 8
     ways = {
         "one by one": ([(launch * place, launch) for place in range(count)],

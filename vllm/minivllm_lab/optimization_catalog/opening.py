@@ -1,4 +1,4 @@
-"""Lesson 05's opening figure: a prefix-cache hit on the blocks of the followed request."""
+"""Lesson 05's opening figure: a prefix-cache hit on the followed request's blocks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def paper_hash(parent: int, token_ids: Sequence[int]) -> int:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A request's prompt in blocks, and the hashes of the full ones."""
+    """A request's prompt cut into blocks, and the hashes of the full ones."""
 
     request: str
     blocks: tuple[tuple[Token, ...], ...]
@@ -49,7 +49,7 @@ class Prompt:
 
 
 def frames() -> Frames:
-    """Draw the hashes, the hit, the miss, and the free queue when the requests have ended."""
+    """Draw the hashes, the hit, the miss, and the free queue after the requests have ended."""
     run = followed("prefix hit")
     first, second = (Prompt.of(name, run.requests[name].prompt) for name in (NAME, OTHER))
     stranger = Prompt.of(STRANGER, _tokens(STRANGERS_PROMPT))
@@ -102,8 +102,8 @@ def _still(
     other: Prompt | None = None,
     hit: bool = False,
 ) -> str:
-    """Draw `shown` hashes of the first prompt, the pool's blocks, and another prompt that looks
-    its hashes up.
+    """Draw the first `shown` hashes of the first prompt, the pool's blocks, and another prompt that
+    looks its hashes up.
     """
     shapes = [text(LEFT, FIRST_Y - 28, "the first request's prompt", colour=QUIET), *_prompt(first, FIRST_Y, QUIET)]
     for index in range(shown):
@@ -185,7 +185,7 @@ def _looks(other: Prompt, cached: Sequence[int], hit: bool) -> list[str]:
 
 
 def _ended(run: Followed) -> str:
-    """Draw the free queue after the last step, from the next block to be allocated to the last."""
+    """Draw the free queue after the last step, in order of allocation."""
     last, size = run.steps[-1], 44
     hashes = _hashes_of_blocks(run)
     shapes = [text(LEFT, FIRST_Y - 28, "the free queue", colour=QUIET)]

@@ -1,7 +1,7 @@
-"""Sessions on the engine's own scheduler and block pool: prefix-cache hits, evictions and wrong
-hits.
+"""Run sessions on the engine's own scheduler and block pool; count prefix-cache hits, evictions and
+wrong hits.
 
-The scheduler and the pool are watched from outside: which requests each step admits, and which
+The scheduler and the pool are observed from outside: which requests each step admits, and which
 blocks it evicts.
 """
 
@@ -44,7 +44,7 @@ class Admission:
 
 @dataclass(frozen=True)
 class Reuse:
-    """The outcome of all sessions. Requests are in the order of `sessions`."""
+    """The outcome of all sessions, with requests in the order of `sessions`."""
 
     prompts: tuple[int, ...]
     """Prompt tokens of each request."""
@@ -64,7 +64,7 @@ class Reuse:
         return sum(self.found) / sum(self.prompts)
 
     def later_ttft(self, turns: int, share: float = 0.95) -> float:
-        """Return a quantile of the time to first token, in seconds, without each user's first
+        """Return a quantile of the time to first token, in seconds, over all but each user's first
         request.
         """
         return percentile([ttft for index, ttft in enumerate(self.ttfts) if index % turns or turns == 1], share)
@@ -72,8 +72,8 @@ class Reuse:
 
 @dataclass(frozen=True)
 class Load:
-    """Sessions to serve, as `sessions` takes them, and the function that hashes their blocks
-    (None: the engine's).
+    """Sessions to serve, described by the arguments of `sessions`, and the function that hashes
+    their blocks (None: the engine's).
     """
 
     kind: Sharing
@@ -84,11 +84,13 @@ class Load:
     hash_block_tokens: HashBlockTokens | None = None
 
     def findable(self) -> list[int]:
-        """Return the prompt tokens of each request that an endless cache would hold."""
+        """Return, for each request, the prompt tokens that an unlimited cache would hold."""
         return self.kind.findable(self.users, self.turns, self.prefix, BLOCK_SIZE)
 
     def context_blocks(self, turn: int) -> int:
-        """Return the full blocks of a prompt that this user's later turns repeat."""
+        """Return the number of full blocks in this turn's prompt that the user's later turns
+        repeat.
+        """
         kind = self.kind
         if kind.prefix_of == "request":
             return 0
@@ -96,14 +98,12 @@ class Load:
 
     @property
     def shared_blocks(self) -> int:
-        """Return the full blocks of the prefix that all users share."""
+        """Return the number of full blocks in the prefix that all users share."""
         return self.prefix // BLOCK_SIZE if self.kind.prefix_of == "all" else 0
 
     @property
     def ample_blocks(self) -> int:
-        """Return the size of a pool that never evicts: the blocks of each request, less its
-        hits.
-        """
+        """Return the size of a pool that never evicts: the blocks of all requests minus their hits."""
         prompts = [self.prefix + self.kind.question + self.kind.answer] * self.users * self.turns
         if self.kind.grows:
             turn_tokens = self.kind.question + self.kind.answer
@@ -156,7 +156,7 @@ class _WatchedPool(BlockPool):
 
 
 class _Watch:
-    """Records whose context each block of one scheduler holds."""
+    """A watcher that records whose context each block of one scheduler holds."""
 
     def __init__(self, load: Load) -> None:
         self.load = load
@@ -220,8 +220,8 @@ def _true(block_hash: BlockHash | None) -> BlockHash | None:
 
 @lru_cache(maxsize=4)
 def _named(own: HashBlockTokens) -> HashBlockTokens:
-    """Wrap the reader's function: call it once for each block, and keep the true hash beside its
-    result.
+    """Wrap the reader's hash function: call it once per block, and keep the engine's hash beside
+    its result.
     """
     known: dict[BlockHash, _ReadersHash] = {}
 
@@ -243,5 +243,5 @@ def _hashed(parent: BlockHash, token_ids: tuple[int, ...], extra_keys: bytes) ->
 
 
 def _remembered(parent: BlockHash, token_ids: Sequence[int], extra_keys: bytes = b"") -> BlockHash:
-    """Hash as the engine does, from a cache: the same blocks come again for every pool size."""
+    """Hash as the engine does, but from a cache, since the same blocks recur for every pool size."""
     return _hashed(parent, tuple(token_ids), extra_keys)

@@ -1,6 +1,6 @@
 """Lesson 05's measurements of an int8 KV cache, and of int8 and int4 weights.
 
-A function `measure_*` measures, prints its table and returns its figures; its callables are the
+Each `measure_*` function measures, prints its table and returns its figures; its callables are the
 lesson's own code.
 """
 
@@ -34,7 +34,7 @@ Quantize = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 class Rounding(NamedTuple):
-    """The lesson's functions that round weights, and unpack them."""
+    """The lesson's functions that round weights and unpack them."""
 
     quantize: Quantize
     quantize_int4: Callable[[Tensor, int], tuple[Tensor, Tensor]]
@@ -45,8 +45,8 @@ class Rounding(NamedTuple):
 
 
 def measure_cache(llm: LLM, model: str, texts: Texts, context: int, device: torch.device) -> dict:
-    """Measure the engine's int8 cache: bytes of a token, loss and agreement on held-out text,
-    and a step's time.
+    """Measure the engine's int8 cache: bytes per token, loss and agreement on held-out text, and
+    the time of a step.
     """
     kinds, config = ("float32", "bfloat16", "fp8", "int8"), llm.llm_engine.model_config
     sizes = {
@@ -90,7 +90,7 @@ def int8_caches(quantize: Quantize) -> dict[str, Callable[[Tensor], Tensor]]:
 
 
 def measure_outlier(model: Decoder, texts: Texts, quantize: Quantize) -> dict:
-    """Measure the loss that an int8 cache adds, by granularity: for the original model, and with
+    """Measure the loss that an int8 cache adds, by granularity: for the unchanged model, and with
     one channel × 50.
     """
     plain, lengths, results = decoder_loss(model, texts), [len(text) for text in texts], {}
@@ -106,8 +106,8 @@ def measure_outlier(model: Decoder, texts: Texts, quantize: Quantize) -> dict:
 
 
 def stored(weight: Tensor, group: int | None, rounding: Rounding) -> tuple[Tensor, float]:
-    """Round weights [n, k] to int4 groups (None: int8, a scale per row); return them and the bits
-    per weight.
+    """Round weights [n, k] to int4 groups (None: int8 with a scale per row); return them and the
+    bits per weight.
 
     Scales count as 16 bits.
     """
@@ -121,9 +121,7 @@ def stored(weight: Tensor, group: int | None, rounding: Rounding) -> tuple[Tenso
 
 
 def measure_weights(model: Decoder, texts: Texts, group: int, rounding: Rounding) -> dict:
-    """Measure bits, error and added loss of all layers' weights, in int8, and in int4 by the
-    size of its groups.
-    """
+    """Measure bits, error and added loss of all layers' weights in int8, and in int4 by group size."""
     groups: dict = {"int8, a scale per row": None, "int4, a scale per row": 1 << 20}
     groups |= {f"int4, groups of {size}": size for size in sorted({16, 128, group}, reverse=True)}
     layer: Any = model.layers[0]
@@ -147,7 +145,9 @@ def measure_weights(model: Decoder, texts: Texts, group: int, rounding: Rounding
 
 
 def _products(quantize: Quantize) -> tuple[float, float]:
-    """Time one row times int8 weights, dequantized first and by the engine, relative to float32."""
+    """Time one row times int8 weights, relative to float32: dequantized first, and by the engine's
+    kernel.
+    """
     x, weight = torch.randn(1, 2048), torch.randn(2048, 2048)
     integers, scales = quantize(weight)
     first = median_seconds(lambda: x @ (integers * scales[:, None]).T)

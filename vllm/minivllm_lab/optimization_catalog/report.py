@@ -1,6 +1,6 @@
 """Lesson 05's measurements on the engine, its tables, its figure and its command line.
 
-A function `measure_*` measures, prints its table and returns its figures; its callables are the
+Each `measure_*` function measures, prints its table and returns its figures; its callables are the
 lesson's own code.
 """
 
@@ -44,8 +44,8 @@ xLLM-AI/xllm#713 (ms a token), vllm-project/vllm#1440 (s for 100 tokens).
 
 
 def measure_prefixes(llm: LLM, without: LLM, text: Sequence[int], users: int, rounds: int) -> dict:
-    """Serve each workload with and without the prefix cache: hit rate, and the gain in time to
-    first token.
+    """Serve each workload with and without the prefix cache; measure the hit rate and the gain in
+    time to first token.
     """
     results, rows = {}, []
     for name, work in track(WORK.items(), "sharing prefixes"):
@@ -62,13 +62,15 @@ def measure_prefixes(llm: LLM, without: LLM, text: Sequence[int], users: int, ro
 
 
 def show_thrashing(rates: Mapping[str, float], rounds: int) -> None:
-    """Print hit rates by the number of prefixes that take turns."""
-    title = f"A pool of 63 blocks, and prefixes of 8 blocks that come in turn, {rounds} times"
+    """Print hit rates by the number of prefixes that are requested in turn."""
+    title = f"A pool of 63 blocks, and prefixes of 8 blocks requested in turn, {rounds} times"
     table(title, ("prefixes", *rates), [("hit rate", *(f"{rate:.0%}" for rate in rates.values()))])
 
 
 def measure_salted(llm: LLM, prompt: list[int]) -> dict:
-    """Count the cached tokens of one prompt for users with salts, one after the other."""
+    """Count the cached tokens of one prompt sent by users with different salts, one after the
+    other.
+    """
     cached, params = {}, SamplingParams(max_tokens=1)
     llm.reset_prefix_cache()
     for user, salt in (("Ann", "a"), ("Bob", "b"), ("Ann again", "a")):
@@ -84,8 +86,8 @@ def measure_salted(llm: LLM, prompt: list[int]) -> dict:
 def replay_wrongly(
     buffers_of: Callable[[int, int], Any], padded_size: Callable[[int, Sequence[int]], int | None]
 ) -> dict:
-    """Print the graph of each batch, a replay without padding, and one of a graph that is too
-    small.
+    """Print the graph that each batch gets, a replay without padding, and a replay of a graph that
+    is too small.
 
     `buffers_of(largest, cache_slots)` makes the lesson's buffers.
     """
@@ -104,7 +106,7 @@ def replay_wrongly(
     too_small, right = buffers.replay(4, [6, 7, 8, 9, 11], [1, 2, 3, 4, 5]), [60, 70, 80, 90, 110]
     after = f"another request's 99 is then {results['padded']} with padding, {results['not padded']} without"
     console.print(f"A graph of 4 rows replayed for 3 requests: {after}.")
-    console.print(f"Replayed for 5, it returns {too_small} in place of {right}.")
+    console.print(f"Replayed for 5, it returns {too_small} instead of {right}.")
     return results | {"right": right, "too small": too_small}
 
 
@@ -144,7 +146,7 @@ def measure_parallel(model: Decoder, column_then_row: Callable, all_reduce_bytes
 
 
 def close(results: dict, disturbance: str) -> None:
-    """Print the conclusions, without those from timings if there was a `disturbance`."""
+    """Print the conclusions; leave out those from timings if there was a `disturbance`."""
     prefix, kv = results["prefix"], results["kv"]
     closing(
         f"The prefix cache spared an agent {prefix['an agent']['hit']:.0%} of its prefill, users behind one "
@@ -154,7 +156,7 @@ def close(results: dict, disturbance: str) -> None:
         f"the loss; int4 weights without groups, with one outlier channel, added "
         f"{results['weights']['ways']['int4, a scale per row']['added_50']:+.2f}.",
         Timed(
-            f"The first token came {prefix['an agent']['sooner']:.1f} × as fast for the agent, "
+            f"The first token arrived {prefix['an agent']['sooner']:.1f} × as fast for the agent, "
             f"{prefix['one system prompt']['sooner']:.1f} × behind one instruction, "
             f"{prefix['strangers']['sooner']:.1f} × for strangers."
         ),
@@ -196,6 +198,6 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
     """Build the parser: the common flags and the lesson's own; --help shows `doc`."""
     flags = lesson_parser(doc or "", EMBEDDED_MODEL)
     users = whole_number(2, 32)
-    flags.add_argument("--users", type=users, default=8, help="users of prefixes, 2 to 32 (default: 8; quick: 4)")
+    flags.add_argument("--users", type=users, default=8, help="users sharing prefixes, 2 to 32 (default: 8; quick: 4)")
     flags.add_argument("--group", type=even, default=64, help="weights that share an int4 scale (default: 64)")
     return flags

@@ -1,8 +1,8 @@
 """Workloads whose prompts share prefixes, as in real use of an engine, and how much a prefix cache
 saves.
 
-Each workload asks the engine for answers and puts them into its next prompts. All text is taken
-from one stream of tokens, so the only repetitions are those of the workload itself.
+Each workload asks the engine for answers and puts them into its next prompts. All text comes from
+one stream of tokens, so the only repetitions are the workload's own.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Take = Callable[[int], list[int]]
 
 
 def system_prompt(ask: Ask, take: Take, users: int) -> None:
-    """Let users each ask a short question after one long shared instruction."""
+    """Have each user ask a short question after one long shared instruction."""
     instruction = take(384)
     ask([instruction + take(32) for _ in range(users)])
 
@@ -44,7 +44,7 @@ def agent(ask: Ask, take: Take, users: int) -> None:
 
 
 def strangers(ask: Ask, take: Take, users: int) -> None:
-    """Serve users who share nothing."""
+    """Serve users who share no text."""
     ask([take(416) for _ in range(users)])
 
 
@@ -53,8 +53,8 @@ WORK = {"one system prompt": system_prompt, "chats of 5 turns": chats, "an agent
 
 @dataclass(frozen=True)
 class Served:
-    """Results of a workload: prompt tokens looked up and found in the cache, mean seconds to the
-    first token.
+    """Results of a workload: the prompt tokens looked up and found in the cache, the mean seconds
+    to the first token, and the answers.
     """
 
     queries: int

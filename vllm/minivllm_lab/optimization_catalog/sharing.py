@@ -1,10 +1,10 @@
-"""Workloads whose prompts share prefixes: prefix cache hits depend on who shares what with whom,
+"""Workloads whose prompts share prefixes; prefix-cache hits depend on who shares what with whom,
 and when.
 
 A session is one user's turns, each sent some time after the previous answer. Token ids are made up:
-a shared prefix is the same ids. All else begins with a unique id and continues with the same ids in
-every prompt, which is enough, since block hashes are chained; hashes that are not chained find the
-wrong blocks.
+prompts that share a prefix begin with the same ids. Everything else begins with a unique id and
+continues with the same ids in every prompt. That is enough, since block hashes are chained; hashes
+that are not chained find the wrong blocks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FILLER = 1
 
 @dataclass(frozen=True)
 class Sharing:
-    """A kind of prefix sharing. Lengths in tokens; times in seconds."""
+    """A kind of prefix sharing, with lengths in tokens and times in seconds."""
 
     name: str
     title: str
@@ -39,8 +39,8 @@ class Sharing:
     """
 
     def kept(self, users: int, turns: int, prefix: int) -> int:
-        """Return the tokens that must stay cached for the last turn of every user to find all
-        that it can.
+        """Return the tokens that must stay cached so that every user's last turn finds all that it
+        can.
         """
         if self.prefix_of == "request":
             return 0
@@ -48,7 +48,7 @@ class Sharing:
         return beginnings + self.grows * users * (turns - 1) * (self.question + self.answer)
 
     def findable(self, users: int, turns: int, prefix: int, block_size: int = 16) -> list[int]:
-        """Return the prompt tokens of each request, in the order of `sessions`, that an endless
+        """Return, for each request in the order of `sessions`, the prompt tokens that an unlimited
         cache would hold.
         """
         tokens = []
@@ -68,7 +68,7 @@ SHARING = {
     for kind in (
         Sharing("system", "one system prompt for all, single questions", "all", False, 32),
         Sharing("documents", "a document for each user, single questions", "user", False, 32),
-        Sharing("chat", "conversations behind one system prompt", "all", True, 64),
+        Sharing("chat", "conversations with one system prompt", "all", True, 64),
         Sharing("agent", "agents: tool results appended at once", "all", True, 160, pause=0.0),
         Sharing("none", "nothing shared", "request", False, 32),
     )
@@ -87,8 +87,8 @@ def sharing(name: str) -> Sharing:
 
 
 def sessions(kind: Sharing, users: int, turns: int, prefix: int, *, at_random: bool = False) -> list[SimulatedRequest]:
-    """Make the requests of all users: request `user * turns + turn`. Users arrive a tenth of a
-    second apart.
+    """Make the requests of all users; user `user`'s turn `turn` is request `user * turns + turn`.
+    Users arrive a tenth of a second apart.
 
     Args:
         kind: who shares what.
@@ -102,7 +102,7 @@ def sessions(kind: Sharing, users: int, turns: int, prefix: int, *, at_random: b
         MinivllmError: fewer than one user, turn or token.
     """
     if min(users, turns, prefix) < 1:
-        raise MinivllmError(f"users ({users}), turns ({turns}) and the prefix ({prefix}) are at least 1")
+        raise MinivllmError(f"users ({users}), turns ({turns}) and the prefix ({prefix}) must be at least 1")
     draw = random.Random("pauses").expovariate
     pauses = [draw(1.0) if at_random else 1.0 for _ in range(users * turns)]
     return [request for user in range(users) for request in _session(kind, user, users, prefix, pauses[user::users])]

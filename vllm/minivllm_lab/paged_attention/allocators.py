@@ -1,4 +1,4 @@
-"""The allocators that lesson 02 compares on the same requests: contiguous regions, and tables
+"""The allocators that lesson 02 compares on the same requests: contiguous regions, and block tables
 that grow.
 """
 
@@ -19,7 +19,9 @@ Region = Callable[[RequestLengths], int]
 
 
 class FirstFit(Memory):
-    """Contiguous regions of any length, each in the first hole that is long enough."""
+    """An allocator of contiguous regions of any length, each placed in the first hole that is long
+    enough.
+    """
 
     def __init__(self, slots: int, region: Region) -> None:
         super().__init__(slots)
@@ -27,7 +29,7 @@ class FirstFit(Memory):
         self.taken: list[tuple[int, int]] = []  # (first slot, slots) of each region, in order
 
     def admit(self, request: Running) -> bool:
-        """Reserve the whole region now, if there is a hole for it."""
+        """Reserve the whole region now if some hole is long enough."""
         size, hole = self.region(request.lengths), 0
         for first, length in [*self.taken, (self.slots, 0)]:
             if first - hole >= size:
@@ -42,13 +44,13 @@ class FirstFit(Memory):
         self.taken.remove(request.home)
 
     def held(self, request: Running) -> int:
-        """Return the whole region's length, written or not."""
+        """Return the whole region's length, whether written or not."""
         return request.home[1]
 
 
 class Buddy(Memory):
-    """A buddy allocator: every region is a power of two long and begins at a multiple of its
-    length.
+    """A buddy allocator: every region's length is a power of two, and it begins at a multiple of
+    its length.
 
     Memory is halved until a piece just fits; the other half is its buddy. A freed piece is merged
     with its buddy, if that is free too. The paper assumes such an allocator for Orca (Kwon et al.
@@ -66,7 +68,7 @@ class Buddy(Memory):
                 first += 1 << bit
 
     def admit(self, request: Running) -> bool:
-        """Reserve a piece for the whole region: the smallest free one, halved while a half is
+        """Reserve a piece for the whole region: the smallest free one, halved as long as a half is
         enough.
         """
         reserved = self.region(request.lengths)
@@ -82,7 +84,7 @@ class Buddy(Memory):
         return True
 
     def release(self, request: Running) -> None:
-        """Free the piece, and merge it with its buddy for as long as that is free."""
+        """Free the piece, and merge it with its buddy as long as the buddy is free."""
         first, length, _ = request.home
         while (length, first ^ length) in self.free:
             self.free.remove((length, first ^ length))
@@ -97,7 +99,9 @@ class Buddy(Memory):
 
 
 class TablesOnDemand(Memory):
-    """Each request has a block table, which takes a block when a token needs it."""
+    """An allocator with a block table for each request, which gets a block only when a token needs
+    it.
+    """
 
     def __init__(self, slots: int, block_size: int, new_table: Callable[[], Any]) -> None:
         super().__init__(slots)
@@ -117,7 +121,7 @@ class TablesOnDemand(Memory):
         request.home.free()
 
     def held(self, request: Running) -> int:
-        """Return the slots of whole blocks."""
+        """Return the number of slots in the request's blocks."""
         return len(request.home.blocks) * self.block_size
 
     def _append(self, request: Running, num_tokens: int) -> bool:
@@ -129,13 +133,13 @@ class TablesOnDemand(Memory):
 
 
 def reservations(longest: int) -> dict[str, Callable[[int], Memory]]:
-    """Return contiguous memories by the rule for a region's length; each is made for a number of
-    slots.
+    """Return, by name, constructors of contiguous memories that differ in how they size a region;
+    each takes the number of slots.
 
-    The first three are Orca as the paper builds it (Kwon et al. 2023, section 6.1): `max` reserves
-    the `longest` request that is served, `pow2` rounds the output up to a power of two, and
-    `oracle` knows the output's length. The fourth, `exact`, knows it too, and its allocator rounds
-    nothing up; the paper has no such baseline.
+    The first three are Orca as the paper models it (Kwon et al. 2023, section 6.1): `max` reserves
+    room for the `longest` request, `pow2` rounds the output up to a power of two, and `oracle`
+    knows the output's length. The fourth, `exact`, knows it too, and its allocator rounds nothing
+    up; the paper has no such baseline.
     """
 
     def power_of_two(request: RequestLengths) -> int:
@@ -157,8 +161,8 @@ def replay_workloads(
     seed: int,
     names: Iterable[str] = WORKLOADS,
 ) -> dict[str, dict[str, Occupancy]]:
-    """Replay requests of each workload under each allocator; requests over `longest` tokens are
-    left out.
+    """Replay requests of each workload under each allocator, leaving out requests of more than
+    `longest` tokens.
     """
     sampled = {name: WORKLOADS[name].sample(max(1000, steps * slots // 2000), seed) for name in names}  # enough of them
     results: dict[str, dict[str, Occupancy]] = {name: {} for name in sampled}

@@ -1,8 +1,8 @@
-"""Blocks saved by sharing: beam search, and parallel samples of one prompt, on the block tables of
-lesson 02.
+"""Blocks saved by sharing: beam search and parallel samples of one prompt, on lesson 02's block
+tables.
 
-At each step of a beam search some beams have several children and others none. The children share
-the blocks of their common prefix, which is most of the text.
+At each step of a beam search, some beams have several children and others have none. The children
+share the blocks of their common prefix, which is most of the text.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from minivllm_simulate.workloads import WORKLOADS, RequestLengths
 
 @dataclass
 class Beam:
-    """One candidate: the tokens after the prompt, their log-probability, and the table of the
+    """One candidate: the tokens after the prompt, their log-probability, and the block table of the
     whole text.
     """
 
@@ -61,7 +61,7 @@ def beam_search(
 
 
 def full_copy(cache: PagedCache, parent: Any) -> Any:
-    """Make a child that shares nothing: it has its own copies of all blocks."""
+    """Make a child that shares nothing and has its own copies of all blocks."""
     child = cache.table()
     child.append(parent.num_tokens)
     cache.copy(zip(parent.block_ids(), child.block_ids(), strict=True))
@@ -71,13 +71,13 @@ def full_copy(cache: PagedCache, parent: Any) -> Any:
 def beams_both_ways(
     cache_of: Callable[[], PagedCache], prompt: list[int], widths: Iterable[int], steps: int
 ) -> tuple[dict[str, dict], list[int]]:
-    """Search with each width twice, with children that share blocks and with children that copy
-    them.
+    """Search twice with each width: once with children that share blocks, once with children that
+    copy them.
 
     `cache_of` makes an empty cache.
 
     Returns:
-        By width, `saved`, the fraction of blocks saved on average over the steps, and the most
+        By width, `saved`, the fraction of blocks saved on average over the steps, and the maximum number of
         blocks held at once either way; then the tokens of the widest search's likeliest beam.
 
     Raises:
@@ -99,7 +99,7 @@ def beams_both_ways(
 def saved_by_samples(
     requests: Iterable[RequestLengths], samples: int, block_size: int, new_table: Callable[[int, int], Any]
 ) -> float:
-    """Return the fraction of blocks saved if each request's `samples` outputs share the blocks of
+    """Return the fraction of blocks saved when each request's `samples` outputs share the blocks of
     its prompt.
 
     `new_table` makes an empty table in a new pool, given the number of blocks and the block size.
@@ -120,8 +120,8 @@ def saved_by_samples(
 def measure_sharing(
     cache_of: Callable[[], PagedCache], new_table: Callable[[int, int], Any], prompt: list[int], plan: Plan
 ) -> dict:
-    """Count the blocks that sharing saves: for parallel samples of 40 requests of each kind, and
-    in beam searches.
+    """Count the blocks that sharing saves, for parallel samples of 40 requests of each kind and for
+    beam searches.
     """
     samples: dict[str, dict[str, float]] = {"alpaca": {}, "sharegpt": {}}
     for name, count in track([(name, count) for name in samples for count in (2, 4, 6)], "parallel samples"):

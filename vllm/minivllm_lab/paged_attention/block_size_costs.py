@@ -1,8 +1,8 @@
-"""Counts what a block size costs requests of given lengths: empty slots, and bytes that attention
+"""The cost of a block size for requests of given lengths: empty slots, and bytes that attention
 fetches in vain.
 
-Requests are counted at some point of their lives, and longer lives weigh more: a busy server at a
-random moment.
+Each request is counted at some point of its life, and longer lives weigh more, which gives a busy
+server at a random moment.
 """
 
 from collections.abc import Iterable, Sequence
@@ -49,7 +49,7 @@ class Held:
 
 
 def moments(requests: Iterable[RequestLengths]) -> tuple[Moment, ...]:
-    """Look at each request at a point of its life, the points spread evenly over its output
+    """Pick a point in each request's life, such that the points are spread evenly over the output
     tokens.
     """
     seen = []
@@ -67,7 +67,7 @@ def held(seen: Sequence[Moment], block_size: int, samples: int = 1) -> Held:
         MinivllmError: no requests, or a block or a number of samples below 1.
     """
     require(bool(seen), "there are no requests to look at")
-    require(min(block_size, samples) >= 1, f"a block of {block_size} slots, {samples} samples: each is at least 1")
+    require(min(block_size, samples) >= 1, f"a block of {block_size} slots, {samples} samples: each must be at least 1")
     blocks = stored = unshared = 0
     for moment in seen:
         whole = -(-moment.tokens // block_size)
@@ -84,7 +84,7 @@ def fetched_in_vain(
     """Return the bytes that attention fetches in vain per byte that it needs (see
     `paged_traffic.fetched`).
 
-    Each sample reads its whole past, shared or not, so their number makes no difference.
+    Each sample reads its whole past, shared or not, so the number of samples makes no difference.
 
     Raises:
         MinivllmError: no requests, or an argument that is not a positive whole number.

@@ -1,8 +1,8 @@
-"""Replays requests on one memory with any allocator: what its slots hold, and how many requests run
-at once.
+"""Replay requests on one memory with any allocator; count what its slots hold and how many requests
+run at once.
 
-No clock and no model: a step gives every running request one token. The queue never runs empty, so
-what is measured is the memory alone.
+There is no clock and no model: a step gives every running request one token. The queue never runs
+empty, so only the memory is measured.
 """
 
 from collections import deque
@@ -16,8 +16,8 @@ from minivllm_simulate.workloads import RequestLengths
 
 @dataclass(eq=False)
 class Running:
-    """One request: its lengths, its tokens in the cache, and where they are, as its memory
-    records it.
+    """One request: its lengths, its tokens in the cache, and their location as its memory records
+    it.
     """
 
     lengths: RequestLengths
@@ -41,8 +41,8 @@ class Memory:
         raise NotImplementedError
 
     def grow(self, request: Running) -> bool:
-        """Make room for one more token; return False if there is none. A reservation has room
-        already.
+        """Make room for one more token; return False if there is none. A reservation already has
+        room.
         """
         return True
 
@@ -57,7 +57,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Occupancy:
-    """Averages over the counted steps; the four shares are of all slots and sum to 1."""
+    """Averages over the counted steps; the four shares are shares of all slots and sum to 1."""
 
     tokens: float
     """Share that holds a token."""
@@ -79,14 +79,14 @@ class Occupancy:
         return (self.later + self.never) / (1 - self.outside)
 
     def figures(self) -> dict[str, float]:
-        """Return the figures for a results file, with the shares without a token: of all slots,
-        and of those held.
+        """Return the figures for a results file, adding the share of slots without a token, of all
+        slots and of held ones.
         """
         return {**asdict(self), "empty": 1 - self.tokens, "empty_of_held": self.empty}
 
 
 def replay(memory: Memory, requests: Iterable[RequestLengths], steps: int) -> Occupancy:
-    """Serve requests first come, first served, one token each a step.
+    """Serve requests first come, first served, one token per request and step.
 
     Running requests grow first; if there is no room, the last admitted one is preempted and waits
     at the head of the queue, and such a step admits no request. The first quarter of the steps is
@@ -105,7 +105,7 @@ def replay(memory: Memory, requests: Iterable[RequestLengths], steps: int) -> Oc
         while waiting and not preempted and memory.admit(waiting[0]):
             running.append(waiting.popleft())
         if not waiting or not running:
-            problem = "the queue ran empty: give more requests" if running else "the next request does not fit alone"
+            problem = "the queue ran empty: pass more requests" if running else "the next request does not fit alone"
             raise MinivllmError(f"step {step} of {steps}: {problem}")
         complete = [request for request in running if request.is_complete]
         if step >= steps // 4:
@@ -135,7 +135,7 @@ def _grow(memory: Memory, running: list[Running], waiting: deque[Running]) -> in
 
 
 def _slots(memory: Memory, running: list[Running]) -> tuple[int, int, int, int, int]:
-    """Count the slots by the kinds of `Occupancy`, and the running requests."""
+    """Count the slots of each kind in `Occupancy`, and the running requests."""
     held = [memory.held(request) for request in running]
     used = [min(size, request.lengths.total) for size, request in zip(held, running, strict=True)]
     tokens = sum(request.tokens for request in running)

@@ -1,5 +1,5 @@
-"""Lesson 02's opening figure: the followed request's tokens, its block table, and where they lie
-in the pool.
+"""Lesson 02's opening figure: the followed request's tokens, its block table, and where the tokens
+are in the pool.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LOGICAL_Y, TABLE_Y, POOL_Y, ROW_GAP = 62, 122, 212, 54
 
 
 def frames() -> Frames:
-    """Draw one still for each step of the request, and one for the pool after it."""
+    """Draw one still for each step of the request, and one of the pool after the request ends."""
     run = followed("company")
     pool: dict[int, tuple[str, str]] = {}  # slot -> (request, token), as the steps fill it
     stills, captions = [], []
@@ -86,7 +86,7 @@ def _keys() -> list[str]:
 
 
 def _logical(run: Followed, row: Row, index: int) -> str:
-    """Draw one logical block and, below it, its entry of the block table."""
+    """Draw one logical block and, below it, its entry in the block table."""
     size = BLOCK_SIZE
     tokens = [token.shown for token in run.request.tokens[: row.seq_len]][index * size : (index + 1) * size]
     x, fresh = _x(index), row.positions[-1] // size == index or len(row.positions) > 1
@@ -104,7 +104,7 @@ def _logical(run: Followed, row: Row, index: int) -> str:
 
 
 def _physical(number: int, row: Row | None, pool: dict[int, tuple[str, str]]) -> str:
-    """Draw one block of the pool; only the tokens of our own request are written out."""
+    """Draw one block of the pool; only the followed request's tokens are written out."""
     size, x, y = BLOCK_SIZE, _x(number % COLUMNS), POOL_Y + number // COLUMNS * ROW_GAP
     held = [pool.get(number * size + place) for place in range(size)]
     now = set(row.slots) if row is not None else set()
@@ -117,7 +117,7 @@ def _physical(number: int, row: Row | None, pool: dict[int, tuple[str, str]]) ->
 
 
 def _fill(name: str, now: bool) -> str:
-    """Return a strong colour for a slot that this step writes, a pale one for others."""
+    """Return a strong colour for a slot that this step writes and a pale one for the others."""
     return COLOURS[name] if now else tint(COLOURS[name], 0.35)
 
 

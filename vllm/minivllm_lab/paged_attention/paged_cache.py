@@ -1,4 +1,4 @@
-"""A real model's KV cache in the blocks of lesson 02, and attention timed over blocks of every
+"""A real model's KV cache in lesson 02's blocks, and the time of attention over blocks of every
 size.
 """
 
@@ -21,10 +21,10 @@ from minivllm_lab.timing import in_turns
 
 
 class PagedCache(PagedModel):
-    """A model whose sequences have block tables that fork.
+    """A model whose sequences have block tables that can fork.
 
     `new_table` makes an empty table from a pool and a block size. `written` [blocks, block_size]
-    remembers which token each slot holds, so that one can look.
+    records which token each slot holds, for inspection.
     """
 
     def __init__(self, model: Decoder, pool: Pool, new_table: Callable[[Any, int], Any], block_size: int) -> None:
@@ -33,8 +33,8 @@ class PagedCache(PagedModel):
         self.pool, self.table = pool, partial(new_table, pool, block_size)
 
     def step(self, tables: Sequence[Any], new: Sequence[list[int]]) -> Tensor:
-        """Append each sequence's new tokens and compute them -> logits of the last ones
-        [sequences, vocab].
+        """Append each sequence's new tokens and compute them -> logits of each sequence's last
+        token [sequences, vocab].
         """
         starts = [table.num_tokens for table in tables]
         room = [table.append(len(tokens)) for table, tokens in zip(tables, new, strict=True)]
@@ -46,7 +46,7 @@ class PagedCache(PagedModel):
         return torch.stack(logits)
 
     def copy(self, copies: Iterable[tuple[int, int]]) -> None:
-        """Copy (source, target) blocks in all layers, all pairs at once."""
+        """Copy (source, target) pairs of blocks in all layers, all pairs at once."""
         pairs = list(copies)
         sources, targets = [source for source, _ in pairs], [target for _, target in pairs]
         self.written[targets] = self.written[sources]
@@ -72,7 +72,7 @@ def gather_decode(q: Tensor, keys: Tensor, values: Tensor, block_table: Tensor, 
 
 
 def blocks_held(pool: Pool) -> int:
-    """Return the number of blocks held by tables: all but the null block and the free ones."""
+    """Return the number of blocks that tables hold: all but the null block and the free ones."""
     return len(pool.blocks) - 1 - pool.get_num_free_blocks()
 
 
@@ -90,9 +90,7 @@ def in_blocks(data: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
 
 
 def random_case(heads: int, kv_heads: int, head_dim: int, block_size: int, lengths: Sequence[int]) -> list[Tensor]:
-    """Make random float16 arguments of `gather_decode`, in blocks that are scattered over the
-    caches.
-    """
+    """Make random float16 arguments of `gather_decode`, with blocks scattered over the caches."""
     width = -(-max(lengths) // block_size)
     block_table = (torch.randperm(len(lengths) * width, dtype=torch.int32) + 1).view(len(lengths), width)
     keys, values = torch.randn(2, len(lengths) * width + 1, block_size, kv_heads, head_dim).half()
@@ -101,18 +99,18 @@ def random_case(heads: int, kv_heads: int, head_dim: int, block_size: int, lengt
 
 
 def time_by_block_size(device: torch.device, sizes: Sequence[int], decode: Callable[..., Tensor]) -> dict:
-    """Time decode attention by block size, in turns, against a contiguous cache: one block for each
-    sequence.
+    """Time decode attention by block size, in alternating runs, against a contiguous cache: one
+    block per sequence.
 
-    On a GPU `decode` attends, in bfloat16; on a CPU the engine's attention does, which always reads
-    the table. The best of 40 rounds counts: other work can only slow one down.
+    On a GPU it times `decode`, in bfloat16; on a CPU it times the engine's attention, which always
+    reads the table. The best of 40 rounds counts: other work can only slow a round down.
 
     Returns:
-        `shape` in words, `contiguous_ms`, and over it `again`, a second contiguous cache, and
+        `shape` in words, `contiguous_ms`, and relative to it `again`, for a second contiguous cache, and
         `ratio` by block size.
 
     Raises:
-        AssertionError: a block size gives another result.
+        AssertionError: a block size gives a different result.
     """
     cuda = device.type == "cuda"
     attend = decode if cuda else _engine_decode
@@ -129,7 +127,7 @@ def time_by_block_size(device: torch.device, sizes: Sequence[int], decode: Calla
         runs[str(size)] = partial(attend, q, *caches, block_table, lengths)
     expected = runs["contiguous"]()
     for size, run in runs.items():
-        assert furthest(run(), expected) < 1e-2, f"blocks of {size} give another result"
+        assert furthest(run(), expected) < 1e-2, f"blocks of {size} give a different result"
     seconds = {name: min(rounds) for name, rounds in in_turns(runs, 40, device).items()}
     ratio = {name: best / seconds["contiguous"] for name, best in seconds.items() if name != "contiguous"}
     shape = f"{sequences} sequences of {length:,} tokens, {heads} heads on {kv_heads}"

@@ -1,13 +1,12 @@
-"""Bytes that attention fetches from a GPU's memory when a sequence's keys and values lie in blocks.
+"""Bytes that attention fetches from a GPU's memory when a sequence's keys and values are in blocks.
 
 A warp's loads are served in whole pieces of memory: sectors of 32 bytes, four of which make a line
-of 128. Keys and values that are adjacent fill the pieces; the 4 bytes of a block-table entry do
-not, and the rest of its piece is fetched in vain. Counted for one sequence and one KV head, whose
-rows of a block are adjacent, as in a cache [blocks, kv_heads, block_size, head_dim] (vLLM's layout
-HND).
+of 128. Adjacent keys and values fill the pieces; the 4 bytes of a block-table entry do not, and the
+rest of its piece is fetched in vain. The count is for one sequence and one KV head, whose rows in a
+block are adjacent, as in a cache [blocks, kv_heads, block_size, head_dim] (vLLM's layout HND).
 
-No L2 cache is assumed, so a GPU may fetch less. Time is not counted: a kernel must have the entry
-before it can ask for the block, and waits.
+No L2 cache is assumed, so a GPU may fetch less. Time is not counted: a kernel must read the entry
+before it can request the block, and has to wait for it.
 
 Sectors and lines: CUDA C++ Best Practices Guide, "Coalesced Access to Global Memory".
 """
@@ -37,5 +36,5 @@ def fetched(
 
 
 def _whole(count: int, piece: int) -> int:
-    """Round a run of `count` bytes up to whole pieces; it starts where a piece does."""
+    """Round a run of `count` bytes up to whole pieces; the run starts at a piece's boundary."""
     return -(-count // piece) * piece

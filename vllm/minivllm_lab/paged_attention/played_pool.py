@@ -2,7 +2,7 @@
 free.
 
 The pool is the engine's, or any class with its four methods. Tables and requests are kept here, so
-that after each step the pool's books can be compared with the tables: a pool that miscounts,
+that after each step the pool's bookkeeping can be compared with the tables: a pool that miscounts,
 allocates a block twice or loses one is caught in the step where it happens.
 """
 
@@ -40,7 +40,7 @@ class Frame:
 
 @dataclass(frozen=True)
 class Play:
-    """The steps of one play."""
+    """All steps of a pool that serves a few requests."""
 
     num_blocks: int
     """Blocks of the pool, the null block included."""
@@ -69,8 +69,8 @@ class _Request:
     tables: list[BlockTable] = field(default_factory=list)
 
     def most_blocks(self, block_size: int, written: int) -> int:
-        """Return the blocks of all samples once each has `written` tokens, the prompt's full
-        blocks shared.
+        """Return the number of blocks that all samples hold once each has written `written` tokens,
+        with the prompt's full blocks shared.
         """
         prompt = self.lengths.prompt_tokens
         shared = prompt // block_size if self.samples > 1 else 0
@@ -87,14 +87,14 @@ def play_pool(
     """Serve `requests` on a pool that has room for about a third of them, first come, first served.
 
     Lengths are divided by a whole number, so that the pool has at most `most_blocks` blocks. The
-    play ends with the last step at which half of the pool is held, and after `MOST_FRAMES` steps at
-    the latest.
+    play ends with the last step in which at least half of the pool is held, and after at most
+    `MOST_FRAMES` steps.
 
     Args:
         requests: their lengths, in tokens; at least one request.
         block_size: token slots in a block.
         samples: answers to each request; they share the blocks of its prompt.
-        most_blocks: the most blocks to show, the null block included; at least `samples` + 1.
+        most_blocks: the maximum number of blocks to show, the null block included; at least `samples` + 1.
         pool_class: called with the number of blocks; block 0 is the null block.
 
     Raises:
@@ -102,7 +102,7 @@ def play_pool(
     """
     if not requests or block_size < 1 or not 1 <= samples < most_blocks:
         problem = f"{len(requests)} requests, blocks of {block_size}, {samples} samples, {most_blocks} blocks"
-        raise MinivllmError(f"a play needs requests, blocks with slots, and a block for each sample, not {problem}")
+        raise MinivllmError(f"a play needs requests, blocks with slots, and a block for each sample; got {problem}")
     shortened, waiting, usable = _fitted(requests, block_size, samples, most_blocks - 1)
     stage = _Stage(pool_class(usable + 1), block_size, deque(waiting))
     mean_output = sum(request.lengths.output_tokens for request in waiting) / len(waiting)
@@ -145,8 +145,8 @@ class _Stage:
         self.freed_twice = False
 
     def play(self, stride: int) -> None:
-        """Step until all are served, none can go on, the pool refuses a valid call, or there are
-        enough frames.
+        """Step until all requests are served, none can continue, the pool refuses a valid call, or
+        there are enough frames.
         """
         try:
             while (self.waiting or self.running) and len(self.frames) < MOST_FRAMES:
@@ -156,10 +156,10 @@ class _Stage:
                     self.admit()
                 if self.waiting and not self.running and not preempted:
                     free = self.pool.get_num_free_blocks()
-                    self.show("stuck", f"Nobody runs, and request {self.waiting[0].number} does not fit: {free} free")
+                    self.show("stuck", f"Nothing runs, and request {self.waiting[0].number} does not fit: {free} free")
                     return
         except ValueError as error:
-            self.show("stuck", "It goes no further", [Fault(f"the pool raises where it must not: {error}")])
+            self.show("stuck", "The play cannot go on", [Fault(f"the pool refuses a valid call: {error}")])
 
     def show(self, did: str, caption: str, faults: Iterable[Fault] = ()) -> None:
         tables = tuple(
@@ -173,8 +173,8 @@ class _Stage:
         self.frames.append(Frame(did, caption, tables, self.pool.get_num_free_blocks(), tuple(faults)))
 
     def grow(self, stride: int) -> int:
-        """Let every request write on; where the pool is dry, preempt the last. Return how many
-        were preempted.
+        """Append tokens to every request; when the pool runs out, preempt the last request. Return
+        the number of preemptions.
         """
         allocated, copies, preempted, grown = 0, [], 0, []
         for request in list(self.running):
@@ -189,17 +189,17 @@ class _Stage:
                 copies += table.append(count)
             request.written += count
             grown.append(request.number)
-        subject = _capital(f"{named(grown)} write{'' if len(set(grown)) > 1 else 's'}") if grown else ""
+        subject = _capital(f"{named(grown)} continue{'' if len(set(grown)) > 1 else 's'}") if grown else ""
         if copies:
             pairs = ", ".join(f"{source} to {target}" for source, target in copies[:4])
             more = f" and {len(copies) - 4} more" if len(copies) > 4 else ""
-            self.show("copy", f"{subject} on. Copy-on-write into half full shared blocks: {pairs}{more}")
+            self.show("copy", f"{subject}. Copy-on-write into half-full shared blocks: {pairs}{more}")
         elif allocated:
-            self.show("grow", f"{subject} on: {counted_blocks(allocated)} taken")
+            self.show("grow", f"{subject}: {counted_blocks(allocated)} taken")
         return preempted
 
     def blocks_needed(self, request: _Request, count: int) -> int:
-        """Count the blocks that all samples take; of those that share a half full block, the
+        """Count the blocks that all samples take; of the samples that share a half-full block, the
         last needs no copy.
         """
         needed = sum(table.blocks_needed(count) for table in request.tables)
@@ -223,7 +223,7 @@ class _Stage:
                 self.free_twice(request.number, blocks)
 
     def free_twice(self, number: int, blocks: list[Any]) -> None:
-        """Do what a forgetful caller does; the pool must refuse it."""
+        """Free blocks twice, as a forgetful caller would; the pool must refuse."""
         caption = f"A bug frees request {number}'s blocks again"
         try:
             self.pool.free_blocks(reversed(blocks))
@@ -231,10 +231,10 @@ class _Stage:
             self.show("free twice", f"{caption}: the pool refuses")
             return
         block_ids = tuple(block.block_id for block in blocks)
-        self.show("free twice", caption, [Fault("blocks freed twice, and the pool took them", block_ids)])
+        self.show("free twice", caption, [Fault("blocks freed twice, and the pool accepted them", block_ids)])
 
     def release(self, request: _Request) -> int:
-        """Free all tables of a request; return by how many the free blocks grew."""
+        """Free all tables of a request; return how many blocks became free."""
         before = self.pool.get_num_free_blocks()
         for table in request.tables:
             table.free()
@@ -242,8 +242,8 @@ class _Stage:
         return self.pool.get_num_free_blocks() - before
 
     def admit(self) -> None:
-        """Admit up to three requests from the head of the queue while their tokens fit; then
-        fork their samples.
+        """Admit up to three requests from the head of the queue while their tokens fit, then fork
+        their samples.
         """
         admitted: list[_Request] = []
         before, promised = self.pool.get_num_free_blocks(), 0

@@ -1,4 +1,4 @@
-"""Compares a block pool's reference counts with the tables that hold its blocks."""
+"""Compare a block pool's reference counts with the tables that hold its blocks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from minivllm_lab.block_tables import Pool
 
 @dataclass(frozen=True)
 class HeldTable:
-    """The block table of one sample at one moment; requests and samples are counted from 1."""
+    """One sample's block table at one moment; requests and samples are counted from 1."""
 
     request: int
     sample: int
@@ -30,7 +30,7 @@ class Fault:
 
 
 def audit(pool: Pool, tables: Sequence[HeldTable], prompts: dict[int, int], block_size: int) -> list[Fault]:
-    """Return where the pool and the tables disagree, the gravest fault first; empty if the pool is
+    """Return the disagreements between the pool and the tables, gravest first; empty if the pool is
     right.
 
     Args:
@@ -44,7 +44,7 @@ def audit(pool: Pool, tables: Sequence[HeldTable], prompts: dict[int, int], bloc
 
 
 def _clashes(tables: Sequence[HeldTable], prompts: dict[int, int], block_size: int) -> list[Fault]:
-    """Find blocks that hold two parts of a text, or that two samples of a request write into."""
+    """Find blocks that hold two parts of a text, or that two samples of a request both write into."""
     places: dict[int, set[tuple[int, int]]] = {}
     writers: dict[int, set[tuple[int, int]]] = {}
     for table in tables:
@@ -67,13 +67,13 @@ def _clashes(tables: Sequence[HeldTable], prompts: dict[int, int], block_size: i
 
 
 def _miscounted(pool: Pool, holders: Counter[int]) -> list[Fault]:
-    """Find wrong reference counts, and a wrong number of free blocks."""
+    """Find wrong reference counts and a wrong number of free blocks."""
     counts = {block.block_id: block.ref_cnt for block in pool.blocks[1:]}
     lost = tuple(block for block, count in counts.items() if count > 0 and not holders[block])
-    faults = [Fault(f"{counted_blocks(len(lost))} lost: counted as held, and in no table", lost)] if lost else []
+    faults = [Fault(f"{counted_blocks(len(lost))} lost: counted as held, but in no table", lost)] if lost else []
     for block, count in counts.items():
         if count != holders[block] and block not in lost:
-            faults.append(Fault(f"block {block} is held {holders[block]} times, and {count} counted", (block,)))
+            faults.append(Fault(f"block {block} is held {holders[block]} times, but counted {count} times", (block,)))
     free, real = pool.get_num_free_blocks(), sum(not holders[block] for block in counts)
     if free != real:
         faults.append(Fault(f"the pool reports that {free} blocks are free, and {real} are in no table"))
@@ -81,11 +81,11 @@ def _miscounted(pool: Pool, holders: Counter[int]) -> list[Fault]:
 
 
 def named(numbers: Iterable[int]) -> str:
-    """Name requests in a sentence, as in "request 3" or "requests 1, 2 and 4"."""
+    """Name requests for a sentence, as in "request 3" or "requests 1, 2 and 4"."""
     *first, last = sorted(set(numbers))
     return f"requests {', '.join(map(str, first))} and {last}" if first else f"request {last}"
 
 
 def counted_blocks(count: int) -> str:
-    """Count blocks in a sentence, as in "1 block" or "2 blocks"."""
+    """Format a number of blocks for a sentence, as in "1 block" or "2 blocks"."""
     return f"{count} block{'' if count == 1 else 's'}"

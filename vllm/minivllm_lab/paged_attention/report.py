@@ -64,7 +64,7 @@ def parser(doc: str) -> argparse.ArgumentParser:
     """Build the parser: the common flags and the lesson's own; --help shows `doc`."""
     flags = lesson_parser(doc, EMBEDDED_MODEL)
     flags.add_argument("--prompt", default=PROMPT, help="text that the beam search continues")
-    flags.add_argument("--stranger", default=STRANGER, help="text of the other request where a reference is forgotten")
+    flags.add_argument("--stranger", default=STRANGER, help="text of the other request in the forgotten-reference demo")
     flags.add_argument("--block-size", type=positive_int, default=16, help="token slots in a block (default: 16)")
     flags.add_argument("--slots", type=positive_int, default=15_696, help="token slots of the replay (default: 15696)")
     flags.add_argument(
@@ -75,7 +75,7 @@ def parser(doc: str) -> argparse.ArgumentParser:
 
 @dataclass(frozen=True)
 class Plan:
-    """The amount of work of a run."""
+    """The amount of work in a run."""
 
     slots: int
     block_size: int
@@ -92,8 +92,8 @@ class Plan:
     """Block sizes that are compared."""
 
     def cache_blocks(self, *texts: Sequence[int]) -> int:
-        """Return how many blocks the widest search takes without sharing, on the longest of
-        these texts.
+        """Return how many blocks the widest search takes without sharing, for the longest of these
+        texts.
         """
         each = 1 + (max(map(len, texts)) + self.beam_steps) // self.block_size
         return 2 + 2 * self.widths[-1] * each
@@ -111,7 +111,7 @@ def plan(arguments: argparse.Namespace, longest: int) -> Plan:
         raise MinivllmError(f"--block-size must be at most {longest:,}, the longest request, not {size:,}")
     least = -(-longest // size) * size  # its last block counts as a whole
     if not least <= slots <= MOST_SLOTS:
-        raise MinivllmError(f"--slots must be {least:,}, for the longest request, to {MOST_SLOTS:,}, not {slots:,}")
+        raise MinivllmError(f"--slots must be from {least:,} (the longest request) to {MOST_SLOTS:,}, not {slots:,}")
     if width > MOST_BEAMS:
         raise MinivllmError(f"--beam-width must be at most {MOST_BEAMS}, not {width:,}")
     if arguments.quick:
@@ -137,16 +137,15 @@ def load_prompts(arguments: argparse.Namespace, device: torch.device, plan: Plan
     prompt, stranger = (tokenizer.encode(text).ids for text in (arguments.prompt, arguments.stranger))
     room = config.max_position_embeddings - plan.beam_steps
     if not 0 < min(len(prompt), len(stranger)) <= max(len(prompt), len(stranger)) <= room:
-        raise MinivllmError(f"both prompts must be 1 to {room} tokens, not {len(prompt)} and {len(stranger)}")
+        raise MinivllmError(f"both prompts must have 1 to {room} tokens, not {len(prompt)} and {len(stranger)}")
     return model, tokenizer, prompt, stranger
 
 
 def measure_memory(plan: Plan, allocators: Mapping[str, Callable[[int], Memory]]) -> dict:
-    """Print what the slots hold under each allocator: all shares for ShareGPT's requests, the
-    tokens for every kind.
+    """Print what the slots hold under each allocator: all shares for ShareGPT's requests, and only
+    the token share for every workload.
 
-    Returns the figures by workload and allocator, each with how many times as much the blocks
-    achieved.
+    Return the figures by workload and allocator, each with the factor by which blocks do better.
     """
     results = replay_workloads(allocators, plan.slots, plan.steps, plan.longest, plan.seed)
     rows = []
@@ -169,7 +168,7 @@ def measure_memory(plan: Plan, allocators: Mapping[str, Callable[[int], Memory]]
 
 
 def _ratios(blocks: Occupancy, other: Occupancy) -> dict[str, float]:
-    """Divide tokens held, requests running and requests served with blocks by those of another
+    """Divide the tokens held, requests running and requests served with blocks by those of another
     allocator.
     """
     return {key: getattr(blocks, key) / getattr(other, key) for key in ("tokens", "running", "served_per_1000_steps")}
@@ -177,7 +176,7 @@ def _ratios(blocks: Occupancy, other: Occupancy) -> dict[str, float]:
 
 def show_sharing(results: dict, prompt_tokens: int, steps: int, tokenizer: Tokenizer) -> None:
     """Print the blocks that sharing saves, for parallel samples and for beams, and how the best
-    beam goes on.
+    beam continues.
     """
     rows = [
         (WORKLOADS[name].title, *(f"{share:.1%}" for share in saved.values()))
@@ -190,7 +189,7 @@ def show_sharing(results: dict, prompt_tokens: int, steps: int, tokenizer: Token
     ]
     title = f"Beam search, {prompt_tokens} + {steps} tokens: the same beams both ways"
     table(title, ("beams", "most blocks, each its own", "shared", "saved on average"), rows)
-    console.print(f"the likeliest begins: {tokenizer.decode(results['best'])[:64]!r}", markup=False)
+    console.print(f"the most likely beam begins: {tokenizer.decode(results['best'])[:64]!r}", markup=False)
 
 
 def measure_block_sizes(
@@ -232,8 +231,8 @@ def measure_block_sizes(
 
 
 def show_break(results: dict, refused_twice: str, refused_dry: str) -> None:
-    """Print what a double free, an empty pool and a leaked reference do, with the errors of the
-    first two.
+    """Print the effects of a double free, an empty pool and a leaked reference, with the error
+    messages of the first two.
     """
     console.print(f"freed twice without a check, the blocks {results['double_free']} went to two sequences at once")
     console.print(f"freed twice: {refused_twice}")
@@ -242,16 +241,16 @@ def show_break(results: dict, refused_twice: str, refused_dry: str) -> None:
         (line, *(escape(results[name][text].rstrip()) for name in ("counted", "forgotten")))
         for line, text in {"finds": "reads", "goes on": "writes"}.items()
     ]
-    title = "A request is forked, its first half ends, a stranger comes in"
+    title = "A request is forked, its first half ends, a stranger is admitted"
     table(title, ("the second half", "its reference counted", "forgotten"), rows, words=True)
 
 
 def conclude(results: dict, longest: int) -> None:
-    """Print the conclusions, all of them counted."""
+    """Print the conclusions, all of which are counted rather than timed."""
     reserved, blocks = (results["memory"]["sharegpt"][kind] for kind in ("max", "paged"))
     empty, leaked = results["blocks"]["empty"]["alpaca"], results["broken"]["forgotten"]["reads"]
     closing(
-        f"Requests like ShareGPT's: {reserved['tokens']:.0%} of the slots hold a token where each keeps {longest:,}, "
+        f"Requests like ShareGPT's: {reserved['tokens']:.0%} of the slots hold a token if each reserves {longest:,}, "
         f"{blocks['tokens']:.0%} in blocks; {blocks['running'] / reserved['running']:.1f} times as many run at once.",
         f"Requests as short as Alpaca's leave {empty['16']:.0%} of their slots empty in blocks of 16, and "
         f"{empty['512']:.0%} in blocks of 512.",

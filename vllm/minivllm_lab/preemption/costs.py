@@ -5,13 +5,13 @@ host and back.
     crossover.recompute, crossover.copy      # 32 µs and 2.8 µs for each token
 
 Recomputing T tokens takes 2 N T / (share of the peak × FLOP/s). A copy takes T × bytes per token /
-bandwidth, and a little for each piece. To first order both grow with T, which cancels. A swap
+bandwidth, plus a little time for each piece. To first order both grow with T, which cancels. A swap
 copies twice, out and back; a host tier, which has stored the blocks beforehand, only copies back.
-The engine's other work at the same time is left out, and so is attention, which makes recomputing
-more expensive the longer a request is; `recompute_seconds` can count it.
+The model leaves out the engine's other work at the same time. It also leaves out attention, which
+makes recomputing more expensive the longer a request is; `recompute_seconds` can count it.
 
-The size of the pieces decides. Until v0.11, vLLM's caches kept each layer's keys and values apart;
-since v0.12 a block of all layers is one piece (vllm#27743; vLLM blog, 2026-01-08).
+The size of the pieces is decisive. Until v0.11, vLLM's caches kept each layer's keys and values
+apart; since v0.12 a block of all layers is one piece (vllm#27743; vLLM blog, 2026-01-08).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ BLOCK_SIZE = 16
 
 @dataclass(frozen=True)
 class Pieces:
-    """The copies that a block is cut into, and what each costs beyond its bytes."""
+    """The copies that a block is cut into, and the cost of each beyond its bytes."""
 
     name: str
     per_layer: bool
@@ -49,8 +49,8 @@ class Pieces:
         require(is_number(self.seconds) and self.seconds >= 0, f"seconds is {self.seconds!r}; it must be 0 or more")
 
     def of_block(self, model: ModelConfig) -> int:
-        """Return how many copies a block takes: a latent is one tensor a layer, keys and values
-        are two.
+        """Return how many copies a block takes: one per layer for a latent, two per layer for keys
+        and values.
         """
         tensors = 1 if model.kv_lora_rank is not None else 2
         return tensors * model.num_hidden_layers if self.per_layer else 1
@@ -62,7 +62,7 @@ class Pieces:
             MinivllmError: a block without tokens.
             UnsupportedModelError: layers that do not keep every token.
         """
-        require(block_size >= 1, f"a block has 1 token or more, not {block_size}")
+        require(block_size >= 1, f"block_size must be at least 1, not {block_size}")
         return block_size * kv_bytes_per_token(model) / self.of_block(model)
 
 
@@ -71,23 +71,22 @@ LARGE = Pieces("a block of all layers", per_layer=False)
 
 
 def effective_bandwidth(link: Link, num_bytes: float, seconds: float = COPY_SECONDS) -> float:
-    """Return the bytes a second of a row of copies of `num_bytes`, each of which takes `seconds`
-    to issue.
+    """Return the bytes per second of a series of copies of `num_bytes`, each of which takes
+    `seconds` to issue.
     """
     return num_bytes / (seconds + num_bytes / link.bandwidth)
 
 
 def recompute_seconds(model: ModelConfig, gpu: Hardware, tokens: int, *, attention: bool = False) -> float:
-    """Return the time to recompute the first `tokens` of a request in steps that are limited by
-    arithmetic.
+    """Return the time to recompute the first `tokens` tokens of a request in compute-bound steps.
 
-    A token takes 2 N operations. With `attention`, each pair of a token and one before it, or
-    itself, takes another 4 × layers × query heads × head size.
+    A token takes 2 N operations. With `attention`, each pair of a token and an earlier one (or
+    itself) takes another 4 × layers × query heads × head size.
 
     Raises:
         MinivllmError: fewer than 0 tokens, or no units for the model's dtype.
     """
-    require(isinstance(tokens, int) and tokens >= 0, f"a request has 0 tokens or more, not {tokens!r}")
+    require(isinstance(tokens, int) and tokens >= 0, f"tokens must be 0 or more, not {tokens!r}")
     operations = 2.0 * num_parameters(model) * tokens
     if attention:
         per_pair = 4 * model.num_hidden_layers * model.num_attention_heads * model.head_dim
@@ -96,7 +95,8 @@ def recompute_seconds(model: ModelConfig, gpu: Hardware, tokens: int, *, attenti
 
 
 def break_even_bandwidth(model: ModelConfig, gpu: Hardware, directions: int = 1) -> float:
-    """Return the bytes a second, one way, above which copying is cheaper than recomputing.
+    """Return the bandwidth, in bytes per second one way, above which copying is cheaper than
+    recomputing.
 
     Args:
         directions: 1 where the host has the blocks already, 2 where they are copied out first.
@@ -104,14 +104,14 @@ def break_even_bandwidth(model: ModelConfig, gpu: Hardware, directions: int = 1)
     Raises:
         MinivllmError: neither 1 nor 2 directions.
     """
-    require(directions in (1, 2), f"directions is {directions!r}; blocks are copied back (1), or out and back (2)")
+    require(directions in (1, 2), f"directions must be 1 (blocks copied back) or 2 (out and back), not {directions!r}")
     return directions * kv_bytes_per_token(model) / recompute_seconds(model, gpu, 1)
 
 
 @dataclass(frozen=True)
 class Crossover:
-    """Seconds for each token of a preempted request, either way; without attention, the
-    request's length cancels.
+    """The seconds that recomputing and copying take per token of a preempted request; without
+    attention, the request's length cancels.
     """
 
     recompute: float
@@ -128,8 +128,8 @@ class Crossover:
         cls, model: ModelConfig, gpu: Hardware, link: Link, pieces: Pieces, directions: int = 1,
         block_size: int = BLOCK_SIZE,
     ) -> Crossover:  # fmt: skip
-        """Compare both ways for a model on a GPU with this link to the host, without the link's
-        latency.
+        """Compare recomputing and copying for a model on a GPU with this link to the host, ignoring
+        the link's latency.
 
         Raises:
             UnsupportedModelError: layers that do not keep every token.
@@ -146,10 +146,10 @@ class Crossover:
 
     @property
     def swap(self) -> float:
-        """Seconds of copying in all directions."""
+        """Seconds per token for the copies in all directions."""
         return self.directions * self.copy
 
     @property
     def copying_wins(self) -> bool:
-        """Whether copying is cheaper."""
+        """Whether copying is cheaper than recomputing."""
         return self.bandwidth > self.break_even

@@ -1,12 +1,12 @@
-"""A scheduling policy that leaves those that run, and who of them is preempted, to functions of
-exercise 11.
+"""A scheduling policy that lets functions of exercise 11 schedule the running requests and pick the
+one to preempt.
 
     LLM(model, parts=Parts(policy=learner_policy(schedule_running, resume_at)))
     Scheduler(scheduler_config, cache_config, SchedulingPolicy(victim=learner_victim(victim)))
 
 `schedule_running` sees the engine's own requests and waiting queue, and its block tables through
 `EngineMemory`. `victim` sees a `RunningRequest` for each request. Admissions, drafts and KV
-connectors stay the engine's own. No torch.
+connectors stay the engine's own. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ class EngineMemory:
         self._asks_left = 10 * (1 + len(scheduler.running)) ** 2
 
     def wanted(self, request: Request) -> int:
-        """Return how many tokens a request would compute, drafts included, under the limits of
-        one request.
+        """Return how many tokens a request would compute, drafts included, within the limits on a
+        single request.
         """
         self._asks_left -= 1
         _require(self._asks_left > 0, "does not end: it asks for the same requests again and again")
@@ -76,8 +76,8 @@ class EngineMemory:
         return self.scheduler.cap_num_tokens(request, missing, self.step)
 
     def allocate(self, request: Request, num_tokens: int) -> bool:
-        """Allocate blocks for a request's next tokens; return False, and change nothing, if they
-        do not fit.
+        """Allocate blocks for a request's next tokens; return False and change nothing if they do
+        not fit.
         """
         self._asks_left -= 1
         _require(self._asks_left > 0, "does not end: it asks for blocks again and again")
@@ -105,7 +105,7 @@ class EngineMemory:
         self.freed.append(request)
 
     def check_result(self, scheduled: dict[str, int], preempted: list[Request]) -> None:
-        """Raise `MinivllmError` if `schedule_running` returns something other than what it did."""
+        """Raise `MinivllmError` if what `schedule_running` returns does not match what it did."""
         scheduler, names = self.scheduler, {request.request_id for request in preempted}
         left = [request for request in self._before if request.request_id not in names]
         _require(scheduler.running == left, "must remove the requests that it preempts from `running`, and no others")
@@ -128,10 +128,9 @@ class EngineMemory:
 def learner_policy(
     schedule_running: ScheduleRunning | None = None, resume_at: ResumeAt | None = None
 ) -> SchedulingPolicy:
-    """Return the policy that calls these functions; None leaves the engine's own.
+    """Return a policy that calls these functions; None keeps the engine's own.
 
-    A result that the engine cannot carry out raises `MinivllmError` in its step; the message says
-    which.
+    If the engine cannot carry out a result, its step raises a `MinivllmError` that says which one.
     """
     return SchedulingPolicy(
         schedule=partial(_ask, schedule_running) if schedule_running else running_then_waiting,
@@ -140,7 +139,7 @@ def learner_policy(
 
 
 def learner_victim(victim: Victim) -> Callable[[Sequence[Request], str, Mapping[str, Sequence[Any]]], Request]:
-    """Return a rule for the policy that calls `victim`.
+    """Return a victim rule for the policy that calls `victim`.
 
     A result that is not one of the running requests raises `MinivllmError` in the engine's step.
     """

@@ -1,7 +1,8 @@
 """Draw lesson 11's opening: the followed request is preempted when another one needs a block, and
-comes back.
+later resumes.
 
-It shows what the engine did in the scene "small pool": six blocks, and two requests that need more.
+It shows what the engine did in the scene "small pool", which has six blocks and two requests that
+need more.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ COLOURS = {NAME: BLUE, OTHER: ORANGE}
 
 
 def frames() -> Frames:
-    """Draw six stills: a full pool, the victim, blocks that change hands, the way back, what was
+    """Draw six stills: a full pool, the victim, blocks that change owners, the return, and what was
     recomputed.
     """
     run = followed("small pool")

@@ -1,13 +1,13 @@
-"""Count recomputed tokens on the engine's scheduler, to compare with what was published for vLLM
+"""Count recomputed tokens on the engine's scheduler, to compare with the counts published for vLLM
 (vllm#54644).
 
     waste(blocks=400, whole=False).share        # 0.78; published: 0.788
 
-Published are the pools, the requests and the shares: 300 requests at once, a model of 0.5B, and
-with 400 blocks 623,948 recomputed tokens, 78.8 % of all; so the rest is about 560 tokens a request.
-Not published are the lengths, how many run at once and the token budget. Here prompts and answers
-are lognormal with 540 tokens together on average, 64 run at once in steps of 512 tokens, and blocks
-have 16.
+The publication gives the pools, the requests and the shares: 300 requests at once, a model of 0.5B,
+and with 400 blocks 623,948 recomputed tokens, 78.8 % of all; so the rest is about 560 tokens per
+request. It does not give the lengths, how many requests run at once and the token budget. Here
+prompts and answers are lognormal with 540 tokens together on average, 64 requests run at once in
+steps of 512 tokens, and blocks have 16 tokens.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ LONGEST_PROMPT, LONGEST_ANSWER = 2000, 1500
 
 
 class _OneEach:
-    """Let each step take one unit of time: only tokens are counted."""
+    """A cost of one unit of time for every step, since only tokens are counted."""
 
     def seconds(self, shape: object) -> float:
         """Return 1 for every step."""
@@ -82,15 +82,15 @@ def waste(
     seed: int = SEED,
     requests: int = REQUESTS,
 ) -> Waste:
-    """Run the requests to their end with a pool of `blocks`.
+    """Run the requests to completion with a pool of `blocks` blocks.
 
     Args:
-        blocks: of 16 tokens.
+        blocks: the size of the pool, in blocks of 16 tokens.
         whole: admit a request if all its tokens so far fit, as vLLM does now; otherwise if its
             first chunk fits.
         victim: a rule of `minivllm_lab.preemption.victims`; empty for the request admitted last.
         caching: use the prefix cache, in which a victim may find its own blocks again.
-        at_once: the most requests that run at once.
+        at_once: the maximum number of requests that run at once.
         seed: the seed of the lengths.
         requests: how many requests of the workload to run.
 

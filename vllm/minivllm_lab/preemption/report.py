@@ -1,6 +1,6 @@
 """Lesson 11's measurements, tables, figure and command line.
 
-A function `measure_*`, `compare_*` or `show_*` prints its table and returns its figures; the
+Each `measure_*`, `compare_*` or `show_*` function prints its table and returns its figures; the
 callables and classes that it takes are the lesson's own code.
 """
 
@@ -60,13 +60,13 @@ def paged_model(arguments: argparse.Namespace, num_blocks: int, block_size: int 
 
 
 class NoModel(PagedModel):
-    """Stand in for a model where only steps are counted: predict the same token every time."""
+    """A stand-in for a model where only steps are counted: it predicts the same token every time."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.num_blocks, self.block_size = num_blocks, block_size
 
     def forward(self, token_ids: Sequence[int], start: int, block_ids: Sequence[int]) -> Tensor:
-        """Return logits of a vocabulary of two tokens."""
+        """Return logits over a vocabulary of two tokens."""
         return torch.tensor([0.0, 1.0])
 
 
@@ -77,7 +77,7 @@ def _prompts(model: str) -> dict[str, list[int]]:
 
 
 def _queue_all(engine: Any, model: str, priorities: Mapping[str, int], caching: bool = False) -> list[Request]:
-    """Add the three requests to the engine, each a second after the one before."""
+    """Add the three requests to the engine, each arriving one second after the previous one."""
     requests = [
         Request(name, ids, max_tokens=ANSWER, priority=priorities.get(name, 0), arrival_time=float(at))
         for at, (name, ids) in enumerate(_prompts(model).items())
@@ -90,7 +90,7 @@ def _queue_all(engine: Any, model: str, priorities: Mapping[str, int], caching: 
 
 
 def recomputed(engine: Any, requests: Sequence[Request]) -> int:
-    """Count the tokens that the engine has computed more than once for these finished requests."""
+    """Count the tokens that the engine computed more than once for these finished requests."""
     return engine.computed - sum(request.num_tokens - 1 for request in requests)
 
 
@@ -131,7 +131,8 @@ QUICK_WAYS = "ample memory", "recompute, fcfs", "recompute, blocks found", "V0's
 def compare_tokens(
     engine: LessonCode, swapping: LessonCode, space: LessonCode, arguments: argparse.Namespace
 ) -> dict[str, Any]:
-    """Run the same requests with ample memory and with too little, recomputed or swapped.
+    """Run the same requests with ample memory and with too little, and with recomputed or swapped
+    victims.
 
     Raises:
         AssertionError: a token differs.
@@ -157,7 +158,7 @@ def compare_tokens(
         steps = sum(1 for _ in running.steps())
         tokens = [request.output_token_ids for request in requests]
         expected = expected or tokens
-        assert tokens == expected, f"{name}: other tokens than with ample memory"
+        assert tokens == expected, f"{name}: the tokens differ from those with ample memory"
         assert running.memory.num_held == 0, f"{name}: a finished request still holds blocks"
         records[name] = {
             "steps": steps,
@@ -185,7 +186,7 @@ MOVES = {
 
 
 def swap_case(words: int, device: torch.device) -> tuple[list[Tensor], Tensor]:
-    """Return a cache of four tensors, each allocated on its own, and an empty staging buffer."""
+    """Return a cache of four separately allocated tensors, and an empty staging buffer."""
     tensors = [torch.randn(11, words, device=device) for _ in range(4)]
     return tensors, torch.zeros(6, len(tensors), words, dtype=torch.int32, device=device)
 
@@ -224,8 +225,8 @@ SLOW = {"double": 2.0, "half": 0.5, "eighth": 0.125}
 def measure_crossover(
     space: LessonCode, break_even: Callable[..., float], arguments: argparse.Namespace
 ) -> dict[str, Any]:
-    """Bring requests back: recompute them, or copy them out and back, in small pieces and
-    gathered.
+    """Time the return of preempted requests: recomputed, copied in small pieces, and copied through
+    one buffer.
     """
     rounds, sizes = (1, (64, 256)) if arguments.quick else (5, (64, 256, 1024))
     model = paged_model(arguments, 2 * max(sizes) // CROSSOVER_BLOCK, CROSSOVER_BLOCK)
@@ -248,7 +249,7 @@ def measure_crossover(
     flops = 2 * parameters / (figures["tokens"][str(slow_size)]["us"]["recompute"] / 1e6)
     least = figures["break_even"] = break_even(model.bytes_per_token, parameters, flops)
     table(
-        "A request is brought back, on this machine",
+        "Bringing a request back, on this machine",
         ("tokens", "recompute", "small pieces", "copies", "gathered", "copies", "cheaper by"),
         rows,
         f"µs for each token, out and back. {model.bytes_per_token:,} bytes a token, so the break-even is "
@@ -305,7 +306,7 @@ def short(name: str) -> str:
 
 
 def show_gpus(recompute: LessonCode, swap: LessonCode, break_even: LessonCode, effective: LessonCode) -> dict[str, Any]:
-    """Compare recompute and swap by the lesson's formulas, with the small pieces of 2023 and
+    """Compare recompute and swap by the lesson's formulas, with the small pieces of 2023 and with
     today's large ones.
 
     Raises:
@@ -343,8 +344,8 @@ def show_gpus(recompute: LessonCode, swap: LessonCode, break_even: LessonCode, e
 
 
 def show_waste(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Show the share of recomputed tokens by pool: published, and ours by rule of admission and
-    by victim.
+    """Show the share of recomputed tokens by pool: as published, and ours by admission rule and
+    victim rule.
     """
     pools, requests = ((400,), 60) if arguments.quick else (tuple(PUBLISHED), REQUESTS)
     records: dict[str, dict[str, Any]] = {}
@@ -362,7 +363,7 @@ def show_waste(arguments: argparse.Namespace) -> dict[str, Any]:
             "less": 1 - least.recomputed / first.recomputed if first.recomputed else None,
         }
     record_table(
-        f"Of all computed tokens, a second time: {requests} requests, {AT_ONCE} at once",
+        f"Share of computed tokens that are recomputed: {requests} requests, {AT_ONCE} at once",
         records,
         "blocks {name} | published {published:.1%} | first chunk {first_chunk:.1%} | least {least:.1%} | "
         "whole {whole:.1%} | found {found:.1%}",
@@ -385,8 +386,8 @@ def _on_h100(work: Sequence[SimulatedRequest], blocks: int, **limits: Any) -> Si
 
 
 def show_pools(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Show p99 of answers and first tokens by pool, under an open load that would fill 436
-    blocks. Modelled.
+    """Show the modelled p99 latency of answers and first tokens by pool, under an open load that
+    would fill 436 blocks.
     """
     draw, now, work = random.Random(1), 0.0, []
     for request in workload():
@@ -420,13 +421,13 @@ def show_pools(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def break_it(engine: LessonCode, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Show thrash, an urgent request that has to wait, and what a host tier saves."""
+    """Show thrashing, an urgent request that has to wait, and what a host tier saves."""
     return {"thrash": _thrash(arguments), "inversion": _inversion(engine, arguments), "tier": _tier(arguments)}
 
 
 def _thrash(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Show output tokens a second by `max_num_seqs`, in a pool for about twelve requests.
-    Modelled.
+    """Show modelled output tokens per second by `max_num_seqs`, in a pool for about twelve
+    requests.
     """
     work = [SimulatedRequest(8 * each.prompt_tokens, each.output_tokens) for each in workload()[:100]]
     useful = sum(each.prompt_tokens + each.output_tokens - 1 for each in work)
@@ -449,7 +450,7 @@ def _thrash(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _inversion(engine_class: LessonCode, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Count the steps to the first token of an urgent request that comes when two others hold
+    """Count the steps to the first token of an urgent request that arrives while two others hold
     the pool.
     """
     ids = _prompts(arguments.model)
@@ -475,12 +476,13 @@ def _inversion(engine_class: LessonCode, arguments: argparse.Namespace) -> dict[
         records[name] = {"first": first, "last": last, "preemptions": urgent.num_preemptions}
     console.print()
     columns = "{name} | steps to its first token {first} | last {last} | preempted {preemptions}"
-    record_table("An urgent request comes when two others hold the pool", records, columns)
+    record_table("An urgent request arrives when two others hold the pool", records, columns)
     return records
 
 
 def _tier(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Run the engine under pressure without and with a host tier, and count the recomputed tokens.
+    """Run the engine under memory pressure with and without a host tier, and count the recomputed
+    tokens.
 
     Raises:
         AssertionError: a token differs.
@@ -506,7 +508,7 @@ def _tier(arguments: argparse.Namespace) -> dict[str, Any]:
         outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False)
         tokens = [list(output.outputs[0].token_ids) for output in outputs]
         expected = expected or tokens
-        assert tokens == expected, f"{name}: other tokens than in the first run"
+        assert tokens == expected, f"{name}: the tokens differ from those of the first run"
         scheduler = core_of(llm).scheduler
         lookups = scheduler.make_stats().connector_prefix_cache_stats
         records[name] = {
@@ -533,9 +535,9 @@ def close(figures: dict, disturbance: str) -> None:
     us = list(figures["crossover"]["tokens"].values())[-1]["us"]
     closing(
         f"Preempted requests generated the same tokens as undisturbed ones: {again} tokens were recomputed, or none "
-        "and their blocks copied.",
+        "if their blocks were copied.",
         f"With 400 blocks, {small['first_chunk']:.0%} of all computed tokens were recomputed if a first chunk is "
-        f"enough to be admitted, {small['whole']:.0%} if all tokens must fit.",
+        f"enough for admission, {small['whole']:.0%} if all tokens must fit.",
         Timed(
             f"Here, recomputing a token takes {us['recompute']:.0f} µs, and copying it out and back "
             f"{us['gathered']:.1f}."
@@ -545,8 +547,8 @@ def close(figures: dict, disturbance: str) -> None:
 
 
 def draw(figures: dict, path: str) -> None:
-    """Draw blocks by request over the steps of the trace; waste by pool; recompute and swap by
-    GPU.
+    """Plot each request's blocks over the steps of the trace, waste by pool, and recompute against
+    swap by GPU.
     """
     with panels(path, 3) as (left, middle, right):
         steps, bottom = figures["trace"]["steps"], [0] * len(figures["trace"]["steps"])

@@ -1,15 +1,15 @@
-"""Other rules for the preemption victim than the engine's, and V0's swap. For comparison only.
+"""Rules other than the engine's for picking the preemption victim, and V0's swap, for comparison
+only.
 
     Scheduler(scheduler_config, cache_config, SchedulingPolicy(victim=victim_rule("least computed")))
     Scheduler(scheduler_config, cache_config, SwapSpace(block_size).policy(victim_rule("last in")))
 
-Everything but the choice of the victim stays the engine's own. Rules that pull requests have
-proposed for vLLM: "least computed" (vllm#53723, measured in vllm#54644), "fewest left"
-(vllm#36980).
+Everything but the choice of the victim stays the engine's own. Two rules were proposed for vLLM in
+pull requests: "least computed" (vllm#53723, measured in vllm#54644) and "fewest left" (vllm#36980).
 
 A swap keeps what a victim had computed: its blocks go to a host with room for all of them, and come
-back before the request runs again, so nothing is computed twice. That was vLLM V0's way for
-requests of several sequences, `--swap-space` GiB at most (v0.6.0: `vllm/core/scheduler.py`,
+back before the request runs again, so nothing is computed twice. That was vLLM V0's method for
+requests of several sequences, with at most `--swap-space` GiB (v0.6.0: `vllm/core/scheduler.py`,
 `_preempt_by_swap`); V1 has none. Here the copies take no time: `take_copied_blocks` counts them, so
 that a simulation can charge for them.
 """
@@ -66,18 +66,18 @@ can only guess.
 
 
 def victim_rule(name: str = "") -> Victim:
-    """Return this rule of `RULES`, or for an empty name vLLM's, which follows the scheduler's
-    policy.
+    """Return the rule of `RULES` with this name; an empty name gives vLLM's rule, which follows the
+    scheduler's policy.
 
     Raises:
         MinivllmError: there is no such rule.
     """
-    require(not name or name in RULES, f"victim is one of {', '.join(RULES)}, not {name!r}")
+    require(not name or name in RULES, f"victim must be one of {', '.join(RULES)}, not {name!r}")
     return RULES.get(name, DEFAULT_POLICY.victim)
 
 
 class SwapSpace:
-    """Host memory of one scheduler, with room for the blocks of all victims."""
+    """One scheduler's host memory, with room for the blocks of all victims."""
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
@@ -86,13 +86,13 @@ class SwapSpace:
         self._copied = [0, 0]
 
     def policy(self, victim: Victim) -> SchedulingPolicy:
-        """Return the policy that swaps out the requests that `victim` picks."""
+        """Return a policy that swaps out the requests that `victim` picks."""
         return SchedulingPolicy(
             schedule=self._swap_in, victim=partial(self._swap_out, victim), find_prefix=self._find_prefix
         )
 
     def take_copied_blocks(self) -> tuple[int, int]:
-        """Return how many blocks were copied to the host, and back, since the last call."""
+        """Return how many blocks were copied to the host and back since the last call."""
         out, back = self._copied
         self._copied = [0, 0]
         return out, back

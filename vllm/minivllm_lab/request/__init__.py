@@ -1,1 +1,1 @@
-"""The figure of the README: the request that all lessons follow, from one end to the other."""
+"""The README's figure: the request that all lessons follow, from beginning to end."""

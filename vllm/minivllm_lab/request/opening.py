@@ -1,5 +1,5 @@
-"""The followed request on its way through the engine: it waits, is computed into blocks,
-decodes, and lets them go.
+"""The followed request on its way through the engine: it waits, is computed into blocks, decodes,
+and frees them.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _ended(run: Followed) -> str:
 
 
 def _still(run: Followed, known: tuple[Token, ...], *parts: str) -> str:
-    """Return the text so far on top, the three boxes and the pool below it."""
+    """Return the text so far at the top, with the three boxes and the pool below it."""
     start, y = MARGIN + 72, 16
     shown, x = [text(MARGIN, y + 18, "the text", size=12, colour=QUIET)], float(start)
     for index, token in enumerate(known):
@@ -101,7 +101,7 @@ def _chip_width(piece: str) -> float:
 
 def _pool(run: Followed, row: Row | None, num_free: int, last: Step | None = None) -> str:
     """Return all blocks. Those of `row` are filled; after the `last` step, what free blocks still
-    hold stands in grey.
+    hold is grey.
     """
     holder = row or (_row(last) if last else None)
     table = f"; the request's block table: {list(row.block_table)}" if row else ""
@@ -120,7 +120,7 @@ def _pool(run: Followed, row: Row | None, num_free: int, last: Step | None = Non
 
 
 def _slots(run: Followed, row: Row | None, block_id: int) -> tuple[list[str | None], list[str]]:
-    """Return what stands in a block's slots, and their colours: this step's tokens stand out."""
+    """Return the contents of a block's slots and their colours, which highlight this step's tokens."""
     slots: list[str | None] = [None] * run.block_size
     fills = [HELD] * run.block_size
     if row is None or block_id not in row.block_table:

@@ -1,4 +1,4 @@
-"""The clients' side of lesson 06's servers: a little HTTP, and the text of each step's tokens."""
+"""The client-facing side of lesson 06's servers: a little HTTP, and the text of each step's tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close
 
 
 async def read_request(reader: asyncio.StreamReader) -> dict[str, Any]:
-    """Read a request and return its body as an object, empty if there is no body, as in a GET.
+    """Read a request and return its JSON body; return an empty object if it has no body, as in a
+    GET.
 
     Raises:
         asyncio.IncompleteReadError: the client left before its request was complete.
@@ -30,7 +31,7 @@ async def read_request(reader: asyncio.StreamReader) -> dict[str, Any]:
 
 
 def event(text: str) -> bytes:
-    """Make one server-sent event."""
+    """Format one server-sent event."""
     return f"data: {json.dumps({'text': text})}\n\n".encode()
 
 
@@ -49,9 +50,7 @@ class ClientStreams:
         return ids, collector
 
     def put(self, output: EngineCoreOutput) -> bool:
-        """Hand a step's output to its collector; return False if the request is not open any
-        more.
-        """
+        """Hand a step's output to its collector; return False if the request is no longer open."""
         if output.request_id not in self.readers:
             return False
         collector, detokenizer = self.readers[output.request_id]
@@ -59,17 +58,17 @@ class ClientStreams:
         return True
 
     def fail(self, error: Exception) -> None:
-        """Raise an error in every reader."""
+        """Raise an error in the reader of every open request."""
         for collector, _ in self.readers.values():
             collector.put(error)
 
     def close(self, name: str) -> None:
-        """Forget a request."""
+        """Remove a request."""
         del self.readers[name]
 
 
 def delta_of(output: EngineCoreOutput, detokenizer: IncrementalDetokenizer) -> RequestOutput:
-    """Return what a step has added to a request: its tokens, and their text."""
+    """Return what a step has added to a request: its tokens and their text."""
     before = len(detokenizer.text)
     detokenizer.update(output.new_token_ids)
     if output.finish_reason:

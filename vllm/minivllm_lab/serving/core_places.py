@@ -1,4 +1,4 @@
-"""The three places where a lesson's core can run: the event loop, a thread beside it, a process
+"""The three places where a lesson's core can run: the event loop, a thread beside it, and a process
 of its own.
 """
 
@@ -24,7 +24,7 @@ BusyLoop = Callable[[EngineCore, SimpleQueue, Callable[[EngineCoreOutputs], obje
 
 
 class CoreInLoop:
-    """The core is an object, and each step stops the event loop."""
+    """A core that is an object in the event loop, which each step blocks."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self.core = EngineCore(EngineArgs(**settings))
@@ -34,13 +34,13 @@ class CoreInLoop:
         """Do nothing: the core is ready."""
 
     def send(self, act: str, argument: Any) -> None:
-        """Pass on a request to "add", or ids to "abort"."""
+        """Call the core with a request to "add", or with ids to "abort"."""
         self.core.add_request(argument) if act == "add" else self.core.abort_requests(argument)
         self.called.set()
 
     async def get_output(self) -> EngineCoreOutputs:
-        """Return the outputs of the next step, which runs here after each other task has had a
-        turn.
+        """Return the outputs of the next step, which runs in this loop once every other task has
+        had a turn.
         """
         await asyncio.sleep(0)
         while not self.core.has_unfinished_requests():
@@ -49,11 +49,13 @@ class CoreInLoop:
         return self.core.step()
 
     def close(self) -> None:
-        """Do nothing: there is nothing to end."""
+        """Do nothing: there is nothing to shut down."""
 
 
 class CoreInThread:
-    """A thread steps. Kernels let other threads run meanwhile; Python code does not."""
+    """A core whose steps run in a thread. Kernels let other threads run meanwhile; Python code does
+    not.
+    """
 
     def __init__(self, settings: dict[str, Any], busy_loop: BusyLoop) -> None:
         self.core, self.busy_loop = EngineCore(EngineArgs(**settings)), busy_loop
@@ -65,11 +67,11 @@ class CoreInThread:
         threading.Thread(target=self.busy_loop, args=(self.core, self.inbox, put), daemon=True).start()
 
     def send(self, act: str, argument: Any) -> None:
-        """Pass on a request to "add", or ids to "abort"."""
+        """Put a request to "add", or ids to "abort", into the thread's inbox."""
         self.inbox.put((act, argument))
 
     async def get_output(self) -> EngineCoreOutputs:
-        """Return the outputs of the next step, whenever there is one."""
+        """Return the outputs of the next step, waiting until there is one."""
         return await self.outputs.get()
 
     def close(self) -> None:
@@ -78,10 +80,10 @@ class CoreInThread:
 
 
 class CoreInProcess:
-    """The event loop's end of a socket to `script`'s `serve_core`, which frames messages by their
-    length, too.
+    """The event loop's end of a socket to `serve_core` in `script`; both ends frame messages by
+    their length.
 
-    Plain data crosses the socket, as MessagePack and never as pickle.
+    Plain data crosses the socket as MessagePack, never as pickle.
     """
 
     def __init__(self, settings: dict[str, Any], script: str) -> None:
@@ -97,21 +99,23 @@ class CoreInProcess:
         await self.reader.readexactly(4)
 
     def send(self, act: str, argument: Any) -> None:
-        """Send a request to "add", or ids to "abort", without waiting: the transport buffers."""
+        """Send a request to "add", or ids to "abort", without waiting, since the transport buffers."""
         message = act.encode().ljust(5) + encode(argument)
         self.writer.write(len(message).to_bytes(4, "big") + message)
 
     async def get_output(self) -> EngineCoreOutputs:
-        """Return the outputs of the next step, whenever there is one."""
+        """Return the outputs of the next step, waiting until there is one."""
         size = int.from_bytes(await self.reader.readexactly(4), "big")
         return decode(await self.reader.readexactly(size), EngineCoreOutputs)
 
     def close(self) -> None:
-        """End the core with its socket."""
+        """End the core by closing its socket."""
         self.writer.close()
 
 
 def cores(settings: dict[str, Any], script: str, busy_loop: BusyLoop) -> dict[str, Any]:
-    """Make a core in each place, with the lesson's busy loop; `script` is the lesson's file."""
+    """Make a core in each of the three places, with the lesson's busy loop; `script` is the
+    lesson's file.
+    """
     here = {"the event loop": CoreInLoop(settings), "a thread": CoreInThread(settings, busy_loop)}
     return {**here, "a process": CoreInProcess(settings, script)}

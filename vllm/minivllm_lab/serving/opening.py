@@ -1,8 +1,8 @@
-"""Lesson 06's opening: the followed request from a POST to its tokens, over the server's two
+"""Lesson 06's opening: the followed request from a POST to its tokens, through the server's two
 processes.
 
-On top the way in, from left to right; at the bottom the way out. The API process has one event
-loop, the core a loop of steps; between them cross messages, and nobody waits for the other.
+The way in is at the top, from left to right; the way out is at the bottom. The API process has one
+event loop, the core a loop of steps; messages cross between them, and neither waits for the other.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def _way_out(run: Followed) -> list[tuple[str, str]]:
 
 
 def _message(run: Followed) -> EngineCoreRequest:
-    """Encode the request as it crosses the socket. Its time of arrival always takes nine bytes."""
+    """Encode the request as it crosses the socket. Its arrival time always takes nine bytes."""
     ids = [token.id for token in run.request.prompt]
     return EngineCoreRequest(NAME, ids, SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS), (), 0.5)
 

@@ -1,7 +1,7 @@
 """Lesson 06's measurements on servers, its tables, its figure and its command line.
 
-A function `measure_*` measures, prints its table and returns its figures; what it takes as a
-callable or as a class is code of the lesson.
+Each `measure_*` function measures, prints its table and returns its figures; the callables and
+classes that it takes are the lesson's own code.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ LATENCIES = {
 
 @dataclass(frozen=True)
 class Sizes:
-    """The amount of work that the lesson measures; `knees`: the rates between which modelled
-    knees are sought.
+    """The amount of work that the lesson measures; modelled knees are sought between the two rates
+    in `knees`.
     """
 
     output_tokens: int = 64
@@ -73,7 +73,7 @@ QUICK = Sizes(16, 1, 0.6, 1, (1, 4), 4, (1, 25), 1)
 
 
 def sizes(arguments: argparse.Namespace) -> Sizes:
-    """Return how much to measure."""
+    """Return the amount of work to measure."""
     return QUICK if arguments.quick else FULL
 
 
@@ -87,12 +87,12 @@ def prompts(count: int, seed: int) -> list[list[int]]:
 
 
 def to_lesson(token_ids: Sequence[int], max_tokens: int) -> dict[str, Any]:
-    """Make a request's body for the lesson's servers."""
+    """Make the body of a request to one of the lesson's servers."""
     return {"prompt": {"prompt_token_ids": list(token_ids)}, "max_tokens": max_tokens}
 
 
 def to_real(token_ids: Sequence[int], max_tokens: int) -> dict[str, Any]:
-    """Make a request's body for the real server."""
+    """Make the body of a request to the real server."""
     return {"prompt": list(token_ids), "max_tokens": max_tokens, "stream": True, "temperature": 0, "ignore_eos": True}
 
 
@@ -100,8 +100,8 @@ load_completions = partial(load, path="/v1/completions")
 
 
 def load_real(real: RealServer, rate: float, seconds: float, output_tokens: int, seed: int) -> list[Answer]:
-    """Offer requests at this rate to the real server, at random times, for so long; all are
-    answered.
+    """Offer requests to the real server at this rate, at random times, for this many seconds; wait
+    until all are answered.
     """
     draw, at, asks = random.Random(seed), 0.0, []
     for token_ids in prompts(max(8, round(rate * seconds)), seed):
@@ -114,8 +114,8 @@ def load_real(real: RealServer, rate: float, seconds: float, output_tokens: int,
 
 
 def measure_trace(real: RealServer, arguments: argparse.Namespace) -> dict:
-    """Trace requests that are alone in the server; show the one with the median time to first
-    token, hop by hop.
+    """Trace requests that are alone in the server; show, hop by hop, the one with the median time
+    to first token.
     """
     heading("1. One request, hop by hop")
     count, runs = sizes(arguments).traced, []
@@ -150,7 +150,7 @@ def measure_trace(real: RealServer, arguments: argparse.Namespace) -> dict:
 
 
 def measure_places(ports: Mapping[str, int], arguments: argparse.Namespace) -> dict:
-    """Put the same closed load on the lesson's server, by where its core runs."""
+    """Measure the lesson's server under the same closed load, by where its core runs."""
     heading("2. Where the core runs")
     size = sizes(arguments)
     clients = min(4, arguments.clients) if arguments.quick else arguments.clients
@@ -166,7 +166,7 @@ def measure_places(ports: Mapping[str, int], arguments: argparse.Namespace) -> d
 
 
 def summary(answers: Sequence[Answer], output_tokens: int) -> dict[str, float]:
-    """Sum up what clients saw, from the first request sent to the last token."""
+    """Summarize the clients' measurements, from the first request sent to the last token."""
     gaps = [gap for answer in answers for gap in answer.itls]
     ttfts = [answer.ttft for answer in answers]
     seconds = max(answer.events[-1] for answer in answers) - min(answer.due for answer in answers)
@@ -186,7 +186,9 @@ def summary(answers: Sequence[Answer], output_tokens: int) -> dict[str, float]:
 
 
 class RawClient:
-    """A connection that reads only when it is told to; the system buffers few bytes for it."""
+    """A connection that reads only on request; the operating system buffers only a few bytes for
+    it.
+    """
 
     def __init__(self, port: int, body: dict[str, Any]) -> None:
         self.socket = socket.socket()
@@ -196,7 +198,7 @@ class RawClient:
         self.socket.sendall(f"POST / HTTP/1.1\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data)
 
     def read_events(self, number: int | None = None) -> int:
-        """Read to the end, or until there were `number` events; return how many there were."""
+        """Read to the end, or until `number` events have arrived; return how many did."""
         seen, text = 0, b""
         while (number is None or seen < number) and (text := self.socket.recv(1 << 16)):
             seen += text.count(b"data: ")
@@ -204,8 +206,8 @@ class RawClient:
 
 
 def measure_slow_client(servers: Mapping[str, tuple[int, Any]], arguments: argparse.Namespace) -> dict:
-    """Serve four clients, and one more that asks for 400 tokens and reads only when nothing has
-    moved for a while.
+    """Serve four clients and one that asks for 400 tokens but reads only when nothing has moved for
+    a while.
     """
     heading("3. Break the naive server")
     results, seconds = {}, sizes(arguments).seconds_unread
@@ -221,7 +223,7 @@ def measure_slow_client(servers: Mapping[str, tuple[int, Any]], arguments: argpa
         gap = max(gap for answer in answers_of(process) for gap in answer.itls)
         client.socket.close()
         results[name] = {"longest_gap_ms": 1e3 * gap, "events": events, "gap": gap}
-    title = f"A client that reads nothing until all has stood still for {seconds:g} s, among four others"
+    title = f"A client that reads nothing until nothing has moved for {seconds:g} s, among four others"
     columns = {"the others' longest gap, ms": "{gap:ms}", "events with its 400 tokens": "{events}"}
     record_table(title, results, {"server": "{name}", **columns})
     for record in results.values():
@@ -230,7 +232,7 @@ def measure_slow_client(servers: Mapping[str, tuple[int, Any]], arguments: argpa
 
 
 def _wait_until_still(core: EngineCore, seconds: float) -> None:
-    """Wait until the core has computed nothing for so long."""
+    """Wait until the core has computed nothing for this many seconds."""
     before, since = -1, time.monotonic()
     while time.monotonic() < since + seconds:
         computed = sum(request.num_computed_tokens for request in list(core.scheduler.requests.values()))
@@ -240,8 +242,8 @@ def _wait_until_still(core: EngineCore, seconds: float) -> None:
 
 
 def measure_leaving(servers: Mapping[str, tuple[int, Any]]) -> dict:
-    """Let clients leave after their third event; count the tokens computed in vain, and the
-    blocks held meanwhile.
+    """Let clients leave after their third event; count the tokens computed in vain and the blocks
+    held meanwhile.
     """
     results = {}
     for name, (port, server) in servers.items():
@@ -266,7 +268,7 @@ def measure_leaving(servers: Mapping[str, tuple[int, Any]]) -> dict:
 
 
 def core_of(server: Any) -> EngineCore:
-    """Return the core of a lesson's server that runs in this process."""
+    """Return the core of one of the lesson's servers, which runs in this process."""
     return getattr(server.core, "core", server.core)
 
 
@@ -277,7 +279,7 @@ def held(core: EngineCore) -> int:
 
 
 def show_stops(stop_strings: Callable[[list[str]], Any], pieces: Sequence[str] = ("an EN", "t E", "ND of")) -> dict:
-    """Show what a client gets of a text in pieces, with the stop string END."""
+    """Show what a client receives of a text that arrives in pieces, with the stop string END."""
     stops, records = stop_strings(["END"]), {}
     for piece in pieces:
         text, stopped = stops.push(piece)
@@ -292,10 +294,11 @@ def show_stops(stop_strings: Callable[[list[str]], Any], pieces: Sequence[str] =
 
 
 def measure_load(real: RealServer, arguments: argparse.Namespace) -> dict:
-    """Put closed and open load on the real server: Little's law, the knee, and what is beyond it.
+    """Put closed and open load on the real server: Little's law, the knee, and what happens beyond
+    it.
 
-    Each rate is offered for three times as long as an answer takes at the most clients: in less, no
-    queue has formed.
+    Each rate is offered for three times as long as an answer takes with the largest number of
+    clients: in less time, no queue builds up.
     """
     heading("4. What a server can handle")
     size, closed = sizes(arguments), _closed(real, arguments)
@@ -319,26 +322,26 @@ def measure_load(real: RealServer, arguments: argparse.Namespace) -> dict:
     columns |= {quarter: f"{{{index}:ms}}" for index, quarter in enumerate(quarters)}
     console.print()
     record_table(
-        "Open load: who met the service level, and how long each quarter waited",
+        "Open load: share that met the service level, and each quarter's wait",
         {name: record | {str(i): w / 1e3 for i, w in enumerate(record["ttft_ms"])} for name, record in by_rate.items()},
         columns,
         f"Each rate was offered for {seconds:.1f} s. The knee is {_where(knee, least, most)} requests a second;\n"
-        f"the closed load's most was {capacity:.1f}.",
+        f"the closed load's maximum was {capacity:.1f}.",
     )
     ends = {"least": least, "most": most, "above": tried[most]}
     return {"closed": closed, "capacity": capacity, "seconds": seconds, "knee": knee, "tried": by_rate} | ends
 
 
 def _where(knee: float, least: float, most: float) -> str:
-    """Put a knee in words; it may lie beyond all rates that were offered."""
+    """Describe a knee in words; it may be beyond all rates that were offered."""
     if not knee:
         return f"below {least:.1f}"
     return f"above {most:.1f}" if knee == most else f"at {knee:.1f}"
 
 
 def _open(answers: list[Answer], output_tokens: int, arguments: argparse.Namespace) -> dict:
-    """Return the share that met the service level, and each quarter's median time to first
-    token, in order.
+    """Return the share of requests that met the service level, and each quarter's median time to
+    first token, in order.
     """
     level = arguments.slo_ttft, arguments.slo_tpot
     met = [answer.ttft <= level[0] and answer.tpot(output_tokens) <= level[1] for answer in answers]
@@ -350,8 +353,8 @@ def _open(answers: list[Answer], output_tokens: int, arguments: argparse.Namespa
 
 
 def _closed(real: RealServer, arguments: argparse.Namespace) -> dict:
-    """Let clients ask again whenever they are answered, and count who is in the server
-    meanwhile.
+    """Let each client send its next request once it is answered, and count the requests in the
+    server meanwhile.
     """
     size, results = sizes(arguments), {}
     for clients in track(size.closed, "closed load"):
@@ -392,7 +395,7 @@ def as_bitmask(allowed: Tensor) -> Tensor:
 
 
 def apply_mask(kernel: Any, logits: Tensor, bitmask: Tensor, has_grammar: Tensor) -> None:
-    """Launch the lesson's kernel on logits float32 [rows, vocab], in place; the others are
+    """Launch the lesson's kernel on logits float32 [rows, vocab], in place; the other tensors are
     int32.
     """
     rows, words = bitmask.shape
@@ -400,11 +403,11 @@ def apply_mask(kernel: Any, logits: Tensor, bitmask: Tensor, has_grammar: Tensor
 
 
 def verify_mask(kernel: Any, device: torch.device) -> dict:
-    """Hold the kernel against a mask of booleans, bit for bit, in vocabularies that no word and no
-    tile divides.
+    """Compare the kernel bit for bit with a boolean mask, for vocabularies that are no multiple of
+    a word or a tile.
 
     Raises:
-        AssertionError: it differs.
+        AssertionError: the results differ.
     """
     heading("5. The grammar's mask")
     errors = {}
@@ -420,7 +423,7 @@ def verify_mask(kernel: Any, device: torch.device) -> dict:
         errors[str(vocabulary)] = {"read": 3 * 4 + 2 * 4 * words, **sums}
     columns = {"bytes read": "{read:,}", "written": "{written:,}", "a mask of floats, added": "{logits:,}"}
     by_size = {f"{int(vocabulary):,}": record for vocabulary, record in errors.items()}
-    title = "Three rows, of which two have a grammar: right bit for bit"
+    title = "Three rows, two of them with a grammar: correct bit for bit"
     record_table(title, by_size, {"vocabulary": "{name}", **columns})
     return errors
 
@@ -429,8 +432,8 @@ def verify_mask(kernel: Any, device: torch.device) -> dict:
 
 
 def measure_ways(arguments: argparse.Namespace) -> dict:
-    """Simulate four GPUs and one model in three ways: what is sent, what fits, how fast, and the
-    knees.
+    """Simulate one model on four GPUs under TP, PP and DP: what is sent, what fits, the speed, and
+    the knees.
     """
     heading("6. TP, PP and DP")
     model, gpu, size = known_model(MODEL), get_hardware(GPU), sizes(arguments)
@@ -462,7 +465,7 @@ def measure_ways(arguments: argparse.Namespace) -> dict:
         columns,
         f"knees in requests a second, too low by {off:g} at most (ShareGPT's lengths, "
         f"TTFT ≤ {TTFT_SLO:g} s). Against published scaling on 2, 4 and 8 A100 the model's TP is off by "
-        f"{errors}; for PP we know no figure to hold it against.",
+        f"{errors}; for PP we know of no published figure.",
     )
     bubbles = {str(batches): bubble(GPUS, batches) for batches in (1, 2, 4, 16)}
     shares = ", ".join(f"{share:.0%} with {batches}" for batches, share in bubbles.items())
@@ -471,7 +474,7 @@ def measure_ways(arguments: argparse.Namespace) -> dict:
 
 
 def shown_knees(record: Mapping[str, Any], size: Sizes) -> dict[str, str]:
-    """Put modelled knees in words, also where even the highest rate met the service level."""
+    """Format modelled knees, with "≥" where even the highest rate met the service level."""
     return {name: f"{'≥ ' if rate == size.knees[1] else ''}{rate:.0f}" for name, rate in record["knees"].items()}
 
 
@@ -486,7 +489,7 @@ def close(results: dict, arguments: argparse.Namespace, disturbance: str) -> Non
     closing(
         f"A client that did not read for {slow['unread_seconds']:g} s stopped the naive server's others for "
         f"{slow['servers']['naive']['longest_gap_ms'] / 1e3:.1f} s, and clients that left had it compute "
-        f"{left['naive']['in_vain']:,} tokens for nobody.",
+        f"{left['naive']['in_vain']:,} tokens in vain.",
         Timed(
             f"This server's knee is {knee} requests a second. At {load_found['most']:.1f}, the first quarter of the "
             f"requests waited {load_found['above']['ttft_first_ms']:,.0f} ms for a first token, the last "
@@ -500,7 +503,7 @@ def close(results: dict, arguments: argparse.Namespace, disturbance: str) -> Non
 
 
 def draw(results: dict, path: str) -> None:
-    """Draw throughput and latency over the clients; first tokens below and above the knee;
+    """Plot throughput and latency over the clients, first tokens below and above the knee, and
     modelled knees.
     """
     closed, ways = results["load"]["closed"], results["ways"]["ways"]
@@ -521,7 +524,7 @@ def draw(results: dict, path: str) -> None:
 
 
 def seconds_above_zero(text: str) -> float:
-    """Parse an argument in seconds, more than 0."""
+    """Parse an argument as a number of seconds above 0."""
     try:
         value = float(text)
     except ValueError:
@@ -536,7 +539,10 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
     flags = lesson_parser(doc or "", EMBEDDED_MODEL)
     clients = "clients of the closed load, 1 to 64 (default: 16)"
     flags.add_argument("--clients", type=whole_number(1, 64), default=16, help=clients)
-    for flag, seconds, meaning in (("--slo-ttft", 0.25, "to a first token"), ("--slo-tpot", 0.05, "a token after it")):
+    for flag, seconds, meaning in (
+        ("--slo-ttft", 0.25, "to a first token"),
+        ("--slo-tpot", 0.05, "per token after it"),
+    ):
         flags.add_argument(
             flag, type=seconds_above_zero, default=seconds, help=f"seconds {meaning} (default: {seconds})"
         )

@@ -1,12 +1,12 @@
-"""One request on its way through the server: the time at each hop, on the clock that a machine's
+"""Trace one request through the server: the time at each hop, on the clock that a machine's
 processes share.
 
     with trace() as hops:
         ...                     # one request, from a client in another process
     hops                        # {"uvicorn has read the request": 12.0013, ...}
 
-While the block runs, the functions that the hops go through note the time before they do their
-work: the receiver of what they hand over may be quicker than they are.
+While the block runs, the functions at each hop record the time before they do their work, since the
+receiver of what they hand over may be quicker than they are.
 """
 
 from __future__ import annotations
@@ -44,9 +44,7 @@ NOTED_BEFORE = (
 
 @contextmanager
 def trace() -> Iterator[dict[str, float]]:
-    """Yield the seconds of `time.monotonic()` at which the first request passes each of HOPS, in
-    their order.
-    """
+    """Yield the `time.monotonic()` at which the first request passes each of HOPS, in their order."""
     times: dict[str, float] = {}
 
     def note(hop: str, at: float | None = None) -> None:

@@ -1,5 +1,5 @@
-"""Servers that run beside a script: an event loop in a thread, so that the script itself can load
-them and wait.
+"""Servers that run beside a script: an event loop in a thread, so that the script itself can put
+load on them and wait.
 
 with Stage() as stage:
     real = stage.start_real_server({"model": EMBEDDED_MODEL})  # FastAPI, uvicorn, AsyncLLM, a core's process
@@ -28,20 +28,18 @@ of a second fills this buffer, as a stream of minutes would fill the usual ones.
 
 @dataclass
 class RealServer:
-    """The application of `minivllm serve` on a socket of this process; its core is another
-    process.
-    """
+    """The `minivllm serve` application on a socket of this process; its core is in another process."""
 
     port: int
     app: Any
 
     def num_open(self) -> int:
-        """Return the number of requests that are open now."""
+        """Return the number of currently open requests."""
         return self.app.state.server.num_open
 
 
 class Stage:
-    """An event loop in a thread, and the servers on it; all end with the block."""
+    """An event loop in a thread, and the servers on it; all of them end with the `with` block."""
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
@@ -63,13 +61,13 @@ class Stage:
             engine.shutdown()
 
     def run(self, work: Coroutine[Any, Any, Any]) -> Any:
-        """Run a coroutine on the stage's loop, and return its result."""
+        """Run a coroutine on the stage's loop and return its result."""
         return asyncio.run_coroutine_threadsafe(work, self.loop).result()
 
     def serve(self, server: Any, core: Any = None) -> int:
         """Start a lesson's server and return its port.
 
-        `server.run()` runs once, `server.handle(reader, writer)` for each connection; `core` is
+        `server.run()` runs once, `server.handle(reader, writer)` once per connection; `core` is
         closed at the end.
         """
         if core is not None:
@@ -89,7 +87,7 @@ class Stage:
         return listening.getsockname()[1]
 
     def start_real_server(self, settings: dict[str, Any]) -> RealServer:
-        """Start the server that `minivllm serve` starts, for an engine with these arguments."""
+        """Start the server of `minivllm serve`, for an engine with these arguments."""
         args = EngineArgs(**settings, multiprocess=True)
         engine = AsyncLLM(args)
         self._engines.append(engine)

@@ -1,5 +1,5 @@
-"""A model with one request's KV cache, in contiguous slots as in lesson 01, that can forget its
-last tokens.
+"""A model with one request's KV cache, in contiguous slots as in lesson 01; it can forget its last
+tokens.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from minivllm.models.decoder import Decoder
 
 
 class CachedModel:
-    """Caches `length` tokens. Set it lower to forget the last ones: the next tokens overwrite
-    them.
+    """A model with a cache of `length` tokens. Set `length` lower to forget the last ones: the next
+    tokens overwrite them.
     """
 
     def __init__(self, model: Decoder, max_model_len: int) -> None:
@@ -24,11 +24,11 @@ class CachedModel:
 
     @torch.inference_mode()
     def forward(self, token_ids: list[int]) -> Tensor:
-        """Run the tokens that follow those in the cache, in one pass; return logits float32
-        [tokens, vocab].
+        """Run the tokens that follow the cached ones in one pass; return logits float32 [tokens,
+        vocab].
 
         Raises:
-            MinivllmError: they do not fit into the cache.
+            MinivllmError: the tokens do not fit into the cache.
         """
         start, end = self.length, self.length + len(token_ids)
         if end > self.cache.shape[3]:

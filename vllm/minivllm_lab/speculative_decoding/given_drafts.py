@@ -1,4 +1,5 @@
-"""A real engine that verifies the caller's drafts: any acceptance, at no cost of drafting.
+"""A real engine that verifies the caller's drafts: it reaches any acceptance, and drafting costs
+nothing.
 
     core = drafted_engine(model, device, num_speculative_tokens=3, max_num_seqs=8)
     plain = serve_with_drafts(core, prompts, 64)
@@ -6,7 +7,7 @@
     faster = serve_with_drafts(core, prompts, 64, oracle).throughput / plain.throughput
 
 The engine verifies as usual, so the tokens are the same whatever the drafts are. vLLM's
-`rejection_sample_method` "synthetic" accepts at a given rate, too, but then the tokens are not the
+`rejection_sample_method` "synthetic" also accepts at a given rate, but then the tokens are not the
 model's.
 """
 
@@ -39,7 +40,7 @@ class DraftedRun:
     """A run: each request's output tokens, and the seconds and tokens of the steps that computed no
     prompt.
 
-    `num_drafts` verifications had drafts, and accepted `num_accepted` of them.
+    In `num_drafts` verifications there were drafts; together they accepted `num_accepted` of them.
     """
 
     outputs: dict[str, list[int]]
@@ -50,7 +51,7 @@ class DraftedRun:
 
     @property
     def throughput(self) -> float:
-        """Output tokens per second, without the steps that computed prompts."""
+        """Output tokens per second, over the steps that computed no prompt."""
         return self.num_tokens / sum(self.seconds)
 
     @property
@@ -60,14 +61,14 @@ class DraftedRun:
 
     @property
     def acceptance_length(self) -> float:
-        """Mean tokens of a verification."""
+        """Mean number of tokens per verification."""
         return 1 + self.num_accepted / max(1, self.num_drafts)
 
 
 def drafted_engine(
     model: str | Path, device: torch.device, *, num_speculative_tokens: int, max_num_seqs: int, max_model_len: int = 256
 ) -> EngineCore:
-    """Make an engine that drafts nothing itself, with a pool that holds all its requests."""
+    """Make an engine that drafts nothing itself and whose pool holds all its requests."""
     cache = CacheConfig(num_gpu_blocks=1 + max_num_seqs * (max_model_len // BLOCK_SIZE + 1), block_size=BLOCK_SIZE)
     looked_up = {"prompt_lookup_min": NEVER, "prompt_lookup_max": NEVER}
     return bare_engine(
@@ -83,8 +84,8 @@ def drafted_engine(
 def serve_with_drafts(
     core: EngineCore, prompts: Sequence[Sequence[int]], max_tokens: int, drafts: Drafts | None = None
 ) -> DraftedRun:
-    """Serve these prompts, greedy, all at once; `drafts` are verified in every step but a
-    request's first.
+    """Serve these prompts greedily, all at once; verify `drafts` in every step but a request's
+    first.
     """
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
     outputs: dict[str, list[int]] = {str(index): [] for index in range(len(prompts))}
@@ -111,7 +112,9 @@ def serve_with_drafts(
 
 
 def answers_with_errors(outputs: Mapping[str, Sequence[int]], acceptance: float, k: int, seed: int) -> Drafts:
-    """Draft from known answers, each token right with this probability and replaced otherwise."""
+    """Return a function that drafts from known answers; each token is right with this probability
+    and replaced otherwise.
+    """
     draw = random.Random(seed)
 
     def drafts(name: str, num_output_tokens: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""The learner's functions of exercise 07 in the engine: its n-gram proposer, and its rejection
+"""Plug the learner's functions of exercise 07 into the engine: the n-gram proposer and rejection
 sampling.
 
 LLM(model, parts=Parts(draft_proposer=proposer_of(propose_ngram),
@@ -25,13 +25,13 @@ SALT = 7
 
 
 def proposer_of(propose_ngram: ProposeNgram) -> type:
-    """Return an n-gram proposer for the engine whose drafts `propose_ngram` finds.
+    """Return an engine proposer class whose drafts come from `propose_ngram`.
 
-    Too many drafts raise `MinivllmError` in the engine's step.
+    If it returns too many drafts, the engine's step raises `MinivllmError`.
     """
 
     class LearnerProposer:
-        """Implements `minivllm.worker.spec_decode.proposer.Proposer`."""
+        """An implementation of `minivllm.worker.spec_decode.proposer.Proposer`."""
 
         def __init__(self, config: SpeculativeConfig, max_model_len: int) -> None:
             self.config, self.max_model_len = config, max_model_len
@@ -52,10 +52,10 @@ def proposer_of(propose_ngram: ProposeNgram) -> type:
 
 
 def rejection_of(verify: Verify) -> Callable[[RejectionArguments], torch.Tensor]:
-    """Return rejection sampling for the engine that calls `verify` for each request.
+    """Return a rejection sampler for the engine that calls `verify` for each request.
 
-    Greedy requests get the engine's tokens; others get tokens of the same distribution. Numbers of
-    tokens that no step can have raise `MinivllmError` in the engine's step.
+    Greedy requests get the engine's tokens; others get tokens of the same distribution. If `verify`
+    returns a number of tokens that no step can have, the engine's step raises `MinivllmError`.
     """
 
     def rejection_sample(arguments: RejectionArguments) -> torch.Tensor:
@@ -73,7 +73,7 @@ def rejection_of(verify: Verify) -> Callable[[RejectionArguments], torch.Tensor]
             uniforms = np.array([np.random.default_rng([SALT, *key]).random() for key in _unsigned(keys[rows])])
             tokens = verify(p, q, drafts.tolist(), uniforms[:count], noise[rows])
             if not 1 <= len(tokens) <= count + 1:
-                raise MinivllmError(f"your verify gives {len(tokens)} tokens for {count} drafts")
+                raise MinivllmError(f"your verify returns {len(tokens)} tokens for {count} drafts")
             output[index, : len(tokens)] = torch.tensor([int(token) for token in tokens])
             first += count
         return output
@@ -82,15 +82,17 @@ def rejection_of(verify: Verify) -> Callable[[RejectionArguments], torch.Tensor]
 
 
 def _distribution(logits: torch.Tensor, greedy: bool) -> np.ndarray:
-    """Return probabilities [rows, vocab]; a greedy request's are 1 at the likeliest token."""
+    """Return probabilities [rows, vocab]; for a greedy request, the most likely token has
+    probability 1.
+    """
     if greedy:
         return F.one_hot(logits.argmax(-1), logits.shape[-1]).double().numpy()
     return logits.double().softmax(-1).numpy()
 
 
 def _certain(drafts: torch.Tensor, vocab: int) -> np.ndarray:
-    """Return probabilities [drafts, vocab] of a proposer that is certain: 1 at the draft, all 0
-    where it is -1.
+    """Return the probabilities [drafts, vocab] of a proposer that is certain: 1 at the draft; rows
+    of draft -1 are all 0.
     """
     is_draft = (drafts >= 0)[:, None]
     return (F.one_hot(drafts.long().clamp(min=0), vocab) * is_draft).double().numpy()

@@ -1,10 +1,10 @@
-"""The error of the model of speculation against published measurements that were not used to
-calibrate it.
+"""The error of the speculation model against published measurements that were not used to calibrate
+it.
 
     for check in speculation_checks(): print(check.what, check.measured, check.modelled)
 
-All are of single requests on an H100 (the first source names no GPU; its rate without drafts is an
-H100's): no series over the batch was found that also gives the acceptance length.
+All measurements are of single requests on an H100 (the first source names no GPU; its rate without
+drafts is an H100's): no series over batch sizes was found that also gives the acceptance length.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ def speculation_checks() -> tuple[PublishedCheck, ...]:
 
 
 def speculation_error() -> float:
-    """Return the median of |modelled − measured| / measured."""
+    """Return the median of |modelled − measured| / measured over all checks."""
     return statistics.median(abs(check.error) for check in speculation_checks())
 
 
 def eagle1_head() -> Drafter:
-    """Return the EAGLE-1 head of Llama-3.1-8B: a layer that takes two vectors, and the target's
-    output layer.
+    """Return the EAGLE-1 head of Llama-3.1-8B: a layer that takes two vectors, and an output layer
+    like the target's.
     """
     model = known_model("Llama-3.1-8B")
     hidden, keys = model.hidden_size, model.num_key_value_heads * model.head_dim
@@ -69,5 +69,5 @@ def _on_h100(drafter: Drafter) -> Speculation:
 
 
 def _speedup(speculation: Speculation, k: int, length: float) -> float:
-    """Return the speed-up with a measured acceptance length, not one that follows from rates."""
+    """Return the speed-up at a measured acceptance length, rather than at one derived from rates."""
     return length * speculation.plain(1).seconds / speculation.step(1, k).seconds

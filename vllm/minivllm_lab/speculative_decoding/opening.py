@@ -1,9 +1,10 @@
-"""Lesson 07's opening: drafts looked up in the followed request's own text, one pass that verifies
-them, what is kept.
+"""Lesson 07's opening: drafts looked up in the followed request's own text, the pass that verifies
+them, and the tokens kept.
 
-The request runs on for 27 tokens; the stills show two of its steps, one whose drafts are rejected
-and one whose drafts are all accepted. Lookups in this text are right or wrong as a whole. So a
-third step is the same request's with a draft model, where two of three drafts are accepted.
+The request runs on for 27 tokens; the stills show two of its steps: one whose drafts are all
+rejected and one whose drafts are all accepted. Lookups in this text are right or wrong as a whole.
+So a third step comes from the same request with a draft model, where two of three drafts are
+accepted.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ class Verified:
     """A step of the request: the tokens before it, the drafts, the model's predictions, and the
     tokens that are kept.
 
-    `says` has the model's likeliest token after the last known token and after each draft; `kept`
-    the step's tokens.
+    `says` holds the model's most likely token after the last known token and after each draft;
+    `kept` holds the step's tokens.
     """
 
     known: tuple[Token, ...]
@@ -61,7 +62,7 @@ class Verified:
 
 
 def frames() -> Frames:
-    """Draw the lookup, the pass and the verdict of both steps; a draft model's verdict; and the
+    """Draw the lookup, the pass and the verdict of both steps, a draft model's verdict, and the
     tokens of each step.
     """
     steps, others = recorded(), recorded("draft_model")
@@ -153,7 +154,9 @@ def recorded(method: str = "ngram") -> list[Verified]:
 
 
 def _lookup(step: Verified, index: int) -> str:
-    """Draw the text, where its last token occurs first, and the drafts that followed there."""
+    """Draw the text, the place where its last token first occurs, and the drafts that followed
+    there.
+    """
     shapes, places = _text(step)
     start = _first_place(step)
     last, first = places[len(step.known) - 1], places[start]
@@ -177,8 +180,8 @@ def _pass(step: Verified, index: int) -> str:
 
 
 def _verdict(step: Verified, index: int, guesser: str = "") -> str:
-    """Draw which drafts the model predicts, and what becomes of their slots; `guesser` names
-    another guesser.
+    """Draw which drafts the model predicts and what becomes of their slots; `guesser` is the source
+    of the drafts if it is not the lookup.
     """
     shapes, _ = _text(step)
     shapes += [*_fed(step, FED_Y), *_says(step, len(step.kept)), _name(VERDICT_Y, "the draft there")]
@@ -195,7 +198,7 @@ def _verdict(step: Verified, index: int, guesser: str = "") -> str:
 
 
 def _by_step(steps: list[Verified]) -> str:
-    """Stack the tokens of every step, beside as many steps without drafts as there are tokens."""
+    """Draw the tokens of every step as a stack, and below them one step per token without drafts."""
     shapes, wide, tall, floor = [], 34, 26, 190
     total = sum(len(step.kept) for step in steps)
     for index, step in enumerate(steps):
@@ -247,7 +250,7 @@ def _text(step: Verified) -> tuple[list[str], list[tuple[float, float]]]:
 
 
 def _fed(step: Verified, y: float, name: str = "computed") -> list[str]:
-    """Draw the last known token and the drafts, as the pass takes them."""
+    """Draw the last known token and the drafts that the pass computes."""
     shapes = [_name(y, name)]
     for place, token in enumerate((step.known[-1], *step.drafts)):
         shapes.append(_chip(_x(place), y, token.shown, DRAFT if place else OWN, ORANGE if place else None))
@@ -257,8 +260,8 @@ def _fed(step: Verified, y: float, name: str = "computed") -> list[str]:
 
 
 def _says(step: Verified, kept: int | None = None) -> list[str]:
-    """Draw the model, and its likeliest token after each; `kept` of them are green, the rest
-    grey, if it is known.
+    """Draw the model and its most likely token after each position; if `kept` is given, the first
+    `kept` are green and the rest grey.
     """
     wide = (len(step.says) - 1) * COLUMN + WIDE
     shapes = [rect(_x(0), MODEL_Y, wide, 30, tint(BLUE, 0.12), stroke=QUIET, label="the model: one pass, all rows")]
@@ -272,14 +275,14 @@ def _says(step: Verified, kept: int | None = None) -> list[str]:
 
 
 def _slots(step: Verified) -> list[str]:
-    """Draw the keys and values that the pass has written: those that count, and those of
+    """Draw the keys and values that the pass has written: those that stay valid, and those of
     rejected drafts.
     """
     shapes = [_name(SLOTS_Y, "keys, values")]
     computed = len(step.known) + step.num_accepted
     for place in range(len(step.says)):
         counts = len(step.known) + place <= computed
-        words = "counts" if counts else "is written over"
+        words = "counts" if counts else "overwritten"
         fill, stroke = (KNOWN, None) if counts else (BLANK, RULE)
         shapes.append(_chip(_x(place), SLOTS_Y, words, fill, stroke, not counts, mono=False))
     before = len(step.known) + len(step.drafts)
@@ -296,7 +299,7 @@ def _chip(
 
 
 def _fitting(x: float, y: float, width: float, content: str) -> str:
-    """Draw a token in a narrow cell, cut if it does not fit at 11 pixels."""
+    """Draw a token in a narrow cell, truncated if it does not fit at 11 pixels."""
     most = int(width / 6.7)
     shown = content if len(content) <= most else content[: most - 1] + "…"
     return text(x + width / 2, y + 16, shown, size=11, anchor="middle", mono=True)
@@ -307,7 +310,7 @@ def _frame(x: float, width: float, colour: str, dash: str | None = None) -> str:
 
 
 def _first_place(step: Verified) -> int:
-    """Return the first position of the last token."""
+    """Return the first position of the text's last token."""
     ids = [token.id for token in step.known]
     return ids.index(ids[-1])
 

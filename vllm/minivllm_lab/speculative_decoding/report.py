@@ -1,7 +1,7 @@
 """Lesson 07's measurements, its tables, its figure and its command line.
 
-A function `measure_*` or `count_*` measures, prints its table and returns its figures; what it
-takes as a callable is code of the lesson.
+Each `measure_*` or `count_*` function measures, prints its table and returns its figures; the
+callables that it takes are the lesson's own code.
 """
 
 from __future__ import annotations
@@ -72,14 +72,14 @@ def held_out_prompts(model: str, count: int, length: int = PROMPT_TOKENS) -> lis
 
 
 def wrong_drafts(vocab_size: int, count: int, seed: int) -> Callable[[str, int], list[int]]:
-    """Draft random tokens, which are hardly ever right."""
+    """Return a function that drafts random tokens, which are hardly ever right."""
     draw = random.Random(seed)
     return lambda _name, _num_output_tokens: [draw.randrange(vocab_size) for _ in range(count)]
 
 
 def measure_steps(arguments: argparse.Namespace, device: torch.device) -> dict:
-    """Time the engine's steps by requests and positions of each; random drafts, so that none is
-    accepted.
+    """Time the engine's steps by the number of requests and of positions per request; random drafts
+    ensure that none is accepted.
     """
     heading("1. What a step with drafts costs")
     batches, steps, rounds = ((1, 4), 6, 1) if arguments.quick else ((1, 8, 64), 12, 3)
@@ -119,7 +119,7 @@ def count_family(
     expected_tokens: Callable[[float, int], float],
     arguments: argparse.Namespace,
 ) -> dict:
-    """Count passes and accepted drafts of each method on the same prompts, greedy; the first one
+    """Count passes and accepted drafts of each method on the same greedy prompts; the first method
     has no drafts.
 
     Raises:
@@ -130,7 +130,7 @@ def count_family(
     for name, method in track(methods.items(), "guessing"):
         runs = [method(CachedModel(target, MAX_MODEL_LEN), prompt, tokens) for prompt in prompts]
         answers = answers or [run.tokens for run in runs]
-        assert [run.tokens for run in runs] == answers, f"{name}: another text than without drafts"
+        assert [run.tokens for run in runs] == answers, f"{name}: the text differs from that without drafts"
         results[name] = counted([run.stats for run in runs])
         results[name]["tokens_per_pass"] = len(prompts) * tokens / sum(run.passes for run in runs)
         if results[name]["drafts"]:
@@ -148,14 +148,14 @@ def count_family(
 
 
 def _shown_method(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a method's cells; one without drafts has hardly any."""
+    """Return a method's table cells; a method without drafts has hardly any."""
     rates = {str(place): rate for place, rate in enumerate(record["rates"], start=1)}
     return {**record, **rates} if record["drafts"] else {"tokens_per_pass": record["tokens_per_pass"]}
 
 
 def counted(stats: Sequence[SpecDecodingStats]) -> dict:
-    """Add up drafts and accepted drafts by position; return them with conditional rates and mean
-    acceptance length.
+    """Add up drafts and accepted drafts by position; return them with conditional rates and the
+    mean acceptance length.
     """
     drafts = sum(each.num_drafts for each in stats)
     by_position = zip_longest(*(each.num_accepted_tokens_per_pos for each in stats), fillvalue=0)
@@ -169,11 +169,11 @@ def counted(stats: Sequence[SpecDecodingStats]) -> dict:
 
 
 def draft_batch(counts: Sequence[int], vocab_size: int) -> tuple[Tensor, ...]:
-    """Draw random arguments of the lesson's `rejection_launch`, for requests with these numbers of
+    """Draw random arguments for the lesson's `rejection_launch`, for requests with these numbers of
     drafts.
 
-    p [drafts + requests, vocab], q [drafts, vocab] near it, drafts int32 drawn from q, draft_start,
-    uniforms, noise.
+    Return p [drafts + requests, vocab], q [drafts, vocab] near p, drafts int32 drawn from q,
+    draft_start, uniforms, noise.
     """
     starts = torch.tensor([0, *np.cumsum(counts)], dtype=torch.int32)
     p = torch.randn(sum(counts) + len(counts), vocab_size).softmax(-1)
@@ -184,7 +184,7 @@ def draft_batch(counts: Sequence[int], vocab_size: int) -> tuple[Tensor, ...]:
 
 
 def verified_one_by_one(verify: Verify, batch: Sequence[Tensor]) -> list[list[int]]:
-    """Apply the rule to each request of a `draft_batch`: rows of tokens, −1 after the last."""
+    """Apply the rule to each request of a `draft_batch`; return rows of tokens, −1 after the last."""
     p, q, drafts, starts, uniforms, noise = (tensor.numpy() for tensor in batch)
     width, rows = int(np.diff(starts).max()) + 1, []
     for i, (start, end) in enumerate(pairwise(starts.tolist())):
@@ -196,8 +196,8 @@ def verified_one_by_one(verify: Verify, batch: Sequence[Tensor]) -> list[list[in
 
 
 def verify_kernel(launch: Callable[..., Tensor], verify: Verify, device: torch.device) -> dict:
-    """Hold the kernels against the rule, token for token, in vocabularies that no block divides;
-    count their bytes.
+    """Compare the kernels with the rule, token for token, for vocabularies that no block size
+    divides; count their bytes.
 
     Raises:
         AssertionError: they differ.
@@ -213,7 +213,7 @@ def verify_kernel(launch: Callable[..., Tensor], verify: Verify, device: torch.d
         errors[str(vocab_size)] = {"race": race, "rejection": 16 * drafts + 12 * requests}
     by_size = {f"{int(vocab_size):,}": record for vocab_size, record in errors.items()}
     columns = {"bytes that the race reads": "{race:,}", "the rejection": "{rejection:,}"}
-    title = f"{requests} requests with {counts} drafts: right, token for token"
+    title = f"{requests} requests with {counts} drafts: correct, token for token"
     record_table(title, by_size, {"vocabulary": "{name}", **columns})
     return errors
 
@@ -224,7 +224,7 @@ STATES = 5
 
 
 def tiny_models(seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Make a target and a draft with five tokens, each depending on the one before: matrices
+    """Make a target and a draft over five tokens, each depending on the previous one: matrices
     [token, next token].
     """
     draw = np.random.default_rng(seed)
@@ -234,8 +234,8 @@ def tiny_models(seed: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def two_tokens(rule: Verify, models: tuple[np.ndarray, np.ndarray], draw: np.random.Generator) -> tuple[int, int, int]:
-    """Draw two tokens after token 0, with two drafts a step; also count the accepted drafts of
-    the first step.
+    """Draw two tokens after token 0, with two drafts per step; also count the drafts that the first
+    step accepted.
     """
     (target, draft), tokens, accepted = models, [0], 0
     while len(tokens) < 3:
@@ -249,8 +249,8 @@ def two_tokens(rule: Verify, models: tuple[np.ndarray, np.ndarray], draw: np.ran
 
 
 def try_rules(rules: Mapping[str, Verify], rounds: int, seed: int) -> dict:
-    """Draw two tokens many times by each rule; compare how often each pair comes with what the
-    target alone says.
+    """Draw two tokens many times by each rule; compare how often each pair occurs with the target's
+    own probabilities.
     """
     heading("4. Exact, or nearly")
     models, results = tiny_models(seed=5), {}
@@ -271,7 +271,7 @@ def try_rules(rules: Mapping[str, Verify], rounds: int, seed: int) -> dict:
         f"Two tokens of five kinds, {rounds:,} times",
         {name: {**record, "chance": _shown_chance(record["p"])} for name, record in results.items()},
         {**columns, "chi-square": "{chi:,.0f}", "chance": "{chance}"},
-        f"Σ min(p, q) is {sum_min:.3f}. Chance: of an exact rule to be as far off ({freedom} degrees of freedom).",
+        f"Σ min(p, q) is {sum_min:.3f}. Chance: that an exact rule is as far off ({freedom} degrees of freedom).",
     )
     return {"rules": results, "freedom": freedom, "sum_min": sum_min, "rounds": rounds}
 
@@ -288,8 +288,8 @@ def _shown_chance(chance: float) -> str:
 def measure_batches(
     arguments: argparse.Namespace, device: torch.device, speed_up: Callable[..., float], models: Sequence[Decoder]
 ) -> dict:
-    """Verify drafts of a given acceptance, by batch: what the formulas promise, and the engine's
-    tokens a second.
+    """Verify drafts of a given acceptance, by batch size: the formulas' prediction, and the
+    engine's tokens per second.
     """
     heading("5. When it pays")
     k, tokens, turns = arguments.drafts, *((16, 1) if arguments.quick else (40, 3))
@@ -319,7 +319,7 @@ def measure_batches(
         name: break_even({int(b): each[name] for b, each in results.items()}) for name in ("predicted", "measured")
     }
     record_table(
-        f"{k} drafts of which {ACCEPTANCE:.0%} are right, at no cost of drafting",
+        f"{k} drafts of which {ACCEPTANCE:.0%} are right, with free drafting",
         results,
         {
             "requests": "{name}",
@@ -336,8 +336,8 @@ def measure_batches(
 
 
 def break_even(speed_ups: Mapping[int, float]) -> float | None:
-    """Return the batch at which a speed-up falls below 1, between two that were measured; None
-    if it does not.
+    """Return the batch at which the speed-up falls below 1, interpolated between measured ones, or
+    None if it never does.
     """
     for (small, above), (large, below) in pairwise(sorted(speed_ups.items())):
         if above >= 1 > below:
@@ -346,12 +346,12 @@ def break_even(speed_ups: Mapping[int, float]) -> float | None:
 
 
 def shown_edge(batch: float | None) -> str:
-    """Put a break-even batch in words."""
+    """Describe a break-even batch in words."""
     return "at none of these" if batch is None else f"at {batch:.0f} requests"
 
 
 def measure_draft_cost(models: Sequence[Decoder], device: torch.device) -> float:
-    """Time a token through the draft, in passes of the target; one request with 128 tokens of
+    """Time a token of the draft model in units of a target pass, for one request with 128 tokens of
     context.
     """
 
@@ -375,7 +375,7 @@ def measure_temperature(
     target: Decoder, draft: Decoder, prompts: Sequence[list[int]], distribution: Callable[[Tensor, float], np.ndarray]
 ) -> dict:
     """Measure the draft's acceptance along held-out texts, by temperature: drawn from q, and its
-    likeliest token.
+    most likely token.
     """
     heading("6. Break it")
     rates: dict[str, dict[str, list[float]]] = {
@@ -408,7 +408,7 @@ def close(results: dict, disturbance: str) -> None:
     wrong = [name for name, record in rules.items() if record["p"] < 1e-3]
     closing(
         f"The same text in fewer passes: {ngram['tokens_per_pass']:.2f} tokens a pass with n-grams, "
-        f"{draft['tokens_per_pass']:.2f} with a draft model. A guess of the former yields {ngram['length']:.2f} "
+        f"{draft['tokens_per_pass']:.2f} with a draft model. An n-gram guess yields {ngram['length']:.2f} "
         f"tokens, and the formula gives {ngram['formula']:.2f}.",
         f"{results['exact']['rounds']:,} rounds tell the exact rule from {len(wrong)} wrong ones: {', '.join(wrong)}.",
         Timed(
@@ -421,8 +421,8 @@ def close(results: dict, disturbance: str) -> None:
 
 
 def draw(results: dict, path: str) -> None:
-    """Draw the cost of a step over its positions; accepted drafts by position; speed-up over the
-    batch.
+    """Plot the cost of a step over its positions, accepted drafts by position, and the speed-up
+    over the batch.
     """
     rates = {name: record["rates"] for name, record in results["family"].items() if record["drafts"]}
     batches = results["batches"]["batches"]

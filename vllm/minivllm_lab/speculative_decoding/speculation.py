@@ -1,5 +1,5 @@
-"""The cost model of drafts: tokens that a step yields, seconds that it takes, and the batch at
-which drafts stop paying. *Modelled*.
+"""The cost model of drafts: a step's tokens, its seconds, and the batch size at which drafts stop
+paying. *Modelled*.
 
     model, gpu = known_model("Llama-3.1-8B"), get_hardware("H100")
     one = Speculation.of(model, gpu, eagle_head(model, gpu), (0.7,), context=1024)
@@ -50,8 +50,8 @@ Cause = Literal["draft", "compute", "wrong"]
 
 @dataclass(frozen=True)
 class Recorded:
-    """Accepted drafts by position, counted in a run with three drafts a step, of which there
-    were `drafts`.
+    """Accepted drafts by position, counted in a run of `drafts` drafting steps with three drafts
+    each.
     """
 
     drafts: int
@@ -59,7 +59,7 @@ class Recorded:
 
     @property
     def rates(self) -> tuple[float, ...]:
-        """The share accepted at each position, of the drafts whose predecessors were accepted."""
+        """The share accepted at each position, among drafts whose predecessors were all accepted."""
         return tuple(kept / tried for tried, kept in pairwise((self.drafts, *self.accepted)))
 
 
@@ -77,21 +77,21 @@ same. Steps for which no n-gram matched have no drafts, and are not counted.
 
 
 def conditional_rates(rates: Sequence[float], k: int) -> tuple[float, ...]:
-    """Return the acceptance of each of k drafts if those before it were accepted; the last rate
-    goes on.
+    """Return the acceptance of each of k drafts given that those before it were accepted; the last
+    rate repeats.
 
     Raises:
-        MinivllmError: there are no rates, or one is no share.
+        MinivllmError: there are no rates, or one is not a share.
     """
     require(len(rates) > 0, "rates must hold at least one acceptance, such as (0.7,)")
     for rate in rates:
-        require(is_number(rate) and 0 <= rate <= 1, f"an acceptance is a share from 0 to 1, not {rate!r}")
+        require(is_number(rate) and 0 <= rate <= 1, f"an acceptance must be a share from 0 to 1, not {rate!r}")
     return tuple(rates[min(index, len(rates) - 1)] for index in range(k))
 
 
 def expected_tokens(rates: Sequence[float], k: int) -> float:
-    """Return the tokens of a step on average: drafts accepted one after another, and one of the
-    model's own.
+    """Return the mean number of tokens per step: the accepted drafts and one token of the model's
+    own.
 
     For a constant acceptance α it is (1 - α^(k + 1)) / (1 - α), as in Leviathan et al. (arXiv
     2211.17192).
@@ -101,7 +101,7 @@ def expected_tokens(rates: Sequence[float], k: int) -> float:
 
 @dataclass(frozen=True)
 class Drafter:
-    """The cost of drafts on the GPU; None where they cost nothing."""
+    """The cost of drafts on the GPU; `cost` is None where they cost nothing."""
 
     method: str
     """vLLM's name: ngram, draft_model or eagle3."""
@@ -113,19 +113,19 @@ class Drafter:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of its weights, beside the target's."""
+        """Bytes of the drafter's weights, in addition to the target's."""
         return self.cost.roofline.weight_bytes if self.cost else 0
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Bytes of its own cache for each token of a context."""
+        """Bytes of the drafter's own cache per token of context."""
         return self.cost.roofline.kv_bytes_per_token if self.cost else 0
 
     def seconds(self, batch: int, k: int, context: int) -> float:
         """Return the seconds of k drafts for each request.
 
-        The first pass takes in what the last step may have added, k + 1 positions a request; each
-        further one a draft.
+        The first pass takes in what the last step may have added, k + 1 positions per request; each
+        further pass takes one draft.
         """
         if self.cost is None:
             return 0.0
@@ -138,16 +138,16 @@ NGRAM = Drafter("ngram")
 
 
 def draft_model(model: ModelConfig, gpu: Hardware) -> Drafter:
-    """Make a drafter of a second model with the same vocabulary, run k times."""
+    """Make a drafter from a second model with the same vocabulary, which runs k times."""
     return Drafter("draft_model", _drafting(_captured(model, gpu)))
 
 
 def eagle_head(target: ModelConfig, gpu: Hardware, *, parallel: bool = False) -> Drafter:
     """Make an EAGLE-3 head: a layer as wide as the target's, whose attention takes two vectors, and
-    a head.
+    an output layer.
 
-    Its weights: the projection of three of the target's hidden states, the layer, and
-    `HEAD_VOCABULARY` outputs; the embedding is the target's. In vLLM v0.33.0:
+    Its weights are the projection of three of the target's hidden states, the layer, and
+    `HEAD_VOCABULARY` outputs; the embedding is the target's. In vLLM v0.33.0, it is
     `vllm/model_executor/models/llama_eagle3.py`.
     """
     hidden, mlp = target.hidden_size, target.intermediate_size
@@ -157,7 +157,7 @@ def eagle_head(target: ModelConfig, gpu: Hardware, *, parallel: bool = False) ->
 
 
 def head_cost(target: ModelConfig, gpu: Hardware, parameters: int) -> LeverCost:
-    """Return the cost of a head with these parameters in 16 bits, and one layer of the target's
+    """Return the cost of a head with this many parameters in 16 bits and one layer of the target's
     attention.
     """
     whole, layers = _captured(target, gpu), target.num_hidden_layers
@@ -176,7 +176,7 @@ def head_cost(target: ModelConfig, gpu: Hardware, parameters: int) -> LeverCost:
 
 @dataclass(frozen=True)
 class StepParts:
-    """The seconds of a step by their cause. `compute` is what operations take beyond reading the
+    """The seconds of a step by cause. `compute` is the time that operations take beyond reading the
     weights.
     """
 
@@ -194,7 +194,7 @@ class StepParts:
 
 @dataclass(frozen=True)
 class Speculation:
-    """A target that verifies, a drafter, and how often drafts are right."""
+    """A target that verifies, a drafter, and the rates at which its drafts are accepted."""
 
     target: LeverCost
     drafter: Drafter
@@ -212,7 +212,7 @@ class Speculation:
     def of(
         cls, model: ModelConfig, gpu: Hardware, drafter: Drafter, rates: Sequence[float], context: int
     ) -> Speculation:
-        """Place `model` on one `gpu`.
+        """Set up `model` as the target on one `gpu`, with this drafter.
 
         Raises:
             MinivllmError: both models' weights do not fit, or a rate or the context makes no sense.
@@ -226,7 +226,7 @@ class Speculation:
     # ---- tokens and seconds
 
     def tokens(self, k: int) -> float:
-        """Return the mean tokens that a request gets from a step with k drafts."""
+        """Return the mean number of tokens that a request gets from a step with k drafts."""
         return expected_tokens(self.rates, k)
 
     def plain(self, batch: int) -> StepParts:
@@ -241,21 +241,24 @@ class Speculation:
         return replace(parts, overhead=parts.overhead + self.verify_overhead, draft=draft)
 
     def speedup(self, batch: int, k: int) -> float:
-        """Return how many times as fast as without drafts it is at this batch; below 1, drafts
+        """Return the speed relative to decoding without drafts at this batch size; below 1, drafts
         lose.
         """
         return self.tokens(k) * self.plain(batch).seconds / self.step(batch, k).seconds
 
     def best_k(self, batch: int, most: int = 8) -> int:
-        """Return the fastest number of drafts at this batch, up to `most`; 0 where none pays."""
+        """Return the number of drafts that is fastest at this batch size, up to `most`; 0 if none
+        pays.
+        """
         best = max(range(1, most + 1), key=lambda k: self.speedup(batch, k))
         return best if self.speedup(batch, best) > 1 else 0
 
     def cause(self, batch: int, k: int) -> Cause | None:
-        """Say why drafts lose at this batch; None where they do not.
+        """Return why drafts lose at this batch size, or None where they do not.
 
-        wrong: were drafts free and the verification's operations too, they would still lose.
-        Otherwise the larger of what drafting takes and what operations add to a plain step.
+        "wrong" means that they would lose even if drafts and the verification's operations were
+        free. Otherwise it is the larger of the time that drafting takes and the time that
+        operations add to a plain step.
         """
         step, plain = self.step(batch, k), self.plain(batch)
         lost = step.seconds - self.tokens(k) * plain.seconds
@@ -269,23 +272,24 @@ class Speculation:
     # ---- batches
 
     def most_batch(self, k: int) -> int:
-        """Return how many requests of `context` tokens and k drafts fit beside the drafter; 0:
-        none.
+        """Return how many requests of `context` tokens and k drafts fit beside the drafter, or 0 if
+        none does.
         """
         per_token = self.target.roofline.kv_bytes_per_token + self.drafter.kv_bytes_per_token
         return _requests(self.kv_bytes, per_token, self.context + k + 1)
 
     @cached_property
     def most_plain_batch(self) -> int:
-        """The largest batch without a drafter."""
+        """The largest batch that fits without a drafter."""
         return _requests(
             self.kv_bytes + self.drafter.weight_bytes, self.target.roofline.kv_bytes_per_token, self.context + 1
         )
 
     def losing(self, k: int, most: int = MOST_BATCH) -> list[tuple[int, int]]:
-        """Return the ranges of batches, first and last, at which drafts lose; none is above `most`.
+        """Return the ranges of batch sizes (first, last), up to `most`, at which drafts lose.
 
-        Drafts may lose at small batches too: there a drafter's passes are long beside the target's.
+        Drafts may lose at small batches too, where a drafter's passes are long compared with the
+        target's.
         """
         places = sorted({*_BATCHES, most})
         signs = [(batch, self.speedup(batch, k) < 1) for batch in places if batch <= most]
@@ -302,14 +306,16 @@ class Speculation:
         return [*ranges, (start, most)] if start else ranges
 
     def break_even(self, k: int, most: int = MOST_BATCH) -> int | None:
-        """Return the batch from which on drafts lose, up to `most`; None where they do not lose
-        there.
+        """Return the batch size, up to `most`, above which drafts always lose, or None if there is
+        none.
         """
         lost = self.losing(k, most)
         return lost[-1][0] if lost and lost[-1][1] == most else None
 
     def _edge(self, low: int, high: int, k: int) -> int:
-        """Find the first batch above `low` with the verdict of `high`, by bisection."""
+        """Find, by bisection, the first batch above `low` at which drafts win or lose as they do at
+        `high`.
+        """
         lost = self.speedup(high, k) < 1
         while high - low > 1:
             middle = (low + high) // 2

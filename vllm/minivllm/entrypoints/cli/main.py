@@ -35,8 +35,8 @@ class _Parser(FlexibleArgumentParser):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Do what the command line says; return the exit code. 2: it cannot be done as said, and one
-    line says why.
+    """Run the command line and return its exit code; 2 if the request cannot be carried out, after
+    one line that says why.
     """
     try:
         parsed = _parser().parse_args(arguments)

@@ -1,7 +1,7 @@
-"""Turn the engine's outputs into a reply, for completions and chats alike. Each has a renderer, an
-`Answer`.
+"""Turn the engine's outputs into replies, for completions and chats alike. Each endpoint has its
+own renderer, a subclass of `Answer`.
 
-In vLLM v0.33.0 this stands twice: `vllm/entrypoints/openai/completion/serving.py`
+In vLLM v0.33.0 this code exists twice: `vllm/entrypoints/openai/completion/serving.py`
 (`completion_stream_generator`), `vllm/entrypoints/openai/chat_completion/serving.py`
 (`chat_completion_stream_generator`).
 """
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class TokenizedPrompt:
-    """A prompt's token ids, and its text if it was one."""
+    """A prompt's token ids, and its text if it was given as text."""
 
     token_ids: list[int]
     text: str | None = None
 
 
 class EngineRequests:
-    """The engine's requests behind one request of a client. The owner must `close` them."""
+    """The engine requests that together answer one client request. The owner must `close` them."""
 
     def __init__(self, engine: AsyncLLM) -> None:
         self._engine = engine
@@ -45,7 +45,7 @@ class EngineRequests:
         self._ready: asyncio.Queue[int] = asyncio.Queue()
 
     async def add(self, request_id: str, prompt: TokensPrompt, params: SamplingParams, **settings: Any) -> None:
-        """Add a request, with the settings that `AsyncLLM.add_request` has; raises as that does."""
+        """Add a request, with the same settings as `AsyncLLM.add_request`; raises the same errors."""
         index = len(self._collectors)
         self._collectors.append(
             await self._engine.add_request(
@@ -54,11 +54,11 @@ class EngineRequests:
         )
 
     async def outputs(self) -> AsyncIterator[tuple[int, RequestOutput]]:
-        """Yield (index of the prompt, output) as they come, until all are finished.
+        """Yield (index of the prompt, output) as outputs arrive, until all requests are finished.
 
         Raises:
             EngineDeadError: the engine has ended.
-            MinivllmError: one of them asks for what cannot be done; a `RequestError`: the engine
+            MinivllmError: one of the requests is invalid; a `RequestError`: the engine
                 could not answer it.
         """
         unfinished = len(self._collectors)
@@ -73,15 +73,15 @@ class EngineRequests:
             yield index, output
 
     def close(self) -> None:
-        """End those that are unfinished."""
+        """Abort the unfinished requests."""
         self._engine.abort_now([collector.request_id for collector in self._collectors])
 
 
 class Answer:
-    """The reply to one request, in the making. Choice i * n + j is completion j of prompt i.
+    """The reply to one request, under construction. Choice i * n + j is completion j of prompt i.
 
-    A renderer names the forms of a whole reply and of an event, and says what a choice looks like
-    in each.
+    A subclass sets the types of a whole reply and of a stream event, and implements how a choice
+    looks in each.
     """
 
     whole_form: ClassVar[type[WholeReply]]
@@ -103,26 +103,26 @@ class Answer:
         self.prepare()
 
     def prepare(self) -> None:
-        """Set up what a renderer keeps of the request."""
+        """Set up whatever the renderer keeps about the request."""
 
     def choice(self, number: int, output: RequestOutput, completion: CompletionOutput) -> OpenAIBaseModel:
-        """Return a choice of a whole reply."""
+        """Return one choice of a whole reply."""
         raise NotImplementedError
 
     def delta(self, number: int, output: RequestOutput, completion: CompletionOutput) -> OpenAIBaseModel:
-        """Return what is new of a choice."""
+        """Return the new part of a choice."""
         raise NotImplementedError
 
     def opening(self) -> Iterable[StreamEvent]:
-        """Return the events before the first output's."""
+        """Return the events that precede the first output."""
         return ()
 
     def about_prompt(self, output: RequestOutput) -> dict[str, Any]:
-        """Return further fields of a whole reply."""
+        """Return a whole reply's additional fields about the prompt."""
         return {}
 
     async def whole(self, requests: EngineRequests) -> WholeReply:
-        """Return the reply that is not a stream."""
+        """Return the non-streaming reply."""
         outputs = {index: output async for index, output in requests.outputs() if output.finished}
         # Prompts finish in any order, and are answered in the client's.
         ordered = [outputs[index] for index in range(len(self.prompts))]
@@ -165,7 +165,9 @@ class Answer:
             yield last
 
     def event(self, choices: Sequence[OpenAIBaseModel], number: int, num_tokens: int) -> StreamEvent:
-        """Return an event of a choice that has `num_tokens` generated tokens."""
+        """Return an event with these choices; choice `number` has `num_tokens` generated tokens so
+        far.
+        """
         event = self.event_form(**self._base, object=self.event_kind, choices=choices)
         if self._asks_usage and self.request.continuous_usage:
             event.usage = usage_of(len(self.prompts[number // self.n].token_ids), num_tokens)
@@ -180,16 +182,16 @@ class Answer:
 
 
 def usage_of(num_prompt_tokens: int, num_generated: int) -> UsageInfo:
-    """Return the counts of tokens, and no details."""
+    """Return the token counts, without details."""
     total = num_prompt_tokens + num_generated
     return UsageInfo(prompt_tokens=num_prompt_tokens, completion_tokens=num_generated, total_tokens=total)
 
 
 async def as_stream(events: AsyncGenerator[BaseModel, None], requests: EngineRequests) -> AsyncGenerator[str, None]:
-    """Yield server-sent events of these objects, each with the fields that were set.
+    """Yield these objects as server-sent events, each with only the fields that were set.
 
-    What goes wrong in the middle is an event too, since the status is long sent; [DONE] is always
-    the last one.
+    An error in the middle of the stream is sent as an event too, since the status has already been
+    sent; [DONE] is always the last event.
     """
     try:
         async for event in events:

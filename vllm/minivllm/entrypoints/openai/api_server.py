@@ -89,7 +89,7 @@ def build_app(
 
 
 def _add_middleware(app: FastAPI, settings: FrontendArgs) -> None:
-    """Add the middleware. What is added last sees a request first."""
+    """Add the middleware. The last one added sees a request first."""
     app.add_middleware(BodySizeMiddleware)
     app.add_middleware(OpenRequestsMiddleware, state=app.state.server)
     if settings.api_key:

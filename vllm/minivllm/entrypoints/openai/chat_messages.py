@@ -1,7 +1,7 @@
-"""Messages in the form that chat templates expect.
+"""Normalize messages into the form that chat templates expect.
 
-Clients write a message in several ways: its content is a text, a list of parts or null, and the
-arguments of a tool call are JSON. A template gets one form.
+Clients write messages in several ways: the content is a text, a list of parts or null, and the
+arguments of a tool call are JSON. A template always gets the same form.
 
 In vLLM v0.33.0: `vllm/renderers/chat_utils/chat_message.py` (`parse_chat_messages`);
 `content_format` is in `vllm/renderers/hf.py`.
@@ -26,8 +26,8 @@ TEXT_KEYS = {"text": "text", "input_text": "text", "output_text": "text", "refus
 
 
 def normalize(messages: Sequence[Any], content_format: ContentFormat) -> list[dict[str, Any]]:
-    """Return the messages with contents of this format, tool calls with dictionaries as arguments,
-    and no empty lists.
+    """Return the messages with contents in this format, the arguments of tool calls as
+    dictionaries, and no empty lists.
 
     Raises:
         MinivllmError: a message, a part of its content or a tool call has a form that is not
@@ -67,7 +67,7 @@ def detect_content_format(template: nodes.Template) -> ContentFormat:
 
 
 def _parameters_that_are(is_content: Any, macro: nodes.Macro, template: nodes.Template) -> set[str]:
-    """Return the macro's parameters that some call passes a message's content to."""
+    """Return those parameters of the macro that receive a message's content in some call."""
     names: set[str] = set()
     for call in template.find_all(nodes.Call):
         if isinstance(call.node, nodes.Name) and call.node.name == macro.name:
@@ -78,7 +78,7 @@ def _parameters_that_are(is_content: Any, macro: nodes.Macro, template: nodes.Te
 
 
 def _unfiltered(node: nodes.Node | None) -> nodes.Node | None:
-    """Return what filters, tests and slices are applied to."""
+    """Return the innermost expression, without the filters, tests and slices around it."""
     while isinstance(node, nodes.Filter | nodes.Test) or (
         isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice)
     ):
@@ -110,23 +110,23 @@ def _parts(content: Any) -> list[dict[str, Any]]:
         return [{"type": "text", "text": content}]
     if not isinstance(content, Sequence) or isinstance(content, bytes | bytearray):
         raise MinivllmError(
-            f"a message's content is {type(content).__name__}; it must be a text, a list of parts or null"
+            f"a message's content is {type(content).__name__}; it must be a string, a list of parts or null"
         )
     return [part for entry in content if (part := _part(entry)) is not None]
 
 
 def _part(part: Any) -> dict[str, Any] | None:
-    """Return the part as a text; None if it has none."""
+    """Return the part's text; None if it has none."""
     if isinstance(part, str):
         return {"type": "text", "text": part}
     kind = part.get("type", "text") if isinstance(part, Mapping) else type(part).__name__
     if not isinstance(part, Mapping) or not isinstance(kind, str) or kind not in TEXT_KEYS:
-        raise MinivllmError(f"a part of a message's content is {str(kind)[:100]!r}; only texts are served")
+        raise MinivllmError(f"a part of a message's content is {str(kind)[:100]!r}; only text parts are served")
     text = part.get(TEXT_KEYS[kind])
     if text is None:
         return None
     if not isinstance(text, str):
-        raise MinivllmError(f"the text of a part of a message's content is {type(text).__name__}")
+        raise MinivllmError(f"the text of a message's content part is {type(text).__name__}; it must be a string")
     # Templates may read further keys, such as cache hints.
     others = {key: value for key, value in part.items() if key not in TEXT_KEYS}
     return {**others, "type": "text", "text": text}
@@ -140,10 +140,10 @@ def _normalize_call(call: Any) -> dict[str, Any]:
 
 
 def _arguments(given: Any) -> Mapping[str, Any]:
-    """Return the arguments as a dictionary.
+    """Return a tool call's arguments as a dictionary.
 
-    Those that are none become an empty one: the call lies in the conversation's history, so that a
-    refusal would meet every later turn.
+    Arguments that do not parse become an empty dictionary: the call is part of the conversation's
+    history, so refusing it would break every later turn.
     """
     if not given:
         return {}

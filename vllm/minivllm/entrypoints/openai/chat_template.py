@@ -1,10 +1,10 @@
-"""Messages become a prompt by the model's chat template, in Jinja.
+"""Turn messages into a prompt with the model's chat template, in Jinja.
 
 A template comes from a stranger's model folder, so it runs in a sandbox: it sees the messages, and
 nothing else.
 
 In vLLM v0.33.0: `vllm/renderers/hf.py`, `vllm/renderers/chat_utils/chat_template.py`. Templates may
-call the same functions as in the library transformers (its `chat_template_utils`).
+call the same functions as in the transformers library (its `chat_template_utils`).
 """
 
 import json
@@ -38,10 +38,10 @@ PLAIN = (
 
 
 def read_template(given: str | None, model: str | Path) -> str | None:
-    """Return the template of the flag, else the model's own; None if it has none, or several and no
-    default.
+    """Return the flag's template, else the model's own; None if the model has none, or several and
+    no default.
 
-    The flag has the template itself, or the name of a file, or of one of the model's templates. The
+    The flag is the template itself, or the name of a file, or of one of the model's templates. The
     model's own are read for nothing but that name, so that a flag can replace one that is
     malformed.
 
@@ -55,7 +55,7 @@ def read_template(given: str | None, model: str | Path) -> str | None:
 
 
 def no_template(model: str | Path) -> str:
-    """Return why there is no prompt for a conversation with this model, and what to do about it."""
+    """Return a message that explains why this model has no chat template, and what to do about it."""
     names = ", ".join(map(repr, _templates_of(model)))
     if names:
         return (
@@ -69,8 +69,8 @@ def no_template(model: str | Path) -> str:
 
 
 def special_tokens(model: str | Path) -> dict[str, str]:
-    """Return the special tokens that templates may name, such as `bos_token`, from the
-    tokenizer's config.
+    """Return the special tokens that templates may use, such as `bos_token`, from the tokenizer's
+    config.
     """
     path = _file_of(model, TOKENIZER_CONFIG)
     contents = {} if path is None else read_json_object(path)
@@ -99,7 +99,7 @@ def _text_of(path: Path) -> str:
 
 
 def _templates_of(model: str | Path) -> dict[str, str]:
-    """Return the model's own templates by name; where there is only one, that is the default."""
+    """Return the model's own templates by name; a single template is the default."""
     if (path := _file_of(model, FILENAME)) is not None:
         return {DEFAULT: _text_of(path)}
     if (path := _file_of(model, TOKENIZER_CONFIG)) is None:
@@ -132,13 +132,13 @@ def render(
     goes_on: bool,
     content_format: str = "auto",
 ) -> str:
-    """Return the prompt.
+    """Render the messages with the template, and return the prompt.
 
     Args:
         template: the template, in Jinja.
         messages: as clients write them.
-        further: what else the template sees.
-        goes_on: the last message is not ended.
+        further: further variables for the template.
+        goes_on: leave the last message open.
         content_format: "string", "openai", or "auto" for what the template expects.
 
     Raises:
@@ -173,8 +173,8 @@ def render_conversations(
     goes_on: bool,
     content_format: str,
 ) -> list[str]:
-    """Return the prompts of a conversation or several, by this template or the model's own;
-    otherwise as `render`.
+    """Return the prompts of one or more conversations, using this template or the model's own;
+    everything else is as in `render`.
 
     Raises:
         MinivllmError: there is no template, or it rejects the messages.
@@ -224,8 +224,8 @@ def _as_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, 
 
 
 class _Generation(Extension):
-    """`{% generation %} … {% endgeneration %}` marks for training what the assistant says; a
-    prompt has the inside.
+    """The tag `{% generation %} … {% endgeneration %}`, which marks the assistant's text for
+    training; a prompt keeps what is inside.
     """
 
     tags: ClassVar = {"generation"}

@@ -1,5 +1,5 @@
-"""A request's constraint on its answer: `structured_outputs`, OpenAI's `response_format`, or a tool
-to call.
+"""Derive the constraint on a request's answer from `structured_outputs`, OpenAI's
+`response_format`, or a forced tool call.
 
 In vLLM v0.33.0: `to_sampling_params` in `vllm/entrypoints/openai/chat_completion/protocol.py`,
 `get_json_schema_from_tools` in `vllm/tool_parsers/utils.py`.
@@ -20,7 +20,7 @@ from minivllm.errors import MinivllmError
 
 
 def constraint_of(request: GenerationRequest) -> StructuredOutputsParams | None:
-    """Return the request's constraint, if it has one; a tool that must be called goes before
+    """Return the request's constraint, if any; a forced tool call takes precedence over
     `response_format`.
 
     Raises:
@@ -31,7 +31,7 @@ def constraint_of(request: GenerationRequest) -> StructuredOutputsParams | None:
     schema = _schema_of_tools(request) if isinstance(request, ChatCompletionRequest) else None
     further = _of_format(request.response_format) if schema is None else {"json": schema}
     if doubled := fields.keys() & further.keys():
-        raise MinivllmError(f"structured_outputs and response_format both say {', '.join(doubled)}; give only one")
+        raise MinivllmError(f"structured_outputs and response_format both set {', '.join(doubled)}; give only one")
     fields |= further
     if isinstance(fields.get("json"), bool):
         # JSON Schema: true allows anything, false nothing.
@@ -40,8 +40,8 @@ def constraint_of(request: GenerationRequest) -> StructuredOutputsParams | None:
 
 
 def forced_tools(request: ChatCompletionRequest) -> list[ChatCompletionToolsParam]:
-    """Return the tools of which one must be called: the one that is named, or with "required"
-    any of them.
+    """Return the tools that the answer must call: the named tool, or with "required" all of them,
+    any of which will do.
     """
     choice, tools = request.tool_choice, request.tools or []
     if isinstance(choice, ChatCompletionNamedToolChoiceParam):
@@ -63,8 +63,8 @@ def _of_format(form: ResponseFormat | None) -> dict[str, Any]:
 
 
 def _schema_of_tools(request: ChatCompletionRequest) -> dict[str, Any] | None:
-    """Return the schema of a named tool's arguments, or of a list of calls; None if no tool must
-    be called.
+    """Return the schema of a named tool's arguments, or of a list of calls; None if no tool call is
+    forced.
     """
     tools = forced_tools(request)
     if not tools:
@@ -94,7 +94,7 @@ def _call_of(tool: ChatCompletionToolsParam) -> dict[str, Any]:
 
 
 def _definitions(calls: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Take out the tools' definitions: references to them start at the root of the schema."""
+    """Move the tools' definitions out of their schemas, since references to them start at the root."""
     found: dict[str, Any] = {}
     for call in calls:
         definitions = call["properties"]["parameters"].pop("$defs", {})

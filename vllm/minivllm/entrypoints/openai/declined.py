@@ -1,9 +1,9 @@
-"""Tell the prefill engine when a request is refused here although that engine keeps its prompt's
-keys and values.
+"""Tell the prefill engine when a request is refused here while it still holds the keys and values
+of the request's prompt.
 
-Otherwise those blocks would be held until their lease ends, and a client that goes on asking for
-what cannot be served, such as too many tokens, could fill the prefill engine's cache with them. The
-prefill engine itself has nothing to refuse: its request is for one token.
+Otherwise those blocks would be held until their lease ends, and a client that keeps sending
+requests that cannot be served, for example with too many tokens, could fill the prefill engine's
+cache with them. The prefill engine itself has nothing to refuse: its request is for one token.
 """
 
 from collections.abc import AsyncIterator
@@ -18,8 +18,8 @@ from minivllm.errors import MinivllmError
 
 
 def tell_if_declined(engine: AsyncLLM) -> Any:
-    """Return a dependency of routes that generate. What is refused for now only (503) may be
-    sent to another server.
+    """Return a dependency for the routes that generate. A request refused only for now (503) is not
+    declined: it may be sent to another server.
     """
 
     async def watch(request: Request) -> AsyncIterator[None]:

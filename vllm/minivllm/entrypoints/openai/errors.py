@@ -2,7 +2,7 @@
 
 A body that does not fit the request's schema is a "Bad Request", and `param` is the path to the
 field. Anything else that is wrong with a request is a "BadRequestError", and `param` is the field,
-if there is one. Unknown paths and methods are FastAPI's.
+if one is to blame. Unknown paths and methods get FastAPI's own errors.
 
 In vLLM v0.33.0: `vllm/entrypoints/serve/exception_handling/`.
 """
@@ -27,7 +27,7 @@ UNION_MARKERS = {"str", "int", "float", "bool", "bytes", "none", "list", "dict"}
 
 
 class ErrorInfo(BaseModel):
-    """The fault of a request. `code` is the HTTP status."""
+    """An error in a request. `code` is the HTTP status."""
 
     message: str
     type: str
@@ -42,7 +42,7 @@ class ErrorResponse(BaseModel):
 
 
 class RequestError(MinivllmError):
-    """A request that gets another status than 400."""
+    """An error in a request whose status is not 400."""
 
     def __init__(self, message: str, status: HTTPStatus, kind: str, parameter: str | None = None) -> None:
         super().__init__(message, parameter)
@@ -56,12 +56,12 @@ def not_found(message: str, parameter: str | None = None) -> RequestError:
 
 
 def unavailable(message: str) -> RequestError:
-    """Return the error of a server that cannot take the request now."""
+    """Return the error for a server that cannot accept the request now."""
     return RequestError(message, HTTPStatus.SERVICE_UNAVAILABLE, "ServiceUnavailableError")
 
 
 def bad_gateway(message: str) -> RequestError:
-    """Return the error for a request that another server has not answered."""
+    """Return the error for a request that another server failed to answer."""
     return RequestError(message, HTTPStatus.BAD_GATEWAY, "BadGatewayError")
 
 
@@ -71,8 +71,8 @@ def failed(message: str) -> RequestError:
 
 
 def error_response(error: Exception) -> ErrorResponse:
-    """Return the body for this exception; what is our own fault is logged, and only named on the
-    wire.
+    """Return the body for this exception; a fault of our own is logged, and the client learns only
+    its kind.
     """
     if isinstance(error, RequestError):
         return _response(str(error), error.status, error.kind, error.parameter)
@@ -89,7 +89,7 @@ def error_response(error: Exception) -> ErrorResponse:
 
 
 def json_response(error: Exception) -> JSONResponse:
-    """Return the whole reply for this exception."""
+    """Return the complete HTTP reply for this exception."""
     body = error_response(error)
     return JSONResponse(body.model_dump(), body.error.code)
 

@@ -1,9 +1,9 @@
-"""A server's process, whatever it serves: its socket, its signals, its end.
+"""A server's process, whatever it serves: its socket, its signals, and its shutdown.
 
-The socket is bound before anything else is done, so that a port in use is said at once. Signals are
-ours and not uvicorn's: a first SIGTERM or Ctrl-C lets open requests finish for as long as the
-settings say, then ends them with an error; a second one does not wait. When what stands behind the
-server dies, clients are told for a moment, and then the server ends too.
+The socket is bound before anything else is done, so that a port in use is reported at once. Signals
+are handled here and not by uvicorn: a first SIGTERM or Ctrl-C lets open requests finish for as long
+as the settings allow, then ends them with an error; a second one does not wait. When the backend
+dies, the server answers for a moment longer to tell clients, and then ends too.
 
 In vLLM v0.33.0: `vllm/entrypoints/launchers/`.
 """
@@ -38,31 +38,31 @@ class Backend(Protocol):
 
     @property
     def errored(self) -> bool:
-        """Return whether it can answer nothing any more."""
+        """Whether the backend can no longer answer anything."""
         ...
 
     @property
     def dead_error(self) -> Exception | None:
-        """Return why it has ended; None while it has not."""
+        """The reason why the backend has ended; None while it is alive."""
 
     async def wait_until_dead(self) -> None:
-        """Return when that is so."""
+        """Wait until the backend has ended."""
 
     def end_requests(self) -> None:
-        """End requests under way with an error."""
+        """End unfinished requests with an error."""
 
 
 class NoSignalServer(uvicorn.Server):
-    """uvicorn's server, which leaves signals alone."""
+    """A uvicorn server that leaves signals alone."""
 
     @contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
-        """Capture no signal: `until_the_end` handles them."""
+        """Leave signals alone: `until_the_end` handles them."""
         yield
 
 
 def bind(settings: HttpArgs) -> socket.socket:
-    """Return the listening socket.
+    """Open the listening socket and return it.
 
     Raises:
         MinivllmError: the port is in use, or the host is not this machine's.
@@ -83,14 +83,14 @@ def bind(settings: HttpArgs) -> socket.socket:
 
 
 def address_of(listening: socket.socket) -> str:
-    """Return the URL at which this machine's clients find the server."""
+    """Return the URL of the server for clients on this machine."""
     host, port = listening.getsockname()[:2]
     host = "localhost" if host in ("0.0.0.0", "::") else host  # all of this machine's addresses
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def run_loop(work: Coroutine[Any, Any, int]) -> int:
-    """Run this in an event loop, uvloop's where there is one; return the exit code."""
+    """Run this coroutine in an event loop, uvloop's where available; return the exit code."""
     try:
         import uvloop
     except ImportError:  # it has no build for Windows
@@ -99,8 +99,8 @@ def run_loop(work: Coroutine[Any, Any, int]) -> int:
 
 
 def make_server(app: FastAPI, settings: HttpArgs, protocol: Any = "auto") -> NoSignalServer:
-    """Return a server of these routes, which `serve(sockets=...)` starts. `protocol`: uvicorn's,
-    for HTTP/1.1.
+    """Return a server for these routes, which `serve(sockets=...)` starts. `protocol` is uvicorn's
+    implementation of HTTP/1.1.
     """
     return NoSignalServer(
         uvicorn.Config(
@@ -118,8 +118,8 @@ def make_server(app: FastAPI, settings: HttpArgs, protocol: Any = "auto") -> NoS
 async def until_the_end(
     server: NoSignalServer, backend: Backend, listening: socket.socket, settings: HttpArgs, state: ServerState
 ) -> int:
-    """Serve on this socket until a signal or the backend's end; return the exit code. `state`:
-    the open requests.
+    """Serve on this socket until a signal arrives or the backend ends; return the exit code.
+    `state` holds the open requests.
     """
     logging.getLogger("uvicorn.error").addFilter(_is_not_about_tasks)
     asked = signals()
@@ -155,9 +155,10 @@ async def until_the_end(
 
 
 async def _drain(state: ServerState, backend: Backend | None, asked: asyncio.Semaphore, seconds: float) -> int:
-    """Wait for open requests, at most so long, and not after a second signal. Return the exit code.
+    """Wait up to `seconds` for open requests to finish, or until another signal arrives. Return the
+    exit code.
 
-    With a backend, it also ends when that does.
+    If a backend is given, its death ends the wait too.
     """
     loop = asyncio.get_running_loop()
     end = loop.time() + seconds
@@ -168,14 +169,14 @@ async def _drain(state: ServerState, backend: Backend | None, asked: asyncio.Sem
 
 
 async def _either(serving: asyncio.Task[None], asked: asyncio.Semaphore, seconds: float) -> None:
-    """Wait for the server's end or a further signal, at most so long."""
+    """Wait up to `seconds` until the server ends or another signal arrives."""
     signalled = asyncio.create_task(asked.acquire())
     await asyncio.wait({serving, signalled}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
     signalled.cancel()
 
 
 def signals() -> asyncio.Semaphore:
-    """Return a semaphore that each signal releases once."""
+    """Return a semaphore that is released once per signal."""
     asked = asyncio.Semaphore(0)
     for number in SIGNALS:
         asyncio.get_running_loop().add_signal_handler(number, asked.release)
@@ -184,7 +185,7 @@ def signals() -> asyncio.Semaphore:
 
 @contextmanager
 def signals_end_the_start() -> Generator[None, None, None]:
-    """Exit with code 0 on a signal that comes before the engine is ready."""
+    """Exit with code 0 on a signal that arrives before the engine is ready."""
 
     def leave(*_: object) -> None:
         raise SystemExit(0)
@@ -198,7 +199,7 @@ def signals_end_the_start() -> Generator[None, None, None]:
 
 
 def allow_many_connections() -> None:
-    """Raise the limit of open files as far as the system allows: each connection is one."""
+    """Raise the limit of open files as far as the system allows: each connection uses one."""
     # Many systems allow 1,024 by default.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = 65536 if hard == resource.RLIM_INFINITY else min(65536, hard)
@@ -208,7 +209,7 @@ def allow_many_connections() -> None:
 
 
 def _is_not_about_tasks(record: logging.LogRecord) -> bool:
-    """Filter out the traceback that uvicorn logs for each task that it cancels at the end."""
+    """Filter out the traceback that uvicorn logs for each task that it cancels at shutdown."""
     return "Exception in ASGI application" not in record.getMessage() or not isinstance(
         (record.exc_info or (None, None))[1], asyncio.CancelledError
     )

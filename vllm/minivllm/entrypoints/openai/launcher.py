@@ -1,6 +1,6 @@
 """An engine and the server in front of it, as a process.
 
-`http_server.py` has the socket, the signals and the end.
+`http_server.py` handles the socket, the signals and the shutdown.
 
 In vLLM v0.33.0: `vllm/entrypoints/launchers/`.
 """
@@ -30,8 +30,8 @@ from minivllm.entrypoints.xray.routes import StepFeed, add_xray
 
 
 def serve(args: EngineArgs, settings: FrontendArgs, template: str | None) -> int:
-    """Serve until a signal or the engine's end; return the exit code. `template` stands for a model
-    that has none.
+    """Serve until a signal arrives or the engine ends; return the exit code. `template` is used if
+    the model has none.
 
     Raises:
         MinivllmError: the arguments are invalid, or the port is in use.
@@ -67,7 +67,7 @@ async def _serve(
 
 
 def make_app(engine: AsyncLLM, args: EngineArgs, settings: FrontendArgs, template: str | None) -> FastAPI:
-    """Return the routes over an engine, whose metrics are counted from now on."""
+    """Return the application that serves an engine, and start counting the engine's metrics."""
     names = settings.served_model_name or [str(args.model)]
     client = engine.engine_core
     metrics = engine.stat_logger = PrometheusStatLogger(args, client.engines, names[0])

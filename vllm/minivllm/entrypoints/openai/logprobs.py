@@ -1,4 +1,4 @@
-"""Log probabilities in the two forms that clients know.
+"""Convert log probabilities to the formats of the completions and chat APIs.
 
 In vLLM v0.33.0: `_create_completion_logprobs` in `vllm/entrypoints/openai/completion/serving.py`,
 `_create_chat_logprobs` in `vllm/entrypoints/openai/chat_completion/serving.py`.
@@ -25,10 +25,10 @@ LEAST = -9999.0
 def completion_logprobs(
     tokenizer: Tokenizer, token_ids: Sequence[int], rows: Logprobs, most: int, offset: int, as_ids: bool
 ) -> CompletionLogProbs:
-    """Return the form of completions: lists beside each other.
+    """Return log probabilities in the completions format: parallel lists.
 
     Args:
-        tokenizer: turns the first token of a prompt into text; the others bring theirs.
+        tokenizer: turns the first token of a prompt into text; the other rows hold their texts.
         token_ids: the tokens.
         rows: for each token, the log probabilities at its position; None for the first one of a
             prompt.
@@ -54,7 +54,9 @@ def completion_logprobs(
 
 
 def chat_logprobs(token_ids: Sequence[int], rows: Logprobs, most: int, as_ids: bool) -> ChatCompletionLogProbs:
-    """Return the form of chat: an entry a token, with its bytes. Arguments as above."""
+    """Return log probabilities in the chat format: one entry per token, with its bytes. See
+    `completion_logprobs` for the arguments.
+    """
     content = []
     for token_id, row in zip(token_ids, rows, strict=True):
         assert row is not None
@@ -69,7 +71,7 @@ def chat_logprobs(token_ids: Sequence[int], rows: Logprobs, most: int, as_ids: b
 
 
 def prompt_logprobs(rows: Logprobs | None) -> list[dict[int, PromptLogprob] | None] | None:
-    """Return those of a prompt by token id, in vLLM's own form."""
+    """Return a prompt's log probabilities by token id, in vLLM's own format."""
     if rows is None:
         return None
     return [None if row is None else {token_id: _finite(entry) for token_id, entry in row.items()} for row in rows]

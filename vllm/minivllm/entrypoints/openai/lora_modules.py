@@ -1,9 +1,8 @@
-"""Find out which adapters a server begins with, and from where a client may load others.
+"""Determine which adapters a server starts with, and which folders a client may load others from.
 
 In vLLM v0.33.0: `LoRAModulePath` in `vllm/entrypoints/openai/models/protocol.py`,
 `LoRAParserAction` in `vllm/entrypoints/common/cli_args.py`. vLLM loads from any path, or from the
-Hub, once `VLLM_ALLOW_RUNTIME_LORA_UPDATING` is set; here the folders are named, and that variable
-asks for them.
+Hub, once `VLLM_ALLOW_RUNTIME_LORA_UPDATING` is set; here the folders must be named as well.
 """
 
 import json
@@ -23,8 +22,8 @@ MAX_NAME_CHARACTERS = 256
 
 @dataclass(frozen=True)
 class LoRAModulePath:
-    """An adapter that a server has from the start. `base_model_name`: what the list of models
-    shows as its parent.
+    """An adapter that a server has from the start. `base_model_name` is shown as its parent in the
+    list of models.
     """
 
     name: str
@@ -33,11 +32,11 @@ class LoRAModulePath:
 
 
 def lora_modules_of(given: Sequence[str]) -> list[LoRAModulePath]:
-    """Return what `--lora-modules` says: each `name=path`, or {"name": …, "path": …,
+    """Parse the values of `--lora-modules`: each is `name=path`, or {"name": …, "path": …,
     "base_model_name": …} in JSON.
 
     Raises:
-        MinivllmError: one says something else, or two have one name.
+        MinivllmError: a value has another form, or two have the same name.
     """
     modules = [_module_of(text) for text in given]
     names = [module.name for module in modules]
@@ -47,7 +46,7 @@ def lora_modules_of(given: Sequence[str]) -> list[LoRAModulePath]:
 
 
 def _module_of(text: str) -> LoRAModulePath:
-    wrong = f'lora_modules has {text[:100]!r}; an adapter is name=path, or {{"name": …, "path": …}} in JSON'
+    wrong = f'lora_modules has {text[:100]!r}; an adapter must be name=path, or {{"name": …, "path": …}} in JSON'
     if not text.lstrip().startswith("{"):
         name, equals, path = text.partition("=")
         require(bool(name and equals and path), wrong)
@@ -65,7 +64,7 @@ def _module_of(text: str) -> LoRAModulePath:
 
 
 def check_name(name: str) -> str:
-    """Return an adapter's name if a list of models, a label and a line of a log can show it.
+    """Return an adapter's name if it can be shown in a list of models, a label and a log line.
 
     Raises:
         MinivllmError: they cannot.
@@ -79,10 +78,10 @@ def check_name(name: str) -> str:
 
 
 def check_lora_settings(args: EngineArgs, settings: FrontendArgs, environment: Mapping[str, str] = os.environ) -> None:
-    """Refuse what a server's flags say of adapters and cannot be done.
+    """Refuse adapter flags that cannot be honoured.
 
     Raises:
-        MinivllmError: one line says what.
+        MinivllmError: the flags cannot be honoured; one line says why.
     """
     modules, folders = lora_modules_of(settings.lora_modules), settings.runtime_lora_path
     for name, value in (("lora_modules", modules), ("runtime_lora_path", folders)):
@@ -98,11 +97,11 @@ def check_lora_settings(args: EngineArgs, settings: FrontendArgs, environment: M
 
 
 def adapter_folder(path: str, folders: Sequence[str]) -> str | None:
-    """Return where an adapter really lies, if that is below one of these folders; else None,
-    whether it exists or not.
+    """Return the real path of an adapter if it is inside one of these folders; else None, whether
+    the adapter exists or not.
 
-    Links are followed first, those of its files too, so that none leads out; and there must be
-    files, not pipes.
+    Links are followed first, including those of its files, so that none leads out of the folders;
+    and the files must be regular files, not pipes.
     """
     try:
         allowed = [Path(os.path.realpath(folder)) for folder in folders]  # one of them may be gone

@@ -1,4 +1,5 @@
-"""Handle what concerns every request before its route: keys, sizes, counting, ids.
+"""Handle the concerns that all requests share, before their routes: keys, body sizes, counting,
+ids.
 
 In vLLM v0.33.0: `vllm/entrypoints/serve/middleware/`.
 """
@@ -21,7 +22,7 @@ MAX_BODY_BYTES = 32 * 2**20
 
 
 async def json_only(request: Request) -> None:
-    """Refuse a body that does not say that it is JSON, as a form from a web page would not."""
+    """Refuse a body that is not declared as JSON, such as a form that a web page submits."""
     kind = request.headers.get("content-type", "").lower().split(";")[0].strip()
     if kind != "application/json":
         raise HTTPException(400, "the Content-Type must be application/json")
@@ -39,8 +40,8 @@ class ServerState:
 
 
 class AuthenticationMiddleware:
-    """Requests below these paths must bring one of the keys. Keys are compared as hashes, each
-    in constant time.
+    """Middleware that requires one of the keys for requests below certain paths. Keys are compared
+    as hashes, each in constant time.
     """
 
     def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
@@ -68,14 +69,14 @@ def _digest(key: str) -> bytes:
 
 
 class OpenRequestsMiddleware:
-    """Counts requests that generate, and refuses new ones while the server drains."""
+    """Middleware that counts generating requests, and refuses new ones while the server drains."""
 
     def __init__(self, app: ASGIApp, state: ServerState) -> None:
         self._app = app
         self._state = state
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on."""
+        """Pass the request on, counting it while it is open if it generates."""
         # Only requests that generate are waited for when the server shuts down.
         if scope["type"] != "http" or scope["method"] != "POST" or not scope["path"].startswith("/v1/"):
             await self._app(scope, receive, send)
@@ -91,14 +92,14 @@ class OpenRequestsMiddleware:
 
 
 class BodySizeMiddleware:
-    """Refuses bodies that no request needs, before they fill the memory."""
+    """Middleware that refuses oversized bodies, before they fill the memory."""
 
     def __init__(self, app: ASGIApp, max_bytes: int = MAX_BODY_BYTES) -> None:
         self._app = app
         self._max_bytes = max_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, piece by piece."""
+        """Pass the request on, and refuse it as soon as its body grows too large."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -126,13 +127,13 @@ class BodySizeMiddleware:
 
 
 class XRequestIdMiddleware:
-    """Replies have the request's X-Request-Id, or a new one."""
+    """Middleware that gives each reply the request's X-Request-Id, or a new one."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on."""
+        """Pass the request on, and add the id to the reply's headers."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

@@ -1,4 +1,4 @@
-"""Requests and replies on the wire, as OpenAI's clients and vLLM's know them.
+"""Requests and replies on the wire, in the form that OpenAI's and vLLM's clients expect.
 
 Unknown fields of a request are ignored. What pydantic finds wrong and what the checks below find
 wrong are two types of error on the wire (`errors.py`). Null fields of a whole reply are sent; a
@@ -24,13 +24,15 @@ Data = dict[str, Any]
 
 
 class OpenAIBaseModel(BaseModel):
-    """A request or a reply. Fields that a client adds, and we do not know, are ignored."""
+    """A request or a reply. Unknown fields from a client are ignored."""
 
     model_config = ConfigDict(extra="ignore", protected_namespaces=())
 
 
 class CheckedRequest(OpenAIBaseModel):
-    """A request whose fields are checked together, before pydantic checks their types."""
+    """A request whose combinations of fields are checked before pydantic checks the types of the
+    fields.
+    """
 
     @model_validator(mode="before")
     @classmethod
@@ -41,7 +43,7 @@ class CheckedRequest(OpenAIBaseModel):
 
     @classmethod
     def check(cls, data: Data) -> None:
-        """Check what fields mean together, and what vLLM checks before types.
+        """Check combinations of fields, and everything that vLLM checks before types.
 
         Raises:
             MinivllmError: two fields do not go together, or one has a value that is never served.
@@ -52,7 +54,7 @@ class CheckedRequest(OpenAIBaseModel):
 
 
 class StreamOptions(OpenAIBaseModel):
-    """Settings of the usage that a stream reports: at its end, or with each event too."""
+    """The events in which a stream reports usage: a last one, or each event too."""
 
     include_usage: bool | None = True
     continuous_usage_stats: bool | None = False
@@ -75,7 +77,7 @@ class ResponseFormat(OpenAIBaseModel):
 
 
 class StructuredOutputsParams(OpenAIBaseModel):
-    """A constraint on the answer; one of them."""
+    """A constraint on the answer; only one kind may be set."""
 
     json_: str | dict[str, Any] | bool | None = Field(default=None, alias="json")
     regex: str | None = None
@@ -89,8 +91,8 @@ class StructuredOutputsParams(OpenAIBaseModel):
 
 
 class GenerationRequest(CheckedRequest):
-    """The fields that completions and chat completions share. None: the model's default, or
-    nobody has asked.
+    """The fields that completions and chat completions share. None means the model's default, or
+    that the feature is off.
     """
 
     DEFAULTS: ClassVar[Mapping[str, float]] = {
@@ -146,28 +148,26 @@ class GenerationRequest(CheckedRequest):
 
     @property
     def num_logprobs(self) -> int | None:
-        """Return how many of the most likely tokens to show at each position, besides the chosen
-        one.
-        """
+        """How many of the most likely tokens to show at each position, besides the chosen one."""
         raise NotImplementedError
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        """Return how many of the most likely tokens to show at each position of the prompt."""
+        """How many of the most likely tokens to show at each position of the prompt."""
         return self.prompt_logprobs
 
     @property
     def include_usage(self) -> bool:
-        """Return whether a stream ends with an event of its usage."""
+        """Whether a stream ends with an event that reports its usage."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
     @property
     def continuous_usage(self) -> bool:
-        """Return whether each event of a stream has its usage."""
+        """Whether each event of a stream reports usage."""
         return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
     def to_sampling_params(self, max_tokens: int, defaults: Mapping[str, Any], vocab_size: int) -> SamplingParams:
-        """Return the engine's parameters; `defaults` are the model's, which stand before OpenAI's.
+        """Return the engine's parameters; the model's `defaults` take precedence over OpenAI's.
 
         Raises:
             MinivllmError: a value is outside its range.
@@ -233,7 +233,7 @@ def _token_ids_of(biases: Mapping[str, float] | None) -> dict[int, float] | None
 
 
 class UsageInfo(OpenAIBaseModel):
-    """Numbers of tokens of a request."""
+    """The token counts of a request."""
 
     prompt_tokens: int = 0
     total_tokens: int = 0
@@ -270,8 +270,8 @@ class WholeReply(Reply):
 
 
 class StreamEvent(Reply):
-    """One event of a stream; `system_fingerprint` is in the last one, `usage` where it was asked
-    for.
+    """One event of a stream. The last one has `system_fingerprint`; `usage` is set where the client
+    requested it.
     """
 
     system_fingerprint: str | None = None
@@ -300,12 +300,14 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        """Return the prompt's number of log probabilities; an echo shows those of its tokens."""
+        """How many of the most likely tokens to show at each position of the prompt; `logprobs` if
+        an echo shows the prompt.
+        """
         return self.logprobs if self.prompt_logprobs is None and self.echo else self.prompt_logprobs
 
     @property
     def only_echoes(self) -> bool:
-        """Return whether nothing that is generated is wanted."""
+        """Whether only the prompt is to be returned, and nothing generated."""
         return bool(self.echo) and self.max_tokens == 0
 
     @classmethod
@@ -320,7 +322,9 @@ class CompletionRequest(GenerationRequest):
 
 
 class CompletionLogProbs(OpenAIBaseModel):
-    """One entry a token. `text_offset` counts characters of the tokens' texts."""
+    """Log probabilities of a completion, one entry per token. `text_offset` counts characters of
+    the tokens' texts.
+    """
 
     text_offset: list[int] = []
     token_logprobs: list[float | None] = []
@@ -371,28 +375,28 @@ class _Message(TypedDict):
 
 
 class ChatCompletionDeveloperMessageParam(_Message):
-    """Instructions of the application's developer."""
+    """Instructions from the application's developer."""
 
     content: str | list[Any]
     role: Literal["developer"]
 
 
 class ChatCompletionSystemMessageParam(_Message):
-    """Instructions of the system."""
+    """A system message."""
 
     content: str | list[Any]
     role: Literal["system"]
 
 
 class ChatCompletionUserMessageParam(_Message):
-    """A message of the user."""
+    """A message from the user."""
 
     content: str | list[Any]
     role: Literal["user"]
 
 
 class ChatCompletionAssistantMessageParam(_Message):
-    """A message of the model, or the tools that it has called."""
+    """A message from the model, or the tools that it has called."""
 
     role: Literal["assistant"]
     content: NotRequired[str | list[Any] | None]
@@ -400,7 +404,7 @@ class ChatCompletionAssistantMessageParam(_Message):
 
 
 class ChatCompletionToolMessageParam(_Message):
-    """The result of a tool's call."""
+    """The result of a tool call."""
 
     content: str | list[Any]
     role: Literal["tool"]
@@ -408,7 +412,7 @@ class ChatCompletionToolMessageParam(_Message):
 
 
 class CustomChatCompletionMessageParam(_Message):
-    """A message with any other role, which is the template's to know."""
+    """A message with any other role, which only the template interprets."""
 
     role: str
     content: NotRequired[str | list[Any]]
@@ -434,14 +438,14 @@ class FunctionDefinition(OpenAIBaseModel):
 
 
 class ChatCompletionToolsParam(OpenAIBaseModel):
-    """A tool: a function."""
+    """A tool that the model may call: a function."""
 
     type: Literal["function"] = "function"
     function: FunctionDefinition
 
 
 class ChatCompletionNamedFunction(OpenAIBaseModel):
-    """The name of a function."""
+    """A reference to a function by its name."""
 
     name: str
 
@@ -454,7 +458,7 @@ class ChatCompletionNamedToolChoiceParam(OpenAIBaseModel):
 
 
 class ChatTemplateRequest(CheckedRequest):
-    """Messages, and how they become a prompt."""
+    """Messages, and the options for turning them into a prompt."""
 
     model: str | None = None
     messages: list[ChatCompletionMessageParam]
@@ -528,7 +532,7 @@ def _check_named_tool(tools: Any, function: Any) -> None:
 
 
 class ChatCompletionLogProb(OpenAIBaseModel):
-    """A token, its log probability, and its text as UTF-8."""
+    """A token's text, its log probability, and its text as UTF-8 bytes."""
 
     token: str
     logprob: float = -9999.0
@@ -536,13 +540,13 @@ class ChatCompletionLogProb(OpenAIBaseModel):
 
 
 class ChatCompletionLogProbsContent(ChatCompletionLogProb):
-    """A chosen token, and the most likely ones."""
+    """The chosen token at one position, and the most likely ones."""
 
     top_logprobs: list[ChatCompletionLogProb] = []
 
 
 class ChatCompletionLogProbs(OpenAIBaseModel):
-    """One entry a token."""
+    """Log probabilities of an answer, one entry per token."""
 
     content: list[ChatCompletionLogProbsContent] | None = None
 
@@ -555,7 +559,7 @@ class FunctionCall(OpenAIBaseModel):
 
 
 class ToolCall(OpenAIBaseModel):
-    """A tool that the model calls."""
+    """A call of a tool by the model."""
 
     id: str
     type: Literal["function"] = "function"
@@ -629,7 +633,7 @@ class ChatCompletionStreamResponse(StreamEvent):
 
 
 class ModelCard(OpenAIBaseModel):
-    """A name that requests may use. `root` is the model's path or name on the Hub."""
+    """A model name that requests may use. `root` is the model's path or its name on the Hub."""
 
     id: str
     object: str = "model"
@@ -650,8 +654,8 @@ class ModelList(OpenAIBaseModel):
 
 
 class LoadLoRAAdapterRequest(OpenAIBaseModel):
-    """`POST /v1/load_lora_adapter`. `load_inplace`: another adapter may have the name, and this
-    one takes its place.
+    """The body of `POST /v1/load_lora_adapter`. With `load_inplace`, this adapter replaces another
+    of the same name.
     """
 
     lora_name: str
@@ -667,7 +671,7 @@ class UnloadLoRAAdapterRequest(OpenAIBaseModel):
 
 
 class TokenizeCompletionRequest(OpenAIBaseModel):
-    """`POST /tokenize` with a text."""
+    """The body of `POST /tokenize` for a text."""
 
     model: str | None = None
     prompt: str
@@ -676,13 +680,13 @@ class TokenizeCompletionRequest(OpenAIBaseModel):
 
 
 class TokenizeChatRequest(ChatTemplateRequest):
-    """`POST /tokenize` with messages."""
+    """The body of `POST /tokenize` for messages."""
 
     return_token_strs: bool | None = False
 
 
 class TokenizeResponse(OpenAIBaseModel):
-    """Token ids, and how many a request may have."""
+    """The reply to `POST /tokenize`: token ids, and the maximum length of a request."""
 
     count: int
     max_model_len: int
@@ -698,6 +702,6 @@ class DetokenizeRequest(OpenAIBaseModel):
 
 
 class DetokenizeResponse(OpenAIBaseModel):
-    """The text of the tokens."""
+    """The reply to `POST /detokenize`: the text of the tokens."""
 
     prompt: str

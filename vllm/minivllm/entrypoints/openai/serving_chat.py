@@ -26,7 +26,7 @@ from minivllm.outputs import CompletionOutput, RequestOutput
 
 
 class ChatAnswer(Answer):
-    """Renders the answers of a chat."""
+    """A renderer for the answers of a chat."""
 
     whole_form, event_form, event_kind = ChatCompletionResponse, ChatCompletionStreamResponse, "chat.completion.chunk"
 
@@ -43,7 +43,9 @@ class ChatAnswer(Answer):
         """One for each choice, if a tool must be called."""
 
     def opening(self) -> Iterator[StreamEvent]:
-        """Return the first event of each choice: who speaks; and what is echoed."""
+        """Return the first event of each choice, which names the role, and the echoed message, if
+        any.
+        """
         for index in range(self.n):
             first = self._event_of(index, DeltaMessage(role=self._role, content=""))
             for name, value in self._about_prompt().items():
@@ -100,8 +102,8 @@ class ChatAnswer(Answer):
         )
 
     def _finish_reason(self, completion: CompletionOutput) -> str | None:
-        """Return "tool_calls" with "required", as OpenAI's clients expect; with a named tool it
-        is "stop".
+        """Return the finish reason: "tool_calls" if a tool is "required", as OpenAI's clients
+        expect; a named tool keeps "stop".
         """
         calls = bool(self._tools) and self.request.tool_choice == "required"
         return "tool_calls" if calls and completion.finish_reason == "stop" else completion.finish_reason
@@ -114,7 +116,7 @@ class ChatAnswer(Answer):
 
 
 class OpenAIServingChat(OpenAIServing):
-    """One conversation, answered `n` times."""
+    """The chat endpoint: one conversation per request, answered `n` times."""
 
     id_prefix, renderer = "chatcmpl", ChatAnswer
 

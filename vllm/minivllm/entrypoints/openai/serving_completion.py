@@ -16,7 +16,7 @@ from minivllm.outputs import CompletionOutput, RequestOutput
 
 
 class CompletionAnswer(Answer):
-    """Renders the choices of completions."""
+    """A renderer for the choices of completions."""
 
     whole_form, event_form, event_kind = CompletionResponse, CompletionStreamResponse, "text_completion"
 
@@ -57,8 +57,8 @@ class CompletionAnswer(Answer):
         return choice
 
     def _text(self, prompt: TokenizedPrompt, completion: CompletionOutput, echoes: bool | None) -> str:
-        """Return a completion's text, after the prompt's for an echo, unless the prompt is
-        returned as token ids.
+        """Return a completion's text, preceded by the prompt's text for an echo, unless the prompt
+        is returned as token ids.
         """
         said_before = prompt.text if echoes and not self.request.return_token_ids else ""
         return (said_before or "") + ("" if self.request.only_echoes else completion.text)
@@ -86,7 +86,7 @@ class CompletionAnswer(Answer):
 
 
 class OpenAIServingCompletion(OpenAIServing):
-    """Any number of prompts, each completed `n` times."""
+    """The completions endpoint: any number of prompts per request, each completed `n` times."""
 
     id_prefix, renderer = "cmpl", CompletionAnswer
 

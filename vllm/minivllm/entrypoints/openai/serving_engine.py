@@ -1,4 +1,4 @@
-"""Turn a client's request into requests of the engine, for completions and chats alike.
+"""Turn a client's request into engine requests, for completions and chats alike.
 
 In vLLM v0.33.0: `vllm/entrypoints/generate/base/serving.py`,
 `vllm/entrypoints/serve/utils/api_utils.py`.
@@ -46,10 +46,11 @@ was asked for.
 
 
 class OpenAIServing:
-    """The engine, the model's names, and the server's settings.
+    """The base of the generating endpoints: the engine, the model's names, and the server's
+    settings.
 
-    `create` is the way of every request that generates. Completions and chats differ in how they
-    make prompts of it (`prompts_of`), and in how its answer looks (`renderer`).
+    Every generating request goes through `create`. Completions and chats differ in how they make
+    prompts of a request (`prompts_of`), and in the shape of the answer (`renderer`).
     """
 
     id_prefix = ""
@@ -71,13 +72,13 @@ class OpenAIServing:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """Return the model's tokenizer."""
+        """The model's tokenizer."""
         if self.engine.tokenizer is None:
-            raise MinivllmError("the server runs with skip_tokenizer_init; it serves no texts")
+            raise MinivllmError("the server runs with skip_tokenizer_init; it cannot handle text")
         return self.engine.tokenizer
 
     async def create(self, request: Any, headers: Mapping[str, str]) -> WholeReply | EventStream:
-        """Answer a request: whole, or as a stream.
+        """Answer a request, as a whole reply or as a stream.
 
         Raises:
             MinivllmError: the request is invalid.
@@ -99,7 +100,8 @@ class OpenAIServing:
             requests.close()
 
     async def prompts_of(self, request: Any) -> tuple[list[TokenizedPrompt], int | None]:
-        """Return the prompts of a request, and how many tokens it asks for; None: as many as fit.
+        """Return the prompts of a request, and the number of tokens that it requests; None for as
+        many as fit.
 
         Raises:
             MinivllmError: the request asks for something that is not served.
@@ -109,7 +111,7 @@ class OpenAIServing:
     # From a client's request to the engine's
 
     def check(self, request: GenerationRequest, num_prompts: int) -> None:
-        """Refuse what can be refused before anything is tokenized.
+        """Check everything that can be checked before tokenization.
 
         Raises:
             MinivllmError: the request asks for something that is not served.
@@ -124,20 +126,20 @@ class OpenAIServing:
         # Each completion is a request of its own in the engine.
         total = num_prompts * max(1, request.n or 1)
         if total > MAX_N:
-            raise MinivllmError(f"prompts times n are {total}; the most is {MAX_N}")
+            raise MinivllmError(f"prompts times n is {total}; the maximum is {MAX_N}")
         self._check_logprobs("logprobs", request.num_logprobs)
         self._check_logprobs("prompt_logprobs", request.num_prompt_logprobs)
         self._admit(total)
 
     def _check_transfer(self, params: Mapping[str, Any], num_prompts: int) -> None:
-        """Refuse what no connector can be told; what the values mean is the connector's to
-        check.
+        """Refuse params that cannot be passed to a connector; the connector itself checks their
+        values.
         """
         name = "kv_transfer_params"
         if self.engine.engine_args.kv_transfer_config is None:
             raise MinivllmError(f"{name} need a server with --kv-transfer-config", name)
         if num_prompts > 1:
-            raise MinivllmError(f"{name} are those of one prompt; here are {num_prompts}: ask for each alone", name)
+            raise MinivllmError(f"{name} are for one prompt, and there are {num_prompts}: send each on its own", name)
         try:
             # The same encoder as on the way to the core, which would fail there.
             encode(params)
@@ -145,8 +147,8 @@ class OpenAIServing:
             raise MinivllmError(f"{name} have a value that cannot be sent on", name) from None
 
     def sampling_params(self, request: GenerationRequest, asked: int | None, prompt: TokenizedPrompt) -> SamplingParams:
-        """Return the engine's parameters for a prompt. `asked`: tokens to generate at most; None:
-        as many as fit.
+        """Return the engine's parameters for a prompt. `asked` is the maximum number of tokens to
+        generate; None for as many as fit.
 
         Raises:
             MinivllmError: the prompt is too long, or a parameter is invalid.
@@ -175,8 +177,8 @@ class OpenAIServing:
         params: Sequence[SamplingParams],
         headers: Mapping[str, str],
     ) -> EngineRequests:
-        """Add all prompts to the engine's queue, or none. The engine's ids differ, whatever clients
-        send.
+        """Add all prompts to the engine's queue, or none. The engine's ids are unique, whatever ids
+        clients send.
 
         Raises:
             MinivllmError: a request is invalid.
@@ -204,7 +206,7 @@ class OpenAIServing:
         return requests
 
     def request_id(self, request: GenerationRequest, headers: Mapping[str, str]) -> str:
-        """Return the reply's id: the header's, the request's, or a new one, with a prefix."""
+        """Return the reply's id, with a prefix: the header's id, the request's, or a new one."""
         client_id = headers.get("x-request-id") or request.request_id or uuid.uuid4().hex[:16]
         return f"{self.id_prefix}-{client_id.encode('utf8', 'replace').decode()[:1024]}"
 
@@ -214,8 +216,8 @@ class OpenAIServing:
         return self.settings.return_tokens_as_token_ids if own is None else own
 
     async def tokenize_prompt(self, text: str, request: CompletionRequest | ChatCompletionRequest) -> TokenizedPrompt:
-        """Return a prompt, truncated as the request says. One that cannot fit is not tokenized
-        whole.
+        """Return a prompt, truncated as the request specifies. A text that cannot fit is not
+        tokenized in full.
 
         Raises:
             MinivllmError: it is too long to fit.
@@ -252,8 +254,8 @@ class OpenAIServing:
         return decode() if len(token_ids) < CHARACTERS_IN_LOOP else await asyncio.to_thread(decode)
 
     def truncated(self, token_ids: list[int], request: GenerationRequest) -> list[int]:
-        """Return what `truncate_prompt_tokens` leaves: the last tokens, or the first; -1: as
-        many as fit.
+        """Return the tokens that `truncate_prompt_tokens` keeps, from either end of the prompt; -1
+        keeps as many as fit.
         """
         most = request.truncate_prompt_tokens
         if most is None:
@@ -267,16 +269,16 @@ class OpenAIServing:
         return token_ids[:kept] if request.truncation_side == "right" else token_ids[-kept:]
 
     def _near_the_end_kept(self, text: str, request: GenerationRequest) -> str:
-        """Return the part of a very long text that holds all tokens to keep, and as much again
-        beside them.
+        """Return the part of a very long text that holds all tokens to keep, plus a margin of the
+        same length.
 
-        What is cut there is tokenized differently, but only next to the cut.
+        Cutting the text changes its tokenization, but only next to the cut.
         """
         most = 2 * self.engine.input_processor.max_prompt_characters
         return text[:most] if request.truncation_side == "right" else text[-most:]
 
     def rendered(self, request: ChatTemplateRequest, **further: Any) -> str:
-        """Return the prompt of a conversation.
+        """Return the prompt for a conversation.
 
         Raises:
             MinivllmError: there is no template, or it rejects the messages, or the request brings
@@ -305,10 +307,10 @@ class OpenAIServing:
         most = self.vocab_size if self.settings.max_logprobs == -1 else self.settings.max_logprobs
         number = self.vocab_size if asked == -1 else asked or 0
         if number > most:
-            raise MinivllmError(f"{name} asks for {number} tokens a position; the server allows {most}", name)
+            raise MinivllmError(f"{name} asks for {number} tokens per position; the server allows {most}", name)
 
     def _admit(self, number: int) -> None:
-        """Refuse new requests while too many are unfinished, and count the refusals."""
+        """Refuse new requests while too many are unfinished, and count the rejections."""
         settings = self.settings
         processor = self.engine.output_processor
         limits = (
@@ -324,7 +326,7 @@ class OpenAIServing:
 
 
 def _data_parallel_rank(headers: Mapping[str, str]) -> int | None:
-    """Return the core that a router in front of this server has chosen, if any."""
+    """Return the core that an upstream router has chosen, if any."""
     header = headers.get("x-data-parallel-rank")
     if header is None:
         return None

@@ -32,7 +32,7 @@ PERMISSION = {
 
 
 class OpenAIServingModels:
-    """One model, under one name or several, and its adapters, each under one."""
+    """One model, under one or more names, and its adapters, each under one name."""
 
     def __init__(
         self,
@@ -42,8 +42,8 @@ class OpenAIServingModels:
         engine: AsyncLLM | None = None,
         lora_folders: Sequence[str] = (),
     ) -> None:
-        """Take the folders below which adapters may be loaded, and the engine, which only
-        adapters need.
+        """Take the folders from which adapters may be loaded, and the engine, which only adapters
+        need.
         """
         self.names = tuple(names)
         self._root = root
@@ -60,12 +60,12 @@ class OpenAIServingModels:
 
     @property
     def name(self) -> str:
-        """Return the model's name in replies."""
+        """The model's name in replies."""
         return self.names[0]
 
     def check(self, asked_for: str | None) -> LoRARequest | None:
-        """Return the adapter that a request names; None for the model itself, which it need not
-        name.
+        """Return the adapter that a request names; None for the model itself, whose name may be
+        omitted.
 
         Raises:
             RequestError: it names something else.
@@ -79,18 +79,18 @@ class OpenAIServingModels:
         return adapter
 
     def name_in_reply(self, asked_for: str | None) -> str:
-        """Return what a reply calls the model of a request that `check` has let pass."""
+        """Return the model name for the reply to a request that `check` has accepted."""
         return self.name if not asked_for or asked_for in self.names else asked_for
 
     def show(self) -> ModelList:
-        """Return the list of models, adapters behind what they are for."""
+        """Return the list of models: the model's names first, then the adapters."""
         own = [self._card(name, self._root, None, self._max_model_len) for name in self.names]
         parents = {name: adapter.base_model_name or self.name for name, adapter in self._adapters.items()}
         others = [self._card(name, self._roots[name], parent, None) for name, parent in parents.items()]
         return ModelList(data=[*own, *others])
 
     async def init_static_loras(self, modules: Sequence[LoRAModulePath]) -> None:
-        """Load the adapters that a server begins with.
+        """Load the adapters that the server starts with.
 
         Raises:
             MinivllmError: one of them cannot be served.
@@ -101,10 +101,10 @@ class OpenAIServingModels:
             await self._add(adapter, module.path)
 
     async def load_lora_adapter(self, request: LoadLoRAAdapterRequest) -> str:
-        """Load an adapter, or with `load_inplace` another one under a known name; return what the
-        client is told.
+        """Load an adapter, replacing one of the same name if `load_inplace` is set; return the
+        message for the client.
 
-        Requests under way go on with the one that they began with.
+        Requests in progress keep the adapter that they began with.
 
         Raises:
             RequestError: there is no adapter there that may be loaded, it cannot be served, or the
@@ -133,7 +133,8 @@ class OpenAIServingModels:
         return f"Success: LoRA adapter '{name}' added successfully."
 
     async def unload_lora_adapter(self, request: UnloadLoRAAdapterRequest) -> str:
-        """Let an adapter go, once requests under way have ended; return what the client is told.
+        """Remove an adapter; requests in progress keep it until they end. Return the message for
+        the client.
 
         Raises:
             RequestError: no adapter has that name.
@@ -170,7 +171,7 @@ class OpenAIServingModels:
         self._roots[adapter.lora_name] = root
 
     async def _let_go(self, adapter: LoRARequest | None) -> None:
-        """Have the cores forget an adapter that no request finds any more."""
+        """Tell the cores to drop an adapter that new requests can no longer find."""
         if adapter is not None and self._engine is not None:
             await self._engine.remove_lora(adapter.lora_int_id)
 
@@ -178,7 +179,7 @@ class OpenAIServingModels:
         if name in self.names:
             raise MinivllmError(f"{name!r} is the name of the model itself; give the adapter another one")
         if name in self._adapters and not load_inplace:
-            raise MinivllmError(f"the adapter {name!r} is loaded already; set load_inplace to put another in its place")
+            raise MinivllmError(f"the adapter {name!r} is already loaded; set load_inplace to replace it")
 
     def _card(self, name: str, root: str, parent: str | None, max_model_len: int | None) -> ModelCard:
         return ModelCard(

@@ -13,7 +13,7 @@ from minivllm.entrypoints.openai.serving_engine import OpenAIServing
 
 
 class OpenAIServingTokenization(OpenAIServing):
-    """Texts and conversations to token ids, and back."""
+    """The tokenization endpoints: texts and conversations to token ids, and back."""
 
     async def create_tokenize(self, request: TokenizeCompletionRequest | TokenizeChatRequest) -> TokenizeResponse:
         """Return the token ids of a text or of a conversation.
@@ -30,7 +30,7 @@ class OpenAIServingTokenization(OpenAIServing):
         )
 
     async def create_detokenize(self, request: DetokenizeRequest) -> DetokenizeResponse:
-        """Return the text of token ids; those outside the vocabulary have none."""
+        """Return the text of token ids; ids outside the vocabulary add none."""
         self.models.check(request.model)
         # The tokenizer would raise for others.
         known = [token for token in request.tokens if token < self.vocab_size]

@@ -1,4 +1,4 @@
-"""The server's flags, besides those of the engine.
+"""The server's flags, apart from those of the engine.
 
 In vLLM v0.33.0: `vllm/entrypoints/common/cli_args.py` (`FrontendArgs`). Names and defaults are
 vLLM's.
@@ -14,7 +14,7 @@ LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
 
 @dataclass(frozen=True, kw_only=True)
 class HttpArgs:
-    """The address of a server and the settings of its end, which `http_server.py` needs for any
+    """The address of an HTTP server and its shutdown settings, which `http_server.py` needs for any
     server.
     """
 
@@ -37,27 +37,27 @@ class FrontendArgs(HttpArgs):
     """Settings of the server.
 
     - `host`, `port`: where it listens; by default on all interfaces.
-    - `api_key`: requests below /v1 must bring one of these.
+    - `api_key`: requests below /v1 must carry one of these keys.
     - `served_model_name`: the model's names in the API; default: its path or name.
     - `chat_template`: a file, the template itself, or the name of one of the model's.
-      `trust_request_chat_template`: requests may bring a template of their own.
+      `trust_request_chat_template`: requests may have their own template.
     - `chat_template_content_format`: a message's content is "string" or (parts) "openai"; "auto":
       as the template expects it.
-    - `response_role`: who speaks in chat replies.
-    - `max_logprobs`: the most log probabilities a position that a request may ask for; -1: the
+    - `response_role`: the role in chat replies.
+    - `max_logprobs`: maximum log probabilities per position that a request may ask for; -1: the
       whole vocabulary.
-    - `max_num_queued_reqs`, `max_num_queued_tokens`: with more unfinished requests or tokens of
-      prompts than this, new requests get a 503.
+    - `max_num_queued_reqs`, `max_num_queued_tokens`: with more unfinished requests or prompt
+      tokens than this, new requests get a 503.
     - `shutdown_timeout`: seconds that open requests have to finish after SIGTERM.
     - `enable_prompt_tokens_details`: usage says how many tokens of the prompt were cached.
-    - `enable_force_include_usage`: streams report usage, asked or not.
+    - `enable_force_include_usage`: streams report usage, requested or not.
     - `return_tokens_as_token_ids`: log probabilities show tokens as "token_id:289".
     - `enable_request_id_headers`: replies have the header X-Request-Id.
     - `enable_server_load_tracking`: GET /load says how many requests are open.
     - `disable_uvicorn_access_log`: no log line for each request. `uvicorn_log_level`: of uvicorn's
       own log.
     - `enable_auto_tool_choice`, `tool_call_parser`: without both, a tool_choice of "auto" is
-      refused. Calls are not looked for in what the model says freely, whatever the parser.
+      refused. Freely generated text is not searched for calls, whatever the parser.
     - `lora_modules`: adapters, each name=path, or {"name": …, "path": …, "base_model_name": …} in
       JSON; requests name them as their model. `runtime_lora_path`: folders below which POST
       /v1/load_lora_adapter may load others; without any there is no such route. In vLLM:
@@ -103,7 +103,7 @@ class FrontendArgs(HttpArgs):
             value = getattr(self, name)
             require(
                 isinstance(value, list) and all(isinstance(entry, str) for entry in value),
-                f'{name} is {value!r}; it must be a list of texts in JSON, such as ["*"]',
+                f'{name} is {value!r}; it must be a list of strings in JSON, such as ["*"]',
             )
 
 

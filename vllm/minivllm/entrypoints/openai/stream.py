@@ -1,4 +1,4 @@
-"""A reply that comes piece by piece, and clients that leave before its end.
+"""Send replies piece by piece, and handle clients that leave early.
 
 In vLLM v0.33.0: `with_cancellation` in `vllm/entrypoints/serve/utils/api_utils.py`.
 """
@@ -45,7 +45,7 @@ class EventStream(Response):
             await self._events.aclose()
 
     def events(self) -> AsyncGenerator[Any, None]:
-        """Return the events, for readers without a connection."""
+        """Return the events, for callers that read them without a connection."""
         return self._events
 
     async def _send(self, send: Send) -> None:
@@ -64,7 +64,9 @@ class EventStream(Response):
 async def with_cancellation(
     work: Coroutine[Any, Any, Result], request: Request, parts: Parts = NO_PARTS
 ) -> Result | Response:
-    """Return the result, unless the client leaves before; then the work is cancelled."""
+    """Return the result of the work; if the client leaves first, cancel the work and return an
+    empty reply.
+    """
     result = await (parts.until_disconnected or until_disconnected)(work, disconnected(request.receive))
     return Response(status_code=CLIENT_CLOSED_REQUEST) if result is None else result
 
@@ -72,9 +74,9 @@ async def with_cancellation(
 async def until_disconnected(
     work: Coroutine[Any, Any, Result], disconnected: Coroutine[Any, Any, None]
 ) -> Result | None:
-    """Return the result; None if the client leaves before, for then the work is cancelled.
+    """Return the result of the work; if the client leaves first, cancel the work and return None.
 
-    Neither of the two runs any more when this returns, however it ends.
+    Neither coroutine is still running when this returns, however it ends.
     """
     working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(disconnected)
     try:
@@ -89,6 +91,6 @@ async def until_disconnected(
 
 
 async def disconnected(receive: Receive) -> None:
-    """Return when the client has left; for a request whose body has been read."""
+    """Wait until the client has left; call it only after the request's body has been read."""
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -12,8 +12,8 @@ from minivllm.entrypoints.openai.protocol import FunctionCall, ToolCall
 
 
 class CalledTools:
-    """The calls of one answer. Its text is the arguments of the tool with this name; without
-    one, a list of calls.
+    """The tool calls of one answer. With a name, the answer's text is the arguments of that tool;
+    without one, it is a list of calls.
     """
 
     def __init__(self, name: str | None) -> None:
@@ -22,14 +22,14 @@ class CalledTools:
         self._number = 0
 
     def whole(self, text: str) -> list[ToolCall]:
-        """Return the calls of a text that is complete."""
+        """Return the calls in a complete text."""
         if self._name is not None:
             return [_call(self._name, text)]
         return [_call(call["name"], _as_text(call["parameters"])) for call in json.loads(text)]
 
     def new(self, text: str) -> list[dict[str, Any]]:
-        """Return what this piece of the text adds: arguments of a named tool as they come, other
-        calls as a whole.
+        """Return what this piece of the text adds: a named tool's arguments as they arrive, other
+        calls only once complete.
         """
         if self._name is None:
             return [self._next(call["name"], _as_text(call["parameters"])) for call in self._calls.completed_by(text)]
@@ -44,7 +44,7 @@ class CalledTools:
 
 
 class _Objects:
-    """The objects of a JSON list, out of pieces of its text."""
+    """A parser that extracts the objects of a JSON list from pieces of its text."""
 
     def __init__(self) -> None:
         self._piece: list[str] = []

@@ -1,1 +1,1 @@
-"""A proxy before servers that compute prompts and servers that generate."""
+"""A proxy in front of servers that compute prompts and servers that generate."""

@@ -1,8 +1,8 @@
 """The bodies that the proxy sends to a request's two servers.
 
-The prefill server gets the client's request for one token, and is told to keep the prompt's keys
-and values; it answers with `kv_transfer_params` that say where they are. The decode server gets the
-client's request and those.
+The prefill server gets the client's request, limited to one token, and is told to keep the prompt's
+keys and values; it answers with `kv_transfer_params` that say where they are. The decode server
+gets the client's request and those params.
 
 In vLLM v0.33.0: `tests/v1/kv_connector/nixl_integration/toy_proxy_server.py`
 (`send_request_to_service`), `docs/features/nixl_connector_usage.md`.
@@ -22,11 +22,11 @@ NOT_FOR_PREFILL = ("stream_options", "min_tokens", "min_completion_tokens")
 
 
 def parse(content: bytes) -> Body:
-    """Return a client's request; its fields are the servers' to check, but for those that are the
-    proxy's own.
+    """Return a client's request. The servers check its fields; only the fields that the proxy sets
+    itself are checked here.
 
     Raises:
-        MinivllmError: it is no JSON object, or brings `kv_transfer_params`.
+        MinivllmError: it is not a JSON object, or has `kv_transfer_params`.
     """
     try:
         body = json.loads(content)
@@ -36,14 +36,14 @@ def parse(content: bytes) -> Body:
         raise MinivllmError('the body must be a JSON object, such as {"prompt": "def add(a, b):"}')
     if body.get("kv_transfer_params"):
         raise MinivllmError(
-            "kv_transfer_params are what the proxy tells the decode server; leave them out, or ask a server itself",
+            "kv_transfer_params are set by the proxy; leave them out, or send the request to a server itself",
             "kv_transfer_params",
         )
     return body
 
 
 def prefill_body(body: Mapping[str, Any]) -> Body:
-    """Return what the prefill server is sent: one token, of one completion, whole."""
+    """Return the body for the prefill server: one token, one completion, no stream."""
     kept = {name: value for name, value in body.items() if name not in NOT_FOR_PREFILL}
     # One token is the least that a request can ask for; it is thrown away.
     kept |= {"stream": False, "max_tokens": 1, "kv_transfer_params": dict(ASK_TO_KEEP)}
@@ -56,18 +56,19 @@ def prefill_body(body: Mapping[str, Any]) -> Body:
 
 
 def decode_body(body: Mapping[str, Any], kv_transfer_params: Mapping[str, Any] | None) -> Body:
-    """Return what the decode server is sent: the client's request, and where the keys and values
-    are.
+    """Return the body for the decode server: the client's request, and the location of the keys and
+    values.
     """
     further = {"kv_transfer_params": dict(kv_transfer_params)} if kv_transfer_params else {}
     return {**body, **further}
 
 
 def kept_params(content: bytes) -> Body | None:
-    """Return what a prefill server's reply says: where the keys and values are, if it keeps them.
+    """Return the location of the keys and values from a prefill server's reply; None if it keeps
+    none.
 
     Raises:
-        RequestError: it says nothing of the kind.
+        RequestError: the reply is malformed.
     """
     try:
         params = json.loads(content).get("kv_transfer_params")
@@ -81,8 +82,8 @@ def kept_params(content: bytes) -> Body | None:
 def why_decode_alone(body: Mapping[str, Any]) -> str | None:
     """Return why the decode server must compute a request's prompt itself; None if it need not.
 
-    - "several_prompts": keys and values are kept for one prompt a request.
-    - "prompt_logprobs": they need the prompt's logits, and those are not kept.
+    - "several_prompts": keys and values are kept for only one prompt per request.
+    - "prompt_logprobs": these need the prompt's logits, which are not kept.
     """
     prompt = body.get("prompt")
     # A list of numbers is one prompt.

@@ -1,16 +1,17 @@
 """Two servers for each request: one computes the prompt, the other generates.
 
-The prefill server gets a request for one token. It keeps the prompt's keys and values and says
-where they are. The decode server is sent that with the client's request, fetches them and answers,
-and its bytes go to the client as they come. Servers take turns. Up to then nothing was said to the
-client, so if a server does not answer, the next one is tried.
+The prefill server gets a request for one token. It keeps the prompt's keys and values, and replies
+where they are. The decode server gets that location with the client's request, fetches them and
+answers, and its bytes are passed on to the client as they arrive. Servers take turns. Nothing is
+sent to the client before the decode server answers, so if a server does not answer, the next one is
+tried.
 
-A client that leaves closes its connection to whichever server works for it, and so aborts its
-request there. A decode server that aborts or refuses a request tells the prefill server. What no
-decode server was told of, the prefill server frees when its lease ends.
+A client that leaves closes its connection to whichever server is working for it, and thereby aborts
+its request there. A decode server that aborts or refuses a request tells the prefill server. If no
+decode server ever hears of a request, the prefill server frees its blocks when the lease ends.
 
-In vLLM v0.33.0: `tests/v1/kv_connector/nixl_integration/toy_proxy_server.py`. That one has no
-health checks, asks nobody else, and answers every failure with a bare 500.
+In vLLM v0.33.0: `tests/v1/kv_connector/nixl_integration/toy_proxy_server.py`. That proxy has no
+health checks, tries no other server, and answers every failure with a bare 500.
 """
 
 import asyncio
@@ -50,7 +51,7 @@ NOT_PASSED = {
 
 
 class Upstream:
-    """A server behind the proxy. `trouble`: why it is not asked now."""
+    """A server behind the proxy. `trouble` is the reason why it gets no requests now, or None."""
 
     def __init__(self, role: str, url: str) -> None:
         self.role = role
@@ -62,7 +63,9 @@ class Upstream:
         self.streams: set[aiohttp.StreamReader] = set()
 
     async def cut_off(self) -> None:
-        """End all requests that wait for this server: they meet `NO_ANSWER`."""
+        """End all requests that wait for this server: they fail with one of the errors in
+        `NO_ANSWER`.
+        """
         for stream in self.streams:
             # Closing the session alone would leave readers of open streams waiting.
             stream.set_exception(aiohttp.ServerDisconnectedError())
@@ -71,8 +74,8 @@ class Upstream:
         await before.close()
 
     async def look(self) -> None:
-        """Ask the server for its health. One that is late may only be busy, and is asked on for
-        a while.
+        """Check the server's health. A server that answers late may only be busy, so it keeps its
+        requests for a few checks.
         """
         try:
             async with asyncio.timeout(SECONDS_TO_SAY_HEALTHY), self.session.get(f"{self.url}/health") as reply:
@@ -82,23 +85,21 @@ class Upstream:
             # A busy server may answer late; one that is lost never does.
             self.num_late += 1
             if self.num_late >= LOST_AFTER:
-                self.note(f"it has not said in {SECONDS_TO_SAY_HEALTHY:g} s whether it is healthy")
+                self.note(f"its /health has not answered within {SECONDS_TO_SAY_HEALTHY:g} s")
                 await self.cut_off()
         except NO_ANSWER as error:
             self.note(str(error) or type(error).__name__)
 
     def note(self, trouble: str | None) -> None:
-        """Take note of why it is not to be asked, or that it is."""
+        """Record why the server gets no requests, or None if it does."""
         if (trouble is None) != (self.trouble is None):
-            words = "answers again" if trouble is None else f"is not asked: {trouble}"
+            words = "answers again" if trouble is None else f"is unavailable: {trouble}"
             logger.warning("The %s server %s %s", self.role, self.url, words)
         self.trouble = trouble
 
 
 class Proxy:
-    """The servers behind the proxy. `start` it in the event loop that serves, and `close` it
-    there.
-    """
+    """The servers behind the proxy. Call `start` and `close` in the event loop that serves."""
 
     errored, dead_error = False, None
 
@@ -107,12 +108,12 @@ class Proxy:
         self.state = ServerState()
         self.servers: list[Upstream] = []
         self.registry = CollectorRegistry()
-        self._ways = Counter("minivllm:proxy_ways", "Requests by way, or why not.", ["way"], registry=self.registry)
+        self._ways = Counter("minivllm:proxy_ways", "Requests by the way they took.", ["way"], registry=self.registry)
         self._stopped = False
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        """Look at each server's health, now and from time to time."""
+        """Check each server's health now and at regular intervals."""
         self.servers = [Upstream("prefill", url) for url in self.settings.prefill]
         self.servers += [Upstream("decode", url) for url in self.settings.decode]
         # Before the first request comes, so that it does not meet a server that is down.
@@ -130,20 +131,20 @@ class Proxy:
         await asyncio.Event().wait()
 
     def end_requests(self) -> None:
-        """End requests under way with an error."""
+        """End unfinished requests with an error."""
         self._stopped = True
         self._tasks += [asyncio.create_task(server.cut_off()) for server in self.servers]
 
     @property
     def is_healthy(self) -> bool:
-        """Return whether there is a server of each kind to ask."""
+        """Whether at least one server of each kind is available."""
         return len({server.role for server in self.servers if server.trouble is None}) == 2
 
     async def answer(self, path: str, content: bytes, headers: Mapping[str, str]) -> Response:
         """Return the reply to a client's request: a decode server's, or another server's refusal.
 
         Raises:
-            MinivllmError: the request is not one.
+            MinivllmError: the request is malformed.
             RequestError: no server answers.
         """
         body = parse(content)
@@ -161,7 +162,7 @@ class Proxy:
         return await self._ask("decode", path, decode_body(body, params), passed)
 
     async def models(self, headers: Mapping[str, str]) -> Response:
-        """Return what a server says of its models.
+        """Return a decode server's list of models.
 
         Raises:
             RequestError: no server answers.
@@ -169,11 +170,11 @@ class Proxy:
         return await self._ask("decode", "/v1/models", None, _headers_for_servers(headers))
 
     async def _ask(self, role: str, path: str, body: Body | None, headers: dict[str, str]) -> Response:
-        """Ask the servers of one kind in turn until one takes the request; a refusal of one would
-        be that of all.
+        """Send the request to the servers of one kind in turn until one accepts or refuses it; if
+        one refuses, all would.
 
-        A decode server that was sent the request may have fetched the keys and values, which are
-        there only once: no other is asked then, unless it says that it has not begun (503).
+        A decode server that received the request may have fetched the keys and values, which exist
+        only once: no other server is tried then, unless this one says that it has not begun (503).
         """
         last: Response | None = None
         for upstream in self._in_turn(role):
@@ -204,7 +205,7 @@ class Proxy:
         return stream
 
     async def _passed_on(self, upstream: Upstream, reply: aiohttp.ClientResponse) -> AsyncGenerator[bytes, None]:
-        """Yield a stream byte for byte; if it breaks off, an event that says so, and [DONE]."""
+        """Yield a stream byte for byte; if it breaks off, end it with an error event and [DONE]."""
         before = END_OF_EVENT
         upstream.streams.add(reply.content)
         try:
@@ -221,7 +222,9 @@ class Proxy:
             upstream.streams.discard(reply.content)
 
     def _in_turn(self, role: str) -> Sequence[Upstream]:
-        """Return the servers to ask, the next one first; its turn is over then."""
+        """Return the available servers in order of their turns, and move the first to the end of
+        the rotation.
+        """
         healthy = [server for server in self.servers if server.role == role and server.trouble is None]
         for first in healthy[:1]:
             self.servers.remove(first)
@@ -247,8 +250,8 @@ def _session() -> aiohttp.ClientSession:
 
 
 def _headers_for_servers(given: Mapping[str, str]) -> dict[str, str]:
-    """Return what both servers get: the same id, by which their logs can be read together, and
-    the client's key.
+    """Return the headers for both servers: the same id, so that their logs can be matched, and the
+    client's key.
     """
     headers = {"X-Request-Id": given.get("x-request-id") or str(uuid.uuid4())}
     return headers | {name: given[name] for name in ("authorization",) if name in given}

@@ -1,4 +1,4 @@
-"""`minivllm proxy`: the proxy's routes and its process."""
+"""Run `minivllm proxy`: the proxy's routes and its process."""
 
 import socket
 
@@ -15,7 +15,7 @@ from minivllm.entrypoints.proxy.settings import ProxyArgs
 
 
 def serve(settings: ProxyArgs) -> int:
-    """Serve until a signal; return the exit code.
+    """Serve until a signal arrives; return the exit code.
 
     Raises:
         MinivllmError: the port is in use.

@@ -15,8 +15,8 @@ class ProxyArgs(HttpArgs):
     """Settings of the proxy.
 
     - `host`, `port`: where it listens; by default on all interfaces.
-    - `prefill`: addresses of the servers that compute prompts. `decode`: of those that generate.
-    - `health_interval`: seconds between two looks at a server's /health.
+    - `prefill`: addresses of servers that compute prompts. `decode`: those of servers that generate.
+    - `health_interval`: seconds between checks of a server's /health.
     - `shutdown_timeout`: seconds that open requests have to finish after SIGTERM.
     - `disable_uvicorn_access_log`: no log line for each request. `uvicorn_log_level`: of uvicorn's
       own log.

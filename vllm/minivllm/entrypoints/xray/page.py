@@ -1,4 +1,4 @@
-"""The view of an engine's steps: one ES module and its style, for the page of a server and for
+"""The view of an engine's steps: one ES module and its style sheet, for the server's page and for
 notebooks alike.
 """
 
@@ -11,7 +11,9 @@ HERE = Path(__file__).parent
 
 
 def theme_script() -> str:
-    """Return what tells a dark page from a light one; the widgets' front end has it too."""
+    """Return the script that tells a dark page from a light one; the widgets' front end uses it
+    too.
+    """
     return (HERE / "theme.js").read_text()
 
 
@@ -27,9 +29,7 @@ def style() -> str:
 
 @cache
 def page() -> tuple[str, str]:
-    """Return the page of a server, with all that it needs inside, and its
-    Content-Security-Policy.
-    """
+    """Return the server's page with everything it needs inlined, and its Content-Security-Policy."""
     code = f'{script()}\nstart(document.getElementById("xray"));\n'
     # The policy allows exactly this script, so nothing that a request contains can ever run in the
     # page.

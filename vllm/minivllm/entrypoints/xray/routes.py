@@ -1,8 +1,9 @@
-"""`/xray`, a page that shows each step of the engine, and `/xray/events`, what it shows.
+"""Serve `/xray`, a page that shows each step of the engine, and `/xray/events`, the data that it
+shows.
 
-Both exist with `--xray` only, and the engine describes its steps only while a page is open. The
-page itself holds nothing of the engine; with API keys, the events ask for one, and the page asks
-its reader. Of several cores a page shows the one in its address: `/xray?core=1`.
+Both exist only with `--xray`, and the engine describes its steps only while a page is open. The
+page itself contains no data of the engine; with API keys, the events require one, and the page asks
+the user for it. With several cores, a page shows the one in its address: `/xray?core=1`.
 """
 
 import asyncio
@@ -25,7 +26,7 @@ MOST_UNSENT = 200
 
 
 class StepFeed:
-    """Hands the engine's snapshots to the pages that are open."""
+    """A feed that hands the engine's snapshots to the open pages."""
 
     def __init__(self, engine: AsyncLLM, model: str) -> None:
         self._engine = engine
@@ -44,8 +45,8 @@ class StepFeed:
                 unsent.put_nowait(line)
 
     async def events(self, core: int) -> AsyncGenerator[str, None]:
-        """Yield server-sent events: a header, the state as it is, then each step until the
-        engine ends.
+        """Yield server-sent events: a header, the current state, then each step until the engine
+        ends.
         """
         cores = self._engine.engine_args.data_parallel_size
         yield _event(json.dumps({"xray": FORMAT, "model": self._model, "core": core, "cores": cores}))
@@ -68,7 +69,7 @@ class StepFeed:
 
 
 def add_xray(app: FastAPI, feed: StepFeed, cores: int) -> None:
-    """Add the page and its events."""
+    """Add the routes of the page and of its events."""
 
     @app.get("/xray", include_in_schema=False)
     async def show() -> Response:

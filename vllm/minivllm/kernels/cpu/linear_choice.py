@@ -1,4 +1,4 @@
-"""Which form of a matrix product is faster on this CPU: measure, do not guess.
+"""The choice of the faster form of each matmul on this CPU, by measurement.
 
 Weights in panels (`panel_linear.py`) and `F.linear` differ by factors, either way: by processor, by
 dtype, by shape, and by the number of rows. On AMD Zen 3, which has no bf16 instructions, panels win
@@ -83,7 +83,8 @@ def measure(weight: Tensor, gated: bool, clock: Callable[[], float] = time.perf_
         for rows in ROWS if index == 0 else tuple(seconds):
             x = torch.zeros(rows, weight.shape[1], dtype=weight.dtype)
             if index == 0:  # warm up
-                panels(x), plain(x)
+                panels(x)
+                plain(x)
             times = tuple(_time(form, x, clock) for form in (panels, plain))
             best = seconds.get(rows, times)
             seconds[rows] = min(best[0], times[0]), min(best[1], times[1])

@@ -122,12 +122,12 @@ def compile_programs(function: Callable[[int], None]) -> Any:
     """
     signature = types.void(types.intp)
     try:
-        compiled = cfunc(signature, cache=True)(function)  # compiles, or reads the cache, at once
+        compiled: Any = cfunc(signature, cache=True)(function)  # compiles, or reads the cache, at once
         compiled.ctypes.was_cached = compiled.cache_hits > 0
     except CACHE_ERRORS as error:
         _warn_once()
         logger.debug("%s: %s", function.__module__, error)
-        compiled = cfunc(signature)(function)
+        compiled: Any = cfunc(signature)(function)
         compiled.ctypes.was_cached = None
     return compiled.ctypes
 

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from minivllm.errors import MinivllmError
 from minivllm.kernels.cpu.cells import ReplayCells
@@ -57,7 +58,7 @@ class CpuRecorder:
 
 
 class _Recording(TorchDispatchMode):
-    """What a function has run so far. torch calls `__torch_dispatch__` for each operator."""
+    """The calls that a function has made so far. torch calls `__torch_dispatch__` for each operator."""
 
     def __init__(self, memory: list[Tensor]) -> None:
         super().__init__()
@@ -70,7 +71,7 @@ class _Recording(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        outputs = [tensor for tensor in torch.utils._pytree.tree_leaves(result) if isinstance(tensor, Tensor)]
+        outputs = [tensor for tensor in tree_leaves(result) if isinstance(tensor, Tensor)]
         if not outputs:
             raise CannotRecord(f"{func} looks at a tensor's numbers, which a recording would keep for good")
         if func.overloadpacket in (torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.new_empty):
@@ -78,7 +79,7 @@ class _Recording(TorchDispatchMode):
             self._kept.append(result)
             return result
         self._kept.extend(outputs)
-        inputs = [tensor for tensor in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)]
+        inputs = [tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)]
         here = {tensor.untyped_storage().data_ptr() for tensor in inputs}
         again = partial(func, *args, **kwargs)
         if func._schema.is_mutable:
@@ -146,7 +147,7 @@ class ProgramList:
         self._counters = self._cells[:, 0]
         loops_of_replay = loops("replay_loops")
         self._table = np.zeros((len(calls), loops_of_replay.ROW), np.int64)
-        self._table[:, 0] = [ctypes.cast(function, ctypes.c_void_p).value for function in self._functions]
+        self._table[:, 0] = [_address_of(function) for function in self._functions]
         self._table[:, 1] = self._cells.ctypes.data + np.arange(len(calls)) * self._cells.strides[0]
         self._replay = loops_of_replay.programs()
         self._arguments = ReplayCells(calls=len(calls), table=self._table.ctypes.data, give_way=_give_way())
@@ -157,9 +158,14 @@ class ProgramList:
         run_on_threads(self._replay, ctypes.addressof(self._arguments), torch.get_num_threads())
 
 
+def _address_of(function: Any) -> int:
+    """Return the address of a C function."""
+    return ctypes.cast(function, ctypes.c_void_p).value or 0
+
+
 def _give_way() -> int:
     """Return the address of the C function that offers the core to other threads, or 0."""
     try:
-        return ctypes.cast(ctypes.CDLL(None).sched_yield, ctypes.c_void_p).value or 0
+        return _address_of(ctypes.CDLL(None).sched_yield)
     except (AttributeError, OSError, TypeError):  # not on Windows
         return 0

@@ -106,7 +106,7 @@ def replay(cells):
     """Run all calls. Every thread of the region runs this.
 
     A thread leaves a call when all of its programs are taken. Those that others took are complete
-    once nobody is in the call: whoever took one had entered before.
+    once nobody is in the call: a thread that took one had entered before.
     """
     table = array_at(cells.table, ROW * cells.calls, np.int64)
     for index in range(cells.calls):

@@ -1,1 +1,1 @@
-"""The simplest connector, to be read first: blocks as files in a folder."""
+"""The simplest connector, to be read first: it stores blocks as files in a folder."""

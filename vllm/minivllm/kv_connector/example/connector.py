@@ -1,14 +1,15 @@
-"""Keys and values in files that engines share: a folder that all of them can read.
+"""Keys and values in files, in a folder that several engines share.
 
 This is the simplest connector: read it first. Both sides are one class, nothing runs in a thread,
-and each load and each save begins and ends within its step. With the others requests wait outside
-of the batch while bytes move.
+and each load and each save begins and ends within its step. With the other connectors, requests
+wait outside the batch while bytes move.
 
-One file holds one full block of a prompt, with all layers, and is named by the block's hash: so by
-its tokens, all tokens before them, and what else they depend on. A request with the same prefix
-finds its blocks, one after another. A file appears when it is complete, and has a checksum; one
-that is cut or altered counts as a load that has failed, and is removed. What a step computes with
-such a block is not saved. Nothing is ever evicted; that is left to the owner of the folder.
+One file holds one full block of a prompt, with all layers, and is named after the block's hash,
+which covers its tokens, all tokens before them, and everything else they depend on. A request with
+the same prefix finds its blocks, one after another. A file appears only when it is complete, and
+has a checksum; a file that was truncated or altered counts as a failed load, and is removed. What a
+step computes with such a block is not saved. Nothing is ever evicted; that is left to the owner of
+the folder.
 
 In vLLM v0.33.0: `vllm/distributed/kv_transfer/kv_connector/v1/example_connector.py`
 (`ExampleConnector`), which keeps a folder for each whole prompt and a file for each layer.
@@ -46,10 +47,11 @@ CHECKSUM = "blake2b"
 
 @dataclass
 class ExampleConnectorMetadata(KVConnectorMetadata):
-    """The blocks to load within the step and to save after it, by id, and the names of their files.
+    """The blocks to load within the step and to save after it: their ids, and the names of their
+    files.
 
-    `step` counts the steps; `last_failure` is the last one with a failed load that the scheduler
-    knew of.
+    `step` is the step's number; `last_failure` is the last step with a failed load that the
+    scheduler knows of.
     """
 
     loads: dict[int, str] = field(default_factory=dict)
@@ -60,9 +62,7 @@ class ExampleConnectorMetadata(KVConnectorMetadata):
 
 @dataclass
 class _Saved:
-    """A request under way: its block table, and how many of its blocks are saved, or were
-    loaded.
-    """
+    """An unfinished request: its block table, and how many of its blocks have been saved or loaded."""
 
     request: "Request"
     block_ids: list[int]
@@ -70,7 +70,9 @@ class _Saved:
 
 
 class ExampleConnector(KVConnectorBase_V1):
-    """Both sides. `shared_storage_path` in `kv_connector_extra_config` is the folder."""
+    """Both sides of the connector. `shared_storage_path` in `kv_connector_extra_config` is the
+    folder.
+    """
 
     def __init__(self, config: KVConnectorConfig, role: KVConnectorRole) -> None:
         """Create the folder.
@@ -105,8 +107,8 @@ class ExampleConnector(KVConnectorBase_V1):
     # The scheduler's side
 
     def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Count the blocks behind the first `num_computed_tokens` tokens that are there on all
-        ranks.
+        """Count the tokens after the first `num_computed_tokens` whose blocks all ranks have on
+        disk.
         """
         if not self.config.kv_transfer_config.is_kv_consumer:
             return 0, False
@@ -125,9 +127,7 @@ class ExampleConnector(KVConnectorBase_V1):
     def update_state_after_alloc(
         self, request: "Request", blocks: "Sequence[KVCacheBlock]", num_external_tokens: int
     ) -> None:
-        """Note which blocks are to be loaded: those behind the ones that the prefix cache has
-        had.
-        """
+        """Record which blocks to load: the ones after those that the prefix cache had."""
         size = self.config.block_size
         num_external = num_external_tokens // size
         num_known = self._asked.pop(request.request_id, request.num_computed_tokens // size)
@@ -139,7 +139,7 @@ class ExampleConnector(KVConnectorBase_V1):
         )
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> ExampleConnectorMetadata:
-        """Add the blocks of prompts that this step fills and that are not there yet."""
+        """Add the prompt blocks that this step fills and that have no file yet."""
         cached = scheduler_output.scheduled_cached_reqs
         for request_id, block_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
             if request_id in self._requests:
@@ -155,17 +155,17 @@ class ExampleConnector(KVConnectorBase_V1):
         return metadata
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """Note which steps have failed to load."""
+        """Record which steps failed to load."""
         self._last_failure = max((self._last_failure, *(connector_output.kv_connector_worker_meta or ())))
 
     def request_finished(self, request: "Request", block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Forget it: what is to be saved of it was saved when it was computed."""
+        """Forget the request: its blocks were saved as they were computed."""
         self._requests.pop(request.request_id, None)
         self._asked.pop(request.request_id, None)
         return False, None
 
     def reset_cache(self) -> bool:
-        """Remove all files of this model. Return whether all are gone."""
+        """Remove all files of this model. Return whether none is left."""
         for path in self.folder.iterdir():
             with contextlib.suppress(OSError):
                 path.unlink()
@@ -203,17 +203,17 @@ class ExampleConnector(KVConnectorBase_V1):
         self._kv_caches = kv_caches
 
     def start_load_kv(self) -> None:
-        """Load all blocks; those that cannot be loaded are told as invalid."""
+        """Load all blocks; those that cannot be loaded are recorded as invalid."""
         for block_id, name in self._step.loads.items():
             if not self._load(block_id, self._path(name, self.config.tensor_parallel_rank)):
                 self._invalid_block_ids.add(block_id)
                 self._last_failure = self._step.step
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Wait for nothing: `start_load_kv` has loaded all layers."""
+        """Do nothing: `start_load_kv` has already loaded all layers."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: "tuple[torch.Tensor, ...]", attn_metadata: Any) -> None:
-        """Copy the layer's part of the blocks to be saved."""
+        """Copy this layer's part of the blocks that are to be saved."""
         saves = self._step.saves
         # After a failed load, nothing is saved until the scheduler knows of it: it may have been
         # computed with garbage.
@@ -235,12 +235,12 @@ class ExampleConnector(KVConnectorBase_V1):
             self._write(self._path(name, self.config.tensor_parallel_rank), tensors)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Return those that could not be loaded in this step."""
+        """Return the blocks that could not be loaded in this step."""
         invalid, self._invalid_block_ids = self._invalid_block_ids, set()
         return invalid
 
     def build_connector_worker_meta(self) -> int | None:
-        """Tell that this step has failed to load."""
+        """Return this step's number if a load failed in it, else None."""
         return self._step.step if self._last_failure == self._step.step else None
 
     def reset(self) -> None:
@@ -255,8 +255,8 @@ class ExampleConnector(KVConnectorBase_V1):
         return self._connector_metadata
 
     def _load(self, block_id: int, path: Path) -> bool:
-        """Fill one block; return whether the file holds what it should. One that does not is
-        removed.
+        """Fill one block from its file; return whether the file's contents were valid. An invalid
+        file is removed.
         """
         from safetensors import SafetensorError, safe_open
 
@@ -283,7 +283,9 @@ class ExampleConnector(KVConnectorBase_V1):
         return True
 
     def _write(self, path: Path, tensors: "dict[str, torch.Tensor]") -> None:
-        """Write a file that nobody sees before it is complete. A full disk costs only the file."""
+        """Write a file that becomes visible only when it is complete. A full disk costs only this
+        file.
+        """
         from safetensors.torch import save_file
 
         unfinished = path.with_suffix(f".{os.getpid()}")

@@ -1,9 +1,10 @@
-"""NIXL's agent as the connector uses it: register memory, meet a peer, read its blocks, notify it.
+"""A NIXL agent, reduced to what the connector needs: register memory, meet a peer, read its blocks,
+notify it.
 
 Memory is described by regions: `count` pieces of `num_bytes` each, one every `stride` bytes. A list
 of pieces is prepared once for each peer; a transfer then names pieces by their index in it. A READ
-moves bytes without the peer's taking part, so the peer has to be told when it is over: the
-notification that goes with it arrives there after the last byte was read.
+moves bytes without any action by the peer, so the peer has to be told when it is over: the
+notification attached to the READ arrives there after the last byte was read.
 
 In vLLM v0.33.0: `NixlWrapper` in `vllm/distributed/nixl_utils.py` is NIXL's own class.
 """
@@ -45,10 +46,10 @@ class Region(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TransferTimes:
-    """NIXL's measurements of a transfer: seconds to post it, seconds until it was over, its bytes
-    and its pieces.
+    """NIXL's measurements of a transfer: seconds to post it, seconds until it was over, the number
+    of bytes and of pieces.
 
-    Neighbouring pieces are merged, so there may be fewer of them than were asked for.
+    Neighbouring pieces are merged, so there may be fewer of them than were requested.
     """
 
     post_seconds: float
@@ -58,8 +59,8 @@ class TransferTimes:
 
 
 class NixlAgent:
-    """An agent of NIXL with the UCX backend (which moves bytes: `UCX_TLS` in the environment
-    limits the ways).
+    """A NIXL agent with the UCX backend, which moves the bytes; `UCX_TLS` in the environment limits
+    its transports.
     """
 
     def __init__(self, name: str, backends: Sequence[str] = ("UCX",)) -> None:
@@ -81,7 +82,7 @@ class NixlAgent:
         except Exception as error:
             ways = os.environ.get("UCX_TLS", "not set")
             raise MinivllmError(
-                f"NIXL cannot start its backends {', '.join(backends)}: {error}; UCX_TLS is {ways} (sm,tcp,self does)"
+                f"NIXL cannot start its backends {', '.join(backends)}: {error}; UCX_TLS is {ways} (sm,tcp,self works)"
             ) from None
         if missing := [backend for backend in backends if backend not in self._api.backends]:
             known = ", ".join(self._api.plugin_list)
@@ -92,17 +93,17 @@ class NixlAgent:
         self._lists: dict[str | None, list[Any]] = {}
 
     def register(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Open this memory to transfers, once."""
+        """Register this memory for transfers; call it once."""
         self._memory_kind = "VRAM" if tensors[0].is_cuda else "DRAM"
         self._registered = self._api.register_memory(list(tensors))
 
     def metadata(self) -> bytes:
-        """Return how a peer reaches this agent and its memory."""
+        """Return the metadata with which a peer reaches this agent and its memory."""
         return self._api.get_agent_metadata()
 
     def add_peer(self, metadata: bytes) -> str:
-        """Return the peer's name. NIXL raises an exception of its own for metadata that it
-        cannot read.
+        """Add the peer with this metadata, and return its name. NIXL raises its own exception for
+        metadata that it cannot read.
         """
         name = self._api.add_remote_agent(metadata)
         return name.decode() if isinstance(name, bytes) else name
@@ -113,7 +114,7 @@ class NixlAgent:
         self._api.remove_remote_agent(peer)
 
     def prepare(self, peer: str | None, regions: Sequence[Region]) -> Any:
-        """Prepare all pieces of these regions in their order; `peer` None means this agent's own
+        """Prepare all pieces of these regions in order; a `peer` of None means this agent's own
         memory.
         """
         # [regions, 5], in the order of the fields of `Region`.
@@ -123,8 +124,8 @@ class NixlAgent:
         return prepared
 
     def read(self, local: Any, into: np.ndarray, remote: Any, pieces: np.ndarray, notification: bytes) -> "Transfer":
-        """Begin to read: piece `pieces[i]` of the peer's list into piece `into[i]` of the local
-        one.
+        """Start to read: piece `pieces[i]` of the peer's list goes into piece `into[i]` of the
+        local one.
         """
         # NIXL takes indices of 32 bits only.
         indices = (into.astype(np.int32), pieces.astype(np.int32))
@@ -132,8 +133,8 @@ class NixlAgent:
         return Transfer(self._api, handle)
 
     def notify(self, peer: str, message: bytes) -> None:
-        """Send a notification alone. NIXL raises an exception of its own if it knows that the
-        peer is gone.
+        """Send a notification without a transfer. NIXL raises its own exception if it knows that
+        the peer is gone.
         """
         self._api.send_notif(peer, message)
 
@@ -161,10 +162,10 @@ class NixlAgent:
 
 
 class _Progress:
-    """Looks after an agent's connections in a thread, while this process computes or waits.
+    """A thread that drives an agent's connections while this process computes or waits.
 
-    What goes over TCP moves only while both sides look, and so does every first connection. NIXL
-    has a thread for that, but it never sleeps: an idle agent would take a whole core.
+    Over TCP, data moves and first connections are made only while both sides poll. NIXL has a
+    thread for that, but it never sleeps: an idle agent would occupy a whole core.
     """
 
     def __init__(self, api: Any) -> None:
@@ -192,7 +193,7 @@ class _Progress:
 
 
 class Transfer:
-    """A read that has begun."""
+    """A read that has started."""
 
     def __init__(self, api: Any, handle: Any) -> None:
         self._api = api
@@ -204,7 +205,7 @@ class Transfer:
             raise
 
     def state(self) -> State:
-        """Return how far the read is."""
+        """Return the state of the read."""
         if self._state == "PROC":
             try:
                 self._state = self._api.check_xfer_state(self._handle)
@@ -213,14 +214,14 @@ class Transfer:
         return self._state
 
     def times(self) -> TransferTimes:
-        """Return what NIXL has measured of a read that is done."""
+        """Return NIXL's measurements of a finished read."""
         measured = self._api.get_xfer_telemetry(self._handle)  # in microseconds
         seconds = measured.postDuration / 1e6, measured.xferDuration / 1e6
         return TransferTimes(*seconds, measured.totalBytes, measured.descCount)
 
     def release(self) -> bool:
-        """Give the read up. Return False if it cannot be cancelled: it still writes into memory
-        here.
+        """Release the read. Return False if it cannot be cancelled: it is still writing into local
+        memory.
         """
         try:
             self._api.release_xfer_handle(self._handle)
@@ -230,7 +231,7 @@ class Transfer:
 
 
 def is_nixl_installed() -> bool:
-    """Return whether any build of it can be imported."""
+    """Return whether any build of nixl can be imported."""
     return any(importlib.util.find_spec(name.partition(".")[0]) for name in MODULES)
 
 
@@ -240,6 +241,6 @@ def _import_nixl() -> Any:
         if importlib.util.find_spec(name.partition(".")[0]):
             return importlib.import_module(name)
     raise MinivllmError(
-        "NixlConnector needs nixl, which is not installed: `uv sync --group nixl` brings it (Linux, 56 MB); "
-        "TCPConnector needs nothing"
+        "NixlConnector needs nixl, which is not installed: run `uv sync --group nixl` (Linux, 56 MB); "
+        "TCPConnector needs no package"
     )

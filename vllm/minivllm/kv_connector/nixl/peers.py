@@ -1,5 +1,5 @@
-"""The prefill engines that this rank reads from: met once, in a thread, since nobody may wait for a
-network here.
+"""The prefill engines that this rank reads from. Each is met once, in a thread, so that no step
+waits for the network.
 
 In vLLM v0.33.0: `_background_nixl_handshake` and `add_remote_agent` in
 `vllm/distributed/kv_transfer/kv_connector/v1/nixl/base_worker.py`.
@@ -24,10 +24,10 @@ PLAIN_LAYOUT, LAYOUT_WITH_SCALES = "NHD", "NHD, scales HN"
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """A rank of another engine: its name for the agent, its cache, and the pieces that both sides
-    can name.
+    """A rank of another engine: its name in the agent, its cache, and the pieces that both sides
+    can address.
 
-    `clock_offset`: by how many seconds its clock is ahead.
+    `clock_offset`: how many seconds its clock is ahead of ours.
     """
 
     name: str
@@ -39,11 +39,11 @@ class Peer:
 
 
 class Peers:
-    """All of them, by engine id. Only handshakes run in other threads."""
+    """All peers, by engine id. Only handshakes run in other threads."""
 
     def __init__(self, agent: NixlAgent, own: NixlAgentMetadata, rank: int, compatibility_hash: str, seconds: float):
-        """Take this rank, which is also that of its peers, and the seconds after which a
-        handshake has failed.
+        """Take this rank, whose peers have the same rank, and the timeout of a handshake in
+        seconds.
         """
         self._agent = agent
         self._own = own
@@ -56,13 +56,13 @@ class Peers:
         self._local_pieces: dict[int, Any] = {}
 
     def known(self, remote: RemotePrefill) -> Peer | None:
-        """Return the engine of this remote request, if it was met and has not restarted since."""
+        """Return the peer for this remote request, if it was met and has not restarted since."""
         peer = self._met.get(remote.engine_id)
         return peer if peer and self._is_current(remote, peer.metadata) else None
 
     def greet(self, remote: RemotePrefill) -> Peer | None:
-        """Meet an engine for a heartbeat: a handshake that has failed is tried again, and not
-        reported.
+        """Return the peer that a heartbeat goes to, or start a handshake; a failed handshake is
+        retried, and not reported.
         """
         handshake = self._meeting.get(_place_of(remote))
         if handshake is not None and handshake.done() and handshake.exception() is None:
@@ -73,7 +73,7 @@ class Peers:
         return peer
 
     def meet(self, remote: RemotePrefill) -> Peer | None:
-        """Return the engine of this remote request; None while the handshake is under way.
+        """Return the peer for this remote request; None while the handshake is in progress.
 
         Raises:
             MinivllmError: the handshake has failed. The next call begins another.
@@ -98,8 +98,8 @@ class Peers:
             self._lost.append(peer)
 
     def forget_lost(self, in_use: Collection[str]) -> None:
-        """Release what was prepared for lost engines, but for those whose names are `in_use` by
-        a transfer.
+        """Release everything prepared for lost engines, except for those whose names are `in_use`
+        by a transfer.
         """
         # NIXL must not forget a peer while one of its transfers is under way.
         for peer in [peer for peer in self._lost if peer.name not in in_use]:
@@ -107,8 +107,8 @@ class Peers:
             self._agent.remove_peer(peer.name)
 
     def _is_current(self, remote: RemotePrefill, metadata: NixlAgentMetadata) -> bool:
-        """Return whether the blocks lie in the memory that is registered there now, as far as
-        the params say.
+        """Return whether the blocks are in the memory that is registered there now, as far as the
+        params tell.
         """
         generations = remote.generation.split(GENERATIONS_JOINED_BY)
         own = generations[self._ranks[1]] if self._ranks[1] < len(generations) else ""
@@ -139,7 +139,7 @@ class Peers:
         )
         if peer_bytes != own_bytes:
             raise MinivllmError(
-                f"{where} has {peer_bytes} bytes of each token in its cache's regions, this one {own_bytes}"
+                f"{where} has {peer_bytes} bytes per token in its cache's regions, this one {own_bytes}"
             )
 
     def _make(self, metadata: NixlAgentMetadata, offset: float) -> Peer:
@@ -165,7 +165,7 @@ def _place_of(remote: RemotePrefill) -> tuple[str, str, int]:
 
 
 def in_thread(work: Callable[[], Result]) -> "Future[Result]":
-    """Begin the work in a thread that nobody waits for when the process ends."""
+    """Run the work in a daemon thread, which does not keep the process from ending."""
     future: Future[Result] = Future()
 
     def run() -> None:

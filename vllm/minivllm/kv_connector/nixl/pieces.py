@@ -1,8 +1,8 @@
 """Match the pieces of two paged caches whose blocks differ in size.
 
-The tokens of a block lie one after another in every region, so any number of them that divides both
-block sizes is a piece that both sides can name; the greatest such number makes the fewest. Region r
-of `n` pieces has the indices r n to r n + n - 1.
+A block's tokens are contiguous in every region, so any number of tokens that divides both block
+sizes makes a piece that both sides can address; the greatest such number makes the fewest pieces.
+In regions of `n` pieces each, region r has the indices r n to r n + n - 1.
 """
 
 import math
@@ -14,7 +14,7 @@ from minivllm.kv_connector.nixl.agent import Region
 
 
 def tokens_of_a_piece(block_size: int, other_block_size: int) -> int:
-    """Return the tokens of a piece, for two block sizes in tokens."""
+    """Return the number of tokens per piece, for two block sizes in tokens."""
     return math.gcd(block_size, other_block_size)
 
 
@@ -23,7 +23,7 @@ def regions_in_pieces(
 ) -> list[Region]:
     """Return a cache's regions, every block of `block_lens[i]` bytes cut into `per_block` pieces.
 
-    Blocks must lie side by side, as they do in this engine's caches.
+    Blocks must be contiguous, as they are in this engine's caches.
     """
     return [
         Region(address, length // per_block, device_id, length // per_block, num_blocks * per_block)
@@ -36,8 +36,9 @@ def piece_indices(
 ) -> np.ndarray:
     """Return the indices of the pieces that hold these tokens, [num_regions * pieces].
 
-    `tokens`: the first token of each piece; its step is the tokens of a piece. `first_token` is the
-    first of `block_ids[0]`; `num_blocks` are the blocks of a region.
+    `tokens` holds the first token of each piece; its step is the number of tokens per piece.
+    `first_token` is the first token of `block_ids[0]`, and `num_blocks` the number of blocks per
+    region.
     """
     per_block = block_size // tokens.step
     # The index of each piece within the request, then its block and its place in it.

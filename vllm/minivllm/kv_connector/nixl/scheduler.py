@@ -1,5 +1,5 @@
-"""The scheduler's side of NIXL's connector: what connectors that pull have in common, and the side
-channel.
+"""The scheduler's side of NIXL's connector: the logic shared by all connectors that pull, plus the
+side channel.
 
 In vLLM v0.33.0: `vllm/distributed/kv_transfer/kv_connector/v1/nixl/base_scheduler.py`.
 """
@@ -22,19 +22,19 @@ DEFAULT_HOST, DEFAULT_PORT = "localhost", 5600
 
 
 class NixlConnectorScheduler(PullConnectorScheduler):
-    """Tells other engines where its side channel is."""
+    """The scheduler's side, which opens the side channel and tells other engines where it is."""
 
     def __init__(self, config: KVConnectorConfig, role: KVConnectorRole = KVConnectorRole.SCHEDULER) -> None:
-        """Raise `MinivllmError` for settings that it does not know or cannot serve. Import no
-        nixl.
+        """Check the settings, without importing nixl; raise `MinivllmError` for settings that are
+        unknown or not supported.
         """
         super().__init__(config, role, check_settings(config)[0]["kv_lease_duration"])
         self.host, self.port = side_channel_address(config.data_parallel_rank)
         self._side_channel: NixlSideChannel | None = None
 
     def set_xfer_handshake_metadata(self, metadata: Mapping[int, Any]) -> None:
-        """Open the side channel, if this engine has anything to give. Raise `MinivllmError` if
-        it cannot.
+        """Open the side channel if this engine is a producer. Raise `MinivllmError` if the channel
+        cannot be opened.
         """
         if not self.config.kv_transfer_config.is_kv_producer:
             return
@@ -54,13 +54,13 @@ def _generation_of(payload: bytes) -> str:
 
 
 def side_channel_address(data_parallel_rank: int, environment: Mapping[str, str] = os.environ) -> tuple[str, int]:
-    """Return the host and the port of a core's side channel; the environment has those of the first
-    core.
+    """Return the host and port of a core's side channel, derived from the first core's, which the
+    environment sets.
 
     Raises:
-        MinivllmError: that port is none.
+        MinivllmError: that port is invalid.
     """
     port = environment.get(PORT_VARIABLE) or str(DEFAULT_PORT)
     if not port.isdecimal() or not 0 < int(port) + data_parallel_rank < 1 << 16:
-        raise MinivllmError(f"{PORT_VARIABLE} is {port!r}; it must be a port from 1 to 65535, as 5600")
+        raise MinivllmError(f"{PORT_VARIABLE} is {port!r}; it must be a port from 1 to 65535, such as 5600")
     return environment.get(HOST_VARIABLE) or DEFAULT_HOST, int(port) + data_parallel_rank

@@ -9,10 +9,10 @@ BACKENDS = ["UCX"]
 
 
 def check_settings(config: KVConnectorConfig) -> tuple[dict[str, float], list[str]]:
-    """Return the times, in seconds (see `SECONDS`), and NIXL's backends.
+    """Return the checked times, in seconds (see `SECONDS`), and NIXL's backends.
 
     Raises:
-        MinivllmError: a key that is not known, a wrong value, or an engine that it cannot serve.
+        MinivllmError: a key is unknown, a value is invalid, or the connector cannot serve this engine.
     """
     transfer = config.kv_transfer_config
     require(
@@ -27,7 +27,7 @@ def check_settings(config: KVConnectorConfig) -> tuple[dict[str, float], list[st
     backends = transfer.get_from_extra_config("backends", BACKENDS)
     require(
         isinstance(backends, list) and bool(backends) and all(isinstance(name, str) for name in backends),
-        f'backends is {backends!r}; it must be a list of names, as ["UCX"]',
+        f'backends is {backends!r}; it must be a list of names, such as ["UCX"]',
     )
     times = {name: transfer.get_from_extra_config(name, default) for name, default in SECONDS.items()}
     return {name: positive_seconds(name, seconds) for name, seconds in times.items()}, backends

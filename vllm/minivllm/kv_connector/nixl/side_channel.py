@@ -1,14 +1,14 @@
-"""NIXL's side channel: how an engine learns where the cache of another one lies, before it reads
-from it.
+"""NIXL's side channel, from which an engine learns the location of another engine's cache before it
+reads from it.
 
-A ZMQ socket of the scheduler's process answers for all ranks: the request is MessagePack of
-`("get_meta_msg", pp_rank, tp_rank)`, the reply two frames, that rank's `NixlHandshakePayload` and
-the clock of the process, which measures leases. The payload is decoded in two steps, so that
-engines which do not fit say so before they read what they would not understand.
+A ZMQ socket of the scheduler's process answers for all ranks: the request is `("get_meta_msg",
+pp_rank, tp_rank)` in MessagePack, and the reply has two frames, that rank's `NixlHandshakePayload`
+and the clock of the process, which measures leases. The payload is decoded in two steps, so that
+incompatible engines find out before they decode data that they would not understand.
 
 One message is not vLLM's: `("is_held_msg", request_id)` asks whether blocks are still kept. A read
-moves whatever lies in the memory at that time, and nobody at the other end notices; only this
-answer, given after the last byte was read, says that the blocks still were the request's.
+moves whatever is in the memory at that time, and the other side does not notice; only this answer,
+given after the last byte was read, confirms that the blocks still belonged to the request.
 
 In vLLM v0.33.0: `vllm/distributed/kv_transfer/kv_connector/v1/nixl/metadata.py`
 (`NixlAgentMetadata`, `NixlHandshakePayload`), `base_scheduler.py` (`_nixl_handshake_listener`),
@@ -40,10 +40,10 @@ MAX_QUESTION_BYTES, MAX_ANSWER_BYTES = 64 << 10, 16 << 20
 
 
 class NixlAgentMetadata(msgspec.Struct):
-    """One rank's cache, as its peer must know it.
+    """One rank's cache, as a peer needs to know it.
 
     The cache is `len(kv_caches_base_addr)` regions of `num_blocks` blocks; a block of region i has
-    `block_lens[i]` bytes and begins every `block_strides[i]` bytes. `registration_generation`
+    `block_lens[i]` bytes, and blocks are `block_strides[i]` bytes apart. `registration_generation`
     changes whenever memory is registered again.
     """
 
@@ -63,11 +63,11 @@ class NixlAgentMetadata(msgspec.Struct):
         lengths = {len(self.kv_caches_base_addr), len(self.block_lens), len(self.block_strides)}
         numbers = (*self.kv_caches_base_addr, *self.block_lens, *self.block_strides, self.num_blocks, self.block_size)
         if len(lengths) != 1 or min(numbers) < 1 or self.device_id < 0:
-            raise ValueError("a cache's regions have addresses, lengths and strides above 0, as many of each")
+            raise ValueError("a cache's regions need addresses, lengths and strides above 0, the same number of each")
 
 
 class NixlHandshakePayload(msgspec.Struct):
-    """The side channel's answer: decode `agent_metadata_bytes` only if `compatibility_hash` is
+    """The side channel's answer: decode `agent_metadata_bytes` only if `compatibility_hash` equals
     the engine's own.
     """
 
@@ -76,8 +76,8 @@ class NixlHandshakePayload(msgspec.Struct):
 
 
 def compute_nixl_compatibility_hash(config: KVConnectorConfig) -> str:
-    """Return a hash of all that two engines must have alike; block sizes and numbers of blocks
-    may differ.
+    """Return a hash of everything that two engines must have in common; block sizes and numbers of
+    blocks may differ.
     """
     factors = {
         "protocol": PROTOCOL,
@@ -92,16 +92,16 @@ def compute_nixl_compatibility_hash(config: KVConnectorConfig) -> str:
 
 
 class NixlSideChannel:
-    """Answers other engines, in a thread of its own, until it is closed."""
+    """A server that answers other engines, in its own thread, until it is closed."""
 
     def __init__(
         self, host: str, port: int, payloads: Mapping[tuple[int, int], bytes], is_held: Callable[[str], bool]
     ) -> None:
-        """Answer with these payloads, by (pp_rank, tp_rank), and with `is_held`, called in the
-        thread.
+        """Serve these payloads, by (pp_rank, tp_rank), and the answers of `is_held`, which is
+        called in the thread.
 
         Raises:
-            MinivllmError: the port is taken, or the host is none of this machine's.
+            MinivllmError: the port is taken, or the host is not an address of this machine.
         """
         self._payloads = payloads
         self._is_held = is_held
@@ -117,7 +117,7 @@ class NixlSideChannel:
             self._context.term()
             raise MinivllmError(
                 f"NIXL's side channel cannot listen on {host}:{port}: {error}; set VLLM_NIXL_SIDE_CHANNEL_HOST and "
-                "VLLM_NIXL_SIDE_CHANNEL_PORT, each engine of a machine needs a port of its own"
+                "VLLM_NIXL_SIDE_CHANNEL_PORT; each engine on a machine needs its own port"
             ) from None
         self._thread = threading.Thread(target=self._answer, args=(socket,), daemon=True, name="nixl-side-channel")
         self._thread.start()
@@ -139,7 +139,7 @@ class NixlSideChannel:
             socket.close()
 
     def _answer_to(self, question: bytes) -> bytes:
-        """Return the answer; an empty one means that there is none."""
+        """Return the answer to a question; an empty one means that there is none."""
         try:
             match msgspec.msgpack.decode(question):
                 case [b"get_meta_msg", int(pp_rank), int(tp_rank)]:
@@ -148,19 +148,19 @@ class NixlSideChannel:
                     return msgspec.msgpack.encode(self._is_held(request_id))
         except msgspec.MsgspecError:
             pass
-        logger.warning("NIXL's side channel was asked what it does not know")
+        logger.warning("NIXL's side channel received an unknown question")
         return b""
 
 
 def fetch_metadata(
     host: str, port: int, ranks: tuple[int, int], compatibility_hash: str, seconds: float
 ) -> tuple[NixlAgentMetadata, float]:
-    """Ask the engine there for the metadata of its rank (pp_rank, tp_rank).
+    """Fetch the metadata of the rank (pp_rank, tp_rank) from the engine at this address.
 
-    Return the metadata, and by how many seconds its clock is ahead of this one's.
+    Return the metadata, and how many seconds that engine's clock is ahead of this one's.
 
     Raises:
-        MinivllmError: nobody answers within `seconds`, or the engine there does not fit this one;
+        MinivllmError: no answer within `seconds`, or the engine there is incompatible with this one;
             the message says why.
     """
     asked = time.perf_counter()
@@ -174,16 +174,16 @@ def fetch_metadata(
         payload = msgspec.msgpack.decode(answer, type=NixlHandshakePayload)
         if payload.compatibility_hash != compatibility_hash:
             raise MinivllmError(
-                f"{where} has another cache than this one; both need the same model, dtype, kv_cache_dtype, "
+                f"{where} has a different cache; both engines need the same model, dtype, kv_cache_dtype, "
                 "tensor_parallel_size and version of minivllm"
             )
         return msgspec.msgpack.decode(payload.agent_metadata_bytes, type=NixlAgentMetadata), offset
     except msgspec.MsgspecError as error:
-        raise MinivllmError(f"{where} answers what is no NIXL metadata: {error}") from None
+        raise MinivllmError(f"{where} sent something other than NIXL metadata: {error}") from None
 
 
 def ask_is_held(host: str, port: int, request_id: str, seconds: float) -> bool:
-    """Return whether the engine there still keeps this request's blocks.
+    """Return whether the engine at this address still keeps this request's blocks.
 
     Raises:
         MinivllmError: no answer within `seconds`.
@@ -196,7 +196,7 @@ def ask_is_held(host: str, port: int, request_id: str, seconds: float) -> bool:
 
 
 def _ask(host: str, port: int, question: tuple[Any, ...], seconds: float) -> tuple[bytes, float]:
-    """Return the answer and the other's clock."""
+    """Send a question; return the answer and the other process's clock."""
     with zmq.Context() as context, context.socket(zmq.REQ) as socket:
         socket.linger = 0
         socket.maxmsgsize = MAX_ANSWER_BYTES
@@ -210,9 +210,9 @@ def _ask(host: str, port: int, question: tuple[Any, ...], seconds: float) -> tup
         except zmq.Again:
             raise MinivllmError(f"the engine at {host}:{port} did not answer within {seconds:g} s") from None
         except (zmq.ZMQError, ValueError, msgspec.MsgspecError) as error:
-            raise MinivllmError(f"the engine at {host}:{port} cannot be asked: {error}") from None
+            raise MinivllmError(f"the engine at {host}:{port} cannot be reached: {error}") from None
 
 
 def tcp_address(host: str, port: int) -> str:
-    """Return the address of a TCP socket for ZMQ."""
+    """Return the ZMQ address of a TCP socket."""
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"

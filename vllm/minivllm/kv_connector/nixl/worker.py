@@ -1,10 +1,10 @@
-"""The ranks' side of NIXL's connector: reads blocks from other engines, and keeps its own while
-they are leased.
+"""The workers' side of NIXL's connector: it reads blocks from other engines, and keeps its own
+while they are leased.
 
-A read is over in five moves, none of which anybody waits for: the handshake with the other engine,
-if it is the first; the READ; the question whether the blocks were still the request's when the last
-byte had come; the notification that lets the other engine free them; the word to the scheduler.
-Each step of the engine looks how far every read has come.
+A read takes five steps, none of which blocks: the handshake with the other engine, on first
+contact; the READ; the question whether the blocks still belonged to the request when the last byte
+had arrived; the notification that lets the other engine free them; the report to the scheduler. In
+each step of the engine, every read is moved on as far as possible.
 
 In vLLM v0.33.0: `NixlPullConnectorWorker` in
 `vllm/distributed/kv_transfer/kv_connector/v1/nixl/pull_worker.py`, `base_worker.py`.
@@ -47,7 +47,7 @@ HEARTBEAT = b"HB:"
 
 @dataclass(slots=True)
 class _Read:
-    """A read and how far it is. `deadline` in seconds of `time.monotonic()`."""
+    """A read and its progress. `deadline` is in seconds of `time.monotonic()`."""
 
     order: ReadOrder
     peer: Peer | None = None
@@ -57,7 +57,9 @@ class _Read:
 
 
 class NixlConnectorWorker(PullConnectorWorker):
-    """One thread at a time may call it."""
+    """The worker's side of NIXL's connector. It is not thread-safe: only one thread may call it at
+    a time.
+    """
 
     kind = "nixl"
 
@@ -67,9 +69,7 @@ class NixlConnectorWorker(PullConnectorWorker):
         role: KVConnectorRole = KVConnectorRole.WORKER,
         make_agent: MakeAgent = NixlAgent,
     ) -> None:
-        """Prepare the worker; `make_agent` gets a name that no other agent has, and the
-        backends.
-        """
+        """Prepare the worker; `make_agent` is called with a unique name and the backends."""
         seconds, self._backends = check_settings(config)
         super().__init__(config, role, seconds["kv_lease_duration"])
         self._handshake_timeout = seconds["handshake_timeout"]
@@ -80,7 +80,7 @@ class NixlConnectorWorker(PullConnectorWorker):
         self._releases: dict[str, RemotePrefill] = {}
 
     def register_kv_caches(self, kv_caches: KVCaches) -> None:
-        """Open the whole cache to reads. Raise `MinivllmError` if nixl is not installed."""
+        """Register the whole cache for reads. Raise `MinivllmError` if nixl is not installed."""
         tensors = [tensor for layer in kv_caches.values() for tensor in layer]
         self._agent = self._make_agent(str(uuid.uuid4()), self._backends)
         self._agent.register(tensors)
@@ -90,7 +90,7 @@ class NixlConnectorWorker(PullConnectorWorker):
         self._peers = Peers(self._agent, self._own, rank, self._hash, self._handshake_timeout)
 
     def get_handshake_metadata(self) -> bytes:
-        """Return what the side channel answers for this rank."""
+        """Return the side channel's answer for this rank."""
         payload = NixlHandshakePayload(self._hash, msgspec.msgpack.encode(self._own))
         return msgspec.msgpack.encode(payload)
 
@@ -107,7 +107,9 @@ class NixlConnectorWorker(PullConnectorWorker):
         take_notifications(self.leases, self._agent.notifications())
 
     def reset(self) -> None:
-        """Give up all reads and releases: nothing writes into the cache any more. Leases run on."""
+        """Cancel all reads and releases, so that nothing writes into the cache any more. Leases
+        keep running.
+        """
         until = time.monotonic() + SECONDS_TO_CANCEL
         for read in self._reads.values():
             # A transfer that cannot be cancelled still writes into the cache: wait for its end.
@@ -124,7 +126,7 @@ class NixlConnectorWorker(PullConnectorWorker):
             self._agent = None
 
     def _advance(self) -> None:
-        """Move every read and every release as far as it goes without waiting."""
+        """Move every read and every release as far as possible without waiting."""
         for request_id, read in list(self._reads.items()):
             try:
                 if self._is_over(read):
@@ -142,8 +144,8 @@ class NixlConnectorWorker(PullConnectorWorker):
         self._peers.forget_lost({read.peer.name for read in self._reads.values() if read.peer})
 
     def _is_over(self, read: _Read) -> bool:
-        """Return whether all bytes have come. Raise `MinivllmError` if they will not, or are of
-        another request.
+        """Return whether all bytes have arrived. Raise `MinivllmError` if they will not, or belong
+        to another request.
         """
         if read.transfer is None:
             read.peer = self._peers.meet(read.order.remote)
@@ -171,11 +173,11 @@ class NixlConnectorWorker(PullConnectorWorker):
             where = remote.host, remote.port, remote.request_id, self._handshake_timeout
             read.is_held = in_thread(lambda: ask_is_held(*where))
         if read.is_held.done() and not read.is_held.result():
-            raise MinivllmError("the prefill engine does not keep its blocks any more: they were read, or not in time")
+            raise MinivllmError("the prefill engine no longer keeps the blocks: they were read, or not in time")
         return read.is_held.done()
 
     def _begin(self, order: ReadOrder, peer: Peer) -> Transfer:
-        """Post the READ. Raise `MinivllmError` if the other engine cannot have all these tokens."""
+        """Post the READ. Raise `MinivllmError` if the other engine cannot hold all these tokens."""
         own = self._own
         peer_cache = peer.metadata
         remote = order.remote
@@ -224,7 +226,7 @@ class NixlConnectorWorker(PullConnectorWorker):
         self.tell(request_id)
 
     def _notify(self, peer: Peer | None, message: bytes) -> None:
-        """Send it if it can; where it cannot, leases end by themselves."""
+        """Send a notification if possible; if not, the lease will expire by itself."""
         assert self._agent is not None
         try:
             if peer is None:
@@ -235,7 +237,7 @@ class NixlConnectorWorker(PullConnectorWorker):
             logger.warning("A prefill engine could not be notified (%s); its lease will end", error)
 
     def _send_heartbeats(self, remotes: list[RemotePrefill]) -> None:
-        """Send one notification to each engine that is known, and begin to meet the others."""
+        """Send one notification to each engine that is known, and start handshakes with the others."""
         by_engine = groupby(sorted(remotes, key=lambda remote: remote.engine_id), lambda remote: remote.engine_id)
         for requests in (list(group) for _, group in by_engine):
             peer = None
@@ -251,12 +253,12 @@ def heartbeat_message(request_ids: Iterable[str]) -> bytes:
 
 
 def consumed_message(request_id: str, tensor_parallel_size: int) -> bytes:
-    """Return the notification that a rank has all that it wanted of a request."""
+    """Return the notification that a rank has read everything it wanted of a request."""
     return f"{request_id}:{tensor_parallel_size}".encode()
 
 
 def take_notifications(leases: Leases, messages: Iterable[bytes]) -> None:
-    """Act on notifications. What is not understood, or is of no request here, changes nothing."""
+    """Handle notifications. Those that are malformed, or name no request here, have no effect."""
     for message in messages:
         if message.startswith(HEARTBEAT):
             leases.renew(message.removeprefix(HEARTBEAT).decode(errors="replace").split(","))
@@ -265,8 +267,8 @@ def take_notifications(leases: Leases, messages: Iterable[bytes]) -> None:
 
 
 def own_metadata(config: KVConnectorConfig, agent_metadata: bytes, tensors: list[torch.Tensor]) -> NixlAgentMetadata:
-    """Return what a peer must know of a cache whose regions are these tensors, [num_blocks, ...]
-    each.
+    """Return the metadata that peers need about a cache whose regions are these tensors,
+    [num_blocks, ...] each.
     """
     lengths = [tensor.stride(0) * tensor.element_size() for tensor in tensors]
     return NixlAgentMetadata(

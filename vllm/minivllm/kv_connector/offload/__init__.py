@@ -1,11 +1,11 @@
 """A second tier of the KV cache in host memory: `kv_offloading_size`.
 
-It extends the prefix cache. What the first tier has computed is copied out, and a request whose
-prefix the first tier does not have any more gets it back by a copy, while others run. See
-`core.kv_offload` for the books, `offload.scheduler` for what is copied when, `offload.worker` for
-how.
+It extends the prefix cache. Blocks that the first tier has computed are copied out, and a request
+whose prefix has left the first tier gets it back by a copy, while other requests run. See
+`core.kv_offload` for the bookkeeping, `offload.scheduler` for what is copied when, and
+`offload.worker` for how.
 
 In vLLM v0.33.0: `vllm/distributed/kv_transfer/kv_connector/v1/simple_cpu_offload_connector.py`
-(`SimpleCPUOffloadConnector`). Its `OffloadingConnector` is the same here: options of both are
-taken.
+(`SimpleCPUOffloadConnector`). Its `OffloadingConnector` is the same connector here: the options of
+both are accepted.
 """

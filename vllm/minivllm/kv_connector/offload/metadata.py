@@ -18,9 +18,9 @@ class BlockCopy:
 
 @dataclass(kw_only=True)
 class OffloadMetadata(KVConnectorMetadata):
-    """Orders to the ranks for one step; they report the numbers of stores that have ended.
+    """Orders to the ranks for one step; in return, the ranks report the numbers of finished stores.
 
-    - `num_cpu_blocks`: of the tier, on each rank.
+    - `num_cpu_blocks`: blocks of the tier, on each rank.
     - `loads`: begun before the step's forward pass, by request.
     - `stores`: begun after it, by number.
     - `need_flush`: stores begun by earlier steps must end first, since their blocks may be

@@ -1,13 +1,13 @@
-"""The scheduler's side of the offloading connector: what is stored, what is loaded, and which
-blocks wait for a copy.
+"""The scheduler's side of the offloading connector: it decides what is stored, what is loaded, and
+which blocks wait for a copy.
 
 A step's store begins when its forward pass is over, so whatever the scheduler has published by then
-can be stored. The blocks that it reads are held by one more reference until all ranks have ended
-it. Where memory is short they are given back at once, and the ranks end the store before the next
-forward pass (`release_gpu_blocks`).
+can be stored. One more reference holds the blocks that the store reads until all ranks have
+finished it. When memory is short, those references are dropped at once, and the ranks finish the
+store before the next forward pass (`release_gpu_blocks`).
 
-*Eager* stores take each full block as soon as it is computed; *lazy* ones only those that stand
-near the head of the free queue, so would be evicted soon.
+*Eager* stores take each full block as soon as it is computed; *lazy* ones take only blocks near the
+head of the free queue, which would be evicted soon.
 
 In vLLM v0.33.0: `vllm/v1/simple_kv_offload/manager.py` (`SimpleCPUOffloadScheduler`).
 """
@@ -39,7 +39,7 @@ logger = init_logger(__name__)
 
 @dataclass(slots=True)
 class _Followed:
-    """A running request, and how many of its blocks were offered to the tier."""
+    """A running request, and how many of its blocks have been offered to the tier."""
 
     request: "Request"
     num_offered: int = 0
@@ -47,8 +47,8 @@ class _Followed:
 
 @dataclass(slots=True)
 class _Hit:
-    """A promise to a request: the keys of its blocks starting at `first`, and where they are
-    pinned in the tier.
+    """A load promised to a request: the keys of its blocks starting at `first`, and the tier's
+    blocks in which they are pinned.
     """
 
     first: int
@@ -58,8 +58,8 @@ class _Hit:
 
 @dataclass(slots=True)
 class _Store:
-    """A store under way: its keys, the blocks of the cache that it holds, and which ranks have
-    not ended it.
+    """A store in progress: its keys, the cache blocks that it holds, and how many ranks have not
+    finished it.
     """
 
     keys: list[BlockHash]
@@ -69,10 +69,10 @@ class _Store:
 
 
 class OffloadScheduler(KVConnectorBase_V1):
-    """Decides which blocks are stored and loaded."""
+    """The scheduler's side, which decides which blocks are stored and loaded."""
 
     def __init__(self, config: KVConnectorConfig, role: KVConnectorRole = KVConnectorRole.SCHEDULER) -> None:
-        """Raise `MinivllmError` for settings that cannot be."""
+        """Check the settings; raise `MinivllmError` for invalid ones."""
         super().__init__(config, role)
         self.settings = OffloadSettings.of(config.kv_transfer_config.kv_connector_extra_config)
         self.num_ranks = config.tensor_parallel_size * config.pipeline_parallel_size
@@ -86,10 +86,10 @@ class OffloadScheduler(KVConnectorBase_V1):
         self._told_state: dict[str, int] = {}
 
     def set_xfer_handshake_metadata(self, metadata: Mapping[int, int]) -> None:
-        """Make the tier, now that the bytes of a block on each rank are known.
+        """Create the tier, now that the size of a block on each rank is known.
 
         Raises:
-            MinivllmError: not one block fits, or this machine has not that much.
+            MinivllmError: not even one block fits, or this machine has less memory.
         """
         record = sum(metadata.values())
         num_bytes = self.settings.cpu_bytes_to_use or 0
@@ -98,7 +98,7 @@ class OffloadScheduler(KVConnectorBase_V1):
         require(
             num_blocks >= 2,
             f"cpu_bytes_to_use is {num_bytes:,.0f}, and a block of {self.config.block_size} tokens takes {record:,}: "
-            f"give it {2 * record:,} bytes at least",
+            f"give it at least {2 * record:,} bytes",
         )
         num_blocks -= 1  # the null block, which takes no memory here
         available = available_memory()
@@ -122,8 +122,8 @@ class OffloadScheduler(KVConnectorBase_V1):
     # Loads
 
     def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Count the tier's tokens in whole blocks, except for the last token; pin them until the
-        step is made.
+        """Count the tokens that the tier can load: whole blocks, excluding the last token's. Pin
+        them until the step is made.
         """
         size = self.config.block_size
         self._release_hit(request.request_id)
@@ -150,7 +150,7 @@ class OffloadScheduler(KVConnectorBase_V1):
     def update_state_after_alloc(
         self, request: "Request", blocks: "Sequence[KVCacheBlock]", num_external_tokens: int
     ) -> None:
-        """Order what was promised to be loaded, and follow the request from now on."""
+        """Order the promised load, and follow the request from now on."""
         name = request.request_id
         self._followed[name] = _Followed(request)
         self.manager.touch(request.block_hashes)
@@ -175,7 +175,7 @@ class OffloadScheduler(KVConnectorBase_V1):
     # Stores
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> OffloadMetadata:
-        """Add what is to be stored after this step."""
+        """Add the blocks to store after this step."""
         for name in list(self._hits):  # promised in this step, to a request that did not fit
             self._release_hit(name)
         # Without tokens nothing is evicted, so there is nothing to save.
@@ -187,9 +187,7 @@ class OffloadScheduler(KVConnectorBase_V1):
         return metadata
 
     def _computed_blocks(self, num_scheduled_tokens: Mapping[str, int]) -> "dict[BlockHash, KVCacheBlock]":
-        """Return the blocks that this step or an earlier one fills, of the requests in this
-        step.
-        """
+        """Return the blocks of this step's requests that this step or an earlier one fills."""
         wanted: dict[BlockHash, KVCacheBlock] = {}
         size = self.config.block_size
         for name, num_tokens in num_scheduled_tokens.items():
@@ -210,7 +208,7 @@ class OffloadScheduler(KVConnectorBase_V1):
     def _blocks_to_be_evicted(self) -> "dict[BlockHash, KVCacheBlock]":
         """Return the blocks near the head of the free queue, as many as two full steps could take.
 
-        No more than the tier has room for: else each one stored would evict another one.
+        The tier's free room is the limit: beyond it, each stored block would evict another one.
         """
         num_near = 2 * -(-self.config.max_num_batched_tokens // self.config.block_size)
         num_near = min(num_near, self.manager.num_blocks - self.manager.num_pending_blocks)
@@ -221,8 +219,8 @@ class OffloadScheduler(KVConnectorBase_V1):
         return near
 
     def _store(self, wanted: "dict[BlockHash, KVCacheBlock]", is_lazy: bool = False) -> None:
-        """Order these blocks to be stored, as far as the tier has room; those that it has stay
-        there.
+        """Order these blocks to be stored, as far as the tier has room; blocks that are already
+        there stay.
         """
         # Counted first, to know afterwards how many blocks found no room.
         num_missing = sum(self.manager.lookup(key) is LookupResult.MISS for key in wanted)
@@ -243,7 +241,7 @@ class OffloadScheduler(KVConnectorBase_V1):
         self._metadata.stores[number] = BlockCopy([block.block_id for block in blocks], prepared.block_ids)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """End loads, and stores that all ranks have ended."""
+        """Complete loads, and stores that all ranks have finished."""
         for name in connector_output.finished_recving:
             self._complete_load(name)
         for completed in connector_output.kv_connector_worker_meta or ():
@@ -251,7 +249,7 @@ class OffloadScheduler(KVConnectorBase_V1):
                 self._complete_store(number)
 
     def _complete_store(self, number: int) -> None:
-        """Count a rank that has ended a store; after the last one its keys are hits."""
+        """Record that a rank has finished a store; after the last rank, its keys become hits."""
         if (store := self._stores.get(number)) is None:
             return  # it was begun before the engine had to start over
         store.num_ranks_left -= 1
@@ -263,9 +261,7 @@ class OffloadScheduler(KVConnectorBase_V1):
         self._counts["simple_kv_offload_save_outcomes.stored"] += len(store.keys)
 
     def _let_go(self, store: _Store) -> bool:
-        """Drop the references of a store to blocks of the cache; return whether any of them is
-        free now.
-        """
+        """Drop a store's references to cache blocks; return whether any of the blocks is free now."""
         blocks, store.blocks = store.blocks, []
         self.gpu_pool.free_blocks(reversed(blocks))
         # Requests may still hold the others.
@@ -277,8 +273,8 @@ class OffloadScheduler(KVConnectorBase_V1):
         return bool(freed)
 
     def release_gpu_blocks(self) -> bool:
-        """Give back the blocks of stores under way, which the ranks finish before the next
-        forward pass.
+        """Drop the references of stores in progress, which the ranks finish before the next forward
+        pass.
         """
         stores = [store for store in self._stores.values() if store.blocks]
         if stores:
@@ -288,22 +284,24 @@ class OffloadScheduler(KVConnectorBase_V1):
         return any(freed)
 
     def request_finished(self, request: "Request", block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Follow it no more. Its keys are touched once more, as it used all of them until now."""
+        """Stop following the request. Its keys are touched once more, since it used them all until
+        now.
+        """
         self._release_hit(request.request_id)
         self._followed.pop(request.request_id, None)
         self.manager.touch(request.block_hashes)
         return False, None
 
     def has_pending_block_frees(self) -> bool:
-        """Return whether stores are under way."""
+        """Return whether any stores are in progress."""
         return bool(self._stores)
 
     def reset_cache(self) -> bool:
-        """Forget all keys; False while a copy is under way."""
+        """Forget all keys; return False while a copy is in progress."""
         return self.manager.reset()
 
     def start_over(self) -> None:
-        """Forget all keys, too: a failed step may have stored anything."""
+        """Forget everything, including all keys: a failed step may have stored anything."""
         self._hits.clear()
         self._loads.clear()
         self._stores.clear()
@@ -320,7 +318,7 @@ class OffloadScheduler(KVConnectorBase_V1):
         }
 
     def take_stats(self) -> dict[str, Any] | None:
-        """Return what was counted since the last call, and the tier's state if it has changed."""
+        """Return the counts since the last call, and the tier's state if it has changed."""
         counts: dict[str, Any] = dict(self._counts)
         self._counts.clear()
         if self._lookup_seconds:

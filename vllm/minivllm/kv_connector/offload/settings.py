@@ -17,12 +17,12 @@ from minivllm.config.checks import is_number, refuse_unknown, require, require_c
 class OffloadSettings:
     """The tier's settings in `kv_connector_extra_config`.
 
-    - `cpu_bytes_to_use`: bytes of host memory, of all ranks together. `num_cpu_blocks`: in place of
-      that, blocks, one of which is a null block, as in the first pool.
+    - `cpu_bytes_to_use`: bytes of host memory, for all ranks together. `num_cpu_blocks`: instead of
+      that, a number of blocks, one of which is a null block, as in the first pool.
     - `lazy_offload`: store a block only shortly before it would be evicted, not as soon as it is
       full.
-    - `offload_prompt_only`: store no block that has tokens of an answer. None: True, but for
-      `lazy_offload`, which does not know whose a block was.
+    - `offload_prompt_only`: store no block with generated tokens. None: True, except with
+      `lazy_offload`, which does not know which request a block was for.
     """
 
     cpu_bytes_to_use: float | None = None
@@ -32,10 +32,10 @@ class OffloadSettings:
 
     @classmethod
     def of(cls, extra_config: Mapping[str, Any]) -> "OffloadSettings":
-        """Read them.
+        """Read and check the settings.
 
         Raises:
-            MinivllmError: an unknown key, or a value that cannot be.
+            MinivllmError: a key is unknown, or a value is invalid.
         """
         refuse_unknown("kv_connector_extra_config has no key", extra_config, [field.name for field in fields(cls)])
         return cls(**extra_config)
@@ -57,10 +57,10 @@ class OffloadSettings:
         )
         require(
             not (self.lazy_offload and self.offload_prompt_only),
-            "lazy_offload does not know whose a block was: leave out offload_prompt_only",
+            "lazy_offload does not know which request a block was for: leave out offload_prompt_only",
         )
 
     @property
     def stores_prompts_only(self) -> bool:
-        """Return whether blocks with tokens of an answer are left out."""
+        """Whether blocks with generated tokens are left out."""
         return not self.lazy_offload if self.offload_prompt_only is None else self.offload_prompt_only

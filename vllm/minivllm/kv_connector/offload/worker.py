@@ -1,7 +1,7 @@
-"""A rank's side of the offloading connector: copies blocks in two threads, one that stores and one
-that loads.
+"""The worker's side of the offloading connector, which copies blocks in two threads, one for stores
+and one for loads.
 
-Stores keep their order. A block of the tier is only overwritten when nobody loads it any more.
+Stores keep their order. A block of the tier is overwritten only when no load reads it any more.
 
 In vLLM v0.33.0: `vllm/v1/simple_kv_offload/worker.py` (`SimpleCPUOffloadWorker`).
 """
@@ -25,7 +25,7 @@ SECONDS_WITHOUT_TOKENS = 0.005
 
 
 class OffloadWorker(KVConnectorBase_V1):
-    """Copies blocks of one rank. Everything but the copies is one thread's."""
+    """One rank's block copies. Everything but the copies themselves belongs to one thread."""
 
     def __init__(self, config: KVConnectorConfig, role: KVConnectorRole = KVConnectorRole.WORKER) -> None:
         super().__init__(config, role)
@@ -43,12 +43,12 @@ class OffloadWorker(KVConnectorBase_V1):
         self._computes = False
 
     def register_kv_caches(self, kv_caches: KVCaches) -> None:
-        """Make a table of all tensors."""
+        """Build a table of all cache tensors."""
         self.regions = BlockRegions.of([tensor for tensors in kv_caches.values() for tensor in tensors])
         self._to_host, self._from_host = HostCopies(self.regions), HostCopies(self.regions)
 
     def get_handshake_metadata(self) -> int:
-        """Return the bytes of a block on this rank."""
+        """Return the size of a block on this rank, in bytes."""
         return self.regions.record_bytes
 
     @property
@@ -57,7 +57,7 @@ class OffloadWorker(KVConnectorBase_V1):
         return self._connector_metadata
 
     def start_load_kv(self) -> None:
-        """End what must end first, and begin the step's loads."""
+        """Wait for the stores that must finish first, and begin the step's loads."""
         metadata = self._orders
         if self._host is None:
             self._take_host_memory(metadata.num_cpu_blocks)
@@ -70,20 +70,18 @@ class OffloadWorker(KVConnectorBase_V1):
             self._loads[name] = self._loading.submit(self._move, self._from_host.from_host, copy)
 
     def _take_host_memory(self, num_blocks: int) -> None:
-        """Allocate the tier, and compile the copying kernel if need be; called by the first
-        step.
-        """
+        """Allocate the tier, and compile the copying kernel if needed; the first step calls this."""
         self._host = host_buffer(num_blocks, self.regions.record_bytes, pinned=self.regions.device.type == "cuda")
         self._to_host.to_host([0], self._host, [0])  # the null block
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Wait for nothing: a load never belongs to the step that computes. Takes note that this
-        one does.
+        """Record that this step computes. There is nothing to wait for: a load never belongs to the
+        step that computes.
         """
         self._computes = True
 
     def wait_for_save(self) -> None:
-        """Begin the step's store. Its blocks are not overwritten before it has ended; see
+        """Begin the step's store. Its blocks are not overwritten until it has finished; see
         `need_flush`.
         """
         # Recorded behind the forward pass, so the copy begins when that has written the blocks.
@@ -94,7 +92,7 @@ class OffloadWorker(KVConnectorBase_V1):
             self._stores[number] = self._storing.submit(self._move, self._to_host.to_host, copy, after)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
-        """Take note of the copies that have ended; return the requests whose loads have."""
+        """Collect the copies that have finished; return the requests whose loads are among them."""
         under_way = [*self._stores.values(), *self._loads.values()]
         if not self._computes and under_way:
             # Otherwise empty steps would spin until the copy has ended.
@@ -119,7 +117,7 @@ class OffloadWorker(KVConnectorBase_V1):
         return stats or None
 
     def build_connector_worker_meta(self) -> list[int] | None:
-        """Return the numbers of the stores that have ended."""
+        """Return the numbers of the stores that have finished."""
         completed, self._completed_stores = self._completed_stores, []
         return completed or None
 
@@ -129,12 +127,12 @@ class OffloadWorker(KVConnectorBase_V1):
         self._forget_all()
 
     def shutdown(self) -> None:
-        """End the threads."""
+        """Stop the threads."""
         self._storing.shutdown()
         self._loading.shutdown()
 
     def _move(self, move: Callable[..., None], copy: BlockCopy, *after: Any) -> tuple[int, float]:
-        """Copy in one of the threads; return the bytes and the seconds."""
+        """Copy blocks, in one of the threads; return the number of bytes and the seconds taken."""
         start = time.perf_counter()
         # Block 0, the null block, takes no memory here.
         move(copy.block_ids, self._host, [block_id - 1 for block_id in copy.cpu_block_ids], *after)

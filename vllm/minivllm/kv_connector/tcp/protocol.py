@@ -1,4 +1,4 @@
-"""Frames over TCP between two engines that know the same secret.
+"""Frames over TCP between two engines that share a secret.
 
     frame         1 byte: refused?  ·  length of the body, 4  ·  its CRC-32, 4 (big endian)  ·  body
 
@@ -40,18 +40,22 @@ NONCE_BYTES, PROOF_BYTES = 32, 32
 
 
 class TransferError(RuntimeError):
-    """A transfer that did not succeed, for a reason outside this engine. One line."""
+    """Raised when a transfer did not succeed, for a reason outside this engine. The message is one
+    line.
+    """
 
 
 class RefusedError(TransferError):
-    """The other engine answers, and says why not: to ask again would not help."""
+    """Raised when the other engine answers with a refusal and its reason: asking again would not
+    help.
+    """
 
 
 class Ask(msgspec.Struct, frozen=True):
-    """A question: send me these blocks of a request, or keep them, or let go of them.
+    """A question: send me these blocks of a request, renew its lease, or release it.
 
-    `block_ids` must be the request's blocks starting at its `first`; `layout` is that of the cache
-    that they go to.
+    `block_ids` must be the request's blocks starting at index `first`; `layout` describes the cache
+    that will hold them.
     """
 
     what: Literal["read", "renew", "release"]
@@ -62,15 +66,15 @@ class Ask(msgspec.Struct, frozen=True):
 
 
 class Connection:
-    """Frames over one socket."""
+    """One socket that sends and receives frames."""
 
     def __init__(self, sock: socket.socket, timeout: float) -> None:
         self._socket = sock
         self.timeout = timeout
 
     def send(self, body: bytes | memoryview, refused: bool = False) -> None:
-        """Send a frame. Raise `TransferError` if the peer is gone, or does not take it in time."""
-        with _as_transfer_error("the other engine does not take what is sent"):
+        """Send a frame. Raise `TransferError` if the peer is gone or does not accept it in time."""
+        with _as_transfer_error("the other engine does not accept data"):
             self._socket.settimeout(self.timeout)  # of a whole call
             # A small frame must not wait until there is more to send (Nagle).
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -80,10 +84,10 @@ class Connection:
             self._socket.sendall(body)
 
     def receive(self, most: int, room: memoryview | None = None) -> memoryview:
-        """Receive a frame of at most `most` bytes; or of exactly `most`, into this `room`.
+        """Receive a frame of at most `most` bytes, or of exactly `most` bytes into this `room`.
 
         Raises:
-            RefusedError: the peer says why it refuses.
+            RefusedError: the peer refuses; the message is its reason.
             TransferError: the peer is gone, sends nothing in time, or sends an invalid frame.
         """
         until = time.monotonic() + self.timeout
@@ -91,7 +95,7 @@ class Connection:
         refused, size, checksum = HEADER.unpack(self._filled(memoryview(bytearray(HEADER.size)), until))
         # Check the length before allocating: it is the peer's word.
         if size > (MOST_REASON if refused else most) or (room is not None and not refused and size < most):
-            raise TransferError(f"a frame is said to have {size} bytes where {most} are due")
+            raise TransferError(f"a frame announces {size} bytes where {most} are due")
         body = self._filled(memoryview(bytearray(size)) if room is None or refused else room, until)
         if zlib.crc32(body) != checksum:
             raise TransferError("a frame's checksum is wrong: it was damaged on its way")
@@ -100,14 +104,14 @@ class Connection:
         return body
 
     def close(self) -> None:
-        """Close it; a thread that waits on it gets an error."""
+        """Close the connection; a thread that waits on it gets an error."""
         with contextlib.suppress(OSError):  # the peer was faster
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
     def _filled(self, room: memoryview, until: float) -> memoryview:
         done = 0
-        with _as_transfer_error("the other engine sends nothing more"):
+        with _as_transfer_error("the other engine stopped sending"):
             while done < len(room):
                 if (left := until - time.monotonic()) <= 0:  # also for a peer that sends a byte now and then
                     raise TimeoutError("timed out")
@@ -127,15 +131,15 @@ def _as_transfer_error(what: str) -> Iterator[None]:
 
 
 def connect(host: str, port: int, timeout: float) -> Connection:
-    """Connect to another engine's rank. Raise `TransferError` if nobody listens there."""
+    """Connect to another engine's rank. Raise `TransferError` if nothing listens there."""
     with _as_transfer_error(f"cannot connect to {host!r}:{port}"):
         at_first = min(timeout, HANDSHAKE_SECONDS)
         return Connection(socket.create_connection((host, port), at_first), at_first)
 
 
 def greet(connection: Connection, secret: bytes, timeout: float) -> None:
-    """Prove to a server that this engine knows the secret. Raise `TransferError` if the server
-    does not.
+    """Prove to a server that this engine knows the secret. Raise `TransferError` if the server does
+    not prove the same.
     """
     # Both sides add a random number, so that neither proof can be recorded and sent again.
     peer_nonce, own_nonce = bytes(connection.receive(NONCE_BYTES)), secrets.token_bytes(NONCE_BYTES)
@@ -148,8 +152,8 @@ def greet(connection: Connection, secret: bytes, timeout: float) -> None:
 
 
 def welcome(connection: Connection, secret: bytes, timeout: float) -> None:
-    """Check that a client knows the secret, and prove the same. Raise `TransferError` if it does
-    not.
+    """Check that a client knows the secret, and prove that this engine does too. Raise
+    `TransferError` if the client does not know it.
     """
     own_nonce = secrets.token_bytes(NONCE_BYTES)
     connection.send(own_nonce)
@@ -158,13 +162,13 @@ def welcome(connection: Connection, secret: bytes, timeout: float) -> None:
     if len(peer_nonce) < NONCE_BYTES or not hmac.compare_digest(
         proof, _proof(secret, b"client", peer_nonce, own_nonce)
     ):
-        raise RefusedError(f"this engine has another secret ({SECRET_VARIABLE})")
+        raise RefusedError(f"this engine has a different secret ({SECRET_VARIABLE})")
     connection.send(_proof(secret, b"server", peer_nonce, own_nonce))
     connection.timeout = timeout
 
 
 def _proof(secret: bytes, role: bytes, of_client: bytes, of_server: bytes) -> bytes:
-    """Return the proof of one side. It includes the role, so that nobody can send it back as
-    their own.
+    """Return the proof of one side. It includes the role, so that a peer cannot send it back as its
+    own.
     """
     return hmac.digest(secret, b"minivllm KV transfer 2 " + role + of_client + of_server, "sha256")

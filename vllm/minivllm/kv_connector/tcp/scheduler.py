@@ -1,4 +1,6 @@
-"""The scheduler's side of the TCP connector: what all that pull do, and where the ranks listen."""
+"""The scheduler's side of the TCP connector: what all connectors that pull have in common, plus the
+ranks' address.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,10 +11,10 @@ from minivllm.kv_connector.tcp.settings import TCPSettings
 
 
 class TCPConnectorScheduler(PullConnectorScheduler):
-    """Rank 0's address is what other engines are told."""
+    """The scheduler's side, which gives other engines the address of rank 0."""
 
     def __init__(self, config: KVConnectorConfig, role: KVConnectorRole = KVConnectorRole.SCHEDULER) -> None:
-        """Raise `MinivllmError` for settings that it does not know or cannot serve."""
+        """Check the settings; raise `MinivllmError` for settings that are unknown or not supported."""
         settings = TCPSettings.of(config)
         super().__init__(config, role, settings.lease_duration)
         self.host, self.port = settings.host, settings.port

@@ -20,11 +20,11 @@ LEAST_SECRET = 16
 class TCPSettings:
     """The settings of the TCP connector.
 
-    - `host`, `port`: where rank 0 of core 0 listens, and what other engines are told; port 0 takes
+    - `host`, `port`: where rank 0 of core 0 listens and other engines connect; port 0 takes
       any free one, and the ranks of all cores take the ports that follow.
-    - `secret`: what both sides know; by default from the environment
+    - `secret`: a secret that both sides share; by default from the environment
       (`MINIVLLM_KV_TRANSFER_SECRET`).
-    - `lease_duration`: seconds for which blocks are kept for others without a sign of life.
+    - `lease_duration`: seconds for which blocks are kept for others without a heartbeat.
     - `timeout`: seconds that one frame may take.
     """
 
@@ -47,19 +47,19 @@ class TCPSettings:
         host, port = extra.get("host", "127.0.0.1"), extra.get("port", 0)
         require(
             isinstance(host, str) and host not in ("", "0.0.0.0", "::"),
-            f"host is {host!r}; other engines are told it, so it must be one of this machine's names or addresses",
+            f"host is {host!r}; other engines connect to it, so it must be a name or an address of this machine",
         )
         # Each core takes as many ports as it has ranks, one after another.
         ranks = config.tensor_parallel_size * (1 + config.data_parallel_rank)
         require(
             type(port) is int and (config.tensor_parallel_size > 1) <= port <= 65536 - ranks,
-            f"port is {port!r}; it must be a port from 1 to {65536 - ranks}, which rank 0 takes, and the other ranks "
-            "those that follow (0, any free one, is for one rank alone)",
+            f"port is {port!r}; it must be a port from 1 to {65536 - ranks}: rank 0 takes it, and the other ranks "
+            "those that follow (0, any free one, works with one rank only)",
         )
         secret: Any = extra.get("secret", os.environ.get(SECRET_VARIABLE))
         require(
             isinstance(secret, str) and len(secret) >= LEAST_SECRET,
-            f"engines that exchange keys and values over TCP share a secret of at least {LEAST_SECRET} characters: set "
+            f"engines that exchange keys and values over TCP need a secret of at least {LEAST_SECRET} characters: set "
             f"{SECRET_VARIABLE} (or kv_connector_extra_config.secret) to the same text on both sides",
         )
         return cls(
@@ -71,6 +71,6 @@ class TCPSettings:
         )
 
     def address_of(self, config: KVConnectorConfig) -> tuple[str, int]:
-        """Return where this rank listens."""
+        """Return the address at which this rank listens."""
         first = config.data_parallel_rank * config.tensor_parallel_size
         return self.host, self.port and self.port + first + config.tensor_parallel_rank

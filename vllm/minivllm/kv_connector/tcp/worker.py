@@ -1,11 +1,11 @@
-"""The ranks' side of the TCP connector: answers other engines that read its blocks, and reads
+"""The workers' side of the TCP connector: it answers other engines that read its blocks, and reads
 theirs, in threads.
 
-The step only hands orders over and asks what has ended, so transfers and forward passes run side by
-side. A transfer is cut into pieces of some blocks with all of their layers, alike on both sides;
-each piece is gathered into a buffer, sent, received and scattered. A block that is let go of while
-it is gathered may be another request's already, so the server looks at the lease once more before
-it sends a piece.
+The step only hands over orders and collects what has finished, so transfers and forward passes run
+concurrently. A transfer is cut into pieces of several blocks with all of their layers, in the same
+way on both sides; each piece is gathered into a buffer, sent, received and scattered. A block that
+is released while it is being gathered may already belong to another request, so the server checks
+the lease once more before it sends a piece.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ in the next step.
 
 
 class Buffer:
-    """Room for one piece of a transfer, of at most `num_blocks` blocks."""
+    """A buffer for one piece of a transfer, of at most `num_blocks` blocks."""
 
     def __init__(self, regions: BlockRegions) -> None:
         self.num_blocks = max(1, PIECE_BYTES // regions.record_bytes)
@@ -53,9 +53,7 @@ class Buffer:
         self._host = host_buffer(self.num_blocks, self._bytes, pinned=regions.device.type == "cuda")
 
     def pieces(self, block_ids: Sequence[int]) -> Iterator[tuple[Sequence[int], memoryview]]:
-        """Cut a transfer into pieces: the blocks of each, and where in the buffer they have
-        room.
-        """
+        """Cut a transfer into pieces; yield each piece's blocks and its part of the buffer."""
         for first in range(0, len(block_ids), self.num_blocks):
             piece = block_ids[first : first + self.num_blocks]
             yield piece, self._host.numpy().data[: len(piece) * self._bytes]
@@ -65,17 +63,19 @@ class Buffer:
         self._copies.to_host(piece, self._host, range(len(piece)))
 
     def scatter(self, piece: Sequence[int]) -> None:
-        """Copy what is in the buffer into these blocks of the cache."""
+        """Copy the buffer's contents into these blocks of the cache."""
         self._copies.from_host(piece, self._host, range(len(piece)))
 
 
 class TCPConnectorWorker(PullConnectorWorker):
-    """One thread at a time may call it."""
+    """The worker's side of the TCP connector. It is not thread-safe: only one thread may call it at
+    a time.
+    """
 
     kind = "tcp"
 
     def __init__(self, config: KVConnectorConfig, role: KVConnectorRole = KVConnectorRole.WORKER) -> None:
-        """Raise `MinivllmError` for settings that it does not know or cannot serve."""
+        """Check the settings; raise `MinivllmError` for settings that are unknown or not supported."""
         self.settings = TCPSettings.of(config)
         super().__init__(config, role, self.settings.lease_duration)
         # Pools of their own: slow loads must not delay heartbeats, or leases would end.
@@ -90,8 +90,8 @@ class TCPConnectorWorker(PullConnectorWorker):
         self._is_closed = False
 
     def register_kv_caches(self, kv_caches: KVCaches) -> None:
-        """Open the server, if this engine gives anything away. Raise `MinivllmError` if its
-        address is taken.
+        """Start the server if this engine is a producer. Raise `MinivllmError` if its address is
+        taken.
         """
         self.regions = BlockRegions.of([tensor for tensors in kv_caches.values() for tensor in tensors])
         # Sent with each read, and compared by the other side before it sends anything.
@@ -110,7 +110,7 @@ class TCPConnectorWorker(PullConnectorWorker):
         self._accepting.start()
 
     def get_handshake_metadata(self) -> int | None:
-        """Return the port at which this rank listens; None if it does not."""
+        """Return the port on which this rank listens; None if it does not listen."""
         return self._listener and self._listener.getsockname()[1]
 
     def start_load_kv(self) -> None:
@@ -135,8 +135,8 @@ class TCPConnectorWorker(PullConnectorWorker):
             self.observe(**future.result())
 
     def reset(self) -> None:
-        """Give up all loads: nothing writes into the cache any more. What is kept for others
-        stays so.
+        """Abandon all loads, so that nothing writes into the cache any more. Blocks kept for others
+        stay kept.
         """
         with self._writing:
             self._wanted.clear()
@@ -160,7 +160,7 @@ class TCPConnectorWorker(PullConnectorWorker):
 
     @contextmanager
     def _using(self, connection: Connection) -> Iterator[Connection]:
-        """Close a connection in the end, or with this connector."""
+        """Close a connection at the end of the block, or when this connector shuts down."""
         self._open.add(connection)
         try:
             # It may have been shut down after the thread was started.
@@ -175,7 +175,9 @@ class TCPConnectorWorker(PullConnectorWorker):
 
     @contextmanager
     def _asking(self, remote: RemotePrefill, ask: Ask) -> Iterator[Connection]:
-        """Ask the rank with this one's number, which listens at the port of that number."""
+        """Send a question to the other engine's rank of the same number, whose port is
+        `remote_port` plus that number.
+        """
         port = remote.port + self.config.tensor_parallel_rank
         settings = self.settings
         with self._using(protocol.connect(remote.host, port, settings.timeout)) as connection:
@@ -184,8 +186,8 @@ class TCPConnectorWorker(PullConnectorWorker):
             yield connection
 
     def _load(self, order: ReadOrder) -> dict[str, float]:
-        """Fill an order's blocks, on a second connection if the first one breaks. Return what is
-        to be counted.
+        """Fill an order's blocks, retrying once on a new connection if the first one breaks. Return
+        what to record.
         """
         start = time.monotonic()
         try:
@@ -203,7 +205,7 @@ class TCPConnectorWorker(PullConnectorWorker):
         return {"xfer_time_seconds": time.monotonic() - start, "bytes_transferred": num_bytes}
 
     def _read(self, order: ReadOrder) -> int:
-        """Fill an order's blocks, and return how many. Blocks have one size on both sides."""
+        """Fill an order's blocks, and return their number. Blocks have the same size on both sides."""
         remote = order.remote
         size = self.config.block_size
         # The prefix cache may have had the first blocks.
@@ -216,17 +218,17 @@ class TCPConnectorWorker(PullConnectorWorker):
                 connection.receive(len(room), room)
                 with self._writing:
                     if order not in self._wanted:
-                        raise RefusedError("it was given up")
+                        raise RefusedError("it was abandoned")
                     buffer.scatter(piece)
         return count
 
     def _say(self, what: Literal["renew", "release"], remote: RemotePrefill) -> None:
-        """Say something that leases depend on; where it cannot be said, they end by themselves."""
+        """Send a message that leases depend on; if it cannot be sent, they expire by themselves."""
         try:
             with self._asking(remote, Ask(what, remote.request_id)) as connection:
                 connection.receive(0)
         except TransferError as error:
-            logger.warning("Another engine could not be told what is wanted (%s); its leases will end", error)
+            logger.warning("A message could not be sent to another engine (%s); its leases will end", error)
 
     # In the threads that answer them
 
@@ -260,10 +262,10 @@ class TCPConnectorWorker(PullConnectorWorker):
         # Name the first difference: the operator of either engine can act on it.
         for name, own in self.layout.items():
             if (theirs := ask.layout.get(name)) != own:
-                raise RefusedError(f"the engines do not fit: {name} is {own} here and {theirs} there")
+                raise RefusedError(f"the engines are incompatible: {name} is {own} here and {theirs} there")
         kept = self._kept(ask.request_id, SECONDS_TO_WAIT)
         if ask.first < 0 or list(kept[ask.first :][: len(ask.block_ids)]) != ask.block_ids:
-            raise RefusedError(f"request {ask.request_id!r} has other blocks than the requested ones")
+            raise RefusedError(f"request {ask.request_id!r} does not have the requested blocks")
         buffer = Buffer(self.regions)
         for piece, room in buffer.pieces(ask.block_ids):
             buffer.gather(piece)
@@ -273,8 +275,8 @@ class TCPConnectorWorker(PullConnectorWorker):
             connection.send(room)
 
     def _kept(self, request_id: str, seconds: float = 0.0) -> tuple[int, ...]:
-        """Renew a lease and return its blocks. Raise `RefusedError` if it has ended: they may be
-        another request's.
+        """Renew a lease and return its blocks. Raise `RefusedError` if it has ended: they may
+        belong to another request by now.
         """
         kept = self.leases.blocks_of(request_id, seconds)
         if kept is None:
@@ -284,9 +286,7 @@ class TCPConnectorWorker(PullConnectorWorker):
 
 
 def layout_of(config: KVConnectorConfig, kv_caches: KVCaches) -> dict[str, str]:
-    """Describe what both sides must have alike for the bytes of one to mean the same to the
-    other.
-    """
+    """Describe everything that must be equal on both sides for the bytes to have the same meaning."""
     shapes = ([(str(tensor.dtype), list(tensor.shape[1:])) for tensor in layer] for layer in kv_caches.values())
     layers = groupby(map(str, shapes))
     return {

@@ -1,1 +1,3 @@
-"""Turn logits into tokens: penalties, biases, truncation, the random draw, log probabilities."""
+"""The sampler, which turns logits into tokens: penalties, biases, truncation, the random draw, log
+probabilities.
+"""

@@ -33,8 +33,8 @@ _DRAFTS = np.uint64(0xD1B54A32D192ED03)
 
 
 def row_keys(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """Return keys, uint32 [n, 2], of uint64 `seeds` [n] and the `positions` [n] of the tokens to
-    be drawn.
+    """Return noise keys, uint32 [n, 2], made from uint64 `seeds` [n] and the `positions` [n] of the
+    tokens to draw.
     """
     # SplitMix64, jumped to this position: a key does not depend on the draws before.
     state = _mix(seeds.astype(np.uint64)) + (positions.astype(np.uint64) + np.uint64(1)) * _GAMMA

@@ -1,5 +1,5 @@
 """Per-request constraints on single tokens: allowed token ids, logit bias, bad words, minimum
-length. All in place.
+length. All are applied in place.
 
 In vLLM v0.33.0: `vllm/v1/sample/logits_processor/builtin.py` (`LogitBiasLogitsProcessor`,
 `MinTokensLogitsProcessor`), `vllm/v1/sample/ops/bad_words.py`.

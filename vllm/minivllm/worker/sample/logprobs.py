@@ -13,8 +13,9 @@ from minivllm.core.engine_messages import TokenLogprobs
 def token_logprobs(
     logprobs: torch.Tensor, chosen: Sequence[int], num_most_likely: Sequence[int]
 ) -> list[TokenLogprobs]:
-    """Return an entry for each row of `logprobs` [rows, vocab]; -1 in `num_most_likely` [rows]
-    means all tokens.
+    """Return each row's chosen and most likely tokens with their log probabilities and ranks.
+
+    `logprobs` is [rows, vocab]; -1 in `num_most_likely` [rows] means all tokens.
     """
     vocab = logprobs.shape[-1]
     numbers = [vocab if number == -1 else min(number, vocab) for number in num_most_likely]

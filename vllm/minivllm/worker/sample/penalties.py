@@ -20,10 +20,11 @@ def apply_penalties(
     prompt_token_ids: Sequence[np.ndarray],
     output_token_ids: Sequence[np.ndarray],
 ) -> None:
-    """Apply repetition, frequency and presence penalties, in this order. In place; logits [rows,
-    vocab].
+    """Apply repetition, frequency and presence penalties, in this order, to logits [rows, vocab],
+    in place.
 
-    The repetition penalty counts prompt and output, the others the output only.
+    The repetition penalty applies to tokens of prompt and output, the other two to those of the
+    output only.
     """
     for row, (each, prompt, output) in enumerate(zip(params, prompt_token_ids, output_token_ids, strict=True)):
         if has_penalties(each):

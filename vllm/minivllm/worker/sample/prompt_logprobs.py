@@ -14,7 +14,7 @@ from minivllm.worker.sample.logprobs import token_logprobs
 
 
 class PromptLogprobs:
-    """The requests that want prompt log probabilities, with those computed so far.
+    """The requests that want prompt log probabilities, with those that have been computed so far.
 
     A prompt is complete in the step that samples its request's first token.
     """
@@ -29,7 +29,8 @@ class PromptLogprobs:
     def update(self, output: SchedulerOutput) -> None:
         """Drop requests that finished or were preempted, and register new ones that want them.
 
-        A request that is resumed with outputs got them before its preemption.
+        A request that is resumed with outputs is not registered: it got its log probabilities
+        before it was preempted.
         """
         for req_id in (*output.finished_req_ids, *output.preempted_req_ids):
             self._so_far.pop(req_id, None)
@@ -39,8 +40,8 @@ class PromptLogprobs:
                 self._so_far[request.req_id] = []
 
     def pass_over(self, inputs: StepInputs) -> None:
-        """Drop the prompts that this step completes, without computing anything: for ranks other
-        than 0.
+        """Drop the prompts that this step completes, without computing anything; called on ranks
+        other than 0.
         """
         for index in inputs.sampling:
             self._so_far.pop(inputs.req_ids[index], None)
@@ -52,8 +53,8 @@ class PromptLogprobs:
         hidden: torch.Tensor,
         compute_logits: Callable[[torch.Tensor], torch.Tensor],
     ) -> dict[str, list[TokenLogprobs]]:
-        """Compute the log probabilities from a step's hidden states [tokens, hidden]; return
-        completed prompts.
+        """Compute log probabilities from a step's hidden states [tokens, hidden]; return those of
+        the prompts that are now complete.
         """
         complete: dict[str, list[TokenLogprobs]] = {}
         for index, req_id in enumerate(inputs.req_ids):

@@ -1,4 +1,5 @@
-"""Turn logits into tokens, each row by its own request's sampling parameters.
+"""The sampler: it turns each row of logits into a token, by the sampling parameters of the row's
+own request.
 
 Order: log probabilities of the raw logits; allowed tokens, bias, bad words, minimum length;
 penalties; then the most likely token, or temperature, min-p, top-k, top-p and a random draw
@@ -82,11 +83,12 @@ NOTHING_NEEDED = SamplingMetadata(Needs(0), _NONE, _NONE, _NONE, _NONE, _NONE, _
 
 @dataclass(slots=True)
 class SamplerOutput:
-    """One token per row; `logprobs` is empty, or has None for the rows that did not request it.
+    """The sampled tokens, one per row; `logprobs` is empty, or has None for rows that did not
+    request any.
 
-    `largest` [rows] is the model's largest logit of each row. It is NaN if any is, so it tells
-    which rows are usable. In a step with drafts, rows behind the token that ends its request's
-    draft have token -1 and no log probability.
+    `largest` [rows] is each row's largest logit, as the model computed it. It is NaN if any logit
+    of the row is, so it shows which rows are usable. In a step with drafts, the rows after the last
+    token that a request keeps have token -1 and no log probability.
     """
 
     token_ids: list[int]
@@ -95,7 +97,7 @@ class SamplerOutput:
 
 
 def sample(logits: torch.Tensor, metadata: SamplingMetadata) -> SamplerOutput:
-    """Choose a token for each row of logits [rows, vocab], float32. Overwrites the logits."""
+    """Choose a token for each row of logits [rows, vocab], float32, overwriting the logits."""
     needs = metadata.needs
     token_ids, largest = argmax(logits)
     if not needs:  # plain greedy requests: one argmax
@@ -113,10 +115,11 @@ def sample(logits: torch.Tensor, metadata: SamplingMetadata) -> SamplerOutput:
 
 
 def choose(logits: torch.Tensor, metadata: SamplingMetadata) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sample rows that need nothing but `ON_DEVICE`; return tokens int64 [rows] and the largest
-    logits [rows].
+    """Sample rows that need only features in `ON_DEVICE`; return tokens, int64 [rows], and the
+    largest logits [rows].
 
-    Both stay on the logits' device, and the host does not wait for them. Overwrites the logits.
+    Both stay on the logits' device, and the host does not wait for them. The logits are
+    overwritten.
     """
     token_ids, largest = _argmax(logits)
     if metadata.needs & Needs.RANDOM:
@@ -133,15 +136,15 @@ def _draw(logits: torch.Tensor, metadata: SamplingMetadata) -> tuple[np.ndarray,
 
 
 def raw_logprobs_of(logits: torch.Tensor, metadata: SamplingMetadata) -> dict[int, torch.Tensor]:
-    """Return the log probabilities [vocab] of the rows that want any, before the logits are
-    changed.
+    """Return, by row, the log probabilities [vocab] of the unchanged logits, for the rows that
+    request any.
     """
     rows = [row for row, params in enumerate(metadata.params) if params.logprobs is not None]
     return dict(zip(rows, logits[rows].log_softmax(dim=-1), strict=True)) if rows else {}
 
 
 def add_logprobs(output: SamplerOutput, raw: dict[int, torch.Tensor], metadata: SamplingMetadata) -> None:
-    """Add the log probabilities of the chosen tokens, and of as many others as each row wants."""
+    """Add the log probabilities of the chosen tokens, and of as many others as each row requests."""
     if not raw:
         return
     output.logprobs = [None] * len(output.token_ids)
@@ -183,15 +186,16 @@ def most_likely(logits: torch.Tensor) -> torch.Tensor:
 
 
 def largest_logits(logits: torch.Tensor) -> np.ndarray:
-    """Return the largest logit of each row [rows]; NaN if any is."""
+    """Return the largest logit of each row [rows], or NaN if any logit of the row is NaN."""
     return logits.numpy().max(-1) if logits.device.type == "cpu" else logits.amax(dim=-1).cpu().numpy()
 
 
 def tempered(logits: torch.Tensor, random_rows: np.ndarray, metadata: SamplingMetadata) -> torch.Tensor:
-    """Return these rows' logits, divided by their temperature; -inf where min-p, top-k or top-p
-    exclude a token.
+    """Return these rows' logits divided by their temperature, with -inf where min-p, top-k or top-p
+    excludes a token.
 
-    In place if these are all rows, else a copy.
+    The logits are changed in place if `random_rows` covers all rows; otherwise the result is a
+    copy.
     """
     if len(random_rows) < len(logits):  # greedy rows keep their logits
         logits = logits[on_device(random_rows, logits.device)]

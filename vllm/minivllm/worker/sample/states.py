@@ -15,7 +15,7 @@ MOST = np.iinfo(np.int64).max
 
 
 class SamplingStates:
-    """Rows of sampling parameters. All arrays are [max_num_reqs]."""
+    """The sampling parameters of the batch's rows. All arrays are [max_num_reqs]."""
 
     def __init__(self, max_num_reqs: int) -> None:
         self.params: list[SamplingParams | None] = [None] * max_num_reqs

@@ -1,4 +1,4 @@
-"""Mask unlikely tokens: min-p, top-k, top-p. In vLLM v0.33.0:
+"""Masks for unlikely tokens: min-p, top-k and top-p. In vLLM v0.33.0:
 `vllm/v1/sample/ops/topk_topp_sampler.py`.
 """
 
@@ -9,8 +9,8 @@ FIRST_LOOK = 64
 
 
 def mask_below_min_p(logits: torch.Tensor, min_p: torch.Tensor) -> None:
-    """Mask tokens that are less than `min_p` times as likely as the row's most likely one. In
-    place.
+    """Mask, in place, the tokens that are less than `min_p` times as likely as the row's most
+    likely one.
 
     logits [rows, vocab], float32, after temperature; min_p [rows], 0 for off.
     """
@@ -20,8 +20,8 @@ def mask_below_min_p(logits: torch.Tensor, min_p: torch.Tensor) -> None:
 
 
 def mask_beyond_top_k_top_p(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> None:
-    """Keep the `top_k` most likely tokens, and of those the most likely that make up `top_p`. Masks
-    in place.
+    """Mask, in place, all but the `top_k` most likely tokens and, among those, the most likely that
+    make up `top_p`.
 
     The token that takes the mass to `top_p` or above is kept, and so is any token tied with the
     last one kept.

@@ -1,1 +1,1 @@
-"""Speculative decoding on the worker: who proposes drafts, and how they are verified."""
+"""Speculative decoding on the worker: the proposers of drafts, and the drafts' verification."""

@@ -1,11 +1,11 @@
-"""Drafts by a smaller model with the same vocabulary, an ordinary `Decoder`.
+"""Drafting with a smaller model of the same vocabulary, an ordinary `Decoder`.
 
-After a step of the target, two things are left to do. The drafter first computes the same tokens,
-without rejected drafts and with the token that was sampled after them: its cache then holds every
-token of the request, and its logits after the last one give the first draft. Each further draft
-takes a pass with one token for each request, the draft before it. Their keys and values lie in the
-slots that follow the request's tokens, which the scheduler allocates as lookahead; whatever is
-verified later overwrites them.
+After each step of the target, the drafter first catches up, then drafts. To catch up, it computes
+the same tokens, without rejected drafts and with the token that was sampled after them: now its
+cache holds every token of the request, and its logits after the last one give the first draft. Each
+further draft takes another pass, with one token for each request: the previous draft. The drafts'
+keys and values go into the slots after the request's tokens, which the scheduler allocates as
+lookahead; whatever is verified later overwrites them.
 
 In vLLM v0.33.0: `vllm/v1/spec_decode/draft_model.py` (`DraftModelProposer`).
 """
@@ -21,8 +21,8 @@ from minivllm.worker.step_buffers import PADDING_SLOT
 
 
 class DraftModelProposer(ModelProposer):
-    """Drafts greedily, or draws from the draft model's distribution at the request's
-    temperature.
+    """A proposer that drafts greedily, or draws from the draft model's distribution at the
+    request's temperature.
     """
 
     def propose(self, batch: InputBatch, inputs: StepInputs, num_drafts: int) -> list[list[int]]:
@@ -41,28 +41,29 @@ class DraftModelProposer(ModelProposer):
         return self._within_length(batch, rows, drafts)
 
     def _within_length(self, batch: InputBatch, rows: np.ndarray, drafts: list[torch.Tensor]) -> list[list[int]]:
-        """Return the drafts of each of `rows`, without those beyond the last position, from ids
-        [n] for each draft.
+        """Return each row's drafts, without those beyond the last position; `drafts` holds the ids
+        [n] of each draft in turn.
         """
         room = np.maximum(self.max_model_len - batch.num_tokens[rows], 0)  # [n]
         table = torch.stack(drafts, dim=1).tolist()  # [n, num_drafts]
         return [token_ids[:most] for token_ids, most in zip(table, room.tolist(), strict=True)]
 
     def _follow(self, batch: InputBatch, inputs: StepInputs) -> torch.Tensor:
-        """Compute the step's tokens and those sampled after them; return hidden states after the
-        latter, [n, hidden].
+        """Compute the step's tokens and those sampled after them; return the hidden states [n,
+        hidden] of the sampled ones.
 
-        If no request has sampled, there is one row, which is not used.
+        If no request has sampled, the result is a single row that is not used.
         """
         spans, last = self._computed_spans(batch, inputs, 0)
         token_ids, positions, rows = map(self._on_device, (spans.input_ids, spans.positions, last))
         return self.model(token_ids, positions, self.forward_context(spans), rows)
 
     def _computed_spans(self, batch: InputBatch, inputs: StepInputs, offset: int) -> tuple[TokenSpans, np.ndarray]:
-        """Return the step's tokens without rejected drafts, and the places [n] of the last ones of
-        those that sampled.
+        """Return the step's tokens without rejected drafts, and the indices [n] of the last token
+        of each request that sampled.
 
-        A request that sampled ends at its last known token, plus `offset`.
+        A request that sampled ends at its last known token, plus `offset`. If none did, the only
+        index is 0.
         """
         starts = inputs.positions[inputs.query_start_loc[:-1]]  # [requests]
         ends = inputs.seq_lens.copy()  # [requests]
@@ -75,8 +76,8 @@ class DraftModelProposer(ModelProposer):
         return torch.from_numpy(array).to(self.device)
 
     def _place_of_draft(self, batch: InputBatch, rows: np.ndarray, index: int) -> TokenSpans:
-        """Return where draft `index` of each of `rows` is computed. One beyond the last position
-        is not written.
+        """Return the spans in which draft `index` of each row is computed. A draft beyond the last
+        position is not written to the cache.
         """
         places = batch.num_tokens[rows] + index  # [n]
         beyond = places >= self.max_model_len
@@ -85,9 +86,7 @@ class DraftModelProposer(ModelProposer):
         return spans
 
     def _choose(self, hidden: torch.Tensor, batch: InputBatch, rows: np.ndarray, index: int) -> torch.Tensor:
-        """Choose draft `index` of each of `rows` by its hidden states [n, hidden]; return ids
-        [n].
-        """
+        """Choose draft `index` of each row from the hidden states [n, hidden]; return ids [n]."""
         logits = self.model.compute_logits(hidden).float()  # [n, vocab]
         token_ids = most_likely(logits)
         states = batch.sampling

@@ -1,14 +1,14 @@
-"""Drafts by an EAGLE-3 head, which reads the target's hidden states.
+"""Drafting with an EAGLE-3 head, which reads the target's hidden states.
 
-The head's place i has the target's hidden state of token i and the embedding of token i + 1, which
-it needs to know. So after a step of the target the head computes the same places, except those of
-rejected drafts: the token after the last one has just been sampled, or is the next one of a prompt
-that is computed in chunks. Each further draft takes a pass with one place for each request, whose
-hidden state is what the head has just made. Keys and values of these places are overwritten when
-the target has computed them.
+At position i, the head takes the target's hidden state of token i and the embedding of token i + 1,
+which must be known. So after a step of the target, the head computes the same positions, except
+those of rejected drafts: the token after the last one has just been sampled, or is the next one of
+a prompt that is computed in chunks. Each further draft takes another pass, with one position for
+each request, whose hidden state is what the head itself has just produced. The keys and values of
+these positions are overwritten once the target has computed them.
 
-A place's key depends on the token after it. So a prefix hit leaves out the last block that matches:
-in all others, the token after the last place is the request's own too.
+A position's key depends on the token after it. So a prefix-cache hit leaves out the last block that
+matches: in all others, the token after the last position also belongs to the request.
 
 In vLLM v0.33.0: `vllm/v1/spec_decode/eagle.py` (`EagleProposer`),
 `vllm/v1/worker/gpu/spec_decode/eagle/`.
@@ -24,13 +24,13 @@ from minivllm.worker.spec_decode.draft_model_proposer import DraftModelProposer
 
 
 class EagleProposer(DraftModelProposer):
-    """Drafts as a draft model does, one place behind it, and from hidden states."""
+    """A proposer like the draft model's, but one position behind it and reading hidden states."""
 
     model: Eagle3Head
     _aux: AuxHiddenStates | None = None
 
     def aux_hidden_states(self) -> AuxHiddenStates:
-        """Return where the target leaves the hidden states that the head reads."""
+        """Return a new container for the target's hidden states, which the head reads."""
         self._aux = AuxHiddenStates(self.model.eagle_config.aux_layer_ids)
         return self._aux
 
@@ -49,7 +49,9 @@ class EagleProposer(DraftModelProposer):
         return self._within_length(batch, rows, drafts)
 
     def _take_aux(self) -> torch.Tensor:
-        """Return the target's hidden states side by side, [tokens, width], and forget them."""
+        """Return the target's hidden states, concatenated to [tokens, width], and drop the
+        container.
+        """
         assert self._aux is not None
         aux, self._aux = self._aux, None
         return torch.cat(aux.states, dim=-1)
@@ -57,11 +59,11 @@ class EagleProposer(DraftModelProposer):
     def _follow_target(
         self, batch: InputBatch, inputs: StepInputs, aux_hidden_states: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute the step's places but those of rejected drafts; return what `Eagle3Head` does
-        after the last ones.
+        """Run the head over the step's positions, except those of rejected drafts; return its two
+        outputs at the last ones.
 
-        [n, hidden] each, for the requests that have sampled; if there is none, one row, which is
-        not used.
+        Each is [n, hidden], for the requests that have sampled; if there are none, it has one row
+        that is not used.
         """
         spans, last = self._computed_spans(batch, inputs, -1)
         counts = np.diff(spans.query_start_loc)  # [requests]

@@ -1,4 +1,5 @@
-"""The base of all proposers that run a model: its weights, and a KV cache beside the target's.
+"""The base class of all proposers that run a model, with its weights and a KV cache beside the
+target's.
 
 In vLLM v0.33.0: `vllm/v1/spec_decode/llm_base_proposer.py`;
 `vllm/v1/worker/gpu/spec_decode/speculator.py`.
@@ -26,16 +27,16 @@ from minivllm.worker.spec_decode.speculator import Speculator, by_req_id
 
 
 class ModelProposer(Speculator, ABC):
-    """Drafts by a model with a paged KV cache of its own.
+    """A speculator that drafts with a model, which has a paged KV cache of its own.
 
-    That cache has the target's blocks, block tables and slots, and holds keys and values for the
-    same tokens: what the scheduler decides about a block (that a request hits it, loses it, gets
-    another) is right for both caches. All it takes is that the drafter computes every token that
+    That cache uses the target's block ids, block tables and slots, and holds keys and values for
+    the same tokens. So whatever the scheduler decides about a block (a request hits it, loses it,
+    or gets another) is right for both caches, provided that the drafter computes every token that
     the target computes, in the same step.
 
-    In a tensor-parallel group only the rank that samples has a drafter, and has all of it. Dividing
-    a small model would save little and cost two all-reduces for each layer and draft; and the
-    drafts have to come from one rank anyway.
+    In a tensor-parallel group, only the rank that samples has a drafter, and it holds the whole
+    model. Dividing a small model would save little and cost two all-reduces for each layer and
+    draft; and the drafts have to come from one rank anyway.
     """
 
     def __init__(
@@ -70,13 +71,15 @@ class ModelProposer(Speculator, ABC):
             batch: `token_ids[row, : num_tokens[row]]` are a request's tokens, including those the
                 step sampled.
             inputs: what the target has just computed; rejected drafts are among these tokens.
-            num_drafts: the most for each request, 0 to `num_speculative_tokens`.
+            num_drafts: the maximum for each request, 0 to `num_speculative_tokens`.
         """
 
     def propose_draft_token_ids(
         self, batch: InputBatch, inputs: StepInputs, most: int | None = None
     ) -> dict[str, list[int]]:
-        """Draft, even where `most` is 0: the drafter's KV cache must not fall behind."""
+        """Draft for the requests that sampled. The model runs even if `most` is 0, since its KV
+        cache must not fall behind.
+        """
         num_drafts = self.settings.num_speculative_tokens if most is None else most
         return by_req_id(inputs, self.propose(batch, inputs, num_drafts))
 
@@ -91,7 +94,7 @@ class ModelProposer(Speculator, ABC):
         return self.attention.kv_caches if self.attention else ()
 
     def num_bytes(self) -> int:
-        """Return the bytes of all of the drafter's parameters and tables, and of the logits it
+        """Return the bytes of the drafter's parameters and tables, and of the draft logits that it
         keeps.
         """
         return weight_bytes(self.model) + (0 if self.draft_logits is None else self.draft_logits.nbytes)
@@ -120,20 +123,20 @@ class ModelProposer(Speculator, ABC):
 
 
 def check_drafter(drafter: ModelConfig, target: ModelConfig, max_model_len: int) -> None:
-    """Reject a drafting model whose tokens are not the target's, or that cannot read as long a
-    text.
+    """Reject a draft model whose vocabulary is not the target's, or that does not support
+    `max_model_len` tokens.
 
     Raises:
-        MinivllmError: its vocabulary is of another size, or `max_model_len` exceeds what it was
+        MinivllmError: its vocabulary has another size, or `max_model_len` exceeds what it was
             made for.
     """
     if drafter.vocab_size != target.vocab_size:
         raise MinivllmError(
-            f"the draft model has a vocabulary of {drafter.vocab_size} tokens, the model one of {target.vocab_size}: "
-            "they must have the same tokens"
+            f"the draft model has a vocabulary of {drafter.vocab_size} tokens, but the model has {target.vocab_size}: "
+            "both must have the same tokens"
         )
     if drafter.max_position_embeddings and drafter.max_position_embeddings < max_model_len:
         raise MinivllmError(
-            f"the draft model was made for {drafter.max_position_embeddings} tokens at most: set max_model_len, now "
-            f"{max_model_len}, to that or less"
+            f"the draft model supports at most {drafter.max_position_embeddings} tokens: lower max_model_len from "
+            f"{max_model_len} to that or less"
         )

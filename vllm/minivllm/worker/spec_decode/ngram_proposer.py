@@ -3,7 +3,7 @@ tokens.
 
 Text repeats itself: names, calls, whole lines. The proposer takes the longest suffix that also
 occurs earlier in the request, goes to its first occurrence, and proposes the tokens after it. No
-model is run, and a wrong draft costs no correctness: the model verifies every draft.
+model runs, and a wrong draft does no harm to the output, because the model verifies every draft.
 
 In vLLM v0.33.0: `vllm/v1/spec_decode/ngram_proposer.py` (`NgramProposer`); the idea is Saxena's
 prompt lookup decoding.
@@ -16,7 +16,9 @@ from minivllm.worker.input_batch import InputBatch
 
 
 class NgramProposer:
-    """Looks up the last `prompt_lookup_max` tokens, then fewer, down to `prompt_lookup_min`."""
+    """A proposer that looks up the last `prompt_lookup_max` tokens, then fewer, down to
+    `prompt_lookup_min`.
+    """
 
     def __init__(self, config: SpeculativeConfig, max_model_len: int) -> None:
         self.config = config
@@ -45,11 +47,11 @@ class NgramProposer:
 
 
 def _first_place(text: bytes, length: int, item: int) -> int | None:
-    """Return the offset of the first earlier occurrence of the last `length` bytes, a multiple of
-    `item` bytes.
+    """Return the byte offset of the first earlier occurrence of the last `length` bytes, or None if
+    there is none.
 
-    Byte search is the fastest search available (C code); matches that start inside an item are
-    skipped.
+    The offset is a multiple of `item` bytes: matches that start inside an item are skipped. Byte
+    search is the fastest search available (C code).
     """
     suffix, end = text[-length:], len(text) - item
     place = text.find(suffix, 0, end)

@@ -25,7 +25,9 @@ from minivllm.worker.spec_decode.speculator import Speculator, by_req_id
 
 
 class Proposer(Protocol):
-    """Proposes drafts after a step. They need not be right: the next step verifies all of them."""
+    """The interface of proposers that read only tokens. Drafts need not be right: the next step
+    verifies all of them.
+    """
 
     def propose(self, batch: InputBatch, rows: np.ndarray) -> list[list[int]]:
         """Propose up to `num_speculative_tokens` drafts for each request that has just sampled,
@@ -52,12 +54,16 @@ MODEL_PROPOSERS: dict[str, type[ModelProposer]] = {"draft_model": DraftModelProp
 
 
 def make_proposer(config: SpeculativeConfig, max_model_len: int, part: MakeProposer | None = None) -> Proposer:
-    """Return the proposer that reads tokens, made by `part` if one is given."""
+    """Return the token-reading proposer of the configured method, or the one that `part` makes if
+    given.
+    """
     return (part or PROPOSERS[config.method])(config, max_model_len)
 
 
 class TokenSpeculator(Speculator):
-    """Drafts by a `Proposer`, which is called only where something is to be drafted."""
+    """A speculator that drafts with a `Proposer`, which it calls only if there is something to
+    draft.
+    """
 
     def __init__(self, proposer: Proposer) -> None:
         self.proposer = proposer
@@ -65,7 +71,7 @@ class TokenSpeculator(Speculator):
     def propose_draft_token_ids(
         self, batch: InputBatch, inputs: StepInputs, most: int | None = None
     ) -> dict[str, list[int]]:
-        """Draft from the requests' tokens."""
+        """Draft from the requests' tokens alone, unless `most` is 0."""
         if most == 0:
             return {}
         drafts = self.proposer.propose(batch, inputs.rows[inputs.sampling])
@@ -78,7 +84,7 @@ def make_speculator(
     draft_model: Decoder | Eagle3Head | None,
     make_attention: Callable[..., PagedAttention | PagedLatentAttention],
 ) -> Speculator:
-    """Return what drafts on this rank; only the rank that samples does, and only it has a
+    """Return the speculator of this rank; only the rank that samples drafts, and only it has a
     `draft_model`.
 
     Raises:

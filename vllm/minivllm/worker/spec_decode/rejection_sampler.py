@@ -2,10 +2,10 @@
 
 Drafts go through the step's forward pass like any other tokens, so there are logits after a
 request's last known token and after each of its drafts. They pass through the same processors as in
-a step without drafts. Then `kernels/rejection_sample.py` takes the place of the draw, by the rule
-of speculative sampling (arXiv 2211.17192): what comes out is distributed as without drafts. For
-greedy requests, and where the proposer is certain of its draft, it is also the same token: a draw
-depends only on the request's seed and the position.
+a step without drafts. Then `kernels/rejection_sample.py` replaces the draw, by the rule of
+speculative sampling (arXiv 2211.17192): the output has the same distribution as without drafts. For
+greedy requests, and where the proposer is certain of its draft, it is even the same token, since a
+draw depends only on the request's seed and the position.
 
 In vLLM v0.33.0: `vllm/v1/sample/rejection_sampler.py` (`RejectionSampler`).
 """
@@ -49,8 +49,8 @@ class StepDrafts:
 
     @classmethod
     def of(cls, batch: InputBatch, inputs: StepInputs, draft_logits: torch.Tensor | None) -> "StepDrafts":
-        """Return the drafts of a step as they lie in the batch; `draft_logits` as `Speculator`
-        has them.
+        """Return the drafts of a step, read from the batch; `draft_logits` has the layout of
+        `Speculator.draft_logits`.
         """
         rows = inputs.rows[inputs.sampling]  # [n]
         num_drafts = inputs.num_sampled - 1  # [n]
@@ -72,8 +72,8 @@ def sample_with_drafts(
     drafts: StepDrafts,
     rejection_sample: RejectionSample = rejection_sample,
 ) -> SamplerOutput:
-    """Sample a token for each row of logits up to the one that ends its request's draft, -1 for the
-    rows behind it.
+    """Sample a token for each row of logits, up to the last one that its request keeps; the rows
+    after it get -1.
 
     logits [sum of (num_drafts + 1), vocab], float32, is overwritten; `metadata` has as many rows.
     """
@@ -108,8 +108,8 @@ def sample_with_drafts(
 
 
 def kept_slices(token_ids: list[int], widths: np.ndarray) -> list[slice]:
-    """Return the rows to keep of each request, out of its `widths` [requests]: those before the
-    first -1.
+    """Return the slice of rows that each request keeps, those before its first -1; `widths`
+    [requests] counts each request's rows.
     """
     kept = []
     start = 0

@@ -1,4 +1,5 @@
-"""Speculation as the runner's steps see it: who drafts, and the drafts until they are verified.
+"""Speculation as the runner's steps see it: the interface of speculators, and the drafts until they
+are verified.
 
 In vLLM v0.33.0: `vllm/v1/worker/gpu/model_runner.py` (`GPUModelRunner.speculator`,
 `GPUModelRunner.draft_tokens_handler`).
@@ -16,8 +17,8 @@ from minivllm.worker.input_batch import InputBatch, StepInputs
 
 
 class Speculator:
-    """The interface of whatever drafts. This one drafts nothing: without speculation, or on
-    another rank.
+    """The interface of all speculators. This base class drafts nothing; it serves engines without
+    speculation, and ranks that do not sample.
     """
 
     # The logits that drafts were drawn from, [max_num_seqs, num_speculative_tokens, vocab],
@@ -36,18 +37,18 @@ class Speculator:
         return ()
 
     def num_bytes(self) -> int:
-        """Return the bytes in memory, besides the cache."""
+        """Return the bytes that drafting takes in memory, besides the cache."""
         return 0
 
     def initialize_kv_cache(self, num_blocks: int) -> None:
-        """Allocate a drafting model's cache: as many blocks as the target's has. Called once."""
+        """Allocate the drafting model's cache, with as many blocks as the target's. Called once."""
 
     def dummy_step(self, num_tokens: int) -> None:
         """Run the largest pass of a drafting model, without attention, to measure its memory."""
 
     def aux_hidden_states(self) -> AuxHiddenStates | None:
-        """Return where the target is to leave the hidden states of its next pass, or None if
-        they are not read.
+        """Return a container for the hidden states of the target's next pass, or None if they are
+        not read.
         """
         return None
 
@@ -56,14 +57,14 @@ class Speculator:
     ) -> dict[str, list[int]]:
         """Draft for the requests that sampled in this step, by request id.
 
-        At most `most` drafts each; None means as many as the settings say.
+        Each request gets at most `most` drafts; None means as many as the settings allow.
         """
         return {}
 
 
 def by_req_id(inputs: StepInputs, drafts: list[list[int]]) -> dict[str, list[int]]:
-    """Return the drafts of the requests that sampled, given in their order, without those that
-    have none.
+    """Return, by request id, the drafts of the requests that sampled, given in their order; omit
+    requests without drafts.
     """
     req_ids = [inputs.req_ids[index] for index in inputs.sampling]
     return {req_id: token_ids for req_id, token_ids in zip(req_ids, drafts, strict=True) if token_ids}
@@ -72,9 +73,10 @@ def by_req_id(inputs: StepInputs, drafts: list[list[int]]) -> dict[str, list[int
 class DraftTokensHandler:
     """The drafts that follow the last step's tokens, by request id.
 
-    The engine takes them, and sends them back with the next step. With `keeps_drafts` it is a step
-    ahead and sends placeholders, which this rank's own drafts replace. `num_invalid_spec_tokens`:
-    how many of each request's placeholders in the present step had no draft.
+    The engine takes them and sends them back with the next step. With `keeps_drafts`, the engine is
+    one step ahead and sends placeholders, which this rank replaces with its own drafts.
+    `num_invalid_spec_tokens` counts each request's placeholders in the current step that had no
+    draft.
     """
 
     def __init__(self, keeps_drafts: bool) -> None:
@@ -83,11 +85,11 @@ class DraftTokensHandler:
         self._draft_token_ids: dict[str, list[int]] = {}
 
     def put(self, draft_token_ids: dict[str, list[int]]) -> None:
-        """Take the drafts of a step."""
+        """Store the drafts of a step."""
         self._draft_token_ids = draft_token_ids
 
     def take(self) -> dict[str, list[int]]:
-        """Return the drafts, and clear them."""
+        """Return the stored drafts, and clear them."""
         drafts, self._draft_token_ids = self._draft_token_ids, {}
         return drafts
 
