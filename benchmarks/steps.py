@@ -5,6 +5,7 @@ sample, update, text.
     uv run python benchmarks/steps.py --dtype bfloat16 --requests 16
     uv run python benchmarks/steps.py --ledger    # what each optimisation gained, into PERFORMANCE.md
     uv run python benchmarks/steps.py --switch    # the small ones, switched off and on from step to step
+    uv run python benchmarks/steps.py --switch --requests 1    # of one request: what its recording gains
 
 The work is that of `benchmarks/peers.py`: prompts and outputs of 16 to 256 tokens, greedy, all
 requests at once. Every part is timed by the wall clock in every step; the table shows the mean step
@@ -88,6 +89,7 @@ def pack_for_onednn(model: Decoder) -> None:
 RUNNER = "minivllm.worker.model_runner"
 AS_IT_IS = Variant("as it is")
 SWITCHED = [
+    Variant("without recordings", ("minivllm.worker.cuda_graphs", "padded_size", lambda num_rows, sizes: None)),
     Variant("torch's norms, gates and rotations", ("minivllm.kernels.elementwise", "has_numba", lambda: False)),
     Variant("norms and rotations on one thread", ("minivllm.kernels.cpu.elementwise_calls", "TOKENS", 1 << 30)),
     Variant("torch's writes of caches", ("minivllm.kernels.cpu.cache_calls", "has_numba", lambda: False)),

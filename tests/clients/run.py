@@ -64,7 +64,9 @@ def fast_clients(url: str, folder: Path) -> Iterator[Client]:
 
 
 def lm_eval(url: str, folder: Path) -> Client:
-    """Return lm-eval on three small tasks: multiple choice, rolling log likelihood, and generation."""
+    """Return lm-eval's results on three small tasks: multiple choice, rolling log likelihood, and
+    generation.
+    """
     tasks, out = folder / "tasks", folder / "lm_eval"
     shutil.copytree(HERE / "lm_eval", tasks)
     for path in tasks.glob("*.yaml"):

@@ -1,5 +1,5 @@
-"""`tensor_parallel_size=2`: the tokens of one process, the bytes that the formula gives, and
-failures that are reported.
+"""With `tensor_parallel_size=2`, the tokens are those of one process, the bytes match the formula,
+and failures are reported.
 
 One engine of two ranks serves all of these tests; to change what is scheduled, they give it another
 scheduler. Its ranks fail only where a test tells them to.

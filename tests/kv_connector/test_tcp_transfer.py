@@ -1,5 +1,5 @@
-"""Both sides of two TCP connectors, step by step, over real sockets: pieces, damage, and engines
-that do not fit.
+"""Test both sides of two TCP connectors, step by step, over real sockets: pieces, damage, and
+incompatible engines.
 
 What also holds for NIXL's connector is in `test_pull_transfer.py`.
 """

@@ -131,8 +131,8 @@ def checks_that_catch(number: str, mutant: Mutant) -> list[str]:
 
 
 def problems_of(number: str, mutant: Mutant) -> Iterator[str]:
-    """Return the message of each check that fails on the mutant. Checks run only as far as the
-    caller reads, and once per process.
+    """Return the message of each check that fails on the mutant. Checks run lazily, as the caller
+    consumes the messages, and once per process.
     """
     return (result.problem or "" for result in _failures(number, mutant))
 

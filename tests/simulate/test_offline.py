@@ -15,8 +15,8 @@ COST = FittedCost(per_step=1.0, per_request=0.1, per_token=0.01, per_pair=1e-4)
 
 @st.composite
 def workloads(draw):
-    """Draw requests, some of which share a prefix, and a pool that holds any one of them and
-    sometimes few more.
+    """Draw requests, some with a shared prefix, and a pool that holds any one of them and sometimes
+    little more.
     """
     lengths = draw(st.lists(st.tuples(st.integers(1, 30), st.integers(1, 40)), min_size=1, max_size=12))
     work = []

@@ -283,7 +283,7 @@ class SamplingParams:
             )
         require(
             self.allowed_token_ids is None or len(self.allowed_token_ids) > 0,
-            "allowed_token_ids is empty, so that no token could be generated; leave it out, or name some",
+            "allowed_token_ids is empty, so no token could be generated; leave it out, or name some",
             "allowed_token_ids",
         )
 

@@ -79,8 +79,8 @@ def bare_engine(model: str | Path, device: torch.device, cache: CacheConfig, **s
 
 
 def own_clock(core: EngineCore) -> Callable[[], float]:
-    """Return the clock for this engine: on a CPU with one thread process time, which other
-    processes do not affect, else wall-clock time.
+    """Return the clock for this engine: process time on a single-threaded CPU, since other
+    processes do not affect it; otherwise wall-clock time.
     """
     here = isinstance(core.executor, UniprocExecutor) and runner_of(core).device.type == "cpu"
     return time.process_time if here and torch.get_num_threads() == 1 else time.perf_counter

@@ -52,7 +52,7 @@ class _Clock(selectors.DefaultSelector):
         ready = super().select(0)
         self._loop.turns += 1
         if not ready and timeout is None:
-            raise AssertionError(f"{self._whose} waits, and nothing will ever wake it: is a wake-up lost?")
+            raise AssertionError(f"{self._whose} waits, and nothing will ever wake it: was a wake-up lost?")
         if self._loop.turns > MOST_TURNS:
             raise AssertionError(f"{self._whose} does not end: does it check again and again, and never wait?")
         self._loop.now += timeout or 0.0

@@ -170,7 +170,7 @@ class RooflineCost:
         return self.weight_bytes - self.vision_bytes - left_out
 
     def bytes_moved(self, shape: StepShape) -> float:
-        """Return the bytes that must cross the memory bus: the weights that the tokens pass, and
+        """Return the bytes that must cross the memory bus: the weights that the tokens use, and
         every key and value once.
         """
         return self.weight_bytes_read(shape.num_tokens) + self.kv_bytes_per_token * (shape.num_keys + shape.num_tokens)

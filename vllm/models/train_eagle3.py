@@ -113,8 +113,8 @@ class Norm(nn.RMSNorm):
 
 
 class Attention(nn.Module):
-    """Projections of the head's only attention, which reads embedding and hidden state side by
-    side.
+    """The projections of the head's only attention layer, which reads the embedding and the hidden
+    state side by side.
     """
 
     def __init__(self, config: dict):

@@ -38,7 +38,7 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
     note = (
         f"{state.model} on {many} {state.gpu}, {tokens(state.work.prompt)} tokens in and {state.work.output} out; "
         f"in time: first token within {seconds(state.objective.ttft)}, then one every {seconds(state.objective.tpot)}; "
-        f"those that do both take {chunk_words(state)}; "
+        f"GPUs that do both take {chunk_words(state)}; "
         f"modelled{error}"
     )
     y = drawing.paragraph((MARGIN, drawing.heading((MARGIN, 23), "Requests in time") + 18), note, width - 2 * MARGIN)

@@ -159,8 +159,8 @@ class State:
         )
 
     def trouble(self, outcome: Outcome) -> str:
-        """Return what breaks: "refused" (the server does not start), "late" (its tokens),
-        "preempts" or "".
+        """Return what goes wrong: "refused" (the server does not start), "late" (tokens arrive too
+        late), "preempts" (requests are preempted), or "" if nothing does.
         """
         if outcome is None:
             return ""

@@ -174,7 +174,7 @@ def _crossing(costs: Mapping[int, float], allowed: float, over: Sequence[bool]) 
 
 
 def _cpu(drawing: Drawing, axes: Axes, state: State, width: float) -> float:
-    """Write the CPU measurement below the plot, and return the y below."""
+    """Write the CPU's measurement below the plot, and return the y coordinate below it."""
     least, most = min(state.measured.values()), max(state.measured.values())
     words = (
         f"Measured on a CPU ({state.cpu}): with any size, {least:.2f} to {most:.2f} × the time of a contiguous cache. "

@@ -376,8 +376,8 @@ class Experiment:
         return (yield from (patient(run, "your function") if self.own else run))
 
     def _like_a_smaller_pool(self, pool: int) -> Point | None:
-        """Return the result of a smaller pool that never ran out of blocks, because more blocks
-        change nothing, or None.
+        """Return the result of a smaller pool that never ran out of blocks, since more blocks
+        change nothing; None if there is none.
         """
         longest = -(-self.serving.longest // BLOCK_SIZE)
         for other, point in self.runs.found.items():

@@ -91,8 +91,8 @@ def _cut(lengths: RequestLengths) -> RequestLengths:
 
 
 class Experiment:
-    """The runs of a model in one layout at any rate; results are kept, and an interrupted run can
-    be resumed.
+    """The runs of a model in one layout, for any request rate; results are kept, and an interrupted
+    run can be resumed.
     """
 
     def __init__(self, placed: PlacedModel, work: Work) -> None:

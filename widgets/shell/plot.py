@@ -233,7 +233,7 @@ class Axes:
             self._edge_words(area, words, high is None)
 
     def shade(self, low: float | None, high: float | None, words: str) -> None:
-        """Shade a broken region without its words; where regions overlap, shade all of them before
+        """Shade a broken region without its label; where regions overlap, shade all of them before
         drawing any `edge`.
         """
         area = self._region(low, high)

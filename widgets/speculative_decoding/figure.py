@@ -92,7 +92,7 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
 
 
 def _curves(state: State) -> list[tuple[int, str, str]]:
-    """Return other numbers of drafts, each with its colour and dashes."""
+    """Return the curves for the other numbers of drafts, each with its colour and dash pattern."""
     return [(k, *style) for k, style in zip((k for k in OTHERS if k != state.k), STYLES, strict=False)]
 
 

@@ -428,8 +428,8 @@ MUTANTS = {mistake: (*where, instead) for where, mistakes in MISTAKES.items() fo
 MESSAGES = {
     "keeps only the last delta": "only the last one is left",
     "joins the other way round": "the order is lost",
-    "does not wake the reader": "is a wake-up lost?",
-    "clears before it waits: a lost wake-up": "is a wake-up lost?",
+    "does not wake the reader": "was a wake-up lost?",
+    "clears before it waits: a lost wake-up": "was a wake-up lost?",
     "asks again and again": "does it look again and again",
     "asks a hundred times a second": "does it ask in a loop?",
     "looks once a second": "put must wake it",

@@ -149,11 +149,11 @@ class DraftingConfig:
         require_counts(self, 0, "num_speculative_tokens", "num_lookahead_tokens")
 
     def num_drafts_after(self, num_requests: int) -> int | None:
-        """Return the maximum number of drafts per request after a step of `num_requests`; None for
-        `num_speculative_tokens`.
+        """Return the maximum number of drafts per request after a step of `num_requests`; None
+        stands for `num_speculative_tokens`.
 
-        A batch size beyond a range of `num_speculative_tokens_per_batch_size` counts as the range's
-        last one.
+        A batch size past the end of a range of `num_speculative_tokens_per_batch_size` uses that
+        range's last entry.
         """
         schedule = self.num_speculative_tokens_per_batch_size
         if not schedule or not num_requests:

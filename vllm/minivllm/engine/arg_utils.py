@@ -138,7 +138,7 @@ class EngineArgs:
       on the device, the maximum adapters that run at once. `max_lora_rank`: the largest rank of an
       adapter; every slot has room for it. `max_cpu_loras`: adapters kept in host memory; None: as
       many as slots. `lora_dtype`: dtype of the adapters' weights; "auto" is the model's.
-    - `enforce_eager`: do not use CUDA graphs. On a CPU there are none anyway.
+    - `enforce_eager`: do not use CUDA graphs, nor on a CPU the recordings of small steps.
     - `seed`: seeds the generator of seeds for requests that do not set one.
     - `disable_log_stats`: do not collect metrics for `get_metrics`. A server always collects them.
     - `profiler_config`: what `start_profile` records, such as {"profiler": "torch",

@@ -144,7 +144,9 @@ def rotary_table_bytes(model: Model, dtype: str = "auto") -> int:
 
 
 def _gated_decoder(config: ModelConfig, tp: int) -> dict[str, int]:
-    """Count the Llama family: RMSNorm, RoPE, grouped-query attention, gated MLP or experts."""
+    """Count the parameters of a Llama-family decoder: RMSNorm, RoPE, grouped-query attention, and a
+    gated MLP or experts.
+    """
     vocab = _share(config.vocab_size, tp)
     hidden = config.hidden_size
     norms = 4 if config.model_type in ("gemma2", "gemma3_text") else 2

@@ -1,4 +1,4 @@
-"""Loading of weights from safetensors files into the decoder, or of random weights in the same
+"""Load weights from safetensors files into the decoder, or fill it with random weights of the same
 shapes.
 
 Checkpoints store q, k, v and the two halves of the MLP separately; the decoder merges them, and a
@@ -282,8 +282,8 @@ def merged_projections(
 ) -> dict[str, tuple[Part, ...]]:
     """Return the stored projections by the name of the merged one that they are parts of.
 
-    `mine` and `shared` are (index, number of parts) of the rank's share: of what is divided, and of
-    keys and values.
+    `mine` and `shared` are (index, number of parts) of the rank's share: `mine` for tensors that
+    are divided, `shared` for keys and values.
     """
     width = config.intermediate_size
     # In the order in which the merged parameter has them.

@@ -1,5 +1,5 @@
-"""A step's inputs at fixed addresses, for CUDA graphs, which always read the addresses they were
-captured with.
+"""A step's inputs at fixed addresses, for CUDA graphs and a CPU's recordings, which always read the
+addresses they were captured with.
 
 Tokens and requests beyond the real ones are padding, and harmless: a padding token has slot −1, so
 its key and value are not written; a padding request has no queries and no keys (`query_start_loc`
@@ -38,9 +38,10 @@ class StepBuffers:
         layout += [("seq_lens", torch.int32, size), ("query_start_loc", torch.int32, size + 1)]
         num_bytes = sum(count * dtype.itemsize for _, dtype, count in layout)
         self._rows_here = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=pinned)
-        self._rows_there = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
         self._table_here = torch.zeros(size * max_num_blocks, dtype=torch.int32, pin_memory=pinned)
-        self._table_there = torch.zeros(size * max_num_blocks, dtype=torch.int32, device=device)
+        # On a CPU, here is there.
+        self._rows_there = self._rows_here.to(device)
+        self._table_there = self._table_here.to(device)
         self.block_table = torch.zeros(size, max_num_blocks, dtype=torch.int32, device=device)
         self._host: dict[str, np.ndarray] = {}
         views: dict[str, torch.Tensor] = {}
@@ -80,11 +81,13 @@ class StepBuffers:
             host[name][len(real) :] = padding
         host["query_start_loc"][: count + 1] = inputs.query_start_loc
         host["query_start_loc"][count + 1 :] = tokens  # requests of padding have no queries
-        self._rows_there.copy_(self._rows_here, non_blocking=True)
+        if self._copied is not None:
+            self._rows_there.copy_(self._rows_here, non_blocking=True)
         columns = inputs.block_table.shape[1]  # as many as the longest request needs
         used = count * columns
         self._table_here.numpy()[:used] = inputs.block_table.reshape(-1)
-        self._table_there[:used].copy_(self._table_here[:used], non_blocking=True)
+        if self._copied is not None:
+            self._table_there[:used].copy_(self._table_here[:used], non_blocking=True)
         self.block_table[:count, :columns].copy_(self._table_there[:used].view(count, columns))
         if self._copied is not None:
             self._copied.record()

@@ -319,7 +319,7 @@ class Colocated(_OneGpuEngines):
         return self.gpus * self.mixed(work).capacity
 
     def bound_by(self, work: Work, objective: Objective) -> str:
-        """Return "ttft": requests wait for their first token."""
+        """Return "ttft", because requests wait for their first token."""
         del work, objective
         return "ttft"
 

@@ -268,7 +268,7 @@ def try_rules(rules: Mapping[str, Verify], rounds: int, seed: int) -> dict:
         results[name] = {"chi": chi, "p": chance, "distance": distance, "accepted": num_accepted / rounds}
     columns = {"rule": "{name}", "first drafts accepted": "{accepted:.3f}", "distance": "{distance:.3f}"}
     record_table(
-        f"Two tokens of five kinds, {rounds:,} times",
+        f"Two tokens of a vocabulary of five, drawn {rounds:,} times",
         {name: {**record, "chance": _shown_chance(record["p"])} for name, record in results.items()},
         {**columns, "chi-square": "{chi:,.0f}", "chance": "{chance}"},
         f"Σ min(p, q) is {sum_min:.3f}. Chance: that an exact rule is as far off ({freedom} degrees of freedom).",
@@ -288,8 +288,8 @@ def _shown_chance(chance: float) -> str:
 def measure_batches(
     arguments: argparse.Namespace, device: torch.device, speed_up: Callable[..., float], models: Sequence[Decoder]
 ) -> dict:
-    """Verify drafts of a given acceptance, by batch size: the formulas' prediction, and the
-    engine's tokens per second.
+    """Verify drafts with a known acceptance rate; by batch size, compare the formulas' prediction
+    with the engine's tokens per second.
     """
     heading("5. When it pays")
     k, tokens, turns = arguments.drafts, *((16, 1) if arguments.quick else (40, 3))

@@ -26,7 +26,10 @@ from torch import Tensor
 from minivllm.errors import MinivllmError
 from minivllm.kernels.cpu.panel_linear import PanelLinear, can_pack
 from minivllm.kernels.elementwise import silu_and_mul
+from minivllm.logger import init_logger
 from minivllm.platforms.cpu_time import between, thread_times
+
+logger = init_logger(__name__)
 
 SETTING = "MINIVLLM_CPU_LINEAR"
 ROWS = (1, 8, 64, 256)  # decodes of one request and of some; prompts
@@ -63,8 +66,17 @@ def most_rows_in_panels(weight: Tensor, gated: bool) -> float:
 def _measured(shape: tuple[int, int], dtype: torch.dtype, gated: bool, threads: int) -> float:
     before = thread_times()
     seconds = measure(torch.zeros(shape, dtype=dtype), gated)
-    is_busy = between(before, thread_times()).waited_share > BUSY
-    return best_threshold(seconds, CAUTION if is_busy else 1)
+    waited = between(before, thread_times()).waited_share
+    most_rows = best_threshold(seconds, CAUTION if waited > BUSY else 1)
+    logger.debug(
+        "%s %s: in panels up to %s rows, waited for a core %.0f%% of the time; µs by rows, in panels and with torch: %s",
+        dtype,
+        shape,
+        most_rows,
+        100 * waited,
+        {rows: tuple(round(1e6 * time) for time in times) for rows, times in seconds.items()},
+    )
+    return most_rows
 
 
 def measure(weight: Tensor, gated: bool, clock: Callable[[], float] = time.perf_counter) -> Seconds:

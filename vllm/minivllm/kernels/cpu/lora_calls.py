@@ -50,7 +50,9 @@ class CompiledLoRALinear:
         self._programs = loops("lora_loops").programs_for(ELEMENTS[a.dtype])
 
     def __call__(self, y: Tensor, x: Tensor, meta: LoRAKernelMeta) -> None:
-        """Implement `lora_linear` for x and y of the adapters' dtype, a row of x contiguous."""
+        """Implement `lora_linear` for x and y in the adapters' dtype; each row of x must be
+        contiguous.
+        """
         num_tiles, indices, table = meta.cpu_tiles
         of_step = (num_tiles, x.stride(0), y.data_ptr(), x.data_ptr(), indices, table)
         run_programs(self._programs, LoRALinearCells(0, *of_step, *self._of_linear), most_threads=num_tiles)

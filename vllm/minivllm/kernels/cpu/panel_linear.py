@@ -1,8 +1,7 @@
-"""Matrix products on a CPU: the choice between two implementations, and how they are called.
+"""Matmuls on a CPU with weights in panels: the layout, and how the loops are called.
 
-Compiled loops over weights in panels (`panel_linear_loops.py`) on x86 processors where numba is
-installed, for fp32, and for bf16 where the processor multiplies it; else `F.linear`. The panels
-replace the plain weight. Measured on two cores (AMD Zen 4, torch 2.15), the fastest of calls in
+The loops (`panel_linear_loops.py`) are for fp32 and bf16, on x86 processors where numba is
+installed. `linear_choice.py` decides by measurement which linears use them. Measured on two cores (AMD Zen 4, torch 2.15), the fastest of calls in
 turns, µs, weight [1376, 256] / [4096, 4096]:
 
     rows                           1               16               128              512

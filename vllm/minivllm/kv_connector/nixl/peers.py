@@ -56,7 +56,9 @@ class Peers:
         self._local_pieces: dict[int, Any] = {}
 
     def known(self, remote: RemotePrefill) -> Peer | None:
-        """Return the peer for this remote request, if it was met and has not restarted since."""
+        """Return the peer of this remote request if there was a handshake and it has not restarted
+        since.
+        """
         peer = self._met.get(remote.engine_id)
         return peer if peer and self._is_current(remote, peer.metadata) else None
 

@@ -219,7 +219,7 @@ class OffloadScheduler(KVConnectorBase_V1):
         return near
 
     def _store(self, wanted: "dict[BlockHash, KVCacheBlock]", is_lazy: bool = False) -> None:
-        """Order these blocks to be stored, as far as the tier has room; blocks that are already
+        """Request that these blocks be stored, as far as the tier has room; blocks that are already
         there stay.
         """
         # Counted first, to know afterwards how many blocks found no room.

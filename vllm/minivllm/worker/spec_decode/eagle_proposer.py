@@ -60,7 +60,7 @@ class EagleProposer(DraftModelProposer):
         self, batch: InputBatch, inputs: StepInputs, aux_hidden_states: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run the head over the step's positions, except those of rejected drafts; return its two
-        outputs at the last ones.
+        outputs at each request's last position.
 
         Each is [n, hidden], for the requests that have sampled; if there are none, it has one row
         that is not used.
