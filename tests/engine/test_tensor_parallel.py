@@ -1,5 +1,5 @@
-"""With `tensor_parallel_size=2`, the tokens are those of one process, the bytes match the formula,
-and failures are reported.
+"""Check that `tensor_parallel_size=2` gives the tokens of one process, moves the bytes of the
+formula, and reports failures.
 
 One engine of two ranks serves all of these tests; to change what is scheduled, they give it another
 scheduler. Its ranks fail only where a test tells them to.

@@ -1,0 +1,62 @@
+"""Loops are compiled before the first request: by two processes where the cache is empty."""
+
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+pytest.importorskip("numba", reason="the loops are numba's; a GPU's image has none")
+
+from minivllm.kernels.cpu import compile_ahead as module
+from minivllm.kernels.cpu.compile_ahead import BY_THE_SECOND, LOOPS, compile_ahead
+
+
+@pytest.fixture
+def done(monkeypatch):
+    """What is compiled here and started elsewhere, in order, as if nothing took any time."""
+    events = []
+
+    class Second:
+        def __init__(self, command, **options):
+            events.append(("started", *command[-len(BY_THE_SECOND) :]))
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error):
+            return None
+
+        def wait(self):
+            events.append(("waited",))
+
+    monkeypatch.setattr(subprocess, "Popen", Second)
+    monkeypatch.setattr(module, "compile_modules", lambda names, *types: events.append(("compiled", *names)))
+    return events
+
+
+def found_in_the_cache(monkeypatch, was_cached) -> None:
+    loops = SimpleNamespace(norms_of=lambda number: SimpleNamespace(was_cached=was_cached))
+    monkeypatch.setattr(module, "import_module", lambda name: loops)
+
+
+def test_the_second_process_compiles_half_and_this_one_reads_it_afterwards(monkeypatch, done):
+    found_in_the_cache(monkeypatch, False)
+    compile_ahead(np.float32, np.float32)
+    here = [name for name in LOOPS if name not in BY_THE_SECOND]
+    assert done == [("started", *BY_THE_SECOND), ("compiled", *here), ("waited",), ("compiled", *BY_THE_SECOND)]
+
+
+@pytest.mark.parametrize("was_cached", [True, None], ids=["all is cached", "nothing can be cached"])
+def test_no_second_process_where_it_would_not_help(monkeypatch, done, was_cached):
+    found_in_the_cache(monkeypatch, was_cached)
+    compile_ahead(np.float32, np.float32)
+    assert done == [("compiled", *LOOPS)]
+
+
+def test_the_second_process_needs_no_torch_and_leaves_its_loops_in_the_cache():
+    command = [sys.executable, "-P", "-X", "importtime", "-m", module.__name__, "float32", "float32", "replay_loops"]
+    ran = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert not [line for line in ran.stderr.splitlines() if line.split()[-1:] == ["torch"]]
+    assert LOOPS["replay_loops"](module.import_module("minivllm.kernels.cpu.replay_loops"), np.float32, None).was_cached
