@@ -35,12 +35,12 @@ PARTS = {
     "tests": ROOT / "tests",
 }
 BUDGETS = {
-    "the engine": 22_000,
+    "the engine": 22_500,
     "minivllm_lab": 13_700,
     "minivllm_simulate": 2_000,
     "widgets": 10_600,
     "benchmarks": 4_750,
-    "tests": 36_700,
+    "tests": 37_000,
     "the spine": 3_900,
 }
 """Most code lines of each part."""
