@@ -201,13 +201,17 @@ def test_the_noise_is_the_same_bit_for_bit(device):
 
 def test_the_twins_noise_is_the_same_bit_for_bit():
     loops = pytest.importorskip("minivllm.kernels.cpu.gumbel_loops", reason="a GPU's image has no numba")
+    # Only compiled functions can call the loops' parts.
+    numba = pytest.importorskip("numba")
+    mixed = numba.njit(lambda token, first, second: loops.mixed(token, first, second))
+    uniform = numba.njit(lambda bits: loops.uniform(bits))
     keys = row_keys(np.arange(4) ** 7, np.arange(4))
     hashed = noise.hashed(key_tensor(keys), torch.arange(500, dtype=torch.int32))
     numbers = noise.uniform_numbers(hashed).numpy()
     for row, token in np.ndindex(4, 500):
-        bits = loops.mixed(np.uint32(token), *keys[row])
+        bits = mixed(np.uint32(token), *keys[row])
         assert bits == np.uint32(hashed[row, token].item() % 2**32)
-        assert loops.uniform(bits) * np.float32(2.0**-32) == numbers[row, token]
+        assert uniform(np.uint32(bits)) * np.float32(2.0**-32) == numbers[row, token]
 
 
 # ---- compiled, traced, refused -------------------------------------------------------------------

@@ -1,5 +1,8 @@
 """Recordings: a replay computes what the function would from its inputs' current contents."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -101,3 +104,28 @@ def test_a_function_that_looks_at_numbers_cannot_be_recorded():
         CpuRecorder()(lambda: x.add_(1) if x.sum() > 2 else x)
     x.zero_()
     assert x.sum() == 0, "nothing is recorded any more"
+
+
+def test_a_recording_imports_nothing():
+    """The first use of torch's dispatch modes takes three seconds, in which nothing is served."""
+    code = "import sys, torch; from minivllm.kernels.cpu.replay import CpuRecorder; before = set(sys.modules); "
+    code += "CpuRecorder()(lambda: torch.ones(3).add_(1)); print(*set(sys.modules) - before)"
+    ran = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.split() == []
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: x.add_(1), lambda x: x.__iadd__(1), lambda x: x.__setitem__(0, 5.0), lambda x: x[1:].mul_(3),
+        lambda x: torch.add(x, 1, out=x), lambda x: x.copy_(x.flip(0)), lambda x: x.unsqueeze(0).neg_(),
+    ],
+)  # fmt: skip
+def test_what_works_in_place_is_repeated(change):
+    x = torch.arange(4.0)
+    replay = CpuRecorder()(lambda: change(x))
+    x.copy_(torch.arange(4.0))
+    replay()
+    expected = torch.arange(4.0)
+    change(expected)
+    assert torch.equal(x, expected)

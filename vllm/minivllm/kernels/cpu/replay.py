@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from minivllm.errors import MinivllmError
@@ -33,6 +33,12 @@ from minivllm.kernels.cpu.loops import loops
 from minivllm.platforms.threads import Cells, Function, observed_programs, run_on_threads
 
 MOST_CELLS = 32  # of a call
+ALLOCATIONS = {"empty", "empty_like", "new_empty"}
+# Functions that return a tensor's numbers to Python.
+READERS = {
+    "item", "tolist", "numpy", "equal", "allclose", "nonzero", "unique", "masked_select",
+    "__bool__", "__int__", "__float__", "__index__", "__array__", "__contains__",
+}  # fmt: skip
 
 
 class CannotRecord(MinivllmError):
@@ -57,8 +63,13 @@ class CpuRecorder:
         return recording.finish()
 
 
-class _Recording(TorchDispatchMode):
-    """The calls that a function has made so far. torch calls `__torch_dispatch__` for each operator."""
+class _Recording(TorchFunctionMode):
+    """The calls that a function has made so far. torch calls `__torch_function__` for each of its
+    functions and each method of a tensor.
+
+    A `TorchDispatchMode` would see every operator below them too, but its first use imports some
+    nine hundred modules, which takes three seconds.
+    """
 
     def __init__(self, memory: list[Tensor]) -> None:
         super().__init__()
@@ -68,25 +79,25 @@ class _Recording(TorchDispatchMode):
         self._programs: list[tuple[Function, bytes]] = []
         self._kept: list[Tensor] = []  # their memory must not be used for anything else
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func.__name__ in READERS:
+            raise CannotRecord(f"{func.__name__} looks at a tensor's numbers, which a recording would keep for good")
         result = func(*args, **kwargs)
-        outputs = [tensor for tensor in tree_leaves(result) if isinstance(tensor, Tensor)]
-        if not outputs:
-            raise CannotRecord(f"{func} looks at a tensor's numbers, which a recording would keep for good")
-        if func.overloadpacket in (torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.new_empty):
+        if func.__name__ in ALLOCATIONS:
             result = self._allocate(result)
             self._kept.append(result)
             return result
+        outputs = [tensor for tensor in tree_leaves(result) if isinstance(tensor, Tensor)]
         self._kept.extend(outputs)
         inputs = [tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)]
         here = {tensor.untyped_storage().data_ptr() for tensor in inputs}
         again = partial(func, *args, **kwargs)
-        if func._schema.is_mutable:
+        if _changes_its_argument(func.__name__) or "out" in kwargs:
             self._add(again)
         elif any(tensor.untyped_storage().data_ptr() not in here for tensor in outputs):
             self._add(partial(_overwrite, result, again))
-        return result  # else a view: nothing to repeat
+        return result  # else a view or a property: nothing to repeat
 
     def _allocate(self, like: Tensor) -> Tensor:
         """Return memory for a new tensor: that of the n-th one of other recordings, if it is large
@@ -125,6 +136,13 @@ class _Recording(TorchDispatchMode):
                 run()
 
         return replay
+
+
+def _changes_its_argument(name: str) -> bool:
+    """Return whether a function of this name works in place: `add_`, `__setitem__`, `__iadd__`."""
+    if name.startswith("__"):
+        return name == "__setitem__" or (name.startswith("__i") and name != "__invert__")
+    return name.endswith("_")
 
 
 def _overwrite(result: Any, again: Callable[[], Any]) -> None:
