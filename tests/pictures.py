@@ -14,7 +14,7 @@ HALF_A_PIXEL = 0.5
 NUMBER = re.compile(r"(?<![\w#.])[-−+]?\d+(?:\.\d+)?(?![\w.])")
 COORDINATE = re.compile(r"[-+]?\d*\.?\d+(?:e[-+]?\d+)?")
 DESCRIPTION = ".//{http://purl.org/dc/elements/1.1/}description"
-WORDS = ("aria-label", "fill", "font-family", "stroke")
+WORDS = ("aria-label", "class", "fill", "font-family", "stroke")
 
 
 def differences(drawn: str, shown: str) -> list[str]:

@@ -96,9 +96,9 @@ def test_a_notebook_gets_buttons_and_a_picture_for_where_there_are_none(frames):
     [
         ([], [], "0 stills"),
         ([still()], [], "each still needs one"),
-        ([still(), still(width=301)], ["a", "b"], "one size"),
+        ([still(), still(width=301)], ["a", "b"], "the same size"),
         (["<svg/>"], ["a"], "width"),
-        (["no picture"], ["a"], "no SVG"),
+        (["no picture"], ["a"], "not an SVG"),
         ([svg(10, 10, '<g id="a"/>')], ["a"], "id"),
     ],
 )

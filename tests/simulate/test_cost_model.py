@@ -141,7 +141,7 @@ def test_the_error_is_the_one_that_was_made():
     error = model_error(FittedCost(1.1, 0, 0, 0), steps)
     assert error.median_step == pytest.approx(0.1)
     assert error.total == pytest.approx(0.1)
-    assert str(error) == "±10% a step (median), +10% in total"
+    assert str(error) == "±10% per step (median), +10% in total"
 
 
 def test_too_few_steps_make_no_fit():

@@ -531,7 +531,7 @@ def test_quick_run(tmp_path):
         (["--max-model-len", "40000"], "set max_model_len to"),
         (["--model", "/no/such/model"], "no model directory"),
         (["--json", "/proc/nowhere/results.json"], "cannot write"),
-        (["--plot", "figure.txt"], "ends in .png or .svg"),
+        (["--plot", "figure.txt"], "must end in .png or .svg"),
         *([] if torch.cuda.is_available() else [(["--device", "cuda"], "no CUDA device")]),
         (["--prompt", ""], "the prompt is empty"),
         (["--tokens", "5000"], "more than 2048 positions"),

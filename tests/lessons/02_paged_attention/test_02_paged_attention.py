@@ -513,8 +513,8 @@ def test_quick_run(tmp_path):
     ("arguments", "about"),
     [
         (("--block-size", "0"), "at least 1"),
-        (("--slots", "100"), "--slots must be 2,048"),
-        (("--slots", "2100", "--block-size", "1500"), "--slots must be 3,000"),
+        (("--slots", "100"), "--slots must be from 2,048"),
+        (("--slots", "2100", "--block-size", "1500"), "--slots must be from 3,000"),
         (("--slots", "1000000000000"), "--slots"),
         (("--block-size", "4096"), "--block-size"),
         (("--beam-width", "0"), "at least 1"),

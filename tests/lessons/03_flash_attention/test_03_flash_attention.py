@@ -487,7 +487,7 @@ def test_quick_run(tmp_path):
     [
         (["--block-q", "0"], "at least 1"),
         (["--on-chip-kib", "16"], "on the chip"),
-        (["--block-q", "4", "--block-k", "4"], "64 scores or more"),
+        (["--block-q", "4", "--block-k", "4"], "at least 64 scores"),
         (["--head-dim", "5000"], "at most 1,024"),
         (["--text", ""], "1 to 1,000 characters"),
         (["--model", "/no/such/model"], "no model directory"),

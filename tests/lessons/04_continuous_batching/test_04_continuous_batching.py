@@ -182,7 +182,7 @@ def test_the_engine_takes_the_steps_that_the_simulator_takes():
     assert [step.shape for step in simulated.steps] == [step.shape for step in run.steps]
     assert simulated.num_preemptions == run.num_preemptions > 0
     assert foretell(lengths, run, FIXED) == pytest.approx(len(run.steps) / run.seconds - 1)
-    with pytest.raises(MinivllmError, match="other steps"):
+    with pytest.raises(MinivllmError, match="takes different steps"):
         foretell(lengths[1:], run, FIXED)
     assert run.output_tokens == simulated.output_tokens == sum(output for _, output in lengths)
 
@@ -484,7 +484,7 @@ def test_quick_run(tmp_path):
         (["--seats", "100000"], "--seats: must be from 1 to 64"),
         (["--requests", "3"], "--requests: must be from 12 to 4096"),
         (["--model", "/no/such/model"], "no model directory"),
-        (["--plot", "figure.txt"], "ends in .png or .svg"),
+        (["--plot", "figure.txt"], "must end in .png or .svg"),
     ],
 )
 def test_bad_input_is_one_line(arguments, about):

@@ -430,7 +430,7 @@ MESSAGES = {
     "joins the other way round": "the order is lost",
     "does not wake the reader": "was a wake-up lost?",
     "clears before it waits: a lost wake-up": "was a wake-up lost?",
-    "asks again and again": "does it look again and again",
+    "asks again and again": "does it check again and again",
     "asks a hundred times a second": "does it ask in a loop?",
     "looks once a second": "put must wake it",
     "spins without await": "does a loop in it never end?",

@@ -243,7 +243,7 @@ def test_what_is_only_bytes_is_within_a_tenth_and_splitwises_engine_is_slower_th
 def test_nonsense_is_refused_by_name():
     for prefill, decode in itertools.product((0, 1), (0, 1)):
         if not prefill * decode:
-            with pytest.raises(MinivllmError, match="each takes one"):
+            with pytest.raises(MinivllmError, match="each pool needs at least one"):
                 system(prefill, decode)
     with pytest.raises(MinivllmError, match="above 0"):
         Objective(0, 1)

@@ -76,7 +76,7 @@ def _miscounted(pool: Pool, holders: Counter[int]) -> list[Fault]:
             faults.append(Fault(f"block {block} is held {holders[block]} times, but counted {count} times", (block,)))
     free, real = pool.get_num_free_blocks(), sum(not holders[block] for block in counts)
     if free != real:
-        faults.append(Fault(f"the pool reports that {free} blocks are free, and {real} are in no table"))
+        faults.append(Fault(f"the pool reports that {free} blocks are free, but {real} are in no table"))
     return faults
 
 
