@@ -15,7 +15,7 @@ from minivllm.kernels.cpu.compile_ahead import BY_THE_SECOND, LOOPS, compile_ahe
 
 @pytest.fixture
 def done(monkeypatch):
-    """What is compiled here and started elsewhere, in order, as if nothing took any time."""
+    """Record what is compiled here and what is started elsewhere, in order, as if nothing took time."""
     events = []
 
     class Second:
