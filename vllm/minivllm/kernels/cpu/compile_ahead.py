@@ -1,6 +1,6 @@
 """Compile the loops that every request needs before the first one comes, on two cores at once.
 
-    python -m minivllm.kernels.cpu.compile_ahead float32 float32 attention_loops gumbel_loops
+    python -m minivllm.kernels.cpu.compile_ahead float32 float32 attention_loops cache_loops
 
 numba compiles on one core: a lock lets no two threads compile at the same time. So where its cache
 has nothing of these loops, a second process compiles half of them, and this one the others; then
@@ -33,7 +33,7 @@ LOOPS = {
     "attention_loops": lambda loops, number, cached: loops.programs_for(number, cached),
     "gumbel_loops": lambda loops, number, cached: loops.compiled_programs(),
 }
-BY_THE_SECOND = ("attention_loops", "gumbel_loops")
+BY_THE_SECOND = ("attention_loops", "cache_loops", "replay_loops")  # about half of the work
 
 
 def compile_ahead(number: type, cached: type) -> None:
