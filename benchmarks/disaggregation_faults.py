@@ -300,7 +300,7 @@ class Row:
 
     @property
     def is_well(self) -> bool:
-        """Whether the client got what it should, nothing is left over, and the survivors answer."""
+        """Return whether the client got what it should, nothing is left over, and the survivors answer."""
         left = [*self.held.values(), *self.unfinished.values()]
         is_clear = self.got != ERROR or bool(self.words)
         return (

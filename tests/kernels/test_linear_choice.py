@@ -80,6 +80,7 @@ def test_sizes_that_would_take_too_long_are_left_out(monkeypatch):
 
 
 def test_a_shape_is_measured_once_and_the_setting_makes_the_choice_instead(monkeypatch):
+    monkeypatch.delenv(linear_choice.SETTING, raising=False)
     calls = itertools.count()
     monkeypatch.setattr(linear_choice, "measure", lambda *_: {1: (1.0, 2.0 + next(calls))})
     linear_choice._measured.cache_clear()

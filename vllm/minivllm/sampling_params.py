@@ -148,7 +148,7 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the most likely token is always taken, without randomness."""
+        """Return whether the most likely token is always taken, without randomness."""
         return self.temperature == 0.0
 
     @property

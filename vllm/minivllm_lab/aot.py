@@ -85,7 +85,7 @@ class Compiled:
 
     @property
     def fits(self) -> bool:
-        """Whether its shared memory fits the target."""
+        """Return whether its shared memory fits the target."""
         return self.shared <= SHARED_MEMORY[self.target]
 
 

@@ -62,12 +62,12 @@ class CheckResult:
 
     @property
     def passed(self) -> bool:
-        """Whether the requirement is met."""
+        """Return whether the requirement is met."""
         return self.problem is None
 
     @property
     def is_stretch(self) -> bool:
-        """Whether the check requires more than the engine needs."""
+        """Return whether the check requires more than the engine needs."""
         return self.statement.startswith("Stretch:")
 
 

@@ -111,7 +111,7 @@ class Transfer:
 
     @property
     def is_hidden(self) -> bool:
-        """Whether the transfer takes no longer than the prefill; then at most one layer's share
+        """Return whether the transfer takes no longer than the prefill; then at most one layer's share
         remains after it.
         """
         return self.seconds <= self.prefill

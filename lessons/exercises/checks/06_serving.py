@@ -411,7 +411,7 @@ def check_what_was_held_back_comes_at_the_end(module):
 
 
 def check_of_several_the_first_to_end_wins(module):
-    """Of overlapping stop strings, the one whose last character comes first wins; at a tie, the first listed."""
+    """The overlapping stop string whose last character comes first wins; at a tie, the first listed."""
     earliest = (
         "The one whose last character comes first wins, not the one that begins first, nor the first of the list."
     )

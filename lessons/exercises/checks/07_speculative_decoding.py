@@ -121,7 +121,7 @@ def check_a_long_text_is_searched_to_its_beginning(module):
 
 
 def check_the_first_occurrence_counts(module):
-    """Of several occurrences the first counts, as in the engine."""
+    """The first of several occurrences counts, as in the engine."""
     assert_drafts(module, [1, 2, 3, 1, 2, 4, 1, 2], 1, 2, 2)
     assert_drafts(module, [6, 1, 6, 2, 6, 3, 6], 1, 1, 1)
 

@@ -209,7 +209,7 @@ def check_no_block_is_free(module):
 
 
 def check_a_victim_may_stand_before_the_request(module):
-    """By priority, a victim's tokens go back to the budget; requests behind it move up; none is left out."""
+    """A victim's tokens, chosen by priority, go back to the budget; requests after it move up; none is left out."""
     _loop(module, (
         ("a has its token already", [("a", 4, 1, 9), ("b", 8, 1, 0), ("c", 5, 1, 1)], 1, 2, "priority",
          ({"b": 1, "c": 1}, ["a"]), ": a's token goes back, and c is the next"),

@@ -85,17 +85,17 @@ class KVTransferConfig:
 
     @property
     def is_kv_producer(self) -> bool:
-        """Whether this engine gives keys and values away."""
+        """Return whether this engine gives keys and values away."""
         return self.kv_role in ("kv_producer", "kv_both")
 
     @property
     def is_kv_consumer(self) -> bool:
-        """Whether this engine takes keys and values from others."""
+        """Return whether this engine takes keys and values from others."""
         return self.kv_role in ("kv_consumer", "kv_both")
 
     @property
     def recomputes(self) -> bool:
-        """Whether keys and values that did not arrive are computed here."""
+        """Return whether keys and values that did not arrive are computed here."""
         return self.kv_load_failure_policy == "recompute"
 
     def get_from_extra_config(self, key: str, default: Any = None) -> Any:

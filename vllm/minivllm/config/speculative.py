@@ -94,7 +94,7 @@ class SpeculativeConfig:
 
     @property
     def runs_model(self) -> bool:
-        """Whether drafts come from a model, which has weights and a KV cache."""
+        """Return whether drafts come from a model, which has weights and a KV cache."""
         return self.method in MODEL_METHODS
 
     @property

@@ -193,7 +193,7 @@ class Request:
 
     @property
     def samples_by_grammar(self) -> bool:
-        """Whether the step that was just scheduled samples a token for this request under a
+        """Return whether the step that was just scheduled samples a token for this request under a
         grammar.
         """
         return self.structured_output_request is not None and not self.is_prefill_chunk

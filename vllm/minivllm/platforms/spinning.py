@@ -57,7 +57,7 @@ class ExtraTeam:
 
     @property
     def held(self) -> bool:
-        """Whether the team exists."""
+        """Return whether the team exists."""
         return self._let_go is not None
 
     def hold(self) -> None:

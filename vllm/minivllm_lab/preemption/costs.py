@@ -151,5 +151,5 @@ class Crossover:
 
     @property
     def copying_wins(self) -> bool:
-        """Whether copying is cheaper than recomputing."""
+        """Return whether copying is cheaper than recomputing."""
         return self.bandwidth > self.break_even

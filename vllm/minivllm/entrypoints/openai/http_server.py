@@ -38,7 +38,7 @@ class Backend(Protocol):
 
     @property
     def errored(self) -> bool:
-        """Whether the backend can no longer answer anything."""
+        """Return whether the backend can no longer answer anything."""
         ...
 
     @property

@@ -158,12 +158,12 @@ class GenerationRequest(CheckedRequest):
 
     @property
     def include_usage(self) -> bool:
-        """Whether a stream ends with an event that reports its usage."""
+        """Return whether a stream ends with an event that reports its usage."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
     @property
     def continuous_usage(self) -> bool:
-        """Whether each event of a stream reports usage."""
+        """Return whether each event of a stream reports usage."""
         return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
     def to_sampling_params(self, max_tokens: int, defaults: Mapping[str, Any], vocab_size: int) -> SamplingParams:
@@ -307,7 +307,7 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def only_echoes(self) -> bool:
-        """Whether only the prompt is to be returned, and nothing generated."""
+        """Return whether only the prompt is to be returned, and nothing generated."""
         return bool(self.echo) and self.max_tokens == 0
 
     @classmethod

@@ -137,7 +137,7 @@ class Proxy:
 
     @property
     def is_healthy(self) -> bool:
-        """Whether at least one server of each kind is available."""
+        """Return whether at least one server of each kind is available."""
         return len({server.role for server in self.servers if server.trouble is None}) == 2
 
     async def answer(self, path: str, content: bytes, headers: Mapping[str, str]) -> Response:

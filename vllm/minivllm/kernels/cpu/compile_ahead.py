@@ -44,7 +44,7 @@ def compile_ahead(number: type, cached: type) -> None:
     if import_module("minivllm.kernels.cpu.elementwise_loops").norms_of(number).was_cached is not False:
         compile_modules(LOOPS, number, cached)
         return
-    logger.info("Compiling loops for this processor: once, for some ten seconds")
+    logger.info("Compiling loops for this processor, which happens once and takes ten to twenty seconds")
     command = [sys.executable, "-P", "-m", __name__, number.__name__, cached.__name__, *BY_THE_SECOND]
     with subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as second:
         compile_modules([name for name in LOOPS if name not in BY_THE_SECOND], number, cached)

@@ -5,7 +5,7 @@ dtype, by shape, and by the number of rows. On AMD Zen 3, which has no bf16 inst
 at all of them; where the processor has matrix units (Intel's AMX), `F.linear` uses them for many
 rows of bf16. So both are timed when a model is loaded, in turns, on its own shapes. A linear uses
 panels up to a number of rows and `F.linear` above it. It keeps both layouts only if that makes its
-products 5 % faster in the mean.
+matmuls 5 % faster in the mean.
 
 `MINIVLLM_CPU_LINEAR`, "panels" or "torch", makes the choice instead of the clock.
 """

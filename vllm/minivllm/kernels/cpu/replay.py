@@ -1,7 +1,7 @@
 """Record what a function runs on a CPU, and run it again without Python: the CPU's CUDA graph.
 
 A step of one request runs some nine programs a layer. Each is fast, and each has a caller in
-Python, checks, an allocation, and threads to wake, which together take several times as long. A
+Python, checks, an allocation, and threads to wake, which together take as long as the work. A
 recording is made once, while the function runs: compiled programs are kept by their function and
 cells, which name the addresses they read and write, and torch's operators as calls to repeat.
 Programs that follow each other run as one list (`replay_loops.py`).

@@ -62,5 +62,5 @@ class OffloadSettings:
 
     @property
     def stores_prompts_only(self) -> bool:
-        """Whether blocks with generated tokens are left out."""
+        """Return whether blocks with generated tokens are left out."""
         return not self.lazy_offload if self.offload_prompt_only is None else self.offload_prompt_only
