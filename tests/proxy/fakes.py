@@ -162,9 +162,6 @@ class Setting:
         """Return the proxy's own object for this server."""
         return next(known for known in self.proxy.servers if known.url == server.url)
 
-    def metric(self, name: str, **labels: str) -> float:
-        return self.proxy.registry.get_sample_value(f"minivllm:proxy_{name}", labels) or 0.0
-
 
 @asynccontextmanager
 async def setting(

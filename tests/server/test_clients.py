@@ -84,14 +84,14 @@ def test_a_crowd_of_which_a_third_leaves(base: Server):
             writer.close()
 
     async def all_of_them() -> list[bytes | None]:
-        visitors = [(index, chance.random() < 1 / 3, chance.uniform(0, 1.0)) for index in range(240)]
+        visitors = [(index, chance.random() < 1 / 3, chance.uniform(0, 1.0)) for index in range(90)]
         return await asyncio.gather(*(visit(*visitor) for visitor in visitors))
 
     answers = [answer for answer in asyncio.run(all_of_them()) if answer is not None]
-    assert 140 < len(answers) < 180
+    assert 45 < len(answers) < 75
     assert all(answer.startswith(b"HTTP/1.1 200 OK") for answer in answers)
     streams = [answer for answer in answers if b"text/event-stream" in answer]
-    assert len(streams) > 50
+    assert len(streams) > 15
     assert all(b"data: [DONE]" in stream for stream in streams)
     assert eventually(lambda: is_idle(base))
 
@@ -101,17 +101,13 @@ DEEP = b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
 NONSENSE = {
     "empty": b"",
     "not JSON": b"{",
-    "a list": b"[]",
     "not UTF-8": b'{"prompt": "\xff\xfe"}',
     "half a character": b'{"prompt": "\\ud800", "max_tokens": 1}',
     "deep": DEEP,
     "a huge number": b'{"prompt": "a", "max_tokens": ' + b"9" * 5000 + b"}",
-    "a large number": b'{"prompt": "a", "top_k": 99999999999999999999999, "min_tokens": 99999999999999999999999}',
     "not a number": b'{"prompt": "a", "temperature": NaN}',
     "infinite": b'{"prompt": "a", "temperature": 1, "top_p": Infinity, "n": 2}',
-    "a prompt of objects": b'{"prompt": [{}]}',
     "a token beyond 64 bits": b'{"prompt": [99999999999999999999999]}',
-    "a priority beyond 64 bits": b'{"prompt": "a", "priority": 99999999999999999999999}',
     "empty texts": b'{"prompt": ["", ""]}',
     "an empty stop string": b'{"prompt": "a", "stop": [""]}',
     "many prompts": b'{"prompt": ' + json.dumps(["a"] * 20_000).encode() + b"}",
@@ -156,45 +152,51 @@ def test_a_huge_body_is_refused_before_it_is_read(base: Server):
     assert base.client.post("/v1/completions", content=pieces(), headers=JSON).status_code == 413
 
 
-def test_a_thousand_headers(base: Server):
-    headers = {f"X-Header-{index}": "x" * 20 for index in range(1000)}
-    assert base.client.post("/tokenize", json={"prompt": "a"}, headers=headers).status_code in (200, 400, 431)
-    assert base.client.get("/health").status_code == 200
-
-
 def test_many_wait_and_all_are_answered(base: Server):
     """One request has more prompts than the engine computes at the same time."""
-    body = {"prompt": [[index % 4000 + 1] for index in range(600)], "max_tokens": 1, "temperature": 0}
+    body = {"prompt": [[index + 1] for index in range(300)], "max_tokens": 1, "temperature": 0}
     reply = base.client.post("/v1/completions", json=body).json()
-    assert [choice["index"] for choice in reply["choices"]] == list(range(600))
+    assert [choice["index"] for choice in reply["choices"]] == list(range(300))
 
 
-def test_thousands_wait_and_leave(base: Server):
+def test_a_thousand_wait_and_leave(base: Server):
     """The server answers other clients meanwhile, and drops these as soon as they are gone."""
-    body = json.dumps(LONG | {"prompt": [[index + 1] for index in range(1000)], "stream": True}).encode()
+    body = json.dumps(LONG | {"prompt": [[index + 1] for index in range(500)], "stream": True}).encode()
     names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:request_success_total")
     before = sum(map(base.metric, names))  # on a slow machine the first have ended when the last are there
     with contextlib.ExitStack() as leaving:
-        for _ in range(4):
+        for _ in range(2):
             leaving.enter_context(raw_request(base, body))
-        assert reaches(lambda: sum(map(base.metric, names)), before + 4000)
-        assert base.metric("vllm:num_requests_waiting") > 1000
+        assert reaches(lambda: sum(map(base.metric, names)), before + 1000)
+        assert base.metric("vllm:num_requests_waiting") > 300
         assert base.client.get("/health").status_code == 200
         assert base.client.post("/tokenize", json={"prompt": "a"}).status_code == 200
     assert eventually(lambda: is_idle(base))
     assert base.client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}).status_code == 200
 
 
-def test_choices_of_n_are_numbered_by_prompt_and_seeded_one_by_one(base: Server):
-    body = {"prompt": [PROMPT, "import os\n"], "n": 3, "seed": 5, "max_tokens": 6, "temperature": 1.0}
-    whole = base.client.post("/v1/completions", json=body).json()["choices"]
-    assert [choice["index"] for choice in whole] == list(range(6))
-    texts = [choice["text"] for choice in whole]
-    assert len(set(texts)) > 2
-    streamed = [""] * 6
-    for choice in streamed_choices(base, "completions", body):
-        streamed[choice["index"]] += choice["text"]
+PROMPTS = [PROMPT, "import os\n"]
+CHAT = [{"role": "user", "content": PROMPT}]
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "asked", "number"),
+    [("base", "completions", {"prompt": PROMPTS}, 6), ("chat", "chat/completions", {"messages": CHAT}, 3)],
+)
+def test_choices_of_n_are_numbered_by_prompt_and_seeded_one_by_one(name, path, asked, number, request):
+    """A stream and a whole reply say the same."""
+    server: Server = request.getfixturevalue(name)
+    body = asked | {"n": 3, "seed": 5, "max_tokens": 6, "temperature": 1.0}
+    whole = server.client.post(f"/v1/{path}", json=body).json()["choices"]
+    assert [choice["index"] for choice in whole] == list(range(number))
+    texts = [choice.get("text") or choice["message"]["content"] for choice in whole]
+    assert len(set(texts)) > 1
+    streamed, ends = [""] * number, []
+    for choice in streamed_choices(server, path, body):
+        streamed[choice["index"]] += choice.get("text") or choice.get("delta", {}).get("content") or ""
+        ends += [choice["index"]] if choice["finish_reason"] else []
     assert streamed == texts
+    assert sorted(ends) == list(range(number))
 
 
 def streamed_choices(server: Server, path: str, body: dict) -> list[dict]:
@@ -203,16 +205,7 @@ def streamed_choices(server: Server, path: str, body: dict) -> list[dict]:
     return [choice for event in events for choice in event["choices"]]
 
 
-def test_truncation_keeps_the_end_unless_told_otherwise(base: Server):
-    def prompt_of(**more) -> list[int]:
-        body = {"prompt": [1, 2, 3, 4], "max_tokens": 1, "return_token_ids": True, **more}
-        return base.client.post("/v1/completions", json=body).json()["choices"][0]["prompt_token_ids"]
-
-    assert prompt_of(truncate_prompt_tokens=2) == [3, 4]
-    assert prompt_of(truncate_prompt_tokens=2, truncation_side="right") == [1, 2]
-
-
-@pytest.mark.parametrize("field", [{"use_beam_search": True}, {"logprob_token_ids": [5]}, {"thinking_token_budget": 3}])
+@pytest.mark.parametrize("field", [{"use_beam_search": True}, {"truncate_prompt_tokens": 5}, {"suffix": "b"}])
 def test_fields_that_would_change_the_answer_are_not_ignored(base: Server, field: dict):
     reply = base.client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1, **field})
     assert (reply.status_code, [reply.json()["error"]["param"]]) == (400, [*field])
@@ -256,19 +249,6 @@ def test_development_routes_need_development_mode(chat: Server):
     assert chat.client.post("/reset_prefix_cache").status_code == 404
 
 
-def test_answers_of_a_chat_are_numbered_and_seeded_one_by_one(chat: Server):
-    body = {"messages": [{"role": "user", "content": PROMPT}], "n": 3, "seed": 5, "max_tokens": 6, "temperature": 1.0}
-    whole = chat.client.post("/v1/chat/completions", json=body).json()["choices"]
-    assert [choice["index"] for choice in whole] == [0, 1, 2]
-    streamed, ends = [""] * 3, []
-    for choice in streamed_choices(chat, "chat/completions", body):
-        streamed[choice["index"]] += choice["delta"].get("content") or ""
-        ends += [choice["index"]] if choice["finish_reason"] else []
-    assert streamed == [choice["message"]["content"] for choice in whole]
-    assert sorted(ends) == [0, 1, 2]
-    assert len(set(streamed)) > 1
-
-
 @pytest.mark.parametrize(
     ("more", "param"),
     [({"logprobs": 21}, "logprobs"), ({"prompt_logprobs": 21}, "prompt_logprobs"), ({"prompt": ["a"] * 16385}, None)],
@@ -280,21 +260,20 @@ def test_what_a_request_may_ask_for_is_bounded(base: Server, more: dict, param: 
     assert reply.json()["error"]["param"] == param
 
 
-URLS = ("file:///etc/passwd", "http://127.0.0.1:1/", "https://example.org/a.png", "data:image/png;base64,AAAA")
-PARTS = ("image_url", "video_url", "audio_url", "input_audio", "file")
+URL = "http://127.0.0.1:1/"
 
 
-@pytest.mark.parametrize("kind", PARTS)
+@pytest.mark.parametrize("kind", ["image_url", "video_url", "input_audio", "file"])
 def test_a_request_reaches_neither_files_nor_addresses(chat: Server, kind: str):
-    for url in URLS:
-        part = {"type": kind, kind: {"url": url, "data": url, "file_data": url}}
-        body = {"messages": [{"role": "user", "content": [{"type": "text", "text": "see"}, part]}], "max_tokens": 1}
-        reply = chat.client.post("/v1/chat/completions", json=body)
-        assert (reply.status_code, reply.json()["error"]["type"]) == (400, "BadRequestError")
-        assert "only text parts are served" in reply.json()["error"]["message"]
-
-
-def test_a_request_brings_no_template(chat: Server):
-    body = {"messages": [{"role": "user", "content": "a"}], "chat_template": "{{ 1 }}"}
+    part = {"type": kind, kind: {"url": URL, "data": URL, "file_data": URL}}
+    body = {"messages": [{"role": "user", "content": [{"type": "text", "text": "see"}, part]}], "max_tokens": 1}
     reply = chat.client.post("/v1/chat/completions", json=body)
     assert (reply.status_code, reply.json()["error"]["type"]) == (400, "BadRequestError")
+    assert "only text parts are served" in reply.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("field", [{"chat_template": "{{ 1 }}"}, {"echo": True}])
+def test_a_chat_brings_no_template_and_has_no_echo(chat: Server, field: dict):
+    reply = chat.client.post("/v1/chat/completions", json={"messages": CHAT, **field})
+    assert (reply.status_code, reply.json()["error"]["type"]) == (400, "BadRequestError")
+    assert [reply.json()["error"]["param"]] == [*field]

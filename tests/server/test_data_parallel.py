@@ -9,6 +9,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
+from pathlib import Path
 
 import httpx
 import psutil
@@ -21,39 +22,27 @@ from server.test_lora import ADAPTERS, LOAD, PROMPT, UNLOAD
 pytestmark = pytest.mark.usefixtures("warm_processes")
 LONG = {"prompt": "def add(a, b):\n", "max_tokens": 1500, "ignore_eos": True, "temperature": 0}
 SHORT = {"prompt": [7] * 64, "max_tokens": 1}
-FLAGS = ("--data-parallel-size", "2", "--max-num-seqs", "2", "--max-model-len", "2048")
+FLAGS = (
+    "--data-parallel-size", "2", "--distributed-executor-backend", "mp",
+    "--max-num-seqs", "2", "--max-model-len", "2048",
+)  # fmt: skip
 CORE, RANK = "minivllm.engine.core_main", "rank_main.py"
 
 
-@contextlib.contextmanager
-def pair_of_cores(folder, *flags: str) -> Iterator[Server]:
-    env = {"VLLM_SERVER_DEV_MODE": "1", "OMP_NUM_THREADS": "1", "TMPDIR": str(folder)}
-    with running(*FLAGS, *flags, env=env) as server:
-        for rank in ("0", "1"):  # their first step takes long
-            assert post(server, {"prompt": "x", "max_tokens": 1}, rank).status_code == 200
-        yield server
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """Return the folder that the server uses for its temporary files."""
+    return tmp_path_factory.mktemp("sockets")
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory) -> Iterator[Server]:
+def pair(folder: Path) -> Iterator[Server]:
     adapters = ("--enable-lora", "--lora-modules", f"a={ADAPTERS}/a", "--runtime-lora-path", str(ADAPTERS))
-    with pair_of_cores(tmp_path_factory.mktemp("sockets"), "--xray", *adapters) as server:
+    env = {"VLLM_SERVER_DEV_MODE": "1", "OMP_NUM_THREADS": "1", "TMPDIR": str(folder)}
+    with running(*FLAGS, "--xray", *adapters, env=env) as server:
+        for rank in ("0", "1"):  # their first step takes long
+            assert post(server, {"prompt": "x", "max_tokens": 1}, rank).status_code == 200
         yield server
-
-
-def processes_of(server: Server, kind: str) -> list[psutil.Process]:
-    return [process for process in server.processes() if any(kind in word for word in words_of(process))]
-
-
-def words_of(process: psutil.Process) -> list[str]:
-    """Return a process's command line, or nothing if it has just ended."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return process.cmdline()
-    return []
-
-
-def core_1(server: Server) -> psutil.Process:
-    return next(process for process in processes_of(server, CORE) if process.cmdline()[-1] == "1")
 
 
 def by_engine(server: Server, name: str, label: str = "") -> dict[str, float]:
@@ -68,7 +57,7 @@ def by_engine(server: Server, name: str, label: str = "") -> dict[str, float]:
 def test_requests_and_their_aborts_go_to_both_cores(pair: Server):
     """Some requests may end before their clients leave."""
     running, waiting, ended = "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:request_success_total"
-    anywhere, number = f"(?:{running}|{waiting}|{ended})", 24
+    anywhere, number = f"(?:{running}|{waiting}|{ended})", 10
     before = sum(by_engine(pair, ended).values())
     with contextlib.ExitStack() as leaving:
         for _ in range(number):
@@ -139,19 +128,20 @@ def post(server: Server, body: dict, rank: str) -> httpx.Response:
     return server.client.post("/v1/completions", json=body, headers={"X-data-parallel-rank": rank})
 
 
-def killed(server: Server, process: psutil.Process) -> None:
-    """Kill a process of core 1 while each core computes a stream: both streams end with an error,
-    and the server ends.
+def test_a_killed_rank_is_the_end_of_all(pair: Server, folder: Path):
+    """Kill a rank of core 1 while each core computes a stream: both streams end with an error, and
+    the server ends. So this test runs last.
     """
-    processes, folder, answers = server.processes(), server.folder(), list[httpx.Response]()
+    processes, answers = pair.processes(), list[httpx.Response]()
     threads = [
-        threading.Thread(target=lambda rank=rank: answers.append(post(server, LONG | {"stream": True}, rank)))
+        threading.Thread(target=lambda rank=rank: answers.append(post(pair, LONG | {"stream": True}, rank)))
         for rank in ("0", "1")
     ]
     for thread in threads:
         thread.start()
-    assert eventually(lambda: by_engine(server, "vllm:num_requests_running") == {"0": 1.0, "1": 1.0})
-    process.kill()
+    assert eventually(lambda: by_engine(pair, "vllm:num_requests_running") == {"0": 1.0, "1": 1.0})
+    core_1 = next(process for process in processes if CORE in process.cmdline() and process.cmdline()[-1] == "1")
+    next(child for child in core_1.children() if any(RANK in word for word in child.cmdline())).kill()
     for thread in threads:
         thread.join(60)
     assert len(answers) == 2
@@ -159,22 +149,8 @@ def killed(server: Server, process: psutil.Process) -> None:
         assert answer.status_code == 200
         assert '"code":500' in answer.text
         assert answer.text.endswith("data: [DONE]\n\n")
-    assert server.client.get("/health").status_code == 503
-    assert server.process.wait(60) == 1
+    assert pair.client.get("/health").status_code == 503
+    assert pair.process.wait(60) == 1
     assert not psutil.wait_procs(processes, 10)[1]
-    assert not folder.exists()
-    assert "Traceback" not in server.said()
-
-
-def test_a_killed_core_is_the_end_of_all(pair: Server):
-    """This test runs last, because it ends the server."""
-    killed(pair, core_1(pair))
-    assert "core 1 of 2" in pair.said()
-    assert "was killed by SIGKILL" in pair.said()
-
-
-def test_a_killed_rank_is_the_end_of_all(tmp_path):
-    with pair_of_cores(tmp_path, "--distributed-executor-backend", "mp") as server:
-        children = core_1(server).children()
-        killed(server, next(child for child in children if any(RANK in word for word in child.cmdline())))
-    assert not list(tmp_path.iterdir()), "no sockets are left"
+    assert "Traceback" not in pair.said()
+    assert not list(folder.iterdir()), "no sockets are left"

@@ -10,9 +10,9 @@ import pytest
 from minivllm.config import EMBEDDED_MODEL
 from minivllm.core.limits import RequestLimits
 from minivllm.engine.input_processor import InputProcessor
-from minivllm.entrypoints.openai.protocol import CompletionRequest, DetokenizeRequest, TokenizeCompletionRequest
+from minivllm.entrypoints.openai.protocol import DetokenizeRequest, TokenizeCompletionRequest
+from minivllm.entrypoints.openai.serving_engine import OpenAIServing
 from minivllm.entrypoints.openai.serving_models import OpenAIServingModels
-from minivllm.entrypoints.openai.serving_tokenization import OpenAIServingTokenization
 from minivllm.entrypoints.openai.settings import FrontendArgs
 from minivllm.errors import MinivllmError
 from minivllm.models.tokenizer import load_tokenizer
@@ -22,8 +22,8 @@ LONG = 40_000
 
 
 @pytest.fixture(scope="module")
-def serving() -> OpenAIServingTokenization:
-    """Make the serving class without an engine: tokenization needs only what an engine knows."""
+def serving() -> OpenAIServing:
+    """Make the serving class without an engine: tokenization needs only its settings."""
     tokenizer, limits = load_tokenizer(EMBEDDED_MODEL), RequestLimits(512, 16, 100)
     processor = InputProcessor(SimpleNamespace(vocab_size=4096), tokenizer, limits, (0,), 0)
     engine = SimpleNamespace(
@@ -32,8 +32,8 @@ def serving() -> OpenAIServingTokenization:
         generation_config=SimpleNamespace(sampling={}),
         tokenizer=tokenizer,
     )
-    models = OpenAIServingModels(["tiny"], "tiny", 512)
-    return OpenAIServingTokenization(engine, models, FrontendArgs(), None)
+    models = OpenAIServingModels(["tiny"], "tiny", 512, engine)
+    return OpenAIServing(engine, models, FrontendArgs(), None)
 
 
 def answer_and_turns(work: Coroutine):
@@ -70,22 +70,8 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(serving, monke
     assert most == 512 * 45
     monkeypatch.setattr(serving, "tokenize", None)
     with pytest.raises(MinivllmError, match="maximum context length is 512 tokens") as error:
-        asyncio.run(serving.tokenize_prompt("x" * (most + 1), CompletionRequest(prompt="x")))
+        asyncio.run(serving.tokenize_prompt("x" * (most + 1), True))
     assert error.value.parameter == "input_text"
     with pytest.raises(MinivllmError, match="23,041 characters"):
         serving.engine.input_processor.process_inputs("a", "x" * (most + 1), SamplingParams())
     serving.engine.input_processor.check_length("x" * most)
-
-
-@pytest.mark.parametrize(("side", "kept"), [("right", slice(40)), ("left", slice(-40, None))])
-def test_what_truncation_drops_of_a_long_text_is_not_tokenized(serving, monkeypatch, side, kept):
-    text = "".join(f"value_{number} = [{number}, 2]\n" for number in range(20_000))
-    expected, lengths = serving.tokenizer.encode(text).ids[kept], []
-    tokenize = OpenAIServingTokenization.tokenize
-    monkeypatch.setattr(
-        serving, "tokenize", lambda part, *further: lengths.append(len(part)) or tokenize(serving, part, *further)
-    )
-    request = CompletionRequest(prompt="x", truncate_prompt_tokens=40, truncation_side=side)
-    result, _ = answer_and_turns(serving.tokenize_prompt(text, request))
-    assert (result.token_ids, result.text) == (expected, text)
-    assert lengths == [2 * 512 * 45]

@@ -75,9 +75,11 @@ def shared_memory() -> set[str]:
     return {path.name for path in Path("/dev/shm").glob("*")} if Path("/dev/shm").is_dir() else set()
 
 
-def test_a_full_queue_refuses_and_sigterm_ends_open_requests_with_an_error():
+@pytest.mark.usefixtures("warm_processes")
+def test_a_full_queue_refuses_and_a_second_sigterm_does_not_wait_for_open_requests():
     before = shared_memory()
-    with slow_server("--max-num-queued-reqs", "5", "--max-num-queued-tokens", "40") as server:
+    with slow_server("--max-num-queued-reqs", "5", "--shutdown-timeout", "60") as server:
+        assert f":{server.port}\n" in server.said().partition("Serving on http://")[2]
         processes, folder = server.processes(), server.folder()
         assert folder.is_dir()
         clients = Clients(server, 4)
@@ -86,20 +88,6 @@ def test_a_full_queue_refuses_and_sigterm_ends_open_requests_with_an_error():
             assert (reply.status_code, reply.json()["error"]["type"]) == (503, "ServiceUnavailableError")
             assert "max_num_queued_reqs" in reply.json()["error"]["message"]
         assert server.metric("vllm:admission_rejections_total") == 2
-        since = time.monotonic()
-        server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(PATIENCE) == 0
-        clients.all_answered(since)
-        assert not left_by(processes, folder)
-        assert shared_memory() <= before
-
-
-@pytest.mark.usefixtures("warm_processes")
-def test_a_second_sigterm_does_not_wait_for_open_requests():
-    with slow_server("--shutdown-timeout", "60") as server:
-        assert f":{server.port}\n" in server.said().partition("Serving on http://")[2]
-        processes, folder = server.processes(), server.folder()
-        clients = Clients(server, 4)
         server.process.send_signal(signal.SIGTERM)
         assert eventually(lambda: "Shutting down" in server.said())
         assert server.client.get("/health").status_code == 200
@@ -109,6 +97,7 @@ def test_a_second_sigterm_does_not_wait_for_open_requests():
         assert server.process.wait(PATIENCE) == 0
         clients.all_answered(since)
         assert not left_by(processes, folder)
+        assert shared_memory() <= before
 
 
 def test_open_requests_have_as_long_as_was_said():
@@ -118,7 +107,7 @@ def test_open_requests_have_as_long_as_was_said():
         state, loop = ServerState(), asyncio.get_running_loop()
         state.num_open, start = 1, loop.time()
         loop.call_later(open_for, lambda: setattr(state, "num_open", 0))
-        assert await _drain(state, None, asyncio.Semaphore(0), most) == 0
+        await _drain(state, asyncio.Semaphore(0), most)
         return loop.time() - start
 
     assert 0.4 <= asyncio.run(seconds(2 * PATIENCE, 0.4)) < PATIENCE
@@ -127,7 +116,7 @@ def test_open_requests_have_as_long_as_was_said():
 
 @pytest.mark.usefixtures("warm_processes")
 def test_open_requests_may_finish_where_there_is_time_and_new_ones_are_refused():
-    in_turns = LONG | {"n": 8, "max_tokens": 400, "temperature": 1}
+    in_turns = LONG | {"n": 8, "max_tokens": 150, "temperature": 1}
     with slow_server("--shutdown-timeout", "120", "--xray") as server, server.client.stream("GET", "/xray/events"):
         results: list[httpx.Response] = []
         asking = threading.Thread(
@@ -140,7 +129,7 @@ def test_open_requests_may_finish_where_there_is_time_and_new_ones_are_refused()
         assert server.client.post("/v1/completions", json=LONG).status_code == 503
         asking.join(120)
         assert results[0].status_code == 200
-        assert results[0].json()["usage"]["completion_tokens"] == 8 * 400
+        assert results[0].json()["usage"]["completion_tokens"] == 8 * 150
         assert server.process.wait(PATIENCE) == 0, "an open x-ray page holds up nobody"
 
 
@@ -166,10 +155,8 @@ def test_a_port_in_use_is_one_line(capfd):
     [
         (["serve", "no/such/folder"], "no/such/folder"),
         (["serve", str(MODEL), "--max-modellen", "64"], "did you mean --max-model-len?"),
-        (["serve", str(MODEL), "--port", "many"], "many"),
         (["serve", str(MODEL), "--enable-prompt-embeds"], "--enable-prompt-embeds; minivllm serve --help lists"),
         (["serve", str(MODEL), "--lora-modules", "a=b"], "--enable-lora"),
-        (["serve", str(MODEL), "--enable-lora", "--max-lora-rank", "12"], "max_lora_rank is 12"),
         (["serve", str(MODEL), "--speculative-config", "{"], "JSON"),
         (["serve", str(MODEL), "--dtype", "float7"], "float7"),
         (["serve", str(MODEL), "--chat-template", "{% if %}"], "Jinja"),
@@ -178,7 +165,6 @@ def test_a_port_in_use_is_one_line(capfd):
         (["serve", str(MODEL), "--chat-template-content-format", "html"], '"auto", "string" or "openai"'),
         (["serve", str(MODEL), "--shutdown-timeout", "nan"], "shutdown_timeout"),
         (["serve", str(MODEL), "--max-logprobs", "-2"], "max_logprobs"),
-        (["serve", str(MODEL), "--allowed-origins", "5"], "allowed_origins"),
         (["sing"], "sing"),
     ],
     ids=lambda value: " ".join(value[2:] or value[:1]) if isinstance(value, list) else "",
@@ -192,13 +178,14 @@ def test_what_cannot_work_is_one_line(arguments, said, capfd):
 
 
 def test_a_mistyped_flag_is_told_before_torch_is_loaded():
+    lines = ["serve --max-modellen 64", "serve --dtype float7", "proxy --prot"]
     code = (
-        "import sys; from minivllm.entrypoints.cli.main import main; assert main(sys.argv[1:]) == 2; "
+        "import sys; from minivllm.entrypoints.cli.main import main; "
+        "assert all(main(line.split()) == 2 for line in sys.argv[1:]); "
         "print({'torch', 'transformers', 'fastapi'} & sys.modules.keys())"
     )
-    for arguments in (["serve", "--max-modellen", "64"], ["serve", "--dtype", "float7"], ["proxy", "--prot"]):
-        done = subprocess.run([sys.executable, "-P", "-c", code, *arguments], capture_output=True, text=True)
-        assert (done.stdout, done.stderr.count("\n")) == ("set()\n", 1)
+    done = subprocess.run([sys.executable, "-P", "-c", code, *lines], capture_output=True, text=True)
+    assert (done.stdout, done.stderr.count("\n")) == ("set()\n", len(lines))
 
 
 @pytest.mark.parametrize("command", ["serve", "proxy"])

@@ -222,10 +222,8 @@ def test_without_the_flag_there_are_no_routes_and_no_adapters(base):
     assert "lora_requests_info" not in base.client.get("/metrics").text
 
 
-def test_modules_are_given_as_name_and_path_or_as_json():
-    first, other = lora_modules_of(["a=x/y=z", '{"name": "b", "path": "p", "base_model_name": "m"}'])
-    assert (first.name, first.path, first.base_model_name) == ("a", "x/y=z", None)
-    assert (other.name, other.path, other.base_model_name) == ("b", "p", "m")
+def test_modules_are_given_as_name_and_path():
+    assert lora_modules_of(["a=x/y=z", "b=p"]) == {"a": "x/y=z", "b": "p"}
 
 
 @pytest.mark.parametrize(
@@ -234,9 +232,6 @@ def test_modules_are_given_as_name_and_path_or_as_json():
         (["a"], "name=path"),
         (["=x"], "name=path"),
         (["a="], "name=path"),
-        (["{"], "name=path"),
-        (['{"name": "a", "path": 1}'], "name=path"),
-        (['{"name": "a", "path": "p", "rank": "8"}'], "name=path"),
         (["a\n=x"], "printable"),
         (["a=x", "a=y"], "two adapters named 'a'"),
     ],
@@ -247,17 +242,16 @@ def test_wrong_modules_are_refused(modules, message):
 
 
 @pytest.mark.parametrize(
-    ("engine", "frontend", "environment", "message"),
+    ("engine", "frontend", "message"),
     [
-        ({}, {"lora_modules": ["a=b"]}, {}, "--enable-lora"),
-        ({}, {"runtime_lora_path": ["."]}, {}, "--enable-lora"),
-        ({"enable_lora": True}, {}, {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}, "--runtime-lora-path"),
-        ({"enable_lora": True}, {"runtime_lora_path": ["nothing/here"]}, {}, "not a folder"),
+        ({}, {"lora_modules": ["a=b"]}, "--enable-lora"),
+        ({}, {"runtime_lora_path": ["."]}, "--enable-lora"),
+        ({"enable_lora": True}, {"runtime_lora_path": ["nothing/here"]}, "not a folder"),
     ],
 )
-def test_flags_that_do_not_go_together(engine, frontend, environment, message):
+def test_flags_that_do_not_go_together(engine, frontend, message):
     with pytest.raises(MinivllmError, match=message):
-        check_lora_settings(EngineArgs(**engine), FrontendArgs(**frontend), environment)
+        check_lora_settings(EngineArgs(**engine), FrontendArgs(**frontend))
 
 
 def test_a_static_adapter_that_cannot_be_served_ends_the_server():

@@ -12,7 +12,7 @@ from minivllm.core.engine_messages import EngineCoreOutput, EngineCoreRequest
 from minivllm.engine.output_processor import OutputProcessor
 from minivllm.engine.parallel_sampling import ParentRequest, child_requests
 from minivllm.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest
-from minivllm.entrypoints.openai.serving_completion import OpenAIServingCompletion
+from minivllm.entrypoints.openai.serving_engine import OpenAIServing
 from minivllm.errors import MinivllmError
 from minivllm.outputs import RequestOutput
 from minivllm.sampling_params import RequestOutputKind, SamplingParams
@@ -37,24 +37,15 @@ def test_and_refuses_all_else(base: Server, params: Any, words: str):
     assert words in error["message"]
 
 
-def serving(has_connector: bool = True) -> OpenAIServingCompletion:
-    """Make the serving class without an engine behind it, for its checks only."""
-    result = OpenAIServingCompletion.__new__(OpenAIServingCompletion)
-    result.engine = SimpleNamespace(engine_args=SimpleNamespace(kv_transfer_config={} if has_connector else None))  # type: ignore[assignment]
-    result.models = SimpleNamespace(check=lambda name: None, name_in_reply=lambda name: "tiny")  # type: ignore[assignment]
-    return result
-
-
-@pytest.mark.parametrize("params", [{"a": "\ud800"}, {"a": [2**64]}, {"a": {"b": -(2**63) - 1}}])
-def test_what_cannot_be_sent_to_the_core_is_refused(params: dict[str, Any]):
-    with pytest.raises(MinivllmError, match="cannot be sent on"):
-        serving()._check_transfer(params, 1)
-
-
-def test_they_are_those_of_one_prompt():
-    serving()._check_transfer(ASKED, 1)
+def test_with_a_connector_they_are_refused_for_several_prompts_or_where_no_message_can_carry_them():
+    serving = OpenAIServing.__new__(OpenAIServing)
+    serving.engine = SimpleNamespace(engine_args=SimpleNamespace(kv_transfer_config={}))  # type: ignore[assignment]
+    serving.check_transfer(ASKED, 1)
     with pytest.raises(MinivllmError, match="one prompt, and there are 2"):
-        serving()._check_transfer(ASKED, 2)
+        serving.check_transfer(ASKED, 2)
+    for value in ("\ud800", [2**64], {"b": -(2**63) - 1}):
+        with pytest.raises(MinivllmError, match="cannot be sent on"):
+            serving.check_transfer({"a": value}, 1)
 
 
 @pytest.mark.parametrize(

@@ -112,10 +112,6 @@ class OutputProcessor:
             if state is not None and state.metrics.scheduled_time is None:
                 state.metrics.scheduled_time = now
 
-    def num_prompt_tokens(self) -> int:
-        """Return the number of prompt tokens of all unfinished requests."""
-        return sum(len(state.request.prompt_token_ids) for state in self.states.values())
-
     def lora_names(self) -> tuple[set[str], set[str]]:
         """Return the adapter names of unfinished requests: first those of admitted requests, then
         of the others.

@@ -31,7 +31,7 @@ STEP_TOKENS = (1, 8, *(2**power for power in range(4, 15)))
 UP_TO_MAX_MODEL_LEN = ()
 """Stands for 1, 2, 5, 10, 20, 50, … up to the longest request."""
 FINISH_REASONS = ("stop", "length", "abort", "error", "repetition")
-REJECTIONS = ("max_num_queued_reqs", "max_num_queued_tokens")
+REJECTIONS = ("max_num_queued_reqs",)
 NO_LOOKUPS = PrefixCacheStats()
 
 

@@ -11,15 +11,15 @@ In vLLM v0.33.0: `vllm/entrypoints/generate/beam_search/offline.py`
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from minivllm.core.lora_request import LoRARequest
 from minivllm.inputs import TokensPrompt
 from minivllm.outputs import BeamSearchOutput, BeamSearchSequence, Logprob, RequestOutput
 from minivllm.sampling_params import BeamSearchParams, SamplingParams
 
-Adapters = Sequence[LoRARequest | None]
-Run = Callable[[list[TokensPrompt], SamplingParams, list[int], list[LoRARequest | None]], list[RequestOutput]]
-"""Completes prompts, each with its priority and its adapter."""
+Row = tuple[Any, SamplingParams, int, LoRARequest | None]
+"""A prompt, its parameters, its priority and its adapter."""
 
 
 @dataclass
@@ -48,8 +48,14 @@ class BeamSearcher:
     """
 
     def __init__(
-        self, params: BeamSearchParams, eos_token_ids: Sequence[int], vocab_size: int, max_model_len: int, run: Run
+        self,
+        params: BeamSearchParams,
+        eos_token_ids: Sequence[int],
+        vocab_size: int,
+        max_model_len: int,
+        run: Callable[[list[Row]], list[RequestOutput]],
     ) -> None:
+        """Take the model's limits, and the function that completes prompts."""
         self._params = params
         self._ends = frozenset() if params.ignore_eos else frozenset(eos_token_ids)
         self._allowed = None if params.allowed_token_ids is None else frozenset(params.allowed_token_ids)
@@ -60,20 +66,11 @@ class BeamSearcher:
         self._max_model_len = max_model_len
         self._run = run
 
-    def search(
-        self,
-        prompts: Sequence[TokensPrompt],
-        priorities: Sequence[int],
-        after_step: Callable[[int], None],
-        adapters: Adapters | None = None,
-    ) -> list[BeamSearchOutput]:
-        """Return the best sequences of each prompt, without text. `after_step` is called with the
-        number of extended sequences.
+    def search(self, rows: Sequence[Row], after_step: Callable[[int], None]) -> list[BeamSearchOutput]:
+        """Return the best sequences of each row's prompt, without text. `after_step` is called with
+        the number of extended sequences.
         """
-        searches = [
-            Search(prompt, priority, self._num_steps(prompt), adapter)
-            for prompt, priority, adapter in zip(prompts, priorities, adapters or [None] * len(prompts), strict=True)
-        ]
+        searches = [Search(prompt, priority, self._num_steps(prompt), adapter) for prompt, _, priority, adapter in rows]
         for _ in range(self._params.max_tokens):
             num_open = sum(len(search.open()) for search in searches)
             # Every sequence has ended, or there is no room for another token.
@@ -89,11 +86,13 @@ class BeamSearcher:
 
     def _step(self, searches: Sequence[Search]) -> None:
         """Extend every open sequence by one token, and keep the best of each prompt's children."""
-        pairs = [(search, sequence) for search in searches for sequence in search.open()]
-        prompts = [_prompt_of(sequence) for _, sequence in pairs]
-        priorities, adapters = ([getattr(search, name) for search, _ in pairs] for name in ("priority", "lora_request"))
+        rows: list[Row] = [
+            (_prompt_of(sequence), self._sampling_params, search.priority, search.lora_request)
+            for search in searches
+            for sequence in search.open()
+        ]
         # All open sequences of all prompts in one call, so that they share the steps of the engine.
-        outputs = iter(self._run(prompts, self._sampling_params, priorities, adapters))
+        outputs = iter(self._run(rows))
         for search in searches:
             children = [
                 child for sequence in search.open() for child in self._children(sequence, _logprobs_of(next(outputs)))
@@ -102,8 +101,8 @@ class BeamSearcher:
                 search.steps -= 1
                 # An ended sequence keeps its score and takes no place in the beam.
                 search.ended += [child for child in children if child.finish_reason == "stop"]
-                open_ones = [child for child in children if child.finish_reason is None]
-                search.going_on = sorted(open_ones, key=self._score, reverse=True)[: self._params.beam_width]
+                unfinished = [child for child in children if child.finish_reason is None]
+                search.going_on = sorted(unfinished, key=self._score, reverse=True)[: self._params.beam_width]
 
     def _children(self, parent: BeamSearchSequence, logprobs: dict[int, Logprob]) -> list[BeamSearchSequence]:
         return [

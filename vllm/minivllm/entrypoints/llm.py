@@ -14,7 +14,7 @@ from minivllm.core.lora_request import LoRARequest
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.call_lock import CallLock
 from minivllm.engine.llm_engine import LLMEngine
-from minivllm.entrypoints.beam_search import BeamSearcher
+from minivllm.entrypoints.beam_search import BeamSearcher, Row
 from minivllm.entrypoints.progress import Advance, progress
 from minivllm.errors import MinivllmError
 from minivllm.inputs import Prompt, TokensPrompt, as_prompts, parse_prompt
@@ -118,9 +118,10 @@ class LLM:
                 the finish reason "error" and the message in `error`.
         """
         items = self._tokenized(as_prompts(prompts), tokenization_kwargs)
+        rows = self._rows(items, sampling_params, priority, lora_request)
         # Ctrl-C is held for the call, and let through between two steps.
         with self._call_lock.held() as interrupts, progress(use_tqdm, "prompts", len(items)) as advance:
-            return _answers(self._complete(items, sampling_params, priority, advance, interrupts, lora_request))
+            return _answers(self._complete(rows, advance, interrupts))
 
     def chat(
         self,
@@ -199,22 +200,23 @@ class LLM:
         if not isinstance(params, BeamSearchParams):
             raise MinivllmError(f"params are {type(params).__name__}; they must be BeamSearchParams(…)")
         params = replace(params)  # checks what was assigned since
-        items = [self._as_tokens(index, prompt) for index, prompt in enumerate(as_prompts(prompts))]
-        priorities = _one_each("priority", 0 if priority is None else priority, items)
-        adapters = _one_each("lora_request", lora_request, items)
+        items: list[Prompt] = [self._as_tokens(index, prompt) for index, prompt in enumerate(as_prompts(prompts))]
+        rows = self._rows(items, SamplingParams(), priority, lora_request)
         if concurrency_limit is not None and not is_count(concurrency_limit, 1):
             raise MinivllmError(f"concurrency_limit is {concurrency_limit!r}; it must be 1 or more, or None for all")
-        found: list[BeamSearchOutput] = []
+        outputs: list[BeamSearchOutput] = []
         with self._call_lock.held() as interrupts:
             searcher = self._searcher(params, interrupts)
-            size = concurrency_limit or max(1, len(items))
-            for start in range(0, len(items), size):
-                batch = slice(start, start + size)
+            size = concurrency_limit or max(1, len(rows))
+            for start in range(0, len(rows), size):
                 with progress(use_tqdm, "steps", params.max_tokens) as advance:
-                    found += searcher.search(items[batch], priorities[batch], advance, adapters[batch])
-        for sequence in (sequence for output in found for sequence in output.sequences):
-            sequence.text = self._decoded(sequence.tokens, params.skip_special_tokens)
-        return found
+                    outputs += searcher.search(rows[start : start + size], advance)
+        tokenizer = self.llm_engine.tokenizer
+        for sequence in (sequence for output in outputs for sequence in output.sequences):
+            if tokenizer is not None:
+                skips = params.skip_special_tokens
+                sequence.text = tokenizer.decode(sequence.tokens, skip_special_tokens=skips)
+        return outputs
 
     def enqueue(
         self,
@@ -227,8 +229,9 @@ class LLM:
     ) -> list[str]:
         """Queue prompts for `wait_for_completion` and return their ids. Nothing is computed yet."""
         items = self._tokenized(as_prompts(prompts), tokenization_kwargs)
+        rows = self._rows(items, sampling_params, priority, lora_request)
         with self._call_lock.held() as interrupts:
-            request_ids = self._add_requests(items, sampling_params, priority, interrupts, lora_request)
+            request_ids = self._add_requests(rows, interrupts)
             self._enqueued |= dict.fromkeys(request_ids)
             return request_ids
 
@@ -340,22 +343,13 @@ class LLM:
         further = {"prompt": text, "cache_salt": cache_salt}
         return TokensPrompt(prompt_token_ids=token_ids, **{k: value for k, value in further.items() if value})  # type: ignore[typeddict-item]
 
-    def _decoded(self, token_ids: list[int], skip_special_tokens: bool) -> str | None:
-        tokenizer = self.llm_engine.tokenizer
-        return None if tokenizer is None else tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
-
     # Requests
 
     def _searcher(self, params: BeamSearchParams, interrupts: InterruptsHeld) -> BeamSearcher:
         engine = self.llm_engine
 
-        def run(
-            prompts: list[TokensPrompt],
-            wanted: SamplingParams,
-            priorities: list[int],
-            adapters: list[LoRARequest | None],
-        ) -> list[RequestOutput]:
-            outputs = self._complete(list(prompts), wanted, priorities, lambda _: None, interrupts, adapters)
+        def run(rows: list[Row]) -> list[RequestOutput]:
+            outputs = self._complete(rows, lambda _: None, interrupts)
             for error in filter(None, map(_error_of, outputs)):
                 raise MinivllmError(error)
             return outputs
@@ -368,42 +362,36 @@ class LLM:
             run,
         )
 
-    def _complete(
-        self,
-        prompts: list[Prompt],
-        sampling_params: Params,
-        priority: int | Sequence[int] | None,
-        advance: Advance,
-        interrupts: InterruptsHeld,
-        lora_request: LoraRequests = None,
-    ) -> list[RequestOutput]:
-        request_ids = self._add_requests(prompts, sampling_params, priority, interrupts, lora_request)
+    def _rows(
+        self, prompts: list[Prompt], sampling_params: Params, priority: Any, lora_request: LoraRequests
+    ) -> list[Row]:
+        """Return each prompt with its own parameters, priority and adapter."""
+        params = self.get_default_sampling_params() if sampling_params is None else sampling_params
+        columns = {
+            "sampling_params": params,
+            "priority": 0 if priority is None else priority,
+            "lora_request": lora_request,
+        }
+        return list(zip(prompts, *(_one_each(name, value, prompts) for name, value in columns.items()), strict=True))
+
+    def _complete(self, rows: list[Row], advance: Advance, interrupts: InterruptsHeld) -> list[RequestOutput]:
+        request_ids = self._add_requests(rows, interrupts)
         with self._aborting(request_ids):
             return self._run(request_ids, advance, interrupts)
 
-    def _add_requests(
-        self,
-        prompts: list[Prompt],
-        sampling_params: Params,
-        priority: int | Sequence[int] | None,
-        interrupts: InterruptsHeld,
-        lora_request: LoraRequests = None,
-    ) -> list[str]:
+    def _add_requests(self, rows: list[Row], interrupts: InterruptsHeld) -> list[str]:
         """Queue all prompts or none; return their ids."""
-        chosen = self.get_default_sampling_params() if sampling_params is None else sampling_params
-        params = _one_each("sampling_params", chosen, prompts)
-        priorities = _one_each("priority", 0 if priority is None else priority, prompts)
-        adapters = _one_each("lora_request", lora_request, prompts)
-        request_ids = [str(next(self._request_ids)) for _ in prompts]
+        request_ids = [str(next(self._request_ids)) for _ in rows]
         with self._aborting(request_ids):
-            rows = zip(request_ids, prompts, params, priorities, adapters, strict=True)
-            for index, (request_id, prompt, own_params, number, adapter) in enumerate(rows):
+            for index, (request_id, (prompt, params, priority, adapter)) in enumerate(
+                zip(request_ids, rows, strict=True)
+            ):
                 interrupts.deliver()
-                if isinstance(own_params, SamplingParams):
+                if isinstance(params, SamplingParams):
                     # Intermediate outputs would be made and thrown away.
-                    own_params = replace(own_params, output_kind=RequestOutputKind.FINAL_ONLY)
+                    params = replace(params, output_kind=RequestOutputKind.FINAL_ONLY)
                 try:
-                    self.llm_engine.add_request(request_id, prompt, own_params, lora_request=adapter, priority=number)
+                    self.llm_engine.add_request(request_id, prompt, params, lora_request=adapter, priority=priority)
                 except MinivllmError as error:
                     raise type(error)(f"prompt {index}: {error}") from None
         return request_ids

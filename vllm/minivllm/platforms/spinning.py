@@ -84,14 +84,17 @@ def _hold(ready: threading.Event, let_go: threading.Event) -> None:
     let_go.wait()
 
 
-class Contention:
-    """A detector that decides, from readings of this process's threads, whether other processes
-    compete for the cores.
+class Watcher:
+    """A watcher that holds the extra team while other processes compete for the cores. Tests can
+    replace `read`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, team: ExtraTeam, read: Callable[[], ThreadTimes] = thread_times) -> None:
+        self.team = team
+        self.read = read
         self.share = 0.0
         self.busy = False
+        self._before = read()
 
     def take(self, passed: CpuTimes) -> bool:
         """Add the times since the last reading; return whether the machine is busy."""
@@ -102,25 +105,15 @@ class Contention:
             self.busy = self.share > (QUIET if self.busy else BUSY)
         return self.busy
 
-
-class Watcher:
-    """A watcher that holds the extra team while the machine is busy. Tests can replace `read`."""
-
-    def __init__(self, team: ExtraTeam, read: Callable[[], ThreadTimes] = thread_times) -> None:
-        self.team = team
-        self.read = read
-        self.contention = Contention()
-        self._before = read()
-
     def look(self) -> float:
         """Take one reading and act on it; return the seconds until the next one."""
         start = time.thread_time()  # not wall time, most of which is waiting on a busy machine
         after = self.read()
         passed = between(self._before, after)
         self._before = after
-        if self.contention.take(passed) != self.team.held:
-            logger.debug("Threads waited %.0f%% of the time for a core", 100 * self.contention.share)
-            (self.team.hold if self.contention.busy else self.team.let_go)()
+        if self.take(passed) != self.team.held:
+            logger.debug("Threads waited %.0f%% of the time for a core", 100 * self.share)
+            (self.team.hold if self.busy else self.team.let_go)()
         return max(SECONDS, (time.thread_time() - start) / LARGEST_COST)
 
     def run(self) -> None:

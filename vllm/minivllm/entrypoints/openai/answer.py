@@ -1,5 +1,8 @@
-"""Turn the engine's outputs into replies, for completions and chats alike. Each endpoint has its
-own renderer, a subclass of `Answer`.
+"""Turn the engine's outputs into the answer to a request: a whole reply, or a stream of events.
+
+This is one path for all endpoints. What is particular to an endpoint is in a subclass of `Answer`:
+how a request becomes prompts, and how a completion looks (`completion_answer.py`,
+`chat_answer.py`).
 
 In vLLM v0.33.0 this code exists twice: `vllm/entrypoints/openai/completion/serving.py`
 (`completion_stream_generator`), `vllm/entrypoints/openai/chat_completion/serving.py`
@@ -14,11 +17,10 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from pydantic import BaseModel
+from pydantic_core import to_json
 
 from minivllm.engine.async_llm import AsyncLLM, Collector
-from minivllm.entrypoints.openai.errors import error_response, failed
-from minivllm.entrypoints.openai.protocol import OpenAIBaseModel, StreamEvent, UsageInfo, WholeReply
+from minivllm.entrypoints.openai.errors import error_body, failed
 from minivllm.errors import MinivllmError
 from minivllm.inputs import TokensPrompt
 from minivllm.outputs import CompletionOutput, RequestOutput
@@ -26,6 +28,8 @@ from minivllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from minivllm.entrypoints.openai.serving_engine import OpenAIServing
+
+Json = dict[str, Any]
 
 
 @dataclass(slots=True)
@@ -66,9 +70,9 @@ class EngineRequests:
             index = await self._ready.get()
             output = await self._collectors[index].get()
             # One completion that fails ends the whole reply, which has room for one error only.
-            ended = next((completion for completion in output.outputs if completion.error is not None), None)
-            if ended is not None:
-                raise (MinivllmError if ended.invalid_request else failed)(ended.error or "")
+            for completion in output.outputs:
+                if completion.error is not None:
+                    raise (MinivllmError if completion.invalid_request else failed)(completion.error)
             unfinished -= output.finished
             yield index, output
 
@@ -78,68 +82,81 @@ class EngineRequests:
 
 
 class Answer:
-    """The reply to one request, under construction. Choice i * n + j is completion j of prompt i.
+    """The answer to one request. Choice i * n + j is completion j of prompt i."""
 
-    A subclass sets the types of a whole reply and of a stream event, and implements how a choice
-    looks in each.
-    """
-
-    whole_form: ClassVar[type[WholeReply]]
-    event_form: ClassVar[type[StreamEvent]]
+    id_prefix: ClassVar[str]
+    kind: ClassVar[str]
+    """The `object` of a whole reply. `event_kind`: that of a stream's events."""
     event_kind: ClassVar[str]
 
     def __init__(
-        self, serving: OpenAIServing, request: Any, request_id: str, prompts: Sequence[TokenizedPrompt]
+        self,
+        serving: OpenAIServing,
+        request: Any,
+        request_id: str,
+        prompts: Sequence[TokenizedPrompt],
     ) -> None:
         self.serving = serving
         self.request = request
         self.prompts = prompts
         self.n = request.n or 1
-        model = serving.models.name_in_reply(request.model)
         # All events of a stream have the same id and time.
-        self._base = {"id": request_id, "created": int(time.time()), "model": model}
-        self._num_prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
-        self._asks_usage = request.include_usage or serving.settings.enable_force_include_usage
-        self.prepare()
+        self._id = request_id
+        self._created = int(time.time())
+        self._model = serving.models.name_in_reply(request.model)
+        options = request.stream_options
+        self._reports_usage = bool(options and options.include_usage)
+        self._reports_always = self._reports_usage and bool(options.continuous_usage_stats)
 
-    def prepare(self) -> None:
-        """Set up whatever the renderer keeps about the request."""
+    @classmethod
+    async def prompts_of(cls, serving: OpenAIServing, request: Any) -> list[TokenizedPrompt]:
+        """Return the prompts of a request.
 
-    def choice(self, number: int, output: RequestOutput, completion: CompletionOutput) -> OpenAIBaseModel:
+        Raises:
+            MinivllmError: the request asks for something that is not served.
+        """
+        raise NotImplementedError
+
+    def choice(self, number: int, output: RequestOutput, completion: CompletionOutput) -> Json:
         """Return one choice of a whole reply."""
         raise NotImplementedError
 
-    def delta(self, number: int, output: RequestOutput, completion: CompletionOutput) -> OpenAIBaseModel:
+    def delta(self, number: int, output: RequestOutput, completion: CompletionOutput) -> Json:
         """Return the new part of a choice."""
         raise NotImplementedError
 
-    def opening(self) -> Iterable[StreamEvent]:
+    def opening(self) -> Iterable[Json]:
         """Return the events that precede the first output."""
         return ()
 
-    def about_prompt(self, output: RequestOutput) -> dict[str, Any]:
+    def about_prompt(self, output: RequestOutput) -> Json:
         """Return a whole reply's additional fields about the prompt."""
         return {}
 
-    async def whole(self, requests: EngineRequests) -> WholeReply:
+    def token_ids(self, completion: CompletionOutput) -> list[int] | None:
+        """Return a completion's token ids, if the request wants them."""
+        return completion.token_ids if self.request.return_token_ids else None
+
+    async def whole(self, requests: EngineRequests) -> Json:
         """Return the non-streaming reply."""
         outputs = {index: output async for index, output in requests.outputs() if output.finished}
+        choices = []
+        num_generated = 0
         # Prompts finish in any order, and are answered in the client's.
-        ordered = [outputs[index] for index in range(len(self.prompts))]
-        rows = [(index, output, completion) for index, output in enumerate(ordered) for completion in output.outputs]
-        num_generated = sum(len(completion.token_ids) for _, _, completion in rows)
-        return self.whole_form(
-            **self._base,
-            choices=[
-                self.choice(index * self.n + completion.index, output, completion) for index, output, completion in rows
-            ],
-            system_fingerprint=self.serving.fingerprint,
-            usage=self._usage(num_generated, ordered[-1].num_cached_tokens),
-            kv_transfer_params=ordered[0].kv_transfer_params,
-            **self.about_prompt(ordered[0]),
-        )
+        for index in range(len(self.prompts)):
+            output = outputs[index]
+            for completion in output.outputs:
+                choices.append(self.choice(index * self.n + completion.index, output, completion))
+                num_generated += len(completion.token_ids)
+        return {
+            **self._message(self.kind, choices),
+            "system_fingerprint": self.serving.fingerprint,
+            "usage": self._usage(num_generated, output.num_cached_tokens),
+            "kv_transfer_params": outputs[0].kv_transfer_params,
+            **self.about_prompt(outputs[0]),
+        }
 
-    async def events(self, requests: EngineRequests) -> AsyncGenerator[StreamEvent, None]:
+    async def events(self, requests: EngineRequests) -> AsyncGenerator[Json, None]:
         """Yield the events of the stream."""
         num_tokens = [0] * (len(self.prompts) * self.n)
         num_cached: int | None = None
@@ -152,52 +169,63 @@ class Answer:
             for completion in output.outputs:
                 number = index * self.n + completion.index
                 num_tokens[number] += len(completion.token_ids)
-                event = self.event([self.delta(number, output, completion)], number, num_tokens[number])
+                event = self.event(self.delta(number, output, completion), num_tokens[number])
                 # Otherwise the last event, with the usage, has it.
-                if completion.finish_reason is not None and not self._asks_usage:
-                    event.system_fingerprint = self.serving.fingerprint
+                if completion.finish_reason is not None and not self._reports_usage:
+                    event["system_fingerprint"] = self.serving.fingerprint
                 yield event
-        if self._asks_usage:
-            # `object` is given although it is the default: only fields that were set are sent.
-            last = self.event_form(**self._base, object=self.event_kind, choices=[])
-            last.usage = self._usage(sum(num_tokens), num_cached)
-            last.system_fingerprint = self.serving.fingerprint
-            yield last
+        if self._reports_usage:
+            yield {
+                **self._message(self.event_kind, []),
+                "usage": self._usage(sum(num_tokens), num_cached),
+                "system_fingerprint": self.serving.fingerprint,
+            }
 
-    def event(self, choices: Sequence[OpenAIBaseModel], number: int, num_tokens: int) -> StreamEvent:
-        """Return an event with these choices; choice `number` has `num_tokens` generated tokens so
-        far.
-        """
-        event = self.event_form(**self._base, object=self.event_kind, choices=choices)
-        if self._asks_usage and self.request.continuous_usage:
-            event.usage = usage_of(len(self.prompts[number // self.n].token_ids), num_tokens)
+    def event(self, choice: Json, num_tokens: int) -> Json:
+        """Return an event with this choice, which has `num_tokens` generated tokens so far."""
+        event = self._message(self.event_kind, [choice])
+        if self._reports_always:
+            prompt = self.prompts[choice["index"] // self.n]
+            event["usage"] = usage_of(len(prompt.token_ids), num_tokens)
         return event
 
-    def _usage(self, num_generated: int, num_cached: int | None) -> UsageInfo:
+    def _message(self, kind: str, choices: Sequence[Json]) -> Json:
+        return {
+            "id": self._id,
+            "object": kind,
+            "created": self._created,
+            "model": self._model,
+            "choices": choices,
+        }
+
+    def _usage(self, num_generated: int, num_cached: int | None) -> Json:
         """Return the usage of the whole request, with details if the server shows them."""
-        usage = usage_of(self._num_prompt_tokens, num_generated)
+        usage = usage_of(sum(len(prompt.token_ids) for prompt in self.prompts), num_generated)
         if num_cached is not None and self.serving.settings.enable_prompt_tokens_details:
-            usage.prompt_tokens_details = {"cached_tokens": num_cached}
+            usage["prompt_tokens_details"] = {"cached_tokens": num_cached}
         return usage
 
 
-def usage_of(num_prompt_tokens: int, num_generated: int) -> UsageInfo:
+def usage_of(num_prompt_tokens: int, num_generated: int) -> Json:
     """Return the token counts, without details."""
-    total = num_prompt_tokens + num_generated
-    return UsageInfo(prompt_tokens=num_prompt_tokens, completion_tokens=num_generated, total_tokens=total)
+    return {
+        "prompt_tokens": num_prompt_tokens,
+        "total_tokens": num_prompt_tokens + num_generated,
+        "completion_tokens": num_generated,
+    }
 
 
-async def as_stream(events: AsyncGenerator[BaseModel, None], requests: EngineRequests) -> AsyncGenerator[str, None]:
-    """Yield these objects as server-sent events, each with only the fields that were set.
+async def as_stream(events: AsyncGenerator[Json, None], requests: EngineRequests) -> AsyncGenerator[bytes, None]:
+    """Yield these objects as server-sent events.
 
     An error in the middle of the stream is sent as an event too, since the status has already been
     sent; [DONE] is always the last event.
     """
     try:
         async for event in events:
-            yield f"data: {event.model_dump_json(exclude_unset=True)}\n\n"
+            yield b"data: %b\n\n" % to_json(event)
     except Exception as error:
-        yield f"data: {error_response(error).model_dump_json()}\n\n"
+        yield b"data: %b\n\n" % to_json(error_body(error))
     finally:
         requests.close()
-    yield "data: [DONE]\n\n"
+    yield b"data: [DONE]\n\n"

@@ -6,53 +6,46 @@ In vLLM v0.33.0: `vllm/entrypoints/launchers/app.py` (`build_app`),
 """
 
 import os
-from collections.abc import Awaitable
+from collections.abc import AsyncIterator
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import Depends, FastAPI, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
-from pydantic import BaseModel
+from pydantic_core import to_json
 
 import minivllm
 from minivllm.engine.async_llm import AsyncLLM
-from minivllm.entrypoints.openai.declined import tell_if_declined
-from minivllm.entrypoints.openai.errors import ErrorResponse, register_exception_handlers
+from minivllm.entrypoints.openai.answer import Answer, Json
+from minivllm.entrypoints.openai.chat_answer import ChatAnswer
+from minivllm.entrypoints.openai.completion_answer import CompletionAnswer
+from minivllm.entrypoints.openai.errors import RequestError, register_exception_handlers
 from minivllm.entrypoints.openai.middleware import (
     JSON_ONLY,
     AuthenticationMiddleware,
     BodySizeMiddleware,
     OpenRequestsMiddleware,
     ServerState,
-    XRequestIdMiddleware,
 )
 from minivllm.entrypoints.openai.protocol import (
     ChatCompletionRequest,
-    ChatCompletionResponse,
     CompletionRequest,
-    CompletionResponse,
     DetokenizeRequest,
-    DetokenizeResponse,
+    GenerationRequest,
     LoadLoRAAdapterRequest,
-    ModelList,
     TokenizeChatRequest,
     TokenizeCompletionRequest,
-    TokenizeResponse,
     UnloadLoRAAdapterRequest,
 )
-from minivllm.entrypoints.openai.serving_chat import OpenAIServingChat
-from minivllm.entrypoints.openai.serving_completion import OpenAIServingCompletion
+from minivllm.entrypoints.openai.serving_engine import OpenAIServing
 from minivllm.entrypoints.openai.serving_models import OpenAIServingModels
-from minivllm.entrypoints.openai.serving_tokenization import OpenAIServingTokenization
 from minivllm.entrypoints.openai.settings import FrontendArgs
 from minivllm.entrypoints.openai.stream import with_cancellation
-from minivllm.errors import EngineDeadError
+from minivllm.errors import EngineDeadError, MinivllmError
 
 DEVELOPMENT_VARIABLES = ("MINIVLLM_SERVER_DEV_MODE", "VLLM_SERVER_DEV_MODE")
-ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"model": ErrorResponse} for status in (400, 404, 413, 422, 500, 503)
-}
 
 
 def build_app(
@@ -65,14 +58,16 @@ def build_app(
     """Return the application. `template` is the chat template; `registry` has the metrics."""
     app = FastAPI(title="minivllm", version=minivllm.__version__)
     app.state.server = ServerState()
+    app.state.models = models
     register_exception_handlers(app)
     _add_middleware(app, settings)
-    _add_generation(app, engine, models, settings, template)
-    _add_tokenization(app, OpenAIServingTokenization(engine, models, settings, template))
+    serving = OpenAIServing(engine, models, settings, template)
+    _add_generation(app, serving)
+    _add_tokenization(app, serving)
     _add_instruments(app, engine, registry)
 
-    @app.get("/v1/models", response_model=ModelList)
-    async def show_models() -> ModelList:
+    @app.get("/v1/models")
+    async def show_models() -> Json:
         return models.show()
 
     if settings.runtime_lora_path:
@@ -82,8 +77,8 @@ def build_app(
     if any(os.environ.get(name, "0") not in ("", "0") for name in DEVELOPMENT_VARIABLES):
 
         @app.post("/reset_prefix_cache")
-        async def reset_prefix_cache() -> JSONResponse:
-            return JSONResponse({"success": await engine.reset_prefix_cache()})
+        async def reset_prefix_cache() -> Json:
+            return {"success": await engine.reset_prefix_cache()}
 
     return app
 
@@ -94,62 +89,81 @@ def _add_middleware(app: FastAPI, settings: FrontendArgs) -> None:
     app.add_middleware(OpenRequestsMiddleware, state=app.state.server)
     if settings.api_key:
         app.add_middleware(AuthenticationMiddleware, keys=settings.api_key)
-    if settings.enable_request_id_headers:
-        app.add_middleware(XRequestIdMiddleware)
-    app.add_middleware(
-        CORSMiddleware,
-        allow_origins=settings.allowed_origins,
-        allow_credentials=settings.allow_credentials,
-        allow_methods=settings.allowed_methods,
-        allow_headers=settings.allowed_headers,
-    )
+    # Any web page may send requests; where that matters, the server has a key.
+    everything: Any = {"allow_origins": ["*"], "allow_methods": ["*"], "allow_headers": ["*"]}
+    app.add_middleware(CORSMiddleware, **everything)
 
 
-def _add_generation(
-    app: FastAPI, engine: AsyncLLM, models: OpenAIServingModels, settings: FrontendArgs, template: str | None
-) -> None:
-    completions = OpenAIServingCompletion(engine, models, settings, template)
-    chat = OpenAIServingChat(engine, models, settings, template)
+def _add_generation(app: FastAPI, serving: OpenAIServing) -> None:
+    engine = serving.engine
+    checks = [*JSON_ONLY]
     # Only with a connector may a prefill engine hold blocks for a refused request.
-    checks = [*JSON_ONLY, tell_if_declined(engine)] if engine.engine_args.kv_transfer_config else JSON_ONLY
+    if engine.engine_args.kv_transfer_config:
+        checks.append(_tell_if_declined(engine))
 
-    @app.post("/v1/completions", dependencies=checks, response_model=CompletionResponse, responses=ERRORS)
+    async def answered(endpoint: type[Answer], request: GenerationRequest, raw: Request) -> Response:
+        work = serving.create(endpoint, request, raw.headers)
+        answer = await with_cancellation(work, raw, engine.parts)
+        return answer if isinstance(answer, Response) else _as_json(answer)
+
+    @app.post("/v1/completions", dependencies=checks)
     async def create_completion(request: CompletionRequest, raw: Request) -> Response:
-        return await _answered(with_cancellation(completions.create(request, raw.headers), raw, engine.parts))
+        return await answered(CompletionAnswer, request, raw)
 
-    @app.post("/v1/chat/completions", dependencies=checks, response_model=ChatCompletionResponse, responses=ERRORS)
+    @app.post("/v1/chat/completions", dependencies=checks)
     async def create_chat_completion(request: ChatCompletionRequest, raw: Request) -> Response:
-        return await _answered(with_cancellation(chat.create(request, raw.headers), raw, engine.parts))
+        return await answered(ChatAnswer, request, raw)
 
 
-async def _answered(work: Awaitable[BaseModel | Response]) -> Response:
-    answer = await work
-    if isinstance(answer, BaseModel):
-        return Response(answer.model_dump_json(), media_type="application/json")
-    return answer
+def _tell_if_declined(engine: AsyncLLM) -> Any:
+    """Return a dependency that tells the prefill engine when a request is refused here while that
+    engine still holds the keys and values of the request's prompt.
+
+    Otherwise it would hold those blocks until their lease ends, and a client that keeps sending
+    requests that cannot be served could fill its cache.
+    """
+
+    async def watch(request: Request) -> AsyncIterator[None]:
+        try:
+            yield
+        except (MinivllmError, RequestValidationError) as refusal:
+            # A server that is only busy (503) may serve the request later, and needs the blocks
+            # then.
+            if not isinstance(refusal, RequestError) or refusal.status < 500:
+                body = await request.json()
+                engine.decline(body.get("kv_transfer_params") if isinstance(body, dict) else None)
+            raise
+
+    return Depends(watch)
 
 
-def _add_tokenization(app: FastAPI, serving: OpenAIServingTokenization) -> None:
-    @app.post("/tokenize", dependencies=JSON_ONLY, response_model=TokenizeResponse, responses=ERRORS)
+def _add_tokenization(app: FastAPI, serving: OpenAIServing) -> None:
+    @app.post("/tokenize", dependencies=JSON_ONLY)
     async def tokenize(request: TokenizeCompletionRequest | TokenizeChatRequest) -> Response:
-        return await _answered(serving.create_tokenize(request))
+        return _as_json(await serving.create_tokenize(request))
 
-    @app.post("/detokenize", dependencies=JSON_ONLY, response_model=DetokenizeResponse, responses=ERRORS)
+    @app.post("/detokenize", dependencies=JSON_ONLY)
     async def detokenize(request: DetokenizeRequest) -> Response:
-        return await _answered(serving.create_detokenize(request))
+        return _as_json(await serving.create_detokenize(request))
+
+
+def _as_json(answer: Json) -> Response:
+    return Response(to_json(answer), media_type="application/json")
 
 
 def _add_adapters(app: FastAPI, models: OpenAIServingModels) -> None:
-    @app.post("/v1/load_lora_adapter", dependencies=JSON_ONLY, responses=ERRORS)
+    @app.post("/v1/load_lora_adapter", dependencies=JSON_ONLY)
     async def load_lora_adapter(request: LoadLoRAAdapterRequest) -> Response:
         return Response(await models.load_lora_adapter(request))
 
-    @app.post("/v1/unload_lora_adapter", dependencies=JSON_ONLY, responses=ERRORS)
+    @app.post("/v1/unload_lora_adapter", dependencies=JSON_ONLY)
     async def unload_lora_adapter(request: UnloadLoRAAdapterRequest) -> Response:
         return Response(await models.unload_lora_adapter(request))
 
 
 def _add_instruments(app: FastAPI, engine: AsyncLLM, registry: CollectorRegistry) -> None:
+    @app.get("/health")
+    @app.api_route("/ping", methods=["GET", "POST"], include_in_schema=False)
     async def health() -> Response:
         try:
             await engine.check_health()
@@ -157,16 +171,13 @@ def _add_instruments(app: FastAPI, engine: AsyncLLM, registry: CollectorRegistry
             return Response(status_code=503)
         return Response(status_code=200)
 
-    app.get("/health", responses={503: {}})(health)
-    app.api_route("/ping", methods=["GET", "POST"], responses={503: {}}, include_in_schema=False)(health)
-
     @app.get("/load")
-    async def load() -> JSONResponse:
-        return JSONResponse({"server_load": app.state.server.num_open})
+    async def load() -> Json:
+        return {"server_load": app.state.server.num_open}
 
     @app.get("/version")
-    async def version() -> JSONResponse:
-        return JSONResponse({"version": minivllm.__version__})
+    async def version() -> Json:
+        return {"version": minivllm.__version__}
 
     @app.get("/metrics", include_in_schema=False)
     async def metrics() -> Response:

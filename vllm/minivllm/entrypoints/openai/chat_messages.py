@@ -3,15 +3,12 @@
 Clients write messages in several ways: the content is a text, a list of parts or null, and the
 arguments of a tool call are JSON. A template always gets the same form.
 
-In vLLM v0.33.0: `vllm/renderers/chat_utils/chat_message.py` (`parse_chat_messages`);
-`content_format` is in `vllm/renderers/hf.py`.
+In vLLM v0.33.0: `vllm/renderers/chat_utils/chat_message.py` (`parse_chat_messages`).
 """
 
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
-
-from jinja2 import nodes
 
 from minivllm.errors import MinivllmError
 from minivllm.logger import init_logger
@@ -34,56 +31,6 @@ def normalize(messages: Sequence[Any], content_format: ContentFormat) -> list[di
             served.
     """
     return [_normalize(message, content_format) for message in messages]
-
-
-def detect_content_format(template: nodes.Template) -> ContentFormat:
-    """Return "openai" if the template loops over the parts of a message's content, "string"
-    otherwise.
-    """
-    # A template that handles parts must loop over them somewhere.
-    loops = list(template.find_all(nodes.For))
-    loop_variables = {loop.target.name for loop in loops if isinstance(loop.target, nodes.Name)}
-
-    def is_content(node: nodes.Node | None) -> bool:
-        if isinstance(node, nodes.Getattr):
-            key = node.attr
-        elif isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Const):
-            key = node.arg.value
-        else:
-            return False
-        return key == "content" and isinstance(node.node, nodes.Name) and node.node.name in loop_variables
-
-    # Inside of a macro, a parameter may stand for the content.
-    names_in_macro: dict[int, set[str]] = {}
-    for macro in template.find_all(nodes.Macro):
-        parameters = _parameters_that_are(is_content, macro, template)
-        names_in_macro |= {id(loop): parameters for loop in macro.find_all(nodes.For)}
-    for loop in loops:
-        values = _unfiltered(loop.iter)
-        names = names_in_macro.get(id(loop), {"content"})
-        if is_content(values) or (isinstance(values, nodes.Name) and values.name in names):
-            return "openai"
-    return "string"
-
-
-def _parameters_that_are(is_content: Any, macro: nodes.Macro, template: nodes.Template) -> set[str]:
-    """Return those parameters of the macro that receive a message's content in some call."""
-    names: set[str] = set()
-    for call in template.find_all(nodes.Call):
-        if isinstance(call.node, nodes.Name) and call.node.name == macro.name:
-            passed = [(parameter.name, value) for parameter, value in zip(macro.args, call.args, strict=False)]
-            passed += [(keyword.key, keyword.value) for keyword in call.kwargs if isinstance(keyword, nodes.Keyword)]
-            names |= {name for name, value in passed if is_content(_unfiltered(value))}
-    return names
-
-
-def _unfiltered(node: nodes.Node | None) -> nodes.Node | None:
-    """Return the innermost expression, without the filters, tests and slices around it."""
-    while isinstance(node, nodes.Filter | nodes.Test) or (
-        isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice)
-    ):
-        node = node.node
-    return node
 
 
 def _normalize(message: Any, content_format: ContentFormat) -> dict[str, Any]:

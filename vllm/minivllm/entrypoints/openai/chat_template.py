@@ -24,48 +24,44 @@ from minivllm.config import EMBEDDED_MODEL
 from minivllm.config.checks import encodable
 from minivllm.config.model_files import hub_file, local_path, read_json_object
 from minivllm.engine.arg_utils import EngineArgs
-from minivllm.entrypoints.openai.chat_messages import ContentFormat, detect_content_format, normalize
+from minivllm.entrypoints.openai.chat_messages import ContentFormat, normalize
 from minivllm.entrypoints.openai.settings import check_content_format
 from minivllm.errors import MinivllmError
 
-FILENAME, TOKENIZER_CONFIG, DEFAULT = "chat_template.jinja", "tokenizer_config.json", "default"
+FILENAME, TOKENIZER_CONFIG = "chat_template.jinja", "tokenizer_config.json"
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 PLAIN = (
     "{% for m in messages %}{{ '### ' + m['role'] + '\\n' + (m['content'] or '') + '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '### assistant\\n' }}{% endif %}"
 )
 """For the embedded model, which was not trained on conversations."""
+NO_TEMPLATE = (
+    "the model has no chat template, and there is no default one (transformers has none since v4.44): start the "
+    "server with --chat-template, or give LLM.chat a chat_template"
+)
+PROBE = {"type": "text", "text": "the text of a part", "other": "another field of a part"}
+RENDERING_ERRORS = (
+    jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, RecursionError,
+)  # fmt: skip
 
 
 def read_template(given: str | None, model: str | Path) -> str | None:
-    """Return the flag's template, else the model's own; None if the model has none, or several and
-    no default.
+    """Return the flag's template, else the model's own; None if the model has none.
 
-    The flag is the template itself, or the name of a file, or of one of the model's templates. The
-    model's own are read for nothing but that name, so that a flag can replace one that is
-    malformed.
+    The flag is the template itself, or the name of a file. The model's own is not read then, so
+    that a flag can replace one that is malformed.
 
     Raises:
         MinivllmError: the file does not exist, or the template is not valid.
     """
-    template = _of_flag(given, model) if given else _templates_of(model).get(DEFAULT)
+    if given is None:
+        template = _template_of(model)
+    else:
+        # A template has braces or lines, and no path has.
+        template = given if "{" in given or "\n" in given else _text_of(Path(given))
     if template is not None:
         _compiled(template)
     return template
-
-
-def no_template(model: str | Path) -> str:
-    """Return a message that explains why this model has no chat template, and what to do about it."""
-    names = ", ".join(map(repr, _templates_of(model)))
-    if names:
-        return (
-            f"the model has several chat templates, {names}, and no default: choose one by its name, with "
-            "--chat-template NAME for a server, or chat_template=NAME for LLM(...) or LLM.chat"
-        )
-    return (
-        "the model has no chat template, and there is no default one (transformers has none since v4.44): start the "
-        "server with --chat-template, or give LLM.chat a chat_template"
-    )
 
 
 def special_tokens(model: str | Path) -> dict[str, str]:
@@ -78,19 +74,6 @@ def special_tokens(model: str | Path) -> dict[str, str]:
     return {name: token["content"] if isinstance(token, dict) else token for name, token in tokens.items()}
 
 
-def _of_flag(given: str, model: str | Path) -> str:
-    # A template has braces or lines, and no path has.
-    if "{" in given or "\n" in given:
-        return given
-    path = Path(given)
-    # A file goes before a template of the same name.
-    if path.is_dir() or not path.exists():
-        named = _templates_of(model)
-        if given in named:
-            return named[given]
-    return _text_of(path)
-
-
 def _text_of(path: Path) -> str:
     try:
         return path.read_text()
@@ -98,22 +81,19 @@ def _text_of(path: Path) -> str:
         raise MinivllmError(f"the chat template {path} cannot be read: {error}") from None
 
 
-def _templates_of(model: str | Path) -> dict[str, str]:
-    """Return the model's own templates by name; a single template is the default."""
+def _template_of(model: str | Path) -> str | None:
     if (path := _file_of(model, FILENAME)) is not None:
-        return {DEFAULT: _text_of(path)}
+        return _text_of(path)
     if (path := _file_of(model, TOKENIZER_CONFIG)) is None:
-        return {}
-    written = read_json_object(path).get("chat_template") or []
-    # Older models have several templates in a list, such as one for tools.
-    named = [{"name": DEFAULT, "template": written}] if isinstance(written, str) else written
-    try:
-        templates = {entry["name"]: entry["template"] for entry in named}
-    except (TypeError, LookupError):
-        templates = {"": None}
-    if not all(isinstance(text, str) for pair in templates.items() for text in pair):
-        raise MinivllmError(f'chat_template in {path} must be a template, or a list of {{"name": …, "template": …}}')
-    return templates
+        return None
+    template = read_json_object(path).get("chat_template")
+    if isinstance(template, list):
+        # Older models have several, such as one for tools.
+        named = [entry for entry in template if isinstance(entry, dict) and entry.get("name") == "default"]
+        template = named[0].get("template") if named else None
+    if template is not None and not isinstance(template, str):
+        raise MinivllmError(f"chat_template in {path} is {type(template).__name__}; it must be a template")
+    return template
 
 
 def _file_of(model: str | Path, filename: str) -> Path | None:
@@ -156,7 +136,7 @@ def render(
     )
     try:
         text = _compiled(template).render(messages=conversation, **further)
-    except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, RecursionError) as error:
+    except RENDERING_ERRORS as error:
         raise MinivllmError(f"the chat template rejects the messages: {error}") from None
     if goes_on:
         # The template has added its end of turn behind the last message: cut it off.
@@ -188,7 +168,7 @@ def render_conversations(
     if text is None and local_path(args.model) == EMBEDDED_MODEL:
         text = PLAIN
     if text is None:
-        raise MinivllmError(no_template(source))
+        raise MinivllmError(NO_TEMPLATE)
     conversations = [messages] if not messages or isinstance(messages[0], Mapping) else messages
     seen = {**special_tokens(source), **further}
     return [render(text, conversation, seen, goes_on, content_format) for conversation in conversations]
@@ -202,10 +182,14 @@ def _last_text(content: str | list[dict[str, Any]]) -> str:
 
 @lru_cache(maxsize=32)
 def _content_format(template: str) -> ContentFormat:
+    """Return "openai" if the template reads the texts out of a message's parts, "string" if it
+    rejects parts or prints them as they are.
+    """
     try:
-        return detect_content_format(_environment.parse(template))
-    except jinja2.TemplateError as error:
-        raise MinivllmError(f"the chat template is not valid Jinja: {error}") from None
+        prompt = _compiled(template).render(messages=[{"role": "user", "content": [PROBE]}])
+    except RENDERING_ERRORS:
+        return "string"
+    return "openai" if PROBE["text"] in prompt and PROBE["other"] not in prompt else "string"
 
 
 def _compiled(template: str) -> jinja2.Template:

@@ -6,17 +6,19 @@ In vLLM v0.33.0: `to_sampling_params` in `vllm/entrypoints/openai/chat_completio
 """
 
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
 from minivllm.config import StructuredOutputsParams
 from minivllm.entrypoints.openai.protocol import (
-    ChatCompletionNamedToolChoiceParam,
     ChatCompletionRequest,
     ChatCompletionToolsParam,
     GenerationRequest,
     ResponseFormat,
 )
 from minivllm.errors import MinivllmError
+
+KNOWN = {field.name for field in fields(StructuredOutputsParams)}
 
 
 def constraint_of(request: GenerationRequest) -> StructuredOutputsParams | None:
@@ -27,26 +29,18 @@ def constraint_of(request: GenerationRequest) -> StructuredOutputsParams | None:
         MinivllmError: there are several, or one that is not served.
     """
     own = request.structured_outputs
-    fields = own.model_dump(exclude_none=True, by_alias=True) if own is not None else {}
-    schema = _schema_of_tools(request) if isinstance(request, ChatCompletionRequest) else None
-    further = _of_format(request.response_format) if schema is None else {"json": schema}
-    if doubled := fields.keys() & further.keys():
+    settings = {name: value for name, value in (own or {}).items() if value is not None and name in KNOWN}
+    if isinstance(request, ChatCompletionRequest) and request.forced_tools:
+        further: dict[str, Any] = {"json": _schema_of_tools(request)}
+    else:
+        further = _of_format(request.response_format)
+    if doubled := settings.keys() & further.keys():
         raise MinivllmError(f"structured_outputs and response_format both set {', '.join(doubled)}; give only one")
-    fields |= further
-    if isinstance(fields.get("json"), bool):
+    settings |= further
+    if isinstance(settings.get("json"), bool):
         # JSON Schema: true allows anything, false nothing.
-        fields["json"] = {} if fields["json"] else {"not": {}}
-    return StructuredOutputsParams(**fields) if fields or own is not None else None
-
-
-def forced_tools(request: ChatCompletionRequest) -> list[ChatCompletionToolsParam]:
-    """Return the tools that the answer must call: the named tool, or with "required" all of them,
-    any of which will do.
-    """
-    choice, tools = request.tool_choice, request.tools or []
-    if isinstance(choice, ChatCompletionNamedToolChoiceParam):
-        return [tool for tool in tools if tool.function.name == choice.function.name][:1]
-    return tools if choice == "required" else []
+        settings["json"] = {} if settings["json"] else {"not": {}}
+    return StructuredOutputsParams(**settings) if settings or own is not None else None
 
 
 def _of_format(form: ResponseFormat | None) -> dict[str, Any]:
@@ -54,21 +48,15 @@ def _of_format(form: ResponseFormat | None) -> dict[str, Any]:
         return {}
     if form.type == "json_object":
         return {"json_object": True}
-    if form.type != "json_schema":
-        raise MinivllmError(f"response_format {form.type} is not served here", "response_format")
-    schema = form.json_schema.json_schema if form.json_schema is not None else None
+    schema = (form.json_schema or {}).get("schema")
     if schema is None:
         raise MinivllmError("the json_schema of response_format has no schema", "response_format")
     return {"json": schema}
 
 
-def _schema_of_tools(request: ChatCompletionRequest) -> dict[str, Any] | None:
-    """Return the schema of a named tool's arguments, or of a list of calls; None if no tool call is
-    forced.
-    """
-    tools = forced_tools(request)
-    if not tools:
-        return None
+def _schema_of_tools(request: ChatCompletionRequest) -> dict[str, Any]:
+    """Return the schema of a named tool's arguments, or of a list of calls."""
+    tools = request.forced_tools
     if request.tool_choice != "required":
         return _arguments_of(tools[0])
     calls = [_call_of(tool) for tool in tools]
@@ -95,12 +83,12 @@ def _call_of(tool: ChatCompletionToolsParam) -> dict[str, Any]:
 
 def _definitions(calls: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Move the tools' definitions out of their schemas, since references to them start at the root."""
-    found: dict[str, Any] = {}
+    merged: dict[str, Any] = {}
     for call in calls:
         definitions = call["properties"]["parameters"].pop("$defs", {})
         if not isinstance(definitions, dict):
             raise MinivllmError("the $defs of a tool's parameters must be an object", "tools")
         for name, definition in definitions.items():
-            if found.setdefault(name, definition) != definition:
+            if merged.setdefault(name, definition) != definition:
                 raise MinivllmError(f"two tools define {name!r} differently in their $defs", "tools")
-    return found
+    return merged

@@ -14,31 +14,17 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from minivllm.errors import EngineDeadError, EngineStoppedError, MinivllmError
 from minivllm.logger import init_logger
 
 logger = init_logger(__name__)
-MAX_ERRORS, MAX_INPUT_CHARACTERS, MAX_ERROR_CHARACTERS = 10, 200, 1000
-"""A body of a megabyte can be wrong in a million places: how much of it is told."""
+# A body of a megabyte can be wrong in a million places: how much of it a message tells.
+MAX_ERRORS = 10
+MAX_INPUT_CHARACTERS = 200
+MAX_ERROR_CHARACTERS = 1000
 UNION_MARKERS = {"str", "int", "float", "bool", "bytes", "none", "list", "dict"}
-
-
-class ErrorInfo(BaseModel):
-    """An error in a request. `code` is the HTTP status."""
-
-    message: str
-    type: str
-    param: str | None = None
-    code: int
-
-
-class ErrorResponse(BaseModel):
-    """The body of an error."""
-
-    error: ErrorInfo
 
 
 class RequestError(MinivllmError):
@@ -70,81 +56,81 @@ def failed(message: str) -> RequestError:
     return RequestError(message, HTTPStatus.INTERNAL_SERVER_ERROR, "InternalServerError")
 
 
-def error_response(error: Exception) -> ErrorResponse:
+def error_body(error: Exception) -> dict[str, dict[str, Any]]:
     """Return the body for this exception; a fault of our own is logged, and the client learns only
     its kind.
     """
     if isinstance(error, RequestError):
-        return _response(str(error), error.status, error.kind, error.parameter)
+        return _body(str(error), error.kind, error.parameter, error.status)
     if isinstance(error, MinivllmError):
-        return _response(str(error), HTTPStatus.BAD_REQUEST, "BadRequestError", error.parameter)
+        return _body(str(error), "BadRequestError", error.parameter)
     # A client may try again, at another server or later.
     if isinstance(error, EngineStoppedError):
-        return error_response(unavailable(str(error)))
+        return error_body(unavailable(str(error)))
     # The reason may name files and addresses of this machine: it goes to the log only.
     if isinstance(error, EngineDeadError):
-        return error_response(failed("the engine's core has ended; the server's log says why"))
+        return error_body(failed("the engine's core has ended; the server's log says why"))
     logger.error("A request failed", exc_info=error)
-    return error_response(failed("internal server error"))
+    return error_body(failed("internal server error"))
 
 
 def json_response(error: Exception) -> JSONResponse:
     """Return the complete HTTP reply for this exception."""
-    body = error_response(error)
-    return JSONResponse(body.model_dump(), body.error.code)
+    return _reply(error_body(error))
 
 
 def register_exception_handlers(app: FastAPI) -> None:
     """Turn every exception of a route into an error on the wire."""
+    for kind in (RequestValidationError, HTTPException, MinivllmError, EngineDeadError, Exception):
+        app.add_exception_handler(kind, _handle)
 
-    @app.exception_handler(RequestValidationError)
-    async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
+
+async def _handle(request: Request, error: Exception) -> JSONResponse:
+    if isinstance(error, RequestValidationError):
         return _validation_response(error.errors())
-
-    @app.exception_handler(HTTPException)
-    async def refused(request: Request, error: HTTPException) -> JSONResponse:
-        if isinstance(error.__cause__, MinivllmError):  # FastAPI wraps whatever is raised while a body is read
-            return json_response(error.__cause__)
-        status = HTTPStatus(error.status_code)
-        if status in (HTTPStatus.NOT_FOUND, HTTPStatus.METHOD_NOT_ALLOWED):
-            return JSONResponse({"detail": error.detail}, status, error.headers)
-        return JSONResponse(_response(str(error.detail), status, status.phrase).model_dump(), status)
-
-    @app.exception_handler(MinivllmError)
-    @app.exception_handler(EngineDeadError)
-    async def wrong(request: Request, error: Exception) -> JSONResponse:
+    if isinstance(error, MinivllmError | EngineDeadError):
         return json_response(error)
+    # FastAPI wraps whatever is raised while a body is read.
+    if isinstance(error.__cause__, MinivllmError):
+        return json_response(error.__cause__)
+    if not isinstance(error, HTTPException):
+        return json_response(failed("internal server error"))
+    status = HTTPStatus(error.status_code)
+    if status in (HTTPStatus.NOT_FOUND, HTTPStatus.METHOD_NOT_ALLOWED):
+        return JSONResponse({"detail": error.detail}, status, error.headers)
+    return _reply(_body(str(error.detail), status.phrase, None, status))
 
-    @app.exception_handler(Exception)
-    async def unforeseen(request: Request, error: Exception) -> JSONResponse:
-        return JSONResponse(error_response(failed("internal server error")).model_dump(), 500)
+
+def _body(
+    message: str, kind: str, parameter: str | None, status: HTTPStatus = HTTPStatus.BAD_REQUEST
+) -> dict[str, dict[str, Any]]:
+    readable = message.encode("utf8", "backslashreplace").decode()  # it may quote half a character
+    error = {"message": readable, "type": kind, "param": parameter, "code": status.value}
+    return {"error": error}
 
 
-def _response(message: str, status: HTTPStatus, kind: str, parameter: str | None = None) -> ErrorResponse:
-    readable = message.encode("utf8", "backslashreplace").decode()  # a message may quote half a character
-    return ErrorResponse(error=ErrorInfo(message=readable, type=kind, param=parameter, code=status.value))
+def _reply(body: dict[str, dict[str, Any]]) -> JSONResponse:
+    return JSONResponse(body, body["error"]["code"])
 
 
 def _validation_response(errors: Sequence[Any]) -> JSONResponse:
     # Our own checks run inside of pydantic, which wraps their exceptions.
-    own = next((error["ctx"]["error"] for error in errors if "error" in error.get("ctx", {})), None)
-    if isinstance(own, MinivllmError):
-        return json_response(own)
+    for error in errors:
+        if isinstance(own := error.get("ctx", {}).get("error"), MinivllmError):
+            return json_response(own)
     lines = [_line(error) for error in errors[:MAX_ERRORS]]
     if len(errors) > MAX_ERRORS:
         lines.append(f"and {len(errors) - MAX_ERRORS} more")
     message = f"{len(errors)} validation error{'s' * (len(errors) > 1)}: " + "; ".join(lines)
-    body = _response(message, HTTPStatus.BAD_REQUEST, HTTPStatus.BAD_REQUEST.phrase, _path(errors[0]["loc"]))
-    return JSONResponse(body.model_dump(), HTTPStatus.BAD_REQUEST)
+    return _reply(_body(message, HTTPStatus.BAD_REQUEST.phrase, _path(errors[0]["loc"])))
 
 
 def _line(error: Any) -> str:
     value = error.get("input")
-    # A whole conversation would not help anybody who reads the message.
+    shown = str(value)[:MAX_INPUT_CHARACTERS]
+    # A whole conversation would bury the message.
     if isinstance(value, dict | list | bytes):
         shown = f"{type(value).__name__} of {len(value)}"
-    else:
-        shown = str(value)[:MAX_INPUT_CHARACTERS]
     return f"{_path(error['loc'])}: {error['msg']}, not {shown}"[:MAX_ERROR_CHARACTERS]
 
 

@@ -37,11 +37,6 @@ class Backend(Protocol):
     """The part behind the routes: `AsyncLLM`, or a proxy's servers."""
 
     @property
-    def errored(self) -> bool:
-        """Return whether the backend can no longer answer anything."""
-        ...
-
-    @property
     def dead_error(self) -> Exception | None:
         """The reason why the backend has ended; None while it is alive."""
 
@@ -121,6 +116,7 @@ async def until_the_end(
     """Serve on this socket until a signal arrives or the backend ends; return the exit code.
     `state` holds the open requests.
     """
+    _allow_many_connections()
     logging.getLogger("uvicorn.error").addFilter(_is_not_about_tasks)
     asked = signals()
     logger.info("Serving on %s", address_of(listening))
@@ -132,19 +128,20 @@ async def until_the_end(
         code = 1
         logger.error("The engine has ended: %s", backend.dead_error)
         # Clients and probes that come now get a 503 rather than a refused connection.
-        await _either(serving, asked, SECONDS_TO_TELL)
+        await asyncio.wait({serving}, timeout=SECONDS_TO_TELL)
     elif stopping.done():
         state.draining = True
         logger.info("Shutting down: %d requests are open", state.num_open)
         # A second signal ends this wait, and so does the backend's death.
-        code = await _drain(state, backend, asked, settings.shutdown_timeout)
+        await _drain(state, asked, settings.shutdown_timeout, dying)
+        code = int(dying.done())
         backend.end_requests()
         # uvicorn tells open requests that their client has left: they send their last events
         # before.
-        await _drain(state, None, asked, SECONDS_TO_CLOSE)
+        await _drain(state, asked, SECONDS_TO_CLOSE)
     # uvicorn closes idle connections and waits for the others.
     server.should_exit = True
-    await _either(serving, asked, 2 * SECONDS_TO_CLOSE)
+    await asyncio.wait({serving}, timeout=2 * SECONDS_TO_CLOSE)
     # Connections that have not closed by now are cut off.
     server.force_exit = True
     for task in (dying, stopping):
@@ -154,25 +151,22 @@ async def until_the_end(
     return code
 
 
-async def _drain(state: ServerState, backend: Backend | None, asked: asyncio.Semaphore, seconds: float) -> int:
-    """Wait up to `seconds` for open requests to finish, or until another signal arrives. Return the
-    exit code.
-
-    If a backend is given, its death ends the wait too.
+async def _drain(
+    state: ServerState,
+    asked: asyncio.Semaphore,
+    seconds: float,
+    dying: asyncio.Task[None] | None = None,
+) -> None:
+    """Wait up to `seconds` for open requests to finish, or until another signal arrives or the
+    backend is dead.
     """
     loop = asyncio.get_running_loop()
     end = loop.time() + seconds
     # The semaphore is locked as long as no further signal has come.
-    while state.num_open and asked.locked() and not (backend and backend.errored) and loop.time() < end:
+    while state.num_open and asked.locked() and loop.time() < end:
+        if dying is not None and dying.done():
+            return
         await asyncio.sleep(0.02)
-    return 1 if backend and backend.errored else 0
-
-
-async def _either(serving: asyncio.Task[None], asked: asyncio.Semaphore, seconds: float) -> None:
-    """Wait up to `seconds` until the server ends or another signal arrives."""
-    signalled = asyncio.create_task(asked.acquire())
-    await asyncio.wait({serving, signalled}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-    signalled.cancel()
 
 
 def signals() -> asyncio.Semaphore:
@@ -198,7 +192,7 @@ def signals_end_the_start() -> Generator[None, None, None]:
             signal.signal(number, handler)
 
 
-def allow_many_connections() -> None:
+def _allow_many_connections() -> None:
     """Raise the limit of open files as far as the system allows: each connection uses one."""
     # Many systems allow 1,024 by default.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -16,7 +16,6 @@ from minivllm.engine.prometheus import PrometheusStatLogger
 from minivllm.entrypoints.openai.api_server import build_app
 from minivllm.entrypoints.openai.chat_template import read_template
 from minivllm.entrypoints.openai.http_server import (
-    allow_many_connections,
     bind,
     make_server,
     run_loop,
@@ -39,23 +38,23 @@ def serve(args: EngineArgs, settings: FrontendArgs, template: str | None) -> int
     """
     check_lora_settings(args, settings)
     # First the port: to find it in use after loading a model would waste minutes.
-    listening = bind(settings)
-    engine: AsyncLLM | None = None
-    try:
+    with bind(settings) as listening:
         template = read_template(settings.chat_template, args.model) or template
-        allow_many_connections()
         # The event loop, which handles signals later, does not run yet.
         with signals_end_the_start():
             engine = AsyncLLM(args)
-        return run_loop(_serve(engine, listening, args, settings, template))
-    finally:
-        listening.close()
-        if engine is not None:
+        try:
+            return run_loop(_serve(engine, listening, args, settings, template))
+        finally:
             engine.shutdown()
 
 
 async def _serve(
-    engine: AsyncLLM, listening: socket.socket, args: EngineArgs, settings: FrontendArgs, template: str | None
+    engine: AsyncLLM,
+    listening: socket.socket,
+    args: EngineArgs,
+    settings: FrontendArgs,
+    template: str | None,
 ) -> int:
     app = make_app(engine, args, settings, template)
     await app.state.models.init_static_loras(lora_modules_of(settings.lora_modules))
@@ -69,13 +68,12 @@ async def _serve(
 def make_app(engine: AsyncLLM, args: EngineArgs, settings: FrontendArgs, template: str | None) -> FastAPI:
     """Return the application that serves an engine, and start counting the engine's metrics."""
     names = settings.served_model_name or [str(args.model)]
-    client = engine.engine_core
-    metrics = engine.stat_logger = PrometheusStatLogger(args, client.engines, names[0])
+    metrics = PrometheusStatLogger(args, engine.engine_core.engines, names[0])
+    engine.stat_logger = metrics
     for index, stats in enumerate(engine.engine_stats):
         # So that gauges have values before the first step.
         metrics.record(stats, engine.output_processor.take_stats(index), index)
     longest = engine.input_processor.limits.max_model_len
-    models = OpenAIServingModels(names, str(args.model), longest, engine, settings.runtime_lora_path)
-    app = build_app(engine, models, settings, template, metrics.registry)
-    app.state.models = models
-    return app
+    folders = settings.runtime_lora_path
+    models = OpenAIServingModels(names, str(args.model), longest, engine, folders)
+    return build_app(engine, models, settings, template, metrics.registry)

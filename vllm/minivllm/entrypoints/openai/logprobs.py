@@ -4,18 +4,12 @@ In vLLM v0.33.0: `_create_completion_logprobs` in `vllm/entrypoints/openai/compl
 `_create_chat_logprobs` in `vllm/entrypoints/openai/chat_completion/serving.py`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import islice
+from typing import Any
 
 from tokenizers import Tokenizer
 
-from minivllm.entrypoints.openai.protocol import (
-    ChatCompletionLogProb,
-    ChatCompletionLogProbs,
-    ChatCompletionLogProbsContent,
-    CompletionLogProbs,
-    PromptLogprob,
-)
 from minivllm.outputs import Logprob, Logprobs
 
 LEAST = -9999.0
@@ -23,8 +17,13 @@ LEAST = -9999.0
 
 
 def completion_logprobs(
-    tokenizer: Tokenizer, token_ids: Sequence[int], rows: Logprobs, most: int, offset: int, as_ids: bool
-) -> CompletionLogProbs:
+    tokenizer: Tokenizer,
+    token_ids: Sequence[int],
+    rows: Logprobs,
+    num_top: int,
+    offset: int,
+    as_ids: bool,
+) -> dict[str, list[Any]]:
     """Return log probabilities in the completions format: parallel lists.
 
     Args:
@@ -32,58 +31,71 @@ def completion_logprobs(
         token_ids: the tokens.
         rows: for each token, the log probabilities at its position; None for the first one of a
             prompt.
-        most: how many of the most likely tokens are shown besides the chosen one; -1: all.
+        num_top: how many of the most likely tokens are shown besides the chosen one; -1: all.
         offset: characters before these tokens.
         as_ids: show a token as "token_id:289" rather than as text.
     """
-    lists = CompletionLogProbs(text_offset=[], token_logprobs=[], tokens=[], top_logprobs=[])
+    offsets: list[int] = []
+    logprobs: list[float | None] = []
+    tokens: list[str] = []
+    top_logprobs: list[dict[str, float] | None] = []
     for token_id, row in zip(token_ids, rows, strict=True):
-        chosen = row[token_id] if row else Logprob(0.0, None, tokenizer.decode([token_id], skip_special_tokens=False))
-        token = _shown(token_id, chosen, as_ids)
-        lists.tokens.append(token)
-        lists.text_offset.append(offset)
-        offset += len(token)
-        lists.token_logprobs.append(max(chosen.logprob, LEAST) if row else None)
         if row is None:
-            lists.top_logprobs.append(None)
-            continue
-        # The chosen token stands first in a row, so there is one more.
-        top = row.items() if most < 0 else islice(row.items(), most + 1)
-        lists.top_logprobs.append({_shown(top_id, entry, as_ids): max(entry.logprob, LEAST) for top_id, entry in top})
-    return lists
+            text = tokenizer.decode([token_id], skip_special_tokens=False)
+            tokens.append(_shown(token_id, Logprob(0.0, None, text), as_ids))
+            logprobs.append(None)
+            top_logprobs.append(None)
+        else:
+            tokens.append(_shown(token_id, row[token_id], as_ids))
+            logprobs.append(max(row[token_id].logprob, LEAST))
+            # The chosen token stands first in a row, so there is one more.
+            top = _first(row, num_top if num_top < 0 else num_top + 1)
+            top_logprobs.append({_shown(top_id, entry, as_ids): max(entry.logprob, LEAST) for top_id, entry in top})
+        offsets.append(offset)
+        offset += len(tokens[-1])
+    return {
+        "text_offset": offsets,
+        "token_logprobs": logprobs,
+        "tokens": tokens,
+        "top_logprobs": top_logprobs,
+    }
 
 
-def chat_logprobs(token_ids: Sequence[int], rows: Logprobs, most: int, as_ids: bool) -> ChatCompletionLogProbs:
+def chat_logprobs(token_ids: Sequence[int], rows: Logprobs, num_top: int, as_ids: bool) -> dict[str, Any]:
     """Return log probabilities in the chat format: one entry per token, with its bytes. See
     `completion_logprobs` for the arguments.
     """
     content = []
     for token_id, row in zip(token_ids, rows, strict=True):
         assert row is not None
-        top = row.items() if most < 0 else islice(row.items(), most)
-        content.append(
-            ChatCompletionLogProbsContent(
-                **_entry(token_id, row[token_id], as_ids).__dict__,
-                top_logprobs=[_entry(top_id, entry, as_ids) for top_id, entry in top],
-            )
-        )
-    return ChatCompletionLogProbs(content=content)
+        entry = _entry(token_id, row[token_id], as_ids)
+        entry["top_logprobs"] = [_entry(top_id, top, as_ids) for top_id, top in _first(row, num_top)]
+        content.append(entry)
+    return {"content": content}
 
 
-def prompt_logprobs(rows: Logprobs | None) -> list[dict[int, PromptLogprob] | None] | None:
+def prompt_logprobs(rows: Logprobs | None) -> list[dict[int, Any] | None] | None:
     """Return a prompt's log probabilities by token id, in vLLM's own format."""
     if rows is None:
         return None
-    return [None if row is None else {token_id: _finite(entry) for token_id, entry in row.items()} for row in rows]
+    return [row and {token_id: _ranked(entry) for token_id, entry in row.items()} for row in rows]
 
 
-def _finite(entry: Logprob) -> PromptLogprob:
-    return PromptLogprob(logprob=max(entry.logprob, LEAST), rank=entry.rank, decoded_token=entry.decoded_token)
+def _first(row: dict[int, Logprob], number: int) -> Iterable[tuple[int, Logprob]]:
+    return row.items() if number < 0 else islice(row.items(), number)
 
 
-def _entry(token_id: int, entry: Logprob, as_ids: bool) -> ChatCompletionLogProb:
+def _ranked(entry: Logprob) -> dict[str, Any]:
+    return {
+        "logprob": max(entry.logprob, LEAST),
+        "rank": entry.rank,
+        "decoded_token": entry.decoded_token,
+    }
+
+
+def _entry(token_id: int, entry: Logprob, as_ids: bool) -> dict[str, Any]:
     token = _shown(token_id, entry, as_ids)
-    return ChatCompletionLogProb(token=token, logprob=max(entry.logprob, LEAST), bytes=list(token.encode()))
+    return {"token": token, "logprob": max(entry.logprob, LEAST), "bytes": list(token.encode())}
 
 
 def _shown(token_id: int, entry: Logprob, as_ids: bool) -> str:

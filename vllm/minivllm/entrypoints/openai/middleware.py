@@ -1,18 +1,18 @@
-"""Handle the concerns that all requests share, before their routes: keys, body sizes, counting,
-ids.
+"""Handle the concerns that all requests share, before their routes: keys, body sizes, counting.
+
+`make_server` turns off WebSockets and lifespan events, so every scope is an HTTP request.
 
 In vLLM v0.33.0: `vllm/entrypoints/serve/middleware/`.
 """
 
 import hashlib
 import hmac
-import uuid
 from collections.abc import Sequence
 from http import HTTPStatus
 
 from fastapi import Depends, HTTPException, Request
 from fastapi.responses import JSONResponse
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from minivllm.entrypoints.openai.errors import RequestError, json_response, unavailable
@@ -52,7 +52,7 @@ class AuthenticationMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let the request pass, or answer 401."""
         # Browsers ask with OPTIONS before they send a key (CORS).
-        free = scope["type"] != "http" or scope["method"] == "OPTIONS" or not scope["path"].startswith(WITH_KEY)
+        free = scope["method"] == "OPTIONS" or not scope["path"].startswith(WITH_KEY)
         if free or self._knows(Headers(scope=scope).get("authorization", "")):
             await self._app(scope, receive, send)
             return
@@ -78,7 +78,7 @@ class OpenRequestsMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, counting it while it is open if it generates."""
         # Only requests that generate are waited for when the server shuts down.
-        if scope["type"] != "http" or scope["method"] != "POST" or not scope["path"].startswith("/v1/"):
+        if scope["method"] != "POST" or not scope["path"].startswith("/v1/"):
             await self._app(scope, receive, send)
             return
         if self._state.draining:
@@ -100,9 +100,6 @@ class BodySizeMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, and refuse it as soon as its body grows too large."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         announced = Headers(scope=scope).get("content-length", "0")
         # Refuse by the header if there is one, before anything is read.
         if announced.isdecimal() and int(announced[:20]) > self._max_bytes:
@@ -124,24 +121,3 @@ class BodySizeMiddleware:
     def _error(self) -> RequestError:
         status = HTTPStatus.REQUEST_ENTITY_TOO_LARGE
         return RequestError(f"the body is larger than {self._max_bytes} bytes", status, "BadRequestError")
-
-
-class XRequestIdMiddleware:
-    """Middleware that gives each reply the request's X-Request-Id, or a new one."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, and add the id to the reply's headers."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        request_id = Headers(scope=scope).get("x-request-id") or uuid.uuid4().hex
-
-        async def with_id(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["X-Request-Id"] = request_id
-            await send(message)
-
-        await self._app(scope, receive, with_id)

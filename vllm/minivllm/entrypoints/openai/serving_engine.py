@@ -1,7 +1,7 @@
-"""Turn a client's request into engine requests, for completions and chats alike.
+"""Turn a client's request into engine requests, on one path for all endpoints.
 
 In vLLM v0.33.0: `vllm/entrypoints/generate/base/serving.py`,
-`vllm/entrypoints/serve/utils/api_utils.py`.
+`vllm/entrypoints/serve/tokenize/serving.py`, `vllm/entrypoints/serve/utils/api_utils.py`.
 """
 
 import asyncio
@@ -15,16 +15,16 @@ from tokenizers import Tokenizer
 from minivllm.config.checks import encodable
 from minivllm.engine.async_llm import AsyncLLM
 from minivllm.engine.socket_messages import encode
-from minivllm.entrypoints.openai.answer import Answer, EngineRequests, TokenizedPrompt, as_stream
-from minivllm.entrypoints.openai.chat_template import no_template, render, special_tokens
+from minivllm.entrypoints.openai.answer import Answer, EngineRequests, Json, TokenizedPrompt, as_stream
+from minivllm.entrypoints.openai.chat_template import NO_TEMPLATE, render, special_tokens
 from minivllm.entrypoints.openai.constraints import constraint_of
 from minivllm.entrypoints.openai.errors import unavailable
 from minivllm.entrypoints.openai.protocol import (
-    ChatCompletionRequest,
     ChatTemplateRequest,
-    CompletionRequest,
+    DetokenizeRequest,
     GenerationRequest,
-    WholeReply,
+    TokenizeChatRequest,
+    TokenizeCompletionRequest,
 )
 from minivllm.entrypoints.openai.serving_models import OpenAIServingModels
 from minivllm.entrypoints.openai.settings import FrontendArgs
@@ -35,29 +35,23 @@ from minivllm.sampling_params import MAX_N, SamplingParams
 from minivllm.structured_output.grammar_text import check_grammar
 
 CHARACTERS_IN_LOOP = 4096
-"""A longer text is tokenized in a thread, so that it holds up nobody; as many tokens are turned
-into text there.
+"""A longer text is tokenized in a thread, so that other clients need not wait; as many tokens are
+turned into text there.
 """
 MAX_RANK_DIGITS = 6
-NOT_SERVED = ("use_beam_search", "logprob_token_ids", "repetition_detection", "thinking_token_budget")
-"""Fields of vLLM's that are not ignored, as unknown ones are: the answer would be another than
-was asked for.
-"""
 
 
 class OpenAIServing:
-    """The base of the generating endpoints: the engine, the model's names, and the server's
-    settings.
-
-    Every generating request goes through `create`. Completions and chats differ in how they make
-    prompts of a request (`prompts_of`), and in the shape of the answer (`renderer`).
+    """The way from a request to its answer. `create` serves every endpoint that generates; an
+    endpoint is a request's class and a subclass of `Answer`.
     """
 
-    id_prefix = ""
-    renderer: type[Answer]
-
     def __init__(
-        self, engine: AsyncLLM, models: OpenAIServingModels, settings: FrontendArgs, template: str | None
+        self,
+        engine: AsyncLLM,
+        models: OpenAIServingModels,
+        settings: FrontendArgs,
+        template: str | None,
     ) -> None:
         self.engine = engine
         self.models = models
@@ -77,7 +71,9 @@ class OpenAIServing:
             raise MinivllmError("the server runs with skip_tokenizer_init; it cannot handle text")
         return self.engine.tokenizer
 
-    async def create(self, request: Any, headers: Mapping[str, str]) -> WholeReply | EventStream:
+    async def create(
+        self, endpoint: type[Answer], request: GenerationRequest, headers: Mapping[str, str]
+    ) -> Json | EventStream:
         """Answer a request, as a whole reply or as a stream.
 
         Raises:
@@ -86,31 +82,53 @@ class OpenAIServing:
         """
         # Everything is checked before the first request is added, so a refused one leaves nothing
         # behind.
-        prompts, asked = await self.prompts_of(request)
-        params = [self.sampling_params(request, asked, prompt) for prompt in prompts]
-        request_id = self.request_id(request, headers)
+        self.check(request)
+        prompts = await endpoint.prompts_of(self, request)
+        params = [self.sampling_params(request, prompt) for prompt in prompts]
+        client_id = headers.get("x-request-id") or request.request_id or uuid.uuid4().hex[:16]
+        client_id = client_id.encode("utf8", "replace").decode()[:1024]
+        request_id = f"{endpoint.id_prefix}-{client_id}"
         requests = await self.start(request, request_id, prompts, params, headers)
-        answer = self.renderer(self, request, request_id, prompts)
+        answer = endpoint(self, request, request_id, prompts)
         # Nothing has been awaited yet: an error up to here is a status, later ones are events.
         if request.stream:
-            return EventStream(as_stream(answer.events(requests), requests), requests.close, self.engine.parts)
+            events = as_stream(answer.events(requests), requests)
+            return EventStream(events, requests.close, self.engine.parts)
         try:
             return await answer.whole(requests)
         finally:
             requests.close()
 
-    async def prompts_of(self, request: Any) -> tuple[list[TokenizedPrompt], int | None]:
-        """Return the prompts of a request, and the number of tokens that it requests; None for as
-        many as fit.
+    async def create_tokenize(self, request: TokenizeCompletionRequest | TokenizeChatRequest) -> Json:
+        """Return the token ids of a text or of a conversation.
 
         Raises:
-            MinivllmError: the request asks for something that is not served.
+            MinivllmError: the request is invalid.
         """
-        raise NotImplementedError
+        self.models.check(request.model)
+        is_text = isinstance(request, TokenizeCompletionRequest)
+        text = request.prompt if is_text else self.rendered(request)
+        token_ids = await self.tokenize(text, request.add_special_tokens)
+        names = None
+        if request.return_token_strs:
+            names = [self.tokenizer.id_to_token(token) or "" for token in token_ids]
+        return {
+            "count": len(token_ids),
+            "max_model_len": self.limits.max_model_len,
+            "tokens": token_ids,
+            "token_strs": names,
+        }
+
+    async def create_detokenize(self, request: DetokenizeRequest) -> Json:
+        """Return the text of token ids; ids outside the vocabulary add none."""
+        self.models.check(request.model)
+        # The tokenizer would raise for others.
+        known = [token for token in request.tokens if token < self.vocab_size]
+        return {"prompt": await self.detokenize(known)}
 
     # From a client's request to the engine's
 
-    def check(self, request: GenerationRequest, num_prompts: int) -> None:
+    def check(self, request: GenerationRequest) -> None:
         """Check everything that can be checked before tokenization.
 
         Raises:
@@ -118,22 +136,27 @@ class OpenAIServing:
             RequestError: it names another model, or the queue is full.
         """
         self.models.check(request.model)
-        for name in NOT_SERVED:
-            if getattr(request, name):
-                raise MinivllmError(f"{name} is not served here", name)
         if request.kv_transfer_params:
-            self._check_transfer(request.kv_transfer_params, num_prompts)
+            self.check_transfer(request.kv_transfer_params, request.num_prompts)
         # Each completion is a request of its own in the engine.
-        total = num_prompts * max(1, request.n or 1)
+        total = request.num_prompts * max(1, request.n or 1)
         if total > MAX_N:
             raise MinivllmError(f"prompts times n is {total}; the maximum is {MAX_N}")
         self._check_logprobs("logprobs", request.num_logprobs)
         self._check_logprobs("prompt_logprobs", request.num_prompt_logprobs)
-        self._admit(total)
+        most = self.settings.max_num_queued_reqs
+        if most is not None and len(self.engine.output_processor.states) + total > most:
+            if self.engine.stat_logger is not None:
+                self.engine.stat_logger.record_rejection("max_num_queued_reqs")
+            raise unavailable(f"the server's queue is full (max_num_queued_reqs is {most}); try again later")
 
-    def _check_transfer(self, params: Mapping[str, Any], num_prompts: int) -> None:
+    def check_transfer(self, params: Mapping[str, Any], num_prompts: int) -> None:
         """Refuse params that cannot be passed to a connector; the connector itself checks their
         values.
+
+        Raises:
+            MinivllmError: there is no connector, or the params are for several prompts, or cannot
+                be sent to the core.
         """
         name = "kv_transfer_params"
         if self.engine.engine_args.kv_transfer_config is None:
@@ -146,26 +169,32 @@ class OpenAIServing:
         except (ValueError, OverflowError):  # half a character, or a number beyond 64 bits
             raise MinivllmError(f"{name} have a value that cannot be sent on", name) from None
 
-    def sampling_params(self, request: GenerationRequest, asked: int | None, prompt: TokenizedPrompt) -> SamplingParams:
-        """Return the engine's parameters for a prompt. `asked` is the maximum number of tokens to
-        generate; None for as many as fit.
+    def _check_logprobs(self, name: str, requested: int | None) -> None:
+        most = self.settings.max_logprobs
+        most = self.vocab_size if most == -1 else most
+        number = self.vocab_size if requested == -1 else requested or 0
+        if number > most:
+            raise MinivllmError(f"{name} asks for {number} tokens per position; the server allows {most}", name)
+
+    def sampling_params(self, request: GenerationRequest, prompt: TokenizedPrompt) -> SamplingParams:
+        """Return the engine's parameters for a prompt.
 
         Raises:
             MinivllmError: the prompt is too long, or a parameter is invalid.
         """
         longest, length = self.limits.max_model_len, len(prompt.token_ids)
-        if asked is not None and asked > longest:
-            raise MinivllmError(f"max_tokens is {asked}; max_model_len is {longest}", "max_tokens")
+        max_tokens = request.token_limit
+        if max_tokens is not None and max_tokens > longest:
+            raise MinivllmError(f"max_tokens is {max_tokens}; max_model_len is {longest}", "max_tokens")
         if length > longest:
             raise MinivllmError(
                 f"the prompt has {length} tokens; the model's maximum context length is {longest} tokens",
                 "input_tokens",
             )
         room = longest - length
-        default = self._defaults.get("max_tokens")
-        limits = [room, asked, default if asked is None else None]
-        max_tokens = min(count for count in limits if count is not None)
-        params = request.to_sampling_params(max_tokens, self._defaults, self.vocab_size)
+        if max_tokens is None:
+            max_tokens = self._defaults.get("max_tokens", room)
+        params = request.to_sampling_params(min(max_tokens, room), self._defaults, self.vocab_size)
         params.structured_outputs = constraint_of(request)
         return params
 
@@ -186,63 +215,55 @@ class OpenAIServing:
         """
         requests = EngineRequests(self.engine)
         constraint = params[0].structured_outputs
-        if constraint is not None:  # all have the same; in a thread, for a long grammar takes a while to check
+        if constraint is not None:
+            # All prompts have the same one. A long grammar takes a while to check, so do it in a
+            # thread.
             await asyncio.to_thread(check_grammar, constraint)
-        settings = {"priority": request.priority, "data_parallel_rank": _data_parallel_rank(headers)}
-        settings["lora_request"] = self.models.check(request.model)  # it may have been unloaded since
+        settings: Json = {
+            "priority": request.priority,
+            "data_parallel_rank": _data_parallel_rank(headers),
+            # Check again: it may have been unloaded since.
+            "lora_request": self.models.check(request.model),
+        }
         try:
-            for index, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
+            for index, (prompt, prompt_params) in enumerate(zip(prompts, params, strict=True)):
                 tokens = TokensPrompt(prompt_token_ids=prompt.token_ids)
                 if request.cache_salt is not None:
                     tokens["cache_salt"] = request.cache_salt
-                # As vLLM's: the client's id, the prompt's index, and what tells it from others of
-                # the same id.
+                # As in vLLM: the client's id, the prompt's index, and a number that tells it from
+                # others of the same id.
                 engine_id = f"{request_id}-{index}-{next(self._numbers)}"
-                await requests.add(engine_id, tokens, one, **settings)
-                await asyncio.sleep(0)  # thousands of prompts in a row would hold up everybody
+                await requests.add(engine_id, tokens, prompt_params, **settings)
+                # Thousands of prompts in a row would block the other clients.
+                await asyncio.sleep(0)
         except BaseException:
             requests.close()
             raise
         return requests
 
-    def request_id(self, request: GenerationRequest, headers: Mapping[str, str]) -> str:
-        """Return the reply's id, with a prefix: the header's id, the request's, or a new one."""
-        client_id = headers.get("x-request-id") or request.request_id or uuid.uuid4().hex[:16]
-        return f"{self.id_prefix}-{client_id.encode('utf8', 'replace').decode()[:1024]}"
+    # Prompts
 
-    def shows_ids(self, request: GenerationRequest) -> bool:
-        """Return whether log probabilities show tokens as their ids."""
-        own = request.return_tokens_as_token_ids
-        return self.settings.return_tokens_as_token_ids if own is None else own
-
-    async def tokenize_prompt(self, text: str, request: CompletionRequest | ChatCompletionRequest) -> TokenizedPrompt:
-        """Return a prompt, truncated as the request specifies. A text that cannot fit is not
-        tokenized in full.
+    async def tokenize_prompt(self, text: str, add_special_tokens: bool) -> TokenizedPrompt:
+        """Return a prompt. A text that cannot fit is not tokenized.
 
         Raises:
             MinivllmError: it is too long to fit.
         """
-        whole = text
-        if request.truncate_prompt_tokens is None:
-            self.engine.input_processor.check_length(text)
-        else:
-            # A text of gigabytes may be fine if only its end is wanted, but must not be tokenized
-            # as a whole.
-            text = self._near_the_end_kept(text, request)
-        return TokenizedPrompt(self.truncated(await self.tokenize(text, request.add_special_tokens), request), whole)
+        self.engine.input_processor.check_length(text)
+        return TokenizedPrompt(await self.tokenize(text, add_special_tokens), text)
 
     async def tokenize(self, text: str, add_special_tokens: bool) -> list[int]:
         """Return the token ids of a text."""
         encodable(text, "the prompt")
         tokenizer = self.tokenizer
 
-        def encode() -> list[int]:
-            # The library gives up the GIL for batches only, and without that a thread holds up
-            # everybody.
+        def encode_text() -> list[int]:
+            # The library releases the GIL for batches only; without that, a thread blocks all
+            # others.
             return tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
 
         # A thread costs about as much as tokenizing a short text.
-        return encode() if len(text) < CHARACTERS_IN_LOOP else await asyncio.to_thread(encode)
+        return encode_text() if len(text) < CHARACTERS_IN_LOOP else await asyncio.to_thread(encode_text)
 
     async def detokenize(self, token_ids: list[int]) -> str:
         """Return the text of token ids, special tokens included."""
@@ -253,76 +274,27 @@ class OpenAIServing:
 
         return decode() if len(token_ids) < CHARACTERS_IN_LOOP else await asyncio.to_thread(decode)
 
-    def truncated(self, token_ids: list[int], request: GenerationRequest) -> list[int]:
-        """Return the tokens that `truncate_prompt_tokens` keeps, from either end of the prompt; -1
-        keeps as many as fit.
-        """
-        most = request.truncate_prompt_tokens
-        if most is None:
-            return token_ids
-        longest = self.limits.max_model_len
-        if most == 0 or most > longest:
-            raise MinivllmError(
-                f"truncate_prompt_tokens is {most}; it must be from 1 to {longest}, or -1", "truncate_prompt_tokens"
-            )
-        kept = longest if most == -1 else most
-        return token_ids[:kept] if request.truncation_side == "right" else token_ids[-kept:]
-
-    def _near_the_end_kept(self, text: str, request: GenerationRequest) -> str:
-        """Return the part of a very long text that holds all tokens to keep, plus a margin of the
-        same length.
-
-        Cutting the text changes its tokenization, but only next to the cut.
-        """
-        most = 2 * self.engine.input_processor.max_prompt_characters
-        return text[:most] if request.truncation_side == "right" else text[-most:]
-
     def rendered(self, request: ChatTemplateRequest, **further: Any) -> str:
         """Return the prompt for a conversation.
 
         Raises:
-            MinivllmError: there is no template, or it rejects the messages, or the request brings
-                one of its own.
+            MinivllmError: there is no template, or it rejects the messages.
         """
-        variables = request.chat_template_kwargs or {}
-        own = request.chat_template or variables.get("chat_template")
-        if own and not self.settings.trust_request_chat_template:
-            raise MinivllmError("a request's own chat_template is served only with --trust-request-chat-template")
-        template = own or self.template
-        if template is None:
-            raise MinivllmError(no_template(self.engine.engine_args.model))
-        seen = {
+        if self.template is None:
+            raise MinivllmError(NO_TEMPLATE)
+        tools = request.tools
+        variables = {
             **self._special_tokens,
             "add_generation_prompt": request.add_generation_prompt,
-            "tools": [tool.model_dump(exclude_none=True) for tool in request.tools] if request.tools else None,
+            "tools": [tool.model_dump(exclude_none=True) for tool in tools] if tools else None,
             "documents": request.documents,
             **further,
-            # A client may set any variable of the template but the messages.
-            **{name: value for name, value in variables.items() if name not in ("messages", "chat_template")},
+            **(request.chat_template_kwargs or {}),
         }
+        # A client may set any variable of the template but the messages.
+        variables.pop("messages", None)
         form = self.settings.chat_template_content_format
-        return render(template, request.messages, seen, request.continue_final_message, form)
-
-    def _check_logprobs(self, name: str, asked: int | None) -> None:
-        most = self.vocab_size if self.settings.max_logprobs == -1 else self.settings.max_logprobs
-        number = self.vocab_size if asked == -1 else asked or 0
-        if number > most:
-            raise MinivllmError(f"{name} asks for {number} tokens per position; the server allows {most}", name)
-
-    def _admit(self, number: int) -> None:
-        """Refuse new requests while too many are unfinished, and count the rejections."""
-        settings = self.settings
-        processor = self.engine.output_processor
-        limits = (
-            ("max_num_queued_reqs", settings.max_num_queued_reqs, lambda: len(processor.states) + number),
-            ("max_num_queued_tokens", settings.max_num_queued_tokens, lambda: processor.num_prompt_tokens() + 1),
-        )
-        for name, most, would_be in limits:
-            # Counting tokens goes through all requests, so it is done only where there is a limit.
-            if most is not None and would_be() > most:
-                if self.engine.stat_logger is not None:
-                    self.engine.stat_logger.record_rejection(name)
-                raise unavailable(f"the server's queue is full ({name} is {most}); try again later")
+        return render(self.template, request.messages, variables, request.continue_final_message, form)
 
 
 def _data_parallel_rank(headers: Mapping[str, str]) -> int | None:

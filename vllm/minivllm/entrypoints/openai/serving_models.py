@@ -7,28 +7,16 @@ In vLLM v0.33.0: `vllm/entrypoints/openai/models/serving.py` (`OpenAIServingMode
 import asyncio
 import itertools
 import time
-import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from http import HTTPStatus
+from typing import Any
 
 from minivllm.core.lora_request import LoRARequest
 from minivllm.engine.async_llm import AsyncLLM
 from minivllm.entrypoints.openai.errors import RequestError, not_found
-from minivllm.entrypoints.openai.lora_modules import LoRAModulePath, adapter_folder, check_name
-from minivllm.entrypoints.openai.protocol import (
-    LoadLoRAAdapterRequest,
-    ModelCard,
-    ModelList,
-    UnloadLoRAAdapterRequest,
-)
+from minivllm.entrypoints.openai.lora_modules import adapter_folder, check_name
+from minivllm.entrypoints.openai.protocol import LoadLoRAAdapterRequest, UnloadLoRAAdapterRequest
 from minivllm.errors import MinivllmError
-
-PERMISSION = {
-    "object": "model_permission", "allow_create_engine": False, "allow_sampling": True, "allow_logprobs": True,
-    "allow_search_indices": False, "allow_view": True, "allow_fine_tuning": False, "organization": "*", "group": None,
-    "is_blocking": False,
-}  # fmt: skip
-"""What OpenAI's API once said of each model."""
 
 
 class OpenAIServingModels:
@@ -39,12 +27,10 @@ class OpenAIServingModels:
         names: Sequence[str],
         root: str,
         max_model_len: int,
-        engine: AsyncLLM | None = None,
+        engine: AsyncLLM,
         lora_folders: Sequence[str] = (),
     ) -> None:
-        """Take the folders from which adapters may be loaded, and the engine, which only adapters
-        need.
-        """
+        """Take the folders from which clients may load adapters, and the engine, which loads them."""
         self.names = tuple(names)
         self._root = root
         self._max_model_len = max_model_len
@@ -52,53 +38,44 @@ class OpenAIServingModels:
         self._engine = engine
         self._folders = lora_folders
         self._adapters: dict[str, LoRARequest] = {}
-        self._roots: dict[str, str] = {}
-        """The path of each adapter as it was given."""
         self._ids = itertools.count(1)
         # Loading takes seconds, and two clients may load the same name meanwhile.
         self._changing = asyncio.Lock()
 
-    @property
-    def name(self) -> str:
-        """The model's name in replies."""
-        return self.names[0]
-
-    def check(self, asked_for: str | None) -> LoRARequest | None:
+    def check(self, name: str | None) -> LoRARequest | None:
         """Return the adapter that a request names; None for the model itself, whose name may be
         omitted.
 
         Raises:
             RequestError: it names something else.
         """
-        if not asked_for or asked_for in self.names:
+        if not name or name in self.names:
             return None
-        adapter = self._adapters.get(asked_for)
-        if adapter is None:
-            known = ", ".join(self.names)
-            raise not_found(f"The model `{asked_for[:200]}` does not exist. Valid aliases: {known}.", "model")
-        return adapter
+        if name in self._adapters:
+            return self._adapters[name]
+        known = ", ".join(self.names)
+        raise not_found(f"The model `{name[:200]}` does not exist. Valid aliases: {known}.", "model")
 
-    def name_in_reply(self, asked_for: str | None) -> str:
+    def name_in_reply(self, name: str | None) -> str:
         """Return the model name for the reply to a request that `check` has accepted."""
-        return self.name if not asked_for or asked_for in self.names else asked_for
+        return self.names[0] if not name or name in self.names else name
 
-    def show(self) -> ModelList:
+    def show(self) -> dict[str, Any]:
         """Return the list of models: the model's names first, then the adapters."""
-        own = [self._card(name, self._root, None, self._max_model_len) for name in self.names]
-        parents = {name: adapter.base_model_name or self.name for name, adapter in self._adapters.items()}
-        others = [self._card(name, self._roots[name], parent, None) for name, parent in parents.items()]
-        return ModelList(data=[*own, *others])
+        cards = [self._card(name, self._root, None, self._max_model_len) for name in self.names]
+        for name, adapter in self._adapters.items():
+            cards.append(self._card(name, adapter.lora_path, self.names[0], None))
+        return {"object": "list", "data": cards}
 
-    async def init_static_loras(self, modules: Sequence[LoRAModulePath]) -> None:
-        """Load the adapters that the server starts with.
+    async def init_static_loras(self, modules: Mapping[str, str]) -> None:
+        """Load the adapters that the server starts with, by name and path.
 
         Raises:
             MinivllmError: one of them cannot be served.
         """
-        for module in modules:
-            self._check_free(module.name)
-            adapter = LoRARequest(module.name, next(self._ids), module.path, module.base_model_name)
-            await self._add(adapter, module.path)
+        for name, path in modules.items():
+            self._check_free(name)
+            await self._add(LoRARequest(name, next(self._ids), path))
 
     async def load_lora_adapter(self, request: LoadLoRAAdapterRequest) -> str:
         """Load an adapter, replacing one of the same name if `load_inplace` is set; return the
@@ -110,26 +87,28 @@ class OpenAIServingModels:
             RequestError: there is no adapter there that may be loaded, it cannot be served, or the
                 name is taken.
         """
-        name, path = request.lora_name, request.lora_path
-        if not name or not path:
+        name = request.lora_name
+        if not name or not request.lora_path:
             raise _invalid("lora_name and lora_path must both be given")
         added: LoRARequest | None = None
         try:
             async with self._changing:
                 before = self._adapters.get(name)
                 folder = self._folder_of(request)
-                # An id of its own, also in place of another adapter: requests under way keep
-                # theirs.
+                # Also one that replaces another has an id of its own: requests in progress keep
+                # the other.
                 added = LoRARequest(name, next(self._ids), folder)
-                try:
-                    await self._add(added, path)
-                except MinivllmError as error:
-                    raise _invalid(str(error)) from None
-        except BaseException:
-            await self._let_go(added)  # some cores may have it, and no request finds it
+                await self._add(added)
+        except BaseException as error:
+            if added is not None:
+                # Some cores may have it, and no request can find it.
+                await self._engine.remove_lora(added.lora_int_id)
+            if isinstance(error, MinivllmError) and not isinstance(error, RequestError):
+                raise _invalid(str(error)) from None
             raise
         # Only now: until the new one is loaded, requests must still find the old one.
-        await self._let_go(before)
+        if before is not None:
+            await self._engine.remove_lora(before.lora_int_id)
         return f"Success: LoRA adapter '{name}' added successfully."
 
     async def unload_lora_adapter(self, request: UnloadLoRAAdapterRequest) -> str:
@@ -143,37 +122,26 @@ class OpenAIServingModels:
         if not name:
             raise _invalid("lora_name must be given")
         async with self._changing:
-            gone = self._adapters.pop(name, None)
-            self._roots.pop(name, None)
-        if gone is None:
+            adapter = self._adapters.pop(name, None)
+        if adapter is None:
             raise not_found(f"The lora adapter '{name[:200]}' cannot be found.")
         # In the cores it stays until its last request has ended.
-        await self._let_go(gone)
+        await self._engine.remove_lora(adapter.lora_int_id)
         return f"Success: LoRA adapter '{name}' removed successfully."
 
     def _folder_of(self, request: LoadLoRAAdapterRequest) -> str:
         """Return the adapter's folder, if a client may load it under this name."""
-        try:
-            check_name(request.lora_name)
-            self._check_free(request.lora_name, request.load_inplace)
-        except MinivllmError as error:
-            raise _invalid(str(error)) from None
+        check_name(request.lora_name)
+        self._check_free(request.lora_name, request.load_inplace)
         folder = adapter_folder(request.lora_path, self._folders)
         if folder is None:
             shown = request.lora_path[:200].encode("utf8", "backslashreplace").decode()
             raise not_found(f"Loading lora {request.lora_name} failed: No adapter found for {shown}")
         return folder
 
-    async def _add(self, adapter: LoRARequest, root: str) -> None:
-        assert self._engine is not None
+    async def _add(self, adapter: LoRARequest) -> None:
         await self._engine.add_lora(adapter)
         self._adapters[adapter.lora_name] = adapter
-        self._roots[adapter.lora_name] = root
-
-    async def _let_go(self, adapter: LoRARequest | None) -> None:
-        """Tell the cores to drop an adapter that new requests can no longer find."""
-        if adapter is not None and self._engine is not None:
-            await self._engine.remove_lora(adapter.lora_int_id)
 
     def _check_free(self, name: str, load_inplace: bool = False) -> None:
         if name in self.names:
@@ -181,15 +149,16 @@ class OpenAIServingModels:
         if name in self._adapters and not load_inplace:
             raise MinivllmError(f"the adapter {name!r} is already loaded; set load_inplace to replace it")
 
-    def _card(self, name: str, root: str, parent: str | None, max_model_len: int | None) -> ModelCard:
-        return ModelCard(
-            id=name,
-            created=self._created,
-            root=root,
-            parent=parent,
-            max_model_len=max_model_len,
-            permission=[{"id": f"modelperm-{uuid.uuid4().hex[:16]}", "created": self._created, **PERMISSION}],
-        )
+    def _card(self, name: str, root: str, parent: str | None, max_model_len: int | None) -> dict[str, Any]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "vllm",
+            "root": root,
+            "parent": parent,
+            "max_model_len": max_model_len,
+        }
 
 
 def _invalid(message: str) -> RequestError:

@@ -40,56 +40,35 @@ class FrontendArgs(HttpArgs):
     - `api_key`: requests below /v1 must carry one of these keys.
     - `served_model_name`: the model's names in the API; default: its path or name.
     - `chat_template`: a file, the template itself, or the name of one of the model's.
-      `trust_request_chat_template`: requests may have their own template.
     - `chat_template_content_format`: a message's content is "string" or (parts) "openai"; "auto":
       as the template expects it.
-    - `response_role`: the role in chat replies.
     - `max_logprobs`: maximum log probabilities per position that a request may ask for; -1: the
       whole vocabulary.
-    - `max_num_queued_reqs`, `max_num_queued_tokens`: with more unfinished requests or prompt
-      tokens than this, new requests get a 503.
+    - `max_num_queued_reqs`: with more unfinished requests than this, new requests get a 503.
     - `shutdown_timeout`: seconds that open requests have to finish after SIGTERM.
     - `enable_prompt_tokens_details`: usage says how many tokens of the prompt were cached.
-    - `enable_force_include_usage`: streams report usage, requested or not.
-    - `return_tokens_as_token_ids`: log probabilities show tokens as "token_id:289".
-    - `enable_request_id_headers`: replies have the header X-Request-Id.
-    - `enable_server_load_tracking`: GET /load says how many requests are open.
     - `disable_uvicorn_access_log`: no log line for each request. `uvicorn_log_level`: of uvicorn's
       own log.
     - `enable_auto_tool_choice`, `tool_call_parser`: without both, a tool_choice of "auto" is
       refused. Freely generated text is not searched for calls, whatever the parser.
-    - `lora_modules`: adapters, each name=path, or {"name": …, "path": …, "base_model_name": …} in
-      JSON; requests name them as their model. `runtime_lora_path`: folders below which POST
-      /v1/load_lora_adapter may load others; without any there is no such route. In vLLM:
-      `VLLM_ALLOW_RUNTIME_LORA_UPDATING`, and then any path.
+    - `lora_modules`: adapters, each name=path; requests name them as their model.
+      `runtime_lora_path`: folders below which POST /v1/load_lora_adapter may load others; without
+      any there is no such route. In vLLM: `VLLM_ALLOW_RUNTIME_LORA_UPDATING`, and then any path.
     - `xray`: the page /xray shows each step of the engine. Not in vLLM.
-    - `allow_credentials`: browsers may send cookies (CORS). `allowed_origins`, `allowed_methods`,
-      `allowed_headers`: what browsers may send (CORS), a list in JSON.
     """
 
     api_key: list[str] = field(default_factory=list)
     served_model_name: list[str] = field(default_factory=list)
     chat_template: str | None = None
     chat_template_content_format: str = "auto"
-    trust_request_chat_template: bool = False
-    response_role: str = "assistant"
     max_logprobs: int = 20
     max_num_queued_reqs: int | None = None
-    max_num_queued_tokens: int | None = None
     enable_prompt_tokens_details: bool = False
-    enable_force_include_usage: bool = False
-    return_tokens_as_token_ids: bool = False
-    enable_request_id_headers: bool = False
-    enable_server_load_tracking: bool = False
     enable_auto_tool_choice: bool = False
     tool_call_parser: str | None = None
     lora_modules: list[str] = field(default_factory=list)
     runtime_lora_path: list[str] = field(default_factory=list)
     xray: bool = False
-    allow_credentials: bool = False
-    allowed_origins: list[str] = field(default_factory=lambda: ["*"])
-    allowed_methods: list[str] = field(default_factory=lambda: ["*"])
-    allowed_headers: list[str] = field(default_factory=lambda: ["*"])
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -98,13 +77,7 @@ class FrontendArgs(HttpArgs):
             is_count(self.max_logprobs, -1),
             f"max_logprobs is {self.max_logprobs!r}; it must be 0 or more, or -1 for the whole vocabulary",
         )
-        require_counts(self, 1, "max_num_queued_reqs", "max_num_queued_tokens", may_be_none=True)
-        for name in ("allowed_origins", "allowed_methods", "allowed_headers"):
-            value = getattr(self, name)
-            require(
-                isinstance(value, list) and all(isinstance(entry, str) for entry in value),
-                f'{name} is {value!r}; it must be a list of strings in JSON, such as ["*"]',
-            )
+        require_counts(self, 1, "max_num_queued_reqs", may_be_none=True)
 
 
 def check_content_format(value: object) -> None:

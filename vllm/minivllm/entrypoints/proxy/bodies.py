@@ -47,20 +47,9 @@ def prefill_body(body: Mapping[str, Any]) -> Body:
     kept = {name: value for name, value in body.items() if name not in NOT_FOR_PREFILL}
     # One token is the least that a request can ask for; it is thrown away.
     kept |= {"stream": False, "max_tokens": 1, "kv_transfer_params": dict(ASK_TO_KEEP)}
-    # Its newer name goes before `max_tokens`, so it must say the same.
-    if "max_completion_tokens" in kept:
-        kept["max_completion_tokens"] = 1
-    if isinstance(kept.get("n"), int) and kept["n"] > 1:
-        kept["n"] = 1  # each would keep the prompt's blocks, and only one of them is ever read
-    return kept
-
-
-def decode_body(body: Mapping[str, Any], kv_transfer_params: Mapping[str, Any] | None) -> Body:
-    """Return the body for the decode server: the client's request, and the location of the keys and
-    values.
-    """
-    further = {"kv_transfer_params": dict(kv_transfer_params)} if kv_transfer_params else {}
-    return {**body, **further}
+    # The newer name of `max_tokens` takes precedence over it. Each of `n` completions would keep
+    # the prompt's blocks, and only one of them is ever read.
+    return kept | {name: 1 for name in ("max_completion_tokens", "n") if name in kept}
 
 
 def kept_params(content: bytes) -> Body | None:
@@ -72,23 +61,22 @@ def kept_params(content: bytes) -> Body | None:
     """
     try:
         params = json.loads(content).get("kv_transfer_params")
-    except (ValueError, AttributeError):
-        params = content
-    if params is not None and not isinstance(params, dict):
-        raise bad_gateway("the prefill server's answer is not a completion, or its kv_transfer_params not an object")
-    return params
+        return None if params is None else dict(params)
+    except (ValueError, TypeError, AttributeError):
+        raise bad_gateway(
+            "the prefill server's answer is not a completion, or its kv_transfer_params not an object"
+        ) from None
 
 
-def why_decode_alone(body: Mapping[str, Any]) -> str | None:
-    """Return why the decode server must compute a request's prompt itself; None if it need not.
+def has_two_steps(body: Mapping[str, Any]) -> bool:
+    """Return whether a prefill server can compute the prompt; else the decode server must.
 
-    - "several_prompts": keys and values are kept for only one prompt per request.
-    - "prompt_logprobs": these need the prompt's logits, which are not kept.
+    Keys and values are kept for only one prompt per request, and log probabilities of the prompt
+    need its logits, which are not kept.
     """
     prompt = body.get("prompt")
     # A list of numbers is one prompt.
     if isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int):
-        return "several_prompts"
-    if body.get("prompt_logprobs") is not None or (body.get("echo") and body.get("logprobs") is not None):
-        return "prompt_logprobs"
-    return None
+        return False
+    shows_prompt = body.get("echo") and body.get("logprobs") is not None
+    return not shows_prompt and body.get("prompt_logprobs") is None

@@ -19,28 +19,25 @@ import uuid
 from collections.abc import AsyncGenerator, Mapping, Sequence
 
 import aiohttp
-from prometheus_client import CollectorRegistry, Counter
+from pydantic_core import to_json
 from starlette.responses import Response
 
-from minivllm.entrypoints.openai.errors import RequestError, bad_gateway, error_response, unavailable
+from minivllm.entrypoints.openai.errors import RequestError, bad_gateway, error_body, unavailable
 from minivllm.entrypoints.openai.middleware import ServerState
 from minivllm.entrypoints.openai.stream import EventStream
-from minivllm.entrypoints.proxy.bodies import Body, decode_body, kept_params, parse, prefill_body, why_decode_alone
+from minivllm.entrypoints.proxy.bodies import Body, has_two_steps, kept_params, parse, prefill_body
 from minivllm.entrypoints.proxy.settings import ProxyArgs
 from minivllm.logger import init_logger
 
 logger = init_logger(__name__)
 SECONDS_TO_CONNECT = 5.0
 SECONDS_KEPT_ALIVE = 2.0
-"""How long an idle connection to a server is used again: less than uvicorn's 5 s, or a request
-meets its end.
+"""How long an idle connection to a server is used again: less than the 5 s after which uvicorn
+closes it.
 """
 SECONDS_TO_SAY_HEALTHY = 5.0
 LOST_AFTER = 3
-"""Looks at its health that time out one after the other, after which nobody waits for a server
-any longer.
-"""
-END_OF_EVENT = b"\n\n"
+"""After this many checks of its health in a row have timed out, a server counts as lost."""
 NO_ANSWER = (aiohttp.ClientError, TimeoutError, OSError)
 NO_CONNECTION = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
 """The server was not sent anything."""
@@ -58,7 +55,7 @@ class Upstream:
         self.url = url.rstrip("/")
         self.trouble: str | None = None
         self.num_late = 0
-        """How many looks at its health in a row have timed out."""
+        """How many checks of its health in a row have timed out."""
         self.session = _session()
         self.streams: set[aiohttp.StreamReader] = set()
 
@@ -73,7 +70,7 @@ class Upstream:
         before, self.session = self.session, _session()
         await before.close()
 
-    async def look(self) -> None:
+    async def check_health(self) -> None:
         """Check the server's health. A server that answers late may only be busy, so it keeps its
         requests for a few checks.
         """
@@ -82,7 +79,6 @@ class Upstream:
                 self.num_late = 0
                 self.note(None if reply.status == 200 else f"its /health says {reply.status}")
         except TimeoutError:
-            # A busy server may answer late; one that is lost never does.
             self.num_late += 1
             if self.num_late >= LOST_AFTER:
                 self.note(f"its /health has not answered within {SECONDS_TO_SAY_HEALTHY:g} s")
@@ -101,23 +97,20 @@ class Upstream:
 class Proxy:
     """The servers behind the proxy. Call `start` and `close` in the event loop that serves."""
 
-    errored, dead_error = False, None
+    dead_error = None
 
     def __init__(self, settings: ProxyArgs) -> None:
         self.settings = settings
         self.state = ServerState()
         self.servers: list[Upstream] = []
-        self.registry = CollectorRegistry()
-        self._ways = Counter("minivllm:proxy_ways", "Requests by the way they took.", ["way"], registry=self.registry)
         self._stopped = False
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
         """Check each server's health now and at regular intervals."""
-        self.servers = [Upstream("prefill", url) for url in self.settings.prefill]
-        self.servers += [Upstream("decode", url) for url in self.settings.decode]
+        self.servers = [Upstream(role, url) for role in ("prefill", "decode") for url in getattr(self.settings, role)]
         # Before the first request comes, so that it does not meet a server that is down.
-        await asyncio.gather(*(server.look() for server in self.servers))
+        await asyncio.gather(*(server.check_health() for server in self.servers))
         self._tasks = [asyncio.create_task(self._watch(server)) for server in self.servers]
 
     async def close(self) -> None:
@@ -148,30 +141,19 @@ class Proxy:
             RequestError: no server answers.
         """
         body = parse(content)
-        passed = _headers_for_servers(headers)
-        params = None
-        way = why_decode_alone(body)
-        if way is None:
-            reply = await self._ask("prefill", path, prefill_body(body), passed)
+        passed = headers_for_servers(headers)
+        if has_two_steps(body):
+            reply = await self.ask("prefill", path, prefill_body(body), passed)
             # A refusal is the client's to read; the decode server would refuse the same request.
             if reply.status_code != 200:
                 return reply
-            params = kept_params(bytes(reply.body))
-            way = "two_steps" if params else "not_kept"
-        self._ways.labels(way).inc()
-        return await self._ask("decode", path, decode_body(body, params), passed)
+            if params := kept_params(bytes(reply.body)):
+                body["kv_transfer_params"] = params
+        return await self.ask("decode", path, body, passed)
 
-    async def models(self, headers: Mapping[str, str]) -> Response:
-        """Return a decode server's list of models.
-
-        Raises:
-            RequestError: no server answers.
-        """
-        return await self._ask("decode", "/v1/models", None, _headers_for_servers(headers))
-
-    async def _ask(self, role: str, path: str, body: Body | None, headers: dict[str, str]) -> Response:
-        """Send the request to the servers of one kind in turn until one accepts or refuses it; if
-        one refuses, all would.
+    async def ask(self, role: str, path: str, body: Body | None, headers: Mapping[str, str]) -> Response:
+        """Send a request, a GET if it has no body, to the servers of one kind in turn until one
+        accepts or refuses it; if one refuses, all would.
 
         A decode server that received the request may have fetched the keys and values, which exist
         only once: no other server is tried then, unless this one says that it has not begun (503).
@@ -193,31 +175,27 @@ class Proxy:
             raise self._stopping() or unavailable(f"no {role} server answers; try again later")
         return last
 
-    async def _reply_of(self, upstream: Upstream, path: str, body: Body | None, headers: dict[str, str]) -> Response:
+    async def _reply_of(self, upstream: Upstream, path: str, body: Body | None, headers: Mapping[str, str]) -> Response:
         method = "GET" if body is None else "POST"
         reply = await upstream.session.request(method, upstream.url + path, json=body, headers=headers)
         passed = {name: value for name, value in reply.headers.items() if name.lower() not in NOT_PASSED}
         if reply.content_type != "text/event-stream":
             async with reply:  # which closes the connection if the client leaves
                 return Response(await reply.read(), reply.status, passed)
-        stream = EventStream(self._passed_on(upstream, reply), reply.close)
+        stream = EventStream(self._forwarded(upstream, reply), reply.close)
         stream.headers.update(passed)
         return stream
 
-    async def _passed_on(self, upstream: Upstream, reply: aiohttp.ClientResponse) -> AsyncGenerator[bytes, None]:
+    async def _forwarded(self, upstream: Upstream, reply: aiohttp.ClientResponse) -> AsyncGenerator[bytes, None]:
         """Yield a stream byte for byte; if it breaks off, end it with an error event and [DONE]."""
-        before = END_OF_EVENT
         upstream.streams.add(reply.content)
         try:
             async for piece in reply.content.iter_any():
-                # Pieces may end anywhere, so remember the last bytes to know whether an event is
-                # open.
-                before = (before + piece)[-len(END_OF_EVENT) :]
                 yield piece
         except NO_ANSWER:
             error = self._stopping() or bad_gateway("the decode server has ended before the end of its answer")
-            words = f"data: {error_response(error).model_dump_json()}\n\ndata: [DONE]\n\n"
-            yield (b"" if before == END_OF_EVENT else END_OF_EVENT) + words.encode()
+            # The last piece may have ended in the middle of an event, which a blank line ends.
+            yield b"\n\ndata: %b\n\ndata: [DONE]\n\n" % to_json(error_body(error))
         finally:
             upstream.streams.discard(reply.content)
 
@@ -226,9 +204,9 @@ class Proxy:
         the rotation.
         """
         healthy = [server for server in self.servers if server.role == role and server.trouble is None]
-        for first in healthy[:1]:
-            self.servers.remove(first)
-            self.servers.append(first)
+        if healthy:
+            self.servers.remove(healthy[0])
+            self.servers.append(healthy[0])
         return healthy
 
     def _stopping(self) -> RequestError | None:
@@ -237,7 +215,7 @@ class Proxy:
     async def _watch(self, upstream: Upstream) -> None:
         while True:
             await asyncio.sleep(self.settings.health_interval)
-            await upstream.look()
+            await upstream.check_health()
 
 
 def _session() -> aiohttp.ClientSession:
@@ -249,9 +227,11 @@ def _session() -> aiohttp.ClientSession:
     return aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=False, headers=as_it_is)
 
 
-def _headers_for_servers(given: Mapping[str, str]) -> dict[str, str]:
+def headers_for_servers(headers: Mapping[str, str]) -> dict[str, str]:
     """Return the headers for both servers: the same id, so that their logs can be matched, and the
     client's key.
     """
-    headers = {"X-Request-Id": given.get("x-request-id") or str(uuid.uuid4())}
-    return headers | {name: given[name] for name in ("authorization",) if name in given}
+    passed = {"X-Request-Id": headers.get("x-request-id") or str(uuid.uuid4())}
+    if "authorization" in headers:
+        passed["Authorization"] = headers["authorization"]
+    return passed

@@ -3,14 +3,13 @@
 import socket
 
 from fastapi import FastAPI, Request
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.responses import Response
 
 from minivllm.entrypoints.openai.errors import register_exception_handlers
-from minivllm.entrypoints.openai.http_server import allow_many_connections, bind, make_server, run_loop, until_the_end
+from minivllm.entrypoints.openai.http_server import bind, make_server, run_loop, until_the_end
 from minivllm.entrypoints.openai.middleware import JSON_ONLY, BodySizeMiddleware, OpenRequestsMiddleware
 from minivllm.entrypoints.openai.stream import with_cancellation
-from minivllm.entrypoints.proxy.proxy import Proxy
+from minivllm.entrypoints.proxy.proxy import Proxy, headers_for_servers
 from minivllm.entrypoints.proxy.settings import ProxyArgs
 
 
@@ -20,19 +19,16 @@ def serve(settings: ProxyArgs) -> int:
     Raises:
         MinivllmError: the port is in use.
     """
-    listening = bind(settings)
-    allow_many_connections()
-    try:
+    with bind(settings) as listening:
         return run_loop(_serve(listening, settings))
-    finally:
-        listening.close()
 
 
 async def _serve(listening: socket.socket, settings: ProxyArgs) -> int:
     proxy = Proxy(settings)
     await proxy.start()
+    server = make_server(build_app(proxy), settings)
     try:
-        return await until_the_end(make_server(build_app(proxy), settings), proxy, listening, settings, proxy.state)
+        return await until_the_end(server, proxy, listening, settings, proxy.state)
     finally:
         await proxy.close()
 
@@ -52,14 +48,10 @@ def build_app(proxy: Proxy) -> FastAPI:
 
     @app.get("/v1/models")
     async def models(request: Request) -> Response:
-        return await proxy.models(request.headers)
+        return await proxy.ask("decode", "/v1/models", None, headers_for_servers(request.headers))
 
     @app.get("/health")
     async def health() -> Response:
         return Response(status_code=200 if proxy.is_healthy else 503)
-
-    @app.get("/metrics", include_in_schema=False)
-    async def metrics() -> Response:
-        return Response(generate_latest(proxy.registry), headers={"content-type": CONTENT_TYPE_LATEST})
 
     return app

@@ -33,7 +33,7 @@ class ProxyArgs(HttpArgs):
         for flag, addresses in (("--prefill", self.prefill), ("--decode", self.decode)):
             require(bool(addresses), f"{flag} names no server; give its address, such as {flag} {EXAMPLE}")
             for address in addresses:
-                is_one = ADDRESS.fullmatch(address) is not None
-                require(is_one, f"{flag} {address!r} is not an address; it must be like {EXAMPLE}")
+                is_address = ADDRESS.fullmatch(address) is not None
+                require(is_address, f"{flag} {address!r} is not an address; it must be like {EXAMPLE}")
                 # Two entries would get twice the requests of the others.
                 require(addresses.count(address) == 1, f"{flag} names {address} twice")

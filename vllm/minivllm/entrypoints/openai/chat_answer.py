@@ -1,0 +1,101 @@
+"""`POST /v1/chat/completions`: one conversation per request, answered `n` times.
+
+In vLLM v0.33.0: `vllm/entrypoints/openai/chat_completion/serving.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from minivllm.entrypoints.openai.answer import Answer, Json, TokenizedPrompt
+from minivllm.entrypoints.openai.logprobs import chat_logprobs, prompt_logprobs
+from minivllm.entrypoints.openai.protocol import ChatCompletionRequest
+from minivllm.entrypoints.openai.tool_calls import CalledTools
+from minivllm.errors import MinivllmError
+from minivllm.outputs import CompletionOutput, RequestOutput
+
+if TYPE_CHECKING:
+    from minivllm.entrypoints.openai.serving_engine import OpenAIServing
+
+
+class ChatAnswer(Answer):
+    """The answer to a `ChatCompletionRequest`."""
+
+    id_prefix, kind, event_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        request = self.request
+        # A message that the request leaves open keeps its role.
+        self._role = "assistant" if request.add_generation_prompt else request.messages[-1]["role"]
+        self._must_call_any = request.tool_choice == "required"
+        tools = request.forced_tools
+        name = tools[0].function.name if tools and not self._must_call_any else None
+        # One for each choice, if a tool must be called.
+        self._tools = [CalledTools(name) for _ in range(self.n)] if tools else []
+
+    @classmethod
+    async def prompts_of(cls, serving: OpenAIServing, request: ChatCompletionRequest) -> list[TokenizedPrompt]:
+        settings = serving.settings
+        if request.tool_choice == "auto" and not (settings.enable_auto_tool_choice and settings.tool_call_parser):
+            raise MinivllmError('tool_choice "auto" needs the flags --enable-auto-tool-choice and --tool-call-parser')
+        text = serving.rendered(request, reasoning_effort=request.reasoning_effort)
+        return [await serving.tokenize_prompt(text, request.add_special_tokens)]
+
+    def opening(self) -> Iterator[Json]:
+        """Return the first event of each choice, which names the role."""
+        for index in range(self.n):
+            delta = {"role": self._role, "content": ""}
+            choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+            yield {**self.event(choice, 0), "prompt_token_ids": self._prompt_token_ids()}
+
+    def about_prompt(self, output: RequestOutput) -> Json:
+        return {
+            "prompt_logprobs": prompt_logprobs(output.prompt_logprobs),
+            "prompt_token_ids": self._prompt_token_ids(),
+        }
+
+    def _prompt_token_ids(self) -> list[int] | None:
+        return self.prompts[0].token_ids if self.request.return_token_ids else None
+
+    def delta(self, number: int, output: RequestOutput, completion: CompletionOutput) -> Json:
+        delta: Json = {}
+        if self._tools:
+            # The text is constrained to calls of tools, so none of it is content.
+            calls = self._tools[number].new(completion.text)
+            if calls:
+                delta = {"tool_calls": calls}
+        elif completion.text or completion.finish_reason is None:
+            delta = {"content": completion.text}
+        choice = self._choice(number, "delta", delta, completion)
+        if completion.finish_reason is not None:
+            choice["stop_reason"] = completion.stop_reason
+        return choice
+
+    def choice(self, number: int, output: RequestOutput, completion: CompletionOutput) -> Json:
+        message: Json = {"role": self._role, "content": completion.text}
+        if self._tools and completion.finish_reason == "stop":  # else it is cut off, and no call
+            message["content"] = None
+            message["tool_calls"] = self._tools[number].whole(completion.text)
+        choice = self._choice(number, "message", message, completion)
+        return choice | {"stop_reason": completion.stop_reason}
+
+    def _choice(self, number: int, name: str, content: Json, completion: CompletionOutput) -> Json:
+        request = self.request
+        finish_reason = completion.finish_reason
+        if self._must_call_any and finish_reason == "stop":
+            # As OpenAI's clients expect; a named tool keeps "stop".
+            finish_reason = "tool_calls"
+        logprobs = None
+        if request.logprobs:
+            shows_ids = bool(request.return_tokens_as_token_ids)
+            rows = completion.logprobs or []
+            logprobs = chat_logprobs(completion.token_ids, rows, request.top_logprobs or 0, shows_ids)
+        return {
+            "index": number,
+            name: content,
+            "logprobs": logprobs,
+            "finish_reason": finish_reason,
+            "token_ids": self.token_ids(completion),
+        }
