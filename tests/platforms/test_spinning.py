@@ -214,7 +214,7 @@ for name, code in {ENTRIES}.items():
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="GNU's OpenMP library")
 def test_every_entry_is_watched_and_with_more_threads_than_cores_threads_sleep_soon():
-    """Without the extra team they spin again. One process serves both, since torch loads slowly."""
+    """Test both in one process, since torch loads slowly. Without the extra team, threads spin."""
     environment = {name: value for name, value in os.environ.items() if name not in spinning.CHOICES}
     environment["OMP_NUM_THREADS"] = "2"
     command = [sys.executable, "-c", IMPORTS + ENTER_EACH + THREADS_THAT_WAIT]

@@ -129,23 +129,16 @@ def hostile_paths(folder: Path) -> dict[str, str]:
 
 
 def test_no_path_leads_out(server, folder):
+    """Every path gets the same answer, so that a client cannot find out what exists on the machine."""
     before = names_of(server)
-    for number, (name, path) in enumerate(hostile_paths(folder).items()):
-        body = json.dumps({"lora_name": f"x{number}", "lora_path": path})
-        reply = server.client.post(LOAD, content=body, headers=JSON)
-        assert (reply.status_code, reply.json()["error"]["type"]) == (404, "NotFoundError"), (name, reply.text[:300])
-        assert len(reply.text) < 1000
+    for name, path in (hostile_paths(folder) | {"nothing": f"{folder}/nothing"}).items():
+        body = json.dumps({"lora_name": "x", "lora_path": path})
+        error = server.client.post(LOAD, content=body, headers=JSON).json()["error"]
+        shown = path[:200].encode("utf8", "backslashreplace").decode()
+        message = f"Loading lora x failed: No adapter found for {shown}"
+        assert error == {"message": message, "type": "NotFoundError", "param": None, "code": 404}, name
     assert names_of(server) == before
     assert asked(server, "a").status_code == 200
-
-
-def test_what_is_there_and_what_is_not_get_one_answer(server, folder):
-    """Otherwise a client could find out what exists on the machine."""
-    replies = []
-    for path in (folder.parent / "secret", folder.parent / "nothing"):
-        reply = server.client.post(LOAD, json={"lora_name": "x", "lora_path": str(path)})
-        replies.append((reply.status_code, reply.text.replace(str(path), "")))
-    assert replies[0] == replies[1]
 
 
 @pytest.mark.parametrize(

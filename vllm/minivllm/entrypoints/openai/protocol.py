@@ -94,7 +94,7 @@ class GenerationRequest(OpenAIBaseModel):
 
     model: str | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: dict[Int64, float] | None = None
     n: int | None = 1
     presence_penalty: float | None = None
     seed: Int64 | None = None
@@ -164,7 +164,7 @@ class GenerationRequest(OpenAIBaseModel):
             max_tokens=max_tokens,
             logprobs=self.num_logprobs,
             prompt_logprobs=self.num_prompt_logprobs,
-            logit_bias=_by_token_id(self.logit_bias),
+            logit_bias=self.logit_bias or None,
             output_kind=RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY,
             extra_args={"kv_transfer_params": transfer} if transfer else None,
         )
@@ -188,16 +188,6 @@ def _check_counts(data: Data, *names: str) -> None:
             raise MinivllmError(f"{name} is {value!r}; it must be a whole number", name)
         if value < 0 and value != -1:
             raise MinivllmError(f"{name} is {value!r}; it must be 0 or more, or -1 for the whole vocabulary", name)
-
-
-def _by_token_id(biases: Mapping[str, float] | None) -> dict[int, float] | None:
-    if not biases:
-        return None
-    # JSON has no other keys than strings.
-    wrong = [key for key in biases if not key.strip().lstrip("+-").isdecimal() or len(key) > 20]
-    if wrong:
-        raise MinivllmError(f"logit_bias has the keys {wrong[:10]}, which are not token ids", "logit_bias")
-    return {int(key): bias for key, bias in biases.items()}
 
 
 class CompletionRequest(GenerationRequest):
