@@ -159,16 +159,16 @@ def test_many_wait_and_all_are_answered(base: Server):
     assert [choice["index"] for choice in reply["choices"]] == list(range(300))
 
 
-def test_a_thousand_wait_and_leave(base: Server):
+def test_hundreds_wait_and_leave(base: Server):
     """The server answers other clients meanwhile, and drops these as soon as they are gone."""
-    body = json.dumps(LONG | {"prompt": [[index + 1] for index in range(500)], "stream": True}).encode()
+    body = json.dumps(LONG | {"prompt": [[index + 1] for index in range(300)], "stream": True}).encode()
     names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:request_success_total")
     before = sum(map(base.metric, names))  # on a slow machine the first have ended when the last are there
     with contextlib.ExitStack() as leaving:
         for _ in range(2):
             leaving.enter_context(raw_request(base, body))
-        assert reaches(lambda: sum(map(base.metric, names)), before + 1000)
-        assert base.metric("vllm:num_requests_waiting") > 300
+        assert reaches(lambda: sum(map(base.metric, names)), before + 600)
+        assert base.metric("vllm:num_requests_waiting") > 150
         assert base.client.get("/health").status_code == 200
         assert base.client.post("/tokenize", json={"prompt": "a"}).status_code == 200
     assert eventually(lambda: is_idle(base))

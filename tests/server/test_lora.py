@@ -191,8 +191,8 @@ def test_an_adapter_that_is_unloaded_while_in_use_serves_its_requests(server, fo
     leaving = folder / "leaving"
     shutil.copytree(ADAPTERS / "b", leaving)
     assert server.client.post(LOAD, json={"lora_name": "leaving", "lora_path": str(leaving)}).status_code == 200
-    wanted = asked(server, "leaving", max_tokens=300, ignore_eos=True).json()["choices"][0]["text"]
-    body = {"model": "leaving", "prompt": PROMPT, "temperature": 0, "max_tokens": 300, "stream": True}
+    wanted = asked(server, "leaving", max_tokens=100, ignore_eos=True).json()["choices"][0]["text"]
+    body = {"model": "leaving", "prompt": PROMPT, "temperature": 0, "max_tokens": 100, "stream": True}
     text = ""
     with server.client.stream("POST", "/v1/completions", json=body | {"ignore_eos": True}) as stream:
         for number, line in enumerate(line for line in stream.iter_lines() if line.startswith("data: {")):
