@@ -62,11 +62,6 @@ def test_a_missing_figure_is_seen_and_a_fresh_one_is_fresh(figure):
     assert openings.stale("it") == []
 
 
-def test_a_lessons_opening_is_named_by_its_number():
-    assert openings.figure_path("paged_attention").name == "02_opening.svg"
-    assert openings.figure_path("request").name == "request.svg"
-
-
 def test_an_unknown_figure_is_refused():
     assert_refused("no opening figure", openings.drawing, "nobody")
 
