@@ -6,8 +6,8 @@ import xml.etree.ElementTree as ET
 import pytest
 from refusals import assert_refused
 
-from minivllm_lab.drawing import text_width, wrapped
-from minivllm_lab.frames import Frames, arrow, block, line, paragraph, rect, svg, text
+from minivllm_lab.drawing import arrow, block, line, paragraph, rect, svg, text, text_width, wrapped
+from minivllm_lab.frames import Frames
 from minivllm_lab.palette import BLUE
 
 SVG = "{http://www.w3.org/2000/svg}"

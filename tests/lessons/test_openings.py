@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 from refusals import assert_refused
 
+from minivllm_lab.drawing import svg, text
 from minivllm_lab.exercise import load
-from minivllm_lab.frames import Frames, svg, text
+from minivllm_lab.frames import Frames
 from minivllm_lab.paged_attention import opening
 
 ROOT = Path(__file__).resolve().parents[2]

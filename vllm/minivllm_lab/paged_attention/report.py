@@ -77,6 +77,8 @@ class Plan:
     """Beams of each search, rising."""
     sizes: tuple[int, ...]
     """Block sizes that are compared."""
+    rounds: int = 40
+    """Timed runs of attention for each block size."""
 
     def cache_blocks(self, *texts: Sequence[int]) -> int:
         """Return how many blocks the widest search takes without sharing, for the longest of these
@@ -97,7 +99,7 @@ def plan(arguments: argparse.Namespace, longest: int) -> Plan:
     if size > longest:
         raise MinivllmError(f"--block-size must be at most {longest:,}, the longest request, not {size:,}")
     if arguments.quick:
-        return Plan(size, longest, seed, steps=300, beam_steps=16, widths=(4,), sizes=(1, 16, 512))
+        return Plan(size, longest, seed, steps=300, beam_steps=8, widths=(4,), sizes=(1, 16, 512), rounds=5)
     steps = 8000 if arguments.full else 2000
     sizes = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
     return Plan(size, longest, seed, steps, beam_steps=48, widths=(2, 4, 6), sizes=sizes)
@@ -182,7 +184,7 @@ def measure_block_sizes(
     """
     from minivllm_lab.paged_attention.paged_cache import time_by_block_size
 
-    price = time_by_block_size(device, plan.sizes, decode)
+    price = time_by_block_size(device, plan.sizes, decode, plan.rounds)
     allocators = {str(size): lambda slots, size=size: paged(slots, size) for size in plan.sizes}
     held = replay_workloads(allocators, SLOTS, plan.steps // 3, plan.longest, plan.seed, SHORT_REQUESTS)
     empty = {name: {size: kinds[size].empty for size in allocators} for name, kinds in held.items()}
