@@ -81,11 +81,6 @@ def test_traffic_grows_as_the_paper_says():
     assert exponent(chips, [moved(chip=chip) for chip in chips]) == pytest.approx(-1, abs=0.1)
 
 
-def test_a_fitted_power_is_the_power():
-    xs = [3, 10, 200]
-    assert exponent(xs, [5 * x**1.5 for x in xs]) == pytest.approx(1.5)
-
-
 @given(st.lists(st.floats(-500, 500) | st.just(-math.inf), min_size=1, max_size=30), st.integers(1, 31))
 def test_the_online_softmax_is_the_softmax(scores, tile):
     values = [[math.sin(index), 1.0] for index in range(len(scores))]
