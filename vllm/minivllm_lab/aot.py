@@ -164,7 +164,7 @@ def _worker() -> subprocess.Popen[str]:
 
 @functools.cache
 def _ask(request: str) -> dict:
-    """Return the worker's answer to a request; the next request starts a new worker if this one died."""
+    """Return the worker's answer to a request. If the worker dies, the next request starts another."""
     process = _worker()
     assert process.stdin is not None
     assert process.stdout is not None

@@ -362,7 +362,7 @@ class _Recorder:
         return np.unique(np.concatenate(pairs, axis=1), axis=1)
 
     def _clashes(self, tensor: _Tensor, some: np.ndarray, others: np.ndarray, verb: str) -> Iterator[str]:
-        """Yield one sentence if an element in `some` is also touched by another program in `others`."""
+        """Yield one sentence if another program in `others` touches an element in `some`."""
         elements, programs = some
         lowest, highest = np.full(tensor.count, np.iinfo(np.int64).max), np.full(tensor.count, -1)
         np.minimum.at(lowest, others[0], others[1])

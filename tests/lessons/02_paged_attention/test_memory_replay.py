@@ -24,12 +24,12 @@ def test_one_request_after_the_other():
 
 
 def test_the_last_one_admitted_gives_way_and_keeps_its_tokens():
-    """Alone, the two take 5 + 4 steps; together, the second waits for the first with the tokens it has."""
+    """The second request waits for the first, with its prompt and what it has generated."""
     memory, admitted = lesson.paged(8, 1), []
     admit = memory.admit
     memory.admit = lambda request: admit(request) and not admitted.append((request.lengths, request.tokens))
     assert replay(memory, [RequestLengths(3, 5), RequestLengths(3, 4)] * 60, 80).evicted > 0
-    assert (RequestLengths(3, 4), 4) in admitted, "admitted again, with its prompt and what it had generated"
+    assert (RequestLengths(3, 4), 4) in admitted, "admitted again"
 
 
 def test_what_cannot_be_replayed_is_refused():
