@@ -294,7 +294,7 @@ def all_reduce_bytes(tokens: int, hidden: int, layers: int, ranks: int, element:
 
 
 def thrash(llm: LLM, text: Sequence[int], counts: Sequence[int], rounds: int) -> dict:
-    """Measure hit rates when each count of prefixes of 128 tokens takes turns in a pool of 63 blocks."""
+    """Measure hit rates when shared prefixes of 128 tokens take turns in a pool of 63 blocks."""
     params, rates = SamplingParams(max_tokens=1), {}
     for prefixes in track(counts, "thrashing"):
         llm.reset_prefix_cache()
