@@ -151,7 +151,7 @@ async def serving(
 ) -> AsyncIterator[tuple[int, Any]]:
     """Run the server of `minivllm serve` in this event loop; yield its port and its application.
 
-    With `buffer`, a connection keeps only so many bytes for a slow reader, and the server none.
+    With `buffer`, a connection keeps only that many bytes for a slow reader, and the server none.
     """
     settings = FrontendArgs(
         host="127.0.0.1", port=0, served_model_name=["tiny"], disable_uvicorn_access_log=True,
