@@ -83,7 +83,6 @@ MODELS_OF_A_LESSON = (
     "optimization_catalog/sharing",
     "paged_attention/block_size_costs",
     "paged_attention/memory_replay",
-    "paged_attention/paged_traffic",
     "paged_attention/played_pool",
     "paged_attention/pool_audit",
     "preemption/costs",

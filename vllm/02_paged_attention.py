@@ -3,7 +3,7 @@
 Builds a block pool, block tables with reference counts and copy-on-write, and Triton kernels that read through a table.
 You learn where a reserved cache loses its memory, why blocks lose next to none, and what one forgotten reference does.
 
-    uv run python vllm/02_paged_attention.py   # under a minute on a laptop, no GPU needed; --help lists the knobs
+    uv run python vllm/02_paged_attention.py   # under a minute on a laptop, no GPU needed; try --block-size 1
 """
 
 import math
@@ -324,7 +324,7 @@ def main(arguments: Namespace) -> None:
     """Run the lesson from top to bottom."""
     plan = report.plan(arguments, LONGEST)
     device, results, control = begin("Lesson 02. PagedAttention", arguments), {}, Control()
-    model, tokenizer, prompt, stranger = report.load_prompts(arguments, device, plan)
+    model, tokenizer, prompt, stranger = report.load_prompts(arguments, device)
     cache_of = partial(paged_cache, model, plan.cache_blocks(prompt, stranger), plan.block_size)
     heading("1–3. The same requests on the same memory")
     results["memory"] = report.measure_memory(
@@ -341,7 +341,7 @@ def main(arguments: Namespace) -> None:
     heading("7. Break it")
     results["broken"] = break_it(cache_of, tokenizer.decode, prompt, stranger)
     report.conclude(results, LONGEST)
-    context = {"slots": plan.slots, "disturbance": control.record()}
+    context = {"slots": report.SLOTS, "disturbance": control.record()}
     keep(__file__, results, arguments, report.draw, block_size=plan.block_size, **context)
 
 

@@ -322,12 +322,12 @@ def main(arguments: Namespace) -> None:
     device, results, control = begin("Lesson 03. FlashAttention", arguments), {}, Control()
     plan = report.plan(arguments, device)
     heading("1. The T × T matrix")
-    results["memory"] = report.show_budget(arguments.heads, arguments.budget_mib * report.MIB)
+    results["memory"] = report.show_budget(report.HEADS, report.BUDGET)
     heading("2. The softmax wants its maximum")
     results["overflow"] = report.show_overflow(stable_softmax)
     heading("3–5. Tile by tile")
     kernel = partial(flash_attention, block_q=32, block_k=32) if HAS_TRITON else None
-    in_model = attend_in_model(plan.model, plan.tokenizer, arguments.text, kernel, report.LIMITS["float16"])
+    in_model = attend_in_model(plan.model, plan.tokenizer, report.TEXT, kernel, report.LIMITS["float16"])
     results["model"] = report.show_model(in_model, arguments.row)
     step_through(in_model.row)
     heading("6–7. The kernel, verified")
@@ -335,7 +335,7 @@ def main(arguments: Namespace) -> None:
     heading("8. Bytes, then time")
     size = (arguments.head_dim, arguments.block_q, arguments.block_k)
     peaks = [count_bytes(length, *size) for length in track((500, 2048), "counting bytes")][-1]
-    results |= traffic_tables.show_traffic(*size, plan.longest, peaks, arguments.on_chip_kib * 1024)
+    results |= traffic_tables.show_traffic(*size, plan.longest, peaks)
     with control.watch():
         results["time"] = report.time_attention(device, plan.lengths, flash_attention)
     heading("9. Break it")

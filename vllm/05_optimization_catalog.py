@@ -293,10 +293,10 @@ def all_reduce_bytes(tokens: int, hidden: int, layers: int, ranks: int, element:
 # %% 6. Break it: more prefixes than the pool holds; and a salt, which breaks the sharing on purpose
 
 
-def thrash(llm: LLM, text: Sequence[int], rounds: int) -> dict:
-    """Measure hit rates when 2 to 12 shared prefixes of 128 tokens take turns in a pool of 63 blocks."""
+def thrash(llm: LLM, text: Sequence[int], counts: Sequence[int], rounds: int) -> dict:
+    """Measure hit rates when shared prefixes of 128 tokens take turns in a pool of 63 blocks."""
     params, rates = SamplingParams(max_tokens=1), {}
-    for prefixes in track((2, 4, 6, 7, 8, 10, 12), "thrashing"):
+    for prefixes in track(counts, "thrashing"):
         llm.reset_prefix_cache()
         before = llm.llm_engine.stats.prefix_cache_stats
         for number in range(prefixes * rounds):
@@ -319,7 +319,7 @@ def main(arguments: Namespace) -> None:
     llm, without = LLM(path, **settings), LLM(path, enable_prefix_caching=False, **settings)
     model, texts = load_model(path, device, "float32")[0], held_out_tokens(llm, 16, 512)
     stream = [token for text in texts for token in text]
-    samples = [text[:256] for text in texts[: 4 if quick else 16]]
+    samples = [text[:256] for text in texts[: 2 if quick else 16]]
     users, rounds = (min(arguments.users, 4), 1) if quick else (arguments.users, 3)
     results = {}
     with control.watch():
@@ -338,7 +338,7 @@ def main(arguments: Namespace) -> None:
     results["parallel"] = report.measure_parallel(model, column_then_row, all_reduce_bytes)
     heading("6. Break it")
     narrow = LLM(path, **settings | {"num_gpu_blocks_override": 64, "max_model_len": 512})
-    results["thrash"] = thrash(narrow, stream, 2 if quick else 4)
+    results["thrash"] = thrash(narrow, stream, (2, 10) if quick else (2, 4, 6, 7, 8, 10, 12), 2 if quick else 4)
     results["salt"] = report.measure_salted(narrow, stream[:100])
     report.close(results, control.disturbance())
     keep(__file__, results, arguments, report.draw, disturbance=control.record())

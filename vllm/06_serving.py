@@ -28,9 +28,12 @@ from minivllm.engine.core import EngineCore
 from minivllm.engine.socket_messages import decode, encode
 from minivllm.platforms.triton_utils import tl, triton
 from minivllm_lab import cli, lesson
+from minivllm_lab.disturbance import Control
 from minivllm_lab.proof import prove
 from minivllm_lab.serving import report
 from minivllm_lab.serving.client_streams import HEAD, ClientStreams, event, read_request
+from minivllm_lab.serving.core_places import cores
+from minivllm_lab.serving.stage import Stage
 
 # %% 1. The naive server: the engine steps inside the event loop, and the loop writes to every client
 
@@ -310,28 +313,28 @@ def apply_grammar_bitmask_kernel(logits, bitmask, has_grammar, vocab_size, num_w
 def main(arguments: Namespace) -> None:
     """Run the lesson from top to bottom."""
     device, model = lesson.begin("Lesson 06. Serving", arguments), arguments.model
-    control = report.Control(loads_cores=True)
+    control = Control(loads_cores=True)
     settings = {"model": model, "device": device.type, "num_gpu_blocks_override": 600, "max_model_len": 512}
-    found: dict = {}
-    with report.Stage() as stage:
+    results: dict = {}
+    with Stage() as stage:
         naive, real = NaiveServer(settings), stage.start_real_server(settings)
-        places = report.cores(settings, __file__, busy_loop)
+        places = cores(settings, __file__, busy_loop)
         servers = {place: Server(core, model) for place, core in places.items()}
         ports = {place: stage.serve(server, server.core) for place, server in servers.items()}
         in_loop = ports["the event loop"], servers["the event loop"]
         both = {"naive": (stage.serve(naive), naive), "this lesson's": in_loop}
         with control.watch():
-            found["trace"] = report.measure_trace(real, arguments)
-            found["places"] = report.measure_places(ports, arguments)
-        found["slow"] = report.measure_slow_client(both, arguments)
-        found["left"] = report.measure_leaving(both)
-        found["stops"] = report.show_stops(StopStrings)
+            results["trace"] = report.measure_trace(real, arguments)
+            results["places"] = report.measure_places(ports, arguments)
+        results["slow"] = report.measure_slow_client(both, arguments)
+        results["left"] = report.measure_leaving(both)
+        results["stops"] = report.show_stops(StopStrings)
         with control.watch():
-            found["load"] = report.measure_load(real, arguments)
-    found["mask"] = prove(partial(report.verify_mask, apply_grammar_bitmask_kernel), device)
-    found["ways"] = report.measure_ways(arguments)
-    report.close(found, arguments, control.disturbance())
-    lesson.keep(__file__, found, arguments, report.draw, disturbance=control.record())
+            results["load"] = report.measure_load(real, arguments)
+    results["mask"] = prove(partial(report.verify_mask, apply_grammar_bitmask_kernel), device)
+    results["ways"] = report.measure_ways(arguments)
+    report.close(results, arguments, control.disturbance())
+    lesson.keep(__file__, results, arguments, report.draw, disturbance=control.record())
 
 
 parser = partial(report.parser, __doc__)

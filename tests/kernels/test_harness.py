@@ -95,6 +95,7 @@ def test_the_record_says_what_the_compiler_says(monkeypatch):
         return [compile_for(target, matmul_kernel, MATMUL, options) for target in ("sm_90", "gfx942")]
 
     recorded = compiled()
-    monkeypatch.setattr(aot._Worker, "_instance", None)
+    aot._ask.cache_clear()
+    aot._worker.cache_clear()
     monkeypatch.delenv(aot.RECORD_VARIABLE, raising=False)
     assert recorded == compiled()

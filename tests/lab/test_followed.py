@@ -61,16 +61,6 @@ def test_rows_are_what_a_reader_can_work_out(scene):
     assert computed == {name: len(served.tokens) - 1 for name, served in run.requests.items()}, "but the last token"
 
 
-@EVERY_SCENE
-def test_a_block_is_free_or_held_and_all_come_back(scene):
-    run = followed(scene)
-    for step in run.steps:
-        held = {block for row in step.rows if row.request not in step.finished for block in row.block_table}
-        assert held.isdisjoint(step.free_blocks)
-        assert held | set(step.free_blocks) == set(range(1, run.num_blocks))
-    assert [name for step in run.steps for name in step.finished].count(NAME) == 1
-
-
 def test_in_company_a_decode_a_prompt_and_a_chunk_share_a_step():
     run = followed("company")
     assert [(row.request, row.num_scheduled_tokens) for row in run.steps[1].rows] == [

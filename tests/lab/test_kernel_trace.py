@@ -11,7 +11,6 @@ import torch
 from refusals import assert_refused
 
 from minivllm.platforms.triton_utils import tl, triton
-from minivllm_lab.exercise import module_from
 from minivllm_lab.kernel_trace import trace_kernel
 
 pytestmark = pytest.mark.interpreted
@@ -80,13 +79,6 @@ def grid_kernel(out, x, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def broadcast_kernel(out, x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Load the same columns of x for every row."""
-    row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, COLUMNS)[None, :]
-    tl.store(out + row * COLUMNS + column, tl.load(x + 0 * row + column))
-
-
-@triton.jit
 def scalar_in_mask_kernel(out, x, allowed, BLOCK: tl.constexpr):
     lane = tl.arange(0, BLOCK)
     mask = (lane < 3) & (tl.load(allowed + tl.program_id(0)) != 0)
@@ -116,7 +108,7 @@ def numbers(*shape, dtype=torch.float32):
 # ---- bytes ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 4), (torch.float16, 2), (torch.int8, 1), (torch.int64, 8)])
+@pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 4), (torch.int8, 1)])
 def test_only_what_the_mask_lets_through_is_counted(dtype, size):
     out, x = torch.zeros(10, dtype=dtype), numbers(10, dtype=dtype)
     trace = trace_kernel(scale_kernel, (3,), out, x, 10, BLOCK=4)
@@ -149,13 +141,6 @@ def test_what_is_read_again_counts_again_but_once():
     assert (trace.bytes_written, trace.bytes_written_once) == (8, 8)
 
 
-def test_an_element_counts_once_for_a_load_however_many_lanes_ask_for_it():
-    out = torch.zeros(4, 8)
-    trace = trace_kernel(broadcast_kernel, (1,), out, numbers(8), ROWS=4, COLUMNS=8)
-    assert torch.equal(out, numbers(8).expand(4, 8))
-    assert (trace.bytes_read, trace.bytes_written) == (8 * 4, 4 * 8 * 4)
-
-
 def test_each_access_knows_its_program_and_elements():
     trace = trace_kernel(scale_kernel, (2,), torch.zeros(6), numbers(6), 6, BLOCK=4)
     results = [(access.kind, access.program, access.argument, access.elements.tolist()) for access in trace.accesses]
@@ -165,15 +150,6 @@ def test_each_access_knows_its_program_and_elements():
         ("load", (1,), "x", [4, 5]),
         ("store", (1,), "out", [4, 5]),
     ]
-
-
-def test_programs_of_a_grid_of_two_dimensions():
-    out, x = torch.zeros(2, 3), numbers(2, 3)
-    trace = trace_kernel(grid_kernel, (2, 3), out, x, COLUMNS=3)
-    assert torch.equal(out, x)
-    assert trace.programs == 6
-    assert trace.accesses[-1].program == (1, 2)
-    assert trace.races == []
 
 
 # ---- races ---------------------------------------------------------------------------------------
@@ -267,13 +243,6 @@ def test_elements_of_a_transposed_view_are_numbered_as_it_shows_them():
     assert trace.accesses[0].elements.tolist() == [0, 2], "0 and 1 in memory are x[0, 0] and x[1, 0]"
 
 
-def test_many_accesses_outside_are_one_sentence():
-    trace = trace_kernel(unmasked_kernel, (5,), torch.zeros(4), numbers(20), BLOCK=4)
-    assert trace.out_of_bounds == [
-        "program 1 stores to element 4 of out, which has 4 in shape [4] (and 3 more); 3 such accesses follow"
-    ]
-
-
 # ---- errors --------------------------------------------------------------------------------------
 
 
@@ -309,25 +278,10 @@ def test_what_a_mask_leaves_out_is_undefined_unless_other_says_what_it_is():
         assert out.isnan().all()
 
 
-def test_a_wrong_call_says_which_argument_is_missing():
-    with pytest.raises(TypeError, match="BLOCK"):
-        trace_kernel(scale_kernel, (1,), torch.zeros(4), numbers(4), 4)
-
-
 def test_what_is_no_interpreted_kernel_and_tensors_elsewhere_are_refused():
     assert_refused("TRITON_INTERPRET=1", trace_kernel, lambda x: x, (1,), torch.zeros(1))
     elsewhere = torch.zeros(1, device="meta")
     assert_refused("x is on meta", trace_kernel, raising_kernel, (1,), elsewhere)
-
-
-def test_a_learners_kernel_comes_from_a_file_of_his_own(tmp_path):
-    source = (
-        "from minivllm.platforms.triton_utils import tl, triton\n\n\n"
-        "@triton.jit\ndef copy(out, x, N: tl.constexpr):\n"
-        "    at = tl.arange(0, N)\n    tl.store(out + at, tl.load(x + at))\n"
-    )
-    module = module_from(source, tmp_path / "mine.py")
-    assert trace_kernel(module.copy, (1,), torch.zeros(8), numbers(8), N=8).bytes_read == 32
 
 
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")  # it has been imported here as well

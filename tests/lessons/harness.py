@@ -21,6 +21,7 @@ from unittest import mock
 import pytest
 import torch
 
+from minivllm.config import ModelConfig
 from minivllm.platforms.triton_utils import HAS_TRITON, INTERPRETED
 from minivllm_lab.cli import run
 from minivllm_lab.exercise import Check, CheckResult, checks_of, exercise_path, load, run_checks
@@ -208,3 +209,10 @@ def _tried(number: str, mutant: Mutant) -> tuple[list[CheckResult], Iterator[Che
     checks = nearest_first(number, mutant[0].partition(".")[0])
     results = (result for check in checks for result in run_checks(module, [check]))
     return [], (result for result in results if not result.passed)
+
+
+SMALL = ModelConfig(
+    num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16, hidden_size=64,
+    intermediate_size=96, vocab_size=128, max_position_embeddings=256, model_type="llama",
+)  # fmt: skip
+"""A model for tests that need weights of any values, and little time."""

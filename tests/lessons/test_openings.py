@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 from refusals import assert_refused
 
+from minivllm_lab.drawing import svg, text
 from minivllm_lab.exercise import load
-from minivllm_lab.frames import Frames, svg, text
+from minivllm_lab.frames import Frames
 from minivllm_lab.paged_attention import opening
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -60,11 +61,6 @@ def test_a_missing_figure_is_seen_and_a_fresh_one_is_fresh(figure):
     assert openings.stale("it") == ["figure.svg is missing"]
     path.write_text(drawn)
     assert openings.stale("it") == []
-
-
-def test_a_lessons_opening_is_named_by_its_number():
-    assert openings.figure_path("paged_attention").name == "02_opening.svg"
-    assert openings.figure_path("request").name == "request.svg"
 
 
 def test_an_unknown_figure_is_refused():

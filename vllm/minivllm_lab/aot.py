@@ -101,25 +101,24 @@ def compile_for(
     if target not in SHARED_MEMORY:
         raise MinivllmError(f"unknown target {target!r}: use one of {', '.join(TARGETS)}")
     function = _python_function(kernel)
-    source = inspect.getsourcefile(function)
-    missing = [name for name in inspect.signature(function).parameters if name not in arguments]
+    parameters = inspect.signature(function).parameters
+    missing = [name for name in parameters if name not in arguments]
     if missing:
         raise MinivllmError(f"kernel {function.__name__!r} needs an example for {', '.join(missing)}")
+    is_ours = function.__module__.startswith(("minivllm.", "minivllm_lab."))  # others are loaded by path
     request = {
-        "module": function.__module__
-        if function.__module__.startswith(("minivllm.", "minivllm_lab."))
-        else None,  # else by its path
-        "path": source,
+        "module": function.__module__ if is_ours else None,
+        "path": inspect.getsourcefile(function),
         "kernel": function.__name__,
         "target": target,
-        "arguments": {name: _describe(arguments[name]) for name in inspect.signature(function).parameters},
+        "arguments": {name: _describe(arguments[name]) for name in parameters},
         "options": dict(options or {}),
     }
-    answer = _Worker.instance().ask(request)
+    answer = _ask(json.dumps(request))
     if "error" in answer:
         raise MinivllmError(f"{function.__name__} does not compile for {target}: {answer['error']}")
-    loads = {int(size): count for size, count in answer.pop("loads").items()}
-    return Compiled(kernel=function.__name__, target=target, loads=loads, **answer)
+    loads = {int(size): count for size, count in answer["loads"].items()}
+    return Compiled(**{**answer, "kernel": function.__name__, "target": target, "loads": loads})
 
 
 def _python_function(kernel: Any) -> Any:
@@ -146,49 +145,34 @@ _POINTEES = {
 }  # fmt: skip
 
 
-class _Worker:
-    """The process that compiles; requests and answers are lines of JSON."""
+@functools.cache
+def _worker() -> subprocess.Popen[str]:
+    """Start the process that compiles; requests and answers are lines of JSON."""
+    root = str(Path(__file__).resolve().parents[1])  # the folder that holds minivllm
+    environment = {
+        **os.environ,
+        "TRITON_INTERPRET": "0",
+        "TRITON_DEFAULT_FP_FUSION": os.environ.get("TRITON_DEFAULT_FP_FUSION", "1"),
+        "PYTHONPATH": os.pathsep.join([root, *filter(None, sys.path)]),  # whatever this process can import
+    }
+    command = [sys.executable, "-P", "-m", "minivllm_lab.aot"]
+    pipe, devnull = subprocess.PIPE, subprocess.DEVNULL
+    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=devnull, text=True, env=environment)
+    atexit.register(process.kill)
+    return process
 
-    _instance: _Worker | None = None
 
-    def __init__(self) -> None:
-        root = str(Path(__file__).resolve().parents[1])  # the folder that holds minivllm
-        environment = {
-            **os.environ,
-            "TRITON_INTERPRET": "0",
-            "TRITON_DEFAULT_FP_FUSION": os.environ.get("TRITON_DEFAULT_FP_FUSION", "1"),
-            "PYTHONPATH": os.pathsep.join([root, *filter(None, sys.path)]),  # whatever this process can import
-        }
-        command = [sys.executable, "-P", "-m", "minivllm_lab.aot"]
-        self.process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            env=environment,
-        )
-        self.answers: dict[str, dict] = {}
-        atexit.register(self.process.kill)
-
-    @classmethod
-    def instance(cls) -> _Worker:
-        if cls._instance is None or cls._instance.process.poll() is not None:
-            cls._instance = cls()
-        return cls._instance
-
-    def ask(self, request: dict) -> dict:
-        line = json.dumps(request)
-        if line not in self.answers:
-            assert self.process.stdin is not None
-            assert self.process.stdout is not None
-            self.process.stdin.write(line + "\n")
-            self.process.stdin.flush()
-            answer = self.process.stdout.readline()
-            if not answer:
-                raise MinivllmError(f"the compiler process died (exit code {self.process.wait()}) on {line}")
-            self.answers[line] = json.loads(answer)
-        return dict(self.answers[line])
+@functools.cache
+def _ask(request: str) -> dict:
+    """Return the worker's answer to a request. If the worker dies, the next request starts another."""
+    process = _worker()
+    assert process.stdin is not None
+    assert process.stdout is not None
+    print(request, file=process.stdin, flush=True)
+    if answer := process.stdout.readline():
+        return json.loads(answer)
+    _worker.cache_clear()
+    raise MinivllmError(f"the compiler process died (exit code {process.wait()}) on {request}")
 
 
 # ---- in the worker -------------------------------------------------------------------------------
@@ -264,7 +248,8 @@ def _compile(request: dict) -> dict:
     if record and (known := _read_record(record).get(key)):
         return known["figures"]
     built = triton.compile(source, target=target, options=request["options"])
-    figures = {"shared": built.metadata.shared, **_figures(built, target.backend)}
+    figures_of = _figures_amd if target.backend == "hip" else _figures_nvidia
+    figures = {"shared": built.metadata.shared, **figures_of(built.asm)}
     if record and os.environ.get(WRITE_VARIABLE):
         _add_to_record(Path(record), key, {"kernel": request["kernel"], "target": name, "figures": figures})
     return figures
@@ -301,27 +286,13 @@ def _add_to_record(path: Path, key: str, entry: dict) -> None:
     path.write_text("{\n" + ",\n".join(f"{json.dumps(key)}: {json.dumps(entry)}" for key, entry in ordered) + "\n}\n")
 
 
-def _figures(built: Any, backend: str) -> dict:
-    """Read the figures from the machine code, or from Triton's cache, where they are kept because
-    disassembly takes half a second.
-    """
-    from triton.runtime.cache import get_cache_manager
-
-    kept = get_cache_manager(built.hash)
-    name = f"figures-{hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:16]}.json"
-    if (path := kept.get_file(name)) is None:
-        figures = _figures_amd(built.asm["amdgcn"]) if backend == "hip" else _figures_nvidia(built.asm["cubin"])
-        path = kept.put(json.dumps(figures), name, binary=False)
-    return json.loads(Path(path).read_text())
-
-
-def _figures_nvidia(cubin: bytes) -> dict:
+def _figures_nvidia(code: Mapping[str, Any]) -> dict:
     """Read the figures with the two tools bundled in Triton's wheel."""
     from triton.backends import nvidia
 
     tools = Path(nvidia.__path__[0]) / "bin"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
+        file.write(code["cubin"])
         file.flush()
 
         def run(tool: str, *options: str) -> str:
@@ -329,15 +300,19 @@ def _figures_nvidia(cubin: bytes) -> dict:
             return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
         usage = run("cuobjdump", "--dump-resource-usage")
-        code = run("nvdisasm", "-c", "--no-dataflow")  # that analysis is a third of the time, for jumps' targets only
+        instructions = run(
+            "nvdisasm", "-c", "--no-dataflow"
+        )  # that analysis is a third of the time, for jumps' targets only
     used = {key: int(value) for key, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", usage)}
-    return {"registers": used["REG"], "spilled": used["STACK"] + used["LOCAL"], **_instructions(code)}
+    return {"registers": used["REG"], "spilled": used["STACK"] + used["LOCAL"], **_instructions(instructions)}
 
 
-def _figures_amd(code: str) -> dict:
+def _figures_amd(code: Mapping[str, Any]) -> dict:
     """Read the figures from the metadata at the end of the assembly."""
-    used = {key: int(value) for key, value in re.findall(r"\.(vgpr_count|private_segment_fixed_size):\s+(\d+)", code)}
-    return {"registers": used["vgpr_count"], "spilled": used["private_segment_fixed_size"], **_instructions(code)}
+    metadata = re.findall(r"\.(vgpr_count|private_segment_fixed_size):\s+(\d+)", code["amdgcn"])
+    used = {key: int(value) for key, value in metadata}
+    figures = {"registers": used["vgpr_count"], "spilled": used["private_segment_fixed_size"]}
+    return figures | _instructions(code["amdgcn"])
 
 
 def _instructions(code: str) -> dict:

@@ -12,10 +12,7 @@ from collections.abc import Sequence
 from html import escape
 
 from minivllm.errors import MinivllmError
-from minivllm_lab.drawing import QUIET, RULE, arrow, attributes, block, line, number, paragraph, rect, svg, text, tint
-from minivllm_lab.drawing import wrapped as wrapped_lines
-
-__all__ = ["Frames", "arrow", "block", "line", "paragraph", "rect", "svg", "text", "tint"]
+from minivllm_lab.drawing import QUIET, RULE, attributes, line, number, svg, text, wrapped
 
 MARGIN, CAPTION_SIZE, LINE_HEIGHT, COUNT_WIDTH = 16, 14, 20, 64
 BUTTONS = (("|◀", "First step"), ("◀", "Step back"), ("▶", "Step forward"), ("▶|", "Last step"))
@@ -53,9 +50,7 @@ class Frames:
         It needs no script. The last still is shown by viewers that do not animate, and to readers
         who asked for reduced motion.
         """
-        lines = [
-            wrapped_lines(caption, self.width - 2 * MARGIN - COUNT_WIDTH, CAPTION_SIZE) for caption in self.captions
-        ]
+        lines = [wrapped(caption, self.width - 2 * MARGIN - COUNT_WIDTH, CAPTION_SIZE) for caption in self.captions]
         height = self.height + max(map(len, lines)) * LINE_HEIGHT + MARGIN
         name = self._name()
         frames = [self._frame(name, index, lines[index]) for index in range(len(self))]

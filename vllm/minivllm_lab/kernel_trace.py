@@ -17,7 +17,7 @@ import inspect
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import Any, cast
 
 import numpy as np
@@ -199,19 +199,16 @@ def _moved(arguments: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], list[
         ctypes.memmove(first, place, size)
 
 
-def _overlapping(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[int, int, list[str]]]:
-    """Yield (first byte, one past the last, names) of each group of tensors that share memory."""
-    spans = sorted((tensor.data_ptr(), _end(tensor), name) for name, tensor in tensors.items() if tensor.numel())
-    group: tuple[int, int, list[str]] | None = None
-    for begin, end, name in spans:
-        if group is not None and begin < group[1]:
-            group = (group[0], max(group[1], end), [*group[2], name])
-            continue
-        if group is not None:
-            yield group
-        group = (begin, end, [name])
-    if group is not None:
-        yield group
+def _overlapping(tensors: Mapping[str, torch.Tensor]) -> list[tuple[int, int, list[str]]]:
+    """Return (first byte, one past the last, names) of each group of tensors that share memory."""
+    groups: list[tuple[int, int, list[str]]] = []
+    for begin, end, name in sorted((x.data_ptr(), _end(x), name) for name, x in tensors.items() if x.numel()):
+        if groups and begin < groups[-1][1]:
+            first, last, names = groups.pop()
+            groups.append((first, max(last, end), [*names, name]))
+        else:
+            groups.append((begin, end, [name]))
+    return groups
 
 
 def _end(tensor: torch.Tensor) -> int:
@@ -326,12 +323,8 @@ class _Recorder:
     def trace(self) -> KernelTrace:
         """Return everything that was recorded as a trace."""
         arguments = {tensor.name: self._traffic(tensor) for tensor in self.tensors}
-        totals = {
-            name: sum(getattr(traffic, name) for traffic in arguments.values())
-            for name in ("bytes_read", "bytes_read_once", "bytes_written", "bytes_written_once")
-        }
         return KernelTrace(
-            **totals,
+            *(sum(counts) for counts in zip(*map(astuple, arguments.values()), strict=True)),
             programs=int(np.prod(self.grid)),
             arguments=arguments,
             accesses=self.accesses,
@@ -343,50 +336,46 @@ class _Recorder:
         return [access for access in self.accesses if access.argument == tensor.name and access.kind in kinds]
 
     def _traffic(self, tensor: _Tensor) -> Traffic:
-        read, written = self._of(tensor, LOAD, ATOMIC), self._of(tensor, STORE, ATOMIC)
-        return Traffic(_bytes(read), _bytes_once(read), _bytes(written), _bytes_once(written))
+        counts = []
+        for accesses in (self._of(tensor, LOAD, ATOMIC), self._of(tensor, STORE, ATOMIC)):
+            elements = [access.elements for access in accesses]
+            counts.append(sum(len(access.elements) * access.nbytes for access in accesses))
+            counts.append(len(np.unique(np.concatenate(elements))) * accesses[0].nbytes if accesses else 0)
+        return Traffic(*counts)
 
     def _races(self, tensor: _Tensor) -> Iterator[str]:
         """Yield a sentence for each kind of race on an argument: two programs touch an element and
         at least one writes it; two atomics are no race.
         """
         plain, atomic, read = (self._touched(tensor, kind) for kind in (STORE, ATOMIC, LOAD))
-        written = np.concatenate([plain, atomic])
+        written = np.concatenate([plain, atomic], axis=1)
         yield from self._clashes(tensor, plain, plain, "programs {} and {} both write {}")
         yield from self._clashes(tensor, atomic, plain, "program {} updates and program {} plainly writes {}")
         yield from self._clashes(tensor, read, written, "program {} reads what program {} writes: {}")
 
     def _touched(self, tensor: _Tensor, kind: str) -> np.ndarray:
-        """Return each (element, program) pair once, [n, 2]."""
-        pairs = [
-            np.stack([access.elements, np.full(len(access.elements), self._number(access.program))], axis=1)
-            for access in self._of(tensor, kind)
-        ]
-        return np.unique(np.concatenate(pairs), axis=0) if pairs else np.zeros((0, 2), np.int64)
+        """Return elements and programs, [2, n], each pair once and in order."""
+        pairs = [np.zeros((2, 0), np.int64)]
+        for access in self._of(tensor, kind):
+            program = np.ravel_multi_index(access.program, self.grid)
+            pairs.append(np.stack([access.elements, np.full_like(access.elements, program)]))
+        return np.unique(np.concatenate(pairs, axis=1), axis=1)
 
-    def _clashes(self, tensor: _Tensor, ones: np.ndarray, others: np.ndarray, verb: str) -> Iterator[str]:
-        """Yield one sentence if an element in `ones` is also touched by another program in
-        `others`.
-        """
-        if not len(ones) or not len(others):
-            return
-        others = others[np.lexsort((others[:, 1], others[:, 0]))]
-        first = np.searchsorted(others[:, 0], ones[:, 0], "left").clip(max=len(others) - 1)
-        last = np.searchsorted(others[:, 0], ones[:, 0], "right") - 1
-        same = others[first, 0] == ones[:, 0]
-        lowest, highest = others[first, 1], others[last.clip(min=0), 1]
-        other = np.where(lowest != ones[:, 1], lowest, highest)
-        clash = same & (other != ones[:, 1])
+    def _clashes(self, tensor: _Tensor, some: np.ndarray, others: np.ndarray, verb: str) -> Iterator[str]:
+        """Yield one sentence if another program in `others` touches an element in `some`."""
+        elements, programs = some
+        lowest, highest = np.full(tensor.count, np.iinfo(np.int64).max), np.full(tensor.count, -1)
+        np.minimum.at(lowest, others[0], others[1])
+        np.maximum.at(highest, others[0], others[1])
+        other = np.where(lowest[elements] != programs, lowest[elements], highest[elements])
+        clash = (highest[elements] >= 0) & (other != programs)
         if not clash.any():
             return
         row = int(np.argmax(clash))
-        more = len(np.unique(ones[clash, 0])) - 1
+        more = len(np.unique(elements[clash])) - 1
         also = f" (and {more:,} more element{'s' * (more > 1)})" if more else ""
-        pair = [_name(self._place(int(number))) for number in (ones[row, 1], other[row])]
-        yield verb.format(*pair, tensor.element(int(ones[row, 0]))) + also
-
-    def _number(self, program: Program) -> int:
-        return int(np.ravel_multi_index(program, self.grid))
+        pair = [_name(self._place(int(number))) for number in (programs[row], other[row])]
+        yield verb.format(*pair, tensor.element(int(elements[row]))) + also
 
     def _place(self, number: int) -> Program:
         return tuple(int(index) for index in np.unravel_index(number, self.grid))
@@ -412,16 +401,6 @@ def _undefined(ptrs: Any) -> Any:
     if element.name not in types:
         return None
     return TensorHandle(np.full(ptrs.data.shape, np.nan, types[element.name]), element)
-
-
-def _bytes(accesses: list[Access]) -> int:
-    return sum(len(access.elements) * access.nbytes for access in accesses)
-
-
-def _bytes_once(accesses: list[Access]) -> int:
-    if not accesses:
-        return 0
-    return len(np.unique(np.concatenate([access.elements for access in accesses]))) * accesses[0].nbytes
 
 
 def _name(program: Program) -> str:

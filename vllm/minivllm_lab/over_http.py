@@ -13,6 +13,7 @@ import json
 import socket
 import threading
 from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -106,22 +107,21 @@ def _load_once(
     clients: Sequence[Client], parts: Parts, lora_modules: Sequence[str], engine_args: dict[str, Any]
 ) -> Load:
     """Serve the load once, in a thread with an event loop of its own."""
-    ended: list[Load | BaseException] = []
+    done: Future[Load] = Future()
 
     def run() -> None:
         try:
-            ended.append(asyncio.run(asyncio.wait_for(_serve_load(clients, parts, lora_modules, engine_args), SECONDS)))
+            load = asyncio.wait_for(_serve_load(clients, parts, lora_modules, engine_args), SECONDS)
+            done.set_result(asyncio.run(load))
         except BaseException as error:
-            ended.append(error)
+            done.set_exception(error)
 
-    thread = threading.Thread(target=run, daemon=True)  # JupyterLab has a loop in the main one
-    thread.start()
-    thread.join(1.5 * SECONDS)
-    if not ended or isinstance(ended[0], asyncio.TimeoutError):
-        raise MinivllmError(f"after {SECONDS:g} s not all clients had their answers: does a part wait for ever?")
-    if isinstance(ended[0], BaseException):
-        raise ended[0]
-    return ended[0]
+    threading.Thread(target=run, daemon=True).start()  # JupyterLab has a loop in the main one
+    try:
+        return done.result(1.5 * SECONDS)
+    except TimeoutError:
+        waiting = f"after {SECONDS:g} s not all clients had their answers: does a part wait for ever?"
+        raise MinivllmError(waiting) from None
 
 
 async def _serve_load(
@@ -129,10 +129,11 @@ async def _serve_load(
 ) -> Load:
     settings = {"model": EMBEDDED_MODEL, "device": "cpu", "dtype": "float32", "max_model_len": 256}
     args = EngineArgs(**{**settings, "num_gpu_blocks_override": 201, **engine_args, "parts": parts})
-    engine = AsyncLLM(args, AsyncThreadClient(args))
+    core = AsyncThreadClient(args)
+    engine = AsyncLLM(args, core)
     try:
-        pool = engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool  # type: ignore[union-attr]
-        async with _serving(engine, args, lora_modules) as port:
+        pool = core.engine_core.scheduler.kv_cache_manager.block_pool
+        async with serving(engine, args, lora_modules, SMALL_BUFFER) as (port, _):
             await _answer_of(Client(prompt="x = 1", max_tokens=2), port, engine)
             answers = await asyncio.gather(*(_answer_of(client, port, engine) for client in clients))
             await _idle(engine)
@@ -145,33 +146,42 @@ async def _serve_load(
 
 
 @asynccontextmanager
-async def _serving(engine: AsyncLLM, args: EngineArgs, lora_modules: Sequence[str] = ()) -> AsyncIterator[int]:
-    """Run the server in this event loop; yield its port."""
-    from uvicorn.protocols.http.h11_impl import H11Protocol
+async def serving(
+    engine: AsyncLLM, args: EngineArgs, lora_modules: Sequence[str] = (), buffer: int | None = None
+) -> AsyncIterator[tuple[int, Any]]:
+    """Run the server of `minivllm serve` in this event loop; yield its port and its application.
 
-    class Narrow(H11Protocol):
-        """A connection that buffers nothing for a slow reader."""
-
-        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-            transport.set_write_buffer_limits(high=0)
-            super().connection_made(transport)
-
+    With `buffer`, a connection keeps only that many bytes for a slow reader, and the server none.
+    """
     settings = FrontendArgs(
         host="127.0.0.1", port=0, served_model_name=["tiny"], disable_uvicorn_access_log=True,
         uvicorn_log_level="error", lora_modules=list(lora_modules),
     )  # fmt: skip
     listening = bind(settings)
-    listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SMALL_BUFFER)
+    if buffer is not None:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer)
     app = make_app(engine, args, settings, None)
     await app.state.models.init_static_loras(lora_modules_of(settings.lora_modules))
-    server = make_server(app, settings, Narrow)
-    serving = asyncio.create_task(server.serve(sockets=[listening]))
+    server = make_server(app, settings, "auto" if buffer is None else _unbuffered())
+    running = asyncio.create_task(server.serve(sockets=[listening]))
     try:
-        yield listening.getsockname()[1]
+        yield listening.getsockname()[1], app
     finally:
         server.should_exit = True
-        await serving
+        await running
         listening.close()
+
+
+def _unbuffered() -> type:
+    """Return a protocol whose connections buffer nothing for a slow reader."""
+    from uvicorn.protocols.http.h11_impl import H11Protocol
+
+    class Unbuffered(H11Protocol):
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            transport.set_write_buffer_limits(high=0)
+            super().connection_made(transport)
+
+    return Unbuffered
 
 
 async def _idle(engine: AsyncLLM, seconds: float = 20.0) -> None:

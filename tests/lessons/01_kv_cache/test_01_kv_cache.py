@@ -7,13 +7,14 @@ import re
 import pytest
 import torch
 from kernels.harness import assert_close, assert_compiles, awkward_lengths, reference_attention
-from lessons.harness import REPOSITORY, assert_refuses, exercise_tests, figures_of_quick_run, script_path
+from lessons.harness import REPOSITORY, SMALL, exercise_tests, figures_of_quick_run, script_path
 
 from minivllm import memory
 from minivllm.config import EMBEDDED_MODEL, ModelConfig
 from minivllm.errors import MinivllmError
 from minivllm.kernels.reshape_and_cache import reshape_and_cache
 from minivllm.kernels.unified_attention import unified_attention
+from minivllm.models.attention import CausalAttention
 from minivllm.models.loader import random_model
 from minivllm.platforms.triton_utils import triton
 from minivllm_lab.exercise import checks_of, load, plug_of, run_plugged
@@ -27,11 +28,6 @@ CHECKS = checks_of("01")
 TEXT, NOTES = (
     " ".join((REPOSITORY / "lessons" / name).read_text().split()) for name in ("01_kv_cache.md", "notes/01_kv_cache.md")
 )
-
-SMALL = ModelConfig(
-    num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16, hidden_size=64,
-    intermediate_size=96, vocab_size=128, max_position_embeddings=256, model_type="llama",
-)  # fmt: skip
 
 
 def attentive_model():
@@ -48,7 +44,7 @@ def attentive_model():
 # ---- with and without a cache --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("prompt_tokens", [1, 2, 17])
+@pytest.mark.parametrize("prompt_tokens", [1, 17])
 def test_a_cache_changes_the_work_and_not_the_text(prompt_tokens):
     model, prompt, new = attentive_model(), list(range(5, 5 + prompt_tokens)), 12
     cache = lesson.KVCache(SMALL, prompt_tokens + new, model.embed_tokens.weight)
@@ -58,15 +54,6 @@ def test_a_cache_changes_the_work_and_not_the_text(prompt_tokens):
     assert without.token_passes == sum(range(prompt_tokens, prompt_tokens + new))
     assert cached.token_passes == prompt_tokens + new - 1
     assert cache.length == prompt_tokens + new - 1  # the last token's key was never needed
-
-
-def test_the_cached_text_depends_on_what_is_cached():
-    model = attentive_model()
-    cache = lesson.KVCache(SMALL, 64, model.embed_tokens.weight)
-    right = lesson.generate(model, [1, 2, 3, 4], 12).tokens
-    lesson.generate(model, [9, 8, 7, 6], 1, cache)  # another request's keys and values
-    cache.length = 3
-    assert lesson.generate(model, [1, 2, 3, 4], 12, cache).tokens != right
 
 
 def test_a_prompt_may_come_in_parts():
@@ -79,15 +66,8 @@ def test_a_prompt_may_come_in_parts():
     for part in (slice(0, 5), slice(5, 11), slice(11, 12)):
         parts.append(model(tokens[part], torch.arange(12)[part], cache.attend))
         cache.length = part.stop
-    whole = model(tokens, torch.arange(12), lambda layer, q, k, v: lesson.attention(q, k, v))
+    whole = model(tokens, torch.arange(12), CausalAttention(SMALL))
     assert_close(torch.cat(parts), whole)
-
-
-def test_attention_of_new_tokens_equals_the_end_of_the_whole():
-    q, k, v = torch.randn(9, 6, 20), torch.randn(9, 2, 20), torch.randn(9, 2, 20)
-    expected = reference_attention(q, k, v, 20**-0.5)
-    assert_close(lesson.attention(q, k, v), expected)
-    assert_close(lesson.attention(q[6:], k, v, first=6), expected[6:])
 
 
 def keys_and_values(model, tokens):
@@ -178,7 +158,6 @@ def launch_decode(q, keys, values, lengths):
         (2, 2, 64, torch.float32),
         (6, 2, 80, torch.float16),
         (4, 1, 128, torch.float32),
-        (7, 1, 64, torch.float16),
         (3, 3, 16, torch.float32),
         (4, 2, 128, torch.bfloat16),
     ],
@@ -205,7 +184,7 @@ def test_decode_attention_survives_large_scores(large, device):
     assert_close(launch_decode(q, keys, values, [200])[0, 0], values[0, 70, 0])
 
 
-@pytest.mark.parametrize(("kv_heads", "head_dim"), [(4, 64), (2, 80), (1, 16), (3, 40)])
+@pytest.mark.parametrize(("kv_heads", "head_dim"), [(4, 64), (3, 40)])
 def test_append_writes_one_slot_of_each_request_and_nothing_else(kv_heads, head_dim, device):
     slots, lengths = 9, [0, 1, 4, 8, 9, 12]  # the last two are full: nothing of theirs may be written anywhere
     keys, values = filled_cache([9] * 6, slots, kv_heads, head_dim, torch.float16, device)
@@ -522,22 +501,3 @@ def test_quick_run(tmp_path):
     assert run["token_passes_with"] == prompt + new - 1
     assert figures["intensity"]["cache_group_4"]["intensity"] == 4 * figures["intensity"]["cache_group_1"]["intensity"]
     assert figures["bytes_per_token"]["Llama-3.1-8B"] == 131072
-
-
-@pytest.mark.parametrize(
-    ("arguments", "about"),
-    [
-        (["--max-model-len", "0"], "at least 1"),
-        (["--max-model-len", "40000"], "set max_model_len to"),
-        (["--model", "/no/such/model"], "no model directory"),
-        (["--json", "/proc/nowhere/results.json"], "cannot write"),
-        (["--plot", "figure.txt"], "must end in .png or .svg"),
-        *([] if torch.cuda.is_available() else [(["--device", "cuda"], "no CUDA device")]),
-        (["--prompt", ""], "the prompt is empty"),
-        (["--tokens", "5000"], "more than 2048 positions"),
-        (["--gpu", "Z80"], "known: T4"),
-        (["--serve", "nobody"], "no known shape"),
-    ],
-)
-def test_bad_input_is_one_line(arguments, about):
-    assert_refuses(lesson, *arguments, about=about)

@@ -1,10 +1,8 @@
 """Lesson 01's widget shows what the ledger says, and breaks where vLLM refuses to start."""
 
-import dataclasses
 import re
 import xml.etree.ElementTree as ET
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -17,6 +15,7 @@ from minivllm_lab.exercise import load
 from minivllm_simulate.hardware import HARDWARE
 from minivllm_simulate.known_models import known_model
 from widgets import kv_cache
+from widgets.kv_cache import sweep
 from widgets.kv_cache.figure import percent
 from widgets.shell.session import Session
 
@@ -32,10 +31,6 @@ KNOBS = st.fixed_dictionaries(
     | {"utilization": st.floats(0.5, 1.0)}
 )
 LESSON = Path(__file__).resolve().parents[3] / "vllm" / "01_kv_cache.py"
-
-
-def sweep(**knobs: Any) -> kv_cache.State:
-    return kv_cache.sweep(**knobs)
 
 
 def query_heads(config, bytes_per_element=2):
@@ -82,7 +77,7 @@ def test_the_lines_of_other_gpus_are_what_the_sweep_says_there():
 
 
 @given(KNOBS, st.sampled_from([360, 400, 600, 640, 760]))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_every_position_of_the_knobs_is_drawn(knobs, width):
     try:
         state = sweep(**knobs)
@@ -111,31 +106,15 @@ def test_every_position_of_the_knobs_is_drawn(knobs, width):
         (ONE_TOO_LONG, "broken", "Not one request of 32,768 tokens fits, so vLLM refuses to start"),
         ({"max_model_len": 24 * 1024}, "tight", "Full with 1 request,"),
         ({**ONE_TOO_LONG, "kv_dtype": "fp8"}, "tight", "Full with 1 request,"),
-        ({"max_model_len": 2**18, "gpu": "H200"}, "broken", "supports 131,072 tokens"),
-        ({"max_model_len": 2**17, "gpu": "H200"}, "tight", "Full with 6 requests"),
         (BEYOND, "broken", "vLLM refuses to start: gpt2 supports 1,024 tokens, but max_model_len is 131,072"),
         ({**BEYOND, "max_model_len": 1024}, "tight", "are longer and are refused"),
-        ({**BEYOND, "max_model_len": 1536}, "broken", "gpt2 supports 1,024 tokens"),
         (TOO_BIG, "broken", "No room is left for a KV cache, so vLLM refuses to start"),
         ({**TOO_BIG, "gpu": "H200"}, "tight", "Full with 347 requests"),
-        ({"gpu": "T4"}, "broken", "No room is left for a KV cache"),
-        (
-            {"requests": "alpaca", "max_model_len": 256, "gpu": "H200"},
-            "tight",
-            "of the requests are longer and are refused",
-        ),
     ],
 )
 def test_verdicts_are_those_of_the_theory(knobs, tone, words):
     said = kv_cache.verdict(sweep(**knobs))
     assert (said.tone, words in said.words) == (tone, True), said
-
-
-def test_requests_longer_than_a_slot_are_refused_not_cut():
-    state = sweep(requests="azure-conversation", max_model_len=512)
-    assert 0.5 < state.too_long < 1
-    assert state.mean_length < 512
-    assert f"{state.too_long:.1%} of the requests".replace("%", " %") in kv_cache.verdict(state).words
 
 
 def test_the_verdict_names_the_length_that_would_fit():
@@ -160,11 +139,8 @@ def test_a_file_wins_over_the_choice(tmp_path):
     assert said.words == "Every mine.csv request is longer than 2,048 tokens."
 
 
-@pytest.mark.parametrize(
-    "knobs", [{}, {"kv_dtype": "fp8", "tp": 2}, {"model": "deepseek-ai/DeepSeek-V3", "gpu": "H200", "tp": 8}]
-)
-def test_the_lessons_own_function_changes_nothing(knobs):
-    lesson = load(LESSON)
+def test_the_lessons_own_function_changes_nothing():
+    lesson, knobs = load(LESSON), {"model": "deepseek-ai/DeepSeek-V3", "gpu": "H200", "tp": 8}
     assert sweep(**knobs, kv_bytes_per_token=lesson.kv_bytes_per_token) == sweep(**knobs)
 
 
@@ -181,20 +157,7 @@ def test_a_wrong_function_shows():
         assert not challenge.check(sweep(**solution(challenge), kv_bytes_per_token=query_heads)).met
 
 
-@pytest.mark.parametrize(
-    ("own", "words"),
-    [
-        (lambda config, size: None, "returned None, but it must return a number of bytes above 0"),
-        (lambda config, size: -1, "returned -1"),
-        (lambda config, size: float("nan"), "returned nan"),
-    ],
-)
-def test_what_is_no_number_of_bytes_is_said(own, words):
-    view = Session(kv_cache.SPEC, kv_bytes_per_token=own).settle()
-    assert words in view["words"]
-
-
-def test_a_function_that_does_not_end_or_fails_is_given_up(monkeypatch):
+def test_a_function_that_does_not_end_fails_or_returns_nonsense_is_given_up(monkeypatch):
     monkeypatch.setattr("widgets.kv_cache.state.PATIENCE", 0.2)
 
     def endless(config, size):
@@ -205,6 +168,9 @@ def test_a_function_that_does_not_end_or_fails_is_given_up(monkeypatch):
     assert "your kv_bytes_per_token did not return within 0.2 s" in view["words"]
     view = Session(kv_cache.SPEC, kv_bytes_per_token=lambda config, size: config.nothing).settle()
     assert "Your kv_bytes_per_token broke" in view["words"]
+    for nonsense in (None, -1, float("nan")):
+        view = Session(kv_cache.SPEC, kv_bytes_per_token=lambda config, size, value=nonsense: value).settle()
+        assert f"returned {nonsense}" in view["words"]
     for huge in (10**30, 1e-9):
         kv_cache.figure(sweep(kv_bytes_per_token=lambda config, size, huge=huge: huge))
 
@@ -235,16 +201,6 @@ def test_no_share_is_rounded_to_all_or_nothing(share):
     assert (percent(share) == "100.0 %") == (share == 1)
     assert (percent(share) == "0.0 %") == (share == 0)
     assert abs(float(percent(share).removesuffix(" %")) - share * 100) <= 0.051
-
-
-@given(missing=st.floats(1e-9, 0.01))
-def test_not_met_is_never_rounded_into_met(missing):
-    """94.999 % reserved is not "95.00 %" where the goal is at least 95 %."""
-    state = sweep(gpu="H100", requests="alpaca", max_model_len=2**13)
-    slots = (0.95 - missing) * state.tokens / state.max_model_len
-    progress = kv_cache.CHALLENGES[1].check(dataclasses.replace(state, slots=slots))
-    assert not progress.met
-    assert "Reserved: 94." in progress.words
 
 
 def test_the_guess_is_right():

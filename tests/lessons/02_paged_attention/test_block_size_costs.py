@@ -7,10 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from minivllm.errors import MinivllmError
-from minivllm_lab.paged_attention.block_size_costs import Moment, fetched_in_vain, held, moments
-from minivllm_lab.paged_attention.paged_traffic import fetched
-from minivllm_simulate.workloads import WORKLOADS, RequestLengths
+from minivllm_lab.paged_attention.block_size_costs import LINE, SECTOR, Moment, fetched, fetched_in_vain, held, moments
+from minivllm_simulate.workloads import WORKLOADS
 
 LEFT = Path(__file__).resolve().parents[3] / "benchmarks" / "results" / "02_paged_attention.cpu.json"
 
@@ -26,23 +24,11 @@ def test_held_by_hand():
     assert two.saved == pytest.approx(1 / 3)
 
 
-def test_who_lives_longer_weighs_more():
-    short, long = Moment(1, 1, 1), Moment(4, 4, 3)
-    assert held([short, long], 4).empty == pytest.approx(3 / 16)
-
-
 def test_fetched_by_hand_and_whatever_the_samples():
     seen = [Moment(9, 10, 1), Moment(1, 20, 2)]
     needed = 2 * 64 * (10 + 2 * 20)
     total = sum(fetched(10, 4, 64)) + 2 * sum(fetched(20, 4, 64))
     assert fetched_in_vain(seen, 4, 64) == pytest.approx(total / needed - 1)
-
-
-def test_moments_lie_between_the_first_output_token_and_the_last():
-    lengths = [RequestLengths(5, 1 + number) for number in range(50)]
-    for moment, length in zip(moments(lengths), lengths, strict=True):
-        assert 6 <= moment.tokens <= length.total
-        assert moment.weight == length.output_tokens
 
 
 @pytest.mark.parametrize("name", ["alpaca", "sharegpt", "azure-conversation"])
@@ -53,15 +39,37 @@ def test_the_empty_share_is_that_of_the_lessons_replay_on_a_real_pool(name: str)
         assert held(moments(lengths), int(size)).empty == pytest.approx(share, rel=0.2, abs=0.001)
 
 
-@pytest.mark.parametrize(
-    "ask",
-    [
-        lambda: held([], 4),
-        lambda: held([Moment(1, 1, 1)], 0),
-        lambda: fetched_in_vain([], 4, 64),
-        lambda: fetched_in_vain([Moment(1, 1, 1)], 4, 0),
-    ],
-)
-def test_what_cannot_be_is_refused(ask):
-    with pytest.raises(MinivllmError):
-        ask()
+def walked(length: int, block_size: int, row: int, piece: int, per_token: bool) -> tuple[int, int]:
+    """Count the pieces touched, one at a time: an entry for each block or token, and a block's run
+    of keys and of values.
+    """
+    runs = reads = 0
+    for start in range(0, length, block_size):
+        tokens = range(start, min(start + block_size, length))
+        touched = {(token - start) * row // piece for token in tokens} | {
+            ((token - start + 1) * row - 1) // piece for token in tokens
+        }
+        if row > piece:
+            touched = set(range(-(-len(tokens) * row // piece)))
+        runs += 2 * len(touched) * piece
+        reads += len(tokens) if per_token else 1
+    return runs, reads * piece
+
+
+@pytest.mark.parametrize("piece", [SECTOR, LINE])
+@pytest.mark.parametrize("row", [16, 128])
+@pytest.mark.parametrize("per_token", [False, True])
+def test_the_formula_counts_what_a_walk_counts(piece: int, row: int, per_token: bool):
+    for length in (1, 5, 16, 33, 100):
+        for block_size in (1, 2, 3, 16, 64):
+            counted = fetched(length, block_size, row, piece, per_token=per_token)
+            assert counted == walked(length, block_size, row, piece, per_token)
+
+
+def test_fetched_bytes_by_hand():
+    """Keys and values of 32 tokens of 256 bytes need 16,384 bytes: two blocks of 16, and two
+    sectors for their entries.
+    """
+    assert fetched(32, 16, 256) == (16384, 64)
+    assert fetched(32, 1, 64, LINE) == (2 * 32 * LINE, 32 * LINE), "half a line for keys, half for values"
+    assert fetched(32, 512, 256, per_token=True)[1] == 32 * SECTOR, "larger blocks save such a kernel nothing"

@@ -2,7 +2,6 @@
 order.
 """
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lessons.harness import script_path
@@ -77,15 +76,6 @@ def test_no_block_of_a_step_is_source_and_target(steps, block_size):
         assert len(set(targets)) == len(targets)
         assert not {source for source, _ in copies} & set(targets)
         tables = children
-
-
-@pytest.mark.parametrize("make_pool", [lesson.BlockPool, BlockPool], ids=["lesson", "engine"])
-def test_freeing_twice_is_refused_by_both(make_pool):
-    pool = make_pool(4)
-    blocks = pool.get_new_blocks(2)
-    pool.free_blocks(blocks)
-    with pytest.raises(MinivllmError, match="double free of block 1"):
-        pool.free_blocks(blocks)
 
 
 def test_the_replay_is_the_same_on_the_engines_pool():

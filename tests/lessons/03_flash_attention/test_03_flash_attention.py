@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 import torch
 from kernels.harness import assert_close, assert_compiles, reference_attention
-from lessons.harness import REPOSITORY, assert_refuses, exercise_tests, figures_of_quick_run, script_path
+from lessons.harness import REPOSITORY, exercise_tests, figures_of_quick_run, script_path
 
 from minivllm.config import EMBEDDED_MODEL
-from minivllm.config.units import GIB
 from minivllm.errors import MinivllmError
 from minivllm.kernels.unified_attention import unified_attention
 from minivllm.models.attention import CausalAttention
@@ -22,13 +21,11 @@ from minivllm.models.loader import load_model
 from minivllm.models.tokenizer import load_tokenizer
 from minivllm.platforms.triton_utils import INTERPRETED, triton
 from minivllm_lab.exercise import exercise_path, load, run_plugged
-from minivllm_lab.flash_attention import attention_traffic, opening, report
+from minivllm_lab.flash_attention import opening, report
 from minivllm_lab.flash_attention.attention_in_model import attend_in_model
 from minivllm_lab.flash_attention.online_softmax import online_softmax
 from minivllm_lab.flash_attention.slow_memory import in_slow_memory
 from minivllm_lab.followed import PROMPT
-from minivllm_simulate.hardware import get_hardware
-from minivllm_simulate.known_models import known_model
 
 lesson = load(script_path("03"))
 ROW = REPOSITORY / "widgets" / "flash_attention" / "attention_row.json"
@@ -37,7 +34,7 @@ ROW = REPOSITORY / "widgets" / "flash_attention" / "attention_row.json"
 # ---- the loops in NumPy --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("block_q", "block_k"), [(5, 7), (7, 3), (16, 64), (64, 16), (200, 200)])
+@pytest.mark.parametrize(("block_q", "block_k"), [(5, 7), (64, 16), (200, 200)])
 def test_tiles_of_any_size_give_the_naive_answer(block_q, block_k):
     q, k, v = np.random.default_rng(0).standard_normal((3, 97, 20))
     expected = reference_attention(*(torch.from_numpy(x)[:, None] for x in (q, k, v)), 20**-0.5)[:, 0]
@@ -50,7 +47,7 @@ def test_tiles_of_any_size_give_the_naive_answer(block_q, block_k):
 
 @pytest.mark.parametrize(
     ("length", "head_dim", "block_q", "block_k"),
-    [(1, 1, 1, 1), (100, 16, 32, 16), (63, 80, 64, 16), (130, 8, 16, 128), (129, 4, 128, 64), (37, 3, 5, 7)],
+    [(1, 1, 1, 1), (63, 80, 64, 16), (130, 8, 16, 128), (37, 3, 5, 7)],
 )
 def test_the_model_of_the_traffic_is_the_loops_own_count(length, head_dim, block_q, block_k):
     lesson.count_bytes(length, head_dim, block_q, block_k)  # asserts it to the byte
@@ -101,8 +98,6 @@ def vectors(queries, keys, heads, head_dim, dtype, device, seed=0):
         (1, 1, 1, 64, torch.float32),
         (1, 70, 2, 128, torch.float16),
         (31, 31, 2, 80, torch.float16),
-        (32, 32, 1, 64, torch.float32),
-        (33, 33, 1, 128, torch.float32),
         (5, 67, 2, 80, torch.float32),
         (67, 67, 1, 16, torch.float32),
     ],
@@ -122,12 +117,6 @@ def test_flash_attention(queries, keys, heads, head_dim, dtype, device):
 def test_flash_attention_as_it_is_launched(length, head_dim):
     q, k, v = vectors(length, length, 4, head_dim, torch.bfloat16, "cuda")
     assert_close(lesson.flash_attention(q, k, v)[0], reference_attention(q, k, v, head_dim**-0.5))
-
-
-def test_any_strides_will_do(device):
-    q, k, v = (x.transpose(0, 1).contiguous().transpose(0, 1) for x in vectors(20, 40, 3, 64, torch.float32, device))
-    assert not q.is_contiguous()
-    assert_close(lesson.flash_attention(q, k, v, block_q=16, block_k=16)[0], reference_attention(q, k, v, 0.125))
 
 
 @pytest.mark.parametrize("large", [3e3, -3e3])
@@ -480,64 +469,3 @@ def test_quick_run(tmp_path):
     assert figures["no_keys"]["unguarded_is_nan"]
     assert figures["traffic"]["peak_mib"]["tiled"] < 2 < 32 < figures["traffic"]["peak_mib"]["naive"], "2 × 16 MiB"
     assert [tile["fits"] for tile in figures["tiles"].values()] == [True, False]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "about"),
-    [
-        (["--block-q", "0"], "at least 1"),
-        (["--on-chip-kib", "16"], "on the chip"),
-        (["--block-q", "4", "--block-k", "4"], "at least 64 scores"),
-        (["--head-dim", "5000"], "at most 1,024"),
-        (["--text", ""], "1 to 1,000 characters"),
-        (["--model", "/no/such/model"], "no model directory"),
-        (["--target", "sm_70"], "sm_80"),
-        (["--json", "/proc/nowhere/results.json"], "cannot write"),
-        (["--row", "/proc/nowhere/row.json"], "cannot write"),
-        *([] if torch.cuda.is_available() else [(["--device", "cuda"], "no CUDA device")]),
-    ],
-)
-def test_bad_input_is_one_line(arguments, about):
-    assert_refuses(lesson, *arguments, about=about)
-
-
-def test_numbers_of_the_text():
-    """The lesson's numbers outside its tables and outputs are right."""
-    h100, llama = get_hardware("H100"), known_model("Llama-3.1-8B")
-    stored = attention_traffic.naive_traffic(llama.max_position_embeddings, llama.head_dim)
-    assert llama.num_attention_heads * stored.extra == 2 * 2**40, "2 TiB for one layer"
-    assert attention_traffic.longest_naive(h100.memory_bytes, llama.num_attention_heads) == 25772
-    assert round(h100.memory_bytes / GIB) == 79
-    assert round(h100.ridge()) == 295
-    assert attention_traffic.naive_traffic(65536, 64).intensity == pytest.approx(64 / 2, rel=0.01), "d / 2"
-    tiled = attention_traffic.flash_traffic(65536, 128, 128, 64)
-    assert tiled.intensity == pytest.approx(128, rel=0.03), "two bytes an element: operations a byte = queries a tile"
-    doubled = attention_traffic.flash_traffic(2 * 65536, 128, 128, 64).moved / tiled.moved
-    assert doubled == pytest.approx(4, rel=0.02)
-    few, many = (attention_traffic.flash_traffic(65536, 128, *blocks).moved for blocks in ((64, 256), (256, 64)))
-    assert few / many == pytest.approx(4, rel=0.05)
-    for head_dim in (64, 128):  # d / 4 queries: the tile that neither pays nor costs
-        moved = attention_traffic.flash_traffic(131072, head_dim, head_dim // 4, 16).moved
-        assert moved == pytest.approx(attention_traffic.naive_traffic(131072, head_dim).moved, rel=0.01)
-    small = attention_traffic.flash_traffic(131072, 128, 16, 64).moved
-    assert small / attention_traffic.naive_traffic(131072, 128).moved == pytest.approx(2, rel=0.02)
-    limits = report.LIMITS
-    assert (round(limits["float16"], 2), round(limits["float32"], 1)) == (11.09, 88.7)
-    # by hand: four scores in two tiles
-    scores, values = np.log([[2, 1, 4, 1]]), np.array([[8.0], [16], [24], [40]])
-    first = lesson.softmax_step(lesson.nothing_seen(1, 1), scores[:, :2], values[:2])
-    second = lesson.softmax_step(lesson.nothing_seen(1, 1), scores[:, 2:], values[2:])
-    assert [(part.l.item(), part.o.item()) for part in (first, second)] == [(1.5, 16), (pytest.approx(1.25), 34)]
-    outputs = [lesson.finish(part)[0].item() for part in (first, second, lesson.merge(first, second))]
-    assert outputs == pytest.approx([10.67, 27.2, 21], abs=0.01)
-    assert np.exp(lesson.finish(lesson.merge(first, second))[1].item()) == pytest.approx(8)
-    assert round(50 / 2.75, 1) == 18.2
-    assert round(sum(outputs[:2]) / 2, 1) == 18.9
-    # the cache between
-    assert 128 / h100.ridge() == pytest.approx(0.43, abs=0.005)
-    assert h100.bandwidth == pytest.approx(3.35e12)
-    assert 740e12 / h100.flops_of("bfloat16") == pytest.approx(0.75, abs=0.005)
-    assert round(740 / 128, 1) == 5.8, "TB/s"
-    assert 2 * 8192 * 128 * 2 == 4 * 2**20
-    flops = attention_traffic.flash_traffic(8192, 128, 128, 64).flops
-    assert flops / attention_traffic.least_traffic(8192, 128) == pytest.approx(2048, rel=0.02)

@@ -18,7 +18,6 @@ from minivllm_lab.flash_attention.attention_traffic import (
     flash_traffic,
     largest_block_q,
     least_traffic,
-    longest_naive,
     most_queries_kept,
     most_queries_launched,
     naive_traffic,
@@ -82,20 +81,6 @@ def test_traffic_grows_as_the_paper_says():
     assert exponent(chips, [moved(chip=chip) for chip in chips]) == pytest.approx(-1, abs=0.1)
 
 
-@given(st.integers(2**10, 2**44), st.integers(1, 128), st.sampled_from([1, 2, 4]))
-def test_the_longest_that_fits(memory, heads, itemsize):
-    longest = longest_naive(memory, heads, itemsize)
-    assert heads * 2 * longest**2 * itemsize <= memory < heads * 2 * (longest + 1) ** 2 * itemsize
-
-
-def test_a_fitted_power_is_the_power():
-    xs = [3, 10, 200]
-    assert exponent(xs, [5 * x**1.5 for x in xs]) == pytest.approx(1.5)
-    for bad in (([1], [1]), ([1, 2], [1]), ([1, 2], [0, 1])):
-        with pytest.raises(MinivllmError):
-            exponent(*bad)
-
-
 @given(st.lists(st.floats(-500, 500) | st.just(-math.inf), min_size=1, max_size=30), st.integers(1, 31))
 def test_the_online_softmax_is_the_softmax(scores, tile):
     values = [[math.sin(index), 1.0] for index in range(len(scores))]
@@ -106,13 +91,6 @@ def test_the_online_softmax_is_the_softmax(scores, tile):
     assert last.l == pytest.approx(sum(weights), rel=1e-9)
     expected = sum(weight * value[0] for weight, value in zip(weights, values, strict=True)) / (sum(weights) or 1)
     assert last.output == pytest.approx((expected, 1.0 if sum(weights) else 0.0), abs=1e-9)
-
-
-def test_the_online_softmax_refuses_what_makes_no_sense():
-    with pytest.raises(MinivllmError, match=r"\b1\b"):
-        online_softmax([1.0], [[1.0]], 0)
-    with pytest.raises(MinivllmError, match=r"\b2\b.*\b1\b"):
-        online_softmax([1.0, 2.0], [[1.0]], 1)
 
 
 # Bytes that a thread of the lesson's `flash_kernel` spills, as Triton 3.9 compiles it with 8 warps:
@@ -158,11 +136,9 @@ def test_the_chips_are_those_that_we_compile_for():
 @pytest.mark.parametrize(
     ("gpu", "head_dim", "block_q", "block_k", "stages"),
     [
-        ("H100", 64, 192, 128, 2),
         ("H100", 128, 128, 128, 2),
         ("H100", 256, 128, 80, 2),
         ("A100-80", 64, 128, 112, 1),
-        ("A100-80", 128, 128, 64, 1),
         ("A100-80", 256, 128, 96, 1),
     ],
 )

@@ -28,12 +28,9 @@ SOLVED = (
     {"block_q": 320, "block_k": 16, "length": 32768},
 )
 KNOBS: dict[str, list[Any]] = {name: [value for _, value in knob.options] for name, knob in SPEC.flat().items()}
+LESSON = Path(__file__).resolve().parents[3] / "vllm" / "03_flash_attention.py"
 WIDTHS = (360, 400, 599, 600, 640, 760)
 positions = st.fixed_dictionaries({name: st.sampled_from(values) for name, values in KNOBS.items()})
-
-
-def lesson():
-    return load(Path(__file__).resolve().parents[3] / "vllm" / "03_flash_attention.py")
 
 
 def test_a_sweep_is_the_counters():
@@ -48,7 +45,7 @@ def test_a_sweep_is_the_counters():
 
 
 @given(positions, st.sampled_from(WIDTHS))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_every_position_of_the_knobs_is_drawn(knobs, width):
     state = sweep(**knobs)
     picture = figure(state, width, pinned=sweep())
@@ -61,7 +58,7 @@ def test_every_position_of_the_knobs_is_drawn(knobs, width):
 
 
 @given(positions)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=10, deadline=None)
 def test_the_edges_are_where_the_verdict_changes(knobs):
     state = sweep(**knobs)
     for queries, traffic in zip(state.queries, state.by_queries, strict=True):
@@ -77,16 +74,12 @@ def test_the_edges_are_where_the_verdict_changes(knobs):
     ("knobs", "tone", "words"),
     [
         ({"head_dim": 128, "block_q": 16}, "broken", "more bytes"),  # fewer than d / 4 queries
-        ({"head_dim": 256, "block_q": 48}, "broken", "more bytes"),
         ({"head_dim": 64, "block_q": 32}, "tight", "1.98 times fewer"),
-        ({"head_dim": 64, "block_q": 64}, "fine", "3.94 times fewer"),
         ({"block_q": 128, "block_k": 128}, "fine", "3.8"),  # FlashAttention-3's own
         ({"block_q": 128, "block_k": 128, "stages": 4}, "broken", "288 KiB of shared memory, but the limit is 227"),
         ({"block_q": 256}, "tight", "registers spill"),  # as the lesson's table says: 144 bytes
-        ({"block_q": 256, "gpu": "A100-80", "block_k": 256}, "broken", "does not launch"),
         ({"head_dim": 256, "block_q": 128, "block_k": 80}, "tight", "times fewer"),  # the last that fits
         ({"head_dim": 256, "block_q": 128, "block_k": 96}, "broken", "does not launch"),
-        ({"gpu": "RTX 4090", "block_q": 128, "block_k": 128}, "broken", "does not launch"),
         ({"gpu": "RTX 4090", "block_q": 128, "block_k": 64, "stages": 1}, "fine", "3.88 times fewer"),
     ],
 )
@@ -95,8 +88,7 @@ def test_the_verdict_is_what_theory_says(knobs, tone, words):
     assert (outcome.tone, words in outcome.words) == (tone, True), outcome
 
 
-@pytest.mark.parametrize("keys_a_tile", [1, 4, 7, 24, 100])
-@pytest.mark.parametrize("times", [1 / 16, 1, 50])
+@pytest.mark.parametrize(("keys_a_tile", "times"), [(1, 1 / 16), (7, 1), (24, 50)])
 def test_the_steps_end_at_the_softmax_of_the_row(keys_a_tile, times):
     row = flash_attention_row.scaled_row(times)
     steps = flash_attention_row.walked(row, keys_a_tile)
@@ -107,14 +99,6 @@ def test_the_steps_end_at_the_softmax_of_the_row(keys_a_tile, times):
     assert steps[-1].got.m == max(row.scores)
     assert [step.end for step in steps] == [*range(keys_a_tile, 24, keys_a_tile), 24]
     assert all(step.factor == pytest.approx(step.right_factor, abs=1e-9) for step in steps)
-
-
-def test_the_row_is_a_row_of_attention():
-    row = flash_attention_row.scaled_row(1)
-    assert len(row.tokens) == len(row.scores) == len(row.values) == 24
-    assert "".join(row.tokens).startswith("def total(prices, count):")
-    rising = {step.got.m for step in sweep().steps}
-    assert len(rising) >= 4, "the maximum must move, or there is nothing to see"
 
 
 def test_the_frames_walk_band_by_band_and_then_tile_by_tile():
@@ -140,7 +124,7 @@ def never_corrected(state, scores, values):
 
 
 def test_the_readers_step_walks_the_row():
-    state = sweep(softmax_step=lesson().softmax_step)
+    state = sweep(softmax_step=load(LESSON).softmax_step)
     assert state.wrong is None
     assert "Your softmax_step gives the right row" in verdict(state).words
     assert "✓" in figure(state)

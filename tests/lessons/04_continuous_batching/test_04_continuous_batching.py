@@ -8,9 +8,9 @@ from collections import deque
 import pytest
 import torch
 from kernels.harness import assert_close, assert_compiles, reference_attention
-from lessons.harness import assert_refuses, exercise_tests, figures_of_quick_run, script_path
+from lessons.harness import SMALL, exercise_tests, figures_of_quick_run, script_path
 
-from minivllm.config import EMBEDDED_MODEL, NO_PARTS, CacheConfig, ModelConfig, SchedulerConfig
+from minivllm.config import EMBEDDED_MODEL, NO_PARTS, CacheConfig, SchedulerConfig
 from minivllm.errors import MinivllmError
 from minivllm.kernels.unified_attention import unified_attention
 from minivllm.models.loader import random_model
@@ -50,24 +50,12 @@ def test_counts_agree_with_the_formula():
         assert results[title]["theory"]["8"] == pytest.approx(share, abs=0.03)
 
 
-def test_the_timelines():
-    outputs = (3, 14, 5, 8, 12, 4, 6, 2, 9, 5)
-    timelines = lesson.show_timelines(outputs, 4)
-    assert timelines["static"]["steps"] == 14 + 12 + 9
-    assert timelines["continuous"]["steps"] == 20
-    for timeline in timelines.values():
-        rows = timeline["slots"]
-        assert [sum(row.count(chr(65 + i)) for row in rows) for i in range(10)] == list(outputs)
-        assert timeline["used"] == pytest.approx(sum(outputs) / (4 * timeline["steps"]))
-
-
 # ---- the kernel ----------------------------------------------------------------------------------
 
 RAGGED = {
     "prefills": ([17, 1, 33, 16], [17, 1, 33, 16]),
     "decodes": ([1, 1, 1, 1], [1, 31, 32, 33]),
     "mixed": ([1, 20, 0, 5, 1], [64, 50, 7, 5, 0 + 1]),
-    "one request": ([3], [70]),
     "an empty one at each end": ([0, 4, 0], [0, 9, 12]),
 }
 
@@ -79,7 +67,7 @@ def ragged_case(queries, lengths, heads, kv_heads, head_dim, dtype):
     return q, k, v, lesson.starts(queries), lesson.starts(lengths)
 
 
-@pytest.mark.parametrize("shape", [(2, 2, 64), (6, 2, 80), (4, 1, 128)], ids=str)
+@pytest.mark.parametrize("shape", [(2, 2, 64), (6, 2, 80)], ids=str)
 @pytest.mark.parametrize("case", RAGGED)
 def test_one_launch_is_the_loop(case, shape, device):
     queries, lengths = RAGGED[case]
@@ -130,12 +118,6 @@ def test_the_kernel_compiles_everywhere(head_dim, group):
     )  # fmt: skip
 
 
-SMALL = ModelConfig(
-    num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16, hidden_size=64,
-    intermediate_size=96, vocab_size=256, max_position_embeddings=256, model_type="llama",
-)  # fmt: skip
-
-
 @torch.inference_mode()
 def test_requests_in_one_forward_pass_do_not_see_one_another():
     model, sizes = random_model(SMALL, dtype="float32"), [2, 9, 5]
@@ -150,7 +132,7 @@ def test_requests_in_one_forward_pass_do_not_see_one_another():
 # ---- asynchronous scheduling ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("schedule_ms", "forward_ms"), [(2, 5), (5, 2), (0, 3), (4, 4)])
+@pytest.mark.parametrize(("schedule_ms", "forward_ms"), [(2, 5), (5, 2), (4, 4)])
 def test_two_deep_hides_the_shorter_half_if_there_are_placeholders(schedule_ms, forward_ms):
     result = report.measure_pipelines(schedule_ms, forward_ms, tokens=200)
     alone, blind, overlapped = result.values()
@@ -357,36 +339,6 @@ def test_random_workloads_alone_tell_decodes_first_from_the_order_of_admission(m
         checks["check_the_engine_decides_the_same"](load_mutant(script_path("04"), MUTANTS[mistake]))
 
 
-def unfinished_prompts_before_a_decode(threshold: int) -> tuple[int, int]:
-    """Count the steps of 40 random workloads in which the engine schedules one, and all steps."""
-    count = steps = 0
-    for seed in range(40):
-        draw, computed = random.Random(seed), {}
-        arrivals = [
-            [(f"{step}.{i}", draw.randint(1, 40), draw.randint(1, 6)) for i in range(draw.choice([0, 1, 3]))]
-            for step in range(8)
-        ]
-        prompts = {name: prompt for step in arrivals for name, prompt, _ in step}
-        engine_steps = checks["check_prediction"].__globals__["engine_steps"]
-        for scheduled, _ in engine_steps(arrivals, draw.choice([8, 16, 40]), 6, threshold=threshold):
-            order = []
-            for name, tokens in scheduled.items():
-                before = computed.get(name, 0)
-                computed[name] = before + tokens
-                order.append("decode" if before >= prompts[name] else computed[name] < prompts[name])
-            steps += 1
-            count += any(unfinished is True and "decode" in order[at:] for at, unfinished in enumerate(order))
-    return count, steps
-
-
-def test_only_a_threshold_shows_that_decodes_do_not_go_first():
-    """An unfinished prompt is the last of its step, unless a chunk may end while budget is left."""
-    result, steps = unfinished_prompts_before_a_decode(threshold=0)
-    assert steps > 300
-    assert result == 0
-    assert unfinished_prompts_before_a_decode(threshold=5)[0] > 20
-
-
 FOLLOWED = {"for": (5, 6), "class": (10, 6)}
 
 
@@ -475,17 +427,3 @@ def test_quick_run(tmp_path):
     assert figures["engine"]["both"] == pytest.approx(figures["engine"]["batching"] * figures["engine"]["paging"])
     gaps = [figure["longest_gap"] for figure in figures["long_prompt"].values()]
     assert gaps == sorted(gaps, reverse=True), "a smaller budget, a shorter gap"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "about"),
-    [
-        (["--seats", "0"], "--seats: must be from 1 to 64"),
-        (["--seats", "100000"], "--seats: must be from 1 to 64"),
-        (["--requests", "3"], "--requests: must be from 12 to 4096"),
-        (["--model", "/no/such/model"], "no model directory"),
-        (["--plot", "figure.txt"], "must end in .png or .svg"),
-    ],
-)
-def test_bad_input_is_one_line(arguments, about):
-    assert_refuses(lesson, *arguments, about=about)

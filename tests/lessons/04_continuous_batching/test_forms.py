@@ -30,7 +30,7 @@ LENGTHS = st.tuples(st.integers(1, 60), st.integers(1, 8))
     st.booleans(),
     st.sampled_from([(AMPLE, 16), (17, 4), (68, 1)]),
 )
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_the_lessons_scheduler_is_the_engines(arrivals, budget, places, all_at_once, memory):
     """Every request has the same tokens in every step, in order, with ample memory and with
     preemptions.
@@ -57,18 +57,6 @@ def test_a_static_batch_is_the_engines_static_batch(lengths, budget, places):
     run = simulate([SimulatedRequest(*length) for length in lengths], config, blocks, FIXED)
     requests = [lesson.Request(str(i), *length) for i, length in enumerate(lengths)]
     assert [step.scheduled for step in run.steps] == list(lesson.Scheduler(requests, budget, places, True).steps())
-
-
-@given(st.lists(LENGTHS, min_size=1, max_size=12), st.integers(1, 40), st.integers(1, 5))
-@settings(max_examples=60, deadline=None)
-def test_every_token_is_scheduled_once_and_within_the_budget(lengths, budget, places):
-    requests, got = lesson.named(lengths), {}
-    for step in lesson.Scheduler(requests, budget, places).steps():
-        assert 0 < sum(step.values()) <= budget
-        assert len(step) <= places
-        for name, tokens in step.items():
-            got[name] = got.get(name, 0) + tokens
-    assert got == {chr(65 + i): prompt + output - 1 for i, (prompt, output) in enumerate(lengths)}
 
 
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=6), st.integers(1, 3))

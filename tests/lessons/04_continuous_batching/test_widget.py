@@ -19,7 +19,7 @@ from minivllm.errors import MinivllmError
 from minivllm_lab.exercise import load as load_lesson
 from widgets import continuous_batching as widget
 from widgets.continuous_batching import curves, runs
-from widgets.continuous_batching.curves import LOADS, SERVICE, Curve
+from widgets.continuous_batching.curves import LOADS, Curve
 from widgets.shell.session import Session
 
 complete = widget.SPEC.complete
@@ -30,6 +30,7 @@ RUNS = {
     "spread": st.sampled_from(SPREADS),
     "burstiness": st.sampled_from([value for _, value in widget.BURSTS]),
 }
+SIX_LOADS = (0.1, 0.3, 0.6, 0.9, 1.2, 1.5)
 LIMITS = st.sampled_from([value for _, value in widget.LIMITS])
 
 
@@ -48,8 +49,7 @@ def knee_of(curve: Curve) -> float:
 # ---- theory
 
 
-@pytest.mark.parametrize("seats", SEATS)
-@pytest.mark.parametrize("spread", [0.0, 1.0])
+@pytest.mark.parametrize(("seats", "spread"), [(1, 1.0), (8, 0.0), (16, 1.0)])
 def test_a_load_above_1_is_broken_at_every_seat_count_and_under_both_policies(seats: int, spread: float):
     state = here(load=1.1, seats=seats, spread=spread, limit=5.0)
     assert [curve.queue_grows(load) for curve in state.curves for load in (1.1, 1.5)] == [True] * 4
@@ -57,8 +57,7 @@ def test_a_load_above_1_is_broken_at_every_seat_count_and_under_both_policies(se
     assert "no policy helps" in widget.verdict(state).words
 
 
-@pytest.mark.parametrize("seats", SEATS)
-@pytest.mark.parametrize("spread", SPREADS)
+@pytest.mark.parametrize(("seats", "spread"), [(1, 1.0), (4, 0.0), (8, 0.5), (16, 1.5)])
 def test_each_queue_begins_to_grow_where_theory_says(seats: int, spread: float):
     """Static batching breaks at mean / mean longest of a batch, continuous at 1; lengths decide,
     not hardware.
@@ -73,11 +72,8 @@ def test_each_queue_begins_to_grow_where_theory_says(seats: int, spread: float):
     assert experiment.ceiling("continuous") == pytest.approx(1.0, abs=0.01)
 
 
-SOME = pytest.mark.parametrize(("seats", "spread"), [(2, 1.5), (4, 0.5), (8, 1.0), (16, 1.5)])
-
-
-@SOME
-def test_the_knees_lie_near_the_formula_and_near_1(seats: int, spread: float, monkeypatch: pytest.MonkeyPatch):
+def test_the_knees_lie_near_the_formula_and_near_1(monkeypatch: pytest.MonkeyPatch):
+    seats, spread = 8, 1.0
     formula = runs.experiment(seats, spread, 1.0).formula
     near = tuple(load for load in LOADS if min(abs(load - formula), abs(load - 1)) < 0.25)
     monkeypatch.setattr(curves, "LOADS", near)
@@ -108,6 +104,7 @@ def test_every_point_is_400_requests_and_both_policies_serve_the_same_arrivals()
     assert all(by_policy[0][load] == pytest.approx(by_policy[1][load]) for load in shared)
 
 
+@mock.patch.object(curves, "LOADS", SIX_LOADS)
 def test_the_lengths_of_a_workload_replace_the_spread():
     state = complete(file="azure-code")
     assert "divided by" in state.note
@@ -160,30 +157,7 @@ def test_each_challenge_can_be_met_and_not_by_one_key_but_the_first(index: int, 
     assert not solved.advice
 
 
-def test_advice_names_the_knob_that_is_wrong():
-    check = widget.CHALLENGES[2].check
-    assert "Raise the seats to 4 (now 2)" in check(here(seats=2)).advice
-    assert "Raise the length spread" in check(here(seats=4, spread=0.25, load=0.6)).advice
-    assert check(here(seats=4, spread=0.5, load=0.3)).advice.startswith("Raise the load")
-    assert "queue grows" in check(here(seats=8, spread=0.5, load=0.6)).advice
-    assert "0.05" not in check(here(seats=4, spread=0.5, load=0.6, limit=0.05)).advice
-    assert "batch to end" in check(here(seats=4, spread=0.5, load=0.6, limit=0.05)).advice
-    assert "above 1" in check(here(seats=4, spread=0.5, load=1.2)).advice
-
-
-@pytest.mark.parametrize("in_time", [379, 380, 381])
-def test_a_service_level_that_is_missed_is_never_rounded_to_one_that_is_met(in_time: int):
-    point = runs.Point([0.1] * in_time + [1.0] * (400 - in_time), 0, 1)
-    curve = Curve("static", {0.5: point}, 1.0, complete().curves[0].stretch, 0.5)
-    assert curve.late(0.5) == (in_time < 380)
-    assert (widget.share(point.goodput(0.5)) == widget.share(SERVICE)) == (in_time == 380)
-    assert curve.late(0.5) == (point.ttft(SERVICE) > 0.5)
-
-
 # ---- the picture
-
-
-SIX_LOADS = (0.1, 0.3, 0.6, 0.9, 1.2, 1.5)
 
 
 @given(**RUNS, positions=st.lists(st.tuples(st.sampled_from(SIX_LOADS), LIMITS), min_size=3, max_size=3))
@@ -207,15 +181,6 @@ def assert_is_drawn(state: widget.State, width: int) -> None:
     assert "nan" not in picture.lower().replace("finance", "")
     assert not re.search(r'width="-|height="-|d="[^"]*--|h-[^z]*v', picture), "no shape runs backwards"
     assert float(ET.fromstring(picture).get("width", 0)) == width
-
-
-def test_a_slot_is_empty_while_somebody_waits_under_static_batching_only():
-    for seats in (2, 8):
-        static, continuous = (curve.stretch for curve in complete(seats=seats).curves)
-        assert static.missed(seats)
-        assert not continuous.missed(seats)
-        assert static.used_while_waiting(seats) < 0.8
-        assert continuous.used_while_waiting(seats) == 1.0
 
 
 # ---- how it runs
@@ -251,6 +216,7 @@ def lesson():
     return load_lesson("vllm/04_continuous_batching.py")
 
 
+@mock.patch.object(curves, "LOADS", SIX_LOADS)
 def test_the_lessons_own_schedule_gives_the_curve_of_continuous_batching(lesson):
     mine, ours = complete(schedule=lesson.schedule).curves[1], complete().curves[1]
     assert mine.name == "yours"
@@ -264,10 +230,10 @@ def test_a_schedule_that_admits_into_an_empty_batch_only_breaks_where_static_doe
         places = len(running) if running else max_num_seqs
         return lesson.schedule(running, waiting, pool, token_budget, chunk_limit, places)
 
-    for load in (0.3, 1.2, 0.7):
+    for load in (1.2, 0.7):
         state = here(schedule=shut, load=load)
     static, yours = state.curves
-    assert len(yours.points) == 3
+    assert len(yours.points) == 2
     assert yours.points.items() <= static.points.items()
     assert widget.verdict(state).tone == "broken"
     assert "Your schedule cannot keep up" in widget.verdict(state).words

@@ -8,23 +8,19 @@ import re
 import pytest
 import torch
 from kernels.harness import assert_close, assert_compiles, random_block_table, reference_attention
-from lessons.harness import REPOSITORY, assert_refuses, exercise_tests, figures_of_quick_run, script_path
-from pictures import differences
+from lessons.harness import REPOSITORY, exercise_tests, figures_of_quick_run, script_path
 
 from minivllm import LLM, SamplingParams
 from minivllm.config import EMBEDDED_MODEL, NO_PARTS, Parts
 from minivllm.core.policy import SchedulingPolicy
 from minivllm.kernels import packed_weights
 from minivllm.kernels import reshape_and_cache as engine_cache
-from minivllm.kernels.cpu import cache_calls
 from minivllm.kernels.quantized_linear import quantized_linear
 from minivllm.kernels.unified_attention import unified_attention
-from minivllm.models.loader import load_model
 from minivllm_lab.exercise import checks_of, load, plug_of, run_checks
 from minivllm_lab.followed import PROMPT, followed
 from minivllm_lab.mutants import load_mutant
 from minivllm_lab.optimization_catalog import opening, quantization, report
-from minivllm_lab.optimization_catalog.graph_replay import graph_replay
 from minivllm_lab.plugged import Plugged, serve
 from minivllm_simulate.known_models import known_model
 
@@ -72,11 +68,6 @@ def test_what_five_prompts_find_is_what_the_text_says():
     assert [asked[place].outputs[0].text for place in (0, 4)] == [" a + b\n\ndef", " a, b\n\ndef"]
 
 
-def test_the_figure_of_a_replay_is_as_it_is_drawn():
-    committed = (REPOSITORY / "lessons" / "figures" / "05_graph_replay.svg").read_text()
-    assert differences(graph_replay(), committed) == []
-
-
 # ---- the KV cache in int8 ------------------------------------------------------------------------
 
 
@@ -95,13 +86,14 @@ def written(lengths, kv_heads, head_dim, block_size, dtype, device):
     new[:, ::5, 0] = 0
     new[0, 1::7, 0, 3] = 300
     for rows, cache, scale in zip(new.to(device), caches, scales, strict=True):
-        lesson.quantize_launch(rows, slots.to(device), cache, scale)
+        padded = torch.cat([slots.new_tensor([-1]), slots]).to(device)  # a row without a slot is not written
+        lesson.quantize_launch(torch.cat([rows[:1], rows]), padded, cache, scale)
     return new, slots, caches, scales, tables
 
 
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim", "block_size", "dtype"),
-    [(2, 2, 64, 16, EXACT), (6, 2, 80, 5, torch.float16), (4, 1, 128, 1, EXACT), (3, 3, 16, 64, torch.float16)],
+    [(2, 2, 64, 16, EXACT), (6, 2, 80, 5, torch.float16), (4, 1, 128, 1, EXACT)],
 )
 def test_what_the_kernels_write_and_read(heads, kv_heads, head_dim, block_size, dtype, device):
     torch.manual_seed(0)
@@ -124,15 +116,6 @@ def test_what_the_kernels_write_and_read(heads, kv_heads, head_dim, block_size, 
         else:
             expected = reference_attention(q[row, None], k[end - n : end], v[end - n : end], head_dim**-0.5)[0]
             assert_close(out[row], expected)
-
-
-def test_padding_is_not_written(device):
-    rows, cache = torch.randn(3, 2, 16, device=device), torch.full((4, 2, 16), 9, dtype=torch.int8, device=device)
-    scales = torch.zeros(4, 2, device=device)
-    lesson.quantize_launch(rows, torch.tensor([-1, 2, -1], device=device), cache, scales)
-    assert (cache[[0, 1, 3]] == 9).all()
-    assert scales[2].all()
-    assert not scales[[0, 1, 3]].any()
 
 
 def test_the_lessons_cache_is_the_engines(device):
@@ -165,16 +148,6 @@ def test_the_lessons_cache_is_the_engines(device):
     assert_close(lesson.int8_decode(q, caches, scales, tables.to(device), counts, block), engine)
 
 
-def test_the_cpu_forms_agree():
-    """`quantize` in PyTorch equals the engine's CPU form, except for rounding at halves."""
-    rows = torch.randn(500, 3, 32)
-    rows[::7, 1] = 0
-    (integers, scales), (theirs, their_scales) = lesson.quantize(rows), cache_calls.quantize(rows)
-    assert torch.equal(scales, their_scales)
-    assert (integers.int() - theirs).abs().max() <= 1
-    assert (integers != theirs).float().mean() < 1e-3
-
-
 def test_kernels_of_the_cache_compile_everywhere():
     sizes = {"HEAD_DIM": 128, "BLOCK_D": 128}
     arguments = {"rows": "*bf16", "slots": "*i64", "cache": "*i8", "scales": "*fp32", **sizes}
@@ -189,23 +162,12 @@ def test_kernels_of_the_cache_compile_everywhere():
     assert_compiles(lesson.int8_decode_kernel, arguments, load_bytes=8)
 
 
-def test_one_outlier_breaks_a_scale_for_all():
-    """A channel is multiplied by 50: with a scale per token and head only its own head suffers,
-    with a single scale all do.
-    """
-    torch.manual_seed(0)
-    rows = torch.randn(100, 4, 64)
-    rows[:, 0, 0] *= 50
-    ways = quantization.int8_caches(lesson.quantize).values()
-    near, far = ((rounded(rows) - rows)[:, 1:].square().mean() for rounded in ways)
-    assert far > 300 * near
-
-
 # ---- weights -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("m", "n", "k"), [(1, 64, 64), (5, 70, 200), (17, 1, 33), (33, 130, 65)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(
+    ("m", "n", "k", "dtype"), [(1, 64, 64, EXACT), (17, 1, 33, torch.float16), (33, 130, 65, EXACT)]
+)
 def test_the_product_with_int8(m, n, k, dtype, device):
     torch.manual_seed(0)
     x, (integers, scales) = torch.randn(m, k).to(dtype), lesson.quantize(torch.randn(n, k))
@@ -220,7 +182,7 @@ def test_the_product_compiles_everywhere():
     assert_compiles(lesson.w8a16_kernel, {**arguments, **tiles}, tensor_core=True, load_bytes=16)
 
 
-@pytest.mark.parametrize(("columns", "group"), [(64, 16), (64, 64), (70, 16), (7, 2), (128, 128)])
+@pytest.mark.parametrize(("columns", "group"), [(64, 16), (70, 16), (7, 2)])
 def test_int4_packs_what_it_unpacks(columns, group):
     torch.manual_seed(0)
     weight = torch.randn(9, columns)
@@ -281,18 +243,13 @@ def test_wrong_replays():
 # ---- tensor parallelism --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6])
+@pytest.mark.parametrize("ranks", [1, 3, 4])
 def test_ranks_add_up(ranks):
     torch.manual_seed(0)
     x, up, gate = torch.randn(5, 8).double(), torch.randn(12, 8).double(), torch.randn(12, 8).double()
     down = torch.randn(7, 12).double()
     result = lesson.column_then_row(x, [gate, up], down, lambda g, u: torch.relu(g) * u, ranks)
     assert_close(result, (torch.relu(x @ gate.T) * (x @ up.T)) @ down.T)
-
-
-def test_a_layers_halves_on_two_ranks():
-    model = load_model(EMBEDDED_MODEL, "cpu", "float32")[0]
-    assert report.measure_parallel(model, lesson.column_then_row, lesson.all_reduce_bytes)["off"] < 1e-3
 
 
 def test_bytes_of_the_all_reduce():
@@ -518,16 +475,4 @@ def test_quick_run(tmp_path):
     assert thrashing[0] > 0.4
     assert thrashing[-1] == 0, "least recently used, in turn: the one that comes next has just gone"
     assert figures["salt"] == {"Ann": 0, "Bob": 0, "Ann again": 96}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "about"),
-    [
-        (("--users", "1"), "--users: must be from 2 to 32"),
-        (("--users", "100"), "--users: must be from 2 to 32"),
-        (("--group", "7"), "--group: must be an even number"),
-        (("--model", "nowhere"), "nowhere"),
-    ],
-)
-def test_bad_input_gets_one_line(arguments, about):
-    assert_refuses(lesson, *arguments, about=about)
+    assert figures["parallel"]["off"] < 1e-3

@@ -16,7 +16,7 @@ PROMPTS = st.tuples(st.lists(st.integers(0, 1), min_size=1, max_size=14), st.sam
 
 
 @given(st.lists(PROMPTS, max_size=20), st.integers(1, 4))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_the_same_tokens_are_found(prompts, block_size):
     """Prompts arrive one after another at a pool that is never full; each then leaves its blocks to
     the others.

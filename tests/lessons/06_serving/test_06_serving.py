@@ -6,12 +6,11 @@ import asyncio
 import re
 import subprocess
 import time
-from argparse import Namespace
 
 import pytest
 import torch
 from kernels.harness import assert_compiles
-from lessons.harness import REPOSITORY, assert_refuses, exercise_tests, figures_of_quick_run, script_path
+from lessons.harness import REPOSITORY, exercise_tests, figures_of_quick_run, script_path
 from patience import PATIENCE
 from warm_processes import WarmSubprocess
 
@@ -20,10 +19,10 @@ from minivllm.config import EMBEDDED_MODEL, NO_PARTS
 from minivllm.outputs import CompletionOutput, RequestOutput
 from minivllm_lab.exercise import load, plug_of
 from minivllm_lab.followed import PROMPT, followed
-from minivllm_lab.http_load import Answer
 from minivllm_lab.serving import report
 from minivllm_lab.serving.core_places import CoreInLoop
 from minivllm_lab.serving.request_trace import HOPS
+from minivllm_lab.serving.stage import Stage
 
 lesson = load(script_path("06"))
 TEXT = (REPOSITORY / "lessons" / "06_serving.md").read_text()
@@ -62,14 +61,6 @@ def test_stop_strings_by_hand():
     assert [other.push(piece)[0] for piece in pieces] == [" b", "", "", "\n\ndef"]
 
 
-def test_latencies_by_hand():
-    answer = Answer(due=0.0, sent=0.0, events=[0.05, 0.06, 0.07, 0.12])
-    assert (answer.ttft, answer.latency) == (0.05, 0.12)
-    assert [round(gap, 3) for gap in answer.itls] == [0.01, 0.01, 0.05]
-    assert answer.tpot(4) == pytest.approx(0.07 / 3)
-    assert answer.latency == pytest.approx(answer.ttft + 3 * answer.tpot(4))
-
-
 def test_no_answer_of_the_exercise_stands_before_it():
     before = TEXT.partition("## Build it")[0]
     assert "async def until_disconnected" not in before
@@ -91,7 +82,7 @@ def test_the_server_says_what_the_engine_says_and_forgets_who_leaves():
     )
     text = whole[0].outputs[0].text
     core = CoreInLoop(SETTINGS)
-    with report.Stage() as stage:
+    with Stage() as stage:
         server = lesson.Server(core, str(EMBEDDED_MODEL))
         port = stage.serve(server, core)
         assert texts_of(port, {"prompt": PROMPT, "max_tokens": 24}) == text
@@ -130,29 +121,12 @@ class DyingCore:
 def test_no_client_waits_for_a_core_that_has_failed():
     """Whatever ended the core, the stream ends without an event."""
     core = DyingCore()
-    with report.Stage() as stage:
+    with Stage() as stage:
         port = stage.serve(lesson.Server(core, str(EMBEDDED_MODEL)), core)
         client = report.RawClient(port, {"prompt": PROMPT, "max_tokens": 24})
         client.socket.settimeout(PATIENCE)
         assert client.read_events() == 0
         client.socket.close()
-
-
-@pytest.mark.parametrize(
-    ("slo_ttft", "knee", "where"), [(0.01, 0.0, "below 6.0"), (1.0, 10.0, "above 10.0")], ids=["no rate", "every rate"]
-)
-def test_a_service_level_that_no_rate_or_every_rate_meets_is_said(slo_ttft, knee, where, monkeypatch, capsys):
-    """The knee is then none of the tried rates, and the load beyond capacity is offered anyway."""
-    times = [0.1, *(0.2 for _ in range(report.QUICK.output_tokens - 1))]
-    answers = [Answer(0.0, 0.0, events=times)] * 8
-    monkeypatch.setattr(
-        report, "_closed", lambda real, arguments: {"1": {"requests_per_second": 8.0, "latency_mean_ms": 50.0}}
-    )
-    monkeypatch.setattr(report, "load_real", lambda *_: answers)
-    result = report.measure_load(None, Namespace(quick=True, seed=0, slo_ttft=slo_ttft, slo_tpot=1.0))
-    assert result["knee"] == knee
-    assert list(result["tried"]) == ["6.0", "10.0"]
-    assert f"The knee is {where} requests a second" in " ".join(capsys.readouterr().out.split())
 
 
 def texts_of(port, body):
@@ -168,7 +142,7 @@ def texts_of(port, body):
 # ---- the kernel ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("vocabulary", [1, 31, 32, 33, 1023, 1024, 1025, 5003])
+@pytest.mark.parametrize("vocabulary", [1, 31, 32, 1025])
 def test_the_kernel_masks_what_is_not_allowed(vocabulary, device):
     torch.manual_seed(vocabulary)
     allowed, logits = torch.rand(4, vocabulary) < 0.5, torch.randn(4, vocabulary)
@@ -512,16 +486,3 @@ def test_quick_run(tmp_path):
     ways = figures["ways"]["ways"]
     assert ways["TP"]["alone_ms"] < ways["DP"]["alone_ms"] < ways["PP"]["alone_ms"]
     assert ways["TP"]["sent_64"] > 50 * ways["PP"]["sent_64"] > 0
-
-
-@pytest.mark.parametrize(
-    ("arguments", "about"),
-    [
-        (("--clients", "0"), "--clients: must be from 1 to 64"),
-        (("--slo-ttft", "0"), "--slo-ttft: must be above 0"),
-        (("--slo-tpot", "soon"), "'soon' is not a number of seconds"),
-        (("--model", "nowhere"), "nowhere"),
-    ],
-)
-def test_bad_input_gets_one_line(arguments, about):
-    assert_refuses(lesson, *arguments, about=about)

@@ -21,7 +21,7 @@ DELTAS = st.lists(st.tuples(st.integers(0, 1), LETTERS, st.booleans()), min_size
 
 
 @given(st.lists(LETTERS, max_size=8), st.lists(st.text("ab\n", min_size=1, max_size=4), max_size=3))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_the_same_text_is_sent(pieces, stops):
     """Text is sent up to the stop string that the engine finds when it arrives letter by letter."""
     text, ours, sent, stopped = "".join(pieces), lesson.StopStrings(stops), "", None

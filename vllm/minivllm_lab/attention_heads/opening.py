@@ -15,9 +15,9 @@ from torch import Tensor
 
 from minivllm.config import EMBEDDED_MODEL, ModelConfig
 from minivllm.models.loader import load_model
-from minivllm_lab.drawing import BLANK, QUIET, RULE
+from minivllm_lab.drawing import BLANK, QUIET, RULE, arrow, line, rect, svg, text, tint
 from minivllm_lab.followed import followed
-from minivllm_lab.frames import Frames, arrow, line, rect, svg, text, tint
+from minivllm_lab.frames import Frames
 from minivllm_lab.palette import BLUE, GREEN, INK, ORANGE, VERMILLION
 
 LAYER, KV_HEAD = 2, 1

@@ -17,7 +17,7 @@ from minivllm_lab.figures import curves, panels
 from minivllm_lab.progress import track
 from minivllm_lab.proof import refusal
 from minivllm_lab.recording import bare_engine, foretell, record_run
-from minivllm_lab.tables import Timed, closing, console, table
+from minivllm_lab.tables import Timed, closing, console, record_table, table
 from minivllm_simulate.cost_model import FittedCost, RooflineCost, StepShape, model_error
 from minivllm_simulate.hardware import get_hardware
 from minivllm_simulate.known_models import known_model
@@ -121,17 +121,18 @@ def _measure_overload(cost: RooflineCost, cache: CacheConfig, requests: int, see
     rate = scenes.capacity(lengths, config, cache, cost)
     cases = [(load, lengths[:count]) for load in (0.7, 1.3) for count in (requests, 2 * requests)]
     results = [scenes.arrivals_at(load, part, config, cache, cost, rate, seed) for load, part in cases]
-    rows = [(f"{x.load} × capacity", x.requests, x.longest_queue, f"{x.late_ttft:.2f}") for x in results]
-    columns = ("arrivals", "requests", "longest queue", "s to first token, last quarter")
-    table(f"Capacity {rate:.1f} requests a second, modelled", columns, rows)
-    return {"capacity": rate, **{f"{x.load}_{x.requests}": vars(x) for x in results}}
+    records = {f"{result['load']}_{result['requests']}": result for result in results}
+    columns = "arrivals {load} × capacity | requests {requests} | longest queue {longest_queue} | "
+    columns += "s to first token, last quarter {late_ttft:.2f}"
+    record_table(f"Capacity {rate:.1f} requests a second, modelled", records, columns)
+    return {"capacity": rate, **records}
 
 
 def _measure_long_prompt(cost: RooflineCost, cache: CacheConfig) -> dict:
     """Let 16 chats decode while a prompt of 4,096 tokens arrives; print the gaps between a
     chat's tokens.
     """
-    results = {str(budget): vars(scenes.long_prompt(budget, cache, cost)) for budget in (8192, 2048, 512, 256)}
+    results = {str(budget): scenes.long_prompt(budget, cache, cost) for budget in (8192, 2048, 512, 256)}
     rows = [(budget, *(f"{1e3 * value:.1f}" for value in gaps.values())) for budget, gaps in results.items()]
     columns = ("budget", "usual gap, ms", "longest gap, ms", "its first token, ms")
     table("A prompt of 4,096 tokens among 16 chats, modelled", columns, rows)

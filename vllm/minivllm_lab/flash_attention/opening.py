@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 
+from minivllm_lab.drawing import QUIET, arrow, rect, svg, text, tint
 from minivllm_lab.followed import followed
-from minivllm_lab.frames import QUIET, Frames, arrow, rect, svg, text, tint
+from minivllm_lab.frames import Frames
 from minivllm_lab.palette import BLUE, GREEN, INK, ORANGE, VERMILLION
 
 LAYER, HEAD = 2, 6

@@ -25,11 +25,10 @@ from minivllm_lab.figures import panels
 from minivllm_lab.flash_attention.attention_in_model import KEYS_A_TILE, ModelRun
 from minivllm_lab.flash_attention.attention_traffic import (
     flash_traffic,
-    largest_block_q,
     longest_naive,
     naive_traffic,
 )
-from minivllm_lab.flash_attention.traffic_tables import HEAD_DIMS, MIB
+from minivllm_lab.flash_attention.traffic_tables import MIB
 from minivllm_lab.lesson import wrote
 from minivllm_lab.progress import track
 from minivllm_lab.results import ensure_writable, write_json
@@ -41,6 +40,8 @@ if TYPE_CHECKING:
 
     from minivllm.models.decoder import Decoder
 
+HEADS, BUDGET = 8, 2**30
+"""Heads whose stored scores must fit into this many bytes."""
 TEXT = "def total(prices, count):\n    result = 0\n    for price in prices:\n        result +="
 LIMITS = {dtype.__name__: math.log(float(np.finfo(dtype).max)) for dtype in (np.float16, np.float32)}
 """The largest score whose exponential each dtype can hold."""
@@ -51,14 +52,10 @@ HEAD_DIM = 64
 def parser(doc: str) -> argparse.ArgumentParser:
     """Build the parser: the common flags and the lesson's own; --help shows `doc`."""
     flags = lesson_parser(doc, EMBEDDED_MODEL)
-    flags.add_argument("--heads", type=positive_int, default=8, help="heads whose scores must fit the budget")
-    flags.add_argument("--budget-mib", type=positive_int, default=1024, help="memory for stored scores")
     flags.add_argument("--head-dim", type=positive_int, default=64, help="width of a head in the counted loops")
     flags.add_argument("--block-q", type=positive_int, default=128, help="queries per tile in the counted loops")
     flags.add_argument("--block-k", type=positive_int, default=64, help="keys per tile in the counted loops")
-    flags.add_argument("--on-chip-kib", type=positive_int, default=228, help="memory on the chip, for the powers")
     flags.add_argument("--target", choices=tuple(SHARED_MEMORY), default="sm_90", help="GPU the tiles are compiled for")
-    flags.add_argument("--text", default=TEXT, help="text for the model to read")
     flags.add_argument("--row", metavar="FILE", help="also write one row of the model's scores, which the widget shows")
     return flags
 
@@ -99,11 +96,6 @@ def plan(arguments: argparse.Namespace, device: torch.device) -> Plan:
 
 def _check(arguments: argparse.Namespace) -> None:
     """Reject flags that the lesson cannot handle."""
-    on_chip = arguments.on_chip_kib * 1024
-    for memory, head_dim in ((on_chip // 4, 64), (on_chip, max(HEAD_DIMS))):
-        largest_block_q(memory, head_dim, 16)  # raises if not even the smallest tile fits
-    if not 1 <= len(arguments.text) <= 1000:
-        raise MinivllmError(f"the text must have 1 to 1,000 characters, not {len(arguments.text):,}")
     if arguments.head_dim > 1024:
         raise MinivllmError(f"--head-dim must be at most 1,024, got {arguments.head_dim:,}")
     if arguments.block_q * arguments.block_k < 64:

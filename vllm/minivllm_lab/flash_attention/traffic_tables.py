@@ -16,17 +16,19 @@ from minivllm_lab.tables import table
 MIB = 2**20
 HEAD_DIMS = [32, 64, 128, 256]
 """The head dims used to fit the exponent of the head dim."""
+ON_CHIP = 228 * 1024
+"""Bytes of shared memory of an H100's multiprocessor."""
 PAPERS_GB = 40.3
 """FlashAttention, figure 2: what standard attention moved, forward and backward."""
 
 
 def show_traffic(
-    head_dim: int, block_q: int, block_k: int, longest: int, peaks: Mapping[str, float], on_chip: int
+    head_dim: int, block_q: int, block_k: int, longest: int, peaks: Mapping[str, float]
 ) -> dict[str, dict]:
     """Print the bytes that one head moves and keeps by length, the powers that they follow, and the
     bytes at the paper's shape.
 
-    `peaks` are the MiB that NumPy allocated; `on_chip` is the memory on the chip, in bytes.
+    `peaks` are the MiB that NumPy allocated.
     """
     lengths = [2**power for power in range(10, longest.bit_length())]
     naive = [naive_traffic(length, head_dim) for length in lengths]
@@ -48,10 +50,10 @@ def show_traffic(
         "less": naive[-1].moved / tiled[-1].moved,
         "peak_mib": dict(peaks),
     }
-    return {"traffic": traffic, "powers": _fit_powers(traffic, on_chip), "figure_2": _compare_with_paper()}
+    return {"traffic": traffic, "powers": _fit_powers(traffic), "figure_2": _compare_with_paper()}
 
 
-def _fit_powers(traffic: dict, on_chip: int) -> dict[str, float]:
+def _fit_powers(traffic: dict) -> dict[str, float]:
     """Fit the powers of T, of the head dim and of the memory on the chip with which the counted
     bytes grow.
     """
@@ -62,8 +64,8 @@ def _fit_powers(traffic: dict, on_chip: int) -> dict[str, float]:
     lengths, half = traffic["lengths"], len(traffic["lengths"]) // 2  # only in the longer half is T far below T²
     powers = {f"{name}_moved": exponent(lengths[half:], traffic["moved"][name][half:]) for name in ("naive", "tiled")}
     powers |= {f"{name}_kept": exponent(lengths, traffic["kept"][name]) for name in ("naive", "tiled")}
-    powers["head_dim"] = exponent(HEAD_DIMS, [moved(head_dim, on_chip) for head_dim in HEAD_DIMS])
-    chips = [on_chip // 4, on_chip // 2, on_chip, on_chip * 2]
+    powers["head_dim"] = exponent(HEAD_DIMS, [moved(head_dim, ON_CHIP) for head_dim in HEAD_DIMS])
+    chips = [ON_CHIP // 4, ON_CHIP // 2, ON_CHIP, ON_CHIP * 2]
     powers["on_chip"] = exponent(chips, [moved(64, memory) for memory in chips])
     forms = (
         ("T × T stored", "T^{naive_moved:.2f}", "T^{naive_kept:.2f}"),

@@ -9,9 +9,9 @@ from typing import Any
 
 from minivllm.config import EMBEDDED_MODEL, ModelConfig
 from minivllm.memory import kv_bytes_per_token
-from minivllm_lab.drawing import BLANK, QUIET, RULE
+from minivllm_lab.drawing import BLANK, QUIET, RULE, arrow, line, rect, svg, text, tint
 from minivllm_lab.followed import Row, Token, followed
-from minivllm_lab.frames import Frames, arrow, line, rect, svg, text, tint
+from minivllm_lab.frames import Frames
 from minivllm_lab.palette import BLUE, GREEN, GREY, ORANGE, VERMILLION
 
 WIDTH, HEIGHT = 872, 296

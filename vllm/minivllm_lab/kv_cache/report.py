@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from minivllm.config import EMBEDDED_MODEL, ModelConfig
 from minivllm.config.units import GIB
-from minivllm.errors import MinivllmError
 from minivllm.memory import MemoryLedger
 from minivllm.models.tokenizer import load_tokenizer
 from minivllm_lab import palette
@@ -23,23 +22,21 @@ from minivllm_simulate.known_models import CONFIGS, known_model
 if TYPE_CHECKING:
     import torch
 
+PROMPT = "def "
+"""The text to continue."""
+
 
 def load_prompt(arguments: argparse.Namespace, device: torch.device) -> tuple:
-    """Load the model and its tokenizer; encode the prompt and check that its continuation fits.
+    """Load the model and its tokenizer, and encode the prompt.
 
     Returns:
         The model, the tokenizer, the prompt's token ids, and the number of tokens to generate.
     """
     from minivllm.models.loader import load_model
 
-    (model, config), tokenizer = load_model(arguments.model, device, "float32"), load_tokenizer(arguments.model)
-    prompt, limit = tokenizer.encode(arguments.prompt).ids, config.max_position_embeddings
-    new_tokens = arguments.tokens or (32 if arguments.quick else 1024 if arguments.full else 256)
-    if not prompt:
-        raise MinivllmError("the prompt is empty: the model needs a token to start from")
-    if len(prompt) + new_tokens > limit:
-        raise MinivllmError(f"{len(prompt)} tokens of prompt and {new_tokens} new ones are more than {limit} positions")
-    return model, tokenizer, prompt, new_tokens
+    (model, _), tokenizer = load_model(arguments.model, device, "float32"), load_tokenizer(arguments.model)
+    new_tokens = 32 if arguments.quick else 1024 if arguments.full else 256
+    return model, tokenizer, tokenizer.encode(PROMPT).ids, new_tokens
 
 
 class Roofline:
@@ -207,8 +204,6 @@ def draw(results: dict, path: str) -> None:
 def parser(doc: str | None) -> argparse.ArgumentParser:
     """Build the parser: the common flags and the lesson's own; --help shows `doc`."""
     flags = lesson_parser(doc or "", EMBEDDED_MODEL)
-    flags.add_argument("--prompt", default="def ", help="text to continue")
-    flags.add_argument("--tokens", type=positive_int, help="tokens to generate (default: 256, 32 quick, 1024 full)")
     flags.add_argument("--gpu", default="L4", help="the card of the ledger")
     flags.add_argument("--serve", default="Llama-3.1-8B", help="the model on that card")
     flags.add_argument("--max-model-len", type=positive_int, default=2048, help="slots reserved for each request")

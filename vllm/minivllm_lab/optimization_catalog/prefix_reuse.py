@@ -104,14 +104,12 @@ class Load:
     @property
     def ample_blocks(self) -> int:
         """Return the size of a pool that never evicts: the blocks of all requests minus their hits."""
-        prompts = [self.prefix + self.kind.question + self.kind.answer] * self.users * self.turns
-        if self.kind.grows:
-            turn_tokens = self.kind.question + self.kind.answer
-            prompts = [length + index % self.turns * turn_tokens for index, length in enumerate(prompts)]
-        return sum(
-            -(-length // BLOCK_SIZE) - findable // BLOCK_SIZE
-            for length, findable in zip(prompts, self.findable(), strict=True)
-        )
+        lengths = [
+            request.prompt_tokens + self.kind.answer
+            for request in sessions(self.kind, self.users, self.turns, self.prefix)
+        ]
+        hits = sum(self.findable()) // BLOCK_SIZE
+        return sum(-(-length // BLOCK_SIZE) for length in lengths) - hits
 
 
 def reuse(load: Load, num_blocks: int, cost: Cost) -> Reuse:

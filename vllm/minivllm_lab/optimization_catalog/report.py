@@ -186,18 +186,11 @@ def draw(results: dict, path: str) -> None:
         right.set(title="CUDA graphs (published)", xlabel="× as fast", xlim=(0, 4))
 
 
-def even(text: str) -> int:
-    """Parse an even number of at least 2, as an argparse type."""
-    value = whole_number(2)(text)
-    if value % 2:
-        raise argparse.ArgumentTypeError(f"must be an even number, got {value}")
-    return value
-
-
 def parser(doc: str | None) -> argparse.ArgumentParser:
     """Build the parser: the common flags and the lesson's own; --help shows `doc`."""
     flags = lesson_parser(doc or "", EMBEDDED_MODEL)
     users = whole_number(2, 32)
     flags.add_argument("--users", type=users, default=8, help="users sharing prefixes, 2 to 32 (default: 8; quick: 4)")
-    flags.add_argument("--group", type=even, default=64, help="weights that share an int4 scale (default: 64)")
+    groups = (16, 32, 64, 128, 256)
+    flags.add_argument("--group", type=int, choices=groups, default=64, help="weights that share an int4 scale")
     return flags

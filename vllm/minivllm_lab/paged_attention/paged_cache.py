@@ -98,12 +98,12 @@ def random_case(heads: int, kv_heads: int, head_dim: int, block_size: int, lengt
     return [q, keys, values, block_table, torch.tensor(lengths, dtype=torch.int32)]
 
 
-def time_by_block_size(device: torch.device, sizes: Sequence[int], decode: Callable[..., Tensor]) -> dict:
+def time_by_block_size(device: torch.device, sizes: Sequence[int], decode: Callable[..., Tensor], rounds: int) -> dict:
     """Time decode attention by block size, in alternating runs, against a contiguous cache: one
     block per sequence.
 
     On a GPU it times `decode`, in bfloat16; on a CPU it times the engine's attention, which always
-    reads the table. The best of 40 rounds counts: other work can only slow a round down.
+    reads the table. The best round counts: other work can only slow a round down.
 
     Returns:
         `shape` in words, `contiguous_ms`, and relative to it `again`, for a second contiguous cache, and
@@ -128,7 +128,7 @@ def time_by_block_size(device: torch.device, sizes: Sequence[int], decode: Calla
     expected = runs["contiguous"]()
     for size, run in runs.items():
         assert furthest(run(), expected) < 1e-2, f"blocks of {size} give a different result"
-    seconds = {name: min(rounds) for name, rounds in in_turns(runs, 40, device).items()}
+    seconds = {name: min(times) for name, times in in_turns(runs, rounds, device).items()}
     ratio = {name: best / seconds["contiguous"] for name, best in seconds.items() if name != "contiguous"}
     shape = f"{sequences} sequences of {length:,} tokens, {heads} heads on {kv_heads}"
     return {

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from minivllm.errors import MinivllmError
 from minivllm_lab.block_tables import BlockTable, Pool
 from minivllm_lab.paged_attention.pool_audit import Fault, HeldTable, audit, counted_blocks, named
 from minivllm_simulate.workloads import RequestLengths
@@ -96,13 +95,7 @@ def play_pool(
         samples: answers to each request; they share the blocks of its prompt.
         most_blocks: the maximum number of blocks to show, the null block included; at least `samples` + 1.
         pool_class: called with the number of blocks; block 0 is the null block.
-
-    Raises:
-        MinivllmError: an argument makes no sense.
     """
-    if not requests or block_size < 1 or not 1 <= samples < most_blocks:
-        problem = f"{len(requests)} requests, blocks of {block_size}, {samples} samples, {most_blocks} blocks"
-        raise MinivllmError(f"a play needs requests, blocks with slots, and a block for each sample; got {problem}")
     shortened, waiting, usable = _fitted(requests, block_size, samples, most_blocks - 1)
     stage = _Stage(pool_class(usable + 1), block_size, deque(waiting))
     mean_output = sum(request.lengths.output_tokens for request in waiting) / len(waiting)

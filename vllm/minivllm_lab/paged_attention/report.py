@@ -34,14 +34,8 @@ STRANGER = (
     "    def __init__(self, owner, password):\n        self.owner = owner\n        self.password = password\n\n"
     "    def check(self, password):\n        if self.password"
 )
-MOST_BEAMS = 64
-"""Without sharing, each beam takes a whole sequence's blocks; with more beams a laptop needs
-minutes.
-"""
-MOST_SLOTS = 2**18
-"""As many as an 80 GB card has for a model of 8 billion parameters; the replay's time grows with
-them.
-"""
+SLOTS = 15_696
+"""Token slots of the replay: those of the paper's figure 2."""
 SHORT_REQUESTS = ("alpaca", "sharegpt", "azure-conversation")
 """The workloads for which block sizes are compared."""
 TITLES = {
@@ -63,13 +57,7 @@ SHARES = {"tokens": "a token", "later": "will, later", "never": "never will", "o
 def parser(doc: str) -> argparse.ArgumentParser:
     """Build the parser: the common flags and the lesson's own; --help shows `doc`."""
     flags = lesson_parser(doc, EMBEDDED_MODEL)
-    flags.add_argument("--prompt", default=PROMPT, help="text that the beam search continues")
-    flags.add_argument("--stranger", default=STRANGER, help="text of the other request in the forgotten-reference demo")
     flags.add_argument("--block-size", type=positive_int, default=16, help="token slots in a block (default: 16)")
-    flags.add_argument("--slots", type=positive_int, default=15_696, help="token slots of the replay (default: 15696)")
-    flags.add_argument(
-        "--beam-width", type=positive_int, default=4, help=f"beams of the search, at most {MOST_BEAMS} (default: 4)"
-    )
     return flags
 
 
@@ -77,7 +65,6 @@ def parser(doc: str) -> argparse.ArgumentParser:
 class Plan:
     """The amount of work in a run."""
 
-    slots: int
     block_size: int
     longest: int
     """Tokens of the longest request of the replay."""
@@ -86,10 +73,12 @@ class Plan:
     """Steps of the replay."""
     beam_steps: int
     """Tokens that the beam search writes."""
-    widths: list[int]
+    widths: Sequence[int]
     """Beams of each search, rising."""
     sizes: tuple[int, ...]
     """Block sizes that are compared."""
+    rounds: int = 40
+    """Timed runs of attention for each block size."""
 
     def cache_blocks(self, *texts: Sequence[int]) -> int:
         """Return how many blocks the widest search takes without sharing, for the longest of these
@@ -104,41 +93,29 @@ def plan(arguments: argparse.Namespace, longest: int) -> Plan:
     tokens.
 
     Raises:
-        MinivllmError: a flag is out of range.
+        MinivllmError: a block is longer than the longest request.
     """
-    size, slots, width = arguments.block_size, arguments.slots, arguments.beam_width
+    size, seed = arguments.block_size, arguments.seed
     if size > longest:
         raise MinivllmError(f"--block-size must be at most {longest:,}, the longest request, not {size:,}")
-    least = -(-longest // size) * size  # its last block counts as a whole
-    if not least <= slots <= MOST_SLOTS:
-        raise MinivllmError(f"--slots must be from {least:,} (the longest request) to {MOST_SLOTS:,}, not {slots:,}")
-    if width > MOST_BEAMS:
-        raise MinivllmError(f"--beam-width must be at most {MOST_BEAMS}, not {width:,}")
     if arguments.quick:
-        return Plan(slots, size, longest, arguments.seed, 300, 16, [width], (1, 16, 512))
-    sizes = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+        return Plan(size, longest, seed, steps=300, beam_steps=8, widths=(4,), sizes=(1, 16, 512), rounds=5)
     steps = 8000 if arguments.full else 2000
-    return Plan(slots, size, longest, arguments.seed, steps, 48, sorted({2, 4, 6, width}), sizes)
+    sizes = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+    return Plan(size, longest, seed, steps, beam_steps=48, widths=(2, 4, 6), sizes=sizes)
 
 
-def load_prompts(arguments: argparse.Namespace, device: torch.device, plan: Plan) -> tuple:
+def load_prompts(arguments: argparse.Namespace, device: torch.device) -> tuple:
     """Load the model and its tokenizer, and encode both prompts.
 
     Returns:
         The model, the tokenizer, and the token ids of the prompt to continue and of the stranger's.
-
-    Raises:
-        MinivllmError: a prompt is empty or too long.
     """
     from minivllm.models.loader import load_model
 
-    model, config = load_model(arguments.model, device, "auto" if device.type == "cuda" else "float32")
+    model, _ = load_model(arguments.model, device, "auto" if device.type == "cuda" else "float32")
     tokenizer = load_tokenizer(arguments.model)
-    prompt, stranger = (tokenizer.encode(text).ids for text in (arguments.prompt, arguments.stranger))
-    room = config.max_position_embeddings - plan.beam_steps
-    if not 0 < min(len(prompt), len(stranger)) <= max(len(prompt), len(stranger)) <= room:
-        raise MinivllmError(f"both prompts must have 1 to {room} tokens, not {len(prompt)} and {len(stranger)}")
-    return model, tokenizer, prompt, stranger
+    return model, tokenizer, *(tokenizer.encode(text).ids for text in (PROMPT, STRANGER))
 
 
 def measure_memory(plan: Plan, allocators: Mapping[str, Callable[[int], Memory]]) -> dict:
@@ -147,13 +124,13 @@ def measure_memory(plan: Plan, allocators: Mapping[str, Callable[[int], Memory]]
 
     Return the figures by workload and allocator, each with the factor by which blocks do better.
     """
-    results = replay_workloads(allocators, plan.slots, plan.steps, plan.longest, plan.seed)
+    results = replay_workloads(allocators, SLOTS, plan.steps, plan.longest, plan.seed)
     rows = []
     for kind, occupancy in results["sharegpt"].items():
         shares = (f"{getattr(occupancy, share):.1%}" for share in SHARES)
         paper = (f"{PAPER[kind][0]:.1%}", f"{PAPER[kind][1]:.1f}") if kind in PAPER else ("–", "–")
         rows.append((TITLES[kind], *shares, f"{occupancy.running:.1f}", *paper))
-    title = f"What {plan.slots:,} slots hold, requests like {WORKLOADS['sharegpt'].title}"
+    title = f"What {SLOTS:,} slots hold, requests like {WORKLOADS['sharegpt'].title}"
     caption = "paper: Kwon et al. 2023, figures 2 and 13, with 15.7 thousand slots"
     table(title, ("reserved", *SHARES.values(), "run", "paper: a token", "run"), rows, caption)
     rows = [(TITLES[kind], *(f"{kinds[kind].tokens:.1%}" for kinds in results.values())) for kind in TITLES]
@@ -207,9 +184,9 @@ def measure_block_sizes(
     """
     from minivllm_lab.paged_attention.paged_cache import time_by_block_size
 
-    price = time_by_block_size(device, plan.sizes, decode)
+    price = time_by_block_size(device, plan.sizes, decode, plan.rounds)
     allocators = {str(size): lambda slots, size=size: paged(slots, size) for size in plan.sizes}
-    held = replay_workloads(allocators, plan.slots, plan.steps // 3, plan.longest, plan.seed, SHORT_REQUESTS)
+    held = replay_workloads(allocators, SLOTS, plan.steps // 3, plan.longest, plan.seed, SHORT_REQUESTS)
     empty = {name: {size: kinds[size].empty for size in allocators} for name, kinds in held.items()}
     rows = [
         (

@@ -24,13 +24,11 @@ from minivllm.config import EMBEDDED_MODEL
 from minivllm.engine.core import EngineCore
 from minivllm_lab import palette
 from minivllm_lab.cli import lesson_parser, whole_number
-from minivllm_lab.disturbance import Control
 from minivllm_lab.figures import curves, named_bars, panels
 from minivllm_lab.http_load import Answer, Ask, answers_of, load, start_load
 from minivllm_lab.progress import track
-from minivllm_lab.serving.core_places import cores
 from minivllm_lab.serving.request_trace import HOPS, trace
-from minivllm_lab.serving.stage import RealServer, Stage
+from minivllm_lab.serving.stage import RealServer
 from minivllm_lab.tables import Timed, closing, console, heading, ms, record_table
 from minivllm_simulate.deployments import Deployment, bubble, bytes_sent, find_knee, serve
 from minivllm_simulate.hardware import get_hardware
@@ -38,7 +36,6 @@ from minivllm_simulate.known_models import known_model
 from minivllm_simulate.lever_checks import published_checks
 from minivllm_simulate.virtual_clock import percentile
 
-__all__ = ["Control", "Stage", "cores"]
 PROMPT_TOKENS = 32
 NUM_LEAVING, TOKENS_OF_LEAVING = 6, 200
 GPUS, GPU, MODEL = 4, "H100", "Llama-3.1-8B"
@@ -301,7 +298,7 @@ def measure_load(real: RealServer, arguments: argparse.Namespace) -> dict:
     clients: in less time, no queue builds up.
     """
     heading("4. What a server can handle")
-    size, closed = sizes(arguments), _closed(real, arguments)
+    size, closed = sizes(arguments), _closed_load(real, arguments)
     capacity = max(record["requests_per_second"] for record in closed.values())
     latency = max(record["latency_mean_ms"] for record in closed.values()) / 1e3
     seconds, rounds = (0.5, 1) if arguments.quick else (max(2.0, 3 * latency), 2)
@@ -310,7 +307,7 @@ def measure_load(real: RealServer, arguments: argparse.Namespace) -> dict:
 
     def attainment(rate: float) -> float:
         answers = load_real(real, rate, seconds, size.output_tokens, arguments.seed)
-        tried[rate] = _open(answers, size.output_tokens, arguments)
+        tried[rate] = _open_load(answers, size.output_tokens, arguments)
         return tried[rate]["met"]
 
     knee = find_knee(attainment, least, most, rounds)
@@ -325,21 +322,21 @@ def measure_load(real: RealServer, arguments: argparse.Namespace) -> dict:
         "Open load: share that met the service level, and each quarter's wait",
         {name: record | {str(i): w / 1e3 for i, w in enumerate(record["ttft_ms"])} for name, record in by_rate.items()},
         columns,
-        f"Each rate was offered for {seconds:.1f} s. The knee is {_where(knee, least, most)} requests a second;\n"
+        f"Each rate was offered for {seconds:.1f} s. The knee is {_describe(knee, least, most)} requests a second;\n"
         f"the closed load's maximum was {capacity:.1f}.",
     )
     ends = {"least": least, "most": most, "above": tried[most]}
     return {"closed": closed, "capacity": capacity, "seconds": seconds, "knee": knee, "tried": by_rate} | ends
 
 
-def _where(knee: float, least: float, most: float) -> str:
+def _describe(knee: float, least: float, most: float) -> str:
     """Describe a knee in words; it may be beyond all rates that were offered."""
     if not knee:
         return f"below {least:.1f}"
     return f"above {most:.1f}" if knee == most else f"at {knee:.1f}"
 
 
-def _open(answers: list[Answer], output_tokens: int, arguments: argparse.Namespace) -> dict:
+def _open_load(answers: list[Answer], output_tokens: int, arguments: argparse.Namespace) -> dict:
     """Return the share of requests that met the service level, and each quarter's median time to
     first token, in order.
     """
@@ -352,7 +349,7 @@ def _open(answers: list[Answer], output_tokens: int, arguments: argparse.Namespa
     return {"requests": len(ttfts), "met": statistics.mean(met), "ttft_ms": quarters} | ends
 
 
-def _closed(real: RealServer, arguments: argparse.Namespace) -> dict:
+def _closed_load(real: RealServer, arguments: argparse.Namespace) -> dict:
     """Let each client send its next request once it is answered, and count the requests in the
     server meanwhile.
     """
@@ -483,17 +480,17 @@ def shown_knees(record: Mapping[str, Any], size: Sizes) -> dict[str, str]:
 
 def close(results: dict, arguments: argparse.Namespace, disturbance: str) -> None:
     """Print the conclusions; `disturbance` says what else kept the machine busy, if anything."""
-    slow, left, load_found = results["slow"], results["left"], results["load"]
-    knee = _where(load_found["knee"], load_found["least"], load_found["most"])
+    slow, left, load_results = results["slow"], results["left"], results["load"]
+    knee = _describe(load_results["knee"], load_results["least"], load_results["most"])
     knees = {way: shown_knees(record, sizes(arguments)) for way, record in results["ways"]["ways"].items()}
     closing(
         f"A client that did not read for {slow['unread_seconds']:g} s stopped the naive server's others for "
         f"{slow['servers']['naive']['longest_gap_ms'] / 1e3:.1f} s, and clients that left had it compute "
         f"{left['naive']['in_vain']:,} tokens in vain.",
         Timed(
-            f"This server's knee is {knee} requests a second. At {load_found['most']:.1f}, the first quarter of the "
-            f"requests waited {load_found['above']['ttft_first_ms']:,.0f} ms for a first token, the last "
-            f"{load_found['above']['ttft_last_ms']:,.0f}."
+            f"This server's knee is {knee} requests a second. At {load_results['most']:.1f}, the first quarter of the "
+            f"requests waited {load_results['above']['ttft_first_ms']:,.0f} ms for a first token, the last "
+            f"{load_results['above']['ttft_last_ms']:,.0f}."
         ),
         f"On 4 {GPU}, modelled: for {MODEL} within {1e3 * TPOT_SLOS['tight']:g} ms a token TP handles "
         f"{knees['TP']['tight']} requests a second and DP {knees['DP']['tight']}; within "
@@ -523,27 +520,11 @@ def draw(results: dict, path: str) -> None:
         right.set(title=f"Knees on 4 {GPU} (modelled)", xlabel="requests a second")
 
 
-def seconds_above_zero(text: str) -> float:
-    """Parse an argument as a number of seconds above 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds") from None
-    if not 0 < value < 1000:
-        raise argparse.ArgumentTypeError(f"must be above 0 and below 1000 seconds, got {text}")
-    return value
-
-
 def parser(doc: str | None) -> argparse.ArgumentParser:
     """Add the lesson's own flags to the common ones; --help shows `doc`."""
     flags = lesson_parser(doc or "", EMBEDDED_MODEL)
     clients = "clients of the closed load, 1 to 64 (default: 16)"
     flags.add_argument("--clients", type=whole_number(1, 64), default=16, help=clients)
-    for flag, seconds, meaning in (
-        ("--slo-ttft", 0.25, "to a first token"),
-        ("--slo-tpot", 0.05, "per token after it"),
-    ):
-        flags.add_argument(
-            flag, type=seconds_above_zero, default=seconds, help=f"seconds {meaning} (default: {seconds})"
-        )
+    flags.add_argument("--slo-ttft", type=float, default=0.25, help="seconds to a first token (default: 0.25)")
+    flags.add_argument("--slo-tpot", type=float, default=0.05, help="seconds per token after it (default: 0.05)")
     return flags

@@ -11,8 +11,8 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-from collections.abc import Callable, Coroutine
-from contextlib import suppress
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -44,21 +44,16 @@ class Stage:
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
-        self._tasks: list[asyncio.Task[None]] = []
-        self._closers: list[Callable[[], object]] = []
-        self._engines: list[AsyncLLM] = []
+        self._servers = AsyncExitStack()
 
     def __enter__(self) -> Self:
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        with suppress(TimeoutError):
-            self.run(self._end())
+        self.run(self._servers.aclose())
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(SECONDS_TO_END)
-        for engine in self._engines:
-            engine.shutdown()
 
     def run(self, work: Coroutine[Any, Any, Any]) -> Any:
         """Run a coroutine on the stage's loop and return its result."""
@@ -70,46 +65,37 @@ class Stage:
         `server.run()` runs once, `server.handle(reader, writer)` once per connection; `core` is
         closed at the end.
         """
-        if core is not None:
-            self._closers.append(core.close)
-        return self.run(self._serve(server))
-
-    async def _serve(self, server: Any) -> int:
-        async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            writer.transport.set_write_buffer_limits(0)
-            with suppress(ConnectionError, asyncio.IncompleteReadError):  # the client may leave before it has asked
-                await server.handle(reader, writer)
-
-        listening = socket.create_server(("127.0.0.1", 0))
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SMALL_BUFFER)
-        self._tasks.append(asyncio.ensure_future(server.run()))
-        self._closers.append((await asyncio.start_server(handle, sock=listening)).close)
-        return listening.getsockname()[1]
+        return self.run(self._servers.enter_async_context(_serving(server, core)))
 
     def start_real_server(self, settings: dict[str, Any]) -> RealServer:
         """Start the server of `minivllm serve`, for an engine with these arguments."""
         args = EngineArgs(**settings, multiprocess=True)
-        engine = AsyncLLM(args)
-        self._engines.append(engine)
-        return self.run(self._start_real(engine, args))
+        return self.run(self._start_real(AsyncLLM(args), args))
 
     async def _start_real(self, engine: AsyncLLM, args: EngineArgs) -> RealServer:
-        from minivllm.entrypoints.openai.http_server import bind, make_server
-        from minivllm.entrypoints.openai.launcher import make_app
-        from minivllm.entrypoints.openai.settings import FrontendArgs
+        from minivllm_lab.over_http import serving
 
-        quiet = {"disable_uvicorn_access_log": True, "uvicorn_log_level": "error"}
-        settings = FrontendArgs(host="127.0.0.1", port=0, **quiet)
-        app = make_app(engine, args, settings, None)
-        server, listening = make_server(app, settings), bind(settings)
-        self._tasks.append(asyncio.ensure_future(server.serve(sockets=[listening])))
-        self._closers.append(lambda: setattr(server, "should_exit", True))
-        return RealServer(listening.getsockname()[1], app)
+        self._servers.push_async_callback(asyncio.to_thread, engine.shutdown)
+        return RealServer(*await self._servers.enter_async_context(serving(engine, args)))
 
-    async def _end(self) -> None:
-        for close in self._closers:
-            close()
-        await asyncio.sleep(0.2)
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+@asynccontextmanager
+async def _serving(server: Any, core: Any) -> AsyncIterator[int]:
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.transport.set_write_buffer_limits(0)
+        with suppress(ConnectionError, asyncio.IncompleteReadError):  # the client may leave before it has asked
+            await server.handle(reader, writer)
+
+    listening = socket.create_server(("127.0.0.1", 0))
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SMALL_BUFFER)
+    running = asyncio.create_task(server.run())
+    connections = await asyncio.start_server(handle, sock=listening)
+    try:
+        yield listening.getsockname()[1]
+    finally:
+        connections.close()
+        await asyncio.sleep(0.1)  # handlers of clients that have just left come to an end
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        if core is not None:
+            core.close()
