@@ -248,15 +248,18 @@ class FittedCost:
         """
         if len(steps) < 8:
             raise MinivllmError(f"a fit needs at least 8 measured steps, not {len(steps)}")
-        rows = [[value / step.seconds for value in _features(step.shape)] for step in steps]
-        kept = list(range(4))
-        while True:
-            solution = _least_squares([[row[i] for i in kept] for row in rows], [1.0] * len(rows))
-            if min(solution) >= 0 or len(kept) == 1:
+        import numpy as np
+
+        rows = np.array([_features(step.shape) for step in steps]) / [[step.seconds] for step in steps]
+        scales = rows.max(axis=0)  # units differ by a factor of a million
+        kept, factors = [index for index in range(4) if scales[index] > 0], np.zeros(4)
+        while kept:
+            solution = np.linalg.lstsq(rows[:, kept] / scales[kept], np.ones(len(rows)), rcond=1e-9)[0]
+            if min(solution) >= 0:
+                factors[kept] = solution / scales[kept]
                 break
-            kept.pop(solution.index(min(solution)))
-        factors = dict(zip(kept, solution, strict=True))
-        return cls(*(max(0.0, factors.get(index, 0.0)) for index in range(4)))
+            kept.pop(int(solution.argmin()))
+        return cls(*factors.tolist())
 
     def seconds(self, shape: StepShape) -> float:
         """Return the seconds of one step of this shape, by the fitted line."""
@@ -281,28 +284,6 @@ def _check(costs: object, *names: str, above_zero: bool) -> None:
 
 def _features(shape: StepShape) -> tuple[float, ...]:
     return 1.0, float(shape.num_reqs), float(shape.num_tokens), float(shape.num_pairs)
-
-
-def _least_squares(rows: list[list[float]], targets: list[float]) -> list[float]:
-    """Solve the normal equations by elimination; columns are scaled first, since their units differ
-    by a factor of a million.
-    """
-    width = len(rows[0])
-    scales = [max(abs(row[i]) for row in rows) or 1.0 for i in range(width)]
-    scaled = [[value / scale for value, scale in zip(row, scales, strict=True)] for row in rows]
-    matrix = [
-        [sum(row[i] * row[j] for row in scaled) + (1e-12 * len(rows) if i == j else 0.0) for j in range(width)]
-        + [sum(row[i] * target for row, target in zip(scaled, targets, strict=True))]
-        for i in range(width)
-    ]
-    for i in range(width):
-        pivot = max(range(i, width), key=lambda k: abs(matrix[k][i]))
-        matrix[i], matrix[pivot] = matrix[pivot], matrix[i]
-        for k in range(width):
-            if k != i:
-                factor = matrix[k][i] / matrix[i][i]
-                matrix[k] = [a - factor * b for a, b in zip(matrix[k], matrix[i], strict=True)]
-    return [matrix[i][width] / matrix[i][i] / scales[i] for i in range(width)]
 
 
 @dataclass(frozen=True)
