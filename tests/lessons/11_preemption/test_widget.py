@@ -10,6 +10,7 @@ from collections import Counter
 from functools import lru_cache
 
 import pytest
+from lessons.widget_harness import advice_test, challenge_test, preset_test, refusal_test, shaded
 
 from minivllm.errors import MinivllmError
 from minivllm.memory import kv_bytes_per_token, memory_ledger, num_parameters
@@ -228,7 +229,7 @@ SOLUTIONS = (
 )
 
 
-def solved(index: int, **knobs) -> widget.Progress:
+def solved(index: int, knobs: dict) -> widget.Progress:
     """Return a challenge's check once it knows the results of this pool and the next smaller
     one.
     """
@@ -241,22 +242,16 @@ def solved(index: int, **knobs) -> widget.Progress:
     raise AssertionError("the check does not end")
 
 
-@pytest.mark.parametrize(
-    ("index", "wrong"),
+test_each_challenge_can_be_met_and_by_what_it_is_about = challenge_test(
+    widget, here, SOLUTIONS,
     [(0, {"pool": 49152}), (0, {"pool": 131072}), (1, {"rule": "last in"}), (1, {"rule": "most blocks"}),
      (2, {"policy": "small"}), (2, {"policy": "recompute"}), (2, {"link": "10 Gb/s"})],
+    solved,
 )  # fmt: skip
-def test_each_challenge_can_be_met_and_by_what_it_is_about(index: int, wrong: dict):
-    right = solved(index, **SOLUTIONS[index])
-    assert right.met, right
-    assert not right.advice
-    missed = solved(index, **{**SOLUTIONS[index], **wrong})
-    assert not missed.met
-    assert any(widget.SPEC.flat()[name].label.lower() in missed.advice.lower() for name in wrong)
 
 
-@pytest.mark.parametrize(
-    ("index", "knobs", "named"),
+test_advice_names_the_knob_that_is_wrong = advice_test(
+    widget,
     [
         (0, {"gpu": "H200"}, "Use Llama-3.1-8B on an H100"),
         (0, {"load": 5.0}, "Raise the load"),
@@ -270,16 +265,9 @@ def test_each_challenge_can_be_met_and_by_what_it_is_about(index: int, wrong: di
         (2, {"gpu": "B200", "model": "Qwen3-14B"}, "Use Llama-3.1-8B"),
     ],
 )
-def test_advice_names_the_knob_that_is_wrong(index: int, knobs: dict, named: str):
-    first = next(iter(widget.sweep(**knobs)))  # the limits need no run
-    assert widget.CHALLENGES[index].check(first).advice.startswith(named)
 
 
-@pytest.mark.parametrize("preset", widget.SPEC.presets)
-def test_no_preset_meets_a_challenge(preset: str):
-    state = here(**widget.SPEC.presets[preset])
-    assert [challenge.check(state).met for challenge in widget.CHALLENGES] == [False, False, False]
-    assert widget.verdict(state).tone == "broken"
+test_no_preset_meets_a_challenge = preset_test(widget, here)
 
 
 def test_the_command_is_a_server_and_its_load():
@@ -299,8 +287,7 @@ def test_the_command_is_a_server_and_its_load():
 
 def test_what_breaks_is_shaded_with_its_cause():
     def regions(state: widget.State) -> list[str]:
-        drawn = ET.fromstring(widget.figure(state))
-        return [part.get("data-broken", "") for part in drawn.iter() if part.get("data-broken")]
+        return shaded(widget, state)
 
     assert regions(swept()) == [
         "full: 14 requests/s arrive, but it handles 12.5",
@@ -313,14 +300,11 @@ def test_what_breaks_is_shaded_with_its_cause():
     assert any(words.startswith("copies: steps wait") for words in slow)
 
 
-@pytest.mark.parametrize(
-    "knobs",
+test_input_that_makes_no_sense_is_refused_by_name = refusal_test(
+    widget,
     [{"pool": 1}, {"load": 0}, {"limit": -1}, {"prompt": 3}, {"answer": 0}, {"policy": "x"}, {"rule": 7},
      {"admission": "x"}, {"link": "x"}, {"model": "x"}, {"gpu": None}],
 )  # fmt: skip
-def test_input_that_makes_no_sense_is_refused_by_name(knobs: dict):
-    with pytest.raises(MinivllmError, match=next(iter(knobs))):
-        list(widget.sweep(**knobs))
 
 
 # ---- the reader's own choice

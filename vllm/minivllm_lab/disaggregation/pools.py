@@ -112,7 +112,7 @@ class Pools:
     """The engines of both pools, their settings, what their steps cost, and how they are linked.
 
     - `link`: each engine has one for both directions; a transfer holds the sender's and the
-      receiver's. With `shared` there is one link for all engines.
+      receiver's.
     - `layer_wise`: send each layer as soon as it is computed; else the transfer begins when the
       whole prompt is.
     - `connector`: makes the connector of each scheduler; called with whether the engine sends.
@@ -127,7 +127,6 @@ class Pools:
     bytes_per_token: int
     layers: int
     layer_wise: bool = False
-    shared: bool = False
     connector: Callable[[bool], SimulatedConnector] | None = None
 
 
@@ -252,7 +251,6 @@ class PoolSimulation:
         self.come = 0
         self.unended = load.counted
         self.work = 0
-        self.link_free = 0.0
         self.loop = EventLoop()
 
     def serve(self) -> Generator[None, None, list[Journey]]:
@@ -337,14 +335,14 @@ class PoolSimulation:
         if max(journey.computed, journey.taken) == math.inf:
             return
         seconds = self.pools.link.seconds(journey.prompt_tokens * self.pools.bytes_per_token)
-        free = self.link_free if self.pools.shared else max(source.link_free, target.link_free)
+        free = max(source.link_free, target.link_free)
         start = max(free, journey.taken, journey.begun if self.pools.layer_wise else journey.computed)
         end = start + seconds
         if start < journey.computed:
             end = layer_wise_end(start, journey.computed, seconds, self.pools.layers)
         journey.sent = start
         journey.received = end
-        self.link_free = source.link_free = target.link_free = end - self.pools.link.latency
+        source.link_free = target.link_free = end - self.pools.link.latency
         target.incoming.append(end)
         self.loop.at(end, partial(self._received, index))
 

@@ -25,7 +25,6 @@ from torch import Tensor
 from minivllm.config import EMBEDDED_MODEL, CacheConfig
 from minivllm_lab import palette
 from minivllm_lab.cli import lesson_parser, whole_number
-from minivllm_lab.device_rates import copy_bandwidth
 from minivllm_lab.disaggregation.goodput import Colocated, Disaggregated, Goodput, Objective, System, Work, goodput
 from minivllm_lab.disaggregation.model_checks import (
     ARITHMETIC_SLOWER,
@@ -47,7 +46,7 @@ from minivllm_lab.paged_model import load as load
 from minivllm_lab.progress import track
 from minivllm_lab.recording import bare_engine
 from minivllm_lab.tables import Timed, closing, console, heading, ms, record_table
-from minivllm_lab.timing import median_seconds, wall_seconds
+from minivllm_lab.timing import wall_seconds
 from minivllm_simulate.hardware import get_hardware
 from minivllm_simulate.known_models import known_model
 from minivllm_simulate.kv_links import Transfer, get_link
@@ -260,8 +259,8 @@ def transfer_case(numbers: int, num_blocks: int, block_ids: Sequence[int]) -> tu
 def verify_kernels(
     launch: Callable[..., Tensor], gather_kernel: Any, scatter_kernel: Any, device: torch.device
 ) -> dict:
-    """Check gathering and scattering bit for bit, also for blocks of awkward sizes; count bytes,
-    and time the kernel on a GPU.
+    """Check gathering and scattering bit for bit, also for blocks of awkward sizes, and count
+    bytes.
 
     Raises:
         AssertionError: a number is wrong, or one was written that should not be.
@@ -283,29 +282,7 @@ def verify_kernels(
     columns |= {"bytes read and written": "{bytes:,}", "launches": "{launches}", "copies without it": "{copies}"}
     by_size = {f"{int(numbers):,}": each for numbers, each in errors.items()}
     record_table("Blocks into one piece and back: correct, bit for bit", by_size, columns)
-    return {"sizes": errors, **_measure_gather(launch, gather_kernel, device)}
-
-
-def _measure_gather(launch: Callable[..., Tensor], kernel: Any, device: torch.device) -> dict:
-    """Compare the kernel with a plain copy on a GPU, for blocks of Llama-3.1-8B; do nothing on
-    other devices.
-    """
-    if device.type != "cuda":
-        return {}
-    cache_ = torch.empty(64, 1024, 16 * 8 * 128, dtype=torch.bfloat16, device=device)
-    ids = torch.randperm(1024, device=device)[:512].int()
-    staging = cache_.new_empty(512, 64, 16 * 8 * 128)
-
-    def copy_one_by_one() -> None:
-        for place, block in enumerate(ids.tolist()):
-            for tensor in range(len(cache_)):
-                staging[place, tensor].copy_(cache_[tensor, block])
-
-    seconds = median_seconds(lambda: launch(kernel, cache_, staging, ids), device=device)
-    times = median_seconds(copy_one_by_one, repeats=3, device=device) / seconds
-    share = 2 * staging.nbytes / seconds / copy_bandwidth(device)
-    console.print(f"{share:.0%} of a copy's bandwidth; {times:.0f} times as fast as a copy for each block")
-    return {"bandwidth_share": share, "times_faster": times}
+    return {"sizes": errors}
 
 
 # ---- 4. links ------------------------------------------------------------------------------------
