@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from minivllm.config import CacheConfig, SchedulerConfig
-from minivllm.config.checks import is_count, is_number, positive_count, require
+from minivllm.config.checks import is_number, positive_count, require
 from minivllm.core.policy import running_then_waiting
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
@@ -196,8 +196,6 @@ def simulate(
             is outside [0, 1], the scheduler rejects a request (too long for pool or model), or a
             cost is negative or not finite.
     """
-    _check(workload, scheduler_config, cache_config)
-    require(max_steps is None or is_count(max_steps, 0), f"max_steps is {max_steps!r}; it must be a count, or None")
     built = scheduler(scheduler_config, cache_config)
     return _Simulator(workload, built, cost, acceptance, shape_of).run(max_steps)
 
@@ -217,26 +215,11 @@ def simulate_in_parts(
     Raises:
         MinivllmError: for the same reasons as `simulate`.
     """
-    _check(workload, scheduler_config, cache_config)
     simulator = _Simulator(workload, scheduler(scheduler_config, cache_config), cost)
     while simulator.has_work():
         simulator.run(len(simulator.steps) + steps)
         yield None
     yield simulator.run(None)
-
-
-def _check(workload: object, scheduler_config: object, cache_config: object) -> None:
-    for name, value, kind in (
-        ("workload", workload, Sequence),
-        ("scheduler_config", scheduler_config, SchedulerConfig),
-        ("cache_config", cache_config, CacheConfig),
-    ):
-        require(isinstance(value, kind), f"{name} is {type(value).__name__}; it must be a {kind.__name__}")
-    assert isinstance(workload, Sequence)
-    require(len(workload) > 0, "a simulation needs at least one request")
-    for index, request in enumerate(workload):
-        if not isinstance(request, SimulatedRequest):
-            raise MinivllmError(f"request {index} is {type(request).__name__}; it must be a SimulatedRequest")
 
 
 class _Simulator(SimulatedEngine):
@@ -250,6 +233,7 @@ class _Simulator(SimulatedEngine):
         acceptance: float = 0.0,
         shape_of: ShapeOf = StepShape.of,
     ) -> None:
+        require(len(workload) > 0, "a simulation needs at least one request")
         super().__init__(scheduler, Acceptance(acceptance), shape_of)
         self.workload = workload
         self.cost = cost

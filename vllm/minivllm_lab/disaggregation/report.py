@@ -72,12 +72,10 @@ POOL_BUDGETS = (512, 8192)
 Make = Callable[..., tuple[Any, Any]]
 
 
-INTERFERENCE = {
-    "chats' ITL p50, ms": "{itl_p50_ms:.1f}",
-    "p99": "{itl_p99_ms:.1f}",
-    "longest gap": "{itl_max_ms:.1f}",
-    "the prompts' TTFT, ms": "{ttft_ms:.1f}",
-}
+INTERFERENCE = (
+    "{name} | chats' ITL p50, ms {itl_p50_ms:.1f} | p99 {itl_p99_ms:.1f} | longest gap {itl_max_ms:.1f} | "
+    "the prompts' TTFT, ms {ttft_ms:.1f}"
+)
 SERVERS = {"one": "one server", "two": "two and a proxy"}
 SERVED_PROMPTS, ANSWER = 4, 8
 """Long prompts that are served, and tokens of the answer of each."""
@@ -104,7 +102,7 @@ def measure_interference(arguments: argparse.Namespace) -> dict:
     record_table(
         f"{CHATS} running chats, and {prompts} prompts of {arguments.prompt:,} tokens, one after another",
         {"nobody else" if key == "alone" else f"{key} tokens a step": each for key, each in results.items()},
-        {"one engine": "{name}", **INTERFERENCE},
+        f"one engine {INTERFERENCE}",
     )
     return results
 
@@ -151,7 +149,7 @@ def measure_two_servers(arguments: argparse.Namespace) -> dict:
     record_table(
         f"The same over HTTP, {SERVED_PROMPTS} prompts of {arguments.prompt:,} tokens",
         {name: figures[key] for key, name in SERVERS.items()},
-        {"over HTTP": "{name}", **INTERFERENCE},
+        f"over HTTP {INTERFERENCE}",
         f"{BUDGETS[0]} tokens a step. {cores} {figures['same_answers']} of {figures['answers']} answers are the same, "
         f"{figures['compared_tokens']:,} tokens; the keys and values of {figures['tokens_received']:,} tokens moved.",
     )
@@ -211,11 +209,11 @@ def compare_tokens(make: Make, through_both: Callable, arguments: argparse.Names
         moved = decoder.worker.num_bytes - before
         results[name] = {"prompt": len(prompt), "here": request.num_cached_tokens, "bytes": moved}
     pair = _two_at_once(prefiller, decoder, random_prompt(200, 9))
-    columns = {"prompt": "{name}", "tokens": "{prompt}", "found here": "{here}", "blocks moved": "{blocks}"}
     record_table(
         f"{tokens} tokens of each, greedy, against one engine",
-        {name: {**each, "blocks": each["bytes"] // block_bytes} for name, each in results.items()},
-        {**columns, "bytes": "{bytes:,}", "same tokens": "yes"},
+        {name: {**each, "blocks": each["bytes"] // block_bytes, "same": "yes"} for name, each in results.items()},
+        "prompt {name} | tokens {prompt} | found here {here} | blocks moved {blocks} | bytes {bytes:,} | "
+        "same tokens {same}",
         f"{decoder.model.bytes_per_token:,} bytes a token. Two requests at once with one prompt of 200 tokens: "
         f"{pair['first']} and {pair['second']} blocks moved. No blocks are held at the end.",
     )
@@ -278,10 +276,12 @@ def verify_kernels(
         expected[:, [5, 2, 1]] = cache_[:, [5, 2, 1]]
         assert torch.equal(target, expected), f"blocks of {numbers} are scattered wrongly"
         errors[str(numbers)] = {"bytes": 2 * gathered.nbytes, "launches": 1, "copies": len(block_ids) * len(cache_)}
-    columns = {"numbers in a block": "{name}", "blocks": f"{len(block_ids)}", "tensors": f"{len(cache_)}"}
-    columns |= {"bytes read and written": "{bytes:,}", "launches": "{launches}", "copies without it": "{copies}"}
-    by_size = {f"{int(numbers):,}": each for numbers, each in errors.items()}
-    record_table("Blocks into one piece and back: correct, bit for bit", by_size, columns)
+    record_table(
+        "Blocks into one piece and back: correct, bit for bit",
+        {f"{int(numbers):,}": {**each, "blocks": len(block_ids), "tensors": 6} for numbers, each in errors.items()},
+        "numbers in a block {name} | blocks {blocks} | tensors {tensors} | bytes read and written {bytes:,} | "
+        "launches {launches} | copies without it {copies}",
+    )
     return {"sizes": errors}
 
 
@@ -347,9 +347,12 @@ def show_ratios(goodput_per_gpu: Callable[[float, float, int, int], float], argu
         results[name] = {"per_gpu": rate, "times": rate / DISTSERVE["together"]}
         idle = [1 - busy / (many * DISTSERVE[kind]) for many, kind in ((prefillers, "prefill"), (decoders, "decode"))]
         shown[name.replace(":", " : ")] = {**results[name], "prefillers": idle[0], "decoders": idle[1]}
-    columns = {"prefillers : decoders": "{name}", "requests/s a GPU": "{per_gpu:.2f}", "of one pool": "{times:.2f} ×"}
-    columns |= {"prefillers idle": "{prefillers:.0%}", "decoders idle": "{decoders:.0%}"}
-    record_table("DistServe's example: 5.6 requests a second to prefill, 10 to decode, 1.6 for both", shown, columns)
+    record_table(
+        "DistServe's example: 5.6 requests a second to prefill, 10 to decode, 1.6 for both",
+        shown,
+        "prefillers : decoders {name} | requests/s a GPU {per_gpu:.2f} | of one pool {times:.2f} × | "
+        "prefillers idle {prefillers:.0%} | decoders idle {decoders:.0%}",
+    )
     console.print()
     return {"distserve": results, **_simulated_pools(arguments)}
 
