@@ -162,12 +162,6 @@ def test_the_rule_is_exact_and_its_look_alikes_are_caught():
 # ---- what the text says --------------------------------------------------------------------------
 
 
-def test_the_formula_is_a_sum():
-    assert lesson.expected_tokens(0.7, 3) == pytest.approx((1 - 0.7**4) / (1 - 0.7)) == pytest.approx(2.533)
-    assert lesson.expected_tokens(1.0, 3) == 4
-    assert lesson.speed_up(0.5, 1, draft_cost=0.5) == pytest.approx(1.0), "it pays only if alpha exceeds c"
-
-
 def test_break_even_is_where_the_speed_up_falls_below_one():
     assert report.break_even({1: 2.0, 16: 1.5, 64: 0.5}) == pytest.approx(32)
     assert report.break_even({1: 2.0, 64: 1.0}) is None
@@ -190,7 +184,10 @@ def test_the_rule_by_hand():
 
 
 def test_tokens_and_cost_by_hand():
+    assert lesson.expected_tokens(0.7, 3) == pytest.approx((1 - 0.7**4) / (1 - 0.7))
+    assert lesson.expected_tokens(1.0, 3) == 4
     assert lesson.expected_tokens(0.6, 1) == pytest.approx(1.6)
+    assert lesson.speed_up(0.5, 1, draft_cost=0.5) == pytest.approx(1.0), "it pays only if alpha exceeds c"
     assert lesson.expected_tokens(0.6, 3) == pytest.approx(2.18, abs=0.005)
     assert lesson.speed_up(0.6, 3, draft_cost=0.1) == pytest.approx(1.67, abs=0.005)
     assert lesson.speed_up(0.6, 3, 0, verify_cost=4) == pytest.approx(0.55, abs=0.01)

@@ -319,12 +319,12 @@ def measure_keys_read_again(keys_read_again: LessonCode, arguments: argparse.Nam
             "attention": attending / seconds[prompt][0],
             "steps": whole / seconds[prompt][1],
         }
+    shown = {
+        name: {**each, "share": each["again"] / prompt, "seconds": seconds[int(name)]} for name, each in records.items()
+    }
     record_table(
         f"A prompt of {prompt:,} tokens in pieces",
-        {
-            chunk: {**record, "share": record["again"] / prompt, "seconds": seconds[int(chunk)]}
-            for chunk, record in records.items()
-        },
+        shown,
         "chunk {name} | chunks {chunks} | again {again:,} | / prompt {share:.1f} | attention {seconds[0]:ms} | "
         "{attention:.2f} × | steps {seconds[1]:ms} | {steps:.2f} ×",
         "Again: keys that a layer re-reads. ms of one layer's attention alone, and of all steps; one thread.",
@@ -384,16 +384,10 @@ def measure_knee(knee: LessonCode, arguments: argparse.Namespace) -> dict[str, A
     seconds = {name: statistics.median(times) for name, times in turns.items()}
     result = knees(seconds)
     offs = [knees(dict(zip(turns, times, strict=True)))["off"] for times in zip(*turns.values(), strict=True)]
+    times = {size: seconds[str(size)] for size in SIZES}
     record_table(
         "A step by its tokens",
-        {
-            size: {
-                "step": seconds[str(size)],
-                "token": seconds[str(size)] / size,
-                "of": seconds[str(size)] / seconds["1"],
-            }
-            for size in SIZES
-        },
+        {size: {"step": time, "token": time / size, "of": time / times[1]} for size, time in times.items()},
         "tokens {name} | ms {step:ms} | ms a token {token:ms} | of one token {of:.2f} ×",
         f"{parameters / 1e6:.0f} million parameters, {4 * parameters / 1e6:.0f} MB, one thread. Matmuls alone: "
         f"{result['flops'] / 1e9:.0f} billion operations a second with {ROWS} rows, "
@@ -403,7 +397,7 @@ def measure_knee(knee: LessonCode, arguments: argparse.Namespace) -> dict[str, A
         f"The knee: {result['foretold']:.1f} tokens predicted, {result['found']:.1f} measured ({result['off']:+.0%}; "
         f"from turn to turn {min(offs):+.0%} to {max(offs):+.0%})."
     )
-    steps = {str(size): 1e3 * seconds[str(size)] for size in SIZES}
+    steps = {str(size): 1e3 * time for size, time in times.items()}
     return {"steps_ms": steps, "megabytes": 4 * parameters / 1e6, **result, "least": min(offs), "most": max(offs)}
 
 
