@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from minivllm.config import ModelConfig
 from minivllm.config.checks import require
@@ -49,27 +48,7 @@ def deployment(model: ModelConfig, gpu: Hardware, way: str, gpus: int) -> Placed
     return PlacedModel(model, gpu, Layout(tp, pp, dp), PLACES)
 
 
-@dataclass(frozen=True)
-class Served:
-    """The service that one group's clients saw, and the number of groups, which all serve equally."""
-
-    run: OpenRun
-    groups: int
-
-    def attainment(self, ttft: float, tpot: float) -> float:
-        """Return the share of the counted requests that met both objectives, in seconds. Requests
-        that are still running count with their values so far.
-        """
-        met = sum(self.run.ttft(stay) <= ttft and (stay.tpot or 0.0) <= tpot for stay in self.run.stays)
-        return met / len(self.run.stays)
-
-    @property
-    def throughput(self) -> float:
-        """Output tokens per second of all groups together."""
-        return self.groups * self.run.tokens / self.run.end
-
-
-def serve(placed: PlacedModel, rate: float, counted: int, kind: str = "sharegpt", seed: int = 0) -> Served:
+def serve(placed: PlacedModel, rate: float, counted: int, kind: str = "sharegpt", seed: int = 0) -> OpenRun:
     """Simulate requests of a kind that arrive at random, `rate` per second, at engines that have
     been running for a long time.
 
@@ -80,8 +59,7 @@ def serve(placed: PlacedModel, rate: float, counted: int, kind: str = "sharegpt"
     Raises:
         MinivllmError: the model does not fit.
     """
-    groups, half = placed.layout.groups, MAX_MODEL_LEN // 2
-    share = rate / groups
+    share, half = rate / placed.layout.groups, MAX_MODEL_LEN // 2
     drawn = workload(kind).sample(2 * counted, seed)
     lengths = [RequestLengths(min(request.prompt_tokens, half), min(request.output_tokens, half)) for request in drawn]
     prompt = statistics.mean(request.prompt_tokens for request in lengths)
@@ -90,7 +68,7 @@ def serve(placed: PlacedModel, rate: float, counted: int, kind: str = "sharegpt"
     arrivals = poisson_arrivals(share, 2 * counted, seed)
     wanted = (2 * counted + at_start) * (max(request.total for request in lengths) + 2 * BLOCK_SIZE)
     load = OpenLoad(lengths, arrivals, counted, at_start, seed)
-    return Served(finished(run_open(load, *placed.configs(wanted), placed.cost)), groups)
+    return finished(run_open(load, *placed.configs(wanted), placed.cost))
 
 
 def find_knee(attainment: Callable[[float], float], low: float, high: float, rounds: int, target: float = 0.9) -> float:

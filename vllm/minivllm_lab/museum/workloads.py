@@ -155,6 +155,7 @@ def serve(llm: LLMEngine, asks: Mapping[str, Ask], after_step: Callable[[], None
     steps = recorded_steps(llm)
     last = max(ask.at for ask in asks.values())
     raised: Seen = {}
+    skipped = 0
     try:
         for step in range(MOST_STEPS):
             for name, ask in asks.items():
@@ -163,13 +164,16 @@ def serve(llm: LLMEngine, asks: Mapping[str, Ask], after_step: Callable[[], None
             if llm.has_unfinished_requests():
                 for output in llm.step():
                     answers[output.request_id].take_in(output, step + 1)
+                running = [request.request_id for request in scheduler_of(llm).running]
+                skipped += sum(name not in steps[-1].num_scheduled_tokens for name in running)
                 after_step()
             elif step >= last:
                 break
     except Exception as error:
         raised = {"raised": f"{type(error).__name__}: {error}"}
     seen_by_clients = [answer.seen(name) for name, answer in answers.items()]
-    return {key: value for seen in (raised, *seen_by_clients, work_of(llm, steps)) for key, value in seen.items()}
+    work = {"times that a running request was skipped": skipped, **work_of(llm, steps)}
+    return {key: value for seen in (raised, *seen_by_clients, work) for key, value in seen.items()}
 
 
 def work_of(llm: LLMEngine, steps: list[SchedulerOutput]) -> Seen:

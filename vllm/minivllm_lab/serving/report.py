@@ -450,7 +450,7 @@ def measure_ways(arguments: argparse.Namespace) -> dict:
         results[way] = {
             "sent_64": bytes_sent(way, GPUS, 64, model.hidden_size, model.num_hidden_layers),
             "kv_tokens": placed.kv_tokens() * placed.layout.groups,
-            "alone_ms": 1e3 * statistics.median(serve(placed, 0.01, 12, seed=arguments.seed).run.tpots),
+            "alone_ms": 1e3 * statistics.median(serve(placed, 0.01, 12, seed=arguments.seed).tpots),
             "knees": {name: knee(tpot) for name, tpot in TPOT_SLOS.items()},
         }
     scaling = [check.error for check in published_checks() if "GPUs against one" in check.what]
