@@ -29,7 +29,7 @@ from minivllm_lab.corpus import first_passages, held_out_texts
 from minivllm_lab.figures import curves, panels
 from minivllm_lab.progress import track
 from minivllm_lab.speculative_decoding.cached_model import CachedModel
-from minivllm_lab.speculative_decoding.given_drafts import answers_with_errors, drafted_engine, serve_with_drafts
+from minivllm_lab.speculative_decoding.drafted_engine import answers_with_errors, drafted_engine, serve_with_drafts
 from minivllm_lab.tables import Timed, closing, console, heading, record_table
 from minivllm_lab.timing import in_turns
 
