@@ -101,7 +101,7 @@ class OpenLoad:
     lengths: Sequence[RequestLengths]
     arrivals: Sequence[float]
     counted: int
-    at_start: int
+    at_start: int = 0
     seed: int = 0
     to_the_end: bool = False
     """Serve the counted requests to their last token, even when no further request arrives."""

@@ -31,12 +31,12 @@ from minivllm_lab.disaggregation.model_checks import (
     slower,
     splitwise_checks,
 )
-from minivllm_lab.disaggregation.pools import PARTS, Journey, PoolLoad, Pools, run_pools
+from minivllm_lab.disaggregation.pools import PARTS, Journey, Pools, run_pools
 from minivllm_simulate.cost_model import StepShape, chunk_seconds
 from minivllm_simulate.hardware import get_hardware
 from minivllm_simulate.known_models import known_model
 from minivllm_simulate.kv_links import LINKS, Link, Transfer, get_link, layer_wise_end, least_bandwidth
-from minivllm_simulate.open_load import finished
+from minivllm_simulate.open_load import OpenLoad, finished
 
 LLAMA, H100 = known_model("Llama-3.1-8B"), get_hardware("H100")
 SHORT = Work(256, 16, counted=40)
@@ -106,7 +106,7 @@ def test_blocks_are_held_while_a_prompt_travels():
     built = pools.pools(SHORT)
     scheduler, cache = built.decode_configs
     tight = replace(built, decode_configs=(scheduler, replace(cache, num_gpu_blocks=1 + 2 * 18)))
-    load = PoolLoad(SHORT.lengths[:6], [0.0] * 6, 6)
+    load = OpenLoad(SHORT.lengths[:6], [0.0] * 6, 6)
     waits = [journey.parts["room"] for journey in finished(run_pools(tight, load))]
     roomy = [journey.parts["room"] for journey in finished(run_pools(built, load))]
     assert max(waits) > 5 * max(roomy)
@@ -116,7 +116,7 @@ def test_a_prompt_that_fits_nowhere_is_refused_in_a_line():
     built = system().pools(SHORT)
     small = replace(built, decode_configs=(built.decode_configs[0], replace(built.decode_configs[1], num_gpu_blocks=4)))
     with pytest.raises(MinivllmError, match="blocks"):
-        finished(run_pools(small, PoolLoad(SHORT.lengths[:2], [0.0, 0.1], 2)))
+        finished(run_pools(small, OpenLoad(SHORT.lengths[:2], [0.0, 0.1], 2)))
 
 
 def test_no_link_carries_more_than_its_bandwidth():

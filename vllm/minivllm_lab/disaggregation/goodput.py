@@ -21,7 +21,7 @@ from functools import cached_property
 from minivllm.config import CacheConfig, ModelConfig, SchedulerConfig
 from minivllm.config.checks import require
 from minivllm.memory import kv_bytes_per_token
-from minivllm_lab.disaggregation.pools import PARTS, PoolLoad, Pools, SimulatedConnector, run_pools
+from minivllm_lab.disaggregation.pools import PARTS, Pools, SimulatedConnector, run_pools
 from minivllm_simulate.cost_model import Cost, StepShape, chunk_seconds
 from minivllm_simulate.deployments import find_knee
 from minivllm_simulate.hardware import Hardware
@@ -186,14 +186,14 @@ class Disaggregated(_OneGpuEngines):
         """Serve requests that arrive at random, on average `rate` per second."""
         load = self.load(work, rate)
         journeys = yield from run_pools(self.pools(work, load.at_start), load)
-        return Served(rate, [Client(journey.ttft, journey.tpot, journey.parts) for journey in journeys])
+        return Served(rate, [Client(journey.ttft, journey.tpot or 0.0, journey.parts) for journey in journeys])
 
-    def load(self, work: Work, rate: float) -> PoolLoad:
+    def load(self, work: Work, rate: float) -> OpenLoad:
         """Draw random arrivals, and start with as many requests as are being decoded at this rate
         on average.
         """
         in_decode = self.decode * self.decoding(work).batch(rate / self.decode)
-        return PoolLoad(work.lengths, arrivals(work, rate), work.counted, round(in_decode))
+        return OpenLoad(work.lengths, arrivals(work, rate), work.counted, round(in_decode))
 
     def pools(self, work: Work, at_start: int | None = None) -> Pools:
         """Return the engines' settings; `at_start` requests, by default as many as fit, are already
