@@ -26,8 +26,6 @@ from minivllm_simulate.levers import SERVING, LeverCost
 
 ROPE = 64
 """Numbers of the rotary key beside a latent, as in DeepSeek-V2."""
-ELEMENT = 2
-"""Bytes of a number in the cache."""
 
 
 def with_kv_heads(model: ModelConfig, heads: int) -> ModelConfig:
