@@ -198,8 +198,6 @@ def test_a_follower_comes_after_its_predecessor_and_finds_its_blocks():
     assert min(later.token_times) > later.arrival
     # The first request's last token was never computed, so its block was not full.
     assert later.num_cached_tokens == 16
-    assert sum(step.prefix_hits for step in run.steps) == 16
-    assert sum(step.prefix_queries for step in run.steps) == len(first) + len(second)
 
 
 @given(workloads(), st.integers(1, 4), st.sampled_from([0.0, 0.5, 1.0]))

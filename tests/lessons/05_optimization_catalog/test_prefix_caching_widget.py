@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minivllm.config import CacheConfig
+from minivllm.core.scheduler import Scheduler
 from minivllm_lab.optimization_catalog.prefix_reuse import CONFIG
 from minivllm_lab.optimization_catalog.sharing import SHARING, sessions
 from minivllm_simulate.virtual_clock import percentile, simulate
@@ -43,9 +44,11 @@ def without_the_parent(parent, token_ids, extra_keys=b""):
 def test_what_is_found_is_what_the_engines_pool_found():
     state = first(kind="chat", prefix=256, pool=2048)
     work = sessions(SHARING["chat"], 8, 3, 256)
-    run = simulate(work, CONFIG, CacheConfig(num_gpu_blocks=1 + 2048 // 16), states._cost())
-    assert sum(state.here.found) == sum(step.prefix_hits for step in run.steps)
-    assert state.hit_rate == sum(step.prefix_hits for step in run.steps) / sum(s.prefix_queries for s in run.steps)
+    scheduler = Scheduler(CONFIG, CacheConfig(num_gpu_blocks=1 + 2048 // 16))
+    run = simulate(work, CONFIG, scheduler.cache_config, states._cost(), scheduler=lambda *_: scheduler)
+    stats = scheduler.kv_cache_manager.prefix_cache_stats
+    assert sum(state.here.found) == stats.hits
+    assert state.hit_rate == stats.hits / stats.queries
     later = [request.ttft for index, request in enumerate(run.requests) if index % 3]
     assert state.ttft(state.here) == percentile(later, 0.95)
 
