@@ -82,8 +82,8 @@ def check_crossover(state: widget.State, words: str, said: Counter) -> None:
 
 @pytest.mark.usefixtures("short_runs")
 def test_no_verdict_contradicts_the_formulas():
-    """What cannot fit, fills the pool or cannot be in time is broken; tokens and crossover are
-    exact.
+    """A load that cannot fit, fills the pool or cannot be in time is broken; tokens and crossover
+    are exact.
     """
     said = Counter()
     for knobs in SETTINGS:
