@@ -117,12 +117,11 @@ class Answer:
     def seen(self, name: str) -> Seen:
         """Return what a client of the request `name` sees."""
         texts = list(self.texts.values())
+        first_and_last = [*self.steps[:1], *self.steps[-1:]]
         return {
             f"text of {name}": (texts[0] if len(texts) == 1 else texts) or self.token_ids,
             f"number of tokens of {name}": len(self.token_ids),
-            f"steps of the first and the last token of {name}": f"{self.steps[0]}, {self.steps[-1]}"
-            if self.steps
-            else "",
+            f"steps of the first and the last token of {name}": first_and_last,
             f"cached tokens of {name}": self.num_cached_tokens,
             f"end of {name}": self.finish_reason,
             f"log probability of {name}": self.prompt_logprob,
