@@ -111,7 +111,7 @@ COEFFICIENT = st.sampled_from([0.0, 0.2, 1.0, 5.0])
 
 
 @given(st.lists(SCHEDULED.filter(bool), min_size=12, max_size=30), st.tuples(*[COEFFICIENT] * 4), st.floats(1e-4, 1e-2))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_a_fit_finds_a_line_that_is_there(steps, coefficients, step_seconds):
     """The fit predicts the data, whatever coefficients made them, and none of its own is negative."""
     steady, *rest = (c * s for c, s in zip(coefficients, (1.0, 1e-1, 1e-2, 1e-4), strict=True))

@@ -40,7 +40,7 @@ def workloads(draw):
 
 
 @given(workloads(), st.sampled_from([StepShape.of, StepShape.without_cache]))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_the_steps_are_those_of_the_simulation(case, shape_of):
     work, config, blocks = case
     single = simulate(work, config, blocks, COST, acceptance=0.5, shape_of=shape_of)
