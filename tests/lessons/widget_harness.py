@@ -25,6 +25,18 @@ def first_state(widget: ModuleType, knobs: Knobs) -> Any:
     return next(swept) if isinstance(swept, Iterator) else swept
 
 
+def last_state(widget: ModuleType, **knobs: Any) -> Any:
+    """Return the state that a sweep ends with."""
+    *_, last = widget.sweep(**knobs)
+    return last
+
+
+def endless(*_: object) -> Any:
+    """Stand in for a learner's function that never returns."""
+    while True:
+        pass
+
+
 def shaded(widget: ModuleType, state: Any) -> list[str]:
     """Return the words on each region that the figure of this state shades as broken."""
     parts = ET.fromstring(widget.figure(state)).iter()

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 
 import pytest
-from lessons.widget_harness import advice_test, challenge_test, preset_test, refusal_test, shaded
+from lessons.widget_harness import advice_test, challenge_test, endless, preset_test, refusal_test, shaded
 from pace import quiet_seconds
 
 from minivllm.errors import MinivllmError
@@ -287,10 +287,6 @@ def test_what_is_no_count_of_drafts_is_said_in_a_line(rule, said: str):
 
 
 def test_a_rule_that_never_ends_is_ended():
-    def endless(p, q, drafts, uniforms):
-        while True:
-            pass
-
     assert "never end" in Session(widget.SPEC, accept=endless).settle()["words"]
 
 

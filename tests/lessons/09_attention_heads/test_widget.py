@@ -10,7 +10,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from lessons.widget_harness import advice_test, challenge_test, preset_test, refusal_test, shaded
+from lessons.widget_harness import advice_test, challenge_test, endless, preset_test, refusal_test, shaded
 
 from minivllm.errors import MinivllmError
 from minivllm.memory import memory_ledger
@@ -249,11 +249,6 @@ def test_a_wrong_rule_is_reported(name: str):
 def test_a_rule_that_keeps_all_heads_takes_all_their_bytes():
     state = here(tensor_parallel_size=8, kv_heads_of_rank=WRONG["all on each"][0])
     assert state.here.kv_bytes == 8 * here(tensor_parallel_size=8).here.kv_bytes
-
-
-def endless(*_) -> list[int]:
-    while True:
-        pass
 
 
 @pytest.mark.parametrize(

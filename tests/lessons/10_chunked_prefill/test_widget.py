@@ -7,9 +7,10 @@ import re
 import shlex
 import statistics
 from collections import Counter
+from functools import partial
 
 import pytest
-from lessons.widget_harness import advice_test, challenge_test, preset_test, refusal_test, shaded
+from lessons.widget_harness import advice_test, challenge_test, endless, last_state, preset_test, refusal_test, shaded
 
 from minivllm.errors import MinivllmError
 from minivllm_simulate.cost_model import StepShape
@@ -35,9 +36,7 @@ def here(**knobs) -> widget.State:
     return next(state for state in widget.sweep(**knobs) if state.known)
 
 
-def swept(**knobs) -> widget.State:
-    *_, last = widget.sweep(**knobs)
-    return last
+swept = partial(last_state, widget)
 
 
 # ---- verdicts against theory
@@ -330,11 +329,6 @@ def test_wrong_caps_are_reported(name: str):
     result = widget.verdict(here(**CAPPED, **WRONG[name]))
     assert result.tone == "broken"
     assert result.words.startswith("Your functions build different steps")
-
-
-def endless(*_) -> int:
-    while True:
-        pass
 
 
 @pytest.mark.parametrize(("own", "about"), [(lambda *_: 0, "your chunk_limit returns 0"), (endless, "never end")])

@@ -7,10 +7,10 @@ import re
 import shlex
 import xml.etree.ElementTree as ET
 from collections import Counter
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import pytest
-from lessons.widget_harness import advice_test, challenge_test, preset_test, refusal_test, shaded
+from lessons.widget_harness import advice_test, challenge_test, endless, last_state, preset_test, refusal_test, shaded
 
 from minivllm.errors import MinivllmError
 from minivllm.memory import kv_bytes_per_token, memory_ledger, num_parameters
@@ -38,9 +38,7 @@ def here(**knobs) -> widget.State:
     return next(state for state in widget.sweep(**knobs) if state.known)
 
 
-def swept(**knobs) -> widget.State:
-    *_, last = widget.sweep(**knobs)
-    return last
+swept = partial(last_state, widget)
 
 
 # ---- verdicts against theory
@@ -55,7 +53,7 @@ SETTINGS = [
         enumerate((8192, 16384, 49152, 262144)),
         [(1.0, 512, 128), (6.0, 256, 512), (14.0, 1024, 64), (25.0, 2048, 128), (30.0, 128, 256)],
         [("H100", "Llama-3.1-8B", 5.0, "recompute", "PCIe 5"), ("H100", "Llama-3.1-8B", 20.0, "small", "PCIe 4"),
-         ("L4", "Llama-3.1-8B", 15.0, "large", "10 Gb/s"), ("B200", "Qwen3-32B", 30.0, "large", "PCIe 5"),
+         ("L4", "Llama-3.1-8B", 15.0, "large", "10 Gb/s"), ("B200", "Llama-3.1-8B", 3.0, "small", "PCIe 5"),
          ("A100-80", "Qwen3-14B", 10.0, "small", "100 Gb/s"), ("MI300X", "Llama-3.2-3B", 2.0, "recompute", "PCIe 5")],
     )
     for rule, admission in [(runs.RULES[(index + prompt // 128) % 6], ("whole", "chunk")[answer > 200])]
@@ -331,11 +329,6 @@ def test_another_victim_is_reported(rule: str):
     result = widget.verdict(here(rule=rule, pool=8192, load=30.0, victim=lambda running, policy: running[0]))
     assert result.tone == "broken"
     assert result.words.startswith("Your function picks different victims")
-
-
-def endless(*_):
-    while True:
-        pass
 
 
 @pytest.mark.parametrize(("own", "about"), [(lambda *_: None, "your victim returns None"), (endless, "never end")])

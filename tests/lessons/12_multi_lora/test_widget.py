@@ -7,10 +7,10 @@ import math
 import re
 import shlex
 from collections import Counter
-from functools import cache
+from functools import cache, partial
 
 import pytest
-from lessons.widget_harness import advice_test, challenge_test, preset_test, refusal_test, shaded
+from lessons.widget_harness import advice_test, challenge_test, endless, last_state, preset_test, refusal_test, shaded
 
 from minivllm.core.adapter_slots import AdapterSlots
 from minivllm.errors import MinivllmError
@@ -37,9 +37,7 @@ def here(**knobs) -> widget.State:
     return next(state for state in widget.sweep(**knobs) if state.known)
 
 
-def swept(**knobs) -> widget.State:
-    *_, last = widget.sweep(**knobs)
-    return last
+swept = partial(last_state, widget)
 
 
 # ---- verdicts against theory
@@ -333,11 +331,6 @@ class Nowhere(AdapterSlots):
     def activate(self, lora_id: int) -> int:
         super().activate(lora_id)
         return 99
-
-
-def endless(*_) -> list[int]:
-    while True:
-        pass
 
 
 @pytest.mark.parametrize(
