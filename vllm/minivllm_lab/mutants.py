@@ -223,7 +223,8 @@ def _bracketed(text: str, node: ast.expr) -> str:
 
 def _filled(new: str, texts: list[str]) -> str:
     """Replace each `...` in `new` with the next of `texts`."""
-    holes = sorted((node.lineno, node.col_offset) for node in ast.walk(ast.parse(new)) if _is_hole(node))
+    constants = [node for node in ast.walk(ast.parse(new)) if isinstance(node, ast.Constant)]
+    holes = sorted((node.lineno, node.col_offset) for node in constants if _is_hole(node))
     lines = new.splitlines()
     for (number, column), text in reversed(list(zip(holes, texts, strict=False))):
         line = lines[number - 1].encode()
