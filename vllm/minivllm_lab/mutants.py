@@ -230,8 +230,11 @@ def _filled(new: str, texts: list[str]) -> str:
         line = lines[number - 1].encode()
         start, end = line[:column].decode(), line[column + 3 :].decode()
         if "\n" in text and not end:  # statements: each on a line of its own
-            indent = start if not start.strip() else " " * (len(start) - len(start.lstrip()) + 4)
-            text = textwrap.indent(text, indent)
-            start, text = (start, text.removeprefix(start)) if not start.strip() else (start, f"\n{text}")
+            depth = len(start) - len(start.lstrip())
+            if start.strip():  # they stood behind a colon
+                start, depth = f"{start}\n", depth + 4
+            else:
+                start = ""
+            text = textwrap.indent(text, " " * depth)
         lines[number - 1] = start + text + end
     return "\n".join(lines)
