@@ -35,7 +35,7 @@ from faulty_wire import Front, Wire
 from minivllm.config import EMBEDDED_MODEL
 from minivllm.kv_connector.tcp.settings import SECRET_VARIABLE
 from minivllm_lab.cli import Parser, run
-from minivllm_lab.disaggregation.server_pair import MinivllmProcess, free_ports
+from minivllm_lab.disaggregation.server_pair import MinivllmProcess, end_all, free_ports
 from minivllm_lab.http_load import post
 from minivllm_lab.progress import track
 from minivllm_lab.results import record, write_record
@@ -275,10 +275,7 @@ class Rig:
 
     def stop(self) -> None:
         self.let_go()
-        for one in self.running.values():
-            one.tell_to_end()
-        for one in self.running.values():
-            one.end()
+        end_all(list(self.running.values()))
 
 
 @dataclass

@@ -314,7 +314,8 @@ def test_the_servers_own_form_passes_the_exercises_checks(tmp_path):
     own.until_disconnected = until_disconnected
     names = ("the works result is returned", "a client that leaves ends the work", "who cancels is told")
     checks = [check for check in checks_of("06") if check.__name__[6:].replace("_", " ") in names]
-    assert [(result.name, result.problem) for result in run_checks(own, checks)] == [(name, None) for name in names]
+    assert len(checks) == len(names)
+    assert [result.problem for result in run_checks(own, checks)] == [None] * len(names)
 
 
 # Ends

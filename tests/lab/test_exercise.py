@@ -37,7 +37,7 @@ def check_double(answer):
 def test_a_right_answer_passes(tmp_path):
     (result,) = run_checks(module(tmp_path, "def double(x): return 2 * x"), [check_double])
     assert result.passed
-    assert (result.name, result.statement) == ("double", "Twice two is four.")
+    assert (result.function, result.statement) == ("check_double", "Twice two is four.")
 
 
 @pytest.mark.parametrize(

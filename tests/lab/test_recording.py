@@ -8,7 +8,7 @@ import torch
 from minivllm.config import EMBEDDED_MODEL, CacheConfig
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm_lab.recording import bare_engine, foretell, record_run
-from minivllm_lab.speculative_decoding.given_drafts import answers_with_errors, drafted_engine, serve_with_drafts
+from minivllm_lab.speculative_decoding.drafted_engine import answers_with_errors, drafted_engine, serve_with_drafts
 from minivllm_lab.timing import Stopwatch
 from minivllm_simulate.cost_model import FittedCost
 
@@ -41,7 +41,7 @@ def test_a_run_is_foretold_with_the_defaults_of_its_device():
 
 
 @pytest.mark.usefixtures("defaults_of_a_gpu")
-def test_given_drafts_are_verified_with_the_defaults_of_a_gpu():
+def test_supplied_drafts_are_verified_with_the_defaults_of_a_gpu():
     core = drafted_engine(EMBEDDED_MODEL, CPU, num_speculative_tokens=3, max_num_seqs=2)
     plain = serve_with_drafts(core, [[5] * 20, [9] * 20], 12)
     arguments = serve_with_drafts(core, [[5] * 20, [9] * 20], 9, answers_with_errors(plain.outputs, 1.0, 3, seed=0))

@@ -126,7 +126,7 @@ def checks_that_catch(number: str, mutant: Mutant) -> list[str]:
     """Return the first check that fails on the script with the mutant's change, or none. One is
     enough.
     """
-    caught = [result.name for result in itertools.islice(_failures(number, mutant), 1)]
+    caught = [result.function for result in itertools.islice(_failures(number, mutant), 1)]
     noted.append(("mutant", [number, repr(mutant), bool(caught)]))
     return caught
 

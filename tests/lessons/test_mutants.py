@@ -52,7 +52,7 @@ def test_a_mutant_changes_one_piece_of_one_function(where, old, new, line):
     if line is None:  # two elements of a list are not an expression of their own
         assert_refused("no times", mutant_source, SOURCE, (where, old, new))
         return
-    changed = mutant_source(SOURCE, (where, old, new))
+    changed = ast.unparse(ast.parse(mutant_source(SOURCE, (where, old, new))))
     assert line in changed
     rest = set(ast.unparse(ast.parse(SOURCE)).splitlines())
     assert len(set(changed.splitlines()) - rest) <= 1, "more than one line is new"

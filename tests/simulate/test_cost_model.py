@@ -57,7 +57,7 @@ def test_bytes_and_operations_by_hand():
 
 @given(SCHEDULED.filter(bool), st.integers(0, 7))
 def test_a_step_is_never_faster_than_the_floor_and_more_work_takes_no_less_time(scheduled, which):
-    cost = llama_on_h100(request_overhead=1e-5)
+    cost = llama_on_h100()
     shape, index = StepShape.of(scheduled), which % len(scheduled)
     more = list(scheduled)
     more[index] = (more[index][0] + 1, more[index][1])
@@ -111,7 +111,7 @@ COEFFICIENT = st.sampled_from([0.0, 0.2, 1.0, 5.0])
 
 
 @given(st.lists(SCHEDULED.filter(bool), min_size=12, max_size=30), st.tuples(*[COEFFICIENT] * 4), st.floats(1e-4, 1e-2))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_a_fit_finds_a_line_that_is_there(steps, coefficients, step_seconds):
     """The fit predicts the data, whatever coefficients made them, and none of its own is negative."""
     steady, *rest = (c * s for c, s in zip(coefficients, (1.0, 1e-1, 1e-2, 1e-4), strict=True))
@@ -147,30 +147,6 @@ def test_the_error_is_the_one_that_was_made():
 def test_too_few_steps_make_no_fit():
     assert_refused("at least 8", FittedCost.fit, [MeasuredStep(StepShape.of([(1, 1)]), 1.0)] * 7)
     assert_refused("measured step", model_error, FittedCost(1, 0, 0, 0), [])
-
-
-COUNTS = {"weight_bytes": 1, "kv_bytes_per_token": 1, "flops_per_token": 1, "flops_per_pair": 1}
-RATES = {"bandwidth": 1.0, "flops": 1.0}
-SHARES = ("memory_efficiency", "arithmetic_efficiency", "expert_share")
-MORE_COSTS = ("flops_per_request", "vision_bytes", "expert_bytes", "step_overhead", "request_overhead")
-FITTED = {"per_step": 1.0, "per_request": 0, "per_token": 0, "per_pair": 0}
-
-
-@pytest.mark.parametrize("value", [-1e-9, float("nan"), float("inf"), "1", None, True], ids=str)
-def test_what_is_no_cost_is_refused_by_name(value):
-    for name in FITTED:
-        words = f"{name} is .*; it must be 0 or more, and finite"
-        assert_refused(words, FittedCost, **{**FITTED, name: value})
-    for name in (*COUNTS, *RATES, *SHARES, *MORE_COSTS):
-        assert_refused(f"{name} is .*, and finite", RooflineCost, **{**COUNTS, **RATES, name: value})
-    assert_refused(r"seconds is .* above 0", MeasuredStep, StepShape.of([(1, 1)]), value)
-
-
-def test_no_rate_and_no_measured_time_is_zero():
-    for name in (*RATES, *SHARES):
-        words = f"{name} is 0; it must be above 0"
-        assert_refused(words, RooflineCost, **{**COUNTS, **RATES, name: 0})
-    assert_refused("seconds is 0", MeasuredStep, StepShape.of([(1, 1)]), 0)
 
 
 MIXTRAL, EXPERT = known_model("Mixtral-8x7B-v0.1"), 3 * 4096 * 14336  # a gated MLP of three matrices
@@ -225,8 +201,6 @@ def test_no_text_token_passes_the_vision_tower():
     assert seeing.weight_bytes_read(1) == blind.weight_bytes
 
 
-def test_a_share_of_experts_above_one_is_refused():
-    words = r"expert_share is 1\.5; it must be at most 1"
-    assert_refused(words, replace, llama_on_h100(), expert_share=1.5)
+def test_a_model_without_a_number_of_chosen_experts_is_refused():
     no_experts = replace(MIXTRAL, num_experts_per_tok=0)
     assert_refused("num_experts_per_tok", RooflineCost.of, no_experts, get_hardware("H100"))

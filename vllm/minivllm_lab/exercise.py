@@ -56,11 +56,6 @@ class CheckResult:
     problem: str | None
 
     @property
-    def name(self) -> str:
-        """The name of the check in words."""
-        return self.function.removeprefix("check_").replace("_", " ")
-
-    @property
     def passed(self) -> bool:
         """Return whether the requirement is met."""
         return self.problem is None

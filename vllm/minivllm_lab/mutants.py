@@ -3,7 +3,7 @@
     MUTANTS = {"forgets the value": ("write", "keys[at], values[at] = k, v", "keys[at] = k")}
 
 They test the checks of the exercises (`mutant_source`) and put the defects into the exhibits of the
-bug museum (`spliced_source`, which leaves the rest of the file as it is, down to the comments).
+bug museum (`spliced_source`, which inserts the replacement as it is spelled).
 
 A piece is an expression or some statements in a row. It is compared as syntax, so line breaks,
 quotes, comments and brackets do not matter, and only within the function named, so the same words
@@ -15,15 +15,12 @@ empty replacement takes statements away.
 from __future__ import annotations
 
 import ast
-import copy
 import difflib
 import functools
 import textwrap
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 from minivllm.errors import MinivllmError
 from minivllm_lab.exercise import module_from
@@ -32,10 +29,6 @@ Mutant = tuple[str, str, str]
 """A function (`f`, `Class.method`, `outer.inner`), a piece of it, and what stands there instead."""
 
 Piece = ast.expr | list[ast.stmt]
-Place = tuple[ast.AST, str, slice | int | None]
-"""A node, one of its fields, and where in that field: a run of statements, one item of a list,
-or the whole of it.
-"""
 
 
 def load_mutant(path: Path, mutant: Mutant) -> ModuleType:
@@ -49,60 +42,27 @@ def load_mutant(path: Path, mutant: Mutant) -> ModuleType:
 
 
 def mutant_source(source: str, mutant: Mutant, name: str = "the script") -> str:
-    """Return the script's source with the mutant's change, formatted by `ast.unparse`."""
-    where, old, new = mutant
-    tree, sound = _tree(source), _unparsed(source)
-    pattern, replacement = _parsed(old, new)
-    function = _only(list(_functions(tree, where)), f"function {where!r}", name)
-    place, holes = _only(list(_places(function, pattern)), f"{old!r}", f"{where} of {name}")
-    first, last = function.lineno, function.end_lineno
-    with _replaced(place, _filled(replacement, holes)):
-        changed = [
-            ast.unparse(statement) if statement.lineno <= first and last <= statement.end_lineno else text
-            for statement, text in zip(tree.body, sound, strict=True)
-        ]
-    if changed == [*sound]:
-        raise MinivllmError(f"a mutant must change something; {old!r} and {new!r} are the same")
-    return "\n".join(changed)
-
-
-@functools.lru_cache(maxsize=8)
-def _tree(source: str) -> ast.Module:
-    """Return a file's syntax tree, parsed once for all its mutants, each of which restores it."""
-    return ast.parse(source)
-
-
-@functools.lru_cache(maxsize=8)
-def _unparsed(source: str) -> tuple[str, ...]:
-    """Return a file's statements as text. They are cached: most mutants leave them unchanged, and
-    unparsing is most of the work.
+    """Return the source with the mutant's change; expressions that it inserts are put in brackets,
+    so that each means what it means alone.
     """
-    return tuple(map(ast.unparse, _tree(source).body))
+    changed = _spliced(source, mutant, name, in_brackets=True)
+    if _dumped(changed) == _dumped(source):
+        raise MinivllmError(f"a mutant must change something; {mutant[1]!r} and {mutant[2]!r} are the same")
+    return changed
 
 
 @functools.lru_cache(maxsize=128)
 def spliced_source(source: str, mutant: Mutant, name: str = "the file") -> str:
-    """Return the source with the mutant's change and no other: every other line stays as it is.
-
-    The replacement is inserted as the mutant spells it, so it should follow the file's style. If it
-    removes statements, the comment above them goes, too: it would give the missing line away.
+    """Return the source with the replacement as the mutant spells it, which should follow the
+    file's style.
 
     Raises:
         MinivllmError: as in `mutant_source`, or the replacement means something else where it is
             (it needs brackets).
     """
-    where, old, new = mutant
-    pattern, _ = _parsed(old, new)
-    function = _only(list(_functions(_tree(source), where)), f"function {where!r}", name)
-    (node, field, at), holes = _only(list(_places(function, pattern)), f"{old!r}", f"{where} of {name}")
-    child = getattr(node, field)
-    child = child if at is None else child[at]
-    pieces = child if isinstance(child, list) else [child]
-    only_statements = isinstance(child, list) and len(pieces) == len(getattr(node, field))
-    text = _with_holes_filled(new.strip(), [_text_of(source, hole) for hole in holes])
-    changed = _spliced(source, pieces, text or ("pass" if only_statements else ""))
-    if ast.dump(ast.parse(changed)) != ast.dump(ast.parse(mutant_source(source, mutant, name))):
-        raise MinivllmError(f"{new!r} in {where} of {name} means something else there: put it in brackets")
+    changed = _spliced(source, mutant, name)
+    if _dumped(changed) != _dumped(mutant_source(source, mutant, name)):
+        raise MinivllmError(f"{mutant[2]!r} in {mutant[0]} of {name} means something else there: put it in brackets")
     return changed
 
 
@@ -131,40 +91,17 @@ def function_lines(source: str, name: str) -> range:
     return range(first, function.end_lineno + 1)
 
 
-def _spliced(source: str, pieces: list, text: str) -> str:
-    """Return the source with `text` in place of the consecutive nodes `pieces`."""
-    lines = source.splitlines(keepends=True)
-    first, last = pieces[0], pieces[-1]
-    line = lines[first.lineno - 1].encode()
-    before, after = (
-        line[: first.col_offset].decode(),
-        lines[last.end_lineno - 1].encode()[last.end_col_offset :].decode(),
-    )
-    start = first.lineno - 1
-    if not text:
-        while start and lines[start - 1].startswith(f"{before}#"):
-            start -= 1
-        return "".join([*lines[:start], *lines[last.end_lineno :]])
-    if isinstance(first, ast.stmt):
-        text = textwrap.indent(textwrap.dedent(text), before).lstrip()
-    return "".join([*lines[:start], before + text + after, *lines[last.end_lineno :]])
+@functools.lru_cache(maxsize=8)
+def _tree(source: str) -> ast.Module:
+    """Return a file's syntax tree, parsed once for all its mutants."""
+    return ast.parse(source)
 
 
-def _text_of(source: str, hole: ast.AST | list[ast.stmt]) -> str:
-    nodes = hole if isinstance(hole, list) else [hole]
-    return "\n".join(ast.get_source_segment(source, node) or "" for node in nodes)
+def _dumped(source: str) -> str:
+    return ast.dump(ast.parse(source))
 
 
-def _with_holes_filled(new: str, texts: list[str]) -> str:
-    """Replace each `...` in `new` with the next of `texts`."""
-    holes = [node for node in ast.walk(ast.parse(new)) if isinstance(node, ast.Constant) and _is_hole(node)]
-    lines = new.splitlines()
-    in_order = sorted(holes, key=lambda node: (node.lineno, node.col_offset))
-    for node, text in reversed(list(zip(in_order, texts, strict=False))):
-        line = lines[node.lineno - 1].encode()
-        start, end = line[: node.col_offset].decode(), line[node.end_col_offset :].decode()
-        lines[node.lineno - 1] = start + text + end
-    return "\n".join(lines)
+# ---- finding the piece ---------------------------------------------------------------------------
 
 
 def _only(places: list, label: str, where: str):
@@ -186,31 +123,34 @@ def _functions(node: ast.AST, name: str) -> Iterator[ast.AST]:
             yield from _functions(child, name)
 
 
-def _parsed(old: str, new: str) -> tuple[Piece, Piece]:
-    """Parse both as expressions if each is a single one, else both as statements."""
-    first, second = ast.parse(old).body, ast.parse(new).body
-    if all(len(body) == 1 and isinstance(body[0], ast.Expr) for body in (first, second)):
-        return first[0].value, second[0].value  # type: ignore[attr-defined]
-    return first, second
+def _piece(old: str, new: str) -> Piece:
+    """Parse `old` as an expression if it and `new` are single ones, else as statements."""
+    bodies = [ast.parse(text).body for text in (old, new)]
+    if all(len(body) == 1 and isinstance(body[0], ast.Expr) for body in bodies):
+        return bodies[0][0].value  # type: ignore[attr-defined]
+    return bodies[0]
 
 
-def _places(function: ast.AST, piece: Piece) -> Iterator[tuple[Place, list]]:
-    """Yield each place in the function where the piece occurs, and what its `...` stand for there."""
+def _places(function: ast.AST, piece: Piece) -> Iterator[tuple[list, bool, list]]:
+    """Yield the nodes of each place in the function where the piece occurs, whether they are all
+    statements of a block, and what its `...` stand for there.
+    """
     for node in ast.walk(function):
-        for field, value in ast.iter_fields(node):
-            for at, candidate in _candidates(value, piece):
+        for _, value in ast.iter_fields(node):
+            for candidate in _candidates(value, piece):
                 holes: list = []
                 if _same(piece, candidate, holes):
-                    yield (node, field, at), holes
+                    nodes = candidate if isinstance(candidate, list) else [candidate]
+                    yield nodes, nodes == value, holes
 
 
-def _candidates(value: object, piece: Piece) -> Iterator[tuple[slice | int | None, object]]:
-    if not isinstance(piece, list):
-        yield from enumerate(value) if isinstance(value, list) else [(None, value)]
-    elif isinstance(value, list):
-        for start in range(len(value) - len(piece) + 1):
-            run = slice(start, start + len(piece))
-            yield run, value[run]
+def _candidates(value: object, piece: Piece) -> Iterator[object]:
+    values = value if isinstance(value, list) else [value]
+    if isinstance(piece, list):
+        starts = range(len(values) - len(piece) + 1) if values is value else ()
+        yield from (values[start : start + len(piece)] for start in starts)
+    else:
+        yield from values
 
 
 def _same(piece: object, node: object, holes: list) -> bool:
@@ -218,7 +158,7 @@ def _same(piece: object, node: object, holes: list) -> bool:
     `holes`.
     """
     if _is_hole(piece) and isinstance(node, ast.expr):
-        holes.append(node)
+        holes.append([node])
         return True
     if isinstance(piece, list) and isinstance(node, list):
         if len(piece) == 1 and isinstance(piece[0], ast.Expr) and _is_hole(piece[0].value) and node:
@@ -237,33 +177,64 @@ def _is_hole(node: object) -> bool:
     return isinstance(node, ast.Constant) and node.value is ...
 
 
-def _filled(piece: Piece, holes: list) -> Piece:
-    """Return the replacement with each `...` filled with what the pattern's stood for."""
-    left = iter(copy.deepcopy(holes))
-
-    class Fill(ast.NodeTransformer):
-        def visit_Expr(self, node: ast.Expr):
-            return next(left, node) if _is_hole(node.value) else self.generic_visit(node)
-
-        def visit_Constant(self, node: ast.Constant):
-            return next(left, node) if _is_hole(node) else node
-
-    if isinstance(piece, list):
-        return Fill().visit(ast.Module(piece, [])).body
-    return Fill().visit(piece)
+# ---- replacing it --------------------------------------------------------------------------------
 
 
-@contextmanager
-def _replaced(place: Place, piece: Piece) -> Iterator[None]:
-    """Put the piece in that place for the length of a `with` block."""
-    node, field, at = place
-    before = getattr(node, field)
-    after: Any = piece
-    if at is not None:
-        after = [*before]
-        after[at] = piece
-    setattr(node, field, after or [ast.Pass()])
-    try:
-        yield
-    finally:
-        setattr(node, field, before)
+def _spliced(source: str, mutant: Mutant, name: str, in_brackets: bool = False) -> str:
+    """Return the source with the replacement in place of the piece; every other line stays as it
+    is.
+
+    If statements go without a replacement, the comment above them goes, too: it would give the
+    missing line away.
+    """
+    where, old, new = mutant
+    function = _only(list(_functions(_tree(source), where)), f"function {where!r}", name)
+    nodes, is_block, holes = _only(list(_places(function, _piece(old, new))), f"{old!r}", f"{where} of {name}")
+    text = _filled(new.strip(), [_text_of(source, hole, in_brackets) for hole in holes])
+    lines = source.splitlines(keepends=True)
+    start, end = nodes[0].lineno - 1, nodes[-1].end_lineno
+    before = lines[start].encode()[: nodes[0].col_offset].decode()
+    after = lines[end - 1].encode()[nodes[-1].end_col_offset :].decode()
+    if isinstance(nodes[0], ast.stmt):
+        text = text or ("pass" if is_block else "")
+        text = textwrap.indent(textwrap.dedent(text), before).removeprefix(before)
+    else:
+        text = _bracketed(text, nodes[0]) if in_brackets else text
+    if not text:
+        while start and lines[start - 1].startswith(f"{before}#"):
+            start -= 1
+        return "".join([*lines[:start], *lines[end:]])
+    return "".join([*lines[:start], before + text + after, *lines[end:]])
+
+
+def _text_of(source: str, nodes: list, in_brackets: bool) -> str:
+    first, last = nodes[0], nodes[-1]
+    if isinstance(first, ast.stmt):
+        lines = source.splitlines()[first.lineno - 1 : last.end_lineno]
+        return textwrap.dedent("\n".join([" " * first.col_offset + lines[0][first.col_offset :], *lines[1:]]))
+    text = ast.get_source_segment(source, first) or ""
+    return _bracketed(text, first) if in_brackets else text
+
+
+def _bracketed(text: str, node: ast.expr) -> str:
+    """Put an expression in brackets, unless it is one that may not have any."""
+    return text if isinstance(node, ast.Slice | ast.Starred) else f"({text})"
+
+
+def _filled(new: str, texts: list[str]) -> str:
+    """Replace each `...` in `new` with the next of `texts`."""
+    constants = [node for node in ast.walk(ast.parse(new)) if isinstance(node, ast.Constant)]
+    holes = sorted((node.lineno, node.col_offset) for node in constants if _is_hole(node))
+    lines = new.splitlines()
+    for (number, column), text in reversed(list(zip(holes, texts, strict=False))):
+        line = lines[number - 1].encode()
+        start, end = line[:column].decode(), line[column + 3 :].decode()
+        if "\n" in text and not end:  # statements: each on a line of its own
+            depth = len(start) - len(start.lstrip())
+            if start.strip():  # they stood behind a colon
+                start, depth = f"{start}\n", depth + 4
+            else:
+                start = ""
+            text = textwrap.indent(text, " " * depth)
+        lines[number - 1] = start + text + end
+    return "\n".join(lines)

@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 from minivllm.config import ModelConfig
-from minivllm.config.checks import is_number, require
 from minivllm.errors import MinivllmError
 from minivllm.memory import kv_bytes_per_token, parameter_groups, routed_parameters, serving_dtype, weight_bytes
 from minivllm.memory.bytes_per_token import bytes_of_dtype
@@ -111,16 +110,6 @@ class RooflineCost:
     memory_efficiency: float = MEMORY_EFFICIENCY
     arithmetic_efficiency: float = ARITHMETIC_EFFICIENCY
     step_overhead: float = STEP_OVERHEAD
-    request_overhead: float = 0.0
-
-    def __post_init__(self) -> None:
-        _check(self, "weight_bytes", "kv_bytes_per_token", "flops_per_token", "flops_per_pair", above_zero=False)
-        _check(self, "flops_per_request", "step_overhead", "request_overhead", above_zero=False)
-        _check(self, "vision_bytes", "expert_bytes", above_zero=False)
-        _check(
-            self, "bandwidth", "flops", "memory_efficiency", "arithmetic_efficiency", "expert_share", above_zero=True
-        )
-        require(self.expert_share <= 1, f"expert_share is {self.expert_share!r}; it must be at most 1")
 
     @classmethod
     def of(
@@ -200,7 +189,7 @@ class RooflineCost:
         """Return the modelled seconds of one step of this shape."""
         moved, computed = self.bytes_moved(shape), self.operations(shape)
         work = max(self.memory_seconds(moved), self.arithmetic_seconds(computed))
-        return self.step_overhead + self.request_overhead * shape.num_reqs + work
+        return self.step_overhead + work
 
     @property
     def knee(self) -> float:
@@ -223,9 +212,6 @@ class MeasuredStep:
     shape: StepShape
     seconds: float
 
-    def __post_init__(self) -> None:
-        _check(self, "seconds", above_zero=True)
-
 
 @dataclass(frozen=True)
 class FittedCost:
@@ -238,9 +224,6 @@ class FittedCost:
     per_token: float
     per_pair: float
 
-    def __post_init__(self) -> None:
-        _check(self, "per_step", "per_request", "per_token", "per_pair", above_zero=False)
-
     @classmethod
     def fit(cls, steps: Sequence[MeasuredStep]) -> FittedCost:
         """Fit by least squares of the *relative* error, dropping features that would get a negative
@@ -248,15 +231,18 @@ class FittedCost:
         """
         if len(steps) < 8:
             raise MinivllmError(f"a fit needs at least 8 measured steps, not {len(steps)}")
-        rows = [[value / step.seconds for value in _features(step.shape)] for step in steps]
-        kept = list(range(4))
-        while True:
-            solution = _least_squares([[row[i] for i in kept] for row in rows], [1.0] * len(rows))
-            if min(solution) >= 0 or len(kept) == 1:
+        import numpy as np
+
+        rows = np.array([_features(step.shape) for step in steps]) / [[step.seconds] for step in steps]
+        scales = rows.max(axis=0)  # units differ by a factor of a million
+        kept, factors = [index for index in range(4) if scales[index] > 0], np.zeros(4)
+        while kept:
+            solution = np.linalg.lstsq(rows[:, kept] / scales[kept], np.ones(len(rows)), rcond=1e-9)[0]
+            if min(solution) >= 0:
+                factors[kept] = solution / scales[kept]
                 break
-            kept.pop(solution.index(min(solution)))
-        factors = dict(zip(kept, solution, strict=True))
-        return cls(*(max(0.0, factors.get(index, 0.0)) for index in range(4)))
+            kept.pop(int(solution.argmin()))
+        return cls(*factors.tolist())
 
     def seconds(self, shape: StepShape) -> float:
         """Return the seconds of one step of this shape, by the fitted line."""
@@ -271,38 +257,8 @@ def _passed_parameters(model: ModelConfig, expert_share: float) -> float:
     return layers - (1 - expert_share) * routed_parameters(model)
 
 
-def _check(costs: object, *names: str, above_zero: bool) -> None:
-    """Reject negative or non-finite numbers, and also 0 if `above_zero`."""
-    for name in names:
-        value = getattr(costs, name)
-        fits = is_number(value) and (value > 0 if above_zero else value >= 0)
-        require(fits, f"{name} is {value!r}; it must be {'above 0' if above_zero else '0 or more'}, and finite")
-
-
 def _features(shape: StepShape) -> tuple[float, ...]:
     return 1.0, float(shape.num_reqs), float(shape.num_tokens), float(shape.num_pairs)
-
-
-def _least_squares(rows: list[list[float]], targets: list[float]) -> list[float]:
-    """Solve the normal equations by elimination; columns are scaled first, since their units differ
-    by a factor of a million.
-    """
-    width = len(rows[0])
-    scales = [max(abs(row[i]) for row in rows) or 1.0 for i in range(width)]
-    scaled = [[value / scale for value, scale in zip(row, scales, strict=True)] for row in rows]
-    matrix = [
-        [sum(row[i] * row[j] for row in scaled) + (1e-12 * len(rows) if i == j else 0.0) for j in range(width)]
-        + [sum(row[i] * target for row, target in zip(scaled, targets, strict=True))]
-        for i in range(width)
-    ]
-    for i in range(width):
-        pivot = max(range(i, width), key=lambda k: abs(matrix[k][i]))
-        matrix[i], matrix[pivot] = matrix[pivot], matrix[i]
-        for k in range(width):
-            if k != i:
-                factor = matrix[k][i] / matrix[i][i]
-                matrix[k] = [a - factor * b for a, b in zip(matrix[k], matrix[i], strict=True)]
-    return [matrix[i][width] / matrix[i][i] / scales[i] for i in range(width)]
 
 
 @dataclass(frozen=True)

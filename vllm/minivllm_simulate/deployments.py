@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from minivllm.config import ModelConfig
-from minivllm.errors import MinivllmError
+from minivllm.config.checks import require
 from minivllm_simulate.hardware import Hardware
-from minivllm_simulate.layouts import BLOCK_SIZE, MAX_MODEL_LEN, Cost, Layout, PlacedModel
+from minivllm_simulate.layouts import BLOCK_SIZE, MAX_MODEL_LEN, Layout, PlacedModel
 from minivllm_simulate.open_load import OpenLoad, OpenRun, finished, run_open
 from minivllm_simulate.workloads import RequestLengths, poisson_arrivals, workload
 
@@ -37,66 +36,19 @@ def bubble(stages: int, batches: int) -> float:
     return (stages - 1) / (batches + stages - 1)
 
 
-@dataclass(frozen=True)
-class Deployment:
-    """A model on `gpus` GPUs of one kind, parallelized in one of the `WAYS`. With one GPU, all ways
-    are the same.
+def deployment(model: ModelConfig, gpu: Hardware, way: str, gpus: int) -> PlacedModel:
+    """Place a model on `gpus` GPUs, parallelized in one of the `WAYS`. With one GPU, all ways are
+    the same.
+
+    Raises:
+        MinivllmError: there is no such way.
     """
-
-    model: ModelConfig
-    gpu: Hardware
-    way: str
-    gpus: int
-
-    def __post_init__(self) -> None:
-        if self.way not in WAYS:
-            raise MinivllmError(f"way is {self.way!r}; it must be one of {', '.join(WAYS)}")
-
-    @property
-    def groups(self) -> int:
-        """Batches in flight at the same time, each with a scheduler of its own."""
-        return 1 if self.way == "TP" else self.gpus
-
-    def kv_tokens(self) -> int:
-        """Return how many tokens fit into the caches of all GPUs together.
-
-        Raises:
-            MinivllmError: the weights do not fit, or leave no room for one request.
-        """
-        return self.placed.kv_tokens() * self.groups
-
-    def cost(self) -> Cost:
-        """Return the cost model of a step of one batch."""
-        return self.placed.cost
-
-    @property
-    def placed(self) -> PlacedModel:
-        """This deployment as a model placed in a layout."""
-        tp, pp, dp = (self.gpus if way == self.way else 1 for way in WAYS)
-        return PlacedModel(self.model, self.gpu, Layout(tp, pp, dp), PLACES)
+    require(way in WAYS, f"way is {way!r}; it must be one of {', '.join(WAYS)}")
+    tp, pp, dp = (gpus if way == name else 1 for name in WAYS)
+    return PlacedModel(model, gpu, Layout(tp, pp, dp), PLACES)
 
 
-@dataclass(frozen=True)
-class Served:
-    """The service that one group's clients saw, and the number of groups, which all serve equally."""
-
-    run: OpenRun
-    groups: int
-
-    def attainment(self, ttft: float, tpot: float) -> float:
-        """Return the share of the counted requests that met both objectives, in seconds. Requests
-        that are still running count with their values so far.
-        """
-        met = sum(self.run.ttft(stay) <= ttft and (stay.tpot or 0.0) <= tpot for stay in self.run.stays)
-        return met / len(self.run.stays)
-
-    @property
-    def throughput(self) -> float:
-        """Output tokens per second of all groups together."""
-        return self.groups * self.run.tokens / self.run.end
-
-
-def serve(deployment: Deployment, rate: float, counted: int, kind: str = "sharegpt", seed: int = 0) -> Served:
+def serve(placed: PlacedModel, rate: float, counted: int, kind: str = "sharegpt", seed: int = 0) -> OpenRun:
     """Simulate requests of a kind that arrive at random, `rate` per second, at engines that have
     been running for a long time.
 
@@ -107,7 +59,7 @@ def serve(deployment: Deployment, rate: float, counted: int, kind: str = "shareg
     Raises:
         MinivllmError: the model does not fit.
     """
-    placed, share, half = deployment.placed, rate / deployment.groups, MAX_MODEL_LEN // 2
+    share, half = rate / placed.layout.groups, MAX_MODEL_LEN // 2
     drawn = workload(kind).sample(2 * counted, seed)
     lengths = [RequestLengths(min(request.prompt_tokens, half), min(request.output_tokens, half)) for request in drawn]
     prompt = statistics.mean(request.prompt_tokens for request in lengths)
@@ -116,7 +68,7 @@ def serve(deployment: Deployment, rate: float, counted: int, kind: str = "shareg
     arrivals = poisson_arrivals(share, 2 * counted, seed)
     wanted = (2 * counted + at_start) * (max(request.total for request in lengths) + 2 * BLOCK_SIZE)
     load = OpenLoad(lengths, arrivals, counted, at_start, seed)
-    return Served(finished(run_open(load, *placed.configs(wanted), placed.cost)), deployment.groups)
+    return finished(run_open(load, *placed.configs(wanted), placed.cost))
 
 
 def find_knee(attainment: Callable[[float], float], low: float, high: float, rounds: int, target: float = 0.9) -> float:

@@ -1,12 +1,9 @@
-"""Memory, bandwidth and arithmetic rates: of GPUs from vendors' data sheets, and of this machine by
-measurement.
+"""Memory, bandwidth and arithmetic rates of GPUs, from vendors' data sheets.
 
 Rates are peaks, dense (without structured sparsity), so real kernels reach a part of them.
 """
 
-import os
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -104,48 +101,3 @@ def get_hardware(name: str) -> Hardware:
         MinivllmError: unknown name; the message lists the known ones.
     """
     return HARDWARE[get_device(name).name]
-
-
-def measure_this_machine(seconds: float = 0.6) -> Hardware:
-    """Measure this computer's processor as `Hardware`: memory size, copy bandwidth and float32
-    matmul rate, with numpy.
-
-    Args:
-        seconds: about how long the measuring may take. The best of several rounds is kept: other
-            work on the machine can only slow a round down.
-    """
-    import numpy as np
-
-    source = np.ones(16 * 2**20, dtype=np.float32)  # 64 MiB: larger than the caches of most processors
-    target = np.empty_like(source)
-    copy_seconds = _best_seconds(lambda: np.copyto(target, source), seconds / 2)
-    n = 1024
-    left, right = np.ones((n, n), dtype=np.float32), np.ones((n, n), dtype=np.float32)
-    product = np.empty((n, n), dtype=np.float32)
-    matmul_seconds = _best_seconds(lambda: np.matmul(left, right, out=product), seconds / 2)
-    return Hardware(
-        name="this machine (CPU)",
-        memory_bytes=_physical_memory(),
-        bandwidth=2 * source.nbytes / copy_seconds,
-        flops=MappingProxyType({"float32": 2 * n**3 / matmul_seconds}),
-        source="measured with numpy: copy of 64 MiB (read + write), matrix product of 1024 x 1024",
-    )
-
-
-def _physical_memory() -> int:
-    """Return the bytes of main memory, or 0 where the system does not report them (Windows)."""
-    if not hasattr(os, "sysconf"):
-        return 0
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def _best_seconds(function: Callable[[], object], budget: float) -> float:
-    best, deadline = float("inf"), time.perf_counter() + budget
-    function()
-    while True:
-        start = time.perf_counter()
-        function()
-        end = time.perf_counter()
-        best = min(best, end - start)
-        if end > deadline:
-            return best

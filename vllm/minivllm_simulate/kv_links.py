@@ -109,13 +109,6 @@ class Transfer:
         """Seconds that the transfer adds where each layer is sent as soon as it is computed."""
         return layer_wise_end(0.0, self.prefill, self.seconds, self.layers) - self.prefill
 
-    @property
-    def is_hidden(self) -> bool:
-        """Return whether the transfer takes no longer than the prefill; then at most one layer's share
-        remains after it.
-        """
-        return self.seconds <= self.prefill
-
 
 def layer_wise_end(start: float, end: float, seconds: float, layers: int) -> float:
     """Return the arrival time of the last layer, for a prefill from `start` to `end` whose layers

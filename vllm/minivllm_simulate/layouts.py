@@ -23,7 +23,7 @@ from minivllm.config.units import GIB
 from minivllm.memory import memory_ledger, weight_bytes
 from minivllm_simulate.cost_model import StepShape
 from minivllm_simulate.hardware import Hardware
-from minivllm_simulate.levers import LeverCost, Levers
+from minivllm_simulate.levers import SERVING, LeverCost
 
 MAX_MODEL_LEN, TOKEN_BUDGET, PLACES, BLOCK_SIZE = 4096, 2048, 256, 16
 GRID = 16
@@ -32,10 +32,6 @@ HANDOVER_SECONDS = 1e-5
 """Of sending hidden states from one stage to the next, beyond their bytes: assumed to be that of
 an all-reduce.
 """
-SERVING = Levers(
-    kv_cache=True, paging=True, continuous_batching=True, flash_attention=True, gqa=True, chunked_prefill=True,
-    cuda_graphs=True,
-)  # fmt: skip
 UTILIZATION = 0.92
 """vLLM's default of `gpu_memory_utilization`."""
 

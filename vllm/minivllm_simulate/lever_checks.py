@@ -19,18 +19,9 @@ from minivllm.config import ModelConfig
 from minivllm_simulate.cost_model import RooflineCost, StepShape
 from minivllm_simulate.hardware import get_hardware
 from minivllm_simulate.known_models import known_model
-from minivllm_simulate.levers import LeverCost, Levers, LeverWorkload, throughput
+from minivllm_simulate.levers import SERVING, LeverCost, LeverWorkload, throughput
 from minivllm_simulate.virtual_clock import SimulatedRequest
 
-SERVING = Levers(
-    kv_cache=True,
-    paging=True,
-    continuous_batching=True,
-    flash_attention=True,
-    gqa=True,
-    chunked_prefill=True,
-    cuda_graphs=True,
-)
 GPT_FAST = "gpt-fast, README: batch 1, short context, A100-80 at 330 W"
 FP8_BLOG = "vLLM blog of 2026-04-22: Llama-3.1-8B on an H100"
 TENSORRT = "TensorRT-LLM v0.6.1, docs/source/performance.md, low latency: batch 1, A100, fp16"

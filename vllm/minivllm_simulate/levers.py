@@ -111,6 +111,13 @@ class Levers:
             raise MinivllmError(f"speculative_tokens is {self.speculative_tokens}; it must not be negative")
 
 
+SERVING = Levers(
+    kv_cache=True, paging=True, continuous_batching=True, flash_attention=True, gqa=True, chunked_prefill=True,
+    cuda_graphs=True,
+)  # fmt: skip
+"""What every serving engine has."""
+
+
 @dataclass(frozen=True)
 class Lever:
     """A rung of the ladder: a field of `Levers` and the value that switches it on."""

@@ -6,13 +6,13 @@ The sweeps of `widgets/optimization_catalog` use them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from minivllm.config import CacheConfig, SchedulerConfig
 from minivllm.core.scheduler import Scheduler
 from minivllm.errors import MinivllmError
-from minivllm_simulate.cost_model import Cost, StepShape
+from minivllm_simulate.cost_model import StepShape
 from minivllm_simulate.simulated_engine import Acceptance, ShapeOf, SimulatedEngine, Stretch
 from minivllm_simulate.virtual_clock import SimulatedRequest, to_request
 
@@ -40,14 +40,6 @@ class OfflineRun:
     def computed_tokens(self) -> int:
         """Tokens that went through the model."""
         return sum(stretch.num_tokens for stretch in self.stretches)
-
-    def shapes(self) -> Iterator[StepShape]:
-        """Yield the shape of every step."""
-        return (shape for stretch in self.stretches for shape in stretch.shapes())
-
-    def seconds(self, cost: Cost) -> float:
-        """Return the seconds of all steps together."""
-        return sum(stretch.seconds(cost) for stretch in self.stretches)
 
 
 def run_offline(

@@ -72,6 +72,13 @@ class OpenRun:
         """
         return min(stay.first, self.end) - stay.arrival
 
+    def attainment(self, ttft: float, tpot: float) -> float:
+        """Return the share of the counted requests that met both objectives, in seconds; those
+        that are still running count with their values so far.
+        """
+        met = sum(self.ttft(stay) <= ttft and (stay.tpot or 0.0) <= tpot for stay in self.stays)
+        return met / len(self.stays)
+
     @property
     def ttfts(self) -> list[float]:
         """Seconds to first token, sorted; a request that has none yet counts with its wait."""
@@ -94,7 +101,7 @@ class OpenLoad:
     lengths: Sequence[RequestLengths]
     arrivals: Sequence[float]
     counted: int
-    at_start: int
+    at_start: int = 0
     seed: int = 0
     to_the_end: bool = False
     """Serve the counted requests to their last token, even when no further request arrives."""

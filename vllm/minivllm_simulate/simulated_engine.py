@@ -10,7 +10,7 @@ the time where no drafts are verified.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import comb
 
@@ -60,10 +60,6 @@ class Stretch:
         first, second, third = (shape.num_tokens for shape in (self.first, self.second, self.third))
         bend = third - 2 * second + first
         return self.steps * first + comb(self.steps, 2) * (second - first) + comb(self.steps, 3) * bend
-
-    def shapes(self) -> Iterator[StepShape]:
-        """Yield the shape of every step."""
-        return (self.at(index) for index in range(self.steps))
 
     def at(self, index: int) -> StepShape:
         """Return the shape of the step at this index."""

@@ -12,10 +12,10 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from minivllm.config import CacheConfig, SchedulerConfig
-from minivllm.config.checks import is_count, is_number, positive_count, require
+from minivllm.config.checks import is_number, positive_count, require
 from minivllm.core.policy import running_then_waiting
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
@@ -96,12 +96,6 @@ class StepRecord(NamedTuple):
     num_waiting: int
     kv_cache_usage: float
     preempted: tuple[str, ...] = ()
-    prefix_queries: int = 0
-    """Prompt tokens that this step's admissions looked up in the prefix cache; returns after a
-    preemption apart.
-    """
-    prefix_hits: int = 0
-    """Number of these tokens found in the cache."""
 
 
 @dataclass
@@ -196,8 +190,6 @@ def simulate(
             is outside [0, 1], the scheduler rejects a request (too long for pool or model), or a
             cost is negative or not finite.
     """
-    _check(workload, scheduler_config, cache_config)
-    require(max_steps is None or is_count(max_steps, 0), f"max_steps is {max_steps!r}; it must be a count, or None")
     built = scheduler(scheduler_config, cache_config)
     return _Simulator(workload, built, cost, acceptance, shape_of).run(max_steps)
 
@@ -217,26 +209,11 @@ def simulate_in_parts(
     Raises:
         MinivllmError: for the same reasons as `simulate`.
     """
-    _check(workload, scheduler_config, cache_config)
     simulator = _Simulator(workload, scheduler(scheduler_config, cache_config), cost)
     while simulator.has_work():
         simulator.run(len(simulator.steps) + steps)
         yield None
     yield simulator.run(None)
-
-
-def _check(workload: object, scheduler_config: object, cache_config: object) -> None:
-    for name, value, kind in (
-        ("workload", workload, Sequence),
-        ("scheduler_config", scheduler_config, SchedulerConfig),
-        ("cache_config", cache_config, CacheConfig),
-    ):
-        require(isinstance(value, kind), f"{name} is {type(value).__name__}; it must be a {kind.__name__}")
-    assert isinstance(workload, Sequence)
-    require(len(workload) > 0, "a simulation needs at least one request")
-    for index, request in enumerate(workload):
-        if not isinstance(request, SimulatedRequest):
-            raise MinivllmError(f"request {index} is {type(request).__name__}; it must be a SimulatedRequest")
 
 
 class _Simulator(SimulatedEngine):
@@ -250,6 +227,7 @@ class _Simulator(SimulatedEngine):
         acceptance: float = 0.0,
         shape_of: ShapeOf = StepShape.of,
     ) -> None:
+        require(len(workload) > 0, "a simulation needs at least one request")
         super().__init__(scheduler, Acceptance(acceptance), shape_of)
         self.workload = workload
         self.cost = cost
@@ -257,7 +235,6 @@ class _Simulator(SimulatedEngine):
         self.timelines = [RequestTimeline(request.arrival) for request in workload]
         self.steps: list[StepRecord] = []
         self.max_steps = math.inf
-        self.prefix_stats = scheduler.kv_cache_manager.prefix_cache_stats
         self.followers: dict[int | None, list[int]] = {None: []}
         for index, request in enumerate(workload):
             self.followers.setdefault(request.after, []).append(index)
@@ -308,10 +285,7 @@ class _Simulator(SimulatedEngine):
             self.timelines[int(key)].num_preemptions += 1
         for new in output.scheduled_new_reqs:
             self.timelines[int(new.req_id)].num_cached_tokens = self.scheduler.requests[new.req_id].num_cached_tokens
-        before = self.prefix_stats
-        self.prefix_stats = self.scheduler.kv_cache_manager.prefix_cache_stats
-        prefix = self.prefix_stats.queries - before.queries, self.prefix_stats.hits - before.hits
-        self._record(shape, dict(output.num_scheduled_tokens), tuple(sorted(output.preempted_req_ids)), *prefix)
+        self._record(shape, dict(output.num_scheduled_tokens), tuple(sorted(output.preempted_req_ids)))
 
     def _take_steps(self) -> None:
         """Add the requests that have arrived, take the steps that are alike, and record when each
@@ -329,14 +303,14 @@ class _Simulator(SimulatedEngine):
             if output.finish_reason:
                 self._release_followers(index, loop.now)
 
-    def _record(self, shape: StepShape, scheduled: dict[str, int], *decided: Any) -> None:
+    def _record(self, shape: StepShape, scheduled: dict[str, int], preempted: tuple[str, ...] = ()) -> None:
         """Add a step to the records and advance the clock by its seconds."""
         seconds = self.cost.seconds(shape)
         if not 0 <= seconds < math.inf:
             raise MinivllmError(f"the cost model returns {seconds} seconds for {shape}; a step takes 0 or more")
         scheduler = self.scheduler
         queues = len(scheduler.running), len(scheduler.waiting), scheduler.kv_cache_manager.usage
-        self.steps.append(StepRecord(self.loop.now, seconds, shape, scheduled, *queues, *decided))
+        self.steps.append(StepRecord(self.loop.now, seconds, shape, scheduled, *queues, preempted))
         self.loop.now += seconds
 
     def _release_followers(self, ended: int | None, now: float) -> None:

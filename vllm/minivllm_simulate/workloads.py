@@ -192,7 +192,7 @@ WORKLOADS = {
 
 
 def workload(name: str) -> Workload:
-    """Return the workload with this name, or that of the user's own CSV or JSON file, given by its
+    """Return the workload with this name, or that of the user's own CSV file, given by its
     path (see `length_files`).
 
     Raises:

@@ -223,7 +223,7 @@ SPEC = Spec(
                 START["requests"],
                 "how long the requests really get",
             ),
-            "file": entry("or a file", "", "a CSV of lengths", "prompt and output tokens; or vllm bench serve's JSON"),
+            "file": entry("or a file", "", "a CSV of lengths", "columns prompt_tokens and output_tokens"),
         },
     },
     presets={

@@ -192,7 +192,7 @@ def sweep(
         utilization: vLLM's `gpu_memory_utilization`.
         max_model_len: The longest request, in tokens.
         requests: A workload of `minivllm_simulate.workloads`.
-        file: A CSV or JSON file of request lengths, which replaces `requests` unless empty.
+        file: A CSV file of request lengths, which replaces `requests` unless empty.
         kv_bytes_per_token: The reader's function, which replaces the engine's count.
 
     Raises:

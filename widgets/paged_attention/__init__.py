@@ -382,7 +382,7 @@ _KNOBS = {
     },
     "The requests": {
         "requests": choice("Lengths as in", _KINDS, "alpaca", "how long prompts and answers are"),
-        "file": entry("… or a file", "", "lengths.csv", "CSV with prompt and output tokens, or JSON of vllm bench"),
+        "file": entry("… or a file", "", "lengths.csv", "CSV with columns prompt_tokens and output_tokens"),
         "samples": steps("Samples", SAMPLES, 2, "answers to each request, which share the prompt's full blocks"),
     },
     "The limits": {

@@ -162,12 +162,6 @@ def test_the_rule_is_exact_and_its_look_alikes_are_caught():
 # ---- what the text says --------------------------------------------------------------------------
 
 
-def test_the_formula_is_a_sum():
-    assert lesson.expected_tokens(0.7, 3) == pytest.approx((1 - 0.7**4) / (1 - 0.7)) == pytest.approx(2.533)
-    assert lesson.expected_tokens(1.0, 3) == 4
-    assert lesson.speed_up(0.5, 1, draft_cost=0.5) == pytest.approx(1.0), "it pays only if alpha exceeds c"
-
-
 def test_break_even_is_where_the_speed_up_falls_below_one():
     assert report.break_even({1: 2.0, 16: 1.5, 64: 0.5}) == pytest.approx(32)
     assert report.break_even({1: 2.0, 64: 1.0}) is None
@@ -190,7 +184,10 @@ def test_the_rule_by_hand():
 
 
 def test_tokens_and_cost_by_hand():
+    assert lesson.expected_tokens(0.7, 3) == pytest.approx((1 - 0.7**4) / (1 - 0.7))
+    assert lesson.expected_tokens(1.0, 3) == 4
     assert lesson.expected_tokens(0.6, 1) == pytest.approx(1.6)
+    assert lesson.speed_up(0.5, 1, draft_cost=0.5) == pytest.approx(1.0), "it pays only if alpha exceeds c"
     assert lesson.expected_tokens(0.6, 3) == pytest.approx(2.18, abs=0.005)
     assert lesson.speed_up(0.6, 3, draft_cost=0.1) == pytest.approx(1.67, abs=0.005)
     assert lesson.speed_up(0.6, 3, 0, verify_cost=4) == pytest.approx(0.55, abs=0.01)
@@ -588,11 +585,11 @@ def test_the_learners_verdict_is_that_of_the_engine():
     )
     assert verify(arguments).tolist() == rejection_sample(arguments).tolist()
 
-    requests, p, q = 4000, torch.tensor([0.25, 0.45, 0.2, 0.1]), torch.tensor([0.7, 0.1, 0.1, 0.1])
+    requests, p, q = 1500, torch.tensor([0.25, 0.45, 0.2, 0.1]), torch.tensor([0.7, 0.1, 0.1, 0.1])
     draws = torch.multinomial(q, requests, replacement=True, generator=torch.Generator().manual_seed(0)).int()
     keys = torch.randint(-(2**31), 2**31, (2 * requests, 2), generator=torch.Generator().manual_seed(1)).int()
     random, first = torch.zeros(requests, dtype=torch.bool), torch.ones(requests, dtype=torch.int32)
     for drawn_from, drafts in ((q.log().expand(requests, -1), draws), (None, draws)):
         table = verify(RejectionArguments(p.log().expand(2 * requests, -1), drafts, first, drawn_from, random, keys))
         result = torch.bincount(table[:, 0], minlength=4) / requests
-        assert torch.allclose(result, p, atol=0.025)
+        assert torch.allclose(result, p, atol=0.04)

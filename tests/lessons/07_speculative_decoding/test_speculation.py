@@ -30,8 +30,7 @@ from minivllm_lab.speculative_decoding.speculation import (
 from minivllm_simulate.cost_model import StepShape
 from minivllm_simulate.hardware import get_hardware
 from minivllm_simulate.known_models import known_model
-from minivllm_simulate.layouts import SERVING
-from minivllm_simulate.levers import LeverCost
+from minivllm_simulate.levers import SERVING, LeverCost
 
 MODEL, SMALL, H100 = known_model("Llama-3.1-8B"), known_model("Llama-3.2-1B"), get_hardware("H100")
 HEAD = eagle_head(MODEL, H100)

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 
 import pytest
+from lessons.widget_harness import advice_test, challenge_test, endless, preset_test, refusal_test, shaded
 from pace import quiet_seconds
 
 from minivllm.errors import MinivllmError
@@ -90,8 +91,7 @@ def test_no_verdict_is_false():
 
 def test_the_shaded_region_is_where_drafts_lose_or_do_not_fit():
     def regions(**knobs) -> list[str]:
-        drawn = ET.fromstring(widget.figure(here(**knobs)))
-        return [part.get("data-broken", "") for part in drawn.iter() if part.get("data-broken")]
+        return shaded(widget, here(**knobs))
 
     assert regions() == ["loses from 101: arithmetic takes over"]
     assert regions(context=2048) == ["memory is full at 212; 222 without a drafter"]
@@ -136,21 +136,14 @@ SOLUTIONS = (
 )
 
 
-@pytest.mark.parametrize(
-    ("index", "wrong"), [(0, {"k": 2}), (1, {"context": 2048}), (1, {"alpha": 0.6}), (2, {"drafter": "small"})]
-)
-def test_each_challenge_can_be_met_and_by_what_it_is_about(index: int, wrong: dict):
-    solution = SOLUTIONS[index]
-    solved = widget.CHALLENGES[index].check(here(**solution))
-    assert solved.met, solved
-    assert not solved.advice
-    missed = widget.CHALLENGES[index].check(here(**{**solution, **wrong}))
-    assert not missed.met
-    assert any(widget.SPEC.flat()[name].label.lower() in missed.advice.lower() for name in wrong)
+test_each_challenge_can_be_met_and_by_what_it_is_about = challenge_test(
+    widget, here, SOLUTIONS,
+    [(0, {"k": 2}), (1, {"context": 2048}), (1, {"alpha": 0.6}), (2, {"drafter": "small"})],
+)  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("index", "knobs", "named"),
+test_advice_names_the_knob_that_is_wrong = advice_test(
+    widget,
     [
         (0, {"gpu": "B200"}, "Use an H100"),
         (0, {"recorded": "ngram"}, 'Set "Recorded" to "no: as above"'),
@@ -164,14 +157,9 @@ def test_each_challenge_can_be_met_and_by_what_it_is_about(index: int, wrong: di
         (2, {"model": "Qwen3-14B", "context": 4096, "drafter": "ngram"}, "Use a trained drafter"),
     ],
 )
-def test_advice_names_the_knob_that_is_wrong(index: int, knobs: dict, named: str):
-    assert widget.CHALLENGES[index].check(here(**knobs)).advice.startswith(named)
 
 
-@pytest.mark.parametrize("preset", widget.SPEC.presets)
-def test_no_preset_meets_a_challenge(preset: str):
-    state = here(**widget.SPEC.presets[preset])
-    assert [challenge.check(state).met for challenge in widget.CHALLENGES] == [False, False, False]
+test_no_preset_meets_a_challenge = preset_test(widget, here, tone=None)
 
 
 # ---- one step
@@ -299,10 +287,6 @@ def test_what_is_no_count_of_drafts_is_said_in_a_line(rule, said: str):
 
 
 def test_a_rule_that_never_ends_is_ended():
-    def endless(p, q, drafts, uniforms):
-        while True:
-            pass
-
     assert "never end" in Session(widget.SPEC, accept=endless).settle()["words"]
 
 
@@ -319,12 +303,10 @@ def test_every_pair_of_model_and_gpu_is_drawn_or_refused_in_a_line():
     assert fits > 30
 
 
-@pytest.mark.parametrize(
-    "knobs", [{"batch": 0}, {"k": 0}, {"alpha": 0.1}, {"context": 0}, {"step": 0}, {"drafter": "x"}, {"recorded": ""}]
-)
-def test_input_that_makes_no_sense_is_refused_by_name(knobs: dict):
-    with pytest.raises(MinivllmError, match=next(iter(knobs))):
-        widget.sweep(**knobs)
+test_input_that_makes_no_sense_is_refused_by_name = refusal_test(
+    widget,
+    [{"batch": 0}, {"k": 0}, {"alpha": 0.1}, {"context": 0}, {"step": 0}, {"drafter": "x"}, {"recorded": ""}],
+)  # fmt: skip
 
 
 def test_a_redraw_takes_little():

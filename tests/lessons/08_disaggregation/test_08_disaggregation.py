@@ -17,14 +17,12 @@ from patience import PATIENCE
 from minivllm.config import EMBEDDED_MODEL, NO_PARTS
 from minivllm.core.request import RequestStatus
 from minivllm.kernels.copy_blocks import BlockRegions, gather_blocks, scatter_blocks
-from minivllm.memory import kv_bytes_per_token
 from minivllm_lab.disaggregation import report
 from minivllm_lab.disaggregation.learner_connector import CAME
 from minivllm_lab.disaggregation.transfer_worker import until_finished
 from minivllm_lab.exercise import load, plug_of
 from minivllm_lab.kernel_trace import trace_kernel
 from minivllm_lab.paged_model import PagedModel
-from minivllm_simulate.known_models import known_model
 
 lesson = load(script_path("08"))
 ARGUMENTS = Namespace(model=str(EMBEDDED_MODEL), device=torch.device("cpu"), quick=True, prompt=100, seed=0)
@@ -150,18 +148,6 @@ def test_blocks_that_are_still_written_into_are_nobody_elses():
     assert (decoder.blocks.num_held, decoder.waiting) == (0, [])
 
 
-def test_blocks_are_held_until_they_are_read():
-    prefiller, decoder = make()
-    until_finished(prefiller, prefiller.add("r", report.random_prompt(40, 1), 1, {"do_remote_decode": True}))
-    prefiller.step()
-    assert prefiller.blocks.num_held == 3
-    lesson.until_finished(decoder, decoder.add("r", report.random_prompt(40, 1), 2, prefiller.params["r"]))
-    until = time.monotonic() + PATIENCE
-    while prefiller.blocks.num_held and time.monotonic() < until:
-        prefiller.step()
-    assert prefiller.blocks.num_held == 0
-
-
 def test_peers_that_die():
     result = report.break_peers(make, ARGUMENTS, lease=0.2)
     assert (result["held"], result["bytes_from_the_dead"]) == (13, 0)
@@ -202,10 +188,6 @@ def test_ratio_by_hand():
     assert lesson.goodput_per_gpu(5.6, 10, 2, 1) == pytest.approx(10 / 3)
     assert lesson.goodput_per_gpu(5.6, 10, 2, 1) / 1.6 == pytest.approx(2.1, abs=0.05)
     assert lesson.goodput_per_gpu(5.6, 10, 1, 3) < 1.6
-
-
-def test_bytes_of_a_prompt_by_hand():
-    assert kv_bytes_per_token(known_model("Llama-3.1-8B")) == 131072
 
 
 def test_one_pool_wins_with_its_best_budget_and_loses_with_the_default():

@@ -76,14 +76,16 @@ class Pool:
 
 @pytest.mark.parametrize("order", [1, -1])
 def test_the_best_is_found_whatever_comes_first(order: int):
-    best = best_of({str(budget): Pool(budget) for budget in BUDGETS[::order]}, WORK, LEVEL)
+    systems: Any = {str(budget): Pool(budget) for budget in BUDGETS[::order]}
+    best = best_of(systems, WORK, LEVEL)
     assert best.name == "896"  # 1,024 tokens take longer than a token may
     assert best.goodput.rate == 896
     assert best.goodput.cause
 
 
 def test_where_nothing_is_sustained_the_best_is_nothing():
-    assert best_of({"64": Pool(64, PerToken(1.0))}, WORK, LEVEL).goodput.rate == 0
+    systems: Any = {"64": Pool(64, PerToken(1.0))}
+    assert best_of(systems, WORK, LEVEL).goodput.rate == 0
 
 
 def test_budgets_that_fill_the_time_of_a_token_come_first():

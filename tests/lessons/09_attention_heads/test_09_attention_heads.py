@@ -23,6 +23,7 @@ from minivllm.models.parallel import GroupCoordinator, kv_part
 from minivllm_lab.attention_heads import opening, report
 from minivllm_lab.attention_heads.pooled_heads import pooled_checkpoint
 from minivllm_lab.exercise import checks_of, load, plug_of, run_checks
+from minivllm_lab.followed import followed
 from minivllm_lab.plugged import serve
 from minivllm_simulate.hardware import get_hardware
 from minivllm_simulate.known_models import CONFIGS, known_model
@@ -239,8 +240,20 @@ def test_llama_2s_means_are_those_of_the_row_in_the_notes():
 
 def test_the_opening_shows_the_embedded_models_heads():
     """The figure's attention weights are those that the model computes, to two digits."""
-    for computed, shown in zip(opening.computed_weights(), opening.WEIGHTS, strict=True):
-        assert computed == pytest.approx(shown, abs=0.006)
+    model, config = load_model(EMBEDDED_MODEL, "cpu", torch.float32)
+    tokens = torch.tensor([token.id for token in followed().request.prompt])
+    group = config.num_attention_heads // config.num_key_value_heads
+    heads = range(opening.KV_HEAD * group, (opening.KV_HEAD + 1) * group)
+
+    def attend(layer, q, k, v):
+        if layer == opening.LAYER:
+            for head, shown in zip(heads, opening.WEIGHTS, strict=True):
+                weights = (k[:, opening.KV_HEAD] @ q[-1, head] * config.head_dim**-0.5).softmax(0)
+                assert weights.tolist() == pytest.approx(shown, abs=0.006)
+        return lesson.grouped_attention(q, k, v)
+
+    with torch.inference_mode():
+        model(tokens, torch.arange(len(tokens)), attend)
     assert len(opening.frames()) == len(opening.CAPTIONS)
 
 

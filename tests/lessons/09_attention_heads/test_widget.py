@@ -6,11 +6,11 @@ import itertools
 import json
 import re
 import shlex
-import xml.etree.ElementTree as ET
 from collections import Counter
 from dataclasses import replace
 
 import pytest
+from lessons.widget_harness import advice_test, challenge_test, endless, preset_test, refusal_test, shaded
 
 from minivllm.errors import MinivllmError
 from minivllm.memory import memory_ledger
@@ -120,8 +120,7 @@ def test_a_request_alone_reads_2_of_mixtrals_8_experts_and_hundreds_read_all():
 
 def test_what_is_shaded_is_where_something_is_wrong():
     def regions(**knobs) -> list[str]:
-        drawn = ET.fromstring(widget.figure(here(**knobs)))
-        return [part.get("data-broken", "") for part in drawn.iter() if part.get("data-broken")]
+        return shaded(widget, here(**knobs))
 
     assert regions() == [
         "14 of 32 requests fit on 4",
@@ -159,22 +158,15 @@ SOLUTIONS = (
 )
 
 
-@pytest.mark.parametrize(
-    ("index", "wrong"),
-    [(0, {"tensor_parallel_size": 4}), (0, {"tensor_parallel_size": 16}), (1, {"kv_heads": 16}), (1, {"kv_heads": 32}),
-     (2, {"tensor_parallel_size": 2}), (2, {"latent": 256})],
+test_each_challenge_can_be_met_and_by_what_it_is_about = challenge_test(
+    widget, here, SOLUTIONS,
+    [(0, {"tensor_parallel_size": 4}), (0, {"tensor_parallel_size": 16}), (1, {"kv_heads": 16}),
+     (1, {"kv_heads": 32}), (2, {"tensor_parallel_size": 2}), (2, {"latent": 256})],
 )  # fmt: skip
-def test_each_challenge_can_be_met_and_by_what_it_is_about(index: int, wrong: dict):
-    solved = widget.CHALLENGES[index].check(here(**SOLUTIONS[index]))
-    assert solved.met, solved
-    assert not solved.advice
-    missed = widget.CHALLENGES[index].check(here(**{**SOLUTIONS[index], **wrong}))
-    assert not missed.met
-    assert any(widget.SPEC.flat()[name].label.lower() in missed.advice.lower() for name in wrong)
 
 
-@pytest.mark.parametrize(
-    ("index", "knobs", "named"),
+test_advice_names_the_knob_that_is_wrong = advice_test(
+    widget,
     [
         (0, {"gpu": "H200"}, "Use an H100"),
         (0, {"context": 1024}, "Raise the context to 32K (now 1K)"),
@@ -187,15 +179,9 @@ def test_each_challenge_can_be_met_and_by_what_it_is_about(index: int, wrong: di
         (2, {"model": "Llama-3.1-8B", "tensor_parallel_size": 64, "latent": 512}, "Change the GPUs (TP)"),
     ],
 )
-def test_advice_names_the_knob_that_is_wrong(index: int, knobs: dict, named: str):
-    assert widget.CHALLENGES[index].check(here(**knobs)).advice.startswith(named)
 
 
-@pytest.mark.parametrize("preset", widget.SPEC.presets)
-def test_no_preset_meets_a_challenge(preset: str):
-    state = here(**widget.SPEC.presets[preset])
-    assert [challenge.check(state).met for challenge in widget.CHALLENGES] == [False, False, False]
-    assert widget.verdict(state).tone == "broken"
+test_no_preset_meets_a_challenge = preset_test(widget, here)
 
 
 def test_the_command_is_what_vllm_takes():
@@ -219,14 +205,11 @@ def test_real_models_stand_beside_as_they_were_published():
     assert [kind.name for kind in here(latent=128).others] == ["MHA, 64 heads", "MQA, 1 head", "GQA, 8 heads"]
 
 
-@pytest.mark.parametrize(
-    "knobs",
+test_input_that_makes_no_sense_is_refused_by_name = refusal_test(
+    widget,
     [{"tensor_parallel_size": 3}, {"tensor_parallel_size": True}, {"kv_heads": 5}, {"latent": -1}, {"context": 0},
      {"wanted": 0}, {"model": "x"}, {"gpu": None}],
 )  # fmt: skip
-def test_input_that_makes_no_sense_is_refused_by_name(knobs: dict):
-    with pytest.raises(MinivllmError, match=next(iter(knobs))):
-        here(**knobs)
 
 
 # ---- the reader's own rule
@@ -266,11 +249,6 @@ def test_a_wrong_rule_is_reported(name: str):
 def test_a_rule_that_keeps_all_heads_takes_all_their_bytes():
     state = here(tensor_parallel_size=8, kv_heads_of_rank=WRONG["all on each"][0])
     assert state.here.kv_bytes == 8 * here(tensor_parallel_size=8).here.kv_bytes
-
-
-def endless(*_) -> list[int]:
-    while True:
-        pass
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,7 @@ def lesson_steps(policy, arrivals) -> list[dict[str, int]]:
 
 
 def test_the_mixed_steps_are_the_engines():
-    for seed in range(120):
+    for seed in range(50):
         arrivals, settings = workload(seed)
         policy = partial(
             lesson.mixed, token_budget=settings["max_num_batched_tokens"], max_num_seqs=settings["max_num_seqs"],
@@ -81,7 +81,7 @@ def test_the_mixed_steps_are_the_engines():
 
 
 def test_prefill_first_is_the_scheduler_of_v0():
-    for seed in range(60):
+    for seed in range(25):
         arrivals, settings = workload(seed)
         settings |= {"enable_chunked_prefill": False, "max_num_batched_tokens": 64, "long_prefill_token_threshold": 0}
         policy = partial(lesson.prefill_first, token_budget=64, max_num_seqs=settings["max_num_seqs"])
@@ -93,7 +93,7 @@ def test_no_decode_goes_without_a_token():
     admitted.
     """
     steps = behind_a_chunk = 0
-    for seed in range(300):
+    for seed in range(100):
         arrivals, settings = workload(seed)
         requests = [request for coming in arrivals.values() for request in coming]
         prompt_left = {name: prompt for name, prompt, _ in requests}
@@ -108,8 +108,8 @@ def test_no_decode_goes_without_a_token():
             for name, tokens in scheduled.items():
                 prompt_left[name] -= tokens
                 left[name] -= tokens
-    assert steps > 3000
-    assert behind_a_chunk > 100
+    assert steps > 1000
+    assert behind_a_chunk > 30
 
 
 def test_with_drafts_a_budget_of_max_num_seqs_starves_decodes():

@@ -90,20 +90,20 @@ def lesson_steps(requests, settings, policy) -> tuple[list, int]:
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 def test_the_steps_are_the_engines(policy):
     preemptions = 0
-    for seed in range(150):
+    for seed in range(60):
         requests, settings = workload(seed)
         expected, scheduler = engine_steps(requests, settings, policy)
         steps, again = lesson_steps(requests, settings, policy)
         assert steps == expected, seed
         assert again >= scheduler.num_recomputed_tokens, seed
         preemptions += scheduler.num_preemptions
-    assert preemptions > 100
+    assert preemptions > 40
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 def test_the_learners_loop_in_the_engine_is_the_engines(policy):
     rules = learner_policy(lesson.schedule_running, lesson.resume_at)
-    for seed in range(60):
+    for seed in range(25):
         requests, settings = workload(seed)
         expected, ours = engine_steps(requests, settings, policy)
         steps, yours = engine_steps(requests, settings, policy, rules)

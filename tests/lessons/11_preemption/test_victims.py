@@ -93,7 +93,7 @@ def run(victim: str, swap: SwapSpace | None, seed: int, budget: int) -> tuple[Sc
 @pytest.mark.parametrize("victim", ["", *RULES])
 def test_tokens_are_computed_once_and_again_only_if_lost(victim: str, swaps: bool):
     preempted = 0
-    for seed, budget in itertools.product(range(12), (64, 8)):
+    for seed, budget in itertools.product(range(5), (64, 8)):
         swap = SwapSpace(BLOCK) if swaps else None
         scheduler, requests, computed, copied = run(victim, swap, seed, budget)
         assert all(each.num_output_tokens == each.max_tokens for each in requests)
@@ -105,7 +105,7 @@ def test_tokens_are_computed_once_and_again_only_if_lost(victim: str, swaps: boo
         assert swap is None or not swap.on_host
         assert scheduler.num_recomputed_tokens == 0 or not swaps
         assert scheduler.num_recomputed_tokens > 0 or swaps or not scheduler.num_preemptions
-    assert preempted > 24
+    assert preempted > 10
 
 
 def test_a_swap_copies_the_blocks_of_what_was_computed():

@@ -187,7 +187,7 @@ engine_steps = next(check for check in checks_of("12") if check.__name__ == "che
 
 def test_the_steps_are_the_engines():
     """The lesson's `serve` and the engine's scheduler run the same requests in each step."""
-    for seed in range(80):
+    for seed in range(30):
         work, limits = requests_of(seed)
         steps = lesson.serve([lesson.Request(*each) for each in work], *limits)
         ours = [[request.name for request in running] for running, _ in steps]
@@ -197,7 +197,7 @@ def test_the_steps_are_the_engines():
 
 
 def test_no_step_has_more_adapters_than_slots_and_all_are_served():
-    for seed in range(60):
+    for seed in range(25):
         work, (slots, seats) = requests_of(seed)
         served = Counter()
         for running, _ in lesson.serve([lesson.Request(*each) for each in work], slots, seats):

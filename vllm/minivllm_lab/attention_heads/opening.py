@@ -8,13 +8,7 @@ heads, and that DeepSeek-V3's layer keeps as a latent.
 
 from __future__ import annotations
 
-import math
-
-import torch
-from torch import Tensor
-
 from minivllm.config import EMBEDDED_MODEL, ModelConfig
-from minivllm.models.loader import load_model
 from minivllm_lab.drawing import BLANK, QUIET, RULE, arrow, line, rect, svg, text, tint
 from minivllm_lab.followed import followed
 from minivllm_lab.frames import Frames
@@ -52,26 +46,6 @@ CAPTIONS = (
     "Four GPUs have two query heads each, but there are two KV heads: each is kept twice, because both GPUs of a pair "
     "need it. From here on, more GPUs make no GPU's cache smaller.",
 )
-
-
-@torch.inference_mode()
-def computed_weights() -> list[list[float]]:
-    """Compute `WEIGHTS` with the model."""
-    model, _ = load_model(EMBEDDED_MODEL, "cpu", torch.float32)
-    tokens = torch.tensor([token.id for token in followed().request.prompt])
-    computed: list[list[float]] = []
-
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        k, v = (x.repeat_interleave(HEADS // 2, dim=1) for x in (k, v))
-        scores = torch.einsum("qhd,khd->hqk", q, k) / math.sqrt(HEAD_DIM)
-        ahead = torch.ones(len(q), len(q), dtype=torch.bool).triu(1)
-        weights = scores.masked_fill(ahead, -math.inf).softmax(-1)
-        if layer == LAYER:
-            computed.extend(weights[KV_HEAD * 4 : KV_HEAD * 4 + 4, -1].tolist())
-        return torch.einsum("hqk,khd->qhd", weights, v)
-
-    model(tokens, torch.arange(len(tokens)), attend)
-    return computed
 
 
 def frames() -> Frames:

@@ -21,13 +21,11 @@ from minivllm.memory import MemoryLedger, kv_bytes_per_token, memory_ledger
 from minivllm.memory.bytes_per_token import kv_heads_on_rank
 from minivllm_simulate.cost_model import StepShape
 from minivllm_simulate.hardware import Hardware
-from minivllm_simulate.layouts import BLOCK_SIZE, SERVING, TOKEN_BUDGET, UTILIZATION
-from minivllm_simulate.levers import LeverCost
+from minivllm_simulate.layouts import BLOCK_SIZE, TOKEN_BUDGET, UTILIZATION
+from minivllm_simulate.levers import SERVING, LeverCost
 
 ROPE = 64
 """Numbers of the rotary key beside a latent, as in DeepSeek-V2."""
-ELEMENT = 2
-"""Bytes of a number in the cache."""
 
 
 def with_kv_heads(model: ModelConfig, heads: int) -> ModelConfig:

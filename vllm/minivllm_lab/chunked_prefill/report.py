@@ -319,15 +319,16 @@ def measure_keys_read_again(keys_read_again: LessonCode, arguments: argparse.Nam
             "attention": attending / seconds[prompt][0],
             "steps": whole / seconds[prompt][1],
         }
-    rows = [
-        (chunk, record["chunks"], f"{record['again']:,}", f"{record['again'] / prompt:.1f}",
-         ms(record["attention_ms"] / 1e3), f"{record['attention']:.2f} ×", ms(record["steps_ms"] / 1e3),
-         f"{record['steps']:.2f} ×")
-        for chunk, record in records.items()
-    ]  # fmt: skip
-    columns = ("chunk", "chunks", "again", "/ prompt", "attention", "", "steps", "")
-    caption = "Again: keys that a layer re-reads. ms of one layer's attention alone, and of all steps; one thread."
-    table(f"A prompt of {prompt:,} tokens in pieces", columns, rows, caption)
+    shown = {
+        name: {**each, "share": each["again"] / prompt, "seconds": seconds[int(name)]} for name, each in records.items()
+    }
+    record_table(
+        f"A prompt of {prompt:,} tokens in pieces",
+        shown,
+        "chunk {name} | chunks {chunks} | again {again:,} | / prompt {share:.1f} | attention {seconds[0]:ms} | "
+        "{attention:.2f} × | steps {seconds[1]:ms} | {steps:.2f} ×",
+        "Again: keys that a layer re-reads. ms of one layer's attention alone, and of all steps; one thread.",
+    )
     return {"prompt": prompt, "chunks": records}
 
 
@@ -383,21 +384,20 @@ def measure_knee(knee: LessonCode, arguments: argparse.Namespace) -> dict[str, A
     seconds = {name: statistics.median(times) for name, times in turns.items()}
     result = knees(seconds)
     offs = [knees(dict(zip(turns, times, strict=True)))["off"] for times in zip(*turns.values(), strict=True)]
-    rows = [
-        (size, ms(seconds[str(size)]), ms(seconds[str(size)] / size), f"{seconds[str(size)] / seconds['1']:.2f} ×")
-        for size in SIZES
-    ]
-    caption = (
+    times = {size: seconds[str(size)] for size in SIZES}
+    record_table(
+        "A step by its tokens",
+        {size: {"step": time, "token": time / size, "of": time / times[1]} for size, time in times.items()},
+        "tokens {name} | ms {step:ms} | ms a token {token:ms} | of one token {of:.2f} ×",
         f"{parameters / 1e6:.0f} million parameters, {4 * parameters / 1e6:.0f} MB, one thread. Matmuls alone: "
         f"{result['flops'] / 1e9:.0f} billion operations a second with {ROWS} rows, "
-        f"{result['bandwidth'] / 1e9:.1f} GB/s with one."
+        f"{result['bandwidth'] / 1e9:.1f} GB/s with one.",
     )
-    table("A step by its tokens", ("tokens", "ms", "ms a token", "of one token"), rows, caption)
     console.print(
         f"The knee: {result['foretold']:.1f} tokens predicted, {result['found']:.1f} measured ({result['off']:+.0%}; "
         f"from turn to turn {min(offs):+.0%} to {max(offs):+.0%})."
     )
-    steps = {str(size): 1e3 * seconds[str(size)] for size in SIZES}
+    steps = {str(size): 1e3 * time for size, time in times.items()}
     return {"steps_ms": steps, "megabytes": 4 * parameters / 1e6, **result, "least": min(offs), "most": max(offs)}
 
 

@@ -17,12 +17,11 @@ import statistics
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Protocol
 
 from minivllm.config import CacheConfig, ModelConfig, SchedulerConfig
 from minivllm.config.checks import require
 from minivllm.memory import kv_bytes_per_token
-from minivllm_lab.disaggregation.pools import PARTS, PoolLoad, Pools, SimulatedConnector, run_pools
+from minivllm_lab.disaggregation.pools import PARTS, Pools, SimulatedConnector, run_pools
 from minivllm_simulate.cost_model import Cost, StepShape, chunk_seconds
 from minivllm_simulate.deployments import find_knee
 from minivllm_simulate.hardware import Hardware
@@ -135,27 +134,6 @@ class Served:
         return statistics.mean(client.parts[part] for client in self.clients)
 
 
-class System(Protocol):
-    """A deployment whose goodput can be measured: GPUs that serve requests."""
-
-    @property
-    def gpus(self) -> int:
-        """The number of GPUs."""
-        ...
-
-    def serve(self, work: Work, rate: float) -> Generator[None, None, Served]:
-        """Serve requests that arrive at `rate` per second, as a generator that pauses now and then."""
-        ...
-
-    def bound(self, work: Work, objective: Objective) -> float:
-        """Return a rate that the system cannot exceed for long."""
-        ...
-
-    def bound_by(self, work: Work, objective: Objective) -> str:
-        """Return what is always busy at that rate, in the terms of `Served.cause`."""
-        ...
-
-
 class _OneGpuEngines:
     """Engines on one GPU each."""
 
@@ -189,7 +167,6 @@ class Disaggregated(_OneGpuEngines):
     decode: int
     link: Link
     layer_wise: bool = False
-    shared: bool = False
     budget: int = PREFILL_BUDGET
     cost: Cost | None = None
     connector: Callable[[bool], SimulatedConnector] | None = None
@@ -209,14 +186,14 @@ class Disaggregated(_OneGpuEngines):
         """Serve requests that arrive at random, on average `rate` per second."""
         load = self.load(work, rate)
         journeys = yield from run_pools(self.pools(work, load.at_start), load)
-        return Served(rate, [Client(journey.ttft, journey.tpot, journey.parts) for journey in journeys])
+        return Served(rate, [Client(journey.ttft, journey.tpot or 0.0, journey.parts) for journey in journeys])
 
-    def load(self, work: Work, rate: float) -> PoolLoad:
+    def load(self, work: Work, rate: float) -> OpenLoad:
         """Draw random arrivals, and start with as many requests as are being decoded at this rate
         on average.
         """
-        in_decode = self.decode * self.decoding.batch(work, rate / self.decode)
-        return PoolLoad(work.lengths, arrivals(work, rate), work.counted, round(in_decode))
+        in_decode = self.decode * self.decoding(work).batch(rate / self.decode)
+        return OpenLoad(work.lengths, arrivals(work, rate), work.counted, round(in_decode))
 
     def pools(self, work: Work, at_start: int | None = None) -> Pools:
         """Return the engines' settings; `at_start` requests, by default as many as fit, are already
@@ -236,7 +213,6 @@ class Disaggregated(_OneGpuEngines):
             bytes_per_token=self.bytes_per_token,
             layers=self.model.num_hidden_layers,
             layer_wise=self.layer_wise,
-            shared=self.shared,
             connector=self.connector,
         )
 
@@ -245,21 +221,20 @@ class Disaggregated(_OneGpuEngines):
         """Bytes of a token's keys and values, over all layers."""
         return kv_bytes_per_token(self.model)
 
-    @cached_property
-    def decoding(self) -> Decoding:
-        """The model of one decoding GPU."""
-        return Decoding(self.step_cost, self.placed.kv_tokens(), self.placed.places)
+    def decoding(self, work: Work) -> Decoding:
+        """Return the model of one decoding GPU."""
+        return Decoding(self.step_cost, self.placed.kv_tokens(), self.placed.places, work)
 
     def bounds(self, work: Work, objective: Objective) -> dict[str, float]:
         """Return the rate at which each part ("prefill", "link", "decode") is always busy, with
         decoding held to the objective.
         """
         prompt, _ = work.means
-        ways = 1 if self.shared else min(self.prefill, self.decode)
+        links = min(self.prefill, self.decode)
         return {
             "prefill": self.prefill / prefill_seconds(self.step_cost, prompt, self.budget),
-            "link": ways * self.link.bandwidth / (prompt * self.bytes_per_token),
-            "decode": self.decode * self.decoding.capacity(work, objective.tpot),
+            "link": links * self.link.bandwidth / (prompt * self.bytes_per_token),
+            "decode": self.decode * self.decoding(work).capacity(objective.tpot),
         }
 
     def bound(self, work: Work, objective: Objective) -> float:
@@ -270,16 +245,6 @@ class Disaggregated(_OneGpuEngines):
         """Return what sets the bound: "queue" for prefilling, "link", or "tpot" for decoding."""
         bounds = self.bounds(work, objective)
         return {"prefill": "queue", "link": "link", "decode": "tpot"}[min(bounds, key=bounds.__getitem__)]
-
-    def alone(self, work: Work) -> float:
-        """Return the time to first token, in seconds, of a request that runs alone."""
-        prompt = round(work.means[0])
-        prefill = chunk_seconds(self.step_cost, prompt, self.budget)
-        sent = self.link.seconds(prompt * self.bytes_per_token)
-        if self.layer_wise:
-            layers = self.model.num_hidden_layers
-            sent = max(sent / layers, sent + prefill / layers - prefill)
-        return prefill + sent + self.step_cost.seconds(StepShape.of([(1, prompt - 1)]))
 
 
 @dataclass(frozen=True)
@@ -311,7 +276,7 @@ class Colocated(_OneGpuEngines):
     def mixed(self, work: Work) -> Mixed:
         """Return the model of one engine."""
         places = min(self.placed.places, self.budget)
-        return Mixed(self.step_cost, self.placed.kv_tokens(), places, self.budget, work)
+        return Mixed(self.step_cost, self.placed.kv_tokens(), places, work, self.budget)
 
     def bound(self, work: Work, objective: Objective) -> float:
         """Return the highest rate that the engines reach with any batch that fits."""
@@ -325,48 +290,69 @@ class Colocated(_OneGpuEngines):
 
 
 @dataclass(frozen=True)
-class Decoding:
-    """A GPU that decodes: the batches that fit, and their rates."""
+class _Batch:
+    """A GPU in equilibrium: the batches that fit, and the seconds of their steps."""
 
     cost: Cost
     kv_tokens: int
     places: int
+    work: Work
 
-    def most(self, work: Work) -> int:
-        """Return how many requests fit at once."""
-        return max(1, min(self.places, int(self.kv_tokens / sum(work.means))))
+    @cached_property
+    def most(self) -> float:
+        """The maximum number of requests at once."""
+        return max(1, min(self.places, int(self.kv_tokens / sum(self.work.means))))
 
-    def step_seconds(self, work: Work, batch: int) -> float:
+    def seconds(self, batch: float) -> float:
+        """Return the seconds of a step with `batch` requests."""
+        raise NotImplementedError
+
+    def batch(self, rate: float) -> float:
+        """Return how many requests are in flight at this rate, by Little's law; `most` if the rate
+        is too high.
+        """
+        low, high = 0.0, float(self.most)
+        for _ in range(12):
+            middle = (low + high) / 2
+            in_flight = rate * self.work.means[1] * self.seconds(max(1.0, middle))
+            low, high = (middle, high) if in_flight > middle else (low, middle)
+        return low
+
+
+class Decoding(_Batch):
+    """A GPU that decodes."""
+
+    def seconds(self, batch: float) -> float:
         """Return the seconds of a step whose requests are half-way through their answers on
         average.
         """
-        prompt, output = work.means
-        keys = batch * (1 + round(prompt + output / 2))
-        return self.cost.seconds(StepShape(batch, batch, keys, keys))
+        prompt, output = self.work.means
+        reqs = round(batch)
+        keys = reqs * (1 + round(prompt + output / 2))
+        return self.cost.seconds(StepShape(reqs, reqs, keys, keys))
 
-    def capacity(self, work: Work, tpot: float) -> float:
+    def capacity(self, tpot: float) -> float:
         """Return the highest rate at which no token takes longer than `tpot`; 0 if even a lone
         request's tokens do.
         """
-        steps = {batch: self.step_seconds(work, batch) for batch in _batches(self.most(work))}
-        rates = (batch / (work.means[1] * seconds) for batch, seconds in steps.items() if seconds <= tpot)
+        batches = {max(1, round(self.most * share / 64)) for share in range(1, 65)}
+        rates = (batch / (self.work.means[1] * self.seconds(batch)) for batch in batches if self.seconds(batch) <= tpot)
         return max(rates, default=0.0)
-
-    def batch(self, work: Work, rate: float) -> float:
-        """Return how many requests are in flight at this rate; `most` if the rate is too high."""
-        stay = rate * work.means[1]
-        return by_littles_law(self.most(work), lambda batch: stay * self.step_seconds(work, max(1, round(batch))))
 
 
 @dataclass(frozen=True)
-class Mixed:
+class Mixed(_Batch):
     """A GPU that prefills and decodes."""
 
-    cost: Cost
-    kv_tokens: int
-    places: int
     budget: int
-    work: Work
+
+    @cached_property
+    def most(self) -> float:
+        """The maximum number of requests at once; the prompts that join in a step must fit into its
+        budget, too.
+        """
+        prompt, output = self.work.means
+        return max(1.0, min(self.places, self.kv_tokens / (prompt + output), self.budget / (1 + prompt / output)))
 
     def seconds(self, batch: float) -> float:
         """Return the seconds of a step in which a prompt joins for each answer that has ended."""
@@ -377,41 +363,12 @@ class Mixed:
         return self.cost.seconds(StepShape(round(batch), round(batch + joining), round(keys), round(pairs)))
 
     @cached_property
-    def most(self) -> float:
-        """The maximum number of requests at once; the prompts that join in a step must fit into its
-        budget, too.
-        """
-        prompt, output = self.work.means
-        return max(1.0, min(self.places, self.kv_tokens / (prompt + output), self.budget / (1 + prompt / output)))
-
-    @cached_property
     def capacity(self) -> float:
         """The highest rate. Batch sizes are means here: if prompts are long, fewer than two of them
         fill a budget.
         """
         batches = (self.most * share / 64 for share in range(1, 65))
         return max(batch / (self.work.means[1] * self.seconds(batch)) for batch in batches)
-
-    def batch(self, rate: float) -> float:
-        """Return how many requests are in flight at this rate; `most` if the rate is too high."""
-        stay = rate * self.work.means[1]
-        return by_littles_law(self.most, lambda batch: stay * self.seconds(max(1.0, batch)))
-
-
-def by_littles_law(most: float, inside: Callable[[float], float]) -> float:
-    """Find the batch size at which as many requests are `inside` as the batch holds; `most` if
-    there are more.
-    """
-    low, high = 0.0, float(most)
-    for _ in range(12):
-        middle = (low + high) / 2
-        low, high = (middle, high) if inside(middle) > middle else (low, middle)
-    return low
-
-
-def _batches(most: int) -> list[int]:
-    """Return up to 64 batch sizes, evenly spaced up to the largest."""
-    return sorted({max(1, round(most * share / 64)) for share in range(1, 65)})
 
 
 def prefill_seconds(cost: Cost, prompt: float, budget: int) -> float:
@@ -441,6 +398,9 @@ def engine_configs(
     scheduler, cache = placed.configs((longest + 2 * BLOCK_SIZE) * num_requests)
     sizes = {"max_num_batched_tokens": budget, "max_num_seqs": min(placed.places, budget)}
     return replace(scheduler, **sizes, max_model_len=max(2 * longest, 16)), cache
+
+
+System = Disaggregated | Colocated
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,8 @@ from minivllm_simulate.hardware import get_hardware
 from minivllm_simulate.known_models import known_model
 from minivllm_simulate.kv_links import Link, get_link, least_bandwidth
 from minivllm_simulate.layouts import Cost, Layout, PlacedModel
-from minivllm_simulate.lever_checks import SERVING, SPLITWISE, SPLITWISE_FIRST_TOKENS, PublishedCheck, splitwise_cost
-from minivllm_simulate.levers import LeverCost
+from minivllm_simulate.lever_checks import SPLITWISE, SPLITWISE_FIRST_TOKENS, PublishedCheck, splitwise_cost
+from minivllm_simulate.levers import SERVING, LeverCost
 from minivllm_simulate.open_load import finished
 
 DISTSERVE = (

@@ -32,15 +32,15 @@ from minivllm.core.scheduler_output import SchedulerOutput
 from minivllm_simulate.cost_model import Cost, StepShape
 from minivllm_simulate.event_loop import EventLoop, with_pauses
 from minivllm_simulate.kv_links import Link, layer_wise_end
+from minivllm_simulate.open_load import OpenLoad, Stay
 from minivllm_simulate.simulated_engine import SimulatedEngine
 from minivllm_simulate.virtual_clock import SimulatedRequest, to_request
-from minivllm_simulate.workloads import RequestLengths
 
 Configs = tuple[SchedulerConfig, CacheConfig]
 
 
 @dataclass
-class Journey:
+class Journey(Stay):
     """A request's path through both pools, with times in seconds since the start; inf means not
     yet.
 
@@ -48,30 +48,19 @@ class Journey:
       token was computed.
     - `taken`: when the decoding engine had blocks for it.
     - `sent`, `received`: when the first byte left, and when the last one arrived.
-    - `first`, `last`: when the client saw its first token, and its latest.
     """
 
-    arrival: float
-    prompt_tokens: int
-    output_tokens: int
+    prompt_tokens: int = 1
     begun: float = math.inf
     computed: float = math.inf
     taken: float = math.inf
     sent: float = math.inf
     received: float = math.inf
-    first: float = math.inf
-    last: float = math.inf
-    tokens: int = 0
 
     @property
     def ttft(self) -> float:
         """Seconds to the first token."""
         return self.first - self.arrival
-
-    @property
-    def tpot(self) -> float:
-        """Seconds per token after the first; 0 for a single token."""
-        return (self.last - self.first) / (self.tokens - 1) if self.tokens > 1 else 0.0
 
     @property
     def parts(self) -> dict[str, float]:
@@ -93,26 +82,11 @@ transfer, with the wait for the link; waiting to be scheduled there, and the fir
 
 
 @dataclass(frozen=True)
-class PoolLoad:
-    """Requests that arrive one after another.
-
-    At the start, `at_start` requests are part-way through their answers. The first `counted`
-    arrivals are measured; those after them only keep the load up until the last counted one has
-    ended.
-    """
-
-    lengths: Sequence[RequestLengths]
-    arrivals: Sequence[float]
-    counted: int
-    at_start: int = 0
-
-
-@dataclass(frozen=True)
 class Pools:
     """The engines of both pools, their settings, what their steps cost, and how they are linked.
 
     - `link`: each engine has one for both directions; a transfer holds the sender's and the
-      receiver's. With `shared` there is one link for all engines.
+      receiver's.
     - `layer_wise`: send each layer as soon as it is computed; else the transfer begins when the
       whole prompt is.
     - `connector`: makes the connector of each scheduler; called with whether the engine sends.
@@ -127,11 +101,10 @@ class Pools:
     bytes_per_token: int
     layers: int
     layer_wise: bool = False
-    shared: bool = False
     connector: Callable[[bool], SimulatedConnector] | None = None
 
 
-def run_pools(pools: Pools, load: PoolLoad) -> Generator[None, None, list[Journey]]:
+def run_pools(pools: Pools, load: OpenLoad) -> Generator[None, None, list[Journey]]:
     """Serve a load, as a generator that pauses every few milliseconds of work; return the counted
     requests, all of them finished.
 
@@ -241,18 +214,19 @@ class _Engine(SimulatedEngine):
 class PoolSimulation:
     """A running simulation of both pools."""
 
-    def __init__(self, pools: Pools, load: PoolLoad) -> None:
+    def __init__(self, pools: Pools, load: OpenLoad) -> None:
         self.pools = pools
         self.load = load
         make = pools.connector or SimulatedConnector
         self.prefillers = [_Engine(pools.prefill_configs, pools.cost, make(True)) for _ in range(pools.prefill)]
         self.decoders = [_Engine(pools.decode_configs, pools.cost, make(False)) for _ in range(pools.decode)]
         times = zip(load.lengths, load.arrivals, strict=False)
-        self.journeys = [Journey(at, lengths.prompt_tokens, lengths.output_tokens) for lengths, at in times]
+        self.journeys = [
+            Journey(at, lengths.output_tokens, prompt_tokens=lengths.prompt_tokens) for lengths, at in times
+        ]
         self.come = 0
         self.unended = load.counted
         self.work = 0
-        self.link_free = 0.0
         self.loop = EventLoop()
 
     def serve(self) -> Generator[None, None, list[Journey]]:
@@ -337,14 +311,14 @@ class PoolSimulation:
         if max(journey.computed, journey.taken) == math.inf:
             return
         seconds = self.pools.link.seconds(journey.prompt_tokens * self.pools.bytes_per_token)
-        free = self.link_free if self.pools.shared else max(source.link_free, target.link_free)
+        free = max(source.link_free, target.link_free)
         start = max(free, journey.taken, journey.begun if self.pools.layer_wise else journey.computed)
         end = start + seconds
         if start < journey.computed:
             end = layer_wise_end(start, journey.computed, seconds, self.pools.layers)
         journey.sent = start
         journey.received = end
-        self.link_free = source.link_free = target.link_free = end - self.pools.link.latency
+        source.link_free = target.link_free = end - self.pools.link.latency
         target.incoming.append(end)
         self.loop.at(end, partial(self._received, index))
 

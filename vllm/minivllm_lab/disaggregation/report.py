@@ -25,7 +25,6 @@ from torch import Tensor
 from minivllm.config import EMBEDDED_MODEL, CacheConfig
 from minivllm_lab import palette
 from minivllm_lab.cli import lesson_parser, whole_number
-from minivllm_lab.device_rates import copy_bandwidth
 from minivllm_lab.disaggregation.goodput import Colocated, Disaggregated, Goodput, Objective, System, Work, goodput
 from minivllm_lab.disaggregation.model_checks import (
     ARITHMETIC_SLOWER,
@@ -47,7 +46,7 @@ from minivllm_lab.paged_model import load as load
 from minivllm_lab.progress import track
 from minivllm_lab.recording import bare_engine
 from minivllm_lab.tables import Timed, closing, console, heading, ms, record_table
-from minivllm_lab.timing import median_seconds, wall_seconds
+from minivllm_lab.timing import wall_seconds
 from minivllm_simulate.hardware import get_hardware
 from minivllm_simulate.known_models import known_model
 from minivllm_simulate.kv_links import Transfer, get_link
@@ -73,12 +72,10 @@ POOL_BUDGETS = (512, 8192)
 Make = Callable[..., tuple[Any, Any]]
 
 
-INTERFERENCE = {
-    "chats' ITL p50, ms": "{itl_p50_ms:.1f}",
-    "p99": "{itl_p99_ms:.1f}",
-    "longest gap": "{itl_max_ms:.1f}",
-    "the prompts' TTFT, ms": "{ttft_ms:.1f}",
-}
+INTERFERENCE = (
+    "{name} | chats' ITL p50, ms {itl_p50_ms:.1f} | p99 {itl_p99_ms:.1f} | longest gap {itl_max_ms:.1f} | "
+    "the prompts' TTFT, ms {ttft_ms:.1f}"
+)
 SERVERS = {"one": "one server", "two": "two and a proxy"}
 SERVED_PROMPTS, ANSWER = 4, 8
 """Long prompts that are served, and tokens of the answer of each."""
@@ -105,7 +102,7 @@ def measure_interference(arguments: argparse.Namespace) -> dict:
     record_table(
         f"{CHATS} running chats, and {prompts} prompts of {arguments.prompt:,} tokens, one after another",
         {"nobody else" if key == "alone" else f"{key} tokens a step": each for key, each in results.items()},
-        {"one engine": "{name}", **INTERFERENCE},
+        f"one engine {INTERFERENCE}",
     )
     return results
 
@@ -152,7 +149,7 @@ def measure_two_servers(arguments: argparse.Namespace) -> dict:
     record_table(
         f"The same over HTTP, {SERVED_PROMPTS} prompts of {arguments.prompt:,} tokens",
         {name: figures[key] for key, name in SERVERS.items()},
-        {"over HTTP": "{name}", **INTERFERENCE},
+        f"over HTTP {INTERFERENCE}",
         f"{BUDGETS[0]} tokens a step. {cores} {figures['same_answers']} of {figures['answers']} answers are the same, "
         f"{figures['compared_tokens']:,} tokens; the keys and values of {figures['tokens_received']:,} tokens moved.",
     )
@@ -212,11 +209,11 @@ def compare_tokens(make: Make, through_both: Callable, arguments: argparse.Names
         moved = decoder.worker.num_bytes - before
         results[name] = {"prompt": len(prompt), "here": request.num_cached_tokens, "bytes": moved}
     pair = _two_at_once(prefiller, decoder, random_prompt(200, 9))
-    columns = {"prompt": "{name}", "tokens": "{prompt}", "found here": "{here}", "blocks moved": "{blocks}"}
     record_table(
         f"{tokens} tokens of each, greedy, against one engine",
-        {name: {**each, "blocks": each["bytes"] // block_bytes} for name, each in results.items()},
-        {**columns, "bytes": "{bytes:,}", "same tokens": "yes"},
+        {name: {**each, "blocks": each["bytes"] // block_bytes, "same": "yes"} for name, each in results.items()},
+        "prompt {name} | tokens {prompt} | found here {here} | blocks moved {blocks} | bytes {bytes:,} | "
+        "same tokens {same}",
         f"{decoder.model.bytes_per_token:,} bytes a token. Two requests at once with one prompt of 200 tokens: "
         f"{pair['first']} and {pair['second']} blocks moved. No blocks are held at the end.",
     )
@@ -260,8 +257,8 @@ def transfer_case(numbers: int, num_blocks: int, block_ids: Sequence[int]) -> tu
 def verify_kernels(
     launch: Callable[..., Tensor], gather_kernel: Any, scatter_kernel: Any, device: torch.device
 ) -> dict:
-    """Check gathering and scattering bit for bit, also for blocks of awkward sizes; count bytes,
-    and time the kernel on a GPU.
+    """Check gathering and scattering bit for bit, also for blocks of awkward sizes, and count
+    bytes.
 
     Raises:
         AssertionError: a number is wrong, or one was written that should not be.
@@ -279,33 +276,13 @@ def verify_kernels(
         expected[:, [5, 2, 1]] = cache_[:, [5, 2, 1]]
         assert torch.equal(target, expected), f"blocks of {numbers} are scattered wrongly"
         errors[str(numbers)] = {"bytes": 2 * gathered.nbytes, "launches": 1, "copies": len(block_ids) * len(cache_)}
-    columns = {"numbers in a block": "{name}", "blocks": f"{len(block_ids)}", "tensors": f"{len(cache_)}"}
-    columns |= {"bytes read and written": "{bytes:,}", "launches": "{launches}", "copies without it": "{copies}"}
-    by_size = {f"{int(numbers):,}": each for numbers, each in errors.items()}
-    record_table("Blocks into one piece and back: correct, bit for bit", by_size, columns)
-    return {"sizes": errors, **_measure_gather(launch, gather_kernel, device)}
-
-
-def _measure_gather(launch: Callable[..., Tensor], kernel: Any, device: torch.device) -> dict:
-    """Compare the kernel with a plain copy on a GPU, for blocks of Llama-3.1-8B; do nothing on
-    other devices.
-    """
-    if device.type != "cuda":
-        return {}
-    cache_ = torch.empty(64, 1024, 16 * 8 * 128, dtype=torch.bfloat16, device=device)
-    ids = torch.randperm(1024, device=device)[:512].int()
-    staging = cache_.new_empty(512, 64, 16 * 8 * 128)
-
-    def copy_one_by_one() -> None:
-        for place, block in enumerate(ids.tolist()):
-            for tensor in range(len(cache_)):
-                staging[place, tensor].copy_(cache_[tensor, block])
-
-    seconds = median_seconds(lambda: launch(kernel, cache_, staging, ids), device=device)
-    times = median_seconds(copy_one_by_one, repeats=3, device=device) / seconds
-    share = 2 * staging.nbytes / seconds / copy_bandwidth(device)
-    console.print(f"{share:.0%} of a copy's bandwidth; {times:.0f} times as fast as a copy for each block")
-    return {"bandwidth_share": share, "times_faster": times}
+    record_table(
+        "Blocks into one piece and back: correct, bit for bit",
+        {f"{int(numbers):,}": {**each, "blocks": len(block_ids), "tensors": 6} for numbers, each in errors.items()},
+        "numbers in a block {name} | blocks {blocks} | tensors {tensors} | bytes read and written {bytes:,} | "
+        "launches {launches} | copies without it {copies}",
+    )
+    return {"sizes": errors}
 
 
 # ---- 4. links ------------------------------------------------------------------------------------
@@ -370,9 +347,12 @@ def show_ratios(goodput_per_gpu: Callable[[float, float, int, int], float], argu
         results[name] = {"per_gpu": rate, "times": rate / DISTSERVE["together"]}
         idle = [1 - busy / (many * DISTSERVE[kind]) for many, kind in ((prefillers, "prefill"), (decoders, "decode"))]
         shown[name.replace(":", " : ")] = {**results[name], "prefillers": idle[0], "decoders": idle[1]}
-    columns = {"prefillers : decoders": "{name}", "requests/s a GPU": "{per_gpu:.2f}", "of one pool": "{times:.2f} ×"}
-    columns |= {"prefillers idle": "{prefillers:.0%}", "decoders idle": "{decoders:.0%}"}
-    record_table("DistServe's example: 5.6 requests a second to prefill, 10 to decode, 1.6 for both", shown, columns)
+    record_table(
+        "DistServe's example: 5.6 requests a second to prefill, 10 to decode, 1.6 for both",
+        shown,
+        "prefillers : decoders {name} | requests/s a GPU {per_gpu:.2f} | of one pool {times:.2f} × | "
+        "prefillers idle {prefillers:.0%} | decoders idle {decoders:.0%}",
+    )
     console.print()
     return {"distserve": results, **_simulated_pools(arguments)}
 

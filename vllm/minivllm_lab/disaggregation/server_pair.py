@@ -77,13 +77,12 @@ def server_pair(model: str, budget: int, max_model_len: int = 2048) -> Iterator[
     commands = (*[_serve(model, budget, max_model_len)] * 2, ("proxy", *addresses))
     with ExitStack() as stack:
         stack.enter_context(_sigterm_raises())
-        processes = []
+        processes: list[MinivllmProcess] = []
+        stack.callback(end_all, processes)
         for command, port in zip(commands, ports, strict=True):
             processes.append(MinivllmProcess((*command, "--port", str(port)), environment))
-            stack.callback(processes[-1].end)
         for process, core in zip(processes, cores, strict=False):
             os.sched_setaffinity(process.process.pid, {core})
-        stack.callback(lambda: [process.tell_to_end() for process in processes])  # all at once, then wait for each
         for port, process in zip(ports, processes, strict=True):
             process.wait_until_ready(port)
         yield Pair(*ports, pinned=bool(cores))
@@ -137,7 +136,6 @@ class MinivllmProcess:
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
         self.name = command[0]
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115
-        self.was_told = False
         always = ("--host", "127.0.0.1", "--disable-uvicorn-access-log", "--shutdown-timeout", "0")
         self.process = subprocess.Popen(
             [sys.executable, "-P", "-m", "minivllm", *command, *always],
@@ -164,18 +162,17 @@ class MinivllmProcess:
         said = self.log.read().strip().splitlines() or ["it printed nothing"]
         raise MinivllmError(f"minivllm {self.name} does not start on this machine: {said[-1]}")
 
-    def tell_to_end(self) -> None:
-        """Send SIGTERM, but only once: a second one would cut an orderly shutdown short."""
-        if not self.was_told:
-            self.was_told = True
-            self.process.terminate()
 
-    def end(self) -> None:
-        """Ask the process to shut down, along with its children; kill it if it does not."""
-        self.tell_to_end()
-        try:
-            self.process.wait(SECONDS_TO_END)
-        finally:
-            self.process.kill()
-            self.process.wait()
-            self.log.close()
+def end_all(processes: Sequence[MinivllmProcess]) -> None:
+    """Ask all processes at once to shut down, along with their children; kill those that do not."""
+    for process in processes:
+        process.process.terminate()
+    try:
+        for process in processes:
+            with suppress(subprocess.TimeoutExpired):
+                process.process.wait(SECONDS_TO_END)
+    finally:
+        for process in processes:
+            process.process.kill()
+            process.process.wait()
+            process.log.close()

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from itertools import cycle, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -131,22 +130,18 @@ def merge_adapter(model: torch.nn.Module, directory: str | Path) -> None:
 def write_random_adapters(
     directory: str | Path,
     count: int,
-    rank: int | Sequence[int] = 8,
+    rank: int = 8,
     seed: int = 0,
     targets: Sequence[str] = ALL_LINEARS,
     model: str | Path = EMBEDDED_MODEL,
-    dtype: str = "bfloat16",
-    strength: float = STRENGTH,
 ) -> list[Path]:
-    """Write random adapters `adapter-0000`, `adapter-0001`, … for a model, cycling through the
-    ranks.
+    """Write random adapters `adapter-0000`, `adapter-0001`, … for a model.
 
     Adapter i depends only on `seed` + i, so the first adapters are the same for any `count`.
     """
-    config, base = ModelConfig.from_pretrained(model), Path(model).name
-    ranks = [rank] if isinstance(rank, int) else rank
-    folders = []
-    for index, r in enumerate(islice(cycle(ranks), count)):
-        tensors = random_adapter(config, r, seed + index, targets, dtype, strength)
-        folders.append(write_adapter(Path(directory) / f"adapter-{index:04d}", tensors, r, r, targets, base))
+    config, folders = ModelConfig.from_pretrained(model), []
+    for index in range(count):
+        tensors = random_adapter(config, rank, seed + index, targets)
+        folder = Path(directory) / f"adapter-{index:04d}"
+        folders.append(write_adapter(folder, tensors, rank, rank, targets, Path(model).name))
     return folders

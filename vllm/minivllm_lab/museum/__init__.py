@@ -2,8 +2,8 @@
 (`make bugs`).
 
 - `exhibits`: the collection, read from `lessons/bugs/exhibits.toml`.
-- `workloads`: what each engine is run on, and what is observed.
-- `runner`: runs workloads on one engine, in a process of its own.
+- `workloads`: what each engine is run on, and what is observed; as a script it runs in a process of
+  its own.
 - `copies`: an engine with its defect, written to `out/bugs`; the record of solved exhibits.
 - `desk`: the commands.
 """

@@ -21,7 +21,7 @@ from minivllm.logger import LEVEL_VARIABLE
 from minivllm_lab.museum.exhibits import ENGINE, Exhibit
 
 ROOMS = ENGINE.parents[1] / "out" / "bugs"
-RUNNER = Path(__file__).with_name("runner.py")
+WORKLOADS = Path(__file__).with_name("workloads.py")
 SECONDS, SECONDS_PER_WORKLOAD = 60, 10
 """The CPU time that a process may take: an engine that never ends is a symptom too."""
 PATIENCE = 5
@@ -80,7 +80,7 @@ def _observe(workloads: list[str], room: Path | None) -> Observations:
     environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     environment.setdefault(LEVEL_VARIABLE, "ERROR")
     seconds = SECONDS + SECONDS_PER_WORKLOAD * len(workloads)
-    command = [sys.executable, "-P", str(RUNNER), str(seconds), *workloads]
+    command = [sys.executable, "-P", str(WORKLOADS), str(seconds), *workloads]
     clock = PATIENCE * seconds
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=clock, env=environment, check=False)

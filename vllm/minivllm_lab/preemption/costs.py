@@ -19,7 +19,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from minivllm.config import ModelConfig
-from minivllm.config.checks import is_number, require
 from minivllm.memory import kv_bytes_per_token, num_parameters, serving_dtype
 from minivllm_simulate.hardware import Hardware
 from minivllm_simulate.kv_links import Link
@@ -45,9 +44,6 @@ class Pieces:
     seconds: float = COPY_SECONDS
     """The time to issue one copy. The copies of a stream follow one another."""
 
-    def __post_init__(self) -> None:
-        require(is_number(self.seconds) and self.seconds >= 0, f"seconds is {self.seconds!r}; it must be 0 or more")
-
     def of_block(self, model: ModelConfig) -> int:
         """Return how many copies a block takes: one per layer for a latent, two per layer for keys
         and values.
@@ -59,10 +55,8 @@ class Pieces:
         """Return the bytes of one copy.
 
         Raises:
-            MinivllmError: a block without tokens.
             UnsupportedModelError: layers that do not keep every token.
         """
-        require(block_size >= 1, f"block_size must be at least 1, not {block_size}")
         return block_size * kv_bytes_per_token(model) / self.of_block(model)
 
 
@@ -84,9 +78,8 @@ def recompute_seconds(model: ModelConfig, gpu: Hardware, tokens: int, *, attenti
     itself) takes another 4 × layers × query heads × head size.
 
     Raises:
-        MinivllmError: fewer than 0 tokens, or no units for the model's dtype.
+        MinivllmError: no units for the model's dtype.
     """
-    require(isinstance(tokens, int) and tokens >= 0, f"tokens must be 0 or more, not {tokens!r}")
     operations = 2.0 * num_parameters(model) * tokens
     if attention:
         per_pair = 4 * model.num_hidden_layers * model.num_attention_heads * model.head_dim
@@ -100,11 +93,7 @@ def break_even_bandwidth(model: ModelConfig, gpu: Hardware, directions: int = 1)
 
     Args:
         directions: 1 where the host has the blocks already, 2 where they are copied out first.
-
-    Raises:
-        MinivllmError: neither 1 nor 2 directions.
     """
-    require(directions in (1, 2), f"directions must be 1 (blocks copied back) or 2 (out and back), not {directions!r}")
     return directions * kv_bytes_per_token(model) / recompute_seconds(model, gpu, 1)
 
 
@@ -133,7 +122,6 @@ class Crossover:
 
         Raises:
             UnsupportedModelError: layers that do not keep every token.
-            MinivllmError: see `break_even_bandwidth`.
         """
         bandwidth = effective_bandwidth(link, pieces.bytes_of_copy(model, block_size), pieces.seconds)
         return cls(

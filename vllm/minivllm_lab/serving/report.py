@@ -30,7 +30,7 @@ from minivllm_lab.progress import track
 from minivllm_lab.serving.request_trace import HOPS, trace
 from minivllm_lab.serving.stage import RealServer
 from minivllm_lab.tables import Timed, closing, console, heading, ms, record_table
-from minivllm_simulate.deployments import Deployment, bubble, bytes_sent, find_knee, serve
+from minivllm_simulate.deployments import bubble, bytes_sent, deployment, find_knee, serve
 from minivllm_simulate.hardware import get_hardware
 from minivllm_simulate.known_models import known_model
 from minivllm_simulate.lever_checks import published_checks
@@ -438,16 +438,16 @@ def measure_ways(arguments: argparse.Namespace) -> dict:
     columns |= {"TPOT alone, ms": "{alone_ms:.1f}"}
     columns |= {f"knee, TPOT ≤ {1e3 * slo:g} ms": f"{{{name}}}" for name, slo in TPOT_SLOS.items()}
     for way in track(("TP", "PP", "DP"), "simulating"):
-        deployment = Deployment(model, gpu, way, GPUS)
-        served = cache(partial(serve, deployment, counted=size.simulated, seed=arguments.seed))
+        placed = deployment(model, gpu, way, GPUS)
+        served = cache(partial(serve, placed, counted=size.simulated, seed=arguments.seed))
 
         def knee(tpot: float, served: Callable = served) -> float:
             return find_knee(lambda rate: served(rate).attainment(TTFT_SLO, tpot), *size.knees, size.bisections)
 
         results[way] = {
             "sent_64": bytes_sent(way, GPUS, 64, model.hidden_size, model.num_hidden_layers),
-            "kv_tokens": deployment.kv_tokens(),
-            "alone_ms": 1e3 * statistics.median(serve(deployment, 0.01, 12, seed=arguments.seed).run.tpots),
+            "kv_tokens": placed.kv_tokens() * placed.layout.groups,
+            "alone_ms": 1e3 * statistics.median(serve(placed, 0.01, 12, seed=arguments.seed).tpots),
             "knees": {name: knee(tpot) for name, tpot in TPOT_SLOS.items()},
         }
     scaling = [check.error for check in published_checks() if "GPUs against one" in check.what]

@@ -29,7 +29,7 @@ from minivllm_lab.corpus import first_passages, held_out_texts
 from minivllm_lab.figures import curves, panels
 from minivllm_lab.progress import track
 from minivllm_lab.speculative_decoding.cached_model import CachedModel
-from minivllm_lab.speculative_decoding.given_drafts import answers_with_errors, drafted_engine, serve_with_drafts
+from minivllm_lab.speculative_decoding.drafted_engine import answers_with_errors, drafted_engine, serve_with_drafts
 from minivllm_lab.tables import Timed, closing, console, heading, record_table
 from minivllm_lab.timing import in_turns
 
@@ -211,10 +211,11 @@ def verify_kernel(launch: Callable[..., Tensor], verify: Verify, device: torch.d
         assert tokens.tolist() == verified_one_by_one(verify, batch), f"wrong with a vocabulary of {vocab_size}"
         race = (12 * drafts + 8 * requests) * vocab_size
         errors[str(vocab_size)] = {"race": race, "rejection": 16 * drafts + 12 * requests}
-    by_size = {f"{int(vocab_size):,}": record for vocab_size, record in errors.items()}
-    columns = {"bytes that the race reads": "{race:,}", "the rejection": "{rejection:,}"}
-    title = f"{requests} requests with {counts} drafts: correct, token for token"
-    record_table(title, by_size, {"vocabulary": "{name}", **columns})
+    record_table(
+        f"{requests} requests with {counts} drafts: correct, token for token",
+        {f"{int(vocab_size):,}": record for vocab_size, record in errors.items()},
+        "vocabulary {name} | bytes that the race reads {race:,} | the rejection {rejection:,}",
+    )
     return errors
 
 
@@ -266,11 +267,11 @@ def try_rules(rules: Mapping[str, Verify], rounds: int, seed: int) -> dict:
         chance = float(torch.special.gammaincc(torch.tensor(freedom / 2.0), torch.tensor(chi / 2.0)))
         distance = float(np.abs(counts / rounds - exact).sum() / 2)
         results[name] = {"chi": chi, "p": chance, "distance": distance, "accepted": num_accepted / rounds}
-    columns = {"rule": "{name}", "first drafts accepted": "{accepted:.3f}", "distance": "{distance:.3f}"}
     record_table(
         f"Two tokens of a vocabulary of five, drawn {rounds:,} times",
         {name: {**record, "chance": _shown_chance(record["p"])} for name, record in results.items()},
-        {**columns, "chi-square": "{chi:,.0f}", "chance": "{chance}"},
+        "rule {name} | first drafts accepted {accepted:.3f} | distance {distance:.3f} | chi-square {chi:,.0f} | "
+        "chance {chance}",
         f"Σ min(p, q) is {sum_min:.3f}. Chance: that an exact rule is as far off ({freedom} degrees of freedom).",
     )
     return {"rules": results, "freedom": freedom, "sum_min": sum_min, "rounds": rounds}
@@ -321,15 +322,9 @@ def measure_batches(
     record_table(
         f"{k} drafts of which {ACCEPTANCE:.0%} are right, with free drafting",
         results,
-        {
-            "requests": "{name}",
-            "a step costs": "{cost:.2f}",
-            "speed-up if it cost 1": "{free:.2f} ×",
-            "with that cost": "{predicted:.2f} ×",
-            "measured": "{measured:.2f} ×",
-            "all drafts wrong": "{wrong:.2f} ×",
-            "same texts": "{same:.0%}",
-        },
+        "requests {name} | a step costs {cost:.2f} | speed-up if it cost 1 {free:.2f} × | "
+        "with that cost {predicted:.2f} × | measured {measured:.2f} × | all drafts wrong {wrong:.2f} × | "
+        "same texts {same:.0%}",
         f"Break-even: predicted {shown_edge(edges['predicted'])}, measured {shown_edge(edges['measured'])}.",
     )
     return {"batches": results, "break_even": edges, "draft_cost": measure_draft_cost(models, device)}

@@ -1,0 +1,105 @@
+"""Tests that every lesson's widget has: of its challenges, its advice, its presets and its refusals.
+
+Each function returns a test for a lesson's test file:
+
+    test_advice_names_the_knob_that_is_wrong = advice_test(widget, [(0, {"k": 2}, "Raise the drafts")])
+"""
+
+from __future__ import annotations
+
+import xml.etree.ElementTree as ET
+from collections.abc import Callable, Iterator, Sequence
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from minivllm.errors import MinivllmError
+
+Knobs = dict[str, Any]
+
+
+def first_state(widget: ModuleType, knobs: Knobs) -> Any:
+    """Return the state that a sweep begins with, or ends with if it has only one."""
+    swept = widget.sweep(**knobs)
+    return next(swept) if isinstance(swept, Iterator) else swept
+
+
+def last_state(widget: ModuleType, **knobs: Any) -> Any:
+    """Return the state that a sweep ends with."""
+    *_, last = widget.sweep(**knobs)
+    return last
+
+
+def endless(*_: object) -> Any:
+    """Stand in for a learner's function that never returns."""
+    while True:
+        pass
+
+
+def shaded(widget: ModuleType, state: Any) -> list[str]:
+    """Return the words on each region that the figure of this state shades as broken."""
+    parts = ET.fromstring(widget.figure(state)).iter()
+    return [words for part in parts if (words := part.get("data-broken", ""))]
+
+
+def challenge_test(
+    widget: ModuleType,
+    here: Callable[..., Any],
+    solutions: Sequence[Knobs],
+    wrong: Sequence[tuple[int, Knobs]],
+    check: Callable[[int, Knobs], Any] | None = None,
+) -> Callable:
+    """Test that each challenge can be met, and that advice names the knob that is then turned to a
+    wrong value.
+
+    `here(**knobs)` returns a state that knows enough for the check; otherwise give the `check`.
+    """
+    check = check or (lambda index, knobs: widget.CHALLENGES[index].check(here(**knobs)))
+
+    @pytest.mark.parametrize(("index", "knobs"), wrong)
+    def test(index: int, knobs: Knobs) -> None:
+        solved = check(index, solutions[index])
+        assert solved.met, solved
+        assert not solved.advice
+        missed = check(index, {**solutions[index], **knobs})
+        assert not missed.met
+        labels = [widget.SPEC.flat()[name].label.lower() for name in knobs]
+        assert any(label in missed.advice.lower() for label in labels), missed
+
+    return test
+
+
+def advice_test(widget: ModuleType, advice: Sequence[tuple[int, Knobs, str]]) -> Callable:
+    """Test how the advice of a challenge begins, which needs no run."""
+
+    @pytest.mark.parametrize(("index", "knobs", "words"), advice)
+    def test(index: int, knobs: Knobs, words: str) -> None:
+        assert widget.CHALLENGES[index].check(first_state(widget, knobs)).advice.startswith(words)
+
+    return test
+
+
+def preset_test(widget: ModuleType, here: Callable[..., Any], tone: str | None = "broken", **others: str) -> Callable:
+    """Test that no preset meets a challenge, and that each has the tone, unless `others` has
+    another one for it.
+    """
+
+    @pytest.mark.parametrize("preset", widget.SPEC.presets)
+    def test(preset: str) -> None:
+        state = here(**widget.SPEC.presets[preset])
+        assert not any(challenge.check(state).met for challenge in widget.CHALLENGES)
+        assert others.get(preset, tone) in (None, widget.verdict(state).tone)
+
+    return test
+
+
+def refusal_test(widget: ModuleType, nonsense: Sequence[Knobs]) -> Callable:
+    """Test that a value that makes no sense is refused by its knob's name."""
+
+    @pytest.mark.parametrize("knobs", nonsense, ids=str)
+    def test(knobs: Knobs) -> None:
+        with pytest.raises(MinivllmError, match=next(iter(knobs))):
+            first_state(widget, knobs)
+
+    return test
