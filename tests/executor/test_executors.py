@@ -88,16 +88,8 @@ def tokens_of(executor: Executor, in_flight: bool = False) -> list[dict[str, lis
     executor.collective_rpc("reset")
     if not in_flight:
         return [executor.execute_model(step).sampled_token_ids for step in steps()]
-    futures: list[Future[ModelRunnerOutput]] = [executor.execute_model(step, non_block=True) for step in steps()]
+    futures: list[Future[ModelRunnerOutput]] = [executor.start_model(step) for step in steps()]
     return [future.result().sampled_token_ids for future in futures]
-
-
-@pytest.mark.parametrize("backend", ["MP", "", ["mp"]])
-def test_a_name_that_there_is_not(backend):
-    with pytest.raises(
-        MinivllmError, match=r'^there is no distributed_executor_backend .*: use one of "mp", "ray", "uni"'
-    ):
-        make_executor(settings_for(1), backend)
 
 
 def test_one_rank_in_a_process_of_its_own(expected):
@@ -123,7 +115,7 @@ def test_steps_in_flight_give_the_same_tokens(pair, expected):
 def test_a_future_of_one_process_holds_the_error(monkeypatch):
     executor = started(1)
     monkeypatch.setattr(executor, "worker", None)
-    future = executor.execute_model(next(steps()), non_block=True)
+    future = executor.start_model(next(steps()))
     assert future.done()
     assert isinstance(future.exception(), AttributeError)
 

@@ -1,13 +1,11 @@
-"""Start processes on any machines of a Ray cluster, for ranks (`ray_executor.py`) and cores
-(`engine/ray_cores.py`).
+"""Start rank processes on any machines of a Ray cluster (`ray_executor.py`).
 
 Ray only places and starts them. A placement group has one bundle for each, so either all of them
 fit or none is started. Each actor then connects back over TCP and first sends a token that only it
 knows. The connection closes when either end does, and keepalive closes it when a machine has gone
 silent.
 
-In vLLM v0.33.0: `vllm/v1/executor/ray_executor_v2.py`, `CoreEngineActorManager` in
-`vllm/v1/engine/utils.py`.
+In vLLM v0.33.0: `vllm/v1/executor/ray_executor_v2.py`.
 """
 
 import contextlib
@@ -20,7 +18,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
 from minivllm.errors import MinivllmError, WorkerDiedError
@@ -46,10 +44,8 @@ class RayActors:
     here.
     """
 
-    def __init__(self, size: int, device: str, each: int = 1) -> None:
-        """Reserve a bundle for each actor: `each` GPUs if `device` is "cuda", else as many CPUs.
-
-        "auto" means GPUs if the cluster has any.
+    def __init__(self, size: int, device: str) -> None:
+        """Reserve a bundle for each actor: a GPU if `device` is "cuda", else a CPU.
 
         Raises:
             MinivllmError: ray is not installed, or the cluster cannot be joined, or has no room.
@@ -65,31 +61,27 @@ class RayActors:
         self._placement: Any = None
         self._listener: socket.socket | None = None
         try:
-            if device == "auto":
-                device = "cuda" if ray.cluster_resources().get("GPU") else "cpu"
-            self.device = device
-            self._placement = place(ray, size, device, each)
+            self._placement = place(ray, size, "GPU" if device == "cuda" else "CPU")
             self.host: str = ray.util.get_node_ip_address()
             self._listener = socket.create_server((self.host, 0))
         except BaseException:
             self.leave()
             raise
 
-    def start(self, name: str, index: int, actor_class: type, *arguments: Any) -> tuple[socket.socket, "RayProcess"]:
-        """Start an actor in its bundle, and return our end of its connection.
+    def start(self, rank: int, actor_class: type) -> tuple[socket.socket, "RayProcess"]:
+        """Start a rank's actor in its bundle, and return our end of its connection.
 
-        Its method `live` gets the address to connect to, the token, and the arguments
-        (`connected_actor`).
+        Its method `live` gets the address to connect to, and the token (`connected_actor`).
 
         Raises:
-            WorkerDiedError: it has not connected in time. The message calls it `name`.
+            WorkerDiedError: it has not connected in time.
         """
         assert self._listener is not None
         # Starting it does not wait for it: Ray may have to start a process first.
-        actor = import_ray().remote(actor_class).options(**bundle_of(self._placement, index)).remote()
+        actor = import_ray().remote(actor_class).options(**bundle_of(self._placement, rank)).remote()
         token = secrets.token_bytes(TOKEN_BYTES)
         address = self._listener.getsockname()[:2]
-        process = RayProcess(actor, actor.live.remote(address, token, *arguments))
+        process = RayProcess(actor, actor.live.remote(address, token))
         deadline = time.monotonic() + SECONDS_TO_CONNECT
         self._listener.settimeout(SECONDS_A_LOOK)
         while time.monotonic() < deadline and not process.has_ended():
@@ -101,12 +93,7 @@ class RayActors:
                     return connection, process
                 connection.close()
         process.kill()
-        raise WorkerDiedError(f"{name} of Ray has not connected to {self.host}; Ray's log says why")
-
-    def num_on_the_machine_of(self, index: int) -> int:
-        """Return how many of the actors run on the same machine as this one, including itself."""
-        machines = import_ray().util.placement_group_table(self._placement)["bundles_to_node_id"]
-        return list(machines.values()).count(machines[index])
+        raise WorkerDiedError(f"rank {rank} of Ray has not connected to {self.host}; Ray's log says why")
 
     def leave(self) -> None:
         """Stop the actors, free their bundles and leave the cluster. A second call does nothing."""
@@ -131,37 +118,32 @@ class RayProcess:
         self.returncode: int | None = None
 
     def wait(self, timeout: float | None = None) -> int:
-        if not self._has_ended(timeout):
+        if not self.has_ended(timeout):
             raise subprocess.TimeoutExpired("a Ray actor", timeout or 0.0)
         return 0
 
-    def has_ended(self) -> bool:
-        """Return whether the actor's work has ended."""
-        return self._has_ended(0.0)
+    def has_ended(self, timeout: float | None = 0.0) -> bool:
+        """Wait up to `timeout` seconds; return whether the actor's work has ended."""
+        ray = import_ray()
+        # At the interpreter's end Ray may be shut down before us, and its actors with it.
+        return not ray.is_initialized() or bool(ray.wait([self._running], timeout=timeout)[0])
 
     def kill(self) -> None:
         ray = import_ray()
         if ray.is_initialized():
             ray.kill(self._actor)
 
-    def _has_ended(self, timeout: float | None) -> bool:
-        ray = import_ray()
-        # At the interpreter's end Ray may be shut down before us, and its actors with it.
-        return not ray.is_initialized() or bool(ray.wait([self._running], timeout=timeout)[0])
-
 
 @contextlib.contextmanager
-def connected_actor(address: tuple[str, int], token: bytes, clean_up: Callable[[], object] | None = None):
+def connected_actor(address: tuple[str, int], token: bytes) -> Iterator[socket.socket]:
     """Yield an actor's connection to its starter; the actor's process ends when the starter closes
     it.
-
-    `clean_up` is called before the process ends, if the actor is still at work then.
     """
     with socket.create_connection(address, SECONDS_TO_CONNECT) as sock:
         sock.settimeout(None)
         keep_alive(sock)
         ended = threading.Event()
-        threading.Thread(target=_end_with_starter, args=(sock, ended, clean_up), daemon=True).start()
+        threading.Thread(target=_end_with_starter, args=(sock, ended), daemon=True).start()
         sock.sendall(token)
         try:
             yield sock
@@ -184,22 +166,21 @@ def import_ray() -> Any:
     return ray
 
 
-def place(ray: Any, size: int, device: str, each: int = 1) -> Any:
-    """Return a placement group of `size` bundles, each of `each` GPUs or CPUs, close together where
+def place(ray: Any, size: int, resource: str) -> Any:
+    """Return a placement group of `size` bundles, each of one "GPU" or "CPU", close together where
     there is room.
 
     Raises:
         MinivllmError: the cluster has no room for it.
     """
-    resource = "GPU" if device == "cuda" else "CPU"
     total = ray.cluster_resources().get(resource, 0)
-    if total >= size * each:
-        group = ray.util.placement_group([{resource: each}] * size, strategy="PACK")
+    if total >= size:
+        group = ray.util.placement_group([{resource: 1}] * size, strategy="PACK")
         if group.wait(SECONDS_TO_PLACE):
             return group
         ray.util.remove_placement_group(group)
     raise MinivllmError(
-        f"the Ray cluster has no room for {size} processes with {each} {resource} each: it has "
+        f"the Ray cluster has no room for {size} processes with 1 {resource} each: it has "
         f"{ray.available_resources().get(resource, 0):g} free of {total:g}"
     )
 
@@ -231,7 +212,7 @@ def _knows(connection: socket.socket, token: bytes) -> bool:
     return hmac.compare_digest(said, token)
 
 
-def _end_with_starter(sock: socket.socket, ended: threading.Event, clean_up: Callable[[], object] | None) -> None:
+def _end_with_starter(sock: socket.socket, ended: threading.Event) -> None:
     """End this process when the starter's end of the socket closes, wherever the actor is waiting
     then.
 
@@ -242,10 +223,5 @@ def _end_with_starter(sock: socket.socket, ended: threading.Event, clean_up: Cal
     while not ended.is_set() and not hang_up.poll(MILLISECONDS_A_LOOK):
         pass
     # The actor may be about to end by itself.
-    if ended.wait(0.0 if clean_up else SECONDS_TO_END):
-        return
-    try:
-        if clean_up:
-            clean_up()
-    finally:
+    if not ended.wait(SECONDS_TO_END):
         os._exit(0)

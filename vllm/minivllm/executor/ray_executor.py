@@ -44,7 +44,7 @@ class RayExecutor(MultiprocExecutor):
         self._actors.leave()
 
     def _start_rank(self, rank: int) -> tuple[socket.socket, ChildProcess]:
-        return self._actors.start(f"rank {rank}", rank, RankActor)
+        return self._actors.start(rank, RankActor)
 
 
 class RankActor:
