@@ -82,7 +82,7 @@ def test_outputs_have_vllms_fields():
 
 def test_values_have_vllms_fields():
     for name, wanted in VLLM["vllm/entrypoints/generate/beam_search/utils.py"].items():
-        assert [field.name for field in fields(getattr(minivllm, name))] == wanted
+        assert [field.name for field in fields(getattr(minivllm, name))] == list(wanted)
 
 
 def test_an_engines_arguments_are_vllms_with_its_defaults():

@@ -20,7 +20,6 @@ from server.serving import MODEL, Server, free_port, running
 from minivllm.entrypoints.cli.main import main
 from minivllm.entrypoints.openai.http_server import _drain, address_of
 from minivllm.entrypoints.openai.middleware import ServerState
-from minivllm.errors import MinivllmError
 
 LONG = {"prompt": "def add(a, b):\n", "max_tokens": 1500, "ignore_eos": True, "temperature": 0}
 
