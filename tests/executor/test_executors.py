@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from itertools import count
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -166,6 +167,16 @@ def listeners(pids: list[int]) -> set[tuple[str, int]]:
 def test_ray_that_is_not_installed_is_one_line(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(MinivllmError, match=r"^ray is not installed: run `uv sync --group dist`"):
+        make_executor(settings_for(2), "ray")
+
+
+def test_a_ray_cluster_that_does_not_answer_is_one_line(monkeypatch):
+    def init(**_):
+        raise ConnectionError("nobody at 10.78.0.1:6390")
+
+    ray = SimpleNamespace(is_initialized=lambda: False, init=init)
+    monkeypatch.setattr("minivllm.executor.ray_executor.import_ray", lambda: ray)
+    with pytest.raises(MinivllmError, match=r"^cannot join the Ray cluster: nobody at 10.78.0.1:6390; is RAY_ADDRESS"):
         make_executor(settings_for(2), "ray")
 
 

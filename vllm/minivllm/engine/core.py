@@ -186,9 +186,10 @@ class EngineCore:
             if not queue:
                 return self._delivered([], [], time.monotonic(), self._snapshot())
             batch = queue.popleft()
-            scheduled = batch.scheduler_output.num_scheduled_tokens
-            # Requests that were aborted meanwhile must not end a second time.
-            concerned = [request_id for request_id in scheduled if request_id in self.scheduler.requests]
+            concerned = batch.scheduler_output.num_scheduled_tokens
+            if self.executor.max_concurrent_batches > 1:
+                # Requests that were aborted meanwhile must not end a second time.
+                concerned = [name for name in concerned if name in self.scheduler.requests]
             return self._update(batch.scheduler_output, batch.future.result(), batch.timestamp)
         except BaseException as failure:
             raise self._start_over(failure, self.scheduler.requests if concerned is None else concerned) from None
