@@ -115,9 +115,8 @@ def test_one_logit_of_a_row_that_is_nan_or_infinite_is_refused(value, is_refused
         assert (7 in tokens) == (value > 0)
 
 
-@pytest.mark.parametrize("sampling", [{}, {"prompt_logprobs": 1, "logprobs": 1}], ids=str)
-def test_after_a_reset_a_step_that_failed_at_any_line_is_forgotten(sampling):
-    drafts = 2
+def test_after_a_reset_a_step_that_failed_at_any_line_is_forgotten():
+    drafts, sampling = 2, {"prompt_logprobs": 1, "logprobs": 1}
     expected = tokens_of(new_runner(drafts), new_scheduler(PROMPTS, drafts, **sampling))
     runner = new_runner(drafts)
     with RaiseAtLine(-1, WORKER) as never:

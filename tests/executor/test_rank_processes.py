@@ -420,17 +420,6 @@ def test_an_interrupt_at_any_line_of_a_call_leaves_the_ranks_usable(ranks, call)
     assert list(ranks._waiting) == [END]
 
 
-def test_an_interrupted_wait_can_be_taken_up_again(ranks):
-    number, interrupted = 1, True
-    while interrupted:
-        future = ranks.send("who", number)
-        interrupted = interrupted_at_line(number, future.result)
-        assert future.result(PATIENCE) == (0, number, number)
-        assert future.done()
-        number += 1
-    assert number > 5  # fewer lines run where the answer is there already
-
-
 def test_signals_at_any_moment_leave_the_ranks_usable(ranks):
     random, interrupted = Random(1), 0
     for number in range(150):

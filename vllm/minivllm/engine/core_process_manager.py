@@ -108,16 +108,16 @@ class CoreProcesses:
     def _start_one(self, rank: int, environment: dict[str, str]) -> None:
         # The core holds one end of this pipe, so ours becomes readable when the core ends, however
         # it does.
-        ours, theirs = os.pipe()
-        self.lifelines.append(ours)
+        own_end, core_end = os.pipe()
+        self.lifelines.append(own_end)
         command = [sys.executable, "-P", "-m", "minivllm.engine.core_main", self._folder]
         # A terminal sends Ctrl-C to all processes in front; only the front end should answer it.
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # the process inherits the mask
         try:
             process = subprocess.Popen(
-                [*command, str(theirs), str(self._owner), str(rank)],
+                [*command, str(core_end), str(self._owner), str(rank)],
                 stdin=subprocess.PIPE,  # never written to: it closes when this process ends
-                pass_fds=(theirs,),
+                pass_fds=(core_end,),
                 env=environment,
             )
             assert process.stdin is not None
@@ -125,7 +125,7 @@ class CoreProcesses:
             self.processes.append(process)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-            os.close(theirs)
+            os.close(core_end)
 
 
 def _environment(args: EngineArgs, rank: int) -> dict[str, str]:

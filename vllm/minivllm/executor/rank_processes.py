@@ -118,17 +118,17 @@ RankStarter = Callable[[int], tuple[socket.socket, ChildProcess]]
 
 def start_here(rank: int) -> tuple[socket.socket, ChildProcess]:
     """Start a rank's process on this machine."""
-    ours, theirs = socket.socketpair()
-    with theirs:  # close our copy, so that the socket hangs up when the rank ends
+    own_end, rank_end = socket.socketpair()
+    with rank_end:  # close our copy, so that the socket hangs up when the rank ends
         script = Path(__file__).with_name("rank_main.py")
-        fd = str(theirs.fileno())
+        fd = str(rank_end.fileno())
         command = [sys.executable, "-P", str(script), fd, str(os.getpid()), json.dumps(list(map(str, sys.path)))]
         # A terminal sends Ctrl-C to its whole foreground process group. Each rank gets its own
         # session, so that only this process receives it.
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], start_new_session=True
+            command, stdin=subprocess.DEVNULL, pass_fds=[rank_end.fileno()], start_new_session=True
         )
-    return ours, process
+    return own_end, process
 
 
 class RankProcesses:
