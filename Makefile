@@ -86,7 +86,7 @@ clients: setup .venv-clients ## run real clients against our server: openai, lan
 ablation: setup ## measure which lever bought what, for README.md (a quarter of an hour)
 	@$(UV_RUN) python benchmarks/ablation.py --json benchmarks/results/ablation.cpu.json --readme --plot lessons/figures/05_ablation.svg
 
-dist: setup ## test ranks and cores on two hosts over Ray, in network namespaces (needs root; 90 s)
+dist: setup ## test ranks on two hosts over Ray, in network namespaces (needs root; 90 s)
 	@MINIVLLM_TEST_HOSTS=1 $(UV_RUN) --group dist pytest tests/cluster
 
 gpu: ## test kernels and engine on a GPU, and measure the kernels (needs only torch, triton, transformers, numpy, pytest, rich; lesson 06 the server's packages too)

@@ -139,7 +139,6 @@ def make_engine(arguments: argparse.Namespace) -> LLMEngine:
     return LLMEngine(
         EngineArgs(
             model=EMBEDDED_MODEL,
-            disable_log_stats=True,
             dtype=arguments.dtype,
             kv_cache_dtype=arguments.kv_cache_dtype,
             device="cpu",

@@ -9,6 +9,7 @@ import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -206,7 +207,7 @@ def test_interrupts_all_through_the_clean_up_wait_for_its_end(llm, expected, mon
         (engine.engine_core, "abort_requests"),
     ):
         between_interrupts(owner, name)
-    monkeypatch.setattr(core.executor, "execute_model", lambda _: interrupts())
+    monkeypatch.setattr(core.executor, "start_model", lambda _: interrupts())
     with pytest.raises(KeyboardInterrupt):
         llm.generate(PROMPTS, GREEDY, use_tqdm=False)
     assert cleaned == ["start_over", "collective_rpc", "abort_requests", "abort_requests"]
@@ -219,15 +220,15 @@ def test_the_others_go_on_when_a_step_fails(llm, expected):
     core = core_of(llm)
     for index, prompt in enumerate(PROMPTS):
         core.add_request(EngineCoreRequest(str(index), list(prompt), replace(GREEDY, seed=0), (), 0.0))
-    executor, execute = core.executor, core.executor.execute_model
+    executor, start = core.executor, core.executor.start_model
 
     def fails(output):
         raise RuntimeError("out of luck")
 
-    executor.execute_model = fails
+    executor.start_model = fails
     with pytest.raises(RuntimeError, match="out of luck"):
         core.step()
-    executor.execute_model = execute
+    executor.start_model = start
     outputs = []
     while core.has_unfinished_requests():
         outputs += core.step().outputs
@@ -242,7 +243,7 @@ def test_a_step_without_memory_says_what_to_lower(llm, expected, monkeypatch):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
 
     with monkeypatch.context() as patch:
-        patch.setattr(core_of(llm).executor, "execute_model", starved)
+        patch.setattr(core_of(llm).executor, "start_model", starved)
         with pytest.raises(MinivllmError, match="max_num_batched_tokens"):
             llm.generate(PROMPTS, GREEDY)
     check(llm, expected)
@@ -250,18 +251,18 @@ def test_a_step_without_memory_says_what_to_lower(llm, expected, monkeypatch):
 
 def test_only_those_with_broken_logits_end(llm, expected, monkeypatch):
     core = core_of(llm)
-    execute = core.executor.execute_model
+    start = core.executor.start_model
 
     def breaks_once(output):
         monkeypatch.undo()
-        return ModelRunnerOutput({}, nonfinite_req_ids=["1"])
+        return SimpleNamespace(result=lambda: ModelRunnerOutput({}, nonfinite_req_ids=["1"]))
 
-    monkeypatch.setattr(core.executor, "execute_model", breaks_once)
+    monkeypatch.setattr(core.executor, "start_model", breaks_once)
     for index in range(3):
         core.add_request(EngineCoreRequest(str(index), list(PROMPTS[index]), replace(GREEDY, seed=0), (), 0.0))
     with pytest.raises(NonFiniteLogitsError):
         core.step()
-    assert core.executor.execute_model == execute
+    assert core.executor.start_model == start
     outputs, tokens = [], {"0": [], "1": [], "2": []}
     while core.has_unfinished_requests():
         outputs += core.step().outputs

@@ -270,13 +270,13 @@ def test_a_step_that_fails_is_shown_though_no_request_is_left(ahead):
             reading = engine.generate("def f", LONG, "a")
             await anext(reading)
             executor = engine.engine_core.engine_core.executor
-            execute = executor.execute_model
+            start = executor.start_model
 
             def fails_once(*_, **__):
-                executor.execute_model = execute
+                executor.start_model = start
                 raise ZeroDivisionError
 
-            executor.execute_model = fails_once
+            executor.start_model = fails_once
             *_, last = [output async for output in reading]
         assert last.finished
         assert (lines[-1]["running"], lines[-1]["num_waiting"]) == ([], 0)
@@ -301,7 +301,7 @@ def test_a_call_that_is_cancelled_before_its_answer_breaks_nothing(on_thread):
 
 def test_a_failing_utility_raises_where_it_is_called(on_thread, monkeypatch):
     async def work(engine):
-        monkeypatch.setattr(engine.engine_core.engine_core, "reset_prefix_cache", lambda: 1 / 0)
+        monkeypatch.setattr(engine.engine_core.engine_core, "reset_prefix_cache", lambda *_: 1 / 0)
         with pytest.raises(RuntimeError, match="reset_prefix_cache failed in the engine's core: ZeroDivisionError"):
             await engine.reset_prefix_cache()
 

@@ -54,9 +54,7 @@ def expected():
 @pytest.mark.parametrize(
     "settings",
     [
-        {},
         {"num_gpu_blocks_override": 12, "max_num_batched_tokens": 24},
-        {"speculative_config": NGRAM},
         {"speculative_config": NGRAM, "num_gpu_blocks_override": 12, "max_num_batched_tokens": 24},
         {"enable_prefix_caching": False, "scheduling_policy": "priority", "use_kv_cache": False},
     ],
@@ -145,13 +143,13 @@ def test_raised_at_many_lines(llm, greedy_tokens):
     with RaiseAtLine(-1) as never:
         llm.generate(PROMPTS, GREEDY, use_tqdm=False)
     seen = set()
-    for line in random.Random(0).sample(range(1, never.count), 10):
+    for line in random.Random(0).sample(range(1, never.count), 6):
         with RaiseAtLine(line) as raiser, pytest.raises(Boom):
             llm.generate(PROMPTS, GREEDY, use_tqdm=False)
         seen.add(raiser.place)
         assert greedy_tokens_of(llm) == greedy_tokens, raiser.place
         assert drained(llm)
-    assert len(seen) > 7, "the lines were to be different ones"
+    assert len(seen) > 4, "the lines were to be different ones"
 
 
 @pytest.mark.parametrize(

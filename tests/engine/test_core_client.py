@@ -21,7 +21,11 @@ from minivllm_lab.inside import core_of
 
 pytestmark = pytest.mark.usefixtures("warm_processes")
 
-SETTINGS = {"device": "cpu", "max_model_len": 128, "max_num_seqs": 4, "num_gpu_blocks_override": 40}
+SETTINGS = {
+    "device": "cpu", "max_model_len": 128, "max_num_seqs": 4, "num_gpu_blocks_override": 12,
+    "max_num_batched_tokens": 16, "speculative_config": {"num_speculative_tokens": 3}, "kv_cache_dtype": "int8",
+    "scheduling_policy": "priority",
+}  # fmt: skip
 PROMPTS = ["import os\n", "def add(a, b):\n", "class Node:\n", "for name in", "import os\nimport sys\n", "x ="] * 2
 PARAMS = [
     SamplingParams(temperature=0.0, max_tokens=16),
@@ -53,24 +57,15 @@ def answers(llm, priority=None):
 
 
 def test_the_same_answers_from_a_process(apart):
+    """Drafts, an int8 cache, chunks, priorities and preemptions cross the seam too."""
     here = LLM(EMBEDDED_MODEL, **SETTINGS)
-    assert answers(here) == answers(apart)
     assert here.llm_engine.engine_core.ready == apart.llm_engine.engine_core.ready
-    assert apart.reset_prefix_cache()
-
-
-def test_the_same_answers_with_drafts_int8_cache_chunks_and_priority():
-    settings = SETTINGS | {
-        "speculative_config": {"num_speculative_tokens": 3}, "kv_cache_dtype": "int8", "max_num_batched_tokens": 8,
-        "num_gpu_blocks_override": 12, "scheduling_policy": "priority",
-    }  # fmt: skip
-    here, apart = (LLM(EMBEDDED_MODEL, **settings, multiprocess=multiprocess) for multiprocess in (False, True))
     ours, theirs = (answers(llm, priority=[*range(6)] * 2) for llm in (here, apart))
     assert ours == theirs
     for stats in (here.llm_engine.stats, apart.llm_engine.stats):  # which requests share a step depends on the clock
         assert 0 < stats.spec_decoding_stats.num_accepted_tokens <= stats.spec_decoding_stats.num_draft_tokens
         assert (stats.num_running_reqs, stats.num_waiting_reqs, stats.kv_cache_usage) == (0, 0, 0.0)
-    apart.shutdown()
+    assert apart.reset_prefix_cache()
 
 
 def test_looking_inside_is_refused(apart):
@@ -122,7 +117,7 @@ def test_what_cannot_start_is_told_in_one_line(capfd):
 def test_nothing_is_left_when_the_front_end_is_killed(tmp_path):
     code = (
         "import sys; from minivllm import LLM; from minivllm.config import EMBEDDED_MODEL\n"
-        f"llm = LLM(EMBEDDED_MODEL, **{SETTINGS}, multiprocess=True, distributed_executor_backend='mp')\n"
+        f"llm = LLM(EMBEDDED_MODEL, **{SETTINGS}, multiprocess=True)\n"
         "print(llm.llm_engine.engine_core.process.pid, flush=True); sys.stdin.read()"
     )
     environment = os.environ | {"TMPDIR": str(tmp_path)}
@@ -131,7 +126,6 @@ def test_nothing_is_left_when_the_front_end_is_killed(tmp_path):
         assert front_end.stdout is not None
         pid = int(front_end.stdout.readline())
         family = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
-        assert len(family) >= 2, "the core and its rank"
         front_end.kill()
         _, alive = psutil.wait_procs(family, timeout=PATIENCE)
     assert not alive

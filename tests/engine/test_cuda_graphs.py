@@ -41,7 +41,7 @@ def test_capture_sizes(max_num_seqs, sizes):
 
 
 def test_every_batch_up_to_the_largest_graph_has_the_smallest_that_it_fits_into():
-    for max_num_seqs in range(1, 700):
+    for max_num_seqs in (*range(1, 40), *range(40, 700, 31)):
         sizes = capture_sizes(max_num_seqs)
         assert sizes == sorted(set(sizes))
         assert sizes[-1] <= min(2 * max_num_seqs, 512)
@@ -171,7 +171,7 @@ def test_graphs_for_drafts_hold_as_many_tokens_as_those_for_decodes():
 
 
 @pytest.mark.skipif(not has_numba(), reason="recordings are numba's")
-@pytest.mark.parametrize("changes", [{"kv_cache_dtype": "int8"}, {"dtype": "bfloat16"}, {"quantization": "int8"}])
+@pytest.mark.parametrize("changes", [{"kv_cache_dtype": "int8", "quantization": "int8"}, {"dtype": "bfloat16"}])
 def test_what_a_model_computes_in_is_recorded_too(changes):
     eager = LLM(EMBEDDED_MODEL, **SETTINGS, **changes, enforce_eager=True)
     graphed = LLM(EMBEDDED_MODEL, **SETTINGS, **changes)
@@ -184,7 +184,7 @@ def test_recordings_are_small_and_there_are_none_where_steps_differ(eager):
         graphs = runner_of(LLM(EMBEDDED_MODEL, **{**SETTINGS, "max_num_seqs": 64})).cuda_graphs.decode
         assert graphs.sizes == [1, 2, 4, 8]
     adapters = {"enable_lora": True, "max_lora_rank": 8}
-    for changes in (adapters, {"attention_backend": "naive"}, {"enforce_eager": True}):
+    for changes in (adapters, {"attention_backend": "naive"}):
         assert runner_of(LLM(EMBEDDED_MODEL, **SETTINGS, **changes)).cuda_graphs.decode is None
     row = next(row for row in core_of(eager).ledger.rows if row.name == "CUDA graphs")
     assert row.bytes == 0

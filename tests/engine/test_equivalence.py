@@ -146,9 +146,9 @@ def expected(checkpoints):
 
 
 BLOCKS = (1, 8, 16)
-PAIRS = itertools.product(BLOCKS, (7, 33, 2048))
-MATRIX = [(block_size, budget, number % 2 == 0) for number, (block_size, budget) in enumerate(PAIRS)]
-"""Every block size with every budget; each of either with and without a prefix cache."""
+PAIRS = itertools.product(BLOCKS, (7, 2048))
+MATRIX = [(block_size, budget, number % 4 in (0, 3)) for number, (block_size, budget) in enumerate(PAIRS)]
+"""Every block size with every budget; each budget with and without a prefix cache."""
 
 
 @pytest.mark.parametrize(("block_size", "budget", "caching"), MATRIX)
@@ -157,7 +157,7 @@ def test_the_same_tokens_with_any_block_size_prefix_cache_and_chunk(checkpoints,
     assert tokens_of(checkpoints["qwen3"][1], **changes) == expected
 
 
-@pytest.mark.parametrize(("block_size", "caching"), [(1, True), (8, False), (16, True)])
+@pytest.mark.parametrize(("block_size", "caching"), [(1, True), (16, False)])
 def test_the_same_tokens_when_a_tight_pool_preempts(checkpoints, expected, block_size, caching):
     changes = TIGHT | {"block_size": block_size, "num_gpu_blocks_override": 80 // block_size + 1}
     changes |= {"enable_prefix_caching": caching, "max_num_batched_tokens": 24}
@@ -167,15 +167,14 @@ def test_the_same_tokens_when_a_tight_pool_preempts(checkpoints, expected, block
 @pytest.mark.parametrize(
     "changes",
     [
-        {"order": [3, 0, 6, 1, 7, 2, 5, 4], "max_num_seqs": 3},
-        {"long_prefill_token_threshold": 5},
+        {
+            "order": [3, 0, 6, 1, 7, 2, 5, 4], "max_num_seqs": 3, "long_prefill_token_threshold": 5,
+            "scheduling_policy": "priority",
+        },
         {"enable_chunked_prefill": False, "max_num_batched_tokens": 128},
-        {"scheduling_policy": "priority"},
-        {"static_batching": True, "max_num_seqs": 4},
         {"max_num_seqs": 2, "max_num_batched_tokens": 3},
         {"use_kv_cache": False, "max_num_batched_tokens": 13, "speculative_config": NGRAM},
-        {"attention_backend": "naive"},
-        {"block_size": 128, "static_batching": True, "attention_backend": "naive"},
+        {"block_size": 128, "static_batching": True, "max_num_seqs": 4, "attention_backend": "naive"},
         {"speculative_config": NGRAM, "max_num_batched_tokens": 11, "block_size": 4},
         {**TIGHT, "speculative_config": NGRAM},
         {"drafter": "itself", "max_num_batched_tokens": 11, "block_size": 4},
@@ -183,7 +182,7 @@ def test_the_same_tokens_when_a_tight_pool_preempts(checkpoints, expected, block
         {**TIGHT, "drafter": "itself", "multiprocess": True},
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_the_same_tokens_in_any_order_and_under_any_policy(checkpoints, expected, changes):
     assert tokens_of(checkpoints["qwen3"][1], **changes) == expected
 

@@ -56,7 +56,7 @@ def check_step(
     st.sets(st.integers(0, 12), max_size=3),
     st.integers(0, 3),
 )
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_inputs_are_what_the_scheduler_decided(requests, block_size, budget, max_num_seqs, caching, abort_steps, k):
     max_model_len = 64
     num_blocks = -(-48 // block_size) + 2  # tight: several requests must preempt one another

@@ -55,10 +55,7 @@ def test_all_sizes_of_steps_are_met_and_contexts_as_long_as_they_get():
 @pytest.mark.parametrize(
     "options",
     [
-        {},
-        {"kv_cache_dtype": "int8"},
-        {"quantization": "int8"},
-        {"speculative_config": NGRAM},
+        {"kv_cache_dtype": "int8", "quantization": "int8"},
         {"speculative_config": NGRAM, "async_scheduling": True},
         {"speculative_config": DRAFT_MODEL},
         {"enable_lora": True},

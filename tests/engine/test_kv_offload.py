@@ -16,6 +16,7 @@ from minivllm import LLM, LoRARequest
 from minivllm.config import EMBEDDED_DRAFT, EMBEDDED_MODEL
 from minivllm.config.units import GIB
 from minivllm.engine.arg_utils import EngineArgs
+from minivllm.engine.prometheus import PrometheusStatLogger
 from minivllm_lab.inside import core_of
 
 pytestmark = pytest.mark.usefixtures("warm_processes")
@@ -70,15 +71,13 @@ def expected(kv_cache_dtype: str = "auto") -> list[list[int]]:
 @pytest.mark.parametrize(
     ("settings", "extra"),
     [
-        ({}, {}),
         ({"kv_cache_dtype": "int8", "scheduling_policy": "priority"}, {"lazy_offload": True}),
         ({"speculative_config": DRAFTS}, {"offload_prompt_only": False}),
         ({"speculative_config": NGRAM, "async_scheduling": True}, {"num_cpu_blocks": 30}),
-        ({"async_scheduling": True, "scheduler_reserve_full_isl": False}, {"offload_prompt_only": False}),
         ({"tensor_parallel_size": 2}, {}),
         ({"pipeline_parallel_size": 2}, {}),
     ],
-    ids=["eager", "lazy, int8, priority", "draft model", "n-grams ahead, small", "ahead", "TP", "PP"],
+    ids=["lazy, int8, priority", "draft model", "n-grams ahead, small", "TP", "PP"],
 )
 def test_the_same_tokens_with_a_tier(settings: dict[str, Any], extra: dict[str, Any]) -> None:
     llm = LLM(**SMALL | settings, **with_tier(**extra))
@@ -91,26 +90,6 @@ def test_the_same_tokens_with_a_tier(settings: dict[str, Any], extra: dict[str, 
         assert preempted > 3
     finally:
         llm.shutdown()
-
-
-def test_a_core_in_another_process_counts_by_vllms_names() -> None:
-    llm = LLM(**SMALL, **with_tier(), multiprocess=True, disable_log_stats=False)
-    try:
-        assert [answers(llm), answers(llm)] == [expected(), expected()]
-        told = {metric.name: metric for metric in llm.get_metrics()}
-    finally:
-        llm.shutdown()
-    values = {name.removeprefix("vllm:"): metric.value for name, metric in told.items() if hasattr(metric, "value")}
-    assert values["external_prefix_cache_queries"] > values["external_prefix_cache_hits"] > 64
-    assert values["kv_offload_load_bytes"] > 0
-    assert values["kv_offload_store_bytes"] > 0
-    assert "kv_offload_store_time" in values
-    blocks = values["simple_kv_offload_used_blocks"]
-    assert 0 < values["kv_offload_cpu_cache_usage_perc"] < 1
-    outcomes = told["vllm:simple_kv_offload_save_outcomes"]
-    assert (outcomes.labels["outcome"], outcomes.value) == ("stored", blocks)
-    assert told["vllm:kv_offload_config_info"].labels["lazy_offload"] == "False"
-    assert told["vllm:kv_offload_store_size"].count > 0
 
 
 def test_files_of_an_adapter_that_was_written_anew_are_not_found(tmp_path: Path) -> None:
@@ -133,12 +112,21 @@ def test_files_of_an_adapter_that_was_written_anew_are_not_found(tmp_path: Path)
     assert other == answers(plain, lora_request=adapter)
 
 
-def test_a_failed_step_empties_the_tier_and_costs_nobody_a_token() -> None:
+def test_a_tier_counts_by_vllms_names_and_a_restart_empties_it_and_costs_nobody_a_token() -> None:
     llm = LLM(**SMALL, **with_tier())
-    assert answers(llm) == expected()
-    core = core_of(llm)
+    engine, core = llm.llm_engine, core_of(llm)
+    engine.stat_logger = PrometheusStatLogger(engine.engine_args, engine.engine_core.engines, "m")
+    assert [answers(llm), answers(llm)] == [expected(), expected()]
+    families = engine.stat_logger.registry.collect()
+    values = {sample.name: sample.value for family in families for sample in family.samples}
+    queries, hits = (values[f"vllm:external_prefix_cache_{name}_total"] for name in ("queries", "hits"))
+    assert queries > hits > 64
+    assert values["vllm:kv_offload_load_bytes_total"] > 0
+    assert values["vllm:kv_offload_store_size_count"] > 0
+    assert 0 < values["vllm:kv_offload_cpu_cache_usage_perc"] < 1
+    assert values["vllm:simple_kv_offload_save_outcomes_total"] == values["vllm:simple_kv_offload_used_blocks"]
     assert core.scheduler.remote.connector.tier_state()["used"] > 0
-    assert core.reset_running_requests()
+    assert core.reset_prefix_cache(reset_running_requests=True)
     assert core.scheduler.remote.connector.tier_state()["used"] == 0
     assert answers(llm) == expected()
     check_nothing_is_held(llm)

@@ -97,13 +97,15 @@ def test_the_tokens_of_transformers(checkpoints, monkeypatch, variant):
     [
         {"block_size": 1, "enable_prefix_caching": False, "max_num_batched_tokens": 9},
         {"block_size": 4, "num_gpu_blocks_override": 26, "max_model_len": 66, "max_num_batched_tokens": 24},
-        {"async_scheduling": True, "block_size": 5},
+        {
+            "async_scheduling": True, "block_size": 5,
+            "speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2},
+        },
         {"use_kv_cache": False},
-        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}},
         {"speculative_config": {"method": "draft_model", "model": "itself", "num_speculative_tokens": 2}},
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_the_same_tokens_whatever_the_settings(folder, expected, changes):
     speculative = changes.get("speculative_config", {})
     if speculative.get("model") == "itself":

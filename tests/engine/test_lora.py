@@ -154,16 +154,16 @@ def test_nothing_takes_the_place_of_an_adapter_in_use(llm, tmp_path):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"max_num_batched_tokens": 4, "max_num_seqs": 3},
-        {"num_gpu_blocks_override": 17, "max_num_seqs": 6, "block_size": 2, "max_model_len": 24},
-        {"async_scheduling": True},
-        {"speculative_config": NGRAM},
+        {
+            "num_gpu_blocks_override": 17, "max_num_seqs": 6, "block_size": 2, "max_model_len": 24,
+            "max_num_batched_tokens": 4,
+        },
+        {"async_scheduling": True, "speculative_config": NGRAM},
         {"speculative_config": {"method": "draft_model", "model": str(EMBEDDED_DRAFT), "num_speculative_tokens": 3}},
-        {"use_kv_cache": False},
-        {"lora_dtype": "float32", "max_lora_rank": 64, "parts": Parts(lora_slots=AdapterSlots)},
+        {"lora_dtype": "float32", "max_lora_rank": 64, "parts": Parts(lora_slots=AdapterSlots), "use_kv_cache": False},
     ],
-    ids=["chunks", "preemption", "async", "n-grams", "draft model", "no cache", "other settings, a part"],
-)
+    ids=["chunks and preemption", "n-grams ahead", "draft model", "other settings, a part, no cache"],
+)  # fmt: skip
 def test_the_same_tokens_whatever_the_engine_is_set_to(changes):
     llm = LLM(EMBEDDED_MODEL, **SETTINGS | changes)
     check(llm, *["a", "b", "c", None] * 2)

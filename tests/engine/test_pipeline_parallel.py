@@ -42,7 +42,7 @@ def expected():
     return completions_of(LLM(EMBEDDED_MODEL, **SETTINGS))
 
 
-@pytest.mark.parametrize(("budget", "num_blocks"), [(2048, None), (24, None), (24, 11)])
+@pytest.mark.parametrize(("budget", "num_blocks"), [(2048, None), (24, 11)])
 def test_the_tokens_of_one_rank(llm, expected, budget, num_blocks):
     reschedule(llm, budget, num_blocks)
     assert completions_of(llm) == expected
@@ -61,8 +61,7 @@ def test_each_stage_has_the_adapters_of_its_own_layers(llm):
         assert output.outputs[0].token_ids == EXPECTED[name], name
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("place", ["before", "in the layers", "after"])
+@pytest.mark.parametrize(("place", "rank"), [("before", 1), ("in the layers", 0), ("after", 1)])
 def test_an_exception_on_any_stage_ends_the_step_and_not_the_engine(llm, expected, place, rank):
     reschedule(llm, 24)
     core = core_of(llm)

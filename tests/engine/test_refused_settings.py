@@ -52,11 +52,8 @@ RANKS = [
         {"pipeline_parallel_size": 2, "distributed_executor_backend": "uni"},
         r'tensor_parallel_size x pipeline_parallel_size is 2: use "mp"$',
     ),
-    ({"data_parallel_backend": "gloo"}, "^unknown data_parallel_backend 'gloo'; use one of mp, ray$"),
-    (
-        {"data_parallel_backend": "ray", "distributed_executor_backend": "ray"},
-        'leave out distributed_executor_backend "ray"$',
-    ),
+    ({"distributed_executor_backend": "MP"}, "^unknown distributed_executor_backend 'MP'; use one of mp, ray, uni$"),
+    ({"distributed_executor_backend": ["mp"]}, "^unknown distributed_executor_backend"),
 ]
 COMBINATIONS = [
     ({"pipeline_parallel_size": 2, "speculative_config": TWO_DRAFTS}, "speculative_config conflicts with"),
@@ -105,7 +102,6 @@ CONNECTORS = [
     (FILES | {"kv_connector_extra_config": {"shared_storage_path": "a\0"}}, "null byte"),
 ]
 TIERS = [
-    ({"kv_offloading_backend": "lmcache"}, "kv_offloading_backend 'lmcache' is not served: \"native\""),
     ({"kv_offloading_size": 0}, "must be a number of GiB above 0"),
     ({"kv_offloading_size": 1.0, "enable_prefix_caching": False}, "leave enable_prefix_caching on"),
     ({"kv_offloading_size": 1.0, "use_kv_cache": False}, "leave it True"),

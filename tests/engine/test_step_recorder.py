@@ -95,7 +95,7 @@ def run(seed: int, watch: bool) -> WatchedRun:
     return under_way
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(seed=SEEDS)
 def test_a_snapshot_is_the_state_and_watching_changes_nothing(seed: int) -> None:
     watched, alone = run(seed, True), run(seed, False)

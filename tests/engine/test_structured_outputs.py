@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("warm_processes")
 PROMPT = "def add(a, b):\n    return"
 SETTINGS = {"device": "cpu", "dtype": "float32", "max_model_len": 160, "num_gpu_blocks_override": 150}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
-FEW = settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
+FEW = settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck))
 PERSON = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 8}, "ages": {"type": "array", "items": {"enum": [1, 22]}}},

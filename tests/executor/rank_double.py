@@ -15,17 +15,17 @@ class RankDouble:
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
-        self.calls = self.resets = 0
+        self.calls = 0
         self.left = False
 
     def reset(self) -> None:
-        self.calls, self.resets, self.left = 0, self.resets + 1, False
+        self.calls, self.left = 0, False
 
     def leave_group(self) -> None:
         self.left = True
 
-    def state(self) -> tuple[int, int, bool]:
-        return self.calls, self.resets, self.left
+    def state(self) -> tuple[int, bool]:
+        return self.calls, self.left
 
     def who(self, *arguments: object) -> tuple:
         self.calls += 1

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from itertools import count
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -88,16 +89,8 @@ def tokens_of(executor: Executor, in_flight: bool = False) -> list[dict[str, lis
     executor.collective_rpc("reset")
     if not in_flight:
         return [executor.execute_model(step).sampled_token_ids for step in steps()]
-    futures: list[Future[ModelRunnerOutput]] = [executor.execute_model(step, non_block=True) for step in steps()]
+    futures: list[Future[ModelRunnerOutput]] = [executor.start_model(step) for step in steps()]
     return [future.result().sampled_token_ids for future in futures]
-
-
-@pytest.mark.parametrize("backend", ["MP", "", ["mp"]])
-def test_a_name_that_there_is_not(backend):
-    with pytest.raises(
-        MinivllmError, match=r'^there is no distributed_executor_backend .*: use one of "mp", "ray", "uni"'
-    ):
-        make_executor(settings_for(1), backend)
 
 
 def test_one_rank_in_a_process_of_its_own(expected):
@@ -123,7 +116,7 @@ def test_steps_in_flight_give_the_same_tokens(pair, expected):
 def test_a_future_of_one_process_holds_the_error(monkeypatch):
     executor = started(1)
     monkeypatch.setattr(executor, "worker", None)
-    future = executor.execute_model(next(steps()), non_block=True)
+    future = executor.start_model(next(steps()))
     assert future.done()
     assert isinstance(future.exception(), AttributeError)
 
@@ -174,6 +167,16 @@ def listeners(pids: list[int]) -> set[tuple[str, int]]:
 def test_ray_that_is_not_installed_is_one_line(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(MinivllmError, match=r"^ray is not installed: run `uv sync --group dist`"):
+        make_executor(settings_for(2), "ray")
+
+
+def test_a_ray_cluster_that_does_not_answer_is_one_line(monkeypatch):
+    def init(**_):
+        raise ConnectionError("nobody at 10.78.0.1:6390")
+
+    ray = SimpleNamespace(is_initialized=lambda: False, init=init)
+    monkeypatch.setattr("minivllm.executor.ray_executor.import_ray", lambda: ray)
+    with pytest.raises(MinivllmError, match=r"^cannot join the Ray cluster: nobody at 10.78.0.1:6390; is RAY_ADDRESS"):
         make_executor(settings_for(2), "ray")
 
 

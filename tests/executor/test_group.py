@@ -14,7 +14,7 @@ def test_a_rank_that_leaves_is_missed_in_its_own_stage():
     ranks = RankProcesses(Member, ((store.host, store.port),), 4, 0)
     try:
         for _ in range(2):
-            waiting = ranks.send_for_all("add_up", 3, join=list)
+            waiting = ranks.send("add_up", 3, join=list)
             assert waiting.result(30) == ["elsewhere", "elsewhere", "lost a peer", "left"]
             ranks.call("reset")
         assert ranks.call("add_up", -1) == ["added"] * 4

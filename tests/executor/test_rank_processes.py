@@ -22,18 +22,33 @@ from executor.rank_double import double, leaving_double, refusing_double
 from patience import PATIENCE, eventually
 
 from minivllm.errors import MinivllmError, WorkerDiedError, WorkerFailedError
-from minivllm.executor.rank_processes import RankProcesses
+from minivllm.executor.rank_processes import END, RankProcesses
+
+
+@pytest.fixture(scope="module")
+def pairs():
+    """Keep one pair of ranks at a time, started again where a test has ended it."""
+    pairs: list[RankProcesses] = []
+    yield pairs
+    for ranks in pairs:
+        ranks.shutdown()
 
 
 @pytest.fixture
-def ranks():
-    ranks = RankProcesses(double, (), 2)
-    yield ranks
-    ranks.shutdown()
+def ranks(pairs):
+    if not pairs or pairs[-1]._dead is not None:
+        pairs.append(RankProcesses(double, (), 2))
+    pairs[-1].call("reset")
+    return pairs[-1]
 
 
 def pids_of(ranks: RankProcesses) -> list[int]:
     return [process.pid for process in ranks.processes]
+
+
+def answer_of(ranks: RankProcesses, method: str, *arguments: object) -> Any:
+    """Call a method, and wait only for the rank whose result counts."""
+    return ranks.send(method, *arguments).result()
 
 
 def have_ended(pids: Sequence[int], seconds: float = PATIENCE) -> bool:
@@ -51,54 +66,80 @@ def have_ended(pids: Sequence[int], seconds: float = PATIENCE) -> bool:
     return eventually(lambda: not any(map(lives, pids)), seconds, pause=0.01)
 
 
-def test_every_rank_does_what_is_said_in_order(ranks):
+def test_calls_run_on_every_rank_in_order_whichever_answer_is_read_first(ranks):
     assert ranks.call("who") == [(0, 1), (1, 1)]
-    assert ranks.call_for_one("who", "a") == (0, 2, "a")
-    assert ranks.call_for_one("who") == (0, 3)
-    assert ranks.call("who", 1, [2]) == [(0, 4, 1, [2]), (1, 4, 1, [2])]
-    assert not have_ended(pids_of(ranks), 0.0)
+    futures = [ranks.send("who", number) for number in range(3)]
+    assert ranks.call("who", "between", [2]) == [(0, 5, "between", [2]), (1, 5, "between", [2])]
+    assert [future.done() for future in futures] == [True] * 3
+    assert [future.result() for future in futures] == [(0, 2 + number, number) for number in range(3)]
+    with pytest.raises((AttributeError, TypeError, pickle.PicklingError)):
+        ranks.call("who", lambda: None)  # it is sent to no rank
+    assert ranks.call("who") == [(0, 6), (1, 6)]
+
+
+def test_a_future_waits_as_long_as_it_is_told(ranks):
+    future = ranks.send("sleep", 0.2)
+    assert not future.done()
+    assert not future.cancel()
+    with pytest.raises(TimeoutError):
+        future.result(0.02)
+    assert future.result() is None
+    assert future.done()
+
+
+def test_large_calls_in_flight_do_not_block_one_another(ranks):
+    """Calls and replies are larger than sockets hold, and a rank that cannot send its reply does
+    not read the next call.
+    """
+    size = 3_000_000
+    futures = [ranks.send("zeros", size) for _ in range(3)]
+    futures += [ranks.send("size_of", bytes(size)) for _ in range(3)]
+    assert ranks.call("size_of", bytes(size)) == [size, size]
+    assert [len(future.result()) for future in futures[:3]] == [size] * 3
+    assert [future.result() for future in futures[3:]] == [size] * 3
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_when_one_rank_ends_the_run_ends_and_says_which_and_why(ranks, rank):
     pids = pids_of(ranks)
     with pytest.raises(WorkerDiedError, match=rf"rank {rank} of 2 \(process {pids[rank]}\).* killed by SIGKILL"):
-        ranks.call_for_one("be_killed", rank)
+        answer_of(ranks, "be_killed", rank)
     assert have_ended(pids, 0.0)
     with pytest.raises(WorkerDiedError, match="killed by SIGKILL"):
         ranks.call("who")
+    ranks.shutdown()  # does nothing more
 
 
-@pytest.mark.parametrize("one_reply", [True, False])
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(("rank", "one_reply"), [(0, True), (1, True), (1, False)])
 def test_after_an_exception_on_one_rank_they_do_nothing_until_they_are_reset(ranks, rank, one_reply):
     """The failing rank is named, though another has reported before it."""
     why = f"^rank {rank} of 2: KeyError: 'a bug'"
     with pytest.raises(WorkerFailedError, match=why) as caught:
-        (ranks.call_for_one if one_reply else ranks.call)("fail", rank)
+        (answer_of if one_reply else RankProcesses.call)(ranks, "fail", rank)
     assert any("Traceback" in note for note in caught.value.__notes__)
     for _ in range(2):
         with pytest.raises(WorkerFailedError, match=why):
             ranks.call("who")
     assert ranks.call("reset") == [None, None]
-    assert ranks.call("state") == [(0, 1, False)] * 2
+    assert ranks.call("state") == [(0, False)] * 2
     assert ranks.call("who") == [(0, 1), (1, 1)]
-    assert not ranks._ranks.waiting
+    assert list(ranks._waiting) == [END]
 
 
 def test_an_exception_behind_the_last_meeting_is_told_by_the_next_call(ranks):
     """Rank 0 has already replied, and no rank has missed rank 1."""
     with pytest.raises(WorkerFailedError, match="rank 1 of 2: KeyError"):
-        (ranks.call_for_one("fail_alone", 1), ranks.call("who"))
+        (answer_of(ranks, "fail_alone", 1), ranks.call("who"))
     ranks.call("reset")
     require_right_answers(ranks, 0)
 
 
 def test_all_calls_in_flight_fail_with_the_one_before_them(ranks):
-    futures = [ranks.send_for_one("who"), ranks.send_for_one("fail", 1), *(ranks.send_for_one("who") for _ in range(3))]
+    futures = [ranks.send("who"), ranks.send("fail", 1), *(ranks.send("who") for _ in range(3))]
     assert futures[0].result() == (0, 1)
     for future in futures[1:]:
-        assert "rank 1 of 2: KeyError" in str(future.exception())
+        with pytest.raises(WorkerFailedError, match="rank 1 of 2: KeyError"):
+            future.result()
     ranks.call("reset")
     assert ranks.call("who") == [(0, 1), (1, 1)]
 
@@ -116,16 +157,9 @@ def test_an_error_on_all_ranks_is_survived(ranks):
 def test_a_rank_that_does_not_answer_a_reset_is_not_waited_for_without_end(ranks, monkeypatch):
     monkeypatch.setattr("minivllm.executor.rank_processes.SECONDS_FOR_RESET", 0.3)
     with pytest.raises(WorkerFailedError, match="rank 1 of 2: KeyError"):
-        ranks.call_for_one("fail_and_be_missed", 1)
+        answer_of(ranks, "fail_and_be_missed", 1)
     with pytest.raises(WorkerDiedError, match="have not answered a reset"):
         ranks.call("reset")
-    assert have_ended(pids_of(ranks), 0.0)
-
-
-def test_a_rank_that_dies_between_calls(ranks):
-    os.kill(pids_of(ranks)[1], signal.SIGKILL)
-    with pytest.raises(WorkerDiedError, match=r"rank 1 .* killed by SIGKILL"):
-        ranks.call("who")
     assert have_ended(pids_of(ranks), 0.0)
 
 
@@ -137,7 +171,7 @@ def test_who_lost_a_peer_is_not_blamed(ranks):
 @pytest.mark.parametrize("one_reply", [True, False])
 def test_a_rank_that_came_through_has_nothing_to_say(ranks, one_reply):
     with pytest.raises(WorkerFailedError, match=r"rank 0 .* somebody is gone"):
-        (ranks.call_for_one if one_reply else ranks.call)("lose_a_peer", 0, "somebody is gone")
+        (answer_of if one_reply else RankProcesses.call)(ranks, "lose_a_peer", 0, "somebody is gone")
     ranks.call("reset")
     require_right_answers(ranks, 0)
 
@@ -156,24 +190,13 @@ def test_a_rank_that_leaves_before_it_is_ready():
         RankProcesses(leaving_double, (), 2)
 
 
-def test_they_end_with_the_object_and_with_shutdown():
-    ranks = RankProcesses(double, (), 2)
-    pids = pids_of(ranks)
-    del ranks
-    assert have_ended(pids, 0.0)
-    ranks = RankProcesses(double, (), 2)
-    ranks.shutdown()
-    ranks.shutdown()
-    assert have_ended(pids_of(ranks), 0.0)
-    with pytest.raises(WorkerDiedError, match="shut down"):
-        ranks.call("who")
-
-
 def test_ranks_that_are_stuck_are_killed_at_shutdown(ranks):
     pids = pids_of(ranks)
     os.kill(pids[0], signal.SIGSTOP)
     ranks.shutdown()
     assert have_ended(pids, 0.0)
+    with pytest.raises(WorkerDiedError, match="shut down"):
+        ranks.call("who")
 
 
 def run_script(folder: Path, module: str, script: str) -> subprocess.Popen[str]:
@@ -282,53 +305,15 @@ def test_an_interrupt_is_not_the_ranks_to_answer(ranks):
     assert ranks.call("who") == [(0, 1), (1, 1)]
 
 
-def test_calls_in_flight_are_answered_in_order_whichever_is_asked_first(ranks):
-    futures = [ranks.send_for_one("who", number) for number in range(5)]
-    assert ranks.call("who", "between") == [(0, 6, "between"), (1, 6, "between")]
-    futures.append(ranks.send_for_one("who", 6))
-    assert futures[5].result() == (0, 7, 6)
-    assert [future.done() for future in futures] == [True] * 6
-    assert [future.result() for future in futures[:5]] == [(0, 1 + number, number) for number in range(5)]
-
-
-def test_a_call_in_flight_is_waited_for_as_long_as_one_says(ranks):
-    future = ranks.send_for_one("sleep", 0.5)
-    assert not future.done()
-    assert not future.cancel()
-    with pytest.raises(TimeoutError):
-        future.result(0.05)
-    assert future.result() is None
-    assert future.done()
-
-
-def test_large_calls_in_flight_do_not_block_one_another(ranks):
-    """Calls and replies are larger than sockets hold, and a rank that cannot send its reply does
-    not read the next call.
-    """
-    size = 3_000_000
-    futures = [ranks.send_for_one("zeros", size) for _ in range(3)]
-    futures += [ranks.send_for_one("size_of", bytes(size)) for _ in range(3)]
-    assert ranks.call("size_of", bytes(size)) == [size, size]
-    assert [len(future.result()) for future in futures[:3]] == [size] * 3
-    assert [future.result() for future in futures[3:]] == [size] * 3
-
-
 def test_when_a_rank_dies_every_call_in_flight_fails_at_once(ranks):
-    done = ranks.send_for_one("sleep", 0.01)
-    ranks.send_for_one("sleep", 0.5)  # the reply before it has long been read when a rank dies
-    futures = [done, ranks.send_for_one("be_killed", 1), ranks.send_for_one("who")]
+    done = ranks.send("sleep", 0.01)
+    ranks.send("sleep", 0.5)  # the reply before it has long been read when a rank dies
+    futures = [done, ranks.send("be_killed", 1), ranks.send("who")]
     with pytest.raises(WorkerDiedError, match=r"rank 1 .* killed by SIGKILL"):
         futures[2].result()
     assert futures[0].result() is None
-    assert isinstance(futures[1].exception(), WorkerDiedError)
     assert futures[1].done()
     assert have_ended(pids_of(ranks), 0.0)
-
-
-def test_what_cannot_be_sent_is_not_sent(ranks):
-    with pytest.raises((AttributeError, TypeError, pickle.PicklingError)):
-        ranks.call("who", lambda: None)
-    assert ranks.call("who") == [(0, 1), (1, 1)]
 
 
 # ---- interrupts ----------------------------------------------------------------------------------
@@ -423,8 +408,8 @@ def require_right_answers(ranks: RankProcesses, number: int) -> None:
 def test_an_interrupt_at_any_line_of_a_call_leaves_the_ranks_usable(ranks, call):
     calls: dict[str, Callable[[], object]] = {
         "for all": lambda: ranks.call("who", "interrupted"),
-        "for one": lambda: ranks.call_for_one("who", "interrupted"),
-        "in flight": lambda: [future.result() for future in [ranks.send_for_one("who", n) for n in range(3)]],
+        "for one": lambda: answer_of(ranks, "who", "interrupted"),
+        "in flight": lambda: [future.result() for future in [ranks.send("who", n) for n in range(3)]],
         "large": lambda: ranks.call("who", bytes(400_000)),
     }
     number = 1
@@ -432,18 +417,7 @@ def test_an_interrupt_at_any_line_of_a_call_leaves_the_ranks_usable(ranks, call)
         require_right_answers(ranks, number)
         number += 1
     assert number > 30
-    assert not ranks._ranks.waiting
-
-
-def test_an_interrupted_wait_can_be_taken_up_again(ranks):
-    number, interrupted = 1, True
-    while interrupted:
-        future = ranks.send_for_one("who", number)
-        interrupted = interrupted_at_line(number, future.result)
-        assert future.result(PATIENCE) == (0, number, number)
-        assert future.done()
-        number += 1
-    assert number > 5  # fewer lines run where the answer is there already
+    assert list(ranks._waiting) == [END]
 
 
 def test_signals_at_any_moment_leave_the_ranks_usable(ranks):

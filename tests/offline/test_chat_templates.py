@@ -3,24 +3,16 @@ kind.
 """
 
 import json
-import os
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from minivllm.entrypoints.openai import chat_template
 from minivllm.entrypoints.openai.chat_template import read_template, render
 from minivllm.entrypoints.openai.protocol import ChatCompletionRequest
 from minivllm.entrypoints.openai.serving_engine import OpenAIServing
 from minivllm.entrypoints.openai.settings import FrontendArgs
 from minivllm.errors import MinivllmError
 
-from .make_chat_templates import RESULTS, SEEN, digest, now
-
-EXAMPLES = os.environ.get("VLLM_EXAMPLES")
-"""The folder `examples` of vLLM v0.33.0's source; its templates are not kept here."""
-EXPECTED = json.loads(RESULTS.read_text())
 ADDS = "{% for m in messages %}{{ '<' + m.role + '>' + m.content }}{% endfor %}"
 LOOPS = (
     "{% for m in messages %}<{{ m.role }}>"
@@ -132,35 +124,6 @@ def test_what_is_no_message_is_refused(message, refusal):
 def test_an_open_message_ends_with_its_last_part():
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": ["b", "c "]}]
     assert render(LOOPS, messages, {}, goes_on=True) == "<user>[a]<assistant>[b][c"
-
-
-@pytest.mark.skipif(EXAMPLES is None, reason="VLLM_EXAMPLES does not name the folder examples of vLLM v0.33.0")
-@pytest.mark.parametrize("name", EXPECTED)
-def test_vllms_own_templates_give_the_prompts_of_transformers(name, monkeypatch):
-    monkeypatch.setitem(chat_template._environment.globals, "strftime_now", now)
-    template = (Path(EXAMPLES or "") / name).read_text()
-    weather = {"role": "user", "content": "Weather?"}
-    asked = {"role": "assistant", "tool_calls": [call(arguments='{"city": "Köln"}') | {"id": "abcdefgh1"}]}
-    answer = {"role": "tool", "content": [{"type": "text", "text": "12 °C"}], "tool_call_id": "abcdefgh1"}
-    conversations = {
-        "plain": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes?", "tool_calls": []}],
-        "tool call": [weather, asked | {"content": "I'll look."}, answer],
-        "null": [weather, asked | {"content": None}, answer],
-        "parts": [{"role": "user", "content": ["One.", "Two."]}, {"role": "assistant", "content": ["Three.", "Four."]}],
-    }
-    prompts = {
-        n: digest(rendered(template, [*turns, {"role": "user", "content": "Thanks"}]))
-        for n, turns in conversations.items()
-    }
-    assert {"format": chat_template._content_format(template), **prompts} == EXPECTED[name]
-
-
-def rendered(template, messages):
-    """Return the prompt; None if the template rejects the messages."""
-    try:
-        return render(template, messages, SEEN, goes_on=False)
-    except MinivllmError:
-        return None
 
 
 def test_what_marks_an_answer_for_training_leaves_no_trace_in_a_prompt():

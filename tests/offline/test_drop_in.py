@@ -7,15 +7,14 @@ line.
 import argparse
 import inspect
 import json
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 import minivllm
-from minivllm import BeamSearchParams, EngineArgs, KVTransferConfig, MinivllmError, ProfilerConfig, SamplingParams
+from minivllm import BeamSearchParams, EngineArgs, KVTransferConfig, MinivllmError, SamplingParams
 from minivllm.config.flags import FlexibleArgumentParser
-from minivllm.engine.arg_utils import IGNORED
 from minivllm.inputs import parse_prompt
 
 VLLM = json.loads((Path(__file__).parent / "vllm_signatures.json").read_text())
@@ -82,39 +81,19 @@ def test_outputs_have_vllms_fields():
 
 
 def test_values_have_vllms_fields():
-    for path in ("vllm/v1/metrics/reader.py", "vllm/entrypoints/generate/beam_search/utils.py"):
-        for name, wanted in VLLM[path].items():
-            own = [field.name for field in fields(getattr(minivllm, name))]
-            assert own == [*(["name", "labels"] if "labels" in own and name != "Metric" else []), *wanted]
+    for name, wanted in VLLM["vllm/entrypoints/generate/beam_search/utils.py"].items():
+        assert [field.name for field in fields(getattr(minivllm, name))] == list(wanted)
 
 
-def test_an_engines_arguments_are_vllms_with_its_defaults_or_on_a_list():
+def test_an_engines_arguments_are_vllms_with_its_defaults():
     own = {field.name: field.default for field in fields(EngineArgs)}
-    assert own.keys() - ENGINE_ARGS.keys() - {*IGNORED} <= OWN
+    assert own.keys() - ENGINE_ARGS.keys() <= OWN
     arguments = {name: value for name, value in defaults(ENGINE_ARGS).items() if name in own}
     assert EngineArgs(**arguments) == EngineArgs()
     assert EngineArgs(**dict.fromkeys(own.keys() - {"model"})) == EngineArgs()
 
 
-def test_arguments_that_scripts_for_vllm_often_pass_change_nothing_and_are_named_in_one_line(capsys):
-    arguments = EngineArgs(**dict.fromkeys(IGNORED, "x"))
-    [line] = capsys.readouterr().err.splitlines()
-    assert line.endswith(
-        ": compilation_config, disable_custom_all_reduce, download_dir (set HF_HOME), enable_log_requests, "
-        "hf_token (set HF_TOKEN), tokenizer_mode, trust_remote_code"
-    )
-    assert arguments == replace(arguments) == EngineArgs()
-    assert not capsys.readouterr().err
-
-
-@pytest.mark.parametrize(("flags", "token"), [([], None), (["--hf-token"], True), (["--hf-token", "hf_x"], "hf_x")])
-def test_the_hubs_token_may_be_a_flag_without_a_value(flags, token):
-    parser = EngineArgs.add_cli_args(argparse.ArgumentParser())
-    assert parser.parse_args(flags).hf_token == token
-    assert "has no effect here: set HF_TOKEN" in " ".join(parser.format_help().split())
-
-
-@pytest.mark.parametrize("settings", [BeamSearchParams, EngineArgs, KVTransferConfig, ProfilerConfig, SamplingParams])
+@pytest.mark.parametrize("settings", [BeamSearchParams, EngineArgs, KVTransferConfig, SamplingParams])
 def test_an_unknown_argument_is_refused_with_the_nearest_known_one_or_where_they_are_listed(settings):
     *_, known = fields(settings)
     with pytest.raises(MinivllmError, match=f"{settings.__name__} has no argument .*; did you mean '{known.name}'"):
@@ -132,18 +111,11 @@ def test_arguments_are_assigned_and_checked_when_an_engine_is_made():
         args.blok_size = 5  # type: ignore[attr-defined]
 
 
-def test_speculation_by_its_own_names():
-    args = EngineArgs(spec_method="ngram", spec_tokens=3)
-    assert args == EngineArgs(speculative_config={"method": "ngram", "num_speculative_tokens": 3})
-    with pytest.raises(MinivllmError, match="not both"):
-        EngineArgs(spec_tokens=3, speculative_config={"method": "ngram", "num_speculative_tokens": 3})
-
-
 def test_a_command_line_makes_an_engines_arguments(capsys):
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser(prog="script"))
     parser.set_defaults(model="some/model")
     parser.add_argument("--top-k", type=int)
-    line = ["--max_model_len", "64", "--no-enable-prefix-caching", "--top_k=3", "--trust-remote-code"]
+    line = ["--max_model_len", "64", "--no-enable-prefix-caching", "--top_k=3"]
     arguments = parser.parse_args(line)
     assert (arguments.max_model_len, arguments.top_k, arguments.block_size) == (64, 3, EngineArgs().block_size)
     expected = EngineArgs(model="some/model", max_model_len=64, enable_prefix_caching=False)

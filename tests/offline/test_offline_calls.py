@@ -1,26 +1,12 @@
-"""Test the calls of vLLM's offline examples on one engine: chat, metrics, queued prompts,
-tokenizer, a loop of steps.
+"""Test the calls of vLLM's offline examples on one engine: chat, queued prompts, tokenizer, a
+loop of steps.
 """
 
-import json
 from types import SimpleNamespace
 
 import pytest
-from tqdm import tqdm
 
-from minivllm import (
-    LLM,
-    Counter,
-    EngineArgs,
-    Gauge,
-    Histogram,
-    LLMEngine,
-    MinivllmError,
-    SamplingParams,
-    TokensPrompt,
-    Vector,
-    cleanup_dist_env_and_memory,
-)  # fmt: skip
+from minivllm import LLM, EngineArgs, MinivllmError, SamplingParams, TokensPrompt, cleanup_dist_env_and_memory
 from minivllm.config import EMBEDDED_MODEL
 from minivllm.entrypoints.llm import _answers
 
@@ -32,7 +18,7 @@ CONVERSATION = [{"role": "system", "content": "Be brief."}, {"role": "user", "co
 
 @pytest.fixture(scope="module")
 def llm():
-    return LLM(EMBEDDED_MODEL, **SETTINGS, disable_log_stats=False, speculative_config=SPECULATION)
+    return LLM(EMBEDDED_MODEL, **SETTINGS, speculative_config=SPECULATION)
 
 
 @pytest.fixture
@@ -83,25 +69,6 @@ def test_the_tokenizer_is_transformers_own_and_says_what_the_engines_says(idle):
         idle.generate("a", GREEDY, tokenization_kwargs={"truncation": True})
 
 
-def test_metrics_count_what_was_generated(idle):
-    before = {metric.name: metric for metric in idle.get_metrics()}
-    idle.generate(["x = [1, 2, 3, 1, 2, 3, 1, 2", "b"], GREEDY, use_tqdm=tqdm)
-    after = {metric.name: metric for metric in idle.get_metrics()}
-    assert {type(metric) for metric in after.values()} == {Counter, Gauge, Histogram, Vector}
-    assert all(name.startswith("vllm:") for name in after)
-    assert after["vllm:generation_tokens"].value - before["vllm:generation_tokens"].value == 12
-    assert after["vllm:generation_tokens"].labels == {"model_name": str(EMBEDDED_MODEL), "engine": "0"}
-    latency, earlier = after["vllm:e2e_request_latency_seconds"], before["vllm:e2e_request_latency_seconds"]
-    assert latency.count - earlier.count == 2
-    assert latency.buckets["+Inf"] == latency.count
-    assert latency.sum > earlier.sum
-    stats = idle.llm_engine.stats.spec_decoding_stats
-    assert after["vllm:spec_decode_num_drafts"].value == stats.num_drafts > 0
-    assert after["vllm:spec_decode_num_accepted_tokens"].value == stats.num_accepted_tokens
-    per_position = after["vllm:spec_decode_num_accepted_tokens_per_pos"].values
-    assert per_position == [*stats.num_accepted_tokens_per_pos, 0, 0, 0][:3]
-
-
 def test_queued_prompts_are_computed_when_waited_for_and_by_any_call_meanwhile(idle):
     names = idle.enqueue(["a", "b"], GREEDY)
     assert idle.llm_engine.get_num_unfinished_requests() == 2
@@ -143,31 +110,14 @@ def test_what_a_request_does_not_read_from_the_cache_is_computed(idle):
     assert tokens(outputs[:1]) == tokens(outputs[1:])
 
 
-def test_a_profile_holds_the_steps_that_were_asked_for(idle, tmp_path):
-    config = {"profiler": "torch", "torch_profiler_dir": str(tmp_path), "torch_profiler_use_gzip": False}
-    with pytest.raises(MinivllmError, match="nothing is recorded without profiler_config"):
-        idle.start_profile()
-    idle.llm_engine.engine_args.profiler_config = {**config, "torch_profiler_with_stack": False}
-    idle.start_profile("some", delay_iterations=1, max_iterations=2)
-    idle.generate("a", SamplingParams(temperature=0.0, max_tokens=6, logit_bias={5: 100.0}))
-    idle.stop_profile()
-    [trace] = tmp_path.glob("some_*.json")
-    ranges = [event["name"] for event in json.loads(trace.read_text())["traceEvents"] if "name" in event]
-    assert ranges.count("minivllm::schedule") == 2
-
-
-def test_an_engine_from_its_arguments_counts_unless_told_not_to():
-    args = EngineArgs(model=EMBEDDED_MODEL, **SETTINGS, disable_log_stats=True)
-    engine = LLMEngine.from_engine_args(args)
-    with pytest.raises(MinivllmError, match="disable_log_stats=False"):
-        engine.get_metrics()
-    llm = LLM.from_engine_args(args)
+def test_an_engine_from_its_arguments():
+    llm = LLM.from_engine_args(EngineArgs(model=EMBEDDED_MODEL, **SETTINGS))
     assert repr(llm) == f"LLM({str(EMBEDDED_MODEL)!r})"
     assert llm.get_world_size() == 1
     args = EngineArgs(tensor_parallel_size=2, pipeline_parallel_size=3, data_parallel_size=4)
     several = SimpleNamespace(llm_engine=SimpleNamespace(engine_args=args))
     assert [LLM.get_world_size(several, include_dp) for include_dp in (True, False)] == [24, 6]  # type: ignore[arg-type]
-    del llm, engine
+    del llm
     cleanup_dist_env_and_memory()
 
 

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import fields
 from pathlib import Path
 
 import httpx
@@ -18,11 +17,9 @@ import pytest
 from patience import PATIENCE, eventually
 from server.serving import MODEL, Server, free_port, running
 
-from minivllm.engine.arg_utils import FLAG_GROUPS, EngineArgs
-from minivllm.entrypoints.cli.main import _parser, main
+from minivllm.entrypoints.cli.main import main
 from minivllm.entrypoints.openai.http_server import _drain, address_of
 from minivllm.entrypoints.openai.middleware import ServerState
-from minivllm.errors import MinivllmError
 
 LONG = {"prompt": "def add(a, b):\n", "max_tokens": 1500, "ignore_eos": True, "temperature": 0}
 
@@ -202,24 +199,3 @@ def test_each_flag_is_listed_with_words(command, capsys, monkeypatch):
             assert flag in flags
     assert "(default: 8000)" in flags
     assert "--swap-space" not in flags
-
-
-def test_each_argument_of_the_engine_is_in_one_group():
-    grouped = [name for names in FLAG_GROUPS.values() for name in names]
-    assert sorted(grouped) == sorted({field.name for field in fields(EngineArgs)} - {"parts"})
-
-
-def test_json_may_be_given_by_its_parts():
-    line = "serve m --speculative-config.method ngram --speculative_config.num-speculative-tokens=4 --seed 1"
-    arguments = _parser().parse_args(line.split())
-    assert (arguments.speculative_config, arguments.seed) == ({"method": "ngram", "num_speculative_tokens": 4}, 1)
-    line = ["serve", "--compilation-config.pass.x", "--speculative-config", '{"method": "ngram"}', "m"]
-    arguments = _parser().parse_args(
-        [*line, "--speculative-config.prompt_lookup_max", "2", "--compilation-config.pass.y", "[1]"]
-    )
-    assert arguments.speculative_config == {"method": "ngram", "prompt_lookup_max": 2}
-    assert arguments.compilation_config == {"pass": {"x": True, "y": [1]}}
-    assert arguments.model_tag == "m"
-    for wrong in (["--nothing.method", "x"], ["--speculative-config", "5", "--speculative-config.method", "x"]):
-        with pytest.raises(MinivllmError, match=r"nothing|speculative-config is '5'; it must be JSON"):
-            _parser().parse_args(["serve", *wrong])

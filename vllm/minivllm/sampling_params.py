@@ -4,11 +4,11 @@ In vLLM v0.33.0: `vllm/sampling_params.py` (`SamplingParams`, `BeamSearchParams`
 `RequestOutputKind`). Fields have vLLM's names and defaults.
 """
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from copy import copy, deepcopy
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 from minivllm.config import StructuredOutputsParams
 from minivllm.config.checks import (
@@ -20,13 +20,13 @@ from minivllm.config.checks import (
     require_counts,
     require_flags,
 )
+from minivllm.errors import MinivllmError
 
 MIN_TEMPERATURE = 1e-2
 """Temperatures between 0 and this are raised to it, because dividing logits by smaller ones can
 overflow.
 """
 MAX_TEMPERATURE = 2.0
-MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-6, 1e6
 MAX_N = 16384
 """Completions per prompt. Each is a separate request, so a mistyped, huge `n` would never get
 started.
@@ -122,15 +122,12 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         self._normalize()
-        self._check_counts()
-        self._check_distribution()
-        self._check_stops()
-        self._check_token_ids()
-        self._check_extra_args()
-        require(
-            self.structured_outputs is None or isinstance(self.structured_outputs, StructuredOutputsParams),
-            f"structured_outputs is {self.structured_outputs!r}; it must be StructuredOutputsParams(…)",
-        )
+        _check(self, _RULES)
+        require_flags(self, "ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output")
+        for name, texts in (("a stop string", self.stop_strings), ("a bad word", self.bad_words)):
+            for text in texts or ():
+                encodable(text, name)
+        self._check_combinations()
 
     @classmethod
     def from_optional(cls, **params: Any) -> "SamplingParams":
@@ -182,109 +179,29 @@ class SamplingParams:
                 token: max(-MAX_LOGIT_BIAS, min(MAX_LOGIT_BIAS, bias)) for token, bias in self.logit_bias.items()
             }
 
-    def _check_extra_args(self) -> None:
-        if self.extra_args is None:
-            return
-        require(
-            isinstance(self.extra_args, Mapping) and set(self.extra_args) <= {"kv_transfer_params"},
-            f'extra_args is {self.extra_args!r}; the only supported key is {{"kv_transfer_params": {{…}}}}',
-            "extra_args",
-        )
-        told = self.extra_args.get("kv_transfer_params")
-        require(
-            told is None or isinstance(told, Mapping),
-            f"kv_transfer_params is {told!r}; it must be a dictionary",
-            "kv_transfer_params",
-        )
-
-    def _check_counts(self) -> None:
-        require(
-            is_count(self.n, 1) and self.n <= MAX_N, f"n is {self.n!r}; it must be a whole number from 1 to {MAX_N}"
-        )
-        require(
-            self.max_tokens is None or is_count(self.max_tokens, 1),
-            f"max_tokens is {self.max_tokens!r}; it must be at least 1, or None for all that the model allows",
-            "max_tokens",
-        )
-        require(is_count(self.min_tokens, 0), f"min_tokens is {self.min_tokens!r}; it must be 0 or more")
+    def _check_combinations(self) -> None:
         require(
             self.max_tokens is None or self.min_tokens <= self.max_tokens,
             f"min_tokens ({self.min_tokens}) is above max_tokens ({self.max_tokens})",
         )
-        for name in ("logprobs", "prompt_logprobs"):
-            value = getattr(self, name)
-            require(
-                value is None or is_count(value, -1),
-                f"{name} is {value!r}; it must be 0 or more, -1 for the whole vocabulary, or None",
-                name,
-            )
-        require(
-            self.seed is None or (isinstance(self.seed, int) and not isinstance(self.seed, bool)),
-            f"seed is {self.seed!r}; it must be a whole number, or None",
-        )
-
-    def _check_range(self, name: str, least: float, most: float, meaning: str, parameter: str | None = None) -> None:
-        value = getattr(self, name)
-        fits = is_number(value) and least <= value <= most
-        require(fits, f"{name} is {value!r}; it must be {meaning}", parameter)
-
-    def _check_distribution(self) -> None:
-        self._check_range("temperature", 0.0, MAX_TEMPERATURE, "from 0 (greedy) to 2", "temperature")
-        require(
-            is_number(self.top_p) and 0.0 < self.top_p <= 1.0,
-            f"top_p is {self.top_p!r}; it must be above 0 and at most 1 (1: off)",
-            "top_p",
-        )
-        require(is_count(self.top_k, 0), f"top_k is {self.top_k!r}; it must be at least 1, or 0 or -1 for off")
-        self._check_range("min_p", 0.0, 1.0, "between 0 (off) and 1")
-        self._check_range("presence_penalty", -2.0, 2.0, "between -2 and 2 (0: off)")
-        self._check_range("frequency_penalty", -2.0, 2.0, "between -2 and 2 (0: off)")
-        bounds = MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY
-        self._check_range("repetition_penalty", *bounds, "above 0 (1: off), from 1e-06 to 1000000")
         require(
             not self.is_greedy or self.n == 1,
             f"n is {self.n} with temperature 0: greedy completions are all the same. Use n=1, or a temperature above 0",
         )
-
-    def _check_stops(self) -> None:
-        require_flags(self, "ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output")
-        skips = self.skip_reading_prefix_cache
-        require(
-            skips is None or isinstance(skips, bool),
-            f"skip_reading_prefix_cache is {skips!r}; it must be True, False or None",
-        )
-        words = (self.stop,) if isinstance(self.stop, str) else self.stop
-        require(_are_words(words), f"stop is {self.stop!r}; it must be a string or list of strings, none of them empty")
-        require(_are_words(self.bad_words), f"bad_words is {self.bad_words!r}; it must be strings, none of them empty")
-        for name, texts in (("a stop string", words), ("a bad word", self.bad_words)):
-            for text in texts or ():
-                encodable(text, name)
         require(
             self.detokenize or not self.stop_strings,
             "stop strings are looked for in the text, so they need detokenize=True; use stop_token_ids without it",
         )
         require(
-            isinstance(self.output_kind, RequestOutputKind),
-            f"output_kind is {self.output_kind!r}; it must be a RequestOutputKind",
-        )
-
-    def _check_token_ids(self) -> None:
-        require(
-            self.logit_bias is None
-            or (isinstance(self.logit_bias, Mapping) and all(map(is_number, self.logit_bias.values()))),
-            f"logit_bias is {self.logit_bias!r}; it must map token ids to numbers",
-        )
-        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
-            ids = getattr(self, name)
-            require(
-                ids is None or _are_token_ids(ids),
-                f"{name} is {ids!r}; it must hold token ids: whole numbers, 0 or more",
-                name,
-            )
-        require(
             self.allowed_token_ids is None or len(self.allowed_token_ids) > 0,
             "allowed_token_ids is empty, so no token could be generated; leave it out, or name some",
             "allowed_token_ids",
+        )
+        transfer = (self.extra_args or {}).get("kv_transfer_params")
+        require(
+            transfer is None or isinstance(transfer, Mapping),
+            f"kv_transfer_params is {transfer!r}; it must be a dictionary",
+            "kv_transfer_params",
         )
 
 
@@ -318,14 +235,7 @@ class BeamSearchParams:
     def __post_init__(self) -> None:
         require_counts(self, 1, "beam_width", "max_tokens")
         require_flags(self, "ignore_eos", "include_stop_str_in_output", "skip_special_tokens")
-        for name in ("temperature", "length_penalty"):
-            value = getattr(self, name)
-            require(is_number(value), f"{name} is {value!r}; it must be a number")
-        ids = self.allowed_token_ids
-        require(
-            ids is None or (_are_token_ids(ids) and len(ids) > 0),
-            f"allowed_token_ids is {ids!r}; it must hold token ids: whole numbers, 0 or more",
-        )
+        _check(self, _BEAM_RULES)
 
 
 def _as_token_id(token: object) -> object:
@@ -340,3 +250,85 @@ def _are_words(value: object) -> bool:
     if value is None:
         return True
     return isinstance(value, Sequence) and not isinstance(value, str) and all(isinstance(w, str) and w for w in value)
+
+
+def _at_least(least: int) -> Callable[[object], bool]:
+    return lambda value: is_count(value, least)
+
+
+def _between(least: float, most: float) -> Callable[[object], bool]:
+    return lambda value: is_number(value) and least <= value <= most
+
+
+def _or_none(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: value is None or fits(value)
+
+
+class _Rule(NamedTuple):
+    """A condition on the value of the field `name`, and how a message describes valid values.
+    `reported`: a server tells its client the parameter's name.
+    """
+
+    name: str
+    fits: Callable[[Any], bool]
+    meaning: str
+    reported: bool = False
+
+
+_TOKEN_IDS = "token ids: whole numbers, 0 or more"
+_LOGPROBS = "0 or more, -1 for the whole vocabulary, or None"
+_RULES = (
+    _Rule("n", lambda n: is_count(n, 1) and n <= MAX_N, f"a whole number from 1 to {MAX_N}"),
+    _Rule("max_tokens", _or_none(_at_least(1)), "at least 1, or None for all that fit", reported=True),
+    _Rule("min_tokens", _at_least(0), "0 or more"),
+    _Rule("logprobs", _or_none(_at_least(-1)), _LOGPROBS, reported=True),
+    _Rule("prompt_logprobs", _or_none(_at_least(-1)), _LOGPROBS, reported=True),
+    _Rule("seed", _or_none(lambda s: isinstance(s, int) and not isinstance(s, bool)), "a whole number, or None"),
+    _Rule("temperature", _between(0.0, MAX_TEMPERATURE), "from 0 (greedy) to 2", reported=True),
+    _Rule("top_p", lambda p: is_number(p) and 0.0 < p <= 1.0, "above 0 and at most 1 (1: off)", reported=True),
+    _Rule("top_k", _at_least(0), "at least 1, or 0 or -1 for off"),
+    _Rule("min_p", _between(0.0, 1.0), "between 0 (off) and 1"),
+    _Rule("presence_penalty", _between(-2.0, 2.0), "between -2 and 2 (0: off)"),
+    _Rule("frequency_penalty", _between(-2.0, 2.0), "between -2 and 2 (0: off)"),
+    _Rule("repetition_penalty", _between(1e-6, 1e6), "above 0 (1: off), from 1e-06 to 1000000"),
+    _Rule("skip_reading_prefix_cache", _or_none(lambda skips: isinstance(skips, bool)), "True, False or None"),
+    _Rule(
+        "stop",
+        lambda stop: _are_words((stop,) if isinstance(stop, str) else stop),
+        "a string or a list of strings, none of them empty",
+    ),
+    _Rule("bad_words", _are_words, "a list of strings, none of them empty"),
+    _Rule("output_kind", lambda kind: isinstance(kind, RequestOutputKind), "a RequestOutputKind"),
+    _Rule(
+        "logit_bias",
+        _or_none(lambda bias: isinstance(bias, Mapping) and all(map(is_number, bias.values()))),
+        "a mapping of token ids to numbers",
+    ),
+    _Rule("stop_token_ids", _or_none(_are_token_ids), _TOKEN_IDS, reported=True),
+    _Rule("allowed_token_ids", _or_none(_are_token_ids), _TOKEN_IDS, reported=True),
+    _Rule("logit_bias", _or_none(_are_token_ids), _TOKEN_IDS, reported=True),
+    _Rule(
+        "structured_outputs",
+        _or_none(lambda constraint: isinstance(constraint, StructuredOutputsParams)),
+        "StructuredOutputsParams(…)",
+    ),
+    _Rule(
+        "extra_args",
+        _or_none(lambda extra: isinstance(extra, Mapping) and set(extra) <= {"kv_transfer_params"}),
+        'a dictionary with the only supported key, {"kv_transfer_params": {…}}',
+        reported=True,
+    ),
+)
+_BEAM_RULES = (
+    _Rule("temperature", is_number, "a number"),
+    _Rule("length_penalty", is_number, "a number"),
+    _Rule("allowed_token_ids", _or_none(lambda ids: _are_token_ids(ids) and len(ids) > 0), _TOKEN_IDS),
+)
+
+
+def _check(settings: object, rules: Iterable[_Rule]) -> None:
+    for rule in rules:
+        value = getattr(settings, rule.name)
+        if not rule.fits(value):
+            parameter = rule.name if rule.reported else None
+            raise MinivllmError(f"{rule.name} is {value!r}; it must be {rule.meaning}", parameter)

@@ -65,24 +65,24 @@ def record_pipeline(core: EngineCore, serve: Callable[[], Any], batches: int) ->
         MinivllmError: the model is not split into stages, or `serve` ran no step.
     """
     executor, ranks_of_stage = core.executor, core.args.tensor_parallel_size
-    if core.args.pipeline_parallel_size == 1 or core.batch_queue is None:
+    if core.args.pipeline_parallel_size == 1:
         raise MinivllmError("there is no pipeline to record: give the engine a pipeline_parallel_size of 2 or more")
-    queue, execute, most = core.batch_queue, executor.execute_model, executor.max_concurrent_batches
+    queue, start, most = core.batch_queue, executor.start_model, executor.max_concurrent_batches
     in_flight: list[int] = []
 
-    def counted(scheduler_output: SchedulerOutput, **options: Any) -> Any:
+    def counted(scheduler_output: SchedulerOutput) -> Any:
         if scheduler_output.num_scheduled_tokens:
             in_flight.append(1 + sum(bool(batch.scheduler_output.num_scheduled_tokens) for batch in queue))
-        return execute(scheduler_output, **options)
+        return start(scheduler_output)
 
-    executor.max_concurrent_batches, executor.execute_model = batches, counted  # type: ignore[method-assign]
+    executor.max_concurrent_batches, executor.start_model = batches, counted  # type: ignore[method-assign]
     try:
         executor.collective_rpc("record_times")
         serve()
         spans = executor.collective_rpc("recorded_times")[::ranks_of_stage]
     finally:
         executor.max_concurrent_batches = most
-        del executor.execute_model
+        del executor.start_model
     if not in_flight:
         raise MinivllmError("nothing was computed, so there is no pipeline to look at")
     return PipelineRecord(spans, in_flight)

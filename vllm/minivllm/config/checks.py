@@ -3,13 +3,14 @@
 import difflib
 import functools
 import sys
-from collections.abc import Iterable
-from dataclasses import fields
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, fields
 from typing import Any, TypeVar
 
 from minivllm.errors import MinivllmError
 
 Settings = TypeVar("Settings", bound=type)
+Kind = TypeVar("Kind")
 NEAR = 0.75
 """The least similarity, from 0 to 1 (difflib's ratio), at which an unknown name is taken for a
 typing error.
@@ -52,6 +53,24 @@ def checked_arguments(settings: Settings) -> Settings:
 
     settings.__init__ = __init__
     return settings
+
+
+def settings_of(kind: type[Kind], name: str, value: Any, example: str) -> Kind | None:
+    """Create settings from a dictionary, the form that vLLM takes; settings and None stay what they
+    are.
+
+    Raises:
+        MinivllmError: no dictionary, an unknown key, an invalid value, or a required key is missing.
+    """
+    if value is None or isinstance(value, kind):
+        return value
+    require(isinstance(value, Mapping), f"{name} is {value!r}; it must be a dictionary such as {example}")
+    known = fields(kind)  # type: ignore[arg-type]
+    refuse_unknown(f"{name} has no key", value, [field.name for field in known])
+    for field in known:
+        required = field.default is MISSING and field.default_factory is MISSING
+        require(not required or field.name in value, f"{name} lacks {field.name}, as in {example}")
+    return kind(**value)
 
 
 def require_flags(settings: object, *names: str) -> None:

@@ -1,8 +1,8 @@
 """Turn `kv_offloading_size` into the connector that keeps a second tier of the KV cache in host
 memory. No torch.
 
-In vLLM v0.33.0: `_post_init_kv_transfer_config` in `vllm/config/vllm.py`; `kv_offloading_size` and
-`kv_offloading_backend` in `vllm/config/cache.py`.
+In vLLM v0.33.0: `_post_init_kv_transfer_config` in `vllm/config/vllm.py`; `kv_offloading_size` in
+`vllm/config/cache.py`.
 """
 
 from collections.abc import Mapping
@@ -14,23 +14,6 @@ from minivllm.config.kv_transfer import KVTransferConfig
 from minivllm.config.units import GIB
 
 OFFLOADING_CONNECTORS = ("SimpleCPUOffloadConnector", "OffloadingConnector")
-OFFLOADING_BACKENDS = ("native",)
-
-
-def check_offloading(size: Any, backend: Any) -> None:
-    """Reject an invalid size or backend.
-
-    Raises:
-        MinivllmError: the size is not above 0, or the backend is not this engine's own.
-    """
-    require(
-        size is None or (is_number(size) and size > 0),
-        f"kv_offloading_size is {size!r}; it must be a number of GiB above 0",
-    )
-    require(
-        backend in OFFLOADING_BACKENDS,
-        f'kv_offloading_backend {backend!r} is not served: "native" is this engine\'s own',
-    )
 
 
 def with_offloading(
@@ -42,10 +25,12 @@ def with_offloading(
     A `kv_transfer_config` without a connector, or with the tier's, sets further options of the tier.
 
     Raises:
-        MinivllmError: the same as `KVTransferConfig.of`, or both a tier and another connector are set.
+        MinivllmError: the same as `KVTransferConfig.of`; the size is not above 0; or both a tier and
+            another connector are set.
     """
     if size is None:
         return KVTransferConfig.of(transfer)
+    require(is_number(size) and size > 0, f"kv_offloading_size is {size!r}; it must be a number of GiB above 0")
     # `kv_offloading_size` alone stands for the whole connector.
     if transfer is None or (isinstance(transfer, Mapping) and "kv_connector" not in transfer):
         transfer = {"kv_connector": OFFLOADING_CONNECTORS[0], **(transfer or {})}

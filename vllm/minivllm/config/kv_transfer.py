@@ -6,10 +6,10 @@ In vLLM v0.33.0: `vllm/config/kv_transfer.py` (`KVTransferConfig`).
 import json
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
-from minivllm.config.checks import checked_arguments, refuse_unknown, require, require_choice
+from minivllm.config.checks import checked_arguments, require, require_choice, settings_of
 
 KV_ROLES = ("kv_producer", "kv_consumer", "kv_both")
 KV_BUFFER_DEVICES = ("cpu", "cuda")
@@ -55,17 +55,11 @@ class KVTransferConfig:
         Raises:
             MinivllmError: an unknown key, an invalid value, or `kv_connector` is missing.
         """
-        if settings is None or isinstance(settings, KVTransferConfig):
-            return settings
+        if isinstance(settings, Mapping) and settings.get("engine_id", "") is None:
+            # An explicit null means the random default, as in vLLM.
+            settings = {name: value for name, value in settings.items() if name != "engine_id"}
         example = '{"kv_connector": "NixlConnector", "kv_role": "kv_both"}'
-        require(
-            isinstance(settings, Mapping),
-            f"kv_transfer_config is {settings!r}; it must be a dictionary such as {example}",
-        )
-        refuse_unknown("kv_transfer_config has no key", settings, [field.name for field in fields(cls)])
-        require("kv_connector" in settings, f"kv_transfer_config lacks kv_connector, as in {example}")
-        # An explicit null means the random default, as in vLLM.
-        return cls(**{name: value for name, value in settings.items() if name != "engine_id" or value is not None})
+        return settings_of(cls, "kv_transfer_config", settings, example)
 
     def __post_init__(self) -> None:
         for name in ("kv_connector", "engine_id"):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from minivllm.config.checks import is_count, refuse_unknown, require, require_choice, require_counts
+from minivllm.config.checks import is_count, require, require_choice, require_counts, settings_of
 
 METHODS = ("ngram", "draft_model", "eagle3")
 MODEL_METHODS = ("draft_model", "eagle3")
@@ -51,46 +51,34 @@ class SpeculativeConfig:
         Raises:
             MinivllmError: an unknown key, an invalid value, or `num_speculative_tokens` is missing.
         """
-        if settings is None or isinstance(settings, SpeculativeConfig):
-            return settings
-        require(
-            isinstance(settings, Mapping),
-            f'speculative_config is {settings!r}; it must be a dictionary such as {{"method": "ngram", '
-            '"num_speculative_tokens": 4}',
-        )
-        refuse_unknown("speculative_config has no key", settings, [field.name for field in fields(cls)])
-        method = settings.get("method")
-        if method is not None:
-            require_choice("speculative method", method, METHODS)
-        require("num_speculative_tokens" in settings, "speculative_config lacks num_speculative_tokens, such as 4")
-        # As in vLLM: who names a model wants it to draft.
-        by_default = "ngram" if settings.get("model") is None else "draft_model"
-        return cls(**{**settings, "method": by_default if method is None else method})
+        if isinstance(settings, Mapping) and settings.get("method") is None:
+            # As in vLLM: a config with a model drafts with it.
+            settings = {**settings, "method": "ngram" if settings.get("model") is None else "draft_model"}
+        example = '{"method": "ngram", "num_speculative_tokens": 4}'
+        return settings_of(cls, "speculative_config", settings, example)
 
     def __post_init__(self) -> None:
         require_choice("speculative method", self.method, METHODS)
+        require_choice("draft_sample_method", self.draft_sample_method, DRAFT_SAMPLE_METHODS)
         require_counts(self, 1, "num_speculative_tokens")
         require_counts(self, 1, "prompt_lookup_max", "prompt_lookup_min", may_be_none=True)
-        self._check_model()
+        if self.runs_model:
+            require(
+                isinstance(self.model, str | Path) and bool(str(self.model)),
+                f"speculative method {self.method!r} needs a model: a directory, or a name on the Hugging Face hub",
+            )
+        else:
+            require(self.model is None, f"speculative method {self.method!r} runs no model: leave model out")
+            require(
+                self.draft_sample_method == "greedy",
+                f"draft_sample_method {self.draft_sample_method!r} needs a method with a model; {self.method!r} has "
+                "none",
+            )
         require(
             self.lookup_min <= self.lookup_max,
             f"prompt_lookup_min ({self.lookup_min}) exceeds prompt_lookup_max ({self.lookup_max})",
         )
         check_schedule(self.num_speculative_tokens_per_batch_size)
-
-    def _check_model(self) -> None:
-        if not self.runs_model:
-            require(self.model is None, f"speculative method {self.method!r} runs no model: leave model out")
-        else:
-            require(
-                isinstance(self.model, str | Path) and bool(str(self.model)),
-                f"speculative method {self.method!r} needs a model: a directory, or a name on the Hugging Face hub",
-            )
-        require_choice("draft_sample_method", self.draft_sample_method, DRAFT_SAMPLE_METHODS)
-        require(
-            self.draft_sample_method == "greedy" or self.runs_model,
-            f"draft_sample_method {self.draft_sample_method!r} needs a method with a model; {self.method!r} has none",
-        )
 
     @property
     def runs_model(self) -> bool:

@@ -30,56 +30,24 @@ from minivllm.config.checks import (
     require_flags,
 )
 from minivllm.config.flags import add_flags, words_of
-from minivllm.config.kv_offloading import check_offloading, is_tier, with_offloading
-from minivllm.config.profiler import ProfilerConfig
+from minivllm.config.kv_offloading import is_tier, with_offloading
 from minivllm.config.quantization import QUANTIZATIONS
 from minivllm.config.speculative import NO_DRAFTS
 from minivllm.config.units import GIB
 from minivllm.core.policy import SchedulingPolicy
-from minivllm.errors import MinivllmError
-from minivllm.logger import init_logger
 
 if TYPE_CHECKING:
     from minivllm.worker.settings import WorkerSettings  # brings torch, which a mistyped flag must not wait for
 
-logger = init_logger(__name__)
-DTYPES = ("auto", "float32", "float16", "bfloat16")
-ATTENTION_BACKENDS = (None, "naive")
-LOAD_FORMATS = ("auto", "dummy")
-DATA_PARALLEL_BACKENDS = ("mp", "ray")
 NOT_FLAGS = ("parts",)
-IGNORED = {
-    "compilation_config": "", "disable_custom_all_reduce": "", "download_dir": "set HF_HOME", "enable_log_requests": "",
-    "hf_token": "set HF_TOKEN", "tokenizer_mode": "", "trust_remote_code": "",
-}  # fmt: skip
-"""Arguments that are taken and change nothing, and what has their effect here."""
-FLAG_GROUPS = {
-    "ModelConfig": (
-        "model", "tokenizer", "skip_tokenizer_init", "dtype", "quantization", "seed", "max_model_len", "enforce_eager",
-    ),
-    "LoadConfig": ("load_format",),
-    "ParallelConfig": (
-        "tensor_parallel_size", "pipeline_parallel_size", "distributed_executor_backend", "data_parallel_size",
-        "data_parallel_backend",
-    ),
-    "CacheConfig": (
-        "block_size", "gpu_memory_utilization", "num_gpu_blocks_override", "kv_cache_dtype", "enable_prefix_caching",
-        "use_kv_cache", "kv_offloading_size", "kv_offloading_backend",
-    ),
-    "SchedulerConfig": (
-        "max_num_batched_tokens", "max_num_seqs", "long_prefill_token_threshold",
-        "long_prefill_token_threshold_adaptive", "scheduling_policy", "enable_chunked_prefill", "async_scheduling",
-        "scheduler_reserve_full_isl", "watermark", "static_batching",
-    ),
-    "AttentionConfig": ("attention_backend",),
-    "LoRAConfig": ("enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras", "lora_dtype"),
-    "VllmConfig": (
-        "device", "kv_transfer_config", "speculative_config", "spec_method", "spec_model", "spec_tokens",
-        "profiler_config", "multiprocess", "disable_log_stats",
-    ),
-    "Ignored": tuple(IGNORED),
-}  # fmt: skip
-"""The groups of flags, by the names of vLLM's."""
+CHOICES = {
+    "dtype": ("auto", "float32", "float16", "bfloat16"),
+    "kv_cache_dtype": ("auto", *KV_CACHE_DTYPES),
+    "quantization": (None, *QUANTIZATIONS),
+    "load_format": ("auto", "dummy"),
+    "attention_backend": (None, "naive"),
+    "distributed_executor_backend": (None, "mp", "ray", "uni"),
+}
 
 
 @checked_arguments
@@ -115,8 +83,7 @@ class EngineArgs:
     - `attention_backend`: None is the unified kernel; "naive" is its predecessor
       (`unified_attention`).
     - `speculative_config`: a dictionary as in vLLM, such as {"method": "ngram",
-      "num_speculative_tokens": 4}. `spec_method`, `spec_model`, `spec_tokens`: shortcuts for
-      three of its entries.
+      "num_speculative_tokens": 4}.
     - `multiprocess`: run the core in a separate process. In vLLM: `VLLM_ENABLE_V1_MULTIPROCESSING`.
     - `tensor_parallel_size`: number of ranks that share the model, each on its own GPU, or all on
       one CPU.
@@ -128,9 +95,6 @@ class EngineArgs:
       one rank, else "mp".
     - `data_parallel_size`: number of cores, each a process with the whole model and a cache of its
       own. A request goes to the least loaded one (`load_balancing`); if one dies, all end.
-      `data_parallel_backend`: "mp" runs the cores on this machine, "ray" each in an actor anywhere
-      in a Ray cluster (`uv sync --group dist`) that takes a GPU, or a CPU, for each of its ranks.
-      The model must be at the same path on every machine. Messages between them are encrypted.
     - `async_scheduling`: schedule a step while the one before it is computed. None: on a GPU,
       unless `parts` replace the scheduler. On a CPU the host's work and the model's share the same
       cores, so there is little to gain.
@@ -140,22 +104,15 @@ class EngineArgs:
       many as slots. `lora_dtype`: dtype of the adapters' weights; "auto" is the model's.
     - `enforce_eager`: do not use CUDA graphs, nor on a CPU the recordings of small steps.
     - `seed`: seeds the generator of seeds for requests that do not set one.
-    - `disable_log_stats`: do not collect metrics for `get_metrics`. A server always collects them.
-    - `profiler_config`: what `start_profile` records, such as {"profiler": "torch",
-      "torch_profiler_dir": "traces"}.
     - `kv_transfer_config`: the connector that moves keys and values to and from other engines, such
       as {"kv_connector": "NixlConnector", "kv_role": "kv_both"} (`config.kv_transfer`).
     - `kv_offloading_size`: GiB of host memory for a second tier of the KV cache, which extends the
-      prefix cache; the total of a core's ranks, per core. `kv_offloading_backend`:
-      "native", the only one. Further options, such as `lazy_offload`, go into
-      `kv_transfer_config`'s `kv_connector_extra_config` (`kv_connector.offload.settings`).
+      prefix cache; the total of a core's ranks, per core. It becomes part of `kv_transfer_config`,
+      whose `kv_connector_extra_config` takes further options, such as `lazy_offload`
+      (`kv_connector.offload.settings`).
     - `parts`: replacements for the engine's own parts (`config.parts`). Not in vLLM; it
       exists for the exercises.
     - `skip_tokenizer_init`: prompts must be token ids, and outputs have no text.
-
-    Scripts for vLLM often pass the arguments in `IGNORED`. They have no effect here; one log line
-    names them, and what to use instead: the environment's HF_TOKEN for `hf_token`,
-    HF_HOME for `download_dir`.
     """
 
     model: str | Path = EMBEDDED_MODEL
@@ -184,15 +141,11 @@ class EngineArgs:
     use_kv_cache: bool = True
     attention_backend: str | None = None
     speculative_config: Mapping[str, Any] | SpeculativeConfig | None = None
-    spec_method: str | None = None
-    spec_model: str | Path | None = None
-    spec_tokens: int | None = None
     multiprocess: bool = False
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     distributed_executor_backend: str | None = None
     data_parallel_size: int = 1
-    data_parallel_backend: str = "mp"
     async_scheduling: bool | None = None
     enable_lora: bool = False
     max_loras: int = 1
@@ -200,79 +153,70 @@ class EngineArgs:
     max_cpu_loras: int | None = None
     lora_dtype: str = "auto"
     enforce_eager: bool = False
-    disable_log_stats: bool = False
-    profiler_config: Mapping[str, Any] | ProfilerConfig | None = None
     kv_transfer_config: Mapping[str, Any] | KVTransferConfig | None = None
     kv_offloading_size: float | None = None
-    kv_offloading_backend: str = "native"
     parts: Parts = NO_PARTS
-    compilation_config: Any = None
-    disable_custom_all_reduce: bool | None = None
-    download_dir: str | None = None
-    enable_log_requests: bool | None = None
-    hf_token: bool | str | None = None
-    tokenizer_mode: str | None = None
-    trust_remote_code: bool | None = None
 
     def __post_init__(self) -> None:
-        self._forget_ignored()
-        self._take_defaults_for_none()
-        self._join_speculative_config()
-        self._check_names()
-        self._check_choices()
-        require_flags(self, *(field.name for field in fields(self) if field.type is bool))
-        if self.async_scheduling is not None:
-            require_flags(self, "async_scheduling")
-        self._check_data_parallel_backend()
-        self._check_parts()
-        SpeculativeConfig.of(self.speculative_config)
-        _ = self.lora_config
-        self.profiler_config = ProfilerConfig.of(self.profiler_config)
-        check_offloading(self.kv_offloading_size, self.kv_offloading_backend)
-        if self.kv_offloading_size is None:
-            # With a tier, the dictionary may lack the connector's name, which `kv_transfer` adds.
-            self.kv_transfer_config = KVTransferConfig.of(self.kv_transfer_config)
-        self._check_numbers()
-        self._check_pipeline()
-        self._check_kv_transfer()
-
-    def _forget_ignored(self) -> None:
-        ignored = [
-            f"{name} ({instead})" if instead else name for name, instead in IGNORED.items() if getattr(self, name)
-        ]
-        if ignored:
-            logger.info("Engine arguments that have no effect here: %s", ", ".join(ignored))
-        for name in IGNORED:
-            setattr(self, name, None)
-
-    def _take_defaults_for_none(self) -> None:
         for field in fields(self):
             # Callers of vLLM pass None for what they do not set.
             may_be_none = field.name == "model" or field.default in (None, MISSING)
             if getattr(self, field.name) is None and not may_be_none:
                 setattr(self, field.name, field.default)
+        self._check_values()
+        self._check_ranks()
+        self._check_parts()
+        # The random `engine_id` must be chosen once.
+        self.kv_transfer_config = with_offloading(self.kv_transfer_config, self.kv_offloading_size)
+        self.kv_offloading_size = None
+        self._check_kv_transfer()
 
-    def _check_names(self) -> None:
+    def _check_values(self) -> None:
+        for name in ("model", "tokenizer"):
+            value = getattr(self, name)
+            may_be = isinstance(value, str | Path) or (name == "tokenizer" and value is None)
+            require(
+                may_be and (name == "model" or value != ""),
+                f"{name} is {value!r}; it must be a directory, or a name on the Hugging Face hub",
+            )
+        for name, choices in CHOICES.items():
+            require_choice(name, getattr(self, name), choices)
+        require_flags(self, *(field.name for field in fields(self) if field.type is bool))
+        if self.async_scheduling is not None:
+            require_flags(self, "async_scheduling")
         require(
-            isinstance(self.model, str | Path),
-            f"model is {self.model!r}; it must be a directory, or a name on the Hugging Face hub",
+            is_number(self.gpu_memory_utilization) and 0.0 < self.gpu_memory_utilization <= 1.0,
+            f"gpu_memory_utilization is {self.gpu_memory_utilization!r}; it must be a fraction above 0 and at most 1",
+        )
+        sizes = ("tensor_parallel_size", "data_parallel_size", "pipeline_parallel_size")
+        require_counts(self, 0, "seed")
+        require_counts(self, 1, "block_size", *sizes)
+        require_counts(self, 1, "max_num_seqs", "max_num_batched_tokens", may_be_none=True)
+        require_counts(self, 2, "max_model_len", "num_gpu_blocks_override", may_be_none=True)
+        # These check their own values.
+        SpeculativeConfig.of(self.speculative_config)
+        _ = self.lora_config
+
+    def _check_ranks(self) -> None:
+        pipeline = self.pipeline_parallel_size
+        num_ranks = self.tensor_parallel_size * pipeline
+        require(
+            self.distributed_executor_backend != "uni" or num_ranks == 1,
+            f'distributed_executor_backend "uni" runs 1 rank, but tensor_parallel_size x pipeline_parallel_size is '
+            f'{num_ranks}: use "mp"',
         )
         require(
-            self.tokenizer is None or (isinstance(self.tokenizer, str | Path) and bool(str(self.tokenizer))),
-            f"tokenizer is {self.tokenizer!r}; it must be a directory, or a name on the Hugging Face hub",
+            self.speculative_config is None or pipeline == 1,
+            f"speculative_config conflicts with pipeline_parallel_size {pipeline}: leave one out",
         )
-
-    def _check_choices(self) -> None:
-        require_choice("dtype", self.dtype, DTYPES)
-        require_choice("kv_cache_dtype", self.kv_cache_dtype, ("auto", *KV_CACHE_DTYPES))
-        require_choice("quantization", self.quantization, (None, *QUANTIZATIONS))
-        require_choice("load_format", self.load_format, LOAD_FORMATS)
-        require_choice("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
-        require_choice("data_parallel_backend", self.data_parallel_backend, DATA_PARALLEL_BACKENDS)
+        require(
+            not self.async_scheduling or pipeline == 1,
+            f"async_scheduling conflicts with pipeline_parallel_size {pipeline}, whose steps in flight have different "
+            "requests: leave one out",
+        )
 
     def _check_parts(self) -> None:
-        if not isinstance(self.parts, Parts):
-            raise MinivllmError(f"parts is {self.parts!r}; it must be Parts(...)")
+        require(isinstance(self.parts, Parts), f"parts is {self.parts!r}; it must be Parts(...)")
         require(
             isinstance(self.parts.policy, SchedulingPolicy | None),
             f"the part policy is {self.parts.policy!r}; it must be SchedulingPolicy(...)",
@@ -287,50 +231,13 @@ class EngineArgs:
             "the part draft_proposer replaces a proposer that runs no model: "
             'give speculative_config the method "ngram", or leave out the part',
         )
+        sizes = (self.tensor_parallel_size, self.pipeline_parallel_size, self.data_parallel_size)
+        apart = self.multiprocess or max(sizes) > 1 or self.distributed_executor_backend in ("mp", "ray")
         require(
             # Parts are Python objects, and only plain data crosses to another process.
-            not self.parts.names_in_core or not (self.multiprocess or self._has_other_processes),
+            not self.parts.names_in_core or not apart,
             f"parts ({', '.join(self.parts.names_in_core)}) cannot go to another process: leave out multiprocess, "
-            "tensor_parallel_size, pipeline_parallel_size, data_parallel_size, data_parallel_backend and "
-            "distributed_executor_backend",
-        )
-
-    @property
-    def _own_steps(self) -> str:
-        """The caller's scheduling rules that may not support async scheduling or KV connectors,
-        joined by "and".
-        """
-        return " and ".join(name for name in ("schedule", "find_prefix") if name in self.parts.names)
-
-    def _check_numbers(self) -> None:
-        require(
-            is_number(self.gpu_memory_utilization) and 0.0 < self.gpu_memory_utilization <= 1.0,
-            f"gpu_memory_utilization is {self.gpu_memory_utilization!r}; it must be a fraction above 0 and at most 1",
-        )
-        sizes = ("tensor_parallel_size", "data_parallel_size", "pipeline_parallel_size")
-        require_counts(self, 0, "seed")
-        require_counts(self, 1, "block_size", *sizes)
-        require_counts(self, 1, "max_num_seqs", "max_num_batched_tokens", may_be_none=True)
-        require_counts(self, 2, "max_model_len", "num_gpu_blocks_override", may_be_none=True)
-
-    def _check_data_parallel_backend(self) -> None:
-        require(
-            self.data_parallel_backend == "mp" or self.distributed_executor_backend != "ray",
-            'data_parallel_backend "ray" places each core with all of its ranks on one machine: '
-            'leave out distributed_executor_backend "ray"',
-        )
-
-    def _check_pipeline(self) -> None:
-        if self.pipeline_parallel_size == 1:
-            return
-        require(
-            self.speculative_config is None,
-            f"speculative_config conflicts with pipeline_parallel_size {self.pipeline_parallel_size}: leave one out",
-        )
-        require(
-            not self.async_scheduling,
-            f"async_scheduling conflicts with pipeline_parallel_size {self.pipeline_parallel_size}, whose steps in "
-            "flight have different requests: leave one out",
+            "tensor_parallel_size, pipeline_parallel_size, data_parallel_size and distributed_executor_backend",
         )
 
     def _check_kv_transfer(self) -> None:
@@ -351,10 +258,17 @@ class EngineArgs:
         ):
             require(fits, f"kv_transfer_config conflicts with this {name}: {instead}")
 
+    @property
+    def _own_steps(self) -> str:
+        """The caller's scheduling rules that may not support async scheduling or KV connectors,
+        joined by "and".
+        """
+        return " and ".join(name for name in ("schedule", "find_prefix") if name in self.parts.names)
+
     @staticmethod
     def add_cli_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         """Add a flag for each argument, with its default, and return the parser."""
-        add_engine_flags(parser, NOT_FLAGS, with_defaults=True)
+        add_engine_flags(parser)
         return parser
 
     @classmethod
@@ -368,17 +282,9 @@ class EngineArgs:
         return cls(**{name: value for name, value in vars(args).items() if name in names})
 
     @property
-    def _has_other_processes(self) -> bool:
-        sizes = (self.tensor_parallel_size, self.pipeline_parallel_size, self.data_parallel_size)
-        elsewhere = self.data_parallel_backend == "ray" or self.distributed_executor_backend in ("mp", "ray")
-        return max(sizes) > 1 or elsewhere
-
-    @property
     def kv_transfer(self) -> KVTransferConfig | None:
-        """The KV connector's settings, including what `kv_offloading_size` adds; None without a
-        connector.
-        """
-        return with_offloading(self.kv_transfer_config, self.kv_offloading_size)
+        """The KV connector's settings; None without a connector."""
+        return KVTransferConfig.of(self.kv_transfer_config)
 
     @property
     def host_tier_bytes(self) -> int:
@@ -394,31 +300,14 @@ class EngineArgs:
 
     @property
     def speculation(self) -> SpeculativeConfig | None:
-        """Return the validated speculative configuration."""
+        """The validated speculative configuration; None without speculation."""
         return SpeculativeConfig.of(self.speculative_config)
 
     @property
     def lora_config(self) -> LoRAConfig | None:
         """The validated LoRA settings; None without `enable_lora`."""
-        config = LoRAConfig(
-            max_loras=self.max_loras,
-            max_lora_rank=self.max_lora_rank,
-            max_cpu_loras=self.max_cpu_loras,
-            lora_dtype=self.lora_dtype,
-        )
+        config = LoRAConfig(**_shared_fields(self, LoRAConfig))
         return config if self.enable_lora else None
-
-    def _join_speculative_config(self) -> None:
-        entries = {"method": self.spec_method, "model": self.spec_model, "num_speculative_tokens": self.spec_tokens}
-        entries = {name: value for name, value in entries.items() if value is not None}
-        if not entries:
-            return
-        require(
-            self.speculative_config is None,
-            "give speculative_config, or spec_method, spec_model and spec_tokens; not both",
-        )
-        self.speculative_config = entries
-        self.spec_method = self.spec_model = self.spec_tokens = None
 
     def scheduler_config(self, config: ModelConfig, gpu_memory: int | None) -> SchedulerConfig:
         """Return the scheduler's settings for this model; `gpu_memory` is the GPU's memory in
@@ -497,13 +386,9 @@ def _batch_defaults(gpu_memory: int | None) -> tuple[int, int]:
     return (16384, 1024) if gpu_memory >= 70 * GIB else (8192, 256)
 
 
-def add_engine_flags(
-    parser: argparse.ArgumentParser, left_out: Collection[str] = NOT_FLAGS, with_defaults: bool = False
-) -> None:
-    """Add a flag for each engine argument; see `add_flags`."""
+def add_engine_flags(parser: argparse.ArgumentParser, left_out: Collection[str] = NOT_FLAGS) -> None:
+    """Add a flag for each engine argument, with its default."""
     further = {**words_of(CacheConfig), **words_of(SchedulerConfig)}
     # The field has another name in `SchedulerConfig`.
     further["scheduling_policy"] = further["policy"]
-    for name, instead in IGNORED.items():
-        further[name] = f"accepted for scripts written for vLLM; has no effect here{instead and f': {instead}'}"
-    add_flags(parser, EngineArgs, FLAG_GROUPS, left_out, with_defaults, further)
+    add_flags(parser, EngineArgs, "Engine", left_out, further)

@@ -247,34 +247,9 @@ class AsyncLLM(FrontEnd):
             self.engine_core.add_request(request)
             self.engine_core.abort_requests([name])
 
-    async def reset_prefix_cache(self) -> bool:
-        """Forget all cached blocks. Do nothing and return False while any request holds a block."""
-        return await self._utility("reset_prefix_cache")
-
-    async def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Load an adapter from its folder into host memory, unless it is already there; with
-        `load_inplace`, load it again.
-
-        Raises:
-            MinivllmError: it cannot be served.
-        """
-        return await self._utility("add_lora", lora_request)
-
-    async def remove_lora(self, lora_id: int) -> bool:
-        """Remove an adapter once the requests that use it have ended; return whether it was loaded."""
-        return await self._utility("remove_lora", lora_id)
-
     async def list_loras(self) -> set[int]:
         """Return the ids of the adapters in host memory."""
         return set(await self._utility("list_loras"))
-
-    async def pin_lora(self, lora_id: int) -> bool:
-        """Keep an adapter in its slot until it is removed.
-
-        Raises:
-            MinivllmError: it is not there, or no slot is free for it.
-        """
-        return await self._utility("pin_lora", lora_id)
 
     async def start_step_events(self) -> None:
         """Send `step_watchers` the current state now, and a snapshot of every step from now on (see

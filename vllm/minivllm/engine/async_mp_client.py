@@ -15,8 +15,7 @@ import zmq.asyncio
 from minivllm.core.engine_messages import EngineCoreOutputs, UtilityOutput
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.core_client import joined_answers
-from minivllm.engine.core_process_manager import MILLISECONDS_FOR_LAST_WORDS, died
-from minivllm.engine.mp_client import MPClient
+from minivllm.engine.mp_client import MILLISECONDS_FOR_LAST_WORDS, MPClient
 from minivllm.errors import EngineDeadError
 
 
@@ -90,7 +89,7 @@ class AsyncMPClient(MPClient):
         """Fail only this message: the task that receives outputs will notice that the core has
         ended and read its last message.
         """
-        raise EngineDeadError(died(rank, self.cores.names(), "has ended"))
+        raise EngineDeadError("the engine's core has ended")
 
     async def _next_message(self) -> list[bytes]:
         if self._dead is not None:

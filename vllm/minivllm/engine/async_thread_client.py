@@ -15,7 +15,7 @@ from minivllm.core.engine_messages import EngineCoreOutputs, EngineCoreRequest, 
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.busy_loop import Act, abort_requests, answer_of, run_busy_loop, tell_watchers
 from minivllm.engine.core import EngineCore
-from minivllm.engine.core_client import UTILITIES, EngineCoreClient, joined_answers
+from minivllm.engine.core_client import EngineCoreClient, joined_answers
 from minivllm.errors import EngineDeadError, WorkerDiedError
 from minivllm.logger import init_logger
 
@@ -67,7 +67,6 @@ class AsyncThreadClient(EngineCoreClient):
             MinivllmError: the arguments are invalid.
             RuntimeError: the method failed.
         """
-        assert method in UTILITIES
         loop = asyncio.get_running_loop()
         answered: asyncio.Future[UtilityOutput] = loop.create_future()
 

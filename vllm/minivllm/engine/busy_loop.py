@@ -9,7 +9,6 @@ from typing import Any
 
 from minivllm.core.engine_messages import EngineCoreOutputs, UtilityOutput
 from minivllm.engine.core import EngineCore
-from minivllm.engine.core_client import UTILITIES
 from minivllm.errors import MinivllmError, WorkerDiedError
 from minivllm.logger import init_logger
 
@@ -54,11 +53,9 @@ def tell_watchers(core: EngineCore, put: Put) -> None:
 
 
 def answer_of(core: EngineCore, call_id: int, method: str, arguments: Sequence[Any]) -> UtilityOutput:
-    """Return the result of one of the core's methods, or its error."""
-    if method not in UTILITIES:
-        return UtilityOutput(call_id, error=f"there is no utility {method!r}")
+    """Return the result of one of the core's utilities, or its error."""
     try:
-        return UtilityOutput(call_id, getattr(core, method)(*arguments))
+        return UtilityOutput(call_id, core.call_utility(method, *arguments))
     except MinivllmError as error:
         return UtilityOutput(call_id, error=str(error), invalid_request=True)
     except Exception as error:

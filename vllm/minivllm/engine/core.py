@@ -31,6 +31,7 @@ from minivllm.core.request import RequestStatus
 from minivllm.core.scheduler import Scheduler
 from minivllm.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from minivllm.engine.arg_utils import EngineArgs
+from minivllm.engine.core_client import UTILITIES
 from minivllm.engine.core_log import log_memory, log_step, profile_ranks
 from minivllm.engine.generation_config import tokenizer_and_ends
 from minivllm.engine.lora_registry import AdapterRefused, LoRARegistry
@@ -109,7 +110,7 @@ class EngineCore:
             self.scheduler.use_connector(connector, recomputes)
         self.loras = LoRARegistry(self.executor, lambda: self.scheduler)
         self._takes_drafts = args.speculation is not None and not ahead  # else the worker keeps them
-        self.batch_queue: deque[_Batch] | None = deque() if ahead else None
+        self.batch_queue: deque[_Batch] = deque()
         self.structured_outputs = StructuredOutputManager(
             self.model_config.vocab_size, partial(tokenizer_and_ends, args)
         )
@@ -155,33 +156,18 @@ class EngineCore:
         return bool(self._undelivered or self.batch_queue) or self.scheduler.has_unfinished_requests()
 
     def step(self) -> EngineCoreOutputs:
-        """Run one step: scheduling, a forward pass, and processing of its output.
+        """Fill the queue of steps in flight, then process the output of the oldest one. By default
+        only one step is in flight.
+
+        In vLLM: `EngineCore.step` and, for several, `step_with_batch_queue`.
 
         Raises:
             WorkerDiedError: a rank has died, and the engine with it.
             Exception: whatever the step raised. The requests in it (after `NonFiniteLogitsError`,
                 only those it names) end with an error, which the next step returns; the others
-                continue.
+                continue, also those of steps that were queued after it and are dropped.
         """
-        if self.batch_queue is not None:
-            return self._step_with_batch_queue(self.batch_queue)
-        # None while scheduling: a failure there may have touched any request, later only those of
-        # the step.
-        scheduled: Collection[str] | None = None
-        now = time.monotonic()
-        try:
-            scheduler_output = self._schedule()
-            scheduled = scheduler_output.num_scheduled_tokens
-            return self._update(scheduler_output, self._execute(scheduler_output), now)
-        except BaseException as failure:
-            raise self._start_over(failure, self.scheduler.requests if scheduled is None else scheduled) from None
-
-    def _step_with_batch_queue(self, queue: "deque[_Batch]") -> EngineCoreOutputs:
-        """Fill the queue of steps in flight, then wait for the output of the oldest one.
-
-        If a step fails, the steps queued after it are dropped too, but only the failed step's
-        requests end. In vLLM: `EngineCore.step_with_batch_queue`.
-        """
+        queue = self.batch_queue
         concerned: Collection[str] | None = None
         try:
             while len(queue) < self.executor.max_concurrent_batches and self.scheduler.has_unfinished_requests():
@@ -200,14 +186,15 @@ class EngineCore:
             if not queue:
                 return self._delivered([], [], time.monotonic(), self._snapshot())
             batch = queue.popleft()
-            scheduled = batch.scheduler_output.num_scheduled_tokens
-            # Requests that were aborted meanwhile must not end a second time.
-            concerned = [request_id for request_id in scheduled if request_id in self.scheduler.requests]
+            concerned = batch.scheduler_output.num_scheduled_tokens
+            if self.executor.max_concurrent_batches > 1:
+                # Requests that were aborted meanwhile must not end a second time.
+                concerned = [name for name in concerned if name in self.scheduler.requests]
             return self._update(batch.scheduler_output, batch.future.result(), batch.timestamp)
         except BaseException as failure:
             raise self._start_over(failure, self.scheduler.requests if concerned is None else concerned) from None
 
-    def _schedule(self, waits: bool = True) -> SchedulerOutput:
+    def _schedule(self, waits: bool) -> SchedulerOutput:
         """Schedule a step. If there is nothing to compute and `waits` is set, wait for a grammar
         that is being compiled.
         """
@@ -219,16 +206,11 @@ class EngineCore:
             self.structured_outputs.wait_for_one(SECONDS_WITHOUT_A_STEP)
         return scheduler_output
 
-    def _execute(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
-        if scheduler_output.has_structured_output_requests:
-            return self._start(scheduler_output).result()
-        return self.executor.execute_model(scheduler_output)
-
     def _start(self, scheduler_output: SchedulerOutput) -> Future[ModelRunnerOutput]:
         """Start the step. The grammars' bitmask is filled while the forward pass runs, and applied
         before sampling.
         """
-        future = self.executor.execute_model(scheduler_output, non_block=True)
+        future = self.executor.start_model(scheduler_output)
         if not scheduler_output.has_structured_output_requests:
             return future
         with record_function_or_nullcontext("minivllm::grammar"):
@@ -280,17 +262,30 @@ class EngineCore:
         self._undelivered = []
         return delivered
 
-    def reset_prefix_cache_and_connector(self) -> bool:
-        """Forget all cached blocks, and what the KV connector has stored elsewhere; return whether
-        it succeeded.
-        """
-        remote = self.scheduler.remote
-        return self.reset_prefix_cache() and (remote is None or remote.connector.reset_cache() is not False)
+    def call_utility(self, method: str, *arguments: Any) -> Any:
+        """Call one of `UTILITIES`, for the front end.
 
-    def reset_prefix_cache(self) -> bool:
-        """Forget all cached blocks. Do nothing and return False while any request holds a block."""
+        Raises:
+            MinivllmError: there is no such utility, or its arguments are invalid.
+        """
+        if method not in UTILITIES:
+            raise MinivllmError(f"there is no utility {method!r}")
         with self._all_or_nothing(()):
-            return self.scheduler.kv_cache_manager.block_pool.reset_prefix_cache()
+            return getattr(self, method)(*arguments)
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """Forget all cached blocks. Do nothing and return False while any request holds a block.
+
+        With `reset_running_requests`, the requests that hold blocks wait again and are recomputed
+        from their first token. With `reset_connector`, what the KV connector has stored elsewhere
+        is forgotten too.
+        """
+        if reset_running_requests:
+            self._restart(())
+        elif not self.scheduler.kv_cache_manager.block_pool.reset_prefix_cache():
+            return False
+        remote = self.scheduler.remote
+        return not (reset_connector and remote is not None and remote.connector.reset_cache() is False)
 
     def add_lora(self, lora_request: LoRARequest | dict[str, Any]) -> bool:
         """Load an adapter from its folder into host memory, unless it is already there; with
@@ -300,19 +295,16 @@ class EngineCore:
             MinivllmError: it cannot be served.
         """
         adapter = lora_request if isinstance(lora_request, LoRARequest) else LoRARequest(**lora_request)
-        with self._all_or_nothing(()):
-            self.loras.add(adapter)
-            return True
+        self.loras.add(adapter)
+        return True
 
     def remove_lora(self, lora_id: int) -> bool:
         """Remove an adapter once the requests that use it have ended; return whether it was loaded."""
-        with self._all_or_nothing(()):
-            return self.loras.remove(lora_id)
+        return self.loras.remove(lora_id)
 
     def list_loras(self) -> list[int]:
         """Return the ids of the adapters in host memory."""
-        with self._all_or_nothing(()):
-            return sorted(self.loras.list())
+        return sorted(self.loras.list())
 
     def pin_lora(self, lora_id: int) -> bool:
         """Keep an adapter in its slot until it is removed.
@@ -320,9 +312,8 @@ class EngineCore:
         Raises:
             MinivllmError: it is not there, or no slot is free for it.
         """
-        with self._all_or_nothing(()):
-            self.loras.pin(lora_id)
-            return True
+        self.loras.pin(lora_id)
+        return True
 
     def start_step_events(self) -> None:
         """Attach a `step_snapshot` to the outputs of each step from now on, and to each change
@@ -339,14 +330,6 @@ class EngineCore:
     def state(self) -> EngineCoreOutputs:
         """Return the current state, for the front end, when no step reports it."""
         return EngineCoreOutputs([], self.scheduler.make_stats(), step_snapshot=self._snapshot())
-
-    def reset_running_requests(self) -> bool:
-        """Forget all cached blocks, including those of running requests, which wait again and are
-        recomputed.
-        """
-        with self._all_or_nothing(()):
-            self._restart(())
-        return True
 
     def shutdown(self) -> None:
         """Stop the ranks' processes, if any; no step can run without them.
@@ -394,15 +377,13 @@ class EngineCore:
             return failure
         # A second Ctrl-C here would leave the scheduler and the ranks in different states.
         with InterruptsHeld(clean_up=True):
-            return self._drop_step(explain_out_of_memory(failure) or failure, request_ids)
-
-    def _drop_step(self, error: BaseException, request_ids: Collection[str]) -> BaseException:
-        lost = self._ended_by(error, request_ids)
-        logger.warning("A step failed (%s: %s): %d requests end", type(error).__name__, error, len(lost))
-        # A request must not get two last outputs.
-        known = {output.request_id for output in self._undelivered}
-        self._undelivered += [_failed(request_id, error) for request_id in lost if request_id not in known]
-        self._restart(lost)
+            error = explain_out_of_memory(failure) or failure
+            lost = self._ended_by(error, request_ids)
+            logger.warning("A step failed (%s: %s): %d requests end", type(error).__name__, error, len(lost))
+            # A request must not get two last outputs.
+            known = {output.request_id for output in self._undelivered}
+            self._undelivered += [_failed(request_id, error) for request_id in lost if request_id not in known]
+            self._restart(lost)
         return error
 
     def _ended_by(self, error: BaseException, request_ids: Collection[str]) -> list[str]:
@@ -416,8 +397,7 @@ class EngineCore:
         return [name for name, adapter in adapters.items() if adapter and adapter.lora_int_id == error.lora_int_id]
 
     def _restart(self, lost: Collection[str]) -> None:
-        if self.batch_queue is not None:
-            self.batch_queue.clear()
+        self.batch_queue.clear()
         # First the scheduler, which cannot fail; the ranks may be dead.
         self.scheduler.start_over(lost)
         self.executor.collective_rpc("reset")

@@ -18,8 +18,7 @@ from minivllm.core.engine_messages import EngineCoreOutputs, EngineCoreReady, En
 from minivllm.errors import MinivllmError
 
 UTILITIES = (
-    "reset_prefix_cache", "reset_prefix_cache_and_connector", "reset_running_requests", "start_step_events",
-    "stop_step_events", "add_lora", "remove_lora", "list_loras", "pin_lora",
+    "reset_prefix_cache", "start_step_events", "stop_step_events", "add_lora", "remove_lora", "list_loras", "pin_lora",
 )  # fmt: skip
 """Methods of `EngineCore` that a front end may call by name."""
 

@@ -60,9 +60,8 @@ def main(folder: str, lifeline: int, parent: int, rank: int) -> int:
 
     with while_loading():
         from minivllm.engine.core_proc import EngineCoreProc
-        from minivllm.engine.core_sockets import FolderSockets
 
-    process = EngineCoreProc(FolderSockets(folder), rank)
+    process = EngineCoreProc(folder, rank)
     return process.run()
 
 

@@ -22,9 +22,8 @@ from minivllm.core.engine_messages import EngineCoreOutputs, EngineCoreRequest
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.busy_loop import Act, abort_requests, answer_of, run_busy_loop, tell_watchers
 from minivllm.engine.core import EngineCore
-from minivllm.engine.core_sockets import CoreSockets
 from minivllm.engine.socket_messages import Failure, Kind, decode, encode, identity
-from minivllm.errors import MinivllmError
+from minivllm.errors import MinivllmError, WorkerDiedError
 from minivllm.logger import init_logger
 from minivllm.platforms.device import pick_device
 
@@ -37,56 +36,45 @@ class EngineCoreProc:
     core, and serves its client until the core fails.
     """
 
-    def __init__(self, sockets: CoreSockets, rank: int = 0) -> None:
-        """Take the sockets of the front end that starts this core, and the core's rank."""
+    def __init__(self, folder: str, rank: int = 0) -> None:
+        """Take the folder of the front end's sockets, and the core's rank."""
         self.core: EngineCore | None = None
         self._rank = rank
-        self._sockets = sockets
+        self._folder = folder
         # The receiving socket has a context of its own: it is never closed, and would keep the
         # other context from ending.
         self._context = zmq.Context()
         self._input_context = zmq.Context()
         self._to_do: queue.SimpleQueue[Act | Exception | None] = queue.SimpleQueue()
-        self._outputs: queue.SimpleQueue[EngineCoreOutputs | Failure] = queue.SimpleQueue()
+        self._to_send: queue.SimpleQueue[tuple[bytes, Any]] = queue.SimpleQueue()
         self._num_received = 0
 
     def run(self) -> int:
-        """Perform the handshake, create the core and serve its client; return the exit code of the
-        process.
+        """Create the core with the arguments that the front end sends, and serve its client; return
+        the exit code of the process.
         """
-        handshake = self._connected(zmq.DEALER, "handshake")
-        handshake.send_multipart((Kind.HELLO, b""))
-        _, payload = handshake.recv_multipart()
-        settings, num_neighbours = decode(payload, tuple[dict, int])
-        try:
-            self.core = EngineCore(_share(settings, num_neighbours))
-            # Compile kernels before the first request has to wait for them.
-            self.core.executor.collective_rpc("warm_up")
-        except Exception as error:
-            if not isinstance(error, MinivllmError):
-                logger.exception("The engine's core could not start")
-            handshake.send_multipart((Kind.FAILED, encode(Failure.of(error))))
-            handshake.close()
-            self._context.term()  # waits until that is sent: the process ends without taking anything apart
-            return 1
-        output = self._connected(zmq.PUSH, "output")
         inputs = self._connected(zmq.DEALER, "input", self._input_context)
-        inputs.send_multipart((Kind.HELLO, b""))
-        # Only now: the client must find all sockets connected.
-        handshake.send_multipart((Kind.READY, encode(self.core.ready)))
+        output = self._connected(zmq.PUSH, "output", self._context)
+        inputs.send(Kind.HELLO)
+        settings, num_cores = decode(inputs.recv(), tuple[dict, int])
         # Outputs are encoded and sent beside the loop, which can begin the next step.
         sender = threading.Thread(target=self._send, args=(output,), daemon=True)
-        threading.Thread(target=self._receive, args=(inputs,), daemon=True).start()
         sender.start()
         try:
+            self.core = EngineCore(_share(settings, num_cores))
+            # Compile kernels before the first request has to wait for them.
+            self.core.executor.collective_rpc("warm_up")
+            self._to_send.put((Kind.READY, (self._rank, self.core.ready)))
+            threading.Thread(target=self._receive, args=(inputs,), daemon=True).start()
             run_busy_loop(self.core, self._to_do, self._put)
         except Exception as error:
+            if not isinstance(error, MinivllmError | WorkerDiedError):
+                logger.exception("The engine's core has failed")
             # The last message of a core says why it ends.
-            self._outputs.put(Failure.of(error))
+            self._to_send.put((Kind.FAILED, Failure.of(error)))
             sender.join(SECONDS_TO_SEND)
             if not sender.is_alive():
-                handshake.close()
-                self._context.term()
+                self._context.term()  # waits until that is sent
         finally:
             self.shutdown()
         return 1
@@ -113,7 +101,7 @@ class EngineCoreProc:
     def _put(self, outputs: EngineCoreOutputs) -> None:
         # The client balances by these counts, and must know which of its requests they include.
         outputs.engine_index, outputs.num_received = self._rank, self._num_received
-        self._outputs.put(outputs)
+        self._to_send.put((Kind.OUTPUTS, outputs))
 
     def _receive(self, socket: zmq.Socket) -> None:
         """Queue incoming messages, in a thread. If it fails, the loop ends too, so that the front
@@ -127,24 +115,26 @@ class EngineCoreProc:
             self._to_do.put(error)
 
     def _send(self, socket: zmq.Socket) -> None:
-        """Send outputs, in a thread. The last message says why the core has failed."""
-        try:
-            while not isinstance(outputs := self._outputs.get(), Failure):
-                socket.send_multipart((Kind.OUTPUTS, encode(outputs)))
-        except Exception as error:
-            self._to_do.put(error)
-            outputs = Failure.of(error)
-        socket.send_multipart((Kind.FAILED, encode(outputs)))
+        """Send messages, in a thread, until the one that says why the core has failed."""
+        kind = b""
+        while kind != Kind.FAILED:
+            kind, message = self._to_send.get()
+            try:
+                payload = encode(message)
+            except Exception as error:
+                self._to_do.put(error)
+                continue
+            socket.send_multipart((kind, payload))
         socket.close()
 
-    def _connected(self, kind: int, name: str, context: zmq.Context | None = None) -> zmq.Socket:
+    def _connected(self, kind: int, name: str, context: zmq.Context) -> zmq.Socket:
         """Return a connected socket that drops nothing, however many messages wait."""
-        socket = (context or self._context).socket(kind)
+        socket = context.socket(kind)
         socket.identity = identity(self._rank)
         socket.sndhwm = socket.rcvhwm = 0
         # Give the last message time to go out, but not for ever.
         socket.linger = int(SECONDS_TO_SEND * 1000)
-        self._sockets.connect(socket, name)
+        socket.connect(f"ipc://{self._folder}/{name}")
         return socket
 
 

@@ -7,9 +7,10 @@ with a client of the core.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from minivllm.config import ModelConfig
 from minivllm.core.engine_messages import EngineCoreOutputs, EngineCoreRequest
@@ -34,9 +35,9 @@ if TYPE_CHECKING:
     from minivllm.engine.prometheus import PrometheusStatLogger
 
 
-class FrontEnd:
+class FrontEnd(ABC):
     """The input processor, the output processor, and the mapping from the user's requests to the
-    core's.
+    core's. Methods that ask the cores return their answer, or with `AsyncLLM` an awaitable of it.
     """
 
     def __init__(self, args: EngineArgs, client: EngineCoreClient) -> None:
@@ -86,6 +87,37 @@ class FrontEnd:
             )
         return self._transformers_tokenizer
 
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> Any:
+        """Forget all cached blocks. Do nothing and return False while any request holds a block.
+
+        With `reset_running_requests`, the requests that hold blocks wait again and are recomputed
+        from their first token. With `reset_connector`, what the KV connector has stored elsewhere
+        is forgotten too.
+        """
+        return self._utility("reset_prefix_cache", reset_running_requests, reset_connector)
+
+    def add_lora(self, lora_request: LoRARequest) -> Any:
+        """Load an adapter from its folder into host memory, unless it is already there; with
+        `load_inplace`, load it again. A request that names an adapter loads it by itself.
+
+        Raises:
+            MinivllmError: it cannot be served.
+        """
+        self.input_processor.check_lora(lora_request)
+        return self._utility("add_lora", lora_request)
+
+    def remove_lora(self, lora_id: int) -> Any:
+        """Remove an adapter once the requests that use it have ended; return whether it was loaded."""
+        return self._utility("remove_lora", lora_id)
+
+    def pin_lora(self, lora_id: int) -> Any:
+        """Keep an adapter in its slot until it is removed.
+
+        Raises:
+            MinivllmError: it is not there, or no slot is free for it.
+        """
+        return self._utility("pin_lora", lora_id)
+
     def has_unfinished_requests(self) -> bool:
         """Return whether any request is unfinished."""
         return bool(self.output_processor.states)
@@ -93,6 +125,10 @@ class FrontEnd:
     def get_num_unfinished_requests(self) -> int:
         """Return the number of unfinished requests, counting each of `n` completions."""
         return len(self.output_processor.states)
+
+    @abstractmethod
+    def _utility(self, method: str, *arguments: Any) -> Any:
+        """Call one of `UTILITIES` in every core; return the result, or an awaitable of it."""
 
     def _processed(
         self,

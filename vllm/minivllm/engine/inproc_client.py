@@ -9,7 +9,7 @@ from typing import Any
 from minivllm.core.engine_messages import EngineCoreOutputs, EngineCoreRequest
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.core import EngineCore
-from minivllm.engine.core_client import UTILITIES, SyncEngineCoreClient
+from minivllm.engine.core_client import SyncEngineCoreClient
 
 
 class InprocClient(SyncEngineCoreClient):
@@ -30,8 +30,7 @@ class InprocClient(SyncEngineCoreClient):
         return self.engine_core.step()
 
     def call_utility(self, method: str, *arguments: Any) -> Any:
-        assert method in UTILITIES
-        return getattr(self.engine_core, method)(*arguments)
+        return self.engine_core.call_utility(method, *arguments)
 
     def shutdown(self) -> None:
         self.engine_core.shutdown()

@@ -69,7 +69,7 @@ class InputProcessor:
         # Python counts True as an int.
         if not isinstance(priority, int) or isinstance(priority, bool):
             raise MinivllmError(f"priority is {priority!r}; it must be a whole number, a lower one goes first")
-        self._check_lora(lora_request)
+        self.check_lora(lora_request)
         text, token_ids, cache_salt = parse_prompt(prompt)
         if token_ids is None:
             # Before tokenizing, which takes minutes for a text of gigabytes.
@@ -126,14 +126,16 @@ class InputProcessor:
             raise MinivllmError("the prompt is text, but skip_tokenizer_init is on; give token ids")
         return self.tokenizer.encode(text).ids
 
-    def _check_lora(self, lora_request: LoRARequest | None) -> None:
+    def check_lora(self, lora_request: LoRARequest | None) -> None:
+        """Refuse what is no adapter, and any adapter if the engine serves none."""
         if lora_request is None:
             return
         if not isinstance(lora_request, LoRARequest):
             raise MinivllmError(f"lora_request is {str(lora_request)[:60]!r}; it must be a LoRARequest(name, id, path)")
         if not self.enable_lora:
             raise MinivllmError(
-                f"the request names the adapter {lora_request.lora_name!r}; set enable_lora=True for that"
+                f"the adapter {lora_request.lora_name!r} needs an engine with adapters: set enable_lora=True "
+                "(--enable-lora)"
             )
 
     def _check_prompt(self, token_ids: list[int]) -> None:

@@ -24,17 +24,11 @@ class FinishedRequestStats:
     num_prompt_tokens: int
     num_generation_tokens: int
     max_tokens: int
-    num_cached_tokens: int
     num_preemptions: int
     e2e_latency: float
     queued_time: float
     prefill_time: float
     decode_time: float
-
-    @property
-    def num_computed_tokens(self) -> int:
-        """The number of prompt tokens that were computed, not cached."""
-        return max(0, self.num_prompt_tokens - self.num_cached_tokens)
 
     @property
     def inference_time(self) -> float:
@@ -51,29 +45,20 @@ class FinishedRequestStats:
 class IterationStats:
     """Statistics of one step, or of all steps since they were last read.
 
-    `finished_parents`: for each prompt whose completions have all ended, the number of completions
-    and the length of the longest in tokens.
+    `finished_parents`: for each prompt whose completions have all ended, their number.
     """
 
     num_prompt_tokens: int = 0
-    num_cached_prompt_tokens: int = 0
-    num_external_prompt_tokens: int = 0
     num_generation_tokens: int = 0
     time_to_first_tokens: list[float] = field(default_factory=list)
     inter_token_latencies: list[float] = field(default_factory=list)
     finished_requests: list[FinishedRequestStats] = field(default_factory=list)
-    finished_parents: list[tuple[int, int]] = field(default_factory=list)
+    finished_parents: list[int] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:
         """The total number of tokens, prompt and generated."""
         return self.num_prompt_tokens + self.num_generation_tokens
-
-    @property
-    def num_local_prompt_tokens(self) -> int:
-        """Return the number of prompt tokens that were in this engine's own cache."""
-        cached = min(self.num_cached_prompt_tokens, self.num_prompt_tokens)
-        return max(0, cached - self.num_external_prompt_tokens)
 
     def observe_tokens(
         self, metrics: RequestMetrics, output: EngineCoreOutput, num_prompt_tokens: int, now: float
@@ -86,16 +71,14 @@ class IterationStats:
             # The prompt is counted with the first token, when all of it is computed.
             metrics.first_token_time = now
             self.num_prompt_tokens += num_prompt_tokens
-            self.num_cached_prompt_tokens += output.num_cached_tokens
-            self.num_external_prompt_tokens += output.num_external_computed_tokens
             self.time_to_first_tokens.append(now - metrics.arrival_time)
         else:
             self.inter_token_latencies.append(now - (metrics.last_token_time or now))
         metrics.last_token_time = now
 
-    def observe_finished(self, metrics: RequestMetrics, parent: tuple[int, int] | None, **counts: Any) -> None:
-        """Count a completion that has ended; `parent` is its prompt's entry if this completion was
-        the prompt's last.
+    def observe_finished(self, metrics: RequestMetrics, num_completions: int | None, **counts: Any) -> None:
+        """Count a completion that has ended; `num_completions` is its prompt's, if this was the
+        prompt's last.
 
         A request that was aborted early may never have been scheduled or have produced a token:
         those times then count as now.
@@ -111,5 +94,5 @@ class IterationStats:
             decode_time=max(0.0, (metrics.last_token_time or first) - first),
         )
         self.finished_requests.append(finished)
-        if parent is not None:
-            self.finished_parents.append(parent)
+        if num_completions is not None:
+            self.finished_parents.append(num_completions)

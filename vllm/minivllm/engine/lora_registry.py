@@ -48,27 +48,25 @@ class LoRARegistry:
             AdapterRefused: it cannot be served, its id is taken, or it would take the place
                 of one in use.
         """
-        self._check_enabled(lora_request)
         # Two requests for the same adapter may differ in these, and are equal for us.
         adapter = replace(lora_request, load_inplace=False, fingerprint="")
-        known = self._adapters.get(lora_request.lora_int_id)
-        same = known is not None and replace(known, fingerprint="") == adapter
-        if known is not None and same and not lora_request.load_inplace:
-            if known.lora_int_id in self._unreadable:
+        lora_id = adapter.lora_int_id
+        known = self._adapters.get(lora_id)
+        if known is not None and not lora_request.load_inplace:
+            if replace(known, fingerprint="") != adapter:
+                raise AdapterRefused(
+                    f"lora_int_id {lora_id} is that of {known.lora_name!r} in {known.lora_path}: give "
+                    f"{adapter.lora_name!r} another id, or set load_inplace"
+                )
+            added = known
+            if lora_id in self._unreadable:
                 self._read(known, None)
-                self._unreadable.discard(known.lora_int_id)
-            self._leaving.discard(known.lora_int_id)
-            return known
-        if known is not None and not same and not lora_request.load_inplace:
-            raise AdapterRefused(
-                f"lora_int_id {known.lora_int_id} is that of {known.lora_name!r} in {known.lora_path}: give "
-                f"{lora_request.lora_name!r} another id, or set load_inplace"
-            )
-        added = replace(adapter, fingerprint=self._read(adapter, known))
-        self._adapters[added.lora_int_id] = added
-        self._slots = ()  # another name may be in them from now on
-        self._unreadable.discard(added.lora_int_id)
-        self._leaving.discard(added.lora_int_id)
+        else:
+            added = replace(adapter, fingerprint=self._read(adapter, known))
+            self._slots = ()  # another name may be in them from now on
+        self._adapters[lora_id] = added
+        self._unreadable.discard(lora_id)
+        self._leaving.discard(lora_id)
         return added
 
     def _read(self, adapter: LoRARequest, known: LoRARequest | None) -> str:
@@ -124,7 +122,10 @@ class LoRARegistry:
             raise AdapterRefused(
                 f"the adapter {lora_id} cannot be pinned: all max_loras = {most} slots are pinned, or in use now"
             )
-        _raise_first(self._executor.collective_rpc("pin_lora", self._adapters[lora_id]))
+        # Each rank answers with the reason why it refuses, or None.
+        refusals = list(filter(None, self._executor.collective_rpc("pin_lora", self._adapters[lora_id])))
+        if refusals:
+            raise AdapterRefused(refusals[0])
         self._scheduler().pinned_loras.add(lora_id)
         self._ask_for_slots()
 
@@ -161,19 +162,3 @@ class LoRARegistry:
     def _ask_for_slots(self) -> None:
         self._slots = ()
         self.note_slots(self._executor.collective_rpc("lora_slots")[0])
-
-    def _check_enabled(self, lora_request: LoRARequest) -> None:
-        if self._scheduler().config.max_loras == 0:
-            raise AdapterRefused(
-                f"the adapter {lora_request.lora_name!r} needs an engine with adapters: set enable_lora=True "
-                "(--enable-lora)"
-            )
-
-
-def _raise_first(refusals: "list[str | None]") -> None:
-    """Raise the first refusal among the ranks' answers; an answer of None means that the rank did
-    not refuse.
-    """
-    refusal = next(filter(None, refusals), None)
-    if refusal is not None:
-        raise AdapterRefused(refusal)

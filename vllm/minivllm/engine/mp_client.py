@@ -2,7 +2,8 @@
 
 A client starts the cores (`core_process_manager.py`) and has two sockets. One sends requests,
 addressed to a core's identity; the other receives the outputs of all cores (`socket_messages.py`).
-Each request goes to one core (`load_balancing.py`), and so does its abort.
+A core first says hello on the former and gets the engine's arguments. Each request goes to one core
+(`load_balancing.py`), and so does its abort.
 
 `async_mp_client.py` has the client for an event loop.
 
@@ -12,19 +13,23 @@ In vLLM v0.33.0: `vllm/v1/engine/core_client.py` (`MPClient`, `SyncMPClient`, `D
 import itertools
 import weakref
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
 import zmq
 
-from minivllm.core.engine_messages import EngineCoreOutputs, EngineCoreRequest, UtilityOutput
+from minivllm.core.engine_messages import EngineCoreOutputs, EngineCoreReady, EngineCoreRequest, UtilityOutput
 from minivllm.engine.arg_utils import EngineArgs
-from minivllm.engine.core_client import UTILITIES, EngineCoreClient, SyncEngineCoreClient, joined_answers
-from minivllm.engine.core_process_manager import CoreProcesses, wait_for_message
+from minivllm.engine.core_client import EngineCoreClient, SyncEngineCoreClient, joined_answers
+from minivllm.engine.core_process_manager import CoreProcesses
 from minivllm.engine.load_balancing import LoadBalancer
 from minivllm.engine.socket_messages import Failure, Kind, decode, encode, identity
 from minivllm.errors import EngineDeadError
 from minivllm.platforms.child_processes import ChildProcess
 from minivllm.platforms.interrupts import InterruptsHeld
+
+MILLISECONDS_FOR_LAST_WORDS = 500
+"""How long a core that has ended may still be heard: its last message may be on its way."""
 
 
 class MPClient(EngineCoreClient):
@@ -38,16 +43,16 @@ class MPClient(EngineCoreClient):
     def __init__(self, args: EngineArgs) -> None:
         self._dead: Exception | None = None
         self._call_ids = itertools.count()
-        self.cores = cores_for(args)
+        self.cores = CoreProcesses(args)
         self._finalizer = weakref.finalize(self, self.cores.end)
         try:
             self._input = self.cores.bind(zmq.ROUTER, "input")
             # Fail when a core is gone, rather than drop the message silently.
             self._input.router_mandatory = True
             self._output = self.cores.bind(zmq.PULL, "output")
-            self.engines = self.cores.start()
+            self.cores.start()
             self._ranks_by_lifeline = {fd: rank for rank, fd in enumerate(self.cores.lifelines)}
-            self._greet()
+            self.engines = self._meet(args)
         except BaseException:
             self.shutdown()
             raise
@@ -82,7 +87,6 @@ class MPClient(EngineCoreClient):
 
     def _send_call(self, method: str, arguments: tuple[Any, ...]) -> int:
         """Ask every core to call a utility; return the id that identifies their answers."""
-        assert method in UTILITIES
         call_id = next(self._call_ids)
         for rank in range(len(self.engines)):
             self._send(Kind.UTILITY, (call_id, method, arguments), rank)
@@ -92,15 +96,24 @@ class MPClient(EngineCoreClient):
         self._dead = self._dead or EngineDeadError("the engine has been shut down")
         self._finalizer()
 
-    def _greet(self) -> None:
-        """Wait until every core has connected to our socket: nothing can be sent to a core before
-        that.
-        """
-        missing = {identity(rank) for rank in range(len(self.engines))}
-        while missing:
+    def _meet(self, args: EngineArgs) -> list[EngineCoreReady]:
+        """Send each core the engine's arguments when it says hello, and wait until all are ready."""
+        settings = {field.name: getattr(args, field.name) for field in fields(args)}
+        del settings["parts"]  # Python objects; EngineArgs has refused any
+        size = len(self.cores.processes)
+        for _ in range(size):
             self._wait(self._input)
-            name, _, _ = self._input.recv_multipart()
-            missing.discard(name)
+            name, _ = self._input.recv_multipart()
+            self._input.send_multipart((name, encode((settings, size))))
+        engines: dict[int, EngineCoreReady] = {}
+        while len(engines) < size:
+            self._wait(self._output)
+            kind, payload = self._output.recv_multipart()
+            if kind == Kind.FAILED:
+                raise decode(payload, Failure).error()
+            rank, engine = decode(payload, tuple[int, EngineCoreReady])
+            engines[rank] = engine
+        return [engines[rank] for rank in range(size)]
 
     def _send(self, kind: bytes, message: Any, rank: int = 0) -> None:
         if self._dead is not None:
@@ -132,9 +145,13 @@ class MPClient(EngineCoreClient):
         """
         if self._dead is not None:
             raise self._dead
-        ended = wait_for_message(socket, self._ranks_by_lifeline)
-        if ended is not None:
-            raise self._died(ended)
+        poller = zmq.Poller()
+        for source in (socket, *self._ranks_by_lifeline):
+            poller.register(source, zmq.POLLIN)
+        ready = dict(poller.poll())
+        # A message goes before a death: it may say why the core has ended.
+        if socket not in ready and not socket.poll(MILLISECONDS_FOR_LAST_WORDS):
+            raise self._died(next(rank for fd, rank in self._ranks_by_lifeline.items() if fd in ready))
 
     def _unreachable(self, rank: int) -> None:
         raise self._died(rank)
@@ -178,12 +195,3 @@ class SyncMPClient(MPClient, SyncEngineCoreClient):
         self._wait(self._output)
         with InterruptsHeld(clean_up=True):  # a message is taken in as a whole
             return self._unpacked(*self._output.recv_multipart())
-
-
-def cores_for(args: EngineArgs) -> CoreProcesses:
-    """Return the cores' processes, on this machine or in a Ray cluster, not started yet."""
-    if args.data_parallel_backend != "ray":
-        return CoreProcesses(args)
-    from minivllm.engine.ray_cores import RayCores  # Ray may not be installed
-
-    return RayCores(args)

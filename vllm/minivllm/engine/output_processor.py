@@ -163,7 +163,7 @@ class OutputProcessor:
 
     def _count_finished(self, state: RequestState, reason: str, num_preemptions: int = 0) -> None:
         num_tokens = len(state.token_ids)
-        ended = state.parent.end(state.index, num_tokens)
+        ended = state.parent.end(state.index)
         self._stats_of(state).observe_finished(
             state.metrics,
             ended,
@@ -171,7 +171,6 @@ class OutputProcessor:
             num_prompt_tokens=len(state.request.prompt_token_ids),
             num_generation_tokens=num_tokens,
             max_tokens=state.request.sampling_params.max_tokens or 0,
-            num_cached_tokens=state.num_cached_tokens,
             num_preemptions=num_preemptions,
         )
 

@@ -22,7 +22,6 @@ class ParentRequest:
         self.unfinished = set(range(n))
         # Two sets: an output may be observed after its request was counted as ended.
         self._running = set(range(n))
-        self._longest = 0
         self._completions: dict[int, CompletionOutput] = {}
         self.kv_transfer_params: dict[str, Any] | None = None
         """What the KV connector has told at the end of the completion that it was told of."""
@@ -33,13 +32,12 @@ class ParentRequest:
         if completion.finished():
             self.unfinished.discard(completion.index)
 
-    def end(self, index: int, num_tokens: int) -> tuple[int, int] | None:
-        """Record that a child has ended. When the last one ends, return (n, tokens of the longest);
-        before that, None.
+    def end(self, index: int) -> int | None:
+        """Record that a child has ended. Return the number of children when it was the last one,
+        before that None.
         """
-        self._longest = max(self._longest, num_tokens)
         self._running.discard(index)
-        return None if self._running else (self.n, self._longest)
+        return None if self._running else self.n
 
     def completions(self) -> list[CompletionOutput]:
         """Return the completions so far, ordered by index."""

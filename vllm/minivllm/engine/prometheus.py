@@ -6,19 +6,16 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from dataclasses import asdict
 from typing import Any, Literal, NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.process_collector import ProcessCollector
 
-from minivllm.config.kv_offloading import is_tier
 from minivllm.core.engine_messages import EngineCoreReady
 from minivllm.core.stats import PrefixCacheStats, SchedulerStats
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.iteration_stats import IterationStats
 from minivllm.kv_connector.metrics import KV_METRICS
-from minivllm.kv_connector.offload.settings import OffloadSettings
 
 FIRST_TOKEN_SECONDS = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560,
@@ -76,16 +73,6 @@ METRICS = {
     "minivllm:recomputed_tokens":
         Metric("total", "Tokens of preempted requests that were recomputed.", lambda s, _: s.num_recomputed_tokens),
     "prompt_tokens": Metric("counter", "Prompt tokens.", lambda _, step: step.num_prompt_tokens),
-    "prompt_tokens_cached":
-        Metric("counter", "Prompt tokens that were cached.", lambda _, step: step.num_cached_prompt_tokens),
-    **{f'prompt_tokens_by_source{{source="{source}"}}': Metric("counter", "Prompt tokens by source.", read)
-       for source, read in {
-           "local_cache_hit": lambda _, step: step.num_local_prompt_tokens,
-           "external_kv_transfer": lambda _, step: step.num_external_prompt_tokens,
-           "local_compute": lambda _, step: max(
-               0, step.num_prompt_tokens - step.num_local_prompt_tokens - step.num_external_prompt_tokens
-           ),
-       }.items()},
     "generation_tokens": Metric("counter", "Tokens generated.", lambda _, step: step.num_generation_tokens),
     "iteration_tokens_total":
         Metric("histogram", "Tokens per step.", lambda _, step: [step.num_tokens] if step.num_tokens else [],
@@ -95,15 +82,12 @@ METRICS = {
     "inter_token_latency_seconds":
         Metric("histogram", "Time between tokens.", lambda _, step: step.inter_token_latencies, TOKEN_SECONDS),
     "request_params_n":
-        Metric("histogram", "The parameter n of each request.", lambda _, step: [n for n, _ in step.finished_parents],
+        Metric("histogram", "The parameter n of each request.", lambda _, step: step.finished_parents,
                (1, 2, 5, 10, 20)),
-    "request_max_num_generation_tokens":
-        Metric("histogram", "Longest of n, in tokens.", lambda _, step: [most for _, most in step.finished_parents]),
     **{name: Metric("histogram", text, _of_finished(field), buckets) for name, field, text, buckets in (
         ("request_prompt_tokens", "num_prompt_tokens", "Prompt tokens per request.", UP_TO_MAX_MODEL_LEN),
         ("request_generation_tokens", "num_generation_tokens", "Tokens generated.", UP_TO_MAX_MODEL_LEN),
         ("request_params_max_tokens", "max_tokens", "max_tokens per request.", UP_TO_MAX_MODEL_LEN),
-        ("request_prefill_kv_computed_tokens", "num_computed_tokens", "Uncached prompt tokens.", UP_TO_MAX_MODEL_LEN),
         ("request_num_preemptions", "num_preemptions", "Preemptions per request.", (1, 2, 3, 4, 5, 10, 20)),
         ("e2e_request_latency_seconds", "e2e_latency", "From arrival to the last token.", REQUEST_SECONDS),
         ("request_queue_time_seconds", "queued_time", "From arrival to the first step.", REQUEST_SECONDS),
@@ -114,29 +98,16 @@ METRICS = {
          TOKEN_SECONDS),
     )},
 }  # fmt: skip
+DRAFT_METRICS = {
+    f"spec_decode_{field}": Metric("total", text, lambda s, _, field=field: getattr(s.spec_decoding_stats, field))
+    for field, text in (
+        ("num_drafts", "Drafts that were verified."),
+        ("num_draft_tokens", "Draft tokens."),
+        ("num_accepted_tokens", "Draft tokens that were accepted."),
+    )
+}
+"""The metrics of an engine that drafts."""
 KINDS = {"gauge": Gauge, "total": Counter, "counter": Counter, "histogram": Histogram}
-
-
-def _of_drafts(num_positions: int) -> dict[str, Metric]:
-    """Return the metrics of an engine that drafts `num_positions` tokens."""
-
-    def total(name: str, text: str) -> Metric:
-        return Metric("total", text, lambda s, _: getattr(s.spec_decoding_stats, name))
-
-    def at(position: int) -> Metric:
-        # The list has no entry yet for a position that no draft has reached.
-        def read(s: SchedulerStats, _: IterationStats) -> int:
-            return sum(s.spec_decoding_stats.num_accepted_tokens_per_pos[position : position + 1])
-
-        return Metric("total", "Accepted tokens by position.", read)
-
-    per_pos = "spec_decode_num_accepted_tokens_per_pos"
-    return {
-        "spec_decode_num_drafts": total("num_drafts", "Drafts that were verified."),
-        "spec_decode_num_draft_tokens": total("num_draft_tokens", "Draft tokens."),
-        "spec_decode_num_accepted_tokens": total("num_accepted_tokens", "Draft tokens that were accepted."),
-        **{_key(per_pos, "position", str(position)): at(position) for position in range(num_positions)},
-    }
 
 
 class PrometheusStatLogger:
@@ -147,14 +118,11 @@ class PrometheusStatLogger:
         ProcessCollector(registry=self.registry)
         self._model = model_name
         self._families: dict[str, Any] = {}
-        self._children: dict[tuple[str, int], Any] = {}
+        self._children: dict[tuple[str, str, int], Any] = {}
         self._last_total: defaultdict[tuple[str, int], float] = defaultdict(float)
-        self._metrics = METRICS
-        if args.speculation is not None:
-            self._metrics = METRICS | _of_drafts(args.speculation.num_speculative_tokens)
+        self._metrics = METRICS | (DRAFT_METRICS if args.speculation is not None else {})
         for index, engine in enumerate(engines):
-            self._make_all(index, engine.limits.max_model_len)
-            self._show_settings(index, args, engine)
+            self._make_all(index, args, engine)
         rejections = Counter("vllm:admission_rejections", "Refused.", ["model_name", "reason"], registry=self.registry)
         self._rejections = {reason: rejections.labels(model_name, reason) for reason in REJECTIONS}
         self._max_loras = args.max_loras
@@ -166,22 +134,14 @@ class PrometheusStatLogger:
     def record(self, scheduler_stats: SchedulerStats, iteration_stats: IterationStats, engine_idx: int = 0) -> None:
         """Record a step of a core."""
         for name, metric in self._metrics.items():
-            key = (name, engine_idx)
-            child = self._children[key]
             value = metric.read(scheduler_stats, iteration_stats)
-            if metric.kind == "gauge":
-                child.set(value)
-            elif metric.kind == "counter":
-                child.inc(value)
-            elif metric.kind == "histogram":
-                for observation in value:
-                    child.observe(observation)
-            else:
+            if metric.kind == "total":
                 # Prometheus counts increases. A total can fall when the core starts over.
-                child.inc(max(0, value - self._last_total[key]))
-                self._last_total[key] = value
+                last, self._last_total[name, engine_idx] = self._last_total[name, engine_idx], value
+                value = max(0, value - last)
+            _put(self._children[name, "", engine_idx], metric.kind, value)
         for finished in iteration_stats.finished_requests:
-            self._children[_key("request_success", "finished_reason", finished.finish_reason), engine_idx].inc()
+            self._children["request_success", finished.finish_reason, engine_idx].inc()
 
     def record_kv_connector(self, stats: Mapping[str, Any], engine_idx: int = 0) -> None:
         """Record what a core's KV connector counted in a step; the metrics are exposed from the
@@ -192,18 +152,11 @@ class PrometheusStatLogger:
         for name, value in stats.items():
             family, _, label_value = name.partition(".")
             metric = KV_METRICS.get(family)
-            if metric is None:
-                continue
-            key = _key(family, metric.label, label_value) if metric.label else family
-            settings = {"buckets": metric.buckets} if metric.kind == "histogram" else {}
-            child = self._child(KINDS[metric.kind], engine_idx, key, metric.text, **settings)
-            if metric.kind == "gauge":
-                child.set(value)
-            elif metric.kind == "counter":
-                child.inc(value)
-            else:
-                for observation in value:
-                    child.observe(observation)
+            if metric is not None:
+                child = self._child(
+                    metric.kind, engine_idx, family, metric.text, metric.buckets, metric.label, label_value
+                )
+                _put(child, metric.kind, value)
 
     def record_loras(self, running: Set[str], waiting: Set[str]) -> None:
         """Record which adapters are in use; adapters of earlier steps are no longer exposed."""
@@ -218,61 +171,67 @@ class PrometheusStatLogger:
         """Count a request that was rejected because this limit was reached."""
         self._rejections[reason].inc()
 
-    def _make_all(self, index: int, max_model_len: int) -> None:
+    def _make_all(self, index: int, args: EngineArgs, engine: EngineCoreReady) -> None:
         """Create all metrics of a core, so that they are exposed with the value zero."""
         for name, metric in self._metrics.items():
-            settings = {}
-            if metric.kind == "histogram":
-                settings["buckets"] = metric.buckets or _steps_of_1_2_5(max_model_len)
-            self._child(KINDS[metric.kind], index, name, metric.text, **settings)
+            buckets = metric.buckets or _steps_of_1_2_5(engine.limits.max_model_len)
+            self._child(metric.kind, index, name, metric.text, buckets)
         for reason in FINISH_REASONS:
-            self._child(Counter, index, _key("request_success", "finished_reason", reason), "Ended requests.")
-
-    def _show_settings(self, index: int, args: EngineArgs, engine: EngineCoreReady) -> None:
-        tokens = engine.num_gpu_blocks * engine.limits.block_size
-        names = ("enable_prefix_caching", "gpu_memory_utilization", "num_gpu_blocks_override")
-        facts = {name: getattr(args, name) for name in names} | {
+            self._child("counter", index, "request_success", "Ended requests.", (), "finished_reason", reason)
+        num_tokens = engine.num_gpu_blocks * engine.limits.block_size
+        settings = {
             "block_size": engine.limits.block_size,
             "cache_dtype": args.kv_cache_dtype,
-            "kv_cache_max_concurrency": tokens / engine.limits.max_model_len,
-            "kv_cache_size_tokens": tokens,
+            "enable_prefix_caching": args.enable_prefix_caching,
+            "gpu_memory_utilization": args.gpu_memory_utilization,
+            "kv_cache_max_concurrency": num_tokens / engine.limits.max_model_len,
+            "kv_cache_size_tokens": num_tokens,
             "num_gpu_blocks": engine.num_gpu_blocks,
+            "num_gpu_blocks_override": args.num_gpu_blocks_override,
         }
-        infos = {"cache_config_info": facts}
-        if args.kv_transfer is not None and is_tier(args.kv_transfer):
-            tier = asdict(OffloadSettings.of(args.kv_transfer.kv_connector_extra_config))
-            infos |= {"kv_offload_config_info": tier, "simple_kv_offload_info": tier}
-        for name, settings in infos.items():
-            labels = {key: str(value) for key, value in settings.items()}
-            self._labelled(self._family(Gauge, name, "Settings.", labels), index, labels).set(1)
+        family = self._family("gauge", "cache_config_info", "Settings.", (), settings)
+        family.labels(self._model, str(index), *map(str, settings.values())).set(1)
 
-    def _child(self, kind: Any, engine: int, key: str, text: str, **settings: Any) -> Any:
-        """Return one core's share of a metric, creating it on first use."""
-        if (key, engine) not in self._children:
-            name, _, pair = key.partition("{")
-            label, _, value = pair.strip('}"').partition('="')
-            # A key is a name, or a name with one label as Prometheus writes it:
-            # name{label="value"}.
-            labels = {label: value} if label else {}
-            family = self._family(kind, name, text, labels, **settings)
-            self._children[key, engine] = self._labelled(family, engine, labels)
-        return self._children[key, engine]
+    def _child(
+        self,
+        kind: str,
+        engine: int,
+        name: str,
+        text: str,
+        buckets: tuple[float, ...] = (),
+        label: str = "",
+        label_value: str = "",
+    ) -> Any:
+        """Return one core's share of a metric, with one more label if it has one, creating it on
+        first use.
+        """
+        key = (name, label_value, engine)
+        if key not in self._children:
+            family = self._family(kind, name, text, buckets, [label] if label else [])
+            self._children[key] = family.labels(self._model, str(engine), *([label_value] if label else []))
+        return self._children[key]
 
-    def _family(self, kind: Any, name: str, text: str, labels: Iterable[str], **settings: Any) -> Any:
+    def _family(self, kind: str, name: str, text: str, buckets: tuple[float, ...], labels: Iterable[str]) -> Any:
         """Return the metric of this name, which all cores share; the name gets vLLM's prefix unless
         it has its own.
         """
         if name not in self._families:
-            full_name, labels = name if ":" in name else f"vllm:{name}", ("model_name", "engine", *labels)
-            self._families[name] = kind(full_name, text, labels, registry=self.registry, **settings)
+            full_name = name if ":" in name else f"vllm:{name}"
+            settings = {"buckets": buckets} if kind == "histogram" else {}
+            names = ("model_name", "engine", *labels)
+            self._families[name] = KINDS[kind](full_name, text, names, registry=self.registry, **settings)
         return self._families[name]
 
-    def _labelled(self, family: Any, engine: int, labels: Mapping[str, str]) -> Any:
-        return family.labels(model_name=self._model, engine=str(engine), **labels)
 
-
-def _key(name: str, label: str, value: str) -> str:
-    return f'{name}{{{label}="{value}"}}'
+def _put(child: Any, kind: str, value: Any) -> None:
+    """Set a gauge, increase a counter, or add observations to a histogram."""
+    if kind == "gauge":
+        child.set(value)
+    elif kind == "histogram":
+        for observation in value:
+            child.observe(observation)
+    else:
+        child.inc(value)
 
 
 def _steps_of_1_2_5(most: int) -> tuple[int, ...]:

@@ -25,14 +25,12 @@ def identity(rank: int) -> bytes:
 
 
 class Kind:
-    """Kinds of messages.
-
-    In the handshake a core sends HELLO, then READY or FAILED; afterwards it sends each client
-    HELLO, OUTPUTS, and FAILED as its last message. The other kinds are sent to the core.
+    """Kinds of messages. A core sends HELLO and gets the engine's arguments, then sends READY,
+    OUTPUTS, and FAILED as its last message. The other kinds are sent to the core.
     """
 
     HELLO, READY, OUTPUTS, FAILED = b"h", b"r", b"o", b"f"
-    START, ADD, ABORT, UTILITY = b"s", b"a", b"x", b"u"
+    ADD, ABORT, UTILITY = b"a", b"x", b"u"
 
 
 @dataclass

@@ -28,8 +28,6 @@ logger = init_logger(__name__)
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from minivllm.engine.metrics_reader import Metric
-
 Message = Mapping[str, Any]
 LoraRequests = LoRARequest | Sequence[LoRARequest | None] | None
 Params = SamplingParams | Sequence[SamplingParams] | None
@@ -51,7 +49,6 @@ class LLM:
         model: str | Path,
         *,
         chat_template: str | Path | None = None,
-        disable_log_stats: bool = True,
         **engine_args: Any,
     ) -> None:
         """Load the model, allocate the KV cache and log where the memory goes.
@@ -60,7 +57,6 @@ class LLM:
             model: a local directory, or a model's name on the Hugging Face Hub.
             chat_template: a file or a template, in place of the model's own; or the name of one of
                 the model's.
-            disable_log_stats: if False, the engine collects metrics for `get_metrics`.
             engine_args: see `minivllm.engine.arg_utils.EngineArgs`.
 
         Raises:
@@ -68,7 +64,7 @@ class LLM:
                 into the KV cache.
             UnsupportedModelError: the decoder does not support this model.
         """
-        self._start(EngineArgs(model=model, disable_log_stats=disable_log_stats, **engine_args), chat_template)
+        self._start(EngineArgs(model=model, **engine_args), chat_template)
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> LLM:
@@ -264,29 +260,6 @@ class LLM:
         config.
         """
         return self.llm_engine.generation_config.default_sampling_params()
-
-    def get_metrics(self) -> list[Metric]:
-        """Return all metrics as they are now.
-
-        Raises:
-            MinivllmError: this LLM was not made with `disable_log_stats=False`.
-        """
-        return self.llm_engine.get_metrics()
-
-    def start_profile(
-        self,
-        profile_prefix: str | None = None,
-        *,
-        delay_iterations: int | None = None,
-        max_iterations: int | None = None,
-    ) -> None:
-        """Record the steps from now until `stop_profile`. See `LLMEngine.start_profile`."""
-        limits = {"delay_iterations": delay_iterations, "max_iterations": max_iterations}
-        self.llm_engine.start_profile(profile_prefix, **limits)
-
-    def stop_profile(self) -> None:
-        """Stop recording, write the trace to a file, and log the file's name."""
-        self.llm_engine.stop_profile()
 
     def get_world_size(self, include_dp: bool = True) -> int:
         """Return the number of ranks, across all cores or, without `include_dp`, in one core."""

@@ -7,7 +7,7 @@ Every rank gets the same calls in the same order. In vLLM v0.33.0: `vllm/v1/exec
 
 from abc import ABC, abstractmethod
 from concurrent.futures import Future
-from typing import Any, Literal, overload
+from typing import Any
 
 from minivllm.core.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from minivllm.worker.settings import WorkerSettings
@@ -27,8 +27,6 @@ class Executor(ABC):
     in NCCL, do not answer the reset, and the engine ends.
     """
 
-    max_ranks: int | None = None
-    """The most ranks that it can run; None: any number."""
     max_concurrent_batches: int
     """How many steps the core should have in flight: 1, 2 with `async_scheduling`, or one for
     each stage.
@@ -42,19 +40,13 @@ class Executor(ABC):
     def collective_rpc(self, method: str, *arguments: Any) -> list[Any]:
         """Call a method of every rank's `Worker`; return the results in rank order."""
 
-    @overload
-    def execute_model(
-        self, scheduler_output: SchedulerOutput, non_block: Literal[False] = False
-    ) -> ModelRunnerOutput: ...
-    @overload
-    def execute_model(
-        self, scheduler_output: SchedulerOutput, non_block: Literal[True]
-    ) -> Future[ModelRunnerOutput]: ...
-    def execute_model(
-        self, scheduler_output: SchedulerOutput, non_block: bool = False
-    ) -> ModelRunnerOutput | Future[ModelRunnerOutput]:
-        """Run one step on all ranks; return the sampling rank's output or, with `non_block`, a
-        future of it.
+    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+        """Run one step on all ranks; return the sampling rank's output."""
+        return self.start_model(scheduler_output).result()
+
+    def start_model(self, scheduler_output: SchedulerOutput) -> Future[ModelRunnerOutput]:
+        """Start one step on all ranks; return a future of the sampling rank's output. In vLLM:
+        `execute_model(non_block=True)`.
 
         Several steps may be in flight. They run in order, each with the tokens sampled by those
         before it, which the caller need not know yet. A step's exceptions are raised by its future.
@@ -62,11 +54,10 @@ class Executor(ABC):
         If any of its requests has a grammar, the step is not over: it ends with `sample_tokens`,
         which must come next.
         """
-        future = self._start("execute_model", scheduler_output)
-        return future if non_block else future.result()
+        return self._start("execute_model", scheduler_output)
 
     def sample_tokens(self, grammar_output: GrammarOutput) -> Future[ModelRunnerOutput]:
-        """Finish the step that `execute_model` began, on all ranks: sample tokens that fit the
+        """Finish the step that `start_model` began, on all ranks: sample tokens that fit the
         grammars.
 
         Return a future of the output of the rank that samples.

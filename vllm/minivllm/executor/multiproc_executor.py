@@ -6,6 +6,7 @@ once when a rank dies, and can kill the others wherever they are stuck.
 """
 
 import socket
+import weakref
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
@@ -17,7 +18,7 @@ from minivllm.core.scheduler_output import GrammarOutput, ModelRunnerOutput, Sch
 from minivllm.errors import MinivllmError, WorkerDiedError, WorkerFailedError
 from minivllm.executor.abstract import Executor
 from minivllm.executor.kv_output_aggregator import KVOutputAggregator
-from minivllm.executor.rank_messages import RESET
+from minivllm.executor.rank_loop import RESET
 from minivllm.executor.rank_processes import SECONDS_TO_LEAVE, RankProcesses, RankStarter, start_here
 from minivllm.worker.settings import WorkerSettings
 from minivllm.worker.worker import LOOPBACK_ADDRESS, worker_of_rank
@@ -26,9 +27,9 @@ from minivllm.worker.worker import LOOPBACK_ADDRESS, worker_of_rank
 class MultiprocExecutor(Executor):
     """One process per rank.
 
-    Several steps may be in flight: the ranks share the sampled tokens among themselves, so the next
-    step can be sent before this one's output has been read. The ranks handle all calls in the order
-    in which they were made.
+    The ranks end with this object. Several steps may be in flight: the ranks share the sampled
+    tokens among themselves, so the next step can be sent before this one's output has been read.
+    The ranks handle all calls in the order in which they were made.
     """
 
     def __init__(self, settings: WorkerSettings) -> None:
@@ -46,6 +47,7 @@ class MultiprocExecutor(Executor):
         self._store = rendezvous(size, host)  # must live as long as the ranks, which use it
         address = (self._store.host, self._store.port)
         self.ranks = RankProcesses(worker_of_rank, (settings, address), size, sampling_rank, start)
+        weakref.finalize(self, self.ranks.shutdown)
 
     def collective_rpc(self, method: str, *arguments: Any) -> list[Any]:
         if method == RESET and self._aggregator is not None:
@@ -54,16 +56,16 @@ class MultiprocExecutor(Executor):
 
     def _start(self, method: str, argument: SchedulerOutput | GrammarOutput) -> Future[ModelRunnerOutput]:
         if self._aggregator is None:
-            return self.ranks.send_for_one(method, argument)
-        return self.ranks.send_for_all(method, argument, join=self._aggregator.aggregate)
+            return self.ranks.send(method, argument)
+        return self.ranks.send(method, argument, join=self._aggregator.aggregate)
 
     def take_draft_token_ids(self) -> dict[str, list[int]]:
-        return self.ranks.call_for_one("take_draft_token_ids")
+        return self.ranks.send("take_draft_token_ids").result()
 
     def shutdown(self) -> None:
         if self._aggregator is not None:  # let the ranks' connectors end what they have started, if they answer in time
             with suppress(WorkerFailedError, WorkerDiedError, MinivllmError, TimeoutError):
-                self.ranks.send_for_all("shutdown", join=list).result(SECONDS_TO_LEAVE)
+                self.ranks.send("shutdown", join=list).result(SECONDS_TO_LEAVE)
         self.ranks.shutdown()
 
 

@@ -3,78 +3,110 @@
 A rank survives an exception in a call. It leaves its group, so that no other rank waits for it in
 vain, and replies with the exception. It answers all further calls with the same failure, without
 running them, until the call `reset`: a step that was already on its way would find the ranks in
-different states.
+different states. Messages are pickled, since both sides run the same code.
 
 In vLLM v0.33.0: `vllm/v1/executor/multiproc_executor.py` (`WorkerProc.worker_busy_loop`).
 """
 
-import os
 import pickle
 import socket
-from typing import Any, BinaryIO, NoReturn
+import traceback
+from dataclasses import dataclass
+from typing import Any, BinaryIO
 
-from minivllm.executor.rank_messages import RESET, Call, Failure, Reply
+from minivllm.errors import LostPeerError, MinivllmError
 from minivllm.platforms.collector import while_loading
+from minivllm.platforms.out_of_memory import explain_out_of_memory
+
+RESET = "reset"
+"""The call that a rank accepts after a failure: it must leave nothing of the calls before it."""
 
 
-class RankLoop:
-    """One rank's object, and the failure since its last reset, if any.
-
-    Besides the methods that are called on it, the object has `reset`, which forgets what earlier
-    calls have left and joins the other ranks again, and `leave_group`, which ends the connections
-    to the other ranks: those that wait in one of them raise `LostPeerError`.
+@dataclass(frozen=True)
+class Call:
+    """A call of `method(*arguments)` on every rank. Only the rank `replies` sends its result (None:
+    all ranks do), and any rank that fails sends its failure.
     """
 
-    def __init__(self, worker: Any) -> None:
-        self.worker = worker
-        self.failure: Failure | None = None
-
-    def answer(self, call: Call) -> Reply:
-        """Handle a call. An exception while resetting or leaving the group propagates, and ends the
-        rank.
-        """
-        if call.method == RESET:
-            self.failure = None
-            return Reply(call.number, self._run(call))
-        if self.failure is None:
-            try:
-                return Reply(call.number, self._run(call))
-            except Exception as error:
-                # Remember it: calls that were sent before the failure was known get it as their
-                # answer.
-                self.failure = Failure.of(error)
-            # Other ranks may wait for this one in a collective operation; now they fail instead.
-            self.worker.leave_group()
-        return Reply(call.number, failure=self.failure)
-
-    def _run(self, call: Call) -> Any:
-        return getattr(self.worker, call.method)(*call.arguments)
+    number: int
+    method: str
+    arguments: tuple[Any, ...]
+    replies: int | None
 
 
-def live(sock: socket.socket) -> NoReturn:
-    """Run a rank until its socket is closed, and end this process."""
-    try:
-        serve(sock)
-    finally:
-        os._exit(0)  # an orderly exit could wait forever for peers
+@dataclass(frozen=True)
+class Failure:
+    """An exception on a rank. `refusal` is the equivalent error that the user can act on, if any;
+    `lost_peer` means that another rank caused it.
+    """
+
+    text: str
+    traceback: str = ""
+    refusal: MinivllmError | None = None
+    lost_peer: bool = False
+
+    @classmethod
+    def of(cls, error: Exception) -> "Failure":
+        """Describe the exception that is being handled."""
+        refusal = error if isinstance(error, MinivllmError) else explain_out_of_memory(error)
+        text = f"{type(error).__name__}: {error}"
+        return cls(text, traceback.format_exc(), refusal, isinstance(error, LostPeerError))
+
+    def error(self, otherwise: Exception) -> Exception:
+        """Return the refusal, if there is one, else `otherwise` with the traceback as a note."""
+        if self.refusal is not None:
+            return self.refusal
+        otherwise.add_note(self.traceback)
+        return otherwise
+
+
+@dataclass(frozen=True)
+class Reply:
+    """The result of a call, or the failure that prevented it."""
+
+    number: int
+    value: Any = None
+    failure: Failure | None = None
 
 
 def serve(sock: socket.socket) -> None:
-    """Run a rank until its socket is closed. If it fails for good, its last message is the failure."""
+    """Run a rank until its socket is closed. If it fails for good, its last message is the failure.
+
+    Besides the methods that are called on it, the rank's object has `reset`, which forgets what
+    earlier calls have left and joins the other ranks again, and `leave_group`, which ends the
+    connections to the other ranks: those that wait in one of them raise `LostPeerError`.
+    """
     try:
         calls = sock.makefile("rb")
         with while_loading():  # the function's module, and torch with it
             make, arguments = pickle.load(calls)
         rank = arguments[-1]
-        loop = RankLoop(make(*arguments))
-        _say(sock, Reply(0))
+        worker = make(*arguments)
+        reply = Reply(0)
+        _send(sock, reply)
         while (call := _next_call(calls)) is not None:
-            reply = loop.answer(call)
+            reply = _answer(worker, call, reply.failure)
             # Failures are always reported; results only where the caller waits for this rank.
             if call.replies in (None, rank) or reply.failure is not None:
-                _say(sock, reply)
+                _send(sock, reply)
     except Exception as error:
-        _say(sock, Failure.of(error))
+        _send(sock, Failure.of(error))
+
+
+def _answer(worker: Any, call: Call, failure: Failure | None) -> Reply:
+    """Handle a call, after this failure since the last reset. An exception while resetting or
+    leaving the group propagates, and ends the rank.
+    """
+    if call.method == RESET:
+        return Reply(call.number, worker.reset())
+    if failure is None:
+        try:
+            return Reply(call.number, getattr(worker, call.method)(*call.arguments))
+        except Exception as error:
+            failure = Failure.of(error)
+        # Other ranks may wait for this one in a collective operation; now they fail instead.
+        worker.leave_group()
+    return Reply(call.number, failure=failure)
 
 
 def _next_call(calls: BinaryIO) -> Call | None:
@@ -85,5 +117,5 @@ def _next_call(calls: BinaryIO) -> Call | None:
         return None
 
 
-def _say(sock: socket.socket, message: Reply | Failure) -> None:
+def _send(sock: socket.socket, message: Reply | Failure) -> None:
     sock.sendall(pickle.dumps(message))

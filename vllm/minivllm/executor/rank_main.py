@@ -37,9 +37,12 @@ def main() -> None:
     # Only now: an import from the parent's path could take long, or fail.
     sys.path[:] = json.loads(path)
     sys.stdout.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]; nothing is flushed at exit
-    from minivllm.executor.rank_loop import live
+    from minivllm.executor.rank_loop import serve
 
-    live(sock)
+    try:
+        serve(sock)
+    finally:
+        os._exit(0)  # an orderly exit could wait forever for peers
 
 
 if __name__ == "__main__":

@@ -11,8 +11,8 @@ the replies, which carry the number of their call. What a caller may rely on:
 - Ranks that do not answer a reset in time are killed.
 - Ctrl-C during a call leaves the ranks usable: a call goes to all of them or to none, and the reply
   to an abandoned call is recognized by its number.
-- The ranks end with the object that started them, with `shutdown`, with the interpreter, and with
-  the process that started them, whatever kills it and however early (`rank_main`).
+- The ranks end with `shutdown`, and with the process that started them, whatever kills it and
+  however early (`rank_main`).
 
 In vLLM v0.33.0: `vllm/v1/executor/multiproc_executor.py` (`MultiprocExecutor`, `WorkerProc`,
 `FutureWrapper`), where calls travel through a ring buffer in shared memory.
@@ -29,7 +29,6 @@ import subprocess
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -37,8 +36,8 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from minivllm.errors import MinivllmError, WorkerDiedError, WorkerFailedError
-from minivllm.executor.rank_messages import RESET, Call, Failure, Reply
+from minivllm.errors import WorkerDiedError, WorkerFailedError
+from minivllm.executor.rank_loop import RESET, Call, Failure, Reply
 from minivllm.platforms.child_processes import ChildProcess, how_it_ended, wait_or_kill
 from minivllm.platforms.interrupts import InterruptsHeld
 
@@ -98,14 +97,6 @@ class RankFuture(Future[Any]):
             raise error
         return value
 
-    def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Wait like `result`, but return the error, or None."""
-        try:
-            self.result(timeout)
-        except (WorkerFailedError, WorkerDiedError, MinivllmError) as error:
-            return error
-        return None
-
 
 @dataclass(slots=True)
 class _PendingCall:
@@ -121,133 +112,23 @@ class _PendingCall:
         return {rank: reply.failure for rank, reply in self.replies.items() if reply.failure is not None}
 
 
-class _Ranks:
-    """The processes and their pending calls, shared by `RankProcesses` and the threads that
-    receive replies.
-    """
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.processes: list[ChildProcess] = []
-        self.sockets: list[socket.socket] = []
-        self.waiting: dict[int, _PendingCall] = {}
-        self.dead: Exception | None = None
-        self._owner = os.getpid()
-        # The ranks' ends are collected like replies, so that the first that failed is blamed for
-        # them too.
-        self._ends = _PendingCall(size, list)
-        self._lock = threading.RLock()
-
-    def listen(self, rank: int, sock: socket.socket) -> None:
-        """Receive a rank's replies until it has ended."""
-        try:
-            with sock.makefile("rb") as replies:
-                while not isinstance(message := pickle.load(replies), Failure):
-                    self._take(rank, message)
-        except Exception:  # the connection is closed, perhaps in the middle of a message
-            message = None
-        if self.dead is None:
-            self._take(rank, Reply(END, failure=message or Failure(self._how_it_ended(rank))))
-
-    def send(self, number: int, call: _PendingCall, messages: Sequence[bytes]) -> None:
-        """Send each rank its message, or raise the error that ended the ranks."""
-        with self._lock:
-            if self.dead is not None:
-                raise self.dead
-            self.waiting[number] = call
-        for sock, message in zip(self.sockets, messages, strict=True):
-            with contextlib.suppress(OSError):  # that rank has ended, which its thread reports
-                sock.sendall(message)
-
-    def end(self, error: Exception, at_once: bool = False) -> None:
-        """Let every rank leave, kill those that do not, and fail all calls.
-
-        A second call does nothing; nor does a call in a fork of the process that owns the ranks.
-        """
-        with self._lock:
-            if self.dead is not None or os.getpid() != self._owner:
-                return
-            self.dead = error
-        for sock in self.sockets:
-            with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)  # which also wakes our thread
-            sock.close()
-        for process in self.processes if at_once else ():
-            process.kill()
-        wait_or_kill(self.processes, SECONDS_TO_LEAVE)
-        with self._lock:
-            for call in self.waiting.values():
-                call.future.settle(None, error)
-            self.waiting.clear()
-
-    def _take(self, rank: int, reply: Reply) -> None:
-        with self._lock:
-            call = self._ends if reply.number == END else self.waiting.get(reply.number)
-            if call is None:  # it was abandoned, or has failed already
-                return
-            call.replies[rank] = reply
-            failures = call.failures.values()
-            if not failures:
-                self._settle_if_complete(reply.number, call)
-            elif len(call.replies) < self.size and all(failure.lost_peer for failure in failures):
-                # The rank that was lost has not reported yet. If it never does, blame one that
-                # missed it.
-                timer = threading.Timer(SECONDS_FOR_REPORTS, self._blame, (reply.number,))
-                timer.daemon = True
-                timer.start()
-            else:
-                self._blame(reply.number)
-
-    def _settle_if_complete(self, number: int, call: _PendingCall) -> None:
-        if len(call.replies) < call.num_replies:
-            return
-        del self.waiting[number]
-        try:
-            call.future.settle(call.join([call.replies[rank].value for rank in sorted(call.replies)]))
-        except Exception as error:  # `join` has failed
-            call.future.settle(None, error)
-
-    def _blame(self, number: int) -> None:
-        """Fail one call, or all calls after a rank's death, with the best reason that any rank has
-        reported.
-        """
-        with self._lock:
-            call = self._ends if number == END else self.waiting.pop(number, None)
-        if call is None:
-            return
-        rank, failure = min(call.failures.items(), key=lambda item: item[1].lost_peer)
-        which = f"rank {rank} of {self.size}"
-        if call is not self._ends:
-            call.future.settle(None, failure.error(WorkerFailedError(f"{which}: {failure.text}")))
-            return
-        text = f"{which} (process {self.processes[rank].pid}) has ended, and the engine with it: {failure.text}"
-        self.end(failure.error(WorkerDiedError(text)), at_once=True)
-
-    def _how_it_ended(self, rank: int) -> str:
-        process = self.processes[rank]
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(SECONDS_FOR_REPORTS)
-        code = process.returncode
-        return "its process has ended" if code is None else f"its process {how_it_ended(code)}"
-
-
 RankStarter = Callable[[int], tuple[socket.socket, ChildProcess]]
 """Start a rank's process; return our end of its socket, which is closed when the rank ends."""
 
 
 def start_here(rank: int) -> tuple[socket.socket, ChildProcess]:
     """Start a rank's process on this machine."""
-    ours, theirs = socket.socketpair()
-    with theirs:  # close our copy, so that the socket hangs up when the rank ends
+    own_end, rank_end = socket.socketpair()
+    with rank_end:  # close our copy, so that the socket hangs up when the rank ends
         script = Path(__file__).with_name("rank_main.py")
-        fd = str(theirs.fileno())
+        fd = str(rank_end.fileno())
         command = [sys.executable, "-P", str(script), fd, str(os.getpid()), json.dumps(list(map(str, sys.path)))]
         # A terminal sends Ctrl-C to its whole foreground process group. Each rank gets its own
         # session, so that only this process receives it.
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], start_new_session=True
+            command, stdin=subprocess.DEVNULL, pass_fds=[rank_end.fileno()], start_new_session=True
         )
-    return ours, process
+    return own_end, process
 
 
 class RankProcesses:
@@ -273,70 +154,149 @@ class RankProcesses:
         """
         self.size = size
         self.output_rank = output_rank
-        self._ranks = _Ranks(size)
-        self._numbers = itertools.count(1)
-        self._finalizer = weakref.finalize(self, self._ranks.end, WorkerDiedError("the engine has been shut down"))
+        self.processes: list[ChildProcess] = []
+        self._sockets: list[socket.socket] = []
+        # The ranks' ends are collected like replies, so that the first that failed is blamed for
+        # them too.
+        self._waiting = {END: _PendingCall(size, list)}
+        self._numbers = itertools.count()
+        self._dead: Exception | None = None
+        self._owner = os.getpid()
+        self._lock = threading.RLock()
         try:
             messages = [pickle.dumps((make, (*arguments, rank))) for rank in range(size)]
             for rank in range(size):
                 with InterruptsHeld():  # else a process could start that nobody knows and ends
                     sock, process = start(rank)
-                    self._ranks.sockets.append(sock)
-                    self._ranks.processes.append(process)
-            ready = _PendingCall(size, list)
-            self._ranks.send(0, ready, messages)
-            for rank, sock in enumerate(self._ranks.sockets):
-                threading.Thread(target=self._ranks.listen, args=(rank, sock), daemon=True).start()
-            ready.future.result()
+                    self._sockets.append(sock)
+                    self.processes.append(process)
+            ready = self._post(next(self._numbers), messages, _PendingCall(size, list))
+            for rank, sock in enumerate(self._sockets):
+                threading.Thread(target=self._listen, args=(rank, sock), daemon=True).start()
+            ready.result()
         except BaseException:
             self.shutdown()
             raise
-
-    @property
-    def processes(self) -> list[ChildProcess]:
-        """The ranks' processes."""
-        return self._ranks.processes
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
         """Return the method's results from every rank; raise the same errors as `RankFuture`, as
         soon as a rank has failed.
         """
-        future = self.send_for_all(method, *arguments, join=list)
+        future = self.send(method, *arguments, join=list)
         if method != RESET:
             return future.result()
         try:
-            results = future.result(SECONDS_FOR_RESET)
+            return future.result(SECONDS_FOR_RESET)
         except TimeoutError:
             text = f"the ranks have not answered a reset for {SECONDS_FOR_RESET:g} s, and the engine has ended"
-            self._ranks.end(WorkerDiedError(text), at_once=True)
-            results = future.result()
-        self._ranks.waiting.clear()  # calls that are still there failed before the reset
-        return results
+            self._end(WorkerDiedError(text), at_once=True)
+            return future.result()
 
-    def call_for_one(self, method: str, *arguments: Any) -> Any:
-        """Call a method on all ranks, but wait only for the result of the rank `output_rank`."""
-        return self.send_for_one(method, *arguments).result()
-
-    def send_for_one(self, method: str, *arguments: Any) -> RankFuture:
-        """Send a call to all ranks without waiting; return a future of the result of the rank
-        `output_rank`.
-        """
-        return self._send(method, arguments, self.output_rank, _PendingCall(1, itemgetter(0)))
-
-    def send_for_all(self, method: str, *arguments: Any, join: Join) -> RankFuture:
+    def send(self, method: str, *arguments: Any, join: Join | None = None) -> RankFuture:
         """Send a call to all ranks without waiting; return a future of their results, merged by
-        `join`.
+        `join`, or without it of the result of the rank `output_rank`.
         """
-        return self._send(method, arguments, None, _PendingCall(self.size, join))
+        number = next(self._numbers)
+        replies = self.output_rank if join is None else None
+        message = pickle.dumps(Call(number, method, arguments, replies))  # fails before anything is sent
+        pending = _PendingCall(1, itemgetter(0)) if join is None else _PendingCall(self.size, join)
+        return self._post(number, [message] * self.size, pending)
 
     def shutdown(self) -> None:
         """Stop the ranks. No call can be made after that; a second call does nothing."""
         with InterruptsHeld(clean_up=True):
-            self._finalizer()
+            self._end(WorkerDiedError("the engine has been shut down"))
 
-    def _send(self, method: str, arguments: tuple[Any, ...], replies: int | None, call: _PendingCall) -> RankFuture:
-        number = next(self._numbers)
-        message = pickle.dumps(Call(number, method, arguments, replies))  # fails before anything is sent
+    def _post(self, number: int, messages: Sequence[bytes], call: _PendingCall) -> RankFuture:
+        """Send each rank its message, or raise the error that ended the ranks."""
         with InterruptsHeld(clean_up=True):  # it goes to all ranks or to none
-            self._ranks.send(number, call, [message] * self.size)
+            with self._lock:
+                if self._dead is not None:
+                    raise self._dead
+                self._waiting[number] = call
+            for sock, message in zip(self._sockets, messages, strict=True):
+                with contextlib.suppress(OSError):  # that rank has ended, which its thread reports
+                    sock.sendall(message)
         return call.future
+
+    def _end(self, error: Exception, at_once: bool = False) -> None:
+        """Let every rank leave, kill those that do not, and fail all calls.
+
+        A second call does nothing; nor does a call in a fork of the process that owns the ranks.
+        """
+        with self._lock:
+            if self._dead is not None or os.getpid() != self._owner:
+                return
+            self._dead = error
+        for sock in self._sockets:
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)  # which also wakes our thread
+            sock.close()
+        for process in self.processes if at_once else ():
+            process.kill()
+        wait_or_kill(self.processes, SECONDS_TO_LEAVE)
+        with self._lock:
+            for call in self._waiting.values():
+                call.future.settle(None, error)
+            self._waiting.clear()
+
+    def _listen(self, rank: int, sock: socket.socket) -> None:
+        """Receive a rank's replies until it has ended."""
+        try:
+            with sock.makefile("rb") as replies:
+                while not isinstance(message := pickle.load(replies), Failure):
+                    self._take(rank, message)
+        except Exception:  # the connection is closed, perhaps in the middle of a message
+            message = None
+        if self._dead is None:
+            self._take(rank, Reply(END, failure=message or Failure(self._how_it_ended(rank))))
+
+    def _take(self, rank: int, reply: Reply) -> None:
+        with self._lock:
+            call = self._waiting.get(reply.number)
+            if call is None:  # it has failed already
+                return
+            call.replies[rank] = reply
+            failures = call.failures.values()
+            if not failures:
+                self._settle_if_complete(reply.number, call)
+            elif len(call.replies) < self.size and all(failure.lost_peer for failure in failures):
+                # The rank that was lost has not reported yet. If it never does, blame one that
+                # missed it.
+                timer = threading.Timer(SECONDS_FOR_REPORTS, self._blame, (reply.number,))
+                timer.daemon = True
+                timer.start()
+            else:
+                self._blame(reply.number)
+
+    def _settle_if_complete(self, number: int, call: _PendingCall) -> None:
+        if len(call.replies) < call.num_replies:
+            return
+        del self._waiting[number]
+        try:
+            call.future.settle(call.join([call.replies[rank].value for rank in sorted(call.replies)]))
+        except Exception as error:  # `join` has failed
+            call.future.settle(None, error)
+
+    def _blame(self, number: int) -> None:
+        """Fail one call, or all calls after a rank's death, with the best reason that any rank has
+        reported.
+        """
+        with self._lock:
+            call = self._waiting.pop(number, None)
+        if call is None:
+            return
+        rank, failure = min(call.failures.items(), key=lambda item: item[1].lost_peer)
+        which = f"rank {rank} of {self.size}"
+        if number != END:
+            call.future.settle(None, failure.error(WorkerFailedError(f"{which}: {failure.text}")))
+            return
+        text = f"{which} (process {self.processes[rank].pid}) has ended, and the engine with it: {failure.text}"
+        self._end(failure.error(WorkerDiedError(text)), at_once=True)
+
+    def _how_it_ended(self, rank: int) -> str:
+        process = self.processes[rank]
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(SECONDS_FOR_REPORTS)
+        code = process.returncode
+        return "its process has ended" if code is None else f"its process {how_it_ended(code)}"

@@ -133,7 +133,7 @@ def engine(**settings: Any) -> LLMEngine:
     once.
     """
     defaults = {"device": "cpu", "max_model_len": 256, "max_num_seqs": 4, "num_gpu_blocks_override": 65}
-    return LLMEngine(EngineArgs(**{"model": MODEL, "disable_log_stats": True, **defaults, **settings}))
+    return LLMEngine(EngineArgs(**{"model": MODEL, **defaults, **settings}))
 
 
 def core_of(llm: LLMEngine) -> EngineCore:
@@ -197,13 +197,13 @@ def recorded_steps(llm: LLMEngine) -> list[SchedulerOutput]:
     """Return a list to which each step is added when it is executed."""
     steps: list[SchedulerOutput] = []
     executor = core_of(llm).executor
-    execute = executor.execute_model
+    start = executor.start_model
 
-    def execute_and_record(output: SchedulerOutput, **options: Any) -> Any:
+    def start_and_record(output: SchedulerOutput) -> Any:
         steps.append(output)
-        return execute(output, **options)
+        return start(output)
 
-    executor.execute_model = execute_and_record  # type: ignore[method-assign]
+    executor.start_model = start_and_record  # type: ignore[method-assign]
     return steps
 
 

@@ -61,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
         commands,
         "serve",
         "[MODEL]",
-        "An OpenAI-compatible server. The flags are vLLM's, and so are the names of their groups.",
+        "An OpenAI-compatible server. The flags are vLLM's.",
     )
     proxy = _add_command(
         commands,
@@ -69,12 +69,12 @@ def _parser() -> argparse.ArgumentParser:
         "--prefill URL [URL …] --decode URL [URL …]",
         "One address for servers that compute prompts and servers that generate (--kv-transfer-config).",
     )
-    add_flags(proxy, ProxyArgs, {"Proxy": [field.name for field in fields(ProxyArgs)]})
+    add_flags(proxy, ProxyArgs, "Proxy")
     serve.add_argument(
         "model_tag", nargs="?", metavar="MODEL", help="a directory or a name on the Hub; the embedded one"
     )
     serve.add_argument("--model", help="the same")
-    add_flags(serve, FrontendArgs, {"Frontend": [field.name for field in fields(FrontendArgs)]})
+    add_flags(serve, FrontendArgs, "Frontend")
     add_engine_flags(serve, NOT_FLAGS)
     return parser
 
@@ -108,7 +108,7 @@ def _serve(parsed: argparse.Namespace) -> int:
     frontend = {name: value for name, value in flags.items() if name in names}
     # Process lists show command lines, so a key belongs into the environment.
     keys = next((os.environ[name] for name in KEY_VARIABLES if os.environ.get(name)), None)
-    if keys is not None and "api_key" not in frontend:
+    if keys is not None and not frontend["api_key"]:
         frontend["api_key"] = [keys]
     settings = FrontendArgs(**frontend)
     engine = {name: value for name, value in flags.items() if name not in names}
