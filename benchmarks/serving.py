@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 import vllm_cli
-from peers import Peer, Running
+from peer_process import Peer, Running
 
 from minivllm.config import EMBEDDED_MODEL
 from minivllm.errors import MinivllmError

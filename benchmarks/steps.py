@@ -33,7 +33,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from peers import requests_of
+from peer_models import requests_of
 from processors import with_others
 
 from minivllm.config import EMBEDDED_MODEL

@@ -37,7 +37,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from peers import SETTLED_SECONDS, VLLM_PYTHON, Peer, Running
+from peer_process import SETTLED_SECONDS, VLLM_PYTHON, Peer, Running
 
 from minivllm import LLM, LoRARequest, SamplingParams
 from minivllm.config import EMBEDDED_MODEL, ModelConfig, Parts
@@ -272,7 +272,7 @@ def show(figures: dict[str, Any]) -> None:
 
 def main(arguments: argparse.Namespace) -> None:
     if arguments.peer and not VLLM_PYTHON.exists():
-        raise MinivllmError(f"vLLM has no environment at {VLLM_PYTHON.parent.parent}: run make .peers")
+        raise MinivllmError(f"vLLM has no environment at {VLLM_PYTHON.parent.parent}: run make peers")
     rounds = arguments.rounds or (1 if arguments.quick else 2)
     control = Control()
     with control.watch():

@@ -8,7 +8,9 @@ import os
 import subprocess
 from pathlib import Path
 
-ENVIRONMENT = Path(__file__).resolve().parents[1] / ".peers"
+from peer_process import ENVIRONMENTS
+
+ENVIRONMENT = ENVIRONMENTS / "vllm"
 
 
 def vllm_version(environment: Path = ENVIRONMENT) -> str:

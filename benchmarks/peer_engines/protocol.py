@@ -2,8 +2,8 @@
 directions. It needs only the standard library.
 
 The engine's process sends {"ready": …} once it has warmed up; then, for each line on its standard
-input ("all", "one" or a name in `adapters`), it serves those requests and answers with seconds and
-tokens.
+input (a number of requests, "all" or a name in `adapters`), it serves those requests and answers
+with seconds and tokens.
 """
 
 import json
@@ -54,7 +54,8 @@ def serve(generate: Callable[[list[dict]], list[list[int]]], **facts: Any) -> No
     generate(requests[:8])
     print(json.dumps({"ready": facts}), file=ANSWERS)
     for line in sys.stdin:
-        chosen = chosen_by_name.get(line.strip()) or (requests if line.strip() == "all" else requests[:1])
+        asked = line.strip()
+        chosen = chosen_by_name.get(asked) or (requests if asked == "all" else requests[: int(asked)])
         start = time.perf_counter()
         outputs = generate(chosen)
         seconds = time.perf_counter() - start

@@ -48,15 +48,25 @@ def test_a_record_read_again_keeps_its_own_others(bench, tmp_path):
     assert [entry["machine"]["cpu"] for entry in kept] == ["Intel", "Arm", "AMD"]
 
 
-def rates(ours: float, vllm: float) -> dict:
-    """Return fp32 rates that were measured in turns; vLLM's row has our rate as a multiple of its
-    own.
-    """
-    return {"peers": {"minivllm fp32": {"all": ours, "ours_of_it": 1.0}, "vLLM fp32": {"all": vllm, "ours_of_it": 1.3}}}
+def test_processors_of_one_name_differ_by_their_vector_instructions(bench):
+    result = of("AMD")
+    result["machine"]["vectors"] = ["avx2", "avx512f"]
+    assert bench.kind_of(result) == "AMD (avx2, avx512f), 2 cores"
 
 
-def test_each_kind_of_processor_has_a_row(peers):
-    result = of("Intel", figures=rates(5000, 4000), other_processors=[of("AMD", figures=rates(7000, 5000))])
-    _, rows = peers.table_of_processors(result)
-    assert rows[0] == ("Intel, 2 cores", "2026-01-01", "5,000", "1.30 ×", "", "")
-    assert rows[1][0] == "AMD, 2 cores"
+def rows(ours: float, peers: dict[str, float]) -> dict:
+    """Return a comparison in fp32: our rate, and as a multiple of each peer's with many requests."""
+    rates = {"1": 100.0, "128": ours}
+    ours_row = {"minivllm fp32": {"rates": rates, "ours_of_it": {"1": 1.0, "128": 1.0}}}
+    others = {f"{name} fp32": {"rates": rates, "ours_of_it": {"1": 2.0, "128": ratio}} for name, ratio in peers.items()}
+    return {"peers": ours_row | others}
+
+
+def test_each_kind_of_processor_is_compared_with_its_best_peer(peers):
+    result = of("Intel", figures=rows(5000, {"vLLM": 1.3, "OpenVINO GenAI": 0.8}))
+    result |= {"other_processors": [of("AMD", figures=rows(7000, {"vLLM": 1.2}))]}
+    _, cells = peers.table_of_processors(result)
+    assert [(cell[0], cell[-1]) for cell in cells] == [
+        ("Intel, 2 cores", "5,000 (0.80 × OpenVINO GenAI fp32)"),
+        ("AMD, 2 cores", "7,000 (1.20 × vLLM fp32)"),
+    ]

@@ -11,6 +11,8 @@ from pathlib import Path
 
 from minivllm.errors import MinivllmError
 
+VECTORS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
+"""Of a processor's instruction sets, those that decide how fast it multiplies."""
 PACKAGES = ("torch", "triton", "transformers", "numpy", "numba")
 
 
@@ -21,12 +23,13 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _cpu_name() -> str:
+def _cpu_line(name: str) -> str:
+    """Return the first processor's line `name` of /proc/cpuinfo, or "" where there is none."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
+    except OSError:
+        return ""
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith(name)), "")
 
 
 def machine() -> dict:
@@ -34,7 +37,8 @@ def machine() -> dict:
     identifies it beyond its kind.
     """
     facts: dict = {
-        "cpu": _cpu_name(),
+        "cpu": _cpu_line("model name") or platform.processor() or platform.machine(),
+        "vectors": [flag for flag in VECTORS if flag in _cpu_line("flags").split()],
         "cores": os.cpu_count(),
         "system": platform.system(),
         "python": platform.python_version(),

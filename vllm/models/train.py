@@ -391,6 +391,9 @@ def fit(
 def save(model, tokenizer, directory: Path, facts: dict) -> None:
     """Write bf16 weights, config and tokenizer in Hugging Face's layout, and `training.json`."""
     model.to(torch.bfloat16).save_pretrained(directory)
+    config = json.loads((directory / "config.json").read_text())
+    config["rope_theta"] = config["rope_parameters"]["rope_theta"]  # where older readers look for it
+    (directory / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     tokenizer.save_pretrained(directory)
     (directory / "training.json").write_text(json.dumps(facts, indent=2) + "\n")
 

@@ -1,0 +1,55 @@
+"""Test how the engines of `make peers` are started and compared."""
+
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from minivllm.errors import MinivllmError
+
+ENGINE = """
+import json, sys
+print(json.dumps({"ready": {"version": "1"}}), flush=True)
+requests = json.loads(open(sys.argv[1]).read())["requests"]
+for line in sys.stdin:
+    chosen = requests[: int(line)]
+    outputs = [[7] * request["output"] for request in chosen]
+    print(json.dumps({"seconds": 0.5 * len(chosen), "outputs": outputs}), flush=True)
+"""
+REFUSES = 'raise SystemExit("no bf16 here")'
+WORK = {"requests": [{"prompt": [1], "output": 2}, {"prompt": [1], "output": 3}]}
+
+
+@pytest.fixture
+def peers(load_benchmark, monkeypatch):
+    benchmark = load_benchmark("peers")
+    monkeypatch.setattr(benchmark.time, "sleep", lambda seconds: None)
+    return benchmark
+
+
+def peer(peers, tmp_path: Path, name: str, code: str):
+    script = tmp_path / f"{name}.py"
+    script.write_text(code)
+    return peers.Peer(f"{name} fp32", str(script), "float32", python=Path(sys.executable))
+
+
+def test_rates_are_medians_by_number_of_requests(peers, tmp_path):
+    engines = [peer(peers, tmp_path, name, ENGINE) for name in ("minivllm", "other")]
+    rows, outputs = peers.measure(engines, WORK, (1, 2), 1, tmp_path)
+    assert rows["other fp32"]["rates"] == {"1": 4.0, "2": 5.0}
+    assert rows["other fp32"]["ours_of_it"] == {"1": 1.0, "2": 1.0}
+    assert outputs["other fp32"] == [[7, 7], [7, 7, 7]]
+
+
+def test_a_peer_that_refuses_is_left_out_with_its_reason(peers, tmp_path, capsys):
+    engines = [peer(peers, tmp_path, "minivllm", ENGINE), peer(peers, tmp_path, "other", REFUSES)]
+    with ExitStack() as processes:
+        running = peers.started(engines, WORK, tmp_path, processes)
+        assert [engine.peer.title for engine in running] == ["minivllm fp32"]
+    assert "no bf16 here" in " ".join(capsys.readouterr().out.split())
+
+
+def test_our_engine_must_start(peers, tmp_path):
+    with ExitStack() as processes, pytest.raises(MinivllmError, match="no bf16 here"):
+        peers.started([peer(peers, tmp_path, "minivllm", REFUSES)], WORK, tmp_path, processes)
