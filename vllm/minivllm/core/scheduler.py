@@ -68,6 +68,7 @@ class Scheduler:
         self._drafts_snapshot = self.spec_decoding_stats.copy()
         self._failed: list[EngineCoreOutput] = []
         self.remote: RemoteKV | None = None
+        self._preempted_between_steps: set[str] = set()
         self.pinned_loras: set[int] = set()
         """Adapters that keep a slot even when no request uses them."""
         self.lora_slots: list[tuple[str, bool]] = [("", False)] * scheduler_config.max_loras
@@ -87,7 +88,7 @@ class Scheduler:
         """
         self._check_request(request)
         if self.remote is not None:
-            self.remote.added(request)
+            self.remote.connector.on_new_request(request)
         # A connector finds blocks by their hashes, even where the engine's own cache is off.
         if self.cache_config.enable_prefix_caching or self.remote is not None:
             request.enable_block_hashes(self.cache_config.block_size, self.policy.hash_block_tokens)
@@ -189,6 +190,8 @@ class Scheduler:
         if self.drafting.num_speculative_tokens_per_batch_size:
             output.num_spec_tokens_to_schedule = self.drafting.num_drafts_after(len(output.num_scheduled_tokens))
         if self.remote is not None:
+            output.preempted_req_ids |= self._preempted_between_steps
+            self._preempted_between_steps = set()
             self.remote.complete(output)
         self._update_after_schedule(output)
         return output
@@ -204,9 +207,6 @@ class Scheduler:
         continue_running = step.continue_running
         while step.position < len(running) and step.token_budget > 0:
             request = running[step.position]
-            if remote is not None and self._waits_for_others(request, step):
-                step.position += 1
-                continue
             # With async scheduling, placeholders stand for tokens that a step in flight is
             # sampling.
             num_placeholders = request.num_output_placeholders
@@ -234,12 +234,6 @@ class Scheduler:
                 continue  # It preempted itself. The next request, if any, is at its position now.
             continue_running(request, num_new_tokens, new_blocks)
             step.position += 1
-
-    def _waits_for_others(self, request: Request, step: Step) -> bool:
-        """Return whether a request needs blocks that others will not have recomputed by this step."""
-        assert self.remote is not None
-        # By priority, one of the others could still be preempted in this step.
-        return self.remote.must_wait(request, step.num_scheduled_tokens if self.config.policy == "fcfs" else {})
 
     def cap_num_tokens(self, request: Request, num_new_tokens: int, step: Step) -> int:
         """Return how many of its missing tokens a running request may get in this step."""
@@ -490,13 +484,20 @@ class Scheduler:
         return outputs
 
     def _take_load_failures(self, step: SchedulerOutput, output: ModelRunnerOutput) -> set[str]:
-        """End requests whose load has failed, if the policy says so; return all requests whose
-        tokens of this step are invalid.
+        """Preempt requests whose load has failed, or end them, as `kv_load_failure_policy` says;
+        return the ids of all requests whose tokens of this step are invalid.
         """
         assert self.remote is not None
-        ignored, ended = self.remote.begin_update(step, output.kv_connector_output, self.requests)
-        self.finish_requests([request.request_id for request in ended], RequestStatus.FINISHED_ERROR)
-        self._failed += [EngineCoreOutput.failed(request.request_id, LOAD_FAILED) for request in ended]
+        ignored, failed = self.remote.begin_update(step, output.kv_connector_output, self.requests)
+        if not self.remote.recomputes:
+            self.finish_requests([request.request_id for request in failed], RequestStatus.FINISHED_ERROR)
+            self._failed += [EngineCoreOutput.failed(request.request_id, LOAD_FAILED) for request in failed]
+            return ignored
+        # The ranks hear of it with the next step. The first of the batch is the first to come back.
+        between_steps = Step(token_budget=0, chunk_limit=0)
+        for request in reversed([request for request in self.running if request in failed]):
+            self.preempt(request, between_steps)
+        self._preempted_between_steps |= between_steps.preempted_req_ids
         return ignored
 
     def _end_transfers(self, output: ModelRunnerOutput, outputs: list[EngineCoreOutput]) -> None:

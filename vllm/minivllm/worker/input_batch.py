@@ -102,8 +102,6 @@ class InputBatch:
         for request in output.scheduled_new_reqs:
             self._add_request(request)
         cached = output.scheduled_cached_reqs
-        for req_id, num_tokens in cached.num_known_tokens.items():
-            self.num_tokens[self.row_of[req_id]] = num_tokens
         if cached.req_ids:
             rows = [self.row_of[req_id] for req_id in cached.req_ids]
             # Only a stage that has not sampled these tokens itself gets them.
