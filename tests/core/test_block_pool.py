@@ -36,14 +36,6 @@ class QueueAgainstList(RuleBasedStateMachine):
         assert self.queue.popleft_n(n) == self.model[:n]
         self.model = self.model[n:]
 
-    @rule()
-    def popleft(self) -> None:
-        if not self.model:
-            with pytest.raises(BlockPoolError):
-                self.queue.popleft()
-            return
-        assert self.queue.popleft() is self.model.pop(0)
-
     @rule(data=st.data())
     def remove(self, data: st.DataObject) -> None:
         block = data.draw(st.sampled_from(self.blocks))
@@ -55,14 +47,11 @@ class QueueAgainstList(RuleBasedStateMachine):
         self.model.remove(block)
 
     @rule(data=st.data())
-    def append(self, data: st.DataObject) -> None:
+    def insert_again(self, data: st.DataObject) -> None:
         block = data.draw(st.sampled_from(self.blocks))
         if block in self.model:
             with pytest.raises(BlockPoolError):
-                self.queue.append(block)
-            return
-        self.queue.append(block)
-        self.model.append(block)
+                self.queue.append_n([block])
 
     @rule(data=st.data(), front=st.booleans())
     def insert_n(self, data: st.DataObject, front: bool) -> None:

@@ -63,7 +63,7 @@ def tokens_of(runner: ModelRunner, scheduler: Scheduler) -> dict[str, list[int]]
             raise NonFiniteLogitsError(sampled.nonfinite_req_ids)
         for request_output in scheduler.update_from_output(output, sampled):
             tokens.setdefault(request_output.request_id, []).extend(request_output.new_token_ids)
-        scheduler.update_draft_token_ids(runner.take_draft_token_ids())
+        scheduler.update_draft_token_ids(runner.draft_tokens_handler.take())
     assert not scheduler.has_unfinished_requests()
     return tokens
 
@@ -131,7 +131,7 @@ def test_after_a_reset_a_step_that_failed_at_any_line_is_forgotten(sampling):
         runner.reset()
         assert tokens_of(runner, new_scheduler(PROMPTS, drafts, **sampling)) == expected, f"line {at}"
         runner.reset()
-    assert not runner.take_draft_token_ids()
+    assert not runner.draft_tokens_handler.take()
     assert sorted(runner.batch._free_rows) == [0, 1, 2, 3]
 
 

@@ -538,9 +538,6 @@ class Scheduler:
 
     def _cache_accepted(self, request: Request) -> None:
         """Publish the blocks filled by accepted draft tokens, which are known tokens now."""
-        self._cache_known(request)
-
-    def _cache_known(self, request: Request) -> None:
         # The last token is not computed yet.
         self.kv_cache_manager.cache_blocks(request, request.num_tokens - 1)
 

@@ -14,6 +14,7 @@ on the host, and each step copies the gathered inputs to the device.
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields
 from itertools import chain
+from operator import attrgetter
 
 import numpy as np
 import torch
@@ -68,6 +69,9 @@ class StepInputs(TokenSpans):
     num_sampled: np.ndarray
     logits_indices: np.ndarray
     drafts: dict[str, list[int]]
+
+
+_fields_of_spans = attrgetter(*(field.name for field in fields(TokenSpans)))
 
 
 class InputBatch:
@@ -143,7 +147,7 @@ class InputBatch:
             num_sampled += [len(drafts.get(req_ids[index], ())) for index in sampling]
         ends = spans.query_start_loc[1:][sampling]  # [n], one past the last token of each
         return StepInputs(
-            **{field.name: getattr(spans, field.name) for field in fields(TokenSpans)},
+            *_fields_of_spans(spans),
             req_ids=req_ids,
             sampling=sampling,
             num_sampled=num_sampled,

@@ -34,7 +34,7 @@ from minivllm.platforms.spinning import limit_spinning
 from minivllm.platforms.threads import has_numba
 from minivllm.worker.kernel_warmup import short_step, warm_up_steps
 from minivllm.worker.kv_cache import STORED_AS
-from minivllm.worker.kv_connector_runner import ActiveKVConnector, model_fingerprint
+from minivllm.worker.kv_connector_runner import KVConnectorRunner, model_fingerprint
 from minivllm.worker.memory_profiling import MemoryUse, activation_peak, bytes_outside_torch, device_memory
 from minivllm.worker.model_runner import ModelRunner
 from minivllm.worker.settings import WorkerSettings
@@ -171,7 +171,7 @@ class Worker:
         connector = create_connector(
             connector_config, KVConnectorRole.WORKER, Parts(kv_connector=settings.kv_connector)
         )
-        self.runner.kv_connector = ActiveKVConnector(connector, kv_caches, self.runner.config.num_hidden_layers)
+        self.runner.kv_connector = KVConnectorRunner(connector, kv_caches, self.runner.config.num_hidden_layers)
         return connector_config, connector.get_handshake_metadata()
 
     def warm_up(self) -> None:
@@ -307,7 +307,7 @@ class Worker:
 
     def take_draft_token_ids(self) -> dict[str, list[int]]:
         """Return the drafts to follow the last step's tokens, by request id, and clear them."""
-        return self.runner.take_draft_token_ids()
+        return self.runner.draft_tokens_handler.take()
 
     def record_times(self) -> None:
         """Start recording when this rank computes each step, from the arrival of its inputs to its
