@@ -57,7 +57,6 @@ def test_all_sizes_of_steps_are_met_and_contexts_as_long_as_they_get():
     [
         {},
         {"kv_cache_dtype": "int8"},
-        {"quantization": "int8"},
         {"speculative_config": NGRAM},
         {"speculative_config": NGRAM, "async_scheduling": True},
         {"speculative_config": DRAFT_MODEL},

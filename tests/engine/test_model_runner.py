@@ -3,10 +3,10 @@ recovers from any error.
 """
 
 import math
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
-import torch
 from engine.test_all_or_nothing import Boom, RaiseAtLine
 
 from minivllm.config import CacheConfig, DraftingConfig, ModelConfig, SchedulerConfig
@@ -116,16 +116,16 @@ def test_one_logit_of_a_row_that_is_nan_or_infinite_is_refused(value, is_refused
         assert (7 in tokens) == (value > 0)
 
 
-@pytest.mark.parametrize("sampling", [{}, {"prompt_logprobs": 1, "logprobs": 1}], ids=str)
-def test_after_a_reset_a_step_that_failed_at_any_line_is_forgotten(sampling):
+def test_after_a_reset_a_step_that_failed_at_any_line_is_forgotten():
     drafts = 2
+    sampling = {"prompt_logprobs": 1, "logprobs": 1}
     expected = tokens_of(new_runner(drafts), new_scheduler(PROMPTS, drafts, **sampling))
     runner = new_runner(drafts)
     with RaiseAtLine(-1, WORKER) as never:
         tokens_of(runner, new_scheduler(PROMPTS, drafts, **sampling))
     assert never.count > 1000
     runner.reset()
-    for at in range(1, never.count, never.count // 20):
+    for at in range(1, never.count, never.count // 10):
         with RaiseAtLine(at, WORKER), pytest.raises(Boom):
             tokens_of(runner, new_scheduler(PROMPTS, drafts, **sampling))
         runner.reset()
@@ -135,9 +135,8 @@ def test_after_a_reset_a_step_that_failed_at_any_line_is_forgotten(sampling):
     assert sorted(runner.batch._free_rows) == [0, 1, 2, 3]
 
 
-def test_the_parts_of_a_step_have_names_in_the_profiler():
-    runner, scheduler = new_runner(drafts=2), new_scheduler(PROMPTS, 2)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        tokens_of(runner, scheduler)
-    names = {event.key for event in profile.key_averages()}
-    assert {"minivllm::prepare", "minivllm::forward", "minivllm::sample", "minivllm::draft"} <= names
+def test_the_parts_of_a_step_have_names_in_the_profiler(monkeypatch):
+    names = set()
+    monkeypatch.setattr(model_runner, "record_function_or_nullcontext", lambda name: names.add(name) or nullcontext())
+    tokens_of(new_runner(), new_scheduler(PROMPTS))
+    assert {"minivllm::prepare", "minivllm::forward", "minivllm::sample", "minivllm::draft"} == names

@@ -31,6 +31,7 @@ from itertools import count
 from typing import NamedTuple
 
 from minivllm.core.block_pool import KVCacheBlock
+from minivllm.core.engine_messages import EngineCoreOutput
 from minivllm.core.kv_cache_manager import KVCacheManager
 from minivllm.core.kv_connector import KVConnectorBase_V1, KVConnectorOutput, KVTransferParams
 from minivllm.core.request import Request, RequestStatus
@@ -92,7 +93,7 @@ class RemoteKV:
         self._in_flight: Counter[str] = Counter()
         self._stale: Counter[str] = Counter()
         # By request: a block table that it has lost while a step in flight computes with it.
-        self._given_back: dict[str, list[int]] = {}
+        self._lost_tables: dict[str, list[int]] = {}
 
     def is_busy(self) -> bool:
         """Return whether the engine must keep stepping although no request is unfinished."""
@@ -160,12 +161,12 @@ class RemoteKV:
         ]
         for request in arrived:
             self._take_loaded(request)
+        filled = [request for request in arrived if request.num_computed_tokens > 0]
         # Sort only when something was added; most steps add nothing.
-        if any(request.num_computed_tokens > 0 for request in arrived):
-            before = [*self.received]
-            filled = [*before, *(request for request in arrived if request.num_computed_tokens > 0)]
-            self.received.remove_requests(before)
-            self.received.prepend_requests(sorted(filled, key=lambda request: self._admissions[request.request_id]))
+        if filled:
+            in_order = sorted([*self.received, *filled], key=lambda request: self._admissions[request.request_id])
+            self.received.remove_requests(in_order)
+            self.received.prepend_requests(in_order)
         return [request for request in arrived if request.num_computed_tokens == 0]
 
     def _take_loaded(self, request: Request) -> None:
@@ -212,14 +213,7 @@ class RemoteKV:
         """
         # Should one of these blocks turn out to be invalid, those after it must be withdrawn.
         if self._in_flight[request.request_id]:
-            self._given_back[request.request_id] = self.manager.get_block_ids(request.request_id)
-
-    def take_params(self) -> dict[str, KVTransferParams]:
-        """Return the `kv_transfer_params` for the clients of ended requests, by request id, and
-        forget them.
-        """
-        params, self._params = self._params, {}
-        return params
+            self._lost_tables[request.request_id] = self.manager.get_block_ids(request.request_id)
 
     # A step
 
@@ -243,22 +237,39 @@ class RemoteKV:
             failed += [request for request in self.kv_holding_waiting.values() if self._truncate(request, output)]
             running = self._withdraw(output.invalid_block_ids, requests)
             failed += running
-            # A request that was preempted meanwhile has lost its blocks, so it is not known any more
-            # whether they were valid.
-            preempted = [name for name in step.num_scheduled_tokens if _is_preempted(requests.get(name))]
-            spoiled = {request.request_id for request in running}.union(preempted if output.invalid_block_ids else ())
+            spoiled = [request.request_id for request in running]
+            if output.invalid_block_ids:
+                # A request that was preempted meanwhile has lost its blocks, so it is not known any
+                # more whether they were valid.
+                spoiled += [
+                    name
+                    for name in step.num_scheduled_tokens
+                    if name in requests and requests[name].status is RequestStatus.PREEMPTED
+                ]
             # What was scheduled before this was known computes with invalid keys and values.
             for name in spoiled:
                 requests[name].num_output_placeholders = 0
                 self._stale[name] = self._in_flight[name]
-            invalid |= spoiled
-        if self._given_back:
-            self._given_back = {name: table for name, table in self._given_back.items() if self._in_flight[name]}
+            invalid.update(spoiled)
+        if self._lost_tables:
+            self._lost_tables = {name: table for name, table in self._lost_tables.items() if self._in_flight[name]}
         return invalid, failed
 
-    def end_update(self, output: KVConnectorOutput) -> None:
-        """Process finished transfers: note which loads have arrived, and free the blocks of ended
-        requests that are no longer needed.
+    def end_update(self, output: KVConnectorOutput | None, request_outputs: Iterable[EngineCoreOutput]) -> None:
+        """Process finished transfers, and add the connector's parameters for the clients of ended
+        requests to their outputs.
+        """
+        if output is not None:
+            self._end_transfers(output)
+        # Only a few steps end a request that has parameters for its client.
+        if self._params:
+            for request_output in request_outputs:
+                request_output.kv_transfer_params = self._params.get(request_output.request_id)
+            self._params = {}
+
+    def _end_transfers(self, output: KVConnectorOutput) -> None:
+        """Note which loads have arrived, and free the blocks of ended requests that are no longer
+        needed.
         """
         self.connector.update_connector_output(output)
         for name in output.finished_recving:
@@ -321,7 +332,7 @@ class RemoteKV:
             num_known = len(invalid)
             starts = {name: _first_of(invalid, table) for name, table in tables.items()}
             invalid.update(*(tables[name][start:] for name, start in starts.items()))
-            invalid.update(*(table[_first_of(invalid, table) :] for table in self._given_back.values()))
+            invalid.update(*(table[_first_of(invalid, table) :] for table in self._lost_tables.values()))
         blocks = self.manager.block_pool.blocks
         self.manager.block_pool.evict_blocks(blocks[block_id] for block_id in invalid)
         affected = [requests[name] for name, start in starts.items() if start < len(tables[name])]
@@ -365,7 +376,3 @@ class RemoteKV:
 def _first_of(block_ids: Collection[int], table: Sequence[int]) -> int:
     """Return the index of the first block of a table that is one of these; its length if none is."""
     return next((index for index, block_id in enumerate(table) if block_id in block_ids), len(table))
-
-
-def _is_preempted(request: Request | None) -> bool:
-    return request is not None and request.status is RequestStatus.PREEMPTED

@@ -113,16 +113,6 @@ class Scheduler:
         self._finish(ended, status)
         return [request.request_id for request in ended]
 
-    def unsent(self, request_ids: Iterable[str]) -> set[str]:
-        """Return those of these ids that no worker knows, because they are waiting; none with a KV
-        connector, which must hear of all.
-        """
-        if self.remote is not None:
-            return set()
-        known = [self.requests[request_id] for request_id in request_ids if request_id in self.requests]
-        waiting = {request.request_id for request in known if request.status is not RequestStatus.RUNNING}
-        return waiting - self.finished_req_ids  # an id may be that of an earlier request, which a worker still has
-
     def has_unfinished_requests(self) -> bool:
         """Return whether any request is unfinished, or a KV connector needs another step."""
         if self.requests or self.remote is None:
@@ -480,7 +470,7 @@ class Scheduler:
             outputs.append(output)
         self._finish(stopped)
         if self.remote is not None:
-            self._end_transfers(model_runner_output, outputs)
+            self.remote.end_update(model_runner_output.kv_connector_output, outputs)
         return outputs
 
     def _take_load_failures(self, step: SchedulerOutput, output: ModelRunnerOutput) -> set[str]:
@@ -499,18 +489,6 @@ class Scheduler:
             self.preempt(request, between_steps)
         self._preempted_between_steps |= between_steps.preempted_req_ids
         return ignored
-
-    def _end_transfers(self, output: ModelRunnerOutput, outputs: list[EngineCoreOutput]) -> None:
-        """Process the ranks' finished transfers, and add the connector's parameters for ended
-        requests to their outputs.
-        """
-        assert self.remote is not None
-        if output.kv_connector_output is not None:
-            self.remote.end_update(output.kv_connector_output)
-        # Only a few steps end a request that has parameters for its client.
-        if params := self.remote.take_params():
-            for request_output in outputs:
-                request_output.kv_transfer_params = params.get(request_output.request_id)
 
     def update_draft_token_ids(self, draft_token_ids: Mapping[str, list[int]]) -> None:
         """Set the draft tokens to verify in the next step, by request id. Ignored for unfinished
@@ -559,16 +537,15 @@ class Scheduler:
         if not requests:
             return
         for request in requests:
+            # No worker knows a request that waits, but a KV connector must hear of all.
+            if request.status is RequestStatus.RUNNING or request.status.is_finished or self.remote is not None:
+                self.finished_req_ids.add(request.request_id)
             # A request that stopped by itself has its status already.
             request.status = status or request.status
-            self._free_request(request)
+            if self.remote is None or not self.remote.keeps_blocks(request):
+                self.kv_cache_manager.free(request)
+            del self.requests[request.request_id]
         self.running = [request for request in self.running if not request.status.is_finished]
-
-    def _free_request(self, request: Request) -> None:
-        if self.remote is None or not self.remote.keeps_blocks(request):
-            self.kv_cache_manager.free(request)
-        self.finished_req_ids.add(request.request_id)
-        del self.requests[request.request_id]
 
     def _make_kv_cache_manager(self) -> KVCacheManager:
         return KVCacheManager(

@@ -161,7 +161,8 @@ class ModelRunner:
         error, `reset` must come before the next step.
         """
         with record_function_or_nullcontext("minivllm::prepare"):
-            self._update_states(scheduler_output)
+            self.prompt_logprobs.update(scheduler_output)
+            self.batch.update(scheduler_output)
             if not scheduler_output.num_scheduled_tokens:
                 self.kv_connector.no_forward(scheduler_output)
                 return self._completed(ModelRunnerOutput({}))
@@ -195,10 +196,6 @@ class ModelRunner:
             self.propose_draft_token_ids(step)
         self.kv_connector.finalize_step(step.scheduler_output)
         return self._completed(output)
-
-    def _update_states(self, scheduler_output: SchedulerOutput) -> None:
-        self.prompt_logprobs.update(scheduler_output)
-        self.batch.update(scheduler_output)
 
     def _stays_on_device(self, scheduler_output: SchedulerOutput) -> bool:
         """Return whether the host computes nothing with the step's sampled tokens, and so need

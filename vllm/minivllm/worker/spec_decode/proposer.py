@@ -53,13 +53,6 @@ PROPOSERS: dict[str, MakeProposer] = {"ngram": NgramProposer}
 MODEL_PROPOSERS: dict[str, type[DraftModelProposer]] = {"draft_model": DraftModelProposer, "eagle3": EagleProposer}
 
 
-def make_proposer(config: SpeculativeConfig, max_model_len: int, part: MakeProposer | None = None) -> Proposer:
-    """Return the token-reading proposer of the configured method, or the one that `part` makes if
-    given.
-    """
-    return (part or PROPOSERS[config.method])(config, max_model_len)
-
-
 class TokenSpeculator(Speculator):
     """A speculator that drafts with a `Proposer`, which it calls only if there is something to
     draft.
@@ -96,7 +89,8 @@ def make_speculator(
     if draft_model is not None:
         check_drafter(draft_model.config, target.whole_config, settings.max_model_len)
         return MODEL_PROPOSERS[config.method](settings, draft_model, make_attention)
-    return TokenSpeculator(make_proposer(config, settings.max_model_len, settings.draft_proposer))
+    make_proposer = settings.draft_proposer or PROPOSERS[config.method]
+    return TokenSpeculator(make_proposer(config, settings.max_model_len))
 
 
 def check_drafter(drafter: ModelConfig, target: ModelConfig, max_model_len: int) -> None:
