@@ -97,7 +97,6 @@ def worker(role: str, secret: str, blocks: int) -> TCPConnectorWorker:
         num_kv_heads=KV_HEADS,
         head_dim=HEAD_DIM,
         kv_cache_dtype="float32",
-        max_model_len=BLOCK_SIZE * blocks,
     )
     side = TCPConnectorWorker(config)
     shape = (blocks, BLOCK_SIZE, KV_HEADS, HEAD_DIM)

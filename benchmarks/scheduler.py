@@ -126,9 +126,7 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument(
         "--repeats", type=positive_int, default=7, help=f"runs of {STEPS} steps, of which the fastest counts"
     )
-    flags.add_argument(
-        "--vllm-python", default=VLLM_PYTHON, help="a Python with vLLM (default: of make peers)"
-    )
+    flags.add_argument("--vllm-python", default=VLLM_PYTHON, help="a Python with vLLM (default: of make peers)")
     flags.add_argument("--json", metavar="FILE", help="also write the figures to FILE")
     return flags
 

@@ -35,7 +35,6 @@ def config_double(block_size: int = 4, **settings: Any) -> KVConnectorConfig:
         num_kv_heads=1,
         head_dim=1,
         kv_cache_dtype="float32",
-        max_model_len=40,
     )
 
 

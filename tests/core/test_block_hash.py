@@ -55,11 +55,6 @@ def test_each_name_is_made_from_the_one_before() -> None:
     assert len(first) == 32
 
 
-def test_large_and_negative_tokens_do_not_meet() -> None:
-    names = {hash_block_tokens(NONE_HASH, [token]) for token in (0, 1, 255, 256, 65536, 2**31, 2**32, -1)}
-    assert len(names) == 8
-
-
 def test_a_salt_separates_whole_prompts_through_the_first_block_alone() -> None:
     plain, salted, other = chain([1] * 6, 2), chain([1] * 6, 2, salt="a"), chain([1] * 6, 2, salt="b")
     assert not set(plain) & set(salted)
@@ -77,11 +72,6 @@ def test_an_adapter_separates_by_name_and_by_path() -> None:
     names = [chain([1, 2], 2, lora=lora) for lora in adapters]
     assert len({name for [name] in [base, *names]}) == 4
     assert chain([1, 2], 2, lora=LoRARequest("adapter", 7, "/adapters/a")) == names[0], "the number is this process's"
-
-
-def test_an_adapter_is_in_every_block() -> None:
-    names = chain([1, 2, 3, 4], 2, lora=ADAPTER)
-    assert names[1] == hash_block_tokens(names[0], [3, 4], generate_block_hash_extra_keys(ADAPTER, None))
 
 
 def test_extra_keys_are_tagged_and_measured() -> None:

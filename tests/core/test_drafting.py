@@ -41,12 +41,3 @@ def test_the_worker_is_told_how_many_drafts_to_make_and_that_many_places_are_kep
         places = {name: len(request.spec_token_ids) for name, request in scheduler.requests.items()}
         assert places == dict.fromkeys(places, told[-1])
     assert told == [3, 1, 0]
-
-
-def test_without_a_schedule_nothing_is_told():
-    scheduler = Scheduler(
-        SchedulerConfig(max_model_len=64, drafting=DraftingConfig(num_speculative_tokens=3)),
-        CacheConfig(num_gpu_blocks=8),
-    )
-    scheduler.add_request(Request("a", [1, 2, 3, 4], max_tokens=4))
-    assert scheduler.schedule().num_spec_tokens_to_schedule is None

@@ -96,14 +96,6 @@ def test_a_grammar_that_fails_ends_its_request_alone():
     assert "a" not in d.scheduler.requests
 
 
-def test_an_abort_ends_the_wait():
-    d = Drive(make_scheduler())
-    add(d, "a", Wanted(pending=True))
-    assert d.scheduler.finish_requests(["a"], RequestStatus.FINISHED_ABORTED) == ["a"]
-    assert d.step() == {}
-    assert not d.scheduler.has_unfinished_requests()
-
-
 def test_a_wait_outlasts_a_failed_step():
     d = Drive(make_scheduler())
     wanted = Wanted(pending=True)

@@ -4,7 +4,7 @@ import pytest
 
 from minivllm.config import CacheConfig
 from minivllm.core.kv_cache_manager import KVCacheManager
-from minivllm.core.request import Request, RequestStatus
+from minivllm.core.request import Request
 
 
 def make(num_gpu_blocks: int = 11, **arguments: object) -> KVCacheManager:
@@ -59,15 +59,6 @@ def test_lookahead_slots_may_need_a_block_when_the_tokens_need_none() -> None:
     assert allocate(manager, a, 1, num_lookahead_tokens=3) == [3]
 
 
-def test_blocks_are_published_when_scheduled_and_only_full_ones() -> None:
-    manager, a = make(), request("a", [*range(10)])
-    allocate(manager, a, 7)
-    assert manager.get_computed_blocks(request("b", [*range(10)]))[1] == 4
-    a.num_computed_tokens = 7
-    allocate(manager, a, 3)
-    assert manager.get_computed_blocks(request("b", [*range(10)]))[1] == 8
-
-
 def test_a_prefix_has_no_holes() -> None:
     manager, a = make(), request("a", [*range(12)])
     allocate(manager, a, 12)
@@ -80,16 +71,6 @@ def test_a_hit_leaves_at_least_one_token(length: int, hit: int) -> None:
     manager = make()
     allocate(manager, request("a", [*range(8)]), 8)
     assert manager.get_computed_blocks(request("b", [*range(length)]))[1] == hit
-
-
-def test_the_watermark_is_a_share_of_all_blocks_for_admissions_beside_others() -> None:
-    manager = make(watermark=0.2)
-    a = request("a", [*range(31)])
-    assert manager.watermark_blocks == 2
-    assert allocate(manager, request("full", [*range(100, 112)]), 12, has_scheduled_reqs=False) == [1, 2, 3]
-    for a.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
-        assert allocate(manager, a, 24, has_scheduled_reqs=True) is None
-    assert len(allocate(manager, a, 20, has_scheduled_reqs=True) or []) == 5
 
 
 def test_a_hit_leaves_out_its_last_block_for_a_drafter_that_looks_one_token_ahead() -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-from conformance.replay import SCHEDULER_KEYS, make_scheduler
+from conformance.replay import SCHEDULER_KEYS
 from conformance.workloads import random_workload
 from core.invariants import check_scheduler
 from core.worker_double import WorkerDouble
@@ -157,14 +157,6 @@ def random_request(entry: dict[str, Any], config: SchedulerConfig, rng: Random) 
         skip_reading_prefix_cache=rng.random() < 0.1,
         sampling_params=(adapter, salt),
     )
-
-
-@settings(max_examples=40, deadline=None)
-@given(seed=SEEDS)
-def test_workloads_in_vllms_default_setting(seed: int) -> None:
-    rng = Random(seed)
-    workload = random_workload(rng)
-    serve(Run(make_scheduler(workload["config"]), rng), workload)
 
 
 @settings(max_examples=60, deadline=None)

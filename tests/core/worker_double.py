@@ -64,8 +64,6 @@ class WorkerDouble:
             )
             starts[new.req_id] = new.num_computed_tokens
         cached = output.scheduled_cached_reqs
-        for request_id, num_tokens in cached.num_known_tokens.items():
-            del self.requests[request_id].token_ids[num_tokens:]
         for request_id, block_ids, start in zip(
             cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
         ):

@@ -76,7 +76,7 @@ def test_it_leaves_nothing_behind(options, monkeypatch):
     worker.run_unobserved(warm_up_steps(2048, 4, 200, 16, 2 if "speculative_config" in options else 0, 20))
     assert len(verified) == (2 if "speculative_config" in options else 0)
     assert not worker.runner.batch.row_of
-    assert not worker.runner.take_draft_token_ids()
+    assert not worker.runner.draft_tokens_handler.take()
     assert worker.group.bytes_reduced == 0
     assert llm.generate("def f", params, use_tqdm=False)[0].outputs[0].token_ids == expected
 

@@ -12,7 +12,7 @@ from engine.mixed_requests import greedy_answers, random_prompts
 from minivllm import LLM, SamplingParams
 from minivllm.config import EMBEDDED_DRAFT, EMBEDDED_MODEL
 from minivllm.core.remote_kv import LOAD_FAILED
-from minivllm.worker.kv_connector_runner import ActiveKVConnector
+from minivllm.worker.kv_connector_runner import KVConnectorRunner
 from minivllm_lab.inside import core_of
 
 pytestmark = pytest.mark.usefixtures("warm_processes")
@@ -121,6 +121,6 @@ def test_on_a_gpu_a_step_waits_for_the_forward_pass_before_it_and_not_for_copies
     stream = SimpleNamespace(synchronize=lambda: happened.append("forward pass over"))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: happened.append("everything over"))
-    active = ActiveKVConnector(cast(Any, connector), {"layer": (SimpleNamespace(is_cuda=True),)}, 1)
+    active = KVConnectorRunner(cast(Any, connector), {"layer": (SimpleNamespace(is_cuda=True),)}, 1)
     active.pre_forward(cast(Any, SimpleNamespace(kv_connector_metadata=object(), preempted_req_ids=())))
     assert happened == ["forward pass over", "bound", "loads begin"]

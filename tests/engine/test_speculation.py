@@ -25,8 +25,8 @@ from minivllm.models.linear import weight_bytes
 from minivllm.models.loader import random_model
 from minivllm.sampling_params import RequestOutputKind
 from minivllm.worker.input_batch import InputBatch
-from minivllm.worker.spec_decode.model_proposer import check_drafter
 from minivllm.worker.spec_decode.ngram_proposer import NgramProposer
+from minivllm.worker.spec_decode.proposer import check_drafter
 from minivllm_lab.inside import core_of, runner_of
 
 pytestmark = pytest.mark.usefixtures("warm_processes")

@@ -119,8 +119,8 @@ def test_a_rank_has_half_of_the_cache_and_rank_0_all_of_the_drafters(engines):
     )
     assert whole.bytes_per_token == target + drafter
     assert half.bytes_per_token == target // 2 + drafter
-    uses = core_of(engines[1]).executor.collective_rpc("memory_use")
-    assert [bool(use.drafter) for use in uses] == [bool(use.drafter_bytes) for use in uses] == [True, False]
+    ledgers = core_of(engines[1]).executor.collective_rpc("memory_ledger", 0.9, 0)
+    assert [any(row.name == "draft model" for row in ledger.rows) for ledger in ledgers] == [True, False]
     assert half.num_blocks == whole.num_blocks == 6 * 96 // 16 + 1, "as many as requests can fill"
 
 

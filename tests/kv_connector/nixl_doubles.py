@@ -29,7 +29,6 @@ CONFIG = KVConnectorConfig(
     num_kv_heads=2,
     head_dim=8,
     kv_cache_dtype="float32",
-    max_model_len=64,
 )
 
 

@@ -90,7 +90,7 @@ class AsyncScheduler(Scheduler):
         request.num_output_placeholders -= len(sampled)
         assert request.num_output_placeholders >= 0
         if not was_preempted:
-            self._cache_known(request)
+            super()._cache_accepted(request)
         elif has_stopped:
             # It was preempted while this step computed its last token, so it need not run again.
             self.waiting.remove_requests((request,))

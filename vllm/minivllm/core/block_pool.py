@@ -60,10 +60,6 @@ class FreeKVCacheBlockQueue:
         _link(self._head, self._tail)
         self.append_n(blocks)
 
-    def popleft(self) -> KVCacheBlock:
-        """Take the head. Raise `BlockPoolError` if no block is free."""
-        return self.popleft_n(1)[0]
-
     def popleft_n(self, n: int) -> list[KVCacheBlock]:
         """Take `n` blocks from the head, head first. Raise `BlockPoolError`, taking none, if
         fewer are free.
@@ -92,10 +88,6 @@ class FreeKVCacheBlockQueue:
         _link(block.prev_free_block, block.next_free_block)
         block.prev_free_block = block.next_free_block = None
         self.num_free_blocks -= 1
-
-    def append(self, block: KVCacheBlock) -> None:
-        """Put one block at the tail, to be reused last."""
-        self.append_n((block,))
 
     def append_n(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Put blocks at the tail, in the given order; the last one becomes the tail."""

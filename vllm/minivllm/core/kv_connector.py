@@ -67,8 +67,8 @@ class KVConnectorConfig:
     - `block_size` in tokens, `num_gpu_blocks` of the pool, the null block (id 0) included.
     - `num_layers`, `num_kv_heads`, `head_dim`: of the whole model; a rank holds max(1, num_kv_heads
       // tensor_parallel_size) heads. `kv_cache_dtype`: what the cache stores, such as "float32".
-    - `tensor_parallel_rank`, `pipeline_parallel_rank`: 0 on the scheduler's side.
-      `data_parallel_rank`: the index of this core among several.
+    - `tensor_parallel_rank`: 0 on the scheduler's side. `data_parallel_rank`: the index of this
+      core among several.
     - `max_num_batched_tokens`: per step. `use_eagle`: as in `SchedulerConfig`.
     - `device`: "cpu" or "cuda".
     """
@@ -81,14 +81,11 @@ class KVConnectorConfig:
     num_kv_heads: int
     head_dim: int
     kv_cache_dtype: str
-    max_model_len: int
     device: str = "cpu"
     tensor_parallel_size: int = 1
     tensor_parallel_rank: int = 0
     pipeline_parallel_size: int = 1
-    pipeline_parallel_rank: int = 0
     data_parallel_rank: int = 0
-    num_threads: int = 1
     max_num_batched_tokens: int = 2048
     use_eagle: bool = False
 

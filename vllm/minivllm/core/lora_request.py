@@ -36,15 +36,3 @@ class LoRARequest:
             encodable(value, name)
         if not is_count(self.lora_int_id, 1):
             raise MinivllmError(f"lora_int_id is {self.lora_int_id!r}; adapters are numbered from 1")
-
-    @property
-    def name(self) -> str:
-        return self.lora_name
-
-    @property
-    def path(self) -> str:
-        return self.lora_path
-
-    @property
-    def adapter_id(self) -> int:
-        return self.lora_int_id

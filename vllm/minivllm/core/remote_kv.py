@@ -18,20 +18,22 @@ was aborted while it waited, until the ranks report that nothing is written into
 In vLLM v0.33.0 these are methods of `Scheduler` in `vllm/v1/core/sched/scheduler.py`
 (`_update_waiting_for_remote_kv`, `_update_from_kv_xfer_finished`,
 `_update_requests_with_invalid_blocks`, `_inflight_prefill_reserved_blocks`, `_connector_finished`).
-Two things differ on purpose: after a failed load the connector is not asked about that request
-again, since it might promise the same forever; and what was computed from invalid blocks is tracked
-(`core.kv_load_failures`).
+Two things differ on purpose. After a failed load the connector is not asked about that request
+again, since it might promise the same forever. And a running request with an invalid block is
+preempted, where vLLM recomputes it in place: blocks are published when they are scheduled, so other
+requests may have found the invalid block, or blocks that were computed after it, and all of them
+have to look up their prefix again.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import count
 from typing import NamedTuple
 
 from minivllm.core.block_pool import KVCacheBlock
+from minivllm.core.engine_messages import EngineCoreOutput
 from minivllm.core.kv_cache_manager import KVCacheManager
 from minivllm.core.kv_connector import KVConnectorBase_V1, KVConnectorOutput, KVTransferParams
-from minivllm.core.kv_load_failures import LoadFailures
 from minivllm.core.request import Request, RequestStatus
 from minivllm.core.request_queue import create_request_queue
 from minivllm.core.scheduler_output import SchedulerOutput
@@ -73,7 +75,6 @@ class RemoteKV:
         admission.
         """
         self.finished_recving_kv_req_ids: set[str] = set()
-        self.failed_recving_kv_req_ids: set[str] = set()
         self.releasing: dict[str, Request] = {}
         """Requests that have ended, and whose blocks are still needed."""
         self.connector_prefix_cache_stats = PrefixCacheStats()
@@ -87,25 +88,18 @@ class RemoteKV:
         connector.bind_gpu_block_pool(manager.block_pool)
 
     def _forget_steps(self) -> None:
-        # Steps under way that compute with a request's blocks, and those of them that are worth
-        # nothing.
+        # By request: how many steps in flight compute with its blocks, and of how many of these the
+        # tokens are invalid.
         self._in_flight: Counter[str] = Counter()
         self._stale: Counter[str] = Counter()
-        self._given_back: dict[str, list[int]] = {}  # block tables, by request, that a step in flight computes with
-        self._truncated: dict[str, Request] = {}
-        self._failures = LoadFailures()
+        # By request: a block table that it has lost while a step in flight computes with it.
+        self._lost_tables: dict[str, list[int]] = {}
 
     def is_busy(self) -> bool:
         """Return whether the engine must keep stepping although no request is unfinished."""
         return bool(self.releasing) or self.connector.has_pending_block_frees()
 
     # Admission
-
-    def added(self, request: Request) -> None:
-        """Tell the connector about a new request; its `on_new_request` raises `MinivllmError` to
-        refuse it.
-        """
-        self.connector.on_new_request(request)
 
     def find_prefix(self, request: Request) -> Prefix | None:
         """Return the longest prefix available to a waiting request, here and elsewhere; None if the
@@ -167,12 +161,12 @@ class RemoteKV:
         ]
         for request in arrived:
             self._take_loaded(request)
+        filled = [request for request in arrived if request.num_computed_tokens > 0]
         # Sort only when something was added; most steps add nothing.
-        if any(request.num_computed_tokens > 0 for request in arrived):
-            before = [*self.received]
-            filled = [*before, *(request for request in arrived if request.num_computed_tokens > 0)]
-            self.received.remove_requests(before)
-            self.received.prepend_requests(sorted(filled, key=lambda request: self._admissions[request.request_id]))
+        if filled:
+            in_order = sorted([*self.received, *filled], key=lambda request: self._admissions[request.request_id])
+            self.received.remove_requests(in_order)
+            self.received.prepend_requests(in_order)
         return [request for request in arrived if request.num_computed_tokens == 0]
 
     def _take_loaded(self, request: Request) -> None:
@@ -184,7 +178,6 @@ class RemoteKV:
             self.manager.cache_blocks(request, request.num_computed_tokens)
         else:
             self.manager.free(request)
-        self.failed_recving_kv_req_ids.discard(name)
         # The logits of the last token are needed.
         request.num_computed_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
         request.status = RequestStatus.PREEMPTED if request.num_preemptions else RequestStatus.WAITING
@@ -206,8 +199,8 @@ class RemoteKV:
         if self.kv_holding_waiting.pop(name, None) and name not in self.finished_recving_kv_req_ids:
             self._being_received.add(name)
             delays = True
-        for names in (self.finished_recving_kv_req_ids, self.failed_recving_kv_req_ids, self._never_again):
-            names.discard(name)
+        self.finished_recving_kv_req_ids.discard(name)
+        self._never_again.discard(name)
         self._admissions.pop(name, None)
         self.lost_its_blocks(request)
         if delays:
@@ -215,69 +208,68 @@ class RemoteKV:
         return delays
 
     def lost_its_blocks(self, request: Request) -> None:
-        """Forget what is known about the blocks of a request that is preempted or has ended. Call
-        it before they are freed.
+        """Remember the block table of a request that is preempted or has ended, if a step in flight
+        computes with it. Call this before the blocks are freed.
         """
-        # A step under way still computes with these blocks. Should one of them turn out to be
-        # invalid, what follows in the table must be withdrawn.
+        # Should one of these blocks turn out to be invalid, those after it must be withdrawn.
         if self._in_flight[request.request_id]:
-            self._given_back[request.request_id] = self.manager.get_block_ids(request.request_id)
-        self._truncated.pop(request.request_id, None)
-        self._failures.forget(request)
-
-    def take_params(self) -> dict[str, KVTransferParams]:
-        """Return the `kv_transfer_params` for the clients of ended requests, by request id, and
-        forget them.
-        """
-        params, self._params = self._params, {}
-        return params
+            self._lost_tables[request.request_id] = self.manager.get_block_ids(request.request_id)
 
     # A step
 
     def complete(self, output: SchedulerOutput) -> None:
-        """Add to a step what the ranks must know: the transfers to make, and how many of their
-        sampled tokens are still valid.
-        """
+        """Add to a step the transfers that the ranks are to make."""
         output.kv_connector_metadata = self.connector.build_connector_meta(output)
         self._in_flight.update(output.num_scheduled_tokens.keys())
-        if self._truncated:
-            continued = output.scheduled_cached_reqs
-            # The ranks have sampled tokens that are not known any more: tell them how many are.
-            again = [name for name in continued.req_ids if name in self._truncated]
-            continued.num_known_tokens = {name: self._truncated.pop(name).num_tokens for name in again}
-
-    def must_wait(self, request: Request, also: Mapping[str, int]) -> bool:
-        """Return whether a running request needs blocks that others have yet to recompute; see
-        `LoadFailures.must_wait`.
-        """
-        return self._failures.must_wait(request, also, self.manager)
 
     def begin_update(
         self, step: SchedulerOutput, output: KVConnectorOutput | None, requests: Mapping[str, Request]
     ) -> tuple[set[str], list[Request]]:
         """Process failed loads, before the step's tokens; `requests` are all unfinished requests.
 
-        Return the requests whose tokens of this step are invalid, and those to end, according to
-        `kv_load_failure_policy`.
+        Return the ids of those whose tokens of this step are invalid, and the requests that loads
+        have failed for: the caller preempts those that run, or ends all of them.
         """
-        ignored = self._take_stale(step)
-        if output is None or not (output.invalid_block_ids or output.failed_recving):
-            self._forget_given_back()
-            return ignored, []
-        # Requests that only load must be cut first: running ones may have found their blocks.
-        loading = [request for request in self.kv_holding_waiting.values() if self._truncate_loading(request, output)]
-        running = self._truncate_running(step, output.invalid_block_ids, requests)
-        self._forget_given_back()
-        ignored.update(request.request_id for request in running)
-        # A request that was preempted meanwhile has lost its blocks, so it is recomputed in any
-        # case.
-        still_running = [request for request in running if request.status is RequestStatus.RUNNING]
-        ended = [] if self.recomputes else [*loading, *still_running]
-        return ignored, ended
+        invalid = self._take_stale(step)
+        failed: list[Request] = []
+        if output is not None and (output.invalid_block_ids or output.failed_recving):
+            # Requests that only load must be cut first: running ones may have found their blocks.
+            failed += [request for request in self.kv_holding_waiting.values() if self._truncate(request, output)]
+            running = self._withdraw(output.invalid_block_ids, requests)
+            failed += running
+            spoiled = [request.request_id for request in running]
+            if output.invalid_block_ids:
+                # A request that was preempted meanwhile has lost its blocks, so it is not known any
+                # more whether they were valid.
+                spoiled += [
+                    name
+                    for name in step.num_scheduled_tokens
+                    if name in requests and requests[name].status is RequestStatus.PREEMPTED
+                ]
+            # What was scheduled before this was known computes with invalid keys and values.
+            for name in spoiled:
+                requests[name].num_output_placeholders = 0
+                self._stale[name] = self._in_flight[name]
+            invalid.update(spoiled)
+        if self._lost_tables:
+            self._lost_tables = {name: table for name, table in self._lost_tables.items() if self._in_flight[name]}
+        return invalid, failed
 
-    def end_update(self, output: KVConnectorOutput) -> None:
-        """Process finished transfers: note which loads have arrived, and free the blocks of ended
-        requests that are no longer needed.
+    def end_update(self, output: KVConnectorOutput | None, request_outputs: Iterable[EngineCoreOutput]) -> None:
+        """Process finished transfers, and add the connector's parameters for the clients of ended
+        requests to their outputs.
+        """
+        if output is not None:
+            self._end_transfers(output)
+        # Only a few steps end a request that has parameters for its client.
+        if self._params:
+            for request_output in request_outputs:
+                request_output.kv_transfer_params = self._params.get(request_output.request_id)
+            self._params = {}
+
+    def _end_transfers(self, output: KVConnectorOutput) -> None:
+        """Note which loads have arrived, and free the blocks of ended requests that are no longer
+        needed.
         """
         self.connector.update_connector_output(output)
         for name in output.finished_recving:
@@ -302,13 +294,7 @@ class RemoteKV:
         self._stale, self._in_flight = +self._stale, +self._in_flight
         return stale
 
-    def _forget_given_back(self) -> None:
-        if self._given_back:
-            self._given_back = {
-                name: block_ids for name, block_ids in self._given_back.items() if self._in_flight[name]
-            }
-
-    def _truncate_loading(self, request: Request, output: KVConnectorOutput) -> bool:
+    def _truncate(self, request: Request, output: KVConnectorOutput) -> bool:
         """Reduce a loading request's computed tokens to the valid ones; return whether any were
         invalid.
         """
@@ -318,65 +304,47 @@ class RemoteKV:
             num_valid -= request.num_external_computed_tokens
         # Only the blocks that should hold something can be invalid.
         block_ids = self.manager.get_block_ids(name)[: -(-num_valid // self.manager.block_size)]
-        bad = (place for place, block_id in enumerate(block_ids) if block_id in output.invalid_block_ids)
-        num_valid = min(num_valid, next(bad, len(block_ids)) * self.manager.block_size)
+        num_valid = min(num_valid, _first_of(output.invalid_block_ids, block_ids) * self.manager.block_size)
         if num_valid == request.num_computed_tokens:
             return False
         request.num_external_computed_tokens -= request.num_computed_tokens - num_valid
         request.num_computed_tokens = num_valid
-        self.failed_recving_kv_req_ids.add(name)
         self._never_again.add(name)
         return True
 
-    def _truncate_running(
-        self, step: SchedulerOutput, invalid_block_ids: set[int], requests: Mapping[str, Request]
-    ) -> list[Request]:
-        """Make requests that have computed with invalid blocks recompute them; return these
-        requests.
-
-        Requests of the step that were preempted in the meantime are included: their blocks are
-        gone, so it is no longer known whether they were valid.
+    def _withdraw(self, invalid_block_ids: set[int], requests: Mapping[str, Request]) -> list[Request]:
+        """Withdraw the hashes of invalid blocks, and of the blocks after them in any table, which
+        were computed with them. Return the running requests that hold one; others that do look up
+        their prefix again.
         """
         if not invalid_block_ids:
             return []
-        running = [request for request in requests.values() if request.status is RequestStatus.RUNNING]
-        # Remembered to know how many of the lost tokens had come from elsewhere.
-        before = {request.request_id: request.num_cached_tokens for request in running}
-        affected = self._failures.truncate(running, invalid_block_ids, self.manager, self._given_back.values())
+        size = self.manager.block_size
+        tables = {
+            name: self.manager.get_block_ids(name)[: -(-request.num_computed_tokens // size)]
+            for name, request in requests.items()
+        }
+        invalid = set(invalid_block_ids)
+        starts: dict[str, int] = {}
+        num_known = 0
+        # A table may continue with another request's block, so repeat until nothing is added.
+        while num_known < len(invalid):
+            num_known = len(invalid)
+            starts = {name: _first_of(invalid, table) for name, table in tables.items()}
+            invalid.update(*(tables[name][start:] for name, start in starts.items()))
+            invalid.update(*(table[_first_of(invalid, table) :] for table in self._lost_tables.values()))
+        blocks = self.manager.block_pool.blocks
+        self.manager.block_pool.evict_blocks(blocks[block_id] for block_id in invalid)
+        affected = [requests[name] for name, start in starts.items() if start < len(tables[name])]
         for request in affected:
-            name = request.request_id
-            num_lost = before[name] - request.num_cached_tokens
-            request.num_external_computed_tokens = max(0, request.num_external_computed_tokens - num_lost)
-            self._truncated[name] = request
-            self._never_again.add(name)
-        if affected or self._given_back:
-            affected += [
-                requests[name]
-                for name in step.num_scheduled_tokens
-                if name in requests and requests[name].status is RequestStatus.PREEMPTED
-            ]
-            self._restart_behind(requests.values())
-        for request in affected:
-            request.spec_token_ids = []
-            request.num_output_placeholders = 0
-            # Steps that were scheduled before this was known have computed with invalid keys and
-            # values.
-            if num_in_flight := self._in_flight[request.request_id]:
-                self._stale[request.request_id] = num_in_flight
-        return affected
-
-    def _restart_behind(self, requests: Iterable[Request]) -> None:
-        """Make requests that are not running look up their prefix again if some of its blocks will
-        be recomputed.
-        """
-        for request in requests:
-            if request.status is RequestStatus.RUNNING or not self._failures.concern(request, self.manager):
-                continue
-            request.num_computed_tokens = request.num_external_computed_tokens = 0
-            if request.request_id in self.kv_holding_waiting:
-                self.failed_recving_kv_req_ids.add(request.request_id)
-            else:
-                self.manager.free(request)
+            request.num_cached_tokens = min(request.num_cached_tokens, starts[request.request_id] * size)
+            if request.status is not RequestStatus.RUNNING:
+                request.num_computed_tokens = request.num_external_computed_tokens = 0
+                if request.request_id not in self.kv_holding_waiting:
+                    self.manager.free(request)
+        running = [request for request in affected if request.status is RequestStatus.RUNNING]
+        self._never_again.update(request.request_id for request in running)
+        return running
 
     def start_over(self, manager: KVCacheManager, lost: Iterable[Request]) -> None:
         """Switch to a manager with a new pool after a failed step, which ended the `lost` requests.
@@ -394,8 +362,8 @@ class RemoteKV:
             manager.req_to_blocks[name] = blocks
         self.releasing = {name: request for name, request in self.releasing.items() if name in self._being_sent}
         self._never_again.update(self.kv_holding_waiting.keys())
-        for names in (self._being_received, self.finished_recving_kv_req_ids, self.failed_recving_kv_req_ids):
-            names.clear()
+        self._being_received.clear()
+        self.finished_recving_kv_req_ids.clear()
         self.kv_holding_waiting.clear()
         self._admissions.clear()
         self.received = create_request_queue("fcfs")
@@ -403,3 +371,8 @@ class RemoteKV:
         self.manager = manager
         self.connector.bind_gpu_block_pool(manager.block_pool)
         self.connector.start_over()
+
+
+def _first_of(block_ids: Collection[int], table: Sequence[int]) -> int:
+    """Return the index of the first block of a table that is one of these; its length if none is."""
+    return next((index for index, block_id in enumerate(table) if block_id in block_ids), len(table))

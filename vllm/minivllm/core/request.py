@@ -4,7 +4,8 @@ hashes.
 In vLLM v0.33.0: `vllm/v1/request.py` (`Request`, `RequestStatus`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import KW_ONLY, InitVar, dataclass, field
 from enum import IntEnum
 from typing import Any
 
@@ -54,6 +55,7 @@ _FINISH_REASONS = {
 }
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Request:
     """The scheduler's record of one request. Lengths and positions are in tokens.
 
@@ -62,103 +64,65 @@ class Request:
     number towards the first. A prefill, a chunk of one, a decode and a verification of draft tokens
     differ only in the size of the gap. `num_output_placeholders` count tokens that steps in flight
     may sample; they are 0 unless steps are scheduled ahead (`AsyncScheduler`).
+
+    A lower `priority` goes first. The scheduler passes `sampling_params` on unread; the KV
+    connector reads and writes `kv_transfer_params`. As in vLLM, the sampler enforces `min_tokens`
+    by masking stop tokens. A request for prompt log probabilities sets `skip_reading_prefix_cache`,
+    because a prefix hit computes no logits.
+
+    Raises:
+        MinivllmError: the prompt is empty, or `max_tokens` is below 1.
     """
 
-    __slots__ = (
-        "_all_token_ids",
-        "_block_size",
-        "_extra_keys",
-        "_hash_block",
-        "arrival_time",
-        "block_hashes",
-        "cache_salt",
-        "eos_token_ids",
-        "error",
-        "is_prefill_chunk",
-        "kv_transfer_params",
-        "lora_request",
-        "max_tokens",
-        "num_cached_tokens",
-        "num_computed_tokens",
-        "num_external_computed_tokens",
-        "num_lost_tokens",
-        "num_output_placeholders",
-        "num_preemptions",
-        "num_prompt_tokens",
-        "num_tokens",
-        "priority",
-        "request_id",
-        "sampling_params",
-        "skip_reading_prefix_cache",
-        "spec_token_ids",
-        "status",
-        "stop_reason",
-        "stop_token_ids",
-        "structured_output_request",
-    )
+    request_id: str
+    prompt: InitVar[Sequence[int]]
+    _: KW_ONLY
+    max_tokens: int
+    arrival_time: float = 0.0
+    priority: int = 0
+    eos_token_ids: Collection[int] = ()
+    ignore_eos: InitVar[bool] = False
+    stop_token_ids: Collection[int] = ()
+    lora_request: LoRARequest | None = None
+    cache_salt: str | None = None
+    skip_reading_prefix_cache: bool = False
+    sampling_params: Any = None
+    kv_transfer_params: dict[str, Any] | None = None
 
-    def __init__(
-        self,
-        request_id: str,
-        prompt_token_ids: Sequence[int],
-        *,
-        max_tokens: int,
-        arrival_time: float = 0.0,
-        priority: int = 0,
-        eos_token_ids: Sequence[int] = (),
-        ignore_eos: bool = False,
-        stop_token_ids: Sequence[int] = (),
-        lora_request: LoRARequest | None = None,
-        cache_salt: str | None = None,
-        skip_reading_prefix_cache: bool = False,
-        sampling_params: Any = None,
-        kv_transfer_params: dict[str, Any] | None = None,
-    ) -> None:
-        """Create a waiting request. A lower `priority` goes first. The scheduler passes
-        `sampling_params` on unread; the KV connector reads and writes `kv_transfer_params`.
+    structured_output_request: StructuredOutputRequest | None = None
+    status: RequestStatus = RequestStatus.WAITING
+    stop_reason: int | None = None
+    error: str | None = None
+    """The fault of the request itself that has ended it, if any."""
+    num_prompt_tokens: int = 0
+    num_tokens: int = 0
+    """Stored separately because the scheduler reads it several times per step."""
+    num_computed_tokens: int = 0
+    num_output_placeholders: int = 0
+    num_cached_tokens: int = 0
+    num_external_computed_tokens: int = 0
+    num_preemptions: int = 0
+    num_lost_tokens: int = 0
+    """Tokens that were computed when it was last preempted; 0 once it is admitted again."""
+    is_prefill_chunk: bool = True
+    spec_token_ids: list[int] = field(default_factory=list)
+    block_hashes: list[BlockHash] = field(default_factory=list)
+    _all_token_ids: list[int] = field(default_factory=list)
+    _block_size: int | None = None
+    _hash_block: HashBlockTokens = hash_block_tokens
+    _extra_keys: tuple[bytes, bytes] = (b"", b"")
 
-        As in vLLM, the sampler enforces `min_tokens` by masking stop tokens. A request for prompt
-        log probabilities sets `skip_reading_prefix_cache`, because a prefix hit computes no logits.
-        Raise `MinivllmError` for an empty prompt or `max_tokens` below 1.
-        """
-        if not prompt_token_ids:
-            raise MinivllmError(f"the prompt of request {request_id!r} is empty; it needs at least one token")
-        if max_tokens < 1:
-            raise MinivllmError(f"max_tokens of request {request_id!r} is {max_tokens}; it must be at least 1")
-        self.request_id = request_id
-        self.sampling_params = sampling_params
-        self.max_tokens = max_tokens
-        self.arrival_time = arrival_time
-        self.priority = priority
-        self.eos_token_ids = frozenset(() if ignore_eos else eos_token_ids)
-        self.stop_token_ids = frozenset(stop_token_ids)
-        self.lora_request = lora_request
-        self.cache_salt = cache_salt
-        self.skip_reading_prefix_cache = skip_reading_prefix_cache
-        self.kv_transfer_params = kv_transfer_params
-
-        self.structured_output_request: StructuredOutputRequest | None = None
-        self.status = RequestStatus.WAITING
-        self.stop_reason: int | None = None
-        self.error: str | None = None
-        """The fault of the request itself that has ended it, if any."""
-        self._all_token_ids = list(prompt_token_ids)
-        self.num_prompt_tokens = len(self._all_token_ids)
-        # Stored separately because the scheduler reads it several times per step.
-        self.num_tokens = self.num_prompt_tokens
-        self.num_computed_tokens = 0
-        self.num_output_placeholders = 0
-        self.num_cached_tokens = 0
-        self.num_external_computed_tokens = 0
-        self.num_preemptions = 0
-        self.num_lost_tokens = 0  # computed when it was last preempted, and not admitted again since
-        self.spec_token_ids: list[int] = []
-        self.is_prefill_chunk = True
-
-        self.block_hashes: list[BlockHash] = []
-        self._block_size: int | None = None
-        self._hash_block: HashBlockTokens = hash_block_tokens
-        self._extra_keys = (b"", b"")
+    def __post_init__(self, prompt: Sequence[int], ignore_eos: bool) -> None:
+        if not prompt:
+            raise MinivllmError(f"the prompt of request {self.request_id!r} is empty; it needs at least one token")
+        if self.max_tokens < 1:
+            raise MinivllmError(
+                f"max_tokens of request {self.request_id!r} is {self.max_tokens}; it must be at least 1"
+            )
+        self.eos_token_ids = frozenset(() if ignore_eos else self.eos_token_ids)
+        self.stop_token_ids = frozenset(self.stop_token_ids)
+        self._all_token_ids = list(prompt)
+        self.num_prompt_tokens = self.num_tokens = len(prompt)
 
     def __repr__(self) -> str:
         return (

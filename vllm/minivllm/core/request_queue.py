@@ -1,4 +1,5 @@
-"""The waiting queue: first come, first served, or by priority.
+"""The waiting queue: first come, first served, or by priority. Both kinds have the same methods;
+iteration is in the order in which requests would be popped.
 
 In vLLM v0.33.0: `vllm/v1/core/sched/request_queue.py` (`RequestQueue`, `FCFSRequestQueue`,
 `PriorityRequestQueue`).
@@ -7,41 +8,8 @@ In vLLM v0.33.0: `vllm/v1/core/sched/request_queue.py` (`RequestQueue`, `FCFSReq
 import heapq
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator
-from itertools import islice
-from typing import Protocol
 
 from minivllm.core.request import Request
-
-
-class RequestQueue(Protocol):
-    """The queue interface that the scheduler uses. Iteration is in the order in which requests
-    would be popped.
-    """
-
-    def add_request(self, request: Request) -> None:
-        """Add a new request."""
-
-    def peek_request(self) -> Request:
-        """Return the next request without removing it."""
-        ...
-
-    def pop_request(self) -> Request:
-        """Remove and return the next request."""
-        ...
-
-    def prepend_requests(self, requests: Collection[Request]) -> None:
-        """Put requests back before all others, in the given order, if the policy allows it."""
-
-    def remove_requests(self, requests: Iterable[Request]) -> None:
-        """Remove requests from anywhere in the queue; those not in it are ignored."""
-
-    def head(self, n: int) -> Iterator[Request]:
-        """Return the first `n` requests, without removing them."""
-        ...
-
-    def __len__(self) -> int: ...
-
-    def __iter__(self) -> Iterator[Request]: ...
 
 
 class FCFSRequestQueue:
@@ -70,10 +38,6 @@ class FCFSRequestQueue:
         """Remove requests, all in one O(n) pass."""
         gone = {request.request_id for request in requests}
         self._requests = deque(request for request in self._requests if request.request_id not in gone)
-
-    def head(self, n: int) -> Iterator[Request]:
-        """Return the first `n` requests, without removing them. O(n)."""
-        return islice(self._requests, n)
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -114,17 +78,14 @@ class PriorityRequestQueue:
         self._heap = [entry for entry in self._heap if entry[1].request_id not in gone]
         heapq.heapify(self._heap)
 
-    def head(self, n: int) -> Iterator[Request]:
-        """Return the `n` requests with the least keys, without removing them. O(length of the
-        queue).
-        """
-        return (request for _, request in heapq.nsmallest(n, self._heap, key=lambda entry: entry[0]))
-
     def __len__(self) -> int:
         return len(self._heap)
 
     def __iter__(self) -> Iterator[Request]:
         return (request for _, request in sorted(self._heap, key=lambda entry: entry[0]))
+
+
+RequestQueue = FCFSRequestQueue | PriorityRequestQueue
 
 
 def create_request_queue(policy: str) -> RequestQueue:

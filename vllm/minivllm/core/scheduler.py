@@ -68,6 +68,7 @@ class Scheduler:
         self._drafts_snapshot = self.spec_decoding_stats.copy()
         self._failed: list[EngineCoreOutput] = []
         self.remote: RemoteKV | None = None
+        self._preempted_between_steps: set[str] = set()
         self.pinned_loras: set[int] = set()
         """Adapters that keep a slot even when no request uses them."""
         self.lora_slots: list[tuple[str, bool]] = [("", False)] * scheduler_config.max_loras
@@ -87,7 +88,7 @@ class Scheduler:
         """
         self._check_request(request)
         if self.remote is not None:
-            self.remote.added(request)
+            self.remote.connector.on_new_request(request)
         # A connector finds blocks by their hashes, even where the engine's own cache is off.
         if self.cache_config.enable_prefix_caching or self.remote is not None:
             request.enable_block_hashes(self.cache_config.block_size, self.policy.hash_block_tokens)
@@ -111,16 +112,6 @@ class Scheduler:
                 self.remote.received.remove_requests(waiting)
         self._finish(ended, status)
         return [request.request_id for request in ended]
-
-    def unsent(self, request_ids: Iterable[str]) -> set[str]:
-        """Return those of these ids that no worker knows, because they are waiting; none with a KV
-        connector, which must hear of all.
-        """
-        if self.remote is not None:
-            return set()
-        known = [self.requests[request_id] for request_id in request_ids if request_id in self.requests]
-        waiting = {request.request_id for request in known if request.status is not RequestStatus.RUNNING}
-        return waiting - self.finished_req_ids  # an id may be that of an earlier request, which a worker still has
 
     def has_unfinished_requests(self) -> bool:
         """Return whether any request is unfinished, or a KV connector needs another step."""
@@ -189,6 +180,8 @@ class Scheduler:
         if self.drafting.num_speculative_tokens_per_batch_size:
             output.num_spec_tokens_to_schedule = self.drafting.num_drafts_after(len(output.num_scheduled_tokens))
         if self.remote is not None:
+            output.preempted_req_ids |= self._preempted_between_steps
+            self._preempted_between_steps = set()
             self.remote.complete(output)
         self._update_after_schedule(output)
         return output
@@ -204,9 +197,6 @@ class Scheduler:
         continue_running = step.continue_running
         while step.position < len(running) and step.token_budget > 0:
             request = running[step.position]
-            if remote is not None and self._waits_for_others(request, step):
-                step.position += 1
-                continue
             # With async scheduling, placeholders stand for tokens that a step in flight is
             # sampling.
             num_placeholders = request.num_output_placeholders
@@ -234,12 +224,6 @@ class Scheduler:
                 continue  # It preempted itself. The next request, if any, is at its position now.
             continue_running(request, num_new_tokens, new_blocks)
             step.position += 1
-
-    def _waits_for_others(self, request: Request, step: Step) -> bool:
-        """Return whether a request needs blocks that others will not have recomputed by this step."""
-        assert self.remote is not None
-        # By priority, one of the others could still be preempted in this step.
-        return self.remote.must_wait(request, step.num_scheduled_tokens if self.config.policy == "fcfs" else {})
 
     def cap_num_tokens(self, request: Request, num_new_tokens: int, step: Step) -> int:
         """Return how many of its missing tokens a running request may get in this step."""
@@ -486,30 +470,25 @@ class Scheduler:
             outputs.append(output)
         self._finish(stopped)
         if self.remote is not None:
-            self._end_transfers(model_runner_output, outputs)
+            self.remote.end_update(model_runner_output.kv_connector_output, outputs)
         return outputs
 
     def _take_load_failures(self, step: SchedulerOutput, output: ModelRunnerOutput) -> set[str]:
-        """End requests whose load has failed, if the policy says so; return all requests whose
-        tokens of this step are invalid.
+        """Preempt requests whose load has failed, or end them, as `kv_load_failure_policy` says;
+        return the ids of all requests whose tokens of this step are invalid.
         """
         assert self.remote is not None
-        ignored, ended = self.remote.begin_update(step, output.kv_connector_output, self.requests)
-        self.finish_requests([request.request_id for request in ended], RequestStatus.FINISHED_ERROR)
-        self._failed += [EngineCoreOutput.failed(request.request_id, LOAD_FAILED) for request in ended]
+        ignored, failed = self.remote.begin_update(step, output.kv_connector_output, self.requests)
+        if not self.remote.recomputes:
+            self.finish_requests([request.request_id for request in failed], RequestStatus.FINISHED_ERROR)
+            self._failed += [EngineCoreOutput.failed(request.request_id, LOAD_FAILED) for request in failed]
+            return ignored
+        # The ranks hear of it with the next step. The first of the batch is the first to come back.
+        between_steps = Step(token_budget=0, chunk_limit=0)
+        for request in reversed([request for request in self.running if request in failed]):
+            self.preempt(request, between_steps)
+        self._preempted_between_steps |= between_steps.preempted_req_ids
         return ignored
-
-    def _end_transfers(self, output: ModelRunnerOutput, outputs: list[EngineCoreOutput]) -> None:
-        """Process the ranks' finished transfers, and add the connector's parameters for ended
-        requests to their outputs.
-        """
-        assert self.remote is not None
-        if output.kv_connector_output is not None:
-            self.remote.end_update(output.kv_connector_output)
-        # Only a few steps end a request that has parameters for its client.
-        if params := self.remote.take_params():
-            for request_output in outputs:
-                request_output.kv_transfer_params = params.get(request_output.request_id)
 
     def update_draft_token_ids(self, draft_token_ids: Mapping[str, list[int]]) -> None:
         """Set the draft tokens to verify in the next step, by request id. Ignored for unfinished
@@ -537,9 +516,6 @@ class Scheduler:
 
     def _cache_accepted(self, request: Request) -> None:
         """Publish the blocks filled by accepted draft tokens, which are known tokens now."""
-        self._cache_known(request)
-
-    def _cache_known(self, request: Request) -> None:
         # The last token is not computed yet.
         self.kv_cache_manager.cache_blocks(request, request.num_tokens - 1)
 
@@ -561,16 +537,15 @@ class Scheduler:
         if not requests:
             return
         for request in requests:
+            # No worker knows a request that waits, but a KV connector must hear of all.
+            if request.status is RequestStatus.RUNNING or request.status.is_finished or self.remote is not None:
+                self.finished_req_ids.add(request.request_id)
             # A request that stopped by itself has its status already.
             request.status = status or request.status
-            self._free_request(request)
+            if self.remote is None or not self.remote.keeps_blocks(request):
+                self.kv_cache_manager.free(request)
+            del self.requests[request.request_id]
         self.running = [request for request in self.running if not request.status.is_finished]
-
-    def _free_request(self, request: Request) -> None:
-        if self.remote is None or not self.remote.keeps_blocks(request):
-            self.kv_cache_manager.free(request)
-        self.finished_req_ids.add(request.request_id)
-        del self.requests[request.request_id]
 
     def _make_kv_cache_manager(self) -> KVCacheManager:
         return KVCacheManager(

@@ -61,10 +61,6 @@ class CachedRequestData:
     new_block_ids: list[list[int] | None] = field(default_factory=list)
     num_computed_tokens: list[int] = field(default_factory=list)
     new_token_ids: list[list[int]] = field(default_factory=list)
-    num_known_tokens: dict[str, int] = field(default_factory=dict)
-    """How many tokens are still valid, for requests that sampled some from blocks whose load
-    failed.
-    """
 
 
 @dataclass(slots=True)

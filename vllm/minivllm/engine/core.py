@@ -80,8 +80,7 @@ class EngineCore:
         self.model_config = ModelConfig.from_pretrained(args.model)
         # Fail before any process starts if the model cannot be divided like this.
         shard_config(self.model_config, args.tensor_parallel_size)
-        stages = [Stage(rank, args.pipeline_parallel_size) for rank in range(args.pipeline_parallel_size)]
-        self._stage_configs = [stage_config(self.model_config, stage) for stage in stages]
+        stage_config(self.model_config, Stage(0, args.pipeline_parallel_size))
         # Large GPUs get a larger default batch.
         memory = torch.cuda.get_device_properties(0).total_memory if device.type == "cuda" else None
         config = args.scheduler_config(self.model_config, memory)
@@ -89,7 +88,7 @@ class EngineCore:
             args.worker_settings(config, device.type, torch.get_num_threads()), args.distributed_executor_backend
         )
         try:
-            self.ledger = profile_ranks(args, config, self._stage_configs, self.executor)
+            self.ledger = profile_ranks(args, config, self.executor)
             num_blocks = self.ledger.num_blocks if self.ledger else args.num_gpu_blocks_override
             assert num_blocks is not None
             # All ranks get as many blocks as the smallest one has room for: they share the block
@@ -144,12 +143,10 @@ class EngineCore:
         """Abort requests, waiting or running; unknown ids are ignored."""
         ids = set(request_ids)
         with self._all_or_nothing(ids):
-            unsent = self.scheduler.unsent(ids)
             self.scheduler.finish_requests(ids, RequestStatus.FINISHED_ABORTED)
             # The caller that aborts a request expects no further output of it.
             self._undelivered = [output for output in self._undelivered if output.request_id not in ids]
             self.loras.forget_unused()
-            self.scheduler.finished_req_ids -= unsent  # no step need come to tell of them
 
     def has_unfinished_requests(self) -> bool:
         """Return whether a step would have anything to compute or return."""

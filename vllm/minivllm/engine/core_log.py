@@ -5,11 +5,9 @@ In vLLM v0.33.0: `EngineCore._initialize_kv_caches` in `vllm/v1/engine/core.py`,
 `vllm/v1/core/kv_cache_utils.py`.
 """
 
-from collections.abc import Sequence
-
 import torch
 
-from minivllm.config import ModelConfig, SchedulerConfig
+from minivllm.config import SchedulerConfig
 from minivllm.config.units import GIB
 from minivllm.core.limits import RequestLimits
 from minivllm.core.scheduler import Scheduler
@@ -18,14 +16,12 @@ from minivllm.engine.arg_utils import EngineArgs
 from minivllm.executor.abstract import Executor
 from minivllm.logger import init_logger
 from minivllm.memory import MemoryLedger, max_concurrency
-from minivllm.worker.memory_profiling import check_override, profile_memory
+from minivllm.worker.memory_profiling import check_override
 
 logger = init_logger(__name__)
 
 
-def profile_ranks(
-    args: EngineArgs, config: SchedulerConfig, stage_configs: Sequence[ModelConfig], executor: Executor
-) -> MemoryLedger | None:
+def profile_ranks(args: EngineArgs, config: SchedulerConfig, executor: Executor) -> MemoryLedger | None:
     """Return the memory ledger of the rank with the fewest blocks; None if
     `num_gpu_blocks_override` sets the number of blocks.
 
@@ -35,21 +31,7 @@ def profile_ranks(
     if args.num_gpu_blocks_override is not None:
         check_override(args.num_gpu_blocks_override, args.block_size, config.max_model_len)
         return None
-    ledgers = [
-        profile_memory(
-            stage_configs[rank // args.tensor_parallel_size],
-            use,
-            tp=args.tensor_parallel_size,
-            kv_cache_dtype=args.kv_cache_dtype,
-            block_size=args.block_size,
-            max_model_len=config.max_model_len,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            gpu_memory_utilization=args.gpu_memory_utilization,
-            host_tier=args.host_tier_bytes,
-        )
-        for rank, use in enumerate(executor.collective_rpc("memory_use"))
-    ]
+    ledgers = executor.collective_rpc("memory_ledger", args.gpu_memory_utilization, args.host_tier_bytes)
     # All ranks use the same block ids, so the one with the least room decides.
     return min(ledgers, key=lambda ledger: ledger.num_blocks)
 

@@ -18,6 +18,7 @@ In vLLM v0.33.0 nothing writes steps.
 import json
 import time
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any
 
 from minivllm.core.engine_messages import EngineCoreOutput
@@ -63,7 +64,7 @@ class StepRecorder:
             "max_num_seqs": config.max_num_seqs,
             "max_num_batched_tokens": config.max_num_batched_tokens,
             "running": [self._described(request) for request in scheduler.running],
-            "waiting": [self._described(request) for request in (*loading, *scheduler.waiting.head(WAITING_SHOWN))],
+            "waiting": [self._described(request) for request in (*loading, *islice(scheduler.waiting, WAITING_SHOWN))],
             "num_waiting": len(scheduler.requests) - len(scheduler.running),
             "batch": [] if step is None else self._batch(step, outputs),
             "preempted": [] if step is None else sorted(map(self._number_of, step.preempted_req_ids)),

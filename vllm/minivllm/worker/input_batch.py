@@ -14,6 +14,7 @@ on the host, and each step copies the gathered inputs to the device.
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields
 from itertools import chain
+from operator import attrgetter
 
 import numpy as np
 import torch
@@ -70,6 +71,9 @@ class StepInputs(TokenSpans):
     drafts: dict[str, list[int]]
 
 
+_fields_of_spans = attrgetter(*(field.name for field in fields(TokenSpans)))
+
+
 class InputBatch:
     """The state of the running requests, one row each. Rows do not move; a freed row is reused for
     a later request.
@@ -102,8 +106,6 @@ class InputBatch:
         for request in output.scheduled_new_reqs:
             self._add_request(request)
         cached = output.scheduled_cached_reqs
-        for req_id, num_tokens in cached.num_known_tokens.items():
-            self.num_tokens[self.row_of[req_id]] = num_tokens
         if cached.req_ids:
             rows = [self.row_of[req_id] for req_id in cached.req_ids]
             # Only a stage that has not sampled these tokens itself gets them.
@@ -145,7 +147,7 @@ class InputBatch:
             num_sampled += [len(drafts.get(req_ids[index], ())) for index in sampling]
         ends = spans.query_start_loc[1:][sampling]  # [n], one past the last token of each
         return StepInputs(
-            **{field.name: getattr(spans, field.name) for field in fields(TokenSpans)},
+            *_fields_of_spans(spans),
             req_ids=req_ids,
             sampling=sampling,
             num_sampled=num_sampled,
@@ -248,5 +250,7 @@ def consecutive(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
     """Concatenate the ranges `starts[i]`, ..., `starts[i] + counts[i] - 1` over all i: [sum of
     counts], int64.
     """
+    if (counts == 1).all():  # a step of decodes; all the rest would take three times as long
+        return starts.astype(np.int64)
     ends = np.cumsum(counts, dtype=np.int64)
     return np.arange(ends[-1] if len(ends) else 0) + np.repeat(starts - ends + counts, counts)

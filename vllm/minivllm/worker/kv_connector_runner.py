@@ -26,78 +26,37 @@ from minivllm.worker.paged_attention import AttentionMetadata, LayerCache
 SAMPLED_PLACES, SAMPLED_BYTES = 16, 4096
 
 
-class KVConnector:
-    """The hooks that the runner calls around a step's forward pass. Those of this base class, used
-    without a connector, do nothing.
-    """
+class KVConnectorRunner:
+    """The hooks that the runner calls around a step's forward pass. Without a connector, and in a
+    warm-up step, they do nothing.
 
-    def pre_forward(self, scheduler_output: SchedulerOutput) -> None:
-        """Give the connector the scheduler's metadata for this step, and let it start loading."""
-
-    def around(self, attention: Attention, metadata: AttentionMetadata) -> Attention:
-        """Return the attention function of a step, wrapped in the connector's calls before and
-        after each layer.
-        """
-        return attention
-
-    def wait_for_layers(self) -> None:
-        """Wait until all layers are loaded, before a CUDA graph."""
-
-    def save_layers(self) -> None:
-        """Save all layers at once, after a CUDA graph."""
-
-    def post_forward(self, scheduler_output: SchedulerOutput) -> None:
-        """End the step's transfers, unless a drafter still has layers to compute."""
-
-    def pre_draft(self) -> None:
-        """Wait until the drafter's layers are loaded."""
-
-    def finalize_step(self, scheduler_output: SchedulerOutput) -> None:
-        """End the transfers that were kept open for the drafter."""
-
-    def no_forward(self, scheduler_output: SchedulerOutput) -> None:
-        """Run the transfers of a step without tokens."""
-
-    def take_output(self) -> KVConnectorOutput | None:
-        """Return what the last step transferred, or None."""
-        return None
-
-    def reset(self) -> None:
-        """Abandon unfinished loads after a failed step."""
-
-    def shutdown(self) -> None:
-        """Shut down the connector."""
-
-
-NO_OP_KV_CONNECTOR = KVConnector()
-
-
-class ActiveKVConnector(KVConnector):
-    """The hooks of a rank that has a connector. `kv_caches` maps layer names to tensors: the
-    model's layers in order, then its drafter's.
+    `kv_caches` maps layer names to tensors: the model's layers in order, then its drafter's.
     """
 
     def __init__(
-        self, connector: KVConnectorBase_V1, kv_caches: Mapping[str, tuple[torch.Tensor, ...]], num_layers: int
+        self,
+        connector: KVConnectorBase_V1 | None = None,
+        kv_caches: Mapping[str, tuple[torch.Tensor, ...]] | None = None,
+        num_layers: int = 0,
     ) -> None:
         self.connector = connector
-        self.kv_caches = kv_caches
-        names = list(kv_caches)
-        self.layer_names, self.drafter_names = names[:num_layers], names[num_layers:]
-        self._is_cuda = next(iter(kv_caches.values()))[0].is_cuda
-        self._active = False
+        self.kv_caches = kv_caches or {}
+        names = list(self.kv_caches)
+        self.layer_names = names[:num_layers]
+        self.drafter_names = names[num_layers:]
+        # The connector during a step that has metadata for it.
+        self._active: KVConnectorBase_V1 | None = None
         self._output: KVConnectorOutput | None = None
-        connector.register_kv_caches(kv_caches)
+        if connector is not None:
+            connector.register_kv_caches(self.kv_caches)
 
     def pre_forward(self, scheduler_output: SchedulerOutput) -> None:
-        """Tell the connector what this step transfers, and start loading. Do nothing in a warm-up
-        step.
-        """
+        """Tell the connector what this step transfers, and let it start loading."""
         metadata = scheduler_output.kv_connector_metadata
-        if metadata is None:
-            return  # warm-up
-        self._active = True
-        if self._is_cuda:
+        if self.connector is None or metadata is None:
+            return
+        self._active = self.connector
+        if next(iter(self.kv_caches.values()))[0].is_cuda:
             # The step before may still write to freed blocks, and a thread that loads or sends uses no
             # streams. What a connector copies on streams of its own goes on.
             torch.cuda.current_stream().synchronize()
@@ -107,10 +66,12 @@ class ActiveKVConnector(KVConnector):
         self.connector.start_load_kv()
 
     def around(self, attention: Attention, metadata: AttentionMetadata) -> Attention:
-        """Wrap `attention` so that the connector is called before and after each layer."""
-        if not self._active:
+        """Return the attention function of a step, wrapped so that the connector is called before
+        and after each layer.
+        """
+        connector = self._active
+        if connector is None:
             return attention
-        connector = self.connector
 
         def attend(layer_index: int, *inputs: Any) -> torch.Tensor:
             name = self.layer_names[layer_index]
@@ -122,11 +83,11 @@ class ActiveKVConnector(KVConnector):
         return attend
 
     def wait_for_layers(self) -> None:
-        """Wait until all of the model's layers are loaded."""
+        """Wait until all of the model's layers are loaded, before a CUDA graph."""
         self._wait_for(self.layer_names)
 
     def save_layers(self) -> None:
-        """Save all of the model's layers."""
+        """Save all of the model's layers at once, after a CUDA graph."""
         self._save(self.layer_names)
 
     def pre_draft(self) -> None:
@@ -134,35 +95,33 @@ class ActiveKVConnector(KVConnector):
         self._wait_for(self.drafter_names)
 
     def _wait_for(self, names: list[str]) -> None:
-        for name in names if self._active else ():
-            self.connector.wait_for_layer_load(name)
+        if self._active is not None:
+            for name in names:
+                self._active.wait_for_layer_load(name)
 
     def _save(self, names: list[str]) -> None:
-        for name in names if self._active else ():
-            # A drafter, and a graph, have no metadata.
-            self.connector.save_kv_layer(name, self.kv_caches[name], None)
+        if self._active is not None:
+            for name in names:
+                # A drafter, and a graph, have no metadata.
+                self._active.save_kv_layer(name, self.kv_caches[name], None)
 
     def post_forward(self, scheduler_output: SchedulerOutput) -> None:
         """End the step's transfers if no drafter has layers to compute."""
         if not self.drafter_names:
-            self._end(scheduler_output)
-
-    def finalize_step(self, scheduler_output: SchedulerOutput) -> None:
-        """End the step's transfers if they are still open."""
-        self._end(scheduler_output)
+            self.finalize_step(scheduler_output)
 
     def no_forward(self, scheduler_output: SchedulerOutput) -> None:
         """Begin and end the transfers of a step without tokens."""
         self.pre_forward(scheduler_output)
-        self._end(scheduler_output)
+        self.finalize_step(scheduler_output)
 
-    def _end(self, scheduler_output: SchedulerOutput) -> None:
-        """Wait for saves that must finish before the next step, and record what was received and
-        sent.
+    def finalize_step(self, scheduler_output: SchedulerOutput) -> None:
+        """End the step's transfers if they are still open: wait for saves that must finish before
+        the next step, and record what was received and sent.
         """
-        if not self._active:
+        connector = self._active
+        if connector is None:
             return
-        connector = self.connector
         output = KVConnectorOutput()
         if scheduler_output.num_scheduled_tokens:  # else there was no forward pass
             self._save(self.drafter_names)
@@ -174,7 +133,7 @@ class ActiveKVConnector(KVConnector):
         meta = connector.build_connector_worker_meta()
         output.kv_connector_worker_meta = None if meta is None else [meta]
         connector.clear_connector_metadata()
-        self._active = False
+        self._active = None
         self._output = None if output.is_empty() else output
 
     def take_output(self) -> KVConnectorOutput | None:
@@ -183,15 +142,17 @@ class ActiveKVConnector(KVConnector):
         return output
 
     def reset(self) -> None:
-        """Abandon unfinished loads."""
-        self._active = False
+        """Abandon unfinished loads after a failed step."""
+        self._active = None
         self._output = None
-        self.connector.clear_connector_metadata()
-        self.connector.reset()
+        if self.connector is not None:
+            self.connector.clear_connector_metadata()
+            self.connector.reset()
 
     def shutdown(self) -> None:
-        """Shut down the connector."""
-        self.connector.shutdown()
+        """Shut down the connector, if there is one."""
+        if self.connector is not None:
+            self.connector.shutdown()
 
 
 def tensors_of(cache: LayerCache | LatentCache) -> tuple[torch.Tensor, ...]:

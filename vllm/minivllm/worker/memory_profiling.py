@@ -5,7 +5,7 @@ In vLLM v0.33.0: `vllm/v1/worker/gpu_worker.py` (`Worker.determine_available_mem
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -15,9 +15,11 @@ from minivllm.config.units import GIB
 from minivllm.errors import MinivllmError
 from minivllm.memory import Device, LedgerRow, MemoryLedger, memory_ledger
 from minivllm.models.decoder import Decoder
+from minivllm.models.pipeline import stage_config
 from minivllm.platforms.device_memory import available_memory
 from minivllm.sampling_params import SamplingParams
 from minivllm.worker.attention import without_attention
+from minivllm.worker.model_runner import ModelRunner
 from minivllm.worker.sample.sampler import sample
 from minivllm.worker.sample.states import SamplingStates
 from minivllm.worker.settings import WorkerSettings
@@ -27,48 +29,9 @@ from minivllm.worker.spec_decode.speculator import Speculator
 UNKNOWN_MEMORY = 4 * GIB
 
 
-@dataclass(frozen=True)
-class MemoryUse:
-    """One rank's memory, in bytes: the device's total, and everything that uses it except the KV
-    cache; `dtype` is the compute dtype.
-
-    - `activation_peak`: what the largest step needs besides the weights, None if it could not be
-      measured.
-    - `cuda_graphs`: whether graphs will be captured; their size is not yet known.
-    - `drafter`: the config of a model that drafts on this rank; `drafter_bytes`: its bytes.
-      `lora_bytes`: those of the LoRA slots.
-    - `ranks_in_host_memory`: how many ranks share a CPU's memory equally; 0 on a GPU.
-    """
-
-    device_name: str
-    device_memory: int
-    outside_torch: int
-    weights: int
-    activation_peak: int | None
-    dtype: str
-    cuda_graphs: bool
-    drafter: ModelConfig | None = None
-    drafter_bytes: int = 0
-    lora_bytes: int = 0
-    ranks_in_host_memory: int = 0
-
-
-def device_memory(device: torch.device, ranks: int) -> tuple[str, int]:
-    """Return the name and the size in bytes of a rank's memory: a GPU's, or an equal share of the
-    host's.
-    """
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device), torch.cuda.mem_get_info(device)[1]
-    name = "CPU (available memory)"
-    share = f"{name}, one of {ranks} ranks' share" if ranks > 1 else name
-    return share, (available_memory() or UNKNOWN_MEMORY) // ranks
-
-
-def activation_peak(model: Decoder, speculator: Speculator, settings: WorkerSettings) -> int | None:
-    """Measure the bytes that the largest step needs beyond weights and cache; return None on a CPU."""
+def activation_peak(model: Decoder, speculator: Speculator, settings: WorkerSettings) -> int:
+    """Measure the bytes that the largest step needs beyond weights and cache, on a GPU."""
     device = model.embed_tokens.weight.device
-    if device.type != "cuda":
-        return None
     most_tokens = settings.max_num_batched_tokens
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
@@ -101,54 +64,55 @@ def dummy_run(model: Decoder, num_tokens: int, num_rows: int, max_model_len: int
     sample(logits, states.metadata(np.arange(num_rows), none, np.zeros(num_rows, int), np.zeros(num_rows, int)))
 
 
-def profile_memory(
-    config: ModelConfig,
-    use: MemoryUse,
-    *,
-    tp: int,
-    kv_cache_dtype: str,
-    block_size: int,
-    max_model_len: int,
-    max_num_seqs: int,
-    max_num_batched_tokens: int,
-    gpu_memory_utilization: float,
-    host_tier: int = 0,
-) -> MemoryLedger:
-    """Budget the memory of one of `tp` ranks; `config` describes the whole model.
+def profile_memory(runner: ModelRunner, gpu_memory_utilization: float, host_tier: int) -> MemoryLedger:
+    """Measure what this rank's weights and its largest step need, and budget its memory.
 
     `host_tier`: bytes of a second cache tier, for all ranks together. On a CPU it takes up the
-    same memory.
-
-    Activations are estimated if `use.activation_peak` is None. The pool never gets more blocks than
-    `max_num_seqs` requests of `max_model_len` tokens could fill: on a CPU, spare memory is left to
-    other programs.
+    same memory. On a CPU, activations are estimated. The pool never gets more blocks than
+    `max_num_seqs` requests of `max_model_len` tokens could fill: spare memory is left to other
+    programs.
 
     Raises:
         MinivllmError: one request of `max_model_len` tokens does not fit; the message names the
             longest that would.
     """
+    settings, device, group = runner.settings, runner.device, runner.model.group
+    is_cuda = device.type == "cuda"
+    drafter = runner.speculator.model_config
+    dtype = str(runner.dtype).removeprefix("torch.")
     ledger = memory_ledger(
-        _without_window(config),
-        Device(use.device_name, use.device_memory),
-        max_model_len=max_model_len,
+        _without_window(stage_config(runner.model.whole_config, group.stage)),
+        _memory_of(device, group.world_size),
+        max_model_len=settings.max_model_len,
         gpu_memory_utilization=gpu_memory_utilization,
-        tp=tp,
-        kv_dtype=use.dtype if kv_cache_dtype == "auto" else kv_cache_dtype,
-        weight_dtype=use.dtype,
-        block_size=block_size,
-        max_num_batched_tokens=max_num_batched_tokens,
-        max_num_seqs=max_num_seqs,
-        weights=use.weights,
-        activation_peak=use.activation_peak,
-        non_torch=use.outside_torch,
-        cuda_graphs=None if use.cuda_graphs else 0,
-        drafter=use.drafter and _without_window(use.drafter),
-        drafter_bytes=use.drafter_bytes,
-        host_tier=host_tier // use.ranks_in_host_memory if use.ranks_in_host_memory else 0,
-        lora_bytes=use.lora_bytes,
+        tp=settings.tensor_parallel_size,
+        kv_dtype=dtype if settings.kv_cache_dtype == "auto" else settings.kv_cache_dtype,
+        weight_dtype=dtype,
+        block_size=settings.block_size,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        max_num_seqs=settings.max_num_seqs,
+        weights=runner.weight_bytes(),
+        activation_peak=activation_peak(runner.model, runner.speculator, settings) if is_cuda else None,
+        non_torch=bytes_outside_torch(device) if is_cuda else 0,
+        # Their size is not known yet.
+        cuda_graphs=None if settings.uses_graphs and is_cuda else 0,
+        drafter=drafter and _without_window(drafter),
+        drafter_bytes=runner.speculator.num_bytes(),
+        host_tier=0 if is_cuda else host_tier // group.world_size,
+        lora_bytes=runner.lora.slot_bytes,
     )
-    most_blocks = max_num_seqs * math.ceil(max_model_len / block_size) + 1  # and the null block
+    # As many blocks as requests can fill, and the null block.
+    most_blocks = settings.max_num_seqs * math.ceil(settings.max_model_len / settings.block_size) + 1
     return _with_at_most(ledger, most_blocks * ledger.kv.block_bytes)
+
+
+def _memory_of(device: torch.device, ranks: int) -> Device:
+    """Return a rank's memory: a GPU's, or an equal share of the host's."""
+    if device.type == "cuda":
+        return Device(torch.cuda.get_device_name(device), torch.cuda.mem_get_info(device)[1])
+    name = "CPU (available memory)"
+    share = f"{name}, one of {ranks} ranks' share" if ranks > 1 else name
+    return Device(share, (available_memory() or UNKNOWN_MEMORY) // ranks)
 
 
 def _without_window(config: ModelConfig) -> ModelConfig:
@@ -186,7 +150,5 @@ def _with_at_most(ledger: MemoryLedger, most_bytes: int) -> MemoryLedger:
 
 def bytes_outside_torch(device: torch.device) -> int:
     """Return the GPU memory held by the CUDA context and by other programs."""
-    if device.type != "cuda":
-        return 0
     free, total = torch.cuda.mem_get_info(device)
     return total - free - torch.cuda.memory_reserved(device)

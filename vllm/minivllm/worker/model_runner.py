@@ -36,7 +36,7 @@ from minivllm.worker.attention import make_attention
 from minivllm.worker.cuda_graphs import MOST_ROWS_ON_CPU, CudaGraphManager, Record, cuda_recorder
 from minivllm.worker.input_batch import InputBatch, StepInputs, check_batch_memory, consecutive
 from minivllm.worker.kv_cache import allocate_kv_caches, check_kv_cache_dtype
-from minivllm.worker.kv_connector_runner import NO_OP_KV_CONNECTOR, KVConnector, tensors_of
+from minivllm.worker.kv_connector_runner import KVConnectorRunner, tensors_of
 from minivllm.worker.latent_attention import PagedLatentAttention
 from minivllm.worker.paged_attention import AttentionMetadata, PagedAttention
 from minivllm.worker.sample.prompt_logprobs import PromptLogprobs
@@ -91,7 +91,7 @@ class ModelRunner:
         self.speculator = make_speculator(settings, model, draft_model, self.make_attention)
         self.draft_tokens_handler = DraftTokensHandler(keeps_drafts=settings.async_scheduling)
         self.cuda_graphs = CudaGraphManager()
-        self.kv_connector: KVConnector = NO_OP_KV_CONNECTOR
+        self.kv_connector = KVConnectorRunner()
         self.lora = make_lora_manager(model, settings.lora_config, settings.max_num_batched_tokens, settings.lora_slots)
         self.reset()
 
@@ -161,7 +161,8 @@ class ModelRunner:
         error, `reset` must come before the next step.
         """
         with record_function_or_nullcontext("minivllm::prepare"):
-            self._update_states(scheduler_output)
+            self.prompt_logprobs.update(scheduler_output)
+            self.batch.update(scheduler_output)
             if not scheduler_output.num_scheduled_tokens:
                 self.kv_connector.no_forward(scheduler_output)
                 return self._completed(ModelRunnerOutput({}))
@@ -195,10 +196,6 @@ class ModelRunner:
             self.propose_draft_token_ids(step)
         self.kv_connector.finalize_step(step.scheduler_output)
         return self._completed(output)
-
-    def _update_states(self, scheduler_output: SchedulerOutput) -> None:
-        self.prompt_logprobs.update(scheduler_output)
-        self.batch.update(scheduler_output)
 
     def _stays_on_device(self, scheduler_output: SchedulerOutput) -> bool:
         """Return whether the host computes nothing with the step's sampled tokens, and so need
@@ -319,10 +316,6 @@ class ModelRunner:
         """Take what another rank has sampled, and drafted if drafts are kept, by request id."""
         self.batch.append_tokens(self.batch.rows_of(sampled), list(sampled.values()))
         self.draft_tokens_handler.put(drafts)
-
-    def take_draft_token_ids(self) -> dict[str, list[int]]:
-        """Return the drafts to follow the last step's tokens, by request id, and clear them."""
-        return self.draft_tokens_handler.take()
 
     def _on_device(self, array: np.ndarray) -> torch.Tensor:
         return on_device(array, self.device)

@@ -7,8 +7,7 @@ In vLLM v0.33.0: `vllm/v1/worker/gpu_worker.py` (`Worker`).
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from minivllm.kernels.cpu.loops import ELEMENTS, loops
 from minivllm.kernels.rejection_sample import rejection_sample
 from minivllm.kv_connector.factory import create_connector
 from minivllm.lora.worker_manager import LRUCacheWorkerLoRAManager
+from minivllm.memory import MemoryLedger
 from minivllm.models.decoder import Decoder
 from minivllm.models.eagle3 import Eagle3Head, load_eagle3
 from minivllm.models.loader import load_model, random_model
@@ -34,11 +34,12 @@ from minivllm.platforms.spinning import limit_spinning
 from minivllm.platforms.threads import has_numba
 from minivllm.worker.kernel_warmup import short_step, warm_up_steps
 from minivllm.worker.kv_cache import STORED_AS
-from minivllm.worker.kv_connector_runner import ActiveKVConnector, model_fingerprint
-from minivllm.worker.memory_profiling import MemoryUse, activation_peak, bytes_outside_torch, device_memory
+from minivllm.worker.kv_connector_runner import KVConnectorRunner, model_fingerprint
+from minivllm.worker.memory_profiling import profile_memory
 from minivllm.worker.model_runner import ModelRunner
 from minivllm.worker.settings import WorkerSettings
-from minivllm.worker.spec_decode.proposer import TokenSpeculator, make_proposer
+from minivllm.worker.spec_decode.proposer import TokenSpeculator
+from minivllm.worker.spec_decode.speculator import Speculator
 
 LOOPBACK_ADDRESS = "127.0.0.1"
 LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
@@ -63,23 +64,9 @@ class Worker:
             compile_loops(model.embed_tokens.weight.dtype, settings.kv_cache_dtype)
         self.runner = ModelRunner(model, settings, load_drafter(settings, model))
 
-    def memory_use(self) -> MemoryUse:
-        """Measure the memory of this rank's device, and of everything in it except the cache."""
-        runner, settings = self.runner, self.settings
-        name, num_bytes = device_memory(self.device, self.group.world_size)
-        return MemoryUse(
-            device_name=name,
-            device_memory=num_bytes,
-            activation_peak=activation_peak(runner.model, runner.speculator, settings),
-            outside_torch=bytes_outside_torch(self.device),
-            weights=runner.weight_bytes(),
-            dtype=str(runner.dtype).removeprefix("torch."),
-            cuda_graphs=settings.uses_graphs and self.device.type == "cuda",
-            drafter=runner.speculator.model_config,
-            drafter_bytes=runner.speculator.num_bytes(),
-            lora_bytes=runner.lora.slot_bytes,
-            ranks_in_host_memory=self.group.world_size if self.device.type == "cpu" else 0,
-        )
+    def memory_ledger(self, gpu_memory_utilization: float, host_tier: int) -> MemoryLedger:
+        """Return what this rank's memory is used for; see `profile_memory`."""
+        return profile_memory(self.runner, gpu_memory_utilization, host_tier)
 
     @property
     def _adapters(self) -> LRUCacheWorkerLoRAManager:
@@ -157,21 +144,18 @@ class Worker:
             num_kv_heads=config.num_key_value_heads if config.kv_lora_rank is None else 1,
             head_dim=config.latent_width or config.head_dim,
             kv_cache_dtype=str(cache.dtype).removeprefix("torch."),
-            max_model_len=settings.max_model_len,
             device=self.device.type,
             tensor_parallel_size=group.size,
             tensor_parallel_rank=group.rank,
             pipeline_parallel_size=group.stage.size,
-            pipeline_parallel_rank=group.stage.rank,
             data_parallel_rank=settings.data_parallel_rank,
-            num_threads=max(1, settings.num_threads // group.world_size),
             max_num_batched_tokens=settings.max_num_batched_tokens,
             use_eagle=settings.speculative_config is not None and settings.speculative_config.use_eagle,
         )
         connector = create_connector(
             connector_config, KVConnectorRole.WORKER, Parts(kv_connector=settings.kv_connector)
         )
-        self.runner.kv_connector = ActiveKVConnector(connector, kv_caches, self.runner.config.num_hidden_layers)
+        self.runner.kv_connector = KVConnectorRunner(connector, kv_caches, self.runner.config.num_hidden_layers)
         return connector_config, connector.get_handshake_metadata()
 
     def warm_up(self) -> None:
@@ -184,32 +168,25 @@ class Worker:
             self.run_unobserved(short_step(self.settings.block_size))
 
     def run_unobserved(self, steps: Iterable[SchedulerOutput]) -> None:
-        """Run steps of made-up requests, and discard everything they leave behind."""
-        with self._own_parts():
-            for step in steps:
-                if self.runner.draft_tokens_handler.keeps_drafts and step.scheduled_spec_decode_tokens:
-                    # Drafts to verify, in place of those that a rank would have kept.
-                    self.runner.take_sampled({}, step.scheduled_spec_decode_tokens)
-                self.execute_model(step)
-        self.runner.lora.warm_up()
-        self.runner.reset()
-        self.group.bytes_reduced = 0
-
-    @contextmanager
-    def _own_parts(self) -> Iterator[None]:
-        """Swap in the engine's own parts, and a throwaway proposer, for parts that must see only
-        real requests.
+        """Run steps of made-up requests, and discard everything they leave behind. Parts that a
+        caller has given must see only real requests, so they do not take part.
         """
-        runner, settings = self.runner, self.settings
-        kept = runner.speculator, runner.rejection_sample
-        if settings.speculative_config is not None and isinstance(runner.speculator, TokenSpeculator):
-            proposer = make_proposer(settings.speculative_config, settings.max_model_len)
-            runner.speculator = TokenSpeculator(proposer)
+        runner = self.runner
+        speculator, rejection = runner.speculator, runner.rejection_sample
+        if isinstance(speculator, TokenSpeculator):
+            runner.speculator = Speculator()
         runner.rejection_sample = rejection_sample
         try:
-            yield
+            for step in steps:
+                if runner.draft_tokens_handler.keeps_drafts and step.scheduled_spec_decode_tokens:
+                    # Drafts to verify, in place of those that a rank would have kept.
+                    runner.take_sampled({}, step.scheduled_spec_decode_tokens)
+                self.execute_model(step)
         finally:
-            runner.speculator, runner.rejection_sample = kept
+            runner.speculator, runner.rejection_sample = speculator, rejection
+        runner.lora.warm_up()
+        runner.reset()
+        self.group.bytes_reduced = 0
 
     def _compile_kernels(self) -> None:
         """Run steps on a GPU that use every variant of the kernels, so that all are compiled."""
@@ -307,7 +284,7 @@ class Worker:
 
     def take_draft_token_ids(self) -> dict[str, list[int]]:
         """Return the drafts to follow the last step's tokens, by request id, and clear them."""
-        return self.runner.take_draft_token_ids()
+        return self.runner.draft_tokens_handler.take()
 
     def record_times(self) -> None:
         """Start recording when this rank computes each step, from the arrival of its inputs to its

@@ -19,7 +19,7 @@ import torch
 
 from minivllm.models.eagle3 import Eagle3Head
 from minivllm.models.forward_context import AuxHiddenStates
-from minivllm.worker.input_batch import InputBatch, StepInputs, consecutive
+from minivllm.worker.input_batch import InputBatch, StepInputs, TokenSpans, consecutive
 from minivllm.worker.spec_decode.draft_model_proposer import DraftModelProposer
 
 
@@ -27,6 +27,7 @@ class EagleProposer(DraftModelProposer):
     """A proposer like the draft model's, but one position behind it and reading hidden states."""
 
     model: Eagle3Head
+    num_behind = 1
     _aux: AuxHiddenStates | None = None
 
     def aux_hidden_states(self) -> AuxHiddenStates:
@@ -34,44 +35,31 @@ class EagleProposer(DraftModelProposer):
         self._aux = AuxHiddenStates(self.model.eagle_config.aux_layer_ids)
         return self._aux
 
-    def propose(self, batch: InputBatch, inputs: StepInputs, num_drafts: int) -> list[list[int]]:
-        """Implement `ModelProposer.propose`."""
-        normed, hidden = self._follow_target(batch, inputs, self._take_aux())
-        rows = inputs.rows[inputs.sampling]  # [n]
-        if not len(rows) or not num_drafts:
-            return [[] for _ in rows]
-        drafts = [self._choose(normed, batch, rows, 0)]
-        for index in range(1, num_drafts):
-            spans = self._place_of_draft(batch, rows, index - 2)  # one place behind a draft model's
-            positions = self._on_device(spans.positions)
-            normed, hidden = self.model(drafts[-1], positions, hidden, self.forward_context(spans))
-            drafts.append(self._choose(normed, batch, rows, index))
-        return self._within_length(batch, rows, drafts)
-
-    def _take_aux(self) -> torch.Tensor:
-        """Return the target's hidden states, concatenated to [tokens, width], and drop the
-        container.
+    def _pass(
+        self, token_ids: torch.Tensor, spans: TokenSpans, before: tuple[torch.Tensor, ...]
+    ) -> tuple[torch.Tensor, ...]:
+        """Run the head over one draft of each request, which reads what it has itself produced at
+        the position before.
         """
-        assert self._aux is not None
-        aux, self._aux = self._aux, None
-        return torch.cat(aux.states, dim=-1)
+        return self.model(token_ids, self._on_device(spans.positions), before[1], self._forward_context(spans))
 
-    def _follow_target(
-        self, batch: InputBatch, inputs: StepInputs, aux_hidden_states: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _follow(self, batch: InputBatch, inputs: StepInputs) -> tuple[torch.Tensor, ...]:
         """Run the head over the step's positions, except those of rejected drafts; return its two
         outputs at each request's last position.
 
         Each is [n, hidden], for the requests that have sampled; if there are none, it has one row
         that is not used.
         """
-        spans, last = self._computed_spans(batch, inputs, -1)
+        assert self._aux is not None
+        aux = torch.cat(self._aux.states, dim=-1)  # [tokens, width]
+        self._aux = None
+        spans, last = self._computed_spans(batch, inputs)
         counts = np.diff(spans.query_start_loc)  # [requests]
         following = batch.token_ids[np.repeat(inputs.rows, counts), spans.positions + 1]  # [places]
         computed = consecutive(inputs.query_start_loc[:-1], counts)  # [places], in the target's step
-        hidden = self.model.combine_hidden_states(aux_hidden_states[self._on_device(computed)])
+        hidden = self.model.combine_hidden_states(aux[self._on_device(computed)])
         token_ids, positions, rows = map(self._on_device, (following, spans.positions, last))
-        return self.model(token_ids, positions, hidden, self.forward_context(spans), rows)
+        return self.model(token_ids, positions, hidden, self._forward_context(spans), rows)
 
     @torch.inference_mode()
     def dummy_step(self, num_tokens: int) -> None:

@@ -1,6 +1,6 @@
 """Proposers of draft tokens for the model to verify, chosen by the method in `speculative_config`.
 
-There are two kinds. A `Proposer` reads the requests' tokens and nothing else. A `ModelProposer`
+There are two kinds. A `Proposer` reads the requests' tokens and nothing else. A `DraftModelProposer`
 runs a model of its own over the tokens that the target model has just computed, and then once for
 each further draft.
 """
@@ -10,7 +10,8 @@ from typing import Protocol
 
 import numpy as np
 
-from minivllm.config import SpeculativeConfig
+from minivllm.config import ModelConfig, SpeculativeConfig
+from minivllm.errors import MinivllmError
 from minivllm.models.decoder import Decoder
 from minivllm.models.eagle3 import Eagle3Head
 from minivllm.worker.input_batch import InputBatch, StepInputs
@@ -19,7 +20,6 @@ from minivllm.worker.paged_attention import PagedAttention
 from minivllm.worker.settings import WorkerSettings
 from minivllm.worker.spec_decode.draft_model_proposer import DraftModelProposer
 from minivllm.worker.spec_decode.eagle_proposer import EagleProposer
-from minivllm.worker.spec_decode.model_proposer import ModelProposer, check_drafter
 from minivllm.worker.spec_decode.ngram_proposer import NgramProposer
 from minivllm.worker.spec_decode.speculator import Speculator, by_req_id
 
@@ -50,14 +50,7 @@ MakeProposer = Callable[[SpeculativeConfig, int], Proposer]
 # Factories of proposers that read tokens, by method.
 PROPOSERS: dict[str, MakeProposer] = {"ngram": NgramProposer}
 # Proposers that run a model, by method.
-MODEL_PROPOSERS: dict[str, type[ModelProposer]] = {"draft_model": DraftModelProposer, "eagle3": EagleProposer}
-
-
-def make_proposer(config: SpeculativeConfig, max_model_len: int, part: MakeProposer | None = None) -> Proposer:
-    """Return the token-reading proposer of the configured method, or the one that `part` makes if
-    given.
-    """
-    return (part or PROPOSERS[config.method])(config, max_model_len)
+MODEL_PROPOSERS: dict[str, type[DraftModelProposer]] = {"draft_model": DraftModelProposer, "eagle3": EagleProposer}
 
 
 class TokenSpeculator(Speculator):
@@ -96,4 +89,25 @@ def make_speculator(
     if draft_model is not None:
         check_drafter(draft_model.config, target.whole_config, settings.max_model_len)
         return MODEL_PROPOSERS[config.method](settings, draft_model, make_attention)
-    return TokenSpeculator(make_proposer(config, settings.max_model_len, settings.draft_proposer))
+    make_proposer = settings.draft_proposer or PROPOSERS[config.method]
+    return TokenSpeculator(make_proposer(config, settings.max_model_len))
+
+
+def check_drafter(drafter: ModelConfig, target: ModelConfig, max_model_len: int) -> None:
+    """Reject a draft model whose vocabulary is not the target's, or that does not support
+    `max_model_len` tokens.
+
+    Raises:
+        MinivllmError: its vocabulary has another size, or `max_model_len` exceeds what it was
+            made for.
+    """
+    if drafter.vocab_size != target.vocab_size:
+        raise MinivllmError(
+            f"the draft model has a vocabulary of {drafter.vocab_size} tokens, but the model has {target.vocab_size}: "
+            "both must have the same tokens"
+        )
+    if drafter.max_position_embeddings and drafter.max_position_embeddings < max_model_len:
+        raise MinivllmError(
+            f"the draft model supports at most {drafter.max_position_embeddings} tokens: lower max_model_len from "
+            f"{max_model_len} to that or less"
+        )
