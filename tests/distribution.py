@@ -13,8 +13,7 @@ from xdist.scheduler import LoadScopeScheduling
 
 TOGETHER = {
     "tests/e2e/test_harness.py": "tests/e2e/test_notebooks.py",  # one JupyterLab
-    "tests/notebooks/test_openers.py": "tests/e2e/test_notebooks.py",  # one browser
-    "tests/notebooks/test_executed_page.py": "tests/e2e/test_notebooks.py",
+    "tests/notebooks/test_executed_page.py": "tests/e2e/test_notebooks.py",  # one browser
     "tests/e2e/test_shell.py": "tests/e2e/test_widgets.py",
     "tests/e2e/test_xray.py": "tests/e2e/test_widgets.py",
     "tests/site/test_in_browser.py": "tests/site/test_pages.py",  # one site
