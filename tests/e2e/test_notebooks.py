@@ -1,25 +1,19 @@
-"""Run every notebook once in a real browser, and check all its cells there.
+"""Run one notebook in JupyterLab in a real browser, and look at what `make lab` opens.
 
-All cells run in order, and the page shows their outputs. Widgets follow the keyboard, and no key is
-taken for a shortcut. Then the same kernel runs every demo a second time, and the exercise with the
-lesson's script in it. Without a browser, notebooks/test_notebooks.py runs the same cells with
-nbclient and reads the same outputs.
+All its cells run in order, and the page shows their outputs. Its widget follows the keyboard, and
+no key is taken for a shortcut. Then the same kernel checks a solution of the exercise.
+`notebooks/test_notebooks.py` runs the cells of every notebook, and `test_widgets.py` turns every
+widget.
 """
 
 import re
-from pathlib import Path
 
 import pytest
 from e2e.browser import OPEN_SECONDS, Lab, Notebook, Seen
-from e2e.notebook_again import assert_it_takes_a_solution
+from e2e.solved_notebook import ROOT, SolvedNotebook, shown_by
 from playwright.sync_api import Browser
 
-ROOT = Path(__file__).resolve().parents[2]
-NOTEBOOKS = sorted(path.stem for path in (ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb"))
-NOTHING_AHEAD = "from widgets.shell import lesson_widget; lesson_widget.REST = 3600"
-"""In all notebooks but the first, whose kernel draws ahead while nobody turns anything; nobody
-looks at that here.
-"""
+NOTEBOOK = ROOT / "notebooks" / "01_kv_cache.ipynb"
 ENDING = 24
 """Pixels that `.ipynb` takes. Of the longest name JupyterLab cuts a letter of that; what tells
 lessons apart is whole.
@@ -30,19 +24,15 @@ pytestmark = pytest.mark.browser
 
 
 def press_shortcuts(notebook: Notebook) -> None:
-    """Press JupyterLab's keys for cut, delete and insert in one control of each kind."""
-    for kind in ("input[type=range]", "select", ".lw-picture"):
-        if (control := notebook.page.locator(f".lw {kind}").first).count():
-            control.focus()
-            for key in ("x", "d", "d", "a"):
-                notebook.page.keyboard.press(key)
+    """Press JupyterLab's keys for cut, delete and insert in the widget's picture and controls."""
+    for control in notebook.page.locator(".lw input[type=range], .lw select, .lw .lw-picture").all():
+        control.focus()
+        for key in ("x", "d", "d", "a"):
+            notebook.page.keyboard.press(key)
 
 
-@pytest.mark.parametrize("name", NOTEBOOKS)
-def test_runs_takes_a_solution_and_its_widget_follows_the_keyboard(name: str, lab: Lab):
-    with lab.opened(f"notebooks/{name}.ipynb") as notebook:
-        if name != NOTEBOOKS[0]:
-            notebook.execute([NOTHING_AHEAD])
+def test_a_notebook_runs_takes_a_solution_and_its_widget_follows_the_keyboard(lab: Lab):
+    with lab.opened(f"notebooks/{NOTEBOOK.name}") as notebook:
         notebook.run_all()
         assert notebook.problems() == []
         before, after = notebook.press_arrow()
@@ -51,8 +41,11 @@ def test_runs_takes_a_solution_and_its_widget_follows_the_keyboard(name: str, la
         press_shortcuts(notebook)
         assert notebook.cells() == cells
         assert notebook.problems() == []
-        ran = [cell["outputs"] for cell in notebook.code_cells()]
-        assert_it_takes_a_solution(ROOT / "notebooks" / f"{name}.ipynb", ran, notebook.execute)
+        solved = SolvedNotebook(NOTEBOOK)
+        solved.assert_unsolved([cell["outputs"] for cell in notebook.code_cells()])
+        _, checked, shown = notebook.execute([solved.solution, solved.check, solved.own])
+        assert re.search(r"all \d+ checks pass", shown_by(checked))
+        solved.assert_drawn(shown)
         assert notebook.seen.errors == []
         assert notebook.seen.elsewhere == []
 
@@ -72,11 +65,12 @@ def test_make_lab_opens_the_list_of_notebooks(server: str, browser: Browser):
         page.wait_for_selector(".jp-DirListing-itemText", timeout=OPEN_SECONDS * 1000)
         page.wait_for_timeout(3000)  # the popup would come by itself
         names = page.locator(".jp-DirListing-itemText")
-        assert {*map(str.strip, names.all_text_contents())} >= {f"{name}.ipynb" for name in NOTEBOOKS}
+        shown = {name.strip() for name in names.all_text_contents()}
+        assert {path.name for path in NOTEBOOK.parent.glob("*.ipynb")} <= shown
         assert names.evaluate_all(CUT_OFF) == []
         assert page.locator(".Toastify__toast").count() == 0
         page.get_by_role("link", name="The KV cache").click()
         page.wait_for_selector(".jp-NotebookPanel", timeout=OPEN_SECONDS * 1000)
-        assert page.url.endswith("/notebooks/01_kv_cache.ipynb")
+        assert page.url.endswith(f"/notebooks/{NOTEBOOK.name}")
         assert seen.errors == []
         assert seen.elsewhere == []
