@@ -181,11 +181,10 @@ def test_a_move_is_drawn_at_once(name: str):
     session, seconds = Session(spec), []
     session.settle()
     for knob_name, knob in spec.flat().items():
-        for index, value in enumerate(other_values(knob)[:3]):
+        for value in other_values(knob)[:1]:
             moved = session.turn({knob_name: value})
             seconds.append(quiet_seconds(lambda moved=moved: next(moved)))
-            if not index:  # the next move finds a run under way
-                next(moved, None)
+            next(moved, None)  # so that the next move finds a run under way
         session.settle(**spec.start())
     assert statistics.median(seconds) < 0.05
 
