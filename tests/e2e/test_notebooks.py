@@ -7,6 +7,7 @@ widget.
 """
 
 import re
+from urllib.request import urlopen
 
 import pytest
 from e2e.browser import OPEN_SECONDS, Lab, Notebook, Seen
@@ -57,10 +58,13 @@ def test_make_lab_opens_the_list_of_notebooks(server: str, browser: Browser):
     recipe = re.search(r"^lab:.*\n\t(.*)", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert recipe
     assert "JUPYTER_CONFIG_PATH=$(CURDIR)/.jupyter " in recipe[1], "the settings that `server` has"
+    with urlopen(server) as answer:
+        opened = answer.geturl()
+    assert opened == f"{server}/lab/tree/notebooks/README.md"
     with browser.new_context(viewport={"width": 1366, "height": 768}) as window:
         page, seen = window.new_page(), Seen()
         seen.watch(page)
-        page.goto(server)
+        page.goto(f"{opened}?reset")  # without the workspace of an earlier test
         page.wait_for_selector(".jp-MarkdownViewer table", timeout=OPEN_SECONDS * 1000)
         page.wait_for_selector(".jp-DirListing-itemText", timeout=OPEN_SECONDS * 1000)
         page.wait_for_timeout(3000)  # the popup would come by itself
