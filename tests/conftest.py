@@ -7,6 +7,7 @@ sooner without torch.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import gc
 import logging
 import os
@@ -30,7 +31,7 @@ LEFT_OUT = pytest.StashKey[dict[str, int]]()
 TEMPLATE = pytest.StashKey["Template"]()
 OF_WORKERS = (
     "pytest", "hypothesis", "transformers", "jupytext", "nbclient", "anywidget", "playwright.sync_api",
-    "ipykernel.kernelapp", "ipykernel.zmqshell",
+    "ipykernel.kernelapp", "ipykernel.zmqshell", "nbconvert", "transformers.models",
 )  # fmt: skip
 """What the workers of xdist have loaded when they start, apart from the engine and the server."""
 BROWSER_REQUIRED = bool(os.environ.get("MINIVLLM_REQUIRE_BROWSER"))
@@ -88,6 +89,9 @@ def pytest_configure(config: pytest.Config) -> None:
     hear_interrupts()
     set_up_hypothesis()
     gc.disable()
+    # Triton's bindings complain of what is never taken apart. Before the end, pytest collects
+    # garbage five times, which must not look at everything that is frozen.
+    atexit.register(gc.unfreeze)
 
 
 @pytest.fixture(scope="session")
@@ -213,7 +217,6 @@ def let_torch_log_through_the_root() -> None:
 def pytest_unconfigure(config: pytest.Config) -> None:
     if TEMPLATE in config.stash:
         config.stash[TEMPLATE].close()
-    gc.unfreeze()  # Triton's bindings complain of what is never taken apart
 
 
 def missing_here() -> dict[str, str]:

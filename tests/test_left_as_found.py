@@ -32,7 +32,7 @@ LEAKS = {
     "process: numpy errors": lambda: np.seterr(all="ignore"),
     "process: shell of IPython": InteractiveShell.instance,
     "torch: default dtype": lambda: torch.set_default_dtype(torch.float64),
-    "torch: threads": lambda: torch.set_num_threads(2),
+    "torch: threads": lambda: torch.set_num_threads(torch.get_num_threads() + 1),
     "torch: gradients": lambda: torch.set_grad_enabled(False),
     "logging: logger 'minivllm'": lambda: logging.getLogger("minivllm").setLevel(1),
     "logging: logger 'minivllm.somewhere'": lambda: setattr(logging.getLogger("minivllm.somewhere"), "disabled", True),

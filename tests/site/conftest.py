@@ -12,8 +12,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from e2e.browser import ColorScheme, Seen, emptied_page
-from left_as_found import put_back, state
+from e2e.browser import Seen, emptied_page
 from playwright.sync_api import Browser, Page
 from sphinx.deprecation import RemovedInSphinx11Warning
 from sphinx.search.en import SearchEnglish
@@ -82,7 +81,6 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
         turned = choose(spec, start, *most)
         return turned if spec is SPEC else two_values(turned, start)
 
-    before = state()
     built = tmp_path_factory.mktemp("site")
     with (
         mock.patch.object(site_widgets, "choose", chosen),
@@ -91,7 +89,6 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ):
         warnings.simplefilter("ignore", RemovedInSphinx11Warning)  # of myst-parser
         program.build(repository(tmp_path_factory.mktemp("repository")), built, specs, VIEWS)
-    put_back(before)  # no guard of a test sees what is built before the first one
     return built
 
 
@@ -112,8 +109,8 @@ def opened(site: Path, browser: Browser):
     """Return a context manager: `opened("lessons/01_kv_cache.html", width=400)`."""
 
     @contextmanager
-    def opening(name: str, width: int = 1366, theme: ColorScheme = "light") -> Iterator[Opened]:
-        page, seen = emptied_page(browser, width, 800, theme), Seen()
+    def opening(name: str, width: int = 1366) -> Iterator[Opened]:
+        page, seen = emptied_page(browser, width, 800), Seen()
         unwatch = seen.watch(page)
         page.goto(f"{site.as_uri()}/{name}")
         yield Opened(page, seen)
