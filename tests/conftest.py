@@ -7,6 +7,7 @@ sooner without torch.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import gc
 import logging
 import os
@@ -28,7 +29,10 @@ if TYPE_CHECKING:
 
 LEFT_OUT = pytest.StashKey[dict[str, int]]()
 TEMPLATE = pytest.StashKey["Template"]()
-OF_WORKERS = ("pytest", "hypothesis", "transformers", "jupytext", "nbclient", "anywidget", "playwright.sync_api")
+OF_WORKERS = (
+    "pytest", "hypothesis", "transformers", "jupytext", "nbclient", "anywidget", "playwright.sync_api",
+    "ipykernel.kernelapp", "ipykernel.zmqshell", "nbconvert", "transformers.models",
+)  # fmt: skip
 """What the workers of xdist have loaded when they start, apart from the engine and the server."""
 BROWSER_REQUIRED = bool(os.environ.get("MINIVLLM_REQUIRE_BROWSER"))
 NIXL_REQUIRED = bool(os.environ.get("MINIVLLM_REQUIRE_NIXL"))
@@ -85,6 +89,9 @@ def pytest_configure(config: pytest.Config) -> None:
     hear_interrupts()
     set_up_hypothesis()
     gc.disable()
+    # Triton's bindings complain of what is never taken apart. Before the end, pytest collects
+    # garbage five times, which must not look at everything that is frozen.
+    atexit.register(gc.unfreeze)
 
 
 @pytest.fixture(scope="session")
@@ -121,6 +128,16 @@ def warm_processes(template: Template | None) -> Iterator[None]:
 
     with forked(template):
         yield
+
+
+@pytest.fixture
+def warm_kernels(template: Template | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fork the kernels of a test's notebooks, too."""
+    from jupyter_client import launcher
+    from warm_processes import WarmSubprocess
+
+    if template is not None:
+        monkeypatch.setattr(launcher, "Popen", WarmSubprocess(template).Popen)
 
 
 def compute_on_one_thread() -> None:
@@ -200,7 +217,6 @@ def let_torch_log_through_the_root() -> None:
 def pytest_unconfigure(config: pytest.Config) -> None:
     if TEMPLATE in config.stash:
         config.stash[TEMPLATE].close()
-    gc.unfreeze()  # Triton's bindings complain of what is never taken apart
 
 
 def missing_here() -> dict[str, str]:
@@ -228,15 +244,11 @@ def missing_here() -> dict[str, str]:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect tests that need what is missing here, and those that repeat what a browser test of
-    this run does.
-    """
+    """Deselect tests that need what is missing here, and put the others in order."""
     refuse_names_that_change(items)
     refuse_what_make_gpu_forgets(items)
     for mark, reason in missing_here().items():
         leave_out(mark, reason, config, items)
-    if any(item.get_closest_marker("browser") for item in items):
-        leave_out("without_browser", "do without a browser what others do in one", config, items)
     put_in_order(config, items)
 
 

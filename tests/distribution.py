@@ -11,12 +11,12 @@ from pathlib import PurePosixPath
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
+BROWSED = (
+    "tests/e2e/test_harness.py", "tests/e2e/test_notebooks.py", "tests/e2e/test_shell.py", "tests/e2e/test_xray.py",
+    "tests/notebooks/test_executed_page.py",
+)  # fmt: skip
 TOGETHER = {
-    "tests/e2e/test_harness.py": "tests/e2e/test_notebooks.py",  # one JupyterLab
-    "tests/notebooks/test_openers.py": "tests/e2e/test_notebooks.py",  # one browser
-    "tests/notebooks/test_executed_page.py": "tests/e2e/test_notebooks.py",
-    "tests/e2e/test_shell.py": "tests/e2e/test_widgets.py",
-    "tests/e2e/test_xray.py": "tests/e2e/test_widgets.py",
+    **dict.fromkeys(BROWSED, "tests/e2e/test_widgets.py"),  # one browser, and one JupyterLab
     "tests/site/test_in_browser.py": "tests/site/test_pages.py",  # one site
     **{
         f"tests/server/test_{name}.py": "tests/server/test_conformance.py"  # the servers of tests/server/conftest.py
@@ -26,8 +26,9 @@ TOGETHER = {
 """Files -> the file with which they share a fixture of the whole session: one worker runs both."""
 
 LONGEST = (
-    "tests/e2e/test_notebooks.py", "tests/site", "tests/e2e", "tests/server", "tests/lessons", "tests/lesson_widgets",
-    "tests/lab/test_museum.py", "tests/proxy", "tests/engine", "tests/notebooks", "tests/kernels", "tests/executor",
+    "tests/e2e", "tests/site", "tests/notebooks/test_notebooks.py", "tests/server", "tests/lessons",
+    "tests/lesson_widgets", "tests/lab/test_museum.py", "tests/proxy", "tests/engine", "tests/kernels",
+    "tests/executor",
 )  # fmt: skip
 """Files and folders that come first, since who began one of them last would keep all others
 waiting.

@@ -32,7 +32,7 @@ LEAKS = {
     "process: numpy errors": lambda: np.seterr(all="ignore"),
     "process: shell of IPython": InteractiveShell.instance,
     "torch: default dtype": lambda: torch.set_default_dtype(torch.float64),
-    "torch: threads": lambda: torch.set_num_threads(2),
+    "torch: threads": lambda: torch.set_num_threads(torch.get_num_threads() + 1),
     "torch: gradients": lambda: torch.set_grad_enabled(False),
     "logging: logger 'minivllm'": lambda: logging.getLogger("minivllm").setLevel(1),
     "logging: logger 'minivllm.somewhere'": lambda: setattr(logging.getLogger("minivllm.somewhere"), "disabled", True),
@@ -65,14 +65,9 @@ def test_random_numbers_begin_alike():
     assert drawn() == drawn()
 
 
-@pytest.mark.parametrize("shared", sorted({*distribution.TOGETHER, *distribution.TOGETHER.values()}))
-def test_files_that_share_something_are_there(shared: str):
-    assert (Path(__file__).parents[1] / shared).is_file()
-
-
-@pytest.mark.parametrize("first", distribution.LONGEST)
-def test_what_comes_first_is_there(first: str):
-    assert (Path(__file__).parents[1] / first).exists()
+def test_files_that_share_something_or_come_first_are_there():
+    for name in (*distribution.TOGETHER, *distribution.TOGETHER.values(), *distribution.LONGEST):
+        assert (Path(__file__).parents[1] / name).exists(), name
 
 
 def items(*names: str) -> list:
@@ -81,13 +76,13 @@ def items(*names: str) -> list:
 
 def test_a_unit_is_in_one_piece_and_the_longest_come_first():
     order = items(
-        "tests/core/test_request.py::a", "tests/e2e/test_harness.py::a", "tests/e2e/test_shell.py::a",
-        "tests/e2e/test_notebooks.py::a", "tests/lessons/09_attention_heads/test_09_attention_heads.py::b",
+        "tests/core/test_request.py::a", "tests/e2e/test_harness.py::a", "tests/site/test_pages.py::a",
+        "tests/notebooks/test_executed_page.py::a", "tests/lessons/09_attention_heads/test_09_attention_heads.py::b",
         "tests/core/test_request.py::b",
     )  # fmt: skip
     distribution.longest_first(order)
     assert [item.nodeid.removeprefix("tests/") for item in order] == [
-        "e2e/test_harness.py::a", "e2e/test_notebooks.py::a", "e2e/test_shell.py::a",
+        "e2e/test_harness.py::a", "notebooks/test_executed_page.py::a", "site/test_pages.py::a",
         "lessons/09_attention_heads/test_09_attention_heads.py::b",
         "core/test_request.py::a", "core/test_request.py::b",
     ]  # fmt: skip

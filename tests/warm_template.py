@@ -75,7 +75,7 @@ class Request:
 
 def main() -> None:
     """Load everything, then fork at each request; started as `-c "..." FD PATH MODULES ROOM`."""
-    import warm_processes  # noqa: F401  # while it is found: a kernel does not see the tests' modules
+    import warm_processes  # noqa: F401  # before `sys.path` is replaced
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of Ctrl-C the others are told, who leave; then this one ends
     fd, path, modules = sys.argv[1:4]

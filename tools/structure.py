@@ -14,9 +14,7 @@ from __future__ import annotations
 
 import argparse
 import ast
-import io
 import sys
-import tokenize
 from collections import Counter
 from pathlib import Path
 
@@ -44,19 +42,32 @@ BUDGETS = {
     "the spine": 3_900,
 }
 """Most code lines of each part."""
-_NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
 
 def code_lines(path: Path) -> int:
     """Count the lines of a Python file that hold code."""
-    text, lines = path.read_text(), set()
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type not in _NO_CODE:
-            lines.update(range(token.start[0], token.end[0] + 1))
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
-            lines.difference_update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
-    return len(lines)
+    text = path.read_text()
+    inside: set[int] = set()
+    docstrings: set[int] = set()
+    pending: list[ast.AST] = [ast.parse(text)]
+    while pending:
+        node = pending.pop()
+        lines = range(getattr(node, "lineno", 1), getattr(node, "end_lineno", 0) + 1)  # empty without a place
+        if isinstance(node, ast.Expr) and _is_string(node.value):
+            docstrings.update(lines)
+        elif _is_string(node) or isinstance(node, ast.JoinedStr):
+            inside.update(lines)
+        elif len(lines) != 1:  # a node of one line holds nothing of several
+            pending += ast.iter_child_nodes(node)
+    return sum(
+        number in inside or (line != "" and not line.startswith("#"))
+        for number, line in enumerate(map(str.strip, text.split("\n")), start=1)
+        if number not in docstrings
+    )
+
+
+def _is_string(node: ast.AST) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(node.value, str)
 
 
 def lines_of(folder: Path) -> int:

@@ -1,15 +1,13 @@
 """Test the GPU campaign: stages in order of value, each with a limit, and a record kept up to date."""
 
-import argparse
 import json
 import re
-import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from minivllm.errors import MinivllmError
+from minivllm_lab.exercise import load
 
 
 def stage(bench, name, code, seconds=60):
@@ -20,22 +18,17 @@ def ended(into):
     return {row["stage"]: row["ended"] for row in json.loads((into / "campaign.json").read_text())["figures"]["stages"]}
 
 
-def test_what_hangs_or_fails_is_said_and_what_follows_runs(bench, tmp_path):
+def test_what_hangs_or_fails_is_said_and_what_follows_finds_the_record_of_it(bench, tmp_path):
+    count = f"import json; print(len(json.load(open({str(tmp_path / 'campaign.json')!r}))['figures']['stages']))"
     stages = [
         stage(bench, "hangs", "print('so far', flush=True); import time; time.sleep(60)", seconds=3),
         stage(bench, "fails", "raise SystemExit(3)"),
-        stage(bench, "works", "import minivllm; print(minivllm.__name__)"),
+        stage(bench, "works", f"import minivllm; print(minivllm.__name__); {count}"),
     ]
     bench.run_all(stages, tmp_path, minutes=5)
     assert ended(tmp_path) == {"hangs": "stopped after 3 s", "fails": "exit code 3", "works": "passed"}
     assert (tmp_path / "logs" / "hangs.txt").read_text() == "so far\n"
-    assert (tmp_path / "logs" / "works.txt").read_text() == "minivllm\n"
-
-
-def test_the_record_of_a_stage_is_there_before_the_next_one_starts(bench, tmp_path):
-    later = f"import json; print(len(json.load(open({str(tmp_path / 'campaign.json')!r}))['figures']['stages']))"
-    bench.run_all([stage(bench, "first", "pass"), stage(bench, "second", later)], tmp_path, minutes=5)
-    assert (tmp_path / "logs" / "second.txt").read_text() == "1\n"
+    assert (tmp_path / "logs" / "works.txt").read_text() == "minivllm\n2\n"
 
 
 def test_no_stage_starts_when_the_time_is_over(bench, tmp_path):
@@ -55,20 +48,25 @@ def test_a_stage_that_is_not_there_is_refused_by_name(bench, tmp_path):
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
-def test_the_benchmarks_know_the_flags_of_their_stages(bench, load_benchmark, tmp_path, device):
-    for stage in bench.stages_of(device, "a-gpu", device == "cpu", tmp_path):
+def test_scripts_know_the_flags_of_their_stages(bench, load_benchmark, tmp_path, device):
+    """Lesson 01's flags stand for those of all lessons, which share them."""
+    stages = bench.stages_of(device, "a-gpu", device == "cpu", tmp_path)
+    assert (stages[0].arguments[-1] == "--collect-only") == (device == "cpu")
+    for stage in stages[1:]:
         script = Path(stage.arguments[0])
-        if script.parent == bench.BENCHMARKS:
-            result = load_benchmark(script.stem).parser().parse_args(stage.arguments[1:])
-            assert isinstance(result, argparse.Namespace)
+        if script.parent == bench.BENCHMARKS or stage.name == "lesson-01":
+            module = load_benchmark(script.stem) if script.parent == bench.BENCHMARKS else load(script)
+            result = module.parser().parse_args(stage.arguments[1:])
             assert result.device == device
             assert re.fullmatch(r"\w+\.a-gpu\.json", Path(result.json).name)
 
 
-def test_a_trial_on_the_processor(bench, tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["gpu_campaign.py"])
-    flags = ["--device", "cpu", "--quick", "--into", str(tmp_path), "--only", "lesson-01"]
-    bench.main(bench.parser().parse_args(flags))
-    assert ended(tmp_path) == {"lesson-01": "passed"}
-    record = json.loads((tmp_path / "01_kv_cache.cpu.json").read_text())
-    assert record["machine"]["versions"]["torch"].startswith(torch.__version__.split("+")[0])
+def test_the_program_runs_the_chosen_stages_and_fails_if_one_does(bench, tmp_path, monkeypatch):
+    stages = [stage(bench, "works", "pass"), stage(bench, "fails", "raise SystemExit(3)")]
+    monkeypatch.setattr(bench, "stages_of", lambda *_settings: stages)
+    flags = ["--device", "cpu", "--into", str(tmp_path)]
+    bench.main(bench.parser().parse_args([*flags, "--only", "works"]))
+    assert ended(tmp_path) == {"works": "passed"}
+    with pytest.raises(SystemExit, match="1"):
+        bench.main(bench.parser().parse_args(flags))
+    assert ended(tmp_path) == {"works": "passed", "fails": "exit code 3"}

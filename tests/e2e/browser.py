@@ -5,7 +5,6 @@ keyboard.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 from weakref import WeakKeyDictionary
@@ -173,12 +172,6 @@ class Notebook:
     def cells(self) -> int:
         """Return how many cells the notebook has now."""
         return self.page.evaluate("() => window.jupyterapp.shell.currentWidget.content.widgets.length")
-
-    def screenshot(self, path: Path) -> None:
-        """Take a picture of the first widget and its surroundings."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self.page.locator(".lw").first.scroll_into_view_if_needed()
-        self.page.screenshot(path=path)
 
 
 def start_browser(playwright: Playwright, executable: str) -> Browser:

@@ -20,7 +20,6 @@ CONFIG = Path(__file__).resolve().parents[2] / ".jupyter"
 """The repository's settings for JupyterLab, which `make lab` takes too: no news, no popups, all
 cells drawn.
 """
-PROGRAM = Path(__file__).with_name("warm_jupyterlab.py")
 
 
 @contextmanager
@@ -31,7 +30,7 @@ def jupyterlab(folder: Path, private: Path) -> Iterator[str]:
     log = private / "jupyterlab.log"
     with log.open("w") as output:
         server = subprocess.Popen(
-            [sys.executable, "-P", str(PROGRAM), *_flags(folder, port)],
+            [sys.executable, "-P", "-m", "jupyterlab", *_flags(folder, port)],
             env=_environment(private),
             cwd=folder,
             stdout=output,

@@ -1,44 +1,80 @@
-"""Run every notebook once in a real browser, and check all its cells there.
+"""Run one notebook in JupyterLab in a real browser, and look at what `make lab` opens.
 
-All cells run in order, and the page shows their outputs. Widgets follow the keyboard, and no key is
-taken for a shortcut. Then the same kernel runs every demo a second time, and the exercise with the
-lesson's script in it. Without a browser, notebooks/test_notebooks.py runs the same cells with
-nbclient and reads the same outputs.
+All its cells run in order, and the page shows their outputs. Its widget follows the keyboard, and
+no key is taken for a shortcut. Then the same kernel checks a solution of the exercise.
+`notebooks/test_notebooks.py` runs the cells of every notebook, and `test_widgets.py` turns every
+widget.
 """
 
-from pathlib import Path
+import re
+from urllib.request import urlopen
 
 import pytest
-from e2e.browser import SLIDER, Lab
-from e2e.notebook_again import assert_it_takes_a_solution
+from e2e.browser import OPEN_SECONDS, Lab, Notebook, Seen
+from e2e.solved_notebook import ROOT, SolvedNotebook, shown_by
+from playwright.sync_api import Browser
 
-ROOT = Path(__file__).resolve().parents[2]
-NOTEBOOKS = sorted(path.stem for path in (ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb"))
-NOTHING_AHEAD = "from widgets.shell import lesson_widget; lesson_widget.REST = 3600"
-"""In all notebooks but the first, whose kernel draws ahead while nobody turns anything; nobody
-looks at that here.
+NOTEBOOK = ROOT / "notebooks" / "01_kv_cache.ipynb"
+ENDING = 24
+"""Pixels that `.ipynb` takes. Of the longest name JupyterLab cuts a letter of that; what tells
+lessons apart is whole.
 """
+CUT_OFF = f"""names => names.filter(name => name.scrollWidth > name.clientWidth + {ENDING})
+  .map(name => name.textContent)"""
 pytestmark = pytest.mark.browser
 
 
-@pytest.mark.parametrize("name", NOTEBOOKS)
-def test_runs_takes_a_solution_and_its_widget_follows_the_keyboard(name: str, lab: Lab):
-    with lab.opened(f"notebooks/{name}.ipynb") as notebook:
-        if name != NOTEBOOKS[0]:
-            notebook.execute([NOTHING_AHEAD])
+def press_shortcuts(notebook: Notebook) -> None:
+    """Press JupyterLab's keys for cut, delete and insert in the widget's picture and controls."""
+    for control in notebook.page.locator(".lw input[type=range], .lw select, .lw .lw-picture").all():
+        control.focus()
+        for key in ("x", "d", "d", "a"):
+            notebook.page.keyboard.press(key)
+
+
+def test_a_notebook_runs_takes_a_solution_and_its_widget_follows_the_keyboard(lab: Lab):
+    with lab.opened(f"notebooks/{NOTEBOOK.name}") as notebook:
         notebook.run_all()
         assert notebook.problems() == []
         before, after = notebook.press_arrow()
         assert before != after
         cells = notebook.cells()
-        for control in notebook.page.locator(f"{SLIDER}, .lw select, .lw .lw-picture").all():
-            control.focus()
-            for key in ("x", "d", "d", "a"):  # cut, delete, insert: JupyterLab's shortcuts in command mode
-                notebook.page.keyboard.press(key)
+        press_shortcuts(notebook)
         assert notebook.cells() == cells
-        notebook.screenshot(ROOT / "out" / f"{name}.png")
         assert notebook.problems() == []
-        ran = [cell["outputs"] for cell in notebook.code_cells()]
-        assert_it_takes_a_solution(ROOT / "notebooks" / f"{name}.ipynb", ran, notebook.execute)
+        solved = SolvedNotebook(NOTEBOOK)
+        solved.assert_unsolved([cell["outputs"] for cell in notebook.code_cells()])
+        _, checked, shown = notebook.execute([solved.solution, solved.check, solved.own])
+        assert re.search(r"all \d+ checks pass", shown_by(checked))
+        solved.assert_drawn(shown)
         assert notebook.seen.errors == []
         assert notebook.seen.elsewhere == []
+
+
+def test_make_lab_opens_the_list_of_notebooks(server: str, browser: Browser):
+    """A small window shows the rendered list with full names and nothing over it, and no dialog
+    asks about the network.
+    """
+    recipe = re.search(r"^lab:.*\n\t(.*)", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert recipe
+    assert "JUPYTER_CONFIG_PATH=$(CURDIR)/.jupyter " in recipe[1], "the settings that `server` has"
+    with urlopen(server) as answer:
+        opened = answer.geturl()
+    assert opened == f"{server}/lab/tree/notebooks/README.md"
+    with browser.new_context(viewport={"width": 1366, "height": 768}) as window:
+        page, seen = window.new_page(), Seen()
+        seen.watch(page)
+        page.goto(f"{opened}?reset")  # without the workspace of an earlier test
+        page.wait_for_selector(".jp-MarkdownViewer table", timeout=OPEN_SECONDS * 1000)
+        page.wait_for_selector(".jp-DirListing-itemText", timeout=OPEN_SECONDS * 1000)
+        page.wait_for_timeout(3000)  # the popup would come by itself
+        names = page.locator(".jp-DirListing-itemText")
+        shown = {name.strip() for name in names.all_text_contents()}
+        assert {path.name for path in NOTEBOOK.parent.glob("*.ipynb")} <= shown
+        assert names.evaluate_all(CUT_OFF) == []
+        assert page.locator(".Toastify__toast").count() == 0
+        page.get_by_role("link", name="The KV cache").click()
+        page.wait_for_selector(".jp-NotebookPanel", timeout=OPEN_SECONDS * 1000)
+        assert page.url.endswith(f"/notebooks/{NOTEBOOK.name}")
+        assert seen.errors == []
+        assert seen.elsewhere == []

@@ -5,7 +5,6 @@ dark.
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -53,12 +52,27 @@ def server() -> Iterator[Served]:
         yield server
 
 
+@pytest.fixture(scope="module")
+def page_of_all(browser: Browser, run: list[str]) -> Iterator[Page]:
+    """Open a page of its own that has been sent the whole run."""
+    with served() as server, browser.new_context(viewport={"width": 1366, "height": 900}) as context:
+        page, seen = context.new_page(), Seen()
+        seen.watch(page)
+        page.goto(f"{server.url}/xray")
+        server.put(run)
+        at_step(page, STEPS)
+        yield page
+        assert seen.errors == []
+        assert seen.elsewhere == []
+
+
 @pytest.fixture
-def page(server: Served, open_page: Callable[..., Page], run: list[str]) -> Page:
-    page = open_page(server.url)
-    server.put(run)
-    at_step(page, STEPS)
-    return page
+def page(page_of_all: Page) -> Page:
+    """Return the page of the whole run, live, with no request chosen."""
+    page_of_all.evaluate("window.xray.show(window.xray.live)")
+    at_step(page_of_all, STEPS)
+    page_of_all.evaluate("document.activeElement.blur()")
+    return page_of_all
 
 
 def at_step(page: Page, step: int) -> None:
@@ -240,13 +254,12 @@ def test_of_several_cores_the_page_shows_the_one_in_its_address(open_page: Calla
 
 
 def test_the_page_keeps_the_last_thousand_steps_and_draws_each_in_time(
-    server: Served, open_page: Callable[..., Page]
+    server: Served, open_page: Callable[..., Page], run: list[str]
 ) -> None:
-    busy = BusyScheduler()
     page = open_page(server.url)
-    for done in range(100, 1201, 100):
-        server.put([busy.line() for _ in range(100)])
-        at_step(page, done)
+    for last in range(STEPS, 8 * STEPS + 1, STEPS):  # a feed keeps 200 lines for a slow page
+        server.put([numbered(run, step) for step in range(last - STEPS + 1, last + 1)])
+        at_step(page, last)
     assert page.evaluate("window.xray.live.frames.length") == 1000
     # What the machine does besides is no part of this: a frame's own time is what ten a second
     # leave room for.
@@ -255,14 +268,19 @@ def test_the_page_keeps_the_last_thousand_steps_and_draws_each_in_time(
              view.draw = () => { const start = performance.now(); draw(); spent.push(performance.now() - start); };
              window.spent = spent; }"""
     )
-    for _ in range(20):
-        server.put([busy.line()])
-        time.sleep(0.1)
-    at_step(page, 1220)
+    for step in range(1201, 1211):
+        server.put([numbered(run, step)])
+        at_step(page, step)
     spent = page.evaluate("window.spent")
     assert sorted(spent)[len(spent) // 2] < 100
     page.keyboard.press("Home")
-    at_step(page, 221)
+    at_step(page, 211)
+
+
+def numbered(run: list[str], step: int) -> str:
+    """Return a snapshot of the run, as if it were that of this step."""
+    index = (step - 1) % STEPS
+    return run[index].replace(f'{{"step":{index + 1},', f'{{"step":{step},')
 
 
 @pytest.mark.parametrize(("scheme", "width"), [("light", 600), ("dark", 1366)])

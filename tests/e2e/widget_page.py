@@ -82,18 +82,20 @@ def widget_page(
 ) -> Iterator[WidgetPage]:
     """Open `spec` in a window of this size; `settings` are knob values and the reader's own parts.
 
-    Unless `whole`, a turned knob gets only the first view of its sweep.
+    Unless `whole`, the page gets only the first view of each sweep.
     """
     session = Session(spec, **settings)
-    view = {**session.settle(), "serial": 0}
+
+    def turned(values: Mapping[str, Any], width: float | None = None) -> dict[str, Any]:
+        views = session.turn(values, width, between=math.inf)
+        if not whole:
+            return (next(views) or {}) | {"busy": False}
+        *_, last = views
+        return last or {}
 
     def ask(message: Mapping[str, Any]) -> dict[str, Any]:
         if message["do"] == "turn":
-            views = session.turn(message["values"], message.get("width"), between=math.inf)
-            if not whole:
-                return (next(views) or {}) | {"busy": False}
-            *_, last = views
-            return last or {}
+            return turned(message["values"], message.get("width"))
         if message["do"] == "load":
             try:
                 return session.settle(**session.loaded(message["text"]))
@@ -104,7 +106,7 @@ def widget_page(
     page, seen = emptied_page(browser, width, height), Seen()
     unwatch = seen.watch(page)
     _answered_by(page, ask)
-    parts = {"view": view, "described": session.described()}
+    parts = {"view": turned({}) | {"serial": 0}, "described": session.described()}
     body = BODY % {
         "style": style(),
         "ground": GROUNDS[theme],

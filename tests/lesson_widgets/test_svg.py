@@ -114,18 +114,14 @@ def test_ticks_of_common_ranges():
     assert Scale(256, 4096, log=True).doublings() == [256, 512, 1024, 2048, 4096]
 
 
-def test_curves_are_clipped_to_their_axes():
+def test_a_curve_that_leaves_its_axes_is_clipped_and_its_points_carry_tips():
     drawing, axes = plot(Box(20, 10, 100, 50), Scale(0, 1), Scale(0, 1))
     axes.line([0, 1], [0, 9], "#111111")
-    inner = rendered(drawing).find(f"{SVG}svg")
-    assert (inner.get("x"), inner.get("width")) == ("16", "108")
-
-
-def test_points_carry_tips():
-    drawing, axes = plot(Box(0, 0, 100, 100), Scale(0, 2), Scale(0, 10))
-    axes.points([2], [10], "#222222", tips=["ten"])
-    dot = rendered(drawing).find(f"{SVG}circle")
-    assert (dot.get("cx"), dot.get("cy"), dot.get("data-tip")) == ("100", "0", "ten")
+    axes.points([1], [1], "#222222", tips=["ten"])
+    root = rendered(drawing)
+    assert root.find(f"{SVG}svg/{SVG}polyline") is not None, "an inner drawing, which ends at the axes"
+    dot = root.find(f"{SVG}circle")
+    assert (dot.get("cx"), dot.get("cy"), dot.get("data-tip")) == ("120", "10", "ten")
 
 
 def test_frame_and_marks_write_their_words():

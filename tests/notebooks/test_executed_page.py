@@ -56,4 +56,3 @@ def test_the_picture_and_the_verdict_are_on_the_page(page_of_a_widget: Path, bro
         assert box["width"] > 50
         assert page.get_by_text("the verdict on 3").is_visible()
         assert picture.count() == 1, "once, not twice"
-        page.screenshot(path=page_of_a_widget.with_suffix(".png"), full_page=True)

@@ -1,5 +1,5 @@
-"""Test the places where people open the notebooks: `make lab` in JupyterLab, Colab, a development
-container.
+"""Test the places where people open the notebooks: Colab, a development container, and JupyterLab
+with our settings. `e2e/test_notebooks.py` looks at what `make lab` shows.
 """
 
 import json
@@ -8,14 +8,10 @@ import tomllib
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-import pytest
-from e2e import jupyter
-from e2e.browser import OPEN_SECONDS, Seen
 from jupyter_server.services.kernels.connection.channels import ZMQChannelsWebsocketConnection
 from jupyter_server.services.kernels.websocket import KernelWebsocketHandler
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
-from playwright.sync_api import Browser, ViewportSize
 from traitlets.config.loader import PyFileConfigLoader
 
 from minivllm_lab.exercise import load
@@ -25,12 +21,6 @@ TARGETS = set(re.findall(r"^([a-z-]+):.*##", (ROOT / "Makefile").read_text(), re
 colab = load(ROOT / "tools" / "colab.py")
 CONTAINER = json.loads((ROOT / ".devcontainer" / "devcontainer.json").read_text())
 SETTINGS = ROOT / ".jupyter" / "jupyter_lab_config.py"
-ENDING = 24
-"""Pixels that `.ipynb` takes. Of the longest name JupyterLab cuts a letter of that; what tells
-lessons apart is whole.
-"""
-CUT_OFF = f"""names => names.filter(name => name.scrollWidth > name.clientWidth + {ENDING})
-  .map(name => name.textContent)"""
 
 
 def test_the_container_runs_commands_that_exist():
@@ -105,32 +95,3 @@ def test_messages_of_a_kernel_do_not_wait_for_an_acknowledgement(monkeypatch):
     connection.websocket_handler = handler
     connection.connect()
     assert done == [True, "connect"]
-
-
-@pytest.mark.browser
-def test_make_lab_opens_the_list_of_notebooks(tmp_path: Path, browser: Browser):
-    """A small window shows the rendered list with full names and nothing over it, and no dialog
-    asks about the network.
-    """
-    recipe = re.search(r"^lab:.*\n\t(.*)", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    assert recipe
-    assert "JUPYTER_CONFIG_PATH=$(CURDIR)/.jupyter " in recipe[1]
-    small = ViewportSize(width=1366, height=768)
-    with jupyter.jupyterlab(ROOT, tmp_path) as server, browser.new_context(viewport=small) as window:
-        page, seen = window.new_page(), Seen()
-        seen.watch(page)
-        page.goto(server)
-        page.wait_for_selector(".jp-MarkdownViewer table", timeout=OPEN_SECONDS * 1000)
-        page.wait_for_selector(".jp-DirListing-itemText", timeout=OPEN_SECONDS * 1000)
-        page.wait_for_timeout(3000)  # the popup would come by itself
-        names = page.locator(".jp-DirListing-itemText")
-        shown = {name.strip() for name in names.all_text_contents()}
-        assert {path.name for path in (ROOT / "notebooks").glob("*.ipynb")} <= shown
-        assert names.evaluate_all(CUT_OFF) == []
-        assert page.locator(".Toastify__toast").count() == 0
-        page.screenshot(path=ROOT / "out" / "lab.png")
-        page.get_by_role("link", name="The KV cache").click()
-        page.wait_for_selector(".jp-NotebookPanel", timeout=OPEN_SECONDS * 1000)
-        assert page.url.endswith("/notebooks/01_kv_cache.ipynb")
-        assert seen.errors == []
-        assert seen.elsewhere == []

@@ -1,4 +1,4 @@
-"""Build the site once for all tests of a run, even where several processes share them."""
+"""Build the site once for all tests of a run."""
 
 import functools
 import shutil
@@ -12,8 +12,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from e2e.browser import ColorScheme, Seen, emptied_page
-from filelock import FileLock
+from e2e.browser import Seen, emptied_page
 from playwright.sync_api import Browser, Page
 from sphinx.deprecation import RemovedInSphinx11Warning
 from sphinx.search.en import SearchEnglish
@@ -70,33 +69,27 @@ def two_values(chosen: Mapping[str, list[Value]], start: Mapping[str, Value]) ->
 
 
 @pytest.fixture(scope="session")
-def site(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
-    """Return the folder of the built site."""
-    base = tmp_path_factory.getbasetemp()
-    shared = base.parent if hasattr(request.config, "workerinput") else base
-    with FileLock(shared / "site.lock"):
-        if not (shared / "site").is_dir():
-            import site_widgets
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of the built site; `distribution.py` gives its tests to one worker."""
+    import site_widgets
 
-            program, choose = load(ROOT / "tools" / "build_site.py"), site_widgets.choose
-            specs = {name: left_early(spec) for name, spec in site_widgets.specs().items()} | {"tiny": SPEC}
+    program, choose = load(ROOT / "tools" / "build_site.py"), site_widgets.choose
+    specs = {name: left_early(spec) for name, spec in site_widgets.specs().items()} | {"tiny": SPEC}
 
-            def chosen(spec: Spec, start: Mapping[str, Value], *most: Any) -> dict[str, list[Value]]:
-                """Let all knobs of the tiny widget turn, and those of a lesson's widget by one
-                place.
-                """
-                turned = choose(spec, start, *most)
-                return turned if spec is SPEC else two_values(turned, start)
+    def chosen(spec: Spec, start: Mapping[str, Value], *most: Any) -> dict[str, list[Value]]:
+        """Let all knobs of the tiny widget turn, and those of a lesson's widget by one place."""
+        turned = choose(spec, start, *most)
+        return turned if spec is SPEC else two_values(turned, start)
 
-            with (
-                mock.patch.object(site_widgets, "choose", chosen),
-                mock.patch.object(SearchEnglish, "stem", functools.cache(SearchEnglish.stem)),
-                warnings.catch_warnings(),
-            ):
-                warnings.simplefilter("ignore", RemovedInSphinx11Warning)  # of myst-parser
-                program.build(repository(tmp_path_factory.mktemp("repository")), shared / "building", specs, VIEWS)
-            (shared / "building").rename(shared / "site")
-    return shared / "site"
+    built = tmp_path_factory.mktemp("site")
+    with (
+        mock.patch.object(site_widgets, "choose", chosen),
+        mock.patch.object(SearchEnglish, "stem", functools.cache(SearchEnglish.stem)),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore", RemovedInSphinx11Warning)  # of myst-parser
+        program.build(repository(tmp_path_factory.mktemp("repository")), built, specs, VIEWS)
+    return built
 
 
 @dataclass(frozen=True)
@@ -116,8 +109,8 @@ def opened(site: Path, browser: Browser):
     """Return a context manager: `opened("lessons/01_kv_cache.html", width=400)`."""
 
     @contextmanager
-    def opening(name: str, width: int = 1366, theme: ColorScheme = "light") -> Iterator[Opened]:
-        page, seen = emptied_page(browser, width, 800, theme), Seen()
+    def opening(name: str, width: int = 1366) -> Iterator[Opened]:
+        page, seen = emptied_page(browser, width, 800), Seen()
         unwatch = seen.watch(page)
         page.goto(f"{site.as_uri()}/{name}")
         yield Opened(page, seen)

@@ -6,7 +6,8 @@ import re
 from pathlib import Path
 
 import pytest
-from axe_playwright_python.sync_playwright import Axe
+from e2e.browser import serious_violations
+from playwright.sync_api import Page
 
 pytestmark = pytest.mark.browser
 LESSON = "lessons/01_kv_cache.html"
@@ -89,25 +90,6 @@ def test_the_plot_is_dragged(opened):
         assert site.complaints() == []
 
 
-def test_every_widget_of_every_lesson_lives(opened, site: Path):
-    for path in sorted(site.glob("lessons/*.html")):
-        names = re.findall(r'data-table="([^"]+)"', path.read_text())
-        if not names:
-            continue
-        with opened(f"lessons/{path.name}") as lesson:
-            lesson.page.locator(".lesson-widget .lw-picture > svg").nth(len(names) - 1).wait_for()
-            for name in names:
-                controls = lesson.page.locator(f".lesson-widget[data-table={name}] .lw-knob :enabled[id]")
-                picture = lesson.page.locator(f".lesson-widget[data-table={name}] .lw-picture")
-                before = picture.inner_html()
-                controls.first.focus()
-                lesson.page.keyboard.press("ArrowRight")
-                if picture.inner_html() == before:
-                    lesson.page.keyboard.press("ArrowLeft")
-                assert picture.inner_html() != before, name
-            assert lesson.complaints() == []
-
-
 def test_a_link_into_the_glossary_says_what_the_term_means(opened):
     with opened(LESSON) as site:
         link, hint = (
@@ -135,32 +117,48 @@ def test_the_opening_figure_is_stepped_through_by_keyboard(opened):
         assert [steps.nth(index).is_visible() for index in (0, 1)] == [False, True]
 
 
-@pytest.mark.parametrize("theme", ["light", "dark"])
-def test_the_page_and_its_pictures_follow_the_theme(opened, theme: str):
-    with opened(LESSON, theme=theme) as site:
-        dark = theme == "dark"
-        ground = site.page.evaluate("getComputedStyle(document.body).backgroundColor")
-        assert (sum(map(int, re.findall(r"\d+", ground)[:3])) < 200) == dark
-        site.page.locator(f"{WIDGET} .lw-dark").wait_for(state="attached" if dark else "detached")
-        label = site.page.locator(".mermaid .nodeLabel").first.evaluate("label => getComputedStyle(label).color")
-        assert (sum(map(int, re.findall(r"\d+", label)[:3])) > 500) == dark
+def test_the_page_and_its_pictures_follow_the_theme(opened):
+    with opened(LESSON) as site:
+        for theme in ("light", "dark"):
+            dark = theme == "dark"
+            site.page.emulate_media(color_scheme=theme)
+            site.page.locator(f"{WIDGET} .lw-dark").wait_for(state="attached" if dark else "detached")
+            ground = site.page.evaluate("getComputedStyle(document.body).backgroundColor")
+            assert (sum(map(int, re.findall(r"\d+", ground)[:3])) < 200) == dark
+            label = site.page.locator(".mermaid .nodeLabel").first.evaluate("label => getComputedStyle(label).color")
+            assert (sum(map(int, re.findall(r"\d+", label)[:3])) > 500) == dark
 
 
 @pytest.mark.parametrize("name", ["index.html", LESSON])
 def test_nothing_serious_is_in_the_way_of_a_screen_reader(opened, name: str):
     with opened(name) as site:
-        violations = Axe().run(site.page).response["violations"]
-        assert [v["id"] for v in violations if v["impact"] in ("serious", "critical")] == []
+        assert serious_violations(site.page) == []
 
 
-def test_nothing_sticks_out_of_a_page_on_a_telephone_and_none_complains(opened, site: Path):
-    pages = sorted(path.relative_to(site).as_posix() for path in site.rglob("*.html"))
-    wide = {}
+def turn_each(page: Page, widgets: list[str]) -> None:
+    """Turn the first knob of each widget of a page, and expect another picture."""
+    if widgets:
+        page.locator(".lesson-widget .lw-picture > svg").nth(len(widgets) - 1).wait_for()
+    for name in widgets:
+        picture = page.locator(f".lesson-widget[data-table={name}] .lw-picture")
+        before = picture.inner_html()
+        page.locator(f".lesson-widget[data-table={name}] .lw-knob :enabled[id]").first.focus()
+        page.keyboard.press("ArrowRight")
+        if picture.inner_html() == before:
+            page.keyboard.press("ArrowLeft")
+        assert picture.inner_html() != before, name
+
+
+def test_on_a_telephone_every_widget_lives_nothing_sticks_out_of_a_page_and_none_complains(opened, site: Path):
+    wide, widgets = {}, []
     with opened("index.html", width=400) as tab:
-        for name in pages:
-            tab.page.goto(f"{site.as_uri()}/{name}")
+        for path in sorted(site.rglob("*.html")):
+            tab.page.goto(path.as_uri())
+            widgets += (here := re.findall(r'data-table="([^"]+)"', path.read_text()))
+            turn_each(tab.page, here)
             result = tab.page.evaluate(STICKS_OUT)
             if result or tab.page.evaluate("document.documentElement.scrollWidth > innerWidth"):
-                wide[name] = result
+                wide[path.name] = result
         assert wide == {}
         assert tab.complaints() == []
+    assert len(widgets) > 12
