@@ -256,7 +256,7 @@ def _at_least(least: int) -> Callable[[object], bool]:
     return lambda value: is_count(value, least)
 
 
-def _between(least: float, most: float) -> Callable[[object], bool]:
+def _between(least: float, most: float) -> Callable[[Any], bool]:
     return lambda value: is_number(value) and least <= value <= most
 
 
