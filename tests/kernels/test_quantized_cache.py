@@ -48,7 +48,7 @@ def write(key, value, caches, slots, backend):
 writing_twin = each_twin(cache_calls)
 
 
-@pytest.mark.parametrize("head_dim", [32, 80, 128])
+@pytest.mark.parametrize("head_dim", [32, 80])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.usefixtures("writing_twin")
 def test_kernel_and_twin_write_the_nearest_integers(device, head_dim, dtype):
@@ -201,7 +201,7 @@ def test_the_kernel_reads_fp8(device, batch):
 twin = each_twin(attention_calls)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(5))
 def test_the_twin_reads_int8(twin, seed):
     draw = random.Random(seed)
     lengths = []

@@ -32,7 +32,7 @@ class Layer:
     def __call__(self) -> None:
         """Compute, and change the residual in place."""
         normed = add_rms_norm(self.x, self.residual, self.weight, 1e-5)
-        halves = self.up.without_gate(normed)
+        halves = self.up(normed, activate=False)
         gated = silu_and_mul(halves) + self.up(normed) * 0.5
         first, second = self.down(gated).chunk(2, dim=-1)
         self.out.copy_(torch.cat((second, first), dim=-1))

@@ -8,8 +8,8 @@ point, and zero stays zero.
     int4    uint8 [out, in / 2], two numbers in a byte, the lower half first, each stored plus 8;
             scales bf16 [out, in / group size]
 
-Read as int32, eight numbers at a time, the bytes of int4 are the "pack-quantized" format of
-compressed-tensors and, transposed, that of GPTQ: such checkpoints load without requantizing.
+Read as int32, eight numbers at a time, the bytes of int4 are, transposed, those of a GPTQ
+checkpoint: such a checkpoint loads without requantizing.
 
 The scale of int8 is the largest magnitude / 127. In int4 every integer counts: the number of the
 largest magnitude becomes −8, and the scale takes the sign which that needs, so that all sixteen

@@ -108,7 +108,7 @@ class PanelLinearMethod(LinearMethod):
         """Multiply with the panels, or with the plain weight."""
         if len(x) > self.most_rows:
             return F.linear(x, linear.weight, linear.bias)
-        return self.matmul.without_gate(x)
+        return self.matmul(x, activate=False)
 
     def apply_gated(self, linear: "Linear", x: Tensor) -> Tensor:
         """Multiply and apply the activation, in one pass if with the panels."""

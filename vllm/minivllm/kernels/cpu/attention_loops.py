@@ -16,11 +16,9 @@ key is scaled to zero by that key, and −inf − −inf cannot occur.
 
 from __future__ import annotations
 
-import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
 from minivllm.kernels.cpu.cells import AttentionCells
 from minivllm.kernels.cpu.lanes import (
@@ -41,23 +39,12 @@ from minivllm.kernels.cpu.lanes import (
     sum_fours,
     zero,
 )
-from minivllm.kernels.cpu.programs import (
-    array_at,
-    cells_at,
-    compile_programs,
-    counter_of,
-    float_of,
-    layout_of,
-    sources_changed,
-    take_number,
-)
+from minivllm.kernels.cpu.programs import array_at, counter_of, float_of, jit, programs, take_number
 
 TILE = 64  # keys at a time: their scores, and in a prefill their K and V, stay in the L1 cache
 BLOCK_Q = 16  # positions per program
-CELLS = layout_of(AttentionCells)
 UNSEEN = np.float32(-1e30)
 LOG2E = 1.4426950408889634
-jit = njit(fastmath=True, error_model="numpy", nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
 
 @jit
@@ -82,7 +69,7 @@ def locate(slots, first, key_end, block_table, place):
     the last key.
 
     `place` is (start of the sequence's row in the table, block_size, block_stride, slot_stride,
-    start of the head in a slot).
+    start of the head in a block).
     """
     table_at, block_size, block_stride, slot_stride, head_at = place
     count = max(0, min(TILE, key_end - first))
@@ -107,26 +94,6 @@ def fetch(cache, at, head_dim):
     """Prefetch one key or value."""
     for dim in range(0, head_dim, 16):
         prefetch(cache, at + dim)
-
-
-@jit
-def locate_scales(key_scales, value_scales, k_scales, v_scales, first, count, block_table, place, kv_heads, kv_head):
-    """Copy the tile's scales out of [blocks, kv_heads, block_size] into two rows. `place` is as
-    for `locate`.
-    """
-    table_at, block_size = place[0], place[1]
-    block = first // block_size
-    offset = first - block * block_size
-    key = 0
-    while key < count:
-        at = (np.int64(block_table[table_at + block]) * kv_heads + kv_head) * block_size + offset
-        here = min(block_size - offset, count - key)
-        for step in range(here):
-            key_scales[key + step] = k_scales[at + step]
-            value_scales[key + step] = v_scales[at + step]
-        key += here
-        block += 1
-        offset = 0
 
 
 @jit
@@ -292,14 +259,15 @@ def next_program(cells, query_start_loc, seq_lens):
         return Program(rows, start + first_query, first_position, key_begin, key_end, sequence, kv_head, place)
 
 
-@jit
-def attend(cells, q, out, k_cache, v_cache):
+def attend(cells, number, element):
     """Run programs of the grid (tokens // BLOCK_Q + sequences) × kv_heads until none are left.
 
     While a tile is computed, the next one is prefetched: of the same program, or the first of the
-    next program.
+    next program. `number` is the type of queries and output, `element` that of the caches.
     """
     heads, kv_heads, head_dim, num_seqs = cells.heads, cells.kv_heads, cells.head_dim, cells.num_seqs
+    q, out = array_at(cells.q, 1, number), array_at(cells.out, 1, number)
+    k_cache, v_cache = array_at(cells.k_cache, 1, element), array_at(cells.v_cache, 1, element)
     query_start_loc = array_at(cells.query_start_loc, num_seqs + 1, np.int32)
     seq_lens = array_at(cells.seq_lens, num_seqs, np.int32)
     block_table = array_at(cells.block_table, num_seqs * cells.table_stride, np.int32)
@@ -317,7 +285,7 @@ def attend(cells, q, out, k_cache, v_cache):
     positions, oldest = np.empty(most_rows * 4, np.float32), np.empty(most_rows * 4, np.float32)
     peaks, totals = np.empty(most_rows * 4, np.float32), np.empty(most_rows * 4, np.float32)
     scores, shrinks = np.empty(4 * TILE, np.float32), np.empty(16, np.float32)
-    slots, later = np.zeros(TILE, np.int64), np.zeros(TILE, np.int64)
+    slots, later, scale_slots = np.zeros(TILE, np.int64), np.zeros(TILE, np.int64), np.zeros(TILE, np.int64)
     coming = next_program(cells, query_start_loc, seq_lens)
     locate(later, coming.key_begin, coming.key_end, block_table, coming.place)
     while coming.rows:
@@ -342,9 +310,14 @@ def attend(cells, q, out, k_cache, v_cache):
             for key in range(count, TILE):  # `score` and `add_values` fetch the others
                 fetch(k_cache, later[key], head_dim)
                 fetch(v_cache, later[key], head_dim)
-            if scaled:
-                into = (key_scales, value_scales, k_scales, v_scales)
-                locate_scales(*into, tile, count, block_table, place, kv_heads, program.kv_head)
+            if scaled:  # the scales are [blocks, kv_heads, block_size]
+                block_size = place[1]
+                first_scale = program.kv_head * block_size
+                scale_place = (place[0], block_size, kv_heads * block_size, np.int64(1), first_scale)
+                locate(scale_slots, tile, key_end, block_table, scale_place)
+                for key in range(count):
+                    key_scales[key] = k_scales[scale_slots[key]]
+                    value_scales[key] = v_scales[scale_slots[key]]
             for row in range(0, rows, 4):
                 lowest = positions[4 * row]
                 highest = positions[4 * row + 12]
@@ -366,17 +339,4 @@ def attend(cells, q, out, k_cache, v_cache):
         put_rows(out, out_at, heads, group, head_dim, rows, acc, totals)
 
 
-@functools.cache
-def programs_for(number: type, element: type) -> Any:
-    """Compile `attend` for queries of `number`, np.float32 or np.uint16 (bfloat16), and caches of
-    `element`, one of these or np.int8; it takes `AttentionCells`.
-    """
-    changed = sources_changed()
-
-    def programs(address):
-        _ = changed
-        cells = cells_at(address, CELLS)
-        q, out = array_at(cells.q, 1, number), array_at(cells.out, 1, number)
-        attend(cells, q, out, array_at(cells.k_cache, 1, element), array_at(cells.v_cache, 1, element))
-
-    return compile_programs(programs)
+programs_for = programs(AttentionCells, attend)

@@ -46,7 +46,7 @@ def copy_regions_cpu(
         return
     addresses = (table.data_ptr(), blocks.data_ptr(), slots.data_ptr(), staging.data_ptr())
     cells = BlockCopyCells(0, len(blocks), len(table), capacity, gather, block_major, *addresses)
-    run_programs(loops("block_copy_loops").programs(), cells, most_threads=1)
+    run_programs(loops("block_copy_loops").programs_for(), cells, most_threads=1)
 
 
 def torch_copy(

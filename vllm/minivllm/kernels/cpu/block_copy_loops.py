@@ -4,28 +4,17 @@ for each block and region.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import numba.extending
 import numpy as np
-from numba import njit, types
+from numba import types
 from numba.core import cgutils
 
 from minivllm.kernels.cpu.cells import BlockCopyCells
-from minivllm.kernels.cpu.programs import (
-    array_at,
-    cells_at,
-    compile_programs,
-    counter_of,
-    layout_of,
-    sources_changed,
-    take_programs,
-)
+from minivllm.kernels.cpu.programs import array_at, counter_of, programs, take_programs
 
-CELLS = layout_of(BlockCopyCells)
 COLUMNS = 4  # of the table of regions
-jit = njit(nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 intrinsic: Any = numba.extending.intrinsic
 
 
@@ -42,7 +31,6 @@ def copy_bytes(typing_context, target, source, count):
     return types.void(types.int64, types.int64, types.int64), generate
 
 
-@jit
 def copy_regions(cells):
     """Run programs until none are left: each copies the blocks of one region."""
     count, regions = cells.blocks, cells.regions
@@ -61,13 +49,4 @@ def copy_regions(cells):
                 copy_bytes(cell, staged, size)
 
 
-@functools.cache
-def programs() -> Any:
-    """Compile `copy_regions`; it takes `BlockCopyCells`."""
-    changed = sources_changed()
-
-    def programs(address):
-        _ = changed
-        copy_regions(cells_at(address, CELLS))
-
-    return compile_programs(programs)
+programs_for = programs(BlockCopyCells, copy_regions)

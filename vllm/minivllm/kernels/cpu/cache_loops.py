@@ -8,37 +8,20 @@ the caller.
 
 from __future__ import annotations
 
-import functools
-from typing import Any
-
 import numpy as np
-from numba import njit
 
 from minivllm.kernels.cpu.cells import CacheCells
-from minivllm.kernels.cpu.programs import (
-    array_at,
-    cells_at,
-    compile_programs,
-    counter_of,
-    layout_of,
-    sources_changed,
-    take_programs,
-)
-
-CELLS = layout_of(CacheCells)
-jit = njit(
-    error_model="numpy", nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True
-)  # no fastmath: the integers must equal the kernel's exactly
+from minivllm.kernels.cpu.programs import array_at, counter_of, exact_jit, programs, take_programs
 
 
-@jit
+@exact_jit
 def copy_head(cache, at, source, source_at, head_dim):
     """Copy one head's numbers."""
     for dim in range(head_dim):
         cache[at + dim] = source[source_at + dim]
 
 
-@jit
+@exact_jit
 def quantize_head(cache, at, source, source_at, head_dim):
     """Quantize one head to integers from −127 to 127. Return the scale that dequantizes them:
     NaN if any number was.
@@ -57,10 +40,14 @@ def quantize_head(cache, at, source, source_at, head_dim):
     return largest / np.float32(127.0)
 
 
-@jit
-def copy_tokens(cells, key, value, key_cache, value_cache):
-    """Copy the tokens' keys and values to their slots."""
+@exact_jit
+def write_tokens(cells, number, element, key_scales, value_scales):
+    """Write the tokens' keys and values, of the type `number`, to their slots in caches of the type
+    `element`: as they are if the scales are None, which numba knows when it compiles this.
+    """
     slots = array_at(cells.slots, cells.tokens, np.int64)
+    key, value = array_at(cells.key, 1, number), array_at(cells.value, 1, number)
+    key_cache, value_cache = array_at(cells.key_cache, 1, element), array_at(cells.value_cache, 1, element)
     for token in range(cells.tokens):
         block, offset = slots[token] // cells.slots_per_block, slots[token] % cells.slots_per_block
         if block >= cells.num_blocks:
@@ -71,57 +58,28 @@ def copy_tokens(cells, key, value, key_cache, value_cache):
             at = block * cells.block_stride + offset * cells.slot_stride + head * cells.head_stride
             key_at = token * cells.key_stride + head * cells.key_head_stride
             value_at = token * cells.value_stride + head * cells.value_head_stride
-            copy_head(key_cache, at, key, key_at, cells.head_dim)
-            copy_head(value_cache, at, value, value_at, cells.head_dim)
+            if key_scales is None:
+                copy_head(key_cache, at, key, key_at, cells.head_dim)
+                copy_head(value_cache, at, value, value_at, cells.head_dim)
+            else:
+                scale_at = (block * cells.kv_heads + head) * cells.slots_per_block + offset
+                key_scales[scale_at] = quantize_head(key_cache, at, key, key_at, cells.head_dim)
+                value_scales[scale_at] = quantize_head(value_cache, at, value, value_at, cells.head_dim)
 
 
-@jit
-def quantize_tokens(cells, key, value, key_cache, value_cache):
-    """Quantize the tokens' keys and values to their slots, and store the scales."""
-    slots = array_at(cells.slots, cells.tokens, np.int64)
+def copy_tokens(cells, element):
+    """Copy the tokens' keys and values to caches of the same type."""
+    for _program in take_programs(counter_of(cells), 1):
+        write_tokens(cells, element, element, None, None)
+
+
+def quantize_tokens(cells):
+    """Quantize the tokens' keys and values, which are fp32, and store the scales."""
     key_scales, value_scales = array_at(cells.key_scales, 1, np.float32), array_at(cells.value_scales, 1, np.float32)
-    for token in range(cells.tokens):
-        block, offset = slots[token] // cells.slots_per_block, slots[token] % cells.slots_per_block
-        if block >= cells.num_blocks:
-            cells.beyond = slots[token]
-        if block < 0 or block >= cells.num_blocks:
-            continue
-        for head in range(cells.kv_heads):
-            at = block * cells.block_stride + offset * cells.slot_stride + head * cells.head_stride
-            key_at = token * cells.key_stride + head * cells.key_head_stride
-            value_at = token * cells.value_stride + head * cells.value_head_stride
-            scale_at = (block * cells.kv_heads + head) * cells.slots_per_block + offset
-            key_scales[scale_at] = quantize_head(key_cache, at, key, key_at, cells.head_dim)
-            value_scales[scale_at] = quantize_head(value_cache, at, value, value_at, cells.head_dim)
+    for _program in take_programs(counter_of(cells), 1):
+        write_tokens(cells, np.float32, np.int8, key_scales, value_scales)
 
 
-@functools.cache
-def copies_of(element: Any) -> Any:
-    """Compile `copy_tokens` for numbers as `element`; it takes `CacheCells`."""
-    changed = sources_changed()
-
-    def copies(address):
-        _ = changed
-        cells = cells_at(address, CELLS)
-        key, value = array_at(cells.key, 1, element), array_at(cells.value, 1, element)
-        caches = array_at(cells.key_cache, 1, element), array_at(cells.value_cache, 1, element)
-        for _program in take_programs(counter_of(cells), 1):
-            copy_tokens(cells, key, value, *caches)
-
-    return compile_programs(copies)
-
-
-@functools.cache
-def quantizer() -> Any:
-    """Compile `quantize_tokens`, from fp32; it takes `CacheCells`."""
-    changed = sources_changed()
-
-    def quantizes(address):
-        _ = changed
-        cells = cells_at(address, CELLS)
-        key, value = array_at(cells.key, 1, np.float32), array_at(cells.value, 1, np.float32)
-        caches = array_at(cells.key_cache, 1, np.int8), array_at(cells.value_cache, 1, np.int8)
-        for _program in take_programs(counter_of(cells), 1):
-            quantize_tokens(cells, key, value, *caches)
-
-    return compile_programs(quantizes)
+# Without fastmath: the integers must equal the kernel's exactly.
+copies_of = programs(CacheCells, copy_tokens, exact_jit)
+quantizer = programs(CacheCells, quantize_tokens, exact_jit)

@@ -12,32 +12,20 @@ about ten of 4,096, need a logarithm and an exponential.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
-from numba import njit
 
 from minivllm.kernels.cpu.cells import DrawCells
-from minivllm.kernels.cpu.programs import (
-    array_at,
-    cells_at,
-    compile_programs,
-    counter_of,
-    layout_of,
-    sources_changed,
-    take_programs,
-)
+from minivllm.kernels.cpu.programs import array_at, counter_of, exact_jit, programs, take_programs
 
-LAYOUT = layout_of(DrawCells)
 TOKENS = 256  # tested at a time
 UNIT = 2.0**23  # added to the bits of a float32 by one in the exponent
 BITS_OF_ONE = 127 * UNIT
 ROUNDING = 1024.0  # more than the rounding error of the float32 test
 SCALE = 2.0**-32  # maps the hash to [0, 1)
-jit = njit(error_model="numpy", nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
 
-@jit
+@exact_jit
 def mixed(token, first, second):
     """Hash a token id with a row's key to uint32. Numba promotes every operation to uint64,
     hence the casts.
@@ -50,7 +38,7 @@ def mixed(token, first, second):
     return np.uint32(x ^ np.uint32(x >> np.uint32(16)))
 
 
-@jit
+@exact_jit
 def bound(best):
     """Return the limit below which a token's bits minus its logit, in the same units, must be
     for it to beat `best`.
@@ -58,19 +46,19 @@ def bound(best):
     return np.float32((math.log2(best) - math.log2(SCALE)) * UNIT + BITS_OF_ONE + ROUNDING)
 
 
-@jit
+@exact_jit
 def uniform(hashed):
     """Return 2^32 times the number v of a token."""
     return np.float32(hashed) + np.float32(0.5)
 
 
-@jit
+@exact_jit
 def waiting_time(number):
     """Return E from 2^32 times v."""
     return -math.log1p(-np.float64(number) * SCALE)
 
 
-@jit
+@exact_jit
 def fastest_token(logits, base, others, other_base, vocab, first, second, token, best, numbers, bits):
     """Return the token of the smallest E / w, where w is exp(logit - base) - exp(other -
     other_base), if that is positive.
@@ -100,7 +88,7 @@ def fastest_token(logits, base, others, other_base, vocab, first, second, token,
     return token
 
 
-@jit
+@exact_jit
 def draw_row(logits, vocab, first, second, likeliest, numbers, bits):
     """Draw one row's token; `numbers` and `bits` as above."""
     # The likeliest token sets a first bound, which few others beat.
@@ -109,7 +97,6 @@ def draw_row(logits, vocab, first, second, likeliest, numbers, bits):
     return fastest_token(logits, base, logits, np.inf, vocab, first, second, likeliest, best, numbers, bits)
 
 
-@jit
 def draw_rows(cells):
     """Draw rows, one program each, until none are left."""
     rows, vocab = cells.rows, cells.vocab
@@ -121,12 +108,4 @@ def draw_rows(cells):
         token_ids[row] = draw_row(logits[row], vocab, keys[row, 0], keys[row, 1], token_ids[row], numbers, bits)
 
 
-def compiled_programs() -> Any:
-    """Compile `draw_rows`; it takes `DrawCells`."""
-    changed = sources_changed()
-
-    def programs(address):
-        _ = changed
-        draw_rows(cells_at(address, LAYOUT))
-
-    return compile_programs(programs)
+compiled_programs = programs(DrawCells, draw_rows, exact_jit)

@@ -217,24 +217,53 @@ def _to_bfloat16(builder, floats):
 
 
 @intrinsic
-def store_sums(typing_context, array, index, lanes):
-    """Write four floats to `array`, starting at `index`, the n-th being the sum of lanes n, n + 4, n
-    + 8 and n + 12.
+def dot_rows(typing_context, x, starts, weights, at, stride, count):
+    """Multiply rows of x, `count` numbers from each of the `starts` on, with four rows of `weights`,
+    the first at `at` and `stride` apart. Return four Lanes for each row of x, for `store_dots`.
     """
 
     def generate(context, builder, signature, arguments):
-        values, start, floats = arguments
-        for count in (8, 4):  # add the upper half to the lower
-            low, high = (
-                builder.shuffle_vector(floats, floats, ir.Constant(ir.VectorType(ir.IntType(32), count), order))
-                for order in (list(range(count)), list(range(count, 2 * count)))
-            )
-            floats = builder.fadd(low, high)
-        kind = ir.VectorType(ir.FloatType(), 4)
-        builder.store(floats, _address(context, builder, array, values, start, kind), align=4)
+        x_value, starts_value, weights_value, first, step, depth = arguments
+        rows = cgutils.unpack_tuple(builder, starts_value, starts.count)
+        lines = [builder.add(first, builder.mul(step, step.type(line))) for line in range(4)]
+        totals = [[cgutils.alloca_once_value(builder, _constant(0.0)) for _ in lines] for _ in rows]
+        with cgutils.for_range(builder, builder.sdiv(depth, depth.type(WIDTH))) as loop:
+            k = builder.mul(loop.index, depth.type(WIDTH))
+            factors = [_load(context, builder, weights, weights_value, builder.add(line, k), WIDTH) for line in lines]
+            for row, sums in zip(rows, totals, strict=True):
+                numbers = _load(context, builder, x, x_value, builder.add(row, k), WIDTH)
+                for factor, total in zip(factors, sums, strict=True):
+                    builder.store(_multiply_add(builder, numbers, factor, builder.load(total)), total)
+        lanes = [builder.load(total) for sums in totals for total in sums]
+        return context.make_tuple(builder, signature.return_type, lanes)
+
+    result = types.UniTuple(Lanes, 4 * starts.count)
+    return result(x, starts, weights, types.intp, types.intp, types.intp), generate
+
+
+@intrinsic
+def store_dots(typing_context, array, index, stride, dots):
+    """Sum up each of the Lanes that `dot_rows` has returned: write four floats for each row of x to
+    `array`, the first row's starting at `index`, and the rows `stride` apart.
+    """
+
+    def generate(context, builder, signature, arguments):
+        values, start, step, lanes = arguments
+        lanes = cgutils.unpack_tuple(builder, lanes, dots.count)
+        for row in range(dots.count // 4):
+            floats = _sum_fours(builder, *lanes[4 * row : 4 * row + 4])
+            for count in (8, 4):  # add the upper half to the lower
+                low, high = (
+                    builder.shuffle_vector(floats, floats, ir.Constant(ir.VectorType(ir.IntType(32), count), order))
+                    for order in (list(range(count)), list(range(count, 2 * count)))
+                )
+                floats = builder.fadd(low, high)
+            at = builder.add(start, builder.mul(step, step.type(row)))
+            place = _address(context, builder, array, values, at, floats.type)
+            builder.store(floats, place, align=4)
         return context.get_dummy_value()
 
-    return types.void(array, types.intp, Lanes), generate
+    return types.void(array, types.intp, types.intp, dots), generate
 
 
 @intrinsic
@@ -277,16 +306,18 @@ def multiply(builder, first, second):
     return builder.fmul(first, second)
 
 
-@_on_lanes
-def multiply_add(builder, first, second, third):
+def _multiply_add(builder, first, second, third):
     """Return first × second + third, rounded once."""
     return _call(builder, "fma", first, second, third)
 
 
-@_on_lanes
-def maximum(builder, first, second):
+def _maximum(builder, first, second):
     """Return the larger of each pair."""
     return _call(builder, "maxnum", first, second)
+
+
+multiply_add = _on_lanes(_multiply_add)
+maximum = _on_lanes(_maximum)
 
 
 @_on_lanes
@@ -294,7 +325,7 @@ def exp2_of_difference(builder, first, second):
     """Return 2 ** (first − second), within 2e-7, for differences up to 0; below −126 it stays at
     2 ** −126.
     """
-    return _exp2(builder, _call(builder, "maxnum", builder.fsub(first, second), _constant(-126.0)))
+    return _exp2(builder, _maximum(builder, builder.fsub(first, second), _constant(-126.0)))
 
 
 @_on_lanes
@@ -302,7 +333,7 @@ def sigmoid(builder, lanes):
     """Return 1 / (1 + e ** −number), within 3e-7 of it."""
     power = builder.fmul(lanes, _constant(-1.0 / math.log(2)))
     # Beyond these powers of two the exponent would not fit a float32.
-    power = _call(builder, "minnum", _call(builder, "maxnum", power, _constant(-126.0)), _constant(126.0))
+    power = _call(builder, "minnum", _maximum(builder, power, _constant(-126.0)), _constant(126.0))
     return builder.fdiv(_constant(1.0), builder.fadd(_constant(1.0), _exp2(builder, power)))
 
 
@@ -315,13 +346,12 @@ def _exp2(builder, power):
     rest = builder.fsub(power, whole)  # −0.5 to 0.5, where six terms of the series suffice
     result = _constant(_LN2_SERIES[-1])
     for coefficient in reversed(_LN2_SERIES[:-1]):
-        result = _call(builder, "fma", result, rest, _constant(coefficient))
+        result = _multiply_add(builder, result, rest, _constant(coefficient))
     exponent = builder.shl(builder.fptosi(whole, _INTS), ir.Constant(_INTS, [23] * WIDTH))
     return builder.bitcast(builder.add(builder.bitcast(result, _INTS), exponent), _FLOATS)
 
 
-@_on_lanes
-def sum_fours(builder, a, b, c, d):
+def _sum_fours(builder, a, b, c, d):
     """Return in lane 4 r + n the sum of lanes 4 r to 4 r + 3 of the n-th argument."""
 
     def sum_pairs(first, second):  # per four lanes: (first's two sums of two, second's two)
@@ -330,6 +360,9 @@ def sum_fours(builder, a, b, c, d):
         return builder.fadd(_shuffle(builder, first, second, even), _shuffle(builder, first, second, odd))
 
     return sum_pairs(sum_pairs(a, b), sum_pairs(c, d))
+
+
+sum_fours = _on_lanes(_sum_fours)
 
 
 def _by_fours(of_first: list[int], of_second: list[int]) -> list[int]:
@@ -357,7 +390,7 @@ def max_fours(builder, largest):
     """Return in each lane the maximum of its group of four."""
     for distance in (1, 2):
         order = [lane ^ distance for lane in range(WIDTH)]
-        largest = _call(builder, "maxnum", largest, _shuffle(builder, largest, largest, order))
+        largest = _maximum(builder, largest, _shuffle(builder, largest, largest, order))
     return largest
 
 
@@ -401,9 +434,9 @@ def multiply_tile(typing_context, sums, sums_at, x, x_at, width, panel, panel_at
         return None
     num_columns, num_rows = columns.literal_value, rows.literal_value
     if panel.dtype == types.float32:
-        step, kind, single, halves, add_products = 1, _FLOATS, ir.FloatType(), (_whole,), _add_products
+        step, kind, single, halves, add_products = 1, _FLOATS, ir.FloatType(), (_whole,), _multiply_add
     else:  # a pair of bfloat16 numbers is moved as one 32-bit integer
-        step, kind, single, halves, add_products = 2, _INTS, ir.IntType(32), (_lower, _upper), _add_products
+        step, kind, single, halves, add_products = 2, _INTS, ir.IntType(32), (_lower, _upper), _multiply_add
         if has_products_of_pairs():
             halves, add_products = (_whole,), _add_products_of_pairs
 
@@ -461,10 +494,6 @@ def _upper(builder, pairs):
 
 def _floats_like(pairs):
     return ir.FloatType() if isinstance(pairs.type, ir.IntType) else _FLOATS
-
-
-def _add_products(builder, first, second, total):
-    return _call(builder, "fma", first, second, total)
 
 
 def _add_products_of_pairs(builder, first, second, total):

@@ -12,63 +12,21 @@ rows of x where there are two; a row of B is added to the outputs as it lies.
 
 from __future__ import annotations
 
-import functools
-from typing import Any
-
 import numpy as np
-from numba import njit
 
 from minivllm.kernels.cpu.cells import LoRALinearCells
-from minivllm.kernels.cpu.lanes import load, load_one, multiply_add, store, store_sums, sum_fours, zero
-from minivllm.kernels.cpu.programs import (
-    array_at,
-    cells_at,
-    compile_programs,
-    counter_of,
-    layout_of,
-    sources_changed,
-    take_programs,
-)
+from minivllm.kernels.cpu.lanes import dot_rows, load, load_one, multiply_add, store, store_dots
+from minivllm.kernels.cpu.programs import array_at, counter_of, jit, programs, take_programs
 from minivllm.kernels.lora_metadata import CPU_TILE
 
-CELLS = layout_of(LoRALinearCells)
-jit = njit(fastmath=True, error_model="numpy", nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
-
 
 @jit
-def shrink_row(small, at, x, x_at, a, a_at, width, rank):
-    """Write A x of one row to small [rank]; up to three numbers beyond the rank are written too."""
+def shrink(small, at, stride, x, starts, a, a_at, width, rank):
+    """Write A x to small, `[rows, stride]`, for the rows of x at `starts`; up to three numbers beyond
+    the rank are written too.
+    """
     for r in range(0, rank, 4):
-        line = a_at + r * width
-        p, q, s, t = zero(), zero(), zero(), zero()
-        for k in range(0, width, 16):
-            numbers = load(x, x_at + k)
-            p = multiply_add(numbers, load(a, line + k), p)
-            q = multiply_add(numbers, load(a, line + width + k), q)
-            s = multiply_add(numbers, load(a, line + 2 * width + k), s)
-            t = multiply_add(numbers, load(a, line + 3 * width + k), t)
-        store_sums(small, at + r, sum_fours(p, q, s, t))
-
-
-@jit
-def shrink_two_rows(small, at, stride, x, x_at, other_x_at, a, a_at, width, rank):
-    """Write A x of two rows, `stride` apart: each number of A is loaded once for both."""
-    for r in range(0, rank, 4):
-        line = a_at + r * width
-        p, q, s, t = zero(), zero(), zero(), zero()
-        e, f, g, h = zero(), zero(), zero(), zero()
-        for k in range(0, width, 16):
-            numbers, others = load(x, x_at + k), load(x, other_x_at + k)
-            weights = load(a, line + k)
-            p, e = multiply_add(numbers, weights, p), multiply_add(others, weights, e)
-            weights = load(a, line + width + k)
-            q, f = multiply_add(numbers, weights, q), multiply_add(others, weights, f)
-            weights = load(a, line + 2 * width + k)
-            s, g = multiply_add(numbers, weights, s), multiply_add(others, weights, g)
-            weights = load(a, line + 3 * width + k)
-            t, h = multiply_add(numbers, weights, t), multiply_add(others, weights, h)
-        store_sums(small, at + r, sum_fours(p, q, s, t))
-        store_sums(small, at + stride + r, sum_fours(e, f, g, h))
+        store_dots(small, at + r, stride, dot_rows(x, starts, a, a_at + r * width, width, width))
 
 
 @jit
@@ -96,11 +54,12 @@ def expand_row(y, y_at, small, at, b, b_at, outputs, first, last, rank):
         column += 16
 
 
-@jit
-def add_adapters(cells, y, x, a, b):
+def add_adapters(cells, element):
     """Run programs, each for a tile of rows of one slot, until none are left."""
     num_tiles, slices, slots, max_rank = cells.tiles, cells.slices, cells.slots, cells.max_rank
     width, outputs, x_stride = cells.width, cells.outputs, cells.x_stride
+    y, x = array_at(cells.y, 1, element), array_at(cells.x, 1, element)
+    a, b = array_at(cells.a, 1, element), array_at(cells.b, 1, element)
     ranks = array_at(cells.ranks, slices * slots, np.int32)
     bounds = array_at(cells.bounds, slices + 1, np.int32)
     indices = array_at(cells.indices, 1, np.int32)
@@ -114,29 +73,15 @@ def add_adapters(cells, y, x, a, b):
             if rank == 0:
                 continue  # this slot's adapter leaves the slice alone
             for row in range(0, count - 1, 2):
-                here, there = indices[first + row] * x_stride, indices[first + row + 1] * x_stride
-                shrink_two_rows(small, row * max_rank, max_rank, x, here, there, a, a_at, width, rank)
+                starts = indices[first + row] * x_stride, indices[first + row + 1] * x_stride
+                shrink(small, row * max_rank, max_rank, x, starts, a, a_at, width, rank)
             if count % 2:  # a last row alone
-                here = indices[first + count - 1] * x_stride
-                shrink_row(small, (count - 1) * max_rank, x, here, a, a_at, width, rank)
+                start = indices[first + count - 1] * x_stride
+                shrink(small, (count - 1) * max_rank, max_rank, x, (start,), a, a_at, width, rank)
             b_at = slot * max_rank * outputs
             for row in range(count):
                 y_at = indices[first + row] * outputs
                 expand_row(y, y_at, small, row * max_rank, b, b_at, outputs, bounds[piece], bounds[piece + 1], rank)
 
 
-@functools.cache
-def programs_for(element: Any) -> Any:
-    """Compile `add_adapters` for numbers of `element`, np.float32 or np.uint16 (bfloat16); it
-    takes `LoRALinearCells`.
-    """
-    changed = sources_changed()
-
-    def programs(address):
-        _ = changed
-        cells = cells_at(address, CELLS)
-        y, x = array_at(cells.y, 1, element), array_at(cells.x, 1, element)
-        a, b = array_at(cells.a, 1, element), array_at(cells.b, 1, element)
-        add_adapters(cells, y, x, a, b)
-
-    return compile_programs(programs)
+programs_for = programs(LoRALinearCells, add_adapters)

@@ -1,8 +1,8 @@
 """Matmuls on a CPU with weights in panels: the layout, and how the loops are called.
 
 The loops (`panel_linear_loops.py`) are for fp32 and bf16, on x86 processors where numba is
-installed. `linear_choice.py` decides by measurement which linears use them. Measured on two cores (AMD Zen 4, torch 2.15), the fastest of calls in
-turns, µs, weight [1376, 256] / [4096, 4096]:
+installed. `linear_choice.py` decides by measurement which linears use them. Measured on two cores
+(AMD Zen 4, torch 2.15), the fastest of calls in turns, µs, weight [1376, 256] / [4096, 4096]:
 
     rows                           1               16               128              512
     fp32, packed for oneDNN    35 / 2,523      78 / 3,377     434 / 20,116   1,708 / 78,278
@@ -18,7 +18,6 @@ In vLLM v0.33.0: `vllm/_custom_ops.py` (`create_onednn_mm`), called by
 
 from __future__ import annotations
 
-import functools
 import platform
 from typing import Any
 
@@ -46,21 +45,17 @@ class PanelLinear:
         self.bias = _panels(bias.unsqueeze(1), self.parts)
         self.nbytes = self.panels.nbytes + self.bias.nbytes
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """Multiply: `[rows, in]` to `[rows, out]`, or `[rows, out / 2]` if gated."""
-        return self._product(x, self.parts == 2)
-
-    def without_gate(self, x: Tensor) -> Tensor:
-        """Multiply without the activation: `[rows, in]` to `[rows, out]`, gated or not."""
-        return self._product(x, False)
-
-    def _product(self, x: Tensor, gated: bool) -> Tensor:
+    def __call__(self, x: Tensor, activate: bool = True) -> Tensor:
+        """Multiply: `[rows, in]` to `[rows, out]`, or `[rows, out / 2]` if gated and with the
+        activation.
+        """
+        gated = activate and self.parts == 2
         rows, width = x.shape
         x = x.contiguous()
         out = torch.empty(rows, self.outputs if gated else self.outputs * self.parts, dtype=x.dtype)
         addresses = (x.data_ptr(), out.data_ptr(), self.panels.data_ptr(), self.bias.data_ptr())
         cells = PanelLinearCells(0, rows, self.outputs, width, self.parts, gated, *addresses)
-        run_programs(_programs(x.dtype), cells)
+        run_programs(_loops().programs_for(ELEMENTS[x.dtype]), cells)
         return out
 
 
@@ -90,11 +85,6 @@ def _pairs(panels: Tensor) -> Tensor:
     if panels.dtype is not torch.bfloat16:
         return panels
     return panels.unflatten(2, (-1, 2)).transpose(3, 4).contiguous()
-
-
-@functools.cache
-def _programs(dtype: torch.dtype) -> Any:
-    return _loops().programs_for(ELEMENTS[dtype])
 
 
 def _loops() -> Any:

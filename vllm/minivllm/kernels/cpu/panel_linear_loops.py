@@ -16,11 +16,7 @@ stores both.
 
 from __future__ import annotations
 
-import functools
-from typing import Any
-
 import numpy as np
-from numba import njit
 
 from minivllm.kernels.cpu.cells import PanelLinearCells
 from minivllm.kernels.cpu.lanes import (
@@ -33,21 +29,11 @@ from minivllm.kernels.cpu.lanes import (
     store,
     store_some,
 )
-from minivllm.kernels.cpu.programs import (
-    array_at,
-    cells_at,
-    compile_programs,
-    counter_of,
-    layout_of,
-    sources_changed,
-    take_programs,
-)
+from minivllm.kernels.cpu.programs import array_at, counter_of, jit, programs, take_programs
 
 COLUMNS = 4 if has_wide_registers() else 1
 PANEL = COLUMNS * WIDTH  # outputs
 ROWS = 48  # per program, at most
-CELLS = layout_of(PanelLinearCells)
-jit = njit(fastmath=True, error_model="numpy", nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
 
 @jit
@@ -93,10 +79,10 @@ def put_rows(out, at, stride, sums, rows, left):
             store_some(out, at + row * stride + whole, load(sums, row * PANEL + whole), count - whole)
 
 
-@jit
-def multiply_panels(cells, x, out, panels):
+def multiply_panels(cells, element):
     """Run programs, each for `ROWS` rows and `PANEL` outputs, until none are left."""
     rows, outputs, width, parts = cells.rows, cells.outputs, cells.width, cells.parts
+    x, out, panels = array_at(cells.x, 1, element), array_at(cells.out, 1, element), array_at(cells.panels, 1, element)
     panels_of_row = (outputs + PANEL - 1) // PANEL
     bias = array_at(cells.bias, panels_of_row * parts * PANEL, np.float32)
     sums = np.empty(2 * ROWS * PANEL, np.float32)  # of gate, then of up
@@ -119,15 +105,4 @@ def multiply_panels(cells, x, out, panels):
         put_rows(out, first_row * stride + first, stride, sums, count, outputs - first)
 
 
-@functools.cache
-def programs_for(element: Any) -> Any:
-    """Compile `multiply_panels` for numbers of `element`, np.float32 or np.uint16 (bfloat16)."""
-    changed = sources_changed(), COLUMNS
-
-    def programs(address):
-        _ = changed
-        cells = cells_at(address, CELLS)
-        x, out = array_at(cells.x, 1, element), array_at(cells.out, 1, element)
-        multiply_panels(cells, x, out, array_at(cells.panels, 1, element))
-
-    return compile_programs(programs)
+programs_for = programs(PanelLinearCells, multiply_panels)

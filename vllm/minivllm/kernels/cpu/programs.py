@@ -1,17 +1,26 @@
 """Programs in Triton's sense on a CPU: numba compiles them, and threads take them one by one from a
 shared counter.
 
-A function of programs is called with the address of its cells (`cells.py`), which are written for
-each call. `platforms/threads.py` runs the function on all threads at once.
+A loop is a function of its arguments, a record of cells (`cells.py`), and of element types:
+
+    def multiply_panels(cells, element):
+        x = array_at(cells.x, 1, element)
+        for program in take_programs(counter_of(cells), cells.rows):
+            ...
+
+    programs_for = programs(PanelLinearCells, multiply_panels)
+
+Then `programs_for(np.float32)` compiles it for float32, and returns a C function of the address of
+the cells, which are written for each call. `platforms/threads.py` runs it on all threads at once.
 """
 
 from __future__ import annotations
 
 import functools
-import os
 import pickle
 from collections.abc import Callable
-from types import ModuleType
+from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import numba.extending
@@ -19,12 +28,16 @@ import numpy as np
 from llvmlite import ir
 from numba import carray, cfunc, njit, types
 
-from minivllm.kernels.cpu import cells, lanes
 from minivllm.logger import init_logger
 
 logger = init_logger(__name__)
 # It returns numba functions, which a type checker cannot see through.
 intrinsic: Any = numba.extending.intrinsic
+
+# What loops call. `exact_jit` is for arithmetic that must round as it is written.
+_OPTIONS = {"error_model": "numpy", "nogil": True, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+jit = njit(fastmath=True, **_OPTIONS)
+exact_jit = njit(**_OPTIONS)
 
 # Errors that numba's cache raises: no writable folder; the disk is full; a truncated file.
 CACHE_ERRORS = (RuntimeError, OSError, EOFError, pickle.UnpicklingError)
@@ -59,7 +72,7 @@ def cells_at(address, layout):
 
 @intrinsic
 def counter_of(typing_context, cells):
-    """Return the address of the counter, the first cell. `cells` is as returned by `cells_at`."""
+    """Return the address of the counter, the first cell."""
 
     def generate(context, builder, signature, arguments):
         return builder.ptrtoint(arguments[0], ir.IntType(64))
@@ -100,16 +113,44 @@ def take_programs(counter, count):
         program = take_number(counter)
 
 
-def sources_changed(*others: ModuleType) -> int:
-    """Return when this file, `cells.py`, `lanes.py` or one of `others` was last modified, in ns.
+@njit(nogil=True)
+def take_groups(counter, count, size):
+    """Yield the numbers below `count` that this thread takes; a program is `size` of them."""
+    first = take_number(counter) * size
+    while first < count:
+        for number in range(first, min(first + size, count)):  # noqa: UP028 (numba knows no `yield from`)
+            yield number
+        first = take_number(counter) * size
 
-    A function to be compiled captures this number as a closure variable, which makes it part of the
-    key in numba's cache: by itself numba looks at the function's own file only. So each file writes
-    this wrapper itself. A shared one would capture the compiled function too, which has another key
-    in every process: no process would hit the cache.
+
+def programs(cells: Any, loop: Callable[..., None], jit: Callable[..., Any] = jit) -> Callable[..., Any]:
+    """Return a function that compiles `loop(cells, *elements)` for NumPy types, once for each, and
+    returns what `compile_programs` does.
     """
-    files = (__file__, *(module.__file__ for module in (cells, lanes, *others)))
-    return max(os.stat(path).st_mtime_ns for path in files if path)
+    layout, compiled = layout_of(cells), jit(loop)
+
+    @functools.cache
+    def programs_for(*elements: type) -> Any:
+        names = {"loop": compiled, "layout": layout, "elements": elements, "cells_at": cells_at}
+        entry = FunctionType(_entry.__code__, {"__name__": __name__, **names})
+        # numba's cache knows a function by its file, name and code, not by what it calls.
+        types_of = (element.__name__ for element in elements)
+        entry.__qualname__ = "-".join((loop.__module__, loop.__name__, *types_of, str(sources_changed())))
+        return compile_programs(entry)
+
+    return programs_for
+
+
+def _entry(address):
+    """Run a loop; its names are those that `programs` gives a copy of this function."""
+    loop(cells_at(address, layout), *elements)  # noqa: F821  # pyright: ignore[reportUndefinedVariable]
+
+
+def sources_changed() -> int:
+    """Return when a source of the loops was last modified, in ns: part of a loop's key in numba's
+    cache, which by itself looks at one file only.
+    """
+    return max(path.stat().st_mtime_ns for path in Path(__file__).parent.glob("*.py"))
 
 
 def compile_programs(function: Callable[[int], None]) -> Any:

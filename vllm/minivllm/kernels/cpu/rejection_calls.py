@@ -50,7 +50,7 @@ def numba_rejection(arguments: RejectionArguments) -> Tensor:
         is_greedy=greedy.data_ptr(),
         keys=keys.data_ptr(),
     )
-    run_programs(loops("rejection_loops").programs(), cells, most_threads=len(counts))
+    run_programs(loops("rejection_loops").programs_for(), cells, most_threads=len(counts))
     return out
 
 

@@ -4,34 +4,20 @@ request's drafts.
 
 from __future__ import annotations
 
-import functools
 import math
-from typing import Any
 
 import numpy as np
-from numba import njit
 
-from minivllm.kernels.cpu import gumbel_loops
 from minivllm.kernels.cpu.cells import RejectionCells
 from minivllm.kernels.cpu.gumbel_loops import TOKENS, draw_row, fastest_token, mixed
 from minivllm.kernels.cpu.lanes import WIDTH, add, exp2_of_difference, load, multiply, same, subtract, sum_lanes, zero
-from minivllm.kernels.cpu.programs import (
-    array_at,
-    cells_at,
-    compile_programs,
-    counter_of,
-    layout_of,
-    sources_changed,
-    take_programs,
-)
+from minivllm.kernels.cpu.programs import array_at, counter_of, exact_jit, programs, take_programs
 from minivllm.kernels.noise import DECISION
 
-CELLS = layout_of(RejectionCells)
 NO_TOKEN = np.uint32(DECISION % 2**32)
-jit = njit(error_model="numpy", nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
 
-@jit
+@exact_jit
 def log_sum(logits, vocab, top):
     """Return the logarithm of the sum of a row's exponentials, or infinity if no logit is
     finite, so that p is 0.
@@ -48,7 +34,7 @@ def log_sum(logits, vocab, top):
     return top + math.log(total)
 
 
-@jit
+@exact_jit
 def decide(target, theirs, vocab, draft, top, their_top, first, second, numbers, bits):
     """Decide on a draft that was drawn: return whether it is accepted, and it or the token that
     replaces it.
@@ -65,7 +51,6 @@ def decide(target, theirs, vocab, draft, top, their_top, first, second, numbers,
     return False, fastest_token(target, sum_p, theirs, sum_q, vocab, first, second, draft, np.inf, numbers, bits)
 
 
-@jit
 def walk_drafts(cells):
     """Walk the drafts of requests, one program each, until none are left."""
     requests, rows, vocab, width = cells.requests, cells.rows, cells.vocab, cells.width
@@ -99,13 +84,4 @@ def walk_drafts(cells):
                 break
 
 
-@functools.cache
-def programs() -> Any:
-    """Compile `walk_drafts`; it takes `RejectionCells`."""
-    changed = sources_changed(gumbel_loops)
-
-    def programs(address):
-        _ = changed
-        walk_drafts(cells_at(address, CELLS))
-
-    return compile_programs(programs)
+programs_for = programs(RejectionCells, walk_drafts, exact_jit)
