@@ -123,7 +123,7 @@ def watched_methods(engine: LLMEngine) -> list[tuple[str, object, str]]:
     scheduler, runner = core_of(engine).scheduler, runner_of(engine)
     return [
         ("schedule", scheduler, "schedule"),
-        ("prepare", runner, "_update_states"),
+        ("prepare", runner.batch, "update"),
         ("prepare", runner, "prepare_inputs"),
         ("attention", PagedAttention, "attend"),
         ("rest of forward", runner, "forward"),
