@@ -105,10 +105,8 @@ def test_a_core_in_another_process_counts_by_vllms_names() -> None:
     assert values["kv_offload_load_bytes"] > 0
     assert values["kv_offload_store_bytes"] > 0
     assert "kv_offload_store_time" in values
-    blocks = values["simple_kv_offload_used_blocks"]
+    assert values["simple_kv_offload_used_blocks"] > 0
     assert 0 < values["kv_offload_cpu_cache_usage_perc"] < 1
-    outcomes = told["vllm:simple_kv_offload_save_outcomes"]
-    assert (outcomes.labels["outcome"], outcomes.value) == ("stored", blocks)
     assert told["vllm:kv_offload_config_info"].labels["lazy_offload"] == "False"
     assert told["vllm:kv_offload_store_size"].count > 0
 

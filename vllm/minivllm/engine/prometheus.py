@@ -190,13 +190,11 @@ class PrometheusStatLogger:
         Counts of third-party connectors that have no name here are ignored.
         """
         for name, value in stats.items():
-            family, _, label_value = name.partition(".")
-            metric = KV_METRICS.get(family)
+            metric = KV_METRICS.get(name)
             if metric is None:
                 continue
-            key = _key(family, metric.label, label_value) if metric.label else family
             settings = {"buckets": metric.buckets} if metric.kind == "histogram" else {}
-            child = self._child(KINDS[metric.kind], engine_idx, key, metric.text, **settings)
+            child = self._child(KINDS[metric.kind], engine_idx, name, metric.text, **settings)
             if metric.kind == "gauge":
                 child.set(value)
             elif metric.kind == "counter":

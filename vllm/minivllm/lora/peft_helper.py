@@ -7,15 +7,16 @@ import math
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from minivllm.config.checks import is_count, is_number
+import msgspec
+
 from minivllm.config.model_files import read_json_object
 from minivllm.errors import MinivllmError
 from minivllm.memory.adapters import ALL_LINEARS
 
+Rank = Annotated[int, msgspec.Meta(ge=1)]
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 PICKLED_FILES = ("adapter_model.bin", "adapter_model.pt")
 REQUIRED = ("r", "lora_alpha", "target_modules")
@@ -30,8 +31,7 @@ REFUSED = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class PEFTHelper:
+class PEFTHelper(msgspec.Struct, frozen=True):
     """The rank and the scale of each module's pair of matrices.
 
     A pattern is a module's name or the end of it, after a dot; the first one that matches counts.
@@ -40,12 +40,12 @@ class PEFTHelper:
     refused.
     """
 
-    r: int
+    r: Rank
     lora_alpha: float
     target_modules: str | list[str]
     use_rslora: bool = False
-    rank_pattern: Mapping[str, int] = field(default_factory=dict)
-    alpha_pattern: Mapping[str, float] = field(default_factory=dict)
+    rank_pattern: dict[str, Rank] = {}
+    alpha_pattern: dict[str, float] = {}
 
     @classmethod
     def from_local_dir(cls, folder: str | Path, max_lora_rank: int) -> "PEFTHelper":
@@ -79,12 +79,10 @@ class PEFTHelper:
                 f"the adapter in {path} sets {refused[0]} to {str(config[refused[0]])[:60]!r}, which is not served: "
                 "take plain LoRA, without biases and beside the base's own weights"
             )
-        helper = cls(
-            **{name: config[name] for name in REQUIRED},
-            use_rslora=config.get("use_rslora") or False,
-            rank_pattern=config.get("rank_pattern") or {},
-            alpha_pattern=config.get("alpha_pattern") or {},
-        )
+        try:
+            helper = msgspec.convert({name: value for name, value in config.items() if value is not None}, cls)
+        except msgspec.ValidationError as error:
+            raise MinivllmError(f"{path / CONFIG_FILE} is not that of an adapter: {error}") from None
         helper._check(path, max_lora_rank)
         return helper
 
@@ -111,22 +109,13 @@ class PEFTHelper:
 
     def _check(self, path: Path, max_lora_rank: int) -> None:
         where = f"of the adapter in {path}"
-        if not isinstance(self.use_rslora, bool):
-            raise MinivllmError(f"use_rslora {where} is {self.use_rslora!r}; it must be true or false")
-        patterns = (self.rank_pattern, self.alpha_pattern)
-        if not all(isinstance(pattern, dict) for pattern in patterns):
-            raise MinivllmError(f"rank_pattern and alpha_pattern {where} must map names of modules to numbers")
-        for rank in (self.r, *self.rank_pattern.values()):
-            if not is_count(rank, 1):
-                raise MinivllmError(f"the rank {rank!r} {where} must be a whole number of at least 1")
-            if rank > max_lora_rank:
-                raise MinivllmError(
-                    f"the rank {rank} {where} is greater than max_lora_rank {max_lora_rank}: raise that, or take an "
-                    "adapter of lower rank"
-                )
-        for alpha in (self.lora_alpha, *self.alpha_pattern.values()):
-            if not is_number(alpha):
-                raise MinivllmError(f"lora_alpha {where} is {alpha!r}; it must be a number")
+        if (rank := max((self.r, *self.rank_pattern.values()))) > max_lora_rank:
+            raise MinivllmError(
+                f"the rank {rank} {where} is greater than max_lora_rank {max_lora_rank}: raise that, or take an "
+                "adapter of lower rank"
+            )
+        if not all(map(math.isfinite, (self.lora_alpha, *self.alpha_pattern.values()))):
+            raise MinivllmError(f"lora_alpha {where} must be a finite number")
         for pattern in self.alpha_pattern:
             if not PATTERN.fullmatch(pattern):
                 raise MinivllmError(
@@ -134,16 +123,8 @@ class PEFTHelper:
                     "since a hostile one can take for ever: write out each module's name, or the end of one, or merge "
                     "the adapter into the model (merge_and_unload of PEFT)"
                 )
-        self._check_targets(where)
-
-    def _check_targets(self, where: str) -> None:
-        targets = self.target_modules
         # "all-linear", or a regular expression: the tensors tell which modules there are.
-        if isinstance(targets, str):
-            return
-        if not isinstance(targets, list) or not all(isinstance(name, str) for name in targets):
-            shown = repr(str(targets)[:60])
-            raise MinivllmError(f"target_modules {where} is {shown}; it must be a list of names, or a string")
+        targets = [] if isinstance(self.target_modules, str) else self.target_modules
         unknown = sorted(name for name in targets if name.rpartition(".")[2] not in ALL_LINEARS)
         if unknown:
             served = ", ".join(ALL_LINEARS)
