@@ -209,12 +209,9 @@ def test_after_a_failed_step_nothing_is_written_and_the_blocks_are_given_up(pair
     assert not any(tensor.any() for layer in d.caches.values() for tensor in layer)
 
 
-@pytest.mark.parametrize("port", ["x", "65535", "-1"])
-def test_a_port_that_is_none_is_refused(port):
-    with pytest.raises(MinivllmError, match="VLLM_NIXL_SIDE_CHANNEL_PORT"):
-        side_channel_address(1, {"VLLM_NIXL_SIDE_CHANNEL_PORT": port})
-
-
-def test_each_core_has_a_port_of_its_own():
+def test_each_core_has_a_side_channel_at_a_port_of_its_own():
     assert side_channel_address(0, {}) == ("localhost", 5600)
     assert side_channel_address(2, {"VLLM_NIXL_SIDE_CHANNEL_PORT": "7000"}) == ("localhost", 7002)
+    for port in ("x", "65535", "-1"):
+        with pytest.raises(MinivllmError, match="VLLM_NIXL_SIDE_CHANNEL_PORT"):
+            side_channel_address(1, {"VLLM_NIXL_SIDE_CHANNEL_PORT": port})

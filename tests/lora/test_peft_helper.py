@@ -120,7 +120,7 @@ def test_what_changes_nothing_is_taken():
 
 @pytest.mark.parametrize("missing", LEAST)
 def test_a_config_names_what_it_lacks(missing):
-    with pytest.raises(MinivllmError, match=f"lacks {missing};"):
+    with pytest.raises(MinivllmError, match=f"missing required field `{missing}`"):
         PEFTHelper.from_dict({key: LEAST[key] for key in LEAST if key != missing}, Path("folder"), 64)
 
 

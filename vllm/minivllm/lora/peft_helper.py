@@ -19,7 +19,6 @@ from minivllm.memory.adapters import ALL_LINEARS
 Rank = Annotated[int, msgspec.Meta(ge=1)]
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 PICKLED_FILES = ("adapter_model.bin", "adapter_model.pt")
-REQUIRED = ("r", "lora_alpha", "target_modules")
 PATTERN = re.compile(r"\^?[\w.-]{1,300}")
 # These initializations change the base's weights too, so the adapter alone is not the difference.
 OTHER_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")
@@ -68,9 +67,6 @@ class PEFTHelper(msgspec.Struct, frozen=True):
     @classmethod
     def from_dict(cls, config: Mapping[str, Any], path: Path, max_lora_rank: int) -> "PEFTHelper":
         """Check what the config of the adapter in `path` says; raise like `from_local_dir`."""
-        missing = [name for name in REQUIRED if config.get(name) is None]
-        if missing:
-            raise MinivllmError(f"{path / CONFIG_FILE} lacks {', '.join(missing)}; an adapter's config has all of them")
         plain = {"bias": config.get("bias") in (None, "none"), "peft_type": config.get("peft_type") in (None, "LORA")}
         plain |= {name: not config.get(name) for name in REFUSED}
         plain["init_lora_weights"] = not str(config.get("init_lora_weights")).lower().startswith(OTHER_INITS)
