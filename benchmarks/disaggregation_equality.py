@@ -5,8 +5,8 @@ engine's, is any block lost?
     uv run python benchmarks/disaggregation_equality.py --requests 60 --only TCPConnector
 
 For each connector, pairs of engines are set up at random. Each side has its own pool (sometimes too
-small for the batch), token budget, prefix cache and steps ahead; both have the same block size
-(except sometimes over NIXL) and cache dtype, and now and then both have two ranks. Requests, as in
+small for the batch), token budget, prefix cache and steps ahead; both have the same block size and
+cache dtype, and now and then both have two ranks. Requests, as in
 `same_tokens.py`, arrive at random moments and go through both engines as a proxy would send them.
 Some are served by the prefill engine alone, and some are aborted: on the prefill engine, between
 the engines, while they load, or while they decode. Both engines step in random order. Every request
@@ -29,7 +29,7 @@ from importlib.util import find_spec
 from itertools import chain
 from typing import Any
 
-from same_tokens import ENOUGH_BLOCKS, SETTINGS, Batch, features, generated, random_batch, random_settings
+from same_tokens import ENOUGH_BLOCKS, SETTINGS, Batch, generated, random_batch, random_settings
 
 from minivllm.config import EMBEDDED_MODEL
 from minivllm.entrypoints.llm import LLM
@@ -38,6 +38,7 @@ from minivllm.outputs import RequestOutput
 from minivllm.sampling_params import SamplingParams
 from minivllm_lab.cli import Parser, positive_int, run
 from minivllm_lab.corpus import held_out_texts
+from minivllm_lab.disaggregation.server_pair import free_ports
 from minivllm_lab.inside import core_of
 from minivllm_lab.progress import track
 from minivllm_lab.results import record, write_record
@@ -53,7 +54,7 @@ PHASES = ("prefill", "between", "loading", "decoding")
 
 @dataclass
 class Tally:
-    """Counts for one connector; `with_feature` counts requests by feature."""
+    """Counts for one connector."""
 
     requests: int = 0
     tokens: int = 0
@@ -64,9 +65,7 @@ class Tally:
     external_tokens: int = 0
     preemptions_prefill: int = 0
     preemptions_decode: int = 0
-    cpu_seconds: float = 0.0
     aborted: Counter[str] = field(default_factory=Counter)
-    with_feature: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass
@@ -112,12 +111,12 @@ class Pair:
     def _settings(self, connector: str, role: str, policy: str, side: dict[str, Any]) -> dict[str, Any]:
         extra: dict[str, Any] = {"kv_lease_duration": LEASE}
         if connector == "TCPConnector":
-            port = free_port() if side.get("tensor_parallel_size", 1) > 1 else 0
+            port = free_ports(1)[0] if side.get("tensor_parallel_size", 1) > 1 else 0
             extra |= {"secret": "known to both of them", "port": port}
         elif connector == "ExampleConnector":
             extra = {"shared_storage_path": self.folder.name}
         else:
-            os.environ |= {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()), "UCX_TLS": "sm,tcp,self"}
+            os.environ |= {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_ports(1)[0]), "UCX_TLS": "sm,tcp,self"}
             os.environ["VLLM_NIXL_SIDE_CHANNEL_HOST"] = "127.0.0.1"
         return {
             "kv_connector": connector,
@@ -225,22 +224,7 @@ def with_params(params: SamplingParams, told: dict[str, Any] | None) -> Sampling
     return replace(params, extra_args={"kv_transfer_params": told} if told else None)
 
 
-def free_port() -> int:
-    """Find two neighbouring free ports; return the first."""
-    import socket
-
-    while True:
-        with socket.socket() as one, socket.socket() as other:
-            one.bind(("127.0.0.1", 0))
-            port = one.getsockname()[1]
-            try:
-                other.bind(("127.0.0.1", port + 1))
-            except OSError:
-                continue
-            return port
-
-
-def random_sides(draw: random.Random, connector: str) -> list[dict[str, Any]]:
+def random_sides(draw: random.Random) -> list[dict[str, Any]]:
     """Draw settings of a prefill and a decode engine whose caches are compatible."""
     sides = [random_settings(draw) for _ in range(2)]
     ranks = draw.random() < 0.04
@@ -249,10 +233,8 @@ def random_sides(draw: random.Random, connector: str) -> list[dict[str, Any]]:
         if ranks:
             side["tensor_parallel_size"] = 2
     sides[1].pop("kv_cache_dtype", None)
-    sides[1] |= {name: sides[0][name] for name in ("kv_cache_dtype",) if name in sides[0]}
-    if connector != "NixlConnector" or "kv_cache_dtype" in sides[0] or draw.random() < 0.7:
-        sides[1]["block_size"] = sides[0]["block_size"]
-        sides[1]["num_gpu_blocks_override"] = draw.choice([104 // sides[0]["block_size"] + 3, 400])
+    sides[1] |= {name: sides[0][name] for name in ("block_size", "kv_cache_dtype") if name in sides[0]}
+    sides[1]["num_gpu_blocks_override"] = draw.choice([104 // sides[0]["block_size"] + 3, 400])
     return sides
 
 
@@ -273,7 +255,8 @@ def compare(connector: str, draw: random.Random, texts: list[list[int]], most: i
     """Serve about `most` requests with one pair of engines and with a plain engine, and count
     differences.
     """
-    sides, policy, began = random_sides(draw, connector), draw.choice(["fail", "recompute"]), time.process_time()
+    sides = random_sides(draw)
+    policy = draw.choice(["fail", "recompute"])
     same_cache = {name: sides[0][name] for name in ("kv_cache_dtype", "block_size") if name in sides[0]}
     plain = LLM(EMBEDDED_MODEL, **SETTINGS | same_cache | ENOUGH_BLOCKS)
     pair, done = Pair(connector, sides, policy, draw), 0
@@ -298,11 +281,6 @@ def compare(connector: str, draw: random.Random, texts: list[list[int]], most: i
     tally.external_tokens += lookups.hits if lookups else 0
     tally.preemptions_prefill += prefill.num_preemptions
     tally.preemptions_decode += decode.num_preemptions
-    for name, side in zip(("prefill", "decode"), sides, strict=True):
-        tally.with_feature.update({f"{name}: {one}": done for one in features(side)})
-    tally.with_feature[f"policy {policy}"] += done
-    tally.with_feature["block sizes differ"] += done * (sides[0]["block_size"] != sides[1]["block_size"])
-    tally.cpu_seconds += time.process_time() - began
     for llm in (plain, pair):
         llm.shutdown()
 

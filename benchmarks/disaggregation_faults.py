@@ -23,8 +23,8 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -273,7 +273,8 @@ class Rig:
     def _core(self, name: str) -> psutil.Process:
         return next(one for one in self._family(name) if "minivllm.engine.core_main" in one.cmdline())
 
-    def stop(self) -> None:
+    def close(self) -> None:
+        """Stop all processes."""
         self.let_go()
         end_all(list(self.running.values()))
 
@@ -401,21 +402,11 @@ def summary(rows: list[Row]) -> dict[str, Any]:
     }
 
 
-@contextmanager
-def rig_of(policy: str) -> Iterator[Rig]:
-    """Yield a rig for this policy, and stop its processes in any case."""
-    rig = Rig(policy)
-    try:
-        yield rig
-    finally:
-        rig.stop()
-
-
 def main(arguments: argparse.Namespace) -> None:
     """Cause all faults, and exit with 1 if one ends badly."""
     rows = list[Row]()
     for policy in arguments.policies.split(","):
-        with rig_of(policy) as rig:
+        with closing(Rig(policy)) as rig:
             for fault in track([one for one in FAULTS if arguments.only in one.name], policy):
                 rows.append(played(fault, rig))
                 print(rows[-1], file=sys.stderr, flush=True)

@@ -6,12 +6,7 @@ import contextlib
 import re
 import socket
 import threading
-from collections.abc import Callable
 
-Passage = Callable[[bytes, int], bytes]
-"""(data, bytes passed so far) -> the data to pass on. Raise `ConnectionError` to end the
-connection.
-"""
 LOST_BYTES = 100
 
 

@@ -67,7 +67,7 @@ def test_files_that_are_cut_or_altered_are_noticed(tmp_path: Path) -> None:
     settings = SMALL | {"async_scheduling": True}
     expected = answers(LLM(**settings, kv_transfer_config=transfer(tmp_path)), asked)
     rng = Random(0)
-    files = sorted(tmp_path.rglob("*.safetensors"))
+    files = sorted(tmp_path.rglob("*.kv"))
     for file in rng.sample(files, len(files) // 3):
         content = bytearray(file.read_bytes())
         if rng.random() < 0.5:
@@ -84,7 +84,7 @@ def test_files_that_are_cut_or_altered_are_noticed(tmp_path: Path) -> None:
 def test_by_default_a_bad_file_fails_the_request_that_needs_it(tmp_path: Path) -> None:
     asked = [{"prompt_token_ids": list(range(40))}, {"prompt_token_ids": list(range(100, 130))}]
     answers(LLM(**SMALL, kv_transfer_config=transfer(tmp_path)), asked[:1])
-    for file in tmp_path.rglob("*.safetensors"):
+    for file in tmp_path.rglob("*.kv"):
         file.write_bytes(b"nothing")
     llm = LLM(**SMALL, kv_transfer_config=transfer(tmp_path))
     llm.llm_engine.add_request("bad", asked[0], SamplingParams(max_tokens=4))
@@ -94,7 +94,7 @@ def test_by_default_a_bad_file_fails_the_request_that_needs_it(tmp_path: Path) -
         last |= {output.request_id: output.outputs[0] for output in llm.llm_engine.step()}
     assert (last["bad"].finish_reason, last["bad"].error) == ("error", LOAD_FAILED)
     assert len(last["good"].token_ids) == 4
-    assert not list(tmp_path.rglob("*.safetensors")) or external_hits(llm) == 32
+    assert not list(tmp_path.rglob("*.kv")) or external_hits(llm) == 32
 
 
 def test_ranks_save_and_load_their_parts(tmp_path: Path) -> None:

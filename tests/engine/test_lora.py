@@ -195,7 +195,7 @@ def test_two_ranks_have_a_part_each(two_ranks):
     check(two_ranks, *["a", "b", "c", None] * 3)
     check(two_ranks, "c", "a")
     broken = LoRARequest("dora", 9, str(ADAPTERS / "dora"))
-    with pytest.raises(MinivllmError, match="DoRA"):
+    with pytest.raises(MinivllmError, match="use_dora"):
         answer(two_ranks, broken)
     check(two_ranks, "b", None)
 

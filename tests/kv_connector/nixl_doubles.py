@@ -16,7 +16,7 @@ from server.serving import free_port
 
 from minivllm.config.kv_transfer import KVTransferConfig
 from minivllm.core.kv_connector import KVConnectorConfig
-from minivllm.kv_connector.nixl.agent import Region, State, TransferTimes
+from minivllm.kv_connector.nixl.agent import Region, State
 from minivllm.kv_connector.nixl.scheduler import NixlConnectorScheduler
 from minivllm.kv_connector.nixl.worker import NixlConnectorWorker
 
@@ -48,7 +48,7 @@ class Network:
     state_after: State = "DONE"
     cancels: bool = True
 
-    def agent(self, name: str, backends: Sequence[str] = ("UCX",)) -> "AgentDouble":
+    def agent(self, name: str) -> "AgentDouble":
         self.agents[name] = AgentDouble(name, self)
         return self.agents[name]
 
@@ -84,7 +84,7 @@ class AgentDouble:
             for place in range(region.count)
         ]
 
-    def read(self, local, into: np.ndarray, remote, pieces: np.ndarray, notification: bytes) -> "ReadDouble":
+    def read(self, local, into: np.ndarray, remote, pieces: np.ndarray) -> "ReadDouble":
         peer, theirs = remote
         if peer not in self.network.agents:
             raise ConnectionError(f"{peer} is gone")
@@ -124,8 +124,8 @@ class ReadDouble:
                 ctypes.memmove(here, peer, num_bytes)
         return self.network.state_after
 
-    def times(self) -> TransferTimes:
-        return TransferTimes(0.001, 0.002, sum(here[1] for here, _ in self.moves), len(self.moves))
+    def times(self) -> dict[str, float]:
+        return {"bytes_transferred": sum(here[1] for here, _ in self.moves), "num_descriptors": len(self.moves)}
 
     def release(self) -> bool:
         if self.network.state_after == "PROC" and not self.network.cancels:

@@ -25,12 +25,6 @@ def test_metadata_that_is_none_is_an_exception_and_nothing_worse(agent):
 
 
 @pytest.mark.nixl
-def test_a_backend_that_is_not_there_is_refused():
-    with pytest.raises(MinivllmError, match="nixl has no backend 'NO_SUCH'; it has"):
-        NixlAgent("another", ["NO_SUCH"])
-
-
-@pytest.mark.nixl
 def test_ways_that_cannot_meet_are_refused_in_one_line(monkeypatch):
     monkeypatch.setenv("UCX_TLS", "posix")
     with pytest.raises(MinivllmError, match="UCX_TLS is posix"):

@@ -30,7 +30,6 @@ def engine(name: str, role: str, **others) -> LLM:
         "engine_id": name,
         "kv_role": role,
         "kv_connector_extra_config": {"kv_lease_duration": LEASE, "handshake_timeout": 1.0},
-        "kv_load_failure_policy": others.pop("policy", "fail"),
     }
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_NIXL_SIDE_CHANNEL_HOST", "127.0.0.1")
@@ -111,25 +110,22 @@ def test_vllms_prompt_and_vllms_tokens(p, d):
 
 def test_random_prompts_with_shared_beginnings(p, d, plain):
     draw = random.Random(0)
-    numbers = [draw.randrange(900) for _ in range(4000)]
-    lengths = [(draw.choice((0, 0, 16, 40, 100)), draw.choice((1, 15, 16, 17, 90))) for _ in range(24)]
+    numbers = [draw.randrange(900) for _ in range(2000)]
+    lengths = [(draw.choice((0, 16, 40, 100)), draw.choice((1, 15, 16, 17, 90))) for _ in range(10)]
     prompts = [numbers[:shared] + numbers[100 * at : 100 * at + own] for at, (shared, own) in enumerate(lengths, 2)]
-    answers = ask(d, prompts, prefilled(p, prompts))
-    assert tokens(answers) == tokens(ask(plain, prompts, [None] * len(prompts)))
+    answers = ask(d, prompts, prefilled(p, prompts), 8)
+    assert tokens(answers) == tokens(ask(plain, prompts, [None] * len(prompts), 8))
     assert eventually(lambda: all_are_free(p), LEASE - 1)  # told, not expired
 
 
-@pytest.mark.parametrize("known", ["all", "half", "none"])
-def test_what_the_decoder_has_is_not_read_again(p, d, plain, known):
-    draw = random.Random(known)
+def test_what_the_decoder_has_is_not_read_again(p, d, plain):
+    draw = random.Random(1)
     prompt = [draw.randrange(900) for _ in range(80)]
-    if known != "none":
-        ask(d, [prompt if known == "all" else prompt[:40]], [None], 1)
-    before = core_of(d).scheduler.make_stats().connector_prefix_cache_stats.hits
-    answers = ask(d, [prompt], prefilled(p, [prompt]))
-    assert tokens(answers) == tokens(ask(plain, [prompt], [None]))
-    read = core_of(d).scheduler.make_stats().connector_prefix_cache_stats.hits - before
-    assert read == {"all": 16, "half": 48, "none": 80}[known]
+    expected = tokens(ask(plain, [prompt], [None], 4))
+    for numbers_read in (80, 16):
+        before = core_of(d).scheduler.make_stats().connector_prefix_cache_stats.hits
+        assert tokens(ask(d, [prompt], prefilled(p, [prompt]), 4)) == expected
+        assert core_of(d).scheduler.make_stats().connector_prefix_cache_stats.hits - before == numbers_read
     assert eventually(lambda: all_are_free(p), LEASE - 1)
 
 
@@ -138,21 +134,6 @@ def test_a_prompt_of_less_than_a_block(p, d):
     (params,) = prefilled(p, [prompt])
     assert len(params["remote_block_ids"][0]) == 1
     assert tokens(ask(d, [prompt], [params], 1)) == [VLLM["short P"]["token_ids"]]
-
-
-def test_a_decoder_with_other_blocks(p, plain):
-    d = engine("D128", "kv_consumer", block_size=128, num_gpu_blocks_override=24)
-    draw = random.Random(3)
-    prompts = [VLLM["P"]["prompt_token_ids"], [draw.randrange(900) for _ in range(37)]]
-    counted = []
-    told = d.llm_engine.engine_core.engine_core.scheduler.remote.connector
-    update = told.update_connector_output
-    told.update_connector_output = lambda output: (counted.append(output.kv_connector_stats), update(output))
-    assert tokens(ask(d, prompts, prefilled(p, prompts))) == tokens(ask(plain, prompts, [None] * 2))
-    counted = [counts for counts in counted if counts]
-    assert sum(sum(counts["nixl_bytes_transferred"]) for counts in counted) == (30 + 3) * 16 * 2048
-    assert eventually(lambda: all_are_free(p), LEASE - 1)
-    core_of(d).shutdown()
 
 
 def test_params_that_kill_vllms_engine_are_an_error_of_that_request(d):
@@ -180,7 +161,5 @@ def test_a_prefill_engine_that_is_killed(p, d, plain, started):
         ask(d, prompts[:1], params[:1])
     remote = core_of(d).scheduler.remote
     remote.recomputes = True
-    assert tokens(ask(d, prompts[1:], params[1:])) == tokens(ask(plain, prompts[1:], [None]))
-    remote.recomputes = False
-    assert tokens(ask(d, prompts[:1], [None])) == tokens(ask(plain, prompts[:1], [None]))
+    assert tokens(ask(d, prompts[1:], params[1:], 4)) == tokens(ask(plain, prompts[1:], [None], 4))
     assert core_of(d).scheduler.kv_cache_manager.usage == 0

@@ -45,11 +45,9 @@ def test_a_heartbeat_renews_for_two_thirds_and_never_shortens(leases, clock):
     assert leases.take_ended() == (set(), {"a"})
 
 
-@pytest.mark.parametrize("tp", [1, 2, 8])
-def test_a_notification_ends_it(leases, clock, tp):
-    take_notifications(leases, [consumed_message("a", tp), consumed_message("a", tp)])
+def test_a_notification_ends_it(leases, clock):
+    take_notifications(leases, [consumed_message("a", 1), consumed_message("a", 8)])
     assert leases.take_ended() == ({"a"}, set())
-    take_notifications(leases, [consumed_message("a", tp)])
     clock.now += 60
     assert leases.take_ended() == (set(), {"b"})
 
@@ -82,9 +80,8 @@ def test_it_does_not_remember_for_ever(leases):
     assert leases.take_ended() == NONE
 
 
-@pytest.mark.parametrize("message", [b"", b":", b"nobody:1", b"HB:", b"\xff\xfe:1", b"HB:\xff,,", b"a"])
-def test_what_it_does_not_understand_changes_nothing(leases, message):
-    take_notifications(leases, [message])
+def test_what_it_does_not_understand_changes_nothing(leases):
+    take_notifications(leases, [b"", b":", b"nobody:1", b"HB:", b"\xff\xfe:1", b"HB:\xff,,", b"a"])
     assert leases.take_ended() == NONE
     assert leases.blocks_of("a") == (1, 2)
     assert leases.blocks_of("b") == (3,)

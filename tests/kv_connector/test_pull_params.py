@@ -26,8 +26,8 @@ def test_an_answer_of_vllm_is_read():
 
 NEEDED = ("remote_engine_id", "remote_request_id", "remote_host", "remote_port", "remote_block_ids")
 NONE_OF_THEM = [
-    None, "", [], -1, True, 1.5, {"a": 1}, [["1"]], [[True]], [[-1]], [[1], [2]], [[7, 8, 7]], 70000, [[1 << 40]],
-    "\ud800",
+    None, "", [], -1, True, 1.5, {"a": 1}, [["1"]], [[True]], [[-1]], [[1], [2]], [[7, 8, 7]], [7, 8], 70000,
+    [[1 << 40]], "\ud800",
 ]  # fmt: skip
 
 
@@ -41,13 +41,9 @@ def test_a_value_that_is_missing_or_none_is_refused_by_name(key):
 
 def test_what_may_be_missing_may():
     assert RemotePrefill.of({key: ANSWER[key] for key in NEEDED}, 4).num_tokens is None
-    assert RemotePrefill.of(ANSWER | {"remote_block_ids": [7, 8]}, 1).block_ids == (7, 8)
 
 
 def test_a_clients_longest_id_passes():
-    """The API server makes a request's id from a prefix, the client's own id, and the numbers of
-    prompt and request.
-    """
     longest = f"chatcmpl-{'é' * 1024}-2047-{1 << 62}"
     assert RemotePrefill.of(ANSWER | {"remote_request_id": longest}, 1).request_id == longest
 
@@ -67,14 +63,6 @@ def test_an_engine_that_does_not_fit_is_refused(wrong, message):
         RemotePrefill.of(ANSWER | wrong, 1)
 
 
-@pytest.mark.parametrize("key", ["tp_size", "transfer_mode", "remote_host", "remote_port", "remote_block_ids"])
-def test_a_refusal_is_one_short_line(key):
-    with pytest.raises(MinivllmError) as refusal:
-        RemotePrefill.of(ANSWER | {key: ["x\n" * 100_000]}, 1)
-    assert len(str(refusal.value)) < 250
-    assert "\n" not in str(refusal.value)
-
-
 def test_a_digest_is_of_the_tokens_and_not_of_the_machine():
     assert digest([1, 2, 3]) == "abccad42d03c940bc2b249bf5a4e1e3d"
     assert len({digest(tokens) for tokens in ([], [0], [0, 0], [1], [256], [1, 0], [0, 1])}) == 7
@@ -90,7 +78,7 @@ def test_flags():
             check_flags(wrong)
 
 
-SCALARS = st.sampled_from((None, True, False, 0, 1, -1, 1 << 70, 1.5, float("nan"), "", "x", "a\nb"))
+SCALARS = st.sampled_from((None, True, False, 0, 1, -1, 1 << 70, 1.5, float("nan"), "", "x", "a\nb" * 1000))
 JSON = st.recursive(
     SCALARS,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from("ab"), inner, max_size=2),
@@ -107,4 +95,5 @@ def test_any_value_is_read_or_refused_in_one_line(changed):
     except MinivllmError as error:
         message = str(error)
     assert "\n" not in message
+    assert len(message) < 250
     assert all(type(block_id) is int and block_id >= 0 for block_id in result.block_ids)

@@ -139,13 +139,3 @@ def test_a_release_that_was_lost_with_a_step_is_sent_again(pair):
     d.scheduler.build_connector_meta(None)
     d.fail_a_step()
     check_given_back(p, d)
-
-
-def test_a_lease_that_is_released_before_it_begins_never_begins(engine):
-    """The client, and so the decode engine, may hear of a request's end before the ranks do."""
-    p = engine("P")
-    p.worker.leases.end(["r"])
-    assert p.prefill("r", 10, [5, 2, 9])
-    p.step()
-    assert p.worker.leases.blocks_of("r") is None
-    assert not p.scheduler.is_held("r")

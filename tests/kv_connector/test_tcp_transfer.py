@@ -6,7 +6,6 @@ What also holds for NIXL's connector is in `test_pull_transfer.py`.
 
 import threading
 import time
-from dataclasses import replace
 
 import pytest
 import torch
@@ -17,8 +16,6 @@ from patience import PATIENCE
 from minivllm.core.kv_connector import KVConnectorRole
 from minivllm.errors import MinivllmError
 from minivllm.kv_connector.factory import create_connector
-from minivllm.kv_connector.pull_params import RemotePrefill
-from minivllm.kv_connector.pull_scheduler import ReadOrder
 from minivllm.kv_connector.tcp import worker as tcp_worker
 from minivllm.kv_connector.tcp.protocol import Connection
 from minivllm.kv_connector.tcp.scheduler import TCPConnectorScheduler
@@ -65,11 +62,9 @@ def int8_caches(config, fill):
     }
 
 
-@pytest.mark.parametrize("piece_bytes", [1, 2048, 5000])
+@pytest.mark.parametrize("piece_bytes", [1, 5000])
 def test_many_pieces_of_many_requests_at_once(engine, monkeypatch, piece_bytes):
-    """Pieces have one, two or four blocks, so a transfer has many frames and its last piece fewer
-    blocks.
-    """
+    """Pieces have one block, or four with fewer in a transfer's last piece."""
     monkeypatch.setattr(tcp_worker, "PIECE_BYTES", piece_bytes)
     p, d = engine("P"), engine("D", num_gpu_blocks=24)
     orders = {f"r{index}": (list(range(1, 1 + index)), list(range(22, 22 - index, -1))) for index in range(1, 6)}
@@ -78,7 +73,7 @@ def test_many_pieces_of_many_requests_at_once(engine, monkeypatch, piece_bytes):
         assert all_equal(d.rows(here), p.rows(peer))
 
 
-@pytest.mark.parametrize("asked", [[5, 2, 10], [2, 5, 9], [5, 9, 2], [2, 9, 1], [0, 5, 2], [2, 9], [9]])
+@pytest.mark.parametrize("asked", [[5, 2, 10], [5, 9, 2], [2, 9]])
 def test_blocks_that_are_not_kept_cannot_be_read(pair, asked):
     """Another request's blocks are refused, and so are its own in another place or order; the
     decode engine is told why.
@@ -115,12 +110,11 @@ def refusal_of(p, d, caplog) -> str:
     return line
 
 
-@pytest.mark.parametrize("host", ["a..b", "a" * 300, "a\0b"])
-def test_an_address_that_is_none_fails_its_own_load_only(pair, host):
+def test_an_address_that_is_none_fails_its_own_load_only(pair):
     """The threads that talk to an engine also serve other requests."""
     p, d = pair
     params = p.prefill("r", 10, [5, 2, 9])
-    d.admit(d.take("mine", 10, {**params, "remote_host": host, "remote_request_id": "s"}), blocks_of(6, 7, 8))
+    d.admit(d.take("mine", 10, {**params, "remote_host": "a\0b", "remote_request_id": "s"}), blocks_of(6, 7, 8))
     d.admit(d.take("next", 10, params), blocks_of(1, 3, 4))
     failed, received = set(), set()
     while received != {"mine", "next"}:
@@ -128,16 +122,6 @@ def test_an_address_that_is_none_fails_its_own_load_only(pair, host):
         failed |= output.failed_recving
         received |= output.finished_recving
     assert failed == {"mine"}
-    assert all_equal(d.rows([1, 3, 4]), p.rows([5, 2, 9]))
-
-
-def test_what_cannot_be_sent_fails_its_own_load_only(pair):
-    p, d = pair
-    told = p.prefill("r", 10, [5, 2, 9])
-    unsendable = replace(RemotePrefill.of(told, 1), request_id="another", block_ids=(1 << 70,))
-    with pytest.raises(OverflowError):
-        d.worker._load(ReadOrder(unsendable, (1,), 0, 4))
-    assert not d.load("next", 10, told, 1, 3, 4).failed_recving
     assert all_equal(d.rows([1, 3, 4]), p.rows([5, 2, 9]))
 
 
@@ -206,9 +190,8 @@ def before_piece(monkeypatch, at, act):
     monkeypatch.setattr(Connection, "send", send)
 
 
-@pytest.mark.parametrize("piece", [0, 1, 2])
 @pytest.mark.parametrize("part", [b"", b"\0\0", b"\0" + bytes([0, 0, 4, 0]) + bytes(4) + b"a part of the block"])
-def test_a_transfer_that_is_cut_short_is_read_again(pair, monkeypatch, piece, part, one_block_a_frame):
+def test_a_transfer_that_is_cut_short_is_read_again(pair, monkeypatch, part, one_block_a_frame):
     """The cut comes between two frames, within a header, or within a body."""
     p, d = pair
 
@@ -216,7 +199,7 @@ def test_a_transfer_that_is_cut_short_is_read_again(pair, monkeypatch, piece, pa
         connection._socket.sendall(part)
         connection.close()
 
-    before_piece(monkeypatch, piece, cut)
+    before_piece(monkeypatch, 1, cut)
     assert not d.load("mine", 10, p.prefill("r", 10, [5, 2, 9]), 1, 3, 4).failed_recving
     assert all_equal(d.rows([1, 3, 4]), p.rows([5, 2, 9]))
 
@@ -269,30 +252,25 @@ def test_after_a_reset_nothing_is_written(pair, monkeypatch, one_block_a_frame):
 
 def test_another_secret_is_refused_in_one_line(engine, caplog):
     line = refusal_of(engine("P"), engine("D", {"secret": "known to both of them, nearly"}), caplog)
-    assert line.endswith("this engine has a different secret (MINIVLLM_KV_TRANSFER_SECRET)")
+    assert line.endswith("the two engines have different secrets (MINIVLLM_KV_TRANSFER_SECRET)")
 
 
 @pytest.mark.parametrize(
     ("extra", "said"),
     [
         ({"secret": "short"}, "at least 16 characters"),
+        ({"secret": None}, "set MINIVLLM_KV_TRANSFER_SECRET"),
         ({"hots": "x"}, "no setting 'hots'"),
         ({"host": "0.0.0.0"}, "other engines connect to it"),
         ({"port": 70000}, "port is 70000"),
         ({"timeout": 0}, "timeout is 0"),
     ],
 )
-def test_settings_that_cannot_work(extra, said):
+def test_settings_that_cannot_work(extra, said, monkeypatch):
+    monkeypatch.delenv("MINIVLLM_KV_TRANSFER_SECRET", raising=False)
     with pytest.raises(MinivllmError, match=said):
         create_connector(tcp_config("P", extra), KVConnectorRole.SCHEDULER)
     assert isinstance(create_connector(tcp_config("P"), KVConnectorRole.SCHEDULER), TCPConnectorScheduler)
-
-
-def test_without_a_secret_nothing_begins(monkeypatch):
-    monkeypatch.delenv("MINIVLLM_KV_TRANSFER_SECRET", raising=False)
-    config = tcp_config("P", {"secret": None})
-    with pytest.raises(MinivllmError, match="MINIVLLM_KV_TRANSFER_SECRET"):
-        create_connector(config, KVConnectorRole.WORKER)
 
 
 def test_a_port_that_is_taken(engine):

@@ -14,7 +14,6 @@ from minivllm.core.adapter_slots import AdapterSlots
 from minivllm.core.lora_request import LoRARequest
 from minivllm.errors import AdapterError
 from minivllm.lora.lora_model import LoRAPair
-from minivllm.lora.lru_cache import AdapterLRUCache
 from minivllm.lora.model_manager import LRUCacheLoRAModelManager
 from minivllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 from minivllm.models.loader import load_model
@@ -82,11 +81,8 @@ def test_the_slots_of_vllms_manager(manager):
     manager.pin_adapter(1)
     assert_refused("pinned", manager.activate_adapter, 3)
     assert_refused("pinned", manager.pin_adapter, 3)
-    assert held(manager) == [2, 1]
-
-
-def test_what_is_not_there_cannot_be_pinned(manager):
     assert_refused("adapter 7 is not there", manager.pin_adapter, 7)
+    assert held(manager) == [2, 1]
 
 
 def test_another_adapter_under_the_same_id_is_copied_into_its_slot(manager):
@@ -160,14 +156,15 @@ def test_whatever_the_order_the_tiers_hold_together(used_manager, acts):
             pinned &= set(used)
 
 
-def test_a_cache_that_is_full_of_pinned_ones_says_so():
-    cache = AdapterLRUCache[str](1, lambda _: None, "places")
-    cache.put(1, "one")
-    cache.pin(1)
-    assert_refused("all 1 places are pinned", cache.make_room)
-    assert cache.remove(1)
-    assert not cache.remove(1)
-    cache.make_room()
+def test_host_memory_full_of_pinned_adapters_takes_no_other():
+    model, _ = load_model(EMBEDDED_MODEL, "cpu", "float32")
+    manager = LRUCacheLoRAModelManager(model, LoRAConfig(max_loras=1, max_cpu_loras=1), AdapterSlots(1))
+    manager.add_adapter(1, {})
+    manager.pin_adapter(1)
+    assert_refused("all 1 places .* are pinned", manager.add_adapter, 2, {})
+    manager.deactivate_adapter(1)
+    manager.add_adapter(2, {})
+    assert manager.list_adapters() == [2], "an adapter without its slot is pinned no more"
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from refusals import assert_refused
 from minivllm.config import ModelConfig
 from minivllm_simulate.cost_model import FittedCost, MeasuredStep, RooflineCost, StepShape, model_error
 from minivllm_simulate.hardware import get_hardware
-from minivllm_simulate.known_models import known_model
+from minivllm_simulate.known_models import CONFIGS, SIGLIP, known_model
 
 RESULTS = Path(__file__).parents[2] / "benchmarks/results"
 H200 = json.loads((RESULTS / "gpu_engine.nvidia-h200.json").read_text())
@@ -183,19 +183,9 @@ def test_a_dense_model_has_no_experts_to_leave_out():
 
 
 def test_no_text_token_passes_the_vision_tower():
-    text = {
-        "model_type": "llama", "vocab_size": 32000, "hidden_size": 256, "intermediate_size": 512,
-        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 512,
-    }  # fmt: skip
-    tower = {
-        "model_type": "clip_vision_model", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3,
-        "num_attention_heads": 4, "image_size": 28, "patch_size": 14, "projection_dim": 64,
-    }  # fmt: skip
-    sees = {"model_type": "llava", "dtype": "bfloat16", "text_config": text, "vision_config": tower}
-    blind, seeing = (
-        RooflineCost.of(ModelConfig.from_dict(config), get_hardware("H100"))
-        for config in ({**text, "dtype": "bfloat16"}, sees)
-    )
+    text = CONFIGS["meta-llama/Llama-3.2-1B"]
+    sees = {"model_type": "gemma3", "dtype": "bfloat16", "text_config": text, "vision_config": SIGLIP}
+    blind, seeing = (RooflineCost.of(ModelConfig.from_dict(model), get_hardware("H100")) for model in (text, sees))
     assert seeing.weight_bytes > blind.weight_bytes
     assert seeing.flops_per_token == blind.flops_per_token
     assert seeing.weight_bytes_read(1) == blind.weight_bytes

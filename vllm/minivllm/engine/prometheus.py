@@ -150,13 +150,9 @@ class PrometheusStatLogger:
         Counts of third-party connectors that have no name here are ignored.
         """
         for name, value in stats.items():
-            family, _, label_value = name.partition(".")
-            metric = KV_METRICS.get(family)
+            metric = KV_METRICS.get(name)
             if metric is not None:
-                child = self._child(
-                    metric.kind, engine_idx, family, metric.text, metric.buckets, metric.label, label_value
-                )
-                _put(child, metric.kind, value)
+                _put(self._child(metric.kind, engine_idx, name, metric.text, metric.buckets), metric.kind, value)
 
     def record_loras(self, running: Set[str], waiting: Set[str]) -> None:
         """Record which adapters are in use; adapters of earlier steps are no longer exposed."""

@@ -29,8 +29,8 @@ In vLLM v0.33.0: `vllm/v1/kv_offload/cpu/gpu_worker.py`,
 `vllm/v1/kv_offload/cpu/swap_blocks_triton.py` (`swap_blocks_batch`) and `csrc/cache_kernels.cu`
 copy a list of pieces; NIXL's own backend reads the pieces in place.
 
-The CPU twin is in `cpu/block_copy_calls.py`; `benchmarks/kv_transfer.py` measures both against a
-plain copy.
+The CPU twin, which moves the blocks without a staging buffer on the device, is in
+`cpu/block_copy_calls.py`.
 """
 
 from __future__ import annotations

@@ -18,19 +18,47 @@ import sys
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
+import msgspec
+from msgspec import Meta
+
+from minivllm.config.checks import encodable
 from minivllm.errors import MinivllmError
 
-MAX_ID_LENGTH = 2048
-"""A client's `X-Request-Id` may have 1,024 characters; the prefill engine's id of that request
-has some more.
-"""
-MAX_SHOWN = 80
-MAX_NUMBER = (1 << 31) - 1
-"""No cache has as many blocks or tokens."""
+Checked = TypeVar("Checked", bound=msgspec.Struct)
+# A client's `X-Request-Id` may have 1,024 characters; the prefill engine's id of that request has
+# some more.
+Text = Annotated[str, Meta(min_length=1, max_length=2048)]
+# No cache has as many blocks or tokens.
+Count = Annotated[int, Meta(ge=0, lt=1 << 31)]
 GENERATIONS_JOINED_BY = "."
 """`remote_registration_generation` has that of every rank, in their order."""
+
+
+class _Flags(msgspec.Struct):
+    do_remote_prefill: bool | None = None
+    do_remote_decode: bool | None = None
+
+
+class _Answer(msgspec.Struct):
+    """What a prefill engine answers, as far as a decode engine reads it.
+
+    `remote_block_ids` has the blocks of each group of layers; here there is only one group.
+    """
+
+    remote_engine_id: Text
+    remote_request_id: Text
+    remote_host: Text
+    remote_port: Annotated[int, Meta(ge=1, le=65535)]
+    remote_block_ids: Annotated[list[Annotated[list[Count], Meta(min_length=1)]], Meta(min_length=1, max_length=1)]
+    remote_num_tokens: Count | None = None
+    remote_registration_generation: str | None = None
+    remote_prompt_digest: str | None = None
+    tp_size: Count | None = None
+    dcp_size: Count | None = None
+    pp_size: Count | None = None
+    transfer_mode: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,27 +87,27 @@ class RemotePrefill:
             MinivllmError: a key is missing, or its value is not what a prefill engine sends, or
                 that engine's parallel sizes differ from this one's.
         """
+        answer = _checked(params, _Answer)
         for key, own in (("tp_size", tensor_parallel_size), ("dcp_size", 1), ("pp_size", 1)):
-            value = params.get(key)
-            if (own if value is None else value) != own:
-                raise MinivllmError(
-                    f"kv_transfer_params has {key} {_shown(value)}, this engine {own}: both must be the same"
-                )
-        if params.get("transfer_mode") not in (None, "pull"):
+            value = getattr(answer, key)
+            if value not in (None, own):
+                raise MinivllmError(f"kv_transfer_params has {key} {value}, this engine {own}: both must be the same")
+        if answer.transfer_mode not in (None, "pull"):
             raise MinivllmError(
-                f"kv_transfer_params has transfer_mode {_shown(params['transfer_mode'])}; only 'pull' is served"
+                f"kv_transfer_params has transfer_mode {answer.transfer_mode[:80]!r}; only 'pull' is served"
             )
+        (block_ids,) = answer.remote_block_ids
+        if len(set(block_ids)) < len(block_ids):
+            raise MinivllmError("kv_transfer_params has a block twice in remote_block_ids")
         return cls(
-            engine_id=_text(params, "remote_engine_id"),
-            request_id=_text(params, "remote_request_id"),
-            host=_text(params, "remote_host"),
-            port=_number(params, "remote_port", 1, 65535),
-            block_ids=_block_ids(params),
-            num_tokens=_number(params, "remote_num_tokens", 0, MAX_NUMBER)
-            if params.get("remote_num_tokens") is not None
-            else None,
-            generation=str(params.get("remote_registration_generation") or ""),
-            prompt_digest=str(params.get("remote_prompt_digest") or ""),
+            engine_id=encodable(answer.remote_engine_id, "remote_engine_id"),
+            request_id=encodable(answer.remote_request_id, "remote_request_id"),
+            host=encodable(answer.remote_host, "remote_host"),
+            port=answer.remote_port,
+            block_ids=tuple(block_ids),
+            num_tokens=answer.remote_num_tokens,
+            generation=answer.remote_registration_generation or "",
+            prompt_digest=answer.remote_prompt_digest or "",
         )
 
     def is_of(self, prompt_token_ids: Sequence[int]) -> bool:
@@ -102,62 +130,14 @@ def check_flags(params: dict[str, Any]) -> tuple[bool, bool]:
     """Return (`do_remote_prefill`, `do_remote_decode`). Raise `MinivllmError` if either is not a
     bool, or both are true.
     """
-    flags = []
-    for key in ("do_remote_prefill", "do_remote_decode"):
-        value = params.get(key)
-        if value is not None and not isinstance(value, bool):
-            raise _invalid(key, value, "true or false")
-        flags.append(bool(value))
-    if all(flags):
+    flags = _checked(params, _Flags)
+    if flags.do_remote_prefill and flags.do_remote_decode:
         raise MinivllmError("kv_transfer_params has do_remote_prefill and do_remote_decode; set only one")
-    return flags[0], flags[1]
+    return bool(flags.do_remote_prefill), bool(flags.do_remote_decode)
 
 
-def _text(params: dict[str, Any], key: str) -> str:
-    value = params.get(key)
-    if not isinstance(value, str) or not 0 < len(value) <= MAX_ID_LENGTH or not _is_unicode(value):
-        raise _invalid(key, value, "a string from the prefill engine's answer")
-    return value
-
-
-def _is_unicode(text: str) -> bool:
-    """Return whether a text can be encoded: JSON can also contain half of a surrogate pair."""
-    return not any("\ud800" <= character <= "\udfff" for character in text)
-
-
-def _number(params: dict[str, Any], key: str, least: int, most: int) -> int:
-    value = params.get(key)
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        raise _invalid(key, value, f"a whole number from {least} to {most}")
-    return value
-
-
-def _block_ids(params: dict[str, Any]) -> tuple[int, ...]:
-    """Return the blocks of the only group of layers: a list in a list or, from older engines, a
-    plain list.
-
-    A block may occur only once.
-    """
-    value = params.get("remote_block_ids")
-    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], list):
-        value = value[0]
-    if (
-        not isinstance(value, list)
-        or not value
-        or not all(type(block_id) is int and 0 <= block_id <= MAX_NUMBER for block_id in value)
-        or len(set(value)) < len(value)
-    ):
-        raise _invalid("remote_block_ids", params.get("remote_block_ids"), "[[ids]] from the prefill engine's answer")
-    return tuple(value)
-
-
-def _invalid(key: str, value: Any, wanted: str) -> MinivllmError:
-    verb = "lacks" if value is None else "has an invalid"
-    shown = "" if value is None else f" {_shown(value)}"
-    return MinivllmError(f"kv_transfer_params {verb} {key}{shown}; it must be {wanted}")
-
-
-def _shown(value: Any) -> str:
-    """Return the value for use in a message, truncated in case a client has sent megabytes."""
-    shown = repr(value)
-    return shown if len(shown) <= MAX_SHOWN else f"{shown[:MAX_SHOWN]}…"
+def _checked(params: dict[str, Any], kind: type[Checked]) -> Checked:
+    try:
+        return msgspec.convert(params, kind)
+    except msgspec.ValidationError as error:
+        raise MinivllmError(f"kv_transfer_params are not those of a prefill engine's answer: {error}") from None

@@ -12,12 +12,10 @@ In vLLM v0.33.0: `NixlPullConnectorScheduler` in
 `vllm/distributed/kv_transfer/kv_connector/v1/nixl/pull_scheduler.py`, `base_scheduler.py`.
 """
 
-import threading
 import time
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
+from itertools import chain, takewhile
 from typing import TYPE_CHECKING, Any
 
 from minivllm.core.kv_connector import (
@@ -90,19 +88,18 @@ class PullConnectorScheduler(KVConnectorBase_V1):
         self.host = ""
         self.port = 0
         self.generation = ""
+        # Read by the side channel's thread too: each operation on it is atomic.
         self._held: dict[str, list[int]] = {}
-        self._held_lock = threading.Lock()  # the side channel's thread asks
         self._claims: dict[RemotePrefill, _Claim] = {}
         self._claim_of: dict[str, _Claim] = {}
         self._last_heartbeat = float("-inf")
-        self._untold: dict[str, RemotePrefill] = {}
-        self._num_untold: Counter[str] = Counter()
+        # Releases that not all ranks have sent yet, and how many ranks have not.
+        self._untold: dict[str, tuple[RemotePrefill, int]] = {}
         self._next = PullConnectorMetadata()
 
     def is_held(self, request_id: str) -> bool:
         """Return whether this request's blocks are kept for others; may be called from any thread."""
-        with self._held_lock:
-            return request_id in self._held
+        return request_id in self._held
 
     def on_new_request(self, request: Request) -> None:
         """Claim the remote request, if any; raise `MinivllmError` for params that no prefill engine
@@ -183,20 +180,16 @@ class PullConnectorScheduler(KVConnectorBase_V1):
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Stop keeping blocks that were sent, and stop heartbeats for those that were read or lost."""
-        with self._held_lock:
-            for request_id in connector_output.finished_sending:
-                self._held.pop(request_id, None)
+        for request_id in connector_output.finished_sending:
+            self._held.pop(request_id, None)
         for request_id in connector_output.finished_recving:
             if claim := self._claim_of.get(request_id):
                 claim.is_over = True
-        for request_id in (
-            told_id for of_rank in connector_output.kv_connector_worker_meta or () for told_id in of_rank
-        ):
-            # Each rank here tells its own peer, so all of them must have done so.
-            self._num_untold[request_id] -= 1
-            if self._num_untold[request_id] <= 0:
-                self._untold.pop(request_id, None)
-                del self._num_untold[request_id]
+        # Each rank here tells its own peer, so all of them must have done so.
+        for request_id in chain(*(connector_output.kv_connector_worker_meta or ())):
+            remote, num_ranks = self._untold.pop(request_id, (None, 0))
+            if remote is not None and num_ranks > 1:
+                self._untold[request_id] = remote, num_ranks - 1
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, KVTransferParams | None]:
         """Keep the blocks of a prefill that finished normally; any other request's blocks are freed
@@ -214,8 +207,7 @@ class PullConnectorScheduler(KVConnectorBase_V1):
         if not ended_well or not block_ids:
             return False, None
         self._next.reqs_to_send[request.request_id] = block_ids
-        with self._held_lock:
-            self._held[request.request_id] = block_ids
+        self._held[request.request_id] = block_ids
         return True, self._answer(request, block_ids, num_tokens)
 
     def has_pending_block_frees(self) -> bool:
@@ -227,15 +219,14 @@ class PullConnectorScheduler(KVConnectorBase_V1):
         orders are sent again.
         """
         self._next = PullConnectorMetadata()
-        with self._held_lock:
-            # The failed step may or may not have told the ranks which blocks to keep; to be told
-            # twice does no harm.
-            self._next.reqs_to_send = dict(self._held)
+        # The failed step may or may not have told the ranks which blocks to keep; to be told twice
+        # does no harm.
+        self._next.reqs_to_send = dict(self._held)
         for claim in self._claims.values():
             if claim.reader is not None and not claim.is_over:
                 claim.is_over = True
-                self._untold[claim.reader] = claim.remote
-        for request_id, remote in self._untold.items():
+                self._release(claim.reader, claim.remote)
+        for request_id, (remote, _) in list(self._untold.items()):
             self._release(request_id, remote)
 
     def _leave(self, request_id: str) -> None:
@@ -256,8 +247,8 @@ class PullConnectorScheduler(KVConnectorBase_V1):
             self._release(request_id, claim.remote)
 
     def _release(self, request_id: str, remote: RemotePrefill) -> None:
-        self._next.reqs_to_release[request_id] = self._untold[request_id] = remote
-        self._num_untold[request_id] = self.config.tensor_parallel_size
+        self._next.reqs_to_release[request_id] = remote
+        self._untold[request_id] = remote, self.config.tensor_parallel_size
 
     def _answer(self, request: Request, block_ids: list[int], num_tokens: int) -> dict[str, Any]:
         return {

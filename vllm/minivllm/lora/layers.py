@@ -73,11 +73,6 @@ class LoRALayerWeights:
 
     slices: list[tuple[Tensor, Tensor] | None]
 
-    @property
-    def nbytes(self) -> int:
-        """The size in host memory, in bytes."""
-        return sum(a.nbytes + b.nbytes for a, b in filter(None, self.slices))
-
 
 class LoRALinearMethod(LinearMethod):
     """The method of one linear: its `base` method, and slots of stacked matrices in the layouts of

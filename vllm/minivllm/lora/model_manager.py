@@ -7,6 +7,7 @@ one copy. An adapter evicted from host memory is read from its folder again.
 In vLLM v0.33.0: `vllm/lora/model_manager.py` (`LoRAModelManager`, `LRUCacheLoRAModelManager`).
 """
 
+from collections import OrderedDict
 from itertools import accumulate, pairwise
 from typing import cast
 
@@ -19,7 +20,6 @@ from minivllm.core.adapter_slots import AdapterSlots
 from minivllm.errors import MinivllmError
 from minivllm.lora.layers import LoRALayerWeights, LoRALinearMethod, LoRAStep, Slice
 from minivllm.lora.lora_model import LoRAPair, ModuleName
-from minivllm.lora.lru_cache import AdapterLRUCache
 from minivllm.memory.adapters import linear_shapes
 from minivllm.models.decoder import Decoder, DecoderLayer
 from minivllm.models.linear import Linear
@@ -37,9 +37,9 @@ LEAST_RANK = 4
 class LRUCacheLoRAModelManager:
     """The slots of one model, or of a rank's part of it, and the adapters in host memory.
 
-    `registered` holds the adapters in host memory, and `slots` says which of them are in slots.
-    `step` is what the linears read in each step. `num_activations` counts how often a slot was
-    filled.
+    `registered` holds the adapters in host memory, the least recently used first; `slots` says
+    which of them are in slots, and `pinned` which of them stay in both places. `step` is what the
+    linears read in each step. `num_activations` counts how often a slot was filled.
     """
 
     def __init__(self, model: Decoder, config: LoRAConfig, slots: AdapterSlots) -> None:
@@ -63,9 +63,8 @@ class LRUCacheLoRAModelManager:
         self._filled: list[int | None] = [None] * config.max_loras
         self.modules: dict[LinearName, LoRALinearMethod] = {}
         self._wrap(model)
-        self.registered = AdapterLRUCache[LoRAModel](
-            config.capacity, self._forgotten, "places for adapters in host memory (max_cpu_loras)"
-        )
+        self.registered: OrderedDict[int, LoRAModel] = OrderedDict()
+        self.pinned: set[int] = set()
 
     # The tiers
 
@@ -84,15 +83,19 @@ class LRUCacheLoRAModelManager:
         Raises:
             MinivllmError: all adapters there are pinned.
         """
-        if lora_id in self.registered:
-            self._filled = [None if held == lora_id else held for held in self._filled]
-        else:
-            self.registered.make_room()
-        self.registered.put(lora_id, model)
+        if lora_id not in self.registered and len(self.registered) == self.config.capacity:
+            self.remove_adapter(self._least_recently_used())
+        self._filled = [None if held == lora_id else held for held in self._filled]
+        self.registered[lora_id] = model
+        self.registered.move_to_end(lora_id)
 
     def remove_adapter(self, lora_id: int) -> bool:
-        """Remove an adapter from both tiers; return whether it was there."""
-        return self.registered.remove(lora_id)
+        """Remove an adapter from both tiers, pinned or not; return whether it was there."""
+        if self.registered.pop(lora_id, None) is None:
+            return False
+        self.deactivate_adapter(lora_id)
+        self._filled = [None if held == lora_id else held for held in self._filled]
+        return True
 
     def activate_adapter(self, lora_id: int) -> int:
         """Return the slot of an adapter in host memory, assigning one if it has none.
@@ -100,7 +103,7 @@ class LRUCacheLoRAModelManager:
         Raises:
             MinivllmError: all slots are pinned.
         """
-        self.registered.touch(lora_id)
+        self.registered.move_to_end(lora_id)
         slot = self.slots.activate(lora_id)
         if self._filled[slot] != lora_id:
             self._filled[slot] = None  # if filling fails, the slot holds neither adapter
@@ -110,13 +113,16 @@ class LRUCacheLoRAModelManager:
         return slot
 
     def deactivate_adapter(self, lora_id: int) -> bool:
-        """Free the slot of an adapter, which stays in host memory; return whether it had one."""
+        """Free the slot of an adapter, which stays in host memory and is pinned no more; return
+        whether it had one.
+        """
         had_one = lora_id in self.lora_index_to_id
+        self.pinned.discard(lora_id)
         self.slots.deactivate(lora_id)
         return had_one
 
     def pin_adapter(self, lora_id: int) -> None:
-        """Keep an adapter in host memory, and in its slot, until it is removed.
+        """Keep an adapter in host memory, and in its slot, until it is deactivated or removed.
 
         Raises:
             MinivllmError: the adapter is not in host memory, or all slots are pinned.
@@ -124,7 +130,7 @@ class LRUCacheLoRAModelManager:
         if lora_id not in self.registered:
             raise MinivllmError(f"the adapter {lora_id} is not there: add it before it is pinned")
         self.activate_adapter(lora_id)
-        self.registered.pin(lora_id)
+        self.pinned.add(lora_id)
         self.slots.pin(lora_id)
 
     # Sizes
@@ -193,9 +199,14 @@ class LRUCacheLoRAModelManager:
         # One copy for all linears.
         self._ranks[:, :, slot] = torch.from_numpy(self._host_ranks[:, :, slot].copy()).to(self.device)
 
-    def _forgotten(self, lora_id: int) -> None:
-        self.slots.deactivate(lora_id)
-        self._filled = [None if held == lora_id else held for held in self._filled]
+    def _least_recently_used(self) -> int:
+        for lora_id in self.registered:
+            if lora_id not in self.pinned:
+                return lora_id
+        raise MinivllmError(
+            f"all {self.config.capacity} places for adapters in host memory (max_cpu_loras) are pinned: remove an "
+            "adapter, or raise their number"
+        )
 
 
 def check_model(config: ModelConfig) -> None:

@@ -9,7 +9,10 @@ from collections.abc import Callable
 from minivllm.config import ModelConfig
 from minivllm.errors import MinivllmError, UnsupportedModelError
 from minivllm.memory.bytes_per_token import Model, as_config, bytes_of_dtype, kv_heads_on_rank, serving_dtype
-from minivllm.memory.towers import WAY_OUT, tower_parameters
+
+PARTS = ("vision_config", "audio_config", "vision_encoder_config", "audio_encoder_config", "speech_config")
+"""What a multimodal checkpoint has besides its language model."""
+WAY_OUT = "give the size of all weights, or a directory with the checkpoint's safetensors files"
 
 
 def parameter_groups(config: ModelConfig, tp: int = 1) -> dict[str, int]:
@@ -36,8 +39,10 @@ def parameter_groups(config: ModelConfig, tp: int = 1) -> dict[str, int]:
     kv_heads_on_rank(config, tp)
     if config.num_attention_heads % tp:
         raise MinivllmError(f"{config.num_attention_heads} attention heads cannot be divided over {tp} GPUs")
-    towers = tower_parameters(config, tp)
-    return {**counter(config, tp), **({"vision": towers} if towers else {})}
+    groups = counter(config, tp)
+    if any(config.hf_config.get(part) for part in PARTS):
+        groups["vision"] = _vision_parameters(config, tp)
+    return groups
 
 
 def num_parameters(model: Model) -> int:
@@ -179,16 +184,14 @@ def _mlp_layers(config: ModelConfig, tp: int) -> dict[str, int]:
     return {"mlp": config.num_dense_layers * dense, "experts": _sparse_layers(config) * sparse}
 
 
+def _sparse_layers(config: ModelConfig) -> int:
+    return config.num_hidden_layers - config.num_dense_layers
+
+
 def _expert(config: ModelConfig, tp: int) -> int:
     mlp = _share(config.moe_intermediate_size, tp)
     biases = 2 * mlp + config.hidden_size if config.model_type == "gpt_oss" else 0
     return 3 * config.hidden_size * mlp + biases
-
-
-def _sparse_layers(config: ModelConfig) -> int:
-    if config.model_type == "llama4_text":
-        return config.num_hidden_layers // (config.hf_text_config.get("interleave_moe_layer_step") or 1)
-    return config.num_hidden_layers - config.num_dense_layers
 
 
 def _router(config: ModelConfig) -> int:
@@ -244,21 +247,6 @@ def _gated_delta(config: ModelConfig, tp: int) -> dict[str, int]:
     return groups
 
 
-def _llama4(config: ModelConfig, tp: int) -> dict[str, int]:
-    """Count Llama 4: every n-th layer has experts and a shared one; the others have an MLP of
-    another width.
-    """
-    width = config.hf_text_config.get("intermediate_size_mlp") or 0
-    sparse = _sparse_layers(config)
-    groups = _gated_decoder(config, tp)
-    dense = 3 * config.hidden_size * _share(width, tp)
-    return {
-        **groups,
-        "mlp": (config.num_hidden_layers - sparse) * dense,
-        "experts": groups["experts"] + sparse * _expert(config, tp),
-    }
-
-
 def _opt(config: ModelConfig, tp: int) -> dict[str, int]:
     """Count OPT: learned positions (two more than its config says), biases everywhere, tied
     head.
@@ -287,6 +275,29 @@ def _gpt(config: ModelConfig, tp: int, positions: int) -> dict[str, int]:
     }
 
 
+def _vision_parameters(config: ModelConfig, tp: int) -> int:
+    """Count Gemma 3's vision tower (SigLIP) and projector. As in vLLM, only the tower's layers are
+    sharded.
+    """
+    outer = config.hf_config
+    parts = {name: outer[name] for name in PARTS if outer.get(name)}
+    kind = parts.get("vision_config", {}).get("model_type")
+    if list(parts) != ["vision_config"] or (outer.get("model_type"), kind) != ("gemma3", "siglip_vision_model"):
+        raise UnsupportedModelError(
+            f"{outer.get('model_type')}: the parameters of its {' and '.join(parts)} are not counted here, only its "
+            f"language model's and Gemma 3's; {WAY_OUT}"
+        )
+    tower = parts["vision_config"]
+    hidden, mlp, patch = tower["hidden_size"], tower["intermediate_size"], tower["patch_size"]
+    # Four projections of attention, two of the MLP and two LayerNorms, all with biases.
+    layer = 4 * (hidden + 1) * hidden + (hidden + 1) * mlp + (mlp + 1) * hidden + 4 * hidden
+    # Each patch of three colours becomes a vector; every position has one; a norm ends the tower.
+    num_patches = (tower["image_size"] // patch) ** 2
+    embeddings = (3 * patch**2 + 1) * hidden + num_patches * hidden + 2 * hidden
+    projector = hidden * config.hidden_size + hidden
+    return tower["num_hidden_layers"] * layer // tp + embeddings + projector
+
+
 def _share(width: int, tp: int) -> int:
     return -(-width // tp)  # rounded up: the last part is padded
 
@@ -295,11 +306,9 @@ WITH_ROUTER_BIAS = ("deepseek_v3", "gpt_oss", "kimi_k2")
 COUNTERS: dict[str, Callable[[ModelConfig, int], dict[str, int]]] = {
     **dict.fromkeys(("", "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe"), _gated_decoder),
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "kimi_k2"), _latent_decoder),
-    **dict.fromkeys(("qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text", "qwen3_vl_text"), _gated_decoder),
-    **dict.fromkeys(("gemma", "gemma2", "gemma3_text", "qwen3_vl_moe_text"), _gated_decoder),
+    **dict.fromkeys(("gemma", "gemma2", "gemma3_text"), _gated_decoder),
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), _gated_delta),
     "gpt_oss": _gpt_oss,
-    "llama4_text": _llama4,
     "opt": _opt,
     "gpt2": _gpt2,
 }

@@ -151,7 +151,7 @@ class GenerationRequest(OpenAIBaseModel):
         Raises:
             MinivllmError: a value is outside its range.
         """
-        chosen: dict[str, Any] = {**self.DEFAULTS} | {name: defaults[name] for name in self.DEFAULTS if name in defaults}
+        chosen: dict[str, Any] = {name: defaults.get(name, default) for name, default in self.DEFAULTS.items()}
         for name in self.DEFAULTS:
             if (value := getattr(self, name)) is not None:
                 chosen[name] = value

@@ -7,8 +7,9 @@ wait outside the batch while bytes move.
 One file holds one full block of a prompt, with all layers, and is named after the block's hash,
 which covers its tokens, all tokens before them, and everything else they depend on. A request with
 the same prefix finds its blocks, one after another. A file appears only when it is complete, and
-has a checksum; a file that was truncated or altered counts as a failed load, and is removed. What a
-step computes with such a block is not saved. Nothing is ever evicted; that is left to the owner of
+begins with a digest of the rest, which is in the format of safetensors; a file that was truncated
+or altered counts as a failed load, and is removed. What a step computes with such a block is not
+saved. Nothing is ever evicted; that is left to the owner of
 the folder.
 
 In vLLM v0.33.0: `vllm/distributed/kv_transfer/kv_connector/v1/example_connector.py`
@@ -18,7 +19,7 @@ In vLLM v0.33.0: `vllm/distributed/kv_transfer/kv_connector/v1/example_connector
 import contextlib
 import hashlib
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
     from minivllm.core.scheduler_output import SchedulerOutput
 
 logger = init_logger(__name__)
-CHECKSUM = "blake2b"
+DIGEST_BYTES = 16
 
 
 @dataclass
@@ -98,8 +99,8 @@ class ExampleConnector(KVConnectorBase_V1):
         self._metadata = ExampleConnectorMetadata()
         self._requests: dict[str, _Saved] = {}
         self._asked: dict[str, int] = {}  # how many blocks each had of its own
-        self._kv_caches: KVCaches = {}
-        self._saving: dict[str, list[torch.Tensor]] = {}
+        self._tensors: dict[str, torch.Tensor] = {}  # the cache, by layer and part
+        self._saving: dict[str, torch.Tensor] = {}
         self._invalid_block_ids: set[int] = set()
         self._num_steps = 0
         self._last_failure = -1
@@ -194,13 +195,14 @@ class ExampleConnector(KVConnectorBase_V1):
         return all(self._path(name, rank).exists() for rank in range(self.config.tensor_parallel_size))
 
     def _path(self, name: str, rank: int) -> Path:
-        return self.folder / f"{name}.{rank}.safetensors"
+        return self.folder / f"{name}.{rank}.kv"
 
     # The workers' side
 
     def register_kv_caches(self, kv_caches: KVCaches) -> None:
-        """Keep the tensors for loads and saves."""
-        self._kv_caches = kv_caches
+        """Name the tensors: each layer's parts are keys and values, with any scales, or latents."""
+        for layer, parts in kv_caches.items():
+            self._tensors |= {f"{layer}.{index}": part for index, part in enumerate(parts)}
 
     def start_load_kv(self) -> None:
         """Load all blocks; those that cannot be loaded are recorded as invalid."""
@@ -218,7 +220,8 @@ class ExampleConnector(KVConnectorBase_V1):
         # After a failed load, nothing is saved until the scheduler knows of it: it may have been
         # computed with garbage.
         if saves and self._step.last_failure >= self._last_failure:
-            self._saving[layer_name] = [tensor[list(saves)].cpu() for tensor in kv_layer]
+            for index, part in enumerate(kv_layer):
+                self._saving[f"{layer_name}.{index}"] = part[list(saves)].cpu()
 
     def wait_for_save(self) -> None:
         """Write the files."""
@@ -226,13 +229,8 @@ class ExampleConnector(KVConnectorBase_V1):
         if not saving:
             return
         for place, name in enumerate(self._step.saves.values()):
-            # Key: layer and part, such as keys, values and scales. Each is one block.
-            tensors = {
-                f"{layer}.{part}": tensor[place].contiguous()
-                for layer, parts in saving.items()
-                for part, tensor in enumerate(parts)
-            }
-            self._write(self._path(name, self.config.tensor_parallel_rank), tensors)
+            block = {part: tensor[place].contiguous() for part, tensor in saving.items()}
+            self._write(self._path(name, self.config.tensor_parallel_rank), block)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Return the blocks that could not be loaded in this step."""
@@ -255,54 +253,39 @@ class ExampleConnector(KVConnectorBase_V1):
         return self._connector_metadata
 
     def _load(self, block_id: int, path: Path) -> bool:
-        """Fill one block from its file; return whether the file's contents were valid. An invalid
-        file is removed.
+        """Fill one block from its file; return whether the file was valid. An invalid file is
+        removed, so that the block is computed and saved again.
         """
-        from safetensors import SafetensorError, safe_open
+        from safetensors.torch import load
 
-        caches = {
-            f"{layer}.{part}": tensor
-            for layer, tensors in self._kv_caches.items()
-            for part, tensor in enumerate(tensors)
-        }
         try:
-            # safetensors checks the lengths, but would not notice a changed byte.
-            with safe_open(path, framework="pt") as opened:
-                loaded = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - not a mapping
-                written = (opened.metadata() or {}).get(CHECKSUM)
-        except (OSError, SafetensorError):
-            loaded, written = {}, None
-        wanted = {name: (cache.shape[1:], cache.dtype) for name, cache in caches.items()}
-        fits = {name: (tensor.shape, tensor.dtype) for name, tensor in loaded.items()} == wanted
-        if not fits or written != checksum(loaded[name] for name in sorted(loaded)):
-            # Remove it, so that it is computed and saved again.
+            content = path.read_bytes()
+        except OSError:
+            content = b""
+        digest, body = content[:DIGEST_BYTES], content[DIGEST_BYTES:]
+        if digest != _digest(body):
             path.unlink(missing_ok=True)
             return False
-        for name, tensor in loaded.items():
-            caches[name][block_id].copy_(tensor)
+        for part, tensor in load(body).items():
+            self._tensors[part][block_id].copy_(tensor)
         return True
 
-    def _write(self, path: Path, tensors: "dict[str, torch.Tensor]") -> None:
+    def _write(self, path: Path, block: "dict[str, torch.Tensor]") -> None:
         """Write a file that becomes visible only when it is complete. A full disk costs only this
         file.
         """
-        from safetensors.torch import save_file
+        from safetensors.torch import save
 
+        body = save(block)
         unfinished = path.with_suffix(f".{os.getpid()}")
         try:
-            save_file(tensors, unfinished, {CHECKSUM: checksum(tensors[name] for name in sorted(tensors))})
+            unfinished.write_bytes(_digest(body) + body)
             # Atomic: a reader sees the whole file or none.
             os.replace(unfinished, path)
-        except Exception as error:
+        except OSError as error:
             unfinished.unlink(missing_ok=True)
             logger.warning("%s could not be written: %s", path, error)
 
 
-def checksum(tensors: "Iterable[torch.Tensor]") -> str:
-    """Return a hash of the tensors' bytes, in this order."""
-    import torch
-
-    seen = hashlib.blake2b(digest_size=16)
-    for tensor in tensors:
-        seen.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return seen.hexdigest()
+def _digest(body: bytes) -> bytes:
+    return hashlib.blake2b(body, digest_size=DIGEST_BYTES).digest()

@@ -3,8 +3,7 @@ notify it.
 
 Memory is described by regions: `count` pieces of `num_bytes` each, one every `stride` bytes. A list
 of pieces is prepared once for each peer; a transfer then names pieces by their index in it. A READ
-moves bytes without any action by the peer, so the peer has to be told when it is over: the
-notification attached to the READ arrives there after the last byte was read.
+moves bytes without any action by the peer, so the peer has to be told when it is over.
 
 In vLLM v0.33.0: `NixlWrapper` in `vllm/distributed/nixl_utils.py` is NIXL's own class.
 """
@@ -15,7 +14,6 @@ import os
 import queue
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -44,34 +42,18 @@ class Region(NamedTuple):
     count: int
 
 
-@dataclass(frozen=True, slots=True)
-class TransferTimes:
-    """NIXL's measurements of a transfer: seconds to post it, seconds until it was over, the number
-    of bytes and of pieces.
-
-    Neighbouring pieces are merged, so there may be fewer of them than were requested.
-    """
-
-    post_seconds: float
-    seconds: float
-    num_bytes: int
-    num_descriptors: int
-
-
 class NixlAgent:
     """A NIXL agent with the UCX backend, which moves the bytes; `UCX_TLS` in the environment limits
     its transports.
     """
 
-    def __init__(self, name: str, backends: Sequence[str] = ("UCX",)) -> None:
-        """Start an agent, whose name must differ from that of every peer.
-
-        Raises:
-            MinivllmError: nixl is not installed, or has no such backend.
+    def __init__(self, name: str) -> None:
+        """Start an agent, whose name must differ from that of every peer. Raise `MinivllmError` if
+        nixl is not installed or cannot start.
         """
         api = _import_nixl()
         config = api.nixl_agent_config(
-            backends=list(backends),
+            backends=["UCX"],
             capture_telemetry=True,
             enable_prog_thread=False,
             sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT,  # the core's calls come from several threads
@@ -82,12 +64,12 @@ class NixlAgent:
         except Exception as error:
             ways = os.environ.get("UCX_TLS", "not set")
             raise MinivllmError(
-                f"NIXL cannot start its backends {', '.join(backends)}: {error}; UCX_TLS is {ways} (sm,tcp,self works)"
+                f"NIXL cannot start its backend UCX: {error}; UCX_TLS is {ways} (sm,tcp,self works)"
             ) from None
-        if missing := [backend for backend in backends if backend not in self._api.backends]:
-            known = ", ".join(self._api.plugin_list)
-            raise MinivllmError(f"nixl has no backend {missing[0]!r}; it has {known}")
-        self._progress = _Progress(self._api)
+        self._inbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self._ends = threading.Event()
+        self._driver = threading.Thread(target=self._drive, daemon=True, name="nixl-progress")
+        self._driver.start()
         self._memory_kind = "DRAM"
         self._registered: Any = None
         self._lists: dict[str | None, list[Any]] = {}
@@ -123,13 +105,13 @@ class NixlAgent:
         self._lists.setdefault(peer, []).append(prepared)
         return prepared
 
-    def read(self, local: Any, into: np.ndarray, remote: Any, pieces: np.ndarray, notification: bytes) -> "Transfer":
+    def read(self, local: Any, into: np.ndarray, remote: Any, pieces: np.ndarray) -> "Transfer":
         """Start to read: piece `pieces[i]` of the peer's list goes into piece `into[i]` of the
         local one.
         """
         # NIXL takes indices of 32 bits only.
         indices = (into.astype(np.int32), pieces.astype(np.int32))
-        handle = self._api.make_prepped_xfer("READ", local, indices[0], remote, indices[1], notification)
+        handle = self._api.make_prepped_xfer("READ", local, indices[0], remote, indices[1], b"")
         return Transfer(self._api, handle)
 
     def notify(self, peer: str, message: bytes) -> None:
@@ -140,13 +122,14 @@ class NixlAgent:
 
     def notifications(self) -> list[bytes]:
         """Return what peers have sent since the last call."""
-        return self._progress.take()
+        return [self._inbox.get_nowait() for _ in range(self._inbox.qsize())]
 
     def close(self) -> None:
         """Release everything. A second call does nothing."""
         if self._api is None:
             return
-        self._progress.end()
+        self._ends.set()
+        self._driver.join()
         for peer in list(self._lists):
             if peer is None:
                 self._release_lists(None)
@@ -160,31 +143,12 @@ class NixlAgent:
         for prepared in self._lists.pop(peer, ()):
             self._api.release_dlist_handle(prepared)
 
+    def _drive(self) -> None:
+        """Drive the agent's connections while this process computes or waits.
 
-class _Progress:
-    """A thread that drives an agent's connections while this process computes or waits.
-
-    Over TCP, data moves and first connections are made only while both sides poll. NIXL has a
-    thread for that, but it never sleeps: an idle agent would occupy a whole core.
-    """
-
-    def __init__(self, api: Any) -> None:
-        self._api = api
-        self._inbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-        self._ends = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True, name="nixl-progress")
-        self._thread.start()
-
-    def take(self) -> list[bytes]:
-        """Return what peers have sent since the last call."""
-        return [self._inbox.get_nowait() for _ in range(self._inbox.qsize())]
-
-    def end(self) -> None:
-        """End the thread."""
-        self._ends.set()
-        self._thread.join()
-
-    def _run(self) -> None:
+        Over TCP, data moves and first connections are made only while both sides poll. NIXL has a
+        thread for that, but it never sleeps: an idle agent would occupy a whole core.
+        """
         # Asking for notifications also makes NIXL move whatever can move.
         while not self._ends.wait(SECONDS_BETWEEN_LOOKS):
             for messages in self._api.get_new_notifs().values():
@@ -213,11 +177,18 @@ class Transfer:
                 self._state = "ERR"
         return self._state
 
-    def times(self) -> TransferTimes:
-        """Return NIXL's measurements of a finished read."""
+    def times(self) -> dict[str, float]:
+        """Return NIXL's measurements of a finished read, by the names of their metrics.
+
+        Neighbouring pieces are merged, so there may be fewer descriptors than were requested.
+        """
         measured = self._api.get_xfer_telemetry(self._handle)  # in microseconds
-        seconds = measured.postDuration / 1e6, measured.xferDuration / 1e6
-        return TransferTimes(*seconds, measured.totalBytes, measured.descCount)
+        return {
+            "xfer_time_seconds": measured.xferDuration / 1e6,
+            "post_time_seconds": measured.postDuration / 1e6,
+            "bytes_transferred": measured.totalBytes,
+            "num_descriptors": measured.descCount,
+        }
 
     def release(self) -> bool:
         """Release the read. Return False if it cannot be cancelled: it is still writing into local

@@ -12,67 +12,42 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from minivllm.errors import MinivllmError
-from minivllm.kv_connector.nixl.agent import NixlAgent
-from minivllm.kv_connector.nixl.pieces import regions_in_pieces, tokens_of_a_piece
+from minivllm.kv_connector.nixl.agent import NixlAgent, Region
 from minivllm.kv_connector.nixl.side_channel import NixlAgentMetadata, fetch_metadata
 from minivllm.kv_connector.pull_params import GENERATIONS_JOINED_BY, RemotePrefill
 
 Result = TypeVar("Result")
-PLAIN_LAYOUT, LAYOUT_WITH_SCALES = "NHD", "NHD, scales HN"
-"""How the dimensions within a block lie: N tokens, H heads, D elements of a head."""
 
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """A rank of another engine: its name in the agent, its cache, and the pieces that both sides
-    can address.
-
-    `clock_offset`: how many seconds its clock is ahead of ours.
+    """A rank of another engine: its name in the agent, its cache, and the list of its blocks that
+    the agent has prepared.
     """
 
     name: str
     metadata: NixlAgentMetadata
-    clock_offset: float
-    piece_tokens: int
-    local_pieces: Any
-    remote_pieces: Any
+    blocks: Any
 
 
 class Peers:
-    """All peers, by engine id. Only handshakes run in other threads."""
+    """All peers, by engine id, and the prepared list of this rank's own blocks. Only handshakes run
+    in other threads.
+    """
 
     def __init__(self, agent: NixlAgent, own: NixlAgentMetadata, rank: int, compatibility_hash: str, seconds: float):
         """Take this rank, whose peers have the same rank, and the timeout of a handshake in
         seconds.
         """
+        self.own_blocks = agent.prepare(None, _regions(own))
         self._agent = agent
         self._own = own
-        self._ranks = (0, rank)
+        self._rank = rank
         self._hash = compatibility_hash
         self._seconds = seconds
         self._met: dict[str, Peer] = {}
         self._lost: list[Peer] = []
-        self._meeting: dict[tuple[str, str, int], Future[tuple[NixlAgentMetadata, float]]] = {}
-        self._local_pieces: dict[int, Any] = {}
-
-    def known(self, remote: RemotePrefill) -> Peer | None:
-        """Return the peer of this remote request if there was a handshake and it has not restarted
-        since.
-        """
-        peer = self._met.get(remote.engine_id)
-        return peer if peer and self._is_current(remote, peer.metadata) else None
-
-    def greet(self, remote: RemotePrefill) -> Peer | None:
-        """Return the peer that a heartbeat goes to, or start a handshake; a failed handshake is
-        retried, and not reported.
-        """
-        handshake = self._meeting.get(_place_of(remote))
-        if handshake is not None and handshake.done() and handshake.exception() is None:
-            return self.meet(remote)
-        peer = self.known(remote)
-        if peer is None and (handshake is None or handshake.done()):
-            self._meeting[_place_of(remote)] = in_thread(lambda: self._fetch(remote))
-        return peer
+        self._meeting: dict[tuple[str, str, int], Future[NixlAgentMetadata]] = {}
 
     def meet(self, remote: RemotePrefill) -> Peer | None:
         """Return the peer for this remote request; None while the handshake is in progress.
@@ -80,18 +55,25 @@ class Peers:
         Raises:
             MinivllmError: the handshake has failed. The next call begins another.
         """
-        if (peer := self.known(remote)) is not None:
+        peer = self._met.get(remote.engine_id)
+        if peer is not None and self._is_current(remote, peer.metadata):
             return peer
-        place = _place_of(remote)
+        place = remote.engine_id, remote.host, remote.port
         if place not in self._meeting:
-            self._meeting[place] = in_thread(lambda: self._fetch(remote))
+            ask = remote.host, remote.port, self._rank, self._hash, self._seconds
+            self._meeting[place] = in_thread(lambda: fetch_metadata(*ask))
         if not self._meeting[place].done():
             return None
-        metadata, offset = self._meeting.pop(place).result()
+        metadata = self._meeting.pop(place).result()
         self._check(remote, metadata)
         # An engine that has restarted has the same id and other memory.
         self.lose(remote.engine_id)
-        self._met[remote.engine_id] = peer = self._make(metadata, offset)
+        try:
+            name = self._agent.add_peer(metadata.agent_metadata)
+            peer = Peer(name, metadata, self._agent.prepare(name, _regions(metadata)))
+        except Exception as error:
+            raise MinivllmError(f"NIXL cannot reach the engine {metadata.engine_id!r}: {error}") from None
+        self._met[remote.engine_id] = peer
         return peer
 
     def lose(self, engine_id: str) -> None:
@@ -112,12 +94,8 @@ class Peers:
         """Return whether the blocks are in the memory that is registered there now, as far as the
         params tell.
         """
-        generations = remote.generation.split(GENERATIONS_JOINED_BY)
-        own = generations[self._ranks[1]] if self._ranks[1] < len(generations) else ""
-        return own in ("", metadata.registration_generation)
-
-    def _fetch(self, remote: RemotePrefill) -> tuple[NixlAgentMetadata, float]:
-        return fetch_metadata(remote.host, remote.port, self._ranks, self._hash, self._seconds)
+        generations = dict(enumerate(remote.generation.split(GENERATIONS_JOINED_BY)))
+        return generations.get(self._rank, "") in ("", metadata.registration_generation)
 
     def _check(self, remote: RemotePrefill, metadata: NixlAgentMetadata) -> None:
         where = f"the engine at {remote.host}:{remote.port}"
@@ -127,43 +105,16 @@ class Peers:
             )
         if not self._is_current(remote, metadata):
             raise MinivllmError(f"{where} has restarted, and the blocks of {remote.request_id!r} are gone")
-        if metadata.kv_cache_layout != self._own.kv_cache_layout:
-            raise MinivllmError(f"{where} has layout {metadata.kv_cache_layout}, this one {self._own.kv_cache_layout}")
-        if metadata.block_strides != metadata.block_lens:
-            raise MinivllmError(f"{where} has gaps between its blocks, which this engine cannot read")
-        if metadata.block_size != self._own.block_size and metadata.kv_cache_layout != PLAIN_LAYOUT:
-            raise MinivllmError(
-                f"{where} has blocks of {metadata.block_size} tokens, this one of {self._own.block_size}, and the "
-                "scales of an int8 cache cannot be cut: give both the same block_size"
-            )
-        peer_bytes, own_bytes = (
-            [length / cache.block_size for length in cache.block_lens] for cache in (metadata, self._own)
-        )
-        if peer_bytes != own_bytes:
-            raise MinivllmError(
-                f"{where} has {peer_bytes} bytes per token in its cache's regions, this one {own_bytes}"
-            )
-
-    def _make(self, metadata: NixlAgentMetadata, offset: float) -> Peer:
-        tokens = tokens_of_a_piece(self._own.block_size, metadata.block_size)
-        # Peers with the same block size share the list of local pieces.
-        if tokens not in self._local_pieces:
-            self._local_pieces[tokens] = self._prepare(None, self._own, tokens)
-        try:
-            name = self._agent.add_peer(metadata.agent_metadata)
-            pieces = self._prepare(name, metadata, tokens)
-        except Exception as error:
-            raise MinivllmError(f"NIXL cannot reach the engine {metadata.engine_id!r}: {error}") from None
-        return Peer(name, metadata, offset, tokens, self._local_pieces[tokens], pieces)
-
-    def _prepare(self, name: str | None, cache: NixlAgentMetadata, tokens: int) -> Any:
-        per_block = cache.block_size // tokens
-        where = cache.kv_caches_base_addr, cache.block_lens, cache.device_id, cache.num_blocks, per_block
-        return self._agent.prepare(name, regions_in_pieces(*where))
+        if metadata.block_lens != self._own.block_lens:
+            raise MinivllmError(f"{where} has blocks of {metadata.block_lens} bytes, this one {self._own.block_lens}")
 
 
-def _place_of(remote: RemotePrefill) -> tuple[str, str, int]:
-    return remote.engine_id, remote.host, remote.port
+def _regions(cache: NixlAgentMetadata) -> list[Region]:
+    """Describe a cache to NIXL, one piece for each block of each tensor."""
+    return [
+        Region(address, length, cache.device_id, length, cache.num_blocks)
+        for address, length in zip(cache.kv_caches_base_addr, cache.block_lens, strict=True)
+    ]
 
 
 def in_thread(work: Callable[[], Result]) -> "Future[Result]":

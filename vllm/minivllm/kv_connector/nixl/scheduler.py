@@ -8,12 +8,10 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-import msgspec
-
 from minivllm.core.kv_connector import KVConnectorConfig, KVConnectorRole
 from minivllm.errors import MinivllmError
 from minivllm.kv_connector.nixl.settings import check_settings
-from minivllm.kv_connector.nixl.side_channel import NixlAgentMetadata, NixlHandshakePayload, NixlSideChannel
+from minivllm.kv_connector.nixl.side_channel import NixlSideChannel
 from minivllm.kv_connector.pull_params import GENERATIONS_JOINED_BY
 from minivllm.kv_connector.pull_scheduler import PullConnectorScheduler
 
@@ -28,7 +26,7 @@ class NixlConnectorScheduler(PullConnectorScheduler):
         """Check the settings, without importing nixl; raise `MinivllmError` for settings that are
         unknown or not supported.
         """
-        super().__init__(config, role, check_settings(config)[0]["kv_lease_duration"])
+        super().__init__(config, role, check_settings(config)["kv_lease_duration"])
         self.host, self.port = side_channel_address(config.data_parallel_rank)
         self._side_channel: NixlSideChannel | None = None
 
@@ -38,19 +36,14 @@ class NixlConnectorScheduler(PullConnectorScheduler):
         """
         if not self.config.kv_transfer_config.is_kv_producer:
             return
-        self.generation = GENERATIONS_JOINED_BY.join(map(_generation_of, metadata.values()))
-        payloads = {(0, rank): payload for rank, payload in metadata.items()}
+        self.generation = GENERATIONS_JOINED_BY.join(generation for generation, _ in metadata.values())
+        payloads = {rank: payload for rank, (_, payload) in metadata.items()}
         self._side_channel = NixlSideChannel(self.host, self.port, payloads, self.is_held)
 
     def shutdown(self) -> None:
         if self._side_channel is not None:
             self._side_channel.close()
             self._side_channel = None
-
-
-def _generation_of(payload: bytes) -> str:
-    agent = msgspec.msgpack.decode(payload, type=NixlHandshakePayload).agent_metadata_bytes
-    return msgspec.msgpack.decode(agent, type=NixlAgentMetadata).registration_generation
 
 
 def side_channel_address(data_parallel_rank: int, environment: Mapping[str, str] = os.environ) -> tuple[str, int]:

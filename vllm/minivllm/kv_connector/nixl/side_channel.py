@@ -2,9 +2,9 @@
 reads from it.
 
 A ZMQ socket of the scheduler's process answers for all ranks: the request is `("get_meta_msg",
-pp_rank, tp_rank)` in MessagePack, and the reply has two frames, that rank's `NixlHandshakePayload`
-and the clock of the process, which measures leases. The payload is decoded in two steps, so that
-incompatible engines find out before they decode data that they would not understand.
+pp_rank, tp_rank)` in MessagePack, and the reply is that rank's `NixlHandshakePayload`. The payload
+is decoded in two steps, so that incompatible engines find out before they decode data that they
+would not understand.
 
 One message is not vLLM's: `("is_held_msg", request_id)` asks whether blocks are still kept. A read
 moves whatever is in the memory at that time, and the other side does not notice; only this answer,
@@ -18,7 +18,6 @@ In vLLM v0.33.0: `vllm/distributed/kv_transfer/kv_connector/v1/nixl/metadata.py`
 import hashlib
 import json
 import threading
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -32,7 +31,7 @@ from minivllm.logger import init_logger
 logger = init_logger(__name__)
 GET_META_MSG = b"get_meta_msg"
 IS_HELD_MSG = b"is_held_msg"
-PROTOCOL = "minivllm 1"
+PROTOCOL = "minivllm 2"
 """Changes with all that two engines must agree on: the messages, the layout of the cache, the
 meaning of the params.
 """
@@ -42,9 +41,9 @@ MAX_QUESTION_BYTES, MAX_ANSWER_BYTES = 64 << 10, 16 << 20
 class NixlAgentMetadata(msgspec.Struct):
     """One rank's cache, as a peer needs to know it.
 
-    The cache is `len(kv_caches_base_addr)` regions of `num_blocks` blocks; a block of region i has
-    `block_lens[i]` bytes, and blocks are `block_strides[i]` bytes apart. `registration_generation`
-    changes whenever memory is registered again.
+    The cache is `len(kv_caches_base_addr)` regions of `num_blocks` blocks, one behind the other; a
+    block of region i has `block_lens[i]` bytes. `registration_generation` changes whenever memory
+    is registered again.
     """
 
     engine_id: str
@@ -53,17 +52,12 @@ class NixlAgentMetadata(msgspec.Struct):
     device_id: int
     num_blocks: int
     block_lens: list[int]
-    block_strides: list[int]
-    kv_cache_layout: str
-    block_size: int
-    registration_generation: str = ""
-    answers_is_held: bool = False
+    registration_generation: str
 
     def __post_init__(self) -> None:
-        lengths = {len(self.kv_caches_base_addr), len(self.block_lens), len(self.block_strides)}
-        numbers = (*self.kv_caches_base_addr, *self.block_lens, *self.block_strides, self.num_blocks, self.block_size)
-        if len(lengths) != 1 or min(numbers) < 1 or self.device_id < 0:
-            raise ValueError("a cache's regions need addresses, lengths and strides above 0, the same number of each")
+        numbers = (*self.kv_caches_base_addr, *self.block_lens, self.num_blocks)
+        if len(self.kv_caches_base_addr) != len(self.block_lens) or min(numbers) < 1 or self.device_id < 0:
+            raise ValueError("a cache's regions need addresses and lengths above 0, the same number of each")
 
 
 class NixlHandshakePayload(msgspec.Struct):
@@ -76,12 +70,13 @@ class NixlHandshakePayload(msgspec.Struct):
 
 
 def compute_nixl_compatibility_hash(config: KVConnectorConfig) -> str:
-    """Return a hash of everything that two engines must have in common; block sizes and numbers of
-    blocks may differ.
+    """Return a hash of everything that two engines must have in common; their numbers of blocks may
+    differ.
     """
     factors = {
         "protocol": PROTOCOL,
         "model": config.model_fingerprint,
+        "block_size": config.block_size,
         "num_layers": config.num_layers,
         "num_kv_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
@@ -94,10 +89,8 @@ def compute_nixl_compatibility_hash(config: KVConnectorConfig) -> str:
 class NixlSideChannel:
     """A server that answers other engines, in its own thread, until it is closed."""
 
-    def __init__(
-        self, host: str, port: int, payloads: Mapping[tuple[int, int], bytes], is_held: Callable[[str], bool]
-    ) -> None:
-        """Serve these payloads, by (pp_rank, tp_rank), and the answers of `is_held`, which is
+    def __init__(self, host: str, port: int, payloads: Mapping[int, bytes], is_held: Callable[[str], bool]) -> None:
+        """Serve these payloads, by tensor-parallel rank, and the answers of `is_held`, which is
         called in the thread.
 
         Raises:
@@ -131,8 +124,7 @@ class NixlSideChannel:
         try:
             while True:
                 identity, *_, question = socket.recv_multipart()
-                answer = self._answer_to(question)
-                socket.send_multipart((identity, b"", answer, msgspec.msgpack.encode(time.perf_counter())))
+                socket.send_multipart((identity, b"", self._answer_to(question)))
         except zmq.ContextTerminated:
             pass
         finally:
@@ -142,8 +134,8 @@ class NixlSideChannel:
         """Return the answer to a question; an empty one means that there is none."""
         try:
             match msgspec.msgpack.decode(question):
-                case [b"get_meta_msg", int(pp_rank), int(tp_rank)]:
-                    return self._payloads.get((pp_rank, tp_rank), b"")
+                case [b"get_meta_msg", 0, int(rank)]:
+                    return self._payloads.get(rank, b"")
                 case [b"is_held_msg", str(request_id)]:
                     return msgspec.msgpack.encode(self._is_held(request_id))
         except msgspec.MsgspecError:
@@ -152,32 +144,25 @@ class NixlSideChannel:
         return b""
 
 
-def fetch_metadata(
-    host: str, port: int, ranks: tuple[int, int], compatibility_hash: str, seconds: float
-) -> tuple[NixlAgentMetadata, float]:
-    """Fetch the metadata of the rank (pp_rank, tp_rank) from the engine at this address.
-
-    Return the metadata, and how many seconds that engine's clock is ahead of this one's.
+def fetch_metadata(host: str, port: int, rank: int, compatibility_hash: str, seconds: float) -> NixlAgentMetadata:
+    """Fetch the metadata of a tensor-parallel rank from the engine at this address.
 
     Raises:
         MinivllmError: no answer within `seconds`, or the engine there is incompatible with this one;
             the message says why.
     """
-    asked = time.perf_counter()
-    answer, clock = _ask(host, port, (GET_META_MSG, *ranks), seconds)
-    # As in NTP: the answer's time belongs to the middle between question and answer.
-    offset = clock - (asked + time.perf_counter()) / 2
+    answer = _ask(host, port, (GET_META_MSG, 0, rank), seconds)
     where = f"the engine at {host}:{port}"
     if not answer:
-        raise MinivllmError(f"{where} has no rank (pp {ranks[0]}, tp {ranks[1]})")
+        raise MinivllmError(f"{where} has no rank {rank}")
     try:
         payload = msgspec.msgpack.decode(answer, type=NixlHandshakePayload)
         if payload.compatibility_hash != compatibility_hash:
             raise MinivllmError(
-                f"{where} has a different cache; both engines need the same model, dtype, kv_cache_dtype, "
+                f"{where} has a different cache; both engines need the same model, dtype, kv_cache_dtype, block_size, "
                 "tensor_parallel_size and version of minivllm"
             )
-        return msgspec.msgpack.decode(payload.agent_metadata_bytes, type=NixlAgentMetadata), offset
+        return msgspec.msgpack.decode(payload.agent_metadata_bytes, type=NixlAgentMetadata)
     except msgspec.MsgspecError as error:
         raise MinivllmError(f"{where} sent something other than NIXL metadata: {error}") from None
 
@@ -188,15 +173,10 @@ def ask_is_held(host: str, port: int, request_id: str, seconds: float) -> bool:
     Raises:
         MinivllmError: no answer within `seconds`.
     """
-    answer, _ = _ask(host, port, (IS_HELD_MSG, request_id), seconds)
-    try:
-        return msgspec.msgpack.decode(answer, type=bool)
-    except msgspec.MsgspecError:
-        return False
+    return _ask(host, port, (IS_HELD_MSG, request_id), seconds) == msgspec.msgpack.encode(True)
 
 
-def _ask(host: str, port: int, question: tuple[Any, ...], seconds: float) -> tuple[bytes, float]:
-    """Send a question; return the answer and the other process's clock."""
+def _ask(host: str, port: int, question: tuple[Any, ...], seconds: float) -> bytes:
     with zmq.Context() as context, context.socket(zmq.REQ) as socket:
         socket.linger = 0
         socket.maxmsgsize = MAX_ANSWER_BYTES
@@ -205,11 +185,10 @@ def _ask(host: str, port: int, question: tuple[Any, ...], seconds: float) -> tup
         try:
             socket.connect(tcp_address(host, port))
             socket.send(msgspec.msgpack.encode(question))
-            answer, clock = socket.recv_multipart()
-            return answer, msgspec.msgpack.decode(clock, type=float)
+            return socket.recv()
         except zmq.Again:
             raise MinivllmError(f"the engine at {host}:{port} did not answer within {seconds:g} s") from None
-        except (zmq.ZMQError, ValueError, msgspec.MsgspecError) as error:
+        except (zmq.ZMQError, ValueError) as error:
             raise MinivllmError(f"the engine at {host}:{port} cannot be reached: {error}") from None
 
 

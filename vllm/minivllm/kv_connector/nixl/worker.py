@@ -19,13 +19,13 @@ from dataclasses import dataclass
 from itertools import groupby
 
 import msgspec
+import numpy as np
 import torch
 
 from minivllm.core.kv_connector import KVCaches, KVConnectorConfig, KVConnectorRole
 from minivllm.errors import MinivllmError
 from minivllm.kv_connector.nixl.agent import NixlAgent, Transfer
-from minivllm.kv_connector.nixl.peers import LAYOUT_WITH_SCALES, PLAIN_LAYOUT, Peer, Peers, in_thread
-from minivllm.kv_connector.nixl.pieces import piece_indices
+from minivllm.kv_connector.nixl.peers import Peer, Peers, in_thread
 from minivllm.kv_connector.nixl.settings import check_settings
 from minivllm.kv_connector.nixl.side_channel import (
     NixlAgentMetadata,
@@ -40,7 +40,6 @@ from minivllm.kv_connector.pull_worker import PullConnectorWorker
 from minivllm.logger import init_logger
 
 logger = init_logger(__name__)
-MakeAgent = Callable[[str, list[str]], NixlAgent]
 SECONDS_TO_CANCEL = 5.0
 HEARTBEAT = b"HB:"
 
@@ -67,10 +66,10 @@ class NixlConnectorWorker(PullConnectorWorker):
         self,
         config: KVConnectorConfig,
         role: KVConnectorRole = KVConnectorRole.WORKER,
-        make_agent: MakeAgent = NixlAgent,
+        make_agent: Callable[[str], NixlAgent] = NixlAgent,
     ) -> None:
-        """Prepare the worker; `make_agent` is called with a unique name and the backends."""
-        seconds, self._backends = check_settings(config)
+        """Prepare the worker; `make_agent` is called with a unique name."""
+        seconds = check_settings(config)
         super().__init__(config, role, seconds["kv_lease_duration"])
         self._handshake_timeout = seconds["handshake_timeout"]
         self._read_timeout = seconds["read_timeout"]
@@ -82,24 +81,27 @@ class NixlConnectorWorker(PullConnectorWorker):
     def register_kv_caches(self, kv_caches: KVCaches) -> None:
         """Register the whole cache for reads. Raise `MinivllmError` if nixl is not installed."""
         tensors = [tensor for layer in kv_caches.values() for tensor in layer]
-        self._agent = self._make_agent(str(uuid.uuid4()), self._backends)
+        self._agent = self._make_agent(str(uuid.uuid4()))
         self._agent.register(tensors)
         self._own = own_metadata(self.config, self._agent.metadata(), tensors)
         self._hash = compute_nixl_compatibility_hash(self.config)
         rank = self.config.tensor_parallel_rank
         self._peers = Peers(self._agent, self._own, rank, self._hash, self._handshake_timeout)
 
-    def get_handshake_metadata(self) -> bytes:
-        """Return the side channel's answer for this rank."""
+    def get_handshake_metadata(self) -> tuple[str, bytes]:
+        """Return the generation of this rank's registered memory, and the side channel's answer for
+        this rank.
+        """
         payload = NixlHandshakePayload(self._hash, msgspec.msgpack.encode(self._own))
-        return msgspec.msgpack.encode(payload)
+        return self._own.registration_generation, msgspec.msgpack.encode(payload)
 
     def start_load_kv(self) -> None:
         self.leases.grant(self.orders.reqs_to_send)
         self._releases |= self.orders.reqs_to_release
         self._reads |= {request_id: _Read(order) for request_id, order in self.orders.reqs_to_recv.items()}
-        self._send_heartbeats(self.orders.heartbeats)
         self._advance()
+        # Behind the reads, so that a failed handshake fails a read before it is tried again here.
+        self._send_heartbeats(self.orders.heartbeats)
 
     def look(self) -> None:
         self._advance()
@@ -155,8 +157,6 @@ class NixlConnectorWorker(PullConnectorWorker):
             read.deadline = time.monotonic() + self._read_timeout
         state = read.transfer.state()
         remote = read.order.remote
-        peer = read.peer
-        assert peer is not None
         if state == "ERR":
             self._peers.lose(remote.engine_id)
             raise MinivllmError("NIXL reports that the transfer has failed")
@@ -166,9 +166,6 @@ class NixlConnectorWorker(PullConnectorWorker):
                 read.transfer = None
                 raise MinivllmError(f"it did not end within {self._read_timeout:g} s")
             return False
-        # vLLM's engines do not know the question.
-        if not peer.metadata.answers_is_held:
-            return True
         if read.is_held is None:
             where = remote.host, remote.port, remote.request_id, self._handshake_timeout
             read.is_held = in_thread(lambda: ask_is_held(*where))
@@ -178,35 +175,28 @@ class NixlConnectorWorker(PullConnectorWorker):
 
     def _begin(self, order: ReadOrder, peer: Peer) -> Transfer:
         """Post the READ. Raise `MinivllmError` if the other engine cannot hold all these tokens."""
-        own = self._own
-        peer_cache = peer.metadata
         remote = order.remote
-        if order.end > len(remote.block_ids) * peer_cache.block_size or max(remote.block_ids) >= peer_cache.num_blocks:
+        size = self.config.block_size
+        first, last = order.start // size, -(-order.end // size)
+        if last > len(remote.block_ids) or max(remote.block_ids) >= peer.metadata.num_blocks:
             raise MinivllmError(
                 f"remote_block_ids does not name the blocks of {order.end} tokens: there are {len(remote.block_ids)} "
-                f"of {peer_cache.block_size}, in a cache of {peer_cache.num_blocks}"
+                f"of {size}, in a cache of {peer.metadata.num_blocks}"
             )
-        # By the first token of each piece; the last piece may reach beyond the end.
-        tokens = range(order.start, order.end, peer.piece_tokens)
-        num_regions = len(own.block_lens)
-        into = piece_indices(order.block_ids, own.block_size, order.start, tokens, own.num_blocks, num_regions)
-        pieces = piece_indices(remote.block_ids, peer_cache.block_size, 0, tokens, peer_cache.num_blocks, num_regions)
+        # A cache's list has the blocks of one tensor behind those of another.
+        tensors = np.arange(len(self._own.block_lens))[:, None]
+        into = (tensors * self._own.num_blocks + order.block_ids[: last - first]).ravel()
+        blocks = (tensors * peer.metadata.num_blocks + remote.block_ids[first:last]).ravel()
         assert self._agent is not None
         try:
-            return self._agent.read(peer.local_pieces, into, peer.remote_pieces, pieces, b"")
+            return self._agent.read(self._peers.own_blocks, into, peer.blocks, blocks)
         except Exception:
             self._peers.lose(remote.engine_id)
             raise
 
     def _end(self, request_id: str, read: _Read) -> None:
         assert read.transfer is not None
-        times = read.transfer.times()
-        self.observe(
-            xfer_time_seconds=times.seconds,
-            post_time_seconds=times.post_seconds,
-            bytes_transferred=times.num_bytes,
-            num_descriptors=times.num_descriptors,
-        )
+        self.observe(**read.transfer.times())
         read.transfer.release()
         # Not with the READ itself: the blocks are released only after `is_held` was answered.
         self._notify(read.peer, consumed_message(read.order.remote.request_id, self.config.tensor_parallel_size))
@@ -242,7 +232,7 @@ class NixlConnectorWorker(PullConnectorWorker):
         for requests in (list(group) for _, group in by_engine):
             peer = None
             with suppress(MinivllmError):
-                peer = self._peers.greet(requests[0])
+                peer = self._peers.meet(requests[0])
             if peer is not None:
                 self._notify(peer, heartbeat_message(remote.request_id for remote in requests))
 
@@ -278,9 +268,5 @@ def own_metadata(config: KVConnectorConfig, agent_metadata: bytes, tensors: list
         device_id=tensors[0].device.index or 0,
         num_blocks=len(tensors[0]),
         block_lens=lengths,
-        block_strides=lengths,
-        kv_cache_layout=LAYOUT_WITH_SCALES if tensors[0].dtype == torch.int8 else PLAIN_LAYOUT,
-        block_size=config.block_size,
         registration_generation=uuid.uuid4().hex,
-        answers_is_held=True,
     )

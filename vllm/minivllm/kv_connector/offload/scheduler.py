@@ -12,8 +12,6 @@ head of the free queue, which would be evicted soon.
 In vLLM v0.33.0: `vllm/v1/simple_kv_offload/manager.py` (`SimpleCPUOffloadScheduler`).
 """
 
-import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -81,9 +79,8 @@ class OffloadScheduler(KVConnectorBase_V1):
         self._loads: dict[str, _Hit] = {}
         self._stores: dict[int, _Store] = {}
         self._num_stores = 0
-        self._counts: Counter[str] = Counter()
-        self._lookup_seconds: list[float] = []
-        self._told_state: dict[str, int] = {}
+        self._num_failures = 0
+        self._reported: dict[str, float] = {}
 
     def set_xfer_handshake_metadata(self, metadata: Mapping[int, int]) -> None:
         """Create the tier, now that the size of a block on each rank is known.
@@ -130,7 +127,6 @@ class OffloadScheduler(KVConnectorBase_V1):
         # The tier has whole blocks only.
         if num_computed_tokens % size:
             return 0, False
-        start = time.perf_counter()
         # Not the block of the last token, which is computed in any case.
         first, most = num_computed_tokens // size, (request.num_tokens - 1) // size
         # A prefix must be whole: stop at the first miss.
@@ -138,7 +134,6 @@ class OffloadScheduler(KVConnectorBase_V1):
         if self.config.use_eagle:
             # The drafter's cache of a block depends on the token behind it, which may differ here.
             keys = keys[:-1]
-        self._lookup_seconds.append(time.perf_counter() - start)
         if not keys:
             return 0, False
         self._hits[request.request_id] = _Hit(first, keys, self.manager.prepare_load(keys))
@@ -170,7 +165,6 @@ class OffloadScheduler(KVConnectorBase_V1):
     def _complete_load(self, name: str) -> None:
         if (hit := self._loads.pop(name, None)) is not None:
             self.manager.complete_load(hit.keys)
-            self._counts["simple_kv_offload_load_blocks"] += len(hit.keys)
 
     # Stores
 
@@ -229,8 +223,7 @@ class OffloadScheduler(KVConnectorBase_V1):
         prepared = self.manager.prepare_store(wanted)
         num_stored = 0 if prepared is None else len(prepared.keys_to_store)
         if num_stored < num_missing:
-            self._counts["kv_offload_allocation_failure"] += 1
-            self._counts["simple_kv_offload_save_outcomes.dropped_cpu_full"] += num_missing - num_stored
+            self._num_failures += 1
         if prepared is None:
             return
         blocks = [wanted[key] for key in prepared.keys_to_store]
@@ -258,7 +251,6 @@ class OffloadScheduler(KVConnectorBase_V1):
         del self._stores[number]
         self._let_go(store)
         self.manager.complete_store(store.keys)
-        self._counts["simple_kv_offload_save_outcomes.stored"] += len(store.keys)
 
     def _let_go(self, store: _Store) -> bool:
         """Drop a store's references to cache blocks; return whether any of the blocks is free now."""
@@ -319,18 +311,14 @@ class OffloadScheduler(KVConnectorBase_V1):
 
     def take_stats(self) -> dict[str, Any] | None:
         """Return the counts since the last call, and the tier's state if it has changed."""
-        counts: dict[str, Any] = dict(self._counts)
-        self._counts.clear()
-        if self._lookup_seconds:
-            counts["kv_offload_lookup_sync_delay_seconds"], self._lookup_seconds = self._lookup_seconds, []
         state = self.tier_state()
-        if state != self._told_state:
-            self._told_state = state
-            num_blocks = state["blocks"]
-            num_pinned = self.manager.num_pinned_blocks
-            counts["kv_offload_cpu_cache_usage_perc"] = (state["used"] + state["storing"]) / num_blocks
-            counts["kv_offload_cpu_cache_read_usage_perc"] = (num_pinned - state["storing"]) / num_blocks
-            counts["kv_offload_cpu_cache_write_usage_perc"] = state["storing"] / num_blocks
-            counts["simple_kv_offload_used_blocks"] = state["used"]
-            counts["simple_kv_offload_pending_store_blocks"] = state["storing"]
-        return counts or None
+        gauges = {
+            "kv_offload_cpu_cache_usage_perc": (state["used"] + state["storing"]) / state["blocks"],
+            "simple_kv_offload_used_blocks": state["used"],
+        }
+        stats = {} if gauges == self._reported else dict(gauges)
+        self._reported = gauges
+        if self._num_failures:
+            stats["kv_offload_allocation_failure"] = self._num_failures
+            self._num_failures = 0
+        return stats or None

@@ -4,8 +4,8 @@
 
 A connection serves one question and is closed:
 
-    server ──▶ client   a random number
-    client ──▶ server   another one, and its proof: an HMAC of "client" and both numbers
+    both sides          a random number each
+    client ──▶ server   its proof: an HMAC of "client" and both numbers
     server ──▶ client   its own proof, an HMAC of "server" and both numbers
     client ──▶ server   an `Ask`
     server ──▶ client   an empty frame; or, for blocks, a frame for each piece of them
@@ -35,7 +35,6 @@ from minivllm.kv_connector.tcp.settings import SECRET_VARIABLE
 HEADER = struct.Struct(">?II")
 MOST_ASKED, MOST_REASON = 4 << 20, 4096
 """Bytes of a question, which names some 800,000 blocks at most, and of a refusal."""
-HANDSHAKE_SECONDS = 5.0
 NONCE_BYTES, PROOF_BYTES = 32, 32
 
 
@@ -70,14 +69,14 @@ class Connection:
 
     def __init__(self, sock: socket.socket, timeout: float) -> None:
         self._socket = sock
-        self.timeout = timeout
+        self._timeout = timeout
+        # A small frame must not wait until there is more to send (Nagle).
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def send(self, body: bytes | memoryview, refused: bool = False) -> None:
         """Send a frame. Raise `TransferError` if the peer is gone or does not accept it in time."""
         with _as_transfer_error("the other engine does not accept data"):
-            self._socket.settimeout(self.timeout)  # of a whole call
-            # A small frame must not wait until there is more to send (Nagle).
-            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._socket.settimeout(self._timeout)  # of a whole call
             # Two calls rather than one: joining them would copy the body, which may have a
             # megabyte.
             self._socket.sendall(HEADER.pack(refused, len(body), zlib.crc32(body)))
@@ -90,7 +89,7 @@ class Connection:
             RefusedError: the peer refuses; the message is its reason.
             TransferError: the peer is gone, sends nothing in time, or sends an invalid frame.
         """
-        until = time.monotonic() + self.timeout
+        until = time.monotonic() + self._timeout
         # One deadline for header and body, so that a slow peer cannot extend it.
         refused, size, checksum = HEADER.unpack(self._filled(memoryview(bytearray(HEADER.size)), until))
         # Check the length before allocating: it is the peer's word.
@@ -133,42 +132,31 @@ def _as_transfer_error(what: str) -> Iterator[None]:
 def connect(host: str, port: int, timeout: float) -> Connection:
     """Connect to another engine's rank. Raise `TransferError` if nothing listens there."""
     with _as_transfer_error(f"cannot connect to {host!r}:{port}"):
-        at_first = min(timeout, HANDSHAKE_SECONDS)
-        return Connection(socket.create_connection((host, port), at_first), at_first)
+        return Connection(socket.create_connection((host, port), timeout), timeout)
 
 
-def greet(connection: Connection, secret: bytes, timeout: float) -> None:
-    """Prove to a server that this engine knows the secret. Raise `TransferError` if the server does
-    not prove the same.
+def authenticate(connection: Connection, secret: bytes, role: Literal["client", "server"]) -> None:
+    """Prove to the peer that this side knows the secret, and check that the peer does. The server
+    proves nothing to a client that has not.
+
+    Raises:
+        TransferError: the peer does not know the secret, or sends something else.
     """
+
+    def proof(role: str) -> bytes:
+        # The role is included, so that a peer cannot send a proof back as its own.
+        return hmac.digest(secret, b"minivllm KV transfer 3 " + role.encode() + nonces, "sha256")
+
     # Both sides add a random number, so that neither proof can be recorded and sent again.
-    peer_nonce, own_nonce = bytes(connection.receive(NONCE_BYTES)), secrets.token_bytes(NONCE_BYTES)
-    connection.send(own_nonce + _proof(secret, b"client", own_nonce, peer_nonce))
+    own = secrets.token_bytes(NONCE_BYTES)
+    connection.send(own)
+    peer = bytes(connection.receive(NONCE_BYTES, memoryview(bytearray(NONCE_BYTES))))
+    nonces = own + peer if role == "client" else peer + own
+    if role == "client":
+        connection.send(proof("client"))
     # The comparison takes the same time wherever they differ, so its duration tells nothing of the
     # secret.
-    if not hmac.compare_digest(connection.receive(PROOF_BYTES), _proof(secret, b"server", own_nonce, peer_nonce)):
-        raise RefusedError(f"the other engine does not know this engine's secret ({SECRET_VARIABLE})")
-    connection.timeout = timeout
-
-
-def welcome(connection: Connection, secret: bytes, timeout: float) -> None:
-    """Check that a client knows the secret, and prove that this engine does too. Raise
-    `TransferError` if the client does not know it.
-    """
-    own_nonce = secrets.token_bytes(NONCE_BYTES)
-    connection.send(own_nonce)
-    answer = bytes(connection.receive(NONCE_BYTES + PROOF_BYTES))
-    peer_nonce, proof = answer[:NONCE_BYTES], answer[NONCE_BYTES:]
-    if len(peer_nonce) < NONCE_BYTES or not hmac.compare_digest(
-        proof, _proof(secret, b"client", peer_nonce, own_nonce)
-    ):
-        raise RefusedError(f"this engine has a different secret ({SECRET_VARIABLE})")
-    connection.send(_proof(secret, b"server", peer_nonce, own_nonce))
-    connection.timeout = timeout
-
-
-def _proof(secret: bytes, role: bytes, of_client: bytes, of_server: bytes) -> bytes:
-    """Return the proof of one side. It includes the role, so that a peer cannot send it back as its
-    own.
-    """
-    return hmac.digest(secret, b"minivllm KV transfer 2 " + role + of_client + of_server, "sha256")
+    if not hmac.compare_digest(connection.receive(PROOF_BYTES), proof("server" if role == "client" else "client")):
+        raise RefusedError(f"the two engines have different secrets ({SECRET_VARIABLE})")
+    if role == "server":
+        connection.send(proof("server"))

@@ -44,27 +44,21 @@ in the next step.
 
 
 class Buffer:
-    """A buffer for one piece of a transfer, of at most `num_blocks` blocks."""
+    """A buffer in host memory for one piece of a transfer, and the copies between it and the cache."""
 
     def __init__(self, regions: BlockRegions) -> None:
-        self.num_blocks = max(1, PIECE_BYTES // regions.record_bytes)
-        self._bytes = regions.record_bytes
-        self._copies = HostCopies(regions, self.num_blocks * self._bytes)
-        self._host = host_buffer(self.num_blocks, self._bytes, pinned=regions.device.type == "cuda")
+        self._record_bytes = regions.record_bytes
+        self._num_blocks = max(1, PIECE_BYTES // self._record_bytes)
+        self.host = host_buffer(self._num_blocks, self._record_bytes, pinned=regions.device.type == "cuda")
+        self.copies = HostCopies(regions, self.host.numel())
 
-    def pieces(self, block_ids: Sequence[int]) -> Iterator[tuple[Sequence[int], memoryview]]:
-        """Cut a transfer into pieces; yield each piece's blocks and its part of the buffer."""
-        for first in range(0, len(block_ids), self.num_blocks):
-            piece = block_ids[first : first + self.num_blocks]
-            yield piece, self._host.numpy().data[: len(piece) * self._bytes]
-
-    def gather(self, piece: Sequence[int]) -> None:
-        """Copy these blocks of the cache into the buffer."""
-        self._copies.to_host(piece, self._host, range(len(piece)))
-
-    def scatter(self, piece: Sequence[int]) -> None:
-        """Copy the buffer's contents into these blocks of the cache."""
-        self._copies.from_host(piece, self._host, range(len(piece)))
+    def pieces(self, block_ids: Sequence[int]) -> Iterator[tuple[Sequence[int], range, memoryview]]:
+        """Cut a transfer into pieces; yield each piece's blocks, and its records and its bytes in
+        the buffer.
+        """
+        for first in range(0, len(block_ids), self._num_blocks):
+            piece = block_ids[first : first + self._num_blocks]
+            yield piece, range(len(piece)), self.host.numpy().data[: len(piece) * self._record_bytes]
 
 
 class TCPConnectorWorker(PullConnectorWorker):
@@ -179,9 +173,8 @@ class TCPConnectorWorker(PullConnectorWorker):
         `remote_port` plus that number.
         """
         port = remote.port + self.config.tensor_parallel_rank
-        settings = self.settings
-        with self._using(protocol.connect(remote.host, port, settings.timeout)) as connection:
-            protocol.greet(connection, settings.secret, settings.timeout)
+        with self._using(protocol.connect(remote.host, port, self.settings.timeout)) as connection:
+            protocol.authenticate(connection, self.settings.secret, "client")
             connection.send(msgspec.msgpack.encode(ask))
             yield connection
 
@@ -193,10 +186,9 @@ class TCPConnectorWorker(PullConnectorWorker):
         try:
             try:
                 num_blocks = self._read(order)
-            except TransferError as error:
-                # The other engine has answered, and would answer the same again.
-                if isinstance(error, RefusedError):
-                    raise
+            except RefusedError:  # the other engine would answer the same again
+                raise
+            except TransferError:
                 num_blocks = self._read(order)
         finally:  # read or lost, the other engine need not keep them
             if not self._is_closed:
@@ -214,12 +206,12 @@ class TCPConnectorWorker(PullConnectorWorker):
         ask = Ask("read", remote.request_id, first, list(remote.block_ids[first : first + count]), self.layout)
         buffer = Buffer(self.regions)
         with self._asking(remote, ask) as connection:
-            for piece, room in buffer.pieces(order.block_ids[:count]):
+            for piece, records, room in buffer.pieces(order.block_ids[:count]):
                 connection.receive(len(room), room)
                 with self._writing:
                     if order not in self._wanted:
                         raise RefusedError("it was abandoned")
-                    buffer.scatter(piece)
+                    buffer.copies.from_host(piece, buffer.host, records)
         return count
 
     def _say(self, what: Literal["renew", "release"], remote: RemotePrefill) -> None:
@@ -235,7 +227,7 @@ class TCPConnectorWorker(PullConnectorWorker):
     def _accept(self, listener: socket.socket) -> None:
         while not self._is_closed:
             try:
-                connection = Connection(listener.accept()[0], protocol.HANDSHAKE_SECONDS)
+                connection = Connection(listener.accept()[0], self.settings.timeout)
             except OSError:  # it was closed, or no file descriptor is free
                 # Without a free file descriptor `accept` fails at once, again and again.
                 time.sleep(0 if self._is_closed else 0.05)
@@ -250,7 +242,7 @@ class TCPConnectorWorker(PullConnectorWorker):
                 connection.send(str(refusal).encode(), refused=True)
 
     def _answer(self, connection: Connection) -> None:
-        protocol.welcome(connection, self.settings.secret, self.settings.timeout)
+        protocol.authenticate(connection, self.settings.secret, "server")
         ask = msgspec.msgpack.decode(connection.receive(protocol.MOST_ASKED), type=Ask)
         if ask.what == "read":
             self._send_blocks(connection, ask)
@@ -267,8 +259,8 @@ class TCPConnectorWorker(PullConnectorWorker):
         if ask.first < 0 or list(kept[ask.first :][: len(ask.block_ids)]) != ask.block_ids:
             raise RefusedError(f"request {ask.request_id!r} does not have the requested blocks")
         buffer = Buffer(self.regions)
-        for piece, room in buffer.pieces(ask.block_ids):
-            buffer.gather(piece)
+        for piece, records, room in buffer.pieces(ask.block_ids):
+            buffer.copies.to_host(piece, buffer.host, records)
             # Look again after the copy: a lease that has ended meanwhile may mean that other tokens
             # lie there.
             self._kept(ask.request_id)
