@@ -1,5 +1,5 @@
 """OpenVINO GenAI's continuous batching; of GGUF files it reads fp16 and quantized ones, so the
-weights come as fp16 and are computed with in the dtype that is asked for.
+weights come as fp16; it computes in the work's dtype.
 """
 
 import openvino

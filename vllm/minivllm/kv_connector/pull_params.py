@@ -42,7 +42,7 @@ class _Flags(msgspec.Struct):
 
 
 class _Answer(msgspec.Struct):
-    """What a prefill engine answers, as far as a decode engine reads it.
+    """Hold those fields of a prefill engine's answer that a decode engine reads.
 
     `remote_block_ids` has the blocks of each group of layers; here there is only one group.
     """

@@ -36,7 +36,7 @@ WHAT_WORKS = (
 
 @dataclass(frozen=True)
 class GPTQFormat:
-    """How a GPTQ checkpoint stores its linears; `group_size` None means one scale per row."""
+    """Describe how a GPTQ checkpoint stores its linears; `group_size` None means one scale per row."""
 
     bits: int
     group_size: int | None
