@@ -24,4 +24,4 @@ def check_settings(config: KVConnectorConfig) -> dict[str, float]:
     )
     extra = transfer.kv_connector_extra_config
     refuse_unknown("NixlConnector has no setting", extra, SECONDS)
-    return {name: positive_seconds(name, seconds) for name, seconds in (SECONDS | extra).items()}
+    return {name: positive_seconds(name, seconds) for name, seconds in {**SECONDS, **extra}.items()}
