@@ -27,7 +27,7 @@ def test_an_answer_of_vllm_is_read():
 NEEDED = ("remote_engine_id", "remote_request_id", "remote_host", "remote_port", "remote_block_ids")
 NONE_OF_THEM = [
     None, "", [], -1, True, 1.5, {"a": 1}, [["1"]], [[True]], [[-1]], [[1], [2]], [[7, 8, 7]], [7, 8], 70000,
-    [[1 << 40]], "\ud800",
+    [[1 << 40]],
 ]  # fmt: skip
 
 
@@ -37,6 +37,8 @@ def test_a_value_that_is_missing_or_none_is_refused_by_name(key):
     for answer in (missing, *(ANSWER | {key: value} for value in NONE_OF_THEM)):
         with pytest.raises(MinivllmError, match=key):
             RemotePrefill.of(answer, 1)
+    with pytest.raises(MinivllmError, match="not valid text"):
+        RemotePrefill.of(ANSWER | {key: "\ud800"}, 1)
 
 
 def test_what_may_be_missing_may():

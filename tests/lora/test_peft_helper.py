@@ -102,6 +102,7 @@ def test_behind_a_regular_expression_the_tensors_tell_the_rank():
         ({"rank_pattern": {"(a+)+$": 65}}, "rank 65"),
         ({"target_modules": ["q_proj", "lm_head"]}, "'lm_head'.*q_proj, k_proj"),
         ({"target_modules": ["embed_tokens"]}, "embed_tokens"),
+        ({"r": "\ud800"}, "not valid text"),
         ({"target_modules": 7}, "target_modules"),
         ({"bias": "lora_only"}, "bias to 'lora_only', which is not served"),
         ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights"),

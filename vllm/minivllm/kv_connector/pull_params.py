@@ -141,3 +141,5 @@ def _checked(params: dict[str, Any], kind: type[Checked]) -> Checked:
         return msgspec.convert(params, kind)
     except msgspec.ValidationError as error:
         raise MinivllmError(f"kv_transfer_params are not those of a prefill engine's answer: {error}") from None
+    except UnicodeEncodeError:  # JSON can also contain half of a surrogate pair
+        raise MinivllmError("kv_transfer_params are not valid text: they have half a character") from None

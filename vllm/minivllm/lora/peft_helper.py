@@ -79,6 +79,8 @@ class PEFTHelper(msgspec.Struct, frozen=True):
             helper = msgspec.convert({name: value for name, value in config.items() if value is not None}, cls)
         except msgspec.ValidationError as error:
             raise MinivllmError(f"{path / CONFIG_FILE} is not that of an adapter: {error}") from None
+        except UnicodeEncodeError:  # JSON can also contain half of a surrogate pair
+            raise MinivllmError(f"{path / CONFIG_FILE} is not valid text: it has half a character") from None
         helper._check(path, max_lora_rank)
         return helper
 

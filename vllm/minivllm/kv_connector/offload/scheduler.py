@@ -123,7 +123,7 @@ class OffloadScheduler(KVConnectorBase_V1):
         them until the step is made.
         """
         size = self.config.block_size
-        self._release_hit(request.request_id)
+        self._unpin(self._hits, request.request_id)
         # The tier has whole blocks only.
         if num_computed_tokens % size:
             return 0, False
@@ -151,19 +151,16 @@ class OffloadScheduler(KVConnectorBase_V1):
         self.manager.touch(request.block_hashes)
         hit = self._hits.get(name)
         if hit is None or not num_external_tokens:
-            self._release_hit(name)
+            self._unpin(self._hits, name)
             return
         self._loads[name] = self._hits.pop(name)
         num_blocks = num_external_tokens // self.config.block_size
         block_ids = [block.block_id for block in blocks[hit.first : hit.first + num_blocks]]
         self._metadata.loads[name] = BlockCopy(block_ids, hit.cpu_block_ids[:num_blocks])
 
-    def _release_hit(self, name: str) -> None:
-        if (hit := self._hits.pop(name, None)) is not None:
-            self.manager.complete_load(hit.keys)
-
-    def _complete_load(self, name: str) -> None:
-        if (hit := self._loads.pop(name, None)) is not None:
+    def _unpin(self, hits: dict[str, _Hit], name: str) -> None:
+        """Drop a request from `hits`, and unpin its blocks of the tier."""
+        if (hit := hits.pop(name, None)) is not None:
             self.manager.complete_load(hit.keys)
 
     # Stores
@@ -171,7 +168,7 @@ class OffloadScheduler(KVConnectorBase_V1):
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> OffloadMetadata:
         """Add the blocks to store after this step."""
         for name in list(self._hits):  # promised in this step, to a request that did not fit
-            self._release_hit(name)
+            self._unpin(self._hits, name)
         # Without tokens nothing is evicted, so there is nothing to save.
         if self.settings.lazy_offload and scheduler_output.num_scheduled_tokens:
             self._store(self._blocks_to_be_evicted(), is_lazy=True)
@@ -236,7 +233,7 @@ class OffloadScheduler(KVConnectorBase_V1):
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Complete loads, and stores that all ranks have finished."""
         for name in connector_output.finished_recving:
-            self._complete_load(name)
+            self._unpin(self._loads, name)
         for completed in connector_output.kv_connector_worker_meta or ():
             for number in completed:
                 self._complete_store(number)
@@ -279,7 +276,7 @@ class OffloadScheduler(KVConnectorBase_V1):
         """Stop following the request. Its keys are touched once more, since it used them all until
         now.
         """
-        self._release_hit(request.request_id)
+        self._unpin(self._hits, request.request_id)
         self._followed.pop(request.request_id, None)
         self.manager.touch(request.block_hashes)
         return False, None
