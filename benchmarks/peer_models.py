@@ -66,7 +66,7 @@ def write_gguf(model: Path, folder: Path, python: Path) -> None:
         command = [str(python), str(GGUF_WRITER), str(model), str(folder / f"{dtype}.gguf"), dtype]
         finished = subprocess.run(command, capture_output=True, text=True)
         if finished.returncode:
-            raise MinivllmError(f"cannot write {dtype}.gguf: {finished.stderr.strip().splitlines()[-1]}")
+            raise MinivllmError(f"cannot write {dtype}.gguf: {finished.stderr.strip().splitlines()[-1:]}")
 
 
 def requests_of(count: int, least: int, most: int, vocab_size: int, seed: int) -> list[dict]:

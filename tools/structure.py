@@ -37,7 +37,7 @@ BUDGETS = {
     "minivllm_lab": 13_300,
     "minivllm_simulate": 1_800,
     "widgets": 10_600,
-    "benchmarks": 4_800,
+    "benchmarks": 4_850,
     "tests": 35_200,
     "the spine": 3_650,
 }

@@ -17,15 +17,16 @@ def test_busy_processes_end_with_the_block_also_when_it_raises(bench, monkeypatc
         started.append(original(*arguments, **named))
         return started[-1]
 
-    monkeypatch.setattr(bench.subprocess, "Popen", popen)
+    monkeypatch.setattr(subprocess, "Popen", popen)
     with contextlib.suppress(KeyboardInterrupt), bench.busy_processes(2):
         assert [process.poll() for process in started] == [None, None]
         raise KeyboardInterrupt
     assert all(process.poll() is not None for process in started)
 
 
-def test_a_busy_process_that_nobody_ends_ends_itself(bench):
-    subprocess.run([sys.executable, "-S", "-c", bench.SPIN, "0.01"], timeout=60, check=True)
+def test_a_busy_process_that_nobody_ends_ends_itself(load_benchmark):
+    spin = load_benchmark("peer_process").SPIN
+    subprocess.run([sys.executable, "-S", "-c", spin, "0.01"], timeout=60, check=True)
 
 
 def test_every_way_but_the_engines_own_is_a_persons_choice(bench):

@@ -35,10 +35,11 @@ def peer(peers, tmp_path: Path, name: str, code: str):
 
 
 def test_rates_are_medians_by_number_of_requests(peers, tmp_path):
-    engines = [peer(peers, tmp_path, name, ENGINE) for name in ("minivllm", "other")]
+    slower = ENGINE.replace("0.5 *", "1.0 *")
+    engines = [peer(peers, tmp_path, "minivllm", ENGINE), peer(peers, tmp_path, "other", slower)]
     rows, outputs = peers.measure(engines, WORK, (1, 2), 1, tmp_path)
-    assert rows["other fp32"]["rates"] == {"1": 4.0, "2": 5.0}
-    assert rows["other fp32"]["ours_of_it"] == {"1": 1.0, "2": 1.0}
+    assert rows["other fp32"]["rates"] == {"1": 2.0, "2": 2.5}
+    assert rows["other fp32"]["ours_of_it"] == {"1": 2.0, "2": 2.0}
     assert outputs["other fp32"] == [[7, 7], [7, 7, 7]]
 
 

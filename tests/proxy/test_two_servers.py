@@ -147,8 +147,6 @@ def test_prompts_came_over_the_wire_and_are_counted(pair: Pair):
     assert num_tokens >= len(prompt)
     assert decode.metric("vllm:tcp_xfer_time_seconds_count") > 0
     assert decode.metric("vllm:tcp_bytes_transferred_sum") >= num_bytes
-    sources = (metric for metric in metrics_of(decode.client).items() if "external_kv_transfer" in metric[0])
-    assert num_tokens in dict(sources).values()
 
 
 def metrics_of(client: httpx.Client) -> dict[str, float]:

@@ -166,6 +166,9 @@ def _worker() -> subprocess.Popen[str]:
 def _ask(request: str) -> dict:
     """Return the worker's answer to a request. If the worker dies, the next request starts another."""
     process = _worker()
+    if process.poll() is not None:
+        _worker.cache_clear()
+        process = _worker()
     assert process.stdin is not None
     assert process.stdout is not None
     print(request, file=process.stdin, flush=True)

@@ -150,6 +150,7 @@ class Scheduler:
         self.requests = {name: request for name, request in self.requests.items() if name not in lost}
         self.running = []
         self.finished_req_ids = set()
+        self._preempted_between_steps = set()
         self.waiting = create_request_queue(self.config.policy)
         for request in self.requests.values():
             if request.status is RequestStatus.RUNNING:

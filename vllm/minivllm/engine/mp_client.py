@@ -101,18 +101,19 @@ class MPClient(EngineCoreClient):
         settings = {field.name: getattr(args, field.name) for field in fields(args)}
         del settings["parts"]  # Python objects; EngineArgs has refused any
         size = len(self.cores.processes)
-        for _ in range(size):
-            self._wait(self._input)
-            name, _ = self._input.recv_multipart()
-            self._input.send_multipart((name, encode((settings, size))))
         engines: dict[int, EngineCoreReady] = {}
         while len(engines) < size:
-            self._wait(self._output)
-            kind, payload = self._output.recv_multipart()
-            if kind == Kind.FAILED:
-                raise decode(payload, Failure).error()
-            rank, engine = decode(payload, tuple[int, EngineCoreReady])
-            engines[rank] = engine
+            # One core may refuse its arguments while another has not said hello.
+            self._wait(self._output, self._input)
+            if self._output.poll(0):
+                kind, payload = self._output.recv_multipart()
+                if kind == Kind.FAILED:
+                    raise decode(payload, Failure).error()
+                rank, engine = decode(payload, tuple[int, EngineCoreReady])
+                engines[rank] = engine
+            else:
+                name, _ = self._input.recv_multipart()
+                self._input.send_multipart((name, encode((settings, size))))
         return [engines[rank] for rank in range(size)]
 
     def _send(self, kind: bytes, message: Any, rank: int = 0) -> None:
@@ -139,18 +140,18 @@ class MPClient(EngineCoreClient):
                 self._rank_of.pop(output.request_id, None)
         return outputs
 
-    def _wait(self, socket: zmq.Socket) -> None:
-        """Wait for the next message, or raise `EngineDeadError` if a core's process has ended
+    def _wait(self, *sockets: zmq.Socket) -> None:
+        """Wait for the next message on any of the sockets, or raise `EngineDeadError` if a core's process has ended
         without one.
         """
         if self._dead is not None:
             raise self._dead
         poller = zmq.Poller()
-        for source in (socket, *self._ranks_by_lifeline):
+        for source in (*sockets, *self._ranks_by_lifeline):
             poller.register(source, zmq.POLLIN)
         ready = dict(poller.poll())
         # A message goes before a death: it may say why the core has ended.
-        if socket not in ready and not socket.poll(MILLISECONDS_FOR_LAST_WORDS):
+        if not ready.keys() & set(sockets) and not sockets[0].poll(MILLISECONDS_FOR_LAST_WORDS):
             raise self._died(next(rank for fd, rank in self._ranks_by_lifeline.items() if fd in ready))
 
     def _unreachable(self, rank: int) -> None:

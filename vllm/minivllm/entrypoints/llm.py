@@ -55,8 +55,7 @@ class LLM:
 
         Args:
             model: a local directory, or a model's name on the Hugging Face Hub.
-            chat_template: a file or a template, in place of the model's own; or the name of one of
-                the model's.
+            chat_template: a file or a template, in place of the model's own.
             engine_args: see `minivllm.engine.arg_utils.EngineArgs`.
 
         Raises:

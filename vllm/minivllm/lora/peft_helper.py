@@ -6,31 +6,49 @@ In vLLM v0.33.0: `vllm/lora/peft_helper.py` (`PEFTHelper`).
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import msgspec
-
+from minivllm.config.checks import is_count, is_number
 from minivllm.config.model_files import read_json_object
 from minivllm.errors import MinivllmError
 from minivllm.memory.adapters import ALL_LINEARS
 
-Rank = Annotated[int, msgspec.Meta(ge=1)]
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 PICKLED_FILES = ("adapter_model.bin", "adapter_model.pt")
+REQUIRED = ("r", "lora_alpha", "target_modules")
 PATTERN = re.compile(r"\^?[\w.-]{1,300}")
 # These initializations change the base's weights too, so the adapter alone is not the difference.
 OTHER_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")
-# Settings that change what an adapter computes, and are refused if they are set.
-REFUSED = (
-    "use_dora", "lora_bias", "modules_to_save", "trainable_token_indices", "layer_replication", "target_parameters",
-    "alora_invocation_tokens", "use_qalora", "use_bdlora", "arrow_config", "kasa_config", "monteclora_config",
-    "velora_config",
-)  # fmt: skip
+# Settings that are refused: when a value means that the adapter uses the feature, and what the
+# feature is.
+REFUSED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "use_dora": (bool, "DoRA, which scales the base's weights"),
+    "lora_bias": (bool, "biases of its own (lora_bias)"),
+    "modules_to_save": (bool, "whole modules besides the adapter (modules_to_save)"),
+    "trainable_token_indices": (bool, "trained embeddings (trainable_token_indices)"),
+    "layer_replication": (bool, "layers that occur more than once (layer_replication)"),
+    "target_parameters": (bool, "adapters of parameters that are not linear layers (target_parameters)"),
+    "alora_invocation_tokens": (bool, "an adapter that begins in the middle of a text (aLoRA)"),
+    "use_qalora": (bool, "QALoRA, which averages its inputs"),
+    "use_bdlora": (bool, "BD-LoRA, whose matrices are block diagonal"),
+    "arrow_config": (bool, "a router over adapters (Arrow)"),
+    "kasa_config": (bool, "KaSA, which has a diagonal between the two matrices"),
+    "monteclora_config": (bool, "MonteCLoRA, which samples its weights"),
+    "velora_config": (bool, "VeLoRA, which projects its inputs"),
+    "bias": (lambda value: value not in (None, "none"), "trained biases (bias)"),
+    "peft_type": (lambda value: value not in (None, "LORA"), "a form other than LoRA (peft_type)"),
+    "init_lora_weights": (
+        lambda value: isinstance(value, str) and value.lower().startswith(OTHER_INITS),
+        "an init_lora_weights that changes the base's weights; PEFT can convert such an adapter when it saves it",
+    ),
+}
 
 
-class PEFTHelper(msgspec.Struct, frozen=True):
+@dataclass(frozen=True)
+class PEFTHelper:
     """The rank and the scale of each module's pair of matrices.
 
     A pattern is a module's name or the end of it, after a dot; the first one that matches counts.
@@ -39,12 +57,12 @@ class PEFTHelper(msgspec.Struct, frozen=True):
     refused.
     """
 
-    r: Rank
+    r: int
     lora_alpha: float
     target_modules: str | list[str]
     use_rslora: bool = False
-    rank_pattern: dict[str, Rank] = {}
-    alpha_pattern: dict[str, float] = {}
+    rank_pattern: Mapping[str, int] = field(default_factory=dict)
+    alpha_pattern: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
     def from_local_dir(cls, folder: str | Path, max_lora_rank: int) -> "PEFTHelper":
@@ -67,20 +85,18 @@ class PEFTHelper(msgspec.Struct, frozen=True):
     @classmethod
     def from_dict(cls, config: Mapping[str, Any], path: Path, max_lora_rank: int) -> "PEFTHelper":
         """Check what the config of the adapter in `path` says; raise like `from_local_dir`."""
-        plain = {"bias": config.get("bias") in (None, "none"), "peft_type": config.get("peft_type") in (None, "LORA")}
-        plain |= {name: not config.get(name) for name in REFUSED}
-        plain["init_lora_weights"] = not str(config.get("init_lora_weights")).lower().startswith(OTHER_INITS)
-        if refused := [name for name, is_plain in plain.items() if not is_plain]:
-            raise MinivllmError(
-                f"the adapter in {path} sets {refused[0]} to {str(config[refused[0]])[:60]!r}, which is not served: "
-                "take plain LoRA, without biases and beside the base's own weights"
-            )
-        try:
-            helper = msgspec.convert({name: value for name, value in config.items() if value is not None}, cls)
-        except msgspec.ValidationError as error:
-            raise MinivllmError(f"{path / CONFIG_FILE} is not that of an adapter: {error}") from None
-        except UnicodeEncodeError:  # JSON can also contain half of a surrogate pair
-            raise MinivllmError(f"{path / CONFIG_FILE} is not valid text: it has half a character") from None
+        missing = [name for name in REQUIRED if config.get(name) is None]
+        if missing:
+            raise MinivllmError(f"{path / CONFIG_FILE} lacks {', '.join(missing)}; an adapter's config has all of them")
+        for name, (has, what) in REFUSED.items():
+            if has(config.get(name)):
+                raise MinivllmError(f"the adapter in {path} has {what}, which is not served: {name} is set")
+        helper = cls(
+            **{name: config[name] for name in REQUIRED},
+            use_rslora=config.get("use_rslora") or False,
+            rank_pattern=config.get("rank_pattern") or {},
+            alpha_pattern=config.get("alpha_pattern") or {},
+        )
         helper._check(path, max_lora_rank)
         return helper
 
@@ -107,13 +123,22 @@ class PEFTHelper(msgspec.Struct, frozen=True):
 
     def _check(self, path: Path, max_lora_rank: int) -> None:
         where = f"of the adapter in {path}"
-        if (rank := max((self.r, *self.rank_pattern.values()))) > max_lora_rank:
-            raise MinivllmError(
-                f"the rank {rank} {where} is greater than max_lora_rank {max_lora_rank}: raise that, or take an "
-                "adapter of lower rank"
-            )
-        if not all(map(math.isfinite, (self.lora_alpha, *self.alpha_pattern.values()))):
-            raise MinivllmError(f"lora_alpha {where} must be a finite number")
+        if not isinstance(self.use_rslora, bool):
+            raise MinivllmError(f"use_rslora {where} is {self.use_rslora!r}; it must be true or false")
+        patterns = (self.rank_pattern, self.alpha_pattern)
+        if not all(isinstance(pattern, dict) for pattern in patterns):
+            raise MinivllmError(f"rank_pattern and alpha_pattern {where} must map names of modules to numbers")
+        for rank in (self.r, *self.rank_pattern.values()):
+            if not is_count(rank, 1):
+                raise MinivllmError(f"the rank {rank!r} {where} must be a whole number of at least 1")
+            if rank > max_lora_rank:
+                raise MinivllmError(
+                    f"the rank {rank} {where} is greater than max_lora_rank {max_lora_rank}: raise that, or take an "
+                    "adapter of lower rank"
+                )
+        for alpha in (self.lora_alpha, *self.alpha_pattern.values()):
+            if not is_number(alpha):
+                raise MinivllmError(f"lora_alpha {where} is {alpha!r}; it must be a number")
         for pattern in self.alpha_pattern:
             if not PATTERN.fullmatch(pattern):
                 raise MinivllmError(
@@ -121,8 +146,16 @@ class PEFTHelper(msgspec.Struct, frozen=True):
                     "since a hostile one can take for ever: write out each module's name, or the end of one, or merge "
                     "the adapter into the model (merge_and_unload of PEFT)"
                 )
+        self._check_targets(where)
+
+    def _check_targets(self, where: str) -> None:
+        targets = self.target_modules
         # "all-linear", or a regular expression: the tensors tell which modules there are.
-        targets = [] if isinstance(self.target_modules, str) else self.target_modules
+        if isinstance(targets, str):
+            return
+        if not isinstance(targets, list) or not all(isinstance(name, str) for name in targets):
+            shown = repr(str(targets)[:60])
+            raise MinivllmError(f"target_modules {where} is {shown}; it must be a list of names, or a string")
         unknown = sorted(name for name in targets if name.rpartition(".")[2] not in ALL_LINEARS)
         if unknown:
             served = ", ".join(ALL_LINEARS)

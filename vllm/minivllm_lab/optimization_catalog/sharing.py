@@ -97,7 +97,12 @@ def sessions(kind: Sharing, users: int, turns: int, prefix: int, *, at_random: b
         prefix: tokens of the shared beginning.
         at_random: draw pauses from an exponential distribution (reproducible) of the same mean, so
             that users return in any order. Otherwise all pauses are equal, and users take turns.
+
+    Raises:
+        MinivllmError: fewer than one user, turn or token.
     """
+    if min(users, turns, prefix) < 1:
+        raise MinivllmError(f"users ({users}), turns ({turns}) and the prefix ({prefix}) must be at least 1")
     draw = random.Random("pauses").expovariate
     pauses = [draw(1.0) if at_random else 1.0 for _ in range(users * turns)]
     return [request for user in range(users) for request in _session(kind, user, users, prefix, pauses[user::users])]

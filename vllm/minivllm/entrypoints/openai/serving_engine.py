@@ -120,11 +120,9 @@ class OpenAIServing:
         }
 
     async def create_detokenize(self, request: DetokenizeRequest) -> Json:
-        """Return the text of token ids; ids outside the vocabulary add none."""
+        """Return the text of token ids."""
         self.models.check(request.model)
-        # The tokenizer would raise for others.
-        known = [token for token in request.tokens if token < self.vocab_size]
-        return {"prompt": await self.detokenize(known)}
+        return {"prompt": await self.detokenize(request.tokens)}
 
     # From a client's request to the engine's
 
@@ -266,11 +264,12 @@ class OpenAIServing:
         return encode_text() if len(text) < CHARACTERS_IN_LOOP else await asyncio.to_thread(encode_text)
 
     async def detokenize(self, token_ids: list[int]) -> str:
-        """Return the text of token ids, special tokens included."""
+        """Return the text of token ids, special tokens included; ids outside the vocabulary add none."""
         tokenizer = self.tokenizer
+        known = [token for token in token_ids if token < self.vocab_size]  # it would raise for others
 
         def decode() -> str:
-            return tokenizer.decode_batch([token_ids], skip_special_tokens=False)[0]  # as in `tokenize`
+            return tokenizer.decode_batch([known], skip_special_tokens=False)[0]  # as in `tokenize`
 
         return decode() if len(token_ids) < CHARACTERS_IN_LOOP else await asyncio.to_thread(decode)
 

@@ -39,7 +39,7 @@ class FrontendArgs(HttpArgs):
     - `host`, `port`: where it listens; by default on all interfaces.
     - `api_key`: requests below /v1 must carry one of these keys.
     - `served_model_name`: the model's names in the API; default: its path or name.
-    - `chat_template`: a file, the template itself, or the name of one of the model's.
+    - `chat_template`: a file, or the template itself, in place of the model's own.
     - `chat_template_content_format`: a message's content is "string" or (parts) "openai"; "auto":
       as the template expects it.
     - `max_logprobs`: maximum log probabilities per position that a request may ask for; -1: the

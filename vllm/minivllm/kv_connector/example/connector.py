@@ -179,8 +179,6 @@ class ExampleConnector(KVConnectorBase_V1):
 
     def _add_saves(self, saved: _Saved, num_tokens: int) -> None:
         request = saved.request
-        # It may have been set back by a load that has failed.
-        saved.num_blocks = min(saved.num_blocks, request.num_computed_tokens // self.config.block_size)
         num_known = min(request.num_computed_tokens + num_tokens, request.num_prompt_tokens)
         # Only full blocks of the prompt: a file is found by its block's hash.
         for place in range(saved.num_blocks, num_known // self.config.block_size):
