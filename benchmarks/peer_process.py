@@ -19,8 +19,8 @@ from minivllm.errors import MinivllmError
 ENGINES = Path(__file__).resolve().parent / "peer_engines"
 ENVIRONMENTS = Path(__file__).resolve().parents[1] / ".peers"
 SETTLED_SECONDS = 0.5
-"""Between two engines: OpenMP's threads go on spinning after their last work, Intel's by default
-for 0.2 s.
+"""The pause between two engines: OpenMP's threads go on spinning after their last work, Intel's by
+default for 0.2 s.
 """
 
 

@@ -29,9 +29,9 @@ ROUTES = (
     "/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/v1/models", "/health",
     "/v1/load_lora_adapter", "/v1/unload_lora_adapter",
 )  # fmt: skip
-"""What schemathesis tries."""
+"""The routes that schemathesis tries."""
 NUM_REQUESTS, INPUT_LEN, OUTPUT_LEN = 12, 32, 12
-"""Of `vllm bench serve`."""
+"""The load of `vllm bench serve`."""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 builder = load(ROOT / "tools" / "notebooks.py")
 
 Outputs = Sequence[dict[str, Any]]
-"""What one cell gave, as nbformat has it."""
+"""The outputs of one cell, in nbformat's form."""
 
 
 class SolvedNotebook:

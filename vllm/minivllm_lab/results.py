@@ -12,7 +12,7 @@ from pathlib import Path
 from minivllm.errors import MinivllmError
 
 VECTORS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
-"""Of a processor's instruction sets, those that decide how fast it multiplies."""
+"""The instruction sets that decide how fast a processor multiplies."""
 PACKAGES = ("torch", "triton", "transformers", "numpy", "numba")
 
 

@@ -29,8 +29,8 @@ MAX_MODEL_LEN, TOKEN_BUDGET, PLACES, BLOCK_SIZE = 4096, 2048, 256, 16
 GRID = 16
 """Batch sizes that are looked at for the best one."""
 HANDOVER_SECONDS = 1e-5
-"""Of sending hidden states from one stage to the next, beyond their bytes: assumed to be that of
-an all-reduce.
+"""The time of sending hidden states from one stage to the next, beyond their bytes: assumed to be
+that of an all-reduce.
 """
 UTILIZATION = 0.92
 """vLLM's default of `gpu_memory_utilization`."""
@@ -89,7 +89,7 @@ class PlacedModel:
     gpu: Hardware
     layout: Layout
     max_num_seqs: int = PLACES
-    """Of an engine; the batches of its pipeline share them."""
+    """The limit of an engine; the batches of its pipeline share it."""
 
     def kv_tokens(self) -> int:
         """Return how many tokens fit into the cache of one group: an engine, or one of the batches

@@ -50,12 +50,12 @@ behind their own work.
 """
 
 ALL_REDUCE_SECONDS = 1e-5
-"""Of one all-reduce beyond its bytes. It puts Llama-2-7B on 2, 4 and 8 A100 at the scaling that
+"""The time of one all-reduce beyond its bytes. It puts Llama-2-7B on 2, 4 and 8 A100 at the scaling that
 gpt-fast's README gives (1.61, 2.42 and 3.13 times one GPU) within 4 %.
 """
 
 WEIGHT_BYTES = {16: 2.0, 8: 1.0, 4: 0.5 + 2 / 128}
-"""Of a linear layer's weight: 4 bits share a 16-bit scale among 128; a scale for each row of
+"""The size of one weight by its bits: 4 bits share a 16-bit scale among 128; a scale for each row of
 int8 weighs nothing.
 """
 READ_RATE = {16: 1.0, 8: 1069.20 / 1397.31, 4: 862.69 / 1397.31}
@@ -115,7 +115,7 @@ SERVING = Levers(
     kv_cache=True, paging=True, continuous_batching=True, flash_attention=True, gqa=True, chunked_prefill=True,
     cuda_graphs=True,
 )  # fmt: skip
-"""What every serving engine has."""
+"""The levers that every serving engine has."""
 
 
 @dataclass(frozen=True)

@@ -81,8 +81,7 @@ class EngineCoreOutput:
     an error, and `invalid_request` that the request was at fault, not the engine.
     `num_cached_tokens` is the prefix hit at its first admission, in tokens. `new_logprobs` has one
     entry per new token. `num_preemptions` and `kv_transfer_params`, the KV connector's message to
-    the client, are set in the last output. `num_external_computed_tokens` counts the prompt tokens
-    that a connector has loaded.
+    the client, are set in the last output.
     """
 
     request_id: str
@@ -96,7 +95,6 @@ class EngineCoreOutput:
     invalid_request: bool = False
     num_preemptions: int = 0
     kv_transfer_params: dict[str, Any] | None = None
-    num_external_computed_tokens: int = 0
 
     @classmethod
     def failed(cls, request_id: str, error: str, invalid_request: bool = False) -> "EngineCoreOutput":

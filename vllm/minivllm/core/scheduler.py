@@ -459,7 +459,6 @@ class Scheduler:
             if drafts:
                 self._cache_accepted(request)
             output = EngineCoreOutput(request_id, new_token_ids, request.num_cached_tokens)
-            output.num_external_computed_tokens = request.num_external_computed_tokens
             if has_stopped:
                 stopped.append(request)
                 output.finish_reason, output.stop_reason = request.status.finish_reason, request.stop_reason

@@ -11,7 +11,7 @@ from minivllm.errors import MinivllmError, UnsupportedModelError
 from minivllm.memory.bytes_per_token import Model, as_config, bytes_of_dtype, kv_heads_on_rank, serving_dtype
 
 PARTS = ("vision_config", "audio_config", "vision_encoder_config", "audio_encoder_config", "speech_config")
-"""What a multimodal checkpoint has besides its language model."""
+"""The parts of a multimodal checkpoint besides its language model."""
 WAY_OUT = "give the size of all weights, or a directory with the checkpoint's safetensors files"
 
 
