@@ -21,6 +21,7 @@ from minivllm.models.loader import load_model, random_model
 from minivllm.models.parallel import GroupCoordinator
 from minivllm.models.quantized import QuantizedLinearMethod
 from minivllm.worker.kv_cache import allocate_kv_caches
+from minivllm.worker.kv_connector_runner import tensors_of
 from minivllm_lab.inside import core_of, runner_of
 
 SETTINGS = {"device": "cpu", "skip_tokenizer_init": True, "max_model_len": 96}
@@ -111,6 +112,15 @@ def test_the_count_of_a_cache_is_what_is_allocated(kv_cache_dtype, dtype):
     allocated = sum(tensor.nbytes for cache in caches for tensor in cache if tensor is not None)
     name = str(dtype).removeprefix("torch.") if kv_cache_dtype == "auto" else kv_cache_dtype
     assert allocated == 5 * block_size * kv_bytes_per_token(CONFIG, name)
+    assert caches[0].keys.shape == (5, block_size, CONFIG.num_key_value_heads, CONFIG.head_dim)
+
+
+@pytest.mark.parametrize("num_blocks", [5, 5000], ids=["small", "in huge pages"])
+def test_on_a_cpu_a_head_reads_its_slots_in_one_run_of_a_block_that_is_contiguous(num_blocks):
+    cache = allocate_kv_caches(CONFIG, num_blocks, 4, torch.device("cpu"), torch.float32)[0]
+    assert cache.keys.stride(1) == CONFIG.head_dim
+    assert all(tensor[0].is_contiguous() for tensor in tensors_of(cache))
+    assert not cache.keys.any()
 
 
 def test_the_engines_ledger_counts_the_scales_too():

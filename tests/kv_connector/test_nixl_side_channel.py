@@ -69,7 +69,9 @@ def test_nobody_there_is_a_matter_of_time():
 
 
 @pytest.mark.parametrize(
-    "other", [{"model_fingerprint": "b"}, {"num_layers": 3}, {"kv_cache_dtype": "int8"}, {"block_size": 8}], ids=str
+    "other",
+    [{"model_fingerprint": "b"}, {"num_layers": 3}, {"kv_cache_dtype": "int8"}, {"block_size": 8}, {"device": "cuda"}],
+    ids=str,
 )
 def test_incompatible_engines_are_refused_before_their_metadata_is_decoded(port, other):
     with pytest.raises(MinivllmError, match="has a different cache"):

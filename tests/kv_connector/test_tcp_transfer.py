@@ -92,6 +92,7 @@ def test_blocks_that_are_not_kept_cannot_be_read(pair, asked):
     [
         ({"block_size": 8}, "block_size is 8 here and 4 there"),
         ({"model_fingerprint": "another"}, "model is another here and a model there"),
+        ({"device": "cuda"}, "kv_cache_layout is NHD here and HND there"),
         ({"num_kv_heads": 4}, "the cache is 2 layers of"),
         ({"num_layers": 3}, "the cache is 3 layers of"),
     ],

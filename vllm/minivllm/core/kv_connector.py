@@ -89,6 +89,13 @@ class KVConnectorConfig:
     max_num_batched_tokens: int = 2048
     use_eagle: bool = False
 
+    @property
+    def kv_cache_layout(self) -> str:
+        """Return the order of a block's dimensions in memory, as vLLM names it: slots before heads
+        on a GPU, heads before slots on a CPU.
+        """
+        return "HND" if self.device == "cpu" else "NHD"
+
 
 class KVConnectorMetadata:
     """Instructions from the scheduler's side to the workers' sides for one step: plain data, of a

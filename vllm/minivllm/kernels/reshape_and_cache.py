@@ -144,6 +144,8 @@ def reshape_and_cache(
     if choose_backend(backend, key) == "cpu":
         write_cpu(CacheWrite(key, value, key_cache, value_cache, slot_mapping, key_scales, value_scales))
         return
+    if key_cache.stride()[1:] != (key_cache.shape[2] * key_cache.shape[3], key_cache.shape[3], 1):
+        raise MinivllmError("a block of the cache must be contiguous")
     tokens = len(slot_mapping)
     if not tokens:
         return
@@ -186,8 +188,6 @@ def _check_write(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Ten
         raise MinivllmError(f"{len(slot_mapping)} slots for {len(key)} tokens")
     if not all(rows[:1].is_contiguous() for rows in (key, value)):
         raise MinivllmError("the heads of a token must be contiguous in key and value (call .contiguous())")
-    if key_cache.stride()[1:] != (key_cache.shape[2] * key_cache.shape[3], key_cache.shape[3], 1):
-        raise MinivllmError("a block of the cache must be contiguous")
 
 
 def check_scales(cache: Tensor, *scales: Tensor | None) -> None:

@@ -156,8 +156,15 @@ class KVConnectorRunner:
 
 
 def tensors_of(cache: LayerCache | LatentCache) -> tuple[torch.Tensor, ...]:
-    """Return the tensors of a layer's cache: keys, values and any scales, or the latents."""
-    return tuple(tensor for tensor in cache if tensor is not None)
+    """Return the tensors of a layer's cache: keys, values and any scales, or the latents.
+
+    Their dimensions are in the order of memory, so that a block is contiguous.
+    """
+    return tuple(
+        tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
+        for tensor in cache
+        if tensor is not None
+    )
 
 
 def model_fingerprint(model: str | Path, config: ModelConfig, *further: object) -> str:

@@ -89,7 +89,8 @@ class ExampleConnector(KVConnectorBase_V1):
                 '{"kv_connector_extra_config": {"shared_storage_path": "/tmp/kv"}}'
             )
         # Whatever makes the bytes of a file mean something else is part of the folder's name.
-        kind = f"{config.model_fingerprint} {config.block_size} {config.kv_cache_dtype} {config.tensor_parallel_size}"
+        bytes_of_a_block = f"{config.block_size} {config.kv_cache_dtype} {config.kv_cache_layout}"
+        kind = f"{config.model_fingerprint} {bytes_of_a_block} {config.tensor_parallel_size}"
         self.folder = Path(path) / hashlib.sha256(kind.encode()).hexdigest()[:16]
         try:
             self.folder.mkdir(parents=True, exist_ok=True)

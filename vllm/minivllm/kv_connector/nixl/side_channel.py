@@ -81,6 +81,7 @@ def compute_nixl_compatibility_hash(config: KVConnectorConfig) -> str:
         "num_kv_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
         "kv_cache_dtype": config.kv_cache_dtype,
+        "kv_cache_layout": config.kv_cache_layout,
         "tensor_parallel_size": config.tensor_parallel_size,
     }
     return hashlib.sha256(json.dumps(factors, sort_keys=True).encode()).hexdigest()

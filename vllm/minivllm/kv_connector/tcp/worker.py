@@ -284,6 +284,7 @@ def layout_of(config: KVConnectorConfig, kv_caches: KVCaches) -> dict[str, str]:
     return {
         "model": config.model_fingerprint,
         "block_size": str(config.block_size),
+        "kv_cache_layout": config.kv_cache_layout,
         "tensor_parallel_size": str(config.tensor_parallel_size),
         "tensor_parallel_rank": str(config.tensor_parallel_rank),
         "the cache": ", ".join(f"{len(list(alike))} layers of {shape}" for shape, alike in layers),
