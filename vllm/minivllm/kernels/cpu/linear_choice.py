@@ -37,10 +37,11 @@ ROUNDS = 6
 SECONDS = 0.08  # for one shape
 LONGEST = 0.02  # for one call of each form
 # What a choice must gain in the mean: of two layouts, since they take twice the memory; of torch
-# alone, since a recorded step (`replay.py`) runs panels without Python between them. Thrice as much
-# on a machine whose cores others want, too, where times say little.
+# alone, since a recorded step (`replay.py`) runs panels without Python between them. Six times as
+# much on a machine whose cores others want, too: there, torch has seemed to gain more than thrice
+# that, and then a step of one request took 1.9 times as long as with panels (AMD Zen 3).
 BOTH_GAIN, TORCH_GAIN = math.log(1.05), math.log(1.1)
-BUSY, CAUTION = 0.1, 3
+BUSY, CAUTION = 0.1, 6
 
 Seconds = Mapping[int, tuple[float, float]]  # by rows: in panels, and with F.linear
 
@@ -52,7 +53,7 @@ def most_rows_in_panels(weight: Tensor, gated: bool) -> float:
     Raises:
         MinivllmError: the setting is unknown.
     """
-    setting = os.environ.get(SETTING, "auto")
+    setting = os.environ.get(SETTING) or "auto"
     if setting not in ("auto", "panels", "torch"):
         raise MinivllmError(f'{SETTING} is {setting!r}; it must be "auto", "panels" or "torch"')
     if setting == "torch" or not can_pack(weight):
