@@ -36,7 +36,7 @@ from minivllm.kv_connector.nixl.side_channel import (
 from minivllm.kv_connector.pull_leases import Leases
 from minivllm.kv_connector.pull_params import RemotePrefill
 from minivllm.kv_connector.pull_scheduler import ReadOrder
-from minivllm.kv_connector.pull_worker import PullConnectorWorker
+from minivllm.kv_connector.pull_worker import PullConnectorWorker, layout_of
 from minivllm.logger import init_logger
 
 logger = init_logger(__name__)
@@ -84,7 +84,7 @@ class NixlConnectorWorker(PullConnectorWorker):
         self._agent = self._make_agent(str(uuid.uuid4()))
         self._agent.register(tensors)
         self._own = own_metadata(self.config, self._agent.metadata(), tensors)
-        self._hash = compute_nixl_compatibility_hash(self.config)
+        self._hash = compute_nixl_compatibility_hash(layout_of(self.config, kv_caches))
         rank = self.config.tensor_parallel_rank
         self._peers = Peers(self._agent, self._own, rank, self._hash, self._handshake_timeout)
 
