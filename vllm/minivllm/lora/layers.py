@@ -25,6 +25,10 @@ from minivllm.kernels.lora_linear import lora_linear
 from minivllm.kernels.lora_metadata import LoRAKernelMeta
 from minivllm.models.linear import Linear, LinearMethod
 
+# An adapter's share of one linear on one rank, in the layout of a slot: for each slice A `[rank,
+# in]` and the transposed B `[rank, out]`, or None.
+LoRALayerWeights = list[tuple[Tensor, Tensor] | None]
+
 
 class LoRAStep:
     """The LoRA slot of each row of the current step. All linears read it; the runner sets it before
@@ -63,15 +67,6 @@ class Slice:
     last: int
     part: tuple[int, int]
     divides_inputs: bool = False
-
-
-@dataclass
-class LoRALayerWeights:
-    """An adapter's share of one linear on one rank, in the layout of a slot: for each slice A
-    `[rank, in]` and the transposed B `[rank, out]`, or None.
-    """
-
-    slices: list[tuple[Tensor, Tensor] | None]
 
 
 class LoRALinearMethod(LinearMethod):
@@ -138,8 +133,8 @@ class LoRALinearMethod(LinearMethod):
         """
         # A slot keeps numbers of an earlier adapter beyond these ranks; nothing reads them.
         ranks = np.zeros(len(self.slices), np.int32)
-        for index, piece in enumerate(self.slices):
-            pair = weights.slices[index] if weights is not None else None
+        pairs = weights or [None] * len(self.slices)
+        for index, (piece, pair) in enumerate(zip(self.slices, pairs, strict=True)):
             if pair is not None:
                 a, b = pair
                 ranks[index] = len(a)

@@ -157,7 +157,7 @@ class LRUCacheLoRAModelManager:
             adapted = [pairs.get((layer, piece.name)) for piece in method.slices]
             if any(adapted):
                 parts = zip(adapted, method.slices, strict=True)
-                share[layer, linear] = LoRALayerWeights([pair and self._part(pair, piece) for pair, piece in parts])
+                share[layer, linear] = [pair and self._part(pair, piece) for pair, piece in parts]
         return share
 
     def _part(self, pair: LoRAPair, piece: Slice) -> tuple[Tensor, Tensor]:
