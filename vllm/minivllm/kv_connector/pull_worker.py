@@ -30,7 +30,7 @@ class PullConnectorWorker(KVConnectorBase_V1):
 
     @property
     def orders(self) -> PullConnectorMetadata:
-        """The orders from the scheduler's side for this step."""
+        """Return the orders from the scheduler's side for this step."""
         assert isinstance(self._connector_metadata, PullConnectorMetadata)
         return self._connector_metadata
 

@@ -176,17 +176,18 @@ class NixlConnectorWorker(PullConnectorWorker):
     def _begin(self, order: ReadOrder, peer: Peer) -> Transfer:
         """Post the READ. Raise `MinivllmError` if the other engine cannot hold all these tokens."""
         remote = order.remote
+        (block_ids,) = remote.block_ids
         size = self.config.block_size
         first, last = order.start // size, -(-order.end // size)
-        if last > len(remote.block_ids) or max(remote.block_ids) >= peer.metadata.num_blocks:
+        if last > len(block_ids) or max(block_ids) >= peer.metadata.num_blocks:
             raise MinivllmError(
-                f"remote_block_ids does not name the blocks of {order.end} tokens: there are {len(remote.block_ids)} "
+                f"remote_block_ids does not name the blocks of {order.end} tokens: there are {len(block_ids)} "
                 f"of {size}, in a cache of {peer.metadata.num_blocks}"
             )
         # A cache's list has the blocks of one tensor behind those of another.
         tensors = np.arange(len(self._own.block_lens))[:, None]
         into = (tensors * self._own.num_blocks + order.block_ids[: last - first]).ravel()
-        blocks = (tensors * peer.metadata.num_blocks + remote.block_ids[first:last]).ravel()
+        blocks = (tensors * peer.metadata.num_blocks + block_ids[first:last]).ravel()
         assert self._agent is not None
         try:
             return self._agent.read(self._peers.own_blocks, into, peer.blocks, blocks)

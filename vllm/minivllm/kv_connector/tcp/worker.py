@@ -202,7 +202,7 @@ class TCPConnectorWorker(PullConnectorWorker):
         # The prefix cache may have had the first blocks.
         first = order.start // size
         count = -(-order.end // size) - first
-        ask = Ask("read", remote.request_id, first, list(remote.block_ids[first : first + count]), self.layout)
+        ask = Ask("read", remote.request_id, first, list(remote.block_ids[0][first : first + count]), self.layout)
         buffer = Buffer(self.regions)
         with self._asking(remote, ask) as connection:
             for piece, records, room in buffer.pieces(order.block_ids[:count]):
