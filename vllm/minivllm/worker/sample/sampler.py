@@ -98,18 +98,13 @@ class SamplerOutput:
 
 def sample(logits: torch.Tensor, metadata: SamplingMetadata) -> SamplerOutput:
     """Choose a token for each row of logits [rows, vocab], float32, overwriting the logits."""
-    needs = metadata.needs
-    token_ids, largest = argmax(logits)
-    if not needs:  # plain greedy requests: one argmax
-        return SamplerOutput(token_ids.tolist(), largest)
     raw_logprobs = raw_logprobs_of(logits, metadata)
-    if needs & (Needs.BIAS | Needs.PENALTIES):
+    token_ids, largest = argmax(logits)
+    if metadata.needs & (Needs.BIAS | Needs.PENALTIES):
         apply_constraints(logits, metadata)
         token_ids, _ = argmax(logits)  # of what the constraints have left
-    if needs & Needs.RANDOM:
-        random_rows, drawn = _draw(logits, metadata)
-        token_ids[random_rows] = drawn.cpu().numpy()
-    output = SamplerOutput(token_ids.tolist(), largest)
+    token_ids = _with_draws(token_ids, logits, metadata)
+    output = SamplerOutput(token_ids.tolist(), largest.cpu().numpy())
     add_logprobs(output, raw_logprobs, metadata)
     return output
 
@@ -121,18 +116,18 @@ def choose(logits: torch.Tensor, metadata: SamplingMetadata) -> tuple[torch.Tens
     Both stay on the logits' device, and the host does not wait for them. The logits are
     overwritten.
     """
-    token_ids, largest = _argmax(logits)
-    if metadata.needs & Needs.RANDOM:
-        random_rows, drawn = _draw(logits, metadata)
-        token_ids = token_ids.index_copy(0, on_device(random_rows, logits.device), drawn)
-    return token_ids, largest
+    token_ids, largest = argmax(logits)
+    return _with_draws(token_ids, logits, metadata), largest
 
 
-def _draw(logits: torch.Tensor, metadata: SamplingMetadata) -> tuple[np.ndarray, torch.Tensor]:
-    """Return the rows that are not greedy, and a token drawn for each."""
+def _with_draws(token_ids: torch.Tensor, logits: torch.Tensor, metadata: SamplingMetadata) -> torch.Tensor:
+    """Replace the tokens of the rows that are not greedy by drawn ones."""
+    if not metadata.needs & Needs.RANDOM:
+        return token_ids
     random_rows = np.flatnonzero(metadata.temperature > 0.0)
     keys = row_keys(metadata.seeds[random_rows], metadata.num_output_tokens[random_rows])
-    return random_rows, gumbel_max(tempered(logits, random_rows, metadata), keys)
+    drawn = gumbel_max(tempered(logits, random_rows, metadata), keys)
+    return token_ids.index_copy(0, on_device(random_rows, logits.device), drawn)
 
 
 def raw_logprobs_of(logits: torch.Tensor, metadata: SamplingMetadata) -> dict[int, torch.Tensor]:
@@ -165,15 +160,10 @@ def apply_constraints(logits: torch.Tensor, metadata: SamplingMetadata) -> None:
         apply_penalties(logits, metadata.params, metadata.prompt_token_ids, metadata.output_token_ids)
 
 
-def argmax(logits: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+def argmax(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the most likely token of each row, the first in a tie, and its logit, both on the
-    host.
+    logits' device.
     """
-    best, largest = _argmax(logits)
-    return best.cpu().numpy(), largest.cpu().numpy()
-
-
-def _argmax(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     best = most_likely(logits)
     return best, logits.gather(-1, best.unsqueeze(-1)).squeeze(-1)
 
