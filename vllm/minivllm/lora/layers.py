@@ -105,7 +105,7 @@ class LoRALinearMethod(LinearMethod):
 
     @property
     def nbytes(self) -> int:
-        """The size of the slots in bytes."""
+        """Return the size of the slots in bytes."""
         return self.lora_a.nbytes + self.lora_b.nbytes
 
     def apply(self, linear: Linear, x: Tensor) -> Tensor:
