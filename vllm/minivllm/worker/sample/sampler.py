@@ -56,29 +56,30 @@ class Needs(IntFlag):
 ON_DEVICE = Needs.RANDOM | Needs.MIN_P | Needs.TOP_K_TOP_P
 
 
+# A row's parameters; aligned, so that each field is a tensor's column.
+FLOATS = [(name, np.float32) for name in ("temperature", "top_p", "min_p")]
+VALUES = np.dtype([("seed", np.uint64), ("top_k", np.int64), *FLOATS], align=True)
+
+
 @dataclass(slots=True)
 class SamplingMetadata:
     """Sampling parameters of one step's rows. Arrays and lists are [rows].
 
+    `values` has a field for each number that `choose` reads, with the dtype `VALUES`.
     `prompt_token_ids` and `output_token_ids` hold one array per row. The lists are empty if `needs`
     does not use them.
     """
 
     needs: Needs
-    temperature: np.ndarray
-    top_k: np.ndarray
-    top_p: np.ndarray
-    min_p: np.ndarray
-    seeds: np.ndarray
+    values: np.ndarray
     num_output_tokens: np.ndarray
     params: Sequence[SamplingParams] = ()
     prompt_token_ids: Sequence[np.ndarray] = ()
     output_token_ids: Sequence[np.ndarray] = ()
 
 
-_NONE = np.empty(0)
 # Rows that only take the argmax read no parameter, so none is gathered.
-NOTHING_NEEDED = SamplingMetadata(Needs(0), _NONE, _NONE, _NONE, _NONE, _NONE, _NONE)
+NOTHING_NEEDED = SamplingMetadata(Needs(0), np.empty(0, VALUES), np.empty(0))
 
 
 @dataclass(slots=True)
@@ -124,8 +125,8 @@ def _with_draws(token_ids: torch.Tensor, logits: torch.Tensor, metadata: Samplin
     """Replace the tokens of the rows that are not greedy by drawn ones."""
     if not metadata.needs & Needs.RANDOM:
         return token_ids
-    random_rows = np.flatnonzero(metadata.temperature > 0.0)
-    keys = row_keys(metadata.seeds[random_rows], metadata.num_output_tokens[random_rows])
+    random_rows = np.flatnonzero(metadata.values["temperature"] > 0.0)
+    keys = row_keys(metadata.values["seed"][random_rows], metadata.num_output_tokens[random_rows])
     drawn = gumbel_max(tempered(logits, random_rows, metadata), keys)
     return token_ids.index_copy(0, on_device(random_rows, logits.device), drawn)
 
@@ -190,12 +191,13 @@ def tempered(logits: torch.Tensor, random_rows: np.ndarray, metadata: SamplingMe
     if len(random_rows) < len(logits):  # greedy rows keep their logits
         logits = logits[on_device(random_rows, logits.device)]
     # Temperature comes first: min-p and top-p are about the tempered distribution.
-    logits.div_(_column(metadata.temperature[random_rows], logits))
+    values = metadata.values[random_rows]
+    logits.div_(_column(values["temperature"], logits))
     if metadata.needs & Needs.MIN_P:
-        mask_below_min_p(logits, _column(metadata.min_p[random_rows], logits).squeeze(-1))
+        mask_below_min_p(logits, _column(values["min_p"], logits).squeeze(-1))
     if metadata.needs & Needs.TOP_K_TOP_P:
-        top_k = on_device(metadata.top_k[random_rows], logits.device)
-        mask_beyond_top_k_top_p(logits, top_k, _column(metadata.top_p[random_rows], logits).squeeze(-1))
+        top_k = on_device(values["top_k"], logits.device)
+        mask_beyond_top_k_top_p(logits, top_k, _column(values["top_p"], logits).squeeze(-1))
     return logits
 
 
