@@ -32,7 +32,7 @@ from minivllm.models.pipeline import Stage
 from minivllm.platforms.allocator import keep_freed_memory
 from minivllm.platforms.spinning import limit_spinning
 from minivllm.platforms.threads import has_numba
-from minivllm.worker.kernel_warmup import short_step, warm_up_steps
+from minivllm.worker.kernel_warmup import warm_up_steps
 from minivllm.worker.kv_cache import STORED_AS
 from minivllm.worker.kv_connector_runner import KVConnectorRunner, model_fingerprint
 from minivllm.worker.memory_profiling import profile_memory
@@ -156,13 +156,13 @@ class Worker:
         return connector_config, connector.get_handshake_metadata()
 
     def warm_up(self) -> None:
-        """Run a short step on a CPU, so that no request waits while numba compiles its loops or
+        """Run short steps on a CPU, so that no request waits while numba compiles its loops or
         reads them from its cache.
 
         On a GPU, `initialize_kv_cache` has already warmed up.
         """
         if self.device.type == "cpu":
-            self.run_unobserved(short_step(self.settings.block_size))
+            self.run_unobserved(warm_up_steps(2, 1, 3, self.settings.block_size))
 
     def run_unobserved(self, steps: Iterable[SchedulerOutput]) -> None:
         """Run steps of made-up requests, and discard everything they leave behind. Parts that a
