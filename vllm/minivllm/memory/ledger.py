@@ -194,11 +194,12 @@ def memory_ledger(
             raise UnsupportedModelError(f"a draft model's cache beside {config.model_type}'s is not counted here")
         # The draft model's cache has the same blocks.
         kv = kv.widened(kv_bytes_per_token(drafting, cache_dtype(config, kv_dtype)))
+        drafter_bytes = _loaded_bytes(drafting, weight_dtype, 1) if drafter_bytes is None else drafter_bytes
     budget = int(device.memory_bytes * gpu_memory_utilization)  # what the engine may use of the device
     loaded = _loaded_bytes(config, weight_dtype, tp) if weights is None else weights
     before_cache = (
         _row("weights and rotary table", loaded),
-        *_drafter_rows(drafting, weight_dtype, drafter_bytes),
+        *((_row("draft model", drafter_bytes),) if drafting else ()),
         *((_row("LoRA slots", lora_bytes),) if lora_bytes else ()),
         _row(
             "activations", activation_peak, estimated_activation_peak(config, max_num_batched_tokens, max_num_seqs, tp)
@@ -247,12 +248,6 @@ def estimated_activation_peak(config: ModelConfig, max_num_batched_tokens: int, 
 
 def _loaded_bytes(config: ModelConfig, dtype: str, tp: int) -> int:
     return weight_bytes(config, dtype, tp) + rotary_table_bytes(config)
-
-
-def _drafter_rows(drafter: ModelConfig | None, dtype: str, measured: int | None) -> tuple[LedgerRow, ...]:
-    if drafter is None:
-        return ()
-    return (_row("draft model", _loaded_bytes(drafter, dtype, 1) if measured is None else measured),)
 
 
 def _row(name: str, measured: int | None, estimate: int = 0) -> LedgerRow:
