@@ -68,7 +68,7 @@ class KVConnectorConfig:
     - `kv_cache_dtype`: what the cache stores, such as "float32".
     - `tensor_parallel_rank`: 0 on the scheduler's side. `data_parallel_rank`: the index of this
       core among several.
-    - `max_num_batched_tokens`: per step. `use_eagle`: as in `SchedulerConfig`.
+    - `use_eagle`: as in `SchedulerConfig`.
     - `device`: "cpu" or "cuda".
     """
 
@@ -82,7 +82,6 @@ class KVConnectorConfig:
     tensor_parallel_rank: int = 0
     pipeline_parallel_size: int = 1
     data_parallel_rank: int = 0
-    max_num_batched_tokens: int = 2048
     use_eagle: bool = False
 
 

@@ -146,7 +146,6 @@ class Worker:
             tensor_parallel_rank=group.rank,
             pipeline_parallel_size=group.stage.size,
             data_parallel_rank=settings.data_parallel_rank,
-            max_num_batched_tokens=settings.max_num_batched_tokens,
             use_eagle=settings.speculative_config is not None and settings.speculative_config.use_eagle,
         )
         connector = create_connector(
