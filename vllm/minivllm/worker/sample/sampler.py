@@ -191,13 +191,14 @@ def tempered(logits: torch.Tensor, random_rows: np.ndarray, metadata: SamplingMe
     if len(random_rows) < len(logits):  # greedy rows keep their logits
         logits = logits[on_device(random_rows, logits.device)]
     # Temperature comes first: min-p and top-p are about the tempered distribution.
-    values = metadata.values[random_rows]
-    logits.div_(_column(values["temperature"], logits))
+    # Indexed by rows last, so that each column is contiguous and reaches a GPU without a wait.
+    values = metadata.values
+    logits.div_(_column(values["temperature"][random_rows], logits))
     if metadata.needs & Needs.MIN_P:
-        mask_below_min_p(logits, _column(values["min_p"], logits).squeeze(-1))
+        mask_below_min_p(logits, _column(values["min_p"][random_rows], logits).squeeze(-1))
     if metadata.needs & Needs.TOP_K_TOP_P:
-        top_k = on_device(values["top_k"], logits.device)
-        mask_beyond_top_k_top_p(logits, top_k, _column(values["top_p"], logits).squeeze(-1))
+        top_k = on_device(values["top_k"][random_rows], logits.device)
+        mask_beyond_top_k_top_p(logits, top_k, _column(values["top_p"][random_rows], logits).squeeze(-1))
     return logits
 
 
