@@ -154,8 +154,9 @@ def _matches(pattern: str, module: str) -> bool:
 def _unserved(config: Mapping[str, Any]) -> list[str]:
     """Return the settings with which an adapter is more than the two matrices of each module."""
     names = [name for name in UNSERVED if config.get(name)]
-    names += [
-        name for name, plain in (("bias", "none"), ("peft_type", "LORA")) if config.get(name) not in (None, plain)
-    ]
-    init = config.get("init_lora_weights")
-    return [*names, "init_lora_weights"] if str(init).lower().startswith(OTHER_INITS) else names
+    for name, plain in (("bias", "none"), ("peft_type", "LORA")):
+        if config.get(name) not in (None, plain):
+            names.append(name)
+    if str(config.get("init_lora_weights")).lower().startswith(OTHER_INITS):
+        names.append("init_lora_weights")
+    return names

@@ -67,7 +67,9 @@ class QuantizedLinearMethod(LoadableLinearMethod):
 
     def group_size_of(self, width: int) -> int:
         """Return the group size for undivided rows of `width` weights."""
-        return default_group_size(width) if self.rounded and self.bits == 4 else self.group_size or width
+        if self.rounded and self.bits == 4:
+            return default_group_size(width)
+        return self.group_size or width
 
     def group_size_on_rank(self, in_features: int, input_parts: int) -> int:
         """Return the group size in a rank's part of a row; if the division splits a group, all its
