@@ -8,8 +8,8 @@ store before the next forward pass (`release_gpu_blocks`).
 
 Each full block is stored as soon as it is computed.
 
-In vLLM v0.33.0: `vllm/v1/simple_kv_offload/manager.py` (`SimpleCPUOffloadScheduler`), which can also
-store blocks only when they would be evicted soon (`lazy_offload`).
+In vLLM v0.33.0: `vllm/v1/simple_kv_offload/manager.py` (`SimpleCPUOffloadScheduler`). It can also
+store blocks only when they would be evicted soon.
 """
 
 from collections.abc import Mapping, Sequence
