@@ -9,8 +9,8 @@ greedy or drawn with a seed; their tokens are read as they arrive, and some requ
 Engines are set up at random and serve eight workloads each. The settings vary: a pool that holds
 the longest request and up to two blocks more, first come first served or by priority, chunks,
 drafts, steps ahead, an int8 cache, two ranks, two stages, and below the pool nothing or host memory
-(eager or lazy, with a few blocks or many). Each engine must give the tokens of a plain engine that
-has blocks for every request, and each position must arrive exactly once and in order. When a
+(with a few blocks or many). Each engine must give the tokens of a plain engine that has blocks for
+every request, and each position must arrive exactly once and in order. When a
 workload is over, no block may be held and no copy may be under way; while a request is unfinished,
 tokens must keep arriving. The table is followed by one line of JSON; the exit code is 1 if anything
 differs, is lost or stalls.
@@ -114,15 +114,12 @@ def random_tier(draw: random.Random, tier: str) -> dict[str, Any]:
     if tier == "none":
         return {"enable_prefix_caching": draw.random() < 0.7}
     extra: dict[str, Any] = {"num_cpu_blocks": draw.choice([4, 16, 60, 400])}
-    extra["lazy_offload"] = draw.random() < 0.3
-    if not extra["lazy_offload"]:
-        extra["offload_prompt_only"] = draw.random() < 0.4
+    extra["offload_prompt_only"] = draw.random() < 0.4
     return {"kv_offloading_size": 1.0, "kv_transfer_config": {"kv_connector_extra_config": extra}}
 
 
 def features(settings: dict[str, Any]) -> list[str]:
     """Return the names of the features that these settings test."""
-    extra = (settings.get("kv_transfer_config") or {}).get("kv_connector_extra_config", {})
     tried = {
         "priority": settings["scheduling_policy"] == "priority",
         "steps ahead": settings["async_scheduling"],
@@ -131,7 +128,6 @@ def features(settings: dict[str, Any]) -> list[str]:
         "chunks": settings["max_num_batched_tokens"] < 64,
         "two ranks": "tensor_parallel_size" in settings,
         "two stages": "pipeline_parallel_size" in settings,
-        "lazy": extra.get("lazy_offload", False),
     }
     return [name for name, is_tried in tried.items() if is_tried]
 

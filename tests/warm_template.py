@@ -118,7 +118,7 @@ def load_loops() -> None:
 
         attention_loops.programs_for(np.float32, np.float32), panel_linear_loops.programs_for(np.float32)
         elementwise_loops.norms_of(np.float32), elementwise_loops.gates_of(np.float32)
-        elementwise_loops.rotations_of(np.float32), cache_loops.copies_of(np.float32), replay_loops.programs()
+        elementwise_loops.rotations_of(np.float32), cache_loops.copies_of(np.float32), replay_loops.programs_for()
 
 
 def serve(asking: socket.socket) -> NoReturn:

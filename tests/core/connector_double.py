@@ -31,9 +31,6 @@ def config_double(block_size: int = 4, **settings: Any) -> KVConnectorConfig:
         model_fingerprint="",
         block_size=block_size,
         num_gpu_blocks=11,
-        num_layers=1,
-        num_kv_heads=1,
-        head_dim=1,
         kv_cache_dtype="float32",
     )
 

@@ -31,7 +31,6 @@ def connector_of(use_eagle: bool = False, num_usable: int | None = 30, **extra: 
     )
     config = config_double(SIZE)
     object.__setattr__(config, "kv_transfer_config", transfer)
-    object.__setattr__(config, "max_num_batched_tokens", 8)
     object.__setattr__(config, "use_eagle", use_eagle)
     connector = OffloadScheduler(config)
     connector.set_xfer_handshake_metadata({0: 100})
@@ -125,33 +124,6 @@ def test_a_drafter_that_looks_ahead_leaves_out_the_last_block_that_matches() -> 
     run.tier.request_finished(longer, [])
 
 
-def test_lazy_store_and_load_roundtrip() -> None:
-    """A block is stored only once it is near the head of the free queue, and storing it does not
-    delay its eviction.
-    """
-    run = OffloadRun(connector_of(lazy_offload=True))
-    first = run.serve("first", prompt_of(0, 12))
-    assert run.has(first) == [False] * 3, "6 free blocks stand before them, and 4 are looked at"
-    run.serve("other", prompt_of(1, 21))
-    assert run.has(first)[1:] == [True, True]
-    manager = run.scheduler.kv_cache_manager
-    assert manager.get_computed_blocks(first)[1] >= 4, "and they are still here"
-    run.serve("large", prompt_of(2, 37))
-    assert manager.get_computed_blocks(first)[1] == 0
-    again = run.serve("again", [*prompt_of(0, 12), 9], 2)
-    assert again.num_external_computed_tokens == 12
-
-
-def test_lazy_stores_come_to_an_end_where_the_tier_is_smaller_than_what_stands_near_the_head() -> None:
-    """Otherwise each stored block would evict another candidate forever."""
-    run = OffloadRun(connector_of(lazy_offload=True, num_usable=2), most_steps=3)
-    for number in range(4):
-        run.serve(f"r{number}", prompt_of(number, 21), 5)
-    num_stores = run.tier._num_stores
-    run.serve("decoding", prompt_of(5, 3), 20)
-    assert run.tier._num_stores - num_stores < 6, "it takes no more than six blocks, and has 20 steps"
-
-
 def test_chunked_prefill_stores_the_blocks_that_each_chunk_fills() -> None:
     run = OffloadRun(connector_of(), max_num_batched_tokens=6, num_gpu_blocks=12)
     request = run.add("r", prompt_of(0, 20))
@@ -237,9 +209,9 @@ def test_reset_cache_forgets_all_unless_a_copy_is_under_way() -> None:
     ("extra", "message"),
     [
         ({"num_usable": None}, "has no size"),
-        ({"lazy_ofload": True}, "no key 'lazy_ofload'; did you mean 'lazy_offload'"),
+        ({"offload_prompts_only": True}, "no key 'offload_prompts_only'; did you mean 'offload_prompt_only'"),
         ({"color": 1}, "no key 'color'"),
-        ({"lazy_offload": True, "offload_prompt_only": True}, "does not know which request"),
+        ({"offload_prompt_only": None}, "offload_prompt_only"),
         ({"store_threshold": 2}, "no key"),
         ({"num_usable": None, "cpu_bytes_to_use": 99}, "a block of 4 tokens takes 100"),
         ({"num_usable": 10**16}, "this machine has"),
@@ -256,9 +228,7 @@ def test_whatever_the_workload_the_tier_changes_no_token_and_leaks_no_block(seed
     """Pools, slow copies, priorities, chunks, drafts, aborts and failed steps vary."""
     rng = Random(seed)
     ahead = rng.random() < 0.4
-    extra: dict[str, Any] = {"num_usable": rng.choice([1, 3, 8, 40]), "lazy_offload": rng.random() < 0.3}
-    if not extra["lazy_offload"]:
-        extra["offload_prompt_only"] = rng.random() < 0.4
+    extra = {"num_usable": rng.choice([1, 3, 8, 40]), "offload_prompt_only": rng.random() < 0.4}
     num_drafts = 0 if ahead else rng.choice([0, 0, 2])
     run = OffloadRun(
         connector_of(**extra),

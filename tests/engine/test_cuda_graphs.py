@@ -13,7 +13,6 @@ from engine.mixed_requests import PROMPTS
 
 from minivllm import LLM, SamplingParams
 from minivllm.config import EMBEDDED_MODEL
-from minivllm.errors import MinivllmError
 from minivllm.platforms.threads import has_numba
 from minivllm.worker.cuda_graphs import capture_sizes, padded_size
 from minivllm.worker.input_batch import StepInputs
@@ -127,15 +126,13 @@ def test_padding_rows_write_nothing_and_are_looked_at_by_nobody(graphed):
         assert changed == [[30, 6], [31, 6], [32, 6]], "block and offset of the three real rows"
 
 
-def test_what_there_is_no_graph_for_is_refused(graphed):
-    graphs = runner_of(graphed).cuda_graphs.decode
-    with pytest.raises(MinivllmError, match="9 tokens of 9 requests: they are for one token each of up to 8 requests"):
-        graphs.replay(step(9))
+def test_what_there_is_no_graph_for_runs_eagerly(graphed):
+    manager = runner_of(graphed).cuda_graphs
+    assert manager.dispatch(step(8)) is manager.decode
+    assert manager.dispatch(step(9)) is None
     chunk = step(3)
     chunk.req_ids, chunk.query_start_loc = chunk.req_ids[:2], np.array([0, 1, 3], np.int32)
-    assert graphs.size_for(chunk) is None
-    with pytest.raises(MinivllmError, match="3 tokens of 2 requests"):
-        graphs.replay(chunk)
+    assert manager.dispatch(chunk) is None
 
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}

@@ -8,7 +8,7 @@ from minivllm.config import EMBEDDED_MODEL, Parts
 from minivllm.entrypoints.llm import LLM
 from minivllm.kernels.rejection_sample import rejection_sample
 from minivllm.sampling_params import SamplingParams
-from minivllm.worker.kernel_warmup import BEHIND_A_CONTEXT, short_step, warm_up_steps
+from minivllm.worker.kernel_warmup import BEHIND_A_CONTEXT, warm_up_steps
 from minivllm.worker.spec_decode.ngram_proposer import NgramProposer
 from minivllm_lab.inside import core_of
 
@@ -49,7 +49,7 @@ def test_all_sizes_of_steps_are_met_and_contexts_as_long_as_they_get():
     assert {len(step.scheduled_new_reqs[0].prefill_token_ids) for step in behind} == {4096 - 1}
     verified = [step.scheduled_spec_decode_tokens.values() for step in steps if step.scheduled_spec_decode_tokens]
     assert [[len(each) for each in drafts] for drafts in verified] == [[1], [2], [4]], "rows of 2, 4, 8 in the kernel"
-    assert [step.total_num_scheduled_tokens for step in short_step(16)] == [2, 0]
+    assert [step.total_num_scheduled_tokens for step in warm_up_steps(2, 1, 3, 16)] == [1, 2, 1, 0]
 
 
 @pytest.mark.parametrize(

@@ -71,13 +71,13 @@ def expected(kv_cache_dtype: str = "auto") -> list[list[int]]:
 @pytest.mark.parametrize(
     ("settings", "extra"),
     [
-        ({"kv_cache_dtype": "int8", "scheduling_policy": "priority"}, {"lazy_offload": True}),
+        ({"kv_cache_dtype": "int8", "scheduling_policy": "priority"}, {}),
         ({"speculative_config": DRAFTS}, {"offload_prompt_only": False}),
         ({"speculative_config": NGRAM, "async_scheduling": True}, {"num_cpu_blocks": 30}),
         ({"tensor_parallel_size": 2}, {}),
         ({"pipeline_parallel_size": 2}, {}),
     ],
-    ids=["lazy, int8, priority", "draft model", "n-grams ahead, small", "TP", "PP"],
+    ids=["int8, priority", "draft model", "n-grams ahead, small", "TP", "PP"],
 )
 def test_the_same_tokens_with_a_tier(settings: dict[str, Any], extra: dict[str, Any]) -> None:
     llm = LLM(**SMALL | settings, **with_tier(**extra))
@@ -148,8 +148,8 @@ def test_options_stand_where_vllm_has_them() -> None:
     explicit = {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": {"cpu_bytes_to_use": 2**20}}
     assert EngineArgs(kv_transfer_config=explicit).host_tier_bytes == 2**20
     joined = EngineArgs(
-        kv_offloading_size=0.5, kv_transfer_config={"kv_connector_extra_config": {"lazy_offload": True}}
+        kv_offloading_size=0.5, kv_transfer_config={"kv_connector_extra_config": {"offload_prompt_only": False}}
     )
     assert joined.kv_transfer is not None
-    assert joined.kv_transfer.kv_connector_extra_config == {"cpu_bytes_to_use": GIB // 2, "lazy_offload": True}
+    assert joined.kv_transfer.kv_connector_extra_config == {"cpu_bytes_to_use": GIB // 2, "offload_prompt_only": False}
     assert EngineArgs(kv_offloading_size=0.5, pipeline_parallel_size=2, data_parallel_size=2).kv_transfer is not None

@@ -42,7 +42,7 @@ def counts_of(params: dict, num: int = 20_000, logits: torch.Tensor = LOGITS) ->
     states.add_request(0, SamplingParams(**params))
     nothing = np.zeros((1, 0), np.int32)
     metadata = states.metadata(np.zeros(num, int), nothing, np.zeros(num, int), np.zeros(num, int))
-    metadata.seeds = np.arange(num, dtype=np.uint64)
+    metadata.values["seed"] = np.arange(num)
     return np.bincount(sample(logits.repeat(num, 1), metadata).token_ids, minlength=VOCAB)
 
 

@@ -61,6 +61,6 @@ def test_the_second_process_needs_no_torch_and_leaves_its_loops_in_the_cache(tmp
     command = [sys.executable, "-P", "-X", "importtime", "-m", module.__name__, "float32", "float32", "replay_loops"]
     ran = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     assert not [line for line in ran.stderr.splitlines() if line.split()[-1:] == ["torch"]]
-    look = "from minivllm.kernels.cpu import replay_loops; print(replay_loops.programs().was_cached)"
+    look = "from minivllm.kernels.cpu import replay_loops; print(replay_loops.programs_for().was_cached)"
     command = [sys.executable, "-P", "-c", look]
     assert subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout == "True\n"

@@ -29,7 +29,7 @@ from minivllm.kernels.cpu import (
     quantized_linear_loops, rejection_loops, replay_loops,
 )
 block_copy_loops.programs_for(), rejection_loops.programs_for(), gumbel_loops.compiled_programs()
-cache_loops.copies_of(np.float32), cache_loops.quantizer(), replay_loops.programs()
+cache_loops.copies_of(np.float32), cache_loops.quantizer(), replay_loops.programs_for()
 attention_loops.programs_for(np.float32, np.float32), lora_loops.programs_for(np.float32)
 panel_linear_loops.programs_for(np.float32), quantized_linear_loops.programs_for(np.int8, np.float32)
 elementwise_loops.norms_of(np.float32), elementwise_loops.norms_of(np.uint16)

@@ -25,9 +25,6 @@ CONFIG = KVConnectorConfig(
     model_fingerprint="a model",
     block_size=4,
     num_gpu_blocks=16,
-    num_layers=2,
-    num_kv_heads=2,
-    head_dim=8,
     kv_cache_dtype="float32",
 )
 
@@ -134,12 +131,14 @@ class ReadDouble:
         return True
 
 
-def make_caches(config: KVConnectorConfig, fill: bool) -> dict[str, tuple[torch.Tensor, ...]]:
+def make_caches(
+    config: KVConnectorConfig, fill: bool, num_layers: int = 2, num_kv_heads: int = 2
+) -> dict[str, tuple[torch.Tensor, ...]]:
     """Make each layer's keys and values: a different number in every position, or zeros."""
-    shape = (config.num_gpu_blocks, config.block_size, config.num_kv_heads, config.head_dim)
+    shape = (config.num_gpu_blocks, config.block_size, num_kv_heads, 8)
     size = int(np.prod(shape))
     caches = {}
-    for layer in range(config.num_layers):
+    for layer in range(num_layers):
         start = 2 * layer * size + 1
         make = [torch.arange(start + part * size, start + (part + 1) * size).float().view(shape) for part in (0, 1)]
         caches[f"layer {layer}"] = tuple(make) if fill else (torch.zeros(shape), torch.zeros(shape))

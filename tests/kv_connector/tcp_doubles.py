@@ -23,9 +23,11 @@ def tcp_config(engine_id: str, extra: dict | None = None, **others):
 class Engine(PullEngine):
     """A TCP engine over real sockets."""
 
-    def __init__(self, engine_id: str, extra: dict | None = None, lease: float = 30.0, **others) -> None:
+    def __init__(
+        self, engine_id: str, extra: dict | None = None, lease: float = 30.0, shape: dict | None = None, **others
+    ) -> None:
         self.config = tcp_config(engine_id, {"kv_lease_duration": lease, **(extra or {})}, **others)
-        self.caches = make_caches(self.config, fill=engine_id == "P")
+        self.caches = make_caches(self.config, fill=engine_id == "P", **(shape or {}))
         self.scheduler = TCPConnectorScheduler(self.config)
         self.worker = TCPConnectorWorker(self.config)
         self.worker.register_kv_caches(self.caches)

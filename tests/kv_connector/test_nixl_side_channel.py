@@ -5,7 +5,7 @@ import time
 import msgspec
 import pytest
 import zmq
-from kv_connector.nixl_doubles import CONFIG, config_of
+from kv_connector.nixl_doubles import CONFIG, config_of, make_caches
 from patience import PATIENCE
 from server.serving import free_port
 
@@ -18,9 +18,10 @@ from minivllm.kv_connector.nixl.side_channel import (
     compute_nixl_compatibility_hash,
     fetch_metadata,
 )
+from minivllm.kv_connector.pull_worker import layout_of
 
 METADATA = NixlAgentMetadata("engine", b"agent", [4096, 8192], 0, 16, [64, 64], "generation")
-HASH = compute_nixl_compatibility_hash(CONFIG)
+HASH = compute_nixl_compatibility_hash(layout_of(CONFIG, make_caches(CONFIG, False)))
 PAYLOAD = msgspec.msgpack.encode(NixlHandshakePayload(HASH, msgspec.msgpack.encode(METADATA)))
 
 
@@ -69,14 +70,23 @@ def test_nobody_there_is_a_matter_of_time():
 
 
 @pytest.mark.parametrize(
-    "other",
-    [{"model_fingerprint": "b"}, {"num_layers": 3}, {"kv_cache_dtype": "int8"}, {"block_size": 8}, {"device": "cuda"}],
+    ("other", "shape"),
+    [
+        ({"model_fingerprint": "b"}, {}),
+        ({}, {"num_layers": 3}),
+        ({}, {"num_kv_heads": 4}),
+        ({"block_size": 8}, {}),
+        ({"device": "cuda"}, {}),
+    ],
     ids=str,
 )
-def test_incompatible_engines_are_refused_before_their_metadata_is_decoded(port, other):
+def test_incompatible_engines_are_refused_before_their_metadata_is_decoded(port, other, shape):
+    def hash_of(config, **shape):
+        return compute_nixl_compatibility_hash(layout_of(config, make_caches(config, False, **shape)))
+
     with pytest.raises(MinivllmError, match="has a different cache"):
-        fetch_metadata("127.0.0.1", port, 0, compute_nixl_compatibility_hash(config_of(**other)), 5.0)
-    assert compute_nixl_compatibility_hash(config_of("other", num_gpu_blocks=3)) == HASH
+        fetch_metadata("127.0.0.1", port, 0, hash_of(config_of(**other), **shape), 5.0)
+    assert hash_of(config_of("other", num_gpu_blocks=3)) == HASH
 
 
 @pytest.mark.parametrize("payload", [b"", b"junk", msgspec.msgpack.encode({"compatibility_hash": HASH})])

@@ -20,7 +20,7 @@ ANSWER = {
 
 def test_an_answer_of_vllm_is_read():
     assert RemotePrefill.of(ANSWER, 1) == RemotePrefill(
-        ANSWER["remote_engine_id"], ANSWER["remote_request_id"], "127.0.0.1", 5601, (1, 2, 3, 4), 473, ""
+        ANSWER["remote_engine_id"], ANSWER["remote_request_id"], "127.0.0.1", 5601, ((1, 2, 3, 4),), 473
     )
 
 
@@ -98,4 +98,4 @@ def test_any_value_is_read_or_refused_in_one_line(changed):
         message = str(error)
     assert "\n" not in message
     assert len(message) < 250
-    assert all(type(block_id) is int and block_id >= 0 for block_id in result.block_ids)
+    assert all(type(block_id) is int and block_id >= 0 for group in result.block_ids for block_id in group)

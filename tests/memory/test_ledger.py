@@ -364,7 +364,7 @@ WHOLE = known_model("Llama-3.1-8B")
         (lambda: memory_ledger(WHOLE, "H100", max_model_len=-5), "max_model_len.*-5"),
         (lambda: memory_ledger(WHOLE, "H100", max_num_seqs=0), "max_num_seqs.*0"),
         (lambda: memory_ledger(WHOLE, "H100", weights=-1), "weights.*-1"),
-        (lambda: memory_ledger(WHOLE, "H100", non_torch="1"), "non_torch.*'1'"),
+        (lambda: memory_ledger(WHOLE, "H100", non_torch="1"), "outside torch.*'1'"),
     ],
 )
 def test_nonsense_is_named(ask, said):

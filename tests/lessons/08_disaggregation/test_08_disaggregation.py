@@ -60,11 +60,11 @@ def test_the_engines_kernels_do_the_same(device):
     cache, staging, ids = (tensor.to(device) for tensor in report.transfer_case(40, 9, [7, 1, 4]))
     regions = BlockRegions.of(list(cache))
     records = torch.zeros(3 * regions.record_bytes, dtype=torch.uint8, device=device)
-    gather_blocks(regions, ids, records, block_major=True)
+    gather_blocks(regions, ids, records)
     mine = lesson.launch(lesson.gather_kernel, cache, staging, ids)
     assert torch.equal(mine.flatten().view(torch.uint8), records)
     source, target = torch.zeros_like(cache), torch.zeros_like(cache)
-    scatter_blocks(BlockRegions.of(list(source)), ids, records, block_major=True)
+    scatter_blocks(BlockRegions.of(list(source)), ids, records)
     lesson.launch(lesson.scatter_kernel, target, mine, ids)
     assert torch.equal(target, source)
 

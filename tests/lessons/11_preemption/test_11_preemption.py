@@ -206,11 +206,11 @@ def test_it_agrees_with_the_engines_kernel(words, blocks, device):
     ids = [torch.tensor(each, dtype=torch.int32, device=device) for each in (blocks, slots)]
     lesson.launch(tensors, *ids, staging, True)
     expected = torch.zeros(staging.numel() * 4, dtype=torch.uint8, device=device)
-    gather_blocks(regions, ids[0], expected, ids[1], block_major=True)
+    gather_blocks(regions, ids[0], expected, ids[1])
     assert torch.equal(staging.view(torch.uint8).flatten(), expected)
     ours, theirs = ([torch.zeros_like(tensor) for tensor in tensors] for _ in range(2))
     lesson.launch(ours, *ids, staging, False)
-    scatter_blocks(BlockRegions.of(theirs), ids[0], expected, ids[1], block_major=True)
+    scatter_blocks(BlockRegions.of(theirs), ids[0], expected, ids[1])
     for tensor, other, source in zip(ours, theirs, tensors, strict=True):
         assert torch.equal(tensor, other)
         assert torch.equal(tensor[blocks], source[blocks])

@@ -65,11 +65,10 @@ class KVConnectorConfig:
       tokens, up to rounding: the model, its weights, the dtype of the computation, and the
       drafter.
     - `block_size` in tokens, `num_gpu_blocks` of the pool, the null block (id 0) included.
-    - `num_layers`, `num_kv_heads`, `head_dim`: of the whole model; a rank holds max(1, num_kv_heads
-      // tensor_parallel_size) heads. `kv_cache_dtype`: what the cache stores, such as "float32".
+    - `kv_cache_dtype`: what the cache stores, such as "float32".
     - `tensor_parallel_rank`: 0 on the scheduler's side. `data_parallel_rank`: the index of this
       core among several.
-    - `max_num_batched_tokens`: per step. `use_eagle`: as in `SchedulerConfig`.
+    - `use_eagle`: as in `SchedulerConfig`.
     - `device`: "cpu" or "cuda".
     """
 
@@ -77,16 +76,12 @@ class KVConnectorConfig:
     model_fingerprint: str
     block_size: int
     num_gpu_blocks: int
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
     kv_cache_dtype: str
     device: str = "cpu"
     tensor_parallel_size: int = 1
     tensor_parallel_rank: int = 0
     pipeline_parallel_size: int = 1
     data_parallel_rank: int = 0
-    max_num_batched_tokens: int = 2048
     use_eagle: bool = False
 
     @property

@@ -108,7 +108,7 @@ class EngineArgs:
       as {"kv_connector": "NixlConnector", "kv_role": "kv_both"} (`config.kv_transfer`).
     - `kv_offloading_size`: GiB of host memory for a second tier of the KV cache, which extends the
       prefix cache; the total of a core's ranks, per core. It becomes part of `kv_transfer_config`,
-      whose `kv_connector_extra_config` takes further options, such as `lazy_offload`
+      whose `kv_connector_extra_config` takes further options, such as `offload_prompt_only`
       (`kv_connector.offload.settings`).
     - `parts`: replacements for the engine's own parts (`config.parts`). Not in vLLM; it
       exists for the exercises.

@@ -70,9 +70,9 @@ class Executor(ABC):
         that samples.
         """
 
-    @abstractmethod
     def take_draft_token_ids(self) -> dict[str, list[int]]:
         """Return rank 0's draft tokens after the last step, by request id, and clear them."""
+        return self.collective_rpc("take_draft_token_ids")[0]
 
     @abstractmethod
     def shutdown(self) -> None:

@@ -59,9 +59,6 @@ class MultiprocExecutor(Executor):
             return self.ranks.send(method, argument)
         return self.ranks.send(method, argument, join=self._aggregator.aggregate)
 
-    def take_draft_token_ids(self) -> dict[str, list[int]]:
-        return self.ranks.send("take_draft_token_ids").result()
-
     def shutdown(self) -> None:
         if self._aggregator is not None:  # let the ranks' connectors end what they have started, if they answer in time
             with suppress(WorkerFailedError, WorkerDiedError, MinivllmError, TimeoutError):

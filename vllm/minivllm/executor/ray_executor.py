@@ -53,29 +53,8 @@ class RayExecutor(MultiprocExecutor):
         """Place and start the ranks, which load their models.
 
         Raises:
-            MinivllmError: ray is not installed, or the cluster has no room for the ranks.
-            WorkerDiedError: a rank died before it was ready.
-        """
-        self._cluster = RayCluster(settings.world_size, "GPU" if settings.device == "cuda" else "CPU")
-        try:
-            self._start_ranks(settings, self._cluster.host, self._cluster.start)
-        except BaseException:
-            self._cluster.leave()
-            raise
-
-    def shutdown(self) -> None:
-        super().shutdown()
-        self._cluster.leave()
-
-
-class RayCluster:
-    """Reserved resources of a Ray cluster for `size` actors."""
-
-    def __init__(self, size: int, resource: str) -> None:
-        """Join the cluster, and reserve a bundle with one "GPU" or "CPU" for each actor.
-
-        Raises:
             MinivllmError: ray is not installed, or the cluster cannot be joined, or has no room.
+            WorkerDiedError: a rank died before it was ready.
         """
         ray = import_ray()
         # A caller's own connection to the cluster must survive this engine.
@@ -86,26 +65,30 @@ class RayCluster:
             except ConnectionError as error:
                 raise MinivllmError(f"cannot join the Ray cluster: {error}; is RAY_ADDRESS right?") from None
         self._placement: Any = None
-        self._listener: socket.socket | None = None
+        self._listener = socket.socket()
         try:
-            self._placement = place(ray, size, resource)
-            self.host: str = ray.util.get_node_ip_address()
-            self._listener = socket.create_server((self.host, 0))
+            self._placement = place(ray, settings.world_size, "GPU" if settings.device == "cuda" else "CPU")
+            self._listener = socket.create_server((ray.util.get_node_ip_address(), 0))
+            self._start_ranks(settings, self._listener.getsockname()[0], self._start_actor)
         except BaseException:
-            self.leave()
+            self._leave_cluster()
             raise
 
-    def start(self, rank: int) -> tuple[socket.socket, "RayProcess"]:
+    def shutdown(self) -> None:
+        super().shutdown()
+        self._leave_cluster()
+
+    def _start_actor(self, rank: int) -> tuple[socket.socket, "RayProcess"]:
         """Start a rank's actor in its bundle, and return our end of its connection.
 
         Raises:
             WorkerDiedError: it has not connected in time.
         """
-        assert self._listener is not None
         # Starting it does not wait for it: Ray may have to start a process first.
         actor = import_ray().remote(RankActor).options(**bundle_of(self._placement, rank)).remote()
         token = secrets.token_bytes(TOKEN_BYTES)
-        process = RayProcess(actor, actor.live.remote(self._listener.getsockname()[:2], token))
+        address = self._listener.getsockname()[:2]
+        process = RayProcess(actor, actor.live.remote(address, token))
         deadline = time.monotonic() + SECONDS_TO_CONNECT
         self._listener.settimeout(SECONDS_A_LOOK)
         while time.monotonic() < deadline and not process.has_ended():
@@ -117,13 +100,12 @@ class RayCluster:
                     return connection, process
                 connection.close()
         process.kill()
-        raise WorkerDiedError(f"rank {rank} of Ray has not connected to {self.host}; Ray's log says why")
+        raise WorkerDiedError(f"rank {rank} of Ray has not connected to {address[0]}; Ray's log says why")
 
-    def leave(self) -> None:
-        """Stop the actors, free their bundles and leave the cluster. A second call does nothing."""
+    def _leave_cluster(self) -> None:
+        """Stop the actors, free their bundles and leave. A second call does nothing."""
         ray = import_ray()
-        if self._listener is not None:
-            self._listener.close()
+        self._listener.close()
         if self._placement is not None and ray.is_initialized():
             ray.util.remove_placement_group(self._placement)
         self._placement = None

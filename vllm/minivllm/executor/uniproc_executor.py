@@ -71,9 +71,6 @@ class UniprocExecutor(Executor):
             future.set_exception(error)
         return future
 
-    def take_draft_token_ids(self) -> dict[str, list[int]]:
-        return self.collective_rpc("take_draft_token_ids")[0]
-
     def shutdown(self) -> None:
         """Stop the threads, if any; no process was started."""
         self.worker.shutdown()

@@ -13,9 +13,8 @@ Layouts
     table      int64 [regions, 4]: address, bytes from block to block, bytes of a block, bytes of it in the regions before
     blocks     int32 or int64 [n]: blocks of the cache; a block may be gathered twice, but not scattered to twice
     slots      int32 or int64 [n], distinct, or None for 0 … n − 1: where each block is in the staging buffer
-    staging    uint8 [capacity × record], contiguous; a *record* is a block's bytes in all regions
-               region after region (the default)   offset of region × capacity + slot × bytes of region: layers can be sent singly
-               block after block (`block_major`)   slot × record + offset of region: one contiguous copy for each block
+    staging    uint8 [capacity × record], contiguous; a *record* is a block's bytes in all regions, one region after
+               another, so a block is one contiguous copy
 
 Grid: a program for each (block, region, 16 KiB of the largest region). Programs of small regions,
 such as scales, beyond their last byte do nothing. One launch for all layers: a launch for each of
@@ -29,8 +28,7 @@ In vLLM v0.33.0: `vllm/v1/kv_offload/cpu/gpu_worker.py`,
 `vllm/v1/kv_offload/cpu/swap_blocks_triton.py` (`swap_blocks_batch`) and `csrc/cache_kernels.cu`
 copy a list of pieces; NIXL's own backend reads the pieces in place.
 
-The CPU twin, which moves the blocks without a staging buffer on the device, is in
-`cpu/block_copy_calls.py`.
+The CPU twin is in `cpu/block_copy_loops.py`.
 """
 
 from __future__ import annotations
@@ -44,8 +42,10 @@ import torch
 from torch import Tensor
 
 from minivllm.errors import MinivllmError
-from minivllm.kernels.cpu.block_copy_calls import copy_regions_cpu
+from minivllm.kernels.cpu.cells import BlockCopyCells
+from minivllm.kernels.cpu.loops import loops
 from minivllm.kernels.reshape_and_cache import choose_backend
+from minivllm.platforms.threads import run_programs
 from minivllm.platforms.triton_utils import tl, triton
 
 CHUNK_BYTES = 16384
@@ -94,11 +94,6 @@ class BlockRegions:
         return sum(self.block_bytes)
 
     @property
-    def num_blocks(self) -> int:
-        """Return the number of blocks in the pool."""
-        return self.tensors[0].shape[0]
-
-    @property
     def device(self) -> torch.device:
         """Return the device of the cache."""
         return self.tensors[0].device
@@ -126,10 +121,8 @@ def copy_regions_kernel(
     blocks,
     slots,
     staging,
-    capacity,
     record,
     GATHER: tl.constexpr,
-    BLOCK_MAJOR: tl.constexpr,
     WORD: tl.constexpr,  # the integer that is moved
     WORD_BYTES: tl.constexpr,
     UNIT: tl.constexpr,  # bytes that all addresses and sizes are multiples of
@@ -144,12 +137,8 @@ def copy_regions_kernel(
     slot = number.to(tl.int64)
     if slots is not None:
         slot = tl.load(slots + number).to(tl.int64)
-    if BLOCK_MAJOR:
-        place = slot * record + offset
-    else:
-        place = offset * capacity + slot * size
     cell = (address + tl.load(blocks + number).to(tl.int64) * stride).to(tl.pointer_type(WORD))
-    staged = (staging + place).to(tl.pointer_type(WORD))
+    staged = (staging + slot * record + offset).to(tl.pointer_type(WORD))
     # Told what all addresses are multiples of, the compiler moves 16 bytes at a time where that is
     # possible.
     cells = tl.multiple_of(cell, UNIT) + word
@@ -168,7 +157,6 @@ def _copy(
     slots: Tensor | None = None,
     *,
     gather: bool,
-    block_major: bool = False,
     backend: str | None = None,
 ) -> None:
     """Copy these blocks of all regions into the staging buffer if `gather`, else out of it.
@@ -180,9 +168,9 @@ def _copy(
     Raises:
         MinivllmError: the staging buffer does not fit, or the backend is unknown.
     """
-    capacity = _check_staging(regions, blocks, staging, slots)
+    _check_staging(regions, blocks, staging, slots)
     if choose_backend(backend, staging) == "cpu":
-        copy_regions_cpu(regions.tensors, regions.table, blocks, staging, slots, capacity, gather, block_major)
+        _copy_on_cpu(regions, blocks, staging, slots, gather)
         return
     if not len(blocks):
         return
@@ -193,9 +181,8 @@ def _copy(
     if max(chunks, num_regions) > _LARGEST_GRID:
         raise MinivllmError(f"{num_regions} regions of up to {max(regions.block_bytes)} bytes are too many")
     copy_regions_kernel[(len(blocks), num_regions, chunks)](
-        regions.table, blocks, slots, staging, capacity, regions.record_bytes,
+        regions.table, blocks, slots, staging, regions.record_bytes,
         GATHER=gather,
-        BLOCK_MAJOR=block_major,
         WORD={4: tl.int32, 2: tl.int16, 1: tl.int8}[word_bytes],
         WORD_BYTES=word_bytes,
         UNIT=unit,
@@ -203,14 +190,24 @@ def _copy(
     )  # fmt: skip
 
 
+def _copy_on_cpu(regions: BlockRegions, blocks: Tensor, staging: Tensor, slots: Tensor | None, gather: bool) -> None:
+    """Copy on the calling thread only, which lets other Python threads run.
+
+    One core takes all the bandwidth that a plain copy has, and the calling thread often works
+    beside the forward pass, whose threads it must not take.
+    """
+    blocks = blocks.long().contiguous()
+    slots = torch.arange(len(blocks)) if slots is None else slots.long().contiguous()
+    addresses = (regions.table.data_ptr(), blocks.data_ptr(), slots.data_ptr(), staging.data_ptr())
+    cells = BlockCopyCells(0, len(blocks), len(regions.table), regions.record_bytes, gather, *addresses)
+    run_programs(loops("block_copy_loops").programs_for(), cells, most_threads=1)
+
+
 gather_blocks = functools.partial(_copy, gather=True)
 scatter_blocks = functools.partial(_copy, gather=False)
 
 
-def _check_staging(regions: BlockRegions, blocks: Tensor, staging: Tensor, slots: Tensor | None) -> int:
-    """Return the number of records that the staging buffer has room for, or raise if the buffer or
-    the ids are invalid.
-    """
+def _check_staging(regions: BlockRegions, blocks: Tensor, staging: Tensor, slots: Tensor | None) -> None:
     record = regions.record_bytes
     if staging.dtype != torch.uint8 or staging.dim() != 1 or not staging.is_contiguous() or staging.numel() % record:
         actual = f"{staging.dtype} {list(staging.shape)}"
@@ -223,4 +220,3 @@ def _check_staging(regions: BlockRegions, blocks: Tensor, staging: Tensor, slots
         raise MinivllmError(f"{len(blocks)} blocks do not fit in a staging buffer of {capacity}")
     if any(tensor.device != regions.device for tensor in (*ids, staging)):
         raise MinivllmError(f"block ids and staging buffer must be on {regions.device}, like the cache")
-    return capacity

@@ -57,14 +57,14 @@ class HostCopies:
         event to wait for first.
         """
         if not self._stages:
-            gather_blocks(self.regions, _ids(block_ids), host, _ids(slots), block_major=True)
+            gather_blocks(self.regions, _ids(block_ids), host, _ids(slots))
             return
         with torch.cuda.stream(self._stream):
             if after is not None:
                 # The forward pass must have written the blocks before they are read.
                 self._stream.wait_event(after)
             for chosen, room, pieces in self._batches(block_ids, host, slots):
-                gather_blocks(self.regions, chosen, room, block_major=True)
+                gather_blocks(self.regions, chosen, room)
                 for staged, there in pieces:
                     there.copy_(staged, non_blocking=True)
         self._stream.synchronize()
@@ -72,13 +72,13 @@ class HostCopies:
     def from_host(self, block_ids: Sequence[int], host: torch.Tensor, slots: Sequence[int]) -> None:
         """Copy these records into these blocks."""
         if not self._stages:
-            scatter_blocks(self.regions, _ids(block_ids), host, _ids(slots), block_major=True)
+            scatter_blocks(self.regions, _ids(block_ids), host, _ids(slots))
             return
         with torch.cuda.stream(self._stream):
             for chosen, room, pieces in self._batches(block_ids, host, slots):
                 for staged, there in pieces:
                     staged.copy_(there, non_blocking=True)
-                scatter_blocks(self.regions, chosen, room, block_major=True)
+                scatter_blocks(self.regions, chosen, room)
         self._stream.synchronize()
 
     def _batches(

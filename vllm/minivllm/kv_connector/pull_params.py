@@ -17,7 +17,6 @@ import hashlib
 import sys
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -41,43 +40,30 @@ class _Flags(msgspec.Struct):
     do_remote_decode: bool | None = None
 
 
-class _Answer(msgspec.Struct):
-    """Hold those fields of a prefill engine's answer that a decode engine reads.
-
-    `remote_block_ids` has the blocks of each group of layers; here there is only one group.
-    """
-
-    remote_engine_id: Text
-    remote_request_id: Text
-    remote_host: Text
-    remote_port: Annotated[int, Meta(ge=1, le=65535)]
-    remote_block_ids: Annotated[list[Annotated[list[Count], Meta(min_length=1)]], Meta(min_length=1, max_length=1)]
-    remote_num_tokens: Count | None = None
-    remote_registration_generation: str | None = None
-    remote_prompt_digest: str | None = None
+class _Engine(msgspec.Struct):
     tp_size: Count | None = None
     dcp_size: Count | None = None
     pp_size: Count | None = None
     transfer_mode: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class RemotePrefill:
+class RemotePrefill(msgspec.Struct, frozen=True, rename="remote_{}".format):
     """A prompt that another engine has computed, and where its blocks are.
 
-    The first `num_tokens` tokens are computed there; None: all of them. `generation` identifies the
-    other engine's registered memory, and `prompt_digest` the computed tokens; each is empty if that
-    engine has not sent it.
+    `block_ids` has the blocks of each group of layers; here there is only one group. The first
+    `num_tokens` tokens are computed there; None: all of them. `registration_generation` identifies
+    the other engine's registered memory, and `prompt_digest` the computed tokens; each may be
+    missing.
     """
 
-    engine_id: str
-    request_id: str
-    host: str
-    port: int
-    block_ids: tuple[int, ...]
-    num_tokens: int | None = None
-    generation: str = ""
-    prompt_digest: str = ""
+    engine_id: Text
+    request_id: Text
+    host: Text
+    port: Annotated[int, Meta(ge=1, le=65535)]
+    block_ids: tuple[Annotated[tuple[Count, ...], Meta(min_length=1)]]
+    num_tokens: Count | None = None
+    registration_generation: str | None = None
+    prompt_digest: str | None = None
 
     @classmethod
     def of(cls, params: dict[str, Any], tensor_parallel_size: int) -> "RemotePrefill":
@@ -87,28 +73,21 @@ class RemotePrefill:
             MinivllmError: a key is missing, or its value is not what a prefill engine sends, or
                 that engine's parallel sizes differ from this one's.
         """
-        answer = _checked(params, _Answer)
+        remote, engine = _checked(params, cls), _checked(params, _Engine)
         for key, own in (("tp_size", tensor_parallel_size), ("dcp_size", 1), ("pp_size", 1)):
-            value = getattr(answer, key)
+            value = getattr(engine, key)
             if value not in (None, own):
                 raise MinivllmError(f"kv_transfer_params has {key} {value}, this engine {own}: both must be the same")
-        if answer.transfer_mode not in (None, "pull"):
+        if engine.transfer_mode not in (None, "pull"):
             raise MinivllmError(
-                f"kv_transfer_params has transfer_mode {answer.transfer_mode[:80]!r}; only 'pull' is served"
+                f"kv_transfer_params has transfer_mode {engine.transfer_mode[:80]!r}; only 'pull' is served"
             )
-        (block_ids,) = answer.remote_block_ids
+        (block_ids,) = remote.block_ids
         if len(set(block_ids)) < len(block_ids):
             raise MinivllmError("kv_transfer_params has a block twice in remote_block_ids")
-        return cls(
-            engine_id=encodable(answer.remote_engine_id, "remote_engine_id"),
-            request_id=encodable(answer.remote_request_id, "remote_request_id"),
-            host=encodable(answer.remote_host, "remote_host"),
-            port=answer.remote_port,
-            block_ids=tuple(block_ids),
-            num_tokens=answer.remote_num_tokens,
-            generation=answer.remote_registration_generation or "",
-            prompt_digest=answer.remote_prompt_digest or "",
-        )
+        for name in ("engine_id", "request_id", "host"):
+            encodable(getattr(remote, name), f"remote_{name}")
+        return remote
 
     def is_of(self, prompt_token_ids: Sequence[int]) -> bool:
         """Return whether the other engine has computed this prompt or the beginning of it; True if

@@ -5,9 +5,10 @@ The connectors built on this move the bytes, and call `receive` or `lose` once f
 """
 
 from collections.abc import Iterable
+from itertools import groupby
 from typing import Any
 
-from minivllm.core.kv_connector import KVConnectorBase_V1, KVConnectorConfig, KVConnectorRole
+from minivllm.core.kv_connector import KVCaches, KVConnectorBase_V1, KVConnectorConfig, KVConnectorRole
 from minivllm.kv_connector.pull_leases import Leases
 from minivllm.kv_connector.pull_scheduler import PullConnectorMetadata
 from minivllm.logger import init_logger
@@ -29,7 +30,7 @@ class PullConnectorWorker(KVConnectorBase_V1):
 
     @property
     def orders(self) -> PullConnectorMetadata:
-        """The orders from the scheduler's side for this step."""
+        """Return the orders from the scheduler's side for this step."""
         assert isinstance(self._connector_metadata, PullConnectorMetadata)
         return self._connector_metadata
 
@@ -97,3 +98,17 @@ class PullConnectorWorker(KVConnectorBase_V1):
         self._invalid_block_ids: set[int] = set()
         self._told: list[str] = []
         self._stats: dict[str, Any] = {}
+
+
+def layout_of(config: KVConnectorConfig, kv_caches: KVCaches) -> dict[str, str]:
+    """Describe everything that must be equal on both sides for the bytes to have the same meaning."""
+    shapes = ([(str(tensor.dtype), list(tensor.shape[1:])) for tensor in layer] for layer in kv_caches.values())
+    layers = groupby(map(str, shapes))
+    return {
+        "model": config.model_fingerprint,
+        "block_size": str(config.block_size),
+        "kv_cache_layout": config.kv_cache_layout,
+        "tensor_parallel_size": str(config.tensor_parallel_size),
+        "tensor_parallel_rank": str(config.tensor_parallel_rank),
+        "the cache": ", ".join(f"{len(list(alike))} layers of {shape}" for shape, alike in layers),
+    }

@@ -25,6 +25,10 @@ from minivllm.kernels.lora_linear import lora_linear
 from minivllm.kernels.lora_metadata import LoRAKernelMeta
 from minivllm.models.linear import Linear, LinearMethod
 
+# An adapter's share of one linear on one rank, in the layout of a slot: for each slice A `[rank,
+# in]` and the transposed B `[rank, out]`, or None.
+LoRALayerWeights = list[tuple[Tensor, Tensor] | None]
+
 
 class LoRAStep:
     """The LoRA slot of each row of the current step. All linears read it; the runner sets it before
@@ -65,15 +69,6 @@ class Slice:
     divides_inputs: bool = False
 
 
-@dataclass
-class LoRALayerWeights:
-    """An adapter's share of one linear on one rank, in the layout of a slot: for each slice A
-    `[rank, in]` and the transposed B `[rank, out]`, or None.
-    """
-
-    slices: list[tuple[Tensor, Tensor] | None]
-
-
 class LoRALinearMethod(LinearMethod):
     """The method of one linear: its `base` method, and slots of stacked matrices in the layouts of
     `kernels/lora_linear.py`.
@@ -110,7 +105,7 @@ class LoRALinearMethod(LinearMethod):
 
     @property
     def nbytes(self) -> int:
-        """The size of the slots in bytes."""
+        """Return the size of the slots in bytes."""
         return self.lora_a.nbytes + self.lora_b.nbytes
 
     def apply(self, linear: Linear, x: Tensor) -> Tensor:
@@ -138,8 +133,8 @@ class LoRALinearMethod(LinearMethod):
         """
         # A slot keeps numbers of an earlier adapter beyond these ranks; nothing reads them.
         ranks = np.zeros(len(self.slices), np.int32)
-        for index, piece in enumerate(self.slices):
-            pair = weights.slices[index] if weights is not None else None
+        pairs = weights or [None] * len(self.slices)
+        for index, (piece, pair) in enumerate(zip(self.slices, pairs, strict=True)):
             if pair is not None:
                 a, b = pair
                 ranks[index] = len(a)

@@ -60,7 +60,8 @@ def read_adapter(folder: str | Path, max_lora_rank: int, shape_of: ShapeOf) -> d
                 f"the adapter in {folder} has lora_{match['matrix']} of {module[1]} in layer {module[0]} twice"
             )
         # The tensor's own shape settles what a pattern leaves open.
-        rank = helper.rank_of(match["module"], _rank_stored(tensor, match["matrix"]))
+        rank_stored = tensor.shape["AB".index(match["matrix"])] if tensor.dim() == 2 else 0
+        rank = helper.rank_of(match["module"], rank_stored)
         _check_tensor(folder, name, tensor, match["matrix"], rank, shape_of(module))
         # The file is only mapped, and may change.
         stored[module][match["matrix"]] = tensor.to(torch.float32, copy=True)
@@ -79,13 +80,6 @@ def read_adapter(folder: str | Path, max_lora_rank: int, shape_of: ShapeOf) -> d
                 f"layer {layer}; they must have the same"
             )
     return {module: _scaled(folder, pair, scales[module]) for module, pair in stored.items()}
-
-
-def _rank_stored(tensor: Tensor, matrix: str) -> int:
-    """Return the rank in a tensor's shape; 0 if the tensor is not a matrix."""
-    if tensor.dim() != 2:
-        return 0
-    return tensor.shape[0 if matrix == "A" else 1]
 
 
 def _scaled(folder: str | Path, pair: dict[str, Tensor], scale: float) -> LoRAPair:

@@ -70,7 +70,7 @@ class LRUCacheLoRAModelManager:
 
     @property
     def lora_index_to_id(self) -> list[int | None]:
-        """The id of the adapter in each slot; None marks a free one."""
+        """Return the id of the adapter in each slot; None marks a free one."""
         return self.slots.slots
 
     def list_adapters(self) -> list[int]:
@@ -137,7 +137,7 @@ class LRUCacheLoRAModelManager:
 
     @property
     def slot_bytes(self) -> int:
-        """The size of all slots on the device, in bytes."""
+        """Return the size of all slots on the device, in bytes."""
         return sum(method.nbytes for method in self.modules.values())
 
     def shape_of(self, module: ModuleName) -> tuple[int, int] | None:
@@ -157,7 +157,7 @@ class LRUCacheLoRAModelManager:
             adapted = [pairs.get((layer, piece.name)) for piece in method.slices]
             if any(adapted):
                 parts = zip(adapted, method.slices, strict=True)
-                share[layer, linear] = LoRALayerWeights([pair and self._part(pair, piece) for pair, piece in parts])
+                share[layer, linear] = [pair and self._part(pair, piece) for pair, piece in parts]
         return share
 
     def _part(self, pair: LoRAPair, piece: Slice) -> tuple[Tensor, Tensor]:

@@ -6,7 +6,7 @@ In vLLM v0.33.0: `vllm/lora/peft_helper.py` (`PEFTHelper`).
 import math
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,29 +22,12 @@ REQUIRED = ("r", "lora_alpha", "target_modules")
 PATTERN = re.compile(r"\^?[\w.-]{1,300}")
 # These initializations change the base's weights too, so the adapter alone is not the difference.
 OTHER_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")
-# Settings that are refused: when a value means that the adapter uses the feature, and what the
-# feature is.
-REFUSED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
-    "use_dora": (bool, "DoRA, which scales the base's weights"),
-    "lora_bias": (bool, "biases of its own (lora_bias)"),
-    "modules_to_save": (bool, "whole modules besides the adapter (modules_to_save)"),
-    "trainable_token_indices": (bool, "trained embeddings (trainable_token_indices)"),
-    "layer_replication": (bool, "layers that occur more than once (layer_replication)"),
-    "target_parameters": (bool, "adapters of parameters that are not linear layers (target_parameters)"),
-    "alora_invocation_tokens": (bool, "an adapter that begins in the middle of a text (aLoRA)"),
-    "use_qalora": (bool, "QALoRA, which averages its inputs"),
-    "use_bdlora": (bool, "BD-LoRA, whose matrices are block diagonal"),
-    "arrow_config": (bool, "a router over adapters (Arrow)"),
-    "kasa_config": (bool, "KaSA, which has a diagonal between the two matrices"),
-    "monteclora_config": (bool, "MonteCLoRA, which samples its weights"),
-    "velora_config": (bool, "VeLoRA, which projects its inputs"),
-    "bias": (lambda value: value not in (None, "none"), "trained biases (bias)"),
-    "peft_type": (lambda value: value not in (None, "LORA"), "a form other than LoRA (peft_type)"),
-    "init_lora_weights": (
-        lambda value: isinstance(value, str) and value.lower().startswith(OTHER_INITS),
-        "an init_lora_weights that changes the base's weights; PEFT can convert such an adapter when it saves it",
-    ),
-}
+# Settings of other methods than plain LoRA, each of which is off unless it is true.
+UNSERVED = (
+    "use_dora", "lora_bias", "modules_to_save", "trainable_token_indices", "layer_replication", "target_parameters",
+    "alora_invocation_tokens", "use_qalora", "use_bdlora", "arrow_config", "kasa_config", "monteclora_config",
+    "velora_config",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -88,9 +71,9 @@ class PEFTHelper:
         missing = [name for name in REQUIRED if config.get(name) is None]
         if missing:
             raise MinivllmError(f"{path / CONFIG_FILE} lacks {', '.join(missing)}; an adapter's config has all of them")
-        for name, (has, what) in REFUSED.items():
-            if has(config.get(name)):
-                raise MinivllmError(f"the adapter in {path} has {what}, which is not served: {name} is set")
+        for name in _unserved(config):
+            value = str(config[name])[:60]
+            raise MinivllmError(f"the adapter in {path} has {name} {value!r}; only plain LoRA without biases is served")
         helper = cls(
             **{name: config[name] for name in REQUIRED},
             use_rslora=config.get("use_rslora") or False,
@@ -166,3 +149,14 @@ def _matches(pattern: str, module: str) -> bool:
     whole = pattern.startswith("^")
     # A name is the whole one or an end of it; "^" admits the whole one only.
     return module == pattern.removeprefix("^") or (not whole and module.endswith(f".{pattern}"))
+
+
+def _unserved(config: Mapping[str, Any]) -> list[str]:
+    """Return the settings with which an adapter is more than the two matrices of each module."""
+    names = [name for name in UNSERVED if config.get(name)]
+    for name, plain in (("bias", "none"), ("peft_type", "LORA")):
+        if config.get(name) not in (None, plain):
+            names.append(name)
+    if str(config.get("init_lora_weights")).lower().startswith(OTHER_INITS):
+        names.append("init_lora_weights")
+    return names

@@ -65,6 +65,7 @@ class LRUCacheWorkerLoRAManager:
         """
         self.config = config
         self.manager = LRUCacheLoRAModelManager(model, config, make_slots(config.max_loras))
+        self.slot_bytes = self.manager.slot_bytes
         self.num_loads = 0
         new_meta = (max_rows, config.max_loras, self.manager.device)
         # All rows of a step, and those that the last layer keeps.
@@ -90,13 +91,8 @@ class LRUCacheWorkerLoRAManager:
         return fingerprint
 
     @property
-    def slot_bytes(self) -> int:
-        """The size of the slots on the device, in bytes."""
-        return self.manager.slot_bytes
-
-    @property
     def lora_index_to_id(self) -> list[int | None]:
-        """The id of the adapter in each slot; None marks a free one."""
+        """Return the id of the adapter in each slot; None marks a free one."""
         return self.manager.lora_index_to_id
 
     def list_adapters(self) -> list[int]:

@@ -92,8 +92,8 @@ class KVGroups:
 
     @property
     def bytes_per_token(self) -> int | None:
-        """The bytes per token, or None if there is no fixed number, because not every layer keeps
-        every token.
+        """Return the bytes per token, or None if there is no fixed number, because not every layer
+        keeps every token.
         """
         only = self.groups[0]
         return self.block_bytes // only.block_size if len(self.groups) == 1 and type(only) is FullLayer else None

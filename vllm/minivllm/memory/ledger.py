@@ -37,7 +37,7 @@ class LedgerRow:
 
     name: str
     bytes: int
-    # Whether this figure is an estimate (True), or was counted or given (False).
+    # True for an estimate, False if the figure was counted or measured.
     estimated: bool = False
 
 
@@ -55,27 +55,27 @@ class MemoryLedger:
 
     @property
     def bytes_per_token(self) -> int | None:
-        """The bytes per token in the cache, or None if not every layer keeps every token."""
+        """Return the bytes per token in the cache, or None if not every layer keeps every token."""
         return self.kv.bytes_per_token
 
     @property
     def block_size(self) -> int:
-        """The number of tokens per block; that of the first group if groups differ."""
+        """Return the number of tokens per block; that of the first group if groups differ."""
         return self.kv.groups[0].block_size
 
     @property
     def num_blocks(self) -> int:
-        """The number of blocks in the pool, including the null block."""
+        """Return the number of blocks in the pool, including the null block."""
         return self.kv_bytes // self.kv.block_bytes
 
     @property
     def usable_blocks(self) -> int:
-        """The number of blocks available to requests: all but block 0, the null block."""
+        """Return the number of blocks available to requests: all but block 0, the null block."""
         return max(0, self.num_blocks - 1)
 
     @property
     def tokens(self) -> int:
-        """The number of tokens in all blocks: vLLM's "GPU KV cache size".
+        """Return the number of tokens in all blocks: vLLM's "GPU KV cache size".
 
         If not every layer keeps every token, this is the number that vLLM prints: concurrency times
         `max_model_len`.
@@ -86,7 +86,7 @@ class MemoryLedger:
 
     @property
     def concurrency(self) -> float:
-        """How many requests of `max_model_len` tokens fit at once."""
+        """Return how many requests of `max_model_len` tokens fit at once."""
         return self.concurrency_of(self.max_model_len)
 
     def concurrency_of(self, num_tokens: int) -> float:
@@ -97,8 +97,8 @@ class MemoryLedger:
 
     @property
     def longest_request(self) -> int:
-        """The longest request that the usable blocks hold, in tokens; capped at `max_model_len` if
-        not every layer keeps every token.
+        """Return the longest request that the usable blocks hold, in tokens; capped at
+        `max_model_len` if not every layer keeps every token.
         """
         if self.bytes_per_token is None:
             # Blocks grow with the length, so the longest that fits can be searched.
@@ -182,14 +182,6 @@ def memory_ledger(
     device = Device(device.name, device.memory_bytes) if isinstance(device, Device) else get_device(device)
     if not is_number(gpu_memory_utilization) or not 0 < gpu_memory_utilization <= 1:
         raise MinivllmError(f"gpu_memory_utilization must be above 0 and at most 1, not {gpu_memory_utilization!r}")
-    _check_bytes(
-        weights=weights,
-        activation_peak=activation_peak,
-        non_torch=non_torch,
-        cuda_graphs=cuda_graphs,
-        drafter_bytes=drafter_bytes,
-        lora_bytes=lora_bytes,
-    )
     if max_model_len is None:
         config.require("max_position_embeddings")
         max_model_len = config.max_position_embeddings
@@ -202,12 +194,13 @@ def memory_ledger(
             raise UnsupportedModelError(f"a draft model's cache beside {config.model_type}'s is not counted here")
         # The draft model's cache has the same blocks.
         kv = kv.widened(kv_bytes_per_token(drafting, cache_dtype(config, kv_dtype)))
+        drafter_bytes = _loaded_bytes(drafting, weight_dtype, 1) if drafter_bytes is None else drafter_bytes
     budget = int(device.memory_bytes * gpu_memory_utilization)  # what the engine may use of the device
-    loaded = _loaded_bytes(config, weight_dtype, tp) if weights is None else int(weights)
+    loaded = _loaded_bytes(config, weight_dtype, tp) if weights is None else weights
     before_cache = (
-        LedgerRow("weights and rotary table", loaded),
-        *_drafter_rows(drafting, weight_dtype, drafter_bytes),
-        *((LedgerRow("LoRA slots", int(lora_bytes)),) if lora_bytes else ()),
+        _row("weights and rotary table", loaded),
+        *((_row("draft model", drafter_bytes),) if drafting else ()),
+        *((_row("LoRA slots", lora_bytes),) if lora_bytes else ()),
         _row(
             "activations", activation_peak, estimated_activation_peak(config, max_num_batched_tokens, max_num_seqs, tp)
         ),
@@ -229,12 +222,6 @@ def memory_ledger(
     if check:
         ledger.check()
     return ledger
-
-
-def _check_bytes(**given: int | None) -> None:
-    for name, value in given.items():
-        if value is not None and not (is_number(value) and value >= 0):
-            raise MinivllmError(f"{name} is {value!r}; it must be a number of bytes, or None")
 
 
 def _nothing_left(device: Device, utilization: float, rows: Sequence[LedgerRow]) -> MinivllmError:
@@ -263,11 +250,9 @@ def _loaded_bytes(config: ModelConfig, dtype: str, tp: int) -> int:
     return weight_bytes(config, dtype, tp) + rotary_table_bytes(config)
 
 
-def _drafter_rows(drafter: ModelConfig | None, dtype: str, given: int | None) -> tuple[LedgerRow, ...]:
-    if drafter is None:
-        return ()
-    return (LedgerRow("draft model", _loaded_bytes(drafter, dtype, 1) if given is None else int(given)),)
-
-
-def _row(name: str, given: int | None, estimate: int) -> LedgerRow:
-    return LedgerRow(name, estimate, estimated=True) if given is None else LedgerRow(name, int(given))
+def _row(name: str, measured: int | None, estimate: int = 0) -> LedgerRow:
+    if measured is None:
+        return LedgerRow(name, estimate, estimated=True)
+    if not is_number(measured) or measured < 0:
+        raise MinivllmError(f"{name}: {measured!r} must be a number of bytes, or None")
+    return LedgerRow(name, int(measured))

@@ -247,22 +247,12 @@ def _gated_delta(config: ModelConfig, tp: int) -> dict[str, int]:
     return groups
 
 
-def _opt(config: ModelConfig, tp: int) -> dict[str, int]:
-    """Count OPT: learned positions (two more than its config says), biases everywhere, tied
-    head.
-    """
-    return _gpt(config, tp, positions=config.max_position_embeddings + 2)
-
-
-def _gpt2(config: ModelConfig, tp: int) -> dict[str, int]:
-    return _gpt(config, tp, positions=config.max_position_embeddings)
-
-
-def _gpt(config: ModelConfig, tp: int, positions: int) -> dict[str, int]:
-    """Count LayerNorm with bias, attention and a two-layer MLP with biases, learned positions
-    and a tied head.
+def _gpt(config: ModelConfig, tp: int) -> dict[str, int]:
+    """Count GPT-2 and OPT: LayerNorm with bias, attention and a two-layer MLP with biases, learned
+    positions (in OPT two more than its config says) and a tied head.
     """
     config.require("max_position_embeddings")
+    positions = config.max_position_embeddings + 2 * (config.model_type == "opt")
     hidden, mlp = config.hidden_size, _share(config.intermediate_size, tp)
     heads = config.num_attention_heads // tp * config.head_dim
     attention = 3 * (hidden * heads + heads) + heads * hidden + hidden
@@ -309,6 +299,6 @@ COUNTERS: dict[str, Callable[[ModelConfig, int], dict[str, int]]] = {
     **dict.fromkeys(("gemma", "gemma2", "gemma3_text"), _gated_decoder),
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), _gated_delta),
     "gpt_oss": _gpt_oss,
-    "opt": _opt,
-    "gpt2": _gpt2,
+    "opt": _gpt,
+    "gpt2": _gpt,
 }

@@ -8,7 +8,7 @@ see.
 In vLLM the same interface is `Attention` in `vllm/model_executor/layers/attention/attention.py`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -71,11 +71,18 @@ class CausalAttention:
 
     def __call__(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Implement `AttentionFunction`; `layer_index` is ignored."""
-        lengths = [len(q)] if self.lengths is None else self.lengths
-        if sum(lengths) != len(q):
-            raise MinivllmError(f"the sequence lengths {lengths} do not add up to the {len(q)} tokens given")
-        parts = zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True)
-        return torch.cat([self._sequence(*part) for part in parts])
+        return self.by_sequence(self._sequence, q, k, v)
+
+    def by_sequence(self, attend: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+        """Call `attend` with each sequence's part of the tensors `[tokens, ...]`; return the
+        concatenated results.
+        """
+        tokens = len(tensors[0])
+        lengths = [tokens] if self.lengths is None else self.lengths
+        if sum(lengths) != tokens:
+            raise MinivllmError(f"the sequence lengths {lengths} do not add up to the {tokens} tokens given")
+        parts = zip(*(tensor.split(lengths) for tensor in tensors), strict=True)
+        return torch.cat([attend(*part) for part in parts])
 
     def _sequence(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         # [1, heads, tokens, head_dim], as torch takes them.

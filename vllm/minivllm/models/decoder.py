@@ -20,7 +20,6 @@ In vLLM v0.33.0: `vllm/model_executor/models/llama.py` (`LlamaForCausalLM`), `qw
 from itertools import islice
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minivllm.config import ModelConfig
@@ -75,7 +74,8 @@ class Decoder(nn.Module):
         # keep their numbers.
         embeds = stage.is_first or (stage.is_last and tied)
         # A tied head reads the embedding, so the last stage holds it, too.
-        self.embed_tokens = Embedding(config.vocab_size if embeds else 0, config.hidden_size)
+        rows = config.vocab_size if embeds else 0
+        self.embed_tokens = nn.Embedding.from_pretrained(torch.empty(rows, config.hidden_size))
         self.layers = nn.ModuleList(
             DecoderLayer(config, index - self.start_layer, group, method)
             if self.start_layer <= index < self.end_layer
@@ -219,18 +219,6 @@ class GatedMLP(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """Map `[tokens, hidden_size]` to the same shape."""
         return self.group.all_reduce(self.down_proj(self.gate_up_proj(hidden)))
-
-
-class Embedding(nn.Module):
-    """A lookup table: for each id, the row of `weight` `[rows, width]`."""
-
-    def __init__(self, rows: int, width: int):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(rows, width), requires_grad=False)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        """Look up ids `[n]`; return `[n, width]`."""
-        return F.embedding(ids, self.weight)
 
 
 def _check_supported(config: ModelConfig) -> None:

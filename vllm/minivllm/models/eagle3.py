@@ -27,7 +27,7 @@ from minivllm.config import ModelConfig
 from minivllm.config.checks import is_count
 from minivllm.config.model_files import config_path, read_json_object
 from minivllm.errors import MinivllmError, UnsupportedModelError
-from minivllm.models.decoder import Decoder, Embedding, GatedMLP, SelfAttention
+from minivllm.models.decoder import Decoder, GatedMLP, SelfAttention
 from minivllm.models.forward_context import Attention, ForwardContext
 from minivllm.models.linear import UNQUANTIZED, Linear
 from minivllm.models.loader import default_dtype, fill_slots, slots_of, stored_tensors, weight_files
@@ -132,7 +132,7 @@ class Eagle3Head(nn.Module):
         self.register_buffer("draft_id_to_target_id", None, persistent=False)
 
     @property
-    def embed_tokens(self) -> Embedding:
+    def embed_tokens(self) -> nn.Embedding:
         """Return the target's embedding."""
         return self._target[0].embed_tokens
 

@@ -33,6 +33,7 @@ DeepSeek-V2, arXiv 2405.04434, section 2.1. In vLLM v0.33.0: `vllm/model_executo
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -40,9 +41,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minivllm.config import ModelConfig
-from minivllm.errors import MinivllmError, UnsupportedModelError
+from minivllm.errors import UnsupportedModelError
 from minivllm.kernels.elementwise import rotate_heads
-from minivllm.models.attention import CausalAttention, attention_scale
+from minivllm.models.attention import CausalAttention
 from minivllm.models.forward_context import Attention, ForwardContext
 from minivllm.models.linear import UNQUANTIZED, Linear, LoadableLinearMethod, parameter
 from minivllm.models.norm import RMSNorm
@@ -251,24 +252,12 @@ def causal_attention(config: ModelConfig, lengths: Sequence[int] | None = None) 
     return kind(config, lengths)
 
 
-class CausalLatentAttention:
-    """The plain form without a cache: everything that a token may see is in the same step. It is
-    the counterpart of `CausalAttention`.
-    """
-
-    def __init__(self, config: ModelConfig, lengths: Sequence[int] | None = None):
-        """Prepare for concatenated sequences of these `lengths`; None for one sequence of all
-        tokens.
-        """
-        self.scale = attention_scale(config)
-        self.lengths = None if lengths is None else list(lengths)
+class CausalLatentAttention(CausalAttention):
+    """The plain form without a cache: everything that a token may see is in the same step."""
 
     def __call__(
         self, layer_index: int, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, up: UpProjection
     ) -> Tensor:
         """Implement `LatentAttentionFunction`; `layer_index` is ignored."""
-        lengths = [len(latent)] if self.lengths is None else self.lengths
-        if sum(lengths) != len(latent):
-            raise MinivllmError(f"the sequence lengths {lengths} do not add up to the {len(latent)} tokens given")
-        parts = zip(*(tensor.split(lengths) for tensor in (q_nope, q_rope, latent, k_rope)), strict=True)
-        return torch.cat([plain_attention(*part, up, self.scale) for part in parts])
+        attend = partial(plain_attention, up=up, scale=self.scale)
+        return self.by_sequence(attend, q_nope, q_rope, latent, k_rope)

@@ -27,12 +27,15 @@ from minivllm.models.decoder import FAMILIES, Decoder
 from minivllm.models.latent_attention import latent_rows, query_rows
 from minivllm.models.linear import UNQUANTIZED, Linear
 from minivllm.models.parallel import GroupCoordinator, kv_part
-from minivllm.models.quantized import Quantization, QuantizedLinearMethod, Rounding
-from minivllm.models.quantized_checkpoint import packed_format
+from minivllm.models.quantized import QuantizedLinearMethod, Rounding
+from minivllm.models.quantized_checkpoint import GPTQFormat, packed_format
 from minivllm.platforms.device_memory import refuse_beyond_memory
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
+# A source of quantized weights: the method of the layers' linears (`method`), and the tensors under
+# that method's names (`convert`).
+Quantization = Rounding | GPTQFormat
 INITIAL_SPREAD = 0.02  # standard deviation of random weights, the families' default initializer_range
 
 

@@ -18,7 +18,6 @@ weights and computes with them.
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -40,13 +39,15 @@ class QuantizedLinearMethod(LoadableLinearMethod):
     """The linear method for 8- or 4-bit weights in the format of `minivllm.kernels.packed_weights`:
     `packed` and `scales`.
 
-    - `group_size`: the number of weights of a row that share a scale; None for the whole row.
+    - `group_size`: the number of weights of a row that share a scale; None for the whole row, or
+      for the default of int4 where the weights are `rounded` at load time.
     - `scale_dtype`: None for torch's default dtype when the linear is created.
     """
 
     bits: int
     group_size: int | None = None
     scale_dtype: torch.dtype | None = None
+    rounded: bool = False
 
     def create_weights(self, linear: Linear, in_features: int, out_features: int, input_parts: int) -> None:
         """Create the packed integers and their scales.
@@ -66,6 +67,8 @@ class QuantizedLinearMethod(LoadableLinearMethod):
 
     def group_size_of(self, width: int) -> int:
         """Return the group size for undivided rows of `width` weights."""
+        if self.rounded and self.bits == 4:
+            return default_group_size(width)
         return self.group_size or width
 
     def group_size_on_rank(self, in_features: int, input_parts: int) -> int:
@@ -90,36 +93,6 @@ class QuantizedLinearMethod(LoadableLinearMethod):
 
 
 @dataclass(frozen=True)
-class RoundedLinearMethod(QuantizedLinearMethod):
-    """The method for weights rounded at load time: the default group size of int4 depends on the
-    row's width.
-    """
-
-    def group_size_of(self, width: int) -> int:
-        """Return the group size for undivided rows of `width` weights."""
-        return default_group_size(width) if self.bits == 4 else width
-
-
-class Quantization(Protocol):
-    """A source of quantized weights: the layers' linear method, and the tensors under that method's
-    names.
-    """
-
-    @property
-    def method(self) -> LoadableLinearMethod:
-        """Return the method of every linear inside the layers."""
-        ...
-
-    def convert(self, tensors: Iterable[tuple[str, Tensor]], like: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yield a checkpoint's tensors, with quantized linears as `packed` and `scales` and the
-        others unchanged.
-
-        `like` has the dtype and device of the model's other weights.
-        """
-        ...
-
-
-@dataclass(frozen=True)
 class Rounding:
     """A quantization that rounds the linears of an ordinary checkpoint; `quantization` is "int8" or
     "int4".
@@ -136,8 +109,8 @@ class Rounding:
     def method(self) -> QuantizedLinearMethod:
         """Return the method of every linear inside the layers."""
         if self.quantization == "int8":
-            return RoundedLinearMethod(8, scale_dtype=torch.float32)
-        return RoundedLinearMethod(4, scale_dtype=torch.bfloat16)
+            return QuantizedLinearMethod(8, scale_dtype=torch.float32, rounded=True)
+        return QuantizedLinearMethod(4, scale_dtype=torch.bfloat16, rounded=True)
 
     def convert(self, tensors: Iterable[tuple[str, Tensor]], like: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors with the linears' weights rounded, after casting those to the model's

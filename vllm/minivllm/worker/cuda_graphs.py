@@ -30,7 +30,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from minivllm.errors import MinivllmError
 from minivllm.lora.worker_manager import LoRAManager
 from minivllm.models.decoder import Decoder
 from minivllm.models.forward_context import ForwardContext
@@ -130,23 +129,14 @@ class CudaGraphs:
         lora_slots: np.ndarray | None = None,
         fill: Callable[[torch.Tensor, StepInputs], None] | None = None,
     ) -> torch.Tensor:
-        """Return the hidden states of all tokens in the step, [tokens, hidden]; valid until the
-        next replay.
+        """Return the hidden states of all tokens in a step that `size_for` has a size for, [tokens,
+        hidden]; valid until the next replay.
 
         `lora_slots`: the slot of each token's adapter [tokens], -1 for none; None: no token has
         one. `fill` puts those of `input_ids` in place that the host does not know.
-
-        Raises:
-            MinivllmError: no graph can run this step.
         """
         size = self.size_for(inputs)
-        if size is None or (size, False) not in self._replay:
-            largest = max((size for size, _ in self._replay), default=0)
-            each = "one token" if self.tokens_each == 1 else f"at most {self.tokens_each} tokens"
-            raise MinivllmError(
-                f"no CUDA graph for {len(inputs.input_ids)} tokens of {len(inputs.req_ids)} requests: they are for "
-                f"{each} each of up to {largest} requests"
-            )
+        assert size is not None
         self.buffers.load(inputs)
         if fill is not None:
             fill(self.buffers.input_ids, inputs)

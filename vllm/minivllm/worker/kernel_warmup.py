@@ -1,6 +1,6 @@
 """The steps that a worker runs before the first request, so that no request waits for a compiler.
 
-On a CPU, one short step loads numba's compiled loops from its cache. On a GPU, Triton compiles each
+On a CPU, short steps load numba's compiled loops from its cache. On a GPU, Triton compiles each
 variant of a kernel when it first runs, which takes a second or more, and tries several
 configurations to find the fastest. Capturing CUDA graphs does both for decode steps. The steps here
 cover the rest, one at a time, with prompt lengths that need every variant: all powers of two up to
@@ -31,8 +31,8 @@ def warm_up_steps(
     num_drafts: int = 0,
     num_blocks: int = 1,
 ) -> Iterator[SchedulerOutput]:
-    """Yield the warm-up steps for a GPU with a cache of `num_blocks` blocks; some of them verify up
-    to `num_drafts` drafts of a request.
+    """Yield the warm-up steps for a cache of `num_blocks` blocks; some of them verify up to
+    `num_drafts` drafts of a request.
     """
     longest = max_model_len - 1
     finished: set[str] = set()
@@ -51,15 +51,6 @@ def warm_up_steps(
     for drafts in (1 << bit for bit in range(most_drafts.bit_length())):
         finished = yield from _verified(drafts, block_size, finished)
     yield _nothing_but(finished)
-
-
-def short_step(block_size: int) -> Iterator[SchedulerOutput]:
-    """Yield the warm-up for a CPU: a step with a prompt of two tokens, then one that ends its
-    request.
-    """
-    step = _of_new_requests([(2, 0)], block_size, set())
-    yield step
-    yield _nothing_but(set(step.num_scheduled_tokens))
 
 
 def _divided(tokens: int, longest: int) -> list[int]:

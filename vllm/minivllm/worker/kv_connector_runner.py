@@ -82,24 +82,14 @@ class KVConnectorRunner:
 
         return attend
 
-    def wait_for_layers(self) -> None:
-        """Wait until all of the model's layers are loaded, before a CUDA graph."""
-        self._wait_for(self.layer_names)
-
-    def save_layers(self) -> None:
-        """Save all of the model's layers at once, after a CUDA graph."""
-        self._save(self.layer_names)
-
-    def pre_draft(self) -> None:
-        """Wait until all of the drafter's layers are loaded."""
-        self._wait_for(self.drafter_names)
-
-    def _wait_for(self, names: list[str]) -> None:
+    def wait_for_layers(self, names: list[str]) -> None:
+        """Wait until all of these layers are loaded, before a CUDA graph or a drafter."""
         if self._active is not None:
             for name in names:
                 self._active.wait_for_layer_load(name)
 
-    def _save(self, names: list[str]) -> None:
+    def save_layers(self, names: list[str]) -> None:
+        """Save all of these layers at once, after a CUDA graph or a drafter."""
         if self._active is not None:
             for name in names:
                 # A drafter, and a graph, have no metadata.
@@ -124,7 +114,7 @@ class KVConnectorRunner:
             return
         output = KVConnectorOutput()
         if scheduler_output.num_scheduled_tokens:  # else there was no forward pass
-            self._save(self.drafter_names)
+            self.save_layers(self.drafter_names)
         connector.wait_for_save()
         output.finished_sending, output.finished_recving = connector.get_finished(scheduler_output.finished_req_ids)
         output.failed_recving = connector.get_failed_recving()

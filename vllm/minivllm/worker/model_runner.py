@@ -191,7 +191,7 @@ class ModelRunner:
             return self._completed(ModelRunnerOutput({}))
         with record_function_or_nullcontext("minivllm::sample"):
             output = self.sample(step, grammar_output)
-        self.kv_connector.pre_draft()
+        self.kv_connector.wait_for_layers(self.kv_connector.drafter_names)
         with record_function_or_nullcontext("minivllm::draft"):
             self.propose_draft_token_ids(step)
         self.kv_connector.finalize_step(step.scheduler_output)
@@ -227,9 +227,9 @@ class ModelRunner:
         lora_slots = self.lora.slots_of_tokens(self.batch.lora_requests, inputs.rows, inputs.query_start_loc)
         graphs = None if self.prompt_logprobs else self.cuda_graphs.dispatch(inputs)
         if graphs is not None:
-            self.kv_connector.wait_for_layers()
+            self.kv_connector.wait_for_layers(self.kv_connector.layer_names)
             hidden = graphs.replay(inputs, lora_slots, self.tokens_in_flight.fill)  # [tokens, hidden]
-            self.kv_connector.save_layers()
+            self.kv_connector.save_layers(self.kv_connector.layer_names)
             return hidden if rows is None else hidden[rows]
         self.lora.set_rows(lora_slots, None if all_wanted else inputs.logits_indices)
         input_ids, positions = self._on_device(inputs.input_ids), self._on_device(inputs.positions)

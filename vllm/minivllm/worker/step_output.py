@@ -5,22 +5,24 @@ import numpy as np
 from minivllm.core.scheduler_output import ModelRunnerOutput
 from minivllm.worker.input_batch import StepInputs
 from minivllm.worker.sample.sampler import SamplerOutput
-from minivllm.worker.spec_decode.rejection_sampler import kept_slices
 from minivllm.worker.tokens_in_flight import HostCopy
 
 
 def kept_of(inputs: StepInputs, sampled: SamplerOutput) -> ModelRunnerOutput:
     """Return an output with the tokens that each request keeps: its accepted drafts and the token
-    after the last of them.
+    after the last of them, which are those before its first -1.
     """
-    req_ids = [inputs.req_ids[index] for index in inputs.sampling]  # [n]
     output = ModelRunnerOutput({})
-    kept = kept_slices(sampled.token_ids, inputs.num_sampled)
-    for req_id, places in zip(req_ids, kept, strict=True):
-        output.sampled_token_ids[req_id] = sampled.token_ids[places]
+    start = 0
+    for index, width in zip(inputs.sampling, inputs.num_sampled.tolist(), strict=True):
+        req_id = inputs.req_ids[index]
+        token_ids = sampled.token_ids[start : start + width]
+        kept = token_ids.index(-1) if -1 in token_ids else width
+        output.sampled_token_ids[req_id] = token_ids[:kept]
         # A request's first row tells for all.
-        if sampled.logprobs and sampled.logprobs[places.start] is not None:
-            output.logprobs[req_id] = sampled.logprobs[places]
+        if sampled.logprobs and sampled.logprobs[start] is not None:
+            output.logprobs[req_id] = sampled.logprobs[start : start + kept]
+        start += width
     return output
 
 

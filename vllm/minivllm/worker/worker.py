@@ -32,7 +32,7 @@ from minivllm.models.pipeline import Stage
 from minivllm.platforms.allocator import keep_freed_memory
 from minivllm.platforms.spinning import limit_spinning
 from minivllm.platforms.threads import has_numba
-from minivllm.worker.kernel_warmup import short_step, warm_up_steps
+from minivllm.worker.kernel_warmup import warm_up_steps
 from minivllm.worker.kv_cache import STORED_AS
 from minivllm.worker.kv_connector_runner import KVConnectorRunner, model_fingerprint
 from minivllm.worker.memory_profiling import profile_memory
@@ -140,16 +140,12 @@ class Worker:
             model_fingerprint=model_fingerprint(settings.model, config, computed_in, weights),
             block_size=settings.block_size,
             num_gpu_blocks=cache.shape[0],
-            num_layers=len(kv_caches),
-            num_kv_heads=config.num_key_value_heads if config.kv_lora_rank is None else 1,
-            head_dim=config.latent_width or config.head_dim,
             kv_cache_dtype=str(cache.dtype).removeprefix("torch."),
             device=self.device.type,
             tensor_parallel_size=group.size,
             tensor_parallel_rank=group.rank,
             pipeline_parallel_size=group.stage.size,
             data_parallel_rank=settings.data_parallel_rank,
-            max_num_batched_tokens=settings.max_num_batched_tokens,
             use_eagle=settings.speculative_config is not None and settings.speculative_config.use_eagle,
         )
         connector = create_connector(
@@ -159,13 +155,13 @@ class Worker:
         return connector_config, connector.get_handshake_metadata()
 
     def warm_up(self) -> None:
-        """Run a short step on a CPU, so that no request waits while numba compiles its loops or
+        """Run short steps on a CPU, so that no request waits while numba compiles its loops or
         reads them from its cache.
 
         On a GPU, `initialize_kv_cache` has already warmed up.
         """
         if self.device.type == "cpu":
-            self.run_unobserved(short_step(self.settings.block_size))
+            self.run_unobserved(warm_up_steps(2, 1, 3, self.settings.block_size))
 
     def run_unobserved(self, steps: Iterable[SchedulerOutput]) -> None:
         """Run steps of made-up requests, and discard everything they leave behind. Parts that a

@@ -1,5 +1,11 @@
 """The CPU counterpart of `copy_blocks.py`'s `copy_regions_kernel`, compiled by numba: a `memcpy`
 for each block and region.
+
+Measured on one core (AMD EPYC, torch 2.11), GB/s, 8 regions:
+
+    blocks                        64 of 4 KiB    64 of 64 KiB    8 of 64 KiB
+    a plain copy                           39              12             46
+    gather or scatter                      42              11             44
 """
 
 from __future__ import annotations
@@ -36,13 +42,11 @@ def copy_regions(cells):
     count, regions = cells.blocks, cells.regions
     table = array_at(cells.table, (regions, COLUMNS), np.int64)
     blocks, slots = array_at(cells.block_ids, count, np.int64), array_at(cells.slots, count, np.int64)
-    record = table[regions - 1, 2] + table[regions - 1, 3]
     for region in take_programs(counter_of(cells), regions):
         address, stride, size, offset = table[region]
-        first, step = (offset, record) if cells.block_major else (offset * cells.capacity, size)
         for index in range(count):
             cell = address + blocks[index] * stride
-            staged = cells.staging + first + slots[index] * step
+            staged = cells.staging + slots[index] * cells.record + offset
             if cells.gather:
                 copy_bytes(staged, cell, size)
             else:

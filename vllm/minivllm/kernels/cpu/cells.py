@@ -77,10 +77,10 @@ RejectionCells = _cells(
     "out target_logits draft_logits draft_token_ids starts likeliest largest_of_draft is_greedy keys",
 )
 
-# Arguments of `block_copy_loops.copy_regions`. `capacity` is in records; if `gather`, to the
-# staging buffer, else from it. table, block_ids and slots are int64.
-BlockCopyCells = _cells("blocks regions capacity gather block_major", "table block_ids slots staging")
+# Arguments of `block_copy_loops.copy_regions`. `record` is in bytes; if `gather`, to the staging
+# buffer, else from it. table, block_ids and slots are int64.
+BlockCopyCells = _cells("blocks regions record gather", "table block_ids slots staging")
 
 # Arguments of `replay_loops.replay`. `table` is int64 [calls, 8]: a function, its cells' address,
-# and how many threads run it. `give_way` is a C function, or 0.
+# and how many threads run it. `give_way` is a C function.
 ReplayCells = _cells("calls", "table give_way")

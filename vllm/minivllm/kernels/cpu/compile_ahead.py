@@ -29,7 +29,7 @@ LOOPS = {
     ],
     "panel_linear_loops": lambda loops, number, cached: loops.programs_for(number),
     "cache_loops": lambda loops, number, cached: loops.quantizer() if cached is np.int8 else loops.copies_of(number),
-    "replay_loops": lambda loops, number, cached: loops.programs(),
+    "replay_loops": lambda loops, number, cached: loops.programs_for(),
     "attention_loops": lambda loops, number, cached: loops.programs_for(number, cached),
     "gumbel_loops": lambda loops, number, cached: loops.compiled_programs(),
 }

@@ -27,6 +27,7 @@ from numba.extending import models, register_model
 intrinsic: Any = numba.extending.intrinsic
 
 WIDTH = 16
+TILE_ROWS = 6  # of `multiply_tile`
 _FLOATS = ir.VectorType(ir.FloatType(), WIDTH)
 _INTS = ir.VectorType(ir.IntType(32), WIDTH)
 _HALF, _BYTE = ir.HalfType(), ir.IntType(8)
@@ -168,39 +169,13 @@ def store(typing_context, array, index, lanes):
     """Write sixteen numbers to `array`, of float32 or bfloat16, starting at `index`."""
 
     def generate(context, builder, signature, arguments):
-        values, start, lanes = arguments
-        numbers, size = _as_element(builder, array, lanes)
-        builder.store(numbers, _address(context, builder, array, values, start, numbers.type), align=size)
+        values, start, floats = arguments
+        numbers = _to_bfloat16(builder, floats) if array.dtype == types.uint16 else floats
+        place = _address(context, builder, array, values, start, numbers.type)
+        builder.store(numbers, place, align=array.dtype.bitwidth // 8)
         return context.get_dummy_value()
 
     return types.void(array, types.intp, Lanes), generate
-
-
-@intrinsic
-def store_some(typing_context, array, index, lanes, count):
-    """Write only the first `count` of sixteen numbers; otherwise like `store`."""
-
-    def generate(context, builder, signature, arguments):
-        values, start, lanes, count = arguments
-        numbers, size = _as_element(builder, array, lanes)
-        place = _address(context, builder, array, values, start, numbers.type)
-        lane = ir.Constant(_INTS, list(range(WIDTH)))
-        wanted = builder.icmp_signed("<", lane, _same(builder, builder.trunc(count, ir.IntType(32)), _INTS))
-        kind = ir.FunctionType(ir.VoidType(), [numbers.type, place.type, ir.IntType(32), wanted.type])
-        name = f"llvm.masked.store.v{WIDTH}{'i16' if size == 2 else 'f32'}.p0"
-        builder.call(
-            cgutils.get_or_insert_function(builder.module, kind, name), [numbers, place, ir.IntType(32)(size), wanted]
-        )
-        return context.get_dummy_value()
-
-    return types.void(array, types.intp, Lanes, types.intp), generate
-
-
-def _as_element(builder, array, lanes):
-    """Convert floats to the array's type, float32 or bfloat16; return them and the bytes per
-    element.
-    """
-    return (_to_bfloat16(builder, lanes), 2) if array.dtype == types.uint16 else (lanes, 4)
 
 
 def _to_bfloat16(builder, floats):
@@ -422,17 +397,18 @@ def keep_between(builder, lanes, low, number, high, other):
 
 @numba.extending.intrinsic(prefer_literal=True)
 def multiply_tile(typing_context, sums, sums_at, x, x_at, width, panel, panel_at, bias, bias_at, columns, rows):
-    """Write bias + rows of x, `width` numbers each, × a panel [width, columns × 16] to sums [rows,
-    columns × 16].
+    """Write bias + up to `TILE_ROWS` rows of x, `width` numbers each, × a panel [width, columns ×
+    16] to sums [rows, columns × 16].
 
-    `columns` and `rows` must be constants: each sum of a tile is a variable of its own, to be kept
-    in a register. x and the panel are both float32 or both bfloat16; bfloat16 needs an even `width`
-    and a panel of pairs, [width / 2, columns × 16, 2]. Some processors multiply and add a pair at
-    once (AVX512-BF16); on others the halves of a pair become float32 one after the other.
+    `columns` must be a constant, and each number of rows has a loop of its own: each sum of a tile
+    is a variable, to be kept in a register. x and the panel are both float32 or both bfloat16;
+    bfloat16 needs an even `width` and a panel of pairs, [width / 2, columns × 16, 2]. Some
+    processors multiply and add a pair at once (AVX512-BF16); on others the halves of a pair become
+    float32 one after the other.
     """
-    if not (isinstance(columns, types.IntegerLiteral) and isinstance(rows, types.IntegerLiteral)):
+    if not isinstance(columns, types.IntegerLiteral):
         return None
-    num_columns, num_rows = columns.literal_value, rows.literal_value
+    num_columns = columns.literal_value
     if panel.dtype == types.float32:
         step, kind, single, halves, add_products = 1, _FLOATS, ir.FloatType(), (_whole,), _multiply_add
     else:  # a pair of bfloat16 numbers is moved as one 32-bit integer
@@ -442,7 +418,7 @@ def multiply_tile(typing_context, sums, sums_at, x, x_at, width, panel, panel_at
 
     def generate(context, builder, signature, arguments):
         sums_value, sums_start, x_value, x_start, depth, panel_value, panel_start, *rest = arguments
-        bias_value, bias_start, _, _ = rest
+        bias_value, bias_start, _, rows_value = rest
         integer = depth.type
 
         def plus(start, offset):
@@ -451,27 +427,32 @@ def multiply_tile(typing_context, sums, sums_at, x, x_at, width, panel, panel_at
         def read(array, value, at, kind):
             return builder.load(_address(context, builder, array, value, at, kind), align=4, typ=kind)
 
-        first = [read(bias, bias_value, plus(bias_start, column * WIDTH), _FLOATS) for column in range(num_columns)]
-        totals = [[cgutils.alloca_once_value(builder, start) for start in first] for _ in range(num_rows)]
-        starts = [plus(x_start, builder.mul(depth, integer(row))) for row in range(num_rows)]
-        with cgutils.for_range(builder, builder.sdiv(depth, integer(step))) as loop:
-            line = plus(panel_start, builder.mul(loop.index, integer(step * num_columns * WIDTH)))
-            weights = [read(panel, panel_value, plus(line, step * c * WIDTH), kind) for c in range(num_columns)]
-            place = builder.mul(loop.index, integer(step))
-            for half in halves:
-                factors = [half(builder, weight) for weight in weights]
-                for start, row in zip(starts, totals, strict=True):
-                    number = half(builder, read(x, x_value, plus(start, place), single))
-                    lanes = _same(builder, number, factors[0].type)
-                    for factor, total in zip(factors, row, strict=True):
-                        builder.store(add_products(builder, lanes, factor, builder.load(total)), total)
-        for index, total in enumerate(total for row in totals for total in row):
-            address = _address(context, builder, sums, sums_value, plus(sums_start, index * WIDTH), _FLOATS)
-            builder.store(builder.load(total), address, align=4)
+        def multiply(num_rows):
+            first = [read(bias, bias_value, plus(bias_start, column * WIDTH), _FLOATS) for column in range(num_columns)]
+            totals = [[cgutils.alloca_once_value(builder, start) for start in first] for _ in range(num_rows)]
+            starts = [plus(x_start, builder.mul(depth, integer(row))) for row in range(num_rows)]
+            with cgutils.for_range(builder, builder.sdiv(depth, integer(step))) as loop:
+                line = plus(panel_start, builder.mul(loop.index, integer(step * num_columns * WIDTH)))
+                weights = [read(panel, panel_value, plus(line, step * c * WIDTH), kind) for c in range(num_columns)]
+                place = builder.mul(loop.index, integer(step))
+                for half in halves:
+                    factors = [half(builder, weight) for weight in weights]
+                    for start, row in zip(starts, totals, strict=True):
+                        number = half(builder, read(x, x_value, plus(start, place), single))
+                        lanes = _same(builder, number, factors[0].type)
+                        for factor, total in zip(factors, row, strict=True):
+                            builder.store(add_products(builder, lanes, factor, builder.load(total)), total)
+            for index, total in enumerate(total for row in totals for total in row):
+                address = _address(context, builder, sums, sums_value, plus(sums_start, index * WIDTH), _FLOATS)
+                builder.store(builder.load(total), address, align=4)
+
+        for num_rows in range(1, TILE_ROWS + 1):
+            with builder.if_then(builder.icmp_signed("==", rows_value, integer(num_rows))):
+                multiply(num_rows)
         return context.get_dummy_value()
 
     integers = types.intp
-    signature = (sums, integers, x, integers, integers, panel, integers, bias, integers, columns, rows)
+    signature = (sums, integers, x, integers, integers, panel, integers, bias, integers, columns, integers)
     return types.void(*signature), generate
 
 

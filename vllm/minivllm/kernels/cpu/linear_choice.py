@@ -69,14 +69,8 @@ def _measured(shape: tuple[int, int], dtype: torch.dtype, gated: bool, threads: 
     seconds = measure(torch.zeros(shape, dtype=dtype), gated)
     waited = between(before, thread_times()).waited_share
     most_rows = best_threshold(seconds, CAUTION if waited > BUSY else 1)
-    logger.debug(
-        "%s %s: in panels up to %s rows, waited for a core %.0f%% of the time; µs by rows, in panels and with torch: %s",
-        dtype,
-        shape,
-        most_rows,
-        100 * waited,
-        {rows: tuple(round(1e6 * time) for time in times) for rows, times in seconds.items()},
-    )
+    text = "%s %s: in panels up to %s rows; seconds by rows, in panels and with torch: %s"
+    logger.debug(text, dtype, shape, most_rows, seconds)
     return most_rows
 
 

@@ -43,7 +43,6 @@ class PanelLinear:
         bias = torch.zeros(len(weight)) if bias is None else bias.detach().float()
         self.panels = _pairs(_panels(weight.detach(), self.parts))
         self.bias = _panels(bias.unsqueeze(1), self.parts)
-        self.nbytes = self.panels.nbytes + self.bias.nbytes
 
     def __call__(self, x: Tensor, activate: bool = True) -> Tensor:
         """Multiply: `[rows, in]` to `[rows, out]`, or `[rows, out / 2]` if gated and with the

@@ -20,6 +20,7 @@ import numpy as np
 
 from minivllm.kernels.cpu.cells import PanelLinearCells
 from minivllm.kernels.cpu.lanes import (
+    TILE_ROWS,
     WIDTH,
     has_wide_registers,
     load,
@@ -27,7 +28,6 @@ from minivllm.kernels.cpu.lanes import (
     multiply_tile,
     sigmoid,
     store,
-    store_some,
 )
 from minivllm.kernels.cpu.programs import array_at, counter_of, jit, programs, take_programs
 
@@ -39,22 +39,9 @@ ROWS = 48  # per program, at most
 @jit
 def multiply_rows(sums, at, x, x_at, rows, width, panel, panel_at, bias, bias_at):
     """Write bias + rows of x × a panel, `[rows, PANEL]`, to `sums`, starting at `at`."""
-    for row in range(0, rows - 5, 6):
-        here, x_here = at + row * PANEL, x_at + row * width
-        multiply_tile(sums, here, x, x_here, width, panel, panel_at, bias, bias_at, COLUMNS, 6)
-    left = rows % 6
-    at += (rows - left) * PANEL
-    x_at += (rows - left) * width
-    if left == 1:  # a separate loop is compiled for each number of rows
-        multiply_tile(sums, at, x, x_at, width, panel, panel_at, bias, bias_at, COLUMNS, 1)
-    elif left == 2:
-        multiply_tile(sums, at, x, x_at, width, panel, panel_at, bias, bias_at, COLUMNS, 2)
-    elif left == 3:
-        multiply_tile(sums, at, x, x_at, width, panel, panel_at, bias, bias_at, COLUMNS, 3)
-    elif left == 4:
-        multiply_tile(sums, at, x, x_at, width, panel, panel_at, bias, bias_at, COLUMNS, 4)
-    elif left == 5:
-        multiply_tile(sums, at, x, x_at, width, panel, panel_at, bias, bias_at, COLUMNS, 5)
+    for row in range(0, rows, TILE_ROWS):
+        here, x_here, count = at + row * PANEL, x_at + row * width, min(TILE_ROWS, rows - row)
+        multiply_tile(sums, here, x, x_here, width, panel, panel_at, bias, bias_at, COLUMNS, count)
 
 
 @jit
@@ -66,17 +53,19 @@ def gate_rows(sums, rows):
 
 
 @jit
-def put_rows(out, at, stride, sums, rows, left):
+def put_rows(out, at, stride, sums, rows, left, tail):
     """Store the panel's outputs of each row, or the `left` ones if those are fewer. `stride` is
-    a row's of out.
+    a row's of out; `tail` has room for the last lanes of a panel that is padded.
     """
     count = min(PANEL, left)
+    whole = count // WIDTH * WIDTH
     for row in range(rows):
-        whole = count // WIDTH * WIDTH
         for column in range(0, whole, WIDTH):
             store(out, at + row * stride + column, load(sums, row * PANEL + column))
-        if whole < count:  # the last lanes of a panel that is padded
-            store_some(out, at + row * stride + whole, load(sums, row * PANEL + whole), count - whole)
+        if whole < count:
+            store(tail, 0, load(sums, row * PANEL + whole))
+            for lane in range(count - whole):
+                out[at + row * stride + whole + lane] = tail[lane]
 
 
 def multiply_panels(cells, element):
@@ -86,6 +75,7 @@ def multiply_panels(cells, element):
     panels_of_row = (outputs + PANEL - 1) // PANEL
     bias = array_at(cells.bias, panels_of_row * parts * PANEL, np.float32)
     sums = np.empty(2 * ROWS * PANEL, np.float32)  # of gate, then of up
+    tail = np.empty(WIDTH, element)
     for program in take_programs(counter_of(cells), (rows + ROWS - 1) // ROWS * panels_of_row):
         first_row = program // panels_of_row * ROWS
         panel = program % panels_of_row
@@ -101,8 +91,9 @@ def multiply_panels(cells, element):
             gate_rows(sums, count)
         elif parts == 2:  # both halves side by side, for an adapter to be added to
             stride = 2 * outputs
-            put_rows(out, first_row * stride + outputs + first, stride, sums[ROWS * PANEL :], count, outputs - first)
-        put_rows(out, first_row * stride + first, stride, sums, count, outputs - first)
+            up_at = first_row * stride + outputs + first
+            put_rows(out, up_at, stride, sums[ROWS * PANEL :], count, outputs - first, tail)
+        put_rows(out, first_row * stride + first, stride, sums, count, outputs - first, tail)
 
 
 programs_for = programs(PanelLinearCells, multiply_panels)

@@ -59,17 +59,6 @@ def array_at(address, shape, dtype):
     return carray(_pointer(address), shape, dtype)
 
 
-def layout_of(kind: Any) -> np.dtype:
-    """Return the memory layout of the cells of `kind`, a class of `cells.py`."""
-    return np.dtype([(name, np.int64) for name, *_ in kind._fields_])
-
-
-@njit
-def cells_at(address, layout):
-    """Return the cells at an address as a record: `cells_at(address, LAYOUT).rows`."""
-    return array_at(address, 1, layout)[0]
-
-
 @intrinsic
 def counter_of(typing_context, cells):
     """Return the address of the counter, the first cell."""
@@ -91,14 +80,20 @@ def float_of(typing_context, bits):
 
 
 @intrinsic
-def take_number(typing_context, counter):
-    """Take the number of the next program, atomically."""
+def add_to(typing_context, address, number):
+    """Add to an int64 in memory, atomically, in one order for all threads; return what it was."""
 
     def generate(context, builder, signature, arguments):
         pointer = builder.inttoptr(arguments[0], ir.IntType(64).as_pointer())
-        return builder.atomic_rmw("add", pointer, ir.IntType(64)(1), "monotonic")
+        return builder.atomic_rmw("add", pointer, arguments[1], "seq_cst")
 
-    return types.int64(types.intp), generate
+    return types.int64(types.int64, types.int64), generate
+
+
+@njit(nogil=True)
+def take_number(counter):
+    """Take the number of the next program."""
+    return add_to(counter, 1)
 
 
 # What several loops call must not take cells: numba numbers record types again in every process and
@@ -127,11 +122,12 @@ def programs(cells: Any, loop: Callable[..., None], jit: Callable[..., Any] = ji
     """Return a function that compiles `loop(cells, *elements)` for NumPy types, once for each, and
     returns what `compile_programs` does.
     """
-    layout, compiled = layout_of(cells), jit(loop)
+    layout = np.dtype([(name, np.int64) for name, *_ in cells._fields_])
+    compiled = jit(loop)
 
     @functools.cache
     def programs_for(*elements: type) -> Any:
-        names = {"loop": compiled, "layout": layout, "elements": elements, "cells_at": cells_at}
+        names = {"loop": compiled, "layout": layout, "elements": elements, "array_at": array_at}
         entry = FunctionType(_entry.__code__, {"__name__": __name__, **names})
         # numba's cache knows a function by its file, name and code, not by what it calls.
         types_of = (element.__name__ for element in elements)
@@ -143,7 +139,7 @@ def programs(cells: Any, loop: Callable[..., None], jit: Callable[..., Any] = ji
 
 def _entry(address):
     """Run a loop; its names are those that `programs` gives a copy of this function."""
-    loop(cells_at(address, layout), *elements)  # noqa: F821  # pyright: ignore[reportUndefinedVariable]
+    loop(array_at(address, 1, layout)[0], *elements)  # noqa: F821  # pyright: ignore[reportUndefinedVariable]
 
 
 def sources_changed() -> int:

@@ -167,8 +167,9 @@ class ProgramList:
         self._table = np.zeros((len(calls), loops_of_replay.ROW), np.int64)
         self._table[:, 0] = [_address_of(function) for function in self._functions]
         self._table[:, 1] = self._cells.ctypes.data + np.arange(len(calls)) * self._cells.strides[0]
-        self._replay = loops_of_replay.programs()
-        self._arguments = ReplayCells(calls=len(calls), table=self._table.ctypes.data, give_way=_give_way())
+        self._replay = loops_of_replay.programs_for()
+        give_way = _address_of(ctypes.CDLL(None).sched_yield)  # offers the core to other threads
+        self._arguments = ReplayCells(calls=len(calls), table=self._table.ctypes.data, give_way=give_way)
 
     def __call__(self) -> None:
         """Run them all."""
@@ -179,11 +180,3 @@ class ProgramList:
 def _address_of(function: Any) -> int:
     """Return the address of a C function."""
     return ctypes.cast(function, ctypes.c_void_p).value or 0
-
-
-def _give_way() -> int:
-    """Return the address of the C function that offers the core to other threads, or 0."""
-    try:
-        return _address_of(ctypes.CDLL(None).sched_yield)
-    except (AttributeError, OSError, TypeError):  # not on Windows
-        return 0

@@ -8,32 +8,24 @@ for: it has taken no program, and finds none left when it comes.
 
 from __future__ import annotations
 
-import functools
 import platform
-from typing import Any
 
-import numba.extending
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.core import cgutils
 
 from minivllm.kernels.cpu.cells import ReplayCells
-from minivllm.kernels.cpu.programs import array_at, cells_at, compile_programs, layout_of, sources_changed
+from minivllm.kernels.cpu.programs import add_to, array_at, exact_jit, intrinsic, programs
 
-# It returns numba functions, which a type checker cannot see through.
-intrinsic: Any = numba.extending.intrinsic
-
-CELLS = layout_of(ReplayCells)
 ROW = 8  # numbers of a call: function, address of its cells, threads that run it; one cache line
 SPINS = 2_000  # some 50 µs
 IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
-jit = njit(error_model="numpy", nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
 
 @intrinsic
-def call_with(typing_context, function, address):
-    """Call the C function at `function` with an address."""
+def call_with(typing_context, function, number):
+    """Call the C function at `function` with an int64, and ignore what it returns."""
 
     def generate(context, builder, signature, arguments):
         kind = ir.FunctionType(ir.VoidType(), [ir.IntType(64)]).as_pointer()
@@ -41,28 +33,6 @@ def call_with(typing_context, function, address):
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64), generate
-
-
-@intrinsic
-def call(typing_context, function):
-    """Call the C function at `function`, which takes nothing and returns an int."""
-
-    def generate(context, builder, signature, arguments):
-        kind = ir.FunctionType(ir.IntType(32), []).as_pointer()
-        return builder.call(builder.inttoptr(arguments[0], kind), [])
-
-    return types.int32(types.int64), generate
-
-
-@intrinsic
-def add_to(typing_context, address, number):
-    """Add to an int64 in memory, atomically, in one order for all threads; return what it was."""
-
-    def generate(context, builder, signature, arguments):
-        pointer = builder.inttoptr(arguments[0], ir.IntType(64).as_pointer())
-        return builder.atomic_rmw("add", pointer, arguments[1], "seq_cst")
-
-    return types.int64(types.int64, types.int64), generate
 
 
 @intrinsic
@@ -89,19 +59,18 @@ def pause(typing_context):
     return types.void(), generate
 
 
-@jit
+@exact_jit
 def wait_until_zero(address, give_way):
     """Spin for a moment, then offer the core to other threads, until the number is 0."""
     spins = 0
     while read(address) != 0:
         spins += 1
-        if spins > SPINS and give_way != 0:
-            call(give_way)
+        if spins > SPINS:
+            call_with(give_way, 0)
         else:
             pause()
 
 
-@jit
 def replay(cells):
     """Run all calls. Every thread of the region runs this.
 
@@ -117,13 +86,4 @@ def replay(cells):
         wait_until_zero(running, cells.give_way)
 
 
-@functools.cache
-def programs() -> Any:
-    """Compile `replay`; it takes `ReplayCells`."""
-    changed = sources_changed()
-
-    def replays(address):
-        _ = changed
-        replay(cells_at(address, CELLS))
-
-    return compile_programs(replays)
+programs_for = programs(ReplayCells, replay, exact_jit)

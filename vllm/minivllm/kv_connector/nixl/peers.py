@@ -94,7 +94,7 @@ class Peers:
         """Return whether the blocks are in the memory that is registered there now, as far as the
         params tell.
         """
-        generations = dict(enumerate(remote.generation.split(GENERATIONS_JOINED_BY)))
+        generations = dict(enumerate((remote.registration_generation or "").split(GENERATIONS_JOINED_BY)))
         return generations.get(self._rank, "") in ("", metadata.registration_generation)
 
     def _check(self, remote: RemotePrefill, metadata: NixlAgentMetadata) -> None:

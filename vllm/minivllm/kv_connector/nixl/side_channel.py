@@ -24,7 +24,6 @@ from typing import Any
 import msgspec
 import zmq
 
-from minivllm.core.kv_connector import KVConnectorConfig
 from minivllm.errors import MinivllmError
 from minivllm.logger import init_logger
 
@@ -69,22 +68,9 @@ class NixlHandshakePayload(msgspec.Struct):
     agent_metadata_bytes: bytes
 
 
-def compute_nixl_compatibility_hash(config: KVConnectorConfig) -> str:
-    """Return a hash of everything that two engines must have in common; their numbers of blocks may
-    differ.
-    """
-    factors = {
-        "protocol": PROTOCOL,
-        "model": config.model_fingerprint,
-        "block_size": config.block_size,
-        "num_layers": config.num_layers,
-        "num_kv_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "kv_cache_dtype": config.kv_cache_dtype,
-        "kv_cache_layout": config.kv_cache_layout,
-        "tensor_parallel_size": config.tensor_parallel_size,
-    }
-    return hashlib.sha256(json.dumps(factors, sort_keys=True).encode()).hexdigest()
+def compute_nixl_compatibility_hash(layout: Mapping[str, str]) -> str:
+    """Return a hash of everything that two engines must have in common; see `layout_of`."""
+    return hashlib.sha256(json.dumps([PROTOCOL, layout], sort_keys=True).encode()).hexdigest()
 
 
 class NixlSideChannel:

@@ -36,7 +36,7 @@ from minivllm.kv_connector.nixl.side_channel import (
 from minivllm.kv_connector.pull_leases import Leases
 from minivllm.kv_connector.pull_params import RemotePrefill
 from minivllm.kv_connector.pull_scheduler import ReadOrder
-from minivllm.kv_connector.pull_worker import PullConnectorWorker
+from minivllm.kv_connector.pull_worker import PullConnectorWorker, layout_of
 from minivllm.logger import init_logger
 
 logger = init_logger(__name__)
@@ -84,7 +84,7 @@ class NixlConnectorWorker(PullConnectorWorker):
         self._agent = self._make_agent(str(uuid.uuid4()))
         self._agent.register(tensors)
         self._own = own_metadata(self.config, self._agent.metadata(), tensors)
-        self._hash = compute_nixl_compatibility_hash(self.config)
+        self._hash = compute_nixl_compatibility_hash(layout_of(self.config, kv_caches))
         rank = self.config.tensor_parallel_rank
         self._peers = Peers(self._agent, self._own, rank, self._hash, self._handshake_timeout)
 
@@ -176,17 +176,18 @@ class NixlConnectorWorker(PullConnectorWorker):
     def _begin(self, order: ReadOrder, peer: Peer) -> Transfer:
         """Post the READ. Raise `MinivllmError` if the other engine cannot hold all these tokens."""
         remote = order.remote
+        (block_ids,) = remote.block_ids
         size = self.config.block_size
         first, last = order.start // size, -(-order.end // size)
-        if last > len(remote.block_ids) or max(remote.block_ids) >= peer.metadata.num_blocks:
+        if last > len(block_ids) or max(block_ids) >= peer.metadata.num_blocks:
             raise MinivllmError(
-                f"remote_block_ids does not name the blocks of {order.end} tokens: there are {len(remote.block_ids)} "
+                f"remote_block_ids does not name the blocks of {order.end} tokens: there are {len(block_ids)} "
                 f"of {size}, in a cache of {peer.metadata.num_blocks}"
             )
         # A cache's list has the blocks of one tensor behind those of another.
         tensors = np.arange(len(self._own.block_lens))[:, None]
         into = (tensors * self._own.num_blocks + order.block_ids[: last - first]).ravel()
-        blocks = (tensors * peer.metadata.num_blocks + remote.block_ids[first:last]).ravel()
+        blocks = (tensors * peer.metadata.num_blocks + block_ids[first:last]).ravel()
         assert self._agent is not None
         try:
             return self._agent.read(self._peers.own_blocks, into, peer.blocks, blocks)

@@ -6,10 +6,10 @@ can be stored. One more reference holds the blocks that the store reads until al
 finished it. When memory is short, those references are dropped at once, and the ranks finish the
 store before the next forward pass (`release_gpu_blocks`).
 
-*Eager* stores take each full block as soon as it is computed; *lazy* ones take only blocks near the
-head of the free queue, which would be evicted soon.
+Each full block is stored as soon as it is computed.
 
-In vLLM v0.33.0: `vllm/v1/simple_kv_offload/manager.py` (`SimpleCPUOffloadScheduler`).
+In vLLM v0.33.0: `vllm/v1/simple_kv_offload/manager.py` (`SimpleCPUOffloadScheduler`). It can also
+store blocks only when they would be evicted soon.
 """
 
 from collections.abc import Mapping, Sequence
@@ -63,7 +63,6 @@ class _Store:
     keys: list[BlockHash]
     blocks: list["KVCacheBlock"]
     num_ranks_left: int
-    is_lazy: bool
 
 
 class OffloadScheduler(KVConnectorBase_V1):
@@ -169,11 +168,7 @@ class OffloadScheduler(KVConnectorBase_V1):
         """Add the blocks to store after this step."""
         for name in list(self._hits):  # promised in this step, to a request that did not fit
             self._unpin(self._hits, name)
-        # Without tokens nothing is evicted, so there is nothing to save.
-        if self.settings.lazy_offload and scheduler_output.num_scheduled_tokens:
-            self._store(self._blocks_to_be_evicted(), is_lazy=True)
-        elif not self.settings.lazy_offload:
-            self._store(self._computed_blocks(scheduler_output.num_scheduled_tokens))
+        self._store(self._computed_blocks(scheduler_output.num_scheduled_tokens))
         metadata, self._metadata = self._metadata, self._no_orders()
         return metadata
 
@@ -185,7 +180,7 @@ class OffloadScheduler(KVConnectorBase_V1):
             if (followed := self._followed.get(name)) is None:
                 continue
             request = followed.request
-            most = request.num_prompt_tokens if self.settings.stores_prompts_only else request.num_tokens
+            most = request.num_prompt_tokens if self.settings.offload_prompt_only else request.num_tokens
             num_full = min(request.num_computed_tokens + num_tokens, most) // size
             for place in range(followed.num_offered, min(num_full, len(request.block_hashes))):
                 key = request.block_hashes[place]
@@ -196,20 +191,7 @@ class OffloadScheduler(KVConnectorBase_V1):
                 wanted[key] = block
         return wanted
 
-    def _blocks_to_be_evicted(self) -> "dict[BlockHash, KVCacheBlock]":
-        """Return the blocks near the head of the free queue, as many as two full steps could take.
-
-        The tier's free room is the limit: beyond it, each stored block would evict another one.
-        """
-        num_near = 2 * -(-self.config.max_num_batched_tokens // self.config.block_size)
-        num_near = min(num_near, self.manager.num_blocks - self.manager.num_pending_blocks)
-        near: dict[BlockHash, KVCacheBlock] = {}
-        for block in self.gpu_pool.free_block_queue.first(num_near):
-            if block.block_hash is not None:
-                near.setdefault(block.block_hash, block)
-        return near
-
-    def _store(self, wanted: "dict[BlockHash, KVCacheBlock]", is_lazy: bool = False) -> None:
+    def _store(self, wanted: "dict[BlockHash, KVCacheBlock]") -> None:
         """Request that these blocks be stored, as far as the tier has room; blocks that are already
         there stay.
         """
@@ -227,7 +209,7 @@ class OffloadScheduler(KVConnectorBase_V1):
         # One more reference keeps the blocks from being overwritten while they are copied.
         self.gpu_pool.touch(blocks)
         number, self._num_stores = self._num_stores, self._num_stores + 1
-        self._stores[number] = _Store(prepared.keys_to_store, blocks, self.num_ranks, is_lazy)
+        self._stores[number] = _Store(prepared.keys_to_store, blocks, self.num_ranks)
         self._metadata.stores[number] = BlockCopy([block.block_id for block in blocks], prepared.block_ids)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
@@ -253,13 +235,7 @@ class OffloadScheduler(KVConnectorBase_V1):
         """Drop a store's references to cache blocks; return whether any of the blocks is free now."""
         blocks, store.blocks = store.blocks, []
         self.gpu_pool.free_blocks(reversed(blocks))
-        # Requests may still hold the others.
-        freed = [block for block in blocks if block.ref_cnt == 0]
-        if store.is_lazy:  # they were next to be evicted, and still are
-            for block in freed:
-                self.gpu_pool.free_block_queue.remove(block)
-            self.gpu_pool.free_block_queue.prepend_n(freed)
-        return bool(freed)
+        return any(block.ref_cnt == 0 for block in blocks)  # requests may still hold the others
 
     def release_gpu_blocks(self) -> bool:
         """Drop the references of stores in progress, which the ranks finish before the next forward

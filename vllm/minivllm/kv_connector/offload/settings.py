@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from minivllm.config.checks import is_number, refuse_unknown, require, require_counts
+from minivllm.config.checks import is_number, refuse_unknown, require, require_counts, require_flags
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,16 +19,12 @@ class OffloadSettings:
 
     - `cpu_bytes_to_use`: bytes of host memory, for all ranks together. `num_cpu_blocks`: instead of
       that, a number of blocks, one of which is a null block, as in the first pool.
-    - `lazy_offload`: store a block only shortly before it would be evicted, not as soon as it is
-      full.
-    - `offload_prompt_only`: store no block with generated tokens. None: True, except with
-      `lazy_offload`, which does not know which request a block was for.
+    - `offload_prompt_only`: store no block with generated tokens.
     """
 
     cpu_bytes_to_use: float | None = None
     num_cpu_blocks: int | None = None
-    lazy_offload: bool = False
-    offload_prompt_only: bool | None = None
+    offload_prompt_only: bool = True
 
     @classmethod
     def of(cls, extra_config: Mapping[str, Any]) -> "OffloadSettings":
@@ -50,17 +46,4 @@ class OffloadSettings:
             self.cpu_bytes_to_use is not None or self.num_cpu_blocks is not None,
             "the host tier has no size: set kv_offloading_size, or cpu_bytes_to_use in kv_connector_extra_config",
         )
-        require(isinstance(self.lazy_offload, bool), f"lazy_offload is {self.lazy_offload!r}; it must be true or false")
-        require(
-            self.offload_prompt_only is None or isinstance(self.offload_prompt_only, bool),
-            f"offload_prompt_only is {self.offload_prompt_only!r}; it must be true or false",
-        )
-        require(
-            not (self.lazy_offload and self.offload_prompt_only),
-            "lazy_offload does not know which request a block was for: leave out offload_prompt_only",
-        )
-
-    @property
-    def stores_prompts_only(self) -> bool:
-        """Return whether blocks with generated tokens are left out."""
-        return not self.lazy_offload if self.offload_prompt_only is None else self.offload_prompt_only
+        require_flags(self, "offload_prompt_only")

@@ -12,6 +12,7 @@ from minivllm.config.checks import positive_seconds, refuse_unknown, require
 from minivllm.core.kv_connector import KVConnectorConfig
 
 SECRET_VARIABLE = "MINIVLLM_KV_TRANSFER_SECRET"
+SECONDS = {"kv_lease_duration": 30.0, "timeout": 10.0}
 LEAST_SECRET = 16
 """Characters: fewer could be guessed."""
 
@@ -40,7 +41,7 @@ class TCPSettings:
         engine not served.
         """
         extra = config.kv_transfer_config.kv_connector_extra_config
-        refuse_unknown("TCPConnector has no setting", extra, ("host", "port", "secret", "kv_lease_duration", "timeout"))
+        refuse_unknown("TCPConnector has no setting", extra, ("host", "port", "secret", *SECONDS))
         require(
             config.pipeline_parallel_size == 1, "TCPConnector needs pipeline_parallel_size 1: use tensor_parallel_size"
         )
@@ -62,13 +63,8 @@ class TCPSettings:
             f"engines that exchange keys and values over TCP need a secret of at least {LEAST_SECRET} characters: set "
             f"{SECRET_VARIABLE} (or kv_connector_extra_config.secret) to the same text on both sides",
         )
-        return cls(
-            host=host,
-            port=port,
-            secret=secret.encode(),
-            lease_duration=positive_seconds("kv_lease_duration", extra.get("kv_lease_duration", 30.0)),
-            timeout=positive_seconds("timeout", extra.get("timeout", 10.0)),
-        )
+        seconds = [positive_seconds(name, extra.get(name, default)) for name, default in SECONDS.items()]
+        return cls(host, port, secret.encode(), *seconds)
 
     def address_of(self, config: KVConnectorConfig) -> tuple[str, int]:
         """Return the address at which this rank listens."""

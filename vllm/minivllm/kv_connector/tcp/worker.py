@@ -15,7 +15,6 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from itertools import groupby
 from threading import Lock, Thread
 from typing import Literal
 
@@ -27,7 +26,7 @@ from minivllm.kernels.copy_blocks import BlockRegions
 from minivllm.kv_connector.host_copies import HostCopies, host_buffer
 from minivllm.kv_connector.pull_params import RemotePrefill
 from minivllm.kv_connector.pull_scheduler import ReadOrder
-from minivllm.kv_connector.pull_worker import PullConnectorWorker
+from minivllm.kv_connector.pull_worker import PullConnectorWorker, layout_of
 from minivllm.kv_connector.tcp import protocol
 from minivllm.kv_connector.tcp.protocol import Ask, Connection, RefusedError, TransferError
 from minivllm.kv_connector.tcp.settings import TCPSettings
@@ -203,7 +202,7 @@ class TCPConnectorWorker(PullConnectorWorker):
         # The prefix cache may have had the first blocks.
         first = order.start // size
         count = -(-order.end // size) - first
-        ask = Ask("read", remote.request_id, first, list(remote.block_ids[first : first + count]), self.layout)
+        ask = Ask("read", remote.request_id, first, list(remote.block_ids[0][first : first + count]), self.layout)
         buffer = Buffer(self.regions)
         with self._asking(remote, ask) as connection:
             for piece, records, room in buffer.pieces(order.block_ids[:count]):
@@ -275,17 +274,3 @@ class TCPConnectorWorker(PullConnectorWorker):
             raise RefusedError(f"the blocks of request {request_id!r} are not kept: they were read, or not in time")
         self.leases.renew([request_id])
         return kept
-
-
-def layout_of(config: KVConnectorConfig, kv_caches: KVCaches) -> dict[str, str]:
-    """Describe everything that must be equal on both sides for the bytes to have the same meaning."""
-    shapes = ([(str(tensor.dtype), list(tensor.shape[1:])) for tensor in layer] for layer in kv_caches.values())
-    layers = groupby(map(str, shapes))
-    return {
-        "model": config.model_fingerprint,
-        "block_size": str(config.block_size),
-        "kv_cache_layout": config.kv_cache_layout,
-        "tensor_parallel_size": str(config.tensor_parallel_size),
-        "tensor_parallel_rank": str(config.tensor_parallel_rank),
-        "the cache": ", ".join(f"{len(list(alike))} layers of {shape}" for shape, alike in layers),
-    }

@@ -15,9 +15,6 @@ is its noise.
 In vLLM v0.33.0: `vllm/v1/worker/gpu/sample/gumbel.py`.
 """
 
-import functools
-from typing import Any
-
 import numpy as np
 import torch
 
@@ -67,13 +64,8 @@ def _compiled(logits: torch.Tensor, keys: np.ndarray) -> torch.Tensor:
     rows, vocab = logits.shape
     token_ids = torch.from_numpy(logits.numpy().argmax(-1))  # the loops replace them by the drawn tokens
     cells = DrawCells(0, rows, vocab, logits.data_ptr(), keys.ctypes.data, token_ids.data_ptr())
-    run_programs(_programs(), cells, most_threads=rows)
+    run_programs(loops("gumbel_loops").compiled_programs(), cells, most_threads=rows)
     return token_ids
-
-
-@functools.cache
-def _programs() -> Any:
-    return loops("gumbel_loops").compiled_programs()
 
 
 def _mix(state: np.ndarray) -> np.ndarray:

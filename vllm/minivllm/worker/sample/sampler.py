@@ -56,29 +56,30 @@ class Needs(IntFlag):
 ON_DEVICE = Needs.RANDOM | Needs.MIN_P | Needs.TOP_K_TOP_P
 
 
+# A row's parameters; aligned, so that each field is a tensor's column.
+FLOATS = [(name, np.float32) for name in ("temperature", "top_p", "min_p")]
+VALUES = np.dtype([("seed", np.uint64), ("top_k", np.int64), *FLOATS], align=True)
+
+
 @dataclass(slots=True)
 class SamplingMetadata:
     """Sampling parameters of one step's rows. Arrays and lists are [rows].
 
+    `values` has a field for each number that `choose` reads, with the dtype `VALUES`.
     `prompt_token_ids` and `output_token_ids` hold one array per row. The lists are empty if `needs`
     does not use them.
     """
 
     needs: Needs
-    temperature: np.ndarray
-    top_k: np.ndarray
-    top_p: np.ndarray
-    min_p: np.ndarray
-    seeds: np.ndarray
+    values: np.ndarray
     num_output_tokens: np.ndarray
     params: Sequence[SamplingParams] = ()
     prompt_token_ids: Sequence[np.ndarray] = ()
     output_token_ids: Sequence[np.ndarray] = ()
 
 
-_NONE = np.empty(0)
 # Rows that only take the argmax read no parameter, so none is gathered.
-NOTHING_NEEDED = SamplingMetadata(Needs(0), _NONE, _NONE, _NONE, _NONE, _NONE, _NONE)
+NOTHING_NEEDED = SamplingMetadata(Needs(0), np.empty(0, VALUES), np.empty(0))
 
 
 @dataclass(slots=True)
@@ -98,18 +99,13 @@ class SamplerOutput:
 
 def sample(logits: torch.Tensor, metadata: SamplingMetadata) -> SamplerOutput:
     """Choose a token for each row of logits [rows, vocab], float32, overwriting the logits."""
-    needs = metadata.needs
-    token_ids, largest = argmax(logits)
-    if not needs:  # plain greedy requests: one argmax
-        return SamplerOutput(token_ids.tolist(), largest)
     raw_logprobs = raw_logprobs_of(logits, metadata)
-    if needs & (Needs.BIAS | Needs.PENALTIES):
+    token_ids, largest = argmax(logits)
+    if metadata.needs & (Needs.BIAS | Needs.PENALTIES):
         apply_constraints(logits, metadata)
         token_ids, _ = argmax(logits)  # of what the constraints have left
-    if needs & Needs.RANDOM:
-        random_rows, drawn = _draw(logits, metadata)
-        token_ids[random_rows] = drawn.cpu().numpy()
-    output = SamplerOutput(token_ids.tolist(), largest)
+    token_ids = _with_draws(token_ids, logits, metadata)
+    output = SamplerOutput(token_ids.tolist(), largest.cpu().numpy())
     add_logprobs(output, raw_logprobs, metadata)
     return output
 
@@ -121,18 +117,18 @@ def choose(logits: torch.Tensor, metadata: SamplingMetadata) -> tuple[torch.Tens
     Both stay on the logits' device, and the host does not wait for them. The logits are
     overwritten.
     """
-    token_ids, largest = _argmax(logits)
-    if metadata.needs & Needs.RANDOM:
-        random_rows, drawn = _draw(logits, metadata)
-        token_ids = token_ids.index_copy(0, on_device(random_rows, logits.device), drawn)
-    return token_ids, largest
+    token_ids, largest = argmax(logits)
+    return _with_draws(token_ids, logits, metadata), largest
 
 
-def _draw(logits: torch.Tensor, metadata: SamplingMetadata) -> tuple[np.ndarray, torch.Tensor]:
-    """Return the rows that are not greedy, and a token drawn for each."""
-    random_rows = np.flatnonzero(metadata.temperature > 0.0)
-    keys = row_keys(metadata.seeds[random_rows], metadata.num_output_tokens[random_rows])
-    return random_rows, gumbel_max(tempered(logits, random_rows, metadata), keys)
+def _with_draws(token_ids: torch.Tensor, logits: torch.Tensor, metadata: SamplingMetadata) -> torch.Tensor:
+    """Replace the tokens of the rows that are not greedy by drawn ones."""
+    if not metadata.needs & Needs.RANDOM:
+        return token_ids
+    random_rows = np.flatnonzero(metadata.values["temperature"] > 0.0)
+    keys = row_keys(metadata.values["seed"][random_rows], metadata.num_output_tokens[random_rows])
+    drawn = gumbel_max(tempered(logits, random_rows, metadata), keys)
+    return token_ids.index_copy(0, on_device(random_rows, logits.device), drawn)
 
 
 def raw_logprobs_of(logits: torch.Tensor, metadata: SamplingMetadata) -> dict[int, torch.Tensor]:
@@ -165,15 +161,10 @@ def apply_constraints(logits: torch.Tensor, metadata: SamplingMetadata) -> None:
         apply_penalties(logits, metadata.params, metadata.prompt_token_ids, metadata.output_token_ids)
 
 
-def argmax(logits: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+def argmax(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the most likely token of each row, the first in a tie, and its logit, both on the
-    host.
+    logits' device.
     """
-    best, largest = _argmax(logits)
-    return best.cpu().numpy(), largest.cpu().numpy()
-
-
-def _argmax(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     best = most_likely(logits)
     return best, logits.gather(-1, best.unsqueeze(-1)).squeeze(-1)
 
@@ -200,12 +191,14 @@ def tempered(logits: torch.Tensor, random_rows: np.ndarray, metadata: SamplingMe
     if len(random_rows) < len(logits):  # greedy rows keep their logits
         logits = logits[on_device(random_rows, logits.device)]
     # Temperature comes first: min-p and top-p are about the tempered distribution.
-    logits.div_(_column(metadata.temperature[random_rows], logits))
+    # Indexed by rows last, so that each column is contiguous and reaches a GPU without a wait.
+    values = metadata.values
+    logits.div_(_column(values["temperature"][random_rows], logits))
     if metadata.needs & Needs.MIN_P:
-        mask_below_min_p(logits, _column(metadata.min_p[random_rows], logits).squeeze(-1))
+        mask_below_min_p(logits, _column(values["min_p"][random_rows], logits).squeeze(-1))
     if metadata.needs & Needs.TOP_K_TOP_P:
-        top_k = on_device(metadata.top_k[random_rows], logits.device)
-        mask_beyond_top_k_top_p(logits, top_k, _column(metadata.top_p[random_rows], logits).squeeze(-1))
+        top_k = on_device(values["top_k"][random_rows], logits.device)
+        mask_beyond_top_k_top_p(logits, top_k, _column(values["top_p"][random_rows], logits).squeeze(-1))
     return logits
 
 

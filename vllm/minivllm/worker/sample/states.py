@@ -7,7 +7,7 @@ In vLLM v0.33.0: `vllm/v1/worker/gpu/sample/states.py` (`SamplingStates`).
 import numpy as np
 
 from minivllm.sampling_params import SamplingParams
-from minivllm.worker.sample.sampler import Needs, SamplingMetadata
+from minivllm.worker.sample.sampler import VALUES, Needs, SamplingMetadata
 
 WITH_PARAMS = Needs.BIAS | Needs.PENALTIES | Needs.LOGPROBS
 WITH_TOKENS = Needs.BIAS | Needs.PENALTIES
@@ -20,21 +20,15 @@ class SamplingStates:
     def __init__(self, max_num_reqs: int) -> None:
         self.params: list[SamplingParams | None] = [None] * max_num_reqs
         self.needs = np.zeros(max_num_reqs, np.int64)
-        self.temperature = np.zeros(max_num_reqs, np.float32)
-        self.top_k = np.zeros(max_num_reqs, np.int64)
-        self.top_p = np.ones(max_num_reqs, np.float32)
-        self.min_p = np.zeros(max_num_reqs, np.float32)
-        self.seeds = np.zeros(max_num_reqs, np.uint64)
+        self.values = np.zeros(max_num_reqs, VALUES)
 
     def add_request(self, row: int, params: SamplingParams) -> None:
         """Fill a row. A missing seed counts as 0; the engine gives every request a seed."""
         self.params[row] = params
         self.needs[row] = Needs.of(params)
-        self.temperature[row] = params.temperature
-        self.top_k[row] = min(params.top_k, MOST)  # Python's integers may be larger
-        self.top_p[row] = params.top_p
-        self.min_p[row] = params.min_p
-        self.seeds[row] = (params.seed or 0) % 2**64
+        seed = (params.seed or 0) % 2**64
+        top_k = min(params.top_k, MOST)  # Python's integers may be larger
+        self.values[row] = (seed, top_k, params.temperature, params.top_p, params.min_p)
 
     def needs_of(self, rows: np.ndarray) -> Needs:
         """Return the union of the features that these rows use."""
@@ -51,15 +45,7 @@ class SamplingStates:
         sampled position.
         """
         needs = self.needs_of(rows)
-        metadata = SamplingMetadata(
-            needs,
-            self.temperature[rows],
-            self.top_k[rows],
-            self.top_p[rows],
-            self.min_p[rows],
-            self.seeds[rows],
-            num_tokens - num_prompt_tokens,
-        )
+        metadata = SamplingMetadata(needs, self.values[rows], num_tokens - num_prompt_tokens)
         if needs & WITH_PARAMS:
             metadata.params = [params for row in rows if (params := self.params[row]) is not None]
         if needs & WITH_TOKENS:

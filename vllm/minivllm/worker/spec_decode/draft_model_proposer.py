@@ -187,11 +187,11 @@ class DraftModelProposer(Speculator):
         states = batch.sampling
         if self.draft_logits is None or not states.needs_of(rows) & Needs.RANDOM:
             return token_ids
-        temperature = states.temperature[rows]  # [n]
+        temperature = states.values["temperature"][rows]  # [n]
         # Greedy rows are divided by 1.
         logits /= self._on_device(np.where(temperature > 0, temperature, 1)).unsqueeze(-1)
         # Kept for verification, which accepts a draft by p / q.
         self.draft_logits[self._on_device(rows), index] = logits
         places = batch.num_tokens[rows] - batch.num_prompt_tokens[rows] + index  # [n]
-        drawn = gumbel_max(logits, draft_keys(states.seeds[rows], places))
+        drawn = gumbel_max(logits, draft_keys(states.values["seed"][rows], places))
         return torch.where(self._on_device(temperature > 0), drawn, token_ids)

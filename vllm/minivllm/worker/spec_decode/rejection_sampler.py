@@ -85,9 +85,9 @@ def sample_with_drafts(
     keys = np.zeros((len(logits), 2), np.uint32)
     if metadata.needs & Needs.RANDOM:  # else no key is used
         # All rows of a request are alike; its last one tells.
-        is_greedy = metadata.temperature[np.cumsum(widths) - 1] <= 0.0
-        keys = row_keys(metadata.seeds, metadata.num_output_tokens)
-        random_rows = np.flatnonzero(metadata.temperature > 0.0)
+        is_greedy = metadata.values["temperature"][np.cumsum(widths) - 1] <= 0.0
+        keys = row_keys(metadata.values["seed"], metadata.num_output_tokens)
+        random_rows = np.flatnonzero(metadata.values["temperature"] > 0.0)
         changed = tempered(logits, random_rows, metadata)
         if changed is not logits:
             logits[torch.from_numpy(random_rows).to(logits.device)] = changed
@@ -105,16 +105,3 @@ def sample_with_drafts(
     output = SamplerOutput(token_ids.tolist(), largest)
     add_logprobs(output, raw_logprobs, metadata)
     return output
-
-
-def kept_slices(token_ids: list[int], widths: np.ndarray) -> list[slice]:
-    """Return the slice of rows that each request keeps, those before its first -1; `widths`
-    [requests] counts each request's rows.
-    """
-    kept = []
-    start = 0
-    for width in widths.tolist():
-        rows = token_ids[start : start + width]
-        kept.append(slice(start, start + (rows.index(-1) if -1 in rows else width)))
-        start += width
-    return kept
