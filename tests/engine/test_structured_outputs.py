@@ -246,12 +246,12 @@ def test_a_malformed_constraint_is_one_line(llm, constraint, message):
     [
         ({}, "has no constraint"),
         ({"regex": "a", "choice": ["b"]}, "regex and choice; give only one"),
-        ({"choice": []}, "empty list"),
+        ({"choice": []}, "a list of strings, not empty"),
         ({"choice": "yes"}, "a list of strings"),
         ({"choice": ["\ud800"]}, "half a character"),
         ({"json": 1}, "must be a JSON schema"),
-        ({"regex": 1}, "regex is int"),
-        ({"structural_tag": "{}"}, "structural_tag is not served"),
+        ({"regex": 1}, "regex is 1; it must be a string"),
+        ({"structural_tag": "{}"}, "it is not served here"),
         ({"json": {}, "disable_additional_properties": True}, "is not served"),
     ],
 )

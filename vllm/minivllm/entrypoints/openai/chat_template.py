@@ -21,11 +21,11 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from minivllm.config import EMBEDDED_MODEL
-from minivllm.config.checks import encodable
+from minivllm.config.checks import check, encodable
 from minivllm.config.model_files import hub_file, local_path, read_json_object
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.entrypoints.openai.chat_messages import ContentFormat, normalize
-from minivllm.entrypoints.openai.settings import check_content_format
+from minivllm.entrypoints.openai.settings import CONTENT_FORMAT
 from minivllm.errors import MinivllmError
 
 FILENAME, TOKENIZER_CONFIG = "chat_template.jinja", "tokenizer_config.json"
@@ -124,7 +124,7 @@ def render(
     Raises:
         MinivllmError: there are no messages, or the template rejects them.
     """
-    check_content_format(content_format)
+    check("chat_template_content_format", content_format, CONTENT_FORMAT)
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
         raise MinivllmError(f"a conversation is {type(messages).__name__}; it must be a list of messages")
     if not messages:

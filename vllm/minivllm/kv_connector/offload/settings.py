@@ -8,9 +8,18 @@ In vLLM v0.33.0: `vllm/v1/kv_offload/cpu/spec.py` (`CPUOffloadingSpec`),
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Annotated, Any
 
-from minivllm.config.checks import is_number, refuse_unknown, require, require_counts
+from minivllm.config.checks import (
+    Rule,
+    at_least,
+    check_fields,
+    is_number,
+    refuse_unknown,
+    require,
+)
+
+BYTES = Rule(lambda value: is_number(value) and value > 0, "above 0 bytes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,8 +34,8 @@ class OffloadSettings:
       `lazy_offload`, which does not know which request a block was for.
     """
 
-    cpu_bytes_to_use: float | None = None
-    num_cpu_blocks: int | None = None
+    cpu_bytes_to_use: Annotated[float, BYTES] | None = None
+    num_cpu_blocks: Annotated[int, at_least(2)] | None = None
     lazy_offload: bool = False
     offload_prompt_only: bool | None = None
 
@@ -41,19 +50,10 @@ class OffloadSettings:
         return cls(**extra_config)
 
     def __post_init__(self) -> None:
-        size = self.cpu_bytes_to_use
-        require(
-            size is None or (is_number(size) and size > 0), f"cpu_bytes_to_use is {size!r}; it must be above 0 bytes"
-        )
-        require_counts(self, 2, "num_cpu_blocks", may_be_none=True)
+        check_fields(self)
         require(
             self.cpu_bytes_to_use is not None or self.num_cpu_blocks is not None,
             "the host tier has no size: set kv_offloading_size, or cpu_bytes_to_use in kv_connector_extra_config",
-        )
-        require(isinstance(self.lazy_offload, bool), f"lazy_offload is {self.lazy_offload!r}; it must be true or false")
-        require(
-            self.offload_prompt_only is None or isinstance(self.offload_prompt_only, bool),
-            f"offload_prompt_only is {self.offload_prompt_only!r}; it must be true or false",
         )
         require(
             not (self.lazy_offload and self.offload_prompt_only),
