@@ -17,10 +17,9 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from pydantic_core import to_json
-
 from minivllm.engine.async_llm import AsyncLLM, Collector
 from minivllm.entrypoints.openai.errors import error_body, failed
+from minivllm.entrypoints.openai.stream import as_event
 from minivllm.errors import MinivllmError
 from minivllm.inputs import TokensPrompt
 from minivllm.outputs import CompletionOutput, RequestOutput
@@ -223,9 +222,9 @@ async def as_stream(events: AsyncGenerator[Json, None], requests: EngineRequests
     """
     try:
         async for event in events:
-            yield b"data: %b\n\n" % to_json(event)
+            yield as_event(event)
     except Exception as error:
-        yield b"data: %b\n\n" % to_json(error_body(error))
+        yield as_event(error_body(error))
     finally:
         requests.close()
     yield b"data: [DONE]\n\n"

@@ -13,6 +13,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from minivllm.config.checks import encodable
+from minivllm.config.kv_offloading import is_tier
 from minivllm.engine.async_llm import AsyncLLM
 from minivllm.engine.socket_messages import encode
 from minivllm.entrypoints.openai.answer import Answer, EngineRequests, Json, TokenizedPrompt, as_stream
@@ -153,12 +154,15 @@ class OpenAIServing:
         values.
 
         Raises:
-            MinivllmError: there is no connector, or the params are for several prompts, or cannot
-                be sent to the core.
+            MinivllmError: there is no connector to other engines, or the params are for several
+                prompts, or cannot be sent to the core.
         """
         name = "kv_transfer_params"
-        if self.engine.engine_args.kv_transfer_config is None:
+        transfer = self.engine.engine_args.kv_transfer
+        if transfer is None:
             raise MinivllmError(f"{name} need a server with --kv-transfer-config", name)
+        if is_tier(transfer):
+            raise MinivllmError(f"{name} need a connector to other engines, and {transfer.kv_connector} has none", name)
         if num_prompts > 1:
             raise MinivllmError(f"{name} are for one prompt, and there are {num_prompts}: send each on its own", name)
         try:

@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any, TypeVar
 
 from fastapi import Request
+from pydantic_core import to_json
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -16,6 +17,16 @@ from minivllm.config import NO_PARTS, Parts
 Result = TypeVar("Result")
 CLIENT_CLOSED_REQUEST = 499
 """The status of a reply that nobody waits for, as it stands in logs; nginx's number."""
+
+
+def as_json(value: Any) -> bytes:
+    """Return a value as JSON; NaN and infinity, which JSON does not have, become null."""
+    return to_json(value, inf_nan_mode="null")
+
+
+def as_event(value: Any) -> bytes:
+    """Return a value as a server-sent event."""
+    return b"data: %b\n\n" % as_json(value)
 
 
 class EventStream(Response):
