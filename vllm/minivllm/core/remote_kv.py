@@ -35,7 +35,7 @@ from minivllm.core.engine_messages import EngineCoreOutput
 from minivllm.core.kv_cache_manager import KVCacheManager
 from minivllm.core.kv_connector import KVConnectorBase_V1, KVConnectorOutput, KVTransferParams
 from minivllm.core.request import Request, RequestStatus
-from minivllm.core.request_queue import create_request_queue
+from minivllm.core.request_queue import PriorityRequestQueue
 from minivllm.core.scheduler_output import SchedulerOutput
 from minivllm.core.stats import PrefixCacheStats
 
@@ -70,10 +70,9 @@ class RemoteKV:
         self.manager = manager
         self.recomputes = recomputes
         self.kv_holding_waiting: dict[str, Request] = {}
-        self.received = create_request_queue("fcfs")
-        """Requests whose blocks are filled, and which wait for their turn, in order of
-        admission.
-        """
+        self._admissions: dict[str, int] = {}
+        """The number of its admission, for each request that loads or has loaded."""
+        self.received = self._queue()
         self.finished_recving_kv_req_ids: set[str] = set()
         self.releasing: dict[str, Request] = {}
         """Requests that have ended, and whose blocks are still needed."""
@@ -81,7 +80,6 @@ class RemoteKV:
         self._being_sent: set[str] = set()
         self._being_received: set[str] = set()  # of those in `releasing`
         self._never_again: set[str] = set()
-        self._admissions: dict[str, int] = {}  # by request that loads or has loaded: the number of its admission
         self._numbers = count()
         self._params: dict[str, KVTransferParams] = {}
         self._forget_steps()
@@ -94,6 +92,10 @@ class RemoteKV:
         self._stale: Counter[str] = Counter()
         # By request: a block table that it has lost while a step in flight computes with it.
         self._lost_tables: dict[str, list[int]] = {}
+
+    def _queue(self) -> PriorityRequestQueue:
+        """Return a queue in order of admission, for requests whose blocks are filled."""
+        return PriorityRequestQueue(lambda request: self._admissions[request.request_id])
 
     def is_busy(self) -> bool:
         """Return whether the engine must keep stepping although no request is unfinished."""
@@ -161,12 +163,7 @@ class RemoteKV:
         ]
         for request in arrived:
             self._take_loaded(request)
-        filled = [request for request in arrived if request.num_computed_tokens > 0]
-        # Sort only when something was added; most steps add nothing.
-        if filled:
-            in_order = sorted([*self.received, *filled], key=lambda request: self._admissions[request.request_id])
-            self.received.remove_requests(in_order)
-            self.received.prepend_requests(in_order)
+        self.received.prepend_requests([request for request in arrived if request.num_computed_tokens > 0])
         return [request for request in arrived if request.num_computed_tokens == 0]
 
     def _take_loaded(self, request: Request) -> None:
@@ -392,7 +389,7 @@ class RemoteKV:
         self.finished_recving_kv_req_ids.clear()
         self.kv_holding_waiting.clear()
         self._admissions.clear()
-        self.received = create_request_queue("fcfs")
+        self.received = self._queue()
         self._forget_steps()
         self.manager = manager
         self.connector.bind_gpu_block_pool(manager.block_pool)
