@@ -98,7 +98,10 @@ CONNECTORS = [
     ({"kv_role": "kv_both"}, "lacks kv_connector"),
     (FILES | {"kv_role": "both"}, "kv_role is 'both'"),
     (FILES | {"color": 1}, "no key 'color'"),
-    (FILES | {"kv_connector_extra_config": {"x": "\ud800"}}, "half of a surrogate pair"),
+    (
+        FILES | {"kv_connector_extra_config": {"x": "\ud800"}},
+        "kv_connector_extra_config is not valid text: it has half a character",
+    ),
     (FILES | {"kv_connector_extra_config": {"shared_storage_path": "a\0"}}, "null byte"),
 ]
 TIERS = [

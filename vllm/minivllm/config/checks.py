@@ -24,18 +24,18 @@ def require(holds: bool, message: str, parameter: str | None = None) -> None:
         raise MinivllmError(message, parameter)
 
 
-def refuse_unknown(what: str, given: Iterable[str], known: Iterable[str], listed: str = "") -> None:
+def refuse_unknown(what: str, names: Iterable[str], known: Iterable[str], listed: str = "") -> None:
     """Raise for the first name that is not known, with a message that starts with `what`, such as
     "SamplingParams has no argument".
 
     The message ends with the nearest known name or, if none is near, with `listed`, by default a
     list of the known names.
     """
-    names = list(known)
-    for name in given:
-        if name not in names:
-            near = difflib.get_close_matches(str(name), names, n=1, cutoff=NEAR)
-            hint = f"did you mean {near[0]!r}?" if near else listed or f"known: {', '.join(names)}"
+    known = list(known)
+    for name in names:
+        if name not in known:
+            near = difflib.get_close_matches(str(name), known, n=1, cutoff=NEAR)
+            hint = f"did you mean {near[0]!r}?" if near else listed or f"known: {', '.join(known)}"
             raise MinivllmError(f"{what} {name!r}; {hint}")
 
 
@@ -48,9 +48,9 @@ def checked_arguments(settings: Settings) -> Settings:
     listed = f"help(minivllm.{settings.__name__}) lists the arguments"
 
     @functools.wraps(make)
-    def __init__(self: Any, *args: Any, **given: Any) -> None:
-        refuse_unknown(f"{settings.__name__} has no argument", given, known, listed)
-        make(self, *args, **given)
+    def __init__(self: Any, *args: Any, **arguments: Any) -> None:
+        refuse_unknown(f"{settings.__name__} has no argument", arguments, known, listed)
+        make(self, *args, **arguments)
 
     settings.__init__ = __init__
     return settings

@@ -13,22 +13,13 @@ from minivllm.config.checks import (
     Rule,
     check_fields,
     checked_arguments,
+    encodable,
     one_of,
-    require,
     settings_of,
 )
 
 NAME = Rule(lambda value: isinstance(value, str) and bool(value), "a name")
 DICTIONARY = Rule(lambda value: isinstance(value, Mapping), "a dictionary")
-
-
-def _is_unicode(value: Any) -> bool:
-    """Return whether all strings can be encoded: JSON can also contain half of a surrogate pair."""
-    try:
-        json.dumps(value, ensure_ascii=False, default=str).encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 @checked_arguments
@@ -69,10 +60,10 @@ class KVTransferConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        require(
-            _is_unicode((self.engine_id, self.kv_connector_extra_config)),
-            "engine_id or kv_connector_extra_config has half of a surrogate pair, which cannot be sent",
-        )
+        # Other engines get them as text.
+        sent = (self.engine_id, self.kv_connector_extra_config)
+        text = json.dumps(sent, ensure_ascii=False, default=str)
+        encodable(text, "engine_id or kv_connector_extra_config")
 
     @property
     def is_kv_producer(self) -> bool:

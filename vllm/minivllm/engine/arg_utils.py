@@ -243,9 +243,12 @@ class EngineArgs:
         return " and ".join(name for name in ("schedule", "find_prefix") if name in self.parts.names)
 
     @staticmethod
-    def add_cli_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    def add_cli_args(parser: argparse.ArgumentParser, left_out: Collection[str] = NOT_FLAGS) -> argparse.ArgumentParser:
         """Add a flag for each argument, with its default, and return the parser."""
-        add_engine_flags(parser)
+        further = {**words_of(CacheConfig), **words_of(SchedulerConfig)}
+        # The field has another name in `SchedulerConfig`.
+        further["scheduling_policy"] = further["policy"]
+        add_flags(parser, EngineArgs, "Engine", left_out, further)
         return parser
 
     @classmethod
@@ -361,11 +364,3 @@ def _batch_defaults(gpu_memory: int | None) -> tuple[int, int]:
         return 2048, 256
     # As in vLLM: an H100 or larger, or a smaller GPU.
     return (16384, 1024) if gpu_memory >= 70 * GIB else (8192, 256)
-
-
-def add_engine_flags(parser: argparse.ArgumentParser, left_out: Collection[str] = NOT_FLAGS) -> None:
-    """Add a flag for each engine argument, with its default."""
-    further = {**words_of(CacheConfig), **words_of(SchedulerConfig)}
-    # The field has another name in `SchedulerConfig`.
-    further["scheduling_policy"] = further["policy"]
-    add_flags(parser, EngineArgs, "Engine", left_out, further)
