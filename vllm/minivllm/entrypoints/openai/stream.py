@@ -36,9 +36,7 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(
-        self, events: AsyncGenerator[str | bytes, None], close: Callable[[], None], parts: Parts = NO_PARTS
-    ) -> None:
+    def __init__(self, events: AsyncGenerator[bytes, None], close: Callable[[], None], parts: Parts = NO_PARTS) -> None:
         self._events = events
         self._close = close
         self._parts = parts
@@ -55,20 +53,10 @@ class EventStream(Response):
             # Ends the generator where it waits, so that its own `finally` runs now.
             await self._events.aclose()
 
-    def events(self) -> AsyncGenerator[Any, None]:
-        """Return the events, for callers that read them without a connection."""
-        return self._events
-
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         async for event in self._events:
-            await send(
-                {
-                    "type": "http.response.body",
-                    "body": event.encode() if isinstance(event, str) else event,
-                    "more_body": True,
-                }
-            )
+            await send({"type": "http.response.body", "body": event, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
