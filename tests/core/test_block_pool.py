@@ -114,9 +114,6 @@ class PoolAgainstAccount(RuleBasedStateMachine):
         if not (held := [block for table in self.tables for block in table]):
             return
         block = data.draw(st.sampled_from(held))
-        if block.block_hash == block_hash:
-            self.pool.cache_full_blocks([block], [block_hash], 0, 1)  # changes nothing
-            return
         if block.block_hash is not None:
             with pytest.raises(BlockPoolError):
                 self.pool.cache_full_blocks([block], [block_hash], 0, 1)

@@ -301,6 +301,26 @@ def test_requests_that_share_an_invalid_block_look_up_their_prefix_again() -> No
 
 
 @pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_only_the_request_whose_own_load_fails_ends(recompute: bool, ahead: bool) -> None:
+    """`b` and the loading `c` have found blocks that `a` loads, among them the invalid one. They
+    compute it themselves.
+    """
+    plans = {"a": Plan(num_tokens=12, fails=(1,)), "c": Plan(num_tokens=24, load_steps=3)}
+    run = Run(plans, recompute=recompute, ahead=ahead, num_gpu_blocks=30, max_num_batched_tokens=64)
+    prompt = [1, 2, 3, 0] * 5
+    run.add("a", [*prompt, 1], max_tokens=4)
+    run.add("b", [*prompt, 2, 2, 2], max_tokens=4)
+    c = run.add("c", [*prompt, 3, 3, 3, 3, 3], max_tokens=4)
+    run.step()
+    run.step()
+    # Blocks of its own prefix were lost, and all of the loaded ones with them.
+    assert (c.num_computed_tokens, c.num_external_computed_tokens) == (4, 0)
+    run.finish()
+    assert {name for name, output in run.last.items() if output.error} == ({"a"} - {"a" * recompute})
+
+
+@pytest.mark.parametrize("ahead", [False, True])
 def test_a_step_that_fails_gives_up_loads_and_keeps_what_is_being_sent(ahead: bool) -> None:
     plans = {"p": Plan(send_steps=6), "r": Plan(num_tokens=8, load_steps=4), "gone": Plan(num_tokens=4, load_steps=9)}
     run = Run(plans, ahead=ahead, num_gpu_blocks=20)
@@ -367,5 +387,6 @@ def test_whatever_the_connector_does_everybody_ends_with_the_right_tokens(
         if rng.random() < 0.05:
             run.fail_step()
     run.finish()
-    if recompute or all(plan.fails == () for plan in plans.values()):
-        assert all(output.error is None for output in run.last.values())
+    for name, output in run.last.items():
+        assert output.error is None or (not recompute and plans[name].fails != ())
+        assert run.requests[name].num_external_computed_tokens >= 0

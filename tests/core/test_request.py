@@ -51,5 +51,6 @@ def test_eos_comes_before_stop_tokens_and_both_before_length() -> None:
 
 
 def test_ignored_eos_may_still_be_a_stop_token() -> None:
+    assert Request("r", [1], max_tokens=1, ignore_eos=True).ignore_eos
     assert stopped(5, eos_token_ids=[5], ignore_eos=True) == (None, None)
     assert stopped(5, eos_token_ids=[5], ignore_eos=True, stop_token_ids=[5]) == ("stop", 5)

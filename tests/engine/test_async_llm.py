@@ -158,7 +158,8 @@ def test_a_reader_who_leaves_frees_the_blocks_at_once(on_engine):
 def test_abort_ends_a_request_with_its_reason(on_engine):
     async def work(engine: AsyncLLM):
         job = asyncio.create_task(collected(engine, "x", LONG, "a"))
-        while not engine.output_processor.states or not next(iter(engine.output_processor.states.values())).token_ids:
+        states = engine.output_processor.states
+        while not any(state.completion.token_ids for state in states.values()):
             await asyncio.sleep(0.005)
         await engine.abort("a")
         outputs = await job

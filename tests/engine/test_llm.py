@@ -275,12 +275,14 @@ def test_a_request_fills_the_models_length_and_the_pool_must_hold_that():
 
 
 def test_models_that_cannot_be(tmp_path):
-    for name in ("~nouser/x", "a" * 300, "a\0b", ""):
+    for name in ("~nouser/x", "a" * 300, "a\0b"):
         with pytest.raises(MinivllmError, match="there is no model directory") as refused:
             LLM(name)
         assert len(str(refused.value)) < 200
         with pytest.raises(MinivllmError, match="there is no model directory"):
-            LLM(EMBEDDED_MODEL, **SETTINGS, tokenizer=name or "~nouser")
+            LLM(EMBEDDED_MODEL, **SETTINGS, tokenizer=name)
+    with pytest.raises(MinivllmError, match="model is ''; it must be a directory"):
+        LLM("")
     with pytest.raises(MinivllmError, match="there is no model directory"):
         LLM("./nothing-here")
     with pytest.raises(MinivllmError, match="model is None; it must be a directory, or a name"):

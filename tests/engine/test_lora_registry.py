@@ -34,13 +34,13 @@ def core():
     )
     registry = LoRARegistry(SimpleNamespace(collective_rpc=collective_rpc), lambda: scheduler)
     registry.add(PINNED)
-    registry.pin(1)
+    registry.pin_lora(1)
     return registry, scheduler, told
 
 
 def test_the_scheduler_counts_it_as_long_as_the_ranks_have_it_pinned(core):
     registry, scheduler, told = core
-    assert registry.remove(1)
+    assert registry.remove_lora(1)
     assert scheduler.pinned_loras == {1}
     assert ("remove_lora", 1) not in told
     scheduler.requests.clear()
@@ -53,7 +53,7 @@ def test_the_scheduler_counts_it_as_long_as_the_ranks_have_it_pinned(core):
 
 def test_one_that_comes_back_is_still_pinned(core):
     registry, scheduler, told = core
-    assert registry.remove(1)
+    assert registry.remove_lora(1)
     assert registry.add(PINNED) == replace(PINNED, fingerprint="as it was")
     scheduler.requests.clear()
     registry.forget_unused()

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 
 from minivllm import LLM, MinivllmError, SamplingParams, StructuredOutputsParams
 from minivllm.config import EMBEDDED_MODEL
-from minivllm.structured_output import request as waiting
-from minivllm.structured_output.grammar_text import MOST_CHARACTERS, check_grammar, grammar_text
+from minivllm.core import grammar as waiting
+from minivllm.core.grammar import StructuredOutputRequest
+from minivllm.structured_output.grammar_text import MOST_CHARACTERS, check_grammar
 from minivllm.structured_output.manager import StructuredOutputManager
-from minivllm.structured_output.request import StructuredOutputRequest
 from minivllm_lab.inside import core_of
 
 pytestmark = pytest.mark.usefixtures("warm_processes")
@@ -246,12 +246,12 @@ def test_a_malformed_constraint_is_one_line(llm, constraint, message):
     [
         ({}, "has no constraint"),
         ({"regex": "a", "choice": ["b"]}, "regex and choice; give only one"),
-        ({"choice": []}, "empty list"),
+        ({"choice": []}, "a list of strings, not empty"),
         ({"choice": "yes"}, "a list of strings"),
         ({"choice": ["\ud800"]}, "half a character"),
         ({"json": 1}, "must be a JSON schema"),
-        ({"regex": 1}, "regex is int"),
-        ({"structural_tag": "{}"}, "structural_tag is not served"),
+        ({"regex": 1}, "regex is 1; it must be a string"),
+        ({"structural_tag": "{}"}, "it is not served here"),
         ({"json": {}, "disable_additional_properties": True}, "is not served"),
     ],
 )
@@ -319,6 +319,7 @@ def test_equal_grammars_are_compiled_once(llm):
     manager = core_of(llm).structured_outputs
     same = StructuredOutputsParams(regex="once[0-9]")
     conforming(llm, [same] * 3)
-    compiled = manager._compiled[grammar_text(same)]
+    assert manager._backend is not None
+    num_compiled = manager._backend.compile_grammar.cache_info().misses
     conforming(llm, [same])
-    assert manager._compiled[grammar_text(same)] is compiled
+    assert manager._backend.compile_grammar.cache_info().misses == num_compiled

@@ -67,7 +67,7 @@ def test_the_format_can_be_named():
     assert prompt(LOOPS, message, content_format="string") == "<user>a\nb!"
     loops = LOOPS.replace("m['content'] | list", "m.get('content')")
     assert prompt(loops, message, content_format="openai") == "<user>[a][b]"
-    with pytest.raises(MinivllmError, match='"auto", "string" or "openai"'):
+    with pytest.raises(MinivllmError, match="one of auto, string, openai"):
         prompt(LOOPS, message, content_format="parts")
 
 

@@ -36,12 +36,11 @@ def calls(llm, value):
     yield from (lambda p=p: llm.generate(p, ONE, **quiet) for p in (value, [value], {"prompt": value}))
     yield from (lambda k=k: llm.generate({"prompt": "x", k: value}, ONE, **quiet) for k in PROMPT_KEYS)
     yield lambda: llm.generate("x", value, **quiet)
-    for name in ("priority", "lora_request", "tokenization_kwargs"):
+    for name in ("priority", "lora_request"):
         yield lambda name=name: llm.generate("x", ONE, **quiet, **{name: value})
-    yield lambda: llm.generate("x", ONE, tokenization_kwargs={"add_special_tokens": value}, **quiet)
     yield lambda: llm.chat(value, ONE, **quiet)
     yield from (lambda k=k: llm.chat([{**MESSAGES[0], k: value}], ONE, **quiet) for k in MESSAGES[0])
-    names = ("tools", "chat_template", "chat_template_kwargs", "chat_template_content_format", "tokenization_kwargs")
+    names = ("tools", "chat_template", "chat_template_kwargs", "chat_template_content_format")
     yield from (lambda name=name: llm.chat(MESSAGES, ONE, **quiet, **{name: value}) for name in names)
     yield lambda: llm.beam_search(value, BeamSearchParams(**BEAM))
     yield lambda: llm.beam_search(["x"], value)

@@ -14,6 +14,7 @@ from minivllm.entrypoints.openai.protocol import DetokenizeRequest, TokenizeComp
 from minivllm.entrypoints.openai.serving_engine import OpenAIServing
 from minivllm.entrypoints.openai.serving_models import OpenAIServingModels
 from minivllm.entrypoints.openai.settings import FrontendArgs
+from minivllm.entrypoints.openai.stream import as_event
 from minivllm.errors import MinivllmError
 from minivllm.models.tokenizer import load_tokenizer
 from minivllm.sampling_params import SamplingParams
@@ -75,3 +76,8 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(serving, monke
     with pytest.raises(MinivllmError, match="23,041 characters"):
         serving.engine.input_processor.process_inputs("a", "x" * (most + 1), SamplingParams())
     serving.engine.input_processor.check_length("x" * most)
+
+
+def test_a_number_that_json_does_not_have_is_null():
+    event = {"logprob": float("nan"), "top": [float("inf"), 1.5]}
+    assert as_event(event) == b'data: {"logprob":null,"top":[null,1.5]}\n\n'

@@ -159,7 +159,7 @@ def test_a_port_in_use_is_one_line(capfd):
         (["serve", str(MODEL), "--chat-template", "{% if %}"], "Jinja"),
         (["serve", str(MODEL), "--max-model-len", "4096"], "max_model_len"),
         (["serve", str(MODEL), "--uvicorn-log-level", "loud"], "critical, error"),
-        (["serve", str(MODEL), "--chat-template-content-format", "html"], '"auto", "string" or "openai"'),
+        (["serve", str(MODEL), "--chat-template-content-format", "html"], "one of auto, string, openai"),
         (["serve", str(MODEL), "--shutdown-timeout", "nan"], "shutdown_timeout"),
         (["serve", str(MODEL), "--max-logprobs", "-2"], "max_logprobs"),
         (["sing"], "sing"),

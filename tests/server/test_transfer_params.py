@@ -9,6 +9,7 @@ import pytest
 from server.serving import Server
 
 from minivllm.core.engine_messages import EngineCoreOutput, EngineCoreRequest
+from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.output_processor import OutputProcessor
 from minivllm.engine.parallel_sampling import ParentRequest, child_requests
 from minivllm.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest
@@ -37,9 +38,19 @@ def test_and_refuses_all_else(base: Server, params: Any, words: str):
     assert words in error["message"]
 
 
-def test_with_a_connector_they_are_refused_for_several_prompts_or_where_no_message_can_carry_them():
+def serving_with(**settings: Any) -> OpenAIServing:
     serving = OpenAIServing.__new__(OpenAIServing)
-    serving.engine = SimpleNamespace(engine_args=SimpleNamespace(kv_transfer_config={}))  # type: ignore[assignment]
+    serving.engine = SimpleNamespace(engine_args=EngineArgs(**settings))  # type: ignore[assignment]
+    return serving
+
+
+def test_a_second_tier_of_the_cache_reads_none_and_so_refuses_them():
+    with pytest.raises(MinivllmError, match="need a connector to other engines"):
+        serving_with(kv_offloading_size=0.1).check_transfer(ASKED, 1)
+
+
+def test_with_a_connector_they_are_refused_for_several_prompts_or_where_no_message_can_carry_them():
+    serving = serving_with(kv_transfer_config={"kv_connector": "TCPConnector"})
     serving.check_transfer(ASKED, 1)
     with pytest.raises(MinivllmError, match="one prompt, and there are 2"):
         serving.check_transfer(ASKED, 2)

@@ -73,10 +73,10 @@ def test_steps_are_described_only_while_a_page_is_open() -> None:
         waits = [await begin(page) for page in pages]
         assert engine.pages == 2
         feed.put(1, '{"step":1}')
-        assert await waits[1] == 'data: {"step":1}\n\n'
+        assert await waits[1] == b'data: {"step":1}\n\n'
         assert not waits[0].done(), "it shows the other core"
         engine.errored = True
-        assert await waits[0] == ": ping\n\n"
+        assert await waits[0] == b": ping\n\n"
         assert [event async for event in pages[0]] == [], "the stream ends with the engine"
         assert engine.pages == 2
         await pages[1].aclose()
@@ -86,9 +86,9 @@ def test_steps_are_described_only_while_a_page_is_open() -> None:
     asyncio.run(run())
 
 
-async def begin(page: AsyncGenerator[str, None]) -> asyncio.Task[str]:
+async def begin(page: AsyncGenerator[bytes, None]) -> asyncio.Task[bytes]:
     """Read the header; return a task that waits for the next event."""
-    assert json.loads((await anext(page)).removeprefix("data: "))["xray"] == FORMAT
+    assert json.loads((await anext(page)).removeprefix(b"data: "))["xray"] == FORMAT
     waiting = asyncio.ensure_future(anext(page))
     await asyncio.sleep(0)
     return waiting
@@ -98,7 +98,7 @@ def test_a_page_that_reads_slowly_gets_the_last_steps() -> None:
     engine: Any = Alive(2)
     feed = StepFeed(engine, "m")
 
-    async def run() -> list[str]:
+    async def run() -> list[bytes]:
         page = feed.events(0)
         waiting = await begin(page)
         for step in range(MOST_UNSENT + 50):
@@ -107,7 +107,7 @@ def test_a_page_that_reads_slowly_gets_the_last_steps() -> None:
         await page.aclose()
         return got
 
-    assert asyncio.run(run())[-1] == f"data: {MOST_UNSENT + 49}\n\n"
+    assert asyncio.run(run())[-1] == b"data: %d\n\n" % (MOST_UNSENT + 49)
 
 
 def test_the_page_holds_its_script_as_its_policy_says() -> None:

@@ -4,23 +4,25 @@ In vLLM v0.33.0: `vllm/sampling_params.py` (`SamplingParams`, `BeamSearchParams`
 `RequestOutputKind`). Fields have vLLM's names and defaults.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from copy import copy, deepcopy
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Annotated, Any
 
 from minivllm.config import StructuredOutputsParams
 from minivllm.config.checks import (
+    Count,
+    CountOrZero,
+    Rule,
+    at_least,
+    check_fields,
     checked_arguments,
     encodable,
     is_count,
     is_number,
     require,
-    require_counts,
-    require_flags,
 )
-from minivllm.errors import MinivllmError
 
 MIN_TEMPERATURE = 1e-2
 """Temperatures between 0 and this are raised to it, because dividing logits by smaller ones can
@@ -42,6 +44,57 @@ class RequestOutputKind(Enum):
     CUMULATIVE = 0
     DELTA = 1
     FINAL_ONLY = 2
+
+
+def _are_token_ids(value: object) -> bool:
+    return isinstance(value, Sequence | Set | Mapping) and all(is_count(token, 0) for token in value)
+
+
+def _are_words(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str) and all(isinstance(w, str) and w for w in value)
+
+
+def _between(least: float, most: float, meaning: str, reported: bool = False) -> Rule:
+    return Rule(lambda value: is_number(value) and least <= value <= most, meaning, reported)
+
+
+TOKEN_IDS = Rule(_are_token_ids, "token ids: whole numbers, 0 or more", reported=True)
+WORDS = Rule(_are_words, "a list of strings, none of them empty")
+LOGPROBS = Rule(
+    lambda value: is_count(value, -1),
+    "0 or more, -1 for the whole vocabulary, or None",
+    reported=True,
+)
+N = Rule(lambda value: is_count(value, 1) and value <= MAX_N, f"a whole number from 1 to {MAX_N}")
+MAX_TOKENS = at_least(1)._replace(meaning="at least 1, or None for all that fit", reported=True)
+SEED = Rule(lambda value: isinstance(value, int) and not isinstance(value, bool), "a whole number, or None")
+TEMPERATURE = _between(0.0, MAX_TEMPERATURE, "from 0 (greedy) to 2", reported=True)
+TOP_P = Rule(
+    lambda value: is_number(value) and 0.0 < value <= 1.0,
+    "above 0 and at most 1 (1: off)",
+    reported=True,
+)
+TOP_K = at_least(0)._replace(meaning="at least 1, or 0 or -1 for off")
+REPETITION_PENALTY = _between(1e-6, 1e6, "above 0 (1: off), from 1e-06 to 1000000")
+STOP = Rule(
+    lambda value: _are_words([value] if isinstance(value, str) else value),
+    "a string or a list of strings, none of them empty",
+)
+KIND = Rule(lambda value: isinstance(value, RequestOutputKind), "a RequestOutputKind")
+LOGIT_BIAS = Rule(
+    lambda value: isinstance(value, Mapping) and all(map(is_number, value.values())),
+    "a mapping of token ids to numbers",
+)
+CONSTRAINT = Rule(lambda value: isinstance(value, StructuredOutputsParams), "StructuredOutputsParams(…)")
+EXTRA_ARGS = Rule(
+    lambda value: isinstance(value, Mapping) and set(value) <= {"kv_transfer_params"},
+    'a dictionary with the only supported key, {"kv_transfer_params": {…}}',
+    reported=True,
+)
+Penalty = Annotated[float, _between(-2.0, 2.0, "between -2 and 2 (0: off)")]
+TokenIds = Annotated[Sequence[int], TOKEN_IDS]
+NUMBER = Rule(is_number, "a number")
+NOT_EMPTY = Rule(lambda value: len(value) > 0, TOKEN_IDS.meaning)
 
 
 @checked_arguments
@@ -91,39 +144,38 @@ class SamplingParams:
     `bad_words_token_ids`.
     """
 
-    n: int = 1
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    seed: int | None = None
-    stop: str | Sequence[str] | None = None
-    stop_token_ids: Sequence[int] | None = None
-    bad_words: Sequence[str] | None = None
+    n: Annotated[int, N] = 1
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    repetition_penalty: Annotated[float, REPETITION_PENALTY] = 1.0
+    temperature: Annotated[float, TEMPERATURE] = 1.0
+    top_p: Annotated[float, TOP_P] = 1.0
+    top_k: Annotated[int, TOP_K] = 0
+    min_p: Annotated[float, _between(0.0, 1.0, "between 0 (off) and 1")] = 0.0
+    seed: Annotated[int, SEED] | None = None
+    stop: Annotated[str | Sequence[str], STOP] | None = None
+    stop_token_ids: TokenIds | None = None
+    bad_words: Annotated[Sequence[str], WORDS] | None = None
     ignore_eos: bool = False
-    max_tokens: int | None = 16
-    min_tokens: int = 0
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
+    max_tokens: Annotated[int, MAX_TOKENS] | None = 16
+    min_tokens: CountOrZero = 0
+    logprobs: Annotated[int, LOGPROBS] | None = None
+    prompt_logprobs: Annotated[int, LOGPROBS] | None = None
     detokenize: bool = True
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
-    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
-    logit_bias: Mapping[int, float] | None = None
-    allowed_token_ids: Sequence[int] | None = None
-    structured_outputs: StructuredOutputsParams | None = None
+    output_kind: Annotated[RequestOutputKind, KIND] = RequestOutputKind.CUMULATIVE
+    logit_bias: Annotated[Mapping[int, float], LOGIT_BIAS, TOKEN_IDS] | None = None
+    allowed_token_ids: TokenIds | None = None
+    structured_outputs: Annotated[StructuredOutputsParams, CONSTRAINT] | None = None
     skip_reading_prefix_cache: bool | None = None
-    extra_args: Mapping[str, Any] | None = None
+    extra_args: Annotated[Mapping[str, Any], EXTRA_ARGS] | None = None
     all_stop_token_ids: frozenset[int] = frozenset()
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         self._normalize()
-        _check(self, _RULES)
-        require_flags(self, "ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output")
+        check_fields(self)
         for name, texts in (("a stop string", self.stop_strings), ("a bad word", self.bad_words)):
             for text in texts or ():
                 encodable(text, name)
@@ -223,112 +275,18 @@ class BeamSearchParams:
     - `skip_special_tokens`: leave special tokens out of the text.
     """
 
-    beam_width: int
-    max_tokens: int
+    beam_width: Count
+    max_tokens: Count
     ignore_eos: bool = False
-    temperature: float = 0.0
-    length_penalty: float = 1.0
+    temperature: Annotated[float, NUMBER] = 0.0
+    length_penalty: Annotated[float, NUMBER] = 1.0
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
-    allowed_token_ids: Sequence[int] | None = None
+    allowed_token_ids: Annotated[TokenIds, NOT_EMPTY] | None = None
 
     def __post_init__(self) -> None:
-        require_counts(self, 1, "beam_width", "max_tokens")
-        require_flags(self, "ignore_eos", "include_stop_str_in_output", "skip_special_tokens")
-        _check(self, _BEAM_RULES)
+        check_fields(self)
 
 
 def _as_token_id(token: object) -> object:
     return int(token) if isinstance(token, str) and token.isdecimal() else token
-
-
-def _are_token_ids(value: object) -> bool:
-    return isinstance(value, Sequence | Set | Mapping) and all(is_count(token, 0) for token in value)
-
-
-def _are_words(value: object) -> bool:
-    if value is None:
-        return True
-    return isinstance(value, Sequence) and not isinstance(value, str) and all(isinstance(w, str) and w for w in value)
-
-
-def _at_least(least: int) -> Callable[[object], bool]:
-    return lambda value: is_count(value, least)
-
-
-def _between(least: float, most: float) -> Callable[[Any], bool]:
-    return lambda value: is_number(value) and least <= value <= most
-
-
-def _or_none(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: value is None or fits(value)
-
-
-class _Rule(NamedTuple):
-    """A condition on the value of the field `name`, and how a message describes valid values.
-    `reported`: a server tells its client the parameter's name.
-    """
-
-    name: str
-    fits: Callable[[Any], bool]
-    meaning: str
-    reported: bool = False
-
-
-_TOKEN_IDS = "token ids: whole numbers, 0 or more"
-_LOGPROBS = "0 or more, -1 for the whole vocabulary, or None"
-_RULES = (
-    _Rule("n", lambda n: is_count(n, 1) and n <= MAX_N, f"a whole number from 1 to {MAX_N}"),
-    _Rule("max_tokens", _or_none(_at_least(1)), "at least 1, or None for all that fit", reported=True),
-    _Rule("min_tokens", _at_least(0), "0 or more"),
-    _Rule("logprobs", _or_none(_at_least(-1)), _LOGPROBS, reported=True),
-    _Rule("prompt_logprobs", _or_none(_at_least(-1)), _LOGPROBS, reported=True),
-    _Rule("seed", _or_none(lambda s: isinstance(s, int) and not isinstance(s, bool)), "a whole number, or None"),
-    _Rule("temperature", _between(0.0, MAX_TEMPERATURE), "from 0 (greedy) to 2", reported=True),
-    _Rule("top_p", lambda p: is_number(p) and 0.0 < p <= 1.0, "above 0 and at most 1 (1: off)", reported=True),
-    _Rule("top_k", _at_least(0), "at least 1, or 0 or -1 for off"),
-    _Rule("min_p", _between(0.0, 1.0), "between 0 (off) and 1"),
-    _Rule("presence_penalty", _between(-2.0, 2.0), "between -2 and 2 (0: off)"),
-    _Rule("frequency_penalty", _between(-2.0, 2.0), "between -2 and 2 (0: off)"),
-    _Rule("repetition_penalty", _between(1e-6, 1e6), "above 0 (1: off), from 1e-06 to 1000000"),
-    _Rule("skip_reading_prefix_cache", _or_none(lambda skips: isinstance(skips, bool)), "True, False or None"),
-    _Rule(
-        "stop",
-        lambda stop: _are_words((stop,) if isinstance(stop, str) else stop),
-        "a string or a list of strings, none of them empty",
-    ),
-    _Rule("bad_words", _are_words, "a list of strings, none of them empty"),
-    _Rule("output_kind", lambda kind: isinstance(kind, RequestOutputKind), "a RequestOutputKind"),
-    _Rule(
-        "logit_bias",
-        _or_none(lambda bias: isinstance(bias, Mapping) and all(map(is_number, bias.values()))),
-        "a mapping of token ids to numbers",
-    ),
-    _Rule("stop_token_ids", _or_none(_are_token_ids), _TOKEN_IDS, reported=True),
-    _Rule("allowed_token_ids", _or_none(_are_token_ids), _TOKEN_IDS, reported=True),
-    _Rule("logit_bias", _or_none(_are_token_ids), _TOKEN_IDS, reported=True),
-    _Rule(
-        "structured_outputs",
-        _or_none(lambda constraint: isinstance(constraint, StructuredOutputsParams)),
-        "StructuredOutputsParams(…)",
-    ),
-    _Rule(
-        "extra_args",
-        _or_none(lambda extra: isinstance(extra, Mapping) and set(extra) <= {"kv_transfer_params"}),
-        'a dictionary with the only supported key, {"kv_transfer_params": {…}}',
-        reported=True,
-    ),
-)
-_BEAM_RULES = (
-    _Rule("temperature", is_number, "a number"),
-    _Rule("length_penalty", is_number, "a number"),
-    _Rule("allowed_token_ids", _or_none(lambda ids: _are_token_ids(ids) and len(ids) > 0), _TOKEN_IDS),
-)
-
-
-def _check(settings: object, rules: Iterable[_Rule]) -> None:
-    for rule in rules:
-        value = getattr(settings, rule.name)
-        if not rule.fits(value):
-            parameter = rule.name if rule.reported else None
-            raise MinivllmError(f"{rule.name} is {value!r}; it must be {rule.meaning}", parameter)

@@ -4,6 +4,7 @@ created.
 In vLLM v0.33.0: `vllm/config/`.
 """
 
+# ruff: noqa: F401  (these names are here for others to import)
 from minivllm.config.cache import CacheConfig
 from minivllm.config.kv_transfer import KVTransferConfig
 from minivllm.config.lora import LoRAConfig
@@ -12,20 +13,3 @@ from minivllm.config.parts import NO_PARTS, Parts
 from minivllm.config.scheduler import SchedulerConfig
 from minivllm.config.speculative import DraftingConfig, SpeculativeConfig
 from minivllm.config.structured_outputs import StructuredOutputsParams
-
-__all__ = [
-    "EMBEDDED_DRAFT",
-    "EMBEDDED_EAGLE3",
-    "EMBEDDED_MODEL",
-    "EMBEDDED_SIBLINGS",
-    "NO_PARTS",
-    "CacheConfig",
-    "DraftingConfig",
-    "KVTransferConfig",
-    "LoRAConfig",
-    "ModelConfig",
-    "Parts",
-    "SchedulerConfig",
-    "SpeculativeConfig",
-    "StructuredOutputsParams",
-]

@@ -4,9 +4,11 @@ In vLLM v0.33.0: `vllm/config/cache.py` (`CacheConfig`).
 """
 
 from dataclasses import dataclass
+from typing import Annotated
 
-from minivllm.config.checks import is_count, require, require_flags
+from minivllm.config.checks import Count, Rule, check_fields, is_count
 
+POOL_SIZE = Rule(lambda value: is_count(value, 2), "at least 2, since block 0 is the null block")
 KV_CACHE_DTYPES = {
     "int8": "int8",
     "int8_per_token_head": "int8",
@@ -26,14 +28,9 @@ class CacheConfig:
       begin with the same tokens.
     """
 
-    num_gpu_blocks: int
-    block_size: int = 16
+    num_gpu_blocks: Annotated[int, POOL_SIZE]
+    block_size: Count = 16
     enable_prefix_caching: bool = True
 
     def __post_init__(self) -> None:
-        require(is_count(self.block_size, 1), f"block_size is {self.block_size!r}; it must be at least 1 token")
-        require(
-            is_count(self.num_gpu_blocks, 2),
-            f"num_gpu_blocks is {self.num_gpu_blocks!r}; at least 2 are needed, since block 0 is the null block",
-        )
-        require_flags(self, "enable_prefix_caching")
+        check_fields(self)

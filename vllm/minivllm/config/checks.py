@@ -3,9 +3,10 @@
 import difflib
 import functools
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, fields
-from typing import Any, TypeVar
+from types import NoneType
+from typing import Annotated, Any, NamedTuple, TypeVar, get_args, get_type_hints
 
 from minivllm.errors import MinivllmError
 
@@ -23,18 +24,18 @@ def require(holds: bool, message: str, parameter: str | None = None) -> None:
         raise MinivllmError(message, parameter)
 
 
-def refuse_unknown(what: str, given: Iterable[str], known: Iterable[str], listed: str = "") -> None:
+def refuse_unknown(what: str, names: Iterable[str], known: Iterable[str], listed: str = "") -> None:
     """Raise for the first name that is not known, with a message that starts with `what`, such as
     "SamplingParams has no argument".
 
     The message ends with the nearest known name or, if none is near, with `listed`, by default a
     list of the known names.
     """
-    names = list(known)
-    for name in given:
-        if name not in names:
-            near = difflib.get_close_matches(str(name), names, n=1, cutoff=NEAR)
-            hint = f"did you mean {near[0]!r}?" if near else listed or f"known: {', '.join(names)}"
+    known = list(known)
+    for name in names:
+        if name not in known:
+            near = difflib.get_close_matches(str(name), known, n=1, cutoff=NEAR)
+            hint = f"did you mean {near[0]!r}?" if near else listed or f"known: {', '.join(known)}"
             raise MinivllmError(f"{what} {name!r}; {hint}")
 
 
@@ -47,9 +48,9 @@ def checked_arguments(settings: Settings) -> Settings:
     listed = f"help(minivllm.{settings.__name__}) lists the arguments"
 
     @functools.wraps(make)
-    def __init__(self: Any, *args: Any, **given: Any) -> None:
-        refuse_unknown(f"{settings.__name__} has no argument", given, known, listed)
-        make(self, *args, **given)
+    def __init__(self: Any, *args: Any, **arguments: Any) -> None:
+        refuse_unknown(f"{settings.__name__} has no argument", arguments, known, listed)
+        make(self, *args, **arguments)
 
     settings.__init__ = __init__
     return settings
@@ -73,29 +74,62 @@ def settings_of(kind: type[Kind], name: str, value: Any, example: str) -> Kind |
     return kind(**value)
 
 
-def require_flags(settings: object, *names: str) -> None:
-    """Raise unless each of these attributes is True or False: a string such as "no" would count
-    as true.
+class Rule(NamedTuple):
+    """A condition on a field's value, which stands in the field's annotation:
+    `top_p: Annotated[float, Rule(is_fraction, "from 0 to 1")]`. `meaning` describes valid values.
+
+    `reported`: a server tells its client the parameter's name.
     """
-    for name in names:
-        value = getattr(settings, name)
-        require(isinstance(value, bool), f"{name} is {value!r}; it must be True or False")
+
+    fits: Callable[[Any], bool]
+    meaning: str
+    reported: bool = False
 
 
-def require_choice(name: str, value: object, choices: Iterable[str | None]) -> None:
-    """Raise unless the value is one of these choices, where None stands for the default."""
-    choices = tuple(choices)  # a dictionary would fail for a value that has no hash
-    require(value in choices, f"unknown {name} {value!r}; use one of {', '.join(filter(None, choices))}")
+def at_least(least: int) -> Rule:
+    """Return the rule for an integer of at least `least`."""
+    meaning = f"a whole number of at least {least}" if least else "a whole number, and not negative"
+    return Rule(lambda value: is_count(value, least), meaning)
 
 
-def require_counts(settings: object, least: int, *names: str, may_be_none: bool = False) -> None:
-    """Raise unless each of these attributes is an integer of at least `least`, or None where
-    that is allowed.
+def one_of(*choices: str) -> Rule:
+    """Return the rule for one of these strings."""
+    return Rule(lambda value: isinstance(value, str) and value in choices, f"one of {', '.join(choices)}")
+
+
+Count = Annotated[int, at_least(1)]
+CountOrZero = Annotated[int, at_least(0)]
+# A string such as "no" would count as true.
+IS_FLAG = Rule(lambda value: isinstance(value, bool), "True or False")
+
+
+def check_fields(settings: object) -> None:
+    """Raise for the first field of a dataclass whose value breaks a rule in its annotation. A
+    `bool` must be True or False; None is valid where the annotation says so.
     """
-    wanted = f"a whole number of at least {least}" if least else "a whole number, and not negative"
-    for name in names:
+    for name, may_be_none, rule in _rules_of(type(settings)):
         value = getattr(settings, name)
-        require((may_be_none and value is None) or is_count(value, least), f"{name} is {value!r}; it must be {wanted}")
+        if not (may_be_none and value is None):
+            check(name, value, rule)
+
+
+def check(name: str, value: object, rule: Rule) -> None:
+    """Raise if the value of this name breaks the rule."""
+    if not rule.fits(value):
+        parameter = name if rule.reported else None
+        raise MinivllmError(f"{name} is {value!r}; it must be {rule.meaning}", parameter)
+
+
+@functools.cache
+def _rules_of(settings: type) -> list[tuple[str, bool, Rule]]:
+    """Return the rules of a class, each with its field's name and whether that may be None."""
+    rules: list[tuple[str, bool, Rule]] = []
+    for name, hint in get_type_hints(settings, include_extras=True).items():
+        may_be_none = NoneType in get_args(hint)
+        for option in get_args(hint) if may_be_none else (hint,):
+            own = (IS_FLAG,) if option is bool else getattr(option, "__metadata__", ())
+            rules += [(name, may_be_none, rule) for rule in own]
+    return rules
 
 
 def is_number(value: object) -> bool:

@@ -64,7 +64,7 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
 
 def words_of(settings: type) -> dict[str, str]:
     """Return the description of each field from the list in a dataclass's docstring, as plain text."""
-    found: dict[str, str] = {}
+    descriptions: dict[str, str] = {}
     # Each bullet of the docstring; what stands before the first one is prose.
     for item in re.split(r"^- ", inspect.getdoc(settings) or "", flags=re.MULTILINE)[1:]:
         text = " ".join(item.split("\n\n")[0].split())
@@ -72,8 +72,8 @@ def words_of(settings: type) -> dict[str, str]:
         starts = list(DEFINED.finditer(text))
         for start, after in zip(starts, [*starts[1:], None], strict=True):
             words = text[start.end() : after.start() if after else None].strip().rstrip(".").replace("`", "")
-            found |= dict.fromkeys(re.findall(r"\w+", start.group(1).replace(" and ", " ")), words)
-    return found
+            descriptions |= dict.fromkeys(re.findall(r"\w+", start.group(1).replace(" and ", " ")), words)
+    return descriptions
 
 
 def add_flags(

@@ -7,22 +7,19 @@ import json
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
-from minivllm.config.checks import checked_arguments, require, require_choice, settings_of
+from minivllm.config.checks import (
+    Rule,
+    check_fields,
+    checked_arguments,
+    encodable,
+    one_of,
+    settings_of,
+)
 
-KV_ROLES = ("kv_producer", "kv_consumer", "kv_both")
-KV_BUFFER_DEVICES = ("cpu", "cuda")
-KV_LOAD_FAILURE_POLICIES = ("fail", "recompute")
-
-
-def _is_unicode(value: Any) -> bool:
-    """Return whether all strings can be encoded: JSON can also contain half of a surrogate pair."""
-    try:
-        json.dumps(value, ensure_ascii=False, default=str).encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+NAME = Rule(lambda value: isinstance(value, str) and bool(value), "a name")
+DICTIONARY = Rule(lambda value: isinstance(value, Mapping), "a dictionary")
 
 
 @checked_arguments
@@ -41,12 +38,12 @@ class KVTransferConfig:
       "fail" ends it with an error, "recompute" computes them here.
     """
 
-    kv_connector: str
-    engine_id: str = field(default_factory=lambda: str(uuid.uuid4()))
-    kv_role: str = "kv_both"
-    kv_buffer_device: str | None = None
-    kv_connector_extra_config: Mapping[str, Any] = field(default_factory=dict)
-    kv_load_failure_policy: str = "fail"
+    kv_connector: Annotated[str, NAME]
+    engine_id: Annotated[str, NAME] = field(default_factory=lambda: str(uuid.uuid4()))
+    kv_role: Annotated[str, one_of("kv_producer", "kv_consumer", "kv_both")] = "kv_both"
+    kv_buffer_device: Annotated[str, one_of("cpu", "cuda")] | None = None
+    kv_connector_extra_config: Annotated[Mapping[str, Any], DICTIONARY] = field(default_factory=dict)
+    kv_load_failure_policy: Annotated[str, one_of("fail", "recompute")] = "fail"
 
     @classmethod
     def of(cls, settings: "Mapping[str, Any] | KVTransferConfig | None") -> "KVTransferConfig | None":
@@ -62,20 +59,11 @@ class KVTransferConfig:
         return settings_of(cls, "kv_transfer_config", settings, example)
 
     def __post_init__(self) -> None:
-        for name in ("kv_connector", "engine_id"):
-            value = getattr(self, name)
-            require(isinstance(value, str) and bool(value), f"{name} is {value!r}; it must be a name")
-        require_choice("kv_role", self.kv_role, KV_ROLES)
-        require_choice("kv_buffer_device", self.kv_buffer_device, (None, *KV_BUFFER_DEVICES))
-        require_choice("kv_load_failure_policy", self.kv_load_failure_policy, KV_LOAD_FAILURE_POLICIES)
-        require(
-            isinstance(self.kv_connector_extra_config, Mapping),
-            f"kv_connector_extra_config is {self.kv_connector_extra_config!r}; it must be a dictionary",
-        )
-        require(
-            _is_unicode((self.engine_id, self.kv_connector_extra_config)),
-            "engine_id or kv_connector_extra_config has half of a surrogate pair, which cannot be sent",
-        )
+        check_fields(self)
+        # Other engines get them as text.
+        sent = (self.engine_id, self.kv_connector_extra_config)
+        text = json.dumps(sent, ensure_ascii=False, default=str)
+        encodable(text, "engine_id or kv_connector_extra_config")
 
     @property
     def is_kv_producer(self) -> bool:

@@ -1,11 +1,16 @@
 """Settings of LoRA adapters. In vLLM v0.33.0: `vllm/config/lora.py` (`LoRAConfig`)."""
 
 from dataclasses import dataclass
+from typing import Annotated
 
-from minivllm.config.checks import is_count, require, require_choice, require_counts
+from minivllm.config.checks import Count, Rule, check_fields, is_count, one_of, require
 
 MAX_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-LORA_DTYPES = ("auto", "float32", "float16", "bfloat16")
+# `is_count` first, since True equals 1 and a list has no hash.
+RANK = Rule(
+    lambda value: is_count(value, 1) and value in MAX_LORA_RANKS,
+    f"one of {', '.join(map(str, MAX_LORA_RANKS))}",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,25 +25,18 @@ class LoRAConfig:
     - `lora_dtype`: dtype of the adapters' weights; "auto" is the model's.
     """
 
-    max_loras: int = 1
-    max_lora_rank: int = 16
-    max_cpu_loras: int | None = None
-    lora_dtype: str = "auto"
+    max_loras: Count = 1
+    max_lora_rank: Annotated[int, RANK] = 16
+    max_cpu_loras: Count | None = None
+    lora_dtype: Annotated[str, one_of("auto", "float32", "float16", "bfloat16")] = "auto"
 
     def __post_init__(self) -> None:
-        require_counts(self, 1, "max_loras")
-        require_counts(self, 1, "max_cpu_loras", may_be_none=True)
-        require(
-            # `is_count` too, since True equals 1 and is in the list.
-            self.max_lora_rank in MAX_LORA_RANKS and is_count(self.max_lora_rank, 1),
-            f"max_lora_rank is {self.max_lora_rank!r}; it must be one of {', '.join(map(str, MAX_LORA_RANKS))}",
-        )
+        check_fields(self)
         require(
             self.capacity >= self.max_loras,
             f"max_cpu_loras is {self.max_cpu_loras}, and max_loras is {self.max_loras}: what is in a slot is in host "
             "memory too, so max_cpu_loras must be at least max_loras",
         )
-        require_choice("lora_dtype", self.lora_dtype, LORA_DTYPES)
 
     @property
     def capacity(self) -> int:

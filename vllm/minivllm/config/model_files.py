@@ -82,6 +82,16 @@ def local_path(path_or_name: str | Path) -> Path:
     return path
 
 
+def optional_file(path_or_name: str | Path, filename: str) -> Path | None:
+    """Return a file of a local model directory, or of a model on the Hub; None if there is none."""
+    directory = local_path(path_or_name)
+    try:
+        path = directory / filename if directory.is_dir() else hub_file(str(path_or_name), filename)
+    except MinivllmError:
+        return None
+    return path if path.is_file() else None
+
+
 def hub_file(name: str, filename: str) -> Path:
     """Return a file of a model on the Hugging Face Hub, from the local cache or downloaded.
 

@@ -4,11 +4,22 @@ In vLLM v0.33.0: `vllm/config/scheduler.py` (`SchedulerConfig`).
 """
 
 from dataclasses import dataclass
+from typing import Annotated
 
-from minivllm.config.checks import is_count, is_number, require, require_choice, require_counts, require_flags
+from minivllm.config.checks import (
+    Count,
+    CountOrZero,
+    Rule,
+    check_fields,
+    is_count,
+    is_number,
+    one_of,
+    require,
+)
 from minivllm.config.speculative import NO_DRAFTS, DraftingConfig
 
-POLICIES = ("fcfs", "priority")
+MODEL_LEN = Rule(lambda value: is_count(value, 2), "at least 2: one token of prompt and one of output")
+WATERMARK = Rule(lambda value: is_number(value) and 0.0 <= value < 1.0, "a fraction from 0 up to 1, exclusive")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,16 +44,16 @@ class SchedulerConfig:
     - `static_batching`: admit only into an empty batch, as before continuous batching. Not in vLLM.
     """
 
-    max_model_len: int
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int = 2048
-    long_prefill_token_threshold: int = 0
+    max_model_len: Annotated[int, MODEL_LEN]
+    max_num_seqs: Count = 256
+    max_num_batched_tokens: Count = 2048
+    long_prefill_token_threshold: CountOrZero = 0
     long_prefill_token_threshold_adaptive: bool = False
-    policy: str = "fcfs"
+    policy: Annotated[str, one_of("fcfs", "priority")] = "fcfs"
     enable_chunked_prefill: bool = True
     scheduler_reserve_full_isl: bool = True
-    watermark: float = 0.0
-    max_loras: int = 0
+    watermark: Annotated[float, WATERMARK] = 0.0
+    max_loras: CountOrZero = 0
     drafting: DraftingConfig = NO_DRAFTS
     async_scheduling: bool = False
     static_batching: bool = False
@@ -57,24 +68,12 @@ class SchedulerConfig:
         return self.drafting.num_speculative_tokens * steps + self.drafting.num_lookahead_tokens
 
     def __post_init__(self) -> None:
-        require_counts(self, 1, "max_num_seqs", "max_num_batched_tokens")
-        require_counts(self, 0, "long_prefill_token_threshold", "max_loras")
-        require(
-            is_count(self.max_model_len, 2),
-            f"max_model_len is {self.max_model_len!r}; at least 2 are needed, one token of prompt and one of output",
-        )
+        check_fields(self)
         require(
             self.long_prefill_token_threshold <= self.max_model_len,
             f"long_prefill_token_threshold ({self.long_prefill_token_threshold}) exceeds max_model_len "
             f"({self.max_model_len}); no chunk can be that long",
         )
-        require_choice("policy", self.policy, POLICIES)
-        require(
-            is_number(self.watermark) and 0.0 <= self.watermark < 1.0,
-            f"watermark is {self.watermark!r}; it must be a fraction from 0 up to 1, exclusive",
-        )
-        require_flags(self, "enable_chunked_prefill", "scheduler_reserve_full_isl")
-        require_flags(self, "async_scheduling", "static_batching", "long_prefill_token_threshold_adaptive")
         require(
             self.enable_chunked_prefill or self.max_num_batched_tokens >= self.max_model_len,
             f"max_num_batched_tokens ({self.max_num_batched_tokens}) is below max_model_len ({self.max_model_len}): "

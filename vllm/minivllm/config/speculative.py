@@ -6,14 +6,20 @@ In vLLM v0.33.0: `vllm/config/speculative.py` (`SpeculativeConfig`).
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from minivllm.config.checks import is_count, require, require_choice, require_counts, settings_of
+from minivllm.config.checks import (
+    Count,
+    CountOrZero,
+    check_fields,
+    is_count,
+    one_of,
+    require,
+    settings_of,
+)
 
-METHODS = ("ngram", "draft_model", "eagle3")
 MODEL_METHODS = ("draft_model", "eagle3")
 """Methods that draft by running a model of their own, with a KV cache."""
-DRAFT_SAMPLE_METHODS = ("greedy", "probabilistic")
 DEFAULT_LOOKUP = 5
 
 
@@ -36,12 +42,12 @@ class SpeculativeConfig:
       as [(1, 8, 4), (9, 64, 2)]; a size beyond a range counts as its last one.
     """
 
-    num_speculative_tokens: int
-    method: str = "ngram"
+    num_speculative_tokens: Count
+    method: Annotated[str, one_of("ngram", *MODEL_METHODS)] = "ngram"
     model: str | Path | None = None
-    draft_sample_method: str = "greedy"
-    prompt_lookup_max: int | None = None
-    prompt_lookup_min: int | None = None
+    draft_sample_method: Annotated[str, one_of("greedy", "probabilistic")] = "greedy"
+    prompt_lookup_max: Count | None = None
+    prompt_lookup_min: Count | None = None
     num_speculative_tokens_per_batch_size: Sequence[tuple[int, int, int]] | None = None
 
     @classmethod
@@ -58,10 +64,7 @@ class SpeculativeConfig:
         return settings_of(cls, "speculative_config", settings, example)
 
     def __post_init__(self) -> None:
-        require_choice("speculative method", self.method, METHODS)
-        require_choice("draft_sample_method", self.draft_sample_method, DRAFT_SAMPLE_METHODS)
-        require_counts(self, 1, "num_speculative_tokens")
-        require_counts(self, 1, "prompt_lookup_max", "prompt_lookup_min", may_be_none=True)
+        check_fields(self)
         if self.runs_model:
             require(
                 isinstance(self.model, str | Path) and bool(str(self.model)),
@@ -128,13 +131,13 @@ class DraftingConfig:
     - `num_speculative_tokens_per_batch_size`: when to make fewer drafts, as in `SpeculativeConfig`.
     """
 
-    num_speculative_tokens: int = 0
-    num_lookahead_tokens: int = 0
+    num_speculative_tokens: CountOrZero = 0
+    num_lookahead_tokens: CountOrZero = 0
     use_eagle: bool = False
     num_speculative_tokens_per_batch_size: Sequence[tuple[int, int, int]] | None = None
 
     def __post_init__(self) -> None:
-        require_counts(self, 0, "num_speculative_tokens", "num_lookahead_tokens")
+        check_fields(self)
 
     def num_drafts_after(self, num_requests: int) -> int | None:
         """Return the maximum number of drafts per request after a step of `num_requests`; None

@@ -4,12 +4,21 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
-from minivllm.config.checks import encodable, require, require_flags
-from minivllm.errors import MinivllmError
+from minivllm.config.checks import Rule, check_fields, encodable, require
 
 CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object")
+SCHEMA = Rule(lambda value: isinstance(value, str | dict), "a JSON schema, as a dictionary or a string")
+TEXT = Rule(lambda value: isinstance(value, str), "a string")
+# Clients send these fields with their defaults.
+NOT_SERVED = Rule(lambda value: isinstance(value, bool | str) and not value, "left out: it is not served here")
+
+
+def _are_choices(value: Any) -> bool:
+    if isinstance(value, str) or not isinstance(value, Sequence) or not len(value):
+        return False
+    return all(isinstance(text, str) for text in value)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -27,51 +36,22 @@ class StructuredOutputsParams:
     `disable_additional_properties` and `structural_tag` are not served.
     """
 
-    json: str | dict[str, Any] | None = None
-    regex: str | None = None
-    choice: Sequence[str] | None = None
-    grammar: str | None = None
+    json: Annotated[str | dict[str, Any], SCHEMA] | None = None
+    regex: Annotated[str, TEXT] | None = None
+    choice: Annotated[Sequence[str], Rule(_are_choices, "a list of strings, not empty")] | None = None
+    grammar: Annotated[str, TEXT] | None = None
     json_object: bool | None = None
     disable_any_whitespace: bool = False
-    disable_additional_properties: bool = False
-    whitespace_pattern: str | None = None
-    structural_tag: str | None = None
+    disable_additional_properties: Annotated[bool, NOT_SERVED] | None = False
+    whitespace_pattern: Annotated[str, TEXT] | None = None
+    structural_tag: Annotated[str, NOT_SERVED] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("structural_tag", "disable_additional_properties"):
-            value = getattr(self, name)
-            require(
-                # Clients send these fields with their defaults.
-                value is None or value is False or (isinstance(value, str) and not value),
-                f"structured_outputs: {name} is not served here",
-            )
-        require_flags(self, "disable_any_whitespace")
-        self._check_types()
+        check_fields(self)
+        for name in ("regex", "grammar", "whitespace_pattern"):
+            encodable(getattr(self, name) or "", name)
+        for text in self.choice or ():
+            encodable(text, "a choice")
         constraints = [name for name in CONSTRAINTS if getattr(self, name) not in (None, False)]
         require(bool(constraints), f"structured_outputs has no constraint; give one of {', '.join(CONSTRAINTS)}")
         require(len(constraints) == 1, f"structured_outputs has {' and '.join(constraints)}; give only one of them")
-
-    def _check_types(self) -> None:
-        require(
-            self.json is None or isinstance(self.json, str | dict),
-            f"json is {type(self.json).__name__}; it must be a JSON schema, as a dictionary or a string",
-        )
-        require(
-            self.json_object is None or isinstance(self.json_object, bool),
-            f"json_object is {self.json_object!r}; it must be True or None",
-        )
-        for name in ("regex", "grammar", "whitespace_pattern"):
-            value = getattr(self, name)
-            require(value is None or isinstance(value, str), f"{name} is {type(value).__name__}; it must be a string")
-            encodable(value or "", name)
-        self._check_choice()
-
-    def _check_choice(self) -> None:
-        if self.choice is None:
-            return
-        if isinstance(self.choice, str) or not isinstance(self.choice, Sequence):
-            raise MinivllmError(f"choice is {type(self.choice).__name__}; it must be a list of strings")
-        require(len(self.choice) > 0, "choice is an empty list; give at least one string")
-        for text in self.choice:
-            require(isinstance(text, str), f"choice has {text!r}; it must be a list of strings")
-            encodable(text, "a choice")

@@ -255,11 +255,10 @@ class BlockPool:
         same positions.
         """
         for index in range(num_cached, num_full):
-            block, block_hash = blocks[index], block_hashes[index]
-            if block.block_hash == block_hash:
-                continue  # two requests share it, and both have computed it after a load had failed
+            block = blocks[index]
+            block_hash = block_hashes[index]
             if block.block_hash is not None:
-                raise BlockPoolError(f"block {block.block_id} is already published under another hash")
+                raise BlockPoolError(f"block {block.block_id} is already published")
             block.block_hash = block_hash
             self.cached_block_hash_to_block.insert(block_hash, block)
 

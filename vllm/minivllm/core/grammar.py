@@ -1,9 +1,17 @@
 """The scheduler's view of a request's grammar. `minivllm.structured_output` compiles grammars.
 
-In vLLM v0.33.0: `vllm/v1/structured_output/backend_types.py` (`StructuredOutputGrammar`).
+In vLLM v0.33.0: `vllm/v1/structured_output/backend_types.py` (`StructuredOutputGrammar`),
+`vllm/v1/structured_output/request.py` (`StructuredOutputRequest`).
 """
 
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Protocol
+
+# From the request's arrival. The library bounds its own work to about a second; this bounds the
+# whole wait.
+SECONDS_TO_COMPILE = 60.0
 
 
 class StructuredOutputGrammar(Protocol):
@@ -26,17 +34,31 @@ class StructuredOutputGrammar(Protocol):
         ...
 
 
-class StructuredOutputRequest(Protocol):
-    """A grammar that is being compiled, is compiled, or has failed to compile."""
+class StructuredOutputRequest:
+    """A request's grammar: being compiled since the request arrived, compiled, or failed to
+    compile.
+    """
+
+    def __init__(self, future: Future[StructuredOutputGrammar], clock: Callable[[], float] = time.monotonic) -> None:
+        self.future = future
+        self._clock = clock
+        self._deadline = clock() + SECONDS_TO_COMPILE
 
     @property
     def grammar(self) -> StructuredOutputGrammar:
-        """Return the grammar, which must have been compiled without an error."""
-        ...
+        """The grammar, which must have been compiled without an error."""
+        return self.future.result(timeout=0)
 
     def is_pending(self) -> bool:
-        """Return whether the grammar is still being compiled."""
-        ...
+        """Return whether the grammar is still being compiled, and its time is not over."""
+        return not self.future.done() and self._clock() < self._deadline
 
     def failure(self) -> str | None:
         """Return why there is no grammar, or None if there is one."""
+        if not self.future.done():
+            self.future.cancel()
+            return f"the grammar was not compiled within {SECONDS_TO_COMPILE:.0f} s"
+        raised = self.future.exception()
+        if raised is not None:
+            return f"the grammar could not be compiled: {type(raised).__name__}: {raised}"
+        return self.grammar.error

@@ -115,8 +115,7 @@ class KVCacheManager:
             # Admit only what can be computed to its end; otherwise a prompt could be preempted by
             # its own next chunk.
             if full_sequence_must_fit:
-                num_full = -(-min(request.num_tokens, self.max_model_len) // self.block_size)
-                num_required = max(num_missing, num_full - num_held)
+                num_required = max(num_missing, self.num_missing_blocks(request) - len(new_computed_blocks))
             num_available = self._num_available(request, new_computed_blocks, has_scheduled_reqs)
             if num_required > num_available or num_missing > num_available - reserved_blocks:
                 return None

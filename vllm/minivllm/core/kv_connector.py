@@ -24,7 +24,7 @@ In vLLM v0.33.0: `vllm/distributed/kv_transfer/kv_connector/v1/base.py` (`KVConn
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
@@ -119,14 +119,7 @@ class KVConnectorOutput:
 
     def is_empty(self) -> bool:
         """Return whether there is nothing to report."""
-        return not (
-            self.finished_sending
-            or self.finished_recving
-            or self.failed_recving
-            or self.invalid_block_ids
-            or self.kv_connector_stats
-            or self.kv_connector_worker_meta
-        )
+        return not any(getattr(self, field.name) for field in fields(self))
 
 
 def joined_stats(stats: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:

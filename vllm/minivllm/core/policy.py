@@ -114,8 +114,8 @@ class SchedulingPolicy:
     @property
     def replaced(self) -> dict[str, Callable[..., Any]]:
         """Return the functions that are not the default, by name."""
-        given = ((field, getattr(self, field.name)) for field in fields(self))
-        return {field.name: rule for field, rule in given if rule is not field.default}
+        rules = ((field, getattr(self, field.name)) for field in fields(self))
+        return {field.name: rule for field, rule in rules if rule is not field.default}
 
 
 DEFAULT_POLICY = SchedulingPolicy()

@@ -35,7 +35,7 @@ from minivllm.core.engine_messages import EngineCoreOutput
 from minivllm.core.kv_cache_manager import KVCacheManager
 from minivllm.core.kv_connector import KVConnectorBase_V1, KVConnectorOutput, KVTransferParams
 from minivllm.core.request import Request, RequestStatus
-from minivllm.core.request_queue import create_request_queue
+from minivllm.core.request_queue import PriorityRequestQueue
 from minivllm.core.scheduler_output import SchedulerOutput
 from minivllm.core.stats import PrefixCacheStats
 
@@ -70,10 +70,9 @@ class RemoteKV:
         self.manager = manager
         self.recomputes = recomputes
         self.kv_holding_waiting: dict[str, Request] = {}
-        self.received = create_request_queue("fcfs")
-        """Requests whose blocks are filled, and which wait for their turn, in order of
-        admission.
-        """
+        self._admissions: dict[str, int] = {}
+        """The number of its admission, for each request that loads or has loaded."""
+        self.received = self._queue()
         self.finished_recving_kv_req_ids: set[str] = set()
         self.releasing: dict[str, Request] = {}
         """Requests that have ended, and whose blocks are still needed."""
@@ -81,7 +80,6 @@ class RemoteKV:
         self._being_sent: set[str] = set()
         self._being_received: set[str] = set()  # of those in `releasing`
         self._never_again: set[str] = set()
-        self._admissions: dict[str, int] = {}  # by request that loads or has loaded: the number of its admission
         self._numbers = count()
         self._params: dict[str, KVTransferParams] = {}
         self._forget_steps()
@@ -94,6 +92,10 @@ class RemoteKV:
         self._stale: Counter[str] = Counter()
         # By request: a block table that it has lost while a step in flight computes with it.
         self._lost_tables: dict[str, list[int]] = {}
+
+    def _queue(self) -> PriorityRequestQueue:
+        """Return a queue in order of admission, for requests whose blocks are filled."""
+        return PriorityRequestQueue(lambda request: self._admissions[request.request_id])
 
     def is_busy(self) -> bool:
         """Return whether the engine must keep stepping although no request is unfinished."""
@@ -161,12 +163,7 @@ class RemoteKV:
         ]
         for request in arrived:
             self._take_loaded(request)
-        filled = [request for request in arrived if request.num_computed_tokens > 0]
-        # Sort only when something was added; most steps add nothing.
-        if filled:
-            in_order = sorted([*self.received, *filled], key=lambda request: self._admissions[request.request_id])
-            self.received.remove_requests(in_order)
-            self.received.prepend_requests(in_order)
+        self.received.prepend_requests([request for request in arrived if request.num_computed_tokens > 0])
         return [request for request in arrived if request.num_computed_tokens == 0]
 
     def _take_loaded(self, request: Request) -> None:
@@ -224,19 +221,22 @@ class RemoteKV:
 
     def begin_update(
         self, step: SchedulerOutput, output: KVConnectorOutput | None, requests: Mapping[str, Request]
-    ) -> tuple[set[str], list[Request]]:
+    ) -> tuple[set[str], list[Request], list[Request]]:
         """Process failed loads, before the step's tokens; `requests` are all unfinished requests.
 
-        Return the ids of those whose tokens of this step are invalid, and the requests that loads
-        have failed for: the caller preempts those that run, or ends all of them.
+        Return the ids of those whose tokens of this step are invalid, the requests to end, and the
+        running requests to preempt.
         """
         invalid = self._take_stale(step)
-        failed: list[Request] = []
+        ended: list[Request] = []
+        running: list[Request] = []
         if output is not None and (output.invalid_block_ids or output.failed_recving):
+            if not self.recomputes:
+                ended = [requests[name] for name in self._failed_loads(step, output, requests)]
             # Requests that only load must be cut first: running ones may have found their blocks.
-            failed += [request for request in self.kv_holding_waiting.values() if self._truncate(request, output)]
+            for request in self.kv_holding_waiting.values():
+                self._truncate(request, output)
             running = self._withdraw(output.invalid_block_ids, requests)
-            failed += running
             spoiled = [request.request_id for request in running]
             if output.invalid_block_ids:
                 # A request that was preempted meanwhile has lost its blocks, so it is not known any
@@ -253,7 +253,31 @@ class RemoteKV:
             invalid.update(spoiled)
         if self._lost_tables:
             self._lost_tables = {name: table for name, table in self._lost_tables.items() if self._in_flight[name]}
-        return invalid, failed
+        return invalid, ended, [request for request in running if request not in ended]
+
+    def _failed_loads(
+        self, step: SchedulerOutput, output: KVConnectorOutput, requests: Mapping[str, Request]
+    ) -> list[str]:
+        """Return the requests whose own load has failed, loading or running; others may only have
+        found its blocks.
+        """
+        size = self.manager.block_size
+        loads = {
+            name: (self.manager.get_block_ids(name), request.num_computed_tokens)
+            for name, request in self.kv_holding_waiting.items()
+        }
+        # A load within the step: these are the tables as they were when the ranks got them.
+        for new in step.scheduled_new_reqs:
+            request = requests.get(new.req_id)
+            if request is not None and request.status is RequestStatus.RUNNING:
+                loads[new.req_id] = (new.block_ids, new.num_computed_tokens)
+        failed = []
+        for name, (table, stop) in loads.items():
+            start = stop - requests[name].num_external_computed_tokens
+            loaded = table[-(-start // size) : -(-stop // size)]
+            if name in output.failed_recving or not output.invalid_block_ids.isdisjoint(loaded):
+                failed.append(name)
+        return failed
 
     def end_update(self, output: KVConnectorOutput | None, request_outputs: Iterable[EngineCoreOutput]) -> None:
         """Process finished transfers, and add the connector's parameters for the clients of ended
@@ -294,10 +318,8 @@ class RemoteKV:
         self._stale, self._in_flight = +self._stale, +self._in_flight
         return stale
 
-    def _truncate(self, request: Request, output: KVConnectorOutput) -> bool:
-        """Reduce a loading request's computed tokens to the valid ones; return whether any were
-        invalid.
-        """
+    def _truncate(self, request: Request, output: KVConnectorOutput) -> None:
+        """Reduce a loading request's computed tokens to the valid ones."""
         name = request.request_id
         num_valid = request.num_computed_tokens
         if name in output.failed_recving:
@@ -305,12 +327,13 @@ class RemoteKV:
         # Only the blocks that should hold something can be invalid.
         block_ids = self.manager.get_block_ids(name)[: -(-num_valid // self.manager.block_size)]
         num_valid = min(num_valid, _first_of(output.invalid_block_ids, block_ids) * self.manager.block_size)
-        if num_valid == request.num_computed_tokens:
-            return False
-        request.num_external_computed_tokens -= request.num_computed_tokens - num_valid
+        num_lost = request.num_computed_tokens - num_valid
+        if num_lost == 0:
+            return
+        # Local blocks may be lost too: another request's load into them has failed.
+        request.num_external_computed_tokens = max(0, request.num_external_computed_tokens - num_lost)
         request.num_computed_tokens = num_valid
         self._never_again.add(name)
-        return True
 
     def _withdraw(self, invalid_block_ids: set[int], requests: Mapping[str, Request]) -> list[Request]:
         """Withdraw the hashes of invalid blocks, and of the blocks after them in any table, which
@@ -366,7 +389,7 @@ class RemoteKV:
         self.finished_recving_kv_req_ids.clear()
         self.kv_holding_waiting.clear()
         self._admissions.clear()
-        self.received = create_request_queue("fcfs")
+        self.received = self._queue()
         self._forget_steps()
         self.manager = manager
         self.connector.bind_gpu_block_pool(manager.block_pool)

@@ -81,7 +81,7 @@ class Request:
     arrival_time: float = 0.0
     priority: int = 0
     eos_token_ids: Collection[int] = ()
-    ignore_eos: InitVar[bool] = False
+    ignore_eos: bool = False
     stop_token_ids: Collection[int] = ()
     lora_request: LoRARequest | None = None
     cache_salt: str | None = None
@@ -112,14 +112,14 @@ class Request:
     _hash_block: HashBlockTokens = hash_block_tokens
     _extra_keys: tuple[bytes, bytes] = (b"", b"")
 
-    def __post_init__(self, prompt: Sequence[int], ignore_eos: bool) -> None:
+    def __post_init__(self, prompt: Sequence[int]) -> None:
         if not prompt:
             raise MinivllmError(f"the prompt of request {self.request_id!r} is empty; it needs at least one token")
         if self.max_tokens < 1:
             raise MinivllmError(
                 f"max_tokens of request {self.request_id!r} is {self.max_tokens}; it must be at least 1"
             )
-        self.eos_token_ids = frozenset(() if ignore_eos else self.eos_token_ids)
+        self.eos_token_ids = frozenset(() if self.ignore_eos else self.eos_token_ids)
         self.stop_token_ids = frozenset(self.stop_token_ids)
         self._all_token_ids = list(prompt)
         self.num_prompt_tokens = self.num_tokens = len(prompt)

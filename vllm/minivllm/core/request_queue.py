@@ -7,7 +7,8 @@ In vLLM v0.33.0: `vllm/v1/core/sched/request_queue.py` (`RequestQueue`, `FCFSReq
 
 import heapq
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import Any
 
 from minivllm.core.request import Request
 
@@ -47,16 +48,17 @@ class FCFSRequestQueue:
 
 
 class PriorityRequestQueue:
-    """A heap ordered by (priority, arrival time, id), least first. The key alone decides the
-    order.
+    """A heap ordered by a key, by default (priority, arrival time, id), least first. No two
+    requests have the same key.
     """
 
-    def __init__(self) -> None:
-        self._heap: list[tuple[tuple[int, float, str], Request]] = []
+    def __init__(self, key: Callable[[Request], Any] = Request.sort_key) -> None:
+        self._key = key
+        self._heap: list[tuple[Any, Request]] = []
 
     def add_request(self, request: Request) -> None:
         """Add a request; its key decides its position."""
-        heapq.heappush(self._heap, (request.sort_key(), request))
+        heapq.heappush(self._heap, (self._key(request), request))
 
     def peek_request(self) -> Request:
         """Return the request with the least key, without removing it."""
@@ -74,7 +76,7 @@ class PriorityRequestQueue:
     def remove_requests(self, requests: Iterable[Request]) -> None:
         """Remove requests, all in one O(n) pass."""
         gone = {request.request_id for request in requests}
-        # Keys are unique, since they end with the id, so requests are never compared.
+        # Keys are unique, so requests are never compared.
         self._heap = [entry for entry in self._heap if entry[1].request_id not in gone]
         heapq.heapify(self._heap)
 

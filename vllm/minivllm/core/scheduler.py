@@ -65,7 +65,6 @@ class Scheduler:
         self.num_preemptions = 0
         self.num_recomputed_tokens = 0
         self.spec_decoding_stats = SpecDecodingStats()
-        self._drafts_snapshot = self.spec_decoding_stats.copy()
         self._failed: list[EngineCoreOutput] = []
         self.remote: RemoteKV | None = None
         self._preempted_between_steps: set[str] = set()
@@ -121,14 +120,12 @@ class Scheduler:
 
     def make_stats(self) -> SchedulerStats:
         """Return a snapshot of the state now and of all counts since the start."""
-        if self._drafts_snapshot.num_drafts != self.spec_decoding_stats.num_drafts:
-            self._drafts_snapshot = self.spec_decoding_stats.copy()
         return SchedulerStats(
             num_running_reqs=len(self.running),
             num_waiting_reqs=len(self.requests) - len(self.running),
             kv_cache_usage=self.kv_cache_manager.usage,
             prefix_cache_stats=self.kv_cache_manager.prefix_cache_stats,
-            spec_decoding_stats=self._drafts_snapshot,
+            spec_decoding_stats=self.spec_decoding_stats.copy(),
             num_preemptions=self.num_preemptions,
             num_recomputed_tokens=self.num_recomputed_tokens,
             connector_prefix_cache_stats=self.remote.connector_prefix_cache_stats if self.remote else None,
@@ -474,18 +471,17 @@ class Scheduler:
         return outputs
 
     def _take_load_failures(self, step: SchedulerOutput, output: ModelRunnerOutput) -> set[str]:
-        """Preempt requests whose load has failed, or end them, as `kv_load_failure_policy` says;
-        return the ids of all requests whose tokens of this step are invalid.
+        """End requests whose load has failed, or preempt them, as `kv_load_failure_policy` says, and
+        preempt those that share their blocks. Return the ids of all requests whose tokens of this
+        step are invalid.
         """
         assert self.remote is not None
-        ignored, failed = self.remote.begin_update(step, output.kv_connector_output, self.requests)
-        if not self.remote.recomputes:
-            self.finish_requests([request.request_id for request in failed], RequestStatus.FINISHED_ERROR)
-            self._failed += [EngineCoreOutput.failed(request.request_id, LOAD_FAILED) for request in failed]
-            return ignored
+        ignored, ended, preempted = self.remote.begin_update(step, output.kv_connector_output, self.requests)
+        self.finish_requests([request.request_id for request in ended], RequestStatus.FINISHED_ERROR)
+        self._failed += [EngineCoreOutput.failed(request.request_id, LOAD_FAILED) for request in ended]
         # The ranks hear of it with the next step. The first of the batch is the first to come back.
         between_steps = Step(token_budget=0, chunk_limit=0)
-        for request in reversed([request for request in self.running if request in failed]):
+        for request in reversed([request for request in self.running if request in preempted]):
             self.preempt(request, between_steps)
         self._preempted_between_steps |= between_steps.preempted_req_ids
         return ignored

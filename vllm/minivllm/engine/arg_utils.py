@@ -7,7 +7,7 @@ import argparse
 from collections.abc import Collection, Mapping
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from minivllm.config import (
     EMBEDDED_MODEL,
@@ -22,12 +22,15 @@ from minivllm.config import (
 )
 from minivllm.config.cache import KV_CACHE_DTYPES
 from minivllm.config.checks import (
+    Count,
+    CountOrZero,
+    Rule,
+    at_least,
+    check_fields,
     checked_arguments,
     is_number,
+    one_of,
     require,
-    require_choice,
-    require_counts,
-    require_flags,
 )
 from minivllm.config.flags import add_flags, words_of
 from minivllm.config.kv_offloading import is_tier, with_offloading
@@ -40,14 +43,12 @@ if TYPE_CHECKING:
     from minivllm.worker.settings import WorkerSettings  # brings torch, which a mistyped flag must not wait for
 
 NOT_FLAGS = ("parts",)
-CHOICES = {
-    "dtype": ("auto", "float32", "float16", "bfloat16"),
-    "kv_cache_dtype": ("auto", *KV_CACHE_DTYPES),
-    "quantization": (None, *QUANTIZATIONS),
-    "load_format": ("auto", "dummy"),
-    "attention_backend": (None, "naive"),
-    "distributed_executor_backend": (None, "mp", "ray", "uni"),
-}
+MODEL = Rule(
+    lambda value: isinstance(value, Path) or (isinstance(value, str) and value != ""),
+    "a directory, or a name on the Hugging Face hub",
+)
+SHARE = Rule(lambda value: is_number(value) and 0.0 < value <= 1.0, "a fraction above 0 and at most 1")
+PARTS = Rule(lambda value: isinstance(value, Parts), "Parts(...)")
 
 
 @checked_arguments
@@ -115,21 +116,21 @@ class EngineArgs:
     - `skip_tokenizer_init`: prompts must be token ids, and outputs have no text.
     """
 
-    model: str | Path = EMBEDDED_MODEL
-    tokenizer: str | Path | None = None
+    model: Annotated[str | Path, MODEL] = EMBEDDED_MODEL
+    tokenizer: Annotated[str | Path, MODEL] | None = None
     skip_tokenizer_init: bool = False
-    dtype: str = "auto"
-    kv_cache_dtype: str = "auto"
-    quantization: str | None = None
+    dtype: Annotated[str, one_of("auto", "float32", "float16", "bfloat16")] = "auto"
+    kv_cache_dtype: Annotated[str, one_of("auto", *KV_CACHE_DTYPES)] = "auto"
+    quantization: Annotated[str, one_of(*QUANTIZATIONS)] | None = None
     device: str = "auto"
-    load_format: str = "auto"
-    seed: int = 0
-    max_model_len: int | None = None
-    block_size: int = 16
-    max_num_seqs: int | None = None
-    max_num_batched_tokens: int | None = None
-    gpu_memory_utilization: float = 0.92
-    num_gpu_blocks_override: int | None = None
+    load_format: Annotated[str, one_of("auto", "dummy")] = "auto"
+    seed: CountOrZero = 0
+    max_model_len: Annotated[int, at_least(2)] | None = None
+    block_size: Count = 16
+    max_num_seqs: Count | None = None
+    max_num_batched_tokens: Count | None = None
+    gpu_memory_utilization: Annotated[float, SHARE] = 0.92
+    num_gpu_blocks_override: Annotated[int, at_least(2)] | None = None
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
     long_prefill_token_threshold: int = 0
@@ -139,13 +140,13 @@ class EngineArgs:
     watermark: float = 0.0
     static_batching: bool = False
     use_kv_cache: bool = True
-    attention_backend: str | None = None
+    attention_backend: Annotated[str, one_of("naive")] | None = None
     speculative_config: Mapping[str, Any] | SpeculativeConfig | None = None
     multiprocess: bool = False
-    tensor_parallel_size: int = 1
-    pipeline_parallel_size: int = 1
-    distributed_executor_backend: str | None = None
-    data_parallel_size: int = 1
+    tensor_parallel_size: Count = 1
+    pipeline_parallel_size: Count = 1
+    distributed_executor_backend: Annotated[str, one_of("mp", "ray", "uni")] | None = None
+    data_parallel_size: Count = 1
     async_scheduling: bool | None = None
     enable_lora: bool = False
     max_loras: int = 1
@@ -155,7 +156,7 @@ class EngineArgs:
     enforce_eager: bool = False
     kv_transfer_config: Mapping[str, Any] | KVTransferConfig | None = None
     kv_offloading_size: float | None = None
-    parts: Parts = NO_PARTS
+    parts: Annotated[Parts, PARTS] = NO_PARTS
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -163,39 +164,16 @@ class EngineArgs:
             may_be_none = field.name == "model" or field.default in (None, MISSING)
             if getattr(self, field.name) is None and not may_be_none:
                 setattr(self, field.name, field.default)
-        self._check_values()
+        check_fields(self)
+        # These check their own values.
+        SpeculativeConfig.of(self.speculative_config)
+        _ = self.lora_config
         self._check_ranks()
         self._check_parts()
         # The random `engine_id` must be chosen once.
         self.kv_transfer_config = with_offloading(self.kv_transfer_config, self.kv_offloading_size)
         self.kv_offloading_size = None
         self._check_kv_transfer()
-
-    def _check_values(self) -> None:
-        for name in ("model", "tokenizer"):
-            value = getattr(self, name)
-            may_be = isinstance(value, str | Path) or (name == "tokenizer" and value is None)
-            require(
-                may_be and (name == "model" or value != ""),
-                f"{name} is {value!r}; it must be a directory, or a name on the Hugging Face hub",
-            )
-        for name, choices in CHOICES.items():
-            require_choice(name, getattr(self, name), choices)
-        require_flags(self, *(field.name for field in fields(self) if field.type is bool))
-        if self.async_scheduling is not None:
-            require_flags(self, "async_scheduling")
-        require(
-            is_number(self.gpu_memory_utilization) and 0.0 < self.gpu_memory_utilization <= 1.0,
-            f"gpu_memory_utilization is {self.gpu_memory_utilization!r}; it must be a fraction above 0 and at most 1",
-        )
-        sizes = ("tensor_parallel_size", "data_parallel_size", "pipeline_parallel_size")
-        require_counts(self, 0, "seed")
-        require_counts(self, 1, "block_size", *sizes)
-        require_counts(self, 1, "max_num_seqs", "max_num_batched_tokens", may_be_none=True)
-        require_counts(self, 2, "max_model_len", "num_gpu_blocks_override", may_be_none=True)
-        # These check their own values.
-        SpeculativeConfig.of(self.speculative_config)
-        _ = self.lora_config
 
     def _check_ranks(self) -> None:
         pipeline = self.pipeline_parallel_size
@@ -216,7 +194,6 @@ class EngineArgs:
         )
 
     def _check_parts(self) -> None:
-        require(isinstance(self.parts, Parts), f"parts is {self.parts!r}; it must be Parts(...)")
         require(
             isinstance(self.parts.policy, SchedulingPolicy | None),
             f"the part policy is {self.parts.policy!r}; it must be SchedulingPolicy(...)",
@@ -266,9 +243,12 @@ class EngineArgs:
         return " and ".join(name for name in ("schedule", "find_prefix") if name in self.parts.names)
 
     @staticmethod
-    def add_cli_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    def add_cli_args(parser: argparse.ArgumentParser, left_out: Collection[str] = NOT_FLAGS) -> argparse.ArgumentParser:
         """Add a flag for each argument, with its default, and return the parser."""
-        add_engine_flags(parser)
+        further = {**words_of(CacheConfig), **words_of(SchedulerConfig)}
+        # The field has another name in `SchedulerConfig`.
+        further["scheduling_policy"] = further["policy"]
+        add_flags(parser, EngineArgs, "Engine", left_out, further)
         return parser
 
     @classmethod
@@ -384,11 +364,3 @@ def _batch_defaults(gpu_memory: int | None) -> tuple[int, int]:
         return 2048, 256
     # As in vLLM: an H100 or larger, or a smaller GPU.
     return (16384, 1024) if gpu_memory >= 70 * GIB else (8192, 256)
-
-
-def add_engine_flags(parser: argparse.ArgumentParser, left_out: Collection[str] = NOT_FLAGS) -> None:
-    """Add a flag for each engine argument, with its default."""
-    further = {**words_of(CacheConfig), **words_of(SchedulerConfig)}
-    # The field has another name in `SchedulerConfig`.
-    further["scheduling_policy"] = further["policy"]
-    add_flags(parser, EngineArgs, "Engine", left_out, further)

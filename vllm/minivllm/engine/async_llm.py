@@ -333,13 +333,13 @@ class AsyncLLM(FrontEnd):
             if start:
                 # Let readers and new requests run between the chunks of a large step.
                 await asyncio.sleep(0)
-            some, to_abort = self.output_processor.process_outputs(outputs.outputs[start : start + OUTPUTS_AT_ONCE])
+            chunk, to_abort = self.output_processor.process_outputs(outputs.outputs[start : start + OUTPUTS_AT_ONCE])
             if to_abort:
                 self.engine_core.abort_requests(to_abort)
-            for output in some:
+            for output in chunk:
                 if (collector := self._collectors.get(output.request_id)) is not None:
                     collector.put(output)
-            shown += some
+            shown += chunk
         self._finish(shown, outputs)
 
     def _die(self, error: Exception) -> None:

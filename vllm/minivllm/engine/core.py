@@ -25,7 +25,6 @@ from minivllm.config import ModelConfig
 from minivllm.core.async_scheduler import AsyncScheduler
 from minivllm.core.engine_messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreReady, EngineCoreRequest
 from minivllm.core.kv_connector import KVConnectorBase_V1, KVConnectorRole, joined_stats
-from minivllm.core.lora_request import LoRARequest
 from minivllm.core.policy import DEFAULT_POLICY
 from minivllm.core.request import RequestStatus
 from minivllm.core.scheduler import Scheduler
@@ -267,8 +266,10 @@ class EngineCore:
         """
         if method not in UTILITIES:
             raise MinivllmError(f"there is no utility {method!r}")
+        # The registry has the utilities that concern adapters.
+        owner = self.loras if hasattr(self.loras, method) else self
         with self._all_or_nothing(()):
-            return getattr(self, method)(*arguments)
+            return getattr(owner, method)(*arguments)
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """Forget all cached blocks. Do nothing and return False while any request holds a block.
@@ -283,34 +284,6 @@ class EngineCore:
             return False
         remote = self.scheduler.remote
         return not (reset_connector and remote is not None and remote.connector.reset_cache() is False)
-
-    def add_lora(self, lora_request: LoRARequest | dict[str, Any]) -> bool:
-        """Load an adapter from its folder into host memory, unless it is already there; with
-        `load_inplace`, load it again.
-
-        Raises:
-            MinivllmError: it cannot be served.
-        """
-        adapter = lora_request if isinstance(lora_request, LoRARequest) else LoRARequest(**lora_request)
-        self.loras.add(adapter)
-        return True
-
-    def remove_lora(self, lora_id: int) -> bool:
-        """Remove an adapter once the requests that use it have ended; return whether it was loaded."""
-        return self.loras.remove(lora_id)
-
-    def list_loras(self) -> list[int]:
-        """Return the ids of the adapters in host memory."""
-        return sorted(self.loras.list())
-
-    def pin_lora(self, lora_id: int) -> bool:
-        """Keep an adapter in its slot until it is removed.
-
-        Raises:
-            MinivllmError: it is not there, or no slot is free for it.
-        """
-        self.loras.pin(lora_id)
-        return True
 
     def start_step_events(self) -> None:
         """Attach a `step_snapshot` to the outputs of each step from now on, and to each change

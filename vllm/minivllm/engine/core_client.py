@@ -1,8 +1,8 @@
 """The engine core as the front end sees it, in the same process or a separate one.
 
-Front end and core exchange only the plain data of `minivllm.core.engine_messages`. The front end never reads the
-core's scheduler: `ready` says once what it needs to know, and each `get_output` brings the state
-after a step.
+Front end and core exchange only the plain data of `minivllm.core.engine_messages`. The front end
+never reads the core's scheduler: `ready` says once what it needs to know, and each `get_output`
+brings the state after a step.
 
 Nothing here loads torch: where the core is another process (`mp_client.py`, `async_mp_client.py`),
 the front end starts without it.
@@ -10,22 +10,32 @@ the front end starts without it.
 In vLLM v0.33.0: `vllm/v1/engine/core_client.py` (`EngineCoreClient`).
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
-from minivllm.core.engine_messages import EngineCoreOutputs, EngineCoreReady, EngineCoreRequest, UtilityOutput
+from minivllm.core.engine_messages import EngineCoreReady, UtilityOutput
 from minivllm.errors import MinivllmError
 
 UTILITIES = (
     "reset_prefix_cache", "start_step_events", "stop_step_events", "add_lora", "remove_lora", "list_loras", "pin_lora",
 )  # fmt: skip
-"""Methods of `EngineCore` that a front end may call by name."""
+"""Methods of `EngineCore`, or of its `LoRARegistry`, that a front end may call by name."""
 
 
-class EngineCoreClient(ABC):
+class EngineCoreClient:
     """A client of the core: requests in, outputs out. `engines` holds the message that each core
     sent when it was ready.
+
+    - `add_request` sends a request. One that the core rejects comes back as an output with an
+      error.
+    - `abort_requests` aborts requests without further output; unknown ids are ignored.
+    - `get_output` returns the outputs of the next step, and raises `EngineDeadError` if the core's
+      process has died. Call it only while there are unfinished requests.
+    - `call_utility` calls one of `UTILITIES` in every core (`joined_answers`).
+    - `shutdown` stops the processes that were started, if any; a second call does nothing.
+
+    The clients for an event loop have the coroutines `get_output_async` and `call_utility_async`
+    instead.
     """
 
     engines: list[EngineCoreReady]
@@ -36,38 +46,6 @@ class EngineCoreClient(ABC):
         anywhere.
         """
         return min(self.engines, key=lambda engine: engine.num_gpu_blocks)
-
-    @abstractmethod
-    def add_request(self, request: EngineCoreRequest) -> None:
-        """Send a request. One that the core rejects comes back as an output with an error."""
-
-    @abstractmethod
-    def abort_requests(self, request_ids: Sequence[str]) -> None:
-        """Abort requests without further output; unknown ids are ignored."""
-
-    @abstractmethod
-    def shutdown(self) -> None:
-        """Stop the processes that were started, if any; a second call does nothing."""
-
-
-class SyncEngineCoreClient(EngineCoreClient):
-    """A blocking client, for `LLM`. Clients for an event loop have `get_output_async` and
-    `call_utility_async` instead.
-    """
-
-    @abstractmethod
-    def get_output(self) -> EngineCoreOutputs:
-        """Return the outputs of the next step; call it only while there are unfinished requests.
-
-        Raises:
-            EngineDeadError: the core's process has died.
-        """
-
-    @abstractmethod
-    def call_utility(self, method: str, *arguments: Any) -> Any:
-        """Call one of `UTILITIES` in every core; return whether all succeeded, or the first core's
-        result.
-        """
 
 
 def joined_answers(method: str, answers: Sequence[UtilityOutput]) -> Any:

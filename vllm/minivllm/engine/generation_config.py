@@ -13,9 +13,8 @@ from tokenizers import Tokenizer
 
 from minivllm.config import ModelConfig
 from minivllm.config.checks import is_count
-from minivllm.config.model_files import hub_file, local_path, read_json_object
+from minivllm.config.model_files import optional_file, read_json_object
 from minivllm.engine.arg_utils import EngineArgs
-from minivllm.errors import MinivllmError
 from minivllm.models.tokenizer import load_tokenizer
 from minivllm.sampling_params import SamplingParams
 
@@ -71,12 +70,8 @@ def _eos_of_tokenizer(path_or_name: str | Path, tokenizer: Tokenizer | None) -> 
 
 
 def _read(path_or_name: str | Path, filename: str) -> dict[str, Any]:
-    directory = local_path(path_or_name)
-    try:
-        path = directory / filename if directory.is_dir() else hub_file(str(path_or_name), filename)
-    except MinivllmError:
-        return {}
-    return read_json_object(path) if path.is_file() else {}
+    path = optional_file(path_or_name, filename)
+    return {} if path is None else read_json_object(path)
 
 
 def tokenizer_and_ends(args: EngineArgs) -> tuple[str, tuple[int, ...]]:

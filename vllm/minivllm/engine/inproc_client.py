@@ -9,10 +9,10 @@ from typing import Any
 from minivllm.core.engine_messages import EngineCoreOutputs, EngineCoreRequest
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.core import EngineCore
-from minivllm.engine.core_client import SyncEngineCoreClient
+from minivllm.engine.core_client import EngineCoreClient
 
 
-class InprocClient(SyncEngineCoreClient):
+class InprocClient(EngineCoreClient):
     """A client whose core is an object in this process. `get_output` runs a step."""
 
     def __init__(self, args: EngineArgs) -> None:

@@ -7,17 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from minivllm.core.engine_messages import EngineCoreOutputs
 from minivllm.core.lora_request import LoRARequest
 from minivllm.engine.arg_utils import EngineArgs
-from minivllm.engine.core_client import SyncEngineCoreClient
 from minivllm.engine.front_end import FrontEnd
 from minivllm.inputs import Prompt
 from minivllm.outputs import RequestOutput
 from minivllm.platforms.interrupts import InterruptsHeld
 from minivllm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from minivllm.engine.inproc_client import InprocClient
+    from minivllm.engine.mp_client import SyncMPClient
 
 
 class LLMEngine(FrontEnd):
@@ -112,7 +115,7 @@ class LLMEngine(FrontEnd):
         self.abort_request(parents)
 
 
-def make_client(args: EngineArgs) -> SyncEngineCoreClient:
+def make_client(args: EngineArgs) -> InprocClient | SyncMPClient:
     """Start a core and return its client once it is ready: in this process, or with `multiprocess`
     in its own.
 

@@ -10,6 +10,7 @@ In vLLM v0.33.0: `vllm/v1/engine/core.py` (`EngineCore.add_lora`, `remove_lora`,
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from minivllm.core.lora_request import LoRARequest
 from minivllm.core.scheduler import Scheduler
@@ -69,6 +70,16 @@ class LoRARegistry:
         self._leaving.discard(lora_id)
         return added
 
+    def add_lora(self, lora_request: LoRARequest | dict[str, Any]) -> bool:
+        """Load an adapter from its folder into host memory, unless it is already there; with
+        `load_inplace`, load it again. From another process it comes as a dictionary.
+
+        Raises:
+            MinivllmError: it cannot be served.
+        """
+        self.add(lora_request if isinstance(lora_request, LoRARequest) else LoRARequest(**lora_request))
+        return True
+
     def _read(self, adapter: LoRARequest, known: LoRARequest | None) -> str:
         """Have all ranks load an adapter, and return its fingerprint. While requests use `known`,
         refuse files with any other weights.
@@ -87,11 +98,11 @@ class LoRARegistry:
             refusals = [f"the files in {adapter.lora_path} changed while they were read: add the adapter once more"]
         raise AdapterRefused(refusals[0])
 
-    def _used(self) -> "set[int]":
+    def _used(self) -> set[int]:
         requests = self._scheduler().requests.values()
         return {request.lora_request.lora_int_id for request in requests if request.lora_request is not None}
 
-    def remove(self, lora_id: int) -> bool:
+    def remove_lora(self, lora_id: int) -> bool:
         """Remove an adapter, or mark it to be removed after its last request; return whether it was
         loaded.
         """
@@ -107,8 +118,8 @@ class LoRARegistry:
         """
         self._unreadable.add(lora_id)
 
-    def pin(self, lora_id: int) -> None:
-        """Keep an adapter in a slot, whether or not any request uses it.
+    def pin_lora(self, lora_id: int) -> bool:
+        """Keep an adapter in a slot until it is removed, whether or not any request uses it.
 
         Raises:
             AdapterRefused: it was not added, or no other adapter could run beside it and those that run
@@ -128,10 +139,11 @@ class LoRARegistry:
             raise AdapterRefused(refusals[0])
         self._scheduler().pinned_loras.add(lora_id)
         self._ask_for_slots()
+        return True
 
-    def list(self) -> "set[int]":
+    def list_loras(self) -> list[int]:
         """Return the ids of the adapters in the ranks' host memory."""
-        return set(self._executor.collective_rpc("list_loras")[0]) - self._leaving
+        return sorted(set(self._executor.collective_rpc("list_loras")[0]) - self._leaving)
 
     def forget_unused(self) -> None:
         """Drop removed adapters that no request uses any more."""

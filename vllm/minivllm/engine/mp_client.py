@@ -20,7 +20,7 @@ import zmq
 
 from minivllm.core.engine_messages import EngineCoreOutputs, EngineCoreReady, EngineCoreRequest, UtilityOutput
 from minivllm.engine.arg_utils import EngineArgs
-from minivllm.engine.core_client import EngineCoreClient, SyncEngineCoreClient, joined_answers
+from minivllm.engine.core_client import EngineCoreClient, joined_answers
 from minivllm.engine.core_process_manager import CoreProcesses
 from minivllm.engine.load_balancing import LoadBalancer
 from minivllm.engine.socket_messages import Failure, Kind, decode, encode, identity
@@ -166,7 +166,7 @@ class MPClient(EngineCoreClient):
         return self._dead
 
 
-class SyncMPClient(MPClient, SyncEngineCoreClient):
+class SyncMPClient(MPClient):
     """A blocking client, for `LLM`."""
 
     def __init__(self, args: EngineArgs) -> None:

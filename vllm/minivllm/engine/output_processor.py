@@ -7,7 +7,7 @@ In vLLM v0.33.0: `vllm/v1/engine/output_processor.py` (`OutputProcessor`, `Reque
 import time
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 from tokenizers import Tokenizer
 
@@ -23,25 +23,19 @@ from minivllm.sampling_params import RequestOutputKind
 
 @dataclass(slots=True)
 class RequestState:
-    """The front end's state of one child request. `num_sent_…` fields: how much of it a DELTA
-    stream has sent.
+    """The front end's state of one child request. `completion` has everything so far, except for
+    the text, which the detokenizer holds. `num_sent_…` fields: how much of it a DELTA stream has
+    sent.
     """
 
     request: EngineCoreRequest
     prompt: str | None
-    index: int
     parent: ParentRequest
+    completion: CompletionOutput
     detokenizer: IncrementalDetokenizer | None
     metrics: RequestMetrics
-    token_ids: list[int] = field(default_factory=list)
     num_detokenized: int = 0
-    logprobs: Logprobs | None = None
     prompt_logprobs: Logprobs | None = None
-    cumulative_logprob: float | None = None
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-    error: str | None = None
-    invalid_request: bool = False
     num_cached_tokens: int = 0
     num_sent_tokens: int = 0
     num_sent_characters: int = 0
@@ -50,10 +44,11 @@ class RequestState:
         """Keep the first `num_tokens` tokens: accepted draft tokens may follow the one that
         completes a stop string.
         """
-        del self.token_ids[num_tokens:]
-        if self.logprobs is not None:
-            del self.logprobs[num_tokens:]
-            self.cumulative_logprob = sum(chosen(entry).logprob for entry in self.logprobs)
+        completion = self.completion
+        del completion.token_ids[num_tokens:]
+        if completion.logprobs is not None:
+            del completion.logprobs[num_tokens:]
+            completion.cumulative_logprob = sum(chosen(entry).logprob for entry in completion.logprobs)
 
 
 class OutputProcessor:
@@ -71,11 +66,12 @@ class OutputProcessor:
         detokenizer = None
         if self.tokenizer is not None and params.detokenize:
             detokenizer = make_detokenizer(self.tokenizer, request.prompt_token_ids, params, self._parts)
-        state = RequestState(request, prompt, index, parent, detokenizer, RequestMetrics(request.arrival_time))
+        completion = CompletionOutput(index, "", [], lora_request=request.lora_request)
         if params.logprobs is not None:
-            state.logprobs = []
-            state.cumulative_logprob = 0.0
-        self.states[request.request_id] = state
+            completion.logprobs = []
+            completion.cumulative_logprob = 0.0
+        metrics = RequestMetrics(request.arrival_time)
+        self.states[request.request_id] = RequestState(request, prompt, parent, completion, detokenizer, metrics)
 
     def process_outputs(self, outputs: Iterable[EngineCoreOutput]) -> tuple[list[RequestOutput], list[str]]:
         """Process a step's outputs. Return outputs for the user, and the ids of requests ended by a
@@ -93,9 +89,9 @@ class OutputProcessor:
             self._observe(state, output, now)
             if self._detokenize(state):
                 to_abort.append(output.request_id)
-            if state.finish_reason is not None:
+            if (reason := state.completion.finish_reason) is not None:
                 del self.states[output.request_id]
-                self._count_finished(state, state.finish_reason, output.num_preemptions)
+                self._count_finished(state, reason, output.num_preemptions)
             elif state.request.sampling_params.output_kind is RequestOutputKind.FINAL_ONLY:
                 continue
             request_output = self._make_output(state)
@@ -137,39 +133,42 @@ class OutputProcessor:
         """End these requests with the finish reason "abort"; return their last outputs."""
         states = [self.states.pop(request_id) for request_id in request_ids if request_id in self.states]
         for state in states:
-            state.finish_reason = "abort"
+            state.completion.finish_reason = "abort"
             self._detokenize(state)
             # Again: the text that was held back may have contained a stop string.
-            state.finish_reason, state.stop_reason = "abort", None
+            state.completion.finish_reason = "abort"
+            state.completion.stop_reason = None
             self._count_finished(state, "abort")
         return [output for state in states if (output := self._make_output(state)) is not None]
 
     def _observe(self, state: RequestState, output: EngineCoreOutput, now: float) -> None:
-        state.token_ids += output.new_token_ids
-        state.finish_reason, state.stop_reason = output.finish_reason, output.stop_reason
+        completion = state.completion
+        completion.token_ids += output.new_token_ids
+        completion.finish_reason = output.finish_reason
+        completion.stop_reason = output.stop_reason
+        completion.error = output.error
+        completion.invalid_request = output.invalid_request
         state.num_cached_tokens = output.num_cached_tokens
         state.parent.kv_transfer_params = output.kv_transfer_params or state.parent.kv_transfer_params
-        state.error, state.invalid_request = output.error, output.invalid_request
         if output.error is None:
             num_prompt_tokens = len(state.request.prompt_token_ids)
             self._stats_of(state).observe_tokens(state.metrics, output, num_prompt_tokens, now)
         if output.new_prompt_logprobs is not None:
             rows = (logprobs_by_token(entry, self.tokenizer) for entry in output.new_prompt_logprobs)
             state.prompt_logprobs = [None, *rows]  # nothing comes before the first token, so it has none
-        if state.logprobs is not None and output.new_logprobs is not None:
+        if completion.logprobs is not None and output.new_logprobs is not None:
             for entry in output.new_logprobs:
-                state.logprobs.append(logprobs_by_token(entry, self.tokenizer))
-                state.cumulative_logprob = (state.cumulative_logprob or 0.0) + entry.logprobs[0]
+                completion.logprobs.append(logprobs_by_token(entry, self.tokenizer))
+                completion.cumulative_logprob = (completion.cumulative_logprob or 0.0) + entry.logprobs[0]
 
     def _count_finished(self, state: RequestState, reason: str, num_preemptions: int = 0) -> None:
-        num_tokens = len(state.token_ids)
-        ended = state.parent.end(state.index)
+        ended = state.parent.end(state.completion.index)
         self._stats_of(state).observe_finished(
             state.metrics,
             ended,
             finish_reason=reason,
             num_prompt_tokens=len(state.request.prompt_token_ids),
-            num_generation_tokens=num_tokens,
+            num_generation_tokens=len(state.completion.token_ids),
             max_tokens=state.request.sampling_params.max_tokens or 0,
             num_preemptions=num_preemptions,
         )
@@ -185,21 +184,23 @@ class OutputProcessor:
         """
         detokenizer = state.detokenizer
         params = state.request.sampling_params
-        finished = state.finish_reason is not None
+        completion = state.completion
+        finished = completion.finished()
         # Decoding once at the end is cheaper than token by token.
         later = params.output_kind is RequestOutputKind.FINAL_ONLY and not params.stop and not finished
         if detokenizer is None or later:
             return False
-        new_token_ids = state.token_ids[state.num_detokenized :]
-        state.num_detokenized = len(state.token_ids)
-        stop = detokenizer.update(new_token_ids, stopped_by_token=state.finish_reason == "stop")
+        new_token_ids = completion.token_ids[state.num_detokenized :]
+        state.num_detokenized = len(completion.token_ids)
+        stop = detokenizer.update(new_token_ids, stopped_by_token=completion.finish_reason == "stop")
         if stop is not None:
             state.drop_tokens_behind(detokenizer.num_tokens)
         elif finished:
             stop = detokenizer.finish()
         if stop is None:
             return False
-        state.finish_reason, state.stop_reason = "stop", stop
+        completion.finish_reason = "stop"
+        completion.stop_reason = stop
         return not finished
 
     def _make_output(self, state: RequestState) -> RequestOutput | None:
@@ -214,7 +215,7 @@ class OutputProcessor:
             return None
         completions = parent.completions()
         if kind is RequestOutputKind.DELTA:
-            completions = [completion for completion in completions if completion.index == state.index]
+            completions = [completion for completion in completions if completion.index == state.completion.index]
         return RequestOutput(
             parent.request_id,
             state.prompt,
@@ -229,30 +230,22 @@ class OutputProcessor:
         )
 
     def _completion(self, state: RequestState, kind: RequestOutputKind) -> CompletionOutput:
+        known = state.completion
         text = self._showable_text(state)
-        token_ids = state.token_ids
-        logprobs = state.logprobs
-        if kind is RequestOutputKind.DELTA:
-            text, token_ids = text[state.num_sent_characters :], token_ids[state.num_sent_tokens :]
-            logprobs = logprobs and logprobs[state.num_sent_tokens :]
-            state.num_sent_characters += len(text)
-            state.num_sent_tokens = len(state.token_ids)
-        return CompletionOutput(
-            state.index,
-            text,
-            # A copy: the state's list grows while the reader holds this output.
-            list(token_ids),
-            state.cumulative_logprob,
-            logprobs,
-            state.finish_reason,
-            state.stop_reason,
-            state.error,
-            state.invalid_request,
-            state.request.lora_request,
+        # Slices are copies: the state's lists grow while the reader holds this output.
+        shown = replace(
+            known,
+            text=text[state.num_sent_characters :],
+            token_ids=known.token_ids[state.num_sent_tokens :],
+            logprobs=known.logprobs and known.logprobs[state.num_sent_tokens :],
         )
+        if kind is RequestOutputKind.DELTA:
+            state.num_sent_characters = len(text)
+            state.num_sent_tokens = len(known.token_ids)
+        return shown
 
     def _showable_text(self, state: RequestState) -> str:
         if state.detokenizer is None:
             return ""
         text = state.detokenizer.text
-        return text if state.finish_reason is not None else text[: state.detokenizer.streamable_length()]
+        return text if state.completion.finished() else text[: state.detokenizer.streamable_length()]

@@ -118,7 +118,6 @@ class PrometheusStatLogger:
         ProcessCollector(registry=self.registry)
         self._model = model_name
         self._families: dict[str, Any] = {}
-        self._children: dict[tuple[str, str, int], Any] = {}
         self._last_total: defaultdict[tuple[str, int], float] = defaultdict(float)
         self._metrics = METRICS | (DRAFT_METRICS if args.speculation is not None else {})
         for index, engine in enumerate(engines):
@@ -139,9 +138,9 @@ class PrometheusStatLogger:
                 # Prometheus counts increases. A total can fall when the core starts over.
                 last, self._last_total[name, engine_idx] = self._last_total[name, engine_idx], value
                 value = max(0, value - last)
-            _put(self._children[name, "", engine_idx], metric.kind, value)
+            _put(self._labelled(name, engine_idx), metric.kind, value)
         for finished in iteration_stats.finished_requests:
-            self._children["request_success", finished.finish_reason, engine_idx].inc()
+            self._labelled("request_success", engine_idx, finished.finish_reason).inc()
 
     def record_kv_connector(self, stats: Mapping[str, Any], engine_idx: int = 0) -> None:
         """Record what a core's KV connector counted in a step; the metrics are exposed from the
@@ -152,7 +151,8 @@ class PrometheusStatLogger:
         for name, value in stats.items():
             metric = KV_METRICS.get(name)
             if metric is not None:
-                _put(self._child(metric.kind, engine_idx, name, metric.text, metric.buckets), metric.kind, value)
+                self._add_family(metric.kind, name, metric.text, metric.buckets)
+                _put(self._labelled(name, engine_idx), metric.kind, value)
 
     def record_loras(self, running: Set[str], waiting: Set[str]) -> None:
         """Record which adapters are in use; adapters of earlier steps are no longer exposed."""
@@ -171,9 +171,11 @@ class PrometheusStatLogger:
         """Create all metrics of a core, so that they are exposed with the value zero."""
         for name, metric in self._metrics.items():
             buckets = metric.buckets or _steps_of_1_2_5(engine.limits.max_model_len)
-            self._child(metric.kind, index, name, metric.text, buckets)
+            self._add_family(metric.kind, name, metric.text, buckets)
+            self._labelled(name, index)
+        self._add_family("counter", "request_success", "Ended requests.", labels=["finished_reason"])
         for reason in FINISH_REASONS:
-            self._child("counter", index, "request_success", "Ended requests.", (), "finished_reason", reason)
+            self._labelled("request_success", index, reason)
         num_tokens = engine.num_gpu_blocks * engine.limits.block_size
         settings = {
             "block_size": engine.limits.block_size,
@@ -185,38 +187,24 @@ class PrometheusStatLogger:
             "num_gpu_blocks": engine.num_gpu_blocks,
             "num_gpu_blocks_override": args.num_gpu_blocks_override,
         }
-        family = self._family("gauge", "cache_config_info", "Settings.", (), settings)
-        family.labels(self._model, str(index), *map(str, settings.values())).set(1)
+        self._add_family("gauge", "cache_config_info", "Settings.", labels=settings)
+        self._labelled("cache_config_info", index, *settings.values()).set(1)
 
-    def _child(
-        self,
-        kind: str,
-        engine: int,
-        name: str,
-        text: str,
-        buckets: tuple[float, ...] = (),
-        label: str = "",
-        label_value: str = "",
-    ) -> Any:
-        """Return one core's share of a metric, with one more label if it has one, creating it on
-        first use.
-        """
-        key = (name, label_value, engine)
-        if key not in self._children:
-            family = self._family(kind, name, text, buckets, [label] if label else [])
-            self._children[key] = family.labels(self._model, str(engine), *([label_value] if label else []))
-        return self._children[key]
-
-    def _family(self, kind: str, name: str, text: str, buckets: tuple[float, ...], labels: Iterable[str]) -> Any:
-        """Return the metric of this name, which all cores share; the name gets vLLM's prefix unless
-        it has its own.
+    def _add_family(
+        self, kind: str, name: str, text: str, buckets: tuple[float, ...] = (), labels: Iterable[str] = ()
+    ) -> None:
+        """Create the metric of this name, which all cores share, unless it exists. The name gets
+        vLLM's prefix unless it has its own.
         """
         if name not in self._families:
             full_name = name if ":" in name else f"vllm:{name}"
             settings = {"buckets": buckets} if kind == "histogram" else {}
             names = ("model_name", "engine", *labels)
             self._families[name] = KINDS[kind](full_name, text, names, registry=self.registry, **settings)
-        return self._families[name]
+
+    def _labelled(self, name: str, engine: int, *labels: object) -> Any:
+        """Return one core's share of a metric, which is exposed after the first call."""
+        return self._families[name].labels(self._model, engine, *labels)
 
 
 def _put(child: Any, kind: str, value: Any) -> None:

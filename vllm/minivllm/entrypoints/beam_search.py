@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from minivllm.core.lora_request import LoRARequest
+from minivllm.engine.llm_engine import LLMEngine
 from minivllm.inputs import TokensPrompt
 from minivllm.outputs import BeamSearchOutput, BeamSearchSequence, Logprob, RequestOutput
 from minivllm.sampling_params import BeamSearchParams, SamplingParams
@@ -43,27 +44,22 @@ class Search:
 
 
 class BeamSearcher:
-    """A beam search over several prompts at once. `eos_token_ids` end a sequence, unless the
-    parameters ignore them.
+    """A beam search over several prompts at once. The model's end-of-sequence tokens end a
+    sequence, unless the parameters ignore them.
     """
 
     def __init__(
-        self,
-        params: BeamSearchParams,
-        eos_token_ids: Sequence[int],
-        vocab_size: int,
-        max_model_len: int,
-        run: Callable[[list[Row]], list[RequestOutput]],
+        self, params: BeamSearchParams, engine: LLMEngine, run: Callable[[list[Row]], list[RequestOutput]]
     ) -> None:
-        """Take the model's limits, and the function that completes prompts."""
+        """Take the engine, whose model has limits, and the function that completes prompts."""
         self._params = params
-        self._ends = frozenset() if params.ignore_eos else frozenset(eos_token_ids)
+        self._ends = frozenset(() if params.ignore_eos else engine.generation_config.eos_token_ids)
         self._allowed = None if params.allowed_token_ids is None else frozenset(params.allowed_token_ids)
         # Twice the width: even if half of a sequence's candidates end, enough go on. All, if some
         # may not be taken.
-        num_candidates = -1 if self._allowed is not None else min(2 * params.beam_width, vocab_size)
+        num_candidates = -1 if self._allowed is not None else min(2 * params.beam_width, engine.model_config.vocab_size)
         self._sampling_params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=num_candidates, detokenize=False)
-        self._max_model_len = max_model_len
+        self._max_model_len = engine.input_processor.limits.max_model_len
         self._run = run
 
     def search(self, rows: Sequence[Row], after_step: Callable[[int], None]) -> list[BeamSearchOutput]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from minivllm.config.checks import is_count, refuse_unknown
+from minivllm.config.checks import is_count
 from minivllm.core.lora_request import LoRARequest
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.call_lock import CallLock
@@ -63,22 +63,17 @@ class LLM:
                 into the KV cache.
             UnsupportedModelError: the decoder does not support this model.
         """
-        self._start(EngineArgs(model=model, **engine_args), chat_template)
-
-    @classmethod
-    def from_engine_args(cls, engine_args: EngineArgs) -> LLM:
-        """Create an `LLM` from engine arguments."""
-        llm = cls.__new__(cls)
-        llm._start(engine_args, None)
-        return llm
-
-    def _start(self, engine_args: EngineArgs, chat_template: str | Path | None) -> None:
-        self.llm_engine = LLMEngine(engine_args)
+        self.llm_engine = LLMEngine(EngineArgs(model=model, **engine_args))
         self._chat_template = chat_template
         self._request_ids = itertools.count()
         # By request id, in the order in which they were enqueued; None while unfinished.
         self._enqueued: dict[str, RequestOutput | None] = {}
         self._call_lock = CallLock()
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs) -> LLM:
+        """Create an `LLM` from engine arguments."""
+        return cls(**{field.name: getattr(engine_args, field.name) for field in fields(engine_args)})
 
     # Generating
 
@@ -90,7 +85,6 @@ class LLM:
         use_tqdm: UseTqdm = True,
         lora_request: LoraRequests = None,
         priority: int | Sequence[int] | None = None,
-        tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Return the completions of all prompts, in order.
 
@@ -103,8 +97,6 @@ class LLM:
                 lower goes first.
             lora_request: the adapter of all prompts, or one (or None) for each; the engine needs
                 `enable_lora`.
-            tokenization_kwargs: {"add_special_tokens": False} leaves the special tokens out of
-                text prompts.
 
         Raises:
             MinivllmError: a prompt or its parameters are invalid, and nothing was computed; or no
@@ -112,10 +104,9 @@ class LLM:
                 raised: the others keep their answers, and the completions of those that failed have
                 the finish reason "error" and the message in `error`.
         """
-        items = self._tokenized(as_prompts(prompts), tokenization_kwargs)
-        rows = self._rows(items, sampling_params, priority, lora_request)
+        rows = self._rows(as_prompts(prompts), sampling_params, priority, lora_request)
         # Ctrl-C is held for the call, and let through between two steps.
-        with self._call_lock.held() as interrupts, progress(use_tqdm, "prompts", len(items)) as advance:
+        with self._call_lock.held() as interrupts, progress(use_tqdm, "prompts", len(rows)) as advance:
             return _answers(self._complete(rows, advance, interrupts))
 
     def chat(
@@ -131,7 +122,6 @@ class LLM:
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
-        tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Return the answers to one or more conversations, in order. Everything else is as in
         `generate`.
@@ -153,24 +143,22 @@ class LLM:
         """
         from minivllm.entrypoints.openai.chat_template import render_conversations  # brings Jinja
 
-        keywords = _keywords("chat_template_kwargs", chat_template_kwargs)
-        further = {**keywords, "add_generation_prompt": add_generation_prompt, "tools": tools}
+        if not isinstance(chat_template_kwargs, Mapping | None):
+            kind = type(chat_template_kwargs).__name__
+            raise MinivllmError(f"chat_template_kwargs are {kind}; they must be a dictionary or None")
+        further = {**(chat_template_kwargs or {}), "add_generation_prompt": add_generation_prompt, "tools": tools}
         form = chat_template_content_format
         template = self._chat_template if chat_template is None else chat_template
         prompts = render_conversations(
             messages, template, self.llm_engine.engine_args, further, continue_final_message, form
         )
         return self.generate(
-            prompts,
+            # The template has written the special tokens.
+            [self._without_special_tokens(prompt) for prompt in prompts],
             sampling_params,
             use_tqdm=use_tqdm,
             lora_request=lora_request,
             priority=priority,
-            tokenization_kwargs={
-                # The template has written them.
-                "add_special_tokens": False,
-                **_keywords("tokenization_kwargs", tokenization_kwargs),
-            },
         )
 
     def beam_search(
@@ -201,7 +189,7 @@ class LLM:
             raise MinivllmError(f"concurrency_limit is {concurrency_limit!r}; it must be 1 or more, or None for all")
         outputs: list[BeamSearchOutput] = []
         with self._call_lock.held() as interrupts:
-            searcher = self._searcher(params, interrupts)
+            searcher = BeamSearcher(params, self.llm_engine, lambda rows: self._all_complete(rows, interrupts))
             size = concurrency_limit or max(1, len(rows))
             for start in range(0, len(rows), size):
                 with progress(use_tqdm, "steps", params.max_tokens) as advance:
@@ -220,11 +208,9 @@ class LLM:
         lora_request: LoraRequests = None,
         priority: int | Sequence[int] | None = None,
         use_tqdm: UseTqdm = True,
-        tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[str]:
         """Queue prompts for `wait_for_completion` and return their ids. Nothing is computed yet."""
-        items = self._tokenized(as_prompts(prompts), tokenization_kwargs)
-        rows = self._rows(items, sampling_params, priority, lora_request)
+        rows = self._rows(as_prompts(prompts), sampling_params, priority, lora_request)
         with self._call_lock.held() as interrupts:
             request_ids = self._add_requests(rows, interrupts)
             self._enqueued |= dict.fromkeys(request_ids)
@@ -260,12 +246,6 @@ class LLM:
         """
         return self.llm_engine.generation_config.default_sampling_params()
 
-    def get_world_size(self, include_dp: bool = True) -> int:
-        """Return the number of ranks, across all cores or, without `include_dp`, in one core."""
-        args = self.llm_engine.engine_args
-        ranks = args.tensor_parallel_size * args.pipeline_parallel_size
-        return ranks * args.data_parallel_size if include_dp else ranks
-
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """Forget all cached blocks; return whether it succeeded. See
         `LLMEngine.reset_prefix_cache`.
@@ -287,24 +267,12 @@ class LLM:
 
     # Prompts
 
-    def _tokenized(self, prompts: list[Prompt], options: Mapping[str, Any] | None) -> list[Prompt]:
-        """Return the prompts, with texts turned into token ids if special tokens are to be left
-        out.
-        """
-        options = _keywords("tokenization_kwargs", options)
-        refuse_unknown("tokenization_kwargs has no key", options, ("add_special_tokens",))
-        adds = options.get("add_special_tokens", True)
-        if not isinstance(adds, bool):
-            raise MinivllmError(f"add_special_tokens is {adds!r}; it must be True or False")
+    def _without_special_tokens(self, prompt: str) -> Prompt:
         tokenizer = self.llm_engine.tokenizer
-        if tokenizer is None or adds:
-            return prompts
-        return [
-            TokensPrompt(prompt=prompt, prompt_token_ids=tokenizer.encode(prompt, add_special_tokens=False).ids)
-            if isinstance(prompt, str)
-            else prompt
-            for prompt in prompts
-        ]
+        if tokenizer is None:
+            return prompt  # which the engine refuses
+        token_ids = tokenizer.encode(prompt, add_special_tokens=False).ids
+        return TokensPrompt(prompt=prompt, prompt_token_ids=token_ids)
 
     def _as_tokens(self, index: int, prompt: Prompt) -> TokensPrompt:
         try:
@@ -317,22 +285,12 @@ class LLM:
 
     # Requests
 
-    def _searcher(self, params: BeamSearchParams, interrupts: InterruptsHeld) -> BeamSearcher:
-        engine = self.llm_engine
-
-        def run(rows: list[Row]) -> list[RequestOutput]:
-            outputs = self._complete(rows, lambda _: None, interrupts)
-            for error in filter(None, map(_error_of, outputs)):
-                raise MinivllmError(error)
-            return outputs
-
-        return BeamSearcher(
-            params,
-            engine.generation_config.eos_token_ids,
-            engine.model_config.vocab_size,
-            engine.input_processor.limits.max_model_len,
-            run,
-        )
+    def _all_complete(self, rows: list[Row], interrupts: InterruptsHeld) -> list[RequestOutput]:
+        """Return the completions of all prompts; raise if one has failed."""
+        outputs = self._complete(rows, lambda _: None, interrupts)
+        for error in filter(None, map(_error_of, outputs)):
+            raise MinivllmError(error)
+        return outputs
 
     def _rows(
         self, prompts: list[Prompt], sampling_params: Params, priority: Any, lora_request: LoraRequests
@@ -409,12 +367,6 @@ def _answers(outputs: list[RequestOutput]) -> list[RequestOutput]:
 
 def _error_of(output: RequestOutput) -> str | None:
     return next((completion.error for completion in output.outputs if completion.error), None)
-
-
-def _keywords(name: str, value: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    if value is not None and not isinstance(value, Mapping):
-        raise MinivllmError(f"{name} are {type(value).__name__}; they must be a dictionary or None")
-    return value or {}
 
 
 def _one_each(name: str, value: Any, prompts: Sequence[object]) -> list[Any]:

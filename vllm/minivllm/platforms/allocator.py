@@ -7,7 +7,6 @@ model ran 2.5 times faster without it.
 """
 
 import ctypes
-import sys
 
 # malloc.h: M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_MAX = -1, -2, -4
@@ -17,8 +16,6 @@ def keep_freed_memory() -> bool:
     """Tell glibc's malloc neither to `mmap` nor to trim. Return whether that took effect; without
     glibc, do nothing.
     """
-    if not sys.platform.startswith("linux"):
-        return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return False

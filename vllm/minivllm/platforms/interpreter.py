@@ -62,9 +62,9 @@ class _Patches:
 
     def __call__(self, function: Any) -> Any:
         # Modules that this launch has not patched yet.
-        if not (wanted := _languages(function)) <= self._patched:
+        if not (modules := _languages(function)) <= self._patched:
             self._scopes.append(self._patch(function))
-            self._patched |= wanted
+            self._patched |= modules
         return self
 
     def restore(self) -> None:

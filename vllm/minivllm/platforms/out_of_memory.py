@@ -20,5 +20,5 @@ def explain_out_of_memory(error: BaseException) -> MinivllmError | None:
     says_so = isinstance(error, RuntimeError) and any(sign in text for sign in SIGNS)
     if not says_so and not isinstance(error, MemoryError):
         return None
-    said = str(error).strip().splitlines()
-    return MinivllmError(f"a step ran out of memory ({said[0] if said else type(error).__name__}): {ADVICE}")
+    lines = str(error).strip().splitlines()
+    return MinivllmError(f"a step ran out of memory ({lines[0] if lines else type(error).__name__}): {ADVICE}")

@@ -10,10 +10,14 @@ In vLLM v0.33.0: `vllm/v1/structured_output/backend_guidance.py` (`GuidanceBacke
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
+
+MOST_COMPILED = 32
+"""Grammars that are kept for later requests with the same text."""
 
 
 class GuidanceGrammar:
@@ -55,8 +59,12 @@ class GuidanceBackend:
         self._tokenizer = LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=list(eos_token_ids) or None)
         self._eos_token_ids = frozenset(self._tokenizer.eos_tokens)
         self._executor = LLExecutor()
+        self.compile_grammar = lru_cache(MOST_COMPILED)(self._compile_grammar)
+        """Compile a grammar, or return one that was compiled lately. The caller must not advance
+        it.
+        """
 
-    def compile_grammar(self, text: str) -> GuidanceGrammar:
+    def _compile_grammar(self, text: str) -> GuidanceGrammar:
         """Return a grammar in its initial state, or in an error state if the text cannot be
         compiled.
         """
@@ -64,15 +72,15 @@ class GuidanceBackend:
         matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=limits)
         return GuidanceGrammar(matcher, self._eos_token_ids)
 
-    def fill_bitmask(self, bitmask: np.ndarray, wanted: Sequence[tuple[GuidanceGrammar, int, list[int]]]) -> None:
+    def fill_bitmask(self, bitmask: np.ndarray, rows: Sequence[tuple[GuidanceGrammar, int, list[int]]]) -> None:
         """Fill rows of bitmask [rows, ceil(vocab / 32)], int32: bit i of word w is token 32 w + i.
 
-        `wanted` holds, for each grammar, its first row and the drafts after each of which another
+        `rows` holds, for each grammar, its first row and the drafts after each of which another
         row is filled. The rows after a draft that does not fit, or that ends the text, are left
         unchanged. The grammars do not advance.
         """
-        plain = [(grammar.matcher, row) for grammar, row, drafts in wanted if not drafts]
-        drafted = [(grammar.matcher, row, drafts) for grammar, row, drafts in wanted if drafts]
+        plain = [(grammar.matcher, row) for grammar, row, drafts in rows if not drafts]
+        drafted = [(grammar.matcher, row, drafts) for grammar, row, drafts in rows if drafts]
         # The library writes to the array's memory directly, in its own threads.
         where: tuple[Any, ...] = (bitmask.ctypes.data, bitmask.strides[0], len(bitmask))
         if plain:

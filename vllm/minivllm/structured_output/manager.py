@@ -8,7 +8,6 @@ In vLLM v0.33.0: `vllm/v1/structured_output/__init__.py` (`StructuredOutputManag
 
 import os
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import TYPE_CHECKING
@@ -16,15 +15,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from minivllm.config import StructuredOutputsParams
+from minivllm.core.grammar import StructuredOutputRequest
 from minivllm.core.request import Request, RequestStatus
 from minivllm.core.scheduler_output import GrammarOutput, SchedulerOutput
 from minivllm.structured_output.grammar_text import DeepThreads, grammar_text
 
 if TYPE_CHECKING:
     from minivllm.structured_output.backend_guidance import GuidanceBackend, GuidanceGrammar
-
-# Grammars kept for later requests with the same text.
-MOST_COMPILED = 32
 
 
 class StructuredOutputManager:
@@ -39,13 +36,10 @@ class StructuredOutputManager:
         self._backend: GuidanceBackend | None = None
         self._threads: DeepThreads | None = None
         self._pending: set[Future[GuidanceGrammar]] = set()
-        self._compiled: OrderedDict[str, GuidanceGrammar] = OrderedDict()
         self._lock = threading.Lock()
 
     def grammar_init(self, request: Request, params: StructuredOutputsParams) -> None:
         """Start compiling a request's grammar; the request waits for it."""
-        from minivllm.structured_output.request import StructuredOutputRequest
-
         if self._threads is None:
             self._threads = DeepThreads(max(1, min(4, (os.cpu_count() or 1) // 2)))
         future = self._threads.submit(self._compile, params)
@@ -86,14 +80,8 @@ class StructuredOutputManager:
         with self._lock:
             if self._backend is None:
                 self._backend = self._make_backend()
-            known = self._compiled.get(text)
-        if known is None:
-            known = self._backend.compile_grammar(text)
-            with self._lock:
-                self._compiled[text] = known
-                while len(self._compiled) > MOST_COMPILED:  # the oldest goes first
-                    self._compiled.popitem(last=False)
-        return known.copy()  # the kept one stays at its beginning
+        # A copy, because the cached grammar must stay at its beginning.
+        return self._backend.compile_grammar(text).copy()
 
     def _make_backend(self) -> "GuidanceBackend":
         from minivllm.structured_output.backend_guidance import GuidanceBackend

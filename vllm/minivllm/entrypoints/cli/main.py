@@ -52,7 +52,7 @@ def run() -> NoReturn:
 
 
 def _parser() -> argparse.ArgumentParser:
-    from minivllm.engine.arg_utils import add_engine_flags
+    from minivllm.engine.arg_utils import EngineArgs
 
     parser = _Parser(prog="minivllm", description="A small serving engine with vLLM's names.")
     parser.add_argument("--version", action="version", version=minivllm.__version__)
@@ -75,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     serve.add_argument("--model", help="the same")
     add_flags(serve, FrontendArgs, "Frontend")
-    add_engine_flags(serve, NOT_FLAGS)
+    EngineArgs.add_cli_args(serve, NOT_FLAGS)
     return parser
 
 
@@ -91,8 +91,7 @@ def _add_command(commands: Any, name: str, arguments: str, description: str) -> 
 
 
 def _proxy(parsed: argparse.Namespace) -> int:
-    flags = {name: value for name, value in vars(parsed).items() if name != "command"}
-    settings = ProxyArgs(**flags)
+    settings = ProxyArgs(**{field.name: getattr(parsed, field.name) for field in fields(ProxyArgs)})
 
     from minivllm.entrypoints.proxy.serve import serve
 
@@ -102,17 +101,14 @@ def _proxy(parsed: argparse.Namespace) -> int:
 def _serve(parsed: argparse.Namespace) -> int:
     from minivllm.engine.arg_utils import EngineArgs
 
-    flags = {name: value for name, value in vars(parsed).items() if name != "command"}
-    model = flags.pop("model_tag") or flags["model"]
-    names = {field.name for field in fields(FrontendArgs)}
-    frontend = {name: value for name, value in flags.items() if name in names}
     # Process lists show command lines, so a key belongs into the environment.
-    keys = next((os.environ[name] for name in KEY_VARIABLES if os.environ.get(name)), None)
-    if keys is not None and not frontend["api_key"]:
-        frontend["api_key"] = [keys]
-    settings = FrontendArgs(**frontend)
-    engine = {name: value for name, value in flags.items() if name not in names}
-    args = EngineArgs(**engine | {"model": model or EMBEDDED_MODEL, "multiprocess": True})
+    keys = [os.environ[name] for name in KEY_VARIABLES if os.environ.get(name)]
+    parsed.api_key = parsed.api_key or keys[:1]
+    settings = FrontendArgs(**{field.name: getattr(parsed, field.name) for field in fields(FrontendArgs)})
+    model = parsed.model_tag or parsed.model
+    parsed.model = model or EMBEDDED_MODEL
+    parsed.multiprocess = True
+    args = EngineArgs.from_cli_args(parsed)
     # A mistyped model must not wait for torch either.
     ModelConfig.from_pretrained(args.model)
 

@@ -14,13 +14,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
-
-from pydantic_core import to_json
 
 from minivllm.engine.async_llm import AsyncLLM, Collector
 from minivllm.entrypoints.openai.errors import error_body, failed
+from minivllm.entrypoints.openai.stream import as_event
 from minivllm.errors import MinivllmError
 from minivllm.inputs import TokensPrompt
 from minivllm.outputs import CompletionOutput, RequestOutput
@@ -30,14 +28,6 @@ if TYPE_CHECKING:
     from minivllm.entrypoints.openai.serving_engine import OpenAIServing
 
 Json = dict[str, Any]
-
-
-@dataclass(slots=True)
-class TokenizedPrompt:
-    """A prompt's token ids, and its text if it was given as text."""
-
-    token_ids: list[int]
-    text: str | None = None
 
 
 class EngineRequests:
@@ -94,7 +84,7 @@ class Answer:
         serving: OpenAIServing,
         request: Any,
         request_id: str,
-        prompts: Sequence[TokenizedPrompt],
+        prompts: Sequence[TokensPrompt],
     ) -> None:
         self.serving = serving
         self.request = request
@@ -109,7 +99,7 @@ class Answer:
         self._reports_always = self._reports_usage and bool(options.continuous_usage_stats)
 
     @classmethod
-    async def prompts_of(cls, serving: OpenAIServing, request: Any) -> list[TokenizedPrompt]:
+    async def prompts_of(cls, serving: OpenAIServing, request: Any) -> list[TokensPrompt]:
         """Return the prompts of a request.
 
         Raises:
@@ -186,7 +176,7 @@ class Answer:
         event = self._message(self.event_kind, [choice])
         if self._reports_always:
             prompt = self.prompts[choice["index"] // self.n]
-            event["usage"] = usage_of(len(prompt.token_ids), num_tokens)
+            event["usage"] = usage_of(len(prompt["prompt_token_ids"]), num_tokens)
         return event
 
     def _message(self, kind: str, choices: Sequence[Json]) -> Json:
@@ -200,7 +190,7 @@ class Answer:
 
     def _usage(self, num_generated: int, num_cached: int | None) -> Json:
         """Return the usage of the whole request, with details if the server shows them."""
-        usage = usage_of(sum(len(prompt.token_ids) for prompt in self.prompts), num_generated)
+        usage = usage_of(sum(len(prompt["prompt_token_ids"]) for prompt in self.prompts), num_generated)
         if num_cached is not None and self.serving.settings.enable_prompt_tokens_details:
             usage["prompt_tokens_details"] = {"cached_tokens": num_cached}
         return usage
@@ -223,9 +213,9 @@ async def as_stream(events: AsyncGenerator[Json, None], requests: EngineRequests
     """
     try:
         async for event in events:
-            yield b"data: %b\n\n" % to_json(event)
+            yield as_event(event)
     except Exception as error:
-        yield b"data: %b\n\n" % to_json(error_body(error))
+        yield as_event(error_body(error))
     finally:
         requests.close()
     yield b"data: [DONE]\n\n"

@@ -14,7 +14,6 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import Response
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
-from pydantic_core import to_json
 
 import minivllm
 from minivllm.engine.async_llm import AsyncLLM
@@ -42,7 +41,7 @@ from minivllm.entrypoints.openai.protocol import (
 from minivllm.entrypoints.openai.serving_engine import OpenAIServing
 from minivllm.entrypoints.openai.serving_models import OpenAIServingModels
 from minivllm.entrypoints.openai.settings import FrontendArgs
-from minivllm.entrypoints.openai.stream import with_cancellation
+from minivllm.entrypoints.openai.stream import as_json, with_cancellation
 from minivllm.errors import EngineDeadError, MinivllmError
 
 DEVELOPMENT_VARIABLES = ("MINIVLLM_SERVER_DEV_MODE", "VLLM_SERVER_DEV_MODE")
@@ -148,7 +147,7 @@ def _add_tokenization(app: FastAPI, serving: OpenAIServing) -> None:
 
 
 def _as_json(answer: Json) -> Response:
-    return Response(to_json(answer), media_type="application/json")
+    return Response(as_json(answer), media_type="application/json")
 
 
 def _add_adapters(app: FastAPI, models: OpenAIServingModels) -> None:

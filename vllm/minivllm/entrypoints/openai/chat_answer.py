@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from minivllm.entrypoints.openai.answer import Answer, Json, TokenizedPrompt
+from minivllm.entrypoints.openai.answer import Answer, Json
 from minivllm.entrypoints.openai.logprobs import chat_logprobs, prompt_logprobs
 from minivllm.entrypoints.openai.protocol import ChatCompletionRequest
 from minivllm.entrypoints.openai.tool_calls import CalledTools
 from minivllm.errors import MinivllmError
+from minivllm.inputs import TokensPrompt
 from minivllm.outputs import CompletionOutput, RequestOutput
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ class ChatAnswer(Answer):
         self._tools = [CalledTools(name) for _ in range(self.n)] if tools else []
 
     @classmethod
-    async def prompts_of(cls, serving: OpenAIServing, request: ChatCompletionRequest) -> list[TokenizedPrompt]:
+    async def prompts_of(cls, serving: OpenAIServing, request: ChatCompletionRequest) -> list[TokensPrompt]:
         settings = serving.settings
         if request.tool_choice == "auto" and not (settings.enable_auto_tool_choice and settings.tool_call_parser):
             raise MinivllmError('tool_choice "auto" needs the flags --enable-auto-tool-choice and --tool-call-parser')
@@ -57,7 +58,7 @@ class ChatAnswer(Answer):
         }
 
     def _prompt_token_ids(self) -> list[int] | None:
-        return self.prompts[0].token_ids if self.request.return_token_ids else None
+        return self.prompts[0]["prompt_token_ids"] if self.request.return_token_ids else None
 
     def delta(self, number: int, output: RequestOutput, completion: CompletionOutput) -> Json:
         delta: Json = {}

@@ -86,20 +86,21 @@ def _normalize_call(call: Any) -> dict[str, Any]:
     return {**call, "function": {**function, "arguments": _arguments(function.get("arguments"))}}
 
 
-def _arguments(given: Any) -> Mapping[str, Any]:
+def _arguments(arguments: Any) -> Mapping[str, Any]:
     """Return a tool call's arguments as a dictionary.
 
     Arguments that do not parse become an empty dictionary: the call is part of the conversation's
     history, so refusing it would break every later turn.
     """
-    if not given:
+    if not arguments:
         return {}
-    arguments = given
-    if isinstance(given, str):
+    if isinstance(arguments, str):
         try:
-            arguments = json.loads(given)
+            arguments = json.loads(arguments)
         except (ValueError, RecursionError):
-            logger.warning("A tool call's arguments (%d characters) are not JSON; using {} in their place", len(given))
+            logger.warning(
+                "A tool call's arguments (%d characters) are not JSON; using {} in their place", len(arguments)
+            )
             return {}
     if isinstance(arguments, Mapping):
         return arguments

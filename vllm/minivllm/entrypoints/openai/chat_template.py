@@ -21,11 +21,11 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from minivllm.config import EMBEDDED_MODEL
-from minivllm.config.checks import encodable
-from minivllm.config.model_files import hub_file, local_path, read_json_object
+from minivllm.config.checks import check, encodable
+from minivllm.config.model_files import local_path, optional_file, read_json_object
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.entrypoints.openai.chat_messages import ContentFormat, normalize
-from minivllm.entrypoints.openai.settings import check_content_format
+from minivllm.entrypoints.openai.settings import CONTENT_FORMAT
 from minivllm.errors import MinivllmError
 
 FILENAME, TOKENIZER_CONFIG = "chat_template.jinja", "tokenizer_config.json"
@@ -45,7 +45,7 @@ RENDERING_ERRORS = (
 )  # fmt: skip
 
 
-def read_template(given: str | None, model: str | Path) -> str | None:
+def read_template(flag: str | None, model: str | Path) -> str | None:
     """Return the flag's template, else the model's own; None if the model has none.
 
     The flag is the template itself, or the name of a file. The model's own is not read then, so
@@ -54,11 +54,11 @@ def read_template(given: str | None, model: str | Path) -> str | None:
     Raises:
         MinivllmError: the file does not exist, or the template is not valid.
     """
-    if given is None:
+    if flag is None:
         template = _template_of(model)
     else:
         # A template has braces or lines, and no path has.
-        template = given if "{" in given or "\n" in given else _text_of(Path(given))
+        template = flag if "{" in flag or "\n" in flag else _text_of(Path(flag))
     if template is not None:
         _compiled(template)
     return template
@@ -68,7 +68,7 @@ def special_tokens(model: str | Path) -> dict[str, str]:
     """Return the special tokens that templates may use, such as `bos_token`, from the tokenizer's
     config.
     """
-    path = _file_of(model, TOKENIZER_CONFIG)
+    path = optional_file(model, TOKENIZER_CONFIG)
     contents = {} if path is None else read_json_object(path)
     tokens = {name: contents[name] for name in SPECIAL_TOKENS if contents.get(name)}
     return {name: token["content"] if isinstance(token, dict) else token for name, token in tokens.items()}
@@ -82,9 +82,9 @@ def _text_of(path: Path) -> str:
 
 
 def _template_of(model: str | Path) -> str | None:
-    if (path := _file_of(model, FILENAME)) is not None:
+    if (path := optional_file(model, FILENAME)) is not None:
         return _text_of(path)
-    if (path := _file_of(model, TOKENIZER_CONFIG)) is None:
+    if (path := optional_file(model, TOKENIZER_CONFIG)) is None:
         return None
     template = read_json_object(path).get("chat_template")
     if isinstance(template, list):
@@ -94,15 +94,6 @@ def _template_of(model: str | Path) -> str | None:
     if template is not None and not isinstance(template, str):
         raise MinivllmError(f"chat_template in {path} is {type(template).__name__}; it must be a template")
     return template
-
-
-def _file_of(model: str | Path, filename: str) -> Path | None:
-    directory = local_path(model)
-    try:
-        path = directory / filename if directory.is_dir() else hub_file(str(model), filename)
-    except MinivllmError:
-        return None
-    return path if path.is_file() else None
 
 
 def render(
@@ -124,7 +115,7 @@ def render(
     Raises:
         MinivllmError: there are no messages, or the template rejects them.
     """
-    check_content_format(content_format)
+    check("chat_template_content_format", content_format, CONTENT_FORMAT)
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
         raise MinivllmError(f"a conversation is {type(messages).__name__}; it must be a list of messages")
     if not messages:

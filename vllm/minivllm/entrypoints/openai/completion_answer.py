@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from minivllm.entrypoints.openai.answer import Answer, Json, TokenizedPrompt
+from minivllm.entrypoints.openai.answer import Answer, Json
 from minivllm.entrypoints.openai.logprobs import completion_logprobs, prompt_logprobs
 from minivllm.entrypoints.openai.protocol import CompletionRequest
+from minivllm.inputs import TokensPrompt
 from minivllm.outputs import CompletionOutput, RequestOutput
 
 if TYPE_CHECKING:
@@ -28,20 +29,20 @@ class CompletionAnswer(Answer):
         self._num_characters: Counter[int] = Counter()
 
     @classmethod
-    async def prompts_of(cls, serving: OpenAIServing, request: CompletionRequest) -> list[TokenizedPrompt]:
+    async def prompts_of(cls, serving: OpenAIServing, request: CompletionRequest) -> list[TokensPrompt]:
         prompts = []
         for prompt in request.prompts:
             if isinstance(prompt, str):
                 prompts.append(await serving.tokenize_prompt(prompt, request.add_special_tokens))
             else:
-                text = await serving.detokenize(prompt) if request.echo else None
-                prompts.append(TokenizedPrompt(prompt, text))
+                text = await serving.detokenize(prompt) if request.echo else ""
+                prompts.append(TokensPrompt(prompt_token_ids=prompt, prompt=text))
         return prompts
 
     def choice(self, number: int, output: RequestOutput, completion: CompletionOutput) -> Json:
         choice = self._choice(number, output, completion, self.request.echo, 0)
         if self.request.return_token_ids:
-            choice["prompt_token_ids"] = self.prompts[number // self.n].token_ids
+            choice["prompt_token_ids"] = self.prompts[number // self.n]["prompt_token_ids"]
         return choice | {"prompt_logprobs": prompt_logprobs(output.prompt_logprobs)}
 
     def delta(self, number: int, output: RequestOutput, completion: CompletionOutput) -> Json:
@@ -49,7 +50,7 @@ class CompletionAnswer(Answer):
         echoes = is_first and self.request.echo
         choice = self._choice(number, output, completion, echoes, self._num_characters[number])
         if echoes or (is_first and self.request.return_token_ids):
-            choice["prompt_token_ids"] = self.prompts[number // self.n].token_ids
+            choice["prompt_token_ids"] = self.prompts[number // self.n]["prompt_token_ids"]
         self._num_characters[number] += len(choice["text"])
         return choice
 
@@ -71,12 +72,12 @@ class CompletionAnswer(Answer):
             text, token_ids, rows = "", [], []
         # A prompt that is returned as token ids is not repeated as text.
         if echoes and not request.return_token_ids:
-            text = (prompt.text or "") + text
+            text = prompt["prompt"] + text
         logprobs = None
         if request.logprobs is not None:
             if echoes:
                 # One list for prompt and completion, as OpenAI's completions have it.
-                token_ids = prompt.token_ids + token_ids
+                token_ids = prompt["prompt_token_ids"] + token_ids
                 rows = (output.prompt_logprobs or []) + rows
             shows_ids = bool(request.return_tokens_as_token_ids)
             logprobs = completion_logprobs(self.serving.tokenizer, token_ids, rows, request.logprobs, offset, shows_ids)

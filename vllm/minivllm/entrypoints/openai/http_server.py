@@ -13,7 +13,7 @@ import logging
 import resource
 import signal
 import socket
-from collections.abc import Coroutine, Generator
+from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
@@ -82,15 +82,6 @@ def address_of(listening: socket.socket) -> str:
     host, port = listening.getsockname()[:2]
     host = "localhost" if host in ("0.0.0.0", "::") else host  # all of this machine's addresses
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
-def run_loop(work: Coroutine[Any, Any, int]) -> int:
-    """Run this coroutine in an event loop, uvloop's where available; return the exit code."""
-    try:
-        import uvloop
-    except ImportError:  # it has no build for Windows
-        return asyncio.run(work)
-    return uvloop.run(work)
 
 
 def make_server(app: FastAPI, settings: HttpArgs, protocol: Any = "auto") -> NoSignalServer:

@@ -8,6 +8,7 @@ In vLLM v0.33.0: `vllm/entrypoints/launchers/`.
 import socket
 from pathlib import Path
 
+import uvloop
 from fastapi import FastAPI
 
 from minivllm.engine.arg_utils import EngineArgs
@@ -18,7 +19,6 @@ from minivllm.entrypoints.openai.chat_template import read_template
 from minivllm.entrypoints.openai.http_server import (
     bind,
     make_server,
-    run_loop,
     signals_end_the_start,
     until_the_end,
 )
@@ -44,7 +44,7 @@ def serve(args: EngineArgs, settings: FrontendArgs, template: str | None) -> int
         with signals_end_the_start():
             engine = AsyncLLM(args)
         try:
-            return run_loop(_serve(engine, listening, args, settings, template))
+            return uvloop.run(_serve(engine, listening, args, settings, template))
         finally:
             engine.shutdown()
 

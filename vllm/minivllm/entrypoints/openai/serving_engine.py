@@ -13,9 +13,10 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from minivllm.config.checks import encodable
+from minivllm.config.kv_offloading import is_tier
 from minivllm.engine.async_llm import AsyncLLM
 from minivllm.engine.socket_messages import encode
-from minivllm.entrypoints.openai.answer import Answer, EngineRequests, Json, TokenizedPrompt, as_stream
+from minivllm.entrypoints.openai.answer import Answer, EngineRequests, Json, as_stream
 from minivllm.entrypoints.openai.chat_template import NO_TEMPLATE, render, special_tokens
 from minivllm.entrypoints.openai.constraints import constraint_of
 from minivllm.entrypoints.openai.errors import unavailable
@@ -153,12 +154,15 @@ class OpenAIServing:
         values.
 
         Raises:
-            MinivllmError: there is no connector, or the params are for several prompts, or cannot
-                be sent to the core.
+            MinivllmError: there is no connector to other engines, or the params are for several
+                prompts, or cannot be sent to the core.
         """
         name = "kv_transfer_params"
-        if self.engine.engine_args.kv_transfer_config is None:
+        transfer = self.engine.engine_args.kv_transfer
+        if transfer is None:
             raise MinivllmError(f"{name} need a server with --kv-transfer-config", name)
+        if is_tier(transfer):
+            raise MinivllmError(f"{name} need a connector to other engines, and {transfer.kv_connector} has none", name)
         if num_prompts > 1:
             raise MinivllmError(f"{name} are for one prompt, and there are {num_prompts}: send each on its own", name)
         try:
@@ -174,13 +178,13 @@ class OpenAIServing:
         if number > most:
             raise MinivllmError(f"{name} asks for {number} tokens per position; the server allows {most}", name)
 
-    def sampling_params(self, request: GenerationRequest, prompt: TokenizedPrompt) -> SamplingParams:
+    def sampling_params(self, request: GenerationRequest, prompt: TokensPrompt) -> SamplingParams:
         """Return the engine's parameters for a prompt.
 
         Raises:
             MinivllmError: the prompt is too long, or a parameter is invalid.
         """
-        longest, length = self.limits.max_model_len, len(prompt.token_ids)
+        longest, length = self.limits.max_model_len, len(prompt["prompt_token_ids"])
         max_tokens = request.token_limit
         if max_tokens is not None and max_tokens > longest:
             raise MinivllmError(f"max_tokens is {max_tokens}; max_model_len is {longest}", "max_tokens")
@@ -200,7 +204,7 @@ class OpenAIServing:
         self,
         request: GenerationRequest,
         request_id: str,
-        prompts: Sequence[TokenizedPrompt],
+        prompts: Sequence[TokensPrompt],
         params: Sequence[SamplingParams],
         headers: Mapping[str, str],
     ) -> EngineRequests:
@@ -225,13 +229,12 @@ class OpenAIServing:
         }
         try:
             for index, (prompt, prompt_params) in enumerate(zip(prompts, params, strict=True)):
-                tokens = TokensPrompt(prompt_token_ids=prompt.token_ids)
                 if request.cache_salt is not None:
-                    tokens["cache_salt"] = request.cache_salt
+                    prompt["cache_salt"] = request.cache_salt
                 # As in vLLM: the client's id, the prompt's index, and a number that tells it from
                 # others of the same id.
                 engine_id = f"{request_id}-{index}-{next(self._numbers)}"
-                await requests.add(engine_id, tokens, prompt_params, **settings)
+                await requests.add(engine_id, prompt, prompt_params, **settings)
                 # Thousands of prompts in a row would block the other clients.
                 await asyncio.sleep(0)
         except BaseException:
@@ -241,14 +244,15 @@ class OpenAIServing:
 
     # Prompts
 
-    async def tokenize_prompt(self, text: str, add_special_tokens: bool) -> TokenizedPrompt:
+    async def tokenize_prompt(self, text: str, add_special_tokens: bool) -> TokensPrompt:
         """Return a prompt. A text that cannot fit is not tokenized.
 
         Raises:
             MinivllmError: it is too long to fit.
         """
         self.engine.input_processor.check_length(text)
-        return TokenizedPrompt(await self.tokenize(text, add_special_tokens), text)
+        token_ids = await self.tokenize(text, add_special_tokens)
+        return TokensPrompt(prompt_token_ids=token_ids, prompt=text)
 
     async def tokenize(self, text: str, add_special_tokens: bool) -> list[int]:
         """Return the token ids of a text."""

@@ -5,11 +5,14 @@ vLLM's.
 """
 
 from dataclasses import dataclass, field
+from typing import Annotated
 
-from minivllm.config.checks import is_count, is_number, require, require_choice, require_counts
+from minivllm.config.checks import Count, Rule, check_fields, is_count, is_number, one_of
 
-CONTENT_FORMATS = ("auto", "string", "openai")
+CONTENT_FORMAT = one_of("auto", "string", "openai")
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
+SECONDS = Rule(lambda value: is_number(value) and value >= 0.0, "a number of seconds, 0 or more")
+LOGPROBS = Rule(lambda value: is_count(value, -1), "0 or more, or -1 for the whole vocabulary")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,16 +23,12 @@ class HttpArgs:
 
     host: str | None = None
     port: int = 8000
-    shutdown_timeout: float = 0.0
+    shutdown_timeout: Annotated[float, SECONDS] = 0.0
     disable_uvicorn_access_log: bool = False
-    uvicorn_log_level: str = "info"
+    uvicorn_log_level: Annotated[str, one_of(*LOG_LEVELS)] = "info"
 
     def __post_init__(self) -> None:
-        require(
-            is_number(self.shutdown_timeout) and self.shutdown_timeout >= 0.0,
-            f"shutdown_timeout is {self.shutdown_timeout!r}; it must be a number of seconds, 0 or more",
-        )
-        require_choice("uvicorn_log_level", self.uvicorn_log_level, LOG_LEVELS)
+        check_fields(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,29 +59,12 @@ class FrontendArgs(HttpArgs):
     api_key: list[str] = field(default_factory=list)
     served_model_name: list[str] = field(default_factory=list)
     chat_template: str | None = None
-    chat_template_content_format: str = "auto"
-    max_logprobs: int = 20
-    max_num_queued_reqs: int | None = None
+    chat_template_content_format: Annotated[str, CONTENT_FORMAT] = "auto"
+    max_logprobs: Annotated[int, LOGPROBS] = 20
+    max_num_queued_reqs: Count | None = None
     enable_prompt_tokens_details: bool = False
     enable_auto_tool_choice: bool = False
     tool_call_parser: str | None = None
     lora_modules: list[str] = field(default_factory=list)
     runtime_lora_path: list[str] = field(default_factory=list)
     xray: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_content_format(self.chat_template_content_format)
-        require(
-            is_count(self.max_logprobs, -1),
-            f"max_logprobs is {self.max_logprobs!r}; it must be 0 or more, or -1 for the whole vocabulary",
-        )
-        require_counts(self, 1, "max_num_queued_reqs", may_be_none=True)
-
-
-def check_content_format(value: object) -> None:
-    """Raise unless the value is one of `CONTENT_FORMATS`."""
-    require(
-        isinstance(value, str) and value in CONTENT_FORMATS,
-        f'chat_template_content_format is {value!r}; it must be "auto", "string" or "openai"',
-    )

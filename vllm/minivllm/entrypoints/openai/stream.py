@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any, TypeVar
 
 from fastapi import Request
+from pydantic_core import to_json
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -18,6 +19,16 @@ CLIENT_CLOSED_REQUEST = 499
 """The status of a reply that nobody waits for, as it stands in logs; nginx's number."""
 
 
+def as_json(value: Any) -> bytes:
+    """Return a value as JSON; NaN and infinity, which JSON does not have, become null."""
+    return to_json(value, inf_nan_mode="null")
+
+
+def as_event(value: Any) -> bytes:
+    """Return a value as a server-sent event."""
+    return b"data: %b\n\n" % as_json(value)
+
+
 class EventStream(Response):
     """Server-sent events. `close` is called at the end, or as soon as the client has left,
     whichever comes first.
@@ -25,9 +36,7 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(
-        self, events: AsyncGenerator[str | bytes, None], close: Callable[[], None], parts: Parts = NO_PARTS
-    ) -> None:
+    def __init__(self, events: AsyncGenerator[bytes, None], close: Callable[[], None], parts: Parts = NO_PARTS) -> None:
         self._events = events
         self._close = close
         self._parts = parts
@@ -44,20 +53,10 @@ class EventStream(Response):
             # Ends the generator where it waits, so that its own `finally` runs now.
             await self._events.aclose()
 
-    def events(self) -> AsyncGenerator[Any, None]:
-        """Return the events, for callers that read them without a connection."""
-        return self._events
-
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         async for event in self._events:
-            await send(
-                {
-                    "type": "http.response.body",
-                    "body": event.encode() if isinstance(event, str) else event,
-                    "more_body": True,
-                }
-            )
+            await send({"type": "http.response.body", "body": event, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 

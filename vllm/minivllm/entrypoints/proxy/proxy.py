@@ -19,12 +19,11 @@ import uuid
 from collections.abc import AsyncGenerator, Mapping, Sequence
 
 import aiohttp
-from pydantic_core import to_json
 from starlette.responses import Response
 
 from minivllm.entrypoints.openai.errors import RequestError, bad_gateway, error_body, unavailable
 from minivllm.entrypoints.openai.middleware import ServerState
-from minivllm.entrypoints.openai.stream import EventStream
+from minivllm.entrypoints.openai.stream import EventStream, as_event
 from minivllm.entrypoints.proxy.bodies import Body, has_two_steps, kept_params, parse, prefill_body
 from minivllm.entrypoints.proxy.settings import ProxyArgs
 from minivllm.logger import init_logger
@@ -195,7 +194,7 @@ class Proxy:
         except NO_ANSWER:
             error = self._stopping() or bad_gateway("the decode server has ended before the end of its answer")
             # The last piece may have ended in the middle of an event, which a blank line ends.
-            yield b"\n\ndata: %b\n\ndata: [DONE]\n\n" % to_json(error_body(error))
+            yield b"\n\n%bdata: [DONE]\n\n" % as_event(error_body(error))
         finally:
             upstream.streams.discard(reply.content)
 

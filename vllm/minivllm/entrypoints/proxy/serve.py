@@ -2,11 +2,12 @@
 
 import socket
 
+import uvloop
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
 from minivllm.entrypoints.openai.errors import register_exception_handlers
-from minivllm.entrypoints.openai.http_server import bind, make_server, run_loop, until_the_end
+from minivllm.entrypoints.openai.http_server import bind, make_server, until_the_end
 from minivllm.entrypoints.openai.middleware import JSON_ONLY, BodySizeMiddleware, OpenRequestsMiddleware
 from minivllm.entrypoints.openai.stream import with_cancellation
 from minivllm.entrypoints.proxy.proxy import Proxy, headers_for_servers
@@ -20,7 +21,7 @@ def serve(settings: ProxyArgs) -> int:
         MinivllmError: the port is in use.
     """
     with bind(settings) as listening:
-        return run_loop(_serve(listening, settings))
+        return uvloop.run(_serve(listening, settings))
 
 
 async def _serve(listening: socket.socket, settings: ProxyArgs) -> int:

@@ -2,9 +2,10 @@
 
 import re
 from dataclasses import dataclass, field
+from typing import Annotated
 
 from minivllm.config.checks import positive_seconds, require
-from minivllm.entrypoints.openai.settings import HttpArgs
+from minivllm.entrypoints.openai.settings import SECONDS, HttpArgs
 
 EXAMPLE = "http://127.0.0.1:8100"
 ADDRESS = re.compile(r"https?://([\w.-]+|\[[0-9a-fA-F:]+\])(:[1-9]\d{0,4})?/?")
@@ -25,7 +26,7 @@ class ProxyArgs(HttpArgs):
     prefill: list[str] = field(default_factory=list)
     decode: list[str] = field(default_factory=list)
     health_interval: float = 2.0
-    shutdown_timeout: float = 30.0
+    shutdown_timeout: Annotated[float, SECONDS] = 30.0
 
     def __post_init__(self) -> None:
         super().__post_init__()

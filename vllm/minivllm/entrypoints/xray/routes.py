@@ -44,7 +44,7 @@ class StepFeed:
                     unsent.get_nowait()
                 unsent.put_nowait(line)
 
-    async def events(self, core: int) -> AsyncGenerator[str, None]:
+    async def events(self, core: int) -> AsyncGenerator[bytes, None]:
         """Yield server-sent events: a header, the current state, then each step until the engine
         ends.
         """
@@ -61,7 +61,7 @@ class StepFeed:
                 except TimeoutError:
                     # A comment in the stream: it notices a page that has left, and a proxy keeps
                     # the connection open.
-                    yield ": ping\n\n"
+                    yield b": ping\n\n"
         finally:
             del self._pages[unsent]
             if not self._pages:  # in a task of its own: this one may be under cancellation
@@ -83,5 +83,5 @@ def add_xray(app: FastAPI, feed: StepFeed, cores: int) -> None:
         return stream
 
 
-def _event(line: str) -> str:
-    return f"data: {line}\n\n"
+def _event(line: str) -> bytes:
+    return f"data: {line}\n\n".encode()

@@ -8,9 +8,18 @@ In vLLM v0.33.0: `vllm/v1/kv_offload/cpu/spec.py` (`CPUOffloadingSpec`),
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Annotated, Any
 
-from minivllm.config.checks import is_number, refuse_unknown, require, require_counts, require_flags
+from minivllm.config.checks import (
+    Rule,
+    at_least,
+    check_fields,
+    is_number,
+    refuse_unknown,
+    require,
+)
+
+BYTES = Rule(lambda value: is_number(value) and value > 0, "above 0 bytes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,8 +31,8 @@ class OffloadSettings:
     - `offload_prompt_only`: store no block with generated tokens.
     """
 
-    cpu_bytes_to_use: float | None = None
-    num_cpu_blocks: int | None = None
+    cpu_bytes_to_use: Annotated[float, BYTES] | None = None
+    num_cpu_blocks: Annotated[int, at_least(2)] | None = None
     offload_prompt_only: bool = True
 
     @classmethod
@@ -37,13 +46,8 @@ class OffloadSettings:
         return cls(**extra_config)
 
     def __post_init__(self) -> None:
-        size = self.cpu_bytes_to_use
-        require(
-            size is None or (is_number(size) and size > 0), f"cpu_bytes_to_use is {size!r}; it must be above 0 bytes"
-        )
-        require_counts(self, 2, "num_cpu_blocks", may_be_none=True)
+        check_fields(self)
         require(
             self.cpu_bytes_to_use is not None or self.num_cpu_blocks is not None,
             "the host tier has no size: set kv_offloading_size, or cpu_bytes_to_use in kv_connector_extra_config",
         )
-        require_flags(self, "offload_prompt_only")
