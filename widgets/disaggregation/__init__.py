@@ -259,6 +259,8 @@ SPEC = Spec(
     verdict=verdict,
     command=command,
     challenges=CHALLENGES,
+    starts=lambda state: not state.mine.refused,
+    mends=("gpu", "model"),
     guess=GUESS,
     own={"connector": "decides which requests wait and whose blocks are kept"},
 )

@@ -261,6 +261,8 @@ SPEC = Spec(
     verdict=verdict,
     command=command,
     challenges=CHALLENGES,
+    starts=lambda state: not isinstance(state.everything, str),
+    mends=("weight_bits", "kv_dtype", "gqa", "tensor_parallel", "gpu"),
     guess=GUESS,
 )
 

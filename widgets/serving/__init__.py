@@ -215,6 +215,8 @@ SPEC = Spec(
     verdict=verdict,
     command=command,
     challenges=CHALLENGES,
+    starts=lambda state: not state.served.refused,
+    mends=("tp", "pp", "gpu", "model"),
     guess=GUESS,
     own={"output_collector": "merges output for a client that reads rarely"},
 )

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from minivllm_lab.drawing import text_width
 from widgets.shell.plot import MARGIN, Scale, seconds
-from widgets.shell.svg import HEADING, QUIET, SMALL, Box, Drawing, Segment, legend
+from widgets.shell.svg import BOLD, HEADING, QUIET, SMALL, Box, Drawing, Segment, legend
 
 NAMES = 104
 """Pixels left of the rows, for their names."""
@@ -19,7 +19,7 @@ def draw_title(drawing: Drawing, title: str, keys: Sequence[Segment], y: float) 
     baseline.
     """
     drawing.text((MARGIN, y), title, size=HEADING, bold=True)
-    after = MARGIN + text_width(title, HEADING) * 1.08 + 16
+    after = MARGIN + text_width(title, HEADING) * BOLD + 12
     room = sum(34 + text_width(key.label, SMALL) for key in keys)
     place = (after, y) if after + room <= drawing.width else (MARGIN, y + 20)
     return legend(drawing, place, keys, drawing.width - 2 * MARGIN) - 19

@@ -66,7 +66,8 @@ def picture(state, width: float) -> ET.Element:
 @pytest.mark.parametrize(
     ("knobs", "tone", "words"),
     [
-        ({}, "fine", ["Blocks of 16", "9.3 % of the held slots", "Cheapest for these requests: 16."]),
+        ({}, "broken", ["Blocks of 64", "10 % may be empty"]),
+        ({"block_size": 16}, "fine", ["Blocks of 16", "9.3 % of the held slots", "Cheapest for these requests: 16."]),
         ({"block_size": 8}, "broken", ["Blocks of 8", "no kernel in vLLM takes fewer than 16"]),
         ({"kernel": "line", "row_bytes": 64, "empty_allowed": 0.4}, "broken", ["1.02 × may be fetched"]),
         ({"block_size": 512}, "broken", ["10 % may be empty"]),
@@ -154,9 +155,9 @@ def test_the_guess_is_right():
     guess = widget.SPEC.guess
     state = widget.sweep()
     assert f"{state.tokens:.0f}" == "79", "some 80 tokens"
-    assert state.block_size == 16
+    assert state.block_size == 64
     shares = [float(option.removesuffix(" %")) / 100 for option in guess.options]
-    assert min(shares, key=lambda share: abs(share - state.empty[16])) == shares[guess.right]
+    assert min(shares, key=lambda share: abs(share - state.empty[64])) == shares[guess.right]
     assert state.empty[16] == pytest.approx(8 / 88, rel=0.05), "8 slots beside 80 tokens"
     assert 0.25 < state.empty[64] < 0.3, "more than a quarter, says the first challenge"
 
