@@ -10,7 +10,19 @@ from minivllm_simulate.load_sweep import Span, within
 from widgets.chunked_prefill.runs import ANSWER, CHAT
 from widgets.chunked_prefill.state import ALL_GAPS, BUDGETS, CLIENTS, State
 from widgets.chunked_prefill.strip import draw_steps
-from widgets.shell.plot import MARGIN, Axes, Key, Scale, draw_keys, modelled, seconds, short, three_boxes, tokens
+from widgets.shell.plot import (
+    MARGIN,
+    Axes,
+    Key,
+    Scale,
+    draw_keys,
+    figures,
+    modelled,
+    seconds,
+    short,
+    three_boxes,
+    tokens,
+)
 from widgets.shell.svg import QUIET, Box, Drawing
 
 BUDGET = Scale(BUDGETS[0], BUDGETS[-1], log=True)
@@ -140,9 +152,10 @@ def cause_words(state: State, cause: str, budget: int) -> str:
     """Describe what goes wrong with a budget."""
     serving = state.serving
     steps = math.ceil(serving.prompt / budget)
+    most = figures(state.capacity[budget])
     turn = "long prompts wait their turn" if serving.threshold == 0 else "long prompts wait, or get too few tokens"
     return {
-        "queue": f"the queue grows: {serving.load:g} requests/s arrive, but it handles {state.capacity[budget]:.3g}",
+        "queue": f"the queue grows: {serving.load:g} requests/s arrive, but it handles {most}",
         "chunks": f"too slow: a long prompt takes {steps:,} steps, {seconds(state.alone[budget])} alone",
         "turn": turn,
         "stall": f"tokens come over {seconds(state.gap)} apart",

@@ -10,7 +10,7 @@ from minivllm_lab.disaggregation.goodput import SHARE
 from minivllm_lab.drawing import text_width
 from minivllm_lab.palette import BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILLION
 from widgets.disaggregation.state import LADDER, RATES, TUNED, Side, State
-from widgets.shell.plot import MARGIN, WIDE, Axes, Key, Scale, draw_keys, modelled, seconds, tokens
+from widgets.shell.plot import MARGIN, WIDE, Axes, Key, Scale, draw_keys, figures, modelled, seconds, tokens
 from widgets.shell.svg import HEADING, QUIET, SMALL, Box, Drawing, Segment, legend, stacked_bar
 from widgets.shell.theme import MID
 
@@ -119,7 +119,7 @@ def _share_words(state: State, rate: float) -> str:
 
 def edge_words(side: Side, state: State) -> str:
     """Describe where a split breaks, and why."""
-    where = f"at {side.goodput:.3g}" if side.goodput > RATES[0] else f"below {RATES[0]:g}"
+    where = f"at {figures(side.goodput)}" if side.goodput > RATES[0] else f"below {RATES[0]:g}"
     return f"breaks {where}: {cause_words(side.cause, state)}"
 
 
@@ -159,7 +159,7 @@ def _draw_bar(drawing: Drawing, state: State, side: Side, box: Box, most: float)
     with drawing.answer():
         wide = side.per_gpu / most * room if side.is_found else 0.0
         colour = BLUE if mine else ORANGE if not side.prefill else MID
-        tip = f"{side.name}: {side.goodput:.3g} requests a second in all, until {cause_words(side.cause, state)}"
+        tip = f"{side.name}: {figures(side.goodput)} requests a second in all, until {cause_words(side.cause, state)}"
         drawing.rect(Box(box.x + NAMES, box.y + 3, wide, ROW - 6), colour, tip=tip)
         drawing.text((box.x + NAMES + wide + 6, box.y + 13), goodput_words(side), size=SMALL)
 

@@ -10,7 +10,19 @@ from minivllm_simulate.load_sweep import Span, spans
 from widgets.preemption.pool import draw_pool
 from widgets.preemption.runs import Point
 from widgets.preemption.state import HOST_LINKS, POOLS, SHARE, State
-from widgets.shell.plot import MARGIN, Axes, Key, Scale, draw_keys, modelled, seconds, short, three_boxes, tokens
+from widgets.shell.plot import (
+    MARGIN,
+    Axes,
+    Key,
+    Scale,
+    draw_keys,
+    figures,
+    modelled,
+    seconds,
+    short,
+    three_boxes,
+    tokens,
+)
 from widgets.shell.svg import QUIET, Box, Drawing
 
 POOL = Scale(POOLS[0], POOLS[-1], log=True)
@@ -126,7 +138,7 @@ def cause_words(state: State, cause: str, pool: int) -> str:
     """Describe what goes wrong with a pool."""
     point = state.points[pool]
     return {
-        "queue": f"full: {state.serving.load:g} requests/s arrive, but it handles {state.capacity[pool]:.3g}",
+        "queue": f"full: {state.serving.load:g} requests/s arrive, but it handles {figures(state.capacity[pool])}",
         "thrash": f"thrashing: {point.wasted:.0%} of the work is done twice",
         "copies": f"copies: steps wait for them {point.copying / point.seconds:.0%} of the time",
         "wait": f"too slow: over {seconds(state.limit)}, though little work is repeated",

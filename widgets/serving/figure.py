@@ -77,7 +77,7 @@ def _draw_ttft(axes: Axes, state: State, pinned: State | None) -> None:
 
 def knee_words(knee: Knee, served: Served) -> str:
     """Describe where a layout breaks, and why."""
-    where = f"at {knee.rate:.3g}" if knee.rate > RATES[0] else f"below {RATES[0]:g}"
+    where = f"at {figures(knee.rate)}" if knee.rate > RATES[0] else f"below {RATES[0]:g}"
     return f"breaks {where}: {cause_words(knee.cause, served)}"
 
 
@@ -205,7 +205,7 @@ def layout_words(served: Served) -> str:
         return "not known yet"
     if served.knee is None:
         return f"more than {RATES[-1]:g}"
-    rate = f"below {RATES[0]:g}" if served.knee.rate <= RATES[0] else f"{served.knee.rate:.3g}"
+    rate = f"below {RATES[0]:g}" if served.knee.rate <= RATES[0] else f"{figures(served.knee.rate)}"
     return f"{rate}; then {cause_words(served.knee.cause, served)}"
 
 

@@ -257,7 +257,8 @@ class Axes:
             for back in (0, 0.3, 0.6)
             for top in (height - ROW - 2, height + 2)
         ]
-        self.drawing.last(lambda: self._put(places if text else [], colour, bold=False), MARKS)
+        shown = [place for place in places if text and place.box.bottom <= self.box.bottom]
+        self.drawing.last(lambda: self._put(shown, colour, bold=False), MARKS)
 
     def broken(self, low: float | None, high: float | None, words: str) -> None:
         """Shade the values from `low` to `high` of the swept axis, where the system breaks; None
@@ -331,7 +332,8 @@ class Axes:
         that crosses curves least; write nothing if each place touches other words.
         """
         best: tuple[int, Lines | None] = (1_000_000, None)
-        near = [other for other in self.drawing.words if other.overlaps(self.box)]
+        around = Box(self.box.x, self.box.y - 2 * ROW, self.box.width, self.box.height + 4 * ROW)
+        near = [other for other in self.drawing.words if other.overlaps(around)]
         for place in places:
             box = place.box
             if any(box.overlaps(other) for other in near):

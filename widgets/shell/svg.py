@@ -266,7 +266,9 @@ class Drawing:
         for _, layers, draw in sorted(self._last, key=lambda entry: entry[0]):
             self._layers = layers
             with self.on_top():
+                self.add('<g pointer-events="none">')  # the marks below have the tips
                 draw()
+                self.add("</g>")
         size = f'width="{number(self.width)}" height="{number(self.height)}"'
         view = f'viewBox="0 0 {number(self.width)} {number(self.height)}"'
         label = escape(f"{self.title}. {self.description}" if self.description else self.title)
