@@ -11,7 +11,7 @@ from itertools import groupby
 from minivllm_lab.drawing import text_width
 from minivllm_lab.palette import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, SKY
 from widgets.attention_heads.state import TPS, Kind, Place, State
-from widgets.shell.plot import MARGIN, Axes, Key, Scale, draw_keys, short, three_boxes, tokens
+from widgets.shell.plot import MARGIN, Axes, Key, Scale, draw_head, short, three_boxes, tokens
 from widgets.shell.svg import HEADING, QUIET, SMALL, Box, Drawing
 from widgets.shell.theme import CARD, IDLE, MID, MISSED
 
@@ -32,12 +32,11 @@ KIB = 1024
 def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
     """Draw the requests that fit by number of GPUs, with bytes and rates beside them."""
     drawing = Drawing(width, 0, "What fits on 1 to 64 GPUs", f"{state.model}, {state.mine.name}, against the GPUs")
-    y = drawing.heading((MARGIN, 23), "Requests that fit")
     note = (
         f"{state.model} with {state.query_heads} query heads on {state.hardware.name}, requests of "
-        f"{tokens(state.context)} tokens; memory as vLLM counts it, rates modelled, {state.error}"
+        f"{tokens(state.context)} tokens; memory as vLLM counts it"
     )
-    y = draw_keys(drawing, drawing.paragraph((MARGIN, y + 18), note, width - 2 * MARGIN) + 19, _keys(state))
+    y = draw_head(drawing, "Requests that fit", note, state.error, _keys(state))
     main, upper, lower = three_boxes(width, y + 26, 290, large=0.54)
     _draw_fits(Axes(drawing, main, GPUS, _scale(state)), state, pinned)
     _draw_bytes(drawing, upper, state)

@@ -10,19 +10,7 @@ from minivllm_simulate.load_sweep import Span, within
 from widgets.chunked_prefill.runs import ANSWER, CHAT
 from widgets.chunked_prefill.state import ALL_GAPS, BUDGETS, CLIENTS, State
 from widgets.chunked_prefill.strip import draw_steps
-from widgets.shell.plot import (
-    MARGIN,
-    Axes,
-    Key,
-    Scale,
-    draw_keys,
-    figures,
-    modelled,
-    seconds,
-    short,
-    three_boxes,
-    tokens,
-)
+from widgets.shell.plot import Axes, Key, Scale, draw_head, figures, seconds, short, three_boxes, tokens
 from widgets.shell.svg import QUIET, Box, Drawing
 
 BUDGET = Scale(BUDGETS[0], BUDGETS[-1], log=True)
@@ -36,13 +24,11 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
     """
     serving = state.serving
     drawing = Drawing(width, 0, "What a token budget costs", f"Waiting times against the budget, now {state.budget}")
-    y = drawing.heading((MARGIN, 23), "How long clients wait")
     note = (
         f"{serving.name} on one {serving.gpu.name}, {serving.load:g} requests a second: {serving.share:.0%} have "
-        f"{tokens(serving.longest)} tokens, the others {CHAT} in, all {ANSWER} out; {POLICIES[serving.policy]}; "
-        f"{modelled(state.error)}"
+        f"{tokens(serving.longest)} tokens, the others {CHAT} in, all {ANSWER} out; {POLICIES[serving.policy]}"
     )
-    y = draw_keys(drawing, drawing.paragraph((MARGIN, y + 18), note, width - 2 * MARGIN) + 19, _keys(state))
+    y = draw_head(drawing, "How long clients wait", note, state.error, _keys(state))
     main, upper, lower = three_boxes(width, y + 26, 150, large=0.56)
     _draw_waits(Axes(drawing, main, BUDGET, _scale(state)), state, pinned)
     _draw_rate(drawing, upper, state)

@@ -10,7 +10,7 @@ from minivllm_lab.disaggregation.goodput import SHARE
 from minivllm_lab.drawing import text_width
 from minivllm_lab.palette import BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILLION
 from widgets.disaggregation.state import LADDER, RATES, TUNED, Side, State
-from widgets.shell.plot import MARGIN, WIDE, Axes, Key, Scale, draw_keys, figures, modelled, seconds, tokens
+from widgets.shell.plot import MARGIN, WIDE, Axes, Key, Scale, draw_head, figures, seconds, tokens
 from widgets.shell.svg import HEADING, QUIET, SMALL, Box, Drawing, Segment, legend, stacked_bar
 from widgets.shell.theme import MID
 
@@ -37,11 +37,9 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
     note = (
         f"{state.model} on {many} {state.gpu}, {tokens(state.work.prompt)} tokens in and {state.work.output} out; "
         f"in time: first token within {seconds(state.objective.ttft)}, then one every {seconds(state.objective.tpot)}; "
-        f"GPUs that do both take {chunk_words(state)}; "
-        f"{modelled(state.error)}"
+        f"GPUs that do both take {chunk_words(state)}"
     )
-    y = drawing.paragraph((MARGIN, drawing.heading((MARGIN, 23), "Requests in time") + 18), note, width - 2 * MARGIN)
-    y = draw_keys(drawing, y + 20, _keys(state)) - 20
+    y = draw_head(drawing, "Requests in time", note, state.error, _keys(state)) - 20
     wide = width >= WIDE
     left = Box(52, y + 50, round(width * (0.56 if wide else 1)) - 52 - (0 if wide else MARGIN), 170)
     _draw_shares(Axes(drawing, left, RATE, SHARES), state, pinned)

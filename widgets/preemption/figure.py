@@ -10,19 +10,7 @@ from minivllm_simulate.load_sweep import Span, spans
 from widgets.preemption.pool import draw_pool
 from widgets.preemption.runs import Point
 from widgets.preemption.state import HOST_LINKS, POOLS, SHARE, State
-from widgets.shell.plot import (
-    MARGIN,
-    Axes,
-    Key,
-    Scale,
-    draw_keys,
-    figures,
-    modelled,
-    seconds,
-    short,
-    three_boxes,
-    tokens,
-)
+from widgets.shell.plot import Axes, Key, Scale, draw_head, figures, seconds, short, three_boxes, tokens
 from widgets.shell.svg import QUIET, Box, Drawing
 
 POOL = Scale(POOLS[0], POOLS[-1], log=True)
@@ -51,13 +39,12 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
     """
     serving = state.serving
     drawing = Drawing(width, 0, "When the pool is too small", f"Latency against the pool, now {state.pool} tokens")
-    y = drawing.heading((MARGIN, 23), "When the pool is too small")
     victim = "victim: by your function" if state.own else RULE_WORDS[serving.rule]
     note = (
         f"{serving.name} on one {serving.gpu.name}: {serving.load:g} requests a second, {serving.prompt} tokens in, "
-        f"about {serving.answer} out; {victim}, {POLICY_WORDS[serving.policy]}; {modelled(state.error)}"
+        f"about {serving.answer} out; {victim}, {POLICY_WORDS[serving.policy]}"
     )
-    y = draw_keys(drawing, drawing.paragraph((MARGIN, y + 18), note, width - 2 * MARGIN) + 19, _keys(state))
+    y = draw_head(drawing, "When the pool is too small", note, state.error, _keys(state))
     main, upper, lower = three_boxes(width, y + 26, 150, large=0.56)
     _draw_latency(Axes(drawing, main, POOL, _scale(state)), state, pinned)
     _draw_work(drawing, upper, state)

@@ -453,6 +453,15 @@ def draw_keys(drawing: Drawing, y: float, keys: Iterable[Key]) -> float:
     return y
 
 
+def draw_head(drawing: Drawing, title: str, note: str, error: str | None, keys: Iterable[Key]) -> float:
+    """Write the title and what is modelled, with the key of the curves, and return the y of its last
+    row.
+    """
+    y = drawing.heading((MARGIN, 23), title) + 18
+    y = drawing.paragraph((MARGIN, y), f"{note}; {modelled(error)}", drawing.width - 2 * MARGIN)
+    return draw_keys(drawing, y + 19, keys)
+
+
 def three_boxes(width: float, y: float, high: float, *, large: float) -> tuple[Box, Box, Box]:
     """Place a large plot with two small ones beside it, or all three in one column if the picture
     is narrow.

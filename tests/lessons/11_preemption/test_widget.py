@@ -208,6 +208,14 @@ def test_the_edge_lies_where_the_load_fills_the_pool():
 # ---- what is said
 
 
+@pytest.mark.usefixtures("short_runs")
+def test_a_line_to_the_top_says_where_the_queue_grows_though_a_short_run_is_in_time():
+    state = swept()
+    assert state.queue_at(state.late[0][1] or 0)
+    assert "without end" in widget.figure(state)
+    assert "without end" not in widget.figure(swept(load=2.0))
+
+
 def test_the_right_guess_is_what_is_computed_again():
     state = here()
     assert f"{state.here.wasted:.0%}" == "24%"
