@@ -19,8 +19,8 @@ class State(SweptState[bool]):
     VALUES = VALUES
     size: int
 
-    def breaks(self, value: int) -> bool:
-        return self.points[value]
+    def causes(self, value: int) -> list[str]:
+        return ["queue"] * self.points[value]
 
     @property
     def stopped(self) -> list[Span]:
@@ -56,6 +56,9 @@ def test_the_readers_value_comes_first_then_the_edge_and_then_all_others(edge: i
     assert known <= 6, "both ends, and four halvings of twelve values"
     assert sorted(experiment.order) == [*VALUES]
     assert last.complete
+    assert last.queue_at(edge)
+    assert not last.queue_at(2 * edge + 1)
+    assert not last.queue_at(None)
 
 
 @pytest.mark.parametrize("refused", [VALUES[-3:], (START, *VALUES[-3:]), VALUES])

@@ -101,6 +101,8 @@ def _draw_broken(axes: Axes, state: State) -> None:
             axes.broken(*span, stall_words(state, span))
     for span in (*state.stopped, *state.late):
         axes.broken(*span, late_words(state, span))
+        if state.queue_at(span[1]):
+            axes.without_end(span[1] or 0, state.ttft)
 
 
 def late_words(state: State, span: Span) -> str:

@@ -93,9 +93,6 @@ class State(SweptState[Point]):
         """Return the budgets at which the next token comes too late."""
         return self.within_start(spans(self.run, [self.waited(budget) / self.gap for budget in self.run]))
 
-    def breaks(self, value: int) -> bool:
-        return bool(self.causes(value))
-
     @property
     def stopped(self) -> list[Span]:
         """Return the budgets at which the engine does not start: the smallest, the largest, or all

@@ -20,6 +20,8 @@ ACROSS = Scale(SLOTS[0], SLOTS[-1], log=True)
 TICKS = (1, 4, 16, 64, 256)
 NAMES = {"together": "together", "loop": "in a loop", "merged": "merged copies"}
 COLOURS = {"together": BLUE, "loop": ORANGE, "merged": PURPLE}
+NAMED_AT = {"together": 1, "loop": 4, "merged": 2}
+"""The quarter of its curve at which each has its name, so that names keep apart."""
 DASHES = {"together": "", "loop": "6 3", "merged": "2 4"}
 
 
@@ -172,7 +174,8 @@ def _draw_rates(drawing: Drawing, box: Box, state: State) -> None:
     with drawing.answer():
         for way in reversed(WAYS):
             axes.line(counts, rates[way], COLOURS[way], dash=DASHES[way])
-            axes.label(axes.at(counts[-1], rates[way][-1]), NAMES[way], COLOURS[way], bold=False)
+            place = NAMED_AT[way] * (len(counts) - 1) // 4
+            axes.label(axes.at(counts[place], rates[way][place]), NAMES[way], COLOURS[way], bold=False)
     axes.also_here(min(max(state.distinct, 1), most))
 
     def tip(count: int) -> str:

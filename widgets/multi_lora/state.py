@@ -85,8 +85,8 @@ class State(SweptState[Point]):
         load = self.serving.load / self.serving.capacity if self.run else 0.0
         return self.within_start(spans(self.run, [max(self.in_the_end(slots) / self.ttft, load) for slots in self.run]))
 
-    def breaks(self, value: int) -> bool:
-        return bool(self.cause(value))
+    def causes(self, value: int) -> list[str]:
+        return [cause] if (cause := self.cause(value)) else []
 
     @property
     def stopped(self) -> list[Span]:

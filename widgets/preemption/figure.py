@@ -102,8 +102,8 @@ def _draw_broken(axes: Axes, state: State) -> None:
     late = state.late
     for span in late:
         axes.broken(*span, late_words(state, span))
-        if span[1] and state.queue_at(span[1]):
-            axes.without_end(span[1], state.limit)
+        if state.queue_at(span[1]):
+            axes.without_end(span[1] or 0, state.limit)
     for span in state.stopped:
         inside = [pool for pool in state.refusals if (span[0] or 0) <= pool < (span[1] or math.inf)]
         axes.broken(*span, f"does not start: {state.refusals[inside[0]]}")

@@ -76,17 +76,12 @@ class State(SweptState[Point]):
             [max(self.latency(pool) / self.limit, self.serving.load / self.capacity[pool]) for pool in pools]
         )
 
-    def queue_at(self, edge: float) -> bool:
-        """Return whether the queue grows with the largest pool below this edge."""
-        below = [pool for pool in self.run if pool < edge]
-        return bool(below) and self.cause(below[-1]) == "queue"
-
     def where(self, ratios: Sequence[float]) -> list[Span]:
         """Return where a ratio exceeds 1; `ratios` has one for each pool that has been run."""
         return self.within_start(spans(self.run, ratios))
 
-    def breaks(self, value: int) -> bool:
-        return bool(self.cause(value))
+    def causes(self, value: int) -> list[str]:
+        return [cause] if (cause := self.cause(value)) else []
 
     @property
     def stopped(self) -> list[Span]:

@@ -66,6 +66,8 @@ def _draw_ttft(axes: Axes, state: State, pinned: State | None) -> None:
         axes.pinned(pinned.served.rates, [ttft[1] for ttft in _values(pinned.served, _ttfts)], pinned.rate)
     axes.mark_y(served.ttft, "", GREEN)
     _draw_pair(axes, served, _ttfts)
+    if knee and knee.cause == "queue":
+        axes.without_end(knee.rate, served.ttft)
     axes.here(state.rate, "rate", f"{state.rate:g} a second")
 
     def tip(point: Point) -> str:

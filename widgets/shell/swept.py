@@ -92,8 +92,13 @@ class SweptState(ABC, Generic[Point]):
         return sorted(self.points)
 
     @abstractmethod
-    def breaks(self, value: int) -> bool:
-        """Return whether a service level is missed at a value that has been run."""
+    def causes(self, value: int) -> list[str]:
+        """Return what is wrong at a value that has been run; "queue" means that the queue grows."""
+
+    def queue_at(self, edge: float | None) -> bool:
+        """Return whether the queue grows at the largest value below this edge."""
+        below = [value for value in self.run if value < (edge or 0)]
+        return bool(below) and "queue" in self.causes(below[-1])
 
     @property
     @abstractmethod
@@ -197,7 +202,7 @@ class Sweep(Generic[AnyState]):
             return self.at if left else None
         for low, high in pairwise(state.run):
             inside = [value for value in left if low < value < high]
-            if inside and state.breaks(low) != state.breaks(high):
+            if inside and bool(state.causes(low)) != bool(state.causes(high)):
                 return inside[len(inside) // 2]
         outside = [end for end in (left[-1], left[0]) if not state.run or not state.run[0] < end < state.run[-1]]
         return next(iter(outside), min(left, key=lambda other: abs(math.log(other / self.at))))
