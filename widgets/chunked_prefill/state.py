@@ -84,9 +84,15 @@ class State(SweptState[Point]):
         """Return the budgets at which long prompts wait too long for their first token, or the
         queue grows.
         """
-        budgets = self.run
-        ratios = [max(self.first(budget) / self.ttft, self.serving.load / self.capacity[budget]) for budget in budgets]
-        return self.within_start(spans(budgets, ratios))
+        budgets = sorted(self.capacity)
+        return self.within_start(spans(budgets, [self._strain(budget) for budget in budgets]))
+
+    def _strain(self, budget: int) -> float:
+        """Return how far a budget is over its limits; before it has been run, a long prompt takes at
+        least the time that it takes alone.
+        """
+        first = self.first(budget) if budget in self.points else self.alone[budget]
+        return max(first / self.ttft, self.serving.load / self.capacity[budget])
 
     @property
     def stalled(self) -> list[Span]:

@@ -71,10 +71,15 @@ class State(SweptState[Point]):
     @property
     def late(self) -> list[Span]:
         """Return the pools with which requests take too long, or the queue grows."""
-        pools = self.run
-        return self.where(
-            [max(self.latency(pool) / self.limit, self.serving.load / self.capacity[pool]) for pool in pools]
-        )
+        pools = sorted(self.capacity)
+        return self.within_start(spans(pools, [self._strain(pool) for pool in pools]))
+
+    def _strain(self, pool: int) -> float:
+        """Return how far a pool is over its limits; before it has been run, only whether it handles
+        the load.
+        """
+        latency = self.latency(pool) / self.limit if pool in self.points else 0.0
+        return max(latency, self.serving.load / self.capacity[pool])
 
     def where(self, ratios: Sequence[float]) -> list[Span]:
         """Return where a ratio exceeds 1; `ratios` has one for each pool that has been run."""

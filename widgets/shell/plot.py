@@ -257,8 +257,8 @@ class Axes:
             for back in (0, 0.3, 0.6)
             for top in (height - ROW - 2, height + 2)
         ]
-        shown = [place for place in places if text and place.box.bottom <= self.box.bottom]
-        self.drawing.last(lambda: self._put(shown, colour, bold=False), MARKS)
+        shown = [place for place in places if place.box.bottom <= self.box.bottom and place.box.x >= self.box.x]
+        self.drawing.last(lambda: self._put(shown if text else [], colour, bold=False), MARKS)
 
     def broken(self, low: float | None, high: float | None, words: str) -> None:
         """Shade the values from `low` to `high` of the swept axis, where the system breaks; None

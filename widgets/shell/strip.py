@@ -57,5 +57,6 @@ def draw_times(drawing: Drawing, box: Box, across: Scale) -> float:
         x = box.x + across.share(across.low + value) * box.width
         drawing.line((x, box.bottom), (x, box.bottom + 4), colour=QUIET)
         label = seconds(value) if value else "0"
-        drawing.text((x, box.bottom + 17), label, size=SMALL, colour=QUIET, anchor="middle")
+        anchor = "middle" if x + text_width(label, SMALL) / 2 < drawing.width else "end"
+        drawing.text((x, box.bottom + 17), label, size=SMALL, colour=QUIET, anchor=anchor)
     return box.bottom + 17
