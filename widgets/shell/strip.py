@@ -53,7 +53,7 @@ def frame_ends(across: Scale) -> list[float]:
 
 def draw_times(drawing: Drawing, box: Box, across: Scale) -> float:
     """Draw the time axis below the rows, and return the y of its labels."""
-    for value in Scale(0, across.high - across.low).ticks(6):
+    for value in Scale(0, across.high - across.low).ticks(6 if box.width > 300 else 4):
         x = box.x + across.share(across.low + value) * box.width
         drawing.line((x, box.bottom), (x, box.bottom + 4), colour=QUIET)
         label = seconds(value) if value else "0"
