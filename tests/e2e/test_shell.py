@@ -2,11 +2,15 @@
 themes.
 """
 
+from dataclasses import replace
+
 import pytest
 from e2e.browser import serious_violations
 from e2e.widget_page import WidgetPage, widget_page
-from lesson_widgets.sizes import SPEC
+from lesson_widgets.sizes import SPEC, State
 from playwright.sync_api import Browser
+
+from widgets.shell.svg import Drawing
 
 pytestmark = pytest.mark.browser
 
@@ -63,7 +67,7 @@ def test_what_takes_the_focus_keeps_the_pages_shortcuts_off(sizes: WidgetPage):
 def test_the_answer_is_hidden_until_one_has_guessed(sizes: WidgetPage):
     curve = sizes.page.locator("[data-answer] polyline").first
     assert not curve.is_visible()
-    assert sizes.words() == "Guess first, or turn a knob to see."
+    assert not sizes.page.locator(".lw-says").is_visible()
     assert not sizes.page.locator(".lw-progress").is_visible()
     sizes.page.get_by_role("button", name="Pin to compare").click()
     sizes.settled()
@@ -71,7 +75,10 @@ def test_the_answer_is_hidden_until_one_has_guessed(sizes: WidgetPage):
     sizes.page.get_by_role("button", name="5", exact=True).click()
     assert curve.is_visible()
     assert sizes.page.locator(".lw-compared").is_visible()
-    assert sizes.page.locator(".lw-guess").inner_text() == "No: 6. Five still fits."
+    assert sizes.page.locator(".lw-because").inner_text() == "No: 6. Five still fits."
+    assert sizes.words() == "The size is 2 < 100."
+    press(sizes, "size", "ArrowRight")
+    assert not sizes.page.locator(".lw-because").is_visible(), "it is about the knobs as they were"
 
 
 def test_what_cannot_be_loaded_says_so_before_the_guess_too_and_stays(sizes: WidgetPage):
@@ -243,3 +250,45 @@ def test_a_narrow_page_has_the_picture_first(browser: Browser):
         assert picture
         assert controls
         assert picture["y"] + picture["height"] <= controls["y"]
+
+
+def test_a_refusal_is_mended_by_one_click(browser: Browser):
+    spec = replace(SPEC, starts=lambda state: state.size <= 3, mends=("size",))
+    with widget_page(browser, spec, size=5) as widget:
+        assert not widget.page.locator(".lw-guess").is_visible(), "the guess is about another size"
+        widget.page.get_by_role("button", name="Lower the size to 3 (now 5).").click()
+        widget.settled()
+        assert widget.session.values["size"] == 3
+        assert not widget.page.locator(".lw-mend").is_visible()
+
+
+def test_two_pictures_have_a_tab_each(browser: Browser):
+    def detail(state: State, width: float, pinned: State | None = None) -> str:
+        drawing = Drawing(width, 100, "More", "of it")
+        return drawing.render()
+
+    with widget_page(browser, replace(SPEC, detail=detail, tabs=("Sizes", "More"))) as widget:
+        first, second = (widget.page.locator(".lw-picture > svg").nth(index) for index in (0, 1))
+        assert (first.is_visible(), second.is_visible()) == (True, False)
+        assert widget.page.locator(".lw-player").count() == 1
+        widget.page.get_by_role("button", name="More").click()
+        assert (first.is_visible(), second.is_visible()) == (False, True)
+        press(widget, "size", "ArrowRight")
+        assert second.is_visible(), "a knob does not turn the page"
+        assert widget.seen.errors == []
+
+
+def test_the_verdict_stands_above_the_picture(sizes: WidgetPage):
+    sizes.page.get_by_role("button", name="Show me").click()
+    says, picture = (sizes.page.locator(part).bounding_box() for part in (".lw-says", ".lw-picture"))
+    assert says
+    assert picture
+    assert says["y"] + says["height"] <= picture["y"]
+
+
+def test_a_preset_stops_the_player(sizes: WidgetPage):
+    sizes.page.get_by_role("button", name="Show me").click()
+    sizes.page.get_by_label("Play").click()
+    sizes.page.get_by_role("button", name="Break it").click()
+    sizes.settled()
+    assert sizes.page.get_by_label("Play", exact=True).is_visible(), "not Pause"

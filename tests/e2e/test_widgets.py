@@ -72,8 +72,9 @@ def test_it_fits_any_screen_stands_in_nobodys_way_and_all_its_controls_answer_to
             assert_nothing_sticks_out(widget, width)
         widget.page.set_viewport_size(JUPYTERLAB)
         widget.settled()
-        assert_seen(widget, ".lw-picture", ".lw-controls", ".lw-says")
+        assert_seen(widget, ".lw-guess", ".lw-picture", ".lw-controls")
         widget.page.get_by_role("button", name="Show me").click()
+        assert_seen(widget, ".lw-says", ".lw-picture", ".lw-controls")
         for theme in GROUNDS:
             put_on(widget.page, theme)
             assert serious_violations(widget.page) == [], theme

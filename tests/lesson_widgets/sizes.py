@@ -32,7 +32,7 @@ def figure(state: State, width: float = 640, pinned: State | None = None) -> str
     axes.frame("size", "squared")
     axes.broken(5, None, "too large · a level is missed")
     if pinned:
-        axes.pinned([0, pinned.size], [0, pinned.squared])
+        axes.pinned([0, pinned.size], [0, pinned.squared], pinned.size)
     with drawing.answer():
         axes.line([0, 5, 10], [0, 25, 100], "#0072B2", tips=["0 of 10", "5 of 10", "10 of 10"], group="curve")
     axes.here(state.size, "size", f"{state.size:g}")

@@ -31,7 +31,7 @@ from widgets.shell.theme import COLOURS
 
 NAMES = widgets.names()
 LESSONS = Path(__file__).resolve().parents[2] / "lessons"
-WIDTHS = (360, 640, 760)
+WIDTHS = (360, 640, 1200)
 MOST_HEIGHT = 470
 """Of a picture that stands beside its controls, so that both are seen at once on a screen of
 1366 × 768.
@@ -65,6 +65,11 @@ def views_of(name: str, width: int = 640) -> list[dict]:
 
 def start_view(name: str) -> dict:
     return views_of(name)[0]
+
+
+def pictures_of(view: dict) -> list[ET.Element]:
+    """Return a view's pictures, one for each tab."""
+    return list(ET.fromstring(f"<div>{view['svg']}</div>"))
 
 
 def first_picture(spec: Spec, values: dict) -> str:
@@ -108,7 +113,7 @@ def test_the_picture_in_the_lesson_is_the_widgets(name: str, picture: str, tmp_p
 @every_widget
 def test_the_first_view_has_a_hidden_answer_tips_and_handles_on_their_axes_and_some_view_a_break(name: str):
     spec = spec_of(name)
-    marks = [*ET.fromstring(start_view(name)["svg"]).iter()]
+    marks = [mark for picture in pictures_of(start_view(name)) for mark in picture.iter()]
     assert {"data-answer", "data-tip"} <= {key for mark in marks for key in mark.keys()}  # noqa: SIM118 (no mapping)
     handles = [mark for mark in marks if mark.get("data-drag")]
     assert handles
@@ -127,13 +132,33 @@ def test_all_that_is_drawn_can_be_read(name: str, width: int):
         assert not view["stale"], view["words"]
         assert len(view["svg"]) < MOST_BYTES
         assert not re.search(r'="[^"]*\bnan\b', view["svg"])
-        root = ET.fromstring(view["svg"])
-        assert float(root.get("width", "0")) == width
-        assert width < 600 or float(root.get("height", "0")) <= MOST_HEIGHT
-        sizes = [float(mark.get("font-size", "13")) for mark in root.iter() if mark.tag.endswith(("text", "tspan"))]
+        assert not re.search(r"\de[+-]\d", view["svg"] + view["words"]), "no number is written with an exponent"
+        roots = pictures_of(view)
+        assert {float(root.get("width", "0")) for root in roots} == {width}
+        assert width < 600 or max(float(root.get("height", "0")) for root in roots) <= MOST_HEIGHT
+        marks = [mark for root in roots for mark in root.iter()]
+        sizes = [float(mark.get("font-size", "13")) for mark in marks if mark.tag.endswith(("text", "tspan"))]
         assert min(sizes) >= LEAST_TEXT
-        colours = {mark.get(key) for mark in root.iter() for key in ("fill", "stroke")} - {None, "none", "transparent"}
+        colours = {mark.get(key) for mark in marks for key in ("fill", "stroke")} - {None, "none", "transparent"}
         assert colours <= COLOURS
+
+
+@every_widget
+def test_the_first_view_is_broken(name: str):
+    assert start_view(name)["tone"] == "broken", start_view(name)["words"]
+
+
+@every_widget
+def test_where_the_system_does_not_start_one_turn_mends_it(name: str):
+    spec = spec_of(name)
+    refused = [view for view in views_of(name) if view["mend"]]
+    for view in refused:
+        assert view["tone"] == "broken"
+        assert view["mend"]["label"].endswith(".")
+        (knob,) = view["mend"]["values"]
+        assert knob in spec.mends
+        assert next(Session(spec).turn(view["values"] | view["mend"]["values"], between=math.inf))["mend"] is None
+    assert set(spec.mends) <= set(spec.flat())
 
 
 @every_widget

@@ -3,12 +3,15 @@ the reader's own code.
 """
 
 import json
+from dataclasses import replace
 
 import pytest
 from lesson_widgets.sizes import SPEC
 from refusals import assert_refused
 
 from minivllm.errors import MinivllmError
+from widgets.shell.advice import turn
+from widgets.shell.knobs import choice, steps, switch
 from widgets.shell.session import LEAST_WIDTH, MOST_WIDTH, Session
 
 
@@ -187,3 +190,39 @@ def test_the_first_button_resets_and_the_others_start_from_there():
     first, second = Session(SPEC).described()["presets"]
     assert first == {"label": "Start again", "values": SPEC.start()}
     assert second == {"label": "Break it", "values": SPEC.start() | {"size": 9}}
+
+
+def test_a_guess_is_asked_only_about_the_knobs_that_it_is_about():
+    assert Session(SPEC).described()["guess"]["options"] == ["2", "5", "6"]
+    assert Session(SPEC, size=3).described()["guess"] is None
+    session = Session(SPEC)
+    session.settle(size=3)
+    assert session.described()["guess"], "it is about the first view"
+
+
+def test_a_refusal_offers_the_nearest_turn_that_mends_it():
+    spec = replace(SPEC, starts=lambda state: state.size <= 3, mends=("size",))
+    view = Session(spec).settle(size=4)
+    assert view["mend"] == {"label": "Lower the size to 3 (now 4).", "values": {"size": 3.0}}
+    assert Session(spec).settle(size=3)["mend"] is None
+    assert Session(replace(spec, mends=("block",))).settle(size=4)["mend"] is None, "no turn helps"
+
+
+def test_a_failure_of_the_readers_own_code_is_no_refusal_of_a_setting():
+    def never(size: float) -> float:
+        raise MinivllmError("your square returns nothing")
+
+    assert Session(replace(SPEC, mends=("size",)), square=never).settle()["mend"] is None
+
+
+@pytest.mark.parametrize(
+    ("knob", "now", "goal", "words"),
+    [
+        (steps("Slot rank", [16, 32], 16), 16, 32, "Raise the slot rank to 32 (now 16)."),
+        (steps("GPUs (TP)", [1, 2], 2), 2, 1, "Lower GPUs (TP) to 1 (now 2)."),
+        (choice("Prefill", [("in chunks", 0), ("whole", 1)], 1), 1, 0, 'Set "Prefill" to "in chunks".'),
+        (switch("Grouped heads", False), False, True, "Switch on the grouped heads."),
+    ],
+)  # fmt: skip
+def test_a_turn_of_a_knob_is_said_like_all_advice(knob, now, goal, words):
+    assert turn(knob, now, goal) == words

@@ -4,7 +4,7 @@ import json
 import math
 import re
 import xml.etree.ElementTree as ET
-from itertools import pairwise
+from itertools import combinations, pairwise
 from pathlib import Path
 
 import pytest
@@ -15,7 +15,7 @@ from minivllm_lab.drawing import QUIET, ink_on, luminance, text_width
 from minivllm_lab.palette import BLUE, GREEN, INK, ORANGE, PURPLE, SERIES, SKY, VERMILLION
 from widgets.shell import theme
 from widgets.shell.plot import Axes, Scale, short, tokens
-from widgets.shell.svg import SMALL, Box, Drawing, Segment, legend, stacked_bar
+from widgets.shell.svg import SMALL, Box, Drawing, Segment, legend, stacked_bar, text_box
 from widgets.shell.theme import BROKEN, CARD, DARK, DARK_LINES, NOT_OURS, WORDS
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -227,11 +227,15 @@ def test_what_lies_on_top_is_drawn_last_and_hidden_with_its_layer():
     assert (top.get("data-answer"), top[0].text) == ("1", "the edge")
 
 
-def words_of(drawing: Drawing, first: str) -> list[float]:
-    """Return the baselines of the lines that start at the same x as the line `first`."""
-    texts = list(rendered(drawing).iter(f"{SVG}text"))
-    head = next(part for part in texts if part.text == first)
-    return [float(part.get("y", 0)) for part in texts if part.get("x") == head.get("x")]
+def boxes_of(drawing: Drawing) -> list[Box]:
+    """Return the rectangles of the lines that say why the system breaks."""
+    texts = [text for text in rendered(drawing).iter(f"{SVG}text") if text.get("fill") == "#B34700"]
+    return [
+        text_box(
+            (float(text.get("x", 0)), float(text.get("y", 0))), text.text or "", SMALL, text.get("text-anchor", "start")
+        )
+        for text in texts
+    ]
 
 
 @pytest.mark.parametrize("level", [10.0, 95.0, 125.0])
@@ -245,10 +249,44 @@ def test_words_about_what_breaks_keep_clear_of_curves_and_of_other_words(level: 
     y = axes.at(0, level)[1]
     axes.line([0, 10], [level, level], "#0072B2")
     axes.here(6, "batch", "here")
-    slow, memory = words_of(drawing, "steps are too slow for what is"), words_of(drawing, "memory ends")
-    assert all(not baseline - 13 < y < baseline + 4 for baseline in (*slow, *memory))
-    assert max(slow) + 13 < min(memory) < 180 - 20
-    assert min(slow) < (40 if level == 10 else 160)
+    boxes = boxes_of(drawing)
+    assert len(boxes) >= 3
+    assert not any(box.y < y < box.bottom for box in boxes)
+    assert not any(box.overlaps(other) for box, other in combinations(boxes, 2))
+    assert min(box.y for box in boxes) < (40 if level == 10 else 160)
+
+
+def test_words_that_find_no_room_are_shortened_and_then_left_out():
+    for width, shown in ((300, ["too many"]), (60, [])):
+        drawing, axes = plot(Box(40, 20, width, 40), Scale(0, 10), Scale(0, 1))
+        for y in (24, 40, 56):
+            drawing.text((40 + width / 2, y), "other words", size=SMALL)
+        axes.broken(1, None, "too many: of these requests, most would have to wait")
+        texts = [text.text for text in rendered(drawing).iter(f"{SVG}text")]
+        assert texts[3:] == shown
+        assert "most would have to wait" in drawing.render(), "the region has them all"
+
+
+@pytest.mark.parametrize("point", [(40, 20), (340, 20), (40, 180), (340, 180), (190, 100)])
+def test_a_label_stands_beside_its_point_and_inside_the_plot(point):
+    drawing, axes = plot(Box(40, 20, 300, 160), Scale(0, 10), Scale(0, 160))
+    drawing.text((200, 118), "in the way", size=SMALL)
+    axes.label(point, "here it is")
+    rendered(drawing)
+    other, label = drawing.words
+    assert not label.overlaps(other)
+    assert label.x >= 40
+    assert label.right <= 340
+    assert math.hypot(label.x + label.width / 2 - point[0], label.y + 6 - point[1]) < 70
+
+
+def test_a_queue_that_grows_is_drawn_to_the_top():
+    drawing, axes = plot(Box(40, 20, 300, 160), Scale(0, 10), Scale(0, 160))
+    axes.without_end(5, 80)
+    line = rendered(drawing).find(f"{SVG}polyline")
+    assert line is not None
+    assert line.get("points") == "190,100 190,20"
+    assert "without end" in line.get("data-tip", "")
 
 
 def test_words_about_what_breaks_have_a_ground_where_there_is_no_room_beside_the_curves():

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from html import escape
 
 from minivllm_lab.palette import INK
@@ -185,6 +186,7 @@ def attributes(**values: float | str | None) -> str:
     return "".join(f' {name}="{value if isinstance(value, str) else number(value)}"' for name, value in named.items())
 
 
+@lru_cache(maxsize=4096)
 def text_width(content: str, size: float = BODY) -> float:
     """Return the approximate width of a text in pixels, close enough to decide whether a label
     fits.

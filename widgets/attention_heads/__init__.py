@@ -16,7 +16,7 @@ from typing import Any
 
 from minivllm_simulate.known_models import CONFIGS, known_model
 from minivllm_simulate.layouts import UTILIZATION
-from widgets.attention_heads.figure import cause_words, figure, kib, rank_words
+from widgets.attention_heads.figure import cause_words, detail, figure, kib, rank_words
 from widgets.attention_heads.state import (
     CONTEXTS,
     GPUS,
@@ -216,9 +216,13 @@ SPEC = Spec(
     },
     sweep=sweep,
     figure=figure,
+    detail=detail,
+    tabs=("What fits", "GPU by GPU"),
     verdict=verdict,
     command=command,
     challenges=CHALLENGES,
+    starts=lambda state: state.cause(state.tp) not in ("long", "heads", "weights"),
+    mends=("tensor_parallel_size", "context", "model"),
     guess=GUESS,
     own={"kv_heads_of_rank": "decides which KV heads each GPU keeps"},
 )

@@ -1,4 +1,4 @@
-"""Draw lesson 09's picture: how many requests fit on how many GPUs, what each GPU keeps, and
+"""Draw lesson 09's pictures: how many requests fit on how many GPUs; what each GPU keeps, beside
 published models.
 """
 
@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from itertools import groupby
 
 from minivllm_lab.drawing import text_width
-from minivllm_lab.palette import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, SKY, VERMILLION
+from minivllm_lab.palette import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, SKY
 from widgets.attention_heads.state import TPS, Kind, Place, State
-from widgets.shell.plot import LEAST_ROOM, MARGIN, WIDE, Axes, Key, Scale, draw_keys, short, three_boxes, tokens
+from widgets.shell.plot import MARGIN, Axes, Key, Scale, draw_head, short, three_boxes, tokens
 from widgets.shell.svg import HEADING, QUIET, SMALL, Box, Drawing
 from widgets.shell.theme import CARD, IDLE, MID, MISSED
 
@@ -30,29 +30,27 @@ KIB = 1024
 
 
 def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
-    """Draw the requests that fit by number of GPUs, bytes and rates beside them, and below them
-    each GPU's heads and published models.
-    """
+    """Draw the requests that fit by number of GPUs, with bytes and rates beside them."""
     drawing = Drawing(width, 0, "What fits on 1 to 64 GPUs", f"{state.model}, {state.mine.name}, against the GPUs")
-    y = drawing.heading((MARGIN, 23), "Requests that fit")
     note = (
         f"{state.model} with {state.query_heads} query heads on {state.hardware.name}, requests of "
-        f"{tokens(state.context)} tokens; memory as vLLM counts it, rates modelled, {state.error}"
+        f"{tokens(state.context)} tokens; memory as vLLM counts it"
     )
-    y = draw_keys(drawing, drawing.paragraph((MARGIN, y + 18), note, width - 2 * MARGIN) + 19, _keys(state))
-    main, upper, lower = three_boxes(width, y + 26, 146, large=0.54)
+    y = draw_head(drawing, "Requests that fit", note, state.error, _keys(state))
+    main, upper, lower = three_boxes(width, y + 26, 290, large=0.54)
     _draw_fits(Axes(drawing, main, GPUS, _scale(state)), state, pinned)
     _draw_bytes(drawing, upper, state)
     _draw_rates(drawing, lower, state)
-    y = max(main.bottom, lower.bottom) + 58
-    if width >= WIDE:
-        left = Box(MARGIN, y, round(width * 0.42) - MARGIN, 0)
-        right = Box(left.right + 24, y, width - left.right - 24 - MARGIN, 0)
-        drawing.height = max(_draw_ranks(drawing, left, state), _draw_models(drawing, right, state)) + 10
-    else:
-        whole = Box(MARGIN, y, width - 2 * MARGIN, 0)
-        y = _draw_ranks(drawing, whole, state) + 30
-        drawing.height = _draw_models(drawing, Box(MARGIN, y, width - 2 * MARGIN, 0), state) + 10
+    drawing.height = max(main.bottom, lower.bottom) + 46
+    return drawing.render()
+
+
+def detail(state: State, width: int = 640, pinned: State | None = None) -> str:
+    """Draw each GPU's KV heads, and published models."""
+    drawing = Drawing(width, 0, "GPU by GPU", rank_words(state))
+    whole = Box(MARGIN, 24, width - 2 * MARGIN, 0)
+    y = _draw_ranks(drawing, whole, state) + 34
+    drawing.height = _draw_models(drawing, Box(MARGIN, y, whole.width, 0), state) + 10
     return drawing.render()
 
 
@@ -92,7 +90,7 @@ def _draw_fits(axes: Axes, state: State, pinned: State | None) -> None:
     with axes.drawing.answer():
         _draw_broken(axes, state)
     if pinned:
-        axes.pinned(*_curve(pinned.mine, _fits))
+        axes.pinned(*_curve(pinned.mine, _fits), pinned.tp)
     axes.mark_y(state.wanted, "", GREEN)
     with axes.drawing.answer():
         for kind in state.others:
@@ -102,8 +100,7 @@ def _draw_fits(axes: Axes, state: State, pinned: State | None) -> None:
         axes.points(*_curve(state.mine, lambda place: place.fits * (place.fits >= axes.y.low)), BLUE, radius=3.5)
     axes.here(state.tp, "tensor_parallel_size", f"{state.tp} GPU{'s' * (state.tp > 1)}")
     with axes.drawing.answer():
-        for place in state.mine.places:
-            axes.drawing.rect(_cell(axes, place.tp), "transparent", tip=_fits_tip(state, place))
+        axes.tips(TPS, lambda tp: _fits_tip(state, state.mine.at(tp)))
 
 
 def _fits(place: Place) -> float:
@@ -116,12 +113,6 @@ def _curve(kind: Kind, value: Callable[[Place], float]) -> tuple[list[float], li
     return [tp for tp, _ in points], [height for _, height in points]
 
 
-def _cell(axes: Axes, tp: int) -> Box:
-    """Return the strip of the plot that is nearest to this number of GPUs."""
-    left, right = (axes.at(edge, axes.y.low)[0] for edge in (tp / HALF, tp * HALF))
-    return Box(left, axes.box.y, right - left, axes.box.height)
-
-
 def _fits_tip(state: State, place: Place) -> str:
     if place.refused:
         return f"{place.tp} GPUs: {cause_words(state, place.tp)}"
@@ -132,22 +123,13 @@ def _fits_tip(state: State, place: Place) -> str:
 
 def _draw_broken(axes: Axes, state: State) -> None:
     """Shade where too few requests fit, and where more GPUs only add copies."""
-    regions = []
     for words, group in groupby(TPS, key=lambda tp: _kind_of(state.cause(tp))):
         counts = list(group)
         if words:
             low = None if counts[0] == TPS[0] else counts[0] / HALF
             high = None if counts[-1] == TPS[-1] else counts[-1] * HALF
             nearest = state.tp if low is None and high is None else counts[0] if high is None else counts[-1]
-            regions.append((low, high, cause_words(state, nearest)))
-    for low, high, words in regions:
-        axes.shade(low, high, words)
-        if low and high:
-            axes.mark_x(low, VERMILLION, dash="")
-    for low, high, words in regions:
-        left, right = (axes.at(edge, axes.y.low)[0] for edge in (low or axes.x.low, high or axes.x.high))
-        inside = right - left >= LEAST_ROOM or low is None  # words of a narrow region may cross its other edge
-        axes.write(words, left + 6 if inside else right - 6, max(right - left, LEAST_ROOM) - 10, after=inside)
+            axes.broken(low, high, cause_words(state, nearest))
 
 
 def _kind_of(cause: str) -> str:
@@ -180,11 +162,12 @@ def _draw_bytes(drawing: Drawing, box: Box, state: State) -> None:
     axes.line(*whole, BLUE, width=1.8, dash="5 3")
     axes.line(*each, BLUE)
     axes.also_here(state.tp)
-    for place in state.mine.places:
-        if place.kv_bytes:
-            each = kib(place.kv_bytes)
-            tip = f"{place.tp} GPUs: a token takes {each} KiB on each, {kib(place.kv_bytes * place.tp)} KiB in all"
-            drawing.rect(_cell(axes, place.tp), "transparent", tip=tip)
+
+    def tip(tp: int) -> str:
+        size = state.mine.at(tp).kv_bytes
+        return f"{tp} GPUs: a token takes {kib(size)} KiB on each, {kib(size * tp)} KiB in all"
+
+    axes.tips([place.tp for place in state.mine.places if place.kv_bytes], tip)
 
 
 def _draw_rates(drawing: Drawing, box: Box, state: State) -> None:
@@ -199,10 +182,13 @@ def _draw_rates(drawing: Drawing, box: Box, state: State) -> None:
         axes.line(*curve, colour, width=1.5, dash=dash)
     axes.line(*curves[0], BLUE)
     axes.also_here(state.tp)
-    for place in state.mine.places:
+
+    def tip(tp: int) -> str:
+        place = state.mine.at(tp)
         batch = min(state.wanted, int(place.fits))
-        tip = f"{place.tp} GPUs: {place.tokens_per_second:,.0f} tokens a second, {batch} at once"
-        drawing.rect(_cell(axes, place.tp), "transparent", tip=tip)
+        return f"{tp} GPUs: {place.tokens_per_second:,.0f} tokens a second, {batch} at once"
+
+    axes.tips(TPS, tip)
 
 
 def _span(values: Sequence[float]) -> Scale:

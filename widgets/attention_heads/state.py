@@ -42,7 +42,10 @@ copies.
 """
 PATIENCE = 1.0
 """CPU seconds that the reader's rule may take."""
-MOST = {"kv_heads": 1024, "latent": 2**16, "tensor_parallel_size": 1024, "context": 2**24, "wanted": 2**16}
+RANGES = {
+    "kv_heads": (1, 1024), "latent": (0, 2**16), "tensor_parallel_size": (1, 1024), "context": (1, 2**24),
+    "wanted": (1, 2**16),
+}  # fmt: skip
 START = {
     "tensor_parallel_size": 16, "kv_heads": 8, "latent": 0, "context": 32768, "wanted": 32,
     "model": "Llama-3.1-70B", "gpu": "H100",
@@ -166,13 +169,7 @@ def sweep(
     """
     numbers = {"kv_heads": kv_heads, "latent": latent, "tensor_parallel_size": tensor_parallel_size,
                "context": context, "wanted": wanted}  # fmt: skip
-    require_numbers(MOST, **numbers)
-    sensible = min(kv_heads, context, wanted) >= 1 and latent >= 0
-    require(
-        sensible,
-        f"kv_heads, context and wanted must be 1 or more, latent 0 or more; got kv_heads {kv_heads}, context "
-        f"{context}, wanted {wanted}, latent {latent}",
-    )
+    require_numbers(RANGES, **numbers)
     require_choices(tensor_parallel_size=(tensor_parallel_size, TPS), kv_heads=(kv_heads, KV_HEADS))
     require_choices(model=(model, MODELS), gpu=(gpu, GPUS))
     whole = known_model(model)

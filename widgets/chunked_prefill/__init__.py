@@ -282,6 +282,8 @@ SPEC = Spec(
     verdict=verdict,
     command=command,
     challenges=CHALLENGES,
+    starts=lambda state: not state.refused,
+    mends=("budget", "policy", "prompt", "gpu", "model"),
     guess=GUESS,
     own={
         "chunk_limit": "caps one request's tokens in a step",

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
-from minivllm_lab.palette import BLUE, GREEN, ORANGE, SKY, VERMILLION
+from minivllm_lab.palette import BLUE, GREEN, ORANGE, SKY
 from minivllm_simulate.cost_model import StepShape
 from minivllm_simulate.load_sweep import Span, within
 from widgets.chunked_prefill.runs import ANSWER, CHAT
 from widgets.chunked_prefill.state import ALL_GAPS, BUDGETS, CLIENTS, State
 from widgets.chunked_prefill.strip import draw_steps
-from widgets.shell.plot import LEAST_ROOM, MARGIN, Axes, Key, Scale, draw_keys, seconds, short, three_boxes, tokens
-from widgets.shell.svg import QUIET, SMALL, Box, Drawing
+from widgets.shell.plot import Axes, Key, Scale, draw_head, figures, seconds, short, three_boxes, tokens
+from widgets.shell.svg import QUIET, Box, Drawing
 
 BUDGET = Scale(BUDGETS[0], BUDGETS[-1], log=True)
 TICKS = (64, 256, 1024, 4096, 16384)
@@ -25,14 +24,11 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
     """
     serving = state.serving
     drawing = Drawing(width, 0, "What a token budget costs", f"Waiting times against the budget, now {state.budget}")
-    y = drawing.heading((MARGIN, 23), "How long clients wait")
-    error = f", {state.error}" if state.error else ""
     note = (
         f"{serving.name} on one {serving.gpu.name}, {serving.load:g} requests a second: {serving.share:.0%} have "
-        f"{tokens(serving.longest)} tokens, the others {CHAT} in, all {ANSWER} out; {POLICIES[serving.policy]}; "
-        f"modelled{error}"
+        f"{tokens(serving.longest)} tokens, the others {CHAT} in, all {ANSWER} out; {POLICIES[serving.policy]}"
     )
-    y = draw_keys(drawing, drawing.paragraph((MARGIN, y + 18), note, width - 2 * MARGIN) + 19, _keys(state))
+    y = draw_head(drawing, "How long clients wait", note, state.error, _keys(state))
     main, upper, lower = three_boxes(width, y + 26, 150, large=0.56)
     _draw_waits(Axes(drawing, main, BUDGET, _scale(state)), state, pinned)
     _draw_rate(drawing, upper, state)
@@ -77,8 +73,8 @@ def _draw_waits(axes: Axes, state: State, pinned: State | None) -> None:
     )
     _draw_broken(axes, state)
     if pinned and pinned.points:
-        axes.pinned(pinned.run, [pinned.first(budget) for budget in pinned.run])
-        axes.pinned(pinned.run, [pinned.waited(budget) for budget in pinned.run])
+        axes.pinned(pinned.run, [pinned.first(budget) for budget in pinned.run], pinned.budget)
+        axes.pinned(pinned.run, [pinned.waited(budget) for budget in pinned.run], pinned.budget)
     budgets = state.run
     for limit in (state.gap, state.ttft):
         axes.mark_y(limit, "", GREEN)
@@ -100,44 +96,13 @@ def _draw_broken(axes: Axes, state: State) -> None:
     """Shade where the engine does not start, where long prompts wait too long, and where tokens
     come too late.
     """
-    late = [(span, late_words(state, span)) for span in (*state.stopped, *state.late)]
-    stalled = [(span, stall_words(state, span)) for span in state.stalled]
-    edges = [axes.at(edge, axes.y.low)[0] for span, _ in (*late, *stalled) for edge in span if edge is not None]
-    beside = [axes.box.x, *sorted(edges), axes.box.right]
     with axes.drawing.answer():
-        for span, words in stalled:
-            _shade(axes, span, words)
-            _draw_words(axes, span, words, beside)
-    for span, words in late:
-        _shade(axes, span, words)
-        _draw_words(axes, span, words, beside)
-
-
-def _shade(axes: Axes, span: Span, words: str) -> None:
-    axes.shade(*span, words)
-    if None not in span:  # a region in the middle has two edges
-        axes.mark_x(span[0] or 0, VERMILLION, dash="")
-
-
-def _ends(axes: Axes, span: Span) -> tuple[float, float]:
-    """Return the x of a region's left and right end in pixels."""
-    return axes.at(span[0] or axes.x.low, axes.y.low)[0], axes.at(span[1] or axes.x.high, axes.y.low)[0]
-
-
-def _draw_words(axes: Axes, span: Span, words: str, beside: Sequence[float]) -> None:
-    """Write a region's words inside or beside it, wherever there is the most room.
-
-    `beside` holds the x of all edges and of both ends of the axis, in pixels.
-    """
-    left, right = _ends(axes, span)
-    before = max((x for x in beside if x < left - 1), default=left)
-    after = min((x for x in beside if x > right + 1), default=right)
-    rooms = [(left, right, words), (right, after, f"← {words}"), (before, left, f"{words} →")]
-    if right - left >= LEAST_ROOM:
-        rooms = rooms[:1]
-    low, high, line = max(rooms, key=lambda room: room[1] - room[0])
-    at_end = line.endswith("→")
-    axes.write(line, high - 6 if at_end else low + 6, high - low - 10, after=not at_end)
+        for span in state.stalled:
+            axes.broken(*span, stall_words(state, span))
+    for span in (*state.stopped, *state.late):
+        axes.broken(*span, late_words(state, span))
+        if state.queue_at(span[1]):
+            axes.without_end(span[1] or 0, state.ttft)
 
 
 def late_words(state: State, span: Span) -> str:
@@ -175,9 +140,10 @@ def cause_words(state: State, cause: str, budget: int) -> str:
     """Describe what goes wrong with a budget."""
     serving = state.serving
     steps = math.ceil(serving.prompt / budget)
+    most = figures(state.capacity[budget])
     turn = "long prompts wait their turn" if serving.threshold == 0 else "long prompts wait, or get too few tokens"
     return {
-        "queue": f"the queue grows: {serving.load:g} requests/s arrive, but it handles {state.capacity[budget]:.3g}",
+        "queue": f"the queue grows: {serving.load:g} requests/s arrive, but it handles {most}",
         "chunks": f"too slow: a long prompt takes {steps:,} steps, {seconds(state.alone[budget])} alone",
         "turn": turn,
         "stall": f"tokens come over {seconds(state.gap)} apart",
@@ -187,15 +153,17 @@ def cause_words(state: State, cause: str, budget: int) -> str:
 
 def _draw_tips(axes: Axes, state: State) -> None:
     """Add a tooltip everywhere in the plot, with the results at the nearest budget."""
-    for budget, strip in axes.strips(state.run):
+
+    def tip(budget: int) -> str:
         point = state.points[budget]
-        tip = (
+        return (
             f"Budget {budget:,}: {CLIENTS:.0%} of the clients never wait more than "
             f"{seconds(point.longest_gap(CLIENTS))} for a token, and {ALL_GAPS:.0%} of all gaps are within "
             f"{seconds(point.gap(ALL_GAPS))}. {CLIENTS:.0%} of the long prompts have their first token within "
             f"{seconds(state.first(budget))}."
         )
-        axes.drawing.rect(strip, "transparent", tip=tip)
+
+    axes.tips(state.run, tip)
 
 
 # ---- the prefill rate, and the chats' first tokens
@@ -210,16 +178,16 @@ def _draw_rate(drawing: Drawing, box: Box, state: State) -> None:
     ticks = axes.y.powers()
     axes.frame("", "prompt tokens/s, run alone", x_ticks=(), y_ticks=ticks, y_format=short)
     axes.line(list(rates), list(rates.values()), ORANGE)
-    axes.mark_y(serving.demand, f"{short(serving.demand)} arrive", GREEN, below=axes.y.share(serving.demand) > 0.5)
+    axes.mark_y(serving.demand, f"{short(serving.demand)} arrive", GREEN)
     axes.mark_x(serving.knee, QUIET, dash="2 3")
-    with drawing.on_top():
-        place = (axes.at(serving.knee, axes.y.low)[0] + 5, box.bottom - 5)
-        drawing.text(place, f"knee {serving.knee:.0f}", size=SMALL, colour=QUIET, halo=True)
+    axes.label((axes.at(serving.knee, axes.y.low)[0], box.bottom - 8), f"knee {serving.knee:.0f}", QUIET, bold=False)
     axes.also_here(state.budget)
-    for budget, strip in axes.strips(list(rates)):
+
+    def tip(budget: int) -> str:
         step = seconds(serving.cost.seconds(StepShape.of([(budget, 0)])))
-        tip = f"Steps of {budget:,} tokens: {rates[budget]:,.0f} prompt tokens a second; the first takes {step}."
-        drawing.rect(strip, "transparent", tip=tip)
+        return f"Steps of {budget:,} tokens: {rates[budget]:,.0f} prompt tokens a second; the first takes {step}."
+
+    axes.tips(list(rates), tip)
 
 
 def _draw_chats(drawing: Drawing, box: Box, state: State) -> None:
@@ -231,6 +199,8 @@ def _draw_chats(drawing: Drawing, box: Box, state: State) -> None:
     axes.frame("budget", label, x_ticks=TICKS, x_format=tokens, y_ticks=axes.y.powers(), y_format=seconds)
     axes.line(list(firsts), list(firsts.values()), SKY)
     axes.also_here(state.budget)
-    for budget, strip in axes.strips(list(firsts)):
-        tip = f"Budget {budget:,}: {CLIENTS:.0%} of the chats have their first token within {seconds(firsts[budget])}"
-        drawing.rect(strip, "transparent", tip=tip)
+
+    def tip(budget: int) -> str:
+        return f"Budget {budget:,}: {CLIENTS:.0%} of the chats have their first token within {seconds(firsts[budget])}"
+
+    axes.tips(list(firsts), tip)

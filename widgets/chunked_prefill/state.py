@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from minivllm.config.checks import require
 from minivllm_lab.chunked_prefill.learner_policy import AdmittedTokens, ChunkLimit, RunningTokens
 from minivllm_simulate.load_sweep import Span, spans, within
 from widgets.chunked_prefill.runs import POLICIES, Point, Serving, experiment
@@ -31,7 +30,10 @@ CLIENTS, ALL_GAPS = 0.9, 0.99
 these are judged.
 """
 JUDGED = ("clients", "gaps")
-MOST = {"budget": 2**17, "threshold": 2**17, "load": 1e3, "long": 1.0, "prompt": 2**15, "gap": 1e3, "ttft": 1e3}
+RANGES = {
+    "budget": (BUDGETS[0], 2**17), "threshold": (0, 2**17), "load": (0.01, 1e3), "long": (0.05, 1.0),
+    "prompt": (1024, 2**15), "gap": (1e-4, 1e3), "ttft": (1e-4, 1e3),
+}  # fmt: skip
 START = {
     "budget": 2048, "threshold": 0, "policy": "mixed", "load": 10.0, "long": 0.1, "prompt": 8192, "gap": 0.025,
     "ttft": 0.5, "judged": "clients", "model": "Llama-3.1-8B", "gpu": "H100",
@@ -82,9 +84,15 @@ class State(SweptState[Point]):
         """Return the budgets at which long prompts wait too long for their first token, or the
         queue grows.
         """
-        budgets = self.run
-        ratios = [max(self.first(budget) / self.ttft, self.serving.load / self.capacity[budget]) for budget in budgets]
-        return self.within_start(spans(budgets, ratios))
+        budgets = sorted(self.capacity)
+        return self.within_start(spans(budgets, [self._strain(budget) for budget in budgets]))
+
+    def _strain(self, budget: int) -> float:
+        """Return how far a budget is over its limits; before it has been run, a long prompt takes at
+        least the time that it takes alone.
+        """
+        first = self.first(budget) if budget in self.points else self.alone[budget]
+        return max(first / self.ttft, self.serving.load / self.capacity[budget])
 
     @property
     def stalled(self) -> list[Span]:
@@ -140,14 +148,8 @@ def sweep(
         MinivllmError: A value makes no sense, or the reader's functions return an impossible number
             of tokens.
     """
-    require_numbers(MOST, budget=budget, threshold=threshold, load=load, long=long, prompt=prompt, gap=gap, ttft=ttft)
-    sensible = min(load, gap, ttft) > 0 and budget >= BUDGETS[0] and threshold >= 0 and prompt >= 1024 and long >= 0.05
-    require(
-        sensible,
-        f"load, gap and ttft must be above 0, long 0.05 or more, budget {BUDGETS[0]} or more, prompt 1,024 or more; "
-        f"got load {load}, gap {gap}, ttft {ttft}, long {long}, budget {budget}, prompt {prompt}, threshold "
-        f"{threshold}",
-    )
+    limits = {"gap": gap, "ttft": ttft}
+    require_numbers(RANGES, budget=budget, threshold=threshold, load=load, long=long, prompt=prompt, **limits)
     require_choices(policy=(policy, POLICIES), judged=(judged, JUDGED), model=(model, MODELS), gpu=(gpu, GPUS))
     own = (chunk_limit, running_tokens, admitted_tokens)
     setting = model, gpu, load, long, prompt, threshold, policy
@@ -158,7 +160,7 @@ def sweep(
     def make(allowed: Sequence[int], **known: Any) -> State:
         capacity = {size: runs.capacity(size) for size in allowed}
         alone = {size: runs.alone(size) for size in allowed}
-        limits = {"gap": gap, "ttft": ttft, "judged": judged}
-        return State(budget=budget, serving=runs.serving, capacity=capacity, alone=alone, **limits, **known)
+        levels = limits | {"judged": judged}
+        return State(budget=budget, serving=runs.serving, capacity=capacity, alone=alone, **levels, **known)
 
     return Sweep(make, runs, twin, budget, BUDGETS).states()

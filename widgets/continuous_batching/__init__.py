@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from widgets.continuous_batching.curves import SERVICE, START, Curve, State, seconds, share, sweep, title
+from widgets.continuous_batching.curves import SERVICE, START, Curve, State, share, sweep, title
 from widgets.continuous_batching.figure import figure
 from widgets.continuous_batching.runs import REQUESTS
 from widgets.shell.advice import at_least, progress
 from widgets.shell.knobs import choice, entry, slider, steps
 from widgets.shell.lesson_widget import LessonWidget
+from widgets.shell.plot import seconds
 from widgets.shell.spec import Challenge, Guess, Progress, Spec, Verdict
 
 
@@ -39,7 +40,7 @@ def verdict(state: State) -> Verdict:
         why = "More requests arrive than full seats can serve, so no policy helps. " * (state.load > 1)
         return Verdict(why + " ".join(_breaks(curve, state) for curve in broken), "broken")
     kept = f"{title(fine[0]).capitalize()} serves the same arrivals, {_in_time(fine[0], state)} of them in time."
-    return Verdict(f"{_breaks(broken[0], state)} {kept}", "tight" if fine[0].name != "static" else "broken")
+    return Verdict(f"{_breaks(broken[0], state)} {kept}", "broken")
 
 
 def _in_time(curve: Curve, state: State) -> str:
@@ -49,10 +50,10 @@ def _in_time(curve: Curve, state: State) -> str:
 def _breaks(curve: Curve, state: State) -> str:
     point = curve.points[state.load]
     name = title(curve).capitalize()
-    in_time = f"{_in_time(curve, state)} have their first token within {seconds(state.limit)}"
     if curve.queue_grows(state.load):
         queue = f"its queue grows, to {point.queue} of {REQUESTS} requests in this short run"
-        return f"{name} cannot keep up: {queue}. So far, {in_time}."
+        return f"{name} cannot keep up: {queue}."
+    in_time = f"{_in_time(curve, state)} have their first token within {seconds(state.limit)}"
     return f"{name} keeps up, but responds too late: {in_time}, and the goal is {share(SERVICE)}."
 
 

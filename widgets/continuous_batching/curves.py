@@ -15,7 +15,9 @@ from widgets.shell.spec import require_numbers
 LOADS = tuple(round(0.1 * tenths, 1) for tenths in range(1, 16))
 SERVICE = 0.95
 """The share of requests that must have their first token in time."""
-MOST = {"load": 100.0, "spread": 10.0, "seats": 256, "burstiness": 100.0, "limit": 1000.0}
+RANGES = {
+    "load": (0.01, 100.0), "spread": (0, 10.0), "seats": (1, 256), "burstiness": (0.01, 100.0), "limit": (1e-4, 1000.0),
+}  # fmt: skip
 START = {"load": 0.7, "seats": 8, "limit": 0.5, "spread": 1.0, "burstiness": 1.0, "file": ""}
 
 
@@ -132,13 +134,7 @@ def sweep(
     Raises:
         MinivllmError: A value makes no sense.
     """
-    require_numbers(MOST, load=load, seats=seats, limit=limit, spread=spread, burstiness=burstiness)
-    sensible = load > 0 and spread >= 0 and seats >= 1 and limit > 0 and burstiness > 0
-    require(
-        sensible,
-        f"load, seats, limit and burstiness must be above 0, spread 0 or more; now load {load}, seats {seats}, limit "
-        f"{limit}, burstiness {burstiness}, spread {spread}",
-    )
+    require_numbers(RANGES, load=load, seats=seats, limit=limit, spread=spread, burstiness=burstiness)
     require(isinstance(file, str), f"file must be a path or the name of a workload, not {file!r}")
     work = workload(file.strip()) if file.strip() else None
     by_policy = {  # the reader's schedule replaces continuous batching only
@@ -191,11 +187,6 @@ def share(value: float) -> str:
     missed goal.
     """
     return f"{value * 100:.5g} %"
-
-
-def seconds(value: float) -> str:
-    """Format a time in a suitable unit."""
-    return f"{value * 1e3:.3g} ms" if value < 0.9995 else f"{value:.3g} s"
 
 
 def title(curve: Curve) -> str:

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 
 from minivllm_lab.drawing import number, text_width
 from minivllm_lab.palette import BLUE, GREEN, INK, ORANGE, VERMILLION
-from widgets.continuous_batching.curves import LOADS, SERVICE, Curve, Knee, State, seconds, share
+from widgets.continuous_batching.curves import LOADS, SERVICE, Curve, Knee, State, share
 from widgets.continuous_batching.runs import REQUESTS, Point, Stay, Stretch
-from widgets.shell.plot import MARGIN, WIDE, Axes, Scale, counted, three_boxes
-from widgets.shell.svg import HEADING, QUIET, SMALL, Box, Drawing, Segment, legend
+from widgets.shell.plot import MARGIN, WIDE, Axes, Scale, counted, seconds, three_boxes
+from widgets.shell.strip import FRAMES, draw_times, draw_title, frame_ends
+from widgets.shell.svg import QUIET, SMALL, Box, Drawing, Segment, legend
 from widgets.shell.theme import CARD, IDLE, MISSED
 
 COLOURS = {"static": ORANGE, "continuous": BLUE, "yours": BLUE}
-FRAMES = 24
 LAST = FRAMES - 1
 NAMES = 86
 """Pixels left of the seats, for the policies' names."""
@@ -54,7 +53,7 @@ def _draw_level_key(drawing: Drawing, place: tuple[float, float], state: State) 
 
 def _draw_ttft(axes: Axes, state: State, pinned: State | None) -> None:
     axes.frame(
-        "load: arrivals as a share of what full seats could serve",
+        "load (1: all that full seats could serve)",
         "time to first token: 95 % solid, half dashed",
         x_ticks=TICKS,
         y_ticks=(0.01, 0.1, 1, 10, 100),
@@ -66,16 +65,17 @@ def _draw_ttft(axes: Axes, state: State, pinned: State | None) -> None:
     with axes.drawing.answer():
         _draw_knees(axes, knees, state)
     for curve in pinned.curves if pinned else ():
-        if curve.points:
-            axes.pinned(curve.loads, curve.ttfts(SERVICE))
+        if pinned and curve.points:
+            axes.pinned(curve.loads, curve.ttfts(SERVICE), pinned.load)
     axes.mark_y(state.limit, "", GREEN)
     _draw_curve(axes, other)
     with axes.drawing.answer():
         _draw_curve(axes, static)
     axes.here(state.load, "load", f"load {state.load:g}")
     with axes.drawing.answer():
-        if len(knees) == 2:
-            _draw_edge_words(axes, *knees[1], state)
+        for knee, _ in knees:
+            if knee.queue_grows:
+                axes.without_end(knee.load, state.limit)
         _draw_tips(axes, state, _ttft_tip)
 
 
@@ -104,15 +104,7 @@ def _draw_knees(axes: Axes, knees: Sequence[tuple[Knee, str]], state: State) -> 
         with axes.drawing.layer(broken=_edge_words(*knees[1], state)):
             axes.drawing.hatch(area, VERMILLION, gap=12)
             axes.drawing.line((x, top), (x, area.bottom), colour=VERMILLION, width=2)
-
-
-def _draw_edge_words(axes: Axes, knee: Knee, policy: str, state: State) -> None:
-    """Label the second edge, on the side with more room."""
-    x = axes.at(knee.load, state.limit)[0]
-    before, beyond = x - axes.box.x, axes.box.right - x
-    after = beyond >= before
-    words = _edge_words(knee, policy, state)
-    axes.write(words, x + 7 if after else x - 7, min(max(before, beyond) - 14, 200), after=after)
+        axes.explain(knees[1][0].load, None, _edge_words(*knees[1], state))
 
 
 def _edge_words(knee: Knee, policy: str, state: State) -> str:
@@ -167,12 +159,12 @@ def _ttft_tip(curve: Curve, load: float) -> str:
 def _draw_tips(axes: Axes, state: State, words: Callable[[Curve, float], str]) -> None:
     """Add a tooltip everywhere in the plot, with the results at the nearest load."""
     loads = sorted(set(state.curves[0].points) & set(state.curves[1].points))
-    edges = [LOAD.low, *((low + high) / 2 for low, high in pairwise(loads)), LOAD.high]
-    for load, low, high in zip(loads, edges, edges[1:], strict=False):
-        left, right = (axes.at(edge, axes.y.low)[0] for edge in (low, high))
+
+    def tip(load: float) -> str:
         figures = ". ".join(f"{curve.name.capitalize()}: {words(curve, load)}" for curve in state.curves)
-        strip = Box(left, axes.box.y, right - left, axes.box.height)
-        axes.drawing.rect(strip, "transparent", tip=f"Load {load:g}. {figures}.")
+        return f"Load {load:g}. {figures}."
+
+    axes.tips(loads, tip)
 
 
 # ---- the seats
@@ -184,24 +176,19 @@ def _draw_seats(drawing: Drawing, state: State, y: float) -> float:
     """
     wide = drawing.width - 2 * MARGIN
     title = f"The first {seconds(state.window)}, seat by seat"
-    drawing.text((MARGIN, y), title, size=HEADING, bold=True)
     keys = [Segment("empty", 0, IDLE), Segment("empty while a request waits", 0, MISSED, hatched=True)]
-    aside = drawing.width >= WIDE
-    place = (MARGIN + 1.06 * text_width(title, HEADING) + 14, y) if aside else (MARGIN, y + 20)
-    y = legend(drawing, place, keys, wide) - 9
-    high = 64.0 if aside else 84.0
+    y = draw_title(drawing, title, keys, y) + 10
+    high = 58.0 if drawing.width >= WIDE else 84.0
     first = Box(MARGIN + NAMES, y, wide - NAMES, high)
     second = Box(first.x, first.bottom + 17, first.width, high)
-    ends = [state.window * (frame + 1) / FRAMES for frame in range(FRAMES)]
+    across = Scale(0, state.window)
+    ends = frame_ends(across)
     for curve, box in zip(state.curves, (first, second), strict=True):
         _draw_stretch(drawing, box, curve, state, ends)
     _draw_arrivals(drawing, Box(first.x, first.bottom, first.width, 17), state, ends)
-    for time in Scale(0, state.window).ticks(6):
-        place = (second.x + time / state.window * second.width, second.bottom + 14)
-        label = seconds(time) if time else "0"
-        drawing.text(place, label, size=SMALL, colour=QUIET, anchor="middle" if time else "start")
+    below = draw_times(drawing, second, across) + 5
     drawing.play([_caption(state, end) for end in ends])
-    return second.bottom + 22
+    return below
 
 
 def _draw_stretch(drawing: Drawing, box: Box, curve: Curve, state: State, ends: Sequence[float]) -> None:

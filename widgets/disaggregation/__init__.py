@@ -36,7 +36,7 @@ from widgets.disaggregation.state import (
 from widgets.shell.advice import Rule, at_least, at_most, progress, use
 from widgets.shell.knobs import choice, labelled, steps, switch
 from widgets.shell.lesson_widget import LessonWidget
-from widgets.shell.plot import seconds, tokens
+from widgets.shell.plot import figures, seconds, tokens
 from widgets.shell.spec import Challenge, Guess, Progress, Spec, Verdict
 
 ALIKE = 1.05
@@ -70,8 +70,8 @@ def verdict(state: State) -> Verdict:
 
 def _compared(state: State, share: str) -> Verdict:
     mine, both = state.mine, state.both
-    pools = f"{mine.name} handle {mine.goodput:.3g} a second"
-    combined = f"{both.gpus} that do both, in chunks of {tokens(both.budget)}, handle {both.goodput:.3g}"
+    pools = f"{mine.name} handle {figures(mine.goodput)} a second"
+    combined = f"{both.gpus} that do both, in chunks of {tokens(both.budget)}, handle {figures(both.goodput)}"
     if state.gain >= ALIKE:
         times = f" That is {state.gain:.2f} times as much." if state.gain < math.inf else ""
         return Verdict(f"Two pools pay: {pools}, and {combined}.{times} Here {share}.", "fine")
@@ -259,6 +259,8 @@ SPEC = Spec(
     verdict=verdict,
     command=command,
     challenges=CHALLENGES,
+    starts=lambda state: not state.mine.refused,
+    mends=("gpu", "model"),
     guess=GUESS,
     own={"connector": "decides which requests wait and whose blocks are kept"},
 )

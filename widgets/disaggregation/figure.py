@@ -10,7 +10,7 @@ from minivllm_lab.disaggregation.goodput import SHARE
 from minivllm_lab.drawing import text_width
 from minivllm_lab.palette import BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILLION
 from widgets.disaggregation.state import LADDER, RATES, TUNED, Side, State
-from widgets.shell.plot import MARGIN, WIDE, Axes, Key, Scale, draw_keys, seconds, tokens
+from widgets.shell.plot import MARGIN, WIDE, Axes, Key, Scale, draw_head, figures, seconds, tokens
 from widgets.shell.svg import HEADING, QUIET, SMALL, Box, Drawing, Segment, legend, stacked_bar
 from widgets.shell.theme import MID
 
@@ -34,15 +34,12 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
     many = state.mine.gpus
     description = f"Requests in time against the rate, {state.mine.name} GPUs"
     drawing = Drawing(width, 0, f"{state.model} on {many} {state.gpu}", description)
-    error = f", {state.error}" if state.error else ""
     note = (
         f"{state.model} on {many} {state.gpu}, {tokens(state.work.prompt)} tokens in and {state.work.output} out; "
         f"in time: first token within {seconds(state.objective.ttft)}, then one every {seconds(state.objective.tpot)}; "
-        f"GPUs that do both take {chunk_words(state)}; "
-        f"modelled{error}"
+        f"GPUs that do both take {chunk_words(state)}"
     )
-    y = drawing.paragraph((MARGIN, drawing.heading((MARGIN, 23), "Requests in time") + 18), note, width - 2 * MARGIN)
-    y = draw_keys(drawing, y + 20, _keys(state)) - 20
+    y = draw_head(drawing, "Requests in time", note, state.error, _keys(state)) - 20
     wide = width >= WIDE
     left = Box(52, y + 50, round(width * (0.56 if wide else 1)) - 52 - (0 if wide else MARGIN), 170)
     _draw_shares(Axes(drawing, left, RATE, SHARES), state, pinned)
@@ -88,7 +85,7 @@ def _draw_shares(axes: Axes, state: State, pinned: State | None) -> None:
     elif mine.is_found and mine.edge[1] < math.inf:
         axes.broken(max(mine.goodput, RATES[0]), None, edge_words(mine, state))
     if pinned and pinned.mine.points:
-        axes.pinned(pinned.mine.rates, [pinned.mine.share(rate) for rate in pinned.mine.rates])
+        axes.pinned(pinned.mine.rates, [pinned.mine.share(rate) for rate in pinned.mine.rates], pinned.rate)
     axes.mark_y(SHARE, "", GREEN)
     with axes.drawing.answer():  # both lines together answer the guess
         _draw_line(axes, state.both, ORANGE, "7 4", 2.0)
@@ -105,8 +102,7 @@ def _draw_line(axes: Axes, side: Side, colour: str, dash: str, wide: float) -> N
 def _draw_tips(axes: Axes, state: State) -> None:
     """Add a tooltip everywhere in the plot, with the results at the nearest rate."""
     rates = sorted({*state.mine.points, *state.both.points})
-    for rate, strip in axes.strips(rates):
-        axes.drawing.rect(strip, "transparent", tip=f"{rate:g} requests a second. {_share_words(state, rate)}")
+    axes.tips(rates, lambda rate: f"{rate:g} requests a second. {_share_words(state, rate)}")
 
 
 def _share_words(state: State, rate: float) -> str:
@@ -121,7 +117,7 @@ def _share_words(state: State, rate: float) -> str:
 
 def edge_words(side: Side, state: State) -> str:
     """Describe where a split breaks, and why."""
-    where = f"at {side.goodput:.3g}" if side.goodput > RATES[0] else f"below {RATES[0]:g}"
+    where = f"at {figures(side.goodput)}" if side.goodput > RATES[0] else f"below {RATES[0]:g}"
     return f"breaks {where}: {cause_words(side.cause, state)}"
 
 
@@ -144,17 +140,13 @@ def cause_words(cause: str, state: State) -> str:
 
 def _draw_splits(drawing: Drawing, state: State, box: Box) -> float:
     """Draw a bar for each split, and one for the GPUs that do both; return the y below."""
-    title = "Goodput per GPU"
-    drawing.text((box.x, box.y), title, size=HEADING, bold=True)
-    after = box.x + text_width(title, HEADING) * 1.08 + 16
-    if after + text_width("requests a second", SMALL) <= box.right:
-        drawing.text((after, box.y), "requests a second", size=SMALL, colour=QUIET)
+    y = drawing.heading((box.x, box.y), "Goodput per GPU", "requests a second")
     sides = [*state.splits, state.both]
     most = max([side.per_gpu for side in sides if side.is_found] + [1e-9])
     for row, side in enumerate(sides):
-        top = box.y + 8 + ROW * row + 5 * (side.prefill == 0)
+        top = y + 8 + ROW * row + 5 * (side.prefill == 0)
         _draw_bar(drawing, state, side, Box(box.x, top, box.width, ROW), most)
-    bottom = box.y + 13 + ROW * len(sides)
+    bottom = y + 13 + ROW * len(sides)
     return drawing.paragraph((box.x, bottom + 15), transfer_words(state), box.width)
 
 
@@ -165,7 +157,7 @@ def _draw_bar(drawing: Drawing, state: State, side: Side, box: Box, most: float)
     with drawing.answer():
         wide = side.per_gpu / most * room if side.is_found else 0.0
         colour = BLUE if mine else ORANGE if not side.prefill else MID
-        tip = f"{side.name}: {side.goodput:.3g} requests a second in all, until {cause_words(side.cause, state)}"
+        tip = f"{side.name}: {figures(side.goodput)} requests a second in all, until {cause_words(side.cause, state)}"
         drawing.rect(Box(box.x + NAMES, box.y + 3, wide, ROW - 6), colour, tip=tip)
         drawing.text((box.x + NAMES + wide + 6, box.y + 13), goodput_words(side), size=SMALL)
 
@@ -210,12 +202,8 @@ def _draw_times(drawing: Drawing, state: State, y: float) -> float:
     stacked_bar(drawing, box, segments, total)
     at = box.x + state.objective.ttft / total * box.width
     drawing.line((at, box.y - 3), (at, box.bottom + 3), colour=GREEN, width=2)
-    label = f"limit {seconds(state.objective.ttft)}"
-    left = at + text_width(label, SMALL) + 10 > box.right
-    with drawing.on_top():
-        place = (at - 6 if left else at + 6, box.y + 15)
-        drawing.text(place, label, size=SMALL, colour=GREEN, anchor="end" if left else "start", halo=True)
     keys = [Segment(name, 0, colour) for _, name, colour in TIMES]
+    keys.append(Segment(f"limit: {seconds(state.objective.ttft)}", 0, GREEN))
     note = f"on average {seconds(mean)}"
     if MARGIN + text_width(title, HEADING) * 1.1 + text_width(note, SMALL) < box.right:
         drawing.text((box.right, y), note, size=SMALL, colour=QUIET, anchor="end")

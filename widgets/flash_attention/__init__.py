@@ -11,7 +11,7 @@ from typing import Any
 
 from minivllm_lab.flash_attention.attention_traffic import CHIPS, KIB, REGISTER_FILE
 from widgets.flash_attention.challenges import CHALLENGES
-from widgets.flash_attention.figure import figure
+from widgets.flash_attention.figure import detail, figure
 from widgets.flash_attention.row import Step
 from widgets.flash_attention.state import KEYS, LENGTHS, QUERIES, State, sweep
 from widgets.shell.knobs import choice, steps
@@ -115,9 +115,13 @@ SPEC = Spec(
     },
     sweep=sweep,
     figure=figure,
+    detail=detail,
+    tabs=("Bytes by tile", "Tile by tile"),
     verdict=verdict,
     command=command,
     challenges=CHALLENGES,
+    starts=lambda state: state.launches,
+    mends=("block_q", "stages", "block_k"),
     guess=GUESS,
     own={"softmax_step": "adds one tile of scores and values to m, l and O"},
 )

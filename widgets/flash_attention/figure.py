@@ -1,23 +1,24 @@
-"""Draw lesson 03's picture: bytes by queries per tile, what the chip holds, and the animated walk."""
+"""Draw lesson 03's pictures: bytes by queries per tile with what the chip holds, and the animated
+walk.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from minivllm_lab.drawing import QUIET, text_width
+from minivllm_lab.drawing import QUIET
 from minivllm_lab.flash_attention.attention_traffic import KIB, REGISTER_FILE
 from minivllm_lab.palette import BLUE, GREEN, INK, ORANGE, PALE, PURPLE, SKY, VERMILLION
 from widgets.flash_attention.walk import captions, draw_row, draw_tiles, size
-from widgets.shell.plot import Axes, Scale, tokens
+from widgets.shell.plot import WIDE, Axes, Scale, tokens
 from widgets.shell.svg import HEADING, SMALL, Box, Drawing, Segment, stacked_bar
-from widgets.shell.theme import BROKEN, CARD, MID, NOT_OURS
+from widgets.shell.theme import CARD, MID, NOT_OURS
 
 if TYPE_CHECKING:
     from widgets.flash_attention.state import State
 
-EDGE = 14
+EDGE, GAP = 14, 22
 PART_COLOURS = {"Q": BLUE, "K, V": SKY, "scores": ORANGE, "O": GREEN, "m, l": PURPLE, "others": PALE}
 PAPER = (("T × T stored", 40.3e9), ("tiles", 4.4e9))
 """Dao et al. 2022, figure 2: bytes of 64 sequences × 16 heads of 64 over 1,024 tokens, forward
@@ -41,50 +42,36 @@ hopper/tile_size.h.
 SAME_CHIP = {"H200": "H100", "L4": "RTX 4090"}
 
 
-@dataclass(frozen=True)
-class Places:
-    """The boxes of the picture's parts."""
-
-    sweep: Box
-    lengths: Box
-    shared: Box
-    registers: Box
-    tiles: Box
-    row: Box
-
-    @property
-    def height(self) -> float:
-        """Return the height of the whole picture."""
-        return max(self.tiles.bottom, self.row.bottom)
-
-
-def places(width: float) -> Places:
-    """Place the parts in two columns where there is room, and in one column otherwise."""
-    full = width - 2 * EDGE
-    if width < 600:
-        sweep, lengths = Box(EDGE, 0, full, 236), Box(EDGE, 236, full, 196)
-        shared, registers = Box(EDGE, 436, full, 34), Box(EDGE, 476, full, 34)
-        return Places(sweep, lengths, shared, registers, Box(EDGE, 522, full, 216), Box(EDGE, 746, full, 214))
-    left, gap = round(full * 0.63), 22
-    sweep, lengths = Box(EDGE, 0, left, 216), Box(EDGE + left + gap, 0, full - left - gap, 216)
-    half = (full - gap) / 2
-    shared, registers = Box(EDGE, 218, half, 34), Box(EDGE + half + gap, 218, half, 34)
-    tiles, right = Box(EDGE, 260, 196, 208), EDGE + 196 + gap
-    return Places(sweep, lengths, shared, registers, tiles, Box(right, 260, width - EDGE - right, 208))
-
-
 def figure(state: State, width: float = 640, pinned: State | None = None) -> str:
-    """Draw bytes by queries per tile and by T, what the chip holds, and the walk."""
-    at = places(width)
+    """Draw bytes by queries per tile and by T, and what the chip holds."""
     moved, naive = size(state.tiled.moved), size(state.naive.moved)
     words = f"Tiles of {state.block_q} queries × {state.block_k} keys move {moved} per head; T × T stored moves {naive}"
-    drawing = Drawing(width, at.height, "Attention in tiles", words)
-    _draw_sweep(drawing, at.sweep, state, pinned)
-    _draw_lengths(drawing, at.lengths, state)
-    _draw_chip(drawing, at, state)
+    full = width - 2 * EDGE
+    sweep = Box(EDGE, 0, round(full * 0.63) if width >= WIDE else full, 300)
+    lengths = Box(EDGE, sweep.bottom, full, 230)
+    if width >= WIDE:
+        lengths = Box(sweep.right + GAP, 0, full - sweep.width - GAP, 300)
+    shared = Box(EDGE, lengths.bottom + 8, full, 34)
+    registers = Box(EDGE, shared.bottom + 12, full, 34)
+    drawing = Drawing(width, registers.bottom + 14, "Attention in tiles", words)
+    _draw_sweep(drawing, sweep, state, pinned)
+    _draw_lengths(drawing, lengths, state)
+    _draw_bar(drawing, shared, "Shared memory", state.shared, state.chip.shared_memory, "not launched")
+    _draw_bar(drawing, registers, "Registers", state.registers, REGISTER_FILE, "spilled")
+    return drawing.render()
+
+
+def detail(state: State, width: float = 640, pinned: State | None = None) -> str:
+    """Draw which program loads which tile, and one row of scores, tile by tile."""
+    full = width - 2 * EDGE
+    tiles = Box(EDGE, 0, round(full * 0.38) if width >= WIDE else full, 290)
+    row = Box(EDGE, tiles.bottom + 8, full, 260)
+    if width >= WIDE:
+        row = Box(tiles.right + GAP, 0, full - tiles.width - GAP, 290)
+    drawing = Drawing(width, row.bottom + 6, "Tile by tile", captions(state)[-1])
     drawing.play(captions(state))
-    draw_tiles(drawing, at.tiles, state)
-    draw_row(drawing, at.row, state)
+    draw_tiles(drawing, tiles, state)
+    draw_row(drawing, row, state)
     return drawing.render()
 
 
@@ -109,12 +96,10 @@ def _draw_sweep(drawing: Drawing, at: Box, state: State, pinned: State | None) -
         _draw_limits(axes, state)
     if state.few < state.launched:  # otherwise the whole axis is broken already
         axes.broken(None, state.few, "more than T × T")
-    axes.mark_y(state.naive.moved, f"T × T stored: {size(state.naive.moved)}", VERMILLION, below=True)
-    axes.mark_y(state.least, "", QUIET, dash="2 3")
-    place = (box.x + box.width / 5, axes.at(1, state.least)[1] - 5)
-    drawing.text(place, f"each byte once: {size(state.least)}", size=SMALL, colour=QUIET, halo=True)
+    axes.mark_y(state.naive.moved, f"T × T stored: {size(state.naive.moved)}", VERMILLION)
+    axes.mark_y(state.least, f"each byte once: {size(state.least)}", QUIET, dash="2 3")
     if pinned:
-        axes.pinned(pinned.queries, [traffic.moved for traffic in pinned.by_queries])
+        axes.pinned(pinned.queries, [traffic.moved for traffic in pinned.by_queries], pinned.block_q)
     _draw_curve(axes, state, moved)
     axes.here(state.block_q, "block_q", f"{state.block_q} queries: {size(state.tiled.moved)}")
 
@@ -134,9 +119,7 @@ def _draw_limits(axes: Axes, state: State) -> None:
         zone = Box(first, axes.box.y, end - first, axes.box.height)
         axes.drawing.rect(zone, ORANGE, opacity=0.16, tip=tip)
         axes.drawing.line((first, zone.y), (first, zone.bottom), colour=ORANGE, width=1.5, dash="4 3")
-        inside = zone.width > text_width("spills", SMALL) + 8
-        place = (first + 5, zone.y + 14) if inside else (first - 5, zone.y + 44)
-        axes.drawing.text(place, "spills", size=SMALL, colour=ORANGE, anchor="start" if inside else "end", halo=True)
+        axes.explain(left, right, "spills", ORANGE)
 
 
 def _draw_curve(axes: Axes, state: State, moved: Sequence[int]) -> None:
@@ -161,10 +144,7 @@ def _draw_own_tile(axes: Axes, state: State) -> None:
         "chip (hopper/tile_size.h)."
     )
     axes.points([block_q], [moved], GREEN, tips=[tip])
-    x, y = axes.at(block_q, moved)
-    below = y + 15 < axes.at(1, state.least)[1] - 20  # otherwise it covers the words there
-    place, anchor = ((x - 7, y + 15), "end") if below else ((x + 7, y - 6), "start")
-    axes.drawing.text(place, "FlashAttention's", size=SMALL, colour=GREEN, anchor=anchor, halo=True)
+    axes.label(axes.at(block_q, moved), "FlashAttention's", GREEN, bold=False)
 
 
 def _tip(state: State, index: int) -> str:
@@ -194,14 +174,12 @@ def _draw_lengths(drawing: Drawing, at: Box, state: State) -> None:
     edge = axes.at(state.longest, y.low)[0]
     if edge < box.right:
         wall = Box(edge, box.y, box.right - edge, box.height)
-        drawing.rect(wall, BROKEN)
-        drawing.line((edge, box.y), (edge, box.bottom), colour=VERMILLION, width=1.5, dash="4 3")
+        axes.broken(state.longest, None, "T × T does not fit")
         tip = (
             f"From {state.longest:,} tokens, scores and weights of 32 heads take more than the "
             f"{size(gpu.memory_bytes)} of an {gpu.name}, so T × T cannot be stored. Tiles keep 4 bytes per token."
         )
         drawing.rect(wall, "transparent", tip=tip)
-        drawing.paragraph((edge + 4, box.bottom - 40), "T × T does not fit", box.right - edge - 4, colour=VERMILLION)
     naive = [_over_length(state, index, "T × T stored", moved) for index, moved in enumerate(state.naive_by_length)]
     tiled = [_over_length(state, index, "tiles", moved) for index, moved in enumerate(state.tiled_by_length)]
     axes.line(state.lengths, state.naive_by_length, VERMILLION, width=2, dash="6 3", tips=naive)
@@ -224,11 +202,6 @@ def _over_length(state: State, index: int, name: str, moved: int) -> str:
 
 
 # ---- what the chip holds
-
-
-def _draw_chip(drawing: Drawing, at: Places, state: State) -> None:
-    _draw_bar(drawing, at.shared, "Shared memory", state.shared, state.chip.shared_memory, "not launched")
-    _draw_bar(drawing, at.registers, "Registers", state.registers, REGISTER_FILE, "spilled")
 
 
 def _draw_bar(drawing: Drawing, at: Box, name: str, parts: dict[str, int], limit: int, beyond: str) -> None:

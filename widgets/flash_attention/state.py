@@ -46,15 +46,10 @@ HEADS = 32
 """Query heads whose scores are stored together: those of Llama-3.1-8B."""
 MOST_BANDS = 6
 """The most bands in the map of tiles; programs beyond that share a band."""
-MOST = {
-    "length": 2**17,
-    "head_dim": 1024,
-    "block_q": 1024,
-    "block_k": 1024,
-    "stages": 16,
-    "keys_a_tile": 1024,
-    "times": 1e6,
-}
+RANGES = {
+    "length": (1, 2**17), "head_dim": (1, 1024), "block_q": (SMALLEST_TILE, 1024), "block_k": (1, 1024),
+    "stages": (1, 16), "keys_a_tile": (1, 1024), "times": (0.001, 1e6),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -173,11 +168,9 @@ def sweep(
     Raises:
         MinivllmError: A value makes no sense, or the reader's code returns no state.
     """
-    require_numbers(MOST, length=length, head_dim=head_dim, block_q=block_q, block_k=block_k, stages=stages)
-    require_numbers(MOST, keys_a_tile=keys_a_tile, times=times)
+    require_numbers(RANGES, length=length, head_dim=head_dim, block_q=block_q, block_k=block_k, stages=stages)
+    require_numbers(RANGES, keys_a_tile=keys_a_tile, times=times)
     require(gpu in CHIPS, f"gpu must be one of {', '.join(CHIPS)}, not {gpu!r}")
-    require(times > 0, f"times must be above 0, not {times}")
-    require(block_q >= SMALLEST_TILE, f"block_q must be at least {SMALLEST_TILE}, not {block_q}")
     chip = CHIPS[gpu]
     hardware = get_hardware(gpu)
     naive = naive_traffic(length, head_dim)

@@ -176,7 +176,7 @@ def draw_row(drawing: Drawing, at: Box, state: State) -> None:
     passed = [dtype for dtype, limit in LIMITS.items() if limit < axes.y.high]
     for dtype in passed:
         words = f"exp overflows {dtype} above" if dtype == passed[-1] else ""
-        axes.mark_y(LIMITS[dtype], words, QUIET, dash="2 3", along=0.55)
+        axes.mark_y(LIMITS[dtype], words, QUIET, dash="2 3")
     _draw_maximum(axes, state)
     _draw_numbers(drawing, at, box, state)
 

@@ -27,6 +27,8 @@ from widgets.shell.spec import Challenge, Guess, Progress, Spec, Verdict
 
 FULL_LENGTH = 131_072
 """The longest context that Llama-3.1-8B supports."""
+MOSTLY_EMPTY = 0.25
+"""The share of the cache that ever holds a token, below which reserving has failed."""
 LONG, MANY, LEAST_PARAMETERS, LARGEST_CARD = 8192, 100, 7e9, 80 * GIB
 
 
@@ -64,6 +66,8 @@ def verdict(state: State) -> Verdict:
     refused = f" {percent(state.too_long)} of the requests are longer and are refused." if state.too_long else ""
     words = f"Full with {counted(state.slots, 'request')}, but only {percent(state.held)} of the KV "
     words += f"cache ever holds a token (mean request: {state.mean_length:,.0f} tokens).{refused}"
+    if state.held < MOSTLY_EMPTY:
+        return Verdict(words, "broken")
     return Verdict(words, "tight" if state.held < 0.5 or state.too_long >= 0.005 else "fine")
 
 
@@ -236,6 +240,8 @@ SPEC = Spec(
     verdict=verdict,
     command=command,
     challenges=CHALLENGES,
+    starts=lambda state: state.starts,
+    mends=("max_model_len", "gpu", "tp", "model"),
     guess=GUESS,
     own={"kv_bytes_per_token": "counts the bytes of a token in the cache"},
 )

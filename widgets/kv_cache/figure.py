@@ -65,7 +65,7 @@ def _draw_memory(drawing: Drawing, state: State) -> Box:
     """Draw the bar of the GPU's memory, and return its box."""
     card, needed, width = state.hardware.memory_bytes, state.needed, drawing.width - 2 * MARGIN
     which = f"one {state.hardware.name}" if state.tp == 1 else f"each of {state.tp} GPUs ({state.hardware.name})"
-    drawing.heading((MARGIN, 20), f"Memory of {which}: {card / GIB:.1f} GiB")
+    y = drawing.heading((MARGIN, 20), f"Memory of {which}", f"{card / GIB:.1f} GiB")
     segments = [
         Segment(f"{name} {size / GIB:,.1f}", size, colour, tip=f"{whole_name}: {size / GIB:,.2f} GiB")
         for (whole_name, size), (name, colour) in zip(state.needs, BEFORE_CACHE, strict=True)
@@ -80,7 +80,7 @@ def _draw_memory(drawing: Drawing, state: State) -> Box:
         segments.append(Segment(f"left out {rest / GIB:.0f}", rest, NOT_OURS, tip=tip, hatched=True))
     total = max(card, needed)
     small = [part for part in segments if text_width(part.label, SMALL) + 12 > part.value / total * width]
-    bottom = legend(drawing, (MARGIN, 42), small, width)
+    bottom = legend(drawing, (MARGIN, y + 22), small, width)
     bar = Box(MARGIN, bottom - 10, width, 24)
     stacked_bar(drawing, bar, segments, total)
     if needed > card:
@@ -134,13 +134,19 @@ def _draw_shortage(drawing: Drawing, state: State, box: Box) -> None:
     y = drawing.heading((box.x, box.y + 19), "The KV cache is too small", note)
     words = f"One request of {state.max_model_len:,} tokens"
     drawing.text((box.x, y + 28), words, colour=VERMILLION)
-    request = Box(box.x, y + 36, box.width, 36)
-    room = replace(request, width=request.width * min(1.0, state.tokens / state.max_model_len))
-    drawing.rect(request, CARD, stroke=VERMILLION, dash="5 3", tip=words)
-    drawing.hatch(request, MISSED)
-    drawing.rect(room, SKY, tip=f"{state.tokens:,} of its tokens fit")
+    room = _draw_too_long(drawing, replace(box, y=y + 36), state.tokens, state.max_model_len)
     if room.width > 130:
-        drawing.text((request.x + 10, request.y + 23), "this part fits")
+        drawing.text((room.x + 10, room.y + 22), "this part fits")
+
+
+def _draw_too_long(drawing: Drawing, box: Box, most: int, length: int) -> Box:
+    """Draw one request, hatched where it exceeds `most` tokens, and return the box of the rest."""
+    request = replace(box, height=34)
+    drawing.rect(request, CARD, stroke=VERMILLION, dash="5 3", tip=f"One request of {length:,} tokens")
+    drawing.hatch(request, MISSED)
+    room = replace(request, width=max(2.0, request.width * min(1.0, most / length)))
+    drawing.rect(room, SKY, tip=f"{most:,} of its tokens are possible")
+    return room
 
 
 def _draw_nothing_left(drawing: Drawing, state: State, box: Box) -> None:
@@ -157,16 +163,12 @@ def _draw_refused(drawing: Drawing, state: State, box: Box) -> None:
     y = drawing.heading((box.x, box.y + 19), "Refused before any memory is taken")
     words = f"max_model_len is {state.max_model_len:,} tokens, but {state.model} supports {state.model_limit:,}"
     y = drawing.paragraph((box.x, y + 24), words, box.width, colour=VERMILLION, size=13)
-    asked = Box(box.x, y + 12, box.width, 30)
-    drawing.rect(asked, CARD, stroke=VERMILLION, dash="5 3", tip="max_model_len")
-    drawing.hatch(asked, MISSED)
-    known = replace(asked, width=max(2.0, asked.width * state.model_limit / state.max_model_len))
-    drawing.rect(known, SKY, tip=f"{state.model} supports {state.model_limit:,} tokens")
+    _draw_too_long(drawing, replace(box, y=y + 12), state.model_limit, state.max_model_len)
 
 
 def _draw_plot_heading(drawing: Drawing, state: State, y: float) -> float:
     """Draw the plot's title and keys, and return the y where the plot begins."""
-    drawing.heading((MARGIN, y), "Requests at once", "by the tokens each reserves")
+    y = drawing.heading((MARGIN, y), "Requests at once", "by the tokens each reserves")
     bold = Segment(f"{state.hardware.name}, reserved", 0, BLUE)
     keys = [bold, Segment("if each held only its own tokens", 0, GREEN), Segment("other GPUs", 0, MID)]
     if not state.right_bytes:
@@ -192,7 +194,7 @@ def _draw_plot(drawing: Drawing, state: State, pinned: State | None, box: Box) -
     drawing.text((box.x + 4, axes.at(1, 1)[1] + 14), "one request", size=SMALL, colour=VERMILLION, halo=True)
     axes.here(state.max_model_len, "max_model_len")  # before the curves, or it covers their tips
     if pinned:
-        axes.pinned(pinned.contexts, pinned.concurrency)
+        axes.pinned(pinned.contexts, pinned.concurrency, pinned.max_model_len)
     _draw_curves(axes, state)
     with drawing.answer():
         _name_the_ends(axes, state)
@@ -204,16 +206,11 @@ def _draw_broken(axes: Axes, state: State) -> None:
     limit is exceeded.
     """
     limit, last = state.model_limit or 2 * state.contexts[-1], state.contexts[-1]
-    edges: list[tuple[float, str, str]] = []
     if state.longest < min(limit, last):
         cause = "one request no longer fits" if state.ledger else "no KV cache is left"
-        edges.append((state.longest, f"{cause}: vLLM refuses to start", cause))
+        axes.broken(state.longest, None, f"{cause}: vLLM refuses to start")
     if limit < last:
-        edges.append((limit, "longer than the model supports: refused", "over the model's limit"))
-    for edge, words, _ in edges:
-        axes.shade(edge, None, words)
-    for edge, words, few in edges:
-        axes.edge(edge, None, words if axes.drawing.width >= WIDE else few)
+        axes.broken(limit, None, "longer than the model supports: refused")
 
 
 def _draw_curves(axes: Axes, state: State) -> None:
@@ -306,15 +303,9 @@ def _draw_here(axes: Axes, state: State) -> None:
     colour = BLUE if state.starts else VERMILLION
     x, y = axes.at(min(state.max_model_len, axes.x.high), max(count, axes.y.low))
     drawing.circle((x, y), 6, colour, tip=_tips(state.pool, [state.max_model_len])[0])
-    words = f"{state.slots:,}" if state.starts else "refused"
-    left = x + 60 > axes.box.right
-    below = (left or state.starts) and y + 18 < axes.box.bottom  # or it would lie on the axis
-    place = (x - 10 if left else x + 10, y + 14 if below else y - 6)
-    drawing.text(place, words, colour=colour, bold=True, halo=True, anchor="end" if left else "start")
+    axes.label((x, y), f"{state.slots:,}" if state.starts else "refused", colour)
     if state.at_own_length:
         with drawing.answer():
             own = axes.at(min(state.max_model_len, axes.x.high), min(state.at_own_length, axes.y.high))
             drawing.circle(own, 4.5, GREEN, tip=_own_tip(state, state.max_model_len, state.mean_length))
-            place = (own[0] - 10 if left else own[0] + 10, own[1] - 5)
-            words = f"{state.at_own_length:,.0f}"
-            drawing.text(place, words, colour=GREEN, bold=True, halo=True, anchor="end" if left else "start")
+            axes.label(own, f"{state.at_own_length:,.0f}", GREEN)

@@ -28,7 +28,7 @@ CONTEXTS = tuple(sorted([*(2**power for power in range(8, 21)), *(3 * 2**power f
 """256 to 1M tokens, two to a doubling."""
 SAMPLED_REQUESTS, MOST_ROWS = 4000, 20_000
 MOST_SLOTS_DRAWN = 100
-MOST = {"tp": 1024, "utilization": 100.0, "max_model_len": 2**28}
+RANGES = {"tp": (1, 1024), "utilization": (0.01, 1.0), "max_model_len": (1, 2**28)}
 PATIENCE = 1.0
 """CPU seconds that the reader's function may take."""
 START = {
@@ -198,9 +198,7 @@ def sweep(
     Raises:
         MinivllmError: A value makes no sense, or the model's memory cannot be counted.
     """
-    require_numbers(MOST, tp=tp, utilization=utilization, max_model_len=max_model_len)
-    require(0 < utilization <= 1, f"gpu_memory_utilization must be above 0 and at most 1, not {utilization!r}")
-    require(max_model_len >= 1, f"max_model_len must be a positive whole number, not {max_model_len!r}")
+    require_numbers(RANGES, tp=tp, utilization=utilization, max_model_len=max_model_len)
     texts = (model, other_model, gpu, kv_dtype, requests, file)
     require(all(isinstance(text, str) for text in texts), f"names must be text, but one of these is not: {texts}")
     name = _full_name(other_model.strip() or model)

@@ -232,6 +232,8 @@ SPEC = Spec(
     verdict=verdict,
     command=command,
     challenges=CHALLENGES,
+    starts=lambda state: not state.refused,
+    mends=("max_rank", "slots", "rank", "gpu", "model"),
     guess=GUESS,
     own={
         "table": "decides which adapter is in which slot",

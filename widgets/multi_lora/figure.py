@@ -12,7 +12,7 @@ from minivllm_simulate.load_sweep import Span
 from widgets.multi_lora.runs import ANSWER, PROMPT, Point
 from widgets.multi_lora.state import CLIENTS, SLOTS, WAYS, State
 from widgets.multi_lora.strip import draw_strip
-from widgets.shell.plot import MARGIN, Axes, Scale, counted, seconds, three_boxes
+from widgets.shell.plot import MARGIN, Axes, Scale, counted, modelled, seconds, three_boxes
 from widgets.shell.svg import QUIET, SMALL, Box, Drawing, Segment, stacked_bar
 from widgets.shell.theme import RESERVED
 
@@ -20,6 +20,8 @@ ACROSS = Scale(SLOTS[0], SLOTS[-1], log=True)
 TICKS = (1, 4, 16, 64, 256)
 NAMES = {"together": "together", "loop": "in a loop", "merged": "merged copies"}
 COLOURS = {"together": BLUE, "loop": ORANGE, "merged": PURPLE}
+NAMED_AT = {"together": 1, "loop": 4, "merged": 2}
+"""The quarter of its curve at which each has its name, so that names keep apart."""
 DASHES = {"together": "", "loop": "6 3", "merged": "2 4"}
 
 
@@ -37,11 +39,10 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
     serving = state.serving
     drawing = Drawing(width, 0, "Many adapters, few slots", f"Waiting times against the slots, now {state.slots}")
     y = drawing.heading((MARGIN, 23), "How long clients wait")
-    error = f", {state.error}" if state.error else ""
     note = (
         f"{serving.name} on one {serving.gpu.name}; {counted(serving.adapters, 'adapter')} of rank "
         f"{serving.rank}, Zipf {serving.skew:g}; {serving.load:g} requests a second, {PROMPT} tokens in, {ANSWER} out; "
-        f"modelled{error}"
+        f"{modelled(state.error)}"
     )
     y = _draw_memory(drawing, state, drawing.paragraph((MARGIN, y + 18), note, width - 2 * MARGIN) + 8)
     main, upper, lower = three_boxes(width, y + 26, 150, large=0.56)
@@ -97,7 +98,7 @@ def _draw_waits(axes: Axes, state: State, pinned: State | None) -> None:
         for span in state.late:
             axes.broken(*span, late_words(state, span))
     if pinned and pinned.run:
-        axes.pinned(pinned.run, [pinned.first(slots) for slots in pinned.run])
+        axes.pinned(pinned.run, [pinned.first(slots) for slots in pinned.run], pinned.slots)
     axes.mark_y(state.ttft, "limit", GREEN)
     with axes.drawing.answer():
         later = [slots for slots in state.run if state.long_wait[slots] > state.first(slots)]
@@ -105,8 +106,7 @@ def _draw_waits(axes: Axes, state: State, pinned: State | None) -> None:
         axes.line(state.run, [state.first(slots) for slots in state.run], BLUE)
     axes.here(state.slots, "slots", counted(state.slots, "slot"))
     with axes.drawing.answer():
-        for slots, strip in axes.strips(state.run):
-            axes.drawing.rect(strip, "transparent", tip=_tip(state, slots))
+        axes.tips(state.run, lambda slots: _tip(state, slots))
 
 
 def late_words(state: State, span: Span) -> str:
@@ -174,33 +174,22 @@ def _draw_rates(drawing: Drawing, box: Box, state: State) -> None:
     with drawing.answer():
         for way in reversed(WAYS):
             axes.line(counts, rates[way], COLOURS[way], dash=DASHES[way])
-        _name_ways(axes, rates)
+            place = NAMED_AT[way] * (len(counts) - 1) // 4
+            axes.label(axes.at(counts[place], rates[way][place]), NAMES[way], COLOURS[way], bold=False)
     axes.also_here(min(max(state.distinct, 1), most))
-    for count, strip in axes.strips(counts):
+
+    def tip(count: int) -> str:
         listed = ", ".join(f"{NAMES[way]} {state.rate(way, count):,.0f}" for way in WAYS)
-        with drawing.answer():
-            drawing.rect(strip, "transparent", tip=f"{count} adapters in a step of {state.batch}, tokens/s: {listed}")
+        return f"{count} adapters in a step of {state.batch}, tokens/s: {listed}"
+
+    with drawing.answer():
+        axes.tips(counts, tip)
 
 
 def _doublings(most: int) -> list[float]:
     """List about four powers of two up to `most`."""
     powers = range(most.bit_length())
     return [2.0**power for power in (powers[::2] if len(powers) > 4 else powers)]
-
-
-def _name_ways(axes: Axes, rates: dict[str, list[float]]) -> None:
-    """Label two curves at their right ends, and the lowest at the left, where there is room below
-    it.
-    """
-    for way, down in (("together", -5), ("loop", 14)):
-        y = axes.at(axes.x.high, rates[way][-1])[1] + down
-        _name_way(axes, way, (axes.box.right, min(max(y, axes.box.y + 2), axes.box.bottom - 3)), "end")
-    _name_way(axes, "merged", (axes.box.x + 4, axes.box.bottom - 5), "start")
-
-
-def _name_way(axes: Axes, way: str, place: tuple[float, float], anchor: str) -> None:
-    with axes.drawing.on_top():
-        axes.drawing.text(place, NAMES[way], size=SMALL, colour=COLOURS[way], anchor=anchor, halo=True)
 
 
 def _draw_hits(drawing: Drawing, box: Box, state: State) -> None:
@@ -215,10 +204,12 @@ def _draw_hits(drawing: Drawing, box: Box, state: State) -> None:
     with drawing.answer():
         axes.line(state.run, [state.points[slots].hit_rate for slots in state.run], BLUE)
     axes.also_here(state.slots)
-    for slots, strip in axes.strips(state.run):
-        tip = (
+
+    def tip(slots: int) -> str:
+        return (
             f"{slots} slots: {state.points[slots].hit_rate:.0%} of the admitted requests found their adapter in a "
             f"slot; one request at a time it would be {state.serving.hit_rate(slots):.0%}"
         )
-        with drawing.answer():
-            drawing.rect(strip, "transparent", tip=tip)
+
+    with drawing.answer():
+        axes.tips(state.run, tip)

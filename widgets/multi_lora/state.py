@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from minivllm.config.checks import require
 from minivllm.memory import weight_bytes
 from minivllm_lab.multi_lora.costs import distinct_adapters
 from minivllm_lab.multi_lora.learner_policy import Admit
@@ -29,8 +28,9 @@ LOADS = (0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 40.0, 60.0)
 TTFTS = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 CLIENTS = 0.9
 """The share of the clients that must have their first token in time."""
-MOST = {
-    "slots": 512, "adapters": 4000, "skew": 4.0, "rank": 512, "max_rank": 512, "load": 1e3, "ttft": 1e3,
+RANGES = {
+    "slots": (1, 512), "adapters": (1, 4000), "skew": (0, 4.0), "rank": (1, 512), "max_rank": (1, 512),
+    "load": (0.01, 1e3), "ttft": (1e-4, 1e3),
 }  # fmt: skip
 START = {
     "slots": 8, "max_rank": 16, "adapters": 1000, "skew": 1.0, "rank": 16, "load": 20.0, "ttft": 0.2,
@@ -84,6 +84,9 @@ class State(SweptState[Point]):
         """
         load = self.serving.load / self.serving.capacity if self.run else 0.0
         return self.within_start(spans(self.run, [max(self.in_the_end(slots) / self.ttft, load) for slots in self.run]))
+
+    def causes(self, value: int) -> list[str]:
+        return [cause] if (cause := self.cause(value)) else []
 
     @property
     def stopped(self) -> list[Span]:
@@ -161,12 +164,8 @@ def sweep(
     Raises:
         MinivllmError: A value makes no sense, or the reader's parts return something impossible.
     """
-    require_numbers(MOST, slots=slots, max_rank=max_rank, adapters=adapters, skew=skew, rank=rank, load=load, ttft=ttft)
-    require(
-        min(slots, max_rank, adapters, rank) >= 1 and min(load, ttft) > 0 and skew >= 0,
-        "slots, max_rank, adapters and rank must be 1 or more, load and ttft above 0, skew 0 or more; got slots "
-        f"{slots}, max_rank {max_rank}, adapters {adapters}, rank {rank}, load {load}, ttft {ttft}, skew {skew}",
-    )
+    numbers = {"slots": slots, "max_rank": max_rank, "adapters": adapters, "skew": skew, "rank": rank}
+    require_numbers(RANGES, **numbers, load=load, ttft=ttft)
     require_choices(model=(model, MODELS), gpu=(gpu, GPUS))
     own: Own = (table, admit)
     setting = model, gpu, adapters, float(skew), rank, max_rank, float(load)

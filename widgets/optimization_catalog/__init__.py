@@ -33,7 +33,7 @@ from widgets.optimization_catalog.runs import (
 )
 from widgets.shell.knobs import Knob, choice, steps, switch
 from widgets.shell.lesson_widget import LessonWidget
-from widgets.shell.plot import counted
+from widgets.shell.plot import counted, figures
 from widgets.shell.spec import Challenge, Guess, Progress, Spec, Verdict
 
 LABELS = {field: f"{title[0].upper()}{title[1:]}" for field, title in TITLES.items()}
@@ -68,7 +68,7 @@ def verdict(state: State) -> Verdict:
 def _against_nothing(state: State, end: LeverResult) -> str:
     if not state.on or not isinstance(state.nothing, LeverResult):
         return ""
-    return f", {end.tokens_per_second / state.nothing.tokens_per_second:,.3g} times the rate without levers"
+    return f", {figures(end.tokens_per_second / state.nothing.tokens_per_second)} times the rate without levers"
 
 
 def _effects(row: Row) -> set[str]:
@@ -261,6 +261,8 @@ SPEC = Spec(
     verdict=verdict,
     command=command,
     challenges=CHALLENGES,
+    starts=lambda state: not isinstance(state.everything, str),
+    mends=("weight_bits", "kv_dtype", "gqa", "tensor_parallel", "gpu"),
     guess=GUESS,
 )
 

@@ -15,7 +15,7 @@ from minivllm_lab.drawing import QUIET, ink_on, text_width
 from minivllm_lab.palette import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, VERMILLION
 from minivllm_simulate.levers import LeverResult
 from widgets.optimization_catalog.runs import MODEL, REQUESTS, SLOTS, Curve, Outcome, Row, State, Step
-from widgets.shell.plot import Axes, Scale, counted, short
+from widgets.shell.plot import Axes, Scale, counted, modelled, short
 from widgets.shell.svg import SMALL, Box, Drawing
 from widgets.shell.theme import BROKEN, CARD, MID, MISSED
 
@@ -87,8 +87,7 @@ def figure(state: State, width: float = 640, pinned: State | None = None) -> str
     _draw_order(drawing, left, scale, state, 0)
     with drawing.answer():
         _draw_order(drawing, right, scale, state, 1)
-    error = f", {state.error}" if state.error else ""
-    words = f"output tokens/s of all GPUs, modelled{error}"
+    words = f"output tokens/s of all GPUs, {modelled(state.error)}"
     y = drawing.paragraph((MARGIN, right.bottom + 34), words, width - 2 * MARGIN)
     _draw_swept(drawing, Box(MARGIN + 34, y + 14, width - 2 * MARGIN - 34 - NAMES, height - y - 56), state, pinned)
     return drawing.render()
@@ -168,8 +167,10 @@ def _draw_end(drawing: Drawing, place: Box, scale: Scale, name: str, run: Outcom
     drawing.rect(bar, colour, tip=tip)
     if bar.width > text_width(words, SMALL) + 12:
         drawing.text((bar.right - 6, bar.y + 10), words, size=SMALL, colour=CARD, anchor="end", bold=True)
-    else:
+    elif bar.right + 5 + text_width(words, SMALL) < place.right + 8:
         drawing.text((bar.right + 5, bar.y + 10), words, size=SMALL, halo=True)
+    else:
+        drawing.text((place.right + 8, bar.y + 10), words, size=SMALL, anchor="end", halo=True)
 
 
 def _draw_rung(drawing: Drawing, place: Box, scale: Scale, step: Step) -> None:
@@ -269,7 +270,7 @@ def _draw_swept(drawing: Drawing, box: Box, state: State, pinned: State | None) 
     for low, high, trouble in breaks(state):
         axes.broken(low, high, BREAKS[trouble].format(level=state.level * 1e3))
     if pinned is not None:
-        axes.pinned(*_known(pinned.curves[0]))
+        axes.pinned(*_known(pinned.curves[0]), pinned.slots)
     for curve, (colour, dash) in reversed(curves):
         slots, rates = _known(curve)
         if colour == BLUE:

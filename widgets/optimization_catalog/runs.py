@@ -63,7 +63,7 @@ START: dict[str, Any] = {
     "gpu": "L4",
     "requests": "chats",
     "slots": 16,
-    "level": 30,
+    "level": 20,
     **{field: field != "tensor_parallel" for field in FIELDS},
 }
 CHUNK = 0.02

@@ -137,7 +137,7 @@ class State:
 
 
 def sweep(
-    block_size: int = 16,
+    block_size: int = 32,
     requests: str = "alpaca",
     file: str = "",
     samples: int = 2,
@@ -374,7 +374,7 @@ CHALLENGES = (
 _KINDS = [(kind.title, name) for name, kind in WORKLOADS.items()]
 _KNOBS = {
     "The cache": {
-        "block_size": steps("Block size", SIZES, 16, "token slots in a block; vLLM's default is 16"),
+        "block_size": steps("Block size", SIZES, 32, "token slots in a block; vLLM's default is 16"),
         "row_bytes": choice("Keys of a token", [(words, size) for size, words in ROWS.items()], 256,
                             "numbers in one KV head and their type; values take as much"),
         "kernel": choice("Kernel looks up", [(how.words, name) for name, how in KERNELS.items()], "sector",
@@ -400,18 +400,20 @@ SPEC = Spec(
     presets={
         "Too large": {"block_size": 512},
         "Too small": {"block_size": 1, "kernel": "line"},
-        "Long prompts, 8 samples": {"requests": "azure-code", "samples": 8},
+        "Long prompts, 8 samples": {"requests": "azure-code", "samples": 8, "block_size": 16},
     },
     sweep=sweep,
     figure=figure,
     verdict=verdict,
     command=command,
     challenges=CHALLENGES,
+    starts=lambda state: state.block_size >= SMALLEST,
+    mends=("block_size",),
     guess=Guess(
-        "With blocks of 16 and requests of some 80 tokens, like Alpaca's: what share of the held slots is empty?",
-        ("1 %", "10 %", "20 %", "50 %"),
-        1,
-        "On average, a request's last block is half empty: about 8 slots beside 80 tokens.",
+        "With blocks of 32 and requests of some 80 tokens, like Alpaca's: what share of the held slots is empty?",
+        ("3 %", "8 %", "17 %", "50 %"),
+        2,
+        "On average, a request's last block is half empty: about 16 slots beside 80 tokens.",
     ),
     own={"block_pool": "has get_num_free_blocks, get_new_blocks, touch and free_blocks"},
 )  # fmt: skip

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from minivllm_lab.drawing import text_width
 from minivllm_lab.paged_attention.played_pool import Frame, HeldTable, Play
 from minivllm_lab.palette import BLUE, GREEN, INK, ORANGE, VERMILLION, YELLOW
-from widgets.shell.plot import LEAST_ROOM, MARGIN, WIDE, Axes, Scale
+from widgets.shell.plot import MARGIN, WIDE, Axes, Scale
 from widgets.shell.svg import MID, QUIET, RULE, SMALL, Box, Drawing, Segment, legend
 from widgets.shell.theme import CARD
 
@@ -79,9 +79,10 @@ def _costs(drawing: Drawing, state: State, pinned: State | None, width: float) -
     )
     axes.mark_x(DEFAULT)
     if pinned:
-        axes.pinned([float(size) for size in pinned.cost], [_shown(cost) for cost in pinned.cost.values()])
+        costs = [_shown(cost) for cost in pinned.cost.values()]
+        axes.pinned([float(size) for size in pinned.cost], costs, pinned.block_size)
     _curves(axes, state, sizes)
-    axes.here(state.block_size, "block_size", f"{state.block_size}: {percent(state.cost[state.block_size])}")
+    axes.here(state.block_size, "block_size", f"{state.block_size}")
     drawing.text(
         (box.x, box.bottom + 31), f"block size in slots; dashed: {DEFAULT}, vLLM's default", size=SMALL, colour=QUIET
     )
@@ -104,8 +105,8 @@ def _shown(share: float) -> float:
 def _curves(axes: Axes, state: State, sizes: list[float]) -> None:
     empty, extra, cost = state.empty, state.extra, state.cost
     tips = [f"Blocks of {size}: {percent(empty[size])} of the held slots are empty." for size in empty]
-    axes.line(sizes, [_shown(share) for share in empty.values()], ORANGE, tips=tips)
     with axes.drawing.answer():
+        axes.line(sizes, [_shown(share) for share in empty.values()], ORANGE, tips=tips)
         tips = [f"Blocks of {size}: {1 + extra[size]:.5g} × the bytes needed are fetched (modelled)." for size in extra]
         axes.line(sizes, [_shown(share) for share in extra.values()], BLUE, dash="7 3", tips=tips)
         tips = [f"Blocks of {size}: {percent(cost[size])}, both costs added." for size in cost]
@@ -127,7 +128,7 @@ def _valleys(axes: Axes, state: State) -> None:
     tip = f"{valley.title}: cheapest with blocks of {valley.block_size}, {percent(valley.cost)}, both costs added."
     x, y = axes.at(valley.block_size, valley.cost)
     axes.drawing.circle((x, y), 6.5, GREEN, tip=tip)
-    axes.drawing.text((x, y + 21), f"valley: {valley.block_size}", size=SMALL, bold=True, anchor="middle", halo=True)
+    axes.label((x, y), f"valley: {valley.block_size}")
 
 
 def _broken(axes: Axes, state: State) -> None:
@@ -139,23 +140,11 @@ def _broken(axes: Axes, state: State) -> None:
     over = [share > state.empty_allowed for share in state.empty.values()]
     flipped = {size: state.empty[size] for size in reversed(list(state.empty))}
     high = _crossing(flipped, state.empty_allowed, over[::-1])
-    wide = axes.drawing.width >= WIDE
-    most = f"over {state.factor_allowed:g} ×"
-    edges: list[tuple[float | None, float | None, str]] = []
     if high is not None:
-        missed = f"over {percent(state.empty_allowed)}"
-        words = f"Last blocks are empty: {missed} of the slots" if wide else f"Empty: {missed}"
-        edges.append((high, None, words))
-    edges.append((None, least, f"No kernel takes fewer than {DEFAULT}"))
+        axes.broken(high, None, f"Last blocks are empty: over {percent(state.empty_allowed)} of the slots")
+    axes.broken(None, least, f"No kernel takes fewer than {DEFAULT}")
     if low is not None:
-        room = axes.at(low, LEAST)[0] - axes.box.x
-        long = wide and not LEAST_ROOM <= room < 3 * LEAST_ROOM
-        words = f"Too many look-ups: {most} the bytes" if long else f"Look-ups: {most}"
-        edges.append((None, low, words))
-    for edge in edges:
-        axes.shade(*edge)
-    for edge in edges:
-        axes.edge(*edge)
+        axes.broken(None, low, f"Too many look-ups: over {state.factor_allowed:g} × the bytes")
 
 
 def _crossing(costs: Mapping[int, float], allowed: float, over: Sequence[bool]) -> float | None:

@@ -213,10 +213,10 @@ CHALLENGES = (
     ),
 )
 GUESS = Guess(
-    "This load needs 58K tokens on average. With a pool of only 24K, how much of the GPU's work is done twice?",
-    ("next to nothing", "about a tenth", "over a quarter", "over half"),
+    "This load needs 58K tokens on average, but the pool holds 32K. How much of the GPU's work is done twice?",
+    ("next to nothing", "about a tenth", "about a quarter", "over half"),
     2,
-    "Requests grow after they are admitted, so more start than the pool can finish: 27 % of all tokens are computed "
+    "Requests grow after they are admitted, so more start than the pool can finish: 24 % of all tokens are computed "
     "twice. And because the pool is full, the queue keeps growing.",
 )
 
@@ -273,6 +273,8 @@ SPEC = Spec(
     verdict=verdict,
     command=command,
     challenges=CHALLENGES,
+    starts=lambda state: not state.refused,
+    mends=("pool", "gpu", "model"),
     guess=GUESS,
     own={"victim": "chooses which running request loses its blocks"},
 )

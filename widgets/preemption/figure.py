@@ -8,8 +8,9 @@ from minivllm_lab.palette import BLUE, GREEN, INK, ORANGE
 from minivllm_simulate.kv_links import LINKS, Link
 from minivllm_simulate.load_sweep import Span, spans
 from widgets.preemption.pool import draw_pool
+from widgets.preemption.runs import Point
 from widgets.preemption.state import HOST_LINKS, POOLS, SHARE, State
-from widgets.shell.plot import MARGIN, Axes, Key, Scale, draw_keys, seconds, short, three_boxes, tokens
+from widgets.shell.plot import Axes, Key, Scale, draw_head, figures, seconds, short, three_boxes, tokens
 from widgets.shell.svg import QUIET, Box, Drawing
 
 POOL = Scale(POOLS[0], POOLS[-1], log=True)
@@ -38,14 +39,12 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
     """
     serving = state.serving
     drawing = Drawing(width, 0, "When the pool is too small", f"Latency against the pool, now {state.pool} tokens")
-    y = drawing.heading((MARGIN, 23), "When the pool is too small")
-    error = f", {state.error}" if state.error else ""
     victim = "victim: by your function" if state.own else RULE_WORDS[serving.rule]
     note = (
         f"{serving.name} on one {serving.gpu.name}: {serving.load:g} requests a second, {serving.prompt} tokens in, "
-        f"about {serving.answer} out; {victim}, {POLICY_WORDS[serving.policy]}; modelled{error}"
+        f"about {serving.answer} out; {victim}, {POLICY_WORDS[serving.policy]}"
     )
-    y = draw_keys(drawing, drawing.paragraph((MARGIN, y + 18), note, width - 2 * MARGIN) + 19, _keys(state))
+    y = draw_head(drawing, "When the pool is too small", note, state.error, _keys(state))
     main, upper, lower = three_boxes(width, y + 26, 150, large=0.56)
     _draw_latency(Axes(drawing, main, POOL, _scale(state)), state, pinned)
     _draw_work(drawing, upper, state)
@@ -85,7 +84,7 @@ def _draw_latency(axes: Axes, state: State, pinned: State | None) -> None:
     with axes.drawing.answer():
         _draw_broken(axes, state)
     if pinned and pinned.points:
-        axes.pinned(pinned.run, [pinned.latency(pool) for pool in pinned.run])
+        axes.pinned(pinned.run, [pinned.latency(pool) for pool in pinned.run], pinned.pool)
     axes.mark_y(state.limit, "", GREEN)
     if axes.x.low < state.saturation < axes.x.high:
         axes.mark_x(state.saturation, QUIET, dash="2 3")
@@ -95,8 +94,7 @@ def _draw_latency(axes: Axes, state: State, pinned: State | None) -> None:
         axes.line(pools, [state.latency(pool) for pool in pools], BLUE)
     axes.here(state.pool, "pool", f"pool {tokens(state.pool)}")
     with axes.drawing.answer():
-        for pool, strip in axes.strips(pools):
-            axes.drawing.rect(strip, "transparent", tip=_tip(state, pool))
+        axes.tips(pools, lambda pool: _tip(state, pool))
 
 
 def _draw_broken(axes: Axes, state: State) -> None:
@@ -104,6 +102,8 @@ def _draw_broken(axes: Axes, state: State) -> None:
     late = state.late
     for span in late:
         axes.broken(*span, late_words(state, span))
+        if state.queue_at(span[1]):
+            axes.without_end(span[1] or 0, state.limit)
     for span in state.stopped:
         inside = [pool for pool in state.refusals if (span[0] or 0) <= pool < (span[1] or math.inf)]
         axes.broken(*span, f"does not start: {state.refusals[inside[0]]}")
@@ -125,7 +125,7 @@ def cause_words(state: State, cause: str, pool: int) -> str:
     """Describe what goes wrong with a pool."""
     point = state.points[pool]
     return {
-        "queue": f"full: {state.serving.load:g} requests/s arrive, but it handles {state.capacity[pool]:.3g}",
+        "queue": f"full: {state.serving.load:g} requests/s arrive, but it handles {figures(state.capacity[pool])}",
         "thrash": f"thrashing: {point.wasted:.0%} of the work is done twice",
         "copies": f"copies: steps wait for them {point.copying / point.seconds:.0%} of the time",
         "wait": f"too slow: over {seconds(state.limit)}, though little work is repeated",
@@ -160,11 +160,13 @@ def _draw_work(drawing: Drawing, box: Box, state: State) -> None:
         axes.line(pools, [(point.computed - point.recomputed) / point.seconds for point in known], BLUE)
     axes.also_here(state.pool)
     with drawing.answer():
-        for pool, strip in axes.strips(pools):
-            point = state.points[pool]
-            new = (point.computed - point.recomputed) / point.seconds
-            tip = f"Pool {pool:,}: {point.computed / point.seconds:,.0f} tokens a second, {new:,.0f} of them useful"
-            drawing.rect(strip, "transparent", tip=f"{tip}; {point.tokens / point.seconds:,.0f} are answers")
+        axes.tips(pools, lambda pool: _work_tip(pool, state.points[pool]))
+
+
+def _work_tip(pool: int, point: Point) -> str:
+    new = (point.computed - point.recomputed) / point.seconds
+    rates = f"{point.computed / point.seconds:,.0f} tokens a second, {new:,.0f} of them useful"
+    return f"Pool {pool:,}: {rates}; {point.tokens / point.seconds:,.0f} are answers"
 
 
 def _draw_crossover(drawing: Drawing, box: Box, state: State) -> None:
@@ -182,9 +184,7 @@ def _draw_crossover(drawing: Drawing, box: Box, state: State) -> None:
     )  # fmt: skip
     for span in spans(rates, [swap / crossover.recompute for swap in swaps]):
         axes.shade(*span, "swapping costs more than recomputing")
-    # keep the label beside the curve, not on it
-    below = swaps[-1] > crossover.recompute or axes.y.share(crossover.recompute) > 0.85
-    axes.mark_y(crossover.recompute, "recompute it", ORANGE, dash="", below=below)
+    axes.mark_y(crossover.recompute, "recompute it", ORANGE, dash="")
     axes.line(rates, swaps, BLUE)
     tip = (
         f"{serving.link.name}: {crossover.bandwidth / 1e9:.3g} GB/s in pieces of "

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from minivllm.config.checks import require
 from minivllm_lab.preemption.learner_policy import Victim
 from minivllm_simulate.kv_links import LINKS
 from minivllm_simulate.load_sweep import Span, spans
@@ -28,7 +27,9 @@ SHARE = 0.99
 """The share of the requests that must finish within the limit."""
 WASTE = 0.05
 """The share of repeated work, or of waiting for copies, from which it counts as the cause."""
-MOST = {"pool": 2**22, "load": 1e3, "prompt": 2**15, "answer": 2**13, "limit": 1e4}
+RANGES = {
+    "pool": (1024, 2**22), "load": (0.01, 1e3), "prompt": (16, 2**15), "answer": (16, 2**13), "limit": (1e-3, 1e4),
+}  # fmt: skip
 START = {
     "pool": 32768, "load": 14.0, "limit": 10.0, "prompt": 512, "answer": 512, "policy": "recompute",
     "rule": "last in", "admission": "whole", "link": "PCIe 5", "model": "Llama-3.1-8B", "gpu": "H100",
@@ -70,14 +71,22 @@ class State(SweptState[Point]):
     @property
     def late(self) -> list[Span]:
         """Return the pools with which requests take too long, or the queue grows."""
-        pools = self.run
-        return self.where(
-            [max(self.latency(pool) / self.limit, self.serving.load / self.capacity[pool]) for pool in pools]
-        )
+        pools = sorted(self.capacity)
+        return self.within_start(spans(pools, [self._strain(pool) for pool in pools]))
+
+    def _strain(self, pool: int) -> float:
+        """Return how far a pool is over its limits; before it has been run, only whether it handles
+        the load.
+        """
+        latency = self.latency(pool) / self.limit if pool in self.points else 0.0
+        return max(latency, self.serving.load / self.capacity[pool])
 
     def where(self, ratios: Sequence[float]) -> list[Span]:
         """Return where a ratio exceeds 1; `ratios` has one for each pool that has been run."""
         return self.within_start(spans(self.run, ratios))
+
+    def causes(self, value: int) -> list[str]:
+        return [cause] if (cause := self.cause(value)) else []
 
     @property
     def stopped(self) -> list[Span]:
@@ -134,13 +143,7 @@ def sweep(
         MinivllmError: A value makes no sense, or the reader's function returns an impossible
             victim.
     """
-    require_numbers(MOST, pool=pool, load=load, prompt=prompt, answer=answer, limit=limit)
-    sensible = min(load, limit) > 0 and pool >= 1024 and prompt >= 16 and answer >= 16
-    require(
-        sensible,
-        f"load and limit must be above 0, prompt and answer 16 or more, pool 1,024 or more; got load {load}, "
-        f"limit {limit}, prompt {prompt}, answer {answer}, pool {pool}",
-    )
+    require_numbers(RANGES, pool=pool, load=load, prompt=prompt, answer=answer, limit=limit)
     require_choices(policy=(policy, POLICIES), rule=(rule, RULES), admission=(admission, ADMISSIONS))
     require_choices(link=(link, LINKS), model=(model, MODELS), gpu=(gpu, GPUS))
     setting = model, gpu, load, prompt, answer, link, policy, rule, admission

@@ -230,11 +230,10 @@ def _draw_cut(drawing: Drawing, state: State, box: Box, pinned: State | None) ->
         x_ticks=POOLS,
         y_ticks=(0, 0.5, 1),
     )
-    note = f"… with {state.users} users; dashed grey: a cache that never evicts"
-    drawing.text((box.x, box.y - 10), note, size=SMALL, colour=QUIET, halo=True)
-    axes.line([ACROSS.low, ACROSS.high], [state.endless_rate] * 2, GREY, width=2, dash="6 4")
+    drawing.text((box.x, box.y - 10), f"… with {state.users} users", size=SMALL, colour=QUIET, halo=True)
+    axes.mark_y(state.endless_rate, "a cache that never evicts", GREY, dash="6 4")
     if pinned:
-        axes.pinned([pool for pool, _ in pinned.row()], [cell.hit_rate for _, cell in pinned.row()])
+        axes.pinned([pool for pool, _ in pinned.row()], [cell.hit_rate for _, cell in pinned.row()], pinned.pool)
     right = [(pool, cell) for pool, cell in row if pool > state.pool]
     _draw_curve(axes, state, right)
     with drawing.answer():
@@ -244,13 +243,7 @@ def _draw_cut(drawing: Drawing, state: State, box: Box, pinned: State | None) ->
     drawing.circle((x, box.bottom), 7, INK)
     with drawing.answer():
         drawing.circle((x, y), 6, BLUE, stroke=INK)
-        # The curve never falls towards larger pools, so right below it is free; at the bottom, left
-        # above it.
-        low = y + 18 > box.bottom - 4
-        before = x > box.right - 70 or (low and x > box.x + 70)
-        place = (x - 10 if before else x + 10, y - 8 if low else y + 18)
-        axes.keep_clear(Box(place[0] - 44 * before, place[1] - 12, 44, 16))
-        drawing.text(place, f"{state.hit_rate:.1%}", bold=True, halo=True, anchor="end" if before else "start")
+        axes.label((x, y), f"{state.hit_rate:.1%}")
 
 
 def _draw_curve(axes: Axes, state: State, row: Sequence[tuple[int, Reuse]]) -> None:

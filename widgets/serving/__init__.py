@@ -50,7 +50,7 @@ def verdict(state: State) -> Verdict:
         return Verdict(words, "broken")
     if served.knee and state.rate > NEAR * served.knee.rate:
         return Verdict(
-            f"It handles this, but not much more: it breaks at {served.knee.rate:.3g}. {latencies}.", "tight"
+            f"It handles this, but not much more: it breaks at {figures(served.knee.rate)}. {latencies}.", "tight"
         )
     return Verdict(f"It handles this: {latencies}.", "fine")
 
@@ -215,6 +215,8 @@ SPEC = Spec(
     verdict=verdict,
     command=command,
     challenges=CHALLENGES,
+    starts=lambda state: not state.served.refused,
+    mends=("tp", "pp", "gpu", "model"),
     guess=GUESS,
     own={"output_collector": "merges output for a client that reads rarely"},
 )

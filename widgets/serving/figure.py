@@ -12,8 +12,8 @@ from minivllm_lab.drawing import text_width
 from minivllm_lab.palette import BLUE, GREEN, INK, VERMILLION
 from widgets.serving.runs import RATES, Point
 from widgets.serving.state import Knee, Served, State
-from widgets.shell.plot import MARGIN, Axes, Scale, draw_keys, figures, seconds, short, three_boxes
-from widgets.shell.svg import HEADING, QUIET, SMALL, Box, Drawing
+from widgets.shell.plot import MARGIN, Axes, Scale, draw_keys, figures, modelled, seconds, short, three_boxes
+from widgets.shell.svg import SMALL, Box, Drawing
 from widgets.shell.theme import MID
 
 RATE = Scale(RATES[0], RATES[-1], log=True)
@@ -30,8 +30,7 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
     drawing = Drawing(
         width, 0, f"{state.model} on {count} {state.gpu}", f"Latencies against the rate as {state.layout}"
     )
-    error = f", {state.error}" if state.error else ""
-    note = f"{state.model} on {count} {state.gpu} as {state.layout}; modelled{error}"
+    note = f"{state.model} on {count} {state.gpu} as {state.layout}; {modelled(state.error)}"
     y = drawing.paragraph((MARGIN, drawing.heading((MARGIN, 23), "What this layout handles") + 18), note, width - 32)
     if state.work.note:
         y = drawing.paragraph((MARGIN, y + 17), state.work.note, width - 2 * MARGIN)
@@ -64,9 +63,11 @@ def _draw_ttft(axes: Axes, state: State, pinned: State | None) -> None:
     elif knee:
         axes.broken(knee.rate, None, knee_words(knee, served))
     if pinned and pinned.served.points:
-        axes.pinned(pinned.served.rates, [ttft[1] for ttft in _values(pinned.served, _ttfts)])
+        axes.pinned(pinned.served.rates, [ttft[1] for ttft in _values(pinned.served, _ttfts)], pinned.rate)
     axes.mark_y(served.ttft, "", GREEN)
     _draw_pair(axes, served, _ttfts)
+    if knee and knee.cause == "queue":
+        axes.without_end(knee.rate, served.ttft)
     axes.here(state.rate, "rate", f"{state.rate:g} a second")
 
     def tip(point: Point) -> str:
@@ -78,7 +79,7 @@ def _draw_ttft(axes: Axes, state: State, pinned: State | None) -> None:
 
 def knee_words(knee: Knee, served: Served) -> str:
     """Describe where a layout breaks, and why."""
-    where = f"at {knee.rate:.3g}" if knee.rate > RATES[0] else f"below {RATES[0]:g}"
+    where = f"at {figures(knee.rate)}" if knee.rate > RATES[0] else f"below {RATES[0]:g}"
     return f"breaks {where}: {cause_words(knee.cause, served)}"
 
 
@@ -156,15 +157,14 @@ def _draw_throughput(axes: Axes, state: State) -> None:
 def _shade(axes: Axes, served: Served) -> None:
     """Shade the broken region without its words."""
     if served.refused:
-        axes.shade(None, None, "")
+        axes.shade(None, None)
     elif served.knee:
-        axes.shade(served.knee.rate, None, "")
+        axes.shade(served.knee.rate, None)
 
 
 def _draw_tips(axes: Axes, served: Served, words: Callable[[Point], str]) -> None:
     """Add a tooltip everywhere in the plot, with the results at the nearest rate."""
-    for rate, strip in axes.strips(served.rates):
-        axes.drawing.rect(strip, "transparent", tip=f"{rate:g} requests a second. {words(served.points[rate])}.")
+    axes.tips(served.rates, lambda rate: f"{rate:g} requests a second. {words(served.points[rate])}.")
 
 
 # ---- the layouts
@@ -176,11 +176,7 @@ def _draw_layouts(drawing: Drawing, state: State, y: float) -> float:
     """
     count = state.layout.gpus
     title = f"What {count} {state.gpu} handle, by layout" if count > 1 else f"What one {state.gpu} handles"
-    drawing.text((MARGIN, y), title, size=HEADING, bold=True)
-    after = MARGIN + text_width(title, HEADING) * 1.08 + 14
-    note = "requests a second within the limits"
-    if after + text_width(note, SMALL) < drawing.width:
-        drawing.text((after, y), note, size=SMALL, colour=QUIET)
+    y = drawing.heading((MARGIN, y), title, "requests a second within the limits")
     most = max([layout.goodput for layout in state.others if layout.is_found] + [1.0])
     for row, layout in enumerate(state.others):
         _draw_layout(drawing, layout, y + 10 + ROW * row, most, layout.layout == state.layout)
@@ -211,7 +207,7 @@ def layout_words(served: Served) -> str:
         return "not known yet"
     if served.knee is None:
         return f"more than {RATES[-1]:g}"
-    rate = f"below {RATES[0]:g}" if served.knee.rate <= RATES[0] else f"{served.knee.rate:.3g}"
+    rate = f"below {RATES[0]:g}" if served.knee.rate <= RATES[0] else f"{figures(served.knee.rate)}"
     return f"{rate}; then {cause_words(served.knee.cause, served)}"
 
 

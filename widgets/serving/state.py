@@ -24,7 +24,9 @@ PPS = (1, 2, 4)
 DPS = (1, 2, 4, 8)
 PROMPTS = (64, 256, 512, 1024, 2048)
 OUTPUTS = (16, 64, 128, 256)
-MOST = {"rate": 1e5, "prompt": 3072, "output": 1024, "ttft": 1000.0, "tpot": 1000.0}
+RANGES = {
+    "rate": (0.01, 1e5), "prompt": (1, 3072), "output": (1, 1024), "ttft": (1e-4, 1000.0), "tpot": (1e-4, 1000.0),
+}  # fmt: skip
 MOST_WAITING = 0.05
 """The share of waiting requests from which the queue counts as growing."""
 START = {
@@ -186,13 +188,7 @@ def sweep(
     Raises:
         MinivllmError: A value makes no sense.
     """
-    require_numbers(MOST, rate=rate, prompt=prompt, output=output, ttft=ttft, tpot=tpot)
-    sensible = min(rate, ttft, tpot) > 0 and min(prompt, output) >= 1
-    require(
-        sensible,
-        f"rate, prompt, output, ttft and tpot must be above 0; got rate {rate}, prompt {prompt}, output {output}, "
-        f"ttft {ttft}, tpot {tpot}",
-    )
+    require_numbers(RANGES, rate=rate, prompt=prompt, output=output, ttft=ttft, tpot=tpot)
     require_choices(tp=(tp, TPS), pp=(pp, PPS), dp=(dp, DPS))
     for name, value in (("model", model), ("gpu", gpu), ("file", file)):
         require(isinstance(value, str), f"{name} must be a name, not {value!r}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from widgets.shell.knobs import Knob, Value
 from widgets.shell.spec import Progress
 
 Rule = tuple[bool, str]
@@ -40,3 +41,15 @@ def progress(words: str, *rules: Rule) -> Progress:
     """
     advice = next((advice for broken, advice in rules if broken), "")
     return Progress(not advice, words, advice)
+
+
+def turn(knob: Knob, now: Value, goal: Value) -> str:
+    """Phrase one turn of a knob: "Raise the slot rank to 128 (now 64)."."""
+    plain = knob.label[1:2].islower() and "_" not in knob.label
+    label = f"the {knob.label[0].lower()}{knob.label[1:]}" if plain else knob.label
+    if knob.kind == "switch":
+        return f"Switch {'on' if goal else 'off'} {label}."
+    if knob.kind == "choice":
+        return choose(knob.words(goal), knob.label, chosen=False)[1]
+    raised = knob.places().index(goal) > knob.places().index(now)
+    return f"{'Raise' if raised else 'Lower'} {label} to {knob.words(goal)} (now {knob.words(now)})."

@@ -8,7 +8,7 @@ sets the knob.
 from __future__ import annotations
 
 import math
-from bisect import bisect
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -16,17 +16,17 @@ from typing import TypeVar
 
 from minivllm_lab.drawing import QUIET, Point, number, text_width, wrapped
 from minivllm_lab.palette import INK, VERMILLION
-from widgets.shell.svg import SMALL, Box, Drawing
+from widgets.shell.svg import BOLD, SMALL, Box, Drawing, text_box
 from widgets.shell.theme import BROKEN, CARD, MISSED, PINNED
 
 HIT = 9
 """Radius in pixels within which the pointer hits a point of a curve."""
-LEAST_ROOM = 110
-"""The least width in pixels of a broken region that holds its words."""
 ROW, STRIDE, LEVEL_STRIDE = 15, 4, 16
 """Pixels between lines of words, between the points of a curve that words avoid, and between those
 of a level line. Covering a level line loses less, so its points lie farther apart.
 """
+LABELS, MARKS, EDGES = range(3)
+"""The order in which words look for a place: the last have the most places to choose from."""
 Number = TypeVar("Number", int, float)
 MARGIN, WIDE = 16, 600
 """Pixels around a picture, and the width from which its parts stand side by side."""
@@ -61,6 +61,11 @@ def seconds(value: float) -> str:
 def figures(value: float) -> str:
     """Format a number with three significant digits and no exponent: 0.42, 12.3, 1,230."""
     return f"{value:,.0f}" if abs(value) >= 99.95 else f"{value:.3g}"
+
+
+def modelled(error: str | None) -> str:
+    """Say that times are modelled and, once it is known, how far off the model is."""
+    return f"modelled, {error}" if error else "modelled"
 
 
 def counted(count: float, noun: str) -> str:
@@ -124,6 +129,23 @@ class Scale:
         return inside[:: math.ceil(len(inside) / most)]
 
 
+@dataclass(frozen=True)
+class Lines:
+    """Lines of words that begin, end or have their middle at `x`, from `top` downwards."""
+
+    lines: Sequence[str]
+    x: float
+    top: float
+    anchor: str
+
+    @property
+    def box(self) -> Box:
+        """Return the rectangle that the lines take."""
+        longest = max(self.lines, key=lambda line: text_width(line, SMALL))
+        first = text_box((self.x, self.top + 12), longest, SMALL, self.anchor, bold=True)
+        return Box(first.x, first.y, first.width, first.height + ROW * (len(self.lines) - 1))
+
+
 class Axes:
     """A plot inside `box`, with curves clipped to it."""
 
@@ -131,8 +153,10 @@ class Axes:
         self.drawing = drawing
         self.box = box
         self.x, self.y = x, y
-        self._drawn: list[Point] = []
-        self._written: list[Box] = []
+        self._drawn: dict[int, list[float]] = {}
+        """The heights of lines, by column of STRIDE pixels."""
+        self._edges: list[float] = []
+        """The left and right ends of broken regions, in pixels."""
 
     def at(self, x: float, y: float) -> Point:
         """Return the position of (`x`, `y`) in pixels."""
@@ -181,11 +205,20 @@ class Axes:
         value.
         """
         points = [self.at(x, y) for x, y in zip(xs, ys, strict=True)]
-        self._drawn += _along(points)
+        self._note(points)
         self._clipped(lambda: self.drawing.polyline(points, colour, width=width, dash=dash, group=group))
         for point, tip in zip(points, tips, strict=bool(tips)):
             if self.box.y - 1 <= point[1] <= self.box.bottom + 1:
                 self.drawing.circle(point, HIT, "transparent", stroke="none", tip=tip, group=group)
+
+    def without_end(self, x: float, y: float) -> None:
+        """Draw a dotted line from (`x`, `y`) to the top: beyond `x`, the queue grows, so what a short
+        run shows of these times is too little.
+        """
+        across, height = self.at(x, y)
+        points = [(across, height), (across, self.box.y)]
+        tip = "In the long run, the queue grows without end, and so does the time in it."
+        self.drawing.polyline(points, INK, width=3, dash="2 4", tip=tip)
 
     def strips(self, xs: Sequence[Number]) -> Iterator[tuple[Number, Box]]:
         """Yield each value of a logarithmic axis with the strip of the plot that is nearest to it,
@@ -195,6 +228,11 @@ class Axes:
         for value, low, high in zip(xs, edges, edges[1:], strict=False):
             left, right = (self.at(edge, self.y.low)[0] for edge in (low, high))
             yield value, Box(left, self.box.y, max(0.0, right - left), self.box.height)
+
+    def tips(self, xs: Sequence[Number], words: Callable[[Number], str]) -> None:
+        """Add a tooltip everywhere in the plot, with the words about the nearest value."""
+        for value, strip in self.strips(xs):
+            self.drawing.rect(strip, "transparent", tip=words(value))
 
     def points(
         self, xs: Sequence[float], ys: Sequence[float], colour: str, *, radius: float = 4.5, tips: Sequence[str] = ()
@@ -206,105 +244,145 @@ class Axes:
     def mark_x(self, value: float, colour: str = INK, *, dash: str = "4 3") -> None:
         """Draw a dashed vertical line at `value`."""
         across = self.at(value, self.y.low)[0]
+        self._note([(across, self.box.y), (across, self.box.bottom)], LEVEL_STRIDE)
         self.drawing.line((across, self.box.y), (across, self.box.bottom), colour=colour, dash=dash, width=1.5)
 
-    def mark_y(
-        self, value: float, text: str, colour: str = INK, *, dash: str = "4 3", along: float = 1, below: bool = False
-    ) -> None:
-        """Draw a dashed horizontal line at `value`, with text above or below it that ends at
-        `along` (1: right end).
-        """
+    def mark_y(self, value: float, text: str, colour: str = INK, *, dash: str = "4 3") -> None:
+        """Draw a dashed horizontal line at `value`, with text above or below it where there is room."""
         height = self.at(self.x.low, value)[1]
-        self._drawn += _along([(self.box.x, height), (self.box.right, height)], LEVEL_STRIDE)
+        self._note([(self.box.x, height), (self.box.right, height)], LEVEL_STRIDE)
         self.drawing.line((self.box.x, height), (self.box.right, height), colour=colour, dash=dash, width=1.5)
-        place = (self.box.x + along * self.box.width - 2, height + 14 if below else height - 5)
-        self.drawing.text(place, text, size=SMALL, colour=colour, anchor="end", halo=True)
+        places = [
+            Lines([text], self.box.right - 2 - back * self.box.width, top, "end")
+            for back in (0, 0.3, 0.6)
+            for top in (height - ROW - 2, height + 2)
+        ]
+        shown = [place for place in places if place.box.bottom <= self.box.bottom and place.box.x >= self.box.x]
+        self.drawing.last(lambda: self._put(shown if text else [], colour, bold=False), MARKS)
 
     def broken(self, low: float | None, high: float | None, words: str) -> None:
         """Shade the values from `low` to `high` of the swept axis, where the system breaks; None
         stands for an end of the axis.
 
-        `words` at the edge name the cause and the service level that is missed. Nothing is drawn if
-        no value of the axis is broken. Call it before drawing the curves.
+        `words` name the cause and the service level that is missed. Nothing is drawn if no value of
+        the axis is broken. Call it before drawing the curves.
         """
         self.shade(low, high, words)
-        area = self._region(low, high)
-        if area.width > 0:
-            self._edge_words(area, words, high is None)
+        self.explain(low, high, words)
 
-    def shade(self, low: float | None, high: float | None, words: str) -> None:
-        """Shade a broken region without its label; where regions overlap, shade all of them before
-        drawing any `edge`.
-        """
+    def shade(self, low: float | None, high: float | None, words: str = "") -> None:
+        """Shade a broken region without writing the words, which are only attached to it."""
         area = self._region(low, high)
         if area.width <= 0:
             return
         with self.drawing.layer(broken=words):
             self.drawing.rect(area, BROKEN)
             self.drawing.hatch(area, MISSED, gap=9)
-            self._edge_line(area, high is None)
+        edges = [area.x] * (low is not None) + [area.right] * (high is not None)
+        self._edges += edges
+        self.drawing.last(lambda: self._draw_edges(area, edges))
 
-    def edge(self, low: float | None, high: float | None, words: str) -> None:
-        """Draw the edge of a shaded region with its words, on top of the shading of others."""
+    def _draw_edges(self, area: Box, edges: Sequence[float]) -> None:
+        for x in edges:
+            self.drawing.line((x, area.y), (x, area.bottom), colour=VERMILLION, width=2)
+
+    def explain(self, low: float | None, high: float | None, words: str, colour: str = VERMILLION) -> None:
+        """Write words about a region inside it or, if there is no room, beside it with an arrow."""
         area = self._region(low, high)
-        if area.width > 0:
-            self._edge_line(area, high is None)
-            self._edge_words(area, words, high is None)
-
-    def _edge_line(self, area: Box, after: bool) -> None:
-        edge = area.x if after else area.right
-        self.drawing.line((edge, area.y), (edge, area.bottom), colour=VERMILLION, width=2)
+        if area.width > 0 and words:
+            self.drawing.last(lambda: self._put(self._region_places(area, words), colour, ground=True), EDGES)
 
     def _region(self, low: float | None, high: float | None) -> Box:
         left = self.at(self.x.low if low is None else max(low, self.x.low), self.y.low)[0]
         right = self.at(self.x.high if high is None else min(high, self.x.high), self.y.low)[0]
         return Box(left, self.box.y, right - left, self.box.height)
 
-    def _edge_words(self, area: Box, words: str, after: bool) -> None:
-        """Write the words inside the broken region or, if it is too narrow, beside it with an
-        arrow.
+    def _region_places(self, area: Box, words: str) -> Iterator[Lines]:
+        """Yield the places for words about a region, the best first: up to the next edge inside it,
+        anywhere inside it, beside it with an arrow; at last, for the first words alone.
         """
-        edge = area.x if after else area.right
-        if words and area.width < LEAST_ROOM:
-            words, after = f"{words} →" if after else f"← {words}", not after
-        room = (self.box.right - edge if after else edge - self.box.x) - 14
-        self.write(words, edge + 7 if after else edge - 7, room, after=after)
+        ends = sorted([self.box.x, *self._edges, self.box.right])
+        within = [x for x in ends if area.x + 1 < x < area.right - 1]
+        before = max((x for x in ends if x < area.x - 1), default=area.x)
+        after = min((x for x in ends if x > area.right + 1), default=area.right)
+        from_left = area.x > self.box.x + 1
+        for content in dict.fromkeys((words, re.split("[:;]", words)[0])):
+            if within:
+                yield from self._wrapped_places(content, area.x, within[0], from_left)
+            yield from self._wrapped_places(content, area.x, area.right, from_left)
+            yield from self._wrapped_places(f"← {content}", area.right, after, True)
+            yield from self._wrapped_places(f"{content} →", before, area.x, False)
 
-    def write(self, words: str, x: float, room: float, *, after: bool) -> None:
-        """Write why the system breaks, in lines no wider than `room` pixels that begin or end at
-        `x`.
-
-        The lines are placed where no other words are and the fewest curves run, including curves
-        drawn later, and as high as possible.
+    def _wrapped_places(self, words: str, left: float, right: float, after: bool) -> Iterator[Lines]:
+        """Yield lines that begin at the left or end at the right, in few lines or in many, from the
+        top down.
         """
-        lines = wrapped(words, max(room, 60) * 0.92, SMALL)
-        if lines:
-            self.drawing.last(lambda: self._write(lines, x, after))
+        room = right - left - 12
+        ends = [(left + 7, "start"), (right - 7, "end")]
+        for wide in (room, *(wide for wide in (240.0, 170.0, 120.0, 80.0) if wide < room - 20)):
+            lines = wrapped(words, wide / BOLD, SMALL)
+            if max((BOLD * text_width(line, SMALL) for line in lines), default=math.inf) > room:
+                continue
+            for x, anchor in ends if after else ends[::-1]:
+                tops = range(2, int(self.box.height - ROW * len(lines)), 2 * STRIDE)
+                yield from (Lines(lines, x, self.box.y + top, anchor) for top in tops)
 
-    def keep_clear(self, box: Box) -> None:
-        """Keep this box free of the words that `write` draws."""
-        self._written.append(box)
+    def _put(self, places: Iterable[Lines], colour: str, *, bold: bool = True, ground: bool = False) -> None:
+        """Write the lines at the first place that touches no other words and no curve, or at the one
+        that crosses curves least; write nothing if each place touches other words.
+        """
+        best: tuple[int, Lines | None] = (1_000_000, None)
+        around = Box(self.box.x, self.box.y - 2 * ROW, self.box.width, self.box.height + 4 * ROW)
+        near = [other for other in self.drawing.words if other.overlaps(around)]
+        for place in places:
+            box = place.box
+            if any(box.overlaps(other) for other in near):
+                continue
+            crossed = self._crossed(box, best[0])
+            if crossed < best[0]:
+                best = (crossed, place)
+            if not crossed:
+                break
+        if best[1]:
+            self._write(best[1], colour, bold, ground)
 
-    def _write(self, lines: Sequence[str], x: float, after: bool) -> None:
-        widths = [text_width(line, SMALL) * (1 if row == 0 else 0.93) for row, line in enumerate(lines)]
-        wide, high = max(widths) + 6, ROW * len(lines) + 3
-        left = x - 3 if after else x + 3 - wide
-        heights = sorted(y for at, y in self._drawn if left <= at <= left + wide)
+    def _write(self, place: Lines, colour: str, bold: bool, ground: bool) -> None:
+        for row, line in enumerate(place.lines):
+            at = (place.x, place.top + 12 + ROW * row)
+            if ground:
+                line_box = text_box(at, line, SMALL, place.anchor, bold=row == 0)
+                behind = Box(line_box.x - 3, line_box.y - 2, line_box.width + 6, ROW)
+                self.drawing.rect(behind, CARD, opacity=0.8)
+            strong = bold and row == 0
+            self.drawing.text(at, line, size=SMALL, colour=colour, anchor=place.anchor, bold=strong, halo=not ground)
 
-        def in_the_way(box: Box) -> tuple[bool, int]:
-            crossed = bisect(heights, box.bottom) - bisect(heights, box.y)
-            return any(_overlap(box, other) for other in self._written), crossed
+    def _note(self, points: Sequence[Point], stride: int = STRIDE) -> None:
+        """Note where a line runs, so that words keep off it."""
+        for x, y in _along(points, stride):
+            self._drawn.setdefault(int(x // STRIDE), []).append(y)
 
-        lowest = max(0, int(self.box.height - high - 2))
-        tops = range(1, lowest + 2, STRIDE)
-        place = min((Box(left, self.box.y + top, wide, high) for top in tops), key=in_the_way)
-        self.keep_clear(place)
-        for row, long in enumerate(widths):
-            ground = Box(x - 3 if after else x - long - 3, place.y + ROW * row, long + 6, ROW + 2)
-            self.drawing.rect(ground, CARD, opacity=0.88)
-        for row, line in enumerate(lines):
-            at, anchor = (x, place.y + 13 + ROW * row), "start" if after else "end"
-            self.drawing.text(at, line, size=SMALL, colour=VERMILLION, anchor=anchor, bold=row == 0)
+    def _crossed(self, box: Box, most: int) -> int:
+        """Count the points of lines inside a box, and stop at `most`."""
+        low, high = box.y - 2, box.bottom + 2
+        count = 0
+        for column in range(int((box.x - 2) // STRIDE), int((box.right + 2) // STRIDE) + 1):
+            count += sum(low < y < high for y in self._drawn.get(column, ()))
+            if count >= most:
+                break
+        return count
+
+    def label(self, point: Point, words: str, colour: str = INK, *, bold: bool = True) -> None:
+        """Write words beside a point, in pixels, wherever there is room in the plot."""
+        x, y = point
+        sides = [(x + 10, "start"), (x - 10, "end"), (x, "middle")]
+        tops = (y + 6, y - ROW - 6, y - ROW / 2, y + 16, y - ROW - 16)
+        places = [Lines([words], at, top, anchor) for top in tops for at, anchor in sides]
+        inside = [place for place in places if self._holds(place.box)]
+        self.drawing.last(lambda: self._put(inside, colour, bold=bold), LABELS)
+
+    def _holds(self, box: Box) -> bool:
+        across = self.box.x <= box.x and box.right <= self.box.right
+        return across and self.box.y <= box.y and box.bottom <= self.box.bottom
 
     def here(self, value: float, knob: str, words: str = "") -> None:
         """Draw the handle at `value`. Dragging it in the plot sets `knob`, an argument of the
@@ -318,21 +396,26 @@ class Axes:
         x = min(max(self.at(value, self.y.low)[0], self.box.x), self.box.right)
         self.drawing.line((x, self.box.y), (x, self.box.bottom), colour=INK, width=2)
         self.drawing.circle((x, self.box.bottom), 7, INK)
-        if words:
-            wide = text_width(words, SMALL) + 12
-            left = x + wide > self.box.right
-            self.keep_clear(Box(x - wide if left else x, self.box.bottom - 20, wide, 20))
-            place_ = (x - 8 if left else x + 8, self.box.bottom - 8)
-            self.drawing.text(place_, words, size=SMALL, anchor="end" if left else "start", bold=True, halo=True)
+        self._note([(x, self.box.y), (x, self.box.bottom)])
+        sides = [(x + 8, "start"), (x - 8, "end")]
+        places = [
+            Lines([words], at, top, anchor)
+            for top in (self.box.bottom - 20, self.box.y + 2, self.box.y + self.box.height / 2)
+            for at, anchor in sides
+        ]
+        inside = [place for place in places if words and self._holds(place.box)]
+        self.drawing.last(lambda: self._put(inside, INK), LABELS)
 
     def also_here(self, value: float) -> None:
         """Mark the handle's value in a smaller plot, which has no handle of its own."""
         x = self.at(value, self.y.low)[0]
         self.drawing.line((x, self.box.y), (x, self.box.bottom), colour=INK, width=1.5)
 
-    def pinned(self, xs: Sequence[float], ys: Sequence[float]) -> None:
-        """Draw a curve of the pinned state, thin and dashed, behind the current one."""
+    def pinned(self, xs: Sequence[float], ys: Sequence[float], here: float) -> None:
+        """Draw the pinned state's curve and handle, thin and dashed, behind the current ones."""
         self.line(xs, ys, PINNED, width=1.5, dash="5 4", group="pinned")
+        self.mark_x(here, PINNED, dash="2 4")
+        self.drawing.circle((self.at(here, self.y.low)[0], self.box.bottom), 5, PINNED)
 
     def _clipped(self, draw: Callable[[], None]) -> None:
         """Draw inside a nested `<svg>`, which clips without the id that a clip path would need."""
@@ -353,10 +436,6 @@ def _along(points: Sequence[Point], stride: int = STRIDE) -> Iterator[Point]:
             yield x + (to_x - x) * part / count, y + (to_y - y) * part / count
 
 
-def _overlap(box: Box, other: Box) -> bool:
-    return box.x < other.right and other.x < box.right and box.y < other.bottom and other.y < box.bottom
-
-
 Key = tuple[str, str, str, float]
 """A curve's name, colour, dashes and width."""
 
@@ -372,6 +451,15 @@ def draw_keys(drawing: Drawing, y: float, keys: Iterable[Key]) -> float:
         drawing.text((x + 22, y), words, size=SMALL, colour=QUIET)
         x += room + 9
     return y
+
+
+def draw_head(drawing: Drawing, title: str, note: str, error: str | None, keys: Iterable[Key]) -> float:
+    """Write the title and what is modelled, with the key of the curves, and return the y of its last
+    row.
+    """
+    y = drawing.heading((MARGIN, 23), title) + 18
+    y = drawing.paragraph((MARGIN, y), f"{note}; {modelled(error)}", drawing.width - 2 * MARGIN)
+    return draw_keys(drawing, y + 19, keys)
 
 
 def three_boxes(width: float, y: float, high: float, *, large: float) -> tuple[Box, Box, Box]:

@@ -14,19 +14,21 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import asdict
 from inspect import isgenerator
 from typing import Any
 
 from minivllm.config.checks import is_number, require
 from minivllm.errors import MinivllmError
 from widgets.shell.knobs import Value
+from widgets.shell.mend import mend
 from widgets.shell.spec import Progress, Spec, Verdict, refused
 
 SIGNS = {"fine": "✓", "tight": "!", "broken": "✕"}
 """The sign of each tone, for readers who cannot see its colour."""
 WIDTH = 640
 """The width of a picture in pixels until a page reports its own."""
-MOST_WIDTH, LEAST_WIDTH = 760, 360
+MOST_WIDTH, LEAST_WIDTH = 1200, 360
 """Limits of a picture's width; its text keeps its size."""
 NOTHING = Progress(False, "There is nothing to check.")
 MOST_VERDICT, MOST_TRACE = 600, 20_000
@@ -60,6 +62,7 @@ class Session:
         self.own = {name: _uncached(part) for name, part in parts.items()}
         knobs = {name: value for name, value in settings.items() if name not in spec.own}
         self.values: dict[str, Value] = spec.start() | spec.accept(knobs)
+        self._asks = self.values == spec.start()
         self.width = WIDTH
         self.state: Any = None
         self.picture = ""
@@ -101,7 +104,7 @@ class Session:
             else:
                 yield from self._views(between)
         except MinivllmError as error:
-            yield self._failed(refused(error))
+            yield self._failed(refused(error)) | {"mend": mend(self.spec, self.values)}
         except KeyboardInterrupt:
             yield self._failed(Verdict("Interrupted. Turn a knob to go on.", "broken"))
             raise
@@ -147,8 +150,12 @@ class Session:
         return self.spec.accept(knobs)
 
     def described(self) -> dict[str, Any]:
-        """Return the parts of a page that never change: text, knobs, presets and goals."""
+        """Return the parts of a page that never change: text, knobs, presets and goals.
+
+        The guess is left out where the knobs differ from those that it is about.
+        """
         spec = self.spec
+        guess = asdict(spec.guess) | {"options": list(spec.guess.options)}
         return {
             "name": spec.name,
             "title": spec.title,
@@ -159,12 +166,8 @@ class Session:
             ],
             "presets": [{"label": label, "values": values} for label, values in spec.jumps().items()],
             "challenges": [{"goal": item.goal, "lesson": item.lesson} for item in spec.challenges],
-            "guess": {
-                "question": spec.guess.question,
-                "options": list(spec.guess.options),
-                "right": spec.guess.right,
-                "because": spec.guess.because,
-            },
+            "guess": guess if self._asks else None,
+            "tabs": list(spec.tabs),
             "own": [f"your own {name}" for name in self.own],
             "widths": [LEAST_WIDTH, MOST_WIDTH],
         }
@@ -198,8 +201,9 @@ class Session:
     def _view_of(self, values: Mapping[str, Value], state: Any) -> dict[str, Any]:
         progress = [challenge.check(state) for challenge in self.spec.challenges]
         return self._texts(values, self.spec.verdict(state), progress) | {
-            "svg": self.spec.figure(state, width=self.width, pinned=self.pinned),
+            "svg": self.spec.pictures(state, width=self.width, pinned=self.pinned),
             "command": self.spec.command(state),
+            "mend": None if self.spec.starts(state) else mend(self.spec, values),
             "busy": False,
             "stale": False,
         }
@@ -242,6 +246,7 @@ class Session:
             "tone": verdict.tone,
             "sign": SIGNS[verdict.tone],
             "trace": "",
+            "mend": None,
             "values": dict(values),
             "challenges": [{"met": item.met, "words": item.words, "advice": item.advice} for item in progress],
             "saved": json.dumps({"widget": self.spec.name, "knobs": values}),

@@ -99,7 +99,8 @@ class Shell {
     this.values = {}; // the knobs' positions
     this.width = null;
     this.frame = null;
-    this.asked = false;
+    this.asked = !this.described.guess; // there is none where the knobs differ from those that it is about
+    this.page = 0;
     this.met = new Set();
     this.challenge = 0;
     this.build(root);
@@ -132,7 +133,7 @@ class Shell {
     const fields = groups.map(({ heading, knobs }) =>
       make("fieldset", {}, make("legend", {}, heading), ...knobs.map((knob) => this.buildKnob(knob)))
     );
-    const jumps = presets.map(({ label, values }) => button(label, () => this.turn(values)));
+    const jumps = presets.map(({ label, values }) => button(label, () => this.jump(values)));
     this.goals = challenges.map((_, index) => button(`${index + 1}`, () => this.pick(index)));
     this.goal = make("p", { class: "lw-goal" });
     this.progress = make("p", { class: "lw-progress" });
@@ -174,16 +175,25 @@ class Shell {
     this.words = make("span", {});
     this.trace = make("pre", {});
     this.traced = make("details", { hidden: true }, make("summary", KEYS, "Traceback"), this.trace);
-    this.says = make("div", { class: "lw-says" }, this.sign, this.words, this.traced);
+    this.mend = button("", () => this.turn(this.view.mend.values), { class: "lw-mend", hidden: true });
+    this.because = make("p", { class: "lw-because", hidden: true });
+    this.says = make("div", { class: "lw-says" }, this.sign, this.words, this.mend, this.because, this.traced);
     this.listen();
-    return make("div", { class: "lw-stage" }, this.buildGuess(), this.picture, this.buildPlayer(), this.says, this.buildTake());
+    const top = make("div", { class: "lw-top" }, this.buildGuess(), this.says);
+    return make("div", { class: "lw-stage" }, top, this.buildTabs(), this.picture, this.buildPlayer(), this.buildTake());
+  }
+
+  buildTabs() {
+    this.tabs = this.described.tabs.map((label, index) => button(label, () => this.leaf(index)));
+    return make("div", { class: "lw-buttons lw-tabs", role: "group", "aria-label": "Pictures", hidden: !this.tabs.length }, ...this.tabs);
   }
 
   buildGuess() {
-    const { question, options } = this.described.guess;
+    const { question, options } = this.described.guess ?? { question: "", options: [] };
     const answers = options.map((option, index) => button(option, () => this.guessed(index)));
     const skip = button("Show me", () => this.guessed(null), { class: "lw-quiet" });
-    this.question = make("div", { class: "lw-guess", role: "group", "aria-label": "Guess first" }, make("span", {}, question), ...answers, skip);
+    const shown = { class: "lw-guess", role: "group", "aria-label": "Guess first", hidden: this.asked };
+    this.question = make("div", shown, make("span", {}, question), ...answers, skip);
     return this.question;
   }
 
@@ -201,6 +211,7 @@ class Shell {
     this.command = make("pre", { class: "lw-command", tabindex: 0, ...KEYS });
     this.saved = make("textarea", { rows: 2, spellcheck: "false", "aria-label": "This state as JSON: copy it, or paste one here and load it", ...KEYS });
     this.compared = make("p", { class: "lw-compared", hidden: true });
+    this.copied = make("output", {});
     this.unpin = button("Unpin", () => this.reach(this.host.unpin()), { hidden: true });
     this.compare = button("Show pinned", () => this.flip(), { hidden: true, "aria-pressed": "false" });
     const pins = this.host.pin ? [button("Pin to compare", () => this.reach(this.host.pin())), this.unpin, this.compare] : [];
@@ -210,10 +221,11 @@ class Shell {
       {},
       make("summary", KEYS, "As a command, as JSON"),
       this.command,
-      button("Copy command", () => copy(this.command.textContent)),
+      button("Copy command", () => this.copy(this.command.textContent)),
       this.saved,
-      button("Copy JSON", () => copy(this.saved.value)),
-      ...load
+      button("Copy JSON", () => this.copy(this.saved.value)),
+      ...load,
+      this.copied
     );
     return make("div", { class: "lw-take" }, make("div", { class: "lw-buttons" }, ...pins), this.compared, take);
   }
@@ -225,6 +237,11 @@ class Shell {
     this.ask(values, this.width);
   }
 
+  jump(values) {
+    this.stop(); // a player that goes on would play another run
+    this.turn(values);
+  }
+
   load() {
     this.answer();
     this.reach(this.host.load(this.saved.value));
@@ -233,6 +250,7 @@ class Shell {
   answer() {
     this.asked = true; // turning a knob skips the question
     this.question.hidden = true;
+    this.because.hidden = true; // it is about the knobs as they were
   }
 
   ask(values, width) {
@@ -259,6 +277,8 @@ class Shell {
     if (answered !== false) return;
     this.waiting = null;
     this.picture.classList.add("lw-stale");
+    this.says.hidden = false;
+    this.mend.hidden = true;
     this.says.dataset.tone = "broken";
     this.sign.textContent = "✕";
     this.words.textContent = "The kernel that drew this has ended. Run this cell again.";
@@ -304,9 +324,12 @@ class Shell {
     this.el.classList.toggle("lw-busy", view.busy);
     this.el.classList.toggle("lw-asking", !this.asked);
     const secret = !this.asked && !view.stale; // the verdict would give away the answer
-    this.says.dataset.tone = secret ? "none" : view.tone;
-    this.sign.textContent = secret ? "?" : view.sign;
-    this.words.textContent = secret ? "Guess first, or turn a knob to see." : view.words;
+    this.says.hidden = secret;
+    this.says.dataset.tone = view.tone;
+    this.sign.textContent = view.sign;
+    this.words.textContent = view.words;
+    this.mend.hidden = !view.mend || Object.keys(view.mend.values).some((name) => this.host.fixed(name));
+    this.mend.textContent = view.mend?.label ?? "";
     this.traced.hidden = !view.trace;
     this.trace.textContent = view.trace || "";
     if (!view.busy && !secret) this.speak(view.words);
@@ -377,12 +400,27 @@ class Shell {
 
   guessed(index) {
     const { right, options, because } = this.described.guess;
-    this.asked = true;
     const verdict = index === null ? "" : index === right ? "Right. " : `No: ${options[right]}. `;
-    this.question.replaceChildren(make("span", {}, `${verdict}${because}`));
-    this.speak(`${verdict}${because}`);
+    this.answer();
+    this.because.hidden = false;
+    this.because.textContent = `${verdict}${because}`;
     this.show(this.view);
+    this.speak(this.because.textContent);
     this.picture.focus({ preventScroll: true });
+  }
+
+  async copy(text) {
+    try {
+      await navigator.clipboard.writeText(text);
+    } catch {
+      const area = make("textarea", {}, text); // pages without https have no clipboard
+      this.el.append(area);
+      area.select();
+      document.execCommand("copy");
+      area.remove();
+    }
+    this.copied.textContent = "Copied.";
+    setTimeout(() => (this.copied.textContent = ""), 2000);
   }
 
   speak(words) {
@@ -394,9 +432,17 @@ class Shell {
 
   // ---- the picture: frames, tooltips, groups, dragging
 
+  leaf(page) {
+    this.page = page;
+    this.draw(this.compare.getAttribute("aria-pressed") === "true" ? this.view.pinned.svg : this.drawn);
+  }
+
   draw(svg) {
-    this.picture.innerHTML = svg;
-    this.svg = this.picture.querySelector("svg");
+    this.picture.innerHTML = svg; // one picture, or one for each tab
+    const pages = [...this.picture.children];
+    pages.forEach((page, index) => (page.style.display = index === this.page ? "" : "none"));
+    this.tabs.forEach((tab, index) => tab.setAttribute("aria-pressed", String(index === this.page)));
+    this.svg = pages[this.page];
     this.mark = null;
     this.hideTip();
     const captions = this.svg?.dataset.frames ? JSON.parse(this.svg.dataset.frames) : null;
@@ -556,8 +602,4 @@ function nearestTo(knob, value, log) {
   }
   const far = (option) => (log ? Math.abs(Math.log(option.value / value)) : Math.abs(option.value - value));
   return knob.options.reduce((best, option) => (far(option) < far(best) ? option : best)).value;
-}
-
-function copy(text) {
-  navigator.clipboard?.writeText(text);
 }

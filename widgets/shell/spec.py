@@ -94,6 +94,16 @@ class Spec:
     command: Callable[[Any], str]
     challenges: tuple[Challenge, Challenge, Challenge]
     guess: Guess
+    starts: Callable[[Any], bool] = lambda _state: True
+    """Whether the system of a state starts; if it does not, one of `mends` may help."""
+    mends: tuple[str, ...] = ()
+    """Knobs to try, in this order, where the system does not start: the page offers the first turn
+    that helps.
+    """
+    detail: Callable[..., str] | None = None
+    """A second picture, called like `figure`, for what would crowd the first."""
+    tabs: tuple[str, ...] = ()
+    """The names of both pictures, if there are two."""
     own: Mapping[str, str] = field(default_factory=dict)
     """`{"argument of sweep": "what the reader's code does there"}`: `show(schedule=mine)`."""
 
@@ -111,6 +121,11 @@ class Spec:
         """
         start = self.start()
         return {"Start again": start} | {label: start | dict(values) for label, values in self.presets.items()}
+
+    def pictures(self, state: Any, width: float, pinned: Any = None) -> str:
+        """Draw all pictures of a state, one after the other."""
+        draw = (self.figure, self.detail) if self.detail else (self.figure,)
+        return "".join(picture(state, width=width, pinned=pinned) for picture in draw)
 
     def states(self, **values: Any) -> Iterator[Any]:
         """Run the sweep, and yield more and more complete states."""
@@ -137,18 +152,18 @@ class Spec:
         return {name: knobs[name].accept(value) for name, value in values.items()}
 
 
-def require_numbers(most: Mapping[str, float], **values: Any) -> None:
-    """Reject values that are not numbers, or that are so large that a sweep would take too long.
-
-    An integer maximum in `most` requires an integer value. Each sweep checks its own minimum.
+def require_numbers(limits: Mapping[str, tuple[float, float]], **values: Any) -> None:
+    """Reject values that are not numbers within their limits. A maximum that is an integer requires
+    an integer.
 
     Raises:
-        MinivllmError: A value is not a number, not an integer, or too large.
+        MinivllmError: A value is not a number, not an integer, too small or too large.
     """
     for name, value in values.items():
-        whole = isinstance(most[name], int)
-        fits = is_number(value) and (isinstance(value, int) or not whole) and value <= most[name]
-        require(fits, f"{name} must be a {'whole ' * whole}number of at most {most[name]:,}, not {value!r}")
+        low, high = limits[name]
+        whole = isinstance(high, int)
+        fits = is_number(value) and (isinstance(value, int) or not whole) and low <= value <= high
+        require(fits, f"{name} must be a {'whole ' * whole}number from {low:,} to {high:,}, not {value!r}")
 
 
 def require_choices(**choices: tuple[Any, Collection[Any]]) -> None:

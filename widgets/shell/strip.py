@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from minivllm_lab.drawing import text_width
 from widgets.shell.plot import MARGIN, Scale, seconds
-from widgets.shell.svg import HEADING, QUIET, SMALL, Box, Drawing, Segment, legend
+from widgets.shell.svg import BOLD, HEADING, QUIET, SMALL, Box, Drawing, Segment, legend
 
 NAMES = 104
 """Pixels left of the rows, for their names."""
@@ -19,7 +19,7 @@ def draw_title(drawing: Drawing, title: str, keys: Sequence[Segment], y: float) 
     baseline.
     """
     drawing.text((MARGIN, y), title, size=HEADING, bold=True)
-    after = MARGIN + text_width(title, HEADING) * 1.08 + 16
+    after = MARGIN + text_width(title, HEADING) * BOLD + 12
     room = sum(34 + text_width(key.label, SMALL) for key in keys)
     place = (after, y) if after + room <= drawing.width else (MARGIN, y + 20)
     return legend(drawing, place, keys, drawing.width - 2 * MARGIN) - 19
@@ -53,9 +53,10 @@ def frame_ends(across: Scale) -> list[float]:
 
 def draw_times(drawing: Drawing, box: Box, across: Scale) -> float:
     """Draw the time axis below the rows, and return the y of its labels."""
-    for value in Scale(0, across.high - across.low).ticks(6):
+    for value in Scale(0, across.high - across.low).ticks(6 if box.width > 300 else 4):
         x = box.x + across.share(across.low + value) * box.width
         drawing.line((x, box.bottom), (x, box.bottom + 4), colour=QUIET)
         label = seconds(value) if value else "0"
-        drawing.text((x, box.bottom + 17), label, size=SMALL, colour=QUIET, anchor="middle")
+        anchor = "middle" if x + text_width(label, SMALL) / 2 < drawing.width else "end"
+        drawing.text((x, box.bottom + 17), label, size=SMALL, colour=QUIET, anchor=anchor)
     return box.bottom + 17

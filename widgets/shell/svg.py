@@ -55,6 +55,22 @@ class Box:
         """Return the y of the lower edge."""
         return self.y + self.height
 
+    def overlaps(self, other: Box) -> bool:
+        """Return whether the two rectangles share an area."""
+        across = self.x < other.right and other.x < self.right
+        return across and self.y < other.bottom and other.y < self.bottom
+
+
+BOLD = 1.12
+"""How much wider bold text is."""
+
+
+def text_box(place: Point, content: str, size: float = BODY, anchor: str = "start", bold: bool = False) -> Box:
+    """Return the rectangle that a line of text takes, with its baseline at `place`."""
+    wide = text_width(content, size) * (BOLD if bold else 1)
+    left = place[0] - {"start": 0.0, "middle": wide / 2, "end": wide}[anchor]
+    return Box(left, place[1] - 0.8 * size, wide, size)
+
 
 class Drawing:
     """A card that collects shapes, later ones on top; `render()` returns the SVG text."""
@@ -65,7 +81,9 @@ class Drawing:
         self._parts: list[str] = []
         self._layers: list[str] = []
         self._on_top: list[str] = []
-        self._last: list[tuple[list[str], Callable[[], None]]] = []
+        self._last: list[tuple[int, list[str], Callable[[], None]]] = []
+        self.words: list[Box] = []
+        """The rectangles of all texts so far."""
         self._frames: tuple[str, ...] = ()
         self._still = False
 
@@ -92,9 +110,11 @@ class Drawing:
         self._on_top += [*self._layers, *self._parts, "</g>" * len(self._layers)]
         self._parts = below
 
-    def last(self, draw: Callable[[], None]) -> None:
-        """Call `draw` after everything else is drawn; it draws on top, within the current layers."""
-        self._last.append((list(self._layers), draw))
+    def last(self, draw: Callable[[], None], rank: int = 0) -> None:
+        """Call `draw` after everything else is drawn, lower ranks first; it draws on top, within the
+        current layers.
+        """
+        self._last.append((rank, list(self._layers), draw))
 
     def answer(self) -> AbstractContextManager[None]:
         """Hide everything drawn inside until the reader has answered the widget's question."""
@@ -192,7 +212,9 @@ class Drawing:
         """
         shape = attributes(x=place[0], y=place[1], font_size=size, fill=WORDS.get(colour, colour))
         shape += attributes(text_anchor=None if anchor == "start" else anchor, font_weight=600 if bold else None)
-        if turn:
+        if not turn:
+            self.words.append(text_box(place, content, size, anchor, bold))
+        else:
             shape += f' transform="rotate({number(turn)} {number(place[0])} {number(place[1])})"'
         if halo:
             shape += f' stroke="{CARD}" stroke-width="4" paint-order="stroke" stroke-linejoin="round"'
@@ -205,7 +227,7 @@ class Drawing:
             The y of the last baseline.
         """
         self.text(place, content, size=HEADING, bold=True)
-        after = place[0] + text_width(content, HEADING) * 1.06 + 10
+        after = place[0] + text_width(content, HEADING) * BOLD + 10
         if not note:
             return place[1]
         if after + text_width(note, SMALL) <= self.width:
@@ -241,10 +263,12 @@ class Drawing:
         The page's style decides how the picture shrinks: with `height: auto` on the root, viewers
         without that style would show nothing.
         """
-        while self._last:
-            self._layers, draw = self._last.pop(0)
+        for _, layers, draw in sorted(self._last, key=lambda entry: entry[0]):
+            self._layers = layers
             with self.on_top():
+                self.add('<g pointer-events="none">')  # the marks below have the tips
                 draw()
+                self.add("</g>")
         size = f'width="{number(self.width)}" height="{number(self.height)}"'
         view = f'viewBox="0 0 {number(self.width)} {number(self.height)}"'
         label = escape(f"{self.title}. {self.description}" if self.description else self.title)

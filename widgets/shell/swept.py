@@ -1,4 +1,5 @@
-"""Sweep one knob over simulated engines: first the reader's value, then the others, nearest first.
+"""Sweep one knob over simulated engines: first the reader's value, then the edge where they break,
+by bisection, then the other values, nearest first.
 
 Where the reader's code replaces a part, the unchanged engine is run, too, but only at the reader's
 value.
@@ -10,6 +11,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import ClassVar, Generic, Protocol, TypeVar
 
 from minivllm_lab.bounded import bounded
@@ -88,6 +90,15 @@ class SweptState(ABC, Generic[Point]):
     def run(self) -> list[int]:
         """Return the values that have been run."""
         return sorted(self.points)
+
+    @abstractmethod
+    def causes(self, value: int) -> list[str]:
+        """Return what is wrong at a value that has been run; "queue" means that the queue grows."""
+
+    def queue_at(self, edge: float | None) -> bool:
+        """Return whether the queue grows at the largest value below this edge."""
+        below = [value for value in self.run if value < (edge or 0)]
+        return bool(below) and "queue" in self.causes(below[-1])
 
     @property
     @abstractmethod
@@ -174,12 +185,27 @@ class Sweep(Generic[AnyState]):
                 yield state
 
     def _pending_runs(self) -> Iterator[Iterator[None]]:
-        for other in sorted({*self.values, self.at}, key=lambda other: abs(math.log(other / self.at))):
-            if not self.runs.refusal(other):
-                yield self.runs.runs.run(other)
-                if self.twin and other == self.at:
-                    yield self.twin.runs.run(other)
+        while (value := self._next()) is not None:
+            yield self.runs.runs.run(value)
+            if self.twin and value == self.at:
+                yield self.twin.runs.run(value)
             known_error("decode", "prefill")
+
+    def _next(self) -> int | None:
+        """Return the value to run next, or None if all are known: the reader's, then both ends, then
+        the middle between two values of which one breaks, and at last the nearest.
+        """
+        state = self._now()
+        left = [value for value in sorted({*self.values, self.at}) if value not in state.refusals]
+        left = [value for value in left if value not in self.runs.runs.found]
+        if self.at in left or not left:
+            return self.at if left else None
+        for low, high in pairwise(state.run):
+            inside = [value for value in left if low < value < high]
+            if inside and bool(state.causes(low)) != bool(state.causes(high)):
+                return inside[len(inside) // 2]
+        outside = [end for end in (left[-1], left[0]) if not state.run or not state.run[0] < end < state.run[-1]]
+        return next(iter(outside), min(left, key=lambda other: abs(math.log(other / self.at))))
 
     def _now(self) -> AnyState:
         refusals = {value: why for value in sorted({*self.values, self.at}) if (why := self.runs.refusal(value))}

@@ -281,6 +281,8 @@ SPEC = Spec(
     verdict=verdict,
     command=command,
     challenges=CHALLENGES,
+    starts=lambda state: state.fits,
+    mends=("batch", "context", "gpu", "drafter", "model"),
     guess=GUESS,
     own={"accept": "decides how many drafts of a step are accepted"},
 )

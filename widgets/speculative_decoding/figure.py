@@ -7,11 +7,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from minivllm_lab.drawing import text_width
 from minivllm_lab.palette import BLUE, GREEN, INK, ORANGE, PURPLE, SKY, VERMILLION, YELLOW
 from minivllm_lab.speculative_decoding.speculation import Cause, StepParts
 from widgets.shell.plot import MARGIN, WIDE, Axes, Key, Scale, counted, draw_keys, figures, tokens
-from widgets.shell.svg import HEADING, QUIET, SMALL, Box, Drawing, Segment, legend, stacked_bar
+from widgets.shell.strip import draw_title
+from widgets.shell.svg import QUIET, SMALL, Box, Drawing, Segment, legend, stacked_bar
 from widgets.shell.theme import MID
 from widgets.speculative_decoding.state import BATCHES, MOST_BATCH, MOST_K, State, sibling
 from widgets.speculative_decoding.step import VOCABULARY, Place
@@ -129,9 +129,8 @@ def _draw_speedup(axes: Axes, state: State, pinned: State | None) -> None:
     with axes.drawing.answer():
         _draw_broken(axes, state)
     if pinned:
-        axes.pinned(*_unzipped(_values(pinned, pinned.k)))
-    with axes.drawing.on_top():
-        axes.mark_y(1, "break even", GREEN, along=0.24, below=True)
+        axes.pinned(*_unzipped(_values(pinned, pinned.k)), pinned.batch)
+    axes.mark_y(1, "break even", GREEN)
     with axes.drawing.answer():
         for k, colour, dash in _curves(state):
             axes.line(*_unzipped(_values(state, k)), colour, width=1.8, dash=dash)
@@ -161,9 +160,7 @@ def _draw_broken(axes: Axes, state: State) -> None:
     if state.most_batch < MOST_BATCH:
         regions.append((max(state.most_batch, 1), None, memory_words(state)))
     for region in regions:
-        axes.shade(*region)
-    for region in regions:
-        axes.edge(*region)
+        axes.broken(*region)
 
 
 def memory_words(state: State) -> str:
@@ -175,14 +172,14 @@ def memory_words(state: State) -> str:
 
 def _draw_tips(axes: Axes, state: State) -> None:
     """Add a tooltip everywhere in the plot, with the results at the nearest batch size."""
-    batches = [batch for batch, _ in _values(state, state.k)]
-    for batch, strip in axes.strips(batches):
-        speedup = state.one.speedup(batch, state.k)
+
+    def tip(batch: int) -> str:
         plain = milliseconds(state.one.plain(batch).seconds)
         step = milliseconds(state.one.step(batch, state.k).seconds)
-        tip = f"{state.tokens:.2f} tokens in {step} instead of one in {plain}"
-        tip = f"{counted(batch, 'request')}: {speedup:.2f} times as fast, {tip}."
-        axes.drawing.rect(strip, "transparent", tip=tip)
+        faster = f"{state.one.speedup(batch, state.k):.2f} times as fast"
+        return f"{counted(batch, 'request')}: {faster}, {state.tokens:.2f} tokens in {step} instead of one in {plain}."
+
+    axes.tips([batch for batch, _ in _values(state, state.k)], tip)
 
 
 # ---- a step's time
@@ -238,12 +235,9 @@ def _draw_by_k(drawing: Drawing, box: Box, state: State) -> None:
 def _draw_step(drawing: Drawing, state: State, y: float) -> float:
     """Draw the positions of a step side by side, as many as fit; return the y below."""
     title = "One request's step, draft by draft"
-    drawing.text((MARGIN, y), title, size=HEADING, bold=True)
-    keys = [Segment("drafter, q", 0, ORANGE), Segment("model, p", 0, BLUE)]
-    after = MARGIN + text_width(title, HEADING) * 1.08 + 16
     wide = drawing.width - 2 * MARGIN
     aside = drawing.width >= WIDE
-    y = legend(drawing, (after, y) if aside else (MARGIN, y + 20), keys, wide) - 19
+    y = draw_title(drawing, title, [Segment("drafter, q", 0, ORANGE), Segment("model, p", 0, BLUE)], y)
     if aside:
         drawing.text((drawing.width - MARGIN, y), "accepted if u < p/q", size=SMALL, colour=QUIET, anchor="end")
     if state.own:

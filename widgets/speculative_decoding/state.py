@@ -7,7 +7,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from minivllm.config.checks import require
 from minivllm_lab.speculative_decoding.model_checks import speculation_error
 from minivllm_lab.speculative_decoding.speculation import (
     NGRAM,
@@ -37,9 +36,11 @@ BATCHES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 MOST_BATCH, MOST_K = BATCHES[-1], 8
 CONTEXTS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 STEPS = 12
-MOST = {"batch": MOST_BATCH, "k": MOST_K, "alpha": 0.99, "context": 131072, "step": 999}
+RANGES = {
+    "batch": (1, MOST_BATCH), "k": (1, MOST_K), "alpha": (0.15, 0.99), "context": (1, 131072), "step": (1, 999),
+}  # fmt: skip
 START = {
-    "batch": 16, "k": 4, "alpha": 0.6, "recorded": "none", "drafter": "head", "context": 256, "model": "Llama-3.1-8B",
+    "batch": 128, "k": 4, "alpha": 0.6, "recorded": "none", "drafter": "head", "context": 256, "model": "Llama-3.1-8B",
     "gpu": "H100", "step": 2,
 }  # fmt: skip
 
@@ -150,13 +151,7 @@ def sweep(
     Raises:
         MinivllmError: A value makes no sense, or the weights do not fit.
     """
-    require_numbers(MOST, batch=batch, k=k, alpha=alpha, context=context, step=step)
-    sensible = min(batch, k, context, step) >= 1 and alpha >= 0.15
-    require(
-        sensible,
-        f"batch, k, context and step must be 1 or more, alpha 0.15 or more; got batch {batch}, k {k}, context "
-        f"{context}, step {step}, alpha {alpha}",
-    )
+    require_numbers(RANGES, batch=batch, k=k, alpha=alpha, context=context, step=step)
     require_choices(
         recorded=(recorded, RECORDINGS), drafter=(drafter, DRAFTERS), model=(model, SIBLINGS), gpu=(gpu, GPUS)
     )

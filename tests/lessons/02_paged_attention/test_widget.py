@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[3]
 LONG: dict[str, Any] = {"requests": "azure-code", "samples": 1, "kernel": "line", "row_bytes": 64}
 SOLVED: tuple[dict[str, Any], ...] = (
     {"block_size": 64, "requests": "azure-conversation", "samples": 1},
-    {"requests": "azure-code", "samples": 8},
+    {"requests": "azure-code", "samples": 8, "block_size": 16},
     {**LONG, "block_size": 64},
 )
 any_knobs = st.fixed_dictionaries(
@@ -66,7 +66,8 @@ def picture(state, width: float) -> ET.Element:
 @pytest.mark.parametrize(
     ("knobs", "tone", "words"),
     [
-        ({}, "fine", ["Blocks of 16", "9.3 % of the held slots", "Cheapest for these requests: 16."]),
+        ({}, "broken", ["Blocks of 32", "10 % may be empty"]),
+        ({"block_size": 16}, "fine", ["Blocks of 16", "9.3 % of the held slots", "Cheapest for these requests: 16."]),
         ({"block_size": 8}, "broken", ["Blocks of 8", "no kernel in vLLM takes fewer than 16"]),
         ({"kernel": "line", "row_bytes": 64, "empty_allowed": 0.4}, "broken", ["1.02 × may be fetched"]),
         ({"block_size": 512}, "broken", ["10 % may be empty"]),
@@ -121,7 +122,7 @@ def test_the_readers_pool_plays():
         def touch(self, blocks):
             pass
 
-    session, view = played(block_pool=ForgetsForks)
+    session, view = played(block_pool=ForgetsForks, block_size=16)
     assert (view["tone"], view["words"][:18]) == ("broken", "Your pool is wrong")
     assert "samples of request 1 write into block" in view["svg"]
     assert "!1<" in view["svg"]
@@ -154,9 +155,9 @@ def test_the_guess_is_right():
     guess = widget.SPEC.guess
     state = widget.sweep()
     assert f"{state.tokens:.0f}" == "79", "some 80 tokens"
-    assert state.block_size == 16
+    assert state.block_size == 32
     shares = [float(option.removesuffix(" %")) / 100 for option in guess.options]
-    assert min(shares, key=lambda share: abs(share - state.empty[16])) == shares[guess.right]
+    assert min(shares, key=lambda share: abs(share - state.empty[32])) == shares[guess.right]
     assert state.empty[16] == pytest.approx(8 / 88, rel=0.05), "8 slots beside 80 tokens"
     assert 0.25 < state.empty[64] < 0.3, "more than a quarter, says the first challenge"
 

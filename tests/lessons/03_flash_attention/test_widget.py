@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from minivllm_lab.exercise import load
 from minivllm_lab.flash_attention import attention_traffic
 from minivllm_simulate.hardware import HARDWARE
-from widgets.flash_attention import SPEC, figure, sweep, verdict
+from widgets.flash_attention import SPEC, detail, figure, sweep, verdict
 from widgets.flash_attention import row as flash_attention_row
 from widgets.flash_attention.walk import captions
 from widgets.shell.session import Session
@@ -48,9 +48,9 @@ def test_a_sweep_is_the_counters():
 @settings(max_examples=20, deadline=None)
 def test_every_position_of_the_knobs_is_drawn(knobs, width):
     state = sweep(**knobs)
-    picture = figure(state, width, pinned=sweep())
-    assert "nan" not in picture.lower().replace("nant", "")
-    assert float(ET.fromstring(picture).get("width", 0)) == width
+    for picture in (figure(state, width, pinned=sweep()), detail(state, width)):
+        assert "nan" not in picture.lower().replace("nant", "")
+        assert float(ET.fromstring(picture).get("width", 0)) == width
     words = verdict(state)
     broken = not state.launches or state.less < 1
     assert (words.tone == "broken") == broken
@@ -104,7 +104,7 @@ def test_the_steps_end_at_the_softmax_of_the_row(keys_a_tile, times):
 def test_the_frames_walk_band_by_band_and_then_tile_by_tile():
     state = sweep(block_q=128)
     frames = captions(state)
-    picture = figure(state)
+    picture = detail(state)
     assert json.loads(ET.fromstring(picture).get("data-frames", "")) == frames
     assert len(frames) == 1 + (len(state.bands) - 1) + len(state.steps)
     assert "128 MiB of 132 MiB" not in frames[0]
@@ -127,7 +127,7 @@ def test_the_readers_step_walks_the_row():
     state = sweep(softmax_step=load(LESSON).softmax_step)
     assert state.wrong is None
     assert "Your softmax_step gives the right row" in verdict(state).words
-    assert "✓" in figure(state)
+    assert "✓" in detail(state)
 
 
 def test_a_wrong_factor_shows_in_the_frame_where_it_happens():
@@ -139,8 +139,8 @@ def test_a_wrong_factor_shows_in_the_frame_where_it_happens():
     assert "tile 3" in outcome.words
     assert "multiplied the old l by 1.000, but exp(old m − new m) is 0.454" in outcome.words
     assert "l wrong" in captions(state)[len(state.bands) + 2]
-    assert "Tile 3, yours" in figure(state)
-    assert "✕" in figure(state)
+    assert "Tile 3, yours" in detail(state)
+    assert "✕" in detail(state)
 
 
 @pytest.mark.parametrize(

@@ -147,7 +147,7 @@ test_advice_names_the_knob_that_is_wrong = advice_test(
     [
         (0, {"gpu": "B200"}, "Use an H100"),
         (0, {"recorded": "ngram"}, 'Set "Recorded" to "no: as above"'),
-        (0, {}, "Raise the batch to 128 (now 16)"),
+        (0, {"batch": 16}, "Raise the batch to 128 (now 16)"),
         (0, {"context": 1024}, "Lower the context to 256 (now 1K)"),
         (1, {"drafter": "ngram"}, "Use the EAGLE-3 head as the drafter"),
         (1, {"k": 2}, "Raise the drafts a step to 4 (now 2)"),

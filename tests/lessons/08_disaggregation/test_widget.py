@@ -211,7 +211,7 @@ def test_the_lessons_own_connector_gives_the_same_points(lesson, monkeypatch: py
 
 WRONG = {
     "waits for nobody": (
-        ("get_num_new_matched_tokens", "num_tokens > 0", "False"), "(1028, False) for a prompt of 1028 tokens"
+        ("get_num_new_matched_tokens", "num_tokens > 0", "False"), "(1026, False) for a prompt of 1026 tokens"
     ),
     "finds nothing": (
         ("get_num_new_matched_tokens", 'not params.get("do_remote_prefill")', "True"), "that is remote"

@@ -208,11 +208,20 @@ def test_the_edge_lies_where_the_load_fills_the_pool():
 # ---- what is said
 
 
+@pytest.mark.usefixtures("short_runs")
+def test_a_line_to_the_top_says_where_the_queue_grows_though_a_short_run_is_in_time():
+    state = swept()
+    assert state.queue_at(state.late[0][1] or 0)
+    assert "without end" in widget.figure(state)
+    assert "without end" not in widget.figure(swept(load=2.0))
+
+
 def test_the_right_guess_is_what_is_computed_again():
-    state = here(pool=24576)
-    assert f"{state.points[24576].wasted:.0%}" == "27%"
-    assert widget.GUESS.options[widget.GUESS.right] == "over a quarter"
-    assert "27 %" in widget.GUESS.because
+    state = here()
+    assert f"{state.here.wasted:.0%}" == "24%"
+    assert widget.GUESS.options[widget.GUESS.right] == "about a quarter"
+    assert "24 %" in widget.GUESS.because
+    assert f"the pool holds {state.pool // 1024}K" in widget.GUESS.question
     assert "58K" in widget.GUESS.question
     assert state.saturation == pytest.approx(58e3, rel=0.02)
 
