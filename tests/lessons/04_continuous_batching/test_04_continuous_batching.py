@@ -15,7 +15,9 @@ from minivllm.errors import MinivllmError
 from minivllm.kernels.unified_attention import unified_attention
 from minivllm.models.loader import random_model
 from minivllm_lab.continuous_batching import report
+from minivllm_lab.continuous_batching.budget import long_before_chat
 from minivllm_lab.exercise import checks_of, load, plug_of
+from minivllm_lab.followed import followed
 from minivllm_lab.mutants import load_mutant
 from minivllm_lab.plugged import rows_of, serve
 from minivllm_lab.recording import bare_engine, foretell, record_run
@@ -350,6 +352,16 @@ def test_the_examples_by_hand():
     assert tight[4:8] == [{"add": 1, "for": 1}, {"add": 1, "for": 1}, {"for": 1, "class": 11}, {"class": 1}]
     assert len(tight) == 11
     assert sum(map(sum, (step.values() for step in tight))) - sum(map(sum, (step.values() for step in ample))) == 11
+
+
+def test_the_pictures_show_the_steps_of_the_table():
+    steps = [{row.request: row.num_scheduled_tokens for row in step.rows} for step in followed("company").steps]
+    assert steps == by_hand(lesson.Pool())
+
+
+def test_a_chunk_stands_before_a_decode_that_was_admitted_later():
+    steps = [list(step.items()) for step in long_before_chat()]
+    assert steps[:3] == [[("long", 8), ("chat", 3)], [("long", 8), ("chat", 1)], [("long", 4), ("chat", 1)]]
 
 
 def decode_line(gpu: str) -> tuple[float, float]:
