@@ -299,8 +299,8 @@ MUTANTS = {
     ),
     "forgets the request's first key": (
         "ragged_kernel",
-        "start, first_key = ..., tl.load(key_start_loc + request)",
-        "start, first_key = ..., 0 * request",
+        "first_key = tl.load(key_start_loc + request)",
+        "first_key = 0 * request",
     ),
 }
 MESSAGES = {
