@@ -14,8 +14,9 @@ In a lesson's Markdown, the words after a fence's language say what it becomes:
 
 `script=` also works with the first three; without `region=` it quotes the whole file. A region is
 what lies between the lines `# region: NAME` and `# endregion`. A picture next to a widget's cell
-shows what the widget draws, so the notebook keeps only the widget. `notebooks/README.md`, the page
-that `make lab` opens, is built too.
+shows what the widget draws, so the notebook keeps only the widget. The notebook opens with the
+lesson's title and how to run it; the cell that sets it up stands before the first other cell.
+`notebooks/README.md`, the page that `make lab` opens, is built too.
 """
 
 from __future__ import annotations
@@ -282,12 +283,19 @@ def _jupytext_lines(lesson: Lesson) -> Iterator[str]:
     """Yield the lesson as jupytext reads it: every code fence is a cell, except those marked
     NO_CELL.
     """
-    headings, stem, drawn_live = _heading_ids(lesson), lesson.path.stem, _pictures_of_widgets(lesson.parts)
-    yield HOW_TO_GET_HERE.format(stem=stem, mend=MEND, colab=ADDRESS.colab(stem))
-    yield f'```python tags=["setup"]\n{SETUP.format(address=ADDRESS.address())}```\n'
+    headings = _heading_ids(lesson)
+    drawn_live = _pictures_of_widgets(lesson.parts)
+    first_cell = next((index for index, part in enumerate(lesson.parts) if _is_cell(part)), None)
+    title = next((index for index, part in enumerate(lesson.parts) if _is_title(part)), None)
     for index, part in enumerate(lesson.parts):
+        if index == first_cell:
+            yield f'```python tags=["setup"]\n{SETUP.format(address=ADDRESS.address())}```\n'
         if isinstance(part, str):
             yield "" if index in drawn_live else _relinked(part, headings)
+            if index == title:
+                stem = lesson.path.stem
+                how = HOW_TO_GET_HERE.format(stem=stem, mend=MEND, colab=ADDRESS.colab(stem))
+                yield f"\n{how}".rstrip()  # jupytext starts a new cell at two blank lines
             continue
         marks = part.closing.strip()
         if part.kind:
@@ -297,6 +305,14 @@ def _jupytext_lines(lesson: Lesson) -> Iterator[str]:
             yield "\n".join([f"{marks}python{tags}", *magic, *part.body, marks])
         else:
             yield "\n".join([f"{part.indent}{marks}{part.language} {NO_CELL}", *part.body, part.closing])
+
+
+def _is_cell(part: str | Fence) -> bool:
+    return isinstance(part, Fence) and part.kind is not None
+
+
+def _is_title(part: str | Fence) -> bool:
+    return isinstance(part, str) and part.startswith("# ")
 
 
 def _pictures_of_widgets(parts: Sequence[str | Fence]) -> set[int]:

@@ -250,16 +250,24 @@ def ragged_kernel(
     A decode is a tile with one real row.
     """
     tile, head = tl.program_id(0), tl.program_id(1)
+    # 1. Which request does this tile belong to? No table says so; the starts do.
     request = find_sequence(query_start_loc, tile, num_seqs, BLOCK_Q)
-    start, first_key = tl.load(query_start_loc + request), tl.load(key_start_loc + request)
+    # 2. How many new rows does the request have, and how many tokens before them?
+    start = tl.load(query_start_loc + request)
+    first_key = tl.load(key_start_loc + request)
     queries = tl.load(query_start_loc + request + 1) - start
     context = tl.load(key_start_loc + request + 1) - first_key - queries
+    # 3. Which of the request's rows are this tile's?
     row = (tile - start // BLOCK_Q - request) * BLOCK_Q + tl.arange(0, BLOCK_Q)
     column = tl.arange(0, BLOCK_D)
     at = ((start + row).to(tl.int64) * GROUP * KV_HEADS + head)[:, None] * HEAD_DIM + column[None, :]
+    # 4. Rows past the request's last one are the next request's: neither load nor store them.
     real = (row < queries)[:, None] & (column < HEAD_DIM)[None, :]
     if tl.min(row) < queries:
-        query, end = tl.load(q + at, mask=real, other=0.0), context + tl.minimum(tl.max(row) + 1, queries)
+        query = tl.load(q + at, mask=real, other=0.0)
+        # 5. No row of the tile sees a key behind its last row's.
+        end = context + tl.minimum(tl.max(row) + 1, queries)
+        # 6. The staircase: each row sees one key more than the row above it.
         result = attend_keys(
             query, keys, values, first_key, head // GROUP, end, context + row + 1, scale,
             KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_T,
@@ -328,10 +336,9 @@ def main(arguments: Namespace) -> None:
         results["engine"] = report.measure_engine(arguments, device)
     heading("6. Break it (Llama-3.1-8B on an H100, modelled)")
     results |= report.break_on_simulator(arguments)
+    heading("7. Break it (the scheduler and the engine themselves)")
     results["starved"] = starved()
     results["refused"] = report.refuse_too_long(arguments.model, device)
-    heading("7. Asynchronous scheduling")
-    results["pipeline"] = report.measure_pipelines()
     report.close(results, arguments.seats, control.disturbance())
     keep(__file__, results, arguments, report.draw, disturbance=control.record())
 

@@ -1,5 +1,5 @@
-"""Lesson 04's opening: a step in which a decode, a whole prompt and a chunk of a prompt share one
-forward pass.
+"""Lesson 04's pictures of one step, in which a decode, a whole prompt and a chunk of a prompt share
+a forward pass.
 
 It is the second step of the scene "company": the followed request decodes, and two others have just
 arrived.
@@ -7,8 +7,9 @@ arrived.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
+from minivllm_lab.continuous_batching import budget
 from minivllm_lab.drawing import BLANK, QUIET, RULE, arrow, line, rect, svg, text, tint
 from minivllm_lab.followed import Followed, Row, Step, followed
 from minivllm_lab.frames import Frames
@@ -22,25 +23,39 @@ DASH = "4 3"
 
 
 def frames() -> Frames:
-    """Draw six stills: missing tokens, padding, end to end, tiles, visible keys, samples."""
+    """Draw six stills: missing tokens, padding, end to end, tiles, visible keys, the whole step."""
     run = followed("company")
     step = run.steps[1]
     return Frames(
-        [_wanted(run, step), _padded(step), _end_to_end(step), _tiles(step), _seen(step), _sampled(step)],
         [
-            "Before the step: add has 9 tokens in the cache and 1 that it has sampled; for and class have arrived. A "
-            "step may have 12 tokens: add gets 1, for 5, and 6 are left for class, whose prompt is cut.",
-            "As a rectangle with a row for each request, this would have 18 places, 6 of them padding.",
-            "So all new tokens are laid end to end. Norms and matmuls with weights take them row by row, and do not "
-            "belong to. query_start_loc says where each request begins.",
-            "Attention must know. It is one launch over tiles of 4 rows; no tile straddles two requests. A program "
-            "finds its request by bisection: the last one whose first tile, start // 4 + number, is not after its own.",
-            "Each row sees its own request's keys, up to itself. The decode sees 10; the prompt and the chunk see a "
-            "staircase. Nothing outside the coloured cells counts.",
-            "Only the last row of a request that has caught up samples. class has 4 tokens of its prompt left: its "
-            "logits would predict a token that is already known.",
+            _wanted(run, step),
+            _padded(step),
+            _end_to_end(step),
+            _tiles(step),
+            _seen("The keys that each row sees", step),
+            _seen("The whole step", step, samples=True),
+        ],
+        [
+            "add lacks one token, for lacks five, class lacks ten. Twelve fit into the step.",
+            "Padded to a rectangle, twelve tokens would take eighteen places.",
+            "So lay the tokens end to end: norms and matmuls do not ask whose token it is.",
+            "Attention does ask. It runs in tiles of four rows, and no tile straddles two requests.",
+            "Each row sees its own request's keys, up to itself: a decode ten, a chunk a staircase.",
+            "The whole step: three requests, twelve rows, one launch. Two have caught up, so two sample.",
         ],
     )
+
+
+def stills() -> dict[str, str]:
+    """Draw the pictures that stand alone in the text, by the name of their file."""
+    step = followed("company").steps[1]
+    return {
+        "bet": budget.bet(),
+        "reveal": budget.reveal(),
+        "budget": budget.followed_steps(),
+        "tiles": _tiles(step),
+        "staircase": _seen("The keys that each row sees", step),
+    }
 
 
 def _still(title: str, *elements: str) -> str:
@@ -68,11 +83,19 @@ def _wanted(run: Followed, step: Step) -> str:
             parts.append(_cell(LEFT + place * CELL, y, token.shown, fill, dash=None if new else DASH))
         cut = " of 10" if end < len(known) else ""
         parts.append(text(LEFT, y + TALL + 18, f"gets {row.num_scheduled_tokens}{cut}", size=12, colour=QUIET))
-    key = [("in the cache", tint(INK, 0.2), None), ("computed in this step", INK, None), ("later", "#FFFFFF", DASH)]
-    for index, (words, fill, dash) in enumerate(key):
-        x = LEFT + index * 190
-        parts += [rect(x, 306, 22, 16, fill, stroke=QUIET, dash=dash), text(x + 30, 319, words, size=12)]
+    parts += _swatch(LEFT, 306, map(tint, COLOURS), "in the cache")
+    parts += _swatch(LEFT + 190, 306, COLOURS, "computed in this step")
+    parts += [
+        rect(LEFT + 400, 306, 22, 14, "#FFFFFF", stroke=QUIET, dash=DASH),
+        text(LEFT + 430, 318, "later", size=12),
+    ]
     return _still("What each request lacks", *parts)
+
+
+def _swatch(x: float, y: float, fills: Iterable[str], words: str) -> list[str]:
+    """Explain what a colour of each request means."""
+    boxes = [rect(x + index * 13, y, 13, 14, fill, stroke="#FFFFFF") for index, fill in enumerate(fills)]
+    return [*boxes, text(x + 47, y + 12, words, size=12)]
 
 
 def _padded(step: Step) -> str:
@@ -140,21 +163,37 @@ def _tiles(step: Step) -> str:
     return _still("Tiles find their rows", *parts)
 
 
-def _seen(step: Step) -> str:
-    left, top, wide, tall = 130, 64, 30, 21
-    parts, column = [], 0
+def _seen(title: str, step: Step, samples: bool = False) -> str:
+    """Draw a line for each row of the batch and a column for each key of each request."""
+    left, top, wide, tall = 130, 64, 26, 20
+    parts = []
+    column = 0
+    columns = sum(row.seq_len for row in step.rows)
+    right = left + columns * wide + 16
     for index, row in enumerate(step.rows):
         x = left + column * wide
         parts.append(text(x + row.seq_len * wide / 2, top - 10, f"keys of {row.request}", size=12, anchor="middle"))
         for place in range(row.num_scheduled_tokens):
-            parts += _sees(row, place, index, (x, top + (row.query_start + place) * tall), (wide, tall))
-            y = top + (row.query_start + place) * tall + 15
-            parts.append(text(left - 10, y, row.tokens[place].shown, size=12, anchor="end", mono=True))
+            y = top + (row.query_start + place) * tall
             sees = row.num_computed_tokens + place + 1
-            parts.append(text(left + 21 * wide + 14, y, f"sees {sees}", size=12))
+            parts += _sees(row, place, index, (x, y), (wide, tall))
+            parts.append(text(left - 10, y + 15, row.tokens[place].shown, size=12, anchor="end", mono=True))
+            parts.append(text(right, y + 15, f"sees {sees}", size=12))
+        if samples:
+            last = top + (row.query_start + row.num_scheduled_tokens - 1) * tall + 15
+            parts += _sample(row, right + 56, last)
         column += row.seq_len
-    frame = rect(left, top, column * wide, step.query_start_loc[-1] * tall, stroke=RULE)
-    return _still("The keys that each row sees", frame, *parts)
+    parts += _swatch(left, 322, COLOURS, "a key that the row sees")
+    parts += _swatch(left + 230, 322, (BLANK,) * 3, "a later key of the same request: hidden")
+    frame = rect(left, top, columns * wide, step.query_start_loc[-1] * tall, stroke=RULE)
+    return _still(title, frame, *parts)
+
+
+def _sample(row: Row, x: float, y: float) -> list[str]:
+    """Say beside a request's last row what it samples."""
+    if row.sampled is None:
+        return [text(x, y, "not caught up", size=12, colour=QUIET)]
+    return [arrow((x, y - 4), (x + 20, y - 4)), text(x + 26, y, row.sampled.shown, size=12, mono=True)]
 
 
 def _sees(row: Row, place: int, index: int, corner: tuple[float, float], size: tuple[float, float]) -> Sequence[str]:
@@ -163,20 +202,3 @@ def _sees(row: Row, place: int, index: int, corner: tuple[float, float], size: t
         rect(corner[0] + key * size[0], corner[1], *size, COLOURS[index] if key < sees else BLANK, stroke="#FFFFFF")
         for key in range(row.seq_len)
     ]
-
-
-def _sampled(step: Step) -> str:
-    y, parts = 100, [_name(100, "rows"), *_strip(step, 100)]
-    for index, row in enumerate(step.rows):
-        x = LEFT + (row.query_start + row.num_scheduled_tokens - 1) * CELL
-        if row.sampled is None:
-            parts.append(
-                text(x + CELL, y + TALL + 66, "no sample: 4 tokens of the prompt are left", size=12, anchor="end")
-            )
-            continue
-        parts.append(arrow((x + CELL / 2, y + TALL + 4), (x + CELL / 2, y + TALL + 40)))
-        parts.append(rect(x, y + TALL + 46, CELL, TALL, "#FFFFFF", stroke=COLOURS[index], stroke_width=2))
-        shown = row.sampled.shown
-        parts.append(text(x + CELL / 2, y + TALL + 66, shown, size=12, anchor="middle", mono=True))
-    parts.append(text(LEFT, 250, "Next step: add 1, for 1, and the other 4 of class.", size=14))
-    return _still("Caught-up requests sample", *parts)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import random
-from collections import deque
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -13,12 +12,12 @@ from minivllm.memory import memory_ledger
 from minivllm_lab import palette
 from minivllm_lab.cli import lesson_parser, whole_number
 from minivllm_lab.continuous_batching import scenes
-from minivllm_lab.figures import curves, panels
+from minivllm_lab.figures import panels
 from minivllm_lab.progress import track
 from minivllm_lab.proof import refusal
-from minivllm_lab.recording import bare_engine, foretell, record_run
+from minivllm_lab.recording import bare_engine, record_run
 from minivllm_lab.tables import Timed, closing, console, record_table, table
-from minivllm_simulate.cost_model import FittedCost, RooflineCost, StepShape, model_error
+from minivllm_simulate.cost_model import RooflineCost
 from minivllm_simulate.hardware import get_hardware
 from minivllm_simulate.known_models import known_model
 from minivllm_simulate.workloads import Lengths, workload
@@ -64,30 +63,30 @@ def pool(block_size: int) -> CacheConfig:
 
 
 def measure_engine(arguments: argparse.Namespace, device: torch.device) -> dict:
-    """Run the engine with each of `WAYS` on the same requests; print the throughput, and the error
-    of a step model fitted to half of the steps.
-    """
+    """Run the engine with each of `WAYS` on the same requests; print and compare the throughput."""
     draw, outputs, runs = random.Random(arguments.seed), Lengths(16.0 if arguments.quick else 48.0), {}
     requests = arguments.requests or (12 if arguments.quick else 256 if arguments.full else 72)
     lengths = [(draw.randint(8, 64), min(outputs.quantile(draw.random()), MAX_LEN - 64)) for _ in range(requests)]
     for name, (size, settings) in track(WAYS.items(), "running the engine"):
         core = bare_engine(arguments.model, device, pool(size), max_model_len=MAX_LEN, **settings)
         runs[name] = record_run(core, lengths)
-    steps = [step for run in runs.values() for step in run.steps]
-    cost, base = FittedCost.fit(steps[::2]), runs["static, reserved"].throughput
-    results, rows = {}, []
-    for name, run in runs.items():
-        gain, off = run.throughput / base, foretell(lengths, run, cost)
-        figures = {"most": run.most_running, "steps": len(run.steps), "rate": run.throughput, "gain": gain, "off": off}
-        results[name] = figures
-        rows.append((name, run.most_running, len(run.steps), f"{run.throughput:,.0f}", f"{gain:.2f}", f"{off:+.0%}"))
-    error = model_error(cost, steps[1::2])
-    columns = ("", "most at once", "steps", "tokens a second", "× static", "modelled time off by")
-    caption = f"modelled: a line fitted to half of the steps; on the other half it is off by {error}"
-    table(f"{requests} requests, memory for {RESERVED * MAX_LEN:,} tokens", columns, rows, caption)
+    base = runs["static, reserved"].throughput
+    results = {
+        name: {
+            "most": run.most_running,
+            "steps": len(run.steps),
+            "rate": run.throughput,
+            "gain": run.throughput / base,
+        }
+        for name, run in runs.items()
+    }
+    columns = (
+        "batching {name} | most at once {most} | steps {steps} | tokens a second {rate:,.0f} | × static {gain:.2f}"
+    )
+    record_table(f"{requests} requests, memory for {RESERVED * MAX_LEN:,} tokens", results, columns)
     alone, _, batched, paged = (figures["gain"] for figures in results.values())
     ratios = {"batching": batched, "paging": paged / batched, "both": paged, "over_one": paged / alone}
-    return {**ratios, "most": runs["continuous, paged"].most_running, "ways": results, "model_error": str(error)}
+    return {**ratios, "most": runs["continuous, paged"].most_running, "ways": results}
 
 
 def refuse_too_long(model: str, device: torch.device) -> str:
@@ -99,14 +98,11 @@ def refuse_too_long(model: str, device: torch.device) -> str:
 
 
 def break_on_simulator(arguments: argparse.Namespace) -> dict:
-    """Check the step model on published figures that it was not fitted to, then overload a
-    simulated H100 and send it a long prompt.
-    """
+    """Overload a simulated H100, then send it a long prompt."""
     served, card = known_model(SERVED), get_hardware("H100")
     blocks = memory_ledger(served, card, max_model_len=8192).num_blocks
     cost, cache = RooflineCost.of(served, card), CacheConfig(num_gpu_blocks=blocks, enable_prefix_caching=False)
     return {
-        "kept_aside": kept_aside(),
         "overload": _measure_overload(cost, cache, 24 if arguments.quick else 200, arguments.seed),
         "long_prompt": _measure_long_prompt(cost, cache),
     }
@@ -139,83 +135,10 @@ def _measure_long_prompt(cost: RooflineCost, cache: CacheConfig) -> dict:
     return results
 
 
-def pipeline(depth: int, placeholders: bool, tokens: int, schedule_ms: float, forward_ms: float) -> dict:
-    """Simulate one request that generates `tokens`, with up to `depth` steps in flight.
-
-    CPU and GPU each do one thing at a time. With `placeholders`, a sample in flight counts as a
-    known token.
-
-    Returns:
-        Milliseconds per token, steps, and how often the scheduler had nothing to schedule.
-    """
-    known, computed, num_output_placeholders = 1, 0, 0
-    left, cpu, gpu, steps, empty = tokens, 0.0, 0.0, 0, 0
-    in_flight: deque[float] = deque()
-    while left > 0:
-        cpu += schedule_ms
-        enough = num_output_placeholders >= left  # the rest is being sampled already
-        scheduled = not enough and known + num_output_placeholders > computed
-        if scheduled:
-            gpu = max(cpu, gpu) + forward_ms
-            steps += 1
-            computed += 1
-            num_output_placeholders += placeholders
-            in_flight.append(gpu)
-        elif not enough:
-            empty += 1  # it waits for a token whose value the scheduler does not need
-        if len(in_flight) == depth or not scheduled:
-            cpu = max(cpu, in_flight.popleft())  # wait for the oldest step, and take its token in
-            num_output_placeholders -= placeholders
-            known += 1
-            left -= 1
-    return {"ms_per_token": cpu / tokens, "steps": steps, "empty": empty}
-
-
-def measure_pipelines(schedule_ms: float = 2.0, forward_ms: float = 5.0, tokens: int = 100) -> dict:
-    """Compare running steps one after the other, two in flight without placeholders, and two in
-    flight with them.
-    """
-    kinds = {"one after the other": (1, False), "two deep, no placeholders": (2, False), "two deep": (2, True)}
-    results = {name: pipeline(*kind, tokens, schedule_ms, forward_ms) for name, kind in kinds.items()}
-    rows = [(name, f"{x['ms_per_token']:.2f}", x["steps"], x["empty"]) for name, x in results.items()]
-    title = f"Scheduling takes {schedule_ms:g} ms, the forward pass {forward_ms:g} ms"
-    table(title, ("one step and the next", "ms a token", "steps", "schedules in vain"), rows)
-    return results
-
-
-def kept_aside() -> dict[str, dict[str, float]]:
-    """Print how far the step model is off from published figures that it was not calibrated on.
-
-    The A100's figure is from gpt-fast's README, the B200's are from vLLM's blog of 2026-04-22.
-    """
-    a100, _ = _decode_line("A100")
-    b200, slope = _decode_line("B200")
-    figures = {
-        "A100: tokens a second of one sequence": (93.83, 1e3 / a100),
-        "B200: ms a token, no context": (3.93, b200),
-        "B200: ns for each token of context": (18.0, 1e6 * slope),
-    }
-    results = {
-        name: {"published": published, "modelled": modelled, "off": modelled / published - 1}
-        for name, (published, modelled) in figures.items()
-    }
-    rows = [(name, f"{x['published']:.3g}", f"{x['modelled']:.3g}", f"{x['off']:+.0%}") for name, x in results.items()]
-    table("The step model on held-out figures", (SERVED, "published", "modelled", "off by"), rows)
-    return results
-
-
-def _decode_line(gpu: str) -> tuple[float, float]:
-    """Return the milliseconds of a decode step without context, and those that each token of
-    context adds.
-    """
-    cost = RooflineCost.of(known_model(SERVED), get_hardware(gpu))
-    near, far = (1e3 * cost.seconds(StepShape.of([(1, context)])) for context in (0, 100_000))
-    return near, (far - near) / 100_000
-
-
 def show_starved(tokens: Mapping[str, int], token_budget: int, steps: int) -> None:
     """Print how many tokens each request has received after `steps` steps."""
-    table(f"Tokens after {steps} steps with a budget of {token_budget}", list(tokens), [list(tokens.values())])
+    shares = ", ".join(f"{name} {count}" for name, count in tokens.items())
+    console.print(f"tokens after {steps} steps with a budget of {token_budget}: {shares}")
 
 
 def close(results: dict, seats: int, disturbance: str) -> None:
@@ -235,22 +158,19 @@ def close(results: dict, seats: int, disturbance: str) -> None:
 
 
 def draw(results: dict, path: str) -> None:
-    """Plot both timelines, and the seats that a static batch uses by its size."""
-    with panels(path, 3) as (left, middle, right):
+    """Plot when each seat works and when it stays empty, under both policies."""
+    with panels(path, 2) as axes_of:
         end = results["timelines"]["static"]["steps"]
-        for axes, (name, timeline) in zip((left, middle), results["timelines"].items(), strict=True):
+        for axes, (name, timeline) in zip(axes_of, results["timelines"].items(), strict=True):
             for seat, row in enumerate(timeline["slots"]):
+                axes.barh(seat, len(row), color=palette.PALE)
                 for letter in sorted(set(row) - {""}):
                     start, width = row.index(letter), row.count(letter)
-                    colour = palette.SERIES[(ord(letter) - 65) % 7]
-                    axes.barh(seat, width, left=start, color=colour, edgecolor="white")
-                    axes.text(start + width / 2, seat, letter, ha="center", va="center", fontsize=8)
-            title = f"{name}: {timeline['steps']} steps, {timeline['used']:.0%} used"
-            axes.set(title=title, xlabel="step", ylabel="seats", xlim=(0, end), yticks=[])
+                    axes.barh(seat, width, left=start, color=palette.SKY, edgecolor="white")
+                    axes.text(start + width / 2, seat, letter, ha="center", va="center")
+            title = f"{name}: {timeline['steps']} steps, {timeline['used']:.0%} of the seats work"
+            axes.set(title=title, xlabel="step (grey: an empty seat)", ylabel="seats", xlim=(0, end), yticks=[])
             axes.invert_yaxis()
-        theory = {title: shares["theory"] for title, shares in results["slots"].items()}
-        curves(right, theory, factor=100, octaves=True)
-        right.set(title="Static: seats used", xlabel="requests in the batch", ylabel="%", ylim=(0, 102))
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:

@@ -1,0 +1,121 @@
+"""Lesson 04's pictures of the token budget: a bar for each step, filled by the requests in the order
+in which the scheduler serves them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from minivllm.config import CacheConfig, SchedulerConfig
+from minivllm.core.request import Request
+from minivllm.core.scheduler import Scheduler
+from minivllm.core.scheduler_output import ModelRunnerOutput
+from minivllm_lab.drawing import BLANK, QUIET, rect, svg, text
+from minivllm_lab.followed import followed
+from minivllm_lab.palette import BLUE, GREEN, ORANGE, SKY, VERMILLION
+
+WIDTH, LEFT, CELL, BAR, GAP = 700, 100, 40, 28, 10
+BUDGET, THRESHOLD = 12, 8
+COLOURS = {"add": BLUE, "for": ORANGE, "class": GREEN, "long": VERMILLION, "chat": SKY}
+DASH = "4 3"
+
+Served = Mapping[str, int]
+"""Tokens by request, in the order in which the scheduler gave them out."""
+
+
+def long_before_chat() -> list[dict[str, int]]:
+    """Return the engine's steps for a prompt of 20 tokens and a chat that arrived just after it."""
+    limits = SchedulerConfig(max_model_len=64, max_num_batched_tokens=BUDGET, long_prefill_token_threshold=THRESHOLD)
+    scheduler = Scheduler(limits, CacheConfig(num_gpu_blocks=100))
+    scheduler.add_request(Request("long", list(range(20)), max_tokens=3))
+    scheduler.add_request(Request("chat", list(range(3)), max_tokens=4))
+    steps = []
+    while scheduler.has_unfinished_requests():
+        step = scheduler.schedule()
+        steps.append(dict(step.num_scheduled_tokens))
+        caught_up = [name for name in steps[-1] if not scheduler.requests[name].is_prefill_chunk]
+        scheduler.update_from_output(step, ModelRunnerOutput({name: [1] for name in caught_up}))
+    return steps
+
+
+def bet() -> str:
+    """Draw the step before the bet, and the step that the bet is about, still empty."""
+    first = long_before_chat()[0]
+    bars = [("step 1", first, ""), ("step 2", None, "")]
+    notes = [
+        "long has 12 tokens of its prompt left, and may have 8 of them in this step.",
+        "chat lacks one token: the next word that somebody is watching for.",
+    ]
+    return _picture("Who is first in line for step 2?", bars, ("long", "chat"), notes)
+
+
+def reveal() -> str:
+    """Draw the second step as the documentation orders it, and the engine's real steps."""
+    steps = long_before_chat()
+    documented = {name: steps[1][name] for name in ("chat", "long")}
+    bars = [("step 2", documented, "by the docs"), *((f"step {i + 1}", steps[i], "as it runs") for i in (1, 2, 3))]
+    return _picture("long goes first, because it was admitted first", bars, ("long", "chat"))
+
+
+def followed_steps() -> str:
+    """Draw every step of the three requests that the lesson carries by hand."""
+    run = followed("company")
+    bars = []
+    for step in run.steps:
+        served = {row.request: row.num_scheduled_tokens for row in step.rows}
+        sampled = [row.request for row in step.rows if row.sampled]
+        bars.append((f"step {step.index + 1}", served, ", ".join(sampled)))
+    return _picture("Every step, 12 tokens of budget", bars, ("add", "for", "class"), right="samples")
+
+
+def _picture(
+    title: str,
+    bars: Sequence[tuple[str, Served | None, str]],
+    names: Sequence[str],
+    notes: Sequence[str] = (),
+    right: str = "",
+) -> str:
+    """Draw bars below each other with a name on the left and a remark on the right; None is a bar
+    that is not known yet.
+    """
+    top = 54
+    parts = [text(16, 28, title, size=15, bold=True)]
+    end = LEFT + BUDGET * CELL
+    parts.append(text(end + 12, top - 8, right, size=12, colour=QUIET))
+    for index, (name, served, remark) in enumerate(bars):
+        y = top + index * (BAR + GAP)
+        parts.append(text(LEFT - 12, y + 19, name, anchor="end"))
+        parts.append(text(end + 12, y + 19, remark, size=12))
+        parts += _unknown(y) if served is None else _bar(y, served)
+    y = top + len(bars) * (BAR + GAP) + 8
+    for index, note in enumerate(notes):
+        parts.append(text(LEFT, y + 12 + index * 20, note))
+    y += 20 * len(notes) + (8 if notes else 0)
+    for index, (name, fill) in enumerate([*((name, COLOURS[name]) for name in names), ("budget left over", BLANK)]):
+        x = LEFT + index * 90
+        parts += [rect(x, y, 22, 14, fill, stroke="#80868B"), text(x + 30, y + 12, name, size=12)]
+    return svg(WIDTH, y + 30, *parts, label=_label(title, bars, notes))
+
+
+def _bar(y: float, served: Served) -> list[str]:
+    x = float(LEFT)
+    parts = [rect(LEFT, y, BUDGET * CELL, BAR, BLANK, stroke="#80868B")]
+    for name, tokens in served.items():
+        width = tokens * CELL
+        words = f"{name} {tokens}" if tokens > 1 else str(tokens)
+        parts.append(rect(x, y, width, BAR, COLOURS[name], stroke="#FFFFFF", label=words))
+        x += width
+    return parts
+
+
+def _unknown(y: float) -> list[str]:
+    return [rect(LEFT, y, BUDGET * CELL, BAR, "#FFFFFF", stroke=QUIET, dash=DASH, label="?", size=16)]
+
+
+def _label(title: str, bars: Sequence[tuple[str, Served | None, str]], notes: Sequence[str]) -> str:
+    """Say the picture in words, for screen readers."""
+    lines = []
+    for name, served, remark in bars:
+        tokens = ", ".join(f"{request} {count}" for request, count in served.items()) if served else "not known yet"
+        lines.append(f"{name}: {tokens}{f' ({remark})' if remark else ''}.")
+    return " ".join([f"{title}.", *lines, *notes])
