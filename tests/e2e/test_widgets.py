@@ -47,10 +47,10 @@ def assert_seen(widget: WidgetPage, *parts: str) -> None:
         assert box["y"] + box["height"] <= JUPYTERLAB["height"], part
 
 
-def put_on(page: Page, theme: str) -> None:
-    """Give the page a theme's background, and wait until the widget follows."""
-    page.evaluate("ground => { document.body.style.background = ground }", GROUNDS[theme])
-    page.wait_for_function("dark => (document.querySelector('.lw-dark') !== null) === dark", arg=theme == "dark")
+def darken(page: Page) -> None:
+    """Give the page a dark background, and wait until the widget follows."""
+    page.evaluate("ground => { document.body.style.background = ground }", GROUNDS["dark"])
+    page.wait_for_selector(".lw-dark")
 
 
 def turn_by_key(widget: WidgetPage, name: str, kind: str) -> None:
@@ -74,9 +74,9 @@ def test_it_fits_any_screen_stands_in_nobodys_way_and_all_its_controls_answer_to
         widget.settled()
         assert_seen(widget, ".lw-picture", ".lw-controls", ".lw-says")
         widget.page.get_by_role("button", name="Show me").click()
-        for theme in GROUNDS:
-            put_on(widget.page, theme)
-            assert serious_violations(widget.page) == [], theme
+        assert serious_violations(widget.page) == []
+        darken(widget.page)
+        assert serious_violations(widget.page, "color-contrast") == []
         for number in (1, 2, 3):
             widget.page.get_by_role("button", name=f"Challenge {number}").click()
             assert_seen(widget, ".lw-picture", ".lw-controls")
