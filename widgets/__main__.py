@@ -23,6 +23,7 @@ IN_LESSONS = {
     "multi_lora": "12_slots.svg",
 }
 """The file in `lessons/figures` that shows each widget in its lesson."""
+LESSON_WIDTH = 720
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -33,7 +34,7 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     spec = import_module(f"widgets.{arguments.widget}").SPEC
     file = arguments.file or FIGURES / IN_LESSONS[arguments.widget]
-    file.write_text(spec.figure(spec.complete(), width=720))
+    file.write_text(spec.figure(spec.complete(), width=LESSON_WIDTH))
 
 
 if __name__ == "__main__":

@@ -47,12 +47,6 @@ def assert_seen(widget: WidgetPage, *parts: str) -> None:
         assert box["y"] + box["height"] <= JUPYTERLAB["height"], part
 
 
-def put_on(page: Page, theme: str) -> None:
-    """Give the page a theme's background, and wait until the widget follows."""
-    page.evaluate("ground => { document.body.style.background = ground }", GROUNDS[theme])
-    page.wait_for_function("dark => (document.querySelector('.lw-dark') !== null) === dark", arg=theme == "dark")
-
-
 def turn_by_key(widget: WidgetPage, name: str, kind: str) -> None:
     """Press the key that turns a knob and, at the end of its range, the one that turns it back."""
     before = widget.session.values[name]
@@ -65,6 +59,12 @@ def turn_by_key(widget: WidgetPage, name: str, kind: str) -> None:
     raise AssertionError(f"no key turns {name}")
 
 
+def darken(page: Page) -> None:
+    """Give the page a dark background, and wait until the widget follows."""
+    page.evaluate("ground => { document.body.style.background = ground }", GROUNDS["dark"])
+    page.wait_for_selector(".lw-dark")
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_it_fits_any_screen_stands_in_nobodys_way_and_all_its_controls_answer_to_keys(name: str, browser: Browser):
     with widget_page(browser, spec_of(name), **JUPYTERLAB, whole=False) as widget:
@@ -75,9 +75,9 @@ def test_it_fits_any_screen_stands_in_nobodys_way_and_all_its_controls_answer_to
         assert_seen(widget, ".lw-guess", ".lw-picture", ".lw-controls")
         widget.page.get_by_role("button", name="Show me").click()
         assert_seen(widget, ".lw-says", ".lw-picture", ".lw-controls")
-        for theme in GROUNDS:
-            put_on(widget.page, theme)
-            assert serious_violations(widget.page) == [], theme
+        assert serious_violations(widget.page) == []
+        darken(widget.page)
+        assert serious_violations(widget.page, "color-contrast") == []
         for number in (1, 2, 3):
             widget.page.get_by_role("button", name=f"Challenge {number}").click()
             assert_seen(widget, ".lw-picture", ".lw-controls")

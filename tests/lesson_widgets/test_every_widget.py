@@ -22,7 +22,7 @@ from pictures import differences
 
 import widgets
 from minivllm.errors import MinivllmError
-from widgets.__main__ import FIGURES, IN_LESSONS, main
+from widgets.__main__ import FIGURES, IN_LESSONS, LESSON_WIDTH, main
 from widgets.disaggregation.state import experiment
 from widgets.shell.knobs import Knob
 from widgets.shell.session import Session
@@ -48,19 +48,26 @@ def spec_of(name: str) -> Spec:
 
 
 @cache
-def settled_sessions(name: str) -> list[Session]:
-    """Sweep to the end from a widget's start and from each of its presets, once for all tests."""
-    sessions = []
-    for values in [{}, *spec_of(name).presets.values()]:
-        sessions.append(Session(spec_of(name)))
-        sessions[-1].settle(**values)
+def sessions_of(name: str) -> list[Session]:
+    """Sweep to the end from a widget's start and from its first preset, and from its other presets
+    until there is a picture, once for all tests.
+    """
+    if name == "disaggregation":
+        experiment.cache_clear()  # it shows every point that was run in its process
+    spec = spec_of(name)
+    sessions = [Session(spec) for _ in range(1 + len(spec.presets))]
+    for index, (session, values) in enumerate(zip(sessions, [{}, *spec.presets.values()], strict=True)):
+        if index < 2:
+            session.settle(**values)
+        else:
+            next(session.turn(values))
     return sessions
 
 
 @cache
 def views_of(name: str, width: int = 640) -> list[dict]:
-    """Draw each settled session at this width."""
-    return [next(session.turn({}, width)) for session in settled_sessions(name)]
+    """Draw each session at this width."""
+    return [next(session.turn({}, width)) for session in sessions_of(name)]
 
 
 def start_view(name: str) -> dict:
@@ -102,12 +109,16 @@ def test_every_lesson_shows_one_and_its_picture():
 
 
 @pytest.mark.parametrize(("name", "picture"), IN_LESSONS.items())
-def test_the_picture_in_the_lesson_is_the_widgets(name: str, picture: str, tmp_path: Path):
-    if name == "disaggregation":
-        experiment.cache_clear()  # it shows every point that was run in its process
-    main([name, str(tmp_path / picture)])
-    drawn, shown = ((folder / picture).read_text() for folder in (tmp_path, FIGURES))
+def test_the_picture_in_the_lesson_is_the_widgets(name: str, picture: str):
+    drawn = spec_of(name).figure(sessions_of(name)[0].state, width=LESSON_WIDTH)
+    shown = (FIGURES / picture).read_text()
     assert not differences(drawn, shown), f"uv run python -P -m widgets {name}"
+
+
+def test_the_program_draws_that_picture(tmp_path: Path):
+    main(["kv_cache", str(tmp_path / "here.svg")])
+    drawn = spec_of("kv_cache").figure(sessions_of("kv_cache")[0].state, width=LESSON_WIDTH)
+    assert (tmp_path / "here.svg").read_text() == drawn
 
 
 @every_widget
@@ -182,7 +193,7 @@ def test_challenges_begin_unmet_and_say_what_is_wrong(name: str):
 
 @every_widget
 def test_a_state_means_a_command_and_goes_round_as_json(name: str):
-    for session, view in zip(settled_sessions(name), views_of(name), strict=True):
+    for session, view in zip(sessions_of(name), views_of(name), strict=True):
         assert re.search(r"^(# .*\n)*vllm (serve|bench) ", view["command"]), view["command"]
         assert Session(spec_of(name)).loaded(view["saved"]) == session.values
         assert json.loads(json.dumps(view)) == view

@@ -15,14 +15,16 @@ from minivllm.memory import kv_bytes_per_token, weight_bytes
 from minivllm_simulate.cost_model import StepShape
 from minivllm_simulate.hardware import get_hardware
 from minivllm_simulate.known_models import known_model
-from minivllm_simulate.layouts import Layout, PlacedModel
-from minivllm_simulate.open_load import OpenLoad, OpenRun, run_open
+from minivllm_simulate.layouts import BLOCK_SIZE, Layout, PlacedModel
+from minivllm_simulate.open_load import OpenLoad, OpenRun, finished, run_open
 from minivllm_simulate.simulated_engine import GENERATED
 from minivllm_simulate.virtual_clock import SimulatedRequest, percentile, simulate, to_request
 from minivllm_simulate.workloads import RequestLengths, gamma_arrivals, poisson_arrivals
 
 MODEL, LARGE, H100 = known_model("Llama-3.1-8B"), known_model("Meta-Llama-3-70B"), get_hardware("H100")
 ONE = PlacedModel(MODEL, H100, Layout(1, 1, 1))
+ROOM = 240 * (256 + 64 + 2 * BLOCK_SIZE)
+"""Tokens of all the requests that come in a test."""
 
 
 def served(
@@ -40,12 +42,9 @@ def served(
 
 
 def result(load: OpenLoad, placed: PlacedModel = ONE) -> OpenRun:
-    run = run_open(load, *placed.configs(10**6), placed.cost)
-    while True:
-        try:
-            next(run)
-        except StopIteration as end:
-            return end.value
+    longest = max(lengths.total for lengths in load.lengths)
+    configs = placed.configs((longest + 2 * BLOCK_SIZE) * (len(load.lengths) + load.at_start))
+    return finished(run_open(load, *configs, placed.cost))
 
 
 # ---- stretches
@@ -55,7 +54,7 @@ def result(load: OpenLoad, placed: PlacedModel = ONE) -> OpenRun:
 def test_stretches_give_what_single_steps_give(rate: float):
     run = served(rate)
     work = [SimulatedRequest(256, 64, at) for at in gamma_arrivals(rate, 240, seed=3)]
-    exact = simulate(work, *ONE.configs(10**6), ONE.cost).requests[:120]
+    exact = simulate(work, *ONE.configs(ROOM), ONE.cost).requests[:120]
     assert run.ttfts == pytest.approx(sorted(request.ttft for request in exact), rel=0.02, abs=1e-4)
     assert run.tpots == pytest.approx(sorted(request.tpot for request in exact), rel=0.01)
     assert all(stay.ended and stay.tokens == 64 for stay in run.stays)
@@ -184,7 +183,7 @@ class Replica:
 @pytest.mark.parametrize("rate", [20.0, 120.0])
 def test_dealing_in_turn_is_what_vllms_rule_comes_to_where_requests_are_alike(rate: float):
     count, groups = 240, 4
-    arrivals, replicas = poisson_arrivals(rate, count), [Replica(*ONE.configs(10**6)) for _ in range(groups)]
+    arrivals, replicas = poisson_arrivals(rate, count), [Replica(*ONE.configs(ROOM)) for _ in range(groups)]
     for index, at in enumerate(arrivals):
         for replica in replicas:
             replica.run_to(at)

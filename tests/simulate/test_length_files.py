@@ -17,7 +17,7 @@ from minivllm_simulate.workloads import RequestLengths, workload
 
 COUNTS = st.integers(1, length_files.MOST_TOKENS)
 ROWS = st.lists(st.tuples(COUNTS, COUNTS), min_size=1, max_size=30)
-KEEP = settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+KEEP = settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 HEADER = "prompt_tokens,output_tokens\n"
 AZURE = (
     "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,374,44\n2023-11-16 18:15:50.9951690,396,109\n"

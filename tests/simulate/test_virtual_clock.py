@@ -67,7 +67,7 @@ def replayed(work, config, blocks, simulation):
 
 
 @given(workloads())
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_the_simulated_scheduler_decides_the_same_as_the_real_one(case):
     work, config, blocks = case
     simulation = simulate(work, config, blocks, COST)
@@ -78,7 +78,7 @@ def test_the_simulated_scheduler_decides_the_same_as_the_real_one(case):
 
 
 @given(workloads())
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_every_token_comes_once_within_the_limits_and_time_only_goes_forward(case):
     work, config, blocks = case
     simulation = simulate(work, config, blocks, COST)
@@ -263,7 +263,7 @@ def test_lengths_that_are_no_counts_are_refused():
 
 
 @given(workloads(), st.booleans())
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_steps_that_need_no_decision_are_as_if_the_scheduler_had_been_asked(case, small_blocks):
     def ask(scheduler, step):
         """Fill the step as the engine does; since it is another function, it is called in every

@@ -13,6 +13,7 @@ from unittest import mock
 
 import pytest
 from e2e.browser import Seen, emptied_page
+from mermaidx.engines.quickjs_engine import Engine
 from playwright.sync_api import Browser, Page
 from sphinx.deprecation import RemovedInSphinx11Warning
 from sphinx.search.en import SearchEnglish
@@ -66,6 +67,15 @@ def two_values(chosen: Mapping[str, list[Value]], start: Mapping[str, Value]) ->
     name, values = next(iter(chosen.items()))
     at = max(values.index(start[name]), 1)
     return {name: values[at - 1 : at + 1]}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def mermaid_loaded_once() -> Iterator[None]:
+    """Let all diagrams share one engine. Loading Mermaid takes a second, and `mermaidx` loads it
+    for each diagram so that ids count from zero, which `site_pages` removes.
+    """
+    with mock.patch.object(Engine, "_ensure_fresh_context"):
+        yield
 
 
 @pytest.fixture(scope="session")

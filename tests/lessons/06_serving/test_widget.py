@@ -34,7 +34,12 @@ def here(**knobs) -> widget.State:
     return next(state for state in widget.sweep(**knobs) if state.known)
 
 
-def bears(state: widget.State) -> dict[str, float]:
+def compared(**knobs) -> widget.State:
+    """Return the first state that knows where every layout breaks."""
+    return next(state for state in widget.sweep(**knobs) if all(other.is_found for other in state.others))
+
+
+def goodputs(state: widget.State) -> dict[str, float]:
     return {str(other.layout): other.goodput for other in state.others}
 
 
@@ -42,7 +47,7 @@ def bears(state: widget.State) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(("tp", "dp"), [(1, 1), (2, 4)])
-def test_no_layout_bears_more_than_its_mean_work_allows(tp: int, dp: int):
+def test_no_layout_handles_more_than_its_mean_work_allows(tp: int, dp: int):
     """However loose the service level, rate × mean work > capacity breaks, and half of it does not."""
     state = here(tp=tp, dp=dp, ttft=1000.0, tpot=1000.0, rate=1.0)
     capacity = runs.experiment(**H100, layout=state.layout, work=state.work).steady.capacity * dp
@@ -57,10 +62,10 @@ def test_no_layout_bears_more_than_its_mean_work_allows(tp: int, dp: int):
         )
 
 
-def test_tensor_parallel_gives_tokens_sooner_and_replicas_bear_more():
+def test_tensor_parallel_gives_tokens_sooner_and_replicas_handle_more():
     alone = {tp: here(tp=tp, dp=4 // tp, rate=0.5).served.points[0.5].tpot[0] for tp in (1, 2, 4)}
     assert alone[4] < 0.7 * alone[2] < 0.7 * 0.85 * alone[1] * 1.2
-    tight, loose = bears(complete(tpot=0.005)), bears(complete(tpot=0.05))
+    tight, loose = goodputs(compared(tpot=0.005)), goodputs(compared(tpot=0.05))
     assert max(tight, key=tight.__getitem__) == "TP 4 × DP 1"
     assert max(loose, key=loose.__getitem__) == "TP 1 × DP 4"
 
@@ -121,9 +126,9 @@ def test_layouts_use_the_same_number_of_gpus_and_hold_the_readers_own():
 
 
 def test_the_right_guess_is_the_best_layout_at_the_start():
-    state = complete()
+    state = compared()
     assert str(state.best.layout) in widget.GUESS.options[widget.GUESS.right]
-    assert state.best.goodput > 1.1 * sorted(bears(state).values())[-2]
+    assert state.best.goodput > 1.1 * sorted(goodputs(state).values())[-2]
     experiment = runs.experiment(**H100, layout=state.layout, work=state.work)
     alone = experiment.steady.step_seconds(1e-3)
     assert f"{alone * 1e3:.1f} of the 7.5 ms" in widget.GUESS.because
