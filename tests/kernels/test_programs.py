@@ -41,7 +41,6 @@ NORMALISE = """
 import numpy as np
 from minivllm.kernels.cpu import elementwise_loops
 
-elementwise_loops.gates_of(np.float32)
 x, residual, weight = np.full(64, 2.0, "f"), np.zeros(64, "f"), np.ones(64, "f")
 out = np.empty(64, "f")
 cells = np.array([0, 1, 64, 0, *(array.ctypes.data for array in (out, residual, x, weight))])
@@ -88,7 +87,7 @@ def test_a_cache_that_was_cut_short_does_not_stop_it(tmp_path):
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
     assert not run(NORMALISE, env=environment).stderr
     indices = [*tmp_path.rglob("*.nbi")]
-    assert len(indices) == 2
+    assert len(indices) == 1
     for index in indices:
         os.truncate(index, 3)
     assert_runs_and_warns_once(run(NORMALISE, env=environment))
