@@ -187,7 +187,7 @@ def test_several_completions_have_a_place_each(llm):
 def test_whitespace_is_as_the_request_says(llm, settings, text):
     """The model would otherwise generate nothing but spaces."""
     two = {"type": "array", "items": {"const": 1}, "minItems": 2, "maxItems": 2}
-    [space] = llm.get_tokenizer().encode(" ", add_special_tokens=False)
+    [space] = llm.llm_engine.tokenizer.encode(" ", add_special_tokens=False).ids
     for schema in (two, json.dumps(two)):
         constraint = StructuredOutputsParams(json=schema, **settings)
         assert conforming(llm, [constraint], logit_bias={space: 100.0})[0].text == text
