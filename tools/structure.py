@@ -14,8 +14,11 @@ from __future__ import annotations
 
 import argparse
 import ast
+import functools
 import sys
 from collections import Counter
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from minivllm.errors import MinivllmError
@@ -44,12 +47,57 @@ BUDGETS = {
 """Most code lines of each part."""
 
 
-def code_lines(path: Path) -> int:
-    """Count the lines of a Python file that hold code."""
+@dataclass(frozen=True)
+class Source:
+    """What a Python file's syntax tree says of it."""
+
+    code_lines: int
+    imports: frozenset[str]
+    """Every module that an import statement names, except in `if TYPE_CHECKING:` blocks."""
+    loads: frozenset[str]
+    """Those imported when the file is loaded, and not inside a function."""
+
+
+@functools.cache
+def source(path: Path) -> Source:
+    """Parse a file once for all measures, since parsing takes most of their time."""
     text = path.read_text()
+    tree = ast.parse(text)
+    imports = list(_imports(tree))
+    loads = frozenset(name for name, at_load in imports if at_load)
+    return Source(_code_lines(text, tree), frozenset(name for name, _ in imports), loads)
+
+
+def _imports(tree: ast.Module) -> Iterator[tuple[str, bool]]:
+    """Yield each imported module or name, and whether loading the file imports it."""
+    pending: list[tuple[ast.AST, bool]] = [(tree, True)]
+    while pending:
+        node, at_load = pending.pop()
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, at_load) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            origin = "." * node.level + (node.module or "")
+            yield from ((f"{origin}.{alias.name}", at_load) for alias in node.names)
+        at_load = at_load and not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        pending += [(below, at_load) for below in _statements_below(node)]
+
+
+def _statements_below(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield the statements and clauses directly below a node, without its expressions."""
+    fields = ("body", "orelse", "handlers", "finalbody", "cases")
+    if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+        fields = ("orelse",)
+    for field in fields:
+        below = getattr(node, field, ())
+        if isinstance(below, list):
+            yield from below
+
+
+def _code_lines(text: str, tree: ast.Module) -> int:
+    """Count the lines that hold code."""
     inside: set[int] = set()
     docstrings: set[int] = set()
-    pending: list[ast.AST] = [ast.parse(text)]
+    pending: list[ast.AST] = [tree]
     while pending:
         node = pending.pop()
         lines = range(getattr(node, "lineno", 1), getattr(node, "end_lineno", 0) + 1)  # empty without a place
@@ -72,7 +120,7 @@ def _is_string(node: ast.AST) -> bool:
 
 def lines_of(folder: Path) -> int:
     """Count the code lines of all Python files below a folder."""
-    return sum(code_lines(path) for path in folder.rglob("*.py"))
+    return sum(source(path).code_lines for path in folder.rglob("*.py"))
 
 
 def spine() -> list[Path]:
@@ -83,8 +131,8 @@ def spine() -> list[Path]:
 
 def sizes() -> dict[str, int]:
     """Return the code lines of each part that has a budget."""
-    found = {name: lines_of(folder) for name, folder in PARTS.items()}
-    return found | {"the spine": sum(code_lines(path) for path in spine())}
+    parts = {name: lines_of(folder) for name, folder in PARTS.items()}
+    return parts | {"the spine": sum(source(path).code_lines for path in spine())}
 
 
 # ---- imports -------------------------------------------------------------------------------------
@@ -103,26 +151,13 @@ def imports() -> dict[str, set[str]]:
     """
     folders = [PARTS[name] for name in ("the engine", "minivllm_lab", "minivllm_simulate", "widgets")]
     files = {module_of(path): path for folder in folders for path in sorted(folder.rglob("*.py"))}
-    return {name: _imported(path, files.keys()) - {name} for name, path in files.items()}
+    return {name: _known(source(path).loads, files.keys()) - {name} for name, path in files.items()}
 
 
-def _imported(path: Path, known: object) -> set[str]:
-    names: set[str] = set()
-    pending: list[ast.stmt] = list(ast.parse(path.read_text()).body)
-    while pending:
-        node = pending.pop()
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            names |= {
-                name if (name := f"{node.module}.{alias.name}") in known else node.module  # type: ignore[operator]
-                for alias in node.names
-            }
-        elif isinstance(node, ast.If) and "TYPE_CHECKING" not in ast.unparse(node.test):
-            pending += [*node.body, *node.orelse]
-        elif isinstance(node, ast.Try):
-            pending += [*node.body, *(line for handler in node.handlers for line in handler.body), *node.orelse]
-    return {name for name in names if name in known}  # type: ignore[operator]
+def _known(names: Iterable[str], modules: Collection[str]) -> set[str]:
+    """Return the modules that these imports name, directly or as the origin of a name."""
+    resolved = {name if name in modules else name.rpartition(".")[0] for name in names}
+    return resolved.intersection(modules)
 
 
 def circles(graph: dict[str, set[str]]) -> list[list[str]]:

@@ -24,7 +24,7 @@ def numbers() -> int:
     ("float32", 32, 32.6), ("weights int8", 8, 8.2), ("weights int4", 4, 5), ("bfloat16, KV too", 16, 16.4),
 ])  # fmt: skip
 def test_bits_of_a_number_in_the_layers(bench, numbers, way, least, most):
-    llm = LLM(EMBEDDED_MODEL, device="cpu", **{"dtype": "float32", **bench.WAYS[way]})
+    llm = LLM(EMBEDDED_MODEL, device="cpu", max_model_len=64, **{"dtype": "float32", **bench.WAYS[way]})
     result = bench.projection_bytes(runner_of(llm).model)
     assert least <= 8 * result / numbers <= most
     recorded = read_record(RESULTS, "quality")["figures"]["ways"][way]["projection_bytes"]

@@ -89,11 +89,9 @@ class ConnectorDouble(KVConnectorBase_V1):
         asked = self.asked[request.request_id] = self.asked.get(request.request_id, 0) + 1
         if asked <= plan.num_unknown:
             return None, False
-        loads_async = plan.load_steps > 0
-        most = plan.num_tokens if loads_async else min(plan.num_tokens, request.num_tokens - 1)
-        count = max(0, most - num_computed_tokens)
-        self.promised[request.request_id] = loads_async and count > 0
-        return count, loads_async and count > 0
+        count = max(0, plan.num_tokens - num_computed_tokens)  # the scheduler leaves out the last token
+        self.promised[request.request_id] = plan.load_steps > 0 and count > 0
+        return count, self.promised[request.request_id]
 
     def update_state_after_alloc(
         self, request: Request, blocks: Sequence[KVCacheBlock], num_external_tokens: int

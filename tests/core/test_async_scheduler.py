@@ -219,7 +219,7 @@ class RunAhead(Run):
         return drafts
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(seed=SEEDS)
 def test_any_workload_ends_with_the_right_tokens(seed):
     """Two steps are in flight, with or without drafts, or three through pipeline stages, in pools

@@ -222,7 +222,7 @@ def test_what_cannot_be_is_refused_in_one_line(extra: dict[str, Any], message: s
     assert_refused(message, connector_of, **extra)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_whatever_the_workload_the_tier_changes_no_token_and_leaks_no_block(seed: int) -> None:
     """Pools, slow copies, priorities, chunks, drafts, aborts and failed steps vary."""

@@ -159,7 +159,7 @@ def random_request(entry: dict[str, Any], config: SchedulerConfig, rng: Random) 
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(seed=SEEDS)
 def test_workloads_with_drafts_adapters_watermark_and_all_else(seed: int) -> None:
     rng = Random(seed)

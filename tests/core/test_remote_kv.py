@@ -354,7 +354,7 @@ def random_plan(rng: Random, num_prompt_tokens: int) -> Plan:
     )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.integers(0, 2**32), st.booleans(), st.booleans())
 def test_whatever_the_connector_does_everybody_ends_with_the_right_tokens(
     seed: int, recompute: bool, ahead: bool

@@ -13,6 +13,7 @@ import psutil
 import pytest
 from engine.test_all_or_nothing import LeaningOnCtrlC, generate_for_ever
 from patience import PATIENCE, eventually
+from warm_processes import WarmSubprocess
 
 from minivllm import LLM, MinivllmError, SamplingParams, StructuredOutputsParams
 from minivllm.config import EMBEDDED_MODEL
@@ -114,19 +115,25 @@ def test_what_cannot_start_is_told_in_one_line(capfd):
     assert children() == before
 
 
-def test_nothing_is_left_when_the_front_end_is_killed(tmp_path):
+def test_nothing_is_left_when_the_front_end_is_killed(template, tmp_path):
+    """Both processes are forked, where that is possible."""
+    forked = "import warm_template; warm_template.fork_from_here()" if template else ""
     code = (
+        f"{forked}\n"
         "import sys; from minivllm import LLM; from minivllm.config import EMBEDDED_MODEL\n"
         f"llm = LLM(EMBEDDED_MODEL, **{SETTINGS}, multiprocess=True)\n"
         "print(llm.llm_engine.engine_core.process.pid, flush=True); sys.stdin.read()"
     )
     environment = os.environ | {"TMPDIR": str(tmp_path)}
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": environment}
-    with subprocess.Popen([sys.executable, "-c", code], **pipes) as front_end:
-        assert front_end.stdout is not None
+    start = WarmSubprocess(template).Popen if template else subprocess.Popen
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "env": environment}
+    front_end = start([sys.executable, "-c", code], **pipes)
+    assert front_end.stdout is not None
+    with front_end.stdin, front_end.stdout:
         pid = int(front_end.stdout.readline())
         family = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
         front_end.kill()
+        front_end.wait()
         _, alive = psutil.wait_procs(family, timeout=PATIENCE)
     assert not alive
     assert eventually(lambda: not list(tmp_path.glob("minivllm-*")))

@@ -21,7 +21,7 @@ from minivllm_lab.inside import core_of, runner_of
 SETTINGS = {"device": "cpu", "skip_tokenizer_init": True, "max_model_len": 96, "max_num_seqs": 6}
 PROMPTS = [*PROMPTS, [7] * 9]
 WISHES = [
-    SamplingParams(temperature=0.8 * (index % 2), seed=index, max_tokens=24 - 2 * index, ignore_eos=True)
+    SamplingParams(temperature=0.8 * (index % 2), seed=index, max_tokens=16 - index, ignore_eos=True)
     for index in range(len(PROMPTS))
 ]
 WISHES[3] = replace(WISHES[3], prompt_logprobs=1)

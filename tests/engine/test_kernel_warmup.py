@@ -73,7 +73,7 @@ def test_it_leaves_nothing_behind(options, monkeypatch):
     verified = []
     noted = lambda step: verified.append(step) or rejection_sample(step)  # noqa: E731
     monkeypatch.setattr("minivllm.worker.worker.rejection_sample", noted)
-    worker.run_unobserved(warm_up_steps(2048, 4, 200, 16, 2 if "speculative_config" in options else 0, 20))
+    worker.run_unobserved(warm_up_steps(256, 4, 200, 16, 2 if "speculative_config" in options else 0, 20))
     assert len(verified) == (2 if "speculative_config" in options else 0)
     assert not worker.runner.batch.row_of
     assert not worker.runner.draft_tokens_handler.take()
@@ -93,7 +93,7 @@ def test_parts_are_not_asked_before_the_first_request():
     parts = Parts(draft_proposer=Asking, rejection_sample=lambda step: asked.append(step) or rejection_sample(step))
     options = {"max_model_len": 200, "max_num_seqs": 4, "num_gpu_blocks_override": 20, "speculative_config": NGRAM}
     llm = LLM(EMBEDDED_MODEL, device="cpu", parts=parts, **options)
-    core_of(llm).executor.worker.run_unobserved(warm_up_steps(2048, 4, 200, 16, 2))
+    core_of(llm).executor.worker.run_unobserved(warm_up_steps(256, 4, 200, 16, 2))
     assert not asked
     llm.generate("def f", SamplingParams(max_tokens=2), use_tqdm=False)
     assert asked

@@ -33,8 +33,8 @@ SECOND_TIER = 0.01
 ASKED = random_prompts(0, 7, heads=(30, 60), tails=(1, 12))
 
 
-def answers(llm: LLM, **options: Any) -> list[list[int]]:
-    return greedy_answers(llm, ASKED, max_tokens=20, **options)
+def answers(llm: LLM) -> list[list[int]]:
+    return greedy_answers(llm, ASKED, max_tokens=20)
 
 
 def with_tier(size: float = SECOND_TIER, **extra: Any) -> dict[str, Any]:
@@ -97,19 +97,19 @@ def test_files_of_an_adapter_that_was_written_anew_are_not_found(tmp_path: Path)
     path are the same.
     """
     files = {"kv_connector": "ExampleConnector", "kv_connector_extra_config": {"shared_storage_path": str(tmp_path)}}
-    told = []
+    results = []
     for source in ("b", "b", "a"):
         shutil.rmtree(tmp_path / "adapter", ignore_errors=True)
         shutil.copytree(ADAPTERS / source, tmp_path / "adapter")
         adapter = LoRARequest("adapter", 1, str(tmp_path / "adapter"))
         llm = LLM(**SMALL, kv_transfer_config=files, enable_lora=True)
-        told.append((answers(llm, lora_request=adapter), lookups(llm)[0]))
+        results.append((greedy_answers(llm, ASKED[:2], max_tokens=8, lora_request=adapter), lookups(llm)[0]))
         llm.shutdown()
-    (first, _), (again, hits), (other, found_for_other) = told
+    (first, _), (again, hits), (other, hits_of_other) = results
     assert first == again != other
-    assert hits > found_for_other
+    assert hits > hits_of_other
     plain = LLM(**SMALL, enable_lora=True)
-    assert other == answers(plain, lora_request=adapter)
+    assert other == greedy_answers(plain, ASKED[:2], max_tokens=8, lora_request=adapter)
 
 
 def test_a_tier_counts_by_vllms_names_and_a_restart_empties_it_and_costs_nobody_a_token() -> None:

@@ -3,6 +3,7 @@ scheduling.
 """
 
 import dataclasses
+import functools
 import math
 
 import numpy as np
@@ -133,29 +134,34 @@ def test_the_engines_ledger_counts_the_scales_too():
     assert core_of(engine(kv_cache_dtype="auto")).ledger.bytes_per_token == a_token * 4 * 32 // 36
 
 
-@pytest.fixture(
-    scope="module",
-    params=[{"quantization": "int4"}, {"quantization": "int8", "kv_cache_dtype": "int8"}],
-    ids=str,
-)
-def quantized(request):
-    """Return settings and their tokens, each request computed alone, prefilled in one step, without
-    a prefix cache.
-    """
-    return request.param, tokens(engine(**request.param, max_num_seqs=1, enable_prefix_caching=False))
+INT4 = {"quantization": "int4"}
+INT8 = {"quantization": "int8", "kv_cache_dtype": "int8"}
+
+
+@functools.cache
+def tokens_one_by_one(**settings):
+    """Return the tokens of requests computed alone, prefilled in one step, without a prefix cache."""
+    return tokens(engine(**settings, max_num_seqs=1, enable_prefix_caching=False))
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("settings", "changes"),
     [
-        {},
-        {"max_num_batched_tokens": 24, "num_gpu_blocks_override": 13, "block_size": 8},
-        {"max_num_batched_tokens": 7, "num_gpu_blocks_override": 97, "block_size": 1, "enable_prefix_caching": False},
+        (INT4, {}),
+        (INT8, {}),
+        (INT8, {"max_num_batched_tokens": 24, "num_gpu_blocks_override": 13, "block_size": 8}),
+        (
+            INT4,
+            {
+                "max_num_batched_tokens": 7, "num_gpu_blocks_override": 97, "block_size": 1,
+                "enable_prefix_caching": False,
+            },
+        ),
     ],
     ids=str,
-)
-def test_the_same_tokens_however_they_are_scheduled(quantized, changes):
-    settings, expected = quantized
+)  # fmt: skip
+def test_the_same_tokens_however_they_are_scheduled(settings, changes):
+    expected = tokens_one_by_one(**settings)
     llm = engine(**settings, **changes)
     assert tokens(llm) == expected
     assert ("num_gpu_blocks_override" in changes) == (llm.llm_engine.stats.num_preemptions > 0)

@@ -105,8 +105,10 @@ def speculate(
     return Outcome(tokens.numpy(), (context[:, 1:] - 1).numpy(), p, q, drawn)
 
 
-@pytest.mark.parametrize("drawn", [False, True], ids=["point masses", "drawn"])
-@pytest.mark.parametrize("chosen", SETTINGS, ids=str)
+WAYS = [*((chosen, True) for chosen in SETTINGS), (SETTINGS[0], False), (SETTINGS[-1], False)]
+
+
+@pytest.mark.parametrize(("chosen", "drawn"), WAYS, ids=str)
 def test_tokens_are_the_models_and_as_many_are_accepted_as_can_be(chosen, drawn):
     outcome = speculate(drawn, **chosen)
     for place, fitted in enumerate(outcome.fits()):
@@ -161,7 +163,7 @@ STEPS = st.builds(
 
 
 @given(STEPS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_any_step_comes_out_the_same_alone_among_others_and_in_both_forms(step):
     together = rejection_sample(step)
     assert torch.equal(torch_rejection(step), together)

@@ -106,14 +106,14 @@ def steps_and_tokens(llm, prompts, params):
 
 
 def test_a_text_that_repeats_itself_takes_fewer_steps_for_the_same_tokens(plain, lookup):
-    params = SamplingParams(temperature=0.0, max_tokens=96, ignore_eos=True)
+    params = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
     before = lookup.llm_engine.stats.spec_decoding_stats
     plain_steps, expected = steps_and_tokens(plain, [REPETITIVE], params)
     steps, tokens = steps_and_tokens(lookup, [REPETITIVE], params)
     stats = lookup.llm_engine.stats.spec_decoding_stats.since(before)
     assert tokens == expected
-    assert plain_steps == 96
-    assert 0 <= steps + stats.num_accepted_tokens - 96 <= 5, "each accepted draft saves a step; the last reach beyond"
+    assert plain_steps == 64
+    assert 0 <= steps + stats.num_accepted_tokens - 64 <= 5, "each accepted draft saves a step; the last reach beyond"
     assert stats.num_accepted_tokens > 10
     assert sum(stats.num_accepted_tokens_per_pos) == stats.num_accepted_tokens <= stats.num_draft_tokens
 
@@ -147,10 +147,10 @@ WITHOUT_CACHE = {"max_model_len": 64, "max_num_batched_tokens": 9, "attention_ba
 
 
 @functools.cache
-def tokens_of_batches(**changes):
-    """Return the tokens of two batches from an engine without a drafter."""
+def tokens_of_batches(count, **changes):
+    """Return the tokens of the first `count` batches from an engine without a drafter."""
     plain = LLM(EMBEDDED_MODEL, **SETTINGS | changes)
-    return [[output.outputs[0].token_ids for output in plain.generate(*random_batch(seed))] for seed in range(2)]
+    return [[output.outputs[0].token_ids for output in plain.generate(*random_batch(seed))] for seed in range(count)]
 
 
 @pytest.mark.parametrize(
@@ -165,12 +165,13 @@ def tokens_of_batches(**changes):
 )
 def test_the_tokens_without_a_drafter(config, changes):
     drafting = LLM(EMBEDDED_MODEL, **SETTINGS | changes, speculative_config=config)
-    plain = tokens_of_batches(**changes | {"async_scheduling": False, "num_gpu_blocks_override": 200})
+    count = 1 if changes is WITHOUT_CACHE else 2  # a step without a cache computes every token again
+    plain = tokens_of_batches(count, **changes | {"async_scheduling": False, "num_gpu_blocks_override": 200})
     for seed, expected in enumerate(plain):
         outputs = drafting.generate(*random_batch(seed))
         assert [output.outputs[0].token_ids for output in outputs] == expected
     stats = drafting.llm_engine.stats
-    assert stats.spec_decoding_stats.num_accepted_tokens > 40
+    assert stats.spec_decoding_stats.num_accepted_tokens > 20 * count
     assert stats.num_preemptions > 0 or "num_gpu_blocks_override" not in changes
 
 
@@ -214,6 +215,8 @@ def test_the_drafters_cache_holds_every_token_that_the_targets_does(config):
     def observed(scheduler_output):
         output = execute(scheduler_output)
         steps.append(0)
+        if len(steps) % 4:
+            return output  # a wrong key stays in the cache until a later step looks
         for req_id, count in scheduler_output.num_scheduled_tokens.items():
             row, sampled = batch.row_of[req_id], output.sampled_token_ids.get(req_id)
             end = batch.num_tokens[row] if sampled else batch.num_computed_tokens[row] + count
@@ -226,8 +229,7 @@ def test_the_drafters_cache_holds_every_token_that_the_targets_does(config):
         return output
 
     runner.execute_model = observed
-    for seed in range(2):
-        llm.generate(*random_batch(seed))
+    llm.generate(*random_batch(0))
     beginning = RECORDED["requests"][3]["prompt_token_ids"][:12]
     for prompt in (beginning, beginning + beginning):
         llm.generate([prompt], SamplingParams(temperature=0.0, max_tokens=4))
@@ -268,10 +270,10 @@ def test_random_requests_keep_their_tokens_and_log_probabilities(plain, lookup):
     there were drafts.
     """
     params = [
-        SamplingParams(temperature=0.7, seed=3, max_tokens=60, logprobs=2, ignore_eos=True),
-        SamplingParams(temperature=1.0, seed=4, max_tokens=40, top_p=0.8, presence_penalty=0.4, n=2),
-        SamplingParams(temperature=0.9, seed=5, max_tokens=50, stop=["return"]),
-        SamplingParams(temperature=0.0, max_tokens=50, repetition_penalty=1.1, min_tokens=20),
+        SamplingParams(temperature=0.7, seed=3, max_tokens=30, logprobs=2, ignore_eos=True),
+        SamplingParams(temperature=1.0, seed=4, max_tokens=20, top_p=0.8, presence_penalty=0.4, n=2),
+        SamplingParams(temperature=0.9, seed=5, max_tokens=30, stop=["return"]),
+        SamplingParams(temperature=0.0, max_tokens=30, repetition_penalty=1.1, min_tokens=20),
     ]
     prompts = [REPETITIVE, REPETITIVE, "class Stack:\n    def __init__", "import os\nimport "]
     results = [[each for output in llm.generate(prompts, params) for each in output.outputs] for llm in (plain, lookup)]

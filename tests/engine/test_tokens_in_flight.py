@@ -69,10 +69,10 @@ def test_random_requests_get_the_same_tokens(deferred):
     """
     plain, ahead = engine(async_scheduling=False), engine()
     runner_of(ahead).defers_tokens = True
-    for seed in range(4):
+    for seed in range(2):
         prompts, params = random_requests(seed)
         assert answers(ahead, prompts, params) == answers(plain, prompts, params), seed
-    assert len(deferred) > 30
+    assert len(deferred) > 15
 
 
 def test_aborted_requests_leave_their_rows_to_others(deferred):

@@ -17,6 +17,7 @@ from minivllm.kernels.cpu.compile_ahead import BY_THE_SECOND, LOOPS, compile_ahe
 @pytest.fixture
 def done(monkeypatch):
     """Record what is compiled here and what is started elsewhere, in order, as if nothing took time."""
+    compile_ahead.cache_clear()
     events = []
 
     class Second:
@@ -34,7 +35,8 @@ def done(monkeypatch):
 
     monkeypatch.setattr(subprocess, "Popen", Second)
     monkeypatch.setattr(module, "compile_modules", lambda names, *types: events.append(("compiled", *names)))
-    return events
+    yield events
+    compile_ahead.cache_clear()
 
 
 def found_in_the_cache(monkeypatch, was_cached) -> None:
@@ -47,6 +49,8 @@ def test_the_second_process_compiles_half_and_this_one_reads_it_afterwards(monke
     compile_ahead(np.float32, np.float32)
     here = [name for name in LOOPS if name not in BY_THE_SECOND]
     assert done == [("started", *BY_THE_SECOND), ("compiled", *here), ("waited",), ("compiled", *BY_THE_SECOND)]
+    compile_ahead(np.float32, np.float32)
+    assert len(done) == 4, "an engine that is started later compiles nothing"
 
 
 @pytest.mark.parametrize("was_cached", [True, None], ids=["all is cached", "nothing can be cached"])

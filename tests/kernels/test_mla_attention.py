@@ -44,7 +44,7 @@ UNTOUCHED = -7.0
 
 # (queries, keys) of each sequence. A decode has one query, a prefill as many as keys, a chunk or a
 # verification fewer.
-MIXED = [(0, 7), (1, 33), (20, 20), (5, 64), (0, 0), (1, 1), (17, 50), (1, 32), (0, 1), (1, BLOCK + 1)]
+MIXED = [(0, 7), (1, 33), (17, 17), (5, 40), (0, 0), (1, 1), (0, 1), (1, BLOCK + 1)]
 
 
 @dataclass
@@ -103,9 +103,7 @@ def make(lengths, rank=48, rope=16, heads=8, block_size=BLOCK, dtype=torch.float
 # ---- the kernel ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("rank", "rope", "heads"), [(48, 16, 8), (56, 8, 5), (32, 8, 1), (40, 24, 16), (64, 16, 21)], ids=str
-)
+@pytest.mark.parametrize(("rank", "rope", "heads"), [(56, 8, 5), (32, 8, 1), (40, 24, 16), (64, 16, 21)], ids=str)
 def test_all_kinds_of_steps_in_one_launch(device, rank, rope, heads):
     step = make(MIXED, rank, rope, heads)
     result = step.on(device).attend("triton", num_kv_splits=1)
@@ -114,12 +112,12 @@ def test_all_kinds_of_steps_in_one_launch(device, rank, rope, heads):
 
 @pytest.mark.parametrize("block_size", [1, 5, 64])
 def test_any_block_size(device, block_size):
-    step = make([(1, 65), (7, 30), (33, 33)], block_size=block_size)
+    step = make([(1, 65), (7, 30), (18, 18)], block_size=block_size)
     assert_close(step.on(device).attend("triton", num_kv_splits=1), step.expected())
 
 
 def test_splits_of_which_some_are_empty(device):
-    step = make([(1, 100), (1, 5), (3, 40), (0, 3)], rank=56, rope=8, heads=18)
+    step = make([(1, 70), (1, 5), (3, 40), (0, 3)], rank=56, rope=8, heads=18)
     assert_close(step.on(device).attend("triton", num_kv_splits=4), step.expected())
 
 
@@ -131,7 +129,7 @@ def test_extreme_scores_neither_overflow_nor_vanish(device):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_kernel_and_twin_are_alike(device, dtype):
-    step = make(MIXED[:6], dtype=dtype)
+    step = make(MIXED[:4], dtype=dtype)
     kernel, twin = step.on(device).attend("triton", num_kv_splits=1), step.on("cpu").attend("cpu")
     assert_twin(kernel, twin)
     assert_close(twin, step.expected())

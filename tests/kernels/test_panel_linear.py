@@ -4,6 +4,7 @@ import ctypes
 import importlib.util
 import platform
 import random
+import sys
 
 import numpy as np
 import pytest
@@ -22,10 +23,6 @@ numba_linear = pytest.importorskip("minivllm.kernels.cpu.panel_linear_loops")
 programs_of = pytest.importorskip("minivllm.kernels.cpu.programs")
 
 
-def compile_without_cache(function):
-    return numba.cfunc(numba.types.void(numba.types.intp))(function).ctypes
-
-
 @pytest.fixture(scope="module", params=[True, False], ids=["wide registers", "narrow registers"])
 def tiles(request):
     """Return the loops compiled for a processor with AVX-512, or for one without."""
@@ -42,8 +39,7 @@ def tiles(request):
             patch.setattr(lanes, "has_wide_registers", lambda: request.param)
             spec.loader.exec_module(loops)
     with pytest.MonkeyPatch.context() as patch:
-        if loops is not numba_linear:  # numba's cache cannot be read for a module that is not imported by name
-            patch.setattr(programs_of, "compile_programs", compile_without_cache)
+        patch.setitem(sys.modules, loops.__name__, loops)  # numba reads its cache by the module's name
         patch.setattr(panel_linear, "_loops", lambda: loops)
         yield loops
 
@@ -100,18 +96,18 @@ def test_products_of_all_shapes_are_what_float64_gives(dtype, has_bias, gated):
         assert_rounded_once(out, expected(x, weight, bias, gated))
 
 
-@pytest.mark.parametrize("rows", [*range(1, 14), 47, 48, 49, 95, 97])
-def test_every_number_of_rows_is_computed_and_nothing_beside_them_is_written(tiles, dtype, rows):
-    torch.manual_seed(rows)
-    weight, x = torch.randn(2 * tiles.PANEL + 3, 40).to(dtype), torch.randn(rows, 40).to(dtype)
+def test_every_number_of_rows_is_computed_and_nothing_beside_them_is_written(tiles, dtype):
+    weight = torch.randn(2 * tiles.PANEL + 3, 40).to(dtype)
     linear = PanelLinear(weight)
-    around = torch.full((rows + 2, len(weight)), 7.0, dtype=dtype)
-    out = around[1:-1]
-    addresses = (tensor.data_ptr() for tensor in (x, out, linear.panels, linear.bias))
-    run_programs(tiles.programs_for(ELEMENTS[dtype]), PanelLinearCells(0, *out.shape, x.shape[1], 1, 0, *addresses))
-    assert_rounded_once(out, expected(x, weight))
-    assert (around[0] == 7).all()
-    assert (around[-1] == 7).all()
+    for rows in (*range(1, 14), 47, 48, 49, 95, 97):
+        x = torch.randn(rows, 40).to(dtype)
+        around = torch.full((rows + 2, len(weight)), 7.0, dtype=dtype)
+        out = around[1:-1]
+        addresses = (tensor.data_ptr() for tensor in (x, out, linear.panels, linear.bias))
+        run_programs(tiles.programs_for(ELEMENTS[dtype]), PanelLinearCells(0, *out.shape, x.shape[1], 1, 0, *addresses))
+        assert_rounded_once(out, expected(x, weight))
+        assert (around[0] == 7).all()
+        assert (around[-1] == 7).all()
 
 
 def test_gate_and_up_can_be_had_side_by_side(tiles, dtype):

@@ -89,8 +89,7 @@ def test_default_groups_are_long_in_wide_rows_and_always_fit():
 # ---- numerics ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("kind", "shape"), [*zip(KINDS, SHAPES, strict=True), *zip(KINDS, SHAPES[::-1], strict=True)])
 def test_the_kernel_multiplies_by_what_the_integers_stand_for(device, kind, shape):
     x, packed, scales, bias, expected = make(kind, *shape)
     arguments = [item.to(device) for item in (x, packed, scales)]
@@ -123,11 +122,11 @@ twin = each_twin(quantized_linear_calls)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("rows", [0, 1, 2, 3, 4, 6, 17, 33])
-def test_the_twins_multiply_by_what_the_integers_stand_for(twin, kind, rows):
-    for out, width in ((1, 32), (37, 96), (16, 160), (50, 64)):
-        x, packed, scales, bias, expected = make(kind, rows, out, width)
-        assert_close(quantized_linear(x, packed, scales, bias), expected)
+def test_the_twins_multiply_by_what_the_integers_stand_for(twin, kind):
+    for out, width in ((1, 32), (37, 96), (16, 160)):
+        x, packed, scales, bias, expected = make(kind, 33, out, width)
+        for rows in (0, 1, 2, 3, 4, 6, 17, 33):
+            assert_close(quantized_linear(x[:rows], packed, scales, bias), expected[:rows])
 
 
 @pytest.mark.parametrize("scale_dtype", DTYPES)

@@ -23,7 +23,7 @@ from minivllm.worker.sample.gumbel import draft_keys, gumbel_max, row_keys
 
 CHUNK = 64
 """Tokens per program in most tests, so that a few hundred are several chunks."""
-VOCABULARIES = (1, CHUNK - 1, CHUNK, 2 * CHUNK + 3)
+VOCABULARIES = (1, CHUNK, 2 * CHUNK + 3)
 RAGGED = (3, 0, 2, 1, 4, 1, 3, 2)
 
 
@@ -183,7 +183,7 @@ def noise_kernel(bits, numbers, times, decisions, keys, VOCAB: tl.constexpr):
 
 
 def test_the_noise_is_the_same_bit_for_bit(device):
-    rows, vocab = 64, 4096
+    rows, vocab = 16, 4096
     keys = key_tensor(row_keys(np.arange(rows) ** 7, np.arange(rows)))
     bits = torch.empty(rows, vocab, dtype=torch.int32, device=device)
     numbers, times, decisions = (torch.empty(shape, device=device) for shape in ((rows, vocab), (rows, vocab), rows))

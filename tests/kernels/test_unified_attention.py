@@ -2,6 +2,7 @@
 where no request reads.
 """
 
+import itertools
 import math
 import random
 from dataclasses import dataclass
@@ -100,17 +101,17 @@ def check_kernel(step, device, dtype=None, splits=1, **options):
 # ---- the kernel ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("head_dim", [32, *HEAD_DIMS])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_all_kinds_of_steps_in_one_launch(device, head_dim):
-    check_kernel(make(BATCHES["all kinds"], head_dim, group=3 if head_dim == 80 else 4), device)
+    check_kernel(make(BATCHES["all kinds"], head_dim, group=3, kv_heads=2 if head_dim == 80 else 1), device)
     if head_dim == 80:
         check_kernel(make(BATCHES["decodes"], head_dim, kv_heads=1), device)
         check_kernel(make(BATCHES["prefills"], head_dim, kv_heads=1), device)
 
 
-@pytest.mark.parametrize(("splits", "window"), [(1, None), (3, None), (2, 40)])
+@pytest.mark.parametrize(("splits", "window"), [(1, None), (3, None), (2, 20)])
 def test_a_step_that_is_known_to_be_decodes(device, splits, window):
-    step = make([(1, 1), (1, BLOCK + 1), (0, 9), (1, 100), (1, 33), (0, 0)], group=5, kv_heads=2)
+    step = make([(1, 1), (1, BLOCK + 1), (0, 9), (1, 50), (0, 0)], group=5, kv_heads=2)
     check_kernel(step, device, splits=splits, sliding_window=window, max_query_len=1)
 
 
@@ -136,19 +137,19 @@ def test_a_soft_cap(device, window):
     check_kernel(step, device, soft_cap=5.0, sliding_window=window)
 
 
-@pytest.mark.parametrize(("splits", "window"), [(2, None), (3, 40), (8, None), (8, 1)])
+@pytest.mark.parametrize(("splits", "window"), [(2, None), (3, 40), (8, 1)])
 def test_splits_of_which_some_are_empty(device, splits, window):
-    step = make([(1, 100), (1, 5), (4, 70), (0, 3), (9, 9)], head_dim=80, kv_heads=1)
+    step = make([(1, 100), (1, 5), (4, 38), (0, 3), (9, 9)], head_dim=80, kv_heads=1)
     check_kernel(step, device, splits=splits, sliding_window=window)
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN")
-@pytest.mark.parametrize("first", [0, 64, 256], ids="from key {}".format)
+@pytest.mark.parametrize("first", [0, 64, 128], ids="from key {}".format)
 def test_a_split_of_nothing_but_nan_is_not_forgotten(device, first):
-    step = make([(1, 300)], padding=0)
-    places = torch.arange(first, min(first + 64, 300))
+    step = make([(1, 150)], padding=0)
+    places = torch.arange(first, min(first + 64, 150))
     step.arguments[1][step.arguments[5][0][places // BLOCK].long(), places % BLOCK, 0] = torch.nan
-    result = step.on(device).attend("triton", num_kv_splits=5).isnan().all(-1)
+    result = step.on(device).attend("triton", num_kv_splits=3).isnan().all(-1)
     assert result.tolist() == [[True] * 4 + [False] * 4]
 
 
@@ -156,11 +157,11 @@ def test_a_split_of_nothing_but_nan_is_not_forgotten(device, first):
 def test_random_steps(device, seed):
     draw = random.Random(seed)
     lengths = []
-    for _ in range(draw.randint(1, 7)):
+    for _ in range(draw.randint(1, 5)):
         queries = draw.choice([0, 1, 1, draw.randint(2, 25)])
-        lengths.append((queries, queries + draw.choice([0, draw.randint(0, 60)])))
+        lengths.append((queries, queries + draw.choice([0, draw.randint(0, 40)])))
     step = make(
-        lengths, group=draw.randint(1, 8), kv_heads=draw.randint(1, 3), block_size=draw.randint(1, 20), seed=seed
+        lengths, group=draw.randint(1, 8), kv_heads=draw.randint(1, 2), block_size=draw.randint(4, 20), seed=seed
     )
     check_kernel(step, device, splits=draw.randint(1, 4), sliding_window=draw.choice([None, draw.randint(1, 50)]))
 
@@ -182,7 +183,7 @@ def test_queries_that_are_a_slice_of_a_fused_output(device):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_kernel_and_twin_are_alike(device, dtype):
-    step = make(BATCHES["all kinds"], head_dim=64, dtype=dtype)
+    step = make(BATCHES["all kinds"], head_dim=64, kv_heads=1, dtype=dtype)
     kernel, twin = step.on(device).attend("triton", num_kv_splits=1), step.on("cpu").attend("cpu")
     assert_twin(kernel, twin)
 
@@ -193,8 +194,7 @@ def test_kernel_and_twin_are_alike(device, dtype):
 twin = each_twin(attention_calls)
 
 
-@pytest.mark.parametrize("head_dim", [32, *HEAD_DIMS])
-@pytest.mark.parametrize("group", [1, 3, 4, 8])
+@pytest.mark.parametrize(("head_dim", "group"), [(32, 8), (64, 3), (80, 1), (80, 4), (128, 4), (128, 8)])
 def test_the_twin_is_right(twin, head_dim, group):
     for batch in BATCHES.values():
         step = make(batch, head_dim, group)
@@ -274,17 +274,15 @@ def test_the_combination_of_splits_compiles():
         assert built.spilled == 0
 
 
-@pytest.mark.parametrize("rows", [1, 4, 16, 17, 33, 4096])
-@pytest.mark.parametrize("group", [1, 3, 8, 71])
-@pytest.mark.parametrize("padded_dim", [32, 128, 256])
-def test_every_configuration_holds_a_group_and_is_a_power_of_two(rows, group, padded_dim):
-    for target in TARGETS:
-        for size, cache_size in ((2, 2), (2, 1), (4, 4), (4, 1)):
-            choices = configurations(target, rows, group, padded_dim, size, cache_size)
-            assert choices
-            for choice in choices:
-                assert choice.block_m >= max(16, group)
-                assert math.log2(choice.block_m).is_integer()
+@pytest.mark.parametrize("target", TARGETS)
+def test_every_configuration_holds_a_group_and_is_a_power_of_two(target):
+    sizes = itertools.product([1, 4, 16, 17, 33, 4096], [1, 3, 8, 71], [32, 128, 256])
+    for (rows, group, padded_dim), (size, cache_size) in itertools.product(sizes, [(2, 2), (2, 1), (4, 4), (4, 1)]):
+        choices = configurations(target, rows, group, padded_dim, size, cache_size)
+        assert choices
+        for choice in choices:
+            assert choice.block_m >= max(16, group)
+            assert math.log2(choice.block_m).is_integer()
 
 
 def test_splits_fill_the_device_and_are_never_too_short():

@@ -3,6 +3,7 @@ makes.
 """
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -180,13 +181,15 @@ def hasty(build_optimizers):
 
 
 def test_the_script_trains_a_head_that_loads(target, script, tmp_path, monkeypatch):
+    """It goes on from the head that comes with the repository."""
+    shutil.copytree(EMBEDDED_EAGLE3, tmp_path, dirs_exist_ok=True)
+    before = json.loads((tmp_path / "training.json").read_text())
     monkeypatch.setattr(script, "NEW_TOKENS", 12)
     monkeypatch.setattr(script, "BATCH_ROWS", 4)
     monkeypatch.setattr(script, "build_optimizers", hasty(script.build_optimizers))
-    script.main(["--quick", "--out", str(tmp_path)])
+    script.main(["--quick", "--resume", "--seed", "1", "--out", str(tmp_path)])
     facts = json.loads((tmp_path / "training.json").read_text())
     assert facts["parameters"] == sum(parameter.numel() for parameter in load_eagle3(tmp_path, target).parameters())
-    assert facts["batches"] == 2
+    assert facts["batches"] == before["batches"] + 2
+    assert facts["seeds"] == [*before["seeds"], 1]
     assert 1 <= facts["mean_acceptance_length"] <= 4
-    script.main(["--quick", "--resume", "--seed", "1", "--out", str(tmp_path)])
-    assert json.loads((tmp_path / "training.json").read_text())["seeds"] == [0, 1]

@@ -5,13 +5,19 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
 
+from minivllm import LLM
+from minivllm.config import EMBEDDED_MODEL
 from minivllm.platforms import spinning
 from minivllm.platforms.cpu_time import CpuTimes
 from minivllm.platforms.spinning import SECONDS, Watcher, limit_spinning
+from minivllm.worker import worker
+from minivllm_lab.cli import lesson_parser
+from minivllm_lab.lesson import begin
 
 
 class FakeTeam:
@@ -95,12 +101,9 @@ def test_where_reading_takes_long_it_is_done_less_often_unless_others_held_it_up
     assert Watcher(FakeTeam(), held_up).look() < 2 * SECONDS  # type: ignore[arg-type]
 
 
-IMPORTS = """
-import json, os, sys, time
-sys.path.insert(0, "vllm")
-import torch
-"""
 THREADS_THAT_WAIT = """
+import json, os, time
+import torch
 from minivllm.platforms.spinning import ExtraTeam
 
 x = torch.ones(1 << 20)
@@ -193,35 +196,23 @@ def test_where_there_is_nothing_to_watch_nobody_watches(started, monkeypatch, mi
     assert not started
 
 
-ENTRIES = {
-    "a lesson": "from minivllm_lab.cli import lesson_parser; from minivllm_lab.lesson import begin; "
-    "from pathlib import Path; begin('', lesson_parser('', Path('x')).parse_args(['--device', 'cpu']))",
-    "an engine": "from minivllm import LLM; from minivllm.config import EMBEDDED_MODEL; "
-    "LLM(EMBEDDED_MODEL, device='cpu', max_model_len=64)",
-}
-ENTER_EACH = f"""
-import threading
-
-for name, code in {ENTRIES}.items():
-    if os.fork() == 0:  # a process is watched once, whoever asks first
-        exec(code)
-        if "minivllm-watcher" not in [thread.name for thread in threading.enumerate()]:
-            print("not watched:", name, flush=True)
-        os._exit(0)
-    os.wait()
-"""
+def test_lessons_and_engines_are_watched(monkeypatch):
+    watched = []
+    monkeypatch.setattr(spinning, "limit_spinning", lambda: watched.append("a lesson"))
+    monkeypatch.setattr(worker, "limit_spinning", lambda: watched.append("an engine"))
+    begin("", lesson_parser("", Path("x")).parse_args(["--device", "cpu"]))
+    LLM(EMBEDDED_MODEL, device="cpu", max_model_len=64)
+    assert watched == ["a lesson", "an engine"]
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="GNU's OpenMP library")
-def test_every_entry_is_watched_and_with_more_threads_than_cores_threads_sleep_soon():
-    """Test both in one process, since torch loads slowly. Without the extra team, threads spin."""
+def test_with_more_threads_than_cores_threads_sleep_soon():
+    """Without the extra team, threads spin."""
     environment = {name: value for name, value in os.environ.items() if name not in spinning.CHOICES}
     environment["OMP_NUM_THREADS"] = "2"
-    command = [sys.executable, "-c", IMPORTS + ENTER_EACH + THREADS_THAT_WAIT]
+    command = [sys.executable, "-P", "-c", THREADS_THAT_WAIT]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    *others, last = done.stdout.splitlines()
-    assert not [line for line in others if "not watched" in line]
-    record = json.loads(last)
+    record = json.loads(done.stdout)
     assert record["held"] < record["before"] / 3, record
     assert record["after"] > record["held"] * 3, record
     assert record["more"] == len(os.sched_getaffinity(0)) + 1

@@ -10,6 +10,7 @@ compiles for itself. No torch: the second process would take seconds to import i
 
 from __future__ import annotations
 
+import functools
 import subprocess
 import sys
 import time
@@ -36,9 +37,12 @@ LOOPS = {
 BY_THE_SECOND = ("attention_loops", "cache_loops", "replay_loops")  # about half of the work
 
 
+@functools.cache
 def compile_ahead(number: type, cached: type) -> None:
     """Compile the loops for models of `number`, np.float32 or np.uint16 (bfloat16), and caches of
     `cached`, one of these or np.int8; or read them from numba's cache.
+
+    A process's later engines use what was compiled for its first.
     """
     start = time.monotonic()
     if import_module("minivllm.kernels.cpu.elementwise_loops").norms_of(number).was_cached is not False:

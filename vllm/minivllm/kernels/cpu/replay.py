@@ -25,7 +25,6 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
 from minivllm.errors import MinivllmError
 from minivllm.kernels.cpu.cells import ReplayCells
@@ -88,9 +87,9 @@ class _Recording(TorchFunctionMode):
             result = self._allocate(result)
             self._kept.append(result)
             return result
-        outputs = [tensor for tensor in tree_leaves(result) if isinstance(tensor, Tensor)]
+        outputs = _tensors(result)
         self._kept.extend(outputs)
-        inputs = [tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)]
+        inputs = _tensors([*args, *kwargs.values()])
         here = {tensor.untyped_storage().data_ptr() for tensor in inputs}
         again = partial(func, *args, **kwargs)
         if _changes_its_argument(func.__name__) or "out" in kwargs:
@@ -136,6 +135,15 @@ class _Recording(TorchFunctionMode):
                 run()
 
         return replay
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    """Return the tensors of a function's result or arguments, also those in lists."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, list | tuple):
+        return [tensor for item in value for tensor in _tensors(item)]
+    return []
 
 
 def _changes_its_argument(name: str) -> bool:
