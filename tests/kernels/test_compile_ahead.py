@@ -7,11 +7,13 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 pytest.importorskip("numba", reason="the loops are numba's; a GPU's image has none")
 
 from minivllm.kernels.cpu import compile_ahead as module
 from minivllm.kernels.cpu.compile_ahead import BY_THE_SECOND, LOOPS, compile_ahead
+from minivllm.worker.worker import compile_loops
 
 
 @pytest.fixture
@@ -54,6 +56,16 @@ def test_no_second_process_where_it_would_not_help(monkeypatch, done, was_cached
     found_in_the_cache(monkeypatch, was_cached)
     compile_ahead(np.float32, np.float32)
     assert done == [("compiled", *LOOPS)]
+
+
+def test_a_process_compiles_once_for_all_its_engines(monkeypatch):
+    calls = []
+    monkeypatch.setattr(module, "compile_ahead", lambda *types: calls.append(types))
+    compile_loops.cache_clear()
+    for dtype in ("auto", "auto", "int8"):
+        compile_loops(torch.float32, dtype)
+    compile_loops.cache_clear()
+    assert calls == [(np.float32, np.float32), (np.float32, np.int8)]
 
 
 def test_the_second_process_needs_no_torch_and_leaves_its_loops_in_the_cache(tmp_path):

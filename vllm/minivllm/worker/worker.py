@@ -8,6 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Iterable
+from functools import cache
 from typing import Any
 
 import torch
@@ -400,8 +401,13 @@ def load(settings: WorkerSettings, device: torch.device, group: GroupCoordinator
     return load_model(settings.model, device, dtype, group, settings.quantization)[0]
 
 
+@cache
 def compile_loops(dtype: torch.dtype, kv_cache_dtype: str) -> None:
-    """Compile what a CPU runs for a model of this dtype, if numba has not kept it from before."""
+    """Compile what a CPU runs for a model of this dtype, if numba has not kept it from before.
+
+    Once in a process: `compile_ahead` cannot tell what this process has compiled before from what
+    no process has.
+    """
     cached = STORED_AS.get(kv_cache_dtype, dtype)
     if has_numba() and dtype in NUMBERS and cached in CACHES:
         loops("compile_ahead").compile_ahead(ELEMENTS[dtype], ELEMENTS[cached])

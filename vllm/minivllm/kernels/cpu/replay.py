@@ -25,7 +25,6 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
 from minivllm.errors import MinivllmError
 from minivllm.kernels.cpu.cells import ReplayCells
@@ -88,14 +87,12 @@ class _Recording(TorchFunctionMode):
             result = self._allocate(result)
             self._kept.append(result)
             return result
-        outputs = [tensor for tensor in tree_leaves(result) if isinstance(tensor, Tensor)]
+        outputs = _tensors_in(result)
         self._kept.extend(outputs)
-        inputs = [tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)]
-        here = {tensor.untyped_storage().data_ptr() for tensor in inputs}
         again = partial(func, *args, **kwargs)
         if _changes_its_argument(func.__name__) or "out" in kwargs:
             self._add(again)
-        elif any(tensor.untyped_storage().data_ptr() not in here for tensor in outputs):
+        elif outputs and not _memory_of(outputs) <= _memory_of(_tensors_in((args, kwargs))):
             self._add(partial(_overwrite, result, again))
         return result  # else a view or a property: nothing to repeat
 
@@ -143,6 +140,22 @@ def _changes_its_argument(name: str) -> bool:
     if name.startswith("__"):
         return name == "__setitem__" or (name.startswith("__i") and name != "__invert__")
     return name.endswith("_")
+
+
+def _tensors_in(value: Any) -> list[Tensor]:
+    """Return the tensors in a value, also those in tuples, lists and dicts.
+
+    Recording a step takes thousands of calls, each of which torch's `tree_leaves` makes slower.
+    """
+    if isinstance(value, Tensor):
+        return [value]
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, tuple | list) else ()
+    return [tensor for part in parts for tensor in _tensors_in(part)]
+
+
+def _memory_of(tensors: list[Tensor]) -> set[int]:
+    """Return the addresses of the memory that the tensors are views of."""
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors}
 
 
 def _overwrite(result: Any, again: Callable[[], Any]) -> None:
