@@ -45,10 +45,7 @@ def mutant_source(source: str, mutant: Mutant, name: str = "the script") -> str:
     """Return the source with the mutant's change; expressions that it inserts are put in brackets,
     so that each means what it means alone.
     """
-    changed = _spliced(source, mutant, name, in_brackets=True)
-    if _dumped(changed) == _dumped(source):
-        raise MinivllmError(f"a mutant must change something; {mutant[1]!r} and {mutant[2]!r} are the same")
-    return changed
+    return _with_function(source, mutant[0], _function_in_brackets(source, mutant, name))
 
 
 @functools.lru_cache(maxsize=128)
@@ -60,10 +57,26 @@ def spliced_source(source: str, mutant: Mutant, name: str = "the file") -> str:
         MinivllmError: as in `mutant_source`, or the replacement means something else where it is
             (it needs brackets).
     """
-    changed = _spliced(source, mutant, name)
-    if _dumped(changed) != _dumped(mutant_source(source, mutant, name)):
+    text = _spliced(source, mutant, name)
+    if _dumped(text) != _dumped(_function_in_brackets(source, mutant, name)):
         raise MinivllmError(f"{mutant[2]!r} in {mutant[0]} of {name} means something else there: put it in brackets")
+    return _with_function(source, mutant[0], text)
+
+
+def _function_in_brackets(source: str, mutant: Mutant, name: str) -> str:
+    """Return the mutant's function, with brackets around the expressions that it inserts."""
+    changed = _spliced(source, mutant, name, in_brackets=True)
+    sound = "".join(source.splitlines(keepends=True)[_slice_of(function_lines(source, mutant[0]))])
+    if _dumped(changed) == _dumped(sound):
+        raise MinivllmError(f"a mutant must change something; {mutant[1]!r} and {mutant[2]!r} are the same")
     return changed
+
+
+def _with_function(source: str, name: str, text: str) -> str:
+    """Return the source with `text` in place of a function's lines."""
+    lines = source.splitlines(keepends=True)
+    lines[_slice_of(function_lines(source, name))] = [text]
+    return "".join(lines)
 
 
 @functools.lru_cache(maxsize=128)
@@ -86,9 +99,13 @@ def function_lines(source: str, name: str) -> range:
     Raises:
         MinivllmError: it is not there exactly once.
     """
-    function = _only(list(_functions(ast.parse(source), name)), f"function {name!r}", "the file")
+    function = _function(source, name, "the file")
     first = min([function.lineno, *(decorator.lineno for decorator in function.decorator_list)])
     return range(first, function.end_lineno + 1)
+
+
+def _slice_of(line_numbers: range) -> slice:
+    return slice(line_numbers.start - 1, line_numbers.stop - 1)
 
 
 @functools.lru_cache(maxsize=8)
@@ -97,8 +114,15 @@ def _tree(source: str) -> ast.Module:
     return ast.parse(source)
 
 
-def _dumped(source: str) -> str:
-    return ast.dump(ast.parse(source))
+def _dumped(text: str) -> str:
+    """Return the syntax of one function. Parsing the whole file would take longer than all the
+    rest of making a mutant.
+    """
+    return ast.dump(ast.parse(textwrap.dedent(text)))
+
+
+def _function(source: str, where: str, name: str) -> ast.AST:
+    return _only(list(_functions(_tree(source), where)), f"function {where!r}", name)
 
 
 # ---- finding the piece ---------------------------------------------------------------------------
@@ -181,17 +205,17 @@ def _is_hole(node: object) -> bool:
 
 
 def _spliced(source: str, mutant: Mutant, name: str, in_brackets: bool = False) -> str:
-    """Return the source with the replacement in place of the piece; every other line stays as it
-    is.
+    """Return the text of the mutant's function with the replacement in place of the piece; every
+    other line stays as it is.
 
     If statements go without a replacement, the comment above them goes, too: it would give the
     missing line away.
     """
     where, old, new = mutant
-    function = _only(list(_functions(_tree(source), where)), f"function {where!r}", name)
+    function = _function(source, where, name)
     nodes, is_block, holes = _only(list(_places(function, _piece(old, new))), f"{old!r}", f"{where} of {name}")
-    text = _filled(new.strip(), [_text_of(source, hole, in_brackets) for hole in holes])
     lines = source.splitlines(keepends=True)
+    text = _filled(new.strip(), [_text_of(lines, hole, in_brackets) for hole in holes])
     start, end = nodes[0].lineno - 1, nodes[-1].end_lineno
     before = lines[start].encode()[: nodes[0].col_offset].decode()
     after = lines[end - 1].encode()[nodes[-1].end_col_offset :].decode()
@@ -203,16 +227,20 @@ def _spliced(source: str, mutant: Mutant, name: str, in_brackets: bool = False) 
     if not text:
         while start and lines[start - 1].startswith(f"{before}#"):
             start -= 1
-        return "".join([*lines[:start], *lines[end:]])
-    return "".join([*lines[:start], before + text + after, *lines[end:]])
+    whole = function_lines(source, where)
+    changed = [before + text + after] if text else []
+    return "".join([*lines[whole.start - 1 : start], *changed, *lines[end : whole.stop - 1]])
 
 
-def _text_of(source: str, nodes: list, in_brackets: bool) -> str:
+def _text_of(source_lines: list[str], nodes: list, in_brackets: bool) -> str:
     first, last = nodes[0], nodes[-1]
+    lines = source_lines[first.lineno - 1 : last.end_lineno]
     if isinstance(first, ast.stmt):
-        lines = source.splitlines()[first.lineno - 1 : last.end_lineno]
-        return textwrap.dedent("\n".join([" " * first.col_offset + lines[0][first.col_offset :], *lines[1:]]))
-    text = ast.get_source_segment(source, first) or ""
+        lines[0] = " " * first.col_offset + lines[0][first.col_offset :]
+        return textwrap.dedent("".join(lines)).removesuffix("\n")
+    lines[-1] = lines[-1].encode()[: last.end_col_offset].decode()
+    lines[0] = lines[0].encode()[first.col_offset :].decode()
+    text = "".join(lines)
     return _bracketed(text, first) if in_brackets else text
 
 

@@ -25,11 +25,16 @@ def numbers_made(act: Callable[[], object]) -> int:
 
 
 class _Made(TorchDispatchMode):
-    """A counter of the results of all operations whose memory is not that of an argument."""
+    """Count the numbers in the results of all operations whose memory is not that of an argument."""
 
     def __init__(self) -> None:
         super().__init__()
         self.numbers = 0
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False: torch would import its compiler, which takes three seconds, to skip it."""
+        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))

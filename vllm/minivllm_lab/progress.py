@@ -22,10 +22,11 @@ def track(items: Iterable[Item], description: str, total: int | None = None) -> 
     """
     if console.is_jupyter:
         yield from _track_in_notebook(items, description, total)
-        return
-    terminal = console.is_terminal
-    with Progress(console=console, transient=True, refresh_per_second=PER_SECOND, disable=not terminal) as bar:
-        yield from bar.track(items, total=total, description=description)
+    elif console.is_terminal:
+        with Progress(console=console, transient=True, refresh_per_second=PER_SECOND) as bar:
+            yield from bar.track(items, total=total, description=description)
+    else:
+        yield from items
 
 
 @contextmanager

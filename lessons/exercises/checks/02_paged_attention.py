@@ -406,6 +406,6 @@ def plug(module) -> Plugged:
         parts=Parts(policy=SchedulingPolicy(block_pool=Pool)),
         engine_args={"enable_prefix_caching": False, "num_gpu_blocks_override": 41, "max_num_seqs": 128},
         prompts=PROMPTS * 18,
-        max_tokens=24,
+        max_tokens=12,
         says=says,
     )

@@ -111,9 +111,9 @@ def test_only_steps_that_mix_prompts_and_answers_cost_more():
 
 def test_one_pool_wins_with_its_best_budget_and_loses_with_the_default():
     """The lesson's claim is tested with the same four GPUs and requests; only the budget differs."""
-    work, level = Work(1024, 128, counted=40), Objective(0.5, 0.0075)
+    work, level = Work(1024, 128, counted=12), Objective(0.5, 0.0075)
     pool, two = Colocated(LLAMA, H100, 4), Disaggregated(LLAMA, H100, 1, 3, get_link("400 Gb/s"), layer_wise=True)
-    tuned, split = best_budget(pool, work, level, 5), best_split(two, work, level, 5)
-    default = goodput(Colocated(LLAMA, H100, 4, 8192), work, level, 5)
+    tuned, split = best_budget(pool, work, level, 4), best_split(two, work, level, 4)
+    default = goodput(Colocated(LLAMA, H100, 4, 8192), work, level, 4)
     assert tuned.goodput.rate > 1.2 * split.goodput.rate
     assert split.goodput.rate > 1.2 * default.rate

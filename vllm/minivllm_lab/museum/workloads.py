@@ -308,7 +308,7 @@ def triton_kernel() -> Seen:
     core_of(llm).executor.worker.runner.attention.backend = "triton"  # type: ignore[attr-defined]
     params = {"prompt_logprobs": 0}
     return serve(
-        llm, {"the short prompt": Ask(ADD, 2, params=params), "the long prompt": Ask(LONGER, 2, params=params)}
+        llm, {"the short prompt": Ask(ADD, 2, params=params), "the long prompt": Ask(LONG + LOOP, 2, params=params)}
     )
 
 

@@ -120,12 +120,12 @@ def saved_by_samples(
 def measure_sharing(
     cache_of: Callable[[], PagedCache], new_table: Callable[[int, int], Any], prompt: list[int], plan: Plan
 ) -> dict:
-    """Count the blocks that sharing saves, for parallel samples of 40 requests of each kind and for
-    beam searches.
+    """Count the blocks that sharing saves, for parallel samples of `plan.samples` requests of each
+    kind and for beam searches.
     """
     samples: dict[str, dict[str, float]] = {"alpaca": {}, "sharegpt": {}}
     for name, count in track([(name, count) for name in samples for count in (2, 4, 6)], "parallel samples"):
-        requests = WORKLOADS[name].sample(40, plan.seed)
+        requests = WORKLOADS[name].sample(plan.samples, plan.seed)
         samples[name][str(count)] = saved_by_samples(requests, count, plan.block_size, new_table)
     beams, best = beams_both_ways(cache_of, prompt, plan.widths, plan.beam_steps)
     return {"samples": samples, "beams": beams, "best": best}

@@ -79,6 +79,8 @@ class Plan:
     """Block sizes that are compared."""
     rounds: int = 40
     """Timed runs of attention for each block size."""
+    samples: int = 40
+    """Requests of each kind that draw several outputs from one prompt."""
 
     def cache_blocks(self, *texts: Sequence[int]) -> int:
         """Return how many blocks the widest search takes without sharing, for the longest of these
@@ -99,7 +101,8 @@ def plan(arguments: argparse.Namespace, longest: int) -> Plan:
     if size > longest:
         raise MinivllmError(f"--block-size must be at most {longest:,}, the longest request, not {size:,}")
     if arguments.quick:
-        return Plan(size, longest, seed, steps=300, beam_steps=8, widths=(4,), sizes=(1, 16, 512), rounds=5)
+        work = {"steps": 150, "beam_steps": 8, "rounds": 5, "samples": 10}
+        return Plan(size, longest, seed, widths=(4,), sizes=(1, 16, 512), **work)
     steps = 8000 if arguments.full else 2000
     sizes = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
     return Plan(size, longest, seed, steps, beam_steps=48, widths=(2, 4, 6), sizes=sizes)

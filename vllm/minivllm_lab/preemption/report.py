@@ -429,10 +429,11 @@ def _thrash(arguments: argparse.Namespace) -> dict[str, Any]:
     """Show modelled output tokens per second by `max_num_seqs`, in a pool for about twelve
     requests.
     """
-    work = [SimulatedRequest(8 * each.prompt_tokens, each.output_tokens) for each in workload()[:100]]
+    limits_tried, requests = ((16, 32), 50) if arguments.quick else ((4, 8, 16, 32, 64), 100)
+    work = [SimulatedRequest(8 * each.prompt_tokens, each.output_tokens) for each in workload(requests=requests)]
     useful = sum(each.prompt_tokens + each.output_tokens - 1 for each in work)
     records: dict[str, dict[str, Any]] = {}
-    for at_once in track((16, 32) if arguments.quick else (4, 8, 16, 32, 64), "thrashing"):
+    for at_once in track(limits_tried, "thrashing"):
         record = records[str(at_once)] = {}
         for name, whole in (("first_chunk", False), ("whole", True)):
             limits = {"max_num_seqs": at_once, "max_num_batched_tokens": 4096, "scheduler_reserve_full_isl": whole}

@@ -87,14 +87,12 @@ class _Recording(TorchFunctionMode):
             result = self._allocate(result)
             self._kept.append(result)
             return result
-        outputs = _tensors(result)
+        outputs = _tensors_in(result)
         self._kept.extend(outputs)
-        inputs = _tensors([*args, *kwargs.values()])
-        here = {tensor.untyped_storage().data_ptr() for tensor in inputs}
         again = partial(func, *args, **kwargs)
         if _changes_its_argument(func.__name__) or "out" in kwargs:
             self._add(again)
-        elif any(tensor.untyped_storage().data_ptr() not in here for tensor in outputs):
+        elif outputs and not _memory_of(outputs) <= _memory_of(_tensors_in((args, kwargs))):
             self._add(partial(_overwrite, result, again))
         return result  # else a view or a property: nothing to repeat
 
@@ -137,20 +135,27 @@ class _Recording(TorchFunctionMode):
         return replay
 
 
-def _tensors(value: Any) -> list[Tensor]:
-    """Return the tensors of a function's result or arguments, also those in lists."""
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, list | tuple):
-        return [tensor for item in value for tensor in _tensors(item)]
-    return []
-
-
 def _changes_its_argument(name: str) -> bool:
     """Return whether a function of this name works in place: `add_`, `__setitem__`, `__iadd__`."""
     if name.startswith("__"):
         return name == "__setitem__" or (name.startswith("__i") and name != "__invert__")
     return name.endswith("_")
+
+
+def _tensors_in(value: Any) -> list[Tensor]:
+    """Return the tensors in a value, also those in tuples, lists and dicts.
+
+    Recording a step takes thousands of calls, each of which torch's `tree_leaves` makes slower.
+    """
+    if isinstance(value, Tensor):
+        return [value]
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, tuple | list) else ()
+    return [tensor for part in parts for tensor in _tensors_in(part)]
+
+
+def _memory_of(tensors: list[Tensor]) -> set[int]:
+    """Return the addresses of the memory that the tensors are views of."""
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors}
 
 
 def _overwrite(result: Any, again: Callable[[], Any]) -> None:
