@@ -33,7 +33,7 @@ import torch
 from tokenizers import Tokenizer
 
 from minivllm.config import EMBEDDED_DRAFT, EMBEDDED_EAGLE3, EMBEDDED_MODEL, CacheConfig
-from minivllm.config.speculative import METHODS
+from minivllm.config.speculative import MODEL_METHODS
 from minivllm.core.engine_messages import EngineCoreRequest
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.core import EngineCore
@@ -91,7 +91,7 @@ class Served:
 
 def available() -> dict[str, dict[str, Any]]:
     """Return the drafting methods that this engine can run."""
-    here = {name: way for name, way in WAYS.items() if way["method"] in METHODS}
+    here = {name: way for name, way in WAYS.items() if way["method"] in ("ngram", *MODEL_METHODS)}
     return {name: way for name, way in here.items() if "model" not in way or Path(way["model"]).is_dir()}
 
 

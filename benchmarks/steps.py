@@ -37,7 +37,7 @@ from peer_models import requests_of
 from processors import with_others
 
 from minivllm.config import EMBEDDED_MODEL
-from minivllm.engine.arg_utils import CHOICES, EngineArgs
+from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.llm_engine import LLMEngine
 from minivllm.errors import MinivllmError
 from minivllm.models.decoder import Decoder
@@ -325,7 +325,10 @@ def main(arguments: argparse.Namespace) -> None:
 def parser() -> argparse.ArgumentParser:
     flags = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument(
-        "--dtype", choices=CHOICES["dtype"][1:], default="float32", help="dtype of weights, cache and computation"
+        "--dtype",
+        choices=("float32", "float16", "bfloat16"),
+        default="float32",
+        help="dtype of weights, cache and computation",
     )
     flags.add_argument("--requests", type=positive_int, default=128, help="number of requests (default: 128)")
     flags.add_argument("--rounds", type=positive_int, default=5, help="runs, of which the fastest counts (default: 5)")

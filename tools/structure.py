@@ -36,20 +36,20 @@ PARTS = {
     "tests": ROOT / "tests",
 }
 BUDGETS = {
-    "the engine": 20_500,
-    "minivllm_lab": 13_300,
+    "the engine": 20_050,
+    "minivllm_lab": 13_400,
     "minivllm_simulate": 1_800,
     "widgets": 10_600,
     "benchmarks": 4_850,
-    "tests": 35_200,
-    "the spine": 3_650,
+    "tests": 35_600,
+    "the spine": 3_550,
 }
 """Most code lines of each part."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """What a Python file's syntax tree says of it."""
+    """Facts about a Python file, from its syntax tree."""
 
     code_lines: int
     imports: frozenset[str]

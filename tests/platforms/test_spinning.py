@@ -207,7 +207,7 @@ def test_lessons_and_engines_are_watched(monkeypatch):
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="GNU's OpenMP library")
 def test_with_more_threads_than_cores_threads_sleep_soon():
-    """Without the extra team, threads spin."""
+    """Threads spin if the extra team is missing."""
     environment = {name: value for name, value in os.environ.items() if name not in spinning.CHOICES}
     environment["OMP_NUM_THREADS"] = "2"
     command = [sys.executable, "-P", "-c", THREADS_THAT_WAIT]

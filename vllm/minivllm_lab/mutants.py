@@ -121,7 +121,7 @@ def _dumped(text: str) -> str:
     return ast.dump(ast.parse(textwrap.dedent(text)))
 
 
-def _function(source: str, where: str, name: str) -> ast.AST:
+def _function(source: str, where: str, name: str) -> ast.FunctionDef:
     return _only(list(_functions(_tree(source), where)), f"function {where!r}", name)
 
 

@@ -26,7 +26,7 @@ def mend(spec: Spec, values: Mapping[str, Value]) -> dict[str, Any] | None:
 def _turns(spec: Spec, values: Mapping[str, Value]) -> Iterator[tuple[str, Value]]:
     for name in spec.mends:
         knob = spec.flat()[name]
-        places = [not values[name]] if knob.kind == "switch" else knob.places()
+        places: list[Any] = [not values[name]] if knob.kind == "switch" else knob.places()
         now = places.index(values[name]) if values[name] in places else 0
         nearest = sorted(range(len(places)), key=lambda index, now=now: abs(index - now))
         yield from ((name, places[index]) for index in nearest if places[index] != values[name])

@@ -85,7 +85,7 @@ class Decoder(nn.Module):
         self.norm = RMSNorm(config.hidden_size if stage.is_last else 0, config.rms_norm_eps)
         self.lm_head = Linear(config.hidden_size, config.vocab_size if stage.is_last else 0)
         if tied and stage.is_last:
-            self.lm_head.weight = self.embed_tokens.weight
+            self.lm_head.weight = self.embed_tokens.weight  # pyright: ignore[reportAttributeAccessIssue]
         self.rotary = RotaryTable(config)
 
     def forward(

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from minivllm.config import StructuredOutputsParams
-from minivllm.core.grammar import StructuredOutputRequest
+from minivllm.core.grammar import StructuredOutputGrammar, StructuredOutputRequest
 from minivllm.core.request import Request, RequestStatus
 from minivllm.core.scheduler_output import GrammarOutput, SchedulerOutput
 from minivllm.structured_output.grammar_text import DeepThreads, grammar_text
 
 if TYPE_CHECKING:
-    from minivllm.structured_output.backend_guidance import GuidanceBackend, GuidanceGrammar
+    from minivllm.structured_output.backend_guidance import GuidanceBackend
 
 
 class StructuredOutputManager:
@@ -35,7 +35,7 @@ class StructuredOutputManager:
         self._load_tokenizer = load_tokenizer
         self._backend: GuidanceBackend | None = None
         self._threads: DeepThreads | None = None
-        self._pending: set[Future[GuidanceGrammar]] = set()
+        self._pending: set[Future[StructuredOutputGrammar]] = set()
         self._lock = threading.Lock()
 
     def grammar_init(self, request: Request, params: StructuredOutputsParams) -> None:
@@ -75,7 +75,7 @@ class StructuredOutputManager:
         self._backend.fill_bitmask(bitmask, rows)
         return GrammarOutput(req_ids, bitmask)
 
-    def _compile(self, params: StructuredOutputsParams) -> "GuidanceGrammar":
+    def _compile(self, params: StructuredOutputsParams) -> StructuredOutputGrammar:
         text = grammar_text(params)
         with self._lock:
             if self._backend is None:

@@ -72,7 +72,7 @@ class CompletionAnswer(Answer):
             text, token_ids, rows = "", [], []
         # A prompt that is returned as token ids is not repeated as text.
         if echoes and not request.return_token_ids:
-            text = prompt["prompt"] + text
+            text = prompt.get("prompt", "") + text
         logprobs = None
         if request.logprobs is not None:
             if echoes:
