@@ -1,4 +1,5 @@
 """Check that each lesson explains a term at its first use, or links it to `lessons/GLOSSARY.md`.
+A term that an earlier lesson explains needs neither.
 
     uv run python tools/glossary.py --check     # lessons that have a notes page, and the glossary itself
     uv run python tools/glossary.py 02          # one lesson, whether it has a notes page or not
@@ -102,11 +103,15 @@ def paragraphs(text: str) -> list[str]:
     return PARAGRAPH.split(body)
 
 
-def unexplained(text: str, terms: list[Term]) -> Iterator[str]:
-    """Yield a sentence for each term that a lesson uses before it is linked or explained."""
+def unexplained(text: str, terms: list[Term], number: str = "01") -> Iterator[str]:
+    """Yield a sentence for each term that lesson `number` uses before it is linked or explained,
+    and that no earlier lesson explains.
+    """
     parts = paragraphs(text)
     found = [_used(readable(part), terms) for part in parts]
     for term in terms:
+        if term.lesson < number:
+            continue
         first = next((index for index, used in enumerate(found) if term.name in used), None)
         if first is None or any(_explains(part, term) for part in parts[: first + 1]):
             continue
@@ -160,7 +165,7 @@ def problems_of(number: str, terms: list[Term], lessons: Path) -> Iterator[str]:
         yield from (
             f"{page.name}: {GLOSSARY}#{anchor}: no such term" for anchor in dead_anchors(page.read_text(), terms)
         )
-    yield from (f"{lesson.name}: {words}" for words in unexplained(lesson.read_text(), terms))
+    yield from (f"{lesson.name}: {words}" for words in unexplained(lesson.read_text(), terms, number.zfill(2)))
 
 
 def all_problems(lessons: Path) -> list[str]:

@@ -1,12 +1,12 @@
-"""Draw the lessons' opening figures, each made by `frames()` in `NAME/opening.py` below
-`vllm/minivllm_lab`.
+"""Draw the figures that `NAME/opening.py` below `vllm/minivllm_lab` makes.
 
     uv run python tools/openings.py --write        # all of them, or some: --write paged_attention
     uv run python tools/openings.py --check        # fails when a drawing is stale
 
-`NAME/opening.py` belongs to `lessons/NN_NAME.md`, and its drawing goes to
-`lessons/figures/NN_opening.svg`; one without a lesson, such as the README's `request`, goes to
-`lessons/figures/NAME.svg`.
+`NAME/opening.py` belongs to `lessons/NN_NAME.md`. Its `frames()` become the moving picture
+`lessons/figures/NN_opening.svg`; without a lesson, as for the README's `request`, that is
+`lessons/figures/NAME.svg`. If it has a function `stills()`, each picture that this returns goes to
+`lessons/figures/NN_KEY.svg`.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ def names() -> list[str]:
     return sorted(path.parent.name for path in LAB.glob("*/opening.py"))
 
 
-def figure_path(name: str) -> Path:
-    """Return the path of one module's drawing."""
+def figure_path(name: str, picture: str = "opening") -> Path:
+    """Return the path of one module's drawing: the moving picture, or the still `picture`."""
     lessons = sorted((ROOT / "lessons").glob(f"[0-9][0-9]_{name}.md"))
-    stem = f"{lessons[0].name[:2]}_opening" if lessons else name
+    stem = f"{lessons[0].name[:2]}_{picture}" if lessons else name
     return ROOT / "lessons" / "figures" / f"{stem}.svg"
 
 
-def drawing(name: str) -> str:
-    """Return the animated SVG of one module.
+def drawings(name: str) -> dict[Path, str]:
+    """Return the SVGs of one module by the paths that they belong to.
 
     Raises:
         MinivllmError: there is no such module, or it has no function `frames()`.
@@ -48,18 +48,23 @@ def drawing(name: str) -> str:
     module: ModuleType = import_module(f"minivllm_lab.{name}.opening")
     if not hasattr(module, "frames"):
         raise MinivllmError(f"minivllm_lab/{name}/opening.py has no function frames()")
-    return module.frames().animated()
+    stills = module.stills() if hasattr(module, "stills") else {}
+    drawn = {figure_path(name, picture): f"{svg}\n" for picture, svg in stills.items()}
+    return {figure_path(name): module.frames().animated(), **drawn}
 
 
 def stale(name: str) -> list[str]:
-    """Return one line for each difference between a module's file and its drawing, compared as
+    """Return one line for each difference between a module's drawings and their files, compared as
     data, not as bytes.
     """
-    path = figure_path(name)
-    if not path.is_file():
-        return [f"{path.name} is missing"]
     differences = load(ROOT / "tests" / "pictures.py").differences
-    return [f"{path.name}: {line}" for line in differences(drawing(name), path.read_text())]
+    lines = []
+    for path, drawn in drawings(name).items():
+        if not path.is_file():
+            lines.append(f"{path.name} is missing")
+            continue
+        lines += [f"{path.name}: {line}" for line in differences(drawn, path.read_text())]
+    return lines
 
 
 def main(arguments: argparse.Namespace) -> None:
@@ -71,9 +76,9 @@ def main(arguments: argparse.Namespace) -> None:
             raise MinivllmError(f"to fix it, run: {MEND}")
         return
     for name in chosen:
-        path = figure_path(name)
-        path.write_text(drawing(name))
-        print(f"wrote {path.relative_to(ROOT)}")
+        for path, drawn in drawings(name).items():
+            path.write_text(drawn)
+            print(f"wrote {path.relative_to(ROOT)}")
 
 
 def parser() -> argparse.ArgumentParser:

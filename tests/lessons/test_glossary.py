@@ -22,6 +22,12 @@ def unexplained(body):
     return [words.split("'")[1] for words in glossary.unexplained(f"{HEADER}\n## First\n\n{body}\n", TERMS)]
 
 
+def test_a_term_of_an_earlier_lesson_needs_no_link():
+    page = f"{HEADER}\n## First\n\nA block is one.\n"
+    assert list(glossary.unexplained(page, TERMS, "01"))
+    assert list(glossary.unexplained(page, TERMS, "02")) == []
+
+
 @pytest.mark.parametrize(
     "body",
     [

@@ -24,29 +24,30 @@ def test_the_figure_is_as_it_is_drawn(name):
 
 @EVERY_OPENING
 def test_its_text_is_large_enough(name):
-    sizes = [float(size) for size in re.findall(r'font-size="([\d.]+)"', openings.drawing(name))]
-    assert sizes
-    assert min(sizes) >= 11
+    for drawn in openings.drawings(name).values():
+        sizes = [float(size) for size in re.findall(r'font-size="([\d.]+)"', drawn)]
+        assert sizes
+        assert min(sizes) >= 11
 
 
 @EVERY_OPENING
 def test_nothing_in_it_is_cut_off(name):
     """A row of tokens that grows from still to still must fit in the last one, too."""
-    root = ET.fromstring(openings.drawing(name))
-    size = {axis: float(root.get(axis, 0)) for axis in ("width", "height")}
-    boxes = [part for part in root.iter("{http://www.w3.org/2000/svg}rect") if part.get("x")]
-    assert boxes
-    for start, axis in (("x", "width"), ("y", "height")):
-        assert all(0 <= float(box.get(start, 0)) <= size[axis] - float(box.get(axis, 0)) for box in boxes)
+    for root in map(ET.fromstring, openings.drawings(name).values()):
+        size = {axis: float(root.get(axis, 0)) for axis in ("width", "height")}
+        boxes = [part for part in root.iter("{http://www.w3.org/2000/svg}rect") if part.get("x")]
+        assert boxes
+        for start, axis in (("x", "width"), ("y", "height")):
+            assert all(0 <= float(box.get(start, 0)) <= size[axis] - float(box.get(axis, 0)) for box in boxes)
 
 
 @pytest.fixture
 def figure(tmp_path, monkeypatch):
     """Return a figure's path, and what would be drawn there now."""
     frames = Frames([svg(100, 50, text(5, 20, "14 slots"))], ["A caption."])
-    monkeypatch.setattr(openings, "drawing", lambda _name: frames.animated())
-    monkeypatch.setattr(openings, "figure_path", lambda _name: tmp_path / "figure.svg")
-    return tmp_path / "figure.svg", frames.animated()
+    path = tmp_path / "figure.svg"
+    monkeypatch.setattr(openings, "drawings", lambda _name: {path: frames.animated()})
+    return path, frames.animated()
 
 
 @pytest.mark.parametrize(("old", "new"), [("14 slots", "15 slots"), ("A caption.", "Another."), ('x="5"', 'x="6"')])
@@ -64,7 +65,7 @@ def test_a_missing_figure_is_seen_and_a_fresh_one_is_fresh(figure):
 
 
 def test_an_unknown_figure_is_refused():
-    assert_refused("no opening figure", openings.drawing, "nobody")
+    assert_refused("no opening figure", openings.drawings, "nobody")
 
 
 def test_every_block_that_a_caption_of_lesson_02_names_is_drawn():

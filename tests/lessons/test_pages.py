@@ -3,6 +3,7 @@ stays short.
 """
 
 import json
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -123,10 +124,53 @@ def test_every_notes_page_belongs_to_a_lesson():
 
 @pytest.mark.parametrize("notes", NOTES, ids=lambda path: path.stem)
 def test_a_lesson_with_notes_is_short_and_linked_with_them(notes):
-    lesson = LESSONS / notes.name
-    assert words.count(lesson.read_text()) <= words.MOST_WORDS, words.by_section(lesson.read_text())
-    assert f"](notes/{notes.name}" in lesson.read_text()
+    text = (LESSONS / notes.name).read_text()
+    assert words.count(text) <= words.limits(text).words, words.by_section(text)
+    assert f"](notes/{notes.name}" in text
     assert f"](../{notes.name}" in notes.read_text()
+
+
+THIRD = [path for path in sorted(LESSONS.glob("[0-9][0-9]_*.md")) if words.THIRD_EDITION in path.read_text()]
+IN_ORDER = (
+    "<summary>The reveal</summary>",
+    "> **Ten minutes:**",
+    "## The bottleneck",
+    "## The mechanism",
+    "## Run it",
+    "## Turn the knobs",
+    "## Break it",
+    "## On call",
+    "## Build it",
+    "## Cheat sheet",
+    "## Where next",
+    "## Further reading",
+)
+
+
+@pytest.mark.parametrize("lesson", THIRD, ids=lambda path: path.stem)
+def test_a_lesson_of_the_third_edition_keeps_to_the_pattern(lesson):
+    text = lesson.read_text()
+    places = [text.find(part) for part in IN_ORDER]
+    assert -1 not in places, f"it lacks {IN_ORDER[places.index(-1)]!r}"
+    assert places == sorted(places), "its parts are not in the order that CONTRIBUTING.md gives"
+    first_screen = text[: text.index("> **Ten minutes:**")]
+    assert first_screen.count("](figures/") == 2, "a picture for the bet, and one for its reveal"
+    assert "```" not in first_screen, "no code before the surprise"
+    assert words.count_numbers(text) <= words.limits(text).numbers
+    assert words.count_tables(text) <= words.limits(text).tables
+
+
+@pytest.mark.parametrize("lesson", THIRD, ids=lambda path: path.stem)
+def test_captions_of_the_third_edition_are_short(lesson):
+    opening = import_module(f"minivllm_lab.{lesson.stem[3:]}.opening")
+    captions = opening.frames().captions
+    assert [caption for caption in captions if len(caption.split()) > 18] == []
+
+
+def test_numbers_are_counted_in_sentences_only():
+    text = "Of 8 seats, 3.5 % work at 4,096 tokens, in `step 7`.\n\n| 1 | 2 |\n\n$x = 9$\n\n```text\n5\n```\n"
+    assert words.count_numbers(text) == 3
+    assert words.count_tables("┏━┓\n┃a┃\n┗━┛\n") == 1
 
 
 FIGURES = {"rows": [{"case": "long", "kv": "bf16", "share": 0.731}, {"case": "long", "kv": "int8", "share": 0.643}]}

@@ -43,12 +43,12 @@ class Frames:
         """Return the SVG of one step; -1 is the last."""
         return self.stills[index]
 
-    def animated(self, seconds: float = 2.0) -> str:
+    def animated(self, seconds: float = 5.0) -> str:
         """Return one SVG that shows each still for `seconds`, the last one for twice as long, in a
         loop.
 
-        It needs no script. The last still is shown by viewers that do not animate, and to readers
-        who asked for reduced motion.
+        It needs no script. Viewers that do not animate, printers, and readers who asked for reduced
+        motion see the last still alone, so it should sum up the others.
         """
         lines = [wrapped(caption, self.width - 2 * MARGIN - COUNT_WIDTH, CAPTION_SIZE) for caption in self.captions]
         height = self.height + max(map(len, lines)) * LINE_HEIGHT + MARGIN
