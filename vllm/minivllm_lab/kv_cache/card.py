@@ -23,7 +23,7 @@ def bet() -> str:
     running = ledger.longest_request // RESERVED
     return _picture(
         ledger,
-        f"A {GPU} that is full: {running} requests, and the next one must wait",
+        f"An {GPU} that is full: {running} requests, and the next one must wait",
         [1.0] * running,
         f"Its KV cache: {running} requests with {RESERVED:,} slots each, a slot for each token that may come",
         [("reserved", tint(ORANGE, 0.55))],
@@ -56,7 +56,7 @@ def _picture(ledger: MemoryLedger, title: str, filled: list[float], below: str, 
     x = float(LEFT)
     for name, size, colour in _shares(ledger):
         width = WIDE * size / ledger.device.memory_bytes
-        parts.append(rect(x, BAR_Y, width, 34, colour, stroke="#FFFFFF", label=name if width > 60 else "", size=12))
+        parts.append(rect(x, BAR_Y, width, 34, colour, stroke="#FFFFFF", label=name, size=11))
         if colour == ORANGE:
             left, right = x, x + width
         x += width
@@ -83,14 +83,14 @@ def _picture(ledger: MemoryLedger, title: str, filled: list[float], below: str, 
 
 
 def _shares(ledger: MemoryLedger) -> list[tuple[str, int, str]]:
-    """Return the card's parts: name, bytes, colour. Small ones count as the engine's working memory."""
+    """Return the card's parts: name, bytes, colour. What a step needs beside weights is one part."""
     sizes = {row.name: row.bytes for row in ledger.rows}
     weights, cache = sizes["weights and rotary table"], ledger.kv_bytes
     unused = sizes["not ours to use"]
     working = ledger.device.memory_bytes - weights - cache - unused
     return [
         (f"the model's weights, {weights / GIB:.1f} GiB", weights, GREY),
-        (f"work, {working / GIB:.1f}", working, PALE),
-        (f"KV cache, {cache / GIB:.1f} GiB", cache, ORANGE),
-        ("kept free", unused, PALE),
+        ("for steps", working, PALE),
+        (f"cache, {cache / GIB:.1f} GiB", cache, ORANGE),
+        ("free", unused, PALE),
     ]

@@ -33,8 +33,8 @@ def cone() -> str:
     y = BOTTOM_Y + TALL + 20
     for x, colour, words in (
         (LEFT, tint(BLUE, 0.45), "the key is made of it"),
-        (LEFT + 180, VERMILLION, "changed by the appended token"),
-        (LEFT + 410, BLANK, "plays no part in it"),
+        (LEFT + 170, VERMILLION, "changed by the appended token"),
+        (LEFT + 420, BLANK, "plays no part in it"),
     ):
         parts += [rect(x, y, 22, 14, colour, stroke="#80868B"), text(x + 30, y + 12, words, size=12)]
     label = "A key of layer 3 depends on the tokens up to its own, in every layer. Lines go to the right and up only, "

@@ -17,10 +17,10 @@ from minivllm_lab.kv_cache.cone import cone
 from minivllm_lab.kv_cache.roofline import roofline
 from minivllm_lab.palette import BLUE, GREEN, GREY, ORANGE, VERMILLION
 
-WIDTH, HEIGHT = 736, 296
-LEFT, CELL, CELL_HEIGHT = 74, 43, 28
+WIDTH, HEIGHT = 816, 296
+LEFT, CELL, CELL_HEIGHT = 88, 48, 28
 TOKENS_Y, KEYS_Y, VALUES_Y, BARS_Y = 40, 118, 150, 238
-BAR_WIDTH = 330
+BAR_WIDTH = 380
 ORANGE_INK, GREEN_INK = "#8A5A00", "#00664A"
 """Darker forms for text on white, with a contrast of at least 4.5 : 1."""
 
@@ -33,7 +33,7 @@ def frames() -> Frames:
     rows = [row for step in run.steps if (row := step.row()) is not None]
     stills = [_still(run.request.tokens, rows, index) for index in range(len(rows))]
     captions = [_caption(rows, index) for index in range(len(rows))]
-    return Frames([*stills, _summary(run.request.tokens, rows)], [*captions, SUMMARY])
+    return Frames([*stills, _summary(run.request.tokens, rows)], [*captions, _summed_up(rows)])
 
 
 def stills() -> dict[str, str]:
@@ -44,7 +44,12 @@ def stills() -> dict[str, str]:
 def _still(tokens: Sequence[Token], rows: Sequence[Row], index: int) -> str:
     row = rows[index]
     slots = len(tokens) - 1  # the last token never goes through the model
-    parts = [*_tokens(tokens, row), *_cache(slots, row), *_query(row.seq_len), *_passes(rows, index)]
+    parts = [
+        *_tokens(tokens, row),
+        *_cache(slots, row.seq_len, row.positions),
+        *_query(row.seq_len),
+        *_passes(rows, index),
+    ]
     return svg(WIDTH, HEIGHT, *parts, label=_caption(rows, index))
 
 
@@ -60,8 +65,8 @@ def _summary(tokens: Sequence[Token], rows: Sequence[Row]) -> str:
             parts.append(arrow((middle, TOKENS_Y + CELL_HEIGHT + 3), (middle, KEYS_Y - 4), VERMILLION))
     parts.append(_cell(last.seq_len, TOKENS_Y, tint(GREEN), GREEN, tokens[last.seq_len].shown, dash="4 3"))
     parts.append(text(_x(last.seq_len) + CELL / 2, 26, "never", size=12, colour=GREEN_INK, anchor="middle"))
-    parts += [*_cache(last.seq_len, last), *_query(last.seq_len), *_passes(rows, len(rows) - 1)]
-    return svg(WIDTH, HEIGHT, *parts, label=SUMMARY)
+    parts += [*_cache(last.seq_len, last.seq_len), *_query(last.seq_len), *_passes(rows, len(rows) - 1)]
+    return svg(WIDTH, HEIGHT, *parts, label=_summed_up(rows))
 
 
 def _tokens(tokens: Sequence[Token], row: Row) -> list[str]:
@@ -82,13 +87,13 @@ def _tokens(tokens: Sequence[Token], row: Row) -> list[str]:
     return parts
 
 
-def _cache(slots: int, row: Row) -> list[str]:
-    """Draw keys and values: slots that were full, slots that this step fills, and empty ones."""
+def _cache(slots: int, seq_len: int, new: Sequence[int] = ()) -> list[str]:
+    """Draw keys and values: slots that are full, the `new` ones of this step, and empty ones."""
     parts = [text(16, KEYS_Y + 19, "keys"), text(16, VALUES_Y + 19, "values")]
     parts.append(text(16, VALUES_Y + 43, "slot", size=11, colour=QUIET))
     for slot in range(slots):
-        full = slot < row.seq_len
-        fill = VERMILLION if slot in row.positions else tint(BLUE, 0.35) if full else BLANK
+        full = slot < seq_len
+        fill = VERMILLION if slot in new else tint(BLUE, 0.35) if full else BLANK
         for y, name in ((KEYS_Y, "k"), (VALUES_Y, "v")):
             parts.append(_cell(slot, y, fill, "#FFFFFF", name if full else ""))
         parts.append(text(_x(slot) + CELL / 2, VALUES_Y + 43, str(slot), size=11, colour=QUIET, anchor="middle"))
@@ -118,7 +123,10 @@ def _passes(rows: Sequence[Row], index: int) -> list[str]:
     return [*parts, text(WIDTH - 16, BARS_Y + 13, memory, size=12, colour=QUIET, anchor="end")]
 
 
-SUMMARY = "All steps: each token was fed once, and filled one slot. Without a cache: 69 tokens, not 14."
+def _summed_up(rows: Sequence[Row]) -> str:
+    lengths = [row.seq_len for row in rows]
+    counts = f"{lengths[-1]} tokens, and {sum(lengths)} without a cache"
+    return f"All steps: each token was fed once and filled one slot: {counts}."
 
 
 def _caption(rows: Sequence[Row], index: int) -> str:

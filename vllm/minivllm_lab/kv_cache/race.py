@@ -18,7 +18,7 @@ REFRESH_SECONDS = 0.1
 
 
 class Written(Protocol):
-    """What a runner has written so far, and the seconds of each of its steps."""
+    """Hold the text so far, and the seconds of each step."""
 
     tokens: list[int]
     seconds: list[float]
@@ -73,7 +73,7 @@ def race(without: Iterator[Written], cached: Iterator[Written], tokenizer: Any) 
     with Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else nullcontext() as live:
         drawn = 0.0
         while racing := [runner for runner in runners if not runner.done]:
-            behind = min(racing, key=lambda runner: runner.seconds)
+            behind = min(reversed(racing), key=lambda runner: runner.seconds)
             behind.advance()
             if photo is None and runners[1].done:
                 photo = side_by_side(runners)

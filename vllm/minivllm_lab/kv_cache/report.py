@@ -22,7 +22,7 @@ from minivllm_simulate.known_models import known_model
 if TYPE_CHECKING:
     import torch
 
-PROMPT = "def "
+PROMPT = "class "
 """The text to continue."""
 SIZED = ("Llama-2-7b-hf", "Llama-3.1-8B", "Qwen3-8B", "DeepSeek-V3")
 """The models whose bytes per token are shown."""

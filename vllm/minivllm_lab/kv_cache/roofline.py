@@ -11,19 +11,20 @@ from minivllm_lab.drawing import QUIET, RULE, arrow, line, rect, svg, text, tint
 from minivllm_lab.palette import BLUE, ORANGE, VERMILLION
 from minivllm_simulate.hardware import HARDWARE
 
-WIDTH, HEIGHT = 700, 400
+WIDTH, HEIGHT = 700, 412
 LEFT, RIGHT, TOP, BOTTOM = 76, 670, 64, 330
 LOWEST_X, HIGHEST_X = 0.5, 2048.0
 LOWEST_Y, HIGHEST_Y = 1.0, 2048.0
 GPU = "H100"
 
 DOTS = (
-    ("weights, decode of 1 sequence", 1, BLUE, (12, 16), "start"),
-    ("KV cache, 4 query heads to a KV head", 4, ORANGE, (12, 16), "start"),
-    ("weights, decode of 64", 64, BLUE, (12, 16), "start"),
-    ("weights, prefill of 512 tokens", 512, BLUE, (4, 22), "middle"),
+    ("1 decode", 1, BLUE, (12, 16), "start"),
+    ("4 query heads to a KV head", 4, ORANGE, (12, 16), "start"),
+    ("64 decodes", 64, BLUE, (12, 16), "start"),
+    ("prefill of 512 tokens", 512, BLUE, (-34, 26), "start"),
 )
 """Words, operations per byte, colour, and where the words stand from the dot."""
+LEGEND = (("weights, read once a step", BLUE), ("KV cache, one for each sequence", ORANGE))
 
 
 def roofline() -> str:
@@ -49,6 +50,9 @@ def roofline() -> str:
         x, y = _x(intensity), _y(min(peak, intensity * slope))
         parts.append(_dot(x, y, colour))
         parts.append(text(x + right, y + down, words, size=12, anchor=anchor))
+    for index, (words, colour) in enumerate(LEGEND):
+        x = LEFT + 20 + index * 220
+        parts += [_dot(x, HEIGHT - 20, colour), text(x + 14, HEIGHT - 15, words, size=12)]
     x, y = _x(64), _y(64 * slope)
     parts.append(arrow((_x(1) - 4, _y(slope) - 14), (x - 14, y - 6), BLUE, dash="4 3"))
     parts.append(text(_x(5), _y(34), "a larger batch", size=12, colour=BLUE, anchor="end"))
