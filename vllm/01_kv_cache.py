@@ -8,9 +8,9 @@ why keys and values may be kept, how many bytes a token takes in any model, and 
 """
 
 import math
-import statistics
 import time
 from argparse import Namespace
+from collections.abc import Iterator
 from functools import partial
 from typing import NamedTuple
 
@@ -25,13 +25,14 @@ from minivllm.platforms.triton_utils import tl, triton
 from minivllm_lab.cli import run
 from minivllm_lab.disturbance import Control
 from minivllm_lab.kv_cache import report
+from minivllm_lab.kv_cache.race import race
+from minivllm_lab.kv_cache.reservation import unused_shares
 from minivllm_lab.lesson import begin, keep
-from minivllm_lab.progress import track, working
+from minivllm_lab.progress import track
 from minivllm_lab.proof import furthest, prove, show_errors
 from minivllm_lab.tables import console, heading
 from minivllm_lab.timing import median_seconds
 from minivllm_simulate.known_models import known_model
-from minivllm_simulate.workloads import WORKLOADS
 
 
 # %% 1. The pain: without a cache, every new token pays for all the others again
@@ -55,7 +56,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, first: int = 0) -> Tensor:
 
 # region: generate
 class Generation(NamedTuple):
-    """A prompt with its continuation, the tokens that went through the model, and the seconds of each step."""
+    """A prompt with its continuation so far, the tokens that went through the model, and the seconds of each step."""
 
     tokens: list[int]
     token_passes: int
@@ -63,21 +64,29 @@ class Generation(NamedTuple):
 
 
 @torch.inference_mode()
-def generate(model, prompt: list[int], new_tokens: int, cache: "KVCache | None" = None) -> Generation:
-    """Continue greedily. Each step feeds the tokens that the cache does not hold yet; without a cache, all of them."""
-    tokens, token_passes, seconds, device = list(prompt), 0, [], model.embed_tokens.weight.device
+def write(model, prompt: list[int], new_tokens: int, cache: "KVCache | None" = None) -> Iterator[Generation]:
+    """Continue greedily, a token a step. Feed what the cache does not hold yet; without a cache, the whole text."""
+    tokens, token_passes, seconds = list(prompt), 0, []
+    device = model.embed_tokens.weight.device
+    attend = cache.attend if cache else lambda layer, q, k, v: attention(q, k, v)
     for _ in range(new_tokens):
         start = time.perf_counter()
         known = cache.length if cache else 0
         fed = torch.tensor(tokens[known:], device=device)
         positions = torch.arange(known, len(tokens), device=device)
-        hidden = model(fed, positions, cache.attend if cache else lambda layer, q, k, v: attention(q, k, v))
+        hidden = model(fed, positions, attend)
         if cache:
             cache.length += len(fed)
         tokens.append(int(model.compute_logits(hidden[-1:]).argmax()))
         token_passes += len(fed)
         seconds.append(time.perf_counter() - start)
-    return Generation(tokens, token_passes, seconds)
+        yield Generation(tokens, token_passes, seconds)
+
+
+def generate(model, prompt: list[int], new_tokens: int, cache: "KVCache | None" = None) -> Generation:
+    """Write the whole continuation."""
+    *_, last = write(model, prompt, new_tokens, cache)
+    return last
 
 
 # endregion
@@ -116,13 +125,13 @@ class KVCache:
 
 
 def compare_generation(model, tokenizer, prompt: list[int], new_tokens: int) -> dict:
-    """Generate the same text without and with a cache; count the work, and time a token against its position."""
+    """Write the same text without and with a cache; count the work, and time a token against its position."""
     cache = KVCache(model.config, len(prompt) + new_tokens, model.embed_tokens.weight)
-    with working("the same text, without a cache and with one"):
-        generate(model, prompt, 2)  # warm up
-        without, cached = generate(model, prompt, new_tokens), generate(model, prompt, new_tokens, cache)
+    generate(model, prompt, 2)  # warm up
+    steps = partial(write, model, prompt, new_tokens)
+    without, cached = race(steps(), steps(cache), tokenizer)
     assert without.tokens == cached.tokens, "the cache changed the text"
-    return report.show_generation(len(prompt), without, cached, tokenizer)
+    return report.show_generation(len(prompt), without, cached)
 
 
 # %% 3. What it costs: bytes per token, by one formula
@@ -142,7 +151,7 @@ def kv_bytes_per_token(config: ModelConfig, bytes_per_element: int = 2) -> int:
 BLOCK_T = 64  # tokens that the attention kernel reads at a time
 
 
-# region: append
+# region: kernels
 @triton.jit
 def append_token(cache, new, slot, WIDTH: tl.constexpr):
     """Write one token into its slot. Grid: (1,). cache [slots, WIDTH]; new [WIDTH]; WIDTH is a power of two."""
@@ -177,9 +186,6 @@ def append_kernel(keys, values, k, v, lengths, slots, WIDTH: tl.constexpr, BLOCK
         tl.store(values + target, tl.load(v + source, mask=inside), mask=inside)
 
 
-# endregion
-
-
 @triton.jit
 def decode_kernel(
     out, q, keys, values, lengths, slots, scale,
@@ -189,29 +195,37 @@ def decode_kernel(
 
     q, out [requests, heads, head_dim]; keys, values as above; any float dtype, float32 inside.
     Must read 2 * length * kv_heads * head_dim elements a request; does 4 * length * heads * head_dim FLOPs.
-    Each head of a group reads the same keys again: lesson 09 fixes that. Lesson 03 derives the softmax in one pass.
     """
+    # 1. Which query is this program's, and how many slots hold a token?
     request, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     length = tl.load(lengths + request)
     column = tl.arange(0, BLOCK_D)
     in_head = column < HEAD_DIM
     row = (request * GROUP * KV_HEADS + head) * HEAD_DIM + column
     query = tl.load(q + row, mask=in_head, other=0.0).to(tl.float32) * scale
+    # 2. Where do its KV head's keys begin? A group of query heads shares one KV head.
     first_key = (request * slots * KV_HEADS + head // GROUP) * HEAD_DIM
     maximum, total, result = -float("inf"), 0.0, tl.zeros([BLOCK_D], tl.float32)
     for start in range(0, length, BLOCK_T):
+        # 3. Read BLOCK_T keys and values, but none from a slot that holds no token.
         token = start + tl.arange(0, BLOCK_T)
         at = first_key + token[:, None].to(tl.int64) * (KV_HEADS * HEAD_DIM) + column[None, :]
         there = (token < length)[:, None] & in_head[None, :]
         k = tl.load(keys + at, mask=there, other=0.0).to(tl.float32)
         v = tl.load(values + at, mask=there, other=0.0).to(tl.float32)
+        # 4. Score them. A masked key is zero, but its weight must be zero, so its score is -inf.
         scores = tl.where(token < length, tl.sum(k * query[None, :], axis=1), -float("inf"))
+        # 5. Weigh the values. A larger maximum makes the sums so far smaller: `keep` corrects them.
         new_maximum = tl.maximum(maximum, tl.max(scores, axis=0))
         weights, keep = tl.exp(scores - new_maximum), tl.exp(maximum - new_maximum)
         total = total * keep + tl.sum(weights, axis=0)
         result = result * keep + tl.sum(weights[:, None] * v, axis=0)
         maximum = new_maximum
-    tl.store(out + row, result / tl.maximum(total, 1e-30), mask=in_head)  # no token, no weight: zero
+    # 6. Divide once, at the end. No token, no weight: zero.
+    tl.store(out + row, result / tl.maximum(total, 1e-30), mask=in_head)
+
+
+# endregion
 
 
 def decode_batch(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, lengths: Tensor) -> Tensor:
@@ -294,20 +308,7 @@ def measure_sequences(model, context: int = 128) -> dict:
     return report.show_sequences(rates)
 
 
-# %% 6. The ledger: reserve the greatest length for every request, and see how much of it is ever used
-def replay(max_model_len: int, seed: int) -> dict:
-    """Reserve slots for 20,000 requests of each of four published kinds, and count those that stay empty."""
-    results, slots = {}, sorted({2048, 4096, 8192, max_model_len})
-    for name, workload in WORKLOADS.items():
-        lengths = [request.total for request in workload.sample(20_000, seed)]
-        fitting = {n: [length for length in lengths if length <= n] for n in slots}
-        unused = {str(n): 1 - statistics.mean(fit or [0]) / n for n, fit in fitting.items()}
-        results[name] = {"title": workload.title, "mean": statistics.mean(lengths), "unused": unused}
-    report.show_unused(results)
-    return results
-
-
-# %% 7. Break it: the card that is full and nearly empty, and the request that does not fit
+# %% 6. Break it: the card that is full and nearly empty, and the request that does not fit
 def break_it(ledger: MemoryLedger, config: ModelConfig, workloads: dict) -> dict:
     """Fill a real card with reservations; then request the maximum length that its model allows."""
     running = ledger.longest_request // ledger.max_model_len
@@ -335,9 +336,9 @@ def main(arguments: Namespace) -> None:
     with control.watch():
         results["intensity"] = measure_intensity(device, arguments.quick)
         results["sequences"] = measure_sequences(model)
-    heading("6. The ledger")
-    results["reservation"] = replay(ledger.max_model_len, arguments.seed)
-    heading("7. Break it")
+    heading("6. Break it")
+    unused = unused_shares((2048, 4096, 8192, ledger.max_model_len), arguments.seed)
+    results["reservation"] = report.show_unused(unused)
     results["card"] = {"model": arguments.serve, **break_it(ledger, served, results["reservation"])}
     report.close(results, control.disturbance())
     keep(__file__, results, arguments, report.draw, disturbance=control.record())

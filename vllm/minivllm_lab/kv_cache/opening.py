@@ -1,5 +1,5 @@
-"""Lesson 01's opening figure: the followed request's cache grows by a slot a step, and its query
-reads all slots.
+"""Lesson 01's pictures. The moving one: the followed request's cache grows by a slot a step, and its
+query reads all slots.
 """
 
 from __future__ import annotations
@@ -12,29 +12,61 @@ from minivllm.memory import kv_bytes_per_token
 from minivllm_lab.drawing import BLANK, QUIET, RULE, arrow, line, rect, svg, text, tint
 from minivllm_lab.followed import Row, Token, followed
 from minivllm_lab.frames import Frames
+from minivllm_lab.kv_cache import card
+from minivllm_lab.kv_cache.cone import cone
+from minivllm_lab.kv_cache.roofline import roofline
 from minivllm_lab.palette import BLUE, GREEN, GREY, ORANGE, VERMILLION
 
-WIDTH, HEIGHT = 872, 296
-LEFT, CELL, CELL_HEIGHT = 88, 52, 28
+WIDTH, HEIGHT = 816, 296
+LEFT, CELL, CELL_HEIGHT = 88, 48, 28
 TOKENS_Y, KEYS_Y, VALUES_Y, BARS_Y = 40, 118, 150, 238
-BAR_WIDTH = 480
+BAR_WIDTH = 380
 ORANGE_INK, GREEN_INK = "#8A5A00", "#00664A"
 """Darker forms for text on white, with a contrast of at least 4.5 : 1."""
 
 
 def frames() -> Frames:
-    """Draw a still for each step of the request: its prefill, then its decodes."""
+    """Draw a still for each step of the request, its prefill and its decodes, and one that sums
+    them up.
+    """
     run = followed()
     rows = [row for step in run.steps if (row := step.row()) is not None]
+    stills = [_still(run.request.tokens, rows, index) for index in range(len(rows))]
     captions = [_caption(rows, index) for index in range(len(rows))]
-    return Frames([_still(run.request.tokens, rows, index) for index in range(len(rows))], captions)
+    return Frames([*stills, _summary(run.request.tokens, rows)], [*captions, _summed_up(rows)])
+
+
+def stills() -> dict[str, str]:
+    """Draw the pictures that stand alone in the text, by the name of their file."""
+    return {"bet": card.bet(), "reveal": card.reveal(), "cone": cone(), "roofline": roofline()}
 
 
 def _still(tokens: Sequence[Token], rows: Sequence[Row], index: int) -> str:
     row = rows[index]
     slots = len(tokens) - 1  # the last token never goes through the model
-    parts = [*_tokens(tokens, row), *_cache(slots, row), *_query(row.seq_len), *_passes(rows, index)]
+    parts = [
+        *_tokens(tokens, row),
+        *_cache(slots, row.seq_len, row.positions),
+        *_query(row.seq_len),
+        *_passes(rows, index),
+    ]
     return svg(WIDTH, HEIGHT, *parts, label=_caption(rows, index))
+
+
+def _summary(tokens: Sequence[Token], rows: Sequence[Row]) -> str:
+    """Draw all steps in one: the step in which each token was fed stands above it."""
+    last = rows[-1]
+    parts = [text(16, 26, "fed in step", size=12, colour=ORANGE_INK), text(16, TOKENS_Y + 19, "tokens")]
+    for step, row in enumerate(rows, start=1):
+        for position in row.positions:
+            middle = _x(position) + CELL / 2
+            parts.append(text(middle, 26, str(step), size=12, colour=ORANGE_INK, anchor="middle"))
+            parts.append(_cell(position, TOKENS_Y, ORANGE, ORANGE, tokens[position].shown))
+            parts.append(arrow((middle, TOKENS_Y + CELL_HEIGHT + 3), (middle, KEYS_Y - 4), VERMILLION))
+    parts.append(_cell(last.seq_len, TOKENS_Y, tint(GREEN), GREEN, tokens[last.seq_len].shown, dash="4 3"))
+    parts.append(text(_x(last.seq_len) + CELL / 2, 26, "never", size=12, colour=GREEN_INK, anchor="middle"))
+    parts += [*_cache(last.seq_len, last.seq_len), *_query(last.seq_len), *_passes(rows, len(rows) - 1)]
+    return svg(WIDTH, HEIGHT, *parts, label=_summed_up(rows))
 
 
 def _tokens(tokens: Sequence[Token], row: Row) -> list[str]:
@@ -55,13 +87,13 @@ def _tokens(tokens: Sequence[Token], row: Row) -> list[str]:
     return parts
 
 
-def _cache(slots: int, row: Row) -> list[str]:
-    """Draw keys and values: slots that were full, slots that this step fills, and empty ones."""
+def _cache(slots: int, seq_len: int, new: Sequence[int] = ()) -> list[str]:
+    """Draw keys and values: slots that are full, the `new` ones of this step, and empty ones."""
     parts = [text(16, KEYS_Y + 19, "keys"), text(16, VALUES_Y + 19, "values")]
     parts.append(text(16, VALUES_Y + 43, "slot", size=11, colour=QUIET))
     for slot in range(slots):
-        full = slot < row.seq_len
-        fill = VERMILLION if slot in row.positions else tint(BLUE, 0.35) if full else BLANK
+        full = slot < seq_len
+        fill = VERMILLION if slot in new else tint(BLUE, 0.35) if full else BLANK
         for y, name in ((KEYS_Y, "k"), (VALUES_Y, "v")):
             parts.append(_cell(slot, y, fill, "#FFFFFF", name if full else ""))
         parts.append(text(_x(slot) + CELL / 2, VALUES_Y + 43, str(slot), size=11, colour=QUIET, anchor="middle"))
@@ -91,18 +123,20 @@ def _passes(rows: Sequence[Row], index: int) -> list[str]:
     return [*parts, text(WIDTH - 16, BARS_Y + 13, memory, size=12, colour=QUIET, anchor="end")]
 
 
+def _summed_up(rows: Sequence[Row]) -> str:
+    lengths = [row.seq_len for row in rows]
+    counts = f"{lengths[-1]} tokens, and {sum(lengths)} without a cache"
+    return f"All steps: each token was fed once and filled one slot: {counts}."
+
+
 def _caption(rows: Sequence[Row], index: int) -> str:
     row = rows[index]
     fed, slot, count = row.tokens[0].shown, row.positions[0], len(row.tokens)
     if index == 0:
-        return (
-            f"Prefill: the {count} tokens of the prompt go through the model together. Each leaves its key and value."
-        )
+        return f"Prefill: the {count} tokens of the prompt go through together. Each leaves a key and a value."
     if index == len(rows) - 1:
-        return (
-            f"After the last step {row.seq_len} slots are full. The token it chose never has to go through the model."
-        )
-    return f"Decode: only {fed} goes through the model, and fills slot {slot}. Nothing in the slots before it changes."
+        return f"The last step fills slot {slot}. The token that it predicts never goes through the model."
+    return f"Decode: only {fed} goes through the model, and fills slot {slot}. Older slots never change."
 
 
 def _x(position: int) -> float:

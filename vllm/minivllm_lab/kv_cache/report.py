@@ -15,15 +15,17 @@ from minivllm_lab import palette
 from minivllm_lab.cli import lesson_parser, positive_int
 from minivllm_lab.device_rates import measure_device
 from minivllm_lab.figures import panels
-from minivllm_lab.tables import Timed, closing, console, table
+from minivllm_lab.tables import Timed, closing, table
 from minivllm_lab.timing import median_seconds
-from minivllm_simulate.known_models import CONFIGS, known_model
+from minivllm_simulate.known_models import known_model
 
 if TYPE_CHECKING:
     import torch
 
-PROMPT = "def "
+PROMPT = "class "
 """The text to continue."""
+SIZED = ("Llama-2-7b-hf", "Llama-3.1-8B", "Qwen3-8B", "DeepSeek-V3")
+"""The models whose bytes per token are shown."""
 
 
 def load_prompt(arguments: argparse.Namespace, device: torch.device) -> tuple:
@@ -76,7 +78,7 @@ class Roofline:
         return {"ridge": rates.ridge, "longer_64": longer, **self.steps}
 
 
-def show_generation(prompt_tokens: int, without, cached, tokenizer) -> dict:
+def show_generation(prompt_tokens: int, without, cached) -> dict:
     """Print the time of a token against its position, without and with a cache, and the work of
     both.
 
@@ -91,7 +93,6 @@ def show_generation(prompt_tokens: int, without, cached, tokenizer) -> dict:
     rows = [(length, f"{a:.1f}", f"{b:.1f}", f"{a / b:.1f} ×") for length, a, b in times]
     caption = f"token passes: {without.token_passes:,} without, {cached.token_passes:,} with a cache"
     table("Milliseconds for one token", ("tokens before it", "without a cache", "with one", "ratio"), rows, caption)
-    console.print(tokenizer.decode(cached.tokens[:60]), style="dim", markup=False)
     return {
         "prompt_tokens": prompt_tokens,
         "new_tokens": new_tokens,
@@ -106,13 +107,10 @@ def show_generation(prompt_tokens: int, without, cached, tokenizer) -> dict:
 
 
 def show_sizes(kv_bytes_per_token: Callable[[ModelConfig], int]) -> dict[str, int]:
-    """Print the bytes per token of the known models, the smallest first, and the size of one
-    long request.
-    """
-    sizes = {name.split("/")[1]: kv_bytes_per_token(known_model(name)) for name in CONFIGS}
-    order = sorted(sizes.items(), key=lambda item: item[1])
-    rows = [(name, f"{size:,}", f"{size / 1024:g}", f"{size * 32768 / GIB:.1f}") for name, size in order]
-    table("A 16-bit KV cache", ("model", "bytes a token", "KiB", "GiB for 32,768 tokens"), rows)
+    """Print the bytes per token of four models, and the size of one long request."""
+    sizes = {name: kv_bytes_per_token(known_model(name)) for name in SIZED}
+    rows = [(name, f"{size:,}", f"{size * 32768 / GIB:.1f}") for name, size in sizes.items()]
+    table("A 16-bit KV cache", ("model", "bytes a token", "GiB for 32,768 tokens"), rows)
     return sizes
 
 
@@ -124,14 +122,18 @@ def show_sequences(rates: Mapping[str, float]) -> dict[str, Mapping[str, float]]
     return {"tokens_per_second": rates, "gain": gains}
 
 
-def show_unused(workloads: Mapping[str, Mapping]) -> None:
-    """Print the share of reserved slots that stay empty, by kind of request and length of the
-    reservation.
+def show_unused(workloads: Mapping[str, Mapping]) -> Mapping[str, Mapping]:
+    """Print the share of reserved slots that stay empty, by kind of request and by length of the
+    reservation; return `workloads`.
     """
     slots = next(iter(workloads.values()))["unused"]
-    rows = [(x["title"], f"{x['mean']:,.0f}", *(f"{s:.1%}" for s in x["unused"].values())) for x in workloads.values()]
+    rows = [
+        (kind["title"], f"{kind['mean']:,.0f}", *(f"{share:.1%}" for share in kind["unused"].values()))
+        for kind in workloads.values()
+    ]
     columns = ("requests like", "mean tokens", *(f"of {int(n):,}" for n in slots))
     table("Reserved slots that never hold a token", columns, rows, "requests longer than the slots are turned away")
+    return workloads
 
 
 def show_card(ledger: MemoryLedger, running: int, workloads: Mapping[str, Mapping]) -> dict:
@@ -178,23 +180,14 @@ def close(results: dict, disturbance: str) -> None:
 
 
 def draw(results: dict, path: str) -> None:
-    """Plot the time per token against length, the card's memory, and the used share of
-    reservations.
-    """
-    run, card, bottom = results["generation"], results["card"], 0.0
+    """Plot the time per token against length, and the used share of reservations."""
+    run = results["generation"]
     used = {kind["title"]: 1 - kind["unused"]["2048"] for kind in results["reservation"].values()}
-    with panels(path, 3) as (left, middle, right):
+    with panels(path, 2) as (left, right):
         left.plot(run["lengths"], run["ms_without"], "o-", color=palette.VERMILLION, label="without a cache")
         left.plot(run["lengths"], run["ms_with"], "s-", color=palette.BLUE, label="with a cache")
         left.set(title="Time of one token", xlabel="tokens before it", ylabel="ms", ylim=0)
         left.legend()
-        memory = {name.replace(" and rotary table", ""): size / GIB for name, size in card["memory"].items()}
-        for name, size in memory.items():
-            color = palette.BLUE if name == "KV cache" else palette.GREY
-            middle.bar(0, size, bottom=bottom, color=color, edgecolor="white")
-            middle.text(0.45, bottom + size / 2, f"{size:.1f} {name}" if size > 1 else "", va="center")
-            bottom += size
-        middle.set(title=f"{card['model']} on the {card['name']}", ylabel="GiB", xlim=(-0.4, 1.9), xticks=[])
         right.barh(list(used), 1, color=palette.PALE)
         right.bar_label(right.barh(list(used), list(used.values()), color=palette.BLUE), fmt="{:.0%}", padding=4)
         right.set(title="Used, of 2,048 slots reserved", xticks=[])

@@ -1,0 +1,90 @@
+"""Lesson 01's roofline: the rate that a GPU can reach over the operations that it does for each
+byte it reads.
+"""
+
+from __future__ import annotations
+
+import math
+
+from minivllm.config.units import TERA
+from minivllm_lab.drawing import QUIET, RULE, arrow, line, rect, svg, text, tint
+from minivllm_lab.palette import BLUE, ORANGE, VERMILLION
+from minivllm_simulate.hardware import HARDWARE
+
+WIDTH, HEIGHT = 700, 412
+LEFT, RIGHT, TOP, BOTTOM = 76, 670, 64, 330
+LOWEST_X, HIGHEST_X = 0.5, 2048.0
+LOWEST_Y, HIGHEST_Y = 1.0, 2048.0
+GPU = "H100"
+
+DOTS = (
+    ("1 decode", 1, BLUE, (12, 16), "start"),
+    ("4 query heads to a KV head", 4, ORANGE, (12, 16), "start"),
+    ("64 decodes", 64, BLUE, (12, 16), "start"),
+    ("prefill of 512 tokens", 512, BLUE, (-34, 26), "start"),
+)
+"""Words, operations per byte, colour, and where the words stand from the dot."""
+LEGEND = (("weights, read once a step", BLUE), ("KV cache, one for each sequence", ORANGE))
+
+
+def roofline() -> str:
+    """Draw the roof of an H100 by its data sheet, and the reads of a step on it."""
+    gpu = HARDWARE[GPU]
+    peak = gpu.flops_of("bfloat16") / TERA
+    slope = gpu.bandwidth / TERA
+    ridge = gpu.ridge()
+    title = f"How fast can an {GPU} be? By its data sheet, 16 bits"
+    parts = [
+        text(16, 28, title, size=15, bold=True),
+        rect(LEFT, TOP, _x(ridge) - LEFT, BOTTOM - TOP, tint(BLUE, 0.1)),
+        rect(_x(ridge), TOP, RIGHT - _x(ridge), BOTTOM - TOP, tint(VERMILLION, 0.12)),
+        text(LEFT + 12, TOP + 22, "memory-bound: the units wait for bytes", size=13),
+        text(RIGHT - 8, BOTTOM - 14, "compute-bound", size=13, anchor="end"),
+        *_axes(),
+        line((_x(LOWEST_X), _y(LOWEST_X * slope)), (_x(ridge), _y(peak)), QUIET, width=3),
+        line((_x(ridge), _y(peak)), (RIGHT, _y(peak)), QUIET, width=3),
+        line((_x(ridge), _y(peak)), (_x(ridge), BOTTOM), QUIET, dash="4 3"),
+        text(_x(ridge) - 8, BOTTOM - 14, f"ridge: {ridge:.0f}", anchor="end"),
+    ]
+    for words, intensity, colour, (right, down), anchor in DOTS:
+        x, y = _x(intensity), _y(min(peak, intensity * slope))
+        parts.append(_dot(x, y, colour))
+        parts.append(text(x + right, y + down, words, size=12, anchor=anchor))
+    for index, (words, colour) in enumerate(LEGEND):
+        x = LEFT + 20 + index * 220
+        parts += [_dot(x, HEIGHT - 20, colour), text(x + 14, HEIGHT - 15, words, size=12)]
+    x, y = _x(64), _y(64 * slope)
+    parts.append(arrow((_x(1) - 4, _y(slope) - 14), (x - 14, y - 6), BLUE, dash="4 3"))
+    parts.append(text(_x(5), _y(34), "a larger batch", size=12, colour=BLUE, anchor="end"))
+    return svg(WIDTH, HEIGHT, *parts, label=f"{title}. {_in_words(slope, peak)}")
+
+
+def _axes() -> list[str]:
+    parts = []
+    for value in (1, 4, 16, 64, 256, 1024):
+        parts.append(line((_x(value), BOTTOM), (_x(value), BOTTOM + 5), QUIET))
+        parts.append(text(_x(value), BOTTOM + 20, f"{value:,}", size=12, anchor="middle"))
+    for value in (1, 10, 100, 1000):
+        parts.append(line((LEFT, _y(value)), (RIGHT, _y(value)), RULE, width=1))
+        parts.append(text(LEFT - 10, _y(value) + 4, f"{value:,}", size=12, anchor="end"))
+    parts.append(text((LEFT + RIGHT) / 2, BOTTOM + 44, "operations for each byte read", anchor="middle"))
+    parts.append(text(16, TOP - 12, "10¹² operations a second", size=12))
+    parts += [line((LEFT, BOTTOM), (RIGHT, BOTTOM), QUIET), line((LEFT, TOP), (LEFT, BOTTOM), QUIET)]
+    return parts
+
+
+def _in_words(slope: float, peak: float) -> str:
+    rates = (f"{words}: {min(peak, intensity * slope):.0f}" for words, intensity, *_ in DOTS)
+    return f"Bounds in TFLOP/s. {'; '.join(rates)}."
+
+
+def _dot(x: float, y: float, colour: str) -> str:
+    return f'<circle cx="{x:.2f}" cy="{y:.2f}" r="7" fill="{colour}" stroke="#FFFFFF" stroke-width="2"/>'
+
+
+def _x(intensity: float) -> float:
+    return LEFT + (RIGHT - LEFT) * math.log(intensity / LOWEST_X) / math.log(HIGHEST_X / LOWEST_X)
+
+
+def _y(rate: float) -> float:
+    return BOTTOM - (BOTTOM - TOP) * math.log(rate / LOWEST_Y) / math.log(HIGHEST_Y / LOWEST_Y)
