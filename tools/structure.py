@@ -37,7 +37,7 @@ PARTS = {
 }
 BUDGETS = {
     "the engine": 20_050,
-    "minivllm_lab": 13_400,
+    "minivllm_lab": 13_700,
     "minivllm_simulate": 1_800,
     "widgets": 10_600,
     "benchmarks": 4_850,
