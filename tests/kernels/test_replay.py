@@ -95,6 +95,14 @@ def test_recordings_of_one_recorder_share_memory():
         assert torch.equal(layer.out, out)
 
 
+def test_each_result_of_an_operator_is_computed_again():
+    x, ends = torch.arange(4.0), torch.zeros(2)
+    replay = CpuRecorder()(lambda: torch.stack(tuple(x.aminmax()), out=ends))
+    x.add_(10)
+    replay()
+    assert ends.tolist() == [10, 13]
+
+
 def test_a_function_that_looks_at_numbers_cannot_be_recorded():
     x = torch.ones(3)
     with pytest.raises(CannotRecord, match="looks at a tensor's numbers"):

@@ -58,6 +58,10 @@ def test_a_mutant_changes_one_piece_of_one_function(where, old, new, line):
     assert len(set(changed.splitlines()) - rest) <= 1, "more than one line is new"
 
 
+def test_every_other_line_stays():
+    assert mutant_source(SOURCE, ("Pool.one.add", "m + 1", "m")) == SOURCE.replace("return m + 1", "return (m)")
+
+
 @pytest.mark.parametrize(
     ("mutant", "said"),
     [
