@@ -49,6 +49,7 @@ SHARED_BY_WIDGETS = (
     "knobs",
     "spec",
     "advice",
+    "mend",
     "swept",
     "session",
     "lesson_widget",
