@@ -101,7 +101,7 @@ def function_lines(source: str, name: str) -> range:
     """
     function = _function(source, name, "the file")
     first = min([function.lineno, *(decorator.lineno for decorator in function.decorator_list)])
-    return range(first, function.end_lineno + 1)
+    return range(first, (function.end_lineno or first) + 1)
 
 
 def _slice_of(line_numbers: range) -> slice:
