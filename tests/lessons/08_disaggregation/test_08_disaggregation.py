@@ -210,7 +210,7 @@ def test_the_model_of_links_beside_mooncakes():
 
 
 def test_quick_run(tmp_path):
-    figures = figures_of_quick_run("08", tmp_path, "--prompt", "300")
+    figures = figures_of_quick_run("08", tmp_path, "--prompt", "128")
     interference = figures["interference"]
     assert set(interference) == {"alone", *map(str, report.BUDGETS)}
     assert "ttft_ms" not in interference["alone"]
