@@ -23,7 +23,8 @@ from pictures import differences
 import widgets
 from minivllm.errors import MinivllmError
 from widgets.__main__ import FIGURES, IN_LESSONS, LESSON_WIDTH, main
-from widgets.disaggregation.state import experiment
+from widgets.disaggregation.state import experiment as disaggregation_experiment
+from widgets.serving.runs import experiment as serving_experiment
 from widgets.shell.knobs import Knob
 from widgets.shell.session import Session
 from widgets.shell.spec import Spec
@@ -52,8 +53,8 @@ def sessions_of(name: str) -> list[Session]:
     """Sweep to the end from a widget's start and from its first preset, and from its other presets
     until there is a picture, once for all tests.
     """
-    if name == "disaggregation":
-        experiment.cache_clear()  # it shows every point that was run in its process
+    for shows_all_its_runs in (disaggregation_experiment, serving_experiment):  # those of earlier tests too
+        shows_all_its_runs.cache_clear()
     spec = spec_of(name)
     sessions = [Session(spec) for _ in range(1 + len(spec.presets))]
     for index, (session, values) in enumerate(zip(sessions, [{}, *spec.presets.values()], strict=True)):
