@@ -55,7 +55,7 @@ class Source:
     imports: frozenset[str]
     """Every module that an import statement names, except in `if TYPE_CHECKING:` blocks."""
     loads: frozenset[str]
-    """Those imported when the file is loaded, and not inside a function."""
+    """The modules that are imported when the file is loaded, and not inside a function."""
 
 
 @functools.cache

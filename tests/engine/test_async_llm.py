@@ -349,8 +349,10 @@ def test_with_a_core_the_others_end_though_nobody_shuts_the_engine_down():
         streams = [engine.generate("x", LONG, str(rank), data_parallel_rank=rank) for rank in (0, 1)]
         for stream in streams:
             await anext(stream)
+        other.send_signal(signal.SIGSTOP)  # or its stream might be over before the death is noticed
         os.kill(dead.pid, signal.SIGKILL)
         await engine.wait_until_dead()
+        other.send_signal(signal.SIGCONT)
         with pytest.raises(EngineDeadError, match="core 0 of 2"):
             [_ async for _ in streams[1]]
         return other

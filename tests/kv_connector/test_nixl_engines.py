@@ -18,7 +18,7 @@ from minivllm_lab.inside import core_of
 VLLM = json.loads((Path(__file__).parent / "data" / "pd_nixl.json").read_text())
 """What two servers of vLLM 0.32.0 with its NixlConnector answered for the same model."""
 SIZES = {"max_model_len": 512, "num_gpu_blocks_override": 160, "block_size": 16, "max_num_batched_tokens": 128}
-LEASE = 3.0
+LEASE = 5.0
 
 pytestmark = [pytest.mark.nixl, pytest.mark.usefixtures("warm_processes")]
 

@@ -95,7 +95,7 @@ class Spec:
     challenges: tuple[Challenge, Challenge, Challenge]
     guess: Guess
     starts: Callable[[Any], bool] = lambda _state: True
-    """Whether the system of a state starts; if it does not, one of `mends` may help."""
+    """Return whether the system of a state starts; if it does not, one of `mends` may help."""
     mends: tuple[str, ...] = ()
     """Knobs to try, in this order, where the system does not start: the page offers the first turn
     that helps.

@@ -20,6 +20,13 @@ name of the dtype.
 """
 
 
+def kv_cache_layout(device: str) -> str:
+    """Return the order of a block's dimensions in memory on "cpu" or "cuda", as vLLM names it:
+    heads before slots ("HND") on a CPU, slots before heads ("NHD") on a GPU.
+    """
+    return "HND" if device == "cpu" else "NHD"
+
+
 @dataclass(frozen=True, kw_only=True)
 class CacheConfig:
     """The block pool: `num_gpu_blocks` blocks of `block_size` tokens, including the null block.

@@ -28,6 +28,7 @@ from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
+from minivllm.config.cache import kv_cache_layout
 from minivllm.config.kv_transfer import KVTransferConfig
 
 if TYPE_CHECKING:
@@ -86,10 +87,8 @@ class KVConnectorConfig:
 
     @property
     def kv_cache_layout(self) -> str:
-        """Return the order of a block's dimensions in memory, as vLLM names it: slots before heads
-        on a GPU, heads before slots on a CPU.
-        """
-        return "HND" if self.device == "cpu" else "NHD"
+        """Return the order of a block's dimensions in memory."""
+        return kv_cache_layout(self.device)
 
 
 class KVConnectorMetadata:

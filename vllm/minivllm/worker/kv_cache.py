@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from minivllm.config import ModelConfig
-from minivllm.config.cache import KV_CACHE_DTYPES
+from minivllm.config.cache import KV_CACHE_DTYPES, kv_cache_layout
 from minivllm.errors import MinivllmError
 from minivllm.platforms.device import device_name
 from minivllm.platforms.device_memory import refuse_beyond_memory
@@ -95,20 +95,20 @@ def _layer_shapes(
 
 
 def _cache_tensor(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    if len(shape) == 4 and kv_cache_layout(device.type) == "HND":
+        num_blocks, block_size, heads, head_dim = shape
+        return _zeros((num_blocks, heads, block_size, head_dim), device, dtype).transpose(1, 2)
+    return _zeros(shape, device, dtype)
+
+
+def _zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """Return zeros; on a CPU in pages that the system maps only when they are first written."""
     if device.type != "cpu":
         return torch.zeros(shape, device=device, dtype=dtype)
-    if len(shape) < 4:
-        return _zeros_on_cpu(shape, dtype)
-    num_blocks, block_size, heads, head_dim = shape
-    return _zeros_on_cpu((num_blocks, heads, block_size, head_dim), dtype).transpose(1, 2)
-
-
-def _zeros_on_cpu(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Return zeros in pages that the system maps only when they are first written."""
     nbytes = math.prod(shape) * dtype.itemsize
     if nbytes < HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.from_numpy(np.zeros(nbytes, np.uint8)).view(dtype).view(shape)
-    # In pages of 4 KiB, nearly every block would begin with a miss of the TLB and of the prefetcher.
+    # The blocks of a sequence lie all over the cache: with larger pages, fewer reads miss the TLB.
     pages = mmap.mmap(-1, nbytes + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # a kernel without huge pages
         pages.madvise(mmap.MADV_HUGEPAGE)
