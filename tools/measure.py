@@ -107,7 +107,8 @@ def main() -> int:
         page.write_text(filled(page.read_text(), outputs))
     pictures = [["-P", "-m", "widgets", name] for name, file in IN_LESSONS.items() if file.startswith(stem[:2])]
     for tool in (*pictures, ["tools/claims.py", "--write"], ["tools/notebooks.py", "--write"]):
-        subprocess.run([sys.executable, *tool], cwd=ROOT, check=True)
+        if code := subprocess.run([sys.executable, *tool], cwd=ROOT).returncode:
+            return code  # it has said why
     return 0
 
 

@@ -31,7 +31,7 @@ def first_steps():
     The check asks the engine's own scheduler.
 
     Traps: the step that computes a prompt's last token also samples the first new one, so a request that generates 3
-    is in 3 steps if its prompt took one. A prompt may be cut anywhere. No request gets a seat before another has left.
+    is in 3 steps if its prompt took one. A prompt may be cut anywhere. With three seats taken, D waits until one is free.
     """
     raise NotImplementedError("write down four dicts: the tokens of A, B, C and D in each step")
 

@@ -5,6 +5,7 @@ stays short.
 import json
 from importlib import import_module
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 from refusals import assert_refused
@@ -57,7 +58,7 @@ def test_output_is_filled_on_both_pages_from_one_run(folder, monkeypatch):
     monkeypatch.setattr(measure, "stem_of", lambda _number: "01_a")
     monkeypatch.setattr(measure, "ROOT", folder.parent)
     monkeypatch.setattr(measure, "pages_of", lambda _lessons, number: pages_of(folder, number))
-    monkeypatch.setattr(measure.subprocess, "run", lambda *_args, **_more: None)
+    monkeypatch.setattr(measure.subprocess, "run", lambda command, **_more: CompletedProcess(command, 0))
     monkeypatch.setattr("sys.argv", ["measure", "01"])
     for page in pages_of(folder, "01"):
         page.write_text(

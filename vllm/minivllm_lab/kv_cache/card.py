@@ -92,5 +92,5 @@ def _shares(ledger: MemoryLedger) -> list[tuple[str, int, str]]:
         (f"the model's weights, {weights / GIB:.1f} GiB", weights, GREY),
         ("for steps", working, PALE),
         (f"cache, {cache / GIB:.1f} GiB", cache, ORANGE),
-        ("free", unused, PALE),
+        ("left out", unused, PALE),
     ]

@@ -33,7 +33,7 @@ def cone() -> str:
     y = BOTTOM_Y + TALL + 20
     for x, colour, words in (
         (LEFT, tint(BLUE, 0.45), "the key is made of it"),
-        (LEFT + 170, VERMILLION, "changed by the appended token"),
+        (LEFT + 170, VERMILLION, "the appended token's own"),
         (LEFT + 420, BLANK, "plays no part in it"),
     ):
         parts += [rect(x, y, 22, 14, colour, stroke="#80868B"), text(x + 30, y + 12, words, size=12)]
