@@ -1,26 +1,29 @@
-"""Lesson 06's opening: the followed request from a POST to its tokens, through the server's two
-processes.
+"""Lesson 06's pictures. The moving one: the followed request from a POST to its tokens, through the
+server's two processes.
 
-The way in is at the top, from left to right; the way out is at the bottom. The API process has one
+The way in is at the top, from left to right; the way out is at the bottom. The API server has one
 event loop, the core a loop of steps; messages cross between them, and neither waits for the other.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 
-from minivllm.core.engine_messages import EngineCoreRequest
-from minivllm.engine.socket_messages import encode
-from minivllm.sampling_params import SamplingParams
 from minivllm_lab.drawing import QUIET, RULE, arrow, rect, svg, text, tint
-from minivllm_lab.followed import MAX_TOKENS, NAME, PROMPT, Followed, followed
+from minivllm_lab.followed import Followed, followed
 from minivllm_lab.frames import Frames
 from minivllm_lab.palette import BLUE, GREEN, INK, ORANGE
+from minivllm_lab.serving import timelines
+from minivllm_lab.serving.processes import processes
 
-WIDTH, HEIGHT = 860, 356
+WIDTH, HEIGHT = 860, 372
 TOP, MIDDLE, BOTTOM, TALL = 74, 160, 256, 62
-HELD, NEW, OUT = tint(BLUE, 0.3), tint(ORANGE, 0.75), tint(GREEN, 0.45)
+PROMPT_COLOUR, STEP_COLOUR, OUTPUT_COLOUR = tint(BLUE, 0.3), tint(ORANGE, 0.75), tint(GREEN, 0.45)
+LEGEND = (
+    ("tokens of the prompt", PROMPT_COLOUR),
+    ("computed in this step", STEP_COLOUR),
+    ("tokens of the answer", OUTPUT_COLOUR),
+)
 CHIP, GAP = 24, 3
 Box = tuple[str, float, float, float, float]
 """A name; x, y, width and height."""
@@ -34,131 +37,123 @@ INBOX: Box = ("inbox", 604, TOP, 234, TALL)
 STEP: Box = ("step", 604, MIDDLE, 234, 56)
 OUTBOX: Box = ("outbox", 604, BOTTOM, 234, TALL)
 BOXES = (CLIENT, TEXT, INPUT, LOOP, COLLECTOR, OUTPUT, INBOX, STEP, OUTBOX)
-PROCESSES = (("the client", 10, 198), ("API process: one event loop", 240, 320), ("core process", 594, 254))
+PROCESSES = (("the client", 10, 198), ("API server: one event loop", 240, 320), ("engine core", 594, 254))
 
 
 def frames() -> Frames:
-    """Draw eight stills: the POST, its tokens, the message, step 1, the way back, an event, a
-    slow reader, the end.
-    """
+    """Draw seven stills: the way in, a step, the way out, a slow reader, and a summary."""
     run = followed()
-    return Frames(*zip(*_way_in(run), *_way_out(run), strict=True))
+    return Frames(*zip(*_way_in(run), *_way_out(run), _summary(run), strict=True))
+
+
+def stills() -> dict[str, str]:
+    """Draw the pictures that stand alone in the text, by the name of their file."""
+    return {
+        "bet": timelines.bet(),
+        "reveal": timelines.reveal(),
+        "loop": timelines.loop(),
+        "tp4": processes(4, 1),
+        "dp4": processes(1, 4),
+    }
 
 
 def _way_in(run: Followed) -> list[tuple[str, str]]:
-    """Draw the first four stills, from the POST to its first step, with their captions."""
-    prompt, first = run.request.prompt, run.request.output[0].shown
-    body = json.dumps({"prompt": PROMPT, "max_tokens": MAX_TOKENS, "stream": True})
-    message = len(encode(_message(run)))
+    """Draw the stills from the POST to the first step, with their captions."""
+    prompt = run.request.prompt
+    ids, pieces = [str(token.id) for token in prompt], [token.shown for token in prompt]
     return [
         (
-            _still(
-                _words(CLIENT, f"{len(body)} bytes of JSON"), _across(CLIENT, INPUT), _words(LOOP, "reads sockets"),
-                active=(CLIENT, LOOP),
-            ),
-            f"A client posts {body}: {len(body)} bytes. The event loop reads them as they arrive, and those of all "
-            "other clients in between.",
+            _still("reads sockets", _words(CLIENT, "JSON"), _across(CLIENT, INPUT)),
+            "A client posts some JSON. The event loop reads it between those of other clients.",
+        ),
+        (
+            _still("tokenizes, checks", _chips(INPUT, ids, PROMPT_COLOUR), _words(COLLECTOR, "empty")),
+            "A bad request is refused here. The text becomes token ids, and the request gets a collector.",
         ),
         (
             _still(
-                _chips(INPUT, [str(token.id) for token in prompt], HELD), _words(LOOP, "tokenizes, checks"),
-                _words(COLLECTOR, "empty"), active=(INPUT, LOOP, COLLECTOR),
+                "goes on with others", _across(INPUT, INBOX), _words(INBOX, "ids and limits"), _down(INBOX, STEP),
+                _chips(STEP, pieces, STEP_COLOUR), step=1,
             ),
-            f"Whatever can be refused is refused here, before a stream begins. The text becomes {len(prompt)} tokens; "
-            "the request gets a collector, in which its outputs will wait for its reader.",
+            f"The request crosses to the core. Step 1 computes the prompt and samples {run.request.output[0].shown}.",
         ),
-        (
-            _still(
-                _words(INBOX, f"{message} bytes of MessagePack"), _across(INPUT, INBOX),
-                _words(LOOP, "waits for no client, serves others"), active=(INBOX, LOOP),
-            ),
-            f"The request crosses to the core's process as {message} bytes of plain data. Nothing waits for an answer: "
-            "the loop goes on with other sockets.",
-        ),
-        (
-            _still(
-                _chips(STEP, [token.shown for token in run.steps[0].row().tokens], NEW),  # type: ignore[union-attr]
-                _down(INBOX, STEP), _words(LOOP, "serves others"), active=(STEP,), step=1,
-            ),
-            f"Between two steps the core takes in what has arrived. Its first step with this request computes all "
-            f"{len(prompt)} tokens of the prompt, and samples {first}.",
-        ),
-    ]  # fmt: skip
+    ]
 
 
 def _way_out(run: Followed) -> list[tuple[str, str]]:
-    """Draw the last four stills, from the first token to the end, with their captions."""
-    output = run.request.output
-    shown = [token.shown for token in output]
+    """Draw the stills from the first token to the last, with their captions."""
+    pieces = [token.shown for token in run.request.output]
+    first, back, at_client = pieces[:1], _across(OUTPUT, COLLECTOR), _chips(TEXT, pieces[:1], OUTPUT_COLOUR)
+    sampled = str(run.request.output[0].id)
     return [
         (
             _still(
-                _chips(OUTBOX, [str(output[0].id)], OUT), _across(OUTBOX, OUTPUT), _chips(OUTPUT, [shown[0]], OUT),
-                _chips(STEP, [shown[0]], NEW), _words(LOOP, "token → text"), active=(OUTBOX, OUTPUT, STEP, LOOP),
-                step=2,
+                "makes text of tokens", _chips(OUTBOX, [sampled], OUTPUT_COLOUR), _across(OUTBOX, OUTPUT),
+                _chips(OUTPUT, first, OUTPUT_COLOUR), _chips(STEP, first, STEP_COLOUR), step=2,
             ),
-            f"Token {output[0].id} crosses back and becomes text; stop strings are looked for. The core has not "
-            f"waited: step 2 computes {shown[0]} already.",
+            f"Token {sampled} crosses back and becomes text. Meanwhile, step 2 computes it.",
         ),
         (
             _still(
-                _chips(COLLECTOR, shown[:1], OUT), _across(OUTPUT, COLLECTOR), _across(COLLECTOR, TEXT),
-                _chips(TEXT, shown[:1], OUT), _chips(STEP, shown[1:2], NEW), _words(LOOP, "writes an event"),
-                active=(COLLECTOR, TEXT, STEP, LOOP), step=3,
+                "writes an event", back, _chips(COLLECTOR, first, OUTPUT_COLOUR), _across(COLLECTOR, TEXT), at_client,
+                _chips(STEP, pieces[1:2], STEP_COLOUR), step=3,
             ),
-            f'The reader of the collector gets the output and writes an event: data: {{… "text": '
-            f"{json.dumps(output[0].text)} …}}. This is the time to the first token, as the client measures it.",
+            "The request's own coroutine takes it from the collector and writes an event: the first token.",
         ),
         (
             _still(
-                _chips(COLLECTOR, shown[1:4], OUT), _across(OUTPUT, COLLECTOR), _chips(TEXT, shown[:1], OUT),
-                _chips(STEP, shown[3:4], NEW), _words(LOOP, "this client's buffer is full"),
-                active=(COLLECTOR, STEP, LOOP), step=5,
+                "goes on with others", back, _chips(COLLECTOR, pieces[1:4], OUTPUT_COLOUR), at_client,
+                _chips(STEP, pieces[3:4], STEP_COLOUR), step=5,
             ),
-            "A client that reads slowly does not hold up the others. Its next outputs are joined in the collector, "
-            "and go out as one event when it reads again: three tokens, one event.",
-        ),
-        (
-            _still(
-                _chips(TEXT, [token.shown for token in output], OUT), _across(COLLECTOR, TEXT),
-                _words(OUTBOX, f"finish_reason: {run.request.finish_reason}"), _words(STEP, "its blocks are free"),
-                _words(LOOP, "data: [DONE]"), active=(TEXT, OUTBOX, LOOP), step=6,
-            ),
-            f"The {len(output)}th token ends the request: the core frees its blocks, the client gets the rest and "
-            "[DONE]. Had it left before, an abort would have crossed, and freed them within a step or two.",
+            "The client is slow, so three tokens are joined in its collector. They will be one event.",
         ),
     ]  # fmt: skip
 
 
-def _message(run: Followed) -> EngineCoreRequest:
-    """Encode the request as it crosses the socket. Its arrival time always takes nine bytes."""
-    ids = [token.id for token in run.request.prompt]
-    return EngineCoreRequest(NAME, ids, SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS), (), 0.5)
+def _summary(run: Followed) -> tuple[str, str]:
+    """Draw the whole way in one still, with its caption."""
+    ways = [(CLIENT, INPUT), (INPUT, INBOX), (OUTBOX, OUTPUT), (OUTPUT, COLLECTOR), (COLLECTOR, TEXT)]
+    words = {CLIENT: "JSON", INPUT: "checks; text to token ids", INBOX: "requests and aborts", STEP: "one after another",
+             OUTBOX: "token ids", OUTPUT: "ids to text", COLLECTOR: "joins unread text"}  # fmt: skip
+    still = _still(
+        "serves all clients, waits for none",
+        *(_across(*way) for way in ways),
+        *(_words(box, content) for box, content in words.items()),
+        _down(INBOX, STEP),
+        _down(STEP, OUTBOX),
+        _chips(TEXT, [token.shown for token in run.request.output], OUTPUT_COLOUR),
+    )
+    return still, "The whole way. The last token frees the blocks, and the client gets [DONE]."
 
 
-def _still(*parts: str, active: Sequence[Box], step: int | None = None) -> str:
+def _still(loop: str, *parts: str, step: int | None = None) -> str:
+    """Draw the three frames, all boxes with their names, what the event loop does, and `parts`."""
     frames = [_process(*process) for process in PROCESSES]
-    boxes = [_box(box, box in active, f"step {step}" if box is STEP and step else box[0]) for box in BOXES]
-    names = ", ".join(box[0] for box in active)
-    return svg(WIDTH, HEIGHT, *frames, *boxes, *parts, label=f"Client, API process and core process; at work: {names}")
+    boxes = [_box(box, f"step {step}" if box is STEP and step else box[0]) for box in BOXES]
+    legend = [_key(index, *key) for index, key in enumerate(LEGEND)]
+    label = f"Client, API server and engine core; the event loop {loop}"
+    return svg(WIDTH, HEIGHT, *frames, *boxes, *legend, _words(LOOP, loop), *parts, label=label)
 
 
 def _process(name: str, x: float, width: float) -> str:
-    fill = "none" if name == "the client" else tint(INK, 0.04)
-    frame = rect(x, 34, width, HEIGHT - 48, fill, stroke=RULE, stroke_width=1.5, radius=8)
-    return text(x + 4, 24, name, size=14, bold=True) + ("" if name == "the client" else frame)
+    frame = rect(x, 34, width, 302, tint(INK, 0.04), stroke=RULE, stroke_width=1.5, radius=8)
+    return text(x + 4, 24, name, size=14, bold=True) + frame
 
 
-def _box(box: Box, is_active: bool, name: str) -> str:
+def _key(index: int, words: str, colour: str) -> str:
+    x = 20 + 220 * index
+    return rect(x, HEIGHT - 22, 22, 14, colour, stroke=QUIET) + text(x + 30, HEIGHT - 10, words, size=12)
+
+
+def _box(box: Box, name: str) -> str:
     _, x, y, width, height = box
-    stroke, thick = ("#3C4043", 2) if is_active else (RULE, 1.5)
     title = text(x, y - 6, name, size=12, colour=QUIET)
-    return title + rect(x, y, width, height, "#FFFFFF", stroke=stroke, stroke_width=thick, radius=6)
+    return title + rect(x, y, width, height, "#FFFFFF", stroke=QUIET, radius=6)
 
 
 def _words(box: Box, content: str) -> str:
     _, x, y, width, height = box
-    return text(x + width / 2, y + height / 2 + 4, content, size=12, anchor="middle", colour=INK)
+    return text(x + width / 2, y + height / 2 + 4, content, size=12, anchor="middle")
 
 
 def _chips(box: Box, pieces: Sequence[str], fill: str) -> str:
@@ -169,26 +164,26 @@ def _chips(box: Box, pieces: Sequence[str], fill: str) -> str:
         if rows[-1] and _width([*rows[-1], piece]) > width - 10:
             rows.append([])
         rows[-1].append(piece)
-    top, shown = y + (height - len(rows) * (CHIP + GAP) + GAP) / 2, []
+    top = y + (height - len(rows) * (CHIP + GAP) + GAP) / 2
+    parts = []
     for index, row in enumerate(rows):
         left = x + (width - _width(row)) / 2
         for piece in row:
             place = left, top + index * (CHIP + GAP), _width([piece]), CHIP
-            shown.append(rect(*place, fill, radius=4, label=piece, mono=True, size=11))
+            parts.append(rect(*place, fill, radius=4, label=piece, mono=True, size=12))
             left += _width([piece]) + GAP
-    return "".join(shown)
+    return "".join(parts)
 
 
 def _width(pieces: Sequence[str]) -> float:
-    return sum(max(20.0, len(piece) * 7.0 + 8) for piece in pieces) + GAP * (len(pieces) - 1)
+    return sum(max(20.0, len(piece) * 7.3 + 8) for piece in pieces) + GAP * (len(pieces) - 1)
 
 
 def _across(start: Box, end: Box) -> str:
     """Draw an arrow between two boxes of the same height: a message on its way."""
     y = start[2] + start[4] / 2
-    right = start[1] < end[1]
-    first, last = (start[1] + start[3], end[1]) if right else (start[1], end[1] + end[3])
-    sign = 1 if right else -1
+    sign = 1 if start[1] < end[1] else -1
+    first, last = (start[1] + start[3], end[1]) if sign > 0 else (start[1], end[1] + end[3])
     return arrow((first + 3 * sign, y), (last - 3 * sign, y), INK, width=2)
 
 

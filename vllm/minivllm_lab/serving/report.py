@@ -24,16 +24,14 @@ from minivllm.config import EMBEDDED_MODEL
 from minivllm.engine.core import EngineCore
 from minivllm_lab import palette
 from minivllm_lab.cli import lesson_parser, whole_number
-from minivllm_lab.figures import curves, named_bars, panels
+from minivllm_lab.figures import curves, panels
 from minivllm_lab.http_load import Answer, Ask, answers_of, load, start_load
 from minivllm_lab.progress import track
 from minivllm_lab.serving.request_trace import HOPS, trace
-from minivllm_lab.serving.stage import RealServer
 from minivllm_lab.tables import Timed, closing, console, heading, ms, record_table
-from minivllm_simulate.deployments import bubble, bytes_sent, deployment, find_knee, serve
+from minivllm_simulate.deployments import bytes_sent, deployment, find_knee, serve
 from minivllm_simulate.hardware import get_hardware
 from minivllm_simulate.known_models import known_model
-from minivllm_simulate.lever_checks import published_checks
 from minivllm_simulate.virtual_clock import percentile
 
 PROMPT_TOKENS = 32
@@ -41,12 +39,6 @@ NUM_LEAVING, TOKENS_OF_LEAVING = 6, 200
 GPUS, GPU, MODEL = 4, "H100", "Llama-3.1-8B"
 TTFT_SLO, TPOT_SLOS = 0.5, {"tight": 0.0075, "loose": 0.010}
 """Seconds, of the modelled deployments."""
-LATENCIES = {
-    "TTFT p50, ms": "{ttft_p50_ms:.1f}",
-    "ITL p50": "{itl_p50_ms:.1f}",
-    "ITL p99": "{itl_p99_ms:.1f}",
-    "longest gap": "{itl_max_ms:.1f}",
-}
 
 
 @dataclass(frozen=True)
@@ -96,7 +88,7 @@ def to_real(token_ids: Sequence[int], max_tokens: int) -> dict[str, Any]:
 load_completions = partial(load, path="/v1/completions")
 
 
-def load_real(real: RealServer, rate: float, seconds: float, output_tokens: int, seed: int) -> list[Answer]:
+def load_real(port: int, rate: float, seconds: float, output_tokens: int, seed: int) -> list[Answer]:
     """Offer requests to the real server at this rate, at random times, for this many seconds; wait
     until all are answered.
     """
@@ -104,43 +96,36 @@ def load_real(real: RealServer, rate: float, seconds: float, output_tokens: int,
     for token_ids in prompts(max(8, round(rate * seconds)), seed):
         at += draw.expovariate(rate)
         asks.append(Ask(to_real(token_ids, output_tokens), at))
-    return load_completions(real.port, asks)
+    return load_completions(port, asks)
 
 
 # ---- 1. one request ------------------------------------------------------------------------------
 
 
-def measure_trace(real: RealServer, arguments: argparse.Namespace) -> dict:
+def measure_trace(port: int, arguments: argparse.Namespace) -> dict:
     """Trace requests that are alone in the server; show, hop by hop, the one with the median time
     to first token.
     """
     heading("1. One request, hop by hop")
     count, runs = sizes(arguments).traced, []
     asks = [Ask(to_real(token_ids, 16)) for token_ids in prompts(count + 3, seed=1)]
-    load_completions(real.port, asks[:3], clients=1)  # to warm up
+    load_completions(port, asks[:3], clients=1)  # to warm up
     for ask in asks[3:]:
         with trace() as times:
-            (answer,) = load_completions(real.port, [ask], clients=1)
+            (answer,) = load_completions(port, [ask], clients=1)
         runs.append((answer, times))
     answer, times = sorted(runs, key=lambda run: run[0].ttft)[count // 2]
     marks = {"the client is connected": answer.connected} | {hop: times[hop] for hop in HOPS if hop in times}
     marks["the client has the first event"] = answer.events[0]
     at = {hop: seconds - answer.sent for hop, seconds in marks.items()}
     since = [0.0, *at.values()]
-    record_table(
-        "From a POST to its first token",
-        {hop: {"at": t, "since": t - before} for (hop, t), before in zip(at.items(), since, strict=False)},
-        {"hop": "{name}", "at, ms": "{at:ms}", "since the one before": "{since:ms}"},
-        f"and {len(answer.events) - 1} events later, at {ms(answer.latency)} ms, the last",
-    )
-    return {
-        "at_ms": {hop: 1e3 * seconds for hop, seconds in at.items()},
-        "ttft_ms": 1e3 * answer.ttft,
-        "server_ttft_ms": 1e3 * (at["the text is in its collector"] - at["its JSON is checked"]),
-        "e2e_ms": 1e3 * answer.latency,
-        "events": len(answer.events),
-        "core_share": (at["the step's outputs are back"] - at["a step of the core begins"]) / answer.ttft,
-    }
+    rows = {hop: {"at": t, "since": t - before} for (hop, t), before in zip(at.items(), since, strict=False)}
+    title = "From a POST to its first token"
+    caption = f"and {len(answer.events) - 1} events later, at {ms(answer.latency)} ms, the last"
+    record_table(title, rows, "hop {name} | at, ms {at:ms} | since the one before {since:ms}", caption)
+    server_ttft = at["the text is in its collector"] - at["its JSON is checked"]
+    at_ms = {hop: 1e3 * seconds for hop, seconds in at.items()}
+    return {"at_ms": at_ms, "ttft_ms": 1e3 * answer.ttft, "server_ttft_ms": 1e3 * server_ttft}
 
 
 # ---- 2. where the core runs ----------------------------------------------------------------------
@@ -154,10 +139,10 @@ def measure_places(ports: Mapping[str, int], arguments: argparse.Namespace) -> d
     count, results = size.rounds_of_clients * clients, {}
     asks = [Ask(to_lesson(token_ids, size.output_tokens)) for token_ids in prompts(count + 1, arguments.seed)]
     for place, port in track(ports.items(), "loading"):
-        if not arguments.quick:
-            load(port, asks[:1], clients=1)  # to warm up
+        load(port, asks[:1], clients=1)  # to warm up
         results[place] = summary(load(port, asks[1:], clients=clients), size.output_tokens)
-    columns = {"the core runs in": "{name}", "tokens a second": "{tokens_per_second:,.0f}", **LATENCIES}
+    columns = "the core runs in {name} | tokens a second {tokens_per_second:,.0f} | TTFT p50, ms {ttft_p50_ms:.1f}"
+    columns += " | ITL p50 {itl_p50_ms:.1f} | ITL p99 {itl_p99_ms:.1f} | longest gap {itl_max_ms:.1f}"
     record_table(f"{count} requests of {size.output_tokens} tokens from {clients} clients", results, columns)
     return results
 
@@ -171,7 +156,6 @@ def summary(answers: Sequence[Answer], output_tokens: int) -> dict[str, float]:
         "requests_per_second": len(answers) / seconds,
         "tokens_per_second": len(answers) * output_tokens / seconds,
         "ttft_p50_ms": 1e3 * statistics.median(ttfts),
-        "ttft_p99_ms": 1e3 * percentile(ttfts, 0.99),
         "itl_p50_ms": 1e3 * statistics.median(gaps),
         "itl_p99_ms": 1e3 * percentile(gaps, 0.99),
         "itl_max_ms": 1e3 * max(gaps),
@@ -221,10 +205,8 @@ def measure_slow_client(servers: Mapping[str, tuple[int, Any]], arguments: argpa
         client.socket.close()
         results[name] = {"longest_gap_ms": 1e3 * gap, "events": events, "gap": gap}
     title = f"A client that reads nothing until nothing has moved for {seconds:g} s, among four others"
-    columns = {"the others' longest gap, ms": "{gap:ms}", "events with its 400 tokens": "{events}"}
-    record_table(title, results, {"server": "{name}", **columns})
-    for record in results.values():
-        del record["gap"]
+    columns = "server {name} | the others' longest gap, ms {gap:ms} | events with its 400 tokens {events}"
+    record_table(title, results, columns)
     return {"unread_seconds": seconds, "servers": results}
 
 
@@ -257,10 +239,10 @@ def measure_leaving(servers: Mapping[str, tuple[int, Any]]) -> dict:
             blocks = held(core)
             most = max(most, blocks)
         results[name] = {"in_vain": server.unread - before, "most_blocks": most}
-    columns = {"tokens for nobody": "{in_vain:,}", "most blocks that nobody uses": "{most_blocks}"}
     console.print()
     title = f"{NUM_LEAVING} clients ask for {TOKENS_OF_LEAVING} tokens each, and leave after three"
-    record_table(title, results, {"server": "{name}", **columns})
+    columns = "server {name} | tokens for nobody {in_vain:,} | most blocks that nobody uses {most_blocks}"
+    record_table(title, results, columns)
     return results
 
 
@@ -275,22 +257,10 @@ def held(core: EngineCore) -> int:
     return pool.num_usable_blocks - pool.get_num_free_blocks()
 
 
-def show_stops(stop_strings: Callable[[list[str]], Any], pieces: Sequence[str] = ("an EN", "t E", "ND of")) -> dict:
-    """Show what a client receives of a text that arrives in pieces, with the stop string END."""
-    stops, records = stop_strings(["END"]), {}
-    for piece in pieces:
-        text, stopped = stops.push(piece)
-        records[piece] = {"sent": repr(text), "held": repr(stops.held), "stopped": stopped or ""}
-    columns = {"is sent": "{sent}", "is held back": "{held}", "stopped by": "{stopped}"}
-    console.print()
-    record_table("The stop string END in pieces", records, {"comes": "{name!r}", **columns})
-    return {"sent": [record["sent"] for record in records.values()], "stopped": records[pieces[-1]]["stopped"]}
-
-
 # ---- 4. what a server can handle -----------------------------------------------------------------
 
 
-def measure_load(real: RealServer, arguments: argparse.Namespace) -> dict:
+def measure_load(port: int, arguments: argparse.Namespace) -> dict:
     """Put closed and open load on the real server: Little's law, the knee, and what happens beyond
     it.
 
@@ -298,7 +268,7 @@ def measure_load(real: RealServer, arguments: argparse.Namespace) -> dict:
     clients: in less time, no queue builds up.
     """
     heading("4. What a server can handle")
-    size, closed = sizes(arguments), _closed_load(real, arguments)
+    size, closed = sizes(arguments), _closed_load(port, arguments)
     capacity = max(record["requests_per_second"] for record in closed.values())
     latency = max(record["latency_mean_ms"] for record in closed.values()) / 1e3
     seconds, rounds = (0.5, 1) if arguments.quick else (max(2.0, 3 * latency), 2)
@@ -306,7 +276,7 @@ def measure_load(real: RealServer, arguments: argparse.Namespace) -> dict:
     tried: dict[float, dict] = {}
 
     def attainment(rate: float) -> float:
-        answers = load_real(real, rate, seconds, size.output_tokens, arguments.seed)
+        answers = load_real(port, rate, seconds, size.output_tokens, arguments.seed)
         tried[rate] = _open_load(answers, size.output_tokens, arguments)
         return tried[rate]["met"]
 
@@ -314,17 +284,13 @@ def measure_load(real: RealServer, arguments: argparse.Namespace) -> dict:
     if most not in tried:
         attainment(most)
     by_rate = {f"{rate:.1f}": record for rate, record in sorted(tried.items())}
-    quarters = ("TTFT p50, 1st quarter, ms", "2nd", "3rd", "4th")
-    columns = {"requests/s": "{name}", "requests": "{requests}", "met": "{met:.0%}"}
-    columns |= {quarter: f"{{{index}:ms}}" for index, quarter in enumerate(quarters)}
+    shown = {rate: record | dict(zip("abcd", record["ttft_ms"], strict=True)) for rate, record in by_rate.items()}
+    columns = "requests/s {name} | requests {requests} | met {met:.0%}"
+    columns += " | TTFT p50, 1st quarter, ms {a:,.0f} | 2nd {b:,.0f} | 3rd {c:,.0f} | 4th {d:,.0f}"
+    title = "Open load: share that met the service level, and each quarter's wait"
+    caption = f"Each rate was offered for {seconds:.1f} s. The knee is {_describe(knee, least, most)} requests a second."
     console.print()
-    record_table(
-        "Open load: share that met the service level, and each quarter's wait",
-        {name: record | {str(i): w / 1e3 for i, w in enumerate(record["ttft_ms"])} for name, record in by_rate.items()},
-        columns,
-        f"Each rate was offered for {seconds:.1f} s. The knee is {_describe(knee, least, most)} requests a second;\n"
-        f"the closed load's maximum was {capacity:.1f}.",
-    )
+    record_table(title, shown, columns, caption)
     ends = {"least": least, "most": most, "above": tried[most]}
     return {"closed": closed, "capacity": capacity, "seconds": seconds, "knee": knee, "tried": by_rate} | ends
 
@@ -340,41 +306,28 @@ def _open_load(answers: list[Answer], output_tokens: int, arguments: argparse.Na
     """Return the share of requests that met the service level, and each quarter's median time to
     first token, in order.
     """
-    level = arguments.slo_ttft, arguments.slo_tpot
-    met = [answer.ttft <= level[0] and answer.tpot(output_tokens) <= level[1] for answer in answers]
+    ttft, tpot = arguments.slo_ttft, arguments.slo_tpot
+    met = [answer.ttft <= ttft and answer.tpot(output_tokens) <= tpot for answer in answers]
     ttfts = [answer.ttft for answer in sorted(answers, key=lambda answer: answer.due)]
     size = max(1, len(ttfts) // 4)
     quarters = [1e3 * statistics.median(ttfts[at : at + size]) for at in range(0, 4 * size, size)]
-    ends = {"ttft_first_ms": quarters[0], "ttft_last_ms": quarters[-1]}
-    return {"requests": len(ttfts), "met": statistics.mean(met), "ttft_ms": quarters} | ends
+    record = {"requests": len(ttfts), "met": statistics.mean(met), "ttft_ms": quarters}
+    return record | {"ttft_first_ms": quarters[0], "ttft_last_ms": quarters[-1]}
 
 
-def _closed_load(real: RealServer, arguments: argparse.Namespace) -> dict:
-    """Let each client send its next request once it is answered, and count the requests in the
-    server meanwhile.
+def _closed_load(port: int, arguments: argparse.Namespace) -> dict:
+    """Let each client send its next request once it is answered; show the mean number inside, by
+    Little's law.
     """
     size, results = sizes(arguments), {}
     for clients in track(size.closed, "closed load"):
         drawn = prompts(3 * clients, arguments.seed + clients)
         asks = [Ask(to_real(token_ids, size.output_tokens)) for token_ids in drawn]
-        process = start_load(real.port, asks, clients=clients, path="/v1/completions")
-        inside: list[int] = []
-        while process.poll() is None and not (any(inside) and not inside[-1]):
-            inside.append(real.num_open())
-            time.sleep(0.002)
-        record = summary(answers_of(process), size.output_tokens)
-        record["in_server"] = statistics.mean(filter(None, inside)) if any(inside) else 0.0
+        record = summary(load_completions(port, asks, clients=clients), size.output_tokens)
         record["little"] = record["requests_per_second"] * record["latency_mean_ms"] / 1e3
         results[str(clients)] = record
-    columns = {
-        "clients": "{name}",
-        "requests/s": "{requests_per_second:.1f}",
-        "tokens/s": "{tokens_per_second:,.0f}",
-        "TTFT p50, ms": "{ttft_p50_ms:,.1f}",
-        "latency, ms": "{latency_mean_ms:,.0f}",
-        "rate × latency": "{little:.1f}",
-        "counted inside": "{in_server:.1f}",
-    }
+    columns = "clients {name} | requests/s {requests_per_second:.1f} | TTFT p50, ms {ttft_p50_ms:,.1f}"
+    columns += " | latency, ms {latency_mean_ms:,.0f} | rate × latency {little:.1f}"
     record_table("Closed load on the real server", results, columns)
     return results
 
@@ -407,22 +360,15 @@ def verify_mask(kernel: Any, device: torch.device) -> dict:
         AssertionError: the results differ.
     """
     heading("5. The grammar's mask")
-    errors = {}
-    for vocabulary in (31, 32, 1000, 4096, 5003):
+    vocabularies = (31, 32, 1000, 4096, 5003)
+    for vocabulary in vocabularies:
         allowed, logits = torch.rand(3, vocabulary) < 0.3, torch.randn(3, vocabulary)
         has_grammar, masked = torch.tensor([1, 0, 1], dtype=torch.int32), logits.to(device)
         apply_mask(kernel, masked, as_bitmask(allowed).to(device), has_grammar.to(device))
-        forbidden = ~allowed & has_grammar.bool()[:, None]
-        expected = logits.masked_fill(forbidden, -torch.inf)
+        expected = logits.masked_fill(~allowed & has_grammar.bool()[:, None], -torch.inf)
         assert torch.equal(masked.cpu(), expected), f"a vocabulary of {vocabulary} is masked wrongly"
-        words = -(-vocabulary // 32)
-        sums = {"written": 4 * int(forbidden.sum()), "logits": 2 * 4 * 3 * vocabulary}
-        errors[str(vocabulary)] = {"read": 3 * 4 + 2 * 4 * words, **sums}
-    columns = {"bytes read": "{read:,}", "written": "{written:,}", "a mask of floats, added": "{logits:,}"}
-    by_size = {f"{int(vocabulary):,}": record for vocabulary, record in errors.items()}
-    title = "Three rows, two of them with a grammar: correct bit for bit"
-    record_table(title, by_size, {"vocabulary": "{name}", **columns})
-    return errors
+    console.print(f"two of three rows have a grammar, vocabularies of {vocabularies}: correct bit for bit")
+    return {"vocabularies": vocabularies}
 
 
 # ---- 6. TP, PP and DP ----------------------------------------------------------------------------
@@ -434,9 +380,7 @@ def measure_ways(arguments: argparse.Namespace) -> dict:
     """
     heading("6. TP, PP and DP")
     model, gpu, size = known_model(MODEL), get_hardware(GPU), sizes(arguments)
-    results, columns = {}, {"way": "{name}", "MB sent, 64 tokens": "{megabytes:.1f}", "tokens cached": "{kv_tokens:,}"}
-    columns |= {"TPOT alone, ms": "{alone_ms:.1f}"}
-    columns |= {f"knee, TPOT ≤ {1e3 * slo:g} ms": f"{{{name}}}" for name, slo in TPOT_SLOS.items()}
+    results = {}
     for way in track(("TP", "PP", "DP"), "simulating"):
         placed = deployment(model, gpu, way, GPUS)
         served = cache(partial(serve, placed, counted=size.simulated, seed=arguments.seed))
@@ -450,24 +394,13 @@ def measure_ways(arguments: argparse.Namespace) -> dict:
             "alone_ms": 1e3 * statistics.median(serve(placed, 0.01, 12, seed=arguments.seed).tpots),
             "knees": {name: knee(tpot) for name, tpot in TPOT_SLOS.items()},
         }
-    scaling = [check.error for check in published_checks() if "GPUs against one" in check.what]
-    errors = ", ".join(f"{error:+.0%}" for error in scaling)
-    shown = {
-        way: {**each, "megabytes": each["sent_64"] / 1e6, **shown_knees(each, size)} for way, each in results.items()
-    }
+    shown = {way: {**each, "sent": each["sent_64"] / 1e6, **shown_knees(each, size)} for way, each in results.items()}
+    columns = "way {name} | MB sent, 64 tokens {sent:.1f} | tokens cached {kv_tokens:,} | TPOT alone, ms {alone_ms:.1f}"
+    columns += "".join(f" | knee, TPOT ≤ {1e3 * slo:g} ms {{{name}}}" for name, slo in TPOT_SLOS.items())
     off = (size.knees[1] - size.knees[0]) / 2**size.bisections
-    record_table(
-        f"{MODEL} on {GPUS} {GPU}, modelled",
-        shown,
-        columns,
-        f"knees in requests a second, too low by {off:g} at most (ShareGPT's lengths, "
-        f"TTFT ≤ {TTFT_SLO:g} s). Against published scaling on 2, 4 and 8 A100 the model's TP is off by "
-        f"{errors}; for PP we know of no published figure.",
-    )
-    bubbles = {str(batches): bubble(GPUS, batches) for batches in (1, 2, 4, 16)}
-    shares = ", ".join(f"{share:.0%} with {batches}" for batches, share in bubbles.items())
-    console.print(f"A pipeline of 4 idles {shares} batches.")
-    return {"ways": results, "bubble": bubbles, "scaling_off": scaling}
+    caption = f"knees in requests a second, too low by {off:g} at most (ShareGPT's lengths, TTFT ≤ {TTFT_SLO:g} s)."
+    record_table(f"{MODEL} on {GPUS} {GPU}, modelled", shown, columns, caption)
+    return {"ways": results}
 
 
 def shown_knees(record: Mapping[str, Any], size: Sizes) -> dict[str, str]:
@@ -500,24 +433,11 @@ def close(results: dict, arguments: argparse.Namespace, disturbance: str) -> Non
 
 
 def draw(results: dict, path: str) -> None:
-    """Plot throughput and latency over the clients, first tokens below and above the knee, and
-    modelled knees.
-    """
-    closed, ways = results["load"]["closed"], results["ways"]["ways"]
-    with panels(path, 3) as (left, middle, right):
-        points = {clients: (each["tokens_per_second"], each["latency_mean_ms"]) for clients, each in closed.items()}
-        left.plot(*zip(*points.values(), strict=True), "o-", color=palette.BLUE)
-        for clients, point in points.items():
-            left.annotate(clients, point, xytext=(-3, 5), textcoords="offset points", ha="right", fontsize=9)
-        left.set(title="Closed load: clients", xlabel="tokens a second", ylabel="ms a request", ylim=(0, None))
+    """Plot how long first tokens take under an open load, below and above the knee."""
+    with panels(path, 1, width=6.4) as (axes,):
         tried = results["load"]["tried"].items()
-        curves(middle, {f"{rate} a second": dict(enumerate(each["ttft_ms"], start=1)) for rate, each in tried})
-        middle.set(title="Open load: first token", xlabel="quarter of the requests", ylabel="ms", xticks=(1, 2, 3, 4))
-        knees = [(way, TPOT_SLOS[slo], knee) for way, each in ways.items() for slo, knee in each["knees"].items()]
-        named_bars(
-            right, [(f"{way}, {1e3 * slo:g} ms a token: {knee:.0f}", knee, palette.SKY) for way, slo, knee in knees]
-        )
-        right.set(title=f"Knees on 4 {GPU} (modelled)", xlabel="requests a second")
+        curves(axes, {f"{rate} a second": dict(enumerate(each["ttft_ms"], start=1)) for rate, each in tried})
+        axes.set(xlabel="quarter of the requests", ylabel="ms to the first token", xticks=(1, 2, 3, 4))
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:

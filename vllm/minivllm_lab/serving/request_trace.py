@@ -20,64 +20,45 @@ from unittest import mock
 from minivllm.engine.async_llm import AsyncLLM, RequestOutputCollector
 from minivllm.engine.async_mp_client import AsyncMPClient
 from minivllm.engine.output_processor import OutputProcessor
+from minivllm.entrypoints.openai import answer
 from minivllm.entrypoints.openai.middleware import BodySizeMiddleware
 from minivllm.entrypoints.openai.serving_engine import OpenAIServing
 
-HOPS = (
-    "uvicorn has read the request",
-    "its JSON is checked",
-    "the prompt is tokenized",
-    "it goes to the core",
-    "a step of the core begins",
-    "the step's outputs are back",
-    "the text is in its collector",
-    "the first event goes out",
-)
-"""In their order, between the client's sending and its first event."""
-NOTED_BEFORE = (
-    (OpenAIServing, "create", HOPS[1]),
-    (AsyncLLM, "add_request", HOPS[2]),
-    (AsyncMPClient, "add_request", HOPS[3]),
-    (RequestOutputCollector, "put", HOPS[6]),
-)
+STEP_BEGINS, OUTPUTS_ARE_BACK = "a step of the core begins", "the step's outputs are back"
+HOPS = {
+    "uvicorn has read the request": (BodySizeMiddleware, "__call__"),
+    "its JSON is checked": (OpenAIServing, "create"),
+    "the prompt is tokenized": (AsyncLLM, "add_request"),
+    "it goes to the core": (AsyncMPClient, "add_request"),
+    STEP_BEGINS: (OutputProcessor, "note_scheduled"),
+    OUTPUTS_ARE_BACK: (OutputProcessor, "note_scheduled"),
+    "the text is in its collector": (RequestOutputCollector, "put"),
+    "the first event goes out": (answer, "as_event"),
+}
+"""The hops between the client's sending and its first event, in order, and the function of each."""
 
 
 @contextmanager
 def trace() -> Iterator[dict[str, float]]:
     """Yield the `time.monotonic()` at which the first request passes each of HOPS, in their order."""
     times: dict[str, float] = {}
-
-    def note(hop: str, at: float | None = None) -> None:
-        times.setdefault(hop, time.monotonic() if at is None else at)
+    note_scheduled = OutputProcessor.note_scheduled
 
     def noting(original: Callable[..., Any], hop: str) -> Callable[..., Any]:
         def wrapped(*arguments: Any, **more: Any) -> Any:
-            note(hop)
+            times.setdefault(hop, time.monotonic())
             return original(*arguments, **more)
 
         return wrapped
 
-    in_middleware, note_scheduled = BodySizeMiddleware.__call__, OutputProcessor.note_scheduled
-
-    async def call_application(middleware: Any, scope: Any, receive: Any, send: Any) -> None:
-        note(HOPS[0])
-
-        async def noting_send(message: Any) -> None:
-            if message.get("body"):
-                note(HOPS[7])
-            await send(message)
-
-        await in_middleware(middleware, scope, receive, noting_send)
-
     def take_outputs(processor: OutputProcessor, admitted: Sequence[str], timestamp: float) -> None:
         if admitted:
-            note(HOPS[4], timestamp)
-            note(HOPS[5])
+            times.setdefault(STEP_BEGINS, timestamp)
+            times.setdefault(OUTPUTS_ARE_BACK, time.monotonic())
         note_scheduled(processor, admitted, timestamp)
 
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(BodySizeMiddleware, "__call__", call_application))
-        stack.enter_context(mock.patch.object(OutputProcessor, "note_scheduled", take_outputs))
-        for owner, name, hop in NOTED_BEFORE:
-            stack.enter_context(mock.patch.object(owner, name, noting(getattr(owner, name), hop)))
+        for hop, (owner, name) in HOPS.items():
+            note = take_outputs if owner is OutputProcessor else noting(getattr(owner, name), hop)
+            stack.enter_context(mock.patch.object(owner, name, note))
         yield times

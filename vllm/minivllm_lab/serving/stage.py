@@ -13,7 +13,6 @@ import socket
 import threading
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass
 from typing import Any, Self
 
 from minivllm.engine.arg_utils import EngineArgs
@@ -24,18 +23,6 @@ SMALL_BUFFER = 4096
 """Bytes that the system keeps for a client of a lesson's server, while asyncio keeps none: a stream
 of a second fills this buffer, as a stream of minutes would fill the usual ones.
 """
-
-
-@dataclass
-class RealServer:
-    """The `minivllm serve` application on a socket of this process; its core is in another process."""
-
-    port: int
-    app: Any
-
-    def num_open(self) -> int:
-        """Return the number of currently open requests."""
-        return self.app.state.server.num_open
 
 
 class Stage:
@@ -67,16 +54,20 @@ class Stage:
         """
         return self.run(self._servers.enter_async_context(_serving(server, core)))
 
-    def start_real_server(self, settings: dict[str, Any]) -> RealServer:
-        """Start the server of `minivllm serve`, for an engine with these arguments."""
+    def start_real_server(self, settings: dict[str, Any]) -> int:
+        """Start the server of `minivllm serve` for an engine with these arguments; return its port.
+
+        The engine's core is in another process.
+        """
         args = EngineArgs(**settings, multiprocess=True)
         return self.run(self._start_real(AsyncLLM(args), args))
 
-    async def _start_real(self, engine: AsyncLLM, args: EngineArgs) -> RealServer:
+    async def _start_real(self, engine: AsyncLLM, args: EngineArgs) -> int:
         from minivllm_lab.over_http import serving
 
         self._servers.push_async_callback(asyncio.to_thread, engine.shutdown)
-        return RealServer(*await self._servers.enter_async_context(serving(engine, args)))
+        port, _ = await self._servers.enter_async_context(serving(engine, args))
+        return port
 
 
 @asynccontextmanager
