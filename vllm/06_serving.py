@@ -296,11 +296,18 @@ def apply_grammar_bitmask_kernel(logits, bitmask, has_grammar, vocab_size, num_w
     forbidden token, and reads no logit.
     """
     row = tl.program_id(0)
+    # 1. Leave the row of a request without a grammar alone.
     if tl.load(has_grammar + row) != 0:
+        # 2. The words of this program.
         word = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        # 3. The last program of a row has fewer.
         words = tl.load(bitmask + row * num_words + word, mask=word < num_words, other=0)
+        # 4. All bits of all words: [BLOCK, 32].
         bit = tl.arange(0, 32)[None, :]
-        allowed, token = (words[:, None] >> bit) & 1, word[:, None] * 32 + bit
+        allowed = (words[:, None] >> bit) & 1
+        # 5. The token that each bit stands for.
+        token = word[:, None] * 32 + bit
+        # 6. Beyond vocab_size the next row begins.
         tl.store(logits + row * vocab_size + token, float("-inf"), mask=(allowed == 0) & (token < vocab_size))
 
 
@@ -328,7 +335,6 @@ def main(arguments: Namespace) -> None:
             results["places"] = report.measure_places(ports, arguments)
         results["slow"] = report.measure_slow_client(both, arguments)
         results["left"] = report.measure_leaving(both)
-        results["stops"] = report.show_stops(StopStrings)
         with control.watch():
             results["load"] = report.measure_load(real, arguments)
     results["mask"] = prove(partial(report.verify_mask, apply_grammar_bitmask_kernel), device)
