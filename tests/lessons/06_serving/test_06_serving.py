@@ -6,6 +6,7 @@ import asyncio
 import re
 import subprocess
 import time
+from itertools import pairwise
 
 import pytest
 import torch
@@ -19,8 +20,9 @@ from minivllm.config import EMBEDDED_MODEL, NO_PARTS
 from minivllm.outputs import CompletionOutput, RequestOutput
 from minivllm_lab.exercise import load, plug_of
 from minivllm_lab.followed import PROMPT, followed
-from minivllm_lab.serving import report
+from minivllm_lab.serving import report, timelines
 from minivllm_lab.serving.core_places import CoreInLoop
+from minivllm_lab.serving.processes import processes
 from minivllm_lab.serving.request_trace import HOPS
 from minivllm_lab.serving.stage import Stage
 
@@ -59,6 +61,27 @@ def test_stop_strings_by_hand():
     assert seen == [(" b", None, ""), ("", None, "\n"), ("", None, "\n\n"), ("", "\n\ndef", "")]
     other = lesson.StopStrings(["\n\nclass"])
     assert [other.push(piece)[0] for piece in pieces] == [" b", "", "", "\n\ndef"]
+
+
+def test_the_picture_of_the_loop_shows_what_the_cell_prints():
+    for blocked, name in ((False, "sleep"), (True, "blocks")):
+        seconds = "  ".join(str(tenths / 10) for tenths in timelines.ticks(blocked))
+        assert f"\n{seconds}  {name}\n" in TEXT
+
+
+def test_the_others_wait_for_the_tunnel_on_the_obvious_server_only():
+    gaps = [max(later - at for at, later in pairwise(timelines.turns(stops))) for stops in (True, False)]
+    start, end = timelines.TUNNEL
+    assert gaps == [end - start + 1, 1]
+
+
+@pytest.mark.parametrize(("tp", "dp", "total"), [(4, 1, 6), (1, 4, 13)])
+def test_processes_are_counted_as_vllm_counts_them(tp, dp, total):
+    """Each engine has an API server and a core, each GPU a worker, and several engines a coordinator."""
+    drawn = processes(tp, dp)
+    assert f">-{'tp' if tp > 1 else 'dp'} 4: {total} processes<" in drawn
+    assert len(re.findall(r">(?:server \d|core \d|worker \d|coordinator)<", drawn)) == total
+    assert "`-tp 4`: 6; `-dp 4`: 13;" in TEXT
 
 
 def test_no_answer_of_the_exercise_stands_before_it():
