@@ -69,7 +69,7 @@ def test_the_picture_of_the_loop_shows_what_the_cell_prints():
         assert f"\n{seconds}  {name}\n" in TEXT
 
 
-def test_the_others_wait_for_the_tunnel_on_the_obvious_server_only():
+def test_the_others_wait_for_the_tunnel_on_the_naive_server_only():
     gaps = [max(later - at for at, later in pairwise(timelines.turns(stops))) for stops in (True, False)]
     start, end = timelines.TUNNEL
     assert gaps == [end - start + 1, 1]

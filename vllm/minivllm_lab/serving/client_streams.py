@@ -73,5 +73,6 @@ def delta_of(output: EngineCoreOutput, detokenizer: IncrementalDetokenizer) -> R
     detokenizer.update(output.new_token_ids)
     if output.finish_reason:
         detokenizer.finish()
-    completion = CompletionOutput(0, detokenizer.text[before:], output.new_token_ids, finish_reason=output.finish_reason)
+    text = detokenizer.text[before:]
+    completion = CompletionOutput(0, text, output.new_token_ids, finish_reason=output.finish_reason)
     return RequestOutput(output.request_id, None, [], None, [completion], finished=output.finish_reason is not None)

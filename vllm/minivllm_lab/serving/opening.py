@@ -77,7 +77,7 @@ def _way_in(run: Followed) -> list[tuple[str, str]]:
             ),
             f"The request crosses to the core. Step 1 computes the prompt and samples {run.request.output[0].shown}.",
         ),
-    ]
+    ]  # fmt: skip
 
 
 def _way_out(run: Followed) -> list[tuple[str, str]]:
@@ -113,7 +113,7 @@ def _way_out(run: Followed) -> list[tuple[str, str]]:
 def _summary(run: Followed) -> tuple[str, str]:
     """Draw the whole way in one still, with its caption."""
     ways = [(CLIENT, INPUT), (INPUT, INBOX), (OUTBOX, OUTPUT), (OUTPUT, COLLECTOR), (COLLECTOR, TEXT)]
-    words = {CLIENT: "JSON", INPUT: "checks; text to token ids", INBOX: "requests and aborts", STEP: "one after another",
+    words = {CLIENT: "JSON", INPUT: "checks; text to token ids", INBOX: "requests and aborts", STEP: "one by one",
              OUTBOX: "token ids", OUTPUT: "ids to text", COLLECTOR: "joins unread text"}  # fmt: skip
     still = _still(
         "serves all clients, waits for none",

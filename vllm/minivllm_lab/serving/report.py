@@ -22,7 +22,6 @@ from torch import Tensor
 
 from minivllm.config import EMBEDDED_MODEL
 from minivllm.engine.core import EngineCore
-from minivllm_lab import palette
 from minivllm_lab.cli import lesson_parser, whole_number
 from minivllm_lab.figures import curves, panels
 from minivllm_lab.http_load import Answer, Ask, answers_of, load, start_load
@@ -288,7 +287,7 @@ def measure_load(port: int, arguments: argparse.Namespace) -> dict:
     columns = "requests/s {name} | requests {requests} | met {met:.0%}"
     columns += " | TTFT p50, 1st quarter, ms {a:,.0f} | 2nd {b:,.0f} | 3rd {c:,.0f} | 4th {d:,.0f}"
     title = "Open load: share that met the service level, and each quarter's wait"
-    caption = f"Each rate was offered for {seconds:.1f} s. The knee is {_describe(knee, least, most)} requests a second."
+    caption = f"Each rate was offered for {seconds:.1f} s. Knee {_describe(knee, least, most)} requests a second."
     console.print()
     record_table(title, shown, columns, caption)
     ends = {"least": least, "most": most, "above": tried[most]}

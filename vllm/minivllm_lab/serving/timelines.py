@@ -18,7 +18,7 @@ TOKEN, AWAY, WAITS = ("a token", GREEN), ("reads nothing", BLANK), ("due, and mu
 
 Bar = tuple[int, int, str, str]
 """Start, end, colour and words."""
-Rows = Mapping[str, tuple[Sequence[int], Sequence[Bar]]]
+Rows = dict[str, tuple[Sequence[int], Sequence[Bar]]]
 """The lines of a picture by their names: marks at their times, and bars below them."""
 
 
@@ -34,10 +34,10 @@ def reveal() -> str:
     """Draw both servers while the phone is in the tunnel."""
     every, outside = turns(stops=False), turns(stops=True)
     tunnel, merged = (*TUNNEL, BLANK, "in a tunnel"), (TUNNEL[1], TUNNEL[1] + 1, SKY, "")
-    obvious: Rows = {name: (outside, [(*TUNNEL, LATE, "waits")]) for name in OTHERS}
+    naive: Rows = {name: (outside, [(*TUNNEL, LATE, "waits")]) for name in OTHERS}
     ours: Rows = {name: (every, []) for name in OTHERS}
     panels = {
-        "The obvious server": obvious | {"phone": (outside, [tunnel])},
+        "The naive server": naive | {"phone": (outside, [tunnel])},
         "This lesson's server": ours | {"phone": ([at for at in outside if at != TUNNEL[1]], [tunnel, merged])},
     }
     legend = [TOKEN, AWAY, WAITS, ("all that it missed", SKY)]
