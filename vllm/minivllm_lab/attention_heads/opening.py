@@ -235,8 +235,7 @@ def _bars(kv_heads: int) -> list[str]:
     parts.append(text(16, BARS - 24, "kept of a token, in a layer", size=12, colour=QUIET))
     for index, count in enumerate((8, 2, 1)):
         numbers = 2 * count * HEAD_DIM
-        name = f"{count} KV head{'s' * (count > 1)}"
-        parts += _bar(BARS - 10 + index * 18, numbers, name, f"{numbers} numbers", bold=count == kv_heads)
+        parts += _bar(BARS - 10 + index * 18, numbers, f"KV heads: {count}", f"{numbers} numbers", count == kv_heads)
     return parts
 
 
