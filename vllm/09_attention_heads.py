@@ -31,7 +31,6 @@ from minivllm_lab.tables import heading
 # %% 1. The pain: every token stays in memory, and every step reads them all
 
 
-# region: elements
 def cached_per_token(config: ModelConfig) -> int:
     """Count the numbers that one layer keeps of a token: K and V of each KV head, or a latent and a rotary key."""
     if config.kv_lora_rank:
@@ -47,8 +46,6 @@ def decode_flops_per_byte(config: ModelConfig, bytes_per_number: int = 2) -> flo
         products = config.num_attention_heads * 2 * config.head_dim
     return 2 * products / (bytes_per_number * cached_per_token(config))
 
-
-# endregion
 
 # %% 2. The idea: several query heads share their keys
 
@@ -179,9 +176,12 @@ def decode_kernel(
     request, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row, column = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
     length, in_head = tl.load(lengths + request), (column < HEAD_DIM)[None, :]
+    # 1. The matmul has ROWS rows, but only HEADS of them are this program's: neither load nor store the others.
     real = (row < HEADS)[:, None] & in_head
     at_row = (request * (KV_HEADS * GROUP) + part * HEADS + row)[:, None] * HEAD_DIM + column[None, :]
+    # 2. A row for each query head.
     queries = tl.load(q + at_row, mask=real, other=0.0)
+    # 3. All of them read the same KV head.
     first = (request * slots * KV_HEADS + part * HEADS // GROUP) * HEAD_DIM
     m, l = tl.full([ROWS], -float("inf"), tl.float32), tl.zeros([ROWS], tl.float32)  # noqa: E741
     result = tl.zeros([ROWS, BLOCK_D], tl.float32)
@@ -189,7 +189,9 @@ def decode_kernel(
         token = start + tl.arange(0, TILE)
         at = first + token[:, None].to(tl.int64) * (KV_HEADS * HEAD_DIM) + column[None, :]
         there = (token < length)[:, None] & in_head
+        # 4. A tile of keys and values, loaded once for all rows.
         key, value = tl.load(keys + at, mask=there, other=0.0), tl.load(values + at, mask=there, other=0.0)
+        # 5. One matmul: the scores of all rows. The rest of the loop is lesson 03's, with a maximum and a sum a row.
         scores = tl.dot(queries, tl.trans(key), input_precision="ieee") * scale
         scores = tl.where((token < length)[None, :], scores, -float("inf"))
         new_m = tl.maximum(m, tl.max(scores, axis=1))
@@ -197,6 +199,7 @@ def decode_kernel(
         l = l * keep + tl.sum(weights, axis=1)  # noqa: E741
         result = tl.dot(weights.to(value.dtype), value, result * keep[:, None], input_precision="ieee")
         m = new_m
+    # 6. Each row is divided by its own sum.
     tl.store(out + at_row, result / tl.maximum(l, 1e-30)[:, None], mask=real)
 
 
@@ -337,8 +340,6 @@ def main(arguments: Namespace) -> None:
     heading("6. Break it: more GPUs than KV heads")
     figures["ranks"] = report.show_ranks(kv_heads_of_rank)
     figures["two_ranks"] = report.run_two_ranks(pool_heads, kv_heads_of_rank, arguments)
-    heading("7. Break it: groups that do not fill the rows")
-    figures["padding"] = report.show_padding(padded_rows)
     report.close(figures, control.disturbance())
     keep(__file__, figures, arguments, report.draw, disturbance=control.record())
 

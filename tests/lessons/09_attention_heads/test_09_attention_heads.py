@@ -13,17 +13,19 @@ from kernels.harness import assert_close, assert_compiles, reference_attention
 from lessons.harness import REPOSITORY, assert_refuses, exercise_tests, figures_of_quick_run, script_path
 
 from minivllm.config import EMBEDDED_MODEL, NO_PARTS, ModelConfig
+from minivllm.config.units import GIB
 from minivllm.errors import MinivllmError
 from minivllm.kernels.mla_attention import mla_attention
 from minivllm.kernels.unified_attention import unified_attention
-from minivllm.memory import kv_bytes_per_token
+from minivllm.memory import kv_bytes_per_token, memory_ledger
 from minivllm.models.latent_attention import UpProjection, plain_attention
 from minivllm.models.loader import load_model
 from minivllm.models.parallel import GroupCoordinator, kv_part
-from minivllm_lab.attention_heads import opening, report
+from minivllm_lab.attention_heads import absorption, opening, plan, report
 from minivllm_lab.attention_heads.pooled_heads import pooled_checkpoint
 from minivllm_lab.exercise import checks_of, load, plug_of, run_checks
 from minivllm_lab.followed import followed
+from minivllm_lab.kernel_trace import trace_kernel
 from minivllm_lab.plugged import serve
 from minivllm_simulate.hardware import get_hardware
 from minivllm_simulate.known_models import CONFIGS, known_model
@@ -31,6 +33,7 @@ from minivllm_simulate.known_models import CONFIGS, known_model
 lesson = load(script_path("09"))
 PAGE = REPOSITORY / "lessons" / "09_attention_heads.md"
 TEXT = " ".join(PAGE.read_text().split())
+NOTES = (REPOSITORY / "lessons" / "notes" / PAGE.name).read_text()
 FORMS = "MHA ", "GQA ", "MQA "
 
 # ---- the kernels ---------------------------------------------------------------------------------
@@ -58,6 +61,13 @@ def test_the_kernel_attends_to_latents(shape, device):
     assert_close(result, report.latents_one_by_one(lesson.absorbed_attention, batch))
 
 
+def traced(decode, *arguments, **more):
+    """Trace the reads and writes of the kernel that a call to the lesson's `decode` launches."""
+    traces = []
+    decode(*arguments, **more, launch=lambda *call, **constants: traces.append(trace_kernel(*call, **constants)))
+    return traces[0]
+
+
 @pytest.mark.interpreted
 def test_the_kernels_read_the_bytes_that_they_say():
     """Each program of a group reads keys and values once, and each program with rows reads a latent
@@ -66,14 +76,14 @@ def test_the_kernels_read_the_bytes_that_they_say():
     lengths = (20, 33)
     case = report.head_case(8, 2, 24, lengths)
     for part in (1, 2, 4):
-        trace = report.traced(lesson.decode, *case, heads_a_program=part)
+        trace = traced(lesson.decode, *case, heads_a_program=part)
         read = [trace.arguments[name].bytes_read for name in ("keys", "values")]
         assert read == [2 * sum(lengths) * 2 * 24 * 4 // part] * 2
         assert (trace.arguments["q"].bytes_read, trace.bytes_written) == (2 * 2 * 8 * 24, 2 * 2 * 8 * 24)
         assert not trace.out_of_bounds + trace.races
     shape = {"heads": 20, "rank": 32, "rope": 16, "nope": 8, "v": 8}
     for rows, programs in ((16, 2), (32, 1)):
-        trace = report.traced(lesson.latent_decode, *report.latent_batch(shape, lengths), rows=rows)
+        trace = traced(lesson.latent_decode, *report.latent_batch(shape, lengths), rows=rows)
         assert trace.arguments["cache"].bytes_read == 4 * 48 * sum(lengths) * programs
         assert not trace.out_of_bounds + trace.races
 
@@ -208,8 +218,54 @@ def test_absorption_by_hand():
     assert (weights @ (latents @ w_uv[0].T)).tolist() == [5.0, 1.0]
     assert (weights @ latents).tolist() == [2.5, 1.0]
     assert (w_uv[0] @ (weights @ latents)).tolist() == [5.0, 1.0]
-    for shown in ("(3, 4)", "(3, 2)", "(2.5, 1)", "(5, 1)"):
+    for shown in ("(3, 4)", "(3, 2)", "(2.5,1)", "(5,1)"):
         assert shown in TEXT
+    drawn = (absorption.LATENTS, absorption.KEYS, absorption.QUERY, absorption.ABSORBED_QUERY, absorption.SCORES)
+    exact = (latents, keys, q[0], absorbed, latents @ absorbed)
+    assert [torch.tensor(each).tolist() for each in drawn] == [each.tolist() for each in exact]
+
+
+def test_four_heads_by_hand():
+    """Follow the text's example of groups, and the mistake that it names."""
+    keys, values = torch.zeros(2, 2, 2, 4)
+    for token in range(2):
+        for kv_head in range(2):
+            values[token, kv_head, 2 * kv_head + token] = 1
+    keys[:] = 2 * values
+    q = torch.tensor([[[1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]]], dtype=torch.float32)
+    (result,) = lesson.grouped_attention(q, keys, values)
+    rows = ["(" + ",".join(f"{number:.3g}" for number in row) + ")" for row in result.tolist()]
+    assert f"| result | {' | '.join(rows)} |" in TEXT
+    (dealt,) = lesson.grouped_attention(q[:, [0, 2, 1, 3]], keys, values)
+    assert dealt[2].tolist() == [0, 0, 0.5, 0.5]  # head 1 on KV head 1
+
+
+def test_the_plan_and_the_task_on_paper():
+    """The plan is off by the size of a group; the task's answers are the engine's."""
+    model = known_model(plan.MODEL)
+    token = kv_bytes_per_token(model, "bfloat16")
+    assert f"{token // 1024} KiB a token" in plan.reveal()
+    assert f"{8 * token // 1024:,} KiB a token" in plan.bet()
+    assert 40 * GIB // (4096 * token) == plan.CHATS == 8 * (40 * GIB // (4096 * 8 * token))
+    assert "32 chats need 8 machines" in plan.bet()
+    assert "32 chats need 1 machine" in plan.reveal()
+    paper = known_model("Qwen3-30B-A3B")
+    shape = (
+        paper.hidden_size, paper.num_hidden_layers, paper.num_attention_heads, paper.num_key_value_heads, paper.head_dim
+    )  # fmt: skip
+    assert f"| {' | '.join(map(str, shape))} |" in TEXT
+    token = kv_bytes_per_token(paper, "bfloat16")
+    assert (token, kv_bytes_per_token(paper, "bfloat16", 8), 24 * GIB // (8192 * token)) == (96 << 10, 24 << 10, 32)
+    assert all(words in TEXT for words in ("**96 KiB**", "**32** fit", "**24 KiB**"))
+
+
+def test_the_log_line_is_what_a_server_would_say():
+    ledger = memory_ledger(known_model("Llama-3.1-70B"), "H100", max_model_len=4096, tp=8)
+    assert f"Available KV cache memory: {ledger.kv_bytes / GIB:.2f} GiB" in TEXT
+    concurrency = f"{ledger.concurrency:.2f}x"
+    size = f"{ledger.tokens:,} tokens, Maximum concurrency for 4,096 tokens per request: {concurrency}"
+    assert f"GPU KV cache size: {size}" in TEXT
+    assert round(ledger.kv_bytes / ledger.tokens / 1024) == 40
 
 
 def test_the_figures_of_the_text():
@@ -220,16 +276,24 @@ def test_the_figures_of_the_text():
     assert lesson.decode_flops_per_byte(known_model("Llama-2-7b-hf")) == 1
     assert round(lesson.decode_flops_per_byte(deepseek)) == 242
     assert round(get_hardware("H100").ridge()) == 295
-    operations = report.latent_operations(report.latent_shape("DeepSeek-V3"))
-    assert operations == {"plain": 33_636_352, "attended": 81_920, "absorbed": 278_528}
-    assert f"{operations['absorbed'] / operations['attended']:.1f}" in TEXT
-    assert f"{operations['plain'] / operations['absorbed']:.0f} times" in TEXT
+    heads, rank, rope = deepseek.num_attention_heads, deepseek.kv_lora_rank, deepseek.rotary_dim
+    nope, v = deepseek.qk_nope_head_dim, deepseek.v_head_dim
+    attended = 2 * heads * (nope + rope + v)
+    plain, absorbed = 2 * rank * heads * (nope + v) + attended, 2 * heads * (2 * rank + rope)
+    assert (plain, attended, absorbed) == (33_636_352, 81_920, 278_528)
+    assert f"{absorbed / attended:.1f} times the work" in TEXT
+    assert f"{plain / absorbed:.0f} times what the absorbed form does" in TEXT
+    small = known_model("DeepSeek-V2-Lite")
+    shape = {
+        "heads": small.num_attention_heads, "rank": small.kv_lora_rank, "rope": small.rotary_dim,
+        "nope": small.qk_nope_head_dim, "v": small.v_head_dim,
+    }  # fmt: skip
+    assert shape == report.DEEPSEEK_V2_LITE
 
 
 def test_llama_2s_means_are_those_of_the_row_in_the_notes():
     """A single one of table 18's eleven benchmarks may contradict their mean."""
-    notes = (REPOSITORY / "lessons" / "notes" / "09_attention_heads.md").read_text()
-    (row,) = [line for line in notes.splitlines() if "30B ablation models" in line]
+    (row,) = [line for line in NOTES.splitlines() if "30B ablation models" in line]
     scores = {
         form: [float(score) for score in row.split(form)[1].split(";")[0].strip(" |").split(",")] for form in FORMS
     }
@@ -242,6 +306,8 @@ def test_the_opening_shows_the_embedded_models_heads():
     """The figure's attention weights are those that the model computes, to two digits."""
     model, config = load_model(EMBEDDED_MODEL, "cpu", torch.float32)
     tokens = torch.tensor([token.id for token in followed().request.prompt])
+    shape = (config.num_attention_heads, config.num_key_value_heads, config.head_dim)
+    assert shape == (opening.HEADS, opening.KV_HEADS, opening.HEAD_DIM)
     group = config.num_attention_heads // config.num_key_value_heads
     heads = range(opening.KV_HEAD * group, (opening.KV_HEAD + 1) * group)
 
@@ -261,7 +327,7 @@ def test_the_table_of_siblings_is_what_their_training_recorded():
     """Siblings that keep fewer numbers per token are no better, by the mean of their seeds."""
     record = json.loads((REPOSITORY / "benchmarks" / "results" / "attention_siblings.cpu.json").read_text())["figures"]
     siblings = {name: record[f"tiny-python-{name}"] for name in ("mha", "gqa", "mqa", "mla")}
-    shown = PAGE.read_text().partition("<!-- siblings -->")[2].splitlines()
+    shown = NOTES.partition("<!-- siblings -->")[2].splitlines()
     mha = siblings["mha"]["held_out_loss_of_seed"]
     for (name, sibling), line in zip(siblings.items(), shown[3:], strict=False):
         losses = sibling["held_out_loss_of_seed"]
@@ -297,12 +363,10 @@ def test_quick_run(tmp_path):
     figures = figures_of_quick_run("09", tmp_path)
     assert figures["models"]["models"]["Meta-Llama-3-70B"]["kib"] == 320
     assert figures["shared"]["by_kv_heads"]["1"]["less"] == 32
-    assert figures["kernels"]["bytes"]["8"]["1"] == 4 * figures["kernels"]["bytes"]["8"]["4"]
     assert figures["ranks"]["Meta-Llama-3-70B"]["16"] == {"rank": 40, "all": 640}
     assert figures["two_ranks"] == {"one": {"one_rank": 524288, "rank": 524288, "all": 1048576}}
     pooled = figures["pooled"]
     assert pooled["own"] < pooled["pooled"] < pooled["guess"] == math.log(4096)
-    assert figures["padding"]["Falcon-7B, one KV head"] == {"heads": 71, "rows": 128}
 
 
 @pytest.mark.parametrize(

@@ -3,16 +3,20 @@ values for them.
 
 The attention weights are those of the prompt's last token in one layer of the embedded model, which
 has two KV heads. The bars count the numbers that the layer would keep with eight, two or one KV
-heads, and that DeepSeek-V3's layer keeps as a latent.
+heads.
 """
 
 from __future__ import annotations
 
-from minivllm.config import EMBEDDED_MODEL, ModelConfig
+from minivllm_lab.attention_heads import plan
+from minivllm_lab.attention_heads.absorption import absorption
+from minivllm_lab.attention_heads.siblings import decode_intensity
 from minivllm_lab.drawing import BLANK, QUIET, RULE, arrow, line, rect, svg, text, tint
 from minivllm_lab.followed import followed
 from minivllm_lab.frames import Frames
-from minivllm_lab.palette import BLUE, GREEN, INK, ORANGE, VERMILLION
+from minivllm_lab.palette import BLUE, GREEN, INK, ORANGE, PURPLE, VERMILLION
+from minivllm_lab.roofline import roofline
+from minivllm_simulate.known_models import known_model
 
 LAYER, KV_HEAD = 2, 1
 """The layer and KV head of the weights, counted from 0."""
@@ -23,40 +27,59 @@ WEIGHTS = (
     (0.02, 0.07, 0.01, 0.31, 0.00, 0.59, 0.00, 0.00, 0.00),
 )
 """The weights of the last token's heads 4 to 7 for each token, to two digits."""
-HEADS, HEAD_DIM, LAYERS = 8, 32, 4
+HEADS, KV_HEADS, HEAD_DIM = 8, 2, 32
 
-WIDTH, HEIGHT = 860, 392
-GRID, CELL, TOP, ROW = 176, 54, 84, 28
-SIDE = GRID + 9 * CELL + 16
-BARS, SCALE = 340, 0.9
-KEYS, VALUES, QUERY, LATENTS = tint(ORANGE, 0.6), tint(GREEN, 0.45), tint(BLUE, 0.75), tint(VERMILLION, 0.35)
+WIDTH, HEIGHT = 720, 388
+GRID, CELL, TOP, ROW = 140, 54, 84, 28
+SIDE = GRID + 9 * CELL + 12
+BARS, SCALE = 340, 0.75
+KEYS, VALUES, QUERY = tint(ORANGE, 0.6), tint(GREEN, 0.45), tint(BLUE, 0.75)
+TWICE = "#A63D00"
+"""A dark vermillion for words about what is kept or read more than once."""
 
+KINDS = (("multi-head", 8), ("grouped-query", 2), ("multi-query", 1))
+TITLES = (
+    "Multi-head: keys and values for each", "Grouped-query: two KV heads", "One group's weights",
+    "One program per query head", "One program per group", "Multi-query: one KV head",
+    "More GPUs than KV heads", "Three ways to serve eight query heads",
+)  # fmt: skip
 CAPTIONS = (
-    "The last token of the prompt has eight query heads in each layer. If each head had its own keys and values, a "
-    "token would take 512 numbers in a layer's cache.",
-    "This model has two KV heads. Query heads 0 to 3 use the first, 4 to 7 the second: 128 numbers, a quarter.",
-    "The same keys, but four different answers: heads 4 to 7 share the keys, each with its own query.",
-    "With a program for each query head, all four read the same keys and values. The cache is smaller, but as many "
-    "bytes are read as before.",
-    "With one program for the group, its four queries are rows of one matmul, and keys and values are read once. A "
-    "matmul has at least 16 rows; twelve are empty.",
-    "One KV head for all is multi-query attention: 64 numbers, and eight query heads for each key that is read.",
-    "Another way: one latent a token, from which each head could make its own keys and values. But no head has to: the "
-    "query is mapped to latent space.  DeepSeek-V3 keeps 512 + 64 numbers for 128 heads.",
-    "Four GPUs have two query heads each, but there are two KV heads: each is kept twice, because both GPUs of a pair "
-    "need it. From here on, more GPUs make no GPU's cache smaller.",
+    "With eight KV heads, each query head has its own: a token leaves 512 numbers in a layer.",
+    "Two KV heads: query heads 0 to 3 share one, 4 to 7 the other. 128 numbers.",
+    "Heads 4 to 7 share their keys and still see different things: their queries differ.",
+    "A program for each query head reads the same keys and values four times.",
+    "One program for the group reads them once: four queries are the rows of one matmul.",
+    "One KV head for all is multi-query attention: 64 numbers, and eight heads for each key.",
+    "Four GPUs, two KV heads: each is kept twice. From here, no GPU's cache gets smaller.",
+    "Own keys, shared by four, shared by all: the heads stay, and the cache shrinks.",
 )
 
 
 def frames() -> Frames:
-    """Draw the steps of the figure."""
-    config = ModelConfig.from_pretrained(EMBEDDED_MODEL)
-    shape = config.num_attention_heads, config.num_key_value_heads, config.head_dim, config.num_hidden_layers
-    assert shape == (HEADS, 2, HEAD_DIM, LAYERS), "captions and bars count this model's heads"
-    stills = (
-        _shared(0, 8), _shared(1, 2), _looked_at(2), _read(3, 4), _read(4, 1), _shared(5, 1), _latents(6), _ranks(7),
-    )  # fmt: skip
-    return Frames(stills, CAPTIONS)
+    """Draw the steps of the figure, and one still that sums them up."""
+    kinds = [_shared(0, 8), _shared(1, 2), _weights(2), _read(3, 4), _read(4, 1), _shared(5, 1)]
+    return Frames([*kinds, _ranks(6), _summary(7)], CAPTIONS)
+
+
+def stills() -> dict[str, str]:
+    """Draw the pictures that stand alone in the text, by the name of their file."""
+    dots = (
+        ("Llama-2-7B: each head its own", "Llama-2-7b-hf", ORANGE, (12, 16), "start"),
+        ("Llama-3.1-8B: groups of 4", "Llama-3.1-8B", ORANGE, (12, 16), "start"),
+        ("Llama-3-70B: groups of 8", "Meta-Llama-3-70B", ORANGE, (12, 16), "start"),
+        ("DeepSeek-V2-Lite: 16 heads", "DeepSeek-V2-Lite", PURPLE, (12, 16), "start"),
+        ("DeepSeek-V3: 128 heads", "DeepSeek-V3", PURPLE, (-14, -4), "end"),
+    )
+    placed = [(words, decode_intensity(known_model(name)), *rest) for words, name, *rest in dots]
+    legend = (("keys and values of KV heads", ORANGE), ("a latent for all heads: part two", PURPLE))
+    return {
+        "bet": plan.bet(),
+        "reveal": plan.reveal(),
+        "weights": _weights(2),
+        "roofline": roofline(placed, legend),
+        "copies": _ranks(6),
+        "absorption": absorption(),
+    }
 
 
 # ---- the stills ----------------------------------------------------------------------------------
@@ -64,17 +87,17 @@ def frames() -> Frames:
 
 def _shared(step: int, kv_heads: int) -> str:
     """Draw eight query heads, and the keys and values of their KV heads."""
-    group, parts = HEADS // kv_heads, [*_tokens(), *_queries(range(HEADS))]
+    group = HEADS // kv_heads
+    parts = [*_tokens(), *_queries(range(HEADS))]
     for kv_head in range(kv_heads):
         parts += _kept(TOP + kv_head * group * ROW, group * ROW - 4)
-        if kv_heads > 1 or group > 1:
-            parts.append(text(SIDE, _middle(kv_head * group, group), f"KV head {kv_head}", size=12, colour=QUIET))
+        parts.append(text(SIDE, _middle(kv_head * group, group), f"KV head {kv_head}", size=12, colour=QUIET))
     for head in range(HEADS):
-        parts.append(arrow((GRID - 40, _middle(head, 1) - 5), (GRID - 4, _middle(head, 1) - 5), QUIET))
+        parts.append(arrow((GRID - 28, _middle(head, 1) - 5), (GRID - 4, _middle(head, 1) - 5), QUIET))
     return _still(step, *parts, *_bars(kv_heads))
 
 
-def _looked_at(step: int) -> str:
+def _weights(step: int) -> str:
     """Draw the attention weights that a group's heads give each token."""
     parts = [*_tokens(), *_queries(range(4, 8), start=1)]
     for index, weights in enumerate(WEIGHTS):
@@ -87,90 +110,80 @@ def _looked_at(step: int) -> str:
     parts += _kept(below, 2 * ROW - 4)
     parts.append(text(SIDE, below + ROW + 2, f"KV head {KV_HEAD}", size=12, colour=QUIET))
     parts.append(text(GRID - 12, below + ROW + 2, "all four use this", size=12, colour=QUIET, anchor="end"))
-    parts.append(text(SIDE, TOP + 3 * ROW, f"layer {LAYER}", size=12, colour=QUIET))
-    return _still(step, *parts, *_bars(2))
+    words = "The darker, the more of its weight a head gives the token. Weights below 3 % have no number."
+    return _still(step, *parts, text(GRID, BARS - 2, words, size=12, colour=QUIET))
 
 
 def _read(step: int, programs: int) -> str:
     """Draw a group's keys and values, and the programs that read them."""
-    parts, shown = _tokens(), 4 // programs
-    parts += _kept(TOP, 2 * ROW - 4)
+    parts = [*_tokens(), *_kept(TOP, 2 * ROW - 4)]
+    shown = 4 // programs
     parts.append(text(SIDE, TOP + ROW, f"KV head {KV_HEAD}", size=12, colour=QUIET))
     wide = 9 * CELL / programs
+    y = TOP + 4 * ROW
     for program in range(programs):
-        x, y = GRID + program * wide, TOP + 4 * ROW
-        name = f"program {program}"
+        x = GRID + program * wide
         parts.append(rect(x, y, wide - 8, 4 * ROW - 14, stroke=INK, radius=6))
-        parts.append(text(x + 8, y + 16, name, size=11.5))
+        parts.append(text(x + 8, y + 16, f"program {program}", size=12))
         for row in range(shown):
             label = f"q {4 + program * shown + row}"
             parts.append(rect(x + 8, y + 24 + row * 17, 60, 14, QUERY, radius=2, label=label, size=11, mono=True))
         if shown > 1:
-            rows = f"rows {shown} to 15: empty"
-            parts.append(text(x + 80, y + 24 + 4 * 17 - 6, rows, size=11.5, colour=QUIET))
-            parts.append(text(x + 80, y + 38, "16 rows × 32 numbers, times 32 × 9 keys: one matmul", size=11.5))
+            parts.append(text(x + 84, y + 52, "four rows of a tensor core's 16; twelve are empty", size=12))
         middle = x + (wide - 8) / 2
-        parts.append(arrow((middle, TOP + 2 * ROW), (middle, y - 3), VERMILLION, width=2.5))
+        colour = VERMILLION if programs > 1 else INK
+        parts.append(arrow((middle, TOP + 2 * ROW), (middle, y - 3), colour, width=2.5))
     read = 2 * HEAD_DIM * 9 * programs
-    parts.append(text(SIDE, TOP + 3 * ROW + 4, f"{read:,} numbers", size=13, bold=True, colour=INK))
-    parts.append(text(SIDE, TOP + 3 * ROW + 20, "read", size=12, colour=QUIET))
+    parts.append(text(16, TOP + 3 * ROW, f"{read:,} numbers", bold=True))
+    parts.append(text(16, TOP + 3 * ROW + 18, "are read", size=12, colour=QUIET))
     return _still(step, *parts, *_bars(2))
-
-
-def _latents(step: int) -> str:
-    """Draw one latent per token, to which the queries of all heads attend."""
-    parts = [*_tokens(), *_queries(range(HEADS))]
-    y, tall = TOP + 2.5 * ROW, 3 * ROW
-    for place in range(9):
-        x = GRID + place * CELL
-        parts.append(rect(x, y, CELL - 4, tall * 0.78, LATENTS, radius=2, label="latent", size=11))
-        parts.append(rect(x, y + tall * 0.8, CELL - 4, tall * 0.2, KEYS, radius=2))
-    parts.append(text(SIDE, y + tall * 0.45, "for all heads", size=12, colour=QUIET))
-    parts.append(text(SIDE, y + tall * 0.97, "a rotary key", size=12, colour=QUIET))
-    for head in range(HEADS):
-        start, end = (GRID - 66, _middle(head, 1) - 5), (GRID - 4, y + tall * (0.1 + 0.1 * head))
-        parts.append(arrow(start, end, QUIET, width=1))
-    for rows, words in (
-        (1.7, "each query, times its head's weights, is compared with the latents"),
-        (6.6, "the sum of latents, times the head's weights, is its answer"),
-    ):
-        parts.append(text(GRID + 4.5 * CELL, TOP + rows * ROW, words, size=12, anchor="middle"))
-    parts.append(line((16, BARS - 18), (WIDTH - 16, BARS - 18), RULE))
-    for row, words in enumerate(("kept per token", "in DeepSeek-V3's layer")):
-        parts.append(text(16, BARS + 12 + 16 * row, words, size=12, colour=QUIET))
-    for index, (numbers, words) in enumerate(((40960, "with 128 KV heads"), (576, "latent and key"))):
-        y, wide = BARS - 4 + index * 24, numbers * SCALE / 80
-        parts.append(rect(GRID, y, wide, 16, VERMILLION if index else tint(BLUE, 0.3), radius=2))
-        parts.append(text(GRID + 8 + wide, y + 12.5, f"{numbers:,} {words}", size=11.5, bold=index == 1))
-    return _still(step, *parts)
 
 
 def _ranks(step: int) -> str:
     """Draw four GPUs, each with two query heads and the KV head that it keeps."""
-    parts, wide = [], (WIDTH - 32) / 4
+    parts = []
+    wide = (WIDTH - 32) / 4
     for rank in range(4):
-        x, kept = 16 + rank * wide, rank // 2
+        x = 16 + rank * wide
         parts.append(rect(x, 66, wide - 12, 190, stroke=INK, radius=8))
         parts.append(text(x + 12, 88, f"GPU {rank}", bold=True))
         for index in range(2):
             label = f"head {2 * rank + index}"
-            parts.append(rect(x + 12 + index * 84, 100, 78, ROW - 4, QUERY, radius=3, label=label, mono=True, size=12))
-        copied = rank % 2 == 1
-        stroke, dash = (VERMILLION, "4 3") if copied else (None, None)
-        parts.append(rect(x + 12, 146, wide - 36, 40, KEYS, radius=3, label=f"keys of KV head {kept}", size=12))
-        parts.append(rect(x + 12, 190, wide - 36, 40, VALUES, radius=3, label=f"values of KV head {kept}", size=12))
-        if stroke:
-            parts.append(rect(x + 8, 142, wide - 28, 92, stroke=stroke, stroke_width=2, dash=dash, radius=4))
-            parts.append(text(x + (wide - 12) / 2, 250, "a copy", size=12, anchor="middle", colour="#A63D00"))
-        for index in range(2):
-            middle = x + 51 + index * 84
-            parts.append(arrow((middle, 126), (middle, 143), QUIET))
-    parts.append(text(16, 290, "numbers kept per token and layer, on all GPUs together", size=12, colour=QUIET))
+            left = x + 12 + index * 76
+            parts.append(rect(left, 100, 70, ROW - 4, QUERY, radius=3, label=label, mono=True, size=12))
+            parts.append(arrow((left + 35, 126), (left + 35, 143), QUIET))
+        for y, fill, kind in ((146, KEYS, "keys"), (190, VALUES, "values")):
+            label = f"{kind} of KV head {rank // 2}"
+            parts.append(rect(x + 12, y, wide - 36, 40, fill, radius=3, label=label, size=11.5))
+        if rank % 2:
+            parts.append(rect(x + 7, 141, wide - 26, 94, stroke=VERMILLION, stroke_width=2, dash="4 3", radius=4))
+            parts.append(text(x + (wide - 12) / 2, 250, "a copy", size=12, anchor="middle", colour=TWICE))
+    parts.append(text(16, 290, "numbers that all GPUs together keep of a token, in a layer", size=12, colour=QUIET))
     for index, (gpus, numbers) in enumerate(((1, 128), (2, 128), (4, 256), (8, 512))):
-        y, fill = 302 + index * 20, VERMILLION if gpus == 4 else tint(BLUE, 0.4)
-        parts.append(text(60, y + 12, f"{gpus} GPU{'s' * (gpus > 1)}", size=11.5, anchor="end"))
-        parts.append(rect(72, y, numbers * SCALE, 15, fill, radius=2))
-        parts.append(text(80 + numbers * SCALE, y + 12, str(numbers), size=11.5))
+        words = f"{numbers}: {numbers - 128} are copies" if numbers > 128 else str(numbers)
+        parts += _bar(300 + index * 20, numbers, f"{gpus} GPU{'s' * (gpus > 1)}", words)
+    return _still(step, *parts)
+
+
+def _summary(step: int) -> str:
+    """Draw the three kinds of attention side by side, with what a token leaves in each."""
+    parts = []
+    for place, (kind, kv_heads) in enumerate(KINDS):
+        left = 20 + place * 236
+        parts.append(text(left, 78, kind, bold=True))
+        group = HEADS // kv_heads
+        for head in range(HEADS):
+            x = left + head * 26
+            kept = left + (head // group * group + (group - 1) / 2) * 26
+            parts.append(rect(x, 92, 20, 34, QUERY, radius=3))
+            parts.append(line((x + 10, 128), (kept + 10, 172), QUIET))
+        for kv_head in range(kv_heads):
+            x = left + (kv_head * group + (group - 1) / 2) * 26
+            parts.append(rect(x, 174, 20, 34, KEYS, radius=3))
+            parts.append(rect(x, 210, 20, 34, VALUES, radius=3))
+        parts.append(text(left, 278, f"{2 * kv_heads * HEAD_DIM} numbers a token, in a layer"))
+        parts.append(text(left, 300, f"{group} head{'s' * (group > 1)} use each of them"))
+        parts.append(text(left, 322, f"up to {kv_heads} GPU{'s' * (kv_heads > 1)} without copies"))
     return _still(step, *parts)
 
 
@@ -178,12 +191,12 @@ def _ranks(step: int) -> str:
 
 
 def _still(step: int, *parts: str) -> str:
-    titles = (
-        "multi-head: keys and values for each", "grouped: two KV heads", "one group's weights",
-        "one program per query head", "one program per group", "multi-query: one KV head", "one latent for all",
-        "more GPUs than KV heads",
-    )  # fmt: skip
-    return svg(WIDTH, HEIGHT, text(16, 30, titles[step], size=15, bold=True), *parts, label=CAPTIONS[step])
+    legend = []
+    for index, (fill, word) in enumerate(((QUERY, "query"), (KEYS, "keys"), (VALUES, "values"))):
+        x = WIDTH - 232 + index * 76
+        legend += [rect(x, 19, 20, 14, fill, radius=2), text(x + 26, 31, word, size=12)]
+    title = text(16, 30, TITLES[step], size=15, bold=True)
+    return svg(WIDTH, HEIGHT, title, *legend, *parts, label=CAPTIONS[step])
 
 
 def _tokens() -> list[str]:
@@ -206,28 +219,35 @@ def _queries(heads: range, start: int = 0) -> list[str]:
 def _kept(y: float, tall: float) -> list[str]:
     """Draw the keys and values of one KV head for all tokens."""
     parts = []
+    half = (CELL - 4) / 2
     for place in range(9):
-        x, key, value = GRID + place * CELL, "k" if tall > 20 else "", "v" if tall > 20 else ""
-        half = (CELL - 4) / 2
-        parts.append(rect(x, y, half - 1, tall, KEYS, radius=2, label=key, size=11, mono=True))
-        parts.append(rect(x + half, y, half, tall, VALUES, radius=2, label=value, size=11, mono=True))
+        x = GRID + place * CELL
+        parts.append(rect(x, y, half - 1, tall, KEYS, radius=2, label="k", size=11, mono=True))
+        parts.append(rect(x + half, y, half, tall, VALUES, radius=2, label="v", size=11, mono=True))
     return parts
 
 
 def _bars(kv_heads: int) -> list[str]:
-    """Draw bars for the numbers that a layer keeps per token with eight, two and one KV heads;
-    highlight `kv_heads`.
+    """Draw bars for the numbers that a layer keeps of a token with eight, two and one KV heads;
+    write those of `kv_heads` in bold.
     """
     parts = [line((16, BARS - 18), (WIDTH - 16, BARS - 18), RULE)]
-    parts.append(text(16, BARS + 12, "kept per token", size=12, colour=QUIET))
-    parts.append(text(16, BARS + 28, "in a layer", size=12, colour=QUIET))
+    parts.append(text(16, BARS - 24, "kept of a token, in a layer", size=12, colour=QUIET))
     for index, count in enumerate((8, 2, 1)):
-        y, numbers = BARS - 8 + index * 18, 2 * count * HEAD_DIM
-        fill = VERMILLION if count == kv_heads else tint(BLUE, 0.3)
-        parts.append(rect(GRID, y, numbers * SCALE, 14, fill, radius=2))
-        words = f"{numbers} with {count} KV head{'s' * (count > 1)}"
-        parts.append(text(GRID + 8 + numbers * SCALE, y + 11.5, words, size=11.5, bold=count == kv_heads))
+        numbers = 2 * count * HEAD_DIM
+        parts += _bar(BARS - 10 + index * 18, numbers, f"KV heads: {count}", f"{numbers} numbers", count == kv_heads)
     return parts
+
+
+def _bar(y: float, numbers: int, name: str, words: str, bold: bool = False) -> list[str]:
+    """Draw a bar whose halves are keys and values, with its name on the left."""
+    half = numbers * SCALE / 2
+    return [
+        text(GRID - 12, y + 12, name, size=12, anchor="end", bold=bold),
+        rect(GRID, y, half, 15, KEYS, radius=2),
+        rect(GRID + half, y, half, 15, VALUES, radius=2),
+        text(GRID + 2 * half + 8, y + 12, words, size=12, bold=bold),
+    ]
 
 
 def _middle(row: float, rows: float) -> float:

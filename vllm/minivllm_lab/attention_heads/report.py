@@ -26,20 +26,17 @@ from minivllm.kernels.unified_attention import unified_attention
 from minivllm.memory import kv_bytes_per_token
 from minivllm.models.loader import load_model
 from minivllm.models.tokenizer import load_tokenizer
-from minivllm.platforms.triton_utils import INTERPRETED
 from minivllm_lab import palette
 from minivllm_lab.attention_heads.pooled_heads import Pool, pooled_checkpoint
 from minivllm_lab.cli import lesson_parser, whole_number
 from minivllm_lab.corpus import first_passages, held_out_texts
-from minivllm_lab.device_rates import copy_bandwidth
-from minivllm_lab.figures import curves, panels
+from minivllm_lab.figures import panels
 from minivllm_lab.followed import without_info
 from minivllm_lab.inside import core_of
-from minivllm_lab.kernel_trace import KernelTrace, trace_kernel
 from minivllm_lab.progress import track, working
 from minivllm_lab.proof import furthest, show_errors
 from minivllm_lab.quality import decoder_loss
-from minivllm_lab.tables import Timed, closing, record_table, table
+from minivllm_lab.tables import Timed, closing, console, record_table, table
 from minivllm_lab.timing import in_turns
 from minivllm_simulate.hardware import get_hardware
 from minivllm_simulate.known_models import known_model
@@ -53,13 +50,9 @@ KIB = 1024
 GPU = "H100"
 BLOCK_SIZE, REQUESTS = 16, 4
 LATENT_CONTEXTS = (256, 1024, 2048)
+DEEPSEEK_V2_LITE = {"heads": 16, "rank": 512, "rope": 64, "nope": 128, "v": 128}
 DIVIDED = ("Meta-Llama-3-70B", "Qwen3-30B-A3B", "DeepSeek-V3")
 RANKS = (1, 2, 4, 8, 16)
-GROUPS = {
-    "Llama-2-7B": 1, "Qwen3-0.6B": 2, "Llama-3.1-8B": 4, "Qwen2.5-7B": 7, "Llama-3-70B": 8,
-    "sixteen heads": 16, "Falcon-7B, one KV head": 71, "DeepSeek-V3, one latent": 128,
-}  # fmt: skip
-"""Query heads that share a KV head or a latent. Falcon-7B's 71 are `n_head` of its config.json."""
 PROMPTS = ("def add(a, b):\n    return", "class Stack:\n    def __init__(self):\n", "import os\n\ndef read(path):\n")
 
 
@@ -83,17 +76,15 @@ def show_models(cached_per_token: LessonCode, decode_flops_per_byte: LessonCode)
             "heads": config.num_attention_heads,
             "kv_heads": "latent" if config.kv_lora_rank else config.num_key_value_heads,
             "kib": token / KIB,
-            "own_kib": own / KIB,
             "ratio": own / token,
             "intensity": decode_flops_per_byte(config),
-            "tokens": int(40 * GIB / token),
+            "chats": int(40 * GIB / token / 4096),
         }
     record_table(
-        "Keys and values of a token, all layers",
+        "What a token takes, and how many chats 40 GiB hold",
         records,
-        "model {name} | heads {heads} | KV\nheads {kv_heads} | KiB a\ntoken {kib:.1f} | own heads,\nKiB "
-        "{own_kib:,.0f} | less\nby {ratio:.0f} × | FLOPs\na byte {intensity:.0f} | in 40 GiB {tokens:,}",
-        f"Two bytes per number. By its data sheet, an {GPU} does {ridge:.0f} operations while it moves one byte.",
+        "model {name} | heads {heads} | KV heads {kv_heads} | KiB a token {kib:.1f} | off by {ratio:.0f} × | "
+        "operations a byte {intensity:.0f} | chats of 4,096 {chats}",
     )
     # claims.toml finds a figure by a path with dots, so names have none
     return {"models": {name.replace(".", "-"): record for name, record in records.items()}, "ridge": ridge}
@@ -158,7 +149,7 @@ def measure_shared(grouped_attention: LessonCode, arguments: argparse.Namespace,
         steps[str(kv_heads)] = partial(unified_attention, *case, scale)
         bytes_read[str(kv_heads)] = 2 * REQUESTS * context * kv_heads * arguments.head_dim * q.element_size()
     with working("decode steps, in turns"):
-        times, rate = in_turns(steps, 3 if arguments.quick else 9, device), copy_bandwidth(device)
+        times = in_turns(steps, 3 if arguments.quick else 9, device)
     seconds = {name: statistics.median(each) for name, each in times.items()}
     most, records = str(arguments.heads), {}
     for name, moved in bytes_read.items():
@@ -167,14 +158,11 @@ def measure_shared(grouped_attention: LessonCode, arguments: argparse.Namespace,
             "less": bytes_read[most] / moved,
             "ms": 1e3 * seconds[name],
             "faster": seconds[most] / seconds[name],
-            "of_bandwidth": moved / seconds[name] / rate,
         }
     record_table(
         f"{REQUESTS} requests, {context:,} tokens each, {arguments.heads} query heads of {arguments.head_dim}",
         records,
-        "KV heads {name} | MiB read {mib:,.1f} | less {less:.0f} × | ms {ms:.2f} | faster {faster:.1f} × | "
-        "of copy bandwidth {of_bandwidth:.0%}",
-        "The engine's attention on this device; the operations are the same in every row.",
+        "KV heads {name} | MiB read {mib:,.1f} | less by {less:.0f} × | ms {ms:.2f} | faster by {faster:.1f} ×",
     )
     return {"context": context, "heads": arguments.heads, "by_kv_heads": records}
 
@@ -198,37 +186,15 @@ def latent_case(
     return [tensor.to(dtype).to(device) for tensor in drawn]
 
 
-def latent_shape(name: str) -> dict[str, int]:
-    """Return the heads and widths of a model with latent attention."""
-    config = known_model(name)
-    return {
-        "heads": config.num_attention_heads, "rank": config.kv_lora_rank or 0, "rope": config.rotary_dim,
-        "nope": config.qk_nope_head_dim, "v": config.v_head_dim,
-    }  # fmt: skip
-
-
-def latent_operations(shape: Mapping[str, int]) -> dict[str, int]:
-    """Count the operations that one query takes per cached token in one layer, for each form of
-    latent attention.
-    """
-    heads, rank, rope, nope, v = (shape[name] for name in ("heads", "rank", "rope", "nope", "v"))
-    attended = 2 * heads * (nope + rope + v)
-    return {
-        "plain": 2 * rank * heads * (nope + v) + attended,
-        "attended": attended,
-        "absorbed": 2 * heads * (2 * rank + rope),
-    }
-
-
 def measure_latent(
     plain: LessonCode, absorbed: LessonCode, arguments: argparse.Namespace, device: torch.device
 ) -> dict:
     """Time both forms of latent attention in DeepSeek-V2-Lite's shape, alternating between them,
     and compare their results.
     """
-    shape, records = latent_shape("DeepSeek-V2-Lite"), {}
+    records = {}
     for context in track(LATENT_CONTEXTS[:1] if arguments.quick else LATENT_CONTEXTS, "attending to latents"):
-        case = latent_case(shape, context, torch.float32, device)
+        case = latent_case(DEEPSEEK_V2_LITE, context, torch.float32, device)
         forms = {"plain": partial(plain, *case), "absorbed": partial(absorbed, *case)}
         off = furthest(forms["plain"](), forms["absorbed"]())
         assert off < 1e-4, f"the two forms differ by {off}"
@@ -238,13 +204,9 @@ def measure_latent(
     record_table(
         "One query, DeepSeek-V2-Lite's shape: a layer's attention, ms",
         {f"{int(context):,}": record for context, record in records.items()},
-        "cached tokens {name} | plain {plain:.2f} | absorbed {absorbed:.2f} | faster {faster:.0f} × | "
-        "differ by {off:.0e}",
+        "cached tokens {name} | plain {plain:.2f} | absorbed {absorbed:.2f} | faster {faster:.0f} ×",
     )
-    operations = {name: latent_operations(latent_shape(name)) for name in ("DeepSeek-V2-Lite", "DeepSeek-V3")}
-    columns = "model {name} | plain {plain:,} | of it attending {attended:,} | absorbed {absorbed:,}"
-    record_table("Operations of one query for each cached token, a layer", operations, columns)
-    return {"contexts": records, "operations": operations}
+    return {"contexts": records}
 
 
 # ---- 4. the kernels ------------------------------------------------------------------------------
@@ -301,21 +263,12 @@ def latents_one_by_one(absorbed_attention: LessonCode, batch: Sequence[Tensor]) 
     return torch.stack(rows)
 
 
-def traced(decode: LessonCode, *arguments: Any, **more: Any) -> KernelTrace:
-    """Trace the reads and writes of the kernel that a call to the lesson's `decode` launches."""
-    traces: list[KernelTrace] = []
-    decode(*arguments, **more, launch=lambda *call, **constants: traces.append(trace_kernel(*call, **constants)))
-    return traces[0]
-
-
 def verify_kernels(
     grouped_attention: LessonCode, absorbed_attention: LessonCode, decode: LessonCode, latent_decode: LessonCode,
     device: torch.device, quick: bool,
 ) -> dict:  # fmt: skip
-    """Compare both kernels with float64 on awkward shapes, and count the bytes of keys and values
-    that they read.
-
-    `quick` limits this to one shape per kernel, and to the bytes of a one-tile request.
+    """Compare both kernels with float64 on awkward shapes; `quick` limits this to one shape per
+    kernel.
 
     Raises:
         AssertionError: a result is wrong.
@@ -333,42 +286,7 @@ def verify_kernels(
         name = f"{shape['heads']} heads, latents of {shape['rank']} + {shape['rope']}"
         errors[name] = furthest(result, latents_one_by_one(absorbed_attention, batch))
     latent = show_errors("The latent kernel", errors, 2e-5, "float32")
-    counted = count_bytes(decode, latent_decode, 32 if quick else 48) if INTERPRETED else {}
-    return {"largest_error": largest, "largest_latent_error": latent, "bytes": counted}
-
-
-def count_bytes(decode: LessonCode, latent_decode: LessonCode, tokens: int) -> dict:
-    """Trace how many bytes of one request's keys and values, or latents, are read, for each number
-    of query heads per program.
-
-    Raises:
-        AssertionError: a program with all heads of a group reads a byte twice.
-    """
-    heads, lengths, records = 32, (tokens,), {}
-    for kv_heads in (8, 1):
-        case = head_case(heads, kv_heads, 32, lengths)
-        records[str(kv_heads)] = {
-            "name": f"{kv_heads} KV head{'s' * (kv_heads > 1)} of 32",
-            "cached": 2 * 2 * kv_heads * 32 * tokens,
-        }
-        for count in sorted({1, 4, heads // kv_heads}):
-            arguments = traced(decode, *case, heads_a_program=count).arguments
-            records[str(kv_heads)][str(count)] = arguments["keys"].bytes_read + arguments["values"].bytes_read
-    batch = latent_batch({"heads": heads, "rank": 64, "rope": 16, "nope": 32, "v": 32}, lengths)
-    records["latent"] = {"name": "a latent of 64 + 16", "cached": 4 * 80 * tokens}
-    for rows in (16, heads):
-        records["latent"][str(rows)] = traced(latent_decode, *batch, rows=rows).arguments["cache"].bytes_read
-    shown = ("1", "4", "16", "32")
-    for record in records.values():
-        most = max((count for count in shown if count in record), key=int)
-        assert record[most] == record["cached"], f"{record['name']}: {most} heads per program read {record[most]} bytes"
-    cells = [
-        (record["name"], f"{record['cached']:,}", *(f"{record[count]:,}" if count in record else "" for count in shown))
-        for record in records.values()
-    ]
-    columns = ("32 query heads on", "bytes there", "read, 1 head\na program", "4 heads", "16 heads", "32 heads")
-    table(f"Bytes of keys and values read: a request of {tokens} tokens", columns, cells)
-    return records
+    return {"largest_error": largest, "largest_latent_error": latent}
 
 
 # ---- 5. what sharing costs -----------------------------------------------------------------------
@@ -389,12 +307,10 @@ def measure_pooled(pool: Pool, arguments: argparse.Namespace, device: torch.devi
             "pooled": decoder_loss(load_model(pooled, device, "float32")[0], ids),
         }
     losses["guess"] = math.log(config.vocab_size)
-    rows = [
-        (f"as trained, {config.num_key_value_heads} KV heads", f"{losses['own']:.2f}"),
-        ("pooled into one, untrained", f"{losses['pooled']:.2f}"),
-        ("guessing, every token alike", f"{losses['guess']:.2f}"),
-    ]
-    table(f"Loss on {len(ids)} held-out texts of {length} tokens, nats a token", ("KV heads", "loss"), rows)
+    console.print(
+        f"Held-out loss, nats a token: {losses['own']:.2f} as trained, {losses['pooled']:.2f} with all KV heads "
+        f"averaged into one, {losses['guess']:.2f} by guessing"
+    )
     return {"kv_heads": config.num_key_value_heads, "texts": len(ids), "tokens": length, **losses}
 
 
@@ -427,35 +343,18 @@ def show_ranks(kv_heads_of_rank: LessonCode) -> dict:
 
 
 def run_two_ranks(pool: Pool, kv_heads_of_rank: LessonCode, arguments: argparse.Namespace) -> dict:
-    """Run the engine on one rank and on two, with the model's own KV heads and with one; compare
-    the tokens and the bytes on each rank.
+    """Run the engine with one KV head on one rank and on two; compare the tokens and the bytes of
+    each rank.
 
     Raises:
         AssertionError: tokens differ, or a rank's bytes contradict the rule.
     """
-    records, own = {}, ModelConfig.from_pretrained(arguments.model).num_key_value_heads
     with tempfile.TemporaryDirectory() as folder, working("engines of one rank and of two"), without_info():
         pooled = pooled_checkpoint(arguments.model, Path(folder) / "pooled", 1, pool)
-        models = {"own": (arguments.model, own), "one": (pooled, 1)}
-        for name in ("one",) if arguments.quick else models:
-            model, heads = models[name]
-            (tokens, (kept_alone,)), (tokens_of_two, kept) = (served(model, tp) for tp in (1, 2))
-            assert tokens == tokens_of_two, f"{name}: two ranks generate different tokens"
-            shares = [len(kv_heads_of_rank(rank, 2, heads)) / heads for rank in range(2)]
-            assert kept == [int(share * kept_alone) for share in shares], f"{name}: ranks keep {kept}"
-            records[name] = {"one_rank": kept_alone, "rank": kept[0], "all": sum(kept)}
-    record_table(
-        "The engine's KV cache for the same 512 tokens, KiB; the same text each time",
-        {
-            f"{models[name][1]} KV head{'s' * (models[name][1] > 1)}": {
-                **{key: value / KIB for key, value in record.items()}, "times": record["all"] / record["one_rank"],
-            }
-            for name, record in records.items()
-        },
-        "embedded model with {name} | one rank {one_rank:,.0f} | each of two {rank:,.0f} | both {all:,.0f} | "
-        "both, of one {times:.0f} ×",
-    )  # fmt: skip
-    return records
+        (tokens, (kept_alone,)), (tokens_of_two, kept) = (served(pooled, tp) for tp in (1, 2))
+    assert tokens == tokens_of_two, "two ranks generate different tokens"
+    assert kept == [len(kv_heads_of_rank(rank, 2, 1)) * kept_alone for rank in range(2)], f"ranks keep {kept}"
+    return {"one": {"one_rank": kept_alone, "rank": kept[0], "all": sum(kept)}}
 
 
 def served(model: str | Path, tp: int) -> tuple[list[list[int]], list[int]]:
@@ -472,80 +371,38 @@ def served(model: str | Path, tp: int) -> tuple[list[list[int]], list[int]]:
     return [list(output.outputs[0].token_ids) for output in outputs], kept
 
 
-def show_padding(padded_rows: LessonCode) -> dict:
-    """Show the share of a matmul's rows that hold a query, by the size of the group."""
-    records = {name: {"heads": heads, "rows": padded_rows(heads)} for name, heads in GROUPS.items()}
-    record_table(
-        "A matmul has 16 rows or more, and a power of two",
-        {name: {**record, "share": record["heads"] / record["rows"]} for name, record in records.items()},
-        "group of {name} | query heads {heads} | rows of the matmul {rows} | hold a query {share:.0%}",
-    )
-    return records
-
-
 # ---- the whole lesson ----------------------------------------------------------------------------
 
 
 def close(figures: dict, disturbance: str) -> None:
     """Print the conclusions; `disturbance` says what else kept the machine busy, if anything."""
-    models = figures["models"]["models"]
-    llama, deepseek, mqa = models["Llama-3-1-8B"], models["DeepSeek-V3"], figures["shared"]["by_kv_heads"]["1"]
-    ranks, two = figures["ranks"]["Meta-Llama-3-70B"], figures["two_ranks"]["one"]
+    llama, mqa = figures["models"]["models"]["Meta-Llama-3-70B"], figures["shared"]["by_kv_heads"]["1"]
+    ranks = figures["ranks"]["Meta-Llama-3-70B"]
     closing(
-        f"Llama-3.1-8B keeps {llama['kib']:.0f} KiB per token, a quarter of what 32 KV heads would take, and does "
-        f"{llama['intensity']:.0f} operations a byte; DeepSeek-V3 keeps {deepseek['kib']:.0f} KiB, and does "
-        f"{deepseek['intensity']:.0f}.",
+        f"Llama-3-70B keeps {llama['kib']:.0f} KiB of a token. A plan that counts its query heads is off by "
+        f"{llama['ratio']:.0f}.",
         Timed(
-            f"With one KV head in place of {figures['shared']['heads']}, a decode step reads {mqa['less']:.0f} times "
-            f"less, and takes {1 / mqa['faster']:.2f} of the time."
+            f"With one KV head, a step reads {mqa['less']:.0f} times less, and is {mqa['faster']:.0f} times as fast."
         ),
-        f"Beyond its KV heads a model's cache is copied: 8 heads on 16 GPUs take {ranks['16']['all']:.0f} KiB a token "
-        f"in place of {ranks['1']['all']:.0f}. One head on two ranks of the engine: {two['all'] / two['one_rank']:.0f} "
-        "times the bytes of one.",
+        f"On 8 GPUs each keeps {ranks['8']['rank']:.0f} KiB of a token, and on 16 still {ranks['16']['rank']:.0f}.",
         disturbance=disturbance,
     )
 
 
 def draw(figures: dict, path: str) -> None:
-    """Draw operations per byte against bytes per token, a step's bytes and time by KV heads, and
-    bytes by ranks.
-    """
-    with panels(path, 3) as (left, middle, right):
-        for name, record in zip(MODELS, figures["models"]["models"].values(), strict=True):
-            point, at_right = (record["kib"], record["intensity"]), record["kib"] > 200
-            colour = palette.ORANGE if record["kv_heads"] == "latent" else palette.BLUE
-            left.plot(*point, "o", color=colour)
-            left.annotate(
-                name.removeprefix("Meta-").removesuffix("-hf"), point, (-6 if at_right else 6, -9),
-                textcoords="offset points", ha="right" if at_right else "left", fontsize=8,
-            )  # fmt: skip
-        left.axhline(figures["models"]["ridge"], color=palette.GREY, linewidth=1)
-        left.annotate(
-            f"ridge of an {GPU}", (26, figures["models"]["ridge"]), (0, 4), textcoords="offset points", fontsize=8
+    """Plot how many times fewer bytes a decode step reads, and how many times faster it is."""
+    shared = figures["shared"]["by_kv_heads"]
+    ticks = (1, 2, 4, 8, 16, 32)
+    with panels(path, 1, width=6) as (axes,):
+        for key, words, colour in (("less", "fewer bytes", palette.BLUE), ("faster", "faster", palette.ORANGE)):
+            axes.plot(range(len(shared)), [record[key] for record in shared.values()], "o-", color=colour, label=words)
+        axes.set(
+            title="A decode step, against a KV head for each head", xlabel="KV heads", ylabel="times", yscale="log"
         )
-        left.set(title="Read and computed", xlabel="KiB a token", ylabel="FLOPs a byte", xscale="log", yscale="log")
-        left.set(xlim=(24, 640), ylim=(0.7, 600))
-        sizes = (32, 64, 128, 256, 512)
-        left.set_xticks(sizes, [str(size) for size in sizes])
-        left.minorticks_off()
-        shared = figures["shared"]["by_kv_heads"]
-        places = range(len(shared))
-        middle.plot(places, [1 / record["less"] for record in shared.values()], "o-", color=palette.BLUE, label="bytes")
-        middle.plot(
-            places, [1 / record["faster"] for record in shared.values()], "o-", color=palette.ORANGE, label="time"
-        )
-        middle.set_xticks(places, list(shared))
-        middle.set(title="A decode step", xlabel="KV heads", ylabel="of that with all", yscale="log")
-        parts = (1, 4, 8, 32)
-        middle.set_yticks([1 / part for part in parts], ["1", *(f"1/{part}" for part in parts[1:])])
-        middle.minorticks_off()
-        middle.legend(fontsize=8)
-        lines = {
-            name: {tp: record["all"] / by_ranks["1"]["all"] for tp, record in by_ranks.items()}
-            for name, by_ranks in figures["ranks"].items()
-        }
-        curves(right, lines, octaves=True)
-        right.set(title="Kept on all GPUs", xlabel="GPUs", ylabel="of that on one", ylim=(0, None))
+        axes.set_xticks(range(len(shared)), list(shared))
+        axes.set_yticks(ticks, [str(tick) for tick in ticks])
+        axes.minorticks_off()
+        axes.legend()
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:

@@ -14,8 +14,8 @@ from minivllm_lab.followed import Row, Token, followed
 from minivllm_lab.frames import Frames
 from minivllm_lab.kv_cache import card
 from minivllm_lab.kv_cache.cone import cone
-from minivllm_lab.kv_cache.roofline import roofline
 from minivllm_lab.palette import BLUE, GREEN, GREY, ORANGE, VERMILLION
+from minivllm_lab.roofline import roofline
 
 WIDTH, HEIGHT = 816, 296
 LEFT, CELL, CELL_HEIGHT = 88, 48, 28
@@ -23,6 +23,14 @@ TOKENS_Y, KEYS_Y, VALUES_Y, BARS_Y = 40, 118, 150, 238
 BAR_WIDTH = 380
 ORANGE_INK, GREEN_INK = "#8A5A00", "#00664A"
 """Darker forms for text on white, with a contrast of at least 4.5 : 1."""
+READS = (
+    ("1 decode", 1, BLUE, (12, 16), "start"),
+    ("4 query heads to a KV head", 4, ORANGE, (12, 16), "start"),
+    ("64 decodes", 64, BLUE, (12, 16), "start"),
+    ("prefill of 512 tokens", 512, BLUE, (-34, 26), "start"),
+)
+"""What a step reads, as dots on the roofline."""
+READS_LEGEND = (("weights, read once a step", BLUE), ("KV cache, one for each sequence", ORANGE))
 
 
 def frames() -> Frames:
@@ -38,7 +46,8 @@ def frames() -> Frames:
 
 def stills() -> dict[str, str]:
     """Draw the pictures that stand alone in the text, by the name of their file."""
-    return {"bet": card.bet(), "reveal": card.reveal(), "cone": cone(), "roofline": roofline()}
+    roof = roofline(READS, READS_LEGEND, growing_batch=True)
+    return {"bet": card.bet(), "reveal": card.reveal(), "cone": cone(), "roofline": roof}
 
 
 def _still(tokens: Sequence[Token], rows: Sequence[Row], index: int) -> str:

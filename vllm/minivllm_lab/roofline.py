@@ -1,14 +1,15 @@
-"""Lesson 01's roofline: the rate that a GPU can reach over the operations that it does for each
-byte it reads.
+"""Draw a roofline: the rate that a GPU can reach over the operations that it does for each byte it
+reads.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from minivllm.config.units import TERA
-from minivllm_lab.drawing import QUIET, RULE, arrow, line, rect, svg, text, tint
-from minivllm_lab.palette import BLUE, ORANGE, VERMILLION
+from minivllm_lab.drawing import QUIET, RULE, Point, arrow, line, rect, svg, text, tint
+from minivllm_lab.palette import BLUE, VERMILLION
 from minivllm_simulate.hardware import HARDWARE
 
 WIDTH, HEIGHT = 700, 412
@@ -17,18 +18,15 @@ LOWEST_X, HIGHEST_X = 0.5, 2048.0
 LOWEST_Y, HIGHEST_Y = 1.0, 2048.0
 GPU = "H100"
 
-DOTS = (
-    ("1 decode", 1, BLUE, (12, 16), "start"),
-    ("4 query heads to a KV head", 4, ORANGE, (12, 16), "start"),
-    ("64 decodes", 64, BLUE, (12, 16), "start"),
-    ("prefill of 512 tokens", 512, BLUE, (-34, 26), "start"),
-)
-"""Words, operations per byte, colour, and where the words stand from the dot."""
-LEGEND = (("weights, read once a step", BLUE), ("KV cache, one for each sequence", ORANGE))
+Dot = tuple[str, float, str, Point, str]
+"""Words, operations per byte, colour, where the words stand from the dot, and their anchor."""
 
 
-def roofline() -> str:
-    """Draw the roof of an H100 by its data sheet, and the reads of a step on it."""
+def roofline(dots: Sequence[Dot], legend: Sequence[tuple[str, str]], *, growing_batch: bool = False) -> str:
+    """Draw the roof of an H100 by its data sheet, and what a step reads as dots on it.
+
+    `legend` explains the dots' colours; `growing_batch` adds an arrow from a batch of 1 to one of 64.
+    """
     gpu = HARDWARE[GPU]
     peak = gpu.flops_of("bfloat16") / TERA
     slope = gpu.bandwidth / TERA
@@ -46,17 +44,18 @@ def roofline() -> str:
         line((_x(ridge), _y(peak)), (_x(ridge), BOTTOM), QUIET, dash="4 3"),
         text(_x(ridge) - 8, BOTTOM - 14, f"ridge: {ridge:.0f}", anchor="end"),
     ]
-    for words, intensity, colour, (right, down), anchor in DOTS:
+    for words, intensity, colour, (right, down), anchor in dots:
         x, y = _x(intensity), _y(min(peak, intensity * slope))
         parts.append(_dot(x, y, colour))
         parts.append(text(x + right, y + down, words, size=12, anchor=anchor))
-    for index, (words, colour) in enumerate(LEGEND):
+    for index, (words, colour) in enumerate(legend):
         x = LEFT + 20 + index * 220
         parts += [_dot(x, HEIGHT - 20, colour), text(x + 14, HEIGHT - 15, words, size=12)]
-    x, y = _x(64), _y(64 * slope)
-    parts.append(arrow((_x(1) - 4, _y(slope) - 14), (x - 14, y - 6), BLUE, dash="4 3"))
-    parts.append(text(_x(5), _y(34), "a larger batch", size=12, colour=BLUE, anchor="end"))
-    return svg(WIDTH, HEIGHT, *parts, label=f"{title}. {_in_words(slope, peak)}")
+    if growing_batch:
+        x, y = _x(64), _y(64 * slope)
+        parts.append(arrow((_x(1) - 4, _y(slope) - 14), (x - 14, y - 6), BLUE, dash="4 3"))
+        parts.append(text(_x(5), _y(34), "a larger batch", size=12, colour=BLUE, anchor="end"))
+    return svg(WIDTH, HEIGHT, *parts, label=f"{title}. {_in_words(dots, slope, peak)}")
 
 
 def _axes() -> list[str]:
@@ -73,8 +72,8 @@ def _axes() -> list[str]:
     return parts
 
 
-def _in_words(slope: float, peak: float) -> str:
-    rates = (f"{words}: {min(peak, intensity * slope):.0f}" for words, intensity, *_ in DOTS)
+def _in_words(dots: Sequence[Dot], slope: float, peak: float) -> str:
+    rates = (f"{words}: {min(peak, intensity * slope):.0f}" for words, intensity, *_ in dots)
     return f"Bounds in TFLOP/s. {'; '.join(rates)}."
 
 
