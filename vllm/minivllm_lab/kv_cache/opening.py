@@ -14,7 +14,7 @@ from minivllm_lab.followed import Row, Token, followed
 from minivllm_lab.frames import Frames
 from minivllm_lab.kv_cache import card
 from minivllm_lab.kv_cache.cone import cone
-from minivllm_lab.kv_cache.roofline import roofline
+from minivllm_lab.kv_cache.intensity import reads_of_a_step
 from minivllm_lab.palette import BLUE, GREEN, GREY, ORANGE, VERMILLION
 
 WIDTH, HEIGHT = 816, 296
@@ -38,7 +38,7 @@ def frames() -> Frames:
 
 def stills() -> dict[str, str]:
     """Draw the pictures that stand alone in the text, by the name of their file."""
-    return {"bet": card.bet(), "reveal": card.reveal(), "cone": cone(), "roofline": roofline()}
+    return {"bet": card.bet(), "reveal": card.reveal(), "cone": cone(), "roofline": reads_of_a_step()}
 
 
 def _still(tokens: Sequence[Token], rows: Sequence[Row], index: int) -> str:

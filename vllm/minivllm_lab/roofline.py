@@ -1,14 +1,16 @@
-"""Lesson 01's roofline: the rate that a GPU can reach over the operations that it does for each
-byte it reads.
+"""A roofline: the rate that a GPU can reach over the operations that it does for each byte it
+reads, with dots for what reads.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from minivllm.config.units import TERA
-from minivllm_lab.drawing import QUIET, RULE, arrow, line, rect, svg, text, tint
-from minivllm_lab.palette import BLUE, ORANGE, VERMILLION
+from minivllm_lab.drawing import QUIET, RULE, line, rect, svg, text, tint
+from minivllm_lab.palette import BLUE, VERMILLION
 from minivllm_simulate.hardware import HARDWARE
 
 WIDTH, HEIGHT = 700, 412
@@ -17,23 +19,23 @@ LOWEST_X, HIGHEST_X = 0.5, 2048.0
 LOWEST_Y, HIGHEST_Y = 1.0, 2048.0
 GPU = "H100"
 
-DOTS = (
-    ("1 decode", 1, BLUE, (12, 16), "start"),
-    ("4 query heads to a KV head", 4, ORANGE, (12, 16), "start"),
-    ("64 decodes", 64, BLUE, (12, 16), "start"),
-    ("prefill of 512 tokens", 512, BLUE, (-34, 26), "start"),
-)
-"""Words, operations per byte, colour, and where the words stand from the dot."""
-LEGEND = (("weights, read once a step", BLUE), ("KV cache, one for each sequence", ORANGE))
+
+@dataclass(frozen=True)
+class Dot:
+    """What reads: its name, operations per byte, colour, and where the words stand from the dot."""
+
+    words: str
+    intensity: float
+    colour: str
+    shift: tuple[float, float] = (12, 16)
 
 
-def roofline() -> str:
-    """Draw the roof of an H100 by its data sheet, and the reads of a step on it."""
+def roofline(title: str, dots: Sequence[Dot], legend: Sequence[tuple[str, str]], *more: str) -> str:
+    """Draw the roof of an H100 by its data sheet, dots below it, and `more` elements on top."""
     gpu = HARDWARE[GPU]
     peak = gpu.flops_of("bfloat16") / TERA
     slope = gpu.bandwidth / TERA
     ridge = gpu.ridge()
-    title = f"How fast can an {GPU} be? By its data sheet, 16 bits"
     parts = [
         text(16, 28, title, size=15, bold=True),
         rect(LEFT, TOP, _x(ridge) - LEFT, BOTTOM - TOP, tint(BLUE, 0.1)),
@@ -46,17 +48,22 @@ def roofline() -> str:
         line((_x(ridge), _y(peak)), (_x(ridge), BOTTOM), QUIET, dash="4 3"),
         text(_x(ridge) - 8, BOTTOM - 14, f"ridge: {ridge:.0f}", anchor="end"),
     ]
-    for words, intensity, colour, (right, down), anchor in DOTS:
-        x, y = _x(intensity), _y(min(peak, intensity * slope))
-        parts.append(_dot(x, y, colour))
-        parts.append(text(x + right, y + down, words, size=12, anchor=anchor))
-    for index, (words, colour) in enumerate(LEGEND):
+    for dot in dots:
+        x, y = place(dot.intensity)
+        parts.append(_dot(x, y, dot.colour))
+        parts.append(text(x + dot.shift[0], y + dot.shift[1], dot.words, size=12))
+    for index, (words, colour) in enumerate(legend):
         x = LEFT + 20 + index * 220
         parts += [_dot(x, HEIGHT - 20, colour), text(x + 14, HEIGHT - 15, words, size=12)]
-    x, y = _x(64), _y(64 * slope)
-    parts.append(arrow((_x(1) - 4, _y(slope) - 14), (x - 14, y - 6), BLUE, dash="4 3"))
-    parts.append(text(_x(5), _y(34), "a larger batch", size=12, colour=BLUE, anchor="end"))
-    return svg(WIDTH, HEIGHT, *parts, label=f"{title}. {_in_words(slope, peak)}")
+    rates = (f"{dot.words}: {min(peak, dot.intensity * slope):.0f}" for dot in dots)
+    return svg(WIDTH, HEIGHT, *parts, *more, label=f"{title}. Bounds in TFLOP/s. {'; '.join(rates)}.")
+
+
+def place(intensity: float) -> tuple[float, float]:
+    """Return the point under the roof for so many operations per byte."""
+    gpu = HARDWARE[GPU]
+    rate = min(gpu.flops_of("bfloat16"), intensity * gpu.bandwidth) / TERA
+    return _x(intensity), _y(rate)
 
 
 def _axes() -> list[str]:
@@ -71,11 +78,6 @@ def _axes() -> list[str]:
     parts.append(text(16, TOP - 12, "10¹² operations a second", size=12))
     parts += [line((LEFT, BOTTOM), (RIGHT, BOTTOM), QUIET), line((LEFT, TOP), (LEFT, BOTTOM), QUIET)]
     return parts
-
-
-def _in_words(slope: float, peak: float) -> str:
-    rates = (f"{words}: {min(peak, intensity * slope):.0f}" for words, intensity, *_ in DOTS)
-    return f"Bounds in TFLOP/s. {'; '.join(rates)}."
 
 
 def _dot(x: float, y: float, colour: str) -> str:
