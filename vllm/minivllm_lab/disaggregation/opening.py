@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from minivllm.core.block_pool import BlockPool
+from minivllm_lab.disaggregation import split
 from minivllm_lab.drawing import BLANK, QUIET, RULE, arrow, block, rect, svg, text, tint
 from minivllm_lab.followed import BLOCK_SIZE, Token, followed
 from minivllm_lab.frames import Frames
@@ -70,20 +71,19 @@ def frames() -> Frames:
         ),
     ]  # fmt: skip
     captions = [
-        f"The proxy sends the prompt to the prefiller, and asks for one token. All {count} tokens are computed there, "
-        f"into blocks {_listed(remote)}.",
-        "The request has ended, and its blocks stay, because the decoder will read them. The proxy learns where "
-        f"they are. If they are not read, they are freed after {LEASE} s.",
-        f"The proxy hands that on to the decoder, with the same prompt. Its connector reports that {count} tokens can "
-        f"come. The request gets blocks {_listed(mine)}, and waits.",
-        f"The decoder reads block by block into its own: {_pairs(remote, mine)}. No request may find them in its "
-        "prefix cache before they have come.",
-        "The decoder reports that it is done, and the prefiller frees its blocks. Keys and values have arrived, but no "
-        "logits: one token has to be computed again.",
-        f"The last token is computed again, here. It gives {output[0]}, as it did at the prefiller, and the answer "
-        "goes on without ever sharing a step with another prompt.",
+        f"The prefiller is asked for one token, and computes {count} into blocks {_listed(remote)}.",
+        f"The request has ended, and its blocks stay, for {LEASE} s at most. The proxy learns where.",
+        f"The decoder learns that {count} tokens can come. It takes blocks {_listed(mine)}, and waits.",
+        f"It reads block by block: {_pairs(remote, mine)}. Nobody may find them before.",
+        "The decoder is done, the prefiller frees. Keys have come, logits have not.",
+        f"The last token is computed again, gives {output[0]} as before, and the answer goes on.",
     ]
     return Frames(stills, captions)
+
+
+def stills() -> dict[str, str]:
+    """Draw the pictures that stand alone in the text, by the name of their file."""
+    return {"bet": split.bet(), "reveal": split.reveal(), "roof": split.on_one_roof()}
 
 
 def _scattered(count: int) -> list[int]:
