@@ -322,7 +322,7 @@ def main(arguments: Namespace) -> None:
     heading("1 and 2. The same requests, prefill first and mixed")
     ways = {"prefill first": partial(prefill_first, token_budget=32), "mixed": partial(mixed, token_budget=8)}
     steps = {name: list(serve(policy, chats_and_a_long_prompt())) for name, policy in ways.items()}
-    figures: dict = {"steps": report.show_steps(steps), "order": report.show_order()}
+    figures: dict = {"steps": report.show_steps(steps)}
     heading("3. Chats and long prompts in the engine")
     with control.watch():
         figures["chats"] = report.measure_chats(arguments)

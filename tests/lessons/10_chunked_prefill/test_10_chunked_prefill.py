@@ -136,10 +136,6 @@ def test_with_drafts_a_budget_of_max_num_seqs_starves_decodes():
     assert served(16) == [set("abcd")] * 6
 
 
-def test_the_chunk_comes_before_the_decode():
-    assert list(report.show_order()[1].items()) == [("long", 8), ("chat", 1)]
-
-
 def test_the_example_by_hand():
     """Follow the text's two tables."""
     first, mixed = (

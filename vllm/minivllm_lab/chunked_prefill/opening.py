@@ -13,6 +13,7 @@ from minivllm.config import CacheConfig, SchedulerConfig
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
 from minivllm.core.scheduler_output import ModelRunnerOutput
+from minivllm_lab.chunked_prefill import stall
 from minivllm_lab.chunked_prefill.prefill_first import PREFILL_FIRST
 from minivllm_lab.drawing import BLANK, QUIET, RULE, arrow, line, rect, svg, text, tint
 from minivllm_lab.followed import MAX_TOKENS, NAME, Followed, Step, followed
@@ -48,19 +49,19 @@ def frames() -> Frames:
         stills.append(_still(run, title, done, output[: 1 + number], *_step(shown, budget)))
     stills.append(_side_by_side(run))
     captions = [
-        f"add has generated {output[0]} and needs one token computed; long's prompt has {len(prompt)}. The budget of a "
-        f"step is {budget}.",
-        f"Before: the whole waiting prompt goes first, in a step of its own. It has {len(prompt)} tokens and none of "
-        "add's, so add waits.",
-        f"Now: add runs, so it gets its 1 token; {budget - 1} are left of the budget, so the prompt is cut there. The "
-        "chunk's logits are not used.",
-        f"The same again: add has generated {output[1]}, and gets 1; long gets the next {sizes[1]}, which also see the "
-        f"keys of the first {sizes[0]}.",
-        f"long gets the last {sizes[-1]}, and samples {first}. From now on both decode.",
-        f"Before, {len(prompt)} tokens of long come between two tokens of add; now at most {max(sizes)}. Either way "
-        f"long gets its first token after {sum(sizes)} tokens of its own; now {len(pieces)} of add's come first.",
+        f"add has generated {output[0]} and needs one token computed; long's prompt has {len(prompt)}.",
+        "Before: the whole prompt goes first, in a step of its own, so add waits.",
+        f"Now: add gets its 1 token; {budget - 1} are left of the budget, so the prompt is cut there.",
+        f"Again: add gets 1, long {sizes[1]}, which also see the keys of the first {sizes[0]}.",
+        f"long gets its last {sizes[-1]}, and samples {first}. From now on both decode.",
+        f"Before, {len(prompt)} tokens of long stand between two tokens of add; now at most {max(sizes)}.",
     ]
     return Frames(stills, captions)
+
+
+def stills() -> dict[str, str]:
+    """Draw the pictures that stand alone in the text, by the name of their file."""
+    return {"bet": stall.bet(), "reveal": stall.reveal(), "meters": stall.meters()}
 
 
 def _tokens(step: Step, name: str) -> int:

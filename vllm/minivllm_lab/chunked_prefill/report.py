@@ -21,10 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minivllm.config import EMBEDDED_MODEL, CacheConfig, ModelConfig, Parts, SchedulerConfig
-from minivllm.core.request import Request
-from minivllm.core.scheduler import Scheduler
-from minivllm.core.scheduler_output import ModelRunnerOutput
+from minivllm.config import EMBEDDED_MODEL, CacheConfig, ModelConfig, Parts
 from minivllm.kernels.unified_attention import unified_attention
 from minivllm.memory import num_parameters
 from minivllm_lab import palette
@@ -72,30 +69,6 @@ def show_steps(policies: Mapping[str, Steps]) -> dict[str, list[dict[str, int]]]
         for number, step in enumerate(steps, start=1):
             console.print(f"  {number:2}  {''.join(name * tokens for name, tokens in step.items())}", markup=False)
     return {name: [dict(step) for step in steps] for name, steps in policies.items()}
-
-
-def show_order() -> list[dict[str, int]]:
-    """Show engine steps in which a chunk comes before a decode: a long prompt capped by a
-    threshold, then a chat.
-    """
-    limits = SchedulerConfig(max_model_len=64, max_num_batched_tokens=12, long_prefill_token_threshold=8)
-    engine, steps = Scheduler(limits, CacheConfig(num_gpu_blocks=100, enable_prefix_caching=False)), []
-    engine.add_request(Request("long", [0] * 28, max_tokens=2))
-    engine.add_request(Request("chat", [0] * 3, max_tokens=5))
-    while engine.has_unfinished_requests():
-        step = engine.schedule()
-        live = engine.requests
-        caught_up = [name for name in step.num_scheduled_tokens if not live[name].is_prefill_chunk]
-        steps.append(dict(step.num_scheduled_tokens))
-        engine.update_from_output(step, ModelRunnerOutput({name: [1] for name in caught_up}))
-    rows = [
-        (number, ", ".join(f"{name} {count}" for name, count in step.items()))
-        for number, step in enumerate(steps, start=1)
-    ]
-    console.print()
-    title = "12 tokens a step, threshold 8: the chunk comes before the decode"
-    table(title, ("step", "in the scheduler's order"), rows, words=True)
-    return steps
 
 
 # ---- 3. chats and long prompts in the engine -----------------------------------------------------
