@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from minivllm_lab.drawing import BLANK, QUIET, arrow, rect, svg, text, tint
 from minivllm_lab.followed import NAME, Followed, Step, followed
 from minivllm_lab.frames import Frames
-from minivllm_lab.palette import BLUE, ORANGE
+from minivllm_lab.palette import BLUE, GREEN, ORANGE
+from minivllm_lab.preemption import cliff
 
 WIDTH, HEIGHT = 884, 330
 LEFT, CELL, TALL = 92, 52, 30
@@ -42,21 +43,21 @@ def frames() -> Frames:
         _still(run, f"{OTHER} has ended: {NAME} comes back", resumed, known, again, computes=new),
         _still(run, "And goes on as if nothing had happened", last, len(run.request.tokens), _row(last).seq_len),
     ]
-    latest = run.request.output[known - len(run.request.prompt) - 1].shown
     captions = [
-        f"{OTHER} was admitted first, {NAME} last. {NAME} has generated its second token, {latest}. Each "
-        "holds three of six blocks.",
-        f"The 13th token of {OTHER} begins a new block, and none is free. First come, first served: {NAME}, "
-        "which was admitted last, gives all its blocks back.",
-        f"Computed tokens of {NAME}: {lost} before, 0 now. Block {block}, which was not full, is {OTHER}'s already. "
-        "The others are free, and keep their hashes.",
-        f"{OTHER} generates its last token. {NAME} has waited at the head of the queue; its client only sees a pause.",
-        f"{NAME} looks up its hashes: {again // run.block_size} blocks are still cached, so {again} tokens are not "
-        f"recomputed. The other {new} are computed in one step, like a chunk of a prompt.",
-        f"The answer is the same as without the preemption. Of {lost} computed tokens, {lost - again} were computed "
-        "twice. If another request had taken the cached blocks, all of them would have been.",
+        f"{OTHER} was admitted first, {NAME} last. Each holds three of six blocks.",
+        f"{OTHER} needs a block, and none is free. {NAME} was admitted last, so it gives its own back.",
+        f"{NAME} had {lost} computed tokens, and has 0 now. Block {block} is {OTHER}'s already; the others keep their "
+        "hashes.",
+        f"{OTHER} generates its last token. {NAME} waits at the head; its client sees a pause.",
+        f"{NAME} finds {again // run.block_size} blocks again, so only {new} tokens are computed, like a chunk.",
+        f"The same answer. Of {lost} computed tokens, {lost - again} were computed twice.",
     ]
     return Frames(stills, captions)
+
+
+def stills() -> dict[str, str]:
+    """Draw the pictures that stand alone in the text, by the name of their file."""
+    return {"bet": cliff.bet(), "reveal": cliff.reveal()}
 
 
 def _row(step: Step):
@@ -99,7 +100,7 @@ def _still(
         if place < computed:
             fill = tint(BLUE, 0.55)
         else:
-            fill = tint(ORANGE, 0.35) if place < computed + computes else BLANK
+            fill = tint(GREEN, 0.45) if place < computed + computes else BLANK
         cells.append(rect(LEFT + place * CELL, 200, CELL - 3, TALL, fill, label=token.shown, mono=True, size=11))
     note = f"{computed} computed" + (f", {computes} in this step" if computes else "") + f", {known} known"
     parts = [
@@ -115,7 +116,7 @@ def _still(
 
 def _legend(computes: int) -> Mapping[str, str]:
     named = {"computed": tint(BLUE, 0.55), "known, not computed": BLANK}
-    return {**named, "computed in this step": tint(ORANGE, 0.35)} if computes else named
+    return {**named, "computed in this step": tint(GREEN, 0.45)} if computes else named
 
 
 def _key(legend: Mapping[str, str]) -> Sequence[str]:

@@ -11,13 +11,14 @@ import itertools
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from minivllm.config import EMBEDDED_MODEL, CacheConfig, SchedulerConfig
+from minivllm.config import EMBEDDED_MODEL
 from minivllm.core.request import Request
 from minivllm.entrypoints.llm import LLM
 from minivllm.memory import kv_bytes_per_token, num_parameters
@@ -28,17 +29,17 @@ from minivllm_lab.cli import lesson_parser, whole_number
 from minivllm_lab.figures import curves, panels
 from minivllm_lab.inside import core_of
 from minivllm_lab.paged_model import PagedModel, decoder_of
+from minivllm_lab.preemption import cliff
 from minivllm_lab.preemption.costs import COPY_SECONDS, LARGE, SHARE_OF_PEAK, SMALL, Crossover
 from minivllm_lab.preemption.published_waste import AT_ONCE, PUBLISHED, REQUESTS, waste, workload
 from minivllm_lab.progress import track
 from minivllm_lab.proof import furthest, show_errors
 from minivllm_lab.tables import Timed, closing, console, record_table, table
 from minivllm_lab.timing import in_turns
-from minivllm_simulate.cost_model import RooflineCost
 from minivllm_simulate.hardware import get_hardware
 from minivllm_simulate.known_models import known_model
 from minivllm_simulate.kv_links import get_link
-from minivllm_simulate.virtual_clock import SimulatedRequest, Simulation, percentile, simulate
+from minivllm_simulate.virtual_clock import SimulatedRequest
 
 BLOCK_SIZE, AMPLE = 4, 200
 TEXTS = {
@@ -374,41 +375,13 @@ def show_waste(arguments: argparse.Namespace) -> dict[str, Any]:
     return records
 
 
-RATE, OPEN_POOLS, QUICK_OPEN_POOLS = 10, (2000, 1000, 800, 600, 500, 400), (800, 500)
-"""Requests a second, and the sizes of the pools."""
-
-
-def _on_h100(work: Sequence[SimulatedRequest], blocks: int, **limits: Any) -> Simulation:
-    """Simulate Llama-3.1-8B on an H100 with a pool of `blocks`, without prefix caching."""
-    cost = RooflineCost.of(known_model("Llama-3.1-8B"), get_hardware("H100"))
-    pool = CacheConfig(num_gpu_blocks=blocks + 1, enable_prefix_caching=False)
-    return simulate(work, SchedulerConfig(max_model_len=20_000, **limits), pool, cost)
-
-
 def show_pools(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Show the modelled p99 latency of answers and first tokens by pool, under an open load that
-    would fill 436 blocks.
-    """
-    draw, now, work = random.Random(1), 0.0, []
-    for request in workload():
-        now += draw.expovariate(RATE)
-        work.append(SimulatedRequest(request.prompt_tokens, request.output_tokens, now))
-    records = {}
-    for blocks in track(QUICK_OPEN_POOLS if arguments.quick else OPEN_POOLS, "sweeping pools"):
-        run = _on_h100(work, blocks, max_num_seqs=256, max_num_batched_tokens=2048)
-        busy = sum(step.seconds for step in run.steps)
-        latencies = [request.latency for request in run.requests]
-        records[str(blocks)] = {
-            "mean": sum(step.kv_cache_usage * step.seconds for step in run.steps) / busy,
-            "most": max(step.kv_cache_usage for step in run.steps),
-            "preemptions": run.num_preemptions,
-            "ttft": percentile(run.ttfts, 0.99),
-            "p50": percentile(latencies, 0.5),
-            "p99": percentile(latencies, 0.99),
-        }
+    """Show the modelled p99 latency of answers and first tokens by pool, under one open load."""
+    pools = (800, 500) if arguments.quick else cliff.POOLS
+    records = {str(blocks): asdict(cliff.pool_of(blocks)) for blocks in track(pools, "sweeping pools")}
     console.print()
     record_table(
-        f"{REQUESTS} requests, {RATE} a second, by pool",
+        f"{REQUESTS} requests, {cliff.RATE} a second, by pool",
         records,
         "blocks {name} | full {mean:.0%} | at most {most:.0%} | preemptions {preemptions} | "
         "first, p99 {ttft:.2f} | answer, p50 {p50:.2f} | p99 {p99:.2f}",
@@ -437,7 +410,7 @@ def _thrash(arguments: argparse.Namespace) -> dict[str, Any]:
         record = records[str(at_once)] = {}
         for name, whole in (("first_chunk", False), ("whole", True)):
             limits = {"max_num_seqs": at_once, "max_num_batched_tokens": 4096, "scheduler_reserve_full_isl": whole}
-            run = _on_h100(work, 3200, **limits)
+            run = cliff.on_h100(work, 3200, **limits)
             again = 1 - useful / sum(step.shape.num_tokens for step in run.steps)
             record[name] = {"rate": run.throughput, "preemptions": run.num_preemptions, "again": again}
     record_table(

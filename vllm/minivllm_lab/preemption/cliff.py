@@ -1,0 +1,116 @@
+"""Lesson 11's cliff: the time to the first token under one load, over the pool's size; measured by
+simulation, and drawn for the bet and its reveal.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any
+
+from minivllm.config import CacheConfig, SchedulerConfig
+from minivllm_lab.drawing import QUIET, RULE, line, rect, svg, text
+from minivllm_lab.palette import VERMILLION
+from minivllm_lab.preemption.published_waste import workload
+from minivllm_simulate.cost_model import RooflineCost
+from minivllm_simulate.hardware import get_hardware
+from minivllm_simulate.known_models import known_model
+from minivllm_simulate.virtual_clock import SimulatedRequest, Simulation, percentile, simulate
+
+RATE, POOLS = 10, (2000, 1000, 800, 600, 500, 400)
+"""Requests a second, and the sizes of the pools."""
+GIVEN = 2
+"""So many pools are shown before the bet."""
+
+WIDTH, LEFT, TOP, HIGH, WIDE = 700, 96, 60, 210, 560
+
+
+@dataclass(frozen=True)
+class Pool:
+    """What a pool of `blocks` leads to: how full it is, and seconds."""
+
+    blocks: int
+    mean: float
+    most: float
+    preemptions: int
+    ttft: float
+    p50: float
+    p99: float
+
+
+def on_h100(work: Sequence[SimulatedRequest], blocks: int, **limits: Any) -> Simulation:
+    """Simulate Llama-3.1-8B on an H100 with a pool of `blocks`, without prefix caching."""
+    cost = RooflineCost.of(known_model("Llama-3.1-8B"), get_hardware("H100"))
+    pool = CacheConfig(num_gpu_blocks=blocks + 1, enable_prefix_caching=False)
+    return simulate(work, SchedulerConfig(max_model_len=20_000, **limits), pool, cost)
+
+
+@lru_cache
+def pool_of(blocks: int) -> Pool:
+    """Simulate an open load that would fill 436 blocks on average, with a pool of `blocks`."""
+    draw, now, work = random.Random(1), 0.0, []
+    for request in workload():
+        now += draw.expovariate(RATE)
+        work.append(SimulatedRequest(request.prompt_tokens, request.output_tokens, now))
+    run = on_h100(work, blocks, max_num_seqs=256, max_num_batched_tokens=2048)
+    busy = sum(step.seconds for step in run.steps)
+    latencies = [request.latency for request in run.requests]
+    return Pool(
+        blocks,
+        mean=sum(step.kv_cache_usage * step.seconds for step in run.steps) / busy,
+        most=max(step.kv_cache_usage for step in run.steps),
+        preemptions=run.num_preemptions,
+        ttft=percentile(run.ttfts, 0.99),
+        p50=percentile(latencies, 0.5),
+        p99=percentile(latencies, 0.99),
+    )
+
+
+def bet() -> str:
+    """Draw the two largest pools, and a question mark over the rest."""
+    return _picture("And when the pool is a little more than half full?", POOLS[:GIVEN], asks=True)
+
+
+def reveal() -> str:
+    """Draw all pools: the cliff."""
+    return _picture("The cliff begins at half of the pool", POOLS)
+
+
+def _picture(title: str, pools: Sequence[int], *, asks: bool = False) -> str:
+    points = [pool_of(blocks) for blocks in pools]
+    most = 14
+    parts = [text(16, 28, title, size=15, bold=True)]
+    parts.append(text(LEFT - 8, TOP - 12, "first token, 99th percentile, s", size=12, colour=QUIET))
+    for seconds in range(0, most + 1, 2):
+        parts += [
+            line((LEFT, _y(seconds, most)), (LEFT + WIDE, _y(seconds, most)), RULE),
+            text(LEFT - 8, _y(seconds, most) + 4, str(seconds), size=12, anchor="end"),
+        ]
+    for share in range(0, 101, 20):
+        parts.append(text(_x(share / 100), TOP + HIGH + 18, f"{share} %", size=12, anchor="middle"))
+    words = "how full the pool is on average; the smaller the pool, the fuller"
+    parts.append(text(LEFT + WIDE / 2, TOP + HIGH + 38, words, size=12, anchor="middle", colour=QUIET))
+    if asks:
+        left = _x(points[-1].mean) + 24
+        unknown = rect(left, TOP, LEFT + WIDE - left, HIGH, "#FFFFFF", stroke=QUIET, dash="4 3", label="?", size=24)
+        parts.append(unknown)
+    corners = [(_x(point.mean), _y(point.ttft, most)) for point in points]
+    parts += [line(here, there, VERMILLION, width=2) for here, there in pairwise(corners)]
+    for point, (x, y) in zip(points, corners, strict=True):
+        parts += [
+            rect(x - 4, y - 4, 8, 8, VERMILLION, radius=4),
+            text(x - 8, y - 10, f"{point.ttft:.2f}", size=12, anchor="end"),
+        ]
+    label = ". ".join(f"{point.mean:.0%} full on average: {point.ttft:.2f} s" for point in points)
+    return svg(WIDTH, TOP + HIGH + 54, *parts, label=f"{title} {label}.")
+
+
+def _x(share: float) -> float:
+    return LEFT + share * WIDE
+
+
+def _y(seconds: float, most: float) -> float:
+    return TOP + HIGH * (1 - seconds / most)
