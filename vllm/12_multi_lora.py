@@ -327,15 +327,13 @@ def main(arguments: Namespace) -> None:
     figures["counted"] = report.count_ways(ways, arguments.quick)
     with control.watch():
         figures["distinct"] = report.measure_distinct(arguments, device)
-    heading("4. Slots, and a tier below them")
-    figures["tiers"] = report.show_tiers(serve, tiers, Request, arguments)
-    heading("5. A thousand adapters in one process")
+    heading("4. A thousand adapters in one process")
     with control.watch():
         figures["thousand"] = report.measure_thousand(arguments)
     with control.watch():
         figures["cost"] = report.measure_cost(arguments)
     figures["answers"] = report.show_answers(arguments)
-    heading("6. Break it")
+    heading("5. Break it")
     figures["slots"] = report.show_gate(serve, tiers, Request)
     figures["ranks"] = report.show_ranks(by_sorting, adapter_numbers, arguments.quick)
     figures["shared"] = report.share_hashes(arguments)

@@ -15,6 +15,7 @@ from minivllm.config import EMBEDDED_MODEL, ModelConfig
 from minivllm_lab.drawing import BLANK, QUIET, RULE, arrow, line, rect, svg, text, tint
 from minivllm_lab.followed import NAME, Row, followed
 from minivllm_lab.frames import Frames
+from minivllm_lab.multi_lora import gate
 from minivllm_lab.palette import BLUE, GREEN, INK, ORANGE
 
 WIDTH, HEIGHT = 860, 372
@@ -46,25 +47,21 @@ def frames() -> Frames:
         _still(cells, "No token was moved", *_out(slots), *_reads(list(of_slot.values()), slots)),
     ]
     counts = {slot: len(tokens) for slot, tokens in of_slot.items()}
-    sizes = ", ".join(f"slot {slot} has {count}" for slot, count in counts.items())
-    first, second = (str(of_slot[slot]).strip("[]") for slot in active)
-    none = slots.count(-1)
     captions = [
-        f"{last + 1} tokens of three requests form a step. “{NAME}” uses the adapter in slot 1, “class” the one in "
-        "slot 0, “for” the base model. W x is one matmul for all of them.",
-        f"For each adapter: pick its tokens, two matmuls, put them back. {2 * len(of_slot)} launches in each linear, "
-        "and two more for each further adapter.",
-        f"One launch, a program for each token. The adapter in slot 0 is read {counts[0]} times, once for each of "
-        "its tokens.",
-        f"Today: the token indices, sorted by slot: {first}, then {second}; {sizes}. The {none} without an "
-        "adapter are in no group.",
-        f"A program for each group reads A of its slot once, and its tokens through the list. It turns {HIDDEN} "
-        f"numbers into {RANK}. The base model's tokens are skipped.",
-        "B of the slot is read once for each group, multiplied by A x, and added to the base model's output.",
-        f"Each adapter was read once, for {max(counts.values())} tokens or for {min(counts.values())}. Two launches, "
-        "whatever the adapters; so a step pays for how many different ones it has.",
+        f"{last + 1} tokens, three requests: “{NAME}” uses slot 1, “class” slot 0, “for” the base model.",
+        f"A loop: for each adapter two launches in each linear, here {2 * len(of_slot)}.",
+        f"bgmv: a program for each token. The adapter in slot 0 is read {counts[0]} times.",
+        "Today: the tokens' numbers, sorted by slot. Tokens without an adapter are in no group.",
+        f"Each group reads A once, and turns {HIDDEN} numbers of a token into {RANK}.",
+        "Each group reads B once, multiplies it by A x, and adds that to the output.",
+        "No token was moved. A step pays for how many different adapters it has.",
     ]
     return Frames(stills, captions)
+
+
+def stills() -> dict[str, str]:
+    """Draw the pictures that stand alone in the text, by the name of their file."""
+    return {"bet": gate.bet(), "reveal": gate.reveal(), "memory": gate.memory()}
 
 
 def groups(slots: Sequence[int]) -> tuple[list[int], list[int], list[int]]:

@@ -296,8 +296,8 @@ def engine_call(
 
 # ---- 4. slots, and a tier below ------------------------------------------------------------------
 
-SEATS, SERVED_STEPS = 32, 12
-"""The traffic's `max_num_seqs`, and the mean number of steps of a request."""
+SERVED_STEPS = 12
+"""The mean number of steps of a request in the traffic."""
 
 
 def traffic(adapters: int, skew: float, requests: int, a_step: float, seed: int) -> list[tuple[str, int, int, int]]:
@@ -334,30 +334,6 @@ class Served:
             "copied": counts["copied"],
             "disk": counts["from disk"],
         }
-
-
-def show_tiers(
-    serve: LessonCode, tiers: LessonCode, request: LessonCode, arguments: argparse.Namespace
-) -> dict[str, Any]:
-    """Serve the same traffic with more and more slots; show what runs, and what is copied into
-    slots and read from disk.
-    """
-    work = traffic(arguments.adapters, arguments.skew, 150 if arguments.quick else 800, 2.0, arguments.seed)
-    wanted = len({adapter for _, adapter, *_ in work})
-    records = {}
-    for slots, host in ((1, 64), (4, 64), (8, 64), (16, 64), (32, 64), (32, 1000)):
-        run = Served(serve, [request(*each) for each in work], slots, SEATS)
-        records[slots, host] = run.figures(tiers, host)
-    record_table(
-        f"{len(work):,} requests for {wanted:,} of {arguments.adapters:,} adapters, skew {arguments.skew:g}; {SEATS} "
-        "seats",
-        {f"{slots} / {host:,}": record for (slots, host), record in records.items()},
-        "slots / in host memory {name} | steps {steps:,} | running {running:.1f} | most waiting {waiting} | "
-        "adapters a step {distinct:.1f} | copied {copied:,} | from disk {disk:,}",
-        "Running, adapters: means over the steps. Copied: into a slot.",
-    )
-    tiers_by_name = {f"{slots}, {host}": record for (slots, host), record in records.items()}
-    return {"requests": len(work), "wanted": wanted, "tiers": tiers_by_name}
 
 
 # ---- 5. in the engine ----------------------------------------------------------------------------
