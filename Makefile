@@ -15,7 +15,7 @@ WORKERS ?= 3
 BENCHMARKS := scheduler simulator kernels quality
 LESSON = $(firstword $(wildcard vllm/$(N)_*.py vllm/0$(N)_*.py))
 
-.PHONY: help setup setup-cpu run test lesson check capstone bugs lab notebooks claims measure bench peers clients ablation dist gpu doctor lint format card site
+.PHONY: help setup setup-cpu run test lesson check capstone predict bugs lab notebooks claims measure bench peers clients ablation dist gpu doctor lint format card site
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | awk -F '\t' '{ printf "  make %-12s %s\n", $$1, $$2 }'
@@ -46,6 +46,9 @@ check: setup ## check your solution of one exercise: make check N=04; of one fun
 
 capstone: setup ## serve HTTP with your solutions of all exercises; SERVE=1 leaves the server running
 	@$(UV_RUN) python -m minivllm_lab.capstone $(if $(filter-out 0,$(SERVE)),--serve) $(if $(PORT),--port '$(PORT)')
+
+predict: setup ## predict vLLM's next step, round by round: make predict; make predict LEVEL=4; ENDLESS=1
+	@$(UV_RUN) python -m minivllm_lab.predict $(if $(LEVEL),--level '$(LEVEL)') $(if $(filter-out 0,$(ENDLESS)),--endless)
 
 bugs: setup ## open the bug museum: make bugs; make bugs B=7, then with HINT=1, LINE=core/stop.py:12 or TRY=1
 	@$(UV_RUN) python -m minivllm_lab.museum $(if $(B),--bug '$(B)') $(if $(HINT),--hint '$(HINT)') $(if $(LINE),--line '$(LINE)') $(if $(filter-out 0,$(TRY)),--try)

@@ -17,7 +17,6 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 import torch
 import vllm.platforms
-from replay import next_token
 from vllm.platforms.cpu import CpuPlatform
 
 # Where only the Python files of the wheel are installed, vLLM finds no platform by itself.
@@ -33,6 +32,7 @@ from vllm.v1.outputs import ModelRunnerOutput  # noqa: E402
 from vllm.v1.request import Request, RequestStatus  # noqa: E402
 from vllm.v1.structured_output import StructuredOutputManager  # noqa: E402
 
+from minivllm_lab.predict.workload import next_token  # noqa: E402
 from vllm import __version__  # noqa: E402
 
 VERSION = "0.33.0"

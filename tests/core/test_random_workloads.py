@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-from conformance.replay import SCHEDULER_KEYS
 from conformance.workloads import random_workload
 from core.invariants import check_scheduler
 from core.worker_double import WorkerDouble
@@ -24,6 +23,7 @@ from minivllm.core.lora_request import LoRARequest
 from minivllm.core.request import Request, RequestStatus
 from minivllm.core.scheduler import Scheduler
 from minivllm.core.scheduler_output import SchedulerOutput
+from minivllm_lab.predict.workload import SCHEDULER_KEYS
 
 SEEDS = st.integers(0, 2**32)
 

@@ -1,7 +1,5 @@
 """Check exercise 10 and the script that solves it, and serve requests with the learner's caps."""
 
-import gzip
-import json
 import math
 from functools import lru_cache, partial
 from itertools import accumulate
@@ -14,12 +12,12 @@ from minivllm.core.scheduler_output import ModelRunnerOutput
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
 from minivllm_lab.chunked_prefill.learner_policy import learner_policy
-from minivllm_lab.exercise import load
 from minivllm_lab.kernel_trace import trace_kernel
 from minivllm_lab.plugged import Plugged
+from minivllm_lab.predict.workload import Replay, recorded
 from minivllm.platforms.triton_utils import tl, triton
 
-CONFORMANCE = Path(__file__).parents[3] / "tests" / "conformance"
+RECORDED = Path(__file__).parents[3] / "tests" / "conformance" / "data"
 
 
 def _capped(module):
@@ -362,30 +360,23 @@ def check_each_kind_has_tiles_of_its_size(module):
 @lru_cache(maxsize=1)
 def _recorded():
     """Return (name, workload, trace) of every workload recorded from vLLM's scheduler, those with a threshold first."""
-    traces = json.loads(gzip.decompress((CONFORMANCE / "data" / "traces.json.gz").read_bytes()))
-    found = [(name, json.loads((CONFORMANCE / "data" / f"{name}.json").read_text()), traces[name]) for name in traces]
-    return sorted(found, key=lambda one: not one[1]["config"]["long_prefill_token_threshold"])
-
-
-@lru_cache(maxsize=1)
-def _driver():
-    return load(CONFORMANCE / "replay.py")
+    return sorted(recorded(RECORDED), key=lambda one: not one[1]["config"]["long_prefill_token_threshold"])
 
 
 def check_vllm_decided_the_same(module):
     """In all 12,718 steps of 74 workloads recorded from vLLM v0.33.0, your caps lead to what its scheduler decided."""
-    driver = _driver()
     for name, workload, trace in _recorded():
-        scheduler = driver.make_scheduler(workload["config"], partial(Scheduler, policy=_capped(module)))
-        for step, recorded in enumerate(trace):
-            arrivals = [driver.make_request(one) for one in workload["requests"] if one["arrival_step"] == step]
-            row = driver.run_step(scheduler, step, arrivals, workload["aborts"].get(str(step), []))
+        served = Replay(workload, partial(Scheduler, policy=_capped(module)))
+        for step, right in enumerate(trace):
+            served.arrive()
+            row = served.run()
             config = workload["config"]
             sizes = f"budget {config['max_num_batched_tokens']}, threshold {config['long_prefill_token_threshold']}"
             cut = "" if config["enable_chunked_prefill"] else ", nothing may be cut"
-            found, right = dict(row["scheduled"]), dict(recorded["scheduled"])
             where = f"{name} ({sizes}{cut}), step {step}"
-            assert row["scheduled"] == recorded["scheduled"], f"{where}: {found}, and in vLLM {right}"
+            assert row["scheduled"] == right["scheduled"], (
+                f"{where}: {dict(row['scheduled'])}, and in vLLM {dict(right['scheduled'])}"
+            )
 
 
 def plug(module) -> Plugged:

@@ -1,7 +1,5 @@
 """Check exercise 11 and the script that solves it, and serve requests with the learner's loop."""
 
-import gzip
-import json
 import math
 from functools import lru_cache, partial
 from itertools import permutations
@@ -15,14 +13,14 @@ from minivllm.core.scheduler_output import ModelRunnerOutput
 from minivllm.core.request import Request, RequestStatus
 from minivllm.core.request_queue import create_request_queue
 from minivllm.core.scheduler import Scheduler
-from minivllm_lab.exercise import load
 from minivllm_lab.inside import core_of
 from minivllm_lab.kernel_trace import trace_kernel
 from minivllm_lab.plugged import Plugged
+from minivllm_lab.predict.workload import Replay, recorded
 from minivllm_lab.preemption.learner_policy import learner_policy
 from minivllm.platforms.triton_utils import tl, triton
 
-CONFORMANCE = Path(__file__).parents[3] / "tests" / "conformance"
+RECORDED = Path(__file__).parents[3] / "tests" / "conformance" / "data"
 
 
 def _preempting(module):
@@ -382,31 +380,20 @@ def check_each_word_moves_once(module):
 @lru_cache(maxsize=1)
 def _recorded():
     """Return (name, workload, trace) of every workload in which vLLM's scheduler preempted, the shortest first."""
-    traces = json.loads(gzip.decompress((CONFORMANCE / "data" / "traces.json.gz").read_bytes()))
-    found = [
-        (name, json.loads((CONFORMANCE / "data" / f"{name}.json").read_text()), trace)
-        for name, trace in traces.items()
-        if any(row["preempted"] for row in trace)
-    ]
-    return sorted(found, key=lambda one: len(one[2]))
-
-
-@lru_cache(maxsize=1)
-def _driver():
-    return load(CONFORMANCE / "replay.py")
+    preempting = (one for one in recorded(RECORDED) if any(row["preempted"] for row in one[2]))
+    return sorted(preempting, key=lambda one: len(one[2]))
 
 
 def check_vllm_decided_the_same(module):
     """In all 53 workloads in which vLLM v0.33.0 was recorded to preempt, 554 times, your loop decides the same."""
-    driver, kind = _driver(), partial(Scheduler, policy=_preempting(module))
     for name, workload, trace in _recorded():
-        scheduler = driver.make_scheduler(workload["config"], kind)
-        for step, recorded in enumerate(trace):
-            arrivals = [driver.make_request(one) for one in workload["requests"] if one["arrival_step"] == step]
-            row = driver.run_step(scheduler, step, arrivals, workload["aborts"].get(str(step), []))
+        served = Replay(workload, partial(Scheduler, policy=_preempting(module)))
+        for step, recorded_row in enumerate(trace):
+            served.arrive()
+            row = served.run()
             where = f"{name} ({workload['config']['policy']}), step {step}"
             for key, what in (("preempted", "preempted"), ("scheduled", "given"), ("waiting", "waiting")):
-                found, right = row[key], recorded[key]
+                found, right = row[key], recorded_row[key]
                 assert found == right, f"{where}: {what} {found}, and in vLLM {right}"
 
 

@@ -1,0 +1,3 @@
+"""Predict what vLLM's scheduler does in its next step: rounds from recorded steps, and from random
+workloads.
+"""

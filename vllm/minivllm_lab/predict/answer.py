@@ -1,0 +1,143 @@
+"""Read a prediction, and say what is right or which rule it missed."""
+
+from __future__ import annotations
+
+import re
+
+from minivllm.errors import MinivllmError
+from minivllm_lab.predict.mistakes import MISTAKES
+from minivllm_lab.predict.rounds import Decision, Round, Row
+
+PART = re.compile(
+    r"\s*(?:-\s*(?P<victim>[A-Za-z])|(?P<name>[A-Za-z])\s*[:=]?\s*(?P<count>\d+))(?:\s*[,;]|(?![A-Za-z]{2}))"
+)
+HOW = "write the tokens of each request and a minus before each that is preempted, such as: A 1 C 8 -B"
+
+
+def parse(text: str, puzzle: Round) -> Decision:
+    """Return the decision that a line names: `A 1 C 8 -B`; `none` schedules nobody.
+
+    Raises:
+        MinivllmError: the line cannot be read, or names a request that is not there, or twice.
+    """
+    if text.strip().lower() == "none":
+        return Decision({})
+    tokens: dict[str, int] = {}
+    victims: list[str] = []
+    position = 0
+    while position < len(text.rstrip()):
+        part = PART.match(text, position)
+        if part is None:
+            raise MinivllmError(f"{text[position:].strip()!r} cannot be read; {HOW}")
+        position = part.end()
+        name = (part["victim"] or part["name"]).upper()
+        if name not in puzzle.requests:
+            raise MinivllmError(f"there is no request {name}; there are {', '.join(sorted(puzzle.requests))}")
+        if name in tokens or name in victims:
+            raise MinivllmError(f"{name} is named twice; {HOW}")
+        if part["victim"]:
+            victims.append(name)
+        elif int(part["count"]):
+            tokens[name] = int(part["count"])
+    if not tokens and not victims and position == 0:
+        raise MinivllmError(f"the line is empty; {HOW}, or none if nobody gets a token")
+    return Decision(tokens, frozenset(victims))
+
+
+def is_right(answer: Decision, puzzle: Round) -> bool:
+    """Return whether an answer names the tokens and the victims; the order does not count."""
+    return answer.tokens == puzzle.decision.tokens and answer.preempted == puzzle.decision.preempted
+
+
+def diagnose(answer: Decision, puzzle: Round) -> list[str]:
+    """Return the sentences that correct a wrong answer: the rule that it missed, or what does not
+    add up.
+    """
+    missed = [
+        MISTAKES[name]
+        for name, decision in puzzle.mistakes.items()
+        if decision.tokens == answer.tokens and decision.preempted == answer.preempted
+    ]
+    if missed:
+        return [f"{mistake.says} (lesson {mistake.lesson}; {mistake.link})" for mistake in missed]
+    return [_arithmetic(answer, puzzle) or _first_difference(answer, puzzle)]
+
+
+def _arithmetic(answer: Decision, puzzle: Round) -> str:
+    """Return what is impossible in an answer, whatever the rules of order are; empty if nothing is."""
+    total = sum(answer.tokens.values())
+    for name, count in answer.tokens.items():
+        row = puzzle.requests[name]
+        if count > row.lacks:
+            return f"{name} lacks {row.lacks} tokens, so it cannot get {count}."
+        if count > puzzle.limit:
+            return f"{name} gets {count}, but no request may get more than {puzzle.limit} in this step."
+    if total > puzzle.budget:
+        return f"Your step has {total} tokens; its budget is {puzzle.budget}."
+    waiting = {row.name for row in puzzle.waiting}
+    if victims := sorted(answer.preempted & waiting):
+        return f"{victims[0]} waits, so it holds nothing that a preemption could free."
+    admitted = [name for name in answer.tokens if name in waiting]
+    if len(puzzle.running) - len(answer.preempted) + len(admitted) > puzzle.seats:
+        return f"Then more than {puzzle.seats} requests run, and there are {puzzle.seats} seats."
+    return ""
+
+
+def _first_difference(answer: Decision, puzzle: Round) -> str:
+    for name in sorted(answer.preempted ^ puzzle.decision.preempted):
+        if name in answer.preempted:
+            return f"{name} is not preempted. Go through the running requests in order and count the free blocks."
+        return f"{name} is preempted: a request before it finds no free block for its tokens."
+    for name in puzzle.requests:
+        right, yours = puzzle.decision.tokens.get(name, 0), answer.tokens.get(name, 0)
+        if right != yours:
+            return f"{name} gets {right or 'nothing'}, where you gave it {yours or 'nothing'}."
+    return "The answer is right."
+
+
+def explain(puzzle: Round) -> list[str]:
+    """Return a sentence for each request, in the order in which vLLM goes through them."""
+    left = puzzle.budget
+    lines: list[str] = []
+    tokens = puzzle.decision.tokens
+    for row in puzzle.running:
+        if row.name in puzzle.decision.preempted:
+            lines.append(f"{row.name} is preempted: it gives back {_count(row.blocks, 'block')} and keeps its tokens.")
+            continue
+        count = tokens.get(row.name, 0)
+        lines.append(f"{row.name} runs: {_got(row, count, left, puzzle)}.")
+        left -= count
+    if puzzle.decision.preempted:
+        return [*lines, "A step that preempts admits nobody."]
+    for row in puzzle.waiting:
+        count = tokens.get(row.name, 0)
+        if not count:
+            lines.append(f"{row.name} waits{_why(row, left, puzzle)}, and so do those behind it.")
+            break
+        lines.append(f"{row.name} is admitted: {_got(row, count, left, puzzle)}.")
+        left -= count
+    return lines
+
+
+def _got(row: Row, count: int, left: int, puzzle: Round) -> str:
+    hit = f" ({row.hit} of {row.known} are in the prefix cache)" if row.hit else ""
+    if not count:
+        return f"it lacks {row.lacks}, and nothing is left of the budget"
+    bounds = {row.lacks: "all it lacks", puzzle.limit: "the chunk limit", left: "the rest of the budget"}
+    return f"it lacks {row.lacks}{hit} and gets {count}, {bounds[count]}"
+
+
+def _why(row: Row, left: int, puzzle: Round) -> str:
+    admitted = sum(other.name in puzzle.decision.tokens for other in puzzle.waiting)
+    if not left:
+        return ": the budget is spent"
+    if len(puzzle.running) + admitted >= puzzle.seats:
+        return f": all {_count(puzzle.seats, 'seat')} are taken"
+    if not puzzle.chunked and min(row.lacks, puzzle.limit) > left:
+        return f": its {row.lacks} tokens do not fit into the {left} that are left, and chunked prefill is off"
+    needed = -(-row.known // puzzle.block_size) - row.hit // puzzle.block_size
+    return f": all tokens known of it need {_count(needed, 'more block')}, and fewer are free"
+
+
+def _count(number: int, thing: str) -> str:
+    return f"{number} {thing}{'' if number == 1 else 's'}"
