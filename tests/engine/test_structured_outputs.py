@@ -18,7 +18,7 @@ from minivllm import LLM, MinivllmError, SamplingParams, StructuredOutputsParams
 from minivllm.config import EMBEDDED_MODEL
 from minivllm.core import grammar as waiting
 from minivllm.core.grammar import StructuredOutputRequest
-from minivllm.structured_output.grammar_text import MOST_CHARACTERS, check_grammar
+from minivllm.structured_output.grammar_text import MOST_CHARACTERS, _closed, check_grammar
 from minivllm.structured_output.manager import StructuredOutputManager
 from minivllm_lab.inside import core_of
 
@@ -335,3 +335,31 @@ def test_equal_grammars_are_compiled_once(llm):
     num_compiled = manager._backend.compile_grammar.cache_info().misses
     conforming(llm, [same])
     assert manager._backend.compile_grammar.cache_info().misses == num_compiled
+
+
+def test_an_object_has_only_the_properties_that_its_schema_names(llm):
+    """A model of this size adds properties to an open object until its tokens run out."""
+    nested = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
+    schema = {"type": "object", "properties": {"all": {"type": "array", "items": nested}}, "required": ["all"]}
+    schema["properties"]["all"] |= {"minItems": 1, "maxItems": 2}
+    constraints = [StructuredOutputsParams(json=nested), StructuredOutputsParams(json=schema)]
+    for completion in conforming(llm, constraints):
+        assert completion.finish_reason == "stop"
+        closed = schema | {"additionalProperties": False} if "all" in completion.text else nested
+        jsonschema.validate(json.loads(completion.text), closed)
+        assert '"ok"' in completion.text
+
+
+def test_schemas_that_describe_further_properties_stay_open():
+    for schema in (
+        {"type": "object", "properties": {"a": {}}, "additionalProperties": {"type": "integer"}},
+        {"type": "object", "properties": {"a": {}}, "patternProperties": {"b": {}}},
+        {"allOf": [{"type": "object", "properties": {"a": {}}}, {"type": "object", "properties": {"b": {}}}]},
+        {"type": "object"},
+        {"enum": [{"properties": {"a": 1}}]},
+        True,
+    ):
+        assert _closed(schema) == schema
+    open_schema = {"type": "object", "properties": {"a": {"anyOf": [{"type": "object", "properties": {}}]}}}
+    assert _closed(open_schema)["properties"]["a"]["anyOf"][0]["additionalProperties"] is False
+    assert "additionalProperties" not in open_schema, "the caller's schema is left alone"

@@ -189,3 +189,14 @@ def test_a_file_of_the_users_stands_in_for_a_models_malformed_template(tmp_path,
 def test_templates_in_another_form_are_refused(tmp_path, wrong):
     with pytest.raises(MinivllmError, match=r"chat_template in .* must be a template"):
         read_template(None, model_with(tmp_path, wrong))
+
+
+def test_a_developers_messages_are_the_systems_unless_the_template_knows_developers():
+    developer = {"role": "developer", "content": "be brief"}
+    system = {"role": "system", "content": "be kind"}
+    user = {"role": "user", "content": "hi"}
+    assert prompt(ADDS, developer, user) == "<system>be brief<user>hi"
+    assert prompt(ADDS, system, user, developer) == "<system>be kind\n\nbe brief<user>hi"
+    assert prompt(LOOPS, user, {**developer, "content": ["a", "b"]}) == "<system>a\nb!<user>[hi]"
+    assert prompt(ADDS, user, system) == "<user>hi<system>be kind", "without a developer all stay where they are"
+    assert prompt(ADDS + "{# 'developer' #}", developer, user) == "<developer>be brief<user>hi"

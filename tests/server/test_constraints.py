@@ -86,17 +86,19 @@ def test_calls_come_out_of_pieces_of_the_text(size):
     text = '[{"name": "weather", "parameters": {"city": "a \\"b\\" {}\\\\"}}, {"name":"now","parameters":{}}]'
     pieces = [text[start : start + size] for start in range(0, len(text), size)]
     tools = CalledTools(None)
-    calls = [call for piece in pieces for call in tools.new(piece)]
+    calls = [call for piece in pieces for call in tools.new(piece, is_last=False)[1]]
     assert [(call["index"], call["function"]["name"]) for call in calls] == [(0, "weather"), (1, "now")]
     assert json.loads(calls[0]["function"]["arguments"]) == {"city": 'a "b" {}\\'}
-    whole = CalledTools(None).whole(text)
+    content, whole = CalledTools(None).whole(text)
+    assert content == ""
     assert [call["function"] for call in whole] == [call["function"] for call in calls]
     assert len({call["id"] for call in calls}) == 2
 
 
 def test_arguments_of_a_named_tool_come_as_they_are_written():
     tools = CalledTools("weather")
-    first, second = [*tools.new('{"city'), *tools.new(""), *tools.new('": "Rome"}')]
+    pieces = ('{"city', "", '": "Rome"}')
+    first, second = [call for piece in pieces for call in tools.new(piece, is_last=False)[1]]
     assert (first["function"]["name"], first["index"], second["index"]) == ("weather", 0, 0)
     assert first["function"]["arguments"] + second["function"]["arguments"] == '{"city": "Rome"}'
     assert second.keys() == {"index", "function"}, "a client would take a second id for a second call"
@@ -121,6 +123,20 @@ def test_a_tool_that_must_be_called_is_called(chat: Server):
     [streamed] = [call for event in events for call in event["delta"].get("tool_calls", ())]
     assert streamed["function"] == forced["message"]["tool_calls"][0]["function"]
     assert [event["finish_reason"] for event in events if event["finish_reason"]] == ["tool_calls"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_calls_that_a_stop_string_cuts_off_are_text(chat: Server, stream):
+    reply = post(chat, tool_choice="required", tools=TOOLS[:1], stop=["city"], stream=stream)
+    assert reply.status_code == 200
+    if stream:
+        choices = [json.loads(line[6:])["choices"][0] for line in reply.text.split("\n") if line.startswith("data: {")]
+        assert not any(choice["delta"].get("tool_calls") for choice in choices)
+    else:
+        choices = reply.json()["choices"]
+        assert choices[0]["message"].keys() == {"role", "content"}
+        assert choices[0]["message"]["content"].startswith("[")
+    assert (choices[-1]["finish_reason"], choices[-1]["stop_reason"]) == ("stop", "city")
 
 
 def test_auto_needs_its_flags(base: Server):

@@ -23,6 +23,9 @@ MOST_CHARACTERS = 1 << 18
 STACK_BYTES = 256 << 20
 MOST_ERROR_CHARACTERS = 400
 ONE_SPACE = "[ ]?"
+STAYS_OPEN = frozenset(("allOf", "if", "then", "else", "not", "enum", "const", "default", "examples"))
+SAYS_MORE = frozenset(("additionalProperties", "unevaluatedProperties", "patternProperties", "allOf", "$ref", "if"))
+"""Keys with which a schema describes further properties."""
 
 Result = TypeVar("Result")
 
@@ -104,9 +107,26 @@ def _written(params: StructuredOutputsParams) -> str:
     defaults: Any = {"whitespace_pattern": params.whitespace_pattern or ONE_SPACE}
     if params.disable_any_whitespace:
         defaults = {"whitespace_flexible": False}
-    return LLMatcher.grammar_from_json_schema(
-        schema if isinstance(schema, str) else json.dumps(schema), defaults=defaults
-    )
+    schema = json.loads(schema) if isinstance(schema, str) else schema
+    return LLMatcher.grammar_from_json_schema(json.dumps(_closed(schema)), defaults=defaults)
+
+
+def _closed(schema: Any) -> Any:
+    """Return the schema with objects that have no properties but those it names, unless it says
+    otherwise.
+
+    JSON Schema leaves objects open, and a small model then adds properties until its tokens run out.
+    vLLM's default backend, xgrammar in its strict mode, closes them too. What several schemas
+    describe together (`allOf`) stays open, because each names only some of the properties.
+    """
+    if isinstance(schema, list):
+        return [_closed(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    closed = {key: part if key in STAYS_OPEN else _closed(part) for key, part in schema.items()}
+    if isinstance(schema.get("properties"), dict) and not SAYS_MORE & schema.keys():
+        closed["additionalProperties"] = False
+    return closed
 
 
 @functools.lru_cache(maxsize=32)

@@ -88,9 +88,7 @@ def _add_middleware(app: FastAPI, settings: FrontendArgs) -> None:
     app.add_middleware(OpenRequestsMiddleware, state=app.state.server)
     if settings.api_key:
         app.add_middleware(AuthenticationMiddleware, keys=settings.api_key)
-    # Any web page may send requests; where that matters, the server has a key.
-    everything: Any = {"allow_origins": ["*"], "allow_methods": ["*"], "allow_headers": ["*"]}
-    app.add_middleware(CORSMiddleware, **everything)
+    app.add_middleware(CORSMiddleware, allow_origins=settings.allowed_origins, allow_methods=["*"], allow_headers=["*"])
 
 
 def _add_generation(app: FastAPI, serving: OpenAIServing) -> None:

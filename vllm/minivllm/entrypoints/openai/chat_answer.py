@@ -12,6 +12,7 @@ from minivllm.entrypoints.openai.answer import Answer, Json
 from minivllm.entrypoints.openai.logprobs import chat_logprobs, prompt_logprobs
 from minivllm.entrypoints.openai.protocol import ChatCompletionRequest
 from minivllm.entrypoints.openai.tool_calls import CalledTools
+from minivllm.entrypoints.openai.tool_parsers import ToolParser
 from minivllm.errors import MinivllmError
 from minivllm.inputs import TokensPrompt
 from minivllm.outputs import CompletionOutput, RequestOutput
@@ -32,15 +33,21 @@ class ChatAnswer(Answer):
         self._role = "assistant" if request.add_generation_prompt else request.messages[-1]["role"]
         self._must_call_any = request.tool_choice == "required"
         tools = request.forced_tools
-        name = tools[0].function.name if tools and not self._must_call_any else None
-        # One for each choice, if a tool must be called.
-        self._tools = [CalledTools(name) for _ in range(self.n)] if tools else []
+        # One for each choice, if tools may be called.
+        self._tools: list[CalledTools] | list[ToolParser] = []
+        if tools:
+            name = None if self._must_call_any else tools[0].function.name
+            self._tools = [CalledTools(name) for _ in range(self.n)]
+        elif request.tool_choice == "auto":
+            self._tools = [ToolParser(self.serving.settings.tool_call_parser) for _ in range(self.n)]
 
     @classmethod
     async def prompts_of(cls, serving: OpenAIServing, request: ChatCompletionRequest) -> list[TokensPrompt]:
         settings = serving.settings
         if request.tool_choice == "auto" and not (settings.enable_auto_tool_choice and settings.tool_call_parser):
             raise MinivllmError('tool_choice "auto" needs the flags --enable-auto-tool-choice and --tool-call-parser')
+        if request.tool_choice == "auto":
+            request.skip_special_tokens = False  # some models mark the beginning of a call with one
         text = serving.rendered(request, reasoning_effort=request.reasoning_effort)
         return [await serving.tokenize_prompt(text, request.add_special_tokens)]
 
@@ -61,14 +68,14 @@ class ChatAnswer(Answer):
         return self.prompts[0]["prompt_token_ids"] if self.request.return_token_ids else None
 
     def delta(self, number: int, output: RequestOutput, completion: CompletionOutput) -> Json:
-        delta: Json = {}
+        content, calls = completion.text, []
         if self._tools:
-            # The text is constrained to calls of tools, so none of it is content.
-            calls = self._tools[number].new(completion.text)
-            if calls:
-                delta = {"tool_calls": calls}
-        elif completion.text or completion.finish_reason is None:
-            delta = {"content": completion.text}
+            content, calls = self._tools[number].new(completion.text, completion.finish_reason is not None)
+            if self.request.parallel_tool_calls is False:
+                calls = [call for call in calls if call["index"] == 0]
+        delta: Json = {"tool_calls": calls} if calls else {}
+        if content or not (self._tools or completion.finish_reason):
+            delta["content"] = content
         choice = self._choice(number, "delta", delta, completion)
         if completion.finish_reason is not None:
             choice["stop_reason"] = completion.stop_reason
@@ -76,17 +83,21 @@ class ChatAnswer(Answer):
 
     def choice(self, number: int, output: RequestOutput, completion: CompletionOutput) -> Json:
         message: Json = {"role": self._role, "content": completion.text}
-        if self._tools and completion.finish_reason == "stop":  # else it is cut off, and no call
-            message["content"] = None
-            message["tool_calls"] = self._tools[number].whole(completion.text)
+        # An answer that is cut off makes no forced call.
+        if self._tools and (completion.finish_reason == "stop" or not self.request.forced_tools):
+            content, calls = self._tools[number].whole(completion.text)
+            message = {"role": self._role, "content": content or None}
+            if calls:
+                message["tool_calls"] = calls[:1] if self.request.parallel_tool_calls is False else calls
         choice = self._choice(number, "message", message, completion)
         return choice | {"stop_reason": completion.stop_reason}
 
     def _choice(self, number: int, name: str, content: Json, completion: CompletionOutput) -> Json:
         request = self.request
         finish_reason = completion.finish_reason
-        if self._must_call_any and finish_reason == "stop":
-            # As OpenAI's clients expect; a named tool keeps "stop".
+        # A tool that the request names keeps "stop", as OpenAI's clients expect.
+        named = self.request.forced_tools and not self._must_call_any
+        if finish_reason == "stop" and self._tools and self._tools[number].num_calls and not named:
             finish_reason = "tool_calls"
         logprobs = None
         if request.logprobs:

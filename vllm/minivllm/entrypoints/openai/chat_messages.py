@@ -33,6 +33,24 @@ def normalize(messages: Sequence[Any], content_format: ContentFormat) -> list[di
     return [_normalize(message, content_format) for message in messages]
 
 
+def without_developers(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the messages with developers' as the system's, all of them merged into the first: most
+    templates know no developer, and take a system message at the beginning only.
+    """
+    if all(message.get("role") != "developer" for message in messages):
+        return messages
+    instructions = [message for message in messages if message.get("role") in ("developer", "system")]
+    others = [message for message in messages if message.get("role") not in ("developer", "system")]
+    if len(instructions) == 1 and instructions[0] is messages[0]:
+        return [{**instructions[0], "role": "system"}, *others]
+    texts = [text for message in instructions if (text := _text_of(message["content"]))]
+    return [{"role": "system", "content": "\n\n".join(texts)}, *others]
+
+
+def _text_of(content: str | list[dict[str, Any]]) -> str:
+    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+
+
 def _normalize(message: Any, content_format: ContentFormat) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise MinivllmError(f"a message is {type(message).__name__}; it must be a dictionary with role and content")

@@ -24,7 +24,7 @@ from minivllm.config import EMBEDDED_MODEL
 from minivllm.config.checks import check, encodable
 from minivllm.config.model_files import local_path, optional_file, read_json_object
 from minivllm.engine.arg_utils import EngineArgs
-from minivllm.entrypoints.openai.chat_messages import ContentFormat, normalize
+from minivllm.entrypoints.openai.chat_messages import ContentFormat, normalize, without_developers
 from minivllm.entrypoints.openai.settings import CONTENT_FORMAT
 from minivllm.errors import MinivllmError
 
@@ -125,6 +125,8 @@ def render(
     conversation = normalize(
         messages, _content_format(template) if content_format == "auto" else cast(ContentFormat, content_format)
     )
+    if "'developer'" not in template and '"developer"' not in template:
+        conversation = without_developers(conversation)
     try:
         text = _compiled(template).render(messages=conversation, **further)
     except RENDERING_ERRORS as error:

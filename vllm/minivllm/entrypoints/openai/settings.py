@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from typing import Annotated
 
 from minivllm.config.checks import Count, Rule, check_fields, is_count, is_number, one_of
+from minivllm.entrypoints.openai.tool_parsers import PARSERS
+from minivllm.errors import MinivllmError
 
 CONTENT_FORMAT = one_of("auto", "string", "openai")
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
@@ -48,8 +50,9 @@ class FrontendArgs(HttpArgs):
     - `enable_prompt_tokens_details`: usage says how many tokens of the prompt were cached.
     - `disable_uvicorn_access_log`: no log line for each request. `uvicorn_log_level`: of uvicorn's
       own log.
+    - `allowed_origins`: web pages of these origins may call the server; "*": all of them.
     - `enable_auto_tool_choice`, `tool_call_parser`: without both, a tool_choice of "auto" is
-      refused. Freely generated text is not searched for calls, whatever the parser.
+      refused. The parser names the form in which the model writes calls of tools.
     - `lora_modules`: adapters, each name=path; requests name them as their model.
       `runtime_lora_path`: folders below which POST /v1/load_lora_adapter may load others; without
       any there is no such route. In vLLM: `VLLM_ALLOW_RUNTIME_LORA_UPDATING`, and then any path.
@@ -61,10 +64,16 @@ class FrontendArgs(HttpArgs):
     chat_template: str | None = None
     chat_template_content_format: Annotated[str, CONTENT_FORMAT] = "auto"
     max_logprobs: Annotated[int, LOGPROBS] = 20
+    allowed_origins: list[str] = field(default_factory=list)
     max_num_queued_reqs: Count | None = None
     enable_prompt_tokens_details: bool = False
     enable_auto_tool_choice: bool = False
-    tool_call_parser: str | None = None
+    tool_call_parser: Annotated[str, one_of(*PARSERS)] | None = None
     lora_modules: list[str] = field(default_factory=list)
     runtime_lora_path: list[str] = field(default_factory=list)
     xray: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.enable_auto_tool_choice and self.tool_call_parser is None:
+            raise MinivllmError(f"enable_auto_tool_choice needs a tool_call_parser: one of {', '.join(PARSERS)}")

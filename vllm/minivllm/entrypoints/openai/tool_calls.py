@@ -1,5 +1,5 @@
-"""Turn a constrained answer into the tools that it calls. Text that the model generates freely
-stays text.
+"""Turn an answer that is constrained to calls of tools into these calls. `tool_parsers.py` finds
+those that a model makes freely.
 
 In vLLM v0.33.0: `vllm/entrypoints/openai/chat_completion/serving.py`, `vllm/parser/`.
 """
@@ -17,29 +17,37 @@ class CalledTools:
     def __init__(self, name: str | None) -> None:
         self._name = name
         self._unread = ""
-        self._number = 0
+        self.num_calls = 0
 
-    def whole(self, text: str) -> list[dict[str, Any]]:
-        """Return the calls in a complete text."""
+    def whole(self, text: str) -> tuple[str, list[dict[str, Any]]]:
+        """Return the content and the calls of a complete answer. A list of calls that a stop string
+        has cut off is content.
+        """
         if self._name is not None:
-            return [_call(self._name, text)]
-        return [_call(call["name"], _as_text(call["parameters"])) for call in json.loads(text)]
+            self.num_calls = 1
+            return "", [call_of(self._name, text)]
+        try:
+            calls = json.loads(text)
+        except ValueError:
+            return text, []
+        self.num_calls = len(calls)
+        return "", [call_of(call["name"], as_text(call["parameters"])) for call in calls]
 
-    def new(self, text: str) -> list[dict[str, Any]]:
-        """Return what this piece of the text adds: a named tool's arguments as they arrive, other
-        calls only once complete.
+    def new(self, text: str, is_last: bool) -> tuple[str, list[dict[str, Any]]]:
+        """Return what this piece of the answer adds: a named tool's arguments as they arrive, other
+        calls only once complete. None of it is content.
         """
         if self._name is None:
             calls = self._completed_by(text)
-            return [self._next(call["name"], _as_text(call["parameters"])) for call in calls]
+            return "", [self._next(call["name"], as_text(call["parameters"])) for call in calls]
         # The first piece opens the call, the others only add to its arguments.
-        if self._number == 0:
-            return [self._next(self._name, text)]
-        return [{"index": 0, "function": {"arguments": text}}] if text else []
+        if self.num_calls == 0:
+            return "", [self._next(self._name, text)]
+        return "", [{"index": 0, "function": {"arguments": text}}] if text else []
 
     def _next(self, name: str, arguments: str) -> dict[str, Any]:
-        self._number += 1
-        return {"index": self._number - 1, **_call(name, arguments)}
+        self.num_calls += 1
+        return {"index": self.num_calls - 1, **call_of(name, arguments)}
 
     def _completed_by(self, text: str) -> list[dict[str, Any]]:
         """Return the objects of a JSON list that end in this piece of its text."""
@@ -56,7 +64,8 @@ class CalledTools:
         return calls
 
 
-def _call(name: str, arguments: str) -> dict[str, Any]:
+def call_of(name: str, arguments: str) -> dict[str, Any]:
+    """Return a call as clients see it, with an id of its own."""
     return {
         "id": f"chatcmpl-tool-{uuid.uuid4().hex[:16]}",
         "type": "function",
@@ -64,5 +73,6 @@ def _call(name: str, arguments: str) -> dict[str, Any]:
     }
 
 
-def _as_text(arguments: Any) -> str:
+def as_text(arguments: Any) -> str:
+    """Return arguments as the text that clients parse."""
     return json.dumps(arguments, ensure_ascii=False)

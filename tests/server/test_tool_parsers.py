@@ -1,0 +1,152 @@
+"""Calls that a model makes freely are found, whole and in a stream, and all other text is kept."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from server.serving import Server
+
+from minivllm.entrypoints.openai.settings import FrontendArgs
+from minivllm.entrypoints.openai.tool_parsers import PARSERS, ToolParser
+from minivllm.errors import MinivllmError
+
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
+ROME = '{"name": "weather", "arguments": {"city": "Rome"}}'
+
+
+def streamed(name: str, pieces: list[str]) -> tuple[str, list[tuple[str, str]]]:
+    """Return the content and the (name, arguments) that a client puts together from the deltas."""
+    parser = ToolParser(name)
+    content = ""
+    calls: list[tuple[str, str]] = []
+    for index, piece in enumerate(pieces):
+        added, deltas = parser.new(piece, is_last=index == len(pieces) - 1)
+        content += added
+        for delta in deltas:
+            function = delta["function"]
+            if "id" in delta:
+                assert delta["index"] == len(calls)
+                calls.append((function["name"], function["arguments"]))
+            else:
+                name, arguments = calls[delta["index"]]
+                calls[delta["index"]] = name, arguments + function["arguments"]
+    return content, calls
+
+
+def whole(name: str, text: str) -> tuple[str, list[tuple[str, str]]]:
+    content, calls = ToolParser(name).whole(text)
+    return content, [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
+
+
+def hermes(call: str) -> str:
+    return f"<tool_call>\n{call}\n</tool_call>"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "content", "num_calls"),
+    [
+        ("hermes", hermes(ROME), "", 1),
+        ("hermes", f"I look.\n{hermes(ROME)}\n{hermes(ROME)}\n", "I look.\n", 2),
+        ("hermes", f"{hermes(ROME)} That was all.", " That was all.", 1),
+        ("hermes", f"<tool_call>{ROME}", "", 1),
+        ("hermes", "no call, and 1 < 2 <tool", "no call, and 1 < 2 <tool", 0),
+        ("hermes", hermes('{"arguments": {"a": 1}, "name": "f"}'), "", 1),
+        ("hermes", hermes('{"name": "f"}'), hermes('{"name": "f"}'), 0),
+        ("hermes", hermes("{bad") + hermes(ROME), hermes("{bad"), 1),
+        ("hermes", hermes("3"), hermes("3"), 0),
+        ("hermes", hermes('{"name": "f", "arguments": {"a": "</tool_call> \\" {"}}'), "", 1),
+        ("llama3_json", ROME, "", 1),
+        ("llama3_json", f"<|python_tag|>{ROME}; {ROME}", "", 2),
+        ("llama3_json", '{"name": "f", "parameters": {}}', "", 1),
+        ("llama3_json", '{"answer": 42}', '{"answer": 42}', 0),
+        ("llama3_json", "It rains. {}", "It rains. {}", 0),
+        ("llama3_json", "<|python", "<|python", 0),
+    ],
+)
+def test_content_and_calls(name: str, text: str, content: str, num_calls: int) -> None:
+    found = whole(name, text)
+    assert (found[0], len(found[1])) == (content, num_calls)
+    for size in (1, 2, 3, 7, len(text)):
+        pieces = [text[start : start + size] for start in range(0, len(text), size)]
+        joined, calls = streamed(name, pieces)
+        assert joined == content, size
+        assert [(name, json.loads(arguments)) for name, arguments in calls] == [
+            (name, json.loads(arguments)) for name, arguments in found[1]
+        ]
+
+
+def test_the_name_is_sent_before_the_arguments_are_complete() -> None:
+    parser = ToolParser("hermes")
+    assert parser.new('<tool_call>{"name": "f", "arg', is_last=False) == ("", [])
+    [first] = parser.new('uments": {"a": ', is_last=False)[1]
+    assert first["function"] == {"name": "f", "arguments": '{"a": '}
+    assert parser.new("1}", is_last=False)[1] == [{"index": 0, "function": {"arguments": "1}"}}]
+    assert parser.new("}</tool_call>", is_last=True) == ("", [])
+
+
+def test_a_call_that_is_cut_off_is_text_in_a_whole_answer() -> None:
+    text = f'{hermes(ROME)}<tool_call>{{"name": "f", "arguments": {{"a'
+    assert whole("hermes", text) == ('<tool_call>{"name": "f", "arguments": {"a', [("weather", '{"city": "Rome"}')])
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-9, 9) | st.text(max_size=6),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=4), inner, max_size=2),
+    max_leaves=4,
+)
+CALLS = st.builds(
+    lambda name, arguments: json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False),
+    st.text("abc_", min_size=1, max_size=4),
+    st.dictionaries(st.text(max_size=4), JSON, max_size=3),
+)
+PARTS = st.lists(st.text("ab <\n>{}", max_size=5) | CALLS.map(hermes) | st.just("<tool_call>"), max_size=5)
+
+
+@given(PARTS, st.integers(1, 9))
+def test_a_stream_adds_up_to_the_whole(parts: list[str], size: int) -> None:
+    text = "".join(parts)
+    pieces = [text[start : start + size] for start in range(0, len(text), size)] or [""]
+    content, calls = whole("hermes", text)
+    joined, streamed_calls = streamed("hermes", pieces)
+    assert [(name, json.loads(arguments)) for name, arguments in calls] == [
+        (name, json.loads(arguments)) for name, arguments in streamed_calls
+    ]
+    assert joined == content
+
+
+def test_a_parser_that_is_not_there_is_refused_with_the_list() -> None:
+    with pytest.raises(MinivllmError, match="must be one of hermes, llama3_json"):
+        FrontendArgs(tool_call_parser="nope")
+    with pytest.raises(MinivllmError, match="needs a tool_call_parser: one of hermes, llama3_json"):
+        FrontendArgs(enable_auto_tool_choice=True)
+    assert list(PARSERS) == ["hermes", "llama3_json"]
+
+
+def test_a_server_finds_the_calls(chat: Server) -> None:
+    says = f"I look. {hermes(ROME)}"
+    body = {
+        "messages": [{"role": "user", "content": "weather?"}],
+        "tools": TOOLS,
+        "structured_outputs": {"choice": [says]},
+        "max_tokens": 200,
+        "temperature": 0,
+    }
+    [choice] = chat.client.post("/v1/chat/completions", json=body).json()["choices"]
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"]["content"] == "I look. "
+    assert choice["message"]["tool_calls"][0]["function"] == {"name": "weather", "arguments": '{"city": "Rome"}'}
+    text = chat.client.post("/v1/chat/completions", json=body | {"stream": True}).text
+    choices = [json.loads(line[6:])["choices"][0] for line in text.split("\n") if line.startswith("data: {")]
+    content = "".join(choice["delta"].get("content") or "" for choice in choices)
+    calls = [call for choice in choices for call in choice["delta"].get("tool_calls", ())]
+    assert content == "I look. "
+    assert "".join(call["function"]["arguments"] for call in calls) == '{"city": "Rome"}'
+    assert [choice["finish_reason"] for choice in choices if choice["finish_reason"]] == ["tool_calls"]
+
+
+def test_no_parser_reads_an_answer_that_may_not_call(chat: Server) -> None:
+    body = {"messages": [{"role": "user", "content": "a"}], "tools": TOOLS, "tool_choice": "none", "max_tokens": 200}
+    body["structured_outputs"] = {"choice": [hermes(ROME)]}
+    [choice] = chat.client.post("/v1/chat/completions", json=body).json()["choices"]
+    assert (choice["finish_reason"], choice["message"]["content"]) == ("stop", hermes(ROME))
