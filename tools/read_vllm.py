@@ -76,21 +76,21 @@ class Row:
 # The pages of the tour
 
 
-def stop_page(number: int, tour: Path = TOUR) -> Path:
+def stop_page(number: int) -> Path:
     """Return a stop's page.
 
     Raises:
         MinivllmError: the tour has no such stop.
     """
-    pages = stop_pages(tour)
+    pages = stop_pages()
     if not 1 <= number <= len(pages):
         raise MinivllmError(f"there is no stop {number}: the tour has stops 1 to {len(pages)}")
     return pages[number - 1]
 
 
-def stop_pages(tour: Path = TOUR) -> list[Path]:
+def stop_pages() -> list[Path]:
     """Return the pages of all stops, in order."""
-    return sorted(tour.glob("[0-9][0-9]_*.md"))
+    return sorted(TOUR.glob("[0-9][0-9]_*.md"))
 
 
 def rows(page: Path, version: str) -> list[Row]:

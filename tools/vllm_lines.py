@@ -111,7 +111,7 @@ def label(node: ast.AST) -> str:
     keyword = re.match(r"(?:async )?(?:for|while|if|with|try|except|return|raise|assert|break|continue)\b", code)
     names = NAME.findall(code[keyword.end() :] if keyword else code)
     first = next((name for name in names if name not in KEYWORDS), "").removeprefix("self.")
-    return f"{keyword[0]} {first}".strip() if keyword else first
+    return f"{keyword[0].split()[-1]} {first}".strip() if keyword else first
 
 
 def ends_of(tree: ast.AST, first: int, last: int) -> tuple[str, str]:
