@@ -15,7 +15,7 @@ WORKERS ?= 3
 BENCHMARKS := scheduler simulator kernels quality
 LESSON = $(firstword $(wildcard vllm/$(N)_*.py vllm/0$(N)_*.py))
 
-.PHONY: help setup setup-cpu run test lesson check capstone predict bugs lab notebooks claims measure bench peers clients ablation dist gpu doctor lint format card site
+.PHONY: help setup setup-cpu run test lesson check capstone predict bugs lab notebooks claims measure bench peers clients ablation dist gpu doctor lint format card site read
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | awk -F '\t' '{ printf "  make %-12s %s\n", $$1, $$2 }'
@@ -52,6 +52,9 @@ predict: setup ## predict vLLM's next step, round by round: make predict; make p
 
 bugs: setup ## open the bug museum: make bugs; make bugs B=7, then with HINT=1, LINE=core/stop.py:12 or TRY=1
 	@$(UV_RUN) python -m minivllm_lab.museum $(if $(B),--bug '$(B)') $(if $(HINT),--hint '$(HINT)') $(if $(LINE),--line '$(LINE)') $(if $(filter-out 0,$(TRY)),--try)
+
+read: setup ## open a stop of the reading tour of vLLM: make read STOP=3; ROW=2: at its second row; PRINT=1: without a pager
+	@$(UV_RUN) python tools/read_vllm.py $(if $(STOP),'$(STOP)',--help) $(if $(ROW),--row '$(ROW)') $(if $(filter-out 0,$(PRINT)),--print)
 
 lab: setup ## open the notebooks in JupyterLab, with the settings in .jupyter; your own stay as they are
 	@JUPYTER_CONFIG_PATH=$(CURDIR)/.jupyter $(UV_RUN) jupyter lab $(if $(filter 0,$(shell id -u)),--allow-root)

@@ -2,6 +2,7 @@
 
 import functools
 import io
+import sys
 import tarfile
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from minivllm_lab.exercise import load
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT / "tools"))  # its programs import each other
 tool = load(ROOT / "tools" / "vllm_names.py")
 BLOB = "https://github.com/vllm-project/vllm/blob/v0.33.0"
 POOL = f"[`vllm/v1/core/block_pool.py`]({BLOB}/vllm/v1/core/block_pool.py)"
@@ -44,6 +46,15 @@ def test_our_texts_name_what_is_there():
     assert sum(len(each.paths) for each in mentioned) > 300
     assert sum(len(each.identifiers) for each in mentioned) > 300
     assert committed_list().problems(mentioned) == []
+
+
+def test_our_texts_link_to_the_lines_that_they_say():
+    texts = tool.our_texts()
+    ranges = tool.line_ranges(texts)
+    record = committed_list().ranges
+    assert sum(bool(each.row) for each in ranges) >= 100
+    assert tool.vllm_lines.problems(ranges, record, tool.VERSION) == []
+    assert tool.vllm_lines.unexplained_names(ranges, record, texts) == []
 
 
 @pytest.mark.parametrize(

@@ -83,7 +83,7 @@ def pages_of(root: Path, repository: str) -> Pages:
     about the engine.
     """
     wanted = ["README.md", "lessons/[0-9][0-9]_*.md", "lessons/README.md", "lessons/GLOSSARY.md", "site/exercises.md"]
-    wanted += ["lessons/bugs/README.md", "lessons/notes/*.md", "ARCHITECTURE.md", "benchmarks/PERFORMANCE.md"]
+    wanted += ["lessons/bugs/README.md", "lessons/reading/*.md", "lessons/notes/*.md", "ARCHITECTURE.md", "benchmarks/PERFORMANCE.md"]
     wanted += ["vllm/models/README.md", "vllm/minivllm/FROM_VLLM.md", "CONTRIBUTING.md", "CHANGELOG.md"]
     found = [path.relative_to(root).as_posix() for pattern in wanted for path in sorted(root.glob(pattern))]
     return Pages(root, repository.rstrip("/"), tuple(found))
@@ -208,6 +208,11 @@ def contents(pages: Pages) -> str:
             *these(r"lessons/GLOSSARY\.md"),
             *these(r"site/exercises\.md"),
             *these(r"lessons/bugs/.*"),
+        ],
+        "Reading vLLM": [
+            *these(r"lessons/reading/README\.md"),
+            *these(r"lessons/reading/\d\d_.*"),
+            *these(r"lessons/reading/reports\.md"),
         ],
         "Notes": these(r"lessons/notes/.*"),
         "The engine": [

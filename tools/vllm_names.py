@@ -5,24 +5,28 @@ uv run python tools/vllm_names.py --make vllm-0.33.0.tar.gz      # write the lis
 
 The check covers the paths in Markdown, docstrings and comments (`vllm/v1/request.py`, or a link to
 it), and the identifiers in the same sentence or table cell, which one of its files must define or
-contain. It also covers vLLM's environment variables, and anything called "vLLM's `name`". The list
-has the path of every Python file, and the names in those that we cite. Its source is the archive on
-vLLM's page on PyPI, under "Download files". No network is used.
+contain. It also covers vLLM's environment variables, anything called "vLLM's `name`", and the ranges
+of lines that we link to (`vllm_lines.py`). The list has the path of every Python file, the names in
+those that we cite, what stands at the ends of the ranges, and the archive's SHA-256. Its source is
+the archive on vLLM's page on PyPI, under "Download files". No network is used.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import hashlib
 import json
 import re
 import subprocess
 import sys
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path, PurePosixPath
+
+import vllm_lines
 
 VERSION = "0.33.0"
 ROOT = Path(__file__).resolve().parents[1]
@@ -126,7 +130,10 @@ def python_blocks(text: str) -> Iterator[tuple[int, str]]:
 
 def mention(passage: Passage) -> Mention | None:
     """Return what a passage says of this version of vLLM, or None."""
-    text = LINK_TO_VLLM.sub(r"\1 \2 `\3`", passage.text)
+    text = passage.text
+    if passage.where.startswith(vllm_lines.TOUR):  # what follows a range there names statements
+        text = vllm_lines.LINK.sub(r"\g<release> `\g<path>`", text)
+    text = LINK_TO_VLLM.sub(r"\1 \2 `\3`", text)
     text = OTHER_LINK.sub(lambda link: link[1] if link[2].startswith("http") else "", text)
     paths: list[str] = []
     identifiers = [*VARIABLE.findall(text), *OF_VLLM.findall(text)]
@@ -168,6 +175,11 @@ def mentions(texts: dict[str, str]) -> list[Mention]:
     return [each for each in found if each is not None]
 
 
+def line_ranges(texts: dict[str, str]) -> list[vllm_lines.LineRange]:
+    """Return every range of vLLM's lines that these texts link to."""
+    return [each for name, text in texts.items() for each in vllm_lines.line_ranges(name, text, VERSION)]
+
+
 # vLLM's names
 
 
@@ -207,8 +219,11 @@ def sets_attribute(node: ast.AST) -> bool:
 class Source:
     """The names of vLLM: every path, and what the files that we cite define."""
 
-    def __init__(self, paths: set[str], names: dict[str, Names]) -> None:
+    def __init__(
+        self, paths: set[str], names: dict[str, Names], ranges: vllm_lines.Record | None = None
+    ) -> None:
         self.paths = paths
+        self.ranges = ranges or {}
         self.folders = {str(folder) for path in paths for folder in PurePosixPath(path).parents}
         self.names = names
 
@@ -256,12 +271,14 @@ def read_list(text: str) -> Source:
         path: {owner: set(members.split()) for owner, members in owners.items()}
         for path, owners in written["names"].items()
     }
-    return Source(paths, names)
+    return Source(paths, names, written.get("ranges"))
 
 
-def make_list(sources: dict[str, str], mentioned: list[Mention]) -> str:
-    """Return the list as JSON: the paths of Python files and of what we cite, and the names in the
-    files that we cite.
+def make_list(
+    sources: dict[str, str], mentioned: list[Mention], ranges: Iterable[vllm_lines.LineRange] = (), sha256: str = ""
+) -> str:
+    """Return the list as JSON: the paths of Python files and of what we cite, the names in the files
+    that we cite, and what stands at the ends of the line ranges.
     """
     mentioned = [located(each, set(sources)) for each in mentioned]
     cited = {path for each in mentioned for path in each.paths}
@@ -292,9 +309,9 @@ def make_list(sources: dict[str, str], mentioned: list[Mention]) -> str:
         path: {owner: " ".join(sorted(members)) for owner, members in sorted(owners.items()) if members}
         for path, owners in names.items()
     }
-    sections = {"paths": folders, "names": written}
+    sections = {"paths": folders, "names": written, "ranges": vllm_lines.record_of(ranges, sources)}
     lines = [f"{json.dumps(name)}: {{\n{entries(section)}\n}}" for name, section in sections.items()]
-    return f'{{\n"version": "{VERSION}",\n' + ",\n".join(lines) + "\n}\n"
+    return f'{{\n"version": "{VERSION}",\n"sha256": "{sha256}",\n' + ",\n".join(lines) + "\n}\n"
 
 
 def entries(section: dict) -> str:
@@ -320,17 +337,23 @@ def main() -> int:
     parser.add_argument("--make", type=Path, metavar="ARCHIVE", help=f"write the list from vllm-{VERSION}.tar.gz")
     parser.add_argument("--list", action="store_true", help="print each name and where it is")
     options = parser.parse_args()
-    mentioned = mentions(our_texts())
+    texts = our_texts()
+    mentioned = mentions(texts)
+    ranges = line_ranges(texts)
     if options.make:
-        LIST.write_text(make_list(read_archive(options.make), mentioned))
+        sha256 = hashlib.sha256(options.make.read_bytes()).hexdigest()
+        LIST.write_text(make_list(read_archive(options.make), mentioned, ranges, sha256))
     if options.list:
         for each in mentioned:
             print(each.where, *each.paths, *each.identifiers)
-    wrong = read_list(LIST.read_text()).problems(mentioned)
+    source = read_list(LIST.read_text())
+    wrong = source.problems(mentioned) + vllm_lines.problems(ranges, source.ranges, VERSION)
+    wrong += vllm_lines.unexplained_names(ranges, source.ranges, texts)
     paths = sum(len(each.paths) for each in mentioned)
     identifiers = sum(len(each.identifiers) for each in mentioned)
     print("\n".join(wrong), end="\n" if wrong else "")
-    print(f"vLLM {VERSION}: {paths} paths and {identifiers} identifiers in our texts, {len(wrong)} of them wrong")
+    counted = f"{paths} paths, {identifiers} identifiers and {len(ranges)} ranges of lines in our texts"
+    print(f"vLLM {VERSION}: {counted}, {len(wrong)} of them wrong")
     if wrong:
         print("Is a file cited for the first time? Then write the list again: tools/vllm_names.py says how.")
     return 1 if wrong else 0
