@@ -1,5 +1,5 @@
-"""The site's widgets: each with views drawn in advance, so that no kernel is needed to turn its
-knobs.
+"""Draw views of the site's widgets in advance. A page shows them until its Python has started, and
+where it cannot start: when the page is opened from disk, for example.
 
 A view is drawn for every value of the swept axis, for the values of further knobs as far as
 `MOST_VIEWS` allows, and for the presets. Settings without a view are greyed out on the page.
@@ -153,7 +153,7 @@ def front_end(source: str) -> str:
     """
     body = re.sub(r"^export default ", "const anywidget = ", source, count=1, flags=re.MULTILINE)
     body = re.sub(r"^export ", "", body, flags=re.MULTILINE)
-    return f"(() => {{\n{body}\nwindow.lessonWidgets = {{ mount, tableHost }};\n}})();\n"
+    return f"(() => {{\n{body}\nwindow.lessonWidgets = {{ Shell, tableHost, kernelHost }};\n}})();\n"
 
 
 def still(table: Mapping[str, Any]) -> str:

@@ -1,24 +1,13 @@
-// What the pages do beside reading: widgets from their tables, hints at links into the glossary, and two things that the
-// theme leaves out for those who read with a screen reader or without a mouse.
+// Hints at links into the glossary, and two things that the theme leaves out for those who read with a screen reader or
+// without a mouse.
 
 document.addEventListener("DOMContentLoaded", () => {
-  document.querySelectorAll(".lesson-widget").forEach(mountWidget);
   hintAtTerms();
   document.querySelectorAll(".caption[role=heading]").forEach((caption) => caption.setAttribute("aria-level", "2"));
   document.querySelectorAll("pre, .table-wrapper, .mermaid, div.math").forEach((box) => {
     if (box.scrollWidth > box.clientWidth) box.tabIndex = 0; // else the arrow keys cannot scroll it
   });
 });
-
-function mountWidget(place) {
-  const { views, pieces, ...table } = window.widgetTables[place.dataset.table];
-  const keyed = views.map((view) => [
-    JSON.stringify(table.axes.map((name) => view.values[name])),
-    { ...view, svg: view.svg.map((index) => pieces[index]).join("") },
-  ]);
-  place.replaceChildren();
-  window.lessonWidgets.mount(place, window.lessonWidgets.tableHost({ ...table, views: Object.fromEntries(keyed) }));
-}
 
 function hintAtTerms() {
   const hint = document.createElement("div");
