@@ -1,7 +1,7 @@
 """Build the site: the repository's lessons as web pages with search, formulas, diagrams and live
 widgets.
 
-    uv run python tools/build_site.py                  # into out/site; open out/site/index.html, no server is needed
+    uv run python tools/build_site.py                  # into out/site; open out/site/index.html
     uv run python tools/build_site.py --out FOLDER
 
 Sphinx builds the pages (its settings, style and scripts are in `site/`) from the Markdown that
@@ -75,7 +75,7 @@ class Embedded:
         live = f' data-widget="{name}"' if self.live else ""
         return site_pages.one_line(
             f'<div class="lesson-widget" data-table="{known}"{live}><figure>{site_widgets.still(table)}</figure></div>'
-            f'<p class="widget-note">{site_widgets.note(table)}</p>'
+            f'<p class="widget-note">{site_widgets.note(table, self.live)}</p>'
             '<script src="../_static/shell.js" defer></script>'
             '<script src="../_static/widgets.js" defer></script>'
             f'<script src="../_static/widgets/{path.name}" defer></script>'
@@ -132,6 +132,8 @@ def main(arguments: argparse.Namespace) -> None:
     """Build this repository's site and print where it is."""
     front = build(ROOT, arguments.out.resolve(), site_widgets.specs())
     print(f"the site is built: open {front.as_uri()}")
+    if (front.parent / "_static" / "pyodide").is_dir():
+        print(f"from a server, every knob turns: python3 -m http.server --directory {front.parent}")
 
 
 def parser() -> argparse.ArgumentParser:

@@ -162,8 +162,14 @@ def still(table: Mapping[str, Any]) -> str:
     return "".join(table["pieces"][index] for index in first["svg"])
 
 
-def note(table: Mapping[str, Any]) -> str:
-    """Return the line below the widget that says which knobs work here, and where all of them do."""
+def note(table: Mapping[str, Any], live: bool) -> str:
+    """Return the line below the table that says which knobs work here, and where all of them do.
+
+    Args:
+        table: the views.
+        live: whether the site has Python to run the widget.
+    """
     labels = {knob["name"]: knob["label"] for group in table["described"]["groups"] for knob in group["knobs"]}
     turned = ", ".join(f"<em>{escape(labels[name])}</em>" for name in table["turns"])
-    return f"This page was drawn in advance, so you can turn only {turned} here. In the notebook, every knob works."
+    started = ", and here once Python has started, if the page comes from a server" if live else ""
+    return f"These views were drawn in advance, so you can turn only {turned}. Every knob works in the notebook{started}."

@@ -10,14 +10,14 @@ const STOPPED = { tone: "tight", sign: "!", words: "That took too long, so it wa
 
 document.addEventListener("DOMContentLoaded", () => {
   const places = [...document.querySelectorAll(".lesson-widget")].map((root) => new Place(root));
-  const follow = () => places.forEach((place) => place.follow());
+  const follow = (beside) => places.forEach((place) => place.follow(beside));
   if (location.protocol.startsWith("http") && window.WebAssembly && window.Worker) {
     const course = new Course();
     places.filter((place) => place.widget).forEach((place) => place.expect(course));
   }
-  addEventListener("hashchange", follow);
-  document.addEventListener("click", ({ target }) => target.closest?.("a.knob")?.hash === location.hash && follow());
-  follow();
+  addEventListener("load", () => follow(false)); // before, pictures above it would move it
+  addEventListener("hashchange", () => follow(true));
+  document.addEventListener("click", ({ target }) => target.closest?.("a.knob")?.hash === location.hash && follow(true));
 });
 
 const same = (values, others) => Object.entries(values).every(([name, value]) => value === others?.[name]);
@@ -98,7 +98,7 @@ class Place {
   }
 
   // Set the knobs that the page's address names, if it names this widget.
-  follow() {
+  follow(beside) {
     const [name, query] = location.hash.slice(1).split("?");
     if (name !== this.shell.described.name || query === undefined) return;
     const named = [...new URLSearchParams(query)].map(([knob, text]) => [knob, this.value(knob, text)]);
@@ -108,7 +108,7 @@ class Place {
     if (this.course) this.start();
     const box = this.shell.picture.getBoundingClientRect();
     if (box.top >= 0 && box.bottom <= innerHeight) return;
-    if (matchMedia("(min-width: 63em)").matches) this.dock(true);
+    if (beside && matchMedia("(min-width: 63em)").matches) this.dock(true);
     else this.root.scrollIntoView();
   }
 
