@@ -172,4 +172,5 @@ def note(table: Mapping[str, Any], live: bool) -> str:
     labels = {knob["name"]: knob["label"] for group in table["described"]["groups"] for knob in group["knobs"]}
     turned = ", ".join(f"<em>{escape(labels[name])}</em>" for name in table["turns"])
     started = ", and here once Python has started, if the page comes from a server" if live else ""
-    return f"These views were drawn in advance, so you can turn only {turned}. Every knob works in the notebook{started}."
+    all_work = f"Every knob works in the notebook{started}."
+    return f"These views were drawn in advance, so you can turn only {turned}. {all_work}"
