@@ -108,7 +108,7 @@ gpu: ## test kernels and engine on a GPU, and measure the kernels (needs only to
 	$$python -P -m pytest $$(cat tests/gpu.txt) -m gpu $$several && \
 	$$python -P benchmarks/kernels.py --device cuda
 
-site: setup ## build the lessons as a site in out/site: open its index.html, no server needed
+site: setup ## build the lessons as a site in out/site, with Python in the page where npm can download Pyodide
 	@$(UV_RUN) python tools/build_site.py
 
 doctor: ## show what this machine can run, and what to do about the rest

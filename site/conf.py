@@ -41,7 +41,6 @@ html_theme_options = {
 html_copy_source = False
 html_show_copyright = False
 html_use_index = False
-html_show_search_summary = False  # a page opened from disk may not fetch others to quote them
 html_math_renderer = "mathml"
 
 REPLACED = {r"\ln ": r"\ln\, ", r"\dots": r"\ldots ", "½": r"{\tfrac{1}{2}}", "¼": r"{\tfrac{1}{4}}"}

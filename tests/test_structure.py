@@ -52,7 +52,10 @@ SHARED_BY_WIDGETS = (
     "mend",
     "swept",
     "session",
+    "live",
+    "page",
     "lesson_widget",
+    "notebook",
 )
 WITHOUT_TORCH = (
     "errors",

@@ -1,12 +1,13 @@
 """Build the site: the repository's lessons as web pages with search, formulas, diagrams and live
 widgets.
 
-    uv run python tools/build_site.py                  # into out/site; open out/site/index.html, no server is needed
+    uv run python tools/build_site.py                  # into out/site; open out/site/index.html
     uv run python tools/build_site.py --out FOLDER
 
-Neither the build nor the pages use the network. Sphinx builds the pages (its settings, style and
-scripts are in `site/`) from the Markdown that `site_pages` prepares; `site_widgets` draws each
-widget's views in advance.
+Sphinx builds the pages (its settings, style and scripts are in `site/`) from the Markdown that
+`site_pages` prepares; `site_widgets` draws each widget's views in advance, and `site_live` adds the
+Python that turns all knobs on a page from a server. Only its first build uses the network, and no
+page requests anything from another host.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import site_live
 import site_pages
 import site_widgets
 from address import address
@@ -44,10 +46,14 @@ class Embedded:
         specs: the widgets' specifications, by module name.
         static: the folder for scripts.
         most_views: the maximum number of views of each widget.
+        live: whether the site has Python to run the widgets.
     """
 
-    def __init__(self, specs: Mapping[str, Spec], static: Path, most_views: int) -> None:
-        self.specs, self.static, self.most_views = specs, static, most_views
+    def __init__(self, specs: Mapping[str, Spec], static: Path, most_views: int, live: bool) -> None:
+        self.specs = specs
+        self.static = static
+        self.most_views = most_views
+        self.live = live
 
     def __call__(self, module: str, function: str, arguments: Mapping[str, Any]) -> str:
         """Return the HTML for one call, or "" if it shows nothing."""
@@ -66,10 +72,12 @@ class Embedded:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(site_widgets.script(known, table))
         (self.static / "shell.js").write_text(site_widgets.front_end(shell_script()))
+        live = f' data-widget="{name}"' if self.live else ""
         return site_pages.one_line(
-            f'<div class="lesson-widget" data-table="{known}"><figure>{site_widgets.still(table)}</figure></div>'
-            f'<p class="widget-note">{site_widgets.note(table)}</p>'
+            f'<div class="lesson-widget" data-table="{known}"{live}><figure>{site_widgets.still(table)}</figure></div>'
+            f'<p class="widget-note">{site_widgets.note(table, self.live)}</p>'
             '<script src="../_static/shell.js" defer></script>'
+            '<script src="../_static/widgets.js" defer></script>'
             f'<script src="../_static/widgets/{path.name}" defer></script>'
         )
 
@@ -87,7 +95,10 @@ def build(root: Path, out: Path, specs: Mapping[str, Spec], most_views: int = si
     with tempfile.TemporaryDirectory() as folder:
         source, static, built = (Path(folder, part) for part in ("source", "static", "built"))
         static.mkdir()
-        site_pages.stage(pages, source, Embedded(specs, static, most_views))
+        missing = site_live.add(root, static, specs)
+        if missing:
+            print(f"the site's widgets turn only the knobs that were drawn in advance: {missing}")
+        site_pages.stage(pages, source, Embedded(specs, static, most_views, live=not missing))
         (static / "shell.css").write_text(shell_style())
         (static / "glossary.js").write_text(f"window.glossary = {json.dumps(site_pages.definitions(pages))};\n")
         run_sphinx(pages, source, built, static)
@@ -121,6 +132,8 @@ def main(arguments: argparse.Namespace) -> None:
     """Build this repository's site and print where it is."""
     front = build(ROOT, arguments.out.resolve(), site_widgets.specs())
     print(f"the site is built: open {front.as_uri()}")
+    if (front.parent / "_static" / "pyodide").is_dir():
+        print(f"from a server, every knob turns: python3 -m http.server --directory {front.parent}")
 
 
 def parser() -> argparse.ArgumentParser:

@@ -54,6 +54,11 @@ def broken_links(path: Path) -> list[str]:
         if target.startswith(ELSEWHERE):
             continue
         name, _, anchor = unquote(target).partition("#")
+        widget, mark, _ = anchor.partition("?")
+        if mark and not name:  # it sets knobs of a widget on this page
+            if f"{widget}.show(" not in path.read_text():
+                problems.append(f"{path.relative_to(ROOT)}: {target}: this page does not show the widget {widget}")
+            continue
         where = (path.parent / name).resolve() if name else path
         if not where.exists():
             problems.append(f"{path.relative_to(ROOT)}: {target} has no target")

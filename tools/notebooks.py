@@ -354,6 +354,8 @@ def _relinked(line: str, headings: dict[str, str]) -> str:
 
 
 def _target(target: str, headings: dict[str, str]) -> str:
+    if target.startswith("#") and "?" in target:  # it sets knobs of the widget in that section
+        target = "#turn-the-knobs"
     if target.startswith("#"):
         return "#" + headings.get(target[1:], target[1:])
     if target.startswith("/") or re.match(r"[a-zA-Z][a-zA-Z0-9+.-]*:", target):

@@ -27,6 +27,8 @@ from notebooks import CODE_SPAN, LINKS, Fence, read_lesson
 INDEX = "index.md"
 PICTURES = (".svg", ".png")
 ELSEWHERE = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*:|#|/")
+KNOB_LINK = re.compile(r"\[([^\]]*)\]\((#\w+\?[^)\s]*)\)")
+"""`[words](#widget?knob=value)`, which Sphinx would take for a broken link to a heading."""
 MARKDOWN_LINK = re.compile(r"\[([^\]]*)\]\([^)]*\)")
 IDS = re.compile(r' id="(?!diagram)[^"]*"')
 DIAGRAM = {
@@ -114,7 +116,8 @@ def page_lines(pages: Pages, name: str, embed: Embed) -> list[str]:
                 embedded = False
                 continue
             embedded = embedded and not part
-            lines.append(relinked(part, lambda target: pages.target(name, target)))
+            linked = KNOB_LINK.sub(knob_link, part)
+            lines.append(relinked(linked, lambda target: pages.target(name, target)))
         elif part.language == "mermaid":
             diagrams += 1
             lines += ["", diagram(part, diagrams), ""]
@@ -155,6 +158,11 @@ def relinked(line: str, turn: Callable[[str], str]) -> str:
     for pattern in LINKS:
         line = pattern.sub(replaced, line)
     return line
+
+
+def knob_link(match: re.Match[str]) -> str:
+    """Return the HTML of a link that sets knobs of a widget on its page."""
+    return f'<a class="knob" href="{escape(match[2])}" title="Show this in the widget">{match[1]}</a>'
 
 
 def calls(cell: Fence) -> Iterator[tuple[str, str, dict[str, Any]]]:

@@ -1,5 +1,5 @@
-"""The site's widgets: each with views drawn in advance, so that no kernel is needed to turn its
-knobs.
+"""Draw views of the site's widgets in advance. A page shows them until its Python has started, and
+where it cannot start: when the page is opened from disk, for example.
 
 A view is drawn for every value of the swept axis, for the values of further knobs as far as
 `MOST_VIEWS` allows, and for the presets. Settings without a view are greyed out on the page.
@@ -153,7 +153,7 @@ def front_end(source: str) -> str:
     """
     body = re.sub(r"^export default ", "const anywidget = ", source, count=1, flags=re.MULTILINE)
     body = re.sub(r"^export ", "", body, flags=re.MULTILINE)
-    return f"(() => {{\n{body}\nwindow.lessonWidgets = {{ mount, tableHost }};\n}})();\n"
+    return f"(() => {{\n{body}\nwindow.lessonWidgets = {{ Shell, tableHost, kernelHost }};\n}})();\n"
 
 
 def still(table: Mapping[str, Any]) -> str:
@@ -162,8 +162,15 @@ def still(table: Mapping[str, Any]) -> str:
     return "".join(table["pieces"][index] for index in first["svg"])
 
 
-def note(table: Mapping[str, Any]) -> str:
-    """Return the line below the widget that says which knobs work here, and where all of them do."""
+def note(table: Mapping[str, Any], live: bool) -> str:
+    """Return the line below the table that says which knobs work here, and where all of them do.
+
+    Args:
+        table: the views.
+        live: whether the site has Python to run the widget.
+    """
     labels = {knob["name"]: knob["label"] for group in table["described"]["groups"] for knob in group["knobs"]}
     turned = ", ".join(f"<em>{escape(labels[name])}</em>" for name in table["turns"])
-    return f"This page was drawn in advance, so you can turn only {turned} here. In the notebook, every knob works."
+    started = ", and here once Python has started, if the page comes from a server" if live else ""
+    all_work = f"Every knob works in the notebook{started}."
+    return f"These views were drawn in advance, so you can turn only {turned}. {all_work}"

@@ -1,23 +1,48 @@
-// What the pages do beside reading: widgets from their tables, hints at links into the glossary, and two things that the
-// theme leaves out for those who read with a screen reader or without a mouse.
+// Hints at links into the glossary, the reader's progress, and two things that the theme leaves out for those who read with
+// a screen reader or without a mouse.
+
+if (location.protocol === "file:") DOCUMENTATION_OPTIONS.SHOW_SEARCH_SUMMARY = false; // it may not fetch pages to quote them
 
 document.addEventListener("DOMContentLoaded", () => {
-  document.querySelectorAll(".lesson-widget").forEach(mountWidget);
   hintAtTerms();
+  keepProgress();
   document.querySelectorAll(".caption[role=heading]").forEach((caption) => caption.setAttribute("aria-level", "2"));
   document.querySelectorAll("pre, .table-wrapper, .mermaid, div.math").forEach((box) => {
     if (box.scrollWidth > box.clientWidth) box.tabIndex = 0; // else the arrow keys cannot scroll it
   });
 });
 
-function mountWidget(place) {
-  const { views, pieces, ...table } = window.widgetTables[place.dataset.table];
-  const keyed = views.map((view) => [
-    JSON.stringify(table.axes.map((name) => view.values[name])),
-    { ...view, svg: view.svg.map((index) => pieces[index]).join("") },
-  ]);
-  place.replaceChildren();
-  window.lessonWidgets.mount(place, window.lessonWidgets.tableHost({ ...table, views: Object.fromEntries(keyed) }));
+// Remember in this browser which lessons the reader has read to the end, and say so in the side bar.
+function keepProgress() {
+  const lesson = (url) => url.match(/\/lessons\/(\d\d)_\w+\.html/)?.[1];
+  const links = [...document.querySelectorAll(".sidebar-tree a")].filter((link) => lesson(link.href));
+  const finished = new Set((stored("finished") ?? "").split(" "));
+  const show = () => {
+    const done = links.filter((link) => finished.has(lesson(link.href)));
+    done.filter((link) => !link.querySelector("b")).forEach((link) => link.insertAdjacentHTML("beforeend", ' <b role="img" aria-label="finished">✓</b>'));
+    const caption = document.querySelector(".sidebar-tree .caption-text");
+    if (done.length) caption.textContent = `Lessons · ${done.length} of ${links.length}`;
+  };
+  show();
+  const end = document.querySelector(".next-page");
+  const here = lesson(location.href);
+  if (!here || !end) return;
+  new IntersectionObserver((seen) => {
+    if (!seen.some(({ isIntersecting }) => isIntersecting)) return;
+    finished.add(here);
+    stored("finished", [...finished].join(" ").trim());
+    show();
+  }).observe(end);
+}
+
+// What the browser keeps under this name, or nothing where it keeps nothing.
+function stored(name, text) {
+  try {
+    if (text !== undefined) localStorage.setItem(name, text);
+    return localStorage.getItem(name);
+  } catch {
+    return null;
+  }
 }
 
 function hintAtTerms() {

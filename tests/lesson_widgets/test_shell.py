@@ -22,7 +22,7 @@ def heard(*messages: dict) -> LessonWidget:
     async def live() -> LessonWidget:
         widget = LessonWidget(SPEC)
         for message in messages:
-            widget._heard(widget, message, [])
+            widget.heard(message)
         await asyncio.sleep(0.05)
         return widget
 

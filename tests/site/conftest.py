@@ -26,6 +26,8 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "tools"))  # its programs import each other
 SPEC = load(ROOT / "tests" / "site" / "tiny.py").SPEC
 CELL = """
+Look at [a load of 1.5](#tiny?load=1.5).
+
 ```python exec
 from widgets import tiny
 
@@ -38,8 +40,11 @@ VIEWS = 16
 def repository(folder: Path) -> Path:
     """Copy this repository, with one more widget in its first lesson."""
     for path in ROOT.iterdir():
-        if path.name not in (".git", ".venv", "out", "lessons"):
+        if path.name not in (".git", ".venv", "out", "lessons", "widgets"):
             (folder / path.name).symlink_to(path)
+    shutil.copytree(ROOT / "widgets", folder / "widgets", ignore=shutil.ignore_patterns("__pycache__"))
+    (folder / "widgets" / "tiny").mkdir()
+    (folder / "widgets" / "tiny" / "__init__.py").symlink_to(ROOT / "tests" / "site" / "tiny.py")
     shutil.copytree(ROOT / "lessons", folder / "lessons")
     lesson = folder / "lessons" / "01_kv_cache.md"
     before, heading, after = lesson.read_text().partition("\n## Measured\n")

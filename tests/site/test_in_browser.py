@@ -6,8 +6,8 @@ import re
 from pathlib import Path
 
 import pytest
-from e2e.browser import serious_violations
-from playwright.sync_api import Page
+from e2e.browser import Seen, serious_violations
+from playwright.sync_api import Browser, Page
 
 pytestmark = pytest.mark.browser
 LESSON = "lessons/01_kv_cache.html"
@@ -117,6 +117,19 @@ def test_the_opening_figure_is_stepped_through_by_keyboard(opened):
         assert [steps.nth(index).is_visible() for index in (0, 1)] == [False, True]
 
 
+def test_a_lesson_read_to_its_end_is_marked_in_the_side_bar(opened):
+    with opened("lessons/02_paged_attention.html") as site:
+        caption = site.page.locator(".sidebar-tree .caption-text").first
+        assert caption.text_content() == "Lessons"
+        site.page.locator(".next-page").scroll_into_view_if_needed()
+        site.page.locator(".sidebar-tree [aria-label=finished]").wait_for()
+        assert caption.text_content() == "Lessons · 1 of 12"
+        site.page.reload()
+        assert caption.text_content() == "Lessons · 1 of 12"
+        site.page.evaluate("localStorage.clear()")
+        assert site.complaints() == []
+
+
 def test_the_page_and_its_pictures_follow_the_theme(opened):
     with opened(LESSON) as site:
         for theme in ("light", "dark"):
@@ -162,3 +175,25 @@ def test_on_a_telephone_every_widget_lives_nothing_sticks_out_of_a_page_and_none
         assert wide == {}
         assert tab.complaints() == []
     assert len(widgets) > 12
+
+
+def test_on_a_telephone_pictures_are_whole_and_everything_is_large_enough_for_a_finger(site: Path, browser: Browser):
+    context = browser.new_context(viewport={"width": 390, "height": 844}, has_touch=True, is_mobile=True)
+    page, seen = context.new_page(), Seen()
+    seen.watch(page)
+    page.goto(f"{site.as_uri()}/{LESSON}")
+    page.locator(f"{WIDGET} button", has_text="Show me").click()
+    for picture in page.locator(".lw-picture > svg").all():
+        box = picture.bounding_box()
+        assert box
+        assert box["x"] >= 0
+        assert box["x"] + box["width"] <= 390
+    targets = page.locator(f"{WIDGET} .lw").locator(
+        "button, select, summary, input:not([type=checkbox]), .lw-switch label"
+    )
+    heights = {target.inner_text() or target.get_attribute("id"): target.bounding_box() for target in targets.all()}
+    assert len(heights) > 10
+    assert {name: box for name, box in heights.items() if box and min(box["width"], box["height"]) < 44} == {}
+    assert page.locator("[data-live]").count() == 0, "Python cannot run on a page from disk"
+    assert seen.errors == []
+    context.close()

@@ -25,6 +25,8 @@ class State:
 
 
 def sweep(load: float, servers: int, loud: bool, note: str) -> State:
+    while note == "hang":
+        pass
     return State(load, servers, loud, note)
 
 

@@ -10,7 +10,6 @@ Face hub.
 
 import argparse
 from collections import Counter
-from pathlib import Path
 
 from minivllm.config import ModelConfig
 from minivllm.config.units import GIB
@@ -21,25 +20,10 @@ from minivllm.memory.kv_layers import FullLayer, StateLayer, WindowLayer
 from minivllm_lab.cli import Parser, run
 from minivllm_lab.tables import console, table
 from minivllm_simulate.hardware import HARDWARE
-from minivllm_simulate.known_models import CONFIGS, known_model
+from minivllm_simulate.known_models import CONFIGS, find_model, known_model
 
 TABLE_TP = (1, 2, 8)
 KINDS = {FullLayer: "full attention", WindowLayer: "sliding windows", StateLayer: "linear attention"}
-
-
-def find_model(name: str) -> ModelConfig:
-    """Return a local model, a well-known one, or one from the hub, in this order.
-
-    Raises:
-        MinivllmError: no such model exists.
-    """
-    if not Path(name).expanduser().exists():
-        try:
-            return known_model(name)
-        except MinivllmError:
-            if "/" not in name:
-                raise
-    return ModelConfig.from_pretrained(name)
 
 
 def print_ledger(name: str, ledger: MemoryLedger) -> None:

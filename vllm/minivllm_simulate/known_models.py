@@ -2,6 +2,7 @@
 no network.
 """
 
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -143,3 +144,18 @@ def known_model(name: str) -> ModelConfig:
             return ModelConfig.from_dict(config)
     short_names = ", ".join(full_name.split("/")[1] for full_name in (*CONFIGS, *HYBRIDS))
     raise MinivllmError(f"no known shape for the model {name!r}; known: {short_names}")
+
+
+def find_model(name: str) -> ModelConfig:
+    """Return a local model, a well-known one, or one from the hub, in this order.
+
+    Raises:
+        MinivllmError: no such model exists.
+    """
+    if not Path(name).expanduser().exists():
+        try:
+            return known_model(name)
+        except MinivllmError:
+            if "/" not in name:
+                raise
+    return ModelConfig.from_pretrained(name)

@@ -33,7 +33,8 @@ from widgets.attention_heads.state import (
 )
 from widgets.shell.advice import Rule, at_least, choose, progress, use
 from widgets.shell.knobs import choice, labelled, steps
-from widgets.shell.lesson_widget import LessonWidget
+from widgets.shell.live import Live
+from widgets.shell.notebook import notebook_widget
 from widgets.shell.plot import tokens
 from widgets.shell.spec import Challenge, Guess, Progress, Spec, Verdict
 
@@ -228,6 +229,6 @@ SPEC = Spec(
 )
 
 
-def show(**knobs: Any) -> LessonWidget:
+def show(**knobs: Any) -> Live:
     """Show the widget; `kv_heads_of_rank=` takes your function from exercise 09."""
-    return LessonWidget(SPEC, **knobs)
+    return notebook_widget(SPEC, **knobs)

@@ -35,7 +35,8 @@ from widgets.chunked_prefill.state import (
 )
 from widgets.shell.advice import Rule, at_least, at_most, choose, progress, use
 from widgets.shell.knobs import choice, labelled, steps
-from widgets.shell.lesson_widget import LessonWidget
+from widgets.shell.live import Live
+from widgets.shell.notebook import notebook_widget
 from widgets.shell.plot import seconds, tokens
 from widgets.shell.spec import Challenge, Guess, Progress, Spec, Verdict
 
@@ -293,8 +294,8 @@ SPEC = Spec(
 )
 
 
-def show(**knobs: Any) -> LessonWidget:
+def show(**knobs: Any) -> Live:
     """Show the widget; `chunk_limit=`, `running_tokens=` and `admitted_tokens=` take your parts
     of exercise 10.
     """
-    return LessonWidget(SPEC, **knobs)
+    return notebook_widget(SPEC, **knobs)

@@ -17,7 +17,8 @@ from widgets.continuous_batching.figure import figure
 from widgets.continuous_batching.runs import REQUESTS
 from widgets.shell.advice import at_least, progress
 from widgets.shell.knobs import choice, entry, slider, steps
-from widgets.shell.lesson_widget import LessonWidget
+from widgets.shell.live import Live
+from widgets.shell.notebook import notebook_widget
 from widgets.shell.plot import seconds
 from widgets.shell.spec import Challenge, Guess, Progress, Spec, Verdict
 
@@ -164,6 +165,6 @@ SPEC = Spec(
 )
 
 
-def show(**knobs: Any) -> LessonWidget:
+def show(**knobs: Any) -> Live:
     """Show the widget; `schedule=` takes your function from exercise 04."""
-    return LessonWidget(SPEC, **knobs)
+    return notebook_widget(SPEC, **knobs)

@@ -35,7 +35,8 @@ from widgets.disaggregation.state import (
 )
 from widgets.shell.advice import Rule, at_least, at_most, progress, use
 from widgets.shell.knobs import choice, labelled, steps, switch
-from widgets.shell.lesson_widget import LessonWidget
+from widgets.shell.live import Live
+from widgets.shell.notebook import notebook_widget
 from widgets.shell.plot import figures, seconds, tokens
 from widgets.shell.spec import Challenge, Guess, Progress, Spec, Verdict
 
@@ -266,6 +267,6 @@ SPEC = Spec(
 )
 
 
-def show(**knobs: Any) -> LessonWidget:
+def show(**knobs: Any) -> Live:
     """Show the widget; `connector=` takes your `ConnectorScheduler` from exercise 08."""
-    return LessonWidget(SPEC, **knobs)
+    return notebook_widget(SPEC, **knobs)

@@ -15,7 +15,8 @@ from widgets.flash_attention.figure import detail, figure
 from widgets.flash_attention.row import Step
 from widgets.flash_attention.state import KEYS, LENGTHS, QUERIES, State, sweep
 from widgets.shell.knobs import choice, steps
-from widgets.shell.lesson_widget import LessonWidget
+from widgets.shell.live import Live
+from widgets.shell.notebook import notebook_widget
 from widgets.shell.plot import tokens
 from widgets.shell.spec import Guess, Spec, Verdict
 
@@ -127,8 +128,8 @@ SPEC = Spec(
 )
 
 
-def show(**knobs: Any) -> LessonWidget:
+def show(**knobs: Any) -> Live:
     """Show the widget: `show(block_q=128)` sets a knob, `show(softmax_step=mine.softmax_step)`
     runs your function.
     """
-    return LessonWidget(SPEC, **knobs)
+    return notebook_widget(SPEC, **knobs)

@@ -21,7 +21,8 @@ from widgets.kv_cache.figure import draw, percent
 from widgets.kv_cache.state import CONTEXTS, START, State, sweep
 from widgets.shell.advice import at_least, at_most, choose, progress, use
 from widgets.shell.knobs import choice, entry, slider, steps
-from widgets.shell.lesson_widget import LessonWidget
+from widgets.shell.live import Live
+from widgets.shell.notebook import notebook_widget
 from widgets.shell.plot import counted, tokens
 from widgets.shell.spec import Challenge, Guess, Progress, Spec, Verdict
 
@@ -247,6 +248,6 @@ SPEC = Spec(
 )
 
 
-def show(**knobs: Any) -> LessonWidget:
+def show(**knobs: Any) -> Live:
     """Show the widget; `kv_bytes_per_token=` takes your function from exercise 01."""
-    return LessonWidget(SPEC, **knobs)
+    return notebook_widget(SPEC, **knobs)

@@ -18,9 +18,8 @@ from minivllm.memory import KVGroups, MemoryLedger, max_concurrency, memory_ledg
 from minivllm.memory.bytes_per_token import DTYPE_BYTES
 from minivllm.memory.kv_layers import FullLayer
 from minivllm_lab.bounded import bounded
-from minivllm_lab.calculator import find_model
 from minivllm_simulate.hardware import HARDWARE, Hardware, get_hardware
-from minivllm_simulate.known_models import CONFIGS, HYBRIDS
+from minivllm_simulate.known_models import CONFIGS, HYBRIDS, find_model
 from minivllm_simulate.workloads import FileWorkload, Workload, workload
 from widgets.shell.spec import require_numbers
 

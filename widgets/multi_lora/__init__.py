@@ -31,7 +31,8 @@ from widgets.multi_lora.state import (
 )
 from widgets.shell.advice import Rule, at_least, at_most, progress, use
 from widgets.shell.knobs import choice, labelled, steps
-from widgets.shell.lesson_widget import LessonWidget
+from widgets.shell.live import Live
+from widgets.shell.notebook import notebook_widget
 from widgets.shell.plot import counted, seconds
 from widgets.shell.spec import Challenge, Guess, Progress, Spec, Verdict
 
@@ -242,6 +243,6 @@ SPEC = Spec(
 )
 
 
-def show(**knobs: Any) -> LessonWidget:
+def show(**knobs: Any) -> Live:
     """Show the widget; `table=` and `admit=` take your parts from exercise 12."""
-    return LessonWidget(SPEC, **knobs)
+    return notebook_widget(SPEC, **knobs)

@@ -32,7 +32,8 @@ from widgets.optimization_catalog.runs import (
     weight_bytes,
 )
 from widgets.shell.knobs import Knob, choice, steps, switch
-from widgets.shell.lesson_widget import LessonWidget
+from widgets.shell.live import Live
+from widgets.shell.notebook import notebook_widget
 from widgets.shell.plot import counted, figures
 from widgets.shell.spec import Challenge, Guess, Progress, Spec, Verdict
 
@@ -267,6 +268,6 @@ SPEC = Spec(
 )
 
 
-def show(**knobs: Any) -> LessonWidget:
+def show(**knobs: Any) -> Live:
     """Show the widget, with any knobs set: `show(gpu="H100", slots=1)`."""
-    return LessonWidget(SPEC, **knobs)
+    return notebook_widget(SPEC, **knobs)

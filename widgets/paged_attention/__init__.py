@@ -26,7 +26,8 @@ from minivllm_simulate.workloads import WORKLOADS, RequestLengths, Workload, wor
 from widgets.paged_attention.figure import draw, percent, slots, times
 from widgets.shell.advice import progress
 from widgets.shell.knobs import choice, entry, steps
-from widgets.shell.lesson_widget import LessonWidget
+from widgets.shell.live import Live
+from widgets.shell.notebook import notebook_widget
 from widgets.shell.plot import figures
 from widgets.shell.spec import Challenge, Guess, Progress, Spec, Verdict
 
@@ -419,8 +420,8 @@ SPEC = Spec(
 )  # fmt: skip
 
 
-def show(**knobs: Any) -> LessonWidget:
+def show(**knobs: Any) -> Live:
     """Show the widget: `show(block_size=64)` sets a knob, `show(block_pool=BlockPool)` runs your
     pool.
     """
-    return LessonWidget(SPEC, **knobs)
+    return notebook_widget(SPEC, **knobs)

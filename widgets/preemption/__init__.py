@@ -31,7 +31,8 @@ from widgets.preemption.state import (
 )
 from widgets.shell.advice import Rule, at_least, at_most, choose, progress, use
 from widgets.shell.knobs import choice, labelled, steps
-from widgets.shell.lesson_widget import LessonWidget
+from widgets.shell.live import Live
+from widgets.shell.notebook import notebook_widget
 from widgets.shell.plot import counted, seconds, tokens
 from widgets.shell.spec import Challenge, Guess, Progress, Spec, Verdict
 
@@ -280,6 +281,6 @@ SPEC = Spec(
 )
 
 
-def show(**knobs: Any) -> LessonWidget:
+def show(**knobs: Any) -> Live:
     """Show the widget; `victim=` takes your function from exercise 11."""
-    return LessonWidget(SPEC, **knobs)
+    return notebook_widget(SPEC, **knobs)

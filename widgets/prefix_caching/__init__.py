@@ -25,7 +25,8 @@ from widgets.prefix_caching.state import (
 )
 from widgets.shell.advice import at_least, at_most, choose, progress
 from widgets.shell.knobs import choice, steps
-from widgets.shell.lesson_widget import LessonWidget
+from widgets.shell.live import Live
+from widgets.shell.notebook import notebook_widget
 from widgets.shell.plot import counted, tokens
 from widgets.shell.spec import Challenge, Guess, Progress, Spec, Verdict
 
@@ -243,11 +244,11 @@ SPEC = Spec(
 )
 
 
-def show(**knobs: Any) -> LessonWidget:
+def show(**knobs: Any) -> Live:
     """Show the widget: `show(kind="chat")` sets a knob, `show(hash_block_tokens=...)` runs your
     function.
 
     Raises:
         MinivllmError: No knob has this name, or it does not take this value.
     """
-    return LessonWidget(SPEC, **knobs)
+    return notebook_widget(SPEC, **knobs)

@@ -21,7 +21,8 @@ from widgets.serving.runs import RATES
 from widgets.serving.state import DPS, GPUS, MODELS, OUTPUTS, PPS, PROMPTS, START, TPS, State, sweep
 from widgets.shell.advice import Rule, at_least, at_most, progress, use
 from widgets.shell.knobs import choice, entry, steps
-from widgets.shell.lesson_widget import LessonWidget
+from widgets.shell.live import Live
+from widgets.shell.notebook import notebook_widget
 from widgets.shell.plot import figures, seconds
 from widgets.shell.spec import Challenge, Guess, Progress, Spec, Verdict
 
@@ -222,6 +223,6 @@ SPEC = Spec(
 )
 
 
-def show(**knobs: Any) -> LessonWidget:
+def show(**knobs: Any) -> Live:
     """Show the widget; `output_collector=` takes your class from exercise 06."""
-    return LessonWidget(SPEC, **knobs)
+    return notebook_widget(SPEC, **knobs)

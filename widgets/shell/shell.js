@@ -12,7 +12,8 @@
 
 export default { render: ({ model, el }) => mount(el, kernelHost(model)) };
 
-function kernelHost(model) {
+// A host whose model has the form of anywidget's: a notebook's kernel, or the site's worker.
+export function kernelHost(model) {
   const send = (message) => {
     try {
       model.send(message);
@@ -83,14 +84,15 @@ const button = (label, onclick, more = {}) => make("button", { type: "button", o
 let mounted = 0;
 
 export function mount(root, host) {
-  const widget = new Shell(root, host, `lw${(mounted += 1)}`);
+  const widget = new Shell(root, host);
   return () => widget.leave();
 }
 
-class Shell {
-  constructor(root, host, id) {
+export class Shell {
+  // `before` is the widget whose place this one takes.
+  constructor(root, host, before = null) {
     this.host = host;
-    this.id = id;
+    this.id = before?.id ?? `lw${(mounted += 1)}`;
     this.described = host.described;
     this.knobs = new Map();
     this.serial = 0;
@@ -99,15 +101,26 @@ class Shell {
     this.values = {}; // the knobs' positions
     this.width = null;
     this.frame = null;
-    this.asked = !this.described.guess; // there is none where the knobs differ from those that it is about
-    this.page = 0;
-    this.met = new Set();
-    this.challenge = 0;
+    this.asked = !this.described.guess || Boolean(before?.asked); // there is none where the knobs differ from those that it is about
+    this.page = before?.page ?? 0;
+    this.met = before?.met ?? new Set();
+    this.challenge = before?.challenge ?? 0;
     this.build(root);
     this.known = new Map(); // views drawn ahead, by width and knobs
     this.forget = [host.onView(() => this.viewed()), host.onAhead((view, width) => this.know(view, width)), watchTheme(this.el, "lw-dark"), this.watchWidth()];
     if (this.described.still) document.querySelectorAll(`.${this.described.still}`).forEach((still) => still.remove());
     this.viewed();
+  }
+
+  // Go on with another host: the same widget, where the reader is.
+  replaced(host) {
+    const root = this.el.parentNode;
+    const focused = root.contains(document.activeElement) ? document.activeElement.id : "";
+    this.leave();
+    this.el.remove();
+    const next = new Shell(root, host, this);
+    document.getElementById(focused)?.focus({ preventScroll: true });
+    return next;
   }
 
   leave() {
@@ -170,7 +183,7 @@ class Shell {
 
   buildStage() {
     const words = "Picture. Use the arrow keys to step through its marks.";
-    this.picture = make("div", { class: "lw-picture", tabindex: 0, role: "group", "aria-label": words, "aria-describedby": this.tip.id, ...KEYS });
+    this.picture = make("div", { class: "lw-picture", id: `${this.id}-picture`, tabindex: 0, role: "group", "aria-label": words, "aria-describedby": this.tip.id, ...KEYS });
     this.sign = make("b", {});
     this.words = make("span", {});
     this.trace = make("pre", {});
@@ -235,6 +248,7 @@ class Shell {
   turn(values) {
     this.answer();
     this.ask(values, this.width);
+    this.el.dispatchEvent(new CustomEvent("lw-turn", { bubbles: true }));
   }
 
   jump(values) {

@@ -20,7 +20,8 @@ from minivllm_simulate.known_models import CONFIGS
 from minivllm_simulate.levers import LARGEST_GRAPH
 from widgets.shell.advice import Rule, at_least, at_most, choose, progress, use
 from widgets.shell.knobs import choice, labelled, slider, steps
-from widgets.shell.lesson_widget import LessonWidget
+from widgets.shell.live import Live
+from widgets.shell.notebook import notebook_widget
 from widgets.shell.plot import tokens
 from widgets.shell.spec import Challenge, Guess, Progress, Spec, Verdict
 from widgets.speculative_decoding.figure import drafter_words, figure, milliseconds, own_words
@@ -288,6 +289,6 @@ SPEC = Spec(
 )
 
 
-def show(**knobs: Any) -> LessonWidget:
+def show(**knobs: Any) -> Live:
     """Show the widget; `accept=` takes your function from exercise 07."""
-    return LessonWidget(SPEC, **knobs)
+    return notebook_widget(SPEC, **knobs)
