@@ -84,8 +84,9 @@ def pages_of(root: Path, repository: str) -> Pages:
     """Return a repository's pages: its README, the lessons and what accompanies them, and the pages
     about the engine.
     """
-    wanted = ["README.md", "lessons/[0-9][0-9]_*.md", "lessons/README.md", "lessons/GLOSSARY.md", "site/exercises.md"]
-    wanted += ["lessons/bugs/README.md", "lessons/reading/*.md", "lessons/notes/*.md", "ARCHITECTURE.md", "benchmarks/PERFORMANCE.md"]
+    wanted = ["README.md", "lessons/[0-9][0-9]_*.md", "lessons/README.md", "lessons/left_out.md", "lessons/GLOSSARY.md"]
+    wanted += ["site/exercises.md", "lessons/bugs/README.md", "lessons/reading/*.md", "lessons/notes/*.md"]
+    wanted += ["ARCHITECTURE.md", "benchmarks/PERFORMANCE.md"]
     wanted += ["vllm/models/README.md", "vllm/minivllm/FROM_VLLM.md", "CONTRIBUTING.md", "CHANGELOG.md"]
     found = [path.relative_to(root).as_posix() for pattern in wanted for path in sorted(root.glob(pattern))]
     return Pages(root, repository.rstrip("/"), tuple(found))
@@ -216,6 +217,7 @@ def contents(pages: Pages) -> str:
             *these(r"lessons/GLOSSARY\.md"),
             *these(r"site/exercises\.md"),
             *these(r"lessons/bugs/.*"),
+            *these(r"lessons/left_out\.md"),
         ],
         "Reading vLLM": [
             *these(r"lessons/reading/README\.md"),

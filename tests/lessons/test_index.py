@@ -41,13 +41,13 @@ def test_each_lesson_ends_with_notes_for_whoever_teaches_it(stem):
     assert "or whoever teaches this" in ending, "the index promises them: put them there, or a link to them"
 
 
-@pytest.mark.parametrize("stem", [stem for stem in STEMS if "**Timetable.**" in (LESSONS / f"{stem}.md").read_text()])
-def test_a_timetable_adds_up_to_the_header(stem):
-    text = (LESSONS / f"{stem}.md").read_text()
-    timetable = re.search(r"\*\*Timetable\.\*\*(.*?);\s+then (.*?)\.\s", text, re.DOTALL)
-    assert timetable, "a timetable reads: minutes of the talk; then minutes of the exercise."
-    sums = [sum(map(int, re.findall(r"\b\d+\b", part))) for part in timetable.groups()]
-    header = re.search(r"\*\*Time:\*\* (\d+) minutes of talk, (\d+) of exercise", text)
+@pytest.mark.parametrize("stem", STEMS)
+def test_a_plan_adds_up_to_the_header(stem):
+    notes = (LESSONS / "notes" / f"{stem}.md").read_text()
+    plan = re.search(r"\*\*Plan\.\*\* The talk: (.*?)\.\s+Then the exercise: (.*?)\.\s", notes, re.DOTALL)
+    assert plan, "a plan reads: The talk: minutes. Then the exercise: minutes."
+    sums = [sum(map(int, re.findall(r"\b\d+\b", part))) for part in plan.groups()]
+    header = re.search(r"\*\*Time:\*\* (\d+) minutes of talk, (\d+) of exercise", (LESSONS / f"{stem}.md").read_text())
     assert header, f"{stem}.md does not say its minutes"
     assert sums == [int(minutes) for minutes in header.groups()]
 
