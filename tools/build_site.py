@@ -62,7 +62,17 @@ class Embedded:
             return self.widget(name, arguments)
         if package.startswith("minivllm_lab.") and (name, function) == ("opening", "frames"):
             return f'<div class="steps">{site_pages.one_line(import_module(module).frames(**arguments).html())}</div>'
+        if (module, function) == ("minivllm_lab.predict.page", "rounds"):
+            return self.game(import_module(module).rounds())
         return ""
+
+    def game(self, levels: list[dict[str, Any]]) -> str:
+        """Return the HTML of the game of the next step."""
+        (self.static / "predict_rounds.js").write_text(f"window.predictRounds = {json.dumps(levels)};\n")
+        return (
+            '<div class="predict"></div><script src="../_static/predict_rounds.js" defer></script>'
+            '<script src="../_static/predict.js" defer></script>'
+        )
 
     def widget(self, name: str, arguments: Mapping[str, Any]) -> str:
         """Return a widget's HTML: its first picture, which the script then replaces."""

@@ -31,7 +31,9 @@ from minivllm_simulate.known_models import known_model
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "lessons" / "reading" / "reports.md"
-QUOTE = re.compile(r"<!-- report: (?P<name>[\w-]+) -->\n(?:\n```bash\n.*?\n```\n\n```text\n(?P<said>.*?)\n```\n)?", re.DOTALL)
+QUOTE = re.compile(
+    r"<!-- report: (?P<name>[\w-]+) -->\n(?:\n```bash\n.*?\n```\n\n```text\n(?P<said>.*?)\n```\n)?", re.DOTALL
+)
 ADAPTERS = ROOT / "tests" / "lora_adapters"
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
 REPETITIVE = "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n    return a - b\n\n\ndef add(a, b):\n"
@@ -45,7 +47,9 @@ SCHEMA = {
 
 def engine(**settings: Any) -> LLM:
     """Return an engine on the CPU with the embedded model."""
-    return LLM(**{"model": EMBEDDED_MODEL, "device": "cpu", "max_model_len": 256, "num_gpu_blocks_override": 200} | settings)
+    return LLM(
+        **{"model": EMBEDDED_MODEL, "device": "cpu", "max_model_len": 256, "num_gpu_blocks_override": 200} | settings
+    )
 
 
 def greedy(llm: LLM, prompt: Any, max_tokens: int = 8, **options: Any):
@@ -122,9 +126,7 @@ def saturating_prefill() -> list[str]:
 
 
 def _steps_until_admitted(threshold: int) -> int:
-    limits = SchedulerConfig(
-        max_model_len=256, max_num_batched_tokens=16, long_prefill_token_threshold=threshold
-    )
+    limits = SchedulerConfig(max_model_len=256, max_num_batched_tokens=16, long_prefill_token_threshold=threshold)
     scheduler = Scheduler(limits, CacheConfig(num_gpu_blocks=100))
     scheduler.add_request(Request("long", list(range(160)), max_tokens=1))
     scheduler.add_request(Request("newcomer", [1, 2, 3], max_tokens=1))
@@ -179,7 +181,9 @@ def grammar_with_drafts() -> list[str]:
     for settings in ({}, {"speculative_config": NGRAM}):
         [output] = engine(**settings).generate([prompt], params, use_tqdm=False)
         texts.append(output.outputs[0].text)
-    return [f"{texts[1]}: valid JSON: {sorted(json.loads(texts[1])) == ['name', 'size']}, the same without drafts: {texts[0] == texts[1]}"]
+    return [
+        f"{texts[1]}: valid JSON: {sorted(json.loads(texts[1])) == ['name', 'size']}, the same without drafts: {texts[0] == texts[1]}"
+    ]
 
 
 def split_characters() -> list[str]:

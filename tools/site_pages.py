@@ -84,7 +84,8 @@ def pages_of(root: Path, repository: str) -> Pages:
     """Return a repository's pages: its README, the lessons and what accompanies them, and the pages
     about the engine.
     """
-    wanted = ["README.md", "lessons/[0-9][0-9]_*.md", "lessons/README.md", "lessons/left_out.md", "lessons/GLOSSARY.md"]
+    wanted = ["README.md", "lessons/[0-9][0-9]_*.md", "lessons/README.md", "lessons/GLOSSARY.md"]
+    wanted += ["lessons/predict.md", "lessons/left_out.md"]
     wanted += ["site/exercises.md", "lessons/bugs/README.md", "lessons/reading/*.md", "lessons/notes/*.md"]
     wanted += ["ARCHITECTURE.md", "benchmarks/PERFORMANCE.md"]
     wanted += ["vllm/models/README.md", "vllm/minivllm/FROM_VLLM.md", "CONTRIBUTING.md", "CHANGELOG.md"]
@@ -212,7 +213,7 @@ def contents(pages: Pages) -> str:
         return [name.removesuffix(".md") for name in pages.names if re.fullmatch(pattern, name)]
 
     parts = {
-        "Lessons": [*these(r"lessons/README\.md"), *these(r"lessons/\d\d_.*")],
+        "Lessons": [*these(r"lessons/README\.md"), *these(r"lessons/\d\d_.*"), *these(r"lessons/predict\.md")],
         "Alongside the lessons": [
             *these(r"lessons/GLOSSARY\.md"),
             *these(r"site/exercises\.md"),

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from minivllm.errors import MinivllmError
-from minivllm_lab.predict.answer import diagnose, explain, is_right, parse
+from minivllm_lab.predict.answer import diagnose, is_right, parse
+from minivllm_lab.predict.describe import explain
 from minivllm_lab.predict.levels import load
 from minivllm_lab.predict.mistakes import MISTAKES
 from minivllm_lab.predict.rounds import Decision, Round, Row

@@ -6,7 +6,7 @@ import re
 
 from minivllm.errors import MinivllmError
 from minivllm_lab.predict.mistakes import MISTAKES
-from minivllm_lab.predict.rounds import Decision, Round, Row
+from minivllm_lab.predict.rounds import Decision, Round
 
 PART = re.compile(
     r"\s*(?:-\s*(?P<victim>[A-Za-z])|(?P<name>[A-Za-z])\s*[:=]?\s*(?P<count>\d+))(?:\s*[,;]|(?![A-Za-z]{2}))"
@@ -93,51 +93,3 @@ def _first_difference(answer: Decision, puzzle: Round) -> str:
         if right != yours:
             return f"{name} gets {right or 'nothing'}, where you gave it {yours or 'nothing'}."
     return "The answer is right."
-
-
-def explain(puzzle: Round) -> list[str]:
-    """Return a sentence for each request, in the order in which vLLM goes through them."""
-    left = puzzle.budget
-    lines: list[str] = []
-    tokens = puzzle.decision.tokens
-    for row in puzzle.running:
-        if row.name in puzzle.decision.preempted:
-            lines.append(f"{row.name} is preempted: it gives back {_count(row.blocks, 'block')} and keeps its tokens.")
-            continue
-        count = tokens.get(row.name, 0)
-        lines.append(f"{row.name} runs: {_got(row, count, left, puzzle)}.")
-        left -= count
-    if puzzle.decision.preempted:
-        return [*lines, "A step that preempts admits nobody."]
-    for row in puzzle.waiting:
-        count = tokens.get(row.name, 0)
-        if not count:
-            lines.append(f"{row.name} waits{_why(row, left, puzzle)}, and so do those behind it.")
-            break
-        lines.append(f"{row.name} is admitted: {_got(row, count, left, puzzle)}.")
-        left -= count
-    return lines
-
-
-def _got(row: Row, count: int, left: int, puzzle: Round) -> str:
-    hit = f" ({row.hit} of {row.known} are in the prefix cache)" if row.hit else ""
-    if not count:
-        return f"it lacks {row.lacks}, and nothing is left of the budget"
-    bounds = {row.lacks: "all it lacks", puzzle.limit: "the chunk limit", left: "the rest of the budget"}
-    return f"it lacks {row.lacks}{hit} and gets {count}, {bounds[count]}"
-
-
-def _why(row: Row, left: int, puzzle: Round) -> str:
-    admitted = sum(other.name in puzzle.decision.tokens for other in puzzle.waiting)
-    if not left:
-        return ": the budget is spent"
-    if len(puzzle.running) + admitted >= puzzle.seats:
-        return f": all {_count(puzzle.seats, 'seat')} are taken"
-    if not puzzle.chunked and min(row.lacks, puzzle.limit) > left:
-        return f": its {row.lacks} tokens do not fit into the {left} that are left, and chunked prefill is off"
-    needed = -(-row.known // puzzle.block_size) - row.hit // puzzle.block_size
-    return f": all tokens known of it need {_count(needed, 'more block')}, and fewer are free"
-
-
-def _count(number: int, thing: str) -> str:
-    return f"{number} {thing}{'' if number == 1 else 's'}"

@@ -11,7 +11,8 @@ from rich.text import Text
 
 from minivllm.errors import MinivllmError
 from minivllm_lab.cli import Parser, run, seed, whole_number
-from minivllm_lab.predict.answer import HOW, diagnose, explain, is_right, parse
+from minivllm_lab.predict.answer import HOW, diagnose, is_right, parse
+from minivllm_lab.predict.describe import explain, facts, state_of
 from minivllm_lab.predict.endless import endless
 from minivllm_lab.predict.levels import LEVELS, load
 from minivllm_lab.predict.rounds import Decision, Round, Row
@@ -79,12 +80,7 @@ def _play_rounds(rounds: Iterable[Round], title: str, whose: str) -> bool:
 
 
 def _draw(puzzle: Round) -> None:
-    limit = "" if puzzle.limit == puzzle.budget else f", at most {puzzle.limit} for one request"
-    cut = "" if puzzle.chunked else ", prompts are not cut"
-    console.print(
-        f"budget {puzzle.budget} tokens{limit}{cut} · {puzzle.seats} seats · {puzzle.free} free blocks of "
-        f"{puzzle.block_size} tokens · policy {puzzle.policy}"
-    )
+    console.print(facts(puzzle))
     longest = max(row.known for row in puzzle.requests.values())
     for name, rows in (("running", puzzle.running), ("waiting", puzzle.waiting)):
         for index, row in enumerate(rows):
@@ -94,20 +90,13 @@ def _draw(puzzle: Round) -> None:
 def _bar(row: Row, longest: int, puzzle: Round) -> list[str | tuple[str, str]]:
     scale = min(1.0, MOST_CELLS / longest)
     known = max(1, round(row.known * scale))
-    computed = min(known - 1, round(max(row.computed, row.hit) * scale))
-    parts = [f"{row.computed} of {row.known} computed"]
-    if row.hit:
-        free = f", {row.hit_free} of its blocks are in the free queue" if row.hit_free else ""
-        parts = [f"{row.hit} of {row.known} in the prefix cache{free}"]
-    parts.append(f"lacks {row.lacks}")
-    if row.blocks:
-        parts.append(f"holds {row.blocks} block{'' if row.blocks == 1 else 's'}")
-    if puzzle.policy == "priority":
-        parts.append(f"priority {row.priority}")
-    if row.came_back:
-        parts.append("was preempted")
-    bar = "█" * computed, "░" * (known - computed)
-    return [(f" {row.name} ", "bold"), (bar[0], "cyan"), (bar[1], "yellow"), f" {', '.join(parts)}"]
+    computed = min(known - 1, round(row.done * scale))
+    return [
+        (f" {row.name} ", "bold"),
+        ("█" * computed, "cyan"),
+        ("░" * (known - computed), "yellow"),
+        f" {state_of(row, puzzle)}",
+    ]
 
 
 def _ask(puzzle: Round) -> Decision | str | None:

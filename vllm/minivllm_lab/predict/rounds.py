@@ -49,7 +49,12 @@ class Row:
     @property
     def lacks(self) -> int:
         """Return how many tokens it needs computed to catch up."""
-        return self.known - max(self.computed, self.hit)
+        return self.known - self.done
+
+    @property
+    def done(self) -> int:
+        """Return how many tokens are computed, or found in the prefix cache."""
+        return max(self.computed, self.hit)
 
 
 @dataclass(frozen=True)

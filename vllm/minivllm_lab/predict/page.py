@@ -1,0 +1,43 @@
+"""The recorded rounds for a page that needs no Python: `site/static/predict.js` plays them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from minivllm_lab.predict.describe import explain, facts, state_of
+from minivllm_lab.predict.levels import LEVELS, load
+from minivllm_lab.predict.mistakes import MISTAKES
+from minivllm_lab.predict.rounds import Decision, Round
+
+
+def rounds() -> list[dict[str, Any]]:
+    """Return the levels, each with its rounds, what vLLM decided, and what each wrong rule decides."""
+    return [
+        {"title": level.title, "lesson": level.lesson, "rounds": [_plain(puzzle) for puzzle in picked]}
+        for level, picked in zip(LEVELS, load(), strict=True)
+    ]
+
+
+def _plain(puzzle: Round) -> dict[str, Any]:
+    rows = [
+        {"name": row.name, "runs": row in puzzle.running, "known": row.known, "done": row.done, "lacks": row.lacks}
+        | {"words": state_of(row, puzzle)}
+        for row in puzzle.requests.values()
+    ]
+    return {
+        "source": puzzle.source,
+        "facts": facts(puzzle),
+        "budget": puzzle.budget,
+        "limit": puzzle.limit,
+        "rows": rows,
+        "decision": _decided(puzzle.decision),
+        "mistakes": [
+            {"says": MISTAKES[name].says, "link": MISTAKES[name].link, **_decided(decision)}
+            for name, decision in puzzle.mistakes.items()
+        ],
+        "why": explain(puzzle),
+    }
+
+
+def _decided(decision: Decision) -> dict[str, Any]:
+    return {"tokens": dict(decision.tokens), "preempted": sorted(decision.preempted)}
