@@ -19,6 +19,8 @@ ROUNDS = Path(__file__).with_name("rounds.json")
 ROUNDS_PER_LEVEL = 11
 MOST_REQUESTS = 7
 MOST_TOKENS = 120
+MOST_OF_A_WORKLOAD = 6
+"""Rounds of a level that one workload offers."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,7 @@ def _spread(offered: list[Round], count: int) -> list[Round]:
     while left and len(picked) < count:
         best = max(left, key=lambda puzzle: _worth(puzzle, shown, sources))
         picked.append(best)
-        shown.update(best.mistakes)
+        shown.update(best.mistakes.keys())
         sources[_workload(best)] += 1
         left = [puzzle for puzzle in left if _shape(puzzle) != _shape(best)]
     return sorted(picked, key=lambda puzzle: (len(puzzle.requests), puzzle.source))
@@ -117,9 +119,16 @@ def _shape(puzzle: Round) -> tuple[object, ...]:
 
 
 def candidates(folder: Path) -> Iterator[Round]:
-    """Yield the rounds that a folder of recorded workloads offers."""
+    """Yield the rounds that a folder of recorded workloads offers, a few of each level and workload."""
     for name, workload, trace in recorded(folder):
-        yield from rounds(workload, name, keep=is_rich, trace=trace)
+        seen: Counter[int | None] = Counter()
+
+        def is_wanted(puzzle: Round, seen: Counter[int | None] = seen) -> bool:
+            level = level_of(puzzle)
+            seen[level] += is_rich(puzzle)
+            return is_rich(puzzle) and seen[level] <= MOST_OF_A_WORKLOAD
+
+        yield from rounds(workload, name, keep=is_wanted, trace=trace)
 
 
 def is_rich(puzzle: Round) -> bool:
