@@ -51,7 +51,7 @@ def meters() -> str:
         ("2,048 tokens of a prompt", 2048),
         (f"16 chats and {knee - 16} of a prompt", knee),
     ]
-    left, wide, top, gap = 250, 300, 64, 74
+    left, wide, top, gap = 232, 240, 64, 74
     parts = [
         text(16, 28, "How busy each step keeps an H100", size=15, bold=True),
         text(left + wide + 60, top - 12, "time of the step", size=12, colour=QUIET),

@@ -47,7 +47,7 @@ def on_one_roof() -> str:
     dots: list[Dot] = [
         ("one answer", 1, BLUE, (12, 16), "start"),
         ("64 answers", 64, BLUE, (12, 16), "start"),
-        ("a prompt of 1,000 tokens", 1000, ORANGE, (0, 26), "middle"),
+        ("a prompt of 1,000 tokens", 1000, ORANGE, (48, 26), "end"),
     ]
     return roofline(dots, (("decode", BLUE), ("prefill", ORANGE)))
 

@@ -119,7 +119,7 @@ def memory() -> str:
     for place, (name, fill) in enumerate(
         (("weights", GREEN), ("an adapter", ORANGE), ("keys and values", tint(BLUE, 0.6)), ("holds nothing", BLANK))
     ):
-        at = x + place * 132
+        at = x + place * 140
         parts += [rect(at, 226, 22, 14, fill, stroke=QUIET), text(at + 30, 238, name, size=12)]
     words = "Above, slots of fixed size between weights and cache; below, one pool of pages that both share."
     return svg(WIDTH, 258, *parts, label=words)

@@ -18,7 +18,7 @@ from minivllm_lab.predict.levels import LEVELS, load
 from minivllm_lab.predict.rounds import Decision, Round, Row
 from minivllm_lab.tables import console
 
-MOST_CELLS = 44
+MOST_CELLS = 24
 DOC = """Predict the next step of vLLM's scheduler.
 
 A round shows a state of vLLM v0.33.0's scheduler as it was recorded: who runs and who waits, how
@@ -63,7 +63,7 @@ def _play(arguments: argparse.Namespace) -> None:
 
 def _play_rounds(rounds: Iterable[Round], title: str, whose: str) -> bool:
     """Play rounds and print the score. Return whether the player wants to go on."""
-    console.print(f"\n[bold]{title}[/bold]\n{HOW.capitalize()}.", highlight=False)
+    console.print(f"\n[bold]{title}[/bold]\n{HOW[0].upper()}{HOW[1:]}.", highlight=False)
     right = played = 0
     started = time.perf_counter()
     for number, puzzle in enumerate(rounds, start=1):
