@@ -3,6 +3,8 @@ catches mistakes.
 """
 
 import doctest
+import json
+import re
 
 import pytest
 import torch
@@ -17,22 +19,28 @@ from kernels.harness import (
 )
 from lessons.harness import SMALL, exercise_tests, figures_of_quick_run, script_path
 
+from minivllm.config import EMBEDDED_MODEL
 from minivllm.errors import MinivllmError
 from minivllm.kernels.unified_attention import unified_attention
 from minivllm.models.attention import CausalAttention
 from minivllm.models.loader import random_model
+from minivllm.models.tokenizer import load_tokenizer
 from minivllm_lab.exercise import exercise_path, load, plug_of
-from minivllm_lab.paged_attention import opening
+from minivllm_lab.paged_attention import holes, opening, shared_blocks
 from minivllm_lab.paged_attention.allocators import Buddy, FirstFit
 from minivllm_lab.paged_attention.beam_search import beam_search, beams_both_ways, full_copy, saved_by_samples
 from minivllm_lab.paged_attention.memory_replay import Running, replay
 from minivllm_lab.paged_attention.paged_cache import PagedCache, blocks_held, gather_decode, in_blocks
-from minivllm_lab.paged_attention.report import PAPER, PROMPT
+from minivllm_lab.paged_attention.report import PROMPT, STRANGER
 from minivllm_lab.plugged import compare
 from minivllm_simulate.workloads import RequestLengths, workload
 
 lesson = load(script_path("02"))
 lesson_01 = load(script_path("01"))
+PAPER = {"max": (0.204, 7.00), "pow2": (0.268, 9.81), "oracle": (0.382, 13.62), "paged": (0.963, 30.42)}
+"""Share of the slots that hold a token, and requests at once: Kwon et al. 2023, figures 2 and 13, on
+ShareGPT.
+"""
 
 
 # ---- reservations --------------------------------------------------------------------------------
@@ -286,14 +294,67 @@ def test_gather_kernel_compiles_everywhere():
     assert_compiles(lesson.gather_cache_kernel, {**pointers, **sizes}, load_bytes=16)
 
 
-# ---- the opening figure --------------------------------------------------------------------------
+# ---- the pictures --------------------------------------------------------------------------------
 
 
 def test_the_opening_figure_says_what_the_text_carries_by_hand():
     captions = opening.frames().captions
     assert "9 tokens take 3 blocks: the table is 1, 2, 3" in captions[0]
-    assert "Position 12: entry 3 of the table is block 9, place 0: slot 36" in captions[4]
+    assert "slot 16 is taken, so entry 3 of the table becomes block 9: slot 36" in captions[4]
     assert "slot 37" in captions[5]
+    assert "14 tokens in blocks 1, 2, 3, 9" in captions[6]
+    assert opening.stills()["slot_16"] == opening.frames().still(4)
+
+
+def test_in_regions_a_request_waits_although_enough_is_free():
+    """The text says: twenty slots in two holes, H needs fourteen; in blocks it runs eight steps
+    earlier.
+    """
+    (regions, queues), (blocks, blocked) = holes.contiguous(), holes.paged()
+    assert holes.free_runs(regions, holes.MOMENT) == [12, 8]
+    assert queues[holes.MOMENT][0] == "H"
+    assert sum(holes.STREAM["H"][1:]) == 14
+    starts = [min(life[0][0] for (name, *_), life in lives.items() if name == "H") for lives in (regions, blocks)]
+    assert starts == [20, 12]
+    assert not any(blocked), "in blocks no request waits"
+
+
+@pytest.mark.parametrize("serve", [holes.contiguous, holes.paged])
+def test_no_slot_of_the_picture_is_held_twice(serve):
+    lives, _ = serve()
+    held = [
+        (step, slot)
+        for (_, first, slots), life in lives.items()
+        for slot in range(first, first + slots)
+        for step, _ in life
+    ]
+    assert len(set(held)) == len(held)
+
+
+def test_the_reveal_quotes_what_a_run_of_the_leak_reads():
+    """The prompts' blocks are a matter of bookkeeping, so a small model reads the same tokens."""
+    tokenizer = load_tokenizer(EMBEDDED_MODEL)
+    prompt, stranger = (tokenizer.encode(text).ids for text in (PROMPT, STRANGER))
+    broken = json.loads(shared_blocks.RESULTS.read_text())["figures"]["broken"]
+    assert broken["counted"]["reads"] == PROMPT
+    pool = lesson.BlockPool(16)
+    pool.touch = lambda blocks: None
+    first, other = lesson.BlockTable(pool, 16), lesson.BlockTable(pool, 16)
+    first.append(len(prompt))
+    second = first.fork()
+    first.free()
+    other.append(len(stranger))
+    where = [other.block_ids().index(block) * 16 for block in second.block_ids()]
+    tokens = [token for start in where for token in stranger[start : start + 16]]
+    assert tokenizer.decode(tokens[: len(prompt)]) == broken["forgotten"]["reads"]
+
+
+def test_copy_on_write_is_drawn_as_the_text_carries_it():
+    names = re.findall(r"(\d: [^<]*, count \d)", shared_blocks.copy_on_write())
+    rows = [names[start : start + 4] for start in range(0, 20, 4)]
+    assert rows[1] == [f"{block}: A and B, count 2" for block in (1, 2, 3)] + ["4: free, count 0"]
+    assert rows[2][2:] == ["3: B, count 1", "4: A, count 1"]
+    assert rows[4] == [f"{block}: B, count 1" for block in (1, 2, 3)] + ["4: free, count 0"]
 
 
 # ---- the exercise --------------------------------------------------------------------------------
