@@ -12,7 +12,7 @@ from minivllm.core.block_pool import BlockPool
 from minivllm_lab.block_tables import BlockTable
 from minivllm_lab.drawing import BLANK, QUIET, line, rect, svg, text, tint
 from minivllm_lab.paged_attention.allocators import FirstFit, TablesOnDemand
-from minivllm_lab.paged_attention.memory_replay import Memory, Running
+from minivllm_lab.paged_attention.memory_replay import Memory, Running, serve
 from minivllm_lab.palette import INK, SKY
 from minivllm_simulate.workloads import RequestLengths
 
@@ -47,35 +47,23 @@ def paged() -> tuple[Lives, list[list[str]]]:
     return _serve(memory, lambda request: [((block.block_id - 1) * size, size) for block in request.home.blocks])
 
 
-def _serve(
-    memory: Memory, places: Callable[[Running], Sequence[tuple[int, int]]]
-) -> tuple[Lives, list[list[str]]]:
-    """Serve the stream first come, first served; return the pieces held, and the queue after each
-    step.
-    """
-    waiting: deque[tuple[str, Running]] = deque()
-    running: list[tuple[str, Running]] = []
+def _serve(memory: Memory, places: Callable[[Running], Sequence[tuple[int, int]]]) -> tuple[Lives, list[list[str]]]:
+    """Serve the stream; return the pieces that are held, and the queue after each step."""
+    requests = {name: Running(RequestLengths(*lengths), lengths[0]) for name, (_, *lengths) in STREAM.items()}
+    names = {request: name for name, request in requests.items()}
+    waiting: deque[Running] = deque()
+    serving = serve(memory, waiting)
     lives: Lives = {}
     queues = []
     for step in range(STEPS):
-        for name, request in running:
-            assert memory.grow(request), f"the memory is too small for {name}"
-            request.tokens += 1
-        for name, (arrival, prompt, output) in STREAM.items():
-            if arrival == step:
-                waiting.append((name, Running(RequestLengths(prompt, output), prompt)))
-        while waiting and memory.admit(waiting[0][1]):
-            running.append(waiting.popleft())
-        queues.append([name for name, _ in waiting])
-        for name, request in [*running]:
+        waiting.extend(requests[name] for name, (arrival, *_) in STREAM.items() if arrival == step)
+        for request in next(serving)[0]:
             before = 0
             for first, slots in places(request):
                 tokens = min(slots, request.tokens - before)
-                lives.setdefault((name, first, slots), []).append((step, tokens))
+                lives.setdefault((names[request], first, slots), []).append((step, tokens))
                 before += slots
-            if request.is_complete:
-                memory.release(request)
-                running.remove((name, request))
+        queues.append([names[request] for request in waiting])
     return lives, queues
 
 

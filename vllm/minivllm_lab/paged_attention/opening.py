@@ -10,14 +10,14 @@ from minivllm_lab.frames import Frames
 from minivllm_lab.paged_attention import holes, shared_blocks
 from minivllm_lab.palette import BLUE, GREEN, ORANGE, VERMILLION
 
-WIDTH, HEIGHT = 872, 384
+WIDTH, HEIGHT = 872, 390
 SLOT, TALL, GAP = 50, 28, 12
 KEY = 36
 """Pixels that a colour's key takes beside its words."""
 COLUMNS, BLOCKS = 4, 12
 COLOURS = {NAME: BLUE, "for": ORANGE, "class": GREEN}
 KEYS = {"our request": BLUE, "a second": ORANGE, "a third; dark: written in this step": GREEN}
-LOGICAL_Y, TABLE_Y, POOL_Y, ROW_GAP = 62, 122, 212, 62
+LOGICAL_Y, TABLE_Y, POOL_Y, ROW_GAP = 62, 122, 212, 66
 VERMILLION_INK = "#A84300"
 """A darker form for text on white, with a contrast of at least 4.5 : 1."""
 
@@ -135,7 +135,7 @@ def _crossed(row: Row) -> list[str]:
         arrow((end, low), (end, top), VERMILLION),
         line((middle - 6, low - 6), (middle + 6, low + 6), VERMILLION, width=3),
         line((middle - 6, low + 6), (middle + 6, low - 6), VERMILLION, width=3),
-        text(end + 12, low + 4, f"slot {(number + 1) * BLOCK_SIZE} is taken", size=12, colour=VERMILLION_INK),
+        text(end + 12, low + 2, f"slot {(number + 1) * BLOCK_SIZE} is taken", size=12, colour=VERMILLION_INK),
     ]
 
 

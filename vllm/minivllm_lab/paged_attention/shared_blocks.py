@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from textwrap import wrap
 
 from minivllm.core.block_pool import BlockPool
 from minivllm_lab.block_tables import BlockTable
 from minivllm_lab.drawing import BLANK, QUIET, arrow, block, rect, svg, text, tint
-from minivllm_lab.followed import Token
 from minivllm_lab.palette import BLUE, ORANGE
 
 RESULTS = Path(__file__).resolve().parents[3] / "benchmarks" / "results" / "02_paged_attention.cpu.json"
@@ -50,14 +50,12 @@ def reveal() -> str:
         y = 60 + index * 156
         parts += [text(LEFT, y, title), *_quoted(y + 8, broken[name]["reads"], fill)]
         parts += [text(LEFT, y + 88, "and goes on:"), *_quoted(y + 96, broken[name]["writes"], "#FFFFFF")]
-    parts.append(text(LEFT, 366, "⏎ newline   → indent   ␣ space", size=12, colour=QUIET))
-    return svg(WIDTH, 380, *parts, label="What Ada's second answer reads and writes, with its reference and without")
+    return svg(WIDTH, 354, *parts, label="What Ada's second answer reads and writes, with its reference and without")
 
 
 def _quoted(y: float, content: str, fill: str) -> list[str]:
-    """Draw a box with a text in it, line below line."""
-    shown = Token(0, content.rstrip()).shown
-    lines = [shown[start : start + LINE] for start in range(0, len(shown), LINE)]
+    """Draw a box with a text in it, its spaces and newlines as single spaces."""
+    lines = wrap(" ".join(content.split()), LINE)
     box = rect(LEFT, y, WIDTH - 2 * LEFT, 8 + 18 * len(lines), fill, stroke=QUIET)
     return [box, *(text(LEFT + 8, y + 17 + 18 * row, words, size=11, mono=True) for row, words in enumerate(lines))]
 
