@@ -333,7 +333,7 @@ def main(arguments: Namespace) -> None:
     results["kernels"] = prove(verify_kernels, device)
     heading("5. Sharing")
     results["sharing"] = measure_sharing(cache_of, lambda n, size: BlockTable(BlockPool(n), size), prompt, plan)
-    report.show_sharing(results["sharing"], len(prompt), plan.beam_steps, tokenizer)
+    report.show_sharing(results["sharing"], len(prompt), plan.beam_steps)
     heading("6. What a block size costs")
     with control.watch():
         results["blocks"] = report.measure_block_sizes(plan, device, paged, paged_decode)

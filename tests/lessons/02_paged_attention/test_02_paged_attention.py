@@ -4,7 +4,7 @@ catches mistakes.
 
 import doctest
 import json
-import re
+from itertools import groupby
 
 import pytest
 import torch
@@ -157,7 +157,7 @@ def test_samples_share_their_prompt_by_arithmetic(prompt, output, samples, saved
 
 def test_beams_that_differ_are_no_result(monkeypatch):
     """A child that reads a past other than its parent's must not count as a saving."""
-    assert beams_both_ways(lambda: small_cache(400), [5, 6, 7, 8, 9], [2], 6)[0]["2"]["saved"] > 0
+    assert beams_both_ways(lambda: small_cache(400), [5, 6, 7, 8, 9], [2], 6)["2"]["saved"] > 0
     monkeypatch.setattr(PagedCache, "copy", lambda cache, copies: None)
     with pytest.raises(AssertionError, match="sharing changed the beams"):
         beams_both_ways(lambda: small_cache(400), [5, 6, 7, 8, 9], [2], 6)
@@ -306,12 +306,24 @@ def test_the_opening_figure_says_what_the_text_carries_by_hand():
     assert opening.stills()["slot_16"] == opening.frames().still(4)
 
 
+def held_slots(lives):
+    """Return (step, slot) for each slot that a request holds in a step."""
+    return [
+        (step, slot)
+        for (_, first, slots), life in lives.items()
+        for slot in range(first, first + slots)
+        for step, _ in life
+    ]
+
+
 def test_in_regions_a_request_waits_although_enough_is_free():
     """The text says: twenty slots in two holes, H needs fourteen; in blocks it runs eight steps
     earlier.
     """
     (regions, queues), (blocks, blocked) = holes.contiguous(), holes.paged()
-    assert holes.free_runs(regions, holes.MOMENT) == [12, 8]
+    held = {slot for step, slot in held_slots(regions) if step == holes.MOMENT}
+    runs = groupby(range(holes.SLOTS), key=lambda slot: slot in held)
+    assert [len(list(run)) for taken, run in runs if not taken] == [12, 8]
     assert queues[holes.MOMENT][0] == "H"
     assert sum(holes.STREAM["H"][1:]) == 14
     starts = [min(life[0][0] for (name, *_), life in lives.items() if name == "H") for lives in (regions, blocks)]
@@ -321,13 +333,7 @@ def test_in_regions_a_request_waits_although_enough_is_free():
 
 @pytest.mark.parametrize("serve", [holes.contiguous, holes.paged])
 def test_no_slot_of_the_picture_is_held_twice(serve):
-    lives, _ = serve()
-    held = [
-        (step, slot)
-        for (_, first, slots), life in lives.items()
-        for slot in range(first, first + slots)
-        for step, _ in life
-    ]
+    held = held_slots(serve()[0])
     assert len(set(held)) == len(held)
 
 
@@ -349,12 +355,23 @@ def test_the_reveal_quotes_what_a_run_of_the_leak_reads():
     assert tokenizer.decode(tokens[: len(prompt)]) == broken["forgotten"]["reads"]
 
 
-def test_copy_on_write_is_drawn_as_the_text_carries_it():
-    names = re.findall(r"(\d: [^<]*, count \d)", shared_blocks.copy_on_write())
-    rows = [names[start : start + 4] for start in range(0, 20, 4)]
-    assert rows[1] == [f"{block}: A and B, count 2" for block in (1, 2, 3)] + ["4: free, count 0"]
-    assert rows[2][2:] == ["3: B, count 1", "4: A, count 1"]
-    assert rows[4] == [f"{block}: B, count 1" for block in (1, 2, 3)] + ["4: free, count 0"]
+def test_copy_on_write_is_drawn_as_the_pool_does_it():
+    pool = lesson.BlockPool(5)
+    a = lesson.BlockTable(pool, 4)
+    b = lesson.BlockTable(pool, 4)
+
+    def fork():
+        b.blocks, b.num_tokens = a.fork().blocks, a.num_tokens
+
+    acts = (lambda: a.append(9), fork, lambda: a.append(1), lambda: b.append(1), a.free)
+    for act, moment in zip(acts, shared_blocks.MOMENTS.values(), strict=True):
+        act()
+        assert [len(readers) for readers, _ in moment] == [block.ref_cnt for block in pool.blocks[1:]]
+        for name, table in (("A", a), ("B", b)):
+            drawn = [number for number, (readers, _) in enumerate(moment, start=1) if name in readers]
+            assert drawn == sorted(table.block_ids())
+            text = "".join(moment[block - 1][1] for block in table.block_ids())
+            assert text == "".join(map(str, range(table.num_tokens)))
 
 
 # ---- the exercise --------------------------------------------------------------------------------

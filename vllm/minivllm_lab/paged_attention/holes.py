@@ -27,6 +27,13 @@ STREAM = {
 """Request -> the step in which it arrives, its prompt tokens and its output tokens."""
 MOMENT = 18
 """The step in which there is room enough for a request, but not in one piece."""
+NOTES = (
+    (LEFT, 292, f"Step {MOMENT}: 20 slots are free in two holes."),
+    (LEFT, 310, "H needs 14 in a row, so it waits."),
+    (RIGHT, 292, f"Step {MOMENT}: H has been running since step 12,"),
+    (RIGHT, 310, "because no hole is too small."),
+)
+"""What happens at that moment; a test compares it with the run."""
 
 Lives = dict[tuple[str, int, int], list[tuple[int, int]]]
 """(Request, first slot, slots) of each piece of memory -> the steps in which it is held, and its
@@ -67,40 +74,20 @@ def _serve(memory: Memory, places: Callable[[Running], Sequence[tuple[int, int]]
     return lives, queues
 
 
-def free_runs(lives: Lives, step: int) -> list[int]:
-    """Return the lengths of the runs of slots that no request holds in this step."""
-    held = {
-        slot
-        for (_, first, slots), life in lives.items()
-        for slot in range(first, first + slots)
-        if life[0][0] <= step <= life[-1][0]
-    }
-    return [len(list(run)) for taken, run in groupby(range(SLOTS), key=lambda slot: slot in held) if not taken]
-
-
 def holes() -> str:
     """Draw both memories, time to the right, and what happens in them at one moment."""
-    (regions, queues), (blocks, _) = contiguous(), paged()
-    free, head = free_runs(regions, MOMENT), queues[MOMENT][0]
-    start = min(life[0][0] for (name, *_), life in blocks.items() if name == head)
-    notes = (
-        (LEFT, 292, f"Step {MOMENT}: {sum(free)} slots are free in {len(free)} holes."),
-        (LEFT, 310, f"{head} needs {sum(STREAM[head][1:])} in a row, so it waits."),
-        (RIGHT, 292, f"Step {MOMENT}: {head} has been running since step {start},"),
-        (RIGHT, 310, "because no hole is too small."),
-    )
     parts = [
         text(LEFT, 30, "Regions of the exact length", size=15, bold=True),
         text(RIGHT, 30, f"Blocks of {BLOCK_SIZE} slots", size=15, bold=True),
         text(LEFT, 50, f"{SLOTS} slots, a letter for each request", size=12, colour=QUIET),
-        *_panel(LEFT, regions),
-        *_panel(RIGHT, blocks),
-        *(text(*note) for note in notes),
+        *_panel(LEFT, contiguous()[0]),
+        *_panel(RIGHT, paged()[0]),
+        *(text(*note) for note in NOTES),
     ]
     keys = ((LEFT, SKY, "holds a token"), (170, tint(SKY, 0.3), "held, no token yet"), (350, BLANK, "free"))
     for x, fill, words in keys:
         parts += [rect(x, 327, 22, 14, fill, stroke="#80868B"), text(x + 30, 339, words, size=12)]
-    return svg(700, 354, *parts, label=" ".join(words for *_, words in notes))
+    return svg(700, 354, *parts, label=" ".join(words for *_, words in NOTES))
 
 
 def _panel(x: float, lives: Lives) -> list[str]:

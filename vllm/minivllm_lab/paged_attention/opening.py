@@ -4,7 +4,7 @@ the tokens are in the pool.
 
 from __future__ import annotations
 
-from minivllm_lab.drawing import BLANK, QUIET, arrow, block, line, rect, svg, text, text_width, tint
+from minivllm_lab.drawing import BLANK, QUIET, arrow, block, line, rect, svg, text, tint
 from minivllm_lab.followed import BLOCK_SIZE, NAME, Followed, Row, followed
 from minivllm_lab.frames import Frames
 from minivllm_lab.paged_attention import holes, shared_blocks
@@ -12,11 +12,10 @@ from minivllm_lab.palette import BLUE, GREEN, ORANGE, VERMILLION
 
 WIDTH, HEIGHT = 872, 390
 SLOT, TALL, GAP = 50, 28, 12
-KEY = 36
-"""Pixels that a colour's key takes beside its words."""
+
 COLUMNS, BLOCKS = 4, 12
 COLOURS = {NAME: BLUE, "for": ORANGE, "class": GREEN}
-KEYS = {"our request": BLUE, "a second": ORANGE, "a third; dark: written in this step": GREEN}
+KEYS = ((400, BLUE, "our request"), (520, ORANGE, "a second"), (625, GREEN, "a third; dark: written in this step"))
 LOGICAL_Y, TABLE_Y, POOL_Y, ROW_GAP = 62, 122, 212, 66
 VERMILLION_INK = "#A84300"
 """A darker form for text on white, with a contrast of at least 4.5 : 1."""
@@ -38,12 +37,11 @@ def frames() -> Frames:
 
 def stills() -> dict[str, str]:
     """Draw the pictures that stand alone in the text, by the name of their file."""
-    rows = [row for step in followed("company").steps if (row := step.row()) is not None]
     return {
         "bet": shared_blocks.bet(),
         "reveal": shared_blocks.reveal(),
         "holes": holes.holes(),
-        "slot_16": frames().still([*map(_takes_a_block, rows)].index(True)),
+        "slot_16": frames().still(4),
         "copy_on_write": shared_blocks.copy_on_write(),
     }
 
@@ -74,22 +72,14 @@ def _still(run: Followed, row: Row, pool: dict[int, tuple[str, str]], crossed: b
     shapes = [
         text(20, 24, "the request sees", colour=QUIET),
         text(20, POOL_Y - 24, "the pool holds", colour=QUIET),
-        *_keys(),
+        *(rect(x - 19, POOL_Y - 35, 13, 13, tint(colour, 0.45)) for x, colour, _ in KEYS),
+        *(text(x, POOL_Y - 24, words, colour=QUIET) for x, _, words in KEYS),
         *(_logical(run, row, index) for index in range(len(row.block_table))),
         *(_physical(number, row, pool) for number in range(1, BLOCKS + 1)),
         *(_crossed(row) if crossed else []),
     ]
     return svg(WIDTH, HEIGHT, *shapes, label="Blocks of the followed request, its block table, and the pool")
 
-
-def _keys() -> list[str]:
-    """Draw the key of colours, flush with the right margin."""
-    x, shapes = WIDTH - 16 - sum(KEY + text_width(label) for label in KEYS), []
-    for label, colour in KEYS.items():
-        shapes += [rect(x, POOL_Y - 35, 13, 13, tint(colour, 0.45))]
-        shapes += [text(x + 19, POOL_Y - 24, label, colour=QUIET)]
-        x += KEY + text_width(label)
-    return shapes
 
 
 def _logical(run: Followed, row: Row, index: int) -> str:

@@ -19,7 +19,6 @@ from minivllm_simulate.workloads import WORKLOADS
 
 if TYPE_CHECKING:
     import torch
-    from tokenizers import Tokenizer
 
 PROMPT = (
     'class Stack:\n    """Keeps things in the order in which they came; the last one leaves first."""\n\n'
@@ -141,10 +140,8 @@ def _ratios(blocks: Occupancy, other: Occupancy) -> dict[str, float]:
     return {key: getattr(blocks, key) / getattr(other, key) for key in ("tokens", "running", "served_per_1000_steps")}
 
 
-def show_sharing(results: dict, prompt_tokens: int, steps: int, tokenizer: Tokenizer) -> None:
-    """Print the blocks that sharing saves, for parallel samples and for beams, and how the best
-    beam continues.
-    """
+def show_sharing(results: dict, prompt_tokens: int, steps: int) -> None:
+    """Print the blocks that sharing saves, for parallel samples and for beams."""
     rows = [
         (WORKLOADS[name].title, *(f"{share:.1%}" for share in saved.values()))
         for name, saved in results["samples"].items()
@@ -156,7 +153,6 @@ def show_sharing(results: dict, prompt_tokens: int, steps: int, tokenizer: Token
     ]
     title = f"Beam search, {prompt_tokens} + {steps} tokens: the same beams both ways"
     table(title, ("beams", "most blocks, each its own", "shared", "saved on average"), rows)
-    console.print(f"the most likely beam begins: {tokenizer.decode(results['best'])[:64]!r}", markup=False)
 
 
 def measure_block_sizes(

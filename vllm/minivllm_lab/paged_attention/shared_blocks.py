@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Sequence
 from pathlib import Path
 from textwrap import wrap
 
-from minivllm.core.block_pool import BlockPool
-from minivllm_lab.block_tables import BlockTable
 from minivllm_lab.drawing import BLANK, QUIET, arrow, block, rect, svg, text, tint
 from minivllm_lab.palette import BLUE, ORANGE
 
 RESULTS = Path(__file__).resolve().parents[3] / "benchmarks" / "results" / "02_paged_attention.cpu.json"
 WIDTH, LEFT = 700, 20
 ADA, BOB = tint(BLUE, 0.35), tint(ORANGE, 0.45)
-SLOT, TALL, GAP, LABEL = 34, 26, 12, 104
+FIRST = 104
+"""The left edge of the first block, where labels stand beside it."""
 LINE = 92
 """Characters of a line of quoted text."""
+COPIED = "8"
+MOMENTS = {
+    "prompt of A": (("A", "0123"), ("A", "4567"), ("A", "8"), ("", "")),
+    "fork: B": (("AB", "0123"), ("AB", "4567"), ("AB", "8"), ("", "")),
+    "A writes 9": (("AB", "0123"), ("AB", "4567"), ("B", "8"), ("A", "89")),
+    "B writes 9": (("AB", "0123"), ("AB", "4567"), ("B", "89"), ("A", "89")),
+    "A ends": (("B", "0123"), ("B", "4567"), ("B", "89"), ("", "")),
+}
+"""What happens -> the readers of blocks 1 to 4, and the positions in each."""
 
 
 def bet() -> str:
@@ -62,55 +70,20 @@ def _quoted(y: float, content: str, fill: str) -> list[str]:
 
 def copy_on_write() -> str:
     """Draw two sequences that share a prompt: its blocks at five moments."""
-    pool = BlockPool(5, enable_caching=False)
-    a = BlockTable(pool, 4)
-    a.append(9)
-    parts = _moment(0, "prompt of A", pool, {"A": a}, "A", range(9))
-    b = a.fork()
-    parts += _moment(1, "fork: B", pool, {"A": a, "B": b})
-    a.append(1)
-    parts += _moment(2, "A writes 9", pool, {"A": a, "B": b}, "A", range(9, 10))
-    b.append(1)
-    parts += _moment(3, "B writes 9", pool, {"A": a, "B": b}, "B", range(9, 10))
-    a.free()
-    parts += _moment(4, "A ends", pool, {"B": b})
-    copied, bottom = _y(2) + TALL + 8, _y(5)
-    parts += [
-        text(LEFT, 30, "Copy-on-write: a number is a position in the text", size=15, bold=True),
-        arrow((_x(2) + SLOT / 2, copied), (_x(3) + SLOT / 2, copied), QUIET),
-        text(_x(3) + SLOT, copied + 4, "copied first", size=11, colour=QUIET),
-    ]
-    for x, fill, words in ((LABEL, BLUE, "written now"), (260, ADA, "written before, or copied"), (490, BLANK, "empty")):
-        parts += [rect(x, bottom - 8, 22, 14, fill, stroke=QUIET), text(x + 30, bottom + 4, words, size=12)]
-    return svg(WIDTH, bottom + 20, *parts, label="Blocks 1 to 4 with readers and counts, at five moments")
-
-
-def _moment(
-    index: int, label: str, pool: BlockPool, tables: Mapping[str, BlockTable], writer: str = "", new: range = range(0)
-) -> list[str]:
-    """Draw four blocks: who reads each, its count, and the positions in it, those that `writer` has
-    just written in a strong colour.
-    """
-    parts = [text(LABEL - 12, _y(index) + 18, label, size=12, anchor="end")]
-    for number in range(1, 5):
-        slots: list[str | None] = [None] * 4
-        fills, readers = [BLANK] * 4, []
-        for name, table in tables.items():
-            entry = next((entry for entry, held in enumerate(table.blocks) if held.block_id == number), None)
-            if entry is None:
-                continue
-            readers.append(name)
-            for position in range(4 * entry, min(4 * entry + 4, table.num_tokens)):
-                slots[position % 4] = str(position)
-                fills[position % 4] = BLUE if name == writer and position in new else ADA
-        words = f"{number}: {' and '.join(readers) or 'free'}, count {pool.blocks[number].ref_cnt}"
-        parts.append(block(_x(number - 1), _y(index), slots, width=SLOT, height=TALL, fill=fills, name=words))
-    return parts
-
-
-def _x(column: int) -> float:
-    return LABEL + column * (4 * SLOT + GAP)
-
-
-def _y(index: int) -> float:
-    return 64 + index * 58
+    parts = [text(LEFT, 30, "Copy-on-write: a number is a position in the text", size=15, bold=True)]
+    before: Sequence[str] = ("", "", "", "")
+    for row, (label, moment) in enumerate(MOMENTS.items()):
+        y = 64 + row * 58
+        parts.append(text(FIRST - 12, y + 18, label, size=12, anchor="end"))
+        for number, (readers, positions) in enumerate(moment, start=1):
+            written = [new not in before[number - 1] and (row == 0 or new != COPIED) for new in positions]
+            fills = [BLUE if now else ADA for now in written] + [BLANK] * (4 - len(positions))
+            slots = [*positions, *[None] * (4 - len(positions))]
+            words = f"{number}: {' and '.join(readers) or 'free'}, count {len(readers)}"
+            parts.append(block(FIRST + 148 * (number - 1), y, slots, width=34, height=26, fill=fills, name=words))
+        before = [positions for _, positions in moment]
+    for x, fill, words in ((FIRST, BLUE, "written now"), (260, ADA, "written before, or copied"), (490, BLANK, "empty")):
+        parts += [rect(x, 346, 22, 14, fill, stroke=QUIET), text(x + 30, 358, words, size=12)]
+    parts.append(arrow((FIRST + 313, 214), (FIRST + 461, 214), QUIET))
+    parts.append(text(FIRST + 470, 218, "copied first", size=11, colour=QUIET))
+    return svg(WIDTH, 374, *parts, label="Blocks 1 to 4 with readers and counts, at five moments")
