@@ -4,7 +4,6 @@ catches mistakes.
 
 import doctest
 import json
-from itertools import groupby
 
 import pytest
 import torch
@@ -316,24 +315,29 @@ def held_slots(lives):
     ]
 
 
+def starts(lives):
+    """Return the step in which each request starts."""
+    return {name: life[0][0] for (name, *_), life in reversed(lives.items())}
+
+
 def test_in_regions_a_request_waits_although_enough_is_free():
     """The text says: twenty slots in two holes, H needs fourteen; in blocks it runs eight steps
     earlier.
     """
-    (regions, queues), (blocks, blocked) = holes.contiguous(), holes.paged()
+    regions, blocks = holes.contiguous(), holes.paged()
     held = {slot for step, slot in held_slots(regions) if step == holes.MOMENT}
-    runs = groupby(range(holes.SLOTS), key=lambda slot: slot in held)
-    assert [len(list(run)) for taken, run in runs if not taken] == [12, 8]
-    assert queues[holes.MOMENT][0] == "H"
+    free = [slot for first, end in holes.HOLES for slot in range(first, end)]
+    assert free == [slot for slot in range(holes.SLOTS) if slot not in held]
+    assert [end - first for first, end in holes.HOLES] == [12, 8]
     assert sum(holes.STREAM["H"][1:]) == 14
-    starts = [min(life[0][0] for (name, *_), life in lives.items() if name == "H") for lives in (regions, blocks)]
-    assert starts == [20, 12]
-    assert not any(blocked), "in blocks no request waits"
+    assert starts(regions)["H"] == 20 > holes.MOMENT
+    assert starts(regions)["G"] < holes.MOMENT, "so H is the first that waits"
+    assert starts(blocks) == {name: arrival for name, (arrival, *_) in holes.STREAM.items()}, "none waits"
 
 
 @pytest.mark.parametrize("serve", [holes.contiguous, holes.paged])
 def test_no_slot_of_the_picture_is_held_twice(serve):
-    held = held_slots(serve()[0])
+    held = held_slots(serve())
     assert len(set(held)) == len(held)
 
 

@@ -13,7 +13,7 @@ from minivllm_lab.block_tables import BlockTable
 from minivllm_lab.drawing import BLANK, QUIET, line, rect, svg, text, tint
 from minivllm_lab.paged_attention.allocators import FirstFit, TablesOnDemand
 from minivllm_lab.paged_attention.memory_replay import Memory, Running, serve
-from minivllm_lab.palette import INK, SKY
+from minivllm_lab.palette import INK, SKY, VERMILLION
 from minivllm_simulate.workloads import RequestLengths
 
 LEFT, RIGHT, TOP = 20, 380, 62
@@ -25,10 +25,12 @@ STREAM = {
     "H": (12, 4, 10), "I": (13, 4, 4), "J": (18, 6, 6), "K": (19, 8, 8), "L": (20, 4, 12), "M": (23, 4, 4),
 }  # fmt: skip
 """Request -> the step in which it arrives, its prompt tokens and its output tokens."""
-MOMENT = 18
-"""The step in which there is room enough for a request, but not in one piece."""
+MOMENT, HOLES = 18, ((16, 28), (40, 48))
+"""The step in which there is room enough for H, but not in one piece: the first slot of each hole and
+the first slot behind it.
+"""
 NOTES = (
-    (LEFT, 292, f"Step {MOMENT}: 20 slots are free in two holes."),
+    (LEFT, 292, f"Step {MOMENT}: 20 slots are free, in two holes (red)."),
     (LEFT, 310, "H needs 14 in a row, so it waits."),
     (RIGHT, 292, f"Step {MOMENT}: H has been running since step 12,"),
     (RIGHT, 310, "because no hole is too small."),
@@ -41,12 +43,12 @@ tokens in each.
 """
 
 
-def contiguous() -> tuple[Lives, list[list[str]]]:
+def contiguous() -> Lives:
     """Serve the stream in regions of exactly the length that each request will have."""
     return _serve(FirstFit(SLOTS, lambda lengths: lengths.total), lambda request: [request.home])
 
 
-def paged() -> tuple[Lives, list[list[str]]]:
+def paged() -> Lives:
     """Serve the stream in blocks, which a request takes when a token needs one."""
     pool = BlockPool(1 + SLOTS // BLOCK_SIZE, enable_caching=False)
     memory = TablesOnDemand(SLOTS, BLOCK_SIZE, lambda: BlockTable(pool, BLOCK_SIZE))
@@ -54,14 +56,13 @@ def paged() -> tuple[Lives, list[list[str]]]:
     return _serve(memory, lambda request: [((block.block_id - 1) * size, size) for block in request.home.blocks])
 
 
-def _serve(memory: Memory, places: Callable[[Running], Sequence[tuple[int, int]]]) -> tuple[Lives, list[list[str]]]:
-    """Serve the stream; return the pieces that are held, and the queue after each step."""
+def _serve(memory: Memory, places: Callable[[Running], Sequence[tuple[int, int]]]) -> Lives:
+    """Serve the stream; return the pieces that are held."""
     requests = {name: Running(RequestLengths(*lengths), lengths[0]) for name, (_, *lengths) in STREAM.items()}
     names = {request: name for name, request in requests.items()}
     waiting: deque[Running] = deque()
     serving = serve(memory, waiting)
     lives: Lives = {}
-    queues = []
     for step in range(STEPS):
         waiting.extend(requests[name] for name, (arrival, *_) in STREAM.items() if arrival == step)
         for request in next(serving)[0]:
@@ -70,8 +71,7 @@ def _serve(memory: Memory, places: Callable[[Running], Sequence[tuple[int, int]]
                 tokens = min(slots, request.tokens - before)
                 lives.setdefault((names[request], first, slots), []).append((step, tokens))
                 before += slots
-        queues.append([names[request] for request in waiting])
-    return lives, queues
+    return lives
 
 
 def holes() -> str:
@@ -80,10 +80,12 @@ def holes() -> str:
         text(LEFT, 30, "Regions of the exact length", size=15, bold=True),
         text(RIGHT, 30, f"Blocks of {BLOCK_SIZE} slots", size=15, bold=True),
         text(LEFT, 50, f"{SLOTS} slots, a letter for each request", size=12, colour=QUIET),
-        *_panel(LEFT, contiguous()[0]),
-        *_panel(RIGHT, paged()[0]),
+        *_panel(LEFT, contiguous()),
+        *_panel(RIGHT, paged()),
         *(text(*note) for note in NOTES),
     ]
+    x = LEFT + (MOMENT + 0.5) * WIDE
+    parts += [line((x, TOP + TALL * first), (x, TOP + TALL * end), VERMILLION, width=5) for first, end in HOLES]
     keys = ((LEFT, SKY, "holds a token"), (170, tint(SKY, 0.3), "held, no token yet"), (350, BLANK, "free"))
     for x, fill, words in keys:
         parts += [rect(x, 327, 22, 14, fill, stroke="#80868B"), text(x + 30, 339, words, size=12)]

@@ -58,8 +58,8 @@ def _caption(row: Row) -> str:
     entry, offset = divmod(position, BLOCK_SIZE)
     block_id = row.block_table[entry]
     if _takes_a_block(row):
-        taken = (row.block_table[entry - 1] + 1) * BLOCK_SIZE
-        return f"Position {position}: slot {taken} is taken, so entry {entry} of the table becomes block {block_id}: slot {slot}."
+        taken = f"slot {(row.block_table[entry - 1] + 1) * BLOCK_SIZE} is taken"
+        return f"Position {position}: {taken}, so entry {entry} of the table becomes block {block_id}: slot {slot}."
     return f"Position {position}: entry {entry} of the table is block {block_id}, offset {offset}: slot {slot}."
 
 
@@ -79,7 +79,6 @@ def _still(run: Followed, row: Row, pool: dict[int, tuple[str, str]], crossed: b
         *(_crossed(row) if crossed else []),
     ]
     return svg(WIDTH, HEIGHT, *shapes, label="Blocks of the followed request, its block table, and the pool")
-
 
 
 def _logical(run: Followed, row: Row, index: int) -> str:

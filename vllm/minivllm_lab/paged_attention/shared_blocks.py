@@ -40,8 +40,9 @@ def bet() -> str:
     for index, (sentence, name, fill, count) in enumerate(moments):
         y = 64 + index * 64
         parts.append(text(LEFT, y, f"{index + 1}. {sentence}"))
+        dash = "4 3" if fill == BLANK else None
         for x in range(LEFT, LEFT + 4 * 130, 130):
-            parts.append(rect(x, y + 10, 122, 28, fill, stroke=QUIET, dash="4 3" if fill == BLANK else None, label=name))
+            parts.append(rect(x, y + 10, 122, 28, fill, stroke=QUIET, dash=dash, label=name))
         parts.append(text(LEFT + 4 * 130 + 6, y + 29, count))
     return svg(WIDTH, 310, *parts, label=" ".join(f"{sentence} {count}." for sentence, _, _, count in moments))
 
@@ -55,10 +56,10 @@ def reveal() -> str:
         ("Forgotten: answer 2 reads Bob's prompt, its blocks in another order,", "forgotten", BOB),
     )
     for index, (title, name, fill) in enumerate(rows):
-        y = 60 + index * 156
+        y = 60 + index * 138
         parts += [text(LEFT, y, title), *_quoted(y + 8, broken[name]["reads"], fill)]
-        parts += [text(LEFT, y + 88, "and goes on:"), *_quoted(y + 96, broken[name]["writes"], "#FFFFFF")]
-    return svg(WIDTH, 354, *parts, label="What Ada's second answer reads and writes, with its reference and without")
+        parts += [text(LEFT, y + 73, "and goes on:"), *_quoted(y + 81, broken[name]["writes"], "#FFFFFF")]
+    return svg(WIDTH, 322, *parts, label="What Ada's second answer reads and writes, with its reference and without")
 
 
 def _quoted(y: float, content: str, fill: str) -> list[str]:
@@ -82,7 +83,8 @@ def copy_on_write() -> str:
             words = f"{number}: {' and '.join(readers) or 'free'}, count {len(readers)}"
             parts.append(block(FIRST + 148 * (number - 1), y, slots, width=34, height=26, fill=fills, name=words))
         before = [positions for _, positions in moment]
-    for x, fill, words in ((FIRST, BLUE, "written now"), (260, ADA, "written before, or copied"), (490, BLANK, "empty")):
+    keys = ((FIRST, BLUE, "written now"), (260, ADA, "written before, or copied"), (490, BLANK, "empty"))
+    for x, fill, words in keys:
         parts += [rect(x, 346, 22, 14, fill, stroke=QUIET), text(x + 30, 358, words, size=12)]
     parts.append(arrow((FIRST + 313, 214), (FIRST + 461, 214), QUIET))
     parts.append(text(FIRST + 470, 218, "copied first", size=11, colour=QUIET))
