@@ -30,7 +30,7 @@ MOMENT, HOLES = 18, ((16, 28), (40, 48))
 the first slot behind it.
 """
 NOTES = (
-    (LEFT, 292, f"Step {MOMENT}: 20 slots are free, in two holes (red)."),
+    (LEFT, 292, f"Step {MOMENT}: 20 slots are free, in two holes (marked)."),
     (LEFT, 310, "H needs 14 in a row, so it waits."),
     (RIGHT, 292, f"Step {MOMENT}: H has been running since step 12,"),
     (RIGHT, 310, "because no hole is too small."),
