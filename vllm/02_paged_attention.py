@@ -213,23 +213,23 @@ def paged_decode_kernel(
     Must read 2 * length * kv_heads * head_dim elements and length / block_size entries of the table a sequence.
     """
     sequence, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    length = tl.load(lengths + sequence)
+    length = tl.load(lengths + sequence)  # 1. how many tokens the sequence has
     column = tl.arange(0, BLOCK_D)
     in_head = column < HEAD_DIM
     row = (sequence * GROUP * KV_HEADS + head) * HEAD_DIM + column
     query = tl.load(q + row, mask=in_head, other=0.0).to(tl.float32) * scale
     maximum, total, result = -float("inf"), 0.0, tl.zeros([BLOCK_D], tl.float32)
     for start in range(0, length, BLOCK_T):
-        token = start + tl.arange(0, BLOCK_T)
+        token = start + tl.arange(0, BLOCK_T)  # 2. a tile of positions
         block = sequence
-        if PAGED:
+        if PAGED:  # 3. the table: each position's block
             block = tl.load(block_table + sequence * table_width + token // BLOCK_SIZE, mask=token < length, other=0)
-        slot = block.to(tl.int64) * BLOCK_SIZE + token % BLOCK_SIZE
+        slot = block.to(tl.int64) * BLOCK_SIZE + token % BLOCK_SIZE  # 4. the formula; 64 bits for a large cache
         at = (slot[:, None] * KV_HEADS + head // GROUP) * HEAD_DIM + column[None, :]
-        there = (token < length)[:, None] & in_head[None, :]
+        there = (token < length)[:, None] & in_head[None, :]  # 5. read the slots that hold a token, no others
         k = tl.load(keys + at, mask=there, other=0.0).to(tl.float32)
         v = tl.load(values + at, mask=there, other=0.0).to(tl.float32)
-        scores = tl.where(token < length, tl.sum(k * query[None, :], axis=1), -float("inf"))
+        scores = tl.where(token < length, tl.sum(k * query[None, :], axis=1), -float("inf"))  # 6. as in lesson 01
         new_maximum = tl.maximum(maximum, tl.max(scores, axis=0))
         weights, keep = tl.exp(scores - new_maximum), tl.exp(maximum - new_maximum)
         total = total * keep + tl.sum(weights, axis=0)
@@ -327,14 +327,13 @@ def main(arguments: Namespace) -> None:
     model, tokenizer, prompt, stranger = report.load_prompts(arguments, device)
     cache_of = partial(paged_cache, model, plan.cache_blocks(prompt, stranger), plan.block_size)
     heading("1–3. The same requests on the same memory")
-    results["memory"] = report.measure_memory(
-        plan, RESERVATIONS | {"paged": partial(paged, block_size=plan.block_size)}
-    )
+    allocators = RESERVATIONS | {"paged": partial(paged, block_size=plan.block_size)}
+    results["memory"] = report.measure_memory(plan, allocators)
     heading("4. The kernels, verified")
     results["kernels"] = prove(verify_kernels, device)
     heading("5. Sharing")
     results["sharing"] = measure_sharing(cache_of, lambda n, size: BlockTable(BlockPool(n), size), prompt, plan)
-    report.show_sharing(results["sharing"], len(prompt), plan.beam_steps, tokenizer)
+    report.show_sharing(results["sharing"], len(prompt), plan.beam_steps)
     heading("6. What a block size costs")
     with control.watch():
         results["blocks"] = report.measure_block_sizes(plan, device, paged, paged_decode)

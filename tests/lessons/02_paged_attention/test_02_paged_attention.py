@@ -3,6 +3,7 @@ catches mistakes.
 """
 
 import doctest
+import json
 
 import pytest
 import torch
@@ -17,22 +18,28 @@ from kernels.harness import (
 )
 from lessons.harness import SMALL, exercise_tests, figures_of_quick_run, script_path
 
+from minivllm.config import EMBEDDED_MODEL
 from minivllm.errors import MinivllmError
 from minivllm.kernels.unified_attention import unified_attention
 from minivllm.models.attention import CausalAttention
 from minivllm.models.loader import random_model
+from minivllm.models.tokenizer import load_tokenizer
 from minivllm_lab.exercise import exercise_path, load, plug_of
-from minivllm_lab.paged_attention import opening
+from minivllm_lab.paged_attention import holes, opening, shared_blocks
 from minivllm_lab.paged_attention.allocators import Buddy, FirstFit
 from minivllm_lab.paged_attention.beam_search import beam_search, beams_both_ways, full_copy, saved_by_samples
 from minivllm_lab.paged_attention.memory_replay import Running, replay
 from minivllm_lab.paged_attention.paged_cache import PagedCache, blocks_held, gather_decode, in_blocks
-from minivllm_lab.paged_attention.report import PAPER, PROMPT
+from minivllm_lab.paged_attention.report import PROMPT, STRANGER
 from minivllm_lab.plugged import compare
 from minivllm_simulate.workloads import RequestLengths, workload
 
 lesson = load(script_path("02"))
 lesson_01 = load(script_path("01"))
+PAPER = {"max": (0.204, 7.00), "pow2": (0.268, 9.81), "oracle": (0.382, 13.62), "paged": (0.963, 30.42)}
+"""Share of the slots that hold a token, and requests at once: Kwon et al. 2023, figures 2 and 13, on
+ShareGPT.
+"""
 
 
 # ---- reservations --------------------------------------------------------------------------------
@@ -149,7 +156,7 @@ def test_samples_share_their_prompt_by_arithmetic(prompt, output, samples, saved
 
 def test_beams_that_differ_are_no_result(monkeypatch):
     """A child that reads a past other than its parent's must not count as a saving."""
-    assert beams_both_ways(lambda: small_cache(400), [5, 6, 7, 8, 9], [2], 6)[0]["2"]["saved"] > 0
+    assert beams_both_ways(lambda: small_cache(400), [5, 6, 7, 8, 9], [2], 6)["2"]["saved"] > 0
     monkeypatch.setattr(PagedCache, "copy", lambda cache, copies: None)
     with pytest.raises(AssertionError, match="sharing changed the beams"):
         beams_both_ways(lambda: small_cache(400), [5, 6, 7, 8, 9], [2], 6)
@@ -286,14 +293,89 @@ def test_gather_kernel_compiles_everywhere():
     assert_compiles(lesson.gather_cache_kernel, {**pointers, **sizes}, load_bytes=16)
 
 
-# ---- the opening figure --------------------------------------------------------------------------
+# ---- the pictures --------------------------------------------------------------------------------
 
 
 def test_the_opening_figure_says_what_the_text_carries_by_hand():
     captions = opening.frames().captions
     assert "9 tokens take 3 blocks: the table is 1, 2, 3" in captions[0]
-    assert "Position 12: entry 3 of the table is block 9, place 0: slot 36" in captions[4]
+    assert "slot 16 is taken, so entry 3 of the table becomes block 9: slot 36" in captions[4]
     assert "slot 37" in captions[5]
+    assert "14 tokens in blocks 1, 2, 3, 9" in captions[6]
+    assert opening.stills()["slot_16"] == opening.frames().still(4)
+
+
+def held_slots(lives):
+    """Return (step, slot) for each slot that a request holds in a step."""
+    return [
+        (step, slot)
+        for (_, first, slots), life in lives.items()
+        for slot in range(first, first + slots)
+        for step, _ in life
+    ]
+
+
+def starts(lives):
+    """Return the step in which each request starts."""
+    return {name: life[0][0] for (name, *_), life in reversed(lives.items())}
+
+
+def test_in_regions_a_request_waits_although_enough_is_free():
+    """The text says: twenty slots in two holes, H needs fourteen; in blocks it runs eight steps
+    earlier.
+    """
+    regions, blocks = holes.contiguous(), holes.paged()
+    held = {slot for step, slot in held_slots(regions) if step == holes.MOMENT}
+    free = [slot for first, end in holes.HOLES for slot in range(first, end)]
+    assert free == [slot for slot in range(holes.SLOTS) if slot not in held]
+    assert [end - first for first, end in holes.HOLES] == [12, 8]
+    assert sum(holes.STREAM["H"][1:]) == 14
+    assert starts(regions)["H"] == 20 > holes.MOMENT
+    assert starts(regions)["G"] < holes.MOMENT, "so H is the first that waits"
+    assert starts(blocks) == {name: arrival for name, (arrival, *_) in holes.STREAM.items()}, "none waits"
+
+
+@pytest.mark.parametrize("serve", [holes.contiguous, holes.paged])
+def test_no_slot_of_the_picture_is_held_twice(serve):
+    held = held_slots(serve())
+    assert len(set(held)) == len(held)
+
+
+def test_the_reveal_quotes_what_a_run_of_the_leak_reads():
+    """The prompts' blocks are a matter of bookkeeping, so a small model reads the same tokens."""
+    tokenizer = load_tokenizer(EMBEDDED_MODEL)
+    prompt, stranger = (tokenizer.encode(text).ids for text in (PROMPT, STRANGER))
+    broken = json.loads(shared_blocks.RESULTS.read_text())["figures"]["broken"]
+    assert broken["counted"]["reads"] == PROMPT
+    pool = lesson.BlockPool(16)
+    pool.touch = lambda blocks: None
+    first, other = lesson.BlockTable(pool, 16), lesson.BlockTable(pool, 16)
+    first.append(len(prompt))
+    second = first.fork()
+    first.free()
+    other.append(len(stranger))
+    where = [other.block_ids().index(block) * 16 for block in second.block_ids()]
+    tokens = [token for start in where for token in stranger[start : start + 16]]
+    assert tokenizer.decode(tokens[: len(prompt)]) == broken["forgotten"]["reads"]
+
+
+def test_copy_on_write_is_drawn_as_the_pool_does_it():
+    pool = lesson.BlockPool(5)
+    a = lesson.BlockTable(pool, 4)
+    b = lesson.BlockTable(pool, 4)
+
+    def fork():
+        b.blocks, b.num_tokens = a.fork().blocks, a.num_tokens
+
+    acts = (lambda: a.append(9), fork, lambda: a.append(1), lambda: b.append(1), a.free)
+    for act, moment in zip(acts, shared_blocks.MOMENTS.values(), strict=True):
+        act()
+        assert [len(readers) for readers, _ in moment] == [block.ref_cnt for block in pool.blocks[1:]]
+        for name, table in (("A", a), ("B", b)):
+            drawn = [number for number, (readers, _) in enumerate(moment, start=1) if name in readers]
+            assert drawn == sorted(table.block_ids())
+            text = "".join(moment[block - 1][1] for block in table.block_ids())
+            assert text == "".join(map(str, range(table.num_tokens)))
 
 
 # ---- the exercise --------------------------------------------------------------------------------

@@ -70,20 +70,18 @@ def full_copy(cache: PagedCache, parent: Any) -> Any:
 
 def beams_both_ways(
     cache_of: Callable[[], PagedCache], prompt: list[int], widths: Iterable[int], steps: int
-) -> tuple[dict[str, dict], list[int]]:
+) -> dict[str, dict]:
     """Search twice with each width: once with children that share blocks, once with children that
-    copy them.
-
-    `cache_of` makes an empty cache.
+    copy them. `cache_of` makes an empty cache.
 
     Returns:
         By width, `saved`, the fraction of blocks saved on average over the steps, and the maximum number of
-        blocks held at once either way; then the tokens of the widest search's likeliest beam.
+        blocks held at once either way.
 
     Raises:
         AssertionError: the two searches found different beams.
     """
-    results, best = {}, []
+    results = {}
     for width in track(widths, "beam search"):
         sharing, shared = beam_search(cache_of(), prompt, width, steps, lambda parent: parent.fork())
         cache = cache_of()
@@ -92,8 +90,7 @@ def beams_both_ways(
         assert same, "sharing changed the beams"
         saved = 1 - sum(shared) / sum(alone)
         results[str(width)] = {"saved": saved, "most_alone": max(alone), "most_shared": max(shared)}
-        best = sharing[0].tokens
-    return results, best
+    return results
 
 
 def saved_by_samples(
@@ -127,5 +124,4 @@ def measure_sharing(
     for name, count in track([(name, count) for name in samples for count in (2, 4, 6)], "parallel samples"):
         requests = WORKLOADS[name].sample(plan.samples, plan.seed)
         samples[name][str(count)] = saved_by_samples(requests, count, plan.block_size, new_table)
-    beams, best = beams_both_ways(cache_of, prompt, plan.widths, plan.beam_steps)
-    return {"samples": samples, "beams": beams, "best": best}
+    return {"samples": samples, "beams": beams_both_ways(cache_of, prompt, plan.widths, plan.beam_steps)}

@@ -6,8 +6,9 @@ empty, so only the memory is measured.
 """
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
+from itertools import islice
 from typing import Any
 
 from minivllm.errors import MinivllmError
@@ -85,36 +86,42 @@ class Occupancy:
         return {**asdict(self), "empty": 1 - self.tokens, "empty_of_held": self.empty}
 
 
-def replay(memory: Memory, requests: Iterable[RequestLengths], steps: int) -> Occupancy:
-    """Serve requests first come, first served, one token per request and step.
+def serve(memory: Memory, waiting: deque[Running]) -> Iterator[tuple[list[Running], int]]:
+    """Serve the queue, first come, first served, one token per request and step. Yield the running
+    requests of each step and the number of preemptions in it.
 
     Running requests grow first; if there is no room, the last admitted one is preempted and waits
-    at the head of the queue, and such a step admits no request. The first quarter of the steps is
-    not counted.
+    at the head of the queue, and such a step admits no request.
+    """
+    running: list[Running] = []
+    while True:
+        preempted = _grow(memory, running, waiting)
+        while waiting and not preempted and memory.admit(waiting[0]):
+            running.append(waiting.popleft())
+        yield running, preempted
+        for request in [request for request in running if request.is_complete]:
+            memory.release(request)
+            running.remove(request)
+
+
+def replay(memory: Memory, requests: Iterable[RequestLengths], steps: int) -> Occupancy:
+    """Serve requests and average what the slots hold. The first quarter of the steps is not counted.
 
     Raises:
         MinivllmError: a request does not fit even alone, or there are too few requests for that
             many steps.
     """
     waiting = deque(Running(lengths, lengths.prompt_tokens) for lengths in requests)
-    running: list[Running] = []
     sums = [0, 0, 0, 0, 0]
     served = evicted = 0
-    for step in range(steps):
-        preempted = _grow(memory, running, waiting)
-        while waiting and not preempted and memory.admit(waiting[0]):
-            running.append(waiting.popleft())
+    for step, (running, preempted) in enumerate(islice(serve(memory, waiting), steps)):
         if not waiting or not running:
             problem = "the queue ran empty: pass more requests" if running else "the next request does not fit alone"
             raise MinivllmError(f"step {step} of {steps}: {problem}")
-        complete = [request for request in running if request.is_complete]
         if step >= steps // 4:
             evicted += preempted
-            served += len(complete)
+            served += sum(request.is_complete for request in running)
             sums = [a + b for a, b in zip(sums, _slots(memory, running), strict=True)]
-        for request in complete:
-            memory.release(request)
-            running.remove(request)
     counted = steps - steps // 4
     tokens, later, never, outside = (amount / counted / memory.slots for amount in sums[:4])
     return Occupancy(tokens, later, never, outside, sums[4] / counted, 1000 * served / counted, evicted)

@@ -1,46 +1,53 @@
-"""Lesson 02's opening figure: the followed request's tokens, its block table, and where the tokens
-are in the pool.
+"""Lesson 02's pictures. The moving one: the followed request's tokens, its block table, and where
+the tokens are in the pool.
 """
 
 from __future__ import annotations
 
-from minivllm_lab.drawing import BLANK, QUIET, arrow, block, rect, svg, text, text_width, tint
-from minivllm_lab.followed import BLOCK_SIZE, NAME, Followed, Row, Step, Token, followed
+from minivllm_lab.drawing import BLANK, QUIET, arrow, block, line, rect, svg, text, tint
+from minivllm_lab.followed import BLOCK_SIZE, NAME, Followed, Row, followed
 from minivllm_lab.frames import Frames
-from minivllm_lab.palette import BLUE, GREEN, ORANGE
+from minivllm_lab.paged_attention import holes, shared_blocks
+from minivllm_lab.palette import BLUE, GREEN, ORANGE, VERMILLION
 
-WIDTH, HEIGHT = 872, 372
+WIDTH, HEIGHT = 872, 390
 SLOT, TALL, GAP = 50, 28, 12
-KEY = 36
-"""Pixels that a colour's key takes beside its words."""
-COLUMNS, ROWS = 4, 3
+
+COLUMNS, BLOCKS = 4, 12
 COLOURS = {NAME: BLUE, "for": ORANGE, "class": GREEN}
-OTHERS = {"for": "a second request", "class": "a third"}
-LOGICAL_Y, TABLE_Y, POOL_Y, ROW_GAP = 62, 122, 212, 54
+KEYS = ((400, BLUE, "our request"), (520, ORANGE, "a second"), (625, GREEN, "a third; dark: written in this step"))
+LOGICAL_Y, TABLE_Y, POOL_Y, ROW_GAP = 62, 122, 212, 66
+VERMILLION_INK = "#A84300"
+"""A darker form for text on white, with a contrast of at least 4.5 : 1."""
 
 
 def frames() -> Frames:
-    """Draw one still for each step of the request, and one of the pool after the request ends."""
+    """Draw one still for each step of the request, and one that sums them up."""
     run = followed("company")
+    rows = [row for step in run.steps if (row := step.row()) is not None]
     pool: dict[int, tuple[str, str]] = {}  # slot -> (request, token), as the steps fill it
-    stills, captions = [], []
-    for step in run.steps:
-        current = step.row()
-        if current is None:
-            break
-        pool.update((slot, (row.request, token.shown)) for row in step.rows for slot, token in _written(row))
-        stills.append(_still(run, current, pool))
-        captions.append(_caption(current))
-        if NAME in step.finished:
-            held = {block for row in step.rows if row is not current for block in row.block_table}
-            pool = {slot: token for slot, token in pool.items() if slot // BLOCK_SIZE in held}
-            stills.append(_still(run, None, pool))
-            captions.append(_after(step, current))
-    return Frames(stills, captions)
+    stills = []
+    for step, current in zip(run.steps, rows, strict=False):
+        for row in step.rows:
+            pool.update((slot, (row.request, token.shown)) for slot, token in zip(row.slots, row.tokens, strict=True))
+        stills.append(_still(run, current, pool, crossed=_takes_a_block(current)))
+    summary = _still(run, rows[-1], pool, crossed=True)
+    return Frames([*stills, summary], [*map(_caption, rows), _summed_up(rows[-1])])
 
 
-def _written(row: Row) -> list[tuple[int, Token]]:
-    return list(zip(row.slots, row.tokens, strict=True))
+def stills() -> dict[str, str]:
+    """Draw the pictures that stand alone in the text, by the name of their file."""
+    return {
+        "bet": shared_blocks.bet(),
+        "reveal": shared_blocks.reveal(),
+        "holes": holes.holes(),
+        "slot_16": frames().still(4),
+        "copy_on_write": shared_blocks.copy_on_write(),
+    }
+
+
+def _takes_a_block(row: Row) -> bool:
+    return len(row.positions) == 1 and row.positions[0] % BLOCK_SIZE == 0
 
 
 def _caption(row: Row) -> str:
@@ -48,41 +55,30 @@ def _caption(row: Row) -> str:
     table = ", ".join(map(str, row.block_table))
     if len(row.positions) > 1:
         return f"The prompt's {len(row.positions)} tokens take {len(row.block_table)} blocks: the table is {table}."
-    entry, place = divmod(position, BLOCK_SIZE)
+    entry, offset = divmod(position, BLOCK_SIZE)
     block_id = row.block_table[entry]
-    where = f"Position {position}: entry {entry} of the table is block {block_id}, place {place}: slot {slot}."
-    if place == 0:
-        return f"{where} The last block was full; any free one will do."
-    return where
+    if _takes_a_block(row):
+        taken = f"slot {(row.block_table[entry - 1] + 1) * BLOCK_SIZE} is taken"
+        return f"Position {position}: {taken}, so entry {entry} of the table becomes block {block_id}: slot {slot}."
+    return f"Position {position}: entry {entry} of the table is block {block_id}, offset {offset}: slot {slot}."
 
 
-def _after(step: Step, row: Row) -> str:
-    front, back = step.free_blocks[0], ", ".join(map(str, step.free_blocks[-3:]))
-    kept = [block for block in row.block_table if block in step.free_blocks[-3:]]
-    assert len(kept) == 3, "the captions know this scene"
-    return f"The request ends. Block {front} begins the free list; the full blocks {back} go to its end (lesson 05)."
+def _summed_up(row: Row) -> str:
+    table = ", ".join(map(str, row.block_table))
+    return f"In all: {row.seq_len} tokens in blocks {table}. Only the last block has empty slots."
 
 
-def _still(run: Followed, row: Row | None, pool: dict[int, tuple[str, str]]) -> str:
-    sees = "the request sees" if row is not None else "the request has ended"
-    shapes = [text(20, 24, sees, colour=QUIET), text(20, POOL_Y - 24, "the pool holds", colour=QUIET)]
-    shapes += _keys()
-    if row is not None:
-        shapes += [_logical(run, row, index) for index in range(len(row.block_table))]
-    shapes += [_physical(number, row, pool) for number in range(COLUMNS * ROWS)]
-    label = "Blocks of the followed request, its block table, and the pool"
-    return svg(WIDTH, HEIGHT, *shapes, label=label)
-
-
-def _keys() -> list[str]:
-    """Draw the key of colours, flush with the right margin."""
-    words = {name: OTHERS.get(name, "our request") for name in COLOURS}
-    x, shapes = WIDTH - 16 - sum(KEY + text_width(label) for label in words.values()), []
-    for name, label in words.items():
-        shapes += [rect(x, POOL_Y - 35, 13, 13, tint(COLOURS[name], 0.45))]
-        shapes += [text(x + 19, POOL_Y - 24, label, colour=QUIET)]
-        x += KEY + text_width(label)
-    return shapes
+def _still(run: Followed, row: Row, pool: dict[int, tuple[str, str]], crossed: bool) -> str:
+    shapes = [
+        text(20, 24, "the request sees", colour=QUIET),
+        text(20, POOL_Y - 24, "the pool holds", colour=QUIET),
+        *(rect(x - 19, POOL_Y - 35, 13, 13, tint(colour, 0.45)) for x, colour, _ in KEYS),
+        *(text(x, POOL_Y - 24, words, colour=QUIET) for x, _, words in KEYS),
+        *(_logical(run, row, index) for index in range(len(row.block_table))),
+        *(_physical(number, row, pool) for number in range(1, BLOCKS + 1)),
+        *(_crossed(row) if crossed else []),
+    ]
+    return svg(WIDTH, HEIGHT, *shapes, label="Blocks of the followed request, its block table, and the pool")
 
 
 def _logical(run: Followed, row: Row, index: int) -> str:
@@ -90,7 +86,7 @@ def _logical(run: Followed, row: Row, index: int) -> str:
     size = BLOCK_SIZE
     tokens = [token.shown for token in run.request.tokens[: row.seq_len]][index * size : (index + 1) * size]
     x, fresh = _x(index), row.positions[-1] // size == index or len(row.positions) > 1
-    fills = [_fill(NAME, index * size + place in row.positions) for place in range(size)]
+    fills = [_fill(NAME, index * size + offset in row.positions) for offset in range(size)]
     slots = tokens + [None] * (size - len(tokens))
     words = f"positions {index * size} to {(index + 1) * size - 1}"
     shapes = block(x, LOGICAL_Y, slots, width=SLOT, height=TALL, fill=fills, name=words)
@@ -103,17 +99,38 @@ def _logical(run: Followed, row: Row, index: int) -> str:
     return shapes + down + box
 
 
-def _physical(number: int, row: Row | None, pool: dict[int, tuple[str, str]]) -> str:
+def _physical(number: int, row: Row, pool: dict[int, tuple[str, str]]) -> str:
     """Draw one block of the pool; only the followed request's tokens are written out."""
-    size, x, y = BLOCK_SIZE, _x(number % COLUMNS), POOL_Y + number // COLUMNS * ROW_GAP
-    held = [pool.get(number * size + place) for place in range(size)]
-    now = set(row.slots) if row is not None else set()
+    first, (x, y) = number * BLOCK_SIZE, _corner(number)
+    held = [pool.get(first + offset) for offset in range(BLOCK_SIZE)]
     slots = [None if owned is None else owned[1] if owned[0] == NAME else " " for owned in held]
-    fills = [BLANK if owned is None else _fill(owned[0], number * size + i in now) for i, owned in enumerate(held)]
-    first, last = number * size, number * size + size - 1
-    name = f"block {number}: slots {first} to {last}" if number else "block 0: the null block"
-    in_table = row is not None and number in row.block_table
-    return block(x, y, slots, width=SLOT, height=TALL, fill=fills, name=name, stroke=BLUE if in_table else "#80868B")
+    fills = [BLANK if owned is None else _fill(owned[0], first + i in row.slots) for i, owned in enumerate(held)]
+    name = f"block {number}: slots {first} to {first + BLOCK_SIZE - 1}"
+    stroke = BLUE if number in row.block_table else "#80868B"
+    return block(x, y, slots, width=SLOT, height=TALL, fill=fills, name=name, stroke=stroke)
+
+
+def _crossed(row: Row) -> list[str]:
+    """Cross out the way from the third block's last slot to the next one in memory, which is
+    taken.
+    """
+    number = row.block_table[2]
+    (x, y), (end, _) = _corner(number), _corner(number + 1)
+    start, end, top, low = x + 3.5 * SLOT, end + 0.5 * SLOT, y + TALL + 2, y + TALL + 14
+    middle = (start + end) / 2
+    return [
+        line((start, top), (start, low), VERMILLION),
+        line((start, low), (end, low), VERMILLION),
+        arrow((end, low), (end, top), VERMILLION),
+        line((middle - 6, low - 6), (middle + 6, low + 6), VERMILLION, width=3),
+        line((middle - 6, low + 6), (middle + 6, low - 6), VERMILLION, width=3),
+        text(end + 12, low + 2, f"slot {(number + 1) * BLOCK_SIZE} is taken", size=12, colour=VERMILLION_INK),
+    ]
+
+
+def _corner(number: int) -> tuple[float, float]:
+    row, column = divmod(number - 1, COLUMNS)
+    return _x(column), POOL_Y + row * ROW_GAP
 
 
 def _fill(name: str, now: bool) -> str:

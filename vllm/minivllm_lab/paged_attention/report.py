@@ -7,12 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rich.markup import escape
-
 from minivllm.config import EMBEDDED_MODEL
 from minivllm.errors import MinivllmError
 from minivllm.models.tokenizer import load_tokenizer
-from minivllm_lab import palette
 from minivllm_lab.cli import lesson_parser, positive_int
 from minivllm_lab.figures import curves, panels
 from minivllm_lab.paged_attention.allocators import replay_workloads
@@ -22,7 +19,6 @@ from minivllm_simulate.workloads import WORKLOADS
 
 if TYPE_CHECKING:
     import torch
-    from tokenizers import Tokenizer
 
 PROMPT = (
     'class Stack:\n    """Keeps things in the order in which they came; the last one leaves first."""\n\n'
@@ -46,10 +42,6 @@ TITLES = {
     "paged": "blocks",
 }
 """Display names of the allocators."""
-PAPER = {"max": (0.204, 7.00), "pow2": (0.268, 9.81), "oracle": (0.382, 13.62), "paged": (0.963, 30.42)}
-"""Share of the slots that hold a token, and requests at once: Kwon et al. 2023, figures 2 and
-13, on ShareGPT.
-"""
 SHARES = {"tokens": "a token", "later": "will, later", "never": "never will", "outside": "outside"}
 """Display names of what a slot holds; together they cover all slots."""
 
@@ -122,22 +114,16 @@ def load_prompts(arguments: argparse.Namespace, device: torch.device) -> tuple:
 
 
 def measure_memory(plan: Plan, allocators: Mapping[str, Callable[[int], Memory]]) -> dict:
-    """Print what the slots hold under each allocator: all shares for ShareGPT's requests, and only
-    the token share for every workload.
-
-    Return the figures by workload and allocator, each with the factor by which blocks do better.
+    """Print what the slots hold under each allocator, for ShareGPT's requests. Return the figures by
+    workload and allocator, each with the factor by which blocks do better.
     """
     results = replay_workloads(allocators, SLOTS, plan.steps, plan.longest, plan.seed)
     rows = []
     for kind, occupancy in results["sharegpt"].items():
         shares = (f"{getattr(occupancy, share):.1%}" for share in SHARES)
-        paper = (f"{PAPER[kind][0]:.1%}", f"{PAPER[kind][1]:.1f}") if kind in PAPER else ("–", "–")
-        rows.append((TITLES[kind], *shares, f"{occupancy.running:.1f}", *paper))
+        rows.append((TITLES[kind], *shares, f"{occupancy.running:.1f}"))
     title = f"What {SLOTS:,} slots hold, requests like {WORKLOADS['sharegpt'].title}"
-    caption = "paper: Kwon et al. 2023, figures 2 and 13, with 15.7 thousand slots"
-    table(title, ("reserved", *SHARES.values(), "run", "paper: a token", "run"), rows, caption)
-    rows = [(TITLES[kind], *(f"{kinds[kind].tokens:.1%}" for kinds in results.values())) for kind in TITLES]
-    table("Slots that hold a token, requests like", ("reserved", *(WORKLOADS[name].title for name in results)), rows)
+    table(title, ("reserved", *SHARES.values(), "at once"), rows)
     return {
         name: {
             kind: {**occupancy.figures(), "paged_over_this": _ratios(kinds["paged"], occupancy)}
@@ -154,10 +140,8 @@ def _ratios(blocks: Occupancy, other: Occupancy) -> dict[str, float]:
     return {key: getattr(blocks, key) / getattr(other, key) for key in ("tokens", "running", "served_per_1000_steps")}
 
 
-def show_sharing(results: dict, prompt_tokens: int, steps: int, tokenizer: Tokenizer) -> None:
-    """Print the blocks that sharing saves, for parallel samples and for beams, and how the best
-    beam continues.
-    """
+def show_sharing(results: dict, prompt_tokens: int, steps: int) -> None:
+    """Print the blocks that sharing saves, for parallel samples and for beams."""
     rows = [
         (WORKLOADS[name].title, *(f"{share:.1%}" for share in saved.values()))
         for name, saved in results["samples"].items()
@@ -169,7 +153,6 @@ def show_sharing(results: dict, prompt_tokens: int, steps: int, tokenizer: Token
     ]
     title = f"Beam search, {prompt_tokens} + {steps} tokens: the same beams both ways"
     table(title, ("beams", "most blocks, each its own", "shared", "saved on average"), rows)
-    console.print(f"the most likely beam begins: {tokenizer.decode(results['best'])[:64]!r}", markup=False)
 
 
 def measure_block_sizes(
@@ -179,7 +162,7 @@ def measure_block_sizes(
     decode: Callable[..., torch.Tensor],
 ) -> dict:
     """Measure both costs of a block size: empty slots in held blocks, by workload, and the time of
-    attention.
+    attention. Print the first.
 
     A GPU times `decode`, the lesson's kernel. A CPU times the engine's attention (lesson 03), which
     looks every token up in either case: its times compare orders of memory, and say nothing about
@@ -192,21 +175,11 @@ def measure_block_sizes(
     held = replay_workloads(allocators, SLOTS, plan.steps // 3, plan.longest, plan.seed, SHORT_REQUESTS)
     empty = {name: {size: kinds[size].empty for size in allocators} for name, kinds in held.items()}
     rows = [
-        (
-            size,
-            *(f"{shares[size]:.1%}" for shares in empty.values()),
-            f"{plan.longest // int(size):,}",
-            f"{ratio:.2f} ×",
-        )
-        for size, ratio in price["ratio"].items()
+        (size, *(f"{shares[size]:.1%}" for shares in empty.values()), f"{plan.longest // int(size):,}")
+        for size in allocators
     ]
-    columns = ("block", *(WORKLOADS[name].title for name in empty), "table entries", "time")
-    caption = (
-        f"time: {price['shape']}, blocks scattered, against a contiguous cache ({price['contiguous_ms']:.2f} ms); "
-        f"against a second contiguous cache, which says how far to trust it: {price['again']:.2f} ×. A CPU's attention "
-        "looks tokens up in either case, so its times say nothing about the lookup"
-    )
-    table("Held slots that are empty, the table, and the time of attention", columns, rows, caption)
+    columns = ("block", *(WORKLOADS[name].title for name in empty), "table entries")
+    table("Held slots that are empty, and entries of the longest table", columns, rows)
     return {"price": price, "empty": empty}
 
 
@@ -217,12 +190,9 @@ def show_break(results: dict, refused_twice: str, refused_dry: str) -> None:
     console.print(f"freed twice without a check, the blocks {results['double_free']} went to two sequences at once")
     console.print(f"freed twice: {refused_twice}")
     console.print(f"the pool is dry: {refused_dry}")
-    rows = [
-        (line, *(escape(results[name][text].rstrip()) for name in ("counted", "forgotten")))
-        for line, text in {"finds": "reads", "goes on": "writes"}.items()
-    ]
-    title = "A request is forked, its first half ends, a stranger is admitted"
-    table(title, ("the second half", "its reference counted", "forgotten"), rows, words=True)
+    console.print("A request is forked, its first half ends, a stranger is admitted. The second half")
+    for name in ("counted", "forgotten"):
+        console.print(f"- {name}: reads {results[name]['reads']!r}, writes {results[name]['writes']!r}", markup=False)
 
 
 def conclude(results: dict, longest: int) -> None:
@@ -239,29 +209,8 @@ def conclude(results: dict, longest: int) -> None:
 
 
 def draw(results: dict, path: str) -> None:
-    """Plot what the slots hold and how many requests run under each allocator, and empty slots
-    by block size.
-    """
-    kinds, empty = results["memory"]["sharegpt"], results["blocks"]["empty"]
-    start = [0.0] * len(kinds)
-    with panels(path, 3, height=4) as (left, middle, right):
-        colours = (palette.BLUE, palette.SKY, palette.ORANGE, palette.PALE)
-        for (share, label), colour in zip(SHARES.items(), colours, strict=True):
-            widths = [figures[share] for figures in kinds.values()]
-            left.barh([TITLES[kind] for kind in kinds], widths, left=start, color=colour, label=label)
-            start = [before + width for before, width in zip(start, widths, strict=True)]
-        left.set(title="What the slots hold", xlabel="share of the slots, requests like ShareGPT", xlim=(0, 1))
-        left.invert_yaxis()
-        left.legend(ncols=2, loc="upper center", bbox_to_anchor=(0.4, -0.2))
-        titles = [TITLES[kind] for kind in kinds]
-        paper = {titles.index(TITLES[kind]): running for kind, (_, running) in PAPER.items()}
-        middle.barh(titles, [figures["running"] for figures in kinds.values()], color=palette.BLUE, label="here")
-        middle.scatter(
-            list(paper.values()), list(paper), color=palette.ORANGE, marker="D", zorder=3, label="in the paper"
-        )
-        middle.set(title="Requests at once", xlabel="requests like ShareGPT")
-        middle.invert_yaxis()
-        middle.set_yticklabels([])
-        middle.legend(fontsize=8)
-        curves(right, {WORKLOADS[name].title: shares for name, shares in empty.items()}, factor=100, octaves=True)
-        right.set(title="Empty slots in held blocks", xlabel="block size", ylabel="%", ylim=0)
+    """Plot the empty slots in held blocks by block size."""
+    empty = {WORKLOADS[name].title: shares for name, shares in results["blocks"]["empty"].items()}
+    with panels(path, 1, width=7) as (axes,):
+        curves(axes, empty, factor=100, octaves=True)
+        axes.set(title="Empty slots in held blocks", xlabel="block size", ylabel="%", ylim=0)
