@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from minivllm_lab.drawing import BLANK, QUIET, arrow, rect, svg, text, tint
+from minivllm_lab.drawing import BLANK, arrow, rect, svg, text, tint
 from minivllm_lab.flash_attention.still_pictures import stills
 from minivllm_lab.followed import followed
 from minivllm_lab.frames import Frames
@@ -27,14 +27,14 @@ SCORES = (
 )
 """Each query's scores with the keys that it sees, to two digits."""
 
-WIDTH, HEIGHT = 760, 344
+WIDTH, HEIGHT = 712, 362
 TOP, ROW = 74, 26
 """Where the first row begins, and its height."""
 COLUMNS = {"Q": 78, "K": 122, "V": 166, "out": 210}
 CELL = 40
 CHIP, GRID, SCORE = 276, 350, 50
-STATE = {"factor": 590, "m": 636, "l": 682, "O": 738}
-HEADS = {"factor": "old ×", "m": "m", "l": "l", "O": "O: keys"}
+STATE = {"factor": 592, "m": 642, "l": 688}
+HEADS = {"factor": "factor", "m": "m", "l": "l"}
 LAST = 5
 READ = (None, None, 0, 1, 1, 1)
 """The tile of keys and values on the chip, by step."""
@@ -43,8 +43,8 @@ MOVED = (0, 4, 12, 20, 20, 24)
 
 CAPTIONS = (
     "HBM holds a query, a key and a value of nine tokens. One program takes four queries.",
-    "Its queries come onto the chip, once. No key is seen yet: m = −∞, l = 0, O = 0.",
-    "The first tile of keys gives sixteen scores. m: a row's largest; l: the sum of exp(score − m).",
+    "Its queries come onto the chip, once. No key is seen yet, so m = −∞ and l = 0.",
+    "The first tile gives sixteen scores. m: a row's largest; l: the sum of exp(score − m).",
     "The second tile replaces the first. Keys that lie ahead of a query count as −∞.",
     "Two rows have a larger score now, so what they had summed shrinks. Then the tile is added.",
     "All of it: two tiles read, the third never, two sums corrected, four rows of output back.",
@@ -95,8 +95,7 @@ def _hbm(tokens: list[str], step: int) -> str:
         shapes.append(text(72, y + 17, token, anchor="end", mono=True))
         shapes += [rect(x, y, CELL, ROW - 2, fills[name]) for name, x in COLUMNS.items()]
     if step == LAST:
-        y = TOP + 2 * TILE * ROW + 50
-        shapes.append(text(COLUMNS["K"], y, "never read", size=12, colour=QUIET))
+        shapes.append(text(COLUMNS["K"], 332, "never read", size=12))
     return "".join(shapes)
 
 
@@ -107,7 +106,9 @@ def _chip(step: int) -> str:
     shapes = [
         rect(CHIP, 36, WIDTH - CHIP - 14, 250, stroke=INK, radius=8),
         text(CHIP, 28, "one multiprocessor, on the chip", bold=True),
-        text(CHIP, HEIGHT - 30, words, size=12),
+        text(CHIP, 312, words, size=12),
+        text(CHIP, 334, "tinted: the row's largest score so far", size=12),
+        text(16, 352, "pale: in HBM.  strong: on the chip, or back", size=12),
     ]
     y = TOP + (2 if step == 2 else 6) * ROW
     chip, out = (CHIP - 3, y), (COLUMNS["out"] + CELL + 3, y)
@@ -146,17 +147,15 @@ def _scores_of(tokens: list[str], tile: int) -> str:
 
 
 def _state_of(row: int, step: int) -> str:
-    """Draw m, l and O of one query after this step, and the factor by which its old sums shrank."""
+    """Draw m and l of one query after this step, and the factor by which its old sums shrank."""
     y, scores = _row(row) + 22, SCORES[row]
     seen = (0, 0, TILE, TILE, len(scores), len(scores))[step]
-    values = {"m": "−∞", "l": "0", "O": "none"}
-    shapes = []
+    values = {"m": "−∞", "l": "0"}
     if seen:
         m, total = sums(scores, seen)
-        values = {"m": f"{m:.2f}", "l": f"{total:.2f}", "O": f"0–{seen - 1}"}
+        values = {"m": f"{m:.2f}", "l": f"{total:.2f}"}
     if seen > TILE:
         factor = math.exp(sums(scores, TILE)[0] - m)
-        words = f"{factor:.2f}"
-        shapes.append(text(STATE["factor"], y, words, colour=VERMILLION, anchor="end", bold=factor < 1))
-    shapes += [text(STATE[name], y, words, anchor="end") for name, words in values.items()]
-    return "".join(shapes)
+        values["factor"] = f"{factor:.2f}"
+    colours = {"m": INK, "l": INK, "factor": VERMILLION}
+    return "".join(text(STATE[name], y, words, colour=colours[name], anchor="end") for name, words in values.items())

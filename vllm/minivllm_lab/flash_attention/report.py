@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
 from minivllm.config import EMBEDDED_MODEL
 from minivllm.errors import MinivllmError
 from minivllm.models.tokenizer import load_tokenizer
@@ -20,11 +21,7 @@ from minivllm_lab.aot import SHARED_MEMORY, compile_for
 from minivllm_lab.cli import lesson_parser, positive_int
 from minivllm_lab.figures import panels
 from minivllm_lab.flash_attention.attention_in_model import ModelRun
-from minivllm_lab.flash_attention.attention_traffic import (
-    flash_traffic,
-    longest_naive,
-    naive_traffic,
-)
+from minivllm_lab.flash_attention.attention_traffic import flash_traffic, longest_naive, naive_traffic
 from minivllm_lab.flash_attention.traffic_tables import MIB
 from minivllm_lab.lesson import wrote
 from minivllm_lab.progress import track
@@ -36,6 +33,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
     from minivllm.models.decoder import Decoder
+    from minivllm_lab.flash_attention.other_attention import Kernel
 
 HEADS, BUDGET = 8, 2**30
 """Heads whose stored scores must fit into this many bytes."""
@@ -129,11 +127,7 @@ def show_model(run: ModelRun, row_path: str | None) -> dict[str, float]:
     return {"logits_off_by": run.logits_off_by, "largest_score": run.largest_score}
 
 
-def time_attention(
-    device: torch.device,
-    lengths: Sequence[int],
-    kernel: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object],
-) -> dict:
+def time_attention(device: torch.device, lengths: Sequence[int], kernel: Kernel) -> dict:
     """Time stored scores, `kernel` (on a GPU only) and PyTorch's fused attentions at each
     length, and print them.
     """

@@ -7,13 +7,14 @@ from __future__ import annotations
 import math
 
 from minivllm.config.units import TERA
-from minivllm_lab.drawing import QUIET, arrow, line, rect, svg, text, tint
+from minivllm_lab.drawing import BLANK, QUIET, arrow, line, rect, svg, text, tint
 from minivllm_lab.palette import GREY, INK, ORANGE, SKY, VERMILLION, YELLOW
 from minivllm_simulate.hardware import HARDWARE
 
 WIDTH, LEFT, RIGHT = 700, 60, 670
 QUERIES = 128
 """Queries of a tile of FlashAttention-3, and so the operations for each byte of K and V."""
+PEAK = HARDWARE["H100"].flops_of("bfloat16") / TERA
 REACHED = 740
 """FlashAttention-3 on an H100, in TFLOP/s (arXiv 2407.08608)."""
 L2_RATE = 10
@@ -45,12 +46,14 @@ def _bet() -> str:
     """Draw the rates that the HBM of two GPUs can feed, and the peak that they share."""
     title = f"Attention in tiles of {QUERIES} queries: the rate that HBM can feed"
     parts = [text(16, 30, title, size=15, bold=True), *_axis(150)]
-    for gpu, y in (("H100", 76), ("H200", 116)):
+    for gpu, y in (("H100", 80), ("H200", 120)):
         rate = HARDWARE[gpu].bandwidth / TERA
         x = _x(QUERIES * rate)
         parts.append(text(16, y + 5, gpu, bold=True))
+        parts.append(rect(x, y - 12, _x(PEAK) - x, 24, BLANK, label="the chip idles", size=12))
         parts.append(f'<circle cx="{x:.2f}" cy="{y}" r="8" fill="{GREY}"/>')
-        parts.append(text(x - 16, y + 5, f"{rate:.2f} TB/s feed {QUERIES * rate:.0f}", anchor="end"))
+        words = f"{rate:.2f} TB/s feed {QUERIES * rate:.0f}"
+        parts.append(text(x - 16, y + 5, words, anchor="end"))
     return svg(WIDTH, 210, *parts, label=title)
 
 
@@ -89,20 +92,24 @@ def _shrink() -> str:
             parts.append(rect(left, 180 - 100 * weight, 50, 100 * weight, ORANGE, label=label))
             parts.append(text(left + 25, 198, f"key {key + 1}", size=12, anchor="middle"))
         parts.append(text(x, 60, words))
-    parts += [arrow((226, 130), (340, 130), VERMILLION, width=2), text(283, 118, "× ½", anchor="middle")]
-    parts += [rect(50, 216, 22, 14, ORANGE), text(80, 228, "a key's weight, exp(score − m)", size=12)]
-    parts.append(rect(380, 216, 22, 14, stroke=VERMILLION, dash="4 3"))
-    parts.append(text(410, 228, "its weight under the old m", size=12))
+    parts += [
+        arrow((226, 130), (340, 130), VERMILLION, width=2),
+        text(283, 118, "× ½", anchor="middle"),
+        rect(50, 216, 22, 14, ORANGE),
+        text(80, 228, "a key's weight, exp(score − m)", size=12),
+        rect(380, 216, 22, 14, stroke=VERMILLION, dash="4 3"),
+        text(410, 228, "its weight under the old m", size=12),
+    ]
     return svg(WIDTH, 246, *parts, label=title)
 
 
 def _axis(y: float) -> list[str]:
     """Draw the axis of rates, with the peak that both GPUs share."""
-    peak = HARDWARE["H100"].flops_of("bfloat16") / TERA
-    parts = [line((LEFT, y), (RIGHT, y)), line((_x(peak), 56), (_x(peak), y), INK, dash="4 3")]
+    parts = [line((LEFT, y), (RIGHT, y)), line((_x(PEAK), 56), (_x(PEAK), y), INK, dash="4 3")]
     for rate in (0, 200, 400, 600, 800):
-        parts += [line((_x(rate), y), (_x(rate), y + 5)), text(_x(rate), y + 20, f"{rate}", anchor="middle")]
-    parts.append(text(_x(peak), y + 20, f"peak: {peak:.0f}", anchor="middle", size=12))
+        parts.append(line((_x(rate), y), (_x(rate), y + 5)))
+        parts.append(text(_x(rate), y + 20, f"{rate}", anchor="middle"))
+    parts.append(text(_x(PEAK), y + 20, f"peak: {PEAK:.0f}", anchor="middle", size=12))
     parts.append(text((LEFT + RIGHT) / 2, y + 42, "TFLOP/s, 16 bits", size=12, anchor="middle"))
     return parts
 
