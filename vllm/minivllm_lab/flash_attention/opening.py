@@ -157,5 +157,8 @@ def _state_of(row: int, step: int) -> str:
     if seen > TILE:
         factor = math.exp(sums(scores, TILE)[0] - m)
         values["factor"] = f"{factor:.2f}"
-    colours = {"m": INK, "l": INK, "factor": VERMILLION}
-    return "".join(text(STATE[name], y, words, colour=colours[name], anchor="end") for name, words in values.items())
+    parts = []
+    for name, words in values.items():
+        colour = VERMILLION if name == "factor" else INK
+        parts.append(text(STATE[name], y, words, colour=colour, anchor="end"))
+    return "".join(parts)
