@@ -43,11 +43,11 @@ MOVED = (0, 4, 12, 20, 20, 24)
 
 CAPTIONS = (
     "HBM holds a query, a key and a value of nine tokens. One program takes four queries.",
-    "Its queries come onto the chip, once. No key is seen yet, so m = −∞ and l = 0.",
+    "Its queries come onto the chip, once. No key is seen: m = −∞, l = 0.",
     "The first tile gives sixteen scores. m: a row's largest; l: the sum of exp(score − m).",
     "The second tile replaces the first. Keys that lie ahead of a query count as −∞.",
     "Two rows have a larger score now, so what they had summed shrinks. Then the tile is added.",
-    "All of it: two tiles read, the third never, two sums corrected, four rows of output back.",
+    "Two tiles read, the third never; two sums corrected; four rows of output back.",
 )
 
 
