@@ -25,7 +25,10 @@ from minivllm_lab.flash_attention import opening, report
 from minivllm_lab.flash_attention.attention_in_model import attend_in_model
 from minivllm_lab.flash_attention.online_softmax import online_softmax
 from minivllm_lab.flash_attention.slow_memory import in_slow_memory
+from minivllm_lab.flash_attention.still_pictures import L2_RATE, QUERIES, REACHED
 from minivllm_lab.followed import PROMPT
+from minivllm_lab.kernel_trace import trace_kernel
+from minivllm_simulate.hardware import HARDWARE
 
 lesson = load(script_path("03"))
 ROW = REPOSITORY / "widgets" / "flash_attention" / "attention_row.json"
@@ -76,9 +79,8 @@ def test_the_widgets_row_by_row_form_is_the_lessons():
 
 
 def test_the_budget_names_the_longest_sequence_that_fits(capsys):
-    assert report.show_budget(8, 64 * 2**20) == {"refused_at": 2048, "longest": 1024}
+    assert report.show_budget(8, 64 * 2**20) == {"refused_at": 2048, "longest": 1024}, "all of it may be used"
     said = " ".join(capsys.readouterr().out.split())
-    assert "1,024 │ 64 │" in said, "the whole budget may be used"
     assert "2,048 tokens need 256 MiB, but there are 64; 1,024 tokens fit" in said
     assert report.show_budget(8, 64 * 2**20 - 1) == {"refused_at": 1024, "longest": 1023}
 
@@ -240,6 +242,11 @@ def test_the_widgets_row_is_the_embedded_models():
     }, how
     np.testing.assert_allclose(stored["scores"], row["scores"], atol=5e-3, err_msg=how)
     np.testing.assert_allclose(stored["values"], row["values"], atol=5e-3, err_msg=how)
+    scores, values = np.array([row["scores"]]), np.array(row["values"])
+    state = lesson.nothing_seen(1, values.shape[1])
+    for first in range(0, scores.shape[1], 4):
+        state = lesson.softmax_step(state, scores[:, first : first + 4], values[first : first + 4])
+    np.testing.assert_allclose(lesson.finish(state)[0], lesson.stable_softmax(scores) @ values)
 
 
 # ---- the exercise --------------------------------------------------------------------------------
@@ -449,6 +456,55 @@ def test_the_opening_figure_walks_as_the_loop_does():
     factors = [math.exp(opening.sums(row, 4)[0] - opening.sums(row, len(row))[0]) for row in opening.SCORES]
     assert [f"{factor:.2f}" for factor in factors] == ["1.00", "0.13", "1.00", "0.38"]
     assert all(f">{factor:.2f}<" in frames.still(5) for factor in factors)
+
+
+# ---- what the text says --------------------------------------------------------------------------
+
+
+TEXT = " ".join((REPOSITORY / "lessons" / "03_flash_attention.md").read_text().split())
+
+
+def test_the_first_screen_counts_with_the_data_sheets():
+    h100, h200 = HARDWARE["H100"], HARDWARE["H200"]
+    drawn, needed = opening.stills(), REACHED / QUERIES
+    for gpu in (h100, h200):
+        assert f"feed {QUERIES * gpu.bandwidth / 1e12:.0f}<" in drawn["bet"]
+    assert h100.flops_of("bfloat16") == h200.flops_of("bfloat16")
+    assert h100.bandwidth / 1e12 < needed < L2_RATE
+    assert f"needed: {needed:.1f} TB/s" in drawn["reveal"]
+    for words in (
+        f"{h200.bandwidth / h100.bandwidth:.1f} times as fast",
+        f"an H100 could do {h100.ridge():.0f}",
+        f"HBM alone could feed {QUERIES / h100.ridge():.0%}".replace("%", " %"),
+        f"{REACHED / (h100.flops_of('bfloat16') / 1e12):.0%} of the peak".replace("%", " %"),
+        f"load {needed:.1f} TB a second, but HBM delivers {h100.bandwidth / 1e12:.2f}",
+    ):
+        assert words in TEXT
+
+
+def test_the_bars_that_shrink_are_the_example_by_hand():
+    state, drawn = lesson.nothing_seen(1, 1), opening.stills()["shrink"]
+    factors = []
+    for scores, values in (([math.log(2), 0], [8, 16]), ([math.log(4), 0], [24, 40])):
+        before = state.m[0]
+        state = lesson.softmax_step(state, np.array([scores]), np.array(values)[:, None])
+        factors.append(math.exp(before - state.m[0]))
+        assert f"l = {state.l[0]:g}<" in drawn
+    assert factors == pytest.approx([0, 0.5])
+    assert "× ½" in drawn
+    assert "and the sums become $1.5 + 2 + ½ = 4$" in TEXT, "FlashAttention-4's, under the old maximum"
+    assert state.o[0, 0] / state.l[0] == pytest.approx(84 / 4)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="the interpreter counts the bytes")
+def test_the_loads_that_programs_share_are_as_the_text_says():
+    q, k, v = torch.randn(3, 256, 1, 64)
+    out, lse = torch.empty_like(q), torch.empty(1, 256)
+    sizes = {"CAUSAL": True, "HEADS": 1, "HEAD_DIM": 64, "BLOCK_D": 64, "BLOCK_Q": 32, "BLOCK_K": 32}
+    trace = trace_kernel(lesson.flash_kernel, (8, 1), out, lse, q, k, v, 256, 256, 0.125, **sizes)
+    words = f"Of the {trace.bytes_read:,} bytes that eight tiles load, {trace.bytes_read_once:,} are different"
+    assert words in TEXT
+    assert trace.bytes_read_once < trace.bytes_read / 3
 
 
 # ---- the script from outside ---------------------------------------------------------------------

@@ -21,7 +21,6 @@ from minivllm_lab.flash_attention.attention_traffic import (
     most_queries_kept,
     most_queries_launched,
     naive_traffic,
-    on_chip_bytes,
     register_bytes,
     shared_memory_bytes,
 )
@@ -58,7 +57,8 @@ def test_every_key_that_is_seen_is_read_once_for_each_tile_of_queries(length, he
 @given(st.integers(1, 512), st.sampled_from([16, 32, 128]), st.sampled_from([64, 80, 128]), st.sampled_from([1, 2, 4]))
 def test_the_largest_tile_fits_and_a_larger_one_does_not(kib, block_k, head_dim, itemsize):
     def needed(rows):
-        return sum(on_chip_bytes(rows, block_k, head_dim, itemsize).values())
+        tiles = shared_memory_bytes(rows, block_k, head_dim, stages=1, itemsize=itemsize)
+        return sum(tiles.values()) + sum(register_bytes(rows, block_k, head_dim, itemsize).values())
 
     if needed(16) > kib * 1024:
         with pytest.raises(MinivllmError, match="tile"):

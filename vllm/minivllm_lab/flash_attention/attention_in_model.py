@@ -5,7 +5,6 @@ scores to inspect.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -14,13 +13,9 @@ from torch import Tensor
 
 from minivllm.models.attention import CausalAttention
 from minivllm.models.decoder import Decoder
-from minivllm_lab.flash_attention.other_attention import stored_attention
+from minivllm_lab.flash_attention.other_attention import Kernel, stored_attention
 from minivllm_lab.proof import furthest
 
-Kernel = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""Causal attention over q, k, v, all [tokens, heads, head_dim]: the output, like q, and
-anything.
-"""
 KEYS_A_TILE = 4
 """Tile width of the displayed row."""
 

@@ -83,7 +83,6 @@ def naive_traffic(length: int, head_dim: int, itemsize: int = 2) -> Traffic:
     """Count the paper's algorithm 0: scores are written, read for the softmax, its weights
     written, and read again.
     """
-    _positive(length=length, head_dim=head_dim, itemsize=itemsize)
     vectors, matrix = length * head_dim * itemsize, length * length * itemsize
     return Traffic(
         read=3 * vectors + 2 * matrix,  # Q, K, V; scores, weights
@@ -99,7 +98,6 @@ def flash_traffic(
     """Count the tiled loop: each tile of `block_q` queries reads the tiles of `block_k` keys
     that it sees.
     """
-    _positive(length=length, head_dim=head_dim, block_q=block_q, block_k=block_k, itemsize=itemsize)
     row = head_dim * itemsize
     read = written = flops = 0
     for rows, seen in flash_programs(length, block_q, block_k, causal=causal):
@@ -122,20 +120,7 @@ def least_traffic(length: int, head_dim: int, itemsize: int = 2) -> int:
     """Count the bytes that any attention must move: Q, K and V read once, the output written
     once.
     """
-    _positive(length=length, head_dim=head_dim, itemsize=itemsize)
     return 4 * length * head_dim * itemsize
-
-
-def on_chip_bytes(block_q: int, block_k: int, head_dim: int, itemsize: int = 2) -> dict[str, int]:
-    """Return the on-chip bytes of one tile of queries and one of keys, by purpose."""
-    _positive(block_q=block_q, block_k=block_k, head_dim=head_dim, itemsize=itemsize)
-    return {
-        "Q": block_q * head_dim * itemsize,
-        "K, V": 2 * block_k * head_dim * itemsize,
-        "scores": block_q * block_k * ACCUMULATOR_BYTES,
-        "O": block_q * head_dim * ACCUMULATOR_BYTES,
-        "m, l": 2 * block_q * ACCUMULATOR_BYTES,
-    }
 
 
 def shared_memory_bytes(
@@ -146,7 +131,6 @@ def shared_memory_bytes(
 
     A kernel that needs more than `Chip.shared_memory` is not launched.
     """
-    _positive(block_q=block_q, block_k=block_k, head_dim=head_dim, stages=stages, itemsize=itemsize)
     return {"Q": block_q * head_dim * itemsize, "K, V": 2 * stages * block_k * head_dim * itemsize}
 
 
@@ -156,7 +140,6 @@ def register_bytes(
     """Return the register bytes of a program's sums. Beyond `REGISTER_FILE - OTHER_REGISTERS`
     they spill (modelled).
     """
-    _positive(block_q=block_q, block_k=block_k, head_dim=head_dim, itemsize=itemsize)
     parts = {
         "O": block_q * head_dim * ACCUMULATOR_BYTES,
         "scores": block_q * block_k * ACCUMULATOR_BYTES,
@@ -180,17 +163,17 @@ def most_queries_kept(chip: Chip, block_k: int, head_dim: int) -> int:
 
 
 def largest_block_q(on_chip: int, head_dim: int, block_k: int, itemsize: int = 2) -> int:
-    """Return the largest number of queries per tile, in steps of 16, within `on_chip` bytes.
+    """Return the largest number of queries per tile, in steps of 16, whose tiles and sums take at
+    most `on_chip` bytes.
 
     Raises:
         MinivllmError: not even 16 fit together with the tiles of keys and values.
     """
-    _positive(on_chip=on_chip)
-    fixed = on_chip_bytes(SMALLEST_TILE, block_k, head_dim, itemsize)["K, V"]
-    a_row = (sum(on_chip_bytes(SMALLEST_TILE, block_k, head_dim, itemsize).values()) - fixed) // SMALLEST_TILE
-    rows = (on_chip - fixed) // a_row // SMALLEST_TILE * SMALLEST_TILE
+    tiles = shared_memory_bytes(1, block_k, head_dim, stages=1, itemsize=itemsize)
+    a_row = tiles["Q"] + sum(register_bytes(1, block_k, head_dim, itemsize).values())
+    rows = (on_chip - tiles["K, V"]) // a_row // SMALLEST_TILE * SMALLEST_TILE
     if rows < SMALLEST_TILE:
-        needed = fixed + SMALLEST_TILE * a_row
+        needed = tiles["K, V"] + SMALLEST_TILE * a_row
         raise MinivllmError(
             f"{SMALLEST_TILE} queries and {block_k} keys of head dim {head_dim} need {needed:,} bytes on the chip, "
             f"but there are {on_chip:,}: use fewer keys per tile"
@@ -202,21 +185,12 @@ def longest_naive(memory: int, heads: int, itemsize: int = 2) -> int:
     """Return the maximum number of tokens whose scores and weights, for all heads at once, fit into
     `memory` bytes.
     """
-    _positive(memory=memory, heads=heads, itemsize=itemsize)
     return math.isqrt(memory // (2 * heads * itemsize))
 
 
 def exponent(xs: Sequence[float], ys: Sequence[float]) -> float:
     """Fit y = c x^p by least squares on logarithms and return p: 1 is linear, 2 quadratic."""
-    if len(xs) < 2 or len(xs) != len(ys) or min(*xs, *ys) <= 0:
-        raise MinivllmError("a power is fitted to at least two pairs of positive values")
     log_x, log_y = [math.log(x) for x in xs], [math.log(y) for y in ys]
     mean_x, mean_y = sum(log_x) / len(xs), sum(log_y) / len(ys)
     covariance = sum((x - mean_x) * (y - mean_y) for x, y in zip(log_x, log_y, strict=True))
     return covariance / sum((x - mean_x) ** 2 for x in log_x)
-
-
-def _positive(**values: int) -> None:
-    for name, value in values.items():
-        if value < 1:
-            raise MinivllmError(f"{name} must be at least 1, got {value}")

@@ -10,8 +10,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from minivllm.errors import MinivllmError
-
 
 @dataclass(frozen=True)
 class RunningSoftmax:
@@ -47,10 +45,6 @@ def softmax_step(state: RunningSoftmax, scores: Sequence[float], values: Sequenc
 
 def online_softmax(scores: Sequence[float], values: Sequence[Sequence[float]], tile: int) -> list[RunningSoftmax]:
     """Return the states before the first and after each tile of `tile` keys."""
-    if tile < 1:
-        raise MinivllmError(f"a tile must hold at least 1 key, got {tile}")
-    if not scores or len(scores) != len(values):
-        raise MinivllmError(f"every score needs one value: got {len(scores)} scores and {len(values)} values")
     states = [RunningSoftmax(-math.inf, 0.0, (0.0,) * len(values[0]))]
     for start in range(0, len(scores), tile):
         states.append(softmax_step(states[-1], scores[start : start + tile], values[start : start + tile]))

@@ -1,5 +1,4 @@
-"""Lesson 03's opening figure: one tile of queries walks over the tiles of keys that it sees, in
-fast memory.
+"""Lesson 03's moving picture: one tile of queries walks over the tiles of keys that it sees.
 
 It shows the followed request's prompt in one head of the embedded model, with queries and keys
 taken four at a time.
@@ -9,11 +8,13 @@ from __future__ import annotations
 
 import math
 
-from minivllm_lab.drawing import QUIET, arrow, rect, svg, text, tint
+from minivllm_lab.drawing import BLANK, arrow, rect, svg, text, tint
+from minivllm_lab.flash_attention.still_pictures import stills
 from minivllm_lab.followed import followed
 from minivllm_lab.frames import Frames
 from minivllm_lab.palette import BLUE, GREEN, INK, ORANGE, VERMILLION
 
+__all__ = ["frames", "stills"]
 LAYER, HEAD = 2, 6
 """The layer and the head of these scores, counted from 0."""
 FIRST, TILE = 4, 4
@@ -26,28 +27,27 @@ SCORES = (
 )
 """Each query's scores with the keys that it sees, to two digits."""
 
-WIDTH, HEIGHT = 852, 344
+WIDTH, HEIGHT = 712, 362
 TOP, ROW = 74, 26
 """Where the first row begins, and its height."""
-COLUMNS = {"Q": 82, "K": 132, "V": 182, "out": 232}
-CELL = 44
-CHIP = 300
-GRID, SCORE = CHIP + 78, 54
-STATE = {
-    "factor": GRID + 4 * SCORE + 42,
-    "m": GRID + 4 * SCORE + 94,
-    "l": GRID + 4 * SCORE + 144,
-    "O": GRID + 4 * SCORE + 172,
-}
+COLUMNS = {"Q": 78, "K": 122, "V": 166, "out": 210}
+CELL = 40
+CHIP, GRID, SCORE = 276, 350, 50
+STATE = {"factor": 592, "m": 642, "l": 688}
+HEADS = {"factor": "factor", "m": "m", "l": "l"}
+LAST = 5
+READ = (None, None, 0, 1, 1, 1)
+"""The tile of keys and values on the chip, by step."""
+MOVED = (0, 4, 12, 20, 20, 24)
+"""Rows that have travelled, by step."""
 
 CAPTIONS = (
-    "Slow memory holds a query, a key and a value of each of nine tokens. A program on the chip takes four queries.",
-    "Its tile of queries comes in, once. Nothing is seen yet: m = −∞, l = 0, O = 0.",
-    "The first tile of keys comes in: sixteen scores.",
-    "With the tile of values: m is a row's largest score, l the sum of exp(score − m), O that sum times the values.",
-    "Keys, values and scores are forgotten, and the second tile comes in. Keys that lie ahead of a query count as −∞.",
-    "Two rows found a larger score: what they summed before shrinks by exp(old m − new m). Then the tile is added.",
-    "The third tile of keys lies ahead of all four queries and is never read. O / l goes back, a row for each query.",
+    "HBM holds a query, a key and a value of nine tokens. One program takes four queries.",
+    "Its queries come onto the chip, once. No key is seen: m = −∞, l = 0.",
+    "The first tile gives sixteen scores. m: a row's largest; l: the sum of exp(score − m).",
+    "The second tile replaces the first. Keys that lie ahead of a query count as −∞.",
+    "Two rows have a larger score now, so what they had summed shrinks. Then the tile is added.",
+    "Two tiles read, the third never; two sums corrected; four rows of output back.",
 )
 
 
@@ -58,123 +58,107 @@ def sums(scores: tuple[float, ...], seen: int) -> tuple[float, float]:
 
 
 def frames() -> Frames:
-    """Draw the steps of the figure."""
-    return Frames([still(step) for step in range(len(CAPTIONS))], CAPTIONS)
+    """Draw the steps of the figure; the last one sums them up."""
+    return Frames([_still(step) for step in range(len(CAPTIONS))], CAPTIONS)
 
 
-def still(step: int) -> str:
+def _still(step: int) -> str:
     """Draw one step, counted from 0."""
     tokens = [token.shown for token in followed().request.prompt]
-    tile = {2: 0, 3: 0, 4: 1, 5: 1}.get(step)
-    parts = [slow_memory(tokens, step, tile), chip(step)]
+    parts = [_hbm(tokens, step), _chip(step)]
     if step > 0:
-        parts.append(rows_of_the_tile(tokens))
-        parts += [state_of(row, step) for row in range(TILE)]
+        parts += [_query(row, tokens) for row in range(TILE)]
+        parts += [text(STATE[name], 98, HEADS[name], size=12, anchor="end") for name in STATE]
+        parts += [_state_of(row, step) for row in range(TILE)]
+    tile = READ[step]
     if tile is not None:
-        parts.append(scores_of(tokens, tile, seen_values=step in (3, 5)))
+        parts.append(_scores_of(tokens, tile))
     return svg(WIDTH, HEIGHT, *parts, label=CAPTIONS[step])
 
 
-def slow_memory(tokens: list[str], step: int, tile: int | None) -> str:
-    """Draw queries, keys, values and output, a row per token; copies on the chip are in strong
-    colours.
+def _hbm(tokens: list[str], step: int) -> str:
+    """Draw queries, keys, values and output, a row per token, in strong colours what is on the
+    chip. The last step has what has been there.
     """
-    shapes = [text(16, 28, "slow memory", bold=True)]
-    shapes += [text(x + CELL / 2, 58, name, anchor="middle", colour=QUIET) for name, x in COLUMNS.items()]
-    queries = range(FIRST, FIRST + TILE)
-    values = step in (3, 5)
+    shapes = [text(16, 28, "HBM", bold=True)]
+    shapes += [text(x + CELL / 2, 58, name, anchor="middle") for name, x in COLUMNS.items()]
     for row, token in enumerate(tokens):
         y = TOP + row * ROW + 4 * (row // TILE)
-        here = tile is not None and row // TILE == tile
+        asked = row // TILE == FIRST // TILE
+        here = row // TILE == READ[step] or (step == LAST and row < FIRST)
         fills = {
-            "Q": shade(BLUE, row in queries and 0 < step < 6),
-            "K": shade(ORANGE, here),
-            "V": shade(GREEN, here and values),
-            "out": shade(VERMILLION, True) if step == 6 and row in queries else "#F1F3F4",
+            "Q": BLUE if asked and step > 0 else tint(BLUE),
+            "K": ORANGE if here else tint(ORANGE),
+            "V": GREEN if here else tint(GREEN),
+            "out": VERMILLION if asked and step == LAST else BLANK,
         }
-        shapes.append(text(74, y + 17, token, anchor="end", mono=True))
-        shapes += [rect(x, y, CELL, ROW - 2, fills[name], radius=2) for name, x in COLUMNS.items()]
-    if step == 6:
-        y = TOP + 2 * TILE * ROW + 8
-        shapes.append(text(COLUMNS["K"] - 4, y + 42, "never read by this tile", size=11, colour=QUIET))
+        shapes.append(text(72, y + 17, token, anchor="end", mono=True))
+        shapes += [rect(x, y, CELL, ROW - 2, fills[name]) for name, x in COLUMNS.items()]
+    if step == LAST:
+        shapes.append(text(COLUMNS["K"], 332, "never read", size=12))
     return "".join(shapes)
 
 
-def shade(colour: str, strong: bool) -> str:
-    """Return `colour` itself, or a pale form of it."""
-    return colour if strong else tint(colour, 0.22)
-
-
-def chip(step: int) -> str:
-    """Draw the frame of fast memory, the traffic of this step, and the rows moved so far."""
-    frame = rect(CHIP, 36, WIDTH - CHIP - 14, 250, stroke=INK, radius=8)
-    name = text(CHIP, 28, "fast memory, on the chip", bold=True)
-    moved = (0, 4, 8, 12, 16, 20, 24)[step]
-    scores = 16 if 2 <= step <= 5 else 0
-    words = f"moved so far: {moved} rows     scores on the chip: {scores}, of 81 in the whole matrix"
-    shapes = [frame, name, text(CHIP, HEIGHT - 30, words, colour=QUIET)]
-    coming = {1: "Q", 2: "K", 3: "V", 4: "K", 5: "V"}.get(step)
-    if coming:
-        y = TOP + (6 if step in (1, 4, 5) else 2) * ROW
-        shapes.append(arrow((COLUMNS[coming] + CELL + 2, y), (CHIP - 3, y), INK, width=2))
-    if step == 6:
-        y = TOP + 6 * ROW
-        shapes.append(arrow((CHIP, y), (COLUMNS["out"] + CELL + 3, y), INK, width=2))
-    return "".join(shapes)
-
-
-def rows_of_the_tile(tokens: list[str]) -> str:
-    """Draw the four queries on the chip, and the headings of their state."""
+def _chip(step: int) -> str:
+    """Draw the frame of the chip, what comes in or goes out, and the rows moved so far."""
+    scores = 0 if READ[step] is None else TILE * TILE
+    words = f"moved so far: {MOVED[step]} rows;  on the chip: {scores} of the 81 scores"
     shapes = [
-        rect(CHIP + 12, row_of(row), 58, ROW + 8, BLUE, label=tokens[FIRST + row], mono=True, radius=2)
-        for row in range(TILE)
+        rect(CHIP, 36, WIDTH - CHIP - 14, 250, stroke=INK, radius=8),
+        text(CHIP, 28, "one multiprocessor, on the chip", bold=True),
+        text(CHIP, 312, words, size=12),
+        text(CHIP, 334, "tinted: the row's largest score so far", size=12),
+        text(16, 352, "pale: in HBM.  strong: on the chip, or back", size=12),
     ]
-    heads = {"factor": "old ×", "m": "m", "l": "l", "O": "O: keys"}
-    shapes += [text(STATE[name], 98, words, size=12, colour=QUIET, anchor=side(name)) for name, words in heads.items()]
+    y = TOP + (2 if step == 2 else 6) * ROW
+    chip, out = (CHIP - 3, y), (COLUMNS["out"] + CELL + 3, y)
+    if step in (1, 2, 3):
+        start = (COLUMNS["Q" if step == 1 else "V"] + CELL + 2, y)
+        shapes.append(arrow(start, chip, INK, width=2))
+    if step == LAST:
+        shapes.append(arrow(chip, out, INK, width=2))
     return "".join(shapes)
 
 
-def side(name: str) -> str:
-    """Return the text anchor of a column of the state: numbers are right-aligned."""
-    return "start" if name == "O" else "end"
+def _query(row: int, tokens: list[str]) -> str:
+    """Draw one of the four queries on the chip."""
+    return rect(CHIP + 12, _row(row), 54, ROW + 8, BLUE, label=tokens[FIRST + row], mono=True)
 
 
-def row_of(row: int) -> float:
+def _row(row: int) -> float:
     """Return the y of the top of a query's row on the chip."""
     return 106 + row * (ROW + 12)
 
 
-def scores_of(tokens: list[str], tile: int, seen_values: bool) -> str:
-    """Draw the scores of the four queries with a tile of keys."""
+def _scores_of(tokens: list[str], tile: int) -> str:
+    """Draw the scores of the four queries with a tile of keys; a new maximum is tinted."""
     shapes = []
     for column in range(TILE):
         key, x = tile * TILE + column, GRID + column * SCORE
-        shapes.append(rect(x, 48, SCORE - 4, 22, ORANGE, label=tokens[key], mono=True, radius=2, size=12))
-        if seen_values:
-            shapes.append(rect(x, 74, SCORE - 4, 14, GREEN, radius=2))
+        shapes.append(rect(x, 48, SCORE - 4, 22, ORANGE, label=tokens[key], mono=True, size=12))
+        shapes.append(rect(x, 74, SCORE - 4, 14, GREEN))
         for row, scores in enumerate(SCORES):
             seen = key < len(scores)
-            top = seen and scores[key] == max(scores[: (tile + 1) * TILE])
-            fill = tint(VERMILLION, 0.35) if top else "#F1F3F4"
+            largest = seen and scores[key] == max(scores[: (tile + 1) * TILE])
+            fill = tint(VERMILLION, 0.35) if largest else BLANK
             label = f"{scores[key]:.2f}" if seen else "−∞"
-            shapes.append(rect(x, row_of(row), SCORE - 4, ROW + 8, fill, label=label, radius=2))
+            shapes.append(rect(x, _row(row), SCORE - 4, ROW + 8, fill, label=label, size=12))
     return "".join(shapes)
 
 
-def state_of(row: int, step: int) -> str:
-    """Draw m, l and O of one query after this step, and the factor by which its old sums were
-    rescaled.
-    """
-    y, scores = row_of(row) + 22, SCORES[row]
-    seen = {1: 0, 2: 0, 3: TILE, 4: TILE}.get(step, len(scores))
-    shapes = []
-    if seen == 0:
-        values = {"m": "−∞", "l": "0", "O": "none"}
-    else:
+def _state_of(row: int, step: int) -> str:
+    """Draw m and l of one query after this step, and the factor by which its old sums shrank."""
+    y, scores = _row(row) + 22, SCORES[row]
+    seen = (0, 0, TILE, TILE, len(scores), len(scores))[step]
+    values = {"m": "−∞", "l": "0"}
+    if seen:
         m, total = sums(scores, seen)
-        values = {"m": f"{m:.2f}", "l": f"{total:.2f}", "O": f"0 – {seen - 1}"}
-    if step == 5:
-        factor = math.exp(sums(scores, TILE)[0] - sums(scores, seen)[0])
-        shapes.append(text(STATE["factor"], y, f"{factor:.2f}", colour=VERMILLION, anchor="end", bold=factor < 1))
-    shapes += [text(STATE[name], y, words, anchor=side(name)) for name, words in values.items()]
-    return "".join(shapes)
+        values = {"m": f"{m:.2f}", "l": f"{total:.2f}"}
+    if seen > TILE:
+        factor = math.exp(sums(scores, TILE)[0] - m)
+        values["factor"] = f"{factor:.2f}"
+    parts = []
+    for name, words in values.items():
+        colour = VERMILLION if name == "factor" else INK
+        parts.append(text(STATE[name], y, words, colour=colour, anchor="end"))
+    return "".join(parts)

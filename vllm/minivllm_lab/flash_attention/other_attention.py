@@ -17,6 +17,9 @@ from minivllm.kernels.unified_attention import unified_attention
 from minivllm_lab.proof import furthest
 from minivllm_lab.timing import median_seconds
 
+Kernel = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Causal attention over q, k, v, all [tokens, heads, head_dim]: the output, like q, and anything."""
+
 
 def stored_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> Tensor:
     """Attend naively over many heads, storing the scores of all queries and keys.
@@ -47,13 +50,7 @@ def compare_with_pool(device: torch.device) -> tuple[float, float]:
     return furthest(paged, expected), blocks.nbytes / (k.nbytes + v.nbytes)
 
 
-def attention_seconds(
-    device: torch.device,
-    length: int,
-    heads: int,
-    head_dim: int,
-    kernel: Callable[[Tensor, Tensor, Tensor], object],
-) -> dict[str, float]:
+def attention_seconds(device: torch.device, length: int, heads: int, head_dim: int, kernel: Kernel) -> dict[str, float]:
     """Time one causal attention by stored scores, by `kernel` (on a GPU only) and by PyTorch's
     fused attentions.
 

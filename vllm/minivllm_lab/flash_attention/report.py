@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from rich.markup import escape
 
 from minivllm.config import EMBEDDED_MODEL
 from minivllm.errors import MinivllmError
@@ -22,12 +20,8 @@ from minivllm_lab import palette
 from minivllm_lab.aot import SHARED_MEMORY, compile_for
 from minivllm_lab.cli import lesson_parser, positive_int
 from minivllm_lab.figures import panels
-from minivllm_lab.flash_attention.attention_in_model import KEYS_A_TILE, ModelRun
-from minivllm_lab.flash_attention.attention_traffic import (
-    flash_traffic,
-    longest_naive,
-    naive_traffic,
-)
+from minivllm_lab.flash_attention.attention_in_model import ModelRun
+from minivllm_lab.flash_attention.attention_traffic import flash_traffic, longest_naive, naive_traffic
 from minivllm_lab.flash_attention.traffic_tables import MIB
 from minivllm_lab.lesson import wrote
 from minivllm_lab.progress import track
@@ -39,6 +33,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
     from minivllm.models.decoder import Decoder
+    from minivllm_lab.flash_attention.other_attention import Kernel
 
 HEADS, BUDGET = 8, 2**30
 """Heads whose stored scores must fit into this many bytes."""
@@ -105,32 +100,15 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def show_budget(heads: int, budget: int) -> dict[str, int]:
-    """Double the sequence until its float32 scores and weights exceed `budget` bytes; nothing is
-    allocated.
+    """Print the most tokens whose float32 scores and weights fit into `budget` bytes, and the first
+    power of two that is refused; nothing is allocated.
     """
-    refused, needs = 512, {}
-    while needs.setdefault(refused, heads * naive_traffic(refused, 1, 4).extra) <= budget:
-        refused *= 2
     longest = longest_naive(budget, heads, 4)
-    rows = [(f"{n:,}", "refused" if n == refused else f"{size / MIB:,.0f}") for n, size in needs.items()]
-    table(f"{heads} heads, float32", ("tokens", "scores and weights, MiB"), rows)
-    lack = f"{refused:,} tokens need {needs[refused] / MIB:,.0f} MiB, but there are {budget / MIB:,.0f}"
+    refused = 2 ** longest.bit_length()
+    needs = heads * naive_traffic(refused, 1, 4).extra
+    lack = f"{refused:,} tokens need {needs / MIB:,.0f} MiB, but there are {budget / MIB:,.0f}"
     console.print(f"It refuses: {lack}; {longest:,} tokens fit")
     return {"refused_at": refused, "longest": longest}
-
-
-def show_overflow(softmax: Callable[[np.ndarray], np.ndarray]) -> dict[str, float]:
-    """Print the softmax of a score just under and just over each dtype's limit: unguarded, and
-    by `softmax`.
-    """
-    rows = []
-    with np.errstate(over="ignore", invalid="ignore"):
-        for dtype, score in [(dtype, limit + off) for dtype, limit in LIMITS.items() for off in (-0.1, 0.1)]:
-            row = np.array([[0.0, score]], dtype)
-            plain = np.exp(row[0, 1]) / np.exp(row).sum()
-            rows.append((dtype, f"{score:.1f}", f"{plain}", f"{softmax(row)[0, 1]}"))
-    table("Softmax of 0 and x: the weight of x", ("dtype", "x", "plain exp(x)", "maximum first"), rows)
-    return dict(LIMITS)
 
 
 def show_model(run: ModelRun, row_path: str | None) -> dict[str, float]:
@@ -149,25 +127,7 @@ def show_model(run: ModelRun, row_path: str | None) -> dict[str, float]:
     return {"logits_off_by": run.logits_off_by, "largest_score": run.largest_score}
 
 
-def show_row(row: dict, states: Sequence[Any], outputs: Sequence[np.ndarray], expected: np.ndarray) -> None:
-    """Print one row of scores, a tile per line: `states` before the first tile and after each,
-    and the outputs.
-    """
-    rows = []
-    for number, ((before, state), output) in enumerate(zip(pairwise(states), outputs, strict=True)):
-        words = "".join(row["tokens"][KEYS_A_TILE * number : KEYS_A_TILE * (number + 1)])
-        numbers = f"{state.m[0]:.2f}", f"{np.exp(before.m[0] - state.m[0]):.3f}", f"{state.l[0]:.3f}"
-        rows.append((escape(repr(words)[1:-1]), *numbers, " ".join(f"{x:+.3f}" for x in output)))
-    caption = "the softmax of the whole row gives " + " ".join(f"{x:+.3f}" for x in expected)
-    title = f"\nOne row of scores (layer {row['layer']}, head {row['head']}), {KEYS_A_TILE} keys a tile"
-    table(title, ("keys", "m", "old kept", "l", "O / l, three numbers"), rows, caption)
-
-
-def time_attention(
-    device: torch.device,
-    lengths: Sequence[int],
-    kernel: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object],
-) -> dict:
+def time_attention(device: torch.device, lengths: Sequence[int], kernel: Kernel) -> dict:
     """Time stored scores, `kernel` (on a GPU only) and PyTorch's fused attentions at each
     length, and print them.
     """
@@ -177,25 +137,15 @@ def time_attention(
     by_length, rows, ways = {}, [], []
     for length in track(lengths, "timing attention"):
         seconds = attention_seconds(device, length, heads, head_dim, kernel)
-        ways, (stored, tiled, *others) = list(seconds), seconds.values()
+        ways = list(seconds)
+        stored, tiled, *_ = seconds.values()
         ms = {way: 1e3 * time for way, time in seconds.items()}
         by_length[str(length)] = {"gain": stored / tiled, "ms": ms}
-        if device.type == "cuda":
-            by_length[str(length)]["share_of_best"] = min(others) / tiled
-        rate = heads * flash_traffic(length, head_dim, 1, 1).flops / tiled
         cells = (f"{time:,.2f}" for time in ms.values())
-        rows.append((f"{length:,}", *cells, f"{stored / tiled:.1f} ×", f"{rate / 1e9:,.0f}"))
+        rows.append((f"{length:,}", *cells, f"{stored / tiled:.1f} ×"))
     title = f"\n{heads} heads of {head_dim}, causal, {device_name(device)}: ms"
-    table(title, ("tokens", *ways, "first against second", "GFLOP/s of the second"), rows)
+    table(title, ("tokens", *ways, "first against second"), rows)
     return {"by_length": by_length, "gain": by_length[str(max(lengths))]["gain"]}
-
-
-def show_guard(guarded: float) -> dict:
-    """Print the value of l after a fully masked tile, without a guard and with it."""
-    with np.errstate(invalid="ignore"):
-        unguarded = float(np.exp(np.subtract(-np.inf, -np.inf)))  # what the first tile would leave in l and O
-    console.print(f"A fully masked tile: exp(-inf - -inf) = {unguarded}, and it stays so. Guarded, l = {guarded:.4f}.")
-    return {"unguarded_is_nan": math.isnan(unguarded), "guarded": float(guarded)}
 
 
 def show_tiles(target: str, kernel: Any, tiles: Sequence[tuple[int, int, int]]) -> dict:
@@ -224,33 +174,26 @@ def conclude(results: dict, disturbance: str) -> None:
         f"The scores of {results['memory']['refused_at']:,} tokens broke the budget. Tiles keep 4 bytes a token: "
         f"T^{powers['tiled_kept']:.0f} in place of T^{powers['naive_kept']:.0f}.",
         f"Traffic stays quadratic (T^{powers['tiled_moved']:.2f}), but is {traffic['less']:.1f} times lower at "
-        f"{traffic['lengths'][-1]:,} tokens. At the paper's shape, forward, nothing can save more than "
-        f"{results['figure_2']['ceiling']:.0f} times.",
+        f"{traffic['lengths'][-1]:,} tokens.",
         Timed(f"The same output, {gain:.1f} times faster than stored scores at the longest in this run."),
         disturbance=disturbance,
     )
 
 
-def draw(row: dict, results: dict, path: str) -> None:
-    """Plot a row of scores with its running maximum, and by length how much less tiles move and
-    keep.
-    """
-    traffic, scores = results["traffic"], np.array(row["scores"])
-    lengths, tile = traffic["lengths"], np.arange(len(scores)) // KEYS_A_TILE
-    with panels(path, 3) as (left, middle, right):
-        left.bar(np.arange(len(scores)), scores, color=[(palette.SKY, palette.BLUE)[index % 2] for index in tile])
-        running = [scores[tile <= index].max() for index in tile]
-        left.step(np.arange(len(scores)), running, where="mid", color=palette.VERMILLION)
-        left.set(title="One row of scores, and the running m", xlabel="keys, four to a tile", xticks=[])
+def draw(results: dict, path: str) -> None:
+    """Plot by length how many times fewer bytes tiles move, and the bytes that each way keeps."""
+    traffic = results["traffic"]
+    lengths = traffic["lengths"]
+    with panels(path, 2) as (left, right):
         stored = [naive_traffic(length, HEAD_DIM).moved for length in lengths]
         for block_q, colour in ((64, palette.SKY), (128, palette.BLUE), (256, palette.GREEN)):
             tiled = [flash_traffic(length, HEAD_DIM, block_q, 64).moved for length in lengths]
             less = [a / b for a, b in zip(stored, tiled, strict=True)]
-            middle.plot(lengths, less, "s-", color=colour)
+            left.plot(lengths, less, "s-", color=colour)
             words = f"{block_q} queries a tile"
-            middle.annotate(words, (lengths[-1], less[-1]), (0, 6), textcoords="offset points", ha="right")
-        middle.set_xscale("log", base=2)
-        middle.set(title="Times fewer bytes moved than T × T", xlabel=f"tokens, a head of {HEAD_DIM}", ylim=(0, 18))
+            left.annotate(words, (lengths[-1], less[-1]), (0, 6), textcoords="offset points", ha="right")
+        left.set_xscale("log", base=2)
+        left.set(title="Times fewer bytes moved than T × T", xlabel=f"tokens, a head of {HEAD_DIM}", ylim=(0, 18))
         right.loglog(lengths, traffic["kept"]["naive"], "o-", base=2, color=palette.VERMILLION)
         right.loglog(lengths, traffic["kept"]["tiled"], "s-", base=2, color=palette.BLUE)
         right.set(title="Bytes kept by one head", xlabel="tokens", ylabel="bytes")

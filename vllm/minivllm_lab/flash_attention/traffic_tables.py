@@ -1,5 +1,5 @@
-"""Tables of lesson 03's counted bytes: by length, the powers that they follow, and at the shape of
-the paper's figure 2.
+"""Lesson 03's counted bytes: by length, the powers that they follow, and at the shape of the paper's
+figure 2.
 """
 
 from collections.abc import Mapping
@@ -25,8 +25,8 @@ PAPERS_GB = 40.3
 def show_traffic(
     head_dim: int, block_q: int, block_k: int, longest: int, peaks: Mapping[str, float]
 ) -> dict[str, dict]:
-    """Print the bytes that one head moves and keeps by length, the powers that they follow, and the
-    bytes at the paper's shape.
+    """Print the bytes that one head moves and keeps by length; return them, the powers that they
+    follow, and the ratios at the paper's shape.
 
     `peaks` are the MiB that NumPy allocated.
     """
@@ -34,7 +34,7 @@ def show_traffic(
     naive = [naive_traffic(length, head_dim) for length in lengths]
     tiled = [flash_traffic(length, head_dim, block_q, block_k) for length in lengths]
     rows = []
-    for length, stored, tiles in zip(lengths, naive, tiled, strict=True):
+    for length, stored, tiles in list(zip(lengths, naive, tiled, strict=True))[1::2]:
         moved = (f"{stored.moved / MIB:,.1f}", f"{tiles.moved / MIB:,.1f}", f"{stored.moved / tiles.moved:.1f} ×")
         rows.append((f"{length:,}", *moved, f"{stored.extra / MIB:,.0f}", f"{tiles.extra / MIB:.3f}"))
     columns = ("tokens", "T × T moves", "tiles move", "less by", "T × T keeps", "tiles keep")
@@ -67,24 +67,15 @@ def _fit_powers(traffic: dict) -> dict[str, float]:
     powers["head_dim"] = exponent(HEAD_DIMS, [moved(head_dim, ON_CHIP) for head_dim in HEAD_DIMS])
     chips = [ON_CHIP // 4, ON_CHIP // 2, ON_CHIP, ON_CHIP * 2]
     powers["on_chip"] = exponent(chips, [moved(64, memory) for memory in chips])
-    forms = (
-        ("T × T stored", "T^{naive_moved:.2f}", "T^{naive_kept:.2f}"),
-        ("tiles", "T^{tiled_moved:.2f} d^{head_dim:.2f} M^{on_chip:.2f}", "T^{tiled_kept:.2f}"),
-    )
-    rows = [[form.format(**powers) for form in row] for row in forms]
-    table("\nFitted: T tokens, d head dim, M bytes on the chip", ("", "bytes moved", "bytes kept"), rows)
     return powers
 
 
 def _compare_with_paper() -> dict:
-    """Print the traffic at the shape of the paper's figure 2, forward: 64 sequences of 1,024
-    tokens, 16 heads of 64.
+    """Compare the ways at the shape of the paper's figure 2, forward: 64 sequences of 1,024 tokens,
+    16 heads of 64.
     """
     naive, least, heads = naive_traffic(1024, 64).moved, least_traffic(1024, 64), 64 * 16
-    tiled = {f"tiles of {n} queries": flash_traffic(1024, 64, n, 64, causal=False).moved for n in (64, 128, 256)}
-    ways = {"T × T stored": naive, **tiled, "every byte moved once": least}
-    rows = [(way, f"{moved * heads / 1e9:.2f}", f"{naive / moved:.1f} ×") for way, moved in ways.items()]
-    table("\nThe shape of the paper's figure 2, forward", ("", "GB", "less by"), rows)
+    tiled = {str(n): flash_traffic(1024, 64, n, 64, causal=False).moved for n in (64, 128, 256)}
     both_ways = PAPERS_GB * 1e9 / (3 * least * heads)  # on the way back 5 arrays in, 3 out
-    less = {name.split()[2]: naive / moved for name, moved in tiled.items()}
+    less = {queries: naive / moved for queries, moved in tiled.items()}
     return {"ceiling": naive / least, "ceiling_both_ways": both_ways, "tiles": less}
