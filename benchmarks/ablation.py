@@ -30,7 +30,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from levers import BY_NAME, INTERACTING, LEVERS, RANKING, Work, budget, engine_of, modelled_factors, works
+from levers import BY_NAME, INTERACTING, LEVERS, Work, budget, engine_of, modelled_factors, works
 from shapley import shapley_values, subsets
 
 from minivllm.core.engine_messages import EngineCoreRequest
@@ -40,14 +40,15 @@ from minivllm.sampling_params import SamplingParams
 from minivllm_lab.cli import Parser, figure_file, positive_int, run
 from minivllm_lab.figures import panels
 from minivllm_lab.marks import put_between_marks
-from minivllm_lab.palette import BLUE, GREY, VERMILLION
+from minivllm_lab.palette import BLUE, GREY, ORANGE
 from minivllm_lab.progress import track
 from minivllm_lab.results import read_record, record, write_record
 from minivllm_lab.tables import console, markdown_table, table
 from minivllm_simulate.lever_checks import checks_of, known_error
 
 ROOT = Path(__file__).resolve().parents[1]
-README, LESSON = ROOT / "README.md", ROOT / "lessons" / "05_optimization_catalog.md"
+README = ROOT / "README.md"
+NOTES = ROOT / "lessons" / "notes" / "05_optimization_catalog.md"
 ALONE = ("tensor parallel", "CUDA graphs")
 """Levers that help only on some machines: switched on at the end of the ladder, and left out of
 the rest.
@@ -288,11 +289,11 @@ def _our_order(figures: dict[str, Any]) -> list[str]:
     return sorted(found[0], key=lambda name: -sum(math.log(one[name]["factor"]) for one in found))
 
 
-def markdown(found: dict[str, Any]) -> str:
-    """Return the README's section: one sentence, the comparison, and how it was measured."""
+def comparison(found: dict[str, Any]) -> str:
+    """Return the table of every lever in lesson 05's notes, and how it was measured."""
     where, figures, modelled = found["machine"], found["figures"], found["modelled"]
     order = _our_order(figures)
-    columns = ["lever", "list", "here", "left out", "ladder", "average", "H100, *modelled*", "same tokens"]
+    columns = ["lever", "list", "ours", "left out", "ladder", "average", "H100, *modelled*", "same tokens"]
     rows = [
         [
             name,
@@ -307,36 +308,18 @@ def markdown(found: dict[str, Any]) -> str:
         for name in found["levers"]
     ]
     return (
-        f"{_finding(figures)}\n\n{markdown_table(columns, rows)}\n\n"
+        f"{markdown_table(columns, rows)}\n\n"
         f"Measured by `make ablation` on {where['cpu']}, {where['cores']} cores, torch {where['versions']['torch']}, "
-        f"with {found['bytes'] / 2**20:.0f} MiB for weights and cache; chat / mixed. {_model_note()}"
+        f"with {found['bytes'] / 2**20:.0f} MiB for weights and cache; chat / mixed. *Modelled*: left out, "
+        "Llama-3.1-8B on an H100, by the simulator, whose constants are calibrated on measured figures. Compared with "
+        f"other measurements ({len(checks_of('decode'))} of decodes, {len(checks_of('prefill'))} of prefills): "
+        f"{known_error('decode', 'prefill')}."
     )
 
 
-def ranking(found: dict[str, Any]) -> str:
-    """Return lesson 05's table: the often-repeated list of thirteen techniques beside our
-    measurements.
-    """
-    figures, modelled, order = found["figures"], found["modelled"], _our_order(found["figures"])
-    columns = ["list", "technique", "its reason", "left out: chat / mixed", "here", "H100, *modelled*"]
-    rows = [
-        [
-            str(one.rank),
-            f"[{one.technique}](GLOSSARY.md#{one.term})" if one.term else one.technique,
-            one.reason or "—",
-            "; ".join(_pair(work["leave_one_out"].get(name, {}).get("factor") for work in figures.values())
-                      for name in one.levers) or one.elsewhere,
-            ", ".join(str(order.index(name) + 1) for name in one.levers if name in order) or "—",
-            "; ".join(_pair(factors.get(name) for factors in modelled.values()) for name in one.levers) or "—",
-        ]
-        for one in RANKING
-    ]  # fmt: skip
-    return f"{markdown_table(columns, rows, words=True)}\n\n*{_model_note().replace('*', '')}*"
-
-
-def _finding(figures: dict[str, Any]) -> str:
-    """Return one sentence that sums up the table."""
-    chat, mixed = (work["leave_one_out"] for work in figures.values())
+def finding(found: dict[str, Any]) -> str:
+    """Return the README's sentence, which sums up the comparison."""
+    chat, mixed = (work["leave_one_out"] for work in found["figures"].values())
     worth = {name: f"{chat[name]['factor']:.2f} and {mixed[name]['factor']:.2f}" for name in chat}
     return (
         "**No ranking holds for every load:** prefix caching multiplies the throughput of chats and mixed texts by "
@@ -345,13 +328,10 @@ def _finding(figures: dict[str, Any]) -> str:
     )
 
 
-def _model_note() -> str:
-    """Return a note that says what the modelled column is, and how far it can be trusted."""
-    return (
-        "*Modelled*: left out, Llama-3.1-8B on an H100, by the simulator, whose constants are calibrated on "
-        f"measured figures. Compared with other measurements ({len(checks_of('decode'))} of decodes, "
-        f"{len(checks_of('prefill'))} of prefills): {known_error('decode', 'prefill')}."
-    )
+def pages(found: dict[str, Any]) -> dict[Path, str]:
+    """Return the pages that quote the measurements, up to date."""
+    parts = {README: ("ablation", finding), NOTES: ("levers", comparison)}
+    return {page: put_between_marks(page.read_text(), name, part(found)) for page, (name, part) in parts.items()}
 
 
 def _pair(values: Iterable[float | None]) -> str:
@@ -363,26 +343,22 @@ def _pair(values: Iterable[float | None]) -> str:
 
 
 def draw(figures: dict[str, Any], path: str) -> None:
-    """Draw the ladder as a waterfall, one panel for each kind of work; each bar spans what a lever
-    adds or takes away.
+    """Draw how many times the throughput each lever is worth when it alone is left out: a dot for
+    each kind of work.
     """
-    with panels(path, columns=len(figures), width=5.6, height=4.4) as axes:
-        for axis, (work, found) in zip(axes, figures.items(), strict=True):
-            rates = [rung["tokens_per_second"] for rung in found["ladder"]]
-            names = [rung["lever"] for rung in found["ladder"]]
-            axis.barh(0, rates[0], color=GREY)
-            for place in range(1, len(rates)):
-                before, after = rates[place - 1], rates[place]
-                colour = BLUE if after >= before else VERMILLION
-                axis.barh(place, abs(after - before), left=min(before, after), color=colour)
-                axis.annotate(f" {after / before:.2f} ×", (max(before, after), place), va="center", fontsize=8)
-            axis.set(
-                xscale="log", xlabel="output tokens a second", title=work, xlim=(min(rates) / 1.5, max(rates) * 2.2)
-            )
-            axis.set_yticks(
-                range(len(names)), [name if place == 0 else f"+ {name}" for place, name in enumerate(names)]
-            )
-            axis.invert_yaxis()
+    order = _our_order(figures)
+    ranks = {name: f"{name} ({BY_NAME[name].rank or 'not in the list'})" for name in order}
+    with panels(path, columns=1, width=7.4, height=4.2) as (axis,):
+        axis.axvline(1, color=GREY, linewidth=1)
+        for (work, found), colour in zip(figures.items(), (BLUE, ORANGE), strict=True):
+            factors = [found["leave_one_out"][name]["factor"] for name in order]
+            axis.plot(factors, range(len(order)), "o", color=colour, label=work)
+        axis.set(xscale="log", xlim=(0.7, 60), title="Throughput with all levers, over throughput without this one")
+        axis.set_xticks((1, 2, 4, 8, 16, 32), ("1 ×", "2 ×", "4 ×", "8 ×", "16 ×", "32 ×"))
+        axis.set_xticks((), minor=True)
+        axis.set_yticks(range(len(order)), ranks.values())
+        axis.legend(title="work", loc="lower right")
+        axis.invert_yaxis()
 
 
 def measured(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -412,8 +388,8 @@ def main(arguments: argparse.Namespace) -> None:
     if arguments.plot:
         draw(found["figures"], arguments.plot)
     if arguments.readme:
-        README.write_text(put_between_marks(README.read_text(), "ablation", markdown(found)))
-        LESSON.write_text(put_between_marks(LESSON.read_text(), "ranking", ranking(found)))
+        for page, text in pages(found).items():
+            page.write_text(text)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -427,7 +403,7 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--json", metavar="FILE", help="also write the figures to FILE")
     flags.add_argument("--from", dest="source", metavar="FILE", help="show an earlier run instead of measuring")
     flags.add_argument("--remodel", action="store_true", help="with --from: recompute only the modelled column")
-    flags.add_argument("--readme", action="store_true", help="write the tables into README.md and lesson 05")
+    flags.add_argument("--readme", action="store_true", help="write the results into README.md and lesson 05's notes")
     flags.add_argument("--seed", type=int, default=0, help="seed for lengths and passages (default: 0)")
     return flags
 

@@ -72,45 +72,6 @@ LEVERS = [
 BY_NAME = {lever.name: lever for lever in LEVERS}
 
 
-@dataclass(frozen=True)
-class Ranked:
-    """A row of the list of thirteen techniques: the reason that is usually given, and our levers
-    for it, or where it is covered instead.
-
-    `term` is the anchor of its entry in the glossary.
-    """
-
-    rank: int
-    technique: str
-    term: str
-    reason: str
-    levers: tuple[str, ...] = ()
-    elsewhere: str = ""
-
-
-RANKING = (
-    Ranked(1, "PagedAttention", "pagedattention", "60–80 % more effective KV per GB", ("paging",)),
-    Ranked(
-        2, "continuous batching", "continuous-batching", "decode-step utilization 45 → 90 %", ("continuous batching",)
-    ),
-    Ranked(3, "FlashAttention", "flashattention", "memory traffic O(T²) → O(T)", ("unified kernel",)),
-    Ranked(4, "GQA/MQA", "grouped-heads", "4–8 × smaller KV", ("grouped heads",)),
-    Ranked(5, "chunked prefill", "chunked-prefill", "both bottlenecks saturated in one step", ("chunked prefill",)),
-    Ranked(6, "prefix caching", "prefix-cache", "about 95 % of prefill skipped", ("prefix caching",)),
-    Ranked(
-        7,
-        "quantization: KV; weights",
-        "quantization",
-        "2 × fewer bytes, 2 × capacity",
-        ("KV cache int8", "weights int8"),
-    ),
-    Ranked(8, "speculative decoding", "speculative-decoding", "about 2 × decode", ("speculation",)),
-    Ranked(9, "preemption and swap", "preemption", "stability, p99", elsewhere="lesson 11"),
-    Ranked(10, "tensor parallelism", "tensor-parallelism", "", elsewhere="two ranks share two cores"),
-    Ranked(11, "CUDA graphs", "cuda-graph", "no Python in a decode step", elsewhere="no GPU"),
-    Ranked(12, "disaggregation", "", "", elsewhere="lesson 08"),
-    Ranked(13, "multi-LoRA", "", "grouped GEMM, one adapter pool", elsewhere="lesson 12"),
-)
 INTERACTING = ("paging", "continuous batching", "unified kernel", "prefix caching", "KV cache int8")
 """Levers whose gain depends most on the others: they decide how many requests share a step, and
 its cost.

@@ -1,8 +1,7 @@
 """Lesson 05. The optimization catalog: prefix caching and three more levers, what each acts on and how each breaks.
 
-Builds prefix caching's block hashes and their look-up, an int8 KV cache and int8 weights with their Triton kernels,
-int4 weights in groups, the padding of CUDA graphs, and tensor parallelism on two ranks. You learn which lever acts on
-what (prefill, bytes, launches, devices), and so when it buys nothing.
+Builds prefix caching's hashes and their look-up, an int8 KV cache and weights with their kernels, int4 weights in
+groups, the padding of CUDA graphs, and tensor parallelism on two ranks. You learn which part of a step each lever cuts.
 
     uv run python vllm/05_optimization_catalog.py                      # under a minute on a laptop, no GPU needed
     uv run python vllm/05_optimization_catalog.py --users 16 --group 32
@@ -30,7 +29,7 @@ from minivllm_lab.optimization_catalog import quantization, report
 from minivllm_lab.progress import track
 from minivllm_lab.proof import furthest, prove, show_errors
 from minivllm_lab.quality import held_out_tokens
-from minivllm_lab.tables import heading
+from minivllm_lab.tables import console, heading
 
 
 # %% 1. Prefix caching: a block's hash stands for everything before it
@@ -102,13 +101,18 @@ def quantize_and_cache_kernel(rows, slots, cache, scales, HEAD_DIM: tl.constexpr
     rows [tokens, heads, head_dim], any float dtype; slots int [tokens], −1 is not written; cache int8 [slots, heads,
     head_dim]; scales float32 [slots, heads]. Reads head_dim elements and writes head_dim + 4 bytes a program.
     """
+    # 1. Which key is this program's?
     token, head, heads = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    # 2. Where does it go? Padding has slot −1, and must not be written.
     slot, column = tl.load(slots + token).to(tl.int64), tl.arange(0, BLOCK_D)
     if slot >= 0:
+        # 3. Read each number once, and none of the next head's.
         source = rows + (token * heads + head) * HEAD_DIM + column
         numbers = tl.load(source, mask=column < HEAD_DIM, other=0.0).to(tl.float32)
-        scale = tl.max(tl.abs(numbers), axis=0) / 127
+        scale = tl.max(tl.abs(numbers), axis=0) / 127  # 4. The largest magnitude becomes 127.
+        # 5. Round to the nearest integer. A row of zeros has scale 0.
         nearest = tl.floor(numbers / tl.maximum(scale, 1e-30) + 0.5).to(tl.int8)
+        # 6. Both go to the slot: the integers, and one scale.
         tl.store(cache + (slot * heads + head) * HEAD_DIM + column, nearest, mask=column < HEAD_DIM)
         tl.store(scales + slot * heads + head, scale)
 
@@ -285,11 +289,6 @@ def column_then_row(x: Tensor, columns: Sequence[Tensor], row: Tensor, between: 
     return torch.stack(partial_sums).sum(0)
 
 
-def all_reduce_bytes(tokens: int, hidden: int, layers: int, ranks: int, element: int = 2) -> float:
-    """Count the bytes that each GPU sends in a step: twice a layer, 2 (ranks − 1) / ranks of the hidden states."""
-    return 2 * layers * 2 * (ranks - 1) / ranks * tokens * hidden * element
-
-
 # %% 6. Break it: more prefixes than the pool holds; and a salt, which breaks the sharing on purpose
 
 
@@ -328,14 +327,15 @@ def main(arguments: Namespace) -> None:
         heading("2. The KV cache in int8")
         results["kernels"] = prove(partial(verify_kernels, tokens=17 if quick else 45), device)
         results["kv"] = quantization.measure_cache(llm, path, samples, 128 if quick else 768, device)
-        results["outlier"] = quantization.measure_outlier(model, samples, quantize)
         heading("3. Weights in int8 and int4")
         rounding = quantization.Rounding(quantize, quantize_int4, dequantize_int4)
         results["weights"] = quantization.measure_weights(model, samples, group, rounding)
     heading("4. CUDA graphs")
     results["replay"] = report.replay_wrongly(Buffers, padded_size)
     heading("5. Tensor parallelism")
-    results["parallel"] = report.measure_parallel(model, column_then_row, all_reduce_bytes)
+    x, columns, row = torch.tensor([[3.0]]), [torch.tensor([[2.0], [-1.0]])], torch.tensor([[5.0, 4.0]])
+    results["parallel"] = {str(n): column_then_row(x, columns, row, F.relu, n).item() for n in (1, 2)}
+    console.print(f"The lesson's example on one rank and on two: {results['parallel']}")
     heading("6. Break it")
     narrow = LLM(path, **settings | {"num_gpu_blocks_override": 64, "max_model_len": 512})
     results["thrash"] = thrash(narrow, stream, (2, 10) if quick else (2, 4, 6, 7, 8, 10, 12), 2 if quick else 4)

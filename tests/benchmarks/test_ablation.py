@@ -13,7 +13,6 @@ from pictures import contents, contents_differ
 
 from minivllm.config import EMBEDDED_MODEL
 from minivllm_lab.inside import runner_of
-from minivllm_lab.marks import put_between_marks
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks/results/ablation.cpu.json"
@@ -78,12 +77,10 @@ def test_the_model_without_groups_keeps_four_times_as_much(bench, tmp_path):
     assert theirs["num_key_value_heads"] == ours["num_attention_heads"] == 4 * ours["num_key_value_heads"]
 
 
-def test_the_readme_and_the_figure_show_what_was_measured(bench, tmp_path):
+def test_the_pages_and_the_figure_show_what_was_measured(bench, tmp_path):
     record = json.loads(RESULTS.read_text())
-    page = (ROOT / "README.md").read_text()
-    assert put_between_marks(page, "ablation", bench.markdown(record)) == page, (
-        "benchmarks/ablation.py --from … --readme"
-    )
+    stale = [page.name for page, text in bench.pages(record).items() if page.read_text() != text]
+    assert stale == [], "benchmarks/ablation.py --from … --readme"
     bench.draw(record["figures"], str(tmp_path / "ablation.svg"))
     drawn, shown = contents(tmp_path / "ablation.svg"), contents(ROOT / "lessons/figures/05_ablation.svg")
     assert not contents_differ(drawn, shown), "benchmarks/ablation.py --from … --plot"

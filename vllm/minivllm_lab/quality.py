@@ -5,8 +5,8 @@ The text goes through the engine as prompts with prompt log probabilities reques
 prediction uses attention over the engine's own paged cache, in the dtype it is stored in, and the
 engine's own weights.
 
-Formats that no engine supports are measured on the decoder alone: `decoder_loss`, with weights or a
-cache rounded as if they were stored in fewer bits.
+Formats that no engine supports are measured on the decoder alone: `decoder_loss`, with weights
+rounded as if they were stored in fewer bits.
 """
 
 from __future__ import annotations
@@ -20,13 +20,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minivllm.config import ModelConfig
 from minivllm.config.checks import require
 from minivllm.entrypoints.llm import LLM
 from minivllm.errors import MinivllmError
-from minivllm.models.attention import CausalAttention
 from minivllm.models.decoder import Decoder
-from minivllm.models.forward_context import Attention
 from minivllm.models.latent_attention import causal_attention
 from minivllm.sampling_params import SamplingParams
 from minivllm_lab.corpus import first_passages, held_out_texts
@@ -81,37 +78,14 @@ def read(llm: LLM, texts: Sequence[list[int]]) -> Reading:
 
 
 @torch.inference_mode()
-def decoder_loss(model: Decoder, texts: Sequence[list[int]], attention: Attention | None = None) -> float:
-    """Return the loss in nats per token over texts of equal length; `attention` (None: plain) gets
-    them concatenated.
-    """
+def decoder_loss(model: Decoder, texts: Sequence[list[int]]) -> float:
+    """Return the loss in nats per token over texts of equal length."""
     ids = torch.tensor(texts, device=model.lm_head.weight.device)
     count, tokens = ids.shape
     positions = torch.arange(tokens, device=ids.device).repeat(count)
-    attention = attention or causal_attention(model.config, [tokens] * count)
+    attention = causal_attention(model.config, [tokens] * count)
     logits = model.compute_logits(model(ids.flatten(), positions, attention)).float().view(count, tokens, -1)
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).item()
-
-
-class RoundedCache(CausalAttention):
-    """Attention over keys and values `[tokens, kv_heads, head_dim]` passed through `rounded`, like
-    a quantized cache.
-
-    The keys' first channel of the first KV head is multiplied by `outlier`, and the queries' is
-    divided by it: without rounding, every score stays the same.
-    """
-
-    def __init__(
-        self, config: ModelConfig, lengths: Sequence[int], rounded: Callable[[Tensor], Tensor], outlier: float = 1.0
-    ) -> None:
-        super().__init__(config, lengths)
-        self.rounded, self.outlier = rounded, outlier
-
-    def __call__(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k, group = q.clone(), k.clone(), q.shape[1] // k.shape[1]
-        k[:, 0, 0] *= self.outlier
-        q[:, :group, 0] /= self.outlier
-        return super().__call__(layer_index, q, self.rounded(k), self.rounded(v))
 
 
 @contextmanager

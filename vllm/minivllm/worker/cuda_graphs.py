@@ -253,6 +253,7 @@ def cuda_recorder(ranks: int) -> Record:
     pool: Any = torch.cuda.graph_pool_handle()
     stream = torch.cuda.Stream()
 
+    # region: record
     def record(function: Callable[[], None]) -> Callable[[], None]:
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -263,6 +264,8 @@ def cuda_recorder(ranks: int) -> Record:
         with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=mode):
             function()
         return graph.replay
+
+    # endregion
 
     return record
 

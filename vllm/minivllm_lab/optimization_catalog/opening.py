@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 from minivllm.config import EMBEDDED_MODEL
 from minivllm.models.tokenizer import load_tokenizer
-from minivllm_lab.drawing import BLANK, QUIET, RULE, arrow, block, paragraph, rect, svg, text, tint
-from minivllm_lab.followed import BLOCK_SIZE, NAME, Followed, Token, followed
+from minivllm_lab.drawing import BLANK, QUIET, arrow, block, paragraph, rect, svg, text, tint
+from minivllm_lab.followed import BLOCK_SIZE, NAME, Token, followed
 from minivllm_lab.frames import Frames
+from minivllm_lab.optimization_catalog import captured, manuals
 from minivllm_lab.palette import BLUE, GREEN, ORANGE, VERMILLION
 
 WIDTH, HEIGHT = 872, 366
 SLOT, TALL, GAP, LEFT = 50, 28, 12, 20
 FIRST_Y, POOL_Y, SECOND_Y = 52, 168, 312
-COLUMNS = 4
 OTHER, STRANGER = "print", "sub"
 COLOURS = {NAME: BLUE, OTHER: ORANGE, STRANGER: GREEN}
 STRANGERS_PROMPT = "def sub(a, b):\n    return"
@@ -49,7 +49,7 @@ class Prompt:
 
 
 def frames() -> Frames:
-    """Draw the hashes, the hit, the miss, and the free queue after the requests have ended."""
+    """Draw the hashes, the pool, a miss and a hit; the hit is also the summary."""
     run = followed("prefix hit")
     first, second = (Prompt.of(name, run.requests[name].prompt) for name in (NAME, OTHER))
     stranger = Prompt.of(STRANGER, _tokens(STRANGERS_PROMPT))
@@ -57,15 +57,17 @@ def frames() -> Frames:
     first_hash, second_hash = first.hashes
     shots = [
         (_still(first, 0), "A prompt of nine tokens is cut into blocks of four. The third block is not full."),
-        (_still(first, 1, sums=True), f"A full block gets a hash of its tokens: {first_hash}."),
         (
-            _still(first, 2, sums=True),
-            f"The next hash is that of its tokens and of the hash before it: {second_hash}. The third block has none.",
+            _still(first, 2),
+            f"Each full block gets a hash of its tokens and of the hash before it: {first_hash}, then {second_hash}.",
         ),
         (
             _still(first, 2, pool=[1, 2, 3], cached=first.hashes),
-            "Nine tokens are computed, into blocks 1, 2 and 3. "
-            f"The hashes {first_hash} and {second_hash} now lead to blocks 1 and 2.",
+            f"The nine tokens fill blocks 1 to 3. Hashes {first_hash} and {second_hash} now lead to two of them.",
+        ),
+        (
+            _still(first, 2, pool=[1, 2, 3], cached=first.hashes, other=stranger),
+            f"After another beginning, the same four tokens have the hash {stranger.hashes[1]}: a miss.",
         ),
         (
             _still(first, 2, pool=[1, 2, 3], cached=first.hashes, other=second),
@@ -73,18 +75,15 @@ def frames() -> Frames:
         ),
         (
             _still(first, 2, pool=[1, 2, 3, 4], cached=first.hashes, other=second, hit=True),
-            f"Both are found: its block table is {', '.join(map(str, table))}, and one token of nine is computed.",
-        ),
-        (
-            _still(first, 2, pool=[1, 2, 3], cached=first.hashes, other=stranger),
-            f"After another beginning, the same four tokens have the hash {stranger.hashes[1]}: a miss.",
-        ),
-        (
-            _ended(run),
-            "When the requests have ended, their blocks wait at the end of the free queue, with their hashes.",
+            f"Both hashes are found: the block table is {', '.join(map(str, table))}; one token of nine is computed.",
         ),
     ]
     return Frames(*zip(*shots, strict=True))
+
+
+def stills() -> dict[str, str]:
+    """Draw the pictures that stand alone in the text, by the name of their file."""
+    return {"bet": manuals.bet(), "reveal": manuals.reveal(), "graph": captured.picture()}
 
 
 def _tokens(prompt: str) -> list[Token]:
@@ -96,7 +95,6 @@ def _still(
     first: Prompt,
     shown: int,
     *,
-    sums: bool = False,
     pool: Sequence[int] = (),
     cached: Sequence[int] = (),
     other: Prompt | None = None,
@@ -105,14 +103,12 @@ def _still(
     """Draw the first `shown` hashes of the first prompt, the pool's blocks, and another prompt that
     looks its hashes up.
     """
-    shapes = [text(LEFT, FIRST_Y - 28, "the first request's prompt", colour=QUIET), *_prompt(first, FIRST_Y, QUIET)]
+    shapes = [text(LEFT, FIRST_Y - 28, "the first request's prompt", colour=QUIET), *_prompt(first, FIRST_Y)]
     for index in range(shown):
         shapes.append(_hash(_x(index), FIRST_Y + TALL + 8, first.hashes[index], BLUE))
         if index:
             level = FIRST_Y + TALL + 19
             shapes.append(arrow((_x(index - 1) + 76, level), (_x(index) - 4, level), BLUE))
-    if sums:
-        shapes.append(_sum(first, shown - 1))
     if pool:
         shapes += _pool(first, pool, cached, other if hit else None)
         shapes += [
@@ -124,28 +120,18 @@ def _still(
     return svg(WIDTH, HEIGHT, *shapes, label="Blocks of a prompt, their hashes, and the pool of blocks")
 
 
-def _prompt(prompt: Prompt, y: float, quiet: str) -> list[str]:
+def _prompt(prompt: Prompt, y: float) -> list[str]:
     """Draw a prompt's blocks side by side."""
     shapes = []
     for index, tokens in enumerate(prompt.blocks):
         slots = [token.shown for token in tokens] + [None] * (BLOCK_SIZE - len(tokens))
         fill = tint(COLOURS[prompt.request], 0.35)
-        shapes.append(block(_x(index), y, slots, width=SLOT, height=TALL, fill=fill, stroke=quiet))
+        shapes.append(block(_x(index), y, slots, width=SLOT, height=TALL, fill=fill, stroke=QUIET))
     return shapes
 
 
 def _hash(x: float, y: float, block_hash: int, colour: str) -> str:
     return rect(x, y, 72, 22, tint(colour, 0.15), stroke=colour, radius=11, size=12, label=f"hash {block_hash}")
-
-
-def _sum(prompt: Prompt, index: int) -> str:
-    """Write out the computation of one hash."""
-    tokens = [token.id for token in prompt.blocks[index]]
-    parent = prompt.hashes[index - 1] if index else 0
-    terms = " + ".join(f"{weight} × {token}" if weight > 1 else str(token) for weight, token in enumerate(tokens, 1))
-    total = 7 * parent + sum(weight * token for weight, token in enumerate(tokens, 1))
-    lines = [f"7 × {parent} + {terms}", f"= {total}, of which the last three digits: {prompt.hashes[index]}"]
-    return "".join(text(_x(index), FIRST_Y + TALL + 56 + 20 * row, line) for row, line in enumerate(lines))
 
 
 def _pool(first: Prompt, pool: Sequence[int], cached: Sequence[int], other: Prompt | None) -> list[str]:
@@ -169,7 +155,7 @@ def _pool(first: Prompt, pool: Sequence[int], cached: Sequence[int], other: Prom
 def _looks(other: Prompt, cached: Sequence[int], hit: bool) -> list[str]:
     """Draw another prompt below the pool, with the hashes that it looks up and their hits."""
     colour = COLOURS[other.request]
-    shapes = _prompt(other, SECOND_Y, QUIET)
+    shapes = _prompt(other, SECOND_Y)
     for index, block_hash in enumerate(other.hashes):
         known = block_hash in cached
         shapes.append(_hash(_x(index), SECOND_Y - 28, block_hash, colour if known else VERMILLION))
@@ -182,37 +168,6 @@ def _looks(other: Prompt, cached: Sequence[int], hit: bool) -> list[str]:
     words = {OTHER: "another request's prompt", STRANGER: "a prompt that begins in another way"}[other.request]
     shapes.append(paragraph(_x(3), SECOND_Y + 12, words, WIDTH - _x(3) - LEFT, colour=QUIET))
     return shapes
-
-
-def _ended(run: Followed) -> str:
-    """Draw the free queue after the last step, in order of allocation."""
-    last, size = run.steps[-1], 44
-    hashes = _hashes_of_blocks(run)
-    shapes = [text(LEFT, FIRST_Y - 28, "the free queue", colour=QUIET)]
-    width = (WIDTH - 2 * LEFT) / len(last.free_blocks)
-    for place, number in enumerate(last.free_blocks):
-        x, block_hash = LEFT + place * width, hashes.get(number)
-        fill = BLANK if block_hash is None else tint(BLUE if number < 4 else ORANGE, 0.35)
-        shapes.append(rect(x + 2, 90, width - 4, size, fill, stroke=RULE, radius=2, label=str(number)))
-        if block_hash is not None:
-            shapes.append(text(x + width / 2, 90 + size + 18, str(block_hash), anchor="middle", colour=BLUE))
-    words = "A hit takes a block out of the middle. A block loses its hash when it is taken from the front."
-    shapes += [
-        text(LEFT, 190, "← taken first: these have no hash"),
-        text(WIDTH - LEFT, 190, "taken last: found by its hash until then →", anchor="end"),
-        text(LEFT, 226, words, colour=QUIET),
-    ]
-    return svg(WIDTH, HEIGHT, *shapes, label="The free queue, with the hashes of the blocks at its end")
-
-
-def _hashes_of_blocks(run: Followed) -> dict[int, int]:
-    """Return the paper hashes of the blocks that are cached at the end."""
-    hash_of: dict[int, int] = {}
-    for name, request in run.requests.items():
-        hashes = Prompt.of(name, request.tokens).hashes
-        rows = [row for step in run.steps for row in step.rows if row.request == name]
-        hash_of |= dict(zip(rows[-1].block_table, hashes, strict=False))
-    return {number: value for number, value in hash_of.items() if number in run.steps[-1].cached_blocks}
 
 
 def _x(column: int) -> float:

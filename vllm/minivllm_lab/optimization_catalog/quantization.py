@@ -14,14 +14,12 @@ from torch import Tensor
 
 from minivllm.config import CacheConfig
 from minivllm.entrypoints.llm import LLM
-from minivllm.kernels.quantized_linear import quantized_linear
 from minivllm.memory import kv_bytes_per_token
 from minivllm.models.decoder import Decoder
 from minivllm_lab.progress import track
-from minivllm_lab.quality import RoundedCache, decoder_loss, read, rounded_weights
+from minivllm_lab.quality import decoder_loss, read, rounded_weights
 from minivllm_lab.recording import bare_engine, record_run
 from minivllm_lab.tables import table
-from minivllm_lab.timing import median_seconds
 from minivllm_simulate.known_models import known_model
 
 LLAMA = known_model("Llama-3.1-8B")
@@ -74,34 +72,6 @@ def _step_seconds(model: str, device: torch.device, context: int, kv_cache_dtype
     return record_run(core, [(context, 24)] * 8).decode_seconds
 
 
-def int8_caches(quantize: Quantize) -> dict[str, Callable[[Tensor], Tensor]]:
-    """Return functions that round keys or values [tokens, heads, head_dim] as an int8 cache
-    does, by granularity.
-    """
-
-    def per_token_and_head(x: Tensor) -> Tensor:
-        integers, scales = quantize(x)
-        return integers * scales[..., None]
-
-    def per_tensor(x: Tensor) -> Tensor:
-        return per_token_and_head(x.reshape(1, 1, -1)).view_as(x)
-
-    return {"a scale per token and head": per_token_and_head, "a scale per tensor": per_tensor}
-
-
-def measure_outlier(model: Decoder, texts: Texts, quantize: Quantize) -> dict:
-    """Measure the loss that an int8 cache adds, by granularity: for the unchanged model, and with
-    one channel × 50.
-    """
-    plain, lengths, results = decoder_loss(model, texts), [len(text) for text in texts], {}
-    for name, rounded in int8_caches(quantize).items():
-        caches = {str(size): RoundedCache(model.config, lengths, rounded, size) for size in OUTLIERS}
-        results[name] = {size: decoder_loss(model, texts, cache) - plain for size, cache in caches.items()}
-    rows = [(name, *(f"{value:+.4f}" for value in added.values())) for name, added in results.items()]
-    table("Loss that an int8 cache adds", ("", "original", "one channel × 50"), rows)
-    return results
-
-
 # ---- weights in int8 and int4 --------------------------------------------------------------------
 
 
@@ -134,23 +104,6 @@ def measure_weights(model: Decoder, texts: Texts, group: int, rounding: Rounding
                 results[name] |= {f"error_{outlier}": error, f"added_{outlier}": added}
         bits, error, added, _, worse = results[name].values()
         rows.append((name, f"{bits:.2f}", f"{error:.1%}", f"{added:+.4f}", f"{worse:+.4f}"))
-    slower, inside = _products(rounding.quantize)
-    caption = (
-        f"one row times 2,048² int8 weights on a CPU, of float32's time: {slower:.1f} × if dequantized first, "
-        f"{inside:.2f} × by the engine, which unpacks inside the product"
-    )
     columns = ("stored as", "bits", "error", "loss added", "one channel × 50")
-    table(f"Weights of the layers (loss {base:.4f})", columns, rows, caption)
-    return {"ways": results, "loss": base, "slower": slower, "unpacked_inside": inside}
-
-
-def _products(quantize: Quantize) -> tuple[float, float]:
-    """Time one row times int8 weights, relative to float32: dequantized first, and by the engine's
-    kernel.
-    """
-    x, weight = torch.randn(1, 2048), torch.randn(2048, 2048)
-    integers, scales = quantize(weight)
-    first = median_seconds(lambda: x @ (integers * scales[:, None]).T)
-    inside = median_seconds(lambda: quantized_linear(x, integers, scales[:, None]))
-    plain = median_seconds(lambda: x @ weight.T)
-    return first / plain, inside / plain
+    table(f"Weights of the layers (loss {base:.4f})", columns, rows)
+    return {"ways": results, "loss": base}

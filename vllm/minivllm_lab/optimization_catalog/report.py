@@ -11,33 +11,17 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor
-
 from minivllm.config import EMBEDDED_MODEL
 from minivllm.entrypoints.llm import LLM
-from minivllm.models.attention import CausalAttention
-from minivllm.models.decoder import Decoder
 from minivllm.sampling_params import SamplingParams
-from minivllm_lab import palette
 from minivllm_lab.cli import lesson_parser, whole_number
-from minivllm_lab.figures import curves, named_bars, panels
+from minivllm_lab.figures import curves, panels
 from minivllm_lab.optimization_catalog.shared_prefixes import WORK, serve
 from minivllm_lab.progress import track
 from minivllm_lab.tables import Timed, closing, console, table
-from minivllm_simulate.known_models import known_model
 
 CAPTURED = (1, 2, 4, 8, 16)
 """Rows of the graphs in the example of padding."""
-GRAPH_GAINS = {
-    "GPT-2, vLLM on an H200": {"1": 766.6 / 207.7},
-    "Qwen3-0.6B, xLLM": {"1": 4.20 / 2.72, "30": 9.85 / 9.11},
-    "Llama-2-7B, vLLM": {"1": 1.20 / 1.05},
-}
-"""Published gains of CUDA graphs, by requests at once: deepspeedai/DeepSpeed#8352 (tokens/s),
-xLLM-AI/xllm#713 (ms a token), vllm-project/vllm#1440 (s for 100 tokens).
-"""
 
 
 # ---- prefix caching ------------------------------------------------------------------------------
@@ -86,15 +70,11 @@ def measure_salted(llm: LLM, prompt: list[int]) -> dict:
 def replay_wrongly(
     buffers_of: Callable[[int, int], Any], padded_size: Callable[[int, Sequence[int]], int | None]
 ) -> dict:
-    """Print the graph that each batch gets, a replay without padding, and a replay of a graph that
-    is too small.
+    """Replay a graph without padding, and a graph that is too small; print what goes wrong.
 
     `buffers_of(largest, cache_slots)` makes the lesson's buffers.
     """
-    graphs = {str(batch): padded_size(batch, CAPTURED) for batch in (1, 3, 5, 9, 17)}
-    sizes = ("rows", *(size or "none" for size in graphs.values()))
-    table("The graph that a step is padded to", ("requests", *graphs), [sizes])
-    results: dict = {"graphs": graphs}
+    results: dict = {"graphs": {str(batch): padded_size(batch, CAPTURED) for batch in (1, 3, 5, 9, 17)}}
     for name, pad in (("padded", True), ("not padded", False)):
         buffers = buffers_of(8, 16)
         buffers.replay(4, [1, 2, 3, 4], [10, 11, 12, 13])
@@ -108,38 +88,6 @@ def replay_wrongly(
     console.print(f"A graph of 4 rows replayed for 3 requests: {after}.")
     console.print(f"Replayed for 5, it returns {too_small} instead of {right}.")
     return results | {"right": right, "too small": too_small}
-
-
-# ---- tensor parallelism --------------------------------------------------------------------------
-
-
-@torch.inference_mode()
-def measure_parallel(model: Decoder, column_then_row: Callable, all_reduce_bytes: Callable) -> dict:
-    """Compare one layer's two halves on one rank and on two; print what GPUs would send for
-    Llama-3-70B.
-    """
-    config = model.config
-    layer: Any = model.layers[0]
-    x, attend = torch.randn(24, config.hidden_size).to(layer.mlp.down_proj.weight), CausalAttention(config)
-    shares = [count * config.head_dim for count in (config.num_attention_heads, *[config.num_key_value_heads] * 2)]
-
-    def heads(*qkv: Tensor) -> Tensor:
-        return attend(0, *(part.unflatten(1, (-1, config.head_dim)) for part in qkv)).flatten(1)
-
-    halves = {
-        "attention": (layer.self_attn.qkv_proj.weight.split(shares), layer.self_attn.o_proj.weight, heads),
-        "mlp": (layer.mlp.gate_up_proj.weight.chunk(2), layer.mlp.down_proj.weight, lambda g, u: F.silu(g) * u),
-    }
-    off = {}
-    for name, half in halves.items():
-        off[name] = (column_then_row(x, *half, 1) - column_then_row(x, *half, 2)).abs().max().item()
-    large, counts = known_model("Meta-Llama-3-70B"), (64, 8192)
-    shape = large.hidden_size, large.num_hidden_layers
-    sent = {str(ranks): {str(n): all_reduce_bytes(n, *shape, ranks) for n in counts} for ranks in (2, 4, 8)}
-    rows = [(ranks, *(f"{count / 1e6:,.0f} MB" for count in steps.values())) for ranks, steps in sent.items()]
-    caption = "two ranks differ from one by " + ", ".join(f"{error:.0e} ({name})" for name, error in off.items())
-    table("Llama-3-70B: each GPU sends, in a step of", ("GPUs", "64 tokens", "8,192 tokens"), rows, caption)
-    return {"off": max(off.values()), "sent": sent}
 
 
 # ---- the whole lesson ----------------------------------------------------------------------------
@@ -165,25 +113,10 @@ def close(results: dict, disturbance: str) -> None:
 
 
 def draw(results: dict, path: str) -> None:
-    """Plot hit rates when prefixes outgrow the pool, loss by bits of the weights, and published
-    gains of graphs.
-    """
-    with panels(path, 3) as (left, middle, right):
-        curves(left, {"hits": results["thrash"]}, factor=100)
-        left.set(title="Prefixes outgrow the pool", xlabel="prefixes of 8 blocks, pool of 63", ylabel="% hits", ylim=-2)
-        for (name, way), colour in zip(results["weights"]["ways"].items(), palette.SERIES, strict=False):
-            middle.plot(way["bits"], way["added_1"], "o", color=colour, label=name)
-            middle.plot(way["bits"], way["added_50"], "x", color=colour)
-        middle.set(title="Weights (×: outlier channel)", xlabel="bits per weight", ylabel="loss added, nats per token")
-        middle.set(yscale="log", ylim=(5e-5, 300))
-        middle.legend(fontsize=8, loc="upper right")
-        gains = [
-            (f"{name}, {batch} at once: {gain:.2f} ×", gain, palette.SKY)
-            for name, batches in GRAPH_GAINS.items()
-            for batch, gain in batches.items()
-        ]
-        named_bars(right, gains)
-        right.set(title="CUDA graphs (published)", xlabel="× as fast", xlim=(0, 4))
+    """Plot hit rates when prefixes outgrow the pool."""
+    with panels(path, 1) as (axes,):
+        curves(axes, {"hits": results["thrash"]}, factor=100)
+        axes.set(title="Prefixes outgrow the pool", xlabel="prefixes of 8 blocks, pool of 63", ylabel="% hits", ylim=-2)
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
