@@ -137,8 +137,9 @@ def count_family(
     record_table(
         f"{len(prompts)} held-out texts, {tokens} tokens of each, greedy: the same tokens each time",
         results,
-        "method {name} | tokens a pass {tokens_per_pass:.2f} | guesses {drafts} | first draft accepted {alpha:.2f} | "
-        "acceptance length {length:.2f} | by the formula {formula:.2f}",
+        "method {name} | tokens a pass {tokens_per_pass:.2f} | guesses {drafts} | first draft {alpha:.2f} | "
+        "length {length:.2f} | by formula {formula:.2f}",
+        "First draft: how often it was accepted. Length: tokens of a pass that had drafts.",
     )
     return results
 
