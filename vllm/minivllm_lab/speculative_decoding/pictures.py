@@ -15,10 +15,7 @@ OWN = tint(BLUE, 0.6)
 DRAFT = tint(ORANGE, 0.6)
 ACCEPTED = tint(GREEN, 0.6)
 REJECTED = "#FFFFFF"
-"""The fills of known text, the model's own tokens, drafts and their verdicts in all pictures of this
-lesson; `chip` outlines rejected drafts.
-"""
-OUTLINE, DASH = VERMILLION, "4 3"
+"""Fills with one meaning in all pictures of this lesson; `chip` outlines rejected drafts."""
 
 TOKENS, TARGET, GUESSED = ("+", "-", "*"), (0.5, 0.3, 0.2), (0.3, 0.1, 0.6)
 """The lesson's example by hand: p is the target's distribution, q the guesser's."""
@@ -49,8 +46,8 @@ def reveal() -> str:
     for p, q in zip(TARGET, GUESSED, strict=True):
         both = min(p, q)
         bars.append(([(both, ACCEPTED), (q - both, REJECTED)], [(both, ACCEPTED), (p - both, OWN)]))
-    legend = (("accepted, min(p, q)", ACCEPTED), ("rejected", REJECTED), ("recovered, max(p − q, 0)", OWN))
-    return _bars("Accept what p and q share, then add what p lacks", bars, ("guessed", "comes out"), legend)
+    legend = (("accepted: min(p, q)", ACCEPTED), ("rejected", REJECTED), ("added: p − q", OWN))
+    return _bars("Accept what p and q share, add what p lacks", bars, ("guess", "result"), legend)
 
 
 def tree() -> str:
@@ -61,16 +58,16 @@ def tree() -> str:
         x = _left(node)
         if parent >= 0:
             parts.append(line((_left(parent) + BOX, NODES[parent][2] + TALL / 2), (x, y + TALL / 2)))
-            parts.append(text(x + BOX / 2, y - 5, f"{CHANCES[node]:g}", size=12, colour=QUIET, anchor="middle"))
+            parts.append(text(x + BOX / 2, y - 5, f"{CHANCES[node]:g}", anchor="middle"))
         fill = KNOWN if parent < 0 else ACCEPTED if node in SAMPLED else REJECTED
         parts += [chip(x, y, BOX, TALL, fill, token, 15), *_row(node, token)]
     legend = (("known", KNOWN), ("accepted", ACCEPTED), ("rejected", REJECTED), ("seen", GREY), ("hidden", BLANK))
-    return svg(WIDTH, 320, *parts, *legend_at(290, legend), label=f"{title}. Each row sees its own branch only.")
+    return svg(WIDTH, 320, *parts, *legend_at(290, legend), label=f"{title}: each row sees its own branch")
 
 
 def chip(x: float, y: float, width: float, height: float, fill: str, label: str = "", size: float = 13) -> str:
     """Draw a box in one of this lesson's colours."""
-    stroke, dash = (OUTLINE, DASH) if fill == REJECTED else ("#FFFFFF", None)
+    stroke, dash = (VERMILLION, "4 3") if fill == REJECTED else ("#FFFFFF", None)
     return rect(x, y, width, height, fill, stroke=stroke, dash=dash, radius=3, label=label, mono=True, size=size)
 
 

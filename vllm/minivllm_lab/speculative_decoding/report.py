@@ -10,6 +10,7 @@ import argparse
 import random
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import pairwise, zip_longest
 from typing import Any
 
@@ -326,14 +327,12 @@ def measure_draft_cost(models: Sequence[Decoder], device: torch.device) -> float
     context.
     """
 
-    def pass_of(model: CachedModel) -> Callable[[], object]:
-        def act() -> None:
-            model.length = PROMPT_TOKENS
-            model.forward([1])
+    def act(model: CachedModel) -> None:
+        model.length = PROMPT_TOKENS
+        model.forward([1])
 
-        return act
-
-    passes = {str(index): pass_of(CachedModel(model, MAX_MODEL_LEN)) for index, model in enumerate(models)}
+    cached = [CachedModel(model, MAX_MODEL_LEN) for model in models]
+    passes = {str(index): partial(act, model) for index, model in enumerate(cached)}
     target, draft = (statistics.median(times) for times in in_turns(passes, 100, device).values())
     console.print(f"A pass of the draft model takes {draft / target:.2f} of one of the target.")
     return draft / target
