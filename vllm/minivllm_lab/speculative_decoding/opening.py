@@ -182,7 +182,7 @@ def _verdict(step: Verified, words: str) -> str:
 
 def _by_step(steps: list[Verified]) -> str:
     """Draw each step's tokens as a stack, and below them one step per token without drafts."""
-    left, wide, floor, plain = LEFT + 92, 19, 180, 230
+    left, wide, floor, plain = LEFT + 92, 18, 180, 230
     shapes = [text(LEFT, floor - 9, "with drafts"), text(LEFT, plain + 17, "without")]
     for index, step in enumerate(steps):
         num_rejected = len(step.drafts) - step.num_accepted

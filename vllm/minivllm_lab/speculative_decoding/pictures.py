@@ -46,7 +46,7 @@ def reveal() -> str:
     for p, q in zip(TARGET, GUESSED, strict=True):
         both = min(p, q)
         bars.append(([(both, ACCEPTED), (q - both, REJECTED)], [(both, ACCEPTED), (p - both, OWN)]))
-    legend = (("accepted: min(p, q)", ACCEPTED), ("rejected", REJECTED), ("added: p − q", OWN))
+    legend = (("accepted: min(p, q)", ACCEPTED), ("rejected", REJECTED), ("recovered: max(p − q, 0)", OWN))
     return _bars("Accept what p and q share, add what p lacks", bars, ("guess", "result"), legend)
 
 

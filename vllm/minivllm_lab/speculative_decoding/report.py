@@ -402,6 +402,8 @@ def draw(results: dict, path: str) -> None:
         curves(right, lines, octaves=True)
         right.axhline(1.0, color=palette.GREY, linewidth=1)
         right.set(title="Times as fast as without drafts", xlabel="requests", ylim=(0, None))
+        for axes in (left, right):
+            axes.legend(fontsize=10)
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
