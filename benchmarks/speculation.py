@@ -13,7 +13,7 @@ methods write the same text; equal texts are counted too. Below 1 ×, a method c
 gains. Memory is what the engine's ledger has beyond the target: the weights of the drafter, and its
 cache for each token. Methods that look tokens up draft five, since that costs nearly nothing; those
 that run a model draft three. The texts are held-out Python, its docstrings, and random tokens. The
-table is followed by one line of JSON; `--page` also writes it into lesson 07.
+table is followed by one line of JSON; `--page` also writes it into the notes of lesson 07.
 """
 
 import argparse
@@ -63,7 +63,7 @@ OFF = "off"
 LAST_COLUMNS = "Memory by the engine's ledger, in float32; training on one core."
 LEAST_PROMPTS = 8
 """However small the batch: one text alone says little."""
-LESSON = Path(__file__).resolve().parents[1] / "lessons" / "07_speculative_decoding.md"
+NOTES = Path(__file__).resolve().parents[1] / "lessons" / "notes" / "07_speculative_decoding.md"
 
 
 @dataclass(frozen=True)
@@ -254,7 +254,7 @@ def shown_costs(cost: dict[str, float]) -> tuple[str, ...]:
 
 
 def page_table(outcome: dict[str, Any]) -> str:
-    """Return lesson 07's table, and the sentence on its last columns."""
+    """Return the table of lesson 07's notes, and the sentence on its last columns."""
     return f"{markdown_table(*cells(outcome))}\n\n{LAST_COLUMNS}"
 
 
@@ -276,7 +276,7 @@ def main(arguments: argparse.Namespace) -> None:
     if arguments.json:
         write_record(arguments.json, result)
     if arguments.page:
-        LESSON.write_text(put_between_marks(LESSON.read_text(), "speculation", page_table(outcome)))
+        NOTES.write_text(put_between_marks(NOTES.read_text(), "speculation", page_table(outcome)))
     print(json.dumps(result))
 
 
@@ -287,7 +287,7 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--batches", type=positive_int, nargs="+", default=[1, 8, 64], help="batch sizes")
     flags.add_argument("--rounds", type=positive_int, default=5, help="rounds of all methods (default: 5)")
     flags.add_argument("--quick", action="store_true", help="small batches, one round")
-    flags.add_argument("--page", action="store_true", help="also write the table into lesson 07")
+    flags.add_argument("--page", action="store_true", help="also write the table into the notes of lesson 07")
     flags.add_argument("--json", metavar="FILE", help="also write the figures to FILE")
     return flags
 

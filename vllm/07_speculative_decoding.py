@@ -212,15 +212,21 @@ def rejection_kernel(
     request; writes 4 * width bytes a request. It reads one number per row of p or q.
     """
     request, place = tl.program_id(0), tl.arange(0, BLOCK)
+    # 1. Where do the drafts of this request begin, and how many are there?
     start = tl.load(draft_start + request)
     num_drafts = tl.load(draft_start + request + 1) - start
+    # 2. A lane for each position. A lane without a draft holds -1.
     draft = tl.load(drafts + start + place, mask=place < num_drafts, other=-1)
     there, row = draft >= 0, (start + place).to(tl.int64)
+    # 3. One number from each row of p, which has a row more for each request before this one.
     p_draft = tl.load(p + (row + request) * vocab_size + draft, mask=there, other=0.0)
+    # 4. One number from each row of q.
     q_draft = tl.load(q + row * vocab_size + draft, mask=there, other=1.0)
     uniform = tl.load(uniforms + row, mask=there, other=0.0)
+    # 5. Find the first position that fails. A lane without a draft fails too: 0 < 0 is false.
     num_accepted = tl.min(tl.where(uniform * q_draft < p_draft, BLOCK, place), axis=0)
     last = tl.load(instead + start + request + num_accepted)
+    # 6. Write the accepted drafts, one more token, and -1 behind it.
     token = tl.where(place < num_accepted, draft, tl.where(place == num_accepted, last, -1))
     tl.store(output + request * width + place, token, mask=place < width)
 

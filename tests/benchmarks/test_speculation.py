@@ -1,5 +1,5 @@
-"""Test the speculation benchmark: the engine accepts its settings, and the lesson shows what was
-measured.
+"""Test the speculation benchmark: the engine accepts its settings, and the lesson's notes show
+what was measured.
 """
 
 from pathlib import Path
@@ -16,8 +16,8 @@ from minivllm_lab.results import read_record
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_the_lesson_shows_the_results(load_benchmark):
-    page = (ROOT / "lessons" / "07_speculative_decoding.md").read_text()
+def test_the_notes_show_the_results(load_benchmark):
+    page = (ROOT / "lessons" / "notes" / "07_speculative_decoding.md").read_text()
     record = read_record(ROOT / "benchmarks/results/speculation.cpu.json", "speculation")
     assert put_between_marks(page, "speculation", load_benchmark("speculation").page_table(record["figures"])) == page
 

@@ -10,6 +10,7 @@ import argparse
 import random
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import pairwise, zip_longest
 from typing import Any
 
@@ -97,9 +98,8 @@ def measure_steps(arguments: argparse.Namespace, device: torch.device) -> dict:
         medians = {positions: statistics.median(times) for positions, times in seconds.items()}
         ratios = {str(positions): median / medians[1] for positions, median in medians.items()}
         results[str(batch)] = {"ms": 1e3 * medians[1], "ratio": ratios}
-    columns = {"requests": "{name}", "a token each, ms": "{ms:.2f}"}
-    columns |= {f"{positions} positions each": f"{{{positions}:.2f}} ×" for positions in POSITIONS[1:]}
-    record_table("A step of the engine", {batch: each | each["ratio"] for batch, each in results.items()}, columns)
+        shown = ", ".join(f"{ratio:.2f} × with {positions} positions" for positions, ratio in ratios.items())
+        console.print(f"{batch} requests, {1e3 * medians[1]:.2f} ms: {shown}")
     return results
 
 
@@ -135,22 +135,14 @@ def count_family(
         results[name]["tokens_per_pass"] = len(prompts) * tokens / sum(run.passes for run in runs)
         if results[name]["drafts"]:
             results[name]["formula"] = expected_tokens(results[name]["alpha"], len(results[name]["rates"]))
-    columns = {"method": "{name}", "tokens\na pass": "{tokens_per_pass:.2f}", "guesses": "{drafts}"}  # of 80 columns
-    columns |= {f"draft\n{place}": f"{{{place}:.2f}}" for place in range(1, arguments.drafts + 1)}
     record_table(
-        f"{len(prompts)} held-out texts, {tokens} tokens of each, greedy",
-        {name: _shown_method(record) for name, record in results.items()},
-        {**columns, "length": "{length:.2f}", "by\nformula": "{formula:.2f}"},
-        "The same tokens each time. Draft i: the share accepted where all before it were. Length: tokens of a pass "
-        "that had drafts; by the formula, if all drafts had the first one's rate.",
+        f"{len(prompts)} held-out texts, {tokens} tokens of each, greedy: the same tokens each time",
+        results,
+        "method {name} | tokens a pass {tokens_per_pass:.2f} | guesses {drafts} | first draft {alpha:.2f} | "
+        "length {length:.2f} | by formula {formula:.2f}",
+        "First draft: how often it was accepted. Length: tokens of a pass that had drafts.",
     )
     return results
-
-
-def _shown_method(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a method's table cells; a method without drafts has hardly any."""
-    rates = {str(place): rate for place, rate in enumerate(record["rates"], start=1)}
-    return {**record, **rates} if record["drafts"] else {"tokens_per_pass": record["tokens_per_pass"]}
 
 
 def counted(stats: Sequence[SpecDecodingStats]) -> dict:
@@ -196,27 +188,19 @@ def verified_one_by_one(verify: Verify, batch: Sequence[Tensor]) -> list[list[in
 
 
 def verify_kernel(launch: Callable[..., Tensor], verify: Verify, device: torch.device) -> dict:
-    """Compare the kernels with the rule, token for token, for vocabularies that no block size
-    divides; count their bytes.
+    """Compare the kernels with the rule, token for token, for vocabularies that no block size divides.
 
     Raises:
         AssertionError: they differ.
     """
     heading("3. The kernel")
-    counts, errors = [3, 0, 1, 3, 2], {}
-    drafts, requests = sum(counts), len(counts)
-    for vocab_size in (31, 1000, 1025, 4096):
+    counts, vocabularies = [3, 0, 1, 3, 2], [31, 1000, 1025, 4096]
+    for vocab_size in vocabularies:
         batch = draft_batch(counts, vocab_size)
         tokens = launch(*(tensor.to(device) for tensor in batch))
         assert tokens.tolist() == verified_one_by_one(verify, batch), f"wrong with a vocabulary of {vocab_size}"
-        race = (12 * drafts + 8 * requests) * vocab_size
-        errors[str(vocab_size)] = {"race": race, "rejection": 16 * drafts + 12 * requests}
-    record_table(
-        f"{requests} requests with {counts} drafts: correct, token for token",
-        {f"{int(vocab_size):,}": record for vocab_size, record in errors.items()},
-        "vocabulary {name} | bytes that the race reads {race:,} | the rejection {rejection:,}",
-    )
-    return errors
+    console.print(f"Requests with {counts} drafts: correct for vocabularies of {vocabularies} tokens")
+    return {"vocabularies": vocabularies}
 
 
 # ---- 4. exact, or nearly -------------------------------------------------------------------------
@@ -269,18 +253,11 @@ def try_rules(rules: Mapping[str, Verify], rounds: int, seed: int) -> dict:
         results[name] = {"chi": chi, "p": chance, "distance": distance, "accepted": num_accepted / rounds}
     record_table(
         f"Two tokens of a vocabulary of five, drawn {rounds:,} times",
-        {name: {**record, "chance": _shown_chance(record["p"])} for name, record in results.items()},
-        "rule {name} | first drafts accepted {accepted:.3f} | distance {distance:.3f} | chi-square {chi:,.0f} | "
-        "chance {chance}",
+        results,
+        "rule {name} | first drafts accepted {accepted:.3f} | chi-square {chi:,.0f} | chance {p:.3f}",
         f"Σ min(p, q) is {sum_min:.3f}. Chance: that an exact rule is as far off ({freedom} degrees of freedom).",
     )
     return {"rules": results, "freedom": freedom, "sum_min": sum_min, "rounds": rounds}
-
-
-def _shown_chance(chance: float) -> str:
-    if chance < 1e-3:
-        return "< 0.001"
-    return f"{chance:.2f}" if chance > 0.01 else f"{chance:.3f}"
 
 
 # ---- 5. when it pays -----------------------------------------------------------------------------
@@ -350,14 +327,12 @@ def measure_draft_cost(models: Sequence[Decoder], device: torch.device) -> float
     context.
     """
 
-    def pass_of(model: CachedModel) -> Callable[[], object]:
-        def act() -> None:
-            model.length = PROMPT_TOKENS
-            model.forward([1])
+    def act(model: CachedModel) -> None:
+        model.length = PROMPT_TOKENS
+        model.forward([1])
 
-        return act
-
-    passes = {str(index): pass_of(CachedModel(model, MAX_MODEL_LEN)) for index, model in enumerate(models)}
+    cached = [CachedModel(model, MAX_MODEL_LEN) for model in models]
+    passes = {str(index): partial(act, model) for index, model in enumerate(cached)}
     target, draft = (statistics.median(times) for times in in_turns(passes, 100, device).values())
     console.print(f"A pass of the draft model takes {draft / target:.2f} of one of the target.")
     return draft / target
@@ -416,23 +391,19 @@ def close(results: dict, disturbance: str) -> None:
 
 
 def draw(results: dict, path: str) -> None:
-    """Plot the cost of a step over its positions, accepted drafts by position, and the speed-up
-    over the batch.
-    """
-    rates = {name: record["rates"] for name, record in results["family"].items() if record["drafts"]}
+    """Plot the cost of a step over its positions, and the speed-up over the batch."""
     batches = results["batches"]["batches"]
-    names = {"free": "if a step cost the same", "predicted": "predicted", "measured": "measured"}
-    with panels(path, 3) as (left, middle, right):
+    names = {"free": "if the step cost the same", "predicted": "with the step's real cost", "measured": "measured"}
+    with panels(path, 2) as (left, right):
         steps = {f"{batch} request{'s' * (int(batch) > 1)}": each["ratio"] for batch, each in results["steps"].items()}
         curves(left, steps, octaves=True)
-        left.set(title="A step costs", xlabel="positions of each request", ylabel="× a token each", ylim=(0, None))
-        curves(middle, {name: dict(enumerate(each, start=1)) for name, each in rates.items()})
-        middle.set(title="Accepted drafts", xlabel="position", ylabel="if all before it were", ylim=(0, 1))
-        middle.set_xticks(range(1, 1 + max(map(len, rates.values()))))
+        left.set(title="What a step costs", xlabel="positions of each request", ylabel="× one each", ylim=(0, None))
         lines = {title: {batch: each[name] for batch, each in batches.items()} for name, title in names.items()}
         curves(right, lines, octaves=True)
         right.axhline(1.0, color=palette.GREY, linewidth=1)
-        right.set(title="Times as fast", xlabel="requests", ylim=(0, None))
+        right.set(title="Times as fast as without drafts", xlabel="requests", ylim=(0, None))
+        for axes in (left, right):
+            axes.legend(fontsize=10)
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
