@@ -37,7 +37,7 @@ def processes(tp: int, dp: int) -> str:
         y = TOPS[2] + TALL + 10
         parts.append(line((rows[2][0] + WIDE / 2, y), (rows[2][-1] + WIDE / 2, y), PURPLE, width=3))
         below = "Each GPU has a quarter of every layer; twice a layer all sum their results."
-    return svg(WIDTH, HEIGHT, *parts, text(LEFT, HEIGHT - 14, below), label=f"{flag}: {total} processes. {below}")
+    return svg(WIDTH, HEIGHT, *parts, text(16, HEIGHT - 14, below), label=f"{flag}: {total} processes. {below}")
 
 
 def _boxes(count: int) -> list[float]:
