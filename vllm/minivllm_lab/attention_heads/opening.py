@@ -29,10 +29,10 @@ WEIGHTS = (
 """The weights of the last token's heads 4 to 7 for each token, to two digits."""
 HEADS, KV_HEADS, HEAD_DIM = 8, 2, 32
 
-WIDTH, HEIGHT = 720, 388
+WIDTH, HEIGHT = 720, 400
 GRID, CELL, TOP, ROW = 140, 54, 84, 28
 SIDE = GRID + 9 * CELL + 12
-BARS, SCALE = 340, 0.75
+BARS, SCALE = 350, 0.75
 KEYS, VALUES, QUERY = tint(ORANGE, 0.6), tint(GREEN, 0.45), tint(BLUE, 0.75)
 TWICE = "#A63D00"
 """A dark vermillion for words about what is kept or read more than once."""
@@ -67,8 +67,8 @@ def stills() -> dict[str, str]:
         ("Llama-2-7B: each head its own", "Llama-2-7b-hf", ORANGE, (12, 16), "start"),
         ("Llama-3.1-8B: groups of 4", "Llama-3.1-8B", ORANGE, (12, 16), "start"),
         ("Llama-3-70B: groups of 8", "Meta-Llama-3-70B", ORANGE, (12, 16), "start"),
-        ("DeepSeek-V2-Lite: 16 heads", "DeepSeek-V2-Lite", PURPLE, (12, 16), "start"),
-        ("DeepSeek-V3: 128 heads", "DeepSeek-V3", PURPLE, (-14, -4), "end"),
+        ("DeepSeek-V2-Lite", "DeepSeek-V2-Lite", PURPLE, (12, 16), "start"),
+        ("DeepSeek-V3", "DeepSeek-V3", PURPLE, (-14, -4), "end"),
     )
     placed = [(words, decode_intensity(known_model(name)), *rest) for words, name, *rest in dots]
     legend = (("keys and values of KV heads", ORANGE), ("a latent for all heads: part two", PURPLE))
@@ -149,9 +149,9 @@ def _ranks(step: int) -> str:
         parts.append(text(x + 12, 88, f"GPU {rank}", bold=True))
         for index in range(2):
             label = f"head {2 * rank + index}"
-            left = x + 12 + index * 76
-            parts.append(rect(left, 100, 70, ROW - 4, QUERY, radius=3, label=label, mono=True, size=12))
-            parts.append(arrow((left + 35, 126), (left + 35, 143), QUIET))
+            left = x + 12 + index * 70
+            parts.append(rect(left, 100, 66, ROW - 4, QUERY, radius=3, label=label, mono=True, size=12))
+            parts.append(arrow((left + 33, 126), (left + 33, 143), QUIET))
         for y, fill, kind in ((146, KEYS, "keys"), (190, VALUES, "values")):
             label = f"{kind} of KV head {rank // 2}"
             parts.append(rect(x + 12, y, wide - 36, 40, fill, radius=3, label=label, size=11.5))
@@ -182,7 +182,7 @@ def _summary(step: int) -> str:
             parts.append(rect(x, 174, 20, 34, KEYS, radius=3))
             parts.append(rect(x, 210, 20, 34, VALUES, radius=3))
         parts.append(text(left, 278, f"{2 * kv_heads * HEAD_DIM} numbers a token, in a layer"))
-        parts.append(text(left, 300, f"{group} head{'s' * (group > 1)} use each of them"))
+        parts.append(text(left, 300, f"{group} heads use each of them" if group > 1 else "1 head uses each of them"))
         parts.append(text(left, 322, f"up to {kv_heads} GPU{'s' * (kv_heads > 1)} without copies"))
     return _still(step, *parts)
 

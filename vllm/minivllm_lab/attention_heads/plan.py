@@ -26,7 +26,7 @@ def reveal() -> str:
     """Draw the plan that reads `num_key_value_heads`."""
     config = known_model(MODEL)
     numbers = config.num_key_value_heads * config.head_dim
-    factors = f"{config.num_key_value_heads} KV heads × {config.head_dim} numbers"
+    factors = f"{config.num_key_value_heads} × {config.head_dim} numbers"
     return _picture("The plan, corrected", config, factors, numbers, mark=OVERLOOKED)
 
 
