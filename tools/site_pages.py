@@ -83,7 +83,13 @@ def pages_of(root: Path, repository: str) -> Pages:
     about the engine.
     """
     wanted = ["README.md", "lessons/[0-9][0-9]_*.md", "lessons/README.md", "lessons/GLOSSARY.md", "site/exercises.md"]
-    wanted += ["lessons/bugs/README.md", "lessons/reading/*.md", "lessons/notes/*.md", "ARCHITECTURE.md", "benchmarks/PERFORMANCE.md"]
+    wanted += [
+        "lessons/bugs/README.md",
+        "lessons/reading/*.md",
+        "lessons/notes/*.md",
+        "ARCHITECTURE.md",
+        "benchmarks/PERFORMANCE.md",
+    ]
     wanted += ["vllm/models/README.md", "vllm/minivllm/FROM_VLLM.md", "CONTRIBUTING.md", "CHANGELOG.md"]
     found = [path.relative_to(root).as_posix() for pattern in wanted for path in sorted(root.glob(pattern))]
     return Pages(root, repository.rstrip("/"), tuple(found))

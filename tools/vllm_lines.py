@@ -192,9 +192,7 @@ def unexplained(each: LineRange, record: Record, explained: set[str]) -> list[st
     return sorted(set(entry.get("names", "").split()) - each.row_names - explained)
 
 
-def unexplained_names(
-    ranges: Iterable[LineRange], record: Record, texts: Mapping[str, str]
-) -> list[str]:
+def unexplained_names(ranges: Iterable[LineRange], record: Record, texts: Mapping[str, str]) -> list[str]:
     """Return one line for each row of the tour whose lines have names that it does not explain, no
     lesson uses, and our file beside it does not have.
     """

@@ -219,9 +219,7 @@ def sets_attribute(node: ast.AST) -> bool:
 class Source:
     """The names of vLLM: every path, and what the files that we cite define."""
 
-    def __init__(
-        self, paths: set[str], names: dict[str, Names], ranges: vllm_lines.Record | None = None
-    ) -> None:
+    def __init__(self, paths: set[str], names: dict[str, Names], ranges: vllm_lines.Record | None = None) -> None:
         self.paths = paths
         self.ranges = ranges or {}
         self.folders = {str(folder) for path in paths for folder in PurePosixPath(path).parents}
