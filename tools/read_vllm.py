@@ -16,6 +16,7 @@ import argparse
 import ast
 import base64
 import configparser
+import functools
 import hashlib
 import html
 import json
@@ -120,21 +121,23 @@ def our_places(cell: str) -> Iterator[Place]:
             yield our_place(path, name)
 
 
+@functools.cache
+def _tree(path: str) -> ast.Module:
+    return ast.parse((ROOT / path).read_text())
+
+
 def our_place(path: str, name: str) -> Place:
     """Find a function, a class, or a method (`Class.method`) in one of our files.
 
     Raises:
         MinivllmError: it is not there.
     """
-    kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
-    found: list[ast.AST] = [ast.parse((ROOT / path).read_text())]
-    for part in name.split("."):
-        inside = found if "." in name else [each for top in found for each in ast.walk(top)]
-        below = [each for outer in inside for each in getattr(outer, "body", ()) if isinstance(each, kinds)]
-        found = [each for each in below if each.name == part]
-    for each in found:
-        assert isinstance(each, kinds)
-        return Place(path, each.lineno, each.end_lineno or each.lineno, name)
+    owner, _, last = name.rpartition(".")
+    for node in ast.walk(_tree(path)):
+        for child in ast.iter_child_nodes(node):
+            named = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and child.name == last
+            if named and (not owner or getattr(node, "name", "") == owner):
+                return Place(path, child.lineno, child.end_lineno or child.lineno, name)
     raise MinivllmError(f"{path} has no {name}")
 
 

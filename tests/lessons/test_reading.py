@@ -66,7 +66,7 @@ def test_three_questions_have_their_answers_folded(stop: Path):
     assert part.count("<details>") == 3
     for _, question, answer in questions:
         assert question.endswith("?")
-        assert re.search(r"\blines? \d+", answer), "an answer says where it stands in the file"
+        assert re.search(r"\b[Ll]ines?\s+\d+", answer), "an answer says where it stands in the file"
 
 
 @by_stop
@@ -90,9 +90,12 @@ def test_our_functions_are_found_by_name():
     place = read_vllm.our_place("vllm/minivllm/core/scheduler.py", "Scheduler.preempt")
     lines = (ROOT / place.path).read_text().splitlines()
     assert lines[place.first - 1].strip().startswith("def preempt(")
-    cell = "[`a`](../../vllm/minivllm/core/policy.py) `victim`, `chunk_limit`, [`b`](../../vllm/minivllm/core/step.py) `Step`"
+    cell = "[`a`](../../vllm/minivllm/core/policy.py) `victim`, `chunk_limit`, "
+    cell += "[`b`](../../vllm/minivllm/core/step.py) `Step`"
     assert [place.name for place in read_vllm.our_places(cell)] == ["victim", "chunk_limit", "Step"]
-    assert_refused("has no Scheduler.preemt", read_vllm.our_place, "vllm/minivllm/core/scheduler.py", "Scheduler.preemt")
+    assert_refused(
+        "has no Scheduler.preemt", read_vllm.our_place, "vllm/minivllm/core/scheduler.py", "Scheduler.preemt"
+    )
 
 
 # make read
