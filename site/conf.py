@@ -23,6 +23,7 @@ suppress_warnings = ["myst.header", "misc.highlighting_failure"]
 
 html_theme = "furo"
 html_title = project
+html_favicon = "static/favicon.svg"
 html_css_files = ["site.css", "shell.css"]
 html_js_files = [(name, {"defer": ""}) for name in ("glossary.js", "page.js", "widgets.js")]
 html_sidebars = {
