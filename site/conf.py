@@ -23,8 +23,9 @@ suppress_warnings = ["myst.header", "misc.highlighting_failure"]
 
 html_theme = "furo"
 html_title = project
+html_favicon = "static/favicon.svg"
 html_css_files = ["site.css", "shell.css"]
-html_js_files = [("glossary.js", {"defer": ""}), ("page.js", {"defer": ""})]
+html_js_files = [(name, {"defer": ""}) for name in ("glossary.js", "page.js", "widgets.js")]
 html_sidebars = {
     "**": [
         "sidebar/brand.html",

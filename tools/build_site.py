@@ -87,7 +87,6 @@ class Embedded:
             f'<div class="lesson-widget" data-table="{known}"{live}><figure>{site_widgets.still(table)}</figure></div>'
             f'<p class="widget-note">{site_widgets.note(table, self.live)}</p>'
             '<script src="../_static/shell.js" defer></script>'
-            '<script src="../_static/widgets.js" defer></script>'
             f'<script src="../_static/widgets/{path.name}" defer></script>'
         )
 

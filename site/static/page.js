@@ -7,9 +7,11 @@ document.addEventListener("DOMContentLoaded", () => {
   hintAtTerms();
   keepProgress();
   document.querySelectorAll(".caption[role=heading]").forEach((caption) => caption.setAttribute("aria-level", "2"));
-  document.querySelectorAll("pre, .table-wrapper, .mermaid, div.math").forEach((box) => {
-    if (box.scrollWidth > box.clientWidth) box.tabIndex = 0; // else the arrow keys cannot scroll it
-  });
+  document.querySelectorAll("pre, .table-wrapper, .mermaid, div.math").forEach((box) => resized.observe(box));
+});
+
+const resized = new ResizeObserver((boxes) => {
+  for (const { target } of boxes) if (target.scrollWidth > target.clientWidth) target.tabIndex = 0; // else the arrow keys cannot scroll it
 });
 
 // Remember in this browser which lessons the reader has read to the end, and say so in the side bar.

@@ -6,6 +6,7 @@
 const AT = document.currentScript.src;
 const PATIENCE = 20_000; // milliseconds without a sign of life after which the worker is started again
 
+const LEAST = 560; // the width from which a table's picture is readable
 const STOPPED = { tone: "tight", sign: "!", words: "That took too long, so it was stopped." };
 
 document.addEventListener("DOMContentLoaded", () => {
@@ -134,7 +135,7 @@ class Model {
     this.place = place;
     this.values = place.values;
     this.width = place.shell.width;
-    this.drawn = place.shell.view; // by the table: complete, while the first sweep is not
+    this.drawn = this.width < LEAST ? null : place.shell.view; // by the table: complete, while the first sweep is not
   }
 
   get = (name) => this[name];

@@ -36,7 +36,7 @@ class Parsed(HTMLParser):
         for name, value in attrs:
             if name in ("href", "src") and value is not None:
                 self.links.append((tag, value))
-            if name == "id" and value:
+            if name in ("id", "data-table") and value:
                 self.anchors.add(value)
 
     def handle_data(self, data: str) -> None:
@@ -55,6 +55,11 @@ def article(site: Path, name: str) -> str:
     return result[0]
 
 
+def anchor(fragment: str) -> str:
+    """Return where a link leads on its page: to an anchor, or to a widget whose knobs it sets."""
+    return unquote(fragment).partition("?")[0]
+
+
 def problems(site: Path, pages: dict[Path, Parsed]) -> Iterator[str]:
     for path, page in pages.items():
         for _, link in page.links:
@@ -64,7 +69,7 @@ def problems(site: Path, pages: dict[Path, Parsed]) -> Iterator[str]:
             target = (path.parent / unquote(parts.path)).resolve() if parts.path else path
             if not target.is_file():
                 yield f"{path.relative_to(site)}: {link} leads nowhere"
-            elif parts.fragment and target.suffix == ".html" and unquote(parts.fragment) not in pages[target].anchors:
+            elif parts.fragment and target.suffix == ".html" and anchor(parts.fragment) not in pages[target].anchors:
                 yield f"{path.relative_to(site)}: {link}: no such anchor"
 
 
