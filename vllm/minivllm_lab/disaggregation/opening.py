@@ -71,7 +71,7 @@ def frames() -> Frames:
         ),
     ]  # fmt: skip
     captions = [
-        f"The prefiller is asked for one token, and computes {count} into blocks {_listed(remote)}.",
+        f"The prefiller computes {count} tokens, into blocks {_listed(remote)}, and samples one.",
         f"The request has ended, and its blocks stay, for {LEASE} s at most. The proxy learns where.",
         f"The decoder learns that {count} tokens can come. It takes blocks {_listed(mine)}, and waits.",
         f"It reads block by block: {_pairs(remote, mine)}. Nobody may find them before.",

@@ -53,7 +53,7 @@ def longest_queue() -> Moment:
 
 
 def bet() -> str:
-    """Draw seats, memory and queue, without saying who waits for what."""
+    """Draw seats, memory and queue, without the adapters."""
     moment = longest_queue()
     parts = [text(16, 28, "What do they wait for?", size=15, bold=True)]
     parts += _seats(moment, 56, coloured=False)

@@ -21,7 +21,7 @@ from minivllm_lab.tables import console
 MOST_CELLS = 24
 DOC = """Predict the next step of vLLM's scheduler.
 
-A round shows a state of vLLM v0.33.0's scheduler as it was recorded: who runs and who waits, how
+A round shows a state of vLLM v0.33.0's scheduler as it was recorded: the running and the waiting requests, how
 many tokens of each are computed, the token budget, the free blocks. Type how many tokens each
 request gets in the next step, and who is preempted:
 

@@ -143,7 +143,7 @@ def load() -> list[list[Round]]:
 
 
 def main() -> int:
-    """Pick the rounds anew."""
+    """Pick the rounds again."""
     picked = pick(candidates(Path(sys.argv[1])))
     lines = (",\n".join(json.dumps(puzzle.to_json()) for puzzle in level) for level in picked)
     ROUNDS.write_text("[\n[" + "],\n[".join(lines) + "]\n]\n")

@@ -113,7 +113,7 @@ MISTAKES: dict[str, Mistake] = {
         settings=(("max_num_batched_tokens", PLENTY),),
     ),
     "small overtakes": Mistake(
-        "Who waits behind a request that does not fit waits too. Admission ends at the first that must wait.",
+        "A request that does not fit blocks those behind it: admission ends at the first that must wait.",
         (1454, 1463),
         "04",
         SchedulingPolicy(schedule=_overtake),

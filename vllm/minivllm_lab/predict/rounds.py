@@ -15,7 +15,7 @@ from minivllm_lab.predict.workload import Replay, Trace
 
 @dataclass(frozen=True)
 class Decision:
-    """What a step does: tokens by request, in the scheduler's order, and who is preempted."""
+    """A step's tokens by request, in the scheduler's order, and the preempted requests."""
 
     tokens: Mapping[str, int]
     preempted: frozenset[str] = frozenset()

@@ -23,14 +23,14 @@ from minivllm_simulate.virtual_clock import SimulatedRequest, Simulation, percen
 RATE, POOLS = 10, (2000, 1000, 800, 600, 500, 400)
 """Requests a second, and the sizes of the pools."""
 GIVEN = 2
-"""So many pools are shown before the bet."""
+"""The number of pools that the bet shows."""
 
 WIDTH, LEFT, TOP, HIGH, WIDE = 700, 96, 60, 210, 560
 
 
 @dataclass(frozen=True)
 class Pool:
-    """What a pool of `blocks` leads to: how full it is, and seconds."""
+    """The result for a pool of `blocks`: how full it is, preemptions, and latencies in seconds."""
 
     blocks: int
     mean: float
