@@ -29,7 +29,7 @@ for name in sys.argv[1:]:
 
 
 def test_every_widget_starts_in_a_bare_python_from_the_sites_sources(tmp_path: Path):
-    """Without site packages, as in Pyodide: no anywidget, no IPython, no rich, no NumPy."""
+    """Run Python without site packages, like Pyodide: no anywidget, IPython, rich or NumPy."""
     site_live.write_sources(ROOT, tmp_path / "sources.zip", widgets.names())
     program = f"import sys; sys.path.insert(0, {str(tmp_path / 'sources')!r})\n{START}"
     subprocess.run([sys.executable, "-m", "zipfile", "-e", tmp_path / "sources.zip", tmp_path / "sources"], check=True)
