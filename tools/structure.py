@@ -36,12 +36,12 @@ PARTS = {
     "tests": ROOT / "tests",
 }
 BUDGETS = {
-    "the engine": 20_050,
-    "minivllm_lab": 13_700,
+    "the engine": 20_150,
+    "minivllm_lab": 14_900,
     "minivllm_simulate": 1_800,
-    "widgets": 10_600,
+    "widgets": 10_700,
     "benchmarks": 4_850,
-    "tests": 35_600,
+    "tests": 36_900,
     "the spine": 3_550,
 }
 """Most code lines of each part."""

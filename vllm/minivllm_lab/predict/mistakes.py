@@ -1,7 +1,7 @@
 """Scheduling rules that learners of lessons 04, 05, 10 and 11 often expect, and vLLM does not have.
 
 Each is a policy of the scheduler, so what it would have decided can be compared with an answer.
-`says` corrects it; `lines` are those of `vllm/v1/core/sched/scheduler.py` at v0.33.0.
+The lines are those of `vllm/v1/core/sched/scheduler.py` at v0.33.0.
 """
 
 from __future__ import annotations
