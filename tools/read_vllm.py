@@ -180,7 +180,8 @@ def check_hash(archive: Path, sha256: str) -> None:
     except OSError as error:
         raise MinivllmError(f"cannot read {archive}: {error.strerror}") from None
     if digest != sha256:
-        raise MinivllmError(f"{archive.name} has the SHA-256 {digest}, expected {sha256}: it is not vLLM's release")
+        name = archive.name.removesuffix(".part")
+        raise MinivllmError(f"{name} has the SHA-256 {digest}, expected {sha256}: it is not vLLM's release")
 
 
 def unpack(archive: Path, paths: set[str], folder: Path) -> None:
