@@ -38,7 +38,7 @@ PARTS = {
 BUDGETS = {
     "the engine": 20_150,
     "minivllm_lab": 14_900,
-    "minivllm_simulate": 1_800,
+    "minivllm_simulate": 1_820,
     "widgets": 10_700,
     "benchmarks": 4_850,
     "tests": 36_900,

@@ -40,7 +40,7 @@ class LessonWidget(Live, anywidget.AnyWidget):
     _esm = script()
     _css = style()
     described = traitlets.Dict().tag(sync=True)
-    view = traitlets.Dict().tag(sync=True)
+    view = traitlets.Dict().tag(sync=True)  # pyright: ignore[reportAssignmentType]
 
     def __init__(self, spec: Spec, **settings: Any) -> None:
         Live.__init__(self, spec, **settings)

@@ -15,7 +15,7 @@ from minivllm_lab.drawing import BLANK, QUIET, RULE, arrow, line, rect, svg, tex
 from minivllm_lab.followed import followed
 from minivllm_lab.frames import Frames
 from minivllm_lab.palette import BLUE, GREEN, INK, ORANGE, PURPLE, VERMILLION
-from minivllm_lab.roofline import roofline
+from minivllm_lab.roofline import Dot, roofline
 from minivllm_simulate.known_models import known_model
 
 LAYER, KV_HEAD = 2, 1
@@ -70,7 +70,10 @@ def stills() -> dict[str, str]:
         ("DeepSeek-V2-Lite", "DeepSeek-V2-Lite", PURPLE, (12, 16), "start"),
         ("DeepSeek-V3", "DeepSeek-V3", PURPLE, (-14, -4), "end"),
     )
-    placed = [(words, decode_intensity(known_model(name)), *rest) for words, name, *rest in dots]
+    placed: list[Dot] = [
+        (words, decode_intensity(known_model(name)), colour, shift, anchor)
+        for words, name, colour, shift, anchor in dots
+    ]
     legend = (("keys and values of KV heads", ORANGE), ("a latent for all heads: part two", PURPLE))
     return {
         "bet": plan.bet(),

@@ -44,7 +44,7 @@ class Mistake:
         scheduler.config = replace(scheduler.config, **dict(self.settings))
 
 
-def _order(key: Callable[[Request], object]) -> SchedulingPolicy:
+def _order(key: Callable[[Request], int]) -> SchedulingPolicy:
     def schedule(scheduler: Scheduler, step: Step) -> None:
         scheduler.running.sort(key=key)
         running_then_waiting(scheduler, step)

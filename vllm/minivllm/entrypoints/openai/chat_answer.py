@@ -38,8 +38,8 @@ class ChatAnswer(Answer):
         if tools:
             name = None if self._must_call_any else tools[0].function.name
             self._tools = [CalledTools(name) for _ in range(self.n)]
-        elif request.tool_choice == "auto":
-            self._tools = [ToolParser(self.serving.settings.tool_call_parser) for _ in range(self.n)]
+        elif request.tool_choice == "auto" and (parser := self.serving.settings.tool_call_parser):
+            self._tools = [ToolParser(parser) for _ in range(self.n)]
 
     @classmethod
     async def prompts_of(cls, serving: OpenAIServing, request: ChatCompletionRequest) -> list[TokensPrompt]:

@@ -16,6 +16,8 @@ from minivllm.entrypoints.openai.tool_calls import as_text, call_of
 
 HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)+")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
 """A call up to its arguments, with its keys in the order in which models are trained to write them."""
+PYTHON_TAG = "<|python_tag|>"
+BEFORE_JSON = re.compile(rf"\s*(?:{re.escape(PYTHON_TAG)})?\s*;?\s*(?=\{{)")
 decode = json.JSONDecoder().raw_decode
 
 
@@ -38,19 +40,27 @@ class Syntax:
     def start(self, text: str, position: int) -> tuple[int, int] | None:
         """Return where the next call begins, with its opener and without, or None."""
         if not self.opener:
-            match = re.compile(r"\s*(?:<\|python_tag\|>)?\s*;?\s*(?=\{)").match(text, position)
+            match = BEFORE_JSON.match(text, position)
             return (position, match.end()) if match else None
         start = text.find(self.opener, position)
         return None if start < 0 else (start, start + len(self.opener))
 
-    def held(self, text: str) -> int:
-        """Return how many characters at the end of a text may still become an opener."""
-        opener = self.opener or "<|python_tag|>"
-        longest = min(len(opener), len(text))
-        return next(length for length in range(longest, -1, -1) if opener.startswith(text[len(text) - length :]))
+    def held(self, rest: str, behind_call: bool) -> int:
+        """Return how many characters at the end of a text may still become an opener, or behind a
+        call its closer.
+        """
+        if behind_call and (self.closer.startswith(rest.lstrip()) if self.closer else rest.strip() in ("", ";")):
+            return len(rest)
+        if not self.opener and not rest.strip():
+            return len(rest)
+        opener = self.opener or PYTHON_TAG
+        longest = min(len(opener), len(rest))
+        return next(length for length in range(longest, -1, -1) if opener.startswith(rest[len(rest) - length :]))
 
     def end(self, text: str, position: int) -> int:
         """Return where a call's closer ends that may begin here."""
+        if not self.closer:
+            return position
         after = len(text) - len(text[position:].lstrip())
         return after + len(self.closer) if text.startswith(self.closer, after) else position
 
@@ -104,31 +114,32 @@ def _read(text: str, syntax: Syntax, is_last: bool, keeps_begun: bool) -> tuple[
     content = ""
     calls: list[Call] = []
     position = 0
+    behind_call = False
     while start := syntax.start(text, position):
         content += _between(text[position : start[0]], calls)
         call, end = _read_call(text, start[1])
-        if call is None and end == len(text) and not is_last:
+        if call is None and end is None and not is_last:
             return content, calls
         if call is None or not (call.complete or keeps_begun):
-            end = min(end, _closed(text, syntax, start[1]))
-            content += text[start[0] : end]
-        else:
-            calls.append(call)
+            position = _closed(text, syntax, start[1]) if end is None else end
+            content += text[start[0] : position]
+            behind_call = False
+            continue
+        calls.append(call)
+        end = len(text) if end is None else end
         position = syntax.end(text, end)
+        behind_call = position == end
     rest = text[position:]
-    if is_last:
-        return content + _between(rest, calls), calls
-    # White space behind a call is content only if a text follows.
-    held = syntax.held(rest) if syntax.opener or not content else 0
+    held = 0 if is_last else syntax.held(rest, behind_call)
     return content + _between(rest[: len(rest) - held], calls), calls
 
 
-def _read_call(text: str, position: int) -> tuple[Call | None, int]:
-    """Return the call that begins here, and where it ends; None if it is none, or not yet."""
+def _read_call(text: str, position: int) -> tuple[Call | None, int | None]:
+    """Return the call that begins here, if it is one, and where its JSON ends, if it does."""
     try:
         call, end = decode(text, len(text) - len(text[position:].lstrip()))
     except (ValueError, RecursionError):
-        return _read_begun(text, position), len(text)
+        return _read_begun(text, position), None
     arguments = call.get("arguments", call.get("parameters")) if isinstance(call, dict) else None
     if not isinstance(arguments, dict) or not isinstance(call.get("name"), str):
         return None, end
