@@ -21,8 +21,8 @@ TRACES = json.loads(gzip.decompress((DATA / "traces.json.gz").read_bytes()))
 def test_every_step_equals_the_recorded_one(name: str) -> None:
     workload = json.loads((DATA / f"{name}.json").read_text())
     steps = replay(workload)
-    for ours, recorded in zip(steps, TRACES[name], strict=False):
-        assert ours == recorded
+    for ours, vllm in zip(steps, TRACES[name], strict=False):
+        assert ours == vllm
     assert len(steps) == len(TRACES[name])
 
 

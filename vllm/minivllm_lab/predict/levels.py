@@ -1,6 +1,6 @@
 """The levels of the game, and how their rounds are picked from recorded workloads.
 
-uv run python -m minivllm_lab.predict.levels tests/conformance/data    # writes rounds.json
+cd tests/conformance && uv run python -m minivllm_lab.predict.levels data drafts    # writes rounds.json
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def _workload(puzzle: Round) -> str:
 
 
 def _shape(puzzle: Round) -> tuple[object, ...]:
-    rows = [(row.lacks, row.blocks, row.priority, row.hit) for row in (*puzzle.running, *puzzle.waiting)]
+    rows = [(row.lacks, row.drafts, row.blocks, row.priority, row.hit) for row in (*puzzle.running, *puzzle.waiting)]
     return puzzle.budget, puzzle.free, len(puzzle.running), *rows
 
 
