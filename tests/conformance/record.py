@@ -22,17 +22,25 @@ from vllm.platforms.cpu import CpuPlatform
 # Where only the Python files of the wheel are installed, vLLM finds no platform by itself.
 vllm.platforms.current_platform = CpuPlatform()
 
-from vllm.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, VllmConfig  # noqa: E402
+from vllm.config import (  # noqa: E402
+    CacheConfig,
+    DeviceConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    SpeculativeConfig,
+    VllmConfig,
+)
 from vllm.sampling_params import SamplingParams  # noqa: E402
 from vllm.utils.hashing import sha256  # noqa: E402
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash  # noqa: E402
 from vllm.v1.core.sched.scheduler import Scheduler  # noqa: E402
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec  # noqa: E402
-from vllm.v1.outputs import ModelRunnerOutput  # noqa: E402
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput  # noqa: E402
 from vllm.v1.request import Request, RequestStatus  # noqa: E402
 from vllm.v1.structured_output import StructuredOutputManager  # noqa: E402
 
-from minivllm_lab.predict.workload import next_token  # noqa: E402
+from minivllm_lab.predict.workload import drafts_after, sampled  # noqa: E402
 from vllm import __version__  # noqa: E402
 
 VERSION = "0.33.0"
@@ -44,10 +52,12 @@ def make_scheduler(config: dict[str, Any], model: Path) -> Scheduler:
     """
     cache_config = CacheConfig(block_size=config["block_size"], enable_prefix_caching=config["enable_prefix_caching"])
     cache_config.num_gpu_blocks = config["num_blocks"]
+    model_config = ModelConfig(
+        model=str(model), skip_tokenizer_init=True, dtype="float32", max_model_len=config["max_model_len"]
+    )
     vllm_config = VllmConfig(
-        model_config=ModelConfig(
-            model=str(model), skip_tokenizer_init=True, dtype="float32", max_model_len=config["max_model_len"]
-        ),
+        model_config=model_config,
+        speculative_config=_speculative_config(config, model_config),
         scheduler_config=SchedulerConfig(
             max_num_seqs=config["max_num_seqs"],
             max_num_batched_tokens=config["max_num_batched_tokens"],
@@ -70,6 +80,20 @@ def make_scheduler(config: dict[str, Any], model: Path) -> Scheduler:
         kv_cache_config=kv_cache_config,
         structured_output_manager=StructuredOutputManager(vllm_config),
         block_size=config["block_size"],
+    )
+
+
+def _speculative_config(config: dict[str, Any], model_config: ModelConfig) -> SpeculativeConfig | None:
+    """Return the settings for drafts; the drafts themselves come from the workload, not from n-grams."""
+    if not config.get("num_speculative_tokens"):
+        return None
+    return SpeculativeConfig(
+        method="ngram",
+        num_speculative_tokens=config["num_speculative_tokens"],
+        prompt_lookup_max=2,
+        prompt_lookup_min=1,
+        target_model_config=model_config,
+        target_parallel_config=ParallelConfig(),
     )
 
 
@@ -101,7 +125,8 @@ def run_step(scheduler: Scheduler, step: int, arrivals: list[Request], aborts: l
         "preempted": sorted(output.preempted_req_ids or ()),
         "blocks": {request_id: scheduler.kv_cache_manager.get_block_ids(request_id)[0] for request_id in scheduled},
     }
-    scheduler.update_from_output(output, _sample(scheduler, list(scheduled)))
+    scheduler.update_from_output(output, _sample(scheduler, list(scheduled), output.scheduled_spec_decode_tokens))
+    _propose(scheduler)
     row["running"] = [request.request_id for request in scheduler.running]
     row["waiting"] = [request.request_id for request in _in_queue_order(scheduler)]
     row["free"] = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
@@ -122,13 +147,23 @@ def record(workload: dict[str, Any], model: Path) -> list[dict[str, Any]]:
     return steps
 
 
-def _sample(scheduler: Scheduler, request_ids: list[str]) -> ModelRunnerOutput:
+def _propose(scheduler: Scheduler) -> None:
+    if not scheduler.num_spec_tokens:
+        return
+    drafts = {
+        request.request_id: drafts_after(request.request_id, request.num_tokens, scheduler.num_spec_tokens)
+        for request in scheduler.running
+    }
+    scheduler.update_draft_token_ids(DraftTokenIds(list(drafts), list(drafts.values())))
+
+
+def _sample(scheduler: Scheduler, request_ids: list[str], drafts: dict[str, list[int]]) -> ModelRunnerOutput:
     requests = [scheduler.requests[request_id] for request_id in request_ids]
     return ModelRunnerOutput(
         req_ids=request_ids,
         req_id_to_index={request_id: index for index, request_id in enumerate(request_ids)},
         sampled_token_ids=[
-            [next_token(request.request_id, request.num_tokens)]
+            sampled(request.request_id, request.num_tokens, drafts.get(request.request_id, ()))
             if request.num_computed_tokens >= request.num_tokens
             else []
             for request in requests

@@ -51,4 +51,4 @@ def test_an_unknown_level_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: py
     with pytest.raises(SystemExit) as ended:
         play(monkeypatch, [], "--level", "9")
     assert ended.value.code == 2
-    assert "must be from 1 to 6" in capsys.readouterr().err
+    assert "must be from 1 to 7" in capsys.readouterr().err

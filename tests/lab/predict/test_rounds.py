@@ -12,7 +12,8 @@ from minivllm_lab.predict.mistakes import MISTAKES
 from minivllm_lab.predict.rounds import Decision, Round, rounds
 from minivllm_lab.predict.workload import recorded
 
-RECORDED = Path(__file__).parents[2] / "conformance" / "data"
+CONFORMANCE = Path(__file__).parents[2] / "conformance"
+RECORDED = CONFORMANCE / "data"
 PICKED = load()
 
 
@@ -26,7 +27,7 @@ def test_there_are_sixty_rounds_and_none_twice() -> None:
 
 def test_every_round_is_the_recorded_step() -> None:
     picked = {puzzle.source: puzzle for level in PICKED for puzzle in level}
-    for name, workload, trace in recorded(RECORDED):
+    for name, workload, trace in (*recorded(RECORDED), *recorded(CONFORMANCE / "drafts")):
         steps = {source for source in picked if source.startswith(f"{name},")}
         if not steps:
             continue

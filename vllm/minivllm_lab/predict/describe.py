@@ -21,6 +21,8 @@ def state_of(row: Row, puzzle: Round) -> str:
     if row.hit:
         free = f", {_count(row.hit_free, 'block')} of them in the free queue" if row.hit_free else ""
         parts = [f"{row.hit} of {row.known} in the prefix cache{free}"]
+    if row.drafts:
+        parts.append(_count(row.drafts, "draft"))
     parts.append(f"lacks {row.lacks}")
     if row.blocks:
         parts.append(f"holds {_count(row.blocks, 'block')}")

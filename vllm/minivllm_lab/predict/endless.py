@@ -55,6 +55,7 @@ def workload(draw: Random, level: int) -> dict[str, Any]:
         "policy": "priority" if level == 4 else "fcfs",
         "enable_prefix_caching": level == 5,
         "enable_chunked_prefill": True,
+        "num_speculative_tokens": 3 if level == 6 else 0,
     }
     return {"config": config, "requests": requests, "aborts": {}}
 

@@ -1,6 +1,6 @@
 """The levels of the game, and how their rounds are picked from recorded workloads.
 
-uv run python -m minivllm_lab.predict.levels tests/conformance/data    # writes rounds.json
+cd tests/conformance && uv run python -m minivllm_lab.predict.levels data drafts    # writes rounds.json
 """
 
 from __future__ import annotations
@@ -40,6 +40,10 @@ def _hits(puzzle: Round) -> bool:
     return any(row.hit for row in puzzle.waiting)
 
 
+def _drafts(puzzle: Round) -> bool:
+    return any(row.drafts for row in puzzle.running)
+
+
 def _limits(puzzle: Round) -> bool:
     return bool(puzzle.threshold) or not puzzle.chunked
 
@@ -63,6 +67,7 @@ LEVELS = (
     Level("preemption", "11", lambda puzzle: puzzle.policy == "fcfs" and _preempts(puzzle) and not _hits(puzzle)),
     Level("priority", "11", lambda puzzle: puzzle.policy == "priority" and _preempts(puzzle) and not _hits(puzzle)),
     Level("prefix hits", "05", lambda puzzle: _hits(puzzle)),
+    Level("drafts", "07", lambda puzzle: _drafts(puzzle)),
 )
 
 
@@ -73,6 +78,8 @@ def level_of(puzzle: Round) -> int | None:
     rows = puzzle.requests.values()
     if len(puzzle.requests) > MOST_REQUESTS or max(row.known for row in rows) > MOST_TOKENS:
         return None
+    if _drafts(puzzle):
+        return len(LEVELS) - 1
     return next((index for index, level in enumerate(LEVELS) if level.holds(puzzle)), None)
 
 
@@ -114,7 +121,7 @@ def _workload(puzzle: Round) -> str:
 
 
 def _shape(puzzle: Round) -> tuple[object, ...]:
-    rows = [(row.lacks, row.blocks, row.priority, row.hit) for row in (*puzzle.running, *puzzle.waiting)]
+    rows = [(row.lacks, row.drafts, row.blocks, row.priority, row.hit) for row in (*puzzle.running, *puzzle.waiting)]
     return puzzle.budget, puzzle.free, len(puzzle.running), *rows
 
 
@@ -144,7 +151,7 @@ def load() -> list[list[Round]]:
 
 def main() -> int:
     """Pick the rounds again."""
-    picked = pick(candidates(Path(sys.argv[1])))
+    picked = pick(puzzle for folder in sys.argv[1:] for puzzle in candidates(Path(folder)))
     lines = (",\n".join(json.dumps(puzzle.to_json()) for puzzle in level) for level in picked)
     ROUNDS.write_text("[\n[" + "],\n[".join(lines) + "]\n]\n")
     for level, puzzle in zip(LEVELS, picked, strict=True):

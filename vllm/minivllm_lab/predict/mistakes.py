@@ -79,6 +79,12 @@ def _overtake(scheduler: Scheduler, step: Step) -> None:
     scheduler.waiting.prepend_requests(stuck)
 
 
+def _without_drafts(scheduler: Scheduler, step: Step) -> None:
+    for request in scheduler.running:
+        request.spec_token_ids = []
+    running_then_waiting(scheduler, step)
+
+
 MISTAKES: dict[str, Mistake] = {
     "decodes first": Mistake(
         "A request that decodes does not go before a chunk. vLLM walks the running requests in the order in "
@@ -182,6 +188,12 @@ MISTAKES: dict[str, Mistake] = {
         (933, 934),
         "11",
         SchedulingPolicy(victim=lambda running, *_: max(running, key=Request.sort_key)),
+    ),
+    "drafts are free": Mistake(
+        "Drafts are verified in the step, so each of them costs a token of the budget, as a known token does.",
+        (839, 848),
+        "07",
+        SchedulingPolicy(schedule=_without_drafts),
     ),
     "hits are computed again": Mistake(
         "Tokens that the prefix cache holds count as computed when the request is admitted; only the rest costs "

@@ -45,11 +45,12 @@ class Row:
     hit: int = 0
     hit_free: int = 0
     came_back: bool = False
+    drafts: int = 0
 
     @property
     def lacks(self) -> int:
-        """Return how many tokens it needs computed to catch up."""
-        return self.known - self.done
+        """Return how many tokens it needs computed to catch up, drafts included."""
+        return self.known + self.drafts - self.done
 
     @property
     def done(self) -> int:
@@ -172,6 +173,7 @@ def _row(request: Request, names: Mapping[str, str], scheduler: Scheduler, *, wa
         hit=hit,
         hit_free=sum(block.ref_cnt == 0 for block in blocks),
         came_back=request.num_preemptions > 0,
+        drafts=len(request.spec_token_ids),
     )
 
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from minivllm.config import CacheConfig, SchedulerConfig
+from minivllm.config import CacheConfig, DraftingConfig, SchedulerConfig
 from minivllm.core.request import Request, RequestStatus
 from minivllm.core.scheduler import Scheduler
 from minivllm.core.scheduler_output import ModelRunnerOutput
@@ -47,6 +47,7 @@ class Replay:
         self.step = 0
         self._requests = workload["requests"]
         self._aborts = workload["aborts"]
+        self._num_drafts = workload["config"].get("num_speculative_tokens", 0)
         self._last_arrival = max((entry["arrival_step"] for entry in self._requests), default=-1)
 
     @property
@@ -73,12 +74,24 @@ class Replay:
             "preempted": sorted(output.preempted_req_ids),
             "blocks": {request_id: get_block_ids(request_id) for request_id in scheduled},
         }
-        scheduler.update_from_output(output, _sample(scheduler, scheduled))
+        drafts = output.scheduled_spec_decode_tokens
+        scheduler.update_from_output(output, _sample(scheduler, scheduled, drafts))
+        self._propose()
         row["running"] = [request.request_id for request in scheduler.running]
         row["waiting"] = [request.request_id for request in scheduler.waiting]
         row["free"] = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
         self.step += 1
         return row
+
+    def _propose(self) -> None:
+        """Give every running request drafts to verify in the next step, if the workload has any."""
+        if self._num_drafts:
+            self.scheduler.update_draft_token_ids(
+                {
+                    request.request_id: drafts_after(request.request_id, request.num_tokens, self._num_drafts)
+                    for request in self.scheduler.running
+                }
+            )
 
 
 def next_token(request_id: str, position: int) -> int:
@@ -87,10 +100,27 @@ def next_token(request_id: str, position: int) -> int:
     return int.from_bytes(digest[:2], "big") % 4000 + 1
 
 
+def drafts_after(request_id: str, position: int, most: int) -> list[int]:
+    """Return up to `most` drafts for the tokens from a position on; three of four are right."""
+    digest = hashlib.sha256(f"{request_id}/drafts/{position}".encode()).digest()
+    drafts = [next_token(request_id, position + place) for place in range(digest[0] % (most + 1))]
+    return [token if digest[1 + place] % 4 else token % 4000 + 1 for place, token in enumerate(drafts)]
+
+
+def sampled(request_id: str, position: int, drafts: Sequence[int]) -> list[int]:
+    """Return the tokens that a step samples: the drafts up to the first wrong one, and one more."""
+    tokens = [next_token(request_id, position + place) for place in range(len(drafts) + 1)]
+    wrong = (place for place, draft in enumerate(drafts) if draft != tokens[place])
+    return tokens[: next(wrong, len(drafts)) + 1]
+
+
 def make_scheduler(config: dict[str, Any], kind: Callable[..., Scheduler] = Scheduler) -> Scheduler:
     """Return the scheduler of a workload's `config`."""
     return kind(
-        SchedulerConfig(**{key: config[key] for key in SCHEDULER_KEYS}),
+        SchedulerConfig(
+            **{key: config[key] for key in SCHEDULER_KEYS},
+            drafting=DraftingConfig(num_speculative_tokens=config.get("num_speculative_tokens", 0)),
+        ),
         CacheConfig(
             num_gpu_blocks=config["num_blocks"],
             block_size=config["block_size"],
@@ -111,12 +141,12 @@ def make_request(entry: dict[str, Any]) -> Request:
     )
 
 
-def _sample(scheduler: Scheduler, scheduled: dict[str, int]) -> ModelRunnerOutput:
+def _sample(scheduler: Scheduler, scheduled: dict[str, int], drafts: Mapping[str, Sequence[int]]) -> ModelRunnerOutput:
     requests = (scheduler.requests[request_id] for request_id in scheduled)
     return ModelRunnerOutput(
         {
-            request.request_id: [next_token(request.request_id, request.num_tokens)]
+            request.request_id: sampled(request.request_id, request.num_tokens, drafts.get(request.request_id, ()))
             for request in requests
-            if request.num_computed_tokens == request.num_tokens
+            if request.num_computed_tokens >= request.num_tokens
         }
     )
