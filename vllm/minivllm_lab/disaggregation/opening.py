@@ -74,7 +74,7 @@ def frames() -> Frames:
         f"The prefiller computes {count} tokens, into blocks {_listed(remote)}, and samples one.",
         f"The request has ended, and its blocks stay, for {LEASE} s at most. The proxy learns where.",
         f"The decoder learns that {count} tokens can come. It takes blocks {_listed(mine)}, and waits.",
-        f"It reads block by block: {_pairs(remote, mine)}. Nobody may find them before.",
+        f"It reads block by block: {_pairs(remote, mine)}. Nobody finds them before.",
         "The decoder is done, the prefiller frees. Keys have come, logits have not.",
         f"The last token is computed again, gives {output[0]} as before, and the answer goes on.",
     ]

@@ -62,4 +62,5 @@ def workload(draw: Random, level: int) -> dict[str, Any]:
 
 def _prompt(draw: Random, length: int, shared: list[int]) -> list[int]:
     own = [draw.randint(1, 4000) for _ in range(length)]
-    return shared[: draw.choice([0, 8, 12])][:length] + own[: max(0, length - 12)] if shared else own
+    prefix = shared[: draw.choice([0, 8, 12])][: length - 1]
+    return prefix + own[len(prefix) :]

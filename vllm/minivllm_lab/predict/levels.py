@@ -132,8 +132,10 @@ def candidates(folder: Path) -> Iterator[Round]:
 
         def is_wanted(puzzle: Round, seen: Counter[int | None] = seen) -> bool:
             level = level_of(puzzle)
-            seen[level] += is_rich(puzzle)
-            return is_rich(puzzle) and seen[level] <= MOST_OF_A_WORKLOAD
+            if not is_rich(puzzle) or seen[level] == MOST_OF_A_WORKLOAD:
+                return False
+            seen[level] += 1
+            return True
 
         yield from rounds(workload, name, keep=is_wanted, trace=trace)
 

@@ -152,12 +152,6 @@ MISTAKES: dict[str, Mistake] = {
             running_tokens=lambda missing, limit, left: 0 if missing > left else min(missing, limit),
         ),
     ),
-    "prompts are cut": Mistake(
-        "With chunked prefill off, a prompt waits until all of it fits into what is left of the budget.",
-        (1337, 1344),
-        "10",
-        SchedulingPolicy(admitted_tokens=lambda missing, limit, left, _: min(missing, limit, left)),
-    ),
     "admits after a preemption": Mistake(
         "A step that has preempted a request admits nobody, even if blocks are free again.",
         (1050, 1050),

@@ -46,8 +46,7 @@ def frames() -> Frames:
     captions = [
         f"{OTHER} was admitted first, {NAME} last. Each holds three of six blocks.",
         f"{OTHER} needs a block, and none is free. {NAME} was admitted last, so it gives its own back.",
-        f"{NAME} had {lost} computed tokens, and has 0 now. Block {block} is {OTHER}'s already; the others keep their "
-        "hashes.",
+        f"{NAME} had {lost} computed tokens, now 0. Block {block} is {OTHER}'s; the others keep their hashes.",
         f"{OTHER} generates its last token. {NAME} waits at the head; its client sees a pause.",
         f"{NAME} finds {again // run.block_size} blocks again, so only {new} tokens are computed, like a chunk.",
         f"The same answer. Of {lost} computed tokens, {lost - again} were computed twice.",
