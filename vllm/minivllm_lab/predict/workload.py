@@ -101,7 +101,7 @@ def next_token(request_id: str, position: int) -> int:
 
 
 def drafts_after(request_id: str, position: int, most: int) -> list[int]:
-    """Return up to `most` drafts for the tokens from a position on; three of four are right."""
+    """Return up to `most` drafts for the tokens after a position; three of four are right."""
     digest = hashlib.sha256(f"{request_id}/drafts/{position}".encode()).digest()
     drafts = [next_token(request_id, position + place) for place in range(digest[0] % (most + 1))]
     return [token if digest[1 + place] % 4 else token % 4000 + 1 for place, token in enumerate(drafts)]
