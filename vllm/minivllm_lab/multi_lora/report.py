@@ -275,7 +275,7 @@ def measure_distinct(arguments: argparse.Namespace, device: torch.device) -> dic
         f"64 tokens through one linear of {wide:,} × {wide:,}, rank {RANK}; ms on top of the base product",
         records,
         "adapters {name} | MB of them {read_mb:.1f} | base alone {base:.2f} | loop {loop:.2f} | "
-        "gathered (bgmv) {gathered:.2f} | the engine's {engine:.2f}",
+        "gathered {gathered:.2f} | the engine's {engine:.2f}",
     )
     return records
 
