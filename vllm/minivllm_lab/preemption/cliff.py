@@ -4,6 +4,7 @@ simulation, and drawn for the bet and its reveal.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ GIVEN = 2
 """The number of pools that the bet shows."""
 
 WIDTH, LEFT, TOP, HIGH, WIDE = 700, 96, 60, 210, 560
+FASTEST, SLOWEST = 0.03, 20
+"""The seconds at the ends of the axis, which is logarithmic."""
 
 
 @dataclass(frozen=True)
@@ -81,13 +84,12 @@ def reveal() -> str:
 
 def _picture(title: str, pools: Sequence[int], *, asks: bool = False) -> str:
     points = [pool_of(blocks) for blocks in pools]
-    most = 14
     parts = [text(16, 28, title, size=15, bold=True)]
     parts.append(text(LEFT - 8, TOP - 12, "first token, 99th percentile, s", size=12, colour=QUIET))
-    for seconds in range(0, most + 1, 2):
+    for seconds in (0.03, 0.1, 0.3, 1, 3, 10):
         parts += [
-            line((LEFT, _y(seconds, most)), (LEFT + WIDE, _y(seconds, most)), RULE),
-            text(LEFT - 8, _y(seconds, most) + 4, str(seconds), size=12, anchor="end"),
+            line((LEFT, _y(seconds)), (LEFT + WIDE, _y(seconds)), RULE),
+            text(LEFT - 8, _y(seconds) + 4, str(seconds), size=12, anchor="end"),
         ]
     for share in range(0, 101, 20):
         parts.append(text(_x(share / 100), TOP + HIGH + 18, f"{share} %", size=12, anchor="middle"))
@@ -97,7 +99,7 @@ def _picture(title: str, pools: Sequence[int], *, asks: bool = False) -> str:
         left = _x(points[-1].mean) + 24
         unknown = rect(left, TOP, LEFT + WIDE - left, HIGH, "#FFFFFF", stroke=QUIET, dash="4 3", label="?", size=24)
         parts.append(unknown)
-    corners = [(_x(point.mean), _y(point.ttft, most)) for point in points]
+    corners = [(_x(point.mean), _y(point.ttft)) for point in points]
     parts += [line(here, there, VERMILLION, width=2) for here, there in pairwise(corners)]
     for point, (x, y) in zip(points, corners, strict=True):
         parts += [
@@ -112,5 +114,5 @@ def _x(share: float) -> float:
     return LEFT + share * WIDE
 
 
-def _y(seconds: float, most: float) -> float:
-    return TOP + HIGH * (1 - seconds / most)
+def _y(seconds: float) -> float:
+    return TOP + HIGH * math.log(SLOWEST / seconds, SLOWEST / FASTEST)
