@@ -477,7 +477,7 @@ def test_the_first_screen_counts_with_the_data_sheets():
         f"an H100 could do {h100.ridge():.0f}",
         f"HBM alone could feed {QUERIES / h100.ridge():.0%}".replace("%", " %"),
         f"{REACHED / (h100.flops_of('bfloat16') / 1e12):.0%} of the peak".replace("%", " %"),
-        f"load {needed:.1f} TB a second, but HBM delivers {h100.bandwidth / 1e12:.2f}",
+        f"need {needed:.1f} TB a second, but HBM delivers {h100.bandwidth / 1e12:.2f}",
     ):
         assert words in TEXT
 
