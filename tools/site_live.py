@@ -25,7 +25,7 @@ VERSION = "314.0.7"
 SHA512 = "0YvXxEhfEdpLfb/XkM2BFAeMROq0iMUX2bzzH9pOttyMcWkwq+HbE5uyuGD82LN7y2q+SNvi/6V5JEsOlD2R1A=="
 """The hash that npm's registry gives for this version."""
 FILES = ("pyodide.mjs", "pyodide.asm.mjs", "pyodide.asm.wasm", "python_stdlib.zip", "pyodide-lock.json", "package.json")
-"""What the browser loads, and the file that names Pyodide's authors and licence."""
+"""The files that the browser loads, and the one that names Pyodide's authors and licence."""
 ENTRY = "widgets.shell.page"
 """The module that the worker imports."""
 SECONDS = 120

@@ -44,7 +44,7 @@ Entry = dict[str, str]
 """The record of one range: `begins`, `ends`, and of the tour's ranges `names` and `held`."""
 
 Record = dict[str, dict[str, Entry]]
-"""By path, then by range: "797-1036"."""
+"""The lines by path, then by range, as in "797-1036"."""
 
 
 @dataclass(frozen=True)

@@ -363,3 +363,7 @@ def test_schemas_that_describe_further_properties_stay_open():
     open_schema = {"type": "object", "properties": {"a": {"anyOf": [{"type": "object", "properties": {}}]}}}
     assert _closed(open_schema)["properties"]["a"]["anyOf"][0]["additionalProperties"] is False
     assert "additionalProperties" not in open_schema, "the caller's schema is left alone"
+    named = {"type": "object", "properties": {"properties": {"type": "object"}, "default": open_schema}}
+    closed = _closed(named)["properties"]
+    assert set(closed) == {"properties", "default"}, "a property's name is no keyword"
+    assert closed["default"]["additionalProperties"] is False

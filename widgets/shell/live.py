@@ -32,7 +32,7 @@ class Live:
     """
 
     view: dict[str, Any]
-    """What the page shows."""
+    """The last view that was posted to the page."""
 
     def __init__(self, spec: Spec, **settings: Any) -> None:
         self.session = Session(spec, **settings)

@@ -24,6 +24,8 @@ STACK_BYTES = 256 << 20
 MOST_ERROR_CHARACTERS = 400
 ONE_SPACE = "[ ]?"
 STAYS_OPEN = frozenset(("allOf", "if", "then", "else", "not", "enum", "const", "default", "examples"))
+NAMED_SCHEMAS = frozenset(("properties", "patternProperties", "dependentSchemas", "$defs", "definitions"))
+"""Keys whose value is a map from names to schemas."""
 SAYS_MORE = frozenset(("additionalProperties", "unevaluatedProperties", "patternProperties", "allOf", "$ref", "if"))
 """Keys with which a schema describes further properties."""
 
@@ -123,7 +125,12 @@ def _closed(schema: Any) -> Any:
         return [_closed(part) for part in schema]
     if not isinstance(schema, dict):
         return schema
-    closed = {key: part if key in STAYS_OPEN else _closed(part) for key, part in schema.items()}
+    closed = {}
+    for key, part in schema.items():
+        if key in NAMED_SCHEMAS and isinstance(part, dict):
+            closed[key] = {name: _closed(named) for name, named in part.items()}
+        else:
+            closed[key] = part if key in STAYS_OPEN else _closed(part)
     if isinstance(schema.get("properties"), dict) and not SAYS_MORE & schema.keys():
         closed["additionalProperties"] = False
     return closed

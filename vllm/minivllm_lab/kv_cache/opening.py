@@ -29,7 +29,7 @@ READS = (
     ("64 decodes", 64, BLUE, (12, 16), "start"),
     ("prefill of 512 tokens", 512, BLUE, (-34, 26), "start"),
 )
-"""What a step reads, as dots on the roofline."""
+"""The parts that a step reads, as dots on the roofline."""
 READS_LEGEND = (("weights, read once a step", BLUE), ("KV cache, one for each sequence", ORANGE))
 
 

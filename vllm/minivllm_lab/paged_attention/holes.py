@@ -35,7 +35,7 @@ NOTES = (
     (RIGHT, 292, f"Step {MOMENT}: H has been running since step 12,"),
     (RIGHT, 310, "because no hole is too small."),
 )
-"""What happens at that moment; a test compares it with the run."""
+"""The event at that moment; a test compares it with the run."""
 
 Lives = dict[tuple[str, int, int], list[tuple[int, int]]]
 """(Request, first slot, slots) of each piece of memory -> the steps in which it is held, and its

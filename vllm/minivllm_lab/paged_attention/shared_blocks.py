@@ -25,7 +25,7 @@ MOMENTS = {
     "B writes 9": (("AB", "0123"), ("AB", "4567"), ("B", "89"), ("A", "89")),
     "A ends": (("B", "0123"), ("B", "4567"), ("B", "89"), ("", "")),
 }
-"""What happens -> the readers of blocks 1 to 4, and the positions in each."""
+"""For each event, the readers of blocks 1 to 4, and the positions in each."""
 
 
 def bet() -> str:

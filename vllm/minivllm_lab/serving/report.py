@@ -240,7 +240,7 @@ def measure_leaving(servers: Mapping[str, tuple[int, Any]]) -> dict:
         results[name] = {"in_vain": server.unread - before, "most_blocks": most}
     console.print()
     title = f"{NUM_LEAVING} clients ask for {TOKENS_OF_LEAVING} tokens each, and leave after three"
-    columns = "server {name} | tokens for nobody {in_vain:,} | most blocks that nobody uses {most_blocks}"
+    columns = "server {name} | tokens in vain {in_vain:,} | most unused blocks {most_blocks}"
     record_table(title, results, columns)
     return results
 
