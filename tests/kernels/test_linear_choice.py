@@ -1,7 +1,9 @@
 """Test that the faster form of a linear is chosen, by a clock that a test can control."""
 
+import inspect
 import itertools
 import math
+import time
 
 import pytest
 import torch
@@ -30,10 +32,22 @@ def test_the_faster_form_is_taken_and_both_only_where_that_pays(panels, plain, m
     assert best_threshold(seconds) == most_rows
 
 
-def test_a_busy_machine_needs_a_clearer_answer():
-    assert best_threshold(dict.fromkeys(ROWS, (1.2, 1.0))) < 8
-    assert best_threshold(dict.fromkeys(ROWS, (1.2, 1.0)), caution=3) == math.inf
-    assert best_threshold(dict.fromkeys(ROWS, (2.0, 1.0)), caution=3) == 0
+def test_both_forms_are_timed_by_the_processor_time_of_one_thread(monkeypatch):
+    monkeypatch.delenv(linear_choice.SETTING, raising=False)
+    threads = torch.get_num_threads()
+    during = []
+
+    def measured(weight, gated):
+        during.append(torch.get_num_threads())
+        return measure(weight, gated)
+
+    monkeypatch.setattr(linear_choice, "measure", measured)
+    linear_choice._measured.cache_clear()
+    most_rows_in_panels(torch.zeros(64, 32), False)
+    linear_choice._measured.cache_clear()
+    assert during == [1]
+    assert torch.get_num_threads() == threads
+    assert inspect.signature(measure).parameters["clock"].default is time.thread_time
 
 
 class Clock:

@@ -7,6 +7,10 @@ rows of bf16. So both are timed when a model is loaded, in turns, on its own sha
 panels up to a number of rows and `F.linear` above it. It keeps both layouts only if that makes its
 matmuls 5 % faster in the mean.
 
+What counts is the processor time of one thread, which waits for nobody. The wall clock of two
+threads took torch's form for 5 of 40 linears beside other busy processes, all of which are faster
+in panels on a quiet machine (AMD Zen 4); the processor time for none.
+
 `MINIVLLM_CPU_LINEAR`, "panels" or "torch", makes the choice instead of the clock.
 """
 
@@ -17,7 +21,8 @@ import itertools
 import math
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +32,6 @@ from minivllm.errors import MinivllmError
 from minivllm.kernels.cpu.panel_linear import PanelLinear, can_pack
 from minivllm.kernels.elementwise import silu_and_mul
 from minivllm.logger import init_logger
-from minivllm.platforms.cpu_time import between, thread_times
 
 logger = init_logger(__name__)
 
@@ -37,11 +41,8 @@ ROUNDS = 6
 SECONDS = 0.08  # for one shape
 LONGEST = 0.02  # for one call of each form
 # What a choice must gain in the mean: of two layouts, since they take twice the memory; of torch
-# alone, since a recorded step (`replay.py`) runs panels without Python between them. Six times as
-# much on a machine whose cores others want, too: there, torch has seemed to gain more than thrice
-# that, and then a step of one request took 1.9 times as long as with panels (AMD Zen 3).
+# alone, since a recorded step (`replay.py`) runs panels without Python between them.
 BOTH_GAIN, TORCH_GAIN = math.log(1.05), math.log(1.1)
-BUSY, CAUTION = 0.1, 6
 
 Seconds = Mapping[int, tuple[float, float]]  # by rows: in panels, and with F.linear
 
@@ -60,21 +61,31 @@ def most_rows_in_panels(weight: Tensor, gated: bool) -> float:
         return 0
     if setting == "panels":
         return math.inf
-    return _measured(tuple(weight.shape), weight.dtype, gated, torch.get_num_threads())
+    return _measured(tuple(weight.shape), weight.dtype, gated)
 
 
 @functools.cache
-def _measured(shape: tuple[int, int], dtype: torch.dtype, gated: bool, threads: int) -> float:
-    before = thread_times()
-    seconds = measure(torch.zeros(shape, dtype=dtype), gated)
-    waited = between(before, thread_times()).waited_share
-    most_rows = best_threshold(seconds, CAUTION if waited > BUSY else 1)
+def _measured(shape: tuple[int, int], dtype: torch.dtype, gated: bool) -> float:
+    with one_thread():
+        seconds = measure(torch.zeros(shape, dtype=dtype), gated)
+    most_rows = best_threshold(seconds)
     text = "%s %s: in panels up to %s rows; seconds by rows, in panels and with torch: %s"
     logger.debug(text, dtype, shape, most_rows, seconds)
     return most_rows
 
 
-def measure(weight: Tensor, gated: bool, clock: Callable[[], float] = time.perf_counter) -> Seconds:
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Have torch compute on the calling thread alone."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def measure(weight: Tensor, gated: bool, clock: Callable[[], float] = time.thread_time) -> Seconds:
     """Time both forms in turns, in rounds over all numbers of rows that do not take too long; keep
     each one's fastest call.
     """
@@ -108,14 +119,11 @@ def _time(form: Callable[[Tensor], Tensor], x: Tensor, clock: Callable[[], float
     return clock() - start
 
 
-def best_threshold(seconds: Seconds, caution: float = 1) -> float:
-    """Return the number of rows up to which panels are used if products take this long.
-
-    `caution` multiplies what other choices than panels must gain.
-    """
-    costs = {0.0: _cost(seconds, 0) + caution * TORCH_GAIN, math.inf: _cost(seconds, math.inf)}
+def best_threshold(seconds: Seconds) -> float:
+    """Return the number of rows up to which panels are used if matmuls take this long."""
+    costs = {0.0: _cost(seconds, 0) + TORCH_GAIN, math.inf: _cost(seconds, math.inf)}
     for below, above in itertools.pairwise(sorted(seconds)):
-        costs[float(round(math.sqrt(below * above)))] = _cost(seconds, below) + caution * BOTH_GAIN
+        costs[float(round(math.sqrt(below * above)))] = _cost(seconds, below) + BOTH_GAIN
     return min(costs, key=lambda rows: (costs[rows], -rows))
 
 
