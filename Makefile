@@ -15,7 +15,7 @@ WORKERS ?= 3
 BENCHMARKS := scheduler simulator kernels quality
 LESSON = $(firstword $(wildcard vllm/$(N)_*.py vllm/0$(N)_*.py))
 
-.PHONY: help setup setup-cpu run test lesson check capstone predict bugs lab notebooks claims measure bench peers clients ablation dist gpu doctor lint format card site read
+.PHONY: help setup setup-cpu run test lesson check capstone predict bugs lab notebooks claims measure bench peers clients ablation dist gpu doctor lint format card site read drift
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | awk -F '\t' '{ printf "  make %-12s %s\n", $$1, $$2 }'
@@ -55,6 +55,9 @@ bugs: setup ## open the bug museum: make bugs; make bugs B=7, then with HINT=1, 
 
 read: setup ## open a stop of the reading tour of vLLM: make read STOP=3; ROW=2: at its second row; PRINT=1: without a pager
 	@$(UV_RUN) python tools/read_vllm.py $(if $(STOP),'$(STOP)',--help) $(if $(ROW),--row '$(ROW)') $(if $(filter-out 0,$(PRINT)),--print)
+
+drift: setup ## what another release of vLLM changes here: make drift VLLM=0.32.0; WRITE=1: write lessons/reading/drift.md
+	@$(UV_RUN) python tools/drift.py $(if $(VLLM),'$(VLLM)',--help) $(if $(filter-out 0,$(WRITE)),--write)
 
 lab: setup ## open the notebooks in JupyterLab, with the settings in .jupyter; your own stay as they are
 	@JUPYTER_CONFIG_PATH=$(CURDIR)/.jupyter $(UV_RUN) jupyter lab $(if $(filter 0,$(shell id -u)),--allow-root)

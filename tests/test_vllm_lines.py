@@ -138,3 +138,27 @@ def test_the_name_of_a_statement(code: str, label: str):
 def test_the_name_of_a_handler():
     handler = ast.parse("try: ...\nexcept (a.B, C): ...").body[0].handlers[0]
     assert tool.label(handler) == "except a.B"
+
+
+CHANGED = SOURCE.replace("self.free.pop()", "self.next()").replace('"""A pool."""', '"""A pool."""\n\nimport os')
+RENAMED = CHANGED.replace("taken = []", "taken = list()")
+
+
+@pytest.mark.parametrize(
+    ("lines", "label", "source", "fate"),
+    [
+        ("7-11", "`while free`", SOURCE, ("same", FILE, "7-11")),
+        ("7-11", "`while free`", "import os\n" + SOURCE, ("moved", FILE, "8-12")),
+        ("7-11", "`while free`", SOURCE.replace("  ", " "), ("same", FILE, "7-11")),
+        ("7-11", "`while free`", CHANGED, ("changed", FILE, "9-13")),
+        ("6-11", "`taken` to `while free`", RENAMED, ("changed", FILE, "8-13")),  # by its statements
+        ("8-9", "not whole", CHANGED.replace("block =", "one ="), ("changed", FILE, "")),
+        ("7-11", "`while free`", SOURCE.replace("while self.free", "for _ in self.free"), ("gone", "", "")),
+        ("7-11", "`while free`", SOURCE.replace("def take", "def get").replace("pop", "popleft"), ("gone", "", "")),
+        ("7-11", "`while free`", None, ("gone", "", "")),
+    ],
+)
+def test_what_became_of_a_range_in_another_release(lines: str, label: str, source: str | None, fate: tuple):
+    record = tool.record_of(ranges(row(lines, label)), {FILE: SOURCE})
+    became = tool.fate(FILE, lines, record[FILE][lines], {} if source is None else {FILE: source})
+    assert (became.what, became.path, became.lines) == fate

@@ -31,11 +31,17 @@ from sphinx.application import Sphinx
 
 from minivllm.errors import MinivllmError
 from minivllm_lab.cli import Parser, run
+from minivllm_lab.predict import page as predict_page
 from widgets.shell.lesson_widget import script as shell_script
 from widgets.shell.lesson_widget import style as shell_style
 from widgets.shell.spec import Spec
 
 ROOT = Path(__file__).resolve().parents[1]
+START_GAMES = """
+document.addEventListener("DOMContentLoaded", () => {
+  document.querySelectorAll(".predict").forEach((root) => new Game(root, window.predictRounds));
+});
+"""
 
 
 class Embedded:
@@ -62,15 +68,19 @@ class Embedded:
             return self.widget(name, arguments)
         if package.startswith("minivllm_lab.") and (name, function) == ("opening", "frames"):
             return f'<div class="steps">{site_pages.one_line(import_module(module).frames(**arguments).html())}</div>'
-        if (module, function) == ("minivllm_lab.predict.page", "rounds"):
-            return self.game(import_module(module).rounds())
+        if (module, function) == ("widgets.predict", "show"):
+            return self.game()
         return ""
 
-    def game(self, levels: list[dict[str, Any]]) -> str:
+    def game(self) -> str:
         """Return the HTML of the game of the next step."""
-        (self.static / "predict_rounds.js").write_text(f"window.predictRounds = {json.dumps(levels)};\n")
+        folder = ROOT / "vllm" / "minivllm_lab" / "predict"
+        (self.static / "predict_rounds.js").write_text(f"window.predictRounds = {json.dumps(predict_page.rounds())};\n")
+        (self.static / "predict.js").write_text((folder / "game.js").read_text() + START_GAMES)
+        (self.static / "predict.css").write_text((folder / "game.css").read_text())
         return (
-            '<div class="predict"></div><script src="../_static/predict_rounds.js" defer></script>'
+            '<link rel="stylesheet" href="../_static/predict.css"><div class="predict"></div>'
+            '<script src="../_static/predict_rounds.js" defer></script>'
             '<script src="../_static/predict.js" defer></script>'
         )
 

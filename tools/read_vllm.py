@@ -252,7 +252,10 @@ def fetch(version: str, folder: Path) -> Path:
             for _ in track(range(max(1, -(-size // CHUNK))), f"vllm-{version}.tar.gz"):
                 file.write(response.read(CHUNK))
             shutil.copyfileobj(response, file)
+        if "#sha256=" in address:
+            check_hash(target, address.rpartition("=")[2])
     except MinivllmError:
+        target.unlink(missing_ok=True)
         raise
     except (OSError, ValueError) as error:
         target.unlink(missing_ok=True)
@@ -266,20 +269,31 @@ def fetch(version: str, folder: Path) -> Path:
 
 
 def archive_address(page: str, address: str, kind: str, version: str) -> str:
-    """Return the address of the source archive that a project's page of an index lists.
+    """Return the address of the source archive that a project's page of an index lists, with the hash
+    that the page has for it, as in `…#sha256=0a1b`.
 
     Raises:
         MinivllmError: the page does not list this version's source archive.
     """
     name = f"vllm-{version}.tar.gz"
-    if kind.endswith("json"):
-        links = [file["url"] for file in json.loads(page).get("files", ())]
-    else:
-        links = [html.unescape(link) for link in HREF.findall(page)]
-    for link in links:
-        if unquote(urlsplit(link).path).rpartition("/")[2] == name:
+    for link in file_links(page, kind):
+        if file_name(link) == name:
             return urljoin(address, link)
     raise MinivllmError(f"the package index {urlsplit(address).hostname} has no {name}")
+
+
+def file_links(page: str, kind: str) -> list[str]:
+    """Return the links to files on a project's page of an index, with their hashes where it has them."""
+    if not kind.endswith("json"):
+        return [html.unescape(link) for link in HREF.findall(page)]
+    files = json.loads(page).get("files", ())
+    hashes = (file.get("hashes", {}).get("sha256") for file in files)
+    return [file["url"] + (f"#sha256={digest}" if digest else "") for file, digest in zip(files, hashes, strict=True)]
+
+
+def file_name(link: str) -> str:
+    """Return the name of the file that a link leads to."""
+    return unquote(urlsplit(link).path).rpartition("/")[2]
 
 
 def opened(address: str):

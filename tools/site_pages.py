@@ -223,7 +223,7 @@ def contents(pages: Pages) -> str:
         "Reading vLLM": [
             *these(r"lessons/reading/README\.md"),
             *these(r"lessons/reading/\d\d_.*"),
-            *these(r"lessons/reading/reports\.md"),
+            *these(r"lessons/reading/(?:reports|drift)\.md"),
         ],
         "Notes": these(r"lessons/notes/.*"),
         "The engine": [

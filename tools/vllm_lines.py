@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import hashlib
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -41,7 +42,9 @@ COMMON |= {"cpu", "detach", "dtype", "element_ty", "flatten", "is_fp8", "new_emp
 COMMON |= {"shape", "stride", "sum", "to", "view", "any", "all", "error", "info", "debug", "warning", "logger"}
 
 Entry = dict[str, str]
-"""The record of one range: `begins`, `ends`, and of the tour's ranges `names` and `held`."""
+"""The record of one range: `begins` and `ends`; `within`, the function or class that it is in; `text`,
+a hash of its lines; `edges`, hashes of the first and the last one; and of the tour's ranges `names` and `held`.
+"""
 
 Record = dict[str, dict[str, Entry]]
 """The lines by path, then by range, as in "797-1036"."""
@@ -145,6 +148,26 @@ def names_in(tree: ast.AST, first: int, last: int) -> set[str]:
     return names - COMMON
 
 
+def within(tree: ast.AST, first: int, last: int) -> str:
+    """Return the innermost function or class around these lines, as `Class.method`; "" is the module."""
+    for child in ast.iter_child_nodes(tree):
+        if getattr(child, "lineno", last) < first and last <= getattr(child, "end_lineno", 0):
+            deeper = within(child, first, last)
+            named = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+            return ".".join(filter(None, (child.name, deeper))) if named else deeper
+    return ""
+
+
+def stripped(source: str) -> list[str]:
+    """Return lines without what an indentation or a formatter changes."""
+    return [line.strip() for line in source.splitlines()]
+
+
+def hash_of(lines: list[str]) -> str:
+    """Return a short hash of lines."""
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:12]
+
+
 def record_of(ranges: Iterable[LineRange], sources: Mapping[str, str]) -> Record:
     """Return the record of these ranges; what vLLM does not have is left out."""
     record: Record = {}
@@ -158,6 +181,10 @@ def record_of(ranges: Iterable[LineRange], sources: Mapping[str, str]) -> Record
         tree = trees[each.path]
         begins, ends = ends_of(tree, each.first, each.last)
         entry = record.setdefault(each.path, {}).setdefault(each.lines, {"begins": begins, "ends": ends})
+        entry["within"] = within(tree, each.first, each.last)
+        lines = stripped(source)[each.first - 1 : each.last]
+        entry["text"] = hash_of(lines)
+        entry["edges"] = f"{hash_of(lines[:1])} {hash_of(lines[-1:])}"
         if each.row:
             words = set(re.findall(r"\w+", "\n".join(source.splitlines()[each.first - 1 : each.last])))
             entry["names"] = " ".join(sorted(names_in(tree, each.first, each.last)))
@@ -207,3 +234,83 @@ def unexplained_names(ranges: Iterable[LineRange], record: Record, texts: Mappin
         if names:
             wrong.append(f"{each.where}: lines {each.lines} also have {', '.join(names)}: say what each is")
     return wrong
+
+
+# Another release
+
+
+@dataclass(frozen=True)
+class Fate:
+    """Say what became of a range in another release: it is the same, has moved, was changed, or is
+    gone.
+
+    `path`, `lines`: where it is now, as far as that can be told.
+    """
+
+    what: str
+    path: str = ""
+    lines: str = ""
+
+
+def fate(path: str, lines: str, entry: Entry, sources: Mapping[str, str]) -> Fate:
+    """Return what became of one range of the record in this source."""
+    first, last = map(int, lines.split("-"))
+    if path in sources and hash_of(stripped(sources[path])[first - 1 : last]) == entry["text"]:
+        return Fate("same", path, lines)
+    name = path.rpartition("/")[2]
+    places = [path] if path in sources else [other for other in sources if other.rpartition("/")[2] == name]
+    for place in places:
+        text = stripped(sources[place])
+        for start in range(len(text) - last + first):
+            if hash_of(text[start : start + last - first + 1]) == entry["text"]:
+                return Fate("moved", place, f"{start + 1}-{start + last - first + 1}")
+    return _changed(entry, last - first, places, sources)
+
+
+def _changed(entry: Entry, length: int, places: list[str], sources: Mapping[str, str]) -> Fate:
+    """Find the first and the last line of a range in the function that it was in, or else the
+    statements; of several, the ones whose distance is most like the old one.
+    """
+    for place in places:
+        scope = _scope(ast.parse(sources[place] if place.endswith(".py") else ""), entry["within"])
+        if scope is None:
+            continue
+        ranges = [*_by_edges(scope, stripped(sources[place]), entry["edges"])]
+        ranges = ranges or [*_by_labels(scope, entry["begins"], entry["ends"])]
+        if ranges:
+            first, last = min(ranges, key=lambda each: abs(each[1] - each[0] - length))
+            return Fate("changed", place, f"{first}-{last}")
+        if not entry["begins"]:
+            return Fate("changed", place)
+    return Fate("gone")
+
+
+def _scope(tree: ast.AST, name: str) -> ast.AST | None:
+    for part in filter(None, name.split(".")):
+        named = [each for each in ast.walk(tree) if getattr(each, "name", "") == part and hasattr(each, "body")]
+        if not named:
+            return None
+        tree = named[0]
+    return tree
+
+
+def _by_edges(scope: ast.AST, text: list[str], edges: str) -> Iterator[tuple[int, int]]:
+    """Yield the lines from each one like the first to each one like the last."""
+    hashes = [hash_of([line]) for line in text]
+    first, last = edges.split()
+    begin, end = getattr(scope, "lineno", 1), getattr(scope, "end_lineno", len(text))
+    for start in range(begin, end + 1):
+        if hashes[start - 1] == first:
+            yield from ((start, stop) for stop in range(start, end + 1) if hashes[stop - 1] == last)
+
+
+def _by_labels(scope: ast.AST, begins: str, ends: str) -> Iterator[tuple[int, int]]:
+    """Yield the lines of the runs of statements from one label to the other."""
+    for node in ast.walk(scope):
+        for field in BLOCKS:
+            block = getattr(node, field, None)
+            for index, statement in enumerate(block if isinstance(block, list) else ()):
+                if label(statement) == begins:
+                    last = next((each for each in block[index:] if label(each) == (ends or begins)), None)
+                    if last is not None:
+                        yield statement.lineno, last.end_lineno or last.lineno

@@ -5,10 +5,11 @@ uv run python tools/vllm_names.py --make vllm-0.33.0.tar.gz      # write the lis
 
 The check covers the paths in Markdown, docstrings and comments (`vllm/v1/request.py`, or a link to
 it), and the identifiers in the same sentence or table cell, which one of its files must define or
-contain. It also covers vLLM's environment variables, anything called "vLLM's `name`", and the ranges
-of lines that we link to (`vllm_lines.py`). The list has the path of every Python file, the names in
-those that we cite, what stands at the ends of the ranges, and the archive's SHA-256. Its source is
-the archive on vLLM's page on PyPI, under "Download files". No network is used.
+contain. It also covers vLLM's environment variables, anything called "vLLM's `name`", the ranges of
+lines that we link to (`vllm_lines.py`), and flags, metrics, log lines and defaults (`vllm_facts.py`).
+The list has the path of every Python file, the names in those that we cite, what stands at the ends of
+the ranges, where the flags, metrics and log lines are, the values of the defaults, and the archive's
+SHA-256. Its source is the archive on vLLM's page on PyPI, under "Download files". No network is used.
 """
 
 from __future__ import annotations
@@ -26,12 +27,15 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path, PurePosixPath
 
+import vllm_facts
 import vllm_lines
+from vllm_facts import Passage
 
 VERSION = "0.33.0"
 ROOT = Path(__file__).resolve().parents[1]
 LIST = Path(__file__).with_suffix(".json")
 ENVIRONMENT = "vllm/envs.py"
+OTHER_RELEASES = "lessons/reading/drift.md"  # written by drift.py
 
 FENCE = re.compile(r"^ *(```|~~~).*?^ *\1", re.DOTALL | re.MULTILINE)
 LINK_TO_VLLM = re.compile(r"\[([^\]]*)\]\([^)\s]*/vllm-project/vllm/(?:blob|tree)/(v[\d.]+)/([^)#\s]+)[^)]*\)")
@@ -51,14 +55,6 @@ Names = dict[str, set[str]]  # of one file: "" is the module, a class's name its
 
 
 @dataclass(frozen=True)
-class Passage:
-    """A sentence or table cell of our texts, and its location."""
-
-    where: str
-    text: str
-
-
-@dataclass(frozen=True)
 class Mention:
     """A passage's mention of vLLM: paths, and the identifiers beside them."""
 
@@ -71,10 +67,13 @@ class Mention:
 
 
 def our_texts() -> dict[str, str]:
-    """Map each Markdown or Python file that git tracks or would add to its text."""
+    """Map each Markdown or Python file that git tracks or would add to its text, except the page on
+    other releases.
+    """
     command = ["git", "ls-files", "-co", "--exclude-standard", "*.md", "*.py"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    return {name: (ROOT / name).read_text() for name in listed.stdout.splitlines() if (ROOT / name).exists()}
+    names = (name for name in listed.stdout.splitlines() if name != OTHER_RELEASES and (ROOT / name).exists())
+    return {name: (ROOT / name).read_text() for name in names}
 
 
 def passages(name: str, text: str) -> Iterator[Passage]:
@@ -175,6 +174,21 @@ def mentions(texts: dict[str, str]) -> list[Mention]:
     return [each for each in found if each is not None]
 
 
+def fact_claims(texts: dict[str, str]) -> list[vllm_facts.Claim]:
+    """Return what these texts say of vLLM beside paths and lines."""
+    return vllm_facts.claims(texts, all_passages(texts), ledger())
+
+
+def all_passages(texts: dict[str, str]) -> list[Passage]:
+    """Return the passages of all texts."""
+    return [passage for name, text in texts.items() for passage in passages(name, text)]
+
+
+def ledger() -> vllm_facts.Ledger:
+    """Return the committed ledger of defaults."""
+    return vllm_facts.read_ledger(vllm_facts.LEDGER.read_text())
+
+
 def line_ranges(texts: dict[str, str]) -> list[vllm_lines.LineRange]:
     """Return every range of vLLM's lines that these texts link to."""
     return [each for name, text in texts.items() for each in vllm_lines.line_ranges(name, text, VERSION)]
@@ -219,9 +233,16 @@ def sets_attribute(node: ast.AST) -> bool:
 class Source:
     """The names of vLLM: every path, and what the files that we cite define."""
 
-    def __init__(self, paths: set[str], names: dict[str, Names], ranges: vllm_lines.Record | None = None) -> None:
+    def __init__(
+        self,
+        paths: set[str],
+        names: dict[str, Names],
+        ranges: vllm_lines.Record | None = None,
+        facts: vllm_facts.Facts | None = None,
+    ) -> None:
         self.paths = paths
         self.ranges = ranges or {}
+        self.facts = facts or {}
         self.folders = {str(folder) for path in paths for folder in PurePosixPath(path).parents}
         self.names = names
 
@@ -269,14 +290,18 @@ def read_list(text: str) -> Source:
         path: {owner: set(members.split()) for owner, members in owners.items()}
         for path, owners in written["names"].items()
     }
-    return Source(paths, names, written.get("ranges"))
+    return Source(paths, names, written.get("ranges"), vllm_facts.read_facts(written.get("facts", {})))
 
 
 def make_list(
-    sources: dict[str, str], mentioned: list[Mention], ranges: Iterable[vllm_lines.LineRange] = (), sha256: str = ""
+    sources: dict[str, str],
+    mentioned: list[Mention],
+    ranges: Iterable[vllm_lines.LineRange] = (),
+    facts: vllm_facts.Facts | None = None,
+    sha256: str = "",
 ) -> str:
     """Return the list as JSON: the paths of Python files and of what we cite, the names in the files
-    that we cite, and what stands at the ends of the line ranges.
+    that we cite, what stands at the ends of the line ranges, and the facts.
     """
     mentioned = [located(each, set(sources)) for each in mentioned]
     cited = {path for each in mentioned for path in each.paths}
@@ -309,6 +334,11 @@ def make_list(
     }
     sections = {"paths": folders, "names": written, "ranges": vllm_lines.record_of(ranges, sources)}
     lines = [f"{json.dumps(name)}: {{\n{entries(section)}\n}}" for name, section in sections.items()]
+    if facts is not None:
+        kinds = vllm_facts.written(facts)
+        lines.append(
+            '"facts": {' + ",".join(f"\n{json.dumps(kind)}: {{\n{entries(kinds[kind])}\n}}" for kind in kinds) + "}"
+        )
     return f'{{\n"version": "{VERSION}",\n"sha256": "{sha256}",\n' + ",\n".join(lines) + "\n}\n"
 
 
@@ -329,6 +359,15 @@ def read_archive(path: Path) -> dict[str, str]:
         return {name: archive.extractfile(member).read().decode(errors="replace") for name, member in wanted.items()}
 
 
+def all_problems(texts: dict[str, str], source: Source) -> list[str]:
+    """Return one line for each thing that our texts say of vLLM and this source does not have."""
+    ranges, known = line_ranges(texts), ledger()
+    wrong = source.problems(mentions(texts)) + vllm_lines.problems(ranges, source.ranges, VERSION)
+    wrong += vllm_lines.unexplained_names(ranges, source.ranges, texts)
+    wrong += vllm_facts.problems(fact_claims(texts), source.facts, known, texts, VERSION)
+    return wrong + vllm_facts.unstated(texts, all_passages(texts), known)
+
+
 def main() -> int:
     """Check the texts, or write the list; return 1 if a name is not vLLM's."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -338,19 +377,22 @@ def main() -> int:
     texts = our_texts()
     mentioned = mentions(texts)
     ranges = line_ranges(texts)
+    facts = fact_claims(texts)
     if options.make:
+        sources = read_archive(options.make)
         sha256 = hashlib.sha256(options.make.read_bytes()).hexdigest()
-        LIST.write_text(make_list(read_archive(options.make), mentioned, ranges, sha256))
+        known = vllm_facts.facts_of(facts, sources, ledger())
+        LIST.write_text(make_list(sources, mentioned, ranges, known, sha256))
     if options.list:
         for each in mentioned:
             print(each.where, *each.paths, *each.identifiers)
     source = read_list(LIST.read_text())
-    wrong = source.problems(mentioned) + vllm_lines.problems(ranges, source.ranges, VERSION)
-    wrong += vllm_lines.unexplained_names(ranges, source.ranges, texts)
+    wrong = all_problems(texts, source)
     paths = sum(len(each.paths) for each in mentioned)
     identifiers = sum(len(each.identifiers) for each in mentioned)
     print("\n".join(wrong), end="\n" if wrong else "")
-    counted = f"{paths} paths, {identifiers} identifiers and {len(ranges)} ranges of lines in our texts"
+    counted = f"{paths} paths, {identifiers} identifiers, {len(ranges)} ranges of lines"
+    counted += "".join(f", {len(known)} {kind}" for kind, known in source.facts.items())
     print(f"vLLM {VERSION}: {counted}, {len(wrong)} of them wrong")
     if wrong:
         print("Is a file cited for the first time? Then write the list again: tools/vllm_names.py says how.")

@@ -1,9 +1,11 @@
 """Record what vLLM's own scheduler decides on a workload, in the format that replay.py prints.
 
     python tests/conformance/record.py WORKLOAD.json MODEL_DIR > TRACE.json
+    python tests/conformance/record.py FOLDER MODEL_DIR --release 0.32.0 > TRACES.json
 
-This needs vLLM 0.33.0, which no test does: README.md says how to install enough of it. No model
-runs; MODEL_DIR is any directory with a `config.json`, because vLLM requires one.
+This needs vLLM, which no test does: README.md says how to install enough of it. No model runs;
+MODEL_DIR is any directory with a `config.json`, because vLLM requires one. Of a folder every workload
+is recorded; `tools/drift.py` does that with releases other than 0.33.0.
 """
 
 import argparse
@@ -184,16 +186,26 @@ def _in_queue_order(scheduler: Scheduler) -> list[Request]:
 def main() -> int:
     """Print the trace of the workload that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("workload", type=Path)
+    parser.add_argument("workload", type=Path, help="a workload, or a folder of them")
     parser.add_argument("model", type=Path)
+    parser.add_argument("--release", default=VERSION, help="the release that this must be (default: %(default)s)")
     arguments = parser.parse_args()
-    if not __version__.startswith(VERSION):
-        print(f"this is vLLM {__version__}; the traces are recorded from {VERSION}", file=sys.stderr)
+    if not __version__.startswith(arguments.release):
+        print(f"this is vLLM {__version__}, not {arguments.release}", file=sys.stderr)
         return 2
-    steps = record(json.loads(arguments.workload.read_text()), arguments.model)
-    json.dump({"vllm": VERSION, "steps": steps}, sys.stdout, separators=(",", ":"))
+    if arguments.workload.is_dir():
+        files = sorted(arguments.workload.glob("w*.json"))
+        recorded: dict[str, Any] = {"traces": {file.stem: record_file(file, arguments.model) for file in files}}
+    else:
+        recorded = {"steps": record_file(arguments.workload, arguments.model)}
+    json.dump({"vllm": arguments.release} | recorded, sys.stdout, separators=(",", ":"))
     print()
     return 0
+
+
+def record_file(workload: Path, model: Path) -> list[dict[str, Any]]:
+    """Return the trace of the workload in a file."""
+    return record(json.loads(workload.read_text()), model)
 
 
 if __name__ == "__main__":

@@ -128,7 +128,7 @@ def index(tmp_path: Path) -> Iterator[str]:
     (folder / "simple" / "vllm").mkdir(parents=True)
     (folder / "simple" / "vllm" / "index.html").write_text(
         f'<a href="../../files/vllm-{VERSION}-py3-none-any.whl">wheel</a>\n'
-        f'<a data-x="1" href="../../files/vllm-{VERSION}.tar.gz#sha256=0">source</a>\n'
+        f'<a data-x="1" href="../../files/vllm-{VERSION}.tar.gz#sha256={SHA256}">source</a>\n'
     )
     (folder / "files").mkdir()
     (folder / "files" / f"vllm-{VERSION}.tar.gz").write_bytes(archive())
@@ -205,6 +205,16 @@ def test_an_index_may_answer_in_json(tmp_path: Path):
         "the package index a.example has no vllm-1.2.3.tar.gz",
         read_vllm.archive_address, page, "https://a.example/simple/vllm/", kind, "1.2.3",
     )  # fmt: skip
+
+
+def test_the_hash_that_the_index_has_is_checked(reader, index, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("PIP_INDEX_URL", index)
+    page = tmp_path / "index" / "simple" / "vllm" / "index.html"
+    page.write_text(page.read_text().replace(SHA256, "0" * 64))
+    assert reader("1") == 2
+    assert f"vllm-{VERSION}.tar.gz has the SHA-256 {SHA256}, expected {'0' * 64}" in one_line(capsys)
+    in_json = json.dumps({"files": [{"url": "a.whl", "hashes": {"sha256": "0a"}}, {"url": "b.whl"}]})
+    assert read_vllm.file_links(in_json, "application/json") == ["a.whl#sha256=0a", "b.whl"]
 
 
 def test_pips_configuration_names_the_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

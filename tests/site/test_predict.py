@@ -1,11 +1,12 @@
 """The page of the next step plays the recorded rounds, and tells a wrong answer the rule it missed."""
 
 import pytest
-from playwright.sync_api import Page
+from playwright.sync_api import Browser, Page
 
 from minivllm_lab.predict.levels import LEVELS
 from minivllm_lab.predict.mistakes import MISTAKES
 from minivllm_lab.predict.page import rounds
+from widgets import predict
 
 pytestmark = pytest.mark.browser
 PAGE = "lessons/predict.html"
@@ -64,3 +65,21 @@ def test_every_round_of_the_page_has_its_reasons():
         for puzzle in level["rounds"]:
             assert puzzle["why"]
             assert all(mistake["says"] in {each.says for each in MISTAKES.values()} for mistake in puzzle["mistakes"])
+
+
+def test_the_widget_plays_the_same_rounds_in_a_notebook(browser: Browser):
+    widget = predict.show()
+    assert widget.levels == rounds()
+    puzzle = widget.levels[4]["rounds"][0]
+    page = browser.new_page()
+    page.set_content("<main></main>")
+    page.add_script_tag(content=str(widget._esm).replace("export default", "window.widget ="))
+    page.evaluate(
+        "levels => widget.render({ model: { get: () => levels }, el: document.querySelector('main') })", widget.levels
+    )
+    page.get_by_role("button", name=f"5. {LEVELS[4].title}").click()
+    mistake = puzzle["mistakes"][0]
+    assert mistake["says"] in answer(page, mistake)
+    page.get_by_role("button", name="5.").click()
+    assert answer(page, puzzle["decision"]).startswith("Right.")
+    page.close()

@@ -1,4 +1,6 @@
-"""The recorded rounds for a page that needs no Python: `site/static/predict.js` plays them."""
+"""The recorded rounds for a page that needs no Python: `game.js` plays them, on the site and in a
+notebook (`widgets/predict.py`).
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
 // Play the recorded rounds of `make predict`: who gets how many tokens in the scheduler's next step, and who is preempted?
-
-document.addEventListener("DOMContentLoaded", () => {
-  document.querySelectorAll(".predict").forEach((root) => new Game(root, window.predictRounds));
-});
+// `tools/build_site.py` adds what starts it in a page, and `widgets/predict.py` what starts it in a notebook.
 
 const element = (name, text, attributes = {}) => {
   const made = Object.assign(document.createElement(name), attributes);
