@@ -38,6 +38,10 @@ def shown(slide: slides.Slide) -> str:
     return slides.HEADING.sub("", slide.body)
 
 
+def test_every_lesson_has_slides():
+    assert [deck.path.name for deck in slides.decks(ROOT)] == [lesson.name for lesson in LESSONS]
+
+
 @each_deck
 def test_a_deck_has_twelve_to_eighteen_slides_with_a_title_each(deck: slides.Deck):
     assert 12 <= len(deck.slides) <= 18
