@@ -15,7 +15,7 @@ WORKERS ?= 3
 BENCHMARKS := scheduler simulator kernels quality
 LESSON = $(firstword $(wildcard vllm/$(N)_*.py vllm/0$(N)_*.py))
 
-.PHONY: help setup setup-cpu run test lesson check capstone predict bugs lab notebooks claims measure bench peers clients ablation dist gpu doctor lint format card site read drift
+.PHONY: help setup setup-cpu run test lesson check capstone predict bugs lab notebooks claims measure bench peers clients ablation dist gpu doctor lint format card site read drift slides
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | awk -F '\t' '{ printf "  make %-12s %s\n", $$1, $$2 }'
@@ -113,6 +113,9 @@ gpu: ## test kernels and engine on a GPU, and measure the kernels (needs only to
 
 site: setup ## build the lessons as a site in out/site, with Python in the page where npm can download Pyodide
 	@$(UV_RUN) python tools/build_site.py
+
+slides: setup ## build the workshop's slides in out/slides, as HTML and, with Chromium, PDF: make slides; make slides N=04
+	@$(UV_RUN) python tools/slides.py $(if $(N),--only '$(N)')
 
 doctor: ## show what this machine can run, and what to do about the rest
 	@if command -v uv >/dev/null; then $(UV_RUN) python tools/doctor.py; else python3 tools/doctor.py; fi

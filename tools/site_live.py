@@ -54,21 +54,22 @@ def add(root: Path, static: Path, widgets: Iterable[str]) -> str:
     return ""
 
 
-def downloaded() -> Path:
-    """Return Pyodide's package, from the cache or from npm's registry.
+def downloaded(package: str = "pyodide", version: str = VERSION, sha512: str = SHA512) -> Path:
+    """Return a package of npm's, Pyodide's or a pinned other one, from the cache or from npm's
+    registry.
 
     Raises:
         NotAvailable: npm is missing, or it cannot download the package.
         MinivllmError: the package is not the pinned one.
     """
-    name = f"pyodide-{VERSION}.tgz"
+    name = f"{package}-{version}.tgz"
     kept = cache() / name
     if not kept.is_file():
         with tempfile.TemporaryDirectory() as folder:
-            pack(Path(folder))
+            pack(Path(folder), f"{package}@{version}")
             kept.parent.mkdir(parents=True, exist_ok=True)
             shutil.move(Path(folder, name), kept)
-    if base64.b64encode(hashlib.sha512(kept.read_bytes()).digest()).decode() != SHA512:
+    if base64.b64encode(hashlib.sha512(kept.read_bytes()).digest()).decode() != sha512:
         kept.unlink()
         raise MinivllmError(f"{name} does not have the pinned hash, so it was deleted: build again, or check npm")
     return kept
@@ -80,21 +81,21 @@ def cache() -> Path:
     return Path(base).expanduser() / "vllm-from-first-principles"
 
 
-def pack(folder: Path) -> None:
-    """Download Pyodide's package into a folder.
+def pack(folder: Path, package: str) -> None:
+    """Download a package, `name@version`, into a folder.
 
     Raises:
         NotAvailable: npm is missing, or it cannot download the package.
     """
-    command = ["npm", "pack", "--silent", "--fetch-retries=0", "--pack-destination", str(folder), f"pyodide@{VERSION}"]
+    command = ["npm", "pack", "--silent", "--fetch-retries=0", "--pack-destination", str(folder), package]
     try:
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=SECONDS)
     except FileNotFoundError:
         raise NotAvailable("npm is not installed") from None
     except subprocess.CalledProcessError as error:
-        raise NotAvailable(f"npm cannot download pyodide {VERSION}: {error.stderr.strip()[-200:]}") from error
+        raise NotAvailable(f"npm cannot download {package}: {error.stderr.strip()[-200:]}") from error
     except subprocess.TimeoutExpired:
-        raise NotAvailable(f"npm did not download pyodide {VERSION} within {SECONDS} s") from None
+        raise NotAvailable(f"npm did not download {package} within {SECONDS} s") from None
 
 
 def write_sources(root: Path, file: Path, widgets: Iterable[str]) -> None:

@@ -53,7 +53,7 @@ def test_npms_own_error_is_quoted(downloads: Path, tmp_path: Path):
     npm = tmp_path / "npm"
     npm.write_text("#!/bin/sh\necho 'no such host' >&2\nexit 1\n")
     npm.chmod(0o755)
-    assert site_live.add(ROOT, tmp_path, []) == f"npm cannot download pyodide {site_live.VERSION}: no such host"
+    assert site_live.add(ROOT, tmp_path, []) == f"npm cannot download pyodide@{site_live.VERSION}: no such host"
 
 
 def test_another_package_than_the_pinned_one_is_refused_and_deleted(downloads: Path, tmp_path: Path):
