@@ -25,7 +25,7 @@ html_theme = "furo"
 html_title = project
 html_favicon = "static/favicon.svg"
 html_css_files = ["site.css", "shell.css"]
-html_js_files = [(name, {"defer": ""}) for name in ("glossary.js", "page.js", "widgets.js")]
+html_js_files = [(name, {"defer": ""}) for name in ("glossary.js", "page.js", "widgets.js", "room.js")]
 html_sidebars = {
     "**": [
         "sidebar/brand.html",

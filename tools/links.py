@@ -55,11 +55,12 @@ def broken_links(path: Path) -> list[str]:
             continue
         name, _, anchor = unquote(target).partition("#")
         widget, mark, _ = anchor.partition("?")
-        if mark and not name:  # it sets knobs of a widget on this page
-            if f"{widget}.show(" not in path.read_text():
-                problems.append(f"{path.relative_to(ROOT)}: {target}: this page does not show the widget {widget}")
-            continue
         where = (path.parent / name).resolve() if name else path
+        if mark and where.suffix == ".md" and where.exists():  # it sets knobs of a widget on its page
+            if f"{widget}.show(" not in where.read_text():
+                page = where.relative_to(ROOT) if name else "this page"
+                problems.append(f"{path.relative_to(ROOT)}: {target}: {page} does not show the widget {widget}")
+            continue
         if not where.exists():
             problems.append(f"{path.relative_to(ROOT)}: {target} has no target")
         elif anchor and where.suffix == ".md" and anchor not in anchors(where):

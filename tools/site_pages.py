@@ -14,6 +14,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -27,8 +28,11 @@ from notebooks import CODE_SPAN, LINKS, Fence, read_lesson
 INDEX = "index.md"
 PICTURES = (".svg", ".png")
 ELSEWHERE = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*:|#|/")
-KNOB_LINK = re.compile(r"\[([^\]]*)\]\((#\w+\?[^)\s]*)\)")
-"""`[words](#widget?knob=value)`, which Sphinx would take for a broken link to a heading."""
+KNOB_LINK = re.compile(r"\[([^\]]*)\]\(([^)\s#]*)(#\w+\?[^)\s]*)\)")
+"""`[words](page.md#widget?knob=value)`, which Sphinx would take for a broken link to a heading."""
+CHEAT_SHEETS = "<!-- cheat sheets -->"
+"""The line of a page in whose place all lessons' cheat sheets stand on the site."""
+CHEAT_SHEET = re.compile(r"^## Cheat sheet\n(.*?)(?=^## )", re.DOTALL | re.MULTILINE)
 MARKDOWN_LINK = re.compile(r"\[([^\]]*)\]\([^)]*\)")
 IDS = re.compile(r' id="(?!diagram)[^"]*"')
 DIAGRAM = {
@@ -87,6 +91,7 @@ def pages_of(root: Path, repository: str) -> Pages:
     wanted = ["README.md", "lessons/[0-9][0-9]_*.md", "lessons/README.md", "lessons/GLOSSARY.md"]
     wanted += ["lessons/predict.md", "lessons/left_out.md"]
     wanted += ["site/exercises.md", "lessons/bugs/README.md", "lessons/reading/*.md", "lessons/notes/*.md"]
+    wanted += ["workshop/*.md", "workshop/guides/*.md", "workshop/quiz/*.md", "workshop/handouts/*.md"]
     wanted += ["ARCHITECTURE.md", "benchmarks/PERFORMANCE.md"]
     wanted += ["vllm/models/README.md", "vllm/minivllm/FROM_VLLM.md", "CONTRIBUTING.md", "CHANGELOG.md"]
     found = [path.relative_to(root).as_posix() for pattern in wanted for path in sorted(root.glob(pattern))]
@@ -118,8 +123,11 @@ def page_lines(pages: Pages, name: str, embed: Embed) -> list[str]:
                 embedded = False
                 continue
             embedded = embedded and not part
-            linked = KNOB_LINK.sub(knob_link, part)
-            lines.append(relinked(linked, lambda target: pages.target(name, target)))
+            if part == CHEAT_SHEETS:
+                lines += cheat_sheets(pages, name)
+                continue
+            linked = relinked(part, lambda target: pages.target(name, target))
+            lines.append(KNOB_LINK.sub(knob_link, linked))
         elif part.language == "mermaid":
             diagrams += 1
             lines += ["", diagram(part, diagrams), ""]
@@ -164,7 +172,31 @@ def relinked(line: str, turn: Callable[[str], str]) -> str:
 
 def knob_link(match: re.Match[str]) -> str:
     """Return the HTML of a link that sets knobs of a widget on its page."""
-    return f'<a class="knob" href="{escape(match[2])}" title="Show this in the widget">{match[1]}</a>'
+    address = escape(match[2].replace(".md", ".html") + match[3])
+    return f'<a class="knob" href="{address}" title="Show this in the widget">{match[1]}</a>'
+
+
+def cheat_sheets(pages: Pages, name: str) -> list[str]:
+    """Return all lessons' cheat sheets, each below its lesson's title, with links as on page `name`."""
+    lines = []
+    for lesson in sorted(page for page in pages.names if re.fullmatch(r"lessons/\d\d_\w+\.md", page)):
+        text = (pages.root / lesson).read_text()
+        sheet = CHEAT_SHEET.search(text)
+        if sheet is None:
+            raise MinivllmError(f"{lesson} has no cheat sheet")
+        lines += ["", f"## {text.splitlines()[0].removeprefix('# ')}", ""]
+        elsewhere = partial(moved_target, pages, lesson, name)
+        lines += [relinked(line, elsewhere) for line in sheet[1].splitlines()]
+    return lines
+
+
+def moved_target(pages: Pages, page: str, other: str, target: str) -> str:
+    """Return the target that a link of `page` has on the page `other`."""
+    target = pages.target(page, posixpath.basename(page) + target if target.startswith("#") else target)
+    if ELSEWHERE.match(target):
+        return target
+    place = posixpath.normpath(posixpath.join(posixpath.dirname(page), target))
+    return posixpath.relpath(place, posixpath.dirname(other))
 
 
 def calls(cell: Fence) -> Iterator[tuple[str, str, dict[str, Any]]]:
@@ -226,6 +258,13 @@ def contents(pages: Pages) -> str:
             *these(r"lessons/reading/(?:reports|drift)\.md"),
         ],
         "Notes": these(r"lessons/notes/.*"),
+        "For a workshop": [
+            *these(r"workshop/README\.md"),
+            *(name for name in these(r"workshop/[^/]*\.md") if not name.endswith("README")),
+            *these(r"workshop/guides/.*"),
+            *these(r"workshop/handouts/.*"),
+            *these(r"workshop/quiz/.*"),
+        ],
         "The engine": [
             *these(r"ARCHITECTURE\.md"),
             *these(r"benchmarks/.*"),

@@ -41,7 +41,7 @@ BUDGETS = {
     "minivllm_simulate": 1_820,
     "widgets": 10_700,
     "benchmarks": 4_850,
-    "tests": 37_160,
+    "tests": 37_300,
     "the spine": 3_550,
 }
 """Most code lines of each part."""
