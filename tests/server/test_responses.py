@@ -189,3 +189,24 @@ def test_without_a_parser_calls_are_text_and_hosted_tools_are_ignored(chat: Serv
     [item] = respond(chat, tools=[search], structured_outputs={"choice": [says]})["output"]
     assert item["content"][0]["text"] == says
     assert base.client.post("/v1/responses", json={"input": "a"}).status_code == 400  # it has no template
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tools": [{"type": ["function"]}]},
+        {"tools": [{"type": "function", "name": 5}]},
+        {"tools": [TOOL], "tool_choice": {"type": {}}},
+        {"input": [{"type": "reasoning", "content": 5}, {"role": "user", "content": "a"}]},
+        {"input": [{"type": ["message"], "role": "user", "content": "a"}]},
+        {"input": [{"role": "assistant", "content": "a", "tool_calls": 5}, {"type": "function_call"}]},
+        {"input": [{"role": "assistant", "tool_calls": "a"}, {"role": "assistant", "tool_calls": {}}]},
+        {"input": [{"type": "function_call_output", "output": {"a": 1}}]},
+        {"input": [{"role": ["user"], "content": "a"}]},
+        {"reasoning": {"effort": []}},
+        {"text": {"format": {"type": "json_schema", "schema": 5}}},
+    ],
+)
+def test_what_makes_no_sense_is_no_fault_of_the_servers(chat: Server, fields: dict[str, Any]):
+    reply = chat.client.post("/v1/responses", json={"input": "a", "max_output_tokens": 1} | fields)
+    assert reply.status_code in (200, 400), reply.text

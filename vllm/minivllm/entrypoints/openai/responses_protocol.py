@@ -117,7 +117,7 @@ class ResponsesRequest(GenerationRequest):
             RequestValidationError: a message of the input has a wrong type.
         """
         fields = {name: getattr(self, name) for name in SAME_AS_A_CHATS if name in self.model_fields_set}
-        functions = [_function(tool) for tool in self.tools if tool.get("type") not in HOSTED]
+        functions = [_function(tool) for tool in self.tools if str(tool.get("type")) not in HOSTED]
         if functions:
             fields |= {"tools": functions, "tool_choice": _choice(self.tool_choice)}
         elif self.tool_choice not in ("auto", "none"):
@@ -200,8 +200,8 @@ def messages_of(items: str | Sequence[Data]) -> list[Data]:
         last = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
         if last is None or message["role"] != "assistant":
             messages.append(message)
-        elif "tool_calls" in message:
-            last["tool_calls"] = last.get("tool_calls", []) + message["tool_calls"]
+        elif isinstance(calls := message.get("tool_calls"), list) and isinstance(last.get("tool_calls", []), list):
+            last["tool_calls"] = [*last.get("tool_calls", []), *calls]
         elif message.keys() & last.keys() == {"role"}:
             last |= message
         else:
@@ -219,8 +219,9 @@ def _message(item: Data) -> Data:
     if kind == "function_call_output":
         return {"role": "tool", "content": item.get("output"), "tool_call_id": item.get("call_id")}
     if kind == "reasoning" and not item.get("encrypted_content"):
-        parts = item.get("content") or item.get("summary") or []
-        return {"role": "assistant", "reasoning": "".join(str(part.get("text", "")) for part in parts)}
+        parts = item.get("content") or item.get("summary")
+        texts = [part.get("text") for part in parts if isinstance(part, dict)] if isinstance(parts, list) else []
+        return {"role": "assistant", "reasoning": "".join(map(str, texts))}
     if kind != "message" or "role" not in item:
         raise MinivllmError(f"an input item of type {str(kind)[:60]!r} is not served", "input")
     return {name: value for name, value in item.items() if name not in ("id", "status", "type", "phase")}
