@@ -188,7 +188,7 @@ class GenerationRequest(OpenAIBaseModel):
             **{name: getattr(self, name) for name in SAME_AS_THE_ENGINES},
             **chosen | {"top_k": min(chosen["top_k"], vocab_size)},
             n=1 if self.n is None else self.n,
-            stop=self.stop or None,
+            stop=None if self.stop == [] else self.stop,
             max_tokens=max_tokens,
             logprobs=self.num_logprobs,
             prompt_logprobs=self.num_prompt_logprobs,

@@ -71,6 +71,7 @@ class ResponsesRequest(GenerationRequest):
         *GenerationRequest.NOT_SERVED, "prompt", "previous_input_messages", "enable_response_messages",
     )  # fmt: skip
 
+    background: bool | None = False
     input: str | Many[dict[str, Any]]
     include: Many[Includable] | None = None
     instructions: str | None = None
@@ -99,11 +100,6 @@ class ResponsesRequest(GenerationRequest):
         for name in NOT_IN_RESPONSES:
             data.pop(name, None)
         super().check(data)
-        if isinstance(previous := data.get("previous_response_id"), str):
-            raise not_stored(previous)
-        if data.get("background"):
-            message = "background needs responses that are stored, and they are not stored here"
-            raise RequestError(message, HTTPStatus.BAD_REQUEST, "invalid_request_error", "background")
 
     def echo(self) -> Data:
         """Return the fields that the response repeats."""
@@ -116,6 +112,11 @@ class ResponsesRequest(GenerationRequest):
             MinivllmError: the request asks for something that is not served.
             RequestValidationError: a message of the input has a wrong type.
         """
+        if self.previous_response_id is not None:
+            raise not_stored(self.previous_response_id)
+        if self.background:
+            message = "background needs responses that are stored, and they are not stored here"
+            raise RequestError(message, HTTPStatus.BAD_REQUEST, "invalid_request_error", "background")
         fields = {name: getattr(self, name) for name in SAME_AS_A_CHATS if name in self.model_fields_set}
         functions = [_function(tool) for tool in self.tools if str(tool.get("type")) not in HOSTED]
         if functions:
