@@ -36,12 +36,12 @@ PARTS = {
     "tests": ROOT / "tests",
 }
 BUDGETS = {
-    "the engine": 20_150,
+    "the engine": 20_800,
     "minivllm_lab": 14_900,
     "minivllm_simulate": 1_820,
     "widgets": 10_700,
-    "benchmarks": 4_850,
-    "tests": 37_300,
+    "benchmarks": 5_050,
+    "tests": 37_400,
     "the spine": 3_550,
 }
 """Most code lines of each part."""

@@ -34,6 +34,8 @@ def main(url: str) -> None:
     flags = {"api_base": url, "api_key": "x"}
     of_a_provider("hosted_vllm/", "hosted_vllm/", flags)
     of_a_provider("openai/", "text-completion-openai/", flags)
+    reply = litellm.responses(model="openai/" + MODEL, input=QUESTION, max_output_tokens=6, temperature=0, **flags)
+    assert reply.output[0].content[0].text.startswith(ANSWER)  # litellm asks for 16 tokens at least
     own = {"top_k": 1, "ignore_eos": True}
     reply = litellm.completion(model="hosted_vllm/" + MODEL, messages=MESSAGES, max_tokens=6, extra_body=own, **flags)
     assert reply.choices[0].message.content == ANSWER

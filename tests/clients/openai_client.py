@@ -1,10 +1,11 @@
 """openai-python, versions 2 and 3, against the server: `python openai_client.py URL`."""
 
 import asyncio
+import json
 import sys
 
 import openai
-from expected import ANSWER, COMPLETION, MODEL, NUM_TOKENS, PROMPT, QUESTION
+from expected import ANSWER, COMPLETION, FREE_CALL, MODEL, NUM_TOKENS, PROMPT, QUESTION, WEATHER
 from openai import AsyncOpenAI, OpenAI
 from pydantic import BaseModel
 
@@ -51,6 +52,45 @@ def chats(client: OpenAI) -> None:
     assert isinstance(parsed.choices[0].message.parsed, Verdict)
 
 
+def tool_loop(client: OpenAI) -> None:
+    """Have the model call a tool freely, whole and streamed, and send the tool's result back."""
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": WEATHER}}]
+    body = GREEDY | {"messages": MESSAGES, "tools": tools, "max_tokens": 100}
+    message = client.chat.completions.create(**body, extra_body=FREE_CALL).choices[0].message
+    assert (message.content, json.loads(message.tool_calls[0].function.arguments)) == ("I look. ", {"city": "Rome"})
+    with client.chat.completions.stream(**body, extra_body=FREE_CALL) as stream:
+        [call] = stream.get_final_completion().choices[0].message.tool_calls
+    assert json.loads(call.function.arguments) == {"city": "Rome"}
+    result = {"role": "tool", "tool_call_id": call.id, "content": "sunny"}
+    turns = [*MESSAGES, message.model_dump(exclude_none=True), result]
+    assert client.chat.completions.create(**body | {"messages": turns, "max_tokens": 3}).usage.completion_tokens == 3
+
+
+def responses(client: OpenAI) -> None:
+    """Try a response whole, streamed and parsed, and a tool loop of two turns."""
+    greedy = {"model": MODEL, "max_output_tokens": NUM_TOKENS, "temperature": 0, "store": False}
+    reply = client.responses.create(input=QUESTION, **greedy)
+    assert (reply.output_text, reply.status, reply.usage.output_tokens) == (ANSWER, "incomplete", NUM_TOKENS)
+    with client.responses.stream(input=QUESTION, **greedy) as stream:
+        kinds = [event.type for event in stream]
+        assert kinds[0] == "response.created"
+        assert "response.output_text.delta" in kinds
+    events = list(client.responses.create(input=QUESTION, stream=True, **greedy))
+    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == ANSWER
+    assert events[-1].response.output_text == ANSWER
+    parsed = client.responses.parse(input=QUESTION, text_format=Verdict, **greedy | {"max_output_tokens": 60})
+    assert isinstance(parsed.output_parsed, Verdict)
+    tools = [{"type": "function", "name": "weather", "parameters": WEATHER, "strict": True}]
+    patient = greedy | {"max_output_tokens": 100, "tools": tools}
+    with client.responses.stream(input=QUESTION, **patient, extra_body=FREE_CALL) as stream:
+        final = stream.get_final_response()
+    _, call = final.output
+    assert json.loads(call.arguments) == {"city": "Rome"}
+    turns = [{"role": "user", "content": QUESTION}, *(item.model_dump(exclude_none=True) for item in final.output)]
+    turns.append({"type": "function_call_output", "call_id": call.call_id, "output": "sunny"})
+    assert client.responses.create(input=turns, **patient | {"max_output_tokens": 3}).usage.output_tokens == 3
+
+
 def errors(client: OpenAI) -> None:
     """Expect the client's own exception class for each error, and the parameter at fault."""
     for wrong, kind, param in (
@@ -89,6 +129,8 @@ def main(url: str) -> None:
     assert (model.id, model.model_extra["max_model_len"]) == (MODEL, 512)
     completions(client)
     chats(client)
+    tool_loop(client)
+    responses(client)
     errors(client)
     asyncio.run(at_once(url))
 

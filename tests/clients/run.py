@@ -4,6 +4,7 @@ Each client runs in the interpreter of its own environment (`README.md`). The la
 failing client are shown, and the exit code is 1.
 """
 
+import argparse
 import json
 import os
 import shutil
@@ -21,15 +22,17 @@ from server.serving import CHAT_TEMPLATE, MODEL, Server, running
 from minivllm_lab.tables import table
 
 HERE = Path(__file__).parent
-FAST, OPENAI_3 = (HERE.parents[1] / ".venv-clients" / name for name in ("fast", "openai3"))
+FAST, OPENAI_3, AGENTS = (HERE.parents[1] / ".venv-clients" / name for name in ("fast", "openai3", "agents"))
+FRAMEWORKS = ("openai-agents", "pydantic-ai-slim", "instructor", "smolagents", "langchain-openai")
 SECONDS = 600
 NAME = "tiny-python"
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
 ROUTES = (
-    "/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/v1/models", "/health",
+    "/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize", "/v1/models", "/health",
     "/v1/load_lora_adapter", "/v1/unload_lora_adapter",
 )  # fmt: skip
 """The routes that schemathesis tries."""
+RANDOM_REQUESTS, MAX_DIFFERENT = 120, 24
 NUM_REQUESTS, INPUT_LEN, OUTPUT_LEN = 12, 32, 12
 """The load of `vllm bench serve`."""
 
@@ -52,6 +55,9 @@ def clients_of(url: str, folder: Path) -> Iterator[Client]:
     yield Client("openai 3", [python, str(HERE / "openai_client.py"), url], newer)
     yield Client("langchain-openai", [python, str(HERE / "langchain_client.py"), url])
     yield Client("litellm", [python, str(HERE / "litellm_client.py"), url])
+    for name in FRAMEWORKS:
+        command = [str(AGENTS / "bin" / "python"), str(HERE / "agents_client.py"), url, name]
+        yield Client(f"{name}, a tool loop", command, OFFLINE | {"OPENAI_API_KEY": "x"})
     yield lm_eval(url, folder)
     yield schemathesis(url)
     if vllm_cli.ENVIRONMENT.exists():
@@ -167,12 +173,31 @@ def works(client: Client, server: Server, folder: Path) -> bool:
     return True
 
 
+def random_requests(folder: Path) -> Client:
+    """Return a short run of `benchmarks/differential.py`: no answer of ours may be a 5xx, and few may
+    differ from vLLM's.
+    """
+    record = folder / "differences.json"
+    script = HERE.parents[1] / "benchmarks" / "differential.py"
+    command = [sys.executable, str(script), "--requests", str(RANDOM_REQUESTS), "--save", str(record)]
+
+    def check() -> None:
+        different = json.loads(record.read_text())
+        assert len(different) <= MAX_DIFFERENT, [each["kinds"][0] for each in different]
+        assert not any(each["status"] >= 500 for each in different)
+
+    return Client("random requests beside vLLM", command, check=check)
+
+
 def main() -> int:
     """Run every client against one server, and report which of them failed."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--full", action="store_true", help="also send random requests to vLLM's server and to ours")
+    full = parser.parse_args().full
     flags = ("--chat-template", str(CHAT_TEMPLATE), "--enable-auto-tool-choice", "--tool-call-parser", "hermes")
     flags += ("--enable-lora", "--runtime-lora-path", str(HERE.parent / "lora_adapters"))
     with tempfile.TemporaryDirectory() as name, running(*flags) as server:
-        clients = clients_of(server.url, Path(name))
+        clients = [*clients_of(server.url, Path(name)), *([random_requests(Path(name))] if full else [])]
         results = {client.name: works(client, server, Path(name)) for client in clients}
     table("Clients", ("client", "as with vLLM"), [(name, "yes" if ok else "no") for name, ok in results.items()])
     return 0 if all(results.values()) else 1

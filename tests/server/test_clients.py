@@ -13,6 +13,7 @@ from patience import eventually, reaches
 from server.conftest import KEYS
 from server.serving import Server
 
+JSON = {"content-type": "application/json"}
 PROMPT = "def add(a, b):\n    return"
 LONG = {"prompt": PROMPT, "max_tokens": 400, "ignore_eos": True, "temperature": 0}
 
@@ -251,7 +252,11 @@ def test_development_routes_need_development_mode(chat: Server):
 
 @pytest.mark.parametrize(
     ("more", "param"),
-    [({"logprobs": 21}, "logprobs"), ({"prompt_logprobs": 21}, "prompt_logprobs"), ({"prompt": ["a"] * 16385}, None)],
+    [
+        ({"logprobs": 21}, "logprobs"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs"),
+        ({"prompt": ["a"] * 1025}, "prompt"),
+    ],
     ids=["logprobs", "prompt_logprobs", "prompts"],
 )
 def test_what_a_request_may_ask_for_is_bounded(base: Server, more: dict, param: str | None):
@@ -272,8 +277,36 @@ def test_a_request_reaches_neither_files_nor_addresses(chat: Server, kind: str):
     assert "only text parts are served" in reply.json()["error"]["message"]
 
 
-@pytest.mark.parametrize("field", [{"chat_template": "{{ 1 }}"}, {"echo": True}])
-def test_a_chat_brings_no_template_and_has_no_echo(chat: Server, field: dict):
+@pytest.mark.parametrize("field", [{"chat_template": "{{ 1 }}"}])
+def test_a_chat_brings_no_template(chat: Server, field: dict):
     reply = chat.client.post("/v1/chat/completions", json={"messages": CHAT, **field})
     assert (reply.status_code, reply.json()["error"]["type"]) == (400, "BadRequestError")
     assert [reply.json()["error"]["param"]] == [*field]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_echo_repeats_the_message_that_is_continued(chat: Server, stream: bool):
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "def f(x):"}]
+    body = {"messages": messages, "max_tokens": 3, "temperature": 0, "add_generation_prompt": False, "echo": True}
+    body |= {"continue_final_message": True, "stream": stream}
+    if stream:
+        choices = streamed_choices(chat, "chat/completions", body | {"top_logprobs": None})
+        text = "".join(choice["delta"].get("content") or "" for choice in choices)
+    else:
+        reply = chat.client.post("/v1/chat/completions", json=body).json()
+        text = reply["choices"][0]["message"]["content"]
+        assert len(reply["prompt_logprobs"]) == reply["usage"]["prompt_tokens"]
+    alone = {"prompt": "### user\na\n### assistant\ndef f(x):", "max_tokens": 3, "temperature": 0}
+    assert text == "def f(x):" + chat.client.post("/v1/completions", json=alone).json()["choices"][0]["text"]
+
+
+def test_http_requests_are_counted_by_route_and_not_by_path(base: Server):
+    def counted(handler: str) -> float:
+        lines = base.client.get("/metrics").text.splitlines()
+        rows = [line for line in lines if line.startswith("http_requests_total{") and f'handler="{handler}"' in line]
+        return sum(float(row.rsplit(" ", 1)[1]) for row in rows)
+
+    before = counted("none"), counted("/v1/models")
+    base.client.get("/any/path")
+    base.client.get("/v1/models")
+    assert (counted("none"), counted("/v1/models"), counted("/health")) == (before[0] + 1, before[1] + 1, 0)

@@ -130,6 +130,19 @@ def test_open_requests_may_finish_where_there_is_time_and_new_ones_are_refused()
         assert server.process.wait(PATIENCE) == 0, "an open x-ray page holds up nobody"
 
 
+@pytest.mark.usefixtures("warm_processes")
+def test_a_core_that_does_not_answer_is_not_healthy_until_it_does():
+    with running() as server:
+        core = server.core()
+        assert {server.client.get("/health").status_code for _ in range(3)} == {200}
+        core.suspend()
+        try:
+            assert eventually(lambda: server.client.get("/health").status_code == 503)
+        finally:
+            core.resume()
+        assert eventually(lambda: server.client.get("/health").status_code == 200)
+
+
 @pytest.mark.parametrize(("host", "said"), [("127.0.0.1", "http://127.0.0.1"), ("0.0.0.0", "http://localhost")])
 def test_the_address_is_one_that_a_client_can_use(host, said):
     with socket.socket() as listening:

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from server.serving import Server
 
+from minivllm.entrypoints.openai import tool_parsers
 from minivllm.entrypoints.openai.settings import FrontendArgs
 from minivllm.entrypoints.openai.tool_parsers import PARSERS, ToolParser
 from minivllm.errors import MinivllmError
@@ -83,6 +84,23 @@ def test_the_name_is_sent_before_the_arguments_are_complete() -> None:
     assert first["function"] == {"name": "f", "arguments": '{"a": '}
     assert parser.new("1}", is_last=False)[1] == [{"index": 0, "function": {"arguments": "1}"}}]
     assert parser.new("}</tool_call>", is_last=True) == ("", [])
+
+
+@pytest.mark.parametrize(
+    "call", ['{"name": "f", "arguments": %s}', '{"arguments": %s, "name": "f"}', '{"name": f, %s}']
+)
+def test_a_long_call_is_not_parsed_again_for_each_piece(monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    decode, parsed = tool_parsers.decode, 0
+
+    def counted(text: str, start: int) -> tuple[object, int]:
+        nonlocal parsed
+        parsed += len(text) - start
+        return decode(text, start)
+
+    monkeypatch.setattr(tool_parsers, "decode", counted)
+    text = hermes(call % json.dumps({"code": 'x = {"a": {1}}\\n' * 1000}))
+    streamed("hermes", [text[start : start + 4] for start in range(0, len(text), 4)])
+    assert parsed < 10 * len(text)
 
 
 def test_a_call_that_is_cut_off_is_text_in_a_whole_answer() -> None:

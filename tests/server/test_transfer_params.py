@@ -79,7 +79,7 @@ def engine_request(n: int, kind: RequestOutputKind) -> EngineCoreRequest:
 
 
 def test_of_n_completions_the_first_one_is_told():
-    children = child_requests(engine_request(3, RequestOutputKind.FINAL_ONLY))
+    children = [*child_requests(engine_request(3, RequestOutputKind.FINAL_ONLY))]
     assert [child.kv_transfer_params for child in children] == [ASKED, None, None]
 
 
@@ -88,7 +88,7 @@ def test_of_n_completions_the_first_one_is_told():
 def test_and_its_answer_is_the_requests(kind: RequestOutputKind, order: tuple[int, ...]):
     """The answer is right in whatever order the request's parts end."""
     processor, parent = OutputProcessor(None), ParentRequest("cmpl-a-0", 3)
-    children = child_requests(engine_request(3, kind))
+    children = [*child_requests(engine_request(3, kind))]
     for index, child in enumerate(children):
         processor.add_request(child, None, index, parent)
     last: list[RequestOutput] = []

@@ -32,7 +32,9 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 OUTPUTS_AT_ONCE = 128
-"""Outputs that are processed before the event loop's other tasks get a turn."""
+"""Outputs that are processed, or requests that are added, before the event loop's other tasks get a turn."""
+SECONDS_WITHOUT_ANSWER = 5.0
+"""A core that has neither answered nor finished a step for so long is not healthy."""
 
 
 def make_async_client(args: EngineArgs) -> "AsyncMPClient | AsyncThreadClient":
@@ -135,6 +137,9 @@ class AsyncLLM(FrontEnd):
         self._handler: asyncio.Task[None] | None = None
         self.dead_error: Exception | None = None
         self._ended = asyncio.Event()
+        self._ping: tuple[asyncio.Future[Any], float] | None = None
+        """A call to the cores, to learn whether they answer, and when it was made."""
+        self._last_output = 0.0
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> "AsyncLLM":
@@ -204,7 +209,9 @@ class AsyncLLM(FrontEnd):
         # Before the core gets the request: its first output may come at once.
         collector = self._collectors[request_id] = self._collector(params.output_kind, request_id, on_ready)
         try:
-            for child in self._registered(request_id, text, request):
+            for index, child in enumerate(self._registered(request_id, text, request)):
+                if index % OUTPUTS_AT_ONCE == OUTPUTS_AT_ONCE - 1:
+                    await asyncio.sleep(0)
                 # All completions of a prompt go to one core, where they share its prefix.
                 child.data_parallel_rank = data_parallel_rank
                 self.engine_core.add_request(child)
@@ -263,8 +270,18 @@ class AsyncLLM(FrontEnd):
             await self._utility("stop_step_events")
 
     async def check_health(self) -> None:
-        """Raise `EngineDeadError` if the engine has ended."""
+        """Raise `EngineDeadError` if the engine has ended, or if a core has not answered for a while.
+
+        A core answers between two steps, so this does not wait: it looks for the answer to an
+        earlier call.
+        """
         self._check_alive()
+        if self._ping is None or self._ping[0].done():
+            ping = asyncio.ensure_future(self._utility("list_loras"))
+            ping.add_done_callback(lambda done: done.cancelled() or done.exception())  # `_die` tells of it
+            self._ping = ping, time.monotonic()
+        elif time.monotonic() - max(self._ping[1], self._last_output) > SECONDS_WITHOUT_ANSWER:
+            raise EngineDeadError(f"a core has not answered for {SECONDS_WITHOUT_ANSWER:g} seconds")
 
     async def wait_until_dead(self) -> None:
         """Wait until the engine has ended, for whatever reason."""
@@ -313,7 +330,9 @@ class AsyncLLM(FrontEnd):
     async def _receive_outputs(self) -> None:
         try:
             while True:
-                await self._take_in(await self.engine_core.get_output_async())
+                outputs = await self.engine_core.get_output_async()
+                self._last_output = time.monotonic()
+                await self._take_in(outputs)
         except asyncio.CancelledError:
             raise
         except Exception as error:

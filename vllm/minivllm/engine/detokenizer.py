@@ -139,12 +139,9 @@ class IncrementalDetokenizer:
 
     def finish(self) -> str | None:
         """Add the text that was held back, since no more tokens will come. Return a stop string,
-        like `update`.
+        like `update`. A character that is not complete is left out.
         """
-        num_before = len(self.text)
-        # An incomplete character at the end becomes a replacement character.
-        self.text += self._utf8.decode(b"", final=True)
-        return self._cut_at_stop_string(num_before)
+        return None
 
     def streamable_length(self) -> int:
         """Return how much of `text` an unfinished stream may send: all but a possible start of a
@@ -248,4 +245,6 @@ def _first_end(text: str, stop: str, num_before: int) -> int:
 def _overlap(text: str, stop: str) -> int:
     """Return the length of the longest suffix of `text` that is a proper prefix of `stop`."""
     longest = min(len(text), len(stop) - 1)
-    return next((size for size in range(longest, 0, -1) if text.endswith(stop[:size])), 0)
+    last = text[-1:]
+    sizes = (size for size in range(longest, 0, -1) if stop[size - 1] == last)  # most are told by one character
+    return next((size for size in sizes if text.endswith(stop[:size])), 0)

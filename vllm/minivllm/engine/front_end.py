@@ -8,7 +8,7 @@ with a client of the core.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -151,17 +151,19 @@ class FrontEnd(ABC):
             request_id, prompt, params, priority=priority, lora_request=lora_request
         )
 
-    def _registered(self, request_id: str, text: str | None, request: EngineCoreRequest) -> list[EngineCoreRequest]:
-        """Split a request into the core's requests, and expect their outputs from now on."""
+    def _registered(self, request_id: str, text: str | None, request: EngineCoreRequest) -> Iterator[EngineCoreRequest]:
+        """Yield the core's requests for a request, and expect the outputs of each from then on."""
         if not self.has_unfinished_requests():
             # Idle time must not look like low throughput.
             self._throughput_log.begin()
         parent = ParentRequest(request_id, request.sampling_params.n)
-        children = child_requests(request)
-        self._children[request_id] = [child.request_id for child in children]
-        for index, child in enumerate(children):
+        children = self._children[request_id] = []
+        for index, child in enumerate(child_requests(request)):
+            if self._children.get(request_id) is not children:
+                return  # It was aborted meanwhile.
+            children.append(child.request_id)
             self.output_processor.add_request(child, text, index, parent)
-        return children
+            yield child
 
     def _forgotten(self, request_ids: Iterable[str]) -> list[str]:
         """Stop expecting outputs of these requests; return the core's ids for them."""

@@ -22,6 +22,9 @@ from minivllm.inputs import Prompt, parse_prompt
 from minivllm.sampling_params import SamplingParams
 from minivllm.structured_output.grammar_text import check_grammar
 
+MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS = 128, 1024
+BAD_WORD_LIMITS = f"at most {MAX_BAD_WORDS} of {MAX_BAD_WORD_TOKENS:,} tokens in all"
+
 
 class InputProcessor:
     """Tokenizes prompts, and checks and resolves parameters.
@@ -97,9 +100,13 @@ class InputProcessor:
         """The maximum number of characters in `max_model_len` tokens. In vLLM:
         `vllm/renderers/params.py`.
         """
-        if self.tokenizer is None:
-            return sys.maxsize
-        return self.limits.max_model_len * max(map(len, self.tokenizer.get_vocab()))
+        return sys.maxsize if self.tokenizer is None else self.limits.max_model_len * self._longest_token
+
+    @functools.cached_property
+    def _longest_token(self) -> int:
+        """The number of characters of the longest token."""
+        assert self.tokenizer is not None
+        return max(map(len, self.tokenizer.get_vocab()))
 
     def check_length(self, text: str) -> None:
         """Refuse a text that cannot fit, whatever its tokens are: tokenizing it could take minutes
@@ -194,11 +201,17 @@ class InputProcessor:
         too.
         """
         spellings = set()
-        for word in params.bad_words or ():
+        words = set(params.bad_words or ())
+        if words and (len(words) > MAX_BAD_WORDS or sum(map(len, words)) > MAX_BAD_WORD_TOKENS * self._longest_token):
+            raise MinivllmError(f"bad_words are too many or too long: {BAD_WORD_LIMITS}", "bad_words")
+        for word in words:
             assert self.tokenizer is not None
             # Most vocabularies have a token for a word at the start of a text and another for it
             # after a space.
             bare = word.lstrip()
             for text in (bare, " " + bare) if bare else (word,):
                 spellings.add(tuple(self.tokenizer.encode(text, add_special_tokens=False).ids))
+        # Each word counts twice here, with and without a space.
+        if sum(map(len, spellings)) > 2 * MAX_BAD_WORD_TOKENS:
+            raise MinivllmError(f"bad_words are too long: {BAD_WORD_LIMITS}", "bad_words")
         return tuple(sorted(filter(None, spellings)))

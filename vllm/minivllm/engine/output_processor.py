@@ -154,11 +154,12 @@ class OutputProcessor:
             num_prompt_tokens = len(state.request.prompt_token_ids)
             self._stats_of(state).observe_tokens(state.metrics, output, num_prompt_tokens, now)
         if output.new_prompt_logprobs is not None:
-            rows = (logprobs_by_token(entry, self.tokenizer) for entry in output.new_prompt_logprobs)
-            state.prompt_logprobs = [None, *rows]  # nothing comes before the first token, so it has none
+            state.prompt_logprobs = [None]  # nothing comes before the first token, so it has none
+            for entry in output.new_prompt_logprobs:
+                state.prompt_logprobs.append(logprobs_by_token(entry, self.tokenizer, state.prompt_logprobs))
         if completion.logprobs is not None and output.new_logprobs is not None:
             for entry in output.new_logprobs:
-                completion.logprobs.append(logprobs_by_token(entry, self.tokenizer))
+                completion.logprobs.append(logprobs_by_token(entry, self.tokenizer, completion.logprobs))
                 completion.cumulative_logprob = (completion.cumulative_logprob or 0.0) + entry.logprobs[0]
 
     def _count_finished(self, state: RequestState, reason: str, num_preemptions: int = 0) -> None:
@@ -209,13 +210,12 @@ class OutputProcessor:
         """
         kind = state.request.sampling_params.output_kind
         parent = state.parent
-        parent.observe(self._completion(state, kind))
+        completion = self._completion(state, kind)
+        parent.observe(completion)
         # The output of a prompt has all of its completions.
         if kind is RequestOutputKind.FINAL_ONLY and parent.unfinished:
             return None
-        completions = parent.completions()
-        if kind is RequestOutputKind.DELTA:
-            completions = [completion for completion in completions if completion.index == state.completion.index]
+        completions = [completion] if kind is RequestOutputKind.DELTA else parent.completions()
         return RequestOutput(
             parent.request_id,
             state.prompt,

@@ -4,6 +4,7 @@ prefix cache.
 In vLLM v0.33.0: `vllm/v1/engine/parallel_sampling.py` (`ParentRequest`).
 """
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -44,21 +45,20 @@ class ParentRequest:
         return [self._completions[index] for index in sorted(self._completions)]
 
 
-def child_requests(request: EngineCoreRequest) -> list[EngineCoreRequest]:
-    """Split a request for `n` completions into `n` requests; return the request itself if n is 1.
+def child_requests(request: EngineCoreRequest) -> Iterator[EngineCoreRequest]:
+    """Split a request for `n` completions into `n` requests; yield the request itself if n is 1.
 
     The KV connector learns of the first one only: a transfer is read once, and the others share the
     first one's blocks or compute their own.
     """
     params = request.sampling_params
     if params.n == 1:
-        return [request]
-    return [
-        replace(
+        yield request
+        return
+    for index in range(params.n):
+        yield replace(
             request,
             request_id=f"{index}_{request.request_id}",
             sampling_params=params.child(index),
             kv_transfer_params=request.kv_transfer_params if index == 0 else None,
         )
-        for index in range(params.n)
-    ]

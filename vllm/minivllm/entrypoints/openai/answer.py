@@ -2,7 +2,7 @@
 
 This is one path for all endpoints. What is particular to an endpoint is in a subclass of `Answer`:
 how a request becomes prompts, and how a completion looks (`completion_answer.py`,
-`chat_answer.py`).
+`chat_answer.py`, `responses_answer.py`).
 
 In vLLM v0.33.0 this code exists twice: `vllm/entrypoints/openai/completion/serving.py`
 (`completion_stream_generator`), `vllm/entrypoints/openai/chat_completion/serving.py`
@@ -28,6 +28,13 @@ if TYPE_CHECKING:
     from minivllm.entrypoints.openai.serving_engine import OpenAIServing
 
 Json = dict[str, Any]
+IN_A_ROW = 64
+
+
+async def yielded(number: int) -> None:
+    """Let the event loop's other tasks run after each `IN_A_ROW` steps of a loop."""
+    if number % IN_A_ROW == 0:
+        await asyncio.sleep(0)
 
 
 class EngineRequests:
@@ -78,6 +85,7 @@ class Answer:
     kind: ClassVar[str]
     """The `object` of a whole reply. `event_kind`: that of a stream's events."""
     event_kind: ClassVar[str]
+    last_event: ClassVar[bytes] = b"data: [DONE]\n\n"
 
     def __init__(
         self,
@@ -85,10 +93,12 @@ class Answer:
         request: Any,
         request_id: str,
         prompts: Sequence[TokensPrompt],
+        params: Sequence[SamplingParams],
     ) -> None:
         self.serving = serving
         self.request = request
         self.prompts = prompts
+        self.params = params
         self.n = request.n or 1
         # All events of a stream have the same id and time.
         self._id = request_id
@@ -138,6 +148,7 @@ class Answer:
             for completion in output.outputs:
                 choices.append(self.choice(index * self.n + completion.index, output, completion))
                 num_generated += len(completion.token_ids)
+                await yielded(len(choices))
         return {
             **self._message(self.kind, choices),
             "system_fingerprint": self.serving.fingerprint,
@@ -145,6 +156,10 @@ class Answer:
             "kv_transfer_params": outputs[0].kv_transfer_params,
             **self.about_prompt(outputs[0]),
         }
+
+    def encoded(self, event: Json) -> bytes:
+        """Return an event, or an error's body, as a server-sent event."""
+        return as_event(event)
 
     async def events(self, requests: EngineRequests) -> AsyncGenerator[Json, None]:
         """Yield the events of the stream."""
@@ -205,17 +220,18 @@ def usage_of(num_prompt_tokens: int, num_generated: int) -> Json:
     }
 
 
-async def as_stream(events: AsyncGenerator[Json, None], requests: EngineRequests) -> AsyncGenerator[bytes, None]:
-    """Yield these objects as server-sent events.
+async def as_stream(answer: Answer, requests: EngineRequests) -> AsyncGenerator[bytes, None]:
+    """Yield an answer as server-sent events.
 
     An error in the middle of the stream is sent as an event too, since the status has already been
-    sent; [DONE] is always the last event.
+    sent; [DONE] is the last event of a completion or a chat in any case.
     """
     try:
-        async for event in events:
-            yield as_event(event)
+        async for event in answer.events(requests):
+            yield answer.encoded(event)
     except Exception as error:
-        yield as_event(error_body(error))
+        yield answer.encoded(error_body(error))
     finally:
         requests.close()
-    yield b"data: [DONE]\n\n"
+    if answer.last_event:
+        yield answer.last_event

@@ -25,6 +25,8 @@ from minivllm.entrypoints.openai.middleware import (
     JSON_ONLY,
     AuthenticationMiddleware,
     BodySizeMiddleware,
+    BoundedRoute,
+    HttpMetricsMiddleware,
     OpenRequestsMiddleware,
     ServerState,
 )
@@ -38,10 +40,12 @@ from minivllm.entrypoints.openai.protocol import (
     TokenizeCompletionRequest,
     UnloadLoRAAdapterRequest,
 )
+from minivllm.entrypoints.openai.responses_answer import ResponsesAnswer
+from minivllm.entrypoints.openai.responses_protocol import ResponsesRequest, not_stored
 from minivllm.entrypoints.openai.serving_engine import OpenAIServing
 from minivllm.entrypoints.openai.serving_models import OpenAIServingModels
 from minivllm.entrypoints.openai.settings import FrontendArgs
-from minivllm.entrypoints.openai.stream import as_json, with_cancellation
+from minivllm.entrypoints.openai.stream import as_json, as_long_json, with_cancellation
 from minivllm.errors import EngineDeadError, MinivllmError
 
 DEVELOPMENT_VARIABLES = ("MINIVLLM_SERVER_DEV_MODE", "VLLM_SERVER_DEV_MODE")
@@ -56,10 +60,11 @@ def build_app(
 ) -> FastAPI:
     """Return the application. `template` is the chat template; `registry` has the metrics."""
     app = FastAPI(title="minivllm", version=minivllm.__version__)
+    app.router.route_class = BoundedRoute
     app.state.server = ServerState()
     app.state.models = models
     register_exception_handlers(app)
-    _add_middleware(app, settings)
+    _add_middleware(app, settings, registry)
     serving = OpenAIServing(engine, models, settings, template)
     _add_generation(app, serving)
     _add_tokenization(app, serving)
@@ -82,13 +87,14 @@ def build_app(
     return app
 
 
-def _add_middleware(app: FastAPI, settings: FrontendArgs) -> None:
+def _add_middleware(app: FastAPI, settings: FrontendArgs, registry: CollectorRegistry) -> None:
     """Add the middleware. The last one added sees a request first."""
     app.add_middleware(BodySizeMiddleware)
     app.add_middleware(OpenRequestsMiddleware, state=app.state.server)
     if settings.api_key:
         app.add_middleware(AuthenticationMiddleware, keys=settings.api_key)
     app.add_middleware(CORSMiddleware, allow_origins=settings.allowed_origins, allow_methods=["*"], allow_headers=["*"])
+    app.add_middleware(HttpMetricsMiddleware, registry=registry)
 
 
 def _add_generation(app: FastAPI, serving: OpenAIServing) -> None:
@@ -110,6 +116,15 @@ def _add_generation(app: FastAPI, serving: OpenAIServing) -> None:
     @app.post("/v1/chat/completions", dependencies=checks)
     async def create_chat_completion(request: ChatCompletionRequest, raw: Request) -> Response:
         return await answered(ChatAnswer, request, raw)
+
+    @app.post("/v1/responses", dependencies=checks)
+    async def create_response(request: ResponsesRequest, raw: Request) -> Response:
+        return await answered(ResponsesAnswer, request.as_chat(), raw)
+
+    @app.get("/v1/responses/{response_id}")
+    @app.post("/v1/responses/{response_id}/cancel")
+    async def show_response(response_id: str) -> None:
+        raise not_stored(response_id)
 
 
 def _tell_if_declined(engine: AsyncLLM) -> Any:
@@ -137,7 +152,7 @@ def _tell_if_declined(engine: AsyncLLM) -> Any:
 def _add_tokenization(app: FastAPI, serving: OpenAIServing) -> None:
     @app.post("/tokenize", dependencies=JSON_ONLY)
     async def tokenize(request: TokenizeCompletionRequest | TokenizeChatRequest) -> Response:
-        return _as_json(await serving.create_tokenize(request))
+        return Response(await as_long_json(await serving.create_tokenize(request)), media_type="application/json")
 
     @app.post("/detokenize", dependencies=JSON_ONLY)
     async def detokenize(request: DetokenizeRequest) -> Response:

@@ -6,9 +6,10 @@ In vLLM v0.33.0: `vllm/entrypoints/openai/chat_completion/serving.py`.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from minivllm.entrypoints.openai.answer import Answer, Json
+from minivllm.entrypoints.openai.chat_messages import normalize
 from minivllm.entrypoints.openai.logprobs import chat_logprobs, prompt_logprobs
 from minivllm.entrypoints.openai.protocol import ChatCompletionRequest
 from minivllm.entrypoints.openai.tool_calls import CalledTools
@@ -24,13 +25,18 @@ if TYPE_CHECKING:
 class ChatAnswer(Answer):
     """The answer to a `ChatCompletionRequest`."""
 
-    id_prefix, kind, event_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    id_prefix, kind, event_kind = "chatcmpl-", "chat.completion", "chat.completion.chunk"
+    needs_parser: ClassVar[bool] = True
+    """Whether a tool_choice of "auto" is refused if no parser finds the calls."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         request = self.request
         # A message that the request leaves open keeps its role.
         self._role = "assistant" if request.add_generation_prompt else request.messages[-1]["role"]
+        # An echo repeats a message that the answer continues.
+        last = request.messages[-1]
+        self._echo = normalize([last], "string")[0]["content"] if request.echo and last["role"] == self._role else ""
         self._must_call_any = request.tool_choice == "required"
         tools = request.forced_tools
         # One for each choice, if tools may be called.
@@ -38,25 +44,26 @@ class ChatAnswer(Answer):
         if tools:
             name = None if self._must_call_any else tools[0].function.name
             self._tools = [CalledTools(name) for _ in range(self.n)]
-        elif request.tool_choice == "auto" and (parser := self.serving.settings.tool_call_parser):
+        elif request.tool_choice == "auto" and (parser := self.serving.settings.auto_tool_parser):
             self._tools = [ToolParser(parser) for _ in range(self.n)]
 
     @classmethod
     async def prompts_of(cls, serving: OpenAIServing, request: ChatCompletionRequest) -> list[TokensPrompt]:
-        settings = serving.settings
-        if request.tool_choice == "auto" and not (settings.enable_auto_tool_choice and settings.tool_call_parser):
+        if request.tool_choice == "auto" and serving.settings.auto_tool_parser is None and cls.needs_parser:
             raise MinivllmError('tool_choice "auto" needs the flags --enable-auto-tool-choice and --tool-call-parser')
-        if request.tool_choice == "auto":
+        if request.tool_choice == "auto" and serving.settings.auto_tool_parser is not None:
             request.skip_special_tokens = False  # some models mark the beginning of a call with one
-        text = serving.rendered(request, reasoning_effort=request.reasoning_effort)
+        text = await serving.rendered(request, reasoning_effort=request.reasoning_effort)
         return [await serving.tokenize_prompt(text, request.add_special_tokens)]
 
     def opening(self) -> Iterator[Json]:
-        """Return the first event of each choice, which names the role."""
+        """Return the first event of each choice, which names the role, and what it echoes."""
         for index in range(self.n):
             delta = {"role": self._role, "content": ""}
             choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
             yield {**self.event(choice, 0), "prompt_token_ids": self._prompt_token_ids()}
+            if self._echo:
+                yield self.event({**choice, "delta": {"content": self._echo}}, 0)
 
     def about_prompt(self, output: RequestOutput) -> Json:
         return {
@@ -68,11 +75,7 @@ class ChatAnswer(Answer):
         return self.prompts[0]["prompt_token_ids"] if self.request.return_token_ids else None
 
     def delta(self, number: int, output: RequestOutput, completion: CompletionOutput) -> Json:
-        content, calls = completion.text, []
-        if self._tools:
-            content, calls = self._tools[number].new(completion.text, completion.finish_reason is not None)
-            if self.request.parallel_tool_calls is False:
-                calls = [call for call in calls if call["index"] == 0]
+        content, calls = self.new_parts(number, completion)
         delta: Json = {"tool_calls": calls} if calls else {}
         if content or not (self._tools or completion.finish_reason):
             delta["content"] = content
@@ -82,15 +85,28 @@ class ChatAnswer(Answer):
         return choice
 
     def choice(self, number: int, output: RequestOutput, completion: CompletionOutput) -> Json:
-        message: Json = {"role": self._role, "content": completion.text}
-        # An answer that is cut off makes no forced call.
-        if self._tools and (completion.finish_reason == "stop" or not self.request.forced_tools):
-            content, calls = self._tools[number].whole(completion.text)
-            message = {"role": self._role, "content": content or None}
-            if calls:
-                message["tool_calls"] = calls[:1] if self.request.parallel_tool_calls is False else calls
+        content, calls = self.parts(number, completion)
+        content = self._echo + content
+        message: Json = {"role": self._role, "content": content if not self._tools else content or None}
+        if calls:
+            message["tool_calls"] = calls
         choice = self._choice(number, "message", message, completion)
         return choice | {"stop_reason": completion.stop_reason}
+
+    def new_parts(self, number: int, completion: CompletionOutput) -> tuple[str, list[Json]]:
+        """Return the content, and the deltas of tool calls, that a piece of a choice adds."""
+        if not self._tools:
+            return completion.text, []
+        content, calls = self._tools[number].new(completion.text, completion.finish_reason is not None)
+        return content, [call for call in calls if call["index"] == 0 or self.request.parallel_tool_calls is not False]
+
+    def parts(self, number: int, completion: CompletionOutput) -> tuple[str, list[Json]]:
+        """Return the content and the tool calls of a whole choice."""
+        # An answer that is cut off makes no forced call.
+        if not self._tools or (self.request.forced_tools and completion.finish_reason != "stop"):
+            return completion.text, []
+        content, calls = self._tools[number].whole(completion.text)
+        return content, calls[:1] if self.request.parallel_tool_calls is False else calls
 
     def _choice(self, number: int, name: str, content: Json, completion: CompletionOutput) -> Json:
         request = self.request

@@ -133,8 +133,10 @@ def render(
         raise MinivllmError(f"the chat template rejects the messages: {error}") from None
     if goes_on:
         # The template has added its end of turn behind the last message: cut it off.
-        last = _last_text(conversation[-1]["content"]).strip()
-        text = text[: text.rindex(last) + len(last)] if last in text else text
+        last = _last_text(conversation[-1]["content"]).lstrip()
+        if (start := text.rfind(last.rstrip())) >= 0:
+            # A template may strip the spaces at the message's end.
+            text = text[: start + len(last if text.startswith(last, start) else last.rstrip())]
     return encodable(text, "the prompt")
 
 
@@ -185,6 +187,7 @@ def _content_format(template: str) -> ContentFormat:
     return "openai" if PROBE["text"] in prompt and PROBE["other"] not in prompt else "string"
 
 
+@lru_cache(maxsize=32)
 def _compiled(template: str) -> jinja2.Template:
     try:
         return _environment.from_string(template)

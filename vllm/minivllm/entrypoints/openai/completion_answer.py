@@ -5,6 +5,7 @@ In vLLM v0.33.0: `vllm/entrypoints/openai/completion/serving.py`.
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 class CompletionAnswer(Answer):
     """The answer to a `CompletionRequest`."""
 
-    id_prefix, kind, event_kind = "cmpl", "text_completion", "text_completion"
+    id_prefix, kind, event_kind = "cmpl-", "text_completion", "text_completion"
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -37,6 +38,7 @@ class CompletionAnswer(Answer):
             else:
                 text = await serving.detokenize(prompt) if request.echo else ""
                 prompts.append(TokensPrompt(prompt_token_ids=prompt, prompt=text))
+            await asyncio.sleep(0)
         return prompts
 
     def choice(self, number: int, output: RequestOutput, completion: CompletionOutput) -> Json:

@@ -141,4 +141,5 @@ def _path(location: Sequence[int | str]) -> str:
     parts = [str(part) for part in location]
     # For a union, pydantic inserts the name of each type that it has tried.
     named = [part for part in parts if not any(mark in part for mark in "[]{}()") and part not in UNION_MARKERS]
+    named = [part for part in named if not part.endswith("Request")]
     return ".".join(named or parts)

@@ -69,6 +69,7 @@ def chat_logprobs(token_ids: Sequence[int], rows: Logprobs, num_top: int, as_ids
     for token_id, row in zip(token_ids, rows, strict=True):
         assert row is not None
         entry = _entry(token_id, row[token_id], as_ids)
+        entry["bytes"] = list((row[token_id].decoded_token or "").encode())
         entry["top_logprobs"] = [_entry(top_id, top, as_ids) for top_id, top in _first(row, num_top)]
         content.append(entry)
     return {"content": content}

@@ -5,20 +5,30 @@
 In vLLM v0.33.0: `vllm/entrypoints/serve/middleware/`.
 """
 
+import asyncio
 import hashlib
 import hmac
-from collections.abc import Sequence
+import json
+import time
+from collections.abc import Callable, Coroutine, Sequence
 from http import HTTPStatus
+from typing import Any
 
-from fastapi import Depends, HTTPException, Request
+from fastapi import Depends, HTTPException, Request, Response
 from fastapi.responses import JSONResponse
+from fastapi.routing import APIRoute
+from prometheus_client import CollectorRegistry, Counter, Histogram
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from minivllm.entrypoints.openai.errors import RequestError, json_response, unavailable
 
 WITH_KEY = ("/v1", "/v2", "/inference", "/cohere", "/xray/")
+NOT_COUNTED = {"/metrics", "/health", "/load", "/ping", "/version"}
 MAX_BODY_BYTES = 32 * 2**20
+MAX_VALUES, MAX_KEYS = 2**18, 2**15
+"""Most values, and most keys, in a body: parsing holds up all other clients."""
+BYTES_AT_ONCE = 2**18
 
 
 async def json_only(request: Request) -> None:
@@ -29,6 +39,55 @@ async def json_only(request: Request) -> None:
 
 
 JSON_ONLY = [Depends(json_only)]
+
+
+class BoundedRequest(Request):
+    """A request whose body is parsed only if that is quick."""
+
+    async def json(self) -> Any:
+        """Return the body's value.
+
+        Raises:
+            RequestError: it has too many values or keys.
+        """
+        if not hasattr(self, "_value"):
+            body = await self.body()
+            await _check_size(body)
+            self._value = json.loads(body)
+            await asyncio.sleep(0)
+        return self._value
+
+
+class BoundedRoute(APIRoute):
+    """A route whose requests are `BoundedRequest`s."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def bounded(request: Request) -> Response:
+            return await handle(BoundedRequest(request.scope, request.receive))
+
+        return bounded
+
+
+async def _check_size(body: bytes) -> None:
+    """Refuse a body with too many values or keys, which are counted outside of strings."""
+    num_values = num_keys = start = 0
+    in_string = False
+    while len(body) > BYTES_AT_ONCE and start < len(body):
+        piece = body[start : start + BYTES_AT_ONCE]
+        if (len(piece) - len(piece.rstrip(b"\\"))) % 2:  # an escape stays in one piece
+            piece = body[start : start + BYTES_AT_ONCE + 1]
+        start += len(piece)
+        parts = piece.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
+        outside = b" ".join(parts[in_string::2])
+        in_string = in_string == (len(parts) % 2 == 1)
+        num_values += outside.count(b",") + outside.count(b"[") + outside.count(b"{")
+        num_keys += outside.count(b":")
+        if num_values > MAX_VALUES or num_keys > MAX_KEYS:
+            message = f"the body has more than {MAX_VALUES:,} values or {MAX_KEYS:,} keys; send several requests"
+            raise RequestError(message, HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "BadRequestError")
+        await asyncio.sleep(0)
 
 
 class ServerState:
@@ -89,6 +148,38 @@ class OpenRequestsMiddleware:
             await self._app(scope, receive, send)
         finally:
             self._state.num_open -= 1
+
+
+class HttpMetricsMiddleware:
+    """Middleware that counts and times requests, under the names of prometheus-fastapi-instrumentator,
+    which vLLM uses.
+    """
+
+    def __init__(self, app: ASGIApp, registry: CollectorRegistry) -> None:
+        self._app = app
+        labels = ("method", "handler")
+        name, text = "http_request_duration_seconds", "Seconds until a request's answer has ended."
+        self._requests = Counter("http_requests", "Requests.", (*labels, "status"), registry=registry)
+        self._seconds = Histogram(name, text, labels, buckets=(0.1, 0.5, 1), registry=registry)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on, and record how it ended."""
+        start = time.monotonic()
+        status = 500
+
+        async def noted(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, noted)
+        finally:
+            handler = getattr(scope.get("route"), "path", "none")  # a path of the client's own could be anything
+            if handler not in NOT_COUNTED:
+                self._requests.labels(scope["method"], handler, f"{status // 100}xx").inc()
+                self._seconds.labels(scope["method"], handler).observe(time.monotonic() - start)
 
 
 class BodySizeMiddleware:

@@ -8,9 +8,9 @@ In vLLM v0.33.0: `protocol.py` in `vllm/entrypoints/openai/completion/` and `...
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, NotRequired, Self
+from typing import Annotated, Any, ClassVar, Literal, NotRequired, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, model_validator
 from typing_extensions import TypedDict  # pydantic takes no other before Python 3.12
 
 from minivllm.errors import MinivllmError
@@ -19,11 +19,33 @@ from minivllm.sampling_params import RequestOutputKind, SamplingParams
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 TokenId = Annotated[int, Field(ge=0, lt=2**63)]
 Data = dict[str, Any]
+Element = TypeVar("Element")
+
+
+class _FirstOnly(FailFast):
+    __hash__ = object.__hash__  # type: ignore[assignment]  # unions need it
+
+
+Many = Annotated[list[Element], _FirstOnly()]
+"""A list of which only the first wrong element is reported: a million of them would take seconds."""
+MAX_PROMPTS, MAX_STOP_STRINGS, MAX_BAD_WORDS, MAX_SALT_CHARACTERS = 1024, 4, 128, 128
+"""vLLM's limits."""
 SAME_AS_THE_ENGINES = (
     "seed", "stop_token_ids", "bad_words", "ignore_eos", "min_tokens", "skip_special_tokens",
     "include_stop_str_in_output", "allowed_token_ids",
 )  # fmt: skip
 """Fields of a request that are passed to `SamplingParams` as they are."""
+
+
+def _first_wrong(biases: Any) -> Any:
+    """Return the first entry of a logit bias whose value is wrong; all of them if none is."""
+    if isinstance(biases, dict):
+        for token, bias in biases.items():
+            if not str(token).removeprefix("-").isdecimal():
+                raise MinivllmError(f"logit_bias has the key {str(token)[:60]!r}; keys are token ids", "logit_bias")
+            if not isinstance(bias, int | float):
+                return {token: bias}
+    return biases
 
 
 class OpenAIBaseModel(BaseModel):
@@ -59,7 +81,7 @@ class OpenAIBaseModel(BaseModel):
 class StreamOptions(OpenAIBaseModel):
     """The events in which a stream reports usage: a last one, or each event too."""
 
-    include_usage: bool | None = True
+    include_usage: bool | None = False
     continuous_usage_stats: bool | None = False
 
 
@@ -94,11 +116,11 @@ class GenerationRequest(OpenAIBaseModel):
 
     model: str | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[Int64, float] | None = None
+    logit_bias: Annotated[dict[Int64, float] | None, BeforeValidator(_first_wrong)] = None
     n: int | None = 1
     presence_penalty: float | None = None
     seed: Int64 | None = None
-    stop: str | list[str] | None = None
+    stop: str | Annotated[list[str], Field(max_length=MAX_STOP_STRINGS)] | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     temperature: float | None = None
@@ -109,20 +131,21 @@ class GenerationRequest(OpenAIBaseModel):
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: Many[int] | None = None
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     min_tokens: int = 0
     skip_special_tokens: bool = True
-    allowed_token_ids: list[int] | None = None
+    allowed_token_ids: Many[int] | None = None
     prompt_logprobs: int | None = None
     bad_words: list[str] = []
 
+    user: str | None = None
     priority: Int64 = 0
     request_id: str | None = None
     return_tokens_as_token_ids: bool | None = None
     return_token_ids: bool | None = None
-    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
+    cache_salt: str | None = None
     kv_transfer_params: dict[str, Any] | None = None
 
     @property
@@ -134,6 +157,11 @@ class GenerationRequest(OpenAIBaseModel):
     def token_limit(self) -> int | None:
         """The maximum number of tokens to generate; None for as many as fit."""
         raise NotImplementedError
+
+    @property
+    def token_limit_name(self) -> str:
+        """The name of the field that has this limit."""
+        return "max_tokens"
 
     @property
     def num_logprobs(self) -> int | None:
@@ -160,7 +188,7 @@ class GenerationRequest(OpenAIBaseModel):
             **{name: getattr(self, name) for name in SAME_AS_THE_ENGINES},
             **chosen | {"top_k": min(chosen["top_k"], vocab_size)},
             n=1 if self.n is None else self.n,
-            stop=self.stop or None,
+            stop=None if self.stop == [] else self.stop,
             max_tokens=max_tokens,
             logprobs=self.num_logprobs,
             prompt_logprobs=self.num_prompt_logprobs,
@@ -172,11 +200,25 @@ class GenerationRequest(OpenAIBaseModel):
     @classmethod
     def check(cls, data: Data) -> None:
         _check_counts(data, "prompt_logprobs")
+        _check_salt(data.get("cache_salt"))
+        if isinstance(words := data.get("bad_words"), list) and len(set(map(str, words))) > MAX_BAD_WORDS:
+            raise MinivllmError(f"there are {len(words)} bad_words; the maximum is {MAX_BAD_WORDS}", "bad_words")
+        for name in ("response_format", "structured_outputs"):
+            if isinstance(given := data.get(name), dict) and "structural_tag" in (given.get("type"), *given):
+                raise MinivllmError("structural_tag is not served here; use json, regex, choice or grammar", name)
         if data.get("stream_options") and not data.get("stream"):
             raise MinivllmError("stream_options need `stream: true`", "stream_options")
         # They come with the first event only, and that form has no field for them.
         if data.get("stream") and data.get("prompt_logprobs"):
             raise MinivllmError("prompt_logprobs are not available with `stream: true`", "prompt_logprobs")
+
+
+def _check_salt(salt: Any) -> None:
+    if salt is None:
+        return
+    if not isinstance(salt, str) or not 0 < len(salt) <= MAX_SALT_CHARACTERS or set(salt) & set("@/\\\0"):
+        message = f"cache_salt must be 1 to {MAX_SALT_CHARACTERS} characters, without @, /, \\ or NUL"
+        raise MinivllmError(message, "cache_salt")
 
 
 def _check_counts(data: Data, *names: str) -> None:
@@ -195,7 +237,7 @@ class CompletionRequest(GenerationRequest):
 
     NOT_SERVED = (*GenerationRequest.NOT_SERVED, "suffix", "prompt_embeds")
 
-    prompt: list[TokenId] | list[list[TokenId]] | str | list[str] | None = None
+    prompt: Many[TokenId] | Many[Many[TokenId]] | str | Many[str] | None = None
     echo: bool | None = False
     logprobs: int | None = None
     max_tokens: int | None = 16
@@ -235,13 +277,20 @@ class CompletionRequest(GenerationRequest):
     def check(cls, data: Data) -> None:
         super().check(data)
         _check_counts(data, "logprobs")
+        outputs = data.get("structured_outputs")
+        if isinstance(outputs, dict) and sum(outputs.get(kind) is not None for kind in ("json", "regex", "choice")) > 1:
+            raise MinivllmError("structured_outputs may have only one of json, regex and choice", "structured_outputs")
         if data.get("max_tokens") is None:
             # An explicit null means the default of this API, 16 tokens.
             data.pop("max_tokens", None)
         if data.get("prompt") in (None, ""):
             raise MinivllmError("there is no prompt; give a text or token ids", "prompt")
-        if data["prompt"] == []:
+        prompt = data["prompt"]
+        if prompt == []:
             raise MinivllmError("the list of prompts is empty; give at least one")
+        # Token ids of one prompt may be more.
+        if isinstance(prompt, list) and len(prompt) > MAX_PROMPTS and not isinstance(prompt[0], int):
+            raise MinivllmError(f"there are {len(prompt)} prompts; the maximum is {MAX_PROMPTS}", "prompt")
 
 
 # Chats. A message keeps the fields that we do not know: its template may read them.
@@ -317,22 +366,23 @@ class ChatTemplateRequest(OpenAIBaseModel):
     NOT_SERVED = ("chat_template",)
 
     model: str | None = None
-    messages: list[ChatCompletionMessageParam]
+    messages: Many[ChatCompletionMessageParam]
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     add_special_tokens: bool = False
-    documents: list[dict[str, str]] | None = None
+    documents: Many[dict[str, str]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    tools: list[ChatCompletionToolsParam] | None = None
+    tools: Many[ChatCompletionToolsParam] | None = None
 
 
 class ChatCompletionRequest(ChatTemplateRequest, GenerationRequest):
     """The body of `POST /v1/chat/completions`."""
 
     NOT_SERVED = (
-        *ChatTemplateRequest.NOT_SERVED, *GenerationRequest.NOT_SERVED, "echo", "return_prompt_text",
+        *ChatTemplateRequest.NOT_SERVED, *GenerationRequest.NOT_SERVED, "return_prompt_text",
     )  # fmt: skip
 
+    echo: bool = False
     logprobs: bool | None = False
     top_logprobs: int | None = 0
     max_tokens: int | None = None
@@ -347,8 +397,16 @@ class ChatCompletionRequest(ChatTemplateRequest, GenerationRequest):
         return self.max_tokens if newer is None else newer
 
     @property
+    def token_limit_name(self) -> str:
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+
+    @property
     def num_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        return self.top_logprobs if self.prompt_logprobs is None and self.echo else self.prompt_logprobs
 
     @property
     def forced_tools(self) -> list[ChatCompletionToolsParam]:
@@ -368,14 +426,17 @@ class ChatCompletionRequest(ChatTemplateRequest, GenerationRequest):
             raise MinivllmError("top_logprobs need `logprobs: true`", "top_logprobs")
         if data.get("tools") == []:
             raise MinivllmError("tools is an empty list; name a tool, or leave it out", "tools")
+        choice = data.get("tool_choice")
+        if choice not in (None, "none") and data.get("tools") is None:
+            raise MinivllmError("tool_choice needs tools", "tool_choice")
+        if choice not in (None, "none", "auto", "required") and not isinstance(choice, dict):
+            raise MinivllmError('tool_choice must be "none", "auto", "required" or name a tool', "tool_choice")
 
     @model_validator(mode="after")
     def _check_tools(self) -> Self:
         if "tool_choice" not in self.model_fields_set and self.tools:
             self.tool_choice = "auto"
         choice = self.tool_choice
-        if choice not in (None, "none") and not self.tools:
-            raise MinivllmError("tool_choice needs tools", "tool_choice")
         if isinstance(choice, ChatCompletionNamedToolChoiceParam) and not self.forced_tools:
             name = choice.function.name
             raise MinivllmError(f"tool_choice names {name!r}, which is not among the tools", "tool_choice")
@@ -420,4 +481,4 @@ class DetokenizeRequest(OpenAIBaseModel):
     """The body of `POST /detokenize`."""
 
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: Many[TokenId]

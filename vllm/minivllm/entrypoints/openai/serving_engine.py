@@ -30,6 +30,7 @@ from minivllm.entrypoints.openai.protocol import (
 from minivllm.entrypoints.openai.serving_models import OpenAIServingModels
 from minivllm.entrypoints.openai.settings import FrontendArgs
 from minivllm.entrypoints.openai.stream import EventStream
+from minivllm.entrypoints.openai.time_limit import in_thread
 from minivllm.errors import MinivllmError
 from minivllm.inputs import TokensPrompt
 from minivllm.sampling_params import MAX_N, SamplingParams
@@ -39,7 +40,10 @@ CHARACTERS_IN_LOOP = 4096
 """A longer text is tokenized in a thread, so that other clients need not wait; as many tokens are
 turned into text there.
 """
+MIN_TOKENIZED_CHARACTERS, CHARACTERS_PER_TOKEN = 2**20, 8
+"""A text may have as many characters as the longest prompt of tokens with eight characters each."""
 MAX_RANK_DIGITS = 6
+SECONDS_TO_RENDER = 10.0
 
 
 class OpenAIServing:
@@ -85,16 +89,19 @@ class OpenAIServing:
         # behind.
         self.check(request)
         prompts = await endpoint.prompts_of(self, request)
-        params = [self.sampling_params(request, prompt) for prompt in prompts]
+        params = []
+        for prompt in prompts:
+            params.append(self.sampling_params(request, prompt))
+            # A thousand prompts in a row would block the other clients.
+            await asyncio.sleep(0)
         client_id = headers.get("x-request-id") or request.request_id or uuid.uuid4().hex[:16]
         client_id = client_id.encode("utf8", "replace").decode()[:1024]
-        request_id = f"{endpoint.id_prefix}-{client_id}"
+        request_id = f"{endpoint.id_prefix}{client_id}"
         requests = await self.start(request, request_id, prompts, params, headers)
-        answer = endpoint(self, request, request_id, prompts)
+        answer = endpoint(self, request, request_id, prompts, params)
         # Nothing has been awaited yet: an error up to here is a status, later ones are events.
         if request.stream:
-            events = as_stream(answer.events(requests), requests)
-            return EventStream(events, requests.close, self.engine.parts)
+            return EventStream(as_stream(answer, requests), requests.close, self.engine.parts)
         try:
             return await answer.whole(requests)
         finally:
@@ -108,11 +115,12 @@ class OpenAIServing:
         """
         self.models.check(request.model)
         is_text = isinstance(request, TokenizeCompletionRequest)
-        text = request.prompt if is_text else self.rendered(request)
+        text = request.prompt if is_text else await self.rendered(request)
         token_ids = await self.tokenize(text, request.add_special_tokens)
         names = None
         if request.return_token_strs:
-            names = [self.tokenizer.id_to_token(token) or "" for token in token_ids]
+            spelling = self.tokenizer.id_to_token
+            names = await asyncio.to_thread(lambda: [spelling(token) or "" for token in token_ids])
         return {
             "count": len(token_ids),
             "max_model_len": self.limits.max_model_len,
@@ -187,7 +195,8 @@ class OpenAIServing:
         longest, length = self.limits.max_model_len, len(prompt["prompt_token_ids"])
         max_tokens = request.token_limit
         if max_tokens is not None and max_tokens > longest:
-            raise MinivllmError(f"max_tokens is {max_tokens}; max_model_len is {longest}", "max_tokens")
+            name = request.token_limit_name
+            raise MinivllmError(f"{name} is {max_tokens}; max_model_len is {longest}", name)
         if length > longest:
             raise MinivllmError(
                 f"the prompt has {length} tokens; the model's maximum context length is {longest} tokens",
@@ -235,7 +244,6 @@ class OpenAIServing:
                 # others of the same id.
                 engine_id = f"{request_id}-{index}-{next(self._numbers)}"
                 await requests.add(engine_id, prompt, prompt_params, **settings)
-                # Thousands of prompts in a row would block the other clients.
                 await asyncio.sleep(0)
         except BaseException:
             requests.close()
@@ -255,7 +263,16 @@ class OpenAIServing:
         return TokensPrompt(prompt_token_ids=token_ids, prompt=text)
 
     async def tokenize(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Return the token ids of a text."""
+        """Return the token ids of a text.
+
+        Raises:
+            MinivllmError: it is very long. The library frees a long text's tokens in one go, which
+                holds up everybody.
+        """
+        most = max(MIN_TOKENIZED_CHARACTERS, CHARACTERS_PER_TOKEN * self.limits.max_model_len)
+        if len(text) > most:
+            message = f"the text has {len(text):,} characters; at most {most:,} are tokenized here"
+            raise MinivllmError(message, "input_text")
         encodable(text, "the prompt")
         tokenizer = self.tokenizer
 
@@ -277,13 +294,14 @@ class OpenAIServing:
 
         return decode() if len(token_ids) < CHARACTERS_IN_LOOP else await asyncio.to_thread(decode)
 
-    def rendered(self, request: ChatTemplateRequest, **further: Any) -> str:
+    async def rendered(self, request: ChatTemplateRequest, **further: Any) -> str:
         """Return the prompt for a conversation.
 
         Raises:
-            MinivllmError: there is no template, or it rejects the messages.
+            MinivllmError: there is no template, it rejects the messages, or it takes too long.
         """
-        if self.template is None:
+        template = self.template
+        if template is None:
             raise MinivllmError(NO_TEMPLATE)
         tools = request.tools
         variables = {
@@ -297,7 +315,11 @@ class OpenAIServing:
         # A client may set any variable of the template but the messages.
         variables.pop("messages", None)
         form = self.settings.chat_template_content_format
-        return render(self.template, request.messages, variables, request.continue_final_message, form)
+
+        def text() -> str:
+            return render(template, request.messages, variables, request.continue_final_message, form)
+
+        return await in_thread(text, SECONDS_TO_RENDER, "the chat template")
 
 
 def _data_parallel_rank(headers: Mapping[str, str]) -> int | None:

@@ -1,7 +1,7 @@
 """The server's flags, apart from those of the engine.
 
 In vLLM v0.33.0: `vllm/entrypoints/common/cli_args.py` (`FrontendArgs`). Names and defaults are
-vLLM's.
+vLLM's, except where a line says so; vLLM has many more.
 """
 
 from dataclasses import dataclass, field
@@ -77,3 +77,8 @@ class FrontendArgs(HttpArgs):
         super().__post_init__()
         if self.enable_auto_tool_choice and self.tool_call_parser is None:
             raise MinivllmError(f"enable_auto_tool_choice needs a tool_call_parser: one of {', '.join(PARSERS)}")
+
+    @property
+    def auto_tool_parser(self) -> str | None:
+        """The parser of calls that the model makes freely; None if it may not make any."""
+        return self.tool_call_parser if self.enable_auto_tool_choice else None

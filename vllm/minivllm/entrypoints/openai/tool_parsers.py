@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from minivllm.entrypoints.openai.tool_calls import as_text, call_of
@@ -18,6 +18,10 @@ HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)+")\s*,\s*"(?:arguments
 """A call up to its arguments, with its keys in the order in which models are trained to write them."""
 PYTHON_TAG = "<|python_tag|>"
 BEFORE_JSON = re.compile(rf"\s*(?:{re.escape(PYTHON_TAG)})?\s*;?\s*(?=\{{)")
+MARKS = re.compile(r'\\.|\\\Z|["{}]', re.DOTALL)
+"""What decides where JSON ends; a backslash at the end of the text stands alone."""
+MAX_HEAD_CHARACTERS = 512
+"""A call that has not begun by then is read at its end."""
 decode = json.JSONDecoder().raw_decode
 
 
@@ -28,6 +32,8 @@ class Call:
     name: str
     arguments: str
     complete: bool = True
+    is_open: bool = False
+    """Whether its arguments have not ended either."""
 
 
 @dataclass(frozen=True)
@@ -49,13 +55,14 @@ class Syntax:
         """Return how many characters at the end of a text may still become an opener, or behind a
         call its closer.
         """
-        if behind_call and (self.closer.startswith(rest.lstrip()) if self.closer else rest.strip() in ("", ";")):
+        if not self.opener:
+            bare = rest.lstrip()
+            begins = PYTHON_TAG.startswith(bare) or bare.removeprefix(PYTHON_TAG).strip() in ("", ";")
+            return len(rest) if begins else 0
+        if behind_call and self.closer.startswith(rest.lstrip()):
             return len(rest)
-        if not self.opener and not rest.strip():
-            return len(rest)
-        opener = self.opener or PYTHON_TAG
-        longest = min(len(opener), len(rest))
-        return next(length for length in range(longest, -1, -1) if opener.startswith(rest[len(rest) - length :]))
+        longest = min(len(self.opener), len(rest))
+        return next(size for size in range(longest, -1, -1) if self.opener.startswith(rest[len(rest) - size :]))
 
     def end(self, text: str, position: int) -> int:
         """Return where a call's closer ends that may begin here."""
@@ -70,13 +77,19 @@ PARSERS = {"hermes": Syntax("<tool_call>", "</tool_call>"), "llama3_json": Synta
 
 
 class ToolParser:
-    """The calls and the other text of one answer, read as it grows."""
+    """The calls and the other text of one answer, read as it grows.
+
+    `_rest` is the part of the answer that is not settled: text that may begin a call, or a call that
+    has not ended. Inside a call, the text is parsed again only where a brace closes.
+    """
 
     def __init__(self, name: str) -> None:
         self._syntax = PARSERS[name]
-        self._text = ""
-        self._num_sent = 0
+        self._rest = ""
+        self._is_text = self._drops_blanks = False
+        self._num_complete = 0
         self._arguments_sent: list[int] = []
+        self._open: OpenCall | None = None
 
     @property
     def num_calls(self) -> int:
@@ -85,53 +98,132 @@ class ToolParser:
 
     def whole(self, text: str) -> tuple[str, list[dict[str, Any]]]:
         """Return the content and the calls of a complete answer. A call that is cut off is content."""
-        content, calls = _read(text, self._syntax, is_last=True, keeps_begun=False)
-        self._arguments_sent = [len(call.arguments) for call in calls]
-        return content, [call_of(call.name, as_text(json.loads(call.arguments))) for call in calls]
+        read = _read(text, self._syntax, is_last=True, keeps_begun=False)
+        self._arguments_sent = [len(call.arguments) for call in read.calls]
+        return read.content, [call_of(call.name, as_text(json.loads(call.arguments))) for call in read.calls]
 
     def new(self, text: str, is_last: bool) -> tuple[str, list[dict[str, Any]]]:
         """Return the content, and the deltas of calls, that this piece of the answer adds."""
-        self._text += text
-        content, calls = _read(self._text, self._syntax, is_last, keeps_begun=True)
-        piece, self._num_sent = content[self._num_sent :], len(content)
+        if self._is_text:
+            return text, []
+        self._rest += text
+        if self._open is not None and not is_last and not self._open.may_change(self._rest):
+            return "", [self._added(text)] if text and self._open.sends else []
+        read = _read(self._rest, self._syntax, is_last, keeps_begun=True, drops_blanks=self._drops_blanks)
         deltas: list[dict[str, Any]] = []
-        for index, call in enumerate(calls):
+        for index, call in enumerate(read.calls, self._num_complete):
             if index == len(self._arguments_sent):
                 self._arguments_sent.append(len(call.arguments))
                 deltas.append({"index": index, **call_of(call.name, call.arguments)})
             elif added := call.arguments[self._arguments_sent[index] :]:
-                self._arguments_sent[index] = len(call.arguments)
-                deltas.append({"index": index, "function": {"arguments": added}})
-        return piece, deltas
+                deltas.append(self._added(added))
+        self._settle(read)
+        return read.content, deltas
+
+    def _added(self, arguments: str) -> dict[str, Any]:
+        self._arguments_sent[-1] += len(arguments)
+        return {"index": len(self._arguments_sent) - 1, "function": {"arguments": arguments}}
+
+    def _settle(self, read: Read) -> None:
+        """Drop what no later text can change."""
+        self._num_complete += read.num_settled_calls
+        self._is_text = read.is_text
+        self._drops_blanks = not read.ends_in_content and (self._drops_blanks or read.num_settled_calls > 0)
+        self._rest = self._rest[read.settled :]
+        if read.open_at is None:
+            self._open = None
+            return
+        if self._open is None or read.settled:
+            self._open = OpenCall(read.open_at - read.settled)
+            self._open.may_change(self._rest)
+        self._open.is_begun = bool(read.calls) and not read.calls[-1].complete
+        self._open.sends = self._open.is_begun and read.calls[-1].is_open
 
 
-def _read(text: str, syntax: Syntax, is_last: bool, keeps_begun: bool) -> tuple[str, list[Call]]:
+class OpenCall:
+    """A call that has not ended: how far its braces are counted. `sends`: all further text belongs
+    to its arguments until a brace closes.
+    """
+
+    def __init__(self, start: int) -> None:
+        self.is_begun = self.sends = False
+        self._counted = start
+        self._depth = 0
+        self._in_string = False
+        self._is_over = False
+
+    def may_change(self, text: str) -> bool:
+        """Count the braces up to the end of the text. Return whether the call, or its arguments, may
+        have ended or begun there.
+        """
+        was_over, closes = self._is_over, False
+        end = len(text)
+        for match in MARKS.finditer(text, self._counted):
+            if match[0] == "\\":  # what it escapes is still to come
+                end = match.start()
+            elif match[0] == '"':
+                self._in_string = not self._in_string
+            elif not self._in_string and match[0] in "{}":
+                self._depth += 1 if match[0] == "{" else -1
+                closes = closes or (match[0] == "}" and self._depth <= 1)
+                self._is_over = self._is_over or self._depth <= 0
+        self._counted = end
+        return (closes and not was_over) or not (self.is_begun or len(text) > MAX_HEAD_CHARACTERS)
+
+
+@dataclass
+class Read:
+    """The result of reading a text: its content and calls; how much of it, and how many of its
+    calls, no later text can change; and where the JSON of a call begins that has not ended.
+    """
+
+    content: str = ""
+    calls: list[Call] = field(default_factory=list)
+    settled: int = 0
+    num_settled_calls: int = 0
+    open_at: int | None = None
+    is_text: bool = False
+    ends_in_content: bool = False
+
+
+def _read(text: str, syntax: Syntax, is_last: bool, keeps_begun: bool, drops_blanks: bool = False) -> Read:
     """Return the content and the calls of a text that may still grow.
 
     Both only grow with the text, so what has been sent stays true. `keeps_begun`: a call whose name
-    has been sent remains one, whatever follows.
+    has been sent remains one, whatever follows. `drops_blanks`: the text follows a call directly.
     """
-    content = ""
-    calls: list[Call] = []
+    read = Read()
     position = 0
     behind_call = False
     while start := syntax.start(text, position):
-        content += _between(text[position : start[0]], calls)
+        read.content += _between(text[position : start[0]], drops_blanks)
+        read.settled, read.num_settled_calls = start[0], len(read.calls)
         call, end = _read_call(text, start[1])
+        if not is_last and end is None:
+            read.open_at = start[1]
         if call is None and end is None and not is_last:
-            return content, calls
+            return read
         if call is None or not (call.complete or keeps_begun):
             position = _closed(text, syntax, start[1]) if end is None else end
-            content += text[start[0] : position]
+            read.content += text[start[0] : position]
+            read.settled = position
             behind_call = False
             continue
-        calls.append(call)
-        end = len(text) if end is None else end
+        read.calls.append(call)
+        drops_blanks = True
+        if end is None:
+            return read
         position = syntax.end(text, end)
         behind_call = position == end
     rest = text[position:]
     held = 0 if is_last else syntax.held(rest, behind_call)
-    return content + _between(rest[: len(rest) - held], calls), calls
+    added = _between(rest[: len(rest) - held], drops_blanks)
+    read.content += added
+    read.ends_in_content = bool(added)
+    read.is_text = not syntax.opener and bool(added.strip())
+    if added or not behind_call:
+        read.settled, read.num_settled_calls = position + len(added), len(read.calls)
+    return read
 
 
 def _read_call(text: str, position: int) -> tuple[Call | None, int | None]:
@@ -155,7 +247,7 @@ def _read_begun(text: str, position: int) -> Call | None:
     try:
         end = decode(text, head.end())[1]
     except (ValueError, RecursionError):
-        end = len(text)
+        return Call(json.loads(head[1]), text[head.end() :], complete=False, is_open=True)
     return Call(json.loads(head[1]), text[head.end() : end], complete=False)
 
 
@@ -165,5 +257,5 @@ def _closed(text: str, syntax: Syntax, position: int) -> int:
     return len(text) if end < 0 else end + len(syntax.closer)
 
 
-def _between(text: str, calls: list[Call]) -> str:
-    return "" if calls and not text.strip() else text
+def _between(text: str, drops_blanks: bool) -> str:
+    return "" if drops_blanks and not text.strip() else text
