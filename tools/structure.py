@@ -41,7 +41,7 @@ BUDGETS = {
     "minivllm_simulate": 1_820,
     "widgets": 10_700,
     "benchmarks": 5_050,
-    "tests": 37_400,
+    "tests": 38_600,
     "the spine": 3_550,
 }
 """Most code lines of each part."""
