@@ -37,11 +37,11 @@ PARTS = {
 }
 BUDGETS = {
     "the engine": 20_150,
-    "minivllm_lab": 14_900,
-    "minivllm_simulate": 1_820,
+    "minivllm_lab": 15_560,
+    "minivllm_simulate": 1_830,
     "widgets": 10_700,
-    "benchmarks": 4_850,
-    "tests": 36_900,
+    "benchmarks": 4_870,
+    "tests": 37_000,
     "the spine": 3_550,
 }
 """Most code lines of each part."""
