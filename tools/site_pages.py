@@ -89,7 +89,7 @@ def pages_of(root: Path, repository: str) -> Pages:
     about the engine.
     """
     wanted = ["README.md", "lessons/[0-9][0-9]_*.md", "lessons/README.md", "lessons/GLOSSARY.md"]
-    wanted += ["lessons/predict.md", "lessons/left_out.md"]
+    wanted += ["lessons/predict.md", "lessons/workload.md", "lessons/left_out.md"]
     wanted += ["site/exercises.md", "lessons/bugs/README.md", "lessons/reading/*.md", "lessons/notes/*.md"]
     wanted += ["workshop/*.md", "workshop/guides/*.md", "workshop/quiz/*.md", "workshop/handouts/*.md"]
     wanted += ["ARCHITECTURE.md", "benchmarks/PERFORMANCE.md"]
