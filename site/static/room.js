@@ -87,7 +87,7 @@ class Presenter {
   }
 
   press(key) {
-    const acts = { ArrowRight: () => this.show(this.at + 1), ArrowLeft: () => this.show(this.at - 1), r: () => this.reveal(), t: () => this.time(60) };
+    const acts = { ArrowRight: () => this.show(this.at + 1), ArrowLeft: () => this.show(this.at - 1), r: () => this.reveal(), t: () => this.time(60), Escape: () => this.dialog.close() };
     acts[key]?.();
   }
 
