@@ -37,7 +37,7 @@ PARTS = {
 }
 BUDGETS = {
     "the engine": 20_150,
-    "minivllm_lab": 14_900,
+    "minivllm_lab": 15_000,
     "minivllm_simulate": 1_820,
     "widgets": 10_700,
     "benchmarks": 4_850,
