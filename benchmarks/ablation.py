@@ -342,18 +342,21 @@ def _pair(values: Iterable[float | None]) -> str:
     return " / ".join(known) or "—"
 
 
-def draw(figures: dict[str, Any], path: str) -> None:
+def draw(found: dict[str, Any], path: str) -> None:
     """Draw how many times the throughput each lever is worth when it alone is left out: a dot for
     each kind of work.
     """
+    figures, machine = found["figures"], found["machine"]
     order = _our_order(figures)
     ranks = {name: f"{name} ({BY_NAME[name].rank or 'not in the list'})" for name in order}
-    with panels(path, columns=1, width=7.4, height=4.2) as (axis,):
+    with panels(path, columns=1, width=7.2, height=4.2) as (axis,):
         axis.axvline(1, color=GREY, linewidth=1)
-        for (work, found), colour in zip(figures.items(), (BLUE, ORANGE), strict=True):
-            factors = [found["leave_one_out"][name]["factor"] for name in order]
+        for (work, each), colour in zip(figures.items(), (BLUE, ORANGE), strict=True):
+            factors = [each["leave_one_out"][name]["factor"] for name in order]
             axis.plot(factors, range(len(order)), "o", color=colour, label=work)
         axis.set(xscale="log", xlim=(0.7, 60), title="Throughput with all levers, over throughput without this one")
+        where = machine["gpu"] or f"{machine['cores']} cores of an {machine['cpu']} processor"
+        axis.set_xlabel(f"the embedded model on {where}\n(in brackets: the rank in the list)")
         axis.set_xticks((1, 2, 4, 8, 16, 32), ("1 ×", "2 ×", "4 ×", "8 ×", "16 ×", "32 ×"))
         axis.set_xticks((), minor=True)
         axis.set_yticks(range(len(order)), ranks.values())
@@ -386,7 +389,7 @@ def main(arguments: argparse.Namespace) -> None:
     if arguments.json:
         write_record(arguments.json, found)
     if arguments.plot:
-        draw(found["figures"], arguments.plot)
+        draw(found, arguments.plot)
     if arguments.readme:
         for page, text in pages(found).items():
             page.write_text(text)

@@ -27,7 +27,7 @@ from minivllm_lab.disaggregation.model_checks import disaggregation_checks, disa
 from minivllm_lab.disaggregation.tuning import best_budget, best_split, break_even, winning_budgets
 from minivllm_lab.figures import panels
 from minivllm_lab.progress import track
-from minivllm_lab.results import record, write_json
+from minivllm_lab.results import read_record, record, write_json
 from minivllm_lab.tables import table
 from minivllm_simulate.cost_model import ARITHMETIC_EFFICIENCY, MATMUL_EFFICIENCY
 from minivllm_simulate.hardware import get_hardware
@@ -139,12 +139,15 @@ def draw(found: dict[str, Any], levels: tuple[float, ...], path: str) -> None:
     two shares of the peak.
     """
     milliseconds = [1e3 * level for level in levels]
-    with panels(path, 1, 7.2, 4.2) as (axes,):
-        for (kind, shares), colour in zip(found.items(), (palette.BLUE, palette.ORANGE, palette.GREEN), strict=False):
+    with panels(path, 1, 7.2, 4.5) as (axes,):
+        for (kind, shares), colour in zip(
+            found.items(), (palette.PURPLE, palette.GREEN, palette.VERMILLION), strict=False
+        ):
             prompt, output = map(int, kind.split("/"))
             low, high = ([max(ms, FLOOR_MS) for ms in ones] for ones in shares.values())
             axes.fill_between(milliseconds, low, high, color=colour, alpha=0.25)
             axes.plot(milliseconds, low, "o-", color=colour, label=f"{prompt:,} tokens in, {output} out")
+            peaks = [f"{float(share):.0%}" for share in shares]
         axes.set(xscale="log", yscale="log", xlabel="ms that a token may take", ylabel="ms more in a mixed step")
         axes.set_title("What a mixed step may cost more before two pools win (modelled)")
         axes.set_xticks(milliseconds, [f"{level:g}" for level in milliseconds], minor=False)
@@ -152,7 +155,8 @@ def draw(found: dict[str, Any], levels: tuple[float, ...], path: str) -> None:
         axes.minorticks_off()
         axes.text(0.03, 0.95, "two pools sustain more", transform=axes.transAxes, va="top")
         axes.text(0.97, 0.05, "one pool sustains more", transform=axes.transAxes, ha="right")
-        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncol=3)
+        title = f"requests; dots: arithmetic at {peaks[0]} of the peak, far edge of a band: at {peaks[-1]}"
+        axes.legend(title=title, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncol=3)
 
 
 def transfers() -> dict[str, dict[str, dict[str, float]]]:
@@ -209,6 +213,11 @@ def print_checks(counted: int) -> list[dict[str, Any]]:
 
 
 def main(arguments: argparse.Namespace) -> None:
+    if arguments.source:
+        shown = read_record(arguments.source, "disaggregation_model")["figures"]
+        print_edges(shown["edge"], tuple(shown["edge_levels"]))
+        draw(shown["edge"], tuple(shown["edge_levels"]), arguments.plot)
+        return
     kinds, counted = (KINDS[1:2], 60) if arguments.quick else (KINDS, arguments.requests)
     found = goodput_map(kinds, counted)
     print_map(found)
@@ -235,6 +244,7 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--requests", type=int, default=60, help="requests that count in a run (default: 60)")
     flags.add_argument("--quick", action="store_true", help="one kind of request, 60 requests")
     flags.add_argument("--plot", metavar="FILE", help="also draw the edge to FILE, an SVG")
+    flags.add_argument("--from", dest="source", metavar="FILE", help="draw an earlier run's edge to --plot")
     flags.add_argument("--json", metavar="FILE", help="also write the figures to FILE")
     return flags
 

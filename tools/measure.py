@@ -3,6 +3,7 @@ notebook.
 
     uv run python tools/measure.py 01                  # make measure N=01
     uv run python tools/measure.py 01 --machine h100   # on another machine: only its results file
+    uv run python tools/measure.py 01 --redraw         # only the figure, from the recorded results
 
 A lesson, or its page in `lessons/notes`, quotes output in a fence under a comment that names the
 command and, after bars, the parts to show:
@@ -17,11 +18,13 @@ also writes the results and the figure, so all of a lesson's numbers come from o
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import shlex
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 from minivllm.errors import MinivllmError
@@ -90,19 +93,30 @@ def filled(text: str, outputs: dict[str, str]) -> str:
     return QUOTE.sub(quote, text)
 
 
+def redraw(stem: str, path: str) -> None:
+    """Draw a lesson's figure from its recorded results, without measuring again."""
+    recorded = json.loads((ROOT / "benchmarks" / "results" / f"{stem}.cpu.json").read_text())
+    import_module(f"minivllm_lab.{stem[3:]}.report").draw(recorded["figures"], path)
+
+
 def main() -> int:
     """Measure one lesson and refresh everything that quotes it."""
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("number", help="the lesson's number, as in 01")
     parser.add_argument("--machine", default="cpu", help="the machine that measures (default: cpu)")
+    parser.add_argument("--redraw", action="store_true", help="draw the figure again from the recorded results")
     arguments = parser.parse_args()
     stem = stem_of(arguments.number)
+    figure = f"lessons/figures/{stem}.svg"
+    if arguments.redraw:
+        redraw(stem, str(ROOT / figure))
+        return 0
     results = ["--json", f"benchmarks/results/{stem}.{arguments.machine}.json"]
     if arguments.machine != "cpu":
         print(output_of(f"vllm/{stem}.py", results))
         return 0
     script = f"vllm/{stem}.py"
-    outputs = {script: output_of(script, [*results, "--plot", f"lessons/figures/{stem}.svg"])}
+    outputs = {script: output_of(script, [*results, "--plot", figure])}
     for page in pages_of(ROOT / "lessons", stem[:2]):
         page.write_text(filled(page.read_text(), outputs))
     pictures = [["-P", "-m", "widgets", name] for name, file in IN_LESSONS.items() if file.startswith(stem[:2])]

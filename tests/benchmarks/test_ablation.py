@@ -81,6 +81,6 @@ def test_the_pages_and_the_figure_show_what_was_measured(bench, tmp_path):
     record = json.loads(RESULTS.read_text())
     stale = [page.name for page, text in bench.pages(record).items() if page.read_text() != text]
     assert stale == [], "benchmarks/ablation.py --from … --readme"
-    bench.draw(record["figures"], str(tmp_path / "ablation.svg"))
+    bench.draw(record, str(tmp_path / "ablation.svg"))
     drawn, shown = contents(tmp_path / "ablation.svg"), contents(ROOT / "lessons/figures/05_ablation.svg")
     assert not contents_differ(drawn, shown), "benchmarks/ablation.py --from … --plot"

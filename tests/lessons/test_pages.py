@@ -3,11 +3,13 @@ stays short.
 """
 
 import json
+import re
 from importlib import import_module
 from pathlib import Path
 from subprocess import CompletedProcess
 
 import pytest
+from pictures import contents, contents_differ
 from refusals import assert_refused
 
 from minivllm_lab.exercise import load
@@ -73,6 +75,23 @@ def test_output_is_filled_on_both_pages_from_one_run(folder, monkeypatch):
         for page in pages_of(folder, "01")
     )
     assert all("Text.\n\n```text\nno output" in page.read_text() for page in pages_of(folder, "01"))
+
+
+STEMS = [path.stem for path in sorted(LESSONS.glob("[0-9][0-9]_*.md"))]
+
+
+@pytest.mark.parametrize("stem", STEMS)
+def test_a_lessons_figure_shows_its_recorded_results(stem, tmp_path):
+    """The script draws it when it measures; `tools/measure.py NN --redraw` draws it again."""
+    measure.redraw(stem, str(tmp_path / "figure.svg"))
+    drawn, shown = contents(tmp_path / "figure.svg"), contents(LESSONS / "figures" / f"{stem}.svg")
+    assert contents_differ(drawn, shown) == []
+
+
+def test_every_figure_is_shown_on_a_page():
+    pages = [ROOT / "README.md", *LESSONS.glob("*.md"), *NOTES]
+    shown = {name for page in pages for name in re.findall(r"figures/(\w+\.svg)", page.read_text())}
+    assert {path.name for path in LESSONS.glob("figures/*.svg")} == shown
 
 
 def test_no_quoted_output_is_empty():

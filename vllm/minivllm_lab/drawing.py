@@ -16,6 +16,8 @@ from minivllm_lab.palette import INK
 
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', 'DejaVu Sans', sans-serif"
 MONO = "ui-monospace, SFMono-Regular, Menlo, Consolas, 'DejaVu Sans Mono', monospace"
+MONO_GLYPH = 0.61
+"""The width of a monospaced glyph as a fraction of the font size."""
 QUIET = "#5F6368"
 """Axis labels and notes: less loud than INK, and still 5.9 : 1 against white."""
 RULE = "#DADCE0"
@@ -64,7 +66,7 @@ def rect(
         return shape
     colour = ink_on(fill) if fill.startswith("#") and opacity is None else INK
     middle = (x + width / 2, y + height / 2 + size * 0.36)
-    return shape + text(*middle, label, size=size, colour=colour, anchor="middle", mono=mono)
+    return shape + text(*middle, label, size=size, colour=colour, anchor="middle", mono=mono, room=width - 4)
 
 
 def text(
@@ -77,12 +79,15 @@ def text(
     anchor: str = "start",
     bold: bool = False,
     mono: bool = False,
+    room: float | None = None,
 ) -> str:
     """Return one line of text with its baseline at y and its `anchor` (start, middle or end) at x.
-    Spaces are kept.
+    Spaces are kept. A monospaced text wider than `room` keeps its height and is condensed.
     """
     style = attributes(font_size=size, fill=colour, text_anchor=None if anchor == "start" else anchor)
     style += attributes(font_weight=600 if bold else None, font_family=MONO if mono else None)
+    if mono and room is not None and len(content) * MONO_GLYPH * size > room:
+        style += f' textLength="{number(room)}" lengthAdjust="spacingAndGlyphs"'
     kept = ' xml:space="preserve"' if "  " in content or content != content.strip() else ""
     return f"<text{attributes(x=x, y=y)}{style}{kept}>{escape(content, quote=False)}</text>"
 
@@ -143,10 +148,9 @@ def block(
 
 def _piece(x: float, y: float, width: float, height: float, content: str, fill: str) -> str:
     """Return text in the middle of a slot; as large as fits, from 13 down to 11 pixels."""
-    size = max(11.0, min(float(BODY), (width - 4) / max(len(content), 1) / 0.61))
-    return text(
-        x + width / 2, y + height / 2 + 4.5, content, size=size, colour=ink_on(fill), anchor="middle", mono=True
-    )
+    size = max(11.0, min(float(BODY), (width - 4) / max(len(content), 1) / MONO_GLYPH))
+    middle = (x + width / 2, y + height / 2 + 4.5)
+    return text(*middle, content, size=size, colour=ink_on(fill), anchor="middle", mono=True, room=width - 4)
 
 
 def tint(colour: str, share: float = 0.25) -> str:

@@ -15,6 +15,8 @@ from minivllm.errors import MinivllmError
 from minivllm_lab import palette
 from minivllm_lab.results import ensure_writable
 
+SMALL_TEXT = 9
+"""The smallest size of text in points: 12 pixels."""
 STYLE: Any = {  # matplotlib types the names of its settings as literals
     "font.size": 10,
     "axes.titlesize": 11,
@@ -34,9 +36,9 @@ STYLE: Any = {  # matplotlib types the names of its settings as literals
 
 
 @contextmanager
-def panels(path: str | Path, columns: int, width: float = 4.2, height: float = 3.6) -> Iterator[list]:
+def panels(path: str | Path, columns: int, width: float = 3.64, height: float = 3.4) -> Iterator[list]:
     """Yield `columns` axes side by side, each `width` inches wide; on exit the figure is written to
-    `path`.
+    `path`. Two columns of the default width are 700 pixels, so that no page shrinks their text.
 
     The extension, .svg or .png, selects the format. The file holds no date, but the description
     holds the plotted data as JSON, so that drawings of the same data can be recognized whatever
@@ -96,17 +98,20 @@ def curves(axes: Any, lines: Mapping[str, Mapping[Any, float]], factor: float = 
     if octaves:
         ticks = sorted({int(x) for points in lines.values() for x in points})
         axes.set_xscale("log", base=2)
-        axes.set_xticks(ticks, [str(tick) for tick in ticks], fontsize=8)
+        axes.set_xticks(ticks, [str(tick) for tick in ticks], fontsize=SMALL_TEXT)
     if len(lines) > 1:
-        axes.legend(fontsize=8)
+        axes.legend(fontsize=SMALL_TEXT)
 
 
-def named_bars(axes: Any, bars: Iterable[tuple[str, float, str]]) -> None:
-    """Draw one bar for each (words, value, colour), from the top down; its words stand above it
-    and may be long.
+def dotted(axes: Any, rows: Mapping[str, Mapping[str, float]], colours: Iterable[str]) -> None:
+    """Draw `{row: {name: value}}` on a logarithmic x axis: a line for each row, from the top down,
+    with a dot for each name. A bar's length would say nothing there.
     """
-    for place, (words, value, colour) in enumerate(bars):
-        axes.barh(place + 0.2, value, 0.4, color=colour)
-        axes.annotate(words, (0, place - 0.03), xytext=(2, 0), textcoords="offset points", va="bottom", fontsize=9)
-    axes.set_yticks([])
-    axes.invert_yaxis()
+    names = dict.fromkeys(name for values in rows.values() for name in values)
+    for (name, colour), marker in zip(zip(names, colours, strict=False), "osD^", strict=False):
+        known = {place: values[name] for place, values in enumerate(rows.values()) if name in values}
+        axes.plot(list(known.values()), list(known), marker, color=colour, label=name)
+    axes.set(xscale="log", ylim=(len(rows) - 0.5, -0.5))
+    axes.set_yticks(range(len(rows)), list(rows))
+    axes.grid(axis="y", color=palette.PALE)
+    axes.set_axisbelow(True)

@@ -46,15 +46,26 @@ SCENES: dict[str, list[tuple[int, str, str]]] = {
     "prefix hit": [(0, NAME, PROMPT), (2, "print", "def add(a, b):\n    print")],
     "long prompt": [(0, NAME, PROMPT), (1, "long", "x = 1\ny = 2\nif x < y:\n    x = x + y\n    y = x")],
     "small pool": [(0, "class", "class Queue:\n    def __init__(self"), (1, NAME, PROMPT)],
+    "six chats": [
+        (0, name, prompt)
+        for name, prompt in (
+            (NAME, PROMPT),
+            ("for", "for i in"),
+            ("class", "class Queue:"),
+            ("import", "import"),
+            ("if", "if x:"),
+            ("while", "while x:"),
+        )
+    ],
 }
 """Scene -> (the step before which it arrives, name, prompt) of each request.
 
 In "company" a decode, a whole prompt and a chunk of a prompt share a step; in "prefix hit" the
 second request has the followed one's first 8 tokens, two full blocks; in "long prompt" a prompt of
 25 tokens comes while it decodes; in "small pool" there are blocks for one and a half of two
-requests.
+requests; in "six chats" all six decode in one step.
 """
-POOLS = {"small pool": (7, 16)}
+POOLS = {"small pool": (7, 16), "six chats": (32, 32)}
 """Scenes with another pool: (blocks, the greatest length of a request)."""
 
 
@@ -278,7 +289,7 @@ def _engine(num_blocks: int, max_model_len: int) -> EngineCore:
         torch.device("cpu"),
         CacheConfig(block_size=BLOCK_SIZE, num_gpu_blocks=num_blocks, enable_prefix_caching=True),
         max_model_len=max_model_len,
-        max_num_seqs=4,
+        max_num_seqs=8,
         max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
         dtype="float32",
     )

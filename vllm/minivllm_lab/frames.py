@@ -43,7 +43,7 @@ class Frames:
         """Return the SVG of one step; -1 is the last."""
         return self.stills[index]
 
-    def animated(self, seconds: float = 5.0) -> str:
+    def animated(self, seconds: float = 7.0) -> str:
         """Return one SVG that shows each still for `seconds`, the last one for twice as long, in a
         loop.
 

@@ -33,7 +33,7 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
     keys = [Segment(curve.name, 0, COLOURS[curve.name]) for curve in state.curves]
     _draw_level_key(drawing, (MARGIN + sum(34 + text_width(key.label, SMALL) for key in keys), y + 20), state)
     y = legend(drawing, (MARGIN, y + 20), keys, width - 2 * MARGIN)
-    main, goodput, queue = three_boxes(width, y + 14, 138 if state.note else 150, large=0.56)
+    main, goodput, queue = three_boxes(width, y + 6, 138 if state.note else 150, large=0.56)
     _draw_ttft(Axes(drawing, main, LOAD, TTFT), state, pinned)
     _draw_goodput(Axes(drawing, goodput, LOAD, Scale(0, 1)), state)
     most = max([40, *(point.queue for curve in state.curves for point in curve.points.values())])

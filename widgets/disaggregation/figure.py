@@ -20,7 +20,7 @@ TICKS = (1, 3, 10, 30, 100, 300)
 ROW, NAMES = 19, 92
 TIMES = (
     ("queue", "wait for a GPU", ORANGE),
-    ("prefill", "prefill", BLUE),
+    ("prefill", "prefill in shared steps", BLUE),
     ("room", "wait for blocks", PURPLE),
     ("link", "link", VERMILLION),
     ("decode", "first step", SKY),
@@ -176,7 +176,7 @@ def transfer_words(state: State) -> str:
     transfer = state.transfer
     size = f"{transfer.num_bytes / 1e6:,.0f} MB"
     return (
-        f"A prompt's keys and values: {size}, {seconds(transfer.seconds)} over {state.link}; its prefill takes "
+        f"A prompt's keys and values: {size}, {seconds(transfer.seconds)} over {state.link}; alone, its prefill takes "
         f"{seconds(transfer.prefill)}."
     )
 

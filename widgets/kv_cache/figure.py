@@ -18,7 +18,7 @@ from widgets.shell.theme import CARD, HELD, MID, MISSED, NOT_OURS, RESERVED, TIN
 if TYPE_CHECKING:
     from widgets.kv_cache.state import Pool, State
 
-BEFORE_CACHE = (("weights", BLUE), ("activations", PURPLE), ("outside torch", GREY), ("CUDA graphs", ORANGE))
+BEFORE_CACHE = (("weights", GREY), ("activations", PURPLE), ("outside torch", VERMILLION), ("CUDA graphs", GREEN))
 """The name and colour of each item that the ledger lists before the KV cache."""
 WIDE_HEIGHT = 468
 PANEL_HEIGHT, NARROW_PANEL_HEIGHT = 128, 176
@@ -73,7 +73,7 @@ def _draw_memory(drawing: Drawing, state: State) -> Box:
     if state.ledger:
         cache, rest = int(card * state.utilization) - needed, card - int(card * state.utilization)
         words = f"KV cache: {cache / GIB:.2f} GiB, {state.tokens:,} tokens of {state.bytes_per_token:,.0f} bytes"
-        segments.append(Segment(f"KV cache {cache / GIB:.1f}", cache, SKY, tip=words))
+        segments.append(Segment(f"KV cache {cache / GIB:.1f}", cache, ORANGE, tip=words))
         tip = (
             f"Not for this engine: {rest / GIB:.2f} GiB, the share that gpu_memory_utilization leaves to other programs"
         )

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from minivllm_lab.drawing import ink_on, text_width
-from minivllm_lab.palette import GREEN, ORANGE, PURPLE, SKY, YELLOW
+from minivllm_lab.palette import SKY
 from widgets.multi_lora.runs import Moment
 from widgets.multi_lora.state import State
 from widgets.shell.plot import MARGIN, Scale, counted, seconds
@@ -17,8 +17,6 @@ from widgets.shell.theme import IDLE, MID, MISSED, RESERVED
 TITLE = "Slot by slot"
 ROWS, HIGH = 4, 15
 """How many slots are drawn, and the height of each in pixels."""
-IN_USE = (ORANGE, SKY, GREEN, YELLOW, PURPLE)
-"""The colours of adapters, in turn; numbers tell them apart."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +80,7 @@ def _stays(strip: Sequence[Moment], row: int) -> Iterator[Stay]:
 def _draw_stay(drawing: Drawing, line: Box, stay: Stay, across: Scale) -> None:
     left, right = pixels(line, across, stay.start, stay.end)
     at = frames_from(stay.start, across)
-    colour = IN_USE[(stay.adapter - 1) % len(IN_USE)] if stay.in_use else RESERVED
+    colour = SKY if stay.in_use else RESERVED
     part = Box(left, line.y, max(right - left - 0.8, 0.6), line.height)
     words = "in use" if stay.in_use else "kept until another adapter takes its slot"
     drawing.rect(part, colour, tip=f"Adapter {stay.adapter}, {words}", at=at, group=f"adapter-{stay.adapter}")

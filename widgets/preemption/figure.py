@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from minivllm_lab.palette import BLUE, GREEN, INK, ORANGE
+from minivllm_lab.palette import BLUE, GREEN, INK, ORANGE, VERMILLION
 from minivllm_simulate.kv_links import LINKS, Link
 from minivllm_simulate.load_sweep import Span, spans
 from widgets.preemption.pool import draw_pool
@@ -59,6 +59,7 @@ def _keys(state: State) -> list[Key]:
         ("half done within", BLUE, "2 4", 1.8),
         (f"limit: {seconds(state.limit)}", GREEN, "4 3", 1.5),
         ("this load fills it", QUIET, "2 3", 1.5),
+        ("hatched: missed in the long run", VERMILLION, "", 2.0),
     ]
 
 

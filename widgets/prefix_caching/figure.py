@@ -283,6 +283,8 @@ def _draw_strip(drawing: Drawing, state: State, top: float) -> float:
     _draw_cover(drawing, box)
     with drawing.answer():
         strip.draw()
+        if not sum(state.here.found):
+            drawing.text((box.right, box.y - 9), "here no prompt hits", size=SMALL, colour=QUIET, anchor="end")
     return box.bottom + 10
 
 

@@ -30,7 +30,10 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
     drawing = Drawing(
         width, 0, f"{state.model} on {count} {state.gpu}", f"Latencies against the rate as {state.layout}"
     )
-    note = f"{state.model} on {count} {state.gpu} as {state.layout}; {modelled(state.error)}"
+    note = (
+        f"{state.model} on {count} {state.gpu} as {state.layout}; 99% of requests within "
+        f"{seconds(state.served.ttft)} and {seconds(state.served.tpot)} a token; {modelled(state.error)}"
+    )
     y = drawing.paragraph((MARGIN, drawing.heading((MARGIN, 23), "What this layout handles") + 18), note, width - 32)
     if state.work.note:
         y = drawing.paragraph((MARGIN, y + 17), state.work.note, width - 2 * MARGIN)

@@ -462,14 +462,15 @@ def draw_head(drawing: Drawing, title: str, note: str, error: str | None, keys: 
     return draw_keys(drawing, y + 19, keys)
 
 
-def three_boxes(width: float, y: float, high: float, *, large: float) -> tuple[Box, Box, Box]:
-    """Place a large plot with two small ones beside it, or all three in one column if the picture
-    is narrow.
+def three_boxes(width: float, y: float, high: float, *, large: float, between: float = 36) -> tuple[Box, Box, Box]:
+    """Place a large plot with two small ones beside it, `between` pixels apart, or all three in one
+    column if the picture is narrow.
     """
+    y += 8  # the names of the axes keep off the line above
     if width >= WIDE:
         left = round(width * large)
         right = left + 66
-        small = (high - 36) / 2
+        small = (high - between) / 2
         upper = Box(right, y, width - right - MARGIN, small)
         return Box(60, y, left - 60, high), upper, Box(right, y + high - small, upper.width, small)
     whole = width - 60 - MARGIN

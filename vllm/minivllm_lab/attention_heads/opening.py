@@ -29,8 +29,8 @@ WEIGHTS = (
 """The weights of the last token's heads 4 to 7 for each token, to two digits."""
 HEADS, KV_HEADS, HEAD_DIM = 8, 2, 32
 
-WIDTH, HEIGHT = 720, 400
-GRID, CELL, TOP, ROW = 140, 54, 84, 28
+WIDTH, HEIGHT = 700, 400
+GRID, CELL, TOP, ROW = 140, 52, 84, 28
 SIDE = GRID + 9 * CELL + 12
 BARS, SCALE = 350, 0.75
 KEYS, VALUES, QUERY = tint(ORANGE, 0.6), tint(GREEN, 0.45), tint(BLUE, 0.75)
@@ -113,7 +113,7 @@ def _weights(step: int) -> str:
     parts += _kept(below, 2 * ROW - 4)
     parts.append(text(SIDE, below + ROW + 2, f"KV head {KV_HEAD}", size=12, colour=QUIET))
     parts.append(text(GRID - 12, below + ROW + 2, "all four use this", size=12, colour=QUIET, anchor="end"))
-    words = "The darker, the more of its weight a head gives the token. Weights below 3 % have no number."
+    words = "The darker, the more weight a head gives the token; below 3 % without a number."
     return _still(step, *parts, text(GRID, BARS - 2, words, size=12, colour=QUIET))
 
 
@@ -172,7 +172,7 @@ def _summary(step: int) -> str:
     """Draw the three kinds of attention side by side, with what a token leaves in each."""
     parts = []
     for place, (kind, kv_heads) in enumerate(KINDS):
-        left = 20 + place * 236
+        left = 20 + place * 230
         parts.append(text(left, 78, kind, bold=True))
         group = HEADS // kv_heads
         for head in range(HEADS):

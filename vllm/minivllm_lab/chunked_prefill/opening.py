@@ -20,8 +20,8 @@ from minivllm_lab.followed import MAX_TOKENS, NAME, Followed, Step, followed
 from minivllm_lab.frames import Frames
 from minivllm_lab.palette import BLUE, INK, ORANGE
 
-WIDTH, HEIGHT = 860, 330
-LEFT, CELL, TALL = 92, 28.5, 30
+WIDTH, HEIGHT = 700, 336
+LEFT, CELL, TALL = 72, 24.6, 30
 LONG = "long"
 COLOURS = {NAME: BLUE, LONG: ORANGE}
 SHORT = 4
@@ -124,7 +124,7 @@ def _before(run: Followed) -> list[dict[str, int]]:
 def _side_by_side(run: Followed) -> str:
     """Draw both schedules on one axis of computed tokens, and mark where add generates a token."""
     mixed = [{row.request: row.num_scheduled_tokens for row in step.rows} for step in run.steps]
-    parts, wide = [text(20, 32, "The same tokens, in two orders", size=15, bold=True)], 15.0
+    parts, wide = [text(20, 32, "The same tokens, in two orders", size=15, bold=True)], 12.0
     for y, name, steps in ((92, "before", _before(run)), (212, "now", mixed)):
         parts.append(text(LEFT - 12, y + 20, name, anchor="end"))
         x = float(LEFT)
@@ -138,9 +138,9 @@ def _side_by_side(run: Followed) -> str:
     key = [(NAME, BLUE), (LONG, ORANGE)]
     for place, (name, colour) in enumerate(key):
         parts += [
-            rect(LEFT + place * 110, 292, 16, 16, colour),
-            text(LEFT + 22 + place * 110, 305, name, mono=True, size=12),
+            rect(LEFT + place * 110, 282, 16, 16, colour),
+            text(LEFT + 22 + place * 110, 295, name, mono=True, size=12),
         ]
     words = "↑ add generates a token; lines end steps; the length is the number of tokens"
-    parts.append(text(LEFT + 240, 305, words, size=12, colour=INK))
+    parts.append(text(LEFT, 322, words, size=12, colour=INK))
     return svg(WIDTH, HEIGHT, *parts, label="Prefill first and mixed steps on one axis")

@@ -93,7 +93,9 @@ def _stalls(title: str, rows: Sequence[tuple[str, Pieces | None, int]], note: st
         y = TOP + index * 58
         parts.append(text(LEFT - 12, y + 20, name, anchor="end"))
         if prompt is None:
-            parts.append(rect(LEFT, y, WIDTH - LEFT, BAR, "#FFFFFF", stroke=QUIET, dash=DASH, label="?", size=16))
+            parts.append(
+                rect(LEFT, y, WIDTH - LEFT - RIGHT, BAR, "#FFFFFF", stroke=QUIET, dash=DASH, label="?", size=16)
+            )
             words.append(f"{name}: not known yet.")
             continue
         x = float(LEFT)

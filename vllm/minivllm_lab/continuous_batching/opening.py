@@ -15,8 +15,8 @@ from minivllm_lab.followed import Followed, Row, Step, followed
 from minivllm_lab.frames import Frames
 from minivllm_lab.palette import BLUE, GREEN, INK, ORANGE
 
-WIDTH, HEIGHT = 860, 350
-LEFT, CELL, TALL = 84, 62, 30
+WIDTH, HEIGHT = 700, 350
+LEFT, CELL, TALL = 72, 51, 30
 TILE = 4
 COLOURS = (BLUE, ORANGE, GREEN)
 DASH = "4 3"
@@ -140,11 +140,11 @@ def _end_to_end(step: Step) -> str:
 def _tiles(step: Step) -> str:
     y, parts = 236, []
     count = step.query_start_loc[-1] // TILE + len(step.rows)
-    wide = (step.query_start_loc[-1] * CELL - (count - 1) * 16) / count
+    wide = (step.query_start_loc[-1] * CELL - (count - 1) * 8) / count
     first = [row.query_start // TILE + index for index, row in enumerate(step.rows)]
     for tile in range(count):
         index = max(i for i, begin in enumerate(first) if begin <= tile)
-        row, x = step.rows[index], LEFT + tile * (wide + 16)
+        row, x = step.rows[index], LEFT + tile * (wide + 8)
         begin = (tile - first[index]) * TILE
         held = min(TILE, row.num_scheduled_tokens - begin)
         parts.append(rect(x, 74, wide, 50, tint(COLOURS[index]) if held > 0 else BLANK, stroke=QUIET))
@@ -165,11 +165,11 @@ def _tiles(step: Step) -> str:
 
 def _seen(title: str, step: Step, samples: bool = False) -> str:
     """Draw a line for each row of the batch and a column for each key of each request."""
-    left, top, wide, tall = 130, 64, 26, 20
+    left, top, wide, tall = 68, 64, 22, 20
     parts = []
     column = 0
     columns = sum(row.seq_len for row in step.rows)
-    right = left + columns * wide + 16
+    right = left + columns * wide + 12
     for index, row in enumerate(step.rows):
         x = left + column * wide
         parts.append(text(x + row.seq_len * wide / 2, top - 10, f"keys of {row.request}", size=12, anchor="middle"))
@@ -181,7 +181,7 @@ def _seen(title: str, step: Step, samples: bool = False) -> str:
             parts.append(text(right, y + 15, f"sees {sees}", size=12))
         if samples:
             last = top + (row.query_start + row.num_scheduled_tokens - 1) * tall + 15
-            parts += _sample(row, right + 56, last)
+            parts += _sample(row, right + 58, last)
         column += row.seq_len
     parts += _swatch(left, 322, COLOURS, "a key that the row sees")
     parts += _swatch(left + 230, 322, (BLANK,) * 3, "a later key of the same request: hidden")

@@ -168,7 +168,7 @@ def draw(results: dict, path: str) -> None:
                     start, width = row.index(letter), row.count(letter)
                     axes.barh(seat, width, left=start, color=palette.SKY, edgecolor="white")
                     axes.text(start + width / 2, seat, letter, ha="center", va="center")
-            title = f"{name}: {timeline['steps']} steps, {timeline['used']:.0%} of the seats work"
+            title = f"{name}: {timeline['steps']} steps, {timeline['used']:.0%} in use"
             axes.set(title=title, xlabel="step (grey: an empty seat)", ylabel="seats", xlim=(0, end), yticks=[])
             axes.invert_yaxis()
 

@@ -12,15 +12,15 @@ from collections.abc import Sequence
 
 from minivllm.core.block_pool import BlockPool
 from minivllm_lab.disaggregation import split
-from minivllm_lab.drawing import BLANK, QUIET, RULE, arrow, block, rect, svg, text, tint
+from minivllm_lab.drawing import BLANK, QUIET, RULE, arrow, block, rect, svg, text, text_width, tint
 from minivllm_lab.followed import BLOCK_SIZE, Token, followed
 from minivllm_lab.frames import Frames
-from minivllm_lab.palette import BLUE, GREEN, INK, ORANGE
+from minivllm_lab.palette import BLUE, GREEN, INK, ORANGE, VERMILLION
 
-WIDTH, HEIGHT = 860, 344
-LEFT, RIGHT, PANEL, SLOT = 24, 456, 380, 58
-TOP, ROW, STATE = 142, 48, 300
-NEW, KEPT, CAME = tint(ORANGE, 0.6), tint(BLUE, 0.3), tint(GREEN, 0.5)
+WIDTH, HEIGHT = 700, 366
+LEFT, RIGHT, PANEL, SLOT = 10, 366, 324, 58
+TOP, ROW, STATE, LEGEND_Y = 142, 48, 300, 352
+NEW, KEPT, CAME, HOLD = tint(ORANGE, 0.6), tint(BLUE, 0.3), tint(GREEN, 0.5), VERMILLION
 BYTES_PER_TOKEN = 2048
 """Bytes a token of the embedded model in float32: 4 layers, keys and values, 2 heads of 32
 numbers.
@@ -106,11 +106,33 @@ def _slots(tokens: Sequence[Token]) -> list[list[str | None]]:
 
 def _still(*parts: str) -> str:
     panels = [
-        rect(x, 88, PANEL, HEIGHT - 100, tint(INK, 0.04), stroke=RULE, stroke_width=1.5, radius=8)
+        rect(x, 88, PANEL, 240, tint(INK, 0.04), stroke=RULE, stroke_width=1.5, radius=8)
         + text(x + 12, 112, name, size=14, bold=True)
         for x, name in ((LEFT, "the prefiller"), (RIGHT, "the decoder"))
     ]
-    return svg(WIDTH, HEIGHT, *panels, *parts, label="A prefiller's blocks and a decoder's, and the proxy above them")
+    label = "A prefiller's blocks and a decoder's, and the proxy above them"
+    return svg(WIDTH, HEIGHT, *panels, *parts, *_legend("".join(parts)), label=label)
+
+
+def _legend(drawn: str) -> list[str]:
+    """Explain the colours that a still has."""
+    keys = (
+        ("computed in this step", NEW),
+        ("in the cache", KEPT),
+        ("has just come", CAME),
+        ("held for the decoder", ""),
+    )
+    x, parts = float(LEFT), []
+    for words, fill in keys:
+        if fill and f'fill="{fill}"' in drawn:
+            parts.append(rect(x, LEGEND_Y - 11, 22, 14, fill, stroke=QUIET))
+        elif not fill and HOLD in drawn:
+            parts.append(rect(x, LEGEND_Y - 12, 22, 15, stroke=HOLD, stroke_width=2, dash="4 3", radius=4))
+        else:
+            continue
+        parts.append(text(x + 30, LEGEND_Y, words, size=12))
+        x += 54 + text_width(words, 12)
+    return parts
 
 
 def _cache(
@@ -127,12 +149,12 @@ def _cache(
         if last is not None and last // BLOCK_SIZE == index:
             fills[last % BLOCK_SIZE] = NEW
         y = TOP + place * ROW
-        stroke = ORANGE if held else "#80868B" if holds else RULE
+        stroke = "#80868B" if holds else RULE
         shown.append(text(x + 14, y + 19, f"block {block_id}", size=12, colour=QUIET))
         shown.append(block(x + 74, y, rows[index], width=SLOT, fill=fills, stroke=stroke))
         if held:
             shown.append(
-                rect(x + 70, y - 4, SLOT * BLOCK_SIZE + 8, 36, stroke=ORANGE, stroke_width=2, dash="4 3", radius=5)
+                rect(x + 70, y - 4, SLOT * BLOCK_SIZE + 8, 36, stroke=HOLD, stroke_width=2, dash="4 3", radius=5)
             )
     return "".join(shown)
 
@@ -147,12 +169,12 @@ def _proxy(words: str, *, to_left: bool | None = None, to_right: bool = False) -
     """Draw the proxy's box with a message: to the prefiller, from it (`to_left` False), or to
     the decoder.
     """
-    box = rect(110, 26, 640, 34, "#FFFFFF", stroke="#3C4043", stroke_width=2, radius=6, label=words, size=12)
-    name = text(110, 20, "the proxy", size=12, colour=QUIET)
-    if to_right:
-        return name + box + arrow((646, 60), (646, 86), INK, width=2)
-    ends = ((214, 60), (214, 86))
-    return name + box + arrow(*(ends if to_left else ends[::-1]), INK, width=2)
+    place = (LEFT, 26, WIDTH - 2 * LEFT, 34)
+    box = rect(*place, "#FFFFFF", stroke="#3C4043", stroke_width=2, radius=6, label=words, size=12)
+    name = text(LEFT, 20, "the proxy", size=12, colour=QUIET)
+    x = (RIGHT if to_right else LEFT) + PANEL / 2
+    ends = ((x, 60), (x, 86))
+    return name + box + arrow(*(ends if to_left or to_right else ends[::-1]), INK, width=2)
 
 
 def _row_y(ids: Sequence[int], block_id: int) -> float:

@@ -39,7 +39,7 @@ from minivllm_lab.disaggregation.transfer_worker import until_finished
 from minivllm_lab.disaggregation.tuning import BUDGETS as LADDER
 from minivllm_lab.disaggregation.tuning import ROUNDS, best_budget, winning_budgets
 from minivllm_lab.disturbed_chats import disturb, random_prompt
-from minivllm_lab.figures import named_bars, panels
+from minivllm_lab.figures import SMALL_TEXT, panels
 from minivllm_lab.http_load import Answer, Ask, load_beside
 from minivllm_lab.paged_model import PagedModel, decoder_of
 from minivllm_lab.paged_model import load as load
@@ -414,10 +414,14 @@ def _show_pools(results: Mapping[str, Mapping[str, Any]], best: Mapping[str, Any
             for name, each in results.items()
         },
         columns,
-        f"Requests a second and GPU, and what is late beyond it. In time: a first token within {TTFT_SLO:g} s and "
-        f"{1e3 * TPOT_SLO:g} ms a token, 9 of 10 requests; {LINK}, layer by layer. The best of {len(LADDER)} budgets: "
-        f"{budgets} tokens a step; one pool sustains what two do with {wins}. For DistServe's 2.1 × the model "
-        f"says {ours[0]:.2f} ×, and {ours[1]:.2f} × with two factors fitted to the rates of that engine.",
+        f"Requests a second and GPU; in brackets, what is late beyond that rate. In time: for 9 of 10 requests, a "
+        f"first token within {TTFT_SLO:g} s and {1e3 * TPOT_SLO:g} ms a token. Link: {LINK}, layer by layer. The best "
+        f"of {len(LADDER)} budgets: {budgets} tokens a step.",
+    )
+    console.print(f"\nBudgets with which one pool sustains what two do: {wins}.")
+    console.print(
+        f"DistServe's published gain is 2.1 ×. The model says {ours[0]:.2f} ×; with two factors fitted to that engine, "
+        f"{ours[1]:.2f} ×."
     )
 
 
@@ -551,28 +555,27 @@ def close(results: dict, disturbance: str) -> None:
 
 
 def draw(results: dict, path: str) -> None:
-    """Draw the chats' gaps by budget, the delay that links add, and the goodput by ratio."""
-    loads = {f"{budget} a step": results["interference"][str(budget)] for budget in BUDGETS}
-    loads["nobody else"] = results["interference"]["alone"]
-    loads |= {SERVERS[key]: results["servers"][key] for key in SERVERS if results["servers"]}
+    """Draw what each link adds to a first token, sent after the prefill and layer by layer."""
     added = results["links"]["places"][f"{next(iter(PLACES))}, {PROMPTS[-1]}"]
     rates = [get_link(link).bandwidth / 1e9 for link in LINKS]
-    kind = next(iter(WORKS))
-    goodputs = {name: each[kind] for name, each in results["ratio"]["pools"].items()}
-    with panels(path, 3) as (left, middle, right):
-        gaps = {name: each["itl_max_ms"] for name, each in loads.items()}
-        named_bars(left, [(f"{name}: {gap:.0f} ms", gap, palette.SKY) for name, gap in gaps.items()])
-        left.set(title="Longest gap of running chats", xlabel="ms")
-        middle.plot(rates, list(added["after_ms"].values()), "o-", color=palette.ORANGE, label="sent afterwards")
-        middle.plot(rates, list(added["layer_wise_ms"].values()), "o-", color=palette.BLUE, label="layer by layer")
-        middle.axhline(added["prefill_ms"], color=palette.GREY, linewidth=1)
-        middle.annotate("the prefill", (rates[-1], added["prefill_ms"]), ha="right", va="bottom", fontsize=9)
-        middle.set(title="Added to a first token (modelled)", xlabel="GB a second", ylabel="ms")
-        middle.set(xscale="log", yscale="log")
-        middle.legend(loc="lower left")
-        colours = {name: palette.SKY if name.startswith("one") else palette.ORANGE for name in goodputs}
-        named_bars(right, [(f"{name}: {rate:.1f}", rate, colours[name]) for name, rate in goodputs.items()])
-        right.set(title="Goodput, long prompts (modelled)", xlabel="requests a second and GPU")
+    with panels(path, 1, width=6.4) as (axes,):
+        axes.plot(
+            rates, list(added["after_ms"].values()), "o-", color=palette.VERMILLION, label="sent after the prefill"
+        )
+        axes.plot(rates, list(added["layer_wise_ms"].values()), "s-", color=palette.INK, label="layer by layer")
+        axes.axhline(added["prefill_ms"], color=palette.GREY, linewidth=1)
+        words = f"the prefill itself: {added['prefill_ms']:.0f} ms"
+        axes.annotate(words, (rates[-1], added["prefill_ms"]), ha="right", va="bottom", fontsize=SMALL_TEXT)
+        axes.axvline(added["least_gb_per_second"], color=palette.GREEN, linestyle="--")
+        hides = f" from {added['least_gb_per_second']:.1f} GB/s on\n it hides"
+        axes.annotate(hides, (added["least_gb_per_second"], 0.1), va="bottom", fontsize=SMALL_TEXT)
+        title = "What a link adds to the first token of a long prompt (modelled)"
+        xlabel = f"speed of the link, for {PROMPTS[-1]:,} tokens of {MODEL} on an {GPU}"
+        axes.set(title=title, xlabel=xlabel, ylabel="ms", xscale="log", yscale="log")
+        axes.set_xticks(rates, [f"{link}\n{rate:g} GB/s" for link, rate in zip(LINKS, rates, strict=True)])
+        axes.set_yticks((0.1, 1, 10, 100, 1000), ("0.1", "1", "10", "100", "1,000"))
+        axes.minorticks_off()
+        axes.legend(loc="upper right", bbox_to_anchor=(1, 0.8))
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:

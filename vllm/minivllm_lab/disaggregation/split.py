@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from minivllm_lab.drawing import QUIET, RULE, line, rect, svg, text
-from minivllm_lab.palette import BLUE, ORANGE
+from minivllm_lab.palette import BLUE, ORANGE, SKY
 from minivllm_lab.roofline import Dot, roofline
 
 RESULTS = Path(__file__).resolve().parents[3] / "benchmarks" / "results" / "08_disaggregation.cpu.json"
@@ -45,11 +45,11 @@ def reveal() -> str:
 def on_one_roof() -> str:
     """Draw decode and prefill on the roof of an H100."""
     dots: list[Dot] = [
-        ("one answer", 1, BLUE, (12, 16), "start"),
-        ("64 answers", 64, BLUE, (12, 16), "start"),
-        ("a prompt of 1,000 tokens", 1000, ORANGE, (48, 26), "end"),
+        ("one answer", 1, SKY, (12, 16), "start"),
+        ("64 answers", 64, SKY, (12, 16), "start"),
+        ("a prompt of 1,000 tokens", 1000, BLUE, (48, 26), "end"),
     ]
-    return roofline(dots, (("decode", BLUE), ("prefill", ORANGE)))
+    return roofline(dots, (("decode", SKY), ("prefill", BLUE)))
 
 
 def _bars(title: str, rows: Sequence[tuple[str, float | None]]) -> str:
@@ -65,7 +65,7 @@ def _bars(title: str, rows: Sequence[tuple[str, float | None]]) -> str:
         if value is None:
             parts.append(rect(LEFT, y, MOST * scale, BAR, "#FFFFFF", stroke=QUIET, dash=DASH, label="?", size=16))
         else:
-            parts.append(rect(LEFT, y, value * scale, BAR, ORANGE if name.startswith("two") else BLUE))
+            parts.append(rect(LEFT, y, value * scale, BAR, BLUE if name.startswith("two") else ORANGE))
             parts.append(text(LEFT + value * scale + 8, y + 20, f"{value:.1f}"))
     words = "requests a second and GPU that are in time, modelled"
     parts.append(text(LEFT, bottom + 36, words, size=12, colour=QUIET))

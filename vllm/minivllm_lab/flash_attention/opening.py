@@ -27,7 +27,14 @@ SCORES = (
 )
 """Each query's scores with the keys that it sees, to two digits."""
 
-WIDTH, HEIGHT = 712, 362
+WIDTH, HEIGHT = 712, 384
+LEGEND = (
+    ("query", BLUE),
+    ("key", ORANGE),
+    ("value", GREEN),
+    ("output", VERMILLION),
+    ("largest so far", tint(VERMILLION, 0.35)),
+)
 TOP, ROW = 74, 26
 """Where the first row begins, and its height."""
 COLUMNS = {"Q": 78, "K": 122, "V": 166, "out": 210}
@@ -107,8 +114,9 @@ def _chip(step: int) -> str:
         rect(CHIP, 36, WIDTH - CHIP - 14, 250, stroke=INK, radius=8),
         text(CHIP, 28, "one multiprocessor, on the chip", bold=True),
         text(CHIP, 312, words, size=12),
-        text(CHIP, 334, "tinted: the row's largest score so far", size=12),
+        text(CHIP, 334, "m: a row's largest score; l: its sum; factor: what shrinks it", size=12),
         text(16, 352, "pale: in HBM.  strong: on the chip, or back", size=12),
+        *_legend(),
     ]
     y = TOP + (2 if step == 2 else 6) * ROW
     chip, out = (CHIP - 3, y), (COLUMNS["out"] + CELL + 3, y)
@@ -118,6 +126,15 @@ def _chip(step: int) -> str:
     if step == LAST:
         shapes.append(arrow(chip, out, INK, width=2))
     return "".join(shapes)
+
+
+def _legend() -> list[str]:
+    """Explain the colours of both sides."""
+    parts = []
+    for index, (words, fill) in enumerate(LEGEND):
+        x = 16 + index * 112
+        parts += [rect(x, 363, 18, 14, fill), text(x + 24, 375, words, size=12)]
+    return parts
 
 
 def _query(row: int, tokens: list[str]) -> str:

@@ -19,7 +19,7 @@ from minivllm.platforms.triton_utils import HAS_TRITON
 from minivllm_lab import palette
 from minivllm_lab.aot import SHARED_MEMORY, compile_for
 from minivllm_lab.cli import lesson_parser, positive_int
-from minivllm_lab.figures import panels
+from minivllm_lab.figures import SMALL_TEXT, panels
 from minivllm_lab.flash_attention.attention_in_model import ModelRun
 from minivllm_lab.flash_attention.attention_traffic import flash_traffic, longest_naive, naive_traffic
 from minivllm_lab.flash_attention.traffic_tables import MIB
@@ -191,9 +191,13 @@ def draw(results: dict, path: str) -> None:
             less = [a / b for a, b in zip(stored, tiled, strict=True)]
             left.plot(lengths, less, "s-", color=colour)
             words = f"{block_q} queries a tile"
-            left.annotate(words, (lengths[-1], less[-1]), (0, 6), textcoords="offset points", ha="right")
+            left.annotate(
+                words, (lengths[-1], less[-1]), (0, 6), textcoords="offset points", ha="right", fontsize=SMALL_TEXT
+            )
         left.set_xscale("log", base=2)
-        left.set(title="Times fewer bytes moved than T × T", xlabel=f"tokens, a head of {HEAD_DIM}", ylim=(0, 18))
+        left.set(
+            title="Fewer bytes moved than T × T", xlabel=f"tokens, a head of {HEAD_DIM}", ylabel="times", ylim=(0, 18)
+        )
         right.loglog(lengths, traffic["kept"]["naive"], "o-", base=2, color=palette.VERMILLION)
         right.loglog(lengths, traffic["kept"]["tiled"], "s-", base=2, color=palette.BLUE)
         right.set(title="Bytes kept by one head", xlabel="tokens", ylabel="bytes")

@@ -17,10 +17,10 @@ from minivllm_lab.kv_cache.cone import cone
 from minivllm_lab.palette import BLUE, GREEN, GREY, ORANGE, VERMILLION
 from minivllm_lab.roofline import roofline
 
-WIDTH, HEIGHT = 816, 296
-LEFT, CELL, CELL_HEIGHT = 88, 48, 28
+WIDTH, HEIGHT = 700, 296
+LEFT, CELL, CELL_HEIGHT = 88, 40, 28
 TOKENS_Y, KEYS_Y, VALUES_Y, BARS_Y = 40, 118, 150, 238
-BAR_WIDTH = 380
+BAR_WIDTH = 280
 ORANGE_INK, GREEN_INK = "#8A5A00", "#00664A"
 """Darker forms for text on white, with a contrast of at least 4.5 : 1."""
 READS = (

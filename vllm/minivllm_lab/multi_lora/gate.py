@@ -63,7 +63,11 @@ def bet() -> str:
     words = (
         f"{len(moment.running)} of {SEATS} seats are in use, memory is free, and {len(moment.waiting)} requests wait."
     )
-    return svg(WIDTH, 152 + _queue_height(moment) + 16, *parts, label=words)
+    y = 152 + _queue_height(moment) + 8
+    for place, (name, fill) in enumerate((("a request that runs", INK), ("one that waits", tint(INK, 0.35)))):
+        x = LEFT + place * 190
+        parts += [rect(x, y, 22, 14, fill, stroke=QUIET), text(x + 30, y + 12, name, size=12)]
+    return svg(WIDTH, y + 32, *parts, label=words)
 
 
 def reveal() -> str:

@@ -1,8 +1,8 @@
 """Draw lesson 12's opening: a step whose requests have different adapters. The token indices are
 sorted; the tokens are not moved.
 
-The step is the one of the scene "company" in which the followed request decodes beside two prompts.
-The adapters are assigned here; the groups are computed as the engine computes them.
+The step is the first one of the scene "six chats" in which all six decode. The adapters are those of
+the lesson's example; the groups are computed as the engine computes them.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from collections.abc import Sequence
 import numpy as np
 
 from minivllm.config import EMBEDDED_MODEL, ModelConfig
-from minivllm_lab.drawing import BLANK, QUIET, RULE, arrow, line, rect, svg, text, tint
+from minivllm_lab.drawing import BLANK, QUIET, arrow, line, rect, svg, text, tint
 from minivllm_lab.followed import NAME, Row, followed
 from minivllm_lab.frames import Frames
 from minivllm_lab.multi_lora import gate
 from minivllm_lab.palette import BLUE, GREEN, INK, ORANGE
 
-WIDTH, HEIGHT = 860, 372
-LEFT, CELL, TALL = 118, 60, 30
-SLOTS = {NAME: 1, "for": -1, "class": 0}
+WIDTH, HEIGHT = 700, 372
+LEFT, CELL, TALL = 118, 94, 30
+SLOTS = {NAME: 2, "for": 0, "class": -1, "import": 2, "if": 0, "while": 2}
 """The slot of each request's adapter; -1 is the base model."""
 HIDDEN, RANK = ModelConfig.from_pretrained(EMBEDDED_MODEL).hidden_size, 8
-COLOURS = {0: BLUE, 1: ORANGE, -1: QUIET}
-BATCH, LISTS, SMALL, OUT = 84, 158, 236, 304
+COLOURS = {0: BLUE, 2: ORANGE, -1: QUIET}
+BATCH, LISTS, SMALL, OUT = 84, 162, 238, 306
 
 Cell = tuple[str, str, int]
 """A token's text, request and slot."""
@@ -36,7 +36,6 @@ def frames() -> Frames:
     slots = [slot for _, _, slot in cells]
     order, active, starts = groups(slots)
     of_slot = {slot: [int(token) for token in order[starts[i] : starts[i + 1]]] for i, slot in enumerate(active)}
-    last = len(cells) - 1
     stills = [
         _still(cells, "A step, and the adapter of each token", *_out([-1] * len(cells), "W x")),
         _still(cells, "A loop: one adapter after another", *_loop(of_slot)),
@@ -46,12 +45,13 @@ def frames() -> Frames:
         _still(cells, "Expand: one launch, each adapter's B once", *_small(slots), *_out(slots)),
         _still(cells, "No token was moved", *_out(slots), *_reads(list(of_slot.values()), slots)),
     ]
+    assert slots == [2, 0, -1, 2, 0, 2], "a caption and the lesson's table count them"
     counts = {slot: len(tokens) for slot, tokens in of_slot.items()}
     captions = [
-        f"{last + 1} tokens, three requests: “{NAME}” uses slot 1, “class” slot 0, “for” the base model.",
+        "Six chats decode a token each: three use slot 2, two slot 0, one the base model.",
         f"A loop: for each adapter two launches in each linear, here {2 * len(of_slot)}.",
-        f"bgmv: a program for each token. The adapter in slot 0 is read {counts[0]} times.",
-        "Today: the tokens' numbers, sorted by slot. Tokens without an adapter are in no group.",
+        f"bgmv: a program for each token. The adapter in slot 2 is read {counts[2]} times.",
+        f"The tokens' numbers, sorted by slot. Token {slots.index(-1)} has no adapter, so no group has it.",
         f"Each group reads A once, and turns {HIDDEN} numbers of a token into {RANK}.",
         "Each group reads B once, multiplies it by A x, and adds that to the output.",
         "No token was moved. A step pays for how many different adapters it has.",
@@ -75,8 +75,10 @@ def groups(slots: Sequence[int]) -> tuple[list[int], list[int], list[int]]:
 
 
 def _cells() -> list[Cell]:
-    """Return the tokens of the step with the most requests, in the batch's order."""
-    step = max(followed("company").steps, key=lambda step: (len(step.rows), step.query_start_loc[-1]))
+    """Return the tokens of the step in which all requests decode, in the batch's order."""
+    step = next(
+        step for step in followed("six chats").steps if step.query_start_loc[-1] == len(step.rows) == len(SLOTS)
+    )
     rows: list[Row] = sorted(step.rows, key=lambda row: row.query_start)
     return [(token.shown, row.request, SLOTS[row.request]) for row in rows for token in row.tokens]
 
@@ -91,9 +93,8 @@ def _still(cells: Sequence[Cell], title: str, *parts: str) -> str:
         fill = tint(COLOURS[slot], 0.5) if slot >= 0 else BLANK
         shown.append(rect(_x(token), BATCH, CELL - 4, TALL, fill, label=piece, mono=True, size=12))
         shown.append(text(_x(token) + CELL / 2 - 2, BATCH - 8, str(token), size=11, colour=QUIET, anchor="middle"))
-        if token == 0 or cells[token - 1][1] != request:
-            whose = f"{request}: {slot}" if slot >= 0 else f"{request}: none"
-            shown.append(text(_x(token), BATCH + TALL + 18, whose, size=12, colour=QUIET))
+        whose = f"{request}: slot {slot}" if slot >= 0 else f"{request}: none"
+        shown.append(text(_x(token) + CELL / 2 - 2, BATCH + TALL + 16, whose, size=12, colour=QUIET, anchor="middle"))
     return svg(WIDTH, HEIGHT, *shown, *parts, label=title)
 
 
@@ -126,12 +127,15 @@ def _loop(of_slot: dict[int, list[int]]) -> list[str]:
 
 def _reads(groups_of: Sequence[Sequence[int]], slots: Sequence[int]) -> list[str]:
     """Draw an adapter for each group, linked to its tokens."""
-    parts = [text(LEFT - 12, LISTS + 24, "adapters read", anchor="end", size=12)]
-    for tokens in groups_of:
+    parts = [text(LEFT - 12, LISTS + 34, "adapters read", anchor="end", size=12)]
+    for index, tokens in enumerate(groups_of):
         slot = slots[tokens[0]]
-        middle = sum(_x(token) for token in tokens) / len(tokens) + CELL / 2 - 2
-        parts.append(rect(middle - 24, LISTS + 4, 48, TALL, COLOURS[slot], radius=4, label=f"A B {slot}", size=12))
-        parts += [line((middle, LISTS + 4), (_x(token) + CELL / 2 - 2, BATCH + TALL + 24), RULE) for token in tokens]
+        column = tokens[0] if len(tokens) == 1 else (index + 0.5) * len(slots) / len(groups_of) - 0.5
+        middle = _x(0) + column * CELL + CELL / 2 - 2
+        ends = [(_x(token) + CELL / 2 - 2, BATCH + TALL + 22) for token in tokens]
+        parts += [line((middle, LISTS + 14), end, COLOURS[slot], opacity=0.6) for end in ends]
+        words = f"A, B of slot {slot}"
+        parts.append(rect(middle - 44, LISTS + 14, 88, TALL, COLOURS[slot], radius=4, label=words, size=12))
     return parts
 
 
@@ -140,7 +144,9 @@ def _small(slots: Sequence[int]) -> list[str]:
     parts = [text(LEFT - 12, SMALL + 16, "A x", anchor="end")]
     for token, slot in enumerate(slots):
         if slot >= 0:
-            box = rect(_x(token) + 16, SMALL, 24, 22, COLOURS[slot], radius=3, label=str(RANK), mono=True, size=12)
+            box = rect(
+                _x(token) + CELL / 2 - 14, SMALL, 24, 22, COLOURS[slot], radius=3, label=str(RANK), mono=True, size=12
+            )
             parts.append(box)
     return parts
 
@@ -152,5 +158,9 @@ def _out(slots: Sequence[int], name: str = "W x + B A x") -> list[str]:
         label = str(HIDDEN) if slot < 0 else f"{HIDDEN} +"
         parts.append(rect(_x(token), OUT, CELL - 4, TALL, tint(GREEN, 0.4), label=label, mono=True, size=12))
         if slot >= 0:
-            parts.append(arrow((_x(token) + 28, SMALL + 26), (_x(token) + 28, OUT - 4), COLOURS[slot], width=2))
+            parts.append(
+                arrow(
+                    (_x(token) + CELL / 2 - 2, SMALL + 26), (_x(token) + CELL / 2 - 2, OUT - 4), COLOURS[slot], width=2
+                )
+            )
     return parts

@@ -34,7 +34,7 @@ from minivllm.platforms.triton_utils import HAS_TRITON, INTERPRETED
 from minivllm.sampling_params import SamplingParams
 from minivllm_lab import palette
 from minivllm_lab.cli import lesson_parser, whole_number
-from minivllm_lab.figures import curves, panels
+from minivllm_lab.figures import SMALL_TEXT, panels
 from minivllm_lab.followed import without_info as quiet
 from minivllm_lab.inside import runner_of
 from minivllm_lab.kernel_trace import KernelTrace, trace_kernel
@@ -609,33 +609,29 @@ def close(figures: dict, disturbance: str) -> None:
 
 
 def draw(figures: dict, path: str) -> None:
-    """Plot the size of a thousand adapters, the time of one linear by adapters in the batch, and
-    places in use by slots.
-    """
-    with panels(path, 3) as (left, middle, right):
-        for place, record in enumerate(figures["weighs"].values()):
-            for offset, key, colour in ((0.0, "model_bytes", palette.ORANGE), (0.4, "16", palette.BLUE)):
-                left.barh(place + offset, 1000 * record[key] / GB, 0.36, color=colour)
-        left.set_yticks([0.2, 1.2, 2.2], list(figures["weighs"]))
-        left.set(title="A thousand of them", xlabel="GB (orange: models, blue: adapters)", xscale="log")
-        left.invert_yaxis()
+    """Plot what adapters add to one linear by how many there are, and the seats in use by slots."""
+    names = {"loop": "a loop", "gathered": "a copy for each token", "engine": "sorted, the engine's"}
+    with panels(path, 2) as (left, right):
         distinct = figures["distinct"]
-        lines = {
-            name: {size: record[name] for size, record in distinct.items()} for name in ("loop", "gathered", "engine")
-        }
-        curves(middle, lines, octaves=True)
+        for (name, words), colour in zip(names.items(), (palette.ORANGE, palette.SKY, palette.BLUE), strict=True):
+            times = {int(size): record[name] for size, record in distinct.items()}
+            left.plot(list(times), list(times.values()), "o-", color=colour, label=words)
         base = statistics.median(record["base"] for record in distinct.values())
-        middle.axhline(base, color=palette.GREY, linestyle="--")
-        middle.text(1, base, "the base product", va="bottom", fontsize=9)
-        middle.set(title="64 tokens, one linear", xlabel="different adapters", ylabel="ms on top")
-        middle.set_yscale("log")
-        parts = (0.25, 0.5, 1, 2, 4)
-        middle.set_yticks(parts, [f"{part:g}" for part in parts])
-        middle.minorticks_off()
-        slots = {name: record["running"] for name, record in figures["slots"].items() if name != "cold"}
-        right.bar(list(slots), list(slots.values()), color=palette.BLUE)
+        left.axhline(base, color=palette.GREY, linestyle="--", label="the linear itself")
+        left.set(title="What adapters add to a linear", xlabel="different adapters among 64 tokens", ylabel="ms")
+        left.set(xscale="log", yscale="log", ylim=(0.1, 10))
+        left.set_xticks([int(size) for size in distinct], list(distinct))
+        left.set_yticks((0.1, 0.3, 1, 3, 10), ("0.1", "0.3", "1", "3", "10"))
+        left.minorticks_off()
+        left.legend(fontsize=SMALL_TEXT, loc="upper center", bbox_to_anchor=(0.5, -0.18), ncol=2)
+        slots = {int(name): record["running"] for name, record in figures["slots"].items() if name != "cold"}
+        right.plot(list(slots), list(slots.values()), "o-", color=palette.BLUE)
         right.axhline(16, color=palette.GREY, linestyle="--")
-        right.set(title="16 adapters in turn", xlabel="slots", ylabel="seats in use of 16")
+        right.annotate("all 16 seats", (1, 16), (0, -12), textcoords="offset points", fontsize=SMALL_TEXT)
+        right.set(title="16 adapters in turn", xlabel="slots", ylabel="seats in use, on average", ylim=(0, 17))
+        right.set_xscale("log", base=2)
+        right.set_yticks(range(0, 17, 4))
+        right.set_xticks(list(slots), [str(count) for count in slots])
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:

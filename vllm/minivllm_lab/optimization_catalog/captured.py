@@ -1,4 +1,4 @@
-"""Lesson 05's picture of a captured graph: one layer of a decode on an H200, to scale.
+"""Lesson 05's picture of a captured graph: the average layer of a decode on an H200.
 
 The times are those of benchmarks/PERFORMANCE.md, "On a GPU": 12 ms for the launches of a short
 prefill, as many as a decode has, 3.8 ms of a decode's matmuls, 0.27 of them the head's, and 0.8 ms
@@ -25,15 +25,27 @@ def picture() -> str:
     """Draw what host and GPU do, without a graph and with one."""
     each = [(index + 1) * LAUNCH for index in range(len(NAMES))]
     layer = sum(MATMULS.get(name, OTHER) for name in NAMES)
-    title = "One layer of a decode, Llama-3.1-8B on an H200, to scale"
+    title = "The average layer of a decode, Llama-3.1-8B on an H200"
     parts = [
         text(16, 28, title, size=15, bold=True),
+        *_scale(),
         *_lanes(70, f"Launched one by one: {each[-1]:.0f} µs a layer", NAMES, each),
         *_lanes(178, f"A captured graph: {layer:.0f} µs a layer", ("replay",), [LAUNCH] * 3 * len(NAMES)),
         *(text(LEFT + n * 150, 286, words, size=12) for n, (words, _) in enumerate(LEGEND)),
         *(rect(LEFT + n * 150 - 30, 274, 22, 14, fill, stroke="#80868B") for n, (_, fill) in enumerate(LEGEND)),
     ]
     return svg(WIDTH, 304, *parts, label=title)
+
+
+def _scale() -> list[str]:
+    """Draw how long 100 µs are."""
+    left, right, y = WIDTH - 16 - 100 * SCALE, WIDTH - 16, 36
+    ends = [line((x, y - 4), (x, y + 4), QUIET) for x in (left, right)]
+    return [
+        line((left, y), (right, y), QUIET),
+        *ends,
+        text((left + right) / 2, y - 8, "100 µs", size=12, anchor="middle"),
+    ]
 
 
 def _lanes(y: float, title: str, launches: Sequence[str], ready: Sequence[float]) -> list[str]:

@@ -13,8 +13,8 @@ from minivllm_lab.frames import Frames
 from minivllm_lab.optimization_catalog import captured, manuals
 from minivllm_lab.palette import BLUE, GREEN, ORANGE, VERMILLION
 
-WIDTH, HEIGHT = 872, 366
-SLOT, TALL, GAP, LEFT = 50, 28, 12, 20
+WIDTH, HEIGHT = 700, 366
+SLOT, TALL, GAP, LEFT = 40, 28, 9, 16
 FIRST_Y, POOL_Y, SECOND_Y = 52, 168, 312
 OTHER, STRANGER = "print", "sub"
 COLOURS = {NAME: BLUE, OTHER: ORANGE, STRANGER: GREEN}

@@ -114,7 +114,7 @@ def close(results: dict, disturbance: str) -> None:
 
 def draw(results: dict, path: str) -> None:
     """Plot hit rates when prefixes outgrow the pool."""
-    with panels(path, 1) as (axes,):
+    with panels(path, 1, width=5) as (axes,):
         curves(axes, {"hits": results["thrash"]}, factor=100)
         axes.set(title="Prefixes outgrow the pool", xlabel="prefixes of 8 blocks, pool of 63", ylabel="% hits", ylim=-2)
 

@@ -10,12 +10,12 @@ from minivllm_lab.frames import Frames
 from minivllm_lab.paged_attention import holes, shared_blocks
 from minivllm_lab.palette import BLUE, GREEN, ORANGE, VERMILLION
 
-WIDTH, HEIGHT = 872, 390
-SLOT, TALL, GAP = 50, 28, 12
+WIDTH, HEIGHT = 700, 390
+LEFT, SLOT, TALL, GAP = 16, 40, 28, 9
 
 COLUMNS, BLOCKS = 4, 12
 COLOURS = {NAME: BLUE, "for": ORANGE, "class": GREEN}
-KEYS = ((400, BLUE, "our request"), (520, ORANGE, "a second"), (625, GREEN, "a third; dark: written in this step"))
+KEYS = ((176, BLUE, "our request"), (300, ORANGE, "a second"), (404, GREEN, "a third; dark: written in this step"))
 LOGICAL_Y, TABLE_Y, POOL_Y, ROW_GAP = 62, 122, 212, 66
 VERMILLION_INK = "#A84300"
 """A darker form for text on white, with a contrast of at least 4.5 : 1."""
@@ -70,8 +70,8 @@ def _summed_up(row: Row) -> str:
 
 def _still(run: Followed, row: Row, pool: dict[int, tuple[str, str]], crossed: bool) -> str:
     shapes = [
-        text(20, 24, "the request sees", colour=QUIET),
-        text(20, POOL_Y - 24, "the pool holds", colour=QUIET),
+        text(LEFT, 24, "the request sees", colour=QUIET),
+        text(LEFT, POOL_Y - 24, "the pool holds", colour=QUIET),
         *(rect(x - 19, POOL_Y - 35, 13, 13, tint(colour, 0.45)) for x, colour, _ in KEYS),
         *(text(x, POOL_Y - 24, words, colour=QUIET) for x, _, words in KEYS),
         *(_logical(run, row, index) for index in range(len(row.block_table))),
@@ -139,4 +139,4 @@ def _fill(name: str, now: bool) -> str:
 
 
 def _x(column: int) -> float:
-    return 20 + column * (BLOCK_SIZE * SLOT + GAP)
+    return LEFT + column * (BLOCK_SIZE * SLOT + GAP)

@@ -15,8 +15,8 @@ from minivllm_lab.frames import Frames
 from minivllm_lab.palette import BLUE, GREEN, ORANGE
 from minivllm_lab.preemption import cliff
 
-WIDTH, HEIGHT = 884, 330
-LEFT, CELL, TALL = 92, 52, 30
+WIDTH, HEIGHT = 700, 330
+LEFT, CELL, TALL, BLOCK = 76, 40, 30, 102
 OTHER = "class"
 COLOURS = {NAME: BLUE, OTHER: ORANGE}
 
@@ -49,7 +49,7 @@ def frames() -> Frames:
         f"{NAME} had {lost} computed tokens, now 0. Block {block} is {OTHER}'s; the others keep their hashes.",
         f"{OTHER} generates its last token. {NAME} waits at the head; its client sees a pause.",
         f"{NAME} finds {again // run.block_size} blocks again, so only {new} tokens are computed, like a chunk.",
-        f"The same answer. Of {lost} computed tokens, {lost - again} were computed twice.",
+        f"The same answer as without the pause. Its price: {lost - again} tokens were computed twice.",
     ]
     return Frames(stills, captions)
 
@@ -73,15 +73,15 @@ def _pool(run: Followed, step: Step, wants: bool, freed: bool) -> list[str]:
     owners, names = _owners(step), step.cached_blocks
     parts = [text(LEFT - 12, 104, "the pool", anchor="end")]
     for place in range(1, run.num_blocks):
-        x = LEFT + (place - 1) * 112
+        x = LEFT + (place - 1) * BLOCK
         owner = owners.get(place)
         fill = tint(COLOURS[owner], 0.55) if owner else BLANK
-        parts.append(rect(x, 80, 104, 40, fill, stroke=None if owner else QUIET, dash=None if owner else "3 3",
+        parts.append(rect(x, 80, BLOCK - 8, 40, fill, stroke=None if owner else QUIET, dash=None if owner else "3 3",
                           label=owner or "free", mono=True))  # fmt: skip
         shown = f"block {place}" + (f", {names[place][:4]}" if place in names else "")
-        parts.append(text(x + 52, 138, shown, anchor="middle", size=11, colour=QUIET))
+        parts.append(text(x + BLOCK / 2 - 4, 138, shown, anchor="middle", size=11, colour=QUIET))
     if wants:
-        x = LEFT + 5 * 112 + 52
+        x = LEFT + 5 * BLOCK + BLOCK / 2 - 4
         parts += [arrow((x, 60), (x, 76), ORANGE), text(x - 8, 66, f"{OTHER} needs a block", anchor="end", size=12)]
     if freed:
         parts.append(

@@ -26,7 +26,7 @@ from minivllm.models.tokenizer import load_tokenizer
 from minivllm.sampling_params import SamplingParams
 from minivllm_lab import palette
 from minivllm_lab.cli import lesson_parser, whole_number
-from minivllm_lab.figures import curves, panels
+from minivllm_lab.figures import SMALL_TEXT, dotted, panels
 from minivllm_lab.inside import core_of
 from minivllm_lab.paged_model import PagedModel, decoder_of
 from minivllm_lab.preemption import cliff
@@ -520,40 +520,43 @@ def close(figures: dict, disturbance: str) -> None:
     )
 
 
+RULES = (palette.GREY, palette.VERMILLION, palette.ORANGE, palette.BLUE, palette.GREEN)
+"""The colours of the rules in the figure."""
+
+
 def draw(figures: dict, path: str) -> None:
-    """Plot each request's blocks over the steps of the trace, waste by pool, and recompute against
-    swap by GPU.
-    """
-    with panels(path, 3) as (left, middle, right):
-        steps, bottom = figures["trace"]["steps"], [0] * len(figures["trace"]["steps"])
-        for name, colour in zip(TEXTS, (palette.BLUE, palette.ORANGE, palette.GREY), strict=True):
-            held = [step["held"][name] for step in steps]
-            left.bar(range(1, 1 + len(steps)), held, 1.0, bottom=bottom, color=colour, label=name)
-            bottom = [low + count for low, count in zip(bottom, held, strict=True)]
-        left.set(title="Blocks that each request holds", xlabel="step", ylabel="blocks")
-        left.legend()
-        labels = {
-            "published": "published",
-            "first_chunk": "first chunk",
-            "whole": "whole",
-            "found": "whole, found again",
+    """Plot the waste by pool for each rule, and what a victim's token costs by GPU."""
+    labels = {
+        "published": "published for vLLM",
+        "first_chunk": "admitted by first chunk",
+        "least": "the same, other victim",
+        "whole": "admitted whole",
+        "found": "the same, prefix cache",
+    }
+    with panels(path, 2, height=4.4) as (left, right):
+        for (field, label), colour in zip(labels.items(), RULES, strict=True):
+            shares = {int(pool): 100 * record[field] for pool, record in figures["waste"].items()}
+            style = "x--" if field == "published" else "o-"
+            left.plot(list(shares), list(shares.values()), style, color=colour, label=label)
+        left.set(title="Computed a second time", xlabel="blocks of the pool", ylabel="% of all computed tokens")
+        left.legend(fontsize=SMALL_TEXT, loc="upper center", bbox_to_anchor=(0.4, -0.16))
+        rows = {
+            _two_lines(name): {
+                "recompute": gpu["recompute_us"],
+                "copy in small pieces": gpu["small"]["us"],
+                "in large ones": gpu["large"]["us"],
+            }
+            for name, gpu in figures["gpus"].items()
         }
-        lines = {
-            label: {pool: record[field] for pool, record in figures["waste"].items()} for field, label in labels.items()
-        }
-        curves(middle, lines, factor=100)
-        middle.set(title="Computed a second time", xlabel="blocks of the pool", ylabel="% of all computed tokens")
-        gpus = figures["gpus"].values()
-        for shift, colour, label, values in (
-            (-0.27, palette.INK, "recompute", [gpu["recompute_us"] for gpu in gpus]),
-            (0.0, palette.ORANGE, "swap, small pieces", [gpu["small"]["us"] for gpu in gpus]),
-            (0.27, palette.BLUE, "swap, large pieces", [gpu["large"]["us"] for gpu in gpus]),
-        ):
-            right.barh([place + shift for place in range(len(gpus))], values, 0.25, color=colour, label=label)
-        right.set(title="µs for each token, modelled", xlabel="µs", xscale="log")
-        right.set_yticks(range(len(gpus)), [short(name) for name in figures["gpus"]])
-        right.invert_yaxis()
-        right.legend(fontsize=8)
+        dotted(right, rows, (palette.INK, palette.PURPLE, palette.SKY))
+        right.set(title="A victim's token (modelled)", xlabel="µs, logarithmic", xlim=(3, 1000))
+        right.set_xticks((3, 10, 30, 100, 300, 1000), ("3", "10", "30", "100", "300", "1,000"))
+        right.minorticks_off()
+        right.legend(fontsize=SMALL_TEXT, loc="upper center", bbox_to_anchor=(0.4, -0.16))
+
+
+def _two_lines(name: str) -> str:
+    return short(name).replace(", ", "\n")
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:

@@ -11,20 +11,20 @@ from minivllm_lab.followed import NAME, Followed, Row, Step, Token, followed
 from minivllm_lab.frames import Frames
 from minivllm_lab.palette import BLUE, GREEN, ORANGE
 
-WIDTH, HEIGHT, MARGIN = 840, 432, 20
+WIDTH, HEIGHT, MARGIN = 700, 432, 16
 HELD, NEW, SAMPLED = tint(BLUE, 0.3), tint(ORANGE, 0.75), tint(GREEN, 0.45)
 CHIP_HEIGHT = 26
 BOXES_Y, BOXES_HEIGHT = 74, 74
-WAITING, MODEL, NEXT = (MARGIN, 120), (184, 470), (698, 122)  # x and width of each box
-POOL_Y, COLUMNS, SLOT, BLOCK_HEIGHT = 212, 4, 48, 26
-COLUMN_WIDTH, ROW_HEIGHT = 202, 50
+WAITING, MODEL, NEXT = (MARGIN, 100), (158, 370), (570, 114)  # x and width of each box
+POOL_Y, COLUMNS, SLOT, BLOCK_HEIGHT = 212, 4, 40, 26
+COLUMN_WIDTH, ROW_HEIGHT = 169, 50
 
 
 def frames() -> Frames:
     """Return a still of the waiting request, one for each step, and one of the finished request."""
     run = followed()
     count = _tokens(len(run.request.prompt))
-    waits = f"A request arrives. Its {count} wait in the queue until the scheduler has room for them in a step."
+    waits = f"A request arrives. Its {count} wait until the scheduler has room for them in a step."
     stills = [(_waiting(run), waits)]
     stills += [(_step(run, step), _caption(run, step)) for step in run.steps]
     stills.append((_ended(run), _last_words(run)))
@@ -137,23 +137,21 @@ def _caption(run: Followed, step: Step) -> str:
     if step.index == 0:
         blocks = ", ".join(map(str, row.block_table))
         return (
-            f"Prefill: one step computes all {row.num_scheduled_tokens} tokens. Their keys and values go into free "
-            f"blocks: {blocks}. The model's first token is {_shown(row)}."
+            f"Prefill: one step computes all {row.num_scheduled_tokens} tokens. Their keys and values fill free "
+            f"blocks: {blocks}."
         )
     before = _row(run.steps[step.index - 1])
-    taken = f" Block {row.block_table[-2]} was full: it takes block {row.block_table[-1]}."
-    more = taken if len(row.block_table) > len(before.block_table) else ""
-    return (
-        f"Decode: only {row.tokens[0].shown} goes through the model, and sees the {row.num_computed_tokens} tokens "
-        f"before it in the cache. Next: {_shown(row)}.{more}"
-    )
+    fed = f"Decode: only {row.tokens[0].shown} goes through the model"
+    if len(row.block_table) > len(before.block_table):
+        return f"{fed}. Block {row.block_table[-2]} was full, so it takes block {row.block_table[-1]}."
+    return f"{fed}, and sees {row.num_computed_tokens} tokens in the cache. Next: {_shown(row)}."
 
 
 def _last_words(run: Followed) -> str:
     known = len(run.steps[-1].cached_blocks)
     return (
-        f"{len(run.request.output)} tokens are written: the request ends, and its blocks are free. Until they are "
-        f"overwritten, the {known} full ones serve any request that begins with the same text."
+        f"{len(run.request.output)} tokens are written, and the blocks are free. A request that begins alike may find "
+        f"{known} again."
     )
 
 

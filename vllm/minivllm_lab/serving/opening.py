@@ -16,7 +16,7 @@ from minivllm_lab.palette import BLUE, GREEN, INK, ORANGE
 from minivllm_lab.serving import timelines
 from minivllm_lab.serving.processes import processes
 
-WIDTH, HEIGHT = 860, 372
+WIDTH, HEIGHT = 700, 372
 TOP, MIDDLE, BOTTOM, TALL = 74, 160, 256, 62
 PROMPT_COLOUR, STEP_COLOUR, OUTPUT_COLOUR = tint(BLUE, 0.3), tint(ORANGE, 0.75), tint(GREEN, 0.45)
 LEGEND = (
@@ -27,17 +27,17 @@ LEGEND = (
 CHIP, GAP = 24, 3
 Box = tuple[str, float, float, float, float]
 """A name; x, y, width and height."""
-CLIENT: Box = ("POST /v1/completions", 20, TOP, 178, TALL)
-TEXT: Box = ("what the client has", 20, BOTTOM, 178, TALL)
-INPUT: Box = ("input processor", 250, TOP, 300, TALL)
-LOOP: Box = ("the event loop", 250, MIDDLE, 300, 56)
-COLLECTOR: Box = ("collector", 250, BOTTOM, 148, TALL)
-OUTPUT: Box = ("output processor", 412, BOTTOM, 138, TALL)
-INBOX: Box = ("inbox", 604, TOP, 234, TALL)
-STEP: Box = ("step", 604, MIDDLE, 234, 56)
-OUTBOX: Box = ("outbox", 604, BOTTOM, 234, TALL)
+CLIENT: Box = ("POST /v1/completions", 14, TOP, 138, TALL)
+TEXT: Box = ("what the client has", 14, BOTTOM, 138, TALL)
+INPUT: Box = ("input processor", 184, TOP, 264, TALL)
+LOOP: Box = ("the event loop", 184, MIDDLE, 264, 56)
+COLLECTOR: Box = ("collector", 184, BOTTOM, 124, TALL)
+OUTPUT: Box = ("output processor", 332, BOTTOM, 116, TALL)
+INBOX: Box = ("inbox", 496, TOP, 190, TALL)
+STEP: Box = ("step", 496, MIDDLE, 190, 56)
+OUTBOX: Box = ("outbox", 496, BOTTOM, 190, TALL)
 BOXES = (CLIENT, TEXT, INPUT, LOOP, COLLECTOR, OUTPUT, INBOX, STEP, OUTBOX)
-PROCESSES = (("the client", 10, 198), ("API server: one event loop", 240, 320), ("engine core", 594, 254))
+PROCESSES = (("the client", 6, 154), ("API server: one event loop", 176, 280), ("engine core", 488, 206))
 
 
 def frames() -> Frames:
@@ -130,7 +130,8 @@ def _still(loop: str, *parts: str, step: int | None = None) -> str:
     """Draw the three frames, all boxes with their names, what the event loop does, and `parts`."""
     frames = [_process(*process) for process in PROCESSES]
     boxes = [_box(box, f"step {step}" if box is STEP and step else box[0]) for box in BOXES]
-    legend = [_key(index, *key) for index, key in enumerate(LEGEND)]
+    used = [key for key in LEGEND if any(key[1] in part for part in parts)]
+    legend = [_key(index, *key) for index, key in enumerate(used)]
     label = f"Client, API server and engine core; the event loop {loop}"
     return svg(WIDTH, HEIGHT, *frames, *boxes, *legend, _words(LOOP, loop), *parts, label=label)
 
@@ -141,7 +142,7 @@ def _process(name: str, x: float, width: float) -> str:
 
 
 def _key(index: int, words: str, colour: str) -> str:
-    x = 20 + 220 * index
+    x = 14 + 216 * index
     return rect(x, HEIGHT - 22, 22, 14, colour, stroke=QUIET) + text(x + 30, HEIGHT - 10, words, size=12)
 
 

@@ -31,7 +31,10 @@ def processes(tp: int, dp: int) -> str:
     if dp > 1:
         x = LEFT + 4 * (WIDE + GAP)
         parts.append(rect(x, TOPS[1], 98, TALL, PALE, stroke=QUIET, radius=4, label="coordinator"))
-        parts.append(line((x - GAP, TOPS[1] + TALL / 2), (x, TOPS[1] + TALL / 2), QUIET, dash="3 3"))
+        y = TOPS[1] + TALL + 12
+        parts.append(line((rows[1][0] + WIDE / 4, y), (x + WIDE / 2, y), QUIET, dash="3 3"))
+        ends = [*(core + WIDE / 4 for core in rows[1]), x + WIDE / 2]
+        parts += [line((end, TOPS[1] + TALL), (end, y), QUIET, dash="3 3") for end in ends]
         below = "Each GPU has the whole model. With a mixture of experts, all engines step together."
     else:
         y = TOPS[2] + TALL + 10

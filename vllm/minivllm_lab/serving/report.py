@@ -22,8 +22,9 @@ from torch import Tensor
 
 from minivllm.config import EMBEDDED_MODEL
 from minivllm.engine.core import EngineCore
+from minivllm_lab import palette
 from minivllm_lab.cli import lesson_parser, whole_number
-from minivllm_lab.figures import curves, panels
+from minivllm_lab.figures import SMALL_TEXT, curves, panels
 from minivllm_lab.http_load import Answer, Ask, answers_of, load, start_load
 from minivllm_lab.progress import track
 from minivllm_lab.serving.request_trace import HOPS, trace
@@ -34,6 +35,8 @@ from minivllm_simulate.known_models import known_model
 from minivllm_simulate.virtual_clock import percentile
 
 PROMPT_TOKENS = 32
+SLO_TTFT = 0.25
+"""Seconds to a first token, by default."""
 NUM_LEAVING, TOKENS_OF_LEAVING = 6, 200
 GPUS, GPU, MODEL = 4, "H100", "Llama-3.1-8B"
 TTFT_SLO, TPOT_SLOS = 0.5, {"tight": 0.0075, "loose": 0.010}
@@ -291,7 +294,8 @@ def measure_load(port: int, arguments: argparse.Namespace) -> dict:
     console.print()
     record_table(title, shown, columns, caption)
     ends = {"least": least, "most": most, "above": tried[most]}
-    return {"closed": closed, "capacity": capacity, "seconds": seconds, "knee": knee, "tried": by_rate} | ends
+    asked = {"slo_ttft": arguments.slo_ttft}
+    return {"closed": closed, "capacity": capacity, "seconds": seconds, "knee": knee, "tried": by_rate} | ends | asked
 
 
 def _describe(knee: float, least: float, most: float) -> str:
@@ -434,9 +438,16 @@ def close(results: dict, arguments: argparse.Namespace, disturbance: str) -> Non
 def draw(results: dict, path: str) -> None:
     """Plot how long first tokens take under an open load, below and above the knee."""
     with panels(path, 1, width=6.4) as (axes,):
-        tried = results["load"]["tried"].items()
-        curves(axes, {f"{rate} a second": dict(enumerate(each["ttft_ms"], start=1)) for rate, each in tried})
+        load = results["load"]
+        knee = f"{load['knee']:.1f}"
+        words = {rate: f"{rate} a second" + ", the knee" * (rate == knee) for rate in load["tried"]}
+        each = {words[rate]: dict(enumerate(run["ttft_ms"], start=1)) for rate, run in load["tried"].items()}
+        curves(axes, each)
+        limit = 1e3 * load.get("slo_ttft", SLO_TTFT)
+        axes.axhline(limit, color=palette.GREY, linestyle="--")
+        axes.annotate(f"the limit: {limit:g} ms", (1, limit), va="bottom", fontsize=SMALL_TEXT)
         axes.set(xlabel="quarter of the requests", ylabel="ms to the first token", xticks=(1, 2, 3, 4))
+        axes.set(title="Arrivals below the knee, at it and above")
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
@@ -444,6 +455,7 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
     flags = lesson_parser(doc or "", EMBEDDED_MODEL)
     clients = "clients of the closed load, 1 to 64 (default: 16)"
     flags.add_argument("--clients", type=whole_number(1, 64), default=16, help=clients)
-    flags.add_argument("--slo-ttft", type=float, default=0.25, help="seconds to a first token (default: 0.25)")
+    first = f"seconds to a first token (default: {SLO_TTFT:g})"
+    flags.add_argument("--slo-ttft", type=float, default=SLO_TTFT, help=first)
     flags.add_argument("--slo-tpot", type=float, default=0.05, help="seconds per token after it (default: 0.05)")
     return flags

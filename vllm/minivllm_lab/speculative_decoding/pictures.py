@@ -53,7 +53,7 @@ def reveal() -> str:
 def tree() -> str:
     """Draw the tree on the left and the mask on the right."""
     title = "Six drafts in a tree, verified by one pass"
-    parts = [text(LEFT, 30, title, size=16, bold=True), text(MASK_LEFT, 50, "what each row sees", colour=QUIET)]
+    parts = [text(LEFT, 30, title, size=16, bold=True), text(MASK_LEFT, 50, "a row sees its branch only", colour=QUIET)]
     for node, (token, parent, y) in enumerate(NODES):
         x = _left(node)
         if parent >= 0:
@@ -61,8 +61,10 @@ def tree() -> str:
             parts.append(text(x + BOX / 2, y - 5, f"{CHANCES[node]:g}", anchor="middle"))
         fill = KNOWN if parent < 0 else ACCEPTED if node in SAMPLED else REJECTED
         parts += [chip(x, y, BOX, TALL, fill, token, 15), *_row(node, token)]
+    notes = ("above a draft: the guesser's", "probability of its whole branch")
+    parts += [text(LEFT, 268 + 16 * row, words, size=12, colour=QUIET) for row, words in enumerate(notes)]
     legend = (("known", KNOWN), ("accepted", ACCEPTED), ("rejected", REJECTED), ("seen", GREY), ("hidden", BLANK))
-    return svg(WIDTH, 320, *parts, *legend_at(290, legend), label=f"{title}: each row sees its own branch")
+    return svg(WIDTH, 344, *parts, *legend_at(312, legend), label=f"{title}: each row sees its own branch")
 
 
 def chip(x: float, y: float, width: float, height: float, fill: str, label: str = "", size: float = 13) -> str:
@@ -106,7 +108,7 @@ def _row(node: int, token: str) -> list[str]:
         rect(MASK_LEFT + key * CELL, y, CELL, CELL, GREY if key in branch else BLANK, stroke=RULE)
         for key in range(len(NODES))
     ]
-    position = f"at {FIRST_POSITION + len(branch) - 1}"
+    position = f"position {FIRST_POSITION + len(branch) - 1}"
     parts.append(text(MASK_LEFT - 12, y + 18, token, size=14, anchor="end", mono=True))
     parts.append(text(MASK_LEFT + (node + 0.5) * CELL, MASK_TOP - 6, token, anchor="middle", mono=True))
     parts.append(text(MASK_LEFT + len(NODES) * CELL + 10, y + 18, position, size=12, colour=QUIET))

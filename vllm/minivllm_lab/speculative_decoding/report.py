@@ -27,7 +27,7 @@ from minivllm.models.tokenizer import load_tokenizer
 from minivllm_lab import palette
 from minivllm_lab.cli import lesson_parser, whole_number
 from minivllm_lab.corpus import first_passages, held_out_texts
-from minivllm_lab.figures import curves, panels
+from minivllm_lab.figures import SMALL_TEXT, curves, panels
 from minivllm_lab.progress import track
 from minivllm_lab.speculative_decoding.cached_model import CachedModel
 from minivllm_lab.speculative_decoding.drafted_engine import answers_with_errors, drafted_engine, serve_with_drafts
@@ -397,13 +397,18 @@ def draw(results: dict, path: str) -> None:
     with panels(path, 2) as (left, right):
         steps = {f"{batch} request{'s' * (int(batch) > 1)}": each["ratio"] for batch, each in results["steps"].items()}
         curves(left, steps, octaves=True)
-        left.set(title="What a step costs", xlabel="positions of each request", ylabel="× one each", ylim=(0, None))
-        lines = {title: {batch: each[name] for batch, each in batches.items()} for name, title in names.items()}
-        curves(right, lines, octaves=True)
+        left.set(title="What a step costs", xlabel="tokens of each request in the step", ylim=(0, None))
+        left.set_ylabel("times the step with one token each")
+        looks = ((":", palette.INK), ("s--", palette.PURPLE), ("o-", palette.VERMILLION))
+        for (name, title), (style, colour) in zip(names.items(), looks, strict=True):
+            speedups = [each[name] for each in batches.values()]
+            right.plot([int(batch) for batch in batches], speedups, style, color=colour, label=title)
+        right.set_xscale("log", base=2)
+        right.set_xticks([int(batch) for batch in batches], list(batches), fontsize=SMALL_TEXT)
+        right.legend(fontsize=SMALL_TEXT, loc="lower left")
         right.axhline(1.0, color=palette.GREY, linewidth=1)
-        right.set(title="Times as fast as without drafts", xlabel="requests", ylim=(0, None))
-        for axes in (left, right):
-            axes.legend(fontsize=10)
+        right.set(title="Speed-up by three drafts", xlabel="requests in the batch", ylim=(0, None))
+        right.set_ylabel("times as fast as without drafts")
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
