@@ -39,9 +39,9 @@ BUDGETS = {
     "the engine": 20_150,
     "minivllm_lab": 14_900,
     "minivllm_simulate": 1_820,
-    "widgets": 10_700,
+    "widgets": 10_750,
     "benchmarks": 4_850,
-    "tests": 36_900,
+    "tests": 37_100,
     "the spine": 3_550,
 }
 """Most code lines of each part."""
