@@ -17,7 +17,9 @@ BROWSED = (
 )  # fmt: skip
 TOGETHER = {
     **dict.fromkeys(BROWSED, "tests/e2e/test_widgets.py"),  # one browser, and one JupyterLab
-    **{f"tests/site/test_{name}.py": "tests/site/test_pages.py" for name in ("in_browser", "live", "room")},  # one site
+    **{
+        f"tests/site/test_{name}.py": "tests/site/test_pages.py" for name in ("exercises", "in_browser", "live", "room")
+    },  # one site
     "tests/workshop/test_rendered_slides.py": "tests/site/test_pages.py",  # one browser
     **{
         f"tests/server/test_{name}.py": "tests/server/test_conformance.py"  # the servers of tests/server/conftest.py

@@ -178,6 +178,7 @@ def places_without_torch() -> list[Path]:
     lab = CODE / "minivllm_lab"
     places = [ENGINE / layer for layer in WITHOUT_TORCH]
     places += [lab / model for model in MODELS_OF_A_LESSON]
+    places += (ROOT / "lessons" / "exercises" / "checks").glob("*.py")
     return [CODE / "minivllm_simulate", WIDGETS, *places]
 
 

@@ -22,10 +22,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import site_exercises
 import site_live
 import site_pages
 import site_widgets
 from address import address
+from site_exercises import Exercise
 from site_pages import Pages
 from sphinx.application import Sphinx
 
@@ -50,13 +52,17 @@ class Embedded:
 
     Args:
         specs: the widgets' specifications, by module name.
+        exercises: the exercises that the site can check, by name.
         static: the folder for scripts.
         most_views: the maximum number of views of each widget.
         live: whether the site has Python to run the widgets.
     """
 
-    def __init__(self, specs: Mapping[str, Spec], static: Path, most_views: int, live: bool) -> None:
+    def __init__(
+        self, specs: Mapping[str, Spec], exercises: Mapping[str, Exercise], static: Path, most_views: int, live: bool
+    ) -> None:
         self.specs = specs
+        self.exercises = exercises
         self.static = static
         self.most_views = most_views
         self.live = live
@@ -70,7 +76,16 @@ class Embedded:
             return f'<div class="steps">{site_pages.one_line(import_module(module).frames(**arguments).html())}</div>'
         if (module, function) == ("widgets.predict", "show"):
             return self.game()
+        if module == "exercises" and function in self.exercises:
+            return self.exercise(self.exercises[function])
         return ""
+
+    def exercise(self, part: Exercise) -> str:
+        """Return the HTML of an exercise's place."""
+        path = self.static / "exercises" / f"{part.name}.js"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(site_exercises.script(part))
+        return site_exercises.html(part.name)
 
     def game(self) -> str:
         """Return the HTML of the game of the next step."""
@@ -117,7 +132,8 @@ def build(root: Path, out: Path, specs: Mapping[str, Spec], most_views: int = si
         missing = site_live.add(root, static, specs)
         if missing:
             print(f"the site's widgets turn only the knobs that were drawn in advance: {missing}")
-        site_pages.stage(pages, source, Embedded(specs, static, most_views, live=not missing))
+        exercises = {} if missing else site_exercises.exercises(root)
+        site_pages.stage(pages, source, Embedded(specs, exercises, static, most_views, live=not missing))
         (static / "shell.css").write_text(shell_style())
         (static / "glossary.js").write_text(f"window.glossary = {json.dumps(site_pages.definitions(pages))};\n")
         run_sphinx(pages, source, built, static)

@@ -1,109 +1,92 @@
-"""Give the site a Python that runs its widgets in the browser: Pyodide, and our sources in one zip.
+"""Give the site a Python that runs its widgets and checks its exercises in the browser: Pyodide, and
+our sources in one zip. Give it an editor, too: CodeMirror.
 
-Pyodide comes from npm's registry, pinned by version and hash, and is kept outside the repository.
-The pages load it from the site itself.
+The pages load all of it from the site itself.
 """
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import os
-import shutil
-import subprocess
+import json
+import posixpath
+import re
 import tarfile
-import tempfile
 import zipfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
+import site_exercises
+import npm_packages
 import structure
 
-from minivllm.errors import MinivllmError
-
-VERSION = "314.0.7"
-SHA512 = "0YvXxEhfEdpLfb/XkM2BFAeMROq0iMUX2bzzH9pOttyMcWkwq+HbE5uyuGD82LN7y2q+SNvi/6V5JEsOlD2R1A=="
-"""The hash that npm's registry gives for this version."""
 FILES = ("pyodide.mjs", "pyodide.asm.mjs", "pyodide.asm.wasm", "python_stdlib.zip", "pyodide-lock.json", "package.json")
-"""The files that the browser loads, and the one that names Pyodide's authors and licence."""
+"""The files of Pyodide that the browser loads, and the one that names its authors and licence."""
 ENTRY = "widgets.shell.page"
 """The module that the worker imports."""
-SECONDS = 120
-
-
-class NotAvailable(Exception):
-    """Pyodide cannot be had on this machine now."""
+BARE = re.compile(r"(\bfrom |\bimport )(['\"])(@?[a-z][\w/-]*)\2")
+"""An import of another package: a browser would not know where it is."""
 
 
 def add(root: Path, static: Path, widgets: Iterable[str]) -> str:
-    """Add Pyodide and the sources of these widgets to the site's static files. Return why the site
-    has to do without, or "".
+    """Add Python, the sources of these widgets and of the exercises, and the editor to the site's
+    static files. Return why the site has to do without, or "".
     """
     try:
-        archive = downloaded()
-    except NotAvailable as reason:
+        archives = npm_packages.downloaded()
+    except npm_packages.NotAvailable as reason:
         return str(reason)
-    with tarfile.open(archive) as package:
-        for name in FILES:
-            source = package.extractfile(f"package/{name}")
-            assert source, f"{archive} has no {name}"
-            path = static / "pyodide" / name
-            path.parent.mkdir(exist_ok=True)
-            path.write_bytes(source.read())
+    write_pyodide(archives.pop(npm_packages.PYODIDE), static / "pyodide")
+    write_editor(archives, static / "codemirror")
     write_sources(root, static / "sources.zip", widgets)
     return ""
 
 
-def downloaded(package: str = "pyodide", version: str = VERSION, sha512: str = SHA512) -> Path:
-    """Return a package of npm's, Pyodide's or a pinned other one, from the cache or from npm's
-    registry.
-
-    Raises:
-        NotAvailable: npm is missing, or it cannot download the package.
-        MinivllmError: the package is not the pinned one.
-    """
-    name = f"{package}-{version}.tgz"
-    kept = cache() / name
-    if not kept.is_file():
-        with tempfile.TemporaryDirectory() as folder:
-            pack(Path(folder), f"{package}@{version}")
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            shutil.move(Path(folder, name), kept)
-    if base64.b64encode(hashlib.sha512(kept.read_bytes()).digest()).decode() != sha512:
-        kept.unlink()
-        raise MinivllmError(f"{name} does not have the pinned hash, so it was deleted: build again, or check npm")
-    return kept
+def write_pyodide(archive: Path, folder: Path) -> None:
+    """Write the files of Pyodide that the browser loads."""
+    folder.mkdir()
+    with tarfile.open(archive) as package:
+        for name in FILES:
+            (folder / name).write_bytes(content(package, name))
 
 
-def cache() -> Path:
-    """Return the folder for downloads, outside the repository."""
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser() / "vllm-from-first-principles"
+def write_editor(archives: Mapping[str, Path], folder: Path) -> None:
+    """Write one module for each of the editor's packages, and its licence beside it."""
+    folder.mkdir()
+    for name, archive in archives.items():
+        with tarfile.open(archive) as package:
+            described = json.loads(content(package, "package.json"))
+            source = content(package, posixpath.normpath(described["exports"]["import"])).decode()
+            (folder / module_file(name)).write_text(BARE.sub(beside, source))
+            (folder / f"{module_file(name)}.LICENSE").write_bytes(content(package, "LICENSE"))
 
 
-def pack(folder: Path, package: str) -> None:
-    """Download a package, `name@version`, into a folder.
+def content(package: tarfile.TarFile, name: str) -> bytes:
+    """Return one file of an npm package."""
+    file = package.extractfile(f"package/{name}")
+    assert file, f"{package.name} has no {name}"
+    return file.read()
 
-    Raises:
-        NotAvailable: npm is missing, or it cannot download the package.
-    """
-    command = ["npm", "pack", "--silent", "--fetch-retries=0", "--pack-destination", str(folder), package]
-    try:
-        subprocess.run(command, check=True, capture_output=True, text=True, timeout=SECONDS)
-    except FileNotFoundError:
-        raise NotAvailable("npm is not installed") from None
-    except subprocess.CalledProcessError as error:
-        raise NotAvailable(f"npm cannot download {package}: {error.stderr.strip()[-200:]}") from error
-    except subprocess.TimeoutExpired:
-        raise NotAvailable(f"npm did not download {package} within {SECONDS} s") from None
+
+def module_file(name: str) -> str:
+    """Return the file name of a package's module."""
+    return f"{name.removeprefix('@').replace('/', '-')}.js"
+
+
+def beside(imported: re.Match[str]) -> str:
+    """Let an import name the file of a package beside it."""
+    return f"{imported[1]}{imported[2]}./{module_file(imported[3])}{imported[2]}"
 
 
 def write_sources(root: Path, file: Path, widgets: Iterable[str]) -> None:
-    """Write a zip of the modules that the page's Python may import, and of the data beside them."""
-    modules = modules_of(root, [ENTRY, *(f"widgets.{name}" for name in widgets)])
+    """Write a zip of the modules that the page's Python may import, and of the data beside them; and
+    of the exercises' checks with the data that they read.
+    """
+    checks = site_exercises.checks(root)
+    imported = {name for path in checks for name in structure.source(path).imports}
+    modules = modules_of(root, [ENTRY, *(f"widgets.{name}" for name in widgets), *imported])
     data = {path for module in modules.values() for path in module.parent.glob("*.json")}
+    recorded = sorted((root / site_exercises.RECORDED).iterdir())
     with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
-        for path in sorted({*modules.values(), *data}):
+        for path in sorted({*modules.values(), *data, *checks, *recorded}):
             name = path.relative_to(root).as_posix().removeprefix("vllm/")
             archive.writestr(zipfile.ZipInfo(name), path.read_bytes(), zipfile.ZIP_DEFLATED)
 

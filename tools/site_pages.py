@@ -46,7 +46,7 @@ is the font: one no wider than DejaVu Sans, with which texts are measured.
 
 Embed = Callable[[str, str, Mapping[str, Any]], str]
 """`embed("widgets.kv_cache", "show", {})` -> the HTML of what this call shows, "" where that is
-nothing.
+nothing. `embed("exercises", "04_continuous_batching", {})` -> an exercise's place.
 """
 
 
@@ -131,6 +131,9 @@ def page_lines(pages: Pages, name: str, embed: Embed) -> list[str]:
         elif part.language == "mermaid":
             diagrams += 1
             lines += ["", diagram(part, diagrams), ""]
+        elif part.kind == "exercise" and part.script and (html := embed("exercises", Path(part.script).stem, {})):
+            summary = f"<details><summary>The whole file: <code>{escape(part.script)}</code></summary>"
+            lines += [html, "", summary, "", part.opening, *part.body, part.closing, "", "</details>"]
         else:
             live = list(calls(part)) if part.kind == "exec" else []
             shown = [html for call in live if (html := embed(*call))]

@@ -25,7 +25,7 @@ from functools import cached_property
 from html import escape
 from pathlib import Path
 
-import site_live
+import npm_packages
 from doctor import BROWSERS
 from markdown_it import MarkdownIt
 
@@ -36,12 +36,6 @@ ROOT = Path(__file__).resolve().parents[1]
 DECKS = Path("workshop", "slides")
 DEMOS = DECKS / "demos.toml"
 STYLE = DECKS / "slides.css"
-REVEAL = (
-    "reveal.js",
-    "6.0.2",
-    "JYIg5D9aoxoaLeb84O+OvAwsKWdIavVgEDScxtYEXFCT6t6TQrhNtSgogcjdCpdLsWglhJn3zyE3fUOwiH5KEg==",
-)
-"""Name, version and the hash that npm's registry gives."""
 FILES = ("LICENSE", "dist/reset.css", "dist/reveal.css", "dist/reveal.js", "dist/plugin/notes.js")
 WIDTH, HEIGHT = 1280, 720
 NOTE = re.compile(r"^Note:[ \n]", re.MULTILINE)
@@ -167,8 +161,8 @@ def add_reveal(folder: Path) -> None:
         MinivllmError: npm cannot download it, or it is not the pinned one.
     """
     try:
-        archive = site_live.downloaded(*REVEAL)
-    except site_live.NotAvailable as reason:
+        (archive,) = npm_packages.downloaded(npm_packages.OF_THE_SLIDES).values()
+    except npm_packages.NotAvailable as reason:
         raise MinivllmError(f"the slides need reveal.js: {reason}") from None
     folder.mkdir(parents=True, exist_ok=True)
     with tarfile.open(archive) as package:

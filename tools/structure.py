@@ -39,7 +39,7 @@ BUDGETS = {
     "the engine": 20_800,
     "minivllm_lab": 15_560,
     "minivllm_simulate": 1_830,
-    "widgets": 10_700,
+    "widgets": 10_750,
     "benchmarks": 5_050,
     "tests": 38_600,
     "the spine": 3_550,

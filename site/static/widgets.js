@@ -15,6 +15,7 @@ document.addEventListener("DOMContentLoaded", () => {
   if (location.protocol.startsWith("http") && window.WebAssembly && window.Worker) {
     const course = new Course();
     places.filter((place) => place.widget).forEach((place) => place.expect(course));
+    window.solveExercises?.(course, places); // on a page that has one
   }
   addEventListener("load", () => follow(false)); // before, pictures above it would move it
   addEventListener("hashchange", () => follow(true));
@@ -39,6 +40,7 @@ class Place {
     this.shell = new window.lessonWidgets.Shell(root, window.lessonWidgets.tableHost({ ...table, views: Object.fromEntries(keyed) }));
     this.home = table.described.presets[0].values;
     this.linked = null; // knobs that a link has set, which the table may not have
+    this.own = null; // the exercise whose parts the widget runs
     root.addEventListener("lw-turn", () => this.turned());
     this.button = document.createElement("button");
     this.button.className = "dock";
@@ -77,6 +79,14 @@ class Place {
     new IntersectionObserver(([{ isIntersecting }]) => this.model.show(isIntersecting || this.docked)).observe(this.root);
   }
 
+  // Run the parts that the reader has written in an exercise, or ours again.
+  run(own) {
+    this.own = own;
+    if (!this.model) return this.start();
+    this.model.view = null; // what comes next describes another widget
+    this.model.begin();
+  }
+
   // Put the live widget in the table's place.
   swap() {
     if (this.shell.dragged || this.shell.playing) return setTimeout(() => this.swap(), 300);
@@ -107,6 +117,11 @@ class Place {
     this.shell.turn(values);
     this.linked = values;
     if (this.course) this.start();
+    this.reveal(beside);
+  }
+
+  // Bring the picture into view, beside the text if there is room.
+  reveal(beside) {
     const box = this.shell.picture.getBoundingClientRect();
     if (box.top >= 0 && box.bottom <= innerHeight) return;
     if (beside && matchMedia("(min-width: 63em)").matches) this.dock(true);
@@ -149,7 +164,13 @@ class Model {
   };
 
   begin() {
-    this.send({ do: "start", widget: this.place.widget, settings: this.values, width: this.width, serial: this.serial });
+    this.send({ do: "start", widget: this.place.widget, settings: this.values, own: this.place.own, width: this.width, serial: this.serial });
+  }
+
+  // Forget what the worker knew: it has ended, perhaps in the reader's own code.
+  lose() {
+    this.lost = true;
+    if (this.place.own) this.view = this.place.own = null;
   }
 
   // Compute only while the reader sees it.
@@ -177,12 +198,12 @@ class Model {
   }
 }
 
-// The worker that runs the Python of all widgets of a page.
+// The worker that runs the Python of all widgets and exercises of a page.
 class Course {
   models = new Map();
 
-  add(model) {
-    this.models.set(model.place.id, model);
+  add(model, id = model.place.id) {
+    this.models.set(id, model);
     if (this.worker) model.begin();
     else this.start();
   }
@@ -212,13 +233,17 @@ class Course {
   watch() {
     const now = performance.now();
     if (!this.called) this.worker.postMessage((this.called = now));
-    else if (now - this.called > (window.patience ?? PATIENCE)) this.restart();
+    else if (now - this.called > this.patience) this.restart();
+  }
+
+  get patience() {
+    return window.patience ?? PATIENCE;
   }
 
   restart() {
     this.stop();
     if (![...this.models.values()].some(({ view }) => view)) return this.fail("the first sweep does not end");
-    this.models.forEach((model) => (model.lost = true));
+    this.models.forEach((model) => model.lose());
     this.start();
   }
 
@@ -226,6 +251,7 @@ class Course {
   fail(reason) {
     this.stop();
     this.worker = null;
+    this.models.forEach((model) => model.failed?.());
     console.warn(`Python does not run here (${reason}), so only some knobs turn.`);
   }
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from urllib.parse import urlsplit
 from weakref import WeakKeyDictionary
 
-from playwright.sync_api import Browser, ConsoleMessage, Page, Playwright, Request, ViewportSize
+from playwright.sync_api import Browser, ConsoleMessage, Page, Playwright, Request, Route, ViewportSize
 
 FLAGS = [
     "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
@@ -103,6 +103,14 @@ class Seen:
         parts = urlsplit(url)
         if parts.scheme not in ("data", "blob", "about") and parts.hostname not in ("127.0.0.1", "localhost"):
             self.elsewhere.append(url)
+
+
+def within(route: Route) -> None:
+    """Refuse requests that leave the machine; `Seen` counts them."""
+    if route.request.url.startswith("http://127.0.0.1:"):
+        route.continue_()
+    else:
+        route.abort()
 
 
 @dataclass(frozen=True)

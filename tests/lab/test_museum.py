@@ -19,8 +19,8 @@ from unittest import mock
 import pytest
 
 from minivllm.errors import MinivllmError
+from minivllm_lab.checking import module_from
 from minivllm_lab.cli import run
-from minivllm_lab.exercise import module_from
 from minivllm_lab.museum import copies, desk, workloads
 from minivllm_lab.museum.exhibits import COLLECTION, ENGINE, NUM_HINTS, Exhibit, exhibits, what_happens_in
 from minivllm_lab.tables import console

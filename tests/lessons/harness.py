@@ -23,8 +23,9 @@ import torch
 
 from minivllm.config import ModelConfig
 from minivllm.platforms.triton_utils import HAS_TRITON, INTERPRETED
+from minivllm_lab.checking import Check, CheckResult
 from minivllm_lab.cli import run
-from minivllm_lab.exercise import Check, CheckResult, checks_of, exercise_path, load, run_checks
+from minivllm_lab.exercise import checks_of, checks_paths, exercise_path, load, run_checks
 from minivllm_lab.mutants import Mutant, load_mutant
 from minivllm_lab.reach import joined, names_in, reached
 
@@ -38,12 +39,6 @@ of xdist.
 def script_path(number: str) -> Path:
     """Return the path of `vllm/NN_*.py`."""
     (path,) = (REPOSITORY / "vllm").glob(f"{number}_*.py")
-    return path
-
-
-def checks_path(number: str) -> Path:
-    """Return the path of `lessons/exercises/checks/NN_*.py`."""
-    (path,) = (REPOSITORY / "lessons" / "exercises" / "checks").glob(f"{number}_*.py")
     return path
 
 
@@ -187,7 +182,9 @@ def _calls_from(number: str, check: str) -> dict[str, int]:
     """Return, for each function that a check reaches in its own file and in the script, how many
     functions are nearer to the check.
     """
-    return reached(check, joined(*(names_in(path(number).read_text()) for path in (checks_path, script_path))))
+    return reached(
+        check, joined(*(names_in(path.read_text()) for path in (*checks_paths(number), script_path(number))))
+    )
 
 
 def _failures(number: str, mutant: Mutant) -> Iterator[CheckResult]:

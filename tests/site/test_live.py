@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from e2e.browser import Seen, serious_violations
+from e2e.browser import Seen, serious_violations, within
 from e2e.static_server import served
-from playwright.sync_api import Browser, Locator, Page, Route
+from playwright.sync_api import Browser, Locator, Page
 
 pytestmark = pytest.mark.browser
 WIDGET = ".lesson-widget[data-table=tiny]"
@@ -64,14 +64,6 @@ def opened(site: Path, browser: Browser) -> Iterator[Lesson]:
         page.locator(f"{WIDGET}[data-live]").wait_for(timeout=120_000)
         yield Lesson(page, seen)
         page.close()
-
-
-def within(route: Route) -> None:
-    """Refuse requests that leave the machine; `Seen` counts them."""
-    if route.request.url.startswith("http://127.0.0.1:"):
-        route.continue_()
-    else:
-        route.abort()
 
 
 @pytest.fixture

@@ -1,9 +1,12 @@
 """The views drawn in advance: which ones exist, and that they equal the session's."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from urllib.parse import parse_qsl
 
 import pytest
+import site_pages
 import site_widgets
 
 import widgets
@@ -13,6 +16,7 @@ from widgets.shell.knobs import choice, entry, slider, steps, switch
 from widgets.shell.session import Session
 from widgets.shell.spec import Verdict
 
+ROOT = Path(__file__).resolve().parents[2]
 SPEC = load(Path(__file__).with_name("tiny.py")).SPEC
 
 
@@ -99,3 +103,24 @@ def test_a_widget_that_breaks_is_named_with_the_setting():
 
 def test_every_widget_is_named_like_its_module():
     assert {name: spec.name for name, spec in site_widgets.specs().items()} == {name: name for name in widgets.names()}
+
+
+def knob_links() -> Iterator[tuple[str, str, dict[str, str]]]:
+    """Yield the page, the widget and the knobs of each link that sets some."""
+    for page in sorted((ROOT / "lessons").glob("[0-9][0-9]_*.md")):
+        for _, target in site_pages.KNOB_LINK.findall(page.read_text()):
+            name, _, query = target[1:].partition("?")
+            yield page.name, name, dict(parse_qsl(query, strict_parsing=True))
+
+
+def test_each_lesson_has_links_that_set_knobs_to_values_that_they_have():
+    links = [*knob_links()]
+    assert len({page for page, *_ in links}) == 12
+    specs = site_widgets.specs()
+    for page, name, values in links:
+        assert f"{name}.show(" in (ROOT / "lessons" / page).read_text(), page
+        for knob, text in values.items():
+            options = {
+                f"{value:g}" if isinstance(value, float) else f"{value}" for value in specs[name].flat()[knob].places()
+            }
+            assert text in options, f"{page}: {knob}={text} of {name}"

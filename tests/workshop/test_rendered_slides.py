@@ -13,7 +13,7 @@ from playwright.sync_api import Browser, Page
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "tools"))  # its programs import each other
-import site_live  # noqa: E402
+import npm_packages  # noqa: E402
 import slides  # noqa: E402
 
 pytestmark = pytest.mark.browser
@@ -58,8 +58,8 @@ def opened(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     """Build all decks, and open a page for them."""
     out = tmp_path_factory.mktemp("slides")
     try:
-        site_live.downloaded(*slides.REVEAL)
-    except site_live.NotAvailable as reason:
+        npm_packages.downloaded(npm_packages.OF_THE_SLIDES)
+    except npm_packages.NotAvailable as reason:
         (pytest.fail if os.environ.get("MINIVLLM_REQUIRE_BROWSER") else pytest.skip)(f"no slides: {reason}")
     slides.build(ROOT, out, slides.decks(ROOT))
     page, seen = browser.new_page(viewport={"width": slides.WIDTH, "height": slides.HEIGHT}), Seen()

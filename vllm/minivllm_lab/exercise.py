@@ -4,9 +4,10 @@
     uv run python -m minivllm_lab.exercise 01 --file mine.py
     uv run python -m minivllm_lab.exercise 04 --only schedule     # one function's checks, without the engine
 
-A check is a function `check_*(module)` in `lessons/exercises/checks/NN_*.py`. The first line of its
-docstring states a requirement; it raises if this is not met. The same checks run on the lesson's
-script, which is the solution.
+A check is a function `check_*(module)` in `lessons/exercises/checks/NN_*.py`, or in
+`checks/tensors/NN_*.py` if it needs NumPy, torch or Triton. The first line of its docstring states
+a requirement; it raises if this is not met. The same checks run on the lesson's script, which is
+the solution.
 
 The engine runs with the learner's part as soon as all that it uses is right. Checks that lead to
 other functions of the exercise need not pass, nor those that begin with "Stretch:".
@@ -15,14 +16,9 @@ other functions of the exercise need not pass, nor those that begin with "Stretc
 from __future__ import annotations
 
 import argparse
-import inspect
 import linecache
 import os
-import sys
-import traceback
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from itertools import count
+from collections.abc import Callable, Iterable, Mapping, Set
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -30,6 +26,7 @@ from typing import TYPE_CHECKING
 from rich.markup import escape
 
 from minivllm.errors import MinivllmError
+from minivllm_lab.checking import Check, CheckResult, checks_in, module_from, run_check
 from minivllm_lab.cli import Parser, run
 from minivllm_lab.progress import track, working
 from minivllm_lab.reach import joined, names_in, reached
@@ -40,30 +37,8 @@ if TYPE_CHECKING:
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 EXERCISES = REPOSITORY / "lessons" / "exercises"
-
-Check = Callable[[ModuleType], None]
-_number_of_modules = count(1)
-
-
-@dataclass(frozen=True)
-class CheckResult:
-    """The result of one check: `problem` is None if it passed, else a one-line description of
-    what is missing.
-    """
-
-    function: str
-    statement: str
-    problem: str | None
-
-    @property
-    def passed(self) -> bool:
-        """Return whether the requirement is met."""
-        return self.problem is None
-
-    @property
-    def is_stretch(self) -> bool:
-        """Return whether the check requires more than the engine needs."""
-        return self.statement.startswith("Stretch:")
+CHECKS = ("checks", "checks/tensors")
+"""Folders of the checks: those that need Python alone, and all others with `plug`."""
 
 
 def exercise_path(number: str | int) -> Path:
@@ -72,7 +47,13 @@ def exercise_path(number: str | int) -> Path:
     Raises:
         MinivllmError: no such exercise; the message lists the existing ones.
     """
-    return _numbered(EXERCISES, number)
+    stem = str(number).strip()
+    stem = stem.zfill(2) if stem.isdigit() else ""
+    paths = sorted(EXERCISES.glob(f"{stem}_*.py")) if stem else []
+    if not paths:
+        numbers = ", ".join(sorted(path.stem[:2] for path in EXERCISES.glob("[0-9][0-9]_*.py"))) or "none"
+        raise MinivllmError(f"there is no exercise {str(number)!r} (there are: {numbers})")
+    return paths[0]
 
 
 def load(path: str | Path) -> ModuleType:
@@ -93,36 +74,24 @@ def load(path: str | Path) -> ModuleType:
     return module_from(source, path)
 
 
-def module_from(source: str, path: Path) -> ModuleType:
-    """Return a module made of `source`; `path` names it and need not be a file.
+def checks_of(number: str | int) -> list[Check]:
+    """Return the checks of a lesson's exercise, in source order: those without torch first."""
+    return [check for path in checks_paths(number) for check in checks_in(load(path))]
+
+
+def checks_paths(number: str | int) -> list[Path]:
+    """Return the files with the checks of a lesson's exercise: one, or two.
 
     Raises:
-        MinivllmError: running the source fails; the message names the line.
+        MinivllmError: no such exercise; the message lists the existing ones.
     """
-    name = f"{path.stem}_{next(_number_of_modules)}"
-    filename = str(path) if path.exists() else f"<{name}>"
-    if not path.exists():  # let `inspect` find the source; Triton reads its kernels' source through it
-        linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
-    module = ModuleType(name)
-    module.__file__ = filename
-    sys.modules[name] = module  # dataclasses look their module up there
-    try:
-        exec(compile(source, filename, "exec", dont_inherit=True), module.__dict__)
-    except Exception as error:
-        del sys.modules[name]
-        raise MinivllmError(f"{path.name} cannot be imported: {_described(error, {filename})}") from error
-    return module
-
-
-def checks_of(number: str | int) -> list[Check]:
-    """Return the checks of a lesson's exercise, in source order."""
-    module = load(_numbered(EXERCISES / "checks", number))
-    return [check for name, check in vars(module).items() if name.startswith("check_") and inspect.isfunction(check)]
+    name = exercise_path(number).name
+    return [path for folder in CHECKS if (path := EXERCISES / folder / name).is_file()]
 
 
 def plug_of(number: str | int) -> Callable[[ModuleType], Plugged] | None:
     """Return the function that plugs a lesson's exercise into the engine, or None if it has none."""
-    return getattr(load(_numbered(EXERCISES / "checks", number)), "plug", None)
+    return getattr(load(checks_paths(number)[-1]), "plug", None)
 
 
 def run_plugged(number: str | int, module: ModuleType) -> bool:
@@ -140,7 +109,7 @@ def run_plugged(number: str | int, module: ModuleType) -> bool:
 
 def run_checks(module: ModuleType, checks: Iterable[Check]) -> list[CheckResult]:
     """Run every check on `module`. Exceptions raised by the module's functions are caught."""
-    return [_run_check(module, check) for check in track([*checks], "checking")]
+    return [run_check(module, check) for check in track([*checks], "checking")]
 
 
 def check_here(number: str | int, module: ModuleType) -> None:
@@ -218,12 +187,12 @@ def _parts_called(function: str, number: str | int) -> set[str]:
     return set().union(*(checks[name] for name in reached(function, checks))) & stub.keys()
 
 
-def _names(number: str | int) -> tuple[Mapping[str, frozenset[str]], Mapping[str, frozenset[str]]]:
+def _names(number: str | int) -> tuple[Mapping[str, Set[str]], Mapping[str, Set[str]]]:
     """Return the names that each function of an exercise's checks uses, and those that each of its
     stub uses.
     """
-    checks, stub = (_numbered(folder, number).read_text() for folder in (EXERCISES / "checks", EXERCISES))
-    return names_in(checks), names_in(stub)
+    checks = joined(*(names_in(path.read_text()) for path in checks_paths(number)))
+    return checks, names_in(exercise_path(number).read_text())
 
 
 def _to_write(number: str | int) -> list[str]:
@@ -251,58 +220,6 @@ def show(results: list[CheckResult], title: str) -> None:
 def _row(result: CheckResult) -> tuple[str, str]:
     mark = "[green]✓[/green]" if result.passed else "[red]✗[/red]"
     return f"{mark} {escape(result.statement)}", escape(result.problem or "")
-
-
-def _numbered(folder: Path, number: str | int) -> Path:
-    stem = str(number).strip()
-    stem = stem.zfill(2) if stem.isdigit() else ""
-    paths = sorted(folder.glob(f"{stem}_*.py")) if stem else []
-    if not paths:
-        numbers = ", ".join(sorted(path.stem[:2] for path in folder.glob("[0-9][0-9]_*.py"))) or "none"
-        raise MinivllmError(f"there is no exercise {str(number)!r} (there are: {numbers})")
-    return paths[0]
-
-
-def _run_check(module: ModuleType, check: Check) -> CheckResult:
-    statement = (inspect.getdoc(check) or check.__name__).splitlines()[0]
-    try:
-        check(module)
-    except (Exception, SystemExit) as error:
-        return CheckResult(check.__name__, statement, _problem(error, module))
-    return CheckResult(check.__name__, statement, None)
-
-
-def _problem(error: BaseException, module: ModuleType) -> str:
-    """Return what is missing, in one line."""
-    if isinstance(error, AttributeError) and error.obj is module:
-        return f"there is no {error.name!r} yet"
-    if isinstance(error, NotImplementedError):
-        return f"not written yet: {_one_line(error)}" if str(error) else "not written yet"
-    if isinstance(error, AssertionError):
-        failed = traceback.extract_tb(error.__traceback__)[-1].line
-        return _one_line(error) if str(error) else f"this must hold: {failed}"
-    functions = [value for value in vars(module).values() if inspect.isfunction(value)]
-    learners = [function for function in functions if function.__module__ == module.__name__]
-    return _described(error, {function.__code__.co_filename for function in learners})
-
-
-def _described(error: BaseException, files: set[str]) -> str:
-    """Return the error, and the innermost line of the learner's own `files` that led to it (or of
-    any file, if none did).
-    """
-    if isinstance(error, SyntaxError):
-        return f"line {error.lineno}: {error.msg}"
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if frame.filename in files]
-    place = f"line {own[-1].lineno}: {own[-1].line}" if own else f"in the check, at: {frames[-1].line}"
-    if not own and "NoneType" in str(error):
-        place += "; does one of your functions end without a return?"
-    return f"{type(error).__name__}: {_one_line(error)} ({place})"
-
-
-def _one_line(error: BaseException) -> str:
-    text = " ".join(str(error).split())
-    return text if len(text) <= 300 else f"{text[:299]}…"
 
 
 def main(arguments: argparse.Namespace) -> None:

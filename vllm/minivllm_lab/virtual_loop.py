@@ -6,12 +6,13 @@ ends.
 Where nothing is ready, the clock jumps to the next timer. So a second costs nothing, every run is
 the same, and a task that will never be woken is noticed at once. The loop runs in a thread of its
 own, since JupyterLab's own loop runs in the main one, and so that a blocking call can be abandoned.
+A browser has no threads: there, it runs inside the page's loop, and the page ends what blocks.
 """
 
 from __future__ import annotations
 
 import asyncio
-import selectors
+import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine
@@ -29,34 +30,41 @@ MOST_TURNS = 20_000
 BLOCKS = "{} blocks the event loop, and no other client is served meanwhile: wait with `await`"
 
 
-class VirtualLoop(asyncio.SelectorEventLoop):
-    """An event loop in virtual time. `turns` counts how often it has looked for ready callbacks."""
+class VirtualLoop(asyncio.BaseEventLoop):
+    """An event loop in virtual time, without files. `turns` counts how often it has looked for ready
+    callbacks.
+    """
 
     def __init__(self, whose: str) -> None:
         self.now, self.turns = 0.0, 0
-        super().__init__(_Clock(self, whose))
+        super().__init__()
+        self._selector = _Clock(self, whose)
 
     def time(self) -> float:
         """Return the virtual seconds since the start."""
         return self.now
 
+    def _process_events(self, _events: object) -> None:
+        """Handle what the selector has found, which is nothing."""
 
-class _Clock(selectors.DefaultSelector):
+    def _write_to_self(self) -> None:
+        """Wake the selector, which never sleeps."""
+
+
+class _Clock:
     """A selector that advances the virtual clock instead of waiting."""
 
     def __init__(self, loop: VirtualLoop, whose: str) -> None:
-        super().__init__()
         self._loop, self._whose = loop, whose
 
-    def select(self, timeout: float | None = None) -> list:
-        ready = super().select(0)
+    def select(self, timeout: float | None) -> tuple:
         self._loop.turns += 1
-        if not ready and timeout is None:
+        if timeout is None:
             raise AssertionError(f"{self._whose} waits, and nothing will ever wake it: was a wake-up lost?")
         if self._loop.turns > MOST_TURNS:
             raise AssertionError(f"{self._whose} does not end: does it check again and again, and never wait?")
-        self._loop.now += timeout or 0.0
-        return ready
+        self._loop.now += timeout
+        return ()
 
 
 def turns() -> int:
@@ -84,14 +92,27 @@ def run_virtual(work: Callable[[], Coroutine[Any, Any, Result]], whose: str) -> 
         except BaseException as error:
             ended.append(error)
 
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(SECONDS)
+    if sys.platform == "emscripten":
+        _inside_the_running_loop(run)
+    else:
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        thread.join(SECONDS)
     if not ended:
         raise AssertionError(BLOCKS.format(whose))
     if isinstance(ended[0], BaseException):
         raise ended[0]
     return ended[0]
+
+
+def _inside_the_running_loop(run: Callable[[], None]) -> None:
+    """Run another loop in a callback of the page's: asyncio refuses that unless it knows none."""
+    pages = asyncio.get_running_loop()
+    asyncio._set_running_loop(None)
+    try:
+        run()
+    finally:
+        asyncio._set_running_loop(pages)
 
 
 def _run(work: Callable[[], Coroutine[Any, Any, Result]], whose: str) -> Result:

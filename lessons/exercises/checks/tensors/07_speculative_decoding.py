@@ -486,7 +486,9 @@ def assert_row(found, expected, drafts, matches, where):
     elif found[:n] == expected[:n] and all(token == -1 for token in found[n:]):
         hint = f": {'the bonus' if n == len(drafts) else 'the token in place of the rejected draft'} is forgotten"
     elif n < len(drafts) and found[:n] == expected[:n] and found[n] == drafts[n]:
-        hint = ": that is the rejected draft itself" if drafts[n] >= 0 else ": -1 is not a draft, so it cannot be accepted"
+        hint = (
+            ": that is the rejected draft itself" if drafts[n] >= 0 else ": -1 is not a draft, so it cannot be accepted"
+        )
     elif len(found) > n + 1 and found[: n + 1] == expected[: n + 1]:
         hint = ": the row is not written to its end"
     raise AssertionError(f"{where}, drafts {drafts}: {found}, and {expected} is right{hint}")

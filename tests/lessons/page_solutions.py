@@ -1,0 +1,84 @@
+"""What the tests type into the page's editor: a lesson's solution, whole or with one of the mistakes
+of `tests/lessons`, taken from its script.
+"""
+
+import ast
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+
+from minivllm_lab.mutants import Mutant, mutant_source
+
+ROOT = Path(__file__).resolve().parents[2]
+IMPORT = ast.Import, ast.ImportFrom
+Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+
+
+def solution(number: str, text: str, mutant: Mutant | None = None) -> str:
+    """Return the script's definitions for those that a page's stub asks for, with all that they
+    use. What the stub gives stays as it is.
+    """
+    (script,) = (ROOT / "vllm").glob(f"{number}_*.py")
+    source = script.read_text()
+    body = ast.parse(mutant_source(source, mutant, script.name) if mutant else source).body
+    stub = ast.parse(text).body
+    given = [node for node in stub if "NotImplementedError" not in ast.dump(node)]
+    named = {name: _without_annotations(node) for node in body + given for name in _names(node)}
+    order = {id(node): index for index, node in enumerate(named.values())}
+    nodes = _reached([node.name for node in stub if isinstance(node, Definition)], named)
+    lines = [
+        ast.unparse(node) for node in sorted(nodes, key=lambda node: (not isinstance(node, IMPORT), order[id(node)]))
+    ]
+    return "\n".join(line for line in lines if line != "import torch") + "\n"
+
+
+def mutants(number: str, text: str) -> dict[str, Mutant]:
+    """Return the mistakes of `tests/lessons` in what the page's checks call, or what that uses."""
+    (tests,) = (ROOT / "tests" / "lessons").glob(f"{number}_*/test_{number}_*.py")
+    (checks,) = (ROOT / "lessons" / "exercises" / "checks").glob(f"{number}_*.py")
+    called = {node.attr for node in ast.walk(ast.parse(checks.read_text())) if isinstance(node, ast.Attribute)}
+    checked = "\n".join(ast.unparse(node) for node in ast.parse(text).body if getattr(node, "name", "") in called)
+    right, made = solution(number, checked), _constant(tests, "MUTANTS")
+    return {mistake: mutant for mistake, mutant in made.items() if solution(number, checked, mutant) != right}
+
+
+@functools.cache
+def _constant(file: Path, name: str) -> dict[str, Mutant]:
+    """Return a constant of a file without importing it: its statement and those that it needs."""
+    body = ast.parse(file.read_text()).body
+    named = {name: node for node in body for name in _names(node)}
+    known: dict = {}
+    for node in sorted(_reached([name], named), key=lambda node: node.lineno):
+        exec(compile(ast.Module([node], []), file.name, "exec"), known)
+    return known[name]
+
+
+def _reached(wanted: list[str], named: dict[str, ast.stmt]) -> list[ast.stmt]:
+    """Return the statements that define these names, and all that those statements name."""
+    pending, reached = [*wanted], {}
+    while pending:
+        name = pending.pop()
+        if name in named and name not in reached:
+            reached[name] = named[name]
+            pending += {node.id for node in ast.walk(named[name]) if isinstance(node, ast.Name)}
+    return [*{id(node): node for node in reached.values()}.values()]
+
+
+def _without_annotations(node: ast.stmt) -> ast.stmt:
+    """Remove what functions say about types: a page has not all of these names."""
+    for part in ast.walk(node):
+        if isinstance(part, ast.arg):
+            part.annotation = None
+        elif isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef):
+            part.returns = None
+    return node
+
+
+def _names(node: ast.stmt) -> Iterator[str]:
+    match node:
+        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+            yield name
+        case ast.Assign(targets=targets):
+            yield from (part.id for target in targets for part in ast.walk(target) if isinstance(part, ast.Name))
+        case ast.Import(names=names) | ast.ImportFrom(names=names):
+            yield from ((alias.asname or alias.name).partition(".")[0] for alias in names)
