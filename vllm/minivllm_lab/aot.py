@@ -271,7 +271,7 @@ def _key(source: Any, target: Any, options: Mapping[str, Any]) -> str:
     from triton.compiler.compiler import make_backend
 
     backend, variables = make_backend(target), sorted(get_cache_invalidating_env_vars().items())
-    parsed = backend.parse_options(dict(options))
+    parsed: Any = backend.parse_options(dict(options))
     parts = (__version__, source.hash(), backend.hash(), parsed.hash(), variables)
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
@@ -293,7 +293,7 @@ def _forget_line_numbers() -> None:
 
 @functools.cache
 def _read_record(path: str) -> dict[str, dict]:
-    """Read the record, which maps Triton's key to the kernel's name, its target and its figures."""
+    """Read the record, which maps a compilation's key to the kernel's name, its target and its figures."""
     return json.loads(Path(path).read_text()) if Path(path).is_file() else {}
 
 
