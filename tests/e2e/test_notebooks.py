@@ -12,7 +12,6 @@ from urllib.request import urlopen
 import pytest
 from e2e.browser import OPEN_SECONDS, Lab, Notebook, Seen
 from e2e.solved_notebook import ROOT, SolvedNotebook, shown_by
-from playwright.sync_api import Browser
 
 NOTEBOOK = ROOT / "notebooks" / "01_kv_cache.ipynb"
 ENDING = 24
@@ -51,19 +50,20 @@ def test_a_notebook_runs_takes_a_solution_and_its_widget_follows_the_keyboard(la
         assert notebook.seen.elsewhere == []
 
 
-def test_make_lab_opens_the_list_of_notebooks(server: str, browser: Browser):
+def test_make_lab_opens_the_list_of_notebooks(lab: Lab):
     """A small window shows the rendered list with full names and nothing over it, and no dialog
     asks about the network.
     """
     recipe = re.search(r"^lab:.*\n\t(.*)", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert recipe
     assert "JUPYTER_CONFIG_PATH=$(CURDIR)/.jupyter " in recipe[1], "the settings that `server` has"
-    with urlopen(server) as answer:
+    with urlopen(lab.server) as answer:
         opened = answer.geturl()
-    assert opened == f"{server}/lab/tree/notebooks/README.md"
-    with browser.new_context(viewport={"width": 1366, "height": 768}) as window:
-        page, seen = window.new_page(), Seen()
+    assert opened == f"{lab.server}/lab/tree/notebooks/README.md"
+    with lab.context.new_page() as page:  # JupyterLab's scripts are in the cache of this context
+        seen = Seen()
         seen.watch(page)
+        page.set_viewport_size({"width": 1366, "height": 768})
         page.goto(f"{opened}?reset")  # without the workspace of an earlier test
         page.wait_for_selector(".jp-MarkdownViewer table", timeout=OPEN_SECONDS * 1000)
         page.wait_for_selector(".jp-DirListing-itemText", timeout=OPEN_SECONDS * 1000)

@@ -18,6 +18,11 @@ CPU = torch.device("cpu")
 HEADS = {"heads": 4, "kv_heads": 2, "head_dim": 32}
 
 
+@pytest.fixture(autouse=True)
+def measured_once(monkeypatch):
+    monkeypatch.setattr(bench, "REPEATS", 1)
+
+
 def test_bytes_and_operations_of_a_step():
     case = bench.Case("", queries=(1, 3), lengths=(5, 4), **HEADS)
     assert case.kv_bytes(torch.bfloat16) == 2 * 9 * 2 * 32 * 2

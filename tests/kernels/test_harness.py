@@ -1,5 +1,8 @@
 """The harness itself: what it reads from compiled code is really there, and its asserts can fail."""
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 from kernels.harness import assert_close, assert_compiles, assert_twin, awkward_lengths
@@ -8,6 +11,7 @@ from minivllm.errors import MinivllmError
 from minivllm.platforms.triton_utils import tl, triton
 from minivllm_lab import aot
 from minivllm_lab.aot import TARGETS, compile_for
+from minivllm_lab.exercise import load
 
 
 @triton.jit
@@ -87,15 +91,23 @@ def test_close_is_not_blind():
         assert_twin(torch.tensor([1, 2]), torch.tensor([1, 3]))
 
 
-def test_the_record_says_what_the_compiler_says(monkeypatch):
-    """A worker that does not know `compiled.json` compiles the same as the file records."""
+def test_the_record_says_what_the_compiler_says_wherever_a_kernel_stands_in_its_file(monkeypatch, tmp_path):
+    """A worker with an empty record compiles what `compiled.json` says, and a kernel that has moved
+    down in its file only once.
+    """
+    options = {"num_warps": 8, "num_stages": 2}
 
-    def compiled() -> list[aot.Compiled]:
-        options = {"num_warps": 8, "num_stages": 2}
-        return [compile_for(target, matmul_kernel, MATMUL, options) for target in ("sm_90", "gfx942")]
+    def compiled(kernel=matmul_kernel) -> list[aot.Compiled]:
+        return [compile_for(target, kernel, MATMUL, options) for target in ("sm_90", "gfx942")]
 
-    recorded = compiled()
+    recorded, record, moved = compiled(), tmp_path / "record.json", tmp_path / "moved.py"
     aot._ask.cache_clear()
     aot._worker.cache_clear()
-    monkeypatch.delenv(aot.RECORD_VARIABLE, raising=False)
+    monkeypatch.setenv(aot.RECORD_VARIABLE, str(record))
+    monkeypatch.setenv(aot.WRITE_VARIABLE, "1")
     assert recorded == compiled()
+    moved.write_text("\n\n" + Path(__file__).read_text())
+    assert recorded == compiled(load(moved).matmul_kernel)
+    assert len(json.loads(record.read_text())) == 2
+    aot._worker().kill()
+    aot._worker.cache_clear()  # the tests after this one have the figures of `compiled.json` again

@@ -185,6 +185,7 @@ def _serve() -> None:
     """Answer requests until end of input. The compiler's own output goes to stderr."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
+    _forget_line_numbers()
     for line in sys.stdin:
         try:
             answer = _compile(json.loads(line))
@@ -259,23 +260,40 @@ def _compile(request: dict) -> dict:
 
 
 def _key(source: Any, target: Any, options: Mapping[str, Any]) -> str:
-    """Return Triton's own key of a compilation. It covers the source of the kernel and of all that
-    it calls, its arguments, options and target, the compiler's files, and the environment variables
+    """Return a compilation's key. It covers the source of the kernel and of all that it calls, its
+    arguments, options and target, the compiler's version and tools, and the environment variables
     that it reads.
+
+    Triton's own key also covers the compiler's files, of which each version of Python has others.
     """
+    from triton import __version__
     from triton._C.libtriton import get_cache_invalidating_env_vars
     from triton.compiler.compiler import make_backend
-    from triton.runtime.cache import get_cache_key
 
-    backend = make_backend(target)
-    parsed = backend.parse_options(dict(options))
-    key = get_cache_key(source, backend, parsed, env_vars=get_cache_invalidating_env_vars())
-    return hashlib.sha256(key.encode()).hexdigest()
+    backend, variables = make_backend(target), sorted(get_cache_invalidating_env_vars().items())
+    parsed: Any = backend.parse_options(dict(options))
+    parts = (__version__, source.hash(), backend.hash(), parsed.hash(), variables)
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+def _forget_line_numbers() -> None:
+    """Set the first line of each kernel that is loaded from now on to 0. Otherwise a kernel has
+    another key once a line is added above it, though only a debugger sees the difference.
+    """
+    from triton.runtime.jit import JITCallable
+
+    initialize = JITCallable.__init__
+
+    def initialized(self: Any, fn: Any) -> None:
+        initialize(self, fn)
+        self.starting_line_number = 0
+
+    JITCallable.__init__ = initialized  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @functools.cache
 def _read_record(path: str) -> dict[str, dict]:
-    """Read the record, which maps Triton's key to the kernel's name, its target and its figures."""
+    """Read the record, which maps a compilation's key to the kernel's name, its target and its figures."""
     return json.loads(Path(path).read_text()) if Path(path).is_file() else {}
 
 

@@ -68,12 +68,23 @@ def test_what_the_servers_need_and_is_not_there_is_said(monkeypatch, capsys):
     assert "left out, they need uvicorn" in capsys.readouterr().out
 
 
+def two_servers() -> dict:
+    """Measure once more, up to three times, if a busy client has let the chats end too early."""
+    for is_last in (False, False, True):
+        try:
+            return report.measure_two_servers(Namespace(model=str(EMBEDDED_MODEL), prompt=100, quick=False))
+        except MinivllmError as error:
+            if is_last or "the chat ended before the load did" not in str(error):
+                raise
+    raise AssertionError("unreachable")
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("nothing_stays", "warm_processes")
 def test_one_server_and_two_say_the_same(monkeypatch, capsys):
     """All prompts' keys and values move, none is computed again, and nothing runs afterwards."""
     monkeypatch.setattr(report, "SERVED_PROMPTS", 2)
-    result = report.measure_two_servers(Namespace(model=str(EMBEDDED_MODEL), prompt=100, quick=False))
+    result = two_servers()
     assert (result["answers"], result["same_answers"]) == (6, 6)
     assert result["tokens_received"] == 2 * 100 + report.CHATS * report.CHAT_PROMPT
     assert all(
