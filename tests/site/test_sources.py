@@ -5,10 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import npm_packages
 import pytest
 import site_exercises
 import site_live
-import npm_packages
 
 import widgets
 from minivllm.errors import MinivllmError
