@@ -6,7 +6,7 @@ The fit minimizes |log(modelled / published)|, averaged over the rows of a lab a
 lab counts for more because it published more. Each constant is varied in turn, in ever smaller steps.
 
 What the scheduler decides in a closed loop does not depend on what a step costs. So each load is simulated once, and
-its steps are timed anew for each set of constants.
+its steps are timed again for each set of constants.
 """
 
 from __future__ import annotations

@@ -29,19 +29,19 @@ ROOT = Path(__file__).resolve().parents[1]
 ENGINE = ROOT / "vllm" / "minivllm"
 PARTS = {
     "the engine": ENGINE,
-    "minivllm_lab": ROOT / "vllm" / "minivllm_lab",
+    "minivllm_lab": 15_680ROOT / "vllm" / "minivllm_lab",
     "minivllm_simulate": ROOT / "vllm" / "minivllm_simulate",
-    "widgets": ROOT / "widgets",
-    "benchmarks": ROOT / "benchmarks",
-    "tests": ROOT / "tests",
+    "widgets": 10_760ROOT / "widgets",
+    "benchmarks": 5_110ROOT / "benchmarks",
+    "tests": 39_080ROOT / "tests",
 }
 BUDGETS = {
     "the engine": 20_800,
-    "minivllm_lab": 15_560,
+    "minivllm_lab": 15_680,
     "minivllm_simulate": 1_830,
-    "widgets": 10_750,
-    "benchmarks": 5_050,
-    "tests": 38_600,
+    "widgets": 10_760,
+    "benchmarks": 5_110,
+    "tests": 39_080,
     "the spine": 3_550,
 }
 """Most code lines of each part."""

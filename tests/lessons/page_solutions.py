@@ -1,5 +1,5 @@
-"""What the tests type into the page's editor: a lesson's solution, whole or with one of the mistakes
-of `tests/lessons`, taken from its script.
+"""Solutions that the tests type into the page's editor, taken from a lesson's script: whole, or with
+one of the mistakes of `tests/lessons`.
 """
 
 import ast

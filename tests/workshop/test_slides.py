@@ -34,7 +34,7 @@ def number(deck: slides.Deck) -> str:
 
 
 def shown(slide: slides.Slide) -> str:
-    """What the room reads below the heading, apart from pictures and commands."""
+    """Return what the room reads below the heading, apart from pictures and commands."""
     return slides.HEADING.sub("", slide.body)
 
 
@@ -121,7 +121,7 @@ def check_value(name: str, value: str, lesson: str) -> None:
 
 
 def known_flag(script: Path, flag: str) -> bool:
-    """Whether a script, or the part of the lab that declares its flags, has this one."""
+    """Return whether a script, or the part of the lab that declares its flags, has this one."""
     lab = ROOT / "vllm" / "minivllm_lab"
     files = [script, lab / "cli.py", *lab.glob(f"{script.stem[3:]}/*.py")]
     return any(f'"{flag}"' in path.read_text() for path in files)

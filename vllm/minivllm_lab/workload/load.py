@@ -1,4 +1,4 @@
-"""The load that a server is asked for: who arrives when, with how many tokens.
+"""The load on a server: which request arrives when, with how many tokens.
 
 Clients of a closed loop send their next request when the last one has ended, so each request waits for an
 earlier one.

@@ -12,7 +12,7 @@ from minivllm_simulate.virtual_clock import Simulation, percentile, simulate
 
 @dataclass(frozen=True)
 class Measured:
-    """What a client measures; times in seconds."""
+    """The figures that a client measures; times in seconds."""
 
     run: Simulation
     first: float

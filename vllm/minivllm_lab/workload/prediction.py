@@ -1,5 +1,5 @@
-"""What a workload does on a server, where its knee is, and which knob to turn first; and what a measurement
-says about the assumptions.
+"""Predict a workload's figures on a server, its knee, and the knob to turn first; and find the
+assumption that a measurement contradicts.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Prediction:
 
     @cached_property
     def measured(self) -> Measured:
-        """What its clients would measure."""
+        """The figures that its clients would measure."""
         return measure(self.server, self.load)
 
     @cached_property

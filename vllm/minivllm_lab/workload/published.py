@@ -1,7 +1,7 @@
 """Published measurements of vLLM, and what the model says of each.
 
     uv run python -m minivllm_lab.workload --errors            # the table of errors
-    uv run python -m minivllm_lab.workload --errors --write    # compute it anew, also in lessons/workload.md
+    uv run python -m minivllm_lab.workload --errors --write    # compute it again, also in lessons/workload.md
 
 The rows that were kept aside from the calibration give each prediction its usual error. They are simulated
 once and kept in `modelled.json`.
@@ -39,7 +39,7 @@ ASIDE = "kept aside"
 
 @dataclass(frozen=True)
 class Source:
-    """Where rows were published, and on what they were measured."""
+    """A publication of rows, and the server that they were measured on."""
 
     name: str
     lab: str
@@ -144,7 +144,7 @@ def errors(rows: Iterable[Row]) -> list[float]:
 
 @dataclass(frozen=True)
 class KnownError:
-    """How far off predictions of one kind were, on rows that were kept aside."""
+    """The error of predictions of one kind, on rows that were kept aside."""
 
     rows: int
     median: float

@@ -25,7 +25,7 @@ BLOCK_SIZE = 16
 
 @dataclass(frozen=True)
 class Constants:
-    """What the calibration rows determine, in seconds or as a share of the data sheet's rate."""
+    """Constants that the calibration rows determine, in seconds or as a share of the data sheet's rate."""
 
     memory: float = 0.9
     """Share of the bandwidth that a decode's reads reach."""
@@ -43,7 +43,7 @@ CONSTANTS = Constants()
 
 @dataclass(frozen=True)
 class Generation:
-    """What the host of one generation of engines adds; `since` is its first minor version (0.x)."""
+    """The time that the host of one generation of engines adds; `since` is its first minor version (0.x)."""
 
     name: str
     since: int
