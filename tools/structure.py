@@ -29,11 +29,11 @@ ROOT = Path(__file__).resolve().parents[1]
 ENGINE = ROOT / "vllm" / "minivllm"
 PARTS = {
     "the engine": ENGINE,
-    "minivllm_lab": 15_680ROOT / "vllm" / "minivllm_lab",
+    "minivllm_lab": ROOT / "vllm" / "minivllm_lab",
     "minivllm_simulate": ROOT / "vllm" / "minivllm_simulate",
-    "widgets": 10_760ROOT / "widgets",
-    "benchmarks": 5_110ROOT / "benchmarks",
-    "tests": 39_080ROOT / "tests",
+    "widgets": ROOT / "widgets",
+    "benchmarks": ROOT / "benchmarks",
+    "tests": ROOT / "tests",
 }
 BUDGETS = {
     "the engine": 20_800,
