@@ -253,6 +253,7 @@ def contents(pages: Pages) -> str:
             *these(r"lessons/GLOSSARY\.md"),
             *these(r"site/exercises\.md"),
             *these(r"lessons/bugs/.*"),
+            *these(r"lessons/workload\.md"),
             *these(r"lessons/left_out\.md"),
         ],
         "Reading vLLM": [

@@ -125,7 +125,7 @@ class StepCost:
 
 @dataclass(frozen=True)
 class Server:
-    """`vllm serve` of one model: its GPUs, its version, and the flags that matter here (None: vLLM's default)."""
+    """`vllm serve` of one model: its GPUs, its version, and the flags that matter here; None is a flag left out."""
 
     model: ModelConfig
     gpu: Hardware
