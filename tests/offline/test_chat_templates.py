@@ -2,6 +2,7 @@
 kind.
 """
 
+import asyncio
 import json
 from types import SimpleNamespace
 
@@ -123,7 +124,7 @@ def test_what_is_no_message_is_refused(message, refusal):
 
 def test_an_open_message_ends_with_its_last_part():
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": ["b", "c "]}]
-    assert render(LOOPS, messages, {}, goes_on=True) == "<user>[a]<assistant>[b][c"
+    assert render(LOOPS, messages, {}, goes_on=True) == "<user>[a]<assistant>[b][c "
 
 
 def test_what_marks_an_answer_for_training_leaves_no_trace_in_a_prompt():
@@ -146,7 +147,7 @@ def test_a_server_may_say_which_content_a_template_gets(form, seen):
     settings = FrontendArgs(chat_template_content_format=form)
     serving = SimpleNamespace(settings=settings, template="{{ messages[0].content }}", _special_tokens={})
     request = ChatCompletionRequest.model_validate({"messages": [{"role": "user", "content": "a"}]})
-    assert OpenAIServing.rendered(serving, request) == seen
+    assert asyncio.run(OpenAIServing.rendered(serving, request)) == seen
 
 
 NAMED = [{"name": "rag", "template": "rag {{ messages[0].content }}"}, {"name": "tool_use", "template": "tools"}]

@@ -72,9 +72,9 @@ def test_npms_own_error_is_quoted(downloads: Path, tmp_path: Path):
 
 def test_another_package_than_the_pinned_one_is_refused_and_deleted(downloads: Path, tmp_path: Path):
     downloads.mkdir(parents=True)
-    for name, (version, _) in npm_packages.PACKAGES.items():
+    for name, (version, _) in npm_packages.OF_THE_SITE.items():
         path = downloads / f"{name.removeprefix('@').replace('/', '-')}-{version}.tgz"
         path.write_bytes(b"something else")
     with pytest.raises(MinivllmError, match="does not have the pinned hash"):
         site_live.add(ROOT, tmp_path, [])
-    assert len([*downloads.iterdir()]) == len(npm_packages.PACKAGES) - 1
+    assert len([*downloads.iterdir()]) == len(npm_packages.OF_THE_SITE) - 1

@@ -108,7 +108,7 @@ def test_every_widget_is_named_like_its_module():
 def knob_links() -> Iterator[tuple[str, str, dict[str, str]]]:
     """Yield the page, the widget and the knobs of each link that sets some."""
     for page in sorted((ROOT / "lessons").glob("[0-9][0-9]_*.md")):
-        for _, target in site_pages.KNOB_LINK.findall(page.read_text()):
+        for _, _, target in site_pages.KNOB_LINK.findall(page.read_text()):
             name, _, query = target[1:].partition("?")
             yield page.name, name, dict(parse_qsl(query, strict_parsing=True))
 

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from minivllm_lab.exercise import checks_paths
+
 ROOT = Path(__file__).resolve().parents[2]
 GUIDES = ROOT / "workshop" / "guides"
 LESSONS = sorted(path.stem for path in (ROOT / "lessons").glob("[0-9][0-9]_*.md"))
@@ -77,7 +79,7 @@ def patterns(stem: str) -> list[re.Pattern[str]]:
     literal pieces are groups, and what it inserts may be anything.
     """
     lab = (ROOT / "vllm" / "minivllm_lab" / f"{name}.py" for name in ("kernel_trace", "virtual_loop"))
-    sources = [ROOT / "lessons" / "exercises" / "checks" / f"{stem}.py", *lab]
+    sources = [*checks_paths(stem[:2]), *lab]
     found: list[list[str]] = []
     for node in (node for path in sources for node in ast.walk(ast.parse(path.read_text()))):
         if isinstance(node, ast.JoinedStr):

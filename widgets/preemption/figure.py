@@ -45,7 +45,7 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
         f"about {serving.answer} out; {victim}, {POLICY_WORDS[serving.policy]}"
     )
     y = draw_head(drawing, "When the pool is too small", note, state.error, _keys(state))
-    main, upper, lower = three_boxes(width, y + 26, 150, large=0.56)
+    main, upper, lower = three_boxes(width, y + 26, 146, large=0.56)
     _draw_latency(Axes(drawing, main, POOL, _scale(state)), state, pinned)
     _draw_work(drawing, upper, state)
     _draw_crossover(drawing, lower, state)
@@ -59,7 +59,7 @@ def _keys(state: State) -> list[Key]:
         ("half done within", BLUE, "2 4", 1.8),
         (f"limit: {seconds(state.limit)}", GREEN, "4 3", 1.5),
         ("this load fills it", QUIET, "2 3", 1.5),
-        ("hatched: missed in the long run", VERMILLION, "", 2.0),
+        ("hatched: later", VERMILLION, "", 2.0),
     ]
 
 

@@ -622,8 +622,8 @@ def test_interleaved_heads_get_a_hint():
         times = q.shape[1] // keys.shape[1]
         return lesson.grouped_attention(q, keys.repeat(1, times, 1), values.repeat(1, times, 1))
 
-    results = run_checks(SimpleNamespace(grouped_attention=dealt), checks_of("09")[:1])
-    assert "neighbours share: it is h // 3, not h % 2" in str(results[0].problem)
+    results = run_checks(SimpleNamespace(grouped_attention=dealt), checks_of("09"))
+    assert any("neighbours share: it is h // 3, not h % 2" in str(result.problem) for result in results)
 
 
 def test_the_engine_runs_with_the_learners_attention():
