@@ -37,7 +37,7 @@ PARTS = {
 }
 BUDGETS = {
     "the engine": 20_800,
-    "minivllm_lab": 15_680,
+    "minivllm_lab": 15_690,
     "minivllm_simulate": 1_830,
     "widgets": 10_760,
     "benchmarks": 5_110,

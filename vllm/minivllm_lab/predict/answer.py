@@ -83,11 +83,27 @@ def _arithmetic(answer: Decision, puzzle: Round) -> str:
     return ""
 
 
+def _is_its_own_victim(name: str, puzzle: Round) -> bool:
+    """Return whether a preempted request has lost its blocks to nobody: all others fit without
+    them.
+    """
+    free = puzzle.free
+    for row in puzzle.running:
+        if row.name in puzzle.decision.preempted:
+            free += row.blocks if row.name != name else 0
+        else:
+            computed = row.computed + puzzle.decision.tokens.get(row.name, 0)
+            free -= max(0, -(-computed // puzzle.block_size) - row.blocks)
+    return free >= 0
+
+
 def _first_difference(answer: Decision, puzzle: Round) -> str:
     for name in sorted(answer.preempted ^ puzzle.decision.preempted):
         if name in answer.preempted:
             return f"{name} is not preempted. Go through the running requests in order and count the free blocks."
-        return f"{name} is preempted: a request before it finds no free block for its tokens."
+        if _is_its_own_victim(name, puzzle):
+            return f"{name} is preempted: it finds no free block for its own tokens, and it is the next victim itself."
+        return f"{name} is preempted: another request finds no free block for its tokens."
     for name in puzzle.requests:
         right, yours = puzzle.decision.tokens.get(name, 0), answer.tokens.get(name, 0)
         if right != yours:

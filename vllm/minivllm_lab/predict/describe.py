@@ -40,7 +40,7 @@ def explain(puzzle: Round) -> list[str]:
     tokens = puzzle.decision.tokens
     for row in puzzle.running:
         if row.name in puzzle.decision.preempted:
-            lines.append(f"{row.name} is preempted: it gives back {_count(row.blocks, 'block')} and keeps its tokens.")
+            lines.append(f"{row.name} is preempted: it gives back its blocks and keeps its tokens.")
             continue
         count = tokens.get(row.name, 0)
         lines.append(f"{row.name} runs: {_got(row, count, left, puzzle)}.")
@@ -61,7 +61,8 @@ def _got(row: Row, count: int, left: int, puzzle: Round) -> str:
     hit = f" ({row.hit} of {row.known} are in the prefix cache)" if row.hit else ""
     if not count:
         return f"it lacks {row.lacks}, and nothing is left of the budget"
-    bounds = {row.lacks: "all it lacks", puzzle.limit: "the chunk limit", left: "the rest of the budget"}
+    # Of equal ones the last is named.
+    bounds = {left: "the rest of the budget", puzzle.limit: "the chunk limit", row.lacks: "all it lacks"}
     return f"it lacks {row.lacks}{hit} and gets {count}, {bounds[count]}"
 
 

@@ -159,13 +159,15 @@ MISTAKES: dict[str, Mistake] = {
         SchedulingPolicy(schedule=_admit_always),
     ),
     "the first is preempted": Mistake(
-        "The request that was admitted first is the last to be preempted, not the first.",
+        "First come, first served preempts the last running request; priority the one with the greatest number, and of "
+        "equal ones the latest arrival.",
         (928, 937),
         "11",
         SchedulingPolicy(victim=lambda running, *_: running[0]),
     ),
     "the longest is preempted": Mistake(
-        "How much memory a request holds does not matter: who is preempted depends on the order alone.",
+        "How much memory a request holds does not matter: the last running request is preempted, or by priority the "
+        "one with the greatest number.",
         (928, 937),
         "11",
         SchedulingPolicy(victim=lambda running, _, blocks: max(running, key=lambda one: len(blocks[one.request_id]))),
@@ -178,7 +180,7 @@ MISTAKES: dict[str, Mistake] = {
         SchedulingPolicy(victim=lambda running, *_: running[-1]),
     ),
     "priority counts": Mistake(
-        "The policy is fcfs, so priorities do not matter: the last running request is preempted.",
+        "The policy is fcfs: the last running request is preempted, whatever else is known of it.",
         (933, 934),
         "11",
         SchedulingPolicy(victim=lambda running, *_: max(running, key=Request.sort_key)),

@@ -43,7 +43,7 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--gpu-memory-utilization", type=float)
     flags.add_argument("--kv-cache-dtype", default="auto")
     flags.add_argument("--errors", action="store_true", help="print the table of errors and its sources")
-    flags.add_argument("--write", action="store_true", help="with --errors: simulate all rows again, and write the page")
+    flags.add_argument("--write", action="store_true", help="with --errors: simulate all rows again, write the page")
     return flags
 
 
