@@ -198,7 +198,7 @@ def _draw_hits(drawing: Drawing, box: Box, state: State) -> None:
     """
     axes = Axes(drawing, box, ACROSS, Scale(0, 1))
     ticks = (0, 0.5, 1)
-    label = "hit rate by slots; dotted: one at a time"
+    label = "hit rate, by slots"
     axes.frame("", label, x_ticks=(), y_ticks=ticks, y_format=lambda value: f"{value:.0%}")
     axes.line(SLOTS, [state.serving.hit_rate(slots) for slots in SLOTS], PURPLE, width=1.8, dash="2 4")
     with drawing.answer():
