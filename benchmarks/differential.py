@@ -49,7 +49,7 @@ FREE = {
     "text", "content", "arguments", "tool_calls", "tokens", "token_ids", "logprobs", "finish_reason", "stop_reason",
     "completion_tokens", "total_tokens", "output_tokens", "output", "status", "incomplete_details", "kinds",
 }  # fmt: skip
-"""What a grammar leaves to the engine."""
+"""Parts of an answer that a grammar leaves to the engine."""
 QUESTION = "def add(a, b):\n    return"
 SCHEMA = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
 PARAMETERS = {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}}, "required": ["city"]}

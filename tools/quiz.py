@@ -48,7 +48,7 @@ class Question:
     ask: str
     answers: tuple[str, ...]
     meanings: tuple[str, ...]
-    """What each answer means: why it is right, or what it reveals."""
+    """The meaning of each answer: why it is right, or which mistake it reveals."""
     right: int
     value: str
     """A formula for the number with which the right answer begins, or ""."""

@@ -33,7 +33,7 @@ class Exercise:
     text: str
     tail: str
     statements: list[str]
-    """What its checks require, in order."""
+    """The statements of its checks, in order."""
     widget: str
     """The widget that can show it, or ""."""
     own: dict[str, str]

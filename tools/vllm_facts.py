@@ -65,7 +65,7 @@ DEFAULT = re.compile(r"\b[Dd]efaults?\b")
 THEIR_DEFAULT = re.compile(r"vLLM's default\b")
 
 Facts = dict[str, dict[str, str]]
-"""What vLLM has, by kind: a default's value; of other facts, the file where they are."""
+"""Facts of vLLM's source by kind: the value of a default, and the file of any other fact."""
 
 
 @dataclass(frozen=True)

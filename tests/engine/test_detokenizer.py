@@ -31,8 +31,8 @@ def feed(tokenizer, prompt, chunks, **params):
         shown.append(detokenizer.text[: detokenizer.streamable_length()])
         if stop is not None:
             return shown, detokenizer.text, stop
-    stop = detokenizer.finish()
-    return shown, detokenizer.text, stop
+    detokenizer.finish()
+    return shown, detokenizer.text, None
 
 
 def chunked(ids, sizes):

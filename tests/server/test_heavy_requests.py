@@ -21,8 +21,8 @@ from minivllm.entrypoints.openai.settings import FrontendArgs
 
 BYTES = 10_000_000
 MAX_SECONDS = 0.1
-"""Of one turn of the loop, on the reference machine of `pace.py`: twice the goal, since processes that share the
-caches have taken 1.7 times as long.
+"""The most CPU time of one turn of the loop, on the reference machine of `pace.py`: twice the goal, since beside
+processes that share the caches a turn has taken 1.7 times the goal.
 """
 TRIES = 3
 

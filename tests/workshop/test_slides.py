@@ -139,7 +139,7 @@ def test_every_number_is_the_lessons(deck: slides.Deck):
 
 
 PATH = re.compile(r"\]\([^)]*\)|`vllm/\S+`|^\d\. ", re.MULTILINE)
-"""What is not text: targets of links, names of files, numbers of a list."""
+"""Parts of a slide that are not text: targets of links, names of files, numbers of a list."""
 
 
 def numbers(text: str) -> list[str]:

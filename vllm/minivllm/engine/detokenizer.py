@@ -137,11 +137,10 @@ class IncrementalDetokenizer:
                 return stop
         return None
 
-    def finish(self) -> str | None:
-        """Add the text that was held back, since no more tokens will come. Return a stop string,
-        like `update`. A character that is not complete is left out.
+    def finish(self) -> None:
+        """Add the text that was held back, since no more tokens will come: none here, for a character
+        that is not complete is left out.
         """
-        return None
 
     def streamable_length(self) -> int:
         """Return how much of `text` an unfinished stream may send: all but a possible start of a
@@ -193,11 +192,8 @@ class DetokenizerOfParts(IncrementalDetokenizer):
         super().__init__(tokenizer, prompt_token_ids, params)
         self._part = stop_strings
 
-    def finish(self) -> str | None:
-        stop = super().finish()
-        if stop is None:
-            self.text += self._part.flush()
-        return stop
+    def finish(self) -> None:
+        self.text += self._part.flush()
 
     def streamable_length(self) -> int:
         """Return the length of the whole text: the part has already held back what must wait."""

@@ -197,7 +197,7 @@ class OutputProcessor:
         if stop is not None:
             state.drop_tokens_behind(detokenizer.num_tokens)
         elif finished:
-            stop = detokenizer.finish()
+            detokenizer.finish()
         if stop is None:
             return False
         completion.finish_reason = "stop"

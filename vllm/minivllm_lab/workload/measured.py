@@ -16,7 +16,7 @@ class Measured:
 
     run: Simulation
     first: float
-    """What the host adds to the time to first token."""
+    """The host's part of the time to first token."""
     tokens: int
     """Prompt and output tokens of all requests."""
 

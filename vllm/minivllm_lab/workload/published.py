@@ -33,7 +33,7 @@ KINDS = {
     "clients": ("throughput of a few clients", None),
     "knee": ("knee", 0.25),
 }
-"""What each kind of row predicts, and the median error that is the goal."""
+"""The prediction that each kind of row tests, and the median error that is the goal."""
 ASIDE = "kept aside"
 
 

@@ -27,7 +27,7 @@ class ChatAnswer(Answer):
 
     id_prefix, kind, event_kind = "chatcmpl-", "chat.completion", "chat.completion.chunk"
     needs_parser: ClassVar[bool] = True
-    """Whether a tool_choice of "auto" is refused if no parser finds the calls."""
+    """True if a tool_choice of "auto" is refused where no parser finds the calls."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)

@@ -19,7 +19,7 @@ HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)+")\s*,\s*"(?:arguments
 PYTHON_TAG = "<|python_tag|>"
 BEFORE_JSON = re.compile(rf"\s*(?:{re.escape(PYTHON_TAG)})?\s*;?\s*(?=\{{)")
 MARKS = re.compile(r'\\.|\\\Z|["{}]', re.DOTALL)
-"""What decides where JSON ends; a backslash at the end of the text stands alone."""
+"""The signs that decide where JSON ends; a backslash at the end of the text stands alone."""
 MAX_HEAD_CHARACTERS = 512
 """A call that has not begun by then is read at its end."""
 decode = json.JSONDecoder().raw_decode
@@ -33,7 +33,7 @@ class Call:
     arguments: str
     complete: bool = True
     is_open: bool = False
-    """Whether its arguments have not ended either."""
+    """True while its arguments have not ended either."""
 
 
 @dataclass(frozen=True)

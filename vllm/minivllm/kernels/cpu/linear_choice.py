@@ -7,7 +7,7 @@ rows of bf16. So both are timed when a model is loaded, in turns, on its own sha
 panels up to a number of rows and `F.linear` above it. It keeps both layouts only if that makes its
 matmuls 5 % faster in the mean.
 
-What counts is the processor time of one thread, which waits for nobody. The wall clock of two
+The processor time of one thread counts, which other processes hardly change. The wall clock of two
 threads took torch's form for 5 of 40 linears beside other busy processes, all of which are faster
 in panels on a quiet machine (AMD Zen 4); the processor time for none.
 
