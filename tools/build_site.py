@@ -25,6 +25,7 @@ from typing import Any
 import site_exercises
 import site_live
 import site_pages
+import site_request
 import site_widgets
 from address import address
 from site_exercises import Exercise
@@ -134,6 +135,9 @@ def build(root: Path, out: Path, specs: Mapping[str, Spec], most_views: int = si
             print(f"the site's widgets turn only the knobs that were drawn in advance: {missing}")
         exercises = {} if missing else site_exercises.exercises(root)
         site_pages.stage(pages, source, Embedded(specs, exercises, static, most_views, live=not missing))
+        request = source / site_request.PAGE
+        request.write_text(site_request.page(request.read_text(), root))
+        site_request.add(static)
         (static / "shell.css").write_text(shell_style())
         (static / "glossary.js").write_text(f"window.glossary = {json.dumps(site_pages.definitions(pages))};\n")
         run_sphinx(pages, source, built, static)

@@ -90,7 +90,13 @@ def pages_of(root: Path, repository: str) -> Pages:
     """
     wanted = ["README.md", "lessons/[0-9][0-9]_*.md", "lessons/README.md", "lessons/GLOSSARY.md"]
     wanted += ["lessons/predict.md", "lessons/workload.md", "lessons/left_out.md"]
-    wanted += ["site/exercises.md", "lessons/bugs/README.md", "lessons/reading/*.md", "lessons/notes/*.md"]
+    wanted += [
+        "site/exercises.md",
+        "site/one_request.md",
+        "lessons/bugs/README.md",
+        "lessons/reading/*.md",
+        "lessons/notes/*.md",
+    ]
     wanted += ["workshop/*.md", "workshop/guides/*.md", "workshop/quiz/*.md", "workshop/handouts/*.md"]
     wanted += ["ARCHITECTURE.md", "benchmarks/PERFORMANCE.md"]
     wanted += ["vllm/models/README.md", "vllm/minivllm/FROM_VLLM.md", "CONTRIBUTING.md", "CHANGELOG.md"]
@@ -248,7 +254,12 @@ def contents(pages: Pages) -> str:
         return [name.removesuffix(".md") for name in pages.names if re.fullmatch(pattern, name)]
 
     parts = {
-        "Lessons": [*these(r"lessons/README\.md"), *these(r"lessons/\d\d_.*"), *these(r"lessons/predict\.md")],
+        "Lessons": [
+            *these(r"lessons/README\.md"),
+            *these(r"site/one_request\.md"),
+            *these(r"lessons/\d\d_.*"),
+            *these(r"lessons/predict\.md"),
+        ],
         "Alongside the lessons": [
             *these(r"lessons/GLOSSARY\.md"),
             *these(r"site/exercises\.md"),

@@ -138,6 +138,38 @@ def test_a_second_tier_and_adapter_slots_are_shown_where_there_are_any(
     page.locator(".xr-facts").get_by_text(hostile, exact=True).wait_for()
 
 
+def test_a_server_without_requests_shows_a_recorded_run_until_its_next_step(
+    server: Served, open_page: Callable[..., Page], run: list[str]
+) -> None:
+    page = open_page(server.url)
+    idle = state_of(run, 1) | {"step": 0, "batch": [], "running": [], "waiting": [], "num_waiting": 0, "cached": []}
+    server.put([json.dumps(idle)])
+    page.get_by_text("■ recording").wait_for()
+    assert "has nothing to do" in page.locator(".xr-alarm").inner_text()
+    page.wait_for_function("() => window.xray.frame.step > 2")
+    server.put(run[:3])
+    at_step(page, 3)
+    page.get_by_text("● live").wait_for()
+    assert page.locator(".xr-alarm").inner_text() == ""
+
+
+def test_of_a_large_pool_the_blocks_in_use_are_drawn_large(
+    server: Served, open_page: Callable[..., Page], run: list[str]
+) -> None:
+    page = open_page(server.url, width=390)
+    server.put([json.dumps(state_of(run, 3) | {"num_blocks": 32_769})])
+    at_step(page, 3)
+    reach = max(block for request in state_of(run, 3)["running"] for block in request["blocks"])
+    beyond = page.get_by_label("KV-cache blocks").locator("p").inner_text()
+    assert beyond.endswith("of 32,769: the others have not been used yet.")
+    shown = int(beyond.split()[3].replace(",", "")) + 1
+    canvas = page.get_by_label("KV-cache blocks").locator("canvas").bounding_box()
+    assert canvas
+    assert reach < shown
+    assert canvas["width"] * canvas["height"] / shown > 12**2
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+
+
 def test_keys_pause_step_and_go_on(page: Page) -> None:
     page.locator("body").press("Space")
     page.get_by_text("❚❚ paused").wait_for()

@@ -44,6 +44,7 @@ def test_the_page_needs_nothing_from_elsewhere_and_no_key(chat: Server) -> None:
 def test_the_events_ask_for_a_key(chat: Server) -> None:
     assert httpx.get(f"{chat.url}/xray/events").status_code == 401
     assert httpx.get(f"{chat.url}/xray/events", headers={"Authorization": "Bearer wrong"}).status_code == 401
+    assert chat.client.get("/xray/recorded").text.startswith('{"xray"')
 
 
 def test_a_request_is_seen_by_its_id_and_lengths_and_not_by_its_text(chat: Server) -> None:

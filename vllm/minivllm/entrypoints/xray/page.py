@@ -8,6 +8,8 @@ from functools import cache
 from pathlib import Path
 
 HERE = Path(__file__).parent
+RECORDED = HERE / "recorded.jsonl"
+"""A run that the page shows while its server is idle; `tools/record_request.py` writes it."""
 
 
 def theme_script() -> str:

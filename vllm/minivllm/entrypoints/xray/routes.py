@@ -1,5 +1,5 @@
-"""Serve `/xray`, a page that shows each step of the engine, and `/xray/events`, the data that it
-shows.
+"""Serve `/xray`, a page that shows each step of the engine, `/xray/events`, the data that it shows,
+and `/xray/recorded`, a recorded run that it shows while there is none.
 
 Both exist only with `--xray`, and the engine describes its steps only while a page is open. The
 page itself contains no data of the engine; with API keys, the events require one, and the page asks
@@ -12,12 +12,12 @@ from collections.abc import AsyncGenerator
 from typing import Annotated
 
 from fastapi import FastAPI, Query
-from fastapi.responses import HTMLResponse, Response
+from fastapi.responses import HTMLResponse, PlainTextResponse, Response
 
 from minivllm.engine.async_llm import AsyncLLM
 from minivllm.engine.step_recorder import FORMAT
 from minivllm.entrypoints.openai.stream import EventStream
-from minivllm.entrypoints.xray.page import page
+from minivllm.entrypoints.xray.page import RECORDED, page
 
 SECONDS_OF_SILENCE = 0.5
 """After this time without a step the stream looks whether the engine is still there."""
@@ -75,6 +75,10 @@ def add_xray(app: FastAPI, feed: StepFeed, cores: int) -> None:
     async def show() -> Response:
         html, policy = page()
         return HTMLResponse(html, headers={"content-security-policy": policy, "cache-control": "no-cache"})
+
+    @app.get("/xray/recorded", include_in_schema=False)
+    async def recorded() -> Response:
+        return PlainTextResponse(RECORDED.read_text(), headers={"cache-control": "no-cache"})
 
     @app.get("/xray/events", include_in_schema=False)
     async def events(core: Annotated[int, Query(ge=0, lt=cores)] = 0) -> Response:

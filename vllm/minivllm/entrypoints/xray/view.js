@@ -7,6 +7,7 @@ const FORMAT = 2;
 const KEPT = 1000; // steps that one can go back
 const CELLS = 20000; // blocks that are drawn
 const CHIPS = 40;
+const SECONDS_TO_WAIT = 1; // for a step, before a recorded run is shown
 const HUES = ["#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442"]; // Okabe and Ito's
 const KINDS = { prefill: "#0072B2", decode: "#009E73", draft: "#E69F00" };
 const hue = (number) => HUES[(number - 1) % HUES.length];
@@ -20,6 +21,7 @@ class Run {
     if (header?.xray !== FORMAT) throw new Error(`its first line is not a header of format ${FORMAT}`);
     this.header = header;
     this.frames = [];
+    this.reach = 0; // the highest block that was ever held or cached: blocks beyond it have never been used
   }
 
   static read(text) {
@@ -42,8 +44,9 @@ class Run {
       sums.draft += drafts;
     }
     const requests = new Map([...line.running, ...line.waiting].map((request) => [request.number, request]));
-    const held = new Set([...requests.values()].flatMap((request) => request.blocks)).size;
-    const frame = { ...line, line, batch, sums, requests, held, total: sums.prefill + sums.decode + sums.draft };
+    const held = new Set([...requests.values()].flatMap((request) => request.blocks));
+    const frame = { ...line, line, batch, sums, requests, held: held.size, total: sums.prefill + sums.decode + sums.draft };
+    for (const block of [...held, ...line.cached]) this.reach = Math.max(this.reach, block);
     if (this.frames.at(-1)?.step === line.step) this.frames.pop(); // a change between steps
     return this.frames.push(frame) > kept ? this.frames.splice(0, 1).length : 0;
   }
@@ -119,7 +122,7 @@ class View {
       card("Steps so far", [["prefill", "prefill tokens"], ["decode", "decode tokens"], ["draft", "drafts"], ["usage", "blocks held"], ["mark", "preemption"]], canvas("history")),
       make("div", { class: "xr-columns" },
         make("div", {},
-          card("KV-cache blocks", [["held", "held, by request"], ["shared", "shared"], ["cached", "cached and free"], ["free", "free"], ["fresh", "taken in this step"], ["hit", "found in the cache"]], canvas("pool")),
+          card("KV-cache blocks", [["held", "held, by request"], ["shared", "shared"], ["cached", "cached and free"], ["free", "free"], ["fresh", "taken in this step"], ["hit", "found in the cache"]], canvas("pool"), (this.beyond = make("p", { class: "xr-quiet" }))),
           card("Request", [], this.detail)),
         card("Queues", [], this.headings.running, chips("running"), this.headings.waiting, chips("waiting"))),
       this.tip);
@@ -157,6 +160,7 @@ class View {
 
   came(line) { // a snapshot of the live run
     const forgotten = this.live.add(line, KEPT);
+    if (this.run === this.sample && line.batch.length) this.show(this.live);
     if (this.run !== this.live) return;
     this.position = this.playing ? this.live.frames.length - 1 : Math.max(0, this.position - forgotten);
     this.dirty();
@@ -183,6 +187,14 @@ class View {
       setTimeout(() => this.advance(), 100);
     }
     this.dirty();
+  }
+
+  // The recorded run that a server without requests shows; its next step ends it.
+  watch(sample) {
+    if (this.run !== this.live || this.live.frames.length > 1) return;
+    this.show((this.sample = sample));
+    this.says.textContent = "This server has nothing to do. Here is a recorded run; the next request brings the page back to live.";
+    this.toggle();
   }
 
   select(number) {
@@ -320,8 +332,10 @@ class View {
     });
   }
 
+  // The blocks that have been used, and a few more; of a large pool most never are.
   drawPool(frame) {
-    const shown = Math.min(frame.num_blocks, CELLS), { holders } = this.shown;
+    const shown = Math.min(frame.num_blocks, CELLS, Math.max(64, Math.ceil(1.25 * this.run.reach))), { holders } = this.shown;
+    this.beyond.textContent = shown < frame.num_blocks ? `Blocks 0 to ${(shown - 1).toLocaleString("en")} of ${frame.num_blocks.toLocaleString("en")}${this.run.reach < shown ? ": the others have not been used yet" : ""}.` : "";
     const fitting = Math.max(4, Math.min(shown > 100 ? 30 : 44, Math.floor(Math.sqrt((this.pool.parentElement.clientWidth * 470) / shown))));
     const columns = Math.max(1, Math.floor((this.pool.parentElement.clientWidth - 24) / fitting));
     const [brush] = this.brush(this.pool, Math.ceil(shown / columns) * fitting, `${holders.size} of ${frame.num_blocks - 1} blocks are held`);
@@ -457,7 +471,7 @@ export async function start(element) {
       const headers = field.value ? { authorization: `Bearer ${field.value}` } : {};
       const answer = await fetch(`xray/events${location.search}`, { headers, cache: "no-store" });
       form.hidden = answer.status !== 401;
-      if (answer.ok) await follow(view, answer.body);
+      if (answer.ok) await follow(view, answer.body, headers);
       else words = answer.status !== 401 ? `The server answers with status ${answer.status}.` : field.value ? "This key is not known here." : "";
     } catch (error) {
       if (!(error instanceof TypeError)) words = `The server's steps cannot be shown: ${error.message}`;
@@ -469,7 +483,7 @@ export async function start(element) {
   }
 }
 
-async function follow(view, body) {
+async function follow(view, body, headers) {
   const reader = body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "", live = null;
   for (let { value, done } = await reader.read(); !done; { value, done } = await reader.read()) {
@@ -482,9 +496,18 @@ async function follow(view, body) {
         live = view.live = new Run(line); // another connection begins anew, and may be another engine's
         view.connected = true;
         if (follows) view.show(live);
+        fetchSample(view, live, headers);
       }
     }
   }
+}
+
+// A server that is idle when the page opens shows a recorded run.
+async function fetchSample(view, live, headers) {
+  await new Promise((done) => setTimeout(done, SECONDS_TO_WAIT * 1000));
+  const idle = live.frames.length === 1 && !live.frames[0].requests.size;
+  const answer = idle && !view.sample && (await fetch("xray/recorded", { headers }));
+  if (answer?.ok) view.watch(Run.read(await answer.text()));
 }
 
 // A notebook: anywidget calls this.
