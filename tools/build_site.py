@@ -135,8 +135,9 @@ def build(root: Path, out: Path, specs: Mapping[str, Spec], most_views: int = si
             print(f"the site's widgets turn only the knobs that were drawn in advance: {missing}")
         exercises = {} if missing else site_exercises.exercises(root)
         site_pages.stage(pages, source, Embedded(specs, exercises, static, most_views, live=not missing))
-        request = source / site_request.PAGE
+        request, own = source / site_request.PAGE, source / site_request.OWN
         request.write_text(site_request.page(request.read_text(), root))
+        own.write_text(site_request.own_page(own.read_text()))
         site_request.add(static)
         (static / "shell.css").write_text(shell_style())
         (static / "glossary.js").write_text(f"window.glossary = {json.dumps(site_pages.definitions(pages))};\n")

@@ -1,5 +1,5 @@
-"""Give the site a Python that runs its widgets and checks its exercises in the browser: Pyodide, and
-our sources in one zip. Give it an editor, too: CodeMirror.
+"""Give the site a Python that runs its widgets, its engine and its exercises' checks in the browser:
+Pyodide, our sources in one zip, and the embedded model. Give it an editor, too: CodeMirror.
 
 The pages load all of it from the site itself.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import posixpath
 import re
+import shutil
 import tarfile
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
@@ -20,8 +21,10 @@ import structure
 
 FILES = ("pyodide.mjs", "pyodide.asm.mjs", "pyodide.asm.wasm", "python_stdlib.zip", "pyodide-lock.json", "package.json")
 """The files of Pyodide that the browser loads, and the one that names its authors and licence."""
-ENTRY = "widgets.shell.page"
-"""The module that the worker imports."""
+ENTRIES = ("widgets.shell.page", "minivllm_lab.page_engine")
+"""The modules that the workers import."""
+MODEL = ("config.json", "tokenizer.json", "model.safetensors")
+"""The files of the embedded model that the page's engine reads."""
 BARE = re.compile(r"(\bfrom |\bimport )(['\"])(@?[a-z][\w/-]*)\2")
 """An import of another package: a browser would not know where it is."""
 
@@ -37,6 +40,9 @@ def add(root: Path, static: Path, widgets: Iterable[str]) -> str:
     write_pyodide(archives.pop(npm_packages.PYODIDE), static / "pyodide")
     write_editor(archives, static / "codemirror")
     write_sources(root, static / "sources.zip", widgets)
+    (static / "model").mkdir()
+    for name in MODEL:
+        shutil.copyfile(root / "vllm" / "models" / "tiny-python" / name, static / "model" / name)
     return ""
 
 
@@ -82,7 +88,7 @@ def write_sources(root: Path, file: Path, widgets: Iterable[str]) -> None:
     """
     checks = site_exercises.checks(root)
     imported = {name for path in checks for name in structure.source(path).imports}
-    modules = modules_of(root, [ENTRY, *(f"widgets.{name}" for name in widgets), *imported])
+    modules = modules_of(root, [*ENTRIES, *(f"widgets.{name}" for name in widgets), *imported])
     data = {path for module in modules.values() for path in module.parent.glob("*.json")}
     recorded = sorted((root / site_exercises.RECORDED).iterdir())
     with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:

@@ -90,13 +90,7 @@ def pages_of(root: Path, repository: str) -> Pages:
     """
     wanted = ["README.md", "lessons/[0-9][0-9]_*.md", "lessons/README.md", "lessons/GLOSSARY.md"]
     wanted += ["lessons/predict.md", "lessons/workload.md", "lessons/left_out.md"]
-    wanted += [
-        "site/exercises.md",
-        "site/one_request.md",
-        "lessons/bugs/README.md",
-        "lessons/reading/*.md",
-        "lessons/notes/*.md",
-    ]
+    wanted += ["site/*.md", "lessons/bugs/README.md", "lessons/reading/*.md", "lessons/notes/*.md"]
     wanted += ["workshop/*.md", "workshop/guides/*.md", "workshop/quiz/*.md", "workshop/handouts/*.md"]
     wanted += ["ARCHITECTURE.md", "benchmarks/PERFORMANCE.md"]
     wanted += ["vllm/models/README.md", "vllm/minivllm/FROM_VLLM.md", "CONTRIBUTING.md", "CHANGELOG.md"]
@@ -256,7 +250,7 @@ def contents(pages: Pages) -> str:
     parts = {
         "Lessons": [
             *these(r"lessons/README\.md"),
-            *these(r"site/one_request\.md"),
+            *these(r"site/o.*_request\.md"),
             *these(r"lessons/\d\d_.*"),
             *these(r"lessons/predict\.md"),
         ],

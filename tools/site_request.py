@@ -10,36 +10,50 @@ import json
 import math
 import re
 from collections.abc import Mapping
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 from minivllm.entrypoints.xray.page import RECORDED, script, style
+from minivllm_lab.page_engine import PageEngine
 from minivllm_lab.step_recording import read_recording
 
 PAGE = "site/one_request.md"
+OWN = "site/own_request.md"
+"""The page on which the reader's own request runs."""
 STOP = re.compile(r"^<!-- stop: (\w+) -->$", re.MULTILINE)
-PLACE = """<div class="one-request"></div>
-<link rel="stylesheet" href="../_static/xray.css">
-<script src="../_static/xray.js" defer></script>
-<script src="../_static/recorded.js" defer></script>
-<script src="../_static/one_request.js" defer></script>"""
 ENTRIES = ("admission", "first_token", "accepted", "returned", "back")
 """The stops of whose batch the text speaks."""
 BYTES = 4
 """Of a number in the cache: on a CPU the engine computes in float32."""
 
 
+def place(name: str) -> str:
+    """Return the place of a view of the engine's steps, and the scripts behind it."""
+    scripts = ("xray", "recorded", name)
+    return f'<div class="{name.replace("_", "-")}"></div><link rel="stylesheet" href="../_static/xray.css">' + "".join(
+        f'<script src="../_static/{each}.js" defer></script>' for each in scripts
+    )
+
+
 def page(text: str, root: Path) -> str:
     """Return the page with its numbers, its stops and the picture's place."""
     facts, stops = told(root)
-    text = text.replace("<!-- one request -->", PLACE).format(**facts)
+    text = text.replace("<!-- one request -->", place("one_request")).format(**facts)
     return STOP.sub(lambda stop: f'<div class="stop" data-step="{stops[stop[1]]}"></div>', text)
+
+
+def own_page(text: str) -> str:
+    """Return the page of the reader's own request."""
+    defaults = {name: each.default for name, each in signature(PageEngine).parameters.items()}
+    facts = {"budget": defaults["budget"], "blocks": defaults["num_blocks"] - 1}
+    return text.replace("<!-- own request -->", place("own_request")).format(**facts)
 
 
 def add(static: Path) -> None:
     """Write the view, its style and the recording to the site's static files."""
     body = script().replace("export default", "const anywidget =").replace("\nexport ", "\n")
-    (static / "xray.js").write_text(f"(() => {{\n{body}\nwindow.xrayView = {{ mount }};\n}})();\n")
+    (static / "xray.js").write_text(f"(() => {{\n{body}\nwindow.xrayView = {{ mount, live }};\n}})();\n")
     (static / "xray.css").write_text(style())
     (static / "recorded.js").write_text(f"window.recorded = {json.dumps(RECORDED.read_text())};\n")
 

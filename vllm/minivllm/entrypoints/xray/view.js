@@ -459,6 +459,15 @@ export function mount(element, text) {
   return view;
 }
 
+// An engine in the page itself, which calls `came` with each line.
+export function live(element, header) {
+  const view = new View(element, null);
+  view.live = new Run(header);
+  view.connected = true;
+  view.show(view.live);
+  return view;
+}
+
 // The server that the page came from: asked again every second while it does not answer.
 export async function start(element) {
   const view = (window.xray = new View(element, null));
