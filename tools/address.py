@@ -24,6 +24,8 @@ OPENERS = ("colab.research.google.com/github/", "mybinder.org/v2/gh/", "codespac
 stand.
 """
 NO_NAMES = re.compile(r"ADDRESS-OF-THE|YOUR-(?:NAME|FORK)|<(?:owner|repo|user)>", re.IGNORECASE)
+UNPUBLISHED = "OWNER"
+"""The owner in the address until there is one: what would open the repository there is left out."""
 SLUG = r"([\w.-]+/[\w.-]*\w)"
 
 
@@ -40,7 +42,9 @@ def address(root: Path = ROOT) -> str:
 
 
 def colab(stem: str, root: Path = ROOT) -> str:
-    """Return the address that opens a notebook in Colab."""
+    """Return the address that opens a notebook in Colab, or "" before the repository is published."""
+    if _slug(address(root)).startswith(f"{UNPUBLISHED}/"):
+        return ""
     return f"https://{OPENERS[0]}{_slug(address(root))}/blob/main/notebooks/{stem}.ipynb"
 
 

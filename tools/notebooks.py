@@ -60,16 +60,15 @@ KERNEL = {
     "kernelspec": {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"},
     "language_info": {"name": "python"},
 }
+IN_COLAB = "[![Open in Colab](../lessons/figures/open_in_colab.svg)]({})\n\n"
 HOW_TO_GET_HERE = """\
-[![Open in Colab](../lessons/figures/open_in_colab.svg)]({colab})
-
-<details><summary><b>How to run this notebook</b> (your machine, VS Code, Colab)</summary>
+{badge}<details><summary><b>How to run this notebook</b> (your machine, VS Code, Colab)</summary>
 
 **On your machine**, in a clone of the repository: `make lab` opens the list of notebooks in JupyterLab.
 
 **In VS Code**: open the repository's folder, then this file, and choose the kernel of `.venv` (`make setup` makes it).
 
-**In Colab**: the button above opens this notebook there, and the next cell installs the course.
+**In Colab**: open this file there; the next code cell installs the course.
 
 The text and the code come from [`lessons/{stem}.md`](../lessons/{stem}.md): change that file, then run
 `{mend}`.
@@ -102,8 +101,8 @@ INDEX = """\
 In order: each lesson uses only what the ones before it built. A notebook is the lesson's text with its code to run, its
 widget to play with, and its exercise, whose checks say what is missing.
 
-| | notebook | the question | minutes, alone | without set-up |
-| --- | --- | --- | ---: | --- |
+| | notebook | the question | minutes, alone |{colab_heading}
+| --- | --- | --- | ---: |{colab_rule}
 {rows}
 
 Run a cell with Shift+Enter, or all of them with *Run* > *Run All Cells*: nothing is downloaded, and no GPU is needed.
@@ -294,7 +293,8 @@ def _jupytext_lines(lesson: Lesson) -> Iterator[str]:
             yield "" if index in drawn_live else _relinked(part, headings)
             if index == title:
                 stem = lesson.path.stem
-                how = HOW_TO_GET_HERE.format(stem=stem, mend=MEND, colab=ADDRESS.colab(stem))
+                colab = ADDRESS.colab(stem)
+                how = HOW_TO_GET_HERE.format(stem=stem, mend=MEND, badge=IN_COLAB.format(colab) if colab else "")
                 yield f"\n{how}".rstrip()  # jupytext starts a new cell at two blank lines
             continue
         marks = part.closing.strip()
@@ -400,9 +400,11 @@ def index_page(root: Path) -> str:
         text = path.read_text(encoding="utf-8")
         number, title = path.name[:2], re.sub(r"^# +\d+\W*", "", text.split("\n", 1)[0])
         minutes = match[1] if (match := MINUTES_ALONE.search(text)) else ""
-        link, colab = f"[{title}]({path.stem}.ipynb)", f"[in Colab]({ADDRESS.colab(path.stem)})"
-        rows.append(f"| {number} | {link} | {questions.get(number, '')} | {minutes} | {colab} |")
-    return INDEX.format(rows="\n".join(rows))
+        colab = ADDRESS.colab(path.stem)
+        row = f"| {number} | [{title}]({path.stem}.ipynb) | {questions.get(number, '')} | {minutes} |"
+        rows.append(row + f" [in Colab]({colab}) |" * bool(colab))
+    heading, rule = (" without set-up |", " --- |") if ADDRESS.colab("") else ("", "")
+    return INDEX.format(rows="\n".join(rows), colab_heading=heading, colab_rule=rule)
 
 
 def everything(root: Path, numbers: list[str]) -> dict[Path, tuple[str, str]]:

@@ -37,10 +37,10 @@ def test_this_repository_has_one_address():
     assert {"pyproject.toml", "CITATION.cff", "README.md", "notebooks/01_kv_cache.ipynb"} <= set(quoting)
 
 
-def test_the_lessons_index_opens_each_notebook_in_colab():
-    index = (ROOT / "lessons" / "README.md").read_text()
-    for path in (ROOT / "lessons").glob("[0-9][0-9]_*.md"):
-        assert f"]({address.colab(path.stem)})" in index
+def test_nothing_opens_in_colab_before_the_repository_is_published(root: Path):
+    assert address.colab("a", root)
+    address.change(root, "https://github.com/OWNER/course")
+    assert address.colab("a", root) == ""
 
 
 def test_all_agree_and_links_to_others_do_not_matter(root: Path):

@@ -187,7 +187,7 @@ def test_the_notebook_opens_with_its_title_and_is_set_up_before_the_first_cell(r
     first = cells(root)[0]
     setup = next(cell for cell in cells(root) if cell.cell_type == "code")
     assert first.source.startswith("# 07 Circles\n")
-    assert notebooks.ADDRESS.colab("07_circles") in first.source
+    assert "Open in Colab" not in first.source, "there is no public address yet"
     assert "lessons/07_circles.md" in first.source
     exec(TransformerManager().transform_cell(setup.source), {})
 
@@ -330,10 +330,21 @@ def test_the_list_of_notebooks_has_titles_questions_and_minutes(root: Path):
     (root / "README.md").write_text("| 07 | [Circles](lessons/07_circles.md) | How round? | `run` |\n")
     notebooks.write(root, [])
     page = (root / "notebooks" / "README.md").read_text()
-    assert "| 07 | [Circles](07_circles.ipynb) | How round? | 70 | [in Colab](https://colab" in page
+    assert "| 07 | [Circles](07_circles.ipynb) | How round? | 70 |\n" in page
     change(root / "README.md", "How round?", "How big?")
     assert notebooks.drift(root, []) == ["notebooks/README.md differs from the lessons"]
     assert notebooks.drift(root, ["07"]) == [], "it belongs to all lessons together"
+
+
+def test_a_published_repository_has_buttons_for_colab(root: Path, monkeypatch):
+    monkeypatch.setattr(notebooks.ADDRESS, "UNPUBLISHED", "nobody")
+    notebooks.write(root, [])
+    address = notebooks.ADDRESS.colab("07_circles")
+    assert address.startswith("https://colab.")
+    assert f"]({address})" in cells(root)[0].source
+    page = (root / "notebooks" / "README.md").read_text()
+    assert "| minutes, alone | without set-up |\n| --- | --- | --- | ---: | --- |" in page
+    assert f"| [in Colab]({address}) |" in page
 
 
 def test_an_unknown_number_lists_the_lessons(root: Path):

@@ -25,21 +25,21 @@ SETTINGS = ROOT / ".jupyter" / "jupyter_lab_config.py"
 
 def test_the_container_runs_commands_that_exist():
     commands = {name: words for name, words in CONTAINER.items() if name.endswith("Command")}
-    assert set(commands) == {"onCreateCommand", "postAttachCommand"}
+    assert set(commands) == {"onCreateCommand"}
     for words in commands.values():
         make, target = words.split()
         assert make == "make"
         assert target in TARGETS
 
 
-def test_the_container_has_a_python_that_the_course_runs_on_and_its_port():
+def test_the_container_has_a_python_that_the_course_runs_on_and_opens_the_notebooks():
     (wanted,) = re.findall(r"/python:(\d+\.\d+)$", CONTAINER["image"])
     asked = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["requires-python"]
     assert SpecifierSet(asked).contains(wanted)
-    assert set(CONTAINER["portsAttributes"]) == {str(port) for port in CONTAINER["forwardPorts"]}
-    assert CONTAINER["forwardPorts"] == [8888], "JupyterLab's own"
     config = (ROOT / "Makefile").read_text() + SETTINGS.read_text()
     assert not re.search(r"ServerApp\.port|\"port\"", config)
+    opened = CONTAINER["customizations"]["codespaces"]["openFiles"]
+    assert all((ROOT / name).is_file() for name in opened)
 
 
 def test_in_colab_only_what_is_missing_is_installed(monkeypatch):
