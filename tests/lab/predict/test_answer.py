@@ -8,7 +8,7 @@ from lab.predict.by_hand import HABITS, Learner
 
 from minivllm.errors import MinivllmError
 from minivllm_lab.predict.answer import diagnose, is_right, parse
-from minivllm_lab.predict.describe import explain
+from minivllm_lab.predict.describe import explain, reasons
 from minivllm_lab.predict.levels import load
 from minivllm_lab.predict.mistakes import MISTAKES, RULES
 from minivllm_lab.predict.rounds import Decision, Round, Row
@@ -144,3 +144,12 @@ def test_by_hand_each_number_has_its_reason() -> None:
         "B runs: it lacks 1 and gets 1, all it lacks.",
         "C is admitted: it lacks 9 and gets 3, the rest of the budget.",
     ]
+
+
+def test_by_hand_each_request_has_the_rule_that_decides() -> None:
+    waiting = (*STEP.waiting, Row("D", known=2, computed=0, blocks=0, priority=0))
+    full = replace(STEP, seats=2, waiting=waiting, decision=Decision({"A": 8, "B": 1}))
+    tight = replace(full, decision=Decision({"A": 8}, frozenset("B")))
+    assert [reason.rule for reason in reasons(STEP)] == ["chunk limit", "all it lacks", "budget"]
+    assert [reason.rule for reason in reasons(full)][2:] == ["seats", "queue"]
+    assert [reason.rule for reason in reasons(tight)][1:] == ["victim", "no admission", "no admission"]
