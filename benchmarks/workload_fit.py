@@ -67,7 +67,8 @@ def loss(fit: Fit) -> float:
     constants, *hosts = fit
     by_lab: dict[str, list[float]] = defaultdict(list)
     for row in ROWS:
-        unused = {"hopper": 0.5} if row.source.gpu.startswith("A100") else {"ampere": 0.5}
+        old = row.source.gpu.startswith("A100")
+        unused = dict.fromkeys(("hopper", "memory") if old else ("ampere", "ampere_memory"), 0.5)
         unused |= {} if " tp" in row.model else {"rank": 1e-3}
         by_lab[row.source.lab].append(distance(row, replace(constants, **unused), row.server(constants, hosts).host))
     return statistics.mean(map(statistics.mean, by_lab.values()))
@@ -81,7 +82,7 @@ def neighbours(fit: Fit, step: float) -> list[Fit]:
         for name in names:
             for factor in (1 + step, 1 / (1 + step)):
                 value = getattr(part, name) * factor
-                if name not in ("memory", "ampere", "hopper") or value <= 0.95:
+                if name not in ("memory", "ampere_memory", "ampere", "hopper") or value <= 0.95:
                     found.append((*fit[:index], replace(part, **{name: value}), *fit[index + 1 :]))
     return found
 

@@ -42,7 +42,7 @@ from widgets.shell.spec import Spec
 ROOT = Path(__file__).resolve().parents[1]
 START_GAMES = """
 document.addEventListener("DOMContentLoaded", () => {
-  document.querySelectorAll(".predict").forEach((root) => new Game(root, window.predictRounds));
+  document.querySelectorAll(".predict").forEach((root) => new Game(root, window.predictRounds, window.predictRules));
 });
 """
 
@@ -91,7 +91,8 @@ class Embedded:
     def game(self) -> str:
         """Return the HTML of the game of the next step."""
         folder = ROOT / "vllm" / "minivllm_lab" / "predict"
-        (self.static / "predict_rounds.js").write_text(f"window.predictRounds = {json.dumps(predict_page.rounds())};\n")
+        data = {"predictRounds": predict_page.rounds(), "predictRules": predict_page.rules()}
+        (self.static / "predict_rounds.js").write_text(f"Object.assign(window, {json.dumps(data)});\n")
         (self.static / "predict.js").write_text((folder / "game.js").read_text() + START_GAMES)
         (self.static / "predict.css").write_text((folder / "game.css").read_text())
         return (

@@ -37,11 +37,11 @@ PARTS = {
 }
 BUDGETS = {
     "the engine": 20_800,
-    "minivllm_lab": 15_760,
+    "minivllm_lab": 15_840,
     "minivllm_simulate": 1_830,
     "widgets": 10_760,
     "benchmarks": 5_110,
-    "tests": 39_280,
+    "tests": 39_510,
     "the spine": 3_550,
 }
 """Most code lines of each part."""

@@ -20,7 +20,7 @@ RENDER = """
 export default {
   render({ model, el }) {
     el.classList.add("predict");
-    new Game(el, model.get("levels"));
+    new Game(el, model.get("levels"), model.get("rules"));
   },
 };
 """
@@ -32,8 +32,9 @@ class Predict(anywidget.AnyWidget):
     _esm = (HERE / "game.js").read_text() + RENDER
     _css = (HERE / "game.css").read_text()
     levels = traitlets.List().tag(sync=True)
+    rules = traitlets.Dict().tag(sync=True)
 
 
 def show() -> Predict:
     """Show all levels."""
-    return Predict(levels=page.rounds())
+    return Predict(levels=page.rounds(), rules=page.rules())

@@ -1,10 +1,13 @@
 """The game in a terminal: a right answer counts, a wrong one is explained, bad lines are asked again."""
 
 import io
+import re
 import sys
 
 import pytest
+from rich.console import Console
 
+from minivllm_lab.predict import game
 from minivllm_lab.predict.game import main
 from minivllm_lab.predict.levels import load
 from minivllm_lab.predict.rounds import Round
@@ -35,9 +38,32 @@ def test_wrong_shown_and_unreadable_answers(
     first = load()[0][0]
     play(monkeypatch, ["what", right(first), "?", "q"], "--level", "1")
     shown = capsys.readouterr()
-    assert "1 of 2 right" in shown.out
-    assert "vLLM decided:" in shown.out
+    assert "1 of 2 right," in shown.out
+    assert shown.out.count("vLLM decided:") == 1
     assert "cannot be read" in shown.err
+
+
+def test_a_wrong_answer_has_a_second_try(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    first = load()[0][0]
+    play(monkeypatch, ["none", right(first), "none", "none", "none", "", "q"], "--level", "1")
+    out = capsys.readouterr().out
+    told = out.split("Round 2")[0]
+    assert "Look at " in told
+    assert "Right." in told
+    assert "vLLM decided" not in told
+    assert out.count("vLLM decided:") == 2
+    assert "0 of 3 right, 1 more at the second try" in out
+
+
+def test_no_line_is_longer_than_eighty_characters(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(game, "console", Console(width=200))
+    for number, level in enumerate(load(), start=1):
+        play(monkeypatch, ["none"] * 2 * len(level), "--level", str(number))
+        # Nobody ends the line of a prompt with Enter here.
+        lines = re.split(r"\n|> ", capsys.readouterr().out)
+        assert 70 < max(map(len, lines)) <= 80
 
 
 def test_the_end_of_the_input_ends_the_game(

@@ -39,6 +39,16 @@ def test_more_clients_get_more_tokens_in_total_and_fewer_each():
     assert gaps == sorted(gaps)
 
 
+@pytest.mark.parametrize(
+    ("version", "longest", "alone"), [("0.6", 4096, True), ("0.7", 1 << 16, False), ("0.8", 4096, False)]
+)
+def test_v0_computes_prompts_in_steps_of_their_own_unless_they_may_be_long(version: str, longest: int, alone: bool):
+    how = replace(server(version=version), max_model_len=longest)
+    steps = predicted(how, rate=8).measured.run.steps
+    mixed = [step for step in steps if min(step.scheduled.values()) == 1 < max(step.scheduled.values())]
+    assert bool(mixed) != alone
+
+
 def test_a_larger_model_leaves_room_for_fewer_tokens_and_has_an_earlier_knee():
     small, large = server("Qwen3-8B"), server("Qwen3-14B")
     assert large.kv_tokens < small.kv_tokens / 1.2

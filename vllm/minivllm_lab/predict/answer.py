@@ -5,13 +5,17 @@ from __future__ import annotations
 import re
 
 from minivllm.errors import MinivllmError
-from minivllm_lab.predict.mistakes import MISTAKES
+from minivllm_lab.predict.describe import count_of, reasons
+from minivllm_lab.predict.mistakes import MISTAKES, RULES, Rule
 from minivllm_lab.predict.rounds import Decision, Round
 
 PART = re.compile(
     r"\s*(?:-\s*(?P<victim>[A-Za-z])|(?P<name>[A-Za-z])\s*[:=]?\s*(?P<count>\d+))(?:\s*[,;]|(?![A-Za-z]{2}))"
 )
 HOW = "write the tokens of each request and a minus before each that is preempted, such as: A 1 C 8 -B"
+
+MOST_RULES = 2
+"""Rules that a wrong answer is told, if several explain it."""
 
 
 def parse(text: str, puzzle: Round) -> Decision:
@@ -49,63 +53,51 @@ def is_right(answer: Decision, puzzle: Round) -> bool:
     return answer.tokens == puzzle.decision.tokens and answer.preempted == puzzle.decision.preempted
 
 
-def diagnose(answer: Decision, puzzle: Round) -> list[str]:
-    """Return the sentences that correct a wrong answer: the rule that it missed, or what does not
-    add up.
+def diagnose(answer: Decision, puzzle: Round) -> list[tuple[str, Rule]]:
+    """Return what is wrong with an answer, with the rule that it missed: the one or two wrong rules
+    that give it, or else the first thing that does not fit.
     """
-    missed = [
-        MISTAKES[name]
-        for name, decision in puzzle.mistakes.items()
-        if decision.tokens == answer.tokens and decision.preempted == answer.preempted
-    ]
+    missed: dict[str, tuple[str, Rule]] = {}
+    for name, decision in puzzle.mistakes.items():
+        if decision.tokens == answer.tokens and decision.preempted == answer.preempted:
+            mistake = MISTAKES[name]
+            missed.setdefault(mistake.rule, (mistake.says, RULES[mistake.rule]))
     if missed:
-        return [f"{mistake.says} (lesson {mistake.lesson}; {mistake.link})" for mistake in missed]
-    return [_arithmetic(answer, puzzle) or _first_difference(answer, puzzle)]
+        return list(missed.values())[:MOST_RULES]
+    says, rule = _impossible(answer, puzzle) or _first_difference(answer, puzzle)
+    return [(says, RULES[rule])]
 
 
-def _arithmetic(answer: Decision, puzzle: Round) -> str:
-    """Return what is impossible in an answer, whatever the rules of order are; empty if nothing is."""
-    total = sum(answer.tokens.values())
-    for name, count in answer.tokens.items():
-        row = puzzle.requests[name]
+def _impossible(answer: Decision, puzzle: Round) -> tuple[str, str] | None:
+    """Return what no order of the requests allows, and the rule's name; None if there is nothing."""
+    for name, row in puzzle.requests.items():
+        count = answer.tokens.get(name, 0)
         if count > row.lacks:
-            return f"{name} lacks {row.lacks} tokens, so it cannot get {count}."
-        if count > puzzle.limit:
-            return f"{name} gets {count}, but no request may get more than {puzzle.limit} in this step."
+            return f"{name} lacks {count_of(row.lacks, 'token')}, so it cannot get {count}.", "all it lacks"
+        if puzzle.limit < puzzle.budget and count > puzzle.limit:
+            return f"{name} gets {count}, but no request may get more than {puzzle.limit} here.", "chunk limit"
+    total = sum(answer.tokens.values())
     if total > puzzle.budget:
-        return f"Your step has {total} tokens; its budget is {puzzle.budget}."
+        return f"Your step has {total} tokens, but its budget is {puzzle.budget}.", "budget"
     waiting = {row.name for row in puzzle.waiting}
     if victims := sorted(answer.preempted & waiting):
-        return f"{victims[0]} waits, so it holds nothing that a preemption could free."
-    admitted = [name for name in answer.tokens if name in waiting]
-    if len(puzzle.running) - len(answer.preempted) + len(admitted) > puzzle.seats:
-        return f"Then more than {puzzle.seats} requests run, and there are {puzzle.seats} seats."
-    return ""
+        return f"{victims[0]} waits, so it holds no blocks that a preemption could free.", "preemption"
+    runs = len(puzzle.running) - len(answer.preempted) + len(waiting & answer.tokens.keys())
+    if runs > puzzle.seats:
+        return f"After your step {runs} requests run, but there are {count_of(puzzle.seats, 'seat')}.", "seats"
+    return None
 
 
-def _is_its_own_victim(name: str, puzzle: Round) -> bool:
-    """Return whether a preempted request has lost its blocks to nobody: all others fit without
-    them.
-    """
-    free = puzzle.free
-    for row in puzzle.running:
-        if row.name in puzzle.decision.preempted:
-            free += row.blocks if row.name != name else 0
-        else:
-            computed = row.computed + puzzle.decision.tokens.get(row.name, 0)
-            free -= max(0, -(-computed // puzzle.block_size) - row.blocks)
-    return free >= 0
-
-
-def _first_difference(answer: Decision, puzzle: Round) -> str:
-    for name in sorted(answer.preempted ^ puzzle.decision.preempted):
-        if name in answer.preempted:
-            return f"{name} is not preempted. Go through the running requests in order and count the free blocks."
-        if _is_its_own_victim(name, puzzle):
-            return f"{name} is preempted: it finds no free block for its own tokens, and it is the next victim itself."
-        return f"{name} is preempted: another request finds no free block for its tokens."
-    for name in puzzle.requests:
-        right, yours = puzzle.decision.tokens.get(name, 0), answer.tokens.get(name, 0)
-        if right != yours:
-            return f"{name} gets {right or 'nothing'}, where you gave it {yours or 'nothing'}."
-    return "The answer is right."
+def _first_difference(answer: Decision, puzzle: Round) -> tuple[str, str]:
+    decision = puzzle.decision
+    for reason in reasons(puzzle):
+        name = reason.name
+        if name in answer.preempted - decision.preempted:
+            return f"Look at {name}: you preempt it.", "victim" if decision.preempted else "blocks"
+        if name in decision.preempted - answer.preempted:
+            only_fewer = answer.preempted < decision.preempted
+            return f"Look at {name}: you do not preempt it.", "preemption" if only_fewer else reason.rule
+        yours = answer.tokens.get(name, 0)
+        if yours != decision.tokens.get(name, 0):
+            return f"Look at {name}: you give it {yours or 'nothing'}.", reason.rule
+    raise AssertionError("the answer is right")

@@ -9,9 +9,8 @@ const element = (name, text, attributes = {}) => {
 const key = ({ tokens, preempted }) => JSON.stringify([Object.entries(tokens).sort(), [...preempted].sort()]);
 
 class Game {
-  constructor(root, levels) {
-    this.root = root;
-    this.levels = levels;
+  constructor(root, levels, rules) {
+    Object.assign(this, { root, levels, rules });
     this.menu = element("p", "", { className: "predict-levels" });
     this.round = element("div");
     root.replaceChildren(this.menu, this.round);
@@ -25,11 +24,12 @@ class Game {
 
   begin(level) {
     [...this.menu.children].forEach((button, index) => button.setAttribute("aria-pressed", String(index === level)));
-    Object.assign(this, { level, number: 0, right: 0 });
+    Object.assign(this, { level, number: 0, right: [0, 0] });
     this.ask();
   }
 
   ask() {
+    this.tries = 0;
     const level = this.levels[this.level];
     const puzzle = level.rounds[this.number];
     const form = element("form");
@@ -43,8 +43,7 @@ class Game {
     reply.setAttribute("role", "status");
     form.addEventListener("submit", (event) => {
       event.preventDefault();
-      this.reply(puzzle, this.answer(form), reply);
-      form.querySelectorAll("input, button").forEach((control) => (control.disabled = true));
+      this.reply(puzzle, this.answer(form), form, reply);
     });
     this.round.replaceChildren(form, reply);
     form.querySelector("input").focus({ preventScroll: true });
@@ -74,19 +73,38 @@ class Game {
     };
   }
 
-  reply(puzzle, answer, place) {
+  // A wrong answer is told its rule and may be changed once; then, or when asked, vLLM's decision is shown.
+  reply(puzzle, answer, form, place) {
     const right = key(answer) === key(puzzle.decision);
-    this.right += right;
+    this.tries += 1;
+    if (right) this.right[this.tries - 1] += 1;
+    const said = right ? [] : diagnose(puzzle, answer).map((missed, index) => this.correction(missed, index));
+    if (right || this.tries === 2) return this.show(puzzle, form, place, right, said);
+    const show = element("button", "Show the answer", { type: "button" });
+    show.addEventListener("click", () => this.show(puzzle, form, place, false, said));
+    place.replaceChildren(...said, element("p", "You have a second try."), show);
+  }
+
+  correction({ says, rule }, index) {
+    const { says: right, lesson, link } = this.rules[rule];
+    const line = element("p", `${index ? "Or: " : ""}${says} ${right} (lesson ${lesson}; `, { className: "wrong" });
+    line.append(element("a", "vLLM's lines", { href: link }), ")");
+    return line;
+  }
+
+  show(puzzle, form, place, right, said) {
+    form.querySelectorAll("input, button").forEach((control) => (control.disabled = true));
     const { tokens, preempted } = puzzle.decision;
     const told = [...Object.entries(tokens).map((pair) => pair.join(" ")), ...preempted.map((name) => `${name} is preempted`)];
-    place.append(element("p", right ? "Right." : `vLLM decided: ${told.join(", ") || "nobody gets a token"}.`, { className: right ? "right" : "wrong" }));
-    if (!right) this.correct(puzzle, answer).forEach((line) => place.append(line));
+    const verdict = right ? "Right." : `vLLM decided: ${told.join(", ") || "nobody gets a token"}.`;
     const why = element("details");
-    why.append(element("summary", "Why, request by request"), ...puzzle.why.map((words) => element("p", words)), element("p", `(${puzzle.source})`));
-    place.append(why);
+    const sentences = puzzle.reasons.map((reason) => reason.says).filter(Boolean);
+    why.append(element("summary", "Why, request by request"), ...sentences.map((words) => element("p", words)), element("p", `(${puzzle.source})`));
+    place.replaceChildren(element("p", verdict, { className: right ? "right" : "wrong" }), ...said, why);
     const { rounds } = this.levels[this.level];
     if (this.number + 1 === rounds.length) {
-      place.append(element("p", `${this.right} of ${rounds.length} right.`, { className: "predict-score" }));
+      const second = this.right[1] ? `, ${this.right[1]} more at the second try` : "";
+      place.append(element("p", `${this.right[0]} of ${rounds.length} right${second}.`, { className: "predict-score" }));
       return;
     }
     const next = element("button", "Next round", { type: "button" });
@@ -97,25 +115,37 @@ class Game {
     place.append(next);
     next.focus({ preventScroll: true });
   }
+}
 
-  // What corrects a wrong answer: the rule that it missed, or what does not add up.
-  correct(puzzle, answer) {
-    const missed = puzzle.mistakes.filter((mistake) => key(mistake) === key(answer));
-    if (missed.length) {
-      return missed.map(({ says, link }) => {
-        const line = element("p", `${says} `);
-        line.append(element("a", "vLLM's lines", { href: link }));
-        return line;
-      });
+// What is wrong with an answer, and the rule that it missed: as `answer.py` says it.
+function diagnose(puzzle, answer) {
+  const missed = puzzle.mistakes.filter((mistake) => key(mistake) === key(answer));
+  if (missed.length) return missed.filter(({ rule }, index) => missed.findIndex((other) => other.rule === rule) === index).slice(0, 2);
+  return [impossible(puzzle, answer) ?? firstDifference(puzzle, answer)];
+}
+
+const countOf = (number, thing) => `${number} ${thing}${number === 1 ? "" : "s"}`;
+
+function impossible({ rows, budget, limit, seats }, { tokens, preempted }) {
+  for (const { name, lacks } of rows) {
+    if (tokens[name] > lacks) return { says: `${name} lacks ${countOf(lacks, "token")}, so it cannot get ${tokens[name]}.`, rule: "all it lacks" };
+    if (limit < budget && tokens[name] > limit) return { says: `${name} gets ${tokens[name]}, but no request may get more than ${limit} here.`, rule: "chunk limit" };
+  }
+  const total = Object.values(tokens).reduce((sum, count) => sum + count, 0);
+  if (total > budget) return { says: `Your step has ${total} tokens, but its budget is ${budget}.`, rule: "budget" };
+  const runs = rows.filter(({ name, runs }) => (runs ? !preempted.includes(name) : name in tokens)).length;
+  return runs > seats ? { says: `After your step ${runs} requests run, but there are ${countOf(seats, "seat")}.`, rule: "seats" } : undefined;
+}
+
+function firstDifference({ reasons, decision }, answer) {
+  for (const { name, rule } of reasons) {
+    const [yours, right] = [answer, decision].map(({ preempted }) => preempted.includes(name));
+    if (yours && !right) return { says: `Look at ${name}: you preempt it.`, rule: decision.preempted.length ? "victim" : "blocks" };
+    if (right && !yours) {
+      const onlyFewer = answer.preempted.every((other) => decision.preempted.includes(other));
+      return { says: `Look at ${name}: you do not preempt it.`, rule: onlyFewer ? "preemption" : rule };
     }
-    const total = Object.values(answer.tokens).reduce((sum, count) => sum + count, 0);
-    const most = puzzle.rows.find(({ name }) => answer.tokens[name] > puzzle.limit);
-    if (most) return [element("p", `${most.name} gets ${answer.tokens[most.name]}, but no request may get more than ${puzzle.limit} in this step.`)];
-    if (total > puzzle.budget) return [element("p", `Your step has ${total} tokens; its budget is ${puzzle.budget}.`)];
-    const { tokens, preempted } = puzzle.decision;
-    const other = puzzle.rows.find(({ name }) => preempted.includes(name) !== answer.preempted.includes(name));
-    if (other) return [element("p", `${other.name} is ${preempted.includes(other.name) ? "" : "not "}preempted: go through the running requests in order, and count the free blocks.`)];
-    const wrong = puzzle.rows.find(({ name }) => (tokens[name] ?? 0) !== (answer.tokens[name] ?? 0));
-    return wrong ? [element("p", `${wrong.name} gets ${tokens[wrong.name] ?? "nothing"}, where you gave it ${answer.tokens[wrong.name] ?? "nothing"}.`)] : [];
+    const count = answer.tokens[name] ?? 0;
+    if (count !== (decision.tokens[name] ?? 0)) return { says: `Look at ${name}: you give it ${count || "nothing"}.`, rule };
   }
 }

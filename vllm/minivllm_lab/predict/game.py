@@ -5,8 +5,11 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterable
 
+from rich.padding import Padding
+from rich.table import Table
 from rich.text import Text
 
 from minivllm.errors import MinivllmError
@@ -15,10 +18,11 @@ from minivllm_lab.predict.answer import HOW, diagnose, is_right, parse
 from minivllm_lab.predict.describe import explain, facts, state_of
 from minivllm_lab.predict.endless import endless
 from minivllm_lab.predict.levels import LEVELS, load
+from minivllm_lab.predict.mistakes import FILE
 from minivllm_lab.predict.rounds import Decision, Round, Row
-from minivllm_lab.tables import console
+from minivllm_lab.tables import MOST_COLUMNS, console
 
-MOST_CELLS = 24
+MOST_CELLS = 20
 DOC = """Predict the next step of vLLM's scheduler.
 
 A round shows a state of vLLM v0.33.0's scheduler as it was recorded: the running and the waiting requests, how
@@ -30,7 +34,8 @@ request gets in the next step, and who is preempted:
     ?                 show the answer; the round counts as missed
     q                 end
 
-The answer is what vLLM decided. A wrong prediction is answered with the rule that it missed.
+The answer is what vLLM decided. A wrong prediction is told the rule that it missed, and you may try once
+more before you see the answer.
 """
 
 
@@ -63,52 +68,78 @@ def _play(arguments: argparse.Namespace) -> None:
 
 def _play_rounds(rounds: Iterable[Round], title: str, whose: str) -> bool:
     """Play rounds and print the score. Return whether the player wants to go on."""
-    console.print(f"\n[bold]{title}[/bold]\n{HOW[0].upper()}{HOW[1:]}.", highlight=False)
-    right = played = 0
+    console.print(f"\n[bold]{title}[/bold]")
+    _say(f"{HOW[0].upper()}{HOW[1:]}. The letters are in order of arrival.", indent=0)
+    tries: Counter[int] = Counter()
     started = time.perf_counter()
+    ended = False
     for number, puzzle in enumerate(rounds, start=1):
         console.print(f"\n[bold]Round {number}[/bold]")
         _draw(puzzle)
-        answer = _ask(puzzle)
-        if answer is None:
-            _score(right, played, started)
-            return False
-        played += 1
-        right += _reply(answer, puzzle, whose)
-    _score(right, played, started)
-    return True
+        right_at = _take_tries(puzzle, whose)
+        ended = right_at is None
+        if right_at is None:
+            break
+        tries[right_at] += 1
+    if tries:
+        second = f", {tries[2]} more at the second try" if tries[2] else ""
+        minutes = (time.perf_counter() - started) / 60
+        console.print(f"\n[bold]{tries[1]} of {tries.total()} right{second}[/bold], {minutes:.1f} minutes")
+    return not ended
 
 
 def _draw(puzzle: Round) -> None:
-    console.print(facts(puzzle))
+    _say(facts(puzzle), indent=0)
     longest = max(row.known for row in puzzle.requests.values())
+    grid = Table.grid(padding=(0, 1))
     for name, rows in (("running", puzzle.running), ("waiting", puzzle.waiting)):
         for index, row in enumerate(rows):
-            console.print(Text.assemble(f"{name if index == 0 else '':8}", *_bar(row, longest, puzzle)))
+            grid.add_row("" if index else name, Text(row.name, "bold"), _bar(row, longest), state_of(row, puzzle))
+    console.print(grid, width=_width())
 
 
-def _bar(row: Row, longest: int, puzzle: Round) -> list[str | tuple[str, str]]:
+def _bar(row: Row, longest: int) -> Text:
     scale = min(1.0, MOST_CELLS / longest)
     known = max(1, round(row.known * scale))
     computed = min(known - 1, round(row.done * scale))
-    return [
-        (f" {row.name} ", "bold"),
-        ("█" * computed, "cyan"),
-        ("░" * (known - computed), "yellow"),
-        f" {state_of(row, puzzle)}",
-    ]
+    return Text.assemble(("█" * computed, "cyan"), ("░" * (known - computed), "yellow"), no_wrap=True)
 
 
-def _ask(puzzle: Round) -> Decision | str | None:
+def _take_tries(puzzle: Round, whose: str) -> int | None:
+    """Take a prediction and, if it is wrong, a second one. Return which was right, 0 for neither,
+    None to end.
+    """
+    for attempt, prompt in enumerate(("your prediction> ", "your second try (Enter shows the answer)> "), start=1):
+        answer = _ask(puzzle, prompt, may_skip=attempt == 2)
+        if answer is None:
+            return None
+        if isinstance(answer, str):
+            break
+        if is_right(answer, puzzle):
+            console.print("[bold green]Right.[/bold green]")
+            _explain(puzzle)
+            return attempt
+        for index, (says, rule) in enumerate(diagnose(answer, puzzle)):
+            _say(f"{'Or: ' if index else ''}{says} {rule.says}", style="red")
+            _say(f"(lesson {rule.lesson}; {FILE}, lines {rule.lines[0]}-{rule.lines[1]})", style="dim")
+    decision = puzzle.decision
+    tokens = " ".join(f"{name} {count}" for name, count in decision.tokens.items()) or "none"
+    victims = "".join(f" -{name}" for name in sorted(decision.preempted))
+    console.print(f"[bold red]{whose} decided:[/bold red] {tokens}{victims}")
+    _explain(puzzle)
+    return 0
+
+
+def _ask(puzzle: Round, prompt: str, *, may_skip: bool) -> Decision | str | None:
     """Return the prediction; "?" to be shown the answer, None to end."""
     while True:
         try:
-            line = input("your prediction> ").strip()
+            line = input(prompt).strip()
         except EOFError:
             return None
         if line.lower() in ("q", "quit", "exit"):
             return None
-        if line == "?":
+        if line == "?" or (may_skip and not line):
             return "?"
         try:
             return parse(line, puzzle)
@@ -116,25 +147,14 @@ def _ask(puzzle: Round) -> Decision | str | None:
             print(error, file=sys.stderr)
 
 
-def _reply(answer: Decision | str, puzzle: Round, whose: str) -> bool:
-    """Say whether a prediction is right, and why. Return whether it is."""
-    right = not isinstance(answer, str) and is_right(answer, puzzle)
-    if right:
-        console.print("[bold green]Right.[/bold green]")
-    else:
-        tokens = " ".join(f"{name} {count}" for name, count in puzzle.decision.tokens.items()) or "none"
-        victims = "".join(f" -{name}" for name in sorted(puzzle.decision.preempted))
-        console.print(f"[bold red]{whose} decided:[/bold red] {tokens}{victims}")
-        if not isinstance(answer, str):
-            for sentence in diagnose(answer, puzzle):
-                console.print(f"  {sentence}", markup=False)
-    for sentence in explain(puzzle):
-        console.print(f"  {sentence}", style="dim", markup=False)
-    console.print(f"  ({puzzle.source})", style="dim", markup=False)
-    return right
+def _explain(puzzle: Round) -> None:
+    for sentence in (*explain(puzzle), f"({puzzle.source})"):
+        _say(sentence, style="dim")
 
 
-def _score(right: int, played: int, started: float) -> None:
-    if played:
-        minutes = (time.perf_counter() - started) / 60
-        console.print(f"\n[bold]{right} of {played} right[/bold], {minutes:.1f} minutes")
+def _say(text: str, *, indent: int = 2, style: str = "") -> None:
+    console.print(Padding(Text(text, style), (0, 0, 0, indent), expand=False), width=_width())
+
+
+def _width() -> int:
+    return min(MOST_COLUMNS, console.width)

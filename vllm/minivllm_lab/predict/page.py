@@ -4,11 +4,12 @@ notebook (`widgets/predict.py`).
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
-from minivllm_lab.predict.describe import explain, facts, state_of
+from minivllm_lab.predict.describe import facts, reasons, state_of
 from minivllm_lab.predict.levels import LEVELS, load
-from minivllm_lab.predict.mistakes import MISTAKES
+from minivllm_lab.predict.mistakes import MISTAKES, RULES
 from minivllm_lab.predict.rounds import Decision, Round
 
 
@@ -18,6 +19,11 @@ def rounds() -> list[dict[str, Any]]:
         {"title": level.title, "lesson": level.lesson, "rounds": [_plain(puzzle) for puzzle in picked]}
         for level, picked in zip(LEVELS, load(), strict=True)
     ]
+
+
+def rules() -> dict[str, dict[str, str]]:
+    """Return the rules by name: their sentence, the lesson, and the address of vLLM's lines."""
+    return {name: {"says": rule.says, "lesson": rule.lesson, "link": rule.link} for name, rule in RULES.items()}
 
 
 def _plain(puzzle: Round) -> dict[str, Any]:
@@ -31,13 +37,14 @@ def _plain(puzzle: Round) -> dict[str, Any]:
         "facts": facts(puzzle),
         "budget": puzzle.budget,
         "limit": puzzle.limit,
+        "seats": puzzle.seats,
         "rows": rows,
         "decision": _decided(puzzle.decision),
         "mistakes": [
-            {"says": MISTAKES[name].says, "link": MISTAKES[name].link, **_decided(decision)}
+            {"says": MISTAKES[name].says, "rule": MISTAKES[name].rule, **_decided(decision)}
             for name, decision in puzzle.mistakes.items()
         ],
-        "why": explain(puzzle),
+        "reasons": [asdict(reason) for reason in reasons(puzzle)],
     }
 
 

@@ -178,9 +178,12 @@ def _row(request: Request, names: Mapping[str, str], scheduler: Scheduler, *, wa
 
 
 def _shows_enough(puzzle: Round, scheduler: Scheduler, names: Mapping[str, str]) -> bool:
-    """Return whether every hit of the step was there before it: one on blocks that the same step
-    publishes cannot be seen in a round.
+    """Return whether the decision follows from the round. A round does not show hits on blocks that
+    the same step publishes, nor which blocks are shared, which a preemption would not free.
     """
+    held = sum(row.blocks for row in puzzle.running)
+    if puzzle.decision.preempted and held + puzzle.free != scheduler.kv_cache_manager.block_pool.num_usable_blocks:
+        return False
     waiting = {row.name: row for row in puzzle.waiting}
     ids = {name: request_id for request_id, name in names.items()}
     for name, count in puzzle.decision.tokens.items():
@@ -200,6 +203,8 @@ def _mistakes(
     """Return what each wrong rule decides in this step, if it decides otherwise."""
     wrong: dict[str, Decision] = {}
     for name, mistake in MISTAKES.items():
+        if mistake.policy not in ("", workload["config"]["policy"]):
+            continue
         replay = Replay(dict(workload))
         while replay.step < step:
             replay.arrive()

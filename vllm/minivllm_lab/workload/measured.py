@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import statistics
 from dataclasses import dataclass
+from functools import partial
 
+from minivllm.core.policy import DEFAULT_POLICY, SchedulingPolicy
+from minivllm.core.scheduler import Scheduler
+from minivllm_lab.predict.mistakes import prompts_alone
 from minivllm_lab.workload.load import Load
 from minivllm_lab.workload.server import BLOCK_SIZE, Server
 from minivllm_simulate.virtual_clock import Simulation, percentile, simulate
@@ -66,4 +70,6 @@ def measure(server: Server, load: Load) -> Measured:
     longest = load.longest + BLOCK_SIZE
     tokens = sum(request.prompt_tokens + request.output_tokens for request in load.requests)
     configs = server.configs(longest, tokens + 2 * BLOCK_SIZE * len(load.requests))
-    return Measured(simulate(load.requests, *configs, server.cost), server.host.first, tokens)
+    policy = SchedulingPolicy(schedule=prompts_alone) if server.prompts_alone else DEFAULT_POLICY
+    run = simulate(load.requests, *configs, server.cost, scheduler=partial(Scheduler, policy=policy))
+    return Measured(run, server.host.first, tokens)

@@ -137,7 +137,7 @@ def explain(prediction: Prediction, result: Mapping[str, Any]) -> list[str]:
 
 def _of_steps(prediction: Prediction, predicted: float, measured: float) -> str:
     server, shape = prediction.server, prediction.mean_step()
-    device, share = server.cost.device, server.constants.memory
+    device, share = server.cost.device, server.cost.device.roofline.memory_efficiency
     reading, missing = device.linear_seconds(shape) + device.attention_seconds(shape), (measured - predicted) / 1e3
     implied = share * reading / max(reading + missing, 1e-9)
     return (

@@ -28,7 +28,8 @@ class Constants:
     """Constants that the calibration rows determine, in seconds or as a share of the data sheet's rate."""
 
     memory: float = 0.9
-    """Share of the bandwidth that a decode's reads reach."""
+    """Share of the bandwidth that a decode's reads reach, and the same on GPUs before Hopper."""
+    ampere_memory: float = 0.8
     ampere: float = 0.55
     """Share of the operations that a prefill reaches on GPUs before Hopper."""
     hopper: float = 0.63
@@ -102,11 +103,12 @@ class StepCost:
         cost = LeverCost.of(replace(SERVING, tensor_parallel=tp, kv_dtype=kv_dtype), model, gpu)
         # A step looks up a few rows of the embedding; the head is read whole.
         unread = 0 if model.tie_word_embeddings else 2 * model.vocab_size * model.hidden_size // tp
+        new = "float8" in gpu.flops
         roofline = replace(
             cost.roofline,
             weight_bytes=cost.roofline.weight_bytes - unread,
-            memory_efficiency=constants.memory,
-            arithmetic_efficiency=constants.hopper if "float8" in gpu.flops else constants.ampere,
+            memory_efficiency=constants.memory if new else constants.ampere_memory,
+            arithmetic_efficiency=constants.hopper if new else constants.ampere,
         )
         fixed = model.num_hidden_layers * constants.layer + host.step + (constants.rank if tp > 1 else 0)
         return cls(replace(cost, roofline=roofline), fixed, host.request)
@@ -158,6 +160,11 @@ class Server:
     def host(self) -> Generation:
         """The generation of the engine."""
         return [each for each in self.hosts if each.since <= minor_version(self.version)][-1]
+
+    @property
+    def prompts_alone(self) -> bool:
+        """Whether no step has both prompts and decodes: V0's default, unless requests could be longer than 32K."""
+        return self.host.since < 8 and (self.max_model_len or self.model.max_position_embeddings or 0) <= 1 << 15
 
     @property
     def utilization(self) -> float:
