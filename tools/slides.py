@@ -19,10 +19,11 @@ import sys
 import tarfile
 import tomllib
 import xml.etree.ElementTree as ET
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from html import escape
+from math import ceil, floor
 from pathlib import Path
 
 import npm_packages
@@ -127,9 +128,31 @@ def decks(root: Path, only: str | None = None) -> list[Deck]:
     return found
 
 
-def demos(root: Path) -> dict[str, str]:
-    """Return what stands below each command: the time that it takes."""
-    return tomllib.loads((root / DEMOS).read_text())["takes"]
+@dataclass(frozen=True)
+class Time:
+    """Hold what a command took, in seconds: on the processor (user and system), and until it ended."""
+
+    processor: float
+    elapsed: float
+    first: float = 0
+    """Seconds that its first run on a machine takes beyond that; 0 if they were not noticed."""
+
+    @property
+    def seconds(self) -> tuple[int, int]:
+        """The range to expect: its own work alone, and with other work beside it."""
+        low, high = floor(min(self.processor, self.elapsed)), ceil(self.elapsed)
+        return (low, high) if low < high else (low, low + 1)
+
+    @property
+    def words(self) -> str:
+        """The line below the command."""
+        more = f"; {ceil(self.first)} s more the first time" if self.first else ""
+        return "takes {} to {} s on two cores".format(*self.seconds) + more
+
+
+def demos(root: Path) -> dict[str, Time]:
+    """Return the time of each command that was measured."""
+    return {command: Time(**took) for command, took in tomllib.loads((root / DEMOS).read_text()).items()}
 
 
 # ---- HTML ----------------------------------------------------------------------------------------
@@ -172,7 +195,7 @@ def add_reveal(folder: Path) -> None:
             (folder / Path(name).name).write_bytes(source.read())
 
 
-def section(slide: Slide, deck: Deck, out: Path, known: dict[str, str]) -> str:
+def section(slide: Slide, deck: Deck, out: Path, known: Mapping[str, Time]) -> str:
     """Return one slide as HTML; its figures are written below `out`."""
 
     def shown(match: re.Match[str]) -> str:
@@ -183,7 +206,7 @@ def section(slide: Slide, deck: Deck, out: Path, known: dict[str, str]) -> str:
         missing = [line for line in match[1].splitlines() if line not in known]
         if missing:
             raise MinivllmError(f"{deck.path.name}: {DEMOS} does not say how long {missing[0]!r} takes")
-        return match[0] + "\n" + ", then ".join(known[line] for line in match[1].splitlines()) + "\n"
+        return match[0] + "\n" + ", then ".join(known[line].words for line in match[1].splitlines()) + "\n"
 
     body = MARKDOWN.render(COMMAND.sub(timed, PICTURE.sub(shown, slide.body)))
     kind = "title" if slide.body.startswith("# ") else "pictured" if slide.pictures else "words"

@@ -5,6 +5,7 @@ checks say.
 import ast
 import functools
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,10 @@ import pytest
 from minivllm_lab.exercise import checks_paths
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT / "tools"))  # its programs import each other
+import moves  # noqa: E402
+import slides  # noqa: E402
+
 GUIDES = ROOT / "workshop" / "guides"
 LESSONS = sorted(path.stem for path in (ROOT / "lessons").glob("[0-9][0-9]_*.md"))
 PARTS = (
@@ -25,6 +30,9 @@ PARTS = (
     "Questions that come up",
 )
 LEAST = 8  # letters of a message that say something
+IF_TIME = "*if time*"
+BET, POLL, DEMO = 2, 2, 2
+"""Minutes at least, as `workshop/README.md` says; any other slide takes one."""
 CODE = re.compile(r"(`+) ?(.+?) ?\1(?!`)")
 by_lesson = pytest.mark.parametrize("stem", LESSONS)
 
@@ -63,7 +71,9 @@ def test_the_plan_adds_up_to_the_lessons_header(stem):
     )
     assert header
     sums, total = [], 0
-    for minutes, part, _ in rows(section(stem, "Plan")):
+    for minutes, part, *_ in rows(section(stem, "Plan")):
+        if minutes == IF_TIME:
+            continue
         if minutes.startswith("**"):
             assert int(minutes.strip("*")) == total, f"the minutes of the {part.strip('*')} add up to {total}"
             sums.append((part.strip("*"), total))
@@ -71,6 +81,54 @@ def test_the_plan_adds_up_to_the_lessons_header(stem):
         else:
             total += int(minutes)
     assert sums == [("talk", int(header[1])), ("exercise", int(header[2]))]
+
+
+def numbered(cell: str) -> list[int]:
+    """Return the slides of a cell: `4`, or `1–3`."""
+    first, _, last = cell.partition("–")
+    return [*range(int(first), int(last or first) + 1)] if cell else []
+
+
+def asked(cell: str) -> list[tuple[str, int, int | None]]:
+    """Return kind, number and slide of each entry of a cell: `poll 1 on 2, poll 3, demo 1 on 14`."""
+    entries = [re.fullmatch(r"(poll|demo) (\d)(?: on (\d+))?", entry) for entry in cell.split(", ") if entry]
+    assert all(entries), cell
+    return [(entry[1], int(entry[2]), int(entry[3]) if entry[3] else None) for entry in entries if entry]
+
+
+def minutes_of(slide: slides.Slide, known: dict[str, slides.Time]) -> int:
+    """Return the minutes that a slide takes at least: a bet is answered first, and a demo is waited for."""
+    if slide.title.startswith("Demo"):
+        return 1 + sum(-(-known[command].seconds[1] // 60) for command in slide.commands)
+    return BET if slide.title.startswith("Bet") else 1
+
+
+@by_lesson
+def test_a_part_of_the_plan_has_the_minutes_of_its_slides_polls_and_demos(stem):
+    shown, known = slides.Deck(ROOT / slides.DECKS / f"{stem}.md").slides, slides.demos(ROOT)
+    for minutes, part, numbers, entries, _ in rows(section(stem, "Plan")):
+        if minutes == IF_TIME or minutes.startswith("**"):
+            continue
+        needed = sum(minutes_of(shown[number - 1], known) for number in numbered(numbers))
+        for kind, number, slide in asked(entries):
+            if slide is None:
+                needed += POLL if kind == "poll" else DEMO
+            else:
+                assert slide in numbered(numbers), f"{part}: {kind} {number} is on slide {slide}"
+                assert shown[slide - 1].title.startswith("Bet" if kind == "poll" else "Demo"), f"{part}: {slide}"
+        assert int(minutes) >= needed, f"{part}: {numbers} {entries} take {needed} minutes"
+
+
+@by_lesson
+def test_every_slide_poll_and_demo_stands_in_the_plan_once(stem):
+    plan = rows(section(stem, "Plan"))
+    count = len(slides.Deck(ROOT / slides.DECKS / f"{stem}.md").slides)
+    assert sorted(number for row in plan for number in numbered(row[2])) == [*range(1, count + 1)]
+    held = [(kind, number) for row in plan for kind, number, _ in asked(row[3])]
+    polled = [("poll", number) for number, _ in enumerate(polls(stem), start=1)]
+    assert sorted(held) == [*(("demo", number) for number, _ in enumerate(demos(stem), start=1)), *polled]
+    taught = [number for row in plan if row[0] != IF_TIME for number in numbered(row[2])]
+    assert taught == sorted(taught), "the deck has another order"
 
 
 @functools.cache
@@ -130,12 +188,39 @@ def test_a_mistake_has_a_question_and_no_row_is_empty(stem):
         assert ask.startswith('"'), f"ask a question in quotation marks, for {message}"
 
 
+def demos(stem: str) -> list[str]:
+    return re.split(r"^### ", section(stem, "Demo"), flags=re.MULTILINE)[1:]
+
+
+@by_lesson
+def test_break_it_says_what_to_do_and_what_the_room_sees(stem):
+    """Compare the words that it quotes with the verdict of the widget that it opens."""
+    (demo,) = (text for text in demos(stem) if re.match(r"\d\. Break it: ", text))
+    shown = re.search(r"^- \*\*You see:\*\* (.*?)(?=^- |\Z)", demo, re.DOTALL | re.MULTILINE)
+    assert shown, "what does the room see?"
+    states = re.findall(r"\.md#(\w+\?[^)\s]+)\)", demo)
+    quotes = [quote for _, quote in CODE.findall(shown[1])]
+    for state, quote in zip(states, quotes, strict=True) if states else ():
+        spec, values = moves.start_of(state)
+        verdict = spec.verdict(spec.complete(**values)).words
+        assert quote in verdict, f"{state}: {verdict}"
+
+
+@by_lesson
+def test_the_seconds_of_a_demo_are_the_measured_ones(stem):
+    known = slides.demos(ROOT)
+    for demo in demos(stem):
+        command = re.search(r"```bash\n(.*)", demo)
+        if command and command[1] in known:
+            low, high = known[command[1]].seconds
+            assert f"**Takes:** {low} to {high} s" in demo, f"{command[1]}: {low} to {high} s"
+
+
 @by_lesson
 def test_a_demo_says_what_to_run_what_to_say_how_long_it_takes_and_what_to_do_if_it_fails(stem):
-    demos = re.split(r"^### ", section(stem, "Demo"), flags=re.MULTILINE)[1:]
-    assert len(demos) >= 2
+    assert len(demos(stem)) >= 2
     makefile = (ROOT / "Makefile").read_text()
-    for demo in demos:
+    for demo in demos(stem):
         title = demo.splitlines()[0]
         for mark in ("- **Say while it runs:**", "- **Takes:**", "- **If it fails:**"):
             assert mark in demo, f"{title}: {mark}"

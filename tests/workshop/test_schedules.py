@@ -14,7 +14,13 @@ DAYS = {
     for heading, part in re.findall(r"^##+ (.*?)\n(.*?)(?=^##|\Z)", TEXT, re.DOTALL | re.MULTILINE)
     if ROW.search(part)
 }
-MINUTES = {"Half a day: 3.5 hours": 210, "One day: 7 hours": 420, "The first day": 420, "The second day": 420}
+MINUTES = {
+    "Half a day: 3.5 hours": 210,
+    "One day: 7 hours": 420,
+    "The first day": 420,
+    "The second day": 420,
+    "A third day: 7 hours": 420,
+}
 PART = re.compile(r"(\d\d) (talk|exercise)(?:: (.+))?")
 
 
@@ -66,13 +72,27 @@ def test_there_is_a_break_after_at_most_two_hours(day):
 
 def test_every_schedule_is_tested_and_says_what_to_leave_out():
     assert DAYS.keys() == MINUTES.keys()
-    for heading in ("Half a day: 3.5 hours", "One day: 7 hours", "Two days: 14 hours"):
+    for heading in ("Half a day: 3.5 hours", "One day: 7 hours", "Two days: 14 hours", "A third day: 7 hours"):
         part = TEXT.split(f"\n## {heading}\n")[1].split("\n## ")[0]
         assert re.search(r"^\*\*Late[^*]*\?\*\*", part, re.MULTILINE), heading
 
 
+def test_every_talk_and_every_exercise_stands_in_a_schedule():
+    """Lesson by lesson, of the three days that go on from each other, so a part of an exercise is enough."""
+    held = {(part[1], part[2]) for day in list(MINUTES)[2:] for *_, what in DAYS[day] if (part := PART.fullmatch(what))}
+    assert held == {(f"{number:02}", kind) for number in range(1, 13) for kind in ("talk", "exercise")}
+
+
+def test_what_is_left_out_of_a_talk_has_the_minutes_of_its_part():
+    named = re.findall(r"(\d\d)'s \*([^*]+)\* \((\d+)\)", TEXT)
+    assert named
+    for number, part, minutes in named:
+        assert minutes_of(number, "talk", part) == int(minutes), part
+
+
 def test_lessons_come_after_those_that_they_need():
-    for day, before in (("Half a day: 3.5 hours", []), ("One day: 7 hours", []), ("The second day", ["The first day"])):
+    first, second, third = list(MINUTES)[2:]
+    for day, before in (*((day, []) for day in list(MINUTES)[:2]), (second, [first]), (third, [first, second])):
         taught: list[str] = []
         for _, _, _, what in [row for name in (*before, day) for row in DAYS[name]]:
             if part := PART.fullmatch(what):
