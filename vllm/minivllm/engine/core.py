@@ -24,8 +24,9 @@ import torch
 from minivllm.config import ModelConfig
 from minivllm.core.async_scheduler import AsyncScheduler
 from minivllm.core.engine_messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreReady, EngineCoreRequest
-from minivllm.core.kv_connector import KVConnectorBase_V1, KVConnectorRole, joined_stats
+from minivllm.core.kv_connector import KVConnectorBase_V1, KVConnectorOutput, KVConnectorRole, joined_stats
 from minivllm.core.policy import DEFAULT_POLICY
+from minivllm.core.remote_kv import LOAD_FAILED
 from minivllm.core.request import RequestStatus
 from minivllm.core.scheduler import Scheduler
 from minivllm.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
@@ -227,6 +228,10 @@ class EngineCore:
         nonfinite = [name for name in model_runner_output.nonfinite_req_ids if name in self.scheduler.requests]
         if nonfinite:
             raise NonFiniteLogitsError(nonfinite)
+        report = model_runner_output.kv_connector_output
+        if report is not None and report.invalid_block_ids:
+            self._drop_step(report)
+            return self._delivered([], [], time.monotonic(), self._snapshot())
         with record_function_or_nullcontext("minivllm::update"):
             outputs = self.scheduler.update_from_output(scheduler_output, model_runner_output)
             self.loras.note_slots(model_runner_output.lora_slots)
@@ -240,7 +245,6 @@ class EngineCore:
             time.sleep(SECONDS_BETWEEN_EMPTY_STEPS)
         delivered = self._delivered(outputs, admitted, timestamp, snapshot)
         if self.scheduler.remote is not None:
-            report = model_runner_output.kv_connector_output
             counted = (report and report.kv_connector_stats, self.scheduler.remote.connector.take_stats())
             delivered.kv_connector_stats = joined_stats(counted)
         return delivered
@@ -355,6 +359,16 @@ class EngineCore:
             self._undelivered += [_failed(request_id, error) for request_id in lost if request_id not in known]
             self._restart(lost)
         return error
+
+    def _drop_step(self, report: KVConnectorOutput) -> None:
+        """Start over after a load within the step has failed, because the step has computed with
+        what is not there.
+        """
+        assert self.scheduler.remote is not None
+        lost = self.scheduler.remote.failed_loads(report, self.scheduler.requests)
+        logger.warning("Keys and values could not be loaded: %d requests end, others are recomputed", len(lost))
+        self._undelivered += [EngineCoreOutput.failed(request_id, LOAD_FAILED) for request_id in lost]
+        self._restart(lost)
 
     def _ended_by(self, error: BaseException, request_ids: Collection[str]) -> list[str]:
         """Return the requests that a failure ends: the ones it names, or else the ones in the step."""
