@@ -76,8 +76,8 @@ class ConnectorDouble(KVConnectorBase_V1):
     other requests.
     """
 
-    def __init__(self, plans: dict[str, Plan], block_size: int = 4) -> None:
-        super().__init__(config_double(block_size), KVConnectorRole.SCHEDULER)
+    def __init__(self, plans: dict[str, Plan], block_size: int = 4, **settings: Any) -> None:
+        super().__init__(config_double(block_size, **settings), KVConnectorRole.SCHEDULER)
         self.plans, self.metadata = plans, Metadata()
         self.sends: dict[str, int] = {}
         self.ended: list[str] = []

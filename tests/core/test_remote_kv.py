@@ -37,7 +37,6 @@ class ConnectorRun:
         connector: KVConnectorBase_V1,
         worker: WorkerDouble,
         *,
-        recompute: bool = False,
         ahead: bool = False,
         num_gpu_blocks: int = 11,
         **rest: Any,
@@ -45,7 +44,7 @@ class ConnectorRun:
         cache = CacheConfig(num_gpu_blocks=num_gpu_blocks, block_size=4, **rest.pop("cache", {}))
         config = SchedulerConfig(**({"max_model_len": 40, "async_scheduling": ahead} | rest))
         self.scheduler = (AsyncScheduler if ahead else Scheduler)(config, cache)
-        self.scheduler.use_connector(connector, recompute)
+        self.scheduler.use_connector(connector)
         self.worker = worker
         self.requests: dict[str, Request] = {}
         self.received: dict[str, list[int]] = {}
@@ -125,8 +124,8 @@ class ConnectorRun:
 class Run(ConnectorRun):
     """A run whose connector follows `plans`."""
 
-    def __init__(self, plans: dict[str, Plan], **settings: Any) -> None:
-        self.connector = ConnectorDouble(plans)
+    def __init__(self, plans: dict[str, Plan], recompute: bool = False, **settings: Any) -> None:
+        self.connector = ConnectorDouble(plans, kv_load_failure_policy="recompute" if recompute else "fail")
         self.worker = RemoteWorkerDouble(4, toy_model)
         super().__init__(self.connector, self.worker, **settings)
 

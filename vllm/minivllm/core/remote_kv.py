@@ -64,14 +64,13 @@ class Prefix(NamedTuple):
 
 
 class RemoteKV:
-    """The state of those requests of a scheduler that a connector serves. `recomputes`: tokens
-    whose load fails are computed here.
-    """
+    """The state of those requests of a scheduler that a connector serves."""
 
-    def __init__(self, connector: KVConnectorBase_V1, manager: KVCacheManager, recomputes: bool) -> None:
+    def __init__(self, connector: KVConnectorBase_V1, manager: KVCacheManager) -> None:
         self.connector = connector
         self.manager = manager
-        self.recomputes = recomputes
+        self.recomputes = connector.config.kv_transfer_config.recomputes
+        """Whether tokens whose load fails are computed here."""
         self.kv_holding_waiting: dict[str, Request] = {}
         self._admissions: dict[str, int] = {}
         """The number of its admission, for each request that loads or has loaded."""

@@ -24,7 +24,7 @@ import torch
 from minivllm.config import ModelConfig
 from minivllm.core.async_scheduler import AsyncScheduler
 from minivllm.core.engine_messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreReady, EngineCoreRequest
-from minivllm.core.kv_connector import KVConnectorBase_V1, KVConnectorOutput, KVConnectorRole, joined_stats
+from minivllm.core.kv_connector import KVConnectorOutput, joined_stats
 from minivllm.core.policy import DEFAULT_POLICY
 from minivllm.core.remote_kv import LOAD_FAILED
 from minivllm.core.request import RequestStatus
@@ -38,7 +38,7 @@ from minivllm.engine.lora_registry import AdapterRefused, LoRARegistry
 from minivllm.engine.step_recorder import StepRecorder
 from minivllm.errors import AdapterError, MinivllmError, NonFiniteLogitsError, WorkerDiedError
 from minivllm.executor.factory import make_executor
-from minivllm.kv_connector.factory import create_connector
+from minivllm.kv_connector.factory import connect_ranks
 from minivllm.logger import init_logger
 from minivllm.models.parallel import shard_config
 from minivllm.models.pipeline import Stage, stage_config
@@ -94,7 +94,9 @@ class EngineCore:
             # All ranks get as many blocks as the smallest one has room for: they share the block
             # ids.
             self.executor.collective_rpc("initialize_kv_cache", num_blocks)
-            connector = self._make_connector(args) if args.kv_transfer is not None else None
+            connector = None
+            if args.kv_transfer is not None:
+                connector = connect_ranks(self.executor.collective_rpc("initialize_kv_connector"), args.parts)
         except BaseException:
             self.executor.shutdown()
             raise
@@ -105,8 +107,7 @@ class EngineCore:
         policy = args.parts.policy or DEFAULT_POLICY
         self.scheduler: Scheduler = scheduler_class(config, args.cache_config(num_blocks), policy)
         if connector is not None:
-            recomputes = connector.config.kv_transfer_config.recomputes
-            self.scheduler.use_connector(connector, recomputes)
+            self.scheduler.use_connector(connector)
         self.loras = LoRARegistry(self.executor, lambda: self.scheduler)
         self._takes_drafts = args.speculation is not None and not ahead  # else the worker keeps them
         self.batch_queue: deque[_Batch] = deque()
@@ -385,16 +386,6 @@ class EngineCore:
         # First the scheduler, which cannot fail; the ranks may be dead.
         self.scheduler.start_over(lost)
         self.executor.collective_rpc("reset")
-
-    def _make_connector(self, args: EngineArgs) -> KVConnectorBase_V1:
-        """Create the connector's sides in the ranks, then the scheduler's side, which learns how to
-        reach them.
-        """
-        handshakes = self.executor.collective_rpc("initialize_kv_connector")
-        # All ranks return the same config but for their rank; the scheduler's side takes rank 0's.
-        connector = create_connector(handshakes[0][0], KVConnectorRole.SCHEDULER, args.parts)
-        connector.set_xfer_handshake_metadata({rank: metadata for rank, (_, metadata) in enumerate(handshakes)})
-        return connector
 
 
 def _failed(request_id: str, error: BaseException, invalid_request: bool = False) -> EngineCoreOutput:
