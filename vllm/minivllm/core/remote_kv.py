@@ -64,13 +64,14 @@ class Prefix(NamedTuple):
 
 
 class RemoteKV:
-    """The state of those requests of a scheduler that a connector serves."""
+    """The state of those requests of a scheduler that a connector serves. `recomputes`: tokens
+    whose load fails are computed here.
+    """
 
-    def __init__(self, connector: KVConnectorBase_V1, manager: KVCacheManager) -> None:
+    def __init__(self, connector: KVConnectorBase_V1, manager: KVCacheManager, recomputes: bool) -> None:
         self.connector = connector
         self.manager = manager
-        self.recomputes = connector.config.kv_transfer_config.recomputes
-        """Whether tokens whose load fails are computed here."""
+        self.recomputes = recomputes
         self.kv_holding_waiting: dict[str, Request] = {}
         self._admissions: dict[str, int] = {}
         """The number of its admission, for each request that loads or has loaded."""
@@ -237,14 +238,14 @@ class RemoteKV:
         """
         self._loads_in_flight.popleft()
         if output is not None:
-            self._end_transfers(output)
+            self.end_transfers(output)
         # Only a few steps end a request that has parameters for its client.
         if self._params:
             for request_output in request_outputs:
                 request_output.kv_transfer_params = self._params.get(request_output.request_id)
             self._params = {}
 
-    def _end_transfers(self, output: KVConnectorOutput) -> None:
+    def end_transfers(self, output: KVConnectorOutput) -> None:
         """Note which loads have arrived, and free the blocks of ended requests that are no longer
         needed.
         """

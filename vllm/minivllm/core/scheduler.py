@@ -74,9 +74,9 @@ class Scheduler:
         whether it is pinned.
         """
 
-    def use_connector(self, connector: KVConnectorBase_V1) -> None:
+    def use_connector(self, connector: KVConnectorBase_V1, recompute_kv_load_failures: bool = False) -> None:
         """Attach a KV connector; call it before the first request."""
-        self.remote = RemoteKV(connector, self.kv_cache_manager)
+        self.remote = RemoteKV(connector, self.kv_cache_manager, recompute_kv_load_failures)
 
     # Adding and removing requests
 
