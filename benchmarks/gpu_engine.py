@@ -33,7 +33,6 @@ import torch
 
 from minivllm.config import ModelConfig
 from minivllm.entrypoints.llm import LLM
-from minivllm.memory import parameter_groups
 from minivllm.platforms.device import pick_device
 from minivllm.platforms.triton_utils import triton
 from minivllm.sampling_params import SamplingParams
@@ -44,6 +43,7 @@ from minivllm_lab.marks import put_between_marks
 from minivllm_lab.progress import track
 from minivllm_lab.results import ensure_writable, read_record, record, write_record
 from minivllm_lab.tables import console, markdown_table, table
+from minivllm_simulate.memory import parameter_groups
 
 RESULTS = Path(__file__).resolve().parent / "results"
 PERFORMANCE = RESULTS.parent / "PERFORMANCE.md"

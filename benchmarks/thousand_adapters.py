@@ -46,7 +46,6 @@ from minivllm.core.policy import SchedulingPolicy, running_then_waiting
 from minivllm.core.scheduler import Scheduler
 from minivllm.core.step import Step
 from minivllm.errors import MinivllmError
-from minivllm.memory.adapters import adapter_bytes
 from minivllm_lab.cli import Parser, positive_int, run
 from minivllm_lab.disturbance import Control
 from minivllm_lab.multi_lora.adapters import write_random_adapters
@@ -54,6 +53,7 @@ from minivllm_lab.multi_lora.costs import zipf_adapters
 from minivllm_lab.progress import track, working
 from minivllm_lab.results import read_record, record, write_record
 from minivllm_lab.tables import console, table
+from minivllm_simulate.memory.adapters import adapter_bytes
 
 ADAPTERS, QUICK_ADAPTERS = (5, 50, 200, 1000), (5, 50)
 RANK, SLOTS, PLACES, GROUP = 8, 16, 20, 4

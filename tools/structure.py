@@ -36,13 +36,13 @@ PARTS = {
     "tests": ROOT / "tests",
 }
 BUDGETS = {
-    "the engine": 20_800,
+    "the engine": 20_290,
     "minivllm_lab": 15_840,
-    "minivllm_simulate": 1_830,
-    "widgets": 10_760,
+    "minivllm_simulate": 2_260,
+    "widgets": 10_770,
     "benchmarks": 5_110,
-    "tests": 39_610,
-    "the spine": 3_550,
+    "tests": 39_600,
+    "the spine": 3_500,
 }
 """Most code lines of each part."""
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from minivllm.config import ModelConfig
 from minivllm.errors import MinivllmError
-from minivllm.memory import MemoryLedger, memory_ledger
+from minivllm.memory import MemoryLedger
 from minivllm.platforms.triton_utils import tl, triton
 from minivllm_lab.cli import run
 from minivllm_lab.disturbance import Control
@@ -33,6 +33,7 @@ from minivllm_lab.proof import furthest, prove, show_errors
 from minivllm_lab.tables import console, heading
 from minivllm_lab.timing import median_seconds
 from minivllm_simulate.known_models import known_model
+from minivllm_simulate.memory import memory_ledger
 
 
 # %% 1. The pain: without a cache, every new token pays for all the others again

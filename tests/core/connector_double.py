@@ -41,8 +41,8 @@ class Plan:
 
     `num_unknown`: how many lookups are answered with "not known yet". `load_steps`: how many steps
     an asynchronous load takes; 0 means within the step. `fails`: indices of the blocks to load that
-    become invalid; None means all, like a failed receive. `send_steps`: how many steps its blocks
-    are kept after it ends; 0 means not at all.
+    become invalid; None means all. `send_steps`: how many steps its blocks are kept after it ends;
+    0 means not at all.
     """
 
     num_tokens: int = 0
@@ -76,8 +76,8 @@ class ConnectorDouble(KVConnectorBase_V1):
     other requests.
     """
 
-    def __init__(self, plans: dict[str, Plan], block_size: int = 4) -> None:
-        super().__init__(config_double(block_size), KVConnectorRole.SCHEDULER)
+    def __init__(self, plans: dict[str, Plan], block_size: int = 4, **settings: Any) -> None:
+        super().__init__(config_double(block_size, **settings), KVConnectorRole.SCHEDULER)
         self.plans, self.metadata = plans, Metadata()
         self.sends: dict[str, int] = {}
         self.ended: list[str] = []
@@ -180,9 +180,9 @@ class RemoteWorkerDouble(WorkerDouble):
                 position = (first + place) * self.block_size + offset
                 if load.start <= position < load.stop:
                     self.slots[block_id, offset] = INVALID if place in broken else prefixes[position]
-            if place in broken and not (load.loads_async and load.fails is None):
+            if place in broken and not load.loads_async:
                 output.invalid_block_ids.add(block_id)
-        if load.loads_async and load.fails is None:
+        if load.loads_async and broken:
             output.failed_recving.add(load.request.request_id)
 
     def _write(self, request_id: str, start: int, count: int, drafts: list[int]) -> None:

@@ -37,7 +37,6 @@ class ConnectorRun:
         connector: KVConnectorBase_V1,
         worker: WorkerDouble,
         *,
-        recompute: bool = False,
         ahead: bool = False,
         num_gpu_blocks: int = 11,
         **rest: Any,
@@ -45,7 +44,7 @@ class ConnectorRun:
         cache = CacheConfig(num_gpu_blocks=num_gpu_blocks, block_size=4, **rest.pop("cache", {}))
         config = SchedulerConfig(**({"max_model_len": 40, "async_scheduling": ahead} | rest))
         self.scheduler = (AsyncScheduler if ahead else Scheduler)(config, cache)
-        self.scheduler.use_connector(connector, recompute)
+        self.scheduler.use_connector(connector, connector.config.kv_transfer_config.recomputes)
         self.worker = worker
         self.requests: dict[str, Request] = {}
         self.received: dict[str, list[int]] = {}
@@ -71,7 +70,14 @@ class ConnectorRun:
         return output
 
     def update(self) -> None:
-        for output in self.scheduler.update_from_output(*self.in_flight.pop(0)):
+        step, done = self.in_flight.pop(0)
+        if (report := done.kv_connector_output) and report.invalid_block_ids:
+            assert self.scheduler.remote is not None
+            lost = self.scheduler.remote.failed_loads(report, self.scheduler.requests)
+            self.last |= {name: EngineCoreOutput.failed(name, LOAD_FAILED) for name in lost}
+            self.fail_step(lost)
+            return
+        for output in self.scheduler.update_from_output(step, done):
             assert output.request_id not in self.last, "output of a request that has ended"
             self.received[output.request_id] += output.new_token_ids
             if output.finish_reason:
@@ -118,8 +124,8 @@ class ConnectorRun:
 class Run(ConnectorRun):
     """A run whose connector follows `plans`."""
 
-    def __init__(self, plans: dict[str, Plan], **settings: Any) -> None:
-        self.connector = ConnectorDouble(plans)
+    def __init__(self, plans: dict[str, Plan], recompute: bool = False, **settings: Any) -> None:
+        self.connector = ConnectorDouble(plans, kv_load_failure_policy="recompute" if recompute else "fail")
         self.worker = RemoteWorkerDouble(4, toy_model)
         super().__init__(self.connector, self.worker, **settings)
 
@@ -268,56 +274,36 @@ def test_a_failed_load_ends_the_request_by_default(load_steps: int, fails: tuple
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-@pytest.mark.parametrize(
-    ("load_steps", "fails", "num_valid"), [(0, (1,), 4), (2, (1, 2), 4), (2, (0,), 0), (2, None, 0)]
-)
-def test_a_failed_load_is_recomputed(
-    load_steps: int, fails: tuple[int, ...] | None, num_valid: int, ahead: bool
-) -> None:
+@pytest.mark.parametrize(("load_steps", "fails"), [(0, (1,)), (0, None), (2, (1, 2)), (2, None)])
+def test_a_failed_load_is_recomputed(load_steps: int, fails: tuple[int, ...] | None, ahead: bool) -> None:
     run = Run({"r": Plan(num_tokens=12, load_steps=load_steps, fails=fails)}, recompute=True, ahead=ahead)
     request = run.add("r", 14, max_tokens=6)
     counts = [run.step().get("r", 0) for _ in range(load_steps + 3)]
-    assert 14 - num_valid in counts
+    assert 14 in counts
     run.finish()
-    # After a load within the step, what is valid is found in the prefix cache.
-    assert request.num_external_computed_tokens == (num_valid if load_steps else 0)
+    assert request.num_external_computed_tokens == 0
     assert run.connector.asked["r"] == 1
-
-
-def test_requests_that_share_an_invalid_block_look_up_their_prefix_again() -> None:
-    """Both are preempted; the first computes the invalid block and those after it, the second finds
-    them.
-    """
-    run = Run({"a": Plan(num_tokens=12, fails=(1,))}, recompute=True, num_gpu_blocks=30, max_num_batched_tokens=64)
-    prompt = [1, 2, 3, 0] * 4
-    a, b = run.add("a", [*prompt, 1], max_tokens=4), run.add("b", [*prompt, 2, 2, 2], max_tokens=4)
-    assert run.step() == {"a": 5, "b": 3}
-    assert [request.num_cached_tokens for request in (a, b)] == [4, 4]
-    output = run.schedule()
-    assert output.preempted_req_ids == {"a", "b"}
-    assert output.num_scheduled_tokens == {"a": 13, "b": 3}
-    run.update()
-    run.finish()
 
 
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("recompute", [False, True])
 def test_only_the_request_whose_own_load_fails_ends(recompute: bool, ahead: bool) -> None:
-    """`b` and the loading `c` have found blocks that `a` loads, among them the invalid one. They
-    compute it themselves.
+    """`b` and the loading `c` have found blocks that `a` loads, among them the invalid one. All of
+    them compute it themselves.
     """
     plans = {"a": Plan(num_tokens=12, fails=(1,)), "c": Plan(num_tokens=24, load_steps=3)}
     run = Run(plans, recompute=recompute, ahead=ahead, num_gpu_blocks=30, max_num_batched_tokens=64)
     prompt = [1, 2, 3, 0] * 5
     run.add("a", [*prompt, 1], max_tokens=4)
-    run.add("b", [*prompt, 2, 2, 2], max_tokens=4)
+    b = run.add("b", [*prompt, 2, 2, 2], max_tokens=4)
     c = run.add("c", [*prompt, 3, 3, 3, 3, 3], max_tokens=4)
-    run.step()
-    run.step()
-    # Blocks of its own prefix were lost, and all of the loaded ones with them.
-    assert (c.num_computed_tokens, c.num_external_computed_tokens) == (4, 0)
+    run.schedule()
+    assert (b.num_cached_tokens, c.num_computed_tokens) == (20, 24)
+    if not ahead:
+        run.update()
     run.finish()
     assert {name for name, output in run.last.items() if output.error} == ({"a"} - {"a" * recompute})
+    assert c.num_external_computed_tokens == 0, "its own load is abandoned, too"
 
 
 @pytest.mark.parametrize("ahead", [False, True])

@@ -17,7 +17,7 @@ from minivllm.config import EMBEDDED_DRAFT, EMBEDDED_EAGLE3, EMBEDDED_MODEL, Mod
 from minivllm.core.stats import PrefixCacheStats, SchedulerStats, SpecDecodingStats
 from minivllm.engine.throughput_log import ThroughputLog
 from minivllm.errors import MinivllmError
-from minivllm.memory import kv_bytes_per_token, memory_ledger, num_parameters
+from minivllm.memory import kv_bytes_per_token
 from minivllm.models.attention import CausalAttention
 from minivllm.models.eagle3 import Eagle3Head
 from minivllm.models.forward_context import AuxHiddenStates, ForwardContext
@@ -28,6 +28,7 @@ from minivllm.worker.input_batch import InputBatch
 from minivllm.worker.spec_decode.ngram_proposer import NgramProposer
 from minivllm.worker.spec_decode.proposer import check_drafter
 from minivllm_lab.inside import core_of, runner_of
+from minivllm_simulate.memory import memory_ledger, num_parameters
 
 pytestmark = pytest.mark.usefixtures("warm_processes")
 

@@ -201,7 +201,6 @@ def reference_attention(
     values: torch.Tensor,
     scale: float,
     sliding_window: int | None = None,
-    soft_cap: float | None = None,
 ) -> torch.Tensor:
     """Compute causal attention of one sequence in float64: the queries are the last `len(q)` of its
     `len(keys)` positions.
@@ -212,8 +211,6 @@ def reference_attention(
     group = q.shape[1] // keys.shape[1]
     keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
     scores = torch.einsum("qhd,khd->hqk", q, keys) * scale
-    if soft_cap is not None:
-        scores = soft_cap * torch.tanh(scores / soft_cap)
     asking = torch.arange(len(q))[:, None] + len(keys) - len(q)
     asked = torch.arange(len(keys))[None, :]
     seen = asked <= asking

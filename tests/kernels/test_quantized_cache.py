@@ -175,7 +175,7 @@ def test_the_kernel_reads_int8(device, head_dim, group):
 
 
 @pytest.mark.parametrize(
-    "options", [{"soft_cap": 2.0, "sliding_window": 9}, {"splits": 8}, {"splits": 3, "sliding_window": 40}], ids=str
+    "options", [{"sliding_window": 9}, {"splits": 8}, {"splits": 3, "sliding_window": 40}], ids=str
 )
 def test_the_kernel_reads_int8_with_window_cap_and_splits(device, options):
     step = make([(1, 70), (1, 5), (4, 33), (0, 3)], kv_heads=1, block_size=5)
@@ -211,7 +211,7 @@ def test_the_twin_reads_int8(twin, seed):
         lengths, draw.choice([16, 32, 80]), draw.randint(1, 8), draw.randint(1, 3), draw.randint(1, 20),
         draw.choice(DTYPES), seed=seed,
     )  # fmt: skip
-    options = {"sliding_window": draw.choice([None, 5, 70]), "soft_cap": draw.choice([None, 3.0])}
+    options = {"sliding_window": draw.choice([None, 5, 70])}
     check(step, "cpu", **options)
 
 

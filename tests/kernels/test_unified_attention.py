@@ -130,13 +130,6 @@ def test_a_sliding_window(device, window):
     check_kernel(make(BATCHES["all kinds"], kv_heads=1), device, sliding_window=window)
 
 
-@pytest.mark.parametrize("window", [None, 9])
-def test_a_soft_cap(device, window):
-    step = make(BATCHES["all kinds"], kv_heads=1)
-    step.arguments[0].mul_(8)  # scores beyond the cap
-    check_kernel(step, device, soft_cap=5.0, sliding_window=window)
-
-
 @pytest.mark.parametrize(("splits", "window"), [(2, None), (3, 40), (8, 1)])
 def test_splits_of_which_some_are_empty(device, splits, window):
     step = make([(1, 100), (1, 5), (4, 38), (0, 3), (9, 9)], head_dim=80, kv_heads=1)
@@ -201,12 +194,11 @@ def test_the_twin_is_right(twin, head_dim, group):
         assert_close(step.attend("cpu"), step.expected())
 
 
-@pytest.mark.parametrize("options", [{"sliding_window": 1}, {"sliding_window": 33}, {"soft_cap": 5.0},
-                                     {"soft_cap": 2.0, "sliding_window": 9}], ids=str)  # fmt: skip
-def test_the_twin_with_window_and_cap(twin, options):
+@pytest.mark.parametrize("window", [1, 9, 33])
+def test_the_twin_with_a_window(twin, window):
     step = make([*BATCHES["all kinds"], (70, 200), (1, 300)], block_size=5)
     step.arguments[0].mul_(4)
-    assert_close(step.attend("cpu", **options), step.expected(**options))
+    assert_close(step.attend("cpu", sliding_window=window), step.expected(sliding_window=window))
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -223,7 +215,7 @@ def test_the_twin_in_any_type(twin, dtype):
     assert_close(step.attend("cpu"), step.expected())
 
 
-@pytest.mark.parametrize("options", [{}, {"sliding_window": 9}, {"soft_cap": 5.0, "sliding_window": 33}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 9}], ids=str)
 def test_what_there_was_before_is_right_too(options):
     for batch in BATCHES.values():
         step = make(batch, head_dim=80, group=3)
@@ -252,7 +244,6 @@ def test_the_first_guess_compiles_and_spills_nothing(target, rows):
     ("target", "options"),
     [
         ("sm_80", {"sliding_window": 4096}),
-        ("sm_90", {"soft_cap": True}),
         ("sm_90", {"head_dim": 80, "group": 7}),
         ("sm_100", {"wide_offsets": True}),
         ("gfx942", {"dtype": "float32", "head_dim": 64}),
@@ -342,7 +333,6 @@ def test_input_that_cannot_work_is_refused():
         assert_refused(about, unified_attention, *arguments, step.scale)
     for about, options in {
         "sliding_window": {"sliding_window": 0},
-        "soft_cap": {"soft_cap": 0.0},
         "num_kv_splits": {"num_kv_splits": 0},
         "unknown backend": {"backend": "cuda"},
     }.items():

@@ -48,9 +48,8 @@ class PullEngine:
     def step(self) -> KVConnectorOutput:
         self.begin()
         sent, received = self.worker.get_finished(set())
-        failed, invalid = self.worker.get_failed_recving(), self.worker.get_block_ids_with_load_errors()
-        told = self.worker.build_connector_worker_meta()
-        output = KVConnectorOutput(sent, received, failed, invalid, kv_connector_worker_meta=[told] if told else None)
+        failed, told = self.worker.get_failed_recving(), self.worker.build_connector_worker_meta()
+        output = KVConnectorOutput(sent, received, failed, kv_connector_worker_meta=[told] if told else None)
         self.scheduler.update_connector_output(output)
         return output
 

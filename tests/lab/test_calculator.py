@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from minivllm.memory import memory_ledger
 from minivllm_lab import calculator
 from minivllm_lab.cli import run
 from minivllm_simulate.known_models import CONFIGS, HYBRIDS, known_model
+from minivllm_simulate.memory import memory_ledger
 
 
 def call(monkeypatch, *arguments):

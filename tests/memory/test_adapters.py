@@ -6,9 +6,10 @@ from safetensors.torch import load_file
 
 from minivllm.config import EMBEDDED_MODEL, EMBEDDED_SIBLINGS, ModelConfig
 from minivllm.errors import MinivllmError
-from minivllm.memory.adapters import ATTENTION_LINEARS, adapter_bytes, adapter_parameters, linear_shapes
+from minivllm.memory.adapters import ATTENTION_LINEARS, linear_shapes
 from minivllm_lab.multi_lora.adapters import WEIGHTS_FILE, write_random_adapters
 from minivllm_simulate.known_models import known_model
+from minivllm_simulate.memory.adapters import adapter_bytes, adapter_parameters
 
 
 def test_the_published_size():

@@ -13,9 +13,11 @@ from memory.startup_logs import logs_of
 from minivllm.config import ModelConfig
 from minivllm.config.units import GIB
 from minivllm.errors import MinivllmError, UnsupportedModelError
-from minivllm.memory import kv_bytes_per_token, kv_groups, memory_ledger
-from minivllm.memory.kv_layers import FullLayer, StateLayer, WindowLayer, form_groups
+from minivllm.memory import kv_bytes_per_token
+from minivllm.memory.kv_layers import FullLayer
 from minivllm_simulate.known_models import CONFIGS, HYBRIDS, known_model
+from minivllm_simulate.memory import kv_groups, memory_ledger
+from minivllm_simulate.memory.kv_layers import StateLayer, WindowLayer, form_groups
 
 # The published hyperparameters: huggingface.co/Qwen/Qwen3.6-35B-A3B, Qwen3.5-27B,
 # meta-llama/Llama-4-Scout-17B-16E, google/gemma-4-31B-it (and of the 12B model:

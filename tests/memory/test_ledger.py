@@ -15,19 +15,10 @@ from refusals import assert_refused
 from minivllm.config import ModelConfig
 from minivllm.config.units import GIB
 from minivllm.errors import MinivllmError, UnsupportedModelError
-from minivllm.memory import (
-    estimated_activation_peak,
-    kv_bytes_per_token,
-    kv_cache_tokens,
-    kv_groups,
-    max_concurrency,
-    memory_ledger,
-    num_parameters,
-    rotary_table_bytes,
-    weight_bytes,
-)
+from minivllm.memory import estimated_activation_peak, kv_bytes_per_token, kv_cache_tokens, max_concurrency
 from minivllm_simulate.hardware import get_hardware
 from minivllm_simulate.known_models import CONFIGS, known_model
+from minivllm_simulate.memory import kv_groups, memory_ledger, num_parameters, rotary_table_bytes, weight_bytes
 
 LLAMA = {
     "model_type": "llama",

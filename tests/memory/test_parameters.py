@@ -11,8 +11,8 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImage
 from minivllm.config import ModelConfig
 from minivllm.config.units import GIB
 from minivllm.errors import MinivllmError, UnsupportedModelError
-from minivllm.memory import memory_ledger, num_parameters, parameter_groups, routed_parameters, weight_bytes
 from minivllm_simulate.known_models import HYBRIDS, known_model
+from minivllm_simulate.memory import memory_ledger, num_parameters, parameter_groups, routed_parameters, weight_bytes
 
 TEXT = {
     "vocab_size": 96, "hidden_size": 64, "intermediate_size": 80, "num_hidden_layers": 8, "num_attention_heads": 4,

@@ -10,8 +10,8 @@ import pytest
 
 from minivllm import LLM, LoRARequest, SamplingParams
 from minivllm.config import EMBEDDED_MODEL, ModelConfig
-from minivllm.memory.adapters import adapter_parameters
 from minivllm_lab.multi_lora.adapters import read_adapter
+from minivllm_simulate.memory.adapters import adapter_parameters
 
 FUNCTION = '''\
 def find(self, name, default=None):

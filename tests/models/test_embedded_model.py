@@ -9,10 +9,11 @@ from safetensors import safe_open
 from minivllm import LLM, SamplingParams
 from minivllm.config import EMBEDDED_DRAFT, EMBEDDED_MODEL, EMBEDDED_SIBLINGS, ModelConfig
 from minivllm.config.model import MODELS as DIRECTORY
-from minivllm.memory import kv_bytes_per_token, num_parameters
+from minivllm.memory import kv_bytes_per_token
 from minivllm.models.latent_attention import causal_attention
 from minivllm.models.loader import SINGLE_FILE, load_model
 from minivllm.models.tokenizer import load_tokenizer
+from minivllm_simulate.memory import num_parameters
 
 MODELS = pytest.mark.parametrize("directory", [EMBEDDED_MODEL, EMBEDDED_DRAFT], ids=lambda path: path.name)
 CODE = "def fibonacci(n):\n    if n < 2:\n        return n\n    return fibonacci(n - 1) + fibonacci(n - 2)\n"

@@ -7,7 +7,8 @@ import json
 import pytest
 
 from minivllm.config import EMBEDDED_MODEL, EMBEDDED_SIBLINGS, ModelConfig
-from minivllm.memory import kv_bytes_per_token, num_parameters
+from minivllm.memory import kv_bytes_per_token
+from minivllm_simulate.memory import num_parameters
 
 
 @pytest.fixture(scope="module")

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from minivllm.config import ModelConfig
-from minivllm.memory import num_parameters
 from minivllm.models.latent_attention import causal_attention
 from minivllm.models.loader import load_model
 from minivllm.models.rotary import RotaryTable
 from minivllm_simulate.known_models import CONFIGS
+from minivllm_simulate.memory import num_parameters
 
 TOKENS = 40
 SMALL = {

@@ -6,11 +6,12 @@ import pytest
 from refusals import assert_refused
 
 from minivllm.errors import MinivllmError
-from minivllm.memory import kv_bytes_per_token, weight_bytes
+from minivllm.memory import kv_bytes_per_token
 from minivllm_simulate.cost_model import StepShape
 from minivllm_simulate.deployments import WAYS, bubble, bytes_sent, deployment, find_knee, serve
 from minivllm_simulate.hardware import get_hardware
 from minivllm_simulate.known_models import known_model
+from minivllm_simulate.memory import weight_bytes
 
 LLAMA, H100 = known_model("Llama-3.1-8B"), get_hardware("H100")
 

@@ -11,11 +11,12 @@ from minivllm.config import CacheConfig, SchedulerConfig
 from minivllm.core.scheduler import Scheduler
 from minivllm.core.scheduler_output import ModelRunnerOutput
 from minivllm.errors import MinivllmError
-from minivllm.memory import kv_bytes_per_token, weight_bytes
+from minivllm.memory import kv_bytes_per_token
 from minivllm_simulate.cost_model import StepShape
 from minivllm_simulate.hardware import get_hardware
 from minivllm_simulate.known_models import known_model
 from minivllm_simulate.layouts import BLOCK_SIZE, Layout, PlacedModel
+from minivllm_simulate.memory import weight_bytes
 from minivllm_simulate.open_load import OpenLoad, OpenRun, finished, run_open
 from minivllm_simulate.simulated_engine import GENERATED
 from minivllm_simulate.virtual_clock import SimulatedRequest, percentile, simulate, to_request

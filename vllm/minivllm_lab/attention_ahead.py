@@ -29,7 +29,6 @@ def compile_attention(
     group: int = 4,
     block_size: int = 16,
     sliding_window: int = 0,
-    soft_cap: bool = False,
     splits: int = 1,
     wide_offsets: bool = False,
     single: bool = False,
@@ -50,13 +49,13 @@ def compile_attention(
         **dict.fromkeys(("k_scales", "v_scales"), "*fp32"),
         **dict.fromkeys(("query_start_loc", "seq_lens", "block_table"), "*i32"),
         **dict.fromkeys(("partial_acc", "partial_stats"), "*fp32" if splits > 1 else pointer),
-        "num_seqs": 7, "num_splits": splits, "scale": 0.125, "soft_cap": 30.0,
+        "num_seqs": 7, "num_splits": splits, "scale": 0.125,
         "q_stride": group * slot, "out_stride": group * slot,
         "block_stride": block_size * slot, "slot_stride": slot, "head_stride": head_dim, "table_stride": 7,
         "DOT_TYPE": dot_type, "OFFSET_TYPE": tl.int64 if wide_offsets else tl.int32, "GROUP": group,
         "HEAD_DIM": head_dim, "PADDED_DIM": padded(head_dim), "BLOCK_SIZE": block_size,
         "BLOCK_M": configuration.block_m, "TILE": configuration.tile, "WINDOW": sliding_window,
-        "SOFT_CAP": soft_cap, "SPLIT": splits > 1, "SCALED": kv_dtype == "int8", "SINGLE": single,
+        "SPLIT": splits > 1, "SCALED": kv_dtype == "int8", "SINGLE": single,
     }  # fmt: skip
     options = {"num_warps": configuration.num_warps, "num_stages": configuration.num_stages}
     return compile_for(target, unified_attention_kernel, arguments, options)

@@ -14,13 +14,14 @@ from collections import Counter
 from minivllm.config import ModelConfig
 from minivllm.config.units import GIB
 from minivllm.errors import MinivllmError
-from minivllm.memory import MemoryLedger, kv_bytes_per_token, memory_ledger, num_parameters
+from minivllm.memory import MemoryLedger, kv_bytes_per_token
 from minivllm.memory.bytes_per_token import KV_DTYPES
-from minivllm.memory.kv_layers import FullLayer, StateLayer, WindowLayer
+from minivllm.memory.kv_layers import FullLayer
 from minivllm_lab.cli import Parser, run
 from minivllm_lab.tables import console, table
 from minivllm_simulate.hardware import HARDWARE
 from minivllm_simulate.known_models import CONFIGS, find_model, known_model
+from minivllm_simulate.memory import StateLayer, WindowLayer, memory_ledger, num_parameters
 
 TABLE_TP = (1, 2, 8)
 KINDS = {FullLayer: "full attention", WindowLayer: "sliding windows", StateLayer: "linear attention"}

@@ -17,9 +17,10 @@ from typing import NamedTuple, Protocol
 
 from minivllm.config import ModelConfig
 from minivllm.errors import MinivllmError
-from minivllm.memory import kv_bytes_per_token, parameter_groups, routed_parameters, serving_dtype, weight_bytes
-from minivllm.memory.bytes_per_token import bytes_of_dtype
+from minivllm.memory import kv_bytes_per_token, serving_dtype
 from minivllm_simulate.hardware import Hardware
+from minivllm_simulate.memory import parameter_groups, routed_parameters, weight_bytes
+from minivllm_simulate.memory.parameters import bytes_of_dtype
 
 MEMORY_EFFICIENCY = 0.9
 """Share of the data sheet's bandwidth that a decode step reaches, beside `STEP_OVERHEAD`. The two

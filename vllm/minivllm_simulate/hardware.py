@@ -9,7 +9,8 @@ from types import MappingProxyType
 
 from minivllm.config.units import TERA
 from minivllm.errors import MinivllmError
-from minivllm.memory.devices import Device, get_device
+from minivllm.memory import Device
+from minivllm_simulate.memory.devices import get_device
 
 
 @dataclass(frozen=True)

@@ -127,7 +127,7 @@ HYBRIDS: MappingProxyType[str, dict[str, Any]] = MappingProxyType({
     "google/gemma-3-12b-it": _gemma3(3840, 15360, 48, 16, 8, 256),
     "google/gemma-3-27b-it": _gemma3(5376, 21504, 62, 32, 16, 128),
 })
-"""Models whose layers differ in what they keep of a request (`minivllm.memory.kv_layers`)."""
+"""Models whose layers differ in what they keep of a request (`memory.kv_layers`)."""
 # fmt: on
 
 

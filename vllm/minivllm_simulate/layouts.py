@@ -20,10 +20,10 @@ from functools import cached_property
 from minivllm.config import CacheConfig, ModelConfig, SchedulerConfig
 from minivllm.config.checks import require
 from minivllm.config.units import GIB
-from minivllm.memory import memory_ledger, weight_bytes
 from minivllm_simulate.cost_model import StepShape
 from minivllm_simulate.hardware import Hardware
 from minivllm_simulate.levers import SERVING, LeverCost
+from minivllm_simulate.memory import memory_ledger, weight_bytes
 
 MAX_MODEL_LEN, TOKEN_BUDGET, PLACES, BLOCK_SIZE = 4096, 2048, 256, 16
 GRID = 16

@@ -23,16 +23,10 @@ from functools import lru_cache
 
 from minivllm.config import CacheConfig, DraftingConfig, ModelConfig, SchedulerConfig
 from minivllm.errors import MinivllmError
-from minivllm.memory import (
-    MemoryLedger,
-    memory_ledger,
-    parameter_groups,
-    rotary_table_bytes,
-    routed_parameters,
-    serving_dtype,
-)
+from minivllm.memory import MemoryLedger, serving_dtype
 from minivllm_simulate.cost_model import RooflineCost, StepShape
 from minivllm_simulate.hardware import Hardware
+from minivllm_simulate.memory import memory_ledger, parameter_groups, rotary_table_bytes, routed_parameters
 from minivllm_simulate.offline import OfflineRun, run_offline
 from minivllm_simulate.virtual_clock import SimulatedRequest
 from minivllm_simulate.workloads import WORKLOADS, RequestLengths

@@ -18,7 +18,6 @@ from minivllm.core.policy import DEFAULT_POLICY
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
 from minivllm.errors import MinivllmError
-from minivllm.memory import memory_ledger
 from minivllm_lab.chunked_prefill.learner_policy import AdmittedTokens, ChunkLimit, RunningTokens, learner_policy
 from minivllm_lab.chunked_prefill.prefill_first import PREFILL_FIRST
 from minivllm_simulate.cost_model import Cost, StepShape, chunk_seconds
@@ -26,6 +25,7 @@ from minivllm_simulate.hardware import Hardware, get_hardware
 from minivllm_simulate.known_models import known_model
 from minivllm_simulate.layouts import Layout, PlacedModel
 from minivllm_simulate.load_sweep import Runs, share_within, within
+from minivllm_simulate.memory import memory_ledger
 from minivllm_simulate.open_load import OpenEngine, OpenLoad
 from minivllm_simulate.workloads import RequestLengths, gamma_arrivals
 from widgets.shell.swept import patient

@@ -14,12 +14,13 @@ from typing import Any
 from minivllm import memory
 from minivllm.config import ModelConfig
 from minivllm.config.checks import is_number, require
-from minivllm.memory import KVGroups, MemoryLedger, max_concurrency, memory_ledger
+from minivllm.memory import KVGroups, MemoryLedger, max_concurrency
 from minivllm.memory.bytes_per_token import DTYPE_BYTES
 from minivllm.memory.kv_layers import FullLayer
 from minivllm_lab.bounded import bounded
 from minivllm_simulate.hardware import HARDWARE, Hardware, get_hardware
 from minivllm_simulate.known_models import CONFIGS, HYBRIDS, find_model
+from minivllm_simulate.memory import memory_ledger, num_parameters
 from minivllm_simulate.workloads import FileWorkload, Workload, workload
 from widgets.shell.spec import require_numbers
 
@@ -221,7 +222,7 @@ def sweep(
         utilization=utilization,
         max_model_len=max_model_len,
         model_limit=config.max_position_embeddings,
-        parameters=memory.num_parameters(config),
+        parameters=num_parameters(config),
         workload_title=kind.title,
         needs=needs,
         ledger=ledger,

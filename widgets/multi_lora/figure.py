@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import math
 
-from minivllm.memory import weight_bytes
 from minivllm_lab.palette import BLUE, GREEN, ORANGE, PURPLE
 from minivllm_simulate.load_sweep import Span
+from minivllm_simulate.memory import weight_bytes
 from widgets.multi_lora.runs import ANSWER, PROMPT, Point
 from widgets.multi_lora.state import CLIENTS, SLOTS, WAYS, State
 from widgets.multi_lora.strip import draw_strip

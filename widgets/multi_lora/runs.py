@@ -19,7 +19,7 @@ from minivllm.core.policy import DEFAULT_POLICY
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
 from minivllm.errors import MinivllmError
-from minivllm.memory import MemoryLedger, memory_ledger, rotary_table_bytes, weight_bytes
+from minivllm.memory import MemoryLedger
 from minivllm_lab.multi_lora.costs import (
     AdapterCost,
     distinct_adapters,
@@ -34,6 +34,7 @@ from minivllm_simulate.hardware import Hardware, get_hardware
 from minivllm_simulate.known_models import known_model
 from minivllm_simulate.layouts import Layout, PlacedModel, Steady
 from minivllm_simulate.load_sweep import Runs
+from minivllm_simulate.memory import memory_ledger, rotary_table_bytes, weight_bytes
 from minivllm_simulate.open_load import OpenEngine, OpenLoad
 from minivllm_simulate.simulated_engine import Stretch
 from minivllm_simulate.virtual_clock import SimulatedRequest

@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from minivllm.memory import weight_bytes
 from minivllm_lab.multi_lora.costs import distinct_adapters
 from minivllm_lab.multi_lora.learner_policy import Admit
 from minivllm_simulate.cost_model import StepShape
 from minivllm_simulate.load_sweep import Span, spans, within
+from minivllm_simulate.memory import weight_bytes
 from widgets.multi_lora.runs import ANSWER, PROMPT, Own, Point, Serving, Slots, experiment
 from widgets.shell.spec import require_choices, require_numbers
 from widgets.shell.swept import Sweep, SweptState

@@ -17,7 +17,7 @@ from minivllm.core.policy import SchedulingPolicy
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
 from minivllm.errors import MinivllmError
-from minivllm.memory import kv_bytes_per_token, memory_ledger
+from minivllm.memory import kv_bytes_per_token
 from minivllm_lab.preemption.costs import LARGE, SMALL, Crossover, Pieces, effective_bandwidth
 from minivllm_lab.preemption.learner_policy import Victim, learner_victim
 from minivllm_lab.preemption.victims import SwapSpace, victim_rule
@@ -27,6 +27,7 @@ from minivllm_simulate.known_models import known_model
 from minivllm_simulate.kv_links import Link, get_link
 from minivllm_simulate.layouts import Cost, Layout, PlacedModel, Steady
 from minivllm_simulate.load_sweep import Runs, within
+from minivllm_simulate.memory import memory_ledger
 from minivllm_simulate.open_load import OpenEngine, OpenLoad
 from minivllm_simulate.simulated_engine import Stretch
 from minivllm_simulate.virtual_clock import SimulatedRequest

@@ -26,6 +26,7 @@ from minivllm_lab.kv_cache.reservation import unused_shares
 from minivllm_lab.mutants import load_mutant
 from minivllm_simulate.hardware import HARDWARE
 from minivllm_simulate.known_models import CONFIGS, known_model
+from minivllm_simulate.memory import memory_ledger
 
 lesson = load(script_path("01"))
 CHECKS = checks_of("01")
@@ -453,7 +454,7 @@ def test_numbers_of_the_text(reserved):
     requests of 8,192 slots.
     """
     config = known_model("Llama-3.1-8B")
-    ledger = memory.memory_ledger(config, "L4", max_model_len=2048)
+    ledger = memory_ledger(config, "L4", max_model_len=2048)
     card = lesson.break_it(ledger, config, reserved)
     assert card["running"] == 14
     assert sum(card["memory"].values()) == ledger.device.memory_bytes
@@ -462,9 +463,9 @@ def test_numbers_of_the_text(reserved):
     weights, *step, cache = (card["memory"][row.name] / 2**30 for row in ledger.rows[:5])
     assert f"Weights need {weights:.1f} GiB, the largest step and its graphs {sum(step):.1f}" in TEXT
     assert f"and {cache:.1f} are left. At 128 KiB a token that is {ledger.tokens:,} tokens, or 14 regions" in TEXT
-    assert memory.memory_ledger(config, "L4", max_model_len=8192).longest_request // 8192 == 3
+    assert memory_ledger(config, "L4", max_model_len=8192).longest_request // 8192 == 3
     with pytest.raises(MinivllmError) as refusal:
-        memory.memory_ledger(config, "L4")
+        memory_ledger(config, "L4")
     assert str(refusal.value) in TEXT
     cached = 64 * memory.kv_bytes_per_token(config, "bfloat16") / card["memory"]["weights and rotary table"]
     assert 100 * cached < 0.06, "hardly"
@@ -510,7 +511,7 @@ def test_quick_run(tmp_path):
 
 
 def test_the_pictures_show_what_the_ledger_and_the_data_sheet_say(reserved):
-    ledger = memory.memory_ledger(known_model("Llama-3.1-8B"), "L4", max_model_len=2048)
+    ledger = memory_ledger(known_model("Llama-3.1-8B"), "L4", max_model_len=2048)
     running = ledger.longest_request // 2048
     fitting = int(ledger.tokens / (2048 * (1 - reserved["alpaca"]["unused"]["2048"])))
     drawn = opening.stills()

@@ -9,10 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minivllm.errors import MinivllmError
-from minivllm.memory import kv_bytes_per_token, max_concurrency, memory_ledger
+from minivllm.memory import kv_bytes_per_token, max_concurrency
 from minivllm_lab.exercise import load
 from minivllm_simulate.hardware import HARDWARE
 from minivllm_simulate.known_models import find_model, known_model
+from minivllm_simulate.memory import memory_ledger
 from widgets import kv_cache
 from widgets.kv_cache import sweep
 from widgets.kv_cache.figure import percent

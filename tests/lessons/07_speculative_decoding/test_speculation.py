@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from minivllm.errors import MinivllmError
-from minivllm.memory import kv_bytes_per_token, num_parameters
+from minivllm.memory import kv_bytes_per_token
 from minivllm_lab.speculative_decoding.model_checks import (
     EAGLE3_SERIES,
     PLAIN_TPOT,
@@ -31,6 +31,7 @@ from minivllm_simulate.cost_model import StepShape
 from minivllm_simulate.hardware import get_hardware
 from minivllm_simulate.known_models import known_model
 from minivllm_simulate.levers import SERVING, LeverCost
+from minivllm_simulate.memory import num_parameters
 
 MODEL, SMALL, H100 = known_model("Llama-3.1-8B"), known_model("Llama-3.2-1B"), get_hardware("H100")
 HEAD = eagle_head(MODEL, H100)

@@ -17,7 +17,7 @@ from minivllm.config.units import GIB
 from minivllm.errors import MinivllmError
 from minivllm.kernels.mla_attention import mla_attention
 from minivllm.kernels.unified_attention import unified_attention
-from minivllm.memory import kv_bytes_per_token, memory_ledger
+from minivllm.memory import kv_bytes_per_token
 from minivllm.models.latent_attention import UpProjection, plain_attention
 from minivllm.models.loader import load_model
 from minivllm.models.parallel import GroupCoordinator, kv_part
@@ -29,6 +29,7 @@ from minivllm_lab.kernel_trace import trace_kernel
 from minivllm_lab.plugged import serve
 from minivllm_simulate.hardware import get_hardware
 from minivllm_simulate.known_models import CONFIGS, known_model
+from minivllm_simulate.memory import memory_ledger
 
 lesson = load(script_path("09"))
 PAGE = REPOSITORY / "lessons" / "09_attention_heads.md"

@@ -5,7 +5,7 @@ formulas.
 import pytest
 
 from minivllm.errors import MinivllmError
-from minivllm.memory import kv_bytes_per_token, num_parameters
+from minivllm.memory import kv_bytes_per_token
 from minivllm_lab.attention_heads.siblings import (
     ModelShare,
     decode_intensity,
@@ -15,6 +15,7 @@ from minivllm_lab.attention_heads.siblings import (
 )
 from minivllm_simulate.hardware import get_hardware
 from minivllm_simulate.known_models import known_model
+from minivllm_simulate.memory import num_parameters
 
 LLAMA, LARGE, H100 = known_model("Llama-3.1-8B"), known_model("Llama-3.1-70B"), get_hardware("H100")
 

@@ -13,10 +13,10 @@ import pytest
 from lessons.widget_harness import advice_test, challenge_test, endless, preset_test, refusal_test, shaded
 
 from minivllm.errors import MinivllmError
-from minivllm.memory import memory_ledger
 from minivllm_lab.attention_heads.siblings import with_kv_heads, with_latent
 from minivllm_simulate.hardware import get_hardware
 from minivllm_simulate.known_models import known_model
+from minivllm_simulate.memory import memory_ledger
 from widgets import attention_heads as widget
 from widgets.attention_heads.state import BESIDE_LATENT, MODELS, TPS
 

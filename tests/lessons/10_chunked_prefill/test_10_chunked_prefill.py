@@ -19,7 +19,7 @@ from minivllm.core.scheduler import Scheduler
 from minivllm.core.scheduler_output import ModelRunnerOutput
 from minivllm.errors import MinivllmError
 from minivllm.kernels.unified_attention import unified_attention
-from minivllm.memory import kv_bytes_per_token, num_parameters
+from minivllm.memory import kv_bytes_per_token
 from minivllm_lab.chunked_prefill import report
 from minivllm_lab.chunked_prefill.learner_policy import learner_policy
 from minivllm_lab.chunked_prefill.prefill_first import PREFILL_FIRST
@@ -28,6 +28,7 @@ from minivllm_lab.kernel_trace import trace_kernel
 from minivllm_lab.plugged import rows_of, serve
 from minivllm_simulate.hardware import get_hardware
 from minivllm_simulate.known_models import known_model
+from minivllm_simulate.memory import num_parameters
 
 lesson = load(script_path("10"))
 TEXT = (REPOSITORY / "lessons" / "10_chunked_prefill.md").read_text()

@@ -3,7 +3,7 @@
 import pytest
 
 from minivllm.errors import MinivllmError
-from minivllm.memory import kv_bytes_per_token, num_parameters
+from minivllm.memory import kv_bytes_per_token
 from minivllm_lab.preemption.costs import (
     LARGE,
     SMALL,
@@ -16,6 +16,7 @@ from minivllm_lab.preemption.costs import (
 from minivllm_simulate.hardware import get_hardware
 from minivllm_simulate.known_models import known_model
 from minivllm_simulate.kv_links import LINKS, Link, get_link
+from minivllm_simulate.memory import num_parameters
 
 LLAMA, H100, PCIE5 = known_model("Meta-Llama-3-8B"), get_hardware("H100"), get_link("PCIe 5")
 FREE = Pieces("without a cost of their own", per_layer=False, seconds=0)

@@ -13,9 +13,10 @@ import pytest
 from lessons.widget_harness import advice_test, challenge_test, endless, last_state, preset_test, refusal_test, shaded
 
 from minivllm.errors import MinivllmError
-from minivllm.memory import kv_bytes_per_token, memory_ledger, num_parameters
+from minivllm.memory import kv_bytes_per_token
 from minivllm_lab.preemption.victims import SwapSpace
 from minivllm_simulate.cost_model import StepShape
+from minivllm_simulate.memory import memory_ledger, num_parameters
 from minivllm_simulate.virtual_clock import SimulatedRequest, percentile, simulate
 from widgets import preemption as widget
 from widgets.preemption import runs

@@ -16,12 +16,13 @@ from minivllm.config import NO_PARTS
 from minivllm.core.adapter_slots import AdapterSlots
 from minivllm.errors import MinivllmError
 from minivllm.kernels.lora_metadata import LoRAKernelMeta
-from minivllm.memory.adapters import adapter_parameters, linear_shapes
+from minivllm.memory.adapters import linear_shapes
 from minivllm_lab.exercise import checks_of, load, plug_of
 from minivllm_lab.multi_lora import report
 from minivllm_lab.multi_lora.learner_policy import learner_policy
 from minivllm_lab.plugged import rows_of, serve
 from minivllm_simulate.known_models import known_model
+from minivllm_simulate.memory.adapters import adapter_parameters
 
 lesson = load(script_path("12"))
 WAYS = {"loop": lesson.by_loop, "bgmv": lesson.by_token, "sgmv": lesson.by_segment, "sorted": lesson.by_sorting}

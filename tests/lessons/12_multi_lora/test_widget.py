@@ -14,9 +14,9 @@ from lessons.widget_harness import advice_test, challenge_test, endless, last_st
 
 from minivllm.core.adapter_slots import AdapterSlots
 from minivllm.errors import MinivllmError
-from minivllm.memory import memory_ledger
 from minivllm_simulate.cost_model import StepShape
 from minivllm_simulate.known_models import known_model
+from minivllm_simulate.memory import memory_ledger
 from widgets import multi_lora as widget
 from widgets.multi_lora import runs
 from widgets.multi_lora.state import SLOTS

@@ -10,7 +10,7 @@ In vLLM: `vllm/transformers_utils/model_arch_config_convertor.py`.
 from collections.abc import Mapping
 from typing import Any
 
-from minivllm.config.cache_kinds import cache_exception, counted_layer_types, window_of_layers
+from minivllm.config.cache_kinds import cache_exception, window_of_layers
 from minivllm.config.checks import is_count, is_number
 from minivllm.errors import MinivllmError
 
@@ -125,7 +125,6 @@ def model_fields(hf_config: Mapping[str, Any]) -> dict[str, Any]:
         checkpoint_kv_dtype=_checkpoint_kv_dtype(hf.get("quantization_config")),
         other_computation=_other_computation(hf),
         cache_exception=exception,
-        counted_layer_types=counted_layer_types(hf, shape["num_hidden_layers"]),
         hf_config=dict(hf_config),
     )
 

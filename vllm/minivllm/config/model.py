@@ -92,10 +92,6 @@ class ModelConfig:
     """Why one formula cannot give the bytes per token; None for models that cache every token in
     every layer.
     """
-    counted_layer_types: tuple[str, ...] | None = None
-    """The kinds of the layers with a cache of their own, if they differ and are counted
-    (`minivllm.memory`).
-    """
     hf_config: dict[str, Any] = field(default_factory=dict, hash=False, compare=False, repr=False)
     """The contents of the whole `config.json`: of a multimodal model, also the parts beside the
     language model.

@@ -103,7 +103,8 @@ class KVConnectorOutput:
 
     - `finished_sending`, `finished_recving`: requests whose transfer is over, on all ranks.
       `failed_recving`: received requests for which nothing usable has arrived.
-    - `invalid_block_ids`: blocks that should have been loaded and hold nothing valid.
+    - `invalid_block_ids`: blocks that should have been loaded within the step and hold nothing
+      valid, so that whatever the step has computed may be wrong.
     - `kv_connector_stats`: counts for metrics, of the connector's own making;
       `kv_connector_worker_meta`: further messages of the ranks to the scheduler's side
       (`build_connector_worker_meta`), as a list.
@@ -206,10 +207,8 @@ class KVConnectorBase_V1:
         return set()
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Return the blocks whose load has failed since the last call.
-
-        Failed blocks of an asynchronous load must be reported no later than their request is
-        returned as received.
+        """Return the blocks whose load within the step has failed: the step is then dropped, and the
+        engine starts over. Asynchronous loads have `get_failed_recving` instead.
         """
         return set()
 

@@ -15,18 +15,21 @@ that loads within the step that admits a request needs none of this: the request
 An ended request's blocks may be kept until the ranks report them sent; those of a request that
 was aborted while it waited, until the ranks report that nothing is written into them any more.
 
+A load that fails while its request waits costs only that request what it should have brought: nobody
+else can have found these blocks. A load that fails within a step spoils the step, since blocks are
+published when they are scheduled: other requests may have found the invalid ones, or blocks that
+were computed after them. Then the engine starts over, as after any failed step.
+
 In vLLM v0.33.0 these are methods of `Scheduler` in `vllm/v1/core/sched/scheduler.py`
 (`_update_waiting_for_remote_kv`, `_update_from_kv_xfer_finished`,
 `_update_requests_with_invalid_blocks`, `_inflight_prefill_reserved_blocks`, `_connector_finished`).
 Two things differ on purpose. After a failed load the connector is not asked about that request
-again, since it might promise the same forever. And a running request with an invalid block is
-preempted, where vLLM recomputes it in place: blocks are published when they are scheduled, so other
-requests may have found the invalid block, or blocks that were computed after it, and all of them
-have to look up their prefix again.
+again, since it might promise the same forever. And vLLM cuts each request back to its valid tokens,
+where ours starts over or computes here all that was to be loaded.
 """
 
-from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import count
 from typing import NamedTuple
 
@@ -80,18 +83,13 @@ class RemoteKV:
         self._being_sent: set[str] = set()
         self._being_received: set[str] = set()  # of those in `releasing`
         self._never_again: set[str] = set()
+        self._loads: dict[str, list[int]] = {}
+        """The blocks that requests load within the step, and those after them."""
+        self._loads_in_flight: deque[dict[str, list[int]]] = deque()
+        """The same of each step in flight, the oldest first."""
         self._numbers = count()
         self._params: dict[str, KVTransferParams] = {}
-        self._forget_steps()
         connector.bind_gpu_block_pool(manager.block_pool)
-
-    def _forget_steps(self) -> None:
-        # By request: how many steps in flight compute with its blocks, and of how many of these the
-        # tokens are invalid.
-        self._in_flight: Counter[str] = Counter()
-        self._stale: Counter[str] = Counter()
-        # By request: a block table that it has lost while a step in flight computes with it.
-        self._lost_tables: dict[str, list[int]] = {}
 
     def _queue(self) -> PriorityRequestQueue:
         """Return a queue in order of admission, for requests whose blocks are filled."""
@@ -152,6 +150,9 @@ class RemoteKV:
             request.num_computed_tokens = prefix.num_tokens
             self.kv_holding_waiting[request.request_id] = request
             self._admissions[request.request_id] = next(self._numbers)
+        elif prefix.num_external:
+            first = prefix.num_local // self.manager.block_size
+            self._loads[request.request_id] = [block.block_id for block in blocks[first:]]
 
     def promote(self) -> list[Request]:
         """Move requests whose load has finished into `received`.
@@ -199,99 +200,52 @@ class RemoteKV:
         self.finished_recving_kv_req_ids.discard(name)
         self._never_again.discard(name)
         self._admissions.pop(name, None)
-        self.lost_its_blocks(request)
         if delays:
             self.releasing[name] = request
         return delays
-
-    def lost_its_blocks(self, request: Request) -> None:
-        """Remember the block table of a request that is preempted or has ended, if a step in flight
-        computes with it. Call this before the blocks are freed.
-        """
-        # Should one of these blocks turn out to be invalid, those after it must be withdrawn.
-        if self._in_flight[request.request_id]:
-            self._lost_tables[request.request_id] = self.manager.get_block_ids(request.request_id)
 
     # A step
 
     def complete(self, output: SchedulerOutput) -> None:
         """Add to a step the transfers that the ranks are to make."""
         output.kv_connector_metadata = self.connector.build_connector_meta(output)
-        self._in_flight.update(output.num_scheduled_tokens.keys())
+        self._loads_in_flight.append(self._loads)
+        self._loads = {}
 
-    def begin_update(
-        self, step: SchedulerOutput, output: KVConnectorOutput | None, requests: Mapping[str, Request]
-    ) -> tuple[set[str], list[Request], list[Request]]:
-        """Process failed loads, before the step's tokens; `requests` are all unfinished requests.
-
-        Return the ids of those whose tokens of this step are invalid, the requests to end, and the
-        running requests to preempt.
+    def failed_loads(self, output: KVConnectorOutput, requests: Mapping[str, Request]) -> list[str]:
+        """Return the requests that end because of invalid blocks in the oldest step in flight: those
+        whose own load has failed, if tokens are not recomputed. `requests` are all unfinished ones.
         """
-        invalid = self._take_stale(step)
-        ended: list[Request] = []
-        running: list[Request] = []
-        if output is not None and (output.invalid_block_ids or output.failed_recving):
-            if not self.recomputes:
-                ended = [requests[name] for name in self._failed_loads(step, output, requests)]
-            # Requests that only load must be cut first: running ones may have found their blocks.
-            for request in self.kv_holding_waiting.values():
-                self._truncate(request, output)
-            running = self._withdraw(output.invalid_block_ids, requests)
-            spoiled = [request.request_id for request in running]
-            if output.invalid_block_ids:
-                # A request that was preempted meanwhile has lost its blocks, so it is not known any
-                # more whether they were valid.
-                spoiled += [
-                    name
-                    for name in step.num_scheduled_tokens
-                    if name in requests and requests[name].status is RequestStatus.PREEMPTED
-                ]
-            # What was scheduled before this was known computes with invalid keys and values.
-            for name in spoiled:
-                requests[name].num_output_placeholders = 0
-                self._stale[name] = self._in_flight[name]
-            invalid.update(spoiled)
-        if self._lost_tables:
-            self._lost_tables = {name: table for name, table in self._lost_tables.items() if self._in_flight[name]}
-        return invalid, ended, [request for request in running if request not in ended]
+        loads = self._loads_in_flight[0]
+        failed = [name for name in loads if name in requests and not output.invalid_block_ids.isdisjoint(loads[name])]
+        self._never_again.update(failed)
+        return [] if self.recomputes else failed
 
-    def _failed_loads(
-        self, step: SchedulerOutput, output: KVConnectorOutput, requests: Mapping[str, Request]
-    ) -> list[str]:
-        """Return the requests whose own load has failed, loading or running; others may only have
-        found its blocks.
+    def take_failed(self, output: KVConnectorOutput) -> list[Request]:
+        """Discard what the failed loads of waiting requests should have brought; return the requests
+        that end because of it.
         """
-        size = self.manager.block_size
-        loads = {
-            name: (self.manager.get_block_ids(name), request.num_computed_tokens)
-            for name, request in self.kv_holding_waiting.items()
-        }
-        # A load within the step: these are the tables as they were when the ranks got them.
-        for new in step.scheduled_new_reqs:
-            request = requests.get(new.req_id)
-            if request is not None and request.status is RequestStatus.RUNNING:
-                loads[new.req_id] = (new.block_ids, new.num_computed_tokens)
-        failed = []
-        for name, (table, stop) in loads.items():
-            start = stop - requests[name].num_external_computed_tokens
-            loaded = table[-(-start // size) : -(-stop // size)]
-            if name in output.failed_recving or not output.invalid_block_ids.isdisjoint(loaded):
-                failed.append(name)
-        return failed
+        failed = [self.kv_holding_waiting[name] for name in output.failed_recving if name in self.kv_holding_waiting]
+        for request in failed:
+            request.num_computed_tokens -= request.num_external_computed_tokens
+            request.num_external_computed_tokens = 0
+            self._never_again.add(request.request_id)
+        return [] if self.recomputes else failed
 
     def end_update(self, output: KVConnectorOutput | None, request_outputs: Iterable[EngineCoreOutput]) -> None:
         """Process finished transfers, and add the connector's parameters for the clients of ended
         requests to their outputs.
         """
+        self._loads_in_flight.popleft()
         if output is not None:
-            self._end_transfers(output)
+            self.end_transfers(output)
         # Only a few steps end a request that has parameters for its client.
         if self._params:
             for request_output in request_outputs:
                 request_output.kv_transfer_params = self._params.get(request_output.request_id)
             self._params = {}
 
-    def _end_transfers(self, output: KVConnectorOutput) -> None:
+    def end_transfers(self, output: KVConnectorOutput) -> None:
         """Note which loads have arrived, and free the blocks of ended requests that are no longer
         needed.
         """
@@ -305,69 +259,6 @@ class RemoteKV:
         for name in output.finished_recving | output.finished_sending:
             if name in self.releasing and name not in self._being_received | self._being_sent:
                 self.manager.free(self.releasing.pop(name))
-
-    def _take_stale(self, step: SchedulerOutput) -> set[str]:
-        """Return those requests of a step that turned out, while it was in flight, to have computed
-        with invalid blocks.
-        """
-        names = step.num_scheduled_tokens.keys()
-        stale = {name for name in names if self._stale[name] > 0}
-        self._stale.subtract(stale)
-        self._in_flight.subtract(names)
-        # Unary plus drops the entries that have come to zero.
-        self._stale, self._in_flight = +self._stale, +self._in_flight
-        return stale
-
-    def _truncate(self, request: Request, output: KVConnectorOutput) -> None:
-        """Reduce a loading request's computed tokens to the valid ones."""
-        name = request.request_id
-        num_valid = request.num_computed_tokens
-        if name in output.failed_recving:
-            num_valid -= request.num_external_computed_tokens
-        # Only the blocks that should hold something can be invalid.
-        block_ids = self.manager.get_block_ids(name)[: -(-num_valid // self.manager.block_size)]
-        num_valid = min(num_valid, _first_of(output.invalid_block_ids, block_ids) * self.manager.block_size)
-        num_lost = request.num_computed_tokens - num_valid
-        if num_lost == 0:
-            return
-        # Local blocks may be lost too: another request's load into them has failed.
-        request.num_external_computed_tokens = max(0, request.num_external_computed_tokens - num_lost)
-        request.num_computed_tokens = num_valid
-        self._never_again.add(name)
-
-    def _withdraw(self, invalid_block_ids: set[int], requests: Mapping[str, Request]) -> list[Request]:
-        """Withdraw the hashes of invalid blocks, and of the blocks after them in any table, which
-        were computed with them. Return the running requests that hold one; others that do look up
-        their prefix again.
-        """
-        if not invalid_block_ids:
-            return []
-        size = self.manager.block_size
-        tables = {
-            name: self.manager.get_block_ids(name)[: -(-request.num_computed_tokens // size)]
-            for name, request in requests.items()
-        }
-        invalid = set(invalid_block_ids)
-        starts: dict[str, int] = {}
-        num_known = 0
-        # A table may continue with another request's block, so repeat until nothing is added.
-        while num_known < len(invalid):
-            num_known = len(invalid)
-            starts = {name: _first_of(invalid, table) for name, table in tables.items()}
-            invalid.update(*(tables[name][start:] for name, start in starts.items()))
-            invalid.update(*(table[_first_of(invalid, table) :] for table in self._lost_tables.values()))
-        blocks = self.manager.block_pool.blocks
-        self.manager.block_pool.evict_blocks(blocks[block_id] for block_id in invalid)
-        affected = [requests[name] for name, start in starts.items() if start < len(tables[name])]
-        for request in affected:
-            request.num_cached_tokens = min(request.num_cached_tokens, starts[request.request_id] * size)
-            if request.status is not RequestStatus.RUNNING:
-                request.num_computed_tokens = request.num_external_computed_tokens = 0
-                if request.request_id not in self.kv_holding_waiting:
-                    self.manager.free(request)
-        running = [request for request in affected if request.status is RequestStatus.RUNNING]
-        self._never_again.update(request.request_id for request in running)
-        return running
 
     def start_over(self, manager: KVCacheManager, lost: Iterable[Request]) -> None:
         """Switch to a manager with a new pool after a failed step, which ended the `lost` requests.
@@ -389,13 +280,9 @@ class RemoteKV:
         self.finished_recving_kv_req_ids.clear()
         self.kv_holding_waiting.clear()
         self._admissions.clear()
+        self._loads = {}
+        self._loads_in_flight.clear()
         self.received = self._queue()
-        self._forget_steps()
         self.manager = manager
         self.connector.bind_gpu_block_pool(manager.block_pool)
         self.connector.start_over()
-
-
-def _first_of(block_ids: Collection[int], table: Sequence[int]) -> int:
-    """Return the index of the first block of a table that is one of these; its length if none is."""
-    return next((index for index, block_id in enumerate(table) if block_id in block_ids), len(table))

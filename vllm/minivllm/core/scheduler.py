@@ -67,7 +67,6 @@ class Scheduler:
         self.spec_decoding_stats = SpecDecodingStats()
         self._failed: list[EngineCoreOutput] = []
         self.remote: RemoteKV | None = None
-        self._preempted_between_steps: set[str] = set()
         self.pinned_loras: set[int] = set()
         """Adapters that keep a slot even when no request uses them."""
         self.lora_slots: list[tuple[str, bool]] = [("", False)] * scheduler_config.max_loras
@@ -147,7 +146,6 @@ class Scheduler:
         self.requests = {name: request for name, request in self.requests.items() if name not in lost}
         self.running = []
         self.finished_req_ids = set()
-        self._preempted_between_steps = set()
         self.waiting = create_request_queue(self.config.policy)
         for request in self.requests.values():
             if request.status is RequestStatus.RUNNING:
@@ -178,8 +176,6 @@ class Scheduler:
         if self.drafting.num_speculative_tokens_per_batch_size:
             output.num_spec_tokens_to_schedule = self.drafting.num_drafts_after(len(output.num_scheduled_tokens))
         if self.remote is not None:
-            output.preempted_req_ids |= self._preempted_between_steps
-            self._preempted_between_steps = set()
             self.remote.complete(output)
         self._update_after_schedule(output)
         return output
@@ -242,8 +238,6 @@ class Scheduler:
             step.position -= 1
         # Its tokens were published when they were scheduled, and will not be computed now.
         was_scheduled = step.unschedule(request)
-        if self.remote is not None:
-            self.remote.lost_its_blocks(request)
         self.kv_cache_manager.free(request, withdraw_uncomputed=was_scheduled)
         request.status = RequestStatus.PREEMPTED
         request.num_lost_tokens, request.num_computed_tokens = request.num_computed_tokens, 0
@@ -438,15 +432,16 @@ class Scheduler:
         Return one output per request that sampled tokens, in scheduling order; aborted requests
         have none. The outputs of requests whose grammar or load has failed come before them.
         """
-        ignored = () if self.remote is None else self._take_load_failures(scheduler_output, model_runner_output)
+        report = model_runner_output.kv_connector_output
+        if self.remote is not None and report is not None:
+            self._end_failed_loads(self.remote.take_failed(report))
         outputs, self._failed = self._failed, []
         stopped: list[Request] = []
         for request_id in scheduler_output.num_scheduled_tokens:
             request = self.requests.get(request_id)
             sampled = model_runner_output.sampled_token_ids.get(request_id)
-            # It was aborted while the step ran, or its prompt is not complete, or a load of it
-            # failed.
-            if request is None or not sampled or request_id in ignored:
+            # It was aborted while the step ran, or its prompt is not complete.
+            if request is None or not sampled:
                 continue
             drafts = scheduler_output.scheduled_spec_decode_tokens.get(request_id)
             if drafts:
@@ -467,24 +462,13 @@ class Scheduler:
             outputs.append(output)
         self._finish(stopped)
         if self.remote is not None:
-            self.remote.end_update(model_runner_output.kv_connector_output, outputs)
+            self.remote.end_update(report, outputs)
         return outputs
 
-    def _take_load_failures(self, step: SchedulerOutput, output: ModelRunnerOutput) -> set[str]:
-        """End requests whose load has failed, or preempt them, as `kv_load_failure_policy` says, and
-        preempt those that share their blocks. Return the ids of all requests whose tokens of this
-        step are invalid.
-        """
-        assert self.remote is not None
-        ignored, ended, preempted = self.remote.begin_update(step, output.kv_connector_output, self.requests)
-        self.finish_requests([request.request_id for request in ended], RequestStatus.FINISHED_ERROR)
-        self._failed += [EngineCoreOutput.failed(request.request_id, LOAD_FAILED) for request in ended]
-        # The ranks hear of it with the next step. The first of the batch is the first to come back.
-        between_steps = Step(token_budget=0, chunk_limit=0)
-        for request in reversed([request for request in self.running if request in preempted]):
-            self.preempt(request, between_steps)
-        self._preempted_between_steps |= between_steps.preempted_req_ids
-        return ignored
+    def _end_failed_loads(self, failed: Sequence[Request]) -> None:
+        ids = [request.request_id for request in failed]
+        self.finish_requests(ids, RequestStatus.FINISHED_ERROR)
+        self._failed += [EngineCoreOutput.failed(request_id, LOAD_FAILED) for request_id in ids]
 
     def update_draft_token_ids(self, draft_token_ids: Mapping[str, list[int]]) -> None:
         """Set the draft tokens to verify in the next step, by request id. Ignored for unfinished

@@ -24,8 +24,9 @@ import torch
 from minivllm.config import ModelConfig
 from minivllm.core.async_scheduler import AsyncScheduler
 from minivllm.core.engine_messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreReady, EngineCoreRequest
-from minivllm.core.kv_connector import KVConnectorBase_V1, KVConnectorRole, joined_stats
+from minivllm.core.kv_connector import KVConnectorOutput, joined_stats
 from minivllm.core.policy import DEFAULT_POLICY
+from minivllm.core.remote_kv import LOAD_FAILED
 from minivllm.core.request import RequestStatus
 from minivllm.core.scheduler import Scheduler
 from minivllm.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
@@ -37,7 +38,7 @@ from minivllm.engine.lora_registry import AdapterRefused, LoRARegistry
 from minivllm.engine.step_recorder import StepRecorder
 from minivllm.errors import AdapterError, MinivllmError, NonFiniteLogitsError, WorkerDiedError
 from minivllm.executor.factory import make_executor
-from minivllm.kv_connector.factory import create_connector
+from minivllm.kv_connector.factory import connect_ranks
 from minivllm.logger import init_logger
 from minivllm.models.parallel import shard_config
 from minivllm.models.pipeline import Stage, stage_config
@@ -93,7 +94,9 @@ class EngineCore:
             # All ranks get as many blocks as the smallest one has room for: they share the block
             # ids.
             self.executor.collective_rpc("initialize_kv_cache", num_blocks)
-            connector = self._make_connector(args) if args.kv_transfer is not None else None
+            connector = None
+            if args.kv_transfer is not None:
+                connector = connect_ranks(self.executor.collective_rpc("initialize_kv_connector"), args.parts)
         except BaseException:
             self.executor.shutdown()
             raise
@@ -104,8 +107,7 @@ class EngineCore:
         policy = args.parts.policy or DEFAULT_POLICY
         self.scheduler: Scheduler = scheduler_class(config, args.cache_config(num_blocks), policy)
         if connector is not None:
-            recomputes = connector.config.kv_transfer_config.recomputes
-            self.scheduler.use_connector(connector, recomputes)
+            self.scheduler.use_connector(connector, connector.config.kv_transfer_config.recomputes)
         self.loras = LoRARegistry(self.executor, lambda: self.scheduler)
         self._takes_drafts = args.speculation is not None and not ahead  # else the worker keeps them
         self.batch_queue: deque[_Batch] = deque()
@@ -227,6 +229,10 @@ class EngineCore:
         nonfinite = [name for name in model_runner_output.nonfinite_req_ids if name in self.scheduler.requests]
         if nonfinite:
             raise NonFiniteLogitsError(nonfinite)
+        report = model_runner_output.kv_connector_output
+        if report is not None and report.invalid_block_ids:
+            self._drop_step(report)
+            return self._delivered([], [], time.monotonic(), self._snapshot())
         with record_function_or_nullcontext("minivllm::update"):
             outputs = self.scheduler.update_from_output(scheduler_output, model_runner_output)
             self.loras.note_slots(model_runner_output.lora_slots)
@@ -240,7 +246,6 @@ class EngineCore:
             time.sleep(SECONDS_BETWEEN_EMPTY_STEPS)
         delivered = self._delivered(outputs, admitted, timestamp, snapshot)
         if self.scheduler.remote is not None:
-            report = model_runner_output.kv_connector_output
             counted = (report and report.kv_connector_stats, self.scheduler.remote.connector.take_stats())
             delivered.kv_connector_stats = joined_stats(counted)
         return delivered
@@ -356,6 +361,16 @@ class EngineCore:
             self._restart(lost)
         return error
 
+    def _drop_step(self, report: KVConnectorOutput) -> None:
+        """Start over after a load within the step has failed, because the step has computed with
+        what is not there.
+        """
+        assert self.scheduler.remote is not None
+        lost = self.scheduler.remote.failed_loads(report, self.scheduler.requests)
+        logger.warning("Keys and values could not be loaded: %d requests end, others are recomputed", len(lost))
+        self._undelivered += [EngineCoreOutput.failed(request_id, LOAD_FAILED) for request_id in lost]
+        self._restart(lost)
+
     def _ended_by(self, error: BaseException, request_ids: Collection[str]) -> list[str]:
         """Return the requests that a failure ends: the ones it names, or else the ones in the step."""
         if isinstance(error, NonFiniteLogitsError):
@@ -371,16 +386,6 @@ class EngineCore:
         # First the scheduler, which cannot fail; the ranks may be dead.
         self.scheduler.start_over(lost)
         self.executor.collective_rpc("reset")
-
-    def _make_connector(self, args: EngineArgs) -> KVConnectorBase_V1:
-        """Create the connector's sides in the ranks, then the scheduler's side, which learns how to
-        reach them.
-        """
-        handshakes = self.executor.collective_rpc("initialize_kv_connector")
-        # All ranks return the same config but for their rank; the scheduler's side takes rank 0's.
-        connector = create_connector(handshakes[0][0], KVConnectorRole.SCHEDULER, args.parts)
-        connector.set_xfer_handshake_metadata({rank: metadata for rank, (_, metadata) in enumerate(handshakes)})
-        return connector
 
 
 def _failed(request_id: str, error: BaseException, invalid_request: bool = False) -> EngineCoreOutput:

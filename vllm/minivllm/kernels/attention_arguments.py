@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from minivllm.errors import MinivllmError
-from minivllm.kernels.reshape_and_cache import QUANTIZED, check_scales
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+# Dtypes a cache may have besides the model's own.
+QUANTIZED = (torch.int8, torch.float8_e4m3fn)
 
 
 class AttentionArguments(NamedTuple):
@@ -26,7 +27,6 @@ class AttentionArguments(NamedTuple):
     block_table: Tensor
     scale: float
     sliding_window: int | None = None
-    soft_cap: float | None = None
     k_scales: Tensor | None = None
     v_scales: Tensor | None = None
 
@@ -47,7 +47,7 @@ def check_arguments(arguments: AttentionArguments) -> None:
     """Raise `MinivllmError` if shapes, types or values are invalid; the message says what is
     expected.
     """
-    q, k_cache, v_cache, query_start_loc, seq_lens, block_table, scale, window, soft_cap, *scales = arguments
+    q, k_cache, v_cache, query_start_loc, seq_lens, block_table, scale, window, *scales = arguments
     _check_queries_and_caches(q, k_cache, v_cache)
     check_scales(k_cache, *scales)
     check_tables(query_start_loc, seq_lens, block_table)
@@ -55,8 +55,6 @@ def check_arguments(arguments: AttentionArguments) -> None:
         raise MinivllmError(f"scale must be greater than 0, got {scale}")
     if window is not None and window < 1:
         raise MinivllmError(f"sliding_window must be at least 1, got {window}")
-    if soft_cap is not None and not soft_cap > 0:
-        raise MinivllmError(f"soft_cap must be greater than 0, got {soft_cap}")
 
 
 def _check_queries_and_caches(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
@@ -108,3 +106,21 @@ def check_tables(query_start_loc: Tensor, seq_lens: Tensor, block_table: Tensor)
             raise MinivllmError(f"{name} must be int32, got {tensor.dtype}")
         if tensor.stride(-1) != 1 and tensor.numel() > 1:
             raise MinivllmError(f"the last dimension of {name} must be contiguous")
+
+
+def check_scales(cache: Tensor, *scales: Tensor | None) -> None:
+    """Reject scales that are missing or do not match the caches `[blocks, block_size, kv_heads,
+    head_dim]`.
+    """
+    blocks, block_size, kv_heads, _ = cache.shape
+    shape = (blocks, kv_heads, block_size)
+    for scale in scales:
+        if (scale is None) != (cache.dtype != torch.int8):
+            raise MinivllmError(f"int8 caches need scales, and no others may have them; these are {cache.dtype}")
+        if scale is None:
+            continue
+        if scale.shape != shape or scale.dtype != torch.float32 or not scale.is_contiguous():
+            raise MinivllmError(
+                f"scales must be contiguous float32 [blocks, kv_heads, block_size] = {list(shape)}, "
+                f"got {scale.dtype} {list(scale.shape)}"
+            )

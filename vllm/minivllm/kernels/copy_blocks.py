@@ -42,9 +42,9 @@ import torch
 from torch import Tensor
 
 from minivllm.errors import MinivllmError
+from minivllm.kernels.backend import choose_backend
 from minivllm.kernels.cpu.cells import BlockCopyCells
 from minivllm.kernels.cpu.loops import loops
-from minivllm.kernels.reshape_and_cache import choose_backend
 from minivllm.platforms.threads import run_programs
 from minivllm.platforms.triton_utils import tl, triton
 

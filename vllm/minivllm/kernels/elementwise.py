@@ -33,8 +33,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from minivllm.kernels.backend import choose_backend
 from minivllm.kernels.cpu.loops import loops
-from minivllm.kernels.reshape_and_cache import choose_backend
 from minivllm.platforms.threads import has_numba
 from minivllm.platforms.triton_utils import tl, triton
 

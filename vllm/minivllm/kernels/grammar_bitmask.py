@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minivllm.kernels.reshape_and_cache import choose_backend
+from minivllm.kernels.backend import choose_backend
 from minivllm.platforms.triton_utils import tl, triton
 
 WORDS = 64  # per program

@@ -41,9 +41,9 @@ from torch import Tensor
 
 from minivllm.errors import MinivllmError
 from minivllm.kernels.attention_launch import dot_type
+from minivllm.kernels.backend import choose_backend
 from minivllm.kernels.cpu.lora_calls import lora_linear_cpu
 from minivllm.kernels.lora_metadata import Adapters, LoRAKernelMeta
-from minivllm.kernels.reshape_and_cache import choose_backend
 from minivllm.platforms.triton_utils import tl, triton
 
 # Up to this many rows of a slot, the shrink divides its sums.

@@ -54,8 +54,8 @@ from minivllm.kernels.attention_launch import (
     splits_for,
     with_contiguous_heads,
 )
+from minivllm.kernels.backend import choose_backend
 from minivllm.kernels.cpu.mla_calls import mla_attention_cpu, write_latents_cpu
-from minivllm.kernels.reshape_and_cache import choose_backend
 from minivllm.kernels.tuning import fastest
 from minivllm.kernels.unified_attention import (
     CHANGING,

@@ -33,9 +33,9 @@ from torch import Tensor
 
 from minivllm.errors import MinivllmError
 from minivllm.kernels.attention_launch import dot_type
+from minivllm.kernels.backend import choose_backend
 from minivllm.kernels.cpu.quantized_linear_calls import quantized_linear_cpu
 from minivllm.kernels.packed_weights import check_group_size, row_width
-from minivllm.kernels.reshape_and_cache import choose_backend
 from minivllm.kernels.tuning import fastest
 from minivllm.platforms.triton_utils import tl, triton
 

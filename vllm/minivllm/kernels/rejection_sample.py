@@ -49,10 +49,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from minivllm.kernels.backend import choose_backend
 from minivllm.kernels.cpu.rejection_calls import reject_cpu
 from minivllm.kernels.noise import decision_number, waiting_time
 from minivllm.kernels.rejection_arguments import RejectionArguments, check_arguments
-from minivllm.kernels.reshape_and_cache import choose_backend
 from minivllm.platforms.triton_utils import tl, triton
 
 CHUNK = 4096  # tokens per program

@@ -30,11 +30,10 @@ import torch
 from torch import Tensor
 
 from minivllm.errors import MinivllmError
+from minivllm.kernels.attention_arguments import QUANTIZED, check_scales
+from minivllm.kernels.backend import choose_backend
 from minivllm.kernels.cpu.cache_calls import FP8_LARGEST, CacheWrite, write_cpu
 from minivllm.platforms.triton_utils import tl, triton
-
-# Dtypes a cache may have besides the model's own.
-QUANTIZED = (torch.int8, torch.float8_e4m3fn)
 
 
 @triton.jit
@@ -188,30 +187,3 @@ def _check_write(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Ten
         raise MinivllmError(f"{len(slot_mapping)} slots for {len(key)} tokens")
     if not all(rows[:1].is_contiguous() for rows in (key, value)):
         raise MinivllmError("the heads of a token must be contiguous in key and value (call .contiguous())")
-
-
-def check_scales(cache: Tensor, *scales: Tensor | None) -> None:
-    """Reject scales that are missing or do not match the caches `[blocks, block_size, kv_heads,
-    head_dim]`.
-    """
-    blocks, block_size, kv_heads, _ = cache.shape
-    shape = (blocks, kv_heads, block_size)
-    for scale in scales:
-        if (scale is None) != (cache.dtype != torch.int8):
-            raise MinivllmError(f"int8 caches need scales, and no others may have them; these are {cache.dtype}")
-        if scale is None:
-            continue
-        if scale.shape != shape or scale.dtype != torch.float32 or not scale.is_contiguous():
-            raise MinivllmError(
-                f"scales must be contiguous float32 [blocks, kv_heads, block_size] = {list(shape)}, "
-                f"got {scale.dtype} {list(scale.shape)}"
-            )
-
-
-def choose_backend(backend: str | None, tensor: Tensor) -> str:
-    """Return "triton" or "cpu": as requested, else according to the tensor's device."""
-    if backend is None:
-        return "triton" if tensor.is_cuda else "cpu"
-    if backend not in ("triton", "cpu"):
-        raise MinivllmError(f'unknown backend {backend!r}: use "triton" or "cpu"')
-    return backend

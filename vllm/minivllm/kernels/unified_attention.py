@@ -69,9 +69,9 @@ from minivllm.kernels.attention_launch import (
     splits_for,
     with_contiguous_heads,
 )
+from minivllm.kernels.backend import choose_backend
 from minivllm.kernels.cpu.attention_calls import unified_attention_cpu
 from minivllm.kernels.cpu.attention_gather import gather_attention
-from minivllm.kernels.reshape_and_cache import choose_backend
 from minivllm.kernels.tuning import fastest
 from minivllm.platforms.triton_utils import INTERPRETED, tl, triton
 
@@ -151,14 +151,12 @@ def attend_tiles(
     block_stride,
     slot_stride,
     scale_stride,  # of a block in the scales
-    scale,
-    soft_cap,
+    to_log2,
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
     TILE: tl.constexpr,
     WINDOW: tl.constexpr,
-    SOFT_CAP: tl.constexpr,
     OFFSET_TYPE: tl.constexpr,
     SCALED: tl.constexpr,
     MASKED: tl.constexpr,
@@ -182,12 +180,6 @@ def attend_tiles(
         scores = tl.dot(q, tl.trans(keys), input_precision="ieee")  # [BLOCK_M, TILE]
         if SCALED:  # a key's scale multiplies its column, so that the tile need not be dequantized
             scores = scores * tl.load(k_scales + scale_at, mask=key_is_real, other=0.0)[None, :]
-        if SOFT_CAP:
-            # tanh(x) = 2 sigmoid(2x) − 1
-            scores = soft_cap * (2.0 * tl.sigmoid(2.0 * scores * (scale / soft_cap)) - 1.0)
-            to_log2 = LOG2E
-        else:
-            to_log2 = scale * LOG2E
         if MASKED:
             seen = key[None, :] <= query_position[:, None]
             if WINDOW > 0:
@@ -218,7 +210,6 @@ def unified_attention_kernel(
     num_seqs,
     num_splits,
     scale,
-    soft_cap,
     q_stride,  # of a token; heads of q and out are HEAD_DIM apart
     out_stride,
     block_stride,
@@ -234,7 +225,6 @@ def unified_attention_kernel(
     BLOCK_M: tl.constexpr,
     TILE: tl.constexpr,
     WINDOW: tl.constexpr,
-    SOFT_CAP: tl.constexpr,
     SPLIT: tl.constexpr,
     SCALED: tl.constexpr,
     SINGLE: tl.constexpr,  # no sequence has more than one query: the grid is (sequences, kv_heads, splits)
@@ -302,8 +292,8 @@ def unified_attention_kernel(
         peak, total, acc = attend_tiles(
             peak, total, acc, queries, position, k_head, v_head, k_scales, v_scales, table,
             edges[part] * TILE, edges[part + 1] * TILE, last_position + 1,
-            block_stride, slot_stride, scale_stride, scale, soft_cap,
-            BLOCK_SIZE, HEAD_DIM, PADDED_DIM, TILE, WINDOW, SOFT_CAP, OFFSET_TYPE, SCALED, part != 1,
+            block_stride, slot_stride, scale_stride, scale * LOG2E,
+            BLOCK_SIZE, HEAD_DIM, PADDED_DIM, TILE, WINDOW, OFFSET_TYPE, SCALED, part != 1,
         )  # fmt: skip
 
     if SPLIT:
@@ -376,7 +366,6 @@ def unified_attention(
     v_scales: Tensor | None = None,
     out: Tensor | None = None,
     sliding_window: int | None = None,
-    soft_cap: float | None = None,
     num_kv_splits: int | None = None,
     max_seq_len: int | None = None,
     max_query_len: int | None = None,
@@ -391,7 +380,6 @@ def unified_attention(
         out: the output tensor, `[tokens, heads, head_dim]`; rows of padding tokens (beyond
             `query_start_loc[-1]`) are left unchanged.
         sliding_window: a query sees itself and the `sliding_window` − 1 keys before it.
-        soft_cap: scores become soft_cap × tanh(score / soft_cap).
         num_kv_splits: programs that share a sequence's keys; None: automatic. Ignored on the CPU.
         max_seq_len: the longest sequence, if the host knows; else the block table's width bounds
             it. It only helps to choose the number of splits: a wrong value costs time, never
@@ -411,7 +399,7 @@ def unified_attention(
         MinivllmError: shapes, types or values are invalid.
     """
     arguments = AttentionArguments(
-        q, k_cache, v_cache, query_start_loc, seq_lens, block_table, scale, sliding_window, soft_cap, k_scales, v_scales
+        q, k_cache, v_cache, query_start_loc, seq_lens, block_table, scale, sliding_window, k_scales, v_scales
     )
     if not checked:
         check_arguments(arguments)
@@ -455,8 +443,8 @@ def _launch_fastest(
         return
     # Everything that the kernel is compiled for, and how much work there is, to a factor of two.
     shape_class = (
-        q.device, q.dtype, k_cache.dtype, heads, group, head_dim, block_size, window, arguments.soft_cap is None,
-        single, num_kv_splits, sequences.bit_length(), tokens.bit_length(), keys.bit_length(),
+        q.device, q.dtype, k_cache.dtype, heads, group, head_dim, block_size, window, single,
+        num_kv_splits, sequences.bit_length(), tokens.bit_length(), keys.bit_length(),
     )  # fmt: skip
     choices = configurations(architecture(q.device), rows, group, padded(head_dim), q.itemsize, k_cache.itemsize)
     launch(fastest(choices, shape_class, launch))
@@ -470,7 +458,7 @@ def launch_triton(
 
     `single`: no sequence has more than one query.
     """
-    q, k_cache, v_cache, query_start_loc, seq_lens, block_table, scale, window, soft_cap, *scales = arguments
+    q, k_cache, v_cache, query_start_loc, seq_lens, block_table, scale, window, *scales = arguments
     scaled = scales[0] is not None
     tokens, heads, head_dim = q.shape
     _, block_size, kv_heads, _ = k_cache.shape
@@ -480,7 +468,7 @@ def launch_triton(
     query_blocks = len(seq_lens) if single else tokens // (configuration.block_m // group) + len(seq_lens)
     unified_attention_kernel[(query_blocks, kv_heads, num_splits)](
         out, q, k_cache, v_cache, *(scales if scaled else (k_cache, v_cache)), query_start_loc, seq_lens, block_table,
-        *partials, len(seq_lens), num_splits, float(scale), float(soft_cap or 0.0),
+        *partials, len(seq_lens), num_splits, float(scale),
         q.stride(0), out.stride(0), *k_cache.stride()[:3], block_table.stride(0),
         DOT_TYPE=dot_type(q.dtype, k_cache.dtype),
         OFFSET_TYPE=offset_type(k_cache),
@@ -491,7 +479,6 @@ def launch_triton(
         BLOCK_M=configuration.block_m,
         TILE=configuration.tile,
         WINDOW=window or 0,
-        SOFT_CAP=soft_cap is not None,
         SPLIT=num_splits > 1,
         SCALED=scaled,
         SINGLE=single,

@@ -6,6 +6,8 @@ those two objects are the connector.
 """
 
 import importlib
+from collections.abc import Sequence
+from typing import Any
 
 from minivllm.config import NO_PARTS, Parts
 from minivllm.core.kv_connector import KVConnectorBase_V1, KVConnectorConfig, KVConnectorRole
@@ -44,3 +46,13 @@ def create_connector(config: KVConnectorConfig, role: KVConnectorRole, parts: Pa
     """
     make = parts.kv_connector or get_connector_class(config.kv_transfer_config.kv_connector, role)
     return make(config, role)
+
+
+def connect_ranks(handshakes: Sequence[tuple[KVConnectorConfig, Any]], parts: Parts) -> KVConnectorBase_V1:
+    """Create the scheduler's side, which learns how to reach the ranks; `handshakes` has what
+    `Worker.initialize_kv_connector` returned on each of them.
+    """
+    # All ranks return the same config but for their rank; the scheduler's side takes rank 0's.
+    connector = create_connector(handshakes[0][0], KVConnectorRole.SCHEDULER, parts)
+    connector.set_xfer_handshake_metadata({rank: metadata for rank, (_, metadata) in enumerate(handshakes)})
+    return connector

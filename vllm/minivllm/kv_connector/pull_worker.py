@@ -4,7 +4,6 @@ longer need to be kept.
 The connectors built on this move the bytes, and call `receive` or `lose` once for each read.
 """
 
-from collections.abc import Iterable
 from itertools import groupby
 from typing import Any
 
@@ -41,13 +40,12 @@ class PullConnectorWorker(KVConnectorBase_V1):
         """Record that a request's blocks have arrived."""
         self._received.add(request_id)
 
-    def lose(self, request_id: str, block_ids: Iterable[int], error: object) -> None:
+    def lose(self, request_id: str, error: object) -> None:
         """Record that a request's blocks will not arrive."""
         logger.warning("The blocks of request %s were not read: %s", request_id, error)
         self.count("num_failed_transfers")
         self._received.add(request_id)
         self._failed.add(request_id)
-        self._invalid_block_ids.update(block_ids)
 
     def tell(self, request_id: str) -> None:
         """Record that a prefill engine has learned that its blocks are not needed, or cannot be
@@ -79,10 +77,6 @@ class PullConnectorWorker(KVConnectorBase_V1):
         failed, self._failed = self._failed, set()
         return failed
 
-    def get_block_ids_with_load_errors(self) -> set[int]:
-        block_ids, self._invalid_block_ids = self._invalid_block_ids, set()
-        return block_ids
-
     def get_kv_connector_stats(self) -> dict[str, Any] | None:
         stats, self._stats = self._stats, {}
         return stats or None
@@ -95,7 +89,6 @@ class PullConnectorWorker(KVConnectorBase_V1):
         """Forget everything that has not been reported to the scheduler yet."""
         self._received: set[str] = set()
         self._failed: set[str] = set()
-        self._invalid_block_ids: set[int] = set()
         self._told: list[str] = []
         self._stats: dict[str, Any] = {}
 

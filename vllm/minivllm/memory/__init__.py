@@ -7,16 +7,8 @@ from minivllm.memory.bytes_per_token import (
     max_concurrency,
     serving_dtype,
 )
-from minivllm.memory.devices import Device, get_device
-from minivllm.memory.kv_layers import KVGroups, kv_groups
-from minivllm.memory.ledger import LedgerRow, MemoryLedger, estimated_activation_peak, memory_ledger
-from minivllm.memory.parameters import (
-    num_parameters,
-    parameter_groups,
-    rotary_table_bytes,
-    routed_parameters,
-    weight_bytes,
-)
+from minivllm.memory.kv_layers import KVGroups
+from minivllm.memory.ledger import Device, LedgerRow, MemoryLedger, estimated_activation_peak, memory_ledger
 
 __all__ = [
     "Device",
@@ -25,16 +17,9 @@ __all__ = [
     "MemoryLedger",
     "cache_dtype",
     "estimated_activation_peak",
-    "get_device",
     "kv_bytes_per_token",
     "kv_cache_tokens",
-    "kv_groups",
     "max_concurrency",
     "memory_ledger",
-    "num_parameters",
-    "parameter_groups",
-    "rotary_table_bytes",
-    "routed_parameters",
     "serving_dtype",
-    "weight_bytes",
 ]

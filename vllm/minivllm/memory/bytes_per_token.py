@@ -2,7 +2,7 @@
 
 These are counts, not estimates; they equal what vLLM prints at start-up ("GPU KV cache size",
 "Maximum concurrency"). Only models in which every layer caches every token have a fixed number of
-bytes per token; for others see `kv_layers`.
+bytes per token; for others see `minivllm_simulate.memory`.
 
 In vLLM v0.33.0: `vllm/v1/kv_cache_interface.py` (`AttentionSpec.page_size_bytes`).
 """
@@ -153,17 +153,10 @@ def _refuse_forgetful(config: ModelConfig) -> None:
         window = f"every layer keeps only the last {config.sliding_window} tokens" if config.sliding_window else WINDOW
         reason = config.cache_exception or window
         name = config.architecture or config.model_type or "this model"
-        way_out = "kv_groups counts it" if config.counted_layer_types else "vLLM prints what fits when it starts"
         raise UnsupportedModelError(
-            f"{name}: {reason}, so its cache does not grow by a fixed number of bytes per token; {way_out}"
+            f"{name}: {reason}, so its cache does not grow by a fixed number of bytes per token; vLLM prints what fits "
+            "when it starts"
         )
-
-
-def bytes_of_dtype(dtype: str) -> int:
-    """Return the bytes per weight. Raise `MinivllmError` for an unknown dtype."""
-    if dtype not in tuple(DTYPE_BYTES):
-        raise MinivllmError(f"unknown dtype of weights {dtype!r}; known: auto, {', '.join(DTYPE_BYTES)}")
-    return DTYPE_BYTES[dtype]
 
 
 def _head_bytes(head_dim: int, kv_dtype: str) -> int:

@@ -13,11 +13,9 @@ from dataclasses import dataclass
 from minivllm.config import ModelConfig
 from minivllm.config.checks import is_number, positive_count
 from minivllm.config.units import GIB
-from minivllm.errors import MinivllmError, UnsupportedModelError
-from minivllm.memory.bytes_per_token import Model, as_config, cache_dtype, kv_bytes_per_token, max_concurrency
-from minivllm.memory.devices import Device, get_device
-from minivllm.memory.kv_layers import KVGroups, kv_groups
-from minivllm.memory.parameters import rotary_table_bytes, weight_bytes
+from minivllm.errors import MinivllmError
+from minivllm.memory.bytes_per_token import cache_dtype, kv_bytes_per_token, max_concurrency
+from minivllm.memory.kv_layers import FullLayer, KVGroups
 
 # Defaults for working memory that was not measured. The estimate of activations is within 6 % of
 # the peaks in vLLM's start-up logs (tests/memory/startup_logs.toml); the other figures are typical
@@ -26,9 +24,16 @@ SAMPLER_BYTES_PER_LOGIT = 39
 NON_TORCH_BYTES = GIB // 10
 NON_TORCH_BYTES_TP = GIB  # with NCCL's buffers
 CUDA_GRAPH_BYTES = GIB // 2
-# GPUs on which FlashInfer's kernel for gated delta nets is the default.
-GDN_CHECKPOINT_GPUS = ("H100", "H200", "B200")
 HOST_TIER = "KV cache, second tier in host memory"
+
+
+@dataclass(frozen=True)
+class Device:
+    """A device with memory: a GPU, or a whole machine."""
+
+    name: str
+    # Memory visible to a program.
+    memory_bytes: int
 
 
 @dataclass(frozen=True)
@@ -129,23 +134,23 @@ class MemoryLedger:
 
 
 def memory_ledger(
-    model: Model,
-    device: Device | str,
+    config: ModelConfig,
+    device: Device,
     *,
-    max_model_len: int | None = None,
+    weights: int,
+    max_model_len: int,
     gpu_memory_utilization: float = 0.92,
     tp: int = 1,
     kv_dtype: str = "auto",
-    weight_dtype: str = "auto",
     block_size: int = 16,
     max_num_batched_tokens: int = 8192,
     max_num_seqs: int = 256,
-    weights: int | None = None,
     activation_peak: int | None = None,
     non_torch: int | None = None,
     cuda_graphs: int | None = None,
-    drafter: Model | None = None,
-    drafter_bytes: int | None = None,
+    kv: KVGroups | None = None,
+    drafter: ModelConfig | None = None,
+    drafter_bytes: int = 0,
     host_tier: int = 0,
     lora_bytes: int = 0,
     check: bool = True,
@@ -154,20 +159,21 @@ def memory_ledger(
     KV cache.
 
     Args:
-        model: a ModelConfig or the contents of a `config.json`.
-        device: a device, or the name of a GPU listed in `minivllm.memory.devices`.
-        max_model_len: the longest request, prompt plus output; None: the model's own limit.
+        config: the model's shape.
+        device: the GPU, or a whole machine.
+        weights: bytes of the weights, with the RoPE table.
+        max_model_len: the longest request, prompt plus output.
         gpu_memory_utilization: the fraction of the device's memory that the engine may use.
         tp: GPUs that share one copy of the model; the ledger describes one of them.
-        kv_dtype, weight_dtype: see `kv_bytes_per_token` and `weight_bytes`.
+        kv_dtype: see `kv_bytes_per_token`.
         block_size: tokens per KV-cache block.
         max_num_batched_tokens, max_num_seqs: the largest step, whose activations are estimated.
-        weights, activation_peak, non_torch, cuda_graphs: bytes, if known from a start-up log or a
-            measurement; if not, the weights (with the RoPE table) are counted and the others are
-            estimated.
+        activation_peak, non_torch, cuda_graphs: bytes, if known from a start-up log or a
+            measurement; if not, they are estimated.
+        kv: the groups of the model's layers; None: every layer keeps every token.
         drafter: a model that drafts tokens for this one, if any. All of it is on this GPU,
             whatever `tp` is, and so does its cache, which has the same blocks.
-        drafter_bytes: its bytes without the cache, if known.
+        drafter_bytes: its bytes without the cache.
         host_tier: bytes of a second tier of the cache, if it is in the same memory: on a CPU.
         lora_bytes: bytes of the adapters' slots.
         check: raise if a request of `max_model_len` does not fit; if False, return the ledger
@@ -176,30 +182,19 @@ def memory_ledger(
     Raises:
         MinivllmError: nothing is left for the KV cache, a request of `max_model_len` does not fit
             (the message says which length would), or an argument is invalid.
-        UnsupportedModelError: the memory of this model cannot be counted.
     """
-    config = as_config(model)
-    device = Device(device.name, device.memory_bytes) if isinstance(device, Device) else get_device(device)
     if not is_number(gpu_memory_utilization) or not 0 < gpu_memory_utilization <= 1:
         raise MinivllmError(f"gpu_memory_utilization must be above 0 and at most 1, not {gpu_memory_utilization!r}")
-    if max_model_len is None:
-        config.require("max_position_embeddings")
-        max_model_len = config.max_position_embeddings
-    drafting = None if drafter is None else as_config(drafter)
-    kv = kv_groups(
-        config, kv_dtype, tp, block_size, max_num_batched_tokens, gdn_checkpoints=device.name in GDN_CHECKPOINT_GPUS
-    )
-    if drafting is not None:
-        if kv.bytes_per_token is None:
-            raise UnsupportedModelError(f"a draft model's cache beside {config.model_type}'s is not counted here")
+    if kv is None:
+        page = kv_bytes_per_token(config, kv_dtype, tp) * positive_count("block_size", block_size)
+        kv = KVGroups((FullLayer(block_size, page),), page)
+    if drafter is not None:
         # The draft model's cache has the same blocks.
-        kv = kv.widened(kv_bytes_per_token(drafting, cache_dtype(config, kv_dtype)))
-        drafter_bytes = _loaded_bytes(drafting, weight_dtype, 1) if drafter_bytes is None else drafter_bytes
+        kv = kv.widened(kv_bytes_per_token(drafter, cache_dtype(config, kv_dtype)))
     budget = int(device.memory_bytes * gpu_memory_utilization)  # what the engine may use of the device
-    loaded = _loaded_bytes(config, weight_dtype, tp) if weights is None else weights
     before_cache = (
-        _row("weights and rotary table", loaded),
-        *((_row("draft model", drafter_bytes),) if drafting else ()),
+        _row("weights and rotary table", weights),
+        *((_row("draft model", drafter_bytes),) if drafter else ()),
         *((_row("LoRA slots", lora_bytes),) if lora_bytes else ()),
         _row(
             "activations", activation_peak, estimated_activation_peak(config, max_num_batched_tokens, max_num_seqs, tp)
@@ -244,10 +239,6 @@ def estimated_activation_peak(config: ModelConfig, max_num_batched_tokens: int, 
     mlp = positive_count("max_num_batched_tokens", max_num_batched_tokens) * 3 * (config.hidden_size + mlp_width) * 2
     sampler = positive_count("max_num_seqs", max_num_seqs) * config.vocab_size * SAMPLER_BYTES_PER_LOGIT
     return max(mlp, sampler)
-
-
-def _loaded_bytes(config: ModelConfig, dtype: str, tp: int) -> int:
-    return weight_bytes(config, dtype, tp) + rotary_table_bytes(config)
 
 
 def _row(name: str, measured: int | None, estimate: int = 0) -> LedgerRow:

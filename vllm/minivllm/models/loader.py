@@ -22,7 +22,6 @@ from minivllm.config import ModelConfig
 from minivllm.config.model_files import config_path, hub_file, local_path, read_json_object
 from minivllm.errors import MinivllmError
 from minivllm.kernels.packed_weights import row_width
-from minivllm.memory import num_parameters
 from minivllm.models.decoder import FAMILIES, Decoder
 from minivllm.models.latent_attention import latent_rows, query_rows
 from minivllm.models.linear import UNQUANTIZED, Linear
@@ -438,14 +437,26 @@ def _random_tensors(model: Decoder, seed: int, device: str | torch.device) -> It
 def _refuse_beyond_memory(
     config: ModelConfig, device: torch.device, least_bits: int, group: GroupCoordinator | None
 ) -> None:
-    """Reject, before allocation, a model that does not fit the device even at `least_bits` bits
-    per weight.
+    """Reject, before allocation, a model whose large matrices do not fit the device even at
+    `least_bits` bits per weight.
     """
     if config.model_type not in FAMILIES or device.type == "meta":
         return  # the decoder rejects other families with a better message; meta tensors take no memory
-    num_bytes = num_parameters(config) * least_bits // 8 // (group.world_size if group else 1)
+    num_bytes = num_weights(config) * least_bits // 8 // (group.world_size if group else 1)
     what = f"the model ({config.num_hidden_layers} layers of width {config.hidden_size})"
     refuse_beyond_memory(num_bytes, device, what, "use a smaller model, or a dtype or checkpoint with fewer bits")
+
+
+def num_weights(config: ModelConfig) -> int:
+    """Count the numbers in a dense model's large matrices: all but norms and biases."""
+    hidden, heads, rank = config.hidden_size, config.num_attention_heads, config.kv_lora_rank
+    attention = 2 * hidden * (heads + config.num_key_value_heads) * config.head_dim  # q, k, v and the output
+    if rank is not None:
+        keys, values = config.qk_nope_head_dim, config.v_head_dim
+        query = (config.q_lora_rank or hidden) * heads * (keys + config.rotary_dim) + hidden * config.q_lora_rank
+        attention = query + hidden * config.latent_width + heads * (rank * (keys + values) + values * hidden)
+    layers = config.num_hidden_layers * (attention + 3 * hidden * config.intermediate_size)
+    return layers + config.vocab_size * hidden * (1 if config.tie_word_embeddings else 2)
 
 
 @contextmanager

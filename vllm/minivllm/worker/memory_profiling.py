@@ -87,7 +87,6 @@ def profile_memory(runner: ModelRunner, gpu_memory_utilization: float, host_tier
         gpu_memory_utilization=gpu_memory_utilization,
         tp=settings.tensor_parallel_size,
         kv_dtype=dtype if settings.kv_cache_dtype == "auto" else settings.kv_cache_dtype,
-        weight_dtype=dtype,
         block_size=settings.block_size,
         max_num_batched_tokens=settings.max_num_batched_tokens,
         max_num_seqs=settings.max_num_seqs,

@@ -17,12 +17,13 @@ from functools import cached_property
 
 from minivllm.config import ModelConfig
 from minivllm.config.checks import require
-from minivllm.memory import MemoryLedger, kv_bytes_per_token, memory_ledger
+from minivllm.memory import MemoryLedger, kv_bytes_per_token
 from minivllm.memory.bytes_per_token import kv_heads_on_rank
 from minivllm_simulate.cost_model import StepShape
 from minivllm_simulate.hardware import Hardware
 from minivllm_simulate.layouts import BLOCK_SIZE, TOKEN_BUDGET, UTILIZATION
 from minivllm_simulate.levers import SERVING, LeverCost
+from minivllm_simulate.memory import memory_ledger
 
 ROPE = 64
 """Numbers of the rotary key beside a latent, as in DeepSeek-V2."""

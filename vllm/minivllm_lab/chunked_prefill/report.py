@@ -23,7 +23,6 @@ from torch import Tensor
 
 from minivllm.config import EMBEDDED_MODEL, CacheConfig, ModelConfig, Parts
 from minivllm.kernels.unified_attention import unified_attention
-from minivllm.memory import num_parameters
 from minivllm_lab import palette
 from minivllm_lab.chunked_prefill.prefill_first import PREFILL_FIRST
 from minivllm_lab.cli import lesson_parser, whole_number
@@ -39,6 +38,7 @@ from minivllm_simulate.cost_model import RooflineCost, StepShape
 from minivllm_simulate.hardware import get_hardware
 from minivllm_simulate.known_models import known_model
 from minivllm_simulate.lever_checks import SARATHI, SARATHI_DECODES, SARATHI_STEP, sarathi_step
+from minivllm_simulate.memory import num_parameters
 from minivllm_simulate.virtual_clock import percentile
 
 BLOCK_SIZE, MAX_MODEL_LEN = 16, 2048

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from minivllm.config import EMBEDDED_MODEL, CacheConfig, SchedulerConfig
-from minivllm.memory import memory_ledger
 from minivllm_lab import palette
 from minivllm_lab.cli import lesson_parser, whole_number
 from minivllm_lab.continuous_batching import scenes
@@ -20,6 +19,7 @@ from minivllm_lab.tables import Timed, closing, console, record_table, table
 from minivllm_simulate.cost_model import RooflineCost
 from minivllm_simulate.hardware import get_hardware
 from minivllm_simulate.known_models import known_model
+from minivllm_simulate.memory import memory_ledger
 from minivllm_simulate.workloads import Lengths, workload
 
 if TYPE_CHECKING:

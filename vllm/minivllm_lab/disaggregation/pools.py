@@ -183,7 +183,7 @@ class _Engine(SimulatedEngine):
         assert remote is not None
         output = KVConnectorOutput()
         (output.finished_sending if self.connector.sends else output.finished_recving).add(request_id)
-        remote.end_update(output, ())
+        remote.end_transfers(output)
         self.settled = False
 
     def steps_alike(self, running: Sequence[Request]) -> int:

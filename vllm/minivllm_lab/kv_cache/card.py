@@ -5,11 +5,12 @@ a token.
 from __future__ import annotations
 
 from minivllm.config.units import GIB
-from minivllm.memory import MemoryLedger, memory_ledger
+from minivllm.memory import MemoryLedger
 from minivllm_lab.drawing import BLANK, QUIET, line, rect, svg, text, tint
 from minivllm_lab.kv_cache.reservation import unused_shares
 from minivllm_lab.palette import BLUE, GREY, ORANGE, PALE
 from minivllm_simulate.known_models import known_model
+from minivllm_simulate.memory import memory_ledger
 
 WIDTH, LEFT, WIDE = 700, 20, 660
 RESERVED = 2048

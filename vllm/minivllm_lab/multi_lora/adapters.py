@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from minivllm.config import EMBEDDED_MODEL, ModelConfig
 from minivllm.lora.peft_helper import CONFIG_FILE, WEIGHTS_FILE
-from minivllm.memory.adapters import ALL_LINEARS, MLP_LINEARS, adapter_parameters, linear_shapes
+from minivllm.memory.adapters import ALL_LINEARS, MLP_LINEARS, linear_shapes
+from minivllm_simulate.memory.adapters import adapter_parameters
 
 if TYPE_CHECKING:
     import torch

@@ -19,10 +19,10 @@ from operator import mul
 
 from minivllm.config import ModelConfig
 from minivllm.config.checks import is_number, require
-from minivllm.memory import weight_bytes
-from minivllm.memory.adapters import ALL_LINEARS, adapter_bytes, adapter_parameters, linear_shapes
+from minivllm.memory.adapters import ALL_LINEARS, linear_shapes
 from minivllm_simulate.cost_model import ARITHMETIC_EFFICIENCY, MEMORY_EFFICIENCY, Cost, StepShape
 from minivllm_simulate.hardware import Hardware
+from minivllm_simulate.memory import adapter_bytes, adapter_parameters, weight_bytes
 
 GROUPS = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
 """Linears that read the same input and share a launch."""

@@ -27,7 +27,6 @@ from minivllm.entrypoints.llm import LLM
 from minivllm.kernels.lora_linear import lora_linear
 from minivllm.kernels.lora_metadata import LoRAKernelMeta
 from minivllm.lora.request import LoRARequest
-from minivllm.memory import num_parameters
 from minivllm.memory.adapters import linear_shapes
 from minivllm.outputs import RequestOutput
 from minivllm.platforms.triton_utils import HAS_TRITON, INTERPRETED
@@ -44,6 +43,7 @@ from minivllm_lab.proof import furthest, show_errors
 from minivllm_lab.tables import Timed, closing, console, record_table, table
 from minivllm_lab.timing import in_turns, wall_seconds
 from minivllm_simulate.known_models import known_model
+from minivllm_simulate.memory import num_parameters
 
 Way = Callable[..., None]
 LessonCode = Callable[..., Any]

@@ -19,9 +19,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from minivllm.config import ModelConfig
-from minivllm.memory import kv_bytes_per_token, num_parameters, serving_dtype
+from minivllm.memory import kv_bytes_per_token, serving_dtype
 from minivllm_simulate.hardware import Hardware
 from minivllm_simulate.kv_links import Link
+from minivllm_simulate.memory import num_parameters
 
 SHARE_OF_PEAK = 0.5
 """The share of a GPU's FLOP/s that a prefill reaches: assumed, the usual round figure. Our engine's

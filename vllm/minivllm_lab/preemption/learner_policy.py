@@ -97,8 +97,6 @@ class EngineMemory:
         if name not in scheduler.requests:
             raise MinivllmError(f"your preempt frees the blocks of {name!r}; the ids are {sorted(scheduler.requests)}")
         request = scheduler.requests[name]
-        if scheduler.remote is not None:
-            scheduler.remote.lost_its_blocks(request)
         was_scheduled = self.new_blocks.pop(name, None) is not None
         scheduler.kv_cache_manager.free(request, withdraw_uncomputed=was_scheduled)
         request.num_lost_tokens = request.num_computed_tokens

@@ -21,7 +21,7 @@ from torch import Tensor
 from minivllm.config import EMBEDDED_MODEL
 from minivllm.core.request import Request
 from minivllm.entrypoints.llm import LLM
-from minivllm.memory import kv_bytes_per_token, num_parameters
+from minivllm.memory import kv_bytes_per_token
 from minivllm.models.tokenizer import load_tokenizer
 from minivllm.sampling_params import SamplingParams
 from minivllm_lab import palette
@@ -39,6 +39,7 @@ from minivllm_lab.timing import in_turns
 from minivllm_simulate.hardware import get_hardware
 from minivllm_simulate.known_models import known_model
 from minivllm_simulate.kv_links import get_link
+from minivllm_simulate.memory import num_parameters
 from minivllm_simulate.virtual_clock import SimulatedRequest
 
 BLOCK_SIZE, AMPLE = 4, 200

@@ -27,11 +27,11 @@ from typing import Literal
 
 from minivllm.config import ModelConfig
 from minivllm.config.checks import is_number, require
-from minivllm.memory import memory_ledger, rotary_table_bytes, weight_bytes
 from minivllm_simulate.cost_model import StepShape
 from minivllm_simulate.hardware import Hardware
 from minivllm_simulate.layouts import BLOCK_SIZE
 from minivllm_simulate.levers import SERVING, LeverCost
+from minivllm_simulate.memory import memory_ledger, rotary_table_bytes, weight_bytes
 
 PASS_OVERHEAD, VERIFY_OVERHEAD = 2.2e-4, 6.5e-4
 """Seconds beyond reading and arithmetic: of each of the drafter's passes (launch, sampling, the

@@ -14,11 +14,12 @@ from functools import cached_property
 from minivllm.config import CacheConfig, ModelConfig, SchedulerConfig
 from minivllm.config.checks import require
 from minivllm.config.units import GIB
-from minivllm.memory import MemoryLedger, memory_ledger
+from minivllm.memory import MemoryLedger
 from minivllm_simulate.cost_model import StepShape
 from minivllm_simulate.hardware import Hardware
 from minivllm_simulate.layouts import Steady
 from minivllm_simulate.levers import SERVING, LeverCost
+from minivllm_simulate.memory import memory_ledger
 
 BLOCK_SIZE = 16
 

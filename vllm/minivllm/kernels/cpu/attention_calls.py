@@ -34,7 +34,7 @@ def unified_attention_cpu(out: Tensor, arguments: AttentionArguments) -> None:
 
 def numba_attention(out: Tensor, arguments: AttentionArguments) -> None:
     """Run the compiled loops of `attention_loops.py`, for head dims that are a multiple of 16."""
-    q, k_cache, v_cache, query_start_loc, seq_lens, block_table, scale, window, soft_cap, k_scales, v_scales = arguments
+    q, k_cache, v_cache, query_start_loc, seq_lens, block_table, scale, window, k_scales, v_scales = arguments
     _, heads, head_dim = q.shape
     in_place = out.dtype in NUMBERS and out.is_contiguous()
     result = out if in_place else torch.empty(out.shape, dtype=torch.float32)
@@ -56,7 +56,6 @@ def numba_attention(out: Tensor, arguments: AttentionArguments) -> None:
         q_stride=q.stride(0),
         sliding_window=window or NO_WINDOW,
         scale=bits_of(scale * LOG2E),
-        soft_cap=bits_of(soft_cap or 0.0),
         query_start_loc=query_start_loc.data_ptr(),
         seq_lens=seq_lens.data_ptr(),
         block_table=block_table.data_ptr(),

@@ -21,7 +21,7 @@ def gather_attention(out: Tensor, arguments: AttentionArguments, naive: bool = F
     naive: materialize the whole score matrix `[heads, queries, keys]`, as was usual before
         FlashAttention.
     """
-    q, k_cache, v_cache, query_start_loc, seq_lens, block_table, scale, window, soft_cap, k_scales, v_scales = arguments
+    q, k_cache, v_cache, query_start_loc, seq_lens, block_table, scale, window, k_scales, v_scales = arguments
     starts = query_start_loc.tolist()
     block_size = k_cache.shape[1]
     for sequence, length in enumerate(seq_lens.tolist()):
@@ -34,12 +34,12 @@ def gather_attention(out: Tensor, arguments: AttentionArguments, naive: bool = F
         values = _gathered(v_cache, v_scales, blocks, q.dtype)[:length].transpose(0, 1)
         queries = q[begin:end].transpose(0, 1)
         seen = _seen(end - begin, length, window, q.device)
-        if soft_cap is None and not naive:
+        if not naive:
             attended = F.scaled_dot_product_attention(
                 queries[None], keys[None], values[None], attn_mask=seen, scale=scale, enable_gqa=True
             )[0]
         else:
-            attended = _matrix_attention(queries, keys, values, seen, scale, soft_cap)
+            attended = _matrix_attention(queries, keys, values, seen, scale)
         out[begin:end] = attended.transpose(0, 1)
 
 
@@ -65,14 +65,10 @@ def _seen(queries: int, keys: int, sliding_window: int | None, device: torch.dev
     return seen if sliding_window is None else seen & (asked > asking - sliding_window)
 
 
-def _matrix_attention(
-    queries: Tensor, keys: Tensor, values: Tensor, seen: Tensor | None, scale: float, soft_cap: float | None
-) -> Tensor:
+def _matrix_attention(queries: Tensor, keys: Tensor, values: Tensor, seen: Tensor | None, scale: float) -> Tensor:
     group = len(queries) // len(keys)
     keys, values = keys.float().repeat_interleave(group, 0), values.float().repeat_interleave(group, 0)
     scores = queries.float() @ keys.transpose(1, 2) * scale  # [heads, queries, keys]
-    if soft_cap is not None:
-        scores = soft_cap * torch.tanh(scores / soft_cap)
     if seen is not None:
         scores = scores.masked_fill(~seen, float("-inf"))
     return (torch.softmax(scores, dim=-1) @ values).to(queries.dtype)

@@ -44,7 +44,6 @@ from minivllm.kernels.cpu.programs import array_at, counter_of, float_of, jit, p
 TILE = 64  # keys at a time: their scores, and in a prefill their K and V, stay in the L1 cache
 BLOCK_Q = 16  # positions per program
 UNSEEN = np.float32(-1e30)
-LOG2E = 1.4426950408889634
 
 
 @jit
@@ -123,13 +122,6 @@ def score(scores, queries, at, k_cache, slots, count, head_dim, later, ahead):
             c = multiply_add(query, load_four(k_cache, slots[key + 2] + dim), c)
             d = multiply_add(query, load_four(k_cache, slots[key + 3] + dim), d)
         store(scores, 4 * key, sum_fours(a, b, c, d))
-
-
-@jit
-def cap(scores, count, soft_cap):
-    """Replace each score by soft_cap × tanh(score / soft_cap); both are in log2 units."""
-    for index in range((count + 3) // 4 * 16):
-        scores[index] = np.float32(soft_cap * LOG2E) * np.tanh(scores[index] * np.float32(1.0 / (soft_cap * LOG2E)))
 
 
 @jit
@@ -272,7 +264,7 @@ def attend(cells, number, element):
     seq_lens = array_at(cells.seq_lens, num_seqs, np.int32)
     block_table = array_at(cells.block_table, num_seqs * cells.table_stride, np.int32)
     q_stride = cells.q_stride
-    scale, soft_cap, window = float_of(cells.scale), float_of(cells.soft_cap), cells.sliding_window
+    scale, window = float_of(cells.scale), cells.sliding_window
 
     k_scales, v_scales = array_at(cells.k_scales, 1, np.float32), array_at(cells.v_scales, 1, np.float32)
     scaled = cells.k_scales != 0
@@ -327,8 +319,6 @@ def attend(cells, number, element):
                 score(scores, queries, row * head_dim, k_cache, slots, count, head_dim, later, ahead)
                 if scaled:
                     scale_columns(scores, key_scales, count)
-                if soft_cap > 0:
-                    cap(scores, count, soft_cap)
                 # Most tiles are seen whole by all four rows, and need no mask.
                 if tile + (count + 3) // 4 * 4 > lowest + 1 or tile <= highest - window:
                     mask(scores, tile, count, positions, oldest, 4 * row)

@@ -27,10 +27,10 @@ def _cells(numbers: str, addresses: str) -> Any:
 
 # Arguments of `attention_loops.attend`; shapes as in `unified_attention.py`. `table_stride` is of a
 # sequence in the block table, `q_stride` of a token; the other strides are of the caches. `scale`
-# is an fp32 number in units of log2, and so is `soft_cap`, or 0.
+# is an fp32 number in units of log2.
 AttentionCells = _cells(
     "heads kv_heads head_dim slots_per_block num_seqs block_stride slot_stride head_stride table_stride q_stride "
-    "sliding_window scale soft_cap",
+    "sliding_window scale",
     "query_start_loc seq_lens block_table q out k_cache v_cache k_scales v_scales",
 )
 

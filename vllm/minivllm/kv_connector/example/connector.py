@@ -8,9 +8,8 @@ One file holds one full block of a prompt, with all layers, and is named after t
 which covers its tokens, all tokens before them, and everything else they depend on. A request with
 the same prefix finds its blocks, one after another. A file appears only when it is complete, and
 begins with a digest of the rest, which is in the format of safetensors; a file that was truncated
-or altered counts as a failed load, and is removed. What a step computes with such a block is not
-saved. Nothing is ever evicted; that is left to the owner of
-the folder.
+or altered counts as a failed load, and is removed. What is computed after one is not saved, until
+the engine has started over. Nothing is ever evicted; that is left to the owner of the folder.
 
 In vLLM v0.33.0: `vllm/distributed/kv_transfer/kv_connector/v1/example_connector.py`
 (`ExampleConnector`), which keeps a folder for each whole prompt and a file for each layer.
@@ -29,7 +28,6 @@ from minivllm.core.kv_connector import (
     KVConnectorBase_V1,
     KVConnectorConfig,
     KVConnectorMetadata,
-    KVConnectorOutput,
     KVConnectorRole,
 )
 from minivllm.errors import MinivllmError
@@ -50,15 +48,10 @@ DIGEST_BYTES = 16
 class ExampleConnectorMetadata(KVConnectorMetadata):
     """The blocks to load within the step and to save after it: their ids, and the names of their
     files.
-
-    `step` is the step's number; `last_failure` is the last step with a failed load that the
-    scheduler knows of.
     """
 
     loads: dict[int, str] = field(default_factory=dict)
     saves: dict[int, str] = field(default_factory=dict)
-    step: int = 0
-    last_failure: int = -1
 
 
 @dataclass
@@ -103,8 +96,7 @@ class ExampleConnector(KVConnectorBase_V1):
         self._tensors: dict[str, torch.Tensor] = {}  # the cache, by layer and part
         self._saving: dict[str, torch.Tensor] = {}
         self._invalid_block_ids: set[int] = set()
-        self._num_steps = 0
-        self._last_failure = -1
+        self._is_spoiled = False
 
     # The scheduler's side
 
@@ -151,14 +143,7 @@ class ExampleConnector(KVConnectorBase_V1):
                 if request_id in self._requests:
                     self._add_saves(self._requests[request_id], num_tokens)
         metadata, self._metadata = self._metadata, ExampleConnectorMetadata()
-        metadata.step = self._num_steps
-        metadata.last_failure = self._last_failure
-        self._num_steps += 1
         return metadata
-
-    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """Record which steps failed to load."""
-        self._last_failure = max((self._last_failure, *(connector_output.kv_connector_worker_meta or ())))
 
     def request_finished(self, request: "Request", block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Forget the request: its blocks were saved as they were computed."""
@@ -208,7 +193,7 @@ class ExampleConnector(KVConnectorBase_V1):
         for block_id, name in self._step.loads.items():
             if not self._load(block_id, self._path(name, self.config.tensor_parallel_rank)):
                 self._invalid_block_ids.add(block_id)
-                self._last_failure = self._step.step
+                self._is_spoiled = True
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Do nothing: `start_load_kv` has already loaded all layers."""
@@ -216,9 +201,8 @@ class ExampleConnector(KVConnectorBase_V1):
     def save_kv_layer(self, layer_name: str, kv_layer: "tuple[torch.Tensor, ...]", attn_metadata: Any) -> None:
         """Copy this layer's part of the blocks that are to be saved."""
         saves = self._step.saves
-        # After a failed load, nothing is saved until the scheduler knows of it: it may have been
-        # computed with garbage.
-        if saves and self._step.last_failure >= self._last_failure:
+        # After a failed load, steps that are already on their way compute with garbage.
+        if saves and not self._is_spoiled:
             for index, part in enumerate(kv_layer):
                 self._saving[f"{layer_name}.{index}"] = part[list(saves)].cpu()
 
@@ -236,15 +220,11 @@ class ExampleConnector(KVConnectorBase_V1):
         invalid, self._invalid_block_ids = self._invalid_block_ids, set()
         return invalid
 
-    def build_connector_worker_meta(self) -> int | None:
-        """Return this step's number if a load failed in it, else None."""
-        return self._step.step if self._last_failure == self._step.step else None
-
     def reset(self) -> None:
         """Forget the failed step."""
         self._saving = {}
         self._invalid_block_ids = set()
-        self._last_failure = -1
+        self._is_spoiled = False
 
     @property
     def _step(self) -> ExampleConnectorMetadata:

@@ -209,7 +209,7 @@ class NixlConnectorWorker(PullConnectorWorker):
         if read.transfer is not None:
             read.transfer.release()
         del self._reads[request_id]
-        self.lose(request_id, read.order.block_ids, f"{error} ({remote.host}:{remote.port})")
+        self.lose(request_id, f"{error} ({remote.host}:{remote.port})")
 
     def _release(self, request_id: str, peer: Peer | None, remote: RemotePrefill) -> None:
         self._notify(peer, consumed_message(remote.request_id, self.config.tensor_parallel_size))

@@ -122,7 +122,7 @@ class TCPConnectorWorker(PullConnectorWorker):
             order, future = self._loads.pop(request_id)
             self._wanted.discard(order)
             if (error := future.exception()) is not None:
-                self.lose(request_id, order.block_ids, error)
+                self.lose(request_id, error)
                 continue
             self.receive(request_id)
             self.observe(**future.result())

@@ -5,20 +5,9 @@ little less than the advertised size, because error correction and the driver re
 differ by a few MiB between drivers.
 """
 
-from dataclasses import dataclass
-
 from minivllm.config.units import GIB
 from minivllm.errors import MinivllmError
-
-
-@dataclass(frozen=True)
-class Device:
-    """A device with memory: a GPU, or a whole machine."""
-
-    name: str
-    # Memory visible to a program.
-    memory_bytes: int
-
+from minivllm.memory import Device
 
 MEMORY_GIB = {
     "T4": 14.563,

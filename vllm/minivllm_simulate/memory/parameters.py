@@ -8,7 +8,8 @@ from collections.abc import Callable
 
 from minivllm.config import ModelConfig
 from minivllm.errors import MinivllmError, UnsupportedModelError
-from minivllm.memory.bytes_per_token import Model, as_config, bytes_of_dtype, kv_heads_on_rank, serving_dtype
+from minivllm.memory.bytes_per_token import DTYPE_BYTES, Model, as_config, kv_heads_on_rank, serving_dtype
+from minivllm_simulate.memory.layer_kinds import LINEAR, counted_layer_types
 
 PARTS = ("vision_config", "audio_config", "vision_encoder_config", "audio_encoder_config", "speech_config")
 """The parts of a multimodal checkpoint besides its language model."""
@@ -233,7 +234,7 @@ def _gated_delta(config: ModelConfig, tp: int) -> dict[str, int]:
     hf, hidden, layers = config.hf_text_config, config.hidden_size, config.num_hidden_layers
     groups = _gated_decoder(config, tp)
     # Layers that are gated delta nets.
-    linear = (config.counted_layer_types or ()).count("linear_attention")
+    linear = (counted_layer_types(config) or ()).count(LINEAR)
     gate = hidden * config.num_attention_heads // tp * config.head_dim  # attention's output gate
     full = _grouped_attention(config, tp) + gate + 2 * config.head_dim
     heads = hf["linear_num_value_heads"] // tp
@@ -286,6 +287,13 @@ def _vision_parameters(config: ModelConfig, tp: int) -> int:
     embeddings = (3 * patch**2 + 1) * hidden + num_patches * hidden + 2 * hidden
     projector = hidden * config.hidden_size + hidden
     return tower["num_hidden_layers"] * layer // tp + embeddings + projector
+
+
+def bytes_of_dtype(dtype: str) -> int:
+    """Return the bytes per weight. Raise `MinivllmError` for an unknown dtype."""
+    if dtype not in tuple(DTYPE_BYTES):
+        raise MinivllmError(f"unknown dtype of weights {dtype!r}; known: auto, {', '.join(DTYPE_BYTES)}")
+    return DTYPE_BYTES[dtype]
 
 
 def _share(width: int, tp: int) -> int:

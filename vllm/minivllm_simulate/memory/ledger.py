@@ -1,0 +1,78 @@
+"""The ledger of any model on any of the known GPUs: what is not measured is counted or estimated."""
+
+from typing import Any
+
+from minivllm.config import ModelConfig
+from minivllm.errors import UnsupportedModelError
+from minivllm.memory import Device, MemoryLedger
+from minivllm.memory import ledger as engine
+from minivllm.memory.bytes_per_token import Model, as_config
+from minivllm_simulate.memory.devices import get_device
+from minivllm_simulate.memory.kv_layers import kv_groups
+from minivllm_simulate.memory.parameters import rotary_table_bytes, weight_bytes
+
+# GPUs on which FlashInfer's kernel for gated delta nets is the default.
+GDN_CHECKPOINT_GPUS = ("H100", "H200", "B200")
+
+
+def memory_ledger(
+    model: Model,
+    device: Device | str,
+    *,
+    max_model_len: int | None = None,
+    tp: int = 1,
+    kv_dtype: str = "auto",
+    weight_dtype: str = "auto",
+    block_size: int = 16,
+    max_num_batched_tokens: int = 8192,
+    weights: int | None = None,
+    drafter: Model | None = None,
+    drafter_bytes: int | None = None,
+    **further: Any,
+) -> MemoryLedger:
+    """Divide up the memory of one GPU like vLLM at start-up, for any model whose parts are known.
+
+    Args:
+        model: a ModelConfig or the contents of a `config.json`.
+        device: a device, or the name of a GPU listed in `devices`.
+        max_model_len: the longest request, prompt plus output; None: the model's own limit.
+        weight_dtype: see `weight_bytes`.
+        weights, drafter_bytes: bytes, if known from a start-up log; if not, they are counted.
+        tp, kv_dtype, block_size, max_num_batched_tokens, drafter, further: as for
+            `minivllm.memory.memory_ledger`.
+
+    Raises:
+        MinivllmError: as `minivllm.memory.memory_ledger`, or the GPU is unknown.
+        UnsupportedModelError: the memory of this model cannot be counted.
+    """
+    config = as_config(model)
+    device = Device(device.name, device.memory_bytes) if isinstance(device, Device) else get_device(device)
+    if max_model_len is None:
+        config.require("max_position_embeddings")
+        max_model_len = config.max_position_embeddings
+    kv = kv_groups(
+        config, kv_dtype, tp, block_size, max_num_batched_tokens, gdn_checkpoints=device.name in GDN_CHECKPOINT_GPUS
+    )
+    drafting = None if drafter is None else as_config(drafter)
+    if drafting is not None and kv.bytes_per_token is None:
+        raise UnsupportedModelError(f"a draft model's cache beside {config.model_type}'s is not counted here")
+    if drafting is not None and drafter_bytes is None:
+        drafter_bytes = _loaded_bytes(drafting, weight_dtype, 1)
+    return engine.memory_ledger(
+        config,
+        device,
+        weights=_loaded_bytes(config, weight_dtype, tp) if weights is None else weights,
+        max_model_len=max_model_len,
+        tp=tp,
+        kv_dtype=kv_dtype,
+        block_size=block_size,
+        max_num_batched_tokens=max_num_batched_tokens,
+        kv=kv,
+        drafter=drafting,
+        drafter_bytes=drafter_bytes or 0,
+        **further,
+    )
+
+
+def _loaded_bytes(config: ModelConfig, dtype: str, tp: int) -> int:
+    return weight_bytes(config, dtype, tp) + rotary_table_bytes(config)
