@@ -9,6 +9,7 @@ import pytest
 import torch
 from kernels.harness import assert_close, assert_compiles, reference_attention
 from lessons.harness import SMALL, exercise_test, figures_of_quick_run, script_path
+from simulate.linear_cost import LinearCost
 
 from minivllm.config import EMBEDDED_MODEL, NO_PARTS, CacheConfig, SchedulerConfig
 from minivllm.errors import MinivllmError
@@ -20,8 +21,8 @@ from minivllm_lab.exercise import checks_of, load, plug_of
 from minivllm_lab.followed import followed
 from minivllm_lab.mutants import load_mutant
 from minivllm_lab.plugged import rows_of, serve
-from minivllm_lab.recording import bare_engine, foretell, record_run
-from minivllm_simulate.cost_model import FittedCost, RooflineCost, StepShape
+from minivllm_lab.recording import bare_engine, record_run
+from minivllm_simulate.cost_model import RooflineCost, StepShape
 from minivllm_simulate.hardware import get_hardware
 from minivllm_simulate.known_models import known_model
 from minivllm_simulate.virtual_clock import SimulatedRequest, simulate
@@ -30,7 +31,7 @@ lesson = load(script_path("04"))
 checks = {check.__name__: check for check in checks_of("04")}
 
 
-FIXED = FittedCost(per_step=1.0, per_request=0.0, per_token=0.0, per_pair=0.0)
+FIXED = LinearCost(per_step=1.0)
 
 
 # ---- the seats -----------------------------------------------------------------------------------
@@ -154,9 +155,6 @@ def test_the_engine_takes_the_steps_that_the_simulator_takes():
     assert [step.scheduled for step in simulated.steps] == run.scheduled
     assert [step.shape for step in simulated.steps] == [step.shape for step in run.steps]
     assert simulated.num_preemptions == run.num_preemptions > 0
-    assert foretell(lengths, run, FIXED) == pytest.approx(len(run.steps) / run.seconds - 1)
-    with pytest.raises(MinivllmError, match="takes different steps"):
-        foretell(lengths[1:], run, FIXED)
     assert run.output_tokens == simulated.output_tokens == sum(output for _, output in lengths)
 
 
