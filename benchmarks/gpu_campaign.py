@@ -153,7 +153,7 @@ def _has_xdist() -> bool:
 
 def parser() -> argparse.ArgumentParser:
     """Build the command-line parser."""
-    flags = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags = Parser(description=__doc__)
     flags.add_argument("--device", choices=DEVICES, default="cuda", help="where the stages run (default: cuda)")
     flags.add_argument("--into", metavar="FOLDER", default="out/gpu_campaign", help="where results and logs go")
     flags.add_argument("--minutes", type=positive_int, default=12, help="limit for all stages together (default: 12)")

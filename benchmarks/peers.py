@@ -23,7 +23,6 @@ by one line of JSON.
 """
 
 import argparse
-import json
 import statistics
 import tempfile
 import time
@@ -38,11 +37,11 @@ from processors import all_kinds, kind_of, with_others
 
 from minivllm.errors import MinivllmError
 from minivllm.platforms.device import pick_device
-from minivllm_lab.cli import Parser, positive_int, run
+from minivllm_lab.cli import benchmark_parser, positive_int, run
 from minivllm_lab.inside import runner_of
 from minivllm_lab.marks import put_between_marks
 from minivllm_lab.progress import track
-from minivllm_lab.results import read_record, record, write_record
+from minivllm_lab.results import read_record, record, report
 from minivllm_lab.tables import console, markdown_table, table
 
 PERFORMANCE = Path(__file__).resolve().parent / "PERFORMANCE.md"
@@ -290,22 +289,19 @@ def main(arguments: argparse.Namespace) -> None:
     show(found)
     if "floor" in found["figures"]:
         console.print(f"our engine runs at {found['figures']['floor']['share']:.0%} of what its memory traffic allows")
-    print(json.dumps(found))
-    if arguments.json:
-        write_record(arguments.json, found)
+    report(found, arguments.json)
     if arguments.page:
         mark = "peers" if found["figures"]["shape"] == "embedded" else f"peers {found['figures']['shape']}"
         PERFORMANCE.write_text(put_between_marks(PERFORMANCE.read_text(), mark, markdown(found)))
 
 
 def parser() -> argparse.ArgumentParser:
-    flags = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags = benchmark_parser(__doc__)
     flags.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="device for all engines")
     flags.add_argument("--shape", choices=SHAPES, default="embedded", help="the model, on a CPU (default: embedded)")
     flags.add_argument("--rounds", type=positive_int, help="rounds for each engine (default: 5, quick: 1)")
     flags.add_argument("--busy", type=int, default=0, metavar="N", help="busy processes beside them (default: 0)")
     flags.add_argument("--quick", action="store_true", help="without the most requests, one round")
-    flags.add_argument("--json", metavar="FILE", help="also write the figures to FILE")
     flags.add_argument(
         "--from", dest="source", metavar="FILE", help="show an earlier run's figures instead of measuring"
     )

@@ -31,14 +31,14 @@ from typing import Any
 
 from serving import NAME, Serving, at_rate, random_asks
 
-from minivllm_lab.cli import Parser, positive_int, run
+from minivllm_lab.cli import benchmark_parser, positive_int, run
 from minivllm_lab.disturbance import Control
 from minivllm_lab.http_load import Ask
 from minivllm_lab.marks import put_between_marks
 from minivllm_lab.preemption.published_waste import AT_ONCE, PUBLISHED, REQUESTS, SEED, STEP, waste
 from minivllm_lab.preemption.victims import RULES
 from minivllm_lab.progress import track
-from minivllm_lab.results import record, write_record
+from minivllm_lab.results import record, report
 from minivllm_lab.tables import console, markdown_table, table
 
 MAX_MODEL_LEN, BLOCK_SIZE = 512, 16
@@ -215,9 +215,7 @@ def main(arguments: argparse.Namespace) -> None:
         figures["waste"] = measure_waste(arguments.quick)
         show_waste(figures["waste"])
     found = joined(arguments.json, record("preemption", figures))
-    print(json.dumps(found))
-    if arguments.json:
-        write_record(arguments.json, found)
+    report(found, arguments.json)
     if arguments.page and "cliff" in found["figures"]:
         NOTES.write_text(put_between_marks(NOTES.read_text(), "cliff", page_table(found["figures"]["cliff"])))
 
@@ -243,14 +241,13 @@ def joined(path: str | None, found: dict[str, Any]) -> dict[str, Any]:
 
 
 def parser() -> argparse.ArgumentParser:
-    flags = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags = benchmark_parser(__doc__)
     flags.add_argument(
         "--pools", type=positive_int, nargs="+", help="blocks that requests can use (default: 768 to 80)"
     )
     flags.add_argument("--part", choices=("cliff", "waste"), help="only this part; FILE keeps the other part's figures")
     flags.add_argument("--quick", action="store_true", help="two pools, two victims, fewer requests")
     flags.add_argument("--page", action="store_true", help="also write the live server's table into lesson 11's notes")
-    flags.add_argument("--json", metavar="FILE", help="also write the figures to FILE")
     return flags
 
 

@@ -267,7 +267,7 @@ def main(arguments: argparse.Namespace) -> None:
 
 def parser() -> argparse.ArgumentParser:
     """Return the command-line parser."""
-    flags = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags = Parser(description=__doc__)
     flags.add_argument("--map", metavar="FILE", help="write the packages and their imports in Graphviz's dot language")
     flags.add_argument("--lesson", metavar="NN", help="list one lesson's files by folder")
     return flags
