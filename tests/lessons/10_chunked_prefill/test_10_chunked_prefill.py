@@ -11,6 +11,7 @@ import pytest
 import torch
 from kernels.harness import assert_close, assert_compiles
 from lessons.harness import REPOSITORY, assert_refuses, exercise_test, figures_of_quick_run, script_path
+from lessons.mistakes import mutants_of
 
 from minivllm.config import NO_PARTS, CacheConfig, DraftingConfig, SchedulerConfig
 from minivllm.core.policy import DEFAULT_POLICY
@@ -327,223 +328,7 @@ def test_bad_input_gets_one_line(arguments, about):
 
 # ---- the exercise --------------------------------------------------------------------------------
 
-LIMIT, RUNNING, ADMITTED = "chunk_limit", "running_tokens", "admitted_tokens"
-STEPS, AGAIN, BUDGET = "steps_of_a_prompt", "keys_read_again", "budget_for"
-ALONE = "threshold == 0 or num_requests == 1"
-ADAPT = "max(threshold, token_budget // num_requests) if adaptive else threshold"
-CUT = "min(wanted, budget_left) if may_be_cut or wanted <= budget_left else 0"
-REAL = "((row < BLOCK_Q * GROUP) & (token < queries))[:, None] & (column < HEAD_DIM)[None, :]"
-HEAD = "(start + token).to(tl.int64) * GROUP * KV_HEADS + kv_head * GROUP + row % GROUP"
-ATTEND = "attend_blocks(..., ..., ..., ..., ..., ..., VISIBLE, ..., ..., ..., ..., ..., ...)"
-BEGIN = "(tl.load(query_start_loc + middle) - num_decodes) // BLOCK_Q + middle"
-
-SHARE = "token_budget // num_requests"
-OR_MORE = "max(threshold, token_budget // num_requests)"
-LEAST = "min(missing, limit, budget_left)"
-CEIL = "math.ceil(prompt_tokens / left)"
-EARLIER = "sum(range(0, prompt_tokens, chunk))"
-FREE = "flops * bytes_per_parameter / (2 * bandwidth)"
-MOST = "gap * flops / (2 * parameters)"
-READING = "parameters * bytes_per_parameter > gap * bandwidth"
-FIRST = "(tile - (start - num_decodes) // BLOCK_Q - request) * BLOCK_Q"
-END = "context + tl.minimum(first + BLOCK_Q, queries)"
-
-MUTANTS = {
-    # chunk_limit
-    "no threshold": (LIMIT, f"return {ADAPT}", "return token_budget"),
-    "no exception for one alone": (LIMIT, ALONE, "threshold == 0"),
-    "zero is a threshold": (LIMIT, ALONE, "num_requests == 1"),
-    "alone with one other": (LIMIT, ALONE, "threshold == 0 or num_requests <= 2"),
-    "nothing for one alone": (LIMIT, "return token_budget", "return threshold or token_budget"),
-    "always adaptive": (LIMIT, ADAPT, OR_MORE),
-    "never adaptive": (LIMIT, ADAPT, "threshold"),
-    "a fair share at most": (LIMIT, OR_MORE, "min(threshold, token_budget // num_requests)"),
-    "a fair share and nothing else": (LIMIT, OR_MORE, SHARE),
-    "a fair share rounded up": (LIMIT, SHARE, "-(-token_budget // num_requests)"),
-    "a share that is not a whole number": (LIMIT, SHARE, "token_budget / num_requests"),
-    "a share among the others": (LIMIT, SHARE, "token_budget // (num_requests - 1)"),
-    "adaptive without a threshold": (
-        LIMIT,
-        f"if {ALONE}: ...",
-        "if num_requests == 1 or not (threshold or adaptive):\n    return token_budget",
-    ),
-    "a budget of 8,192 at most": (LIMIT, "return token_budget", "return min(token_budget, 8192)"),
-    "the budget and the threshold": (LIMIT, f"return {ADAPT}", f"return min(token_budget - 1, {ADAPT})"),
-    # the two loops
-    "running: no limit": (RUNNING, LEAST, "min(missing, budget_left)"),
-    "running: no budget": (RUNNING, LEAST, "min(missing, limit)"),
-    "running: always all of the limit": (RUNNING, LEAST, "min(limit, budget_left)"),
-    "running: a token is kept": (RUNNING, LEAST, "min(missing, limit, budget_left - 1)"),
-    "running: whole or nothing": (
-        RUNNING,
-        "return min(missing, limit, budget_left)",
-        "return min(missing, limit) if min(missing, limit) <= budget_left else 0",
-    ),
-    "running: decodes are free": (
-        RUNNING,
-        "return ...",
-        "return min(missing, limit, budget_left) if missing > 1 else missing",
-    ),
-    "running: one at least": (RUNNING, LEAST, "max(1, min(missing, limit, budget_left))"),
-    "waiting: no limit": (ADMITTED, "min(missing, limit)", "missing"),
-    "waiting: always cut": (ADMITTED, CUT, "min(wanted, budget_left)"),
-    "waiting: never cut": (ADMITTED, CUT, "wanted if wanted <= budget_left else 0"),
-    "waiting: the budget before the limit": (
-        ADMITTED,
-        "return ...",
-        "return min(wanted, budget_left) if may_be_cut or missing <= budget_left else 0",
-    ),
-    "waiting: the limit cuts nobody either": (
-        ADMITTED,
-        "return ...",
-        "return min(wanted, budget_left) if may_be_cut or wanted == missing <= budget_left else 0",
-    ),
-    "waiting: must leave something": (ADMITTED, "wanted <= budget_left", "wanted < budget_left"),
-    "waiting: cut or not exchanged": (ADMITTED, "may_be_cut or ...", "not may_be_cut or ..."),
-    "waiting: what does not fit is given": (ADMITTED, CUT, "min(wanted, budget_left) if may_be_cut else wanted"),
-    # on paper
-    "on paper: all come at once": (
-        "first_steps",
-        "{0: [Request('A', 14, 3)], 1: [Request('B', 9, 2), Request('C', 2, 4)]}",
-        "{0: [Request('A', 14, 3), Request('B', 9, 2), Request('C', 2, 4)]}",
-    ),
-    "on paper: no threshold": (
-        "first_steps",
-        "partial(mixed, token_budget=12, threshold=5)",
-        "partial(mixed, token_budget=12)",
-    ),
-    # what it costs
-    "steps: decodes cost nothing": (STEPS, "token_budget - num_decodes", "token_budget"),
-    "steps: rounded down": (STEPS, CEIL, "prompt_tokens // left"),
-    "steps: nearly rounded up": (STEPS, CEIL, "int(prompt_tokens / left + 0.9999)"),
-    "steps: one more": (STEPS, CEIL, "prompt_tokens // left + 1"),
-    "steps: no whole number": (STEPS, CEIL, "float(math.ceil(prompt_tokens / left))"),
-    "steps: never is none": (STEPS, "math.inf", "0"),
-    "steps: nothing left is enough": (STEPS, "left > 0", "left >= 0"),
-    "again: the first read counts": (AGAIN, EARLIER, "sum(range(0, prompt_tokens, chunk)) + prompt_tokens"),
-    "again: no whole number": (
-        AGAIN,
-        EARLIER,
-        "chunk * math.ceil(prompt_tokens / chunk) * (math.ceil(prompt_tokens / chunk) - 1) / 2",
-    ),
-    "again: only the chunk before": (AGAIN, EARLIER, "max(0, prompt_tokens - chunk)"),
-    "again: whole chunks only": (AGAIN, EARLIER, "sum(range(0, prompt_tokens // chunk * chunk, chunk))"),
-    "again: the square of the chunks": (AGAIN, EARLIER, "chunk * (-(-prompt_tokens // chunk)) ** 2 // 2"),
-    "again: chunks, not keys": (AGAIN, EARLIER, "sum(range(-(-prompt_tokens // chunk)))"),
-    "knee: one operation a parameter": ("knee", "(2 * bandwidth)", "bandwidth"),
-    "knee: the bytes do not matter": ("knee", FREE, "flops / bandwidth"),
-    "knee: bytes twice": (
-        "knee",
-        "flops * bytes_per_parameter / ...",
-        "flops / bytes_per_parameter / (2 * bandwidth) * 4",
-    ),
-    "knee: upside down": ("knee", FREE, "2 * bandwidth / (flops * bytes_per_parameter)"),
-    "budget: never too slow": (BUDGET, "if parameters * bytes_per_parameter > gap * bandwidth: ...", ""),
-    "budget: too slow if just in time": (BUDGET, READING, "parameters * bytes_per_parameter >= gap * bandwidth"),
-    "budget: reading, then computing": (
-        BUDGET,
-        MOST,
-        "(gap - parameters * bytes_per_parameter / bandwidth) * flops / (2 * parameters)",
-    ),
-    "budget: one operation a parameter": (BUDGET, MOST, "gap * flops / parameters"),
-    "budget: rounded to the nearest": (BUDGET, "math.floor(...)", "round(...)"),
-    "budget: two bytes in any case": (BUDGET, "parameters * bytes_per_parameter", "parameters * 2"),
-    "budget: the bytes for the operations": (BUDGET, MOST, "gap * flops / (bytes_per_parameter * parameters)"),
-    "budget: one at least": (BUDGET, "math.floor(...)", "max(1, math.floor(...))"),
-    "budget: rounded up": (BUDGET, "math.floor(...)", "math.ceil(...)"),
-    "budget: not a whole number": (BUDGET, "math.floor(gap * flops / (2 * parameters))", MOST),
-    "budget: the knee": (BUDGET, "math.floor(...)", "math.floor(knee(flops, bandwidth, bytes_per_parameter))"),
-    # the kernel
-    "tile: chunks from the first row on": ("find_tile", BEGIN, "tl.load(query_start_loc + middle) // BLOCK_Q + middle"),
-    "tile: no tile more for each": ("find_tile", BEGIN, "(tl.load(query_start_loc + middle) - num_decodes) // BLOCK_Q"),
-    "tile: the request before": ("find_tile", "... <= tile", "... < tile"),
-    "tile: every decode is a chunk": ("find_tile", "tile < num_decodes", "tile < 0"),
-    "tile: always the first token": ("find_tile", FIRST, "tile * 0"),
-    "tile: tiles, not tokens": ("find_tile", FIRST, "tile - (start - num_decodes) // BLOCK_Q - request"),
-    "tile: one entry after the other": (
-        "find_tile",
-        "while low < high: ...",
-        "while (low < num_seqs) & ((tl.load(query_start_loc + low) - num_decodes) // BLOCK_Q + low <= tile): low += 1",
-    ),
-    "tile: looks at every entry": (
-        "find_tile",
-        "while low < high: ...",
-        "for chunk in range(num_decodes, num_seqs):\n"
-        "    low = tl.where((tl.load(query_start_loc + chunk) - num_decodes) // BLOCK_Q + chunk <= tile, "
-        "chunk + 1, low)",
-    ),
-    "attend: a group's rows apart": ("attend_tile", "first + row // GROUP", "first + row // BLOCK_Q"),
-    "attend: heads of all groups": ("attend_tile", HEAD, HEAD.replace("kv_head * GROUP + row % GROUP", "row % GROUP")),
-    "attend: heads interleaved": (
-        "attend_tile",
-        HEAD,
-        HEAD.replace("kv_head * GROUP + row % GROUP", "row % GROUP * KV_HEADS + kv_head"),
-    ),
-    "attend: all rows are real": ("attend_tile", REAL, "(row >= 0)[:, None] & (column < HEAD_DIM)[None, :]"),
-    "attend: left-over rows are real": (
-        "attend_tile",
-        REAL,
-        "(token < queries)[:, None] & (column < HEAD_DIM)[None, :]",
-    ),
-    "attend: 20 columns": ("attend_tile", "... & (column < HEAD_DIM)[None, :]", "... & (column < 20)[None, :]"),
-    "attend: three heads a group": ("attend_tile", "first + row // GROUP", "first + row // 3"),
-    "attend: the scale of 20 columns": (
-        "attend_tile",
-        "attend_blocks(..., k_cache, v_cache, table, kv_head, end, context + token + 1, scale, BLOCK_SIZE, KV_HEADS, "
-        "HEAD_DIM, BLOCK_D, BLOCK_T)",
-        "attend_blocks(..., k_cache, v_cache, table, kv_head, end, context + token + 1, 20**-0.5, BLOCK_SIZE, "
-        "KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_T)",
-    ),
-    "attend: columns that are not there": (
-        "attend_tile",
-        "... & (column < HEAD_DIM)[None, :]",
-        "... & (column >= 0)[None, :]",
-    ),
-    "attend: a prompt's mask": (
-        "attend_tile",
-        ATTEND.replace("VISIBLE", "context + token + 1"),
-        ATTEND.replace("VISIBLE", "token + 1"),
-    ),
-    "attend: not itself": ("attend_tile", "context + token + 1", "context + token"),
-    "attend: keys to the request's end": ("attend_tile", END, "context + queries"),
-    "attend: keys that nobody sees": ("attend_tile", END, "context + first + BLOCK_Q"),
-    "attend: the first request's blocks": ("attend_tile", "request.to(tl.int64) * table_width", "0"),
-    "attend: a tile without a token": (
-        "attend_tile",
-        "if first < queries: ...",
-        """
-if first <= queries:
-    end = context + tl.minimum(first + BLOCK_Q, queries)
-    table = block_table + request.to(tl.int64) * table_width
-    result = attend_blocks(tl.load(q + at, mask=real, other=0.0), k_cache, v_cache, table, kv_head, end,
-        context + token + 1, scale, BLOCK_SIZE, KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_T)
-    there = (row < BLOCK_Q * GROUP)[:, None] & (column < HEAD_DIM)[None, :]
-    tl.store(out + at, result.to(out.dtype.element_ty), mask=there)
-""",
-    ),
-    "mixed: one size for all": ("mixed_kernel", "tile < num_decodes", "tile < 0"),
-    "mixed: the sizes exchanged": ("mixed_kernel", "tile < num_decodes", "tile >= num_decodes"),
-    "mixed: five tokens a tile": ("mixed_kernel", "CHUNK_M // GROUP", "5"),
-    "mixed: as many tiles as rows": ("mixed_kernel", "CHUNK_M // GROUP", "CHUNK_M"),
-    "mixed: a decode's tiles for all": ("mixed_kernel", "CHUNK_M // GROUP", "DECODE_M // GROUP"),
-}
-
-MESSAGES = {
-    "no exception for one alone": "it starves nobody",
-    "a fair share at most": "it raises the limit, and never lowers it",
-    "adaptive without a threshold": "nothing to adapt",
-    "a share that is not a whole number": "not a whole number",
-    "waiting: the budget before the limit": "under the limit it wants 512",
-    "again: the first read counts": "The first read of a key does not count",
-    "knee: one operation a parameter": "two operations a parameter",
-    "budget: reading, then computing": "go on at the same time",
-    "tile: looks at every entry": "are enough if you halve",
-    "attend: keys to the request's end": "Do tiles read to the end",
-    "attend: heads interleaved": "row i is head i % GROUP",
-}
-"""A part of a check's message for the usual mistakes."""
-
-test_the_checks_catch = exercise_test("10", MUTANTS, MESSAGES)
+test_the_checks_catch = exercise_test("10")
 
 
 @pytest.mark.parametrize("mistake", ["no exception for one alone", "waiting: always cut", "running: no limit"])
@@ -553,7 +338,7 @@ def test_vllms_traces_alone_tell(mistake):
 
     (check,) = [each for each in checks_of("10") if each.__name__ == "check_vllm_decided_the_same"]
     with pytest.raises((AssertionError, MinivllmError)):
-        check(load_mutant(script_path("10"), MUTANTS[mistake]))
+        check(load_mutant(script_path("10"), mutants_of("10")[mistake]))
 
 
 def test_the_engine_runs_with_the_learners_caps():
@@ -567,5 +352,6 @@ def test_the_engine_runs_with_the_learners_caps():
 def test_no_answer_of_the_exercise_stands_before_it():
     before = TEXT.partition("## Build it")[0]
     assert "@triton.jit" not in before
-    for function in (LIMIT, RUNNING, ADMITTED, STEPS, AGAIN, "knee", BUDGET):
+    written = "chunk_limit running_tokens admitted_tokens steps_of_a_prompt keys_read_again knee budget_for"
+    for function in written.split():
         assert f"def {function}(" not in before
