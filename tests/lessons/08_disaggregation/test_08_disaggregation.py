@@ -11,7 +11,7 @@ from functools import partial
 import pytest
 import torch
 from kernels.harness import assert_compiles
-from lessons.harness import REPOSITORY, assert_refuses, exercise_test, figures_of_quick_run, script_path
+from lessons.harness import REPOSITORY, exercise_test, figures_of_quick_run, script_path
 from patience import PATIENCE
 
 from minivllm.config import EMBEDDED_MODEL, NO_PARTS
@@ -220,18 +220,6 @@ def test_quick_run(tmp_path):
     assert figures["dies"]["held"] > 0
 
 
-@pytest.mark.parametrize(
-    ("arguments", "about"),
-    [
-        (("--prompt", "63"), "--prompt: must be from 64 to 1900"),
-        (("--prompt", "1901"), "--prompt: must be from 64 to 1900"),
-        (("--model", "nowhere"), "nowhere"),
-    ],
-)
-def test_bad_input_gets_one_line(arguments, about):
-    assert_refuses(lesson, *arguments, about=about)
-
-
 # ---- the exercise --------------------------------------------------------------------------------
 
 
@@ -246,9 +234,3 @@ def test_two_engines_run_with_the_learners_connector():
     yours, ours = (plugged.serve(plugged, parts) for parts in (plugged.parts, NO_PARTS))
     assert (yours.token_ids, yours.equal) == (ours.token_ids, ours.equal)
     assert (yours.rows[CAME], ours.rows[CAME]) == (5, 0)
-
-
-def test_no_answer_of_the_exercise_stands_before_it():
-    before = (REPOSITORY / "lessons" / "08_disaggregation.md").read_text().partition("## Build it")[0]
-    assert "@triton.jit" not in before
-    assert "def request_finished" not in before

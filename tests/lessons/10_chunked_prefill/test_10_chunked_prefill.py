@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 import torch
 from kernels.harness import assert_close, assert_compiles
-from lessons.harness import REPOSITORY, assert_refuses, exercise_test, figures_of_quick_run, script_path
+from lessons.harness import REPOSITORY, exercise_test, figures_of_quick_run, script_path
 from lessons.mistakes import mutants_of
 
 from minivllm.config import NO_PARTS, CacheConfig, DraftingConfig, SchedulerConfig
@@ -314,18 +314,6 @@ def test_quick_run(tmp_path):
     assert tiles[0] == tiles[2] < tiles[1]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "about"),
-    [
-        (("--prompt", "63"), "--prompt: must be from 64 to 1900"),
-        (("--prompt", "1901"), "--prompt: must be from 64 to 1900"),
-        (("--model", "nowhere"), "nowhere"),
-    ],
-)
-def test_bad_input_gets_one_line(arguments, about):
-    assert_refuses(lesson, *arguments, about=about)
-
-
 # ---- the exercise --------------------------------------------------------------------------------
 
 test_the_checks_catch = exercise_test("10")
@@ -347,11 +335,3 @@ def test_the_engine_runs_with_the_learners_caps():
     assert yours.token_ids == ours.token_ids
     counted = [{name: value for name, value in rows_of(run).items() if "second" not in name} for run in (ours, yours)]
     assert counted[0] == counted[1]
-
-
-def test_no_answer_of_the_exercise_stands_before_it():
-    before = TEXT.partition("## Build it")[0]
-    assert "@triton.jit" not in before
-    written = "chunk_limit running_tokens admitted_tokens steps_of_a_prompt keys_read_again knee budget_for"
-    for function in written.split():
-        assert f"def {function}(" not in before
