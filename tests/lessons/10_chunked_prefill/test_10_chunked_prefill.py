@@ -11,7 +11,6 @@ import pytest
 import torch
 from kernels.harness import assert_close, assert_compiles
 from lessons.harness import REPOSITORY, exercise_test, figures_of_quick_run, script_path
-from lessons.mistakes import mutants_of
 
 from minivllm.config import NO_PARTS, CacheConfig, DraftingConfig, SchedulerConfig
 from minivllm.core.policy import DEFAULT_POLICY
@@ -317,16 +316,6 @@ def test_quick_run(tmp_path):
 # ---- the exercise --------------------------------------------------------------------------------
 
 test_the_checks_catch = exercise_test("10")
-
-
-@pytest.mark.parametrize("mistake", ["no exception for one alone", "waiting: always cut", "running: no limit"])
-def test_vllms_traces_alone_tell(mistake):
-    from minivllm_lab.exercise import checks_of
-    from minivllm_lab.mutants import load_mutant
-
-    (check,) = [each for each in checks_of("10") if each.__name__ == "check_vllm_decided_the_same"]
-    with pytest.raises((AssertionError, MinivllmError)):
-        check(load_mutant(script_path("10"), mutants_of("10")[mistake]))
 
 
 def test_the_engine_runs_with_the_learners_caps():
