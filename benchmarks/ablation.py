@@ -18,7 +18,6 @@ followed by one line of JSON.
 """
 
 import argparse
-import json
 import math
 import random
 import statistics
@@ -37,12 +36,12 @@ from minivllm.core.engine_messages import EngineCoreRequest
 from minivllm.engine.core import EngineCore
 from minivllm.platforms.device import pick_device
 from minivllm.sampling_params import SamplingParams
-from minivllm_lab.cli import Parser, figure_file, positive_int, run
+from minivllm_lab.cli import benchmark_parser, figure_file, positive_int, run
 from minivllm_lab.figures import panels
 from minivllm_lab.marks import put_between_marks
 from minivllm_lab.palette import BLUE, GREY, ORANGE
 from minivllm_lab.progress import track
-from minivllm_lab.results import read_record, record, write_record
+from minivllm_lab.results import read_record, record, report
 from minivllm_lab.tables import console, markdown_table, table
 from minivllm_simulate.lever_checks import checks_of, known_error
 
@@ -385,9 +384,7 @@ def main(arguments: argparse.Namespace) -> None:
         found["modelled"] = modelled_factors()
     show(found)
     console.print(f"{found['bytes'] / 2**20:.0f} MiB for weights and cache; {found['rounds']} rounds")
-    print(json.dumps(found))
-    if arguments.json:
-        write_record(arguments.json, found)
+    report(found, arguments.json)
     if arguments.plot:
         draw(found, arguments.plot)
     if arguments.readme:
@@ -396,14 +393,13 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    flags = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags = benchmark_parser(__doc__)
     flags.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where the engine runs")
     flags.add_argument("--rounds", type=positive_int, help="rounds of every configuration (default: 3, quick: 1)")
     flags.add_argument("--quick", action="store_true", help="one sixth of the requests, one round, one rank")
     flags.add_argument(
         "--plot", metavar="FILE", type=figure_file, help="also draw the waterfall to FILE (.png or .svg)"
     )
-    flags.add_argument("--json", metavar="FILE", help="also write the figures to FILE")
     flags.add_argument("--from", dest="source", metavar="FILE", help="show an earlier run instead of measuring")
     flags.add_argument("--remodel", action="store_true", help="with --from: recompute only the modelled column")
     flags.add_argument("--readme", action="store_true", help="write the results into README.md and lesson 05's notes")

@@ -13,7 +13,6 @@ iterations, or never. The table is followed by one line of JSON.
 """
 
 import argparse
-import json
 import statistics
 import tempfile
 import time
@@ -26,9 +25,9 @@ from peer_process import SETTLED_SECONDS, Peer, Running, busy_processes
 from processors import with_others
 
 from minivllm.config import EMBEDDED_MODEL, ModelConfig
-from minivllm_lab.cli import Parser, positive_int, run
+from minivllm_lab.cli import benchmark_parser, positive_int, run
 from minivllm_lab.progress import track
-from minivllm_lab.results import record, write_record
+from minivllm_lab.results import record, report
 from minivllm_lab.tables import console, table
 
 OURS, SPINNING, PASSIVE = "as it is", "always spinning", "never spinning"
@@ -103,16 +102,13 @@ def main(arguments: argparse.Namespace) -> None:
     show(rates)
     figures = {"ways": rates, "against": against(rates), "rounds": rounds, "requests": len(work["requests"])}
     found = record("busy", figures)
-    print(json.dumps(found))
-    if arguments.json:
-        write_record(arguments.json, with_others(arguments.json, found))
+    report(with_others(arguments.json, found), arguments.json)
 
 
 def parser() -> argparse.ArgumentParser:
-    flags = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags = benchmark_parser(__doc__)
     flags.add_argument("--quick", action="store_true", help="32 requests, one round, alone and beside four processes")
     flags.add_argument("--rounds", type=positive_int, help="rounds of each policy (default: 3, quick: 1)")
-    flags.add_argument("--json", metavar="FILE", help="also write the figures to FILE")
     flags.add_argument("--seed", type=int, default=0, help="seed for lengths and prompts (default: 0)")
     return flags
 

@@ -37,12 +37,12 @@ import vllm_cli
 from serving import Serving
 
 from minivllm.errors import MinivllmError
-from minivllm_lab.cli import Parser, positive_int, run
+from minivllm_lab.cli import benchmark_parser, positive_int, run
 from minivllm_lab.disturbance import Control
 from minivllm_lab.http_load import Answer, Ask, load_beside
 from minivllm_lab.marks import put_between_marks
 from minivllm_lab.progress import track
-from minivllm_lab.results import record, write_record
+from minivllm_lab.results import record, report
 from minivllm_lab.tables import console, markdown_table, table
 from minivllm_simulate.virtual_clock import percentile
 
@@ -187,9 +187,7 @@ def main(arguments: argparse.Namespace) -> None:
     if words := control.disturbance():
         console.print(f"This machine was disturbed ({words}).")
     found = joined(arguments.json, record("chunked_prefill", figures))
-    print(json.dumps(found))
-    if arguments.json:
-        write_record(arguments.json, found)
+    report(found, arguments.json)
     if arguments.page:
         NOTES.write_text(put_between_marks(NOTES.read_text(), "servers", page_table(found["figures"])))
 
@@ -210,12 +208,11 @@ def joined(path: str | None, found: dict[str, Any]) -> dict[str, Any]:
 
 
 def parser() -> argparse.ArgumentParser:
-    flags = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags = benchmark_parser(__doc__)
     flags.add_argument("--budgets", type=positive_int, nargs="+", help="tokens per step (default: 64 to 16384)")
     flags.add_argument("--peer", action="store_true", help="measure only vLLM's CPU server")
     flags.add_argument("--quick", action="store_true", help="two budgets, the long prompts only once")
     flags.add_argument("--page", action="store_true", help="also write the table into lesson 10's notes")
-    flags.add_argument("--json", metavar="FILE", help="also write the figures to FILE")
     return flags
 
 

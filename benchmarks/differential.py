@@ -270,7 +270,7 @@ def main(arguments: argparse.Namespace) -> None:
 
 def parser() -> Parser:
     """Return the command-line parser."""
-    flags = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags = Parser(description=__doc__)
     flags.add_argument("--requests", type=positive_int, default=1200, help="how many; default: 1200")
     flags.add_argument("--seed", type=int, default=0, help="of the random requests; default: 0")
     flags.add_argument("--show", type=positive_int, default=60, help="how many kinds of differences to list")

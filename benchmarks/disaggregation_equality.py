@@ -16,7 +16,6 @@ block is lost or a request never ends.
 """
 
 import argparse
-import json
 import os
 import random
 import sys
@@ -36,12 +35,12 @@ from minivllm.entrypoints.llm import LLM
 from minivllm.models.tokenizer import load_tokenizer
 from minivllm.outputs import RequestOutput
 from minivllm.sampling_params import SamplingParams
-from minivllm_lab.cli import Parser, positive_int, run
+from minivllm_lab.cli import benchmark_parser, positive_int, run
 from minivllm_lab.corpus import held_out_texts
 from minivllm_lab.disaggregation.server_pair import free_ports
 from minivllm_lab.inside import core_of
 from minivllm_lab.progress import track
-from minivllm_lab.results import record, write_record
+from minivllm_lab.results import record, report
 from minivllm_lab.tables import table
 
 CONNECTORS = ("TCPConnector", "NixlConnector", "ExampleConnector")
@@ -317,9 +316,7 @@ def main(arguments: argparse.Namespace) -> None:
             compare(name, draw, texts, min(left, REQUESTS_OF_A_PAIR), tallies[name])
     show(tallies)
     result = record("disaggregation_equality", {name: vars(one) for name, one in tallies.items()}, seed=arguments.seed)
-    if arguments.json:
-        write_record(arguments.json, result)
-    print(json.dumps(result))
+    report(result, arguments.json)
     if any(one.differing or one.held_blocks or one.stuck or one.failed for one in tallies.values()):
         sys.exit(1)
 
@@ -339,13 +336,12 @@ def show(tallies: dict[str, Tally]) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    flags = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags = benchmark_parser(__doc__)
     flags.add_argument(
         "--requests", type=positive_int, default=340, help="random requests for each connector (default: 340)"
     )
     flags.add_argument("--only", choices=CONNECTORS, help="test only this connector")
     flags.add_argument("--seed", type=int, default=0, help="seed for all random choices (default: 0)")
-    flags.add_argument("--json", metavar="FILE", help="also write the figures to FILE")
     return flags
 
 

@@ -34,11 +34,11 @@ from faulty_wire import Front, Wire
 
 from minivllm.config import EMBEDDED_MODEL
 from minivllm.kv_connector.tcp.settings import SECRET_VARIABLE
-from minivllm_lab.cli import Parser, run
+from minivllm_lab.cli import benchmark_parser, run
 from minivllm_lab.disaggregation.server_pair import MinivllmProcess, end_all, free_ports
 from minivllm_lab.http_load import post
 from minivllm_lab.progress import track
-from minivllm_lab.results import record, write_record
+from minivllm_lab.results import record, report
 from minivllm_lab.tables import table
 
 PREFILL, DECODE, PROXY = "prefill", "decode", "proxy"
@@ -413,18 +413,15 @@ def main(arguments: argparse.Namespace) -> None:
     show(rows)
     figures = {"summary": summary(rows), "rows": [asdict(row) for row in rows]}
     result = record("disaggregation_faults", figures, lease_seconds=LEASE)
-    if arguments.json:
-        write_record(arguments.json, result)
-    print(json.dumps(result))
+    report(result, arguments.json)
     if not all(row.is_well for row in rows):
         sys.exit(1)
 
 
 def parser() -> argparse.ArgumentParser:
-    flags = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags = benchmark_parser(__doc__)
     flags.add_argument("--only", default="", help="only faults whose names contain this")
     flags.add_argument("--policies", default=",".join(POLICIES), help="fail, recompute, or both (the default)")
-    flags.add_argument("--json", metavar="FILE", help="also write the rows to FILE")
     return flags
 
 

@@ -16,18 +16,17 @@ of JSON.
 """
 
 import argparse
-import json
 from dataclasses import replace
 from typing import Any
 
 from minivllm_lab import palette
-from minivllm_lab.cli import Parser, run
+from minivllm_lab.cli import benchmark_parser, run
 from minivllm_lab.disaggregation.goodput import Colocated, Disaggregated, Objective, Work, goodput
 from minivllm_lab.disaggregation.model_checks import disaggregation_checks, disaggregation_error
 from minivllm_lab.disaggregation.tuning import best_budget, best_split, break_even, winning_budgets
 from minivllm_lab.figures import panels
 from minivllm_lab.progress import track
-from minivllm_lab.results import read_record, record, write_json
+from minivllm_lab.results import read_record, record, report
 from minivllm_lab.tables import table
 from minivllm_simulate.cost_model import ARITHMETIC_EFFICIENCY, MATMUL_EFFICIENCY
 from minivllm_simulate.hardware import get_hardware
@@ -232,20 +231,17 @@ def main(arguments: argparse.Namespace) -> None:
         **settings, "map": found, "edge_levels": levels, "edge": turning, "transfers": moved, "checks": checks,
         "median_error": round(disaggregation_error(counted), 3),
     }  # fmt: skip
-    print(json.dumps(record("disaggregation_model", outcome)))
-    if arguments.json:
-        write_json(arguments.json, "disaggregation_model", outcome)
+    report(record("disaggregation_model", outcome), arguments.json)
     if arguments.plot:
         draw(turning, levels, arguments.plot)
 
 
 def parser() -> argparse.ArgumentParser:
-    flags = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags = benchmark_parser(__doc__)
     flags.add_argument("--requests", type=int, default=60, help="requests that count in a run (default: 60)")
     flags.add_argument("--quick", action="store_true", help="one kind of request, 60 requests")
     flags.add_argument("--plot", metavar="FILE", help="also draw the edge to FILE, an SVG")
     flags.add_argument("--from", dest="source", metavar="FILE", help="draw an earlier run's edge to --plot")
-    flags.add_argument("--json", metavar="FILE", help="also write the figures to FILE")
     return flags
 
 

@@ -13,9 +13,8 @@ ended. Copy the results that you want to keep into `benchmarks/results`; `make c
 them.
 
 The tests run first, since figures of a wrong kernel are worth nothing; then the kernels and the
-engine, whose figures PERFORMANCE.md quotes; then the lessons' scripts; then other engines on the
-same work. The campaign needs what `make gpu` needs; lesson 06 and the peers also need the server's
-packages. The exit code is 1 if a stage failed.
+engine, whose figures PERFORMANCE.md quotes; then the lessons' scripts. The campaign needs what `make
+gpu` needs; lesson 06 also needs the server's packages. The exit code is 1 if a stage failed.
 """
 
 from __future__ import annotations
@@ -74,7 +73,6 @@ def stages_of(device: str, gpu: str, quick: bool, into: Path) -> list[Stage]:
         engine("engine-8b", "gpu_engine", "llama-3.1-8b"),
         *lessons,
         engine("engine-0.6b", "gpu_engine_small", "qwen3-0.6b"),
-        script("peers", BENCHMARKS / "peers.py", "peers", 200, "--quick"),
     ]
 
 
@@ -153,7 +151,7 @@ def _has_xdist() -> bool:
 
 def parser() -> argparse.ArgumentParser:
     """Build the command-line parser."""
-    flags = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags = Parser(description=__doc__)
     flags.add_argument("--device", choices=DEVICES, default="cuda", help="where the stages run (default: cuda)")
     flags.add_argument("--into", metavar="FOLDER", default="out/gpu_campaign", help="where results and logs go")
     flags.add_argument("--minutes", type=positive_int, default=12, help="limit for all stages together (default: 12)")

@@ -41,7 +41,7 @@ from minivllm_lab.device_rates import copy_bandwidth, matmul_rate
 from minivllm_lab.inside import runner_of
 from minivllm_lab.marks import put_between_marks
 from minivllm_lab.progress import track
-from minivllm_lab.results import ensure_writable, read_record, record, write_record
+from minivllm_lab.results import ensure_writable, read_record, record, report
 from minivllm_lab.tables import console, markdown_table, table
 from minivllm_simulate.memory import parameter_groups
 
@@ -300,9 +300,7 @@ def main(arguments: argparse.Namespace) -> None:
         ensure_writable(path)
     found = read_record(arguments.source, "gpu_engine") if arguments.source else measured(arguments)
     show(found["figures"])
-    print(json.dumps(found))
-    if path:
-        write_record(path, found)
+    report(found, path)
     if arguments.page:
         source = str(arguments.source or path)
         kernels = read_record(source.replace("gpu_engine.", "kernels."), "kernels")
@@ -310,7 +308,7 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    flags = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags = Parser(description=__doc__)
     flags.add_argument(
         "--device", choices=("auto", "cpu", "cuda"), default="cuda", help="device to run on (default: cuda)"
     )

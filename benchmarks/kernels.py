@@ -1,16 +1,15 @@
-"""Measure the engine's kernels against this device's limits, and their resource use on GPUs that
-this machine lacks.
+"""Measure the engine's kernels against this device's limits.
 
     uv run python benchmarks/kernels.py                  # what there is: the GPU, else the CPU
     uv run python benchmarks/kernels.py --device cpu
 
 On a CPU, the tables show attention over the paged cache against its own traffic floor (torch
 summing up as many bytes as K and V have) and against gathering each sequence and calling torch's
-attention; writes to the cache; verifying drafts against summing up the logits; and the attention
-kernel compiled ahead of time for four GPUs. On a GPU, they show decode and verifying drafts as
-shares of the bandwidth of a copy, prefill as a share of the best of torch's own attentions, and the
-gain of splitting the keys of one long sequence. There, our launches, one for each of several
-layers' caches, are replayed from a CUDA graph, as the engine's decode steps are.
+attention; writes to the cache; and verifying drafts against summing up the logits. On a GPU, they
+show decode and verifying drafts as shares of the bandwidth of a copy, prefill as a share of the
+best of torch's own attentions, and the gain of splitting the keys of one long sequence. There, our
+launches, one for each of several layers' caches, are replayed from a CUDA graph, as the engine's
+decode steps are.
 
 The figures are medians; on a CPU, everything that a row compares is measured in turn. The tables
 are followed by one line of JSON, which also goes to benchmarks/results/kernels.<cpu or the GPU's
@@ -21,7 +20,6 @@ rich; on a CPU also numba.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import random
 import statistics
@@ -35,7 +33,6 @@ import torch
 import torch.nn.functional as F
 
 from minivllm.kernels.attention_arguments import AttentionArguments
-from minivllm.kernels.attention_configurations import configurations
 from minivllm.kernels.cpu.attention_gather import gather_attention
 from minivllm.kernels.cpu.cache_calls import quantize
 from minivllm.kernels.cpu.rejection_calls import torch_rejection
@@ -45,13 +42,10 @@ from minivllm.kernels.reshape_and_cache import reshape_and_cache
 from minivllm.kernels.unified_attention import unified_attention
 from minivllm.platforms.allocator import keep_freed_memory
 from minivllm.platforms.device import DEVICES, pick_device
-from minivllm.platforms.triton_utils import HAS_TRITON
-from minivllm_lab.aot import TARGETS
-from minivllm_lab.attention_ahead import compile_attention, compile_combine
 from minivllm_lab.cli import Parser, run
 from minivllm_lab.device_rates import copy_bandwidth
 from minivllm_lab.progress import track
-from minivllm_lab.results import ensure_writable, record, write_json
+from minivllm_lab.results import ensure_writable, record, report
 from minivllm_lab.tables import table
 from minivllm_lab.timing import in_turns, median_seconds
 
@@ -253,39 +247,6 @@ def cpu_verification(case: Verification, repeats: int) -> dict:
     return {"case": case.name, "bytes": case.logit_bytes, **micros, **over}
 
 
-def compiled_ahead(quick: bool) -> list[dict]:
-    """Compile every configuration of the attention kernel, bf16, d = 128, 4 query heads per KV
-    head, for every target.
-    """
-    rows = []
-    kinds = {"decode": 4, "prefill": 4096}
-    wanted = [
-        (target, kind, configuration)
-        for target in TARGETS
-        for kind, query_rows in kinds.items()
-        for configuration in configurations(target, query_rows, 4, 128, 2)[: 1 if quick else None]
-    ]
-    for target, kind, configuration in track(wanted, "compiling"):
-        built = compile_attention(target, configuration)
-        tile = f"{configuration.block_m} × {configuration.tile}"
-        how = {"tile": tile, "warps": configuration.num_warps, "stages": configuration.num_stages}
-        rows.append({"target": target, "kernel": kind, **how, **_figures(built)})
-    for target in TARGETS:
-        how = {"tile": "", "warps": 4, "stages": ""}
-        rows.append({"target": target, "kernel": "combine", **how, **_figures(compile_combine(target))})
-    return rows
-
-
-def _figures(built) -> dict:
-    return {
-        "registers": built.registers,
-        "shared_bytes": built.shared,
-        "spilled_bytes": built.spilled,
-        "matrix_instruction": built.tensor_core,
-        "widest_load_bytes": max(built.loads, default=0),
-    }
-
-
 def measure_cpu(quick: bool) -> dict:
     """Measure all tables of a machine without a GPU."""
     keep_freed_memory()
@@ -295,7 +256,6 @@ def measure_cpu(quick: bool) -> dict:
     writes = [cpu_writes(tokens, 10 * repeats) for tokens in ((128,) if quick else (1, 128, 2048))]
     steps = [Verification(16, 3, 4096, drawn) for drawn in (False, True)]
     verified = [cpu_verification(case, repeats) for case in steps]
-    compiled = compiled_ahead(quick) if HAS_TRITON else []
     columns = {
         "case": "one step", "kv": "K and V", "floor_ms": "floor", "engine_ms": "engine", "gather_ms": "gather",
         "over_floor": "engine ÷ floor", "gather_over_engine": "gather ÷ engine",
@@ -306,12 +266,7 @@ def measure_cpu(quick: bool) -> dict:
     columns = {"case": "one step", "floor_us": "floor", "engine_us": "engine", "torch_us": "torch"}
     columns |= {"over_floor": "engine ÷ floor"}
     _print("Verifying drafts, microseconds", columns, verified)
-    columns = {
-        "target": "target", "kernel": "kernel", "tile": "rows × keys", "warps": "warps", "stages": "stages",
-        "registers": "registers", "shared_bytes": "shared", "spilled_bytes": "spilled",
-    }  # fmt: skip
-    _print("Attention compiled ahead of time: bf16, d = 128, 4 query heads per KV head", columns, compiled)
-    tables = {"attention": attention, "writes": writes, "verification": verified, "compiled": compiled}
+    tables = {"attention": attention, "writes": writes, "verification": verified}
     return {"threads": torch.get_num_threads(), **tables}
 
 
@@ -514,13 +469,11 @@ def main(arguments: argparse.Namespace) -> None:
     if path:
         ensure_writable(path)
     figures = measure_gpu(arguments.quick, device) if on_gpu else measure_cpu(arguments.quick)
-    if path:
-        write_json(path, "kernels", figures)
-    print(json.dumps(record("kernels", figures)))
+    report(record("kernels", figures), path)
 
 
 def parser() -> argparse.ArgumentParser:
-    flags = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags = Parser(description=__doc__)
     flags.add_argument("--device", choices=DEVICES, default="auto", help="device to measure (default: the GPU, if any)")
     flags.add_argument("--quick", action="store_true", help="fewer and smaller cases; writes no file")
     flags.add_argument("--json", metavar="FILE", help="write the figures to FILE instead")

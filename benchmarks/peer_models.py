@@ -76,7 +76,7 @@ def requests_of(count: int, least: int, most: int, vocab_size: int, seed: int) -
     return [{"prompt": [rng.randrange(1, vocab_size) for _ in range(p)], "output": o} for p, o in lengths]
 
 
-def cpu_work(shape: Shape, seed: int, folder: Path, gguf_python: Path) -> dict[str, Any]:
+def work_of(shape: Shape, seed: int, folder: Path, gguf_python: Path) -> dict[str, Any]:
     """Write the model into `folder`, and return the work in the form that every engine's process
     reads. The first request, which is also served alone, has the most tokens.
     """
@@ -92,11 +92,3 @@ def cpu_work(shape: Shape, seed: int, folder: Path, gguf_python: Path) -> dict[s
     requests = longest + requests_of(max(shape.counts) - 1, least, most, vocab_size, seed)
     limits = {"load_format": "auto", "max_model_len": 1024, "max_num_batched_tokens": 2048}
     return {**limits, "model": str(model), "gguf": str(gguf), "device": "cpu", "requests": requests}
-
-
-def gpu_work(quick: bool, seed: int, folder: Path) -> dict[str, Any]:
-    """Return the work for a GPU: Qwen3-0.6B's shape, with random weights."""
-    (folder / "config.json").write_text(json.dumps(QWEN3_06B))
-    requests = requests_of(32 if quick else 256, 100, 1024, QWEN3_06B["vocab_size"], seed)
-    limits = {"load_format": "dummy", "max_model_len": 4096, "max_num_batched_tokens": 8192}
-    return {**limits, "model": str(folder), "device": "cuda", "requests": requests}

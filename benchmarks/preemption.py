@@ -1,22 +1,15 @@
-"""Measure a pool that is too small: what is computed twice, by pool and victim, and where a live
-server's p99 leaves its floor.
+"""Measure pools that are too small: where a live server's p99 leaves its floor.
 
     uv run python benchmarks/preemption.py --json benchmarks/results/preemption.cpu.json      # 4 minutes
     uv run python benchmarks/preemption.py --quick
 
-- waste: the engine's scheduler, without a model, replays 300 requests at once with the pools that
-  vllm#54644 published, with guessed lengths (`minivllm_lab/preemption/published_waste.py`), for each
-  choice of victim and each admission rule.
-- cliff: `minivllm serve` with the embedded model in fp32 gets an open load of real clients, at a share
-  of its capacity. Each `--num-gpu-blocks-override` has its own server, with the same requests at the
-  same moments. Preemptions, recomputed tokens and the pool's usage are read from the server's
-  `/metrics`, the usage a few times per second.
-
-The tables are followed by one line of JSON.
+`minivllm serve` with the embedded model in fp32 gets an open load of real clients, at a share of its
+capacity. Each `--num-gpu-blocks-override` has its own server, with the same requests at the same
+moments. Preemptions, recomputed tokens and the pool's usage are read from the server's `/metrics`,
+the usage a few times per second. The table is followed by one line of JSON.
 """
 
 import argparse
-import json
 import os
 import re
 import statistics
@@ -31,14 +24,12 @@ from typing import Any
 
 from serving import NAME, Serving, at_rate, random_asks
 
-from minivllm_lab.cli import Parser, positive_int, run
+from minivllm_lab.cli import benchmark_parser, positive_int, run
 from minivllm_lab.disturbance import Control
 from minivllm_lab.http_load import Ask
 from minivllm_lab.marks import put_between_marks
-from minivllm_lab.preemption.published_waste import AT_ONCE, PUBLISHED, REQUESTS, SEED, STEP, waste
-from minivllm_lab.preemption.victims import RULES
 from minivllm_lab.progress import track
-from minivllm_lab.results import record, write_record
+from minivllm_lab.results import record, report
 from minivllm_lab.tables import console, markdown_table, table
 
 MAX_MODEL_LEN, BLOCK_SIZE = 512, 16
@@ -64,43 +55,6 @@ CLIFF_COLUMNS = (
     "full",
 )
 NOTES = Path(__file__).resolve().parents[1] / "lessons" / "notes" / "11_preemption.md"
-
-
-# ---- what is computed twice
-
-
-def measure_waste(quick: bool) -> dict[str, Any]:
-    """Return the share of all computed tokens that had been computed before, by pool, victim and
-    admission rule.
-    """
-    rules = ("last in", "least computed") if quick else tuple(RULES)
-    pools = [one for one in PUBLISHED if not quick or one in (2800, 400)]
-    wanted = [(victim, whole, blocks) for victim in rules for whole in (False, True) for blocks in pools]
-    found: dict[str, Any] = {"published": {str(blocks): PUBLISHED[blocks].wasted for blocks in pools}, "rules": {}}
-    for victim, whole, blocks in track(wanted, "replaying"):
-        one = waste(blocks, whole, victim)
-        admission = found["rules"].setdefault(victim, {}).setdefault("whole" if whole else "first_chunk", {})
-        admission[str(blocks)] = {"share": one.share, "recomputed": one.recomputed, "preemptions": one.preemptions}
-    found["conditions"] = {"requests": REQUESTS, "at_once": AT_ONCE, "step": STEP, "seed": SEED}
-    return found
-
-
-def show_waste(found: dict[str, Any]) -> None:
-    """Print the table, published row first."""
-    pools = list(found["published"])
-    rows = [("published, last in", *(f"{found['published'][blocks]:.1%}" for blocks in pools))]
-    for words, admission in (("first chunk", "first_chunk"), ("all of it", "whole")):
-        for victim, kinds in found["rules"].items():
-            cells = [f"{kinds[admission][blocks]['share']:.1%}" for blocks in pools]
-            rows.append((f"{victim}; admitted if {words} fits", *cells))
-    caption = (
-        f"Published: vllm#54644, no lengths given. Ours: {REQUESTS} requests, {AT_ONCE} at once, {STEP} tokens/step; "
-        "lengths guessed."
-    )
-    table("Recomputed share of all computed tokens", ("victim; blocks in the pool:", *pools), rows, caption)
-
-
-# ---- the cliff on a live server
 
 
 def metrics(port: int) -> dict[str, float]:
@@ -207,22 +161,6 @@ def show_cliff(found: Mapping[str, Any]) -> None:
 
 
 def main(arguments: argparse.Namespace) -> None:
-    figures: dict[str, Any] = {}
-    if arguments.part != "waste":
-        figures = timed_cliff(arguments)
-        show_cliff(figures["cliff"])
-    if arguments.part != "cliff":
-        figures["waste"] = measure_waste(arguments.quick)
-        show_waste(figures["waste"])
-    found = joined(arguments.json, record("preemption", figures))
-    print(json.dumps(found))
-    if arguments.json:
-        write_record(arguments.json, found)
-    if arguments.page and "cliff" in found["figures"]:
-        NOTES.write_text(put_between_marks(NOTES.read_text(), "cliff", page_table(found["figures"]["cliff"])))
-
-
-def timed_cliff(arguments: argparse.Namespace) -> dict[str, Any]:
     """Measure the cliff, and note whether anything disturbed it."""
     control = Control(loads_cores=True)
     pools = arguments.pools or (QUICK_POOLS if arguments.quick else POOLS)
@@ -230,27 +168,19 @@ def timed_cliff(arguments: argparse.Namespace) -> dict[str, Any]:
         cliff = measure_cliff(pools, 60 if arguments.quick else LOADED)
     if words := control.disturbance():
         console.print(f"This machine was disturbed ({words}).")
-    return {"cliff": cliff, "disturbance": control.record()}
-
-
-def joined(path: str | None, found: dict[str, Any]) -> dict[str, Any]:
-    """Return the record, merged with the file's part that was not measured this time."""
-    try:
-        earlier = json.loads(Path(path or "").read_text())["figures"]
-    except (OSError, ValueError, KeyError):
-        return found
-    return found | {"figures": earlier | found["figures"]}
+    show_cliff(cliff)
+    report(record("preemption", {"cliff": cliff, "disturbance": control.record()}), arguments.json)
+    if arguments.page:
+        NOTES.write_text(put_between_marks(NOTES.read_text(), "cliff", page_table(cliff)))
 
 
 def parser() -> argparse.ArgumentParser:
-    flags = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags = benchmark_parser(__doc__)
     flags.add_argument(
         "--pools", type=positive_int, nargs="+", help="blocks that requests can use (default: 768 to 80)"
     )
-    flags.add_argument("--part", choices=("cliff", "waste"), help="only this part; FILE keeps the other part's figures")
-    flags.add_argument("--quick", action="store_true", help="two pools, two victims, fewer requests")
+    flags.add_argument("--quick", action="store_true", help="two pools, fewer requests")
     flags.add_argument("--page", action="store_true", help="also write the live server's table into lesson 11's notes")
-    flags.add_argument("--json", metavar="FILE", help="also write the figures to FILE")
     return flags
 
 

@@ -24,8 +24,12 @@ def all_kinds(found: dict[str, Any]) -> list[dict[str, Any]]:
     return [{name: value for name, value in found.items() if name != OTHERS}, *found.get(OTHERS, [])]
 
 
-def with_others(path: str | Path, found: dict[str, Any]) -> dict[str, Any]:
-    """Return the record, merged with those of other processors in the file at `path`."""
+def with_others(path: str | Path | None, found: dict[str, Any]) -> dict[str, Any]:
+    """Return the record, merged with those of other processors in the file at `path`, if there is
+    one.
+    """
+    if path is None:
+        return found
     try:
         earlier = json.loads(Path(path).read_text())
     except (OSError, ValueError):

@@ -12,17 +12,16 @@ head, whose weights are those of the embedding once more, in panels.
 """
 
 import argparse
-import json
 
 from minivllm import LLM
 from minivllm.config import EMBEDDED_MODEL
 from minivllm.models.decoder import Decoder
 from minivllm.models.linear import Linear, weight_bytes
-from minivllm_lab.cli import Parser, positive_int, run
+from minivllm_lab.cli import benchmark_parser, positive_int, run
 from minivllm_lab.inside import core_of, runner_of
 from minivllm_lab.progress import track
 from minivllm_lab.quality import held_out_tokens, read
-from minivllm_lab.results import record, write_json
+from minivllm_lab.results import record, report
 from minivllm_lab.tables import table
 
 WAYS = {
@@ -62,9 +61,7 @@ def main(arguments: argparse.Namespace) -> None:
     title = f"{arguments.texts} held-out texts of {arguments.tokens} tokens"
     table(title, ("stored as", "MB of matrices", "KV bytes per token", "loss", "added", "agreement"), rows)
     outcome = {"texts": arguments.texts, "tokens": arguments.tokens, "ways": figures}
-    if arguments.json:
-        write_json(arguments.json, "quality", outcome)
-    print(json.dumps(record("quality", outcome)))
+    report(record("quality", outcome), arguments.json)
 
 
 def projection_bytes(model: Decoder) -> int:
@@ -75,11 +72,10 @@ def projection_bytes(model: Decoder) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    flags = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags = benchmark_parser(__doc__)
     flags.add_argument("--model", default=str(EMBEDDED_MODEL), help="the model's folder or name")
     flags.add_argument("--texts", type=positive_int, default=16, help="number of texts (default: 16)")
     flags.add_argument("--tokens", type=positive_int, default=512, help="tokens per text (default: 512)")
-    flags.add_argument("--json", metavar="FILE", help="also write the figures to FILE")
     return flags
 
 

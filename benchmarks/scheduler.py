@@ -23,8 +23,8 @@ from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
 from minivllm.core.scheduler_output import ModelRunnerOutput
 from minivllm.errors import MinivllmError
-from minivllm_lab.cli import Parser, positive_int, run
-from minivllm_lab.results import record, write_json
+from minivllm_lab.cli import benchmark_parser, positive_int, run
+from minivllm_lab.results import record, report
 from minivllm_lab.tables import console, table
 
 BATCHES = (16, 64, 256)
@@ -116,18 +116,15 @@ def main(arguments: argparse.Namespace) -> None:
         rows.append((batch, "on" if caching else "off", *times, each, theirs_us, ratio))
     columns = ("running", "prefixes", "schedule", "update", "step", "per request", "vLLM's step", "vLLM's ÷ ours")
     table("A scheduler's own time per decode step, µs", columns, rows)
-    if arguments.json:
-        write_json(arguments.json, "scheduler", figures, vllm=theirs["version"])
-    print(json.dumps(record("scheduler", figures, vllm=theirs["version"])))
+    report(record("scheduler", figures, vllm=theirs["version"]), arguments.json)
 
 
 def parser() -> argparse.ArgumentParser:
-    flags = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags = benchmark_parser(__doc__)
     flags.add_argument(
         "--repeats", type=positive_int, default=7, help=f"runs of {STEPS} steps, of which the fastest counts"
     )
     flags.add_argument("--vllm-python", default=VLLM_PYTHON, help="a Python with vLLM (default: of make peers)")
-    flags.add_argument("--json", metavar="FILE", help="also write the figures to FILE")
     return flags
 
 

@@ -17,7 +17,6 @@ Without vLLM's environment only the share is measured. The table is followed by 
 """
 
 import argparse
-import json
 import math
 import os
 import random
@@ -40,10 +39,10 @@ from peer_process import Peer, Running
 from minivllm.config import EMBEDDED_MODEL
 from minivllm.errors import MinivllmError
 from minivllm.models.tokenizer import load_tokenizer
-from minivllm_lab.cli import Parser, positive_int, run
+from minivllm_lab.cli import benchmark_parser, positive_int, run
 from minivllm_lab.http_load import Answer, Ask, load
 from minivllm_lab.progress import track
-from minivllm_lab.results import record, write_record
+from minivllm_lab.results import record, report
 from minivllm_lab.tables import console, table
 from minivllm_simulate.virtual_clock import percentile
 from minivllm_simulate.workloads import poisson_arrivals
@@ -261,16 +260,13 @@ def show(figures: Mapping[str, Any]) -> None:
 def main(arguments: argparse.Namespace) -> None:
     found = measured(arguments)
     show(found["figures"])
-    print(json.dumps(found))
-    if arguments.json:
-        write_record(arguments.json, found)
+    report(found, arguments.json)
 
 
 def parser() -> argparse.ArgumentParser:
-    flags = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags = benchmark_parser(__doc__)
     flags.add_argument("--rounds", type=positive_int, help="rounds for each server (default: 5, quick: 1)")
     flags.add_argument("--quick", action="store_true", help="a tenth of the requests, one round")
-    flags.add_argument("--json", metavar="FILE", help="also write the figures to FILE")
     return flags
 
 

@@ -41,12 +41,12 @@ from minivllm.errors import MinivllmError
 from minivllm.memory import MemoryLedger
 from minivllm.models.tokenizer import load_tokenizer
 from minivllm.sampling_params import SamplingParams
-from minivllm_lab.cli import Parser, positive_int, run
+from minivllm_lab.cli import benchmark_parser, positive_int, run
 from minivllm_lab.corpus import held_out_texts
 from minivllm_lab.marks import put_between_marks
 from minivllm_lab.progress import track
 from minivllm_lab.recording import bare_engine, own_clock
-from minivllm_lab.results import record, write_record
+from minivllm_lab.results import record, report
 from minivllm_lab.tables import markdown_table, table
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -273,22 +273,19 @@ def main(arguments: argparse.Namespace) -> None:
     caption = f"Length and speed-up by number of requests. Same texts as without drafts: {same:.1%}. {LAST_COLUMNS}"
     table("Speculation, method by method", *cells(outcome), caption)
     result = record("speculation", outcome)
-    if arguments.json:
-        write_record(arguments.json, result)
     if arguments.page:
         NOTES.write_text(put_between_marks(NOTES.read_text(), "speculation", page_table(outcome)))
-    print(json.dumps(result))
+    report(result, arguments.json)
 
 
 def parser() -> argparse.ArgumentParser:
-    flags = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags = benchmark_parser(__doc__)
     flags.add_argument("--model", default=str(EMBEDDED_MODEL), help="the model's folder or name")
     flags.add_argument("--drafts", type=positive_int, help="num_speculative_tokens of all methods (default: 5 and 3)")
     flags.add_argument("--batches", type=positive_int, nargs="+", default=[1, 8, 64], help="batch sizes")
     flags.add_argument("--rounds", type=positive_int, default=5, help="rounds of all methods (default: 5)")
     flags.add_argument("--quick", action="store_true", help="small batches, one round")
     flags.add_argument("--page", action="store_true", help="also write the table into the notes of lesson 07")
-    flags.add_argument("--json", metavar="FILE", help="also write the figures to FILE")
     return flags
 
 

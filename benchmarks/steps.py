@@ -44,11 +44,11 @@ from minivllm.models.decoder import Decoder
 from minivllm.models.linear import Linear, UnquantizedLinearMethod
 from minivllm.sampling_params import RequestOutputKind, SamplingParams
 from minivllm.worker.paged_attention import PagedAttention
-from minivllm_lab.cli import Parser, positive_int, run
+from minivllm_lab.cli import benchmark_parser, positive_int, run
 from minivllm_lab.inside import core_of, runner_of
 from minivllm_lab.marks import put_between_marks
 from minivllm_lab.progress import track
-from minivllm_lab.results import machine, record, write_record
+from minivllm_lab.results import machine, record, report
 from minivllm_lab.tables import markdown_table, table
 from minivllm_lab.timing import Stopwatch
 
@@ -317,13 +317,11 @@ def main(arguments: argparse.Namespace) -> None:
         show(figures, f"A step of {arguments.requests} requests, {arguments.dtype}, mean of {figures['steps']}")
     context = {"dtype": arguments.dtype, "requests": arguments.requests}
     found = record("steps", figures, **context)
-    print(json.dumps(found))
-    if arguments.json:
-        write_record(arguments.json, with_others(arguments.json, found))
+    report(with_others(arguments.json, found), arguments.json)
 
 
 def parser() -> argparse.ArgumentParser:
-    flags = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags = benchmark_parser(__doc__)
     flags.add_argument(
         "--dtype",
         choices=("float32", "float16", "bfloat16"),
@@ -336,7 +334,6 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--ledger", action="store_true", help="all variants side by side, into PERFORMANCE.md")
     flags.add_argument("--switch", action="store_true", help="switch variants from step to step of one engine")
     flags.add_argument("--kv-cache-dtype", choices=("auto", "int8"), default="auto", help="dtype of keys and values")
-    flags.add_argument("--json", metavar="FILE", help="also write the figures to FILE")
     flags.add_argument("--seed", type=int, default=0, help="seed for lengths and prompts (default: 0)")
     return flags
 

@@ -27,7 +27,6 @@ The table is followed by one line of JSON.
 """
 
 import argparse
-import json
 import random
 import statistics
 import tempfile
@@ -46,12 +45,12 @@ from minivllm.core.policy import SchedulingPolicy, running_then_waiting
 from minivllm.core.scheduler import Scheduler
 from minivllm.core.step import Step
 from minivllm.errors import MinivllmError
-from minivllm_lab.cli import Parser, positive_int, run
+from minivllm_lab.cli import benchmark_parser, positive_int, run
 from minivllm_lab.disturbance import Control
 from minivllm_lab.multi_lora.adapters import write_random_adapters
 from minivllm_lab.multi_lora.costs import zipf_adapters
 from minivllm_lab.progress import track, working
-from minivllm_lab.results import read_record, record, write_record
+from minivllm_lab.results import read_record, record, report
 from minivllm_lab.tables import console, table
 from minivllm_simulate.memory.adapters import adapter_bytes
 
@@ -292,9 +291,7 @@ def main(arguments: argparse.Namespace) -> None:
     elif "flat" in figures:
         held = abs(1 - figures["flat"]) <= FLAT
         console.print(f"{'flat' if held else 'not flat'} within {FLAT:.0%}: {figures['flat']:.2f} of the rate")
-    print(json.dumps(found))
-    if arguments.json:
-        write_record(arguments.json, found)
+    report(found, arguments.json)
 
 
 def joined(path: str | None, figures: dict[str, Any]) -> dict[str, Any]:
@@ -305,12 +302,11 @@ def joined(path: str | None, figures: dict[str, Any]) -> dict[str, Any]:
 
 
 def parser() -> argparse.ArgumentParser:
-    flags = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags = benchmark_parser(__doc__)
     flags.add_argument("--peer", action="store_true", help="compare our engine with vLLM's CPU build, in turns")
     flags.add_argument("--adapters", type=positive_int, nargs="+", help="numbers of adapters (default: 5 50 200 1000)")
     flags.add_argument("--rounds", type=positive_int, help="rounds of each kind (default: 2, quick: 1)")
     flags.add_argument("--quick", action="store_true", help=f"{QUICK_REQUESTS} requests, up to 50 adapters, one round")
-    flags.add_argument("--json", metavar="FILE", help="also write the figures to FILE")
     flags.add_argument("--seed", type=int, default=0, help="seed for prompts and Zipf draws (default: 0)")
     return flags
 

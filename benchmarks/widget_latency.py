@@ -14,7 +14,6 @@ machine and the browser cost by themselves. The table is followed by one line of
 """
 
 import argparse
-import json
 import re
 import statistics
 import sys
@@ -28,9 +27,9 @@ from playwright.sync_api import Browser, Page, sync_playwright
 
 import widgets
 from minivllm.errors import MinivllmError
-from minivllm_lab.cli import Parser, positive_int, run
+from minivllm_lab.cli import benchmark_parser, positive_int, run
 from minivllm_lab.progress import track
-from minivllm_lab.results import record, write_json
+from minivllm_lab.results import record, report
 from minivllm_lab.tables import record_table
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -222,17 +221,14 @@ def main(arguments: argparse.Namespace) -> None:
         columns = f"starts, s {{starts:.1f}} | knobs {{knobs}} | {columns}"
     title = "From a key press to the picture, and pictures per second while dragging"
     record_table(title, figures, f"widget {{name}} | {columns}")
-    if arguments.json:
-        write_json(arguments.json, "widgets", figures)
-    print(json.dumps(record("widgets", figures)))
+    report(record("widgets", figures), arguments.json)
 
 
 def parser() -> argparse.ArgumentParser:
-    flags = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags = benchmark_parser(__doc__)
     flags.add_argument("--only", choices=WIDGETS, action="append", help="measure only this widget (may be repeated)")
     flags.add_argument("--site", metavar="FOLDER", help="measure the pages of this built site, not notebooks")
     flags.add_argument("--times", type=positive_int, default=3, help="presses of each control in each direction")
-    flags.add_argument("--json", metavar="FILE", help="also write the figures to FILE")
     return flags
 
 

@@ -12,7 +12,7 @@ import pytest
 from xdist.scheduler import LoadScopeScheduling
 
 BROWSED = (
-    "tests/e2e/test_harness.py", "tests/e2e/test_notebooks.py", "tests/e2e/test_shell.py", "tests/e2e/test_xray.py",
+    "tests/e2e/test_notebooks.py", "tests/e2e/test_shell.py", "tests/e2e/test_xray.py",
     "tests/notebooks/test_executed_page.py",
 )  # fmt: skip
 TOGETHER = {

@@ -1,23 +1,19 @@
-"""Test that what a test leaves behind is named and undone, and that files are handed out whole, the
-longest first.
-"""
+"""Test that what a test leaves behind is named and undone."""
 
 import gc
-import itertools
 import logging
 import os
 import signal
 import socket
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import distribution
 import numpy as np
 import pytest
 import torch
 from IPython.core.interactiveshell import InteractiveShell
-from left_as_found import changes, put_back, seed_everything, state
+from left_as_found import changes, put_back, state
 
 import minivllm.config as config
 
@@ -57,44 +53,6 @@ def test_what_is_as_it_was_is_no_change():
     assert changes(state(), state()) == []
 
 
-def test_random_numbers_begin_alike():
-    def drawn() -> list:
-        seed_everything()
-        return [torch.rand(3).tolist(), np.random.rand(3).tolist()]
-
-    assert drawn() == drawn()
-
-
 def test_files_that_share_something_or_come_first_are_there():
     for name in (*distribution.TOGETHER, *distribution.TOGETHER.values(), *distribution.LONGEST):
         assert (Path(__file__).parents[1] / name).exists(), name
-
-
-def items(*names: str) -> list:
-    return [SimpleNamespace(nodeid=name) for name in names]
-
-
-def test_a_unit_is_in_one_piece_and_the_longest_come_first():
-    order = items(
-        "tests/core/test_request.py::a", "tests/e2e/test_harness.py::a", "tests/site/test_pages.py::a",
-        "tests/notebooks/test_executed_page.py::a", "tests/lessons/09_attention_heads/test_09_attention_heads.py::b",
-        "tests/core/test_request.py::b",
-    )  # fmt: skip
-    distribution.longest_first(order)
-    assert [item.nodeid.removeprefix("tests/") for item in order] == [
-        "e2e/test_harness.py::a", "notebooks/test_executed_page.py::a", "site/test_pages.py::a",
-        "lessons/09_attention_heads/test_09_attention_heads.py::b",
-        "core/test_request.py::a", "core/test_request.py::b",
-    ]  # fmt: skip
-
-
-def test_another_order_has_the_same_tests_and_keeps_files_together():
-    names = [f"{file}::{test}" for file in "abcdefgh" for test in range(9)]
-    orders = []
-    for seed in (1, 1, 2):
-        orders.append(items(*names))
-        distribution.shuffle(orders[-1], seed)
-    first, again, other = ([item.nodeid for item in order] for order in orders)
-    assert first == again != other
-    assert sorted(first) == sorted(names) != first
-    assert len([name for name, next_ in itertools.pairwise(first) if name[0] != next_[0]]) == 7

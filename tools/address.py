@@ -110,7 +110,7 @@ def main(arguments: argparse.Namespace) -> None:
 
 def parser() -> argparse.ArgumentParser:
     """Return the command-line parser."""
-    flags = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags = Parser(description=__doc__)
     action = flags.add_mutually_exclusive_group()
     action.add_argument("--set", metavar="ADDRESS", help="replace the present address everywhere with this one")
     action.add_argument("--check", action="store_true", help="fail if a file has another address of this repository")

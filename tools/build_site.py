@@ -179,7 +179,7 @@ def main(arguments: argparse.Namespace) -> None:
 
 def parser() -> argparse.ArgumentParser:
     """Return the command-line parser."""
-    flags = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags = Parser(description=__doc__)
     flags.add_argument("--out", type=Path, default=ROOT / "out" / "site", help="folder of the site (default: out/site)")
     return flags
 

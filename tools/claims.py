@@ -17,7 +17,6 @@ unless the lesson's pages contain it word for word, apart from line breaks. In a
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import string
@@ -161,7 +160,7 @@ def published_table() -> str:
 
 def main() -> int:
     """Fill the tables, or report which are stale."""
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     action = parser.add_mutually_exclusive_group(required=True)
     action.add_argument("--write", action="store_true", help="fill the tables")
     action.add_argument("--check", action="store_true", help="fail when a table is stale")

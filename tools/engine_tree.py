@@ -94,7 +94,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """Return the command-line parser."""
-    flags = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags = Parser(description=__doc__)
     which = flags.add_mutually_exclusive_group(required=True)
     which.add_argument("--write", action="store_true", help="write the page")
     which.add_argument("--check", action="store_true", help="fail if it is stale")

@@ -103,7 +103,7 @@ def python_files(folders: list[str]) -> list[Path]:
 
 def main() -> int:
     """Print one line for each problem; return 1 if there are any."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folders", nargs="*", help="folders or files (default: all)")
     faults = 0
     for path in python_files(parser.parse_args().folders):

@@ -191,7 +191,7 @@ def main(arguments: argparse.Namespace) -> None:
 
 def parser() -> argparse.ArgumentParser:
     """Return the command-line parser."""
-    flags = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags = Parser(description=__doc__)
     flags.add_argument("--check", action="store_true", help="fail if a term is not explained")
     flags.add_argument("number", nargs="?", metavar="NN", help="the number of one lesson")
     return flags

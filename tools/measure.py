@@ -17,7 +17,6 @@ also writes the results and the figure, so all of a lesson's numbers come from o
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -101,7 +100,7 @@ def redraw(stem: str, path: str) -> None:
 
 def main() -> int:
     """Measure one lesson and refresh everything that quotes it."""
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("number", help="the lesson's number, as in 01")
     parser.add_argument("--machine", default="cpu", help="the machine that measures (default: cpu)")
     parser.add_argument("--redraw", action="store_true", help="draw the figure again from the recorded results")

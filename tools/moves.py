@@ -105,7 +105,7 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    flags = Parser(prog="moves", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags = Parser(prog="moves", description=__doc__)
     flags.add_argument("link", help="the widget and its first state: kv_cache?gpu=H100")
     flags.add_argument("goal", help="broken, fine or challenge 1 to challenge 3")
     flags.add_argument("knobs", help="the knobs that may turn: batch,k")

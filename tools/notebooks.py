@@ -509,7 +509,7 @@ def _say(lines: list[str], form: str, otherwise: str) -> None:
 
 def parser() -> argparse.ArgumentParser:
     """Return the command-line parser."""
-    flags = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags = Parser(description=__doc__)
     action = flags.add_mutually_exclusive_group(required=True)
     action.add_argument("--write", action="store_true", help="write the notebooks, and refresh quotes in the lessons")
     action.add_argument("--check", action="store_true", help="fail if --write would change something")

@@ -83,7 +83,7 @@ def main(arguments: argparse.Namespace) -> None:
 
 def parser() -> argparse.ArgumentParser:
     """Return the command-line parser."""
-    flags = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags = Parser(description=__doc__)
     action = flags.add_mutually_exclusive_group(required=True)
     action.add_argument("--write", action="store_true", help="draw the figures")
     action.add_argument("--check", action="store_true", help="fail when a figure is stale")

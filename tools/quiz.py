@@ -167,7 +167,7 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    flags = Parser(prog="quiz", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags = Parser(prog="quiz", description=__doc__)
     flags.add_argument("--write", action="store_true", help="write the pages")
     flags.add_argument("--check", action="store_true", help="fail if a page is stale (the default)")
     return flags

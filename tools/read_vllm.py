@@ -372,7 +372,7 @@ def main(arguments: argparse.Namespace) -> None:
 
 def parser() -> argparse.ArgumentParser:
     """Return the command-line parser."""
-    flags = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags = Parser(description=__doc__)
     flags.add_argument("stop", type=positive_int, help="the stop's number, as in 3")
     flags.add_argument("--row", type=positive_int, metavar="N", help="one row of its table (default: all)")
     flags.add_argument("--print", action="store_true", help="print the lines instead of opening a pager")

@@ -236,7 +236,7 @@ def main(arguments: argparse.Namespace) -> None:
 
 def parser() -> argparse.ArgumentParser:
     """Return the command-line parser."""
-    flags = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags = Parser(description=__doc__)
     flags.add_argument("name", nargs="?", help="one of the names that are listed without it")
     flags.add_argument("--write", action="store_true", help="try all, and write their outputs into the page")
     return flags

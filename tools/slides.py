@@ -291,7 +291,7 @@ def main(arguments: argparse.Namespace) -> None:
 
 def parser() -> argparse.ArgumentParser:
     """Return the command-line parser."""
-    flags = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags = Parser(description=__doc__)
     flags.add_argument("--out", type=Path, default=ROOT / "out" / "slides", help="the folder (default: out/slides)")
     flags.add_argument("--only", metavar="NN", help="one lesson's number")
     flags.add_argument("--no-pdf", action="store_true", help="HTML only")

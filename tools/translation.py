@@ -126,7 +126,7 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    flags = Parser(prog="translation", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags = Parser(prog="translation", description=__doc__)
     flags.add_argument("--folder", type=Path, required=True, help="the folder of the translation")
     flags.add_argument("--start", metavar="NN", help="write this lesson's page to be translated")
     flags.add_argument("--check", action="store_true", help="list what is stale (the default)")

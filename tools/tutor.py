@@ -119,7 +119,7 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    flags = Parser(prog="tutor", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags = Parser(prog="tutor", description=__doc__)
     flags.add_argument("number", help="the lesson's number, such as 04")
     flags.add_argument("answer", help="a file with the assistant's answer, or -")
     return flags

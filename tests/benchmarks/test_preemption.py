@@ -1,7 +1,6 @@
 """Test the benchmark of preemption: how it reads a server's metrics, and what it reports."""
 
 import contextlib
-import json
 
 import pytest
 
@@ -15,13 +14,6 @@ def test_a_metric_is_the_sum_over_all_cores(bench):
     )
     assert bench.counted(text, "vllm:num_preemptions_total") == 7
     assert bench.counted(text, "minivllm:recomputed_tokens_total") == 0
-
-
-def test_a_part_joins_what_the_file_has_of_the_other(bench, tmp_path):
-    path = tmp_path / "results.json"
-    path.write_text(json.dumps({"figures": {"waste": 1, "cliff": 2}}))
-    assert bench.joined(str(path), {"figures": {"cliff": 3}}) == {"figures": {"waste": 1, "cliff": 3}}
-    assert bench.joined(None, {"figures": {"cliff": 3}}) == {"figures": {"cliff": 3}}
 
 
 class Server:

@@ -22,7 +22,7 @@ def rows_of(name: str, load_benchmark) -> Collection[str]:
     """Return the row keys of a table whose rows are not named in the script's own text."""
     rows = {
         "ablation": lambda: [work.name for work in load_benchmark("levers").works(quick=True, seed=0)],
-        "same_tokens": lambda: load_benchmark("speculation").WAYS,
+        "same_tokens": lambda: load_benchmark("same_tokens").WAYS,
         "widget_latency": widgets.names,
     }
     return rows[name]() if name in rows else ()

@@ -5,7 +5,6 @@
 README.md beside this file describes the workload and the trace.
 """
 
-import argparse
 import json
 import sys
 from collections.abc import Callable
@@ -31,7 +30,7 @@ def replay(workload: dict[str, Any], kind: Callable[..., Scheduler] = Scheduler)
 
 def main() -> int:
     """Print the trace of the workload that the command line names."""
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("workload", type=Path)
     path = parser.parse_args().workload
     try:

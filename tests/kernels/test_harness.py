@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from kernels.harness import assert_close, assert_compiles, assert_twin, awkward_lengths
+from kernels.harness import assert_close, assert_compiles, assert_twin
 
 from minivllm.errors import MinivllmError
 from minivllm.platforms.triton_utils import tl, triton
 from minivllm_lab import aot
-from minivllm_lab.aot import TARGETS, compile_for
+from minivllm_lab.aot import compile_for
 from minivllm_lab.exercise import load
 
 
@@ -32,15 +32,6 @@ def matmul_kernel(a, b, c, K: tl.constexpr, TILE: tl.constexpr):
 
 
 MATMUL = {"a": "*bf16", "b": "*bf16", "c": "*fp32", "K": 512, "TILE": 128}
-
-
-@pytest.mark.parametrize("length", awkward_lengths(16))
-def test_numerics_on_a_device(device, length):
-    source = torch.randn(length, device=device)
-    target = torch.empty_like(source)
-    scale_kernel[(triton.cdiv(max(length, 1), 16),)](source, target, length, 3.0, BLOCK=16)
-    assert_close(target, source.double() * 3)
-    assert_twin(target, source * 3)
 
 
 def test_tensor_cores_of_every_target_are_found():
@@ -74,10 +65,6 @@ def test_the_compiler_s_words_reach_the_reader():
         compile_for("sm_90", matmul_kernel, {"a": "*bf16", "b": "*bf16", "c": "*fp32"})
     with pytest.raises(MinivllmError, match="target"):
         compile_for("sm_70", matmul_kernel, MATMUL)
-
-
-def test_every_target_has_a_shared_memory_size():
-    assert set(TARGETS) == {"sm_80", "sm_90", "sm_100", "gfx942"}
 
 
 def test_close_is_not_blind():

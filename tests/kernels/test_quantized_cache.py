@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+from kernels.attention_ahead import compile_attention
 from kernels.harness import DTYPES, assert_close, assert_compiles, assert_twin, each_twin, on_threads
 from kernels.test_unified_attention import BATCHES, UNTOUCHED, make
 from refusals import assert_refused
@@ -17,7 +18,6 @@ from minivllm.kernels.cpu.cache_calls import quantize
 from minivllm.kernels.reshape_and_cache import quantize_and_cache_kernel, reshape_and_cache, reshape_and_cache_kernel
 from minivllm.kernels.unified_attention import unified_attention
 from minivllm_lab.aot import TARGETS
-from minivllm_lab.attention_ahead import compile_attention
 
 pytestmark = pytest.mark.filterwarnings("ignore:divide by zero")  # NumPy, on a head that is all zero
 FP8 = torch.float8_e4m3fn

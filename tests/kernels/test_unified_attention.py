@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from kernels.attention_ahead import compile_attention, compile_combine
 from kernels.harness import (
     DTYPES,
     GROUPS,
@@ -28,7 +29,6 @@ from minivllm.kernels.attention_configurations import automatic_splits, configur
 from minivllm.kernels.cpu import attention_calls
 from minivllm.kernels.unified_attention import unified_attention
 from minivllm_lab.aot import TARGETS
-from minivllm_lab.attention_ahead import compile_attention, compile_combine
 
 BLOCK = 16
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value")  # NumPy, on rows that no query has
@@ -225,13 +225,18 @@ def test_what_there_was_before_is_right_too(options):
 # ---- which configuration -------------------------------------------------------------------------
 
 
-# What benchmarks/kernels.py compiles of all configurations stands in its results, which
-# test_benchmark.py looks at.
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("rows", [4, 4096], ids=["decode", "prefill"])
+def test_every_configuration_compiles_and_spills_nothing(target, rows):
+    for choice in configurations(target, rows, 4, 128, 2):
+        built = compile_attention(target, choice)
+        assert built.fits
+        assert built.spilled == 0, choice
 
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("rows", [4, 4096], ids=["decode", "prefill"])
-def test_the_first_guess_compiles_and_spills_nothing(target, rows):
+def test_the_first_guess_multiplies_matrices_and_loads_16_bytes(target, rows):
     decode = {"splits": 8, "single": True} if rows == 4 else {}
     built = compile_attention(target, configurations(target, rows, 4, 128, 2)[0], **decode)
     assert built.fits

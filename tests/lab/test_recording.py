@@ -4,14 +4,16 @@ parts once.
 
 import pytest
 import torch
+from simulate.linear_cost import LinearCost
 
 from minivllm.config import EMBEDDED_MODEL, CacheConfig
 from minivllm.engine.arg_utils import EngineArgs
-from minivllm_lab.recording import bare_engine, foretell, record_run
+from minivllm_lab.recording import bare_engine, record_run
 from minivllm_lab.speculative_decoding.drafted_engine import answers_with_errors, drafted_engine, serve_with_drafts
 from minivllm_lab.timing import Stopwatch
-from minivllm_simulate.cost_model import FittedCost
+from minivllm_simulate.virtual_clock import SimulatedRequest, simulate
 
+COST = LinearCost(per_step=1.0)
 CPU = torch.device("cpu")
 
 
@@ -37,7 +39,8 @@ def test_a_run_is_foretold_with_the_defaults_of_its_device():
     lengths = [(450, 10)] * 6
     run = record_run(core, lengths)
     assert run.steps[0].shape.num_tokens == 6 * 450, "more than a step may have on a CPU"
-    foretell(lengths, run, FittedCost.fit(run.steps))
+    simulated = simulate([SimulatedRequest(*each) for each in lengths], run.scheduler_config, run.cache_config, COST)
+    assert [step.scheduled for step in simulated.steps] == run.scheduled
 
 
 @pytest.mark.usefixtures("defaults_of_a_gpu")

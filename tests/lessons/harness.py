@@ -7,11 +7,10 @@ import itertools
 import json
 import math
 import os
-import re
 import runpy
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from functools import cache
 from pathlib import Path
@@ -20,6 +19,7 @@ from unittest import mock
 
 import pytest
 import torch
+from lessons.mistakes import messages_of, mutants_of
 
 from minivllm.config import ModelConfig
 from minivllm.platforms.triton_utils import HAS_TRITON, INTERPRETED
@@ -133,17 +133,12 @@ def problems_of(number: str, mutant: Mutant) -> Iterator[str]:
     return (result.problem or "" for result in _failures(number, mutant))
 
 
-def exercise_test(
-    number: str, mutants: Mapping[str, Mutant], messages: Mapping[str, str | re.Pattern[str]]
-) -> Callable[[str], None]:
-    """Return a test for a lesson's test file, with a case for each mistake:
+def exercise_test(number: str) -> Callable[[str], None]:
+    """Return a test for a lesson's test file, with a case for each mistake of its `mistakes.toml`:
 
-        test_the_checks_catch = exercise_test("13", MUTANTS, MESSAGES)
-
-    Args:
-        mutants: the wrong variants of the script, each of which a check must catch.
-        messages: for some of them, a part of what a check then says (or a pattern).
+    test_the_checks_catch = exercise_test("13")
     """
+    mutants, messages = mutants_of(number), messages_of(number)
     assert messages.keys() <= mutants.keys()
 
     @pytest.mark.interpreted
@@ -151,8 +146,7 @@ def exercise_test(
     @pytest.mark.parametrize("mistake", mutants)
     def test_the_checks_catch(mistake: str) -> None:
         assert checks_that_catch(number, mutants[mistake])
-        if (expected := messages.get(mistake)) is not None:
-            says = re.compile(re.escape(expected)) if isinstance(expected, str) else expected
+        if (says := messages.get(mistake)) is not None:
             problems = problems_of(number, mutants[mistake])
             assert any(map(says.search, problems)), f"no check says {says.pattern!r}"
 

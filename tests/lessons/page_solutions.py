@@ -3,9 +3,10 @@ one of the mistakes of `tests/lessons`.
 """
 
 import ast
-import functools
 from collections.abc import Iterator
 from pathlib import Path
+
+from lessons.mistakes import mutants_of
 
 from minivllm_lab.mutants import Mutant, mutant_source
 
@@ -34,23 +35,11 @@ def solution(number: str, text: str, mutant: Mutant | None = None) -> str:
 
 def mutants(number: str, text: str) -> dict[str, Mutant]:
     """Return the mistakes of `tests/lessons` in what the page's checks call, or what that uses."""
-    (tests,) = (ROOT / "tests" / "lessons").glob(f"{number}_*/test_{number}_*.py")
     (checks,) = (ROOT / "lessons" / "exercises" / "checks").glob(f"{number}_*.py")
     called = {node.attr for node in ast.walk(ast.parse(checks.read_text())) if isinstance(node, ast.Attribute)}
     checked = "\n".join(ast.unparse(node) for node in ast.parse(text).body if getattr(node, "name", "") in called)
-    right, made = solution(number, checked), _constant(tests, "MUTANTS")
+    right, made = solution(number, checked), mutants_of(number)
     return {mistake: mutant for mistake, mutant in made.items() if solution(number, checked, mutant) != right}
-
-
-@functools.cache
-def _constant(file: Path, name: str) -> dict[str, Mutant]:
-    """Return a constant of a file without importing it: its statement and those that it needs."""
-    body = ast.parse(file.read_text()).body
-    named = {name: node for node in body for name in _names(node)}
-    known: dict = {}
-    for node in sorted(_reached([name], named), key=lambda node: node.lineno):
-        exec(compile(ast.Module([node], []), file.name, "exec"), known)
-    return known[name]
 
 
 def _reached(wanted: list[str], named: dict[str, ast.stmt]) -> list[ast.stmt]:

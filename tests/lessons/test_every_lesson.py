@@ -1,11 +1,13 @@
-"""Test that every exercise's checks pass on the lesson's script, and fail on the stub; and that the
-scripts refuse bad input.
+"""Test that every exercise's checks pass on the lesson's script, and fail on the stub; that the text
+does not answer it beforehand; and that the scripts refuse bad input.
 """
 
 import pytest
 from lessons.harness import REPOSITORY, assert_refuses, script_path, solution_results, stub_results
 
+from minivllm_lab import exercise
 from minivllm_lab.exercise import load
+from minivllm_lab.marks import lesson_page
 
 NUMBERS = sorted(path.name[:2] for path in (REPOSITORY / "lessons" / "exercises").glob("[0-9][0-9]_*.py"))
 
@@ -28,6 +30,19 @@ def test_the_stub_fails_every_check(number):
     assert all(result.problem.startswith("not written yet") for result in results)
 
 
+ANSWERS = {"06": ("async def until_disconnected",), "07": ("np.argmax",), "09": ("torch.einsum", "rank //")}
+"""Pieces of an answer that would give it away."""
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_no_answer_of_the_exercise_stands_before_it(number):
+    """Before *Build it*, a lesson has no kernel, and none of the functions that are to be written."""
+    before = lesson_page(REPOSITORY / "lessons", number).read_text().partition("## Build it")[0]
+    written = [f"{kind} {name}" for name in exercise._to_write(number) for kind in ("def", "class")]
+    assert len(written) > 4
+    assert [words for words in ("@triton.jit", *written, *ANSWERS.get(number, ())) if words in before] == []
+
+
 @pytest.mark.parametrize(
     ("number", "flags", "about"),
     [
@@ -42,6 +57,27 @@ def test_the_stub_fails_every_check(number):
         ("04", "--model /no/such/model", "no model directory"),
         ("05", "--group 7", "invalid choice: 7"),
         ("06", "--slo-tpot soon", "invalid float value"),
+        ("07", "--drafts 0", "--drafts: must be from 1 to 16"),
+        ("07", "--drafts 17", "--drafts: must be from 1 to 16"),
+        ("07", "--draft-model nowhere", "nowhere"),
+        ("07", "--model nowhere", "nowhere"),
+        ("08", "--prompt 63", "--prompt: must be from 64 to 1900"),
+        ("08", "--prompt 1901", "--prompt: must be from 64 to 1900"),
+        ("08", "--model nowhere", "nowhere"),
+        ("09", "--heads 0", "--heads: must be from 1 to 256"),
+        ("09", "--head-dim 20", "--head-dim is 20; it must be a multiple of 8"),
+        ("09", "--context 0", "--context: must be from 1 to 32768"),
+        ("09", "--model nowhere", "nowhere"),
+        ("10", "--prompt 63", "--prompt: must be from 64 to 1900"),
+        ("10", "--prompt 1901", "--prompt: must be from 64 to 1900"),
+        ("10", "--model nowhere", "nowhere"),
+        ("11", "--blocks 10", "--blocks: must be from 11 to 200"),
+        ("11", "--blocks many", "--blocks: 'many' is not a whole number"),
+        ("11", "--model nowhere", "nowhere"),
+        ("12", "--adapters 7", "--adapters: must be from 8 to 5000"),
+        ("12", "--skew -1", "--skew: must be a number from 0 to 3"),
+        ("12", "--skew much", "--skew: must be a number from 0 to 3"),
+        ("12", "--model nowhere", "nowhere"),
     ],
 )
 def test_bad_input_is_refused_in_one_line(number, flags, about):

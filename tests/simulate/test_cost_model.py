@@ -1,18 +1,16 @@
-"""The cost of a step: counts are exact, a real card's published line is reproduced, a fit finds the
-line behind the data.
-"""
+"""The cost of a step: counts are exact, and a real card's published line is reproduced."""
 
 import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from refusals import assert_refused
 
 from minivllm.config import ModelConfig
-from minivllm_simulate.cost_model import FittedCost, MeasuredStep, RooflineCost, StepShape, model_error
+from minivllm_simulate.cost_model import RooflineCost, StepShape
 from minivllm_simulate.hardware import get_hardware
 from minivllm_simulate.known_models import CONFIGS, SIGLIP, known_model
 
@@ -105,48 +103,6 @@ def test_two_gpus_halve_what_is_shared():
     assert two.kv_bytes_per_token * 2 == cost.kv_bytes_per_token
     assert two.flops_per_token * 2 == cost.flops_per_token
     assert two.weight_bytes == pytest.approx(cost.weight_bytes / 2, rel=0.01)
-
-
-COEFFICIENT = st.sampled_from([0.0, 0.2, 1.0, 5.0])
-
-
-@given(st.lists(SCHEDULED.filter(bool), min_size=12, max_size=30), st.tuples(*[COEFFICIENT] * 4), st.floats(1e-4, 1e-2))
-@settings(max_examples=25, deadline=None)
-def test_a_fit_finds_a_line_that_is_there(steps, coefficients, step_seconds):
-    """The fit predicts the data, whatever coefficients made them, and none of its own is negative."""
-    steady, *rest = (c * s for c, s in zip(coefficients, (1.0, 1e-1, 1e-2, 1e-4), strict=True))
-    truth = FittedCost(*(step_seconds * c for c in (1 + steady, *rest)))
-    measured = [MeasuredStep(shape, truth.seconds(shape)) for shape in map(StepShape.of, steps)]
-    result = FittedCost.fit(measured)
-    assert min(result.per_step, result.per_request, result.per_token, result.per_pair) >= 0
-    assert model_error(result, measured).median_step < 1e-3
-    assert model_error(result, measured).total == pytest.approx(0, abs=1e-3)
-
-
-def test_a_fit_survives_steps_that_are_all_alike():
-    step = MeasuredStep(StepShape.of([(1, 10)] * 4), 0.02)
-    assert FittedCost.fit([step] * 10).seconds(step.shape) == pytest.approx(0.02, rel=1e-4)
-
-
-def test_a_fit_with_a_falling_cost_leaves_that_out():
-    """More tokens in less time is noise, not a law: no coefficient may be negative."""
-    measured = [MeasuredStep(StepShape.of([(n, 0)]), 0.1 - 0.001 * n) for n in range(1, 40)]
-    result = FittedCost.fit(measured)
-    assert min(result.per_step, result.per_request, result.per_token, result.per_pair) >= 0
-    assert result.per_step + result.per_request == pytest.approx(0.08, rel=0.1)
-
-
-def test_the_error_is_the_one_that_was_made():
-    steps = [MeasuredStep(StepShape.of([(1, n)]), 1.0) for n in range(9)]
-    error = model_error(FittedCost(1.1, 0, 0, 0), steps)
-    assert error.median_step == pytest.approx(0.1)
-    assert error.total == pytest.approx(0.1)
-    assert str(error) == "±10% per step (median), +10% in total"
-
-
-def test_too_few_steps_make_no_fit():
-    assert_refused("at least 8", FittedCost.fit, [MeasuredStep(StepShape.of([(1, 1)]), 1.0)] * 7)
-    assert_refused("measured step", model_error, FittedCost(1, 0, 0, 0), [])
 
 
 MIXTRAL, EXPERT = known_model("Mixtral-8x7B-v0.1"), 3 * 4096 * 14336  # a gated MLP of three matrices

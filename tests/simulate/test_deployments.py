@@ -8,7 +8,7 @@ from refusals import assert_refused
 from minivllm.errors import MinivllmError
 from minivllm.memory import kv_bytes_per_token
 from minivllm_simulate.cost_model import StepShape
-from minivllm_simulate.deployments import WAYS, bubble, bytes_sent, deployment, find_knee, serve
+from minivllm_simulate.deployments import WAYS, bytes_sent, deployment, find_knee, serve
 from minivllm_simulate.hardware import get_hardware
 from minivllm_simulate.known_models import known_model
 from minivllm_simulate.memory import weight_bytes
@@ -23,15 +23,6 @@ def test_bytes_of_a_step():
     assert bytes_sent("PP", 4, 64, 4096, 32) == 64 * 4096 * 2
     assert [bytes_sent(way, 1, 64, 4096, 32) for way in WAYS] == [0, 0, 0]
     assert bytes_sent("DP", 8, 64, 4096, 32) == 0
-
-
-def test_the_bubble_is_that_of_a_drawn_pipeline():
-    """Stage s works on batch b at time s + b, so the empty places can be counted."""
-    for stages in (1, 2, 4):
-        for batches in (1, 3, 4, 16):
-            times = stages + batches - 1
-            empty = sum(not 0 <= time - stage < batches for stage in range(stages) for time in range(times))
-            assert bubble(stages, batches) == pytest.approx(empty / (stages * times))
 
 
 def test_one_gpu_is_the_same_in_every_way():

@@ -3,14 +3,15 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from simulate.linear_cost import LinearCost
 
 from minivllm.config import CacheConfig, DraftingConfig, SchedulerConfig
 from minivllm.errors import MinivllmError
-from minivllm_simulate.cost_model import FittedCost, StepShape
+from minivllm_simulate.cost_model import StepShape
 from minivllm_simulate.offline import run_offline
 from minivllm_simulate.virtual_clock import SimulatedRequest, simulate
 
-COST = FittedCost(per_step=1.0, per_request=0.1, per_token=0.01, per_pair=1e-4)
+COST = LinearCost(per_step=1.0, per_request=0.1, per_token=0.01, per_pair=1e-4)
 
 
 @st.composite

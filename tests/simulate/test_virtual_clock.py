@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from refusals import assert_refused
+from simulate.linear_cost import LinearCost
 
 from minivllm.config import CacheConfig, DraftingConfig, SchedulerConfig
 from minivllm.core.policy import SchedulingPolicy, running_then_waiting
@@ -17,11 +18,11 @@ from minivllm.core.scheduler import Scheduler
 from minivllm.core.scheduler_output import ModelRunnerOutput
 from minivllm.errors import MinivllmError
 from minivllm_lab.continuous_batching.seats import assign_seats
-from minivllm_simulate.cost_model import FittedCost, StepShape
+from minivllm_simulate.cost_model import StepShape
 from minivllm_simulate.simulated_engine import GENERATED
 from minivllm_simulate.virtual_clock import SimulatedRequest, percentile, simulate, simulate_in_parts
 
-COST = FittedCost(per_step=1.0, per_request=0.1, per_token=0.01, per_pair=0.0)
+COST = LinearCost(per_step=1.0, per_request=0.1, per_token=0.01)
 
 
 @st.composite

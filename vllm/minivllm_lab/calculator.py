@@ -110,9 +110,7 @@ def main(arguments: argparse.Namespace) -> None:
 
 def parser() -> argparse.ArgumentParser:
     """Return the calculator's own flags, named as in vLLM."""
-    flags = Parser(
-        prog="minivllm_lab.calculator", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    flags = Parser(prog="minivllm_lab.calculator", description=__doc__)
     flags.add_argument("model", nargs="?", help="a model directory, a well-known model or a name on the hub")
     flags.add_argument("--table", action="store_true", help="bytes a token of every well-known model")
     flags.add_argument("--gpu", default="H100", help=f"one of {', '.join(HARDWARE)} (default: H100)")

@@ -227,7 +227,7 @@ def _parts(number: str) -> str:
 
 def parser() -> argparse.ArgumentParser:
     """Return the command line of `python -m minivllm_lab.capstone`."""
-    flags = Parser(prog="capstone", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags = Parser(prog="capstone", description=__doc__)
     flags.add_argument("--serve", action="store_true", help="then serve with the parts of the first server")
     flags.add_argument("--port", type=int, default=PORT, help="where to serve (default: 8000)")
     return flags

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from minivllm.config.checks import encodable
 from minivllm.errors import MinivllmError
@@ -50,10 +51,24 @@ def figure_file(text: str) -> str:
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that reports errors in one line and exits with code 2."""
+    """An argument parser whose --help keeps the description's line breaks, and that reports errors
+    in one line and exits with code 2.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**{"formatter_class": argparse.RawDescriptionHelpFormatter, **settings})
 
     def error(self, message: str):
         self.exit(2, f"{self.prog}: error: {message}\n")
+
+
+def benchmark_parser(doc: str | None) -> Parser:
+    """Return a parser with the flag that all benchmarks have; --help shows `doc`, the script's
+    docstring.
+    """
+    flags = Parser(description=doc)
+    flags.add_argument("--json", metavar="FILE", help="also write the figures to FILE")
+    return flags
 
 
 def lesson_parser(doc: str, model: Path) -> argparse.ArgumentParser:
@@ -62,7 +77,7 @@ def lesson_parser(doc: str, model: Path) -> argparse.ArgumentParser:
 
     `model` is the directory of the model that the lesson runs unless `--model` names another one.
     """
-    parser = Parser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=doc)
     parser.add_argument("--device", choices=DEVICES, default="auto", help="where to run (default: the GPU, if any)")
     amount = parser.add_mutually_exclusive_group()
     amount.add_argument("--quick", action="store_true", help="the same steps on less work, in seconds")

@@ -239,7 +239,7 @@ def main(arguments: argparse.Namespace) -> None:
 
 def parser() -> argparse.ArgumentParser:
     """Return the command line of `python -m minivllm_lab.exercise`."""
-    flags = Parser(prog="exercise", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags = Parser(prog="exercise", description=__doc__)
     flags.add_argument("number", help="the lesson's number, such as 01")
     flags.add_argument("--file", metavar="FILE", help="check this file (default: the lesson's stub)")
     flags.add_argument("--only", metavar="FUNCTION", help="run this function's checks alone, without the engine")

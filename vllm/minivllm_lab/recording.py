@@ -1,7 +1,4 @@
-"""Timed steps of a real engine with their shapes, and the simulator's prediction of the same run.
-
-Cost models are fitted to such recordings and judged by them.
-"""
+"""Timed steps of a real engine, with their shapes."""
 
 import statistics
 import time
@@ -20,8 +17,7 @@ from minivllm.errors import MinivllmError
 from minivllm.executor.uniproc_executor import UniprocExecutor
 from minivllm.sampling_params import SamplingParams
 from minivllm_lab.inside import runner_of
-from minivllm_simulate.cost_model import Cost, MeasuredStep, StepShape
-from minivllm_simulate.virtual_clock import SimulatedRequest, simulate
+from minivllm_simulate.cost_model import MeasuredStep, StepShape
 
 
 @dataclass(frozen=True)
@@ -117,18 +113,3 @@ def record_run(core: EngineCore, lengths: Sequence[tuple[int, int]], warm_up: bo
         num_tokens += sum(len(output.new_token_ids) for output in engine_outputs)
     scheduler, preempted = core.scheduler, core.scheduler.num_preemptions - preempted
     return Recording(steps, scheduled, num_tokens, preempted, scheduler.config, scheduler.cache_config)
-
-
-def foretell(lengths: Sequence[tuple[int, int]], recording: Recording, cost: Cost) -> float:
-    """Return (modelled − measured) / measured seconds of a recorded run of these (prompt, output)
-    lengths.
-
-    Raises:
-        MinivllmError: the simulated steps differ from the engine's: the lengths are another run's,
-            or there is a bug.
-    """
-    requests = [SimulatedRequest(*request) for request in lengths]
-    result = simulate(requests, recording.scheduler_config, recording.cache_config, cost)
-    if [step.scheduled for step in result.steps] != recording.scheduled:
-        raise MinivllmError("the simulation takes different steps than the engine took: are the lengths this run's?")
-    return result.seconds / recording.seconds - 1

@@ -91,6 +91,13 @@ def write_record(path: str | Path, record: dict) -> None:
     path.write_text(json.dumps(record, indent=2) + "\n")
 
 
+def report(found: dict, path: str | Path | None) -> None:
+    """Print a record as one line of JSON, and write it to `path`, if there is one."""
+    print(json.dumps(found))
+    if path:
+        write_record(path, found)
+
+
 def read_record(path: str | Path, name: str) -> dict:
     """Read the record of an earlier run. Raises a MinivllmError if there is no record of that
     name.

@@ -1,22 +1,19 @@
-"""The cost of one step in seconds: from a data sheet, or fitted to measured steps.
+"""The cost of one step in seconds, from a data sheet.
 
 A step's shape is a few counts: requests, new tokens, keys read, and (query, key) pairs that
 attention visits. `RooflineCost` turns them into bytes and operations and divides them by a GPU's
-rates; `FittedCost` is a straight line through measured steps. Real engines need the straight line,
-because per-request work that no roofline knows (sampling, small launches, attention that does not
-reach the peak) grows with the batch.
+rates. It leaves out per-request work that no roofline knows (sampling, small launches, attention
+that does not reach the peak) and that grows with the batch.
 """
 
 from __future__ import annotations
 
 import math
-import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 from minivllm.config import ModelConfig
-from minivllm.errors import MinivllmError
 from minivllm.memory import kv_bytes_per_token, serving_dtype
 from minivllm_simulate.hardware import Hardware
 from minivllm_simulate.memory import parameter_groups, routed_parameters, weight_bytes
@@ -214,79 +211,11 @@ class MeasuredStep:
     seconds: float
 
 
-@dataclass(frozen=True)
-class FittedCost:
-    """A line through measured steps: seconds = per_step + per_request·reqs + per_token·tokens +
-    per_pair·pairs.
-    """
-
-    per_step: float
-    per_request: float
-    per_token: float
-    per_pair: float
-
-    @classmethod
-    def fit(cls, steps: Sequence[MeasuredStep]) -> FittedCost:
-        """Fit by least squares of the *relative* error, dropping features that would get a negative
-        coefficient.
-        """
-        if len(steps) < 8:
-            raise MinivllmError(f"a fit needs at least 8 measured steps, not {len(steps)}")
-        import numpy as np
-
-        rows = np.array([_features(step.shape) for step in steps]) / [[step.seconds] for step in steps]
-        scales = rows.max(axis=0)  # units differ by a factor of a million
-        kept, factors = [index for index in range(4) if scales[index] > 0], np.zeros(4)
-        while kept:
-            solution = np.linalg.lstsq(rows[:, kept] / scales[kept], np.ones(len(rows)), rcond=1e-9)[0]
-            if min(solution) >= 0:
-                factors[kept] = solution / scales[kept]
-                break
-            kept.pop(int(solution.argmin()))
-        return cls(*factors.tolist())
-
-    def seconds(self, shape: StepShape) -> float:
-        """Return the seconds of one step of this shape, by the fitted line."""
-        coefficients = (self.per_step, self.per_request, self.per_token, self.per_pair)
-        return sum(c * value for c, value in zip(coefficients, _features(shape), strict=True))
-
-
 def _passed_parameters(model: ModelConfig, expert_share: float) -> float:
     """Return the number of parameters in the layers that a text token passes."""
     groups = parameter_groups(model)
     layers = sum(size for name, size in groups.items() if name not in ("embedding", "head", "vision"))
     return layers - (1 - expert_share) * routed_parameters(model)
-
-
-def _features(shape: StepShape) -> tuple[float, ...]:
-    return 1.0, float(shape.num_reqs), float(shape.num_tokens), float(shape.num_pairs)
-
-
-@dataclass(frozen=True)
-class ModelError:
-    """The error of a cost model on measured steps, to be printed with its predictions."""
-
-    median_step: float
-    """Median of |predicted − measured| / measured over the steps."""
-    total: float
-    """(Sum of predicted − sum of measured) / sum of measured."""
-
-    def __str__(self) -> str:
-        return f"±{self.median_step:.0%} per step (median), {self.total:+.0%} in total"
-
-
-def model_error(cost: Cost, steps: Sequence[MeasuredStep]) -> ModelError:
-    """Return the error of `cost` on steps that it was not fitted to.
-
-    Raises:
-        MinivllmError: there are no steps.
-    """
-    if not steps:
-        raise MinivllmError("an error needs at least one measured step")
-    predicted = [cost.seconds(step.shape) for step in steps]
-    measured = [step.seconds for step in steps]
-    off = [abs(p - m) / m for p, m in zip(predicted, measured, strict=True)]
-    return ModelError(statistics.median(off), sum(predicted) / sum(measured) - 1)
 
 
 def chunk_seconds(cost: Cost, prompt: int, budget: int) -> float:

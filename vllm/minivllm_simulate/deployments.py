@@ -29,13 +29,6 @@ def bytes_sent(way: str, gpus: int, tokens: int, hidden: int, layers: int, eleme
     return {"TP": 2 * layers * 2 * (gpus - 1) / gpus * states, "PP": states if gpus > 1 else 0, "DP": 0}[way]
 
 
-def bubble(stages: int, batches: int) -> float:
-    """Return the share of a pipeline's time in which a stage is idle while `batches` batches go
-    through.
-    """
-    return (stages - 1) / (batches + stages - 1)
-
-
 def deployment(model: ModelConfig, gpu: Hardware, way: str, gpus: int) -> PlacedModel:
     """Place a model on `gpus` GPUs, parallelized in one of the `WAYS`. With one GPU, all ways are
     the same.

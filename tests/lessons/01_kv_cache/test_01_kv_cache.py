@@ -2,13 +2,13 @@
 wrong.
 """
 
-import re
 from dataclasses import replace
 
 import pytest
 import torch
 from kernels.harness import assert_close, assert_compiles, awkward_lengths, reference_attention
 from lessons.harness import REPOSITORY, SMALL, exercise_test, figures_of_quick_run, script_path
+from lessons.mistakes import mutants_of
 
 from minivllm import memory
 from minivllm.config import EMBEDDED_MODEL, ModelConfig
@@ -18,7 +18,7 @@ from minivllm.kernels.unified_attention import unified_attention
 from minivllm.models.attention import CausalAttention
 from minivllm.models.loader import random_model
 from minivllm.platforms.triton_utils import triton
-from minivllm_lab.exercise import checks_of, load, plug_of, run_plugged
+from minivllm_lab.exercise import load, plug_of, run_plugged
 from minivllm_lab.followed import followed
 from minivllm_lab.kv_cache import cone, opening
 from minivllm_lab.kv_cache.race import race
@@ -29,7 +29,6 @@ from minivllm_simulate.known_models import CONFIGS, known_model
 from minivllm_simulate.memory import memory_ledger
 
 lesson = load(script_path("01"))
-CHECKS = checks_of("01")
 TEXT, NOTES = (
     " ".join((REPOSITORY / "lessons" / name).read_text().split()) for name in ("01_kv_cache.md", "notes/01_kv_cache.md")
 )
@@ -275,154 +274,8 @@ def test_the_replay_is_near_the_released_trace(reserved, name, counted):
 
 # ---- the exercise --------------------------------------------------------------------------------
 
-MUTANTS = {
-    "forgets that K and V are two": (
-        "kv_bytes_per_token",
-        "2 * config.num_key_value_heads",
-        "config.num_key_value_heads",
-    ),
-    "counts the query heads": ("kv_bytes_per_token", "config.num_key_value_heads", "config.num_attention_heads"),
-    "forgets the element's size": ("kv_bytes_per_token", "... * bytes_per_element", "... * 2"),
-    "counts query heads in place of layers": (
-        "kv_bytes_per_token",
-        "config.num_hidden_layers * width",
-        "config.num_attention_heads * width",
-    ),
-    "takes every head to be 128 wide": ("kv_bytes_per_token", "config.head_dim", "128"),
-    "divides the hidden size": (
-        "kv_bytes_per_token",
-        "config.head_dim",
-        "config.hidden_size // config.num_attention_heads",
-    ),
-    "is a lookup table": (
-        "kv_bytes_per_token",
-        "return ...",
-        "return {8: 65536, 32: 262144}[config.num_key_value_heads] * bytes_per_element",
-    ),
-    "returns a float": ("kv_bytes_per_token", "return ...", "return ... * 1.0"),
-    "gives the latent vector a value too": (
-        "kv_bytes_per_token",
-        "config.kv_lora_rank + config.qk_rope_head_dim",
-        "2 * (config.kv_lora_rank + config.qk_rope_head_dim)",
-    ),
-    "does not see itself": (
-        "decode_step",
-        "attention(..., keys[: length + 1], values[: length + 1], first=length)",
-        "attention(..., keys[: max(length, 1)], values[: max(length, 1)], first=length)",
-    ),
-    "forgets what is more than forty tokens back": (
-        "decode_step",
-        "return attention(q[None], keys[: length + 1], values[: length + 1], first=length)[0]",
-        "first = max(0, length - 40)\n"
-        "return attention(q[None], keys[first : length + 1], values[first : length + 1], first=length - first)[0]",
-    ),
-    "changes its arguments": ("decode_step", "return ...", "result = ...\nk.zero_()\nreturn result"),
-    "sees garbage": (
-        "decode_step",
-        "attention(..., keys[: length + 1], values[: length + 1], first=length)",
-        "attention(..., keys[: length + 2], values[: length + 2], first=length + 1)",
-    ),
-    "writes one slot too early": (
-        "decode_step",
-        "keys[length], values[length] = ...",
-        "keys[length - 1], values[length - 1] = ...",
-    ),
-    "forgets the scale": ("attention", "... / math.sqrt(q.shape[-1])", "..."),
-    "divides by the head's length": ("attention", "... / math.sqrt(q.shape[-1])", "... / q.shape[-1]"),
-    "takes the softmax over the heads": ("attention", "....softmax(dim=-1)", "....softmax(dim=0)"),
-    "takes the softmax without its maximum": (
-        "attention",
-        "scores.masked_fill(future, -math.inf).softmax(dim=-1)",
-        "(e := scores.masked_fill(future, -math.inf).exp()) / e.sum(-1, keepdim=True)",
-    ),
-    "mixes up the groups": ("attention", "....repeat_interleave(group, dim=1)", "....repeat(1, group, 1)"),
-    "forgets the value": ("decode_step", "keys[length], values[length] = k, v", "keys[length] = k"),
-    "works on a copy": (
-        "decode_step",
-        "keys[length], values[length] = ...",
-        "keys, values = keys.clone(), values.clone(); keys[length], values[length] = ...",
-    ),
-    "ends without a return": ("decode_step", "return ...", "attention(q[None], keys, values)"),
-    "takes a slot for an element": ("append_token", "cache + slot * WIDTH + column", "cache + slot + column"),
-    "writes a token into each slot": (
-        "append_token",
-        "tl.store(..., ...)",
-        "for at in range(5):\n    tl.store(cache + at * WIDTH + column, tl.load(new + column))",
-    ),
-    "writes into the next head": ("append_heads", "column < HEAD_DIM", "column < BLOCK"),
-    "masks only what it reads": (
-        "append_heads",
-        "tl.store(..., tl.load(new + head * HEAD_DIM + column, mask=inside), mask=inside)",
-        "tl.store(..., tl.load(new + head * HEAD_DIM + column, mask=inside))",
-    ),
-    "places heads BLOCK apart": (
-        "append_heads",
-        "(slot * tl.num_programs(0) + head) * HEAD_DIM",
-        "(slot * tl.num_programs(0) + head) * BLOCK",
-    ),
-    "reads the same head in each program": ("append_heads", "new + head * HEAD_DIM + column", "new + column"),
-    "writes a full request into its neighbour": ("append_kernel", "slot < slots", "slot >= 0"),
-    "takes the first request's length for all": ("append_kernel", "lengths + request", "lengths"),
-    "takes the caches to have no other requests": (
-        "append_kernel",
-        "(request * slots + slot) * WIDTH + column",
-        "slot * WIDTH + column",
-    ),
-    "writes only the keys": ("append_kernel", "tl.store(values + target, ..., mask=inside)", ""),
-    "stores keys as values": ("append_kernel", "tl.load(v + source, mask=inside)", "tl.load(k + source, mask=inside)"),
-    "has the first program write all heads": (
-        "append_heads",
-        "head, column = ...\ninside = ...\ntarget = ...\ntl.store(..., ..., mask=inside)",
-        "column = tl.arange(0, BLOCK)\ninside = column < HEAD_DIM\nheads = tl.num_programs(0)\n"
-        "for head in range(0, heads):\n"
-        "    if tl.program_id(0) == 0:\n"
-        "        one = tl.load(new + head * HEAD_DIM + column, mask=inside)\n"
-        "        tl.store(cache + (slot * heads + head) * HEAD_DIM + column, one, mask=inside)",
-    ),
-    "has the first program serve all requests": (
-        "append_kernel",
-        "request = ...\nslot = ...\ncolumn = ...\ninside = ...\nsource = ...\ntarget = ...\nif slot < slots: ...",
-        "column = tl.arange(0, BLOCK)\ninside = column < WIDTH\n"
-        "for request in range(0, tl.num_programs(0)):\n"
-        "    if tl.program_id(0) == 0:\n"
-        "        slot = tl.load(lengths + request)\n"
-        "        source, target = request * WIDTH + column, (request * slots + slot) * WIDTH + column\n"
-        "        if slot < slots:\n"
-        "            tl.store(keys + target, tl.load(k + source, mask=inside), mask=inside)\n"
-        "            tl.store(values + target, tl.load(v + source, mask=inside), mask=inside)",
-    ),
-    "reads what it overwrites": (
-        "append_kernel",
-        "slot = ...",
-        "slot = tl.load(lengths + request); tl.load(keys + tl.arange(0, BLOCK))",
-    ),
-}
 
-
-MESSAGES = {
-    "counts the query heads": re.compile(r"524,288 for 32 layers, .* four times too much. Did you count query heads\?"),
-    "forgets that K and V are two": re.compile(r"65,536 .* two times too little. K and V are two"),
-    "returns a float": "131072.0 is the right number as a float; return an int",
-    "changes its arguments": "k was changed; only `keys` and `values` may be",
-    "counts query heads in place of layers": "query heads in place of the layers",
-    "divides the hidden size": "head_dim` need not be",
-    "gives the latent vector a value too": "no factor 2",
-    "does not see itself": "must see itself",
-    "sees garbage": "a slot read that holds no token",
-    "forgets the scale": re.compile(r"off by .* Divide the scores by sqrt\(head_dim\)"),
-    "divides by the head's length": "not by head_dim",
-    "takes the softmax over the heads": "over the slots, not over the heads",
-    "takes the softmax without its maximum": "Subtract the largest score",
-    "mixes up the groups": "Neighbouring query heads share",
-    "works on a copy": "a copy, perhaps",
-    "ends without a return": "is there a `return`",
-    "writes into the next head": re.compile(r"a race: .* mask the load and the store"),
-    "writes a full request into its neighbour": "is full",
-    "has the first program write all heads": re.compile(r"program 0 writes 6 elements .* each program writes one head"),
-    "has the first program serve all requests": "each program writes one request's token",
-}
-
-test_the_checks_catch = exercise_test("01", MUTANTS, MESSAGES)
+test_the_checks_catch = exercise_test("01")
 
 
 def test_the_learners_part_serves_the_engine(capsys):
@@ -430,7 +283,7 @@ def test_the_learners_part_serves_the_engine(capsys):
     as wrong.
     """
     assert run_plugged("01", lesson)
-    wrong = load_mutant(script_path("01"), MUTANTS["mixes up the groups"])
+    wrong = load_mutant(script_path("01"), mutants_of("01")["mixes up the groups"])
     assert not run_plugged("01", wrong)
     assert "differs from ours" in capsys.readouterr().out
 
@@ -439,7 +292,7 @@ def test_the_pool_is_as_large_as_the_learner_counts():
     """Counting query heads leaves room for a quarter of the requests: the embedded model has 8 on 2
     KV heads.
     """
-    wrong = load_mutant(script_path("01"), MUTANTS["counts the query heads"])
+    wrong = load_mutant(script_path("01"), mutants_of("01")["counts the query heads"])
     plug = plug_of("01")
     blocks = [plug(module).engine_args["num_gpu_blocks_override"] - 1 for module in (lesson, wrong)]
     assert blocks == [4, 1]

@@ -9,6 +9,8 @@ import pytest
 import torch
 from kernels.harness import assert_close, assert_compiles, reference_attention
 from lessons.harness import SMALL, exercise_test, figures_of_quick_run, script_path
+from lessons.mistakes import mutants_of
+from simulate.linear_cost import LinearCost
 
 from minivllm.config import EMBEDDED_MODEL, NO_PARTS, CacheConfig, SchedulerConfig
 from minivllm.errors import MinivllmError
@@ -20,8 +22,8 @@ from minivllm_lab.exercise import checks_of, load, plug_of
 from minivllm_lab.followed import followed
 from minivllm_lab.mutants import load_mutant
 from minivllm_lab.plugged import rows_of, serve
-from minivllm_lab.recording import bare_engine, foretell, record_run
-from minivllm_simulate.cost_model import FittedCost, RooflineCost, StepShape
+from minivllm_lab.recording import bare_engine, record_run
+from minivllm_simulate.cost_model import RooflineCost, StepShape
 from minivllm_simulate.hardware import get_hardware
 from minivllm_simulate.known_models import known_model
 from minivllm_simulate.virtual_clock import SimulatedRequest, simulate
@@ -30,7 +32,7 @@ lesson = load(script_path("04"))
 checks = {check.__name__: check for check in checks_of("04")}
 
 
-FIXED = FittedCost(per_step=1.0, per_request=0.0, per_token=0.0, per_pair=0.0)
+FIXED = LinearCost(per_step=1.0)
 
 
 # ---- the seats -----------------------------------------------------------------------------------
@@ -154,180 +156,19 @@ def test_the_engine_takes_the_steps_that_the_simulator_takes():
     assert [step.scheduled for step in simulated.steps] == run.scheduled
     assert [step.shape for step in simulated.steps] == [step.shape for step in run.steps]
     assert simulated.num_preemptions == run.num_preemptions > 0
-    assert foretell(lengths, run, FIXED) == pytest.approx(len(run.steps) / run.seconds - 1)
-    with pytest.raises(MinivllmError, match="takes different steps"):
-        foretell(lengths[1:], run, FIXED)
     assert run.output_tokens == simulated.output_tokens == sum(output for _, output in lengths)
 
 
 # ---- the exercise --------------------------------------------------------------------------------
 
-DECODES_FIRST = "sorted(running, key=lambda one: one.num_tokens - one.num_computed_tokens > 1)"
-MUTANTS = {
-    "schedules decodes first": ("schedule", "running[position]", f"{DECODES_FIRST}[position]"),
-    "puts decodes first in the list": (
-        "schedule",
-        "position, preempted = 0, False",
-        f"position, preempted = 0, False\nrunning[:] = {DECODES_FIRST}",
-    ),
-    "forgets who runs": ("schedule", "while position < len(running) and ...: ...", ""),
-    "forgets to spend the budget": ("schedule.give", "return num_tokens", "return 0"),
-    "postpones a prompt that does not fit": (
-        "schedule.share",
-        "min(request.num_tokens - request.num_computed_tokens, chunk_limit, token_budget)",
-        "min(request.num_tokens - request.num_computed_tokens, chunk_limit) "
-        "if request.num_tokens - request.num_computed_tokens <= token_budget else 0",
-    ),
-    "admits for nothing": ("schedule", "waiting and token_budget > 0 and ... and ...", "waiting and ... and ..."),
-    "forgets the places": (
-        "schedule",
-        "... and ... and len(running) < max_num_seqs and not preempted",
-        "... and ... and not preempted",
-    ),
-    "admits after a preemption": ("schedule", "... and ... and ... and not preempted", "... and ... and ..."),
-    "one place too many": ("schedule", "len(running) < max_num_seqs", "len(running) <= max_num_seqs"),
-    "takes the last to come": ("schedule", "waiting.popleft()", "waiting.pop()"),
-    "puts the new ones first": (
-        "schedule",
-        "running.append(...)\ntoken_budget -= give(running[-1], share(running[-1]))",
-        "running.insert(0, ...)\ntoken_budget -= give(running[0], share(running[0]))",
-    ),
-    "does not count at once": ("schedule.give", "request.num_computed_tokens += ...", ""),
-    "has a prefill phase": (
-        "schedule",
-        "position < len(running) and ...",
-        "position < len(running) and not waiting and ...",
-    ),
-    "lists those who get nothing": (
-        "schedule",
-        "position < len(running) and token_budget > 0",
-        "position < len(running)",
-    ),
-    "forgets the limit of a chunk": ("schedule.share", "min(..., chunk_limit, token_budget)", "min(..., token_budget)"),
-    "limits only new requests": (
-        "schedule.share",
-        "min(..., chunk_limit, token_budget)",
-        "min(..., token_budget if request in running[:-1] else chunk_limit, token_budget)",
-    ),
-    "counts a full block too many": ("blocks_missing", "-(-num_tokens // block_size)", "num_tokens // block_size + 1"),
-    "counts full blocks only": ("blocks_missing", "-(-num_tokens // block_size)", "num_tokens // block_size"),
-    "forgets the blocks that are held": ("blocks_missing", "... - request.num_blocks", "..."),
-    "asks for blocks back": ("blocks_missing", "max(0, ...)", "..."),
-    "counts only the new tokens' blocks": (
-        "schedule",
-        "needed = request.num_computed_tokens + share(request)",
-        "needed = share(request)",
-    ),
-    "preempts the first": ("preempt_last", "running.pop()", "running.pop(0)"),
-    "preempts to the end of the queue": ("preempt_last", "waiting.appendleft(victim)", "waiting.append(victim)"),
-    "keeps the blocks of the preempted": ("preempt_last", "pool.num_free_blocks += ...", ""),
-    "keeps what the preempted has computed": (
-        "preempt_last",
-        "victim.num_blocks = victim.num_computed_tokens = 0",
-        "victim.num_blocks = 0",
-    ),
-    "forgets the preempted one's output": (
-        "preempt_last",
-        "victim.num_blocks = victim.num_computed_tokens = 0",
-        "victim.num_tokens = victim.num_computed_tokens\nvictim.num_blocks = victim.num_computed_tokens = 0",
-    ),
-    "skips in place of preempting": (
-        "schedule",
-        "preempt_last(running, waiting, pool)\npreempted = True",
-        "position += 1",
-    ),
-    "preempts one and gives up": (
-        "schedule",
-        "preempt_last(running, waiting, pool)\npreempted = True",
-        "preempt_last(running, waiting, pool)\npreempted = True\nposition += 1",
-    ),
-    "admits whose first chunk fits": (
-        "schedule",
-        "blocks_missing(waiting[0], waiting[0].num_tokens, pool.block_size)",
-        "blocks_missing(waiting[0], share(waiting[0]), pool.block_size)",
-    ),
-    "lets a small request overtake": ("schedule", "break", "waiting.rotate(-1)\nif waiting[0].num_tokens > 16: break"),
-    "takes the blocks of the whole prompt": (
-        "schedule.give",
-        "blocks_missing(request, request.num_computed_tokens + num_tokens, pool.block_size)",
-        "blocks_missing(request, request.num_tokens, pool.block_size)",
-    ),
-    "forgets to take blocks": ("schedule.give", "pool.num_free_blocks -= num_blocks", ""),
-    "rows without a mask": ("visible_kernel", "tl.store(..., ..., mask=row < queries)", "tl.store(..., ...)"),
-    "positions in place of keys": ("visible_kernel", "context + row + 1", "context + row"),
-    "forgets the context": ("visible_kernel", "context + row + 1", "row + 1"),
-    "counts rows of the whole batch": ("visible_kernel", "context + row + 1", "context + start + row + 1"),
-    "a tile goes to the request before": ("find_sequence", "... <= tile", "... < tile"),
-    "forgets that each request has a tile more": (
-        "find_sequence",
-        "tl.load(query_start_loc + middle) // BLOCK_Q + middle",
-        "tl.load(query_start_loc + middle) // BLOCK_Q",
-    ),
-    "looks for rows, not tiles": (
-        "find_sequence",
-        "tl.load(query_start_loc + middle) // BLOCK_Q + middle",
-        "tl.load(query_start_loc + middle)",
-    ),
-    "looks at every entry": (
-        "find_sequence",
-        "while low < high: ...",
-        "for one in range(0, num_seqs):\n"
-        "    low = tl.where(tl.load(query_start_loc + one) // BLOCK_Q + one <= tile, one + 1, low)",
-    ),
-    "stores rows that are not there": (
-        "ragged_kernel",
-        "tl.store(..., ..., mask=real)",
-        "tl.store(..., ..., mask=real | (column < HEAD_DIM)[None, :])",
-    ),
-    "reads to the end of the request": (
-        "ragged_kernel",
-        "context + tl.minimum(tl.max(row) + 1, queries)",
-        "context + queries",
-    ),
-    "reads keys that only missing rows would see": (
-        "ragged_kernel",
-        "context + tl.minimum(tl.max(row) + 1, queries)",
-        "context + tl.max(row) + 1",
-    ),
-    "a prompt's mask for every request": ("ragged_kernel", "context + row + 1", "row + 1"),
-    "all rows see the same": ("ragged_kernel", "context + row + 1", "context + queries + 0 * row"),
-    "forgets that heads share keys": ("ragged_kernel", "head // GROUP", "head % KV_HEADS"),
-    "starts every tile at the first row": (
-        "ragged_kernel",
-        "(tile - start // BLOCK_Q - request) * BLOCK_Q + tl.arange(0, BLOCK_Q)",
-        "tl.arange(0, BLOCK_Q)",
-    ),
-    "forgets the request's first key": (
-        "ragged_kernel",
-        "first_key = tl.load(key_start_loc + request)",
-        "first_key = 0 * request",
-    ),
-}
-MESSAGES = {
-    "schedules decodes first": "in the order of admission, decodes or not",
-    "puts decodes first in the list": "in the order of admission, decodes or not",
-    "counts a full block too many": "A full block needs no further one",
-    "counts full blocks only": "A block that is begun counts",
-    "forgets the blocks that are held": "It holds 2 already",
-    "lists those who get nothing": "nobody is listed with 0 tokens",
-    "takes the blocks of the whole prompt": "it takes 2 now, not the 5 of all its tokens",
-    "forgets the preempted one's output": "what it has sampled stays known",
-    "rows without a mask": "both write visible",
-    "positions in place of keys": "a row sees its own key too",
-    "forgets the context": "the keys computed before are missing",
-    "looks at every entry": "are enough if you halve",
-    "reads to the end of the request": "Do all tiles read to the end",
-    "forgets that heads share keys": "which KV head is theirs",
-}
-"""What a check says of the usual mistakes."""
 
-test_the_checks_catch = exercise_test("04", MUTANTS, MESSAGES)
+test_the_checks_catch = exercise_test("04")
 
 
 @pytest.mark.parametrize("mistake", ["schedules decodes first", "puts decodes first in the list"])
 def test_random_workloads_alone_tell_decodes_first_from_the_order_of_admission(mistake):
     with pytest.raises(AssertionError, match="another order"):
-        checks["check_the_engine_decides_the_same"](load_mutant(script_path("04"), MUTANTS[mistake]))
+        checks["check_the_engine_decides_the_same"](load_mutant(script_path("04"), mutants_of("04")[mistake]))
 
 
 FOLLOWED = {"for": (5, 6), "class": (10, 6)}

@@ -9,17 +9,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lessons.harness import script_path
+from simulate.linear_cost import LinearCost
 
 from minivllm.config import CacheConfig, SchedulerConfig
 from minivllm_lab.exercise import checks_of, load
-from minivllm_simulate.cost_model import FittedCost
 from minivllm_simulate.virtual_clock import SimulatedRequest, simulate
 
 lesson = load(script_path("04"))
 checks = {check.__name__: check for check in checks_of("04")}
 engine_steps = checks["check_the_engine_decides_the_same"].__globals__["engine_steps"]
 AMPLE = 4096
-FIXED = FittedCost(per_step=1.0, per_request=0.0, per_token=0.0, per_pair=0.0)
+FIXED = LinearCost(per_step=1.0)
 LENGTHS = st.tuples(st.integers(1, 60), st.integers(1, 8))
 
 

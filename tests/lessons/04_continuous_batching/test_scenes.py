@@ -3,14 +3,14 @@ longest gap.
 """
 
 import pytest
+from simulate.linear_cost import LinearCost
 
 from minivllm.config import CacheConfig, SchedulerConfig
 from minivllm_lab.continuous_batching.scenes import arrivals_at, capacity, long_prompt
-from minivllm_simulate.cost_model import FittedCost
 from minivllm_simulate.workloads import RequestLengths
 
 CACHE = CacheConfig(num_gpu_blocks=4096, enable_prefix_caching=False)
-COST = FittedCost(per_step=0.01, per_request=0.0, per_token=1e-4, per_pair=0.0)
+COST = LinearCost(per_step=0.01, per_token=1e-4)
 
 
 def test_the_capacity_is_what_full_slots_serve():

@@ -7,16 +7,16 @@ from collections import Counter
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from simulate.linear_cost import LinearCost
 
 from minivllm.config import CacheConfig
 from minivllm.core.block_hash import hash_block_tokens
 from minivllm.errors import MinivllmError
 from minivllm_lab.optimization_catalog.prefix_reuse import BLOCK_SIZE, CONFIG, Load, reuse
 from minivllm_lab.optimization_catalog.sharing import SHARING, sessions, sharing
-from minivllm_simulate.cost_model import FittedCost
 from minivllm_simulate.virtual_clock import simulate
 
-COST = FittedCost(per_step=6e-3, per_request=0.0, per_token=1e-5, per_pair=0.0)
+COST = LinearCost(per_step=6e-3, per_token=1e-5)
 DOCUMENTS = Load(sharing("documents"), 8, 3, 512)
 
 

@@ -3,15 +3,15 @@
 from functools import partial
 
 import pytest
+from simulate.linear_cost import LinearCost
 
 from minivllm.config import CacheConfig, SchedulerConfig
 from minivllm.core.scheduler import Scheduler
 from minivllm.errors import MinivllmError
 from minivllm_lab.chunked_prefill.prefill_first import PREFILL_FIRST
-from minivllm_simulate.cost_model import FittedCost
 from minivllm_simulate.virtual_clock import SimulatedRequest, StepRecord, simulate
 
-COST = FittedCost(1.0, 0.0, 0.0, 0.0)
+COST = LinearCost(1.0)
 """A second a step."""
 MAKE = partial(Scheduler, policy=PREFILL_FIRST)
 CACHE = CacheConfig(num_gpu_blocks=65, block_size=4, enable_prefix_caching=False)

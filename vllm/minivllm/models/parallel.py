@@ -22,7 +22,6 @@ Shoeybi et al. 2019, "Megatron-LM", arXiv:1909.08053. In vLLM v0.33.0:
 (`QKVParallelLinear`, `RowParallelLinear`).
 """
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -44,8 +43,7 @@ class GroupCoordinator:
     exchanges nothing.
 
     `bytes_reduced` counts the bytes that this rank has contributed to all-reduces so far,
-    `bytes_sent` those that it has sent to the next stage; `received_at` is the time, in
-    `time.monotonic()`, when it last received from the previous stage.
+    `bytes_sent` those that it has sent to the next stage.
     """
 
     def __init__(
@@ -71,7 +69,6 @@ class GroupCoordinator:
         self._process_group = process_group
         self._sending: tuple[dist.Work, torch.Tensor] | None = None
         self.bytes_reduced = self.bytes_sent = 0
-        self.received_at = 0.0
 
     @property
     def world_rank(self) -> int:
@@ -139,7 +136,6 @@ class GroupCoordinator:
         """
         with self._peers():
             dist.recv(hidden, self.world_rank - self.size)
-        self.received_at = time.monotonic()
         return hidden
 
     def leave(self) -> None:

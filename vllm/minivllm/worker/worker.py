@@ -6,7 +6,6 @@ In vLLM v0.33.0: `vllm/v1/worker/gpu_worker.py` (`Worker`).
 
 import os
 import sys
-import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -53,8 +52,6 @@ class Worker:
     def __init__(self, settings: WorkerSettings, group: GroupCoordinator | None = None) -> None:
         self.settings = settings
         self.group = group or GroupCoordinator()
-        # None while nothing is recorded.
-        self._times: list[tuple[float, float]] | None = None
         self.device = device_of_rank(settings.device, self.group.world_rank)
         if self.device.type == "cpu":
             keep_freed_memory()
@@ -215,14 +212,9 @@ class Worker:
         request's next step. After `defer_tokens`, the output's tokens may still be on their way to
         the host.
         """
-        start = time.monotonic()
         output = self.runner.execute_model(scheduler_output)
         if isinstance(output, AsyncModelRunnerOutput):
             return output
-        if self._times is not None:
-            # A later stage waits for the one before: its own work begins when the hidden states
-            # have arrived.
-            self._times.append((max(start, self.group.received_at), time.monotonic()))
         if scheduler_output.has_structured_output_requests:
             return output
         return self._shared(scheduler_output, output)
@@ -281,19 +273,6 @@ class Worker:
     def take_draft_token_ids(self) -> dict[str, list[int]]:
         """Return the drafts to follow the last step's tokens, by request id, and clear them."""
         return self.runner.draft_tokens_handler.take()
-
-    def record_times(self) -> None:
-        """Start recording when this rank computes each step, from the arrival of its inputs to its
-        end.
-        """
-        self._times = []
-
-    def recorded_times(self) -> list[tuple[float, float]]:
-        """Return the start and end of each recorded step, in seconds of `time.monotonic()`, and
-        stop recording.
-        """
-        times, self._times = self._times or [], None
-        return times
 
     def kv_cache_bytes(self) -> int:
         """Return the bytes of this rank's KV cache, including a drafter's."""

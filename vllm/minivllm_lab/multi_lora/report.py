@@ -294,49 +294,7 @@ def engine_call(
     return lambda: lora_linear(out, x, engine_a, engine_b, ranks, bounds, meta, backend=backend)
 
 
-# ---- 4. slots, and a tier below ------------------------------------------------------------------
-
-SERVED_STEPS = 12
-"""The mean number of steps of a request in the traffic."""
-
-
-def traffic(adapters: int, skew: float, requests: int, a_step: float, seed: int) -> list[tuple[str, int, int, int]]:
-    """Draw requests (name, adapter, steps, arrival); the k-th adapter has a Zipf share proportional
-    to k^-skew.
-    """
-    draw = random.Random(seed)
-    chosen = draw.choices(range(1, adapters + 1), [k**-skew for k in range(1, adapters + 1)], k=requests)
-    steps = [1 + min(4 * SERVED_STEPS, int(draw.expovariate(1 / (SERVED_STEPS - 1)))) for _ in chosen]
-    return [(str(i), adapter, steps[i], int(i / a_step)) for i, adapter in enumerate(chosen)]
-
-
-class Served:
-    """A run of the lesson's `serve` over the lesson's requests, and its figures."""
-
-    def __init__(self, serve: LessonCode, work: Sequence[Any], slots: int, seats: int) -> None:
-        self.steps, self.slots = list(serve(work, slots, seats)), slots
-
-    def first_step(self, name: str) -> int:
-        """Return the step in which a request starts."""
-        return next(at for at, (running, _) in enumerate(self.steps) if name in {each.name for each in running})
-
-    def figures(self, tiers: LessonCode, host: int) -> dict[str, Any]:
-        """Count steps, requests and adapters; `host` is the number of adapters that fit into host
-        memory.
-        """
-        batches = [[request.adapter for request in running] for running, _ in self.steps]
-        counts = tiers(batches, self.slots, host)
-        return {
-            "steps": len(self.steps),
-            "running": statistics.mean(map(len, batches)),
-            "distinct": statistics.mean(len(set(batch)) for batch in batches),
-            "waiting": max(waiting for _, waiting in self.steps),
-            "copied": counts["copied"],
-            "disk": counts["from disk"],
-        }
-
-
-# ---- 5. in the engine ----------------------------------------------------------------------------
+# ---- 4. in the engine ----------------------------------------------------------------------------
 
 AT_ONCE = 16
 """Requests of a step, and slots, so that no request waits for a slot."""
@@ -372,9 +330,8 @@ def measure_thousand(arguments: argparse.Namespace) -> dict[str, Any]:
         for count in track(sorted({8, min(64, most), most}), "serving"):
             llm = with_adapters(arguments, count, enable_prefix_caching=False)
             _generate(llm, [None] * AT_ONCE)
-            drawn = [
-                adapters[number - 1] for _, number, *_ in traffic(count, arguments.skew, requests, 1.0, arguments.seed)
-            ]
+            shares = [k**-arguments.skew for k in range(1, count + 1)]
+            drawn = random.Random(arguments.seed).choices(adapters[:count], shares, k=requests)
             lora: Any = runner_of(llm).lora
             distinct: list[int] = []
             with counting(lora, distinct):
@@ -476,7 +433,7 @@ def _decode_seconds(llm: LLM, adapters: Sequence[LoRARequest | None], tokens: in
     return statistics.median(times)
 
 
-# ---- 6. break it ---------------------------------------------------------------------------------
+# ---- 5. break it ---------------------------------------------------------------------------------
 
 
 def show_gate(serve: LessonCode, tiers: LessonCode, request: LessonCode) -> dict[str, Any]:
@@ -484,7 +441,16 @@ def show_gate(serve: LessonCode, tiers: LessonCode, request: LessonCode) -> dict
     has to wait for two popular ones.
     """
     work = [request(str(i), 1 + i % 16, 8, i // 2) for i in range(160)]
-    records = {str(slots): Served(serve, work, slots, 16).figures(tiers, 16) for slots in (1, 2, 4, 8, 16)}
+    records: dict[str, Any] = {}
+    for slots in (1, 2, 4, 8, 16):
+        steps = list(serve(work, slots, 16))
+        batches = [[each.adapter for each in running] for running, _ in steps]
+        records[str(slots)] = {
+            "steps": len(steps),
+            "running": statistics.mean(map(len, batches)),
+            "waiting": max(waiting for _, waiting in steps),
+            "copied": tiers(batches, slots, 16)["copied"],
+        }
     record_table(
         "160 requests of 8 steps, 2 before each step, 16 adapters in turn",
         records,
@@ -493,7 +459,10 @@ def show_gate(serve: LessonCode, tiers: LessonCode, request: LessonCode) -> dict
     )
     hot = [request(f"hot {i}", 1 + i % 2, 8, i) for i in range(100)]
     work = [*hot[:4], request("cold", 3, 8, 4), *hot[4:]]
-    starts, with_a_third = (Served(serve, work, slots, 16).first_step("cold") for slots in (2, 3))
+    starts, with_a_third = (
+        next(at for at, (running, _) in enumerate(serve(work, slots, 16)) if "cold" in {each.name for each in running})
+        for slots in (2, 3)
+    )
     console.print(
         "Two slots, and two adapters that are always in use: a request for a third arrives before step 5 and starts in "
         f"step {starts + 1}. With three slots, in step {with_a_third + 1}."

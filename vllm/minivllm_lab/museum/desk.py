@@ -196,7 +196,7 @@ def main(arguments: argparse.Namespace) -> None:
 
 def parser() -> argparse.ArgumentParser:
     """Return the command line of `python -m minivllm_lab.museum`."""
-    flags = Parser(prog="bugs", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags = Parser(prog="bugs", description=__doc__)
     flags.add_argument("--bug", metavar="NUMBER", help="the exhibit's number, such as 7")
     flags.add_argument("--hint", metavar="1..3", help="show a hint")
     flags.add_argument("--line", metavar="FILE:LINE", help="check whether the defect is on this line")

@@ -20,9 +20,7 @@ from minivllm_simulate.workloads import WORKLOADS
 
 def parser() -> argparse.ArgumentParser:
     """Return the command's flags, named as vLLM's where it has the same."""
-    flags = Parser(
-        prog="minivllm_lab.workload", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    flags = Parser(prog="minivllm_lab.workload", description=__doc__)
     flags.add_argument("model", nargs="?", help="a well-known model, a model directory, or a name on the hub")
     flags.add_argument("--gpu", default="H100", help=f"one of {', '.join(HARDWARE)} (default: H100)")
     flags.add_argument("--tp", type=positive_int, default=1, help="GPUs that share one copy of the model")

@@ -1,8 +1,7 @@
 """The attention kernel compiled for absent GPUs: registers and memory used by a configuration.
 
 `compile_attention(target, configuration, ...)` compiles `unified_attention_kernel` as a launch on
-such a GPU would, and `compile_combine` the kernel that merges splits. The tests assert that nothing
-spills; `benchmarks/kernels.py` prints the figures.
+such a GPU would, and `compile_combine` the kernel that merges splits.
 """
 
 from __future__ import annotations
