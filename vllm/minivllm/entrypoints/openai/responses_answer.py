@@ -15,11 +15,9 @@ from typing import Any
 
 from minivllm.entrypoints.openai.answer import EngineRequests, Json
 from minivllm.entrypoints.openai.chat_answer import ChatAnswer
-from minivllm.entrypoints.openai.logprobs import chat_logprobs
 from minivllm.entrypoints.openai.stream import as_json
-from minivllm.outputs import CompletionOutput
 
-SAMPLING = ("temperature", "presence_penalty", "frequency_penalty")
+SAMPLING = ("temperature", "top_p", "presence_penalty", "frequency_penalty")
 """Parameters that a response shows as the engine uses them."""
 NO_TURNS = {"input_tokens_per_turn": (), "cached_tokens_per_turn": ()}
 NO_OUTPUT_TURNS = {"output_tokens_per_turn": (), "tool_output_tokens_per_turn": ()}
@@ -62,7 +60,8 @@ class ResponsesAnswer(ChatAnswer):
             [completion] = output.outputs
             num_tokens += len(completion.token_ids)
             content, calls = (self.new_parts if self.request.stream else self.parts)(0, completion)
-            self._logprobs += self._logprobs_of(completion)
+            if logprobs := self.logprobs(completion):
+                self._logprobs += logprobs["content"]
             if content:
                 for event in self._text(content):
                     yield event
@@ -142,13 +141,6 @@ class ResponsesAnswer(ChatAnswer):
         self._output.append(item)
         self._open = None
 
-    def _logprobs_of(self, completion: CompletionOutput) -> list[Json]:
-        if not self.request.logprobs:
-            return []
-        return chat_logprobs(completion.token_ids, completion.logprobs or [], self.request.top_logprobs or 0, False)[
-            "content"
-        ]
-
     def _response(self, status: str) -> Json:
         [params] = self.params
         return {
@@ -165,10 +157,7 @@ class ResponsesAnswer(ChatAnswer):
             "max_output_tokens": params.max_tokens,
             "top_logprobs": params.logprobs,
             "usage": None,
-            **{
-                name: getattr(params, name)
-                for name in ("temperature", "top_p", "presence_penalty", "frequency_penalty")
-            },
+            **{name: getattr(params, name) for name in SAMPLING},
             **self.request.echoed,
         }
 
