@@ -41,7 +41,7 @@ BUDGETS = {
     "minivllm_simulate": 1_830,
     "widgets": 10_760,
     "benchmarks": 5_110,
-    "tests": 39_080,
+    "tests": 39_280,
     "the spine": 3_550,
 }
 """Most code lines of each part."""
