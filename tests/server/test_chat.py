@@ -73,7 +73,7 @@ def num_aborted(server: Server) -> float:
 
 
 def test_ctrl_c_ends_an_answer_and_not_the_chat(chat: Server, monkeypatch, options):
-    def interrupt(piece: str = "\n", end: str = "", flush: bool = False) -> None:
+    def interrupt(piece: str = "", end: str = "", flush: bool = False) -> None:
         if flush:
             raise KeyboardInterrupt
 
@@ -83,6 +83,15 @@ def test_ctrl_c_ends_an_answer_and_not_the_chat(chat: Server, monkeypatch, optio
     before = num_aborted(chat)
     assert main(["chat", "--url", chat.url]) == 0
     assert eventually(lambda: num_aborted(chat) == before + 1)
+
+
+def test_ctrl_c_while_a_server_starts_is_the_end(monkeypatch, capsys):
+    def interrupt(port: int) -> bool:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_listens", interrupt)
+    assert main(["chat"]) == 0
+    assert capsys.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize(

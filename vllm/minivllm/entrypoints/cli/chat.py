@@ -66,10 +66,13 @@ def chat(settings: ChatArgs) -> int:
     Raises:
         MinivllmError: no server answers, or it refuses the one message of `quick`.
     """
-    if settings.url is None and not _listens(DEFAULT_PORT):
-        with own_server() as url:
-            return _converse(Conversation(url, settings, max_tokens=OWN_MAX_TOKENS), settings.quick)
-    return _converse(Conversation(settings.url or f"http://localhost:{DEFAULT_PORT}", settings), settings.quick)
+    with suppress(KeyboardInterrupt):  # while a server starts
+        if settings.url is None and not _listens(DEFAULT_PORT):
+            with own_server() as url:
+                _converse(Conversation(url, settings, max_tokens=OWN_MAX_TOKENS), settings.quick)
+        else:
+            _converse(Conversation(settings.url or f"http://localhost:{DEFAULT_PORT}", settings), settings.quick)
+    return 0
 
 
 class Conversation:
@@ -91,11 +94,13 @@ class Conversation:
         """
         messages = [*self._messages, {"role": "user", "content": text}]
         answer = ""
-        with closing(self._pieces(messages)) as pieces, suppress(KeyboardInterrupt):
-            for piece in pieces:
-                print(piece, end="", flush=True)
-                answer += piece
-        print()
+        try:
+            with closing(self._pieces(messages)) as pieces, suppress(KeyboardInterrupt):
+                for piece in pieces:
+                    print(piece, end="", flush=True)
+                    answer += piece
+        finally:
+            print(end="\n" if answer else "")
         self._messages = [*messages, {"role": "assistant", "content": answer}]
 
     def _pieces(self, messages: list[dict[str, str]]) -> Generator[str, None, None]:
@@ -130,19 +135,19 @@ class Conversation:
             raise MinivllmError(f"{self._url} does not answer as a server of chats: {error}") from None
 
 
-def _converse(conversation: Conversation, quick: str | None) -> int:
+def _converse(conversation: Conversation, quick: str | None) -> None:
     if quick is not None:
         conversation.say(quick)
-        return 0
+        return
     print("Write a message. Ctrl-C ends an answer; /quit or Ctrl-D leaves.")
     while True:
         try:
             text = input("> ").strip()
         except (EOFError, KeyboardInterrupt):
             print()
-            return 0
+            return
         if text == "/quit":
-            return 0
+            return
         try:
             if text:
                 conversation.say(text)
