@@ -87,16 +87,17 @@ peers: setup .peers/installed ## compare our engine with transformers, vLLM's CP
 	@uv pip install --quiet --python .peers/mistralrs/bin/python mistralrs
 	@touch $@
 
-clients: setup .venv-clients ## run real clients against our server: openai, langchain, litellm, agents, lm-eval, schemathesis (1 GB), vllm bench; FULL=1: random requests beside vLLM too
+clients: setup .venv-clients ## run real clients against our server: openai, langchain, litellm, LlamaIndex, outlines, agents, lm-eval, schemathesis (1 GB), vllm bench; FULL=1: random requests beside vLLM too
 	@PYTHONPATH=tests:benchmarks $(UV_RUN) python -m clients.run $(if $(filter-out 0,$(FULL)),--full)
 
-.venv-clients: tests/clients/requirements.txt tests/clients/requirements-agents.txt # environments of their own; finished, or not there
+.venv-clients: $(wildcard tests/clients/requirements*.txt) # environments of their own; finished, or not there
 	@rm -rf .venv-clients
 	@uv venv --quiet .venv-clients/fast
 	@uv pip install --quiet --python .venv-clients/fast/bin/python -r tests/clients/requirements.txt
 	@uv pip install --quiet --python .venv-clients/fast/bin/python --target .venv-clients/openai3 openai==3.54.0
-	@uv venv --quiet .venv-clients/agents
-	@uv pip install --quiet --python .venv-clients/agents/bin/python -r tests/clients/requirements-agents.txt
+	@for name in agents llama_index outlines; do \
+		uv venv --quiet .venv-clients/$$name && \
+		uv pip install --quiet --python .venv-clients/$$name/bin/python -r tests/clients/requirements-$$name.txt || exit 1; done
 	@touch .venv-clients
 
 ablation: setup ## measure which lever bought what, for README.md (a quarter of an hour)

@@ -3,6 +3,7 @@
     make peers                                    # makes vLLM's own environment, among other things
     uv run python benchmarks/serving.py --json benchmarks/results/serving.cpu.json
     uv run python benchmarks/serving.py --quick
+    uv run python benchmarks/serving.py --clients 32 64   # only closed loads of both servers
 
 The embedded model runs in fp32, greedily, on random prompts; all measurements take turns, and
 medians count.
@@ -108,6 +109,9 @@ class Serving:
         return figures_of(load(self.port, asks, clients, "/v1/completions"), asks)
 
 
+Servers = Mapping[str, Serving]
+
+
 def random_asks(number: int, input_len: int, output_len: int, range_ratio: float, seed: int = 0) -> list[Ask]:
     """Return streamed requests that arrive all at once, with texts of random tokens as prompts.
 
@@ -179,14 +183,15 @@ def in_turns(rounds: int, what: str, **kinds: Callable[[], dict[str, float]]) ->
     return {name: medians(found) | {"spread": [spread[name][0], spread[name][-1]]} for name, found in turns.items()}
 
 
-def compare_servers(ours: Serving, vllm: Serving, asks: Sequence[Ask], rounds: int) -> dict[str, Any]:
+def closed_load(servers: Servers, asks: Sequence[Ask], rounds: int, clients: int) -> dict[str, dict[str, Any]]:
+    """Compare the servers where each client sends its next request when it has its answer."""
+    turns = {name: lambda one=one: one.loaded(asks, clients) for name, one in servers.items()}
+    return in_turns(rounds, f"{clients} clients", **turns)
+
+
+def compare_servers(servers: Servers, asks: Sequence[Ask], rounds: int) -> dict[str, Any]:
     """Compare both servers at saturation, then at a share of vLLM's capacity."""
-    servers = {"minivllm": ours, "vllm": vllm}
-    closed = in_turns(
-        rounds,
-        "closed load",
-        **{name: lambda one=one: one.loaded(asks, CONCURRENCY) for name, one in servers.items()},
-    )
+    closed = closed_load(servers, asks, rounds, CONCURRENCY)
     rate = SHARE_OF_CAPACITY * closed["vllm"]["request_throughput"]
     timed = at_rate(asks, rate)
     opened = in_turns(rounds, "open load", **{name: lambda one=one: one.loaded(timed) for name, one in servers.items()})
@@ -226,7 +231,8 @@ def measured(arguments: argparse.Namespace) -> dict[str, Any]:
         command = [sys.executable, "-P", "-m", "minivllm"]
         ours = processes.enter_context(Serving("minivllm", command, os.environ, folder))
         ours.loaded(asks[:16])
-        figures["share"] = share_of_offline(ours, asks, rounds, folder)
+        if not arguments.clients:
+            figures["share"] = share_of_offline(ours, asks, rounds, folder)
         if not vllm_cli.ENVIRONMENT.exists():
             console.print(f"skipped: vLLM, which has no environment at {vllm_cli.ENVIRONMENT} (run make peers)")
             return record("serving", figures)
@@ -235,12 +241,23 @@ def measured(arguments: argparse.Namespace) -> dict[str, Any]:
         variables = vllm_cli.variables(folder)
         vllm = processes.enter_context(Serving("vllm", vllm_command, variables, folder))
         vllm.loaded(asks[:16])
-        figures["servers"] = compare_servers(ours, vllm, asks, rounds)
+        servers = {"minivllm": ours, "vllm": vllm}
+        if arguments.clients:
+            loads = {str(number): closed_load(servers, asks, rounds, number) for number in arguments.clients}
+            figures["clients"] = loads
+        else:
+            figures["servers"] = compare_servers(servers, asks, rounds)
     return record("serving", figures)
 
 
 def show(figures: Mapping[str, Any]) -> None:
     """Print the tables."""
+    for clients, found in figures.get("clients", {}).items():
+        rate = {name: one["output_throughput"] for name, one in found.items()}
+        ours, vllm = rate["minivllm"], rate["vllm"]
+        console.print(f"{clients} clients: {ours:,.0f} tokens/s, and vLLM {vllm:,.0f}: {ours / vllm:.2f} ×")
+    if "share" not in figures:
+        return
     shares = figures["share"]["shares"]
     rows = [(name, f"{one['output_throughput']:,.0f}") for name, one in figures["share"]["turns"].items()]
     table("Output tokens per second: LLM.generate and our server", ("requests", "tokens/s"), rows)
@@ -266,6 +283,7 @@ def main(arguments: argparse.Namespace) -> None:
 def parser() -> argparse.ArgumentParser:
     flags = benchmark_parser(__doc__)
     flags.add_argument("--rounds", type=positive_int, help="rounds for each server (default: 5, quick: 1)")
+    flags.add_argument("--clients", type=positive_int, nargs="+", metavar="N", help="only closed loads, of N clients")
     flags.add_argument("--quick", action="store_true", help="a tenth of the requests, one round")
     return flags
 

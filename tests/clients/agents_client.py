@@ -1,7 +1,8 @@
 """Frameworks that run tools against the server: `python agents_client.py URL NAME`.
 
 Each makes two turns: the model must call a tool, the framework runs it, and the model answers. The
-model has learnt Python only, so what it then says does not matter.
+model has learnt Python only, so what it then says does not matter. Outlines has no tools: it asks
+for structured output.
 """
 
 import asyncio
@@ -162,12 +163,59 @@ def langchain(url: str) -> None:
         assert sum(len(str(chunk.content)) for chunk in chat.stream(QUESTION)) > 0
 
 
+def llama_index(url: str) -> None:
+    """Try a tool loop of two turns, and a stream."""
+    from llama_index.core.llms import ChatMessage
+    from llama_index.core.tools import FunctionTool
+    from llama_index.llms.openai_like import OpenAILike
+
+    llm = OpenAILike(
+        model=MODEL, api_base=url, api_key=KEY, is_chat_model=True, is_function_calling_model=True,
+        context_window=512, temperature=0, max_tokens=60, max_retries=0,
+    )  # fmt: skip
+    tool = FunctionTool.from_defaults(weather)
+    messages = [ChatMessage(role="user", content=QUESTION)]
+    answer = llm.chat_with_tools([tool], chat_history=messages, tool_required=True)
+    [call] = llm.get_tool_calls_from_response(answer)
+    assert (call.tool_name, call.tool_kwargs) == ("weather", {"city": "Rome"})
+    result = tool(**call.tool_kwargs).content
+    said = ChatMessage(role="tool", content=result, additional_kwargs={"tool_call_id": call.tool_id})
+    messages += [answer.message, said]
+    whole = llm.chat(messages).message.content
+    assert whole
+    assert "".join(part.delta or "" for part in llm.stream_chat(messages)) == whole
+
+
+def outlines(url: str) -> None:
+    """Try each kind of structured output, and a stream."""
+    import re
+
+    import outlines as library
+    from openai import OpenAI
+    from outlines.types import CFG, Regex
+    from pydantic import BaseModel
+
+    class Verdict(BaseModel):
+        good: bool
+
+    model = library.from_vllm(OpenAI(base_url=url, api_key=KEY, max_retries=0), MODEL)
+    settings = {"temperature": 0, "max_tokens": 60}
+    verdict = model(QUESTION, Verdict, **settings)
+    assert isinstance(Verdict.model_validate_json(verdict), Verdict)
+    assert "".join(model.stream(QUESTION, Verdict, **settings)) == verdict
+    assert model(QUESTION, Literal["yes", "no"], **settings) in ("yes", "no")
+    assert re.fullmatch("[0-9]{3}", model(QUESTION, Regex("[0-9]{3}"), **settings))
+    assert model(QUESTION, CFG('start: "a" "b"'), **settings) == "ab"
+
+
 CLIENTS: dict[str, Callable[[str], None]] = {
     "openai-agents": openai_agents,
     "pydantic-ai-slim": pydantic_ai,
     "instructor": instructor,
     "smolagents": smolagents,
     "langchain-openai": langchain,
+    "llama-index-llms-openai-like": llama_index,
+    "outlines": outlines,
 }
 
 if __name__ == "__main__":

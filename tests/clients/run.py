@@ -22,18 +22,20 @@ from server.serving import CHAT_TEMPLATE, MODEL, Server, running
 from minivllm_lab.tables import table
 
 HERE = Path(__file__).parent
-FAST, OPENAI_3, AGENTS = (HERE.parents[1] / ".venv-clients" / name for name in ("fast", "openai3", "agents"))
-FRAMEWORKS = ("openai-agents", "pydantic-ai-slim", "instructor", "smolagents", "langchain-openai")
+ENVIRONMENTS = HERE.parents[1] / ".venv-clients"
+FAST, OPENAI_3 = ENVIRONMENTS / "fast", ENVIRONMENTS / "openai3"
+FRAMEWORKS = dict.fromkeys(
+    ("openai-agents", "pydantic-ai-slim", "instructor", "smolagents", "langchain-openai"), "agents"
+) | {"llama-index-llms-openai-like": "llama_index", "outlines": "outlines"}
+"""The environment of each."""
 SECONDS = 600
 NAME = "tiny-python"
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
 ROUTES = (
-    "/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/v1/models", "/health",
+    "/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize", "/v1/models", "/health",
     "/v1/load_lora_adapter", "/v1/unload_lora_adapter",
 )  # fmt: skip
-"""The routes that schemathesis tries. Responses, which end with the context unless a request says otherwise, would
-take it an hour; `benchmarks/differential.py` sends random ones.
-"""
+"""The routes that schemathesis tries."""
 RANDOM_REQUESTS, MAX_DIFFERENT = 120, 24
 NUM_REQUESTS, INPUT_LEN, OUTPUT_LEN = 12, 32, 12
 """The load of `vllm bench serve`."""
@@ -57,9 +59,9 @@ def clients_of(url: str, folder: Path) -> Iterator[Client]:
     yield Client("openai 3", [python, str(HERE / "openai_client.py"), url], newer)
     yield Client("langchain-openai", [python, str(HERE / "langchain_client.py"), url])
     yield Client("litellm", [python, str(HERE / "litellm_client.py"), url])
-    for name in FRAMEWORKS:
-        command = [str(AGENTS / "bin" / "python"), str(HERE / "agents_client.py"), url, name]
-        yield Client(f"{name}, a tool loop", command, OFFLINE | {"OPENAI_API_KEY": "x"})
+    for name, environment in FRAMEWORKS.items():
+        command = [str(ENVIRONMENTS / environment / "bin" / "python"), str(HERE / "agents_client.py"), url, name]
+        yield Client(name, command, OFFLINE | {"OPENAI_API_KEY": "x"})
     yield lm_eval(url, folder)
     yield schemathesis(url)
     if vllm_cli.ENVIRONMENT.exists():
@@ -135,7 +137,9 @@ def schemathesis(url: str) -> Client:
     command = [str(FAST / "bin" / "schemathesis"), "run", f"{url}/openapi.json", "--url", url, "--seed", "1"]
     for route in ROUTES:
         command += ["--include-path", route]
-    return Client("schemathesis", [*command, "--max-examples", "15", "--checks", "not_a_server_error"])
+    command += ["--max-examples", "15", "--checks", "not_a_server_error"]
+    hooks = {"PYTHONPATH": str(HERE), "SCHEMATHESIS_HOOKS": "schemathesis_hooks"}
+    return Client("schemathesis", command, OFFLINE | hooks)
 
 
 def vllm_bench(url: str, folder: Path) -> Client:

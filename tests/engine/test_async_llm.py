@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import pairwise
 
+import psutil
 import pytest
 from patience import eventually
 
@@ -342,6 +343,36 @@ def test_a_killed_core_is_told_to_all_readers_at_once():
 
     with engine_in_a_loop() as on_an_engine_of_its_own:
         on_an_engine_of_its_own(work)
+
+
+def test_a_long_step_is_healthy_and_one_without_end_is_not(monkeypatch):
+    async def health(engine: AsyncLLM) -> str:
+        try:
+            await engine.check_health()
+        except EngineDeadError as error:
+            return str(error)
+        return ""
+
+    async def work(engine: AsyncLLM):
+        *_, rank = psutil.Process(engine.engine_core.process.pid).children()
+        stream = engine.generate("x", LONG, "a")
+        await anext(stream)
+        rank.suspend()  # the core waits for it
+        since = time.monotonic()
+        while time.monotonic() - since < 5 * async_llm.SECONDS_WITHOUT_ANSWER:
+            assert await health(engine) == ""
+            await asyncio.sleep(0.05)
+        monkeypatch.setattr(async_llm, "SECONDS_FOR_A_STEP", 0.1)
+        while "has not finished a step" not in await health(engine):
+            await asyncio.sleep(0.05)
+        rank.resume()
+        assert [_ async for _ in stream]
+        while await health(engine):
+            await asyncio.sleep(0.05)
+
+    monkeypatch.setattr(async_llm, "SECONDS_WITHOUT_ANSWER", 0.4)
+    with engine_in_a_loop(tensor_parallel_size=2) as on_two_ranks:
+        on_two_ranks(work)
 
 
 def test_with_a_core_the_others_end_though_nobody_shuts_the_engine_down():

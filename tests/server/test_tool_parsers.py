@@ -118,7 +118,8 @@ CALLS = st.builds(
     st.text("abc_", min_size=1, max_size=4),
     st.dictionaries(st.text(max_size=4), JSON, max_size=3),
 )
-PARTS = st.lists(st.text("ab <\n>{}", max_size=5) | CALLS.map(hermes) | st.just("<tool_call>"), max_size=5)
+MALFORMED = ["<tool_call>", "</tool_call>", '{"name": "f"}', '"']
+PARTS = st.lists(st.text("ab <\n>{}", max_size=5) | CALLS.map(hermes) | st.sampled_from(MALFORMED), max_size=5)
 
 
 @given(PARTS, st.integers(1, 9))

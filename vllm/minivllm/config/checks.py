@@ -18,7 +18,7 @@ typing error.
 """
 
 
-def require(holds: bool, message: str, parameter: str | None = None) -> None:
+def require(holds: object, message: str, parameter: str | None = None) -> None:
     """Raise a `MinivllmError` with this message, about this parameter, unless `holds` is true."""
     if not holds:
         raise MinivllmError(message, parameter)

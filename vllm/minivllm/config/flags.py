@@ -17,7 +17,9 @@ from typing import Any, NoReturn, Union, get_args, get_origin, get_type_hints
 
 from minivllm.config.checks import NEAR
 
-SHORT_FLAGS = {"tensor_parallel_size": "-tp", "pipeline_parallel_size": "-pp", "data_parallel_size": "-dp"}
+SHORT_FLAGS = {
+    "tensor_parallel_size": "-tp", "pipeline_parallel_size": "-pp", "data_parallel_size": "-dp", "quick": "-q",
+}  # fmt: skip
 DEFINED = re.compile(r"(?:^|(?<=[.)] ))((?:`\w+`(?:, | and )?)+): ")
 """Where a docstring's list begins to speak of fields: "`a`, `b`: words. `c`: words."."""
 

@@ -33,8 +33,10 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 OUTPUTS_AT_ONCE = 128
 """Outputs that are processed, or requests that are added, before the event loop's other tasks get a turn."""
-SECONDS_WITHOUT_ANSWER = 5.0
-"""A core that has neither answered nor finished a step for so long is not healthy."""
+SECONDS_WITHOUT_ANSWER, SECONDS_FOR_A_STEP = 5.0, 300.0
+"""A core is not healthy if its process has not answered for so long, or has not finished a step. The
+second limit is vLLM's `VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS`: on a CPU, a long prompt takes a while.
+"""
 
 
 def make_async_client(args: EngineArgs) -> "AsyncMPClient | AsyncThreadClient":
@@ -138,8 +140,7 @@ class AsyncLLM(FrontEnd):
         self.dead_error: Exception | None = None
         self._ended = asyncio.Event()
         self._ping: tuple[asyncio.Future[Any], float] | None = None
-        """A call to the cores, to learn whether they answer, and when it was made."""
-        self._last_output = 0.0
+        """A call to the cores, which they answer between two steps, and when it was made."""
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> "AsyncLLM":
@@ -270,18 +271,20 @@ class AsyncLLM(FrontEnd):
             await self._utility("stop_step_events")
 
     async def check_health(self) -> None:
-        """Raise `EngineDeadError` if the engine has ended, or if a core has not answered for a while.
+        """Raise `EngineDeadError` if the engine has ended, if a core's process does not answer, or if
+        its step does not end.
 
-        A core answers between two steps, so this does not wait: it looks for the answer to an
-        earlier call.
+        This does not wait: it looks for answers to what an earlier call has asked.
         """
         self._check_alive()
+        if self.engine_core.seconds_silent() > SECONDS_WITHOUT_ANSWER:
+            raise EngineDeadError(f"a core's process has not answered for {SECONDS_WITHOUT_ANSWER:g} seconds")
         if self._ping is None or self._ping[0].done():
             ping = asyncio.ensure_future(self._utility("list_loras"))
             ping.add_done_callback(lambda done: done.cancelled() or done.exception())  # `_die` tells of it
             self._ping = ping, time.monotonic()
-        elif time.monotonic() - max(self._ping[1], self._last_output) > SECONDS_WITHOUT_ANSWER:
-            raise EngineDeadError(f"a core has not answered for {SECONDS_WITHOUT_ANSWER:g} seconds")
+        elif time.monotonic() - self._ping[1] > SECONDS_FOR_A_STEP:
+            raise EngineDeadError(f"a core has not finished a step for {SECONDS_FOR_A_STEP:g} seconds")
 
     async def wait_until_dead(self) -> None:
         """Wait until the engine has ended, for whatever reason."""
@@ -330,9 +333,7 @@ class AsyncLLM(FrontEnd):
     async def _receive_outputs(self) -> None:
         try:
             while True:
-                outputs = await self.engine_core.get_output_async()
-                self._last_output = time.monotonic()
-                await self._take_in(outputs)
+                await self._take_in(await self.engine_core.get_output_async())
         except asyncio.CancelledError:
             raise
         except Exception as error:

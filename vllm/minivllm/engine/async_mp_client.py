@@ -8,6 +8,7 @@ In vLLM v0.33.0: `vllm/v1/engine/core_client.py` (`AsyncMPClient`, `DPLBAsyncMPC
 """
 
 import asyncio
+import time
 from typing import Any
 
 import zmq.asyncio
@@ -16,6 +17,7 @@ from minivllm.core.engine_messages import EngineCoreOutputs, UtilityOutput
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.core_client import joined_answers
 from minivllm.engine.mp_client import MILLISECONDS_FOR_LAST_WORDS, MPClient
+from minivllm.engine.socket_messages import Kind, decode
 from minivllm.errors import EngineDeadError
 
 
@@ -26,6 +28,8 @@ class AsyncMPClient(MPClient):
 
     def __init__(self, args: EngineArgs) -> None:
         self._calls: dict[tuple[int, int], asyncio.Future[UtilityOutput]] = {}
+        self._pings: dict[int, float] = {}
+        """By rank: when a ping was sent that has not been answered."""
         self._messages: zmq.asyncio.Socket | None = None
         self._death: asyncio.Future[int] | None = None
         """Gets the rank of the core whose process is the first to end."""
@@ -39,7 +43,11 @@ class AsyncMPClient(MPClient):
         """
         while True:
             try:
-                outputs = self._unpacked(*await self._next_message())
+                kind, payload = await self._next_message()
+                if kind == Kind.PING:
+                    del self._pings[decode(payload, int)]
+                    continue
+                outputs = self._unpacked(kind, payload)
             except Exception as error:
                 # The loop must let go of the sockets before their owner closes them.
                 self._stop_listening(error)
@@ -65,6 +73,19 @@ class AsyncMPClient(MPClient):
         calls = [asyncio.get_running_loop().create_future() for _ in self.engines]
         self._calls |= {(call_id, rank): call for rank, call in enumerate(calls)}
         return joined_answers(method, await asyncio.gather(*calls))
+
+    def seconds_silent(self) -> float:
+        """Return the age of the oldest ping that a core has not answered, and ping the other cores;
+        a task must be reading outputs meanwhile.
+
+        The thread that receives a core's messages answers, so a long step silences no core.
+        """
+        now = time.monotonic()
+        for rank in range(len(self.engines)):
+            if rank not in self._pings:
+                self._send(Kind.PING, None, rank)
+                self._pings[rank] = now
+        return now - min(self._pings.values())
 
     def shutdown(self) -> None:
         """Stop the cores. Calls in progress fail."""

@@ -35,7 +35,7 @@ class EngineCoreClient:
     - `shutdown` stops the processes that were started, if any; a second call does nothing.
 
     The clients for an event loop have the coroutines `get_output_async` and `call_utility_async`
-    instead.
+    instead. `seconds_silent` tells them for how long a core's process has not answered.
     """
 
     engines: list[EngineCoreReady]

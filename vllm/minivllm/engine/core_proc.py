@@ -110,7 +110,10 @@ class EngineCoreProc:
         try:
             while True:
                 kind, payload = socket.recv_multipart()
-                self._to_do.put(partial(self._handle, kind, payload))
+                if kind == Kind.PING:  # the loop may be in a long step
+                    self._to_send.put((kind, self._rank))
+                else:
+                    self._to_do.put(partial(self._handle, kind, payload))
         except Exception as error:
             self._to_do.put(error)
 

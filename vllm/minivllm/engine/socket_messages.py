@@ -26,11 +26,12 @@ def identity(rank: int) -> bytes:
 
 class Kind:
     """Kinds of messages. A core sends HELLO and gets the engine's arguments, then sends READY,
-    OUTPUTS, and FAILED as its last message. The other kinds are sent to the core.
+    OUTPUTS, and FAILED as its last message. The other kinds are sent to the core, which answers a
+    PING with another one.
     """
 
     HELLO, READY, OUTPUTS, FAILED = b"h", b"r", b"o", b"f"
-    ADD, ABORT, UTILITY = b"a", b"x", b"u"
+    ADD, ABORT, UTILITY, PING = b"a", b"x", b"u", b"p"
 
 
 @dataclass

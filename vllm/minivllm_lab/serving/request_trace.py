@@ -21,12 +21,12 @@ from minivllm.engine.async_llm import AsyncLLM, RequestOutputCollector
 from minivllm.engine.async_mp_client import AsyncMPClient
 from minivllm.engine.output_processor import OutputProcessor
 from minivllm.entrypoints.openai import answer
-from minivllm.entrypoints.openai.middleware import BodySizeMiddleware
+from minivllm.entrypoints.openai.middleware import HttpMetricsMiddleware
 from minivllm.entrypoints.openai.serving_engine import OpenAIServing
 
 STEP_BEGINS, OUTPUTS_ARE_BACK = "a step of the core begins", "the step's outputs are back"
 HOPS = {
-    "uvicorn has read the request": (BodySizeMiddleware, "__call__"),
+    "uvicorn has read the request": (HttpMetricsMiddleware, "__call__"),
     "its JSON is checked": (OpenAIServing, "create"),
     "the prompt is tokenized": (AsyncLLM, "add_request"),
     "it goes to the core": (AsyncMPClient, "add_request"),

@@ -1,6 +1,6 @@
-"""`minivllm serve MODEL [flags named as vLLM's]` and `minivllm proxy`.
+"""`minivllm serve MODEL [flags named as vLLM's]`, `minivllm chat` and `minivllm proxy`.
 
-In vLLM v0.33.0: `vllm/entrypoints/cli/main.py`, `serve.py`.
+In vLLM v0.33.0: `vllm/entrypoints/cli/main.py`, `serve.py`, `openai.py`.
 """
 
 import argparse
@@ -8,17 +8,19 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import minivllm
 from minivllm.config import EMBEDDED_MODEL, ModelConfig
 from minivllm.config.flags import FlexibleArgumentParser, HelpFormatter, add_flags
 from minivllm.engine.core_main import leave
+from minivllm.entrypoints.cli.chat import ChatArgs, chat
 from minivllm.entrypoints.openai.settings import FrontendArgs
 from minivllm.entrypoints.proxy.settings import ProxyArgs
 from minivllm.errors import EngineDeadError, MinivllmError, WorkerDiedError
 from minivllm.platforms.collector import while_loading
 
+Settings = TypeVar("Settings")
 KEY_VARIABLES = ("MINIVLLM_API_KEY", "VLLM_API_KEY")
 NOT_FLAGS = {"model", "parts", "multiprocess"}
 
@@ -57,12 +59,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="minivllm", description="A small serving engine with vLLM's names.")
     parser.add_argument("--version", action="version", version=minivllm.__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    serve = _add_command(
-        commands,
-        "serve",
-        "[MODEL]",
-        "An OpenAI-compatible server. The flags are vLLM's.",
-    )
+    serve = _add_command(commands, "serve", "[MODEL]", "An OpenAI-compatible server. The flags are vLLM's.")
+    chats = _add_command(commands, "chat", "", "A chat in the terminal with a running server, or with one of its own.")
     proxy = _add_command(
         commands,
         "proxy",
@@ -70,6 +68,7 @@ def _parser() -> argparse.ArgumentParser:
         "One address for servers that compute prompts and servers that generate (--kv-transfer-config).",
     )
     add_flags(proxy, ProxyArgs, "Proxy")
+    add_flags(chats, ChatArgs, "Chat")
     serve.add_argument(
         "model_tag", nargs="?", metavar="MODEL", help="a directory or a name on the Hub; the embedded one"
     )
@@ -90,8 +89,12 @@ def _add_command(commands: Any, name: str, arguments: str, description: str) -> 
     )
 
 
+def _settings(kind: type[Settings], parsed: argparse.Namespace) -> Settings:
+    return kind(**{field.name: getattr(parsed, field.name) for field in fields(kind)})  # type: ignore[arg-type]
+
+
 def _proxy(parsed: argparse.Namespace) -> int:
-    settings = ProxyArgs(**{field.name: getattr(parsed, field.name) for field in fields(ProxyArgs)})
+    settings = _settings(ProxyArgs, parsed)
 
     from minivllm.entrypoints.proxy.serve import serve
 
@@ -104,7 +107,7 @@ def _serve(parsed: argparse.Namespace) -> int:
     # Process lists show command lines, so a key belongs into the environment.
     keys = [os.environ[name] for name in KEY_VARIABLES if os.environ.get(name)]
     parsed.api_key = parsed.api_key or keys[:1]
-    settings = FrontendArgs(**{field.name: getattr(parsed, field.name) for field in fields(FrontendArgs)})
+    settings = _settings(FrontendArgs, parsed)
     model = parsed.model_tag or parsed.model
     parsed.model = model or EMBEDDED_MODEL
     parsed.multiprocess = True
@@ -120,4 +123,4 @@ def _serve(parsed: argparse.Namespace) -> int:
     return serve(args, settings, None if model else PLAIN)
 
 
-COMMANDS = {"serve": _serve, "proxy": _proxy}
+COMMANDS = {"serve": _serve, "chat": lambda parsed: chat(_settings(ChatArgs, parsed)), "proxy": _proxy}

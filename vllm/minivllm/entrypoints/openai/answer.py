@@ -195,13 +195,7 @@ class Answer:
         return event
 
     def _message(self, kind: str, choices: Sequence[Json]) -> Json:
-        return {
-            "id": self._id,
-            "object": kind,
-            "created": self._created,
-            "model": self._model,
-            "choices": choices,
-        }
+        return {"id": self._id, "object": kind, "created": self._created, "model": self._model, "choices": choices}
 
     def _usage(self, num_generated: int, num_cached: int | None) -> Json:
         """Return the usage of the whole request, with details if the server shows them."""

@@ -24,7 +24,6 @@ from minivllm.entrypoints.openai.errors import RequestError, register_exception_
 from minivllm.entrypoints.openai.middleware import (
     JSON_ONLY,
     AuthenticationMiddleware,
-    BodySizeMiddleware,
     BoundedRoute,
     HttpMetricsMiddleware,
     OpenRequestsMiddleware,
@@ -89,7 +88,6 @@ def build_app(
 
 def _add_middleware(app: FastAPI, settings: FrontendArgs, registry: CollectorRegistry) -> None:
     """Add the middleware. The last one added sees a request first."""
-    app.add_middleware(BodySizeMiddleware)
     app.add_middleware(OpenRequestsMiddleware, state=app.state.server)
     if settings.api_key:
         app.add_middleware(AuthenticationMiddleware, keys=settings.api_key)

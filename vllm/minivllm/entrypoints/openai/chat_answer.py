@@ -108,22 +108,24 @@ class ChatAnswer(Answer):
         content, calls = self._tools[number].whole(completion.text)
         return content, calls[:1] if self.request.parallel_tool_calls is False else calls
 
-    def _choice(self, number: int, name: str, content: Json, completion: CompletionOutput) -> Json:
+    def logprobs(self, completion: CompletionOutput) -> Json | None:
+        """Return the log probabilities of a completion, if the request wants them."""
         request = self.request
+        if not request.logprobs:
+            return None
+        shows_ids = bool(request.return_tokens_as_token_ids)
+        return chat_logprobs(completion.token_ids, completion.logprobs or [], request.top_logprobs or 0, shows_ids)
+
+    def _choice(self, number: int, name: str, content: Json, completion: CompletionOutput) -> Json:
         finish_reason = completion.finish_reason
         # A tool that the request names keeps "stop", as OpenAI's clients expect.
         named = self.request.forced_tools and not self._must_call_any
         if finish_reason == "stop" and self._tools and self._tools[number].num_calls and not named:
             finish_reason = "tool_calls"
-        logprobs = None
-        if request.logprobs:
-            shows_ids = bool(request.return_tokens_as_token_ids)
-            rows = completion.logprobs or []
-            logprobs = chat_logprobs(completion.token_ids, rows, request.top_logprobs or 0, shows_ids)
         return {
             "index": number,
             name: content,
-            "logprobs": logprobs,
+            "logprobs": self.logprobs(completion),
             "finish_reason": finish_reason,
             "token_ids": self.token_ids(completion),
         }

@@ -21,7 +21,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from minivllm.config import EMBEDDED_MODEL
-from minivllm.config.checks import check, encodable
+from minivllm.config.checks import check, encodable, require
 from minivllm.config.model_files import local_path, optional_file, read_json_object
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.entrypoints.openai.chat_messages import ContentFormat, normalize, without_developers
@@ -68,8 +68,7 @@ def special_tokens(model: str | Path) -> dict[str, str]:
     """Return the special tokens that templates may use, such as `bos_token`, from the tokenizer's
     config.
     """
-    path = optional_file(model, TOKENIZER_CONFIG)
-    contents = {} if path is None else read_json_object(path)
+    contents = _tokenizer_config(model)
     tokens = {name: contents[name] for name in SPECIAL_TOKENS if contents.get(name)}
     return {name: token["content"] if isinstance(token, dict) else token for name, token in tokens.items()}
 
@@ -84,16 +83,19 @@ def _text_of(path: Path) -> str:
 def _template_of(model: str | Path) -> str | None:
     if (path := optional_file(model, FILENAME)) is not None:
         return _text_of(path)
-    if (path := optional_file(model, TOKENIZER_CONFIG)) is None:
-        return None
-    template = read_json_object(path).get("chat_template")
+    template = _tokenizer_config(model).get("chat_template")
     if isinstance(template, list):
         # Older models have several, such as one for tools.
         named = [entry for entry in template if isinstance(entry, dict) and entry.get("name") == "default"]
         template = named[0].get("template") if named else None
-    if template is not None and not isinstance(template, str):
-        raise MinivllmError(f"chat_template in {path} is {type(template).__name__}; it must be a template")
+    wrong = f"chat_template in {model}/{TOKENIZER_CONFIG} is {type(template).__name__}; it must be a template"
+    require(template is None or isinstance(template, str), wrong)
     return template
+
+
+def _tokenizer_config(model: str | Path) -> dict[str, Any]:
+    path = optional_file(model, TOKENIZER_CONFIG)
+    return {} if path is None else read_json_object(path)
 
 
 def render(
@@ -118,13 +120,11 @@ def render(
     check("chat_template_content_format", content_format, CONTENT_FORMAT)
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
         raise MinivllmError(f"a conversation is {type(messages).__name__}; it must be a list of messages")
-    if not messages:
-        raise MinivllmError("there are no messages; a conversation needs at least one")
-    if goes_on and further.get("add_generation_prompt"):
-        raise MinivllmError("continue_final_message needs `add_generation_prompt: false`")
-    conversation = normalize(
-        messages, _content_format(template) if content_format == "auto" else cast(ContentFormat, content_format)
-    )
+    require(len(messages) > 0, "there are no messages; a conversation needs at least one")
+    is_closed = goes_on and further.get("add_generation_prompt")
+    require(not is_closed, "continue_final_message needs `add_generation_prompt: false`")
+    form = _content_format(template) if content_format == "auto" else cast(ContentFormat, content_format)
+    conversation = normalize(messages, form)
     if "'developer'" not in template and '"developer"' not in template:
         conversation = without_developers(conversation)
     try:
@@ -156,12 +156,11 @@ def render_conversations(
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str):
         raise MinivllmError(f"messages are {type(messages).__name__}; they must be a list of messages, or of lists")
-    if template is not None and not isinstance(template, str | Path):
-        raise MinivllmError(f"chat_template is {type(template).__name__}; it must be a template or a file's name")
+    wrong = f"chat_template is {type(template).__name__}; it must be a template or a file's name"
+    require(template is None or isinstance(template, str | Path), wrong)
     source = args.tokenizer or args.model
-    text = read_template(template and str(template), source)
-    if text is None and local_path(args.model) == EMBEDDED_MODEL:
-        text = PLAIN
+    plain = PLAIN if local_path(args.model) == EMBEDDED_MODEL else None
+    text = read_template(None if template is None else str(template), source) or plain
     if text is None:
         raise MinivllmError(NO_TEMPLATE)
     conversations = [messages] if not messages or isinstance(messages[0], Mapping) else messages

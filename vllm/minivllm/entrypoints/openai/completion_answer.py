@@ -57,12 +57,7 @@ class CompletionAnswer(Answer):
         return choice
 
     def _choice(
-        self,
-        number: int,
-        output: RequestOutput,
-        completion: CompletionOutput,
-        echoes: bool | None,
-        offset: int,
+        self, number: int, output: RequestOutput, completion: CompletionOutput, echoes: bool | None, offset: int
     ) -> Json:
         """Return a completion, preceded by the prompt for an echo. Its text begins `offset`
         characters after the prompt's.

@@ -56,10 +56,9 @@ def _of_format(form: ResponseFormat | None) -> dict[str, Any]:
 
 def _schema_of_tools(request: ChatCompletionRequest) -> dict[str, Any]:
     """Return the schema of a named tool's arguments, or of a list of calls."""
-    tools = request.forced_tools
     if request.tool_choice != "required":
-        return _arguments_of(tools[0])
-    calls = [_call_of(tool) for tool in tools]
+        return _arguments_of(request.forced_tools[0])
+    calls = [_call_of(tool) for tool in request.forced_tools]
     schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
     if request.parallel_tool_calls is False:
         schema["maxItems"] = 1

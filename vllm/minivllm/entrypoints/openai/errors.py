@@ -60,23 +60,30 @@ def error_body(error: Exception) -> dict[str, dict[str, Any]]:
     """Return the body for this exception; a fault of our own is logged, and the client learns only
     its kind.
     """
+    known = _known(error)
+    readable = str(known).encode("utf8", "backslashreplace").decode()  # it may quote half a character
+    return {"error": {"message": readable, "type": known.kind, "param": known.parameter, "code": known.status.value}}
+
+
+def _known(error: Exception) -> RequestError:
     if isinstance(error, RequestError):
-        return _body(str(error), error.kind, error.parameter, error.status)
+        return error
     if isinstance(error, MinivllmError):
-        return _body(str(error), "BadRequestError", error.parameter)
+        return RequestError(str(error), HTTPStatus.BAD_REQUEST, "BadRequestError", error.parameter)
     # A client may try again, at another server or later.
     if isinstance(error, EngineStoppedError):
-        return error_body(unavailable(str(error)))
+        return unavailable(str(error))
     # The reason may name files and addresses of this machine: it goes to the log only.
     if isinstance(error, EngineDeadError):
-        return error_body(failed("the engine's core has ended; the server's log says why"))
+        return failed("the engine's core has ended; the server's log says why")
     logger.error("A request failed", exc_info=error)
-    return error_body(failed("internal server error"))
+    return failed("internal server error")
 
 
 def json_response(error: Exception) -> JSONResponse:
     """Return the complete HTTP reply for this exception."""
-    return _reply(error_body(error))
+    body = error_body(error)
+    return JSONResponse(body, body["error"]["code"])
 
 
 def register_exception_handlers(app: FastAPI) -> None:
@@ -87,7 +94,7 @@ def register_exception_handlers(app: FastAPI) -> None:
 
 async def _handle(request: Request, error: Exception) -> JSONResponse:
     if isinstance(error, RequestValidationError):
-        return _validation_response(error.errors())
+        return json_response(_of_validation(error.errors()))
     if isinstance(error, MinivllmError | EngineDeadError):
         return json_response(error)
     # FastAPI wraps whatever is raised while a body is read.
@@ -98,31 +105,20 @@ async def _handle(request: Request, error: Exception) -> JSONResponse:
     status = HTTPStatus(error.status_code)
     if status in (HTTPStatus.NOT_FOUND, HTTPStatus.METHOD_NOT_ALLOWED):
         return JSONResponse({"detail": error.detail}, status, error.headers)
-    return _reply(_body(str(error.detail), status.phrase, None, status))
+    return json_response(RequestError(str(error.detail), status, status.phrase))
 
 
-def _body(
-    message: str, kind: str, parameter: str | None, status: HTTPStatus = HTTPStatus.BAD_REQUEST
-) -> dict[str, dict[str, Any]]:
-    readable = message.encode("utf8", "backslashreplace").decode()  # it may quote half a character
-    error = {"message": readable, "type": kind, "param": parameter, "code": status.value}
-    return {"error": error}
-
-
-def _reply(body: dict[str, dict[str, Any]]) -> JSONResponse:
-    return JSONResponse(body, body["error"]["code"])
-
-
-def _validation_response(errors: Sequence[Any]) -> JSONResponse:
+def _of_validation(errors: Sequence[Any]) -> MinivllmError:
     # Our own checks run inside of pydantic, which wraps their exceptions.
     for error in errors:
         if isinstance(own := error.get("ctx", {}).get("error"), MinivllmError):
-            return json_response(own)
+            return own
     lines = [_line(error) for error in errors[:MAX_ERRORS]]
     if len(errors) > MAX_ERRORS:
         lines.append(f"and {len(errors) - MAX_ERRORS} more")
     message = f"{len(errors)} validation error{'s' * (len(errors) > 1)}: " + "; ".join(lines)
-    return _reply(_body(message, HTTPStatus.BAD_REQUEST.phrase, _path(errors[0]["loc"])))
+    status = HTTPStatus.BAD_REQUEST
+    return RequestError(message, status, status.phrase, _path(errors[0]["loc"]))
 
 
 def _line(error: Any) -> str:

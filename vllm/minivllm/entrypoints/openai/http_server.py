@@ -143,10 +143,7 @@ async def until_the_end(
 
 
 async def _drain(
-    state: ServerState,
-    asked: asyncio.Semaphore,
-    seconds: float,
-    dying: asyncio.Task[None] | None = None,
+    state: ServerState, asked: asyncio.Semaphore, seconds: float, dying: asyncio.Task[None] | None = None
 ) -> None:
     """Wait up to `seconds` for open requests to finish, or until another signal arrives or the
     backend is dead.

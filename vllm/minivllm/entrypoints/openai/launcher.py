@@ -16,12 +16,7 @@ from minivllm.engine.async_llm import AsyncLLM
 from minivllm.engine.prometheus import PrometheusStatLogger
 from minivllm.entrypoints.openai.api_server import build_app
 from minivllm.entrypoints.openai.chat_template import read_template
-from minivllm.entrypoints.openai.http_server import (
-    bind,
-    make_server,
-    signals_end_the_start,
-    until_the_end,
-)
+from minivllm.entrypoints.openai.http_server import bind, make_server, signals_end_the_start, until_the_end
 from minivllm.entrypoints.openai.lora_modules import check_lora_settings, lora_modules_of
 from minivllm.entrypoints.openai.serving_models import OpenAIServingModels
 from minivllm.entrypoints.openai.settings import FrontendArgs
@@ -50,11 +45,7 @@ def serve(args: EngineArgs, settings: FrontendArgs, template: str | None) -> int
 
 
 async def _serve(
-    engine: AsyncLLM,
-    listening: socket.socket,
-    args: EngineArgs,
-    settings: FrontendArgs,
-    template: str | None,
+    engine: AsyncLLM, listening: socket.socket, args: EngineArgs, settings: FrontendArgs, template: str | None
 ) -> int:
     app = make_app(engine, args, settings, template)
     await app.state.models.init_static_loras(lora_modules_of(settings.lora_modules))

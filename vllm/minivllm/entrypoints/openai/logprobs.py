@@ -17,12 +17,7 @@ LEAST = -9999.0
 
 
 def completion_logprobs(
-    tokenizer: Tokenizer,
-    token_ids: Sequence[int],
-    rows: Logprobs,
-    num_top: int,
-    offset: int,
-    as_ids: bool,
+    tokenizer: Tokenizer, token_ids: Sequence[int], rows: Logprobs, num_top: int, offset: int, as_ids: bool
 ) -> dict[str, list[Any]]:
     """Return log probabilities in the completions format: parallel lists.
 
@@ -41,24 +36,18 @@ def completion_logprobs(
     top_logprobs: list[dict[str, float] | None] = []
     for token_id, row in zip(token_ids, rows, strict=True):
         if row is None:
-            text = tokenizer.decode([token_id], skip_special_tokens=False)
-            tokens.append(_shown(token_id, Logprob(0.0, None, text), as_ids))
-            logprobs.append(None)
-            top_logprobs.append(None)
+            own = Logprob(0.0, None, tokenizer.decode([token_id], skip_special_tokens=False))
         else:
-            tokens.append(_shown(token_id, row[token_id], as_ids))
-            logprobs.append(max(row[token_id].logprob, LEAST))
-            # The chosen token stands first in a row, so there is one more.
-            top = _first(row, num_top if num_top < 0 else num_top + 1)
-            top_logprobs.append({_shown(top_id, entry, as_ids): max(entry.logprob, LEAST) for top_id, entry in top})
+            own = row[token_id]
+        tokens.append(_shown(token_id, own, as_ids))
+        logprobs.append(None if row is None else max(own.logprob, LEAST))
+        # The chosen token stands first in a row, so there is one more.
+        top = _first(row or {}, num_top if num_top < 0 else num_top + 1)
+        shown = {_shown(top_id, entry, as_ids): max(entry.logprob, LEAST) for top_id, entry in top}
+        top_logprobs.append(None if row is None else shown)
         offsets.append(offset)
         offset += len(tokens[-1])
-    return {
-        "text_offset": offsets,
-        "token_logprobs": logprobs,
-        "tokens": tokens,
-        "top_logprobs": top_logprobs,
-    }
+    return {"text_offset": offsets, "token_logprobs": logprobs, "tokens": tokens, "top_logprobs": top_logprobs}
 
 
 def chat_logprobs(token_ids: Sequence[int], rows: Logprobs, num_top: int, as_ids: bool) -> dict[str, Any]:
@@ -87,11 +76,7 @@ def _first(row: dict[int, Logprob], number: int) -> Iterable[tuple[int, Logprob]
 
 
 def _ranked(entry: Logprob) -> dict[str, Any]:
-    return {
-        "logprob": max(entry.logprob, LEAST),
-        "rank": entry.rank,
-        "decoded_token": entry.decoded_token,
-    }
+    return {"logprob": max(entry.logprob, LEAST), "rank": entry.rank, "decoded_token": entry.decoded_token}
 
 
 def _entry(token_id: int, entry: Logprob, as_ids: bool) -> dict[str, Any]:

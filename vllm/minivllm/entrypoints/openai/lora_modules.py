@@ -28,10 +28,7 @@ def lora_modules_of(values: Sequence[str]) -> dict[str, str]:
         name, _, path = text.partition("=")
         require(bool(name and path), f"lora_modules has {text[:100]!r}; an adapter must be name=path")
         check_name(name)
-        require(
-            name not in modules,
-            f"lora_modules has two adapters named {name!r}; give each a name of its own",
-        )
+        require(name not in modules, f"lora_modules has two adapters named {name!r}; give each a name of its own")
         modules[name] = path
     return modules
 
@@ -55,16 +52,11 @@ def check_lora_settings(args: EngineArgs, settings: FrontendArgs) -> None:
     Raises:
         MinivllmError: the flags cannot be honoured; one line says why.
     """
-    folders = settings.runtime_lora_path
-    for name, value in (
-        ("lora_modules", lora_modules_of(settings.lora_modules)),
-        ("runtime_lora_path", folders),
-    ):
-        require(
-            args.enable_lora or not value,
-            f"{name} needs an engine with adapters: give --enable-lora too",
-        )
-    for folder in folders:
+    lora_modules_of(settings.lora_modules)
+    for name in ("lora_modules", "runtime_lora_path"):
+        unused = not getattr(settings, name)
+        require(args.enable_lora or unused, f"{name} needs an engine with adapters: give --enable-lora too")
+    for folder in settings.runtime_lora_path:
         require(Path(folder).is_dir(), f"runtime_lora_path is {folder!r}, which is not a folder")
 
 

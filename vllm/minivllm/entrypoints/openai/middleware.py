@@ -10,7 +10,7 @@ import hashlib
 import hmac
 import json
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -42,7 +42,24 @@ JSON_ONLY = [Depends(json_only)]
 
 
 class BoundedRequest(Request):
-    """A request whose body is parsed only if that is quick."""
+    """A request whose body is read only if it fits in memory, and parsed only if that is quick."""
+
+    async def stream(self) -> AsyncGenerator[bytes, None]:
+        """Yield the body's pieces.
+
+        Raises:
+            RequestError: it is, or announces to be, too large.
+        """
+        error = _too_large(f"the body is larger than {MAX_BODY_BYTES} bytes")
+        num_bytes = 0
+        # A body sent in chunks has no length in its header.
+        if int(self.headers.get("content-length", "0")[:20]) > MAX_BODY_BYTES:
+            raise error
+        async for piece in super().stream():
+            num_bytes += len(piece)
+            if num_bytes > MAX_BODY_BYTES:
+                raise error
+            yield piece
 
     async def json(self) -> Any:
         """Return the body's value.
@@ -85,9 +102,14 @@ async def _check_size(body: bytes) -> None:
         num_values += outside.count(b",") + outside.count(b"[") + outside.count(b"{")
         num_keys += outside.count(b":")
         if num_values > MAX_VALUES or num_keys > MAX_KEYS:
-            message = f"the body has more than {MAX_VALUES:,} values or {MAX_KEYS:,} keys; send several requests"
-            raise RequestError(message, HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "BadRequestError")
+            raise _too_large(
+                f"the body has more than {MAX_VALUES:,} values or {MAX_KEYS:,} keys; send several requests"
+            )
         await asyncio.sleep(0)
+
+
+def _too_large(message: str) -> RequestError:
+    return RequestError(message, HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "BadRequestError")
 
 
 class ServerState:
@@ -180,35 +202,3 @@ class HttpMetricsMiddleware:
             if handler not in NOT_COUNTED:
                 self._requests.labels(scope["method"], handler, f"{status // 100}xx").inc()
                 self._seconds.labels(scope["method"], handler).observe(time.monotonic() - start)
-
-
-class BodySizeMiddleware:
-    """Middleware that refuses oversized bodies, before they fill the memory."""
-
-    def __init__(self, app: ASGIApp, max_bytes: int = MAX_BODY_BYTES) -> None:
-        self._app = app
-        self._max_bytes = max_bytes
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, and refuse it as soon as its body grows too large."""
-        announced = Headers(scope=scope).get("content-length", "0")
-        # Refuse by the header if there is one, before anything is read.
-        if announced.isdecimal() and int(announced[:20]) > self._max_bytes:
-            await json_response(self._error())(scope, receive, send)
-            return
-        received = 0
-
-        async def counted() -> Message:
-            nonlocal received
-            message = await receive()
-            # A body sent in chunks has no length in its header.
-            received += len(message.get("body", b""))
-            if received > self._max_bytes:
-                raise self._error()
-            return message
-
-        await self._app(scope, counted, send)
-
-    def _error(self) -> RequestError:
-        status = HTTPStatus.REQUEST_ENTITY_TOO_LARGE
-        return RequestError(f"the body is larger than {self._max_bytes} bytes", status, "BadRequestError")

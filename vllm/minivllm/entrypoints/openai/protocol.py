@@ -7,12 +7,14 @@ In vLLM v0.33.0: `protocol.py` in `vllm/entrypoints/openai/completion/` and `...
 `vllm/entrypoints/generate/base/protocol.py`, `vllm/entrypoints/serve/tokenize/protocol.py`.
 """
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, NotRequired, Self, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, model_validator
 from typing_extensions import TypedDict  # pydantic takes no other before Python 3.12
 
+from minivllm.config.checks import require
 from minivllm.errors import MinivllmError
 from minivllm.sampling_params import RequestOutputKind, SamplingParams
 
@@ -28,10 +30,11 @@ class _FirstOnly(FailFast):
 
 Many = Annotated[list[Element], _FirstOnly()]
 """A list of which only the first wrong element is reported: a million of them would take seconds."""
-MAX_PROMPTS, MAX_STOP_STRINGS, MAX_BAD_WORDS, MAX_SALT_CHARACTERS = 1024, 4, 128, 128
+MAX_PROMPTS, MAX_STOP_STRINGS, MAX_BAD_WORDS, SALT = 1024, 4, 128, re.compile(r"[^@/\\\0]{1,128}")
 """vLLM's limits."""
 SAME_AS_THE_ENGINES = (
-    "seed", "stop_token_ids", "bad_words", "ignore_eos", "min_tokens", "skip_special_tokens",
+    "n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+    "seed", "stop", "stop_token_ids", "bad_words", "ignore_eos", "min_tokens", "skip_special_tokens",
     "include_stop_str_in_output", "allowed_token_ids",
 )  # fmt: skip
 """Fields of a request that are passed to `SamplingParams` as they are."""
@@ -61,8 +64,7 @@ class OpenAIBaseModel(BaseModel):
     def _check_before_types(cls, data: Any) -> Any:
         if isinstance(data, dict):
             for name in cls.NOT_SERVED:
-                if data.get(name):
-                    raise MinivllmError(f"{name} is not served here", name)
+                require(not data.get(name), f"{name} is not served here", name)
             cls.check(data)
         return data
 
@@ -98,21 +100,9 @@ class GenerationRequest(OpenAIBaseModel):
     """
 
     NOT_SERVED = (
-        "use_beam_search",
-        "logprob_token_ids",
-        "repetition_detection",
-        "thinking_token_budget",
+        "use_beam_search", "logprob_token_ids", "repetition_detection", "thinking_token_budget",
         "truncate_prompt_tokens",
-    )
-    DEFAULTS: ClassVar[Mapping[str, float]] = {
-        "repetition_penalty": 1.0,
-        "presence_penalty": 0.0,
-        "frequency_penalty": 0.0,
-        "temperature": 1.0,
-        "top_p": 1.0,
-        "top_k": 0,
-        "min_p": 0.0,
-    }
+    )  # fmt: skip
 
     model: str | None = None
     frequency_penalty: float | None = None
@@ -179,17 +169,11 @@ class GenerationRequest(OpenAIBaseModel):
         Raises:
             MinivllmError: a value is outside its range.
         """
-        chosen: dict[str, Any] = {name: defaults.get(name, default) for name, default in self.DEFAULTS.items()}
-        for name in self.DEFAULTS:
-            if (value := getattr(self, name)) is not None:
-                chosen[name] = value
+        own = {name: value for name in SAME_AS_THE_ENGINES if (value := getattr(self, name)) is not None}
+        chosen: Data = {"top_k": 0, **defaults, **own, "max_tokens": max_tokens}
         transfer = self.kv_transfer_params
         return SamplingParams(
-            **{name: getattr(self, name) for name in SAME_AS_THE_ENGINES},
             **chosen | {"top_k": min(chosen["top_k"], vocab_size)},
-            n=1 if self.n is None else self.n,
-            stop=None if self.stop == [] else self.stop,
-            max_tokens=max_tokens,
             logprobs=self.num_logprobs,
             prompt_logprobs=self.num_prompt_logprobs,
             logit_bias=self.logit_bias or None,
@@ -200,36 +184,28 @@ class GenerationRequest(OpenAIBaseModel):
     @classmethod
     def check(cls, data: Data) -> None:
         _check_counts(data, "prompt_logprobs")
-        _check_salt(data.get("cache_salt"))
-        if isinstance(words := data.get("bad_words"), list) and len(set(map(str, words))) > MAX_BAD_WORDS:
-            raise MinivllmError(f"there are {len(words)} bad_words; the maximum is {MAX_BAD_WORDS}", "bad_words")
+        salt = data.get("cache_salt")
+        is_salt = salt is None or (isinstance(salt, str) and SALT.fullmatch(salt))
+        require(is_salt, "cache_salt must be 1 to 128 characters, without @, /, \\ or NUL", "cache_salt")
+        words = len(set(map(str, words))) if isinstance(words := data.get("bad_words"), list) else 0
+        require(words <= MAX_BAD_WORDS, f"there are {words} bad_words; the maximum is {MAX_BAD_WORDS}", "bad_words")
         for name in ("response_format", "structured_outputs"):
-            if isinstance(given := data.get(name), dict) and "structural_tag" in (given.get("type"), *given):
-                raise MinivllmError("structural_tag is not served here; use json, regex, choice or grammar", name)
-        if data.get("stream_options") and not data.get("stream"):
-            raise MinivllmError("stream_options need `stream: true`", "stream_options")
+            is_tag = isinstance(given := data.get(name), dict) and "structural_tag" in (given.get("type"), *given)
+            require(not is_tag, "structural_tag is not served here; use json, regex, choice or grammar", name)
+        streams = data.get("stream")
+        require(streams or not data.get("stream_options"), "stream_options need `stream: true`", "stream_options")
         # They come with the first event only, and that form has no field for them.
-        if data.get("stream") and data.get("prompt_logprobs"):
-            raise MinivllmError("prompt_logprobs are not available with `stream: true`", "prompt_logprobs")
-
-
-def _check_salt(salt: Any) -> None:
-    if salt is None:
-        return
-    if not isinstance(salt, str) or not 0 < len(salt) <= MAX_SALT_CHARACTERS or set(salt) & set("@/\\\0"):
-        message = f"cache_salt must be 1 to {MAX_SALT_CHARACTERS} characters, without @, /, \\ or NUL"
-        raise MinivllmError(message, "cache_salt")
+        is_late = bool(streams and data.get("prompt_logprobs"))
+        require(not is_late, "prompt_logprobs are not available with `stream: true`", "prompt_logprobs")
 
 
 def _check_counts(data: Data, *names: str) -> None:
     for name in names:
         value = data.get(name)
-        if value is None:
-            continue
-        if not isinstance(value, int | float):
-            raise MinivllmError(f"{name} is {value!r}; it must be a whole number", name)
-        if value < 0 and value != -1:
-            raise MinivllmError(f"{name} is {value!r}; it must be 0 or more, or -1 for the whole vocabulary", name)
+        if value is not None:
+            require(isinstance(value, int | float), f"{name} is {value!r}; it must be a whole number", name)
+            wrong = f"{name} is {value!r}; it must be 0 or more, or -1 for the whole vocabulary"
+            require(value >= 0 or value == -1, wrong, name)
 
 
 class CompletionRequest(GenerationRequest):
@@ -277,17 +253,16 @@ class CompletionRequest(GenerationRequest):
     def check(cls, data: Data) -> None:
         super().check(data)
         _check_counts(data, "logprobs")
-        outputs = data.get("structured_outputs")
-        if isinstance(outputs, dict) and sum(outputs.get(kind) is not None for kind in ("json", "regex", "choice")) > 1:
-            raise MinivllmError("structured_outputs may have only one of json, regex and choice", "structured_outputs")
+        given = outputs if isinstance(outputs := data.get("structured_outputs"), dict) else {}
+        num_kinds = sum(given.get(kind) is not None for kind in ("json", "regex", "choice"))
+        message = "structured_outputs may have only one of json, regex and choice"
+        require(num_kinds < 2, message, "structured_outputs")
         if data.get("max_tokens") is None:
             # An explicit null means the default of this API, 16 tokens.
             data.pop("max_tokens", None)
-        if data.get("prompt") in (None, ""):
-            raise MinivllmError("there is no prompt; give a text or token ids", "prompt")
-        prompt = data["prompt"]
-        if prompt == []:
-            raise MinivllmError("the list of prompts is empty; give at least one")
+        prompt = data.get("prompt")
+        require(prompt not in (None, ""), "there is no prompt; give a text or token ids", "prompt")
+        require(prompt != [], "the list of prompts is empty; give at least one")
         # Token ids of one prompt may be more.
         if isinstance(prompt, list) and len(prompt) > MAX_PROMPTS and not isinstance(prompt[0], int):
             raise MinivllmError(f"there are {len(prompt)} prompts; the maximum is {MAX_PROMPTS}", "prompt")
@@ -422,15 +397,13 @@ class ChatCompletionRequest(ChatTemplateRequest, GenerationRequest):
     def check(cls, data: Data) -> None:
         super().check(data)
         _check_counts(data, "top_logprobs")
-        if data.get("top_logprobs") and not data.get("logprobs"):
-            raise MinivllmError("top_logprobs need `logprobs: true`", "top_logprobs")
-        if data.get("tools") == []:
-            raise MinivllmError("tools is an empty list; name a tool, or leave it out", "tools")
-        choice = data.get("tool_choice")
-        if choice not in (None, "none") and data.get("tools") is None:
-            raise MinivllmError("tool_choice needs tools", "tool_choice")
-        if choice not in (None, "none", "auto", "required") and not isinstance(choice, dict):
-            raise MinivllmError('tool_choice must be "none", "auto", "required" or name a tool', "tool_choice")
+        shows_any = data.get("logprobs") or not data.get("top_logprobs")
+        require(shows_any, "top_logprobs need `logprobs: true`", "top_logprobs")
+        tools, choice = data.get("tools"), data.get("tool_choice")
+        require(tools != [], "tools is an empty list; name a tool, or leave it out", "tools")
+        require(choice in (None, "none") or tools is not None, "tool_choice needs tools", "tool_choice")
+        is_choice = choice in (None, "none", "auto", "required") or isinstance(choice, dict)
+        require(is_choice, 'tool_choice must be "none", "auto", "required" or name a tool', "tool_choice")
 
     @model_validator(mode="after")
     def _check_tools(self) -> Self:

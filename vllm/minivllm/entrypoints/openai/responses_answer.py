@@ -15,11 +15,9 @@ from typing import Any
 
 from minivllm.entrypoints.openai.answer import EngineRequests, Json
 from minivllm.entrypoints.openai.chat_answer import ChatAnswer
-from minivllm.entrypoints.openai.logprobs import chat_logprobs
 from minivllm.entrypoints.openai.stream import as_json
-from minivllm.outputs import CompletionOutput
 
-SAMPLING = ("temperature", "presence_penalty", "frequency_penalty")
+SAMPLING = ("temperature", "top_p", "presence_penalty", "frequency_penalty")
 """Parameters that a response shows as the engine uses them."""
 NO_TURNS = {"input_tokens_per_turn": (), "cached_tokens_per_turn": ()}
 NO_OUTPUT_TURNS = {"output_tokens_per_turn": (), "tool_output_tokens_per_turn": ()}
@@ -34,7 +32,7 @@ class ResponsesAnswer(ChatAnswer):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._output: list[Json] = []
-        self._open: Json | None = None
+        self._open: Json = {}
         self._call_index = 0
         # Of tokens that have not added any text yet.
         self._logprobs: list[Json] = []
@@ -62,7 +60,8 @@ class ResponsesAnswer(ChatAnswer):
             [completion] = output.outputs
             num_tokens += len(completion.token_ids)
             content, calls = (self.new_parts if self.request.stream else self.parts)(0, completion)
-            self._logprobs += self._logprobs_of(completion)
+            if logprobs := self.logprobs(completion):
+                self._logprobs += logprobs["content"]
             if content:
                 for event in self._text(content):
                     yield event
@@ -86,7 +85,6 @@ class ResponsesAnswer(ChatAnswer):
 
     def _item_event(self, kind: str, **fields: Any) -> Json:
         """Return an event about the open item; about its text, if the item is a message."""
-        assert self._open is not None
         place = {"item_id": self._open["id"], "output_index": len(self._output)}
         if self._open["type"] == "message":
             place["content_index"] = 0
@@ -100,12 +98,11 @@ class ResponsesAnswer(ChatAnswer):
         yield self._event("response.output_item.added", output_index=len(self._output), item=shown)
 
     def _text(self, delta: str) -> Iterator[Json]:
-        if self._open is None or self._open["type"] != "message":
+        if self._open.get("type") != "message":
             part: Json = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
             item = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant", "status": "in_progress"}
             yield from self._opened(item | {"content": [part]})
             yield self._item_event("content_part.added", part=dict(part))
-        assert self._open is not None
         part = self._open["content"][0]
         part["text"] += delta
         part["logprobs"] += self._logprobs
@@ -115,19 +112,17 @@ class ResponsesAnswer(ChatAnswer):
 
     def _call(self, call: Json, index: int) -> Iterator[Json]:
         function = call["function"]
-        if self._open is None or self._open["type"] != "function_call" or self._call_index != index:
+        if self._open.get("type") != "function_call" or self._call_index != index:
             self._call_index = index
             item = {"id": f"fc_{uuid.uuid4().hex}", "type": "function_call", "call_id": call["id"], "arguments": ""}
             yield from self._opened(item | {"name": function["name"], "status": "in_progress"})
-        assert self._open is not None
         if delta := function["arguments"]:
             self._open["arguments"] += delta
             yield self._item_event("function_call_arguments.delta", delta=delta)
 
     def _close(self, status: str) -> Iterator[Json]:
         """Close the open item, if there is one. `_opened` shows an item that is open as it was made."""
-        item = self._open
-        if item is None:
+        if not (item := self._open):
             return
         if item["type"] == "message":
             [part] = item["content"]
@@ -140,14 +135,7 @@ class ResponsesAnswer(ChatAnswer):
         item["status"] = status
         yield self._event("response.output_item.done", output_index=len(self._output), item=item)
         self._output.append(item)
-        self._open = None
-
-    def _logprobs_of(self, completion: CompletionOutput) -> list[Json]:
-        if not self.request.logprobs:
-            return []
-        return chat_logprobs(completion.token_ids, completion.logprobs or [], self.request.top_logprobs or 0, False)[
-            "content"
-        ]
+        self._open = {}
 
     def _response(self, status: str) -> Json:
         [params] = self.params
@@ -165,10 +153,7 @@ class ResponsesAnswer(ChatAnswer):
             "max_output_tokens": params.max_tokens,
             "top_logprobs": params.logprobs,
             "usage": None,
-            **{
-                name: getattr(params, name)
-                for name in ("temperature", "top_p", "presence_penalty", "frequency_penalty")
-            },
+            **{name: getattr(params, name) for name in SAMPLING},
             **self.request.echoed,
         }
 

@@ -18,12 +18,7 @@ from minivllm.entrypoints.openai.errors import RequestError
 from minivllm.entrypoints.openai.protocol import ChatCompletionRequest, Data, GenerationRequest, Many, OpenAIBaseModel
 from minivllm.errors import MinivllmError
 
-SAME_AS_A_CHATS = (
-    "model", "stream", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
-    "repetition_penalty", "seed", "stop", "stop_token_ids", "ignore_eos", "logit_bias", "include_stop_str_in_output",
-    "skip_special_tokens", "structured_outputs", "priority", "cache_salt", "request_id", "kv_transfer_params",
-    "parallel_tool_calls", "chat_template_kwargs",
-)  # fmt: skip
+SAME_AS_A_CHATS = {*GenerationRequest.model_fields, "parallel_tool_calls", "chat_template_kwargs"}
 NOT_IN_RESPONSES = (
     "n", "stream_options", "response_format", "min_tokens", "allowed_token_ids", "prompt_logprobs", "bad_words",
     "return_token_ids", "return_tokens_as_token_ids",
@@ -117,7 +112,7 @@ class ResponsesRequest(GenerationRequest):
         if self.background:
             message = "background needs responses that are stored, and they are not stored here"
             raise RequestError(message, HTTPStatus.BAD_REQUEST, "invalid_request_error", "background")
-        fields = {name: getattr(self, name) for name in SAME_AS_A_CHATS if name in self.model_fields_set}
+        fields = {name: getattr(self, name) for name in SAME_AS_A_CHATS & self.model_fields_set}
         functions = [_function(tool) for tool in self.tools if str(tool.get("type")) not in HOSTED]
         if functions:
             fields |= {"tools": functions, "tool_choice": _choice(self.tool_choice)}

@@ -7,12 +7,13 @@ In vLLM v0.33.0: `vllm/entrypoints/generate/base/serving.py`,
 import asyncio
 import itertools
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from tokenizers import Tokenizer
 
-from minivllm.config.checks import encodable
+from minivllm.config.checks import encodable, require
 from minivllm.config.kv_offloading import is_tier
 from minivllm.engine.async_llm import AsyncLLM
 from minivllm.engine.socket_messages import encode
@@ -29,7 +30,7 @@ from minivllm.entrypoints.openai.protocol import (
 )
 from minivllm.entrypoints.openai.serving_models import OpenAIServingModels
 from minivllm.entrypoints.openai.settings import FrontendArgs
-from minivllm.entrypoints.openai.stream import EventStream
+from minivllm.entrypoints.openai.stream import EventStream, Result
 from minivllm.entrypoints.openai.time_limit import in_thread
 from minivllm.errors import MinivllmError
 from minivllm.inputs import TokensPrompt
@@ -52,11 +53,7 @@ class OpenAIServing:
     """
 
     def __init__(
-        self,
-        engine: AsyncLLM,
-        models: OpenAIServingModels,
-        settings: FrontendArgs,
-        template: str | None,
+        self, engine: AsyncLLM, models: OpenAIServingModels, settings: FrontendArgs, template: str | None
     ) -> None:
         self.engine = engine
         self.models = models
@@ -121,12 +118,8 @@ class OpenAIServing:
         if request.return_token_strs:
             spelling = self.tokenizer.id_to_token
             names = await asyncio.to_thread(lambda: [spelling(token) or "" for token in token_ids])
-        return {
-            "count": len(token_ids),
-            "max_model_len": self.limits.max_model_len,
-            "tokens": token_ids,
-            "token_strs": names,
-        }
+        longest = self.limits.max_model_len
+        return {"count": len(token_ids), "max_model_len": longest, "tokens": token_ids, "token_strs": names}
 
     async def create_detokenize(self, request: DetokenizeRequest) -> Json:
         """Return the text of token ids."""
@@ -147,10 +140,11 @@ class OpenAIServing:
             self.check_transfer(request.kv_transfer_params, request.num_prompts)
         # Each completion is a request of its own in the engine.
         total = request.num_prompts * max(1, request.n or 1)
-        if total > MAX_N:
-            raise MinivllmError(f"prompts times n is {total}; the maximum is {MAX_N}")
-        self._check_logprobs("logprobs", request.num_logprobs)
-        self._check_logprobs("prompt_logprobs", request.num_prompt_logprobs)
+        require(total <= MAX_N, f"prompts times n is {total}; the maximum is {MAX_N}")
+        most = self.vocab_size if self.settings.max_logprobs == -1 else self.settings.max_logprobs
+        for name, asked in (("logprobs", request.num_logprobs), ("prompt_logprobs", request.num_prompt_logprobs)):
+            number = self.vocab_size if asked == -1 else asked or 0
+            require(number <= most, f"{name} asks for {number} tokens per position; the server allows {most}", name)
         most = self.settings.max_num_queued_reqs
         if most is not None and len(self.engine.output_processor.states) + total > most:
             if self.engine.stat_logger is not None:
@@ -169,22 +163,14 @@ class OpenAIServing:
         transfer = self.engine.engine_args.kv_transfer
         if transfer is None:
             raise MinivllmError(f"{name} need a server with --kv-transfer-config", name)
-        if is_tier(transfer):
-            raise MinivllmError(f"{name} need a connector to other engines, and {transfer.kv_connector} has none", name)
-        if num_prompts > 1:
-            raise MinivllmError(f"{name} are for one prompt, and there are {num_prompts}: send each on its own", name)
+        connector = transfer.kv_connector
+        require(not is_tier(transfer), f"{name} need a connector to other engines, and {connector} has none", name)
+        require(num_prompts == 1, f"{name} are for one prompt, and there are {num_prompts}: send each on its own", name)
         try:
             # The same encoder as on the way to the core, which would fail there.
             encode(params)
         except (ValueError, OverflowError):  # half a character, or a number beyond 64 bits
             raise MinivllmError(f"{name} have a value that cannot be sent on", name) from None
-
-    def _check_logprobs(self, name: str, requested: int | None) -> None:
-        most = self.settings.max_logprobs
-        most = self.vocab_size if most == -1 else most
-        number = self.vocab_size if requested == -1 else requested or 0
-        if number > most:
-            raise MinivllmError(f"{name} asks for {number} tokens per position; the server allows {most}", name)
 
     def sampling_params(self, request: GenerationRequest, prompt: TokensPrompt) -> SamplingParams:
         """Return the engine's parameters for a prompt.
@@ -193,15 +179,10 @@ class OpenAIServing:
             MinivllmError: the prompt is too long, or a parameter is invalid.
         """
         longest, length = self.limits.max_model_len, len(prompt["prompt_token_ids"])
-        max_tokens = request.token_limit
-        if max_tokens is not None and max_tokens > longest:
-            name = request.token_limit_name
-            raise MinivllmError(f"{name} is {max_tokens}; max_model_len is {longest}", name)
-        if length > longest:
-            raise MinivllmError(
-                f"the prompt has {length} tokens; the model's maximum context length is {longest} tokens",
-                "input_tokens",
-            )
+        max_tokens, name = request.token_limit, request.token_limit_name
+        require((max_tokens or 0) <= longest, f"{name} is {max_tokens}; max_model_len is {longest}", name)
+        message = f"the prompt has {length} tokens; the model's maximum context length is {longest} tokens"
+        require(length <= longest, message, "input_tokens")
         room = longest - length
         if max_tokens is None:
             max_tokens = self._defaults.get("max_tokens", room)
@@ -270,29 +251,18 @@ class OpenAIServing:
                 holds up everybody.
         """
         most = max(MIN_TOKENIZED_CHARACTERS, CHARACTERS_PER_TOKEN * self.limits.max_model_len)
-        if len(text) > most:
-            message = f"the text has {len(text):,} characters; at most {most:,} are tokenized here"
-            raise MinivllmError(message, "input_text")
+        message = f"the text has {len(text):,} characters; at most {most:,} are tokenized here"
+        require(len(text) <= most, message, "input_text")
         encodable(text, "the prompt")
-        tokenizer = self.tokenizer
-
-        def encode_text() -> list[int]:
-            # The library releases the GIL for batches only; without that, a thread blocks all
-            # others.
-            return tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
-
-        # A thread costs about as much as tokenizing a short text.
-        return encode_text() if len(text) < CHARACTERS_IN_LOOP else await asyncio.to_thread(encode_text)
+        encode_batch = self.tokenizer.encode_batch
+        # The library releases the GIL for batches only; without that, a thread blocks all others.
+        return await _beside_the_loop(lambda: encode_batch([text], add_special_tokens=add_special_tokens)[0].ids, text)
 
     async def detokenize(self, token_ids: list[int]) -> str:
         """Return the text of token ids, special tokens included; ids outside the vocabulary add none."""
-        tokenizer = self.tokenizer
+        decode_batch = self.tokenizer.decode_batch
         known = [token for token in token_ids if token < self.vocab_size]  # it would raise for others
-
-        def decode() -> str:
-            return tokenizer.decode_batch([known], skip_special_tokens=False)[0]  # as in `tokenize`
-
-        return decode() if len(token_ids) < CHARACTERS_IN_LOOP else await asyncio.to_thread(decode)
+        return await _beside_the_loop(lambda: decode_batch([known], skip_special_tokens=False)[0], token_ids)
 
     async def rendered(self, request: ChatTemplateRequest, **further: Any) -> str:
         """Return the prompt for a conversation.
@@ -300,8 +270,7 @@ class OpenAIServing:
         Raises:
             MinivllmError: there is no template, it rejects the messages, or it takes too long.
         """
-        template = self.template
-        if template is None:
+        if (template := self.template) is None:
             raise MinivllmError(NO_TEMPLATE)
         tools = request.tools
         variables = {
@@ -314,12 +283,16 @@ class OpenAIServing:
         }
         # A client may set any variable of the template but the messages.
         variables.pop("messages", None)
-        form = self.settings.chat_template_content_format
+        goes_on, form = request.continue_final_message, self.settings.chat_template_content_format
+        rendering = partial(render, template, request.messages, variables, goes_on, form)
+        return await in_thread(rendering, SECONDS_TO_RENDER, "the chat template")
 
-        def text() -> str:
-            return render(template, request.messages, variables, request.continue_final_message, form)
 
-        return await in_thread(text, SECONDS_TO_RENDER, "the chat template")
+async def _beside_the_loop(work: Callable[[], Result], size: Sequence[Any]) -> Result:
+    """Return the result of work on something of this size. A thread costs about as much as
+    tokenizing a short text.
+    """
+    return work() if len(size) < CHARACTERS_IN_LOOP else await asyncio.to_thread(work)
 
 
 def _data_parallel_rank(headers: Mapping[str, str]) -> int | None:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
 
+from minivllm.config.checks import require
 from minivllm.core.lora_request import LoRARequest
 from minivllm.engine.async_llm import AsyncLLM
 from minivllm.entrypoints.openai.errors import RequestError, not_found
@@ -23,12 +24,7 @@ class OpenAIServingModels:
     """One model, under one or more names, and its adapters, each under one name."""
 
     def __init__(
-        self,
-        names: Sequence[str],
-        root: str,
-        max_model_len: int,
-        engine: AsyncLLM,
-        lora_folders: Sequence[str] = (),
+        self, names: Sequence[str], root: str, max_model_len: int, engine: AsyncLLM, lora_folders: Sequence[str] = ()
     ) -> None:
         """Take the folders from which clients may load adapters, and the engine, which loads them."""
         self.names = tuple(names)
@@ -144,10 +140,9 @@ class OpenAIServingModels:
         self._adapters[adapter.lora_name] = adapter
 
     def _check_free(self, name: str, load_inplace: bool = False) -> None:
-        if name in self.names:
-            raise MinivllmError(f"{name!r} is the name of the model itself; give the adapter another one")
-        if name in self._adapters and not load_inplace:
-            raise MinivllmError(f"the adapter {name!r} is already loaded; set load_inplace to replace it")
+        require(name not in self.names, f"{name!r} is the name of the model itself; give the adapter another one")
+        is_free = name not in self._adapters or load_inplace
+        require(is_free, f"the adapter {name!r} is already loaded; set load_inplace to replace it")
 
     def _card(self, name: str, root: str, parent: str | None, max_model_len: int | None) -> dict[str, Any]:
         return {

@@ -8,7 +8,7 @@ from starlette.responses import Response
 
 from minivllm.entrypoints.openai.errors import register_exception_handlers
 from minivllm.entrypoints.openai.http_server import bind, make_server, until_the_end
-from minivllm.entrypoints.openai.middleware import JSON_ONLY, BodySizeMiddleware, OpenRequestsMiddleware
+from minivllm.entrypoints.openai.middleware import JSON_ONLY, BoundedRoute, OpenRequestsMiddleware
 from minivllm.entrypoints.openai.stream import with_cancellation
 from minivllm.entrypoints.proxy.proxy import Proxy, headers_for_servers
 from minivllm.entrypoints.proxy.settings import ProxyArgs
@@ -38,7 +38,7 @@ def build_app(proxy: Proxy) -> FastAPI:
     """Return the application."""
     app = FastAPI(title="minivllm proxy")
     register_exception_handlers(app)
-    app.add_middleware(BodySizeMiddleware)
+    app.router.route_class = BoundedRoute
     app.add_middleware(OpenRequestsMiddleware, state=proxy.state)
 
     @app.post("/v1/completions", dependencies=JSON_ONLY)
