@@ -13,7 +13,8 @@ Steps that verify drafts have graphs of their own, in which each request has roo
 drafts and one more token. Requests with fewer drafts, or none, leave padding at the end:
 attention's grid holds whatever the lengths are.
 
-On a CPU, the same classes hold recordings of small steps (`kernels/cpu/replay.py`).
+On a CPU, the same classes hold recordings of small steps, up to their logits
+(`kernels/cpu/replay.py`).
 
 All graphs share one memory pool, since only one runs at a time. The largest is captured first, and
 the others fit into the memory it took. The result is copied to a buffer outside the pool, so that

@@ -247,8 +247,8 @@ def check_batch_memory(max_num_reqs: int, max_model_len: int, block_size: int) -
 
 
 def flattened(rows: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the row and the position of each of `counts[i]` tokens of `rows[i]`, from position
-    `starts[i]` on: [sum of counts] each, int64.
+    """Return the row and the position of each of `counts[i]` tokens of `rows[i]`, starting at
+    position `starts[i]`: [sum of counts] each, int64.
     """
     if (counts == 1).all():  # a step of decodes; all the rest would take three times as long
         return rows, starts.astype(np.int64)
