@@ -49,7 +49,8 @@ class SpecDecodingStats:
 
     def copy(self) -> "SpecDecodingStats":
         """Return a snapshot that later counts leave unchanged."""
-        return replace(self, num_accepted_tokens_per_pos=list(self.num_accepted_tokens_per_pos))
+        counts = self.num_drafts, self.num_draft_tokens, self.num_accepted_tokens
+        return SpecDecodingStats(*counts, list(self.num_accepted_tokens_per_pos))
 
     def since(self, before: "SpecDecodingStats") -> "SpecDecodingStats":
         """Return what was counted since an earlier snapshot."""

@@ -114,7 +114,7 @@ class Decoder(nn.Module):
         context = ForwardContext.of(context)
         if intermediate is None:
             hidden = self.embed_tokens(input_ids)
-            residual = torch.zeros_like(hidden)  # each norm adds what the layer before it has put out
+            residual = torch.empty_like(hidden).zero_()  # each norm adds what the layer before it has put out
         else:
             hidden, residual = intermediate
         table = self.rotary.table

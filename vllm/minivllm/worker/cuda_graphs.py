@@ -13,7 +13,8 @@ Steps that verify drafts have graphs of their own, in which each request has roo
 drafts and one more token. Requests with fewer drafts, or none, leave padding at the end:
 attention's grid holds whatever the lengths are.
 
-On a CPU, the same classes hold recordings of small steps (`kernels/cpu/replay.py`).
+On a CPU, the same classes hold recordings of small steps, up to their logits
+(`kernels/cpu/replay.py`).
 
 All graphs share one memory pool, since only one runs at a time. The largest is captured first, and
 the others fit into the memory it took. The result is copied to a buffer outside the pool, so that
@@ -97,6 +98,8 @@ class CudaGraphs:
         self.buffers = StepBuffers(self.sizes[-1], max_num_blocks, weight.device, tokens_each)
         # Outside the graphs' pool, which the next graph overwrites.
         self.hidden = torch.zeros(most_tokens, model.config.hidden_size, dtype=weight.dtype, device=weight.device)
+        # Few requests' logits belong to a CPU's recordings: each list of programs wakes the threads once.
+        self.logits = torch.zeros(most_tokens, model.config.vocab_size) if weight.is_cpu else None
         self.replays = self.pool_bytes = 0
         self._replay: dict[tuple[int, bool], Callable[[], None]] = {}
         self.lora = lora.for_graphs(most_tokens)
@@ -120,8 +123,10 @@ class CudaGraphs:
 
     def size_for(self, inputs: StepInputs) -> int | None:
         """Return the size of the graph that can run this step, or None if no graph can."""
-        counts = np.diff(inputs.query_start_loc)  # tokens of each request
-        return padded_size(len(counts), self.sizes) if counts.max() <= self.tokens_each else None
+        num_requests = len(inputs.query_start_loc) - 1
+        # With as many tokens as requests, each has one.
+        most = 1 if len(inputs.input_ids) == num_requests else np.diff(inputs.query_start_loc).max()
+        return padded_size(num_requests, self.sizes) if most <= self.tokens_each else None
 
     def replay(
         self,
@@ -163,6 +168,8 @@ class CudaGraphs:
             # The capture itself must not count: nothing is sent but in replays.
             before = group.bytes_reduced
             hidden = self.model(buffers.input_ids[:tokens], buffers.positions[:tokens], context)
+            if self.logits is not None:
+                self.logits[:tokens].copy_(self.model.compute_logits(hidden))
             self.hidden[:tokens].copy_(hidden)
             self._bytes_reduced[size] = group.bytes_reduced - before
             group.bytes_reduced = before

@@ -107,7 +107,7 @@ class InputBatch:
             self._add_request(request)
         cached = output.scheduled_cached_reqs
         if cached.req_ids:
-            rows = [self.row_of[req_id] for req_id in cached.req_ids]
+            rows = self.rows_of(cached.req_ids)
             # Only a stage that has not sampled these tokens itself gets them.
             for row, start, token_ids in zip(rows, cached.num_computed_tokens, cached.new_token_ids, strict=False):
                 self._take_token_ids(row, start, token_ids)
@@ -151,7 +151,8 @@ class InputBatch:
             req_ids=req_ids,
             sampling=sampling,
             num_sampled=num_sampled,
-            logits_indices=consecutive(ends - num_sampled, num_sampled),  # [sum of num_sampled]
+            # [sum of num_sampled]
+            logits_indices=consecutive(ends - num_sampled, num_sampled) if drafts else ends - num_sampled,
             drafts=drafts,
         )
 
@@ -164,15 +165,14 @@ class InputBatch:
         seq_lens = (starts + counts).astype(np.int32)  # [requests]
         query_start_loc = np.zeros(len(rows) + 1, np.int32)  # [requests + 1]
         np.cumsum(counts, out=query_start_loc[1:])
-        token_rows = np.repeat(rows, counts)  # [tokens]
-        positions = consecutive(starts, counts)  # [tokens]
+        token_rows, positions = flattened(rows, starts, counts)  # [tokens] each
         blocks, offsets = np.divmod(positions, self.block_size)  # [tokens] each
         max_num_blocks = -(-int(seq_lens.max()) // self.block_size)
         return TokenSpans(
             rows=rows,
             input_ids=self.token_ids[token_rows, positions],
             positions=positions,
-            slot_mapping=self.block_table[token_rows, blocks].astype(np.int64) * self.block_size + offsets,
+            slot_mapping=np.multiply(self.block_table[token_rows, blocks], self.block_size, dtype=np.int64) + offsets,
             query_start_loc=query_start_loc,
             seq_lens=seq_lens,
             block_table=self.block_table[rows, :max_num_blocks],
@@ -187,9 +187,9 @@ class InputBatch:
         there.
         """
         counts = np.fromiter(map(len, token_ids), np.int64, len(rows))  # [n]
-        places = consecutive(self.num_tokens[rows], counts)  # [sum of counts]
-        self.token_ids[np.repeat(rows, counts), places] = list(chain.from_iterable(token_ids))
-        self.num_tokens[rows] += counts
+        lengths = self.num_tokens[rows]  # [n]
+        self.token_ids[flattened(rows, lengths, counts)] = list(chain.from_iterable(token_ids))
+        self.num_tokens[rows] = lengths + counts
 
     def _add_request(self, request: NewRequestData) -> None:
         row = self._free_rows.pop()
@@ -246,11 +246,18 @@ def check_batch_memory(max_num_reqs: int, max_model_len: int, block_size: int) -
     )
 
 
+def flattened(rows: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the row and the position of each of `counts[i]` tokens of `rows[i]`, starting at
+    position `starts[i]`: [sum of counts] each, int64.
+    """
+    if (counts == 1).all():  # a step of decodes; all the rest would take three times as long
+        return rows, starts.astype(np.int64)
+    return np.repeat(rows, counts), consecutive(starts, counts)
+
+
 def consecutive(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
     """Concatenate the ranges `starts[i]`, ..., `starts[i] + counts[i] - 1` over all i: [sum of
     counts], int64.
     """
-    if (counts == 1).all():  # a step of decodes; all the rest would take three times as long
-        return starts.astype(np.int64)
     ends = np.cumsum(counts, dtype=np.int64)
     return np.arange(ends[-1] if len(ends) else 0) + np.repeat(starts - ends + counts, counts)

@@ -34,7 +34,7 @@ from minivllm.platforms.device import on_device
 from minivllm.platforms.profiling import record_function_or_nullcontext
 from minivllm.worker.attention import make_attention
 from minivllm.worker.cuda_graphs import MOST_ROWS_ON_CPU, CudaGraphManager, Record, cuda_recorder
-from minivllm.worker.input_batch import InputBatch, StepInputs, check_batch_memory, consecutive
+from minivllm.worker.input_batch import InputBatch, StepInputs, check_batch_memory, flattened
 from minivllm.worker.kv_cache import allocate_kv_caches, check_kv_cache_dtype
 from minivllm.worker.kv_connector_runner import KVConnectorRunner, tensors_of
 from minivllm.worker.latent_attention import PagedLatentAttention
@@ -54,8 +54,8 @@ logger = init_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ExecuteModelState:
-    """The state that `execute_model` leaves for `sample_tokens`: the step, and its hidden states as
-    `forward` returns them.
+    """The state that `execute_model` leaves for `sample_tokens`: the step, its hidden states as
+    `forward` returns them, and their logits, followed by padding, if they are computed already.
 
     `on_device`: its tokens stay there, and the step ends without waiting for them.
     """
@@ -63,6 +63,7 @@ class ExecuteModelState:
     scheduler_output: SchedulerOutput
     inputs: StepInputs
     hidden: torch.Tensor
+    logits: torch.Tensor | None
     on_device: bool
 
 
@@ -172,18 +173,21 @@ class ModelRunner:
             self.kv_connector.pre_forward(scheduler_output)
             inputs = self.prepare_inputs(scheduler_output)
         with record_function_or_nullcontext("minivllm::forward"):
-            hidden = self.forward(inputs)
+            hidden, logits = self.forward(inputs)
         self.kv_connector.post_forward(scheduler_output)
-        self.execute_model_state = ExecuteModelState(scheduler_output, inputs, hidden, on_device)
+        self.execute_model_state = ExecuteModelState(scheduler_output, inputs, hidden, logits, on_device)
         if scheduler_output.has_structured_output_requests:
             return ModelRunnerOutput({})  # while this pass runs, the core fills the grammars' bitmask
-        return self.sample_tokens()
+        return self._sample_tokens(None)
 
     @torch.inference_mode()
     def sample_tokens(self, grammar_output: GrammarOutput | None = None) -> ModelRunnerOutput | AsyncModelRunnerOutput:
         """End the step that `execute_model` began: sample its tokens, and draft what may follow
         them.
         """
+        return self._sample_tokens(grammar_output)
+
+    def _sample_tokens(self, grammar_output: GrammarOutput | None) -> ModelRunnerOutput | AsyncModelRunnerOutput:
         assert self.execute_model_state is not None
         step, self.execute_model_state = self.execute_model_state, None
         if not self.model.group.samples:  # another rank samples, and sends the tokens
@@ -213,9 +217,9 @@ class ModelRunner:
             num_scheduled_tokens = self.batch.forget_computed(num_scheduled_tokens)
         return self.batch.prepare(num_scheduled_tokens, drafts)
 
-    def forward(self, inputs: StepInputs) -> torch.Tensor:
+    def forward(self, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the hidden states to sample from, [sum of num_sampled, hidden], by a CUDA graph if
-        one fits.
+        one fits; and their logits, float32, if the graph computes them, followed by padding.
 
         If any prompt log probabilities are requested, those of all tokens, [tokens, hidden]; on a
         stage before the last, what it has sent on.
@@ -230,7 +234,7 @@ class ModelRunner:
             self.kv_connector.wait_for_layers(self.kv_connector.layer_names)
             hidden = graphs.replay(inputs, lora_slots, self.tokens_in_flight.fill)  # [tokens, hidden]
             self.kv_connector.save_layers(self.kv_connector.layer_names)
-            return hidden if rows is None else hidden[rows]
+            return (hidden, graphs.logits) if rows is None else (hidden[rows], None)
         self.lora.set_rows(lora_slots, None if all_wanted else inputs.logits_indices)
         input_ids, positions = self._on_device(inputs.input_ids), self._on_device(inputs.positions)
         self.tokens_in_flight.fill(input_ids, inputs)
@@ -240,7 +244,7 @@ class ModelRunner:
         hidden = self.model(input_ids, positions, context, rows, received)
         if not group.stage.is_last:
             group.send_to_next_stage(hidden)
-        return hidden
+        return hidden, None
 
     def _forward_context(self, inputs: StepInputs) -> ForwardContext:
         assert self.attention is not None
@@ -258,8 +262,7 @@ class ModelRunner:
         """Sample for the requests that reached their last known token, and append the tokens to
         the batch.
         """
-        inputs = step.inputs
-        hidden = step.hidden
+        inputs, hidden = step.inputs, step.hidden
         prompt_logprobs = {}
         if self.prompt_logprobs:
             prompt_logprobs = self.prompt_logprobs.observe(self.batch, inputs, hidden, self.model.compute_logits)
@@ -268,9 +271,10 @@ class ModelRunner:
         if not len(inputs.sampling):
             return ModelRunnerOutput({})
         rows = inputs.rows[inputs.sampling]  # [n]
-        logits = self.model.compute_logits(hidden).float()  # [sum of num_sampled, vocab]
+        # [sum of num_sampled, vocab]
+        logits = self.model.compute_logits(hidden).float() if step.logits is None else step.logits[: len(hidden)]
         mask_by_grammars(logits, inputs, grammar_output)
-        metadata = self._sampling_metadata(inputs)
+        metadata = self._sampling_metadata(rows, inputs.num_sampled)
         # The next step reads the tokens there; the host waits for a copy when it wants the output.
         if step.on_device:
             copy = self.tokens_in_flight.append(rows, *choose(logits, metadata))
@@ -288,13 +292,12 @@ class ModelRunner:
         self.batch.append_tokens(rows, list(output.sampled_token_ids.values()))
         return output
 
-    def _sampling_metadata(self, inputs: StepInputs) -> SamplingMetadata:
-        batch = self.batch  # [n]
-        rows = inputs.rows[inputs.sampling]  # [n]
-        if not batch.sampling.needs_of(rows):
+    def _sampling_metadata(self, rows: np.ndarray, num_sampled: np.ndarray) -> SamplingMetadata:
+        """Gather the parameters of rows [n] that sample `num_sampled` [n] tokens each."""
+        batch = self.batch
+        if not batch.sampling.needs[rows].any():
             return NOTHING_NEEDED
-        num_tokens = consecutive(batch.num_tokens[rows], inputs.num_sampled)  # [sum of num_sampled]
-        rows = np.repeat(rows, inputs.num_sampled)  # [sum of num_sampled]
+        rows, num_tokens = flattened(rows, batch.num_tokens[rows], num_sampled)  # [sum of num_sampled] each
         return batch.sampling.metadata(rows, batch.token_ids, batch.num_prompt_tokens[rows], num_tokens)
 
     def propose_draft_token_ids(self, step: ExecuteModelState) -> None:

@@ -39,7 +39,6 @@ class StepBuffers:
         num_bytes = sum(count * dtype.itemsize for _, dtype, count in layout)
         self._rows_here = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=pinned)
         self._table_here = torch.zeros(size * max_num_blocks, dtype=torch.int32, pin_memory=pinned)
-        # On a CPU, here is there.
         self._rows_there = self._rows_here.to(device)
         self._table_there = self._table_here.to(device)
         self.block_table = torch.zeros(size, max_num_blocks, dtype=torch.int32, device=device)
@@ -81,13 +80,13 @@ class StepBuffers:
             host[name][len(real) :] = padding
         host["query_start_loc"][: count + 1] = inputs.query_start_loc
         host["query_start_loc"][count + 1 :] = tokens  # requests of padding have no queries
-        if self._copied is not None:
-            self._rows_there.copy_(self._rows_here, non_blocking=True)
         columns = inputs.block_table.shape[1]  # as many as the longest request needs
+        if self._copied is None:  # on a CPU, here is there
+            self.block_table.numpy()[:count, :columns] = inputs.block_table
+            return
+        self._rows_there.copy_(self._rows_here, non_blocking=True)
         used = count * columns
         self._table_here.numpy()[:used] = inputs.block_table.reshape(-1)
-        if self._copied is not None:
-            self._table_there[:used].copy_(self._table_here[:used], non_blocking=True)
+        self._table_there[:used].copy_(self._table_here[:used], non_blocking=True)
         self.block_table[:count, :columns].copy_(self._table_there[:used].view(count, columns))
-        if self._copied is not None:
-            self._copied.record()
+        self._copied.record()

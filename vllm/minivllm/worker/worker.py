@@ -58,7 +58,7 @@ class Worker:
             limit_spinning()
         model = load(settings, self.device, self.group)
         if self.device.type == "cpu" and settings.world_size == 1 and settings.uses_unified_attention:
-            compile_loops(model.embed_tokens.weight.dtype, settings.kv_cache_dtype)
+            compile_loops(model.embed_tokens.weight.dtype, settings.kv_cache_dtype, settings.num_speculative_tokens)
         self.runner = ModelRunner(model, settings, load_drafter(settings, model))
 
     def memory_ledger(self, gpu_memory_utilization: float, host_tier: int) -> MemoryLedger:
@@ -375,11 +375,13 @@ def load(settings: WorkerSettings, device: torch.device, group: GroupCoordinator
     return load_model(settings.model, device, dtype, group, settings.quantization)[0]
 
 
-def compile_loops(dtype: torch.dtype, kv_cache_dtype: str) -> None:
+def compile_loops(dtype: torch.dtype, kv_cache_dtype: str, num_speculative_tokens: int) -> None:
     """Compile what a CPU runs for a model of this dtype, if numba has not kept it from before."""
     cached = STORED_AS.get(kv_cache_dtype, dtype)
     if has_numba() and dtype in NUMBERS and cached in CACHES:
         loops("compile_ahead").compile_ahead(ELEMENTS[dtype], ELEMENTS[cached])
+        if num_speculative_tokens:
+            loops("rejection_loops").programs_for()
 
 
 def load_drafter(settings: WorkerSettings, target: Decoder) -> Decoder | Eagle3Head | None:

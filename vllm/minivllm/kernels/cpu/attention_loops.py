@@ -39,11 +39,11 @@ from minivllm.kernels.cpu.lanes import (
     sum_fours,
     zero,
 )
-from minivllm.kernels.cpu.programs import array_at, counter_of, float_of, jit, programs, take_number
+from minivllm.kernels.cpu.programs import array_at, counter_of, float_of, is_int8, jit, programs, take_number
 
 TILE = 64  # keys at a time: their scores, and in a prefill their K and V, stay in the L1 cache
 BLOCK_Q = 16  # positions per program
-UNSEEN = np.float32(-1e30)
+NOTHING, UNSEEN = np.float32(0.0), np.float32(-1e30)
 
 
 @jit
@@ -93,6 +93,13 @@ def fetch(cache, at, head_dim):
     """Prefetch one key or value."""
     for dim in range(0, head_dim, 16):
         prefetch(cache, at + dim)
+
+
+@jit
+def fill(numbers, count, number):
+    """Fill the first `count` numbers, a multiple of 16."""
+    for index in range(0, count, 16):
+        store(numbers, index, same(number))
 
 
 @jit
@@ -267,8 +274,8 @@ def attend(cells, number, element):
     scale, window = float_of(cells.scale), cells.sliding_window
 
     k_scales, v_scales = array_at(cells.k_scales, 1, np.float32), array_at(cells.v_scales, 1, np.float32)
-    scaled = cells.k_scales != 0
-    key_scales, value_scales = np.zeros(TILE, np.float32), np.zeros(TILE, np.float32)
+    scaled = is_int8(element)
+    key_scales, value_scales = np.empty(TILE, np.float32), np.empty(TILE, np.float32)
 
     group = heads // kv_heads
     most_rows = (BLOCK_Q * group + 3) // 4 * 4  # rows are computed in fours
@@ -277,35 +284,33 @@ def attend(cells, number, element):
     positions, oldest = np.empty(most_rows * 4, np.float32), np.empty(most_rows * 4, np.float32)
     peaks, totals = np.empty(most_rows * 4, np.float32), np.empty(most_rows * 4, np.float32)
     scores, shrinks = np.empty(4 * TILE, np.float32), np.empty(16, np.float32)
-    slots, later, scale_slots = np.zeros(TILE, np.int64), np.zeros(TILE, np.int64), np.zeros(TILE, np.int64)
+    slots, later, scale_slots = np.empty(TILE, np.int64), np.empty(TILE, np.int64), np.empty(TILE, np.int64)
+    slots[0] = later[0] = scale_slots[0] = 0  # all that is read of a tile without keys
     coming = next_program(cells, query_start_loc, seq_lens)
     locate(later, coming.key_begin, coming.key_end, block_table, coming.place)
     while coming.rows:
         program, coming = coming, next_program(cells, query_start_loc, seq_lens)
         rows, key_end, place = program.rows, program.key_end, program.place
-        first_position = program.first_position
         head_at = program.kv_head * group * head_dim
         q_at = program.first_token * q_stride + head_at
         out_at = program.first_token * heads * head_dim + head_at
-        bounds = first_position, window
+        bounds = program.first_position, window
         take_rows(q, q_at, q_stride, group, head_dim, rows, bounds, scale, scratch, queries, positions, oldest)
-        acc[:] = 0
-        totals[:] = 0
-        peaks[:] = UNSEEN
+        padded_rows = (rows + 3) // 4 * 4
+        fill(acc, padded_rows * head_dim, NOTHING)
+        fill(totals, padded_rows * 4, NOTHING)
+        fill(peaks, padded_rows * 4, UNSEEN)
         for tile in range(program.key_begin, key_end, TILE):
             slots, later = later, slots  # what was prefetched is now computed
-            if tile + TILE < key_end:
-                locate(later, tile + TILE, key_end, block_table, place)
-            else:
-                locate(later, coming.key_begin, coming.key_end, block_table, coming.place)
+            begin = tile + TILE if tile + TILE < key_end else coming.key_begin
+            owner = program if tile + TILE < key_end else coming
+            locate(later, begin, owner.key_end, block_table, owner.place)
             count = min(TILE, key_end - tile)
             for key in range(count, TILE):  # `score` and `add_values` fetch the others
                 fetch(k_cache, later[key], head_dim)
                 fetch(v_cache, later[key], head_dim)
             if scaled:  # the scales are [blocks, kv_heads, block_size]
-                block_size = place[1]
-                first_scale = program.kv_head * block_size
-                scale_place = (place[0], block_size, kv_heads * block_size, np.int64(1), first_scale)
+                scale_place = (place[0], place[1], kv_heads * place[1], np.int64(1), program.kv_head * place[1])
                 locate(scale_slots, tile, key_end, block_table, scale_place)
                 for key in range(count):
                     key_scales[key] = k_scales[scale_slots[key]]

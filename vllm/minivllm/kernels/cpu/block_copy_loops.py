@@ -40,10 +40,11 @@ def copy_bytes(typing_context, target, source, count):
 def copy_regions(cells):
     """Run programs until none are left: each copies the blocks of one region."""
     count, regions = cells.blocks, cells.regions
-    table = array_at(cells.table, (regions, COLUMNS), np.int64)
+    table = array_at(cells.table, regions * COLUMNS, np.int64)
     blocks, slots = array_at(cells.block_ids, count, np.int64), array_at(cells.slots, count, np.int64)
     for region in take_programs(counter_of(cells), regions):
-        address, stride, size, offset = table[region]
+        at = region * COLUMNS
+        address, stride, size, offset = table[at], table[at + 1], table[at + 2], table[at + 3]
         for index in range(count):
             cell = address + blocks[index] * stride
             staged = cells.staging + slots[index] * cells.record + offset

@@ -1,6 +1,6 @@
 """Compile the loops that every request needs before the first one comes, on two cores at once.
 
-    python -m minivllm.kernels.cpu.compile_ahead float32 float32 attention_loops cache_loops
+    python -m minivllm.kernels.cpu.compile_ahead float32 float32 attention_loops replay_loops
 
 numba compiles on one core: a lock lets no two threads compile at the same time. So where its cache
 has nothing of these loops, a second process compiles half of them, and this one the others; then
@@ -34,7 +34,7 @@ LOOPS = {
     "attention_loops": lambda loops, number, cached: loops.programs_for(number, cached),
     "gumbel_loops": lambda loops, number, cached: loops.compiled_programs(),
 }
-BY_THE_SECOND = ("attention_loops", "cache_loops", "replay_loops")  # about half of the work
+BY_THE_SECOND = ("attention_loops", "replay_loops")  # about half of the work
 
 
 @functools.cache
@@ -48,7 +48,7 @@ def compile_ahead(number: type, cached: type) -> None:
     if import_module("minivllm.kernels.cpu.elementwise_loops").norms_of(number).was_cached is not False:
         compile_modules(LOOPS, number, cached)
         return
-    logger.info("Compiling loops for this processor, which happens once and takes ten to twenty seconds")
+    logger.info("Compiling loops for this processor, which happens once and takes five to ten seconds")
     command = [sys.executable, "-P", "-m", __name__, number.__name__, cached.__name__, *BY_THE_SECOND]
     with subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as second:
         compile_modules([name for name in LOOPS if name not in BY_THE_SECOND], number, cached)

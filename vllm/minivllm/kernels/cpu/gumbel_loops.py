@@ -16,7 +16,7 @@ import math
 import numpy as np
 
 from minivllm.kernels.cpu.cells import DrawCells
-from minivllm.kernels.cpu.programs import array_at, counter_of, exact_jit, programs, take_programs
+from minivllm.kernels.cpu.programs import array_at, as_int32, counter_of, exact_jit, programs, take_programs
 
 TOKENS = 256  # tested at a time
 UNIT = 2.0**23  # added to the bits of a float32 by one in the exponent
@@ -59,12 +59,12 @@ def waiting_time(number):
 
 
 @exact_jit
-def fastest_token(logits, base, others, other_base, vocab, first, second, token, best, numbers, bits):
+def fastest_token(logits, base, others, other_base, vocab, first, second, token, best, numbers):
     """Return the token of the smallest E / w, where w is exp(logit - base) - exp(other -
     other_base), if that is positive.
 
     `token` has the smallest known, `best`; an `other_base` of infinity leaves nothing of the
-    others. `numbers` [TOKENS] is scratch space for hashes as float32; `bits` views it as int32.
+    others. `numbers` [TOKENS] is scratch space for hashes as float32.
     """
     top = np.float32(base)
     unit = np.float32(UNIT / math.log(2.0))
@@ -75,11 +75,11 @@ def fastest_token(logits, base, others, other_base, vocab, first, second, token,
             numbers[i] = uniform(mixed(np.uint32(np.uint32(start) + np.uint32(i)), first, second))
         passed = 0  # counted in a loop without branches, which the compiler vectorizes
         for i in range(count):
-            passed += np.float32(bits[i]) - unit * (logits[start + i] - top) < limit
+            passed += np.float32(as_int32(numbers[i])) - unit * (logits[start + i] - top) < limit
         if not passed:
             continue  # most blocks of tokens end here
         for i in range(count):
-            if np.float32(bits[i]) - unit * (logits[start + i] - top) < limit:
+            if np.float32(as_int32(numbers[i])) - unit * (logits[start + i] - top) < limit:
                 weight = math.exp(np.float64(logits[start + i]) - base)
                 weight -= math.exp(np.float64(others[start + i]) - other_base)
                 if weight > 0.0 and waiting_time(numbers[i]) < best * weight:
@@ -89,23 +89,22 @@ def fastest_token(logits, base, others, other_base, vocab, first, second, token,
 
 
 @exact_jit
-def draw_row(logits, vocab, first, second, likeliest, numbers, bits):
-    """Draw one row's token; `numbers` and `bits` as above."""
+def draw_row(logits, vocab, first, second, likeliest, numbers):
+    """Draw one row's token; `numbers` as above."""
     # The likeliest token sets a first bound, which few others beat.
     best = waiting_time(uniform(mixed(np.uint32(likeliest), first, second)))
     base = logits[likeliest]
-    return fastest_token(logits, base, logits, np.inf, vocab, first, second, likeliest, best, numbers, bits)
+    return fastest_token(logits, base, logits, np.inf, vocab, first, second, likeliest, best, numbers)
 
 
 def draw_rows(cells):
     """Draw rows, one program each, until none are left."""
     rows, vocab = cells.rows, cells.vocab
-    logits = array_at(cells.logits, (rows, vocab), np.float32)
-    keys, token_ids = array_at(cells.keys, (rows, 2), np.uint32), array_at(cells.token_ids, rows, np.int64)
+    keys, token_ids = array_at(cells.keys, 2 * rows, np.uint32), array_at(cells.token_ids, rows, np.int64)
     numbers = np.empty(TOKENS, np.float32)
-    bits = numbers.view(np.int32)
     for row in take_programs(counter_of(cells), rows):
-        token_ids[row] = draw_row(logits[row], vocab, keys[row, 0], keys[row, 1], token_ids[row], numbers, bits)
+        logits = array_at(cells.logits + 4 * row * vocab, vocab, np.float32)
+        token_ids[row] = draw_row(logits, vocab, keys[2 * row], keys[2 * row + 1], token_ids[row], numbers)
 
 
 compiled_programs = programs(DrawCells, draw_rows, exact_jit)

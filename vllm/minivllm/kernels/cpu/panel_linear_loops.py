@@ -53,7 +53,7 @@ def gate_rows(sums, rows):
 
 
 @jit
-def put_rows(out, at, stride, sums, rows, left, tail):
+def put_rows(out, at, stride, sums, sums_at, rows, left, tail):
     """Store the panel's outputs of each row, or the `left` ones if those are fewer. `stride` is
     a row's of out; `tail` has room for the last lanes of a panel that is padded.
     """
@@ -61,9 +61,9 @@ def put_rows(out, at, stride, sums, rows, left, tail):
     whole = count // WIDTH * WIDTH
     for row in range(rows):
         for column in range(0, whole, WIDTH):
-            store(out, at + row * stride + column, load(sums, row * PANEL + column))
+            store(out, at + row * stride + column, load(sums, sums_at + row * PANEL + column))
         if whole < count:
-            store(tail, 0, load(sums, row * PANEL + whole))
+            store(tail, 0, load(sums, sums_at + row * PANEL + whole))
             for lane in range(count - whole):
                 out[at + row * stride + whole + lane] = tail[lane]
 
@@ -86,14 +86,13 @@ def multiply_panels(cells, element):
             weight_at = index * width * PANEL
             multiply_rows(sums, at, x, first_row * width, count, width, panels, weight_at, bias, index * PANEL)
         first = panel * PANEL
-        stride = outputs
         if cells.gated:
             gate_rows(sums, count)
-        elif parts == 2:  # both halves side by side, for an adapter to be added to
-            stride = 2 * outputs
-            up_at = first_row * stride + outputs + first
-            put_rows(out, up_at, stride, sums[ROWS * PANEL :], count, outputs - first, tail)
-        put_rows(out, first_row * stride + first, stride, sums, count, outputs - first, tail)
+        halves = 1 if cells.gated else parts  # both side by side, for an adapter to be added to
+        stride = halves * outputs
+        for half in range(halves):
+            at = first_row * stride + half * outputs + first
+            put_rows(out, at, stride, sums, half * ROWS * PANEL, count, outputs - first, tail)
 
 
 programs_for = programs(PanelLinearCells, multiply_panels)

@@ -35,7 +35,7 @@ def log_sum(logits, vocab, top):
 
 
 @exact_jit
-def decide(target, theirs, vocab, draft, top, their_top, first, second, numbers, bits):
+def decide(target, theirs, vocab, draft, top, their_top, first, second, numbers):
     """Decide on a draft that was drawn: return whether it is accepted, and it or the token that
     replaces it.
     """
@@ -48,38 +48,37 @@ def decide(target, theirs, vocab, draft, top, their_top, first, second, numbers,
             return True, draft
     else:  # it was not drawn from these logits
         sum_q = np.inf
-    return False, fastest_token(target, sum_p, theirs, sum_q, vocab, first, second, draft, np.inf, numbers, bits)
+    return False, fastest_token(target, sum_p, theirs, sum_q, vocab, first, second, draft, np.inf, numbers)
 
 
 def walk_drafts(cells):
     """Walk the drafts of requests, one program each, until none are left."""
     requests, rows, vocab, width = cells.requests, cells.rows, cells.vocab, cells.width
-    out = array_at(cells.out, (requests, width), np.int64)
+    out = array_at(cells.out, requests * width, np.int64)
     num_drafts = rows - requests
-    target = array_at(cells.target_logits, rows * vocab, np.float32)
-    theirs = array_at(cells.draft_logits, num_drafts * vocab, np.float32)
     drafts, likeliest = array_at(cells.draft_token_ids, num_drafts, np.int64), array_at(cells.likeliest, rows, np.int64)
     starts, is_greedy = array_at(cells.starts, requests + 1, np.int64), array_at(cells.is_greedy, requests, np.uint8)
-    tops, keys = array_at(cells.largest_of_draft, num_drafts, np.float32), array_at(cells.keys, (rows, 2), np.uint32)
+    tops, keys = array_at(cells.largest_of_draft, num_drafts, np.float32), array_at(cells.keys, 2 * rows, np.uint32)
     numbers = np.empty(TOKENS, np.float32)
-    bits = numbers.view(np.int32)
     for request in take_programs(counter_of(cells), requests):
-        out[request] = -1
+        for place in range(width):
+            out[request * width + place] = -1
         for row in range(starts[request], starts[request + 1]):
             at = row - request  # every request has one row more than drafts
             token = likeliest[row]
             draft = drafts[at] if row + 1 < starts[request + 1] else -1
-            logits, first, second = target[row * vocab : (row + 1) * vocab], keys[row, 0], keys[row, 1]
+            logits = array_at(cells.target_logits + 4 * row * vocab, vocab, np.float32)
+            first, second = keys[2 * row], keys[2 * row + 1]
             accepted = False
             if is_greedy[request]:
                 accepted = token == draft
             elif cells.draft_logits and 0 <= draft < vocab:
-                q, top = theirs[at * vocab : (at + 1) * vocab], logits[token]
-                accepted, token = decide(logits, q, vocab, draft, top, tops[at], first, second, numbers, bits)
+                q, top = array_at(cells.draft_logits + 4 * at * vocab, vocab, np.float32), logits[token]
+                accepted, token = decide(logits, q, vocab, draft, top, tops[at], first, second, numbers)
             else:
-                token = draw_row(logits, vocab, first, second, token, numbers, bits)
+                token = draw_row(logits, vocab, first, second, token, numbers)
                 accepted = token == draft
-            out[request, row - starts[request]] = token
+            out[request * width + row - starts[request]] = token
             if not accepted:
                 break
 

@@ -122,11 +122,10 @@ class _Recording(TorchFunctionMode):
             self._programs = []
 
     def finish(self) -> Callable[[], None]:
-        """Return the replay."""
+        """Return the replay, to be run in inference mode if the function was."""
         self._end_list()
         runs, kept = self._runs, self._kept
 
-        @torch.inference_mode()
         def replay() -> None:
             _ = kept
             for run in runs:
