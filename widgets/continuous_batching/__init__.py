@@ -91,7 +91,7 @@ def _static_handles(state: State, load: float, seats: int, spread: float) -> Pro
 def _too_much(state: State) -> str:
     if state.load > 1:
         return "Lower the load: above 1, no policy can serve it."
-    used = f"{state.formula:.1%} of the seats' time, mean length / mean longest of {state.seats}"
+    used = f"{state.formula * 100:.1f} % of the seats' time, mean length / mean longest of {state.seats}"
     return f"Change the load, the spread or the seats: the queue grows, because full batches use only {used}."
 
 

@@ -37,7 +37,7 @@ from widgets.shell.advice import Rule, at_least, at_most, progress, use
 from widgets.shell.knobs import choice, labelled, steps, switch
 from widgets.shell.live import Live
 from widgets.shell.notebook import notebook_widget
-from widgets.shell.plot import figures, seconds, tokens
+from widgets.shell.plot import counted_rate, figures, seconds, tokens
 from widgets.shell.spec import Challenge, Guess, Progress, Spec, Verdict
 
 ALIKE = 1.05
@@ -59,7 +59,7 @@ def verdict(state: State) -> Verdict:
     share = f"{mine.share(state.rate):.0%} are in time"
     if mine.breaks(state.rate):
         why = cause_words(mine.cause_at(state.rate), state)
-        too_many = f"{state.rate:g} requests a second are too many for {mine.name}"
+        too_many = f"At {counted_rate(state.rate)}, {mine.name} break"
         if mine.share(state.rate) >= SHARE:
             first = f"Of the first {state.work.counted} requests, {share}, then fewer and fewer"
             return Verdict(f"{too_many} in the long run: {why}. {first}.", "broken")

@@ -76,7 +76,7 @@ GUESS = Guess(
     "Take more and more queries per tile. What runs out first on this H100?",
     ("Shared memory: Q, K and V", "Registers: O and the scores", "Nothing up to 1,024 queries"),
     1,
-    "O and the scores take 32 bits each, so they outgrow the registers long before Q, in 16, fills shared memory.",
+    "At 32 bits a number, O and the scores outgrow the registers long before Q, at 16, fills shared memory.",
 )
 KNOBS = {
     "The attention": {

@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
 def _setting(state: State, gpu: str, head_dim: int) -> list[Rule]:
     return [
-        use(f"the {gpu}", state.hardware.name == gpu),
+        use(f"an {gpu}", state.hardware.name == gpu),
         use(f"a head dim of {head_dim}", state.head_dim == head_dim),
     ]
 
 
 def _moves_less(state: State) -> str:
-    return f"{state.less:.3f} times fewer bytes; {_fits(state)}."
+    return f"T × T stored moves {state.less:.3f} times the bytes; {_fits(state)}."
 
 
 def _three_times_less(state: State) -> Progress:

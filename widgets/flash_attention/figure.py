@@ -140,7 +140,7 @@ def _draw_own_tile(axes: Axes, state: State) -> None:
         "chip (hopper/tile_size.h)."
     )
     axes.points([block_q], [moved], GREEN, tips=[tip])
-    axes.label(axes.at(block_q, moved), "FlashAttention's", GREEN, bold=False)
+    axes.label(axes.at(block_q, moved), "FlashAttention", GREEN, bold=False)
 
 
 def _tip(state: State, index: int) -> str:

@@ -89,8 +89,8 @@ def _stopped(state: State) -> str:
         return "Your kv_bytes_per_token differs from the engine's count. Fix that first."
     if state.beyond_model:
         return (
-            f"Lower max_model_len to at most {state.model_limit:,}, the limit of {state.model}, or use a model with a "
-            "longer context."
+            f"Lower max_model_len to {tokens(state.model_limit)} (now {tokens(state.max_model_len)}), the limit of "
+            f"{state.model}, or use a model with a longer context."
         )
     if state.ledger is None:
         return "Use a larger GPU, more GPUs or a smaller model: the weights leave no room for a cache."
@@ -130,8 +130,9 @@ def _cut(share: float) -> str:
 def _full_and_empty(state: State) -> Progress:
     stopped = _stopped(state)
     mean = state.mean_length
+    held = f"Reserved: {_cut(state.reserved)} of the KV cache. Ever holding a token: {_cut(state.held)}."
     return progress(
-        f"Reserved: {_cut(state.reserved)} of the KV cache. Ever holding a token: {_cut(state.held)}.",
+        held if state.starts else "vLLM refuses to start.",
         (bool(stopped), stopped),
         (mean == 0, "Raise max_model_len: it refuses every request as too long."),
         (

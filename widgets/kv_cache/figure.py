@@ -264,7 +264,7 @@ def _own_tip(state: State, context: int, mean: float) -> str:
 
 def _name_the_ends(axes: Axes, state: State) -> None:
     """Draw a dot where each GPU's curve crosses the line of one request, with the GPUs' names in
-    two rows below.
+    two rows below, left of the curve.
     """
     drawing, right = axes.drawing, axes.box.right
     clusters: list[tuple[float, list[str]]] = []
@@ -284,7 +284,7 @@ def _name_the_ends(axes: Axes, state: State) -> None:
     for x, gpus in clusters:
         words = ", ".join(gpus) + (" →" if x >= right - NEAR else "")
         half = text_width(words, SMALL) / 2
-        middle = min(max(x, axes.box.x + half), right - half)
+        middle = max(min(x, right) - half - 2, axes.box.x + half)
         rows = [row for row in (0, 1) if taken[row] + half <= min(middle + AWAY, right - half)]
         if not rows:
             continue  # the dots' tips name them

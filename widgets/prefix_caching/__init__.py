@@ -70,7 +70,7 @@ def verdict(state: State) -> Verdict:
         could = told(state.endless_rate, state.hit_rate, 100, "%")
         return Verdict(f"{hits}; a cache that never evicts would reach {could}. {times}", "tight")
     evicted = counted(state.here.evicted, "block")
-    spare = f" Of the evicted blocks ({evicted}), none was needed again." if state.here.evicted else ""
+    spare = f" It evicted {evicted} that no request needed again." if state.here.evicted else ""
     return Verdict(f"{hits}, all that an endless cache would hit.{spare} {times}", "fine")
 
 
@@ -78,7 +78,7 @@ def _why_missed(state: State, hits: str) -> str:
     if state.findable == 0:
         return f"{hits}: no prompt shares anything, so no pool helps."
     if state.endless is not None and state.missed(state.endless):
-        return f"{hits} of {state.endless_rate:.1%} possible: even a cache that never evicts is too slow."
+        return f"{hits}, but even a cache that never evicts ({state.endless_rate:.1%}) is too slow."
     lost = f"{hits}, but a cache that never evicts would reach {state.endless_rate:.1%}"
     if state.kind.pause == 0:
         return f"{lost}. The pool holds too few users at once, so the others wait for room."
@@ -104,10 +104,10 @@ def command(state: State) -> str:
 
 
 def _moved_knobs(state: State) -> list[str]:
-    """List the session knobs that differ from their starting values."""
+    """List the labels of session knobs that differ from their starting values."""
     load = state.load
     now = (load.kind.name, load.users, load.turns, load.prefix, ORDERS[load.at_random], round(state.target * 1e3, 9))
-    return [name for name, value in zip(SESSIONS, now, strict=True) if value != START[name]]
+    return [f'"{SPEC.flat()[name].label}"' for name, value in zip(SESSIONS, now, strict=True) if value != START[name]]
 
 
 def _smallest_pool(state: State) -> Progress:
@@ -120,7 +120,7 @@ def _smallest_pool(state: State) -> Progress:
     meets_too = state.pool != POOLS[0] and (cell is None or not state.missed(cell))
     return progress(
         words,
-        (bool(moved), f"Change only the pool: set {moved} back, or start again."),
+        (bool(moved), f"Change only the pool: put {moved} back, or start again."),
         (
             missed,
             f"Raise the pool (now {tokens(state.pool)}): {state.users} documents are {tokens(state.kept)} tokens, and "

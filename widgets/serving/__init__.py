@@ -23,7 +23,7 @@ from widgets.shell.advice import Rule, at_least, at_most, progress, use
 from widgets.shell.knobs import choice, entry, steps
 from widgets.shell.live import Live
 from widgets.shell.notebook import notebook_widget
-from widgets.shell.plot import figures, seconds
+from widgets.shell.plot import counted_rate, figures, seconds
 from widgets.shell.spec import Challenge, Guess, Progress, Spec, Verdict
 
 NEAR = 0.8
@@ -45,9 +45,9 @@ def verdict(state: State) -> Verdict:
         f"{figures(point.inside)} requests in the system"
     )
     if causes := served.causes(state.rate):
-        why = ", and ".join(cause_words(cause, served) for cause in causes)
+        why = ", ".join(cause_words(cause, served) for cause in causes)
         in_run = " in this short run" * ("queue" in causes)
-        words = f"{state.rate:g} requests a second are too many for {state.layout}: {why}. {latencies}{in_run}."
+        words = f"At {counted_rate(state.rate)}, {state.layout} breaks: {why}. {latencies}{in_run}."
         return Verdict(words, "broken")
     if served.knee and state.rate > NEAR * served.knee.rate:
         return Verdict(

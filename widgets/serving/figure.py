@@ -31,7 +31,7 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
         width, 0, f"{state.model} on {count} {state.gpu}", f"Latencies against the rate as {state.layout}"
     )
     note = (
-        f"{state.model} on {count} {state.gpu} as {state.layout}; 99% of requests within "
+        f"{state.model} on {count} {state.gpu} as {state.layout}; 99 % of requests within "
         f"{seconds(state.served.ttft)} and {seconds(state.served.tpot)} a token; {modelled(state.error)}"
     )
     y = drawing.paragraph((MARGIN, drawing.heading((MARGIN, 23), "What this layout handles") + 18), note, width - 32)
@@ -47,7 +47,7 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
     return drawing.render()
 
 
-KEYS = (("99% of requests", BLUE, "", 2.5), ("half", BLUE, "5 4", 1.6), ("limit", GREEN, "4 3", 1.5))
+KEYS = (("99 % of requests", BLUE, "", 2.5), ("half", BLUE, "5 4", 1.6), ("limit", GREEN, "4 3", 1.5))
 
 
 def _draw_ttft(axes: Axes, state: State, pinned: State | None) -> None:

@@ -73,6 +73,11 @@ def counted(count: float, noun: str) -> str:
     return f"{count:,.0f} {noun}{'s' * (round(count) != 1)}"
 
 
+def counted_rate(rate: float) -> str:
+    """Format a rate of requests: 1 request a second, 1,000 requests a second."""
+    return f"{rate:,g} request{'s' * (rate != 1)} a second"
+
+
 @dataclass(frozen=True)
 class Scale:
     """A linear or logarithmic map from values to positions along an axis."""

@@ -68,7 +68,7 @@ def test_the_cliff_is_where_the_documents_no_longer_fit():
         ({"target": 30}, "tight", "24.8 ms (modelled); the limit is 30 ms"),
         ({"kind": "none", "pool": 24576}, "broken", "no pool helps"),
         ({"kind": "none", "target": 30}, "fine", "nothing to hit"),
-        ({"kind": "system", "users": 16, "pool": 2048}, "fine", "none was needed again"),
+        ({"kind": "system", "users": 16, "pool": 2048}, "fine", "that no request needed again"),
         (
             {"kind": "chat", "users": 16, "turns": 4, "prefix": 256, "pool": 2048},
             "tight",
@@ -129,7 +129,7 @@ def test_each_challenge_can_be_met_and_is_open_at_the_start(index: int, values: 
     ("index", "values", "advice"),
     [
         (0, {"pool": 4096}, "Raise the pool (now 4K)"),
-        (0, {"pool": 12288, "users": 2}, "set users back"),
+        (0, {"pool": 12288, "users": 2}, 'put "Users" back'),
         (1, {"kind": "chat"}, "every turn's tokens are new"),
         (1, {"kind": "system", "users": 16}, "too much for 48 requests"),
         (2, {"kind": "chat", "users": 16}, 'Set "They share" to "a document each"'),
