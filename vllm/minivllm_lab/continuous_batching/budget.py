@@ -44,7 +44,7 @@ def bet() -> str:
     bars = [("step 1", first, ""), ("step 2", None, "")]
     notes = [
         "long has 12 tokens of its prompt left, and may have 8 of them in this step.",
-        "chat lacks one token: the next word that somebody is watching for.",
+        "chat lacks one token: the next word, for which its user is waiting.",
     ]
     return _picture("Who is first in line for step 2?", bars, ("long", "chat"), notes)
 
