@@ -272,7 +272,7 @@ def measure_distinct(arguments: argparse.Namespace, device: torch.device) -> dic
         records[str(distinct)] = {**ms, "read_mb": distinct * 4 * RANK * 2 * wide / MB}
     console.print()
     record_table(
-        f"64 tokens through one linear of {wide:,} × {wide:,}, rank {RANK}; ms on top of the base product",
+        f"64 tokens through one linear of {wide:,} × {wide:,}, rank {RANK}; ms on top of the base matmul",
         records,
         "adapters {name} | MB of them {read_mb:.1f} | base alone {base:.2f} | loop {loop:.2f} | "
         "gathered {gathered:.2f} | the engine's {engine:.2f}",

@@ -97,8 +97,9 @@ def _picture(title: str, pools: Sequence[int], *, asks: bool = False) -> str:
     parts.append(text(LEFT + WIDE / 2, TOP + HIGH + 38, words, size=12, anchor="middle", colour=QUIET))
     if asks:
         left = _x(points[-1].mean) + 24
-        unknown = rect(left, TOP, LEFT + WIDE - left, HIGH, "#FFFFFF", stroke=QUIET, dash="4 3", label="?", size=24)
-        parts.append(unknown)
+        parts.append(rect(left, TOP, LEFT + WIDE - left, HIGH, "#FFFFFF", stroke=QUIET, dash="4 3"))
+        middle = (left + LEFT + WIDE) / 2
+        parts.append(text(middle, TOP + HIGH - 10, "?", size=24, anchor="middle"))  # low: its height tells nothing
     corners = [(_x(point.mean), _y(point.ttft)) for point in points]
     parts += [line(here, there, VERMILLION, width=2) for here, there in pairwise(corners)]
     for point, (x, y) in zip(points, corners, strict=True):
