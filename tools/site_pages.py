@@ -104,6 +104,7 @@ def stage(pages: Pages, folder: Path, embed: Embed) -> None:
         path = folder / pages.staged(name)
         path.parent.mkdir(parents=True, exist_ok=True)
         text = "\n".join(page_lines(pages, name, embed)) + "\n"
+        text = KNOB_LINK.sub(knob_link, text)  # of the whole page: a link's words may run over a line's end
         path.write_text(text + contents(pages) if name == "README.md" else text)
     for path in sorted(pages.root.glob("lessons/figures/*")):
         copy = folder / path.relative_to(pages.root)
@@ -126,8 +127,7 @@ def page_lines(pages: Pages, name: str, embed: Embed) -> list[str]:
             if part == CHEAT_SHEETS:
                 lines += cheat_sheets(pages, name)
                 continue
-            linked = relinked(part, lambda target: pages.target(name, target))
-            lines.append(KNOB_LINK.sub(knob_link, linked))
+            lines.append(relinked(part, lambda target: pages.target(name, target)))
         elif part.language == "mermaid":
             diagrams += 1
             lines += ["", diagram(part, diagrams), ""]

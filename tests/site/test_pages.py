@@ -182,6 +182,13 @@ def test_a_link_from_a_lesson_to_the_readme_leads_to_the_front_page(tmp_path: Pa
     assert a_repository(tmp_path, "").target("lessons/01_a.md", "../README.md#b") == "../index.md#b"
 
 
+def test_a_link_that_sets_knobs_may_run_over_the_end_of_a_line(tmp_path: Path):
+    pages = a_repository(tmp_path, "Now [break\nit](#tiny?load=1.5).")
+    site_pages.stage(pages, tmp_path / "staged", lambda *_: "")
+    staged = (tmp_path / "staged" / pages.staged("README.md")).read_text()
+    assert '<a class="knob" href="#tiny?load=1.5" title="Show this in the widget">break\nit</a>' in staged
+
+
 def test_a_link_that_leads_nowhere_is_named(tmp_path: Path):
     with pytest.raises(MinivllmError, match=r"README.md: the link lessons/no.md leads nowhere"):
         site_pages.page_lines(a_repository(tmp_path, "[a](lessons/no.md)"), "README.md", lambda *_: "")
