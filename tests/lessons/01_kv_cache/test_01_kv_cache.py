@@ -314,8 +314,9 @@ def test_numbers_of_the_text(reserved):
     assert f"{card['alpaca']['used']:.0%}" == "4%"
     assert f"the card would hold {card['alpaca']['unreserved']}, not 14" in TEXT
     weights, *step, cache = (card["memory"][row.name] / 2**30 for row in ledger.rows[:5])
-    assert f"Weights need {weights:.1f} GiB, the largest step and its graphs {sum(step):.1f}" in TEXT
-    assert f"and {cache:.1f} are left. At 128 KiB a token that is {ledger.tokens:,} tokens, or 14 regions" in TEXT
+    graphs = "[CUDA graphs](GLOSSARY.md#cuda-graph)"
+    assert f"Weights need {weights:.1f} GiB, the largest step and {graphs} {sum(step):.1f} (estimated)" in TEXT
+    assert f"; {cache:.1f} are left. At 128 KiB a token that is {ledger.tokens:,} tokens, or 14 regions" in TEXT
     assert memory_ledger(config, "L4", max_model_len=8192).longest_request // 8192 == 3
     with pytest.raises(MinivllmError) as refusal:
         memory_ledger(config, "L4")
@@ -326,7 +327,7 @@ def test_numbers_of_the_text(reserved):
 
 
 def test_the_ridges_of_the_text():
-    assert f"An H100 can do {HARDWARE['H100'].ridge():.0f} operations in the time" in TEXT
+    assert f"While an H100 reads a byte it can do {HARDWARE['H100'].ridge():.0f} operations" in TEXT
     assert f"rises to the ridge at {HARDWARE['H100'].ridge():.0f} operations a byte" in TEXT
     assert f"an H200 ({HARDWARE['H200'].ridge():.0f})" in NOTES
 
@@ -343,10 +344,8 @@ def test_the_followed_request_of_the_text():
     run = followed()
     lengths = [step.rows[0].seq_len for step in run.steps]
     assert (len(run.request.prompt), len(run.request.output)) == (9, 6)
-    assert (
-        f"Without a cache this request sends {sum(lengths)} tokens through the model, with one only {lengths[-1]}."
-        in TEXT
-    )
+    passes = f"{sum(lengths)} *token passes* through the model, with one only {lengths[-1]}."
+    assert f"Without a cache this request takes {passes}" in TEXT
     assert memory.kv_bytes_per_token(ModelConfig.from_pretrained(EMBEDDED_MODEL), "bfloat16") == 1024
 
 
