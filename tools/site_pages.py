@@ -28,7 +28,7 @@ from notebooks import CODE_SPAN, LINKS, Fence, read_lesson
 INDEX = "index.md"
 PICTURES = (".svg", ".png")
 ELSEWHERE = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*:|#|/")
-KNOB_LINK = re.compile(r"\[([^\]]*)\]\(([^)\s#]*)(#\w+\?[^)\s]*)\)")
+KNOB_LINK = re.compile(r"\[([^][]*)\]\(([^)\s#]*)(#\w+\?[^)\s]*)\)")
 """`[words](page.md#widget?knob=value)`, which Sphinx would take for a broken link to a heading."""
 CHEAT_SHEETS = "<!-- cheat sheets -->"
 """The line of a page in whose place all lessons' cheat sheets stand on the site."""
