@@ -244,7 +244,7 @@ NUM_TOKENS = "num_tokens = params['remote_num_tokens'] - num_computed_tokens"
 READ = "self.reads.append(Read(request.request_id, params, block_ids[first : len(remote)], remote[first:]))"
 UNWANTED = "request.status.finish_reason not in ('stop', 'length')"
 SOURCE = "source = cache + (tensor * num_blocks + block) * numbers + place"
-STAGED = "target = staging + (wanted * tl.num_programs(1) + tensor) * numbers + place"
+STAGED = "target = staging + (index * tl.num_programs(1) + tensor) * numbers + place"
 
 MISTAKES = {
     (ASKED, "return max(num_tokens, 0), num_tokens > 0"): {
@@ -374,13 +374,13 @@ MISTAKES = {
     (HELD, "return True, ..."): {
         "holds nothing": "return False, None",
         "holds, and tells nothing": "return True, None",
-        "an offer that is none": "return True, {'remote_block_ids': block_ids[:num_blocks], **told, **self.address}",
+        "an offer that is none": "return True, {'remote_block_ids': block_ids[:num_blocks], **source, **self.address}",
         "one dictionary for all": (
-            "self.address.update(told, do_remote_prefill=True, remote_block_ids=block_ids[:num_blocks])\n"
+            "self.address.update(source, do_remote_prefill=True, remote_block_ids=block_ids[:num_blocks])\n"
             "return True, self.address"
         ),
         "holds at most 256 blocks": """return True, {
-            "do_remote_prefill": True, "remote_block_ids": block_ids[:num_blocks][:256], **told, **self.address}""",
+            "do_remote_prefill": True, "remote_block_ids": block_ids[:num_blocks][:256], **source, **self.address}""",
     },
     (HELD, "(True, ...)"): {"tells, and does not hold": "(False, ...)"},
     (HELD, f"not params.get('do_remote_decode') or {UNWANTED}"): {
@@ -404,23 +404,23 @@ MISTAKES = {
         "the other engine must hold, too": "{**self.address, 'do_remote_decode': True}",
         "an address that it knows": "{'remote_host': '10.0.0.1', 'remote_port': 5601}",
     },
-    (HELD, "told = ..."): {
-        "without a name": "told = {'remote_num_tokens': request.num_computed_tokens}",
+    (HELD, "source = ..."): {
+        "without a name": "source = {'remote_num_tokens': request.num_computed_tokens}",
         "tells tokens that it did not count": (
-            "told = {'remote_request_id': request.request_id, 'remote_num_tokens': num_blocks * self.block_size}"
+            "source = {'remote_request_id': request.request_id, 'remote_num_tokens': num_blocks * self.block_size}"
         ),
         "the sampled token counts, too": (
-            "told = {'remote_request_id': request.request_id, 'remote_num_tokens': request.num_tokens}"
+            "source = {'remote_request_id': request.request_id, 'remote_num_tokens': request.num_tokens}"
         ),
         "the prompt is all that it tells": (
-            "told = {'remote_request_id': request.request_id, 'remote_num_tokens': request.num_prompt_tokens}"
+            "source = {'remote_request_id': request.request_id, 'remote_num_tokens': request.num_prompt_tokens}"
         ),
         "cuts the table that is held": (
             "del block_ids[num_blocks:]\n"
-            "told = {'remote_request_id': request.request_id, 'remote_num_tokens': request.num_computed_tokens}"
+            "source = {'remote_request_id': request.request_id, 'remote_num_tokens': request.num_computed_tokens}"
         ),
     },
-    (HELD, "self.pinned[request.request_id] = ..."): {"no lease": ""},
+    (HELD, "self.held[request.request_id] = ..."): {"no lease": ""},
     (HELD, "self.clock() + self.lease"): {
         "a lease that is over": "self.clock()",
         "a lease without a clock": "self.lease",
@@ -444,19 +444,19 @@ MISTAKES = {
             "('remote_block_ids' in params and request.status.finish_reason == 'abort')"
         ),
     },
-    (OUTPUT, "self.pinned.pop(name, None)"): {
-        "what was sent stays pinned": "pass",
-        "only those that it knows": "self.pinned.pop(name)",
+    (OUTPUT, "self.held.pop(name, None)"): {
+        "what was sent stays held": "pass",
+        "only those that it knows": "self.held.pop(name)",
     },
     (OUTPUT, "self.in_flight.pop(name, None)"): {
         "what was received stays in flight": "pass",
         "only reads that it knows": "self.in_flight.pop(name)",
-        "what was received is unpinned": "self.in_flight.pop(name, None), self.pinned.pop(name, None)",
+        "what was received is no longer held": "self.in_flight.pop(name, None), self.held.pop(name, None)",
         "all at once": "self.in_flight.clear()",
     },
     (OUTPUT, "for name in finished_sending: ...\nfor name in finished_recving: ..."): {
         "sent and received exchanged": (
-            "for name in finished_recving: self.pinned.pop(name, None)\n"
+            "for name in finished_recving: self.held.pop(name, None)\n"
             "for name in finished_sending: self.in_flight.pop(name, None)"
         ),
     },
@@ -472,11 +472,11 @@ MISTAKES = {
     },
     (EXPIRED, "self.update_connector_output(late, ())"): {
         "named again": "",
-        "forgets those that are not over": "self.pinned.clear()",
+        "forgets those that are not over": "self.held.clear()",
     },
     (EXPIRED, "late = ..."): {
         "everybody if one is": (
-            "late = list(self.pinned) if any(until <= self.clock() for until in self.pinned.values()) else []"
+            "late = list(self.held) if any(until <= self.clock() for until in self.held.values()) else []"
         ),
         "one lease in a call": "late = (...)[:1]",
     },
@@ -510,17 +510,17 @@ MISTAKES = {
         ),
         "gather: writes beyond": "tl.store(target, ...)",
     },
-    ("gather_kernel", "tl.load(block_ids + wanted)"): {
-        "gather: places, not blocks": "wanted",
-        "gather: ids in half precision": "tl.load(block_ids + wanted).to(tl.float16)",
+    ("gather_kernel", "tl.load(block_ids + index)"): {
+        "gather: places, not blocks": "index",
+        "gather: ids in half precision": "tl.load(block_ids + index).to(tl.float16)",
     },
     ("gather_kernel", "tensor * num_blocks + block"): {
         "gather: one tensor": "block",
         "gather: tensors as far apart as wanted blocks": "tensor * tl.num_programs(0) + block",
         "gather: the cache block after block": "block * tl.num_programs(1) + tensor",
     },
-    ("gather_kernel", "wanted * tl.num_programs(1) + tensor"): {
-        "gather: tensor after tensor": "tensor * tl.num_programs(0) + wanted",
+    ("gather_kernel", "index * tl.num_programs(1) + tensor"): {
+        "gather: tensor after tensor": "tensor * tl.num_programs(0) + index",
         "gather: to the block's own place": "block * tl.num_programs(1) + tensor",
     },
     ("gather_kernel", "tl.load(source, mask=place < numbers)"): {"gather: no mask": "tl.load(source)"},
@@ -530,10 +530,10 @@ MISTAKES = {
         "scatter: block 0 is none": "block > 0",
     },
     ("scatter_kernel", "target = cache + (tensor * num_blocks + block) * numbers + place"): {
-        "scatter: places, not blocks": "target = cache + (tensor * num_blocks + wanted) * numbers + place"
+        "scatter: places, not blocks": "target = cache + (tensor * num_blocks + index) * numbers + place"
     },
-    ("scatter_kernel", "wanted * tl.num_programs(1) + tensor"): {
-        "scatter: tensor after tensor": "tensor * tl.num_programs(0) + wanted"
+    ("scatter_kernel", "index * tl.num_programs(1) + tensor"): {
+        "scatter: tensor after tensor": "tensor * tl.num_programs(0) + index"
     },
     ("scatter_kernel", "tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)"): {
         "scatter: programs of eight": "tl.program_id(2) * 8 + tl.arange(0, 8)"
