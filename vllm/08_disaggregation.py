@@ -42,7 +42,7 @@ class ConnectorScheduler:
         self.block_size, self.address, self.lease, self.clock = block_size, address, lease, clock
         self.reads: list[Read] = []
         self.in_flight: dict[str, set[bytes]] = {}
-        self.pinned: dict[str, float] = {}
+        self.held: dict[str, float] = {}
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return how many further tokens a peer has (None: ask later), and whether they load asynchronously."""
@@ -80,21 +80,21 @@ class ConnectorScheduler:
             self.reads.append(Read(request.request_id, params))
         if not params.get("do_remote_decode") or request.status.finish_reason not in ("stop", "length"):
             return False, None
-        self.pinned[request.request_id] = self.clock() + self.lease
+        self.held[request.request_id] = self.clock() + self.lease
         num_blocks = -(-request.num_computed_tokens // self.block_size)
-        told = {"remote_request_id": request.request_id, "remote_num_tokens": request.num_computed_tokens}
-        return True, {"do_remote_prefill": True, "remote_block_ids": block_ids[:num_blocks], **told, **self.address}
+        source = {"remote_request_id": request.request_id, "remote_num_tokens": request.num_computed_tokens}
+        return True, {"do_remote_prefill": True, "remote_block_ids": block_ids[:num_blocks], **source, **self.address}
 
     def update_connector_output(self, finished_sending: Iterable[str], finished_recving: Iterable[str]) -> None:
         """Forget the requests whose blocks the worker has moved."""
         for name in finished_sending:
-            self.pinned.pop(name, None)
+            self.held.pop(name, None)
         for name in finished_recving:
             self.in_flight.pop(name, None)
 
     def expired(self) -> list[str]:
         """Return, once each, the requests whose blocks were not read in time."""
-        late = [name for name, until in self.pinned.items() if until <= self.clock()]
+        late = [name for name, until in self.held.items() if until <= self.clock()]
         self.update_connector_output(late, ())
         return late
 
@@ -115,27 +115,27 @@ def gather_block_kernel(staging, cache, block_id, numbers, BLOCK: tl.constexpr):
 
 @triton.jit
 def gather_kernel(staging, cache, block_ids, num_blocks, numbers, BLOCK: tl.constexpr):
-    """Copy blocks of all layers in one launch. Grid: (blocks wanted, tensors, ceil(numbers / BLOCK)).
+    """Copy blocks of all layers in one launch. Grid: (blocks moved, tensors, ceil(numbers / BLOCK)).
 
-    staging [blocks wanted, tensors, numbers]; cache [tensors, num_blocks, numbers]; block_ids int32 [blocks wanted].
+    staging [blocks moved, tensors, numbers]; cache [tensors, num_blocks, numbers]; block_ids int32 [blocks moved].
     Reads and writes each number that moves once, and 4 bytes of block_ids a program.
     """
-    wanted, tensor = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    index, tensor = tl.program_id(0).to(tl.int64), tl.program_id(1)
     place = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
-    block = tl.load(block_ids + wanted).to(tl.int64)
+    block = tl.load(block_ids + index).to(tl.int64)
     source = cache + (tensor * num_blocks + block) * numbers + place
-    target = staging + (wanted * tl.num_programs(1) + tensor) * numbers + place
+    target = staging + (index * tl.num_programs(1) + tensor) * numbers + place
     tl.store(target, tl.load(source, mask=place < numbers), mask=place < numbers)
 
 
 @triton.jit
 def scatter_kernel(cache, staging, block_ids, num_blocks, numbers, BLOCK: tl.constexpr):
     """Copy staging back to the cache, with the same grid. Where block_ids has -1, nothing is read or written."""
-    wanted, tensor = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    index, tensor = tl.program_id(0).to(tl.int64), tl.program_id(1)
     place = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
-    block = tl.load(block_ids + wanted).to(tl.int64)
+    block = tl.load(block_ids + index).to(tl.int64)
     if block >= 0:
-        source = staging + (wanted * tl.num_programs(1) + tensor) * numbers + place
+        source = staging + (index * tl.num_programs(1) + tensor) * numbers + place
         target = cache + (tensor * num_blocks + block) * numbers + place
         tl.store(target, tl.load(source, mask=place < numbers), mask=place < numbers)
 
@@ -144,7 +144,7 @@ def scatter_kernel(cache, staging, block_ids, num_blocks, numbers, BLOCK: tl.con
 
 
 def launch(kernel: Any, cache: Tensor, staging: Tensor, block_ids: Any, block: int = 1024) -> Tensor:
-    """Gather or scatter: cache [tensors, blocks, ...], staging [blocks wanted, tensors, ...]; return the target."""
+    """Gather or scatter: cache [tensors, blocks, ...], staging [blocks moved, tensors, ...]; return the target."""
     numbers, ends = cache[0, 0].numel(), (staging, cache) if kernel is gather_kernel else (cache, staging)
     if len(block_ids):
         grid = len(block_ids), len(cache), triton.cdiv(numbers, block)
@@ -154,7 +154,7 @@ def launch(kernel: Any, cache: Tensor, staging: Tensor, block_ids: Any, block: i
 
 
 def gather(cache: Tensor, block_ids: list[int]) -> Tensor:
-    """Copy scattered blocks into one piece: [blocks wanted, tensors, block_size, kv_heads, head_dim]."""
+    """Copy scattered blocks into one piece: [blocks moved, tensors, block_size, kv_heads, head_dim]."""
     if not cache.is_cuda:
         return cache[:, block_ids].transpose(0, 1).contiguous()
     return launch(gather_kernel, cache, cache.new_empty(len(block_ids), len(cache), *cache.shape[2:]), block_ids)

@@ -16,7 +16,7 @@ from minivllm.platforms.triton_utils import tl, triton
 
 @dataclass
 class Read:
-    """Tells the decoder's worker to copy a peer's `remote_block_ids` into our `block_ids`, and then to notify the peer.
+    """Tell the decoder's worker to copy a peer's `remote_block_ids` into our `block_ids`, and then to notify the peer.
 
     Without blocks the worker only notifies: "I do not need them any more". `params` say where the peer is. (Given.)
     """
@@ -31,7 +31,7 @@ class Read:
 
 
 class ConnectorScheduler:
-    """Decides which blocks move. It works beside the scheduler, and moves no block itself.
+    """Decide which blocks move. It works beside the scheduler, and moves no block itself.
 
     Both engines have one. A request has `request_id`, `num_computed_tokens`, `block_hashes` (of the full blocks of its
     tokens, in order), `status.finish_reason` ("stop", "length", "abort", "error") and `kv_transfer_params`:
@@ -43,15 +43,15 @@ class ConnectorScheduler:
     """
 
     def __init__(self, block_size, address, lease=30.0, clock=time.monotonic):
-        """Start without reads and pinned requests. (Given.)
+        """Start without reads and held requests. (Given.)
 
         `address` is a dictionary that says how others reach this engine; `clock()` returns the time in seconds.
-        `reads`, `in_flight` and `pinned` are for you; no other code uses them.
+        `reads`, `in_flight` and `held` are for you; no other code uses them.
         """
         self.block_size, self.address, self.lease, self.clock = block_size, address, lease, clock
         self.reads = []  # for the worker, in order
         self.in_flight = {}  # request id -> hashes of the blocks that are being read for it
-        self.pinned = {}  # request id -> the time until which its blocks are held
+        self.held = {}  # request id -> the time until which its blocks are held
 
     def get_num_new_matched_tokens(self, request, num_computed_tokens):
         """Count the tokens after the computed ones that another engine can supply.
@@ -77,7 +77,8 @@ class ConnectorScheduler:
         block_ids            its whole block table, room for its answer included
         num_external_tokens  what `get_num_new_matched_tokens` has returned, or 0: everything useful is here already
 
-        Add one `Read` to `reads` if the request's prompt comes from another engine, and none otherwise.
+        Add one `Read` to `reads` if the request's prompt comes from another engine, and none otherwise. If tokens come,
+        note in `in_flight` the hashes of the blocks that they fill: the full ones, as far as the peer has them in full.
 
         Example, blocks of 4, the peer has 10 tokens in its blocks [7, 3, 9], 4 tokens are here, so 6 come: our block
         table [5, 2, 8, 6] makes Read(..., block_ids=[2, 8], remote_block_ids=[3, 9]).
@@ -104,7 +105,7 @@ class ConnectorScheduler:
                    remote_block_ids (of the blocks with computed tokens), and all of `address`.
                    (False, None) otherwise; the blocks are freed at once
 
-        From now on they are held for `lease` seconds.
+        From now on they are held, until their lease ends, `lease` seconds later: note that in `held`.
 
         Traps: a request that was aborted, or has failed, is useless to the other engine. The table may be longer than
         what was computed; the last block counts even if it is partly filled. And on the other side: a request may end
@@ -125,7 +126,7 @@ class ConnectorScheduler:
 
         A lease expires when the clock reaches its end. List each request once, and none whose blocks were sent in time.
         """
-        raise NotImplementedError("which requests have been pinned for too long?")
+        raise NotImplementedError("which requests have been held for too long?")
 
 
 # ---- the kernels, for Triton's interpreter ---------------------------------------------------------------------------
@@ -149,11 +150,11 @@ def gather_block_kernel(staging, cache, block_id, numbers, BLOCK: tl.constexpr):
 
 @triton.jit
 def gather_kernel(staging, cache, block_ids, num_blocks, numbers, BLOCK: tl.constexpr):
-    """Step 2: gather many blocks of all tensors in one launch. Grid (blocks wanted, tensors, ceil(numbers / BLOCK)).
+    """Step 2: gather many blocks of all tensors in one launch. Grid (blocks moved, tensors, ceil(numbers / BLOCK)).
 
-    staging    float32 [blocks wanted, tensors, numbers]: all of a block in one piece, tensor after tensor
+    staging    float32 [blocks moved, tensors, numbers]: all of a block in one piece, tensor after tensor
     cache      float32 [tensors, num_blocks, numbers]
-    block_ids  int32 [blocks wanted]
+    block_ids  int32 [blocks moved]
 
     Program (i, t, j) copies part j of tensor t of block block_ids[i].
     Trap: in the cache the tensor comes first, in the staging buffer the block. `tl.num_programs(1)` is the number of

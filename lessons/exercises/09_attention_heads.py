@@ -79,9 +79,9 @@ def kv_heads_of_rank(rank: int, tp: int, num_kv_heads: int) -> list[int]:
 
 # ---- as a kernel, for Triton's interpreter ---------------------------------------------------------------------------
 #
-# The heads of a group are the rows of one matmul. A tensor core's tile has 16 rows, so ROWS is a power of two, 16 or
-# more, and at least as large as the group; further rows are masked. `tl.dot(a, tl.trans(b),
-# input_precision="ieee")` is a · bᵀ; tl.dot(a, b, c) adds c.
+# The heads of a group are the rows of one matmul. A tensor core's tile has at least 16 rows, so
+# ROWS is a power of two, 16 or more, and at least as large as the group; further rows are masked. `tl.dot(a,
+# tl.trans(b), input_precision="ieee")` is a · bᵀ; tl.dot(a, b, c) adds c.
 
 
 @triton.jit

@@ -387,7 +387,7 @@ class ByTheBook:
     """Makes the right decisions, to compare a learner's with."""
 
     def __init__(self):
-        self.reads, self.in_flight, self.pinned = [], {}, {}
+        self.reads, self.in_flight, self.held = [], {}, {}
 
     def ask(self, request, num_local):
         params, place = request.kv_transfer_params or {}, num_local // BLOCK_SIZE
@@ -419,16 +419,16 @@ def check_many_requests(module):
         kind, name = draw.choice(["here", "there", "there", "there", "for others", "time", "news"]), f"r{index}"
         if kind == "time":
             clock.now += draw.choice([1.0, 7.0])
-            late = [one for one, until in book.pinned.items() if until <= clock.now]
+            late = [one for one, until in book.held.items() if until <= clock.now]
             for one in late:
-                del book.pinned[one]
+                del book.held[one]
             found = connector.expired()
             assert sorted(found) == sorted(late), f"event {index}: {found} have expired, and {late} is right"
         elif kind == "news":
-            sent, received = (set(draw.sample(list(ones), len(ones) // 2)) for ones in (book.pinned, book.in_flight))
+            sent, received = (set(draw.sample(list(ones), len(ones) // 2)) for ones in (book.held, book.in_flight))
             connector.update_connector_output(sent, received)
             for one in sent:
-                del book.pinned[one]
+                del book.held[one]
             for one in received:
                 del book.in_flight[one]
         elif kind == "for others":
@@ -438,7 +438,7 @@ def check_many_requests(module):
             right = status is RequestStatus.FINISHED_LENGTH_CAPPED
             assert held is right, f"event {index}: held is {held}, and {right} is right"
             if right:
-                book.pinned[name] = clock.now + LEASE
+                book.held[name] = clock.now + LEASE
         else:
             _one_arrives(connector, book, draw, name, kind, done, index)
 

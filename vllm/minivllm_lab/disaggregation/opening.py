@@ -35,7 +35,7 @@ def frames() -> Frames:
     remote, mine = list(run.steps[0].row().block_table), _scattered(3)  # type: ignore[union-attr]
     full, count, moved = _slots(prompt), len(prompt), len(remote) * BLOCK_SIZE * BYTES_PER_TOKEN
     empty: list[list[str | None]] = [[None] * BLOCK_SIZE for _ in remote]
-    told = f"remote_num_tokens: {count}, remote_block_ids: {remote}"
+    params = f"remote_num_tokens: {count}, remote_block_ids: {remote}"
     stills = [
         _still(
             _proxy("the prompt, max_tokens: 1, do_remote_decode: true", to_left=True),
@@ -43,12 +43,12 @@ def frames() -> Frames:
             _state(LEFT, "RUNNING", f"computes {count} tokens, samples {output[0]}"), _state(RIGHT, "", "nothing yet"),
         ),
         _still(
-            _proxy(told, to_left=False), _cache(LEFT, remote, full, KEPT, held=True),
+            _proxy(params, to_left=False), _cache(LEFT, remote, full, KEPT, held=True),
             _cache(RIGHT, mine, empty, KEPT, holds=False),
             _state(LEFT, "FINISHED", f"its blocks are held, for {LEASE} s at most"), _state(RIGHT, "", "nothing yet"),
         ),
         _still(
-            _proxy(f"the prompt, do_remote_prefill: true, {told}", to_right=True),
+            _proxy(f"the prompt, do_remote_prefill: true, {params}", to_right=True),
             _cache(LEFT, remote, full, KEPT, held=True), _cache(RIGHT, mine, empty, KEPT),
             _state(LEFT, "FINISHED", "its blocks are held"),
             _state(RIGHT, "WAITING_FOR_REMOTE_KVS", f"0 tokens here, {count} remote: block table {mine}"),
@@ -74,8 +74,8 @@ def frames() -> Frames:
         f"The prefiller computes {count} tokens, into blocks {_listed(remote)}, and samples one.",
         f"The request has ended, and its blocks stay, for {LEASE} s at most. The proxy learns where.",
         f"The decoder learns that {count} tokens can come. It takes blocks {_listed(mine)}, and waits.",
-        f"It reads block by block: {_pairs(remote, mine)}. Nobody finds them before.",
-        "The decoder is done, the prefiller frees. Keys have come, logits have not.",
+        f"It copies blocks: {_pairs(remote, mine)}. No request finds them before.",
+        "The decoder is done, the prefiller frees. Keys have come, the last output has not.",
         f"The last token is computed again, gives {output[0]} as before, and the answer goes on.",
     ]
     return Frames(stills, captions)

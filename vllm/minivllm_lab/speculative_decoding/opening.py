@@ -73,7 +73,7 @@ def frames() -> Frames:
         _pass(bad, "one pass"),
         _verdict(bad, "1 token"),
         _verdict(good, "4 tokens"),
-        _verdict(partly, "3 tokens, with a draft model"),
+        _verdict(partly, "3 tokens, in another run, with a draft model"),
         _by_step(looked_up),
     ]
     captions = [
