@@ -40,7 +40,7 @@ BUDGETS = {
     "minivllm_lab": 15_730,
     "minivllm_simulate": 2_210,
     "widgets": 10_770,
-    "benchmarks": 5_110,
+    "benchmarks": 4_720,
     "tests": 37_250,
     "the spine": 3_500,
 }
