@@ -36,7 +36,7 @@ run()
 """
 """The program of a server that does not outlive this process, however this one ends."""
 OWN_MAX_TOKENS = 128
-"""Most tokens in an answer of the embedded model, whose context has 512."""
+"""Most tokens in an answer of the embedded model, which seldom ends one by itself."""
 _direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 """Opens addresses without the environment's proxy, which would not find this machine's servers."""
 
