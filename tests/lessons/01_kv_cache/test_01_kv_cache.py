@@ -315,8 +315,8 @@ def test_numbers_of_the_text(reserved):
     assert f"the card would hold {card['alpaca']['unreserved']}, not 14" in TEXT
     weights, *step, cache = (card["memory"][row.name] / 2**30 for row in ledger.rows[:5])
     graphs = "[CUDA graphs](GLOSSARY.md#cuda-graph)"
-    assert f"Weights need {weights:.1f} GiB, the largest step and {graphs} {sum(step):.1f} (estimated)" in TEXT
-    assert f"; {cache:.1f} are left. At 128 KiB a token that is {ledger.tokens:,} tokens, or 14 regions" in TEXT
+    assert f"{weights:.1f} for weights and an estimated {sum(step):.1f} for the largest step and {graphs}" in TEXT
+    assert f": {cache:.1f} are left. At 128 KiB a token, {ledger.tokens:,} tokens, or 14 regions" in TEXT
     assert memory_ledger(config, "L4", max_model_len=8192).longest_request // 8192 == 3
     with pytest.raises(MinivllmError) as refusal:
         memory_ledger(config, "L4")
