@@ -25,7 +25,7 @@ STOP = re.compile(r"^<!-- stop: (\w+) -->$", re.MULTILINE)
 ENTRIES = ("admission", "first_token", "accepted", "returned", "back")
 """The stops of whose batch the text speaks."""
 BYTES = 4
-"""Of a number in the cache: on a CPU the engine computes in float32."""
+"""The size of a number in the cache: on a CPU the engine computes in float32."""
 
 
 def place(name: str) -> str:

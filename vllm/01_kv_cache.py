@@ -312,8 +312,7 @@ def measure_sequences(model, context: int = 128) -> dict:
 # %% 6. Break it: the card that is full and nearly empty, and the request that does not fit
 def break_it(ledger: MemoryLedger, config: ModelConfig, workloads: dict) -> dict:
     """Fill a real card with reservations; then request the maximum length that its model allows."""
-    running = ledger.longest_request // ledger.max_model_len
-    card = report.show_card(ledger, running, workloads)
+    card = report.show_card(ledger, workloads)
     try:
         memory_ledger(config, ledger.device.name)
     except MinivllmError as error:

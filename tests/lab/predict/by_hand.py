@@ -45,7 +45,7 @@ HABITS = {
     "ignores drafts": {"drafts"},
     "counts drafts alone": {"drafts"},
 }
-"""What goes wrong, and the rules of which at least one should be told."""
+"""A wrong habit -> the rules of which at least one should be told."""
 
 
 @dataclass

@@ -15,8 +15,8 @@ that loads within the step that admits a request needs none of this: the request
 An ended request's blocks may be kept until the ranks report them sent; those of a request that
 was aborted while it waited, until the ranks report that nothing is written into them any more.
 
-A load that fails while its request waits costs only that request what it should have brought: nobody
-else can have found these blocks. A load that fails within a step spoils the step, since blocks are
+A load that fails while its request waits costs only that request what it should have brought: no
+other request can have found these blocks. A load that fails within a step spoils the step, since blocks are
 published when they are scheduled: other requests may have found the invalid ones, or blocks that
 were computed after them. Then the engine starts over, as after any failed step.
 
@@ -86,7 +86,7 @@ class RemoteKV:
         self._loads: dict[str, list[int]] = {}
         """The blocks that requests load within the step, and those after them."""
         self._loads_in_flight: deque[dict[str, list[int]]] = deque()
-        """The same of each step in flight, the oldest first."""
+        """The loads of each step in flight, the oldest first."""
         self._numbers = count()
         self._params: dict[str, KVTransferParams] = {}
         connector.bind_gpu_block_pool(manager.block_pool)

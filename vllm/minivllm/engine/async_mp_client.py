@@ -29,7 +29,7 @@ class AsyncMPClient(MPClient):
     def __init__(self, args: EngineArgs) -> None:
         self._calls: dict[tuple[int, int], asyncio.Future[UtilityOutput]] = {}
         self._pings: dict[int, float] = {}
-        """By rank: when a ping was sent that has not been answered."""
+        """Rank -> the time at which its unanswered ping was sent."""
         self._messages: zmq.asyncio.Socket | None = None
         self._death: asyncio.Future[int] | None = None
         """Gets the rank of the core whose process is the first to end."""

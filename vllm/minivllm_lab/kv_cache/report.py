@@ -136,11 +136,12 @@ def show_unused(workloads: Mapping[str, Mapping]) -> Mapping[str, Mapping]:
     return workloads
 
 
-def show_card(ledger: MemoryLedger, running: int, workloads: Mapping[str, Mapping]) -> dict:
+def show_card(ledger: MemoryLedger, workloads: Mapping[str, Mapping]) -> dict:
     """Print how many requests a card runs with whole reservations and without, by kind of
     request.
     """
     slots = ledger.max_model_len
+    running = ledger.longest_request // slots
     usage, rows = {}, []
     for name, workload in workloads.items():
         tokens = slots * (1 - workload["unused"][str(slots)])  # that one request holds when it ends

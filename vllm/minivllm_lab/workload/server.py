@@ -164,7 +164,7 @@ class Server:
 
     @property
     def prompts_alone(self) -> bool:
-        """Whether no step has both prompts and decodes: V0's default, unless requests could be longer than 32K."""
+        """Return whether prompts run in steps of their own: V0's default for requests of up to 32K."""
         return self.host.since < 8 and (self.max_model_len or self.model.max_position_embeddings or 0) <= 1 << 15
 
     @property

@@ -61,10 +61,10 @@ class OpenCall:
     depth: int = 0
     in_string: bool = False
     ends: dict[int, int] = field(default_factory=dict)
-    """By depth: where the braces first closed. 0: the call has ended there; 1: its arguments."""
+    """Depth -> where the braces first closed to it: at 0 the call ends, at 1 its arguments do."""
     head: re.Match[str] | None = None
     sent: int | None = None
-    """Up to where its arguments were sent; None: not even its name."""
+    """The end of the arguments that were sent; None while not even the name was."""
 
     def read(self, text: str) -> None:
         """Read on up to the end of the text, or of the call."""
