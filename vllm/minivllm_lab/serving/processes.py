@@ -35,7 +35,7 @@ def processes(tp: int, dp: int) -> str:
         parts.append(line((rows[1][0] + WIDE / 4, y), (x + WIDE / 2, y), QUIET, dash="3 3"))
         ends = [*(core + WIDE / 4 for core in rows[1]), x + WIDE / 2]
         parts += [line((end, TOPS[1] + TALL), (end, y), QUIET, dash="3 3") for end in ends]
-        below = "Each GPU has the whole model. With a mixture of experts, all engines step together."
+        below = "Each GPU has the whole model; the coordinator counts the engines' requests."
     else:
         y = TOPS[2] + TALL + 10
         parts.append(line((rows[2][0] + WIDE / 2, y), (rows[2][-1] + WIDE / 2, y), PURPLE, width=3))
