@@ -31,7 +31,10 @@ from minivllm_simulate.known_models import known_model
 from minivllm_simulate.memory import num_parameters
 
 lesson = load(script_path("10"))
-TEXT = (REPOSITORY / "lessons" / "10_chunked_prefill.md").read_text()
+TEXT, NOTES = (
+    " ".join((REPOSITORY / "lessons" / folder / "10_chunked_prefill.md").read_text().split())
+    for folder in ("", "notes")
+)
 
 # ---- its steps are the engine's ------------------------------------------------------------------
 
@@ -266,22 +269,27 @@ def test_the_knee_by_data_sheets():
 
 
 def test_keys_and_experts_move_the_knee():
-    """A step also reads its decodes' caches, and a token uses only some experts, as in the text's
+    """A step also reads its decodes' caches, and a token uses only some experts, as in the notes'
     examples.
     """
     gpu, llama, deepseek = get_hardware("H100"), known_model("Llama-3.1-8B"), known_model("DeepSeek-V3")
     dense = lesson.knee(gpu.flops_of("bfloat16"), gpu.bandwidth, 2)
     weights, keys = 2 * num_parameters(llama), 64 * 4096 * kv_bytes_per_token(llama)
-    assert f"read {keys / 1e9:.1f} GB of [keys and values]" in TEXT
-    assert f"beside {weights / 1e9:.1f} GB of weights" in TEXT
-    assert f"at {dense * (1 + keys / weights):.0f}. DeepSeek-V3" in TEXT
+    assert f"read {keys / 1e9:.1f} GB of [keys and values]" in NOTES
+    assert f"beside {weights / 1e9:.1f} GB of weights" in NOTES
+    assert f"the knee is at {dense * (1 + keys / weights):.0f}. DeepSeek-V3" in NOTES
 
     expert = 3 * deepseek.hidden_size * deepseek.moe_intermediate_size
     layers = deepseek.num_hidden_layers - deepseek.num_dense_layers
     parameters = num_parameters(deepseek)
     active = parameters - layers * (deepseek.num_experts - deepseek.num_experts_per_tok) * expert
-    assert f"{active // 10**9} of its {parameters // 10**9} billion" in TEXT
-    assert f"about {round(dense * parameters / active, -2):,.0f}" in TEXT
+    assert f"{active // 10**9} of its {parameters // 10**9} billion" in NOTES
+    assert round(parameters / active) == 18
+    assert "about eighteen times as far out" in NOTES
+    beyond = 5000
+    assert beyond < dense * parameters / active < 1.1 * beyond
+    assert f"beyond {beyond:,}" in TEXT
+    assert f"beyond {beyond:,}" in NOTES
 
 
 def test_a_step_within_the_budget_ends_in_time():
