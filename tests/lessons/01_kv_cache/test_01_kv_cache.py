@@ -113,7 +113,7 @@ def test_the_step_by_hand():
         (without_itself[0], "(0.269, 0.731, 0, 0)"),
         (unscaled[1], "(0.117, 0.016, 0.867, 0)"),
     ):
-        assert numbers in TEXT
+        assert numbers in TEXT + NOTES
         by_hand = [float(number) for number in numbers.strip("()").split(",")]
         assert result.tolist() == pytest.approx(by_hand, abs=5e-4)
 
@@ -314,9 +314,16 @@ def test_numbers_of_the_text(reserved):
     assert f"{card['alpaca']['used']:.0%}" == "4%"
     assert f"the card would hold {card['alpaca']['unreserved']}, not 14" in TEXT
     weights, *step, cache = (card["memory"][row.name] / 2**30 for row in ledger.rows[:5])
-    graphs = "[CUDA graphs](GLOSSARY.md#cuda-graph)"
-    assert f"{weights:.1f} for weights and an estimated {sum(step):.1f} for the largest step and {graphs}" in TEXT
-    assert f": {cache:.1f} are left. At 128 KiB a token, {ledger.tokens:,} tokens, or 14 regions" in TEXT
+    usable, server = ledger.device.memory_bytes / 2**30, weights + sum(step) + cache
+    for words, gib in (
+        ("usable, of the 24 GB on the box", usable),
+        (f"the server takes {server / usable:.0%}", server),
+        ("less the weights", weights),
+        ("less what the largest step needs, and [CUDA graphs](GLOSSARY.md#cuda-graph), estimated", sum(step)),
+        ("left for the cache", cache),
+    ):
+        assert f"| {words} | {gib:.1f} |".replace("%", " %") in TEXT
+    assert f"At 128 KiB a token, that is {ledger.tokens:,} tokens, or 14 regions" in TEXT
     assert memory_ledger(config, "L4", max_model_len=8192).longest_request // 8192 == 3
     with pytest.raises(MinivllmError) as refusal:
         memory_ledger(config, "L4")
