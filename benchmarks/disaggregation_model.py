@@ -41,6 +41,8 @@ DEFAULT_BUDGET = 8192
 """The default `max_num_batched_tokens` of `vllm serve` v0.33.0 on an H100."""
 EDGE_KINDS = ((4096, 32), (1024, 128))
 EDGE_LEVELS, EDGE_TTFT = (0.007, 0.0075, 0.01, 0.015, 0.03), 0.5
+BET_PROMPT, BET_MS = 4096, 10.0
+"""The tokens and the limit of lesson 08's bet, whose point the figure marks."""
 FLOOR_MS = 0.05
 """Where the figure's axis ends; what is below is drawn there."""
 ROUNDS = 6
@@ -134,28 +136,34 @@ def print_edges(found: dict[str, Any], levels: tuple[float, ...]) -> None:
 
 
 def draw(found: dict[str, Any], levels: tuple[float, ...], path: str) -> None:
-    """Draw the break-even cost over the TPOT limit: a band for each kind of request, between the
-    two shares of the peak.
+    """Draw the break-even cost over the TPOT limit, a line for each kind of request, with arithmetic
+    at the smaller share of the peak; the bet's point is marked.
     """
     milliseconds = [1e3 * level for level in levels]
-    with panels(path, 1, 7.2, 4.5) as (axes,):
+    with panels(path, 1, 7.2, 4.1) as (axes,):
         for (kind, shares), colour in zip(
             found.items(), (palette.PURPLE, palette.GREEN, palette.VERMILLION), strict=False
         ):
             prompt, output = map(int, kind.split("/"))
-            low, high = ([max(ms, FLOOR_MS) for ms in ones] for ones in shares.values())
-            axes.fill_between(milliseconds, low, high, color=colour, alpha=0.25)
-            axes.plot(milliseconds, low, "o-", color=colour, label=f"{prompt:,} tokens in, {output} out")
-            peaks = [f"{float(share):.0%}" for share in shares]
-        axes.set(xscale="log", yscale="log", xlabel="ms that a token may take", ylabel="ms more in a mixed step")
-        axes.set_title("What a mixed step may cost more before two pools win (modelled)")
+            costs = [max(ms, FLOOR_MS) for ms in next(iter(shares.values()))]
+            axes.plot(milliseconds, costs, "o-", color=colour, label=f"{prompt:,} tokens in, {output} out")
+            if prompt == BET_PROMPT and BET_MS in milliseconds:
+                bet = (BET_MS, costs[milliseconds.index(BET_MS)])
+                axes.plot(*bet, "o", markersize=15, markerfacecolor="none", color=palette.INK)
+                axes.annotate("the bet", bet, (14, -16), textcoords="offset points")
+        axes.set(
+            xscale="log",
+            yscale="log",
+            xlabel="time allowed for each token, ms",
+            ylabel="extra cost of a mixed step, ms",
+        )
+        axes.set_title("How much may mixing cost before two pools win? (modelled)")
         axes.set_xticks(milliseconds, [f"{level:g}" for level in milliseconds], minor=False)
         axes.set_yticks([0.1, 0.3, 1, 3], ["0.1", "0.3", "1", "3"])
         axes.minorticks_off()
-        axes.text(0.03, 0.95, "two pools sustain more", transform=axes.transAxes, va="top")
-        axes.text(0.97, 0.05, "one pool sustains more", transform=axes.transAxes, ha="right")
-        title = f"requests; dots: arithmetic at {peaks[0]} of the peak, far edge of a band: at {peaks[-1]}"
-        axes.legend(title=title, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncol=3)
+        axes.text(0.03, 0.95, "above the line: two pools sustain more", transform=axes.transAxes, va="top")
+        axes.text(0.97, 0.05, "below it: one pool sustains more", transform=axes.transAxes, ha="right")
+        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncol=3)
 
 
 def transfers() -> dict[str, dict[str, dict[str, float]]]:

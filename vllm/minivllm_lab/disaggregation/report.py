@@ -567,11 +567,11 @@ def draw(results: dict, path: str) -> None:
         words = f"the prefill itself: {added['prefill_ms']:.0f} ms"
         axes.annotate(words, (rates[-1], added["prefill_ms"]), ha="right", va="bottom", fontsize=SMALL_TEXT)
         axes.axvline(added["least_gb_per_second"], color=palette.GREEN, linestyle="--")
-        hides = f" from {added['least_gb_per_second']:.1f} GB/s on\n it hides"
+        hides = f" right of {added['least_gb_per_second']:.1f} GB/s,\n the link keeps up"
         axes.annotate(hides, (added["least_gb_per_second"], 0.1), va="bottom", fontsize=SMALL_TEXT)
         title = "What a link adds to the first token of a long prompt (modelled)"
         xlabel = f"speed of the link, for {PROMPTS[-1]:,} tokens of {MODEL} on an {GPU}"
-        axes.set(title=title, xlabel=xlabel, ylabel="ms", xscale="log", yscale="log")
+        axes.set(title=title, xlabel=xlabel, ylabel="ms later", xscale="log", yscale="log")
         axes.set_xticks(rates, [f"{link}\n{rate:g} GB/s" for link, rate in zip(LINKS, rates, strict=True)])
         axes.set_yticks((0.1, 1, 10, 100, 1000), ("0.1", "1", "10", "100", "1,000"))
         axes.minorticks_off()

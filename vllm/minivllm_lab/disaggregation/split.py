@@ -8,66 +8,73 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from minivllm_lab.drawing import QUIET, RULE, line, rect, svg, text
+from minivllm_lab.drawing import INK, QUIET, RULE, line, rect, svg, text, tint
 from minivllm_lab.palette import BLUE, ORANGE, SKY
 from minivllm_lab.roofline import Dot, roofline
 
 RESULTS = Path(__file__).resolve().parents[3] / "benchmarks" / "results" / "08_disaggregation.cpu.json"
-WIDTH, LEFT, TOP, BAR, GAP = 700, 190, 62, 30, 18
+WIDTH, LEFT, TOP, BAR, GAP = 700, 262, 62, 32, 20
 MOST = 10
-DASH = "4 3"
+TASKS = ((186, "does both", ORANGE), (286, "reads prompts", BLUE), (412, "writes answers", SKY))
+"""What a GPU does, and its colour, behind its place in the legend; the roofline has the same colours."""
+ONE_POOL, TWO_POOLS = (ORANGE,) * 4, (BLUE, BLUE, BLUE, SKY)
 
 
-def sustained() -> dict[str, float]:
-    """Return the requests a second and GPU that the script found for long prompts and short
-    answers.
-    """
-    pools = json.loads(RESULTS.read_text())["figures"]["ratio"]["pools"]
-    names = {
-        "one pool, by default": "one pool, 8192 tokens a step",
-        "two pools, 3 : 1": "two pools, 3 : 1",
-        "one pool, tuned": "one pool, its best budget",
-    }
-    return {name: pools[key]["long prompts"] for name, key in names.items()}
+Setup = tuple[str, str, Sequence[str], float | None]
+"""A name, the number that is turned, the colours of four GPUs, and the rate, or None in the bet."""
 
 
 def bet() -> str:
     """Draw one pool by default and two pools; one pool with another budget is the bet."""
-    default, two, tuned = sustained().items()
-    return _bars("Can one pool catch up?", [default, two, (tuned[0], None)])
+    return _bars("Can one pool catch up?", [*_setups()[:2], ("one pool", "? tokens a step", ONE_POOL, None)])
 
 
 def reveal() -> str:
     """Draw all three."""
-    return _bars("One number was enough", list(sustained().items()))
+    return _bars("One number was enough", _setups())
 
 
 def on_one_roof() -> str:
     """Draw decode and prefill on the roof of an H100."""
-    dots: list[Dot] = [
-        ("one answer", 1, SKY, (12, 16), "start"),
-        ("64 answers", 64, SKY, (12, 16), "start"),
-        ("a prompt of 1,000 tokens", 1000, BLUE, (48, 26), "end"),
+    decodes: list[Dot] = [(name, x, SKY, (12, 16), "start") for name, x in (("one answer", 1), ("64 answers", 64))]
+    prefill: Dot = ("a 1,000-token prompt", 1000, BLUE, (48, 26), "end")
+    return roofline([*decodes, prefill], (("decode", SKY), ("prefill", BLUE)))
+
+
+def _setups() -> list[Setup]:
+    """Return the three setups with the requests a second and GPU that the script found for long
+    prompts and short answers.
+    """
+    ratio = json.loads(RESULTS.read_text())["figures"]["ratio"]
+    rates = {name: kinds["long prompts"] for name, kinds in ratio["pools"].items()}
+    budget = ratio["best"]["long prompts"]["budget"]
+    return [
+        ("one pool", "8,192 tokens a step", ONE_POOL, rates["one pool, 8192 tokens a step"]),
+        ("two pools", "3 GPUs and 1", TWO_POOLS, rates["two pools, 3 : 1"]),
+        ("one pool", f"{budget} tokens a step", ONE_POOL, rates["one pool, its best budget"]),
     ]
-    return roofline(dots, (("decode", SKY), ("prefill", BLUE)))
 
 
-def _bars(title: str, rows: Sequence[tuple[str, float | None]]) -> str:
+def _bars(title: str, setups: Sequence[Setup]) -> str:
     scale = (WIDTH - LEFT - 60) / MOST
-    bottom = TOP + len(rows) * (BAR + GAP)
-    parts = [text(16, 28, title, size=15, bold=True)]
+    bottom = TOP + len(setups) * (BAR + GAP)
+    label, parts = title, [text(16, 28, title, size=15, bold=True)]
     for value in range(0, MOST + 1, 2):
         x = LEFT + value * scale
         parts += [line((x, TOP - 8), (x, bottom), RULE), text(x, bottom + 16, str(value), size=12, anchor="middle")]
-    for index, (name, value) in enumerate(rows):
+    for index, (name, number, gpus, rate) in enumerate(setups):
         y = TOP + index * (BAR + GAP)
-        parts.append(text(LEFT - 12, y + 20, name, anchor="end"))
-        if value is None:
-            parts.append(rect(LEFT, y, MOST * scale, BAR, "#FFFFFF", stroke=QUIET, dash=DASH, label="?", size=16))
+        parts += [rect(16 + 23 * gpu, y + 6, 19, 19, colour, radius=3) for gpu, colour in enumerate(gpus)]
+        parts += [text(118, y + 13, name, bold=True), text(118, y + 29, number, size=12)]
+        known = "not known yet" if rate is None else f"{rate:.1f}"
+        label += f" {name}, {number}: {known}."
+        if rate is None:
+            parts.append(rect(LEFT, y, MOST * scale, BAR, "#FFFFFF", stroke=QUIET, dash="4 3", label="?", size=16))
         else:
-            parts.append(rect(LEFT, y, value * scale, BAR, BLUE if name.startswith("two") else ORANGE))
-            parts.append(text(LEFT + value * scale + 8, y + 20, f"{value:.1f}"))
-    words = "requests a second and GPU that are in time, modelled"
-    parts.append(text(LEFT, bottom + 36, words, size=12, colour=QUIET))
-    known = ". ".join(f"{name}: {'not known yet' if value is None else f'{value:.1f}'}" for name, value in rows)
-    return svg(WIDTH, bottom + 50, *parts, label=f"{title} {known}.")
+            end = LEFT + rate * scale
+            parts += [rect(LEFT, y, end - LEFT, BAR, tint(INK, 0.5)), text(end + 8, y + 21, known, bold=True)]
+    parts.append(text(LEFT, bottom + 36, "requests a second and GPU that are in time, modelled", size=12, colour=QUIET))
+    parts.append(text(16, bottom + 66, "each square is a GPU that", size=12))
+    for x, name, colour in TASKS:
+        parts += [rect(x, bottom + 55, 13, 13, colour, radius=3), text(x + 20, bottom + 66, name, size=12)]
+    return svg(WIDTH, bottom + 80, *parts, label=label)
