@@ -37,7 +37,7 @@ PARTS = {
 }
 BUDGETS = {
     "the engine": 20_270,
-    "minivllm_lab": 15_730,
+    "minivllm_lab": 15_760,
     "minivllm_simulate": 2_210,
     "widgets": 10_770,
     "benchmarks": 4_720,

@@ -64,9 +64,9 @@ def bet() -> str:
         f"{len(moment.running)} of {SEATS} seats are in use, memory is free, and {len(moment.waiting)} requests wait."
     )
     y = 152 + _queue_height(moment) + 8
-    for place, (name, fill) in enumerate((("a request that runs", INK), ("one that waits", tint(INK, 0.35)))):
-        x = LEFT + place * 190
-        parts += [rect(x, y, 22, 14, fill, stroke=QUIET), text(x + 30, y + 12, name, size=12)]
+    parts += _legend(
+        y, 190, (("a request that runs", INK), ("one that waits", tint(INK, 0.35)), ("an empty seat", None))
+    )
     return svg(WIDTH, y + 32, *parts, label=words)
 
 
@@ -74,7 +74,7 @@ def reveal() -> str:
     """Draw the same moment with the two slots, and each request in the colour of its adapter."""
     moment = longest_queue()
     active = sorted(set(moment.running))
-    parts = [text(16, 28, "Two slots, and the rest of the queue wants others", size=15, bold=True)]
+    parts = [text(16, 28, "Both LoRA slots are taken, and all who wait need another adapter", size=15, bold=True)]
     parts.append(text(LEFT - 12, 74, "LoRA slots", anchor="end"))
     for place, adapter in enumerate(active):
         parts.append(
@@ -82,51 +82,57 @@ def reveal() -> str:
         )
     parts += _seats(moment, 98, coloured=True)
     parts += _queue(moment, 140, coloured=True)
-    y = 140 + _queue_height(moment) + 4
-    for place, (name, fill) in enumerate(
-        ((f"adapter {active[0]}", BLUE), (f"adapter {active[-1]}", ORANGE), ("any other adapter", tint(PURPLE, 0.5)))
-    ):
-        x = LEFT + place * 150
-        parts += [rect(x, y, 22, 14, fill, stroke=QUIET), text(x + 30, y + 12, name, size=12)]
+    y = 140 + _queue_height(moment) + 8
+    kinds = ((f"uses adapter {active[0]}", BLUE), (f"uses adapter {active[-1]}", ORANGE))
+    parts += _legend(y, 138, (*kinds, ("needs another", tint(PURPLE, 0.5)), ("an empty seat", None)))
     others = sum(adapter not in active for adapter in moment.waiting)
     words = f"Both slots are taken; {others} of {len(moment.waiting)} waiting requests want another adapter."
     return svg(WIDTH, y + 32, *parts, label=words)
 
 
 def memory() -> str:
-    """Draw a GPU's memory with slots set aside, and with one pool of pages for adapters and cache."""
-    x, wide = 150, 520
-    parts = [text(16, 28, "Where adapters live", size=15, bold=True)]
-    weights = 150
-    parts += [text(x - 12, 84, "slots (vLLM)", anchor="end"), rect(x, 64, weights, 34, GREEN, label="weights")]
-    slot = 62
-    for place, share in enumerate((0.25, 1.0, 0.12)):
-        left = x + weights + place * slot
+    """Draw a GPU's memory with slots set aside, and with one pool of pages for adapters and cache;
+    the same three adapters lie in both.
+    """
+    x, weights, page, pages = 150, 130, 19.5, 20
+    left, cache = x + weights, tint(BLUE, 0.6)
+    sizes = {"A": 1, "B": 4, "C": 1}
+    slot = max(sizes.values())
+    parts = [text(16, 28, "The same three adapters, in slots and in a pool", size=15, bold=True)]
+    for y, name in ((72, "slots (vLLM)"), (162, "one pool (S-LoRA)")):
+        parts += [text(x - 12, y + 22, name, anchor="end"), rect(x, y, weights - 4, 34, GREEN, label="weights")]
+    for place, (name, size) in enumerate(sizes.items()):
+        at = left + place * slot * page
         parts += [
-            rect(left, 64, slot, 34, BLANK, stroke=QUIET),
-            rect(left, 64, slot * share, 34, ORANGE),
+            text(at + slot * page / 2, 64, f"slot {place}", size=12, colour=QUIET, anchor="middle"),
+            rect(at, 72, slot * page - 4, 34, BLANK, stroke=QUIET, dash=DASH),
+            rect(at, 72, size * page - (4 if size == slot else 0), 34, ORANGE, label=name),
         ]
-    cache = x + weights + 3 * slot
-    parts.append(rect(cache, 64, wide - weights - 3 * slot, 34, tint(BLUE, 0.6), stroke=QUIET, label="KV cache"))
-    parts.append(
-        text(x + weights, 116, "three slots, each as large as the largest adapter may be", size=12, colour=QUIET)
-    )
-    parts += [text(x - 12, 174, "one pool (S-LoRA)", anchor="end"), rect(x, 154, weights, 34, GREEN, label="weights")]
-    page, left = 18.5, x + weights
-    pages = int((wide - weights) / page)
+    rest = pages - slot * len(sizes)
+    parts.append(rect(left + slot * len(sizes) * page, 72, rest * page, 34, cache, label=f"KV cache: {rest} pages"))
+    parts.append(text(left, 124, "each slot has room for the largest rank", size=12, colour=QUIET))
+    pool = {2: "B", 3: "B", 6: "A", 9: "B", 10: "B", 15: "C"}
+    assert {name: [*pool.values()].count(name) for name in sizes} == sizes
     for place in range(pages):
-        of_adapter = place in (2, 3, 7, 8, 9, 14)
-        is_free = place in (12, 17)
-        fill = BLANK if is_free else ORANGE if of_adapter else tint(BLUE, 0.6)
-        parts.append(rect(left + place * page, 154, page, 34, fill, stroke="#FFFFFF"))
-    parts.append(text(left, 206, "pages of one size, for adapters and for the cache", size=12, colour=QUIET))
-    for place, (name, fill) in enumerate(
-        (("weights", GREEN), ("an adapter", ORANGE), ("keys and values", tint(BLUE, 0.6)), ("holds nothing", BLANK))
-    ):
-        at = x + place * 140
-        parts += [rect(at, 226, 22, 14, fill, stroke=QUIET), text(at + 30, 238, name, size=12)]
+        fill = ORANGE if place in pool else cache
+        at = left + place * page
+        parts.append(rect(at, 162, page, 34, fill, stroke="#FFFFFF", label=pool.get(place, ""), size=12))
+    words = f"an adapter takes the pages that it fills; {pages - len(pool)} are left for the cache"
+    parts.append(text(left, 214, words, size=12, colour=QUIET))
+    kinds = (("weights", GREEN), ("an adapter", ORANGE), ("keys and values", cache), ("set aside, empty", None))
+    parts += _legend(238, 136, kinds, x)
     words = "Above, slots of fixed size between weights and cache; below, one pool of pages that both share."
-    return svg(WIDTH, 258, *parts, label=words)
+    return svg(WIDTH, 270, *parts, label=words)
+
+
+def _legend(y: float, apart: float, kinds: Iterable[tuple[str, str | None]], left: float = LEFT) -> list[str]:
+    """Draw a box and its meaning for each kind; what has no colour is empty, with a dashed border."""
+    parts = []
+    for place, (name, fill) in enumerate(kinds):
+        x = left + place * apart
+        parts.append(rect(x, y, 22, 14, fill or "#FFFFFF", stroke=QUIET, dash=None if fill else DASH))
+        parts.append(text(x + 30, y + 12, name, size=12))
+    return parts
 
 
 def _adapters(requests: Iterable[Request]) -> list[int]:

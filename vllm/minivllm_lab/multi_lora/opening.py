@@ -31,15 +31,16 @@ Cell = tuple[str, str, int]
 
 
 def frames() -> Frames:
-    """Draw seven stills: the batch, a loop, bgmv, the groups, shrink, expand, and the result."""
+    """Draw eight stills: the batch, a loop, bgmv, sgmv, the groups, shrink, expand, the result."""
     cells = _cells()
     slots = [slot for _, _, slot in cells]
     order, active, starts = groups(slots)
     of_slot = {slot: [int(token) for token in order[starts[i] : starts[i + 1]]] for i, slot in enumerate(active)}
     stills = [
-        _still(cells, "A step, and the adapter of each token", *_out([-1] * len(cells), "W x")),
+        _still(cells, "One step: W is shared, the adapters are not", *_shared(), *_out([-1] * len(cells), "W x")),
         _still(cells, "A loop: one adapter after another", *_loop(of_slot)),
         _still(cells, "bgmv: every token reads an adapter", *_reads([[t] for t in order], slots)),
+        _still(cells, "sgmv: rows are copied side by side", *_segments(of_slot)),
         _still(cells, "Sorted: token indices, by slot", *_lists(order, active, starts)),
         _still(cells, "Shrink: one launch, each adapter's A once", *_lists(order, active, starts), *_small(slots)),
         _still(cells, "Expand: one launch, each adapter's B once", *_small(slots), *_out(slots)),
@@ -48,12 +49,13 @@ def frames() -> Frames:
     assert slots == [2, 0, -1, 2, 0, 2], "a caption and the lesson's table count them"
     counts = {slot: len(tokens) for slot, tokens in of_slot.items()}
     captions = [
-        "Six chats decode a token each: three use slot 2, two slot 0, one the base model.",
-        f"A loop: for each adapter two launches in each linear, here {2 * len(of_slot)}.",
+        "Six chats, a token each: three use slot 2, two slot 0, one the base model.",
+        f"A loop: two launches for each adapter, so {2 * len(of_slot)} in this projection.",
         f"bgmv: a program for each token. The adapter in slot 2 is read {counts[2]} times.",
-        f"The tokens' numbers, sorted by slot. Token {slots.index(-1)} has no adapter, so no group has it.",
-        f"Each group reads A once, and turns {HIDDEN} numbers of a token into {RANK}.",
-        "Each group reads B once, multiplies it by A x, and adds that to the output.",
+        "sgmv: each adapter is read once, but rows are copied together and back.",
+        f"Sorted: only the tokens' indices move. Token {slots.index(-1)} has no adapter, so no group has it.",
+        f"Each group reads A once, and turns {HIDDEN} numbers of each token into {RANK}.",
+        "Each group reads B once, multiplies it by A x, and adds that to W x.",
         "No token was moved. A step pays for how many different adapters it has.",
     ]
     return Frames(stills, captions)
@@ -87,14 +89,18 @@ def _x(token: int) -> float:
     return LEFT + token * CELL
 
 
+def _middle(token: float) -> float:
+    return LEFT + token * CELL + CELL / 2 - 2
+
+
 def _still(cells: Sequence[Cell], title: str, *parts: str) -> str:
     shown = [text(20, 32, title, size=15, bold=True), text(LEFT - 12, BATCH + 20, "the step", anchor="end")]
     for token, (piece, request, slot) in enumerate(cells):
         fill = tint(COLOURS[slot], 0.5) if slot >= 0 else BLANK
         shown.append(rect(_x(token), BATCH, CELL - 4, TALL, fill, label=piece, mono=True, size=12))
-        shown.append(text(_x(token) + CELL / 2 - 2, BATCH - 8, str(token), size=11, colour=QUIET, anchor="middle"))
+        shown.append(text(_middle(token), BATCH - 8, str(token), size=11, colour=QUIET, anchor="middle"))
         whose = f"{request}: slot {slot}" if slot >= 0 else f"{request}: none"
-        shown.append(text(_x(token) + CELL / 2 - 2, BATCH + TALL + 16, whose, size=12, colour=QUIET, anchor="middle"))
+        shown.append(text(_middle(token), BATCH + TALL + 16, whose, size=12, colour=QUIET, anchor="middle"))
     return svg(WIDTH, HEIGHT, *shown, *parts, label=title)
 
 
@@ -103,11 +109,11 @@ def _lists(order: Sequence[int], active: Sequence[int], starts: Sequence[int]) -
     parts = [text(LEFT - 12, LISTS + 20, "order", anchor="end")]
     for place, token in enumerate(order):
         slot = next(slot for slot, start in reversed(list(zip(active, starts, strict=False))) if start <= place)
-        fill = tint(COLOURS[slot], 0.5)
-        parts.append(rect(_x(place), LISTS, CELL - 4, TALL, fill, label=str(token), mono=True, size=13))
+        parts.append(_index(place, LISTS, token, slot))
     for slot, start in zip(active, starts, strict=False):
-        words = f"slot {slot} from {start}"
+        words = f"slot {slot} begins at {start}"
         parts.append(text(_x(start), LISTS + TALL + 18, words, size=12, colour=QUIET))
+    parts.append(text(_x(len(order)), LISTS + 20, f"end: {len(order)}", size=12, colour=QUIET))
     return parts
 
 
@@ -117,12 +123,43 @@ def _loop(of_slot: dict[int, list[int]]) -> list[str]:
     for number, (slot, tokens) in enumerate(of_slot.items()):
         y = LISTS + number * 62
         parts.append(text(LEFT - 12, y + 20, f"launches {2 * number + 1}, {2 * number + 2}", anchor="end", size=12))
-        parts += [
-            rect(_x(place), y, CELL - 4, TALL, tint(COLOURS[slot], 0.5), label=str(token), mono=True, size=13)
-            for place, token in enumerate(tokens)
-        ]
+        parts += [_index(place, y, token, slot) for place, token in enumerate(tokens)]
         parts.append(text(_x(len(tokens)) + 8, y + 20, f"A, then B, of slot {slot}", size=12, colour=INK))
     return parts
+
+
+def _segments(of_slot: dict[int, list[int]]) -> list[str]:
+    """Draw the rows copied side by side by slot, and an adapter for each run of them."""
+    parts = [
+        text(LEFT - 12, y + 20, name, anchor="end") for y, name in ((SMALL, "copied rows"), (OUT, "adapters read"))
+    ]
+    first = 0
+    for slot, tokens in of_slot.items():
+        middle = _x(first) + (len(tokens) * CELL - 4) / 2
+        for place, token in enumerate(tokens, start=first):
+            parts.append(arrow((_middle(token), BATCH + TALL + 24), (_middle(place), SMALL - 4), COLOURS[slot]))
+            parts.append(_index(place, SMALL, token, slot))
+        first += len(tokens)
+        parts += [line((middle, SMALL + TALL), (middle, OUT), COLOURS[slot], opacity=0.6), _adapter(middle, OUT, slot)]
+    return parts
+
+
+def _shared() -> list[str]:
+    """Draw the one matmul with the base model's weight, as wide as the batch."""
+    wide, y = len(SLOTS) * CELL - 4, LISTS + 34
+    parts = [text(LEFT - 12, y + 20, "base model", anchor="end")]
+    parts.append(rect(LEFT, y, wide, TALL, GREEN, label="one matmul with W, for all tokens"))
+    for x in map(_middle, range(len(SLOTS))):
+        parts += [arrow((x, BATCH + TALL + 24), (x, y - 4)), arrow((x, y + TALL), (x, OUT - 4))]
+    return parts
+
+
+def _index(place: int, y: float, token: int, slot: int) -> str:
+    return rect(_x(place), y, CELL - 4, TALL, tint(COLOURS[slot], 0.5), label=str(token), mono=True, size=13)
+
+
+def _adapter(middle: float, y: float, slot: int) -> str:
+    return rect(middle - 44, y, 88, TALL, COLOURS[slot], radius=4, label=f"A, B of slot {slot}", size=12)
 
 
 def _reads(groups_of: Sequence[Sequence[int]], slots: Sequence[int]) -> list[str]:
@@ -131,11 +168,10 @@ def _reads(groups_of: Sequence[Sequence[int]], slots: Sequence[int]) -> list[str
     for index, tokens in enumerate(groups_of):
         slot = slots[tokens[0]]
         column = tokens[0] if len(tokens) == 1 else (index + 0.5) * len(slots) / len(groups_of) - 0.5
-        middle = _x(0) + column * CELL + CELL / 2 - 2
-        ends = [(_x(token) + CELL / 2 - 2, BATCH + TALL + 22) for token in tokens]
+        middle = _middle(column)
+        ends = [(_middle(token), BATCH + TALL + 22) for token in tokens]
         parts += [line((middle, LISTS + 14), end, COLOURS[slot], opacity=0.6) for end in ends]
-        words = f"A, B of slot {slot}"
-        parts.append(rect(middle - 44, LISTS + 14, 88, TALL, COLOURS[slot], radius=4, label=words, size=12))
+        parts.append(_adapter(middle, LISTS + 14, slot))
     return parts
 
 
@@ -144,10 +180,8 @@ def _small(slots: Sequence[int]) -> list[str]:
     parts = [text(LEFT - 12, SMALL + 16, "A x", anchor="end")]
     for token, slot in enumerate(slots):
         if slot >= 0:
-            box = rect(
-                _x(token) + CELL / 2 - 14, SMALL, 24, 22, COLOURS[slot], radius=3, label=str(RANK), mono=True, size=12
-            )
-            parts.append(box)
+            x = _middle(token) - 12
+            parts.append(rect(x, SMALL, 24, 22, COLOURS[slot], radius=3, label=str(RANK), mono=True, size=12))
     return parts
 
 
@@ -158,9 +192,6 @@ def _out(slots: Sequence[int], name: str = "W x + B A x") -> list[str]:
         label = str(HIDDEN) if slot < 0 else f"{HIDDEN} +"
         parts.append(rect(_x(token), OUT, CELL - 4, TALL, tint(GREEN, 0.4), label=label, mono=True, size=12))
         if slot >= 0:
-            parts.append(
-                arrow(
-                    (_x(token) + CELL / 2 - 2, SMALL + 26), (_x(token) + CELL / 2 - 2, OUT - 4), COLOURS[slot], width=2
-                )
-            )
+            x = _middle(token)
+            parts.append(arrow((x, SMALL + 26), (x, OUT - 4), COLOURS[slot], width=2))
     return parts

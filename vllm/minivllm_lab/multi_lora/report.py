@@ -579,25 +579,33 @@ def close(figures: dict, disturbance: str) -> None:
 
 def draw(figures: dict, path: str) -> None:
     """Plot what adapters add to one linear by how many there are, and the seats in use by slots."""
-    names = {"loop": "a loop", "gathered": "a copy for each token", "engine": "sorted, the engine's"}
+    names = {
+        "loop": ("a loop", palette.ORANGE, (1, 6)),
+        "gathered": ("a copy for each token", palette.PURPLE, (1, -14)),
+        "engine": ("sorted, the engine's", palette.BLUE, (1, -15)),
+    }
     with panels(path, 2) as (left, right):
         distinct = figures["distinct"]
-        for (name, words), colour in zip(names.items(), (palette.ORANGE, palette.SKY, palette.BLUE), strict=True):
+        for name, (words, colour, where) in names.items():
             times = {int(size): record[name] for size, record in distinct.items()}
-            left.plot(list(times), list(times.values()), "o-", color=colour, label=words)
+            left.plot(list(times), list(times.values()), "o-", color=colour)
+            at = next(iter(times.items()))
+            left.annotate(words, at, where, textcoords="offset points", fontsize=SMALL_TEXT)
         base = statistics.median(record["base"] for record in distinct.values())
-        left.axhline(base, color=palette.GREY, linestyle="--", label="the linear itself")
-        left.set(title="What adapters add to a linear", xlabel="different adapters among 64 tokens", ylabel="ms")
+        left.axhline(base, color=palette.GREY, linestyle="--")
+        left.annotate("to compare: W x itself", (1, base), (1, 5), textcoords="offset points", fontsize=SMALL_TEXT)
+        left.set(title="What adapters add to W x", xlabel="different adapters among 64 tokens", ylabel="ms")
         left.set(xscale="log", yscale="log", ylim=(0.1, 10))
         left.set_xticks([int(size) for size in distinct], list(distinct))
         left.set_yticks((0.1, 0.3, 1, 3, 10), ("0.1", "0.3", "1", "3", "10"))
         left.minorticks_off()
-        left.legend(fontsize=SMALL_TEXT, loc="upper center", bbox_to_anchor=(0.5, -0.18), ncol=2)
         slots = {int(name): record["running"] for name, record in figures["slots"].items() if name != "cold"}
         right.plot(list(slots), list(slots.values()), "o-", color=palette.BLUE)
         right.axhline(16, color=palette.GREY, linestyle="--")
         right.annotate("all 16 seats", (1, 16), (0, -12), textcoords="offset points", fontsize=SMALL_TEXT)
-        right.set(title="16 adapters in turn", xlabel="slots", ylabel="seats in use, on average", ylim=(0, 17))
+        right.set(
+            title="The bet: 16 adapters in turn", xlabel="LoRA slots", ylabel="seats in use, on average", ylim=(0, 17)
+        )
         right.set_xscale("log", base=2)
         right.set_yticks(range(0, 17, 4))
         right.set_xticks(list(slots), [str(count) for count in slots])
