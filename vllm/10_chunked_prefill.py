@@ -139,9 +139,9 @@ def chats_and_a_long_prompt() -> dict[int, list[Request]]:
 
 
 def first_steps(count: int = 4) -> list[dict[str, int]]:
-    """Solve the exercise on paper: 12 tokens a step, at most 5 of them for one request."""
+    """Solve the exercise on paper: 10 tokens a step, at most 5 of them for one request."""
     arrivals = {0: [Request("A", 14, 3)], 1: [Request("B", 9, 2), Request("C", 2, 4)]}
-    steps = serve(partial(mixed, token_budget=12, threshold=5), arrivals)
+    steps = serve(partial(mixed, token_budget=10, threshold=5), arrivals)
     return list(islice(steps, count))
 
 

@@ -17,7 +17,7 @@ from minivllm.platforms.triton_utils import tl, triton
 def first_steps():
     """Work out on paper how many tokens each request gets in steps 1 to 4, and write the answer down.
 
-    A step may have 12 tokens (`max_num_batched_tokens`), and no request more than 5 of them
+    A step may have 10 tokens (`max_num_batched_tokens`), and no request more than 5 of them
     (`long_prefill_token_threshold`, not adaptive). Memory is ample.
 
         arrives before step 1   A: prompt 14, generates 3

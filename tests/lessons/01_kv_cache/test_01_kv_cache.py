@@ -317,7 +317,7 @@ def test_numbers_of_the_text(reserved):
     usable, server = ledger.device.memory_bytes / 2**30, weights + sum(step) + cache
     for words, gib in (
         ("usable, of the 24 GB on the box", usable),
-        (f"the server takes {server / usable:.0%}", server),
+        (f"the server takes {server / usable:.0%} (`--gpu-memory-utilization`)", server),
         ("less the weights", weights),
         ("less what the largest step needs, and [CUDA graphs](GLOSSARY.md#cuda-graph), estimated", sum(step)),
         ("left for the cache", cache),

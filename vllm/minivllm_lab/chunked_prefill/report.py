@@ -441,7 +441,7 @@ def show_gpus(knee: LessonCode, budget_for: LessonCode) -> dict[str, Any]:
     record_table(
         f"Free tokens, by data sheets; {GPU_MODEL} in bfloat16, modelled",
         records,
-        "GPU {name} | knee {knee:.0f} | weights of 4 bits {int4:.0f} | ms of one token {least_ms:.1f} | "
+        "GPU {name} | knee {knee:.0f} | weights of 4 bits {int4:.0f} | ms of a decode {least_ms:.1f} | "
         f"budget for {1e3 * GAP:.0f} ms {{budget:,}}",
     )
     return {"gpus": records, "sarathi": _sarathi()}
