@@ -49,7 +49,7 @@ from minivllm_lab.tables import Timed, closing, console, heading, ms, record_tab
 from minivllm_lab.timing import wall_seconds
 from minivllm_simulate.hardware import get_hardware
 from minivllm_simulate.known_models import known_model
-from minivllm_simulate.kv_links import Transfer, get_link
+from minivllm_simulate.kv_links import Transfer, get_link, layer_wise_end
 from minivllm_simulate.virtual_clock import percentile
 
 BLOCK_SIZE, NUM_BLOCKS, MAX_MODEL_LEN = 16, 200, 2048
@@ -562,7 +562,9 @@ def draw(results: dict, path: str) -> None:
         axes.plot(
             rates, list(added["after_ms"].values()), "o-", color=palette.VERMILLION, label="sent after the prefill"
         )
-        axes.plot(rates, list(added["layer_wise_ms"].values()), "s-", color=palette.INK, label="layer by layer")
+        curve = _layer_wise_curve(added, rates)
+        marked = [list(curve).index(rate) for rate in rates]
+        axes.plot(list(curve), list(curve.values()), "s-", color=palette.INK, markevery=marked, label="layer by layer")
         axes.axhline(added["prefill_ms"], color=palette.GREY, linewidth=1)
         words = f"the prefill itself: {added['prefill_ms']:.0f} ms"
         axes.annotate(words, (rates[-1], added["prefill_ms"]), ha="right", va="bottom", fontsize=SMALL_TEXT)
@@ -576,6 +578,17 @@ def draw(results: dict, path: str) -> None:
         axes.set_yticks((0.1, 1, 10, 100, 1000), ("0.1", "1", "10", "100", "1,000"))
         axes.minorticks_off()
         axes.legend(loc="upper right", bbox_to_anchor=(1, 0.8))
+
+
+def _layer_wise_curve(added: Mapping[str, Any], rates: Sequence[float]) -> dict[float, float]:
+    """Map rates to the milliseconds that layer by layer adds. Up to the rate that keeps pace the
+    line is curved, so it has many points; beyond it the line is straight on logarithmic axes.
+    """
+    layers = known_model(next(iter(PLACES.values()))[0]).num_hidden_layers
+    knee, prefill = added["least_gb_per_second"], added["prefill_ms"]
+    bend = (rates[0] * (knee / rates[0]) ** (step / 32) for step in range(33))
+    curve = {rate: layer_wise_end(0, prefill, added["megabytes"] / rate, layers) - prefill for rate in bend}
+    return dict(sorted((curve | dict(zip(rates, added["layer_wise_ms"].values(), strict=True))).items()))
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
