@@ -558,19 +558,20 @@ def draw(results: dict, path: str) -> None:
     """Draw what each link adds to a first token, sent after the prefill and layer by layer."""
     added = results["links"]["places"][f"{next(iter(PLACES))}, {PROMPTS[-1]}"]
     rates = [get_link(link).bandwidth / 1e9 for link in LINKS]
+    knee, prefill, layers = added["least_gb_per_second"], added["prefill_ms"], known_model(MODEL).num_hidden_layers
     with panels(path, 1, width=6.4) as (axes,):
-        axes.plot(
-            rates, list(added["after_ms"].values()), "o-", color=palette.VERMILLION, label="sent after the prefill"
-        )
-        curve = _layer_wise_curve(added, rates)
-        marked = [list(curve).index(rate) for rate in rates]
-        axes.plot(list(curve), list(curve.values()), "s-", color=palette.INK, markevery=marked, label="layer by layer")
-        axes.axhline(added["prefill_ms"], color=palette.GREY, linewidth=1)
-        words = f"the prefill itself: {added['prefill_ms']:.0f} ms"
-        axes.annotate(words, (rates[-1], added["prefill_ms"]), ha="right", va="bottom", fontsize=SMALL_TEXT)
-        axes.axvline(added["least_gb_per_second"], color=palette.GREEN, linestyle="--")
-        hides = f" right of {added['least_gb_per_second']:.1f} GB/s,\n the link keeps up"
-        axes.annotate(hides, (added["least_gb_per_second"], 0.1), va="bottom", fontsize=SMALL_TEXT)
+        after, layered = (list(added[f"{way}_ms"].values()) for way in ("after", "layer_wise"))
+        axes.plot(rates, after, "o-", color=palette.VERMILLION, label="sent after the prefill")
+        # Up to the knee the line is curved, so its points come from the formula; then it is straight on these axes.
+        bend = [rates[0] * (knee / rates[0]) ** (step / 32) for step in range(33)]
+        curve = [layer_wise_end(0, prefill, added["megabytes"] / rate, layers) - prefill for rate in bend]
+        points = bend + rates[1:], curve + layered[1:]
+        axes.plot(*points, "s-", color=palette.INK, markevery=[0, 33, 34, 35], label="layer by layer")
+        axes.axhline(prefill, color=palette.GREY, linewidth=1)
+        words = f"the prefill itself: {prefill:.0f} ms"
+        axes.annotate(words, (rates[-1], prefill), ha="right", va="bottom", fontsize=SMALL_TEXT)
+        axes.axvline(knee, color=palette.GREEN, linestyle="--")
+        axes.annotate(f" right of {knee:.1f} GB/s,\n the link keeps up", (knee, 0.1), va="bottom", fontsize=SMALL_TEXT)
         title = "What a link adds to the first token of a long prompt (modelled)"
         xlabel = f"speed of the link, for {PROMPTS[-1]:,} tokens of {MODEL} on an {GPU}"
         axes.set(title=title, xlabel=xlabel, ylabel="ms later", xscale="log", yscale="log")
@@ -578,17 +579,6 @@ def draw(results: dict, path: str) -> None:
         axes.set_yticks((0.1, 1, 10, 100, 1000), ("0.1", "1", "10", "100", "1,000"))
         axes.minorticks_off()
         axes.legend(loc="upper right", bbox_to_anchor=(1, 0.8))
-
-
-def _layer_wise_curve(added: Mapping[str, Any], rates: Sequence[float]) -> dict[float, float]:
-    """Map rates to the milliseconds that layer by layer adds. Up to the rate that keeps pace the
-    line is curved, so it has many points; beyond it the line is straight on logarithmic axes.
-    """
-    layers = known_model(next(iter(PLACES.values()))[0]).num_hidden_layers
-    knee, prefill = added["least_gb_per_second"], added["prefill_ms"]
-    bend = (rates[0] * (knee / rates[0]) ** (step / 32) for step in range(33))
-    curve = {rate: layer_wise_end(0, prefill, added["megabytes"] / rate, layers) - prefill for rate in bend}
-    return dict(sorted((curve | dict(zip(rates, added["layer_wise_ms"].values(), strict=True))).items()))
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
