@@ -49,7 +49,7 @@ from minivllm_lab.tables import Timed, closing, console, heading, ms, record_tab
 from minivllm_lab.timing import wall_seconds
 from minivllm_simulate.hardware import get_hardware
 from minivllm_simulate.known_models import known_model
-from minivllm_simulate.kv_links import Transfer, get_link
+from minivllm_simulate.kv_links import Transfer, get_link, layer_wise_end
 from minivllm_simulate.virtual_clock import percentile
 
 BLOCK_SIZE, NUM_BLOCKS, MAX_MODEL_LEN = 16, 200, 2048
@@ -558,17 +558,20 @@ def draw(results: dict, path: str) -> None:
     """Draw what each link adds to a first token, sent after the prefill and layer by layer."""
     added = results["links"]["places"][f"{next(iter(PLACES))}, {PROMPTS[-1]}"]
     rates = [get_link(link).bandwidth / 1e9 for link in LINKS]
+    knee, prefill, layers = added["least_gb_per_second"], added["prefill_ms"], known_model(MODEL).num_hidden_layers
     with panels(path, 1, width=6.4) as (axes,):
-        axes.plot(
-            rates, list(added["after_ms"].values()), "o-", color=palette.VERMILLION, label="sent after the prefill"
-        )
-        axes.plot(rates, list(added["layer_wise_ms"].values()), "s-", color=palette.INK, label="layer by layer")
-        axes.axhline(added["prefill_ms"], color=palette.GREY, linewidth=1)
-        words = f"the prefill itself: {added['prefill_ms']:.0f} ms"
-        axes.annotate(words, (rates[-1], added["prefill_ms"]), ha="right", va="bottom", fontsize=SMALL_TEXT)
-        axes.axvline(added["least_gb_per_second"], color=palette.GREEN, linestyle="--")
-        hides = f" right of {added['least_gb_per_second']:.1f} GB/s,\n the link keeps up"
-        axes.annotate(hides, (added["least_gb_per_second"], 0.1), va="bottom", fontsize=SMALL_TEXT)
+        after, layered = (list(added[f"{way}_ms"].values()) for way in ("after", "layer_wise"))
+        axes.plot(rates, after, "o-", color=palette.VERMILLION, label="sent after the prefill")
+        # Up to the knee the line is curved, so its points come from the formula; then it is straight on these axes.
+        bend = [rates[0] * (knee / rates[0]) ** (step / 32) for step in range(33)]
+        curve = [layer_wise_end(0, prefill, added["megabytes"] / rate, layers) - prefill for rate in bend]
+        points = bend + rates[1:], curve + layered[1:]
+        axes.plot(*points, "s-", color=palette.INK, markevery=[0, 33, 34, 35], label="layer by layer")
+        axes.axhline(prefill, color=palette.GREY, linewidth=1)
+        words = f"the prefill itself: {prefill:.0f} ms"
+        axes.annotate(words, (rates[-1], prefill), ha="right", va="bottom", fontsize=SMALL_TEXT)
+        axes.axvline(knee, color=palette.GREEN, linestyle="--")
+        axes.annotate(f" right of {knee:.1f} GB/s,\n the link keeps up", (knee, 0.1), va="bottom", fontsize=SMALL_TEXT)
         title = "What a link adds to the first token of a long prompt (modelled)"
         xlabel = f"speed of the link, for {PROMPTS[-1]:,} tokens of {MODEL} on an {GPU}"
         axes.set(title=title, xlabel=xlabel, ylabel="ms later", xscale="log", yscale="log")
