@@ -181,24 +181,24 @@ def greedy_kernel(output, drafts, target, num_drafts, BLOCK: tl.constexpr):
 
     drafts int32 [num_drafts], −1 for none; target int32 [num_drafts + 1], the likeliest tokens; BLOCK > num_drafts.
     """
-    place = tl.arange(0, BLOCK)
-    draft = tl.load(drafts + place, mask=place < num_drafts, other=-1)
-    token = tl.load(target + place, mask=place <= num_drafts, other=-2)
-    num_accepted = tl.min(tl.where(draft == token, BLOCK, place), axis=0)
-    tl.store(output + place, tl.where(place <= num_accepted, token, -1), mask=place <= num_drafts)
+    position = tl.arange(0, BLOCK)
+    draft = tl.load(drafts + position, mask=position < num_drafts, other=-1)
+    token = tl.load(target + position, mask=position <= num_drafts, other=-2)
+    num_accepted = tl.min(tl.where(draft == token, BLOCK, position), axis=0)
+    tl.store(output + position, tl.where(position <= num_accepted, token, -1), mask=position <= num_drafts)
 
 
 @triton.jit
 def ragged_kernel(output, drafts, target, draft_start, width, BLOCK: tl.constexpr):
     """Verify many: output int32 [requests, width]. Grid: (requests,). Request i has the drafts from draft_start[i] to
     draft_start[i + 1], int32 [requests + 1], and one target more than drafts, as has each before it."""
-    request, place = tl.program_id(0), tl.arange(0, BLOCK)
+    request, position = tl.program_id(0), tl.arange(0, BLOCK)
     start = tl.load(draft_start + request)
     num_drafts = tl.load(draft_start + request + 1) - start
-    draft = tl.load(drafts + start + place, mask=place < num_drafts, other=-1)
-    token = tl.load(target + start + request + place, mask=place <= num_drafts, other=-2)
-    num_accepted = tl.min(tl.where(draft == token, BLOCK, place), axis=0)
-    tl.store(output + request * width + place, tl.where(place <= num_accepted, token, -1), mask=place < width)
+    draft = tl.load(drafts + start + position, mask=position < num_drafts, other=-1)
+    token = tl.load(target + start + request + position, mask=position <= num_drafts, other=-2)
+    num_accepted = tl.min(tl.where(draft == token, BLOCK, position), axis=0)
+    tl.store(output + request * width + position, tl.where(position <= num_accepted, token, -1), mask=position < width)
 
 
 @triton.jit
@@ -211,24 +211,24 @@ def rejection_kernel(
     float32 [drafts + requests, vocab_size], q [drafts, vocab_size], uniforms [drafts]. Reads 16 bytes a draft and 12 a
     request; writes 4 * width bytes a request. It reads one number per row of p or q.
     """
-    request, place = tl.program_id(0), tl.arange(0, BLOCK)
+    request, position = tl.program_id(0), tl.arange(0, BLOCK)
     # 1. Where do the drafts of this request begin, and how many are there?
     start = tl.load(draft_start + request)
     num_drafts = tl.load(draft_start + request + 1) - start
     # 2. A lane for each position. A lane without a draft holds -1.
-    draft = tl.load(drafts + start + place, mask=place < num_drafts, other=-1)
-    there, row = draft >= 0, (start + place).to(tl.int64)
+    draft = tl.load(drafts + start + position, mask=position < num_drafts, other=-1)
+    there, row = draft >= 0, (start + position).to(tl.int64)
     # 3. One number from each row of p, which has a row more for each request before this one.
     p_draft = tl.load(p + (row + request) * vocab_size + draft, mask=there, other=0.0)
     # 4. One number from each row of q.
     q_draft = tl.load(q + row * vocab_size + draft, mask=there, other=1.0)
     uniform = tl.load(uniforms + row, mask=there, other=0.0)
     # 5. Find the first position that fails. A lane without a draft fails too: 0 < 0 is false.
-    num_accepted = tl.min(tl.where(uniform * q_draft < p_draft, BLOCK, place), axis=0)
+    num_accepted = tl.min(tl.where(uniform * q_draft < p_draft, BLOCK, position), axis=0)
     last = tl.load(instead + start + request + num_accepted)
     # 6. Write the accepted drafts, one more token, and -1 behind it.
-    token = tl.where(place < num_accepted, draft, tl.where(place == num_accepted, last, -1))
-    tl.store(output + request * width + place, token, mask=place < width)
+    token = tl.where(position < num_accepted, draft, tl.where(position == num_accepted, last, -1))
+    tl.store(output + request * width + position, token, mask=position < width)
 
 
 # endregion

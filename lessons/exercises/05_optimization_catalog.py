@@ -4,7 +4,7 @@ Fill in the functions, then ask what is still missing:
 
     make check N=05
 
-Needed: lesson 05 to the end of "Fewer bits". No GPU: the kernels run in Triton's interpreter. As soon as the
+Needed: lesson 05 to the end of "CUDA graphs". No GPU: the kernels run in Triton's interpreter. As soon as the
 checks of your `hash_block_tokens` and `quantize` pass, the same command runs the engine with them, beside the engine
 with its own.
 """

@@ -27,7 +27,7 @@ from minivllm.models.tokenizer import load_tokenizer
 from minivllm_lab import palette
 from minivllm_lab.cli import lesson_parser, whole_number
 from minivllm_lab.corpus import first_passages, held_out_texts
-from minivllm_lab.figures import SMALL_TEXT, curves, panels
+from minivllm_lab.figures import SMALL_TEXT, panels
 from minivllm_lab.progress import track
 from minivllm_lab.speculative_decoding.cached_model import CachedModel
 from minivllm_lab.speculative_decoding.drafted_engine import answers_with_errors, drafted_engine, serve_with_drafts
@@ -391,24 +391,26 @@ def close(results: dict, disturbance: str) -> None:
 
 
 def draw(results: dict, path: str) -> None:
-    """Plot the cost of a step over its positions, and the speed-up over the batch."""
+    """Plot what a step with drafts costs and yields, and the speed-up that follows, both over the
+    batch and of the same measurement.
+    """
     batches = results["batches"]["batches"]
-    names = {"free": "if the step cost the same", "predicted": "with the step's real cost", "measured": "measured"}
-    with panels(path, 2) as (left, right):
-        steps = {f"{batch} request{'s' * (int(batch) > 1)}": each["ratio"] for batch, each in results["steps"].items()}
-        curves(left, steps, octaves=True)
-        left.set(title="What a step costs", xlabel="tokens of each request in the step", ylim=(0, None))
-        left.set_ylabel("times the step with one token each")
-        looks = ((":", palette.INK), ("s--", palette.PURPLE), ("o-", palette.VERMILLION))
-        for (name, title), (style, colour) in zip(names.items(), looks, strict=True):
-            speedups = [each[name] for each in batches.values()]
-            right.plot([int(batch) for batch in batches], speedups, style, color=colour, label=title)
-        right.set_xscale("log", base=2)
-        right.set_xticks([int(batch) for batch in batches], list(batches), fontsize=SMALL_TEXT)
-        right.legend(fontsize=SMALL_TEXT, loc="lower left")
-        right.axhline(1.0, color=palette.GREY, linewidth=1)
-        right.set(title="Speed-up by three drafts", xlabel="requests in the batch", ylim=(0, None))
-        right.set_ylabel("times as fast as without drafts")
+    requests = [int(batch) for batch in batches]
+    curves_of = (
+        (("free", "tokens that it yields", ":", palette.INK), ("cost", "time that it takes", "o-", palette.BLUE)),
+        (("predicted", "yield over time", "s--", palette.PURPLE), ("measured", "measured", "o-", palette.VERMILLION)),
+    )
+    with panels(path, 2) as both:
+        for axes, drawn in zip(both, curves_of, strict=True):
+            for name, title, style, colour in drawn:
+                axes.plot(requests, [each[name] for each in batches.values()], style, color=colour, label=title)
+            axes.axhline(1.0, color=palette.GREY, linewidth=1)
+            axes.set_xscale("log", base=2)
+            axes.set_xticks(requests, list(batches), fontsize=SMALL_TEXT)
+            axes.set(xlabel="requests in the batch", ylim=(0, 2.9))
+            axes.legend(fontsize=SMALL_TEXT, loc="lower right" if axes is both[0] else "lower left")
+        both[0].set(title="A step with three drafts", ylabel="times a step without drafts")
+        both[1].set(title="Speed-up by three drafts", ylabel="times as fast as without drafts")
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
