@@ -1,14 +1,20 @@
-"""The server's routes, over one `AsyncLLM`.
+"""The server: its routes, over one `AsyncLLM`, and its process.
+
+`http_server.py` handles the socket, the signals and the shutdown.
 
 In vLLM v0.33.0: `vllm/entrypoints/launchers/app.py` (`build_app`),
 `vllm/entrypoints/launchers/api_server/app_state.py` (`init_app_state`),
 `vllm/entrypoints/launchers/api_server/routers.py` and the routers of each group of routes.
 """
 
+import asyncio
 import os
+import socket
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
+import uvloop
 from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
@@ -16,83 +22,90 @@ from fastapi.responses import Response
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
 import minivllm
+from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.async_llm import AsyncLLM
+from minivllm.engine.prometheus import PrometheusStatLogger
+from minivllm.entrypoints.openai import middleware, protocol
 from minivllm.entrypoints.openai.answer import Answer, Json
 from minivllm.entrypoints.openai.chat_answer import ChatAnswer
+from minivllm.entrypoints.openai.chat_template import read_template
 from minivllm.entrypoints.openai.completion_answer import CompletionAnswer
 from minivllm.entrypoints.openai.errors import RequestError, register_exception_handlers
-from minivllm.entrypoints.openai.middleware import (
-    JSON_ONLY,
-    AuthenticationMiddleware,
-    BoundedRoute,
-    HttpMetricsMiddleware,
-    OpenRequestsMiddleware,
-    ServerState,
-)
-from minivllm.entrypoints.openai.protocol import (
-    ChatCompletionRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    GenerationRequest,
-    LoadLoRAAdapterRequest,
-    TokenizeChatRequest,
-    TokenizeCompletionRequest,
-    UnloadLoRAAdapterRequest,
-)
+from minivllm.entrypoints.openai.http_server import bind, make_server, signals_end_the_start, until_the_end
+from minivllm.entrypoints.openai.middleware import JSON_ONLY
 from minivllm.entrypoints.openai.responses_answer import ResponsesAnswer
 from minivllm.entrypoints.openai.responses_protocol import ResponsesRequest, not_stored
 from minivllm.entrypoints.openai.serving_engine import OpenAIServing
-from minivllm.entrypoints.openai.serving_models import OpenAIServingModels
+from minivllm.entrypoints.openai.serving_models import OpenAIServingModels, check_lora_settings
 from minivllm.entrypoints.openai.settings import FrontendArgs
-from minivllm.entrypoints.openai.stream import as_json, as_long_json, with_cancellation
+from minivllm.entrypoints.openai.stream import as_json, with_cancellation
+from minivllm.entrypoints.xray.routes import StepFeed, add_xray
 from minivllm.errors import EngineDeadError, MinivllmError
 
 DEVELOPMENT_VARIABLES = ("MINIVLLM_SERVER_DEV_MODE", "VLLM_SERVER_DEV_MODE")
 
 
-def build_app(
-    engine: AsyncLLM,
-    models: OpenAIServingModels,
-    settings: FrontendArgs,
-    template: str | None,
-    registry: CollectorRegistry,
-) -> FastAPI:
-    """Return the application. `template` is the chat template; `registry` has the metrics."""
+def serve(args: EngineArgs, settings: FrontendArgs, template: str | None) -> int:
+    """Serve until a signal arrives or the engine ends; return the exit code. `template` is used if
+    the model has none.
+
+    Raises:
+        MinivllmError: the arguments are invalid, or the port is in use.
+        EngineDeadError: the engine died before it was ready.
+    """
+    check_lora_settings(args, settings)
+    # First the port: to find it in use after loading a model would waste minutes.
+    with bind(settings) as listening:
+        template = read_template(settings.chat_template, args.model) or template
+        # The event loop, which handles signals later, does not run yet.
+        with signals_end_the_start():
+            engine = AsyncLLM(args)
+        try:
+            return uvloop.run(_serve(engine, listening, settings, template))
+        finally:
+            engine.shutdown()
+
+
+async def _serve(engine: AsyncLLM, listening: socket.socket, settings: FrontendArgs, template: str | None) -> int:
+    app = await make_app(engine, settings, template)
+    return await until_the_end(make_server(app, settings), engine, listening, settings, app.state.server)
+
+
+async def make_app(engine: AsyncLLM, settings: FrontendArgs, template: str | None) -> FastAPI:
+    """Return the application that serves an engine, whose metrics are counted from now on.
+
+    Raises:
+        MinivllmError: an adapter that the server starts with cannot be served.
+    """
     app = FastAPI(title="minivllm", version=minivllm.__version__)
-    app.router.route_class = BoundedRoute
-    app.state.server = ServerState()
-    app.state.models = models
+    app.router.route_class = middleware.BoundedRoute
+    app.state.server = middleware.ServerState()
+    serving = OpenAIServing(engine, settings, template)
+    metrics = PrometheusStatLogger(engine.engine_args, engine.engine_core.engines, serving.models.names[0])
+    engine.stat_logger = metrics
+    for index, stats in enumerate(engine.engine_stats):
+        # So that gauges have values before the first step.
+        metrics.record(stats, engine.output_processor.take_stats(index), index)
     register_exception_handlers(app)
-    _add_middleware(app, settings, registry)
-    serving = OpenAIServing(engine, models, settings, template)
+    _add_middleware(app, settings, metrics.registry)
     _add_generation(app, serving)
     _add_tokenization(app, serving)
-    _add_instruments(app, engine, registry)
-
-    @app.get("/v1/models")
-    async def show_models() -> Json:
-        return models.show()
-
-    if settings.runtime_lora_path:
-        _add_adapters(app, models)
-
-    # Anyone who reaches the server could slow it down with this route.
-    if any(os.environ.get(name, "0") not in ("", "0") for name in DEVELOPMENT_VARIABLES):
-
-        @app.post("/reset_prefix_cache")
-        async def reset_prefix_cache() -> Json:
-            return {"success": await engine.reset_prefix_cache()}
-
+    _add_models(app, serving.models, bool(settings.runtime_lora_path))
+    _add_instruments(app, engine, metrics.registry)
+    await serving.models.init_static_loras()
+    if settings.xray:
+        name = (settings.served_model_name or [engine.model_name])[0]
+        add_xray(app, StepFeed(engine, name), engine.engine_args.data_parallel_size)
     return app
 
 
 def _add_middleware(app: FastAPI, settings: FrontendArgs, registry: CollectorRegistry) -> None:
     """Add the middleware. The last one added sees a request first."""
-    app.add_middleware(OpenRequestsMiddleware, state=app.state.server)
+    app.add_middleware(middleware.OpenRequestsMiddleware, state=app.state.server)
     if settings.api_key:
-        app.add_middleware(AuthenticationMiddleware, keys=settings.api_key)
+        app.add_middleware(middleware.AuthenticationMiddleware, keys=settings.api_key)
     app.add_middleware(CORSMiddleware, allow_origins=settings.allowed_origins, allow_methods=["*"], allow_headers=["*"])
-    app.add_middleware(HttpMetricsMiddleware, registry=registry)
+    app.add_middleware(middleware.HttpMetricsMiddleware, registry=registry)
 
 
 def _add_generation(app: FastAPI, serving: OpenAIServing) -> None:
@@ -102,17 +115,17 @@ def _add_generation(app: FastAPI, serving: OpenAIServing) -> None:
     if engine.engine_args.kv_transfer_config:
         checks.append(_tell_if_declined(engine))
 
-    async def answered(endpoint: type[Answer], request: GenerationRequest, raw: Request) -> Response:
-        work = serving.create(endpoint, request, raw.headers)
+    async def answered(endpoint: type[Answer], request: protocol.GenerationRequest, raw: Request) -> Response:
+        work = endpoint(serving, request, raw.headers).create()
         answer = await with_cancellation(work, raw, engine.parts)
         return answer if isinstance(answer, Response) else _as_json(answer)
 
     @app.post("/v1/completions", dependencies=checks)
-    async def create_completion(request: CompletionRequest, raw: Request) -> Response:
+    async def create_completion(request: protocol.CompletionRequest, raw: Request) -> Response:
         return await answered(CompletionAnswer, request, raw)
 
     @app.post("/v1/chat/completions", dependencies=checks)
-    async def create_chat_completion(request: ChatCompletionRequest, raw: Request) -> Response:
+    async def create_chat_completion(request: protocol.ChatCompletionRequest, raw: Request) -> Response:
         return await answered(ChatAnswer, request, raw)
 
     @app.post("/v1/responses", dependencies=checks)
@@ -149,26 +162,23 @@ def _tell_if_declined(engine: AsyncLLM) -> Any:
 
 def _add_tokenization(app: FastAPI, serving: OpenAIServing) -> None:
     @app.post("/tokenize", dependencies=JSON_ONLY)
-    async def tokenize(request: TokenizeCompletionRequest | TokenizeChatRequest) -> Response:
-        return Response(await as_long_json(await serving.create_tokenize(request)), media_type="application/json")
+    async def tokenize(request: protocol.TokenizeCompletionRequest | protocol.TokenizeChatRequest) -> Response:
+        # A million ids take a while to write.
+        return await asyncio.to_thread(_as_json, await serving.create_tokenize(request))
 
-    @app.post("/detokenize", dependencies=JSON_ONLY)
-    async def detokenize(request: DetokenizeRequest) -> Response:
-        return _as_json(await serving.create_detokenize(request))
+    app.post("/detokenize", dependencies=JSON_ONLY)(serving.create_detokenize)
 
 
 def _as_json(answer: Json) -> Response:
     return Response(as_json(answer), media_type="application/json")
 
 
-def _add_adapters(app: FastAPI, models: OpenAIServingModels) -> None:
-    @app.post("/v1/load_lora_adapter", dependencies=JSON_ONLY)
-    async def load_lora_adapter(request: LoadLoRAAdapterRequest) -> Response:
-        return Response(await models.load_lora_adapter(request))
-
-    @app.post("/v1/unload_lora_adapter", dependencies=JSON_ONLY)
-    async def unload_lora_adapter(request: UnloadLoRAAdapterRequest) -> Response:
-        return Response(await models.unload_lora_adapter(request))
+def _add_models(app: FastAPI, models: OpenAIServingModels, may_load: bool) -> None:
+    app.get("/v1/models")(models.show_available_models)
+    if may_load:
+        post = partial(app.post, dependencies=JSON_ONLY, response_class=Response)
+        post("/v1/load_lora_adapter")(models.load_lora_adapter)
+        post("/v1/unload_lora_adapter")(models.unload_lora_adapter)
 
 
 def _add_instruments(app: FastAPI, engine: AsyncLLM, registry: CollectorRegistry) -> None:
@@ -192,3 +202,10 @@ def _add_instruments(app: FastAPI, engine: AsyncLLM, registry: CollectorRegistry
     @app.get("/metrics", include_in_schema=False)
     async def metrics() -> Response:
         return Response(generate_latest(registry), headers={"content-type": CONTENT_TYPE_LATEST})
+
+    # Anyone who reaches the server could slow it down with this route.
+    if any(os.environ.get(name, "0") not in ("", "0") for name in DEVELOPMENT_VARIABLES):
+
+        @app.post("/reset_prefix_cache")
+        async def reset_prefix_cache() -> Json:
+            return {"success": await engine.reset_prefix_cache()}

@@ -7,10 +7,11 @@ In vLLM v0.33.0: `vllm/renderers/chat_utils/chat_message.py` (`parse_chat_messag
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, Literal
 
-from minivllm.errors import MinivllmError
+from minivllm.config.checks import require
 from minivllm.logger import init_logger
 
 logger = init_logger(__name__)
@@ -22,26 +23,38 @@ TEXT_KEYS = {"text": "text", "input_text": "text", "output_text": "text", "refus
 """The types of parts that are texts, and the key that each has its text under."""
 
 
-def normalize(messages: Sequence[Any], content_format: ContentFormat) -> list[dict[str, Any]]:
-    """Return the messages with contents in this format, the arguments of tool calls as
+def normalize(message: Any, content_format: ContentFormat) -> dict[str, Any]:
+    """Return the message with its content in this format, the arguments of tool calls as
     dictionaries, and no empty lists.
 
     Raises:
-        MinivllmError: a message, a part of its content or a tool call has a form that is not
+        MinivllmError: the message, a part of its content or a tool call has a form that is not
             served.
     """
-    return [_normalize(message, content_format) for message in messages]
+    wrong = f"a message is {type(message).__name__}; it must be a dictionary with role and content"
+    require(isinstance(message, Mapping), wrong)
+    parts = _parts(message.get("content"))
+    normalized = {**message, "content": parts}
+    if content_format == "string":
+        normalized["content"] = "\n".join(part["text"] for part in parts if part["text"])
+    elif message.get("role") == "tool":  # most templates that loop over parts expect a text here
+        normalized["content"] = _text_of(parts)
+    calls = normalized.pop("tool_calls", None)
+    if calls and message.get("role") == "assistant":
+        wrong = f"a message's tool_calls are {type(calls).__name__}; they must be a list"
+        require(isinstance(calls, list | tuple), wrong)
+        normalized["tool_calls"] = [_normalize_call(call) for call in calls]
+    return normalized
 
 
 def without_developers(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the messages with developers' as the system's, all of them merged into the first: most
     templates know no developer, and take a system message at the beginning only.
     """
-    roles = [role if isinstance(role := message.get("role"), str) else None for message in messages]
-    if "developer" not in roles:
+    if not any(message.get("role") == "developer" for message in messages):
         return messages
-    instructions = [each for each, role in zip(messages, roles, strict=True) if role in ("developer", "system")]
-    others = [each for each, role in zip(messages, roles, strict=True) if role not in ("developer", "system")]
+    instructions = [message for message in messages if message.get("role") in ("developer", "system")]
+    others = [message for message in messages if message.get("role") not in ("developer", "system")]
     if len(instructions) == 1 and instructions[0] is messages[0]:
         return [{**instructions[0], "role": "system"}, *others]
     texts = [text for message in instructions if (text := _text_of(message["content"]))]
@@ -52,56 +65,31 @@ def _text_of(content: str | list[dict[str, Any]]) -> str:
     return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
 
 
-def _normalize(message: Any, content_format: ContentFormat) -> dict[str, Any]:
-    if not isinstance(message, Mapping):
-        raise MinivllmError(f"a message is {type(message).__name__}; it must be a dictionary with role and content")
-    parts = _parts(message.get("content"))
-    normalized = {**message, "content": parts}
-    if content_format == "string":
-        normalized["content"] = "\n".join(part["text"] for part in parts if part["text"])
-    elif message.get("role") == "tool":  # most templates that loop over parts expect a text here
-        normalized["content"] = "\n".join(part["text"] for part in parts)
-    tool_calls = normalized.pop("tool_calls", None)
-    if tool_calls and message.get("role") == "assistant":
-        if not isinstance(tool_calls, Sequence) or isinstance(tool_calls, str):
-            raise MinivllmError(f"a message's tool_calls are {type(tool_calls).__name__}; they must be a list")
-        normalized["tool_calls"] = [_normalize_call(call) for call in tool_calls]
-    return normalized
-
-
 def _parts(content: Any) -> list[dict[str, Any]]:
-    if content is None:
-        return []
-    if isinstance(content, str):
-        return [{"type": "text", "text": content}]
-    if not isinstance(content, Sequence) or isinstance(content, bytes | bytearray):
-        raise MinivllmError(
-            f"a message's content is {type(content).__name__}; it must be a string, a list of parts or null"
-        )
+    content = [content] if isinstance(content, str) else content or []
+    wrong = f"a message's content is {type(content).__name__}; it must be a string, a list of parts or null"
+    require(isinstance(content, list | tuple), wrong)
     return [part for entry in content if (part := _part(entry)) is not None]
 
 
 def _part(part: Any) -> dict[str, Any] | None:
     """Return the part's text; None if it has none."""
-    if isinstance(part, str):
-        return {"type": "text", "text": part}
+    part = {"text": part} if isinstance(part, str) else part
     kind = part.get("type", "text") if isinstance(part, Mapping) else type(part).__name__
-    if not isinstance(part, Mapping) or not isinstance(kind, str) or kind not in TEXT_KEYS:
-        raise MinivllmError(f"a part of a message's content is {str(kind)[:100]!r}; only text parts are served")
+    is_text = isinstance(part, Mapping) and isinstance(kind, str) and kind in TEXT_KEYS
+    require(is_text, f"a part of a message's content is {str(kind)[:100]!r}; only text parts are served")
     text = part.get(TEXT_KEYS[kind])
-    if text is None:
-        return None
-    if not isinstance(text, str):
-        raise MinivllmError(f"the text of a message's content part is {type(text).__name__}; it must be a string")
+    wrong = f"the text of a message's content part is {type(text).__name__}; it must be a string"
+    require(isinstance(text, str | None), wrong)
     # Templates may read further keys, such as cache hints.
     others = {key: value for key, value in part.items() if key not in TEXT_KEYS}
-    return {**others, "type": "text", "text": text}
+    return None if text is None else {**others, "type": "text", "text": text}
 
 
 def _normalize_call(call: Any) -> dict[str, Any]:
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or call.get("type", "function") != "function":
-        raise MinivllmError('a message\'s tool call must be {"type": "function", "function": {"name": …}}', "messages")
+    function: Any = call.get("function") if isinstance(call, Mapping) else None
+    is_call = isinstance(function, Mapping) and call.get("type", "function") == "function"
+    require(is_call, 'a message\'s tool call must be {"type": "function", "function": {"name": …}}', "messages")
     return {**call, "function": {**function, "arguments": _arguments(function.get("arguments"))}}
 
 
@@ -111,17 +99,9 @@ def _arguments(arguments: Any) -> Mapping[str, Any]:
     Arguments that do not parse become an empty dictionary: the call is part of the conversation's
     history, so refusing it would break every later turn.
     """
-    if not arguments:
-        return {}
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError):
-            logger.warning(
-                "A tool call's arguments (%d characters) are not JSON; using {} in their place", len(arguments)
-            )
-            return {}
-    if isinstance(arguments, Mapping):
-        return arguments
-    logger.warning("A tool call's arguments are %s, not an object; using {} in their place", type(arguments).__name__)
+    with suppress(ValueError, RecursionError):
+        parsed = json.loads(arguments or "{}") if isinstance(arguments, str | None) else arguments
+        if isinstance(parsed, Mapping):
+            return parsed
+    logger.warning("A tool call's arguments are no JSON object; using {} in their place")
     return {}

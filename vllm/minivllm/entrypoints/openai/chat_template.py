@@ -40,9 +40,7 @@ NO_TEMPLATE = (
     "server with --chat-template, or give LLM.chat a chat_template"
 )
 PROBE = {"type": "text", "text": "the text of a part", "other": "another field of a part"}
-RENDERING_ERRORS = (
-    jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, RecursionError,
-)  # fmt: skip
+RENDERING_ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, RecursionError)
 
 
 def read_template(flag: str | None, model: str | Path) -> str | None:
@@ -54,11 +52,10 @@ def read_template(flag: str | None, model: str | Path) -> str | None:
     Raises:
         MinivllmError: the file does not exist, or the template is not valid.
     """
-    if flag is None:
-        template = _template_of(model)
-    else:
-        # A template has braces or lines, and no path has.
-        template = flag if "{" in flag or "\n" in flag else _text_of(Path(flag))
+    template = _template_of(model) if flag is None else flag
+    # A template has braces or lines, and no path has.
+    if flag is not None and "{" not in flag and "\n" not in flag:
+        template = _text_of(Path(flag))
     if template is not None:
         _compiled(template)
     return template
@@ -99,11 +96,7 @@ def _tokenizer_config(model: str | Path) -> dict[str, Any]:
 
 
 def render(
-    template: str,
-    messages: Sequence[Mapping[str, Any]],
-    further: Mapping[str, Any],
-    goes_on: bool,
-    content_format: str = "auto",
+    template: str, messages: Sequence[Any], further: Mapping[str, Any], goes_on: bool, content_format: str = "auto"
 ) -> str:
     """Render the messages with the template, and return the prompt.
 
@@ -118,13 +111,13 @@ def render(
         MinivllmError: there are no messages, or the template rejects them.
     """
     check("chat_template_content_format", content_format, CONTENT_FORMAT)
-    if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
-        raise MinivllmError(f"a conversation is {type(messages).__name__}; it must be a list of messages")
+    is_list = isinstance(messages, Sequence) and not isinstance(messages, str | bytes)
+    require(is_list, f"a conversation is {type(messages).__name__}; it must be a list of messages")
     require(len(messages) > 0, "there are no messages; a conversation needs at least one")
     is_closed = goes_on and further.get("add_generation_prompt")
     require(not is_closed, "continue_final_message needs `add_generation_prompt: false`")
     form = _content_format(template) if content_format == "auto" else cast(ContentFormat, content_format)
-    conversation = normalize(messages, form)
+    conversation = [normalize(message, form) for message in messages]
     if "'developer'" not in template and '"developer"' not in template:
         conversation = without_developers(conversation)
     try:
@@ -133,7 +126,8 @@ def render(
         raise MinivllmError(f"the chat template rejects the messages: {error}") from None
     if goes_on:
         # The template has added its end of turn behind the last message: cut it off.
-        last = _last_text(conversation[-1]["content"]).lstrip()
+        content = conversation[-1]["content"]
+        last = (content if isinstance(content, str) else content[-1]["text"] if content else "").lstrip()
         if (start := text.rfind(last.rstrip())) >= 0:
             # A template may strip the spaces at the message's end.
             text = text[: start + len(last if text.startswith(last, start) else last.rstrip())]
@@ -154,8 +148,8 @@ def render_conversations(
     Raises:
         MinivllmError: there is no template, or it rejects the messages.
     """
-    if not isinstance(messages, Sequence) or isinstance(messages, str):
-        raise MinivllmError(f"messages are {type(messages).__name__}; they must be a list of messages, or of lists")
+    is_list = isinstance(messages, Sequence) and not isinstance(messages, str)
+    require(is_list, f"messages are {type(messages).__name__}; they must be a list of messages, or of lists")
     wrong = f"chat_template is {type(template).__name__}; it must be a template or a file's name"
     require(template is None or isinstance(template, str | Path), wrong)
     source = args.tokenizer or args.model
@@ -166,12 +160,6 @@ def render_conversations(
     conversations = [messages] if not messages or isinstance(messages[0], Mapping) else messages
     seen = {**special_tokens(source), **further}
     return [render(text, conversation, seen, goes_on, content_format) for conversation in conversations]
-
-
-def _last_text(content: str | list[dict[str, Any]]) -> str:
-    if isinstance(content, str):
-        return content
-    return content[-1]["text"] if content else ""
 
 
 @lru_cache(maxsize=32)

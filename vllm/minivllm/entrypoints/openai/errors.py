@@ -7,6 +7,7 @@ if one is to blame. Unknown paths and methods get FastAPI's own errors.
 In vLLM v0.33.0: `vllm/entrypoints/serve/exception_handling/`.
 """
 
+import re
 from collections.abc import Sequence
 from http import HTTPStatus
 from typing import Any
@@ -25,35 +26,18 @@ MAX_ERRORS = 10
 MAX_INPUT_CHARACTERS = 200
 MAX_ERROR_CHARACTERS = 1000
 UNION_MARKERS = {"str", "int", "float", "bool", "bytes", "none", "list", "dict"}
+BRANCH = re.compile(r"[\[\]{}()]|Request\Z")
 
 
 class RequestError(MinivllmError):
-    """An error in a request whose status is not 400."""
+    """An error in a request whose status is not 400; by default, its type is named after the
+    status.
+    """
 
-    def __init__(self, message: str, status: HTTPStatus, kind: str, parameter: str | None = None) -> None:
+    def __init__(self, message: str, status: int, kind: str | None = None, parameter: str | None = None) -> None:
         super().__init__(message, parameter)
-        self.status = status
-        self.kind = kind
-
-
-def not_found(message: str, parameter: str | None = None) -> RequestError:
-    """Return the error for a model that is not served."""
-    return RequestError(message, HTTPStatus.NOT_FOUND, "NotFoundError", parameter)
-
-
-def unavailable(message: str) -> RequestError:
-    """Return the error for a server that cannot accept the request now."""
-    return RequestError(message, HTTPStatus.SERVICE_UNAVAILABLE, "ServiceUnavailableError")
-
-
-def bad_gateway(message: str) -> RequestError:
-    """Return the error for a request that another server failed to answer."""
-    return RequestError(message, HTTPStatus.BAD_GATEWAY, "BadGatewayError")
-
-
-def failed(message: str) -> RequestError:
-    """Return the error for a valid request that the engine could not answer."""
-    return RequestError(message, HTTPStatus.INTERNAL_SERVER_ERROR, "InternalServerError")
+        self.status = HTTPStatus(status)
+        self.kind = kind or self.status.phrase.replace(" ", "").removesuffix("Error") + "Error"
 
 
 def error_body(error: Exception) -> dict[str, dict[str, Any]]:
@@ -69,15 +53,15 @@ def _known(error: Exception) -> RequestError:
     if isinstance(error, RequestError):
         return error
     if isinstance(error, MinivllmError):
-        return RequestError(str(error), HTTPStatus.BAD_REQUEST, "BadRequestError", error.parameter)
+        return RequestError(str(error), 400, parameter=error.parameter)
     # A client may try again, at another server or later.
     if isinstance(error, EngineStoppedError):
-        return unavailable(str(error))
+        return RequestError(str(error), 503)
     # The reason may name files and addresses of this machine: it goes to the log only.
     if isinstance(error, EngineDeadError):
-        return failed("the engine's core has ended; the server's log says why")
+        return RequestError("the engine's core has ended; the server's log says why", 500)
     logger.error("A request failed", exc_info=error)
-    return failed("internal server error")
+    return RequestError("internal server error", 500)
 
 
 def json_response(error: Exception) -> JSONResponse:
@@ -101,11 +85,10 @@ async def _handle(request: Request, error: Exception) -> JSONResponse:
     if isinstance(error.__cause__, MinivllmError):
         return json_response(error.__cause__)
     if not isinstance(error, HTTPException):
-        return json_response(failed("internal server error"))
-    status = HTTPStatus(error.status_code)
-    if status in (HTTPStatus.NOT_FOUND, HTTPStatus.METHOD_NOT_ALLOWED):
-        return JSONResponse({"detail": error.detail}, status, error.headers)
-    return json_response(RequestError(str(error.detail), status, status.phrase))
+        return json_response(RequestError("internal server error", 500))
+    if error.status_code in (404, 405):
+        return JSONResponse({"detail": error.detail}, error.status_code, error.headers)
+    return json_response(RequestError(str(error.detail), error.status_code, HTTPStatus(error.status_code).phrase))
 
 
 def _of_validation(errors: Sequence[Any]) -> MinivllmError:
@@ -113,12 +96,9 @@ def _of_validation(errors: Sequence[Any]) -> MinivllmError:
     for error in errors:
         if isinstance(own := error.get("ctx", {}).get("error"), MinivllmError):
             return own
-    lines = [_line(error) for error in errors[:MAX_ERRORS]]
-    if len(errors) > MAX_ERRORS:
-        lines.append(f"and {len(errors) - MAX_ERRORS} more")
-    message = f"{len(errors)} validation error{'s' * (len(errors) > 1)}: " + "; ".join(lines)
-    status = HTTPStatus.BAD_REQUEST
-    return RequestError(message, status, status.phrase, _path(errors[0]["loc"]))
+    lines = "; ".join(_line(error) for error in errors[:MAX_ERRORS])
+    message = f"{len(errors)} validation error{'s' * (len(errors) > 1)}: {lines}"
+    return RequestError(message, 400, "Bad Request", _path(errors[0]["loc"]))
 
 
 def _line(error: Any) -> str:
@@ -136,6 +116,5 @@ def _path(location: Sequence[int | str]) -> str:
     """
     parts = [str(part) for part in location]
     # For a union, pydantic inserts the name of each type that it has tried.
-    named = [part for part in parts if not any(mark in part for mark in "[]{}()") and part not in UNION_MARKERS]
-    named = [part for part in named if not part.endswith("Request")]
+    named = [part for part in parts if part not in UNION_MARKERS and not BRANCH.search(part)]
     return ".".join(named or parts)

@@ -14,7 +14,7 @@ import resource
 import signal
 import socket
 from collections.abc import Generator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, Protocol
 
 import uvicorn
@@ -48,12 +48,9 @@ class Backend(Protocol):
 
 
 class NoSignalServer(uvicorn.Server):
-    """A uvicorn server that leaves signals alone."""
+    """A uvicorn server that leaves signals alone: `until_the_end` handles them."""
 
-    @contextmanager
-    def capture_signals(self) -> Generator[None, None, None]:
-        """Leave signals alone: `until_the_end` handles them."""
-        yield
+    capture_signals = staticmethod(nullcontext)  # type: ignore[assignment]
 
 
 def bind(settings: HttpArgs) -> socket.socket:
@@ -62,19 +59,14 @@ def bind(settings: HttpArgs) -> socket.socket:
     Raises:
         MinivllmError: the port is in use, or the host is not this machine's.
     """
-    # Only IPv6 addresses have colons.
-    family = socket.AF_INET6 if ":" in (settings.host or "") else socket.AF_INET
-    listening = socket.socket(family, socket.SOCK_STREAM)
-    # A server that was just restarted must get its port back at once.
-    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    address, is_ipv6 = (settings.host or "", settings.port), ":" in (settings.host or "")
+    family, is_dual = socket.AF_INET6 if is_ipv6 else socket.AF_INET, is_ipv6 and socket.has_dualstack_ipv6()
     try:
-        listening.bind((settings.host or "", settings.port))
-        listening.listen(2048)
+        # A server that is restarted gets its port back at once.
+        return socket.create_server(address, family=family, dualstack_ipv6=is_dual, backlog=2048)
     except (OSError, OverflowError) as error:
-        listening.close()
         where = f"{settings.host or '*'}:{settings.port}"
         raise MinivllmError(f"cannot listen on {where}: {error}; choose another --port or --host") from None
-    return listening
 
 
 def address_of(listening: socket.socket) -> str:
@@ -88,17 +80,10 @@ def make_server(app: FastAPI, settings: HttpArgs, protocol: Any = "auto") -> NoS
     """Return a server for these routes, which `serve(sockets=...)` starts. `protocol` is uvicorn's
     implementation of HTTP/1.1.
     """
-    return NoSignalServer(
-        uvicorn.Config(
-            app,
-            http=protocol,
-            log_level=settings.uvicorn_log_level,
-            access_log=not settings.disable_uvicorn_access_log,
-            timeout_graceful_shutdown=SECONDS_TO_CLOSE,
-            lifespan="off",
-            ws="none",
-        )
-    )
+    level, logs = settings.uvicorn_log_level, not settings.disable_uvicorn_access_log
+    config = uvicorn.Config(app, http=protocol, ws="none", lifespan="off", log_level=level, access_log=logs)
+    config.timeout_graceful_shutdown = SECONDS_TO_CLOSE
+    return NoSignalServer(config)
 
 
 async def until_the_end(
@@ -109,7 +94,9 @@ async def until_the_end(
     """
     _allow_many_connections()
     logging.getLogger("uvicorn.error").addFilter(_is_not_about_tasks)
-    asked = signals()
+    asked = asyncio.Semaphore(0)  # released once per signal
+    for number in SIGNALS:
+        asyncio.get_running_loop().add_signal_handler(number, asked.release)
     logger.info("Serving on %s", address_of(listening))
     serving = asyncio.create_task(server.serve(sockets=[listening]))
     dying, stopping = asyncio.create_task(backend.wait_until_dead()), asyncio.create_task(asked.acquire())
@@ -151,18 +138,8 @@ async def _drain(
     loop = asyncio.get_running_loop()
     end = loop.time() + seconds
     # The semaphore is locked as long as no further signal has come.
-    while state.num_open and asked.locked() and loop.time() < end:
-        if dying is not None and dying.done():
-            return
+    while state.num_open and asked.locked() and loop.time() < end and not (dying and dying.done()):
         await asyncio.sleep(0.02)
-
-
-def signals() -> asyncio.Semaphore:
-    """Return a semaphore that is released once per signal."""
-    asked = asyncio.Semaphore(0)
-    for number in SIGNALS:
-        asyncio.get_running_loop().add_signal_handler(number, asked.release)
-    return asked
 
 
 @contextmanager

@@ -11,7 +11,6 @@ import hmac
 import json
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
-from http import HTTPStatus
 from typing import Any
 
 from fastapi import Depends, HTTPException, Request, Response
@@ -21,7 +20,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from minivllm.entrypoints.openai.errors import RequestError, json_response, unavailable
+from minivllm.entrypoints.openai.errors import RequestError, json_response
 
 WITH_KEY = ("/v1", "/v2", "/inference", "/cohere", "/xray/")
 NOT_COUNTED = {"/metrics", "/health", "/load", "/ping", "/version"}
@@ -102,14 +101,13 @@ async def _check_size(body: bytes) -> None:
         num_values += outside.count(b",") + outside.count(b"[") + outside.count(b"{")
         num_keys += outside.count(b":")
         if num_values > MAX_VALUES or num_keys > MAX_KEYS:
-            raise _too_large(
-                f"the body has more than {MAX_VALUES:,} values or {MAX_KEYS:,} keys; send several requests"
-            )
+            most = f"{MAX_VALUES:,} values or {MAX_KEYS:,} keys"
+            raise _too_large(f"the body has more than {most}; send several requests")
         await asyncio.sleep(0)
 
 
 def _too_large(message: str) -> RequestError:
-    return RequestError(message, HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "BadRequestError")
+    return RequestError(message, 413, "BadRequestError")
 
 
 class ServerState:
@@ -134,10 +132,9 @@ class AuthenticationMiddleware:
         """Let the request pass, or answer 401."""
         # Browsers ask with OPTIONS before they send a key (CORS).
         free = scope["method"] == "OPTIONS" or not scope["path"].startswith(WITH_KEY)
-        if free or self._knows(Headers(scope=scope).get("authorization", "")):
-            await self._app(scope, receive, send)
-            return
-        await JSONResponse({"error": "Unauthorized"}, HTTPStatus.UNAUTHORIZED)(scope, receive, send)
+        passes = free or self._knows(Headers(scope=scope).get("authorization", ""))
+        answers = self._app if passes else JSONResponse({"error": "Unauthorized"}, 401)
+        await answers(scope, receive, send)
 
     def _knows(self, authorization: str) -> bool:
         scheme, _, key = authorization.partition(" ")
@@ -159,17 +156,15 @@ class OpenRequestsMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, counting it while it is open if it generates."""
         # Only requests that generate are waited for when the server shuts down.
-        if scope["method"] != "POST" or not scope["path"].startswith("/v1/"):
-            await self._app(scope, receive, send)
+        generates = scope["method"] == "POST" and scope["path"].startswith("/v1/")
+        if generates and self._state.draining:
+            await json_response(RequestError("the server is shutting down", 503))(scope, receive, send)
             return
-        if self._state.draining:
-            await json_response(unavailable("the server is shutting down"))(scope, receive, send)
-            return
-        self._state.num_open += 1
+        self._state.num_open += generates
         try:
             await self._app(scope, receive, send)
         finally:
-            self._state.num_open -= 1
+            self._state.num_open -= generates
 
 
 class HttpMetricsMiddleware:

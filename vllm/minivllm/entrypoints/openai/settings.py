@@ -77,8 +77,3 @@ class FrontendArgs(HttpArgs):
         super().__post_init__()
         if self.enable_auto_tool_choice and self.tool_call_parser is None:
             raise MinivllmError(f"enable_auto_tool_choice needs a tool_call_parser: one of {', '.join(PARSERS)}")
-
-    @property
-    def auto_tool_parser(self) -> str | None:
-        """The parser of calls that the model makes freely; None if it may not make any."""
-        return self.tool_call_parser if self.enable_auto_tool_choice else None

@@ -17,7 +17,6 @@ async def in_thread(function: Callable[[], Result], seconds: float, name: str) -
     Raises:
         MinivllmError: it ran for longer than `seconds`; the message calls it `name`.
     """
-    loop = asyncio.get_running_loop()
     lock = threading.Lock()
     running: list[int] = []
 
@@ -29,18 +28,13 @@ async def in_thread(function: Callable[[], Result], seconds: float, name: str) -
             with lock:
                 running.clear()
 
-    def interrupt() -> None:
-        nonlocal timer
+    work = asyncio.get_running_loop().run_in_executor(None, run)
+    # More than once: it may wait for a thread, or catch the exception.
+    while not (await asyncio.wait({work}, timeout=seconds))[0]:
         with lock:  # so that the exception reaches this function, and not the thread's next one
-            if running:
-                thread, error = ctypes.c_ulong(running[0]), ctypes.py_object(TimeoutError)
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, error)
-        timer = loop.call_later(seconds, interrupt)  # it waits for a thread, or has caught the exception
-
-    timer = loop.call_later(seconds, interrupt)
+            for thread in running:
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(TimeoutError))
     try:
-        return await loop.run_in_executor(None, run)
+        return work.result()
     except TimeoutError:
         raise MinivllmError(f"{name} ran for more than {seconds:g} seconds") from None
-    finally:
-        timer.cancel()
