@@ -44,19 +44,16 @@ class Answer:
     def __init__(self, serving: OpenAIServing, request: Any, headers: Mapping[str, str]) -> None:
         """Take a request that `serving` has accepted: its `check` raises for others."""
         serving.check(request)
-        self.serving = serving
-        self.request = request
+        self.serving, self.request, self.n = serving, request, request.n or 1
         self.prompts: list[TokensPrompt] = []
         self.params: list[SamplingParams] = []
-        self.n = request.n or 1
         self._headers = headers
         self._collectors: list[Collector] = []
         self._ready: asyncio.Queue[int] = asyncio.Queue()
         # All events of a stream have the same id and time.
         client_id = headers.get("x-request-id") or request.request_id or uuid.uuid4().hex[:16]
         self._id = self.id_prefix + client_id.encode("utf8", "replace").decode()[:1024]
-        self._created = int(time.time())
-        self._model = serving.models.name_in_reply(request.model)
+        self._created, self._model = int(time.time()), serving.models.name_in_reply(request.model)
         options = request.stream_options
         self._reports_usage = bool(options and options.include_usage)
         self._reports_always = self._reports_usage and bool(options.continuous_usage_stats)
@@ -165,8 +162,7 @@ class Answer:
     async def whole(self) -> Json:
         """Return the non-streaming reply."""
         outputs = {index: output async for index, output in self.outputs() if output.finished}
-        choices = []
-        num_generated = 0
+        choices, num_generated = list[Json](), 0
         # Prompts finish in any order, and are answered in the client's.
         for index in range(len(self.prompts)):
             output = outputs[index]
@@ -223,10 +219,8 @@ class Answer:
     def event(self, choice: Json, num_tokens: int) -> Json:
         """Return an event with this choice, which has `num_tokens` generated tokens so far."""
         event = self._message(self.event_kind, [choice])
-        if self._reports_always:
-            prompt = self.prompts[choice["index"] // self.n]
-            event["usage"] = usage_of(len(prompt["prompt_token_ids"]), num_tokens)
-        return event
+        prompt = self.prompts[choice["index"] // self.n]["prompt_token_ids"]
+        return event | {"usage": usage_of(len(prompt), num_tokens)} if self._reports_always else event
 
     def _message(self, kind: str, choices: Sequence[Json]) -> Json:
         return {"id": self._id, "object": kind, "created": self._created, "model": self._model, "choices": choices}

@@ -12,7 +12,6 @@ import os
 import socket
 from collections.abc import AsyncIterator
 from functools import partial
-from typing import Any
 
 import uvloop
 from fastapi import Depends, FastAPI, Request
@@ -30,13 +29,12 @@ from minivllm.entrypoints.openai.answer import Answer, Json
 from minivllm.entrypoints.openai.chat_answer import ChatAnswer
 from minivllm.entrypoints.openai.chat_template import read_template
 from minivllm.entrypoints.openai.completion_answer import CompletionAnswer
-from minivllm.entrypoints.openai.errors import RequestError, register_exception_handlers
-from minivllm.entrypoints.openai.http_server import bind, make_server, signals_end_the_start, until_the_end
-from minivllm.entrypoints.openai.middleware import JSON_ONLY
+from minivllm.entrypoints.openai.errors import EXCEPTION_HANDLERS, RequestError
+from minivllm.entrypoints.openai.http_server import bind, signals_end_the_start, until_the_end
 from minivllm.entrypoints.openai.responses_answer import ResponsesAnswer
 from minivllm.entrypoints.openai.responses_protocol import ResponsesRequest, not_stored
 from minivllm.entrypoints.openai.serving_engine import OpenAIServing
-from minivllm.entrypoints.openai.serving_models import OpenAIServingModels, check_lora_settings
+from minivllm.entrypoints.openai.serving_models import check_lora_settings
 from minivllm.entrypoints.openai.settings import FrontendArgs
 from minivllm.entrypoints.openai.stream import as_json, with_cancellation
 from minivllm.entrypoints.xray.routes import StepFeed, add_xray
@@ -68,7 +66,7 @@ def serve(args: EngineArgs, settings: FrontendArgs, template: str | None) -> int
 
 async def _serve(engine: AsyncLLM, listening: socket.socket, settings: FrontendArgs, template: str | None) -> int:
     app = await make_app(engine, settings, template)
-    return await until_the_end(make_server(app, settings), engine, listening, settings, app.state.server)
+    return await until_the_end(app, engine, listening, settings)
 
 
 async def make_app(engine: AsyncLLM, settings: FrontendArgs, template: str | None) -> FastAPI:
@@ -77,7 +75,7 @@ async def make_app(engine: AsyncLLM, settings: FrontendArgs, template: str | Non
     Raises:
         MinivllmError: an adapter that the server starts with cannot be served.
     """
-    app = FastAPI(title="minivllm", version=minivllm.__version__)
+    app = FastAPI(title="minivllm", version=minivllm.__version__, exception_handlers=EXCEPTION_HANDLERS)
     app.router.route_class = middleware.BoundedRoute
     app.state.server = middleware.ServerState()
     serving = OpenAIServing(engine, settings, template)
@@ -86,11 +84,8 @@ async def make_app(engine: AsyncLLM, settings: FrontendArgs, template: str | Non
     for index, stats in enumerate(engine.engine_stats):
         # So that gauges have values before the first step.
         metrics.record(stats, engine.output_processor.take_stats(index), index)
-    register_exception_handlers(app)
     _add_middleware(app, settings, metrics.registry)
-    _add_generation(app, serving)
-    _add_tokenization(app, serving)
-    _add_models(app, serving.models, bool(settings.runtime_lora_path))
+    _add_api(app, serving)
     _add_instruments(app, engine, metrics.registry)
     await serving.models.init_static_loras()
     if settings.xray:
@@ -101,19 +96,35 @@ async def make_app(engine: AsyncLLM, settings: FrontendArgs, template: str | Non
 
 def _add_middleware(app: FastAPI, settings: FrontendArgs, registry: CollectorRegistry) -> None:
     """Add the middleware. The last one added sees a request first."""
-    app.add_middleware(middleware.OpenRequestsMiddleware, state=app.state.server)
+    app.add_middleware(middleware.OpenRequestsMiddleware)
     if settings.api_key:
         app.add_middleware(middleware.AuthenticationMiddleware, keys=settings.api_key)
     app.add_middleware(CORSMiddleware, allow_origins=settings.allowed_origins, allow_methods=["*"], allow_headers=["*"])
     app.add_middleware(middleware.HttpMetricsMiddleware, registry=registry)
 
 
-def _add_generation(app: FastAPI, serving: OpenAIServing) -> None:
+def _add_api(app: FastAPI, serving: OpenAIServing) -> None:
     engine = serving.engine
-    checks = [*JSON_ONLY]
+
+    async def tell_if_declined(request: Request) -> AsyncIterator[None]:
+        """Tell the prefill engine when a request is refused here while that engine still holds the
+        keys and values of the request's prompt.
+
+        Otherwise it would hold those blocks until their lease ends, and a client that keeps sending
+        requests that cannot be served could fill its cache.
+        """
+        try:
+            yield
+        except (MinivllmError, RequestValidationError) as refusal:
+            # A server that is only busy (503) may serve the request later, and needs the blocks
+            # then.
+            if not isinstance(refusal, RequestError) or refusal.status < 500:
+                body = await request.json()
+                engine.decline(body.get("kv_transfer_params") if isinstance(body, dict) else None)
+            raise
+
     # Only with a connector may a prefill engine hold blocks for a refused request.
-    if engine.engine_args.kv_transfer_config:
-        checks.append(_tell_if_declined(engine))
+    checks = [*middleware.JSON_ONLY, *([Depends(tell_if_declined)] if engine.engine_args.kv_transfer_config else [])]
 
     async def answered(endpoint: type[Answer], request: protocol.GenerationRequest, raw: Request) -> Response:
         work = endpoint(serving, request, raw.headers).create()
@@ -137,48 +148,22 @@ def _add_generation(app: FastAPI, serving: OpenAIServing) -> None:
     async def show_response(response_id: str) -> None:
         raise not_stored(response_id)
 
-
-def _tell_if_declined(engine: AsyncLLM) -> Any:
-    """Return a dependency that tells the prefill engine when a request is refused here while that
-    engine still holds the keys and values of the request's prompt.
-
-    Otherwise it would hold those blocks until their lease ends, and a client that keeps sending
-    requests that cannot be served could fill its cache.
-    """
-
-    async def watch(request: Request) -> AsyncIterator[None]:
-        try:
-            yield
-        except (MinivllmError, RequestValidationError) as refusal:
-            # A server that is only busy (503) may serve the request later, and needs the blocks
-            # then.
-            if not isinstance(refusal, RequestError) or refusal.status < 500:
-                body = await request.json()
-                engine.decline(body.get("kv_transfer_params") if isinstance(body, dict) else None)
-            raise
-
-    return Depends(watch)
-
-
-def _add_tokenization(app: FastAPI, serving: OpenAIServing) -> None:
-    @app.post("/tokenize", dependencies=JSON_ONLY)
-    async def tokenize(request: protocol.TokenizeCompletionRequest | protocol.TokenizeChatRequest) -> Response:
+    @app.post("/tokenize", dependencies=middleware.JSON_ONLY)
+    async def tokenize(request: protocol.TokenizeRequest) -> Response:
         # A million ids take a while to write.
         return await asyncio.to_thread(_as_json, await serving.create_tokenize(request))
 
-    app.post("/detokenize", dependencies=JSON_ONLY)(serving.create_detokenize)
+    app.post("/detokenize", dependencies=middleware.JSON_ONLY)(serving.create_detokenize)
+
+    app.get("/v1/models")(serving.models.show_available_models)
+    if serving.settings.runtime_lora_path:
+        post = partial(app.post, dependencies=middleware.JSON_ONLY, response_class=Response)
+        post("/v1/load_lora_adapter")(serving.models.load_lora_adapter)
+        post("/v1/unload_lora_adapter")(serving.models.unload_lora_adapter)
 
 
 def _as_json(answer: Json) -> Response:
     return Response(as_json(answer), media_type="application/json")
-
-
-def _add_models(app: FastAPI, models: OpenAIServingModels, may_load: bool) -> None:
-    app.get("/v1/models")(models.show_available_models)
-    if may_load:
-        post = partial(app.post, dependencies=JSON_ONLY, response_class=Response)
-        post("/v1/load_lora_adapter")(models.load_lora_adapter)
-        post("/v1/unload_lora_adapter")(models.unload_lora_adapter)
 
 
 def _add_instruments(app: FastAPI, engine: AsyncLLM, registry: CollectorRegistry) -> None:

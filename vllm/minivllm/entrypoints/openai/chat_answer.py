@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any, ClassVar
 
 from minivllm.entrypoints.openai.answer import Answer, Json
-from minivllm.entrypoints.openai.chat_messages import normalize
+from minivllm.entrypoints.openai.chat_template import normalize
 from minivllm.entrypoints.openai.logprobs import chat_logprobs, prompt_logprobs
 from minivllm.entrypoints.openai.tool_parsers import PARSERS, REQUIRED, NamedTool, ToolParser
 from minivllm.errors import MinivllmError

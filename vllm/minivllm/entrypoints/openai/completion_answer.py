@@ -46,7 +46,7 @@ class CompletionAnswer(Answer):
         is_first = number not in self._num_characters
         offset = self._num_characters[number]
         text, token_ids, rows = completion.text, completion.token_ids, completion.logprobs or []
-        if request.only_echoes:
+        if request.echo and request.max_tokens == 0:
             text, token_ids, rows = "", [], []
         if is_first and request.echo:
             # A prompt that is returned as token ids is not repeated as text.
@@ -60,12 +60,7 @@ class CompletionAnswer(Answer):
             shows_ids = bool(request.return_tokens_as_token_ids)
             logprobs = completion_logprobs(self.serving.tokenizer, token_ids, rows, request.logprobs, offset, shows_ids)
         shows_prompt = is_first and (request.echo or request.return_token_ids)
-        return {
-            "index": number,
-            "text": text,
-            "logprobs": logprobs,
-            "finish_reason": completion.finish_reason,
-            "stop_reason": completion.stop_reason,
-            "prompt_token_ids": prompt["prompt_token_ids"] if shows_prompt else None,
-            "token_ids": self.shown(completion.token_ids),
-        }
+        end = {"finish_reason": completion.finish_reason, "stop_reason": completion.stop_reason}
+        ids = {"prompt_token_ids": prompt["prompt_token_ids"] if shows_prompt else None}
+        ids["token_ids"] = self.shown(completion.token_ids)
+        return {"index": number, "text": text, "logprobs": logprobs, **end, **ids}

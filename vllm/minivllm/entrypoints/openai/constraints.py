@@ -25,10 +25,9 @@ def constraint_of(request: protocol.GenerationRequest) -> StructuredOutputsParam
     """
     own = request.structured_outputs
     settings = {name: value for name, value in (own or {}).items() if value is not None and name in KNOWN}
+    further = _of_format(request.response_format)
     if isinstance(request, protocol.ChatCompletionRequest) and request.forced_tools:
-        further: dict[str, Any] = {"json": _schema_of_tools(request)}
-    else:
-        further = _of_format(request.response_format)
+        further = {"json": _schema_of_tools(request)}
     doubled = settings.keys() & further.keys()
     require(not doubled, f"structured_outputs and response_format both set {', '.join(doubled)}; give only one")
     settings |= further

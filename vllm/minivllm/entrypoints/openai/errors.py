@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from http import HTTPStatus
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
@@ -22,11 +22,9 @@ from minivllm.logger import init_logger
 
 logger = init_logger(__name__)
 # A body of a megabyte can be wrong in a million places: how much of it a message tells.
-MAX_ERRORS = 10
-MAX_INPUT_CHARACTERS = 200
-MAX_ERROR_CHARACTERS = 1000
-UNION_MARKERS = {"str", "int", "float", "bool", "bytes", "none", "list", "dict"}
-BRANCH = re.compile(r"[\[\]{}()]|Request\Z")
+MAX_ERRORS, MAX_INPUT_CHARACTERS, MAX_ERROR_CHARACTERS = 10, 200, 1000
+BRANCH = re.compile(r"[\[\]{}()]|Request\Z|\A(str|int|float|bool|bytes|none|list|dict)\Z")
+"""The names of types, which pydantic inserts for each member of a union that it has tried."""
 
 
 class RequestError(MinivllmError):
@@ -70,12 +68,6 @@ def json_response(error: Exception) -> JSONResponse:
     return JSONResponse(body, body["error"]["code"])
 
 
-def register_exception_handlers(app: FastAPI) -> None:
-    """Turn every exception of a route into an error on the wire."""
-    for kind in (RequestValidationError, HTTPException, MinivllmError, EngineDeadError, Exception):
-        app.add_exception_handler(kind, _handle)
-
-
 async def _handle(request: Request, error: Exception) -> JSONResponse:
     if isinstance(error, RequestValidationError):
         return json_response(_of_validation(error.errors()))
@@ -111,10 +103,11 @@ def _line(error: Any) -> str:
 
 
 def _path(location: Sequence[int | str]) -> str:
-    """Return the path to a field, without the names that pydantic gives to the branches of a
-    union.
-    """
+    """Return the path to a field, without the names of a union's members."""
     parts = [str(part) for part in location]
-    # For a union, pydantic inserts the name of each type that it has tried.
-    named = [part for part in parts if part not in UNION_MARKERS and not BRANCH.search(part)]
-    return ".".join(named or parts)
+    return ".".join([part for part in parts if not BRANCH.search(part)] or parts)
+
+
+HANDLED = (RequestValidationError, HTTPException, MinivllmError, EngineDeadError, Exception)
+EXCEPTION_HANDLERS: dict[Any, Any] = dict.fromkeys(HANDLED, _handle)
+"""For an application whose routes answer every exception with an error on the wire."""

@@ -13,7 +13,7 @@ import logging
 import resource
 import signal
 import socket
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, Protocol
 
@@ -47,12 +47,6 @@ class Backend(Protocol):
         """End unfinished requests with an error."""
 
 
-class NoSignalServer(uvicorn.Server):
-    """A uvicorn server that leaves signals alone: `until_the_end` handles them."""
-
-    capture_signals = staticmethod(nullcontext)  # type: ignore[assignment]
-
-
 def bind(settings: HttpArgs) -> socket.socket:
     """Open the listening socket and return it.
 
@@ -76,25 +70,26 @@ def address_of(listening: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def make_server(app: FastAPI, settings: HttpArgs, protocol: Any = "auto") -> NoSignalServer:
+def make_server(app: FastAPI, settings: HttpArgs, protocol: Any = "auto") -> uvicorn.Server:
     """Return a server for these routes, which `serve(sockets=...)` starts. `protocol` is uvicorn's
     implementation of HTTP/1.1.
     """
     level, logs = settings.uvicorn_log_level, not settings.disable_uvicorn_access_log
     config = uvicorn.Config(app, http=protocol, ws="none", lifespan="off", log_level=level, access_log=logs)
     config.timeout_graceful_shutdown = SECONDS_TO_CLOSE
-    return NoSignalServer(config)
+    server = uvicorn.Server(config)
+    server.capture_signals = nullcontext  # type: ignore[method-assign]  # `until_the_end` handles them
+    return server
 
 
-async def until_the_end(
-    server: NoSignalServer, backend: Backend, listening: socket.socket, settings: HttpArgs, state: ServerState
-) -> int:
+async def until_the_end(app: FastAPI, backend: Backend, listening: socket.socket, settings: HttpArgs) -> int:
     """Serve on this socket until a signal arrives or the backend ends; return the exit code.
-    `state` holds the open requests.
+    `app.state.server` holds the open requests.
     """
+    server, state = make_server(app, settings), app.state.server
     _allow_many_connections()
     logging.getLogger("uvicorn.error").addFilter(_is_not_about_tasks)
-    asked = asyncio.Semaphore(0)  # released once per signal
+    asked = asyncio.Semaphore(0)  # released once per signal, and locked until then
     for number in SIGNALS:
         asyncio.get_running_loop().add_signal_handler(number, asked.release)
     logger.info("Serving on %s", address_of(listening))
@@ -111,12 +106,12 @@ async def until_the_end(
         state.draining = True
         logger.info("Shutting down: %d requests are open", state.num_open)
         # A second signal ends this wait, and so does the backend's death.
-        await _drain(state, asked, settings.shutdown_timeout, dying)
+        await _drain(state, settings.shutdown_timeout, lambda: dying.done() or not asked.locked())
         code = int(dying.done())
         backend.end_requests()
         # uvicorn tells open requests that their client has left: they send their last events
         # before.
-        await _drain(state, asked, SECONDS_TO_CLOSE)
+        await _drain(state, SECONDS_TO_CLOSE, lambda: not asked.locked())
     # uvicorn closes idle connections and waits for the others.
     server.should_exit = True
     await asyncio.wait({serving}, timeout=2 * SECONDS_TO_CLOSE)
@@ -129,16 +124,11 @@ async def until_the_end(
     return code
 
 
-async def _drain(
-    state: ServerState, asked: asyncio.Semaphore, seconds: float, dying: asyncio.Task[None] | None = None
-) -> None:
-    """Wait up to `seconds` for open requests to finish, or until another signal arrives or the
-    backend is dead.
-    """
+async def _drain(state: ServerState, seconds: float, is_over: Callable[[], bool]) -> None:
+    """Wait up to `seconds` for open requests to finish, or until this wait is over."""
     loop = asyncio.get_running_loop()
     end = loop.time() + seconds
-    # The semaphore is locked as long as no further signal has come.
-    while state.num_open and asked.locked() and loop.time() < end and not (dying and dying.done()):
+    while state.num_open and loop.time() < end and not is_over():
         await asyncio.sleep(0.02)
 
 

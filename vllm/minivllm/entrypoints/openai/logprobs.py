@@ -4,7 +4,7 @@ In vLLM v0.33.0: `_create_completion_logprobs` in `vllm/entrypoints/openai/compl
 `_create_chat_logprobs` in `vllm/entrypoints/openai/chat_completion/serving.py`.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate, islice
 from typing import Any
 
@@ -38,7 +38,7 @@ def completion_logprobs(
         tokens.append(_shown(token_id, own, as_ids))
         logprobs.append(row and max(own.logprob, LEAST))  # type: ignore[arg-type]
         # The chosen token stands first in a row, so there is one more.
-        top = _first(row or {}, num_top if num_top < 0 else num_top + 1)
+        top = islice((row or {}).items(), None if num_top < 0 else num_top + 1)
         shown = {_shown(top_id, entry, as_ids): max(entry.logprob, LEAST) for top_id, entry in top}
         top_logprobs.append(row and shown)  # type: ignore[arg-type]
     offsets = [*accumulate(map(len, tokens), initial=offset)][:-1]
@@ -53,7 +53,7 @@ def chat_logprobs(token_ids: Sequence[int], rows: Logprobs, num_top: int, as_ids
     for token_id, row in zip(token_ids, rows, strict=True):
         assert row is not None
         own = {"bytes": list((row[token_id].decoded_token or "").encode())}
-        top = [_entry(top_id, entry, as_ids) for top_id, entry in _first(row, num_top)]
+        top = [_entry(top_id, entry, as_ids) for top_id, entry in islice(row.items(), None if num_top < 0 else num_top)]
         content.append({**_entry(token_id, row[token_id], as_ids), **own, "top_logprobs": top})
     return {"content": content}
 
@@ -63,10 +63,6 @@ def prompt_logprobs(rows: Logprobs | None) -> list[dict[int, Any] | None] | None
     if rows is None:
         return None
     return [row and {token_id: _ranked(entry) for token_id, entry in row.items()} for row in rows]
-
-
-def _first(row: dict[int, Logprob], number: int) -> Iterable[tuple[int, Logprob]]:
-    return row.items() if number < 0 else islice(row.items(), number)
 
 
 def _ranked(entry: Logprob) -> dict[str, Any]:

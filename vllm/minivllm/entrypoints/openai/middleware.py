@@ -8,7 +8,6 @@ In vLLM v0.33.0: `vllm/entrypoints/serve/middleware/`.
 import asyncio
 import hashlib
 import hmac
-import json
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from typing import Any
@@ -66,12 +65,10 @@ class BoundedRequest(Request):
         Raises:
             RequestError: it has too many values or keys.
         """
-        if not hasattr(self, "_value"):
-            body = await self.body()
-            await _check_size(body)
-            self._value = json.loads(body)
-            await asyncio.sleep(0)
-        return self._value
+        await _check_size(await self.body())
+        value = await super().json()
+        await asyncio.sleep(0)
+        return value
 
 
 class BoundedRoute(APIRoute):
@@ -149,22 +146,22 @@ def _digest(key: str) -> bytes:
 class OpenRequestsMiddleware:
     """Middleware that counts generating requests, and refuses new ones while the server drains."""
 
-    def __init__(self, app: ASGIApp, state: ServerState) -> None:
+    def __init__(self, app: ASGIApp) -> None:
         self._app = app
-        self._state = state
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, counting it while it is open if it generates."""
+        state: ServerState = scope["app"].state.server
         # Only requests that generate are waited for when the server shuts down.
         generates = scope["method"] == "POST" and scope["path"].startswith("/v1/")
-        if generates and self._state.draining:
+        if generates and state.draining:
             await json_response(RequestError("the server is shutting down", 503))(scope, receive, send)
             return
-        self._state.num_open += generates
+        state.num_open += generates
         try:
             await self._app(scope, receive, send)
         finally:
-            self._state.num_open -= generates
+            state.num_open -= generates
 
 
 class HttpMetricsMiddleware:
@@ -175,8 +172,8 @@ class HttpMetricsMiddleware:
     def __init__(self, app: ASGIApp, registry: CollectorRegistry) -> None:
         self._app = app
         labels = ("method", "handler")
-        name, text = "http_request_duration_seconds", "Seconds until a request's answer has ended."
         self._requests = Counter("http_requests", "Requests.", (*labels, "status"), registry=registry)
+        name, text = "http_request_duration_seconds", "Seconds until a request's answer has ended."
         self._seconds = Histogram(name, text, labels, buckets=(0.1, 0.5, 1), registry=registry)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

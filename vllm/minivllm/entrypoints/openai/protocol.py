@@ -9,9 +9,10 @@ In vLLM v0.33.0: `protocol.py` in `vllm/entrypoints/openai/completion/` and `...
 
 import re
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Annotated, Any, ClassVar, Literal, NotRequired, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, ValidationInfo, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, model_validator
 from typing_extensions import TypedDict  # pydantic takes no other before Python 3.12
 
 from minivllm.config.checks import require
@@ -24,30 +25,22 @@ Data = dict[str, Any]
 Element = TypeVar("Element")
 
 
-class _FirstOnly(FailFast):
-    __hash__ = object.__hash__  # type: ignore[assignment]  # unions need it
-
-
-Many = Annotated[list[Element], _FirstOnly()]
+Many = Annotated[list[Element], Field(fail_fast=True)]
 """A list of which only the first wrong element is reported: a million of them would take seconds."""
 MAX_PROMPTS, MAX_STOP_STRINGS, MAX_BAD_WORDS, SALT = 1024, 4, 128, re.compile(r"[^@/\\\0]{1,128}")
 """vLLM's limits."""
-SAME_AS_THE_ENGINES = (
-    "n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
-    "seed", "stop", "stop_token_ids", "bad_words", "ignore_eos", "min_tokens", "skip_special_tokens",
-    "include_stop_str_in_output", "allowed_token_ids",
-)  # fmt: skip
+NOT_AS_THEY_ARE = {"logprobs", "prompt_logprobs", "logit_bias", "structured_outputs"}
+SAME_AS_THE_ENGINES = {field.name for field in fields(SamplingParams)} - NOT_AS_THEY_ARE
 """Fields of a request that are passed to `SamplingParams` as they are."""
 
 
 def _first_wrong(biases: Any) -> Any:
     """Return the first entry of a logit bias whose value is wrong; all of them if none is."""
-    if isinstance(biases, dict):
-        for token, bias in biases.items():
-            if not str(token).removeprefix("-").isdecimal():
-                raise MinivllmError(f"logit_bias has the key {str(token)[:60]!r}; keys are token ids", "logit_bias")
-            if not isinstance(bias, int | float):
-                return {token: bias}
+    for token, bias in biases.items() if isinstance(biases, dict) else ():
+        if not str(token).removeprefix("-").isdecimal():
+            raise MinivllmError(f"logit_bias has the key {str(token)[:60]!r}; keys are token ids", "logit_bias")
+        if not isinstance(bias, int | float):
+            return {token: bias}
     return biases
 
 
@@ -169,7 +162,7 @@ class GenerationRequest(OpenAIBaseModel):
         Raises:
             MinivllmError: a value is outside its range.
         """
-        own = {name: value for name in SAME_AS_THE_ENGINES if (value := getattr(self, name)) is not None}
+        own = {name: value for name, value in self if name in SAME_AS_THE_ENGINES and value is not None}
         chosen: Data = {"top_k": 0, **defaults, **own, "max_tokens": max_tokens}
         transfer = self.kv_transfer_params
         logprobs, prompt_logprobs = self.num_logprobs
@@ -216,13 +209,9 @@ class CompletionRequest(GenerationRequest):
         return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
 
     @property
-    def only_echoes(self) -> bool:
-        """Return whether only the prompt is to be returned, and nothing generated."""
-        return bool(self.echo) and self.max_tokens == 0
-
-    @property
     def token_limit(self) -> tuple[str, int | None]:
-        return "max_tokens", 1 if self.only_echoes else self.max_tokens
+        only_echoes = self.echo and self.max_tokens == 0
+        return "max_tokens", 1 if only_echoes else self.max_tokens
 
     @property
     def num_logprobs(self) -> tuple[int | None, int | None]:
@@ -398,6 +387,9 @@ class TokenizeChatRequest(ChatTemplateRequest):
     """The body of `POST /tokenize` for messages."""
 
     return_token_strs: bool | None = False
+
+
+TokenizeRequest = TokenizeCompletionRequest | TokenizeChatRequest
 
 
 class DetokenizeRequest(OpenAIBaseModel):

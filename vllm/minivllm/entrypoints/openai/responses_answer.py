@@ -144,13 +144,13 @@ class ResponsesAnswer(ChatAnswer):
 
     def _usage_of(self, num_generated: int, num_cached: int) -> Json:
         num_prompt = len(self.prompts[0]["prompt_token_ids"])
-        return {
+        counts = {
             "input_tokens": num_prompt,
-            "input_tokens_details": {"cached_tokens": num_cached, **INPUT_DETAILS},
             "output_tokens": num_generated,
-            "output_tokens_details": OUTPUT_DETAILS,
             "total_tokens": num_prompt + num_generated,
         }
+        inputs = {"cached_tokens": num_cached, **INPUT_DETAILS}
+        return counts | {"input_tokens_details": inputs, "output_tokens_details": OUTPUT_DETAILS}
 
 
 def _without_bytes(entry: Json) -> Json:

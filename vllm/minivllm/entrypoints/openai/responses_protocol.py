@@ -183,13 +183,12 @@ def messages_of(items: str | Sequence[Data]) -> list[Data]:
         return [{"role": "user", "content": items}]
     messages: list[Data] = []
     for item in items:
-        message = _message(item)
-        last = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
-        if last is None or message["role"] != "assistant":
-            messages.append(message)
-        elif isinstance(calls := message.get("tool_calls"), list) and isinstance(last.get("tool_calls", []), list):
-            last["tool_calls"] = [*last.get("tool_calls", []), *calls]
-        elif message.keys() & last.keys() == {"role"}:
+        message, last = _message(item), messages[-1] if messages else {}
+        joins = message["role"] == last.get("role") == "assistant"
+        calls, before = message.get("tool_calls"), last.get("tool_calls", [])
+        if joins and isinstance(calls, list) and isinstance(before, list):
+            last["tool_calls"] = [*before, *calls]
+        elif joins and message.keys() & last.keys() == {"role"}:
             last |= message
         else:
             messages.append(message)

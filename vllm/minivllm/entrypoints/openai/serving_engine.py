@@ -8,7 +8,6 @@ import asyncio
 import itertools
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -18,13 +17,12 @@ from minivllm.config.kv_offloading import is_tier
 from minivllm.engine.async_llm import AsyncLLM
 from minivllm.engine.socket_messages import encode
 from minivllm.entrypoints.openai import protocol
-from minivllm.entrypoints.openai.chat_template import NO_TEMPLATE, render, special_tokens
+from minivllm.entrypoints.openai.chat_template import NO_TEMPLATE, render_in_thread, special_tokens
 from minivllm.entrypoints.openai.constraints import constraint_of
 from minivllm.entrypoints.openai.errors import RequestError
 from minivllm.entrypoints.openai.serving_models import OpenAIServingModels
 from minivllm.entrypoints.openai.settings import FrontendArgs
 from minivllm.entrypoints.openai.stream import Result
-from minivllm.entrypoints.openai.time_limit import in_thread
 from minivllm.errors import MinivllmError
 from minivllm.inputs import TokensPrompt
 from minivllm.sampling_params import MAX_N, SamplingParams
@@ -42,13 +40,11 @@ class OpenAIServing:
     """What every answer needs: the engine, its limits, the tokenizer and the template."""
 
     def __init__(self, engine: AsyncLLM, settings: FrontendArgs, template: str | None) -> None:
-        self.engine = engine
-        self.settings = settings
-        self.template = template
+        self.engine, self.settings, self.template = engine, settings, template
         self.models = OpenAIServingModels(engine, settings)
         self._special_tokens = special_tokens(engine.engine_args.model)
-        self.max_model_len = engine.input_processor.limits.max_model_len
-        self.vocab_size = engine.input_processor.vocab_size
+        processor = engine.input_processor
+        self.max_model_len, self.vocab_size = processor.limits.max_model_len, processor.vocab_size
         self.fingerprint = f"minivllm-{uuid.uuid4().hex[:8]}"
         self.numbers = itertools.count()
         """Of the prompts, so that the engine's ids are unique, whatever ids clients send."""
@@ -60,9 +56,7 @@ class OpenAIServing:
             raise MinivllmError("the server runs with skip_tokenizer_init; it cannot handle text")
         return self.engine.tokenizer
 
-    async def create_tokenize(
-        self, request: protocol.TokenizeCompletionRequest | protocol.TokenizeChatRequest
-    ) -> dict[str, Any]:
+    async def create_tokenize(self, request: protocol.TokenizeRequest) -> dict[str, Any]:
         """Return the token ids of a text or of a conversation.
 
         Raises:
@@ -121,8 +115,8 @@ class OpenAIServing:
         transfer = self.engine.engine_args.kv_transfer
         if transfer is None:
             raise MinivllmError(f"{name} need a server with --kv-transfer-config", name)
-        connector = transfer.kv_connector
-        require(not is_tier(transfer), f"{name} need a connector to other engines, and {connector} has none", name)
+        is_peer = not is_tier(transfer)
+        require(is_peer, f"{name} need a connector to other engines, and {transfer.kv_connector} has none", name)
         require(num_prompts == 1, f"{name} are for one prompt, and there are {num_prompts}: send each on its own", name)
         try:
             # The same encoder as on the way to the core, which would fail there.
@@ -195,8 +189,7 @@ class OpenAIServing:
         # A client may set any variable of the template but the messages.
         variables.pop("messages", None)
         goes_on, form = request.continue_final_message, self.settings.chat_template_content_format
-        rendering = partial(render, self.template, request.messages, variables, goes_on, form)
-        return await in_thread(rendering, SECONDS_TO_RENDER, "the chat template")
+        return await render_in_thread(SECONDS_TO_RENDER, self.template, request.messages, variables, goes_on, form)
 
 
 async def _beside_the_loop(work: Callable[[], Result], size: Sequence[Any]) -> Result:

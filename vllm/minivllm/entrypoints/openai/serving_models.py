@@ -32,8 +32,7 @@ class OpenAIServingModels:
     """One model, under one or more names, and its adapters, each under one name."""
 
     def __init__(self, engine: AsyncLLM, settings: FrontendArgs) -> None:
-        self._engine = engine
-        self._settings = settings
+        self._engine, self._settings = engine, settings
         self._root = str(engine.engine_args.model)
         self.names = settings.served_model_name or [self._root]
         self._created = int(time.time())

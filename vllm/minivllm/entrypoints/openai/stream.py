@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 from minivllm.config import NO_PARTS, Parts
 
 Result = TypeVar("Result")
+Work = Coroutine[Any, Any, Result]
 CLIENT_CLOSED_REQUEST = 499
 """The status of a reply that nobody waits for, as it stands in logs; nginx's number."""
 
@@ -49,9 +50,7 @@ class EventStream(StreamingResponse):
             await self._events.aclose()
 
 
-async def with_cancellation(
-    work: Coroutine[Any, Any, Result], request: Request, parts: Parts = NO_PARTS
-) -> Result | Response:
+async def with_cancellation(work: Work[Result], request: Request, parts: Parts = NO_PARTS) -> Result | Response:
     """Return the result of the work; if the client leaves first, cancel the work and return an
     empty reply.
     """
@@ -59,9 +58,7 @@ async def with_cancellation(
     return Response(status_code=CLIENT_CLOSED_REQUEST) if result is None else result
 
 
-async def until_disconnected(
-    work: Coroutine[Any, Any, Result], disconnected: Coroutine[Any, Any, None]
-) -> Result | None:
+async def until_disconnected(work: Work[Result], disconnected: Work[None]) -> Result | None:
     """Return the result of the work; if the client leaves first, cancel the work and return None.
 
     Neither coroutine is still running when this returns, however it ends.
