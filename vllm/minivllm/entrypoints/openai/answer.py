@@ -14,7 +14,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 from minivllm.engine.async_llm import Collector
 from minivllm.entrypoints.openai.errors import RequestError, error_body
@@ -35,11 +35,9 @@ class Answer:
     request to the engine.
     """
 
-    id_prefix: ClassVar[str]
-    kind: ClassVar[str]
-    """The `object` of a whole reply. `event_kind`: that of a stream's events."""
-    event_kind: ClassVar[str]
-    last_event: ClassVar[bytes] = b"data: [DONE]\n\n"
+    id_prefix = kind = event_kind = ""
+    """The beginning of an answer's id, the `object` of a whole reply, and that of a stream's events."""
+    last_event = b"data: [DONE]\n\n"
 
     def __init__(self, serving: OpenAIServing, request: Any, headers: Mapping[str, str]) -> None:
         """Take a request that `serving` has accepted: its `check` raises for others."""
@@ -187,8 +185,7 @@ class Answer:
             yield self.encoded(error_body(error))
         finally:
             self.close()
-        if self.last_event:
-            yield self.last_event
+        yield self.last_event
 
     def encoded(self, event: Json) -> bytes:
         """Return an event, or an error's body, as a server-sent event."""

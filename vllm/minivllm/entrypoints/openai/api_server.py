@@ -40,8 +40,6 @@ from minivllm.entrypoints.openai.stream import as_json, with_cancellation
 from minivllm.entrypoints.xray.routes import StepFeed, add_xray
 from minivllm.errors import EngineDeadError, MinivllmError
 
-DEVELOPMENT_VARIABLES = ("MINIVLLM_SERVER_DEV_MODE", "VLLM_SERVER_DEV_MODE")
-
 
 def serve(args: EngineArgs, settings: FrontendArgs, template: str | None) -> int:
     """Serve until a signal arrives or the engine ends; return the exit code. `template` is used if
@@ -84,7 +82,12 @@ async def make_app(engine: AsyncLLM, settings: FrontendArgs, template: str | Non
     for index, stats in enumerate(engine.engine_stats):
         # So that gauges have values before the first step.
         metrics.record(stats, engine.output_processor.take_stats(index), index)
-    _add_middleware(app, settings, metrics.registry)
+    # The last one added sees a request first.
+    app.add_middleware(middleware.OpenRequestsMiddleware)
+    if settings.api_key:
+        app.add_middleware(middleware.AuthenticationMiddleware, keys=settings.api_key)
+    app.add_middleware(CORSMiddleware, allow_origins=settings.allowed_origins, allow_methods=["*"], allow_headers=["*"])
+    app.add_middleware(middleware.HttpMetricsMiddleware, registry=metrics.registry)
     _add_api(app, serving)
     _add_instruments(app, engine, metrics.registry)
     await serving.models.init_static_loras()
@@ -92,15 +95,6 @@ async def make_app(engine: AsyncLLM, settings: FrontendArgs, template: str | Non
         name = (settings.served_model_name or [engine.model_name])[0]
         add_xray(app, StepFeed(engine, name), engine.engine_args.data_parallel_size)
     return app
-
-
-def _add_middleware(app: FastAPI, settings: FrontendArgs, registry: CollectorRegistry) -> None:
-    """Add the middleware. The last one added sees a request first."""
-    app.add_middleware(middleware.OpenRequestsMiddleware)
-    if settings.api_key:
-        app.add_middleware(middleware.AuthenticationMiddleware, keys=settings.api_key)
-    app.add_middleware(CORSMiddleware, allow_origins=settings.allowed_origins, allow_methods=["*"], allow_headers=["*"])
-    app.add_middleware(middleware.HttpMetricsMiddleware, registry=registry)
 
 
 def _add_api(app: FastAPI, serving: OpenAIServing) -> None:
@@ -127,8 +121,7 @@ def _add_api(app: FastAPI, serving: OpenAIServing) -> None:
     checks = [*middleware.JSON_ONLY, *([Depends(tell_if_declined)] if engine.engine_args.kv_transfer_config else [])]
 
     async def answered(endpoint: type[Answer], request: protocol.GenerationRequest, raw: Request) -> Response:
-        work = endpoint(serving, request, raw.headers).create()
-        answer = await with_cancellation(work, raw, engine.parts)
+        answer = await with_cancellation(endpoint(serving, request, raw.headers).create(), raw, engine.parts)
         return answer if isinstance(answer, Response) else _as_json(answer)
 
     @app.post("/v1/completions", dependencies=checks)
@@ -189,7 +182,7 @@ def _add_instruments(app: FastAPI, engine: AsyncLLM, registry: CollectorRegistry
         return Response(generate_latest(registry), headers={"content-type": CONTENT_TYPE_LATEST})
 
     # Anyone who reaches the server could slow it down with this route.
-    if any(os.environ.get(name, "0") not in ("", "0") for name in DEVELOPMENT_VARIABLES):
+    if any(os.environ.get(name, "0") not in ("", "0") for name in ("MINIVLLM_SERVER_DEV_MODE", "VLLM_SERVER_DEV_MODE")):
 
         @app.post("/reset_prefix_cache")
         async def reset_prefix_cache() -> Json:

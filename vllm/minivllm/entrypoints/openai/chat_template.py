@@ -173,12 +173,7 @@ async def render_in_thread(seconds: float, *arguments: Any) -> str:
 
 
 def render_conversations(
-    messages: Sequence[Any],
-    template: object,
-    args: EngineArgs,
-    further: Mapping[str, Any],
-    goes_on: bool,
-    content_format: str,
+    messages: Sequence[Any], template: object, args: EngineArgs, further: Mapping[str, Any], goes_on: bool, form: str
 ) -> list[str]:
     """Return the prompts of one or more conversations, using this template or the model's own;
     everything else is as in `render`.
@@ -197,7 +192,7 @@ def render_conversations(
         raise MinivllmError(NO_TEMPLATE)
     conversations = [messages] if not messages or isinstance(messages[0], Mapping) else messages
     seen = {**special_tokens(source), **further}
-    return [render(text, conversation, seen, goes_on, content_format) for conversation in conversations]
+    return [render(text, conversation, seen, goes_on, form) for conversation in conversations]
 
 
 # Messages
@@ -211,8 +206,7 @@ def normalize(message: Any, content_format: str) -> dict[str, Any]:
         MinivllmError: the message, a part of its content or a tool call has a form that is not
             served.
     """
-    wrong = f"a message is {type(message).__name__}; it must be a dictionary with role and content"
-    require(isinstance(message, Mapping), wrong)
+    require(isinstance(message, Mapping), f"a message is {type(message).__name__}; it must be a dictionary")
     parts = _parts(message.get("content"))
     normalized = {**message, "content": parts}
     if content_format == "string":
@@ -221,8 +215,7 @@ def normalize(message: Any, content_format: str) -> dict[str, Any]:
         normalized["content"] = _text_of(parts)
     calls = normalized.pop("tool_calls", None)
     if calls and message.get("role") == "assistant":
-        wrong = f"a message's tool_calls are {type(calls).__name__}; they must be a list"
-        require(isinstance(calls, list | tuple), wrong)
+        require(isinstance(calls, list | tuple), f"a message's tool_calls are {type(calls).__name__}, and no list")
         normalized["tool_calls"] = [_normalize_call(call) for call in calls]
     return normalized
 
@@ -246,7 +239,7 @@ def _text_of(content: str | list[dict[str, Any]]) -> str:
 
 
 def _parts(content: Any) -> list[dict[str, Any]]:
-    content = [content] if isinstance(content, str) else content or []
+    content = [content] if isinstance(content, str) else [] if content is None else content
     wrong = f"a message's content is {type(content).__name__}; it must be a string, a list of parts or null"
     require(isinstance(content, list | tuple), wrong)
     return [part for entry in content if (part := _part(entry)) is not None]
@@ -259,8 +252,7 @@ def _part(part: Any) -> dict[str, Any] | None:
     is_text = isinstance(part, Mapping) and isinstance(kind, str) and kind in TEXT_KEYS
     require(is_text, f"a part of a message's content is {str(kind)[:100]!r}; only text parts are served")
     text = part.get(TEXT_KEYS[kind])
-    wrong = f"the text of a message's content part is {type(text).__name__}; it must be a string"
-    require(isinstance(text, str | None), wrong)
+    require(isinstance(text, str | None), f"the text of a message's content part is {type(text).__name__}, no string")
     # Templates may read further keys, such as cache hints.
     others = {key: value for key, value in part.items() if key not in TEXT_KEYS}
     return None if text is None else {**others, "type": "text", "text": text}
@@ -305,7 +297,7 @@ def _content_format(template: str) -> str:
 @lru_cache(maxsize=32)
 def _compiled(template: str) -> jinja2.Template:
     try:
-        return _environment.from_string(template)
+        return _jinja.from_string(template)
     except jinja2.TemplateError as error:
         raise MinivllmError(f"the chat template is not valid Jinja: {error}") from None
 
@@ -330,9 +322,7 @@ class _Generation(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-_environment = ImmutableSandboxedEnvironment(
-    trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
-)
-_environment.filters["tojson"] = _as_json
-_environment.globals["raise_exception"] = _reject
-_environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+_jinja = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation])
+_jinja.filters["tojson"] = _as_json
+_jinja.globals["raise_exception"] = _reject
+_jinja.globals["strftime_now"] = lambda form: datetime.now().strftime(form)

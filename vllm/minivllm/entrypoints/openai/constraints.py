@@ -38,10 +38,8 @@ def constraint_of(request: protocol.GenerationRequest) -> StructuredOutputsParam
 
 
 def _of_format(form: protocol.ResponseFormat | None) -> dict[str, Any]:
-    if form is None or form.type == "text":
-        return {}
-    if form.type == "json_object":
-        return {"json_object": True}
+    if form is None or form.type != "json_schema":
+        return {"json_object": True} if form and form.type == "json_object" else {}
     schema = (form.json_schema or {}).get("schema")
     require(schema is not None, "the json_schema of response_format has no schema", "response_format")
     return {"json": schema}

@@ -95,10 +95,9 @@ def _of_validation(errors: Sequence[Any]) -> MinivllmError:
 
 def _line(error: Any) -> str:
     value = error.get("input")
-    shown = str(value)[:MAX_INPUT_CHARACTERS]
     # A whole conversation would bury the message.
-    if isinstance(value, dict | list | bytes):
-        shown = f"{type(value).__name__} of {len(value)}"
+    is_long = isinstance(value, dict | list | bytes)
+    shown = f"{type(value).__name__} of {len(value)}" if is_long else str(value)[:MAX_INPUT_CHARACTERS]
     return f"{_path(error['loc'])}: {error['msg']}, not {shown}"[:MAX_ERROR_CHARACTERS]
 
 

@@ -13,6 +13,7 @@ import logging
 import resource
 import signal
 import socket
+import sys
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, Protocol
@@ -96,9 +97,7 @@ async def until_the_end(app: FastAPI, backend: Backend, listening: socket.socket
     serving = asyncio.create_task(server.serve(sockets=[listening]))
     dying, stopping = asyncio.create_task(backend.wait_until_dead()), asyncio.create_task(asked.acquire())
     await asyncio.wait({serving, dying, stopping}, return_when=asyncio.FIRST_COMPLETED)
-    code = 0
     if dying.done():
-        code = 1
         logger.error("The engine has ended: %s", backend.dead_error)
         # Clients and probes that come now get a 503 rather than a refused connection.
         await asyncio.wait({serving}, timeout=SECONDS_TO_TELL)
@@ -107,11 +106,11 @@ async def until_the_end(app: FastAPI, backend: Backend, listening: socket.socket
         logger.info("Shutting down: %d requests are open", state.num_open)
         # A second signal ends this wait, and so does the backend's death.
         await _drain(state, settings.shutdown_timeout, lambda: dying.done() or not asked.locked())
-        code = int(dying.done())
         backend.end_requests()
         # uvicorn tells open requests that their client has left: they send their last events
         # before.
         await _drain(state, SECONDS_TO_CLOSE, lambda: not asked.locked())
+    code = int(dying.done())
     # uvicorn closes idle connections and waits for the others.
     server.should_exit = True
     await asyncio.wait({serving}, timeout=2 * SECONDS_TO_CLOSE)
@@ -135,15 +134,11 @@ async def _drain(state: ServerState, seconds: float, is_over: Callable[[], bool]
 @contextmanager
 def signals_end_the_start() -> Generator[None, None, None]:
     """Exit with code 0 on a signal that arrives before the engine is ready."""
-
-    def leave(*_: object) -> None:
-        raise SystemExit(0)
-
-    before = [signal.signal(number, leave) for number in SIGNALS]
+    before = {number: signal.signal(number, lambda *_: sys.exit(0)) for number in SIGNALS}
     try:
         yield
     finally:
-        for number, handler in zip(SIGNALS, before, strict=True):
+        for number, handler in before.items():
             signal.signal(number, handler)
 
 
@@ -152,13 +147,11 @@ def _allow_many_connections() -> None:
     # Many systems allow 1,024 by default.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = 65536 if hard == resource.RLIM_INFINITY else min(65536, hard)
-    if soft < most:
-        with suppress(ValueError, OSError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    with suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
 
 
 def _is_not_about_tasks(record: logging.LogRecord) -> bool:
     """Filter out the traceback that uvicorn logs for each task that it cancels at shutdown."""
-    return "Exception in ASGI application" not in record.getMessage() or not isinstance(
-        (record.exc_info or (None, None))[1], asyncio.CancelledError
-    )
+    is_cancelled = isinstance((record.exc_info or (None, None))[1], asyncio.CancelledError)
+    return not (is_cancelled and "Exception in ASGI application" in record.getMessage())

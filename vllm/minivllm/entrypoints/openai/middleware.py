@@ -98,8 +98,7 @@ async def _check_size(body: bytes) -> None:
         num_values += outside.count(b",") + outside.count(b"[") + outside.count(b"{")
         num_keys += outside.count(b":")
         if num_values > MAX_VALUES or num_keys > MAX_KEYS:
-            most = f"{MAX_VALUES:,} values or {MAX_KEYS:,} keys"
-            raise _too_large(f"the body has more than {most}; send several requests")
+            raise _too_large(f"the body has over {MAX_VALUES:,} values or {MAX_KEYS:,} keys; send several requests")
         await asyncio.sleep(0)
 
 
@@ -110,9 +109,8 @@ def _too_large(message: str) -> RequestError:
 class ServerState:
     """The number of open requests, and whether the server refuses new ones."""
 
-    def __init__(self) -> None:
-        self.num_open = 0
-        self.draining = False
+    num_open = 0
+    draining = False
 
 
 class AuthenticationMiddleware:

@@ -163,17 +163,12 @@ class GenerationRequest(OpenAIBaseModel):
             MinivllmError: a value is outside its range.
         """
         own = {name: value for name, value in self if name in SAME_AS_THE_ENGINES and value is not None}
-        chosen: Data = {"top_k": 0, **defaults, **own, "max_tokens": max_tokens}
-        transfer = self.kv_transfer_params
-        logprobs, prompt_logprobs = self.num_logprobs
-        return SamplingParams(
-            **chosen | {"top_k": min(chosen["top_k"], vocab_size)},
-            logprobs=logprobs,
-            prompt_logprobs=prompt_logprobs,
-            logit_bias=self.logit_bias or None,
-            output_kind=RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY,
-            extra_args={"kv_transfer_params": transfer} if transfer else None,
-        )
+        chosen: Data = {"top_k": 0, **defaults, **own, "max_tokens": max_tokens, "logit_bias": self.logit_bias or None}
+        chosen["top_k"] = min(chosen["top_k"], vocab_size)
+        chosen["logprobs"], chosen["prompt_logprobs"] = self.num_logprobs
+        kind = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
+        transfer = {"kv_transfer_params": self.kv_transfer_params} if self.kv_transfer_params else None
+        return SamplingParams(**chosen, output_kind=kind, extra_args=transfer)
 
     @classmethod
     def check(cls, data: Data) -> None:
@@ -345,8 +340,8 @@ class ChatCompletionRequest(ChatTemplateRequest, GenerationRequest):
     @classmethod
     def check(cls, data: Data) -> None:
         super().check(data)
-        shows_any = data.get("logprobs") or not data.get("top_logprobs")
-        require(shows_any, "top_logprobs need `logprobs: true`", "top_logprobs")
+        shown = data.get("logprobs") or not data.get("top_logprobs")
+        require(shown, "top_logprobs need `logprobs: true`", "top_logprobs")
         tools = data.get("tools")
         require(tools != [], "tools is an empty list; name a tool, or leave it out", "tools")
         choice = data.setdefault("tool_choice", "auto" if tools else None)

@@ -20,9 +20,8 @@ SAMPLING = ("temperature", "top_p", "presence_penalty", "frequency_penalty")
 """Parameters that a response shows as the engine uses them."""
 UNUSED = ("error", "incomplete_details", "previous_response_id", "usage")
 INPUT_DETAILS = {"cache_write_tokens": 0, "input_tokens_per_turn": (), "cached_tokens_per_turn": ()}
-OUTPUT_DETAILS = {
-    "reasoning_tokens": 0, "tool_output_tokens": 0, "output_tokens_per_turn": (), "tool_output_tokens_per_turn": (),
-}  # fmt: skip
+NO_TURNS = dict.fromkeys(("output_tokens_per_turn", "tool_output_tokens_per_turn"), ())
+OUTPUT_DETAILS = {"reasoning_tokens": 0, "tool_output_tokens": 0, **NO_TURNS}
 """A response has no turns of its own: nothing here runs tools on the server."""
 
 
@@ -35,10 +34,9 @@ class ResponsesAnswer(ChatAnswer):
         super().__init__(*arguments)
         self._output: list[Json] = []
         self._open: Json = {}
-        self._call_index = 0
         # Of tokens that have not added any text yet.
         self._logprobs: list[Json] = []
-        self._num_events = 0
+        self._num_events = self._call_index = 0
 
     def encoded(self, event: Json) -> bytes:
         if "error" in event:
@@ -103,8 +101,7 @@ class ResponsesAnswer(ChatAnswer):
         part = self._open["content"][0]
         part["text"] += delta
         part["logprobs"] += self._logprobs
-        shown = [_without_bytes(each) for each in self._logprobs]
-        self._logprobs = []
+        shown, self._logprobs = [_without_bytes(each) for each in self._logprobs], []
         yield self._item_event("output_text.delta", delta=delta, logprobs=shown)
 
     def _call(self, call: Json, index: int) -> Iterator[Json]:
@@ -144,11 +141,8 @@ class ResponsesAnswer(ChatAnswer):
 
     def _usage_of(self, num_generated: int, num_cached: int) -> Json:
         num_prompt = len(self.prompts[0]["prompt_token_ids"])
-        counts = {
-            "input_tokens": num_prompt,
-            "output_tokens": num_generated,
-            "total_tokens": num_prompt + num_generated,
-        }
+        counts = {"input_tokens": num_prompt, "output_tokens": num_generated}
+        counts["total_tokens"] = num_prompt + num_generated
         inputs = {"cached_tokens": num_cached, **INPUT_DETAILS}
         return counts | {"input_tokens_details": inputs, "output_tokens_details": OUTPUT_DETAILS}
 

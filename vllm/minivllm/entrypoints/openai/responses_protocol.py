@@ -8,7 +8,7 @@ In vLLM v0.33.0: `vllm/entrypoints/openai/responses/protocol.py` (`ResponsesRequ
 """
 
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from fastapi.exceptions import RequestValidationError
 from pydantic import ConfigDict, Field, ValidationError
@@ -28,7 +28,6 @@ ECHOED = (
     "parallel_tool_calls", "prompt_cache_key", "prompt_cache_retention", "service_tier", "truncation", "user",
 )  # fmt: skip
 """Fields that a response repeats from its request."""
-LOGPROBS = "message.output_text.logprobs"
 Includable = Literal[
     "code_interpreter_call.outputs", "computer_call_output.output.image_url", "file_search_call.results",
     "message.input_image.image_url", "message.output_text.logprobs", "reasoning.encrypted_content",
@@ -62,9 +61,7 @@ class TextConfig(OpenAIBaseModel):
 class ResponsesRequest(GenerationRequest):
     """The body of `POST /v1/responses`."""
 
-    NOT_SERVED: ClassVar[tuple[str, ...]] = (
-        *GenerationRequest.NOT_SERVED, "prompt", "previous_input_messages", "enable_response_messages",
-    )  # fmt: skip
+    NOT_SERVED = (*GenerationRequest.NOT_SERVED, "prompt", "previous_input_messages", "enable_response_messages")
 
     background: bool | None = False
     input: str | Many[dict[str, Any]]
@@ -106,11 +103,9 @@ class ResponsesRequest(GenerationRequest):
         if self.previous_response_id is not None:
             raise not_stored(self.previous_response_id)
         if self.background:
-            message = "background needs responses that are stored, and they are not stored here"
-            raise RequestError(message, 400, INVALID, "background")
+            raise RequestError("background needs stored responses; none are stored here", 400, INVALID, "background")
         functions = [_function(tool) for tool in self.tools if str(tool.get("type")) not in HOSTED]
-        is_choice = functions or self.tool_choice in ("auto", "none")
-        require(is_choice, "tool_choice needs tools that are functions", "tool_choice")
+        require(functions or self.tool_choice in ("auto", "none"), "tool_choice needs function tools", "tool_choice")
         messages = [{"role": "system", "content": self.instructions}] if self.instructions else []
         last = self.input[-1] if isinstance(self.input, list) and self.input else {}
         goes_on = last.get("type", "message") == "message" and last.get("status") in ("in_progress", "incomplete")
@@ -124,11 +119,10 @@ class ResponsesRequest(GenerationRequest):
         }
         if functions:
             fields |= {"tools": functions, "tool_choice": _choice(self.tool_choice)}
-        if self.include and LOGPROBS in self.include:
+        if "message.output_text.logprobs" in (self.include or ()):
             fields |= {"logprobs": True, "top_logprobs": self.top_logprobs}
         if self.text and (form := self.text.format):
-            is_one = self.structured_outputs is None
-            require(is_one, "structured_outputs and text.format are both given", "structured_outputs")
+            require(self.structured_outputs is None, "give structured_outputs or text.format", "structured_outputs")
             fields["response_format"] = {"type": form.type, "json_schema": form.model_extra}
         try:
             return ResponsesChatRequest.model_validate(fields)
@@ -208,6 +202,5 @@ def _message(item: Data) -> Data:
         parts = item.get("content") or item.get("summary")
         texts = [part.get("text") for part in parts if isinstance(part, dict)] if isinstance(parts, list) else []
         return {"role": "assistant", "reasoning": "".join(map(str, texts))}
-    is_message = kind == "message" and "role" in item
-    require(is_message, f"an input item of type {str(kind)[:60]!r} is not served", "input")
+    require(kind == "message" and "role" in item, f"an input item of type {str(kind)[:60]!r} is not served", "input")
     return {name: value for name, value in item.items() if name not in ("id", "status", "type", "phase")}

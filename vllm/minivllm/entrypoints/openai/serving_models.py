@@ -171,10 +171,8 @@ def check_name(name: str) -> None:
         MinivllmError: it is empty, too long, or has characters that cannot be printed.
     """
     encodable(name, "lora_name")
-    require(
-        0 < len(name) <= MAX_NAME_CHARACTERS and name.isprintable() and bool(name.strip()),
-        f"the adapter's name {name[:60]!r} must be 1 to {MAX_NAME_CHARACTERS} printable characters",
-    )
+    is_name = 0 < len(name) <= MAX_NAME_CHARACTERS and name.isprintable() and name.strip()
+    require(is_name, f"the adapter's name {name[:60]!r} must be 1 to {MAX_NAME_CHARACTERS} printable characters")
 
 
 def check_lora_settings(args: EngineArgs, settings: FrontendArgs) -> None:

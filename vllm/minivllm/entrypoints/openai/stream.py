@@ -41,9 +41,9 @@ class EventStream(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events."""
-        sending, leaving = self.stream_response(send), disconnected(receive)
+        until = self._parts.until_disconnected or until_disconnected
         try:
-            await (self._parts.until_disconnected or until_disconnected)(sending, leaving)
+            await until(self.stream_response(send), disconnected(receive))
         finally:
             self._close()
             # Ends the generator where it waits, so that its own `finally` runs now.
