@@ -37,7 +37,7 @@ SECONDS_TO_RENDER = 10.0
 
 
 class OpenAIServing:
-    """What every answer needs: the engine, its limits, the tokenizer and the template."""
+    """The engine, its limits, its tokenizer and its template, which every answer needs."""
 
     def __init__(self, engine: AsyncLLM, settings: FrontendArgs, template: str | None) -> None:
         self.engine, self.settings, self.template = engine, settings, template
