@@ -132,6 +132,7 @@ def test_calls_that_a_stop_string_cuts_off_are_text(chat: Server, stream):
     if stream:
         choices = [json.loads(line[6:])["choices"][0] for line in reply.text.split("\n") if line.startswith("data: {")]
         assert not any(choice["delta"].get("tool_calls") for choice in choices)
+        assert "".join(choice["delta"].get("content") or "" for choice in choices).startswith("[")
     else:
         choices = reply.json()["choices"]
         assert choices[0]["message"].keys() == {"role", "content"}

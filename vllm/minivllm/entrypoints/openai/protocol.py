@@ -23,8 +23,6 @@ Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 TokenId = Annotated[int, Field(ge=0, lt=2**63)]
 Data = dict[str, Any]
 Element = TypeVar("Element")
-
-
 Many = Annotated[list[Element], Field(fail_fast=True)]
 """A list of which only the first wrong element is reported: a million of them would take seconds."""
 MAX_PROMPTS, MAX_STOP_STRINGS, MAX_BAD_WORDS, SALT = 1024, 4, 128, re.compile(r"[^@/\\\0]{1,128}")
@@ -47,7 +45,7 @@ def _first_wrong(biases: Any) -> Any:
 def _count(value: Any, info: ValidationInfo) -> Any:
     name = info.field_name
     is_count = value is None or (isinstance(value, int | float) and (value >= 0 or value == -1))
-    require(is_count, f"{name} is {value!r}; it must be a whole number, or -1 for the whole vocabulary", name)
+    require(is_count, f"{name} is {value!r}; it must be 0 or more, or -1 for the whole vocabulary", name)
     return value
 
 
