@@ -41,7 +41,7 @@ STARTERS = (
     "minivllm_lab.disaggregation.server_pair", "server.serving",
 )  # fmt: skip
 """The modules that start ranks, cores and servers."""
-SERVER = ("minivllm.entrypoints.cli.main", "minivllm.entrypoints.openai.launcher")
+SERVER = ("minivllm.entrypoints.cli.main", "minivllm.entrypoints.openai.api_server")
 set_by_loading: dict[str, str] = {}
 """Environment variables that modules have set when they were loaded."""
 inherited: socket.socket | None = None

@@ -12,8 +12,8 @@ import sys
 from minivllm.config import Parts
 from minivllm.core.policy import SchedulingPolicy, running_then_waiting
 from minivllm.engine.arg_utils import EngineArgs
+from minivllm.entrypoints.openai.api_server import serve
 from minivllm.entrypoints.openai.chat_template import PLAIN
-from minivllm.entrypoints.openai.launcher import serve
 from minivllm.entrypoints.openai.settings import FrontendArgs
 from minivllm_lab.chunked_prefill.prefill_first import PREFILL_FIRST
 

@@ -10,7 +10,7 @@ from server.serving import Server
 from minivllm import MinivllmError, StructuredOutputsParams
 from minivllm.entrypoints.openai.constraints import constraint_of
 from minivllm.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest
-from minivllm.entrypoints.openai.tool_calls import CalledTools
+from minivllm.entrypoints.openai.tool_parsers import REQUIRED, NamedTool, ToolParser
 
 MESSAGES = [{"role": "user", "content": "def add(a, b):\n    return"}]
 CITY = {"type": "object", "properties": {"city": {"$ref": "#/$defs/city"}}, "required": ["city"]}
@@ -85,18 +85,18 @@ def test_a_required_tool_is_a_list_of_calls_of_any():
 def test_calls_come_out_of_pieces_of_the_text(size):
     text = '[{"name": "weather", "parameters": {"city": "a \\"b\\" {}\\\\"}}, {"name":"now","parameters":{}}]'
     pieces = [text[start : start + size] for start in range(0, len(text), size)]
-    tools = CalledTools(None)
+    tools = ToolParser(REQUIRED)
     calls = [call for piece in pieces for call in tools.new(piece, is_last=False)[1]]
     assert [(call["index"], call["function"]["name"]) for call in calls] == [(0, "weather"), (1, "now")]
     assert json.loads(calls[0]["function"]["arguments"]) == {"city": 'a "b" {}\\'}
-    content, whole = CalledTools(None).whole(text)
+    content, whole = ToolParser(REQUIRED).whole(text)
     assert content == ""
     assert [call["function"] for call in whole] == [call["function"] for call in calls]
     assert len({call["id"] for call in calls}) == 2
 
 
 def test_arguments_of_a_named_tool_come_as_they_are_written():
-    tools = CalledTools("weather")
+    tools = NamedTool("weather")
     pieces = ('{"city', "", '": "Rome"}')
     first, second = [call for piece in pieces for call in tools.new(piece, is_last=False)[1]]
     assert (first["function"]["name"], first["index"], second["index"]) == ("weather", 0, 0)
@@ -132,6 +132,7 @@ def test_calls_that_a_stop_string_cuts_off_are_text(chat: Server, stream):
     if stream:
         choices = [json.loads(line[6:])["choices"][0] for line in reply.text.split("\n") if line.startswith("data: {")]
         assert not any(choice["delta"].get("tool_calls") for choice in choices)
+        assert "".join(choice["delta"].get("content") or "" for choice in choices).startswith("[")
     else:
         choices = reply.json()["choices"]
         assert choices[0]["message"].keys() == {"role", "content"}

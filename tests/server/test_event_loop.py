@@ -12,7 +12,6 @@ from minivllm.core.limits import RequestLimits
 from minivllm.engine.input_processor import InputProcessor
 from minivllm.entrypoints.openai.protocol import DetokenizeRequest, TokenizeCompletionRequest
 from minivllm.entrypoints.openai.serving_engine import OpenAIServing
-from minivllm.entrypoints.openai.serving_models import OpenAIServingModels
 from minivllm.entrypoints.openai.settings import FrontendArgs
 from minivllm.entrypoints.openai.stream import as_event
 from minivllm.errors import MinivllmError
@@ -33,8 +32,7 @@ def serving() -> OpenAIServing:
         generation_config=SimpleNamespace(sampling={}),
         tokenizer=tokenizer,
     )
-    models = OpenAIServingModels(["tiny"], "tiny", 512, engine)
-    return OpenAIServing(engine, models, FrontendArgs(), None)
+    return OpenAIServing(engine, FrontendArgs(served_model_name=["tiny"]), None)
 
 
 def answer_and_turns(work: Coroutine):

@@ -15,8 +15,8 @@ from minivllm.config import EMBEDDED_MODEL
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.async_llm import AsyncLLM
 from minivllm.entrypoints.openai import serving_engine
+from minivllm.entrypoints.openai.api_server import make_app
 from minivllm.entrypoints.openai.chat_template import PLAIN
-from minivllm.entrypoints.openai.launcher import make_app
 from minivllm.entrypoints.openai.settings import FrontendArgs
 
 BYTES = 10_000_000
@@ -90,7 +90,7 @@ async def client_of(args: EngineArgs, template: str = PLAIN) -> AsyncIterator[ht
     """Serve in this event loop, without sockets."""
     engine = AsyncLLM(args)
     settings = FrontendArgs(enable_auto_tool_choice=True, tool_call_parser="hermes", served_model_name=["tiny"])
-    transport = httpx.ASGITransport(make_app(engine, args, settings, template))
+    transport = httpx.ASGITransport(await make_app(engine, settings, template))
     try:
         async with httpx.AsyncClient(transport=transport, base_url="http://server", timeout=240) as client:
             yield client

@@ -21,9 +21,13 @@ from server.serving import CHAT_TEMPLATE, Server, running
 from minivllm.core.lora_request import LoRARequest
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.entrypoints.openai.errors import RequestError
-from minivllm.entrypoints.openai.lora_modules import adapter_folder, check_lora_settings, lora_modules_of
 from minivllm.entrypoints.openai.protocol import LoadLoRAAdapterRequest
-from minivllm.entrypoints.openai.serving_models import OpenAIServingModels
+from minivllm.entrypoints.openai.serving_models import (
+    OpenAIServingModels,
+    adapter_folder,
+    check_lora_settings,
+    lora_modules_of,
+)
 from minivllm.entrypoints.openai.settings import FrontendArgs
 from minivllm.errors import MinivllmError
 
@@ -260,6 +264,8 @@ def test_a_static_adapter_that_cannot_be_served_ends_the_server():
 class Engine:
     """An engine that has adapters, and fails when told to."""
 
+    engine_args = EngineArgs(model="m")
+
     def __init__(self, *failures: BaseException) -> None:
         self.ids: set[int] = set()
         self.failures = list(failures)
@@ -284,7 +290,7 @@ class Engine:
 )
 def test_an_adapter_that_no_request_will_find_is_not_left_in_the_cores(failure, shown):
     engine: Any = Engine(failure)
-    models = OpenAIServingModels(["m"], "m", 64, engine, [str(ADAPTERS)])
+    models = OpenAIServingModels(engine, FrontendArgs(runtime_lora_path=[str(ADAPTERS)]))
     ask = LoadLoRAAdapterRequest(lora_name="x", lora_path=str(ADAPTERS / "a"))
     with pytest.raises(shown):
         asyncio.run(models.load_lora_adapter(ask))
@@ -295,7 +301,7 @@ def test_an_adapter_that_no_request_will_find_is_not_left_in_the_cores(failure, 
 
 def test_of_two_that_want_the_same_name_at_once_one_gets_it():
     engine: Any = Engine()
-    models = OpenAIServingModels(["m"], "m", 64, engine, [str(ADAPTERS)])
+    models = OpenAIServingModels(engine, FrontendArgs(runtime_lora_path=[str(ADAPTERS)]))
     asks = [LoadLoRAAdapterRequest(lora_name="x", lora_path=str(ADAPTERS / name)) for name in "ab"]
 
     async def load_both() -> list[Any]:

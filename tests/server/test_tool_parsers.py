@@ -18,7 +18,7 @@ ROME = '{"name": "weather", "arguments": {"city": "Rome"}}'
 
 def streamed(name: str, pieces: list[str]) -> tuple[str, list[tuple[str, str]]]:
     """Return the content and the (name, arguments) that a client puts together from the deltas."""
-    parser = ToolParser(name)
+    parser = ToolParser(PARSERS[name])
     content = ""
     calls: list[tuple[str, str]] = []
     for index, piece in enumerate(pieces):
@@ -36,7 +36,7 @@ def streamed(name: str, pieces: list[str]) -> tuple[str, list[tuple[str, str]]]:
 
 
 def whole(name: str, text: str) -> tuple[str, list[tuple[str, str]]]:
-    content, calls = ToolParser(name).whole(text)
+    content, calls = ToolParser(PARSERS[name]).whole(text)
     return content, [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
 
 
@@ -78,7 +78,7 @@ def test_content_and_calls(name: str, text: str, content: str, num_calls: int) -
 
 
 def test_the_name_is_sent_before_the_arguments_are_complete() -> None:
-    parser = ToolParser("hermes")
+    parser = ToolParser(PARSERS["hermes"])
     assert parser.new('<tool_call>{"name": "f", "arg', is_last=False) == ("", [])
     [first] = parser.new('uments": {"a": ', is_last=False)[1]
     assert first["function"] == {"name": "f", "arguments": '{"a": '}

@@ -206,8 +206,8 @@ def serve_here(modules: Mapping[str, ModuleType], port: int) -> None:
     Ctrl-C.
     """
     from minivllm.engine.arg_utils import EngineArgs
+    from minivllm.entrypoints.openai.api_server import serve
     from minivllm.entrypoints.openai.chat_template import PLAIN
-    from minivllm.entrypoints.openai.launcher import serve
     from minivllm.entrypoints.openai.settings import FrontendArgs
 
     server = SERVERS[0]

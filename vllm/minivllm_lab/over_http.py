@@ -22,9 +22,8 @@ from minivllm.config import EMBEDDED_MODEL, Parts
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.async_llm import AsyncLLM
 from minivllm.engine.async_thread_client import AsyncThreadClient
+from minivllm.entrypoints.openai.api_server import make_app
 from minivllm.entrypoints.openai.http_server import bind, make_server
-from minivllm.entrypoints.openai.launcher import make_app
-from minivllm.entrypoints.openai.lora_modules import lora_modules_of
 from minivllm.entrypoints.openai.settings import FrontendArgs
 from minivllm.errors import MinivllmError
 from minivllm_lab.http_load import post
@@ -160,8 +159,7 @@ async def serving(
     listening = bind(settings)
     if buffer is not None:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer)
-    app = make_app(engine, args, settings, None)
-    await app.state.models.init_static_loras(lora_modules_of(settings.lora_modules))
+    app = await make_app(engine, settings, None)
     server = make_server(app, settings, "auto" if buffer is None else _unbuffered())
     running = asyncio.create_task(server.serve(sockets=[listening]))
     try:

@@ -44,13 +44,7 @@ class LLM:
     It serves one call at a time. A call that fails leaves nothing queued.
     """
 
-    def __init__(
-        self,
-        model: str | Path,
-        *,
-        chat_template: str | Path | None = None,
-        **engine_args: Any,
-    ) -> None:
+    def __init__(self, model: str | Path, *, chat_template: str | Path | None = None, **engine_args: Any) -> None:
         """Load the model, allocate the KV cache and log where the memory goes.
 
         Args:

@@ -22,12 +22,11 @@ from minivllm.engine.async_mp_client import AsyncMPClient
 from minivllm.engine.output_processor import OutputProcessor
 from minivllm.entrypoints.openai import answer
 from minivllm.entrypoints.openai.middleware import HttpMetricsMiddleware
-from minivllm.entrypoints.openai.serving_engine import OpenAIServing
 
 STEP_BEGINS, OUTPUTS_ARE_BACK = "a step of the core begins", "the step's outputs are back"
 HOPS = {
     "uvicorn has read the request": (HttpMetricsMiddleware, "__call__"),
-    "its JSON is checked": (OpenAIServing, "create"),
+    "its JSON is checked": (answer.Answer, "create"),
     "the prompt is tokenized": (AsyncLLM, "add_request"),
     "it goes to the core": (AsyncMPClient, "add_request"),
     STEP_BEGINS: (OutputProcessor, "note_scheduled"),

@@ -117,8 +117,8 @@ def _serve(parsed: argparse.Namespace) -> int:
 
     # torch and FastAPI come only now: a mistyped flag is told at once
     with while_loading():
+        from minivllm.entrypoints.openai.api_server import serve
         from minivllm.entrypoints.openai.chat_template import PLAIN
-        from minivllm.entrypoints.openai.launcher import serve
 
     return serve(args, settings, None if model else PLAIN)
 

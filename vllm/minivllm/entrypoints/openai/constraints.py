@@ -10,18 +10,13 @@ from dataclasses import fields
 from typing import Any
 
 from minivllm.config import StructuredOutputsParams
-from minivllm.entrypoints.openai.protocol import (
-    ChatCompletionRequest,
-    ChatCompletionToolsParam,
-    GenerationRequest,
-    ResponseFormat,
-)
-from minivllm.errors import MinivllmError
+from minivllm.config.checks import require
+from minivllm.entrypoints.openai import protocol
 
 KNOWN = {field.name for field in fields(StructuredOutputsParams)}
 
 
-def constraint_of(request: GenerationRequest) -> StructuredOutputsParams | None:
+def constraint_of(request: protocol.GenerationRequest) -> StructuredOutputsParams | None:
     """Return the request's constraint, if any; a forced tool call takes precedence over
     `response_format`.
 
@@ -30,12 +25,11 @@ def constraint_of(request: GenerationRequest) -> StructuredOutputsParams | None:
     """
     own = request.structured_outputs
     settings = {name: value for name, value in (own or {}).items() if value is not None and name in KNOWN}
-    if isinstance(request, ChatCompletionRequest) and request.forced_tools:
-        further: dict[str, Any] = {"json": _schema_of_tools(request)}
-    else:
-        further = _of_format(request.response_format)
-    if doubled := settings.keys() & further.keys():
-        raise MinivllmError(f"structured_outputs and response_format both set {', '.join(doubled)}; give only one")
+    further = _of_format(request.response_format)
+    if isinstance(request, protocol.ChatCompletionRequest) and request.forced_tools:
+        further = {"json": _schema_of_tools(request)}
+    doubled = settings.keys() & further.keys()
+    require(not doubled, f"structured_outputs and response_format both set {', '.join(doubled)}; give only one")
     settings |= further
     if isinstance(settings.get("json"), bool):
         # JSON Schema: true allows anything, false nothing.
@@ -43,41 +37,33 @@ def constraint_of(request: GenerationRequest) -> StructuredOutputsParams | None:
     return StructuredOutputsParams(**settings) if settings or own is not None else None
 
 
-def _of_format(form: ResponseFormat | None) -> dict[str, Any]:
-    if form is None or form.type == "text":
-        return {}
-    if form.type == "json_object":
-        return {"json_object": True}
+def _of_format(form: protocol.ResponseFormat | None) -> dict[str, Any]:
+    if form is None or form.type != "json_schema":
+        return {"json_object": True} if form and form.type == "json_object" else {}
     schema = (form.json_schema or {}).get("schema")
-    if schema is None:
-        raise MinivllmError("the json_schema of response_format has no schema", "response_format")
+    require(schema is not None, "the json_schema of response_format has no schema", "response_format")
     return {"json": schema}
 
 
-def _schema_of_tools(request: ChatCompletionRequest) -> dict[str, Any]:
+def _schema_of_tools(request: protocol.ChatCompletionRequest) -> dict[str, Any]:
     """Return the schema of a named tool's arguments, or of a list of calls."""
     if request.tool_choice != "required":
         return _arguments_of(request.forced_tools[0])
     calls = [_call_of(tool) for tool in request.forced_tools]
-    schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
-    if request.parallel_tool_calls is False:
-        schema["maxItems"] = 1
+    most = {"maxItems": 1} if request.parallel_tool_calls is False else {}
+    schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": calls}, **most}
     # References such as "#/$defs/x" are resolved from the root.
     definitions = _definitions(calls)
     return schema | {"$defs": definitions} if definitions else schema
 
 
-def _arguments_of(tool: ChatCompletionToolsParam) -> dict[str, Any]:
+def _arguments_of(tool: protocol.ChatCompletionToolsParam) -> dict[str, Any]:
     return dict(tool.function.parameters or {"type": "object"})
 
 
-def _call_of(tool: ChatCompletionToolsParam) -> dict[str, Any]:
-    return {
-        "type": "object",
-        "properties": {"name": {"const": tool.function.name}, "parameters": _arguments_of(tool)},
-        "required": ["name", "parameters"],
-        "additionalProperties": False,
-    }
+def _call_of(tool: protocol.ChatCompletionToolsParam) -> dict[str, Any]:
+    fields = {"name": {"const": tool.function.name}, "parameters": _arguments_of(tool)}
+    return {"type": "object", "properties": fields, "required": [*fields], "additionalProperties": False}
 
 
 def _definitions(calls: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -85,9 +71,8 @@ def _definitions(calls: Sequence[dict[str, Any]]) -> dict[str, Any]:
     merged: dict[str, Any] = {}
     for call in calls:
         definitions = call["properties"]["parameters"].pop("$defs", {})
-        if not isinstance(definitions, dict):
-            raise MinivllmError("the $defs of a tool's parameters must be an object", "tools")
+        require(isinstance(definitions, dict), "the $defs of a tool's parameters must be an object", "tools")
         for name, definition in definitions.items():
-            if merged.setdefault(name, definition) != definition:
-                raise MinivllmError(f"two tools define {name!r} differently in their $defs", "tools")
+            is_same = merged.setdefault(name, definition) == definition
+            require(is_same, f"two tools define {name!r} differently in their $defs", "tools")
     return merged

@@ -7,11 +7,12 @@ if one is to blame. Unknown paths and methods get FastAPI's own errors.
 In vLLM v0.33.0: `vllm/entrypoints/serve/exception_handling/`.
 """
 
+import re
 from collections.abc import Sequence
 from http import HTTPStatus
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
@@ -21,39 +22,20 @@ from minivllm.logger import init_logger
 
 logger = init_logger(__name__)
 # A body of a megabyte can be wrong in a million places: how much of it a message tells.
-MAX_ERRORS = 10
-MAX_INPUT_CHARACTERS = 200
-MAX_ERROR_CHARACTERS = 1000
-UNION_MARKERS = {"str", "int", "float", "bool", "bytes", "none", "list", "dict"}
+MAX_ERRORS, MAX_INPUT_CHARACTERS, MAX_ERROR_CHARACTERS = 10, 200, 1000
+BRANCH = re.compile(r"[\[\]{}()]|Request\Z|\A(str|int|float|bool|bytes|none|list|dict)\Z")
+"""The names of types, which pydantic inserts for each member of a union that it has tried."""
 
 
 class RequestError(MinivllmError):
-    """An error in a request whose status is not 400."""
+    """An error in a request whose status is not 400; by default, its type is named after the
+    status.
+    """
 
-    def __init__(self, message: str, status: HTTPStatus, kind: str, parameter: str | None = None) -> None:
+    def __init__(self, message: str, status: int, kind: str | None = None, parameter: str | None = None) -> None:
         super().__init__(message, parameter)
-        self.status = status
-        self.kind = kind
-
-
-def not_found(message: str, parameter: str | None = None) -> RequestError:
-    """Return the error for a model that is not served."""
-    return RequestError(message, HTTPStatus.NOT_FOUND, "NotFoundError", parameter)
-
-
-def unavailable(message: str) -> RequestError:
-    """Return the error for a server that cannot accept the request now."""
-    return RequestError(message, HTTPStatus.SERVICE_UNAVAILABLE, "ServiceUnavailableError")
-
-
-def bad_gateway(message: str) -> RequestError:
-    """Return the error for a request that another server failed to answer."""
-    return RequestError(message, HTTPStatus.BAD_GATEWAY, "BadGatewayError")
-
-
-def failed(message: str) -> RequestError:
-    """Return the error for a valid request that the engine could not answer."""
-    return RequestError(message, HTTPStatus.INTERNAL_SERVER_ERROR, "InternalServerError")
+        self.status = HTTPStatus(status)
+        self.kind = kind or self.status.phrase.replace(" ", "").removesuffix("Error") + "Error"
 
 
 def error_body(error: Exception) -> dict[str, dict[str, Any]]:
@@ -69,27 +51,21 @@ def _known(error: Exception) -> RequestError:
     if isinstance(error, RequestError):
         return error
     if isinstance(error, MinivllmError):
-        return RequestError(str(error), HTTPStatus.BAD_REQUEST, "BadRequestError", error.parameter)
+        return RequestError(str(error), 400, parameter=error.parameter)
     # A client may try again, at another server or later.
     if isinstance(error, EngineStoppedError):
-        return unavailable(str(error))
+        return RequestError(str(error), 503)
     # The reason may name files and addresses of this machine: it goes to the log only.
     if isinstance(error, EngineDeadError):
-        return failed("the engine's core has ended; the server's log says why")
+        return RequestError("the engine's core has ended; the server's log says why", 500)
     logger.error("A request failed", exc_info=error)
-    return failed("internal server error")
+    return RequestError("internal server error", 500)
 
 
 def json_response(error: Exception) -> JSONResponse:
     """Return the complete HTTP reply for this exception."""
     body = error_body(error)
     return JSONResponse(body, body["error"]["code"])
-
-
-def register_exception_handlers(app: FastAPI) -> None:
-    """Turn every exception of a route into an error on the wire."""
-    for kind in (RequestValidationError, HTTPException, MinivllmError, EngineDeadError, Exception):
-        app.add_exception_handler(kind, _handle)
 
 
 async def _handle(request: Request, error: Exception) -> JSONResponse:
@@ -101,11 +77,10 @@ async def _handle(request: Request, error: Exception) -> JSONResponse:
     if isinstance(error.__cause__, MinivllmError):
         return json_response(error.__cause__)
     if not isinstance(error, HTTPException):
-        return json_response(failed("internal server error"))
-    status = HTTPStatus(error.status_code)
-    if status in (HTTPStatus.NOT_FOUND, HTTPStatus.METHOD_NOT_ALLOWED):
-        return JSONResponse({"detail": error.detail}, status, error.headers)
-    return json_response(RequestError(str(error.detail), status, status.phrase))
+        return json_response(RequestError("internal server error", 500))
+    if error.status_code in (404, 405):
+        return JSONResponse({"detail": error.detail}, error.status_code, error.headers)
+    return json_response(RequestError(str(error.detail), error.status_code, HTTPStatus(error.status_code).phrase))
 
 
 def _of_validation(errors: Sequence[Any]) -> MinivllmError:
@@ -113,29 +88,25 @@ def _of_validation(errors: Sequence[Any]) -> MinivllmError:
     for error in errors:
         if isinstance(own := error.get("ctx", {}).get("error"), MinivllmError):
             return own
-    lines = [_line(error) for error in errors[:MAX_ERRORS]]
-    if len(errors) > MAX_ERRORS:
-        lines.append(f"and {len(errors) - MAX_ERRORS} more")
-    message = f"{len(errors)} validation error{'s' * (len(errors) > 1)}: " + "; ".join(lines)
-    status = HTTPStatus.BAD_REQUEST
-    return RequestError(message, status, status.phrase, _path(errors[0]["loc"]))
+    lines = "; ".join(_line(error) for error in errors[:MAX_ERRORS])
+    message = f"{len(errors)} validation error{'s' * (len(errors) > 1)}: {lines}"
+    return RequestError(message, 400, "Bad Request", _path(errors[0]["loc"]))
 
 
 def _line(error: Any) -> str:
     value = error.get("input")
-    shown = str(value)[:MAX_INPUT_CHARACTERS]
     # A whole conversation would bury the message.
-    if isinstance(value, dict | list | bytes):
-        shown = f"{type(value).__name__} of {len(value)}"
+    is_long = isinstance(value, dict | list | bytes)
+    shown = f"{type(value).__name__} of {len(value)}" if is_long else str(value)[:MAX_INPUT_CHARACTERS]
     return f"{_path(error['loc'])}: {error['msg']}, not {shown}"[:MAX_ERROR_CHARACTERS]
 
 
 def _path(location: Sequence[int | str]) -> str:
-    """Return the path to a field, without the names that pydantic gives to the branches of a
-    union.
-    """
+    """Return the path to a field, without the names of a union's members."""
     parts = [str(part) for part in location]
-    # For a union, pydantic inserts the name of each type that it has tried.
-    named = [part for part in parts if not any(mark in part for mark in "[]{}()") and part not in UNION_MARKERS]
-    named = [part for part in named if not part.endswith("Request")]
-    return ".".join(named or parts)
+    return ".".join([part for part in parts if not BRANCH.search(part)] or parts)
+
+
+HANDLED = (RequestValidationError, HTTPException, MinivllmError, EngineDeadError, Exception)
+EXCEPTION_HANDLERS: dict[Any, Any] = dict.fromkeys(HANDLED, _handle)
+"""For an application whose routes answer every exception with an error on the wire."""

@@ -13,8 +13,9 @@ import logging
 import resource
 import signal
 import socket
-from collections.abc import Generator
-from contextlib import contextmanager, suppress
+import sys
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, Protocol
 
 import uvicorn
@@ -47,34 +48,20 @@ class Backend(Protocol):
         """End unfinished requests with an error."""
 
 
-class NoSignalServer(uvicorn.Server):
-    """A uvicorn server that leaves signals alone."""
-
-    @contextmanager
-    def capture_signals(self) -> Generator[None, None, None]:
-        """Leave signals alone: `until_the_end` handles them."""
-        yield
-
-
 def bind(settings: HttpArgs) -> socket.socket:
     """Open the listening socket and return it.
 
     Raises:
         MinivllmError: the port is in use, or the host is not this machine's.
     """
-    # Only IPv6 addresses have colons.
-    family = socket.AF_INET6 if ":" in (settings.host or "") else socket.AF_INET
-    listening = socket.socket(family, socket.SOCK_STREAM)
-    # A server that was just restarted must get its port back at once.
-    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    address, is_ipv6 = (settings.host or "", settings.port), ":" in (settings.host or "")
+    family, is_dual = socket.AF_INET6 if is_ipv6 else socket.AF_INET, is_ipv6 and socket.has_dualstack_ipv6()
     try:
-        listening.bind((settings.host or "", settings.port))
-        listening.listen(2048)
+        # A server that is restarted gets its port back at once.
+        return socket.create_server(address, family=family, dualstack_ipv6=is_dual, backlog=2048)
     except (OSError, OverflowError) as error:
-        listening.close()
         where = f"{settings.host or '*'}:{settings.port}"
         raise MinivllmError(f"cannot listen on {where}: {error}; choose another --port or --host") from None
-    return listening
 
 
 def address_of(listening: socket.socket) -> str:
@@ -84,39 +71,33 @@ def address_of(listening: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def make_server(app: FastAPI, settings: HttpArgs, protocol: Any = "auto") -> NoSignalServer:
+def make_server(app: FastAPI, settings: HttpArgs, protocol: Any = "auto") -> uvicorn.Server:
     """Return a server for these routes, which `serve(sockets=...)` starts. `protocol` is uvicorn's
     implementation of HTTP/1.1.
     """
-    return NoSignalServer(
-        uvicorn.Config(
-            app,
-            http=protocol,
-            log_level=settings.uvicorn_log_level,
-            access_log=not settings.disable_uvicorn_access_log,
-            timeout_graceful_shutdown=SECONDS_TO_CLOSE,
-            lifespan="off",
-            ws="none",
-        )
-    )
+    level, logs = settings.uvicorn_log_level, not settings.disable_uvicorn_access_log
+    config = uvicorn.Config(app, http=protocol, ws="none", lifespan="off", log_level=level, access_log=logs)
+    config.timeout_graceful_shutdown = SECONDS_TO_CLOSE
+    server = uvicorn.Server(config)
+    server.capture_signals = nullcontext  # type: ignore[method-assign]  # `until_the_end` handles them
+    return server
 
 
-async def until_the_end(
-    server: NoSignalServer, backend: Backend, listening: socket.socket, settings: HttpArgs, state: ServerState
-) -> int:
+async def until_the_end(app: FastAPI, backend: Backend, listening: socket.socket, settings: HttpArgs) -> int:
     """Serve on this socket until a signal arrives or the backend ends; return the exit code.
-    `state` holds the open requests.
+    `app.state.server` holds the open requests.
     """
+    server, state = make_server(app, settings), app.state.server
     _allow_many_connections()
     logging.getLogger("uvicorn.error").addFilter(_is_not_about_tasks)
-    asked = signals()
+    asked = asyncio.Semaphore(0)  # released once per signal, and locked until then
+    for number in SIGNALS:
+        asyncio.get_running_loop().add_signal_handler(number, asked.release)
     logger.info("Serving on %s", address_of(listening))
     serving = asyncio.create_task(server.serve(sockets=[listening]))
     dying, stopping = asyncio.create_task(backend.wait_until_dead()), asyncio.create_task(asked.acquire())
     await asyncio.wait({serving, dying, stopping}, return_when=asyncio.FIRST_COMPLETED)
-    code = 0
     if dying.done():
-        code = 1
         logger.error("The engine has ended: %s", backend.dead_error)
         # Clients and probes that come now get a 503 rather than a refused connection.
         await asyncio.wait({serving}, timeout=SECONDS_TO_TELL)
@@ -124,12 +105,12 @@ async def until_the_end(
         state.draining = True
         logger.info("Shutting down: %d requests are open", state.num_open)
         # A second signal ends this wait, and so does the backend's death.
-        await _drain(state, asked, settings.shutdown_timeout, dying)
-        code = int(dying.done())
+        await _drain(state, settings.shutdown_timeout, lambda: dying.done() or not asked.locked())
         backend.end_requests()
         # uvicorn tells open requests that their client has left: they send their last events
         # before.
-        await _drain(state, asked, SECONDS_TO_CLOSE)
+        await _drain(state, SECONDS_TO_CLOSE, lambda: not asked.locked())
+    code = int(dying.done())
     # uvicorn closes idle connections and waits for the others.
     server.should_exit = True
     await asyncio.wait({serving}, timeout=2 * SECONDS_TO_CLOSE)
@@ -142,41 +123,22 @@ async def until_the_end(
     return code
 
 
-async def _drain(
-    state: ServerState, asked: asyncio.Semaphore, seconds: float, dying: asyncio.Task[None] | None = None
-) -> None:
-    """Wait up to `seconds` for open requests to finish, or until another signal arrives or the
-    backend is dead.
-    """
+async def _drain(state: ServerState, seconds: float, is_over: Callable[[], bool]) -> None:
+    """Wait up to `seconds` for open requests to finish, or until this wait is over."""
     loop = asyncio.get_running_loop()
     end = loop.time() + seconds
-    # The semaphore is locked as long as no further signal has come.
-    while state.num_open and asked.locked() and loop.time() < end:
-        if dying is not None and dying.done():
-            return
+    while state.num_open and loop.time() < end and not is_over():
         await asyncio.sleep(0.02)
-
-
-def signals() -> asyncio.Semaphore:
-    """Return a semaphore that is released once per signal."""
-    asked = asyncio.Semaphore(0)
-    for number in SIGNALS:
-        asyncio.get_running_loop().add_signal_handler(number, asked.release)
-    return asked
 
 
 @contextmanager
 def signals_end_the_start() -> Generator[None, None, None]:
     """Exit with code 0 on a signal that arrives before the engine is ready."""
-
-    def leave(*_: object) -> None:
-        raise SystemExit(0)
-
-    before = [signal.signal(number, leave) for number in SIGNALS]
+    before = {number: signal.signal(number, lambda *_: sys.exit(0)) for number in SIGNALS}
     try:
         yield
     finally:
-        for number, handler in zip(SIGNALS, before, strict=True):
+        for number, handler in before.items():
             signal.signal(number, handler)
 
 
@@ -185,13 +147,11 @@ def _allow_many_connections() -> None:
     # Many systems allow 1,024 by default.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = 65536 if hard == resource.RLIM_INFINITY else min(65536, hard)
-    if soft < most:
-        with suppress(ValueError, OSError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    with suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
 
 
 def _is_not_about_tasks(record: logging.LogRecord) -> bool:
     """Filter out the traceback that uvicorn logs for each task that it cancels at shutdown."""
-    return "Exception in ASGI application" not in record.getMessage() or not isinstance(
-        (record.exc_info or (None, None))[1], asyncio.CancelledError
-    )
+    is_cancelled = isinstance((record.exc_info or (None, None))[1], asyncio.CancelledError)
+    return not (is_cancelled and "Exception in ASGI application" in record.getMessage())

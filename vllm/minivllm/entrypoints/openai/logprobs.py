@@ -4,8 +4,8 @@ In vLLM v0.33.0: `_create_completion_logprobs` in `vllm/entrypoints/openai/compl
 `_create_chat_logprobs` in `vllm/entrypoints/openai/chat_completion/serving.py`.
 """
 
-from collections.abc import Iterable, Sequence
-from itertools import islice
+from collections.abc import Sequence
+from itertools import accumulate, islice
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -30,23 +30,18 @@ def completion_logprobs(
         offset: characters before these tokens.
         as_ids: show a token as "token_id:289" rather than as text.
     """
-    offsets: list[int] = []
-    logprobs: list[float | None] = []
     tokens: list[str] = []
+    logprobs: list[float | None] = []
     top_logprobs: list[dict[str, float] | None] = []
     for token_id, row in zip(token_ids, rows, strict=True):
-        if row is None:
-            own = Logprob(0.0, None, tokenizer.decode([token_id], skip_special_tokens=False))
-        else:
-            own = row[token_id]
+        own = row[token_id] if row else Logprob(0.0, None, tokenizer.decode([token_id], skip_special_tokens=False))
         tokens.append(_shown(token_id, own, as_ids))
-        logprobs.append(None if row is None else max(own.logprob, LEAST))
+        logprobs.append(row and max(own.logprob, LEAST))  # type: ignore[arg-type]
         # The chosen token stands first in a row, so there is one more.
-        top = _first(row or {}, num_top if num_top < 0 else num_top + 1)
+        top = islice((row or {}).items(), None if num_top < 0 else num_top + 1)
         shown = {_shown(top_id, entry, as_ids): max(entry.logprob, LEAST) for top_id, entry in top}
-        top_logprobs.append(None if row is None else shown)
-        offsets.append(offset)
-        offset += len(tokens[-1])
+        top_logprobs.append(row and shown)  # type: ignore[arg-type]
+    offsets = [*accumulate(map(len, tokens), initial=offset)][:-1]
     return {"text_offset": offsets, "token_logprobs": logprobs, "tokens": tokens, "top_logprobs": top_logprobs}
 
 
@@ -57,10 +52,9 @@ def chat_logprobs(token_ids: Sequence[int], rows: Logprobs, num_top: int, as_ids
     content = []
     for token_id, row in zip(token_ids, rows, strict=True):
         assert row is not None
-        entry = _entry(token_id, row[token_id], as_ids)
-        entry["bytes"] = list((row[token_id].decoded_token or "").encode())
-        entry["top_logprobs"] = [_entry(top_id, top, as_ids) for top_id, top in _first(row, num_top)]
-        content.append(entry)
+        own = {"bytes": list((row[token_id].decoded_token or "").encode())}
+        top = [_entry(top_id, entry, as_ids) for top_id, entry in islice(row.items(), None if num_top < 0 else num_top)]
+        content.append({**_entry(token_id, row[token_id], as_ids), **own, "top_logprobs": top})
     return {"content": content}
 
 
@@ -69,10 +63,6 @@ def prompt_logprobs(rows: Logprobs | None) -> list[dict[int, Any] | None] | None
     if rows is None:
         return None
     return [row and {token_id: _ranked(entry) for token_id, entry in row.items()} for row in rows]
-
-
-def _first(row: dict[int, Logprob], number: int) -> Iterable[tuple[int, Logprob]]:
-    return row.items() if number < 0 else islice(row.items(), number)
 
 
 def _ranked(entry: Logprob) -> dict[str, Any]:

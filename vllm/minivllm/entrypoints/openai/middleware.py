@@ -8,10 +8,8 @@ In vLLM v0.33.0: `vllm/entrypoints/serve/middleware/`.
 import asyncio
 import hashlib
 import hmac
-import json
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
-from http import HTTPStatus
 from typing import Any
 
 from fastapi import Depends, HTTPException, Request, Response
@@ -21,7 +19,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from minivllm.entrypoints.openai.errors import RequestError, json_response, unavailable
+from minivllm.entrypoints.openai.errors import RequestError, json_response
 
 WITH_KEY = ("/v1", "/v2", "/inference", "/cohere", "/xray/")
 NOT_COUNTED = {"/metrics", "/health", "/load", "/ping", "/version"}
@@ -67,12 +65,10 @@ class BoundedRequest(Request):
         Raises:
             RequestError: it has too many values or keys.
         """
-        if not hasattr(self, "_value"):
-            body = await self.body()
-            await _check_size(body)
-            self._value = json.loads(body)
-            await asyncio.sleep(0)
-        return self._value
+        await _check_size(await self.body())
+        value = await super().json()
+        await asyncio.sleep(0)
+        return value
 
 
 class BoundedRoute(APIRoute):
@@ -102,22 +98,19 @@ async def _check_size(body: bytes) -> None:
         num_values += outside.count(b",") + outside.count(b"[") + outside.count(b"{")
         num_keys += outside.count(b":")
         if num_values > MAX_VALUES or num_keys > MAX_KEYS:
-            raise _too_large(
-                f"the body has more than {MAX_VALUES:,} values or {MAX_KEYS:,} keys; send several requests"
-            )
+            raise _too_large(f"the body has over {MAX_VALUES:,} values or {MAX_KEYS:,} keys; send several requests")
         await asyncio.sleep(0)
 
 
 def _too_large(message: str) -> RequestError:
-    return RequestError(message, HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "BadRequestError")
+    return RequestError(message, 413, "BadRequestError")
 
 
 class ServerState:
     """The number of open requests, and whether the server refuses new ones."""
 
-    def __init__(self) -> None:
-        self.num_open = 0
-        self.draining = False
+    num_open = 0
+    draining = False
 
 
 class AuthenticationMiddleware:
@@ -134,10 +127,9 @@ class AuthenticationMiddleware:
         """Let the request pass, or answer 401."""
         # Browsers ask with OPTIONS before they send a key (CORS).
         free = scope["method"] == "OPTIONS" or not scope["path"].startswith(WITH_KEY)
-        if free or self._knows(Headers(scope=scope).get("authorization", "")):
-            await self._app(scope, receive, send)
-            return
-        await JSONResponse({"error": "Unauthorized"}, HTTPStatus.UNAUTHORIZED)(scope, receive, send)
+        passes = free or self._knows(Headers(scope=scope).get("authorization", ""))
+        answers = self._app if passes else JSONResponse({"error": "Unauthorized"}, 401)
+        await answers(scope, receive, send)
 
     def _knows(self, authorization: str) -> bool:
         scheme, _, key = authorization.partition(" ")
@@ -152,24 +144,22 @@ def _digest(key: str) -> bytes:
 class OpenRequestsMiddleware:
     """Middleware that counts generating requests, and refuses new ones while the server drains."""
 
-    def __init__(self, app: ASGIApp, state: ServerState) -> None:
+    def __init__(self, app: ASGIApp) -> None:
         self._app = app
-        self._state = state
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, counting it while it is open if it generates."""
+        state: ServerState = scope["app"].state.server
         # Only requests that generate are waited for when the server shuts down.
-        if scope["method"] != "POST" or not scope["path"].startswith("/v1/"):
-            await self._app(scope, receive, send)
+        generates = scope["method"] == "POST" and scope["path"].startswith("/v1/")
+        if generates and state.draining:
+            await json_response(RequestError("the server is shutting down", 503))(scope, receive, send)
             return
-        if self._state.draining:
-            await json_response(unavailable("the server is shutting down"))(scope, receive, send)
-            return
-        self._state.num_open += 1
+        state.num_open += generates
         try:
             await self._app(scope, receive, send)
         finally:
-            self._state.num_open -= 1
+            state.num_open -= generates
 
 
 class HttpMetricsMiddleware:
@@ -180,8 +170,8 @@ class HttpMetricsMiddleware:
     def __init__(self, app: ASGIApp, registry: CollectorRegistry) -> None:
         self._app = app
         labels = ("method", "handler")
-        name, text = "http_request_duration_seconds", "Seconds until a request's answer has ended."
         self._requests = Counter("http_requests", "Requests.", (*labels, "status"), registry=registry)
+        name, text = "http_request_duration_seconds", "Seconds until a request's answer has ended."
         self._seconds = Histogram(name, text, labels, buckets=(0.1, 0.5, 1), registry=registry)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -9,9 +9,10 @@ In vLLM v0.33.0: `protocol.py` in `vllm/entrypoints/openai/completion/` and `...
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, NotRequired, Self, TypeVar
+from dataclasses import fields
+from typing import Annotated, Any, ClassVar, Literal, NotRequired, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, model_validator
 from typing_extensions import TypedDict  # pydantic takes no other before Python 3.12
 
 from minivllm.config.checks import require
@@ -22,33 +23,33 @@ Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 TokenId = Annotated[int, Field(ge=0, lt=2**63)]
 Data = dict[str, Any]
 Element = TypeVar("Element")
-
-
-class _FirstOnly(FailFast):
-    __hash__ = object.__hash__  # type: ignore[assignment]  # unions need it
-
-
-Many = Annotated[list[Element], _FirstOnly()]
+Many = Annotated[list[Element], Field(fail_fast=True)]
 """A list of which only the first wrong element is reported: a million of them would take seconds."""
 MAX_PROMPTS, MAX_STOP_STRINGS, MAX_BAD_WORDS, SALT = 1024, 4, 128, re.compile(r"[^@/\\\0]{1,128}")
 """vLLM's limits."""
-SAME_AS_THE_ENGINES = (
-    "n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
-    "seed", "stop", "stop_token_ids", "bad_words", "ignore_eos", "min_tokens", "skip_special_tokens",
-    "include_stop_str_in_output", "allowed_token_ids",
-)  # fmt: skip
+NOT_AS_THEY_ARE = {"logprobs", "prompt_logprobs", "logit_bias", "structured_outputs"}
+SAME_AS_THE_ENGINES = {field.name for field in fields(SamplingParams)} - NOT_AS_THEY_ARE
 """Fields of a request that are passed to `SamplingParams` as they are."""
 
 
 def _first_wrong(biases: Any) -> Any:
     """Return the first entry of a logit bias whose value is wrong; all of them if none is."""
-    if isinstance(biases, dict):
-        for token, bias in biases.items():
-            if not str(token).removeprefix("-").isdecimal():
-                raise MinivllmError(f"logit_bias has the key {str(token)[:60]!r}; keys are token ids", "logit_bias")
-            if not isinstance(bias, int | float):
-                return {token: bias}
+    for token, bias in biases.items() if isinstance(biases, dict) else ():
+        if not str(token).removeprefix("-").isdecimal():
+            raise MinivllmError(f"logit_bias has the key {str(token)[:60]!r}; keys are token ids", "logit_bias")
+        if not isinstance(bias, int | float):
+            return {token: bias}
     return biases
+
+
+def _count(value: Any, info: ValidationInfo) -> Any:
+    name = info.field_name
+    is_count = value is None or (isinstance(value, int | float) and (value >= 0 or value == -1))
+    require(is_count, f"{name} is {value!r}; it must be 0 or more, or -1 for the whole vocabulary", name)
+    return value
+
+
+NumLogprobs = Annotated[int | None, BeforeValidator(_count)]
 
 
 class OpenAIBaseModel(BaseModel):
@@ -103,6 +104,7 @@ class GenerationRequest(OpenAIBaseModel):
         "use_beam_search", "logprob_token_ids", "repetition_detection", "thinking_token_budget",
         "truncate_prompt_tokens",
     )  # fmt: skip
+    LIMITS: ClassVar[tuple[str, ...]] = ("max_tokens",)
 
     model: str | None = None
     frequency_penalty: float | None = None
@@ -116,7 +118,7 @@ class GenerationRequest(OpenAIBaseModel):
     temperature: float | None = None
     top_p: float | None = None
     response_format: ResponseFormat | None = None
-    structured_outputs: dict[str, Any] | None = None
+    structured_outputs: Data | None = None
 
     top_k: int | None = None
     min_p: float | None = None
@@ -127,7 +129,7 @@ class GenerationRequest(OpenAIBaseModel):
     min_tokens: int = 0
     skip_special_tokens: bool = True
     allowed_token_ids: Many[int] | None = None
-    prompt_logprobs: int | None = None
+    prompt_logprobs: NumLogprobs = None
     bad_words: list[str] = []
 
     user: str | None = None
@@ -139,29 +141,18 @@ class GenerationRequest(OpenAIBaseModel):
     kv_transfer_params: dict[str, Any] | None = None
 
     @property
-    def num_prompts(self) -> int:
-        """The number of prompts, each of which has `n` completions."""
-        return 1
+    def token_limit(self) -> tuple[str, int | None]:
+        """The maximum number of tokens to generate, None for as many as fit, after the name of its
+        field.
+        """
+        return next(((name, limit) for name in self.LIMITS if (limit := getattr(self, name)) is not None), ("", None))
 
     @property
-    def token_limit(self) -> int | None:
-        """The maximum number of tokens to generate; None for as many as fit."""
+    def num_logprobs(self) -> tuple[int | None, int | None]:
+        """How many of the most likely tokens to show at each position of the answer, besides the
+        chosen one, and at each position of the prompt.
+        """
         raise NotImplementedError
-
-    @property
-    def token_limit_name(self) -> str:
-        """The name of the field that has this limit."""
-        return "max_tokens"
-
-    @property
-    def num_logprobs(self) -> int | None:
-        """How many of the most likely tokens to show at each position, besides the chosen one."""
-        raise NotImplementedError
-
-    @property
-    def num_prompt_logprobs(self) -> int | None:
-        """How many of the most likely tokens to show at each position of the prompt."""
-        return self.prompt_logprobs
 
     def to_sampling_params(self, max_tokens: int, defaults: Mapping[str, Any], vocab_size: int) -> SamplingParams:
         """Return the engine's parameters; the model's `defaults` take precedence over OpenAI's.
@@ -169,43 +160,28 @@ class GenerationRequest(OpenAIBaseModel):
         Raises:
             MinivllmError: a value is outside its range.
         """
-        own = {name: value for name in SAME_AS_THE_ENGINES if (value := getattr(self, name)) is not None}
-        chosen: Data = {"top_k": 0, **defaults, **own, "max_tokens": max_tokens}
-        transfer = self.kv_transfer_params
-        return SamplingParams(
-            **chosen | {"top_k": min(chosen["top_k"], vocab_size)},
-            logprobs=self.num_logprobs,
-            prompt_logprobs=self.num_prompt_logprobs,
-            logit_bias=self.logit_bias or None,
-            output_kind=RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY,
-            extra_args={"kv_transfer_params": transfer} if transfer else None,
-        )
+        own = {name: value for name, value in self if name in SAME_AS_THE_ENGINES and value is not None}
+        chosen: Data = {"top_k": 0, **defaults, **own, "max_tokens": max_tokens, "logit_bias": self.logit_bias or None}
+        chosen["top_k"] = min(chosen["top_k"], vocab_size)
+        chosen["logprobs"], chosen["prompt_logprobs"] = self.num_logprobs
+        kind = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
+        transfer = {"kv_transfer_params": self.kv_transfer_params} if self.kv_transfer_params else None
+        return SamplingParams(**chosen, output_kind=kind, extra_args=transfer)
 
     @classmethod
     def check(cls, data: Data) -> None:
-        _check_counts(data, "prompt_logprobs")
-        salt = data.get("cache_salt")
+        salt, words, streams = data.get("cache_salt"), data.get("bad_words"), data.get("stream")
         is_salt = salt is None or (isinstance(salt, str) and SALT.fullmatch(salt))
         require(is_salt, "cache_salt must be 1 to 128 characters, without @, /, \\ or NUL", "cache_salt")
-        words = len(set(map(str, words))) if isinstance(words := data.get("bad_words"), list) else 0
-        require(words <= MAX_BAD_WORDS, f"there are {words} bad_words; the maximum is {MAX_BAD_WORDS}", "bad_words")
+        number = len(set(map(str, words))) if isinstance(words, list) else 0
+        require(number <= MAX_BAD_WORDS, f"there are {number} bad_words; the maximum is {MAX_BAD_WORDS}", "bad_words")
         for name in ("response_format", "structured_outputs"):
             is_tag = isinstance(given := data.get(name), dict) and "structural_tag" in (given.get("type"), *given)
             require(not is_tag, "structural_tag is not served here; use json, regex, choice or grammar", name)
-        streams = data.get("stream")
         require(streams or not data.get("stream_options"), "stream_options need `stream: true`", "stream_options")
         # They come with the first event only, and that form has no field for them.
-        is_late = bool(streams and data.get("prompt_logprobs"))
+        is_late = streams and data.get("prompt_logprobs")
         require(not is_late, "prompt_logprobs are not available with `stream: true`", "prompt_logprobs")
-
-
-def _check_counts(data: Data, *names: str) -> None:
-    for name in names:
-        value = data.get(name)
-        if value is not None:
-            require(isinstance(value, int | float), f"{name} is {value!r}; it must be a whole number", name)
-            wrong = f"{name} is {value!r}; it must be 0 or more, or -1 for the whole vocabulary"
-            require(value >= 0 or value == -1, wrong, name)
 
 
 class CompletionRequest(GenerationRequest):
@@ -215,8 +191,8 @@ class CompletionRequest(GenerationRequest):
 
     prompt: Many[TokenId] | Many[Many[TokenId]] | str | Many[str] | None = None
     echo: bool | None = False
-    logprobs: int | None = None
-    max_tokens: int | None = 16
+    logprobs: NumLogprobs = None
+    max_tokens: Annotated[int, BeforeValidator(lambda limit: 16 if limit is None else limit)] = 16
     add_special_tokens: bool = True
 
     @property
@@ -226,46 +202,27 @@ class CompletionRequest(GenerationRequest):
         return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
 
     @property
-    def num_prompts(self) -> int:
-        return len(self.prompts)
+    def token_limit(self) -> tuple[str, int | None]:
+        only_echoes = self.echo and self.max_tokens == 0
+        return "max_tokens", 1 if only_echoes else self.max_tokens
 
     @property
-    def only_echoes(self) -> bool:
-        """Return whether only the prompt is to be returned, and nothing generated."""
-        return bool(self.echo) and self.max_tokens == 0
-
-    @property
-    def token_limit(self) -> int | None:
-        return 1 if self.only_echoes else self.max_tokens
-
-    @property
-    def num_logprobs(self) -> int | None:
-        return self.logprobs
-
-    @property
-    def num_prompt_logprobs(self) -> int | None:
-        """How many of the most likely tokens to show at each position of the prompt; `logprobs` if
-        an echo shows the prompt.
-        """
-        return self.logprobs if self.prompt_logprobs is None and self.echo else self.prompt_logprobs
+    def num_logprobs(self) -> tuple[int | None, int | None]:
+        shows_prompt = self.prompt_logprobs is None and self.echo
+        return self.logprobs, self.logprobs if shows_prompt else self.prompt_logprobs
 
     @classmethod
     def check(cls, data: Data) -> None:
         super().check(data)
-        _check_counts(data, "logprobs")
         given = outputs if isinstance(outputs := data.get("structured_outputs"), dict) else {}
         num_kinds = sum(given.get(kind) is not None for kind in ("json", "regex", "choice"))
-        message = "structured_outputs may have only one of json, regex and choice"
-        require(num_kinds < 2, message, "structured_outputs")
-        if data.get("max_tokens") is None:
-            # An explicit null means the default of this API, 16 tokens.
-            data.pop("max_tokens", None)
+        require(num_kinds < 2, "structured_outputs may have only one of json, regex and choice", "structured_outputs")
         prompt = data.get("prompt")
         require(prompt not in (None, ""), "there is no prompt; give a text or token ids", "prompt")
         require(prompt != [], "the list of prompts is empty; give at least one")
         # Token ids of one prompt may be more.
-        if isinstance(prompt, list) and len(prompt) > MAX_PROMPTS and not isinstance(prompt[0], int):
-            raise MinivllmError(f"there are {len(prompt)} prompts; the maximum is {MAX_PROMPTS}", "prompt")
+        number = len(prompt) if isinstance(prompt, list) and not isinstance(prompt[0], int) else 1
+        require(number <= MAX_PROMPTS, f"there are {number} prompts; the maximum is {MAX_PROMPTS}", "prompt")
 
 
 # Chats. A message keeps the fields that we do not know: its template may read them.
@@ -322,17 +279,8 @@ class ChatCompletionToolsParam(OpenAIBaseModel):
     function: FunctionDefinition
 
 
-class ChatCompletionNamedFunction(OpenAIBaseModel):
-    """A reference to a function by its name."""
-
-    name: str
-
-
-class ChatCompletionNamedToolChoiceParam(OpenAIBaseModel):
-    """The tool that must be called."""
-
-    function: ChatCompletionNamedFunction
-    type: Literal["function"] = "function"
+class ChatCompletionNamedToolChoiceParam(ChatCompletionToolsParam):
+    """The tool that must be called, by its name."""
 
 
 class ChatTemplateRequest(OpenAIBaseModel):
@@ -353,13 +301,12 @@ class ChatTemplateRequest(OpenAIBaseModel):
 class ChatCompletionRequest(ChatTemplateRequest, GenerationRequest):
     """The body of `POST /v1/chat/completions`."""
 
-    NOT_SERVED = (
-        *ChatTemplateRequest.NOT_SERVED, *GenerationRequest.NOT_SERVED, "return_prompt_text",
-    )  # fmt: skip
+    NOT_SERVED = (*ChatTemplateRequest.NOT_SERVED, *GenerationRequest.NOT_SERVED, "return_prompt_text")
+    LIMITS = ("max_completion_tokens", "max_tokens")
 
     echo: bool = False
     logprobs: bool | None = False
-    top_logprobs: int | None = 0
+    top_logprobs: NumLogprobs = 0
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     tool_choice: Literal["none", "auto", "required"] | ChatCompletionNamedToolChoiceParam | None = None
@@ -367,53 +314,38 @@ class ChatCompletionRequest(ChatTemplateRequest, GenerationRequest):
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
 
     @property
-    def token_limit(self) -> int | None:
-        newer = self.max_completion_tokens
-        return self.max_tokens if newer is None else newer
-
-    @property
-    def token_limit_name(self) -> str:
-        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
-
-    @property
-    def num_logprobs(self) -> int | None:
-        return (self.top_logprobs or 0) if self.logprobs else None
-
-    @property
-    def num_prompt_logprobs(self) -> int | None:
-        return self.top_logprobs if self.prompt_logprobs is None and self.echo else self.prompt_logprobs
+    def num_logprobs(self) -> tuple[int | None, int | None]:
+        shows_prompt = self.prompt_logprobs is None and self.echo
+        shown = (self.top_logprobs or 0) if self.logprobs else None
+        return shown, self.top_logprobs if shows_prompt else self.prompt_logprobs
 
     @property
     def forced_tools(self) -> list[ChatCompletionToolsParam]:
         """The tools that the answer must call: the named tool, or with "required" all of them, any
         of which will do.
+
+        Raises:
+            MinivllmError: no tool has that name.
         """
         choice, tools = self.tool_choice, self.tools or []
-        if isinstance(choice, ChatCompletionNamedToolChoiceParam):
-            return [tool for tool in tools if tool.function.name == choice.function.name][:1]
-        return tools if choice == "required" else []
+        if not isinstance(choice, ChatCompletionNamedToolChoiceParam):
+            return tools if choice == "required" else []
+        name = choice.function.name
+        named = [tool for tool in tools if tool.function.name == name][:1]
+        require(named, f"tool_choice names {name!r}, which is not among the tools", "tool_choice")
+        return named
 
     @classmethod
     def check(cls, data: Data) -> None:
         super().check(data)
-        _check_counts(data, "top_logprobs")
-        shows_any = data.get("logprobs") or not data.get("top_logprobs")
-        require(shows_any, "top_logprobs need `logprobs: true`", "top_logprobs")
-        tools, choice = data.get("tools"), data.get("tool_choice")
+        shown = data.get("logprobs") or not data.get("top_logprobs")
+        require(shown, "top_logprobs need `logprobs: true`", "top_logprobs")
+        tools = data.get("tools")
         require(tools != [], "tools is an empty list; name a tool, or leave it out", "tools")
+        choice = data.setdefault("tool_choice", "auto" if tools else None)
         require(choice in (None, "none") or tools is not None, "tool_choice needs tools", "tool_choice")
         is_choice = choice in (None, "none", "auto", "required") or isinstance(choice, dict)
         require(is_choice, 'tool_choice must be "none", "auto", "required" or name a tool', "tool_choice")
-
-    @model_validator(mode="after")
-    def _check_tools(self) -> Self:
-        if "tool_choice" not in self.model_fields_set and self.tools:
-            self.tool_choice = "auto"
-        choice = self.tool_choice
-        if isinstance(choice, ChatCompletionNamedToolChoiceParam) and not self.forced_tools:
-            name = choice.function.name
-            raise MinivllmError(f"tool_choice names {name!r}, which is not among the tools", "tool_choice")
-        return self
 
 
 # Adapters and tokens
@@ -448,6 +380,9 @@ class TokenizeChatRequest(ChatTemplateRequest):
     """The body of `POST /tokenize` for messages."""
 
     return_token_strs: bool | None = False
+
+
+TokenizeRequest = TokenizeCompletionRequest | TokenizeChatRequest
 
 
 class DetokenizeRequest(OpenAIBaseModel):

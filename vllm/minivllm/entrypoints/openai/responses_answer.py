@@ -7,20 +7,21 @@ In vLLM v0.33.0: `vllm/entrypoints/openai/responses/serving.py`,
 `vllm/entrypoints/openai/responses/streaming_events.py` (`SimpleStreamingEventProcessor`).
 """
 
-from __future__ import annotations
-
 import uuid
 from collections.abc import AsyncGenerator, Iterator
+from itertools import chain
 from typing import Any
 
-from minivllm.entrypoints.openai.answer import EngineRequests, Json
+from minivllm.entrypoints.openai.answer import Json
 from minivllm.entrypoints.openai.chat_answer import ChatAnswer
 from minivllm.entrypoints.openai.stream import as_json
 
 SAMPLING = ("temperature", "top_p", "presence_penalty", "frequency_penalty")
 """Parameters that a response shows as the engine uses them."""
-NO_TURNS = {"input_tokens_per_turn": (), "cached_tokens_per_turn": ()}
-NO_OUTPUT_TURNS = {"output_tokens_per_turn": (), "tool_output_tokens_per_turn": ()}
+UNUSED = ("error", "incomplete_details", "previous_response_id", "usage")
+INPUT_DETAILS = {"cache_write_tokens": 0, "input_tokens_per_turn": (), "cached_tokens_per_turn": ()}
+NO_TURNS = dict.fromkeys(("output_tokens_per_turn", "tool_output_tokens_per_turn"), ())
+OUTPUT_DETAILS = {"reasoning_tokens": 0, "tool_output_tokens": 0, **NO_TURNS}
 """A response has no turns of its own: nothing here runs tools on the server."""
 
 
@@ -33,10 +34,9 @@ class ResponsesAnswer(ChatAnswer):
         super().__init__(*arguments)
         self._output: list[Json] = []
         self._open: Json = {}
-        self._call_index = 0
         # Of tokens that have not added any text yet.
         self._logprobs: list[Json] = []
-        self._num_events = 0
+        self._num_events = self._call_index = 0
 
     def encoded(self, event: Json) -> bytes:
         if "error" in event:
@@ -44,37 +44,32 @@ class ResponsesAnswer(ChatAnswer):
             event = self._event("error", **{"param": None, **event["error"]}, error=event["error"])
         return b"event: %b\n" % event["type"].encode() + b"data: %b\n\n" % as_json(event)
 
-    async def whole(self, requests: EngineRequests) -> Json:
+    async def whole(self) -> Json:
         response: Json = {}
-        async for event in self.events(requests):
+        async for event in self.events():
             response = event.get("response", response)
         return response
 
-    async def events(self, requests: EngineRequests) -> AsyncGenerator[Json, None]:
+    async def events(self) -> AsyncGenerator[Json, None]:
         num_tokens = 0
-        async for _, output in requests.outputs():
+        async for _, output in self.outputs():
             # Until the first output, an error is a status of its own.
             if self._num_events == 0:
                 for kind in ("created", "in_progress"):
                     yield self._event(f"response.{kind}", response=self._response("in_progress"))
             [completion] = output.outputs
             num_tokens += len(completion.token_ids)
-            content, calls = (self.new_parts if self.request.stream else self.parts)(0, completion)
+            content, calls = self.parts(0, completion)
             if logprobs := self.logprobs(completion):
                 self._logprobs += logprobs["content"]
-            if content:
-                for event in self._text(content):
-                    yield event
-            for index, call in enumerate(calls):
-                for event in self._call(call, call.get("index", index)):
-                    yield event
+            calling = [self._call(call, call.get("index", index)) for index, call in enumerate(calls)]
+            for event in chain(self._text(content) if content else (), *calling):
+                yield event
         status = "incomplete" if completion.finish_reason == "length" else "completed"
         for event in self._close(status):
             yield event
-        details: Json = {
-            "usage": self._usage_of(num_tokens, output.num_cached_tokens),
-            "kv_transfer_params": output.kv_transfer_params,
-        }
+        usage = self._usage_of(num_tokens, output.num_cached_tokens)
+        details: Json = {"usage": usage, "kv_transfer_params": output.kv_transfer_params}
         if status == "incomplete":
             details["incomplete_details"] = {"reason": "max_output_tokens"}
         yield self._event(f"response.{status}", response=self._response(status) | details)
@@ -106,8 +101,7 @@ class ResponsesAnswer(ChatAnswer):
         part = self._open["content"][0]
         part["text"] += delta
         part["logprobs"] += self._logprobs
-        shown = [_without_bytes(each) for each in self._logprobs]
-        self._logprobs = []
+        shown, self._logprobs = [_without_bytes(each) for each in self._logprobs], []
         yield self._item_event("output_text.delta", delta=delta, logprobs=shown)
 
     def _call(self, call: Json, index: int) -> Iterator[Json]:
@@ -139,33 +133,18 @@ class ResponsesAnswer(ChatAnswer):
 
     def _response(self, status: str) -> Json:
         [params] = self.params
-        return {
-            "id": self._id,
-            "object": "response",
-            "created_at": self._created,
-            "model": self._model,
-            "status": status,
-            "error": None,
-            "incomplete_details": None,
-            "output": list(self._output),
-            "background": False,
-            "previous_response_id": None,
-            "max_output_tokens": params.max_tokens,
-            "top_logprobs": params.logprobs,
-            "usage": None,
-            **{name: getattr(params, name) for name in SAMPLING},
-            **self.request.echoed,
-        }
+        own = {"id": self._id, "object": "response", "created_at": self._created, "model": self._model}
+        limits = {"max_output_tokens": params.max_tokens, "top_logprobs": params.logprobs, "background": False}
+        sampling = {name: getattr(params, name) for name in SAMPLING}
+        output = {"status": status, "output": list(self._output), **dict.fromkeys(UNUSED)}
+        return {**own, **limits, **sampling, **output, **self.request.echoed}
 
     def _usage_of(self, num_generated: int, num_cached: int) -> Json:
         num_prompt = len(self.prompts[0]["prompt_token_ids"])
-        return {
-            "input_tokens": num_prompt,
-            "input_tokens_details": {"cached_tokens": num_cached, "cache_write_tokens": 0, **NO_TURNS},
-            "output_tokens": num_generated,
-            "output_tokens_details": {"reasoning_tokens": 0, "tool_output_tokens": 0, **NO_OUTPUT_TURNS},
-            "total_tokens": num_prompt + num_generated,
-        }
+        counts = {"input_tokens": num_prompt, "output_tokens": num_generated}
+        counts["total_tokens"] = num_prompt + num_generated
+        inputs = {"cached_tokens": num_cached, **INPUT_DETAILS}
+        return counts | {"input_tokens_details": inputs, "output_tokens_details": OUTPUT_DETAILS}
 
 
 def _without_bytes(entry: Json) -> Json:

@@ -8,15 +8,14 @@ In vLLM v0.33.0: `vllm/entrypoints/openai/responses/protocol.py` (`ResponsesRequ
 """
 
 from collections.abc import Sequence
-from http import HTTPStatus
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from fastapi.exceptions import RequestValidationError
 from pydantic import ConfigDict, Field, ValidationError
 
+from minivllm.config.checks import require
 from minivllm.entrypoints.openai.errors import RequestError
 from minivllm.entrypoints.openai.protocol import ChatCompletionRequest, Data, GenerationRequest, Many, OpenAIBaseModel
-from minivllm.errors import MinivllmError
 
 SAME_AS_A_CHATS = {*GenerationRequest.model_fields, "parallel_tool_calls", "chat_template_kwargs"}
 NOT_IN_RESPONSES = (
@@ -29,18 +28,18 @@ ECHOED = (
     "parallel_tool_calls", "prompt_cache_key", "prompt_cache_retention", "service_tier", "truncation", "user",
 )  # fmt: skip
 """Fields that a response repeats from its request."""
-LOGPROBS = "message.output_text.logprobs"
 Includable = Literal[
     "code_interpreter_call.outputs", "computer_call_output.output.image_url", "file_search_call.results",
     "message.input_image.image_url", "message.output_text.logprobs", "reasoning.encrypted_content",
 ]  # fmt: skip
+INVALID = "invalid_request_error"
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 
 
 def not_stored(response_id: str) -> RequestError:
     """Return the error for a response that is looked for after it was sent."""
     message = f"Response with id '{response_id[:200]}' not found: responses are not stored here; send the whole input."
-    return RequestError(message, HTTPStatus.NOT_FOUND, "invalid_request_error", "response_id")
+    return RequestError(message, 404, INVALID, "response_id")
 
 
 class TextFormat(OpenAIBaseModel):
@@ -62,9 +61,7 @@ class TextConfig(OpenAIBaseModel):
 class ResponsesRequest(GenerationRequest):
     """The body of `POST /v1/responses`."""
 
-    NOT_SERVED: ClassVar[tuple[str, ...]] = (
-        *GenerationRequest.NOT_SERVED, "prompt", "previous_input_messages", "enable_response_messages",
-    )  # fmt: skip
+    NOT_SERVED = (*GenerationRequest.NOT_SERVED, "prompt", "previous_input_messages", "enable_response_messages")
 
     background: bool | None = False
     input: str | Many[dict[str, Any]]
@@ -96,10 +93,6 @@ class ResponsesRequest(GenerationRequest):
             data.pop(name, None)
         super().check(data)
 
-    def echo(self) -> Data:
-        """Return the fields that the response repeats."""
-        return self.model_dump(include=set(ECHOED)) | {"tool_choice": self.tool_choice if self.tools else "none"}
-
     def as_chat(self) -> "ResponsesChatRequest":
         """Return the chat that answers this request.
 
@@ -110,34 +103,29 @@ class ResponsesRequest(GenerationRequest):
         if self.previous_response_id is not None:
             raise not_stored(self.previous_response_id)
         if self.background:
-            message = "background needs responses that are stored, and they are not stored here"
-            raise RequestError(message, HTTPStatus.BAD_REQUEST, "invalid_request_error", "background")
-        fields = {name: getattr(self, name) for name in SAME_AS_A_CHATS & self.model_fields_set}
+            raise RequestError("background needs stored responses; none are stored here", 400, INVALID, "background")
         functions = [_function(tool) for tool in self.tools if str(tool.get("type")) not in HOSTED]
-        if functions:
-            fields |= {"tools": functions, "tool_choice": _choice(self.tool_choice)}
-        elif self.tool_choice not in ("auto", "none"):
-            raise MinivllmError("tool_choice needs tools that are functions", "tool_choice")
-        if self.include and LOGPROBS in self.include:
-            fields |= {"logprobs": True, "top_logprobs": self.top_logprobs}
-        form = self.text.format if self.text else None
-        if form is not None:
-            if self.structured_outputs is not None:
-                raise MinivllmError("structured_outputs and text.format are both given", "structured_outputs")
-            fields["response_format"] = {"type": form.type, "json_schema": form.model_extra}
+        require(functions or self.tool_choice in ("auto", "none"), "tool_choice needs function tools", "tool_choice")
         messages = [{"role": "system", "content": self.instructions}] if self.instructions else []
-        messages += messages_of(self.input)
         last = self.input[-1] if isinstance(self.input, list) and self.input else {}
         goes_on = last.get("type", "message") == "message" and last.get("status") in ("in_progress", "incomplete")
-        fields |= {
-            "messages": messages,
-            "max_completion_tokens": self.max_output_tokens,
+        fields = {name: getattr(self, name) for name in SAME_AS_A_CHATS & self.model_fields_set} | {
+            "messages": messages + messages_of(self.input),
+            "max_output_tokens": self.max_output_tokens,
             "reasoning_effort": (self.reasoning or {}).get("effort"),
             "continue_final_message": goes_on,
             "add_generation_prompt": not goes_on,
+            "echoed": self.model_dump(include=set(ECHOED)) | ({} if self.tools else {"tool_choice": "none"}),
         }
+        if functions:
+            fields |= {"tools": functions, "tool_choice": _choice(self.tool_choice)}
+        if "message.output_text.logprobs" in (self.include or ()):
+            fields |= {"logprobs": True, "top_logprobs": self.top_logprobs}
+        if self.text and (form := self.text.format):
+            require(self.structured_outputs is None, "give structured_outputs or text.format", "structured_outputs")
+            fields["response_format"] = {"type": form.type, "json_schema": form.model_extra}
         try:
-            chat = ResponsesChatRequest.model_validate(fields)
+            return ResponsesChatRequest.model_validate(fields)
         except ValidationError as error:
             # The client knows the messages as its input.
             errors = error.errors(include_url=False)
@@ -145,18 +133,15 @@ class ResponsesRequest(GenerationRequest):
                 each["loc"] = ("body", *("input" if part == "messages" else part for part in each["loc"]))
             errors[0]["loc"] = errors[0]["loc"][:2]  # vLLM's first error is always that the input is no string
             raise RequestValidationError(errors) from None
-        chat.echoed = self.echo()
-        return chat
 
 
 class ResponsesChatRequest(ChatCompletionRequest):
     """The chat behind a response, and the fields that the response repeats."""
 
-    echoed: Data = Field(default_factory=dict)
+    LIMITS = ("max_output_tokens",)
 
-    @property
-    def token_limit_name(self) -> str:
-        return "max_output_tokens"
+    max_output_tokens: int | None
+    echoed: Data
 
 
 HOSTED = {
@@ -167,8 +152,8 @@ HOSTED = {
 
 
 def _function(tool: Data) -> Data:
-    if tool.get("type") != "function":
-        raise MinivllmError(f"a tool's type is {str(tool.get('type'))[:60]!r}; only functions are served", "tools")
+    kind = tool.get("type")
+    require(kind == "function", f"a tool's type is {str(kind)[:60]!r}; only functions are served", "tools")
     return {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
 
 
@@ -176,8 +161,8 @@ def _choice(choice: str | Data) -> str | Data:
     """Return a chat's form of a tool choice."""
     if isinstance(choice, str):
         return choice
-    if choice.get("type") != "function":
-        raise MinivllmError('tool_choice must be "none", "auto", "required" or name a function', "tool_choice")
+    is_function = choice.get("type") == "function"
+    require(is_function, 'tool_choice must be "none", "auto", "required" or name a function', "tool_choice")
     return {"type": "function", "function": {"name": choice.get("name")}}
 
 
@@ -192,13 +177,12 @@ def messages_of(items: str | Sequence[Data]) -> list[Data]:
         return [{"role": "user", "content": items}]
     messages: list[Data] = []
     for item in items:
-        message = _message(item)
-        last = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
-        if last is None or message["role"] != "assistant":
-            messages.append(message)
-        elif isinstance(calls := message.get("tool_calls"), list) and isinstance(last.get("tool_calls", []), list):
-            last["tool_calls"] = [*last.get("tool_calls", []), *calls]
-        elif message.keys() & last.keys() == {"role"}:
+        message, last = _message(item), messages[-1] if messages else {}
+        joins = message["role"] == last.get("role") == "assistant"
+        calls, before = message.get("tool_calls"), last.get("tool_calls", [])
+        if joins and isinstance(calls, list) and isinstance(before, list):
+            last["tool_calls"] = [*before, *calls]
+        elif joins and message.keys() & last.keys() == {"role"}:
             last |= message
         else:
             messages.append(message)
@@ -218,6 +202,5 @@ def _message(item: Data) -> Data:
         parts = item.get("content") or item.get("summary")
         texts = [part.get("text") for part in parts if isinstance(part, dict)] if isinstance(parts, list) else []
         return {"role": "assistant", "reasoning": "".join(map(str, texts))}
-    if kind != "message" or "role" not in item:
-        raise MinivllmError(f"an input item of type {str(kind)[:60]!r} is not served", "input")
+    require(kind == "message" and "role" in item, f"an input item of type {str(kind)[:60]!r} is not served", "input")
     return {name: value for name, value in item.items() if name not in ("id", "status", "type", "phase")}

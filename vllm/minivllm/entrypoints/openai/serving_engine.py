@@ -1,4 +1,4 @@
-"""Turn a client's request into engine requests, on one path for all endpoints.
+"""Check clients' requests, and turn texts and conversations into prompts.
 
 In vLLM v0.33.0: `vllm/entrypoints/generate/base/serving.py`,
 `vllm/entrypoints/serve/tokenize/serving.py`, `vllm/entrypoints/serve/utils/api_utils.py`.
@@ -8,7 +8,6 @@ import asyncio
 import itertools
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -17,25 +16,16 @@ from minivllm.config.checks import encodable, require
 from minivllm.config.kv_offloading import is_tier
 from minivllm.engine.async_llm import AsyncLLM
 from minivllm.engine.socket_messages import encode
-from minivllm.entrypoints.openai.answer import Answer, EngineRequests, Json, as_stream
-from minivllm.entrypoints.openai.chat_template import NO_TEMPLATE, render, special_tokens
+from minivllm.entrypoints.openai import protocol
+from minivllm.entrypoints.openai.chat_template import NO_TEMPLATE, render_in_thread, special_tokens
 from minivllm.entrypoints.openai.constraints import constraint_of
-from minivllm.entrypoints.openai.errors import unavailable
-from minivllm.entrypoints.openai.protocol import (
-    ChatTemplateRequest,
-    DetokenizeRequest,
-    GenerationRequest,
-    TokenizeChatRequest,
-    TokenizeCompletionRequest,
-)
+from minivllm.entrypoints.openai.errors import RequestError
 from minivllm.entrypoints.openai.serving_models import OpenAIServingModels
 from minivllm.entrypoints.openai.settings import FrontendArgs
-from minivllm.entrypoints.openai.stream import EventStream, Result
-from minivllm.entrypoints.openai.time_limit import in_thread
+from minivllm.entrypoints.openai.stream import Result
 from minivllm.errors import MinivllmError
 from minivllm.inputs import TokensPrompt
 from minivllm.sampling_params import MAX_N, SamplingParams
-from minivllm.structured_output.grammar_text import check_grammar
 
 CHARACTERS_IN_LOOP = 4096
 """A longer text is tokenized in a thread, so that other clients need not wait; as many tokens are
@@ -43,28 +33,21 @@ turned into text there.
 """
 MIN_TOKENIZED_CHARACTERS, CHARACTERS_PER_TOKEN = 2**20, 8
 """A text may have as many characters as the longest prompt of tokens with eight characters each."""
-MAX_RANK_DIGITS = 6
 SECONDS_TO_RENDER = 10.0
 
 
 class OpenAIServing:
-    """The way from a request to its answer. `create` serves every endpoint that generates; an
-    endpoint is a request's class and a subclass of `Answer`.
-    """
+    """The engine, its limits, its tokenizer and its template, which every answer needs."""
 
-    def __init__(
-        self, engine: AsyncLLM, models: OpenAIServingModels, settings: FrontendArgs, template: str | None
-    ) -> None:
-        self.engine = engine
-        self.models = models
-        self.settings = settings
-        self.template = template
+    def __init__(self, engine: AsyncLLM, settings: FrontendArgs, template: str | None) -> None:
+        self.engine, self.settings, self.template = engine, settings, template
+        self.models = OpenAIServingModels(engine, settings)
         self._special_tokens = special_tokens(engine.engine_args.model)
-        self.limits = engine.input_processor.limits
-        self.vocab_size = engine.input_processor.vocab_size
+        processor = engine.input_processor
+        self.max_model_len, self.vocab_size = processor.limits.max_model_len, processor.vocab_size
         self.fingerprint = f"minivllm-{uuid.uuid4().hex[:8]}"
-        self._defaults = engine.generation_config.sampling
-        self._numbers = itertools.count()
+        self.numbers = itertools.count()
+        """Of the prompts, so that the engine's ids are unique, whatever ids clients send."""
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -73,62 +56,30 @@ class OpenAIServing:
             raise MinivllmError("the server runs with skip_tokenizer_init; it cannot handle text")
         return self.engine.tokenizer
 
-    async def create(
-        self, endpoint: type[Answer], request: GenerationRequest, headers: Mapping[str, str]
-    ) -> Json | EventStream:
-        """Answer a request, as a whole reply or as a stream.
-
-        Raises:
-            MinivllmError: the request is invalid.
-            EngineDeadError: the engine has ended.
-        """
-        # Everything is checked before the first request is added, so a refused one leaves nothing
-        # behind.
-        self.check(request)
-        prompts = await endpoint.prompts_of(self, request)
-        params = []
-        for prompt in prompts:
-            params.append(self.sampling_params(request, prompt))
-            # A thousand prompts in a row would block the other clients.
-            await asyncio.sleep(0)
-        client_id = headers.get("x-request-id") or request.request_id or uuid.uuid4().hex[:16]
-        client_id = client_id.encode("utf8", "replace").decode()[:1024]
-        request_id = f"{endpoint.id_prefix}{client_id}"
-        requests = await self.start(request, request_id, prompts, params, headers)
-        answer = endpoint(self, request, request_id, prompts, params)
-        # Nothing has been awaited yet: an error up to here is a status, later ones are events.
-        if request.stream:
-            return EventStream(as_stream(answer, requests), requests.close, self.engine.parts)
-        try:
-            return await answer.whole(requests)
-        finally:
-            requests.close()
-
-    async def create_tokenize(self, request: TokenizeCompletionRequest | TokenizeChatRequest) -> Json:
+    async def create_tokenize(self, request: protocol.TokenizeRequest) -> dict[str, Any]:
         """Return the token ids of a text or of a conversation.
 
         Raises:
             MinivllmError: the request is invalid.
         """
         self.models.check(request.model)
-        is_text = isinstance(request, TokenizeCompletionRequest)
-        text = request.prompt if is_text else await self.rendered(request)
+        is_chat = isinstance(request, protocol.TokenizeChatRequest)
+        text = await self.rendered(request) if is_chat else request.prompt
         token_ids = await self.tokenize(text, request.add_special_tokens)
         names = None
         if request.return_token_strs:
             spelling = self.tokenizer.id_to_token
             names = await asyncio.to_thread(lambda: [spelling(token) or "" for token in token_ids])
-        longest = self.limits.max_model_len
-        return {"count": len(token_ids), "max_model_len": longest, "tokens": token_ids, "token_strs": names}
+        return {"count": len(token_ids), "max_model_len": self.max_model_len, "tokens": token_ids, "token_strs": names}
 
-    async def create_detokenize(self, request: DetokenizeRequest) -> Json:
+    async def create_detokenize(self, request: protocol.DetokenizeRequest) -> dict[str, Any]:
         """Return the text of token ids."""
         self.models.check(request.model)
         return {"prompt": await self.detokenize(request.tokens)}
 
     # From a client's request to the engine's
 
-    def check(self, request: GenerationRequest) -> None:
+    def check(self, request: protocol.GenerationRequest) -> None:
         """Check everything that can be checked before tokenization.
 
         Raises:
@@ -136,20 +87,21 @@ class OpenAIServing:
             RequestError: it names another model, or the queue is full.
         """
         self.models.check(request.model)
+        num_prompts = len(request.prompts) if isinstance(request, protocol.CompletionRequest) else 1
         if request.kv_transfer_params:
-            self.check_transfer(request.kv_transfer_params, request.num_prompts)
+            self.check_transfer(request.kv_transfer_params, num_prompts)
         # Each completion is a request of its own in the engine.
-        total = request.num_prompts * max(1, request.n or 1)
+        total = num_prompts * max(1, request.n or 1)
         require(total <= MAX_N, f"prompts times n is {total}; the maximum is {MAX_N}")
         most = self.vocab_size if self.settings.max_logprobs == -1 else self.settings.max_logprobs
-        for name, asked in (("logprobs", request.num_logprobs), ("prompt_logprobs", request.num_prompt_logprobs)):
+        for name, asked in zip(("logprobs", "prompt_logprobs"), request.num_logprobs, strict=True):
             number = self.vocab_size if asked == -1 else asked or 0
             require(number <= most, f"{name} asks for {number} tokens per position; the server allows {most}", name)
         most = self.settings.max_num_queued_reqs
         if most is not None and len(self.engine.output_processor.states) + total > most:
             if self.engine.stat_logger is not None:
                 self.engine.stat_logger.record_rejection("max_num_queued_reqs")
-            raise unavailable(f"the server's queue is full (max_num_queued_reqs is {most}); try again later")
+            raise RequestError(f"the server's queue is full (max_num_queued_reqs is {most}); try again later", 503)
 
     def check_transfer(self, params: Mapping[str, Any], num_prompts: int) -> None:
         """Refuse params that cannot be passed to a connector; the connector itself checks their
@@ -163,8 +115,8 @@ class OpenAIServing:
         transfer = self.engine.engine_args.kv_transfer
         if transfer is None:
             raise MinivllmError(f"{name} need a server with --kv-transfer-config", name)
-        connector = transfer.kv_connector
-        require(not is_tier(transfer), f"{name} need a connector to other engines, and {connector} has none", name)
+        is_peer = not is_tier(transfer)
+        require(is_peer, f"{name} need a connector to other engines, and {transfer.kv_connector} has none", name)
         require(num_prompts == 1, f"{name} are for one prompt, and there are {num_prompts}: send each on its own", name)
         try:
             # The same encoder as on the way to the core, which would fail there.
@@ -172,64 +124,23 @@ class OpenAIServing:
         except (ValueError, OverflowError):  # half a character, or a number beyond 64 bits
             raise MinivllmError(f"{name} have a value that cannot be sent on", name) from None
 
-    def sampling_params(self, request: GenerationRequest, prompt: TokensPrompt) -> SamplingParams:
+    def sampling_params(self, request: protocol.GenerationRequest, prompt: TokensPrompt) -> SamplingParams:
         """Return the engine's parameters for a prompt.
 
         Raises:
             MinivllmError: the prompt is too long, or a parameter is invalid.
         """
-        longest, length = self.limits.max_model_len, len(prompt["prompt_token_ids"])
-        max_tokens, name = request.token_limit, request.token_limit_name
+        longest, length = self.max_model_len, len(prompt["prompt_token_ids"])
+        name, max_tokens = request.token_limit
         require((max_tokens or 0) <= longest, f"{name} is {max_tokens}; max_model_len is {longest}", name)
         message = f"the prompt has {length} tokens; the model's maximum context length is {longest} tokens"
         require(length <= longest, message, "input_tokens")
-        room = longest - length
+        room, defaults = longest - length, self.engine.generation_config.sampling
         if max_tokens is None:
-            max_tokens = self._defaults.get("max_tokens", room)
-        params = request.to_sampling_params(min(max_tokens, room), self._defaults, self.vocab_size)
+            max_tokens = defaults.get("max_tokens", room)
+        params = request.to_sampling_params(min(max_tokens, room), defaults, self.vocab_size)
         params.structured_outputs = constraint_of(request)
         return params
-
-    async def start(
-        self,
-        request: GenerationRequest,
-        request_id: str,
-        prompts: Sequence[TokensPrompt],
-        params: Sequence[SamplingParams],
-        headers: Mapping[str, str],
-    ) -> EngineRequests:
-        """Add all prompts to the engine's queue, or none. The engine's ids are unique, whatever ids
-        clients send.
-
-        Raises:
-            MinivllmError: a request is invalid.
-            EngineDeadError: the engine has ended.
-        """
-        requests = EngineRequests(self.engine)
-        constraint = params[0].structured_outputs
-        if constraint is not None:
-            # All prompts have the same one. A long grammar takes a while to check, so do it in a
-            # thread.
-            await asyncio.to_thread(check_grammar, constraint)
-        settings: Json = {
-            "priority": request.priority,
-            "data_parallel_rank": _data_parallel_rank(headers),
-            # Check again: it may have been unloaded since.
-            "lora_request": self.models.check(request.model),
-        }
-        try:
-            for index, (prompt, prompt_params) in enumerate(zip(prompts, params, strict=True)):
-                if request.cache_salt is not None:
-                    prompt["cache_salt"] = request.cache_salt
-                # As in vLLM: the client's id, the prompt's index, and a number that tells it from
-                # others of the same id.
-                engine_id = f"{request_id}-{index}-{next(self._numbers)}"
-                await requests.add(engine_id, prompt, prompt_params, **settings)
-                await asyncio.sleep(0)
-        except BaseException:
-            requests.close()
-            raise
-        return requests
 
     # Prompts
 
@@ -250,7 +161,7 @@ class OpenAIServing:
             MinivllmError: it is very long. The library frees a long text's tokens in one go, which
                 holds up everybody.
         """
-        most = max(MIN_TOKENIZED_CHARACTERS, CHARACTERS_PER_TOKEN * self.limits.max_model_len)
+        most = max(MIN_TOKENIZED_CHARACTERS, CHARACTERS_PER_TOKEN * self.max_model_len)
         message = f"the text has {len(text):,} characters; at most {most:,} are tokenized here"
         require(len(text) <= most, message, "input_text")
         encodable(text, "the prompt")
@@ -264,28 +175,21 @@ class OpenAIServing:
         known = [token for token in token_ids if token < self.vocab_size]  # it would raise for others
         return await _beside_the_loop(lambda: decode_batch([known], skip_special_tokens=False)[0], token_ids)
 
-    async def rendered(self, request: ChatTemplateRequest, **further: Any) -> str:
+    async def rendered(self, request: protocol.ChatTemplateRequest, **further: Any) -> str:
         """Return the prompt for a conversation.
 
         Raises:
             MinivllmError: there is no template, it rejects the messages, or it takes too long.
         """
-        if (template := self.template) is None:
+        if self.template is None:
             raise MinivllmError(NO_TEMPLATE)
-        tools = request.tools
-        variables = {
-            **self._special_tokens,
-            "add_generation_prompt": request.add_generation_prompt,
-            "tools": [tool.model_dump(exclude_none=True) for tool in tools] if tools else None,
-            "documents": request.documents,
-            **further,
-            **(request.chat_template_kwargs or {}),
-        }
+        tools = [tool.model_dump(exclude_none=True) for tool in request.tools or ()] or None
+        variables = {**self._special_tokens, "add_generation_prompt": request.add_generation_prompt, "tools": tools}
+        variables |= {"documents": request.documents, **further, **(request.chat_template_kwargs or {})}
         # A client may set any variable of the template but the messages.
         variables.pop("messages", None)
         goes_on, form = request.continue_final_message, self.settings.chat_template_content_format
-        rendering = partial(render, template, request.messages, variables, goes_on, form)
-        return await in_thread(rendering, SECONDS_TO_RENDER, "the chat template")
+        return await render_in_thread(SECONDS_TO_RENDER, self.template, request.messages, variables, goes_on, form)
 
 
 async def _beside_the_loop(work: Callable[[], Result], size: Sequence[Any]) -> Result:
@@ -293,14 +197,3 @@ async def _beside_the_loop(work: Callable[[], Result], size: Sequence[Any]) -> R
     tokenizing a short text.
     """
     return work() if len(size) < CHARACTERS_IN_LOOP else await asyncio.to_thread(work)
-
-
-def _data_parallel_rank(headers: Mapping[str, str]) -> int | None:
-    """Return the core that an upstream router has chosen, if any."""
-    header = headers.get("x-data-parallel-rank")
-    if header is None:
-        return None
-    # No core has a number that long, and Python refuses to convert thousands of digits.
-    if not header.isdecimal() or len(header) > MAX_RANK_DIGITS:
-        raise MinivllmError(f"the header X-data-parallel-rank is {header[:20]!r}; it must be a core's number")
-    return int(header)

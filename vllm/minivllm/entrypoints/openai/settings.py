@@ -7,12 +7,10 @@ vLLM's, except where a line says so; vLLM has many more.
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from minivllm.config.checks import Count, Rule, check_fields, is_count, is_number, one_of
+from minivllm.config.checks import Count, Rule, check_fields, is_count, is_number, one_of, require
 from minivllm.entrypoints.openai.tool_parsers import PARSERS
-from minivllm.errors import MinivllmError
 
 CONTENT_FORMAT = one_of("auto", "string", "openai")
-LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
 SECONDS = Rule(lambda value: is_number(value) and value >= 0.0, "a number of seconds, 0 or more")
 LOGPROBS = Rule(lambda value: is_count(value, -1), "0 or more, or -1 for the whole vocabulary")
 
@@ -27,7 +25,7 @@ class HttpArgs:
     port: int = 8000
     shutdown_timeout: Annotated[float, SECONDS] = 0.0
     disable_uvicorn_access_log: bool = False
-    uvicorn_log_level: Annotated[str, one_of(*LOG_LEVELS)] = "info"
+    uvicorn_log_level: Annotated[str, one_of("critical", "error", "warning", "info", "debug", "trace")] = "info"
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -75,10 +73,5 @@ class FrontendArgs(HttpArgs):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.enable_auto_tool_choice and self.tool_call_parser is None:
-            raise MinivllmError(f"enable_auto_tool_choice needs a tool_call_parser: one of {', '.join(PARSERS)}")
-
-    @property
-    def auto_tool_parser(self) -> str | None:
-        """The parser of calls that the model makes freely; None if it may not make any."""
-        return self.tool_call_parser if self.enable_auto_tool_choice else None
+        names = self.tool_call_parser is not None or not self.enable_auto_tool_choice
+        require(names, f"enable_auto_tool_choice needs a tool_call_parser: one of {', '.join(PARSERS)}")

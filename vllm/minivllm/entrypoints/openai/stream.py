@@ -9,13 +9,13 @@ from typing import Any, TypeVar
 
 from fastapi import Request
 from pydantic_core import to_json
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from minivllm.config import NO_PARTS, Parts
 
 Result = TypeVar("Result")
-ELEMENTS_AT_ONCE = 2**16
+Work = Coroutine[Any, Any, Result]
 CLIENT_CLOSED_REQUEST = 499
 """The status of a reply that nobody waits for, as it stands in logs; nginx's number."""
 
@@ -25,61 +25,32 @@ def as_json(value: Any) -> bytes:
     return to_json(value, inf_nan_mode="null")
 
 
-async def as_long_json(fields: dict[str, Any]) -> bytes:
-    """Return an object as JSON; other tasks get their turns between the pieces of its lists."""
-    written = []
-    for name, value in fields.items():
-        if isinstance(value, list):
-            pieces = []
-            for start in range(0, len(value), ELEMENTS_AT_ONCE):
-                pieces.append(as_json(value[start : start + ELEMENTS_AT_ONCE])[1:-1])
-                await asyncio.sleep(0)
-            data = b"[" + b",".join(pieces) + b"]"
-        else:
-            data = as_json(value)
-        written.append(as_json(name) + b":" + data)
-    return b"{" + b",".join(written) + b"}"
-
-
 def as_event(value: Any) -> bytes:
     """Return a value as a server-sent event."""
     return b"data: %b\n\n" % as_json(value)
 
 
-class EventStream(Response):
+class EventStream(StreamingResponse):
     """Server-sent events. `close` is called at the end, or as soon as the client has left,
     whichever comes first.
     """
 
-    media_type = "text/event-stream"
-
     def __init__(self, events: AsyncGenerator[bytes, None], close: Callable[[], None], parts: Parts = NO_PARTS) -> None:
-        self._events = events
-        self._close = close
-        self._parts = parts
-        super().__init__()
-        # Starlette has set it for the empty body that a `Response` has by default.
-        del self.headers["content-length"]
+        super().__init__(events, media_type="text/event-stream")
+        self._events, self._close, self._parts = events, close, parts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events."""
+        until = self._parts.until_disconnected or until_disconnected
         try:
-            await (self._parts.until_disconnected or until_disconnected)(self._send(send), disconnected(receive))
+            await until(self.stream_response(send), disconnected(receive))
         finally:
             self._close()
             # Ends the generator where it waits, so that its own `finally` runs now.
             await self._events.aclose()
 
-    async def _send(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        async for event in self._events:
-            await send({"type": "http.response.body", "body": event, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-
-async def with_cancellation(
-    work: Coroutine[Any, Any, Result], request: Request, parts: Parts = NO_PARTS
-) -> Result | Response:
+async def with_cancellation(work: Work[Result], request: Request, parts: Parts = NO_PARTS) -> Result | Response:
     """Return the result of the work; if the client leaves first, cancel the work and return an
     empty reply.
     """
@@ -87,9 +58,7 @@ async def with_cancellation(
     return Response(status_code=CLIENT_CLOSED_REQUEST) if result is None else result
 
 
-async def until_disconnected(
-    work: Coroutine[Any, Any, Result], disconnected: Coroutine[Any, Any, None]
-) -> Result | None:
+async def until_disconnected(work: Work[Result], disconnected: Work[None]) -> Result | None:
     """Return the result of the work; if the client leaves first, cancel the work and return None.
 
     Neither coroutine is still running when this returns, however it ends.

@@ -1,16 +1,16 @@
-"""Find the calls of tools in text that a model generates freely, whole or while it is streamed.
+"""Find the calls of tools in an answer, whole or while it is streamed: those that a model makes
+freely, and those that the request demands.
 
 In vLLM v0.33.0: `vllm/tool_parsers/hermes_tool_parser.py` (`Hermes2ProToolParser`),
-`vllm/tool_parsers/llama_tool_parser.py` (`Llama3JsonToolParser`). There one malformed call makes
-text of the whole answer; here only the malformed call is text.
+`vllm/tool_parsers/llama_tool_parser.py` (`Llama3JsonToolParser`), `vllm/parser/`. There one
+malformed call makes text of the whole answer; here only the malformed call is text.
 """
 
 import json
 import re
+import uuid
 from dataclasses import dataclass, field
 from typing import Any
-
-from minivllm.entrypoints.openai.tool_calls import as_text, call_of
 
 HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"\\\x00-\x1f]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
 """A call up to its arguments, with its keys in the order in which models are trained to write them."""
@@ -30,13 +30,15 @@ def _beginning_of(text: str) -> str:
 @dataclass(frozen=True)
 class Syntax:
     """The text around each call: patterns for what opens it, and for the beginning of that at the
-    end of a text; and what may close it. In some, an answer is either calls or text.
+    end of a text; and what may close it. In some, an answer is either calls or text; in some, a
+    call is sent only once it is complete.
     """
 
     opener: re.Pattern[str]
     begun: re.Pattern[str]
     closer: str = ""
     is_calls_only: bool = False
+    is_sent_whole: bool = False
 
 
 PARSERS = {
@@ -48,6 +50,8 @@ PARSERS = {
     ),
 }
 """The syntax of each parser, by vLLM's names."""
+REQUIRED = Syntax(re.compile(r"[\[,\s]+(?=\{)"), re.compile(r"[\[,\s]+\Z"), "]", True, is_sent_whole=True)
+"""The JSON list of calls that an answer is constrained to by the tool choice "required"."""
 
 
 @dataclass
@@ -66,9 +70,9 @@ class OpenCall:
     sent: int | None = None
     """The end of the arguments that were sent; None while not even the name was."""
 
-    def read(self, text: str) -> None:
+    def read(self, text: str, is_sent_whole: bool) -> None:
         """Read on up to the end of the text, or of the call."""
-        if self.head is None and self.counted < MAX_HEAD_CHARACTERS:
+        if self.head is None and self.counted < MAX_HEAD_CHARACTERS and not is_sent_whole:
             self.head = HEAD.match(text, self.start)
         end = len(text)
         for match in MARKS.finditer(text, self.counted):
@@ -105,8 +109,8 @@ class ToolParser:
     has not ended. A call is parsed once, at its end; until then its braces are counted.
     """
 
-    def __init__(self, name: str) -> None:
-        self._syntax = PARSERS[name]
+    def __init__(self, syntax: Syntax) -> None:
+        self._syntax = syntax
         self._rest = self._closer = ""
         self._open: OpenCall | None = None
         self._is_text = self._is_behind_call = False
@@ -128,7 +132,7 @@ class ToolParser:
         content = "" if self._open else self._text(is_last)
         deltas: list[dict[str, Any]] = []
         while (call := self._open) is not None:
-            call.read(self._rest)
+            call.read(self._rest, self._syntax.is_sent_whole)
             end = call.ends.get(0)
             if end is None and not is_last:
                 return content, deltas + self._begun(call)
@@ -186,3 +190,35 @@ class ToolParser:
         self._is_behind_call = False
         self._is_text = self._is_text or (self._syntax.is_calls_only and bool(text.strip()))
         return text
+
+
+class NamedTool:
+    """The one call of an answer that is constrained to the arguments of the tool that the request
+    names.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self.num_calls = 0
+
+    def whole(self, text: str) -> tuple[str, list[dict[str, Any]]]:
+        """Return no content, and the call."""
+        return "", [call_of(self._name, text)]
+
+    def new(self, text: str, is_last: bool) -> tuple[str, list[dict[str, Any]]]:
+        """Return no content, and what a piece of the answer adds. The first piece opens the call."""
+        if self.num_calls == 0:
+            self.num_calls = 1
+            return "", [{"index": 0, **call_of(self._name, text)}]
+        return "", [{"index": 0, "function": {"arguments": text}}] if text else []
+
+
+def call_of(name: str, arguments: str) -> dict[str, Any]:
+    """Return a call as clients see it, with an id of its own."""
+    call_id = f"chatcmpl-tool-{uuid.uuid4().hex[:16]}"
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def as_text(arguments: Any) -> str:
+    """Return arguments as the text that clients parse."""
+    return json.dumps(arguments, ensure_ascii=False)

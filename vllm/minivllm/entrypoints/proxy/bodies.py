@@ -12,7 +12,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from minivllm.entrypoints.openai.errors import bad_gateway
+from minivllm.entrypoints.openai.errors import RequestError
 from minivllm.errors import MinivllmError
 
 Body = dict[str, Any]
@@ -63,9 +63,8 @@ def kept_params(content: bytes) -> Body | None:
         params = json.loads(content).get("kv_transfer_params")
         return None if params is None else dict(params)
     except (ValueError, TypeError, AttributeError):
-        raise bad_gateway(
-            "the prefill server's answer is not a completion, or its kv_transfer_params not an object"
-        ) from None
+        wrong = "the prefill server's answer is not a completion, or its kv_transfer_params not an object"
+        raise RequestError(wrong, 502) from None
 
 
 def has_two_steps(body: Mapping[str, Any]) -> bool:

@@ -21,7 +21,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 import aiohttp
 from starlette.responses import Response
 
-from minivllm.entrypoints.openai.errors import RequestError, bad_gateway, error_body, unavailable
+from minivllm.entrypoints.openai.errors import RequestError, error_body
 from minivllm.entrypoints.openai.middleware import ServerState
 from minivllm.entrypoints.openai.stream import EventStream, as_event
 from minivllm.entrypoints.proxy.bodies import Body, has_two_steps, kept_params, parse, prefill_body
@@ -166,12 +166,13 @@ class Proxy:
                     break
                 upstream.note(str(error) or type(error).__name__)
                 if role == "decode" and not isinstance(error, NO_CONNECTION):
-                    raise bad_gateway("the decode server has not answered; the request may be sent again") from None
+                    message = "the decode server has not answered; the request may be sent again"
+                    raise RequestError(message, 502) from None
                 continue
             if last.status_code < 500 or (role == "decode" and last.status_code != 503):
                 return last
         if last is None or self._stopped:
-            raise self._stopping() or unavailable(f"no {role} server answers; try again later")
+            raise self._stopping() or RequestError(f"no {role} server answers; try again later", 503)
         return last
 
     async def _reply_of(self, upstream: Upstream, path: str, body: Body | None, headers: Mapping[str, str]) -> Response:
@@ -192,7 +193,7 @@ class Proxy:
             async for piece in reply.content.iter_any():
                 yield piece
         except NO_ANSWER:
-            error = self._stopping() or bad_gateway("the decode server has ended before the end of its answer")
+            error = self._stopping() or RequestError("the decode server has ended before the end of its answer", 502)
             # The last piece may have ended in the middle of an event, which a blank line ends.
             yield b"\n\n%bdata: [DONE]\n\n" % as_event(error_body(error))
         finally:
@@ -209,7 +210,7 @@ class Proxy:
         return healthy
 
     def _stopping(self) -> RequestError | None:
-        return unavailable("the server is shutting down") if self._stopped else None
+        return RequestError("the server is shutting down", 503) if self._stopped else None
 
     async def _watch(self, upstream: Upstream) -> None:
         while True:

@@ -6,8 +6,8 @@ import uvloop
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
-from minivllm.entrypoints.openai.errors import register_exception_handlers
-from minivllm.entrypoints.openai.http_server import bind, make_server, until_the_end
+from minivllm.entrypoints.openai.errors import EXCEPTION_HANDLERS
+from minivllm.entrypoints.openai.http_server import bind, until_the_end
 from minivllm.entrypoints.openai.middleware import JSON_ONLY, BoundedRoute, OpenRequestsMiddleware
 from minivllm.entrypoints.openai.stream import with_cancellation
 from minivllm.entrypoints.proxy.proxy import Proxy, headers_for_servers
@@ -27,19 +27,18 @@ def serve(settings: ProxyArgs) -> int:
 async def _serve(listening: socket.socket, settings: ProxyArgs) -> int:
     proxy = Proxy(settings)
     await proxy.start()
-    server = make_server(build_app(proxy), settings)
     try:
-        return await until_the_end(server, proxy, listening, settings, proxy.state)
+        return await until_the_end(build_app(proxy), proxy, listening, settings)
     finally:
         await proxy.close()
 
 
 def build_app(proxy: Proxy) -> FastAPI:
     """Return the application."""
-    app = FastAPI(title="minivllm proxy")
-    register_exception_handlers(app)
+    app = FastAPI(title="minivllm proxy", exception_handlers=EXCEPTION_HANDLERS)
     app.router.route_class = BoundedRoute
-    app.add_middleware(OpenRequestsMiddleware, state=proxy.state)
+    app.state.server = proxy.state
+    app.add_middleware(OpenRequestsMiddleware)
 
     @app.post("/v1/completions", dependencies=JSON_ONLY)
     @app.post("/v1/chat/completions", dependencies=JSON_ONLY)
