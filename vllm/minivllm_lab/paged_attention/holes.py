@@ -13,7 +13,7 @@ from minivllm_lab.block_tables import BlockTable
 from minivllm_lab.drawing import BLANK, QUIET, line, rect, svg, text, tint
 from minivllm_lab.paged_attention.allocators import FirstFit, TablesOnDemand
 from minivllm_lab.paged_attention.memory_replay import Memory, Running, serve
-from minivllm_lab.palette import INK, SKY, VERMILLION
+from minivllm_lab.palette import INK, ORANGE, SKY, VERMILLION
 from minivllm_simulate.workloads import RequestLengths
 
 LEFT, RIGHT, TOP = 20, 380, 62
@@ -29,6 +29,7 @@ MOMENT, HOLES = 18, ((16, 28), (40, 48))
 """The step in which there is room enough for H, but not in one piece: the first slot of each hole and
 the first slot behind it.
 """
+WAITS = "H"
 NOTES = (
     (LEFT, 292, f"Step {MOMENT}: 20 slots are free, in two holes (marked)."),
     (LEFT, 310, "H needs 14 in a row, so it waits."),
@@ -86,7 +87,12 @@ def holes() -> str:
     ]
     x = LEFT + (MOMENT + 0.5) * WIDE
     parts += [line((x, TOP + TALL * first), (x, TOP + TALL * end), VERMILLION, width=5) for first, end in HOLES]
-    keys = ((LEFT, SKY, "holds a token"), (170, tint(SKY, 0.3), "held, no token yet"), (350, BLANK, "free"))
+    keys = (
+        (LEFT, SKY, "holds a token"),
+        (170, tint(SKY, 0.3), "held, no token yet"),
+        (350, BLANK, "free"),
+        (430, ORANGE, "H's"),
+    )
     for x, fill, words in keys:
         parts += [rect(x, 327, 22, 14, fill, stroke="#80868B"), text(x + 30, 339, words, size=12)]
     return svg(700, 354, *parts, label=" ".join(words for *_, words in NOTES))
@@ -98,10 +104,11 @@ def _panel(x: float, lives: Lives) -> list[str]:
     parts = [rect(x, TOP, STEPS * WIDE, SLOTS * TALL, BLANK, stroke="#80868B")]
     for (name, first, slots), life in lives.items():
         left, top, width = x + life[0][0] * WIDE, TOP + first * TALL, len(life) * WIDE
-        parts.append(rect(left, top, width, slots * TALL, tint(SKY, 0.3)))
+        colour = ORANGE if name == WAITS else SKY
+        parts.append(rect(left, top, width, slots * TALL, tint(colour, 0.3)))
         for tokens, run in groupby(life, key=lambda moment: moment[1]):
             times = [step for step, _ in run]
-            parts.append(rect(x + times[0] * WIDE, top, len(times) * WIDE, tokens * TALL, SKY))
+            parts.append(rect(x + times[0] * WIDE, top, len(times) * WIDE, tokens * TALL, colour))
         parts.append(rect(left, top, width, slots * TALL, stroke="#FFFFFF"))
         parts.append(text(left + 3, top + 12, name, size=11))
     moment = x + (MOMENT + 0.5) * WIDE
