@@ -87,12 +87,7 @@ def holes() -> str:
     ]
     x = LEFT + (MOMENT + 0.5) * WIDE
     parts += [line((x, TOP + TALL * first), (x, TOP + TALL * end), VERMILLION, width=5) for first, end in HOLES]
-    keys = (
-        (LEFT, SKY, "holds a token"),
-        (170, tint(SKY, 0.3), "held, no token yet"),
-        (350, BLANK, "free"),
-        (430, ORANGE, "H's"),
-    )
+    keys = ((LEFT, SKY, "holds a token"), (170, tint(SKY, 0.3), "held, no token yet"), (350, BLANK, "free"))
     for x, fill, words in keys:
         parts += [rect(x, 327, 22, 14, fill, stroke="#80868B"), text(x + 30, 339, words, size=12)]
     return svg(700, 354, *parts, label=" ".join(words for *_, words in NOTES))
