@@ -64,8 +64,8 @@ def meters() -> str:
         parts += _meter(left, y, wide, arithmetic, GREEN)
         parts += _meter(left, y + 24, wide, memory, PURPLE)
         took = "that of the weights" if times == 1 else f"{times:.1f} times that"
-        parts.append(text(left + wide + 60, y + 18, took, size=12))
-        parts.append(rect(left + wide + 60, y + 26, 20 * times, 10, BLUE))
+        x = left + wide + 60
+        parts += [text(x, y + 18, took, size=12), rect(x, y + 26, 20 * times, 10, BLUE)]
         words.append(f"{name}: arithmetic {arithmetic:.0%}, memory {memory:.0%}, time {took}.")
     y = top + len(steps) * gap + 4
     for place, (name, fill) in enumerate((("arithmetic", GREEN), ("memory", PURPLE), ("idle", BLANK))):

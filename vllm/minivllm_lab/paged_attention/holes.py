@@ -29,7 +29,6 @@ MOMENT, HOLES = 18, ((16, 28), (40, 48))
 """The step in which there is room enough for H, but not in one piece: the first slot of each hole and
 the first slot behind it.
 """
-WAITS = "H"
 NOTES = (
     (LEFT, 292, f"Step {MOMENT}: 20 slots are free, in two holes (marked)."),
     (LEFT, 310, "H needs 14 in a row, so it waits."),
@@ -99,7 +98,7 @@ def _panel(x: float, lives: Lives) -> list[str]:
     parts = [rect(x, TOP, STEPS * WIDE, SLOTS * TALL, BLANK, stroke="#80868B")]
     for (name, first, slots), life in lives.items():
         left, top, width = x + life[0][0] * WIDE, TOP + first * TALL, len(life) * WIDE
-        colour = ORANGE if name == WAITS else SKY
+        colour = ORANGE if name == "H" else SKY
         parts.append(rect(left, top, width, slots * TALL, tint(colour, 0.3)))
         for tokens, run in groupby(life, key=lambda moment: moment[1]):
             times = [step for step, _ in run]
