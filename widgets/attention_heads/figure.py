@@ -145,7 +145,7 @@ def cause_words(state: State, tp: int) -> str:
         "heads": f"{state.query_heads} query heads cannot be split over {tp}",
         "weights": f"not even the weights fit on {tp} GPU{'s' * (tp > 1)}",
         "few": f"{int(place.fits)} of {state.wanted} requests fit on {tp}",
-        "copies": f"only copies: {state.mine.gain(tp):.2f} times the requests of {tp // 2}",
+        "copies": f"copies: only {state.mine.gain(tp):.2f} ×",
         "": "",
     }[state.cause(tp)]
 

@@ -13,7 +13,6 @@ from minivllm_simulate.hardware import get_hardware
 WIDTH, TOP, BAR = 700, 62, 30
 CHATS, PROMPT = 4, 1800
 LEFT, RIGHT = 132, 30
-DASH = "4 3"
 Pieces = Sequence[int]
 """The prompt's tokens in each step; None as a whole: not known yet."""
 
@@ -65,7 +64,8 @@ def meters() -> str:
         parts += _meter(left, y, wide, arithmetic, GREEN)
         parts += _meter(left, y + 24, wide, memory, PURPLE)
         took = "that of the weights" if times == 1 else f"{times:.1f} times that"
-        parts.append(text(left + wide + 60, y + 28, took, size=12))
+        x = left + wide + 60
+        parts += [text(x, y + 18, took, size=12), rect(x, y + 26, 20 * times, 10, BLUE)]
         words.append(f"{name}: arithmetic {arithmetic:.0%}, memory {memory:.0%}, time {took}.")
     y = top + len(steps) * gap + 4
     for place, (name, fill) in enumerate((("arithmetic", GREEN), ("memory", PURPLE), ("idle", BLANK))):
@@ -93,9 +93,7 @@ def _stalls(title: str, rows: Sequence[tuple[str, Pieces | None, int]], note: st
         y = TOP + index * 58
         parts.append(text(LEFT - 12, y + 20, name, anchor="end"))
         if prompt is None:
-            parts.append(
-                rect(LEFT, y, WIDTH - LEFT - RIGHT, BAR, "#FFFFFF", stroke=QUIET, dash=DASH, label="?", size=16)
-            )
+            parts.append(text(LEFT, y + 22, "?", size=20, bold=True))
             words.append(f"{name}: not known yet.")
             continue
         x = float(LEFT)

@@ -13,7 +13,7 @@ from minivllm_lab.block_tables import BlockTable
 from minivllm_lab.drawing import BLANK, QUIET, line, rect, svg, text, tint
 from minivllm_lab.paged_attention.allocators import FirstFit, TablesOnDemand
 from minivllm_lab.paged_attention.memory_replay import Memory, Running, serve
-from minivllm_lab.palette import INK, SKY, VERMILLION
+from minivllm_lab.palette import INK, ORANGE, SKY, VERMILLION
 from minivllm_simulate.workloads import RequestLengths
 
 LEFT, RIGHT, TOP = 20, 380, 62
@@ -98,10 +98,11 @@ def _panel(x: float, lives: Lives) -> list[str]:
     parts = [rect(x, TOP, STEPS * WIDE, SLOTS * TALL, BLANK, stroke="#80868B")]
     for (name, first, slots), life in lives.items():
         left, top, width = x + life[0][0] * WIDE, TOP + first * TALL, len(life) * WIDE
-        parts.append(rect(left, top, width, slots * TALL, tint(SKY, 0.3)))
+        colour = ORANGE if name == "H" else SKY
+        parts.append(rect(left, top, width, slots * TALL, tint(colour, 0.3)))
         for tokens, run in groupby(life, key=lambda moment: moment[1]):
             times = [step for step, _ in run]
-            parts.append(rect(x + times[0] * WIDE, top, len(times) * WIDE, tokens * TALL, SKY))
+            parts.append(rect(x + times[0] * WIDE, top, len(times) * WIDE, tokens * TALL, colour))
         parts.append(rect(left, top, width, slots * TALL, stroke="#FFFFFF"))
         parts.append(text(left + 3, top + 12, name, size=11))
     moment = x + (MOMENT + 0.5) * WIDE
