@@ -59,7 +59,7 @@ def _keys(state: State) -> list[Key]:
         ("half done within", BLUE, "2 4", 1.8),
         (f"limit: {seconds(state.limit)}", GREEN, "4 3", 1.5),
         ("this load fills it", QUIET, "2 3", 1.5),
-        ("hatched: later", VERMILLION, "", 2.0),
+        ("hatched: late, or queue grows", VERMILLION, "", 2.0),
     ]
 
 

@@ -79,7 +79,7 @@ def bet() -> str:
 
 def reveal() -> str:
     """Draw all pools: the cliff."""
-    return _picture("The cliff begins at half of the pool", POOLS)
+    return _picture("The cliff begins where the peak fills the pool", POOLS)
 
 
 def _picture(title: str, pools: Sequence[int], *, asks: bool = False) -> str:

@@ -336,8 +336,9 @@ def show_gpus(recompute: LessonCode, swap: LessonCode, break_even: LessonCode, e
         "{name} | recompute {recompute_us:.0f} | small {small[us]:.1f} | large {large[us]:.1f} | "
         "break-even, GB/s {break_even_gb:.1f} | µs a copy {copy_us:.1f}",
         f"µs for each token, out and back, by data sheets: {SHARE_OF_PEAK:.0%} of the peak, and "
-        f"{1e6 * COPY_SECONDS:.1f} µs to issue a copy. Small: a layer's keys or values of a block; large: a block of "
-        "all layers. Last: how long issuing a small copy may take at most, if swap is to win.",
+        f"{1e6 * COPY_SECONDS:.1f} µs to issue a copy. Links: 50 GB/s for the H100, 25 for the others. "
+        "Small: a layer's keys or values of a block; large: a block of all layers. Last: how long issuing a "
+        "small copy may take at most, if swap is to win.",
     )
     return records
 
@@ -386,7 +387,8 @@ def show_pools(arguments: argparse.Namespace) -> dict[str, Any]:
         records,
         "blocks {name} | full {mean:.0%} | at most {most:.0%} | preemptions {preemptions} | "
         "first, p99 {ttft:.2f} | answer, p50 {p50:.2f} | p99 {p99:.2f}",
-        "Full: on average. Seconds until the first token, and until the last. Modelled: Llama-3.1-8B on an H100.",
+        "Full: of the pool, on average; at most: at the peak. Seconds until the first token and the whole answer: "
+        "p50 for the median request, p99 for the slowest in a hundred. Modelled: Llama-3.1-8B on an H100.",
     )
     return records
 
