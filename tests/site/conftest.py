@@ -123,8 +123,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def profile(
     site: Path, browser: Browser, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[BrowserContext, str]]:
-    """Serve the site to a Chromium with a profile on disk, which keeps Pyodide as it has compiled it: Python then starts
-    in half the time.
+    """Serve the site to a Chromium with a profile on disk, which keeps Pyodide as it was compiled:
+    Python then starts in half the time.
     """
     if not (site / "_static" / "pyodide").is_dir():
         assert not os.environ.get("MINIVLLM_REQUIRE_BROWSER"), "the site has neither Python nor an editor: install npm"
