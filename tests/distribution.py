@@ -31,7 +31,7 @@ TOGETHER = {
 LONGEST = (
     "tests/e2e", "tests/site", "tests/notebooks/test_notebooks.py", "tests/server", "tests/lessons",
     "tests/lesson_widgets", "tests/lab/test_museum.py", "tests/proxy", "tests/engine", "tests/kernels",
-    "tests/executor",
+    "tests/executor", "tests/workshop", "tests/lab",
 )  # fmt: skip
 """Files and folders that come first, since who began one of them last would keep all others
 waiting.

@@ -33,9 +33,7 @@ class Lesson:
 
     def says(self, words: str) -> None:
         """Wait until the verdict has these words."""
-        self.part(
-            ".lw-says span",
-        ).filter(has_text=words).wait_for()
+        self.part(".lw-says span").filter(has_text=words).wait_for()
 
     def start_again(self) -> None:
         if self.page.locator(".docked").count():
