@@ -18,9 +18,9 @@ BROWSED = (
 TOGETHER = {
     **dict.fromkeys(BROWSED, "tests/e2e/test_widgets.py"),  # one browser, and one JupyterLab
     **{
-        f"tests/site/test_{name}.py": "tests/site/test_pages.py" for name in ("exercises", "in_browser", "live", "room")
-    },  # one site
-    "tests/workshop/test_rendered_slides.py": "tests/site/test_pages.py",  # one browser
+        f"tests/site/test_{name}.py": "tests/site/test_exercises.py"  # one profile of Chromium
+        for name in ("live", "own_request")
+    },
     **{
         f"tests/server/test_{name}.py": "tests/server/test_conformance.py"  # the servers of tests/server/conftest.py
         for name in ("clients", "constraints", "transfer_params", "xray")
@@ -31,7 +31,7 @@ TOGETHER = {
 LONGEST = (
     "tests/e2e", "tests/site", "tests/notebooks/test_notebooks.py", "tests/server", "tests/lessons",
     "tests/lesson_widgets", "tests/lab/test_museum.py", "tests/proxy", "tests/engine", "tests/kernels",
-    "tests/executor",
+    "tests/executor", "tests/workshop", "tests/lab",
 )  # fmt: skip
 """Files and folders that come first, since who began one of them last would keep all others
 waiting.

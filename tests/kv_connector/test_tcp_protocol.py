@@ -216,7 +216,7 @@ def test_threads_are_bounded():
         for sock in strangers:
             sock.close()
         assert bytes(ask(port, Ask("renew", "x")).receive(0)) == b""
-    assert threading.active_count() == before
+    assert threading.active_count() <= before
 
 
 def test_nobody_listens():

@@ -3,6 +3,7 @@ one of the mistakes of `tests/lessons`.
 """
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,17 +20,7 @@ def solution(number: str, text: str, mutant: Mutant | None = None) -> str:
     """Return the script's definitions for those that a page's stub asks for, with all that they
     use. What the stub gives stays as it is.
     """
-    (script,) = (ROOT / "vllm").glob(f"{number}_*.py")
-    source = script.read_text()
-    body = ast.parse(mutant_source(source, mutant, script.name) if mutant else source).body
-    stub = ast.parse(text).body
-    given = [node for node in stub if "NotImplementedError" not in ast.dump(node)]
-    named = {name: _without_annotations(node) for node in body + given for name in _names(node)}
-    order = {id(node): index for index, node in enumerate(named.values())}
-    nodes = _reached([node.name for node in stub if isinstance(node, Definition)], named)
-    lines = [
-        ast.unparse(node) for node in sorted(nodes, key=lambda node: (not isinstance(node, IMPORT), order[id(node)]))
-    ]
+    lines = map(ast.unparse, _reached(_script(number), text, mutant))
     return "\n".join(line for line in lines if line != "import torch") + "\n"
 
 
@@ -38,19 +29,35 @@ def mutants(number: str, text: str) -> dict[str, Mutant]:
     (checks,) = (ROOT / "lessons" / "exercises" / "checks").glob(f"{number}_*.py")
     called = {node.attr for node in ast.walk(ast.parse(checks.read_text())) if isinstance(node, ast.Attribute)}
     checked = "\n".join(ast.unparse(node) for node in ast.parse(text).body if getattr(node, "name", "") in called)
-    right, made = solution(number, checked), mutants_of(number)
-    return {mistake: mutant for mistake, mutant in made.items() if solution(number, checked, mutant) != right}
+    used = {name for node in _reached(_script(number), checked) if node not in _given(checked) for name in _names(node)}
+    return {mistake: mutant for mistake, mutant in mutants_of(number).items() if mutant[0].partition(".")[0] in used}
 
 
-def _reached(wanted: list[str], named: dict[str, ast.stmt]) -> list[ast.stmt]:
-    """Return the statements that define these names, and all that those statements name."""
-    pending, reached = [*wanted], {}
+def _script(number: str) -> Path:
+    (script,) = (ROOT / "vllm").glob(f"{number}_*.py")
+    return script
+
+
+@functools.cache
+def _given(text: str) -> list[ast.stmt]:
+    """Return the statements of a stub that are not to be written."""
+    return [node for node in ast.parse(text).body if "NotImplementedError" not in ast.dump(node)]
+
+
+def _reached(script: Path, text: str, mutant: Mutant | None = None) -> list[ast.stmt]:
+    """Return the statements that define what the stub asks for, and all that those name, imports first."""
+    source = script.read_text()
+    body = ast.parse(mutant_source(source, mutant, script.name) if mutant else source).body
+    named = {name: _without_annotations(node) for node in body + _given(text) for name in _names(node)}
+    pending = [node.name for node in ast.parse(text).body if isinstance(node, Definition)]
+    reached = set()
     while pending:
         name = pending.pop()
         if name in named and name not in reached:
-            reached[name] = named[name]
-            pending += {node.id for node in ast.walk(named[name]) if isinstance(node, ast.Name)}
-    return [*{id(node): node for node in reached.values()}.values()]
+            reached.add(name)
+            pending += [node.id for node in ast.walk(named[name]) if isinstance(node, ast.Name)]
+    nodes = {id(node): node for name, node in named.items() if name in reached}.values()
+    return sorted(nodes, key=lambda node: not isinstance(node, IMPORT))
 
 
 def _without_annotations(node: ast.stmt) -> ast.stmt:

@@ -38,39 +38,43 @@ def body(path: str, **fields: object) -> tuple[str, bytes]:
 
 
 COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
-WORDS = "the quick brown fox, " * (BYTES // 22)
 CHOICE = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
-HEAVY: dict[str, tuple[str, bytes]] = {
-    "a text that is too long": body(COMPLETIONS, prompt=WORDS),
-    "token ids": of_many(COMPLETIONS, '{"prompt":[', "1", "]}"),
-    "token ids that are parsed": body(COMPLETIONS, prompt=[1] * 260_000),
-    "ids of a wrong type": body(COMPLETIONS, prompt=[None] * 260_000),
-    "empty lists": of_many(COMPLETIONS, '{"prompt":[', "[]", "]}"),
-    "empty objects": of_many(CHAT, '{"messages":[', "{}", "]}"),
-    "messages": body(CHAT, messages=[{"role": "user", "content": "x" * 900}] * 10_000, max_tokens=1),
-    "bad words": body(COMPLETIONS, prompt="a", bad_words=[f"word{index}" for index in range(100_000)]),
-    "long bad words": body(COMPLETIONS, prompt="a", bad_words=["x" * 78_000] * 128),
-    "biases": body(COMPLETIONS, prompt="a", logit_bias={str(index): 1 for index in range(300_000)}),
-    "wrong biases": body(COMPLETIONS, prompt="a", logit_bias={f"a{index}": 1 for index in range(32_000)}),
-    "stop strings": body(COMPLETIONS, prompt="a", stop=["a"] * 1_000_000),
-    "long stop strings": body(COMPLETIONS, prompt="a", stop=["x" * 2_400_000] * 4, max_tokens=100, stream=True),
-    "prompts": body(COMPLETIONS, prompt=["a"] * 1024, max_tokens=1),
-    "too many prompts": body(COMPLETIONS, prompt=["a"] * 16_384, max_tokens=1),
-    "completions": body(COMPLETIONS, prompt="a", n=16_384, max_tokens=1),
-    "a text to tokenize": body("/tokenize", prompt=WORDS),
-    "a text that is tokenized": body("/tokenize", prompt=WORDS[: 2**20], return_token_strs=True),
-    "a regular expression": body(COMPLETIONS, prompt="a", structured_outputs={"regex": "(ab|c)" * (BYTES // 6)}),
-    "a schema": body(
-        COMPLETIONS,
-        prompt="a",
-        max_tokens=1,
-        structured_outputs={"json": {"properties": {f"k{index}": {"type": "null"} for index in range(15_000)}}},
-    ),
-    "tools": body(CHAT, messages=[{"role": "user", "content": "a"}], tools=[CHOICE] * 6000, max_tokens=1),
-    "items": body(RESPONSES, input=[{"role": "user", "content": "x" * 900}] * 10_000),
-    "quotes": (COMPLETIONS, b'{"prompt":"' + b'\\"' * (BYTES // 2) + b'"}'),
-    "backslashes": (COMPLETIONS, b'{"prompt":"' + b"\\" * BYTES + b'"}'),
-}
+
+
+def heavy() -> dict[str, tuple[str, bytes]]:
+    """Return the requests by name: 200 MB, which only the worker that sends them should hold."""
+    words = "the quick brown fox, " * (BYTES // 22)
+    return {
+        "a text that is too long": body(COMPLETIONS, prompt=words),
+        "token ids": of_many(COMPLETIONS, '{"prompt":[', "1", "]}"),
+        "token ids that are parsed": body(COMPLETIONS, prompt=[1] * 260_000),
+        "ids of a wrong type": body(COMPLETIONS, prompt=[None] * 260_000),
+        "empty lists": of_many(COMPLETIONS, '{"prompt":[', "[]", "]}"),
+        "empty objects": of_many(CHAT, '{"messages":[', "{}", "]}"),
+        "messages": body(CHAT, messages=[{"role": "user", "content": "x" * 900}] * 10_000, max_tokens=1),
+        "bad words": body(COMPLETIONS, prompt="a", bad_words=[f"word{index}" for index in range(100_000)]),
+        "long bad words": body(COMPLETIONS, prompt="a", bad_words=["x" * 78_000] * 128),
+        "biases": body(COMPLETIONS, prompt="a", logit_bias={str(index): 1 for index in range(300_000)}),
+        "wrong biases": body(COMPLETIONS, prompt="a", logit_bias={f"a{index}": 1 for index in range(32_000)}),
+        "stop strings": body(COMPLETIONS, prompt="a", stop=["a"] * 1_000_000),
+        "long stop strings": body(COMPLETIONS, prompt="a", stop=["x" * 2_400_000] * 4, max_tokens=100, stream=True),
+        "prompts": body(COMPLETIONS, prompt=["a"] * 1024, max_tokens=1),
+        "too many prompts": body(COMPLETIONS, prompt=["a"] * 16_384, max_tokens=1),
+        "completions": body(COMPLETIONS, prompt="a", n=16_384, max_tokens=1),
+        "a text to tokenize": body("/tokenize", prompt=words),
+        "a text that is tokenized": body("/tokenize", prompt=words[: 2**20], return_token_strs=True),
+        "a regular expression": body(COMPLETIONS, prompt="a", structured_outputs={"regex": "(ab|c)" * (BYTES // 6)}),
+        "a schema": body(
+            COMPLETIONS,
+            prompt="a",
+            max_tokens=1,
+            structured_outputs={"json": {"properties": {f"k{index}": {"type": "null"} for index in range(15_000)}}},
+        ),
+        "tools": body(CHAT, messages=[{"role": "user", "content": "a"}], tools=[CHOICE] * 6000, max_tokens=1),
+        "items": body(RESPONSES, input=[{"role": "user", "content": "x" * 900}] * 10_000),
+        "quotes": (COMPLETIONS, b'{"prompt":"' + b'\\"' * (BYTES // 2) + b'"}'),
+        "backslashes": (COMPLETIONS, b'{"prompt":"' + b"\\" * BYTES + b'"}'),
+    }
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +130,7 @@ def test_the_loop_never_works_long_on_one_request(engine_args: EngineArgs):
     async def measured() -> dict[str, tuple[int, float]]:
         async with client_of(engine_args) as client:
             await client.post(COMPLETIONS, json={"prompt": "a", "structured_outputs": {"choice": ["a"]}})
-            return {name: await best_of_some(client, *request) for name, request in HEAVY.items()}
+            return {name: await best_of_some(client, *request) for name, request in heavy().items()}
 
     before = _seconds(_draw)
     found = asyncio.run(measured())

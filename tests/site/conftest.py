@@ -1,6 +1,7 @@
 """Build the site once for all tests of a run."""
 
 import functools
+import os
 import shutil
 import sys
 import warnings
@@ -12,9 +13,12 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from e2e.browser import Seen, emptied_page
+from e2e.browser import FLAGS, Seen, Visit, emptied_page
+from e2e.chromium import find_chromium
+from e2e.static_server import served
+from filelock import FileLock
 from mermaidx.engines.quickjs_engine import Engine
-from playwright.sync_api import Browser, Page
+from playwright.sync_api import Browser, BrowserContext, Page
 from sphinx.deprecation import RemovedInSphinx11Warning
 from sphinx.search.en import SearchEnglish
 
@@ -83,9 +87,8 @@ def mermaid_loaded_once() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="session")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of the built site; `distribution.py` gives its tests to one worker."""
+def build(folder: Path, built: Path) -> None:
+    """Build the site of a copy of this repository in `folder`."""
     import site_widgets
 
     program, choose = load(ROOT / "tools" / "build_site.py"), site_widgets.choose
@@ -96,15 +99,52 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
         turned = choose(spec, start, *most)
         return turned if spec is SPEC else two_values(turned, start)
 
-    built = tmp_path_factory.mktemp("site")
     with (
         mock.patch.object(site_widgets, "choose", chosen),
         mock.patch.object(SearchEnglish, "stem", functools.cache(SearchEnglish.stem)),
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore", RemovedInSphinx11Warning)  # of myst-parser
-        program.build(repository(tmp_path_factory.mktemp("repository")), built, specs, VIEWS)
+        program.build(repository(folder), built, specs, VIEWS)
+
+
+@pytest.fixture(scope="session")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of the built site, which the first worker that needs it builds for all."""
+    own = tmp_path_factory.getbasetemp()
+    built = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "built_site"
+    with FileLock(f"{built}.lock"):
+        if not built.exists():
+            build(tmp_path_factory.mktemp("repository"), built)
     return built
+
+
+@pytest.fixture(scope="session")
+def profile(
+    site: Path, browser: Browser, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[BrowserContext, str]]:
+    """Serve the site to a Chromium with a profile on disk, which keeps Pyodide as it was compiled:
+    Python then starts in half the time.
+    """
+    if not (site / "_static" / "pyodide").is_dir():
+        assert not os.environ.get("MINIVLLM_REQUIRE_BROWSER"), "the site has neither Python nor an editor: install npm"
+        pytest.skip("the site has neither Python nor an editor: npm is missing")
+    start, folder = browser.browser_type.launch_persistent_context, tmp_path_factory.mktemp("profile")
+    with start(folder, executable_path=find_chromium(), args=FLAGS) as context, served(site) as address:
+        yield context, address
+
+
+@pytest.fixture(scope="module")
+def visit(profile: tuple[BrowserContext, str]) -> Iterator[Visit]:
+    """Open a page that all tests of a file share."""
+    context, address = profile
+    page, seen = context.new_page(), Seen()
+    seen.watch(page)
+    page.set_default_timeout(120_000)
+    yield Visit(page, seen, address)
+    page.close()
+    assert seen.elsewhere == []
+    assert seen.errors == []
 
 
 @dataclass(frozen=True)

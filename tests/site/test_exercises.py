@@ -2,17 +2,15 @@
 widget, and the file that `make check` takes.
 """
 
-import os
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
 import pytest
 import site_exercises
-from e2e.browser import Seen, serious_violations, within
-from e2e.static_server import served
+from e2e.browser import Visit, serious_violations
 from lessons.page_solutions import ROOT, mutants, solution
-from playwright.sync_api import Browser, Page, expect
+from playwright.sync_api import Browser, expect
 
 from minivllm_lab.checking import checks_in, module_from, run_check
 
@@ -32,12 +30,11 @@ LOOPS = "def kv_heads_of_rank(rank, tp, num_kv_heads):\n    while True:\n       
 class Solving:
     """A lesson's page, and the exercise on it."""
 
-    def __init__(self, page: Page, seen: Seen, address: str) -> None:
-        self.page = page
-        self.seen = seen
-        self.address = address
-        self.line = page.locator(".exercise-says")
-        self.text = page.locator(".exercise .cm-content")
+    def __init__(self, visit: Visit) -> None:
+        self.page = visit.page
+        self.address = visit.address
+        self.line = visit.page.locator(".exercise-says")
+        self.text = visit.page.locator(".exercise .cm-content")
 
     def open(self, name: str) -> None:
         self.page.goto(f"{self.address}/lessons/{name}.html")
@@ -65,26 +62,12 @@ class Solving:
         return self.page.locator(".exercise").get_attribute("data-exercise") or ""
 
 
-@pytest.fixture(scope="module")
-def opened(site: Path, browser: Browser) -> Iterator[Solving]:
-    if not (site / "_static" / "codemirror").is_dir():
-        assert not os.environ.get("MINIVLLM_REQUIRE_BROWSER"), "the site has no editor: install npm"
-        pytest.skip("the site has no editor: npm is missing")
-    page, seen = browser.new_page(), Seen()
-    seen.watch(page)
-    page.route("**/*", within)
-    page.set_default_timeout(120_000)
-    with served(site) as address:
-        yield Solving(page, seen, address)
-        page.close()
-
-
 @pytest.fixture
-def solving(opened: Solving) -> Iterator[Solving]:
-    yield opened
-    opened.page.evaluate("localStorage.clear()")
-    assert opened.seen.elsewhere == []
-    assert opened.seen.errors == []
+def solving(visit: Visit) -> Iterator[Solving]:
+    yield Solving(visit)
+    visit.page.evaluate("localStorage.clear()")
+    assert visit.seen.elsewhere == []
+    assert visit.seen.errors == []
 
 
 @pytest.fixture

@@ -2,14 +2,11 @@
 request leaves the machine.
 """
 
-import os
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-from e2e.browser import Seen, serious_violations, within
-from e2e.static_server import served
-from playwright.sync_api import Browser, Locator, Page
+from e2e.browser import Visit, serious_violations
+from playwright.sync_api import Locator
 
 pytestmark = pytest.mark.browser
 WIDGET = ".lesson-widget[data-table=tiny]"
@@ -23,9 +20,9 @@ Worker.prototype.postMessage = function (message) { window.sent.push(message); p
 class Lesson:
     """The lesson's page, and the tiny widget on it."""
 
-    def __init__(self, page: Page, seen: Seen) -> None:
-        self.page = page
-        self.seen = seen
+    def __init__(self, visit: Visit) -> None:
+        self.page = visit.page
+        self.seen = visit.seen
 
     def part(self, selector: str) -> Locator:
         return self.page.locator(f"{WIDGET} {selector}")
@@ -36,9 +33,7 @@ class Lesson:
 
     def says(self, words: str) -> None:
         """Wait until the verdict has these words."""
-        self.part(
-            ".lw-says span",
-        ).filter(has_text=words).wait_for()
+        self.part(".lw-says span").filter(has_text=words).wait_for()
 
     def start_again(self) -> None:
         if self.page.locator(".docked").count():
@@ -48,22 +43,14 @@ class Lesson:
 
 
 @pytest.fixture(scope="module")
-def opened(site: Path, browser: Browser) -> Iterator[Lesson]:
+def opened(visit: Visit) -> Lesson:
     """Open the lesson with a link that sets a knob which the table does not turn, once for all
     tests.
     """
-    if not (site / "_static" / "pyodide").is_dir():
-        assert not os.environ.get("MINIVLLM_REQUIRE_BROWSER"), "the site has no Python: install npm"
-        pytest.skip("the site has no Python: npm is missing")
-    page, seen = browser.new_page(), Seen()
-    seen.watch(page)
-    page.add_init_script(SENT)
-    page.route("**/*", within)
-    with served(site) as address:
-        page.goto(f"{address}/lessons/01_kv_cache.html#tiny?load=0.9&loud=true")
-        page.locator(f"{WIDGET}[data-live]").wait_for(timeout=120_000)
-        yield Lesson(page, seen)
-        page.close()
+    visit.page.add_init_script(SENT)
+    visit.page.goto(f"{visit.address}/lessons/01_kv_cache.html#tiny?load=0.9&loud=true")
+    visit.page.locator(f"{WIDGET}[data-live]").wait_for()
+    return Lesson(visit)
 
 
 @pytest.fixture

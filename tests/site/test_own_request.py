@@ -1,13 +1,10 @@
 """The page's engine gives the tokens of `minivllm`, shows its steps, and refuses what does not fit."""
 
-import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from e2e.browser import Seen, within
-from e2e.static_server import served
-from playwright.sync_api import Browser, Page
+from e2e.browser import Visit
+from playwright.sync_api import Page
 
 from minivllm import LLM, SamplingParams
 
@@ -34,31 +31,11 @@ PROMPTS = [
 
 
 @pytest.fixture(scope="module")
-def seen() -> Seen:
-    return Seen()
-
-
-@pytest.fixture(scope="module")
-def page(site: Path, browser: Browser, seen: Seen) -> Iterator[Page]:
+def page(visit: Visit) -> Page:
     """Open the page once, and wait until its engine is ready."""
-    if not (site / "_static" / "pyodide").is_dir():
-        assert not os.environ.get("MINIVLLM_REQUIRE_BROWSER"), "the site has no Python: install npm"
-        pytest.skip("the site has no Python: npm is missing")
-    page = browser.new_page()
-    seen.watch(page)
-    page.route("**/*", within)
-    with served(site) as address:
-        page.goto(f"{address}/site/own_request.html")
-        page.get_by_text("Ready.").wait_for(timeout=120_000)
-        yield page
-        page.close()
-
-
-@pytest.fixture(autouse=True)
-def nothing_from_elsewhere(seen: Seen) -> Iterator[None]:
-    yield
-    assert seen.elsewhere == []
-    assert seen.errors == []
+    visit.page.goto(f"{visit.address}/site/own_request.html")
+    visit.page.get_by_text("Ready.").wait_for()
+    return visit.page
 
 
 def send(page: Page, prompt: str, max_tokens: int = MAX_TOKENS) -> None:
