@@ -61,22 +61,6 @@ ROPE_NUMBERS = (
     "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "partial_rotary_factor",
 )  # fmt: skip
 MAX_ROPE_NUMBER = 1e15
-# Settings that make a family compute something other than Llama, and the values at which they have
-# no effect.
-OTHER_COMPUTATION = {
-    "attention_multiplier": (),
-    "attn_logit_softcapping": (),
-    "dim_model_base": (),
-    "embedding_multiplier": (1.0,),
-    "final_logit_softcapping": (),
-    "logit_scale": (1.0,),
-    "logits_scaling": (1.0,),
-    "no_rope_layers": ([],),
-    "query_pre_attn_scalar": (),
-    "residual_multiplier": (1.0,),
-    "scale_depth": (),
-    "scale_emb": (1.0,),
-}
 ARCHITECTURES = {
     "deepseek_v2": "DeepseekV2ForCausalLM",
     "llama": "LlamaForCausalLM",
@@ -123,7 +107,6 @@ def model_fields(hf_config: Mapping[str, Any]) -> dict[str, Any]:
         quantization=(hf.get("quantization_config") or {}).get("quant_method"),
         quantization_config=dict(hf.get("quantization_config") or {}) or None,
         checkpoint_kv_dtype=_checkpoint_kv_dtype(hf.get("quantization_config")),
-        other_computation=_other_computation(hf),
         cache_exception=exception,
         hf_config=dict(hf_config),
     )
@@ -276,13 +259,6 @@ def _biases(hf: Mapping[str, Any]) -> dict[str, Any]:
         "mlp_bias": bool(hf.get("mlp_bias")),
         "qk_norm": family in ("qwen3", "qwen3_moe", "qwen3_vl_text", "qwen3_vl_moe_text", "gemma3_text"),
     }
-
-
-def _other_computation(hf: Mapping[str, Any]) -> str | None:
-    settings = ((name, hf.get(name), usual) for name, usual in OTHER_COMPUTATION.items())
-    return next(
-        (f"{name}={value!r}" for name, value, usual in settings if value is not None and value not in usual), None
-    )
 
 
 def _experts(hf: Mapping[str, Any], layers: int) -> dict[str, Any]:

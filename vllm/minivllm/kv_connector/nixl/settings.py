@@ -13,15 +13,9 @@ def check_settings(config: KVConnectorConfig) -> dict[str, float]:
     Raises:
         MinivllmError: a key is unknown, a value is invalid, or the connector cannot serve this engine.
     """
-    transfer = config.kv_transfer_config
     require(
         config.pipeline_parallel_size == 1, "NixlConnector needs pipeline_parallel_size 1: use tensor_parallel_size"
     )
-    require(
-        transfer.kv_buffer_device in (None, config.device),
-        f"kv_buffer_device is {transfer.kv_buffer_device!r} and the cache is on {config.device!r}: NixlConnector reads "
-        "the cache itself, so leave kv_buffer_device out",
-    )
-    extra = transfer.kv_connector_extra_config
+    extra = config.kv_transfer_config.kv_connector_extra_config
     refuse_unknown("NixlConnector has no setting", extra, SECONDS)
     return {name: positive_seconds(name, seconds) for name, seconds in {**SECONDS, **extra}.items()}
