@@ -62,7 +62,7 @@ class OffloadRun(ConnectorRun):
 
     def finish(self) -> None:
         super().finish()
-        assert self.tier.manager.num_pinned_blocks == 0, "a block of the tier stays pinned"
+        assert self.tier.manager.block_pool.get_usage() == 0, "a block of the tier stays pinned"
         assert not self.tier._loads
         assert not self.tier._stores
         assert not self.tier._followed
@@ -159,12 +159,12 @@ def test_toctou_what_is_being_loaded_is_pinned() -> None:
     asking.enable_block_hashes(SIZE)
     for _ in range(2):
         assert run.tier.get_num_new_matched_tokens(asking, 0) == (8, True)
-        assert run.tier.manager.num_pinned_blocks == 0, "a question changes nothing"
+        assert run.tier.manager.block_pool.get_usage() == 0, "a question changes nothing"
     blocks = [KVCacheBlock(block_id) for block_id in (1, 2, 3)]
     run.tier.update_state_after_alloc(asking, blocks, 8)
     assert run.tier.manager.prepare_store([b"another key"]) is None
     run.tier.update_connector_output(KVConnectorOutput(finished_recving={"asking"}))
-    assert run.tier.manager.num_pinned_blocks == 0
+    assert run.tier.manager.block_pool.get_usage() == 0
 
 
 def test_prompts_only_by_default_and_answers_where_it_is_asked() -> None:

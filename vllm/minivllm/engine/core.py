@@ -238,7 +238,7 @@ class EngineCore:
             self.loras.note_slots(model_runner_output.lora_slots)
             self.loras.forget_unused()
             if self._takes_drafts:
-                self.scheduler.update_draft_token_ids(self.executor.take_draft_token_ids())
+                self.scheduler.update_draft_token_ids(self.executor.collective_rpc("take_draft_token_ids")[0])
             admitted = [request.req_id for request in scheduler_output.scheduled_new_reqs]
             snapshot = self._snapshot(scheduler_output, outputs)
         # Nothing is computed while keys and values are on their way: do not spin.

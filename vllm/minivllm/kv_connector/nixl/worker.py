@@ -145,12 +145,11 @@ class NixlConnectorWorker(PullConnectorWorker):
                 self._fail(request_id, read, error)
         for request_id, remote in list(self._releases.items()):
             try:
-                peer = self._peers.meet(remote)
+                if (peer := self._peers.meet(remote)) is None:
+                    continue
             except MinivllmError:
-                self._release(request_id, None, remote)
-            else:
-                if peer is not None:
-                    self._release(request_id, peer, remote)
+                peer = None  # it cannot be told
+            self._release(request_id, peer, remote)
         self._peers.forget_lost({read.peer.name for read in self._reads.values() if read.peer})
 
     def _is_over(self, read: _Read) -> bool:
