@@ -72,11 +72,6 @@ class KVTransferConfig:
         """Return whether this engine takes keys and values from others."""
         return self.kv_role in ("kv_consumer", "kv_both")
 
-    @property
-    def recomputes(self) -> bool:
-        """Return whether keys and values that did not arrive are computed here."""
-        return self.kv_load_failure_policy == "recompute"
-
     def get_from_extra_config(self, key: str, default: Any = None) -> Any:
         """Return the entry of `kv_connector_extra_config` under this key, or the default."""
         return self.kv_connector_extra_config.get(key, default)

@@ -107,7 +107,8 @@ class EngineCore:
         policy = args.parts.policy or DEFAULT_POLICY
         self.scheduler: Scheduler = scheduler_class(config, args.cache_config(num_blocks), policy)
         if connector is not None:
-            self.scheduler.use_connector(connector, connector.config.kv_transfer_config.recomputes)
+            recomputes = connector.config.kv_transfer_config.kv_load_failure_policy == "recompute"
+            self.scheduler.use_connector(connector, recomputes)
         self.loras = LoRARegistry(self.executor, lambda: self.scheduler)
         self._takes_drafts = args.speculation is not None and not ahead  # else the worker keeps them
         self.batch_queue: deque[_Batch] = deque()
