@@ -72,11 +72,11 @@ def local_path(path_or_name: str | Path) -> Path:
         path = Path(name).expanduser()
         # Only to find out whether the system accepts such a path.
         path.is_dir()
-    except (OSError, RuntimeError, ValueError) as error:  # too long, the home of an unknown user, a NUL
+    except (OSError, RuntimeError, ValueError) as error:  # too long, or the home of an unknown user
         reason = error.strerror if isinstance(error, OSError) else error
         # A name that is too long for a path would fill the screen.
         raise MinivllmError(f"there is no model directory {name[:60]!r}: {reason}") from None
-    require(bool(name), f"there is no model directory {name!r}")
+    require(name and "\0" not in name, f"there is no model directory {name!r}")
     return path
 
 
