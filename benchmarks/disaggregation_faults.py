@@ -271,7 +271,7 @@ class Rig:
         return [own, *own.children(recursive=True)]
 
     def _core(self, name: str) -> psutil.Process:
-        return next(one for one in self._family(name) if "minivllm.engine.core_main" in one.cmdline())
+        return next(one for one in self._family(name) if "minivllm.engine.core_proc" in one.cmdline())
 
     def close(self) -> None:
         """Stop all processes."""

@@ -150,7 +150,7 @@ def held_blocks(llm: LLM) -> int:
     held = pool.num_usable_blocks - pool.get_num_free_blocks()
     if scheduler.remote is not None:
         side = scheduler.remote.connector  # pyright: ignore[reportAttributeAccessIssue]
-        held += side.manager.num_pinned_blocks + sum(side.tier_state()[name] for name in ("loading", "storing"))
+        held += side.manager.block_pool.get_usage() + sum(side.tier_state()[name] for name in ("loading", "storing"))
     return held
 
 

@@ -37,7 +37,7 @@ LENGTH = struct.Struct("I")
 ROOM = "/" * 4096
 """An argument of the template's that makes place for the command of what it becomes (`show`)."""
 STARTERS = (
-    "minivllm.executor.rank_processes", "minivllm.engine.core_process_manager",
+    "minivllm.platforms.child_processes",
     "minivllm_lab.disaggregation.server_pair", "server.serving",
 )  # fmt: skip
 """The modules that start ranks, cores and servers."""

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from refusals import assert_refused
 
 from minivllm.config import DraftingConfig, KVTransferConfig
+from minivllm.core.block_pool import KVCacheBlock
+from minivllm.core.kv_connector import KVConnectorOutput
 from minivllm.core.kv_offload import LookupResult
 from minivllm.core.request import Request, RequestStatus
-from minivllm.core.scheduler_output import CachedRequestData, SchedulerOutput
 from minivllm.engine.step_recorder import StepRecorder
 from minivllm.kv_connector.offload.scheduler import OffloadScheduler
 
@@ -61,10 +62,9 @@ class OffloadRun(ConnectorRun):
 
     def finish(self) -> None:
         super().finish()
-        assert self.tier.manager.num_pinned_blocks == 0, "a block of the tier stays pinned"
+        assert self.tier.manager.block_pool.get_usage() == 0, "a block of the tier stays pinned"
         assert not self.tier._loads
         assert not self.tier._stores
-        assert not self.tier._hits
         assert not self.tier._followed
 
 
@@ -151,17 +151,20 @@ def test_partial_gpu_prefix_plus_cpu_load() -> None:
     assert again.num_external_computed_tokens == 20 - num_local
 
 
-def test_toctou_what_was_promised_is_pinned_until_the_step_is_made() -> None:
-    """Before the promised blocks are loaded, the tier must not evict them."""
+def test_toctou_what_is_being_loaded_is_pinned() -> None:
+    """Until the promised blocks are loaded, the tier must not evict them."""
     run = OffloadRun(connector_of(num_usable=2))
     run.serve("first", prompt_of(0, 8))
     asking = Request("asking", [*prompt_of(0, 8), 1], max_tokens=1)
     asking.enable_block_hashes(SIZE)
-    assert run.tier.get_num_new_matched_tokens(asking, 0) == (8, True)
-    assert run.tier.get_num_new_matched_tokens(asking, 0) == (8, True), "asked twice, pinned once"
+    for _ in range(2):
+        assert run.tier.get_num_new_matched_tokens(asking, 0) == (8, True)
+        assert run.tier.manager.block_pool.get_usage() == 0, "a question changes nothing"
+    blocks = [KVCacheBlock(block_id) for block_id in (1, 2, 3)]
+    run.tier.update_state_after_alloc(asking, blocks, 8)
     assert run.tier.manager.prepare_store([b"another key"]) is None
-    run.tier.build_connector_meta(SchedulerOutput([], CachedRequestData(), {}, 0, {}, set(), set()))
-    assert run.tier.manager.num_pinned_blocks == 0, "it was not admitted"
+    run.tier.update_connector_output(KVConnectorOutput(finished_recving={"asking"}))
+    assert run.tier.manager.block_pool.get_usage() == 0
 
 
 def test_prompts_only_by_default_and_answers_where_it_is_asked() -> None:

@@ -44,7 +44,9 @@ class ConnectorRun:
         cache = CacheConfig(num_gpu_blocks=num_gpu_blocks, block_size=4, **rest.pop("cache", {}))
         config = SchedulerConfig(**({"max_model_len": 40, "async_scheduling": ahead} | rest))
         self.scheduler = (AsyncScheduler if ahead else Scheduler)(config, cache)
-        self.scheduler.use_connector(connector, connector.config.kv_transfer_config.recomputes)
+        self.scheduler.use_connector(
+            connector, connector.config.kv_transfer_config.kv_load_failure_policy == "recompute"
+        )
         self.worker = worker
         self.requests: dict[str, Request] = {}
         self.received: dict[str, list[int]] = {}

@@ -563,7 +563,6 @@ def test_too_many_drafts_are_refused() -> None:
     [
         ({"request_id": "a", "prompt": 3}, "exists already"),
         ({"request_id": "b", "prompt": 40}, "a prompt may have 39"),
-        ({"request_id": "b", "prompt": 3, "lora_request": adapter(1)}, "max_loras is 0"),
     ],
 )
 def test_a_request_that_cannot_run_is_refused(arguments: dict, words: str) -> None:

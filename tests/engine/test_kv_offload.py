@@ -57,7 +57,7 @@ def check_nothing_is_held(llm: LLM) -> None:
         core.step()
     pool, side = core.scheduler.kv_cache_manager.block_pool, core.scheduler.remote.connector
     assert pool.get_num_free_blocks() == pool.num_usable_blocks
-    assert side.manager.num_pinned_blocks == 0
+    assert side.manager.block_pool.get_usage() == 0
     assert (side.tier_state()["loading"], side.tier_state()["storing"]) == (0, 0)
 
 

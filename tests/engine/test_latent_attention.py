@@ -232,7 +232,7 @@ def test_the_cache_takes_the_bytes_that_the_calculator_gives(folder):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"enable_lora": True}, "enable_lora does not work with latent attention"),
+        ({"enable_lora": True}, "adapters work with .* ordinary attention, not with 'deepseek_v2'"),
         ({"kv_cache_dtype": "int8"}, r"keeps latents \(MLA\): leave it out"),
         ({"quantization": "int8"}, r"leave quantization out, or use the unquantized"),
         ({"attention_backend": "naive"}, r"nor attention_backend 'naive': leave it out"),

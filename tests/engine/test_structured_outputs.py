@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from minivllm import LLM, MinivllmError, SamplingParams, StructuredOutputsParams
 from minivllm.config import EMBEDDED_MODEL
-from minivllm.core import grammar as waiting
 from minivllm.core.grammar import StructuredOutputRequest
 from minivllm.structured_output.grammar_text import MOST_CHARACTERS, _closed, check_grammar
 from minivllm.structured_output.manager import StructuredOutputManager
@@ -290,15 +289,6 @@ def test_a_grammar_that_grows_too_large_at_work_is_that_requests_error(llm):
     with pytest.raises(MinivllmError, match="Current row has 3001 items"):
         conforming(llm, [too_wide])
     assert conforming(llm, [StructuredOutputsParams(choice=["yes"])])[0].text == "yes"
-
-
-def test_a_grammar_that_is_never_compiled_is_given_up():
-    clock = iter([0.0, waiting.SECONDS_TO_COMPILE - 1, waiting.SECONDS_TO_COMPILE + 1])
-    wanted = StructuredOutputRequest(Future(), lambda: next(clock))
-    assert wanted.is_pending()
-    assert not wanted.is_pending()
-    assert wanted.failure() == "the grammar was not compiled within 60 s"
-    assert wanted.future.cancelled()
 
 
 def test_what_a_thread_raises_is_the_failure():

@@ -209,7 +209,7 @@ def run_script(folder: Path, module: str, script: str) -> subprocess.Popen[str]:
 
 SLOW_IN_RANKS = """
 import os, sys, time
-if sys.argv[0].endswith("rank_main.py"):
+if sys.argv[0].endswith("child_main.py"):
     os.write(1, f"{os.getpid()}\\n".encode())
     time.sleep(20)
 def make(rank): pass
@@ -453,7 +453,7 @@ def ranks_here() -> set[Any]:
     result = set()
     for child in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess):
-            if any("rank_main" in part for part in child.cmdline()):
+            if any("minivllm.executor.rank_loop" in part for part in child.cmdline()):
                 result.add(child)
     return result
 

@@ -33,6 +33,5 @@ def test_ways_that_cannot_meet_are_refused_in_one_line(monkeypatch):
 
 def test_without_nixl_one_line_says_how_to_get_it(monkeypatch):
     monkeypatch.setattr(nixl_agent, "MODULES", ("no_such_module._api",))
-    assert not nixl_agent.is_nixl_installed()
     with pytest.raises(MinivllmError, match="uv sync --group nixl"):
         NixlAgent("another")

@@ -20,7 +20,7 @@ from minivllm.lora.request import LoRARequest as UnderVLLMsName
 from minivllm.memory.adapters import linear_shapes
 
 ADAPTERS = Path(__file__).parents[1] / "lora_adapters"
-LEAST = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
+LEAST = {"r": 4, "lora_alpha": 8}
 MODULE = "model.layers.0.self_attn.q_proj"
 
 
@@ -75,39 +75,27 @@ def test_a_request_needs_a_name_a_number_and_a_path(arguments):
 def test_the_scale_is_alpha_over_the_rank_or_its_root():
     assert helper().scale_of(MODULE, 4) == 2
     assert helper(use_rslora=True).scale_of(MODULE, 4) == 4
-    by_module = helper(rank_pattern={"0.self_attn.q_proj": 16}, alpha_pattern={"q_proj": 3}, use_rslora=True)
-    assert by_module.rank_of(MODULE, 7) == 16
+    by_module = helper(alpha_pattern={"0.self_attn.q_proj": 3}, use_rslora=True)
     assert by_module.scale_of(MODULE, 16) == 3 / math.sqrt(16)
-    assert by_module.rank_of(MODULE.replace(".0.", ".10."), 7) == 4, "a name ends behind a dot"
-    assert helper(rank_pattern={"q_proj": 2, MODULE: 9}).rank_of(MODULE, 9) == 2, "the first one counts"
-    assert helper(rank_pattern={"^q_proj": 2, f"^{MODULE}": 9}).rank_of(MODULE, 2) == 9
-
-
-def test_behind_a_regular_expression_the_tensors_tell_the_rank():
-    patterns = helper(rank_pattern={"k_proj": 3, r"layers\.\d+\..*q_proj": 16, "v_proj": 5})
-    assert patterns.rank_of(MODULE.replace("q_", "k_"), 16) == 3, "the first one that matches counts"
-    assert [patterns.rank_of(MODULE, stored) for stored in (16, 4, 5)] == [16, 4, 5]
-    assert patterns.rank_of(MODULE, 7) == 4, "which the config does not have"
+    assert by_module.scale_of(MODULE.replace(".0.", ".10."), 4) == 4, "a name ends behind a dot"
+    assert helper(alpha_pattern={"q_proj": 2, MODULE: 9}).scale_of(MODULE, 1) == 2, "the first one counts"
+    assert helper(alpha_pattern={"^q_proj": 2, f"^{MODULE}": 9}).scale_of(MODULE, 1) == 9
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"r": 128}, "rank 128.*max_lora_rank 64"),
-        ({"rank_pattern": {"q_proj": 65}}, "rank 65"),
         ({"r": 0}, "whole number"),
         ({"r": True}, "whole number"),
         ({"r": 8.0}, "whole number"),
-        ({"use_rslora": "false"}, "use_rslora.*true or false"),
+        ({"use_rslora": "false"}, "use_rslora.*True or False"),
         ({"lora_alpha": "16"}, "lora_alpha"),
         ({"lora_alpha": math.inf}, "lora_alpha"),
-        ({"rank_pattern": ["q_proj"]}, "rank_pattern"),
-        ({"alpha_pattern": {"(a+)+$": 4}}, "is a regular expression, which is not evaluated.*each module's name"),
-        ({"alpha_pattern": {r"layers\.\d+\.q_proj": 4}}, "is a regular expression"),
-        ({"rank_pattern": {"(a+)+$": 65}}, "rank 65"),
-        ({"target_modules": ["q_proj", "lm_head"]}, "'lm_head'.*q_proj, k_proj"),
-        ({"target_modules": ["embed_tokens"]}, "embed_tokens"),
-        ({"target_modules": 7}, "list of names"),
+        ({"alpha_pattern": {"(a+)+$": 4}}, "name of a module.*regular expressions are not evaluated"),
+        ({"alpha_pattern": {r"layers\.\d+\.q_proj": 4}}, "regular expressions are not evaluated"),
+        ({"alpha_pattern": {"q_proj": "x"}}, "numbers by the name"),
+        ({"alpha_pattern": ["q_proj"]}, "numbers by the name"),
         ({"bias": "lora_only"}, "bias 'lora_only'"),
         ({"lora_bias": True}, "lora_bias"),
         ({"use_dora": True}, "use_dora"),
@@ -152,7 +140,7 @@ def test_any_config_is_taken_or_refused(config):
         result = PEFTHelper.from_dict(LEAST | config, Path("folder"), 64)
     except MinivllmError:
         return
-    assert 1 <= result.rank_of(MODULE, 9) <= 64
+    assert 1 <= result.r <= 64
     assert isinstance(result.scale_of(MODULE, 9), float)
 
 
@@ -245,21 +233,17 @@ WRONG = {
     "another rank": (lambda: pair(rank=5), r"\[5, .*\[4, "),
     "NaN": (lambda: {name: tensor * torch.nan for name, tensor in pair().items()}, "NaN or infinity"),
     "integers": (lambda: {name: tensor.int() for name, tensor in pair().items()}, "int32"),
-    "one of them twice": (
-        lambda: pair() | {name.replace("base_model.model.", "", 1): tensor for name, tensor in pair().items()},
-        "lora_A of q_proj in layer 0 twice",
-    ),
     "nothing": (dict, "no tensors"),
 }
 
 
-def test_a_and_b_have_one_rank_where_the_config_leaves_two_open(tmp_path):
+def test_where_the_tensors_tell_the_ranks_both_have_one_and_a_slot_has_room_for_it(tmp_path):
+    told = {"rank_pattern": {".*_proj": 3}}
     tensors = {name: (pair(rank=3) if "lora_A" in name else pair(rank=4))[name] for name in pair()}
-    open_ranks = {"rank_pattern": {".*_proj": 3}}
-    words = "lora_A of rank 3 and lora_B of rank 4 of q_proj in layer 0"
-    assert_refused(words, read_adapter, written(tmp_path, tensors, **open_ranks), 16, shape_of)
-    folder = written(tmp_path, pair(rank=7), **open_ranks)
-    assert_refused(r"\[7, .*\[4, ", read_adapter, folder, 16, shape_of)
+    assert_refused(r", 4\].*, 3\]", read_adapter, written(tmp_path, tensors, **told), 16, shape_of)
+    folder = written(tmp_path, pair(rank=17), **told)
+    assert_refused("rank 17 .* greater than max_lora_rank 16", read_adapter, folder, 16, shape_of)
+    assert_refused(r"\[0, ", read_adapter, written(tmp_path, pair(rank=0), **told), 16, shape_of)
 
 
 @pytest.mark.parametrize("case", WRONG)

@@ -187,8 +187,8 @@ def test_a_request_that_does_not_fit_is_refused_with_the_length_that_would():
     ("changes", "said"),
     [
         ({"linear_num_value_heads": None}, "lacks one of"),
-        ({"layer_types": ["linear_attention", "mamba"] * 20}, "fixed-size state"),
-        ({"model_type": "brand_new"}, "fixed-size state"),
+        ({"layer_types": ["linear_attention", "mamba"] * 20}, "its config has 'linear_num"),
+        ({"model_type": "brand_new"}, "its config has 'linear_num"),
     ],
 )
 def test_what_cannot_be_counted_is_refused_by_name(changes, said):

@@ -238,19 +238,5 @@ def test_a_value_of_the_wrong_kind_is_named(changes, named):
     assert_refused(named, ModelConfig.from_dict, {**LLAMA, **changes})
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0"),
-        ({"residual_multiplier": 0.22}, "residual_multiplier=0.22"),
-        ({"residual_multiplier": 1.0, "query_pre_attn_scalar": None}, None),
-        ({}, None),
-    ],
-    ids=str,
-)
-def test_settings_that_ask_for_another_computation_are_noted(changes, said):
-    assert ModelConfig.from_dict({**LLAMA, **changes}).other_computation == said
-
-
 def test_gemmas_activation_is_not_that_of_a_field_it_keeps_for_others():
     assert ModelConfig.from_dict({**LLAMA, "hidden_activation": "gelu_pytorch_tanh"}).hidden_act == "gelu_pytorch_tanh"

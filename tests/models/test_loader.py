@@ -216,7 +216,7 @@ def test_files_that_are_not_there_or_broken(directory):
         {"layer_types": ("sliding_attention", "full_attention")},
         {"rope_scaling": {"rope_type": "dynamic", "factor": 2}},
         {"architecture": "Qwen3MoeForCausalLM"}, {"architecture": "GemmaForCausalLM"},
-        {"other_computation": "final_logit_softcapping=30.0"}, {"num_experts": 8, "moe_intermediate_size": 32},
+        {"num_experts": 8, "moe_intermediate_size": 32},
         {"kv_lora_rank": 16},
         {"cache_exception": "some of its layers keep a state"},
     ],

@@ -54,12 +54,12 @@ class Server:
         return [own, *own.children(recursive=True)]
 
     def core(self) -> psutil.Process:
-        return next(process for process in self.processes() if "minivllm.engine.core_main" in process.cmdline())
+        return next(process for process in self.processes() if "minivllm.engine.core_proc" in process.cmdline())
 
     def folder(self) -> Path:
         """Return the folder of its sockets."""
         command = self.core().cmdline()
-        return Path(command[command.index("minivllm.engine.core_main") + 1])
+        return Path(command[command.index("minivllm.engine.core_proc") + 1])
 
     def metric(self, name: str) -> float:
         """Sum a metric over its labels."""

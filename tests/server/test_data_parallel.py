@@ -26,7 +26,7 @@ FLAGS = (
     "--data-parallel-size", "2", "--distributed-executor-backend", "mp",
     "--max-num-seqs", "2", "--max-model-len", "2048",
 )  # fmt: skip
-CORE, RANK = "minivllm.engine.core_main", "rank_main.py"
+CORE, RANK = "minivllm.engine.core_proc", "minivllm.executor.rank_loop"
 
 
 @pytest.fixture(scope="module")

@@ -1,10 +1,8 @@
-"""The models that cache the key and value of every token in every layer, and the layers of others
-that do not.
+"""The models that cache the key and value of every token in every layer.
 
-Only for the former does one formula give the bytes per token, and only those models can run.
-State-space layers keep one state, however long the sequence; sliding-window layers forget old
-tokens; some layers share another layer's cache, and some keep a second one. Such models are listed
-here with the reason, so that nothing counts their cache as if it were an ordinary one.
+Only for these does one formula give the bytes per token, and only these can run. In other models
+state-space layers keep one state, however long the sequence; sliding-window layers forget old
+tokens; some layers share another layer's cache, and some keep a second one.
 
 In vLLM: `vllm/v1/kv_cache_interface.py`, where each layer kind has its own spec
 (`FullAttentionSpec`, `SlidingWindowSpec`, `MambaSpec`, ...).
@@ -24,48 +22,17 @@ EVERY_TOKEN_TYPES = frozenset({
     "qwen3_vl_text", "seed_oss", "smollm3", "solar", "stablelm", "starcoder2", "xverse", "yi",
 })  # fmt: skip
 
-STATE = "some of its layers keep one fixed-size state instead of the keys and values of every token"
-WINDOW = "some of its layers keep only the tokens inside a window"
-SHARED = "some of its layers use the cache of another layer"
-SECOND = "its layers keep a second cache beside keys and values"
-CROSS = "its decoder also keeps the keys and values of another input (cross-attention)"
-UNEQUAL = "its layers differ in heads, so no single figure holds for all of them"
-
-OTHER_TYPES = {
-    **dict.fromkeys((
-        "bailing_moe_linear", "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "hymba", "jamba", "kimi_linear",
-        "lfm2", "lfm2_moe", "mamba", "mamba2", "minimax", "minimax_m1", "minimax_text_01", "nemotron_h", "olmo_hybrid",
-        "plamo2", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "recurrent_gemma", "rwkv",
-        "rwkv5", "rwkv6", "rwkv7", "xlstm", "zamba", "zamba2",
-    ), STATE),
-    **dict.fromkeys((
-        "afmoe", "cohere2", "exaone4", "gemma2", "gemma3", "gemma3_text", "gpt_neo", "gpt_oss", "llama4", "llama4_text",
-        "mimo_v2_flash", "ministral", "olmo3", "phi3small", "smallthinker",
-    ), WINDOW),
-    **dict.fromkeys(("gemma3n", "gemma3n_text", "gemma4", "gemma4_text", "phi4flash"), SHARED),
-    **dict.fromkeys(("deepseek_v32", "deepseek_v4", "glm_moe_dsa"), SECOND),
-    **dict.fromkeys(("bart", "mbart", "mllama", "mllama_text_model", "pegasus", "t5", "whisper"), CROSS),
-    **dict.fromkeys(("decilm", "nemotron-nas", "openelm"), UNEQUAL),
-}  # fmt: skip
-
-# Config fields that only such models have, whatever their `model_type`. Null, false, zero and empty
+# Config fields that only other models have, whatever their `model_type`. Null, false, zero and empty
 # values are ignored.
-TELLING_FIELDS = {
-    **dict.fromkeys((
-        "attn_layer_idx", "attn_layer_indices", "attn_layer_period", "block_types", "conv_L_cache", "full_attn_idxs",
-        "full_attention_interval", "hybrid_override_pattern", "layers_block_type", "linear_attn_config",
-        "linear_num_key_heads", "linear_num_value_heads", "lru_width", "mamba_d_state", "mamba_n_heads",
-        "mamba_num_heads", "ssm_cfg", "ssm_state_size", "state_size",
-    ), STATE),
-    **dict.fromkeys((
-        "attention_chunk_size", "attention_types", "hybrid_layer_pattern", "interleaved_sliding_window",
-        "sliding_window_layout", "sliding_window_pattern",
-    ), WINDOW),
-    **dict.fromkeys(("cla_share_factor", "num_kv_shared_layers", "use_cla"), SHARED),
-    **dict.fromkeys(("compress_ratios", "index_head_dim", "index_topk"), SECOND),
-    **dict.fromkeys(("cross_attention_layers", "is_encoder_decoder"), CROSS),
-    **dict.fromkeys(("block_configs", "num_key_value_heads_per_layer", "per_layer_config"), UNEQUAL),
-}  # fmt: skip
+TELLING_FIELDS = (
+    "attention_chunk_size", "attention_types", "attn_layer_idx", "attn_layer_indices", "attn_layer_period",
+    "block_configs", "block_types", "cla_share_factor", "compress_ratios", "conv_L_cache", "cross_attention_layers",
+    "full_attention_interval", "full_attn_idxs", "hybrid_layer_pattern", "hybrid_override_pattern", "index_head_dim",
+    "index_topk", "interleaved_sliding_window", "is_encoder_decoder", "layers_block_type", "linear_attn_config",
+    "linear_num_key_heads", "linear_num_value_heads", "lru_width", "mamba_d_state", "mamba_n_heads", "mamba_num_heads",
+    "num_key_value_heads_per_layer", "num_kv_shared_layers", "per_layer_config", "sliding_window_layout",
+    "sliding_window_pattern", "ssm_cfg", "ssm_state_size", "state_size", "use_cla",
+)  # fmt: skip
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -73,28 +40,23 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 def cache_exception(hf_config: Mapping[str, Any]) -> str | None:
     """Return why this model does not cache every token in every layer, or None if it does.
 
-    A config without `model_type` is judged by its fields alone. An unknown type is rejected, unless
-    `layer_types` says that every layer is full attention: a wrong count is worse than none. For
-    sliding windows, see `window_of_layers`.
+    A config without `model_type` is judged by its fields alone. A type that is not listed is
+    rejected, unless `layer_types` says that every layer is full attention: a wrong count is worse
+    than none. For sliding windows, see `window_of_layers`.
 
     Args:
         hf_config: the model's (text) config, as in its `config.json`.
     """
     model_type = hf_config.get("model_type") or ""
-    if model_type in OTHER_TYPES:
-        return OTHER_TYPES[model_type]
-    # A new family has an unknown type, but its fields may give it away.
-    for name, reason in TELLING_FIELDS.items():
-        if hf_config.get(name):
-            return f"{reason} (its config has {name!r})"
-    if 0 in (hf_config.get("attn_type_list") or ()):  # MiniMax: 1 is attention, 0 a linear layer
-        return STATE
+    telling = next((name for name in TELLING_FIELDS if hf_config.get(name)), None)
+    if telling is not None:
+        return f"not every layer keeps every token (its config has {telling!r})"
     kinds = hf_config.get("layer_types") or ()
     strange = [kind for kind in kinds if kind not in (FULL, SLIDING)]
     if strange:
         return f"not every layer keeps every token (its layer_types have {strange[0]!r})"
     if model_type and model_type not in EVERY_TOKEN_TYPES and set(kinds) != {FULL}:
-        return f"it is not known whether every layer of a {model_type!r} model keeps every token"
+        return f"not every layer of a {model_type!r} model is known to keep every token"
     return None
 
 

@@ -29,22 +29,6 @@ ALIASES = {
 NESTED_TEXT_CONFIGS = ("text_config", "llm_config", "language_config")
 OUTER_FIELDS = ("dtype", "torch_dtype", "quantization_config", "tie_word_embeddings", "bos_token_id", "eos_token_id")
 TIED_BY_DEFAULT = ("gemma", "gemma2", "gemma3_text", "gpt2", "opt")
-# Fields that are left out where they have the family's default, by configs of several parts.
-PART_DEFAULTS = {
-    "llama": {
-        "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
-        "num_attention_heads": 32, "max_position_embeddings": 2048,
-    },
-    "mistral": {
-        "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
-        "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 131072,
-    },
-    "gemma3_text": {
-        "vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
-        "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 131072,
-        "sliding_window": 4096,
-    },
-}  # fmt: skip
 # Types of the fields that are read without any other check. If a field is missing or null, the
 # family's default holds.
 KINDS = {
@@ -61,22 +45,6 @@ ROPE_NUMBERS = (
     "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "partial_rotary_factor",
 )  # fmt: skip
 MAX_ROPE_NUMBER = 1e15
-# Settings that make a family compute something other than Llama, and the values at which they have
-# no effect.
-OTHER_COMPUTATION = {
-    "attention_multiplier": (),
-    "attn_logit_softcapping": (),
-    "dim_model_base": (),
-    "embedding_multiplier": (1.0,),
-    "final_logit_softcapping": (),
-    "logit_scale": (1.0,),
-    "logits_scaling": (1.0,),
-    "no_rope_layers": ([],),
-    "query_pre_attn_scalar": (),
-    "residual_multiplier": (1.0,),
-    "scale_depth": (),
-    "scale_emb": (1.0,),
-}
 ARCHITECTURES = {
     "deepseek_v2": "DeepseekV2ForCausalLM",
     "llama": "LlamaForCausalLM",
@@ -123,7 +91,6 @@ def model_fields(hf_config: Mapping[str, Any]) -> dict[str, Any]:
         quantization=(hf.get("quantization_config") or {}).get("quant_method"),
         quantization_config=dict(hf.get("quantization_config") or {}) or None,
         checkpoint_kv_dtype=_checkpoint_kv_dtype(hf.get("quantization_config")),
-        other_computation=_other_computation(hf),
         cache_exception=exception,
         hf_config=dict(hf_config),
     )
@@ -137,12 +104,11 @@ def text_config(hf_config: Mapping[str, Any]) -> dict[str, Any]:
         inner = hf_config.get(name)
         if isinstance(inner, Mapping):
             outer = {key: hf_config[key] for key in OUTER_FIELDS if hf_config.get(key) is not None}
-            defaults = PART_DEFAULTS.get(str(inner.get("model_type")), {})
-            # The inner config goes before the outer one, and both before the family's defaults.
+            # The inner config goes before the outer one.
             own = {key: value for key, value in inner.items() if value is not None}
             # Except for this one, which the outer config decides.
             tied = {"tie_word_embeddings": outer["tie_word_embeddings"]} if "tie_word_embeddings" in outer else {}
-            return {**defaults, **outer, **own, **tied}
+            return {**outer, **own, **tied}
     return dict(hf_config)
 
 
@@ -164,10 +130,7 @@ def _count(hf: Mapping[str, Any], name: str, default: int = 0) -> int:
     """Return an optional count: `default` if the config lacks it. Raise if it is not a positive
     integer.
     """
-    value: Any = hf.get(name)
-    if isinstance(value, list | tuple) and len(set(map(str, value))) == 1:  # the same number for each layer
-        value = value[0]
-    number: Any = value
+    number: Any = hf.get(name)
     if number is None:
         return default
     if not is_count(number, 1) or number >= 2**63:
@@ -278,13 +241,6 @@ def _biases(hf: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _other_computation(hf: Mapping[str, Any]) -> str | None:
-    settings = ((name, hf.get(name), usual) for name, usual in OTHER_COMPUTATION.items())
-    return next(
-        (f"{name}={value!r}" for name, value, usual in settings if value is not None and value not in usual), None
-    )
-
-
 def _experts(hf: Mapping[str, Any], layers: int) -> dict[str, Any]:
     """Return the experts, if any layer has them: DeepSeek's first layers are dense, and may be all
     of its layers.
@@ -309,10 +265,7 @@ def _dtype(hf: Mapping[str, Any]) -> str:
     """
     value = hf.get("dtype") or hf.get("torch_dtype") or "float32"
     # Some configs were written from torch's own name, "torch.bfloat16".
-    name = str(value).removeprefix("torch.")
-    return {"half": "float16", "float": "float32", "bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}.get(
-        name, name
-    )
+    return str(value).removeprefix("torch.")
 
 
 def _token_ids(value: Any) -> tuple[int, ...]:

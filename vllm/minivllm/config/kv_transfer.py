@@ -31,8 +31,6 @@ class KVTransferConfig:
     - `engine_id`: names this engine to others; by default a random UUID.
     - `kv_role`: "kv_producer" only gives keys and values away, "kv_consumer" only takes them,
       "kv_both" does both.
-    - `kv_buffer_device`: where a connector that copies keeps its buffer, "cpu" or "cuda"; None:
-      where the cache is.
     - `kv_connector_extra_config`: settings that only this connector reads.
     - `kv_load_failure_policy`: what happens to a request whose keys and values did not arrive.
       "fail" ends it with an error, "recompute" computes them here.
@@ -41,7 +39,6 @@ class KVTransferConfig:
     kv_connector: Annotated[str, NAME]
     engine_id: Annotated[str, NAME] = field(default_factory=lambda: str(uuid.uuid4()))
     kv_role: Annotated[str, one_of("kv_producer", "kv_consumer", "kv_both")] = "kv_both"
-    kv_buffer_device: Annotated[str, one_of("cpu", "cuda")] | None = None
     kv_connector_extra_config: Annotated[Mapping[str, Any], DICTIONARY] = field(default_factory=dict)
     kv_load_failure_policy: Annotated[str, one_of("fail", "recompute")] = "fail"
 
@@ -74,11 +71,6 @@ class KVTransferConfig:
     def is_kv_consumer(self) -> bool:
         """Return whether this engine takes keys and values from others."""
         return self.kv_role in ("kv_consumer", "kv_both")
-
-    @property
-    def recomputes(self) -> bool:
-        """Return whether keys and values that did not arrive are computed here."""
-        return self.kv_load_failure_policy == "recompute"
 
     def get_from_extra_config(self, key: str, default: Any = None) -> Any:
         """Return the entry of `kv_connector_extra_config` under this key, or the default."""

@@ -84,10 +84,6 @@ class ModelConfig:
     """
     checkpoint_kv_dtype: str | None = None
     """The KV-cache dtype that a quantized checkpoint asks for; None if it does not ask for one."""
-    other_computation: str | None = None
-    """The first setting that requires a computation the Llama family does not have; None if no
-    setting does.
-    """
     cache_exception: str | None = None
     """Why one formula cannot give the bytes per token; None for models that cache every token in
     every layer.

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from minivllm.config.checks import is_count
+from minivllm.config.checks import is_count, require
 from minivllm.errors import MinivllmError
 
 HUB_SECONDS = 10
@@ -68,17 +68,15 @@ def local_path(path_or_name: str | Path) -> Path:
         MinivllmError: the name is not a valid path.
     """
     name = str(path_or_name)
-    if not name or "\0" in name:
-        raise MinivllmError(f"there is no model directory {name!r}")
     try:
         path = Path(name).expanduser()
         # Only to find out whether the system accepts such a path.
         path.is_dir()
-    except (OSError, RuntimeError, ValueError) as error:  # name too long, or the home of an unknown user
-        # A name that is too long for a path would fill the screen.
-        shown = name if len(name) <= 60 else f"{name[:57]}..."
+    except (OSError, RuntimeError, ValueError) as error:  # too long, or the home of an unknown user
         reason = error.strerror if isinstance(error, OSError) else error
-        raise MinivllmError(f"there is no model directory {shown!r}: {reason}") from None
+        # A name that is too long for a path would fill the screen.
+        raise MinivllmError(f"there is no model directory {name[:60]!r}: {reason}") from None
+    require(name and "\0" not in name, f"there is no model directory {name!r}")
     return path
 
 

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 from minivllm.config.checks import (
     Count,
     CountOrZero,
+    Rule,
     check_fields,
     is_count,
     one_of,
@@ -21,6 +22,24 @@ from minivllm.config.checks import (
 MODEL_METHODS = ("draft_model", "eagle3")
 """Methods that draft by running a model of their own, with a KV cache."""
 DEFAULT_LOOKUP = 5
+
+
+def _are_ranges(value: Any) -> bool:
+    """Return whether these are ranges of batch sizes that ascend from 1, each with its drafts."""
+    before = 0
+    for entry in value if isinstance(value, list | tuple) else ():
+        if not isinstance(entry, list | tuple) or len(entry) != 3 or not all(is_count(number, 0) for number in entry):
+            return False
+        if not before < entry[0] <= entry[1] or (before == 0 and entry[0] != 1):
+            return False
+        before = entry[1]
+    return before > 0
+
+
+BY_BATCH_SIZE = Rule(
+    _are_ranges,
+    "a list of (first, last, drafts) for ranges of batch sizes that ascend from 1, such as [(1, 8, 4), (9, 64, 2)]",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +67,7 @@ class SpeculativeConfig:
     draft_sample_method: Annotated[str, one_of("greedy", "probabilistic")] = "greedy"
     prompt_lookup_max: Count | None = None
     prompt_lookup_min: Count | None = None
-    num_speculative_tokens_per_batch_size: Sequence[tuple[int, int, int]] | None = None
+    num_speculative_tokens_per_batch_size: Annotated[Sequence[tuple[int, int, int]], BY_BATCH_SIZE] | None = None
 
     @classmethod
     def of(cls, settings: "Mapping[str, Any] | SpeculativeConfig | None") -> "SpeculativeConfig | None":
@@ -81,7 +100,6 @@ class SpeculativeConfig:
             self.lookup_min <= self.lookup_max,
             f"prompt_lookup_min ({self.lookup_min}) exceeds prompt_lookup_max ({self.lookup_max})",
         )
-        check_schedule(self.num_speculative_tokens_per_batch_size)
 
     @property
     def runs_model(self) -> bool:
@@ -155,24 +173,3 @@ class DraftingConfig:
 
 
 NO_DRAFTS = DraftingConfig()
-
-
-def check_schedule(schedule: object) -> None:
-    """Raise unless these are ascending, non-overlapping ranges of batch sizes that begin with 1;
-    None means no schedule.
-    """
-    if schedule is None:
-        return
-    name = "num_speculative_tokens_per_batch_size"
-    right = "it must be a list of (first, last, drafts) such as [(1, 8, 4), (9, 64, 2)]"
-    require(isinstance(schedule, list | tuple) and bool(schedule), f"{name} is {schedule!r}; {right}")
-    assert isinstance(schedule, list | tuple)
-    before = 0
-    for entry in schedule:
-        require(isinstance(entry, list | tuple) and len(entry) == 3, f"{name} has an entry {entry!r}; {right}")
-        first, last, drafts = entry
-        require(is_count(first, 1) and is_count(last, 1) and is_count(drafts, 0), f"{name} has {entry!r}; {right}")
-        require(first <= last, f"{name}: the range from {first} to {last} is empty; give the smaller size first")
-        require(before > 0 or first == 1, f"{name} begins with batch size {first}; it must begin with 1")
-        require(first > before, f"{name}: batch size {first} comes after {before}; ranges must ascend and not overlap")
-        before = last

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Sequence
 
 from minivllm.core.block_hash import BlockHash
 from minivllm.errors import MinivllmError
-from minivllm.platforms.collector import at_rest
 
 
 class BlockPoolError(MinivllmError):
@@ -176,16 +175,11 @@ class BlockPool:
     """
 
     def __init__(self, num_gpu_blocks: int, enable_caching: bool = True) -> None:
-        if num_gpu_blocks < 2:
-            raise MinivllmError(f"num_gpu_blocks is {num_gpu_blocks}; at least 2 are needed: block 0 is the null block")
         self.num_gpu_blocks = num_gpu_blocks
         self.enable_caching = enable_caching
-        # A hundred thousand objects that live forever: Python's GC need not look at them again and
-        # again.
-        with at_rest():
-            self.blocks = [KVCacheBlock(block_id, is_null=block_id == 0) for block_id in range(num_gpu_blocks)]
-            self.null_block = self.blocks[0]
-            self.free_block_queue = FreeKVCacheBlockQueue(self.blocks[1:])
+        self.blocks = [KVCacheBlock(block_id, is_null=block_id == 0) for block_id in range(num_gpu_blocks)]
+        self.null_block = self.blocks[0]
+        self.free_block_queue = FreeKVCacheBlockQueue(self.blocks[1:])
         self.cached_block_hash_to_block = BlockHashToBlockMap()
 
     @property

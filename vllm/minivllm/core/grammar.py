@@ -4,14 +4,8 @@ In vLLM v0.33.0: `vllm/v1/structured_output/backend_types.py` (`StructuredOutput
 `vllm/v1/structured_output/request.py` (`StructuredOutputRequest`).
 """
 
-import time
-from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Protocol
-
-# From the request's arrival. The library bounds its own work to about a second; this bounds the
-# whole wait.
-SECONDS_TO_COMPILE = 60.0
 
 
 class StructuredOutputGrammar(Protocol):
@@ -36,13 +30,11 @@ class StructuredOutputGrammar(Protocol):
 
 class StructuredOutputRequest:
     """A request's grammar: being compiled since the request arrived, compiled, or failed to
-    compile.
+    compile. The library that compiles it bounds its own work to about a second.
     """
 
-    def __init__(self, future: Future[StructuredOutputGrammar], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, future: Future[StructuredOutputGrammar]) -> None:
         self.future = future
-        self._clock = clock
-        self._deadline = clock() + SECONDS_TO_COMPILE
 
     @property
     def grammar(self) -> StructuredOutputGrammar:
@@ -50,14 +42,11 @@ class StructuredOutputRequest:
         return self.future.result(timeout=0)
 
     def is_pending(self) -> bool:
-        """Return whether the grammar is still being compiled, and its time is not over."""
-        return not self.future.done() and self._clock() < self._deadline
+        """Return whether the grammar is still being compiled."""
+        return not self.future.done()
 
     def failure(self) -> str | None:
-        """Return why there is no grammar, or None if there is one."""
-        if not self.future.done():
-            self.future.cancel()
-            return f"the grammar was not compiled within {SECONDS_TO_COMPILE:.0f} s"
+        """Return why there is no grammar, once it is not pending; None if there is one."""
         raised = self.future.exception()
         if raised is not None:
             return f"the grammar could not be compiled: {type(raised).__name__}: {raised}"

@@ -71,13 +71,6 @@ class CPUOffloadingManager:
         """Return the number of blocks that are being stored."""
         return len(self._pending)
 
-    @property
-    def num_pinned_blocks(self) -> int:
-        """Return the number of blocks that are being stored or loaded, or are promised to a
-        request.
-        """
-        return self.num_blocks - self.block_pool.get_num_free_blocks()
-
     def lookup(self, key: BlockHash) -> LookupResult:
         """Return whether a key is there, without any side effect."""
         if self.block_pool.get_cached_block(key) is not None:

@@ -71,7 +71,7 @@ class Request:
     because a prefix hit computes no logits.
 
     Raises:
-        MinivllmError: the prompt is empty, or `max_tokens` is below 1.
+        MinivllmError: the prompt is empty.
     """
 
     request_id: str
@@ -115,10 +115,6 @@ class Request:
     def __post_init__(self, prompt: Sequence[int]) -> None:
         if not prompt:
             raise MinivllmError(f"the prompt of request {self.request_id!r} is empty; it needs at least one token")
-        if self.max_tokens < 1:
-            raise MinivllmError(
-                f"max_tokens of request {self.request_id!r} is {self.max_tokens}; it must be at least 1"
-            )
         self.eos_token_ids = frozenset(() if self.ignore_eos else self.eos_token_ids)
         self.stop_token_ids = frozenset(self.stop_token_ids)
         self._all_token_ids = list(prompt)

@@ -544,6 +544,4 @@ class Scheduler:
             raise MinivllmError(
                 f"{name} has ended, but its blocks are still being moved; ids must be unique until then"
             )
-        if request.lora_request is not None and self.config.max_loras == 0:
-            raise MinivllmError(f"{name} names an adapter, but max_loras is 0; set it to 1 or more")
         self.limits.check(name, request.num_prompt_tokens, request.max_tokens)

@@ -49,8 +49,7 @@ class SpecDecodingStats:
 
     def copy(self) -> "SpecDecodingStats":
         """Return a snapshot that later counts leave unchanged."""
-        counts = self.num_drafts, self.num_draft_tokens, self.num_accepted_tokens
-        return SpecDecodingStats(*counts, list(self.num_accepted_tokens_per_pos))
+        return replace(self, num_accepted_tokens_per_pos=list(self.num_accepted_tokens_per_pos))
 
     def since(self, before: "SpecDecodingStats") -> "SpecDecodingStats":
         """Return what was counted since an earlier snapshot."""
@@ -132,9 +131,6 @@ def _sum(values: Sequence[Any]) -> Any:
     if isinstance(first, list):
         return [sum(counts) for counts in zip_longest(*values, fillvalue=0)]
     if is_dataclass(first) and not isinstance(first, type):
-        return replace(first, **{name: _sum([getattr(value, name) for value in values]) for name in _names(first)})
+        names = [field.name for field in fields(first)]
+        return replace(first, **{name: _sum([getattr(value, name) for value in values]) for name in names})
     return sum(values)
-
-
-def _names(stats: Any) -> list[str]:
-    return [field.name for field in fields(stats)]

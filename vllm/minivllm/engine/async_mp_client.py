@@ -8,6 +8,7 @@ In vLLM v0.33.0: `vllm/v1/engine/core_client.py` (`AsyncMPClient`, `DPLBAsyncMPC
 """
 
 import asyncio
+import socket
 import time
 from typing import Any
 
@@ -135,7 +136,7 @@ class AsyncMPClient(MPClient):
         loop = asyncio.get_running_loop()
         death: asyncio.Future[int] = loop.create_future()
 
-        def end(lifeline: int, rank: int) -> None:
+        def end(lifeline: socket.socket, rank: int) -> None:
             loop.remove_reader(lifeline)
             # Its last message, which says why, may still be on its way.
             loop.call_later(MILLISECONDS_FOR_LAST_WORDS / 1000, lambda: death.done() or death.set_result(rank))

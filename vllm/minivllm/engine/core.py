@@ -107,7 +107,8 @@ class EngineCore:
         policy = args.parts.policy or DEFAULT_POLICY
         self.scheduler: Scheduler = scheduler_class(config, args.cache_config(num_blocks), policy)
         if connector is not None:
-            self.scheduler.use_connector(connector, connector.config.kv_transfer_config.recomputes)
+            recomputes = connector.config.kv_transfer_config.kv_load_failure_policy == "recompute"
+            self.scheduler.use_connector(connector, recomputes)
         self.loras = LoRARegistry(self.executor, lambda: self.scheduler)
         self._takes_drafts = args.speculation is not None and not ahead  # else the worker keeps them
         self.batch_queue: deque[_Batch] = deque()
@@ -238,7 +239,7 @@ class EngineCore:
             self.loras.note_slots(model_runner_output.lora_slots)
             self.loras.forget_unused()
             if self._takes_drafts:
-                self.scheduler.update_draft_token_ids(self.executor.take_draft_token_ids())
+                self.scheduler.update_draft_token_ids(self.executor.collective_rpc("take_draft_token_ids")[0])
             admitted = [request.req_id for request in scheduler_output.scheduled_new_reqs]
             snapshot = self._snapshot(scheduler_output, outputs)
         # Nothing is computed while keys and values are on their way: do not spin.

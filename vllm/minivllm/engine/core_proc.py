@@ -9,6 +9,7 @@ In vLLM v0.33.0: `vllm/v1/engine/core.py` (`EngineCoreProc`, `process_input_sock
 """
 
 import queue
+import socket
 import threading
 from collections.abc import Mapping
 from dataclasses import replace
@@ -139,6 +140,22 @@ class EngineCoreProc:
         socket.linger = int(SECONDS_TO_SEND * 1000)
         socket.connect(f"ipc://{self._folder}/{name}")
         return socket
+
+
+_processes: list[EngineCoreProc] = []
+"""The one of this process, once it is made."""
+
+
+def serve(lifeline: socket.socket, folder: str, rank: str) -> int:
+    """Run the core until it fails; return the exit code. The lifeline hangs up with this process."""
+    _processes.append(EngineCoreProc(folder, int(rank)))
+    return _processes[0].run()
+
+
+def end() -> None:
+    """Shut the core down, because the front end has ended or left."""
+    for process in _processes:
+        process.shutdown()
 
 
 def _share(settings: Mapping[str, Any], num_cores: int) -> EngineArgs:

@@ -1,31 +1,25 @@
 """Start the processes of the cores, one for each data-parallel replica, and end them.
 
-A core is a fresh Python process that runs `core_main.py`. The user's script is not imported there,
-so it needs no `if __name__ == "__main__"`. A core ignores Ctrl-C, which the front end handles. Each
-side notices that the other has ended by a pipe that closes with it: the core's standard input, and
-the lifeline.
+A core is a fresh Python process (`platforms.child_processes`), in which the user's script is not
+imported, so it needs no `if __name__ == "__main__"`. It ignores Ctrl-C, which the front end handles.
+Each side notices that the other has ended by the lifeline, a socket that hangs up then.
 
 The client talks to the cores over two sockets (`mp_client.py`), in a folder that only this user can
-read.
+read, and that is gone once all have connected.
 
 In vLLM v0.33.0: `vllm/v1/engine/utils.py` (`CoreEngineProcManager`).
 """
 
 import os
 import shutil
-import signal
-import subprocess
-import sys
+import socket
 import tempfile
-from pathlib import Path
-from typing import IO
 
 import zmq
 
-from minivllm import errors
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.errors import MinivllmError
-from minivllm.platforms.child_processes import ChildProcess, how_it_ended, wait_or_kill
+from minivllm.platforms.child_processes import ChildProcess, how_it_ended, start_process, wait_or_kill
 from minivllm.platforms.device import pick_device
 
 SECONDS_TO_LEAVE = 10.0
@@ -39,8 +33,8 @@ class CoreProcesses:
     """The processes of `args.data_parallel_size` cores, and the sockets that they connect to. Only
     the process that created this object may end them.
 
-    `lifelines` are file descriptors, one for each core, which become readable when the core's
-    process has ended.
+    `lifelines` are sockets, one for each core, which become readable when the core's process has
+    ended; it ends when ours is closed.
 
     The sockets are kept here because pyzmq's context has only weak references to them: when the
     garbage collector takes both, the sockets are gone before a finalizer runs, and the context
@@ -53,9 +47,8 @@ class CoreProcesses:
         self._folder = tempfile.mkdtemp(prefix="minivllm-")
         self._context = zmq.Context()
         self._sockets: list[zmq.Socket] = []
-        self._inputs: list[IO[bytes]] = []
         self.processes: list[ChildProcess] = []
-        self.lifelines: list[int] = []
+        self.lifelines: list[socket.socket] = []
 
     def bind(self, kind: int, name: str) -> zmq.Socket:
         """Return a socket in the folder, which queues any number of messages and drops none."""
@@ -74,7 +67,15 @@ class CoreProcesses:
         """
         environments = [_environment(self._args, rank) for rank in range(self._args.data_parallel_size)]
         for rank, environment in enumerate(environments):
-            self._start_one(rank, environment)
+            lifeline, process = start_process(
+                "minivllm.engine.core_proc", self._folder, str(rank), environment=environment
+            )
+            self.lifelines.append(lifeline)
+            self.processes.append(process)
+
+    def remove_folder(self) -> None:
+        """Remove the sockets' names, which are not needed once all cores are connected."""
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     def obituary(self, rank: int) -> str:
         """Describe how a core's process, which has ended, came to its end."""
@@ -91,49 +92,20 @@ class CoreProcesses:
         # All of them first, then wait: so their ends overlap.
         self.tell_to_leave()
         wait_or_kill(self.processes, SECONDS_TO_LEAVE)
-        while self.lifelines:
-            os.close(self.lifelines.pop())
         while self._sockets:
             self._sockets.pop().close()
         self._context.term()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self.remove_folder()
 
     def tell_to_leave(self) -> None:
-        """Ask the processes to leave, without waiting for them. A process that is computing ends
-        after its step.
-        """
-        while self._inputs:
-            self._inputs.pop().close()
-
-    def _start_one(self, rank: int, environment: dict[str, str]) -> None:
-        # The core holds one end of this pipe, so ours becomes readable when the core ends, however
-        # it does.
-        own_end, core_end = os.pipe()
-        self.lifelines.append(own_end)
-        command = [sys.executable, "-P", "-m", "minivllm.engine.core_main", self._folder]
-        # A terminal sends Ctrl-C to all processes in front; only the front end should answer it.
-        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # the process inherits the mask
-        try:
-            process = subprocess.Popen(
-                [*command, str(core_end), str(self._owner), str(rank)],
-                stdin=subprocess.PIPE,  # never written to: it closes when this process ends
-                pass_fds=(core_end,),
-                env=environment,
-            )
-            assert process.stdin is not None
-            self._inputs.append(process.stdin)
-            self.processes.append(process)
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-            os.close(core_end)
+        """Ask the processes to leave, without waiting for them."""
+        while self.lifelines:
+            self.lifelines.pop().close()
 
 
 def _environment(args: EngineArgs, rank: int) -> dict[str, str]:
-    """Return a core's environment: the module search path and, with several cores, the GPUs that it
-    may use.
-    """
-    home = str(Path(errors.__file__).resolve().parents[1])
-    environment = dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, (home, os.environ.get("PYTHONPATH")))))
+    """Return a core's environment, which names the GPUs that it may use, if there are several cores."""
+    environment = dict(os.environ)
     if args.data_parallel_size > 1 and pick_device(args.device).type == "cuda":
         environment[VISIBLE_DEVICES] = ",".join(_gpus(args, rank))
     return environment

@@ -39,7 +39,6 @@ class LoRARegistry:
         self._adapters: dict[int, LoRARequest] = {}
         self._leaving: set[int] = set()
         self._unreadable: set[int] = set()
-        self._slots: Sequence[int | None] = ()
 
     def add(self, lora_request: LoRARequest) -> LoRARequest:
         """Return the adapter under the name that requests must use. It is loaded if it is unknown
@@ -64,7 +63,6 @@ class LoRARegistry:
                 self._read(known, None)
         else:
             added = replace(adapter, fingerprint=self._read(adapter, known))
-            self._slots = ()  # another name may be in them from now on
         self._adapters[lora_id] = added
         self._unreadable.discard(lora_id)
         self._leaving.discard(lora_id)
@@ -161,16 +159,14 @@ class LoRARegistry:
         """Tell the scheduler, and thereby the page that shows it, which adapters are in the ranks'
         slots.
         """
-        if not lora_ids or lora_ids == self._slots:
+        if not lora_ids:
             return
         scheduler = self._scheduler()
         known = self._adapters
-        self._slots = lora_ids
         scheduler.lora_slots = [
             (known[lora_id].lora_name, lora_id in scheduler.pinned_loras) if lora_id in known else ("", False)
             for lora_id in lora_ids
         ]
 
     def _ask_for_slots(self) -> None:
-        self._slots = ()
         self.note_slots(self._executor.collective_rpc("lora_slots")[0])

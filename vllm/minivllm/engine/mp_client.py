@@ -51,8 +51,9 @@ class MPClient(EngineCoreClient):
             self._input.router_mandatory = True
             self._output = self.cores.bind(zmq.PULL, "output")
             self.cores.start()
-            self._ranks_by_lifeline = {fd: rank for rank, fd in enumerate(self.cores.lifelines)}
+            self._ranks_by_lifeline = {end.fileno(): rank for rank, end in enumerate(self.cores.lifelines)}
             self.engines = self._meet(args)
+            self.cores.remove_folder()
         except BaseException:
             self.shutdown()
             raise

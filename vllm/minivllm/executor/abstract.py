@@ -70,10 +70,6 @@ class Executor(ABC):
         that samples.
         """
 
-    def take_draft_token_ids(self) -> dict[str, list[int]]:
-        """Return rank 0's draft tokens after the last step, by request id, and clear them."""
-        return self.collective_rpc("take_draft_token_ids")[0]
-
     @abstractmethod
     def shutdown(self) -> None:
         """Stop the processes that were started, if any; a second call does nothing."""

@@ -12,7 +12,7 @@ the replies, which carry the number of their call. What a caller may rely on:
 - Ctrl-C during a call leaves the ranks usable: a call goes to all of them or to none, and the reply
   to an abandoned call is recognized by its number.
 - The ranks end with `shutdown`, and with the process that started them, whatever kills it and
-  however early (`rank_main`).
+  however early (`platforms.child_main`).
 
 In vLLM v0.33.0: `vllm/v1/executor/multiproc_executor.py` (`MultiprocExecutor`, `WorkerProc`,
 `FutureWrapper`), where calls travel through a ring buffer in shared memory.
@@ -20,25 +20,22 @@ In vLLM v0.33.0: `vllm/v1/executor/multiproc_executor.py` (`MultiprocExecutor`, 
 
 import contextlib
 import itertools
-import json
 import math
 import os
 import pickle
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from operator import itemgetter
-from pathlib import Path
 from typing import Any
 
 from minivllm.errors import WorkerDiedError, WorkerFailedError
 from minivllm.executor.rank_loop import RESET, Call, Failure, Reply
-from minivllm.platforms.child_processes import ChildProcess, how_it_ended, wait_or_kill
+from minivllm.platforms.child_processes import ChildProcess, how_it_ended, start_process, wait_or_kill
 from minivllm.platforms.interrupts import InterruptsHeld
 
 SECONDS_A_TURN = 0.5
@@ -118,17 +115,7 @@ RankStarter = Callable[[int], tuple[socket.socket, ChildProcess]]
 
 def start_here(rank: int) -> tuple[socket.socket, ChildProcess]:
     """Start a rank's process on this machine."""
-    own_end, rank_end = socket.socketpair()
-    with rank_end:  # close our copy, so that the socket hangs up when the rank ends
-        script = Path(__file__).with_name("rank_main.py")
-        fd = str(rank_end.fileno())
-        command = [sys.executable, "-P", str(script), fd, str(os.getpid()), json.dumps(list(map(str, sys.path)))]
-        # A terminal sends Ctrl-C to its whole foreground process group. Each rank gets its own
-        # session, so that only this process receives it.
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, pass_fds=[rank_end.fileno()], start_new_session=True
-        )
-    return own_end, process
+    return start_process("minivllm.executor.rank_loop")
 
 
 class RankProcesses:

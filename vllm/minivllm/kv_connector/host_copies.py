@@ -37,20 +37,14 @@ class HostCopies:
 
     def __init__(self, regions: BlockRegions, staging_bytes: int = STAGING_BYTES) -> None:
         self.regions = regions
-        self._staging_bytes = staging_bytes
-        self._stages = False
         # On a CPU the blocks go straight to host memory, so nothing is staged.
-        if regions.device.type == "cuda":
-            self._begin_staging()
-
-    def _begin_staging(self) -> None:
-        record = self.regions.record_bytes
-        device = self.regions.device
-        self._stages = True
-        self._capacity = max(1, self._staging_bytes // record)
-        self._staging = torch.empty(self._capacity * record, dtype=torch.uint8, device=device)
-        # Copies run beside the forward pass, not behind it.
-        self._stream = torch.cuda.Stream(device)
+        self._stages = regions.device.type == "cuda"
+        if self._stages:
+            self._capacity = max(1, staging_bytes // regions.record_bytes)
+            size = self._capacity * regions.record_bytes
+            self._staging = torch.empty(size, dtype=torch.uint8, device=regions.device)
+            # Copies run beside the forward pass, not behind it.
+            self._stream = torch.cuda.Stream(regions.device)
 
     def to_host(self, block_ids: Sequence[int], host: torch.Tensor, slots: Sequence[int], after: Any = None) -> None:
         """Copy these blocks into these records, and wait until they have arrived. `after` is an

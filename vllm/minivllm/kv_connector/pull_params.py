@@ -14,8 +14,7 @@ In vLLM v0.33.0: `request_finished` and `update_state_after_alloc` in
 """
 
 import hashlib
-import sys
-from array import array
+import struct
 from collections.abc import Sequence
 from typing import Annotated, Any, TypeVar
 
@@ -40,13 +39,6 @@ class _Flags(msgspec.Struct):
     do_remote_decode: bool | None = None
 
 
-class _Engine(msgspec.Struct):
-    tp_size: Count | None = None
-    dcp_size: Count | None = None
-    pp_size: Count | None = None
-    transfer_mode: str | None = None
-
-
 class RemotePrefill(msgspec.Struct, frozen=True, rename="remote_{}".format):
     """A prompt that another engine has computed, and where its blocks are.
 
@@ -66,22 +58,14 @@ class RemotePrefill(msgspec.Struct, frozen=True, rename="remote_{}".format):
     prompt_digest: str | None = None
 
     @classmethod
-    def of(cls, params: dict[str, Any], tensor_parallel_size: int) -> "RemotePrefill":
-        """Read the params of a request with `do_remote_prefill`.
+    def of(cls, params: dict[str, Any]) -> "RemotePrefill":
+        """Read the params of a request with `do_remote_prefill`. Whether the two engines' caches are
+        alike is found out when they meet.
 
         Raises:
-            MinivllmError: a key is missing, or its value is not what a prefill engine sends, or
-                that engine's parallel sizes differ from this one's.
+            MinivllmError: a key is missing, or its value is not what a prefill engine sends.
         """
-        remote, engine = _checked(params, cls), _checked(params, _Engine)
-        for key, own in (("tp_size", tensor_parallel_size), ("dcp_size", 1), ("pp_size", 1)):
-            value = getattr(engine, key)
-            if value not in (None, own):
-                raise MinivllmError(f"kv_transfer_params has {key} {value}, this engine {own}: both must be the same")
-        if engine.transfer_mode not in (None, "pull"):
-            raise MinivllmError(
-                f"kv_transfer_params has transfer_mode {engine.transfer_mode[:80]!r}; only 'pull' is served"
-            )
+        remote = _checked(params, cls)
         (block_ids,) = remote.block_ids
         if len(set(block_ids)) < len(block_ids):
             raise MinivllmError("kv_transfer_params has a block twice in remote_block_ids")
@@ -98,11 +82,7 @@ class RemotePrefill(msgspec.Struct, frozen=True, rename="remote_{}".format):
 
 def digest(token_ids: Sequence[int]) -> str:
     """Return a digest of token ids, 32 characters long and the same on every machine."""
-    numbers = array("q", token_ids)
-    # Two engines may run on processors of different byte order.
-    if sys.byteorder == "big":
-        numbers.byteswap()
-    return hashlib.blake2b(numbers.tobytes(), digest_size=16).hexdigest()
+    return hashlib.blake2b(struct.pack(f"<{len(token_ids)}q", *token_ids), digest_size=16).hexdigest()
 
 
 def check_flags(params: dict[str, Any]) -> tuple[bool, bool]:

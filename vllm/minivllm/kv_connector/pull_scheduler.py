@@ -117,7 +117,7 @@ class PullConnectorScheduler(KVConnectorBase_V1):
             )
         if not takes:
             return
-        remote = RemotePrefill.of(params, self.config.tensor_parallel_size)
+        remote = RemotePrefill.of(params)
         # Several requests may use one remote prompt, as with n > 1: they share its claim.
         claim = self._claims.setdefault(remote, _Claim(remote))
         claim.members.add(request.request_id)

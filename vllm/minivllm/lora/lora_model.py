@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from minivllm.errors import MinivllmError
-from minivllm.lora.peft_helper import WEIGHTS_FILE, PEFTHelper
+from minivllm.lora.peft_helper import WEIGHTS_FILE, PEFTHelper, check_rank
 from minivllm.memory.adapters import ALL_LINEARS
 from minivllm.models.loader import stored_tensors
 
@@ -47,6 +47,7 @@ def read_adapter(folder: str | Path, max_lora_rank: int, shape_of: ShapeOf) -> d
     helper = PEFTHelper.from_local_dir(folder, max_lora_rank)
     stored: dict[ModuleName, dict[str, Tensor]] = {}
     scales: dict[ModuleName, float] = {}
+    ranks: dict[ModuleName, int] = {}
     for name, tensor in stored_tensors([Path(folder) / WEIGHTS_FILE]):
         match = NAME.fullmatch(name)
         if match is None or match["projection"] not in ALL_LINEARS:
@@ -55,16 +56,13 @@ def read_adapter(folder: str | Path, max_lora_rank: int, shape_of: ShapeOf) -> d
                 f"{', '.join(ALL_LINEARS)}"
             )
         module = int(match["layer"]), match["projection"]
-        if match["matrix"] in stored.setdefault(module, {}):
-            raise MinivllmError(
-                f"the adapter in {folder} has lora_{match['matrix']} of {module[1]} in layer {module[0]} twice"
-            )
-        # The tensor's own shape settles what a pattern leaves open.
-        rank_stored = tensor.shape["AB".index(match["matrix"])] if tensor.dim() == 2 else 0
-        rank = helper.rank_of(match["module"], rank_stored)
+        # Where the tensors tell the rank, it is that of the first of two matrices.
+        is_told = tensor.dim() == 2 and helper.rank_pattern
+        rank = ranks.setdefault(module, tensor.shape["AB".index(match["matrix"])] if is_told else helper.r)
+        check_rank(folder, rank, max_lora_rank)
         _check_tensor(folder, name, tensor, match["matrix"], rank, shape_of(module))
         # The file is only mapped, and may change.
-        stored[module][match["matrix"]] = tensor.to(torch.float32, copy=True)
+        stored.setdefault(module, {})[match["matrix"]] = tensor.to(torch.float32, copy=True)
         scales[module] = helper.scale_of(match["module"], rank)
     if not stored:
         raise MinivllmError(f"the adapter in {folder} has no tensors")
@@ -74,18 +72,15 @@ def read_adapter(folder: str | Path, max_lora_rank: int, shape_of: ShapeOf) -> d
                 f"the adapter in {folder} has only lora_{next(iter(pair))} of {projection} in layer {layer}; the other "
                 "matrix is missing"
             )
-        if (rank_a := len(pair["A"])) != (rank_b := pair["B"].shape[1]):
-            raise MinivllmError(
-                f"the adapter in {folder} has lora_A of rank {rank_a} and lora_B of rank {rank_b} of {projection} in "
-                f"layer {layer}; they must have the same"
-            )
     return {module: _scaled(folder, pair, scales[module]) for module, pair in stored.items()}
 
 
 def _scaled(folder: str | Path, pair: dict[str, Tensor], scale: float) -> LoRAPair:
     lora_b = pair["B"] * scale  # so that no kernel needs the scale
-    if not torch.isfinite(lora_b).all():
-        raise MinivllmError(f"the adapter in {folder} is scaled by {scale:g}, beyond fp32: see its lora_alpha")
+    if not all(torch.isfinite(matrix).all() for matrix in (pair["A"], lora_b)):
+        raise MinivllmError(
+            f"the adapter in {folder} holds NaN or infinity, or gets it from lora_alpha (scale {scale:g})"
+        )
     return LoRAPair(pair["A"], lora_b)
 
 
@@ -105,10 +100,8 @@ def _check_tensor(
     if shape is None:
         raise MinivllmError(f"the adapter in {folder} has the tensor {name!r}, of a layer that the model does not have")
     expected = (rank, shape[0]) if matrix == "A" else (shape[1], rank)
-    if tuple(tensor.shape) != expected or not tensor.is_floating_point():
+    if tuple(tensor.shape) != expected or not rank or not tensor.is_floating_point():
         raise MinivllmError(
             f"the tensor {name!r} of the adapter in {folder} is {str(tensor.dtype).removeprefix('torch.')} "
             f"{list(tensor.shape)}; with this model and rank it is floating point {list(expected)}"
         )
-    if not torch.isfinite(tensor.float()).all():
-        raise MinivllmError(f"the tensor {name!r} of the adapter in {folder} holds NaN or infinity")

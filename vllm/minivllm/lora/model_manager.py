@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minivllm.config import LoRAConfig, ModelConfig
+from minivllm.config import LoRAConfig
 from minivllm.core.adapter_slots import AdapterSlots
 from minivllm.errors import MinivllmError
 from minivllm.lora.layers import LoRALayerWeights, LoRALinearMethod, LoRAStep, Slice
@@ -46,9 +46,8 @@ class LRUCacheLoRAModelManager:
         """Allocate slots for every linear inside the layers, on the model's device.
 
         Raises:
-            MinivllmError: the model's attention has no such linears.
+            MinivllmError: the model has linears that do not support adapters.
         """
-        check_model(model.config)
         self.config = config
         self.slots = slots
         self.step = LoRAStep()
@@ -112,14 +111,10 @@ class LRUCacheLoRAModelManager:
             self.num_activations += 1
         return slot
 
-    def deactivate_adapter(self, lora_id: int) -> bool:
-        """Free the slot of an adapter, which stays in host memory and is pinned no more; return
-        whether it had one.
-        """
-        had_one = lora_id in self.lora_index_to_id
+    def deactivate_adapter(self, lora_id: int) -> None:
+        """Free the slot of an adapter, which stays in host memory and is pinned no more."""
         self.pinned.discard(lora_id)
         self.slots.deactivate(lora_id)
-        return had_one
 
     def pin_adapter(self, lora_id: int) -> None:
         """Keep an adapter in host memory, and in its slot, until it is deactivated or removed.
@@ -206,19 +201,6 @@ class LRUCacheLoRAModelManager:
         raise MinivllmError(
             f"all {self.config.capacity} places for adapters in host memory (max_cpu_loras) are pinned: remove an "
             "adapter, or raise their number"
-        )
-
-
-def check_model(config: ModelConfig) -> None:
-    """Refuse a model with linears that do not support adapters.
-
-    Raises:
-        MinivllmError: it has latent attention.
-    """
-    if config.kv_lora_rank is not None:
-        raise MinivllmError(
-            "enable_lora does not work with latent attention (MLA), whose projections cannot have adapters: "
-            "leave it out, or take a model with ordinary attention"
         )
 
 

@@ -13,7 +13,7 @@ def linear_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
     use.
     """
     if config.kv_lora_rank is not None or config.num_experts:
-        raise MinivllmError(f"adapters are counted for dense models with ordinary attention, not {config.model_type!r}")
+        raise MinivllmError(f"adapters work with dense models of ordinary attention, not with {config.model_type!r}")
     config.require("hidden_size", "intermediate_size")
     hidden, mlp = config.hidden_size, config.intermediate_size
     heads, kv_heads = (n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))

@@ -12,7 +12,6 @@ from typing import Any
 
 from minivllm.config import ModelConfig
 from minivllm.config.cache import KV_CACHE_DTYPES
-from minivllm.config.cache_kinds import WINDOW
 from minivllm.config.checks import is_number, positive_count, require
 from minivllm.config.units import GIB
 from minivllm.errors import MinivllmError, UnsupportedModelError
@@ -150,8 +149,9 @@ def as_config(model: Model) -> ModelConfig:
 def _refuse_forgetful(config: ModelConfig) -> None:
     """Raise `UnsupportedModelError` unless every layer caches the key and value of every token."""
     if not config.keeps_every_token:
-        window = f"every layer keeps only the last {config.sliding_window} tokens" if config.sliding_window else WINDOW
-        reason = config.cache_exception or window
+        window = f"every layer keeps only the last {config.sliding_window} tokens"
+        windows = window if config.sliding_window else "some of its layers keep only the tokens inside a window"
+        reason = config.cache_exception or windows
         name = config.architecture or config.model_type or "this model"
         raise UnsupportedModelError(
             f"{name}: {reason}, so its cache does not grow by a fixed number of bytes per token; vLLM prints what fits "

@@ -240,8 +240,6 @@ def _unsupported(config: ModelConfig) -> str | None:
     if config.architecture not in ("", ARCHITECTURES[config.model_type]):
         computed = f"the decoder supports {ARCHITECTURES[config.model_type]}"
         return f"cannot be run, though its model_type is {config.model_type!r}: {computed}"
-    if config.other_computation:
-        return f"has {config.other_computation}, which the decoder does not support"
     if config.hidden_act != "silu":
         return f"has the activation {config.hidden_act!r}; the decoder supports only silu"
     if config.num_experts:

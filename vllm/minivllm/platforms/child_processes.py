@@ -1,10 +1,15 @@
-"""Stop the processes of ranks and cores, and describe how they ended."""
+"""Start the processes of ranks and cores, stop them, and describe how they ended."""
 
 import contextlib
+import json
+import os
 import signal
+import socket
 import subprocess
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Protocol
 
 
@@ -28,6 +33,30 @@ class ChildProcess(Protocol):
     def kill(self) -> None:
         """Kill the process."""
         ...
+
+
+def start_process(
+    module: str, *arguments: str, environment: Mapping[str, str] | None = None
+) -> tuple[socket.socket, ChildProcess]:
+    """Start a Python process on this machine that runs `serve(socket, *arguments)` of a module
+    (`child_main.py`). Return our end of the socket, which hangs up when the process ends; the
+    process ends when ours is closed, or with this process.
+    """
+    own_end, child_end = socket.socketpair()
+    with child_end:  # close our copy, so that the socket hangs up when the process ends
+        script = str(Path(__file__).with_name("child_main.py"))
+        fd = child_end.fileno()
+        command = [sys.executable, "-P", script, str(fd), str(os.getpid()), json.dumps(list(map(str, sys.path)))]
+        # A terminal sends Ctrl-C to its whole foreground process group. Each process gets its own
+        # session, so that only this one receives it.
+        process = subprocess.Popen(
+            [*command, module, *arguments],
+            stdin=subprocess.DEVNULL,
+            pass_fds=[fd],
+            env=environment,
+            start_new_session=True,
+        )
+    return own_end, process
 
 
 def wait_or_kill(processes: Sequence[ChildProcess], seconds: float) -> None:

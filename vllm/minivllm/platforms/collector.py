@@ -6,20 +6,6 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def at_rest() -> Iterator[None]:
-    """Pause the collector in a `with` block that creates many long-lived objects, which it would
-    scan again and again.
-    """
-    was_enabled = gc.isenabled()
-    try:
-        gc.disable()
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
-@contextmanager
 def while_loading() -> Iterator[None]:
     """Pause the collector in a `with` block that loads objects for the lifetime of the process, and
     exempt them from later scans.
@@ -30,8 +16,11 @@ def while_loading() -> Iterator[None]:
 
     In vLLM v0.33.0: `vllm/utils/gc_utils.py` (`freeze_gc_heap`).
     """
-    with at_rest():
-        try:
-            yield
-        finally:
-            gc.freeze()
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        if was_enabled:
+            gc.enable()

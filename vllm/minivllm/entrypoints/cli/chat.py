@@ -29,8 +29,8 @@ SECONDS_TO_ANSWER = 600.0
 """Most seconds from a request to its first token, and from one token to the next."""
 OWN_SERVER = """
 import sys, threading
-from minivllm.engine.core_main import end_with_parent
-threading.Thread(target=end_with_parent, args=(int(sys.argv.pop(1)), lambda: None), daemon=True).start()
+from minivllm.platforms.child_main import end_with_parent
+threading.Thread(target=end_with_parent, args=(0, int(sys.argv.pop(1))), daemon=True).start()
 from minivllm.entrypoints.cli.main import run
 run()
 """

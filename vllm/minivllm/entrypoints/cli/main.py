@@ -13,11 +13,11 @@ from typing import Any, NoReturn, TypeVar
 import minivllm
 from minivllm.config import EMBEDDED_MODEL, ModelConfig
 from minivllm.config.flags import FlexibleArgumentParser, HelpFormatter, add_flags
-from minivllm.engine.core_main import leave
 from minivllm.entrypoints.cli.chat import ChatArgs, chat
 from minivllm.entrypoints.openai.settings import FrontendArgs
 from minivllm.entrypoints.proxy.settings import ProxyArgs
 from minivllm.errors import EngineDeadError, MinivllmError, WorkerDiedError
+from minivllm.platforms.child_main import leave
 from minivllm.platforms.collector import while_loading
 
 Settings = TypeVar("Settings")

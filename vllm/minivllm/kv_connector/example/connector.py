@@ -195,9 +195,6 @@ class ExampleConnector(KVConnectorBase_V1):
                 self._invalid_block_ids.add(block_id)
                 self._is_spoiled = True
 
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        """Do nothing: `start_load_kv` has already loaded all layers."""
-
     def save_kv_layer(self, layer_name: str, kv_layer: "tuple[torch.Tensor, ...]", attn_metadata: Any) -> None:
         """Copy this layer's part of the blocks that are to be saved."""
         saves = self._step.saves

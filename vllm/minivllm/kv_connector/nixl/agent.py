@@ -201,11 +201,6 @@ class Transfer:
         return True
 
 
-def is_nixl_installed() -> bool:
-    """Return whether any build of nixl can be imported."""
-    return any(importlib.util.find_spec(name.partition(".")[0]) for name in MODULES)
-
-
 def _import_nixl() -> Any:
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
     for name in MODULES:

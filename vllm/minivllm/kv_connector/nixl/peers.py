@@ -5,18 +5,18 @@ In vLLM v0.33.0: `_background_nixl_handshake` and `add_remote_agent` in
 `vllm/distributed/kv_transfer/kv_connector/v1/nixl/base_worker.py`.
 """
 
-import threading
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from minivllm.errors import MinivllmError
 from minivllm.kv_connector.nixl.agent import NixlAgent, Region
-from minivllm.kv_connector.nixl.side_channel import NixlAgentMetadata, fetch_metadata
+from minivllm.kv_connector.nixl.side_channel import NixlAgentMetadata
 from minivllm.kv_connector.pull_params import GENERATIONS_JOINED_BY, RemotePrefill
 
-Result = TypeVar("Result")
+Fetch = Callable[[str, int], Future[NixlAgentMetadata]]
+"""Begins to ask the engine at this host and port for the metadata of its rank of the same number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,16 +35,12 @@ class Peers:
     in other threads.
     """
 
-    def __init__(self, agent: NixlAgent, own: NixlAgentMetadata, rank: int, compatibility_hash: str, seconds: float):
-        """Take this rank, whose peers have the same rank, and the timeout of a handshake in
-        seconds.
-        """
+    def __init__(self, agent: NixlAgent, own: NixlAgentMetadata, rank: int, fetch: Fetch) -> None:
+        """Take this rank, whose peers have the same rank, and what begins a handshake."""
         self.own_blocks = agent.prepare(None, _regions(own))
         self._agent = agent
-        self._own = own
         self._rank = rank
-        self._hash = compatibility_hash
-        self._seconds = seconds
+        self._fetch = fetch
         self._met: dict[str, Peer] = {}
         self._lost: list[Peer] = []
         self._meeting: dict[tuple[str, str, int], Future[NixlAgentMetadata]] = {}
@@ -60,8 +56,7 @@ class Peers:
             return peer
         place = remote.engine_id, remote.host, remote.port
         if place not in self._meeting:
-            ask = remote.host, remote.port, self._rank, self._hash, self._seconds
-            self._meeting[place] = in_thread(lambda: fetch_metadata(*ask))
+            self._meeting[place] = self._fetch(remote.host, remote.port)
         if not self._meeting[place].done():
             return None
         metadata = self._meeting.pop(place).result()
@@ -105,8 +100,6 @@ class Peers:
             )
         if not self._is_current(remote, metadata):
             raise MinivllmError(f"{where} has restarted, and the blocks of {remote.request_id!r} are gone")
-        if metadata.block_lens != self._own.block_lens:
-            raise MinivllmError(f"{where} has blocks of {metadata.block_lens} bytes, this one {self._own.block_lens}")
 
 
 def _regions(cache: NixlAgentMetadata) -> list[Region]:
@@ -115,18 +108,3 @@ def _regions(cache: NixlAgentMetadata) -> list[Region]:
         Region(address, length, cache.device_id, length, cache.num_blocks)
         for address, length in zip(cache.kv_caches_base_addr, cache.block_lens, strict=True)
     ]
-
-
-def in_thread(work: Callable[[], Result]) -> "Future[Result]":
-    """Run the work in a daemon thread, which does not keep the process from ending."""
-    future: Future[Result] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as error:
-            future.set_exception(error)
-
-    # A daemon: a peer that never answers must not keep the process from ending.
-    threading.Thread(target=run, daemon=True, name="nixl-handshake").start()
-    return future

@@ -1,6 +1,6 @@
 """The checked `kv_connector_extra_config` of NIXL's connector."""
 
-from minivllm.config.checks import positive_seconds, refuse_unknown, require
+from minivllm.config.checks import positive_seconds, refuse_unknown
 from minivllm.core.kv_connector import KVConnectorConfig
 
 SECONDS = {"kv_lease_duration": 30.0, "handshake_timeout": 5.0, "read_timeout": 60.0}
@@ -11,17 +11,8 @@ def check_settings(config: KVConnectorConfig) -> dict[str, float]:
     """Return the checked times, in seconds (see `SECONDS`).
 
     Raises:
-        MinivllmError: a key is unknown, a value is invalid, or the connector cannot serve this engine.
+        MinivllmError: a key is unknown, or a value is invalid.
     """
-    transfer = config.kv_transfer_config
-    require(
-        config.pipeline_parallel_size == 1, "NixlConnector needs pipeline_parallel_size 1: use tensor_parallel_size"
-    )
-    require(
-        transfer.kv_buffer_device in (None, config.device),
-        f"kv_buffer_device is {transfer.kv_buffer_device!r} and the cache is on {config.device!r}: NixlConnector reads "
-        "the cache itself, so leave kv_buffer_device out",
-    )
-    extra = transfer.kv_connector_extra_config
+    extra = config.kv_transfer_config.kv_connector_extra_config
     refuse_unknown("NixlConnector has no setting", extra, SECONDS)
     return {name: positive_seconds(name, seconds) for name, seconds in {**SECONDS, **extra}.items()}

@@ -53,11 +53,6 @@ class NixlAgentMetadata(msgspec.Struct):
     block_lens: list[int]
     registration_generation: str
 
-    def __post_init__(self) -> None:
-        numbers = (*self.kv_caches_base_addr, *self.block_lens, self.num_blocks)
-        if len(self.kv_caches_base_addr) != len(self.block_lens) or min(numbers) < 1 or self.device_id < 0:
-            raise ValueError("a cache's regions need addresses and lengths above 0, the same number of each")
-
 
 class NixlHandshakePayload(msgspec.Struct):
     """The side channel's answer: decode `agent_metadata_bytes` only if `compatibility_hash` equals

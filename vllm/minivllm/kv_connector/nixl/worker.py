@@ -13,7 +13,7 @@ In vLLM v0.33.0: `NixlPullConnectorWorker` in
 import time
 import uuid
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
@@ -25,13 +25,14 @@ import torch
 from minivllm.core.kv_connector import KVCaches, KVConnectorConfig, KVConnectorRole
 from minivllm.errors import MinivllmError
 from minivllm.kv_connector.nixl.agent import NixlAgent, Transfer
-from minivllm.kv_connector.nixl.peers import Peer, Peers, in_thread
+from minivllm.kv_connector.nixl.peers import Peer, Peers
 from minivllm.kv_connector.nixl.settings import check_settings
 from minivllm.kv_connector.nixl.side_channel import (
     NixlAgentMetadata,
     NixlHandshakePayload,
     ask_is_held,
     compute_nixl_compatibility_hash,
+    fetch_metadata,
 )
 from minivllm.kv_connector.pull_leases import Leases
 from minivllm.kv_connector.pull_params import RemotePrefill
@@ -41,6 +42,8 @@ from minivllm.logger import init_logger
 
 logger = init_logger(__name__)
 SECONDS_TO_CANCEL = 5.0
+ASKERS = 32
+"""Threads at most, for questions to other engines' side channels."""
 HEARTBEAT = b"HB:"
 
 
@@ -75,6 +78,7 @@ class NixlConnectorWorker(PullConnectorWorker):
         self._read_timeout = seconds["read_timeout"]
         self._make_agent = make_agent
         self._agent: NixlAgent | None = None
+        self._asking = ThreadPoolExecutor(ASKERS, "nixl-ask")
         self._reads: dict[str, _Read] = {}
         self._releases: dict[str, RemotePrefill] = {}
 
@@ -85,8 +89,11 @@ class NixlConnectorWorker(PullConnectorWorker):
         self._agent.register(tensors)
         self._own = own_metadata(self.config, self._agent.metadata(), tensors)
         self._hash = compute_nixl_compatibility_hash(layout_of(self.config, kv_caches))
-        rank = self.config.tensor_parallel_rank
-        self._peers = Peers(self._agent, self._own, rank, self._hash, self._handshake_timeout)
+        self._peers = Peers(self._agent, self._own, self.config.tensor_parallel_rank, self._fetch)
+
+    def _fetch(self, host: str, port: int) -> Future[NixlAgentMetadata]:
+        ask = host, port, self.config.tensor_parallel_rank, self._hash, self._handshake_timeout
+        return self._asking.submit(fetch_metadata, *ask)
 
     def get_handshake_metadata(self) -> tuple[str, bytes]:
         """Return the generation of this rank's registered memory, and the side channel's answer for
@@ -122,6 +129,7 @@ class NixlConnectorWorker(PullConnectorWorker):
         self.forget_results()
 
     def shutdown(self) -> None:
+        self._asking.shutdown(wait=False, cancel_futures=True)
         if self._agent is not None:
             self.reset()
             self._agent.close()
@@ -137,12 +145,11 @@ class NixlConnectorWorker(PullConnectorWorker):
                 self._fail(request_id, read, error)
         for request_id, remote in list(self._releases.items()):
             try:
-                peer = self._peers.meet(remote)
+                if (peer := self._peers.meet(remote)) is None:
+                    continue
             except MinivllmError:
-                self._release(request_id, None, remote)
-            else:
-                if peer is not None:
-                    self._release(request_id, peer, remote)
+                peer = None  # it cannot be told
+            self._release(request_id, peer, remote)
         self._peers.forget_lost({read.peer.name for read in self._reads.values() if read.peer})
 
     def _is_over(self, read: _Read) -> bool:
@@ -168,7 +175,7 @@ class NixlConnectorWorker(PullConnectorWorker):
             return False
         if read.is_held is None:
             where = remote.host, remote.port, remote.request_id, self._handshake_timeout
-            read.is_held = in_thread(lambda: ask_is_held(*where))
+            read.is_held = self._asking.submit(ask_is_held, *where)
         if read.is_held.done() and not read.is_held.result():
             raise MinivllmError("the prefill engine no longer keeps the blocks: they were read, or not in time")
         return read.is_held.done()

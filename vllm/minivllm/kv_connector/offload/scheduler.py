@@ -44,17 +44,6 @@ class _Followed:
 
 
 @dataclass(slots=True)
-class _Hit:
-    """A load promised to a request: the keys of its blocks starting at `first`, and the tier's
-    blocks in which they are pinned.
-    """
-
-    first: int
-    keys: list[BlockHash]
-    cpu_block_ids: list[int]
-
-
-@dataclass(slots=True)
 class _Store:
     """A store in progress: its keys, the cache blocks that it holds, and how many ranks have not
     finished it.
@@ -74,8 +63,7 @@ class OffloadScheduler(KVConnectorBase_V1):
         self.settings = OffloadSettings.of(config.kv_transfer_config.kv_connector_extra_config)
         self.num_ranks = config.tensor_parallel_size * config.pipeline_parallel_size
         self._followed: dict[str, _Followed] = {}
-        self._hits: dict[str, _Hit] = {}
-        self._loads: dict[str, _Hit] = {}
+        self._loads: dict[str, Sequence[BlockHash]] = {}
         self._stores: dict[int, _Store] = {}
         self._num_stores = 0
         self._num_failures = 0
@@ -118,11 +106,10 @@ class OffloadScheduler(KVConnectorBase_V1):
     # Loads
 
     def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Count the tokens that the tier can load: whole blocks, excluding the last token's. Pin
-        them until the step is made.
+        """Count the tokens that the tier can load: whole blocks, excluding the last token's. Nothing
+        is evicted before `update_state_after_alloc`, which the scheduler calls next.
         """
         size = self.config.block_size
-        self._unpin(self._hits, request.request_id)
         # The tier has whole blocks only.
         if num_computed_tokens % size:
             return 0, False
@@ -133,10 +120,7 @@ class OffloadScheduler(KVConnectorBase_V1):
         if self.config.use_eagle:
             # The drafter's cache of a block depends on the token behind it, which may differ here.
             keys = keys[:-1]
-        if not keys:
-            return 0, False
-        self._hits[request.request_id] = _Hit(first, keys, self.manager.prepare_load(keys))
-        return len(keys) * size, True
+        return len(keys) * size, bool(keys)
 
     def _is_hit(self, key: BlockHash) -> bool:
         return self.manager.lookup(key) is LookupResult.HIT
@@ -144,30 +128,23 @@ class OffloadScheduler(KVConnectorBase_V1):
     def update_state_after_alloc(
         self, request: "Request", blocks: "Sequence[KVCacheBlock]", num_external_tokens: int
     ) -> None:
-        """Order the promised load, and follow the request from now on."""
+        """Order the promised load, pin what it reads, and follow the request from now on."""
         name = request.request_id
         self._followed[name] = _Followed(request)
         self.manager.touch(request.block_hashes)
-        hit = self._hits.get(name)
-        if hit is None or not num_external_tokens:
-            self._unpin(self._hits, name)
+        if not num_external_tokens:
             return
-        self._loads[name] = self._hits.pop(name)
-        num_blocks = num_external_tokens // self.config.block_size
-        block_ids = [block.block_id for block in blocks[hit.first : hit.first + num_blocks]]
-        self._metadata.loads[name] = BlockCopy(block_ids, hit.cpu_block_ids[:num_blocks])
-
-    def _unpin(self, hits: dict[str, _Hit], name: str) -> None:
-        """Drop a request from `hits`, and unpin its blocks of the tier."""
-        if (hit := hits.pop(name, None)) is not None:
-            self.manager.complete_load(hit.keys)
+        # Blocks with a hash come from the prefix cache; those behind them are loaded.
+        first = sum(1 for _ in takewhile(lambda block: block.block_hash is not None, blocks))
+        last = first + num_external_tokens // self.config.block_size
+        keys = self._loads[name] = request.block_hashes[first:last]
+        block_ids = [block.block_id for block in blocks[first:last]]
+        self._metadata.loads[name] = BlockCopy(block_ids, self.manager.prepare_load(keys))
 
     # Stores
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> OffloadMetadata:
         """Add the blocks to store after this step."""
-        for name in list(self._hits):  # promised in this step, to a request that did not fit
-            self._unpin(self._hits, name)
         self._store(self._computed_blocks(scheduler_output.num_scheduled_tokens))
         metadata, self._metadata = self._metadata, self._no_orders()
         return metadata
@@ -215,7 +192,7 @@ class OffloadScheduler(KVConnectorBase_V1):
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Complete loads, and stores that all ranks have finished."""
         for name in connector_output.finished_recving:
-            self._unpin(self._loads, name)
+            self.manager.complete_load(self._loads.pop(name, ()))
         for completed in connector_output.kv_connector_worker_meta or ():
             for number in completed:
                 self._complete_store(number)
@@ -252,7 +229,6 @@ class OffloadScheduler(KVConnectorBase_V1):
         """Stop following the request. Its keys are touched once more, since it used them all until
         now.
         """
-        self._unpin(self._hits, request.request_id)
         self._followed.pop(request.request_id, None)
         self.manager.touch(request.block_hashes)
         return False, None
@@ -267,7 +243,6 @@ class OffloadScheduler(KVConnectorBase_V1):
 
     def start_over(self) -> None:
         """Forget everything, including all keys: a failed step may have stored anything."""
-        self._hits.clear()
         self._loads.clear()
         self._stores.clear()
         self._followed.clear()
@@ -278,7 +253,7 @@ class OffloadScheduler(KVConnectorBase_V1):
         return {
             "blocks": self.manager.num_blocks,
             "used": self.manager.num_used_blocks,
-            "loading": sum(len(hit.keys) for hit in self._loads.values()),
+            "loading": sum(map(len, self._loads.values())),
             "storing": self.manager.num_pending_blocks,
         }
 

@@ -36,7 +36,6 @@ HEADER = struct.Struct(">?II")
 MOST_ASKED, MOST_REASON = 4 << 20, 4096
 """Bytes of a question, which names some 800,000 blocks at most, and of a refusal."""
 NONCE_BYTES, PROOF_BYTES = 32, 32
-HANDSHAKE_SECONDS = 5.0
 
 
 class TransferError(RuntimeError):
@@ -70,9 +69,7 @@ class Connection:
 
     def __init__(self, sock: socket.socket, timeout: float) -> None:
         self._socket = sock
-        self._timeout_when_proven = timeout
-        # A peer that has proven nothing yet must not hold a thread for long.
-        self._timeout = min(timeout, HANDSHAKE_SECONDS)
+        self._timeout = timeout
         # A small frame must not wait until there is more to send (Nagle).
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
@@ -105,10 +102,6 @@ class Connection:
             raise RefusedError(str(body, errors="replace"))
         return body
 
-    def prove(self) -> None:
-        """Give the peer, which has proven that it knows the secret, the full time for each frame."""
-        self._timeout = self._timeout_when_proven
-
     def close(self) -> None:
         """Close the connection; a thread that waits on it gets an error."""
         with contextlib.suppress(OSError):  # the peer was faster
@@ -139,7 +132,7 @@ def _as_transfer_error(what: str) -> Iterator[None]:
 def connect(host: str, port: int, timeout: float) -> Connection:
     """Connect to another engine's rank. Raise `TransferError` if nothing listens there."""
     with _as_transfer_error(f"cannot connect to {host!r}:{port}"):
-        return Connection(socket.create_connection((host, port), min(timeout, HANDSHAKE_SECONDS)), timeout)
+        return Connection(socket.create_connection((host, port), timeout), timeout)
 
 
 def authenticate(connection: Connection, secret: bytes, role: Literal["client", "server"]) -> None:
@@ -167,4 +160,3 @@ def authenticate(connection: Connection, secret: bytes, role: Literal["client", 
         raise RefusedError(f"the two engines have different secrets ({SECRET_VARIABLE})")
     if role == "server":
         connection.send(proof("server"))
-    connection.prove()

@@ -37,14 +37,9 @@ class TCPSettings:
 
     @classmethod
     def of(cls, config: KVConnectorConfig) -> TCPSettings:
-        """Read and check them. Raise `MinivllmError` for an unknown key, a wrong value, or an
-        engine not served.
-        """
+        """Read and check them. Raise `MinivllmError` for an unknown key or a wrong value."""
         extra = config.kv_transfer_config.kv_connector_extra_config
         refuse_unknown("TCPConnector has no setting", extra, ("host", "port", "secret", *SECONDS))
-        require(
-            config.pipeline_parallel_size == 1, "TCPConnector needs pipeline_parallel_size 1: use tensor_parallel_size"
-        )
         host, port = extra.get("host", "127.0.0.1"), extra.get("port", 0)
         require(
             isinstance(host, str) and host not in ("", "0.0.0.0", "::"),
