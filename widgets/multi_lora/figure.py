@@ -45,7 +45,7 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
         f"{modelled(state.error)}"
     )
     y = _draw_memory(drawing, state, drawing.paragraph((MARGIN, y + 18), note, width - 2 * MARGIN) + 8)
-    main, upper, lower = three_boxes(width, y + 26, 150, large=0.56)
+    main, upper, lower = three_boxes(width, y + 26, 190, large=0.5)
     _draw_waits(Axes(drawing, main, ACROSS, _scale(state)), state, pinned)
     _draw_hits(drawing, upper, state)
     _draw_rates(drawing, lower, state)
@@ -198,7 +198,7 @@ def _draw_hits(drawing: Drawing, box: Box, state: State) -> None:
     """
     axes = Axes(drawing, box, ACROSS, Scale(0, 1))
     ticks = (0, 0.5, 1)
-    label = "hit rate, by slots"
+    label = "hit rate by slots; dotted: one at a time"
     axes.frame("", label, x_ticks=(), y_ticks=ticks, y_format=lambda value: f"{value:.0%}")
     axes.line(SLOTS, [state.serving.hit_rate(slots) for slots in SLOTS], PURPLE, width=1.8, dash="2 4")
     with drawing.answer():

@@ -17,13 +17,13 @@ QUERIES = 128
 PEAK = HARDWARE["H100"].flops_of("bfloat16") / TERA
 REACHED = 616
 """FlashAttention-3 on an H100, heads of 128, causal, 16k, in TFLOP/s (chart of arXiv 2407.08608)."""
-L2_RATE = 10
-"""TB/s of an H200's L2, whose chip is the H100's (github.com/te42kyfo/gpu-benches)."""
+L2_RATES = (7, 10)
+"""TB/s of the L2 of a PCIe H100, and of an H200, whose chip is the H100's (github.com/te42kyfo/gpu-benches)."""
 
 LAYERS = (
     ("registers", "256 KiB each", "faster still", YELLOW),
     ("shared memory", "227 KiB each", "about 31 TB/s", YELLOW),
-    ("L2 cache", "50 MB", f"about {L2_RATE} TB/s", SKY),
+    ("L2 cache", "50 MB", f"{L2_RATES[0]} to {L2_RATES[1]} TB/s", SKY),
     ("HBM", "80 GB", "3.35 TB/s", GREY),
 )
 """Name, size, speed and colour of an H100's memories.
