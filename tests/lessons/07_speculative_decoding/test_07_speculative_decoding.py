@@ -208,8 +208,10 @@ def test_the_cell_that_draws_prints_what_the_page_shows(capsys):
 
 
 def test_a_wrong_replacement_by_hand():
-    """The text bets on how often `*` comes out if a rejected draft is replaced from p."""
+    """The text bets on how often `*` comes out if a rejected draft is replaced from p; the notes offer only `*`."""
     assert np.minimum(P[0], Q[0])[2] + 0.4 * P[0, 2] == pytest.approx(0.28)
+    assert Q[0, 2] * P[0, 2] / Q[0, 2] + (1 - Q[0, 2]) * P[0, 2] == pytest.approx(0.28), "only `*` is offered"
+    assert "`*` comes out in 0.28 of all cases" in NOTES
 
 
 def test_each_row_of_the_tree_sees_its_branch():
