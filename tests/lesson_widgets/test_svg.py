@@ -189,6 +189,14 @@ def test_words_beside_a_narrow_region_point_at_it():
     assert [text.text for text in rendered(drawing).iter(f"{SVG}text")] == ["too many →", "← too few"]
 
 
+def test_words_about_two_regions_with_one_start_stand_at_their_own_edges_in_even_lines():
+    drawing, axes = plot(Box(50, 10, 300, 100), Scale(0, 10), Scale(0, 1))
+    axes.broken(None, 9, "too many")
+    axes.broken(None, 5, "18 of 32 requests fit on 8")
+    texts = [(text.text, text.get("x")) for text in rendered(drawing).iter(f"{SVG}text")]
+    assert texts == [("too many", "313"), ("18 of 32", "193"), ("requests fit on 8", "193")]
+
+
 def test_words_on_a_part_that_turns_dark_turn_light():
     drawing = Drawing(400, 200, "t")
     stacked_bar(drawing, Box(0, 0, 300, 20), [Segment("spare", 1, NOT_OURS), Segment("weights", 1, BLUE)], 2)

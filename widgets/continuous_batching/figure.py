@@ -123,7 +123,7 @@ def _cause(knee: Knee, state: State) -> str:
 
 def _draw_goodput(axes: Axes, state: State) -> None:
     label = f"goodput: share within {seconds(state.limit)}"
-    axes.frame("", label, x_ticks=(), y_ticks=(0, 0.5, 1), y_format="{:.0%}".format)
+    axes.frame("", label, x_ticks=(), y_ticks=(0, 0.5, 1), y_format=share)
     _draw_small(axes, state, lambda point: point.goodput(state.limit))
     axes.mark_y(SERVICE, "", GREEN)
     with axes.drawing.answer():
@@ -195,7 +195,7 @@ def _draw_stretch(drawing: Drawing, box: Box, curve: Curve, state: State, ends: 
     stretch = curve.stretch
     colour = COLOURS[curve.name]
     drawing.text((MARGIN, box.y + 12), curve.name, size=13, bold=True, colour=colour)
-    used = f"{stretch.used_while_waiting(state.seats):.0%} in use"
+    used = f"{share(round(stretch.used_while_waiting(state.seats), 2))} in use"
     waits = any(moment.waiting for moment in stretch.moments)
     for row, words in enumerate((used, "while", "some wait") if waits else ("none", "waiting")):
         drawing.text((MARGIN, box.y + 29 + 14 * row), words, size=SMALL, colour=QUIET)

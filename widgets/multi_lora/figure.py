@@ -149,7 +149,7 @@ def _tip(state: State, slots: int) -> str:
     return (
         f"{counted(slots, 'slot')}: {CLIENTS:.0%} have their first token within {seconds(state.first(slots))}. "
         f"On average {point.distinct:.3g} adapters are in use and {point.waiting:.3g} requests wait, "
-        f"{point.held:.3g} of them only for a slot. {point.cache_used:.1%} of the KV cache is used; {point.asked} "
+        f"{point.held:.3g} only for a slot. {point.cache_used:.1%} of the KV cache is used; {point.asked} "
         f"requests took {point.loads} copies into slots."
     )
 
@@ -198,9 +198,10 @@ def _draw_hits(drawing: Drawing, box: Box, state: State) -> None:
     """
     axes = Axes(drawing, box, ACROSS, Scale(0, 1))
     ticks = (0, 0.5, 1)
-    label = "hit rate by slots; dotted: one at a time"
-    axes.frame("", label, x_ticks=(), y_ticks=ticks, y_format=lambda value: f"{value:.0%}")
-    axes.line(SLOTS, [state.serving.hit_rate(slots) for slots in SLOTS], PURPLE, width=1.8, dash="2 4")
+    axes.frame("", "hit rate, by slots", x_ticks=(), y_ticks=ticks, y_format=lambda value: f"{value:.0%}")
+    alone = [state.serving.hit_rate(slots) for slots in SLOTS]
+    axes.line(SLOTS, alone, PURPLE, width=1.8, dash="2 4")
+    axes.label(axes.at(SLOTS[2], alone[2]), "one at a time", PURPLE, bold=False)
     with drawing.answer():
         axes.line(state.run, [state.points[slots].hit_rate for slots in state.run], BLUE)
     axes.also_here(state.slots)

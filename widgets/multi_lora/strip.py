@@ -103,7 +103,7 @@ def _draw_queue(drawing: Drawing, box: Box, strip: Sequence[Moment], across: Sca
             high = box.height * group[0].held / max(longest, 1)
             area = Box(left, box.bottom - high, max(right - left, 0.6), high)
             with drawing.layer(at=frames_from(group[0].start, across)):
-                tip = f"{group[0].waiting} requests wait, {group[0].held} of them only for a slot"
+                tip = f"{group[0].waiting} requests wait, {group[0].held} only for a slot"
                 drawing.rect(area, MISSED, tip=tip)
                 drawing.hatch(area, MID, gap=6)
 
@@ -125,7 +125,7 @@ def _caption(strip: Sequence[Moment], start: float, now: float) -> str:
     if not done:
         return f"{seconds(now - start)}: no request is running"
     last = done[-1]
-    held = f", {last.held} of them only for a slot" if last.held else ""
+    held = f", {last.held} only for a slot" if last.held else ""
     adapters = counted(len(last.in_use), "adapter")
     requests = counted(last.waiting, "request")
     return f"{seconds(now - start)}: {adapters} in use, {requests} waiting{held}"

@@ -71,7 +71,7 @@ def _lost(state: State) -> str:
     times = counted(point.preemptions, "preemption")
     if state.serving.policy == "recompute":
         return f"{times} made it recompute {point.recomputed:,} tokens, {point.wasted:.0%} of the work."
-    return f"{times} made it copy {point.copied:,} blocks, {point.copying / point.seconds:.1%} of the time."
+    return f"{times} made it copy {point.copied:,} blocks, {point.copying / point.seconds:.0%} of the time."
 
 
 def crossover_words(state: State) -> str:

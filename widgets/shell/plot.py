@@ -11,7 +11,8 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import lru_cache
+from itertools import chain, pairwise
 from typing import TypeVar
 
 from minivllm_lab.drawing import QUIET, Point, number, text_width, wrapped
@@ -303,20 +304,22 @@ class Axes:
         return Box(left, self.box.y, right - left, self.box.height)
 
     def _region_places(self, area: Box, words: str) -> Iterator[Lines]:
-        """Yield the places for words about a region, the best first: up to the next edge inside it,
-        anywhere inside it, beside it with an arrow; at last, for the first words alone.
+        """Yield the places for words about a region, the best first: beside its own edge, up to the
+        next edge inside it; anywhere inside it; outside it with an arrow. Words that need many lines
+        there give way to the first words alone.
         """
         ends = sorted([self.box.x, *self._edges, self.box.right])
         within = [x for x in ends if area.x + 1 < x < area.right - 1]
         before = max((x for x in ends if x < area.x - 1), default=area.x)
         after = min((x for x in ends if x > area.right + 1), default=area.right)
         from_left = area.x > self.box.x + 1
-        for content in dict.fromkeys((words, re.split("[:;]", words)[0])):
-            if within:
-                yield from self._wrapped_places(content, area.x, within[0], from_left)
-            yield from self._wrapped_places(content, area.x, area.right, from_left)
-            yield from self._wrapped_places(f"← {content}", area.right, after, True)
-            yield from self._wrapped_places(f"{content} →", before, area.x, False)
+        own = [(area.x, within[0]) if from_left else (within[-1], area.right)] if within else []
+        short = re.split("[:;]", words)[0]
+        for content, most in dict.fromkeys([(words, 3), (words, 4), (short, 4), (words, 99)]):
+            places = [self._wrapped_places(content, *part, from_left) for part in (*own, (area.x, area.right))]
+            places.append(self._wrapped_places(f"← {content}", area.right, after, True))
+            places.append(self._wrapped_places(f"{content} →", before, area.x, False))
+            yield from (place for place in chain(*places) if len(place.lines) <= most)
 
     def _wrapped_places(self, words: str, left: float, right: float, after: bool) -> Iterator[Lines]:
         """Yield lines that begin at the left or end at the right, in few lines or in many, from the
@@ -325,7 +328,7 @@ class Axes:
         room = right - left - 12
         ends = [(left + 7, "start"), (right - 7, "end")]
         for wide in (room, *(wide for wide in (240.0, 170.0, 120.0, 80.0) if wide < room - 20)):
-            lines = wrapped(words, wide / BOLD, SMALL)
+            lines = balanced(words, wide / BOLD)
             if max((BOLD * text_width(line, SMALL) for line in lines), default=math.inf) > room:
                 continue
             for x, anchor in ends if after else ends[::-1]:
@@ -431,6 +434,14 @@ class Axes:
         self.drawing.add(f"<svg {place}>")
         draw()
         self.drawing.add("</svg>")
+
+
+@lru_cache(maxsize=4096)
+def balanced(words: str, width: float) -> list[str]:
+    """Wrap words into as few lines as `width` allows, of about equal width."""
+    lines = wrapped(words, width, SMALL)
+    tried = (wrapped(words, narrower, SMALL) for narrower in range(40, int(width), 8))
+    return next((even for even in tried if len(even) <= len(lines)), lines)
 
 
 def _along(points: Sequence[Point], stride: int = STRIDE) -> Iterator[Point]:

@@ -22,7 +22,7 @@ from widgets.shell.advice import Rule, at_least, at_most, choose, progress, use
 from widgets.shell.knobs import choice, labelled, slider, steps
 from widgets.shell.live import Live
 from widgets.shell.notebook import notebook_widget
-from widgets.shell.plot import tokens
+from widgets.shell.plot import counted, tokens
 from widgets.shell.spec import Challenge, Guess, Progress, Spec, Verdict
 from widgets.speculative_decoding.figure import drafter_words, figure, milliseconds, own_words
 from widgets.speculative_decoding.state import (
@@ -64,13 +64,11 @@ def _judged(state: State) -> Verdict:
 
 
 def _too_many(state: State) -> str:
-    requests = f"{state.batch} requests of {tokens(state.context)} tokens do not fit on one {state.gpu}"
+    requests = f"{counted(state.batch, 'request')} of {tokens(state.context)} tokens"
+    most = f"at most {state.most_batch:,} fit" if state.most_batch else "none fits"
     plain = state.one.most_plain_batch
-    if plain == state.most_batch:
-        return f"{requests}: memory is full at {plain}."
-    weights = "weights and cache take that room" if state.most_batch else "weights leave no room"
-    drafter = drafter_words(state)
-    return f"{requests} beside {drafter}: memory is full at {state.most_batch}, not at {plain}, because its {weights}."
+    beside = "" if plain == state.most_batch else f" beside {drafter_words(state)}, and {plain:,} without it"
+    return f"There is no room for {requests} on one {state.gpu}: {most}{beside}."
 
 
 def _why(state: State) -> str:

@@ -56,8 +56,8 @@ def test_no_verdict_is_false():
         words = result.words
         tones[result.tone] += 1
         if state.batch > first.most_batch(state.k):
-            assert "do not fit" in words
-            assert f"memory is full at {first.most_batch(state.k)}" in words
+            assert "no room" in words
+            assert f"at most {first.most_batch(state.k):,}" in words
             said["memory"] += 1
             continue
         step, plain = first.step(state.batch, state.k), first.plain(state.batch)
