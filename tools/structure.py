@@ -37,11 +37,11 @@ PARTS = {
 }
 BUDGETS = {
     "the engine": 19_520,
-    "minivllm_lab": 15_760,
+    "minivllm_lab": 15_770,
     "minivllm_simulate": 2_210,
     "widgets": 10_770,
     "benchmarks": 4_720,
-    "tests": 37_200,
+    "tests": 37_210,
     "the spine": 3_500,
 }
 """Most code lines of each part."""
