@@ -153,7 +153,7 @@ def _draw_work(drawing: Drawing, box: Box, state: State) -> None:
     most = max([state.serving.demand, *(point.computed / point.seconds for point in known)])
     axes = Axes(drawing, box, POOL, Scale(0, 1.12 * most))
     ticks = [tick for tick in axes.y.ticks(3) if tick]
-    axes.frame("", "tokens/s: all, and useful", x_ticks=(), y_ticks=ticks, y_format=short)
+    axes.frame("", "tokens/s: useful; dashed: all", x_ticks=(), y_ticks=ticks, y_format=short)
     with drawing.answer():
         for span in state.where([max(point.wasted, 1e-9) / THRASH for point in known]):
             axes.broken(*span, "thrashing")

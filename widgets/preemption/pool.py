@@ -30,7 +30,7 @@ def draw_pool(drawing: Drawing, state: State, y: float) -> float:
     swaps = state.serving.policy != "recompute"
     keys = [
         Segment("running", 0, BLUE),
-        Segment("back", 0, SKY),
+        Segment("runs again", 0, SKY),
         Segment("preempted", 0, MISSED, hatched=True),
         Segment("copied back" if swaps else "recomputed", 0, ORANGE),
     ]

@@ -85,7 +85,7 @@ def reveal() -> str:
 def _picture(title: str, pools: Sequence[int], *, asks: bool = False) -> str:
     points = [pool_of(blocks) for blocks in pools]
     parts = [text(16, 28, title, size=15, bold=True)]
-    parts.append(text(LEFT - 8, TOP - 12, "first token, 99th percentile, s", size=12, colour=QUIET))
+    parts.append(text(LEFT - 8, TOP - 12, "first token, 99th percentile, s (log axis)", size=12, colour=QUIET))
     for seconds in (0.03, 0.1, 0.3, 1, 3, 10):
         parts += [
             line((LEFT, _y(seconds)), (LEFT + WIDE, _y(seconds)), RULE),
