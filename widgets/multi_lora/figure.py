@@ -45,7 +45,7 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
         f"{modelled(state.error)}"
     )
     y = _draw_memory(drawing, state, drawing.paragraph((MARGIN, y + 18), note, width - 2 * MARGIN) + 8)
-    main, upper, lower = three_boxes(width, y + 26, 184, large=0.5)
+    main, upper, lower = three_boxes(width, y + 26, 160, large=0.5)
     _draw_waits(Axes(drawing, main, ACROSS, _scale(state)), state, pinned)
     _draw_hits(drawing, upper, state)
     _draw_rates(drawing, lower, state)

@@ -56,10 +56,10 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
 def _keys(state: State) -> list[Key]:
     return [
         (f"{SHARE:.0%} done within", BLUE, "", 2.5),
-        ("half done within", BLUE, "2 4", 1.8),
+        ("half within", BLUE, "2 4", 1.8),
         (f"limit: {seconds(state.limit)}", GREEN, "4 3", 1.5),
         ("this load fills it", QUIET, "2 3", 1.5),
-        ("hatched: late, or queue grows", VERMILLION, "", 2.0),
+        ("late, or queue grows", VERMILLION, "", 2.0),
     ]
 
 
