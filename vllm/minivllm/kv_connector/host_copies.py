@@ -37,14 +37,18 @@ class HostCopies:
 
     def __init__(self, regions: BlockRegions, staging_bytes: int = STAGING_BYTES) -> None:
         self.regions = regions
+        self._capacity = max(1, staging_bytes // regions.record_bytes)
         # On a CPU the blocks go straight to host memory, so nothing is staged.
         self._stages = regions.device.type == "cuda"
         if self._stages:
-            self._capacity = max(1, staging_bytes // regions.record_bytes)
-            size = self._capacity * regions.record_bytes
-            self._staging = torch.empty(size, dtype=torch.uint8, device=regions.device)
-            # Copies run beside the forward pass, not behind it.
-            self._stream = torch.cuda.Stream(regions.device)
+            self._begin_staging()
+
+    def _begin_staging(self) -> None:
+        self._stages = True
+        size = self._capacity * self.regions.record_bytes
+        self._staging = torch.empty(size, dtype=torch.uint8, device=self.regions.device)
+        # Copies run beside the forward pass, not behind it.
+        self._stream = torch.cuda.Stream(self.regions.device)
 
     def to_host(self, block_ids: Sequence[int], host: torch.Tensor, slots: Sequence[int], after: Any = None) -> None:
         """Copy these blocks into these records, and wait until they have arrived. `after` is an

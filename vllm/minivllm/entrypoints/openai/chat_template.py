@@ -224,10 +224,12 @@ def without_developers(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the messages with developers' as the system's, all of them merged into the first: most
     templates know no developer, and take a system message at the beginning only.
     """
-    if not any(message.get("role") == "developer" for message in messages):
+    # A role may be of any type, such as an array, which no `==` compares.
+    roles = [role if isinstance(role := message.get("role"), str) else None for message in messages]
+    if "developer" not in roles:
         return messages
-    instructions = [message for message in messages if message.get("role") in ("developer", "system")]
-    others = [message for message in messages if message.get("role") not in ("developer", "system")]
+    instructions = [each for each, role in zip(messages, roles, strict=True) if role in ("developer", "system")]
+    others = [each for each, role in zip(messages, roles, strict=True) if role not in ("developer", "system")]
     if len(instructions) == 1 and instructions[0] is messages[0]:
         return [{**instructions[0], "role": "system"}, *others]
     texts = [text for message in instructions if (text := _text_of(message["content"]))]
