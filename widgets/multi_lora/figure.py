@@ -45,7 +45,7 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
         f"{modelled(state.error)}"
     )
     y = _draw_memory(drawing, state, drawing.paragraph((MARGIN, y + 18), note, width - 2 * MARGIN) + 8)
-    main, upper, lower = three_boxes(width, y + 26, 160, large=0.5)
+    main, upper, lower = three_boxes(width, y + 26, 160, large=0.5, between=50)
     _draw_waits(Axes(drawing, main, ACROSS, _scale(state)), state, pinned)
     _draw_hits(drawing, upper, state)
     _draw_rates(drawing, lower, state)
@@ -198,7 +198,7 @@ def _draw_hits(drawing: Drawing, box: Box, state: State) -> None:
     """
     axes = Axes(drawing, box, ACROSS, Scale(0, 1))
     ticks = (0, 0.5, 1)
-    axes.frame("", "hit rate, by slots", x_ticks=(), y_ticks=ticks, y_format=lambda value: f"{value:.0%}")
+    axes.frame("", "hit rate, by slots", x_ticks=TICKS[::2], y_ticks=ticks, y_format="{:.0%}".format)
     alone = [state.serving.hit_rate(slots) for slots in SLOTS]
     axes.line(SLOTS, alone, PURPLE, width=1.8, dash="2 4")
     axes.label(axes.at(SLOTS[2], alone[2]), "one at a time", PURPLE, bold=False)

@@ -45,7 +45,7 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
         f"about {serving.answer} out; {victim}, {POLICY_WORDS[serving.policy]}"
     )
     y = draw_head(drawing, "When the pool is too small", note, state.error, _keys(state))
-    main, upper, lower = three_boxes(width, y + 26, 146, large=0.56)
+    main, upper, lower = three_boxes(width, y + 26, 146, large=0.56, between=50)
     _draw_latency(Axes(drawing, main, POOL, _scale(state)), state, pinned)
     _draw_work(drawing, upper, state)
     _draw_crossover(drawing, lower, state)
@@ -153,7 +153,7 @@ def _draw_work(drawing: Drawing, box: Box, state: State) -> None:
     most = max([state.serving.demand, *(point.computed / point.seconds for point in known)])
     axes = Axes(drawing, box, POOL, Scale(0, 1.12 * most))
     ticks = [tick for tick in axes.y.ticks(3) if tick]
-    axes.frame("", "tokens/s: useful; dashed: all", x_ticks=(), y_ticks=ticks, y_format=short)
+    axes.frame("", "tokens/s: useful; dashed: all", x_ticks=TICKS[::2], x_format=tokens, y_ticks=ticks, y_format=short)
     with drawing.answer():
         for span in state.where([max(point.wasted, 1e-9) / THRASH for point in known]):
             axes.broken(*span, "thrashing")

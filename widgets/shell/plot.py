@@ -490,4 +490,4 @@ def three_boxes(width: float, y: float, high: float, *, large: float, between: f
         upper = Box(right, y, width - right - MARGIN, small)
         return Box(60, y, left - 60, high), upper, Box(right, y + high - small, upper.width, small)
     whole = width - 60 - MARGIN
-    return Box(60, y, whole, 170), Box(60, y + 240, whole, 70), Box(60, y + 344, whole, 70)
+    return Box(60, y, whole, 170), Box(60, y + 240, whole, 70), Box(60, y + 308 + between, whole, 70)
