@@ -26,7 +26,7 @@ def pieces(budget: int) -> list[int]:
 def bet() -> str:
     """Draw the prompt in a step of its own, and the row that the bet is about, still empty."""
     rows = [("prefill first", [PROMPT], 0), ("mixed, 2,048", None, CHATS)]
-    return _stalls("How long do the chats wait?", rows, "each step as long as it has tokens")
+    return _stalls("How long do the chats wait?", rows)
 
 
 def reveal() -> str:
@@ -52,7 +52,7 @@ def meters() -> str:
     ]
     left, wide, top, gap = 232, 240, 64, 74
     parts = [
-        text(16, 28, "How busy each step keeps an H100", size=15, bold=True),
+        text(16, 28, "How busy each step keeps an H100 (modelled, data sheet)", size=15, bold=True),
         text(left + wide + 60, top - 12, "time of the step", size=12, colour=QUIET),
     ]
     words = []
@@ -82,7 +82,7 @@ def _meter(x: float, y: float, wide: float, share: float, fill: str) -> list[str
     ]
 
 
-def _stalls(title: str, rows: Sequence[tuple[str, Pieces | None, int]], note: str) -> str:
+def _stalls(title: str, rows: Sequence[tuple[str, Pieces | None, int]], note: str = "") -> str:
     """Draw a row for each schedule, its steps end to end; `rows` name the prompt's pieces and the
     chats' tokens beside each.
     """
@@ -105,9 +105,9 @@ def _stalls(title: str, rows: Sequence[tuple[str, Pieces | None, int]], note: st
                 x += 6
             parts.append(line((x, y - 5), (x, y + BAR + 5), QUIET, width=2))
         longest = max(prompt) + chats
-        steps = f"{len(prompt)} step{'s' * (len(prompt) > 1)}"
-        parts.append(text(LEFT, y + BAR + 17, f"{steps}, the longest of {longest:,} tokens", size=12, colour=QUIET))
-        words.append(f"{name}: {steps}, the longest of {longest:,} tokens.")
+        steps = f"{len(prompt)} steps, the longest" if len(prompt) > 1 else "one step"
+        parts.append(text(LEFT, y + BAR + 17, f"{steps} of {longest:,} tokens", size=12, colour=QUIET))
+        words.append(f"{name}: {steps} of {longest:,} tokens.")
     y = TOP + len(rows) * 58 + 8
     legend = ((f"the prompt, {PROMPT:,} tokens", ORANGE), (f"a token of each of {CHATS} chats", BLUE))
     for place, (name, fill) in enumerate(legend):
@@ -116,6 +116,6 @@ def _stalls(title: str, rows: Sequence[tuple[str, Pieces | None, int]], note: st
     parts += [
         line((LEFT + 430, y - 1), (LEFT + 430, y + 15), QUIET, width=2),
         text(LEFT + 438, y + 12, "a step ends", size=12),
-        text(LEFT, y + 38, note, size=12, colour=QUIET),
+        *([text(LEFT, y + 38, note, size=12, colour=QUIET)] if note else []),
     ]
-    return svg(WIDTH, y + 54, *parts, label=" ".join(words))
+    return svg(WIDTH, y + (54 if note else 30), *parts, label=" ".join(words))
