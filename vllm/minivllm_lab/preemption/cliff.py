@@ -100,12 +100,19 @@ def _picture(title: str, pools: Sequence[int], *, asks: bool = False) -> str:
         parts.append(rect(left, TOP, LEFT + WIDE - left, HIGH, "#FFFFFF", stroke=QUIET, dash="4 3"))
         middle = (left + LEFT + WIDE) / 2
         parts.append(text(middle, TOP + HIGH - 10, "?", size=24, anchor="middle"))  # low: its height tells nothing
+    else:
+        full = _x(points[0].mean / points[0].most)  # of a pool that these requests' peak just fills
+        parts.append(line((full, TOP), (full, TOP + HIGH), QUIET, dash="4 3"))
+        parts.append(text(full - 8, TOP + 14, "here the peak fills the pool", size=12, anchor="end", colour=QUIET))
     corners = [(_x(point.mean), _y(point.ttft)) for point in points]
     parts += [line(here, there, VERMILLION, width=2) for here, there in pairwise(corners)]
     for point, (x, y) in zip(points, corners, strict=True):
+        # Left of the question mark, and right of the steep curve.
+        place, anchor = (x + 20, "end") if point.blocks in POOLS[:GIVEN] else (x + 8, "start")
         parts += [
             rect(x - 4, y - 4, 8, 8, VERMILLION, radius=4),
             text(x - 8, y - 10, f"{point.ttft:.2f}", size=12, anchor="end"),
+            text(place, y + 16, f"{point.blocks:,} blocks", size=12, anchor=anchor, colour=QUIET),
         ]
     label = ". ".join(f"{point.mean:.0%} full on average: {point.ttft:.2f} s" for point in points)
     return svg(WIDTH, TOP + HIGH + 54, *parts, label=f"{title} {label}.")
