@@ -283,7 +283,7 @@ def test_the_figures_of_the_text():
     plain, absorbed = 2 * rank * heads * (nope + v) + attended, 2 * heads * (2 * rank + rope)
     assert (plain, attended, absorbed) == (33_636_352, 81_920, 278_528)
     assert f"{absorbed / attended:.1f} times the work" in TEXT
-    assert f"{plain / absorbed:.0f} times the absorbed form's arithmetic" in TEXT
+    assert f"{plain / absorbed:.0f} times the absorbed one's arithmetic" in TEXT
     small = known_model("DeepSeek-V2-Lite")
     shape = {
         "heads": small.num_attention_heads, "rank": small.kv_lora_rank, "rope": small.rotary_dim,
