@@ -16,7 +16,7 @@ RESULTS = Path(__file__).resolve().parents[3] / "benchmarks" / "results" / "08_d
 WIDTH, LEFT, TOP, BAR, GAP = 700, 262, 62, 32, 20
 MOST = 10
 TASKS = ((186, "does both", ORANGE), (286, "reads prompts", BLUE), (412, "writes answers", SKY))
-"""What a GPU does, and its colour, behind its place in the legend; the roofline has the same colours."""
+"""For each entry of the legend: where it begins, what such a GPU does, and its colour, as in the roofline."""
 ONE_POOL, TWO_POOLS = (ORANGE,) * 4, (BLUE, BLUE, BLUE, SKY)
 
 

@@ -47,7 +47,7 @@ class OpenAIServing:
         self.max_model_len, self.vocab_size = processor.limits.max_model_len, processor.vocab_size
         self.fingerprint = f"minivllm-{uuid.uuid4().hex[:8]}"
         self.numbers = itertools.count()
-        """Of the prompts, so that the engine's ids are unique, whatever ids clients send."""
+        """Counts the prompts: its numbers make the engine's ids unique, whatever ids clients send."""
 
     @property
     def tokenizer(self) -> Tokenizer:
