@@ -109,4 +109,4 @@ def _path(location: Sequence[int | str]) -> str:
 
 HANDLED = (RequestValidationError, HTTPException, MinivllmError, EngineDeadError, Exception)
 EXCEPTION_HANDLERS: dict[Any, Any] = dict.fromkeys(HANDLED, _handle)
-"""For an application whose routes answer every exception with an error on the wire."""
+"""Handlers with which an application answers every exception by an error on the wire."""
