@@ -378,15 +378,16 @@ def test_a_long_step_is_healthy_and_one_without_end_is_not(monkeypatch):
 def test_with_a_core_the_others_end_though_nobody_shuts_the_engine_down():
     async def work(engine: AsyncLLM):
         dead, other = engine.engine_core.cores.processes
-        streams = [engine.generate("x", LONG, str(rank), data_parallel_rank=rank) for rank in (0, 1)]
-        for stream in streams:
-            await anext(stream)
         other.send_signal(signal.SIGSTOP)  # or its stream might be over before the death is noticed
+        stream = engine.generate("x", LONG, "a", data_parallel_rank=1)
+        first = asyncio.ensure_future(anext(stream))
+        while not engine.output_processor.states:
+            await asyncio.sleep(0.005)
         os.kill(dead.pid, signal.SIGKILL)
         await engine.wait_until_dead()
         other.send_signal(signal.SIGCONT)
         with pytest.raises(EngineDeadError, match="core 0 of 2"):
-            [_ async for _ in streams[1]]
+            await first
         return other
 
     with engine_in_a_loop(data_parallel_size=2) as on_an_engine_of_its_own:
