@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -82,8 +82,9 @@ class Running:
     def ask(self, what: str) -> dict[str, Any]:
         """Let the peer serve that many requests, "all" or those of an adapter mix; return its answer."""
         assert self.process.stdin is not None
-        self.process.stdin.write(what + "\n")
-        self.process.stdin.flush()
+        with suppress(BrokenPipeError):  # it has ended, and `_answer` says so
+            self.process.stdin.write(what + "\n")
+            self.process.stdin.flush()
         return self._answer()
 
     def __enter__(self) -> Running:
@@ -104,5 +105,6 @@ class Running:
         line = self.process.stdout.readline()
         if not line:
             last_lines = [line for line in self.log.read_text().splitlines() if line.strip()][-3:]
-            raise MinivllmError(f"{self.peer.title} ended without an answer: {' | '.join(last_lines)}")
+            code = self.process.wait()
+            raise MinivllmError(f"{self.peer.title} ended without an answer (exit {code}): {' | '.join(last_lines)}")
         return json.loads(line)

