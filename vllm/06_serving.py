@@ -30,7 +30,7 @@ from minivllm.platforms.triton_utils import tl, triton
 from minivllm_lab import cli, lesson
 from minivllm_lab.disturbance import Control
 from minivllm_lab.proof import prove
-from minivllm_lab.serving import report
+from minivllm_lab.serving import loads, raw_clients, report
 from minivllm_lab.serving.client_streams import HEAD, ClientStreams, event, read_request
 from minivllm_lab.serving.core_places import cores
 from minivllm_lab.serving.stage import Stage
@@ -332,11 +332,11 @@ def main(arguments: Namespace) -> None:
         both = {"naive": (stage.serve(naive), naive), "this lesson's": in_loop}
         with control.watch():
             results["trace"] = report.measure_trace(real, arguments)
-            results["places"] = report.measure_places(ports, arguments)
-        results["slow"] = report.measure_slow_client(both, arguments)
-        results["left"] = report.measure_leaving(both)
+            results["places"] = loads.measure_places(ports, arguments)
+        results["slow"] = raw_clients.measure_slow_client(both, arguments)
+        results["left"] = raw_clients.measure_leaving(both)
         with control.watch():
-            results["load"] = report.measure_load(real, arguments)
+            results["load"] = loads.measure_load(real, arguments)
     results["mask"] = prove(partial(report.verify_mask, apply_grammar_bitmask_kernel), device)
     results["ways"] = report.measure_ways(arguments)
     report.close(results, arguments, control.disturbance())

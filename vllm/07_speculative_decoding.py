@@ -24,7 +24,7 @@ from minivllm_lab.cli import run
 from minivllm_lab.disturbance import Control
 from minivllm_lab.lesson import begin, keep
 from minivllm_lab.proof import prove
-from minivllm_lab.speculative_decoding import report
+from minivllm_lab.speculative_decoding import exactness, report
 from minivllm_lab.speculative_decoding.cached_model import CachedModel
 
 # %% 1. The pain: a pass reads all weights and yields one token for each request
@@ -329,12 +329,12 @@ def main(arguments: Namespace) -> None:
         "Jacobi": partial(jacobi, width=k),
     }
     with control.watch():
-        found: dict = {"steps": report.measure_steps(arguments, device)}
+        found: dict = {"draft_cost": report.measure_draft_cost((target, draft), device)}
     found["family"] = report.count_family(methods, target, prompts, expected_tokens, arguments)
-    found["kernel"] = prove(partial(report.verify_kernel, rejection_launch, verify), device)
-    found["exact"] = report.try_rules(RULES, 2_000 if arguments.quick else 20_000, arguments.seed)
+    found["kernel"] = prove(partial(exactness.verify_kernel, rejection_launch, verify), device)
+    found["exact"] = exactness.try_rules(RULES, 2_000 if arguments.quick else 20_000, arguments.seed)
     with control.watch():
-        found["batches"] = report.measure_batches(arguments, device, partial(speed_up, draft_cost=0.0), (target, draft))
+        found["batches"] = report.measure_batches(arguments, device, partial(speed_up, draft_cost=0.0))
     found["temperature"] = report.measure_temperature(target, draft, prompts, distribution)
     report.close(found, control.disturbance())
     keep(__file__, found, arguments, report.draw, disturbance=control.record())

@@ -9,7 +9,6 @@ gathers scattered blocks. You learn which links hide the transfer, and how many 
 """
 
 import json
-import math
 import socket
 import time
 from argparse import Namespace
@@ -24,7 +23,7 @@ from minivllm.core.request import Request, RequestStatus
 from minivllm.platforms.triton_utils import tl, triton
 from minivllm_lab import cli, lesson
 from minivllm_lab.block_tables import BlockTables
-from minivllm_lab.disaggregation import report
+from minivllm_lab.disaggregation import engines, interference, report
 from minivllm_lab.disaggregation.transfer_worker import Listening, Read, Worker, as_blocks, send_data, until_finished
 from minivllm_lab.disturbance import Control
 from minivllm_lab.paged_model import PagedModel
@@ -171,16 +170,16 @@ def scatter(cache: Tensor, staging: Tensor, block_ids: list[int]) -> None:
 class Sender(Worker):
     """The prefiller's worker: sends blocks to a peer that asks, and learns when they have arrived."""
 
-    def __init__(self, cache: Tensor, bytes_per_second: float = math.inf) -> None:
+    def __init__(self, cache: Tensor) -> None:
         super().__init__()
-        self.cache, self.bytes_per_second, self.listening = cache, bytes_per_second, Listening(self.serve)
+        self.cache, self.listening = cache, Listening(self.serve)
 
     def serve(self, connection: socket.socket) -> None:
         """Read a line that asks for blocks, send them, and read a line that confirms them."""
         with connection.makefile("rb") as incoming:
             body = json.loads(incoming.readline())
             if body["block_ids"]:
-                send_data(connection, gather(self.cache, body["block_ids"]), self.bytes_per_second)
+                send_data(connection, gather(self.cache, body["block_ids"]))
             if incoming.readline() == b"done\n":
                 self.sent.put(body["request_id"])
 
@@ -315,10 +314,10 @@ def goodput_per_gpu(prefill_rate: float, decode_rate: float, prefillers: int, de
 # %% The talk, in order
 
 
-def two_engines(arguments: Namespace, lease: float = 30.0, bytes_per_second: float = math.inf) -> tuple[Engine, Engine]:
+def two_engines(arguments: Namespace, lease: float = 30.0) -> tuple[Engine, Engine]:
     """Make a prefiller and a decoder of the same model, each with blocks of its own."""
-    here, there = report.paged_model(arguments), report.paged_model(arguments)
-    sender, receiver = Sender(here.cache, bytes_per_second), Receiver(there.cache)
+    here, there = engines.paged_model(arguments), engines.paged_model(arguments)
+    sender, receiver = Sender(here.cache), Receiver(there.cache)
     connectors = [ConnectorScheduler(here.block_size, address, lease) for address in (sender.listening.address, {})]
     return Engine(here, connectors[0], sender), Engine(there, connectors[1], receiver)
 
@@ -329,16 +328,14 @@ def main(arguments: Namespace) -> None:
     report.load(arguments, device)
     make, found = partial(two_engines, arguments), {}
     with control.watch():
-        found["interference"] = report.measure_interference(arguments)
-        found["servers"] = report.measure_two_servers(arguments)
-    found["tokens"] = report.compare_tokens(make, through_both, arguments)
-    found["kernel"] = prove(partial(report.verify_kernels, launch, gather_kernel, scatter_kernel), device)
+        found["interference"] = interference.measure_interference(arguments)
+        found["servers"] = interference.measure_two_servers(arguments)
+    found["tokens"] = engines.compare_tokens(make, through_both, arguments)
+    found["kernel"] = prove(partial(engines.verify_kernels, launch, gather_kernel, scatter_kernel), device)
     found["links"] = report.show_links(added_seconds)
     found["ratio"] = report.show_ratios(goodput_per_gpu, arguments)
-    with control.watch():
-        found["slow"] = report.measure_slow_links(make, through_both, arguments)
-    found["dies"] = report.break_peers(make, arguments)
-    report.close(found, control.disturbance())
+    found["dies"] = engines.break_peers(make, arguments)
+    report.close(found, arguments, control.disturbance())
     lesson.keep(__file__, found, arguments, report.draw, disturbance=control.record())
 
 

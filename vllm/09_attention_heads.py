@@ -21,7 +21,7 @@ from torch import Tensor
 from minivllm.config import ModelConfig
 from minivllm.errors import MinivllmError
 from minivllm.platforms.triton_utils import tl, triton
-from minivllm_lab.attention_heads import report
+from minivllm_lab.attention_heads import kernel_cases, report
 from minivllm_lab.cli import run
 from minivllm_lab.disturbance import Control
 from minivllm_lab.lesson import begin, keep
@@ -329,17 +329,12 @@ def main(arguments: Namespace) -> None:
     with control.watch():
         figures["latent"] = report.measure_latent(plain_attention, absorbed_attention, arguments, device)
     heading("4. The kernels")
-    figures["kernels"] = prove(
-        partial(
-            report.verify_kernels, grouped_attention, absorbed_attention, decode, latent_decode, quick=arguments.quick
-        ),
-        device,
-    )
+    code = grouped_attention, absorbed_attention, decode, latent_decode
+    figures["kernels"] = prove(partial(kernel_cases.verify_kernels, *code, quick=arguments.quick), device)
     heading("5. What sharing costs")
     figures["pooled"] = report.measure_pooled(pool_heads, arguments, device)
     heading("6. Break it: more GPUs than KV heads")
     figures["ranks"] = report.show_ranks(kv_heads_of_rank)
-    figures["two_ranks"] = report.run_two_ranks(pool_heads, kv_heads_of_rank, arguments)
     report.close(figures, control.disturbance())
     keep(__file__, figures, arguments, report.draw, disturbance=control.record())
 

@@ -18,7 +18,7 @@ from itertools import islice
 from torch import Tensor
 
 from minivllm.platforms.triton_utils import tl, triton
-from minivllm_lab.chunked_prefill import report
+from minivllm_lab.chunked_prefill import kernel_cases, pieces, report
 from minivllm_lab.cli import run
 from minivllm_lab.disturbance import Control
 from minivllm_lab.key_walk import attend_blocks
@@ -327,19 +327,16 @@ def main(arguments: Namespace) -> None:
     with control.watch():
         figures["chats"] = report.measure_chats(arguments)
     heading("4. One launch or two")
-    verify = partial(report.verify_kernel, mixed_launch, in_two_launches, quick=arguments.quick)
+    verify = partial(kernel_cases.verify_kernel, mixed_launch, in_two_launches, quick=arguments.quick)
     figures["kernel"] = prove(verify, device)
-    with control.watch():
-        figures["launches"] = report.compare_launches(partial(tile_work, group=4), device)
+    figures["tiles"] = kernel_cases.compare_tiles(partial(tile_work, group=4))
     heading("5. The cost of the pieces")
     with control.watch():
-        figures["again"] = report.measure_keys_read_again(keys_read_again, arguments)
+        figures["again"] = pieces.measure_keys_read_again(keys_read_again, arguments)
     heading("6. How many tokens are free")
     with control.watch():
-        figures["knee"] = report.measure_knee(knee, arguments)
+        figures["knee"] = pieces.measure_knee(knee, arguments)
     figures["gpus"] = report.show_gpus(knee, budget_for)
-    heading("7. Break it")
-    figures["broken"] = report.break_it(serve, mixed, steps_of_a_prompt, Request)
     report.close(figures, control.disturbance())
     keep(__file__, figures, arguments, report.draw, disturbance=control.record())
 

@@ -22,7 +22,7 @@ from minivllm_lab.cli import run
 from minivllm_lab.disturbance import Control
 from minivllm_lab.lesson import begin, keep
 from minivllm_lab.paged_model import PagedModel, load
-from minivllm_lab.preemption import report
+from minivllm_lab.preemption import pools, prices, report
 from minivllm_lab.proof import prove
 from minivllm_lab.tables import heading
 
@@ -333,13 +333,13 @@ def main(arguments: Namespace) -> None:
     figures["kernel"] = prove(partial(report.verify_kernel, launch), device)
     heading("5. Recompute against swap")
     with control.watch():
-        figures["crossover"] = report.measure_crossover(SwapSpace, break_even_bandwidth, arguments)
-    figures["gpus"] = report.show_gpus(recompute_seconds, swap_seconds, break_even_bandwidth, effective_bandwidth)
+        figures["crossover"] = prices.measure_crossover(SwapSpace, break_even_bandwidth, arguments)
+    figures["gpus"] = prices.show_gpus(recompute_seconds, swap_seconds, break_even_bandwidth, effective_bandwidth)
     heading("6. Tokens computed twice")
-    figures["waste"] = report.show_waste(arguments)
-    figures["cliff"] = report.show_pools(arguments)
+    figures["waste"] = pools.show_waste(arguments)
+    figures["cliff"] = pools.show_pools(arguments)
     heading("7. Break it")
-    figures["broken"] = report.break_it(Engine, arguments)
+    figures["broken"] = pools.break_it(arguments)
     report.close(figures, control.disturbance())
     keep(__file__, figures, arguments, report.draw, disturbance=control.record())
 

@@ -23,7 +23,7 @@ from minivllm.platforms.triton_utils import tl, triton
 from minivllm_lab.cli import run
 from minivllm_lab.disturbance import Control
 from minivllm_lab.lesson import begin, keep
-from minivllm_lab.multi_lora import report
+from minivllm_lab.multi_lora import in_engine, report, ways
 from minivllm_lab.proof import prove
 from minivllm_lab.tables import heading
 
@@ -319,24 +319,23 @@ def main(arguments: Namespace) -> None:
     heading("1. The size of an adapter, and of a merged model")
     figures: dict = {"weighs": report.show_weights(adapter_numbers)}
     heading("2. Merged or applied")
-    with control.watch():
-        figures["applied"] = report.measure_applied(merged, applied, arguments, device)
+    figures["applied"] = report.check_applied(merged, applied, arguments, device)
     heading("3. The same batch, four ways")
-    ways = {"loop": by_loop, "bgmv": by_token, "sgmv": by_segment, "sorted": by_sorting}
-    figures["kernels"] = prove(partial(report.verify_kernels, ways, quick=arguments.quick), device)
-    figures["counted"] = report.count_ways(ways, arguments.quick)
+    four = {"loop": by_loop, "bgmv": by_token, "sgmv": by_segment, "sorted": by_sorting}
+    figures["kernels"] = prove(partial(ways.verify_kernels, four, quick=arguments.quick), device)
+    figures["counted"] = ways.count_ways(four, arguments.quick)
     with control.watch():
-        figures["distinct"] = report.measure_distinct(arguments, device)
+        figures["distinct"] = ways.measure_distinct(arguments, device)
     heading("4. A thousand adapters in one process")
     with control.watch():
-        figures["thousand"] = report.measure_thousand(arguments)
+        figures["thousand"] = in_engine.measure_thousand(arguments)
     with control.watch():
-        figures["cost"] = report.measure_cost(arguments)
-    figures["answers"] = report.show_answers(arguments)
+        figures["cost"] = in_engine.measure_cost(arguments)
+    figures["answers"] = in_engine.show_answers(arguments)
     heading("5. Break it")
     figures["slots"] = report.show_gate(serve, tiers, Request)
-    figures["ranks"] = report.show_ranks(by_sorting, adapter_numbers, arguments.quick)
-    figures["shared"] = report.share_hashes(arguments)
+    figures["ranks"] = report.show_ranks(adapter_numbers)
+    figures["shared"] = in_engine.share_hashes(arguments)
     report.close(figures, control.disturbance())
     keep(__file__, figures, arguments, report.draw, disturbance=control.record())
 

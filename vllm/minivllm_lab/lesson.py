@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from minivllm.platforms.device import device_name, pick_device
 from minivllm_lab.results import write_json
@@ -13,6 +13,9 @@ from minivllm_lab.tables import console
 
 if TYPE_CHECKING:
     import torch
+
+LessonCode = Callable[..., Any]
+"""A function or class of a lesson's script."""
 
 
 def begin(title: str, arguments: argparse.Namespace) -> torch.device:

@@ -3,6 +3,7 @@ mistakes.
 """
 
 import asyncio
+import json
 import re
 import subprocess
 import time
@@ -20,7 +21,7 @@ from minivllm.config import EMBEDDED_MODEL, NO_PARTS
 from minivllm.outputs import CompletionOutput, RequestOutput
 from minivllm_lab.exercise import load, plug_of
 from minivllm_lab.followed import PROMPT, followed
-from minivllm_lab.serving import report, timelines
+from minivllm_lab.serving import raw_clients, report, timelines
 from minivllm_lab.serving.core_places import CoreInLoop
 from minivllm_lab.serving.processes import processes
 from minivllm_lab.serving.request_trace import HOPS
@@ -104,14 +105,14 @@ def test_the_server_says_what_the_engine_says_and_forgets_who_leaves():
         assert texts_of(port, {"prompt": PROMPT, "max_tokens": 24}) == text
         stopped = texts_of(port, {"prompt": PROMPT, "max_tokens": 24, "stop": ["\n\ndef"]})
         assert stopped == text[: text.index("\n\ndef")]
-        assert report.held(core.core) == 0, "a stop string ends the request in the core too"
-        leaving = report.RawClient(port, {"prompt": PROMPT, "max_tokens": 200})
+        assert raw_clients.held(core.core) == 0, "a stop string ends the request in the core too"
+        leaving = raw_clients.RawClient(port, {"prompt": PROMPT, "max_tokens": 200})
         leaving.read_events(2)
         leaving.socket.close()
         end = time.monotonic() + PATIENCE
-        while report.held(core.core) and time.monotonic() < end:
+        while raw_clients.held(core.core) and time.monotonic() < end:
             time.sleep(0.005)
-        assert report.held(core.core) == 0
+        assert raw_clients.held(core.core) == 0
         assert server.streams.readers == {}
         assert server.unread < 5, "it went on computing"
 
@@ -139,7 +140,7 @@ def test_no_client_waits_for_a_core_that_has_failed():
     core = DyingCore()
     with Stage() as stage:
         port = stage.serve(lesson.Server(core, str(EMBEDDED_MODEL)), core)
-        client = report.RawClient(port, {"prompt": PROMPT, "max_tokens": 24})
+        client = raw_clients.RawClient(port, {"prompt": PROMPT, "max_tokens": 24})
         client.socket.settimeout(PATIENCE)
         assert client.read_events() == 0
         client.socket.close()
@@ -147,12 +148,12 @@ def test_no_client_waits_for_a_core_that_has_failed():
 
 def texts_of(port, body):
     """Return the texts of all events of a request, joined."""
-    client = report.RawClient(port, body)
+    client = raw_clients.RawClient(port, body)
     answer = b""
     while part := client.socket.recv(1 << 16):
         answer += part
     client.socket.close()
-    return "".join(report.json.loads(event)["text"] for event in answer.decode().split("data: ")[1:])
+    return "".join(json.loads(event)["text"] for event in answer.decode().split("data: ")[1:])
 
 
 # ---- the kernel ----------------------------------------------------------------------------------

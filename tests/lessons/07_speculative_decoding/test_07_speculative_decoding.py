@@ -21,7 +21,7 @@ from minivllm.worker.spec_decode.ngram_proposer import NgramProposer
 from minivllm_lab.exercise import load, plug_of
 from minivllm_lab.kernel_trace import trace_kernel
 from minivllm_lab.plugged import serve
-from minivllm_lab.speculative_decoding import opening, pictures, report
+from minivllm_lab.speculative_decoding import exactness, opening, pictures, report
 from minivllm_lab.speculative_decoding.cached_model import CachedModel
 from minivllm_lab.speculative_decoding.learner_policy import rejection_of
 from minivllm_lab.speculative_decoding.speculation import RECORDED, draft_model, eagle_head
@@ -59,16 +59,16 @@ BATCHES = {
 @pytest.mark.parametrize("counts", BATCHES.values(), ids=list(BATCHES))
 def test_the_kernels_do_what_the_rule_says(counts, vocabulary, device):
     torch.manual_seed(vocabulary)
-    arguments = report.draft_batch(counts, vocabulary)
+    arguments = exactness.draft_batch(counts, vocabulary)
     arguments[2][1:2] = -1
     result = lesson.rejection_launch(*(argument.to(device) for argument in arguments), block=128)
-    assert result.tolist() == report.verified_one_by_one(lesson.verify, arguments)
+    assert result.tolist() == exactness.verified_one_by_one(lesson.verify, arguments)
 
 
 @pytest.mark.interpreted
 def test_the_kernels_read_the_bytes_that_they_say():
     counts, vocabulary, k = [2, 0, 3], 200, 3
-    p, q, drafts, starts, uniforms, noise = report.draft_batch(counts, vocabulary)
+    p, q, drafts, starts, uniforms, noise = exactness.draft_batch(counts, vocabulary)
     q_row = torch.tensor([0, 1, -1, -1, 2, 3, 4, -1], dtype=torch.int32)
     instead, output = torch.empty(8, dtype=torch.int32), torch.empty(3, k + 1, dtype=torch.int32)
     race = trace_kernel(lesson.recover_kernel, 8, instead, p, q, noise, q_row, vocabulary, BLOCK=128)
@@ -152,7 +152,7 @@ def test_a_temperature_changes_nothing_but_the_passes(models):
 
 def test_the_rule_is_exact_and_its_look_alikes_are_caught():
     rounds = 3_000
-    result = report.try_rules(lesson.RULES, rounds, seed=1)
+    result = exactness.try_rules(lesson.RULES, rounds, seed=1)
     rules = result["rules"]
     exact = rules.pop("the rule")
     assert exact["p"] > 0.01

@@ -17,9 +17,10 @@ from patience import PATIENCE
 from minivllm.config import EMBEDDED_MODEL, NO_PARTS
 from minivllm.core.request import RequestStatus
 from minivllm.kernels.copy_blocks import BlockRegions, gather_blocks, scatter_blocks
-from minivllm_lab.disaggregation import report
+from minivllm_lab.disaggregation import engines, interference, report
 from minivllm_lab.disaggregation.learner_connector import CAME
-from minivllm_lab.disaggregation.transfer_worker import until_finished
+from minivllm_lab.disaggregation.transfer_worker import send_data, until_finished
+from minivllm_lab.disturbed_chats import random_prompt
 from minivllm_lab.exercise import load, plug_of
 from minivllm_lab.kernel_trace import trace_kernel
 from minivllm_lab.paged_model import PagedModel
@@ -34,7 +35,7 @@ make = partial(lesson.two_engines, ARGUMENTS)
 @pytest.mark.parametrize("numbers", [1, 127, 128, 129])
 @pytest.mark.parametrize("block_ids", [[4], [0, 8, 3], list(range(9))], ids=["one", "three", "all"])
 def test_blocks_come_into_one_piece_and_back(numbers, block_ids, device):
-    cache, staging, ids = (tensor.to(device) for tensor in report.transfer_case(numbers, 9, block_ids))
+    cache, staging, ids = (tensor.to(device) for tensor in engines.transfer_case(numbers, 9, block_ids))
     gathered = lesson.launch(lesson.gather_kernel, cache, staging, ids, block=128)
     assert torch.equal(gathered, cache[:, block_ids].transpose(0, 1))
     target, order = torch.full_like(cache, -7.0), torch.tensor(block_ids[::-1], dtype=torch.int32, device=device)
@@ -57,7 +58,7 @@ def test_the_engines_kernels_do_the_same(device):
     """Staged block after block, the lesson's buffer holds the same bytes as the engine's, and
     scatters back the same way.
     """
-    cache, staging, ids = (tensor.to(device) for tensor in report.transfer_case(40, 9, [7, 1, 4]))
+    cache, staging, ids = (tensor.to(device) for tensor in engines.transfer_case(40, 9, [7, 1, 4]))
     regions = BlockRegions.of(list(cache))
     records = torch.zeros(3 * regions.record_bytes, dtype=torch.uint8, device=device)
     gather_blocks(regions, ids, records)
@@ -72,7 +73,7 @@ def test_the_engines_kernels_do_the_same(device):
 @pytest.mark.interpreted
 def test_the_kernels_move_the_bytes_that_they_say():
     numbers, block_ids, block = 200, [3, 0, 5], 128
-    cache, staging, ids = report.transfer_case(numbers, 6, block_ids)
+    cache, staging, ids = engines.transfer_case(numbers, 6, block_ids)
     grid, moved = (3, 6, 2), 4 * numbers * 6 * 3
     trace = trace_kernel(lesson.gather_kernel, grid, staging, cache, ids, 6, numbers, BLOCK=block)
     assert (trace.arguments["cache"].bytes_read, trace.bytes_written) == (moved, moved)
@@ -94,49 +95,43 @@ def test_the_kernels_compile():
 # ---- the same tokens -----------------------------------------------------------------------------
 
 
-def test_two_engines_say_what_one_says():
-    """Blocks that hit in the decoder's own cache are not moved, and everything is freed."""
-    result = report.compare_tokens(make, lesson.through_both, ARGUMENTS)
-    moved = {
-        name: moved["bytes"] // (report.BLOCK_SIZE * result["bytes_per_token"])
-        for name, moved in result["requests"].items()
-    }
-    assert list(moved.values()) == [7, 4, 1, 9, 2, 1]
-    assert result["pair"] == {"first": 13, "second": 1}, (
-        "the second of two equal prompts waits for the first one's blocks"
-    )
-    assert result["bytes_per_token"] == 2048
-
-
 def test_the_paged_model_computes_what_the_decoder_computes():
     """The blocks are anywhere, the prompt comes in two pieces, and the model writes only into its
     own blocks.
     """
-    model = report.paged_model(ARGUMENTS)
-    tokens, blocks = report.random_prompt(50, 3), [7, 2, 9, 4]
+    model = engines.paged_model(ARGUMENTS)
+    tokens, blocks = random_prompt(50, 3), [7, 2, 9, 4]
     whole = PagedModel(model.model, 10, 64).forward(tokens, 0, [3])
     model.forward(tokens[:21], 0, blocks)
     assert torch.allclose(model.forward(tokens[21:], 21, blocks), whole, atol=1e-4)
-    untouched = [block for block in range(report.NUM_BLOCKS) if block not in blocks]
+    untouched = [block for block in range(engines.NUM_BLOCKS) if block not in blocks]
     assert not model.cache[:, untouched].any()
 
 
+@pytest.fixture
+def slow_link(monkeypatch):
+    """Let a transfer take a fifth of a second."""
+    monkeypatch.setattr(lesson, "send_data", lambda *data: (time.sleep(0.2), send_data(*data)))
+
+
+@pytest.mark.usefixtures("slow_link")
 def test_a_request_that_waits_for_its_blocks_lets_others_run():
-    prefiller, decoder = make(bytes_per_second=1e6)
-    prompt = report.random_prompt(100, 1)
+    prefiller, decoder = make()
+    prompt = random_prompt(100, 1)
     until_finished(prefiller, prefiller.add("r", prompt, 1, {"do_remote_decode": True}))
     remote = decoder.add("r", prompt, 2, prefiller.params["r"])
-    other = decoder.add("other", report.random_prompt(20, 2), 4)
+    other = decoder.add("other", random_prompt(20, 2), 4)
     decoder.step()
     assert remote.status is RequestStatus.WAITING_FOR_REMOTE_KVS
     assert (other.num_output_tokens, decoder.blocks.find(remote)) == (1, []), "what has not arrived cannot be found"
     until_finished(decoder, remote, other)
 
 
+@pytest.mark.usefixtures("slow_link")
 def test_blocks_that_are_still_written_into_are_nobody_elses():
     """The request is aborted while it loads."""
-    prefiller, decoder = make(bytes_per_second=1e6)
-    prompt = report.random_prompt(100, 1)
+    prefiller, decoder = make()
+    prompt = random_prompt(100, 1)
     until_finished(prefiller, prefiller.add("r", prompt, 1, {"do_remote_decode": True}))
     aborted = decoder.add("r", prompt, 2, prefiller.params["r"])
     decoder.step()
@@ -146,11 +141,6 @@ def test_blocks_that_are_still_written_into_are_nobody_elses():
     while decoder.blocks.num_held and time.monotonic() < until:
         decoder.step()
     assert (decoder.blocks.num_held, decoder.waiting) == (0, [])
-
-
-def test_peers_that_die():
-    result = report.break_peers(make, ARGUMENTS, lease=0.2)
-    assert (result["held"], result["bytes_from_the_dead"]) == (13, 0)
 
 
 @pytest.mark.parametrize("size", [0, 100, 32768 - 1, 32768 + 1])
@@ -201,23 +191,25 @@ def test_one_pool_wins_with_its_best_budget_and_loses_with_the_default():
         assert report.POOL_BUDGETS[-1] not in pair["winning"]
 
 
-def test_the_model_of_links_beside_mooncakes():
-    result = report.show_links(lesson.added_seconds)
-    assert all(abs(error) < 0.25 for error in result["off_mooncake"].values()), result["off_mooncake"]
-
-
 # ---- the script from outside ---------------------------------------------------------------------
 
 
 def test_quick_run(tmp_path):
     figures = figures_of_quick_run("08", tmp_path, "--prompt", "128")
-    interference = figures["interference"]
-    assert set(interference) == {"alone", *map(str, report.BUDGETS)}
-    assert "ttft_ms" not in interference["alone"]
+    assert set(figures["interference"]) == {"alone", *map(str, interference.BUDGETS)}
+    assert "ttft_ms" not in figures["interference"]["alone"]
     assert figures["servers"] == {}, "a quick run starts no servers"
-    assert figures["kernel"]["sizes"]["1024"]["launches"] == 1
-    assert figures["slow"]["bytes"] == -(-figures["slow"]["prompt"] // 16) * 16 * 2048
-    assert figures["dies"]["held"] > 0
+    tokens, off = figures["tokens"], figures["links"]["off_mooncake"]
+    moved = [
+        request["bytes"] // (engines.BLOCK_SIZE * tokens["bytes_per_token"]) for request in tokens["requests"].values()
+    ]
+    assert moved == [7, 4, 1, 9, 2, 1], "blocks that hit in the decoder's own cache are not moved"
+    assert tokens["pair"] == {"first": 13, "second": 1}, (
+        "of two equal prompts the second waits for the first one's blocks"
+    )
+    assert tokens["bytes_per_token"] == 2048
+    assert all(abs(error) < 0.25 for error in off.values()), off
+    assert (figures["dies"]["held"], figures["dies"]["bytes_from_the_dead"]) == (13, 0)
 
 
 # ---- the exercise --------------------------------------------------------------------------------

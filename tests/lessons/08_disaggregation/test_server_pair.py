@@ -11,7 +11,7 @@ import pytest
 
 from minivllm.config import EMBEDDED_MODEL
 from minivllm.errors import MinivllmError
-from minivllm_lab.disaggregation import report, server_pair
+from minivllm_lab.disaggregation import interference, server_pair
 
 BINDS = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="processes cannot be bound to cores here")
 
@@ -64,7 +64,7 @@ def test_a_server_that_does_not_start_is_told_and_the_others_end(monkeypatch):
 
 def test_what_the_servers_need_and_is_not_there_is_said(monkeypatch, capsys):
     monkeypatch.setattr(server_pair, "find_spec", lambda name: None if name == "uvicorn" else object())
-    assert report.measure_two_servers(Namespace(quick=False)) == {}
+    assert interference.measure_two_servers(Namespace(quick=False)) == {}
     assert "left out, they need uvicorn" in capsys.readouterr().out
 
 
@@ -72,7 +72,7 @@ def two_servers() -> dict:
     """Measure once more, up to three times, if a busy client has let the chats end too early."""
     for is_last in (False, False, True):
         try:
-            return report.measure_two_servers(Namespace(model=str(EMBEDDED_MODEL), prompt=100, quick=False))
+            return interference.measure_two_servers(Namespace(model=str(EMBEDDED_MODEL), prompt=100, quick=False))
         except MinivllmError as error:
             if is_last or "the chat ended before the load did" not in str(error):
                 raise
@@ -83,13 +83,13 @@ def two_servers() -> dict:
 @pytest.mark.usefixtures("nothing_stays", "warm_processes")
 def test_one_server_and_two_say_the_same(monkeypatch, capsys):
     """All prompts' keys and values move, none is computed again, and nothing runs afterwards."""
-    monkeypatch.setattr(report, "SERVED_PROMPTS", 2)
+    monkeypatch.setattr(interference, "SERVED_PROMPTS", 2)
     result = two_servers()
     assert (result["answers"], result["same_answers"]) == (6, 6)
-    assert result["tokens_received"] == 2 * 100 + report.CHATS * report.CHAT_PROMPT
+    assert result["tokens_received"] == 2 * 100 + interference.CHATS * interference.CHAT_PROMPT
     assert all(
         result[name][column] > 0
-        for name in report.SERVERS
+        for name in interference.SERVERS
         for column in ("itl_p50_ms", "itl_p99_ms", "itl_max_ms", "ttft_ms")
     )
     assert "6 of 6 answers are the same" in " ".join(capsys.readouterr().out.split())

@@ -5,14 +5,16 @@ catches mistakes.
 import json
 import math
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from kernels.harness import assert_close, assert_compiles, reference_attention
-from lessons.harness import REPOSITORY, exercise_test, figures_of_quick_run, script_path
+from lessons.harness import REPOSITORY, exercise_test, figures_of_quick_run, script_path, served_alike
 
-from minivllm.config import EMBEDDED_MODEL, NO_PARTS, ModelConfig
+from minivllm import LLM, SamplingParams
+from minivllm.config import EMBEDDED_MODEL, ModelConfig
 from minivllm.config.units import GIB
 from minivllm.errors import MinivllmError
 from minivllm.kernels.mla_attention import mla_attention
@@ -21,12 +23,12 @@ from minivllm.memory import kv_bytes_per_token
 from minivllm.models.latent_attention import UpProjection, plain_attention
 from minivllm.models.loader import load_model
 from minivllm.models.parallel import GroupCoordinator, kv_part
-from minivllm_lab.attention_heads import absorption, opening, plan, report
+from minivllm_lab.attention_heads import absorption, kernel_cases, opening, plan, report
 from minivllm_lab.attention_heads.pooled_heads import pooled_checkpoint
-from minivllm_lab.exercise import checks_of, load, plug_of, run_checks
+from minivllm_lab.exercise import checks_of, load, run_checks
 from minivllm_lab.followed import followed
+from minivllm_lab.inside import core_of
 from minivllm_lab.kernel_trace import trace_kernel
-from minivllm_lab.plugged import serve
 from minivllm_simulate.hardware import get_hardware
 from minivllm_simulate.known_models import CONFIGS, known_model
 from minivllm_simulate.memory import memory_ledger
@@ -48,18 +50,18 @@ def test_the_kernel_attends(heads, kv_heads, head_dim, part, device):
     gets zeros.
     """
     torch.manual_seed(heads)
-    case = report.head_case(heads, kv_heads, head_dim)
-    expected = report.one_by_one(lesson.grouped_attention, case)
+    case = kernel_cases.head_case(heads, kv_heads, head_dim)
+    expected = kernel_cases.one_by_one(lesson.grouped_attention, case)
     assert_close(lesson.decode(*(tensor.to(device) for tensor in case), heads_a_program=part), expected)
     assert not expected[0].any()
 
 
-@pytest.mark.parametrize("shape", report.LATENT_CASES, ids=lambda shape: f"{shape['heads']} heads")
+@pytest.mark.parametrize("shape", kernel_cases.LATENT_CASES, ids=lambda shape: f"{shape['heads']} heads")
 def test_the_kernel_attends_to_latents(shape, device):
     torch.manual_seed(shape["heads"])
-    batch = report.latent_batch(shape)
+    batch = kernel_cases.latent_batch(shape)
     result = lesson.latent_decode(*(tensor.to(device) for tensor in batch))
-    assert_close(result, report.latents_one_by_one(lesson.absorbed_attention, batch))
+    assert_close(result, kernel_cases.latents_one_by_one(lesson.absorbed_attention, batch))
 
 
 def traced(decode, *arguments, **more):
@@ -75,7 +77,7 @@ def test_the_kernels_read_the_bytes_that_they_say():
     once, without races.
     """
     lengths = (20, 33)
-    case = report.head_case(8, 2, 24, lengths)
+    case = kernel_cases.head_case(8, 2, 24, lengths)
     for part in (1, 2, 4):
         trace = traced(lesson.decode, *case, heads_a_program=part)
         read = [trace.arguments[name].bytes_read for name in ("keys", "values")]
@@ -84,7 +86,7 @@ def test_the_kernels_read_the_bytes_that_they_say():
         assert not trace.out_of_bounds + trace.races
     shape = {"heads": 20, "rank": 32, "rope": 16, "nope": 8, "v": 8}
     for rows, programs in ((16, 2), (32, 1)):
-        trace = traced(lesson.latent_decode, *report.latent_batch(shape, lengths), rows=rows)
+        trace = traced(lesson.latent_decode, *kernel_cases.latent_batch(shape, lengths), rows=rows)
         assert trace.arguments["cache"].bytes_read == 4 * 48 * sum(lengths) * programs
         assert not trace.out_of_bounds + trace.races
 
@@ -139,16 +141,11 @@ def test_the_rule_of_replication_is_the_engines():
         lesson.kv_heads_of_rank(0, 3, 8)
 
 
-def test_both_forms_of_latent_attention_agree():
-    case = report.latent_case({"heads": 5, "rank": 24, "rope": 8, "nope": 12, "v": 20}, 30, torch.float64)
-    assert torch.allclose(lesson.plain_attention(*case), lesson.absorbed_attention(*case), atol=1e-12)
-
-
 def test_latents_are_attended_to_as_in_the_engine():
     """The absorbed forms agree, the engine's over scattered blocks; so do the plain forms."""
     torch.manual_seed(3)
     shape, positions, blocks = {"heads": 6, "rank": 32, "rope": 16, "nope": 24, "v": 20}, 37, [4, 0, 2]
-    q_nope, q_rope, latents, k_rope, w_uk, w_uv = case = report.latent_case(shape, positions, torch.float32)
+    q_nope, q_rope, latents, k_rope, w_uk, w_uv = case = kernel_cases.latent_case(shape, positions, torch.float32)
     shapes = {"num_attention_heads": 6, "kv_lora_rank": 32, "qk_nope_head_dim": 24, "v_head_dim": 20}
     up = UpProjection(replace(known_model("DeepSeek-V2-Lite"), **shapes))
     up.weight.data = torch.cat([w_uk, w_uv], dim=1).flatten(0, 1)
@@ -348,17 +345,39 @@ def test_the_table_of_siblings_is_what_their_training_recorded():
     assert max(sizes) < 1.001 * min(sizes), "they are compared at the same number of parameters"
 
 
-# ---- the script from outside ---------------------------------------------------------------------
+# ---- two ranks -----------------------------------------------------------------------------------
+
+
+def served(model: Path, tp: int) -> tuple[list[list[int]], list[int]]:
+    """Return the greedy tokens of an engine with `tp` ranks, and the bytes of each rank's cache."""
+    sizes = {"max_model_len": 128, "num_gpu_blocks_override": 32, "tensor_parallel_size": tp}
+    llm = LLM(model, device="cpu", dtype="float32", **sizes)
+    try:
+        params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+        outputs = llm.generate(["def add(a, b):\n    return", "import os\n"], params, use_tqdm=False)
+        kept = core_of(llm).executor.collective_rpc("kv_cache_bytes")
+    finally:
+        llm.shutdown()
+    return [list(output.outputs[0].token_ids) for output in outputs], kept
 
 
 @pytest.mark.usefixtures("warm_processes")
+def test_two_ranks_keep_a_single_kv_head_twice(tmp_path):
+    """They generate the tokens of one rank, and keep what the lesson's rule says."""
+    pooled = pooled_checkpoint(EMBEDDED_MODEL, tmp_path / "pooled", 1, lesson.pool_heads)
+    (tokens, (alone,)), (tokens_of_two, kept) = (served(pooled, tp) for tp in (1, 2))
+    assert tokens == tokens_of_two
+    assert kept == [len(lesson.kv_heads_of_rank(rank, 2, 1)) * alone for rank in range(2)] == [524_288] * 2
+
+
+# ---- the script from outside ---------------------------------------------------------------------
+
+
 def test_quick_run(tmp_path):
-    """Two ranks keep a single KV head twice, and generate the same tokens."""
     figures = figures_of_quick_run("09", tmp_path)
     assert figures["models"]["models"]["Meta-Llama-3-70B"]["kib"] == 320
     assert figures["shared"]["by_kv_heads"]["1"]["less"] == 32
     assert figures["ranks"]["Meta-Llama-3-70B"]["16"] == {"rank": 40, "all": 640}
-    assert figures["two_ranks"] == {"one": {"one_rank": 524288, "rank": 524288, "all": 1048576}}
     pooled = figures["pooled"]
     assert pooled["own"] < pooled["pooled"] < pooled["guess"] == math.log(4096)
 
@@ -382,6 +401,4 @@ def test_interleaved_heads_get_a_hint():
 
 
 def test_the_engine_runs_with_the_learners_attention():
-    plugged = plug_of("09")(load(script_path("09")))
-    yours, ours = (serve(plugged, parts) for parts in (plugged.parts, NO_PARTS))
-    assert (yours.token_ids, yours.steps, yours.rows) == (ours.token_ids, ours.steps, ours.rows)
+    served_alike("09", lesson)

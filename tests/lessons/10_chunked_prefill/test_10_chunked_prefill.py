@@ -10,9 +10,9 @@ from functools import partial
 import pytest
 import torch
 from kernels.harness import assert_close, assert_compiles
-from lessons.harness import REPOSITORY, exercise_test, figures_of_quick_run, script_path
+from lessons.harness import REPOSITORY, exercise_test, figures_of_quick_run, script_path, served_alike
 
-from minivllm.config import NO_PARTS, CacheConfig, DraftingConfig, SchedulerConfig
+from minivllm.config import CacheConfig, DraftingConfig, SchedulerConfig
 from minivllm.core.policy import DEFAULT_POLICY
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
@@ -20,12 +20,11 @@ from minivllm.core.scheduler_output import ModelRunnerOutput
 from minivllm.errors import MinivllmError
 from minivllm.kernels.unified_attention import unified_attention
 from minivllm.memory import kv_bytes_per_token
-from minivllm_lab.chunked_prefill import report
+from minivllm_lab.chunked_prefill import kernel_cases, pieces, report
 from minivllm_lab.chunked_prefill.learner_policy import learner_policy
 from minivllm_lab.chunked_prefill.prefill_first import PREFILL_FIRST
-from minivllm_lab.exercise import load, plug_of
+from minivllm_lab.exercise import load
 from minivllm_lab.kernel_trace import trace_kernel
-from minivllm_lab.plugged import rows_of, serve
 from minivllm_simulate.hardware import get_hardware
 from minivllm_simulate.known_models import known_model
 from minivllm_simulate.memory import num_parameters
@@ -179,15 +178,15 @@ def test_a_cap_that_cannot_be_is_one_line(parts, about):
     ],
 )
 def test_one_launch_and_two_are_right(name, heads, kv_heads, head_dim, device):
-    case = report.mixed_case(*report.AWKWARD[name], heads, kv_heads, head_dim, torch.float32)
-    expected, decodes = report.exact(case), report.num_decodes_of(report.AWKWARD[name][0], name)
+    case = kernel_cases.mixed_case(*kernel_cases.AWKWARD[name], heads, kv_heads, head_dim, torch.float32)
+    expected, decodes = kernel_cases.exact(case), kernel_cases.num_decodes_of(kernel_cases.AWKWARD[name][0], name)
     for launch in (lesson.mixed_launch, lesson.in_two_launches):
         fresh = {key: tensor.clone().to(device) for key, tensor in case.items()}
         assert_close(launch(**fresh, num_decodes=decodes), expected)
 
 
 def test_it_agrees_with_the_engines_kernel(device):
-    case = report.mixed_case(*report.AWKWARD["decodes and chunks"], 8, 2, 32, torch.float32)
+    case = kernel_cases.mixed_case(*kernel_cases.AWKWARD["decodes and chunks"], 8, 2, 32, torch.float32)
     case = {key: tensor.to(device) for key, tensor in case.items()}
     layout = (case["starts"], case["seq_lens"], case["block_table"])
     expected = unified_attention(case["q"], *case["caches"], *layout, 32**-0.5)
@@ -196,8 +195,8 @@ def test_it_agrees_with_the_engines_kernel(device):
 
 @pytest.mark.interpreted
 def test_it_reads_what_is_counted_and_writes_each_row_once():
-    queries, lengths = report.AWKWARD["decodes and chunks"]
-    case = report.mixed_case(queries, lengths, 8, 2, 32, torch.float32)
+    queries, lengths = kernel_cases.AWKWARD["decodes and chunks"]
+    case = kernel_cases.mixed_case(queries, lengths, 8, 2, 32, torch.float32)
     work = lesson.tile_work(queries, lengths, 4, [16 if new == 1 else 64 for new in queries])
     tiles = 3 + (sum(queries) - 3) // 16 + 3
     trace = trace_kernel(
@@ -251,21 +250,27 @@ def test_the_steps_of_a_prompt_are_those_that_the_engine_takes():
     assert lesson.steps_of_a_prompt(20, 3, 3) == math.inf
 
 
+def test_a_budget_of_decodes_and_a_prompt_that_must_not_be_cut_starve_it():
+    """A prompt of 24 tokens arrives beside four chats of 30, as in the text's section "Break it"."""
+
+    def steps_to_first_token(**settings):
+        arrivals = {0: [lesson.Request(name, 1, 30) for name in "abcd"], 1: [lesson.Request("L", 24, 1)]}
+        steps = list(lesson.serve(partial(lesson.mixed, **settings), arrivals))
+        return max(number for number, step in enumerate(steps) if "L" in step)
+
+    assert steps_to_first_token(token_budget=8) == lesson.steps_of_a_prompt(24, 8, 4) == 6
+    assert steps_to_first_token(token_budget=4) > 30, "it gets nothing before a chat has ended"
+    assert steps_to_first_token(token_budget=24, may_be_cut=False) == 30, "it waits for the chats"
+    assert steps_to_first_token(token_budget=28, may_be_cut=False) == 1
+
+
 def test_the_knee_is_found_in_a_sweep():
     """The knee is the time of small steps over the slope of large ones; single outliers do not
     matter.
     """
-    sweep = {size: max(0.025, 0.005 + 0.002 * size) for size in report.SIZES}
-    assert report.sweep_knee(sweep) == pytest.approx(12.5)
-    assert report.sweep_knee({**sweep, 1: 0.1, 8: 0.2, 16: 0.2}) == pytest.approx(12.5)
-
-
-def test_the_knee_by_data_sheets():
-    figures = report.show_gpus(lesson.knee, lesson.budget_for)
-    knees = {name: round(gpu["knee"]) for name, gpu in figures["gpus"].items()}
-    assert knees == {"L4": 403, "A100-80": 153, "H100": 295, "H200": 206, "B200": 281}
-    assert figures["gpus"]["L4"]["budget"] == 0, "an L4 cannot read the weights in 50 ms"
-    assert [round(100 * off) for off in figures["sarathi"].values()] == [30, 21], "the text says so"
+    sweep = {size: max(0.025, 0.005 + 0.002 * size) for size in pieces.SIZES}
+    assert pieces.sweep_knee(sweep) == pytest.approx(12.5)
+    assert pieces.sweep_knee({**sweep, 1: 0.1, 8: 0.2, 16: 0.2}) == pytest.approx(12.5)
 
 
 def test_keys_and_experts_move_the_knee():
@@ -310,16 +315,14 @@ def test_quick_run(tmp_path):
     assert [record["chat_tokens"] for record in chats.values()] == [0, 4, 4]
     steps = [1, *(lesson.steps_of_a_prompt(600, budget, 4) for budget in (512, 32))]
     assert [record["steps"] for record in chats.values()] == steps
-    broken = figures["broken"]["budgets"]
-    assert broken["8"] == {"cut": 6, "whole": None, "foretold": 6}
-    assert [broken[budget]["whole"] for budget in ("24", "28")] == [30, 1], (
-        "a prompt as long as a step waits for the chats"
-    )
-    assert broken["4"]["foretold"] is None
-    assert broken["4"]["cut"] > 30, "it gets nothing before a chat has ended"
     assert figures["again"]["chunks"]["64"]["again"] == lesson.keys_read_again(figures["again"]["prompt"], 64)
-    tiles = [record["rows"] for record in figures["launches"]["tiles"].values()]
+    tiles = [record["rows"] for record in figures["tiles"].values()]
     assert tiles[0] == tiles[2] < tiles[1]
+    gpus, sarathi = figures["gpus"]["gpus"], figures["gpus"]["sarathi"]
+    knees = {"L4": 403, "A100-80": 153, "H100": 295, "H200": 206, "B200": 281}
+    assert {name: round(gpu["knee"]) for name, gpu in gpus.items()} == knees
+    assert gpus["L4"]["budget"] == 0, "an L4 cannot read the weights in 50 ms"
+    assert [round(100 * off) for off in sarathi.values()] == [30, 21], "the text says so"
 
 
 # ---- the exercise --------------------------------------------------------------------------------
@@ -328,8 +331,4 @@ test_the_checks_catch = exercise_test("10")
 
 
 def test_the_engine_runs_with_the_learners_caps():
-    plugged = plug_of("10")(lesson)
-    ours, yours = serve(plugged, NO_PARTS), serve(plugged, plugged.parts)
-    assert yours.token_ids == ours.token_ids
-    counted = [{name: value for name, value in rows_of(run).items() if "second" not in name} for run in (ours, yours)]
-    assert counted[0] == counted[1]
+    served_alike("10", lesson)

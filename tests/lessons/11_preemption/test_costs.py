@@ -22,17 +22,6 @@ LLAMA, H100, PCIE5 = known_model("Meta-Llama-3-8B"), get_hardware("H100"), get_l
 FREE = Pieces("without a cost of their own", per_layer=False, seconds=0)
 
 
-def test_llama_8b_on_an_h100_by_hand():
-    """A token takes 2 x 8.03e9 / (0.5 x 989.4e12) = 32.5 µs to recompute, and 131,072 B / 50 GB/s =
-    2.62 µs to copy.
-    """
-    back, both = (Crossover.of(LLAMA, H100, PCIE5, FREE, directions) for directions in (1, 2))
-    assert back.recompute == both.recompute == pytest.approx(2 * 8.03e9 / (0.5 * 989.4e12), rel=1e-3)
-    assert back.swap == both.swap / 2 == pytest.approx(2.62e-6, rel=1e-3)
-    assert back.break_even / 1e9 == pytest.approx(4.04, abs=0.01)
-    assert both.break_even / 1e9 == pytest.approx(8.08, abs=0.01)
-
-
 @pytest.mark.parametrize(
     ("name", "kib", "mib"),
     [("Llama-3.1-8B", 32, 2), ("Llama-3.2-1B", 16, 0.5), ("Qwen3-0.6B", 32, 1.75), ("Qwen2.5-7B", 16, 0.875)],

@@ -10,17 +10,16 @@ from collections import Counter
 import pytest
 import torch
 from kernels.harness import assert_close, assert_compiles
-from lessons.harness import exercise_test, figures_of_quick_run, script_path
+from lessons.harness import exercise_test, figures_of_quick_run, script_path, served_alike
 
-from minivllm.config import NO_PARTS
 from minivllm.core.adapter_slots import AdapterSlots
 from minivllm.errors import MinivllmError
 from minivllm.kernels.lora_metadata import LoRAKernelMeta
 from minivllm.memory.adapters import linear_shapes
-from minivllm_lab.exercise import checks_of, load, plug_of
-from minivllm_lab.multi_lora import report
+from minivllm_lab.exercise import checks_of, load
+from minivllm_lab.multi_lora import report, ways
 from minivllm_lab.multi_lora.learner_policy import learner_policy
-from minivllm_lab.plugged import rows_of, serve
+from minivllm_lab.plugged import rows_of
 from minivllm_simulate.known_models import known_model
 from minivllm_simulate.memory.adapters import adapter_parameters
 
@@ -31,11 +30,11 @@ WAYS = {"loop": lesson.by_loop, "bgmv": lesson.by_token, "sgmv": lesson.by_segme
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", report.AWKWARD)
+@pytest.mark.parametrize("name", ways.AWKWARD)
 def test_every_way_is_right(name, way, device):
     torch.manual_seed(len(name))
-    case = report.lora_case(*report.AWKWARD[name], torch.float32)
-    expected = report.exact(case)
+    case = ways.lora_case(*ways.AWKWARD[name], torch.float32)
+    expected = ways.exact(case)
     fresh = {key: tensor.clone().to(device) for key, tensor in case.items()}
     WAYS[way](**fresh)
     assert_close(fresh["out"], expected)
@@ -44,7 +43,7 @@ def test_every_way_is_right(name, way, device):
 
 
 def test_without_adapters_nothing_is_launched():
-    case = report.lora_case([-1, -1, -1], 8, 16, 16, torch.float32)
+    case = ways.lora_case([-1, -1, -1], 8, 16, 16, torch.float32)
     before = case["out"].clone()
     for way in WAYS.values():
         way(**case, launch=None)
@@ -54,8 +53,8 @@ def test_without_adapters_nothing_is_launched():
 @pytest.mark.interpreted
 @pytest.mark.parametrize(("slots", "tiles"), [([0] * 16, 1), ([0] * 17, 2), ([3, -1, 1, 3] * 5, 2)])
 def test_an_adapter_is_read_once_a_tile_without_races(slots, tiles):
-    case = report.lora_case(slots, 8, 40, 72, torch.float32)
-    down, up = report.traced(lesson.by_sorting, case)
+    case = ways.lora_case(slots, 8, 40, 72, torch.float32)
+    down, up = ways.traced(lesson.by_sorting, case)
     assert not down.races + down.out_of_bounds + up.races + up.out_of_bounds
     assert down.arguments["a"].bytes_read == tiles * 4 * 8 * 40
     assert up.arguments["b"].bytes_read == tiles * 4 * 8 * 72
@@ -85,13 +84,13 @@ def test_the_kernels_compile(rank):
 
 
 @pytest.mark.parametrize("backend", ["cpu", pytest.param("triton", marks=pytest.mark.interpreted)])
-@pytest.mark.parametrize("name", report.AWKWARD)
+@pytest.mark.parametrize("name", ways.AWKWARD)
 def test_the_kernels_agree_with_the_engines(name, backend):
-    token_slots, *shape = report.AWKWARD[name]
+    token_slots, *shape = ways.AWKWARD[name]
     torch.manual_seed(len(name))
-    case = report.lora_case(token_slots, *shape, torch.float32)
+    case = ways.lora_case(token_slots, *shape, torch.float32)
     engine_out = case["out"].clone()
-    report.engine_call(engine_out, *(case[key] for key in ("x", "a", "b", "token_slots")), backend=backend)()
+    ways.engine_call(engine_out, *(case[key] for key in ("x", "a", "b", "token_slots")), backend=backend)()
     lesson.by_sorting(**case)
     assert_close(engine_out, case["out"].double())
 
@@ -113,13 +112,13 @@ def test_the_groups_are_the_engines():
 @pytest.mark.interpreted
 def test_the_engines_kernels_stop_at_a_slots_own_rank_and_the_lessons_do_not():
     """The ranks beyond a slot's 3 of 8 hold NaN, which shows if they are read."""
-    case = report.lora_case([0, 1, 0], 8, 16, 16, torch.float32)
+    case = ways.lora_case([0, 1, 0], 8, 16, 16, torch.float32)
     case["a"][:, 3:], case["b"][:, :, 3:] = math.nan, math.nan
     x, a, b, slots = (case[key] for key in ("x", "a", "b", "token_slots"))
     for backend in ("cpu", "triton"):
         out = case["out"].clone()
-        report.engine_call(out, x, a, b, slots, rank=3, backend=backend)()
-        assert_close(out, report.exact({**case, "a": a[:, :3], "b": b[:, :, :3]}))
+        ways.engine_call(out, x, a, b, slots, rank=3, backend=backend)()
+        assert_close(out, ways.exact({**case, "a": a[:, :3], "b": b[:, :, :3]}))
     lesson.by_sorting(**case)
     assert case["out"].isnan().all()
 
@@ -256,15 +255,11 @@ def test_quick_run(tmp_path):
     slots = figures["slots"]
     assert slots["1"]["waiting"] > slots["4"]["waiting"] > slots["16"]["waiting"] == 0
     assert slots["cold"]["starts"] > 100 > slots["cold"]["with_a_third_slot"] == 4
-    assert [record["real"] for record in figures["ranks"].values()] == [1.0, 0.03125]
+    assert [record["filled"] for record in figures["ranks"].values()] == [1.0, 0.03125]
 
 
 def test_the_engine_runs_with_the_learners_slots_and_gate():
-    plugged = plug_of("12")(lesson)
-    ours, yours = serve(plugged, NO_PARTS), serve(plugged, plugged.parts)
-    assert yours.token_ids == ours.token_ids
-    counted = [{name: value for name, value in rows_of(run).items() if "second" not in name} for run in (ours, yours)]
-    assert counted[0] == counted[1]
+    yours = served_alike("12", lesson)
     assert "None" not in rows_of(yours)["slots at the end"]
 
 

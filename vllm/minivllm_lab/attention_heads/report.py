@@ -1,4 +1,4 @@
-"""Lesson 09's measurements, tables, figure and command line.
+"""Lesson 09's tables, its figure and its command line; the kernels' part is in `kernel_cases`.
 
 A function `measure_*` or `show_*` prints its table and returns its figures; the callables that it
 takes are the lesson's own code.
@@ -10,15 +10,12 @@ import argparse
 import math
 import statistics
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from minivllm import LLM, SamplingParams
 from minivllm.config import EMBEDDED_MODEL, ModelConfig
 from minivllm.config.units import GIB
 from minivllm.errors import MinivllmError
@@ -27,22 +24,20 @@ from minivllm.memory import kv_bytes_per_token
 from minivllm.models.loader import load_model
 from minivllm.models.tokenizer import load_tokenizer
 from minivllm_lab import palette
+from minivllm_lab.attention_heads.kernel_cases import latent_case
 from minivllm_lab.attention_heads.pooled_heads import Pool, pooled_checkpoint
 from minivllm_lab.cli import lesson_parser, whole_number
 from minivllm_lab.corpus import first_passages, held_out_texts
 from minivllm_lab.figures import panels
-from minivllm_lab.followed import without_info
-from minivllm_lab.inside import core_of
+from minivllm_lab.lesson import LessonCode
 from minivllm_lab.progress import track, working
-from minivllm_lab.proof import furthest, show_errors
+from minivllm_lab.proof import furthest
 from minivllm_lab.quality import decoder_loss
 from minivllm_lab.tables import Timed, closing, console, record_table, table
 from minivllm_lab.timing import in_turns
 from minivllm_simulate.hardware import get_hardware
 from minivllm_simulate.known_models import known_model
 
-LessonCode = Callable[..., Any]
-"""A function or class of the lesson's script."""
 MODELS = (
     "Llama-2-7b-hf", "Qwen3-0.6B", "Llama-3.1-8B", "Qwen2.5-7B", "Meta-Llama-3-70B", "DeepSeek-V2-Lite", "DeepSeek-V3",
 )  # fmt: skip
@@ -53,7 +48,6 @@ LATENT_CONTEXTS = (256, 1024, 2048)
 DEEPSEEK_V2_LITE = {"heads": 16, "rank": 512, "rope": 64, "nope": 128, "v": 128}
 DIVIDED = ("Meta-Llama-3-70B", "Qwen3-30B-A3B", "DeepSeek-V3")
 RANKS = (1, 2, 4, 8, 16)
-PROMPTS = ("def add(a, b):\n    return", "class Stack:\n    def __init__(self):\n", "import os\n\ndef read(path):\n")
 
 
 # ---- 1. bytes and operations ---------------------------------------------------------------------
@@ -170,22 +164,6 @@ def measure_shared(grouped_attention: LessonCode, arguments: argparse.Namespace,
 # ---- 3. the latent -------------------------------------------------------------------------------
 
 
-def latent_case(
-    shape: Mapping[str, int], context: int, dtype: torch.dtype, device: torch.device | str = "cpu"
-) -> list[Tensor]:
-    """Return a query over `context` cached tokens: q_nope, q_rope, latents, k_rope, and
-    unit-gain w_uk, w_uv.
-    """
-    heads, rank = shape["heads"], shape["rank"]
-    sizes = (
-        (heads, shape["nope"]), (heads, shape["rope"]), (context, rank), (context, shape["rope"]),
-        (heads, shape["nope"], rank), (heads, shape["v"], rank),
-    )  # fmt: skip
-    drawn = [torch.randn(size, dtype=torch.float64) for size in sizes]
-    drawn[4:] = [weight / math.sqrt(rank) for weight in drawn[4:]]
-    return [tensor.to(dtype).to(device) for tensor in drawn]
-
-
 def measure_latent(
     plain: LessonCode, absorbed: LessonCode, arguments: argparse.Namespace, device: torch.device
 ) -> dict:
@@ -209,87 +187,7 @@ def measure_latent(
     return {"contexts": records}
 
 
-# ---- 4. the kernels ------------------------------------------------------------------------------
-
-HEAD_CASES = ((4, 4, 64), (6, 2, 80), (8, 1, 128), (14, 2, 64), (20, 1, 16))
-"""Query heads, KV heads, head dim."""
-LENGTHS = (0, 1, 31, 32, 67)
-LATENT_CASES = (
-    {"heads": 3, "rank": 16, "rope": 16, "nope": 12, "v": 10},
-    {"heads": 16, "rank": 64, "rope": 16, "nope": 32, "v": 32},
-    {"heads": 20, "rank": 32, "rope": 32, "nope": 24, "v": 24},
-)
-
-
-def head_case(heads: int, kv_heads: int, head_dim: int, lengths: Sequence[int] = LENGTHS) -> tuple[Tensor, ...]:
-    """Return random float16 arguments for `decode`; the slots beyond each length are filled, too."""
-    slots = max(lengths) + 5
-    q = torch.randn(len(lengths), heads, head_dim).half()
-    keys, values = torch.randn(2, len(lengths), slots, kv_heads, head_dim).half()
-    return q, keys, values, torch.tensor(lengths, dtype=torch.int32)
-
-
-def one_by_one(grouped_attention: LessonCode, case: Sequence[Tensor]) -> Tensor:
-    """Run the lesson's attention on each request of a `head_case` in float64; return zeros for
-    an empty request.
-    """
-    q, keys, values, lengths = case
-    rows = []
-    for query, k, v, length in zip(q.double(), keys.double(), values.double(), lengths.tolist(), strict=True):
-        rows.append(grouped_attention(query[None], k[:length], v[:length])[0] if length else torch.zeros_like(query))
-    return torch.stack(rows)
-
-
-def latent_batch(shape: Mapping[str, int], lengths: Sequence[int] = LENGTHS) -> tuple[Tensor, ...]:
-    """Return random float32 arguments for `latent_decode`: q_nope, q_rope, cache, lengths, w_uk,
-    w_uv.
-    """
-    cases = [latent_case(shape, max(lengths) + 5, torch.float32) for _ in lengths]
-    q_nope, q_rope, latents, k_rope = (torch.stack([case[place] for case in cases]) for place in range(4))
-    cache = torch.cat([latents, k_rope], dim=-1).contiguous()
-    return q_nope, q_rope, cache, torch.tensor(lengths, dtype=torch.int32), *cases[0][4:]
-
-
-def latents_one_by_one(absorbed_attention: LessonCode, batch: Sequence[Tensor]) -> Tensor:
-    """Run the lesson's attention on each request of a `latent_batch` in float64; return zeros
-    for an empty request.
-    """
-    q_nope, q_rope, cache, lengths, w_uk, w_uv = (tensor.double() for tensor in batch)
-    rows, rank = [], w_uk.shape[2]
-    for index, length in enumerate(lengths.int().tolist()):
-        cached = cache[index, :length].split([rank, cache.shape[2] - rank], dim=1)
-        empty = q_nope.new_zeros(len(w_uv), w_uv.shape[1])
-        rows.append(absorbed_attention(q_nope[index], q_rope[index], *cached, w_uk, w_uv) if length else empty)
-    return torch.stack(rows)
-
-
-def verify_kernels(
-    grouped_attention: LessonCode, absorbed_attention: LessonCode, decode: LessonCode, latent_decode: LessonCode,
-    device: torch.device, quick: bool,
-) -> dict:  # fmt: skip
-    """Compare both kernels with float64 on awkward shapes; `quick` limits this to one shape per
-    kernel.
-
-    Raises:
-        AssertionError: a result is wrong.
-    """
-    errors = {}
-    for heads, kv_heads, head_dim in track(HEAD_CASES[1:2] if quick else HEAD_CASES, "verifying the grouped kernel"):
-        case = head_case(heads, kv_heads, head_dim)
-        name = f"{heads} query heads, {kv_heads} KV head{'s' * (kv_heads > 1)} of {head_dim}"
-        errors[name] = furthest(decode(*(each.to(device) for each in case)), one_by_one(grouped_attention, case))
-    largest = show_errors("The grouped kernel", errors, 2e-3)
-    errors = {}
-    for shape in track(LATENT_CASES[:1] if quick else LATENT_CASES, "verifying the latent kernel"):
-        batch = latent_batch(shape)
-        result = latent_decode(*(each.to(device) for each in batch))
-        name = f"{shape['heads']} heads, latents of {shape['rank']} + {shape['rope']}"
-        errors[name] = furthest(result, latents_one_by_one(absorbed_attention, batch))
-    latent = show_errors("The latent kernel", errors, 2e-5, "float32")
-    return {"largest_error": largest, "largest_latent_error": latent}
-
-
-# ---- 5. what sharing costs -----------------------------------------------------------------------
+# ---- 5. what sharing costs ------------------------------------------------------------------------
 
 
 def measure_pooled(pool: Pool, arguments: argparse.Namespace, device: torch.device) -> dict:
@@ -340,35 +238,6 @@ def show_ranks(kv_heads_of_rank: LessonCode) -> dict:
     caption = "Eight KV heads, four, and a latent, which counts as one: every GPU keeps it."
     table("A cache divided over GPUs", columns, rows, caption)
     return records
-
-
-def run_two_ranks(pool: Pool, kv_heads_of_rank: LessonCode, arguments: argparse.Namespace) -> dict:
-    """Run the engine with one KV head on one rank and on two; compare the tokens and the bytes of
-    each rank.
-
-    Raises:
-        AssertionError: tokens differ, or a rank's bytes contradict the rule.
-    """
-    with tempfile.TemporaryDirectory() as folder, working("engines of one rank and of two"), without_info():
-        pooled = pooled_checkpoint(arguments.model, Path(folder) / "pooled", 1, pool)
-        (tokens, (kept_alone,)), (tokens_of_two, kept) = (served(pooled, tp) for tp in (1, 2))
-    assert tokens == tokens_of_two, "two ranks generate different tokens"
-    assert kept == [len(kv_heads_of_rank(rank, 2, 1)) * kept_alone for rank in range(2)], f"ranks keep {kept}"
-    return {"one": {"one_rank": kept_alone, "rank": kept[0], "all": sum(kept)}}
-
-
-def served(model: str | Path, tp: int) -> tuple[list[list[int]], list[int]]:
-    """Return the greedy tokens of an engine with `tp` ranks, and the bytes of each rank's cache."""
-    llm = LLM(
-        model, device="cpu", dtype="float32", max_model_len=128, num_gpu_blocks_override=32, tensor_parallel_size=tp
-    )
-    try:
-        params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
-        outputs = llm.generate(list(PROMPTS), params, use_tqdm=False)
-        kept = core_of(llm).executor.collective_rpc("kv_cache_bytes")
-    finally:
-        llm.shutdown()
-    return [list(output.outputs[0].token_ids) for output in outputs], kept
 
 
 # ---- the whole lesson ----------------------------------------------------------------------------

@@ -18,8 +18,6 @@ from torch import Tensor
 
 from minivllm.core.request import Request
 
-PIECE = 1 << 16
-
 
 @dataclass
 class Read:
@@ -106,10 +104,8 @@ def as_blocks(data: bytearray, cache: Tensor, block_ids: Sequence[int]) -> Tenso
     return torch.frombuffer(data, dtype=cache.dtype).view(shape).to(cache.device)
 
 
-def send_data(connection: socket.socket, staging: Tensor, bytes_per_second: float) -> None:
-    """Send the length of a tensor in bytes and then the bytes, at no more than `bytes_per_second`."""
+def send_data(connection: socket.socket, staging: Tensor) -> None:
+    """Send the length of a tensor in bytes, and then the bytes."""
     data = staging.cpu().flatten().view(torch.uint8).numpy().data
     connection.sendall(len(data).to_bytes(8, "big"))
-    for start in range(0, len(data), PIECE):
-        time.sleep(PIECE / bytes_per_second)
-        connection.sendall(data[start : start + PIECE])
+    connection.sendall(data)

@@ -1,4 +1,5 @@
-"""Lesson 07's measurements, its tables, its figure and its command line.
+"""Lesson 07's measurements, its figure and its command line; the proofs of its
+kernels and of the rule are in `exactness`.
 
 Each `measure_*` or `count_*` function measures, prints its table and returns its figures; the
 callables that it takes are the lesson's own code.
@@ -35,13 +36,9 @@ from minivllm_lab.tables import Timed, closing, console, heading, record_table
 from minivllm_lab.timing import in_turns
 
 PROMPT_TOKENS, OUTPUT_TOKENS, MAX_MODEL_LEN = 128, 64, 256
-POSITIONS = (1, 2, 4, 8)
-"""Positions of a request in a step: a token and its drafts."""
 ACCEPTANCE = 0.7
 """Share of right drafts where it is given."""
 TEMPERATURES = (0.0, 0.5, 1.0, 1.5)
-Verify = Callable[[np.ndarray, np.ndarray, list[int], np.ndarray, np.ndarray], list[int]]
-"""(p, q, drafts, uniforms, noise) -> tokens, as the lesson's `verify`."""
 
 
 def load_models(target: str, draft: str, device: torch.device) -> tuple[Decoder, Decoder]:
@@ -69,44 +66,24 @@ def held_out_prompts(model: str, count: int, length: int = PROMPT_TOKENS) -> lis
     return first_passages([ids[len(ids) // 2 :] for ids in texts if len(ids) // 2 >= 2 * length], count, length)
 
 
-# ---- 1. what a step with drafts costs ------------------------------------------------------------
+# ---- 1. what a draft costs ------------------------------------------------------------------------
 
 
-def wrong_drafts(vocab_size: int, count: int, seed: int) -> Callable[[str, int], list[int]]:
-    """Return a function that drafts random tokens, which are hardly ever right."""
-    draw = random.Random(seed)
-    return lambda _name, _num_output_tokens: [draw.randrange(vocab_size) for _ in range(count)]
-
-
-def measure_steps(arguments: argparse.Namespace, device: torch.device) -> dict:
-    """Time the engine's steps by the number of requests and of positions per request; random drafts
-    ensure that none is accepted.
+def measure_draft_cost(models: Sequence[Decoder], device: torch.device) -> float:
+    """Time a token of the draft model in units of a target pass, for one request with 128 tokens of
+    context.
     """
-    heading("1. What a step with drafts costs")
-    batches, steps, rounds = ((1, 4), 6, 1) if arguments.quick else ((1, 8, 64), 12, 3)
-    results: dict[str, dict] = {}
-    for batch in track(batches, "timing steps"):
-        core = drafted_engine(arguments.model, device, num_speculative_tokens=POSITIONS[-1] - 1, max_num_seqs=batch)
-        vocab_size = core.model_config.vocab_size
-        prompts = random_prompts(batch, vocab_size, arguments.seed)
-        seconds: dict[int, list[float]] = {positions: [] for positions in POSITIONS}
-        for turn in range(rounds + 1):
-            for positions in POSITIONS:
-                drafts = wrong_drafts(vocab_size, positions - 1, arguments.seed)
-                run = serve_with_drafts(core, prompts, steps, drafts)
-                seconds[positions] += [run.step_seconds] if turn else []  # the first turn warms up
-        medians = {positions: statistics.median(times) for positions, times in seconds.items()}
-        ratios = {str(positions): median / medians[1] for positions, median in medians.items()}
-        results[str(batch)] = {"ms": 1e3 * medians[1], "ratio": ratios}
-        shown = ", ".join(f"{ratio:.2f} × with {positions} positions" for positions, ratio in ratios.items())
-        console.print(f"{batch} requests, {1e3 * medians[1]:.2f} ms: {shown}")
-    return results
+    heading("1. What a draft costs")
 
+    def act(model: CachedModel) -> None:
+        model.length = PROMPT_TOKENS
+        model.forward([1])
 
-def random_prompts(count: int, vocab_size: int, seed: int, length: int = 32) -> list[list[int]]:
-    """Draw the token ids of prompts that share no prefix."""
-    draw = random.Random(seed)
-    return [[draw.randrange(vocab_size) for _ in range(length)] for _ in range(count)]
+    cached = [CachedModel(model, MAX_MODEL_LEN) for model in models]
+    passes = {str(index): partial(act, model) for index, model in enumerate(cached)}
+    target, draft = (statistics.median(times) for times in in_turns(passes, 100, device).values())
+    console.print(f"A pass of the draft model takes {draft / target:.2f} of one of the target.")
+    return draft / target
 
 
 # ---- 2. guess, verify, keep ----------------------------------------------------------------------
@@ -157,115 +134,22 @@ def counted(stats: Sequence[SpecDecodingStats]) -> dict:
     return {"drafts": drafts, "accepted": accepted, "rates": rates, "alpha": [*rates, 0.0][0], "length": length}
 
 
-# ---- 3. the kernel -------------------------------------------------------------------------------
-
-
-def draft_batch(counts: Sequence[int], vocab_size: int) -> tuple[Tensor, ...]:
-    """Draw random arguments for the lesson's `rejection_launch`, for requests with these numbers of
-    drafts.
-
-    Return p [drafts + requests, vocab], q [drafts, vocab] near p, drafts int32 drawn from q,
-    draft_start, uniforms, noise.
-    """
-    starts = torch.tensor([0, *np.cumsum(counts)], dtype=torch.int32)
-    p = torch.randn(sum(counts) + len(counts), vocab_size).softmax(-1)
-    has_draft = torch.cat([torch.arange(count + 1) < count for count in counts])
-    q = (p[has_draft].log() + torch.randn(sum(counts), vocab_size) / 2).softmax(-1)
-    drafts = q.multinomial(1)[:, 0].int() if len(q) else torch.empty(0, dtype=torch.int32)
-    return p, q, drafts, starts, torch.rand(len(q)), torch.empty_like(p).exponential_()
-
-
-def verified_one_by_one(verify: Verify, batch: Sequence[Tensor]) -> list[list[int]]:
-    """Apply the rule to each request of a `draft_batch`; return rows of tokens, −1 after the last."""
-    p, q, drafts, starts, uniforms, noise = (tensor.numpy() for tensor in batch)
-    width, rows = int(np.diff(starts).max()) + 1, []
-    for i, (start, end) in enumerate(pairwise(starts.tolist())):
-        of_drafts, of_targets = slice(start, end), slice(start + i, end + i + 1)
-        drawn = q[of_drafts], drafts[of_drafts].tolist(), uniforms[of_drafts]
-        tokens = verify(p[of_targets], *drawn, noise[of_targets])
-        rows.append(tokens + [-1] * (width - len(tokens)))
-    return rows
-
-
-def verify_kernel(launch: Callable[..., Tensor], verify: Verify, device: torch.device) -> dict:
-    """Compare the kernels with the rule, token for token, for vocabularies that no block size divides.
-
-    Raises:
-        AssertionError: they differ.
-    """
-    heading("3. The kernel")
-    counts, vocabularies = [3, 0, 1, 3, 2], [31, 1000, 1025, 4096]
-    for vocab_size in vocabularies:
-        batch = draft_batch(counts, vocab_size)
-        tokens = launch(*(tensor.to(device) for tensor in batch))
-        assert tokens.tolist() == verified_one_by_one(verify, batch), f"wrong with a vocabulary of {vocab_size}"
-    console.print(f"Requests with {counts} drafts: correct for vocabularies of {vocabularies} tokens")
-    return {"vocabularies": vocabularies}
-
-
-# ---- 4. exact, or nearly -------------------------------------------------------------------------
-
-STATES = 5
-
-
-def tiny_models(seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Make a target and a draft over five tokens, each depending on the previous one: matrices
-    [token, next token].
-    """
-    draw = np.random.default_rng(seed)
-    target = draw.dirichlet(np.full(STATES, 2.0), STATES) * 0.9 + 0.1 / STATES
-    draft = target * np.exp(draw.normal(size=target.shape))
-    return target, draft / draft.sum(-1, keepdims=True)
-
-
-def two_tokens(rule: Verify, models: tuple[np.ndarray, np.ndarray], draw: np.random.Generator) -> tuple[int, int, int]:
-    """Draw two tokens after token 0, with two drafts per step; also count the drafts that the first
-    step accepted.
-    """
-    (target, draft), tokens, accepted = models, [0], 0
-    while len(tokens) < 3:
-        known = list(tokens[-1:])
-        for _ in range(2):
-            known.append(int(np.searchsorted(draft[known[-1]].cumsum(), draw.random())))
-        new = rule(target[known], draft[known[:-1]], known[1:], draw.random(2), draw.exponential(size=(3, STATES)))
-        accepted = accepted if len(tokens) > 1 else len(new) - 1
-        tokens += new
-    return tokens[1], tokens[2], accepted
-
-
-def try_rules(rules: Mapping[str, Verify], rounds: int, seed: int) -> dict:
-    """Draw two tokens many times by each rule; compare how often each pair occurs with the target's
-    own probabilities.
-    """
-    heading("4. Exact, or nearly")
-    models, results = tiny_models(seed=5), {}
-    exact = models[0][0][:, None] * models[0]
-    freedom, sum_min = exact.size - 1, float(np.minimum(models[0][0], models[1][0]).sum())
-    for name, rule in track(rules.items(), "testing rules"):
-        draw, counts, num_accepted = np.random.default_rng(seed), np.zeros_like(exact), 0
-        for _ in range(rounds):
-            first, second, accepted = two_tokens(rule, models, draw)
-            counts[first, second] += 1
-            num_accepted += accepted > 0
-        chi = float(((counts - rounds * exact) ** 2 / (rounds * exact)).sum())
-        chance = float(torch.special.gammaincc(torch.tensor(freedom / 2.0), torch.tensor(chi / 2.0)))
-        distance = float(np.abs(counts / rounds - exact).sum() / 2)
-        results[name] = {"chi": chi, "p": chance, "distance": distance, "accepted": num_accepted / rounds}
-    record_table(
-        f"Two tokens of a vocabulary of five, drawn {rounds:,} times",
-        results,
-        "rule {name} | first drafts accepted {accepted:.3f} | chi-square {chi:,.0f} | chance {p:.3f}",
-        f"Σ min(p, q) is {sum_min:.3f}. Chance: that an exact rule is as far off ({freedom} degrees of freedom).",
-    )
-    return {"rules": results, "freedom": freedom, "sum_min": sum_min, "rounds": rounds}
-
-
 # ---- 5. when it pays -----------------------------------------------------------------------------
 
 
-def measure_batches(
-    arguments: argparse.Namespace, device: torch.device, speed_up: Callable[..., float], models: Sequence[Decoder]
-) -> dict:
+def wrong_drafts(vocab_size: int, count: int, seed: int) -> Callable[[str, int], list[int]]:
+    """Return a function that drafts random tokens, which are hardly ever right."""
+    draw = random.Random(seed)
+    return lambda _name, _num_output_tokens: [draw.randrange(vocab_size) for _ in range(count)]
+
+
+def random_prompts(count: int, vocab_size: int, seed: int, length: int = 32) -> list[list[int]]:
+    """Draw the token ids of prompts that share no prefix."""
+    draw = random.Random(seed)
+    return [[draw.randrange(vocab_size) for _ in range(length)] for _ in range(count)]
+
+
+def measure_batches(arguments: argparse.Namespace, device: torch.device, speed_up: Callable[..., float]) -> dict:
     """Verify drafts with a known acceptance rate; by batch size, compare the formulas' prediction
     with the engine's tokens per second.
     """
@@ -304,7 +188,7 @@ def measure_batches(
         "same texts {same:.0%}",
         f"Break-even: predicted {shown_edge(edges['predicted'])}, measured {shown_edge(edges['measured'])}.",
     )
-    return {"batches": results, "break_even": edges, "draft_cost": measure_draft_cost(models, device)}
+    return {"batches": results, "break_even": edges}
 
 
 def break_even(speed_ups: Mapping[int, float]) -> float | None:
@@ -320,22 +204,6 @@ def break_even(speed_ups: Mapping[int, float]) -> float | None:
 def shown_edge(batch: float | None) -> str:
     """Describe a break-even batch in words."""
     return "at none of these" if batch is None else f"at {batch:.0f} requests"
-
-
-def measure_draft_cost(models: Sequence[Decoder], device: torch.device) -> float:
-    """Time a token of the draft model in units of a target pass, for one request with 128 tokens of
-    context.
-    """
-
-    def act(model: CachedModel) -> None:
-        model.length = PROMPT_TOKENS
-        model.forward([1])
-
-    cached = [CachedModel(model, MAX_MODEL_LEN) for model in models]
-    passes = {str(index): partial(act, model) for index, model in enumerate(cached)}
-    target, draft = (statistics.median(times) for times in in_turns(passes, 100, device).values())
-    console.print(f"A pass of the draft model takes {draft / target:.2f} of one of the target.")
-    return draft / target
 
 
 # ---- 6. break it ---------------------------------------------------------------------------------
