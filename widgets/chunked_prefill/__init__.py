@@ -37,7 +37,7 @@ from widgets.shell.advice import Rule, at_least, at_most, choose, progress, use
 from widgets.shell.knobs import choice, labelled, steps
 from widgets.shell.live import Live
 from widgets.shell.notebook import notebook_widget
-from widgets.shell.plot import seconds, tokens
+from widgets.shell.plot import percent, seconds, tokens
 from widgets.shell.spec import Challenge, Guess, Progress, Spec, Verdict
 
 ONLY_JUST = 0.9
@@ -49,8 +49,8 @@ STALL, STALLED = 0.1, 0.3
 def share(value: float) -> str:
     """Format a share as a percentage that is never rounded to 0 % or 100 %."""
     if 0 < value < 0.01 or 0.99 < value < 1:
-        return f"{min(max(value, 1e-4), 1 - 1e-4):.2%}"
-    return f"{value:.0%}"
+        return percent(min(max(value, 1e-4), 1 - 1e-4), 2)
+    return percent(value)
 
 
 def verdict(state: State) -> Verdict:
@@ -63,7 +63,7 @@ def verdict(state: State) -> Verdict:
         return Verdict(" ".join(_cause_sentence(state, cause) for cause in causes), "broken")
     point = state.points[state.budget]
     first = seconds(state.first(state.budget))
-    words = f"{CLIENTS:.0%} of the long prompts have their first token within {first}, and {_gaps(state)}."
+    words = f"{percent(CLIENTS)} of the long prompts have their first token within {first}, and {_gaps(state)}."
     if point.longest_gap(CLIENTS) > state.gap:
         hidden = f"{share(point.stalled(state.gap))} of the clients wait longer, up to {seconds(point.longest[-1])}"
         return Verdict(f"Both limits are met, if all gaps are counted together: {words} Yet {hidden}.", "tight")
@@ -75,8 +75,8 @@ def verdict(state: State) -> Verdict:
 def _gaps(state: State) -> str:
     point = state.points[state.budget]
     if state.judged == "gaps":
-        return f"{ALL_GAPS:.0%} of gaps are within {seconds(point.gap(ALL_GAPS))}"
-    return f"{CLIENTS:.0%} of the clients never wait more than {seconds(point.longest_gap(CLIENTS))} for a token"
+        return f"{percent(ALL_GAPS)} of gaps are within {seconds(point.gap(ALL_GAPS))}"
+    return f"{percent(CLIENTS)} of the clients never wait more than {seconds(point.longest_gap(CLIENTS))} for a token"
 
 
 def _cause_sentence(state: State, cause: str) -> str:
@@ -91,7 +91,7 @@ def _cause_sentence(state: State, cause: str) -> str:
     if cause == "queue":
         return words
     first = seconds(state.first(state.budget))
-    return f"{words} {CLIENTS:.0%} have their first token within {first}; the limit is {seconds(state.ttft)}."
+    return f"{words} {percent(CLIENTS)} have their first token within {first}; the limit is {seconds(state.ttft)}."
 
 
 def _figures(point: Point) -> str:
@@ -135,7 +135,7 @@ def _progress(state: State, rules: list[Rule], met: bool, words: str, advice: st
         words,
         use("Llama-3.1-8B on an H100", serving.name == START["model"] and serving.gpu.name == START["gpu"]),
         at_least("the long prompt", serving.longest, START["prompt"], tokens),
-        at_least("the long share", serving.share, START["long"], "{:.0%}".format),
+        at_least("the long share", serving.share, START["long"], percent),
         at_least("the load", serving.load, START["load"]),
         *rules,
         *state.outcome_rules(
@@ -149,8 +149,8 @@ def _words(state: State) -> str:
         return f"Budget {state.budget:,}."
     point = state.points[state.budget]
     return (
-        f"Budget {state.budget:,}: {CLIENTS:.0%} of clients wait at most {seconds(point.longest_gap(CLIENTS))} "
-        f"for a token, {ALL_GAPS:.0%} of gaps are within {seconds(point.gap(ALL_GAPS))}, and long prompts have "
+        f"Budget {state.budget:,}: {percent(CLIENTS)} of clients wait at most {seconds(point.longest_gap(CLIENTS))} "
+        f"for a token, {percent(ALL_GAPS)} of gaps are within {seconds(point.gap(ALL_GAPS))}, and long prompts have "
         f"their first token within {seconds(state.first(state.budget))}."
     )
 
@@ -252,15 +252,15 @@ KNOBS = {
     },
     "The service level": {
         "gap": steps("Gap limit", LIMITS, START["gap"], "between two tokens"),
-        "ttft": steps("TTFT limit", FIRSTS, START["ttft"], f"of {CLIENTS:.0%} of the long prompts"),
+        "ttft": steps("TTFT limit", FIRSTS, START["ttft"], f"of {percent(CLIENTS)} of the long prompts"),
         "judged": choice(
-            "Judged by", [("each client's longest", "clients"), ("99% of all gaps", "gaps")], START["judged"],
-            f"the longest gap of {CLIENTS:.0%} of the clients, or nearly all gaps",
+            "Judged by", [("each client's longest", "clients"), ("99 % of all gaps", "gaps")], START["judged"],
+            f"the longest gap of {percent(CLIENTS)} of the clients, or nearly all gaps",
         ),
     },
     "The load": {
         "load": steps("Load", labelled(LOADS, "{:g}".format), START["load"], "requests a second"),
-        "long": steps("Long share", labelled(LONG_SHARES, "{:.0%}".format), START["long"], "of the requests"),
+        "long": steps("Long share", labelled(LONG_SHARES, percent), START["long"], "of the requests"),
         "prompt": steps("Long prompt", labelled(PROMPTS, tokens), START["prompt"], "tokens, including the answer"),
         "model": choice("Model", list(MODELS), START["model"], "served in 16 bits"),
         "gpu": choice("GPU", list(GPUS), START["gpu"], "memory and rates"),

@@ -15,7 +15,7 @@ from minivllm_lab.drawing import QUIET, ink_on, text_width
 from minivllm_lab.palette import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, VERMILLION
 from minivllm_simulate.levers import LeverResult
 from widgets.optimization_catalog.runs import MODEL, REQUESTS, SLOTS, Curve, Outcome, Row, State, Step
-from widgets.shell.plot import Axes, Scale, counted, modelled, short
+from widgets.shell.plot import Axes, Scale, counted, modelled, percent, short
 from widgets.shell.svg import SMALL, Box, Drawing
 from widgets.shell.theme import BROKEN, CARD, MID, MISSED
 
@@ -225,7 +225,7 @@ def _rate_words(run: Outcome) -> str:
 def _counts(run: LeverResult) -> str:
     """List the results of a run, from its rate to its preemptions."""
     cache = f"a KV cache of {run.kv_tokens:,} tokens" if run.kv_tokens else "no KV cache"
-    hits = f", {run.prefix_hit_rate:.0%} of the prompt tokens hit the cache" if run.prefix_hit_rate else ""
+    hits = f", {percent(run.prefix_hit_rate)} of the prompt tokens hit the cache" if run.prefix_hit_rate else ""
     lost = f", {counted(run.preemptions, 'preemption')}" if run.preemptions else ""
     wait = f"{run.inter_token_latency * 1e3:,.1f} ms between tokens"
     batch = f"{run.mean_batch:.1f} requests per step"
