@@ -46,13 +46,6 @@ STALL, STALLED = 0.1, 0.3
 """Seconds of a long gap, and the share of clients that must have one, in the third challenge."""
 
 
-def share(value: float) -> str:
-    """Format a share as a percentage that is never rounded to 0 % or 100 %."""
-    if 0 < value < 0.01 or 0.99 < value < 1:
-        return percent(min(max(value, 1e-4), 1 - 1e-4), 2)
-    return percent(value)
-
-
 def verdict(state: State) -> Verdict:
     """Say in one or two sentences whether clients get their tokens in time with this budget."""
     where = f"with steps of at most {state.budget:,} tokens"
@@ -65,7 +58,7 @@ def verdict(state: State) -> Verdict:
     first = seconds(state.first(state.budget))
     words = f"{percent(CLIENTS)} of the long prompts have their first token within {first}, and {_gaps(state)}."
     if point.longest_gap(CLIENTS) > state.gap:
-        hidden = f"{share(point.stalled(state.gap))} of the clients wait longer, up to {seconds(point.longest[-1])}"
+        hidden = f"{percent(point.stalled(state.gap))} of the clients wait longer, up to {seconds(point.longest[-1])}"
         return Verdict(f"Both limits are met, if all gaps are counted together: {words} Yet {hidden}.", "tight")
     used = max(state.first(state.budget) / state.ttft, state.waited(state.budget) / state.gap)
     just = used > ONLY_JUST
@@ -82,9 +75,9 @@ def _gaps(state: State) -> str:
 def _cause_sentence(state: State, cause: str) -> str:
     point = state.points[state.budget]
     if cause == "stall":
-        whose = f"{share(point.gaps_over(state.gap))} of all gaps are"
+        whose = f"{percent(point.gaps_over(state.gap))} of all gaps are"
         if state.judged == "clients":
-            whose = f"{share(point.stalled(state.gap))} of the clients have a gap of"
+            whose = f"{percent(point.stalled(state.gap))} of the clients have a gap of"
         return f"Stalls: {whose} over {seconds(state.gap)}, and the longest is {seconds(point.longest[-1])}."
     why = cause_words(state, cause, state.budget)
     words = f"{why[0].upper()}{why[1:]}."
@@ -193,7 +186,7 @@ def _blind(state: State) -> Progress:
     point = state.points[state.budget] if known else None
     stalled = point.stalled(STALL) if point else 0.0
     causes = state.causes(state.budget) if known else []
-    words = f"Budget {state.budget:,}: {share(stalled)} of clients have a gap over {seconds(STALL)}."
+    words = f"Budget {state.budget:,}: {percent(stalled)} of clients have a gap over {seconds(STALL)}."
     rules = [at_most("the gap limit", state.gap, 0.025, seconds)]
     advice = 'Change "Judged by": it now counts every client with a long gap. Which metric does not?'
     if stalled < STALLED:

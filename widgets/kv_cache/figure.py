@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from minivllm.config.units import GIB
 from minivllm_lab.drawing import text_width
 from minivllm_lab.palette import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILLION
-from widgets.shell.plot import MARGIN, WIDE, Axes, Scale, tokens
+from widgets.shell.plot import MARGIN, WIDE, Axes, Scale, percent, tokens
 from widgets.shell.svg import SMALL, Box, Drawing, Segment, legend, stacked_bar
 from widgets.shell.theme import CARD, HELD, MID, MISSED, NOT_OURS, RESERVED, TINT
 
@@ -28,14 +28,6 @@ BELOW_ONE = 38
 """Pixels below the line of one request, for two rows of names."""
 NEAR, AWAY = 26, 18
 """Pixels within which curves' ends share a name, and by which names may move to make room."""
-
-
-def percent(share: float) -> str:
-    """Format a share as a percentage that is never rounded to 0 % or 100 %."""
-    if 0 < share < 1:
-        share = min(max(share, 0.0001), 0.9999)
-    digits = 2 if 0 < share < 0.01 or 0.99 < share < 1 else 1
-    return f"{share * 100:.{digits}f} %"
 
 
 def draw(state: State, width: float, pinned: State | None, words: str) -> str:
@@ -105,9 +97,9 @@ def _draw_slots(drawing: Drawing, state: State, box: Box) -> Box:
     note += f" (the first {drawn} are shown)" if drawn < state.slots else ""
     y = drawing.heading((box.x, box.y + 19), "The KV cache when it is full", note)
     keys = [
-        Segment(f"ever holds a token {percent(state.held)}", 0, HELD),
-        Segment(f"never used {percent(state.reserved - state.held)}", 0, RESERVED),
-        Segment(f"less than a slot {percent(1 - state.reserved)}", 0, CARD, outlined=True),
+        Segment(f"ever holds a token {percent(state.held, 1)}", 0, HELD),
+        Segment(f"never used {percent(state.reserved - state.held, 1)}", 0, RESERVED),
+        Segment(f"less than a slot {percent(1 - state.reserved, 1)}", 0, CARD, outlined=True),
     ]
     top = legend(drawing, (box.x, y + 21), keys, box.width) - 9
     pool = Box(box.x, top, box.width, max(box.bottom - 8 - top, 60))

@@ -13,7 +13,7 @@ import shlex
 from typing import Any
 
 from minivllm_simulate.known_models import CONFIGS
-from widgets.multi_lora.figure import cause_words, figure, free, gigabytes
+from widgets.multi_lora.figure import cause_words, figure, gigabytes
 from widgets.multi_lora.runs import ANSWER, MAX_MODEL_LEN, PROMPT, SEATS, Point
 from widgets.multi_lora.state import (
     ADAPTERS,
@@ -121,7 +121,7 @@ def _words(state: State) -> str:
     point = state.here
     return (
         f"{counted(state.slots, 'slot')}, {taken}: {percent(CLIENTS)} within {seconds(state.first(state.slots))}, "
-        f"{percent(point.hit_rate)} hits, {free(point)} of the cache free."
+        f"{percent(point.hit_rate)} hits, {percent(1 - point.cache_used)} of the cache free."
     )
 
 

@@ -9,7 +9,7 @@ import math
 from minivllm_lab.palette import BLUE, GREEN, ORANGE, PURPLE
 from minivllm_simulate.load_sweep import Span
 from minivllm_simulate.memory import weight_bytes
-from widgets.multi_lora.runs import ANSWER, PROMPT, Point
+from widgets.multi_lora.runs import ANSWER, PROMPT
 from widgets.multi_lora.state import CLIENTS, SLOTS, WAYS, State
 from widgets.multi_lora.strip import draw_strip
 from widgets.shell.plot import MARGIN, Axes, Scale, counted, modelled, percent, seconds, three_boxes
@@ -124,17 +124,11 @@ def cause_words(state: State, cause: str, slots: int) -> str:
     """Describe what goes wrong with this many slots."""
     point = state.points[slots]
     return {
-        "slots": f"too few slots: the queue grows while {free(point)} of the KV cache is free",
+        "slots": f"too few slots: the queue grows while {percent(1 - point.cache_used)} of the KV cache is free",
         "cache": "the slots leave too little memory for the KV cache",
         "engine": f"{state.serving.load:g} requests a second are more than the GPU handles",
         "": "",
     }[cause]
-
-
-def free(point: Point) -> str:
-    """Format the free share of the KV cache, never rounded up to 100 %."""
-    share = 1 - point.cache_used
-    return "over 99 %" if share > 0.995 else percent(share)
 
 
 def _refusal_words(state: State) -> str:

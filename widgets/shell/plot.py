@@ -60,7 +60,9 @@ def seconds(value: float) -> str:
 
 
 def percent(share: float, digits: int = 0) -> str:
-    """Format a share as a percentage: 90 %, 99.5 %."""
+    """Format a share as a percentage that is never rounded to 0 % or 100 %: 90 %, 99.5 %."""
+    if 0 < share < 1 and not 0 < round(share, digits + 2) < 1:
+        share, digits = min(max(share, 1e-4), 1 - 1e-4), 2
     return f"{share * 100:.{digits}f} %"
 
 

@@ -101,7 +101,7 @@ def test_no_verdict_contradicts_the_formulas():
             said["long steps"] += 1
             assert "stall" in causes, knobs
         if "stall" in causes:
-            assert f"{widget.share(state.points[budget].stalled(state.gap))} of the clients" in result.words
+            assert f"{widget.percent(state.points[budget].stalled(state.gap))} of the clients" in result.words
         if not causes:
             assert widget.seconds(state.first(budget)) in result.words
     assert min(said[each] for each in ("fine", "broken", "queue", "alone", "short steps", "long steps")) >= 10, said
