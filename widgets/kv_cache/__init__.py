@@ -135,10 +135,7 @@ def _full_and_empty(state: State) -> Progress:
         held if state.starts else "vLLM refuses to start.",
         (bool(stopped), stopped),
         (mean == 0, "Raise max_model_len: it refuses every request as too long."),
-        (
-            state.reserved < 0.95,
-            "Use a larger GPU: in a small cache, the leftover part of a slot weighs too much.",
-        ),
+        (state.reserved < 0.95, "Use a larger GPU: in a small cache, the leftover part of a slot weighs too much."),
         (state.held >= 0.01 and mean > 200, f"Choose shorter lengths: {mean:,.0f} tokens fill too much of a slot."),
         (state.held >= 0.01, "Raise max_model_len: these short requests then fill less of each slot."),
     )

@@ -28,7 +28,7 @@ are stacked.
 """
 SIGNS = {"faster": "▲", "slower": "▼", "nothing": "=", "starts": "▲ starts:", "refused": "✕ does not start"}
 MARKS = {"faster": GREEN, "slower": VERMILLION, "nothing": MID, "starts": GREEN}
-TITLES = ("↓ the ranking's order", "↑ the reverse, from below")
+TITLES = ("↓ switched on from the top", "↑ switched on from the bottom")
 ORDERS = ("the ranking's order", "the reverse order")
 STYLES = ((BLUE, ""), (GREY, "6 4"), (ORANGE, "2 4"), (PURPLE, "9 3 2 3"))
 """The colour and dashes of each curve."""
@@ -89,7 +89,7 @@ def figure(state: State, width: float = 640, pinned: State | None = None) -> str
         _draw_order(drawing, right, scale, state, 1)
     words = f"output tokens/s of all GPUs, {modelled(state.error)}"
     y = drawing.paragraph((MARGIN, right.bottom + 34), words, width - 2 * MARGIN)
-    _draw_swept(drawing, Box(MARGIN + 34, y + 14, width - 2 * MARGIN - 34 - NAMES, height - y - 56), state, pinned)
+    _draw_swept(drawing, Box(MARGIN + 34, y + 28, width - 2 * MARGIN - 34 - NAMES, height - y - 70), state, pinned)
     return drawing.render()
 
 
@@ -204,6 +204,8 @@ def _change(step: Step) -> str:
     """Format a lever's effect as a sign and a factor."""
     if step.effect == "waiting":
         return "…"
+    if step.effect == "nothing" and step.factor and factor_words(step.factor) == "1.00":
+        return "no change"
     if step.factor is None:
         rate = f" {short(step.after.tokens_per_second)}" if isinstance(step.after, LeverResult) else ""
         return SIGNS[step.effect] + rate
@@ -266,7 +268,9 @@ def _draw_swept(drawing: Drawing, box: Box, state: State, pinned: State | None) 
     curves = [(curve, style) for curve, style in pairs if any(isinstance(run, LeverResult) for run in curve.outcomes)]
     rates = [rate for curve, _ in curves for rate in _known(curve)[1]] or [1.0]
     axes = Axes(drawing, box, Scale(1, 64, log=True), Scale(min(rates) / 1.5, max(rates) * HEADROOM, log=True))
-    axes.frame("requests at once: max_num_seqs", "", x_ticks=(1, 2, 4, 8, 16, 32, 64), y_ticks=axes.y.ticks(4))
+    axes.frame(
+        "requests at once: max_num_seqs", "output tokens/s", x_ticks=(1, 2, 4, 8, 16, 32, 64), y_ticks=axes.y.ticks(4)
+    )
     for low, high, trouble in breaks(state):
         axes.broken(low, high, BREAKS[trouble].format(level=state.level * 1e3))
     if pinned is not None:

@@ -218,7 +218,7 @@ SPEC = Spec(
             "order": choice("They return", ORDERS, START["order"], "agents do not pause: they return at once"),
         },
         "The pool": {
-            "pool": steps("KV cache", [(tokens(n), n) for n in POOLS], START["pool"], "tokens, in blocks of 16"),
+            "pool": steps("KV cache", [(tokens(n), n) for n in POOLS], START["pool"], "tokens, in blocks of 16")
         },
         "The service level": {
             "target": steps(
@@ -226,7 +226,7 @@ SPEC = Spec(
                 [(f"{n} ms", n) for n in TARGETS],
                 START["target"],
                 "p95 time to first token of a user's later turns, Llama-3.1-8B on an H100, modelled",
-            ),
+            )
         },
     },
     presets={

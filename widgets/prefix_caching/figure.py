@@ -91,7 +91,7 @@ def _of_cell(state: State, users: int, pool: int, cell: Reuse) -> str:
 
 
 def _map_legend(drawing: Drawing, state: State, y: float) -> float:
-    hatched = f"p95 TTFT above {state.target * 1e3:g} ms"
+    hatched = f"p95 time to first token above {state.target * 1e3:g} ms"
     wide = drawing.width - 2 * MARGIN
     below = legend(drawing, (MARGIN, y), [Segment(hatched, 0, BROKEN, hatched=True)], wide)
     if not _has_line(state):
@@ -223,15 +223,8 @@ def _draw_cut(drawing: Drawing, state: State, box: Box, pinned: State | None) ->
         column = POOLS.index(missed[-1]) + 1
         with drawing.answer():
             axes.broken(None, COLUMNS[column] if column < len(POOLS) else None, _cause(state))
-    axes.frame(
-        "KV cache, tokens",
-        "",
-        x_format=tokens,
-        y_format=percent,
-        x_ticks=POOLS,
-        y_ticks=(0, 0.5, 1),
-    )
-    drawing.text((box.x, box.y - 10), f"… with {state.users} users", size=SMALL, colour=QUIET, halo=True)
+    axes.frame("KV cache, tokens", "", x_format=tokens, y_format=percent, x_ticks=POOLS, y_ticks=(0, 0.5, 1))
+    drawing.text((box.x, box.y - 10), f"hit rate with {state.users} users", size=SMALL, colour=QUIET, halo=True)
     axes.mark_y(state.endless_rate, "a cache that never evicts", GREY, dash="6 4")
     if pinned:
         axes.pinned([pool for pool, _ in pinned.row()], [cell.hit_rate for _, cell in pinned.row()], pinned.pool)
@@ -254,7 +247,7 @@ def _draw_curve(axes: Axes, state: State, row: Sequence[tuple[int, Reuse]]) -> N
 
 def _cause(state: State) -> str:
     """Explain why this row's cells miss the limit."""
-    missed = f"p95 TTFT above {state.target * 1e3:g} ms"
+    missed = f"p95 time to first token above {state.target * 1e3:g} ms"
     if state.endless is not None and state.missed(state.endless):
         reason = "nothing is shared" if state.findable == 0 else "even a cache that never evicts is too slow"
         return f"{reason}; {missed}"
