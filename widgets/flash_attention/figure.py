@@ -105,7 +105,7 @@ def _draw_limits(axes: Axes, state: State) -> None:
     if state.launched < state.queries[-1]:
         first, words = max(state.launched, state.queries[0]), "does not launch"
         axes.shade(first, None, words)  # too narrow for level words
-        place = ((axes.at(first, axes.y.low)[0] + axes.box.right) / 2 + 4, axes.box.y + 6)
+        place = (axes.box.right - 5, axes.box.y + 6)
         axes.drawing.text(place, words, size=SMALL, colour=VERMILLION, anchor="end", bold=True, turn=-90, halo=True)
     left, right = max(state.kept, state.queries[0]), min(state.launched, state.queries[-1])
     if left < right:
