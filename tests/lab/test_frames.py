@@ -116,3 +116,4 @@ def test_a_paragraph_keeps_to_its_width():
     assert " ".join(wrapped(words, 150)) == words
     assert all(text_width(row) <= 150 for row in wrapped(words, 150))
     assert len(re.findall("<text", paragraph(0, 0, words, 150))) == len(wrapped(words, 150)) > 2
+    assert wrapped("off by 8 %, by 18 %", 10) == ["off", "by", "8 %,", "by", "18 %"]

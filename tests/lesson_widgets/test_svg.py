@@ -71,6 +71,12 @@ def test_a_label_is_written_only_where_it_fits():
         assert len(rendered(drawing).findall(f"{SVG}text")) == expected
 
 
+def test_upright_words_take_a_tall_box():
+    drawing = Drawing(200, 100, "t")
+    drawing.text((50, 10), "launch", size=SMALL, anchor="end", turn=-90)
+    assert drawing.words == [Box(50 - 0.8 * SMALL, 10, SMALL, text_width("launch", SMALL))]
+
+
 def test_a_legend_flows_into_rows():
     drawing = Drawing(300, 100, "t")
     entries = [Segment(f"entry number {index}", 1, "#111111") for index in range(4)]

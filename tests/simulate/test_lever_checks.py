@@ -38,9 +38,9 @@ def test_short_prompts_are_modelled_too_fast_by_half_and_count_for_no_other():
 
 
 def test_an_error_is_said_of_its_kind_alone():
-    assert known_error("decode") == f"decodes off by {median_error('decode'):.0%} (median)"
-    both = f"decodes off by {median_error('decode'):.0%}, prefills by {median_error('prefill'):.0%} (median)"
-    assert known_error("decode", "prefill") == both
+    decode, prefill = (f"{median_error(kind) * 100:.0f} %" for kind in ("decode", "prefill"))
+    assert known_error("decode") == f"decodes off by {decode} (median)"
+    assert known_error("decode", "prefill") == f"decodes off by {decode}, prefills by {prefill} (median)"
     with pytest.raises(statistics.StatisticsError):
         known_error("anything")
 

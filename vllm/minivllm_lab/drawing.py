@@ -8,6 +8,7 @@ Coordinates are pixels from the top left corner. Text is at least 11 pixels high
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from html import escape
@@ -160,9 +161,9 @@ def tint(colour: str, share: float = 0.25) -> str:
 
 
 def wrapped(content: str, width: float, size: float = BODY) -> list[str]:
-    """Return the words of `content` in lines no wider than `width`."""
+    """Return the words of `content` in lines no wider than `width`; "%" stays beside its number."""
     lines: list[str] = []
-    for word in content.split():
+    for word in re.findall(r"\S+(?: %\S*)?", content):
         if lines and text_width(f"{lines[-1]} {word}", size) <= width:
             lines[-1] += f" {word}"
         else:

@@ -127,10 +127,10 @@ def median_error(kind: str) -> float:
 
 
 def known_error(*kinds: str) -> str:
-    """Describe the model's error on figures of these kinds, as in "decodes off by 8%, prefills by
-    18% (median)".
+    """Describe the model's error on figures of these kinds, as in "decodes off by 8 %, prefills by
+    18 % (median)".
     """
-    parts = [f"{kind}s {'off ' if not index else ''}by {median_error(kind):.0%}" for index, kind in enumerate(kinds)]
+    parts = [f"{kind}s {'off ' * (not index)}by {100 * median_error(kind):.0f} %" for index, kind in enumerate(kinds)]
     return ", ".join(parts) + " (median)"
 
 

@@ -37,20 +37,13 @@ from widgets.shell.advice import Rule, at_least, at_most, choose, progress, use
 from widgets.shell.knobs import choice, labelled, steps
 from widgets.shell.live import Live
 from widgets.shell.notebook import notebook_widget
-from widgets.shell.plot import seconds, tokens
+from widgets.shell.plot import percent, seconds, tokens
 from widgets.shell.spec import Challenge, Guess, Progress, Spec, Verdict
 
 ONLY_JUST = 0.9
 """The share of a limit from which a little more load is too much."""
 STALL, STALLED = 0.1, 0.3
 """Seconds of a long gap, and the share of clients that must have one, in the third challenge."""
-
-
-def share(value: float) -> str:
-    """Format a share as a percentage that is never rounded to 0 % or 100 %."""
-    if 0 < value < 0.01 or 0.99 < value < 1:
-        return f"{min(max(value, 1e-4), 1 - 1e-4):.2%}"
-    return f"{value:.0%}"
 
 
 def verdict(state: State) -> Verdict:
@@ -63,9 +56,9 @@ def verdict(state: State) -> Verdict:
         return Verdict(" ".join(_cause_sentence(state, cause) for cause in causes), "broken")
     point = state.points[state.budget]
     first = seconds(state.first(state.budget))
-    words = f"{CLIENTS:.0%} of the long prompts have their first token within {first}, and {_gaps(state)}."
+    words = f"{percent(CLIENTS)} of the long prompts have their first token within {first}, and {_gaps(state)}."
     if point.longest_gap(CLIENTS) > state.gap:
-        hidden = f"{share(point.stalled(state.gap))} of the clients wait longer, up to {seconds(point.longest[-1])}"
+        hidden = f"{percent(point.stalled(state.gap))} of the clients wait longer, up to {seconds(point.longest[-1])}"
         return Verdict(f"Both limits are met, if all gaps are counted together: {words} Yet {hidden}.", "tight")
     used = max(state.first(state.budget) / state.ttft, state.waited(state.budget) / state.gap)
     just = used > ONLY_JUST
@@ -75,23 +68,23 @@ def verdict(state: State) -> Verdict:
 def _gaps(state: State) -> str:
     point = state.points[state.budget]
     if state.judged == "gaps":
-        return f"{ALL_GAPS:.0%} of gaps are within {seconds(point.gap(ALL_GAPS))}"
-    return f"{CLIENTS:.0%} of the clients never wait more than {seconds(point.longest_gap(CLIENTS))} for a token"
+        return f"{percent(ALL_GAPS)} of gaps are within {seconds(point.gap(ALL_GAPS))}"
+    return f"{percent(CLIENTS)} of the clients never wait more than {seconds(point.longest_gap(CLIENTS))} for a token"
 
 
 def _cause_sentence(state: State, cause: str) -> str:
     point = state.points[state.budget]
     if cause == "stall":
-        whose = f"{share(point.gaps_over(state.gap))} of all gaps are"
+        whose = f"{percent(point.gaps_over(state.gap))} of all gaps are"
         if state.judged == "clients":
-            whose = f"{share(point.stalled(state.gap))} of the clients have a gap of"
+            whose = f"{percent(point.stalled(state.gap))} of the clients have a gap of"
         return f"Stalls: {whose} over {seconds(state.gap)}, and the longest is {seconds(point.longest[-1])}."
     why = cause_words(state, cause, state.budget)
     words = f"{why[0].upper()}{why[1:]}."
     if cause == "queue":
         return words
     first = seconds(state.first(state.budget))
-    return f"{words} {CLIENTS:.0%} have their first token within {first}; the limit is {seconds(state.ttft)}."
+    return f"{words} {percent(CLIENTS)} have their first token within {first}; the limit is {seconds(state.ttft)}."
 
 
 def _figures(point: Point) -> str:
@@ -135,7 +128,7 @@ def _progress(state: State, rules: list[Rule], met: bool, words: str, advice: st
         words,
         use("Llama-3.1-8B on an H100", serving.name == START["model"] and serving.gpu.name == START["gpu"]),
         at_least("the long prompt", serving.longest, START["prompt"], tokens),
-        at_least("the long share", serving.share, START["long"], "{:.0%}".format),
+        at_least("the long share", serving.share, START["long"], percent),
         at_least("the load", serving.load, START["load"]),
         *rules,
         *state.outcome_rules(
@@ -149,8 +142,8 @@ def _words(state: State) -> str:
         return f"Budget {state.budget:,}."
     point = state.points[state.budget]
     return (
-        f"Budget {state.budget:,}: {CLIENTS:.0%} of clients wait at most {seconds(point.longest_gap(CLIENTS))} "
-        f"for a token, {ALL_GAPS:.0%} of gaps are within {seconds(point.gap(ALL_GAPS))}, and long prompts have "
+        f"Budget {state.budget:,}: {percent(CLIENTS)} of clients wait at most {seconds(point.longest_gap(CLIENTS))} "
+        f"for a token, {percent(ALL_GAPS)} of gaps are within {seconds(point.gap(ALL_GAPS))}, and long prompts have "
         f"their first token within {seconds(state.first(state.budget))}."
     )
 
@@ -193,7 +186,7 @@ def _blind(state: State) -> Progress:
     point = state.points[state.budget] if known else None
     stalled = point.stalled(STALL) if point else 0.0
     causes = state.causes(state.budget) if known else []
-    words = f"Budget {state.budget:,}: {share(stalled)} of clients have a gap over {seconds(STALL)}."
+    words = f"Budget {state.budget:,}: {percent(stalled)} of clients have a gap over {seconds(STALL)}."
     rules = [at_most("the gap limit", state.gap, 0.025, seconds)]
     advice = 'Change "Judged by": it now counts every client with a long gap. Which metric does not?'
     if stalled < STALLED:
@@ -252,15 +245,15 @@ KNOBS = {
     },
     "The service level": {
         "gap": steps("Gap limit", LIMITS, START["gap"], "between two tokens"),
-        "ttft": steps("TTFT limit", FIRSTS, START["ttft"], f"of {CLIENTS:.0%} of the long prompts"),
+        "ttft": steps("TTFT limit", FIRSTS, START["ttft"], f"of {percent(CLIENTS)} of the long prompts"),
         "judged": choice(
-            "Judged by", [("each client's longest", "clients"), ("99% of all gaps", "gaps")], START["judged"],
-            f"the longest gap of {CLIENTS:.0%} of the clients, or nearly all gaps",
+            "Judged by", [("each client's longest", "clients"), ("99 % of all gaps", "gaps")], START["judged"],
+            f"the longest gap of {percent(CLIENTS)} of the clients, or nearly all gaps",
         ),
     },
     "The load": {
         "load": steps("Load", labelled(LOADS, "{:g}".format), START["load"], "requests a second"),
-        "long": steps("Long share", labelled(LONG_SHARES, "{:.0%}".format), START["long"], "of the requests"),
+        "long": steps("Long share", labelled(LONG_SHARES, percent), START["long"], "of the requests"),
         "prompt": steps("Long prompt", labelled(PROMPTS, tokens), START["prompt"], "tokens, including the answer"),
         "model": choice("Model", list(MODELS), START["model"], "served in 16 bits"),
         "gpu": choice("GPU", list(GPUS), START["gpu"], "memory and rates"),

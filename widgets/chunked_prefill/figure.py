@@ -10,7 +10,7 @@ from minivllm_simulate.load_sweep import Span, within
 from widgets.chunked_prefill.runs import ANSWER, CHAT
 from widgets.chunked_prefill.state import ALL_GAPS, BUDGETS, CLIENTS, State
 from widgets.chunked_prefill.strip import draw_steps
-from widgets.shell.plot import Axes, Key, Scale, draw_head, figures, seconds, short, three_boxes, tokens
+from widgets.shell.plot import Axes, Key, Scale, draw_head, figures, percent, seconds, short, three_boxes, tokens
 from widgets.shell.svg import QUIET, Box, Drawing
 
 BUDGET = Scale(BUDGETS[0], BUDGETS[-1], log=True)
@@ -25,7 +25,7 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
     serving = state.serving
     drawing = Drawing(width, 0, "What a token budget costs", f"Waiting times against the budget, now {state.budget}")
     note = (
-        f"{serving.name} on one {serving.gpu.name}, {serving.load:g} requests a second: {serving.share:.0%} have "
+        f"{serving.name} on one {serving.gpu.name}, {serving.load:g} requests a second: {percent(serving.share)} have "
         f"{tokens(serving.longest)} tokens, the others {CHAT} in, all {ANSWER} out; {POLICIES[serving.policy]}"
     )
     y = draw_head(drawing, "How long clients wait", note, state.error, _keys(state))
@@ -39,7 +39,7 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
 
 def gap_words(judged: str) -> str:
     """Name the statistic by which gaps are judged."""
-    return f"{ALL_GAPS:.0%} of all gaps" if judged == "gaps" else f"longest gap, {CLIENTS:.0%} of clients"
+    return f"{percent(ALL_GAPS)} of all gaps" if judged == "gaps" else f"longest gap, {percent(CLIENTS)} of clients"
 
 
 def _keys(state: State) -> list[Key]:
@@ -47,7 +47,7 @@ def _keys(state: State) -> list[Key]:
     return [
         (gap_words(state.judged), BLUE, "", 2.5),
         (gap_words(other), BLUE, "2 4", 1.8),
-        (f"first token, {CLIENTS:.0%} of long prompts", ORANGE, "", 2.5),
+        (f"first token, {percent(CLIENTS)} of long prompts", ORANGE, "", 2.5),
         ("limits", GREEN, "4 3", 1.5),
     ]
 
@@ -157,9 +157,9 @@ def _draw_tips(axes: Axes, state: State) -> None:
     def tip(budget: int) -> str:
         point = state.points[budget]
         return (
-            f"Budget {budget:,}: {CLIENTS:.0%} of the clients never wait more than "
-            f"{seconds(point.longest_gap(CLIENTS))} for a token, and {ALL_GAPS:.0%} of all gaps are within "
-            f"{seconds(point.gap(ALL_GAPS))}. {CLIENTS:.0%} of the long prompts have their first token within "
+            f"Budget {budget:,}: {percent(CLIENTS)} of the clients never wait more than "
+            f"{seconds(point.longest_gap(CLIENTS))} for a token, and {percent(ALL_GAPS)} of all gaps are within "
+            f"{seconds(point.gap(ALL_GAPS))}. {percent(CLIENTS)} of the long prompts have their first token within "
             f"{seconds(state.first(budget))}."
         )
 
@@ -197,12 +197,13 @@ def _draw_chats(drawing: Drawing, box: Box, state: State) -> None:
     firsts = {budget: within(state.points[budget].chat_ttft, CLIENTS) for budget in state.run}
     least = state.serving.cost.seconds(StepShape.of([(CHAT, 0)]))
     axes = Axes(drawing, box, BUDGET, Scale.around(0.8 * least, max([20 * least, *state.alone.values()])))
-    label = f"chats: first token, {CLIENTS:.0%}"
+    label = f"chats: first token, {percent(CLIENTS)}"
     axes.frame("budget", label, x_ticks=TICKS, x_format=tokens, y_ticks=axes.y.powers(), y_format=seconds)
     axes.line(list(firsts), list(firsts.values()), SKY)
     axes.also_here(state.budget)
 
     def tip(budget: int) -> str:
-        return f"Budget {budget:,}: {CLIENTS:.0%} of the chats have their first token within {seconds(firsts[budget])}"
+        within = seconds(firsts[budget])
+        return f"Budget {budget:,}: {percent(CLIENTS)} of the chats have their first token within {within}"
 
     axes.tips(list(firsts), tip)

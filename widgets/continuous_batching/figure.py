@@ -197,7 +197,7 @@ def _draw_stretch(drawing: Drawing, box: Box, curve: Curve, state: State, ends: 
     drawing.text((MARGIN, box.y + 12), curve.name, size=13, bold=True, colour=colour)
     used = f"{share(round(stretch.used_while_waiting(state.seats), 2))} in use"
     waits = any(moment.waiting for moment in stretch.moments)
-    for row, words in enumerate((used, "while", "some wait") if waits else ("none", "waiting")):
+    for row, words in enumerate((used, "while waiting") if waits else ("none waiting",)):
         drawing.text((MARGIN, box.y + 29 + 14 * row), words, size=SMALL, colour=QUIET)
     drawing.rect(box, IDLE)
     scale = box.width / state.window

@@ -37,7 +37,7 @@ from widgets.shell.advice import Rule, at_least, at_most, progress, use
 from widgets.shell.knobs import choice, labelled, steps, switch
 from widgets.shell.live import Live
 from widgets.shell.notebook import notebook_widget
-from widgets.shell.plot import counted_rate, figures, seconds, tokens
+from widgets.shell.plot import counted_rate, figures, percent, seconds, tokens
 from widgets.shell.spec import Challenge, Guess, Progress, Spec, Verdict
 
 ALIKE = 1.05
@@ -56,7 +56,7 @@ def verdict(state: State) -> Verdict:
         return Verdict(f"{state.model} does not fit on {state.gpu}: {mine.refused}.", "broken")
     if state.rate not in mine.points:
         return Verdict(f"Still serving the requests at {state.rate:g} a second.", "tight")
-    share = f"{mine.share(state.rate):.0%} are in time"
+    share = f"{percent(mine.share(state.rate))} are in time"
     if mine.breaks(state.rate):
         why = cause_words(mine.cause_at(state.rate), state)
         too_many = f"At {counted_rate(state.rate)}, {mine.name} break"
@@ -222,7 +222,7 @@ COUNTS = list(range(1, MOST_OF_A_KIND + 1))
 KNOBS = {
     "The load": {
         "rate": steps("Rate", [(f"{rate:g}", rate) for rate in RATES], START["rate"], "requests a second, in all"),
-        "ttft": steps("TTFT limit", TTFTS, START["ttft"], f"of {SHARE:.0%} of the first tokens"),
+        "ttft": steps("TTFT limit", TTFTS, START["ttft"], f"of {percent(SHARE)} of the first tokens"),
         "tpot": steps("TPOT limit", TPOTS, START["tpot"], "time per output token"),
     },
     "The GPUs": {

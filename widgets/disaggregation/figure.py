@@ -10,7 +10,7 @@ from minivllm_lab.disaggregation.goodput import SHARE
 from minivllm_lab.drawing import text_width
 from minivllm_lab.palette import BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILLION
 from widgets.disaggregation.state import LADDER, RATES, TUNED, Side, State
-from widgets.shell.plot import MARGIN, WIDE, Axes, Key, Scale, draw_head, figures, seconds, tokens
+from widgets.shell.plot import MARGIN, WIDE, Axes, Key, Scale, draw_head, figures, percent, seconds, tokens
 from widgets.shell.svg import HEADING, QUIET, SMALL, Box, Drawing, Segment, legend, stacked_bar
 from widgets.shell.theme import MID
 
@@ -63,7 +63,7 @@ def _keys(state: State) -> list[Key]:
     return [
         (f"{state.mine.name}: prefill + decode", BLUE, "", 2.5),
         ("all do both", ORANGE, "7 4", 2.0),
-        (f"{SHARE:.0%}", GREEN, "4 3", 1.5),
+        (percent(SHARE), GREEN, "4 3", 1.5),
     ]
 
 
@@ -77,7 +77,7 @@ def _draw_shares(axes: Axes, state: State, pinned: State | None) -> None:
         x_ticks=TICKS,
         x_format="{:g}".format,
         y_ticks=(0, 0.25, 0.5, 0.75, 1),
-        y_format="{:.0%}".format,
+        y_format=percent,
     )
     mine = state.mine
     if mine.refused:
@@ -110,8 +110,8 @@ def _share_words(state: State, rate: float) -> str:
     for side in (state.mine, state.both):
         if rate in side.points:
             first, later = side.points[rate].late(state.objective)
-            late = f"first tokens late for {first:.0%}, later ones for {later:.0%}"
-            parts.append(f"{side.name}: {side.share(rate):.0%} in time; {late}.")
+            late = f"first tokens late for {percent(first)}, later ones for {percent(later)}"
+            parts.append(f"{side.name}: {percent(side.share(rate))} in time; {late}.")
     return " ".join(parts)
 
 

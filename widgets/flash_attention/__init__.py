@@ -35,7 +35,7 @@ def verdict(state: State) -> Verdict:
         words = f"The kernel does not launch: it needs {needed:.0f} KiB of shared memory, but the limit is {limit:.0f}."
         return Verdict(done + words, "broken")
     if state.less < 1:
-        return Verdict(f"{done}{_fewer(state)}: {state.block_q} queries per tile are too few.", "broken")
+        return Verdict(f"{done}{_fewer(state)}. Take more than {state.block_q} queries per tile.", "broken")
     words = f"{done}{_fewer(state)}, {state.tiled.intensity:.0f} operations per byte (ridge: {state.ridge:.0f})."
     if state.spills:
         sums = sum(state.registers.values()) / KIB
@@ -45,7 +45,7 @@ def verdict(state: State) -> Verdict:
 
 def _fewer(state: State) -> str:
     if abs(state.less - 1) < 0.01:
-        return "As many bytes as with T × T stored, within 1 %"
+        return "No saving: as many bytes, within 1 %, as with T × T stored"
     if state.less < 1:
         return f"{1 / state.less:.2f} times more bytes than with T × T stored"
     return f"{state.less:.2f} times fewer bytes than with T × T stored"

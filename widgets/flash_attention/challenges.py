@@ -14,10 +14,7 @@ if TYPE_CHECKING:
 
 
 def _setting(state: State, gpu: str, head_dim: int) -> list[Rule]:
-    return [
-        use(f"an {gpu}", state.hardware.name == gpu),
-        use(f"a head dim of {head_dim}", state.head_dim == head_dim),
-    ]
+    return [use(f"an {gpu}", state.hardware.name == gpu), use(f"a head dim of {head_dim}", state.head_dim == head_dim)]
 
 
 def _moves_less(state: State) -> str:

@@ -7,12 +7,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from minivllm_lab.drawing import QUIET
+from minivllm_lab.drawing import QUIET, text_width
 from minivllm_lab.flash_attention.attention_traffic import KIB, REGISTER_FILE
 from minivllm_lab.palette import BLUE, GREEN, INK, ORANGE, PALE, PURPLE, SKY, VERMILLION
 from widgets.flash_attention.walk import captions, draw_row, draw_tiles, size
 from widgets.shell.plot import WIDE, Axes, Scale, tokens
-from widgets.shell.svg import HEADING, SMALL, Box, Drawing, Segment, stacked_bar
+from widgets.shell.svg import BOLD, HEADING, SMALL, Box, Drawing, Segment, legend, stacked_bar, without_room
 from widgets.shell.theme import CARD, MID, NOT_OURS
 
 if TYPE_CHECKING:
@@ -79,15 +79,11 @@ def detail(state: State, width: float = 640, pinned: State | None = None) -> str
 
 
 def _draw_sweep(drawing: Drawing, at: Box, state: State, pinned: State | None) -> None:
-    drawing.text((at.x, 22), "Bytes moved per head", size=HEADING, bold=True)
+    drawing.text((at.x, 22), f"Bytes moved per head, {tokens(state.length)} tokens", size=HEADING, bold=True)
     box = Box(at.x + 56, at.y + 34, at.width - 72, at.height - 76)
     moved = [traffic.moved for traffic in state.by_queries]
-    curves = [
-        *moved,
-        state.naive.moved,
-        state.least,
-        *([traffic.moved for traffic in pinned.by_queries] if pinned else []),
-    ]
+    before = [traffic.moved for traffic in pinned.by_queries] if pinned else []
+    curves = [*moved, *before, state.naive.moved, state.least]
     y = Scale(min(curves) * 0.25, max(curves) * 14, log=True)  # room for words above and below
     axes = Axes(drawing, box, Scale(state.queries[0], state.queries[-1], log=True), y)
     count, ticks = "{:,.0f}".format, axes.x.doublings()
@@ -95,11 +91,11 @@ def _draw_sweep(drawing: Drawing, at: Box, state: State, pinned: State | None) -
     with drawing.answer():
         _draw_limits(axes, state)
     if state.few < state.launched:  # otherwise the whole axis is broken already
-        axes.broken(None, state.few, "more than T × T")
+        axes.broken(None, state.few, "no gain")
     axes.mark_y(state.naive.moved, f"T × T stored: {size(state.naive.moved)}", VERMILLION)
     axes.mark_y(state.least, f"each byte once: {size(state.least)}", QUIET, dash="2 3")
     if pinned:
-        axes.pinned(pinned.queries, [traffic.moved for traffic in pinned.by_queries], pinned.block_q)
+        axes.pinned(pinned.queries, before, pinned.block_q)
     _draw_curve(axes, state, moved)
     axes.here(state.block_q, "block_q", f"{state.block_q} queries: {size(state.tiled.moved)}")
 
@@ -107,7 +103,10 @@ def _draw_sweep(drawing: Drawing, at: Box, state: State, pinned: State | None) -
 def _draw_limits(axes: Axes, state: State) -> None:
     """Shade where registers spill, and where the kernel does not launch."""
     if state.launched < state.queries[-1]:
-        axes.broken(max(state.launched, state.queries[0]), None, "no launch")  # as many words as fit
+        first, words = max(state.launched, state.queries[0]), "does not launch"
+        axes.shade(first, None, words)  # too narrow for level words
+        place = (axes.box.right - 5, axes.box.y + 6)
+        axes.drawing.text(place, words, size=SMALL, colour=VERMILLION, anchor="end", bold=True, turn=-90, halo=True)
     left, right = max(state.kept, state.queries[0]), min(state.launched, state.queries[-1])
     if left < right:
         first, end = axes.at(left, axes.y.low)[0], axes.at(right, axes.y.low)[0]
@@ -161,11 +160,11 @@ def _tip(state: State, index: int) -> str:
 
 
 def _draw_lengths(drawing: Drawing, at: Box, state: State) -> None:
-    drawing.text((at.x, at.y + 22), "… and against T", size=HEADING, bold=True)
+    drawing.text((at.x, at.y + 22), "… by length of the text", size=HEADING, bold=True)
     box = Box(at.x + 48, at.y + 34, at.width - 54, at.height - 76)
     y = Scale(2**20, 2.6 * max(state.naive_by_length[-1], state.tiled_by_length[-1]), log=True)
     axes = Axes(drawing, box, Scale(state.lengths[0], state.lengths[-1], log=True), y)
-    axes.frame("tokens", "", x_format=tokens, x_ticks=state.lengths[::3], y_format=size, y_ticks=y.doublings(5))
+    axes.frame("tokens, T", "", x_format=tokens, x_ticks=state.lengths[::3], y_format=size, y_ticks=y.doublings(5))
     gpu = state.hardware
     edge = axes.at(state.longest, y.low)[0]
     if edge < box.right:
@@ -216,6 +215,10 @@ def _draw_bar(drawing: Drawing, at: Box, name: str, parts: dict[str, int], limit
         for part, count in parts.items()
     ]
     stacked_bar(drawing, bar, segments, max(needed, limit))
+    small = without_room(segments, max(needed, limit), bar.width)
+    x = at.x + text_width(words, SMALL) * BOLD + 16
+    if x + sum(34 + text_width(part.label, SMALL) for part in small) < at.right:
+        legend(drawing, (x, at.y + 12), small, at.width)
     if over:
         edge = bar.x + limit / needed * bar.width
         drawing.line((edge, bar.y - 4), (edge, bar.bottom + 3), colour=VERMILLION, width=2.5)

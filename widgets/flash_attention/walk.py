@@ -96,12 +96,8 @@ def draw_tiles(drawing: Drawing, at: Box, state: State) -> None:
         tip = f"Programs up to {band.programs:,}: each reads K and V up to its own queries (key {band.queries:,})."
         drawing.rect(Box(side.x, y, side.width, high - y), "transparent", tip=tip)
         frame = index + 1
-        drawing.rect(
-            Box(at.x + 2, y + 1, 12, max(high - y - 2, 1)),
-            BLUE,
-            at=f"{frame} {last}",
-            tip=f"Q of programs up to {band.programs:,}: loaded once.",
-        )
+        tip = f"Q of programs up to {band.programs:,}: loaded once."
+        drawing.rect(Box(at.x + 2, y + 1, 12, max(high - y - 2, 1)), BLUE, at=f"{frame} {last}", tip=tip)
     drawing.line((side.x, side.y), (side.right, side.bottom), colour=INK, width=1.5)
     place = (side.right - 4, side.y + 16)
     drawing.text(place, "later keys: never read", size=SMALL, colour=QUIET, anchor="end")
@@ -114,7 +110,7 @@ def _draw_reads(drawing: Drawing, side: Box, state: State, columns: int) -> None
     drawing.text((side.x, side.y - 6), f"read {state.programs:,} ×", size=SMALL, colour=QUIET)
     last = (math.ceil(state.length / state.block_k) - 1) * state.block_k
     times = state.programs - last // state.block_q
-    drawing.text((side.right, side.y - 6), f"{times:,} ×", size=SMALL, colour=QUIET, anchor="end")
+    drawing.text((side.right, side.y - 6), f"read {times:,} ×", size=SMALL, colour=QUIET, anchor="end")
     for column in range(columns):
         key = int(column * state.length / columns)
         tip = f"K and V from key {key:,} are read by {state.programs - key // state.block_q:,} programs."
@@ -163,12 +159,12 @@ def _draw_loaded(drawing: Drawing, at: Box, state: State) -> None:
 def draw_row(drawing: Drawing, at: Box, state: State) -> None:
     """Draw the scores of one query, their running maximum, and m, l and O after each tile."""
     row = state.row
-    drawing.text((at.x, at.y + 18), "One row, tile by tile", size=HEADING, bold=True)
-    after = at.x + text_width("One row, tile by tile", HEADING) * 1.06 + 10
-    note = f"real scores: layer {row.layer}, head {row.head}"
+    drawing.text((at.x, at.y + 18), "One row's scores, tile by tile", size=HEADING, bold=True)
+    after = at.x + text_width("One row's scores, tile by tile", HEADING) * 1.06 + 10
+    note = f"layer {row.layer}, head {row.head}"
     if after + text_width(note, SMALL) <= at.right:
         drawing.text((after, at.y + 18), note, size=SMALL, colour=QUIET)
-    box = Box(at.x + 44, at.y + 30, at.width - 46, at.height - 30 - 92)
+    box = Box(at.x + 72, at.y + 30, at.width - 74, at.height - 30 - 92)
     low, high = min(0.0, *row.scores), max(0.1, *row.scores)
     axes = Axes(drawing, box, Scale(0, len(row.scores)), Scale(low * 1.1, high * 1.18))
     axes.frame("", "", x_ticks=[], y_format=lambda value: f"{value:.3g}", y_ticks=axes.y.ticks(4))
@@ -216,10 +212,10 @@ def _draw_maximum(axes: Axes, state: State) -> None:
 
 def _draw_numbers(drawing: Drawing, at: Box, box: Box, state: State) -> None:
     """Write m, the factor of the old sums, l and O / l below each tile."""
-    names = (("m", VERMILLION), ("old ×", QUIET), ("l", BLUE), ("O / l", BLUE))
+    names = (("max m", VERMILLION), ("old sums ×", QUIET), ("sum l", BLUE), ("O / l", BLUE))
     for line, (name, colour) in enumerate(names):
         place = (box.x - 7, box.bottom + 17 + 16 * line)
-        drawing.text(place, name, size=SMALL, colour=colour, anchor="end", bold=name != "old ×")
+        drawing.text(place, name, size=SMALL, colour=colour, anchor="end", bold=colour != QUIET)
     last = _last(state)
     for tile, step in enumerate(state.steps):
         left = box.x + step.first / len(state.row.scores) * box.width

@@ -17,13 +17,13 @@ from minivllm.config.units import GIB
 from minivllm_simulate.hardware import HARDWARE
 from minivllm_simulate.known_models import CONFIGS
 from minivllm_simulate.workloads import WORKLOADS
-from widgets.kv_cache.figure import draw, percent
+from widgets.kv_cache.figure import draw
 from widgets.kv_cache.state import CONTEXTS, START, State, sweep
 from widgets.shell.advice import at_least, at_most, choose, progress, use
 from widgets.shell.knobs import choice, entry, slider, steps
 from widgets.shell.live import Live
 from widgets.shell.notebook import notebook_widget
-from widgets.shell.plot import counted, tokens
+from widgets.shell.plot import counted, percent, tokens
 from widgets.shell.spec import Challenge, Guess, Progress, Spec, Verdict
 
 FULL_LENGTH = 131_072
@@ -64,8 +64,8 @@ def verdict(state: State) -> Verdict:
         )
     if state.mean_length == 0:
         return Verdict(f"Every {state.workload_title} request is longer than {state.max_model_len:,} tokens.", "broken")
-    refused = f" {percent(state.too_long)} of the requests are longer and are refused." if state.too_long else ""
-    words = f"Full with {counted(state.slots, 'request')}, but only {percent(state.held)} of the KV "
+    refused = f" {percent(state.too_long, 1)} of the requests are longer and are refused." if state.too_long else ""
+    words = f"Full with {counted(state.slots, 'request')}, but only {percent(state.held, 1)} of the KV "
     words += f"cache ever holds a token (mean request: {state.mean_length:,.0f} tokens).{refused}"
     if state.held < MOSTLY_EMPTY:
         return Verdict(words, "broken")
@@ -124,7 +124,7 @@ def _cut(share: float) -> str:
     """Format a share as a percentage that is rounded down, so that it never seems to have reached a
     goal.
     """
-    return f"{math.floor(share * 10_000) / 100:.2f} %"
+    return percent(math.floor(share * 10_000) / 10_000, 2)
 
 
 def _full_and_empty(state: State) -> Progress:
@@ -135,10 +135,7 @@ def _full_and_empty(state: State) -> Progress:
         held if state.starts else "vLLM refuses to start.",
         (bool(stopped), stopped),
         (mean == 0, "Raise max_model_len: it refuses every request as too long."),
-        (
-            state.reserved < 0.95,
-            "Use a larger GPU: in a small cache, the leftover part of a slot weighs too much.",
-        ),
+        (state.reserved < 0.95, "Use a larger GPU: in a small cache, the leftover part of a slot weighs too much."),
         (state.held >= 0.01 and mean > 200, f"Choose shorter lengths: {mean:,.0f} tokens fill too much of a slot."),
         (state.held >= 0.01, "Raise max_model_len: these short requests then fill less of each slot."),
     )

@@ -9,10 +9,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from minivllm.config.units import GIB
-from minivllm_lab.drawing import text_width
+from minivllm_lab.drawing import ink_on, text_width
 from minivllm_lab.palette import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILLION
-from widgets.shell.plot import MARGIN, WIDE, Axes, Scale, tokens
-from widgets.shell.svg import SMALL, Box, Drawing, Segment, legend, stacked_bar
+from widgets.shell.plot import MARGIN, WIDE, Axes, Scale, percent, tokens
+from widgets.shell.svg import SMALL, Box, Drawing, Segment, legend, stacked_bar, text_box, without_room
 from widgets.shell.theme import CARD, HELD, MID, MISSED, NOT_OURS, RESERVED, TINT
 
 if TYPE_CHECKING:
@@ -28,14 +28,6 @@ BELOW_ONE = 38
 """Pixels below the line of one request, for two rows of names."""
 NEAR, AWAY = 26, 18
 """Pixels within which curves' ends share a name, and by which names may move to make room."""
-
-
-def percent(share: float) -> str:
-    """Format a share as a percentage that is never rounded to 0 % or 100 %."""
-    if 0 < share < 1:
-        share = min(max(share, 0.0001), 0.9999)
-    digits = 2 if 0 < share < 0.01 or 0.99 < share < 1 else 1
-    return f"{share * 100:.{digits}f} %"
 
 
 def draw(state: State, width: float, pinned: State | None, words: str) -> str:
@@ -65,7 +57,7 @@ def _draw_memory(drawing: Drawing, state: State) -> Box:
     """Draw the bar of the GPU's memory, and return its box."""
     card, needed, width = state.hardware.memory_bytes, state.needed, drawing.width - 2 * MARGIN
     which = f"one {state.hardware.name}" if state.tp == 1 else f"each of {state.tp} GPUs ({state.hardware.name})"
-    y = drawing.heading((MARGIN, 20), f"Memory of {which}", f"{card / GIB:.1f} GiB")
+    y = drawing.heading((MARGIN, 20), f"Memory of {which}", f"{card / GIB:.1f} GiB; each part in GiB")
     segments = [
         Segment(f"{name} {size / GIB:,.1f}", size, colour, tip=f"{whole_name}: {size / GIB:,.2f} GiB")
         for (whole_name, size), (name, colour) in zip(state.needs, BEFORE_CACHE, strict=True)
@@ -79,8 +71,7 @@ def _draw_memory(drawing: Drawing, state: State) -> Box:
         )
         segments.append(Segment(f"left out {rest / GIB:.0f}", rest, NOT_OURS, tip=tip, hatched=True))
     total = max(card, needed)
-    small = [part for part in segments if text_width(part.label, SMALL) + 12 > part.value / total * width]
-    bottom = legend(drawing, (MARGIN, y + 22), small, width)
+    bottom = legend(drawing, (MARGIN, y + 22), without_room(segments, total, width), width)
     bar = Box(MARGIN, bottom - 10, width, 24)
     stacked_bar(drawing, bar, segments, total)
     if needed > card:
@@ -105,9 +96,9 @@ def _draw_slots(drawing: Drawing, state: State, box: Box) -> Box:
     note += f" (the first {drawn} are shown)" if drawn < state.slots else ""
     y = drawing.heading((box.x, box.y + 19), "The KV cache when it is full", note)
     keys = [
-        Segment(f"ever holds a token {percent(state.held)}", 0, HELD),
-        Segment(f"never used {percent(state.reserved - state.held)}", 0, RESERVED),
-        Segment(f"less than a slot {percent(1 - state.reserved)}", 0, CARD, outlined=True),
+        Segment(f"ever holds a token {percent(state.held, 1)}", 0, HELD),
+        Segment(f"never used {percent(state.reserved - state.held, 1)}", 0, RESERVED),
+        Segment(f"too small for a slot {percent(1 - state.reserved, 1)}", 0, CARD, outlined=True),
     ]
     top = legend(drawing, (box.x, y + 21), keys, box.width) - 9
     pool = Box(box.x, top, box.width, max(box.bottom - 8 - top, 60))
@@ -136,7 +127,7 @@ def _draw_shortage(drawing: Drawing, state: State, box: Box) -> None:
     drawing.text((box.x, y + 28), words, colour=VERMILLION)
     room = _draw_too_long(drawing, replace(box, y=y + 36), state.tokens, state.max_model_len)
     if room.width > 130:
-        drawing.text((room.x + 10, room.y + 22), "this part fits")
+        drawing.text((room.x + 10, room.y + 22), "this part fits", colour=ink_on(SKY))
 
 
 def _draw_too_long(drawing: Drawing, box: Box, most: int, length: int) -> Box:
@@ -221,8 +212,7 @@ def _draw_curves(axes: Axes, state: State) -> None:
     with drawing.answer():
         for pool in state.pools:
             if pool.tokens and pool.gpu != state.hardware.name:
-                counts = [pool.tokens / context for context in ends]
-                axes.line(ends, counts, MID, width=1.3, tips=_tips(pool, ends), group=pool.gpu)
+                _draw_curve(axes, pool, ends, MID, 1.3, tips=True)
         if not state.right_bytes:
             ratio = state.bytes_per_token / state.counted_bytes
             counted = [count * ratio for count in state.concurrency]
@@ -237,8 +227,15 @@ def _draw_curves(axes: Axes, state: State) -> None:
         pool = state.pool
         known = [context for context in state.contexts if context <= state.max_model_len]
         with drawing.answer():
-            axes.line(state.contexts, state.concurrency, BLUE, tips=_tips(pool, state.contexts), group=pool.gpu)
-        axes.line(known, state.concurrency[: len(known)], BLUE, group=pool.gpu)
+            _draw_curve(axes, pool, state.contexts, BLUE, 2.5, tips=True)
+        _draw_curve(axes, pool, known, BLUE, 2.5, tips=False)
+
+
+def _draw_curve(axes: Axes, pool: Pool, contexts: Sequence[int], colour: str, width: float, *, tips: bool) -> None:
+    """Draw how many requests fit at once, down to a single one."""
+    xs = sorted({min(context, max(pool.longest, 1)) for context in contexts})
+    words = _tips(pool, xs) if tips else ()
+    axes.line(xs, [pool.tokens / context for context in xs], colour, width=width, tips=words, group=pool.gpu)
 
 
 def _limit(state: State) -> int:
@@ -292,6 +289,7 @@ def _name_the_ends(axes: Axes, state: State) -> None:
         middle = max(middle, taken[row] + half)
         taken[row] = middle + half + 4
         place = (middle, axes.at(1, 1)[1] + 16 + 14 * row)
+        drawing.rect(text_box(place, words, SMALL, "middle"), CARD, opacity=0.85)
         drawing.text(place, words, size=SMALL, anchor="middle", halo=True)
 
 

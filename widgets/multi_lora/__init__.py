@@ -13,7 +13,7 @@ import shlex
 from typing import Any
 
 from minivllm_simulate.known_models import CONFIGS
-from widgets.multi_lora.figure import cause_words, figure, free, gigabytes
+from widgets.multi_lora.figure import cause_words, figure, gigabytes
 from widgets.multi_lora.runs import ANSWER, MAX_MODEL_LEN, PROMPT, SEATS, Point
 from widgets.multi_lora.state import (
     ADAPTERS,
@@ -33,7 +33,7 @@ from widgets.shell.advice import Rule, at_least, at_most, progress, use
 from widgets.shell.knobs import choice, labelled, steps
 from widgets.shell.live import Live
 from widgets.shell.notebook import notebook_widget
-from widgets.shell.plot import counted, seconds
+from widgets.shell.plot import counted, percent, seconds
 from widgets.shell.spec import Challenge, Guess, Progress, Spec, Verdict
 
 ONLY_JUST = 0.5
@@ -47,14 +47,16 @@ def verdict(state: State) -> Verdict:
         return unserved
     point = state.here
     cause = state.cause(state.slots)
-    first = f"{CLIENTS:.0%} have their first token within {seconds(state.first(state.slots))}{_later(state)}"
+    first = f"{percent(CLIENTS)} have their first token within {seconds(state.first(state.slots))}{_later(state)}"
     if cause:
         why = cause_words(state, cause, state.slots)
         needed = f" The load needs about {state.wanted:.0f} adapters at once." if cause == "slots" else ""
         words = f"{why[0].upper()}{why[1:]}.{needed} {first}; the limit is {seconds(state.ttft)}."
         return Verdict(words, "broken")
     adapters = "one adapter is" if round(point.distinct, 1) == 1 else f"{point.distinct:.2g} adapters are"
-    words = f"{first}: on average {adapters} in use, and {point.hit_rate:.0%} of the requests find theirs in a slot."
+    words = (
+        f"{first}: on average {adapters} in use, and {percent(point.hit_rate)} of the requests find theirs in a slot."
+    )
     just = state.in_the_end(state.slots) > ONLY_JUST * state.ttft
     return Verdict(f"{'Only just: ' * just}{words}", "tight" if just else "fine")
 
@@ -118,8 +120,8 @@ def _words(state: State) -> str:
         return f"{counted(state.slots, 'slot')}, {taken}."
     point = state.here
     return (
-        f"{counted(state.slots, 'slot')}, {taken}: {CLIENTS:.0%} within {seconds(state.first(state.slots))}, "
-        f"{point.hit_rate:.0%} hits, {free(point)} of the cache free."
+        f"{counted(state.slots, 'slot')}, {taken}: {percent(CLIENTS)} within {seconds(state.first(state.slots))}, "
+        f"{percent(point.hit_rate)} hits, {percent(1 - point.cache_used)} of the cache free."
     )
 
 
@@ -213,7 +215,7 @@ KNOBS = {
     "The load": {
         "load": steps("Load", labelled(LOADS, "{:g}".format), START["load"], "requests a second"),
         "ttft": steps("TTFT limit", labelled(TTFTS, seconds), START["ttft"],
-                      f"the service level: {CLIENTS:.0%} have their first token within this time"),
+                      f"the service level: {percent(CLIENTS)} have their first token within this time"),
     },
 }  # fmt: skip
 

@@ -9,10 +9,10 @@ import math
 from minivllm_lab.palette import BLUE, GREEN, ORANGE, PURPLE
 from minivllm_simulate.load_sweep import Span
 from minivllm_simulate.memory import weight_bytes
-from widgets.multi_lora.runs import ANSWER, PROMPT, Point
+from widgets.multi_lora.runs import ANSWER, PROMPT
 from widgets.multi_lora.state import CLIENTS, SLOTS, WAYS, State
 from widgets.multi_lora.strip import draw_strip
-from widgets.shell.plot import MARGIN, Axes, Scale, counted, modelled, seconds, three_boxes
+from widgets.shell.plot import MARGIN, Axes, Scale, counted, modelled, percent, seconds, three_boxes
 from widgets.shell.svg import QUIET, SMALL, Box, Drawing, Segment, stacked_bar
 from widgets.shell.theme import RESERVED
 
@@ -90,7 +90,7 @@ def _scale(state: State) -> Scale:
 
 
 def _draw_waits(axes: Axes, state: State, pinned: State | None) -> None:
-    label = f"first token, {CLIENTS:.0%}; dotted: long run"
+    label = f"first token, {percent(CLIENTS)}; dotted: long run"
     axes.frame("slots on the GPU (max_loras)", label, x_ticks=TICKS, y_format=seconds)
     for span in state.stopped:
         axes.broken(*span, _refusal_words(state))
@@ -124,17 +124,11 @@ def cause_words(state: State, cause: str, slots: int) -> str:
     """Describe what goes wrong with this many slots."""
     point = state.points[slots]
     return {
-        "slots": f"too few slots: the queue grows while {free(point)} of the KV cache is free",
+        "slots": f"too few slots: the queue grows while {percent(1 - point.cache_used)} of the KV cache is free",
         "cache": "the slots leave too little memory for the KV cache",
         "engine": f"{state.serving.load:g} requests a second are more than the GPU handles",
         "": "",
     }[cause]
-
-
-def free(point: Point) -> str:
-    """Format the free share of the KV cache, never rounded up to 100 %."""
-    share = 1 - point.cache_used
-    return "over 99%" if share > 0.995 else f"{share:.0%}"
 
 
 def _refusal_words(state: State) -> str:
@@ -147,9 +141,9 @@ def _refusal_words(state: State) -> str:
 def _tip(state: State, slots: int) -> str:
     point = state.points[slots]
     return (
-        f"{counted(slots, 'slot')}: {CLIENTS:.0%} have their first token within {seconds(state.first(slots))}. "
+        f"{counted(slots, 'slot')}: {percent(CLIENTS)} have their first token within {seconds(state.first(slots))}. "
         f"On average {point.distinct:.3g} adapters are in use and {point.waiting:.3g} requests wait, "
-        f"{point.held:.3g} only for a slot. {point.cache_used:.1%} of the KV cache is used; {point.asked} "
+        f"{point.held:.3g} only for a slot. {percent(point.cache_used, 1)} of the KV cache is used; {point.asked} "
         f"requests took {point.loads} copies into slots."
     )
 
@@ -198,7 +192,7 @@ def _draw_hits(drawing: Drawing, box: Box, state: State) -> None:
     """
     axes = Axes(drawing, box, ACROSS, Scale(0, 1))
     ticks = (0, 0.5, 1)
-    axes.frame("", "hit rate, by slots", x_ticks=TICKS[::2], y_ticks=ticks, y_format="{:.0%}".format)
+    axes.frame("", "hit rate, by slots", x_ticks=TICKS[::2], y_ticks=ticks, y_format=percent)
     alone = [state.serving.hit_rate(slots) for slots in SLOTS]
     axes.line(SLOTS, alone, PURPLE, width=1.8, dash="2 4")
     axes.label(axes.at(SLOTS[2], alone[2]), "one at a time", PURPLE, bold=False)
@@ -208,8 +202,8 @@ def _draw_hits(drawing: Drawing, box: Box, state: State) -> None:
 
     def tip(slots: int) -> str:
         return (
-            f"{slots} slots: {state.points[slots].hit_rate:.0%} of the admitted requests found their adapter in a "
-            f"slot; one request at a time it would be {state.serving.hit_rate(slots):.0%}"
+            f"{slots} slots: {percent(state.points[slots].hit_rate)} of the admitted requests found their adapter in a "
+            f"slot; one request at a time it would be {percent(state.serving.hit_rate(slots))}"
         )
 
     with drawing.answer():

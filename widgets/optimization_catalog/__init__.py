@@ -48,10 +48,11 @@ def verdict(state: State) -> Verdict:
     if end is None:
         return Verdict("Still serving the requests.", "tight")
     wait = apart(end.inter_token_latency * 1e3, state.level * 1e3)
-    words = f"{end.tokens_per_second:,.0f} tokens/s, modelled{_against_nothing(state, end)}; {wait} ms between tokens"
+    rate = f"{end.tokens_per_second:,.0f} tokens/s (modelled){_against_nothing(state, end)}"
+    words = f"{rate}. A client waits {wait} ms for a token"
     trouble = state.trouble(end)
     if trouble == "late":
-        return Verdict(f"{words}, but the limit is {state.level * 1e3:g} ms.", "broken")
+        return Verdict(f"{words}; the limit is {state.level * 1e3:g} ms.", "broken")
     if trouble == "preempts":
         lost = counted(end.preemptions, "preemption")
         return Verdict(f"{words}. The KV cache is full: {lost}, and each preempted request starts over.", "broken")
@@ -69,7 +70,7 @@ def verdict(state: State) -> Verdict:
 def _against_nothing(state: State, end: LeverResult) -> str:
     if not state.on or not isinstance(state.nothing, LeverResult):
         return ""
-    return f", {figures(end.tokens_per_second / state.nothing.tokens_per_second)} times the rate without levers"
+    return f", {figures(end.tokens_per_second / state.nothing.tokens_per_second)} times as many as without levers"
 
 
 def _effects(row: Row) -> set[str]:

@@ -15,7 +15,7 @@ from minivllm_lab.drawing import QUIET, ink_on, text_width
 from minivllm_lab.palette import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, VERMILLION
 from minivllm_simulate.levers import LeverResult
 from widgets.optimization_catalog.runs import MODEL, REQUESTS, SLOTS, Curve, Outcome, Row, State, Step
-from widgets.shell.plot import Axes, Scale, counted, modelled, short
+from widgets.shell.plot import Axes, Scale, counted, modelled, percent, short
 from widgets.shell.svg import SMALL, Box, Drawing
 from widgets.shell.theme import BROKEN, CARD, MID, MISSED
 
@@ -28,7 +28,7 @@ are stacked.
 """
 SIGNS = {"faster": "▲", "slower": "▼", "nothing": "=", "starts": "▲ starts:", "refused": "✕ does not start"}
 MARKS = {"faster": GREEN, "slower": VERMILLION, "nothing": MID, "starts": GREEN}
-TITLES = ("↓ the ranking's order", "↑ the reverse, from below")
+TITLES = ("↓ switched on from the top", "↑ switched on from the bottom")
 ORDERS = ("the ranking's order", "the reverse order")
 STYLES = ((BLUE, ""), (GREY, "6 4"), (ORANGE, "2 4"), (PURPLE, "9 3 2 3"))
 """The colour and dashes of each curve."""
@@ -89,7 +89,7 @@ def figure(state: State, width: float = 640, pinned: State | None = None) -> str
         _draw_order(drawing, right, scale, state, 1)
     words = f"output tokens/s of all GPUs, {modelled(state.error)}"
     y = drawing.paragraph((MARGIN, right.bottom + 34), words, width - 2 * MARGIN)
-    _draw_swept(drawing, Box(MARGIN + 34, y + 14, width - 2 * MARGIN - 34 - NAMES, height - y - 56), state, pinned)
+    _draw_swept(drawing, Box(MARGIN + 34, y + 28, width - 2 * MARGIN - 34 - NAMES, height - y - 70), state, pinned)
     return drawing.render()
 
 
@@ -204,6 +204,8 @@ def _change(step: Step) -> str:
     """Format a lever's effect as a sign and a factor."""
     if step.effect == "waiting":
         return "…"
+    if step.effect == "nothing" and step.factor and factor_words(step.factor) == "1.00":
+        return "no change"
     if step.factor is None:
         rate = f" {short(step.after.tokens_per_second)}" if isinstance(step.after, LeverResult) else ""
         return SIGNS[step.effect] + rate
@@ -225,7 +227,7 @@ def _rate_words(run: Outcome) -> str:
 def _counts(run: LeverResult) -> str:
     """List the results of a run, from its rate to its preemptions."""
     cache = f"a KV cache of {run.kv_tokens:,} tokens" if run.kv_tokens else "no KV cache"
-    hits = f", {run.prefix_hit_rate:.0%} of the prompt tokens hit the cache" if run.prefix_hit_rate else ""
+    hits = f", {percent(run.prefix_hit_rate)} of the prompt tokens hit the cache" if run.prefix_hit_rate else ""
     lost = f", {counted(run.preemptions, 'preemption')}" if run.preemptions else ""
     wait = f"{run.inter_token_latency * 1e3:,.1f} ms between tokens"
     batch = f"{run.mean_batch:.1f} requests per step"
@@ -266,7 +268,9 @@ def _draw_swept(drawing: Drawing, box: Box, state: State, pinned: State | None) 
     curves = [(curve, style) for curve, style in pairs if any(isinstance(run, LeverResult) for run in curve.outcomes)]
     rates = [rate for curve, _ in curves for rate in _known(curve)[1]] or [1.0]
     axes = Axes(drawing, box, Scale(1, 64, log=True), Scale(min(rates) / 1.5, max(rates) * HEADROOM, log=True))
-    axes.frame("requests at once: max_num_seqs", "", x_ticks=(1, 2, 4, 8, 16, 32, 64), y_ticks=axes.y.ticks(4))
+    axes.frame(
+        "requests at once: max_num_seqs", "output tokens/s", x_ticks=(1, 2, 4, 8, 16, 32, 64), y_ticks=axes.y.ticks(4)
+    )
     for low, high, trouble in breaks(state):
         axes.broken(low, high, BREAKS[trouble].format(level=state.level * 1e3))
     if pinned is not None:

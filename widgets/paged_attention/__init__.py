@@ -362,7 +362,7 @@ CHALLENGES = (
         "Half of 64 slots is little for long requests. But Alpaca's would leave more than a quarter empty.",
     ),
     Challenge(
-        f"Make sharing save {SAVED:.0%} of the blocks, within the starting limits.",
+        f"Make sharing save {percent(SAVED)} of the blocks, within the starting limits.",
         _sharing_pays,
         "Samples share only their prompt. Today vLLM shares it between any two requests (lesson 05).",
     ),
@@ -387,7 +387,7 @@ _KNOBS = {
         "samples": steps("Samples", SAMPLES, 2, "answers to each request, which share the prompt's full blocks"),
     },
     "The limits": {
-        "empty_allowed": steps("Empty slots", [(f"{share:.0%}", share) for share in EMPTY_ALLOWED], 0.1,
+        "empty_allowed": steps("Empty slots", [(percent(share), share) for share in EMPTY_ALLOWED], 0.1,
                                "share of the held slots without a token"),
         "factor_allowed": steps("Bytes fetched", [(f"{factor:g} ×", factor) for factor in FACTORS_ALLOWED], 1.02,
                                 "per byte of keys and values that is needed"),

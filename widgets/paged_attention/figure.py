@@ -60,7 +60,7 @@ def draw(state: State, width: float, pinned: State | None, description: str) -> 
 
 def _costs(drawing: Drawing, state: State, pinned: State | None, width: float) -> float:
     """Draw the plot of both costs, and return the y below it."""
-    note = f"{state.title}, {state.samples} answer{'s' if state.samples > 1 else ''} each; both costs in per cent"
+    note = f"{state.title}, {state.samples} answer{'s' if state.samples > 1 else ''} each"
     y = drawing.heading((MARGIN, 22), "What a block size costs", note)
     keys = [
         Segment("empty share of slots", 0, ORANGE),
@@ -69,13 +69,18 @@ def _costs(drawing: Drawing, state: State, pinned: State | None, width: float) -
         Segment("other requests' valleys", 0, GREEN),
     ]
     below = legend(drawing, (MARGIN, y + 20), keys, width - 2 * MARGIN)
-    box = Box(MARGIN + 38, below - 6, width - 2 * MARGIN - 48, 140)
+    box = Box(MARGIN + 38, below - 6, width - 2 * MARGIN - 48, 140 if width >= WIDE else 190)
     sizes = [float(size) for size in state.empty]
     axes = Axes(drawing, box, Scale(sizes[0], sizes[-1], log=True), Scale(LEAST, MOST, log=True))
     with drawing.answer():
         _broken(axes, state)
     axes.frame(
-        "", "", x_ticks=sizes, x_format=lambda value: f"{value:.0f}", y_ticks=(0.001, 0.01, 0.1, 1), y_format=percent
+        f"block size in slots; dashed: {DEFAULT}, vLLM's default",
+        "",
+        x_ticks=sizes,
+        x_format=lambda value: f"{value:.0f}",
+        y_ticks=(0.001, 0.01, 0.1, 1),
+        y_format=percent,
     )
     axes.mark_x(DEFAULT)
     if pinned:
@@ -83,10 +88,7 @@ def _costs(drawing: Drawing, state: State, pinned: State | None, width: float) -
         axes.pinned([float(size) for size in pinned.cost], costs, pinned.block_size)
     _curves(axes, state, sizes)
     axes.here(state.block_size, "block_size", f"{state.block_size}")
-    drawing.text(
-        (box.x, box.bottom + 31), f"block size in slots; dashed: {DEFAULT}, vLLM's default", size=SMALL, colour=QUIET
-    )
-    return _cpu(drawing, axes, state, width) if state.measured else box.bottom + 31
+    return _cpu(drawing, axes, state, width) if state.measured else box.bottom + 35
 
 
 def _modelled(state: State) -> str:
@@ -137,14 +139,15 @@ def _broken(axes: Axes, state: State) -> None:
     """
     low = _crossing(state.extra, state.factor_allowed - 1, [state.over(size) for size in state.extra])
     least = DEFAULT / math.sqrt(2)  # between the largest size without a kernel and the smallest with one
-    over = [share > state.empty_allowed for share in state.empty.values()]
+    emptier = [share > state.empty_allowed for share in state.empty.values()]
     flipped = {size: state.empty[size] for size in reversed(list(state.empty))}
-    high = _crossing(flipped, state.empty_allowed, over[::-1])
+    high = _crossing(flipped, state.empty_allowed, emptier[::-1])
     if high is not None:
         axes.broken(high, None, f"Last blocks are empty: over {percent(state.empty_allowed)} of the slots")
     axes.broken(None, least, f"No kernel takes fewer than {DEFAULT}")
     if low is not None:
-        axes.broken(None, low, f"Too many look-ups: over {state.factor_allowed:g} × the bytes")
+        over = f"over {state.factor_allowed:g} ×"
+        axes.broken(None, low, f"Too many look-ups: {over} the bytes" if axes.box.width > 400 else f"Reads {over}")
 
 
 def _crossing(costs: Mapping[int, float], allowed: float, over: Sequence[bool]) -> float | None:
@@ -166,10 +169,10 @@ def _cpu(drawing: Drawing, axes: Axes, state: State, width: float) -> float:
     """Write the CPU's measurement below the plot, and return the y coordinate below it."""
     least, most = min(state.measured.values()), max(state.measured.values())
     words = (
-        f"Measured on a CPU ({state.cpu}): with any size, {least:.2f} to {most:.2f} × the time of a contiguous cache. "
-        "A CPU cannot show the look-up."
+        f"Measured on a CPU ({state.cpu}), which cannot show look-ups: any size takes {least:.2f} to {most:.2f} × the "
+        "time of a contiguous cache."
     )
-    return drawing.paragraph((axes.box.x, axes.box.bottom + 48), words, width - axes.box.x - MARGIN)
+    return drawing.paragraph((MARGIN, axes.box.bottom + 53), words, width - 2 * MARGIN)
 
 
 def _pool(drawing: Drawing, play: Play, y: float, width: float) -> float:
@@ -321,8 +324,9 @@ def _tables(drawing: Drawing, play: Play, place: tuple[float, float], room: floa
     """
     x, y = place
     base = y
-    drawing.text((x, y), "Block tables", size=SMALL, bold=True)
     by_request = [_by_request(frame.tables) for frame in play.frames]
+    several = any(len(tables) > 1 for frame in by_request for tables in frame.values())
+    drawing.text((x, y), "Block tables" + ", | between answers" * several, size=SMALL, bold=True)
     for row, request in enumerate(sorted({request for frame in by_request for request in frame}), 1):
         base = y + 3 + row * ROW
         with drawing.layer(group=f"r{request}"):

@@ -33,7 +33,7 @@ from widgets.shell.advice import Rule, at_least, at_most, choose, progress, use
 from widgets.shell.knobs import choice, labelled, steps
 from widgets.shell.live import Live
 from widgets.shell.notebook import notebook_widget
-from widgets.shell.plot import counted, seconds, tokens
+from widgets.shell.plot import counted, percent, seconds, tokens
 from widgets.shell.spec import Challenge, Guess, Progress, Spec, Verdict
 
 ONLY_JUST = 0.9
@@ -51,7 +51,7 @@ def verdict(state: State) -> Verdict:
         return unserved
     cause = state.cause(state.pool)
     point = state.points[state.pool]
-    took = f"{SHARE:.0%} of the requests finish within {seconds(state.latency(state.pool))}"
+    took = f"{percent(SHARE)} of the requests finish within {seconds(state.latency(state.pool))}"
     if cause:
         in_run = " in this short run" * (cause == "queue")
         why = cause_words(state, cause, state.pool)
@@ -70,8 +70,8 @@ def _lost(state: State) -> str:
         return "no request is preempted."
     times = counted(point.preemptions, "preemption")
     if state.serving.policy == "recompute":
-        return f"{times} made it recompute {point.recomputed:,} tokens, {point.wasted:.0%} of the work."
-    return f"{times} made it copy {point.copied:,} blocks, {point.copying / point.seconds:.0%} of the time."
+        return f"{times} made it recompute {point.recomputed:,} tokens, {percent(point.wasted)} of the work."
+    return f"{times} made it copy {point.copied:,} blocks, {percent(point.copying / point.seconds)} of the time."
 
 
 def crossover_words(state: State) -> str:
@@ -86,7 +86,7 @@ def crossover_words(state: State) -> str:
 
 def _figures(point: Point) -> str:
     lost = f"{counted(point.preemptions, 'preemption')}, {point.recomputed:,} tokens recomputed"
-    return f"{lost}, {SHARE:.0%} within {seconds(point.latency(SHARE))}"
+    return f"{lost}, {percent(SHARE)} within {seconds(point.latency(SHARE))}"
 
 
 def command(state: State) -> str:
@@ -136,8 +136,8 @@ def _words(state: State) -> str:
         return f"Pool {tokens(state.pool)}."
     point = state.points[state.pool]
     return (
-        f"Pool {tokens(state.pool)}: {SHARE:.0%} within {seconds(state.latency(state.pool))}, {point.wasted:.1%} of "
-        "the work done twice."
+        f"Pool {tokens(state.pool)}: {percent(SHARE)} within {seconds(state.latency(state.pool))}, "
+        f"{percent(point.wasted, 1)} of the work done twice."
     )
 
 
@@ -248,7 +248,7 @@ KNOBS = {
     "The load": {
         "limit": steps(
             "Latency limit", labelled(LIMITS, seconds), START["limit"],
-            f"the service level: {SHARE:.0%} of the requests finish within this time",
+            f"the service level: {percent(SHARE)} of the requests finish within this time",
         ),
         "load": steps("Load", labelled(LOADS, "{:g}".format), START["load"], "requests a second"),
         "prompt": steps("Prompts", labelled(PROMPTS, tokens), START["prompt"], "tokens, on average"),

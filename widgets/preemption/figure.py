@@ -10,7 +10,7 @@ from minivllm_simulate.load_sweep import Span, spans
 from widgets.preemption.pool import draw_pool
 from widgets.preemption.runs import Point
 from widgets.preemption.state import HOST_LINKS, POOLS, SHARE, State
-from widgets.shell.plot import Axes, Key, Scale, draw_head, figures, seconds, short, three_boxes, tokens
+from widgets.shell.plot import Axes, Key, Scale, draw_head, figures, percent, seconds, short, three_boxes, tokens
 from widgets.shell.svg import QUIET, Box, Drawing
 
 POOL = Scale(POOLS[0], POOLS[-1], log=True)
@@ -55,7 +55,7 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
 
 def _keys(state: State) -> list[Key]:
     return [
-        (f"{SHARE:.0%} done within", BLUE, "", 2.5),
+        (f"{percent(SHARE)} done within", BLUE, "", 2.5),
         ("half within", BLUE, "2 4", 1.8),
         (f"limit: {seconds(state.limit)}", GREEN, "4 3", 1.5),
         ("this load fills it", QUIET, "2 3", 1.5),
@@ -127,8 +127,8 @@ def cause_words(state: State, cause: str, pool: int) -> str:
     point = state.points[pool]
     return {
         "queue": f"full: {state.serving.load:g} requests/s arrive, but it handles {figures(state.capacity[pool])}",
-        "thrash": f"thrashing: {point.wasted:.0%} of the work is done twice",
-        "copies": f"copies: steps wait for them {point.copying / point.seconds:.0%} of the time",
+        "thrash": f"thrashing: {percent(point.wasted)} of the work is done twice",
+        "copies": f"copies: steps wait for them {percent(point.copying / point.seconds)} of the time",
         "wait": f"too slow: over {seconds(state.limit)}, though little work is repeated",
         "": "",
     }[cause]
@@ -137,9 +137,9 @@ def cause_words(state: State, cause: str, pool: int) -> str:
 def _tip(state: State, pool: int) -> str:
     point = state.points[pool]
     return (
-        f"Pool {pool:,}: {SHARE:.0%} done within {seconds(state.latency(pool))}, half within "
+        f"Pool {pool:,}: {percent(SHARE)} done within {seconds(state.latency(pool))}, half within "
         f"{seconds(point.latency(0.5))}; {point.preemptions:,} preemptions, {point.recomputed:,} tokens recomputed "
-        f"({point.wasted:.0%} of all), {point.copied:,} blocks copied"
+        f"({percent(point.wasted)} of all), {point.copied:,} blocks copied"
     )
 
 

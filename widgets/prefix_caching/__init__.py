@@ -27,7 +27,7 @@ from widgets.shell.advice import at_least, at_most, choose, progress
 from widgets.shell.knobs import choice, steps
 from widgets.shell.live import Live
 from widgets.shell.notebook import notebook_widget
-from widgets.shell.plot import counted, tokens
+from widgets.shell.plot import counted, percent, tokens
 from widgets.shell.spec import Challenge, Guess, Progress, Spec, Verdict
 
 LABELS = {
@@ -53,11 +53,11 @@ def verdict(state: State) -> Verdict:
     """Say in one or two sentences what share of the prompt tokens hits the cache, and whether that
     is fast enough.
     """
-    hits = f"{state.hit_rate:.1%} of the prompt tokens hit the cache"
+    hits = f"{percent(state.hit_rate, 1)} of the prompt tokens hit the cache"
     if state.wrong_rate:
         return Verdict(
-            f"Your hashes lead to wrong blocks: {state.wrong_rate:.1%} of the prompt tokens use another text's keys. "
-            "So the output is wrong, without any error.",
+            f"Your hashes lead to wrong blocks: {percent(state.wrong_rate, 1)} of the prompt tokens use another text's "
+            "keys. So the output is wrong, without any error.",
             "broken",
         )
     ttft = f"p95 TTFT is {milliseconds(state.ttft(state.here), state.target)} (modelled)"
@@ -78,8 +78,8 @@ def _why_missed(state: State, hits: str) -> str:
     if state.findable == 0:
         return f"{hits}: no prompt shares anything, so no pool helps."
     if state.endless is not None and state.missed(state.endless):
-        return f"{hits}, but even a cache that never evicts ({state.endless_rate:.1%}) is too slow."
-    lost = f"{hits}, but a cache that never evicts would reach {state.endless_rate:.1%}"
+        return f"{hits}, but even a cache that never evicts ({percent(state.endless_rate, 1)}) is too slow."
+    lost = f"{hits}, but a cache that never evicts would reach {percent(state.endless_rate, 1)}"
     if state.kind.pause == 0:
         return f"{lost}. The pool holds too few users at once, so the others wait for room."
     some = "Blocks are" if state.lost > state.findable / 2 else "Some blocks are"
@@ -218,7 +218,7 @@ SPEC = Spec(
             "order": choice("They return", ORDERS, START["order"], "agents do not pause: they return at once"),
         },
         "The pool": {
-            "pool": steps("KV cache", [(tokens(n), n) for n in POOLS], START["pool"], "tokens, in blocks of 16"),
+            "pool": steps("KV cache", [(tokens(n), n) for n in POOLS], START["pool"], "tokens, in blocks of 16")
         },
         "The service level": {
             "target": steps(
@@ -226,7 +226,7 @@ SPEC = Spec(
                 [(f"{n} ms", n) for n in TARGETS],
                 START["target"],
                 "p95 time to first token of a user's later turns, Llama-3.1-8B on an H100, modelled",
-            ),
+            )
         },
     },
     presets={

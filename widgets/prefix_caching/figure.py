@@ -13,7 +13,7 @@ from minivllm_lab.drawing import QUIET, RULE, number, text_width
 from minivllm_lab.optimization_catalog.prefix_reuse import SHARED, Reuse
 from minivllm_lab.palette import BLUE, GREEN, GREY, INK, PURPLE, VERMILLION
 from widgets.prefix_caching.state import POOLS, USERS, State, milliseconds
-from widgets.shell.plot import Axes, Scale, counted, tokens
+from widgets.shell.plot import Axes, Scale, counted, percent, tokens
 from widgets.shell.svg import HEADING, SMALL, Box, Drawing, Segment, legend
 from widgets.shell.theme import BROKEN, CARD, MISSED, RAMP, RAMP_WORDS
 
@@ -80,8 +80,9 @@ def _summary(state: State) -> str:
 
 def _of_cell(state: State, users: int, pool: int, cell: Reuse) -> str:
     """Write a cell's tooltip."""
-    hits = f"{users} users, {tokens(pool)} tokens of KV cache: {cell.hit_rate:.1%} hits, {cell.evicted:,} evictions"
-    wrong = f", {sum(cell.wrong) / sum(cell.prompts):.1%} in blocks of another text" if any(cell.wrong) else ""
+    where = f"{users} users, {tokens(pool)} tokens of KV cache"
+    hits = f"{where}: {percent(cell.hit_rate, 1)} hits, {cell.evicted:,} evictions"
+    wrong = f", {percent(sum(cell.wrong) / sum(cell.prompts), 1)} in blocks of another text" if any(cell.wrong) else ""
     ttft = f"; p95 TTFT {milliseconds(state.ttft(cell), state.target)}"
     return f"{hits}{wrong}{ttft}{', too late' * state.missed(cell)}."
 
@@ -90,7 +91,7 @@ def _of_cell(state: State, users: int, pool: int, cell: Reuse) -> str:
 
 
 def _map_legend(drawing: Drawing, state: State, y: float) -> float:
-    hatched = f"p95 TTFT above {state.target * 1e3:g} ms"
+    hatched = f"p95 time to first token above {state.target * 1e3:g} ms"
     wide = drawing.width - 2 * MARGIN
     below = legend(drawing, (MARGIN, y), [Segment(hatched, 0, BROKEN, hatched=True)], wide)
     if not _has_line(state):
@@ -185,8 +186,8 @@ def _draw_rate(drawing: Drawing, state: State, place: tuple[int, int], box: Box)
 def _rounded(share: float) -> str:
     """Format a share as a percentage that is never rounded to 0 % or 100 %."""
     if 0 < share < 0.01:
-        return "<1%"
-    return ">99%" if 0.99 < share < 1 else f"{share:.0%}"
+        return "<1 %"
+    return ">99 %" if 0.99 < share < 1 else percent(share)
 
 
 def _borders(state: State, boxes: dict[tuple[int, int], Box]) -> Iterator[tuple[tuple[float, float], ...]]:
@@ -222,15 +223,8 @@ def _draw_cut(drawing: Drawing, state: State, box: Box, pinned: State | None) ->
         column = POOLS.index(missed[-1]) + 1
         with drawing.answer():
             axes.broken(None, COLUMNS[column] if column < len(POOLS) else None, _cause(state))
-    axes.frame(
-        "KV cache, tokens",
-        "",
-        x_format=tokens,
-        y_format=lambda value: f"{value:.0%}",
-        x_ticks=POOLS,
-        y_ticks=(0, 0.5, 1),
-    )
-    drawing.text((box.x, box.y - 10), f"… with {state.users} users", size=SMALL, colour=QUIET, halo=True)
+    axes.frame("KV cache, tokens", "", x_format=tokens, y_format=percent, x_ticks=POOLS, y_ticks=(0, 0.5, 1))
+    drawing.text((box.x, box.y - 10), f"hit rate with {state.users} users", size=SMALL, colour=QUIET, halo=True)
     axes.mark_y(state.endless_rate, "a cache that never evicts", GREY, dash="6 4")
     if pinned:
         axes.pinned([pool for pool, _ in pinned.row()], [cell.hit_rate for _, cell in pinned.row()], pinned.pool)
@@ -243,7 +237,7 @@ def _draw_cut(drawing: Drawing, state: State, box: Box, pinned: State | None) ->
     drawing.circle((x, box.bottom), 7, INK)
     with drawing.answer():
         drawing.circle((x, y), 6, BLUE, stroke=INK)
-        axes.label((x, y), f"{state.hit_rate:.1%}")
+        axes.label((x, y), percent(state.hit_rate, 1))
 
 
 def _draw_curve(axes: Axes, state: State, row: Sequence[tuple[int, Reuse]]) -> None:
@@ -253,7 +247,7 @@ def _draw_curve(axes: Axes, state: State, row: Sequence[tuple[int, Reuse]]) -> N
 
 def _cause(state: State) -> str:
     """Explain why this row's cells miss the limit."""
-    missed = f"p95 TTFT above {state.target * 1e3:g} ms"
+    missed = f"p95 time to first token above {state.target * 1e3:g} ms"
     if state.endless is not None and state.missed(state.endless):
         reason = "nothing is shared" if state.findable == 0 else "even a cache that never evicts is too slow"
         return f"{reason}; {missed}"

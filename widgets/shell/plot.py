@@ -59,6 +59,13 @@ def seconds(value: float) -> str:
     return f"{value:.3g} s" if value < 999.5 else f"{value:,.0f} s"
 
 
+def percent(share: float, digits: int = 0) -> str:
+    """Format a share as a percentage that is never rounded to 0 % or 100 %: 90 %, 99.5 %."""
+    if 0 < share < 1 and not 0 < round(share, digits + 2) < 1:
+        share, digits = min(max(share, 1e-4), 1 - 1e-4), 2
+    return f"{share * 100:.{digits}f} %"
+
+
 def figures(value: float) -> str:
     """Format a number with three significant digits and no exponent: 0.42, 12.3, 1,230."""
     return f"{value:,.0f}" if abs(value) >= 99.95 else f"{value:.3g}"

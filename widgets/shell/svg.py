@@ -215,6 +215,8 @@ class Drawing:
         if not turn:
             self.words.append(text_box(place, content, size, anchor, bold))
         else:
+            flat = text_box((0, 0), content, size, anchor, bold)
+            self.words.append(Box(place[0] + flat.y, place[1] - flat.right, flat.height, flat.width))
             shape += f' transform="rotate({number(turn)} {number(place[0])} {number(place[1])})"'
         if halo:
             shape += f' stroke="{CARD}" stroke-width="4" paint-order="stroke" stroke-linejoin="round"'
@@ -318,6 +320,11 @@ def stacked_bar(drawing: Drawing, box: Box, segments: Sequence[Segment], total: 
             colour = INK if turns_dark else ink_on(segment.colour)
             drawing.text(place, segment.label, size=SMALL, colour=colour, anchor="middle")
         x = part.right
+
+
+def without_room(segments: Sequence[Segment], total: float, width: float) -> list[Segment]:
+    """List the segments of a stacked bar that are too short for their labels."""
+    return [part for part in segments if text_width(part.label, SMALL) + 12 > part.value / total * width]
 
 
 def legend(drawing: Drawing, place: Point, entries: Sequence[Segment], width: float) -> float:

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from minivllm_lab.palette import BLUE, GREEN, INK, ORANGE, PURPLE, SKY, VERMILLION, YELLOW
 from minivllm_lab.speculative_decoding.speculation import Cause, StepParts
-from widgets.shell.plot import MARGIN, WIDE, Axes, Key, Scale, counted, draw_keys, figures, tokens
+from widgets.shell.plot import MARGIN, WIDE, Axes, Key, Scale, counted, draw_keys, figures, percent, tokens
 from widgets.shell.strip import draw_title
 from widgets.shell.svg import QUIET, SMALL, Box, Drawing, Segment, legend, stacked_bar
 from widgets.shell.theme import MID
@@ -51,7 +51,7 @@ def rate_words(state: State) -> str:
     """Describe how often drafts are accepted, and the source of that number."""
     if state.recorded == "none":
         return f"α {state.alpha:g}"
-    shares = ", ".join(f"{rate:.0%}" for rate in state.one.rates)
+    shares = ", ".join(percent(rate) for rate in state.one.rates)
     return f"accepted {shares} (recorded; later drafts like the last)"
 
 
@@ -68,7 +68,7 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
     drawing.heading((MARGIN, 23), "How much faster drafts make it")
     note = (
         f"{state.model} on {state.gpu}, contexts of {tokens(state.context)}; {drafter_words(state)}, "
-        f"{rate_words(state)}; modelled, off by {state.error:.0%} (median)"
+        f"{rate_words(state)}; modelled, off by {percent(state.error)} (median)"
     )
     note_end = drawing.paragraph((MARGIN, 41), note, width - 2 * MARGIN)
     y = note_end + 20
@@ -268,11 +268,11 @@ def own_words(state: State) -> str:
     assert own
     index = own.wrong
     if index is None:
-        shares = ", ".join(f"{rate:.1%}" for rate in own.rates[:3])
+        shares = ", ".join(percent(rate, 1) for rate in own.rates[:3])
         return f"Your accept accepts {shares}{' …' * (len(own.rates) > 3)} of the drafts: Σ min(p, q), as it must."
     return (
-        f"Your accept accepts {own.rates[index]:.1%} of draft {index + 1}, but Σ min(p, q) is {own.right[index]:.1%}. "
-        f"The output is off by {own.off:.1%}."
+        f"Your accept accepts {percent(own.rates[index], 1)} of draft {index + 1}, but Σ min(p, q) is "
+        f"{percent(own.right[index], 1)}. The output is off by {percent(own.off, 1)}."
     )
 
 

@@ -16,7 +16,7 @@ from minivllm_simulate.known_models import find_model, known_model
 from minivllm_simulate.memory import memory_ledger
 from widgets import kv_cache
 from widgets.kv_cache import sweep
-from widgets.kv_cache.figure import percent
+from widgets.shell.plot import percent
 from widgets.shell.session import Session
 
 ONE_TOO_LONG = {"max_model_len": 2**15}
@@ -199,9 +199,9 @@ def test_each_challenge_is_open_at_first_falls_to_no_single_knob_and_can_be_met(
 
 @given(share=st.floats(0, 1))
 def test_no_share_is_rounded_to_all_or_nothing(share):
-    assert (percent(share) == "100.0 %") == (share == 1)
-    assert (percent(share) == "0.0 %") == (share == 0)
-    assert abs(float(percent(share).removesuffix(" %")) - share * 100) <= 0.051
+    assert (percent(share, 1) == "100.0 %") == (share == 1)
+    assert (percent(share, 1) == "0.0 %") == (share == 0)
+    assert abs(float(percent(share, 1).removesuffix(" %")) - share * 100) <= 0.051
 
 
 def test_the_guess_is_right():

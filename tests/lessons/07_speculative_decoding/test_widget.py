@@ -261,8 +261,8 @@ def test_a_wrong_rule_is_seen_at_once(rule, k: int):
     assert state.own.wrong is not None
     said = widget.verdict(state)
     assert said.tone == "broken"
-    assert f"{state.own.rates[state.own.wrong]:.1%}" in said.words
-    assert "Σ min(p, q) is 60.0%" in said.words
+    assert f"{state.own.rates[state.own.wrong] * 100:.1f} %" in said.words
+    assert "Σ min(p, q) is 60.0 %" in said.words
 
 
 def test_a_biased_rule_is_off_by_its_bias():

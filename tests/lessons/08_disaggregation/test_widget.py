@@ -59,7 +59,7 @@ def test_no_verdict_contradicts_the_capacities(monkeypatch: pytest.MonkeyPatch):
         outcome = widget.verdict(state)
         least, second = sorted(bounds.values())[:2]
         share = state.mine.share(state.rate)
-        assert f"{share:.0%} are in time" in outcome.words
+        assert f"{share * 100:.0f} % are in time" in outcome.words
         assert (outcome.tone == "broken") == (share < 0.9 or state.rate > least)
         said[outcome.tone] += 1
         if state.rate > 2 * least and state.rate > 30:

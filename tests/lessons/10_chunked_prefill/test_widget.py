@@ -101,7 +101,7 @@ def test_no_verdict_contradicts_the_formulas():
             said["long steps"] += 1
             assert "stall" in causes, knobs
         if "stall" in causes:
-            assert f"{widget.share(state.points[budget].stalled(state.gap))} of the clients" in result.words
+            assert f"{widget.percent(state.points[budget].stalled(state.gap))} of the clients" in result.words
         if not causes:
             assert widget.seconds(state.first(budget)) in result.words
     assert min(said[each] for each in ("fine", "broken", "queue", "alone", "short steps", "long steps")) >= 10, said
@@ -193,7 +193,7 @@ def test_both_ends_break_at_the_start_and_a_pooled_percentile_is_blind_to_the_la
     last = pooled.points[BUDGETS[-1]]
     assert last.gap(0.99) < pooled.gap < 5 * pooled.gap < last.longest_gap(0.9)
     words = widget.verdict(here(judged="gaps", budget=BUDGETS[-1])).words
-    assert "Yet 41% of the clients wait longer" in words
+    assert "Yet 41 % of the clients wait longer" in words
 
 
 def test_a_threshold_bounds_stalls_whatever_the_budget():
@@ -248,7 +248,7 @@ test_advice_names_the_knob_that_is_wrong = advice_test(
         (0, {"gap": 0.015, "ttft": 5.0}, "Lower the TTFT limit"),
         (1, {"prompt": 2048}, "Raise the long prompt to 8K (now 2K)"),
         (1, {}, "Raise the budget to 4,096 (now 2,048)"),
-        (2, {"long": 0.05}, "Raise the long share to 10% (now 5%)"),
+        (2, {"long": 0.05}, "Raise the long share to 10 % (now 5 %)"),
         (2, {"policy": "whole"}, "Cut the prompts into chunks or raise the budget"),
     ],
 )

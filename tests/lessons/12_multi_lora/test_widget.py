@@ -123,7 +123,7 @@ def test_no_verdict_contradicts_the_formulas():
             said["far too few"] += 1
             assert cause == "slots", (knobs, wanted)
             assert "too few slots" in result.words.lower()
-            assert f"{widget.free(state.here)} of the KV cache is free" in result.words
+            assert f"{widget.percent(1 - state.here.cache_used)} of the KV cache is free" in result.words
         assert state.here.distinct <= min(state.slots, knobs["adapters"])
     least = min(said[each] for each in ("fine", "broken", "refused", "a slot for each", "plenty", "far too few"))
     assert least >= 8, said
