@@ -75,13 +75,7 @@ def _scale(state: State) -> Scale:
 
 
 def _draw_latency(axes: Axes, state: State, pinned: State | None) -> None:
-    axes.frame(
-        "tokens in the pool",
-        "seconds to the last token",
-        x_ticks=TICKS,
-        x_format=tokens,
-        y_format=seconds,
-    )
+    axes.frame("tokens in the pool", "seconds to the last token", x_ticks=TICKS, x_format=tokens, y_format=seconds)
     with axes.drawing.answer():
         _draw_broken(axes, state)
     if pinned and pinned.points:
