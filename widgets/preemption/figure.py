@@ -118,9 +118,9 @@ def late_words(state: State, span: Span) -> str:
 
 def cause_words(state: State, cause: str, pool: int) -> str:
     """Describe what goes wrong with a pool."""
-    point = state.points[pool]
+    point, load = state.points[pool], state.serving.load
     return {
-        "queue": f"full: {state.serving.load:g} requests/s arrive, but it handles {figures(state.capacity[pool])}",
+        "queue": f"full: {tokens(pool)} tokens handle {figures(state.capacity[pool])} of {load:g} requests/s",
         "thrash": f"thrashing: {point.wasted:.0%} of the work is done twice",
         "copies": f"copies: steps wait for them {point.copying / point.seconds:.0%} of the time",
         "wait": f"too slow: over {seconds(state.limit)}, though little work is repeated",
@@ -147,7 +147,7 @@ def _draw_work(drawing: Drawing, box: Box, state: State) -> None:
     most = max([state.serving.demand, *(point.computed / point.seconds for point in known)])
     axes = Axes(drawing, box, POOL, Scale(0, 1.12 * most))
     ticks = [tick for tick in axes.y.ticks(3) if tick]
-    axes.frame("", "tokens/s: useful; dashed: all", x_ticks=TICKS[::2], x_format=tokens, y_ticks=ticks, y_format=short)
+    axes.frame("", "tokens/s; dashed: with repeats", x_ticks=TICKS[::2], x_format=tokens, y_ticks=ticks, y_format=short)
     with drawing.answer():
         for span in state.where([max(point.wasted, 1e-9) / THRASH for point in known]):
             axes.broken(*span, "thrashing")
@@ -174,8 +174,8 @@ def _draw_crossover(drawing: Drawing, box: Box, state: State) -> None:
         drawing, box, LINK, Scale.around(0.7 * min(crossover.recompute, *swaps), 1.4 * max(crossover.recompute, *swaps))
     )
     axes.frame(
-        "link to the host, bytes/s", "swap a token out and back", x_ticks=(1e9, 1e10, 1e11), x_format=short,
-        y_ticks=axes.y.powers(), y_format=micro,
+        f"link, bytes/s (dot: {serving.link.name})", "time to swap a token",
+        x_ticks=(1e9, 1e10, 1e11), x_format=short, y_ticks=axes.y.powers(), y_format=micro,
     )  # fmt: skip
     for span in spans(rates, [swap / crossover.recompute for swap in swaps]):
         axes.shade(*span, "swapping costs more than recomputing")

@@ -191,8 +191,7 @@ def _draw_times(drawing: Drawing, box: Box, state: State) -> float:
     plain, step = state.one.plain(state.batch), state.one.step(state.batch, state.k)
     longest = max(plain.seconds, step.seconds)
     y = box.y + 8
-    drafts = counted(state.k, "draft")
-    for parts, yields in ((plain, "1 token, no drafts"), (step, f"{state.tokens:.2f} tokens, {drafts}")):
+    for parts, yields in ((plain, "1 token, no drafts"), (step, f"{state.tokens:.2f} tokens, k = {state.k}")):
         segments = [
             Segment("", getattr(parts, name), colour, f"{title}: {milliseconds(getattr(parts, name))}")
             for name, title, colour in PARTS
