@@ -11,7 +11,7 @@ from itertools import groupby
 from minivllm_lab.drawing import text_width
 from minivllm_lab.palette import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, SKY
 from widgets.attention_heads.state import TPS, Kind, Place, State
-from widgets.shell.plot import MARGIN, Axes, Key, Scale, draw_head, short, three_boxes, tokens
+from widgets.shell.plot import MARGIN, WIDE, Axes, Key, Scale, draw_head, short, three_boxes, tokens
 from widgets.shell.svg import HEADING, QUIET, SMALL, Box, Drawing
 from widgets.shell.theme import CARD, IDLE, MID, MISSED
 
@@ -66,7 +66,7 @@ def style(kind: Kind) -> tuple[str, str]:
 
 def _keys(state: State) -> list[Key]:
     beside = [(kind.name, *style(kind), 1.8) for kind in state.others]
-    return [(state.mine.name, BLUE, "", 2.5), *beside, (f"required: {state.wanted}", GREEN, "4 3", 1.5)]
+    return [(state.mine.name, BLUE, "", 2.5), *beside, (f"{state.wanted} required", GREEN, "4 3", 1.5)]
 
 
 # ---- requests that fit
@@ -81,7 +81,7 @@ def _scale(state: State) -> Scale:
 def _draw_fits(axes: Axes, state: State, pinned: State | None) -> None:
     axes.frame(
         "GPUs that share the model (tensor parallel)",
-        "requests",
+        f"requests of {tokens(state.context)} tokens that fit",
         x_ticks=TPS,
         x_format="{:g}".format,
         y_ticks=axes.y.powers(),
@@ -145,7 +145,7 @@ def cause_words(state: State, tp: int) -> str:
         "heads": f"{state.query_heads} query heads cannot be split over {tp}",
         "weights": f"not even the weights fit on {tp} GPU{'s' * (tp > 1)}",
         "few": f"{int(place.fits)} of {state.wanted} requests fit on {tp}",
-        "copies": f"copies: only {state.mine.gain(tp):.2f} ×",
+        "copies": f"copies: {state.mine.gain(tp):.2f} × what {tp // 2} hold",
         "": "",
     }[state.cause(tp)]
 
@@ -158,9 +158,12 @@ def _draw_bytes(drawing: Drawing, box: Box, state: State) -> None:
     each = _curve(state.mine, lambda place: place.kv_bytes / KIB)
     whole = _curve(state.mine, lambda place: place.kv_bytes * place.tp / KIB)
     axes = Axes(drawing, box, GPUS, _span(each[1] + whole[1]))
-    axes.frame("", "KiB a token; dashed: all GPUs", x_ticks=(), y_ticks=axes.y.powers(), y_format=short)
+    axes.frame("", "KV cache of a token, KiB", x_ticks=(), y_ticks=axes.y.powers(), y_format=short)
     axes.line(*whole, BLUE, width=1.8, dash="5 3")
     axes.line(*each, BLUE)
+    for words, (gpus, sizes), end in (("all GPUs together", whole, 0), ("each GPU", each, -1)):
+        if gpus:
+            axes.label(axes.at(gpus[end], sizes[end]), words, BLUE, bold=False)
     axes.also_here(state.tp)
 
     def tip(tp: int) -> str:
@@ -175,7 +178,7 @@ def _draw_rates(drawing: Drawing, box: Box, state: State) -> None:
     kinds = (state.mine, *state.others)
     curves = [_curve(kind, lambda place: place.tokens_per_second) for kind in kinds]
     axes = Axes(drawing, box, GPUS, _span([rate for _, rates in curves for rate in rates]))
-    label = f"tokens/s, {state.wanted} or as many as fit"
+    label = f"tokens a second, up to {state.wanted} at once"
     axes.frame("GPUs", label, x_ticks=TPS, x_format="{:g}".format, y_ticks=axes.y.powers(), y_format=short)
     for kind, curve in zip(state.others, curves[1:], strict=True):
         colour, dash = style(kind)
@@ -265,7 +268,7 @@ def _draw_models(drawing: Drawing, box: Box, state: State) -> float:
     return the y below.
     """
     ridge = state.hardware.ridge()
-    drawing.text((box.x, box.y), "Operations per byte", size=HEADING, bold=True)
+    drawing.heading((box.x, box.y), "Operations per byte", "log scale" * (drawing.width >= WIDE))
     drawing.text((box.right, box.y), "KiB a token", size=SMALL, colour=QUIET, anchor="end")
     bars = Box(box.x + MODEL_NAMES, box.y + 9, box.width - MODEL_NAMES - MODEL_BYTES, MODEL_ROW * (1 + len(state.real)))
     across = Scale(0.7, 4 * max(ridge, *(operations for _, _, operations in state.real)), log=True)

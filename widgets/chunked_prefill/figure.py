@@ -48,7 +48,6 @@ def _keys(state: State) -> list[Key]:
         (gap_words(state.judged), BLUE, "", 2.5),
         (gap_words(other), BLUE, "2 4", 1.8),
         (f"first token, {percent(CLIENTS)} of long prompts", ORANGE, "", 2.5),
-        ("limits", GREEN, "4 3", 1.5),
     ]
 
 
@@ -76,8 +75,8 @@ def _draw_waits(axes: Axes, state: State, pinned: State | None) -> None:
         axes.pinned(pinned.run, [pinned.first(budget) for budget in pinned.run], pinned.budget)
         axes.pinned(pinned.run, [pinned.waited(budget) for budget in pinned.run], pinned.budget)
     budgets = state.run
-    for limit in (state.gap, state.ttft):
-        axes.mark_y(limit, "", GREEN)
+    axes.mark_y(state.gap, "gap limit", GREEN)
+    axes.mark_y(state.ttft, "TTFT limit", GREEN)
     axes.line(budgets, [state.first(budget) for budget in budgets], ORANGE)
     with axes.drawing.answer():
         axes.line(budgets, [_other_gap(state, budget) for budget in budgets], BLUE, width=1.8, dash="2 4")
@@ -144,7 +143,7 @@ def cause_words(state: State, cause: str, budget: int) -> str:
     turn = "long prompts wait their turn" if serving.threshold == 0 else "long prompts wait, or get too few tokens"
     return {
         "queue": f"the queue grows: {serving.load:g} requests/s arrive, but it handles {most}",
-        "chunks": f"too slow: a long prompt takes {steps:,} steps, {seconds(state.alone[budget])} alone",
+        "chunks": f"long prompts late: each takes {steps:,} steps, {seconds(state.alone[budget])} alone",
         "turn": turn,
         "stall": f"tokens come over {seconds(state.gap)} apart",
         "": "",
@@ -176,13 +175,11 @@ def _draw_rate(drawing: Drawing, box: Box, state: State) -> None:
     known = [serving.demand, *rates.values()]
     axes = Axes(drawing, box, BUDGET, Scale.around(0.8 * min(known), 1.25 * max(known)))
     ticks = axes.y.powers()
-    axes.frame("", "prompt tokens/s, run alone", x_ticks=(), y_ticks=ticks, y_format=short)
+    axes.frame("", "a long prompt alone, tokens/s", x_ticks=(), y_ticks=ticks, y_format=short)
     axes.line(list(rates), list(rates.values()), ORANGE)
     axes.mark_y(serving.demand, f"{short(serving.demand)} arrive", GREEN)
     axes.mark_x(serving.knee, QUIET, dash="2 3")
-    axes.label(
-        (axes.at(serving.knee, axes.y.low)[0], box.bottom - 8), f"knee, modelled: {serving.knee:.0f}", QUIET, bold=False
-    )
+    axes.label((axes.at(serving.knee, axes.y.low)[0], box.bottom - 8), f"knee at {serving.knee:.0f}", QUIET, bold=False)
     axes.also_here(state.budget)
 
     def tip(budget: int) -> str:
@@ -197,7 +194,7 @@ def _draw_chats(drawing: Drawing, box: Box, state: State) -> None:
     firsts = {budget: within(state.points[budget].chat_ttft, CLIENTS) for budget in state.run}
     least = state.serving.cost.seconds(StepShape.of([(CHAT, 0)]))
     axes = Axes(drawing, box, BUDGET, Scale.around(0.8 * least, max([20 * least, *state.alone.values()])))
-    label = f"chats: first token, {percent(CLIENTS)}"
+    label = f"first token, {percent(CLIENTS)} of chats"
     axes.frame("budget", label, x_ticks=TICKS, x_format=tokens, y_ticks=axes.y.powers(), y_format=seconds)
     axes.line(list(firsts), list(firsts.values()), SKY)
     axes.also_here(state.budget)

@@ -59,7 +59,7 @@ def verdict(state: State) -> Verdict:
     share = f"{percent(mine.share(state.rate))} are in time"
     if mine.breaks(state.rate):
         why = cause_words(mine.cause_at(state.rate), state)
-        too_many = f"At {counted_rate(state.rate)}, {mine.name} break"
+        too_many = f"At {counted_rate(state.rate)}, {mine.name} GPUs (prefill + decode) break"
         if mine.share(state.rate) >= SHARE:
             first = f"Of the first {state.work.counted} requests, {share}, then fewer and fewer"
             return Verdict(f"{too_many} in the long run: {why}. {first}.", "broken")

@@ -43,7 +43,7 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
     wide = width >= WIDE
     left = Box(52, y + 50, round(width * (0.56 if wide else 1)) - 52 - (0 if wide else MARGIN), 170)
     _draw_shares(Axes(drawing, left, RATE, SHARES), state, pinned)
-    side = Box(left.right + 36, y + 20, width - left.right - 36 - MARGIN, 0)
+    side = Box(left.right + 36, y + 44, width - left.right - 36 - MARGIN, 0)
     if not wide:
         side = Box(MARGIN, left.bottom + 66, width - 2 * MARGIN, 0)
     below = _draw_splits(drawing, state, side)
@@ -61,9 +61,9 @@ def chunk_words(state: State) -> str:
 
 def _keys(state: State) -> list[Key]:
     return [
-        (f"{state.mine.name}: prefill + decode", BLUE, "", 2.5),
-        ("all do both", ORANGE, "7 4", 2.0),
-        (percent(SHARE), GREEN, "4 3", 1.5),
+        (f"{state.mine.name} GPUs: prefill + decode", BLUE, "", 2.5),
+        (f"all {state.mine.gpus} do both", ORANGE, "7 4", 2.0),
+        (f"at least {percent(SHARE)}", GREEN, "4 3", 1.5),
     ]
 
 
@@ -140,7 +140,8 @@ def cause_words(cause: str, state: State) -> str:
 
 def _draw_splits(drawing: Drawing, state: State, box: Box) -> float:
     """Draw a bar for each split, and one for the GPUs that do both; return the y below."""
-    y = drawing.heading((box.x, box.y), "Goodput per GPU", "requests a second")
+    y = drawing.heading((box.x, box.y), "Goodput per GPU")
+    y = drawing.paragraph((box.x, y + 18), "requests a second in time, by GPUs that prefill + decode", box.width)
     sides = [*state.splits, state.both]
     most = max([side.per_gpu for side in sides if side.is_found] + [1e-9])
     for row, side in enumerate(sides):
@@ -176,8 +177,8 @@ def transfer_words(state: State) -> str:
     transfer = state.transfer
     size = f"{transfer.num_bytes / 1e6:,.0f} MB"
     return (
-        f"A prompt's keys and values: {size}, {seconds(transfer.seconds)} over {state.link}; alone, its prefill takes "
-        f"{seconds(transfer.prefill)}."
+        f"To compute a prompt's keys and values takes {seconds(transfer.prefill)}, to send them ({size}) over "
+        f"{state.link} {seconds(transfer.seconds)}."
     )
 
 
@@ -186,15 +187,14 @@ def transfer_words(state: State) -> str:
 
 def _draw_times(drawing: Drawing, state: State, y: float) -> float:
     """Draw the parts of the time to first token at this rate; return the y of the last line."""
-    title = f"The time to first token, at {state.rate:g} a second"
+    title = f"Time to first token at {state.rate:g} a second"
     drawing.text((MARGIN, y), title, size=HEADING, bold=True)
     if state.rate not in state.mine.points:
         words = "Nothing is served." if state.mine.refused else "Still serving the requests."
         return drawing.paragraph((MARGIN, y + 20), words, drawing.width - 2 * MARGIN)
     served = state.mine.points[state.rate]
     segments = [
-        Segment(seconds(served.mean(part)), served.mean(part), colour, f"{name}: {seconds(served.mean(part))}")
-        for part, name, colour in TIMES
+        Segment("", served.mean(part), colour, f"{name}: {seconds(served.mean(part))}") for part, name, colour in TIMES
     ]
     mean = sum(segment.value for segment in segments)
     box = Box(MARGIN, y + 10, drawing.width - 2 * MARGIN, 22)
@@ -202,9 +202,9 @@ def _draw_times(drawing: Drawing, state: State, y: float) -> float:
     stacked_bar(drawing, box, segments, total)
     at = box.x + state.objective.ttft / total * box.width
     drawing.line((at, box.y - 3), (at, box.bottom + 3), colour=GREEN, width=2)
-    keys = [Segment(name, 0, colour) for _, name, colour in TIMES]
+    keys = [Segment(f"{name} {seconds(served.mean(part))}", 0, colour) for part, name, colour in TIMES]
     keys.append(Segment(f"limit: {seconds(state.objective.ttft)}", 0, GREEN))
-    note = f"on average {seconds(mean)}"
+    note = f"{seconds(mean)} on average"
     if MARGIN + text_width(title, HEADING) * 1.1 + text_width(note, SMALL) < box.right:
         drawing.text((box.right, y), note, size=SMALL, colour=QUIET, anchor="end")
     return legend(drawing, (MARGIN, box.bottom + 18), keys, drawing.width - 2 * MARGIN) - 19

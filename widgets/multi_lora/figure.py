@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 
+from minivllm_lab.drawing import text_width
 from minivllm_lab.palette import BLUE, GREEN, ORANGE, PURPLE
 from minivllm_simulate.load_sweep import Span
 from minivllm_simulate.memory import weight_bytes
@@ -13,15 +14,13 @@ from widgets.multi_lora.runs import ANSWER, PROMPT
 from widgets.multi_lora.state import CLIENTS, SLOTS, WAYS, State
 from widgets.multi_lora.strip import draw_strip
 from widgets.shell.plot import MARGIN, Axes, Scale, counted, modelled, percent, seconds, three_boxes
-from widgets.shell.svg import QUIET, SMALL, Box, Drawing, Segment, stacked_bar
+from widgets.shell.svg import QUIET, SMALL, Box, Drawing, Segment, legend, stacked_bar
 from widgets.shell.theme import RESERVED
 
 ACROSS = Scale(SLOTS[0], SLOTS[-1], log=True)
 TICKS = (1, 4, 16, 64, 256)
-NAMES = {"together": "together", "loop": "in a loop", "merged": "merged copies"}
+NAMES = {"together": "together", "loop": "in a loop", "merged": "merged"}
 COLOURS = {"together": BLUE, "loop": ORANGE, "merged": PURPLE}
-NAMED_AT = {"together": 1, "loop": 4, "merged": 2}
-"""The quarter of its curve at which each has its name, so that names keep apart."""
 DASHES = {"together": "", "loop": "6 3", "merged": "2 4"}
 
 
@@ -44,7 +43,7 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
         f"{serving.rank}, Zipf {serving.skew:g}; {serving.load:g} requests a second, {PROMPT} tokens in, {ANSWER} out; "
         f"{modelled(state.error)}"
     )
-    y = _draw_memory(drawing, state, drawing.paragraph((MARGIN, y + 18), note, width - 2 * MARGIN) + 8)
+    y = _draw_memory(drawing, state, drawing.paragraph((MARGIN, y + 18), note, width - 2 * MARGIN) + 10)
     main, upper, lower = three_boxes(width, y + 26, 160, large=0.5, between=50)
     _draw_waits(Axes(drawing, main, ACROSS, _scale(state)), state, pinned)
     _draw_hits(drawing, upper, state)
@@ -72,9 +71,10 @@ def _draw_memory(drawing: Drawing, state: State, y: float) -> float:
     total = max(serving.gpu.memory_bytes, sum(part.value for part in parts))
     stacked_bar(drawing, Box(MARGIN, y, drawing.width - 2 * MARGIN, 18), parts, total)
     fits = min(serving.copies_that_fit, serving.adapters)
-    words = f"Slots {gigabytes(slots)}. Merged copies would take {gigabytes(state.merged_bytes)}: {fits:,} fit."
+    legend(drawing, (MARGIN, y + 33), [Segment(f"slots {gigabytes(slots)}", 0, ORANGE)], drawing.width)
+    words = f"merged copies: {gigabytes(state.merged_bytes)}, {fits:,} fit"
     with drawing.answer():
-        drawing.text((MARGIN, y + 33), words, size=SMALL, colour=QUIET)
+        drawing.text((drawing.width - MARGIN, y + 33), words, size=SMALL, colour=QUIET, anchor="end")
     return y + 36
 
 
@@ -90,7 +90,7 @@ def _scale(state: State) -> Scale:
 
 
 def _draw_waits(axes: Axes, state: State, pinned: State | None) -> None:
-    label = f"first token, {percent(CLIENTS)}; dotted: long run"
+    label = f"first token of {percent(CLIENTS)}; dotted: in the long run"
     axes.frame("slots on the GPU (max_loras)", label, x_ticks=TICKS, y_format=seconds)
     for span in state.stopped:
         axes.broken(*span, _refusal_words(state))
@@ -164,12 +164,14 @@ def _draw_rates(drawing: Drawing, box: Box, state: State) -> None:
     scale = Scale(10 ** math.floor(math.log10(low)), 10 ** math.ceil(math.log10(high * 1.2)), log=True)
     axes = Axes(drawing, box, Scale(1, most, log=True), scale)
     label = f"adapters in a step of {state.batch} requests"
-    axes.frame(label, "tokens a second", x_ticks=_doublings(most), y_ticks=scale.powers()[::2])
+    axes.frame(label, "tokens/s:", x_ticks=_doublings(most), y_ticks=scale.powers()[::2])
+    x = box.x + 58
+    for way in WAYS:
+        drawing.text((x, box.y - 10), NAMES[way], size=SMALL, colour=COLOURS[way])
+        x += text_width(NAMES[way], SMALL) + 8
     with drawing.answer():
         for way in reversed(WAYS):
             axes.line(counts, rates[way], COLOURS[way], dash=DASHES[way])
-            place = NAMED_AT[way] * (len(counts) - 1) // 4
-            axes.label(axes.at(counts[place], rates[way][place]), NAMES[way], COLOURS[way], bold=False)
     axes.also_here(min(max(state.distinct, 1), most))
 
     def tip(count: int) -> str:
@@ -192,7 +194,7 @@ def _draw_hits(drawing: Drawing, box: Box, state: State) -> None:
     """
     axes = Axes(drawing, box, ACROSS, Scale(0, 1))
     ticks = (0, 0.5, 1)
-    axes.frame("", "hit rate, by slots", x_ticks=TICKS[::2], y_ticks=ticks, y_format=percent)
+    axes.frame("", "hit rate: adapter is in a slot", x_ticks=TICKS[::2], y_ticks=ticks, y_format=percent)
     alone = [state.serving.hit_rate(slots) for slots in SLOTS]
     axes.line(SLOTS, alone, PURPLE, width=1.8, dash="2 4")
     axes.label(axes.at(SLOTS[2], alone[2]), "one at a time", PURPLE, bold=False)

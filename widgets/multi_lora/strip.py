@@ -34,8 +34,8 @@ def draw_strip(drawing: Drawing, state: State, y: float) -> float:
     if state.slots not in state.points:
         return draw_placeholder(drawing, TITLE, state.refused, y)
     keys = [
-        Segment("in use, numbered by popularity", 0, SKY),
-        Segment("kept", 0, RESERVED),
+        Segment("adapter in use, 1 the most popular", 0, SKY),
+        Segment("idle", 0, RESERVED),
         Segment("waiting for a slot", 0, MISSED, hatched=True),
     ]
     y = draw_title(drawing, TITLE, keys, y)

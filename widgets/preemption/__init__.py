@@ -79,9 +79,8 @@ def crossover_words(state: State) -> str:
     the length cancels out.
     """
     crossover = state.serving.crossover
-    link = state.serving.link.name
-    both = f"recomputing a token takes {micro(crossover.recompute)}, swapping it over {link} {micro(crossover.swap)}"
-    return f"{'Swapping' if crossover.copying_wins else 'Recomputing'} is cheaper: {both}."
+    both = f"{micro(crossover.swap)} over {state.serving.link.name}, to recompute it {micro(crossover.recompute)}"
+    return f"{'Swapping' if crossover.copying_wins else 'Recomputing'} is cheaper: to swap a token takes {both}."
 
 
 def _figures(point: Point) -> str:

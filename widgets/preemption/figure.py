@@ -75,13 +75,7 @@ def _scale(state: State) -> Scale:
 
 
 def _draw_latency(axes: Axes, state: State, pinned: State | None) -> None:
-    axes.frame(
-        "tokens in the pool",
-        "seconds to the last token",
-        x_ticks=TICKS,
-        x_format=tokens,
-        y_format=seconds,
-    )
+    axes.frame("tokens in the pool", "seconds to the last token", x_ticks=TICKS, x_format=tokens, y_format=seconds)
     with axes.drawing.answer():
         _draw_broken(axes, state)
     if pinned and pinned.points:
@@ -124,9 +118,9 @@ def late_words(state: State, span: Span) -> str:
 
 def cause_words(state: State, cause: str, pool: int) -> str:
     """Describe what goes wrong with a pool."""
-    point = state.points[pool]
+    point, load = state.points[pool], state.serving.load
     return {
-        "queue": f"full: {state.serving.load:g} requests/s arrive, but it handles {figures(state.capacity[pool])}",
+        "queue": f"full: {tokens(pool)} tokens handle {figures(state.capacity[pool])} of {load:g} requests/s",
         "thrash": f"thrashing: {percent(point.wasted)} of the work is done twice",
         "copies": f"copies: steps wait for them {percent(point.copying / point.seconds)} of the time",
         "wait": f"too slow: over {seconds(state.limit)}, though little work is repeated",
@@ -153,7 +147,7 @@ def _draw_work(drawing: Drawing, box: Box, state: State) -> None:
     most = max([state.serving.demand, *(point.computed / point.seconds for point in known)])
     axes = Axes(drawing, box, POOL, Scale(0, 1.12 * most))
     ticks = [tick for tick in axes.y.ticks(3) if tick]
-    axes.frame("", "tokens/s: useful; dashed: all", x_ticks=TICKS[::2], x_format=tokens, y_ticks=ticks, y_format=short)
+    axes.frame("", "tokens/s; dashed: with repeats", x_ticks=TICKS[::2], x_format=tokens, y_ticks=ticks, y_format=short)
     with drawing.answer():
         for span in state.where([max(point.wasted, 1e-9) / THRASH for point in known]):
             axes.broken(*span, "thrashing")
@@ -180,8 +174,8 @@ def _draw_crossover(drawing: Drawing, box: Box, state: State) -> None:
         drawing, box, LINK, Scale.around(0.7 * min(crossover.recompute, *swaps), 1.4 * max(crossover.recompute, *swaps))
     )
     axes.frame(
-        "link to the host, bytes/s", "swap a token out and back", x_ticks=(1e9, 1e10, 1e11), x_format=short,
-        y_ticks=axes.y.powers(), y_format=micro,
+        f"link, bytes/s (dot: {serving.link.name})", "time to swap a token",
+        x_ticks=(1e9, 1e10, 1e11), x_format=short, y_ticks=axes.y.powers(), y_format=micro,
     )  # fmt: skip
     for span in spans(rates, [swap / crossover.recompute for swap in swaps]):
         axes.shade(*span, "swapping costs more than recomputing")

@@ -40,18 +40,15 @@ def verdict(state: State) -> Verdict:
     if state.rate not in served.points:
         return Verdict(f"Still serving the requests as {state.layout} at {state.rate:g} a second.", "tight")
     point = served.points[state.rate]
-    latencies = (
-        f"99 % have their first token within {seconds(point.ttft[1])}, then one every {seconds(point.tpot[1])}, with "
-        f"{figures(point.inside)} requests in the system"
-    )
+    latencies = f"99 % have their first token within {seconds(point.ttft[1])}, then one every {seconds(point.tpot[1])}"
     if causes := served.causes(state.rate):
         why = ", ".join(cause_words(cause, served) for cause in causes)
         in_run = " in this short run" * ("queue" in causes)
-        words = f"At {counted_rate(state.rate)}, {state.layout} breaks: {why}. {latencies}{in_run}."
+        words = f"At {counted_rate(state.rate)}, {state.layout} is too slow: {why}. {latencies}{in_run}."
         return Verdict(words, "broken")
     if served.knee and state.rate > NEAR * served.knee.rate:
         return Verdict(
-            f"It handles this, but not much more: it breaks at {figures(served.knee.rate)}. {latencies}.", "tight"
+            f"It handles this, but little more: it breaks at {figures(served.knee.rate)}. {latencies}.", "tight"
         )
     return Verdict(f"It handles this: {latencies}.", "fine")
 

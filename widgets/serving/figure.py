@@ -4,9 +4,10 @@ number of GPUs.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
+from operator import attrgetter
 
 from minivllm_lab.drawing import text_width
 from minivllm_lab.palette import BLUE, GREEN, INK, VERMILLION
@@ -16,31 +17,52 @@ from widgets.shell.plot import MARGIN, Axes, Scale, draw_keys, figures, modelled
 from widgets.shell.svg import SMALL, Box, Drawing
 from widgets.shell.theme import MID
 
+
+@dataclass(frozen=True)
+class Times:
+    """One of the two latencies that have a limit."""
+
+    name: str
+    of: Callable[[Point], tuple[float, float]]
+    """Return a point's times for half and for 99 % of the requests."""
+    limit: Callable[[Served], float]
+    half: str
+    """What half of the requests have, for a tooltip."""
+
+    def tip(self, point: Point) -> str:
+        """Describe a point's times."""
+        half, most = map(seconds, self.of(point))
+        return f"{self.half} {half}, 99 % within {most}, with {figures(point.inside)} requests in the system"
+
+
+TTFTS = Times("time to first token", attrgetter("ttft"), attrgetter("ttft"), "Half have their first token within")
+TPOTS = Times("time per output token", attrgetter("tpot"), attrgetter("tpot"), "Half have each token within")
 RATE = Scale(RATES[0], RATES[-1], log=True)
 TICKS, FEW_TICKS = (0.5, 1, 5, 10, 50, 100, 500), (1, 10, 100)
-TTFT = Scale(0.001, 10, log=True)
 ROW, NAMES = 19, 140
 
 
 def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
-    """Draw TTFT, TPOT and throughput by rate, and below them the rate that each layout of these
-    GPUs handles.
+    """Draw the latency that breaks first by rate, the other one and throughput beside it, and below
+    them the rate that each layout of these GPUs handles.
     """
     count = state.layout.gpus
     drawing = Drawing(
         width, 0, f"{state.model} on {count} {state.gpu}", f"Latencies against the rate as {state.layout}"
     )
     note = (
-        f"{state.model} on {count} {state.gpu} as {state.layout}; 99 % of requests within "
-        f"{seconds(state.served.ttft)} and {seconds(state.served.tpot)} a token; {modelled(state.error)}"
+        f"{state.model} on {count} {state.gpu} as {state.layout}; the limits: 99 % have their first token within "
+        f"{seconds(state.served.ttft)}, then one every {seconds(state.served.tpot)}; {modelled(state.error)}"
     )
     y = drawing.paragraph((MARGIN, drawing.heading((MARGIN, 23), "What this layout handles") + 18), note, width - 32)
     if state.work.note:
         y = drawing.paragraph((MARGIN, y + 17), state.work.note, width - 2 * MARGIN)
     y = draw_keys(drawing, y + 20, KEYS)
     left, upper, lower = three_boxes(width, y + 32, 158, large=0.54)
-    _draw_ttft(Axes(drawing, left, RATE, TTFT), state, pinned)
-    _draw_tpot(Axes(drawing, upper, RATE, _tpot_scale(state)), state)
+    knee = state.served.knee
+    first, second = (TPOTS, TTFTS) if knee and knee.cause == "tpot" else (TTFTS, TPOTS)
+    _draw_breaking(Axes(drawing, left, RATE, _scale(state, first)), state, pinned, first)
+    _draw_other(Axes(drawing, upper, RATE, _scale(state, second)), state, second)
     _draw_throughput(Axes(drawing, lower, RATE, _tokens_scale(state)), state)
     y = _draw_layouts(drawing, state, max(left.bottom, lower.bottom) + 62)
     drawing.height = (_draw_reads(drawing, state, y + 8) if not state.served.refused else y) + 12
@@ -50,34 +72,23 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
 KEYS = (("99 % of requests", BLUE, "", 2.5), ("half", BLUE, "5 4", 1.6), ("limit", GREEN, "4 3", 1.5))
 
 
-def _draw_ttft(axes: Axes, state: State, pinned: State | None) -> None:
-    axes.frame(
-        "requests a second, over all GPUs",
-        "time to first token",
-        x_ticks=TICKS,
-        y_ticks=(0.001, 0.01, 0.1, 1, 10),
-        x_format="{:g}".format,
-        y_format=seconds,
-    )
+def _draw_breaking(axes: Axes, state: State, pinned: State | None, times: Times) -> None:
+    axes.frame("requests a second, over all GPUs", times.name, x_ticks=TICKS, x_format="{:g}".format, y_format=seconds)
     served = state.served
     knee = served.knee
+    limit = times.limit(served)
     if served.refused:
         axes.broken(None, None, f"{state.model} does not fit: {served.refused}")
     elif knee:
         axes.broken(knee.rate, None, knee_words(knee, served))
     if pinned and pinned.served.points:
-        axes.pinned(pinned.served.rates, [ttft[1] for ttft in _values(pinned.served, _ttfts)], pinned.rate)
-    axes.mark_y(served.ttft, "", GREEN)
-    _draw_pair(axes, served, _ttfts)
+        axes.pinned(pinned.served.rates, [most for _, most in _values(pinned.served, times.of)], pinned.rate)
+    axes.mark_y(limit, f"limit {seconds(limit)}", GREEN)
+    _draw_pair(axes, served, times.of)
     if knee and knee.cause == "queue":
-        axes.without_end(knee.rate, served.ttft)
+        axes.without_end(knee.rate, limit)
     axes.here(state.rate, "rate", f"{state.rate:g} a second")
-
-    def tip(point: Point) -> str:
-        first = f"Half have their first token within {seconds(point.ttft[0])}, 99 % within {seconds(point.ttft[1])}"
-        return f"{first}, with {figures(point.inside)} requests in the system"
-
-    _draw_tips(axes, served, tip)
+    _draw_tips(axes, served, times.tip)
 
 
 def knee_words(knee: Knee, served: Served) -> str:
@@ -95,14 +106,6 @@ def cause_words(cause: str, served: Served) -> str:
     }[cause]
 
 
-def _ttfts(point: Point) -> tuple[float, float]:
-    return point.ttft
-
-
-def _tpots(point: Point) -> tuple[float, float]:
-    return point.tpot
-
-
 def _values(served: Served, pick: Callable[[Point], tuple[float, float]]) -> list[tuple[float, float]]:
     return [pick(served.points[rate]) for rate in served.rates]
 
@@ -114,26 +117,20 @@ def _draw_pair(axes: Axes, served: Served, pick: Callable[[Point], tuple[float, 
         axes.line(served.rates, [most for _, most in values], BLUE)
 
 
-def _tpot_scale(state: State) -> Scale:
-    """Return a scale up to the longest time so far, rounded up so that it rarely changes during a
-    sweep.
-    """
-    most = max([2 * state.served.tpot, *(point.tpot[1] for point in state.served.points.values())])
-    return Scale(0.001, 10 ** (math.ceil(3 * math.log10(most)) / 3), log=True)
+def _scale(state: State, times: Times) -> Scale:
+    """Return a scale around all times so far, rounded so that it rarely changes during a sweep."""
+    limit = times.limit(state.served)
+    values = [time for point in state.served.points.values() for time in times.of(point) if time]
+    return Scale.around(0.7 * min([limit, *values]), max([2 * limit, *values]))
 
 
-def _draw_tpot(axes: Axes, state: State) -> None:
+def _draw_other(axes: Axes, state: State, times: Times) -> None:
     _shade(axes, state.served)
-    ticks = [tick for tick in (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0) if tick <= axes.y.high]
-    axes.frame("", "time per output token", x_ticks=(), y_ticks=ticks[-5:], y_format=seconds)
-    axes.mark_y(state.served.tpot, "", GREEN)
-    _draw_pair(axes, state.served, _tpots)
+    axes.frame("", times.name, x_ticks=(), y_ticks=axes.y.powers(), y_format=seconds)
+    axes.mark_y(times.limit(state.served), "", GREEN)
+    _draw_pair(axes, state.served, times.of)
     axes.also_here(state.rate)
-
-    def tip(point: Point) -> str:
-        return f"Half wait at most {seconds(point.tpot[0])} per token, 99 % at most {seconds(point.tpot[1])}"
-
-    _draw_tips(axes, state.served, tip)
+    _draw_tips(axes, state.served, times.tip)
 
 
 def _tokens_scale(state: State) -> Scale:
@@ -232,10 +229,10 @@ def _draw_reads(drawing: Drawing, state: State, y: float) -> float:
     else:
         total = max(2, round(state.work.mean_output))
         parts = [_read_words(read.pause, read.events, read.tokens, total) for read in state.reads]
-        words = f"An answer of {total} tokens, through {whose}: a client that reads {', '.join(parts)}."
+        words = f"Of {total} tokens, {whose} makes fewer events for a slow client: reading {', '.join(parts)}."
     return drawing.paragraph((MARGIN, y + 12), words, drawing.width - 2 * MARGIN)
 
 
 def _read_words(pause: float, events: int, tokens: int, total: int) -> str:
     lost = f" with {tokens} tokens" if tokens != total else ""
-    return f"every {seconds(pause)} gets {events} event{'s' * (events != 1)}{lost}"
+    return f"every {seconds(pause)} gives {events}{lost}"

@@ -22,16 +22,16 @@ DRAWN = sorted({*BATCHES, 3, 6, 12, 20, 40, 80, 112, 160, 224, 320, 448})
 OTHERS = (1, 3, 6)
 """The numbers of drafts shown for comparison."""
 STYLES = ((ORANGE, "2 4"), (PURPLE, "7 4"))
-COLUMN, ROW = 98, 13
-"""The least width in pixels of a position in the step that plays, and the height of a token in
-it.
+COLUMN, TOKEN, ROW = 98, 46, 13
+"""The least width in pixels of a position in the step that plays, and the width and height of a
+token's name in it.
 """
 PARTS = (
     ("overhead", "fixed", MID),
     ("weights", "weights", SKY),
-    ("attention", "KV", BLUE),
+    ("attention", "KV cache", BLUE),
     ("compute", "arithmetic", YELLOW),
-    ("draft", "drafts", ORANGE),
+    ("draft", "drafter", ORANGE),
 )
 CAUSES: dict[Cause, str] = {
     "compute": "arithmetic takes over",
@@ -50,7 +50,7 @@ def drafter_words(state: State) -> str:
 def rate_words(state: State) -> str:
     """Describe how often drafts are accepted, and the source of that number."""
     if state.recorded == "none":
-        return f"α {state.alpha:g}"
+        return f"acceptance {state.alpha:g}"
     shares = ", ".join(percent(rate) for rate in state.one.rates)
     return f"accepted {shares} (recorded; later drafts like the last)"
 
@@ -83,7 +83,7 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
     below = _draw_times(drawing, side, state)
     bars = Box(side.x, below + 22, side.width, (left.bottom + 20 - below - 22) if wide else 60)
     _draw_by_k(drawing, bars, state)
-    y = (left.bottom + 58) if wide else bars.bottom + 46
+    y = (left.bottom + 58) if wide else bars.bottom + 34
     drawing.height = _draw_step(drawing, state, y) + 10
     return drawing.render()
 
@@ -98,7 +98,7 @@ def _curves(state: State) -> list[tuple[int, str, str]]:
 
 def _keys(state: State) -> list[Key]:
     others = [(f"k = {k}", colour, dash, 1.8) for k, colour, dash in _curves(state)]
-    return [(f"k = {state.k}, yours", BLUE, "", 2.5), *others]
+    return [(f"k = {state.k}, your drafts a step", BLUE, "", 2.5), *others]
 
 
 def _scale(state: State, pinned: State | None) -> Scale:
@@ -187,17 +187,17 @@ def _draw_tips(axes: Axes, state: State) -> None:
 
 def _draw_times(drawing: Drawing, box: Box, state: State) -> float:
     """Draw a plain step and one with drafts as bars; return the y below."""
-    drawing.text((box.x, box.y), f"a step at batch {state.batch}", size=SMALL, colour=QUIET)
+    drawing.text((box.x, box.y), f"time of one step at batch {state.batch}", size=SMALL, colour=QUIET)
     plain, step = state.one.plain(state.batch), state.one.step(state.batch, state.k)
     longest = max(plain.seconds, step.seconds)
     y = box.y + 8
-    for parts, yields in ((plain, "1 token"), (step, f"{state.tokens:.2f} tokens")):
+    for parts, yields in ((plain, "1 token, no drafts"), (step, f"{state.tokens:.2f} tokens, k = {state.k}")):
         segments = [
             Segment("", getattr(parts, name), colour, f"{title}: {milliseconds(getattr(parts, name))}")
             for name, title, colour in PARTS
         ]
         stacked_bar(drawing, Box(box.x, y, box.width, 13), segments, longest)
-        words = f"{milliseconds(parts.seconds)}, {yields}"
+        words = f"{milliseconds(parts.seconds)} for {yields}"
         drawing.text((box.x, y + 26), words, size=SMALL)
         y += 33
     keys = [Segment(title, 0, colour) for name, title, colour in PARTS if _is_there(name, plain, step)]
@@ -212,21 +212,25 @@ def _draw_by_k(drawing: Drawing, box: Box, state: State) -> None:
     """Draw the speed-ups at this batch size by number of drafts, and name the best number."""
     best = state.best_k
     most = max(1.2, *state.by_k)
-    words = f"by drafts (k): best {best}" if best else "by drafts (k): none pays"
+    words = f"speed-up by drafts a step: {f'best {best}' if best else 'none pays'}"
     drawing.text((box.x, box.y - 6), words, size=SMALL, colour=QUIET)
     room = box.width / MOST_K
-    high = box.height - 16
+    high = box.height - 28
     for index, value in enumerate(state.by_k):
         tall = high * value / most
         x = box.x + index * room
-        bar = Box(x + 2, box.y + high - tall, room - 4, tall)
+        bar = Box(x + 2, box.y + 12 + high - tall, room - 4, tall)
         tip = f"{index + 1} draft{'s' * (index > 0)}: {value:.2f} times as fast"
         drawing.rect(bar, BLUE if index + 1 == state.k else MID, tip=tip)
-        place = (x + room / 2, box.y + high + 14)
         strong = index + 1 in (state.k, best)
+        place = (x + room / 2, box.bottom - 2)
         drawing.text(place, f"{index + 1}", size=SMALL, anchor="middle", bold=strong, colour=INK if strong else QUIET)
-    level = box.y + high - high / most
+    level = box.y + 12 + high - high / most
     drawing.line((box.x, level), (box.right, level), colour=GREEN, dash="4 3", width=1.5)
+    for k in {state.k} if abs(best - state.k) == 1 and room < 32 else {state.k, best} - {0}:
+        value = state.by_k[k - 1]
+        place = (box.x + (k - 0.5) * room, box.y + 9 + high - high * value / most)
+        drawing.text(place, f"{value:.2f}", size=SMALL, anchor="middle", bold=True, halo=True)
 
 
 # ---- one step of a request
@@ -234,12 +238,12 @@ def _draw_by_k(drawing: Drawing, box: Box, state: State) -> None:
 
 def _draw_step(drawing: Drawing, state: State, y: float) -> float:
     """Draw the positions of a step side by side, as many as fit; return the y below."""
-    title = "One request's step, draft by draft"
+    title = "One step of drafts"
     wide = drawing.width - 2 * MARGIN
     aside = drawing.width >= WIDE
-    y = draw_title(drawing, title, [Segment("drafter, q", 0, ORANGE), Segment("model, p", 0, BLUE)], y)
+    y = draw_title(drawing, title, [Segment("drafter's chance q", 0, ORANGE), Segment("model's p", 0, BLUE)], y)
     if aside:
-        drawing.text((drawing.width - MARGIN, y), "accepted if u < p/q", size=SMALL, colour=QUIET, anchor="end")
+        drawing.text((drawing.width - MARGIN, y), "random < p/q: accepted", size=SMALL, colour=QUIET, anchor="end")
     if state.own:
         y = drawing.paragraph((MARGIN, y + 17), own_words(state), wide)
     across = int(wide // COLUMN)
@@ -248,10 +252,12 @@ def _draw_step(drawing: Drawing, state: State, y: float) -> float:
     tall = ROW * len(VOCABULARY) + 63
     checked = min(state.step.kept + 1, state.k)
     last = checked + 2
+    largest = max(max(*place.p, *place.q) for place in state.step.places)
+    scale = (room - 14 - TOKEN) / max(largest, *state.step.bonus)
     for index in range(shown):
         row, column = divmod(index, across)
         box = Box(MARGIN + column * room, y + 10 + row * tall, room - 14, tall)
-        _draw_place(drawing, box, state, index, last)
+        _draw_place(drawing, box, state, index, last, scale)
     bottom = y + 6 + tall * -(-shown // across)
     if shown < state.k + 1:
         with drawing.layer(at=f"{last} {last}"):
@@ -276,25 +282,23 @@ def own_words(state: State) -> str:
     )
 
 
-def _draw_place(drawing: Drawing, box: Box, state: State, index: int, last: int) -> None:
+def _draw_place(drawing: Drawing, box: Box, state: State, index: int, last: int, scale: float) -> None:
     step = state.step
     place = step.places[index] if index < state.k else None
     name = f"{index + 1}: {VOCABULARY[place.draft]}" if place else "bonus"
     drawing.text((box.x, box.y + 10), name, size=SMALL, bold=True)
     p = place.p if place else step.bonus
     here = index == step.kept
-    names = 46
     top = box.y + 16
     for token, word in enumerate(VOCABULARY):
         y = top + ROW * token
         is_draft = place is not None and token == place.draft
         drawing.text((box.x, y + 10), word, size=SMALL, bold=is_draft, colour=INK if is_draft else QUIET)
-        scale = box.width - names
         tip = f"{word}: p {p[token]:.2f}"
         if place:
-            drawing.rect(Box(box.x + names, y + 1, place.q[token] * scale, 5), ORANGE)
+            drawing.rect(Box(box.x + TOKEN, y + 1, place.q[token] * scale, 5), ORANGE)
             tip += f", q {place.q[token]:.2f}, min {min(p[token], place.q[token]):.2f}"
-        drawing.rect(Box(box.x + names, y + 6, p[token] * scale, 5), BLUE, at=f"1 {last}")
+        drawing.rect(Box(box.x + TOKEN, y + 6, p[token] * scale, 5), BLUE, at=f"1 {last}")
         drawing.rect(Box(box.x, y, box.width, ROW), "transparent", tip=tip)
     y = top + ROW * len(VOCABULARY) + 13
     if index > step.kept:
@@ -313,7 +317,8 @@ def _draw_place(drawing: Drawing, box: Box, state: State, index: int, last: int)
 
 def _draw_decision(drawing: Drawing, place: tuple[float, float], draft: Place, *, kept: bool) -> None:
     x, y = place
-    drawing.text((x, y), f"u {draft.uniform:.2f}, p/q {_ratio(draft)}", size=SMALL)
+    sign = "<" if draft.uniform < draft.ratio else "≥"
+    drawing.text((x, y), f"{draft.uniform:.2f} {sign} p/q {_ratio(draft)}", size=SMALL)
     words, colour = ("✓ accepted", GREEN) if kept else ("✕ rejected", VERMILLION)
     drawing.text((x, y + 15), words, size=SMALL, bold=True, colour=colour)
 

@@ -295,7 +295,7 @@ def test_what_breaks_is_shaded_with_its_cause():
         return shaded(widget, state)
 
     assert regions(swept()) == [
-        "full: 14 requests/s arrive, but it handles 12.5",
+        "full: 48K tokens handle 12.5 of 14 requests/s",
         "thrashing",
         "swapping costs more than recomputing",
     ]
