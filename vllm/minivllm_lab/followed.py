@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
+from tokenizers import Tokenizer
 
 from minivllm.config import EMBEDDED_MODEL, CacheConfig
 from minivllm.core.engine_messages import EngineCoreOutput, EngineCoreRequest
@@ -187,6 +188,17 @@ def followed(scene: str = "alone") -> Followed:
         return _Recorder(SCENES[scene], *POOLS.get(scene, (NUM_BLOCKS, 32))).run()
 
 
+@cache
+def tokenizer() -> Tokenizer:
+    """Return the embedded model's tokenizer, loaded once."""
+    return load_tokenizer(EMBEDDED_MODEL)
+
+
+def tokens_of(token_ids: Iterable[int]) -> tuple[Token, ...]:
+    """Return the embedded model's tokens with these ids."""
+    return tuple(Token(token_id, tokenizer().decode([token_id])) for token_id in token_ids)
+
+
 @contextmanager
 def without_info() -> Iterator[None]:
     """Silence the engine's start-up messages, which would distract from a picture."""
@@ -201,10 +213,9 @@ def without_info() -> Iterator[None]:
 
 class _Recorder:
     def __init__(self, arrivals: Iterable[tuple[int, str, str]], num_blocks: int, max_model_len: int) -> None:
-        self.tokenizer = load_tokenizer(EMBEDDED_MODEL)
         self.num_blocks, self.core = num_blocks, _engine(num_blocks, max_model_len)
         self.arrivals = sorted(arrivals, key=lambda arrival: arrival[0])
-        self.prompts = {name: self.tokenizer.encode(prompt).ids for _, name, prompt in self.arrivals}
+        self.prompts = {name: tokenizer().encode(prompt).ids for _, name, prompt in self.arrivals}
         self.outputs: dict[str, list[int]] = {name: [] for name in self.prompts}
         self.last_output: dict[str, EngineCoreOutput] = {}
         self.steps: list[Step] = []
@@ -265,22 +276,19 @@ class _Recorder:
         return Row(
             request=name,
             num_computed_tokens=int(inputs.positions[start]),
-            tokens=tuple(map(self._token, inputs.input_ids[start:end].tolist())),
+            tokens=tokens_of(inputs.input_ids[start:end].tolist()),
             positions=tuple(inputs.positions[start:end].tolist()),
             slots=tuple(inputs.slot_mapping[start:end].tolist()),
             block_table=tables[name],
             seq_len=int(inputs.seq_lens[index]),
             query_start=start,
-            sampled=self._token(sampled[name]) if name in sampled else None,
+            sampled=tokens_of([sampled[name]])[0] if name in sampled else None,
         )
 
     def _served(self, name: str) -> Served:
         last = self.last_output[name]
-        prompt, output = (tuple(map(self._token, ids)) for ids in (self.prompts[name], self.outputs[name]))
+        prompt, output = map(tokens_of, (self.prompts[name], self.outputs[name]))
         return Served(name, prompt, output, last.num_cached_tokens, str(last.finish_reason))
-
-    def _token(self, token_id: int) -> Token:
-        return Token(token_id, self.tokenizer.decode([token_id]))
 
 
 def _engine(num_blocks: int, max_model_len: int) -> EngineCore:

@@ -82,6 +82,12 @@ def own_clock(core: EngineCore) -> Callable[[], float]:
     return time.process_time if here and torch.get_num_threads() == 1 else time.perf_counter
 
 
+def add_greedy(core: EngineCore, name: str, token_ids: list[int], max_tokens: int) -> None:
+    """Add a request that gets exactly `max_tokens` tokens, each the likeliest."""
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+    core.add_request(EngineCoreRequest(name, token_ids, params, (), time.monotonic()))
+
+
 def record_run(core: EngineCore, lengths: Sequence[tuple[int, int]], warm_up: bool = True) -> Recording:
     """Serve requests of these (prompt, output) lengths, all waiting at the start, and time every
     step.
@@ -99,9 +105,8 @@ def record_run(core: EngineCore, lengths: Sequence[tuple[int, int]], warm_up: bo
     steps, scheduled, num_tokens, preempted = [], [], 0, core.scheduler.num_preemptions
     clock = own_clock(core)
     for index, (prompt, output) in enumerate(lengths):
-        params = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
         prompt_ids = [1 + index % (core.model_config.vocab_size - 1)] * prompt
-        core.add_request(EngineCoreRequest(str(index), prompt_ids, params, (), time.monotonic()))
+        add_greedy(core, str(index), prompt_ids, output)
     while core.has_unfinished_requests():
         start = clock()
         output = core.scheduler.schedule()
