@@ -37,10 +37,10 @@ PARTS = {
 }
 BUDGETS = {
     "the engine": 19_520,
-    "minivllm_lab": 15_770,
-    "minivllm_simulate": 2_210,
+    "minivllm_lab": 15_710,
+    "minivllm_simulate": 2_180,
     "widgets": 10_770,
-    "benchmarks": 4_720,
+    "benchmarks": 4_400,
     "tests": 37_240,
     "the spine": 3_480,
 }
