@@ -37,7 +37,7 @@ PARTS = {
 }
 BUDGETS = {
     "the engine": 19_520,
-    "minivllm_lab": 15_710,
+    "minivllm_lab": 15_690,
     "minivllm_simulate": 2_180,
     "widgets": 10_770,
     "benchmarks": 4_400,

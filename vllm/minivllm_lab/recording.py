@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from minivllm.config import CacheConfig, SchedulerConfig
+from minivllm.config import CacheConfig
 from minivllm.core.engine_messages import EngineCoreRequest
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.core import EngineCore
@@ -24,16 +24,12 @@ from minivllm_simulate.cost_model import MeasuredStep, StepShape
 class Recording:
     """A run: its measured steps, each step's scheduled tokens by request id, and the number of
     output tokens.
-
-    `scheduler_config` and `cache_config` are the engine's, its defaults for the device included.
     """
 
     steps: list[MeasuredStep]
     scheduled: list[dict[str, int]]
     output_tokens: int
     num_preemptions: int
-    scheduler_config: SchedulerConfig
-    cache_config: CacheConfig
 
     @property
     def seconds(self) -> float:
@@ -116,5 +112,4 @@ def record_run(core: EngineCore, lengths: Sequence[tuple[int, int]], warm_up: bo
         steps.append(MeasuredStep(shape, clock() - start))
         scheduled.append(dict(new))
         num_tokens += sum(len(output.new_token_ids) for output in engine_outputs)
-    scheduler, preempted = core.scheduler, core.scheduler.num_preemptions - preempted
-    return Recording(steps, scheduled, num_tokens, preempted, scheduler.config, scheduler.cache_config)
+    return Recording(steps, scheduled, num_tokens, core.scheduler.num_preemptions - preempted)
