@@ -12,7 +12,7 @@ endif
 
 UV_RUN := uv run
 WORKERS ?= 3
-BENCHMARKS := scheduler simulator kernels quality
+BENCHMARKS := scheduler kernels
 LESSON = $(firstword $(wildcard vllm/$(N)_*.py vllm/0$(N)_*.py))
 
 .PHONY: help setup setup-cpu run test lesson check capstone predict bugs lab notebooks claims measure bench peers clients ablation dist gpu doctor lint format card site read drift slides

@@ -24,7 +24,6 @@ The table is followed by one line of JSON.
 import argparse
 import json
 import os
-import random
 import statistics
 import sys
 import tempfile
@@ -39,6 +38,7 @@ from serving import Serving
 from minivllm.errors import MinivllmError
 from minivllm_lab.cli import benchmark_parser, positive_int, run
 from minivllm_lab.disturbance import Control
+from minivllm_lab.disturbed_chats import random_prompt
 from minivllm_lab.http_load import Answer, Ask, load_beside
 from minivllm_lab.marks import put_between_marks
 from minivllm_lab.progress import track
@@ -75,22 +75,16 @@ WITH_SCHEDULER = Path(__file__).parent / "peer_engines" / "serve_with_scheduler.
 V0_BUDGET = 2048
 
 
-def prompt(length: int, seed: int) -> list[int]:
-    """Return random token ids."""
-    draw = random.Random(seed)
-    return [draw.randrange(300, 4000) for _ in range(length)]
-
-
 def ask(length: int, seed: int, max_tokens: int) -> Ask:
     """Return a streamed request with a random prompt that generates exactly `max_tokens` tokens."""
     greedy = {"temperature": 0, "ignore_eos": True, "stream": True}
-    return Ask({"model": NAME, "prompt": prompt(length, seed), "max_tokens": max_tokens, **greedy})
+    return Ask({"model": NAME, "prompt": random_prompt(length, seed), "max_tokens": max_tokens, **greedy})
 
 
-def loaded(server: Serving, bursts: int, seed: int = 0) -> dict[str, float]:
+def loaded(server: Serving, bursts: int) -> dict[str, float]:
     """Load one server and return its figures."""
-    chats = [ask(CHAT_PROMPT, seed + one, MAX_MODEL_LEN - CHAT_PROMPT) for one in range(CHATS)]
-    longs = [ask(LONG_PROMPT, seed + 100 + one, ANSWER) for one in range(bursts * LONG)]
+    chats = [ask(CHAT_PROMPT, one, MAX_MODEL_LEN - CHAT_PROMPT) for one in range(CHATS)]
+    longs = [ask(LONG_PROMPT, 100 + one, ANSWER) for one in range(bursts * LONG)]
     load_beside(server.port, chats, longs[:1], "/v1/completions", quiet=4)  # to warm up
     return figures_of(*load_beside(server.port, chats, longs, "/v1/completions", burst=LONG))
 

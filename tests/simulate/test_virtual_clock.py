@@ -123,16 +123,6 @@ def test_equal_prompts_hit_the_prefix_cache_and_made_up_ones_do_not():
     assert [request.num_cached_tokens for request in simulate(own, config, blocks, COST).requests] == [0, 0]
 
 
-def test_a_run_that_is_cut_short_keeps_what_it_has_seen():
-    config = SchedulerConfig(max_model_len=40, max_num_seqs=4)
-    blocks = CacheConfig(num_gpu_blocks=11, block_size=4, enable_prefix_caching=False)
-    work = [SimulatedRequest(12, 12)] * 3
-    whole = simulate(work, config, blocks, COST)
-    cut = simulate(work, config, blocks, COST, max_steps=12)
-    assert cut.steps == whole.steps[:12]
-    assert cut.num_preemptions == sum(len(step.preempted) for step in cut.steps) > 0
-
-
 @given(st.lists(st.floats(0, 100), min_size=1, max_size=30), st.floats(0, 1))
 def test_a_percentile_is_a_value_that_enough_do_not_exceed(values, share):
     result = percentile(values, share)

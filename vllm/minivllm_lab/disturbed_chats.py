@@ -12,9 +12,8 @@ import time
 from dataclasses import dataclass
 from itertools import pairwise
 
-from minivllm.core.engine_messages import EngineCoreRequest
 from minivllm.engine.core import EngineCore
-from minivllm.sampling_params import SamplingParams
+from minivllm_lab.recording import add_greedy
 
 LONG = "long"
 """The name of each long prompt's request; chats have others."""
@@ -55,13 +54,13 @@ def disturb(core: EngineCore, prompt_tokens: int, prompts: int, chats: int = 4, 
     disturbed = Disturbed([[] for _ in range(chats)], [], [])
     times = dict(zip((f"chat {index}" for index in range(chats)), disturbed.chats, strict=True))
     for index, name in enumerate(times):
-        _ask(core, name, random_prompt(chat_prompt, index), core.scheduler.config.max_model_len - chat_prompt)
+        add_greedy(core, name, random_prompt(chat_prompt, index), core.scheduler.config.max_model_len - chat_prompt)
     sent, quiet = 0.0, 0
     while len(disturbed.firsts) < prompts or quiet < AFTER:
         quiet += 1
         if quiet == QUIET and len(disturbed.firsts) < prompts:
             sent = time.perf_counter()
-            _ask(core, LONG, random_prompt(prompt_tokens, 100 + len(disturbed.firsts)), 1)
+            add_greedy(core, LONG, random_prompt(prompt_tokens, 100 + len(disturbed.firsts)), 1)
         step = core.scheduler.schedule()
         outputs = core.scheduler.update_from_output(step, core.executor.execute_model(step))
         disturbed.scheduled.append(dict(step.num_scheduled_tokens))
@@ -77,11 +76,6 @@ def disturb(core: EngineCore, prompt_tokens: int, prompts: int, chats: int = 4, 
 
 def _warm_up(core: EngineCore, lengths: tuple[int, ...]) -> None:
     for length in lengths:
-        _ask(core, "warm-up", random_prompt(length, 99), 4)
+        add_greedy(core, "warm-up", random_prompt(length, 99), 4)
         while core.has_unfinished_requests():
             core.step()
-
-
-def _ask(core: EngineCore, name: str, token_ids: list[int], max_tokens: int) -> None:
-    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
-    core.add_request(EngineCoreRequest(name, token_ids, params, (), time.monotonic()))

@@ -23,6 +23,8 @@ QUIET = "#5F6368"
 """Axis labels and notes: less loud than INK, and still 5.9 : 1 against white."""
 RULE = "#DADCE0"
 """Borders and grid lines."""
+BORDER = "#80868B"
+"""The outline of blocks, bars and most legends."""
 BLANK = "#F1F3F4"
 """The fill of a slot that holds nothing."""
 BODY = 13
@@ -127,7 +129,7 @@ def block(
     width: float = 44,
     height: float = 28,
     fill: str | Sequence[str] = BLANK,
-    stroke: str = "#80868B",
+    stroke: str = BORDER,
     name: str = "",
 ) -> str:
     """Return a block of the KV cache: slots side by side, each `width` wide with its token's piece
@@ -145,6 +147,20 @@ def block(
     frame = rect(x, y, width * len(slots), height, stroke=stroke, stroke_width=1.5, radius=2)
     title = text(x, y - 5, name, size=11, colour=QUIET) if name else ""
     return "".join(cells) + frame + title
+
+
+def swatch(x: float, y: float, fill: str, words: str, *, stroke: str | None = QUIET, dash: str | None = None) -> str:
+    """Return an entry of a legend: a box in a colour, with its top left corner at (x, y), and what
+    the colour means.
+    """
+    return rect(x, y, 22, 14, fill, stroke=stroke, dash=dash) + text(x + 30, y + 12, words, size=12)
+
+
+def legend(
+    x: float, y: float, apart: float, entries: Iterable[tuple[str, str]], *, stroke: str | None = QUIET
+) -> list[str]:
+    """Return a legend's entries (words, colour) side by side, `apart` pixels from one to the next."""
+    return [swatch(x + place * apart, y, fill, words, stroke=stroke) for place, (words, fill) in enumerate(entries)]
 
 
 def _piece(x: float, y: float, width: float, height: float, content: str, fill: str) -> str:

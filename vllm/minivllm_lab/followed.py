@@ -20,9 +20,10 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
+from tokenizers import Tokenizer
 
 from minivllm.config import EMBEDDED_MODEL, CacheConfig
-from minivllm.core.engine_messages import EngineCoreOutput, EngineCoreRequest
+from minivllm.core.engine_messages import EngineCoreRequest
 from minivllm.core.scheduler_output import SchedulerOutput
 from minivllm.engine.core import EngineCore
 from minivllm.errors import MinivllmError
@@ -86,13 +87,11 @@ class Token:
 
 @dataclass(frozen=True)
 class Served:
-    """A request: its prompt, its output, and how many of its tokens were found in the prefix cache."""
+    """A request: its prompt and its output."""
 
     name: str
     prompt: tuple[Token, ...]
     output: tuple[Token, ...]
-    num_cached_tokens: int
-    finish_reason: str
 
     @property
     def tokens(self) -> tuple[Token, ...]:
@@ -134,21 +133,17 @@ class Row:
 class Step:
     """A step: its rows in scheduling order, and the state of queues and blocks.
 
-    - `waiting`: requests still in the queue after scheduling; `finished`: those that ended with
-      this step.
+    - `waiting`: requests still in the queue after scheduling.
     - `query_start_loc`: where each row's tokens begin in the flat batch, and where the last one's
       end.
-    - `free_blocks`: the free queue after the step, the next block to be taken first.
-      `cached_blocks`: block -> the first 8 hexadecimal digits of the hash under which the prefix
+    - `cached_blocks`: block -> the first 8 hexadecimal digits of the hash under which the prefix
       cache knows it, after the step.
     """
 
     index: int
     rows: tuple[Row, ...]
     waiting: tuple[str, ...]
-    finished: tuple[str, ...]
     query_start_loc: tuple[int, ...]
-    free_blocks: tuple[int, ...]
     cached_blocks: dict[int, str]
 
     def row(self, request: str = NAME) -> Row | None:
@@ -187,6 +182,17 @@ def followed(scene: str = "alone") -> Followed:
         return _Recorder(SCENES[scene], *POOLS.get(scene, (NUM_BLOCKS, 32))).run()
 
 
+@cache
+def tokenizer() -> Tokenizer:
+    """Return the embedded model's tokenizer, loaded once."""
+    return load_tokenizer(EMBEDDED_MODEL)
+
+
+def tokens_of(token_ids: Iterable[int]) -> tuple[Token, ...]:
+    """Return the embedded model's tokens with these ids."""
+    return tuple(Token(token_id, tokenizer().decode([token_id])) for token_id in token_ids)
+
+
 @contextmanager
 def without_info() -> Iterator[None]:
     """Silence the engine's start-up messages, which would distract from a picture."""
@@ -201,12 +207,10 @@ def without_info() -> Iterator[None]:
 
 class _Recorder:
     def __init__(self, arrivals: Iterable[tuple[int, str, str]], num_blocks: int, max_model_len: int) -> None:
-        self.tokenizer = load_tokenizer(EMBEDDED_MODEL)
         self.num_blocks, self.core = num_blocks, _engine(num_blocks, max_model_len)
         self.arrivals = sorted(arrivals, key=lambda arrival: arrival[0])
-        self.prompts = {name: self.tokenizer.encode(prompt).ids for _, name, prompt in self.arrivals}
+        self.prompts = {name: tokenizer().encode(prompt).ids for _, name, prompt in self.arrivals}
         self.outputs: dict[str, list[int]] = {name: [] for name in self.prompts}
-        self.last_output: dict[str, EngineCoreOutput] = {}
         self.steps: list[Step] = []
 
     def run(self) -> Followed:
@@ -239,11 +243,9 @@ class _Recorder:
             name: tuple(scheduler.kv_cache_manager.get_block_ids(name)) for name in scheduled.num_scheduled_tokens
         }
         sampled = self.core.executor.execute_model(scheduled)
-        outputs = scheduler.update_from_output(scheduled, sampled)
         del runner.prepare_inputs
-        for output in outputs:
+        for output in scheduler.update_from_output(scheduled, sampled):
             self.outputs[output.request_id] += output.new_token_ids
-            self.last_output[output.request_id] = output
         new = {name: ids[0] for name, ids in sampled.sampled_token_ids.items()}
         pool = scheduler.kv_cache_manager.block_pool
         self.steps.append(
@@ -251,9 +253,7 @@ class _Recorder:
                 index=len(self.steps),
                 rows=tuple(self._row(inputs[0], index, tables, new) for index in range(len(inputs[0].req_ids))),
                 waiting=waiting,
-                finished=tuple(output.request_id for output in outputs if output.finish_reason),
                 query_start_loc=tuple(inputs[0].query_start_loc.tolist()),
-                free_blocks=tuple(block.block_id for block in pool.free_block_queue.get_all_free_blocks()),
                 cached_blocks={
                     block.block_id: block.block_hash.hex()[:8] for block in pool.blocks if block.block_hash is not None
                 },
@@ -265,22 +265,17 @@ class _Recorder:
         return Row(
             request=name,
             num_computed_tokens=int(inputs.positions[start]),
-            tokens=tuple(map(self._token, inputs.input_ids[start:end].tolist())),
+            tokens=tokens_of(inputs.input_ids[start:end].tolist()),
             positions=tuple(inputs.positions[start:end].tolist()),
             slots=tuple(inputs.slot_mapping[start:end].tolist()),
             block_table=tables[name],
             seq_len=int(inputs.seq_lens[index]),
             query_start=start,
-            sampled=self._token(sampled[name]) if name in sampled else None,
+            sampled=tokens_of([sampled[name]])[0] if name in sampled else None,
         )
 
     def _served(self, name: str) -> Served:
-        last = self.last_output[name]
-        prompt, output = (tuple(map(self._token, ids)) for ids in (self.prompts[name], self.outputs[name]))
-        return Served(name, prompt, output, last.num_cached_tokens, str(last.finish_reason))
-
-    def _token(self, token_id: int) -> Token:
-        return Token(token_id, self.tokenizer.decode([token_id]))
+        return Served(name, tokens_of(self.prompts[name]), tokens_of(self.outputs[name]))
 
 
 def _engine(num_blocks: int, max_model_len: int) -> EngineCore:

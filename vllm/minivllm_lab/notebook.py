@@ -22,10 +22,11 @@ from IPython.core.getipython import get_ipython
 
 from minivllm_lab.cli import log_warnings_only
 from minivllm_lab.progress import working
+from minivllm_lab.reach import names_in, reached
 from minivllm_lab.tables import console
 
 MAGIC, MODULE = "exercise", "mine"
-Definition = ast.FunctionDef | ast.ClassDef
+Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
 class CellSyntaxError(Exception):
@@ -134,25 +135,18 @@ def _unwritten(part: Any) -> list[str]:
     """Return a line for each function that raises NotImplementedError among `part` and what it uses
     of its module.
     """
-    lines = linecache.getlines(sys.modules[part.__module__].__file__ or "")
-    body = ast.parse("".join(lines)).body
-    defined = {node.name: node for node in body if isinstance(node, Definition)}
-    used: dict[str, Definition] = {}
-    ahead = [part.__name__]
-    while ahead:
-        name = ahead.pop()
-        if name in used or name not in defined:
-            continue
-        used[name] = defined[name]
-        ahead += [node.id for node in ast.walk(defined[name]) if isinstance(node, ast.Name)]
-    return [line for name, node in used.items() for line in _stubs(node, name)]
+    source = "".join(linecache.getlines(sys.modules[part.__module__].__file__ or ""))
+    distance = reached(part.__name__, names_in(source))
+    used = [node for node in ast.parse(source).body if isinstance(node, Definition) and node.name in distance]
+    used.sort(key=lambda node: distance[node.name])
+    return [line for node in used for line in _stubs(node, node.name)]
 
 
 def _stubs(node: Definition, name: str) -> list[str]:
     """Describe a function, or each method of a class, as `name: the stub's message`."""
     stubs = []
     for statement in node.body:
-        if isinstance(node, ast.ClassDef) and isinstance(statement, ast.FunctionDef):
+        if isinstance(node, ast.ClassDef) and isinstance(statement, Definition):
             stubs += _stubs(statement, f"{name}.{statement.name}")
         elif isinstance(statement, ast.Raise) and "NotImplementedError" in ast.dump(statement):
             says = [leaf.value for leaf in ast.walk(statement) if isinstance(leaf, ast.Constant)]

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from minivllm.config import CacheConfig, SchedulerConfig
+from minivllm.config import CacheConfig
 from minivllm.core.engine_messages import EngineCoreRequest
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.core import EngineCore
@@ -24,16 +24,12 @@ from minivllm_simulate.cost_model import MeasuredStep, StepShape
 class Recording:
     """A run: its measured steps, each step's scheduled tokens by request id, and the number of
     output tokens.
-
-    `scheduler_config` and `cache_config` are the engine's, its defaults for the device included.
     """
 
     steps: list[MeasuredStep]
     scheduled: list[dict[str, int]]
     output_tokens: int
     num_preemptions: int
-    scheduler_config: SchedulerConfig
-    cache_config: CacheConfig
 
     @property
     def seconds(self) -> float:
@@ -82,6 +78,12 @@ def own_clock(core: EngineCore) -> Callable[[], float]:
     return time.process_time if here and torch.get_num_threads() == 1 else time.perf_counter
 
 
+def add_greedy(core: EngineCore, name: str, token_ids: list[int], max_tokens: int) -> None:
+    """Add a request that gets exactly `max_tokens` tokens, each the likeliest."""
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+    core.add_request(EngineCoreRequest(name, token_ids, params, (), time.monotonic()))
+
+
 def record_run(core: EngineCore, lengths: Sequence[tuple[int, int]], warm_up: bool = True) -> Recording:
     """Serve requests of these (prompt, output) lengths, all waiting at the start, and time every
     step.
@@ -99,9 +101,8 @@ def record_run(core: EngineCore, lengths: Sequence[tuple[int, int]], warm_up: bo
     steps, scheduled, num_tokens, preempted = [], [], 0, core.scheduler.num_preemptions
     clock = own_clock(core)
     for index, (prompt, output) in enumerate(lengths):
-        params = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
         prompt_ids = [1 + index % (core.model_config.vocab_size - 1)] * prompt
-        core.add_request(EngineCoreRequest(str(index), prompt_ids, params, (), time.monotonic()))
+        add_greedy(core, str(index), prompt_ids, output)
     while core.has_unfinished_requests():
         start = clock()
         output = core.scheduler.schedule()
@@ -111,5 +112,4 @@ def record_run(core: EngineCore, lengths: Sequence[tuple[int, int]], warm_up: bo
         steps.append(MeasuredStep(shape, clock() - start))
         scheduled.append(dict(new))
         num_tokens += sum(len(output.new_token_ids) for output in engine_outputs)
-    scheduler, preempted = core.scheduler, core.scheduler.num_preemptions - preempted
-    return Recording(steps, scheduled, num_tokens, preempted, scheduler.config, scheduler.cache_config)
+    return Recording(steps, scheduled, num_tokens, core.scheduler.num_preemptions - preempted)

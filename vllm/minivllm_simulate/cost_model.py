@@ -76,6 +76,14 @@ class Cost(Protocol):
         ...
 
 
+class UnitCost:
+    """A cost of one unit of time for every step, for runs in which only tokens are counted."""
+
+    def seconds(self, shape: StepShape) -> float:
+        """Return 1 for every step."""
+        return 1.0
+
+
 @dataclass(frozen=True)
 class RooflineCost:
     """The cost of a step as the larger of memory time and arithmetic time, plus a fixed overhead.

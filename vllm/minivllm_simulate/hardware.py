@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from minivllm.config.checks import require
 from minivllm.config.units import TERA
-from minivllm.errors import MinivllmError
 from minivllm.memory import Device
 from minivllm_simulate.memory.devices import get_device
 
@@ -37,8 +37,7 @@ class Hardware(Device):
         Raises:
             MinivllmError: the machine has no matrix units for it.
         """
-        if dtype not in self.flops:
-            raise MinivllmError(f"{self.name} has no {dtype} matrix units; it has {', '.join(self.flops)}")
+        require(dtype in self.flops, f"{self.name} has no {dtype} matrix units; it has {', '.join(self.flops)}")
         return self.flops[dtype]
 
     def ridge(self, dtype: str = "bfloat16") -> float:

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 from minivllm.config import ModelConfig
 from minivllm.config.checks import is_number, require
-from minivllm.errors import MinivllmError
 from minivllm.memory import kv_bytes_per_token
 from minivllm_simulate.cost_model import StepShape
 from minivllm_simulate.hardware import Hardware
@@ -72,8 +71,7 @@ def get_link(name: str) -> Link:
     Raises:
         MinivllmError: there is no such link; the message lists the known ones.
     """
-    if name not in LINKS:
-        raise MinivllmError(f"unknown link {name!r}: use one of {', '.join(LINKS)}")
+    require(name in LINKS, f"unknown link {name!r}: use one of {', '.join(LINKS)}")
     return LINKS[name]
 
 

@@ -17,7 +17,6 @@ drafting, the tokenizer and a drop in clock under load.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
@@ -362,24 +361,6 @@ def throughput(levers: Levers, model: ModelConfig, gpu: Hardware, workload: Leve
     )
 
 
-def ladder(
-    model: ModelConfig,
-    gpu: Hardware,
-    workload: LeverWorkload,
-    rungs: Sequence[Lever] = LADDER,
-    start: Levers | None = None,
-) -> list[tuple[Lever | None, Levers, LeverResult]]:
-    """Return the throughput with all levers off (or at `start`), then with one more lever switched
-    on at a time.
-    """
-    levers = Levers() if start is None else start
-    results: list[tuple[Lever | None, Levers, LeverResult]] = [(None, levers, throughput(levers, model, gpu, workload))]
-    for rung in rungs:
-        levers = rung.pull(levers)
-        results.append((rung, levers, throughput(levers, model, gpu, workload)))
-    return results
-
-
 def _token_budget(levers: Levers, workload: LeverWorkload) -> int:
     """Return the token budget of a step; without chunked prefill, the longest prompt must fit into
     one step.
@@ -435,23 +416,23 @@ def _scheduled(
 LONGEST_PROMPT, LONGEST_ANSWER = 2048, 1024
 
 
-def shared_chat(count: int, system_tokens: int = 512, shorter: int = 1, seed: int = 0) -> LeverWorkload:
+def shared_chat(count: int, system_tokens: int = 512, shorter: int = 1) -> LeverWorkload:
     """Return chats with one system prompt, question lengths as in ShareGPT, and answers divided by
     `shorter`.
     """
     system = tuple(range(1, system_tokens + 1))
     requests = []
-    for index, request in enumerate(WORKLOADS["sharegpt"].sample(count, seed)):
+    for index, request in enumerate(WORKLOADS["sharegpt"].sample(count)):
         prompt = (*system, -1 - index, *[0] * (min(request.prompt_tokens, LONGEST_PROMPT) - 1))
         requests.append(SimulatedRequest(len(prompt), _answer(request, shorter), prompt_token_ids=prompt))
     return LeverWorkload("shared-chat", f"{count} chats behind one system prompt", tuple(requests))
 
 
-def long_and_short(count: int, shorter: int = 1, seed: int = 0) -> LeverWorkload:
+def long_and_short(count: int, shorter: int = 1) -> LeverWorkload:
     """Return three chats with ShareGPT's lengths for every completion with the Azure code trace's
     lengths; none share a prefix.
     """
-    chats, codes = (iter(WORKLOADS[name].sample(count, seed)) for name in ("sharegpt", "azure-code"))
+    chats, codes = (iter(WORKLOADS[name].sample(count)) for name in ("sharegpt", "azure-code"))
     drawn = [next(codes if index % 4 == 3 else chats) for index in range(count)]
     requests = [SimulatedRequest(min(request.prompt_tokens, 3072), _answer(request, shorter)) for request in drawn]
     return LeverWorkload("long-and-short", f"{count} long and short requests", tuple(requests))

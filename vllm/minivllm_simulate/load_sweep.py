@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
 from itertools import pairwise
 from typing import Generic, TypeVar
 
-from minivllm.errors import MinivllmError
+from minivllm.config.checks import require
 
 Key = TypeVar("Key", bound=Hashable)
 Found = TypeVar("Found")
@@ -56,8 +56,7 @@ def within(ordered: Sequence[float], share: float) -> float:
     Raises:
         MinivllmError: there are no values.
     """
-    if not ordered:
-        raise MinivllmError("a quantile needs at least one value")
+    require(ordered, "a quantile needs at least one value")
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
 
 

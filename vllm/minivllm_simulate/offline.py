@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from minivllm.config import CacheConfig, SchedulerConfig
+from minivllm.config.checks import require
 from minivllm.core.scheduler import Scheduler
-from minivllm.errors import MinivllmError
 from minivllm_simulate.cost_model import StepShape
 from minivllm_simulate.simulated_engine import Acceptance, ShapeOf, SimulatedEngine, Stretch
 from minivllm_simulate.virtual_clock import SimulatedRequest, to_request
@@ -56,10 +56,9 @@ def run_offline(
         MinivllmError: the workload is empty, a request arrives later than the others, or the
             scheduler refuses one.
     """
-    if not workload:
-        raise MinivllmError("a simulation needs at least one request")
-    if any(request.arrival or request.after is not None for request in workload):
-        raise MinivllmError("all requests of an offline run must be there at the start: arrival 0, after None")
+    require(workload, "a simulation needs at least one request")
+    later = any(request.arrival or request.after is not None for request in workload)
+    require(not later, "all requests of an offline run must be there at the start: arrival 0, after None")
     engine = SimulatedEngine(Scheduler(scheduler_config, cache_config), Acceptance(acceptance), shape_of)
     requests = [to_request(index, spec, 0.0) for index, spec in enumerate(workload)]
     for request in requests:

@@ -166,20 +166,18 @@ def simulate(
     scheduler_config: SchedulerConfig,
     cache_config: CacheConfig,
     cost: Cost,
-    max_steps: int | None = None,
     *,
     acceptance: float = 0.0,
     shape_of: ShapeOf = StepShape.of,
     scheduler: MakeScheduler = Scheduler,
 ) -> Simulation:
-    """Run a workload to completion, or for `max_steps` steps.
+    """Run a workload to completion.
 
     Args:
         workload: the requests.
         scheduler_config, cache_config: with `drafting.num_speculative_tokens` above 0, every
             running request has that many drafts in every step.
         cost: how long a step of some shape takes. Drafting takes no time.
-        max_steps: stop after this many steps.
         acceptance: the probability that a draft is accepted if all drafts before it were.
         shape_of: computes a step's shape from (new tokens, tokens computed before) of each request.
         scheduler: makes the scheduler; `partial(Scheduler, policy=...)` makes one that decides
@@ -191,7 +189,7 @@ def simulate(
             cost is negative or not finite.
     """
     built = scheduler(scheduler_config, cache_config)
-    return _Simulator(workload, built, cost, acceptance, shape_of).run(max_steps)
+    return _Simulator(workload, built, cost, acceptance, shape_of).run()
 
 
 def simulate_in_parts(
@@ -213,7 +211,7 @@ def simulate_in_parts(
     while simulator.has_work():
         simulator.run(len(simulator.steps) + steps)
         yield None
-    yield simulator.run(None)
+    yield simulator.run()
 
 
 class _Simulator(SimulatedEngine):
@@ -244,7 +242,7 @@ class _Simulator(SimulatedEngine):
         """Return whether any request is unfinished or has yet to arrive."""
         return self.scheduler.has_unfinished_requests() or self.loop.next_time < math.inf
 
-    def run(self, max_steps: int | None) -> Simulation:
+    def run(self, max_steps: int | None = None) -> Simulation:
         """Take steps until no request is left or `max_steps` is reached."""
         self.max_steps = math.inf if max_steps is None else max_steps
         while self.has_work() and len(self.steps) < self.max_steps:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import cycle, islice
 
-from minivllm.config.checks import is_number
+from minivllm.config.checks import is_number, require
 from minivllm.errors import MinivllmError
 from minivllm_simulate.length_files import LengthTable, is_path, read_lengths
 
@@ -128,8 +128,7 @@ class FileWorkload(Workload):
 
 
 def _require_requests(count: int) -> None:
-    if count < 1:
-        raise MinivllmError(f"a workload needs at least one request, not {count}")
+    require(count > 0, f"a workload needs at least one request, not {count}")
 
 
 def poisson_arrivals(rate: float, count: int, seed: int = 0) -> list[float]:

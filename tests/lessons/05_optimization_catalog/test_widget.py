@@ -6,6 +6,7 @@ import inspect
 import math
 import xml.etree.ElementTree as ET
 from functools import cache
+from itertools import accumulate
 from unittest import mock
 
 import pytest
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 from minivllm_simulate.hardware import get_hardware
 from minivllm_simulate.known_models import known_model
-from minivllm_simulate.levers import LADDER, LeverResult, Levers, ladder, throughput
+from minivllm_simulate.levers import LADDER, LeverResult, Levers, throughput
 from widgets import optimization_catalog as widget
 from widgets.optimization_catalog import runs
 from widgets.optimization_catalog.figure import breaks
@@ -56,7 +57,8 @@ def words_in(picture: str) -> list[str]:
 def test_the_ranking_is_the_simulators_ladder():
     state = complete(**ALL_ON)
     work = runs._workload("chats", state.slots)
-    expected = [result for _, _, result in ladder(known_model(runs.MODEL), get_hardware("L4"), work)]
+    steps = accumulate(LADDER, lambda levers, rung: rung.pull(levers), initial=Levers())
+    expected = [throughput(levers, known_model(runs.MODEL), get_hardware("L4"), work) for levers in steps]
     assert state.nothing == expected[0]
     assert [row.steps[0].after for row in state.rows] == expected[1:]
     switches = [widget.SPEC.flat()[row.field].label for row in state.rows]

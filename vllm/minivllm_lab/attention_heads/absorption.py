@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from minivllm_lab.drawing import BLANK, QUIET, arrow, rect, svg, text, tint
+from minivllm_lab.drawing import BLANK, QUIET, arrow, rect, svg, swatch, text, tint
 from minivllm_lab.palette import BLUE, ORANGE, PURPLE
 
 WIDTH, HEIGHT = 700, 344
@@ -40,7 +40,7 @@ def absorption() -> str:
     parts.append(rect(KEYS_X, ABSORBED_Y - 14, BOX, TALL, BLANK, stroke=QUIET, dash="4 3", label="no key", size=12))
     x = LATENTS_X
     for fill, words in ((LATENT, "latent: what the cache keeps"), (KEY, "key"), (ASKING, "query")):
-        parts += [rect(x, HEIGHT - 30, 22, 14, fill), text(x + 30, HEIGHT - 18, words, size=12)]
+        parts.append(swatch(x, HEIGHT - 30, fill, words, stroke=None))
         x += 60 + 7 * len(words)
     words = f"Latents {LATENTS}: keys {KEYS}, or the query as {ABSORBED_QUERY}. Scores {SCORES} both ways."
     return svg(WIDTH, HEIGHT, *parts, label=words)

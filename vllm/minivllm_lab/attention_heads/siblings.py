@@ -68,9 +68,9 @@ def decode_flops_per_key(model: ModelConfig, tp: int = 1) -> float:
     return model.num_hidden_layers * model.num_attention_heads / tp * per_head
 
 
-def decode_intensity(model: ModelConfig, tp: int = 1) -> float:
-    """Return one GPU's attention operations in a decode step per byte of a 16-bit cache."""
-    return decode_flops_per_key(model, tp) / kv_bytes_per_token(model, "bfloat16", tp)
+def decode_intensity(model: ModelConfig) -> float:
+    """Return attention's operations in a decode step per byte of a 16-bit cache, on one GPU."""
+    return decode_flops_per_key(model) / kv_bytes_per_token(model, "bfloat16")
 
 
 def kv_heads_of_rank(rank: int, tp: int, num_kv_heads: int) -> list[int]:

@@ -8,17 +8,18 @@ The three pieces are the engine's steps in the scene "long prompt"; the single p
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from minivllm.config import CacheConfig, SchedulerConfig
-from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
-from minivllm.core.scheduler_output import ModelRunnerOutput
 from minivllm_lab.chunked_prefill import stall
 from minivllm_lab.chunked_prefill.prefill_first import PREFILL_FIRST
 from minivllm_lab.drawing import BLANK, QUIET, RULE, arrow, line, rect, svg, text, tint
 from minivllm_lab.followed import MAX_TOKENS, NAME, Followed, Step, followed
 from minivllm_lab.frames import Frames
 from minivllm_lab.palette import BLUE, INK, ORANGE
+from minivllm_simulate.cost_model import UnitCost
+from minivllm_simulate.virtual_clock import SimulatedRequest, simulate
 
 WIDTH, HEIGHT = 700, 336
 LEFT, CELL, TALL = 72, 24.6, 30
@@ -109,16 +110,10 @@ def _before(run: Followed) -> list[dict[str, int]]:
     """Return the steps that `PREFILL_FIRST` schedules for the same requests."""
     limits = SchedulerConfig(max_model_len=32, max_num_batched_tokens=32, enable_chunked_prefill=False)
     cache = CacheConfig(num_gpu_blocks=99, enable_prefix_caching=False)
-    scheduler, steps = Scheduler(limits, cache, PREFILL_FIRST), []
-    coming = [NAME, LONG]
-    while coming or scheduler.has_unfinished_requests():
-        if coming:
-            name = coming.pop(0)
-            scheduler.add_request(Request(name, [0] * len(run.requests[name].prompt), max_tokens=MAX_TOKENS))
-        step = scheduler.schedule()
-        steps.append(dict(step.num_scheduled_tokens))
-        scheduler.update_from_output(step, ModelRunnerOutput({name: [1] for name in step.num_scheduled_tokens}))
-    return steps
+    names = (NAME, LONG)
+    work = [SimulatedRequest(len(run.requests[name].prompt), MAX_TOKENS, at) for at, name in enumerate(names)]
+    steps = simulate(work, limits, cache, UnitCost(), scheduler=partial(Scheduler, policy=PREFILL_FIRST)).steps
+    return [{names[int(index)]: tokens for index, tokens in step.scheduled.items()} for step in steps]
 
 
 def _side_by_side(run: Followed) -> str:

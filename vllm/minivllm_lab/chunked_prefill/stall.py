@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from minivllm_lab.drawing import BLANK, QUIET, line, rect, svg, text
+from minivllm_lab.drawing import BLANK, QUIET, legend, line, rect, svg, text
 from minivllm_lab.palette import BLUE, GREEN, ORANGE, PURPLE
 from minivllm_simulate.hardware import get_hardware
 
@@ -68,9 +68,7 @@ def meters() -> str:
         parts += [text(x, y + 18, took, size=12), rect(x, y + 26, 20 * times, 10, BLUE)]
         words.append(f"{name}: arithmetic {arithmetic:.0%}, memory {memory:.0%}, time {took}.")
     y = top + len(steps) * gap + 4
-    for place, (name, fill) in enumerate((("arithmetic", GREEN), ("memory", PURPLE), ("idle", BLANK))):
-        x = left + place * 110
-        parts += [rect(x, y, 22, 14, fill, stroke=QUIET), text(x + 30, y + 12, name, size=12)]
+    parts += legend(left, y, 110, (("arithmetic", GREEN), ("memory", PURPLE), ("idle", BLANK)))
     return svg(WIDTH, y + 32, *parts, label=" ".join(words))
 
 
@@ -109,11 +107,9 @@ def _stalls(title: str, rows: Sequence[tuple[str, Pieces | None, int]], note: st
         parts.append(text(LEFT, y + BAR + 17, f"{steps} of {longest:,} tokens", size=12, colour=QUIET))
         words.append(f"{name}: {steps} of {longest:,} tokens.")
     y = TOP + len(rows) * 58 + 8
-    legend = ((f"the prompt, {PROMPT:,} tokens", ORANGE), (f"a token of each of {CHATS} chats", BLUE))
-    for place, (name, fill) in enumerate(legend):
-        x = LEFT + place * 200
-        parts += [rect(x, y, 22, 14, fill, stroke=QUIET), text(x + 30, y + 12, name, size=12)]
+    kinds = ((f"the prompt, {PROMPT:,} tokens", ORANGE), (f"a token of each of {CHATS} chats", BLUE))
     parts += [
+        *legend(LEFT, y, 200, kinds),
         line((LEFT + 430, y - 1), (LEFT + 430, y + 15), QUIET, width=2),
         text(LEFT + 438, y + 12, "a step ends", size=12),
         *([text(LEFT, y + 38, note, size=12, colour=QUIET)] if note else []),

@@ -7,12 +7,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from minivllm.config import CacheConfig, SchedulerConfig
-from minivllm.core.request import Request
-from minivllm.core.scheduler import Scheduler
-from minivllm.core.scheduler_output import ModelRunnerOutput
-from minivllm_lab.drawing import BLANK, QUIET, rect, svg, text
+from minivllm_lab.drawing import BLANK, BORDER, QUIET, legend, rect, svg, text
 from minivllm_lab.followed import followed
 from minivllm_lab.palette import BLUE, GREEN, ORANGE, SKY, VERMILLION
+from minivllm_simulate.cost_model import UnitCost
+from minivllm_simulate.virtual_clock import SimulatedRequest, simulate
 
 WIDTH, LEFT, CELL, BAR, GAP = 700, 100, 40, 28, 10
 BUDGET, THRESHOLD = 12, 8
@@ -26,16 +25,9 @@ Served = Mapping[str, int]
 def long_before_chat() -> list[dict[str, int]]:
     """Return the engine's steps for a prompt of 20 tokens and a chat that arrived just after it."""
     limits = SchedulerConfig(max_model_len=64, max_num_batched_tokens=BUDGET, long_prefill_token_threshold=THRESHOLD)
-    scheduler = Scheduler(limits, CacheConfig(num_gpu_blocks=100))
-    scheduler.add_request(Request("long", list(range(20)), max_tokens=3))
-    scheduler.add_request(Request("chat", list(range(3)), max_tokens=4))
-    steps = []
-    while scheduler.has_unfinished_requests():
-        step = scheduler.schedule()
-        steps.append(dict(step.num_scheduled_tokens))
-        caught_up = [name for name in steps[-1] if not scheduler.requests[name].is_prefill_chunk]
-        scheduler.update_from_output(step, ModelRunnerOutput({name: [1] for name in caught_up}))
-    return steps
+    work = [SimulatedRequest(20, 3), SimulatedRequest(3, 4)]
+    run = simulate(work, limits, CacheConfig(num_gpu_blocks=100), UnitCost())
+    return [{("long", "chat")[int(index)]: tokens for index, tokens in step.scheduled.items()} for step in run.steps]
 
 
 def bet() -> str:
@@ -91,15 +83,14 @@ def _picture(
     for index, note in enumerate(notes):
         parts.append(text(LEFT, y + 12 + index * 20, note))
     y += 20 * len(notes) + (8 if notes else 0)
-    for index, (name, fill) in enumerate([*((name, COLOURS[name]) for name in names), ("budget left over", BLANK)]):
-        x = LEFT + index * 90
-        parts += [rect(x, y, 22, 14, fill, stroke="#80868B"), text(x + 30, y + 12, name, size=12)]
+    kinds = [*((name, COLOURS[name]) for name in names), ("budget left over", BLANK)]
+    parts += legend(LEFT, y, 90, kinds, stroke=BORDER)
     return svg(WIDTH, y + 30, *parts, label=_label(title, bars, notes))
 
 
 def _bar(y: float, served: Served) -> list[str]:
     x = float(LEFT)
-    parts = [rect(LEFT, y, BUDGET * CELL, BAR, BLANK, stroke="#80868B")]
+    parts = [rect(LEFT, y, BUDGET * CELL, BAR, BLANK, stroke=BORDER)]
     for name, tokens in served.items():
         width = tokens * CELL
         words = f"{name} {tokens}" if tokens > 1 else str(tokens)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from minivllm_lab.continuous_batching import budget
-from minivllm_lab.drawing import BLANK, QUIET, RULE, arrow, line, rect, svg, text, tint
+from minivllm_lab.drawing import BLANK, QUIET, RULE, arrow, line, rect, svg, swatch, text, tint
 from minivllm_lab.followed import Followed, Row, Step, followed
 from minivllm_lab.frames import Frames
 from minivllm_lab.palette import BLUE, GREEN, INK, ORANGE
@@ -85,10 +85,7 @@ def _wanted(run: Followed, step: Step) -> str:
         parts.append(text(LEFT, y + TALL + 18, f"gets {row.num_scheduled_tokens}{cut}", size=12, colour=QUIET))
     parts += _swatch(LEFT, 306, map(tint, COLOURS), "in the cache")
     parts += _swatch(LEFT + 190, 306, COLOURS, "computed in this step")
-    parts += [
-        rect(LEFT + 400, 306, 22, 14, "#FFFFFF", stroke=QUIET, dash=DASH),
-        text(LEFT + 430, 318, "later", size=12),
-    ]
+    parts.append(swatch(LEFT + 400, 306, "#FFFFFF", "later", dash=DASH))
     return _still("What each request lacks", *parts)
 
 

@@ -43,16 +43,13 @@ def arrivals_at(
     }
 
 
-def long_prompt(
-    budget: int, cache: CacheConfig, cost: Cost, prompt_tokens: int = 4096, chats: int = 16, arrival: float = 0.5
-) -> dict[str, float]:
-    """Let `chats` decode 200 tokens each while a prompt arrives after `arrival` seconds, under a
-    budget in tokens; return the median and the longest gap between two tokens of a chat, and the
+def long_prompt(budget: int, cache: CacheConfig, cost: Cost) -> dict[str, float]:
+    """Let 16 chats decode 200 tokens each while a prompt of 4,096 arrives after half a second, under
+    a budget in tokens; return the median and the longest gap between two tokens of a chat, and the
     prompt's time to first token.
     """
-    work = [SimulatedRequest(128, 200)] * chats + [SimulatedRequest(prompt_tokens, 16, arrival)]
-    config = SchedulerConfig(max_model_len=2 * prompt_tokens, max_num_batched_tokens=budget)
-    result = simulate(work, config, cache, cost)
-    gaps = [gap for chat in result.requests[:chats] for gap in chat.itls]
-    ttft = result.requests[chats].ttft
-    return {"usual_gap": statistics.median(gaps), "longest_gap": max(gaps), "ttft": ttft}
+    work = [SimulatedRequest(128, 200)] * 16 + [SimulatedRequest(4096, 16, arrival=0.5)]
+    config = SchedulerConfig(max_model_len=8192, max_num_batched_tokens=budget)
+    *chats, prompt = simulate(work, config, cache, cost).requests
+    gaps = [gap for chat in chats for gap in chat.itls]
+    return {"usual_gap": statistics.median(gaps), "longest_gap": max(gaps), "ttft": prompt.ttft}

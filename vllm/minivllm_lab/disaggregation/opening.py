@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from minivllm.core.block_pool import BlockPool
 from minivllm_lab.disaggregation import split
-from minivllm_lab.drawing import BLANK, QUIET, RULE, arrow, block, rect, svg, text, text_width, tint
+from minivllm_lab.drawing import BLANK, BORDER, QUIET, RULE, arrow, block, rect, svg, text, text_width, tint
 from minivllm_lab.followed import BLOCK_SIZE, Token, followed
 from minivllm_lab.frames import Frames
 from minivllm_lab.palette import BLUE, GREEN, INK, ORANGE, VERMILLION
@@ -149,7 +149,7 @@ def _cache(
         if last is not None and last // BLOCK_SIZE == index:
             fills[last % BLOCK_SIZE] = NEW
         y = TOP + place * ROW
-        stroke = "#80868B" if holds else RULE
+        stroke = BORDER if holds else RULE
         shown.append(text(x + 14, y + 19, f"block {block_id}", size=12, colour=QUIET))
         shown.append(block(x + 74, y, rows[index], width=SLOT, fill=fills, stroke=stroke))
         if held:

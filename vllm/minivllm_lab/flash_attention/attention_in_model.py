@@ -69,10 +69,10 @@ def attend_in_model(model: Decoder, tokenizer: Tokenizer, text: str, kernel: Ker
     return ModelRun(off, max(scores.max().item() for scores in rows), row)
 
 
-def visible_steps(scores: Tensor, keys_a_tile: int = KEYS_A_TILE) -> int:
+def visible_steps(scores: Tensor) -> int:
     """Count the tiles of this row [keys] that raise the maximum visibly, but do not wipe out the
     old sums.
     """
-    running = scores.cummax(0).values[keys_a_tile - 1 :: keys_a_tile]
+    running = scores.cummax(0).values[KEYS_A_TILE - 1 :: KEYS_A_TILE]
     kept = (running[:-1] - running[1:]).exp()
     return int(((kept > 0.05) & (kept < 0.9)).sum())

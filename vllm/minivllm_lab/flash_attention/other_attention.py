@@ -21,16 +21,15 @@ Kernel = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 """Causal attention over q, k, v, all [tokens, heads, head_dim]: the output, like q, and anything."""
 
 
-def stored_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> Tensor:
-    """Attend naively over many heads, storing the scores of all queries and keys.
+def stored_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attend causally and naively over many heads, storing the scores of all queries and keys.
 
-    q [queries, heads, head_dim], k, v [keys, heads, head_dim] -> like q. Causal: the queries are
-    the last positions.
+    q [queries, heads, head_dim], k, v [keys, heads, head_dim] -> like q. The queries are the last
+    positions.
     """
     scores = torch.einsum("qhd,khd->hqk", q, k) / math.sqrt(q.shape[-1])
-    if causal:
-        ahead = torch.ones(scores.shape[1:], dtype=torch.bool, device=q.device).triu(len(k) - len(q) + 1)
-        scores.masked_fill_(ahead, -math.inf)
+    ahead = torch.ones(scores.shape[1:], dtype=torch.bool, device=q.device).triu(len(k) - len(q) + 1)
+    scores.masked_fill_(ahead, -math.inf)
     return torch.einsum("hqk,khd->qhd", scores.softmax(dim=-1), v)
 
 

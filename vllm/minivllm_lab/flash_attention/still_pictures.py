@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 
 from minivllm.config.units import TERA
-from minivllm_lab.drawing import BLANK, QUIET, arrow, line, rect, svg, text, tint
+from minivllm_lab.drawing import BLANK, QUIET, arrow, line, rect, svg, swatch, text, tint
 from minivllm_lab.palette import GREY, INK, ORANGE, SKY, VERMILLION, YELLOW
 from minivllm_simulate.hardware import HARDWARE
 
@@ -70,9 +70,8 @@ def _reveal() -> str:
         parts += [text(390, y + 25, size), text(520, y + 25, speed)]
     parts.append(line((16, 224), (500, 224), VERMILLION, dash="4 3"))
     parts.append(text(520, 229, f"needed: {REACHED / QUERIES:.1f} TB/s", colour=VERMILLION))
-    for (words, colour), x in zip(OWNERS, (16, 340, 520), strict=True):
-        parts.append(rect(x, 296, 22, 14, tint(colour, 0.6), stroke=QUIET))
-        parts.append(text(x + 30, 308, words, size=12))
+    places = zip(OWNERS, (16, 340, 520), strict=True)
+    parts += [swatch(x, 296, tint(colour, 0.6), words) for (words, colour), x in places]
     return svg(WIDTH, 326, *parts, label=title)
 
 
@@ -95,10 +94,8 @@ def _shrink() -> str:
     parts += [
         arrow((226, 130), (340, 130), VERMILLION, width=2),
         text(283, 118, "× ½", anchor="middle"),
-        rect(50, 216, 22, 14, ORANGE),
-        text(80, 228, "a key's weight, exp(score − m)", size=12),
-        rect(380, 216, 22, 14, stroke=VERMILLION, dash="4 3"),
-        text(410, 228, "its weight under the old m", size=12),
+        swatch(50, 216, ORANGE, "a key's weight, exp(score − m)", stroke=None),
+        swatch(380, 216, "none", "its weight under the old m", stroke=VERMILLION, dash="4 3"),
     ]
     return svg(WIDTH, 246, *parts, label=title)
 

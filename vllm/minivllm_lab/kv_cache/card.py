@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from minivllm.config.units import GIB
 from minivllm.memory import MemoryLedger
-from minivllm_lab.drawing import BLANK, QUIET, line, rect, svg, text, tint
+from minivllm_lab.drawing import BLANK, BORDER, QUIET, line, rect, svg, swatch, text, tint
 from minivllm_lab.kv_cache.reservation import unused_shares
 from minivllm_lab.palette import BLUE, GREY, ORANGE, PALE
 from minivllm_simulate.known_models import known_model
@@ -78,7 +78,7 @@ def _picture(ledger: MemoryLedger, title: str, filled: list[float], below: str, 
     y = CACHE_Y + TALL + 40
     x = float(LEFT)
     for words, colour in [*legend, ("too short for a request", BLANK)]:
-        parts += [rect(x, y, 22, 14, colour, stroke="#80868B"), text(x + 30, y + 12, words, size=12)]
+        parts.append(swatch(x, y, colour, words, stroke=BORDER))
         x += 64 + 7 * len(words)
     return svg(WIDTH, y + 30, *parts, label=f"{title}. {below}")
 

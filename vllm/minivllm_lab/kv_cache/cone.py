@@ -4,7 +4,7 @@ token can change.
 
 from __future__ import annotations
 
-from minivllm_lab.drawing import BLANK, QUIET, line, rect, svg, text, tint
+from minivllm_lab.drawing import BLANK, BORDER, QUIET, line, rect, svg, swatch, text, tint
 from minivllm_lab.followed import Token, followed
 from minivllm_lab.palette import BLUE, VERMILLION
 
@@ -36,7 +36,7 @@ def cone() -> str:
         (LEFT + 170, VERMILLION, "the appended token's own"),
         (LEFT + 420, BLANK, "plays no part in it"),
     ):
-        parts += [rect(x, y, 22, 14, colour, stroke="#80868B"), text(x + 30, y + 12, words, size=12)]
+        parts.append(swatch(x, y, colour, words, stroke=BORDER))
     label = "A key of layer 3 depends on the tokens up to its own, in every layer. Lines go to the right and up only, "
     return svg(WIDTH, HEIGHT, *parts, label=f"{label}so the appended token reaches nothing but its own column.")
 

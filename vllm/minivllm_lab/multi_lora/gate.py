@@ -12,7 +12,7 @@ from minivllm.core.lora_request import LoRARequest
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
 from minivllm.core.scheduler_output import ModelRunnerOutput
-from minivllm_lab.drawing import BLANK, QUIET, rect, svg, text, tint
+from minivllm_lab.drawing import BLANK, QUIET, rect, svg, swatch, text, tint
 from minivllm_lab.palette import BLUE, GREEN, INK, ORANGE, PURPLE
 
 WIDTH, LEFT, CELL = 700, 120, 34
@@ -127,12 +127,10 @@ def memory() -> str:
 
 def _legend(y: float, apart: float, kinds: Iterable[tuple[str, str | None]], left: float = LEFT) -> list[str]:
     """Draw a box and its meaning for each kind; what has no colour is empty, with a dashed border."""
-    parts = []
-    for place, (name, fill) in enumerate(kinds):
-        x = left + place * apart
-        parts.append(rect(x, y, 22, 14, fill or "#FFFFFF", stroke=QUIET, dash=None if fill else DASH))
-        parts.append(text(x + 30, y + 12, name, size=12))
-    return parts
+    return [
+        swatch(left + place * apart, y, fill or "#FFFFFF", name, dash=None if fill else DASH)
+        for place, (name, fill) in enumerate(kinds)
+    ]
 
 
 def _adapters(requests: Iterable[Request]) -> list[int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from minivllm_lab.drawing import BLANK, QUIET, line, rect, svg, text
+from minivllm_lab.drawing import BLANK, BORDER, QUIET, legend, line, rect, svg, text
 from minivllm_lab.palette import BLUE, GREEN, ORANGE
 
 LAYERS = 32
@@ -31,8 +31,7 @@ def picture() -> str:
         *_scale(),
         *_lanes(70, f"Launched one by one: {each[-1]:.0f} µs a layer", NAMES, each),
         *_lanes(178, f"A captured graph: {layer:.0f} µs a layer", ("replay",), [LAUNCH] * 3 * len(NAMES)),
-        *(text(LEFT + n * 150, 286, words, size=12) for n, (words, _) in enumerate(LEGEND)),
-        *(rect(LEFT + n * 150 - 30, 274, 22, 14, fill, stroke="#80868B") for n, (_, fill) in enumerate(LEGEND)),
+        *legend(LEFT - 30, 274, 150, LEGEND, stroke=BORDER),
     ]
     return svg(WIDTH, 304, *parts, label=title)
 

@@ -9,7 +9,7 @@ from minivllm.config import CacheConfig, SchedulerConfig
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
 from minivllm.core.scheduler_output import ModelRunnerOutput
-from minivllm_lab.drawing import BLANK, QUIET, rect, svg, text, tint
+from minivllm_lab.drawing import BLANK, BORDER, QUIET, legend, rect, svg, text, tint
 from minivllm_lab.palette import BLUE, ORANGE, VERMILLION
 
 CUSTOMERS, ROUNDS, ROOM, BLOCK_SIZE = "ABCDEFGHIJ", 2, 7, 4
@@ -94,10 +94,7 @@ def _picture(title: str, known: Sequence[Turn]) -> str:
             text(middle, bottom + 22, "".join(evicted), anchor="middle", colour=VERMILLION),
             text(middle, bottom + 46, words, anchor="middle", size=12),
         ]
-    for index, (words, fill) in enumerate(LEGEND):
-        x = LEFT + index * 150
-        parts.append(rect(x, bottom + 66, 22, 14, fill, stroke="#80868B"))
-        parts.append(text(x + 30, bottom + 78, words, size=12))
+    parts += legend(LEFT, bottom + 66, 150, LEGEND, stroke=BORDER)
     return svg(WIDTH, bottom + 96, *parts, label=title)
 
 

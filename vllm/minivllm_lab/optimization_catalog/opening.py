@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from minivllm.config import EMBEDDED_MODEL
-from minivllm.models.tokenizer import load_tokenizer
 from minivllm_lab.drawing import BLANK, QUIET, arrow, block, paragraph, rect, svg, text, tint
-from minivllm_lab.followed import BLOCK_SIZE, NAME, Token, followed
+from minivllm_lab.followed import BLOCK_SIZE, NAME, Token, followed, tokenizer, tokens_of
 from minivllm_lab.frames import Frames
 from minivllm_lab.optimization_catalog import captured, manuals
 from minivllm_lab.palette import BLUE, GREEN, ORANGE, VERMILLION
@@ -52,7 +50,7 @@ def frames() -> Frames:
     """Draw the hashes, the pool, a miss and a hit; the hit is also the summary."""
     run = followed("prefix hit")
     first, second = (Prompt.of(name, run.requests[name].prompt) for name in (NAME, OTHER))
-    stranger = Prompt.of(STRANGER, _tokens(STRANGERS_PROMPT))
+    stranger = Prompt.of(STRANGER, tokens_of(tokenizer().encode(STRANGERS_PROMPT).ids))
     table = next(row for step in run.steps for row in step.rows if row.request == OTHER).block_table
     first_hash, second_hash = first.hashes
     shots = [
@@ -84,11 +82,6 @@ def frames() -> Frames:
 def stills() -> dict[str, str]:
     """Draw the pictures that stand alone in the text, by the name of their file."""
     return {"bet": manuals.bet(), "reveal": manuals.reveal(), "graph": captured.picture()}
-
-
-def _tokens(prompt: str) -> list[Token]:
-    tokenizer = load_tokenizer(EMBEDDED_MODEL)
-    return [Token(token_id, tokenizer.decode([token_id])) for token_id in tokenizer.encode(prompt).ids]
 
 
 def _still(

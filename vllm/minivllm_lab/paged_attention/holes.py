@@ -10,7 +10,7 @@ from itertools import groupby
 
 from minivllm.core.block_pool import BlockPool
 from minivllm_lab.block_tables import BlockTable
-from minivllm_lab.drawing import BLANK, QUIET, line, rect, svg, text, tint
+from minivllm_lab.drawing import BLANK, BORDER, QUIET, line, rect, svg, swatch, text, tint
 from minivllm_lab.paged_attention.allocators import FirstFit, TablesOnDemand
 from minivllm_lab.paged_attention.memory_replay import Memory, Running, serve
 from minivllm_lab.palette import INK, ORANGE, SKY, VERMILLION
@@ -87,15 +87,14 @@ def holes() -> str:
     x = LEFT + (MOMENT + 0.5) * WIDE
     parts += [line((x, TOP + TALL * first), (x, TOP + TALL * end), VERMILLION, width=5) for first, end in HOLES]
     keys = ((LEFT, SKY, "holds a token"), (170, tint(SKY, 0.3), "held, no token yet"), (350, BLANK, "free"))
-    for x, fill, words in keys:
-        parts += [rect(x, 327, 22, 14, fill, stroke="#80868B"), text(x + 30, 339, words, size=12)]
+    parts += [swatch(x, 327, fill, words, stroke=BORDER) for x, fill, words in keys]
     return svg(700, 354, *parts, label=" ".join(words for *_, words in NOTES))
 
 
 def _panel(x: float, lives: Lives) -> list[str]:
     """Draw one memory: slots downwards, steps to the right."""
     bottom, right = TOP + SLOTS * TALL, x + STEPS * WIDE
-    parts = [rect(x, TOP, STEPS * WIDE, SLOTS * TALL, BLANK, stroke="#80868B")]
+    parts = [rect(x, TOP, STEPS * WIDE, SLOTS * TALL, BLANK, stroke=BORDER)]
     for (name, first, slots), life in lives.items():
         left, top, width = x + life[0][0] * WIDE, TOP + first * TALL, len(life) * WIDE
         colour = ORANGE if name == "H" else SKY

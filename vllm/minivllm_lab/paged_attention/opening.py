@@ -4,7 +4,7 @@ the tokens are in the pool.
 
 from __future__ import annotations
 
-from minivllm_lab.drawing import BLANK, QUIET, arrow, block, line, rect, svg, text, tint
+from minivllm_lab.drawing import BLANK, BORDER, QUIET, arrow, block, line, rect, svg, text, tint
 from minivllm_lab.followed import BLOCK_SIZE, NAME, Followed, Row, followed
 from minivllm_lab.frames import Frames
 from minivllm_lab.paged_attention import holes, shared_blocks
@@ -106,7 +106,7 @@ def _physical(number: int, row: Row, pool: dict[int, tuple[str, str]]) -> str:
     slots = [None if owned is None else owned[1] if owned[0] == NAME else " " for owned in held]
     fills = [BLANK if owned is None else _fill(owned[0], first + i in row.slots) for i, owned in enumerate(held)]
     name = f"block {number}: slots {first} to {first + BLOCK_SIZE - 1}"
-    stroke = BLUE if number in row.block_table else "#80868B"
+    stroke = BLUE if number in row.block_table else BORDER
     return block(x, y, slots, width=SLOT, height=TALL, fill=fills, name=name, stroke=stroke)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from textwrap import wrap
 
-from minivllm_lab.drawing import BLANK, QUIET, arrow, block, rect, svg, text, tint
+from minivllm_lab.drawing import BLANK, QUIET, arrow, block, rect, svg, swatch, text, tint
 from minivllm_lab.palette import BLUE, ORANGE
 
 RESULTS = Path(__file__).resolve().parents[3] / "benchmarks" / "results" / "02_paged_attention.cpu.json"
@@ -84,8 +84,7 @@ def copy_on_write() -> str:
             parts.append(block(FIRST + 148 * (number - 1), y, slots, width=34, height=26, fill=fills, name=words))
         before = [positions for _, positions in moment]
     keys = ((FIRST, BLUE, "written now"), (260, ADA, "written before, or copied"), (490, BLANK, "empty"))
-    for x, fill, words in keys:
-        parts += [rect(x, 346, 22, 14, fill, stroke=QUIET), text(x + 30, 358, words, size=12)]
+    parts += [swatch(x, 346, fill, words) for x, fill, words in keys]
     parts.append(arrow((FIRST + 313, 214), (FIRST + 461, 214), QUIET))
     parts.append(text(FIRST + 470, 218, "copied first", size=11, colour=QUIET))
     return svg(WIDTH, 374, *parts, label="Blocks 1 to 4 with readers and counts, at five moments")

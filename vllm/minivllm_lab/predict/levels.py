@@ -83,8 +83,8 @@ def level_of(puzzle: Round) -> int | None:
     return next((index for index, level in enumerate(LEVELS) if level.holds(puzzle)), None)
 
 
-def pick(offered: Iterable[Round], count: int = ROUNDS_PER_LEVEL) -> list[list[Round]]:
-    """Return `count` rounds for each level, those that tell the most wrong rules apart first.
+def pick(offered: Iterable[Round]) -> list[list[Round]]:
+    """Return `ROUNDS_PER_LEVEL` rounds for each level, those that tell the most wrong rules apart first.
 
     Rounds are taken one by one: the next is the one whose mistakes have been shown least so far in
     its level. No two of a level show the same state or come from the same step.
@@ -94,15 +94,15 @@ def pick(offered: Iterable[Round], count: int = ROUNDS_PER_LEVEL) -> list[list[R
         level = level_of(puzzle)
         if level is not None and puzzle.mistakes:
             by_level[level].append(puzzle)
-    return [_spread(puzzle, count) for puzzle in by_level]
+    return [_spread(puzzles) for puzzles in by_level]
 
 
-def _spread(offered: list[Round], count: int) -> list[Round]:
+def _spread(offered: list[Round]) -> list[Round]:
     shown: Counter[str] = Counter()
     sources: Counter[str] = Counter()
     picked: list[Round] = []
     left = list(offered)
-    while left and len(picked) < count:
+    while left and len(picked) < ROUNDS_PER_LEVEL:
         best = max(left, key=lambda puzzle: _worth(puzzle, shown, sources))
         picked.append(best)
         shown.update(best.mistakes.keys())

@@ -19,6 +19,7 @@ from minivllm.config import CacheConfig, SchedulerConfig
 from minivllm.core.policy import SchedulingPolicy
 from minivllm.core.scheduler import Scheduler
 from minivllm_lab.preemption.victims import victim_rule
+from minivllm_simulate.cost_model import UnitCost
 from minivllm_simulate.virtual_clock import SimulatedRequest, simulate
 
 
@@ -38,14 +39,6 @@ PUBLISHED = {
 """Rows by the pool's number of blocks."""
 REQUESTS, AT_ONCE, STEP, SEED = 300, 64, 512, 12345
 LONGEST_PROMPT, LONGEST_ANSWER = 2000, 1500
-
-
-class _OneEach:
-    """A cost of one unit of time for every step, since only tokens are counted."""
-
-    def seconds(self, shape: object) -> float:
-        """Return 1 for every step."""
-        return 1.0
 
 
 @dataclass(frozen=True)
@@ -72,16 +65,7 @@ def workload(seed: int = SEED, requests: int = REQUESTS) -> list[SimulatedReques
     ]
 
 
-def waste(
-    blocks: int,
-    whole: bool,
-    victim: str = "",
-    *,
-    caching: bool = False,
-    at_once: int = AT_ONCE,
-    seed: int = SEED,
-    requests: int = REQUESTS,
-) -> Waste:
+def waste(blocks: int, whole: bool, victim: str = "", *, caching: bool = False, requests: int = REQUESTS) -> Waste:
     """Run the requests to completion with a pool of `blocks` blocks.
 
     Args:
@@ -90,22 +74,20 @@ def waste(
             first chunk fits.
         victim: a rule of `minivllm_lab.preemption.victims`; empty for the request admitted last.
         caching: use the prefix cache, in which a victim may find its own blocks again.
-        at_once: the maximum number of requests that run at once.
-        seed: the seed of the lengths.
         requests: how many requests of the workload to run.
 
     Raises:
         MinivllmError: a request does not fit, or there is no such rule.
     """
-    work = workload(seed, requests)
+    work = workload(requests=requests)
     limits = SchedulerConfig(
         max_model_len=LONGEST_PROMPT + LONGEST_ANSWER,
-        max_num_seqs=at_once,
+        max_num_seqs=AT_ONCE,
         max_num_batched_tokens=STEP,
         scheduler_reserve_full_isl=whole,
     )
     cache = CacheConfig(num_gpu_blocks=blocks + 1, enable_prefix_caching=caching)
     scheduler = Scheduler(limits, cache, SchedulingPolicy(victim=victim_rule(victim)))
-    run = simulate(work, limits, cache, _OneEach(), scheduler=lambda *_: scheduler)
+    run = simulate(work, limits, cache, UnitCost(), scheduler=lambda *_: scheduler)
     computed = sum(step.shape.num_tokens for step in run.steps)
     return Waste(computed, scheduler.num_recomputed_tokens, run.num_preemptions, len(run.steps))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from minivllm_lab.drawing import QUIET, RULE, arrow, rect, svg, text, tint
+from minivllm_lab.drawing import QUIET, RULE, arrow, legend, rect, svg, text, tint
 from minivllm_lab.followed import Followed, followed
 from minivllm_lab.frames import Frames
 from minivllm_lab.palette import BLUE, GREEN, INK, ORANGE
@@ -130,20 +130,15 @@ def _still(loop: str, *parts: str, step: int | None = None) -> str:
     """Draw the three frames, all boxes with their names, what the event loop does, and `parts`."""
     frames = [_process(*process) for process in PROCESSES]
     boxes = [_box(box, f"step {step}" if box is STEP and step else box[0]) for box in BOXES]
-    used = [key for key in LEGEND if any(key[1] in part for part in parts)]
-    legend = [_key(index, *key) for index, key in enumerate(used)]
+    used = [entry for entry in LEGEND if any(entry[1] in part for part in parts)]
+    boxes += [*legend(14, HEIGHT - 22, 216, used), _words(LOOP, loop)]
     label = f"Client, API server and engine core; the event loop {loop}"
-    return svg(WIDTH, HEIGHT, *frames, *boxes, *legend, _words(LOOP, loop), *parts, label=label)
+    return svg(WIDTH, HEIGHT, *frames, *boxes, *parts, label=label)
 
 
 def _process(name: str, x: float, width: float) -> str:
     frame = rect(x, 34, width, 302, tint(INK, 0.04), stroke=RULE, stroke_width=1.5, radius=8)
     return text(x + 4, 24, name, size=14, bold=True) + frame
-
-
-def _key(index: int, words: str, colour: str) -> str:
-    x = 14 + 216 * index
-    return rect(x, HEIGHT - 22, 22, 14, colour, stroke=QUIET) + text(x + 30, HEIGHT - 10, words, size=12)
 
 
 def _box(box: Box, name: str) -> str:

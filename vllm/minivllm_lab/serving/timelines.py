@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from minivllm_lab.drawing import BLANK, QUIET, RULE, line, rect, svg, text, tint
+from minivllm_lab.drawing import BLANK, BORDER, QUIET, RULE, line, rect, svg, text, tint
 from minivllm_lab.palette import GREEN, SKY, VERMILLION
 
 WIDTH, LEFT, RIGHT, ROW, TALL, MARK = 700, 76, 676, 28, 20, 5
@@ -87,5 +87,5 @@ def _picture(title: str, panels: Mapping[str, Rows], end: int, legend: Sequence[
         parts.append(text(LEFT + tenth * scale, y + 6, f"{tenth / 10:g} s", size=12, colour=QUIET, anchor="middle"))
     for index, (words, colour) in enumerate(legend):
         x = LEFT + 155 * index
-        parts += [rect(x, y + 20, 18, 14, colour, stroke="#80868B"), text(x + 25, y + 32, words, size=12)]
+        parts += [rect(x, y + 20, 18, 14, colour, stroke=BORDER), text(x + 25, y + 32, words, size=12)]
     return svg(WIDTH, y + 46, *parts, label=f"{title}. {'; '.join(filter(None, panels))}")

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import random
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,10 +22,8 @@ from pathlib import Path
 import torch
 
 from minivllm.config import CacheConfig
-from minivllm.core.engine_messages import EngineCoreRequest
 from minivllm.engine.core import EngineCore
-from minivllm.sampling_params import SamplingParams
-from minivllm_lab.recording import bare_engine, own_clock
+from minivllm_lab.recording import add_greedy, bare_engine, own_clock
 
 BLOCK_SIZE = 16
 NEVER = 100
@@ -87,12 +84,11 @@ def serve_with_drafts(
     """Serve these prompts greedily, all at once; verify `drafts` in every step but a request's
     first.
     """
-    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
     outputs: dict[str, list[int]] = {str(index): [] for index in range(len(prompts))}
     before, seconds, num_tokens = core.scheduler.spec_decoding_stats.copy(), [], 0
     clock, requests = own_clock(core), core.scheduler.requests
     for name, prompt in zip(outputs, prompts, strict=True):
-        core.add_request(EngineCoreRequest(name, list(prompt), params, (), time.monotonic()))
+        add_greedy(core, name, list(prompt), max_tokens)
     while core.has_unfinished_requests():
         for name, output in outputs.items():
             if drafts and output and name in requests:

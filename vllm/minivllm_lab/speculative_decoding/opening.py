@@ -8,7 +8,6 @@ third step comes from the same request with a draft model, where two of three dr
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -16,16 +15,13 @@ from typing import Any
 import torch
 
 from minivllm.config import EMBEDDED_DRAFT, EMBEDDED_MODEL, CacheConfig
-from minivllm.core.engine_messages import EngineCoreRequest
-from minivllm.models.tokenizer import load_tokenizer
-from minivllm.sampling_params import SamplingParams
 from minivllm.worker.model_runner import ExecuteModelState
 from minivllm_lab.drawing import BLANK, QUIET, arrow, line, rect, svg, text
-from minivllm_lab.followed import BLOCK_SIZE, NAME, PROMPT, Token, without_info
+from minivllm_lab.followed import BLOCK_SIZE, NAME, PROMPT, Token, tokenizer, tokens_of, without_info
 from minivllm_lab.frames import Frames
 from minivllm_lab.inside import runner_of
 from minivllm_lab.palette import ORANGE
-from minivllm_lab.recording import bare_engine
+from minivllm_lab.recording import add_greedy, bare_engine
 from minivllm_lab.speculative_decoding import pictures
 from minivllm_lab.speculative_decoding.pictures import ACCEPTED, DRAFT, KNOWN, LEFT, OWN, REJECTED, WIDTH, chip
 
@@ -97,17 +93,12 @@ def recorded(method: str = "ngram") -> list[Verified]:
     """Record every step of the followed request, greedy, with up to three drafts: by suffixes of
     one to three tokens (ngram), or by the embedded draft model (draft_model).
     """
-    tokenizer = load_tokenizer(EMBEDDED_MODEL)
-
-    def tokens(ids: list[int]) -> tuple[Token, ...]:
-        return tuple(Token(token_id, tokenizer.decode([token_id])) for token_id in ids)
-
     drafting = {**(LOOKUP if method == "ngram" else DRAFT_MODEL), "num_speculative_tokens": NUM_DRAFTS}
     blocks = CacheConfig(block_size=BLOCK_SIZE, num_gpu_blocks=16, enable_prefix_caching=True)
     settings = {"max_model_len": 48, "max_num_seqs": 1, "dtype": "float32", "speculative_config": drafting}
     with without_info():
         core = bare_engine(EMBEDDED_MODEL, torch.device("cpu"), blocks, **settings)
-    runner, ids, verified = runner_of(core), tokenizer.encode(PROMPT).ids, []
+    runner, ids, verified = runner_of(core), tokenizer().encode(PROMPT).ids, []
     sample = type(runner).sample
 
     def noted(step: ExecuteModelState, *others: Any) -> Any:
@@ -115,14 +106,13 @@ def recorded(method: str = "ngram") -> list[Verified]:
         output: Any = sample(runner, step, *others)
         kept = output.sampled_token_ids[NAME]
         drafts = step.inputs.drafts.get(NAME, [])
-        verified.append(Verified(len(verified) + 1, *map(tokens, (ids, drafts, predicted, kept))))
+        verified.append(Verified(len(verified) + 1, *map(tokens_of, (ids, drafts, predicted, kept))))
         ids.extend(kept)
         return output
 
     # Note the model's predictions at the drafts' positions.
     runner.sample = noted  # type: ignore[method-assign]
-    params = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True)
-    core.add_request(EngineCoreRequest(NAME, list(ids), params, (), time.monotonic()))
+    add_greedy(core, NAME, list(ids), MAX_TOKENS)
     while core.has_unfinished_requests():
         core.step()
     return verified

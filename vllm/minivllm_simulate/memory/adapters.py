@@ -7,6 +7,7 @@ An adapter of rank r replaces W [out, in] by W + scale * B A, with A [r, in] and
 from collections.abc import Sequence
 
 from minivllm.config import ModelConfig
+from minivllm.config.checks import require
 from minivllm.errors import MinivllmError
 from minivllm.memory.adapters import ALL_LINEARS, linear_shapes
 from minivllm.memory.bytes_per_token import DTYPE_BYTES
@@ -20,8 +21,7 @@ def adapter_parameters(config: ModelConfig, rank: int, targets: Sequence[str] = 
         MinivllmError: a target that is not a linear layer of the model, a rank below 1, or a model that is not
             counted here.
     """
-    if rank < 1:
-        raise MinivllmError(f"an adapter's rank must be at least 1, not {rank}")
+    require(rank >= 1, f"an adapter's rank must be at least 1, not {rank}")
     shapes = linear_shapes(config)
     unknown = [name for name in targets if name not in shapes]
     if unknown:

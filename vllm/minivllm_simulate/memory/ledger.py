@@ -2,8 +2,6 @@
 
 from typing import Any
 
-from minivllm.config import ModelConfig
-from minivllm.errors import UnsupportedModelError
 from minivllm.memory import Device, MemoryLedger
 from minivllm.memory import ledger as engine
 from minivllm.memory.bytes_per_token import Model, as_config
@@ -26,8 +24,6 @@ def memory_ledger(
     block_size: int = 16,
     max_num_batched_tokens: int = 8192,
     weights: int | None = None,
-    drafter: Model | None = None,
-    drafter_bytes: int | None = None,
     **further: Any,
 ) -> MemoryLedger:
     """Divide up the memory of one GPU like vLLM at start-up, for any model whose parts are known.
@@ -37,9 +33,8 @@ def memory_ledger(
         device: a device, or the name of a GPU listed in `devices`.
         max_model_len: the longest request, prompt plus output; None: the model's own limit.
         weight_dtype: see `weight_bytes`.
-        weights, drafter_bytes: bytes, if known from a start-up log; if not, they are counted.
-        tp, kv_dtype, block_size, max_num_batched_tokens, drafter, further: as for
-            `minivllm.memory.memory_ledger`.
+        weights: bytes, if known from a start-up log; if not, they are counted.
+        tp, kv_dtype, block_size, max_num_batched_tokens, further: as for `minivllm.memory.memory_ledger`.
 
     Raises:
         MinivllmError: as `minivllm.memory.memory_ledger`, or the GPU is unknown.
@@ -53,26 +48,17 @@ def memory_ledger(
     kv = kv_groups(
         config, kv_dtype, tp, block_size, max_num_batched_tokens, gdn_checkpoints=device.name in GDN_CHECKPOINT_GPUS
     )
-    drafting = None if drafter is None else as_config(drafter)
-    if drafting is not None and kv.bytes_per_token is None:
-        raise UnsupportedModelError(f"a draft model's cache beside {config.model_type}'s is not counted here")
-    if drafting is not None and drafter_bytes is None:
-        drafter_bytes = _loaded_bytes(drafting, weight_dtype, 1)
+    if weights is None:
+        weights = weight_bytes(config, weight_dtype, tp) + rotary_table_bytes(config)
     return engine.memory_ledger(
         config,
         device,
-        weights=_loaded_bytes(config, weight_dtype, tp) if weights is None else weights,
+        weights=weights,
         max_model_len=max_model_len,
         tp=tp,
         kv_dtype=kv_dtype,
         block_size=block_size,
         max_num_batched_tokens=max_num_batched_tokens,
         kv=kv,
-        drafter=drafting,
-        drafter_bytes=drafter_bytes or 0,
         **further,
     )
-
-
-def _loaded_bytes(config: ModelConfig, dtype: str, tp: int) -> int:
-    return weight_bytes(config, dtype, tp) + rotary_table_bytes(config)
