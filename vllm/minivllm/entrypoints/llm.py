@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -60,8 +59,6 @@ class LLM:
         self.llm_engine = LLMEngine(EngineArgs(model=model, **engine_args))
         self._chat_template = chat_template
         self._request_ids = itertools.count()
-        # By request id, in the order in which they were enqueued; None while unfinished.
-        self._enqueued: dict[str, RequestOutput | None] = {}
         self._call_lock = CallLock()
 
     @classmethod
@@ -195,39 +192,6 @@ class LLM:
                 sequence.text = tokenizer.decode(sequence.tokens, skip_special_tokens=skips)
         return outputs
 
-    def enqueue(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        sampling_params: Params = None,
-        lora_request: LoraRequests = None,
-        priority: int | Sequence[int] | None = None,
-        use_tqdm: UseTqdm = True,
-    ) -> list[str]:
-        """Queue prompts for `wait_for_completion` and return their ids. Nothing is computed yet."""
-        rows = self._rows(as_prompts(prompts), sampling_params, priority, lora_request)
-        with self._call_lock.held() as interrupts:
-            request_ids = self._add_requests(rows, interrupts)
-            self._enqueued |= dict.fromkeys(request_ids)
-            return request_ids
-
-    def wait_for_completion(self, output_type: type | None = None, *, use_tqdm: UseTqdm = True) -> list[RequestOutput]:
-        """Return the completions of the enqueued prompts, in order; prompts that fail are handled
-        as in `generate`.
-
-        `output_type` can only be `RequestOutput`.
-        """
-        if output_type is not None and output_type is not RequestOutput:
-            raise MinivllmError(f"output_type is {output_type!r}; it can only be RequestOutput")
-        with self._call_lock.held() as interrupts, progress(use_tqdm, "prompts", len(self._enqueued)) as advance:
-            request_ids = list(self._enqueued)
-            try:
-                with self._aborting(request_ids):
-                    self._run([], advance, interrupts)
-            finally:
-                # Also after a failure: a call that fails leaves nothing queued.
-                outputs, self._enqueued = list(self._enqueued.values()), {}
-            return _answers(outputs)  # type: ignore[arg-type]
-
     # What there is besides
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
@@ -299,50 +263,31 @@ class LLM:
         return list(zip(prompts, *(_one_each(name, value, prompts) for name, value in columns.items()), strict=True))
 
     def _complete(self, rows: list[Row], advance: Advance, interrupts: InterruptsHeld) -> list[RequestOutput]:
-        request_ids = self._add_requests(rows, interrupts)
-        with self._aborting(request_ids):
-            return self._run(request_ids, advance, interrupts)
-
-    def _add_requests(self, rows: list[Row], interrupts: InterruptsHeld) -> list[str]:
-        """Queue all prompts or none; return their ids."""
+        """Queue all prompts, and run steps until all have ended. If anything fails, none stays queued."""
         request_ids = [str(next(self._request_ids)) for _ in rows]
-        with self._aborting(request_ids):
-            for index, (request_id, (prompt, params, priority, adapter)) in enumerate(
-                zip(request_ids, rows, strict=True)
-            ):
-                interrupts.deliver()
-                if isinstance(params, SamplingParams):
-                    # Intermediate outputs would be made and thrown away.
-                    params = replace(params, output_kind=RequestOutputKind.FINAL_ONLY)
-                try:
-                    self.llm_engine.add_request(request_id, prompt, params, lora_request=adapter, priority=priority)
-                except MinivllmError as error:
-                    raise type(error)(f"prompt {index}: {error}") from None
-        return request_ids
-
-    @contextmanager
-    def _aborting(self, request_ids: Sequence[str]) -> Iterator[None]:
-        """Abort these requests if the block fails."""
+        finished: dict[str, RequestOutput] = {}
         try:
-            yield
+            self._add_requests(request_ids, rows, interrupts)
+            while self.llm_engine.has_unfinished_requests():
+                interrupts.deliver()
+                for output in self.llm_engine.step():
+                    finished[output.request_id] = output
+                    advance(sum(len(completion.token_ids) for completion in output.outputs))
         except BaseException:
             self.llm_engine.abort_request(request_ids)
             raise
-
-    def _run(self, request_ids: Sequence[str], advance: Advance, interrupts: InterruptsHeld) -> list[RequestOutput]:
-        """Run steps until all requests have ended, including enqueued ones; return the outputs of
-        `request_ids`.
-        """
-        finished: dict[str, RequestOutput] = {}
-        while self.llm_engine.has_unfinished_requests():
-            interrupts.deliver()
-            for output in self.llm_engine.step():
-                # An interrupted `wait_for_completion` may have left requests of its own in the
-                # engine.
-                outputs = self._enqueued if output.request_id in self._enqueued else finished
-                outputs[output.request_id] = output
-                advance(sum(len(completion.token_ids) for completion in output.outputs))
         return [finished[request_id] for request_id in request_ids]
+
+    def _add_requests(self, request_ids: list[str], rows: list[Row], interrupts: InterruptsHeld) -> None:
+        for index, (prompt, params, priority, adapter) in enumerate(rows):
+            interrupts.deliver()
+            if isinstance(params, SamplingParams):
+                # Intermediate outputs would be made and thrown away.
+                params = replace(params, output_kind=RequestOutputKind.FINAL_ONLY)
+            try:
+                self.llm_engine.add_request(request_ids[index], prompt, params, lora_request=adapter, priority=priority)
+            except MinivllmError as error:
+                raise type(error)(f"prompt {index}: {error}") from None
 
 
 def _answers(outputs: list[RequestOutput]) -> list[RequestOutput]:
