@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
+
+from tqdm import tqdm
 
 from minivllm.config.checks import is_count
 from minivllm.core.lora_request import LoRARequest
@@ -14,7 +17,6 @@ from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.call_lock import CallLock
 from minivllm.engine.llm_engine import LLMEngine
 from minivllm.entrypoints.beam_search import BeamSearcher, Row
-from minivllm.entrypoints.progress import Advance, progress
 from minivllm.errors import MinivllmError
 from minivllm.inputs import Prompt, TokensPrompt, as_prompts, parse_prompt
 from minivllm.logger import init_logger
@@ -31,6 +33,8 @@ Message = Mapping[str, Any]
 LoraRequests = LoRARequest | Sequence[LoRARequest | None] | None
 Params = SamplingParams | Sequence[SamplingParams] | None
 UseTqdm = bool | Callable[..., Any]
+Advance = Callable[[int], object]
+"""Called with 1 whenever a prompt, or a step of a search, is done; `update` of a bar like tqdm's."""
 
 
 class LLM:
@@ -97,8 +101,8 @@ class LLM:
         """
         rows = self._rows(as_prompts(prompts), sampling_params, priority, lora_request)
         # Ctrl-C is held for the call, and let through between two steps.
-        with self._call_lock.held() as interrupts, progress(use_tqdm, "prompts", len(rows)) as advance:
-            return _answers(self._complete(rows, advance, interrupts))
+        with self._call_lock.held() as interrupts, closing(_bar(use_tqdm, "prompts", len(rows))) as bar:
+            return _answers(self._complete(rows, bar.update, interrupts))
 
     def chat(
         self,
@@ -183,8 +187,8 @@ class LLM:
             searcher = BeamSearcher(params, self.llm_engine, lambda rows: self._all_complete(rows, interrupts))
             size = concurrency_limit or max(1, len(rows))
             for start in range(0, len(rows), size):
-                with progress(use_tqdm, "steps", params.max_tokens) as advance:
-                    outputs += searcher.search(rows[start : start + size], advance)
+                with closing(_bar(use_tqdm, "steps", params.max_tokens)) as bar:
+                    outputs += searcher.search(rows[start : start + size], bar.update)
         tokenizer = self.llm_engine.tokenizer
         for sequence in (sequence for output in outputs for sequence in output.sequences):
             if tokenizer is not None:
@@ -272,7 +276,7 @@ class LLM:
                 interrupts.deliver()
                 for output in self.llm_engine.step():
                     finished[output.request_id] = output
-                    advance(sum(len(completion.token_ids) for completion in output.outputs))
+                    advance(1)
         except BaseException:
             self.llm_engine.abort_request(request_ids)
             raise
@@ -288,6 +292,13 @@ class LLM:
                 self.llm_engine.add_request(request_ids[index], prompt, params, lora_request=adapter, priority=priority)
             except MinivllmError as error:
                 raise type(error)(f"prompt {index}: {error}") from None
+
+
+def _bar(use_tqdm: UseTqdm, what: str, total: int) -> Any:
+    if callable(use_tqdm):
+        return use_tqdm(total=total, desc=what)
+    # None: only on a terminal. In a file, a bar would be thousands of lines.
+    return tqdm(total=total, desc=what, leave=False, disable=None if use_tqdm else True)
 
 
 def _answers(outputs: list[RequestOutput]) -> list[RequestOutput]:
