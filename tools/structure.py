@@ -37,7 +37,7 @@ PARTS = {
 }
 BUDGETS = {
     "the engine": 19_520,
-    "minivllm_lab": 15_770,
+    "minivllm_lab": 15_810,
     "minivllm_simulate": 2_210,
     "widgets": 10_770,
     "benchmarks": 4_720,
