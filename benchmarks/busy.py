@@ -7,9 +7,9 @@ processes.
 The embedded model serves 128 requests at once in fp32, greedily; prompts and outputs have 16 to 128
 tokens. Each waiting policy has a process of its own, and all take turns; the median counts. The
 busy processes are loops in Python that this script starts and ends. The first policy is the
-engine's own (`minivllm/__init__.py`): its threads spin for 1,000 iterations and then sleep. In the
-others, the environment sets how long they spin: always (the library's own default), for a fixed
-number of iterations, or never. The table is followed by one line of JSON.
+engine's own: its threads spin, but sleep while other processes want the cores. In the others, the
+environment sets how long they spin: always (the library's own default), for a fixed number of
+iterations, or never. The table is followed by one line of JSON.
 """
 
 import argparse

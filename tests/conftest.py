@@ -147,6 +147,7 @@ def compute_on_one_thread() -> None:
     Torch reads the variable only when it is loaded, which happens later.
     """
     os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ.setdefault("KMP_BLOCKTIME", "1")  # else `limit_spinning` sets it within some test
 
 
 def set_up_logging() -> None:

@@ -6,6 +6,8 @@ import contextlib
 import subprocess
 import sys
 
+from minivllm.platforms.spinning import CHOICES
+
 
 def test_busy_processes_end_with_the_block_also_when_it_raises(bench, monkeypatch):
     started = []
@@ -29,7 +31,7 @@ def test_a_busy_process_that_nobody_ends_ends_itself(load_benchmark):
 
 def test_every_way_but_the_engines_own_is_a_persons_choice(bench):
     for way, environment in bench.WAYS.items():
-        assert bool(set(environment) & {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}) == (way != bench.OURS)
+        assert bool(set(environment) & set(CHOICES)) == (way != bench.OURS)
 
 
 def test_the_engine_is_held_against_spinning_alone_and_against_sleeping_beside_others(bench):

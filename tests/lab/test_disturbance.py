@@ -2,7 +2,7 @@
 
 import pytest
 
-from minivllm_lab.cpu_time import CpuTimes
+from minivllm.platforms.cpu_time import CpuTimes
 from minivllm_lab.disturbance import Control
 from minivllm_lab.tables import Timed, closing, console
 

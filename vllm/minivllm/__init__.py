@@ -4,15 +4,7 @@ Names are imported lazily, so that `import minivllm.core` stays free of torch. W
 vLLM imports from any of vLLM's modules can be imported from here.
 """
 
-import os
 from importlib import import_module
-
-# OpenMP's libraries read these when torch loads them. After each operator, threads spin in the hope of more work. Next
-# to other busy processes that takes the very time in which the awaited thread could run, so here they soon sleep
-# (`benchmarks/busy.py`). A user's own choice stands.
-if "OMP_WAIT_POLICY" not in os.environ:
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # GNU's library: iterations, 300,000 by default
-    os.environ.setdefault("KMP_BLOCKTIME", "1")  # LLVM's and Intel's: milliseconds, 200 by default
 
 __version__ = "0.1.0"
 __version_tuple__ = (0, 1, 0)

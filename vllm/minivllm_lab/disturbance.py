@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
-from minivllm_lab.cpu_time import CpuTimes, ThreadTimes, between, stolen_seconds, thread_times
+from minivllm.platforms.cpu_time import CpuTimes, ThreadTimes, between, stolen_seconds, thread_times
 
 WAITED_LIMIT = 0.10
 STOLEN_LIMIT = 0.05

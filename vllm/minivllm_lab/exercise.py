@@ -63,6 +63,9 @@ def load(path: str | Path) -> ModuleType:
     Raises:
         MinivllmError: the file does not exist, or importing it fails; the message names the line.
     """
+    from minivllm.platforms.spinning import limit_spinning  # imports torch
+
+    limit_spinning()
     path = Path(path)
     try:
         source = path.read_text()

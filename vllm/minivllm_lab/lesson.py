@@ -19,6 +19,9 @@ def begin(title: str, arguments: argparse.Namespace) -> torch.device:
     """Print the title, seed torch with `--seed`, and return the device that `--device` selects."""
     import torch
 
+    from minivllm.platforms.spinning import limit_spinning
+
+    limit_spinning()
     device = pick_device(arguments.device)
     console.print(f"[bold]{title}[/bold], on {device_name(device)}")
     torch.manual_seed(arguments.seed)

@@ -29,6 +29,7 @@ from minivllm.models.loader import load_model, random_model
 from minivllm.models.parallel import GroupCoordinator
 from minivllm.models.pipeline import Stage
 from minivllm.platforms.allocator import keep_freed_memory
+from minivllm.platforms.spinning import limit_spinning
 from minivllm.platforms.threads import has_numba
 from minivllm.worker.kernel_warmup import warm_up_steps
 from minivllm.worker.kv_cache import STORED_AS
@@ -54,6 +55,7 @@ class Worker:
         self.device = device_of_rank(settings.device, self.group.world_rank)
         if self.device.type == "cpu":
             keep_freed_memory()
+            limit_spinning()
         model = load(settings, self.device, self.group)
         if self.device.type == "cpu" and settings.world_size == 1 and settings.uses_unified_attention:
             compile_loops(model.embed_tokens.weight.dtype, settings.kv_cache_dtype, settings.num_speculative_tokens)

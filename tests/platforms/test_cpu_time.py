@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from minivllm_lab.cpu_time import CpuTimes, between, stolen_seconds, thread_times
+from minivllm.platforms.cpu_time import CpuTimes, between, stolen_seconds, thread_times
 
 
 def task(folder: Path, thread: int, text: str) -> None:
