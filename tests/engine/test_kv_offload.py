@@ -122,9 +122,7 @@ def test_a_tier_counts_by_vllms_names_and_a_restart_empties_it_and_costs_nobody_
     queries, hits = (values[f"vllm:external_prefix_cache_{name}_total"] for name in ("queries", "hits"))
     assert queries > hits > 64
     assert values["vllm:kv_offload_load_bytes_total"] > 0
-    assert values["vllm:kv_offload_store_size_count"] > 0
     assert 0 < values["vllm:kv_offload_cpu_cache_usage_perc"] < 1
-    assert values["vllm:simple_kv_offload_used_blocks"] == core.scheduler.remote.connector.tier_state()["used"]
     assert core.scheduler.remote.connector.tier_state()["used"] > 0
     assert core.reset_prefix_cache(reset_running_requests=True)
     assert core.scheduler.remote.connector.tier_state()["used"] == 0

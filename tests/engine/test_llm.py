@@ -235,19 +235,21 @@ def test_a_request_that_forbids_every_token_ends_no_other(idle):
 
 def test_refused_calls_leave_no_ids_behind_for_a_step_that_need_not_come(idle):
     """This holds for a call alone and for one behind a waiting request, which is not ended."""
-    scheduler, params = core_of(idle).scheduler, SamplingParams(max_tokens=2, temperature=0.0)
+    engine, scheduler, params = idle.llm_engine, core_of(idle).scheduler, SamplingParams(max_tokens=2, temperature=0.0)
     expected = idle.generate("import", params, use_tqdm=False)
     before = set(scheduler.finished_req_ids)
     for _ in range(3):
         with pytest.raises(MinivllmError, match="prompt 1"):
             idle.generate(["import", ""], params, use_tqdm=False)
         assert scheduler.finished_req_ids == before
-    idle.enqueue("import", params, use_tqdm=False)
+    engine.add_request("waiting", "import", params)
     with pytest.raises(MinivllmError, match="prompt 1"):
         idle.generate(["import", ""], params, use_tqdm=False)
     assert scheduler.finished_req_ids == before
-    [output] = idle.wait_for_completion(use_tqdm=False)
-    assert output.outputs[0].token_ids == expected[0].outputs[0].token_ids
+    outputs = []
+    while engine.has_unfinished_requests():
+        outputs += engine.step()
+    assert outputs[-1].outputs[0].token_ids == expected[0].outputs[0].token_ids
 
 
 def test_a_worker_hears_of_an_id_that_it_has_though_a_later_request_of_that_id_was_refused(idle):

@@ -210,9 +210,6 @@ def test_what_other_parameters_make_impossible_is_that_requests_error(llm):
     assert first.outputs[0].text == last.outputs[0].text == alone.outputs[0].text
     assert failed.outputs[0].finish_reason == "error"
     assert re.match(message, failed.outputs[0].error)
-    llm.enqueue([PROMPT] * 2, [impossible, possible])
-    failed, last = llm.wait_for_completion(use_tqdm=False)
-    assert (failed.outputs[0].finish_reason, last.outputs[0].text) == ("error", alone.outputs[0].text)
     assert conforming(llm, [StructuredOutputsParams(choice=["yes"])])[0].text == "yes"
 
 

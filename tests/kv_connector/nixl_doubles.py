@@ -122,7 +122,7 @@ class ReadDouble:
         return self.network.state_after
 
     def times(self) -> dict[str, float]:
-        return {"bytes_transferred": sum(here[1] for here, _ in self.moves), "num_descriptors": len(self.moves)}
+        return {"bytes_transferred": sum(here[1] for here, _ in self.moves)}
 
     def release(self) -> bool:
         if self.network.state_after == "PROC" and not self.network.cancels:

@@ -1,6 +1,4 @@
-"""Test the calls of vLLM's offline examples on one engine: chat, queued prompts, tokenizer, a
-loop of steps.
-"""
+"""Test the calls of vLLM's offline examples on one engine: chat, tokenizer, a loop of steps."""
 
 from types import SimpleNamespace
 
@@ -65,20 +63,6 @@ def test_the_tokenizer_is_transformers_own_and_says_what_the_engines_says(idle):
     assert tokenizer(text)["input_ids"] == tokenizer.encode(text)
     assert tokenizer.decode(tokenizer.encode(text)) == text
     assert tokenizer.eos_token_id == idle.llm_engine.generation_config.eos_token_ids[0]
-
-
-def test_queued_prompts_are_computed_when_waited_for_and_by_any_call_meanwhile(idle):
-    names = idle.enqueue(["a", "b"], GREEDY)
-    assert idle.llm_engine.get_num_unfinished_requests() == 2
-    alone = idle.generate("c", GREEDY)
-    outputs = idle.wait_for_completion(use_tqdm=False)
-    assert [output.request_id for output in outputs] == names
-    assert tokens([*outputs, *alone]) == tokens(idle.generate(["a", "b", "c"], GREEDY))
-    assert idle.wait_for_completion() == []
-    with pytest.raises(MinivllmError, match="output_type is"):
-        idle.wait_for_completion(dict)
-    with pytest.raises(MinivllmError, match="prompt 1"):
-        idle.enqueue(["a", ""], GREEDY)
 
 
 def test_the_caches_of_running_requests_can_be_reset_and_their_tokens_stay_the_same(idle):

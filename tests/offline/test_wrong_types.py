@@ -46,7 +46,6 @@ def calls(llm, value):
     yield lambda: llm.beam_search(["x"], value)
     for name in ("concurrency_limit", "priority", "lora_request"):
         yield lambda name=name: llm.beam_search(["x"], BeamSearchParams(**BEAM), **{name: value})
-    yield lambda: llm.wait_for_completion(value, **quiet)
     for field in fields(SamplingParams):
         yield lambda name=field.name: SamplingParams(**{name: value})
         yield lambda name=field.name: SamplingParams.from_optional(**{name: value})

@@ -27,7 +27,7 @@ ALIASES = {
     "num_experts": ("num_local_experts", "n_routed_experts"),
 }
 NESTED_TEXT_CONFIGS = ("text_config", "llm_config", "language_config")
-OUTER_FIELDS = ("dtype", "torch_dtype", "quantization_config", "tie_word_embeddings", "bos_token_id", "eos_token_id")
+OUTER_FIELDS = ("dtype", "torch_dtype", "quantization_config", "tie_word_embeddings", "eos_token_id")
 TIED_BY_DEFAULT = ("gemma", "gemma2", "gemma3_text", "gpt2", "opt")
 # Types of the fields that are read without any other check. If a field is missing or null, the
 # family's default holds.
@@ -86,7 +86,6 @@ def model_fields(hf_config: Mapping[str, Any]) -> dict[str, Any]:
         tie_word_embeddings=bool(hf.get("tie_word_embeddings", hf.get("model_type") in TIED_BY_DEFAULT)),
         sliding_window=window,
         layer_types=kinds,
-        bos_token_id=hf.get("bos_token_id"),
         eos_token_ids=_token_ids(hf.get("eos_token_id")),
         quantization=(hf.get("quantization_config") or {}).get("quant_method"),
         quantization_config=dict(hf.get("quantization_config") or {}) or None,

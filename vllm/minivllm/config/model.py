@@ -74,7 +74,6 @@ class ModelConfig:
     num_shared_experts: int = 0
     num_dense_layers: int = 0
     """Number of leading layers with a dense MLP in a mixture-of-experts model."""
-    bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     quantization: str | None = None
     """Quantization method of the checkpoint (fp8, awq, gptq, ...); None if it is not quantized."""

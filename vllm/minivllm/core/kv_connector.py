@@ -67,8 +67,7 @@ class KVConnectorConfig:
       drafter.
     - `block_size` in tokens, `num_gpu_blocks` of the pool, the null block (id 0) included.
     - `kv_cache_dtype`: what the cache stores, such as "float32".
-    - `tensor_parallel_rank`: 0 on the scheduler's side. `data_parallel_rank`: the index of this
-      core among several.
+    - `tensor_parallel_rank`: 0 on the scheduler's side.
     - `use_eagle`: as in `SchedulerConfig`.
     - `device`: "cpu" or "cuda".
     """
@@ -82,7 +81,6 @@ class KVConnectorConfig:
     tensor_parallel_size: int = 1
     tensor_parallel_rank: int = 0
     pipeline_parallel_size: int = 1
-    data_parallel_rank: int = 0
     use_eagle: bool = False
 
     @property

@@ -62,18 +62,15 @@ class BeamSearcher:
         self._max_model_len = engine.input_processor.limits.max_model_len
         self._run = run
 
-    def search(self, rows: Sequence[Row], after_step: Callable[[int], None]) -> list[BeamSearchOutput]:
-        """Return the best sequences of each row's prompt, without text. `after_step` is called with
-        the number of extended sequences.
-        """
+    def search(self, rows: Sequence[Row], after_step: Callable[[int], object]) -> list[BeamSearchOutput]:
+        """Return the best sequences of each row's prompt, without text."""
         searches = [Search(prompt, priority, self._num_steps(prompt), adapter) for prompt, _, priority, adapter in rows]
         for _ in range(self._params.max_tokens):
-            num_open = sum(len(search.open()) for search in searches)
             # Every sequence has ended, or there is no room for another token.
-            if num_open == 0:
+            if not any(search.open() for search in searches):
                 break
             self._step(searches)
-            after_step(num_open)
+            after_step(1)
         return [self._best(search) for search in searches]
 
     def _num_steps(self, prompt: TokensPrompt) -> int:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
+
+from tqdm import tqdm
 
 from minivllm.config.checks import is_count
 from minivllm.core.lora_request import LoRARequest
@@ -15,7 +17,6 @@ from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.call_lock import CallLock
 from minivllm.engine.llm_engine import LLMEngine
 from minivllm.entrypoints.beam_search import BeamSearcher, Row
-from minivllm.entrypoints.progress import Advance, progress
 from minivllm.errors import MinivllmError
 from minivllm.inputs import Prompt, TokensPrompt, as_prompts, parse_prompt
 from minivllm.logger import init_logger
@@ -32,6 +33,8 @@ Message = Mapping[str, Any]
 LoraRequests = LoRARequest | Sequence[LoRARequest | None] | None
 Params = SamplingParams | Sequence[SamplingParams] | None
 UseTqdm = bool | Callable[..., Any]
+Advance = Callable[[int], object]
+"""Called with 1 whenever a prompt, or a step of a search, is done; `update` of a bar like tqdm's."""
 
 
 class LLM:
@@ -60,8 +63,6 @@ class LLM:
         self.llm_engine = LLMEngine(EngineArgs(model=model, **engine_args))
         self._chat_template = chat_template
         self._request_ids = itertools.count()
-        # By request id, in the order in which they were enqueued; None while unfinished.
-        self._enqueued: dict[str, RequestOutput | None] = {}
         self._call_lock = CallLock()
 
     @classmethod
@@ -100,8 +101,8 @@ class LLM:
         """
         rows = self._rows(as_prompts(prompts), sampling_params, priority, lora_request)
         # Ctrl-C is held for the call, and let through between two steps.
-        with self._call_lock.held() as interrupts, progress(use_tqdm, "prompts", len(rows)) as advance:
-            return _answers(self._complete(rows, advance, interrupts))
+        with self._call_lock.held() as interrupts, closing(_bar(use_tqdm, "prompts", len(rows))) as bar:
+            return _answers(self._complete(rows, bar.update, interrupts))
 
     def chat(
         self,
@@ -186,47 +187,14 @@ class LLM:
             searcher = BeamSearcher(params, self.llm_engine, lambda rows: self._all_complete(rows, interrupts))
             size = concurrency_limit or max(1, len(rows))
             for start in range(0, len(rows), size):
-                with progress(use_tqdm, "steps", params.max_tokens) as advance:
-                    outputs += searcher.search(rows[start : start + size], advance)
+                with closing(_bar(use_tqdm, "steps", params.max_tokens)) as bar:
+                    outputs += searcher.search(rows[start : start + size], bar.update)
         tokenizer = self.llm_engine.tokenizer
         for sequence in (sequence for output in outputs for sequence in output.sequences):
             if tokenizer is not None:
                 skips = params.skip_special_tokens
                 sequence.text = tokenizer.decode(sequence.tokens, skip_special_tokens=skips)
         return outputs
-
-    def enqueue(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        sampling_params: Params = None,
-        lora_request: LoraRequests = None,
-        priority: int | Sequence[int] | None = None,
-        use_tqdm: UseTqdm = True,
-    ) -> list[str]:
-        """Queue prompts for `wait_for_completion` and return their ids. Nothing is computed yet."""
-        rows = self._rows(as_prompts(prompts), sampling_params, priority, lora_request)
-        with self._call_lock.held() as interrupts:
-            request_ids = self._add_requests(rows, interrupts)
-            self._enqueued |= dict.fromkeys(request_ids)
-            return request_ids
-
-    def wait_for_completion(self, output_type: type | None = None, *, use_tqdm: UseTqdm = True) -> list[RequestOutput]:
-        """Return the completions of the enqueued prompts, in order; prompts that fail are handled
-        as in `generate`.
-
-        `output_type` can only be `RequestOutput`.
-        """
-        if output_type is not None and output_type is not RequestOutput:
-            raise MinivllmError(f"output_type is {output_type!r}; it can only be RequestOutput")
-        with self._call_lock.held() as interrupts, progress(use_tqdm, "prompts", len(self._enqueued)) as advance:
-            request_ids = list(self._enqueued)
-            try:
-                with self._aborting(request_ids):
-                    self._run([], advance, interrupts)
-            finally:
-                # Also after a failure: a call that fails leaves nothing queued.
-                outputs, self._enqueued = list(self._enqueued.values()), {}
-            return _answers(outputs)  # type: ignore[arg-type]
 
     # What there is besides
 
@@ -299,50 +267,38 @@ class LLM:
         return list(zip(prompts, *(_one_each(name, value, prompts) for name, value in columns.items()), strict=True))
 
     def _complete(self, rows: list[Row], advance: Advance, interrupts: InterruptsHeld) -> list[RequestOutput]:
-        request_ids = self._add_requests(rows, interrupts)
-        with self._aborting(request_ids):
-            return self._run(request_ids, advance, interrupts)
-
-    def _add_requests(self, rows: list[Row], interrupts: InterruptsHeld) -> list[str]:
-        """Queue all prompts or none; return their ids."""
+        """Queue all prompts, and run steps until all have ended. If anything fails, none stays queued."""
         request_ids = [str(next(self._request_ids)) for _ in rows]
-        with self._aborting(request_ids):
-            for index, (request_id, (prompt, params, priority, adapter)) in enumerate(
-                zip(request_ids, rows, strict=True)
-            ):
-                interrupts.deliver()
-                if isinstance(params, SamplingParams):
-                    # Intermediate outputs would be made and thrown away.
-                    params = replace(params, output_kind=RequestOutputKind.FINAL_ONLY)
-                try:
-                    self.llm_engine.add_request(request_id, prompt, params, lora_request=adapter, priority=priority)
-                except MinivllmError as error:
-                    raise type(error)(f"prompt {index}: {error}") from None
-        return request_ids
-
-    @contextmanager
-    def _aborting(self, request_ids: Sequence[str]) -> Iterator[None]:
-        """Abort these requests if the block fails."""
+        finished: dict[str, RequestOutput] = {}
         try:
-            yield
+            self._add_requests(request_ids, rows, interrupts)
+            while self.llm_engine.has_unfinished_requests():
+                interrupts.deliver()
+                for output in self.llm_engine.step():
+                    finished[output.request_id] = output
+                    advance(1)
         except BaseException:
             self.llm_engine.abort_request(request_ids)
             raise
-
-    def _run(self, request_ids: Sequence[str], advance: Advance, interrupts: InterruptsHeld) -> list[RequestOutput]:
-        """Run steps until all requests have ended, including enqueued ones; return the outputs of
-        `request_ids`.
-        """
-        finished: dict[str, RequestOutput] = {}
-        while self.llm_engine.has_unfinished_requests():
-            interrupts.deliver()
-            for output in self.llm_engine.step():
-                # An interrupted `wait_for_completion` may have left requests of its own in the
-                # engine.
-                outputs = self._enqueued if output.request_id in self._enqueued else finished
-                outputs[output.request_id] = output
-                advance(sum(len(completion.token_ids) for completion in output.outputs))
         return [finished[request_id] for request_id in request_ids]
+
+    def _add_requests(self, request_ids: list[str], rows: list[Row], interrupts: InterruptsHeld) -> None:
+        for index, (prompt, params, priority, adapter) in enumerate(rows):
+            interrupts.deliver()
+            if isinstance(params, SamplingParams):
+                # Intermediate outputs would be made and thrown away.
+                params = replace(params, output_kind=RequestOutputKind.FINAL_ONLY)
+            try:
+                self.llm_engine.add_request(request_ids[index], prompt, params, lora_request=adapter, priority=priority)
+            except MinivllmError as error:
+                raise type(error)(f"prompt {index}: {error}") from None
+
+
+def _bar(use_tqdm: UseTqdm, what: str, total: int) -> Any:
+    if callable(use_tqdm):
+        return use_tqdm(total=total, desc=what)
+    # None: only on a terminal. In a file, a bar would be thousands of lines.
+    return tqdm(total=total, desc=what, leave=False, disable=None if use_tqdm else True)
 
 
 def _answers(outputs: list[RequestOutput]) -> list[RequestOutput]:

@@ -19,28 +19,20 @@ class KVMetric(NamedTuple):
     buckets: tuple[float, ...] = ()
 
 
-SECONDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 5.0)
+SECONDS = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 5.0)
 BYTES = tuple(2**power for power in range(11, 35, 2))
-DESCRIPTORS = (10, 20, 30, 50, 75, 100, 200, 400, 1000, 2000, 4000, 10000, 20000, 50000)
-OFFLOAD_BYTES = tuple(4**power * 1024 for power in range(12))
 PULL_METRICS = {
-    "xfer_time_seconds": KVMetric("histogram", "Time of a transfer.", SECONDS[1:]),
-    "post_time_seconds": KVMetric("histogram", "Time to post a transfer.", SECONDS),
+    "xfer_time_seconds": KVMetric("histogram", "Time of a transfer.", SECONDS),
     "bytes_transferred": KVMetric("histogram", "Bytes of a transfer.", BYTES),
-    "num_descriptors": KVMetric("histogram", "Descriptors of a transfer.", DESCRIPTORS),
     "num_failed_transfers": KVMetric("counter", "Transfers that failed."),
     "num_failed_notifications": KVMetric("counter", "Notifications that could not be sent."),
     "num_kv_expired_reqs": KVMetric("counter", "Requests whose blocks were not read in time."),
 }
 KV_METRICS = {
     **{f"{kind}_{name}": metric for kind in ("nixl", "tcp") for name, metric in PULL_METRICS.items()},
-    "kv_offload_load_size": KVMetric("histogram", "Bytes of a copy from host memory.", OFFLOAD_BYTES),
-    "kv_offload_store_size": KVMetric("histogram", "Bytes of a copy to host memory.", OFFLOAD_BYTES),
     "kv_offload_load_bytes": KVMetric("counter", "Bytes copied from host memory."),
     "kv_offload_load_time": KVMetric("counter", "Seconds spent copying from host memory."),
     "kv_offload_store_bytes": KVMetric("counter", "Bytes copied to host memory."),
     "kv_offload_store_time": KVMetric("counter", "Seconds spent copying to host memory."),
-    "kv_offload_allocation_failure": KVMetric("counter", "Steps in which host memory had no room for all blocks."),
     "kv_offload_cpu_cache_usage_perc": KVMetric("gauge", "Fraction of host memory's blocks in use, 0 to 1."),
-    "simple_kv_offload_used_blocks": KVMetric("gauge", "Blocks of host memory that lookups can find."),
 }

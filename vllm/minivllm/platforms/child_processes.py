@@ -37,7 +37,7 @@ class ChildProcess(Protocol):
 
 def start_process(
     module: str, *arguments: str, environment: Mapping[str, str] | None = None
-) -> tuple[socket.socket, ChildProcess]:
+) -> tuple[socket.socket, subprocess.Popen[bytes]]:
     """Start a Python process on this machine that runs `serve(socket, *arguments)` of a module
     (`child_main.py`). Return our end of the socket, which hangs up when the process ends; the
     process ends when ours is closed, or with this process.

@@ -43,7 +43,6 @@ class WorkerSettings:
     async_scheduling: bool = False
     kv_transfer_config: KVTransferConfig | None = None
     kv_connector: Callable[..., Any] | None = None
-    data_parallel_rank: int = 0
     lora_config: LoRAConfig | None = None
     lora_slots: Callable[..., Any] | None = None
 

@@ -142,7 +142,6 @@ class Worker:
             tensor_parallel_size=group.size,
             tensor_parallel_rank=group.rank,
             pipeline_parallel_size=group.stage.size,
-            data_parallel_rank=settings.data_parallel_rank,
             use_eagle=settings.speculative_config is not None and settings.speculative_config.use_eagle,
         )
         connector = create_connector(

@@ -9,7 +9,6 @@ In vLLM v0.33.0: `vllm/entrypoints/cli/openai.py` (`ChatCommand`).
 import json
 import os
 import socket
-import subprocess
 import sys
 import time
 import urllib.error
@@ -23,18 +22,11 @@ from typing import Any
 from minivllm.config.checks import require
 from minivllm.errors import MinivllmError
 from minivllm.logger import LEVEL_VARIABLE
+from minivllm.platforms.child_processes import start_process
 
 DEFAULT_PORT = 8000
 SECONDS_TO_ANSWER = 600.0
 """Most seconds from a request to its first token, and from one token to the next."""
-OWN_SERVER = """
-import sys, threading
-from minivllm.platforms.child_main import end_with_parent
-threading.Thread(target=end_with_parent, args=(0, int(sys.argv.pop(1))), daemon=True).start()
-from minivllm.entrypoints.cli.main import run
-run()
-"""
-"""The program of a server that does not outlive this process, however this one ends."""
 OWN_MAX_TOKENS = 128
 """Most tokens in an answer of the embedded model, which seldom ends one by itself."""
 _direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -171,11 +163,8 @@ def own_server() -> Iterator[str]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     print(f"Nothing listens on port {DEFAULT_PORT}: starting a server for the embedded model", file=sys.stderr)
-    command = [sys.executable, "-P", "-c", OWN_SERVER, str(os.getpid()), "serve", "--host", "127.0.0.1"]
-    command += ["--port", str(port), "--disable-uvicorn-access-log", "--uvicorn-log-level", "error"]
-    quiet = os.environ | {LEVEL_VARIABLE: "ERROR"}
-    # In a session of its own, so that Ctrl-C ends an answer and not the server.
-    with subprocess.Popen(command, stdin=subprocess.PIPE, env=quiet, start_new_session=True) as process:
+    own_end, process = start_process(__name__, str(port), environment=os.environ | {LEVEL_VARIABLE: "ERROR"})
+    with own_end, process:
         try:
             # It listens before it has loaded the model, and answers as soon as it can.
             while not _listens(port):
@@ -184,3 +173,11 @@ def own_server() -> Iterator[str]:
             yield f"http://127.0.0.1:{port}"
         finally:
             process.terminate()
+
+
+def serve(_: socket.socket, port: str) -> int:
+    """Serve the embedded model, in the process that `own_server` has started; return the exit code."""
+    from minivllm.entrypoints.cli.main import main
+
+    flags = ("--disable-uvicorn-access-log", "--uvicorn-log-level", "error")
+    return main(["serve", "--host", "127.0.0.1", "--port", port, *flags])

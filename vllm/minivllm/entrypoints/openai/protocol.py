@@ -175,9 +175,6 @@ class GenerationRequest(OpenAIBaseModel):
         require(is_salt, "cache_salt must be 1 to 128 characters, without @, /, \\ or NUL", "cache_salt")
         number = len(set(map(str, words))) if isinstance(words, list) else 0
         require(number <= MAX_BAD_WORDS, f"there are {number} bad_words; the maximum is {MAX_BAD_WORDS}", "bad_words")
-        for name in ("response_format", "structured_outputs"):
-            is_tag = isinstance(given := data.get(name), dict) and "structural_tag" in (given.get("type"), *given)
-            require(not is_tag, "structural_tag is not served here; use json, regex, choice or grammar", name)
         require(streams or not data.get("stream_options"), "stream_options need `stream: true`", "stream_options")
         # They come with the first event only, and that form has no field for them.
         is_late = streams and data.get("prompt_logprobs")

@@ -178,17 +178,9 @@ class Transfer:
         return self._state
 
     def times(self) -> dict[str, float]:
-        """Return NIXL's measurements of a finished read, by the names of their metrics.
-
-        Neighbouring pieces are merged, so there may be fewer descriptors than were requested.
-        """
-        measured = self._api.get_xfer_telemetry(self._handle)  # in microseconds
-        return {
-            "xfer_time_seconds": measured.xferDuration / 1e6,
-            "post_time_seconds": measured.postDuration / 1e6,
-            "bytes_transferred": measured.totalBytes,
-            "num_descriptors": measured.descCount,
-        }
+        """Return NIXL's measurements of a finished read, by the names of their metrics."""
+        measured = self._api.get_xfer_telemetry(self._handle)
+        return {"xfer_time_seconds": measured.xferDuration / 1e6, "bytes_transferred": measured.totalBytes}
 
     def release(self) -> bool:
         """Release the read. Return False if it cannot be cancelled: it is still writing into local

@@ -27,7 +27,7 @@ class NixlConnectorScheduler(PullConnectorScheduler):
         unknown or not supported.
         """
         super().__init__(config, role, check_settings(config)["kv_lease_duration"])
-        self.host, self.port = side_channel_address(config.data_parallel_rank)
+        self.host, self.port = side_channel_address()
         self._side_channel: NixlSideChannel | None = None
 
     def set_xfer_handshake_metadata(self, metadata: Mapping[int, Any]) -> None:
@@ -46,14 +46,13 @@ class NixlConnectorScheduler(PullConnectorScheduler):
             self._side_channel = None
 
 
-def side_channel_address(data_parallel_rank: int, environment: Mapping[str, str] = os.environ) -> tuple[str, int]:
-    """Return the host and port of a core's side channel, derived from the first core's, which the
-    environment sets.
+def side_channel_address(environment: Mapping[str, str] = os.environ) -> tuple[str, int]:
+    """Return the host and port of the side channel, which the environment sets.
 
     Raises:
         MinivllmError: that port is invalid.
     """
     port = environment.get(PORT_VARIABLE) or str(DEFAULT_PORT)
-    if not port.isdecimal() or not 0 < int(port) + data_parallel_rank < 1 << 16:
+    if not port.isdecimal() or not 0 < int(port) < 1 << 16:
         raise MinivllmError(f"{PORT_VARIABLE} is {port!r}; it must be a port from 1 to 65535, such as 5600")
-    return environment.get(HOST_VARIABLE) or DEFAULT_HOST, int(port) + data_parallel_rank
+    return environment.get(HOST_VARIABLE) or DEFAULT_HOST, int(port)

@@ -142,14 +142,19 @@ class NixlConnectorWorker(PullConnectorWorker):
                 if self._is_over(read):
                     self._end(request_id, read)
             except Exception as error:  # NIXL has exceptions of its own
-                self._fail(request_id, read, error)
+                if read.transfer is not None:
+                    read.transfer.release()
+                del self._reads[request_id]
+                self.lose(request_id, f"{error} ({read.order.remote.host}:{read.order.remote.port})")
         for request_id, remote in list(self._releases.items()):
             try:
                 if (peer := self._peers.meet(remote)) is None:
                     continue
             except MinivllmError:
                 peer = None  # it cannot be told
-            self._release(request_id, peer, remote)
+            self._notify(peer, consumed_message(remote.request_id, self.config.tensor_parallel_size))
+            del self._releases[request_id]
+            self.tell(request_id)
         self._peers.forget_lost({read.peer.name for read in self._reads.values() if read.peer})
 
     def _is_over(self, read: _Read) -> bool:
@@ -210,18 +215,6 @@ class NixlConnectorWorker(PullConnectorWorker):
         self._notify(read.peer, consumed_message(read.order.remote.request_id, self.config.tensor_parallel_size))
         del self._reads[request_id]
         self.receive(request_id)
-
-    def _fail(self, request_id: str, read: _Read, error: Exception) -> None:
-        remote = read.order.remote
-        if read.transfer is not None:
-            read.transfer.release()
-        del self._reads[request_id]
-        self.lose(request_id, f"{error} ({remote.host}:{remote.port})")
-
-    def _release(self, request_id: str, peer: Peer | None, remote: RemotePrefill) -> None:
-        self._notify(peer, consumed_message(remote.request_id, self.config.tensor_parallel_size))
-        del self._releases[request_id]
-        self.tell(request_id)
 
     def _notify(self, peer: Peer | None, message: bytes) -> None:
         """Send a notification if possible; if not, the lease will expire by itself."""

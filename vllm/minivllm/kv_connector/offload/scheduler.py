@@ -25,7 +25,8 @@ from minivllm.core.kv_offload import CPUOffloadingManager, LookupResult
 from minivllm.kv_connector.offload.metadata import BlockCopy, OffloadMetadata
 from minivllm.kv_connector.offload.settings import OffloadSettings
 from minivllm.logger import init_logger
-from minivllm.platforms.device_memory import available_memory
+from minivllm.platforms.device import pick_device
+from minivllm.platforms.device_memory import refuse_beyond_memory
 
 if TYPE_CHECKING:
     from minivllm.core.block_pool import BlockPool, KVCacheBlock
@@ -66,8 +67,7 @@ class OffloadScheduler(KVConnectorBase_V1):
         self._loads: dict[str, Sequence[BlockHash]] = {}
         self._stores: dict[int, _Store] = {}
         self._num_stores = 0
-        self._num_failures = 0
-        self._reported: dict[str, float] = {}
+        self._reported_usage = -1.0
 
     def set_xfer_handshake_metadata(self, metadata: Mapping[int, int]) -> None:
         """Create the tier, now that the size of a block on each rank is known.
@@ -85,12 +85,8 @@ class OffloadScheduler(KVConnectorBase_V1):
             f"give it at least {2 * record:,} bytes",
         )
         num_blocks -= 1  # the null block, which takes no memory here
-        available = available_memory()
-        require(
-            available is None or num_blocks * record <= available,
-            f"the host tier takes {num_blocks * record / GIB:,.2f} GiB, and this machine has "
-            f"{(available or 0) / GIB:,.2f} left: give it less (kv_offloading_size)",
-        )
+        advice = "give it less (kv_offloading_size)"
+        refuse_beyond_memory(num_blocks * record, pick_device("cpu"), "the host tier", advice)
         self.manager = CPUOffloadingManager(num_blocks)
         logger.info(
             "Memory: %.3f GiB KV cache in host memory (%s blocks)", num_blocks * record / GIB, f"{num_blocks:,}"
@@ -172,15 +168,8 @@ class OffloadScheduler(KVConnectorBase_V1):
         """Request that these blocks be stored, as far as the tier has room; blocks that are already
         there stay.
         """
-        # Counted first, to know afterwards how many blocks found no room.
-        num_missing = sum(self.manager.lookup(key) is LookupResult.MISS for key in wanted)
-        if not num_missing:
-            return
         prepared = self.manager.prepare_store(wanted)
-        num_stored = 0 if prepared is None else len(prepared.keys_to_store)
-        if num_stored < num_missing:
-            self._num_failures += 1
-        if prepared is None:
+        if prepared is None or not prepared.keys_to_store:
             return
         blocks = [wanted[key] for key in prepared.keys_to_store]
         # One more reference keeps the blocks from being overwritten while they are copied.
@@ -258,15 +247,9 @@ class OffloadScheduler(KVConnectorBase_V1):
         }
 
     def take_stats(self) -> dict[str, Any] | None:
-        """Return the counts since the last call, and the tier's state if it has changed."""
-        state = self.tier_state()
-        gauges = {
-            "kv_offload_cpu_cache_usage_perc": (state["used"] + state["storing"]) / state["blocks"],
-            "simple_kv_offload_used_blocks": state["used"],
-        }
-        stats = {} if gauges == self._reported else dict(gauges)
-        self._reported = gauges
-        if self._num_failures:
-            stats["kv_offload_allocation_failure"] = self._num_failures
-            self._num_failures = 0
-        return stats or None
+        """Return the fraction of the tier in use, if it has changed."""
+        usage = (self.manager.num_used_blocks + self.manager.num_pending_blocks) / self.manager.num_blocks
+        if usage == self._reported_usage:
+            return None
+        self._reported_usage = usage
+        return {"kv_offload_cpu_cache_usage_perc": usage}

@@ -109,7 +109,6 @@ class OffloadWorker(KVConnectorBase_V1):
         stats = self._stats
         stats[f"kv_offload_{kind}_bytes"] = stats.get(f"kv_offload_{kind}_bytes", 0) + num_bytes
         stats[f"kv_offload_{kind}_time"] = stats.get(f"kv_offload_{kind}_time", 0.0) + seconds
-        stats.setdefault(f"kv_offload_{kind}_size", []).append(num_bytes)
 
     def get_kv_connector_stats(self) -> dict[str, Any] | None:
         """Return the bytes and seconds of the copies since the last call."""

@@ -21,8 +21,8 @@ LEAST_SECRET = 16
 class TCPSettings:
     """The settings of the TCP connector.
 
-    - `host`, `port`: where rank 0 of core 0 listens and other engines connect; port 0 takes
-      any free one, and the ranks of all cores take the ports that follow.
+    - `host`, `port`: where rank 0 listens and other engines connect; port 0 takes any free one, and
+      the other ranks take the ports that follow.
     - `secret`: a secret that both sides share; by default from the environment
       (`MINIVLLM_KV_TRANSFER_SECRET`).
     - `lease_duration`: seconds for which blocks are kept for others without a heartbeat.
@@ -45,8 +45,7 @@ class TCPSettings:
             isinstance(host, str) and host not in ("", "0.0.0.0", "::"),
             f"host is {host!r}; other engines connect to it, so it must be a name or an address of this machine",
         )
-        # Each core takes as many ports as it has ranks, one after another.
-        ranks = config.tensor_parallel_size * (1 + config.data_parallel_rank)
+        ranks = config.tensor_parallel_size  # each takes a port
         require(
             type(port) is int and (config.tensor_parallel_size > 1) <= port <= 65536 - ranks,
             f"port is {port!r}; it must be a port from 1 to {65536 - ranks}: rank 0 takes it, and the other ranks "
@@ -63,5 +62,4 @@ class TCPSettings:
 
     def address_of(self, config: KVConnectorConfig) -> tuple[str, int]:
         """Return the address at which this rank listens."""
-        first = config.data_parallel_rank * config.tensor_parallel_size
-        return self.host, self.port and self.port + first + config.tensor_parallel_rank
+        return self.host, self.port and self.port + config.tensor_parallel_rank
