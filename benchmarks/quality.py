@@ -50,7 +50,7 @@ def main(arguments: argparse.Namespace) -> None:
         added, agreement = reading.loss - first.loss, reading.agreement(first)
         figures[name] = {
             "projection_bytes": projections,
-            "weight_bytes": runner_of(core).weight_bytes(),
+            "weight_bytes": weight_bytes(runner_of(core).model),
             "bytes_per_token": core.ledger.bytes_per_token,
             "loss": round(reading.loss, 5),
             "loss_added": round(added, 5),

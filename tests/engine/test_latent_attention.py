@@ -18,7 +18,7 @@ from minivllm.memory import kv_bytes_per_token
 from minivllm.models.latent_attention import plain_attention, plain_form_is_cheaper
 from minivllm.models.loader import random_model
 from minivllm.worker import latent_attention
-from minivllm_lab.inside import core_of, runner_of
+from minivllm_lab.inside import capture_with, core_of, runner_of
 
 pytestmark = pytest.mark.usefixtures("warm_processes")
 
@@ -134,7 +134,7 @@ def test_the_same_tokens_with_graphs(folder, expected):
     absorbed form.
     """
     llm = LLM(folder, **SETTINGS)
-    runner_of(llm).capture_model(lambda function: function)
+    capture_with(runner_of(llm), lambda function: function)
     assert tokens_of(llm) == expected
     assert runner_of(llm).cuda_graphs.decode.replays > 10
 

@@ -27,7 +27,7 @@ from minivllm.errors import MinivllmError
 from minivllm.kernels.packed_weights import dequantize_weight
 from minivllm.memory.adapters import ALL_LINEARS, MLP_LINEARS
 from minivllm.outputs import RequestOutput
-from minivllm_lab.inside import core_of, runner_of
+from minivllm_lab.inside import capture_with, core_of, runner_of
 from minivllm_lab.multi_lora.adapters import merge_adapter, random_adapter, write_adapter
 
 pytestmark = pytest.mark.usefixtures("warm_processes")
@@ -173,7 +173,7 @@ def test_the_same_tokens_whatever_the_engine_is_set_to(changes):
 def test_decode_steps_as_graphs(llm):
     """Decode steps are captured on a GPU; here they are computed again on the same buffers."""
     runner = runner_of(llm)
-    runner.capture_model(lambda function: function)
+    capture_with(runner, lambda function: function)
     try:
         check(llm, "a", None, "b", "b")
         check(llm, None, None)

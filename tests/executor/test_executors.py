@@ -88,7 +88,7 @@ def steps() -> Iterator[SchedulerOutput]:
 def tokens_of(executor: Executor, in_flight: bool = False) -> list[dict[str, list[int]]]:
     executor.collective_rpc("reset")
     if not in_flight:
-        return [executor.execute_model(step).sampled_token_ids for step in steps()]
+        return [executor.start_model(step).result().sampled_token_ids for step in steps()]
     futures: list[Future[ModelRunnerOutput]] = [executor.start_model(step) for step in steps()]
     return [future.result().sampled_token_ids for future in futures]
 
@@ -125,7 +125,7 @@ def test_a_reset_forgets_requests_in_the_middle(pair, expected):
     for executor in (pair, started(1)):
         executor.collective_rpc("reset")
         for step in list(steps())[:3]:
-            executor.execute_model(step)
+            executor.start_model(step).result()
         assert tokens_of(executor) == expected
 
 

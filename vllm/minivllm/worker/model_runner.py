@@ -17,7 +17,6 @@ In vLLM v0.33.0: `vllm/v1/worker/gpu/model_runner.py` (`GPUModelRunner.execute_m
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -29,11 +28,11 @@ from minivllm.lora.worker_manager import make_lora_manager
 from minivllm.models.decoder import Decoder
 from minivllm.models.eagle3 import Eagle3Head
 from minivllm.models.forward_context import ForwardContext
-from minivllm.models.linear import process_weights_after_loading, weight_bytes
+from minivllm.models.linear import process_weights_after_loading
 from minivllm.platforms.device import on_device
 from minivllm.platforms.profiling import record_function_or_nullcontext
 from minivllm.worker.attention import make_attention
-from minivllm.worker.cuda_graphs import MOST_ROWS_ON_CPU, CudaGraphManager, Record, cuda_recorder
+from minivllm.worker.cuda_graphs import MOST_ROWS, MOST_ROWS_ON_CPU, CudaGraphManager, cuda_recorder
 from minivllm.worker.input_batch import InputBatch, StepInputs, check_batch_memory, flattened
 from minivllm.worker.kv_cache import allocate_kv_caches, check_kv_cache_dtype
 from minivllm.worker.kv_connector_runner import KVConnectorRunner, tensors_of
@@ -107,12 +106,6 @@ class ModelRunner:
         self.draft_tokens_handler.take()
         self.execute_model_state: ExecuteModelState | None = None
 
-    def weight_bytes(self) -> int:
-        """Return the bytes of all parameters and tables as stored in memory; tied ones count
-        once.
-        """
-        return weight_bytes(self.model)
-
     def initialize_kv_cache(self, num_blocks: int) -> None:
         """Allocate the cache, and the speculator's: `num_blocks` blocks in every layer. Called
         once.
@@ -132,24 +125,18 @@ class ModelRunner:
             for index, cache in enumerate(layers)
         }
 
-    def capture_model(self, record: Record | None = None) -> None:
+    def capture_model(self) -> None:
         """Capture the graphs of decode steps, and of those that verify drafts; the cache must exist.
 
-        `record`: a recorder for the device if None.
+        On a CPU, small steps are recorded, if the model computes nothing that a recording cannot
+        repeat.
         """
         assert self.attention is not None
-        parts = self.model, self.attention, self.settings, self.lora
-        if record is not None:
-            self.cuda_graphs.capture(record, *parts)
-        elif self.device.type == "cuda":
-            self.cuda_graphs.capture(cuda_recorder(self.model.group.size), *parts)
-        else:
-            self._record_steps(*parts)
-
-    def _record_steps(self, *parts: Any) -> None:
-        """Record small steps on a CPU, if the model computes nothing that a recording cannot repeat."""
+        on_cpu = self.device.type == "cpu"
+        record = CpuRecorder() if on_cpu else cuda_recorder(self.model.group.size)
+        most_rows = MOST_ROWS_ON_CPU if on_cpu else MOST_ROWS
         try:
-            self.cuda_graphs.capture(CpuRecorder(), *parts, most_rows=MOST_ROWS_ON_CPU)
+            self.cuda_graphs.capture(record, self.model, self.attention, self.settings, self.lora, most_rows)
         except CannotRecord as error:
             logger.debug("Steps run without graphs: %s", error)
             self.cuda_graphs.release_graphs()
@@ -197,7 +184,8 @@ class ModelRunner:
             output = self.sample(step, grammar_output)
         self.kv_connector.wait_for_layers(self.kv_connector.drafter_names)
         with record_function_or_nullcontext("minivllm::draft"):
-            self.propose_draft_token_ids(step)
+            most = step.scheduler_output.num_spec_tokens_to_schedule
+            self.draft_tokens_handler.put(self.speculator.propose_draft_token_ids(self.batch, step.inputs, most))
         self.kv_connector.finalize_step(step.scheduler_output)
         return self._completed(output)
 
@@ -240,7 +228,10 @@ class ModelRunner:
         self.tokens_in_flight.fill(input_ids, inputs)
         context = self._forward_context(inputs)
         group = self.model.group
-        received = None if group.stage.is_first else self._receive(num_tokens)
+        received = None
+        if not group.stage.is_first:
+            shape = (2, num_tokens, self.config.hidden_size)
+            received = group.receive_from_previous_stage(torch.empty(shape, dtype=self.dtype, device=self.device))
         hidden = self.model(input_ids, positions, context, rows, received)
         if not group.stage.is_last:
             group.send_to_next_stage(hidden)
@@ -251,10 +242,6 @@ class ModelRunner:
         metadata = AttentionMetadata.of(inputs, self.device)
         attention = self.kv_connector.around(self.attention.of_step(metadata), metadata)
         return ForwardContext(attention, self.speculator.aux_hidden_states())
-
-    def _receive(self, num_tokens: int) -> torch.Tensor:
-        shape = (2, num_tokens, self.config.hidden_size)
-        return self.model.group.receive_from_previous_stage(torch.empty(shape, dtype=self.dtype, device=self.device))
 
     def sample(
         self, step: ExecuteModelState, grammar_output: GrammarOutput | None = None
@@ -299,11 +286,6 @@ class ModelRunner:
             return NOTHING_NEEDED
         rows, num_tokens = flattened(rows, batch.num_tokens[rows], num_sampled)  # [sum of num_sampled] each
         return batch.sampling.metadata(rows, batch.token_ids, batch.num_prompt_tokens[rows], num_tokens)
-
-    def propose_draft_token_ids(self, step: ExecuteModelState) -> None:
-        """Ask the speculator to draft for the requests that sampled in this step."""
-        most = step.scheduler_output.num_spec_tokens_to_schedule
-        self.draft_tokens_handler.put(self.speculator.propose_draft_token_ids(self.batch, step.inputs, most))
 
     def _completed(
         self, output: ModelRunnerOutput | AsyncModelRunnerOutput

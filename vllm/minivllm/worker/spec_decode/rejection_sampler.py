@@ -27,7 +27,7 @@ from minivllm.worker.sample.sampler import (
     SamplingMetadata,
     add_logprobs,
     apply_constraints,
-    largest_logits,
+    argmax,
     raw_logprobs_of,
     tempered,
 )
@@ -77,7 +77,7 @@ def sample_with_drafts(
 
     logits [sum of (num_drafts + 1), vocab], float32, is overwritten; `metadata` has as many rows.
     """
-    largest = largest_logits(logits)
+    largest = argmax(logits)[1].cpu().numpy()
     raw_logprobs = raw_logprobs_of(logits, metadata)
     apply_constraints(logits, metadata)
     widths = drafts.num_drafts + 1  # [requests]
