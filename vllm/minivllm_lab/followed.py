@@ -253,7 +253,9 @@ class _Recorder:
                 waiting=waiting,
                 finished=tuple(output.request_id for output in outputs if output.finish_reason),
                 query_start_loc=tuple(inputs[0].query_start_loc.tolist()),
-                free_blocks=tuple(block.block_id for block in pool.free_block_queue.get_all_free_blocks()),
+                free_blocks=tuple(
+                    block.block_id for block in pool.free_block_queue.first(pool.free_block_queue.num_free_blocks)
+                ),
                 cached_blocks={
                     block.block_id: block.block_hash.hex()[:8] for block in pool.blocks if block.block_hash is not None
                 },

@@ -82,7 +82,6 @@ class Request:
     arrival_time: float = 0.0
     priority: int = 0
     eos_token_ids: Collection[int] = ()
-    ignore_eos: bool = False
     stop_token_ids: Collection[int] = ()
     lora_request: LoRARequest | None = None
     cache_salt: str | None = None
@@ -115,16 +114,10 @@ class Request:
     def __post_init__(self, prompt: Sequence[int]) -> None:
         if not prompt:
             raise MinivllmError(f"the prompt of request {self.request_id!r} is empty; it needs at least one token")
-        self.eos_token_ids = frozenset(() if self.ignore_eos else self.eos_token_ids)
+        self.eos_token_ids = frozenset(self.eos_token_ids)
         self.stop_token_ids = frozenset(self.stop_token_ids)
         self._all_token_ids = list(prompt)
         self.num_prompt_tokens = self.num_tokens = len(prompt)
-
-    def __repr__(self) -> str:
-        return (
-            f"Request({self.request_id!r}, {self.status.name}, computed {self.num_computed_tokens} of "
-            f"{self.num_prompt_tokens} + {self.num_output_tokens} tokens)"
-        )
 
     @property
     def prompt_token_ids(self) -> list[int]:

@@ -69,10 +69,6 @@ class Scheduler:
         self.remote: RemoteKV | None = None
         self.pinned_loras: set[int] = set()
         """Adapters that keep a slot even when no request uses them."""
-        self.lora_slots: list[tuple[str, bool]] = [("", False)] * scheduler_config.max_loras
-        """What the ranks' slots held after the last step: an adapter's name ("": none), and
-        whether it is pinned.
-        """
 
     def use_connector(self, connector: KVConnectorBase_V1, recompute_kv_load_failures: bool = False) -> None:
         """Attach a KV connector; call it before the first request."""

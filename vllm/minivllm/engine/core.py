@@ -236,7 +236,6 @@ class EngineCore:
             return self._delivered(self.state())
         with record_function_or_nullcontext("minivllm::update"):
             outputs = self.scheduler.update_from_output(scheduler_output, model_runner_output)
-            self.loras.note_slots(model_runner_output.lora_slots)
             self.loras.forget_unused()
             if self._takes_drafts:
                 self.scheduler.update_draft_token_ids(self.executor.collective_rpc("take_draft_token_ids")[0])
@@ -320,7 +319,7 @@ class EngineCore:
         if self.step_recorder is None:
             return ""
         try:
-            return self.step_recorder.snapshot(step, outputs)
+            return self.step_recorder.snapshot(step, outputs, self.loras.slots())
         except Exception:
             logger.exception("Step recording failed; recorder disabled")
             self.step_recorder = None

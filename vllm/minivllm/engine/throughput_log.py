@@ -51,11 +51,8 @@ class ThroughputLog:
         # Counts are since the start, the line is about the last seconds.
         drafts = stats.spec_decoding_stats.since(self._drafts)
         self._drafts = stats.spec_decoding_stats
-        if drafts.num_drafts:
-            self._say_drafts(seconds, drafts)
-
-    @staticmethod
-    def _say_drafts(seconds: float, drafts: SpecDecodingStats) -> None:
+        if not drafts.num_drafts:
+            return
         rates = ", ".join(f"{rate:.3f}" for rate in drafts.acceptance_rates_per_pos)
         logger.info(
             f"SpecDecoding metrics: Mean acceptance length: {drafts.mean_acceptance_length:.2f}, "

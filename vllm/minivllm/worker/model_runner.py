@@ -165,16 +165,13 @@ class ModelRunner:
         self.execute_model_state = ExecuteModelState(scheduler_output, inputs, hidden, logits, on_device)
         if scheduler_output.has_structured_output_requests:
             return ModelRunnerOutput({})  # while this pass runs, the core fills the grammars' bitmask
-        return self._sample_tokens(None)
+        return self.sample_tokens()
 
     @torch.inference_mode()
     def sample_tokens(self, grammar_output: GrammarOutput | None = None) -> ModelRunnerOutput | AsyncModelRunnerOutput:
         """End the step that `execute_model` began: sample its tokens, and draft what may follow
         them.
         """
-        return self._sample_tokens(grammar_output)
-
-    def _sample_tokens(self, grammar_output: GrammarOutput | None) -> ModelRunnerOutput | AsyncModelRunnerOutput:
         assert self.execute_model_state is not None
         step, self.execute_model_state = self.execute_model_state, None
         if not self.model.group.samples:  # another rank samples, and sends the tokens
@@ -215,7 +212,7 @@ class ModelRunner:
         num_tokens = len(inputs.input_ids)
         # Prompts' log probabilities need every token.
         all_wanted = len(inputs.logits_indices) == num_tokens or bool(self.prompt_logprobs)
-        rows = None if all_wanted else self._on_device(inputs.logits_indices)
+        rows = None if all_wanted else on_device(inputs.logits_indices, self.device)
         lora_slots = self.lora.slots_of_tokens(self.batch.lora_requests, inputs.rows, inputs.query_start_loc)
         graphs = None if self.prompt_logprobs else self.cuda_graphs.dispatch(inputs)
         if graphs is not None:
@@ -224,9 +221,12 @@ class ModelRunner:
             self.kv_connector.save_layers(self.kv_connector.layer_names)
             return (hidden, graphs.logits) if rows is None else (hidden[rows], None)
         self.lora.set_rows(lora_slots, None if all_wanted else inputs.logits_indices)
-        input_ids, positions = self._on_device(inputs.input_ids), self._on_device(inputs.positions)
+        input_ids, positions = on_device(inputs.input_ids, self.device), on_device(inputs.positions, self.device)
         self.tokens_in_flight.fill(input_ids, inputs)
-        context = self._forward_context(inputs)
+        assert self.attention is not None
+        metadata = AttentionMetadata.of(inputs, self.device)
+        attention = self.kv_connector.around(self.attention.of_step(metadata), metadata)
+        context = ForwardContext(attention, self.speculator.aux_hidden_states())
         group = self.model.group
         received = None
         if not group.stage.is_first:
@@ -236,12 +236,6 @@ class ModelRunner:
         if not group.stage.is_last:
             group.send_to_next_stage(hidden)
         return hidden, None
-
-    def _forward_context(self, inputs: StepInputs) -> ForwardContext:
-        assert self.attention is not None
-        metadata = AttentionMetadata.of(inputs, self.device)
-        attention = self.kv_connector.around(self.attention.of_step(metadata), metadata)
-        return ForwardContext(attention, self.speculator.aux_hidden_states())
 
     def sample(
         self, step: ExecuteModelState, grammar_output: GrammarOutput | None = None
@@ -254,7 +248,7 @@ class ModelRunner:
         if self.prompt_logprobs:
             prompt_logprobs = self.prompt_logprobs.observe(self.batch, inputs, hidden, self.model.compute_logits)
             # [tokens, hidden] to [sum of num_sampled, hidden]
-            hidden = hidden[self._on_device(inputs.logits_indices)]
+            hidden = hidden[on_device(inputs.logits_indices, self.device)]
         if not len(inputs.sampling):
             return ModelRunnerOutput({})
         rows = inputs.rows[inputs.sampling]  # [n]
@@ -290,17 +284,13 @@ class ModelRunner:
     def _completed(
         self, output: ModelRunnerOutput | AsyncModelRunnerOutput
     ) -> ModelRunnerOutput | AsyncModelRunnerOutput:
-        """Complete a step's output with what was transferred and which adapters have slots."""
+        """Complete a step's output with what was transferred."""
         # The part that is known before the tokens are.
         whole = output.output if isinstance(output, AsyncModelRunnerOutput) else output
         whole.kv_connector_output = self.kv_connector.take_output()
-        whole.lora_slots = list(self.lora.lora_index_to_id)
         return output
 
     def take_sampled(self, sampled: dict[str, list[int]], drafts: dict[str, list[int]]) -> None:
         """Take what another rank has sampled, and drafted if drafts are kept, by request id."""
         self.batch.append_tokens(self.batch.rows_of(sampled), list(sampled.values()))
         self.draft_tokens_handler.put(drafts)
-
-    def _on_device(self, array: np.ndarray) -> torch.Tensor:
-        return on_device(array, self.device)

@@ -213,9 +213,7 @@ class Worker:
         the host.
         """
         output = self.runner.execute_model(scheduler_output)
-        if isinstance(output, AsyncModelRunnerOutput):
-            return output
-        if scheduler_output.has_structured_output_requests:
+        if isinstance(output, AsyncModelRunnerOutput) or scheduler_output.has_structured_output_requests:
             return output
         return self._shared(scheduler_output, output)
 
