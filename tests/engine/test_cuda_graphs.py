@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from engine.captured import capture_with
 from engine.mixed_requests import PROMPTS
 
 from minivllm import LLM, SamplingParams
@@ -16,7 +17,7 @@ from minivllm.config import EMBEDDED_MODEL
 from minivllm.platforms.threads import has_numba
 from minivllm.worker.cuda_graphs import capture_sizes, padded_size
 from minivllm.worker.input_batch import StepInputs
-from minivllm_lab.inside import capture_with, core_of, runner_of
+from minivllm_lab.inside import core_of, runner_of
 
 SETTINGS = {"device": "cpu", "skip_tokenizer_init": True, "max_model_len": 96, "max_num_seqs": 6}
 PROMPTS = [*PROMPTS, [7] * 9]

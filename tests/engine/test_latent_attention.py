@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 import torch
+from engine.captured import capture_with
 from engine.mixed_requests import greedy_answers
 from engine.test_equivalence import SHAPE, assert_most_likely
 from server.serving import free_port
@@ -18,7 +19,7 @@ from minivllm.memory import kv_bytes_per_token
 from minivllm.models.latent_attention import plain_attention, plain_form_is_cheaper
 from minivllm.models.loader import random_model
 from minivllm.worker import latent_attention
-from minivllm_lab.inside import capture_with, core_of, runner_of
+from minivllm_lab.inside import core_of, runner_of
 
 pytestmark = pytest.mark.usefixtures("warm_processes")
 

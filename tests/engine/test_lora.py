@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from engine.captured import capture_with
 from engine.golden_adapters import ADAPTERS, EXPECTED, PROMPT
 from engine.test_equivalence import FAMILIES, SHAPE, assert_most_likely
 from safetensors.torch import load_file, save_file
@@ -27,7 +28,7 @@ from minivllm.errors import MinivllmError
 from minivllm.kernels.packed_weights import dequantize_weight
 from minivllm.memory.adapters import ALL_LINEARS, MLP_LINEARS
 from minivllm.outputs import RequestOutput
-from minivllm_lab.inside import capture_with, core_of, runner_of
+from minivllm_lab.inside import core_of, runner_of
 from minivllm_lab.multi_lora.adapters import merge_adapter, random_adapter, write_adapter
 
 pytestmark = pytest.mark.usefixtures("warm_processes")

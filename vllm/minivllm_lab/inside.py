@@ -9,7 +9,6 @@ from minivllm.engine.llm_engine import LLMEngine
 from minivllm.entrypoints.llm import LLM
 from minivllm.errors import MinivllmError
 from minivllm.executor.uniproc_executor import UniprocExecutor
-from minivllm.worker.cuda_graphs import Record
 from minivllm.worker.model_runner import ModelRunner
 
 
@@ -35,9 +34,3 @@ def runner_of(engine: LLM | LLMEngine | EngineCore) -> ModelRunner:
     if not isinstance(core.executor, UniprocExecutor):
         raise MinivllmError("the model of this engine runs in other processes: use one rank to look into it")
     return core.executor.worker.runner
-
-
-def capture_with(runner: ModelRunner, record: Record) -> None:
-    """Capture a runner's graphs with a recorder of your own, such as one that records nothing."""
-    assert runner.attention is not None
-    runner.cuda_graphs.capture(record, runner.model, runner.attention, runner.settings, runner.lora)

@@ -14,24 +14,22 @@ from typing import Any
 class PrefixCacheStats:
     """Counts since the start: requests that looked up their prefix, tokens queried, tokens found.
 
-    Requests that resume after a preemption mostly find their own blocks, so they are counted
-    separately.
+    Requests that resume after a preemption mostly find their own blocks, so what they find is
+    counted separately.
     """
 
     requests: int = 0
     queries: int = 0
     hits: int = 0
-    preempted_requests: int = 0
-    preempted_queries: int = 0
     preempted_hits: int = 0
 
     def with_lookup(self, num_tokens: int, num_hits: int, preempted: bool) -> "PrefixCacheStats":
         """Return the counts after one more lookup, of `num_tokens` tokens, `num_hits` of them
         cached.
         """
-        prefix = "preempted_" if preempted else ""
-        added = {"requests": 1, "queries": num_tokens, "hits": num_hits}
-        return replace(self, **{prefix + name: getattr(self, prefix + name) + count for name, count in added.items()})
+        if preempted:
+            return replace(self, preempted_hits=self.preempted_hits + num_hits)
+        return replace(self, requests=self.requests + 1, queries=self.queries + num_tokens, hits=self.hits + num_hits)
 
 
 @dataclass(slots=True)
