@@ -37,7 +37,7 @@ class SpecDecodingStats:
     """Counts since the start: drafts (one per verification), draft tokens, and accepted tokens, in
     total and by position.
 
-    `since` returns the counts between two snapshots. Rates are 0 if nothing was drafted.
+    `since` returns the counts between two snapshots.
     """
 
     num_drafts: int = 0
@@ -58,21 +58,6 @@ class SpecDecodingStats:
             self.num_accepted_tokens - before.num_accepted_tokens,
             [now - then for now, then in by_position],
         )
-
-    @property
-    def mean_acceptance_length(self) -> float:
-        """The mean number of tokens that a verification yields: the accepted drafts and one more."""
-        return 1 + self.num_accepted_tokens / max(1, self.num_drafts)
-
-    @property
-    def acceptance_rate(self) -> float:
-        """Return the share of draft tokens that were accepted."""
-        return self.num_accepted_tokens / max(1, self.num_draft_tokens)
-
-    @property
-    def acceptance_rates_per_pos(self) -> list[float]:
-        """The share of drafts that were accepted up to each position."""
-        return [count / max(1, self.num_drafts) for count in self.num_accepted_tokens_per_pos]
 
     def observe_draft(self, num_draft_tokens: int, num_accepted_tokens: int) -> None:
         """Count a verification of `num_draft_tokens` tokens, the first `num_accepted_tokens` of

@@ -244,9 +244,8 @@ class EngineCore:
         # Nothing is computed while keys and values are on their way: do not spin.
         if not scheduler_output.num_scheduled_tokens and self.scheduler.remote is not None:
             time.sleep(SECONDS_BETWEEN_EMPTY_STEPS)
-        delivered = EngineCoreOutputs(
-            outputs, self.scheduler.make_stats(), None, admitted, timestamp, step_snapshot=snapshot
-        )
+        delivered = EngineCoreOutputs(outputs, self.scheduler.make_stats(), step_snapshot=snapshot)
+        delivered.scheduled_req_ids, delivered.timestamp = admitted, timestamp
         if self.scheduler.remote is not None:
             counted = (report and report.kv_connector_stats, self.scheduler.remote.connector.take_stats())
             delivered.kv_connector_stats = joined_stats(counted)

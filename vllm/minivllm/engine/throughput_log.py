@@ -53,11 +53,13 @@ class ThroughputLog:
         self._drafts = stats.spec_decoding_stats
         if not drafts.num_drafts:
             return
-        rates = ", ".join(f"{rate:.3f}" for rate in drafts.acceptance_rates_per_pos)
+        # The share of drafts that were accepted up to each position.
+        rates = ", ".join(f"{count / drafts.num_drafts:.3f}" for count in drafts.num_accepted_tokens_per_pos)
+        rate = drafts.num_accepted_tokens / drafts.num_draft_tokens
         logger.info(
-            f"SpecDecoding metrics: Mean acceptance length: {drafts.mean_acceptance_length:.2f}, "
+            f"SpecDecoding metrics: Mean acceptance length: {1 + drafts.num_accepted_tokens / drafts.num_drafts:.2f}, "
             f"Accepted throughput: {drafts.num_accepted_tokens / seconds:.2f} tokens/s, "
             f"Drafted throughput: {drafts.num_draft_tokens / seconds:.2f} tokens/s, "
             f"Accepted: {drafts.num_accepted_tokens} tokens, Drafted: {drafts.num_draft_tokens} tokens, "
-            f"Per-position acceptance rate: {rates}, Avg Draft acceptance rate: {drafts.acceptance_rate:.1%}"
+            f"Per-position acceptance rate: {rates}, Avg Draft acceptance rate: {rate:.1%}"
         )

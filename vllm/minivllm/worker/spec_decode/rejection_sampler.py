@@ -62,15 +62,11 @@ class StepDrafts:
         return cls(token_ids, num_drafts.astype(np.int32), draft_logits)
 
 
-# The signature of `minivllm.kernels.rejection_sample.rejection_sample`.
-RejectionSample = Callable[[RejectionArguments], torch.Tensor]
-
-
 def sample_with_drafts(
     logits: torch.Tensor,
     metadata: SamplingMetadata,
     drafts: StepDrafts,
-    rejection_sample: RejectionSample = rejection_sample,
+    rejection_sample: Callable[[RejectionArguments], torch.Tensor] = rejection_sample,
 ) -> SamplerOutput:
     """Sample a token for each row of logits, up to the last one that its request keeps; the rows
     after it get -1.
