@@ -21,6 +21,7 @@ from minivllm.config import EMBEDDED_MODEL, ModelConfig
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.core import EngineCore
 from minivllm.memory import kv_bytes_per_token
+from minivllm.models.linear import weight_bytes
 from minivllm.models.tokenizer import load_tokenizer
 from minivllm_lab.corpus import held_out_texts
 from minivllm_lab.inside import runner_of
@@ -144,7 +145,7 @@ def _weights(model: Path, quantization: str | None, device: str) -> int:
     """Count the bytes of the weights as the engine holds them."""
     chosen = {"quantization": quantization} if quantization else {}
     core = _engine(model, device, num_gpu_blocks_override=1 + MAX_MODEL_LEN // 16, **chosen)
-    return runner_of(core).weight_bytes()
+    return weight_bytes(runner_of(core).model)
 
 
 def _engine(model: Path, device: str, **settings: Any) -> EngineCore:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from pictures import contents, contents_differ
 
 from minivllm.config import EMBEDDED_MODEL
+from minivllm.models.linear import weight_bytes
 from minivllm_lab.inside import runner_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -67,7 +68,7 @@ def test_every_lever_off_or_on_is_a_setting_that_the_engine_has_and_exact_ones_l
             tensor.nbytes for layer in runner_of(core).attention.kv_caches for tensor in layer if tensor is not None
         )
         block = cache // core.scheduler.cache_config.num_gpu_blocks
-        assert cache - block + runner_of(core).weight_bytes() <= bench.budget("cpu"), "the null block comes on top"
+        assert cache - block + weight_bytes(runner_of(core).model) <= bench.budget("cpu"), "the null block comes on top"
     assert all(output == outputs[0] for output in outputs)
 
 

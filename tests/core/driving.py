@@ -74,7 +74,7 @@ class Drive:
     def free(self) -> list[int]:
         """Return the ids of the free blocks, starting with the next to be reused."""
         queue = self.scheduler.kv_cache_manager.block_pool.free_block_queue
-        return [block.block_id for block in queue.get_all_free_blocks()]
+        return [block.block_id for block in queue.first(queue.num_free_blocks)]
 
     def _next_token(self, token_ids: list[int]) -> int:
         self.num_sampled += 1

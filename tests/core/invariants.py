@@ -12,7 +12,7 @@ def check_pool(pool: BlockPool, holders: Counter[int]) -> None:
     """Check the pool against `holders`, which counts the requests that hold each block, by block
     id.
     """
-    free = [block.block_id for block in pool.free_block_queue.get_all_free_blocks()]
+    free = [block.block_id for block in pool.free_block_queue.first(pool.free_block_queue.num_free_blocks)]
     assert len(free) == len(set(free)) == pool.get_num_free_blocks(), "a block is in the free queue twice"
     assert not set(free) & set(holders), "a held block is in the free queue"
     assert len(free) + len(holders) == pool.num_usable_blocks, "a block is lost"

@@ -63,7 +63,7 @@ class QueueAgainstList(RuleBasedStateMachine):
 
     @invariant()
     def same(self) -> None:
-        assert self.queue.get_all_free_blocks() == self.model
+        assert self.queue.first(self.queue.num_free_blocks) == self.model
         assert self.queue.num_free_blocks == len(self.model)
 
 
@@ -84,7 +84,7 @@ class PoolAgainstAccount(RuleBasedStateMachine):
     @rule(hashes=st.lists(st.none() | st.integers(0, 2).map(lambda number: bytes([number])), max_size=9))
     def get_new_blocks(self, hashes: list[bytes | None]) -> None:
         count = len(hashes)
-        free = self.pool.free_block_queue.get_all_free_blocks()
+        free = self.pool.free_block_queue.first(self.pool.free_block_queue.num_free_blocks)
         if count > len(free):
             with pytest.raises(BlockPoolError):
                 self.pool.get_new_blocks(count)
@@ -124,12 +124,12 @@ class PoolAgainstAccount(RuleBasedStateMachine):
     @rule(data=st.data())
     def free(self, data: st.DataObject) -> None:
         table = self.tables.pop(data.draw(st.integers(0, len(self.tables) - 1)))
-        before = self.pool.free_block_queue.get_all_free_blocks()
+        before = self.pool.free_block_queue.first(self.pool.free_block_queue.num_free_blocks)
         self.pool.free_blocks(reversed(table))
         last_held = [block for block in reversed(table) if block.ref_cnt == 0]
         front = [block for block in last_held if block.block_hash is None]
         back = [block for block in last_held if block.block_hash is not None]
-        assert self.pool.free_block_queue.get_all_free_blocks() == front + before + back
+        assert self.pool.free_block_queue.first(self.pool.free_block_queue.num_free_blocks) == front + before + back
 
     @rule(data=st.data())
     def double_free(self, data: st.DataObject) -> None:

@@ -123,7 +123,7 @@ def test_the_grammar_moves_on_with_each_token_also_over_a_preemption():
 def test_the_end_of_the_grammar_is_the_requests_also_where_eos_is_ignored(ignore_eos):
     d = Drive(make_scheduler())
     d.worker.next_token = lambda token_ids: 7 if len(token_ids) == 6 else 5
-    request = add(d, "a", Wanted(Grammar(length=2)), max_tokens=8, eos_token_ids=(7,), ignore_eos=ignore_eos)
+    request = add(d, "a", Wanted(Grammar(length=2)), max_tokens=8, eos_token_ids=() if ignore_eos else (7,))
     while d.scheduler.has_unfinished_requests():
         d.step()
     assert d.engine_outputs[0].finish_reason == "stop"

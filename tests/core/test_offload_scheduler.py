@@ -100,20 +100,6 @@ def test_eager_store_and_load_roundtrip() -> None:
     assert hits(run) == 12
 
 
-def test_an_id_is_in_use_until_its_blocks_are_loaded() -> None:
-    """A request aborted during its load keeps its blocks; another with its id would get the same
-    ones.
-    """
-    run, _ = run_with_evicted_blocks(most_steps=20, rng=Random(1))
-    run.add("again", [*prompt_of(0, 12), 9], 2)
-    run.step()
-    run.scheduler.finish_requests(["again"], RequestStatus.FINISHED_ABORTED)
-    assert_refused("still being moved", run.add, "again", prompt_of(2, 12))
-    run.requests.pop("again")
-    run.finish()
-    run.serve("again", [*prompt_of(0, 12), 9], 2)
-
-
 def test_a_drafter_that_looks_ahead_leaves_out_the_last_block_that_matches() -> None:
     run = OffloadRun(connector_of(use_eagle=True))
     first = run.serve("first", prompt_of(0, 12))

@@ -3,9 +3,11 @@
 import pytest
 from refusals import assert_refused
 
+from minivllm.core.engine_messages import EngineCoreRequest
 from minivllm.core.lora_request import LoRARequest
 from minivllm.core.request import Request, RequestStatus
 from minivllm.core.stop import check_stop
+from minivllm.sampling_params import SamplingParams
 
 
 def test_the_callers_prompt_is_not_changed() -> None:
@@ -50,6 +52,7 @@ def test_eos_comes_before_stop_tokens_and_both_before_length() -> None:
 
 
 def test_ignored_eos_may_still_be_a_stop_token() -> None:
-    assert Request("r", [1], max_tokens=1, ignore_eos=True).ignore_eos
-    assert stopped(5, eos_token_ids=[5], ignore_eos=True) == (None, None)
-    assert stopped(5, eos_token_ids=[5], ignore_eos=True, stop_token_ids=[5]) == ("stop", 5)
+    params = SamplingParams(max_tokens=1, ignore_eos=True, stop_token_ids=[5])
+    request = EngineCoreRequest("r", [1], params, (5,), 0.0).to_request()
+    assert (request.eos_token_ids, request.stop_token_ids) == (frozenset(), frozenset({5}))
+    assert stopped(5, stop_token_ids=[5]) == ("stop", 5)

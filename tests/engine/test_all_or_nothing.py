@@ -274,14 +274,14 @@ def test_only_those_with_broken_logits_end(llm, expected, monkeypatch):
 
 def test_a_refusal_that_only_the_core_makes_comes_back_as_an_output(llm, expected):
     core = core_of(llm)
-    for _ in range(2):
-        core.add_request(EngineCoreRequest("twice", [1, 2], replace(GREEDY, seed=0), (), 0.0))
+    for name, length in (("fits", 2), ("too long", core.scheduler.limits.max_model_len)):
+        core.add_request(EngineCoreRequest(name, [1] * length, replace(GREEDY, seed=0), (), 0.0))
     outputs = []
     while core.has_unfinished_requests():
         outputs += core.step().outputs
-    assert [output.error for output in outputs if output.error] == [
-        "request 'twice' exists already; ids must be unique among unfinished requests"
-    ]
+    [refused] = [output for output in outputs if output.error]
+    assert (refused.request_id, refused.invalid_request) == ("too long", True)
+    assert f"a prompt may have {core.scheduler.limits.max_model_len - 1}" in refused.error
 
 
 def test_one_call_at_a_time(llm, expected, monkeypatch):

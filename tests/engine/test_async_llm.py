@@ -326,7 +326,7 @@ def test_the_servers_own_form_passes_the_exercises_checks(tmp_path):
 
 def test_a_killed_core_is_told_to_all_readers_at_once():
     async def work(engine: AsyncLLM):
-        core = engine.engine_core.process.pid
+        core = engine.engine_core.cores.processes[0].pid
         os.kill(core, signal.SIGSTOP)  # however long this process is held up, none of them ends before the core
         jobs = [asyncio.create_task(collected(engine, "x", LONG, str(index))) for index in range(5)]
         while len(engine.output_processor.states) < 5:
@@ -354,7 +354,7 @@ def test_a_long_step_is_healthy_and_one_without_end_is_not(monkeypatch):
         return ""
 
     async def work(engine: AsyncLLM):
-        *_, rank = psutil.Process(engine.engine_core.process.pid).children()
+        *_, rank = psutil.Process(engine.engine_core.cores.processes[0].pid).children()
         stream = engine.generate("x", LONG, "a")
         await anext(stream)
         rank.suspend()  # the core waits for it

@@ -80,7 +80,7 @@ def test_leaning_on_ctrl_c_leaves_no_message_half_sent_or_half_read(apart):
     for index in range(10):
         with LeaningOnCtrlC(0.006 * index), pytest.raises(KeyboardInterrupt):
             generate_for_ever(apart, PROMPTS, PARAMS[0])
-        os.kill(apart.llm_engine.engine_core.process.pid, signal.SIGINT)
+        os.kill(apart.llm_engine.engine_core.cores.processes[0].pid, signal.SIGINT)
         assert apart.generate(PROMPTS[:1], PARAMS[0])[0].outputs == expected.outputs
         assert not apart.llm_engine._children
 
@@ -122,7 +122,7 @@ def test_nothing_is_left_when_the_front_end_is_killed(template, tmp_path):
         f"{forked}\n"
         "import sys; from minivllm import LLM; from minivllm.config import EMBEDDED_MODEL\n"
         f"llm = LLM(EMBEDDED_MODEL, **{SETTINGS}, multiprocess=True)\n"
-        "print(llm.llm_engine.engine_core.process.pid, flush=True); sys.stdin.read()"
+        "print(llm.llm_engine.engine_core.cores.processes[0].pid, flush=True); sys.stdin.read()"
     )
     environment = os.environ | {"TMPDIR": str(tmp_path)}
     start = WarmSubprocess(template).Popen if template else subprocess.Popen
@@ -145,7 +145,7 @@ def children() -> set[int]:
 
 def test_nothing_is_dropped_while_the_core_is_held_up(apart):
     """More requests arrive than a socket buffers by default, as during a first step that compiles."""
-    core = apart.llm_engine.engine_core.process
+    core = apart.llm_engine.engine_core.cores.processes[0]
     os.kill(core.pid, signal.SIGSTOP)
     threading.Timer(2.0, os.kill, (core.pid, signal.SIGCONT)).start()
     outputs = apart.generate([[1 + index % 99] for index in range(1200)], SamplingParams(temperature=0.0, max_tokens=1))
@@ -154,7 +154,7 @@ def test_nothing_is_dropped_while_the_core_is_held_up(apart):
 
 def test_a_killed_core_is_told_at_once(apart):
     """This test runs last, because it kills the core that the others use."""
-    threading.Timer(0.2, apart.llm_engine.engine_core.process.kill).start()
+    threading.Timer(0.2, apart.llm_engine.engine_core.cores.processes[0].kill).start()
     with pytest.raises(EngineDeadError, match=r"killed by SIGKILL"):
         generate_for_ever(apart, PROMPTS, PARAMS[0])
     with pytest.raises(EngineDeadError):

@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from engine.captured import capture_with
 from engine.mixed_requests import PROMPTS
 
 from minivllm import LLM, SamplingParams
@@ -62,7 +63,7 @@ def graphed(request):
             pytest.skip("recordings are numba's")
         return LLM(EMBEDDED_MODEL, **SETTINGS)
     llm = LLM(EMBEDDED_MODEL, **SETTINGS, enforce_eager=True)
-    runner_of(llm).capture_model(lambda function: function)
+    capture_with(runner_of(llm), lambda function: function)
     return llm
 
 
@@ -78,7 +79,7 @@ def test_the_largest_is_captured_first_and_nothing_is_written_to_the_cache():
         return function
 
     runner.model.register_forward_pre_hook(lambda model, inputs: sizes.append(len(inputs[0])))
-    runner.capture_model(record)
+    capture_with(runner, record)
     assert sizes == [8, 4, 2, 1]
     assert not any(cache.keys.any() or cache.values.any() for cache in runner.attention.kv_caches)
 
@@ -150,7 +151,7 @@ def drafted_tokens_of(llm: LLM) -> list[list[int]]:
 def test_drafts_are_verified_in_graphs_too_however_many_a_request_has(eager):
     llm = LLM(EMBEDDED_MODEL, **SETTINGS, speculative_config=NGRAM)
     runner, ragged = runner_of(llm), []
-    runner.capture_model(lambda function: function)
+    capture_with(runner, lambda function: function)
     graphs = runner.cuda_graphs.verification
     assert (graphs.tokens_each, graphs.sizes) == (4, [1, 2, 4, 8])
     load = graphs.buffers.load
@@ -163,7 +164,7 @@ def test_drafts_are_verified_in_graphs_too_however_many_a_request_has(eager):
 def test_graphs_for_drafts_hold_as_many_tokens_as_those_for_decodes():
     settings = {**SETTINGS, "max_num_seqs": 512}
     runner = runner_of(LLM(EMBEDDED_MODEL, **settings, speculative_config={**NGRAM, "num_speculative_tokens": 7}))
-    runner.capture_model(lambda function: function)
+    capture_with(runner, lambda function: function)
     assert runner.cuda_graphs.decode.sizes[-1] == 512
     assert runner.cuda_graphs.verification.sizes[-1] * 8 == 512
 

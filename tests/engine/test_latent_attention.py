@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 import torch
+from engine.captured import capture_with
 from engine.mixed_requests import greedy_answers
 from engine.test_equivalence import SHAPE, assert_most_likely
 from server.serving import free_port
@@ -134,7 +135,7 @@ def test_the_same_tokens_with_graphs(folder, expected):
     absorbed form.
     """
     llm = LLM(folder, **SETTINGS)
-    runner_of(llm).capture_model(lambda function: function)
+    capture_with(runner_of(llm), lambda function: function)
     assert tokens_of(llm) == expected
     assert runner_of(llm).cuda_graphs.decode.replays > 10
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from engine.captured import capture_with
 from engine.golden_adapters import ADAPTERS, EXPECTED, PROMPT
 from engine.test_equivalence import FAMILIES, SHAPE, assert_most_likely
 from safetensors.torch import load_file, save_file
@@ -173,7 +174,7 @@ def test_the_same_tokens_whatever_the_engine_is_set_to(changes):
 def test_decode_steps_as_graphs(llm):
     """Decode steps are captured on a GPU; here they are computed again on the same buffers."""
     runner = runner_of(llm)
-    runner.capture_model(lambda function: function)
+    capture_with(runner, lambda function: function)
     try:
         check(llm, "a", None, "b", "b")
         check(llm, None, None)

@@ -77,7 +77,7 @@ def test_the_engines_ledger_counts_the_packed_bytes(quantization):
     lm_head = runner_of(core).model.lm_head
     head = weight_bytes(lm_head) if lm_head.weight is None else 0
     result = next(row.bytes for row in core.ledger.rows if "weights" in row.name)
-    assert result == runner_of(core).weight_bytes()
+    assert result == weight_bytes(runner_of(core).model)
     rotary = runner_of(core).model.rotary.table.nbytes
     assert result == bytes_of_linears(quantization) + norms + embedding + head + rotary
 

@@ -24,8 +24,10 @@ from minivllm.executor.factory import make_executor
 from minivllm.executor.kv_output_aggregator import KVOutputAggregator
 from minivllm.executor.multiproc_executor import MultiprocExecutor
 from minivllm.executor.rank_processes import RankProcesses
+from minivllm.executor.ray_executor import interface_of
 from minivllm.sampling_params import SamplingParams
 from minivllm.worker.settings import WorkerSettings
+from minivllm.worker.worker import LOOPBACK_INTERFACE
 
 pytestmark = pytest.mark.usefixtures("warm_processes")
 
@@ -88,7 +90,7 @@ def steps() -> Iterator[SchedulerOutput]:
 def tokens_of(executor: Executor, in_flight: bool = False) -> list[dict[str, list[int]]]:
     executor.collective_rpc("reset")
     if not in_flight:
-        return [executor.execute_model(step).sampled_token_ids for step in steps()]
+        return [executor.start_model(step).result().sampled_token_ids for step in steps()]
     futures: list[Future[ModelRunnerOutput]] = [executor.start_model(step) for step in steps()]
     return [future.result().sampled_token_ids for future in futures]
 
@@ -125,7 +127,7 @@ def test_a_reset_forgets_requests_in_the_middle(pair, expected):
     for executor in (pair, started(1)):
         executor.collective_rpc("reset")
         for step in list(steps())[:3]:
-            executor.execute_model(step)
+            executor.start_model(step).result()
         assert tokens_of(executor) == expected
 
 
@@ -162,6 +164,12 @@ def listeners(pids: list[int]) -> set[tuple[str, int]]:
     """Return the address and port of each socket on which the processes listen."""
     places = [place for pid in pids for place in psutil.Process(pid).net_connections()]
     return {(place.laddr.ip, place.laddr.port) for place in places if place.status == "LISTEN"}
+
+
+def test_the_interface_of_an_address_is_named():
+    assert interface_of("127.0.0.1") == LOOPBACK_INTERFACE
+    with pytest.raises(MinivllmError, match="no network interface has the address 192"):
+        interface_of("192.0.2.1")  # kept for documentation
 
 
 def test_ray_that_is_not_installed_is_one_line(monkeypatch):

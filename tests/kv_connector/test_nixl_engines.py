@@ -155,7 +155,7 @@ def test_nobody_comes_and_the_lease_gives_the_blocks_back(p):
 def test_a_prefill_engine_that_is_killed(p, d, plain, started):
     prompts = [list(range(300, 380)), list(range(400, 480))]
     params = prefilled(p, prompts)
-    p.llm_engine.engine_core.process.kill()
+    p.llm_engine.engine_core.cores.processes[0].kill()
     started.clear()
     with pytest.raises(MinivllmError, match="could not be loaded"):
         ask(d, prompts[:1], params[:1])

@@ -52,7 +52,7 @@ def test_a_recording_ends_with_the_engine(tmp_path: Path) -> None:
 
     with record(remote, path):
         remote.generate(PROMPTS[0], PARAMS, use_tqdm=False)
-        os.kill(int(client.process.pid), signal.SIGKILL)
+        os.kill(int(client.cores.processes[0].pid), signal.SIGKILL)
         with pytest.raises(EngineDeadError):
             remote.generate(PROMPTS[0], PARAMS, use_tqdm=False)
     assert remote.llm_engine.step_watchers == []

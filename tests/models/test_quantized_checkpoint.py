@@ -15,7 +15,7 @@ from minivllm.errors import MinivllmError, UnsupportedModelError
 from minivllm.kernels.packed_weights import dequantize_weight
 from minivllm.models.attention import CausalAttention
 from minivllm.models.decoder import Decoder
-from minivllm.models.linear import Linear, UnquantizedLinearMethod
+from minivllm.models.linear import Linear, UnquantizedLinearMethod, weight_bytes
 from minivllm.models.loader import SINGLE_FILE, checkpoint_slots, load_model, random_model
 from minivllm.models.parallel import GroupCoordinator
 from minivllm.models.quantized import QuantizedLinearMethod
@@ -127,7 +127,7 @@ def test_the_engine_runs_one_and_counts_its_bytes(tmp_path):
     linears = sum(integers.numel() // 2 + 4 * scales.numel() for integers, scales in source.linears.values())
     held = sum(p.nbytes for p in runner_of(core).model.layers.parameters() if p.ndim == 2)
     assert held == linears
-    assert next(row.bytes for row in core.ledger.rows if "weights" in row.name) == runner_of(core).weight_bytes()
+    assert next(row.bytes for row in core.ledger.rows if "weights" in row.name) == weight_bytes(runner_of(core).model)
     assert_refused(r"gptq.*int8.*quantization", LLM, directory, **settings, quantization="int8")
     assert LLM(directory, **settings, load_format="dummy").generate([[1, 2, 3]])[0].outputs[0].token_ids
 

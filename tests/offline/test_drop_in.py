@@ -24,8 +24,6 @@ METHODS = {
 ENGINE_ARGS = VLLM["vllm/engine/arg_utils.py"]["EngineArgs"]
 OWN = {"device", "multiprocess", "parts", "static_batching", "use_kv_cache"}
 """Arguments of the engine that vLLM lacks."""
-BY_KEYWORDS = "SamplingParams.from_optional"
-"""It hands keywords on, so that its parameters are those of a dataclass."""
 
 
 def defaults(arguments: dict) -> dict:
@@ -37,7 +35,7 @@ def test_every_name_that_is_handed_on_exists():
     assert all(getattr(minivllm, name) for name in minivllm.__all__)
 
 
-@pytest.mark.parametrize("name", [name for name in METHODS if name != BY_KEYWORDS])
+@pytest.mark.parametrize("name", METHODS)
 def test_parameters_of_methods_are_vllms_with_its_defaults_and_its_first_ones_if_given_by_place(name):
     owner, method = name.split(".")
     own = dict(inspect.signature(getattr(getattr(minivllm, owner), method)).parameters)
@@ -60,13 +58,6 @@ def test_parameters_have_vllms_fields_and_defaults(name):
     assert set(own) - set(wanted) <= {"all_stop_token_ids", "bad_words_token_ids"}
     assert arguments == {field: own[field] for field in arguments}
     assert getattr(minivllm, name)(**needed, **arguments) == getattr(minivllm, name)(**needed)
-
-
-def test_none_of_the_optional_parameters_means_the_default():
-    names = {field.name for field in fields(SamplingParams)} & set(METHODS[BY_KEYWORDS])
-    arguments = SamplingParams.from_optional(**dict.fromkeys(names))
-    assert arguments == SamplingParams(max_tokens=None)
-    assert SamplingParams.from_optional(logit_bias={"5": 1.0}).logit_bias == {5: 1.0}
 
 
 def test_outputs_have_vllms_fields():

@@ -48,7 +48,6 @@ def calls(llm, value):
         yield lambda name=name: llm.beam_search(["x"], BeamSearchParams(**BEAM), **{name: value})
     for field in fields(SamplingParams):
         yield lambda name=field.name: SamplingParams(**{name: value})
-        yield lambda name=field.name: SamplingParams.from_optional(**{name: value})
     yield from (lambda name=field.name: BeamSearchParams(**{**BEAM, name: value}) for field in fields(BeamSearchParams))
     for field in fields(StructuredOutputsParams):
         yield lambda name=field.name: StructuredOutputsParams(**{name: value})

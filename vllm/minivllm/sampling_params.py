@@ -54,6 +54,10 @@ def _are_words(value: object) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str) and all(isinstance(w, str) and w for w in value)
 
 
+def _is_transfer(item: tuple[str, Any]) -> bool:
+    return item[0] == "kv_transfer_params" and isinstance(item[1], Mapping | None)
+
+
 def _between(least: float, most: float, meaning: str, reported: bool = False) -> Rule:
     return Rule(lambda value: is_number(value) and least <= value <= most, meaning, reported)
 
@@ -87,14 +91,13 @@ LOGIT_BIAS = Rule(
 )
 CONSTRAINT = Rule(lambda value: isinstance(value, StructuredOutputsParams), "StructuredOutputsParams(…)")
 EXTRA_ARGS = Rule(
-    lambda value: isinstance(value, Mapping) and set(value) <= {"kv_transfer_params"},
+    lambda value: isinstance(value, Mapping) and all(map(_is_transfer, value.items())),
     'a dictionary with the only supported key, {"kv_transfer_params": {…}}',
     reported=True,
 )
 Penalty = Annotated[float, _between(-2.0, 2.0, "between -2 and 2 (0: off)")]
 TokenIds = Annotated[Sequence[int], TOKEN_IDS]
-NUMBER = Rule(is_number, "a number")
-NOT_EMPTY = Rule(lambda value: len(value) > 0, TOKEN_IDS.meaning)
+NOT_EMPTY = Rule(lambda value: len(value) > 0, "one token id or more", reported=True)
 
 
 @checked_arguments
@@ -166,7 +169,7 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     output_kind: Annotated[RequestOutputKind, KIND] = RequestOutputKind.CUMULATIVE
     logit_bias: Annotated[Mapping[int, float], LOGIT_BIAS, TOKEN_IDS] | None = None
-    allowed_token_ids: TokenIds | None = None
+    allowed_token_ids: Annotated[TokenIds, NOT_EMPTY] | None = None
     structured_outputs: Annotated[StructuredOutputsParams, CONSTRAINT] | None = None
     skip_reading_prefix_cache: bool | None = None
     extra_args: Annotated[Mapping[str, Any], EXTRA_ARGS] | None = None
@@ -180,20 +183,6 @@ class SamplingParams:
             for text in texts or ():
                 encodable(text, name)
         self._check_combinations()
-
-    @classmethod
-    def from_optional(cls, **params: Any) -> "SamplingParams":
-        """Create parameters where None means the default, and the keys of `logit_bias` may be
-        numeric strings.
-
-        Raises:
-            MinivllmError: a value is invalid.
-        """
-        bias = params.get("logit_bias")
-        if isinstance(bias, Mapping):
-            params["logit_bias"] = {_as_token_id(token): value for token, value in bias.items()}
-        given: dict[str, Any] = {n: value for n, value in params.items() if value is not None or n == "max_tokens"}
-        return cls(**given)
 
     @property
     def is_greedy(self) -> bool:
@@ -244,17 +233,6 @@ class SamplingParams:
             self.detokenize or not self.stop_strings,
             "stop strings are looked for in the text, so they need detokenize=True; use stop_token_ids without it",
         )
-        require(
-            self.allowed_token_ids is None or len(self.allowed_token_ids) > 0,
-            "allowed_token_ids is empty, so no token could be generated; leave it out, or name some",
-            "allowed_token_ids",
-        )
-        transfer = (self.extra_args or {}).get("kv_transfer_params")
-        require(
-            transfer is None or isinstance(transfer, Mapping),
-            f"kv_transfer_params is {transfer!r}; it must be a dictionary",
-            "kv_transfer_params",
-        )
 
 
 @checked_arguments
@@ -268,9 +246,6 @@ class BeamSearchParams:
       reaches it is complete.
     - `length_penalty`: sequences are compared by their log probability divided by (generated
       tokens) ** this.
-    - `temperature`, `include_stop_str_in_output`: accepted, and change nothing: candidates are
-      compared by the model's own log probabilities, and tokens always include the end-of-sequence
-      token.
     - `allowed_token_ids`: no other token is a candidate.
     - `skip_special_tokens`: leave special tokens out of the text.
     """
@@ -278,15 +253,9 @@ class BeamSearchParams:
     beam_width: Count
     max_tokens: Count
     ignore_eos: bool = False
-    temperature: Annotated[float, NUMBER] = 0.0
-    length_penalty: Annotated[float, NUMBER] = 1.0
-    include_stop_str_in_output: bool = False
+    length_penalty: Annotated[float, Rule(is_number, "a number")] = 1.0
     skip_special_tokens: bool = True
     allowed_token_ids: Annotated[TokenIds, NOT_EMPTY] | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
-
-
-def _as_token_id(token: object) -> object:
-    return int(token) if isinstance(token, str) and token.isdecimal() else token

@@ -62,7 +62,7 @@ def disturb(core: EngineCore, prompt_tokens: int, prompts: int, chats: int = 4, 
             sent = time.perf_counter()
             add_greedy(core, LONG, random_prompt(prompt_tokens, 100 + len(disturbed.firsts)), 1)
         step = core.scheduler.schedule()
-        outputs = core.scheduler.update_from_output(step, core.executor.execute_model(step))
+        outputs = core.scheduler.update_from_output(step, core.executor.start_model(step).result())
         disturbed.scheduled.append(dict(step.num_scheduled_tokens))
         for output in outputs:
             if output.request_id == LONG:

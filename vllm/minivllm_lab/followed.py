@@ -242,7 +242,7 @@ class _Recorder:
         tables = {
             name: tuple(scheduler.kv_cache_manager.get_block_ids(name)) for name in scheduled.num_scheduled_tokens
         }
-        sampled = self.core.executor.execute_model(scheduled)
+        sampled = self.core.executor.start_model(scheduled).result()
         del runner.prepare_inputs
         for output in scheduler.update_from_output(scheduled, sampled):
             self.outputs[output.request_id] += output.new_token_ids

@@ -108,7 +108,7 @@ def record_run(core: EngineCore, lengths: Sequence[tuple[int, int]], warm_up: bo
         output = core.scheduler.schedule()
         requests, new = core.scheduler.requests, output.num_scheduled_tokens
         shape = StepShape.of((count, requests[i].num_computed_tokens - count) for i, count in new.items())
-        engine_outputs = core.scheduler.update_from_output(output, core.executor.execute_model(output))
+        engine_outputs = core.scheduler.update_from_output(output, core.executor.start_model(output).result())
         steps.append(MeasuredStep(shape, clock() - start))
         scheduled.append(dict(new))
         num_tokens += sum(len(output.new_token_ids) for output in engine_outputs)

@@ -343,5 +343,4 @@ def to_request(index: int, spec: SimulatedRequest, arrival: float) -> Request:
         max_tokens=spec.output_tokens,
         arrival_time=arrival,
         priority=spec.priority,
-        ignore_eos=True,
     )

@@ -25,7 +25,11 @@ def state_of(pool):
     """Return the reference counts by block, and the free blocks in the order in which they will be
     taken.
     """
-    free = pool.free if isinstance(pool, lesson.BlockPool) else pool.free_block_queue.get_all_free_blocks()
+    free = (
+        pool.free
+        if isinstance(pool, lesson.BlockPool)
+        else pool.free_block_queue.first(pool.free_block_queue.num_free_blocks)
+    )
     return [block.ref_cnt for block in pool.blocks], [block.block_id for block in free]
 
 

@@ -55,9 +55,7 @@ def engine_steps(requests, settings, policy, rules=DEFAULT_POLICY) -> tuple[list
     )  # fmt: skip
     scheduler, steps = Scheduler(limits, pool, rules), []
     for at, (name, prompt, output, priority) in enumerate(requests):
-        scheduler.add_request(
-            Request(name, [0] * prompt, max_tokens=output, priority=priority, arrival_time=float(at), ignore_eos=True)
-        )
+        scheduler.add_request(Request(name, [0] * prompt, max_tokens=output, priority=priority, arrival_time=float(at)))
     while scheduler.has_unfinished_requests():
         decided, live = scheduler.schedule(), scheduler.requests
         steps.append((list(decided.num_scheduled_tokens.items()), sorted(decided.preempted_req_ids)))

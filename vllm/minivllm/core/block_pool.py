@@ -98,10 +98,6 @@ class FreeKVCacheBlockQueue:
         """
         self._insert_between(self._head, blocks, self._head.next_free_block)
 
-    def get_all_free_blocks(self) -> list[KVCacheBlock]:
-        """Return the free blocks from head to tail. O(n): for tests and figures."""
-        return self.first(self.num_free_blocks)
-
     def first(self, n: int) -> list[KVCacheBlock]:
         """Return up to `n` blocks from the head, which stay where they are."""
         blocks: list[KVCacheBlock] = []

@@ -4,9 +4,10 @@ hashes.
 In vLLM v0.33.0: `vllm/v1/request.py` (`Request`, `RequestStatus`).
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import KW_ONLY, InitVar, dataclass, field
 from enum import IntEnum
+from functools import partial
 from typing import Any
 
 from minivllm.core.block_hash import (
@@ -81,7 +82,6 @@ class Request:
     arrival_time: float = 0.0
     priority: int = 0
     eos_token_ids: Collection[int] = ()
-    ignore_eos: bool = False
     stop_token_ids: Collection[int] = ()
     lora_request: LoRARequest | None = None
     cache_salt: str | None = None
@@ -109,22 +109,15 @@ class Request:
     block_hashes: list[BlockHash] = field(default_factory=list)
     _all_token_ids: list[int] = field(default_factory=list)
     _block_size: int | None = None
-    _hash_block: HashBlockTokens = hash_block_tokens
-    _extra_keys: tuple[bytes, bytes] = (b"", b"")
+    _hash_new_full_blocks: Callable[[], None] = lambda: None
 
     def __post_init__(self, prompt: Sequence[int]) -> None:
         if not prompt:
             raise MinivllmError(f"the prompt of request {self.request_id!r} is empty; it needs at least one token")
-        self.eos_token_ids = frozenset(() if self.ignore_eos else self.eos_token_ids)
+        self.eos_token_ids = frozenset(self.eos_token_ids)
         self.stop_token_ids = frozenset(self.stop_token_ids)
         self._all_token_ids = list(prompt)
         self.num_prompt_tokens = self.num_tokens = len(prompt)
-
-    def __repr__(self) -> str:
-        return (
-            f"Request({self.request_id!r}, {self.status.name}, computed {self.num_computed_tokens} of "
-            f"{self.num_prompt_tokens} + {self.num_output_tokens} tokens)"
-        )
 
     @property
     def prompt_token_ids(self) -> list[int]:
@@ -170,19 +163,14 @@ class Request:
         fills.
         """
         self._block_size = block_size
-        self._hash_block = hash_block
-        self._extra_keys = (
-            generate_block_hash_extra_keys(self.lora_request, self.cache_salt),
-            generate_block_hash_extra_keys(self.lora_request, None),
+        # The keys of the first block, then those of all others.
+        extra_keys = (generate_block_hash_extra_keys(self.lora_request, salt) for salt in (self.cache_salt, None))
+        so_far = self.block_hashes, self._all_token_ids  # both lists grow
+        self._hash_new_full_blocks = partial(
+            hash_new_full_blocks, *so_far, block_size, *extra_keys, hash_block=hash_block
         )
         self.block_hashes.clear()
         self._hash_new_full_blocks()
-
-    def _hash_new_full_blocks(self) -> None:
-        assert self._block_size is not None
-        hash_new_full_blocks(
-            self.block_hashes, self._all_token_ids, self._block_size, *self._extra_keys, hash_block=self._hash_block
-        )
 
     def sort_key(self) -> tuple[int, float, str]:
         """Return the key for the priority policy: priority, then arrival time, then id."""

@@ -69,10 +69,6 @@ class Scheduler:
         self.remote: RemoteKV | None = None
         self.pinned_loras: set[int] = set()
         """Adapters that keep a slot even when no request uses them."""
-        self.lora_slots: list[tuple[str, bool]] = [("", False)] * scheduler_config.max_loras
-        """What the ranks' slots held after the last step: an adapter's name ("": none), and
-        whether it is pinned.
-        """
 
     def use_connector(self, connector: KVConnectorBase_V1, recompute_kv_load_failures: bool = False) -> None:
         """Attach a KV connector; call it before the first request."""
@@ -84,7 +80,8 @@ class Scheduler:
         """Add a request to the waiting queue. Raise `MinivllmError` for one that cannot be
         served.
         """
-        self._check_request(request)
+        assert request.request_id not in self.requests, "the front end gives each request an id of its own"
+        self.limits.check(f"request {request.request_id!r}", request.num_prompt_tokens, request.max_tokens)
         if self.remote is not None:
             self.remote.connector.on_new_request(request)
         # A connector finds blocks by their hashes, even where the engine's own cache is off.
@@ -434,7 +431,9 @@ class Scheduler:
         """
         report = model_runner_output.kv_connector_output
         if self.remote is not None and report is not None:
-            self._end_failed_loads(self.remote.take_failed(report))
+            failed = [request.request_id for request in self.remote.take_failed(report)]
+            self.finish_requests(failed, RequestStatus.FINISHED_ERROR)
+            self._failed += [EngineCoreOutput.failed(request_id, LOAD_FAILED) for request_id in failed]
         outputs, self._failed = self._failed, []
         stopped: list[Request] = []
         for request_id in scheduler_output.num_scheduled_tokens:
@@ -464,11 +463,6 @@ class Scheduler:
         if self.remote is not None:
             self.remote.end_update(report, outputs)
         return outputs
-
-    def _end_failed_loads(self, failed: Sequence[Request]) -> None:
-        ids = [request.request_id for request in failed]
-        self.finish_requests(ids, RequestStatus.FINISHED_ERROR)
-        self._failed += [EngineCoreOutput.failed(request_id, LOAD_FAILED) for request_id in ids]
 
     def update_draft_token_ids(self, draft_token_ids: Mapping[str, list[int]]) -> None:
         """Set the draft tokens to verify in the next step, by request id. Ignored for unfinished
@@ -535,13 +529,3 @@ class Scheduler:
             self.policy.block_pool,
             use_eagle=self.drafting.use_eagle,
         )
-
-    def _check_request(self, request: Request) -> None:
-        name = f"request {request.request_id!r}"
-        if request.request_id in self.requests:
-            raise MinivllmError(f"{name} exists already; ids must be unique among unfinished requests")
-        if self.remote is not None and request.request_id in self.remote.releasing:
-            raise MinivllmError(
-                f"{name} has ended, but its blocks are still being moved; ids must be unique until then"
-            )
-        self.limits.check(name, request.num_prompt_tokens, request.max_tokens)

@@ -14,24 +14,22 @@ from typing import Any
 class PrefixCacheStats:
     """Counts since the start: requests that looked up their prefix, tokens queried, tokens found.
 
-    Requests that resume after a preemption mostly find their own blocks, so they are counted
-    separately.
+    Requests that resume after a preemption mostly find their own blocks, so what they find is
+    counted separately.
     """
 
     requests: int = 0
     queries: int = 0
     hits: int = 0
-    preempted_requests: int = 0
-    preempted_queries: int = 0
     preempted_hits: int = 0
 
     def with_lookup(self, num_tokens: int, num_hits: int, preempted: bool) -> "PrefixCacheStats":
         """Return the counts after one more lookup, of `num_tokens` tokens, `num_hits` of them
         cached.
         """
-        prefix = "preempted_" if preempted else ""
-        added = {"requests": 1, "queries": num_tokens, "hits": num_hits}
-        return replace(self, **{prefix + name: getattr(self, prefix + name) + count for name, count in added.items()})
+        if preempted:
+            return replace(self, preempted_hits=self.preempted_hits + num_hits)
+        return replace(self, requests=self.requests + 1, queries=self.queries + num_tokens, hits=self.hits + num_hits)
 
 
 @dataclass(slots=True)
@@ -39,7 +37,7 @@ class SpecDecodingStats:
     """Counts since the start: drafts (one per verification), draft tokens, and accepted tokens, in
     total and by position.
 
-    `since` returns the counts between two snapshots. Rates are 0 if nothing was drafted.
+    `since` returns the counts between two snapshots.
     """
 
     num_drafts: int = 0
@@ -60,21 +58,6 @@ class SpecDecodingStats:
             self.num_accepted_tokens - before.num_accepted_tokens,
             [now - then for now, then in by_position],
         )
-
-    @property
-    def mean_acceptance_length(self) -> float:
-        """The mean number of tokens that a verification yields: the accepted drafts and one more."""
-        return 1 + self.num_accepted_tokens / max(1, self.num_drafts)
-
-    @property
-    def acceptance_rate(self) -> float:
-        """Return the share of draft tokens that were accepted."""
-        return self.num_accepted_tokens / max(1, self.num_draft_tokens)
-
-    @property
-    def acceptance_rates_per_pos(self) -> list[float]:
-        """The share of drafts that were accepted up to each position."""
-        return [count / max(1, self.num_drafts) for count in self.num_accepted_tokens_per_pos]
 
     def observe_draft(self, num_draft_tokens: int, num_accepted_tokens: int) -> None:
         """Count a verification of `num_draft_tokens` tokens, the first `num_accepted_tokens` of

@@ -208,7 +208,9 @@ class AsyncLLM(FrontEnd):
         self._check_alive()
         text, request = self._processed(request_id, prompt, params, priority, lora_request)
         # Before the core gets the request: its first output may come at once.
-        collector = self._collectors[request_id] = self._collector(params.output_kind, request_id, on_ready)
+        part = self.parts.output_collector if params.output_kind is RequestOutputKind.DELTA else None
+        unread = part() if part is not None else RequestOutputCollector(params.output_kind)
+        collector = self._collectors[request_id] = Collector(unread, request_id, on_ready)
         try:
             for index, child in enumerate(self._registered(request_id, text, request)):
                 if index % OUTPUTS_AT_ONCE == OUTPUTS_AT_ONCE - 1:
@@ -305,10 +307,6 @@ class AsyncLLM(FrontEnd):
         if self._handler is not None and not self._handler.get_loop().is_closed():
             self._handler.cancel()
         self.engine_core.shutdown()
-
-    def _collector(self, kind: RequestOutputKind, request_id: str, on_ready: Callable[[], None] | None) -> Collector:
-        part = self.parts.output_collector if kind is RequestOutputKind.DELTA else None
-        return Collector(RequestOutputCollector(kind) if part is None else part(), request_id, on_ready)
 
     def _abort_in_core(self, children: list[str]) -> None:
         if children and not self.errored:

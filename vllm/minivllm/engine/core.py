@@ -183,7 +183,7 @@ class EngineCore:
             # From here on only the oldest step can fail.
             concerned = ()
             if not queue:
-                return self._delivered([], [], time.monotonic(), self._snapshot())
+                return self._delivered(self.state())
             batch = queue.popleft()
             concerned = batch.scheduler_output.num_scheduled_tokens
             if self.executor.max_concurrent_batches > 1:
@@ -233,10 +233,9 @@ class EngineCore:
         report = model_runner_output.kv_connector_output
         if report is not None and report.invalid_block_ids:
             self._drop_step(report)
-            return self._delivered([], [], time.monotonic(), self._snapshot())
+            return self._delivered(self.state())
         with record_function_or_nullcontext("minivllm::update"):
             outputs = self.scheduler.update_from_output(scheduler_output, model_runner_output)
-            self.loras.note_slots(model_runner_output.lora_slots)
             self.loras.forget_unused()
             if self._takes_drafts:
                 self.scheduler.update_draft_token_ids(self.executor.collective_rpc("take_draft_token_ids")[0])
@@ -245,22 +244,15 @@ class EngineCore:
         # Nothing is computed while keys and values are on their way: do not spin.
         if not scheduler_output.num_scheduled_tokens and self.scheduler.remote is not None:
             time.sleep(SECONDS_BETWEEN_EMPTY_STEPS)
-        delivered = self._delivered(outputs, admitted, timestamp, snapshot)
+        delivered = EngineCoreOutputs(outputs, self.scheduler.make_stats(), step_snapshot=snapshot)
+        delivered.scheduled_req_ids, delivered.timestamp = admitted, timestamp
         if self.scheduler.remote is not None:
             counted = (report and report.kv_connector_stats, self.scheduler.remote.connector.take_stats())
             delivered.kv_connector_stats = joined_stats(counted)
-        return delivered
+        return self._delivered(delivered)
 
-    def _delivered(
-        self, outputs: list[EngineCoreOutput], admitted: list[str], timestamp: float, snapshot: str
-    ) -> EngineCoreOutputs:
-        delivered = EngineCoreOutputs(
-            [*self._undelivered, *outputs],
-            self.scheduler.make_stats(),
-            scheduled_req_ids=admitted,
-            timestamp=timestamp,
-            step_snapshot=snapshot,
-        )
+    def _delivered(self, delivered: EngineCoreOutputs) -> EngineCoreOutputs:
+        delivered.outputs = [*self._undelivered, *delivered.outputs]
         self._undelivered = []
         return delivered
 
@@ -326,7 +318,7 @@ class EngineCore:
         if self.step_recorder is None:
             return ""
         try:
-            return self.step_recorder.snapshot(step, outputs)
+            return self.step_recorder.snapshot(step, outputs, self.loras.slots())
         except Exception:
             logger.exception("Step recording failed; recorder disabled")
             self.step_recorder = None

@@ -8,7 +8,7 @@ In vLLM v0.33.0: `vllm/v1/engine/core.py` (`EngineCore.add_lora`, `remove_lora`,
 `pin_lora`). It removes an adapter at once.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -136,7 +136,6 @@ class LoRARegistry:
         if refusals:
             raise AdapterRefused(refusals[0])
         self._scheduler().pinned_loras.add(lora_id)
-        self._ask_for_slots()
         return True
 
     def list_loras(self) -> list[int]:
@@ -152,21 +151,15 @@ class LoRARegistry:
             self._leaving.discard(lora_id)
             self._unreadable.discard(lora_id)
             del self._adapters[lora_id]
-        if unused:
-            self._ask_for_slots()
 
-    def note_slots(self, lora_ids: Sequence[int | None]) -> None:
-        """Tell the scheduler, and thereby the page that shows it, which adapters are in the ranks'
-        slots.
+    def slots(self) -> list[tuple[str, bool]]:
+        """Return what each of the ranks' slots holds: an adapter's name ("": none), and whether it is
+        pinned.
         """
-        if not lora_ids:
-            return
-        scheduler = self._scheduler()
-        known = self._adapters
-        scheduler.lora_slots = [
-            (known[lora_id].lora_name, lora_id in scheduler.pinned_loras) if lora_id in known else ("", False)
-            for lora_id in lora_ids
+        if not self._scheduler().config.max_loras:
+            return []
+        known, pinned = self._adapters, self._scheduler().pinned_loras
+        lora_ids = self._executor.collective_rpc("lora_slots")[0]
+        return [
+            (known[lora_id].lora_name, lora_id in pinned) if lora_id in known else ("", False) for lora_id in lora_ids
         ]
-
-    def _ask_for_slots(self) -> None:
-        self.note_slots(self._executor.collective_rpc("lora_slots")[0])

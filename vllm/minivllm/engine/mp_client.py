@@ -25,7 +25,6 @@ from minivllm.engine.core_process_manager import CoreProcesses
 from minivllm.engine.load_balancing import LoadBalancer
 from minivllm.engine.socket_messages import Failure, Kind, decode, encode, identity
 from minivllm.errors import EngineDeadError
-from minivllm.platforms.child_processes import ChildProcess
 from minivllm.platforms.interrupts import InterruptsHeld
 
 MILLISECONDS_FOR_LAST_WORDS = 500
@@ -60,11 +59,6 @@ class MPClient(EngineCoreClient):
         self._balancer = LoadBalancer(len(self.engines))
         self._rank_of: dict[str, int] = {}
         """The core of each unfinished request."""
-
-    @property
-    def process(self) -> ChildProcess:
-        """The first core's process."""
-        return self.cores.processes[0]
 
     def add_request(self, request: EngineCoreRequest) -> None:
         # The statistics of a request are those of its core.

@@ -194,12 +194,11 @@ class OutputProcessor:
         new_token_ids = completion.token_ids[state.num_detokenized :]
         state.num_detokenized = len(completion.token_ids)
         stop = detokenizer.update(new_token_ids, stopped_by_token=completion.finish_reason == "stop")
-        if stop is not None:
-            state.drop_tokens_behind(detokenizer.num_tokens)
-        elif finished:
-            detokenizer.finish()
         if stop is None:
+            if finished:
+                detokenizer.finish()
             return False
+        state.drop_tokens_behind(detokenizer.num_tokens)
         completion.finish_reason = "stop"
         completion.stop_reason = stop
         return not finished

@@ -28,7 +28,6 @@ STEP_TOKENS = (1, 8, *(2**power for power in range(4, 15)))
 UP_TO_MAX_MODEL_LEN = ()
 """Stands for 1, 2, 5, 10, 20, 50, … up to the longest request."""
 FINISH_REASONS = ("stop", "length", "abort", "error", "repetition")
-REJECTIONS = ("max_num_queued_reqs",)
 NO_LOOKUPS = PrefixCacheStats()
 
 
@@ -122,8 +121,9 @@ class PrometheusStatLogger:
         self._metrics = METRICS | (DRAFT_METRICS if args.speculation is not None else {})
         for index, engine in enumerate(engines):
             self._make_all(index, args, engine)
-        rejections = Counter("vllm:admission_rejections", "Refused.", ["model_name", "reason"], registry=self.registry)
-        self._rejections = {reason: rejections.labels(model_name, reason) for reason in REJECTIONS}
+        labels = ("model_name", "reason")
+        self._rejections = Counter("vllm:admission_rejections", "Refused.", labels, registry=self.registry)
+        self._rejections.labels(model_name, "max_num_queued_reqs")  # exposed with the value zero
         self._max_loras = args.max_loras
         self._lora_info = None
         if args.enable_lora:
@@ -165,7 +165,7 @@ class PrometheusStatLogger:
 
     def record_rejection(self, reason: str) -> None:
         """Count a request that was rejected because this limit was reached."""
-        self._rejections[reason].inc()
+        self._rejections.labels(self._model, reason).inc()
 
     def _make_all(self, index: int, args: EngineArgs, engine: EngineCoreReady) -> None:
         """Create all metrics of a core, so that they are exposed with the value zero."""

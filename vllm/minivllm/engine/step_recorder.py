@@ -41,9 +41,14 @@ class StepRecorder:
         self._numbers: dict[str, int] = {}
         self._last_number = 0
 
-    def snapshot(self, step: SchedulerOutput | None = None, outputs: Sequence[EngineCoreOutput] = ()) -> str:
+    def snapshot(
+        self,
+        step: SchedulerOutput | None = None,
+        outputs: Sequence[EngineCoreOutput] = (),
+        slots: Sequence[tuple[str, bool]] = (),
+    ) -> str:
         """Describe the state after a step that produced these outputs; without outputs, the current
-        state.
+        state. `slots`: as from `LoRARegistry.slots`.
         """
         scheduler = self._scheduler
         config = self._scheduler.config
@@ -70,7 +75,7 @@ class StepRecorder:
             "preempted": [] if step is None else sorted(map(self._number_of, step.preempted_req_ids)),
             "cached": [block.block_id for block in blocks if getattr(block, "block_hash", None) is not None],
             "tier": [] if tier is None else list(tier.values()),
-            "slots": scheduler.lora_slots,
+            "slots": slots,
         }
         # Forget ended requests, or this would grow for as long as the server runs.
         self._numbers = {name: number for name, number in self._numbers.items() if name in scheduler.requests}

@@ -51,16 +51,15 @@ class ThroughputLog:
         # Counts are since the start, the line is about the last seconds.
         drafts = stats.spec_decoding_stats.since(self._drafts)
         self._drafts = stats.spec_decoding_stats
-        if drafts.num_drafts:
-            self._say_drafts(seconds, drafts)
-
-    @staticmethod
-    def _say_drafts(seconds: float, drafts: SpecDecodingStats) -> None:
-        rates = ", ".join(f"{rate:.3f}" for rate in drafts.acceptance_rates_per_pos)
+        if not drafts.num_drafts:
+            return
+        # The share of drafts that were accepted up to each position.
+        rates = ", ".join(f"{count / drafts.num_drafts:.3f}" for count in drafts.num_accepted_tokens_per_pos)
+        rate = drafts.num_accepted_tokens / drafts.num_draft_tokens
         logger.info(
-            f"SpecDecoding metrics: Mean acceptance length: {drafts.mean_acceptance_length:.2f}, "
+            f"SpecDecoding metrics: Mean acceptance length: {1 + drafts.num_accepted_tokens / drafts.num_drafts:.2f}, "
             f"Accepted throughput: {drafts.num_accepted_tokens / seconds:.2f} tokens/s, "
             f"Drafted throughput: {drafts.num_draft_tokens / seconds:.2f} tokens/s, "
             f"Accepted: {drafts.num_accepted_tokens} tokens, Drafted: {drafts.num_draft_tokens} tokens, "
-            f"Per-position acceptance rate: {rates}, Avg Draft acceptance rate: {drafts.acceptance_rate:.1%}"
+            f"Per-position acceptance rate: {rates}, Avg Draft acceptance rate: {rate:.1%}"
         )

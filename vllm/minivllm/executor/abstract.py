@@ -40,10 +40,6 @@ class Executor(ABC):
     def collective_rpc(self, method: str, *arguments: Any) -> list[Any]:
         """Call a method of every rank's `Worker`; return the results in rank order."""
 
-    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
-        """Run one step on all ranks; return the sampling rank's output."""
-        return self.start_model(scheduler_output).result()
-
     def start_model(self, scheduler_output: SchedulerOutput) -> Future[ModelRunnerOutput]:
         """Start one step on all ranks; return a future of the sampling rank's output. In vLLM:
         `execute_model(non_block=True)`.

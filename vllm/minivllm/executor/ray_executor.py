@@ -18,7 +18,6 @@ import secrets
 import select
 import socket
 import subprocess
-import sys
 import threading
 import time
 from typing import Any
@@ -235,20 +234,10 @@ def _end_with_executor(sock: socket.socket, ended: threading.Event) -> None:
 
 
 def interface_of(address: str) -> str:
-    """Return the name of the network interface with this IPv4 address, which gloo should use."""
-    if sys.platform != "linux":
-        return "lo0" if address.startswith("127.") else "en0"
-    import fcntl
-    import struct
+    """Return the name of the network interface with this address, which gloo should use."""
+    import psutil  # comes with ray, in the group `dist`
 
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            # A `struct ifreq`: the kernel fills in the address of the interface with this name.
-            request = struct.pack("256s", name.encode()[:15])
-            try:
-                reply = fcntl.ioctl(probe.fileno(), 0x8915, request)  # SIOCGIFADDR
-            except OSError:  # it has no address
-                continue
-            if socket.inet_ntoa(reply[20:24]) == address:
-                return name
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(each.address == address for each in addresses):
+            return name
     raise MinivllmError(f"no network interface has the address {address}")

@@ -69,9 +69,7 @@ def padded_size(num_rows: int, sizes: Sequence[int]) -> int | None:
 
 
 class CudaGraphs:
-    """The graphs of one model and its cache. `replays` counts replays; `pool_bytes` is the
-    memory the graphs took.
-    """
+    """The graphs of one model and its cache. `replays` counts replays."""
 
     def __init__(
         self,
@@ -100,7 +98,7 @@ class CudaGraphs:
         self.hidden = torch.zeros(most_tokens, model.config.hidden_size, dtype=weight.dtype, device=weight.device)
         # Few requests' logits belong to a CPU's recordings: each list of programs wakes the threads once.
         self.logits = torch.zeros(most_tokens, model.config.vocab_size) if weight.is_cpu else None
-        self.replays = self.pool_bytes = 0
+        self.replays = 0
         self._replay: dict[tuple[int, bool], Callable[[], None]] = {}
         self.lora = lora.for_graphs(most_tokens)
         self._bytes_reduced: dict[int, int] = {}
@@ -110,7 +108,6 @@ class CudaGraphs:
         """Capture a graph for each size, the largest first, using `record`, such as a
         `cuda_recorder`.
         """
-        before = _reserved(self.hidden.device)
         for size in reversed(self.sizes):
             self.buffers.load(self._tuning_step(size))
             tokens = size * self.tokens_each
@@ -119,7 +116,6 @@ class CudaGraphs:
             self._replay[size, False] = record(self._step(size))
             if self.lora is not None:
                 self._replay[size, True] = record(self.lora.around(self._step(size), tokens))
-        self.pool_bytes = _reserved(self.hidden.device) - before
 
     def size_for(self, inputs: StepInputs) -> int | None:
         """Return the size of the graph that can run this step, or None if no graph can."""
@@ -275,7 +271,3 @@ def cuda_recorder(ranks: int) -> Record:
     # endregion
 
     return record
-
-
-def _reserved(device: torch.device) -> int:
-    return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0

@@ -50,7 +50,7 @@ def warm_up_steps(
     most_drafts = max(0, min(num_drafts, longest - 3, max_num_batched_tokens - 2))
     for drafts in (1 << bit for bit in range(most_drafts.bit_length())):
         finished = yield from _verified(drafts, block_size, finished)
-    yield _nothing_but(finished)
+    yield SchedulerOutput([], CachedRequestData(), {}, 0, {}, set(), finished)
 
 
 def _divided(tokens: int, longest: int) -> list[int]:
@@ -92,7 +92,3 @@ def _verified(num_drafts: int, block_size: int, finished: set[str]) -> Generator
     count = 1 + num_drafts
     yield SchedulerOutput([], known, {name: count}, count, {name: [0] * num_drafts}, set(), set())
     return {name}
-
-
-def _nothing_but(finished: set[str]) -> SchedulerOutput:
-    return SchedulerOutput([], CachedRequestData(), {}, 0, {}, set(), finished)

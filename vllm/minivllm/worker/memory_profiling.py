@@ -15,6 +15,7 @@ from minivllm.config.units import GIB
 from minivllm.errors import MinivllmError
 from minivllm.memory import Device, LedgerRow, MemoryLedger, memory_ledger
 from minivllm.models.decoder import Decoder
+from minivllm.models.linear import weight_bytes
 from minivllm.models.pipeline import stage_config
 from minivllm.platforms.device_memory import available_memory
 from minivllm.sampling_params import SamplingParams
@@ -90,7 +91,7 @@ def profile_memory(runner: ModelRunner, gpu_memory_utilization: float, host_tier
         block_size=settings.block_size,
         max_num_batched_tokens=settings.max_num_batched_tokens,
         max_num_seqs=settings.max_num_seqs,
-        weights=runner.weight_bytes(),
+        weights=weight_bytes(runner.model),
         activation_peak=activation_peak(runner.model, runner.speculator, settings) if is_cuda else None,
         non_torch=bytes_outside_torch(device) if is_cuda else 0,
         # Their size is not known yet.

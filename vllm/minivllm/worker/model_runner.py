@@ -17,7 +17,6 @@ In vLLM v0.33.0: `vllm/v1/worker/gpu/model_runner.py` (`GPUModelRunner.execute_m
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -29,11 +28,11 @@ from minivllm.lora.worker_manager import make_lora_manager
 from minivllm.models.decoder import Decoder
 from minivllm.models.eagle3 import Eagle3Head
 from minivllm.models.forward_context import ForwardContext
-from minivllm.models.linear import process_weights_after_loading, weight_bytes
+from minivllm.models.linear import process_weights_after_loading
 from minivllm.platforms.device import on_device
 from minivllm.platforms.profiling import record_function_or_nullcontext
 from minivllm.worker.attention import make_attention
-from minivllm.worker.cuda_graphs import MOST_ROWS_ON_CPU, CudaGraphManager, Record, cuda_recorder
+from minivllm.worker.cuda_graphs import MOST_ROWS, MOST_ROWS_ON_CPU, CudaGraphManager, cuda_recorder
 from minivllm.worker.input_batch import InputBatch, StepInputs, check_batch_memory, flattened
 from minivllm.worker.kv_cache import allocate_kv_caches, check_kv_cache_dtype
 from minivllm.worker.kv_connector_runner import KVConnectorRunner, tensors_of
@@ -107,12 +106,6 @@ class ModelRunner:
         self.draft_tokens_handler.take()
         self.execute_model_state: ExecuteModelState | None = None
 
-    def weight_bytes(self) -> int:
-        """Return the bytes of all parameters and tables as stored in memory; tied ones count
-        once.
-        """
-        return weight_bytes(self.model)
-
     def initialize_kv_cache(self, num_blocks: int) -> None:
         """Allocate the cache, and the speculator's: `num_blocks` blocks in every layer. Called
         once.
@@ -132,24 +125,18 @@ class ModelRunner:
             for index, cache in enumerate(layers)
         }
 
-    def capture_model(self, record: Record | None = None) -> None:
+    def capture_model(self) -> None:
         """Capture the graphs of decode steps, and of those that verify drafts; the cache must exist.
 
-        `record`: a recorder for the device if None.
+        On a CPU, small steps are recorded, if the model computes nothing that a recording cannot
+        repeat.
         """
         assert self.attention is not None
-        parts = self.model, self.attention, self.settings, self.lora
-        if record is not None:
-            self.cuda_graphs.capture(record, *parts)
-        elif self.device.type == "cuda":
-            self.cuda_graphs.capture(cuda_recorder(self.model.group.size), *parts)
-        else:
-            self._record_steps(*parts)
-
-    def _record_steps(self, *parts: Any) -> None:
-        """Record small steps on a CPU, if the model computes nothing that a recording cannot repeat."""
+        on_cpu = self.device.type == "cpu"
+        record = CpuRecorder() if on_cpu else cuda_recorder(self.model.group.size)
+        most_rows = MOST_ROWS_ON_CPU if on_cpu else MOST_ROWS
         try:
-            self.cuda_graphs.capture(CpuRecorder(), *parts, most_rows=MOST_ROWS_ON_CPU)
+            self.cuda_graphs.capture(record, self.model, self.attention, self.settings, self.lora, most_rows)
         except CannotRecord as error:
             logger.debug("Steps run without graphs: %s", error)
             self.cuda_graphs.release_graphs()
@@ -178,16 +165,13 @@ class ModelRunner:
         self.execute_model_state = ExecuteModelState(scheduler_output, inputs, hidden, logits, on_device)
         if scheduler_output.has_structured_output_requests:
             return ModelRunnerOutput({})  # while this pass runs, the core fills the grammars' bitmask
-        return self._sample_tokens(None)
+        return self.sample_tokens()
 
     @torch.inference_mode()
     def sample_tokens(self, grammar_output: GrammarOutput | None = None) -> ModelRunnerOutput | AsyncModelRunnerOutput:
         """End the step that `execute_model` began: sample its tokens, and draft what may follow
         them.
         """
-        return self._sample_tokens(grammar_output)
-
-    def _sample_tokens(self, grammar_output: GrammarOutput | None) -> ModelRunnerOutput | AsyncModelRunnerOutput:
         assert self.execute_model_state is not None
         step, self.execute_model_state = self.execute_model_state, None
         if not self.model.group.samples:  # another rank samples, and sends the tokens
@@ -197,7 +181,8 @@ class ModelRunner:
             output = self.sample(step, grammar_output)
         self.kv_connector.wait_for_layers(self.kv_connector.drafter_names)
         with record_function_or_nullcontext("minivllm::draft"):
-            self.propose_draft_token_ids(step)
+            most = step.scheduler_output.num_spec_tokens_to_schedule
+            self.draft_tokens_handler.put(self.speculator.propose_draft_token_ids(self.batch, step.inputs, most))
         self.kv_connector.finalize_step(step.scheduler_output)
         return self._completed(output)
 
@@ -227,7 +212,7 @@ class ModelRunner:
         num_tokens = len(inputs.input_ids)
         # Prompts' log probabilities need every token.
         all_wanted = len(inputs.logits_indices) == num_tokens or bool(self.prompt_logprobs)
-        rows = None if all_wanted else self._on_device(inputs.logits_indices)
+        rows = None if all_wanted else on_device(inputs.logits_indices, self.device)
         lora_slots = self.lora.slots_of_tokens(self.batch.lora_requests, inputs.rows, inputs.query_start_loc)
         graphs = None if self.prompt_logprobs else self.cuda_graphs.dispatch(inputs)
         if graphs is not None:
@@ -236,25 +221,21 @@ class ModelRunner:
             self.kv_connector.save_layers(self.kv_connector.layer_names)
             return (hidden, graphs.logits) if rows is None else (hidden[rows], None)
         self.lora.set_rows(lora_slots, None if all_wanted else inputs.logits_indices)
-        input_ids, positions = self._on_device(inputs.input_ids), self._on_device(inputs.positions)
+        input_ids, positions = on_device(inputs.input_ids, self.device), on_device(inputs.positions, self.device)
         self.tokens_in_flight.fill(input_ids, inputs)
-        context = self._forward_context(inputs)
+        assert self.attention is not None
+        metadata = AttentionMetadata.of(inputs, self.device)
+        attention = self.kv_connector.around(self.attention.of_step(metadata), metadata)
+        context = ForwardContext(attention, self.speculator.aux_hidden_states())
         group = self.model.group
-        received = None if group.stage.is_first else self._receive(num_tokens)
+        received = None
+        if not group.stage.is_first:
+            shape = (2, num_tokens, self.config.hidden_size)
+            received = group.receive_from_previous_stage(torch.empty(shape, dtype=self.dtype, device=self.device))
         hidden = self.model(input_ids, positions, context, rows, received)
         if not group.stage.is_last:
             group.send_to_next_stage(hidden)
         return hidden, None
-
-    def _forward_context(self, inputs: StepInputs) -> ForwardContext:
-        assert self.attention is not None
-        metadata = AttentionMetadata.of(inputs, self.device)
-        attention = self.kv_connector.around(self.attention.of_step(metadata), metadata)
-        return ForwardContext(attention, self.speculator.aux_hidden_states())
-
-    def _receive(self, num_tokens: int) -> torch.Tensor:
-        shape = (2, num_tokens, self.config.hidden_size)
-        return self.model.group.receive_from_previous_stage(torch.empty(shape, dtype=self.dtype, device=self.device))
 
     def sample(
         self, step: ExecuteModelState, grammar_output: GrammarOutput | None = None
@@ -267,7 +248,7 @@ class ModelRunner:
         if self.prompt_logprobs:
             prompt_logprobs = self.prompt_logprobs.observe(self.batch, inputs, hidden, self.model.compute_logits)
             # [tokens, hidden] to [sum of num_sampled, hidden]
-            hidden = hidden[self._on_device(inputs.logits_indices)]
+            hidden = hidden[on_device(inputs.logits_indices, self.device)]
         if not len(inputs.sampling):
             return ModelRunnerOutput({})
         rows = inputs.rows[inputs.sampling]  # [n]
@@ -300,25 +281,16 @@ class ModelRunner:
         rows, num_tokens = flattened(rows, batch.num_tokens[rows], num_sampled)  # [sum of num_sampled] each
         return batch.sampling.metadata(rows, batch.token_ids, batch.num_prompt_tokens[rows], num_tokens)
 
-    def propose_draft_token_ids(self, step: ExecuteModelState) -> None:
-        """Ask the speculator to draft for the requests that sampled in this step."""
-        most = step.scheduler_output.num_spec_tokens_to_schedule
-        self.draft_tokens_handler.put(self.speculator.propose_draft_token_ids(self.batch, step.inputs, most))
-
     def _completed(
         self, output: ModelRunnerOutput | AsyncModelRunnerOutput
     ) -> ModelRunnerOutput | AsyncModelRunnerOutput:
-        """Complete a step's output with what was transferred and which adapters have slots."""
+        """Complete a step's output with what was transferred."""
         # The part that is known before the tokens are.
         whole = output.output if isinstance(output, AsyncModelRunnerOutput) else output
         whole.kv_connector_output = self.kv_connector.take_output()
-        whole.lora_slots = list(self.lora.lora_index_to_id)
         return output
 
     def take_sampled(self, sampled: dict[str, list[int]], drafts: dict[str, list[int]]) -> None:
         """Take what another rank has sampled, and drafted if drafts are kept, by request id."""
         self.batch.append_tokens(self.batch.rows_of(sampled), list(sampled.values()))
         self.draft_tokens_handler.put(drafts)
-
-    def _on_device(self, array: np.ndarray) -> torch.Tensor:
-        return on_device(array, self.device)

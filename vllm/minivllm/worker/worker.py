@@ -110,11 +110,14 @@ class Worker:
         """Allocate the cache, capture the graphs of decode steps and, on a GPU, warm up the
         kernels. Called once; resets the count of all-reduced bytes.
         """
+        settings = self.settings
         self.runner.initialize_kv_cache(num_blocks)
-        if self.settings.uses_graphs:
+        if settings.uses_graphs:
             self.runner.capture_model()
-        if self.device.type == "cuda":
-            self._compile_kernels()
+        if self.device.type == "cuda" and settings.uses_unified_attention:
+            limits = settings.max_num_batched_tokens, settings.max_num_seqs, settings.max_model_len
+            steps = warm_up_steps(*limits, settings.block_size, settings.num_speculative_tokens, num_blocks)
+            self.run_unobserved(steps)  # so that every variant of the kernels is compiled
         self.group.bytes_reduced = 0
 
     def initialize_kv_connector(self) -> tuple[KVConnectorConfig, Any]:
@@ -180,16 +183,6 @@ class Worker:
         runner.reset()
         self.group.bytes_reduced = 0
 
-    def _compile_kernels(self) -> None:
-        """Run steps on a GPU that use every variant of the kernels, so that all are compiled."""
-        settings = self.settings
-        if not settings.uses_unified_attention:
-            return
-        limits = settings.max_num_batched_tokens, settings.max_num_seqs, settings.max_model_len
-        assert self.runner.attention is not None
-        num_blocks = len(self.runner.attention.kv_caches[0][0])  # of the first layer's first tensor
-        self.run_unobserved(warm_up_steps(*limits, settings.block_size, settings.num_speculative_tokens, num_blocks))
-
     def defer_tokens(self) -> None:
         """Let steps end before their tokens are on the host, from now on, if nothing needs the
         tokens earlier.
@@ -212,9 +205,7 @@ class Worker:
         the host.
         """
         output = self.runner.execute_model(scheduler_output)
-        if isinstance(output, AsyncModelRunnerOutput):
-            return output
-        if scheduler_output.has_structured_output_requests:
+        if isinstance(output, AsyncModelRunnerOutput) or scheduler_output.has_structured_output_requests:
             return output
         return self._shared(scheduler_output, output)
 

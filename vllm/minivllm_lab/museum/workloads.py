@@ -454,7 +454,8 @@ def graphs() -> Seen:
     early.
     """
     llm = engine()
-    core_of(llm).executor.worker.runner.capture_model(lambda function: function)  # type: ignore[attr-defined]
+    runner = core_of(llm).executor.worker.runner  # type: ignore[attr-defined]
+    runner.cuda_graphs.capture(lambda function: function, runner.model, runner.attention, runner.settings, runner.lora)
     return serve(llm, {"A": Ask(CLASS, 40), "B": Ask(READ, 40), "C": Ask(LOOP, 40), "D": Ask(ADD, 6)})
 
 

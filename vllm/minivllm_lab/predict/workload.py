@@ -137,7 +137,6 @@ def make_request(entry: dict[str, Any]) -> Request:
         max_tokens=entry["max_tokens"],
         arrival_time=entry["arrival_step"] + entry["order"] * 1e-6,
         priority=entry["priority"],
-        ignore_eos=True,
     )
 
 

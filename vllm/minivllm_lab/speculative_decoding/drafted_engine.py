@@ -96,7 +96,7 @@ def serve_with_drafts(
         generating = all(output for name, output in outputs.items() if name in requests)
         start = clock()
         step = core.scheduler.schedule()
-        results = core.scheduler.update_from_output(step, core.executor.execute_model(step))
+        results = core.scheduler.update_from_output(step, core.executor.start_model(step).result())
         if generating:
             seconds.append(clock() - start)
             num_tokens += sum(len(result.new_token_ids) for result in results)

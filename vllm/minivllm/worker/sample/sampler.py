@@ -175,16 +175,6 @@ def argmax(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return best, logits.gather(-1, best.unsqueeze(-1)).squeeze(-1)
 
 
-def most_likely(logits: torch.Tensor) -> torch.Tensor:
-    """Return the most likely token of each row [rows], int64, on the logits' device."""
-    return argmax(logits)[0]
-
-
-def largest_logits(logits: torch.Tensor) -> np.ndarray:
-    """Return the largest logit of each row [rows], or NaN if any logit of the row is NaN."""
-    return logits.numpy().max(-1) if logits.device.type == "cpu" else logits.amax(dim=-1).cpu().numpy()
-
-
 def tempered(logits: torch.Tensor, random_rows: np.ndarray, metadata: SamplingMetadata) -> torch.Tensor:
     """Return these rows' logits divided by their temperature, with -inf where min-p, top-k or top-p
     excludes a token.

@@ -37,7 +37,7 @@ from minivllm.worker.kv_cache import allocate_kv_caches, check_kv_cache_dtype
 from minivllm.worker.latent_attention import PagedLatentAttention
 from minivllm.worker.paged_attention import AttentionMetadata, PagedAttention
 from minivllm.worker.sample.gumbel import draft_keys, gumbel_max
-from minivllm.worker.sample.sampler import Needs, most_likely
+from minivllm.worker.sample.sampler import Needs, argmax
 from minivllm.worker.settings import WorkerSettings
 from minivllm.worker.spec_decode.speculator import Speculator, by_req_id
 from minivllm.worker.step_buffers import PADDING_SLOT
@@ -183,7 +183,7 @@ class DraftModelProposer(Speculator):
     def _choose(self, hidden: torch.Tensor, batch: InputBatch, rows: np.ndarray, index: int) -> torch.Tensor:
         """Choose draft `index` of each row from the hidden states [n, hidden]; return ids [n]."""
         logits = self.model.compute_logits(hidden).float()  # [n, vocab]
-        token_ids = most_likely(logits)
+        token_ids, _ = argmax(logits)
         states = batch.sampling
         if self.draft_logits is None or not states.needs_of(rows) & Needs.RANDOM:
             return token_ids

@@ -43,12 +43,9 @@ class Proposer(Protocol):
         ...
 
 
-# Makes a proposer from the settings and `max_model_len`, the length that drafts must not exceed.
-MakeProposer = Callable[[SpeculativeConfig, int], Proposer]
-
-
-# Factories of proposers that read tokens, by method.
-PROPOSERS: dict[str, MakeProposer] = {"ngram": NgramProposer}
+# Factories of proposers that read tokens, by method: of the settings and `max_model_len`, which drafts
+# must not exceed.
+PROPOSERS: dict[str, Callable[[SpeculativeConfig, int], Proposer]] = {"ngram": NgramProposer}
 # Proposers that run a model, by method.
 MODEL_PROPOSERS: dict[str, type[DraftModelProposer]] = {"draft_model": DraftModelProposer, "eagle3": EagleProposer}
 

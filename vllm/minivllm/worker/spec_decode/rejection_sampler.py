@@ -27,7 +27,7 @@ from minivllm.worker.sample.sampler import (
     SamplingMetadata,
     add_logprobs,
     apply_constraints,
-    largest_logits,
+    argmax,
     raw_logprobs_of,
     tempered,
 )
@@ -62,22 +62,18 @@ class StepDrafts:
         return cls(token_ids, num_drafts.astype(np.int32), draft_logits)
 
 
-# The signature of `minivllm.kernels.rejection_sample.rejection_sample`.
-RejectionSample = Callable[[RejectionArguments], torch.Tensor]
-
-
 def sample_with_drafts(
     logits: torch.Tensor,
     metadata: SamplingMetadata,
     drafts: StepDrafts,
-    rejection_sample: RejectionSample = rejection_sample,
+    rejection_sample: Callable[[RejectionArguments], torch.Tensor] = rejection_sample,
 ) -> SamplerOutput:
     """Sample a token for each row of logits, up to the last one that its request keeps; the rows
     after it get -1.
 
     logits [sum of (num_drafts + 1), vocab], float32, is overwritten; `metadata` has as many rows.
     """
-    largest = largest_logits(logits)
+    largest = argmax(logits)[1].cpu().numpy()
     raw_logprobs = raw_logprobs_of(logits, metadata)
     apply_constraints(logits, metadata)
     widths = drafts.num_drafts + 1  # [requests]
