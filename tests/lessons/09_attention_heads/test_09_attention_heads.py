@@ -12,7 +12,7 @@ import torch
 from kernels.harness import assert_close, assert_compiles, reference_attention
 from lessons.harness import REPOSITORY, exercise_test, figures_of_quick_run, script_path
 
-from minivllm.config import EMBEDDED_MODEL, NO_PARTS, ModelConfig
+from minivllm.config import EMBEDDED_MODEL, ModelConfig
 from minivllm.config.units import GIB
 from minivllm.errors import MinivllmError
 from minivllm.kernels.mla_attention import mla_attention
@@ -23,10 +23,9 @@ from minivllm.models.loader import load_model
 from minivllm.models.parallel import GroupCoordinator, kv_part
 from minivllm_lab.attention_heads import absorption, opening, plan, report
 from minivllm_lab.attention_heads.pooled_heads import pooled_checkpoint
-from minivllm_lab.exercise import checks_of, load, plug_of, run_checks
+from minivllm_lab.exercise import checks_of, load, run_checks
 from minivllm_lab.followed import followed
 from minivllm_lab.kernel_trace import trace_kernel
-from minivllm_lab.plugged import serve
 from minivllm_simulate.hardware import get_hardware
 from minivllm_simulate.known_models import CONFIGS, known_model
 from minivllm_simulate.memory import memory_ledger
@@ -379,9 +378,3 @@ def test_interleaved_heads_get_a_hint():
 
     results = run_checks(SimpleNamespace(grouped_attention=dealt), checks_of("09"))
     assert any("neighbours share: it is h // 3, not h % 2" in str(result.problem) for result in results)
-
-
-def test_the_engine_runs_with_the_learners_attention():
-    plugged = plug_of("09")(load(script_path("09")))
-    yours, ours = (serve(plugged, parts) for parts in (plugged.parts, NO_PARTS))
-    assert (yours.token_ids, yours.steps, yours.rows) == (ours.token_ids, ours.steps, ours.rows)

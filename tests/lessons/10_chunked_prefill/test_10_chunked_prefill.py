@@ -12,7 +12,7 @@ import torch
 from kernels.harness import assert_close, assert_compiles
 from lessons.harness import REPOSITORY, exercise_test, figures_of_quick_run, script_path
 
-from minivllm.config import NO_PARTS, CacheConfig, DraftingConfig, SchedulerConfig
+from minivllm.config import CacheConfig, DraftingConfig, SchedulerConfig
 from minivllm.core.policy import DEFAULT_POLICY
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
@@ -23,9 +23,8 @@ from minivllm.memory import kv_bytes_per_token
 from minivllm_lab.chunked_prefill import report
 from minivllm_lab.chunked_prefill.learner_policy import learner_policy
 from minivllm_lab.chunked_prefill.prefill_first import PREFILL_FIRST
-from minivllm_lab.exercise import load, plug_of
+from minivllm_lab.exercise import load
 from minivllm_lab.kernel_trace import trace_kernel
-from minivllm_lab.plugged import rows_of, serve
 from minivllm_simulate.hardware import get_hardware
 from minivllm_simulate.known_models import known_model
 from minivllm_simulate.memory import num_parameters
@@ -325,11 +324,3 @@ def test_quick_run(tmp_path):
 # ---- the exercise --------------------------------------------------------------------------------
 
 test_the_checks_catch = exercise_test("10")
-
-
-def test_the_engine_runs_with_the_learners_caps():
-    plugged = plug_of("10")(lesson)
-    ours, yours = serve(plugged, NO_PARTS), serve(plugged, plugged.parts)
-    assert yours.token_ids == ours.token_ids
-    counted = [{name: value for name, value in rows_of(run).items() if "second" not in name} for run in (ours, yours)]
-    assert counted[0] == counted[1]

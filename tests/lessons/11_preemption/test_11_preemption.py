@@ -10,16 +10,15 @@ import torch
 from kernels.harness import assert_compiles
 from lessons.harness import REPOSITORY, exercise_test, figures_of_quick_run, script_path
 
-from minivllm.config import NO_PARTS, CacheConfig, SchedulerConfig
+from minivllm.config import CacheConfig, SchedulerConfig
 from minivllm.core.policy import DEFAULT_POLICY
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
 from minivllm.core.scheduler_output import ModelRunnerOutput
 from minivllm.errors import MinivllmError
 from minivllm.kernels.copy_blocks import BlockRegions, gather_blocks, scatter_blocks
-from minivllm_lab.exercise import load, plug_of
+from minivllm_lab.exercise import load
 from minivllm_lab.kernel_trace import trace_kernel
-from minivllm_lab.plugged import rows_of, serve
 from minivllm_lab.preemption import cliff, report
 from minivllm_lab.preemption.costs import break_even_bandwidth, recompute_seconds
 from minivllm_lab.preemption.learner_policy import learner_policy
@@ -353,12 +352,3 @@ def test_quick_run(tmp_path):
 
 
 test_the_checks_catch = exercise_test("11")
-
-
-def test_the_engine_runs_with_the_learners_loop():
-    plugged = plug_of("11")(lesson)
-    ours, yours = serve(plugged, NO_PARTS), serve(plugged, plugged.parts)
-    assert yours.token_ids == ours.token_ids
-    assert yours.preemptions == ours.preemptions > 0
-    counted = [{name: value for name, value in rows_of(run).items() if "second" not in name} for run in (ours, yours)]
-    assert counted[0] == counted[1]

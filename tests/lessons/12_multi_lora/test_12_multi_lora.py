@@ -12,15 +12,13 @@ import torch
 from kernels.harness import assert_close, assert_compiles
 from lessons.harness import exercise_test, figures_of_quick_run, script_path
 
-from minivllm.config import NO_PARTS
 from minivllm.core.adapter_slots import AdapterSlots
 from minivllm.errors import MinivllmError
 from minivllm.kernels.lora_metadata import LoRAKernelMeta
 from minivllm.memory.adapters import linear_shapes
-from minivllm_lab.exercise import checks_of, load, plug_of
+from minivllm_lab.exercise import checks_of, load
 from minivllm_lab.multi_lora import report
 from minivllm_lab.multi_lora.learner_policy import learner_policy
-from minivllm_lab.plugged import rows_of, serve
 from minivllm_simulate.known_models import known_model
 from minivllm_simulate.memory.adapters import adapter_parameters
 
@@ -257,15 +255,6 @@ def test_quick_run(tmp_path):
     assert slots["1"]["waiting"] > slots["4"]["waiting"] > slots["16"]["waiting"] == 0
     assert slots["cold"]["starts"] > 100 > slots["cold"]["with_a_third_slot"] == 4
     assert [record["real"] for record in figures["ranks"].values()] == [1.0, 0.03125]
-
-
-def test_the_engine_runs_with_the_learners_slots_and_gate():
-    plugged = plug_of("12")(lesson)
-    ours, yours = serve(plugged, NO_PARTS), serve(plugged, plugged.parts)
-    assert yours.token_ids == ours.token_ids
-    counted = [{name: value for name, value in rows_of(run).items() if "second" not in name} for run in (ours, yours)]
-    assert counted[0] == counted[1]
-    assert "None" not in rows_of(yours)["slots at the end"]
 
 
 # ---- the exercise --------------------------------------------------------------------------------
