@@ -11,7 +11,7 @@ from kernels.harness import (
     assert_compiles,
     awkward_lengths,
     gather_paged,
-    random_block_table,
+    poisoned_caches,
     reference_attention,
     start_locations,
 )
@@ -191,16 +191,10 @@ def paged_case(lengths, block_size, heads, kv_heads, head_dim, dtype, device):
     """Return q, caches, table and lengths; slots that hold no sequence's token hold NaN, which must
     never be read.
     """
-    table, blocks = random_block_table(lengths, block_size)
-    caches = torch.full((2, blocks, block_size, kv_heads, head_dim), torch.nan)
-    for row, length in enumerate(lengths):
-        positions = torch.arange(length)
-        where = table[row].long()[positions // block_size], positions % block_size
-        for cache in caches:
-            cache[where] = torch.randn(length, kv_heads, head_dim)
+    table, caches = poisoned_caches(lengths, block_size, *[(kv_heads, head_dim)] * 2)
     q = torch.randn(len(lengths), heads, head_dim).to(device, dtype)
     counts = torch.tensor(lengths, dtype=torch.int32, device=device)
-    return q, *caches.to(device, dtype), table.to(device), counts
+    return q, *(cache.to(device, dtype) for cache in caches), table.to(device), counts
 
 
 @pytest.mark.parametrize(
@@ -254,11 +248,7 @@ def test_decode_is_what_the_engines_kernel_does(device):
 def test_the_gathers_find_every_row(block_size, device):
     """The three steps agree, and never touch a slot without a token, which holds NaN."""
     lengths, width = [1, 3 * block_size, 2 * block_size + 1, 0], 32
-    table, blocks = random_block_table(lengths, block_size)
-    cache = torch.full((blocks, block_size, width), torch.nan)
-    for row, length in enumerate(lengths):
-        positions = torch.arange(length)
-        cache[table[row].long()[positions // block_size], positions % block_size] = torch.randn(length, width)
+    table, (cache,) = poisoned_caches(lengths, block_size, (width,))
     wanted = [gather_paged(cache[:, :, None], table, row, length)[:, 0] for row, length in enumerate(lengths)]
     cache, table = cache.to(device), table.to(device)
     actual = lesson.gather_cache(cache, table, torch.tensor(lengths, dtype=torch.int32, device=device))
