@@ -1,4 +1,9 @@
-"""Test the rules of a step one at a time."""
+"""Test the rules of a step that vLLM's traces do not show, or that are easy to get wrong, one at a
+time.
+
+`tests/conformance` has the others: budget and order of a step, admission, chunks, hits, preemption
+and which block is reused next.
+"""
 
 import pytest
 from core.driving import Drive, make_scheduler
@@ -17,38 +22,7 @@ def drive(**settings: object) -> Drive:
     return Drive(make_scheduler(**settings))
 
 
-# No phases: each step, what is computed catches up with what is known
-
-
-def test_a_prompt_in_one_step_then_one_token_a_step() -> None:
-    d = drive()
-    d.add("a", 6, max_tokens=3)
-    assert [d.step() for _ in range(3)] == [{"a": 6}, {"a": 1}, {"a": 1}]
-    assert not d.scheduler.has_unfinished_requests()
-    assert d.engine_outputs[0].finish_reason == "length"
-
-
-def test_a_prompt_is_cut_to_the_budget_and_only_its_last_chunk_samples() -> None:
-    d = drive(max_num_batched_tokens=4)
-    d.add("a", 10)
-    assert [d.step() for _ in range(4)] == [{"a": 4}, {"a": 4}, {"a": 2}, {"a": 1}]
-    assert d.worker.requests["a"].token_ids[10:] == [10**6 + 1, 10**6 + 2]
-
-
-def test_decodes_and_a_chunk_share_a_step_running_requests_first() -> None:
-    d = drive(max_num_batched_tokens=4)
-    d.add("a", 4)
-    d.step()
-    d.add("b", 6)
-    assert [d.step() for _ in range(2)] == [{"a": 1, "b": 3}, {"a": 1, "b": 3}]
-
-
-def test_a_chunk_admitted_earlier_goes_before_a_decode_admitted_later() -> None:
-    d = drive(max_num_batched_tokens=6)
-    d.add("long", 20)
-    d.add("b", 2)
-    assert d.step() == {"long": 6}, "order of admission, not decodes first"
-    assert d.step() == {"long": 6}
+# A scheduler that runs ahead of the model
 
 
 def test_a_request_that_can_get_nothing_is_passed_over() -> None:
@@ -56,38 +30,11 @@ def test_a_request_that_can_get_nothing_is_passed_over() -> None:
     d.add("a", 4)
     d.add("b", 8)
     assert d.schedule().num_scheduled_tokens == {"a": 4, "b": 1}
-    # Scheduled again before its token came back, as a scheduler that runs ahead of the model would
-    # do.
+    # Scheduled again before its token came back.
     assert d.schedule().num_scheduled_tokens == {"b": 5}
 
 
-def test_max_num_seqs_limits_who_runs() -> None:
-    d = drive(max_num_seqs=2)
-    for name in "abc":
-        d.add(name, 2, max_tokens=2)
-    assert d.step() == {"a": 2, "b": 2}
-    d.step()
-    assert d.step() == {"c": 2}
-
-
-def test_the_last_token_of_max_model_len_is_sampled_and_never_computed() -> None:
-    d = drive(max_model_len=8)
-    request = d.add("a", 7, max_tokens=99)
-    assert d.step() == {"a": 7}
-    assert request.status is RequestStatus.FINISHED_LENGTH_CAPPED
-    assert request.num_tokens == 8
-
-
 # Admission
-
-
-def test_a_request_that_does_not_fit_blocks_those_behind_it() -> None:
-    d = drive()
-    d.add("a", 20, max_tokens=20)
-    d.add("big", 24)
-    d.add("small", 1)
-    assert d.step() == {"a": 20}
-    assert d.waiting() == ["big", "small"]
 
 
 def test_admission_needs_room_for_the_whole_prompt_even_if_it_comes_in_chunks() -> None:
@@ -97,39 +44,6 @@ def test_admission_needs_room_for_the_whole_prompt_even_if_it_comes_in_chunks() 
         d.add("b", 36, max_tokens=1)
         d.step()
         assert d.running() == expected
-
-
-def test_admission_takes_equality_and_does_not_count_max_tokens() -> None:
-    d = drive()
-    d.add("a", 20, max_tokens=20)
-    d.add("b", 20, max_tokens=20)
-    assert d.step() == {"a": 20, "b": 20}
-    assert d.free() == []
-
-
-def test_hit_blocks_that_lie_free_are_not_free_to_be_given_out() -> None:
-    d = drive()
-    d.add("a", [*range(16)], max_tokens=1)
-    d.step()
-    d.add("b", 24, max_tokens=9)
-    d.step()
-    assert len(d.free()) == 4
-    # Four blocks are free, and all four are hits: the fifth block is not there.
-    d.add("c", [*range(16), 99], max_tokens=1)
-    assert d.step() == {"b": 1}
-    assert d.waiting() == ["c"]
-
-
-def test_hit_blocks_that_others_hold_cost_nothing() -> None:
-    d = drive()
-    d.add("a", [*range(16)], max_tokens=20)
-    d.step()
-    d.add("b", 20, max_tokens=9)
-    d.step()
-    assert len(d.free()) == 0
-    d.scheduler.finish_requests(["b"], RequestStatus.FINISHED_ABORTED)
-    d.add("c", [*range(16), 99], max_tokens=1)
-    assert d.step() == {"a": 1, "c": 1}
 
 
 def test_the_watermark_holds_for_admissions_while_something_runs() -> None:
@@ -168,13 +82,6 @@ def test_static_batching_admits_only_into_an_empty_batch() -> None:
 # The threshold for long prompts
 
 
-def test_the_threshold_caps_first_and_later_chunks() -> None:
-    d = drive(long_prefill_token_threshold=4)
-    d.add("a", 10)
-    d.add("b", 6)
-    assert [d.step() for _ in range(3)] == [{"a": 4, "b": 4}, {"a": 4, "b": 2}, {"a": 2, "b": 1}]
-
-
 def test_the_threshold_spares_a_request_that_is_alone() -> None:
     d = drive(long_prefill_token_threshold=4)
     d.add("a", 10)
@@ -208,25 +115,6 @@ def test_an_adaptive_threshold_is_at_least_a_fair_share_of_the_budget(
 # The prefix cache
 
 
-def test_two_equal_prompts_share_in_the_step_that_computes_them() -> None:
-    d = drive()
-    d.add("a", [*range(10)])
-    d.add("b", [*range(10)])
-    assert d.step() == {"a": 10, "b": 2}
-    assert d.blocks("a")[:2] == d.blocks("b")[:2]
-
-
-def test_equal_blocks_filled_apart_are_not_merged() -> None:
-    d = drive(max_num_batched_tokens=4)
-    d.add("a", [*range(3)], max_tokens=9)
-    d.add("b", [*range(3)], max_tokens=9)
-    d.worker.next_token = len
-    for _ in range(5):
-        d.step()
-    tables = d.blocks("a"), d.blocks("b")
-    assert not set(tables[0]) & set(tables[1])
-
-
 def test_skip_reading_prefix_cache_still_publishes() -> None:
     d = drive()
     d.add("a", [*range(8)], max_tokens=1, skip_reading_prefix_cache=True)
@@ -235,16 +123,6 @@ def test_skip_reading_prefix_cache_still_publishes() -> None:
     assert d.step() == {"b": 8}
     d.add("c", [*range(8)], max_tokens=1)
     assert d.step() == {"c": 4}
-
-
-def test_prefix_caching_can_be_off() -> None:
-    d = drive(enable_prefix_caching=False)
-    d.add("a", [*range(8)], max_tokens=1)
-    d.add("b", [*range(8)], max_tokens=1)
-    assert d.step() == {"a": 8, "b": 8}
-    assert d.add("c", 8).block_hashes == [], "names cost time, and nobody asks for them"
-    d.scheduler.finish_requests(["c"], RequestStatus.FINISHED_ABORTED)
-    assert d.free() == [4, 3, 2, 1, 5, 6, 7, 8, 9, 10], "reversed, to the front"
 
 
 def test_freed_blocks_unhashed_to_the_front_hashed_to_the_back() -> None:
@@ -284,19 +162,6 @@ def test_reset_prefix_cache() -> None:
 
 
 # Preemption
-
-
-def test_fcfs_preempts_the_last_running_request_and_admits_nobody_in_that_step() -> None:
-    d = drive(num_gpu_blocks=5, max_model_len=16)
-    a, b = d.add("a", 8, max_tokens=8), d.add("b", 7, max_tokens=5)
-    d.step()
-    d.add("c", 1)
-    assert d.step() == {"a": 1}
-    assert b.status is RequestStatus.PREEMPTED
-    assert (b.num_computed_tokens, b.num_output_tokens, b.num_preemptions) == (0, 1, 1), "it keeps its output"
-    assert d.waiting() == ["b", "c"], "it waits at the head"
-    assert d.scheduler.make_stats().num_preemptions == 1
-    assert a.status is RequestStatus.RUNNING
 
 
 def test_a_preempted_request_finds_its_own_blocks_again() -> None:

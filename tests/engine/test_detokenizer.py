@@ -262,12 +262,6 @@ def test_stop_strings_in_the_first_min_tokens_do_not_count():
             assert feed(TOKENIZER, [], chunks, stop="b", min_tokens=min_tokens)[1:] == ("aba", "b")
 
 
-def test_the_first_stop_string_to_be_complete():
-    assert find_stop_string("xaby", ["by", "ab"], 0) == ("ab", 3)
-    assert find_stop_string("xaby", ["ab"], 3) is None, "it ended before what is new"
-    assert find_stop_string("xaby", ["xab", "ab"], 2) == ("xab", 3)
-
-
 @families
 def test_a_token_of_a_logprob_has_the_space_that_it_has_in_a_text(tokenizer):
     """The tokens' texts must join to the whole text, because its offsets are computed from them."""

@@ -4,15 +4,12 @@ preempted.
 
 import functools
 import re
-import shutil
-from pathlib import Path
 from typing import Any
 
 import pytest
-from engine.golden_adapters import ADAPTERS
 from engine.mixed_requests import greedy_answers, random_prompts
 
-from minivllm import LLM, LoRARequest
+from minivllm import LLM
 from minivllm.config import EMBEDDED_DRAFT, EMBEDDED_MODEL
 from minivllm.config.units import GIB
 from minivllm.engine.arg_utils import EngineArgs
@@ -90,26 +87,6 @@ def test_the_same_tokens_with_a_tier(settings: dict[str, Any], extra: dict[str, 
         assert preempted > 3
     finally:
         llm.shutdown()
-
-
-def test_files_of_an_adapter_that_was_written_anew_are_not_found(tmp_path: Path) -> None:
-    """A later engine finds only the files of the adapter contents that it has read, though name and
-    path are the same.
-    """
-    files = {"kv_connector": "ExampleConnector", "kv_connector_extra_config": {"shared_storage_path": str(tmp_path)}}
-    results = []
-    for source in ("b", "b", "a"):
-        shutil.rmtree(tmp_path / "adapter", ignore_errors=True)
-        shutil.copytree(ADAPTERS / source, tmp_path / "adapter")
-        adapter = LoRARequest("adapter", 1, str(tmp_path / "adapter"))
-        llm = LLM(**SMALL, kv_transfer_config=files, enable_lora=True)
-        results.append((greedy_answers(llm, ASKED[:2], max_tokens=8, lora_request=adapter), lookups(llm)[0]))
-        llm.shutdown()
-    (first, _), (again, hits), (other, hits_of_other) = results
-    assert first == again != other
-    assert hits > hits_of_other
-    plain = LLM(**SMALL, enable_lora=True)
-    assert other == greedy_answers(plain, ASKED[:2], max_tokens=8, lora_request=adapter)
 
 
 def test_a_tier_counts_by_vllms_names_and_a_restart_empties_it_and_costs_nobody_a_token() -> None:

@@ -140,24 +140,6 @@ def test_the_same_tokens_with_graphs(folder, expected):
     assert runner_of(llm).cuda_graphs.decode.replays > 10
 
 
-def test_the_same_tokens_through_a_connector(tmp_path, folder, expected):
-    transfer = {"kv_connector": "ExampleConnector", "kv_connector_extra_config": {"shared_storage_path": str(tmp_path)}}
-    for hits in (0, 60):
-        llm = LLM(folder, **SETTINGS, block_size=8, kv_transfer_config=transfer)
-        assert tokens_of(llm) == expected
-        stats = core_of(llm).scheduler.make_stats()
-        assert stats.connector_prefix_cache_stats.hits >= hits
-
-
-def test_the_same_tokens_through_a_tier_in_host_memory(folder, expected):
-    tight = {"block_size": 4, "num_gpu_blocks_override": 26, "max_model_len": 66, "max_num_batched_tokens": 24}
-    options = {"kv_connector_extra_config": {"offload_prompt_only": False}}
-    llm = LLM(folder, **SETTINGS, **tight, kv_offloading_size=0.001, kv_transfer_config=options)
-    assert [tokens_of(llm), tokens_of(llm)] == [expected, expected]
-    stats = core_of(llm).scheduler.make_stats().connector_prefix_cache_stats
-    assert stats.hits > 0, "how many more depends on when the copying thread was done"
-
-
 PULLED = [[(3 * token + seed) % 149 for token in range(60 - 7 * seed)] for seed in range(4)]
 TO_DECODE = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None}
 

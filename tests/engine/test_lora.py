@@ -17,7 +17,6 @@ import torch
 from engine.captured import capture_with
 from engine.golden_adapters import ADAPTERS, EXPECTED, PROMPT
 from engine.test_equivalence import FAMILIES, SHAPE, assert_most_likely
-from safetensors.torch import load_file, save_file
 
 from minivllm import LLM, BeamSearchParams, LoRARequest, SamplingParams
 from minivllm.config import EMBEDDED_DRAFT, EMBEDDED_MODEL, ModelConfig, Parts
@@ -264,13 +263,6 @@ def test_the_tokens_of_a_merged_model(families, family):
     check_merged(LLM(folder / "model", device="cpu", dtype="float32", **settings, **adapters), model, folder)
 
 
-def test_the_tokens_of_a_merged_model_from_two_ranks(two_ranks, transformers, tmp_path):
-    own = ModelConfig.from_pretrained(EMBEDDED_MODEL)
-    write_adapters(own, tmp_path)
-    model = transformers.AutoModelForCausalLM.from_pretrained(EMBEDDED_MODEL, dtype=torch.float32).eval()
-    check_merged(two_ranks, model, tmp_path)
-
-
 def check_merged(llm: LLM, model, folder: Path) -> None:
     """Expect the merged models' tokens for mixed prompts, with adapters of every rank and with
     none.
@@ -400,13 +392,3 @@ def test_beam_search_and_several_completions_use_the_adapter(llm):
     several = SamplingParams(temperature=1.0, top_k=1, seed=0, max_tokens=8, n=3)
     (output,) = llm.generate([PROMPT], several, lora_request=request("c"), use_tqdm=False)
     assert [completion.token_ids for completion in output.outputs] == [EXPECTED["c"]] * 3
-
-
-def test_a_damaged_adapter_leaves_the_engine_as_it_was(llm, tmp_path):
-    shutil.copytree(ADAPTERS / "c", tmp_path / "nan")
-    tensors = load_file(tmp_path / "nan" / MATRICES)
-    name = next(iter(tensors))
-    save_file(tensors | {name: tensors[name] * torch.nan}, tmp_path / "nan" / MATRICES)
-    with pytest.raises(MinivllmError, match="NaN or infinity"):
-        answer(llm, LoRARequest("nan", 40, str(tmp_path / "nan")))
-    check(llm, "a", None)

@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import math
 
-import numpy as np
 import pytest
 import torch
 from engine.mixed_requests import PROMPTS, SHARED, greedy_answers
@@ -17,10 +16,9 @@ from minivllm.errors import MinivllmError
 from minivllm.kernels.packed_weights import default_group_size, dequantize_weight
 from minivllm.memory import kv_bytes_per_token
 from minivllm.models.attention import CausalAttention
-from minivllm.models.linear import Linear, UnquantizedLinearMethod, weight_bytes
+from minivllm.models.linear import Linear, weight_bytes
 from minivllm.models.loader import load_model, random_model
 from minivllm.models.parallel import GroupCoordinator
-from minivllm.models.quantized import QuantizedLinearMethod
 from minivllm.worker.kv_cache import allocate_kv_caches
 from minivllm.worker.kv_connector_runner import tensors_of
 from minivllm_lab.inside import core_of, runner_of
@@ -54,18 +52,6 @@ def bytes_of_linears(quantization: str) -> int:
         else:
             layer += rows * width // 2 + 2 * rows * (width // default_group_size(width))
     return CONFIG.num_hidden_layers * layer
-
-
-@pytest.mark.parametrize("quantization", ["int8", "int4"])
-def test_the_count_is_what_is_there(quantization):
-    plain, quantized = load_model(EMBEDDED_MODEL)[0], load_model(EMBEDDED_MODEL, quantization=quantization)[0]
-    linears = [module for module in plain.layers.modules() if isinstance(module, Linear)]
-    assert [tuple(linear.weight.shape) for linear in linears[:4]] == shapes()
-    spared = weight_bytes(plain) - weight_bytes(quantized)
-    assert spared == sum(linear.weight.nbytes for linear in linears) - bytes_of_linears(quantization)
-    methods = [module.method for module in quantized.layers.modules() if isinstance(module, Linear)]
-    assert all(isinstance(method, QuantizedLinearMethod) for method in methods)
-    assert isinstance(quantized.lm_head.method, UnquantizedLinearMethod)
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
@@ -124,16 +110,6 @@ def test_on_a_cpu_a_head_reads_its_slots_in_one_run_of_a_block_that_is_contiguou
     assert not cache.keys.any()
 
 
-def test_the_engines_ledger_counts_the_scales_too():
-    core = core_of(engine(kv_cache_dtype="int8", max_num_seqs=4))
-    config, ledger = core.model_config, core.ledger
-    a_token = config.num_hidden_layers * 2 * config.num_key_value_heads * (config.head_dim + 4)
-    assert ledger.bytes_per_token == a_token
-    allocated = sum(tensor.nbytes for cache in runner_of(core).attention.kv_caches for tensor in cache)
-    assert allocated == ledger.num_blocks * 16 * a_token == ledger.kv_bytes
-    assert core_of(engine(kv_cache_dtype="auto")).ledger.bytes_per_token == a_token * 4 * 32 // 36
-
-
 INT4 = {"quantization": "int4"}
 INT8 = {"quantization": "int8", "kv_cache_dtype": "int8"}
 
@@ -168,14 +144,6 @@ def test_the_same_tokens_however_they_are_scheduled(settings, changes):
     if not changes:
         assert llm.generate(PROMPTS[:1], SamplingParams(max_tokens=1))[0].num_cached_tokens == 32
         assert tokens(llm) == expected, "with the prefixes of the first call"
-
-
-def test_every_lever_of_bytes_at_once():
-    """A quantized cache changes little on top of quantized weights, and random weights run too."""
-    weights, both = (tokens(engine(quantization="int8", kv_cache_dtype=kind)) for kind in ("auto", "int8"))
-    assert (np.array(weights) == np.array(both)).mean() > 0.6
-    dummy = engine(quantization="int4", kv_cache_dtype="int8", load_format="dummy")
-    assert all(len(token) == 12 for token in tokens(dummy))
 
 
 def test_the_quantized_cache_is_what_is_read():

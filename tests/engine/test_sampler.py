@@ -89,10 +89,6 @@ def test_the_draw_has_the_right_distribution(chosen):
     assert is_plausible(counts_of(chosen), expected_probabilities(LOGITS, **chosen))
 
 
-def test_the_test_of_the_distribution_sees_a_wrong_one():
-    assert not is_plausible(counts_of({"temperature": 1.15}), expected_probabilities(LOGITS))
-
-
 def uniforms(seeds, positions, vocab: int) -> np.ndarray:
     """Return the uniform numbers from 0 to 1 that underlie the noise: [rows, vocab]."""
     keys = torch.from_numpy(row_keys(np.asarray(seeds, np.uint64), np.asarray(positions)).view(np.int32))

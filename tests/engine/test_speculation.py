@@ -23,7 +23,6 @@ from minivllm.models.forward_context import AuxHiddenStates, ForwardContext
 from minivllm.models.linear import weight_bytes
 from minivllm.models.loader import random_model
 from minivllm.sampling_params import RequestOutputKind
-from minivllm.worker.input_batch import InputBatch
 from minivllm.worker.spec_decode.ngram_proposer import NgramProposer
 from minivllm.worker.spec_decode.proposer import check_drafter
 from minivllm_lab.inside import core_of, runner_of
@@ -75,14 +74,6 @@ def test_no_draft_reaches_beyond_the_last_position():
     assert proposer.drafts_after(np.array([1, 2, 3, 4, 5, 6, 7, 1], np.int32)) == []
 
 
-def test_a_batch_is_asked_for_in_the_order_of_its_rows():
-    batch = InputBatch(max_num_reqs=3, max_model_len=8, block_size=4)
-    for row, tokens in ((0, [1, 2, 1]), (2, [7, 7, 7])):
-        batch.token_ids[row, : len(tokens)], batch.num_tokens[row] = tokens, len(tokens)
-    proposer = NgramProposer(SpeculativeConfig(num_speculative_tokens=2, prompt_lookup_max=1), max_model_len=8)
-    assert proposer.propose(batch, np.array([2, 0, 1])) == [[7, 7], [2, 1], []]
-
-
 @pytest.fixture(scope="module")
 def plain():
     return LLM(EMBEDDED_MODEL, **SETTINGS)
@@ -92,29 +83,6 @@ def plain():
 def lookup():
     config = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 1}
     return LLM(EMBEDDED_MODEL, **SETTINGS, speculative_config=config)
-
-
-def steps_and_tokens(llm, prompts, params):
-    """Return the number of forward passes, and the tokens of each prompt's first completion."""
-    runner, steps = runner_of(llm), []
-    forward = runner.forward
-    runner.forward = lambda inputs: steps.append(1) or forward(inputs)
-    outputs = llm.generate(prompts, params, use_tqdm=False)
-    del runner.forward
-    return len(steps), [output.outputs[0].token_ids for output in outputs]
-
-
-def test_a_text_that_repeats_itself_takes_fewer_steps_for_the_same_tokens(plain, lookup):
-    params = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
-    before = lookup.llm_engine.stats.spec_decoding_stats
-    plain_steps, expected = steps_and_tokens(plain, [REPETITIVE], params)
-    steps, tokens = steps_and_tokens(lookup, [REPETITIVE], params)
-    stats = lookup.llm_engine.stats.spec_decoding_stats.since(before)
-    assert tokens == expected
-    assert plain_steps == 64
-    assert 0 <= steps + stats.num_accepted_tokens - 64 <= 5, "each accepted draft saves a step; the last reach beyond"
-    assert stats.num_accepted_tokens > 10
-    assert sum(stats.num_accepted_tokens_per_pos) == stats.num_accepted_tokens <= stats.num_draft_tokens
 
 
 @pytest.mark.parametrize("config", [NGRAM, DRAFT_MODEL, EAGLE3], ids=["ngram", "draft_model", "eagle3"])
@@ -279,26 +247,6 @@ def test_random_requests_keep_their_tokens_and_log_probabilities(plain, lookup):
 
 
 ONE_AFTER_ANOTHER = [REPETITIVE, REPETITIVE[:60], REPETITIVE, "class Stack:\n    def __init__", REPETITIVE]
-
-
-@pytest.mark.parametrize(
-    "features",
-    [
-        {
-            "num_gpu_blocks_override": 17, "max_model_len": 224, "max_num_batched_tokens": 24,
-            "async_scheduling": True,
-        },
-        {"tensor_parallel_size": 2, "async_scheduling": True},
-    ],
-    ids=["preempted ahead", "two ranks ahead"],
-)  # fmt: skip
-def test_lookup_changes_no_token_of_a_greedy_request(plain_tokens, features):
-    config = {"method": "ngram", "num_speculative_tokens": 6, "prompt_lookup_min": 1}
-    llm = LLM(EMBEDDED_MODEL, **{**SETTINGS, **features}, speculative_config=config)
-    assert greedy_tokens(llm) == plain_tokens
-    stats = llm.llm_engine.stats
-    assert stats.spec_decoding_stats.num_accepted_tokens > 40
-    assert (stats.num_preemptions > 0) == ("num_gpu_blocks_override" in features)
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from random import Random
 from typing import Any
 
 from conformance.workloads import random_workload
-from core.test_random_workloads import SEEDS, Run, random_request
+from core.test_random_workloads import SEEDS, Run, configs_of, serve
 from hypothesis import given, settings
 
 from minivllm.config import CacheConfig, DraftingConfig, SchedulerConfig
@@ -70,28 +70,10 @@ def check_state(scheduler: Scheduler, told: dict[str, Any]) -> None:
 
 def run(seed: int, watch: bool) -> WatchedRun:
     rng = Random(seed)
-    workload = random_workload(rng)
-    config, drafts = workload["config"], rng.choice([0, 0, 2])
-    names = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "long_prefill_token_threshold", "policy")
-    scheduler = Scheduler(
-        SchedulerConfig(
-            **{name: config[name] for name in names},
-            enable_chunked_prefill=config["enable_chunked_prefill"],
-            drafting=DraftingConfig(num_speculative_tokens=drafts),
-        ),
-        CacheConfig(
-            num_gpu_blocks=config["num_blocks"] + 2 * drafts,
-            block_size=config["block_size"],
-            enable_prefix_caching=config["enable_prefix_caching"],
-        ),
-    )
-    under_way, entries, step = WatchedRun(scheduler, rng, watch), workload["requests"], 0
-    while step <= max(entry["arrival_step"] for entry in entries) or scheduler.has_unfinished_requests():
-        for entry in entries:
-            if entry["arrival_step"] == step:
-                under_way.add(random_request(entry, scheduler.config, rng))
-        under_way.step(workload["aborts"].get(str(step), []))
-        step += 1
+    workload, drafts = random_workload(rng), rng.choice([0, 0, 2])
+    configs = configs_of(workload, drafts, drafting=DraftingConfig(num_speculative_tokens=drafts))
+    under_way = WatchedRun(Scheduler(*configs), rng, watch)
+    serve(under_way, workload)
     return under_way
 
 

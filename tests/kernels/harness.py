@@ -186,6 +186,24 @@ def random_block_table(
     return table, num_blocks
 
 
+def poisoned_caches(
+    lengths: Sequence[int], block_size: int, *shapes: tuple[int, ...], dtype: torch.dtype = torch.float32, seed: int = 0
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Return a block table and random caches `[blocks, block_size, *shape]`, one for each shape.
+
+    Slots that hold no sequence's token are NaN, which must never be read.
+    """
+    table, blocks = random_block_table(lengths, block_size, seed=seed)
+    caches = [torch.full((blocks, block_size, *shape), torch.nan, dtype=dtype) for shape in shapes]
+    for row, length in enumerate(lengths):
+        at = torch.arange(length)
+        for cache in caches:
+            cache[table[row][at // block_size].long(), at % block_size] = torch.randn(length, *cache.shape[2:]).to(
+                dtype
+            )
+    return table, caches
+
+
 def gather_paged(cache: torch.Tensor, block_table: torch.Tensor, sequence: int, length: int) -> torch.Tensor:
     """Gather a sequence's `[length, kv_heads, head_dim]` from a paged cache `[blocks, block_size,
     kv_heads, head_dim]`.

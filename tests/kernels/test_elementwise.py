@@ -83,15 +83,6 @@ def test_rows_apart_and_positions_of_any_kind():
     assert_close(silu_and_mul(wide[:, 64:], backend="cpu"), gate * torch.sigmoid(gate) * up, scale=2)
 
 
-def test_the_number_of_threads_stays():
-    x = random(300, 256)
-    with on_threads(1):
-        add_rms_norm(x, x.clone(), random(256), EPS, backend="cpu")
-        silu_and_mul(x, backend="cpu")
-        rotate_heads(x.view(300, 8, 32), torch.arange(300), random(300, 32), backend="cpu")
-        assert torch.get_num_threads() == 1
-
-
 @pytest.mark.parametrize("threads", [1, 3])
 def test_as_many_threads_as_there_are(threads):
     """Threads take programs one at a time, leaving no token out and computing none twice."""

@@ -34,14 +34,6 @@ def masked(logits, bitmask, rows):
     return expected
 
 
-@pytest.mark.parametrize("vocab", VOCABULARIES)
-def test_tokens_that_are_not_allowed_are_impossible(device, vocab):
-    logits, bitmask, rows = random_case(vocab)
-    result = logits.to(device)
-    apply_grammar_bitmask(result, bitmask.to(device), rows.to(device), backend="triton")
-    assert torch.equal(result.cpu(), masked(logits, bitmask, rows))
-
-
 def test_rows_without_a_grammar_keep_every_bit(device):
     """Rows beside a masked one stay untouched, even in a wider table; their NaN shows that nothing
     was computed.

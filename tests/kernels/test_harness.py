@@ -1,11 +1,10 @@
-"""The harness itself: what it reads from compiled code is really there, and its asserts can fail."""
+"""The harness itself: what it reads from compiled code is really there, and what does not fit is caught."""
 
 import json
 from pathlib import Path
 
 import pytest
-import torch
-from kernels.harness import assert_close, assert_compiles, assert_twin
+from kernels.harness import assert_compiles
 
 from minivllm.errors import MinivllmError
 from minivllm.platforms.triton_utils import tl, triton
@@ -65,17 +64,6 @@ def test_the_compiler_s_words_reach_the_reader():
         compile_for("sm_90", matmul_kernel, {"a": "*bf16", "b": "*bf16", "c": "*fp32"})
     with pytest.raises(MinivllmError, match="target"):
         compile_for("sm_70", matmul_kernel, MATMUL)
-
-
-def test_close_is_not_blind():
-    wanted = torch.zeros(4)
-    assert_close(wanted + 1e-6, wanted)
-    with pytest.raises(AssertionError, match=r"0\.1\b.*\[2\]"):
-        assert_close(wanted + torch.tensor([0, 0, 0.1, 0]), wanted)
-    with pytest.raises(AssertionError, match="not finite"):
-        assert_close(wanted + torch.tensor([0, torch.nan, 0, 0]), wanted)
-    with pytest.raises(AssertionError, match="differ"):
-        assert_twin(torch.tensor([1, 2]), torch.tensor([1, 3]))
 
 
 def test_the_record_says_what_the_compiler_says_wherever_a_kernel_stands_in_its_file(monkeypatch, tmp_path):

@@ -12,7 +12,6 @@ from kernels.harness import (
     assert_close,
     assert_compiles,
     each_twin,
-    on_threads,
     trace_launches,
 )
 from refusals import assert_refused
@@ -131,14 +130,6 @@ def test_no_adapter_no_launch(monkeypatch):
     monkeypatch.setattr(module, "_launch", None)
     lora_linear(*arguments)
     assert torch.equal(arguments[0].double(), expected)
-
-
-def test_several_threads_share_the_tiles():
-    pytest.importorskip("numba")
-    with on_threads(2):
-        *arguments, expected = make("many rows of one slot")
-        lora_linear(*arguments)
-    assert_close(arguments[0], expected)
 
 
 # ---- traced, compiled, refused -------------------------------------------------------------------

@@ -13,7 +13,7 @@ from kernels.harness import (
     assert_twin,
     each_twin,
     gather_paged,
-    random_block_table,
+    poisoned_caches,
     reference_attention,
     start_locations,
     trace_launches,
@@ -89,11 +89,7 @@ def make(lengths, rank=48, rope=16, heads=8, block_size=BLOCK, dtype=torch.float
     """
     torch.manual_seed(seed)
     queries, keys = [length for length, _ in lengths], [length for _, length in lengths]
-    table, blocks = random_block_table(keys, block_size, seed=seed)
-    cache = torch.full((blocks, block_size, rank + rope), torch.nan, dtype=dtype)
-    for row, length in enumerate(keys):
-        at = torch.arange(length)
-        cache[table[row][at // block_size].long(), at % block_size] = torch.randn(length, rank + rope).to(dtype)
+    table, (cache,) = poisoned_caches(keys, block_size, (rank + rope,), dtype=dtype, seed=seed)
     q = torch.randn(sum(queries) + padding, heads, rank + rope).to(dtype)
     out = torch.full((len(q), heads, rank), UNTOUCHED, dtype=dtype)
     tensors = (q, cache, start_locations(queries), torch.tensor(keys, dtype=torch.int32), table)

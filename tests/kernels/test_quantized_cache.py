@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 from kernels.attention_ahead import compile_attention
-from kernels.harness import DTYPES, assert_close, assert_compiles, assert_twin, each_twin, on_threads
+from kernels.harness import DTYPES, assert_close, assert_compiles, assert_twin, each_twin
 from kernels.test_unified_attention import BATCHES, UNTOUCHED, make
 from refusals import assert_refused
 
@@ -102,20 +102,6 @@ def test_what_is_no_number_is_not_read_as_one(device, form, cache_dtype, monkeyp
     for written, cache, scale in ((key, caches[0], scales[0]), (value, caches[1], scales[1])):
         read = cache[0].float() * (1 if scale is None else scale[0].T.unsqueeze(-1))
         assert torch.equal(read.isnan().any(-1), written.isnan().any(-1))
-
-
-def test_many_tokens_on_several_threads():
-    """Threads take programs one at a time, and no token is left out."""
-    pytest.importorskip("numba")
-    tokens = BLOCKS * BLOCK
-    caches = empty_caches(32)
-    (key, value), slots = rows(tokens, 32), torch.randperm(tokens)
-    with on_threads(3):
-        write(key, value, caches, slots, "cpu")
-    for new, cache, scales in ((key, caches[0], caches[2]), (value, caches[1], caches[3])):
-        integers, wanted = quantize(new)
-        assert torch.equal(cache.view(tokens, HEADS, 32)[slots], integers)
-        assert_close(scales.transpose(1, 2).reshape(tokens, HEADS)[slots], wanted)
 
 
 def test_fp8_is_written_and_what_is_too_large_becomes_the_largest(device):

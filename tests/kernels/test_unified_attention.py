@@ -19,7 +19,7 @@ from kernels.harness import (
     each_twin,
     gather_paged,
     on_threads,
-    random_block_table,
+    poisoned_caches,
     reference_attention,
     start_locations,
 )
@@ -80,13 +80,7 @@ def make(lengths, head_dim=32, group=4, kv_heads=2, block_size=BLOCK, dtype=torc
     """
     torch.manual_seed(seed)
     queries, keys = [length for length, _ in lengths], [length for _, length in lengths]
-    table, blocks = random_block_table(keys, block_size, seed=seed)
-    caches = torch.full((2, blocks, block_size, kv_heads, head_dim), torch.nan, dtype=dtype)
-    for row, length in enumerate(keys):
-        at = torch.arange(length)
-        owned = table[row][at // block_size].long(), at % block_size
-        for cache in caches:
-            cache[owned] = torch.randn(length, kv_heads, head_dim).to(dtype)
+    table, caches = poisoned_caches(keys, block_size, *[(kv_heads, head_dim)] * 2, dtype=dtype, seed=seed)
     q = torch.randn(sum(queries) + padding, group * kv_heads, head_dim).to(dtype)
     tensors = (q, caches[0], caches[1], start_locations(queries), torch.tensor(keys, dtype=torch.int32), table)
     return Step(tensors, head_dim**-0.5, torch.full_like(q, UNTOUCHED), lengths)

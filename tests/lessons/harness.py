@@ -21,13 +21,12 @@ import pytest
 import torch
 from lessons.mistakes import messages_of, mutants_of
 
-from minivllm.config import NO_PARTS, ModelConfig
+from minivllm.config import ModelConfig
 from minivllm.platforms.triton_utils import HAS_TRITON, INTERPRETED
 from minivllm_lab.checking import Check, CheckResult
 from minivllm_lab.cli import run
-from minivllm_lab.exercise import checks_of, checks_paths, exercise_path, load, plug_of, run_checks
+from minivllm_lab.exercise import checks_of, checks_paths, exercise_path, load, run_checks
 from minivllm_lab.mutants import Mutant, load_mutant
-from minivllm_lab.plugged import Served, rows_of, serve
 from minivllm_lab.reach import joined, names_in, reached
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -106,17 +105,6 @@ def figures_of_quick_run(number: str, folder: Path, *arguments: str) -> dict:
     lines = shown.split("What you saw")[1]
     assert lines.count("•") == 3 or "This machine was disturbed" in lines
     return record["figures"]
-
-
-def served_alike(number: str, lesson: ModuleType) -> Served:
-    """Serve with the engine's parts and with the script's: tokens and counts must be the same.
-    Return the run with the script's parts.
-    """
-    plugged = plug_of(number)(lesson)
-    ours, yours = (serve(plugged, parts) for parts in (NO_PARTS, plugged.parts))
-    assert yours.token_ids == ours.token_ids
-    assert rows_of(yours) == rows_of(ours)
-    return yours
 
 
 def solution_results(number: str) -> list[CheckResult]:

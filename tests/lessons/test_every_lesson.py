@@ -1,13 +1,18 @@
-"""Test that every exercise's checks pass on the lesson's script, and fail on the stub; that the text
-does not answer it beforehand; and that the scripts refuse bad input.
+"""Test that every exercise's checks pass on the lesson's script, and fail on the stub; that the engine
+runs with the script's parts; that the text does not answer the exercise beforehand; and that the
+scripts refuse bad input.
 """
+
+import doctest
 
 import pytest
 from lessons.harness import REPOSITORY, assert_refuses, script_path, solution_results, stub_results
 
+from minivllm.config import NO_PARTS
 from minivllm_lab import exercise
-from minivllm_lab.exercise import load
+from minivllm_lab.exercise import exercise_path, load, plug_of
 from minivllm_lab.marks import lesson_page
+from minivllm_lab.plugged import rows_of, serve
 
 NUMBERS = sorted(path.name[:2] for path in (REPOSITORY / "lessons" / "exercises").glob("[0-9][0-9]_*.py"))
 
@@ -28,6 +33,27 @@ def test_the_stub_fails_every_check(number):
     results = stub_results(number)
     assert len(results) >= 5
     assert all(result.problem.startswith("not written yet") for result in results)
+
+
+@pytest.mark.parametrize("number", NUMBERS[1:])  # lesson 01's example leaves out the cache that it is called with
+def test_the_stubs_examples_are_what_the_script_gives(number):
+    stub, script = load(exercise_path(number)), vars(load(script_path(number)))
+    for example in doctest.DocTestFinder().find(stub, globs=script):
+        assert doctest.DocTestRunner().run(example).failed == 0
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_the_engine_does_the_same_with_the_scripts_parts(number):
+    """Tokens, steps and counts are the same, except what a server or a pair of engines counts for
+    each side.
+    """
+    plugged = plug_of(number)(load(script_path(number)))
+    ours, yours = ((plugged.serve or serve)(plugged, parts) for parts in (NO_PARTS, plugged.parts))
+    assert (yours.token_ids, yours.texts, yours.equal) == (ours.token_ids, ours.texts, ours.equal)
+    assert yours.preemptions > 0 or number not in ("04", "11"), "their pools were to be too small"
+    if plugged.serve is None:
+        counted = [{name: row for name, row in rows_of(run).items() if "second" not in name} for run in (ours, yours)]
+        assert counted[0] == counted[1]
 
 
 ANSWERS = {"06": ("async def until_disconnected",), "07": ("np.argmax",), "09": ("torch.einsum", "rank //")}

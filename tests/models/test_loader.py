@@ -10,7 +10,6 @@ from safetensors.torch import save_file
 
 from minivllm.config import ModelConfig
 from minivllm.errors import MinivllmError, UnsupportedModelError
-from minivllm.kernels.elementwise import rotate_heads
 from minivllm.models.attention import CausalAttention, causal_mask
 from minivllm.models.decoder import Decoder
 from minivllm.models.loader import (
@@ -22,7 +21,6 @@ from minivllm.models.loader import (
     random_model,
     torch_dtype,
 )
-from minivllm.models.rotary import RotaryTable
 from minivllm.models.tokenizer import load_tokenizer
 
 HF = {
@@ -79,15 +77,6 @@ def test_a_model_comes_back_from_shards(model, tensors, directory):
     assert torch.equal(logits(load_model(directory)[0]), logits(model))
     (directory / "two.safetensors").unlink()
     assert_refused(r"two\.safetensors", load_model, directory)
-
-
-def test_merged_projections_hold_their_parts_in_order(model, tensors):
-    attention, mlp = model.layers[1].self_attn, model.layers[1].mlp
-    parts = [tensors[f"model.layers.1.self_attn.{name}_proj.weight"] for name in "qkv"]
-    assert [len(part) for part in parts] == [32, 16, 16]
-    assert torch.equal(attention.qkv_proj.weight, torch.cat(parts))
-    halves = [tensors[f"model.layers.1.mlp.{name}_proj.weight"] for name in ("gate", "up")]
-    assert torch.equal(mlp.gate_up_proj.weight, torch.cat(halves))
 
 
 @pytest.mark.parametrize(
@@ -229,23 +218,6 @@ def test_what_the_decoder_does_not_compute_is_refused(changes):
 def test_random_models_are_the_same_for_the_same_seed():
     assert torch.equal(logits(random_model(CONFIG, seed=1)), logits(random_model(CONFIG, seed=1)))
     assert not torch.equal(logits(random_model(CONFIG, seed=1)), logits(random_model(CONFIG, seed=2)))
-
-
-def test_products_of_rotated_heads_depend_on_distance_alone():
-    table = RotaryTable(CONFIG).table
-    q, k = torch.randn(2, 1, 1, 8, generator=torch.Generator().manual_seed(0))
-
-    def rotated(head, position):
-        turned = head.clone()
-        rotate_heads(turned, torch.tensor([position]), table)
-        return turned
-
-    def product(q_position, k_position):
-        return (rotated(q, q_position) * rotated(k, k_position)).sum()
-
-    assert product(20, 13) == pytest.approx(product(9, 2).item(), abs=1e-5)
-    assert product(20, 13) != pytest.approx(product(20, 12).item(), abs=1e-3)
-    assert torch.equal(rotated(q, 0), q)
 
 
 def test_mask_of_a_window_counts_the_token_itself():

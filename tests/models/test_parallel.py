@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from refusals import assert_refused
 
-from minivllm.config import EMBEDDED_MODEL, ModelConfig
+from minivllm.config import ModelConfig
 from minivllm.errors import MinivllmError
 from minivllm.memory import kv_bytes_per_token
 from minivllm.models.attention import CausalAttention
-from minivllm.models.loader import checkpoint_slots, load_model, random_model
+from minivllm.models.loader import checkpoint_slots, random_model
 from minivllm.models.parallel import GroupCoordinator, possible_sizes, shard_config
 
 CONFIG = ModelConfig.from_dict(
@@ -76,26 +76,6 @@ def test_the_parts_of_all_ranks_are_the_stored_tensors(size):
         parts = {slot.index: slot.target for slot in slots}
         assert len(parts) == slots[0].parts
         assert torch.equal(torch.cat([parts[index] for index in sorted(parts)], slots[0].dim), tensor)
-
-
-def test_key_value_heads_are_held_twice_where_ranks_are_more():
-    ranks = [random_model(CONFIG, seed=5, group=GroupCoordinator(rank, 4)) for rank in range(4)]
-    keys = [checkpoint_slots(model)["model.layers.1.self_attn.k_proj.weight"].target for model in ranks]
-    assert torch.equal(keys[0], keys[1])
-    assert torch.equal(keys[2], keys[3])
-    assert not torch.equal(keys[1], keys[2])
-
-
-@pytest.mark.parametrize("size", [2, 4, 8])
-def test_a_rank_of_the_embedded_model_from_its_file(size):
-    whole, config = load_model(EMBEDDED_MODEL)
-    rank = size - 1
-    part, same = load_model(EMBEDDED_MODEL, group=GroupCoordinator(rank, size))
-    assert same == config
-    width = 688 // size
-    assert torch.equal(part.layers[0].mlp.down_proj.weight, whole.layers[0].mlp.down_proj.weight[:, -width:])
-    assert torch.equal(part.layers[0].mlp.gate_up_proj.weight[width:], whole.layers[0].mlp.gate_up_proj.weight[-width:])
-    assert kv_bytes_per_token(part.config) == kv_bytes_per_token(config, tp=size)
 
 
 def test_alone_nothing_is_exchanged_or_counted():

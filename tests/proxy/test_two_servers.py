@@ -147,10 +147,3 @@ def test_prompts_came_over_the_wire_and_are_counted(pair: Pair):
     assert num_tokens >= len(prompt)
     assert decode.metric("vllm:tcp_xfer_time_seconds_count") > 0
     assert decode.metric("vllm:tcp_bytes_transferred_sum") >= num_bytes
-
-
-def metrics_of(client: httpx.Client) -> dict[str, float]:
-    """Return values by name and labels."""
-    lines = client.get("/metrics").text.splitlines()
-    pairs = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
-    return {name: float(value) for name, value in pairs}

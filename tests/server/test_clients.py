@@ -13,7 +13,6 @@ from patience import eventually, reaches
 from server.conftest import KEYS
 from server.serving import Server
 
-JSON = {"content-type": "application/json"}
 PROMPT = "def add(a, b):\n    return"
 LONG = {"prompt": PROMPT, "max_tokens": 400, "ignore_eos": True, "temperature": 0}
 

@@ -18,7 +18,7 @@ from minivllm.kernels.unified_attention import unified_attention
 from minivllm.models.attention import CausalAttention
 from minivllm.models.loader import random_model
 from minivllm.platforms.triton_utils import triton
-from minivllm_lab.exercise import load, plug_of, run_plugged
+from minivllm_lab.exercise import load, plug_of
 from minivllm_lab.followed import followed
 from minivllm_lab.kv_cache import cone, opening
 from minivllm_lab.kv_cache.race import race
@@ -276,16 +276,6 @@ def test_the_replay_is_near_the_released_trace(reserved, name, counted):
 
 
 test_the_checks_catch = exercise_test("01")
-
-
-def test_the_learners_part_serves_the_engine(capsys):
-    """The engine generates the same text with the lesson's attention, and a wrong one is reported
-    as wrong.
-    """
-    assert run_plugged("01", lesson)
-    wrong = load_mutant(script_path("01"), mutants_of("01")["mixes up the groups"])
-    assert not run_plugged("01", wrong)
-    assert "differs from ours" in capsys.readouterr().out
 
 
 def test_the_pool_is_as_large_as_the_learner_counts():

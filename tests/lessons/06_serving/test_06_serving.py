@@ -17,9 +17,9 @@ from patience import PATIENCE
 from warm_processes import WarmSubprocess
 
 from minivllm import LLM, SamplingParams
-from minivllm.config import EMBEDDED_MODEL, NO_PARTS
+from minivllm.config import EMBEDDED_MODEL
 from minivllm.outputs import CompletionOutput, RequestOutput
-from minivllm_lab.exercise import load, plug_of
+from minivllm_lab.exercise import load
 from minivllm_lab.followed import PROMPT, followed
 from minivllm_lab.serving import raw_clients, report, timelines
 from minivllm_lab.serving.core_places import CoreInLoop
@@ -191,17 +191,6 @@ def test_bits_are_where_they_should_be():
 
 
 test_the_checks_catch = exercise_test("06")
-
-
-def test_the_server_runs_with_the_learners_parts():
-    """The answers and the number of aborted requests are the same, and a slow reader gets few
-    events.
-    """
-    plugged = plug_of("06")(lesson)
-    yours, ours = (plugged.serve(plugged, parts) for parts in (plugged.parts, NO_PARTS))
-    assert (yours.texts, yours.token_ids) == (ours.texts, ours.token_ids)
-    assert list(yours.equal.values()) == list(ours.equal.values()) == [5, 1, 2, "200 of 200"]
-    assert all(events < 150 for item in (yours, ours) for events in item.rows.values()), "unread outputs were joined"
 
 
 # ---- the script from outside ---------------------------------------------------------------------

@@ -12,7 +12,7 @@ from kernels.harness import assert_compiles
 from lessons.harness import REPOSITORY, exercise_test, figures_of_quick_run, script_path
 
 from minivllm import LLM, SamplingParams
-from minivllm.config import EMBEDDED_DRAFT, EMBEDDED_MODEL, NO_PARTS, SpeculativeConfig
+from minivllm.config import EMBEDDED_DRAFT, EMBEDDED_MODEL, SpeculativeConfig
 from minivllm.errors import MinivllmError
 from minivllm.kernels.rejection_arguments import RejectionArguments
 from minivllm.kernels.rejection_sample import rejection_sample
@@ -136,17 +136,6 @@ def test_the_engine_counts_the_same(models):
     assert llm.llm_engine.stats.spec_decoding_stats == ours.stats
 
 
-def test_a_temperature_changes_nothing_but_the_passes(models):
-    """Drafts are drawn from q, whose probabilities are kept, and every token generated is drawn
-    from p.
-    """
-    torch.manual_seed(0)
-    draft = lesson.DraftModel(CachedModel(models[1], 128), temperature=1.0)
-    run = lesson.generate(CachedModel(models[0], 128), draft, list(range(300, 330)), 24, 3, temperature=1.0)
-    assert len(run.tokens) == 24
-    assert 24 / 4 <= run.passes < 24
-
-
 # ---- the rule ------------------------------------------------------------------------------------
 
 
@@ -184,15 +173,6 @@ def test_the_rule_by_hand():
     assert np.minimum(P[0], Q[0]) + missing == pytest.approx(P[0])
     assert (noise[0, :2] / missing[:2]).round(6).tolist() == [6.0, 2.0]
     assert (tuple(P[0]), tuple(Q[0])) == (pictures.TARGET, pictures.GUESSED)
-
-
-def test_the_walk_through_the_kernel():
-    """The text follows the second of two requests, each with the drafts `+` and `*`."""
-    p, q = torch.tensor(P[:1]).repeat(6, 1).float(), torch.tensor(Q[:1]).repeat(4, 1).float()
-    drafts, starts = torch.tensor([0, 2, 0, 2], dtype=torch.int32), torch.tensor([0, 2, 4], dtype=torch.int32)
-    noise = torch.tensor([[1.2, 0.4, 0.7]]).repeat(6, 1)
-    tokens = lesson.rejection_launch(p, q, drafts, starts, torch.tensor([0.0, 0.0, 0.9, 0.5]), noise, block=128)
-    assert tokens[1].tolist() == [0, 1, -1]
 
 
 def test_the_cell_that_draws_prints_what_the_page_shows(capsys):
@@ -305,15 +285,6 @@ def test_quick_run(tmp_path):
 
 
 test_the_checks_catch = exercise_test("07")
-
-
-def test_the_engine_runs_with_the_learners_drafts():
-    """Tokens, steps and counters are the same as with the engine's own proposer."""
-    plugged = plug_of("07")(load(script_path("07")))
-    yours, ours = (serve(plugged, parts) for parts in (plugged.parts, NO_PARTS))
-    assert (yours.token_ids, yours.steps, yours.rows) == (ours.token_ids, ours.steps, ours.rows)
-    assert yours.steps < plugged.max_tokens
-    assert float(yours.rows["mean acceptance length"]) > 2
 
 
 def test_drafts_that_were_not_asked_for_are_told():

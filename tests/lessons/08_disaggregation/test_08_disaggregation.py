@@ -14,14 +14,13 @@ from kernels.harness import assert_compiles
 from lessons.harness import REPOSITORY, exercise_test, figures_of_quick_run, script_path
 from patience import PATIENCE
 
-from minivllm.config import EMBEDDED_MODEL, NO_PARTS
+from minivllm.config import EMBEDDED_MODEL
 from minivllm.core.request import RequestStatus
 from minivllm.kernels.copy_blocks import BlockRegions, gather_blocks, scatter_blocks
 from minivllm_lab.disaggregation import engines, interference, report
-from minivllm_lab.disaggregation.learner_connector import CAME
 from minivllm_lab.disaggregation.transfer_worker import send_data, until_finished
 from minivllm_lab.disturbed_chats import random_prompt
-from minivllm_lab.exercise import load, plug_of
+from minivllm_lab.exercise import load
 from minivllm_lab.kernel_trace import trace_kernel
 from minivllm_lab.paged_model import PagedModel
 
@@ -216,13 +215,3 @@ def test_quick_run(tmp_path):
 
 
 test_the_checks_catch = exercise_test("08")
-
-
-def test_two_engines_run_with_the_learners_connector():
-    """The tokens are those of one engine; all but the cached part of each prompt comes from the
-    other; all blocks are free.
-    """
-    plugged = plug_of("08")(load(script_path("08")))
-    yours, ours = (plugged.serve(plugged, parts) for parts in (plugged.parts, NO_PARTS))
-    assert (yours.token_ids, yours.equal) == (ours.token_ids, ours.equal)
-    assert (yours.rows[CAME], ours.rows[CAME]) == (5, 0)

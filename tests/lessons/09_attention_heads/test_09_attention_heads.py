@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from kernels.harness import assert_close, assert_compiles, reference_attention
-from lessons.harness import REPOSITORY, exercise_test, figures_of_quick_run, script_path, served_alike
+from lessons.harness import REPOSITORY, exercise_test, figures_of_quick_run, script_path
 
 from minivllm import LLM, SamplingParams
 from minivllm.config import EMBEDDED_MODEL, ModelConfig
@@ -398,7 +398,3 @@ def test_interleaved_heads_get_a_hint():
 
     results = run_checks(SimpleNamespace(grouped_attention=dealt), checks_of("09"))
     assert any("neighbours share: it is h // 3, not h % 2" in str(result.problem) for result in results)
-
-
-def test_the_engine_runs_with_the_learners_attention():
-    served_alike("09", lesson)

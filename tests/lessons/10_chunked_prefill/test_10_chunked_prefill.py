@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 import torch
 from kernels.harness import assert_close, assert_compiles
-from lessons.harness import REPOSITORY, exercise_test, figures_of_quick_run, script_path, served_alike
+from lessons.harness import REPOSITORY, exercise_test, figures_of_quick_run, script_path
 
 from minivllm.config import CacheConfig, DraftingConfig, SchedulerConfig
 from minivllm.core.policy import DEFAULT_POLICY
@@ -328,7 +328,3 @@ def test_quick_run(tmp_path):
 # ---- the exercise --------------------------------------------------------------------------------
 
 test_the_checks_catch = exercise_test("10")
-
-
-def test_the_engine_runs_with_the_learners_caps():
-    served_alike("10", lesson)

@@ -10,7 +10,7 @@ from collections import Counter
 import pytest
 import torch
 from kernels.harness import assert_close, assert_compiles
-from lessons.harness import exercise_test, figures_of_quick_run, script_path, served_alike
+from lessons.harness import exercise_test, figures_of_quick_run, script_path
 
 from minivllm.core.adapter_slots import AdapterSlots
 from minivllm.errors import MinivllmError
@@ -19,7 +19,6 @@ from minivllm.memory.adapters import linear_shapes
 from minivllm_lab.exercise import checks_of, load
 from minivllm_lab.multi_lora import report, ways
 from minivllm_lab.multi_lora.learner_policy import learner_policy
-from minivllm_lab.plugged import rows_of
 from minivllm_simulate.known_models import known_model
 from minivllm_simulate.memory.adapters import adapter_parameters
 
@@ -256,11 +255,6 @@ def test_quick_run(tmp_path):
     assert slots["1"]["waiting"] > slots["4"]["waiting"] > slots["16"]["waiting"] == 0
     assert slots["cold"]["starts"] > 100 > slots["cold"]["with_a_third_slot"] == 4
     assert [record["filled"] for record in figures["ranks"].values()] == [1.0, 0.03125]
-
-
-def test_the_engine_runs_with_the_learners_slots_and_gate():
-    yours = served_alike("12", lesson)
-    assert "None" not in rows_of(yours)["slots at the end"]
 
 
 # ---- the exercise --------------------------------------------------------------------------------
