@@ -41,7 +41,7 @@ BUDGETS = {
     "minivllm_simulate": 2_210,
     "widgets": 10_770,
     "benchmarks": 4_720,
-    "tests": 37_240,
+    "tests": 37_270,
     "the spine": 3_480,
 }
 """Most code lines of each part."""
