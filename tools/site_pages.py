@@ -283,7 +283,8 @@ def contents(pages: Pages) -> str:
             f"The repository <{pages.repository}>",
         ],
     }
-    tree = "```{{toctree}}\n:hidden:\n:caption: {}\n\n{}\n```\n"
+    # Sphinx copies the headings of all pages for each page, and drops them, unless the depth leaves them out.
+    tree = "```{{toctree}}\n:hidden:\n:maxdepth: 1\n:caption: {}\n\n{}\n```\n"
     return "\n" + "\n".join(tree.format(caption, "\n".join(names)) for caption, names in parts.items())
 
 

@@ -41,7 +41,7 @@ BUDGETS = {
     "minivllm_simulate": 2_210,
     "widgets": 10_770,
     "benchmarks": 4_720,
-    "tests": 36_690,
+    "tests": 36_720,
     "the spine": 3_480,
 }
 """Most code lines of each part."""

@@ -2,23 +2,36 @@
 widget, and the file that `make check` takes.
 """
 
-from collections.abc import Iterator
-from itertools import islice
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import site_exercises
-from e2e.browser import Visit, serious_violations
+from e2e.browser import Seen, Visit, serious_violations
 from lessons.page_solutions import ROOT, mutants, solution
-from playwright.sync_api import Browser, expect
+from playwright.sync_api import Browser, BrowserContext, expect
 
 from minivllm_lab.checking import checks_in, module_from, run_check
 
 pytestmark = pytest.mark.browser
 EXERCISES = site_exercises.exercises(ROOT)
 SHORT = "09_attention_heads"
-MISTAKES = 3
-"""Wrong solutions that are tried in each page; `tests/lessons` tries all."""
+TYPED = "04_continuous_batching"
+"""The exercise that is solved by typing."""
+ASK = """([message, ends]) => new Promise((done, fail) => {
+  window.python ??= new Worker(new URL("../_static/worker.js", location), { type: "module" });
+  const heard = [];
+  window.python.onerror = fail;
+  window.python.onmessage = ({ data }) => {
+    if (data === "ready") return;
+    if (data.startsWith("failed")) return fail(new Error(data));
+    const reply = JSON.parse(data);
+    if (reply.id !== message.id) return;
+    heard.push(reply);
+    if (ends.some((part) => part in reply)) done(heard);
+  };
+  window.python.postMessage(JSON.stringify(message));
+})"""
 PASTE = """(editor, text) => {
   const clipboardData = new DataTransfer();
   clipboardData.setData("text/plain", text);
@@ -82,26 +95,57 @@ def test_at_least_eight_lessons_have_an_exercise_for_the_page():
     assert len(EXERCISES) >= 8
 
 
+@pytest.fixture(scope="module")
+def ask(profile: tuple[BrowserContext, str]) -> Iterator[Callable[..., list[dict]]]:
+    """Return a function that sends Python a message as a page does, and returns the replies up to
+    the first with one of these parts. All exercises share one worker, which takes seconds to start.
+    """
+    context, address = profile
+    with context.new_page() as page:
+        seen = Seen()
+        seen.watch(page)
+        page.goto(f"{address}/lessons/README.html")
+        yield lambda *ends, **message: page.evaluate(ASK, [message, ends])
+        assert seen.elsewhere == []
+        assert seen.errors == []
+
+
 @pytest.mark.parametrize("name", EXERCISES)
-def test_it_is_solved_in_the_page_and_mistakes_are_caught(solving: Solving, name: str):
+def test_python_in_a_page_passes_the_solution_catches_a_mistake_and_shows_the_part(ask, name: str):
+    """`tests/lessons` tries all mistakes with the same checks."""
     part, number = EXERCISES[name], name[:2]
-    solving.open(name)
-    solving.write(solution(number, part.text))
+    right, mistake = solution(number, part.text), next(iter(mutants(number, part.text).values()))
+    *results, _ = ask("checked", "refused", id=name, do="check", source=right, run=1)
+    assert [reply["result"] for reply in results] == [{"statement": line, "problem": None} for line in part.statements]
+    wrong = ask("checked", "refused", id=name, do="check", source=solution(number, part.text, mistake), run=2)
+    assert any("refused" in reply or reply.get("result", {}).get("problem") for reply in wrong)
+    if part.own:
+        assert ask("taken", "refused", id=name, do="take", source=right, own=part.own)[-1]["taken"]
+        start = {"widget": part.widget, "settings": {}, "own": name, "width": 640, "serial": 0}
+        described, first = ask("view", id=part.widget, do="start", **start)
+        assert described["described"]["own"] == [f"your own {argument}" for argument in part.own]
+        assert "broke." not in first["view"]["words"]
+
+
+@pytest.mark.parametrize("name", EXERCISES)
+def test_its_page_has_the_exercise_and_the_widget_that_shows_it(site: Path, name: str):
+    page = (site / "lessons" / f"{name}.html").read_text()
+    assert f'data-exercise="{name}"' in page
+    assert f'src="../_static/exercises/{name}.js"' in page
+    assert f'data-widget="{EXERCISES[name].widget}"' in page
+
+
+def test_it_is_solved_by_typing_and_shown_in_the_widget(solving: Solving):
+    part = EXERCISES[TYPED]
+    solving.open(TYPED)
+    solving.write(solution(TYPED[:2], part.text))
     solving.page.keyboard.press("Control+Enter")
     solving.says(f"All {len(part.statements)} checks pass")
     assert solving.page.locator(".exercise-list .right").all_inner_texts() == [f"✓ {line}" for line in part.statements]
-    wrong = mutants(number, part.text)
-    assert len(wrong) >= MISTAKES
-    for mistake in islice(wrong, 0, None, max(1, len(wrong) // MISTAKES)):
-        solving.write(solution(number, part.text, wrong[mistake]))
-        solving.press("Check")
-        solving.page.locator(".exercise-list .wrong, .exercise-says[data-tone=wrong]").first.wait_for()
-    if part.own:
-        solving.write(solution(number, part.text))
-        solving.press("Show in the widget")
-        shown = solving.page.locator(f".lesson-widget[data-widget={part.widget}]")
-        shown.get_by_text(f"your own {next(iter(part.own))}").first.wait_for()
-        expect(shown.locator(".lw-says")).not_to_contain_text("broke.")
+    solving.press("Show in the widget")
+    shown = solving.page.locator(f".lesson-widget[data-widget={part.widget}]")
+    shown.get_by_text(f"your own {next(iter(part.own))}").first.wait_for()
+    expect(shown.locator(".lw-says")).not_to_contain_text("broke.")
 
 
 def test_a_mistake_is_told_as_make_check_tells_it(short: Solving):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from string import ascii_uppercase
@@ -121,12 +122,14 @@ def rounds(
     """Yield those steps of a workload as rounds that `keep` accepts, and whose decision follows
     from what a round shows.
 
-    `trace` is what vLLM decided; without it the decision is our scheduler's.
+    `trace` is what vLLM decided; without it the decision is our scheduler's. Pools of more than 200
+    blocks are too deep to pickle: their free queue is a linked list.
     """
     replay = Replay(dict(workload))
     while not replay.has_ended:
         replay.arrive()
         before = _look(replay.scheduler, f"{source}, step {replay.step}")
+        asked = pickle.dumps(replay)  # a wrong rule changes the scheduler that follows it: each gets its own
         row = replay.run()
         if before is None:
             continue
@@ -134,7 +137,7 @@ def rounds(
         decision = Decision.of(trace[row["step"]] if trace else row).renamed(names)
         puzzle = Round(**shown, decision=decision)
         if keep(puzzle) and _shows_enough(puzzle, replay.scheduler, names):
-            yield Round(**shown, decision=decision, mistakes=_mistakes(workload, row["step"], names, decision))
+            yield Round(**shown, decision=decision, mistakes=_mistakes(asked, names, decision))
 
 
 def _look(scheduler: Scheduler, source: str) -> tuple[dict[str, str], dict[str, Any]] | None:
@@ -197,19 +200,15 @@ def _shows_enough(puzzle: Round, scheduler: Scheduler, names: Mapping[str, str])
     return True
 
 
-def _mistakes(
-    workload: Mapping[str, Any], step: int, names: Mapping[str, str], decision: Decision
-) -> dict[str, Decision]:
-    """Return what each wrong rule decides in this step, if it decides otherwise."""
+def _mistakes(asked: bytes, names: Mapping[str, str], decision: Decision) -> dict[str, Decision]:
+    """Return what each wrong rule decides in the step before which the replay was pickled, if it
+    decides otherwise.
+    """
     wrong: dict[str, Decision] = {}
     for name, mistake in MISTAKES.items():
-        if mistake.policy not in ("", workload["config"]["policy"]):
+        replay: Replay = pickle.loads(asked)
+        if mistake.policy not in ("", replay.scheduler.config.policy):
             continue
-        replay = Replay(dict(workload))
-        while replay.step < step:
-            replay.arrive()
-            replay.run()
-        replay.arrive()
         mistake.apply(replay.scheduler)
         decided = Decision.of(replay.run()).renamed(names)
         if (decided.tokens, decided.preempted) != (decision.tokens, decision.preempted):
