@@ -132,6 +132,7 @@ def measure(
                 continue
             turns[title] += own
             facts[peer.title] = other.facts
+        turns[title] = turns[title] or [Turn.of(ours, counts)]  # where no other engine is installed
     tokens = {count: sum(request["output"] for request in work["requests"][:count]) for count in counts}
     outputs = {title: own[-1].outputs for title, own in turns.items()}
     rows = {}

@@ -54,6 +54,12 @@ def test_a_peer_that_fails_is_left_out_with_its_reason(peers, tmp_path, capsys, 
     assert "no bf16 here" in printed
 
 
+def test_our_engine_is_measured_where_no_other_is_installed(peers, tmp_path):
+    rows, outputs = peers.measure([peer(peers, tmp_path, "minivllm", ENGINE)], WORK, (1, 2), 1, tmp_path)
+    assert rows["minivllm fp32"]["rates"] == {"1": 4.0, "2": 5.0}
+    assert outputs == {"minivllm fp32": [[7, 7], [7, 7, 7]]}
+
+
 @pytest.mark.parametrize("code", [REFUSES, ENDS], ids=["refuses", "ends"])
 def test_our_engine_must_not_fail(peers, tmp_path, code):
     engines = [peer(peers, tmp_path, "minivllm", code), peer(peers, tmp_path, "other", ENGINE)]

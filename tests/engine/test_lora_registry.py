@@ -44,10 +44,10 @@ def test_the_scheduler_counts_it_as_long_as_the_ranks_have_it_pinned(core):
     assert scheduler.pinned_loras == {1}
     assert ("remove_lora", 1) not in told
     scheduler.requests.clear()
-    assert registry.slots() == [("pinned", True)]
+    assert registry.named_slots() == [("pinned", True)]
     registry.forget_unused()
     assert scheduler.pinned_loras == set()
-    assert registry.slots() == [("", False)]
+    assert registry.named_slots() == [("", False)]
     assert told[-1] == ("remove_lora", 1)
 
 

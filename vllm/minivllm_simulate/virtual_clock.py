@@ -166,18 +166,20 @@ def simulate(
     scheduler_config: SchedulerConfig,
     cache_config: CacheConfig,
     cost: Cost,
+    max_steps: int | None = None,
     *,
     acceptance: float = 0.0,
     shape_of: ShapeOf = StepShape.of,
     scheduler: MakeScheduler = Scheduler,
 ) -> Simulation:
-    """Run a workload to completion.
+    """Run a workload to completion, or for `max_steps` steps.
 
     Args:
         workload: the requests.
         scheduler_config, cache_config: with `drafting.num_speculative_tokens` above 0, every
             running request has that many drafts in every step.
         cost: how long a step of some shape takes. Drafting takes no time.
+        max_steps: stop after this many steps.
         acceptance: the probability that a draft is accepted if all drafts before it were.
         shape_of: computes a step's shape from (new tokens, tokens computed before) of each request.
         scheduler: makes the scheduler; `partial(Scheduler, policy=...)` makes one that decides
@@ -189,7 +191,7 @@ def simulate(
             cost is negative or not finite.
     """
     built = scheduler(scheduler_config, cache_config)
-    return _Simulator(workload, built, cost, acceptance, shape_of).run()
+    return _Simulator(workload, built, cost, acceptance, shape_of).run(max_steps)
 
 
 def simulate_in_parts(

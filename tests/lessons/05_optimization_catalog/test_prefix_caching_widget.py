@@ -62,7 +62,7 @@ def test_the_cliff_is_where_the_documents_no_longer_fit():
 @pytest.mark.parametrize(
     ("knobs", "tone", "words"),
     [
-        ({}, "broken", "The cache thrashes: 0.0%"),
+        ({}, "broken", "The cache thrashes: 0.0 %"),
         ({"pool": 8192}, "tight", "a cache that never evicts would reach 64.6 %"),
         ({"pool": 12288}, "fine", "all that an endless cache would hit. p95"),
         ({"target": 30}, "tight", "24.8 ms (modelled); the limit is 30 ms"),
@@ -177,7 +177,7 @@ def test_hashes_without_the_parent_are_seen_to_find_other_texts():
     view = session.settle()
     assert view["tone"] == "broken"
     assert "Your hashes lead to wrong blocks" in view["words"]
-    for sign in ("✕ 65%", "of another text (▲)", "in blocks of another text"):
+    for sign in ("✕ 65 %", "of another text (▲)", "in blocks of another text"):
         assert sign in view["svg"]
     assert not any(challenge["met"] for challenge in view["challenges"])
 

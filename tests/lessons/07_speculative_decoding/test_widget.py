@@ -19,6 +19,7 @@ from pace import quiet_seconds
 
 from minivllm.errors import MinivllmError
 from widgets import speculative_decoding as widget
+from widgets.shell.plot import percent
 from widgets.shell.session import Session
 from widgets.speculative_decoding.state import BATCHES, DRAFTERS, GPUS, MOST_K, SIBLINGS
 from widgets.speculative_decoding.step import VOCABULARY, measured, verify_step
@@ -261,7 +262,7 @@ def test_a_wrong_rule_is_seen_at_once(rule, k: int):
     assert state.own.wrong is not None
     said = widget.verdict(state)
     assert said.tone == "broken"
-    assert f"{state.own.rates[state.own.wrong] * 100:.1f} %" in said.words
+    assert percent(state.own.rates[state.own.wrong], 1) in said.words
     assert "Σ min(p, q) is 60.0 %" in said.words
 
 

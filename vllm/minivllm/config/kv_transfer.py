@@ -49,6 +49,9 @@ class KVTransferConfig:
         Raises:
             MinivllmError: an unknown key, an invalid value, or `kv_connector` is missing.
         """
+        if isinstance(settings, Mapping) and settings.get("engine_id", "") is None:
+            # An explicit null means the random default, as in vLLM.
+            settings = {name: value for name, value in settings.items() if name != "engine_id"}
         example = '{"kv_connector": "NixlConnector", "kv_role": "kv_both"}'
         return settings_of(cls, "kv_transfer_config", settings, example)
 

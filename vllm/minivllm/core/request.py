@@ -108,8 +108,8 @@ class Request:
     spec_token_ids: list[int] = field(default_factory=list)
     block_hashes: list[BlockHash] = field(default_factory=list)
     _all_token_ids: list[int] = field(default_factory=list)
-    _block_size: int | None = None
-    _hash_new_full_blocks: Callable[[], None] = lambda: None
+    _block_size: int = 0
+    _hash_new_full_blocks: Callable[[], None] | None = None
 
     def __post_init__(self, prompt: Sequence[int]) -> None:
         if not prompt:
@@ -118,6 +118,12 @@ class Request:
         self.stop_token_ids = frozenset(self.stop_token_ids)
         self._all_token_ids = list(prompt)
         self.num_prompt_tokens = self.num_tokens = len(prompt)
+
+    def __repr__(self) -> str:
+        return (
+            f"Request({self.request_id!r}, {self.status.name}, computed {self.num_computed_tokens} of "
+            f"{self.num_prompt_tokens} + {self.num_output_tokens} tokens)"
+        )
 
     @property
     def prompt_token_ids(self) -> list[int]:
@@ -155,7 +161,7 @@ class Request:
         """Append one sampled token and, if it fills a block, that block's hash."""
         self._all_token_ids.append(token_id)
         self.num_tokens += 1
-        if self._block_size is not None and self.num_tokens % self._block_size == 0:
+        if self._hash_new_full_blocks is not None and self.num_tokens % self._block_size == 0:
             self._hash_new_full_blocks()
 
     def enable_block_hashes(self, block_size: int, hash_block: HashBlockTokens = hash_block_tokens) -> None:

@@ -125,6 +125,8 @@ class ModelRunnerOutput:
     nonfinite_req_ids: list[str] = field(default_factory=list)
     num_invalid_spec_tokens: dict[str, int] = field(default_factory=dict)
     kv_connector_output: KVConnectorOutput | None = None
+    lora_slots: list[int | None] = field(default_factory=list)
+    """The adapter in each slot, by id, after the step; empty without LoRA."""
 
 
 @dataclass(slots=True)

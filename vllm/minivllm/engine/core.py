@@ -236,6 +236,7 @@ class EngineCore:
             return self._delivered(self.state())
         with record_function_or_nullcontext("minivllm::update"):
             outputs = self.scheduler.update_from_output(scheduler_output, model_runner_output)
+            self.loras.slots = model_runner_output.lora_slots or self.loras.slots
             self.loras.forget_unused()
             if self._takes_drafts:
                 self.scheduler.update_draft_token_ids(self.executor.collective_rpc("take_draft_token_ids")[0])
@@ -318,7 +319,7 @@ class EngineCore:
         if self.step_recorder is None:
             return ""
         try:
-            return self.step_recorder.snapshot(step, outputs, self.loras.slots())
+            return self.step_recorder.snapshot(step, outputs, self.loras.named_slots())
         except Exception:
             logger.exception("Step recording failed; recorder disabled")
             self.step_recorder = None

@@ -23,6 +23,7 @@ from minivllm.sampling_params import SamplingParams
 from minivllm.structured_output.grammar_text import check_grammar
 
 MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS = 128, 1024
+BAD_WORD_LIMITS = f"at most {MAX_BAD_WORDS} of {MAX_BAD_WORD_TOKENS:,} tokens in all"
 
 
 class InputProcessor:
@@ -202,8 +203,7 @@ class InputProcessor:
         spellings = set()
         words = set(params.bad_words or ())
         if words and (len(words) > MAX_BAD_WORDS or sum(map(len, words)) > MAX_BAD_WORD_TOKENS * self._longest_token):
-            limits = f"at most {MAX_BAD_WORDS} of {MAX_BAD_WORD_TOKENS:,} tokens in all"
-            raise MinivllmError(f"bad_words are too many or too long: {limits}", "bad_words")
+            raise MinivllmError(f"bad_words are too many or too long: {BAD_WORD_LIMITS}", "bad_words")
         for word in words:
             assert self.tokenizer is not None
             # Most vocabularies have a token for a word at the start of a text and another for it
@@ -211,4 +211,7 @@ class InputProcessor:
             bare = word.lstrip()
             for text in (bare, " " + bare) if bare else (word,):
                 spellings.add(tuple(self.tokenizer.encode(text, add_special_tokens=False).ids))
+        # Each word counts twice here, with and without a space.
+        if sum(map(len, spellings)) > 2 * MAX_BAD_WORD_TOKENS:
+            raise MinivllmError(f"bad_words are too long: {BAD_WORD_LIMITS}", "bad_words")
         return tuple(sorted(filter(None, spellings)))

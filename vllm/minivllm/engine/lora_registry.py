@@ -39,6 +39,8 @@ class LoRARegistry:
         self._adapters: dict[int, LoRARequest] = {}
         self._leaving: set[int] = set()
         self._unreadable: set[int] = set()
+        self.slots: list[int | None] = []
+        """The adapter in each of the ranks' slots, by id, after the last step."""
 
     def add(self, lora_request: LoRARequest) -> LoRARequest:
         """Return the adapter under the name that requests must use. It is loaded if it is unknown
@@ -136,6 +138,7 @@ class LoRARegistry:
         if refusals:
             raise AdapterRefused(refusals[0])
         self._scheduler().pinned_loras.add(lora_id)
+        self.slots = self._executor.collective_rpc("lora_slots")[0]
         return True
 
     def list_loras(self) -> list[int]:
@@ -152,14 +155,8 @@ class LoRARegistry:
             self._unreadable.discard(lora_id)
             del self._adapters[lora_id]
 
-    def slots(self) -> list[tuple[str, bool]]:
-        """Return what each of the ranks' slots holds: an adapter's name ("": none), and whether it is
-        pinned.
-        """
-        if not self._scheduler().config.max_loras:
-            return []
-        known, pinned = self._adapters, self._scheduler().pinned_loras
-        lora_ids = self._executor.collective_rpc("lora_slots")[0]
-        return [
-            (known[lora_id].lora_name, lora_id in pinned) if lora_id in known else ("", False) for lora_id in lora_ids
-        ]
+    def named_slots(self) -> list[tuple[str, bool]]:
+        """Return what each slot holds: an adapter's name ("": none), and whether it is pinned."""
+        known, scheduler = self._adapters, self._scheduler()
+        slots = self.slots or [None] * scheduler.config.max_loras
+        return [(known[id_].lora_name, id_ in scheduler.pinned_loras) if id_ in known else ("", False) for id_ in slots]

@@ -7,9 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
 
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from minivllm.config.checks import is_count
 from minivllm.core.lora_request import LoRARequest
@@ -297,8 +298,10 @@ class LLM:
 def _bar(use_tqdm: UseTqdm, what: str, total: int) -> Any:
     if callable(use_tqdm):
         return use_tqdm(total=total, desc=what)
-    # None: only on a terminal. In a file, a bar would be thousands of lines.
-    return tqdm(total=total, desc=what, leave=False, disable=None if use_tqdm else True)
+    if not use_tqdm:  # tqdm would start a thread even for a bar that is disabled
+        return SimpleNamespace(update=lambda done: None, close=lambda: None)
+    # None: only on a terminal and in a notebook. In a file, a bar would be thousands of lines.
+    return tqdm(total=total, desc=what, leave=False, disable=None)
 
 
 def _answers(outputs: list[RequestOutput]) -> list[RequestOutput]:

@@ -284,10 +284,11 @@ class ModelRunner:
     def _completed(
         self, output: ModelRunnerOutput | AsyncModelRunnerOutput
     ) -> ModelRunnerOutput | AsyncModelRunnerOutput:
-        """Complete a step's output with what was transferred."""
+        """Complete a step's output with what was transferred and which adapters have slots."""
         # The part that is known before the tokens are.
         whole = output.output if isinstance(output, AsyncModelRunnerOutput) else output
         whole.kv_connector_output = self.kv_connector.take_output()
+        whole.lora_slots = list(self.lora.lora_index_to_id)
         return output
 
     def take_sampled(self, sampled: dict[str, list[int]], drafts: dict[str, list[int]]) -> None:

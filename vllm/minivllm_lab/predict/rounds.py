@@ -129,7 +129,8 @@ def rounds(
     while not replay.has_ended:
         replay.arrive()
         before = _look(replay.scheduler, f"{source}, step {replay.step}")
-        asked = pickle.dumps(replay)  # a wrong rule changes the scheduler that follows it: each gets its own
+        # A wrong rule changes the scheduler that follows it: each gets its own.
+        asked = b"" if before is None else pickle.dumps(replay)
         row = replay.run()
         if before is None:
             continue

@@ -34,7 +34,8 @@ def memory_ledger(
         max_model_len: the longest request, prompt plus output; None: the model's own limit.
         weight_dtype: see `weight_bytes`.
         weights: bytes, if known from a start-up log; if not, they are counted.
-        tp, kv_dtype, block_size, max_num_batched_tokens, further: as for `minivllm.memory.memory_ledger`.
+        tp, kv_dtype, block_size, max_num_batched_tokens, further: as for `minivllm.memory.memory_ledger`; the
+            weights of a `drafter` are not counted, give `drafter_bytes`.
 
     Raises:
         MinivllmError: as `minivllm.memory.memory_ledger`, or the GPU is unknown.
