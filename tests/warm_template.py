@@ -104,15 +104,21 @@ def load(more_modules: Iterable[str]) -> None:
 
 
 def load_loops() -> None:
-    """Load the loops that numba has compiled for float32, which every rank needs; in a fresh clone,
-    compile them on two cores.
-    """
+    """Load the loops that numba has compiled for float32, which every rank needs."""
     with contextlib.suppress(ImportError):
         import numpy as np
 
-        from minivllm.kernels.cpu.compile_ahead import compile_ahead
+        from minivllm.kernels.cpu import (
+            attention_loops,
+            cache_loops,
+            elementwise_loops,
+            panel_linear_loops,
+            replay_loops,
+        )
 
-        compile_ahead(np.float32, np.float32)
+        attention_loops.programs_for(np.float32, np.float32), panel_linear_loops.programs_for(np.float32)
+        elementwise_loops.norms_of(np.float32), elementwise_loops.gates_of(np.float32)
+        elementwise_loops.rotations_of(np.float32), cache_loops.copies_of(np.float32), replay_loops.programs_for()
 
 
 def serve(asking: socket.socket) -> NoReturn:
