@@ -13,6 +13,7 @@ from minivllm.config.checks import is_number, require
 from minivllm.config.kv_transfer import KVTransferConfig
 from minivllm.config.units import GIB
 
+MOST_GIB = 1 << 20
 OFFLOADING_CONNECTORS = ("SimpleCPUOffloadConnector", "OffloadingConnector")
 
 
@@ -30,7 +31,8 @@ def with_offloading(
     """
     if size is None:
         return KVTransferConfig.of(transfer)
-    require(is_number(size) and size > 0, f"kv_offloading_size is {size!r}; it must be a number of GiB above 0")
+    is_size = is_number(size) and 0 < size < MOST_GIB
+    require(is_size, f"kv_offloading_size is {size!r}; it must be a number of GiB above 0, below {MOST_GIB:,}")
     # `kv_offloading_size` alone stands for the whole connector.
     if transfer is None or (isinstance(transfer, Mapping) and "kv_connector" not in transfer):
         transfer = {"kv_connector": OFFLOADING_CONNECTORS[0], **(transfer or {})}

@@ -14,7 +14,9 @@ import signal
 import socket
 import sys
 import threading
+import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from typing import NoReturn
 
 MILLISECONDS_A_LOOK = 500
@@ -41,8 +43,9 @@ def leave(code: int) -> NoReturn:
     """Exit this process at once: everything has been released by now, and a regular interpreter
     shutdown would take torch a second, or could wait forever for peers.
     """
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in filter(None, (sys.stdout, sys.stderr)):  # None: it was closed when Python started
+        with suppress(OSError):
+            stream.flush()
     os._exit(code)
 
 
@@ -62,16 +65,18 @@ def main() -> None:
     threading.Thread(target=end_with_parent, args=(int(fd), int(parent), end), daemon=True).start()
     # Only now: an import from the parent's path could take long, or fail.
     sys.path[:] = json.loads(path)
-    sys.stdout.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]; nothing is flushed at exit
-    from minivllm.platforms.collector import while_loading
-
+    if sys.stdout is not None:
+        sys.stdout.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]; nothing is flushed at exit
     code = 1
     try:
+        from minivllm.platforms.collector import while_loading
+
         with while_loading():
             module = importlib.import_module(name)
         code = module.serve(sock, *arguments) or 0
-    finally:
-        leave(code)
+    except BaseException:  # `leave` is faster than Python's own report
+        traceback.print_exc()
+    leave(code)
 
 
 if __name__ == "__main__":

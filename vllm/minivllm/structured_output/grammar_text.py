@@ -10,6 +10,7 @@ In vLLM v0.33.0: `vllm/v1/structured_output/backend_guidance.py` (`serialize_gui
 
 import functools
 import json
+import re
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,6 +23,9 @@ MOST_CHARACTERS = 1 << 18
 # This is address space; only what is used becomes memory: 5 kB for each reference in a chain.
 STACK_BYTES = 256 << 20
 MOST_ERROR_CHARACTERS = 400
+ABOVE, BELOW = -(1 << 63), 1 << 64
+"""Bounds of a schema's numbers: llguidance 1.9.1 ends the process at -2^63, and no message carries 2^64."""
+NEGATIVE = re.compile(r"-\d[\d.]*(?:[eE]\+?\d+)?")
 ONE_SPACE = "[ ]?"
 STAYS_OPEN = frozenset(("allOf", "if", "then", "else", "not", "enum", "const", "default", "examples"))
 NAMED_SCHEMAS = frozenset(("properties", "patternProperties", "dependentSchemas", "$defs", "definitions"))
@@ -104,13 +108,26 @@ def _written(params: StructuredOutputsParams) -> str:
     if params.regex is not None:
         return LLMatcher.grammar_from_regex(params.regex)
     if params.grammar is not None:
+        if "%json" in params.grammar:
+            _check_numbers(list(map(float, NEGATIVE.findall(params.grammar))))
         return LLMatcher.grammar_from_lark(_lark(params.grammar))
     schema = {"type": "object"} if params.json is None else params.json
     defaults: Any = {"whitespace_pattern": params.whitespace_pattern or ONE_SPACE}
     if params.disable_any_whitespace:
         defaults = {"whitespace_flexible": False}
     schema = json.loads(schema) if isinstance(schema, str) else schema
+    _check_numbers(schema)
     return LLMatcher.grammar_from_json_schema(json.dumps(_closed(schema)), defaults=defaults)
+
+
+def _check_numbers(schema: Any) -> None:
+    parts = [schema]
+    while parts:
+        part = parts.pop()
+        if isinstance(part, dict | list):
+            parts += part.values() if isinstance(part, dict) else part
+        elif isinstance(part, int | float) and (part <= ABOVE or (isinstance(part, int) and part >= BELOW)):
+            raise ValueError(f"its numbers must be above -2^63, and integers below 2^64; {part:.3g} is not")
 
 
 def _closed(schema: Any) -> Any:

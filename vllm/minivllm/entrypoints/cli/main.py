@@ -50,6 +50,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run() -> NoReturn:
     """Run the console script: `main` as a process."""
+    for _ in range(3):  # or what is opened next would be taken for a closed standard stream
+        if (fd := os.open(os.devnull, os.O_RDWR)) > 2:
+            os.close(fd)
+            break
     leave(main())
 
 

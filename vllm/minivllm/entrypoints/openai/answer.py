@@ -119,6 +119,7 @@ class Answer:
         settings: Json = {"priority": self.request.priority, "data_parallel_rank": _data_parallel_rank(self._headers)}
         # Check again: it may have been unloaded since.
         settings["lora_request"] = self.serving.models.check(self.request.model)
+        self.serving.check_queue(len(self.prompts) * self.n)  # others may have come since
         try:
             for index, (prompt, params) in enumerate(zip(self.prompts, self.params, strict=True)):
                 if self.request.cache_salt is not None:

@@ -97,6 +97,7 @@ async def until_the_end(app: FastAPI, backend: Backend, listening: socket.socket
     serving = asyncio.create_task(server.serve(sockets=[listening]))
     dying, stopping = asyncio.create_task(backend.wait_until_dead()), asyncio.create_task(asked.acquire())
     await asyncio.wait({serving, dying, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    code = int(dying.done())
     if dying.done():
         logger.error("The engine has ended: %s", backend.dead_error)
         # Clients and probes that come now get a 503 rather than a refused connection.
@@ -106,11 +107,11 @@ async def until_the_end(app: FastAPI, backend: Backend, listening: socket.socket
         logger.info("Shutting down: %d requests are open", state.num_open)
         # A second signal ends this wait, and so does the backend's death.
         await _drain(state, settings.shutdown_timeout, lambda: dying.done() or not asked.locked())
+        code = int(dying.done())  # `end_requests` ends the backend
         backend.end_requests()
         # uvicorn tells open requests that their client has left: they send their last events
         # before.
         await _drain(state, SECONDS_TO_CLOSE, lambda: not asked.locked())
-    code = int(dying.done())
     # uvicorn closes idle connections and waits for the others.
     server.should_exit = True
     await asyncio.wait({serving}, timeout=2 * SECONDS_TO_CLOSE)

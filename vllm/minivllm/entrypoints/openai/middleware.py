@@ -8,6 +8,7 @@ In vLLM v0.33.0: `vllm/entrypoints/serve/middleware/`.
 import asyncio
 import hashlib
 import hmac
+import json
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from typing import Any
@@ -87,6 +88,8 @@ async def _check_size(body: bytes) -> None:
     """Refuse a body with too many values or keys, which are counted outside of strings."""
     num_values = num_keys = start = 0
     in_string = False
+    if len(body) > BYTES_AT_ONCE and not json.detect_encoding(body).startswith("utf-8"):
+        raise _too_large(f"a body of over {BYTES_AT_ONCE:,} bytes must be UTF-8")
     while len(body) > BYTES_AT_ONCE and start < len(body):
         piece = body[start : start + BYTES_AT_ONCE]
         if (len(piece) - len(piece.rstrip(b"\\"))) % 2:  # an escape stays in one piece

@@ -16,6 +16,7 @@ from pydantic import ConfigDict, Field, ValidationError
 from minivllm.config.checks import require
 from minivllm.entrypoints.openai.errors import RequestError
 from minivllm.entrypoints.openai.protocol import ChatCompletionRequest, Data, GenerationRequest, Many, OpenAIBaseModel
+from minivllm.entrypoints.openai.stream import as_json
 
 SAME_AS_A_CHATS = {*GenerationRequest.model_fields, "parallel_tool_calls", "chat_template_kwargs"}
 NOT_IN_RESPONSES = (
@@ -109,13 +110,20 @@ class ResponsesRequest(GenerationRequest):
         messages = [{"role": "system", "content": self.instructions}] if self.instructions else []
         last = self.input[-1] if isinstance(self.input, list) and self.input else {}
         goes_on = last.get("type", "message") == "message" and last.get("status") in ("in_progress", "incomplete")
+        echoed = self.model_dump(include=set(ECHOED)) | ({} if self.tools else {"tool_choice": "none"})
+        for name, value in echoed.items():
+            try:
+                as_json(value)
+            except ValueError:
+                message = f"{name} cannot be repeated in the answer: it has half a character, or is nested too deeply"
+                raise RequestError(message, 400, INVALID, name) from None
         fields = {name: getattr(self, name) for name in SAME_AS_A_CHATS & self.model_fields_set} | {
             "messages": messages + messages_of(self.input),
             "max_output_tokens": self.max_output_tokens,
             "reasoning_effort": (self.reasoning or {}).get("effort"),
             "continue_final_message": goes_on,
             "add_generation_prompt": not goes_on,
-            "echoed": self.model_dump(include=set(ECHOED)) | ({} if self.tools else {"tool_choice": "none"}),
+            "echoed": echoed,
         }
         if functions:
             fields |= {"tools": functions, "tool_choice": _choice(self.tool_choice)}

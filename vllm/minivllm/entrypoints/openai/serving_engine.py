@@ -97,6 +97,14 @@ class OpenAIServing:
         for name, asked in zip(("logprobs", "prompt_logprobs"), request.num_logprobs, strict=True):
             number = self.vocab_size if asked == -1 else asked or 0
             require(number <= most, f"{name} asks for {number} tokens per position; the server allows {most}", name)
+        self.check_queue(total)
+
+    def check_queue(self, total: int) -> None:
+        """Refuse this many more requests to the engine if its queue has no room.
+
+        Raises:
+            RequestError: the queue is full.
+        """
         most = self.settings.max_num_queued_reqs
         if most is not None and len(self.engine.output_processor.states) + total > most:
             if self.engine.stat_logger is not None:
