@@ -178,7 +178,7 @@ def _draw_rates(drawing: Drawing, box: Box, state: State) -> None:
     kinds = (state.mine, *state.others)
     curves = [_curve(kind, lambda place: place.tokens_per_second) for kind in kinds]
     axes = Axes(drawing, box, GPUS, _span([rate for _, rates in curves for rate in rates]))
-    label = f"tokens a second, up to {state.wanted} at once"
+    label = f"tokens/s, up to {state.wanted:,} at once"
     axes.frame("GPUs", label, x_ticks=TPS, x_format="{:g}".format, y_ticks=axes.y.powers(), y_format=short)
     for kind, curve in zip(state.others, curves[1:], strict=True):
         colour, dash = style(kind)
