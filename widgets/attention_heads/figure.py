@@ -11,7 +11,7 @@ from itertools import groupby
 from minivllm_lab.drawing import text_width
 from minivllm_lab.palette import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, SKY
 from widgets.attention_heads.state import TPS, Kind, Place, State
-from widgets.shell.plot import MARGIN, WIDE, Axes, Key, Scale, draw_head, short, three_boxes, tokens
+from widgets.shell.plot import MARGIN, WIDE, Axes, Key, Scale, draw_head, percent, short, three_boxes, tokens
 from widgets.shell.svg import HEADING, QUIET, SMALL, Box, Drawing
 from widgets.shell.theme import CARD, IDLE, MID, MISSED
 
@@ -145,7 +145,7 @@ def cause_words(state: State, tp: int) -> str:
         "heads": f"{state.query_heads} query heads cannot be split over {tp}",
         "weights": f"not even the weights fit on {tp} GPU{'s' * (tp > 1)}",
         "few": f"{int(place.fits)} of {state.wanted} requests fit on {tp}",
-        "copies": f"copies: {state.mine.gain(tp):.2f} × what {tp // 2} hold",
+        "copies": f"copies: {percent(max(0, state.mine.gain(tp) - 1))} more than {tp // 2}",
         "": "",
     }[state.cause(tp)]
 
@@ -178,7 +178,7 @@ def _draw_rates(drawing: Drawing, box: Box, state: State) -> None:
     kinds = (state.mine, *state.others)
     curves = [_curve(kind, lambda place: place.tokens_per_second) for kind in kinds]
     axes = Axes(drawing, box, GPUS, _span([rate for _, rates in curves for rate in rates]))
-    label = f"tokens a second, up to {state.wanted} at once"
+    label = f"tokens/s, up to {state.wanted:,} at once"
     axes.frame("GPUs", label, x_ticks=TPS, x_format="{:g}".format, y_ticks=axes.y.powers(), y_format=short)
     for kind, curve in zip(state.others, curves[1:], strict=True):
         colour, dash = style(kind)

@@ -179,7 +179,7 @@ def _draw_rate(drawing: Drawing, box: Box, state: State) -> None:
     axes.line(list(rates), list(rates.values()), ORANGE)
     axes.mark_y(serving.demand, f"{short(serving.demand)} arrive", GREEN)
     axes.mark_x(serving.knee, QUIET, dash="2 3")
-    axes.label((axes.at(serving.knee, axes.y.low)[0], box.bottom - 8), f"knee at {serving.knee:.0f}", QUIET, bold=False)
+    axes.label((axes.at(serving.knee, axes.y.low)[0], box.bottom - 8), f"knee {serving.knee:.0f}", QUIET, bold=False)
     axes.also_here(state.budget)
 
     def tip(budget: int) -> str:

@@ -7,11 +7,10 @@ from __future__ import annotations
 import math
 
 from minivllm_lab.disaggregation.goodput import SHARE
-from minivllm_lab.drawing import text_width
 from minivllm_lab.palette import BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILLION
 from widgets.disaggregation.state import LADDER, RATES, TUNED, Side, State
 from widgets.shell.plot import MARGIN, WIDE, Axes, Key, Scale, draw_head, figures, percent, seconds, tokens
-from widgets.shell.svg import HEADING, QUIET, SMALL, Box, Drawing, Segment, legend, stacked_bar
+from widgets.shell.svg import SMALL, Box, Drawing, Segment, legend, stacked_bar
 from widgets.shell.theme import MID
 
 RATE = Scale(RATES[0], RATES[-1], log=True)
@@ -19,7 +18,7 @@ SHARES = Scale(0, 1)
 TICKS = (1, 3, 10, 30, 100, 300)
 ROW, NAMES = 19, 92
 TIMES = (
-    ("queue", "wait for a GPU", ORANGE),
+    ("queue", "wait for a GPU", MID),
     ("prefill", "prefill in shared steps", BLUE),
     ("room", "wait for blocks", PURPLE),
     ("link", "link", VERMILLION),
@@ -188,15 +187,15 @@ def transfer_words(state: State) -> str:
 def _draw_times(drawing: Drawing, state: State, y: float) -> float:
     """Draw the parts of the time to first token at this rate; return the y of the last line."""
     title = f"Time to first token at {state.rate:g} a second"
-    drawing.text((MARGIN, y), title, size=HEADING, bold=True)
     if state.rate not in state.mine.points:
         words = "Nothing is served." if state.mine.refused else "Still serving the requests."
-        return drawing.paragraph((MARGIN, y + 20), words, drawing.width - 2 * MARGIN)
+        return drawing.paragraph((MARGIN, drawing.heading((MARGIN, y), title) + 20), words, drawing.width - 2 * MARGIN)
     served = state.mine.points[state.rate]
     segments = [
         Segment("", served.mean(part), colour, f"{name}: {seconds(served.mean(part))}") for part, name, colour in TIMES
     ]
     mean = sum(segment.value for segment in segments)
+    y = drawing.heading((MARGIN, y), title, f"{seconds(mean)} on average")
     box = Box(MARGIN, y + 10, drawing.width - 2 * MARGIN, 22)
     total = max(mean, state.objective.ttft) * 1.02
     stacked_bar(drawing, box, segments, total)
@@ -204,7 +203,4 @@ def _draw_times(drawing: Drawing, state: State, y: float) -> float:
     drawing.line((at, box.y - 3), (at, box.bottom + 3), colour=GREEN, width=2)
     keys = [Segment(f"{name} {seconds(served.mean(part))}", 0, colour) for part, name, colour in TIMES]
     keys.append(Segment(f"limit: {seconds(state.objective.ttft)}", 0, GREEN))
-    note = f"{seconds(mean)} on average"
-    if MARGIN + text_width(title, HEADING) * 1.1 + text_width(note, SMALL) < box.right:
-        drawing.text((box.right, y), note, size=SMALL, colour=QUIET, anchor="end")
     return legend(drawing, (MARGIN, box.bottom + 18), keys, drawing.width - 2 * MARGIN) - 19

@@ -15,7 +15,7 @@ from widgets.multi_lora.state import CLIENTS, SLOTS, WAYS, State
 from widgets.multi_lora.strip import draw_strip
 from widgets.shell.plot import MARGIN, Axes, Scale, counted, modelled, percent, seconds, three_boxes
 from widgets.shell.svg import QUIET, SMALL, Box, Drawing, Segment, legend, stacked_bar
-from widgets.shell.theme import RESERVED
+from widgets.shell.theme import IDLE, RESERVED
 
 ACROSS = Scale(SLOTS[0], SLOTS[-1], log=True)
 TICKS = (1, 4, 16, 64, 256)
@@ -44,11 +44,11 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
         f"{modelled(state.error)}"
     )
     y = _draw_memory(drawing, state, drawing.paragraph((MARGIN, y + 18), note, width - 2 * MARGIN) + 10)
-    main, upper, lower = three_boxes(width, y + 26, 160, large=0.5, between=50)
+    main, upper, lower = three_boxes(width, y + 20, 160, large=0.5, between=50)
     _draw_waits(Axes(drawing, main, ACROSS, _scale(state)), state, pinned)
     _draw_hits(drawing, upper, state)
     _draw_rates(drawing, lower, state)
-    drawing.height = draw_strip(drawing, state, max(main.bottom, lower.bottom) + 54) + 8
+    drawing.height = draw_strip(drawing, state, max(main.bottom, lower.bottom) + 60) + 8
     return drawing.render()
 
 
@@ -69,7 +69,9 @@ def _draw_memory(drawing: Drawing, state: State, y: float) -> float:
         Segment(f"KV cache {gigabytes(cache)}", cache, BLUE, tip=f"Left for the KV cache: {gigabytes(cache)}"),
     ]
     total = max(serving.gpu.memory_bytes, sum(part.value for part in parts))
-    stacked_bar(drawing, Box(MARGIN, y, drawing.width - 2 * MARGIN, 18), parts, total)
+    bar = Box(MARGIN, y, drawing.width - 2 * MARGIN, 18)
+    drawing.rect(bar, IDLE, tip="Not for the KV cache: activations, and what gpu_memory_utilization leaves free")
+    stacked_bar(drawing, bar, parts, total)
     fits = min(serving.copies_that_fit, serving.adapters)
     legend(drawing, (MARGIN, y + 33), [Segment(f"slots {gigabytes(slots)}", 0, ORANGE)], drawing.width)
     words = f"merged copies: {gigabytes(state.merged_bytes)}, {fits:,} fit"

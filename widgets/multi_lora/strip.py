@@ -34,7 +34,7 @@ def draw_strip(drawing: Drawing, state: State, y: float) -> float:
     if state.slots not in state.points:
         return draw_placeholder(drawing, TITLE, state.refused, y)
     keys = [
-        Segment("adapter in use, 1 the most popular", 0, SKY),
+        Segment("adapter in use (1: the most popular)", 0, SKY),
         Segment("idle", 0, RESERVED),
         Segment("waiting for a slot", 0, MISSED, hatched=True),
     ]
@@ -93,11 +93,9 @@ def _draw_stay(drawing: Drawing, line: Box, stay: Stay, across: Scale) -> None:
 def _draw_queue(drawing: Drawing, box: Box, strip: Sequence[Moment], across: Scale) -> None:
     """Draw how many requests wait only for a slot, and write the longest queue."""
     longest = max((moment.waiting for moment in strip), default=0)
-    _draw_name(drawing, box, "queue")
     drawing.rect(box, IDLE)
     with drawing.answer():
-        place = (box.x - 8, box.y + box.height / 2 + 4)
-        drawing.text(place, f"up to {longest}", size=SMALL, colour=QUIET, anchor="end")
+        _draw_name(drawing, box, f"queue, up to {longest}")
         for group in _alike(strip):
             left, right = pixels(box, across, group[0].start, group[-1].end)
             high = box.height * group[0].held / max(longest, 1)

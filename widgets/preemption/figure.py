@@ -105,14 +105,14 @@ def _draw_broken(axes: Axes, state: State) -> None:
 
 
 def late_words(state: State, span: Span) -> str:
-    """Explain why requests take too long in a region, by the cause at its edge, or at the handle if
-    the region has no edge.
+    """Explain why requests take too long in a region, by the cause at the handle if it is inside, and
+    at the region's edge otherwise.
     """
     low, high = span
     inside = [pool for pool in state.run if (low or 0) <= pool < (high or math.inf)]
     if not inside:
         return ""
-    nearest = max(inside) if high is not None else state.pool if state.pool in inside else min(inside)
+    nearest = state.pool if state.pool in inside else max(inside) if high is not None else min(inside)
     return cause_words(state, state.cause(nearest), nearest)
 
 

@@ -69,7 +69,7 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
     return drawing.render()
 
 
-KEYS = (("99 % of requests", BLUE, "", 2.5), ("half", BLUE, "5 4", 1.6), ("limit", GREEN, "4 3", 1.5))
+KEYS = (("99 % of requests", BLUE, "", 2.5), ("half of them", BLUE, "5 4", 1.6), ("limit", GREEN, "4 3", 1.5))
 
 
 def _draw_breaking(axes: Axes, state: State, pinned: State | None, times: Times) -> None:
@@ -229,7 +229,7 @@ def _draw_reads(drawing: Drawing, state: State, y: float) -> float:
     else:
         total = max(2, round(state.work.mean_output))
         parts = [_read_words(read.pause, read.events, read.tokens, total) for read in state.reads]
-        words = f"Of {total} tokens, {whose} makes fewer events for a slow client: reading {', '.join(parts)}."
+        words = f"A slow client gets fewer, larger events for {total} tokens from {whose}: reading {', '.join(parts)}."
     return drawing.paragraph((MARGIN, y + 12), words, drawing.width - 2 * MARGIN)
 
 

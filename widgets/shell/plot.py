@@ -197,7 +197,9 @@ class Axes:
         for value in self.x.ticks() if x_ticks is None else x_ticks:
             across = self.at(value, self.y.low)[0]
             self.drawing.line((across, box.bottom), (across, box.bottom + 4), colour=QUIET)
-            self.drawing.text((across, box.bottom + 17), x_format(value), size=SMALL, colour=QUIET, anchor="middle")
+            words = x_format(value)
+            place = (min(across, self.drawing.width - 5 - text_width(words, SMALL) / 2), box.bottom + 17)
+            self.drawing.text(place, words, size=SMALL, colour=QUIET, anchor="middle")
         self.drawing.line((box.x, box.bottom), (box.right, box.bottom), colour=QUIET)
         self.drawing.text((box.x + box.width / 2, box.bottom + 35), x_label, size=SMALL, colour=QUIET, anchor="middle")
         if y_label:

@@ -242,8 +242,11 @@ def _draw_step(drawing: Drawing, state: State, y: float) -> float:
     wide = drawing.width - 2 * MARGIN
     aside = drawing.width >= WIDE
     y = draw_title(drawing, title, [Segment("drafter's chance q", 0, ORANGE), Segment("model's p", 0, BLUE)], y)
+    rule = "accepted if random < p/q"
     if aside:
-        drawing.text((drawing.width - MARGIN, y), "random < p/q: accepted", size=SMALL, colour=QUIET, anchor="end")
+        drawing.text((drawing.width - MARGIN, y), rule, size=SMALL, colour=QUIET, anchor="end")
+    else:
+        y = drawing.paragraph((MARGIN, y + 19), rule, wide)
     if state.own:
         y = drawing.paragraph((MARGIN, y + 17), own_words(state), wide)
     across = int(wide // COLUMN)

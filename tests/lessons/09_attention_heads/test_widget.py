@@ -124,7 +124,7 @@ def test_what_is_shaded_is_where_something_is_wrong():
 
     assert regions() == [
         "14 of 32 requests fit on 4",
-        "copies: 1.15 × what 8 hold",
+        "copies: 15 % more than 8",
     ]
     assert regions(kv_heads=64) == ["26 of 32 requests fit on 32"]
     assert regions(latent=512, tensor_parallel_size=8) == ["18 of 32 requests fit on 8"]
