@@ -140,6 +140,14 @@ def test_a_body_must_say_that_it_is_json(base: Server, kind: str | None):
     assert (reply.status_code, reply.json()["error"]["type"]) == (400, "Bad Request")
 
 
+def test_values_are_counted_in_utf_8_alone(base: Server):
+    body = json.dumps({"x": '"', "prompt": [1] * 300_000})
+    for encoding in ("utf-8", "utf-16", "utf-32-be"):
+        assert base.client.post("/v1/completions", content=body.encode(encoding), headers=JSON).status_code == 413
+    small = json.dumps(LONG | {"max_tokens": 1}).encode("utf-16")
+    assert base.client.post("/v1/completions", content=small, headers=JSON).status_code == 200
+
+
 def test_a_huge_body_is_refused_before_it_is_read(base: Server):
     lines = ("POST /v1/completions HTTP/1.1", "Host: x", "Content-Type: application/json", "Content-Length: 104857600")
     with socket.create_connection(("127.0.0.1", base.port), 20) as connection:

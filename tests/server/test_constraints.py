@@ -11,6 +11,7 @@ from minivllm import MinivllmError, StructuredOutputsParams
 from minivllm.entrypoints.openai.constraints import constraint_of
 from minivllm.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest
 from minivllm.entrypoints.openai.tool_parsers import REQUIRED, NamedTool, ToolParser
+from minivllm.structured_output.grammar_text import check_grammar
 
 MESSAGES = [{"role": "user", "content": "def add(a, b):\n    return"}]
 CITY = {"type": "object", "properties": {"city": {"$ref": "#/$defs/city"}}, "required": ["city"]}
@@ -46,6 +47,20 @@ def test_each_form_of_a_constraint():
     assert asked(tools=TOOLS, tool_choice="none") is asked(tools=TOOLS) is None
     assert asked(tools=TOOLS, tool_choice=NAMED).json == CITY | {"$defs": CITIES}
     assert asked(tools=TOOLS, tool_choice=NAMED, response_format={"type": "json_object"}).json_object is None
+
+
+@pytest.mark.parametrize("number", [-(2**63), 1 - 2**63, -1e300, 2**64])
+def test_a_schemas_number_that_no_integer_of_64_bits_holds_is_refused(number):
+    for schema in ({"const": number}, {"items": {"enum": [1, {"maximum": number}]}}):
+        for given in (schema, json.dumps(schema)):
+            with pytest.raises(MinivllmError, match="its numbers must be above"):
+                check_grammar(StructuredOutputsParams(json=given))
+    check_grammar(StructuredOutputsParams(json={"enum": [2**64 - 1, 1024 - 2**63, 1e300]}))
+
+
+def test_a_schemas_number_inside_a_grammar_is_refused():
+    with pytest.raises(MinivllmError, match="its numbers must be above"):
+        check_grammar(StructuredOutputsParams(grammar='start: %json {"const": -9223372036854775809}'))
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Test the server's start and end: no request is lost, no client hangs, no process is left."""
 
 import asyncio
+import contextlib
 import json
 import re
 import signal
@@ -63,6 +64,11 @@ def slow_server(*flags: str):
     return running("--max-num-seqs", "4", "--max-model-len", "2048", *flags)
 
 
+def ask_and_forget(server: Server) -> None:
+    with contextlib.suppress(httpx.HTTPError):
+        httpx.post(f"{server.url}/v1/completions", json=LONG, timeout=60)
+
+
 def left_by(processes: list[psutil.Process], folder: Path) -> list[object]:
     """Return what is left of a server: processes, and the folder of its sockets."""
     return [*psutil.wait_procs(processes, PATIENCE)[1], *([folder] if folder.exists() else [])]
@@ -85,6 +91,10 @@ def test_a_full_queue_refuses_and_a_second_sigterm_does_not_wait_for_open_reques
             assert (reply.status_code, reply.json()["error"]["type"]) == (503, "ServiceUnavailableError")
             assert "max_num_queued_reqs" in reply.json()["error"]["message"]
         assert server.metric("vllm:admission_rejections_total") == 2
+        crowd = [threading.Thread(target=ask_and_forget, args=(server,)) for _ in range(16)]
+        for thread in crowd:
+            thread.start()
+        assert eventually(lambda: server.metric("vllm:admission_rejections_total") >= 2 + 15), "there is room for one"
         server.process.send_signal(signal.SIGTERM)
         assert eventually(lambda: "Shutting down" in server.said())
         assert server.client.get("/health").status_code == 200
@@ -132,7 +142,7 @@ def test_open_requests_may_finish_where_there_is_time_and_new_ones_are_refused()
 
 @pytest.mark.usefixtures("warm_processes")
 def test_a_core_that_does_not_answer_is_not_healthy_until_it_does():
-    with running() as server:
+    with slow_server() as server:
         core = server.core()
         assert {server.client.get("/health").status_code for _ in range(3)} == {200}
         core.suspend()
@@ -141,6 +151,9 @@ def test_a_core_that_does_not_answer_is_not_healthy_until_it_does():
         finally:
             core.resume()
         assert eventually(lambda: server.client.get("/health").status_code == 200)
+        Clients(server, 4)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(PATIENCE) == 0, "it was asked to end, and has told its client"
 
 
 @pytest.mark.parametrize(("host", "said"), [("127.0.0.1", "http://127.0.0.1"), ("0.0.0.0", "http://localhost")])

@@ -210,3 +210,14 @@ def test_without_a_parser_calls_are_text_and_hosted_tools_are_ignored(chat: Serv
 def test_what_makes_no_sense_is_no_fault_of_the_servers(chat: Server, fields: dict[str, Any]):
     reply = chat.client.post("/v1/responses", json={"input": "a", "max_output_tokens": 1} | fields)
     assert reply.status_code in (200, 400), reply.text
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("user", '"\\ud800"'), ("metadata", '{"a": "\\udfff"}'), ("reasoning", '{"a":' * 300 + "1" + "}" * 300)],
+)
+def test_what_no_answer_can_repeat_is_refused_before_it_is_computed(chat: Server, field: str, value: str):
+    body = f'{{"input": "a", "{field}": {value}}}'.encode()
+    reply = chat.client.post("/v1/responses", content=body, headers={"content-type": "application/json"})
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, field)
+    assert "cannot be repeated" in reply.json()["error"]["message"]

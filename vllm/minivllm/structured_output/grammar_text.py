@@ -126,7 +126,7 @@ def _check_numbers(schema: Any) -> None:
         part = parts.pop()
         if isinstance(part, dict | list):
             parts += part.values() if isinstance(part, dict) else part
-        elif isinstance(part, int | float) and (part <= ABOVE or (isinstance(part, int) and part >= BELOW)):
+        elif isinstance(part, int | float) and (float(part) <= ABOVE or (isinstance(part, int) and part >= BELOW)):
             raise ValueError(f"its numbers must be above -2^63, and integers below 2^64; {part:.3g} is not")
 
 
