@@ -201,7 +201,7 @@ def _draw_broken(axes: Axes, state: State) -> None:
         cause = "one request no longer fits" if state.ledger else "no KV cache is left"
         axes.broken(state.longest, None, f"{cause}: vLLM refuses to start")
     if limit < last:
-        axes.broken(limit, None, "longer than the model supports: refused")
+        axes.broken(limit, None, "past the model's limit: refused")
 
 
 def _draw_curves(axes: Axes, state: State) -> None:

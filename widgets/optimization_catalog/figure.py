@@ -161,16 +161,16 @@ def _draw_link(drawing: Drawing, before: Box, place: Box, scale: Scale, reached:
 def _draw_end(drawing: Drawing, place: Box, scale: Scale, name: str, run: Outcome, colour: str) -> None:
     """Draw a bar from the axis for the first or the last set of levers."""
     rated = isinstance(run, LeverResult)
-    bar = Box(place.x, place.y, scale.share(run.tokens_per_second) * place.width if rated else 0, place.height)
+    bar = Box(place.x, place.y - 2, scale.share(run.tokens_per_second) * place.width if rated else 0, ROW)
     words = f"{name}: {_rate_words(run)}"
     tip = f"With {name}: {_counts(run)}." if rated else words
     drawing.rect(bar, colour, tip=tip)
     if bar.width > text_width(words, SMALL) + 12:
-        drawing.text((bar.right - 6, bar.y + 10), words, size=SMALL, colour=CARD, anchor="end", bold=True)
+        drawing.text((bar.right - 6, place.y + 10), words, size=SMALL, colour=CARD, anchor="end", bold=True)
     elif bar.right + 5 + text_width(words, SMALL) < place.right + 8:
-        drawing.text((bar.right + 5, bar.y + 10), words, size=SMALL, halo=True)
+        drawing.text((bar.right + 5, place.y + 10), words, size=SMALL, halo=True)
     else:
-        drawing.text((place.right + 8, bar.y + 10), words, size=SMALL, anchor="end", halo=True)
+        drawing.text((place.right + 8, place.y + 10), words, size=SMALL, anchor="end", halo=True)
 
 
 def _draw_rung(drawing: Drawing, place: Box, scale: Scale, step: Step) -> None:
