@@ -269,7 +269,7 @@ def _draw_swept(drawing: Drawing, box: Box, state: State, pinned: State | None) 
     rates = [rate for curve, _ in curves for rate in _known(curve)[1]] or [1.0]
     axes = Axes(drawing, box, Scale(1, 64, log=True), Scale(min(rates) / 1.5, max(rates) * HEADROOM, log=True))
     axes.frame(
-        "requests at once: max_num_seqs", "output tokens/s", x_ticks=(1, 2, 4, 8, 16, 32, 64), y_ticks=axes.y.ticks(4)
+        "requests at once: max_num_seqs", "tokens/s by load", x_ticks=(1, 2, 4, 8, 16, 32, 64), y_ticks=axes.y.ticks(4)
     )
     for low, high, trouble in breaks(state):
         axes.broken(low, high, BREAKS[trouble].format(level=state.level * 1e3))

@@ -169,8 +169,8 @@ def _cpu(drawing: Drawing, axes: Axes, state: State, width: float) -> float:
     """Write the CPU's measurement below the plot, and return the y coordinate below it."""
     least, most = min(state.measured.values()), max(state.measured.values())
     words = (
-        f"Measured on a CPU ({state.cpu}), which cannot show look-ups: any size takes {least:.2f} to {most:.2f} × the "
-        "time of a contiguous cache."
+        f"Measured on a CPU ({state.cpu}): any block size takes {least:.2f} to {most:.2f} × the time of a contiguous "
+        "cache. What look-ups cost a GPU does not show there."
     )
     return drawing.paragraph((MARGIN, axes.box.bottom + 53), words, width - 2 * MARGIN)
 
