@@ -54,7 +54,7 @@ def _draw_level_key(drawing: Drawing, place: tuple[float, float], state: State) 
 def _draw_ttft(axes: Axes, state: State, pinned: State | None) -> None:
     axes.frame(
         "load (1: all that full seats could serve)",
-        "time to first token: 95 % solid, half dashed",
+        "time to first token: p95 solid, median dashed",
         x_ticks=TICKS,
         y_ticks=(0.01, 0.1, 1, 10, 100),
         x_format="{:g}".format,

@@ -18,7 +18,7 @@ def _setting(state: State, gpu: str, head_dim: int) -> list[Rule]:
 
 
 def _moves_less(state: State) -> str:
-    return f"T × T stored moves {state.less:.3f} times the bytes; {_fits(state)}."
+    return f"T × T stored moves {state.less:.3f} times as many bytes; {_fits(state)}."
 
 
 def _three_times_less(state: State) -> Progress:
@@ -58,7 +58,7 @@ def _reach_the_ridge(state: State) -> Progress:
 def _fits(state: State) -> str:
     if not state.launches:
         return "not launched"
-    return "registers spill" if state.spills else "it fits"
+    return "registers spill" if state.spills else "the tile fits"
 
 
 CHALLENGES = (

@@ -186,9 +186,9 @@ def _draw_lengths(drawing: Drawing, at: Box, state: State) -> None:
             "(Dao et al. 2022, figure 2). Ours is forward only."
         )
         drawing.circle(axes.at(PAPER_LENGTH, moved / PAPER_HEADS), 4, CARD, stroke=colour, tip=tip)
-    drawing.text((box.x + 5, box.y + 12), "T × T stored ━", size=SMALL, colour=VERMILLION, halo=True)
-    drawing.text((box.x + 5, box.y + 27), "tiles —", size=SMALL, colour=BLUE, halo=True)
-    drawing.text((box.x + 5, box.y + 42), "○ Dao et al. 2022", size=SMALL, colour=QUIET, halo=True)
+    drawing.text((box.x + 5, box.y + 7), "T × T stored ━", size=SMALL, colour=VERMILLION, halo=True)
+    drawing.text((box.x + 5, box.y + 21), "tiles —", size=SMALL, colour=BLUE, halo=True)
+    drawing.text((box.x + 5, box.y + 35), "○ published", size=SMALL, colour=QUIET, halo=True)
 
 
 def _over_length(state: State, index: int, name: str, moved: int) -> str:

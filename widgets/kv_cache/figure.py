@@ -103,7 +103,7 @@ def _draw_slots(drawing: Drawing, state: State, box: Box) -> Box:
     top = legend(drawing, (box.x, y + 21), keys, box.width) - 9
     pool = Box(box.x, top, box.width, max(box.bottom - 8 - top, 60))
     columns = max(1, round((drawn * pool.width / pool.height / STRIP) ** 0.5))
-    wide, high = pool.width / columns, min(pool.height / -(-(drawn + 1) // columns), 34.0)
+    wide, high = pool.width / columns, min(pool.height // -(-(drawn + 1) // columns), 34.0)
     gap = min(3.0, high / 5)
     for index in range(drawn + 1):
         slot = Box(pool.x + index % columns * wide, pool.y + index // columns * high, wide - gap - 1, high - gap)
@@ -201,7 +201,7 @@ def _draw_broken(axes: Axes, state: State) -> None:
         cause = "one request no longer fits" if state.ledger else "no KV cache is left"
         axes.broken(state.longest, None, f"{cause}: vLLM refuses to start")
     if limit < last:
-        axes.broken(limit, None, "longer than the model supports: refused")
+        axes.broken(limit, None, "past the model's limit: refused")
 
 
 def _draw_curves(axes: Axes, state: State) -> None:

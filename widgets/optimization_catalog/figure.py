@@ -161,16 +161,16 @@ def _draw_link(drawing: Drawing, before: Box, place: Box, scale: Scale, reached:
 def _draw_end(drawing: Drawing, place: Box, scale: Scale, name: str, run: Outcome, colour: str) -> None:
     """Draw a bar from the axis for the first or the last set of levers."""
     rated = isinstance(run, LeverResult)
-    bar = Box(place.x, place.y, scale.share(run.tokens_per_second) * place.width if rated else 0, place.height)
+    bar = Box(place.x, place.y - 2, scale.share(run.tokens_per_second) * place.width if rated else 0, ROW)
     words = f"{name}: {_rate_words(run)}"
     tip = f"With {name}: {_counts(run)}." if rated else words
     drawing.rect(bar, colour, tip=tip)
     if bar.width > text_width(words, SMALL) + 12:
-        drawing.text((bar.right - 6, bar.y + 10), words, size=SMALL, colour=CARD, anchor="end", bold=True)
+        drawing.text((bar.right - 6, place.y + 10), words, size=SMALL, colour=CARD, anchor="end", bold=True)
     elif bar.right + 5 + text_width(words, SMALL) < place.right + 8:
-        drawing.text((bar.right + 5, bar.y + 10), words, size=SMALL, halo=True)
+        drawing.text((bar.right + 5, place.y + 10), words, size=SMALL, halo=True)
     else:
-        drawing.text((place.right + 8, bar.y + 10), words, size=SMALL, anchor="end", halo=True)
+        drawing.text((place.right + 8, place.y + 10), words, size=SMALL, anchor="end", halo=True)
 
 
 def _draw_rung(drawing: Drawing, place: Box, scale: Scale, step: Step) -> None:
@@ -269,7 +269,7 @@ def _draw_swept(drawing: Drawing, box: Box, state: State, pinned: State | None) 
     rates = [rate for curve, _ in curves for rate in _known(curve)[1]] or [1.0]
     axes = Axes(drawing, box, Scale(1, 64, log=True), Scale(min(rates) / 1.5, max(rates) * HEADROOM, log=True))
     axes.frame(
-        "requests at once: max_num_seqs", "output tokens/s", x_ticks=(1, 2, 4, 8, 16, 32, 64), y_ticks=axes.y.ticks(4)
+        "requests at once: max_num_seqs", "tokens/s by load", x_ticks=(1, 2, 4, 8, 16, 32, 64), y_ticks=axes.y.ticks(4)
     )
     for low, high, trouble in breaks(state):
         axes.broken(low, high, BREAKS[trouble].format(level=state.level * 1e3))

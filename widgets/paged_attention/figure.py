@@ -169,8 +169,8 @@ def _cpu(drawing: Drawing, axes: Axes, state: State, width: float) -> float:
     """Write the CPU's measurement below the plot, and return the y coordinate below it."""
     least, most = min(state.measured.values()), max(state.measured.values())
     words = (
-        f"Measured on a CPU ({state.cpu}), which cannot show look-ups: any size takes {least:.2f} to {most:.2f} × the "
-        "time of a contiguous cache."
+        f"Measured on a CPU ({state.cpu}): any block size takes {least:.2f} to {most:.2f} × the time of a contiguous "
+        "cache. What look-ups cost a GPU does not show there."
     )
     return drawing.paragraph((MARGIN, axes.box.bottom + 53), words, width - 2 * MARGIN)
 
@@ -182,7 +182,7 @@ def _pool(drawing: Drawing, play: Play, y: float, width: float) -> float:
     note += f", lengths ÷ {play.shortened}" * (play.shortened > 1) + "; framed: just allocated"
     y = drawing.heading((MARGIN, y), "The pool, played", note)
     keys = [
-        Segment("number: request; bar: empty slots", 0, BLUE),
+        Segment("request; bar: empty slots", 0, BLUE),
         Segment("free", 0, CARD, outlined=True),
         Segment("dot: shared", 0, YELLOW),
     ]
@@ -326,7 +326,7 @@ def _tables(drawing: Drawing, play: Play, place: tuple[float, float], room: floa
     base = y
     by_request = [_by_request(frame.tables) for frame in play.frames]
     several = any(len(tables) > 1 for frame in by_request for tables in frame.values())
-    drawing.text((x, y), "Block tables" + ", | between answers" * several, size=SMALL, bold=True)
+    drawing.text((x, y), "Block tables" + ": shared · own | own" * several, size=SMALL, bold=True)
     for row, request in enumerate(sorted({request for frame in by_request for request in frame}), 1):
         base = y + 3 + row * ROW
         with drawing.layer(group=f"r{request}"):

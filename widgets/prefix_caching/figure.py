@@ -278,7 +278,7 @@ def _draw_strip(drawing: Drawing, state: State, top: float) -> float:
     with drawing.answer():
         strip.draw()
         if not sum(state.here.found):
-            drawing.text((box.right, box.y - 9), "here no prompt hits", size=SMALL, colour=QUIET, anchor="end")
+            drawing.text((box.right, box.y - 9), "no prompt hits here", size=SMALL, colour=QUIET, anchor="end")
     return box.bottom + 10
 
 

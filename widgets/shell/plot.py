@@ -232,6 +232,7 @@ class Axes:
         """
         across, height = self.at(x, y)
         points = [(across, height), (across, self.box.y)]
+        self._note(points, LEVEL_STRIDE)
         tip = "In the long run, the queue grows without end, and so does the time in it."
         self.drawing.polyline(points, INK, width=3, dash="2 4", tip=tip)
 

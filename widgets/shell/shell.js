@@ -341,7 +341,7 @@ export class Shell {
     this.says.hidden = secret;
     this.says.dataset.tone = view.tone;
     this.sign.textContent = view.sign;
-    this.words.textContent = view.words;
+    this.words.textContent = view.words.replace(/(\d) (?=[%×]|ms\b|GiB\b)/g, "$1\u00a0"); // a unit stays with its number
     this.mend.hidden = !view.mend || Object.keys(view.mend.values).some((name) => this.host.fixed(name));
     this.mend.textContent = view.mend?.label ?? "";
     this.traced.hidden = !view.trace;

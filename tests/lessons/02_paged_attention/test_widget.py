@@ -104,7 +104,7 @@ def test_the_measured_ratios_are_the_lessons_and_say_what_they_are():
     state = widget.sweep()
     assert state.measured == {int(size): value for size, value in ratios.items()}
     svg = widget.figure(state)
-    said = f"cannot show look-ups: any size takes {min(ratios.values()):.2f} to {max(ratios.values()):.2f} × the"
+    said = f"any block size takes {min(ratios.values()):.2f} to {max(ratios.values()):.2f} × the"
     assert said in " ".join(ET.fromstring(svg).itertext())
     assert "Modelled, not measured" in svg
 
