@@ -36,12 +36,12 @@ PARTS = {
     "tests": ROOT / "tests",
 }
 BUDGETS = {
-    "the engine": 19_300,
+    "the engine": 19_340,
     "minivllm_lab": 15_580,
     "minivllm_simulate": 2_180,
     "widgets": 10_770,
     "benchmarks": 4_400,
-    "tests": 36_720,
+    "tests": 36_790,
     "the spine": 3_380,
 }
 """Most code lines of each part."""
