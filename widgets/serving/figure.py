@@ -27,7 +27,7 @@ class Times:
     """Return a point's times for half and for 99 % of the requests."""
     limit: Callable[[Served], float]
     half: str
-    """What half of the requests have, for a tooltip."""
+    """The words before the time of half of the requests, in a tooltip."""
 
     def tip(self, point: Point) -> str:
         """Describe a point's times."""
