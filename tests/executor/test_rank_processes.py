@@ -6,6 +6,7 @@ import gc
 import os
 import pickle
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -22,6 +23,7 @@ from executor.rank_double import double, leaving_double, refusing_double
 from patience import PATIENCE, eventually
 
 from minivllm.errors import MinivllmError, WorkerDiedError, WorkerFailedError
+from minivllm.executor.rank_loop import serve
 from minivllm.executor.rank_processes import END, RankProcesses
 
 
@@ -188,6 +190,15 @@ def test_what_a_person_can_act_on_comes_as_it_is(ranks):
 def test_a_rank_that_leaves_before_it_is_ready():
     with pytest.raises(WorkerDiedError, match=r"rank 1 of 2 .* exit code 3$"):
         RankProcesses(leaving_double, (), 2)
+
+
+def test_a_rank_whose_engine_has_ended_meanwhile_says_no_more():
+    """A traceback would look like a failure of its own."""
+    engines, own = socket.socketpair()
+    with own:
+        engines.sendall(pickle.dumps((double, (0,))))
+        engines.close()
+        serve(own)
 
 
 def test_ranks_that_are_stuck_are_killed_at_shutdown(ranks):

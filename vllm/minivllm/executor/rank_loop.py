@@ -11,6 +11,7 @@ In vLLM v0.33.0: `vllm/v1/executor/multiproc_executor.py` (`WorkerProc.worker_bu
 import pickle
 import socket
 import traceback
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
@@ -90,7 +91,8 @@ def serve(sock: socket.socket) -> None:
             if call.replies in (None, rank) or reply.failure is not None:
                 _send(sock, reply)
     except Exception as error:
-        _send(sock, Failure.of(error))
+        with suppress(OSError):  # the engine has ended, and closed the connection
+            _send(sock, Failure.of(error))
 
 
 def _answer(worker: Any, call: Call, failure: Failure | None) -> Reply:
