@@ -18,7 +18,7 @@ from engine.captured import capture_with
 from engine.golden_adapters import ADAPTERS, EXPECTED, PROMPT
 from engine.test_equivalence import FAMILIES, SHAPE, assert_most_likely
 
-from minivllm import LLM, BeamSearchParams, LoRARequest, SamplingParams
+from minivllm import LLM, LoRARequest, SamplingParams
 from minivllm.config import EMBEDDED_DRAFT, EMBEDDED_MODEL, ModelConfig, Parts
 from minivllm.core.adapter_slots import AdapterSlots
 from minivllm.core.block_hash import generate_block_hash_extra_keys
@@ -384,11 +384,7 @@ def test_the_slots_stand_in_the_ledger(llm):
     assert row.bytes == manager.slot_bytes == 2 * 16 * config.num_hidden_layers * into_and_out * 4
 
 
-def test_beam_search_and_several_completions_use_the_adapter(llm):
-    params = BeamSearchParams(beam_width=1, max_tokens=8)
-    (result,) = llm.beam_search([PROMPT], params, lora_request=request("b"))
-    assert result.sequences[0].tokens[len(PROMPT) :] == EXPECTED["b"]
-    assert result.sequences[0].lora_request == request("b")
+def test_several_completions_use_the_adapter(llm):
     several = SamplingParams(temperature=1.0, top_k=1, seed=0, max_tokens=8, n=3)
     (output,) = llm.generate([PROMPT], several, lora_request=request("c"), use_tqdm=False)
     assert [completion.token_ids for completion in output.outputs] == [EXPECTED["c"]] * 3

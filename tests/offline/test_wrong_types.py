@@ -8,13 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from minivllm import LLM, BeamSearchParams, MinivllmError, SamplingParams, StructuredOutputsParams
+from minivllm import LLM, MinivllmError, SamplingParams, StructuredOutputsParams
 from minivllm.config import EMBEDDED_MODEL
 from minivllm.errors import UnsupportedModelError
 from minivllm_simulate.workloads import poisson_arrivals
 
 ONE = SamplingParams(max_tokens=1)
-BEAM = {"beam_width": 1, "max_tokens": 1}
 MESSAGES = [{"role": "user", "content": "x"}]
 VALUES = [
     *(None, 3, -1, float("nan"), True, b"x", "x", [], {}, {1}, object(), int),
@@ -42,13 +41,8 @@ def calls(llm, value):
     yield from (lambda k=k: llm.chat([{**MESSAGES[0], k: value}], ONE, **quiet) for k in MESSAGES[0])
     names = ("tools", "chat_template", "chat_template_kwargs", "chat_template_content_format")
     yield from (lambda name=name: llm.chat(MESSAGES, ONE, **quiet, **{name: value}) for name in names)
-    yield lambda: llm.beam_search(value, BeamSearchParams(**BEAM))
-    yield lambda: llm.beam_search(["x"], value)
-    for name in ("concurrency_limit", "priority", "lora_request"):
-        yield lambda name=name: llm.beam_search(["x"], BeamSearchParams(**BEAM), **{name: value})
     for field in fields(SamplingParams):
         yield lambda name=field.name: SamplingParams(**{name: value})
-    yield from (lambda name=field.name: BeamSearchParams(**{**BEAM, name: value}) for field in fields(BeamSearchParams))
     for field in fields(StructuredOutputsParams):
         yield lambda name=field.name: StructuredOutputsParams(**{name: value})
     yield lambda: poisson_arrivals(value, 1)
@@ -63,11 +57,6 @@ def test_a_value_is_taken_or_refused_in_one_line(llm, value):
         except MinivllmError as error:
             refusal = str(error)
         assert "\n" not in (refusal or "")
-
-
-def test_a_beam_search_needs_its_parameters(llm):
-    with pytest.raises(MinivllmError, match=r"params are NoneType; they must be BeamSearchParams"):
-        llm.beam_search(["x"], None)
 
 
 def test_a_message_is_one_line_and_not_too_long():

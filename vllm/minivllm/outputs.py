@@ -125,35 +125,3 @@ class RequestOutput:
         self.metrics, self.num_cached_tokens = next_output.metrics, next_output.num_cached_tokens
         self.kv_transfer_params = next_output.kv_transfer_params
         self.prompt_logprobs = next_output.prompt_logprobs or self.prompt_logprobs
-
-
-@dataclass(slots=True)
-class BeamSearchSequence:
-    """One sequence of a beam search.
-
-    - `tokens`: of the prompt and what was generated, the end-of-sequence token included. `text`:
-      all of them decoded.
-    - `logprobs`: of each generated token, the candidates' log probabilities. `cum_logprob`: the sum
-      over the chosen.
-    - `finish_reason`: "stop" at the end-of-sequence token, else "length".
-    """
-
-    orig_prompt: object
-    tokens: list[int]
-    logprobs: list[dict[int, Logprob]]
-    lora_request: "LoRARequest | None" = None
-    cum_logprob: float = 0.0
-    text: str | None = None
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-
-
-@dataclass(slots=True)
-class BeamSearchOutput:
-    """The best sequences of a prompt, best first: up to `beam_width` of them, or fewer if there are
-    no more.
-
-    In vLLM v0.33.0: `vllm/entrypoints/generate/beam_search/utils.py`, as is `BeamSearchSequence`.
-    """
-
-    sequences: list[BeamSearchSequence]

@@ -1,7 +1,7 @@
 """The sampling parameters of one request: how its tokens are drawn, and when it stops. No torch.
 
-In vLLM v0.33.0: `vllm/sampling_params.py` (`SamplingParams`, `BeamSearchParams`,
-`RequestOutputKind`). Fields have vLLM's names and defaults.
+In vLLM v0.33.0: `vllm/sampling_params.py` (`SamplingParams`, `RequestOutputKind`). Fields have
+vLLM's names and defaults.
 """
 
 from collections.abc import Mapping, Sequence, Set
@@ -12,7 +12,6 @@ from typing import Annotated, Any
 
 from minivllm.config import StructuredOutputsParams
 from minivllm.config.checks import (
-    Count,
     CountOrZero,
     Rule,
     at_least,
@@ -233,29 +232,3 @@ class SamplingParams:
             self.detokenize or not self.stop_strings,
             "stop strings are looked for in the text, so they need detokenize=True; use stop_token_ids without it",
         )
-
-
-@checked_arguments
-@dataclass(kw_only=True, slots=True)
-class BeamSearchParams:
-    """Settings of `LLM.beam_search`. An invalid value raises a `MinivllmError`.
-
-    - `beam_width`: sequences kept at each step, and returned at the end. `max_tokens`: the longest
-      continuation.
-    - `ignore_eos`: the end-of-sequence token is one like any other. Otherwise a sequence that
-      reaches it is complete.
-    - `length_penalty`: sequences are compared by their log probability divided by (generated
-      tokens) ** this.
-    - `allowed_token_ids`: no other token is a candidate.
-    - `skip_special_tokens`: leave special tokens out of the text.
-    """
-
-    beam_width: Count
-    max_tokens: Count
-    ignore_eos: bool = False
-    length_penalty: Annotated[float, Rule(is_number, "a number")] = 1.0
-    skip_special_tokens: bool = True
-    allowed_token_ids: Annotated[TokenIds, NOT_EMPTY] | None = None
-
-    def __post_init__(self) -> None:
-        check_fields(self)

@@ -123,7 +123,7 @@ class InputProcessor:
                 "input_text",
             )
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a prompt's text.
 
         Raises:
@@ -131,7 +131,7 @@ class InputProcessor:
         """
         if self.tokenizer is None:
             raise MinivllmError("the prompt is text, but skip_tokenizer_init is on; give token ids")
-        return self.tokenizer.encode(text).ids
+        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
     def check_lora(self, lora_request: LoRARequest | None) -> None:
         """Refuse what is no adapter, and any adapter if the engine serves none."""

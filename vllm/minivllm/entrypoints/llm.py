@@ -12,18 +12,19 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from tqdm.auto import tqdm
 
-from minivllm.config.checks import is_count
+from minivllm.config import EMBEDDED_MODEL
+from minivllm.config.checks import require
+from minivllm.config.model_files import local_path
 from minivllm.core.lora_request import LoRARequest
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.call_lock import CallLock
 from minivllm.engine.llm_engine import LLMEngine
-from minivllm.entrypoints.beam_search import BeamSearcher, Row
 from minivllm.errors import MinivllmError
-from minivllm.inputs import Prompt, TokensPrompt, as_prompts, parse_prompt
+from minivllm.inputs import Prompt, TokensPrompt, as_prompts
 from minivllm.logger import init_logger
-from minivllm.outputs import BeamSearchOutput, RequestOutput
+from minivllm.outputs import RequestOutput
 from minivllm.platforms.interrupts import InterruptsHeld
-from minivllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
+from minivllm.sampling_params import RequestOutputKind, SamplingParams
 
 logger = init_logger(__name__)
 
@@ -34,8 +35,8 @@ Message = Mapping[str, Any]
 LoraRequests = LoRARequest | Sequence[LoRARequest | None] | None
 Params = SamplingParams | Sequence[SamplingParams] | None
 UseTqdm = bool | Callable[..., Any]
-Advance = Callable[[int], object]
-"""Called with 1 whenever a prompt, or a step of a search, is done; `update` of a bar like tqdm's."""
+Row = tuple[Any, SamplingParams, int, LoRARequest | None]
+"""A prompt, its parameters, its priority and its adapter."""
 
 
 class LLM:
@@ -100,10 +101,16 @@ class LLM:
                 raised: the others keep their answers, and the completions of those that failed have
                 the finish reason "error" and the message in `error`.
         """
-        rows = self._rows(as_prompts(prompts), sampling_params, priority, lora_request)
+        each = as_prompts(prompts)
+        columns = {
+            "sampling_params": self.get_default_sampling_params() if sampling_params is None else sampling_params,
+            "priority": 0 if priority is None else priority,
+            "lora_request": lora_request,
+        }
+        rows = list(zip(each, *(_one_each(name, value, each) for name, value in columns.items()), strict=True))
         # Ctrl-C is held for the call, and let through between two steps.
         with self._call_lock.held() as interrupts, closing(_bar(use_tqdm, "prompts", len(rows))) as bar:
-            return _answers(self._complete(rows, bar.update, interrupts))
+            return _answers(self._complete(rows, bar, interrupts))
 
     def chat(
         self,
@@ -137,65 +144,35 @@ class LLM:
         Raises:
             MinivllmError: there is no template, or it rejects the messages; or as in `generate`.
         """
-        from minivllm.entrypoints.openai.chat_template import render_conversations  # brings Jinja
+        # They bring Jinja.
+        from minivllm.entrypoints.openai.chat_template import NO_TEMPLATE, PLAIN, read_template, render, special_tokens
 
-        if not isinstance(chat_template_kwargs, Mapping | None):
-            kind = type(chat_template_kwargs).__name__
-            raise MinivllmError(f"chat_template_kwargs are {kind}; they must be a dictionary or None")
-        further = {**(chat_template_kwargs or {}), "add_generation_prompt": add_generation_prompt, "tools": tools}
-        form = chat_template_content_format
+        is_list = isinstance(messages, Sequence) and not isinstance(messages, str)
+        require(is_list, f"messages are {type(messages).__name__}; they must be a list of messages, or of lists")
+        wrong = f"chat_template_kwargs are {type(chat_template_kwargs).__name__}; they must be a dictionary or None"
+        require(isinstance(chat_template_kwargs, Mapping | None), wrong)
         template = self._chat_template if chat_template is None else chat_template
-        prompts = render_conversations(
-            messages, template, self.llm_engine.engine_args, further, continue_final_message, form
-        )
+        wrong = f"chat_template is {type(template).__name__}; it must be a template or a file's name"
+        require(isinstance(template, str | Path | None), wrong)
+        args = self.llm_engine.engine_args
+        source = args.tokenizer or args.model
+        plain = PLAIN if local_path(args.model) == EMBEDDED_MODEL else None
+        text = read_template(None if template is None else str(template), source) or plain
+        if text is None:
+            raise MinivllmError(NO_TEMPLATE)
+        seen = {**special_tokens(source), **(chat_template_kwargs or {})}
+        seen |= {"add_generation_prompt": add_generation_prompt, "tools": tools}
+        conversations: list[Any] = [messages] if not messages or isinstance(messages[0], Mapping) else list(messages)
+        form, encode = chat_template_content_format, self.llm_engine.input_processor.encode
+        prompts = [render(text, each, seen, continue_final_message, form) for each in conversations]
         return self.generate(
             # The template has written the special tokens.
-            [self._without_special_tokens(prompt) for prompt in prompts],
+            [TokensPrompt(prompt=prompt, prompt_token_ids=encode(prompt, False)) for prompt in prompts],
             sampling_params,
             use_tqdm=use_tqdm,
             lora_request=lora_request,
             priority=priority,
         )
-
-    def beam_search(
-        self,
-        prompts: Sequence[Prompt],
-        params: BeamSearchParams,
-        lora_request: LoraRequests = None,
-        use_tqdm: UseTqdm = False,
-        concurrency_limit: int | None = None,
-        priority: int | Sequence[int] | None = None,
-    ) -> list[BeamSearchOutput]:
-        """Return the most likely sequences of each prompt, by beam search.
-
-        Args:
-            prompts: as in `generate`.
-            params: the beam width and the number of tokens.
-            concurrency_limit: the maximum number of prompts to search at once; None: all.
-
-        Raises:
-            MinivllmError: a prompt or a parameter is invalid, or a sequence failed while it ran.
-        """
-        if not isinstance(params, BeamSearchParams):
-            raise MinivllmError(f"params are {type(params).__name__}; they must be BeamSearchParams(…)")
-        params = replace(params)  # checks what was assigned since
-        items: list[Prompt] = [self._as_tokens(index, prompt) for index, prompt in enumerate(as_prompts(prompts))]
-        rows = self._rows(items, SamplingParams(), priority, lora_request)
-        if concurrency_limit is not None and not is_count(concurrency_limit, 1):
-            raise MinivllmError(f"concurrency_limit is {concurrency_limit!r}; it must be 1 or more, or None for all")
-        outputs: list[BeamSearchOutput] = []
-        with self._call_lock.held() as interrupts:
-            searcher = BeamSearcher(params, self.llm_engine, lambda rows: self._all_complete(rows, interrupts))
-            size = concurrency_limit or max(1, len(rows))
-            for start in range(0, len(rows), size):
-                with closing(_bar(use_tqdm, "steps", params.max_tokens)) as bar:
-                    outputs += searcher.search(rows[start : start + size], bar.update)
-        tokenizer = self.llm_engine.tokenizer
-        for sequence in (sequence for output in outputs for sequence in output.sequences):
-            if tokenizer is not None:
-                skips = params.skip_special_tokens
-                sequence.text = tokenizer.decode(sequence.tokens, skip_special_tokens=skips)
-        return outputs
 
     # What there is besides
 
@@ -228,46 +205,9 @@ class LLM:
     def __repr__(self) -> str:
         return f"LLM({str(self.llm_engine.engine_args.model)!r})"
 
-    # Prompts
-
-    def _without_special_tokens(self, prompt: str) -> Prompt:
-        tokenizer = self.llm_engine.tokenizer
-        if tokenizer is None:
-            return prompt  # which the engine refuses
-        token_ids = tokenizer.encode(prompt, add_special_tokens=False).ids
-        return TokensPrompt(prompt=prompt, prompt_token_ids=token_ids)
-
-    def _as_tokens(self, index: int, prompt: Prompt) -> TokensPrompt:
-        try:
-            text, token_ids, cache_salt = parse_prompt(prompt)
-            token_ids = token_ids or self.llm_engine.input_processor.encode(text or "")
-        except MinivllmError as error:
-            raise type(error)(f"prompt {index}: {error}") from None
-        further = {"prompt": text, "cache_salt": cache_salt}
-        return TokensPrompt(prompt_token_ids=token_ids, **{k: value for k, value in further.items() if value})  # type: ignore[typeddict-item]
-
     # Requests
 
-    def _all_complete(self, rows: list[Row], interrupts: InterruptsHeld) -> list[RequestOutput]:
-        """Return the completions of all prompts; raise if one has failed."""
-        outputs = self._complete(rows, lambda _: None, interrupts)
-        for error in filter(None, map(_error_of, outputs)):
-            raise MinivllmError(error)
-        return outputs
-
-    def _rows(
-        self, prompts: list[Prompt], sampling_params: Params, priority: Any, lora_request: LoraRequests
-    ) -> list[Row]:
-        """Return each prompt with its own parameters, priority and adapter."""
-        params = self.get_default_sampling_params() if sampling_params is None else sampling_params
-        columns = {
-            "sampling_params": params,
-            "priority": 0 if priority is None else priority,
-            "lora_request": lora_request,
-        }
-        return list(zip(prompts, *(_one_each(name, value, prompts) for name, value in columns.items()), strict=True))
-
-    def _complete(self, rows: list[Row], advance: Advance, interrupts: InterruptsHeld) -> list[RequestOutput]:
+    def _complete(self, rows: list[Row], bar: Any, interrupts: InterruptsHeld) -> list[RequestOutput]:
         """Queue all prompts, and run steps until all have ended. If anything fails, none stays queued."""
         request_ids = [str(next(self._request_ids)) for _ in rows]
         finished: dict[str, RequestOutput] = {}
@@ -277,7 +217,7 @@ class LLM:
                 interrupts.deliver()
                 for output in self.llm_engine.step():
                     finished[output.request_id] = output
-                    advance(1)
+                    bar.update(1)
         except BaseException:
             self.llm_engine.abort_request(request_ids)
             raise
@@ -308,18 +248,15 @@ def _answers(outputs: list[RequestOutput]) -> list[RequestOutput]:
     """Return the outputs, and log a warning for each that has an error; raise if all of them
     failed.
     """
-    errors = {index: error for index, output in enumerate(outputs) if (error := _error_of(output)) is not None}
+    completions = [(index, completion) for index, output in enumerate(outputs) for completion in output.outputs]
+    errors = {index: completion.error for index, completion in reversed(completions) if completion.error}
     # Some answers are worth returning; with none at all, an exception is clearer.
-    nothing = all(completion.error for output in outputs for completion in output.outputs)
-    for index, error in errors.items():
+    nothing = all(completion.error for _, completion in completions)
+    for index, error in sorted(errors.items()):
         if nothing:
             raise MinivllmError(f"prompt {index}: {error}")
         logger.warning("Prompt %d failed, and its output has the finish reason 'error': %s", index, error)
     return outputs
-
-
-def _error_of(output: RequestOutput) -> str | None:
-    return next((completion.error for completion in output.outputs if completion.error), None)
 
 
 def _one_each(name: str, value: Any, prompts: Sequence[object]) -> list[Any]:

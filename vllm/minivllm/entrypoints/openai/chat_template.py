@@ -26,10 +26,8 @@ from jinja2.nodes import Node
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from minivllm.config import EMBEDDED_MODEL
 from minivllm.config.checks import check, encodable, require
-from minivllm.config.model_files import local_path, optional_file, read_json_object
-from minivllm.engine.arg_utils import EngineArgs
+from minivllm.config.model_files import optional_file, read_json_object
 from minivllm.entrypoints.openai.settings import CONTENT_FORMAT
 from minivllm.errors import MinivllmError
 from minivllm.logger import init_logger
@@ -170,29 +168,6 @@ async def render_in_thread(seconds: float, *arguments: Any) -> str:
         return work.result()
     except TimeoutError:
         raise MinivllmError(f"the chat template ran for more than {seconds:g} seconds") from None
-
-
-def render_conversations(
-    messages: Sequence[Any], template: object, args: EngineArgs, further: Mapping[str, Any], goes_on: bool, form: str
-) -> list[str]:
-    """Return the prompts of one or more conversations, using this template or the model's own;
-    everything else is as in `render`.
-
-    Raises:
-        MinivllmError: there is no template, or it rejects the messages.
-    """
-    is_list = isinstance(messages, Sequence) and not isinstance(messages, str)
-    require(is_list, f"messages are {type(messages).__name__}; they must be a list of messages, or of lists")
-    wrong = f"chat_template is {type(template).__name__}; it must be a template or a file's name"
-    require(template is None or isinstance(template, str | Path), wrong)
-    source = args.tokenizer or args.model
-    plain = PLAIN if local_path(args.model) == EMBEDDED_MODEL else None
-    text = read_template(None if template is None else str(template), source) or plain
-    if text is None:
-        raise MinivllmError(NO_TEMPLATE)
-    conversations = [messages] if not messages or isinstance(messages[0], Mapping) else messages
-    seen = {**special_tokens(source), **further}
-    return [render(text, conversation, seen, goes_on, form) for conversation in conversations]
 
 
 # Messages
