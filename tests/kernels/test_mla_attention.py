@@ -18,7 +18,6 @@ from kernels.harness import (
     start_locations,
     trace_launches,
 )
-from refusals import assert_refused
 
 from minivllm.kernels import mla_attention as module
 from minivllm.kernels.attention_arguments import MLAArguments
@@ -234,19 +233,3 @@ def test_writing_and_fp32_compile_everywhere():
         arguments = compiled_arguments(128, 64, 16, 1, torch.float32, configuration)
         options = {"num_warps": configuration.num_warps, "num_stages": configuration.num_stages}
         assert_compiles(mla_attention_kernel, arguments, options, targets=(target,))
-
-
-def test_input_that_cannot_work_is_refused():
-    step = make([(1, 20)])
-    q, cache, *tables = step.arguments
-    rank = {"kv_lora_rank": 48}
-    too_wide = r"width above kv_lora_rank = 64"
-    assert_refused(too_wide, mla_attention, q, cache, *tables, 1.0, kv_lora_rank=64)
-    assert_refused(r"float32.*bfloat16", mla_attention, q, cache.bfloat16(), *tables, 1.0, **rank)
-    assert_refused("scale", mla_attention, q, cache, *tables, 0.0, **rank)
-    starts, *others = tables
-    assert_refused("must be int32", mla_attention, q, cache, starts.long(), *others, 1.0, **rank)
-    latent, rope, slots = torch.zeros(2, 48), torch.zeros(2, 16), torch.arange(2)
-    assert_refused("row of the cache", concat_and_cache_mla, latent, rope[:, :8], cache, slots)
-    assert_refused("3 slots for 2 tokens", concat_and_cache_mla, latent, rope, cache, torch.arange(3))
-    assert_refused("bfloat16", concat_and_cache_mla, latent.bfloat16(), rope, cache, slots)

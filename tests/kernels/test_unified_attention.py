@@ -332,7 +332,6 @@ def test_input_that_cannot_work_is_refused():
         assert_refused(about, unified_attention, *arguments, step.scale)
     for about, options in {
         "sliding_window": {"sliding_window": 0},
-        "num_kv_splits": {"num_kv_splits": 0},
         "unknown backend": {"backend": "cuda"},
     }.items():
         assert_refused(about, unified_attention, *step.arguments, step.scale, **options)

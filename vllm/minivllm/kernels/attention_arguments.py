@@ -1,5 +1,5 @@
-"""The arguments of every form of attention (`AttentionArguments`, `MLAArguments`), and their
-validation.
+"""The arguments of every form of attention (`AttentionArguments`, `MLAArguments`), and the
+validation of those that lessons call.
 """
 
 from __future__ import annotations
@@ -72,24 +72,6 @@ def _check_queries_and_caches(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> No
         )
     if not 0 < q.shape[2] <= 256:
         raise MinivllmError(f"head_dim must be 1 to 256, got {q.shape[2]}")
-
-
-def check_mla_arguments(arguments: MLAArguments) -> None:
-    """Raise `MinivllmError` if shapes, types or values are invalid, as `check_arguments` does."""
-    q, cache, query_start_loc, seq_lens, block_table, scale, rank = arguments
-    if q.dim() != 3 or cache.dim() != 3 or q.shape[2] != cache.shape[2] or not 0 < rank < q.shape[2]:
-        raise MinivllmError(
-            f"q {tuple(q.shape)} must be [tokens, heads, width] and the cache {tuple(cache.shape)} [blocks, block_size, "
-            f"width], with a width above kv_lora_rank = {rank}"
-        )
-    if q.dtype not in DTYPES or cache.dtype != q.dtype or cache.stride()[1:] != (cache.shape[2], 1):
-        raise MinivllmError(
-            f"q is {q.dtype}, the cache {cache.dtype}: they must have the same dtype, "
-            "float32, float16 or bfloat16, and a block of the cache must be contiguous"
-        )
-    check_tables(query_start_loc, seq_lens, block_table)
-    if not scale > 0:
-        raise MinivllmError(f"scale must be greater than 0, got {scale}")
 
 
 def check_tables(query_start_loc: Tensor, seq_lens: Tensor, block_table: Tensor) -> None:

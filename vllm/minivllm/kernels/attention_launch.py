@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
-
 import torch
 from torch import Tensor
 
-from minivllm.kernels.attention_arguments import AttentionArguments, MLAArguments
 from minivllm.kernels.attention_configurations import automatic_splits, multiprocessors
 from minivllm.platforms.triton_utils import INTERPRETED, tl, triton
 
 TRITON_TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
-Arguments = TypeVar("Arguments", AttentionArguments, MLAArguments)
 
 
 def padded(head_dim: int) -> int:
@@ -40,14 +36,6 @@ def offset_type(cache: Tensor) -> tl.dtype:
     overflow.
     """
     return tl.int32 if cache.shape[0] * cache.stride(0) < 2**31 else tl.int64
-
-
-def with_contiguous_heads(arguments: Arguments) -> Arguments:
-    """Return the arguments with q's heads contiguous within each token, as the kernels require."""
-    _, _, width = arguments.q.shape
-    if arguments.q.stride()[1:] == (width, 1):
-        return arguments
-    return arguments._replace(q=arguments.q.contiguous())
 
 
 def splits_for(programs: int, keys: int, device: torch.device, per_multiprocessor: int = 1) -> int:

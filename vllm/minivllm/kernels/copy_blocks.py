@@ -41,7 +41,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from minivllm.errors import MinivllmError
 from minivllm.kernels.backend import choose_backend
 from minivllm.kernels.cpu.cells import BlockCopyCells
 from minivllm.kernels.cpu.loops import loops
@@ -49,7 +48,6 @@ from minivllm.platforms.threads import run_programs
 from minivllm.platforms.triton_utils import tl, triton
 
 CHUNK_BYTES = 16384
-_LARGEST_GRID = 65535  # of a grid's second and third dimension
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,13 +68,7 @@ class BlockRegions:
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor]) -> BlockRegions:
-        """Describe these tensors as regions, in this order; a tensor may occur twice.
-
-        Raises:
-            MinivllmError: there are none, their devices or numbers of blocks differ, or a block
-                is not contiguous.
-        """
-        _check_regions(tensors)
+        """Describe these tensors as regions, in this order; a tensor may occur twice."""
         sizes = tuple(tensor[0].numel() * tensor.element_size() for tensor in tensors)
         offsets = [sum(sizes[:index]) for index in range(len(sizes))]
         rows = [
@@ -97,22 +89,6 @@ class BlockRegions:
     def device(self) -> torch.device:
         """Return the device of the cache."""
         return self.tensors[0].device
-
-
-def _check_regions(tensors: Sequence[Tensor]) -> None:
-    if not tensors:
-        raise MinivllmError("there are no regions: pass at least one tensor of the cache")
-    first = tensors[0]
-    for tensor in tensors:
-        if tensor.dim() < 2 or tensor.shape[0] != first.shape[0] or tensor.device != first.device:
-            raise MinivllmError(
-                f"regions must be [blocks, ...] with the same number of blocks, on one device: {list(first.shape)} on "
-                f"{first.device} and {list(tensor.shape)} on {tensor.device}"
-            )
-        if tensor.shape[0] and not tensor[0].is_contiguous():
-            raise MinivllmError(f"a block of a region must be contiguous; strides are {list(tensor.stride())}")
-    if not first.shape[0]:
-        raise MinivllmError("the cache has no blocks")
 
 
 @triton.jit
@@ -162,13 +138,9 @@ def _copy(
     """Copy these blocks of all regions into the staging buffer if `gather`, else out of it.
 
     `blocks` and `slots` are int32 or int64 `[n]` on the cache's device, `staging` uint8 with room
-    for whole records. `backend` is "triton" or "cpu"; None follows the device. Ids are not checked:
-    one outside the pool or the buffer reads or writes out of bounds.
-
-    Raises:
-        MinivllmError: the staging buffer does not fit, or the backend is unknown.
+    for whole records. `backend` is "triton" or "cpu"; None follows the device. Nothing is checked: an
+    id outside the pool or the buffer reads or writes out of bounds.
     """
-    _check_staging(regions, blocks, staging, slots)
     if choose_backend(backend, staging) == "cpu":
         _copy_on_cpu(regions, blocks, staging, slots, gather)
         return
@@ -177,10 +149,7 @@ def _copy(
     unit = math.gcd(regions.unit, staging.data_ptr())  # the buffer's own address counts, too
     word_bytes = min(unit, 4)
     chunks = triton.cdiv(max(regions.block_bytes), CHUNK_BYTES)
-    num_regions = len(regions.block_bytes)
-    if max(chunks, num_regions) > _LARGEST_GRID:
-        raise MinivllmError(f"{num_regions} regions of up to {max(regions.block_bytes)} bytes are too many")
-    copy_regions_kernel[(len(blocks), num_regions, chunks)](
+    copy_regions_kernel[(len(blocks), len(regions.block_bytes), chunks)](
         regions.table, blocks, slots, staging, regions.record_bytes,
         GATHER=gather,
         WORD={4: tl.int32, 2: tl.int16, 1: tl.int8}[word_bytes],
@@ -205,18 +174,3 @@ def _copy_on_cpu(regions: BlockRegions, blocks: Tensor, staging: Tensor, slots: 
 
 gather_blocks = functools.partial(_copy, gather=True)
 scatter_blocks = functools.partial(_copy, gather=False)
-
-
-def _check_staging(regions: BlockRegions, blocks: Tensor, staging: Tensor, slots: Tensor | None) -> None:
-    record = regions.record_bytes
-    if staging.dtype != torch.uint8 or staging.dim() != 1 or not staging.is_contiguous() or staging.numel() % record:
-        actual = f"{staging.dtype} {list(staging.shape)}"
-        raise MinivllmError(f"a staging buffer must be contiguous uint8 [n × {record}], got {actual}")
-    capacity = staging.numel() // record
-    ids = [blocks] if slots is None else [blocks, slots]
-    if any(row.dim() != 1 or row.dtype not in (torch.int32, torch.int64) or len(row) != len(blocks) for row in ids):
-        raise MinivllmError("block ids and slots must be int32 or int64 [n], of equal length")
-    if len(blocks) > capacity:
-        raise MinivllmError(f"{len(blocks)} blocks do not fit in a staging buffer of {capacity}")
-    if any(tensor.device != regions.device for tensor in (*ids, staging)):
-        raise MinivllmError(f"block ids and staging buffer must be on {regions.device}, like the cache")

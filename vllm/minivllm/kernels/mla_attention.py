@@ -43,8 +43,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from minivllm.errors import MinivllmError
-from minivllm.kernels.attention_arguments import MLAArguments, check_mla_arguments
+from minivllm.kernels.attention_arguments import MLAArguments
 from minivllm.kernels.attention_configurations import Configuration, architecture
 from minivllm.kernels.attention_launch import (
     dot_type,
@@ -52,7 +51,6 @@ from minivllm.kernels.attention_launch import (
     padded,
     partials_for,
     splits_for,
-    with_contiguous_heads,
 )
 from minivllm.kernels.backend import choose_backend
 from minivllm.kernels.cpu.mla_calls import mla_attention_cpu, write_latents_cpu
@@ -109,23 +107,11 @@ def concat_and_cache_mla(
     of the cache.
 
     Tokens beyond `len(slot_mapping)` are not written. Two tokens must not share a slot. `backend`
-    is "triton" or "cpu"; None follows the device.
-
-    Raises:
-        MinivllmError: shapes or types do not match, or the backend is unknown.
+    is "triton" or "cpu"; None follows the device. Shapes and types are not checked.
     """
     rank = latent.shape[1]
     rope = k_rope.shape[1]
     tokens = len(slot_mapping)
-    if cache.dim() != 3 or rank + rope != cache.shape[2] or cache.stride()[1:] != (rank + rope, 1):
-        raise MinivllmError(
-            f"latents {tuple(latent.shape)} and rotated keys {tuple(k_rope.shape)} do not make up a row of the cache "
-            f"{tuple(cache.shape)}, which is [blocks, block_size, rank + rope_dim], each block contiguous"
-        )
-    if not latent.dtype == k_rope.dtype == cache.dtype:
-        raise MinivllmError(f"latents are {latent.dtype}, rotated keys {k_rope.dtype}, the cache {cache.dtype}")
-    if tokens > min(len(latent), len(k_rope)):
-        raise MinivllmError(f"{tokens} slots for {min(len(latent), len(k_rope))} tokens")
     if choose_backend(backend, latent) == "cpu":
         write_latents_cpu(latent[:tokens], k_rope[:tokens], cache, slot_mapping)
     elif tokens:
@@ -297,9 +283,9 @@ def mla_attention(
     num_kv_splits: int | None = None,
     max_seq_len: int | None = None,
     backend: str | None = None,
-    checked: bool = False,
 ) -> Tensor:
     """Attend causally in a ragged batch, in the absorbed form; layouts as in the head of this file.
+    Shapes and types are not checked: the engine makes all of these tensors.
 
     Args:
         scale: the factor applied to q · k, greater than 0.
@@ -311,18 +297,11 @@ def mla_attention(
             splits.
         backend: "triton" or "cpu"; None follows q's device. "triton" on CPU tensors needs Triton's
             interpreter.
-        checked: skip the checks, since a call with the same shapes and types has passed them (a
-            step's first layer).
 
     Returns:
         `out` `[tokens, heads, kv_lora_rank]`, of q's dtype.
-
-    Raises:
-        MinivllmError: shapes, types or values are invalid.
     """
     arguments = MLAArguments(q, cache, query_start_loc, seq_lens, block_table, scale, kv_lora_rank)
-    if not checked:
-        check_mla_arguments(arguments)
     if out is None:
         out = torch.empty(*q.shape[:2], kv_lora_rank, dtype=q.dtype, device=q.device)
     if not len(q) or not len(seq_lens):
@@ -350,7 +329,6 @@ def mla_configurations(gpu: str, element_bytes: int) -> list[Configuration]:
 
 def _launch_fastest(out: Tensor, arguments: MLAArguments, num_kv_splits: int | None, max_seq_len: int | None) -> None:
     """Launch the kernel with the fastest configuration for this class of steps."""
-    arguments = with_contiguous_heads(arguments)
     q = arguments.q
     cache = arguments.cache
     sequences = len(arguments.seq_lens)

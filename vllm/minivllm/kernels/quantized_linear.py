@@ -31,11 +31,9 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from minivllm.errors import MinivllmError
 from minivllm.kernels.attention_launch import dot_type
 from minivllm.kernels.backend import choose_backend
 from minivllm.kernels.cpu.quantized_linear_calls import quantized_linear_cpu
-from minivllm.kernels.packed_weights import check_group_size, row_width
 from minivllm.kernels.tuning import fastest
 from minivllm.platforms.triton_utils import tl, triton
 
@@ -115,12 +113,9 @@ def quantized_linear(
     """Return `x @ weight.T + bias`, [rows, out], for x [rows, in] and the weight encoded by
     `packed` and `scales`.
 
-    `backend` "triton" or "cpu"; None follows x's device.
-
-    Raises:
-        MinivllmError: shapes or types do not match, or the backend is unknown.
+    `backend` "triton" or "cpu"; None follows x's device. Shapes are not checked: the loader has
+    checked those of the weight.
     """
-    _check(x, packed, scales)
     x = x.contiguous()
     if choose_backend(backend, x) == "cpu":
         return quantized_linear_cpu(x, packed, scales, bias)
@@ -157,18 +152,3 @@ def tiles(group_size: int, width: int, configuration: Configuration) -> dict[str
     if group_size == width:  # one scale for the whole row, applied to the sum
         return {"GROUP": 0, "BLOCK_K": block_k, **blocks}
     return {"GROUP": group_size, "BLOCK_K": min(block_k, group_size), **blocks}
-
-
-def _check(x: Tensor, packed: Tensor, scales: Tensor) -> None:
-    if packed.dtype not in (torch.int8, torch.uint8):
-        raise MinivllmError(f"packed weights must be int8, or uint8 with two integers per byte, got {packed.dtype}")
-    width = row_width(packed)
-    if x.dim() != 2 or x.shape[1] != width:
-        raise MinivllmError(f"x must be [rows, {width}] for weights with {width} numbers a row, got {list(x.shape)}")
-    if scales.dim() != 2 or len(scales) != len(packed) or not scales.shape[1] or width % scales.shape[1]:
-        raise MinivllmError(
-            f"scales must be [{len(packed)}, groups], groups a divisor of {width}, got {list(scales.shape)}"
-        )
-    check_group_size(width // scales.shape[1], width)
-    if not (packed.is_contiguous() and scales.is_contiguous()):
-        raise MinivllmError("packed weights and scales must be contiguous")

@@ -1,6 +1,4 @@
-"""The arguments of every form of `rejection_sample` (`RejectionArguments`), and their
-validation.
-"""
+"""The arguments of every form of `rejection_sample` (`RejectionArguments`)."""
 
 from __future__ import annotations
 
@@ -8,8 +6,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-
-from minivllm.errors import MinivllmError
 
 
 class RejectionArguments(NamedTuple):
@@ -40,18 +36,3 @@ class RejectionArguments(NamedTuple):
         tensors = {name: tensor for name, tensor in self._asdict().items() if tensor is not None}
         del tensors["num_drafts"]
         return self._replace(**{name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()})
-
-
-def check_arguments(arguments: RejectionArguments) -> None:
-    """Raise `MinivllmError` if shapes do not match; the message says what is expected."""
-    drafts = len(arguments.draft_token_ids)
-    requests = len(arguments.num_drafts)
-    rows, vocab = arguments.target_logits.shape
-    if rows != drafts + requests or len(arguments.keys) != rows or len(arguments.is_greedy) != requests:
-        raise MinivllmError(
-            f"{drafts} drafts of {requests} requests need {drafts + requests} rows: there are {rows} rows of logits, "
-            f"{len(arguments.keys)} keys and {len(arguments.is_greedy)} of is_greedy"
-        )
-    logits = arguments.draft_logits
-    if logits is not None and logits.shape != (drafts, vocab):
-        raise MinivllmError(f"draft_logits are {list(logits.shape)}, but must be [drafts, vocab] = [{drafts}, {vocab}]")

@@ -52,7 +52,7 @@ from torch import Tensor
 from minivllm.kernels.backend import choose_backend
 from minivllm.kernels.cpu.rejection_calls import reject_cpu
 from minivllm.kernels.noise import decision_number, waiting_time
-from minivllm.kernels.rejection_arguments import RejectionArguments, check_arguments
+from minivllm.kernels.rejection_arguments import RejectionArguments
 from minivllm.platforms.triton_utils import tl, triton
 
 CHUNK = 4096  # tokens per program
@@ -281,11 +281,7 @@ def rejection_sample(arguments: RejectionArguments, *, backend: str | None = Non
 
     `num_drafts` is read on the host: if it is on a GPU, the host waits for it. `backend` "triton"
     or "cpu"; None follows the device.
-
-    Raises:
-        MinivllmError: shapes do not match, or the backend is unknown.
     """
-    check_arguments(arguments)
     if choose_backend(backend, arguments.target_logits) == "cpu":
         return reject_cpu(arguments)
     counts = arguments.num_drafts.cpu().long()

@@ -58,7 +58,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minivllm.errors import MinivllmError
 from minivllm.kernels.attention_arguments import AttentionArguments, check_arguments
 from minivllm.kernels.attention_configurations import Configuration, architecture, configurations
 from minivllm.kernels.attention_launch import (
@@ -67,7 +66,6 @@ from minivllm.kernels.attention_launch import (
     padded,
     partials_for,
     splits_for,
-    with_contiguous_heads,
 )
 from minivllm.kernels.backend import choose_backend
 from minivllm.kernels.cpu.attention_calls import unified_attention_cpu
@@ -403,8 +401,8 @@ def unified_attention(
     )
     if not checked:
         check_arguments(arguments)
-        if num_kv_splits is not None and num_kv_splits < 1:
-            raise MinivllmError(f"num_kv_splits must be at least 1, got {num_kv_splits}")
+    if q.stride()[1:] != (q.shape[2], 1):  # a token's heads lie side by side, as a fused projection leaves them
+        arguments = arguments._replace(q=q.contiguous())
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if q.shape[0] == 0 or seq_lens.shape[0] == 0:
@@ -422,7 +420,6 @@ def _launch_fastest(
     out: Tensor, arguments: AttentionArguments, num_kv_splits: int | None, max_seq_len: int | None, single: bool
 ) -> None:
     """Launch the kernel with the fastest configuration for this class of steps."""
-    arguments = with_contiguous_heads(arguments)
     q, k_cache, window = arguments.q, arguments.k_cache, arguments.sliding_window
     tokens, heads, head_dim = q.shape
     _, block_size, kv_heads, _ = k_cache.shape

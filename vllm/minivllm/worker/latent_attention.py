@@ -158,6 +158,5 @@ class PagedLatentAttention:
             kv_lora_rank=self.rank,
             max_seq_len=metadata.max_seq_len,
             backend=self.backend,
-            checked=layer_index > 0,
         )
         return up.expand_values(attended)

@@ -39,8 +39,6 @@ def numba_attention(out: Tensor, arguments: AttentionArguments) -> None:
     in_place = out.dtype in NUMBERS and out.is_contiguous()
     result = out if in_place else torch.empty(out.shape, dtype=torch.float32)
     q = q.to(result.dtype)
-    if q.stride()[1:] != (head_dim, 1):
-        q = q.contiguous()
     _, block_size, kv_heads, _ = k_cache.shape
     block_stride, slot_stride, head_stride, _ = k_cache.stride()
     cells = AttentionCells(

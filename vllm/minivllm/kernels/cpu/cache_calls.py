@@ -119,10 +119,7 @@ def torch_write(write: CacheWrite) -> None:
         elif cache.dtype != source.dtype:
             source = source.float().clamp(-FP8_LARGEST, FP8_LARGEST).to(cache.dtype).view(torch.uint8)
             cache = cache.view(torch.uint8)  # on a CPU torch can scatter bytes, but not float8
-        if cache.is_contiguous():
-            cache.flatten(0, 1).index_copy_(0, slots, source)
-        else:
-            cache[slots // block_size, slots % block_size] = source
+        cache[slots // block_size, slots % block_size] = source
 
 
 def quantize(rows: Tensor) -> tuple[Tensor, Tensor]:
