@@ -79,16 +79,6 @@ def test_each_stage_has_its_layers_of_the_cache(llm):
     assert core.ledger.bytes_per_token == kv_bytes_per_token(core.model_config, "float32") * -(-layers // 2) // layers
 
 
-def test_what_crosses_to_the_next_stage(llm):
-    """Only the first stage sends: two vectors for each token that is computed."""
-    reschedule(llm, 24)
-    core = core_of(llm)
-    before = core.executor.collective_rpc("bytes_sent")
-    llm.generate([SHARED], GREEDY, use_tqdm=False)
-    sent = [now - then for now, then in zip(core.executor.collective_rpc("bytes_sent"), before, strict=True)]
-    assert sent == [(40 + 15) * 2 * core.model_config.hidden_size * 4, 0]
-
-
 def test_while_one_group_of_requests_is_on_a_stage_another_is_on_the_next(llm, monkeypatch):
     """Six prompts, too many for one step, make two groups of requests that take turns."""
     reschedule(llm, 120)

@@ -78,10 +78,23 @@ def test_the_parts_of_all_ranks_are_the_stored_tensors(size):
         assert torch.equal(torch.cat([parts[index] for index in sorted(parts)], slots[0].dim), tensor)
 
 
-def test_alone_nothing_is_exchanged_or_counted():
+def test_alone_nothing_is_exchanged():
     terms, group = torch.ones(3), GroupCoordinator()
     assert group.all_reduce(terms) is terms
-    assert group.bytes_reduced == 0
+
+
+def test_each_layer_reduces_two_vectors_a_token_and_the_last_only_those_that_are_sampled():
+    reduced = []
+
+    class Noting(GroupCoordinator):
+        def all_reduce(self, terms):
+            reduced.append(tuple(terms.shape))
+            return terms
+
+    model, ids = random_model(CONFIG, seed=1, group=Noting(0, 2)), torch.arange(7)
+    model(ids, ids, CausalAttention(model.config), torch.tensor([2, 6]))
+    each, wanted = (7, CONFIG.hidden_size), (2, CONFIG.hidden_size)
+    assert reduced == [each] * (2 * CONFIG.num_hidden_layers - 2) + [wanted] * 2
 
 
 @pytest.mark.parametrize(

@@ -307,21 +307,19 @@ class EngineArgs:
         if not self.enable_chunked_prefill and self.max_num_batched_tokens is None:
             # Without chunks, a step must have room for the longest prompt.
             max_num_batched_tokens = max(max_num_batched_tokens, max_model_len)
+        ahead = self.async_scheduling
+        if ahead is None:
+            ahead = gpu_memory is not None and not self._own_steps and self.pipeline_parallel_size == 1
         # Most settings have the same name on both sides; these are resolved here.
         own = _shared_fields(self, SchedulerConfig) | {
             "max_model_len": max_model_len,
             "max_num_seqs": self.max_num_seqs or default_seqs,
             "max_num_batched_tokens": max_num_batched_tokens,
-            "async_scheduling": self._schedules_ahead(on_gpu=gpu_memory is not None),
+            "async_scheduling": ahead,
             "max_loras": self.max_loras if self.enable_lora else 0,
         }
         drafting = self.speculation.drafting if self.speculation else NO_DRAFTS
         return SchedulerConfig(**own, policy=self.scheduling_policy, drafting=drafting)
-
-    def _schedules_ahead(self, on_gpu: bool) -> bool:
-        if self.async_scheduling is not None:
-            return self.async_scheduling
-        return on_gpu and not self._own_steps and self.pipeline_parallel_size == 1
 
     def worker_settings(self, scheduler: SchedulerConfig, device: str, num_threads: int) -> "WorkerSettings":
         """Return the ranks' settings; `device` is "cpu" or "cuda", `num_threads` the CPU threads

@@ -39,17 +39,6 @@ second limit is vLLM's `VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS`: on a CPU, a long pr
 """
 
 
-def make_async_client(args: EngineArgs) -> "AsyncMPClient | AsyncThreadClient":
-    """Start the cores as processes, or one in a thread if the caller supplies its own parts, which
-    cannot be sent to another process.
-    """
-    if not args.parts.names_in_core:
-        return AsyncMPClient(args)
-    from minivllm.engine.async_thread_client import AsyncThreadClient  # it loads the core, and torch with it
-
-    return AsyncThreadClient(args)
-
-
 class RequestOutputCollector:
     """A buffer between the task that receives outputs and the reader of one request: it holds
     everything unread as one output.
@@ -133,7 +122,11 @@ class AsyncLLM(FrontEnd):
         """Start the cores, unless a client is given: each in a process, or in a thread if there are
         parts.
         """
-        self.engine_core = engine_core or make_async_client(args)
+        if engine_core is None and args.parts.names_in_core:  # which cannot be sent to another process
+            from minivllm.engine.async_thread_client import AsyncThreadClient  # it loads the core, and torch with it
+
+            engine_core = AsyncThreadClient(args)
+        self.engine_core = engine_core or AsyncMPClient(args)
         super().__init__(args, self.engine_core)
         self._collectors: dict[str, Collector] = {}
         self._handler: asyncio.Task[None] | None = None

@@ -62,7 +62,7 @@ class AsyncMPClient(MPClient):
                 call.set_result(answer)
 
     async def call_utility_async(self, method: str, *arguments: Any) -> Any:
-        """Call one of `UTILITIES` in every core and return the result; a task must be reading
+        """Call a method of every core by name and return the result; a task must be reading
         outputs meanwhile.
 
         Raises:

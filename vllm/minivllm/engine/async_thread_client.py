@@ -61,7 +61,7 @@ class AsyncThreadClient(EngineCoreClient):
         return outputs
 
     async def call_utility_async(self, method: str, *arguments: Any) -> Any:
-        """Call one of `UTILITIES` in the core and return its result.
+        """Call a method of the core by name and return its result.
 
         Raises:
             MinivllmError: the arguments are invalid.

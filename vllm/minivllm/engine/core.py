@@ -31,7 +31,6 @@ from minivllm.core.request import RequestStatus
 from minivllm.core.scheduler import Scheduler
 from minivllm.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from minivllm.engine.arg_utils import EngineArgs
-from minivllm.engine.core_client import UTILITIES
 from minivllm.engine.core_log import log_memory, log_step, profile_ranks
 from minivllm.engine.generation_config import tokenizer_and_ends
 from minivllm.engine.lora_registry import AdapterRefused, LoRARegistry
@@ -96,7 +95,8 @@ class EngineCore:
             self.executor.collective_rpc("initialize_kv_cache", num_blocks)
             connector = None
             if args.kv_transfer is not None:
-                connector = connect_ranks(self.executor.collective_rpc("initialize_kv_connector"), args.parts)
+                handshakes = self.executor.collective_rpc("initialize_kv_connector")
+                connector = connect_ranks(handshakes, args.parts.kv_connector)
         except BaseException:
             self.executor.shutdown()
             raise
@@ -258,13 +258,11 @@ class EngineCore:
         return delivered
 
     def call_utility(self, method: str, *arguments: Any) -> Any:
-        """Call one of `UTILITIES`, for the front end.
+        """Call a method of this core, or of its `LoRARegistry`, for the front end.
 
         Raises:
-            MinivllmError: there is no such utility, or its arguments are invalid.
+            MinivllmError: the arguments are invalid.
         """
-        if method not in UTILITIES:
-            raise MinivllmError(f"there is no utility {method!r}")
         # The registry has the utilities that concern adapters.
         owner = self.loras if hasattr(self.loras, method) else self
         with self._all_or_nothing(()):

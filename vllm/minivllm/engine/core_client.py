@@ -16,11 +16,6 @@ from typing import Any
 from minivllm.core.engine_messages import EngineCoreReady, UtilityOutput
 from minivllm.errors import MinivllmError
 
-UTILITIES = (
-    "reset_prefix_cache", "start_step_events", "stop_step_events", "add_lora", "remove_lora", "list_loras", "pin_lora",
-)  # fmt: skip
-"""Methods of `EngineCore`, or of its `LoRARegistry`, that a front end may call by name."""
-
 
 class EngineCoreClient:
     """A client of the core: requests in, outputs out. `engines` holds the message that each core
@@ -31,7 +26,8 @@ class EngineCoreClient:
     - `abort_requests` aborts requests without further output; unknown ids are ignored.
     - `get_output` returns the outputs of the next step, and raises `EngineDeadError` if the core's
       process has died. Call it only while there are unfinished requests.
-    - `call_utility` calls one of `UTILITIES` in every core (`joined_answers`).
+    - `call_utility` calls a method of `EngineCore`, or of its `LoRARegistry`, in every core
+      (`joined_answers`).
     - `shutdown` stops the processes that were started, if any; a second call does nothing.
 
     The clients for an event loop have the coroutines `get_output_async` and `call_utility_async`

@@ -128,7 +128,7 @@ class FrontEnd(ABC):
 
     @abstractmethod
     def _utility(self, method: str, *arguments: Any) -> Any:
-        """Call one of `UTILITIES` in every core; return the result, or an awaitable of it."""
+        """Call a method of every core by name; return the result, or an awaitable of it."""
 
     def _processed(
         self,

@@ -6,13 +6,13 @@ those two objects are the connector.
 """
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from minivllm.config import NO_PARTS, Parts
 from minivllm.core.kv_connector import KVConnectorBase_V1, KVConnectorConfig, KVConnectorRole
 from minivllm.errors import MinivllmError
 
+Make = Callable[[KVConnectorConfig, KVConnectorRole], KVConnectorBase_V1]
 TIER = "offload.scheduler.OffloadScheduler", "offload.worker.OffloadWorker"
 CONNECTORS = {
     "ExampleConnector": ("example.connector.ExampleConnector", "example.connector.ExampleConnector"),
@@ -26,33 +26,28 @@ when it is made.
 """
 
 
-def get_connector_class(name: str, role: KVConnectorRole) -> type[KVConnectorBase_V1]:
-    """Return one side of the connector of this name.
+def create_connector(config: KVConnectorConfig, role: KVConnectorRole, own: Make | None = None) -> KVConnectorBase_V1:
+    """Create one side of the connector that the settings name, or of `own`, the part that replaces
+    it.
 
     Raises:
-        MinivllmError: there is no such connector, or a package that it needs is not installed.
+        MinivllmError: there is no such connector, a package that it needs is not installed, or it
+            cannot work with these settings.
     """
+    if own is not None:
+        return own(config, role)
+    name = config.kv_transfer_config.kv_connector
     if name not in CONNECTORS:
         raise MinivllmError(f"there is no kv_connector {name!r}; use one of: {', '.join(CONNECTORS)}")
     module, _, side = CONNECTORS[name][role.value].rpartition(".")
-    return getattr(importlib.import_module(f"minivllm.kv_connector.{module}"), side)
+    return getattr(importlib.import_module(f"minivllm.kv_connector.{module}"), side)(config, role)
 
 
-def create_connector(config: KVConnectorConfig, role: KVConnectorRole, parts: Parts = NO_PARTS) -> KVConnectorBase_V1:
-    """Create one side of the connector that the settings name, or of the part that replaces it.
-
-    Raises:
-        MinivllmError: there is no such connector, or it cannot work with these settings.
-    """
-    make = parts.kv_connector or get_connector_class(config.kv_transfer_config.kv_connector, role)
-    return make(config, role)
-
-
-def connect_ranks(handshakes: Sequence[tuple[KVConnectorConfig, Any]], parts: Parts) -> KVConnectorBase_V1:
+def connect_ranks(handshakes: Sequence[tuple[KVConnectorConfig, Any]], own: Make | None) -> KVConnectorBase_V1:
     """Create the scheduler's side, which learns how to reach the ranks; `handshakes` has what
     `Worker.initialize_kv_connector` returned on each of them.
     """
     # All ranks return the same config but for their rank; the scheduler's side takes rank 0's.
-    connector = create_connector(handshakes[0][0], KVConnectorRole.SCHEDULER, parts)
+    connector = create_connector(handshakes[0][0], KVConnectorRole.SCHEDULER, own)
     connector.set_xfer_handshake_metadata({rank: metadata for rank, (_, metadata) in enumerate(handshakes)})
     return connector

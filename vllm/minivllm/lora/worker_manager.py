@@ -9,14 +9,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
 from minivllm.config import LoRAConfig
 from minivllm.core.adapter_slots import AdapterSlots
 from minivllm.core.lora_request import LoRARequest
 from minivllm.errors import AdapterError, MinivllmError
-from minivllm.kernels.cpu.lora_calls import LANES
-from minivllm.kernels.elementwise import silu_and_mul
 from minivllm.kernels.lora_metadata import LoRAKernelMeta
 from minivllm.lora.layers import LoRAStep
 from minivllm.lora.lora_model import fingerprint_of, read_adapter
@@ -40,9 +37,6 @@ class NoLoRA:
 
     def list_adapters(self) -> list[int]:
         return []
-
-    def warm_up(self) -> None:
-        """Do nothing: no kernel is launched for adapters."""
 
     def for_graphs(self, most_rows: int) -> None:
         """Return None: graphs contain no launches for adapters."""
@@ -158,12 +152,6 @@ class LRUCacheWorkerLoRAManager:
         if wanted is not None:
             self._metas[1].prepare(slots[wanted])
             step.metas = self._metas
-
-    def warm_up(self) -> None:
-        """Compile the gate, which only steps with adapters run; the adapters' own loops are
-        compiled with the slots.
-        """
-        silu_and_mul(torch.zeros(1, 2 * LANES, dtype=self.manager.dtype, device=self.manager.device))
 
     def for_graphs(self, most_rows: int) -> "LoRAOfGraphs":
         """Return the row slots that CUDA graphs of up to `most_rows` rows read instead."""

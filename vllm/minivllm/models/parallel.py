@@ -41,9 +41,6 @@ Connect = Callable[[int], dist.ProcessGroup | None]
 class GroupCoordinator:
     """The ranks that share the layers of one pipeline stage, as seen by `rank`. A group of one
     exchanges nothing.
-
-    `bytes_reduced` counts the bytes that this rank has contributed to all-reduces so far,
-    `bytes_sent` those that it has sent to the next stage.
     """
 
     def __init__(
@@ -68,7 +65,6 @@ class GroupCoordinator:
         self._num_connections = 0
         self._process_group = process_group
         self._sending: tuple[dist.Work, torch.Tensor] | None = None
-        self.bytes_reduced = self.bytes_sent = 0
 
     @property
     def world_rank(self) -> int:
@@ -96,7 +92,6 @@ class GroupCoordinator:
         """
         if self.size == 1:
             return terms
-        self.bytes_reduced += terms.nbytes
         with self._peers():
             dist.all_reduce(terms, group=self._process_group)
         return terms
@@ -126,7 +121,6 @@ class GroupCoordinator:
             work = dist.isend(hidden, self.world_rank + self.size)
             assert work is not None
             self._sending = work, hidden  # the tensor must live until it is sent
-        self.bytes_sent += hidden.nbytes
 
     def receive_from_previous_stage(self, hidden: torch.Tensor) -> torch.Tensor:
         """Wait for a step's hidden states; fill and return `hidden`, which has their shape.

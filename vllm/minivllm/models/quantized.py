@@ -22,7 +22,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from minivllm.config.quantization import QUANTIZATIONS
 from minivllm.errors import MinivllmError
 from minivllm.kernels.packed_weights import (
     SMALLEST_GROUP,
@@ -99,11 +98,6 @@ class Rounding:
     """
 
     quantization: str
-
-    def __post_init__(self) -> None:
-        if self.quantization not in QUANTIZATIONS:
-            known = ", ".join(QUANTIZATIONS)
-            raise MinivllmError(f"unknown quantization {self.quantization!r}; use one of {known}")
 
     @property
     def method(self) -> QuantizedLinearMethod:

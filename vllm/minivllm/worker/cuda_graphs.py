@@ -101,7 +101,6 @@ class CudaGraphs:
         self.replays = 0
         self._replay: dict[tuple[int, bool], Callable[[], None]] = {}
         self.lora = lora.for_graphs(most_tokens)
-        self._bytes_reduced: dict[int, int] = {}
 
     @torch.inference_mode()
     def capture(self, record: Record) -> None:
@@ -145,30 +144,20 @@ class CudaGraphs:
             self.lora.load(lora_slots, size * self.tokens_each)
         self._replay[size, lora_slots is not None]()
         self.replays += 1
-        self.model.group.bytes_reduced += self._bytes_reduced[size]
         return self.hidden[: len(inputs.input_ids)]
 
     def _step(self, size: int) -> Callable[[], None]:
-        """Return a step of `size` requests on the buffers.
-
-        A replay runs no Python and so does not count all-reduced bytes: the count is taken here,
-        for `replay` to add.
-        """
+        """Return a step of `size` requests on the buffers."""
         buffers = self.buffers
-        group = self.model.group
         tokens = size * self.tokens_each
         # The longest possible request decides the number of splits, once and for all steps.
         context = ForwardContext(self.attention.of_step(buffers.metadata(size, self.max_model_len)))
 
         def step() -> None:
-            # The capture itself must not count: nothing is sent but in replays.
-            before = group.bytes_reduced
             hidden = self.model(buffers.input_ids[:tokens], buffers.positions[:tokens], context)
             if self.logits is not None:
                 self.logits[:tokens].copy_(self.model.compute_logits(hidden))
             self.hidden[:tokens].copy_(hidden)
-            self._bytes_reduced[size] = group.bytes_reduced - before
-            group.bytes_reduced = before
 
         return step
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from minivllm.config import ModelConfig, Parts
+from minivllm.config import ModelConfig
 from minivllm.core.kv_connector import KVConnectorConfig, KVConnectorRole
 from minivllm.core.lora_request import LoRARequest
 from minivllm.core.scheduler_output import AsyncModelRunnerOutput, GrammarOutput, ModelRunnerOutput, SchedulerOutput
@@ -118,7 +118,6 @@ class Worker:
             limits = settings.max_num_batched_tokens, settings.max_num_seqs, settings.max_model_len
             steps = warm_up_steps(*limits, settings.block_size, settings.num_speculative_tokens, num_blocks)
             self.run_unobserved(steps)  # so that every variant of the kernels is compiled
-        self.group.bytes_reduced = 0
 
     def initialize_kv_connector(self) -> tuple[KVConnectorConfig, Any]:
         """Create this rank's side of the KV connector, after the cache has been allocated.
@@ -147,9 +146,7 @@ class Worker:
             pipeline_parallel_size=group.stage.size,
             use_eagle=settings.speculative_config is not None and settings.speculative_config.use_eagle,
         )
-        connector = create_connector(
-            connector_config, KVConnectorRole.WORKER, Parts(kv_connector=settings.kv_connector)
-        )
+        connector = create_connector(connector_config, KVConnectorRole.WORKER, settings.kv_connector)
         self.runner.kv_connector = KVConnectorRunner(connector, kv_caches, self.runner.config.num_hidden_layers)
         return connector_config, connector.get_handshake_metadata()
 
@@ -179,9 +176,7 @@ class Worker:
                 self.execute_model(step)
         finally:
             runner.speculator, runner.rejection_sample = speculator, rejection
-        runner.lora.warm_up()
         runner.reset()
-        self.group.bytes_reduced = 0
 
     def defer_tokens(self) -> None:
         """Let steps end before their tokens are on the host, from now on, if nothing needs the
@@ -268,16 +263,6 @@ class Worker:
         """Return the bytes of this rank's KV cache, including a drafter's."""
         caches = self.runner.named_kv_caches().values()
         return sum(tensor.nbytes for tensors in caches for tensor in tensors)
-
-    def bytes_sent(self) -> int:
-        """Return the bytes this rank has sent to the next stage since it started."""
-        return self.group.bytes_sent
-
-    def bytes_reduced(self) -> int:
-        """Return the bytes this rank has contributed to all-reduces since the cache was
-        allocated.
-        """
-        return self.group.bytes_reduced
 
 
 def _padded(token_ids: list[int], width: int) -> list[int]:
