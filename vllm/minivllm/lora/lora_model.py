@@ -8,8 +8,8 @@ In vLLM v0.33.0: `vllm/lora/lora_model.py` (`LoRAModel.from_local_checkpoint`), 
 import hashlib
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,8 +29,7 @@ ModuleName = tuple[int, str]
 ShapeOf = Callable[[ModuleName], tuple[int, int] | None]
 
 
-@dataclass
-class LoRAPair:
+class LoRAPair(NamedTuple):
     """A and B of one module; B is already multiplied by the adapter's scale."""
 
     lora_a: Tensor
@@ -88,7 +87,7 @@ def fingerprint_of(pairs: dict[ModuleName, LoRAPair], dtype: torch.dtype) -> str
     """Return a hash of an adapter's modules and numbers, and of the dtype they are computed in."""
     seen = hashlib.sha256(str(dtype).encode())
     for module in sorted(pairs):  # whatever the order in the file
-        for matrix in (pairs[module].lora_a, pairs[module].lora_b):
+        for matrix in pairs[module]:
             seen.update(repr((module, tuple(matrix.shape))).encode())
             seen.update(matrix.contiguous().numpy().data)
     return seen.hexdigest()[:32]
