@@ -13,7 +13,7 @@ import shlex
 from typing import Any
 
 from minivllm_simulate.known_models import CONFIGS
-from widgets.multi_lora.figure import cause_words, figure, gigabytes
+from widgets.multi_lora.figure import cause_words, detail, figure, gigabytes
 from widgets.multi_lora.runs import ANSWER, MAX_MODEL_LEN, PROMPT, SEATS, Point
 from widgets.multi_lora.state import (
     ADAPTERS,
@@ -232,6 +232,8 @@ SPEC = Spec(
     },
     sweep=sweep,
     figure=figure,
+    detail=detail,
+    tabs=("How long clients wait", "What adapters cost"),
     verdict=verdict,
     command=command,
     challenges=CHALLENGES,

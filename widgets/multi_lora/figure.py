@@ -1,25 +1,24 @@
-"""Draw lesson 12's picture: waiting times by number of slots, what adapters cost, and the slots
-over time.
+"""Draw lesson 12's pictures: waiting times by number of slots with the slots over time, and what
+adapters cost.
 """
 
 from __future__ import annotations
 
 import math
 
-from minivllm_lab.drawing import text_width
 from minivllm_lab.palette import BLUE, GREEN, ORANGE, PURPLE
 from minivllm_simulate.load_sweep import Span
 from minivllm_simulate.memory import weight_bytes
 from widgets.multi_lora.runs import ANSWER, PROMPT
 from widgets.multi_lora.state import CLIENTS, SLOTS, WAYS, State
 from widgets.multi_lora.strip import draw_strip
-from widgets.shell.plot import MARGIN, Axes, Scale, counted, modelled, percent, seconds, three_boxes
+from widgets.shell.plot import MARGIN, WIDE, Axes, Scale, counted, modelled, percent, seconds
 from widgets.shell.svg import QUIET, SMALL, Box, Drawing, Segment, legend, stacked_bar
 from widgets.shell.theme import IDLE, RESERVED
 
 ACROSS = Scale(SLOTS[0], SLOTS[-1], log=True)
 TICKS = (1, 4, 16, 64, 256)
-NAMES = {"together": "together", "loop": "in a loop", "merged": "merged"}
+NAMES = {"together": "all adapters at once", "loop": "one after the other", "merged": "merged, a model for each"}
 COLOURS = {"together": BLUE, "loop": ORANGE, "merged": PURPLE}
 DASHES = {"together": "", "loop": "6 3", "merged": "2 4"}
 
@@ -32,27 +31,43 @@ def gigabytes(value: float) -> str:
 
 
 def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
-    """Draw waiting times by number of slots, hits and the cost of a step beside them, and slots
-    over time below.
-    """
-    serving = state.serving
+    """Draw waiting times by number of slots, with hits beside them, and slots over time below."""
     drawing = Drawing(width, 0, "Many adapters, few slots", f"Waiting times against the slots, now {state.slots}")
-    y = drawing.heading((MARGIN, 23), "How long clients wait")
+    y = _draw_head(drawing, state, "How long clients wait") + 34
+    wide = width >= WIDE
+    main = Box(60, y, round(width * 0.62 if wide else width - MARGIN) - 60, 166)
+    hits = Box(main.right + 62, y, width - main.right - 62 - MARGIN, 166)
+    if not wide:
+        hits = Box(60, main.bottom + 72, main.width, 90)
+    _draw_waits(Axes(drawing, main, ACROSS, _scale(state)), state, pinned)
+    _draw_hits(drawing, hits, state)
+    drawing.height = draw_strip(drawing, state, hits.bottom + 62) + 8
+    return drawing.render()
+
+
+def detail(state: State, width: int = 640, pinned: State | None = None) -> str:
+    """Draw the memory that slots take, and the speed of a step by its number of adapters."""
+    drawing = Drawing(width, 0, "What adapters cost", "Memory, and tokens per second against the adapters in a step")
+    y = _draw_memory(drawing, state, _draw_head(drawing, state, "What adapters cost") + 36)
+    plot = Box(60, y + 42, width - 60 - MARGIN, 200)
+    _draw_rates(drawing, plot, state)
+    drawing.height = plot.bottom + 46
+    return drawing.render()
+
+
+def _draw_head(drawing: Drawing, state: State, title: str) -> float:
+    """Write the title and what is served, and return the y of the last line."""
+    serving = state.serving
+    y = drawing.heading((MARGIN, 23), title)
     note = (
         f"{serving.name} on one {serving.gpu.name}; {counted(serving.adapters, 'adapter')} of rank "
         f"{serving.rank}, Zipf {serving.skew:g}; {serving.load:g} requests a second, {PROMPT} tokens in, {ANSWER} out; "
         f"{modelled(state.error)}"
     )
-    y = _draw_memory(drawing, state, drawing.paragraph((MARGIN, y + 18), note, width - 2 * MARGIN) + 10)
-    main, upper, lower = three_boxes(width, y + 20, 160, large=0.5, between=50)
-    _draw_waits(Axes(drawing, main, ACROSS, _scale(state)), state, pinned)
-    _draw_hits(drawing, upper, state)
-    _draw_rates(drawing, lower, state)
-    drawing.height = draw_strip(drawing, state, max(main.bottom, lower.bottom) + 60) + 8
-    return drawing.render()
+    return drawing.paragraph((MARGIN, y + 18), note, drawing.width - 2 * MARGIN)
 
 
-# ---- memory
+# ---- what adapters cost
 
 
 def _draw_memory(drawing: Drawing, state: State, y: float) -> float:
@@ -62,37 +77,37 @@ def _draw_memory(drawing: Drawing, state: State, y: float) -> float:
     weights = weight_bytes(serving.model)
     slots = state.slots * slot
     cache = 0.0 if state.refused else serving.ledger(state.slots).kv_bytes
-    slots_tip = f"{state.slots} slots of {gigabytes(slot)}, used or not: {gigabytes(slots)}"
+    slots_words = f"{counted(state.slots, 'slot')} of {gigabytes(slot)}, used or not: {gigabytes(slots)}"
     parts = [
         Segment(f"weights {gigabytes(weights)}", weights, RESERVED, tip=f"Weights, shared: {gigabytes(weights)}"),
-        Segment(f"slots {gigabytes(slots)}", slots, ORANGE, tip=slots_tip),
+        Segment(f"slots {gigabytes(slots)}", slots, ORANGE, tip=slots_words),
         Segment(f"KV cache {gigabytes(cache)}", cache, BLUE, tip=f"Left for the KV cache: {gigabytes(cache)}"),
     ]
     total = max(serving.gpu.memory_bytes, sum(part.value for part in parts))
-    bar = Box(MARGIN, y, drawing.width - 2 * MARGIN, 18)
+    drawing.text((MARGIN, y - 7), f"memory of one {serving.gpu.name}", size=SMALL, colour=QUIET)
+    bar = Box(MARGIN, y, drawing.width - 2 * MARGIN, 22)
     drawing.rect(bar, IDLE, tip="Not for the KV cache: activations, and what gpu_memory_utilization leaves free")
     stacked_bar(drawing, bar, parts, total)
     fits = min(serving.copies_that_fit, serving.adapters)
-    legend(drawing, (MARGIN, y + 33), [Segment(f"slots {gigabytes(slots)}", 0, ORANGE)], drawing.width)
-    words = f"merged copies: {gigabytes(state.merged_bytes)}, {fits:,} fit"
-    with drawing.answer():
-        drawing.text((drawing.width - MARGIN, y + 33), words, size=SMALL, colour=QUIET, anchor="end")
-    return y + 36
+    words = f"A merged copy of the model for each adapter would take {gigabytes(state.merged_bytes)}: {fits:,} fit."
+    keys = [Segment(slots_words, 0, ORANGE), Segment("activations, and left free", 0, IDLE)]
+    y = legend(drawing, (MARGIN, y + 42), keys, bar.width)
+    return drawing.paragraph((MARGIN, y), words, bar.width)
 
 
 # ---- waiting times against the slots
 
 
 def _scale(state: State) -> Scale:
-    """Return a scale from the time of a first step to beyond the longest wait, in thirds of a
-    decade.
+    """Return a scale from the time of a first step to beyond the longest wait, up to a minute in the
+    long run, in thirds of a decade so that it rarely changes.
     """
-    low, high = 0.8 * min(state.ttft, 0.012), 2 * max([state.ttft, 5.0, *(state.first(slots) for slots in state.run)])
-    return Scale.around(low, high)
+    waits = [max(state.first(slots), min(state.long_wait[slots], 30)) for slots in state.run]
+    return Scale.around(0.8 * min(state.ttft, 0.012), 2 * max([state.ttft, 5.0, *waits]))
 
 
 def _draw_waits(axes: Axes, state: State, pinned: State | None) -> None:
-    label = f"first token of {percent(CLIENTS)}; dotted: in the long run"
+    label = f"{percent(CLIENTS)} have a first token within; dotted: long run"
     axes.frame("slots on the GPU (max_loras)", label, x_ticks=TICKS, y_format=seconds)
     for span in state.stopped:
         axes.broken(*span, _refusal_words(state))
@@ -101,7 +116,7 @@ def _draw_waits(axes: Axes, state: State, pinned: State | None) -> None:
             axes.broken(*span, late_words(state, span))
     if pinned and pinned.run:
         axes.pinned(pinned.run, [pinned.first(slots) for slots in pinned.run], pinned.slots)
-    axes.mark_y(state.ttft, "limit", GREEN)
+    axes.mark_y(state.ttft, f"limit: {seconds(state.ttft)}", GREEN)
     with axes.drawing.answer():
         later = [slots for slots in state.run if state.long_wait[slots] > state.first(slots)]
         axes.line(later, [state.long_wait[slots] for slots in later], BLUE, width=1.8, dash="2 4")
@@ -126,7 +141,7 @@ def cause_words(state: State, cause: str, slots: int) -> str:
     """Describe what goes wrong with this many slots."""
     point = state.points[slots]
     return {
-        "slots": f"too few slots: the queue grows while {percent(1 - point.cache_used)} of the KV cache is free",
+        "slots": f"too few slots: requests wait while the KV cache is {percent(1 - point.cache_used)} free",
         "cache": "the slots leave too little memory for the KV cache",
         "engine": f"{state.serving.load:g} requests a second are more than the GPU handles",
         "": "",
@@ -165,29 +180,18 @@ def _draw_rates(drawing: Drawing, box: Box, state: State) -> None:
     low, high = min(map(min, rates.values())), max(map(max, rates.values()))
     scale = Scale(10 ** math.floor(math.log10(low)), 10 ** math.ceil(math.log10(high * 1.2)), log=True)
     axes = Axes(drawing, box, Scale(1, most, log=True), scale)
-    label = f"adapters in a step of {state.batch} requests"
-    axes.frame(label, "tokens/s:", x_ticks=_doublings(most), y_ticks=scale.powers()[::2])
-    x = box.x + 58
-    for way in WAYS:
-        drawing.text((x, box.y - 10), NAMES[way], size=SMALL, colour=COLOURS[way])
-        x += text_width(NAMES[way], SMALL) + 8
-    with drawing.answer():
-        for way in reversed(WAYS):
-            axes.line(counts, rates[way], COLOURS[way], dash=DASHES[way])
+    label = f"different adapters in a step of {state.batch} requests"
+    axes.frame(label, "tokens a second, with the adapters applied", x_ticks=axes.x.doublings(), y_ticks=scale.powers())
+    for way in reversed(WAYS):
+        axes.line(counts, rates[way], COLOURS[way], dash=DASHES[way])
+        axes.label(axes.at(counts[-2], rates[way][-2]), NAMES[way], COLOURS[way])
     axes.also_here(min(max(state.distinct, 1), most))
 
     def tip(count: int) -> str:
         listed = ", ".join(f"{NAMES[way]} {state.rate(way, count):,.0f}" for way in WAYS)
         return f"{count} adapters in a step of {state.batch}, tokens/s: {listed}"
 
-    with drawing.answer():
-        axes.tips(counts, tip)
-
-
-def _doublings(most: int) -> list[float]:
-    """List about four powers of two up to `most`."""
-    powers = range(most.bit_length())
-    return [2.0**power for power in (powers[::2] if len(powers) > 4 else powers)]
+    axes.tips(counts, tip)
 
 
 def _draw_hits(drawing: Drawing, box: Box, state: State) -> None:
@@ -196,12 +200,15 @@ def _draw_hits(drawing: Drawing, box: Box, state: State) -> None:
     """
     axes = Axes(drawing, box, ACROSS, Scale(0, 1))
     ticks = (0, 0.5, 1)
-    axes.frame("", "hit rate: adapter is in a slot", x_ticks=TICKS[::2], y_ticks=ticks, y_format=percent)
+    axes.frame("slots", "hit rate: adapter is in a slot", x_ticks=TICKS[::2], y_ticks=ticks, y_format=percent)
     alone = [state.serving.hit_rate(slots) for slots in SLOTS]
     axes.line(SLOTS, alone, PURPLE, width=1.8, dash="2 4")
     axes.label(axes.at(SLOTS[2], alone[2]), "one at a time", PURPLE, bold=False)
     with drawing.answer():
-        axes.line(state.run, [state.points[slots].hit_rate for slots in state.run], BLUE)
+        rates = [state.points[slots].hit_rate for slots in state.run]
+        axes.line(state.run, rates, BLUE)
+        if rates:
+            axes.label(axes.at(state.run[0], rates[0]), "in this load", BLUE, bold=False)
     axes.also_here(state.slots)
 
     def tip(slots: int) -> str:

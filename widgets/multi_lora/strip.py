@@ -10,7 +10,7 @@ from minivllm_lab.palette import SKY
 from widgets.multi_lora.runs import Moment
 from widgets.multi_lora.state import State
 from widgets.shell.plot import MARGIN, Scale, counted, seconds
-from widgets.shell.strip import NAMES, draw_placeholder, draw_title, frame_ends, frames_from, pixels
+from widgets.shell.strip import NAMES, draw_placeholder, draw_times, draw_title, frame_ends, frames_from, pixels
 from widgets.shell.svg import QUIET, SMALL, Box, Drawing, Segment
 from widgets.shell.theme import IDLE, MID, MISSED, RESERVED
 
@@ -54,7 +54,7 @@ def draw_strip(drawing: Drawing, state: State, y: float) -> float:
     below = Box(box.x, box.bottom + 4, box.width, 24)
     _draw_queue(drawing, below, strip, across)
     drawing.play([_caption(strip, across.low, end) for end in frame_ends(across)])
-    return below.bottom + 2
+    return draw_times(drawing, below, across)
 
 
 def _draw_name(drawing: Drawing, box: Box, words: str) -> None:

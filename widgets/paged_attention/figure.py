@@ -12,19 +12,24 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from minivllm_lab.drawing import text_width
 from minivllm_lab.paged_attention.played_pool import Frame, HeldTable, Play
 from minivllm_lab.palette import BLUE, GREEN, INK, ORANGE, VERMILLION, YELLOW
-from widgets.shell.plot import MARGIN, WIDE, Axes, Scale
+from widgets.shell.plot import MARGIN, WIDE, Axes, Key, Scale, draw_keys
 from widgets.shell.svg import MID, QUIET, RULE, SMALL, Box, Drawing, Segment, legend
-from widgets.shell.theme import CARD
+from widgets.shell.theme import CARD, RESERVED
 
 if TYPE_CHECKING:
     from widgets.paged_attention import State
 
-LEAST, MOST = 0.0005, 3.0
-"""The ends of the logarithmic axis of costs: 0.05 % and 300 %."""
+LEAST, MOST = 0.0005, 1.6
+"""The ends of the logarithmic axis of costs: 0.05 % and 160 %."""
 DEFAULT = 16
 """vLLM's default block size, which is also the smallest that its kernels take."""
-CELL, ROW = 24, 15
-"""Heights in pixels of a block, and of a row of the tables."""
+ROW = 15
+"""The height in pixels of a row of the tables."""
+KEYS: tuple[Key, ...] = (
+    ("empty slots", ORANGE, "", 2.5),
+    ("bytes fetched in vain (modelled)", BLUE, "7 3", 2.5),
+    ("sum; valley: the least at 16 or more", INK, "", 3),
+)
 
 
 def percent(share: float, beside: float | None = None) -> str:
@@ -62,27 +67,22 @@ def _costs(drawing: Drawing, state: State, pinned: State | None, width: float) -
     """Draw the plot of both costs, and return the y below it."""
     note = f"{state.title}, {state.samples} answer{'s' if state.samples > 1 else ''} each"
     y = drawing.heading((MARGIN, 22), "What a block size costs", note)
-    keys = [
-        Segment("empty share of slots", 0, ORANGE),
-        Segment("fetched in vain (modelled)", 0, BLUE, tip=_modelled(state)),
-        Segment("sum", 0, INK),
-        Segment("other requests' valleys", 0, GREEN),
-    ]
-    below = legend(drawing, (MARGIN, y + 20), keys, width - 2 * MARGIN)
-    box = Box(MARGIN + 38, below - 6, width - 2 * MARGIN - 48, 140 if width >= WIDE else 190)
+    below = draw_keys(drawing, y + 20, KEYS)
+    box = Box(MARGIN + 38, below + 28, width - 2 * MARGIN - 48, 140 if width >= WIDE else 190)
     sizes = [float(size) for size in state.empty]
     axes = Axes(drawing, box, Scale(sizes[0], sizes[-1], log=True), Scale(LEAST, MOST, log=True))
-    with drawing.answer():
-        _broken(axes, state)
+    _broken(axes, state)
     axes.frame(
         f"block size in slots; dashed: {DEFAULT}, vLLM's default",
-        "",
+        "share of the slots held, or of the bytes needed",
         x_ticks=sizes,
         x_format=lambda value: f"{value:.0f}",
         y_ticks=(0.001, 0.01, 0.1, 1),
         y_format=percent,
     )
     axes.mark_x(DEFAULT)
+    axes.mark_y(state.empty_allowed, f"limit: {percent(state.empty_allowed)} of the slots", ORANGE)
+    axes.mark_y(state.factor_allowed - 1, f"limit: {percent(state.factor_allowed - 1)} of the bytes", BLUE)
     if pinned:
         costs = [_shown(cost) for cost in pinned.cost.values()]
         axes.pinned([float(size) for size in pinned.cost], costs, pinned.block_size)
@@ -106,31 +106,26 @@ def _shown(share: float) -> float:
 
 def _curves(axes: Axes, state: State, sizes: list[float]) -> None:
     empty, extra, cost = state.empty, state.extra, state.cost
-    tips = [f"Blocks of {size}: {percent(empty[size])} of the held slots are empty." for size in empty]
-    with axes.drawing.answer():
-        axes.line(sizes, [_shown(share) for share in empty.values()], ORANGE, tips=tips)
+    with axes.drawing.layer(tip=_modelled(state)):
         tips = [f"Blocks of {size}: {1 + extra[size]:.5g} × the bytes needed are fetched (modelled)." for size in extra]
         axes.line(sizes, [_shown(share) for share in extra.values()], BLUE, dash="7 3", tips=tips)
+    with axes.drawing.answer():
+        tips = [f"Blocks of {size}: {percent(empty[size])} of the held slots are empty." for size in empty]
+        axes.line(sizes, [_shown(share) for share in empty.values()], ORANGE, tips=tips)
         tips = [f"Blocks of {size}: {percent(cost[size])}, both costs added." for size in cost]
         axes.line(sizes, [_shown(share) for share in cost.values()], INK, width=3, tips=tips)
-        _valleys(axes, state)
+        _valley(axes, state)
 
 
-def _valleys(axes: Axes, state: State) -> None:
-    """Draw these requests' valley on the curve, and those of other requests as ticks side by side
-    on the lower edge.
-    """
-    valley = state.valley
-    ticks = dict.fromkeys(state.empty, 0)
-    for other in state.others:
-        x = axes.at(other.block_size, LEAST)[0] + 8 * ticks[other.block_size] - 4
-        ticks[other.block_size] += 1
-        tip = f"{other.title}: cheapest with blocks of {other.block_size}, {percent(other.cost)}."
-        axes.drawing.rect(Box(x - 2.5, axes.box.bottom - 13, 5, 12), GREEN, tip=tip)
-    tip = f"{valley.title}: cheapest with blocks of {valley.block_size}, {percent(valley.cost)}, both costs added."
-    x, y = axes.at(valley.block_size, valley.cost)
-    axes.drawing.circle((x, y), 6.5, GREEN, tip=tip)
-    axes.label((x, y), f"valley: {valley.block_size}")
+def _valley(axes: Axes, state: State) -> None:
+    """Mark the cheapest block size; its tip has those of other requests."""
+    valleys = [
+        f"{each.title}: cheapest with blocks of {each.block_size}, {percent(each.cost)}"
+        for each in (state.valley, *state.others)
+    ]
+    place = axes.at(state.valley.block_size, state.valley.cost)
+    axes.drawing.circle(place, 6.5, GREEN, tip=f"Both costs added. {'; '.join(valleys)}.")
+    axes.label(place, f"valley: {state.valley.block_size}")
 
 
 def _broken(axes: Axes, state: State) -> None:
@@ -143,11 +138,11 @@ def _broken(axes: Axes, state: State) -> None:
     flipped = {size: state.empty[size] for size in reversed(list(state.empty))}
     high = _crossing(flipped, state.empty_allowed, emptier[::-1])
     if high is not None:
-        axes.broken(high, None, f"Last blocks are empty: over {percent(state.empty_allowed)} of the slots")
-    axes.broken(None, least, f"No kernel takes fewer than {DEFAULT}")
-    if low is not None:
-        over = f"over {state.factor_allowed:g} ×"
-        axes.broken(None, low, f"Too many look-ups: {over} the bytes" if axes.box.width > 400 else f"Reads {over}")
+        with axes.drawing.answer():
+            axes.broken(high, None, f"Last blocks are half empty: over {percent(state.empty_allowed)} of the slots")
+    axes.broken(None, least, f"No kernel takes blocks of fewer than {DEFAULT}")
+    if low is not None and low > least:  # smaller sizes are out anyway
+        axes.broken(None, low, f"Too many look-ups: over {percent(state.factor_allowed - 1)} of the bytes")
 
 
 def _crossing(costs: Mapping[int, float], allowed: float, over: Sequence[bool]) -> float | None:
@@ -169,40 +164,39 @@ def _cpu(drawing: Drawing, axes: Axes, state: State, width: float) -> float:
     """Write the CPU's measurement below the plot, and return the y coordinate below it."""
     least, most = min(state.measured.values()), max(state.measured.values())
     words = (
-        f"Measured on a CPU ({state.cpu}): any block size takes {least:.2f} to {most:.2f} × the time of a contiguous "
-        "cache. What look-ups cost a GPU does not show there."
+        f"Measured on a CPU ({state.cpu}): any block size takes {least:.2f} to {most:.2f} × the time without blocks."
     )
-    return drawing.paragraph((MARGIN, axes.box.bottom + 53), words, width - 2 * MARGIN)
+    return drawing.paragraph((MARGIN, axes.box.bottom + 55), words, width - 2 * MARGIN)
 
 
 def _pool(drawing: Drawing, play: Play, y: float, width: float) -> float:
     """Draw the blocks and the tables of the requests; return the y of the lowest."""
     blocks = play.num_blocks - 1
-    note = f"{blocks} blocks of {play.block_size} slot{'s' * (play.block_size > 1)}"
-    note += f", lengths ÷ {play.shortened}" * (play.shortened > 1) + "; framed: just allocated"
-    y = drawing.heading((MARGIN, y), "The pool, played", note)
+    note = f"{blocks} blocks of {play.block_size} slot{'s' * (play.block_size > 1)}; R1: of request 1; framed: new"
+    note += f"; lengths ÷ {play.shortened}" * (play.shortened > 1)
+    y = drawing.heading((MARGIN, y), "The block pool", note)
     keys = [
-        Segment("request; bar: empty slots", 0, BLUE),
-        Segment("free", 0, CARD, outlined=True),
-        Segment("dot: shared", 0, YELLOW),
+        Segment("tokens", 0, BLUE),
+        Segment("shared by samples", 0, YELLOW),
+        Segment("empty slots", 0, CARD, outlined=True),
     ]
     side = width >= WIDE
-    room = (width - 2 * MARGIN) * (0.56 if side else 1)
-    below = legend(drawing, (MARGIN, y + 19), keys, room)
-    columns = min(play.num_blocks, 10)
-    wide = int(min(room / columns, 44))
-    rows = -(-play.num_blocks // columns)
+    room = (width - 2 * MARGIN) * (0.6 if side else 1)
+    below = round(legend(drawing, (MARGIN, y + 19), keys, room)) - 8
+    columns = min(max(-(-play.num_blocks // 3), 5), 8)
+    wide, high = int(min(room / columns, 64)), min(60, 130 // -(-play.num_blocks // columns))
     places = [
-        Box(MARGIN + at % columns * wide, round(below) - 8 + at // columns * CELL, wide - 2, CELL - 2)
+        Box(MARGIN + at % columns * wide, below + at // columns * high, wide - 2, high - 2)
         for at in range(play.num_blocks)
     ]
     _blocks(drawing, play, places)
-    table = (MARGIN + room + 14, y + 19) if side else (MARGIN, below + rows * CELL + 10)
-    return max(below + rows * CELL, _tables(drawing, play, table, width - MARGIN - table[0]))
+    table = (MARGIN + room + 14, y + 19) if side else (MARGIN, places[-1].bottom + 18)
+    return max(places[-1].bottom, _tables(drawing, play, table, width - MARGIN - table[0]))
 
 
 def _blocks(drawing: Drawing, play: Play, places: Sequence[Box]) -> None:
-    """Draw every block as free, and draw its holder over it in the frames in which it is held.
+    """Draw every block as free, and draw its holder and its tokens over it in the frames in which it
+    is held.
 
     There are hundreds of marks, so equal marks in the same frames form one shape.
     """
@@ -211,19 +205,19 @@ def _blocks(drawing: Drawing, play: Play, places: Sequence[Box]) -> None:
         drawing.rect(place, CARD, stroke=RULE, tip=f"Block {block}: free.")
     seen = [_holdings(frame, play.block_size) for frame in play.frames]
     owned = _layers(seen, play.num_blocks, lambda holding: (holding.request, holding.entry, holding.fault))
-    partly = _layers(seen, play.num_blocks, lambda holding: not holding.full and (holding.request, holding.entry))
-    shared = _layers(seen, play.num_blocks, lambda holding: holding.samples > 1 and (holding.request, holding.samples))
-    drawing.add('<g text-anchor="middle">')
     for request, marks in _layered(drawing, owned):
         _draw_owned(drawing, request, marks, places)
+    filled = _layers(seen, play.num_blocks, lambda holding: (holding.request, holding.filled, holding.samples > 1))
+    for _, marks in _layered(drawing, filled):
+        for colour, shared in ((BLUE, False), (YELLOW, True)):
+            bars = [_bar(places[block], value[1] / play.block_size) for block, value in marks if value[2] is shared]
+            if bars:
+                drawing.add(f'<path d="{"".join(bars)}" fill="{colour}" pointer-events="none"/>')
+    drawing.add(f'<g font-size="{SMALL}" pointer-events="none">')
+    for block, place in enumerate(places):
+        ink = QUIET if block else INK
+        drawing.add(f'<text x="{place.x + 3:g}" y="{place.y + 13:g}" fill="{ink}">{block or "null"}</text>')
     drawing.add("</g>")
-    for _, marks in _layered(drawing, partly):
-        path = "".join(_bar_below(places[block]) for block, _ in marks)
-        drawing.add(f'<path d="{path}" fill="{CARD}" pointer-events="none"/>')
-    for _, marks in _layered(drawing, shared):
-        path = "".join(f"M{places[block].right - 5:g} {places[block].y + 5:g}h0" for block, _ in marks)
-        style = f'stroke="{YELLOW}" stroke-width="6" stroke-linecap="round" pointer-events="none"'
-        drawing.add(f'<path d="{path}" {style}/>')
     _new(drawing, seen, places)
 
 
@@ -241,19 +235,21 @@ def _draw_owned(drawing: Drawing, request: int, marks: Sequence[tuple[int, Any]]
     for block, (_, entry, fault) in marks:
         owner = f"request {request}, entry {entry}" if request else "in no table"
         tip = escape(f"Block {block}: {owner}" + (f". ✕ {fault}" if fault else ""))
-        fill = VERMILLION if fault else BLUE
+        fill = VERMILLION if fault else RESERVED
         drawing.add(f'<path d="{_outline(places[block])}" fill="{fill}" data-tip="{tip}"/>')
-    drawing.add('<g pointer-events="none">')
+    drawing.add(f'<path d="{"".join(_bar(places[block], 1) for block, _ in marks)}" fill="{CARD}"/>')
+    drawing.add(f'<g text-anchor="end" font-size="{SMALL}" pointer-events="none">')
     for block, (_, _, fault) in marks:
-        x, y = places[block].x + places[block].width / 2, places[block].y + 13
-        ink = "#000000" if fault else CARD
-        label = f"{'!' if fault else ''}{request or ''}"
-        drawing.add(f'<text x="{x:g}" y="{y:g}" font-size="{SMALL}" fill="{ink}">{label}</text>')
+        x, y = places[block].right - 3, places[block].y + 13
+        ink = "#000000" if fault else INK
+        drawing.add(f'<text x="{x:g}" y="{y:g}" fill="{ink}">{"!" * bool(fault)}{f"R{request}" * bool(request)}</text>')
     drawing.add("</g>")
 
 
-def _bar_below(place: Box) -> str:
-    return f"M{place.x + 3:g} {place.bottom - 6:g}h{place.width - 6:g}v4h-{place.width - 6:g}z"
+def _bar(place: Box, share: float) -> str:
+    """Return the outline of the bar at the bottom of a block, of which `share` is filled."""
+    high = min(place.height - 19, 20)
+    return f"M{place.x + 3:g} {place.bottom - 3:g}v-{high:g}h{(place.width - 6) * share:.1f}v{high:g}z"
 
 
 _Layers = dict[tuple[int, int, int], list[tuple[int, Any]]]
@@ -289,22 +285,23 @@ class _Holding(NamedTuple):
     samples: int
     entry: int
     """The entry in the table, from 0."""
-    full: bool
+    filled: int
+    """Slots that hold a token."""
     fault: str
 
 
 def _holdings(frame: Frame, block_size: int) -> dict[int, _Holding]:
     """Map each block to its holder in one frame."""
     faults = {block: fault.words for fault in reversed(frame.faults) for block in fault.blocks}
-    holdings = {block: _Holding(0, 0, 0, True, words) for block, words in faults.items()}
+    holdings = {block: _Holding(0, 0, 0, 0, words) for block, words in faults.items()}
     for table in frame.tables:
         for entry, block in enumerate(table.blocks):
-            full = table.tokens >= (entry + 1) * block_size
+            filled = min(max(table.tokens - entry * block_size, 0), block_size)
             before = holdings.get(block)
             if before and before.request == table.request:
-                holdings[block] = before._replace(samples=before.samples + 1, full=before.full or full)
+                holdings[block] = before._replace(samples=before.samples + 1, filled=max(before.filled, filled))
             else:
-                holdings[block] = _Holding(table.request, 1, entry, full, faults.get(block, ""))
+                holdings[block] = _Holding(table.request, 1, entry, filled, faults.get(block, ""))
     return holdings
 
 
@@ -330,12 +327,12 @@ def _tables(drawing: Drawing, play: Play, place: tuple[float, float], room: floa
     for row, request in enumerate(sorted({request for frame in by_request for request in frame}), 1):
         base = y + 3 + row * ROW
         with drawing.layer(group=f"r{request}"):
-            drawing.text((x + 8, base), str(request), size=SMALL, bold=True, anchor="end")
+            drawing.text((x, base), f"R{request}", size=SMALL, bold=True)
         for words, first, last in _runs(list(_row_words(play.frames, by_request, request))):
-            shown = _cut(words, room - 18)
+            shown = _cut(words, room - 26)
             tip = f"Request {request}, block table: {words}" if shown != words else ""
             with drawing.layer(tip=tip, group=f"r{request}", at=f"{first} {last}"):
-                drawing.text((x + 16, base), shown, size=SMALL, colour=INK if words[0].isdigit() else QUIET)
+                drawing.text((x + 24, base), shown, size=SMALL, colour=INK if words[0].isdigit() else QUIET)
     return base
 
 

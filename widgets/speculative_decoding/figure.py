@@ -8,10 +8,10 @@ import math
 from collections.abc import Iterable
 
 from minivllm_lab.palette import BLUE, GREEN, INK, ORANGE, PURPLE, SKY, VERMILLION, YELLOW
-from minivllm_lab.speculative_decoding.speculation import Cause, StepParts
+from minivllm_lab.speculative_decoding.speculation import Cause
 from widgets.shell.plot import MARGIN, WIDE, Axes, Key, Scale, counted, draw_keys, figures, percent, tokens
 from widgets.shell.strip import draw_title
-from widgets.shell.svg import QUIET, SMALL, Box, Drawing, Segment, legend, stacked_bar
+from widgets.shell.svg import QUIET, SMALL, Box, Drawing, Segment, legend, stacked_bar, without_room
 from widgets.shell.theme import MID
 from widgets.speculative_decoding.state import BATCHES, MOST_BATCH, MOST_K, State, sibling
 from widgets.speculative_decoding.step import VOCABULARY, Place
@@ -65,25 +65,25 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
     and one step below.
     """
     drawing = Drawing(width, 0, "How much faster drafts make it", f"{state.model} on {state.gpu}, against the batch")
-    drawing.heading((MARGIN, 23), "How much faster drafts make it")
-    note = (
-        f"{state.model} on {state.gpu}, contexts of {tokens(state.context)}; {drafter_words(state)}, "
-        f"{rate_words(state)}; modelled, off by {percent(state.error)} (median)"
-    )
-    note_end = drawing.paragraph((MARGIN, 41), note, width - 2 * MARGIN)
+    served = f"{state.model} on {state.gpu}, contexts of {tokens(state.context)}"
+    y = drawing.heading((MARGIN, 23), "How much faster drafts make it", served) + 18
+    note = f"{drafter_words(state)}, {rate_words(state)}; modelled, off by {percent(state.error)} (median)"
+    note_end = drawing.paragraph((MARGIN, y), f"{note[0].upper()}{note[1:]}", width - 2 * MARGIN)
     y = note_end + 20
-    high = 150 - (note_end - 41) - 17 * bool(state.own)  # keeps the height of the whole picture
+    high = 162 - (note_end - 41) - 17 * bool(state.own)  # keeps the height of the whole picture
     wide = width >= WIDE
-    left = Box(48, y + 30, round(width * (0.55 if wide else 1)) - 48 - (0 if wide else MARGIN), high)
+    left = Box(48, y + 30, round(width * (0.53 if wide else 1)) - 48 - (0 if wide else MARGIN), high)
     draw_keys(drawing, y, _keys(state))
     _draw_speedup(Axes(drawing, left, BATCH, _scale(state, pinned)), state, pinned)
     side = Box(left.right + 40, y, width - left.right - 40 - MARGIN, 212)
     if not wide:
         side = Box(MARGIN, left.bottom + 62, width - 2 * MARGIN, 212)
     below = _draw_times(drawing, side, state)
-    bars = Box(side.x, below + 22, side.width, (left.bottom + 20 - below - 22) if wide else 60)
-    _draw_by_k(drawing, bars, state)
-    y = (left.bottom + 58) if wide else bars.bottom + 34
+    by_k = Box(left.x, below + 19, left.width, 80)
+    if wide:
+        by_k = Box(side.x, below + 19, side.width, left.bottom - below - 13)
+    _draw_by_k(drawing, by_k, state)
+    y = (left.bottom + 58) if wide else by_k.bottom + 62
     drawing.height = _draw_step(drawing, state, y) + 10
     return drawing.render()
 
@@ -193,44 +193,35 @@ def _draw_times(drawing: Drawing, box: Box, state: State) -> float:
     y = box.y + 8
     for parts, yields in ((plain, "1 token, no drafts"), (step, f"{state.tokens:.2f} tokens, k = {state.k}")):
         segments = [
-            Segment("", getattr(parts, name), colour, f"{title}: {milliseconds(getattr(parts, name))}")
+            Segment(title, getattr(parts, name), colour, f"{title}: {milliseconds(getattr(parts, name))}")
             for name, title, colour in PARTS
         ]
-        stacked_bar(drawing, Box(box.x, y, box.width, 13), segments, longest)
+        stacked_bar(drawing, Box(box.x, y, box.width, 16), segments, longest)
         words = f"{milliseconds(parts.seconds)} for {yields}"
-        drawing.text((box.x, y + 26), words, size=SMALL)
-        y += 33
-    keys = [Segment(title, 0, colour) for name, title, colour in PARTS if _is_there(name, plain, step)]
+        drawing.text((box.x, y + 29), words, size=SMALL)
+        y += 37
+    longer = [Segment(title, max(getattr(plain, name), getattr(step, name)), colour) for name, title, colour in PARTS]
+    keys = without_room([part for part in longer if part.value], longest, box.width)
     return legend(drawing, (box.x, y + 11), keys, box.width) - 8
 
 
-def _is_there(name: str, plain: StepParts, step: StepParts) -> bool:
-    return max(getattr(plain, name), getattr(step, name)) > 0
-
-
 def _draw_by_k(drawing: Drawing, box: Box, state: State) -> None:
-    """Draw the speed-ups at this batch size by number of drafts, and name the best number."""
-    best = state.best_k
-    most = max(1.2, *state.by_k)
-    words = f"speed-up by drafts a step: {f'best {best}' if best else 'none pays'}"
-    drawing.text((box.x, box.y - 6), words, size=SMALL, colour=QUIET)
-    room = box.width / MOST_K
-    high = box.height - 28
-    for index, value in enumerate(state.by_k):
-        tall = high * value / most
-        x = box.x + index * room
-        bar = Box(x + 2, box.y + 12 + high - tall, room - 4, tall)
-        tip = f"{index + 1} draft{'s' * (index > 0)}: {value:.2f} times as fast"
-        drawing.rect(bar, BLUE if index + 1 == state.k else MID, tip=tip)
-        strong = index + 1 in (state.k, best)
-        place = (x + room / 2, box.bottom - 2)
-        drawing.text(place, f"{index + 1}", size=SMALL, anchor="middle", bold=strong, colour=INK if strong else QUIET)
-    level = box.y + 12 + high - high / most
-    drawing.line((box.x, level), (box.right, level), colour=GREEN, dash="4 3", width=1.5)
-    for k in {state.k} if abs(best - state.k) == 1 and room < 32 else {state.k, best} - {0}:
-        value = state.by_k[k - 1]
-        place = (box.x + (k - 0.5) * room, box.y + 9 + high - high * value / most)
-        drawing.text(place, f"{value:.2f}", size=SMALL, anchor="middle", bold=True, halo=True)
+    """Draw the speed-ups at this batch size by number of drafts, and write them below."""
+    drafts = [float(k) for k in range(1, MOST_K + 1)]
+    up = Scale(0.85 * min(1.0, *state.by_k), 1.15 * max(1.0, *state.by_k), log=True)
+    axes = Axes(drawing, box, Scale(0.6, MOST_K + 0.4), up)
+    axes.frame("", f"speed-up at batch {state.batch}, by k", x_ticks=drafts, y_ticks=axes.y.ticks(3))
+    axes.mark_y(1, "", GREEN)
+    axes.also_here(state.k)
+    with drawing.answer():
+        tips = [f"With k = {k:g}: {value:.2f} times as fast" for k, value in zip(drafts, state.by_k, strict=True)]
+        axes.line(drafts, state.by_k, MID)
+        axes.points(drafts, state.by_k, BLUE, tips=tips)
+        for k, value in enumerate(state.by_k, 1):
+            strong = k in (state.k, state.best_k)
+            colour = GREEN if k == state.best_k else INK if strong else QUIET
+            place = (axes.at(k, 1)[0], box.bottom + 32)
+            drawing.text(place, f"{value:.2f}", size=SMALL, anchor="middle", bold=strong, colour=colour)
 
 
 # ---- one step of a request

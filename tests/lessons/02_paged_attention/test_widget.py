@@ -123,7 +123,7 @@ def test_the_readers_pool_plays():
     session, view = played(block_pool=ForgetsForks, block_size=16)
     assert (view["tone"], view["words"][:18]) == ("broken", "Your pool is wrong")
     assert "samples of request 1 write into block" in view["svg"]
-    assert "!1<" in view["svg"]
+    assert "!R1<" in view["svg"]
 
 
 def test_a_stub_or_an_endless_pool_is_said_in_one_line(monkeypatch):

@@ -123,7 +123,7 @@ def test_no_verdict_contradicts_the_formulas():
             said["far too few"] += 1
             assert cause == "slots", (knobs, wanted)
             assert "too few slots" in result.words.lower()
-            assert f"{widget.percent(1 - state.here.cache_used)} of the KV cache is free" in result.words
+            assert f"the KV cache is {widget.percent(1 - state.here.cache_used)} free" in result.words
         assert state.here.distinct <= min(state.slots, knobs["adapters"])
     least = min(said[each] for each in ("fine", "broken", "refused", "a slot for each", "plenty", "far too few"))
     assert least >= 8, said
@@ -260,7 +260,7 @@ def test_the_command_is_a_server_with_adapters():
     assert "--enable-lora" in words
     nothing_fits = next(iter(widget.sweep(model="Qwen3-14B", gpu="L4")))
     assert nothing_fits.refused
-    assert "0 fit" in widget.figure(nothing_fits)
+    assert "0 fit" in widget.SPEC.pictures(nothing_fits, 640)
     assert "it refuses to start" in widget.command(next(iter(widget.sweep(max_rank=8, rank=16))))
 
 
@@ -269,8 +269,8 @@ def test_what_breaks_is_shaded_with_its_cause():
     def regions(**knobs) -> list[str]:
         return shaded(widget, swept(**knobs))
 
-    assert [re.sub(r"while .* of", "while … of", words) for words in regions()] == [
-        "too few slots: the queue grows while … of the KV cache is free"
+    assert [re.sub(r"[\d.]+ %", "… %", words) for words in regions()] == [
+        "too few slots: requests wait while the KV cache is … % free"
     ]
     assert "does not start: weights and slots fill the GPU" in regions(max_rank=256)
     assert regions(rank=64) == ["does not start: rank 64 is above max_lora_rank 16"]
