@@ -47,8 +47,8 @@ check: setup ## check your solution of one exercise: make check N=04; of one fun
 capstone: setup ## serve HTTP with your solutions of all exercises; SERVE=1 leaves the server running
 	@$(UV_RUN) python -m minivllm_lab.capstone $(if $(filter-out 0,$(SERVE)),--serve) $(if $(PORT),--port '$(PORT)')
 
-predict: setup ## predict vLLM's next step, round by round: make predict; make predict LEVEL=4; ENDLESS=1
-	@$(UV_RUN) python -m minivllm_lab.predict $(if $(LEVEL),--level '$(LEVEL)') $(if $(filter-out 0,$(ENDLESS)),--endless)
+predict: setup ## predict vLLM's next step, round by round, in a browser
+	@$(UV_RUN) python -m minivllm_lab.predict
 
 bugs: setup ## open the bug museum: make bugs; make bugs B=7, then with HINT=1, LINE=core/stop.py:12 or TRY=1
 	@$(UV_RUN) python -m minivllm_lab.museum $(if $(B),--bug '$(B)') $(if $(HINT),--hint '$(HINT)') $(if $(LINE),--line '$(LINE)') $(if $(filter-out 0,$(TRY)),--try)

@@ -22,7 +22,7 @@ from torch import Tensor
 from minivllm.core.request import Request, RequestStatus
 from minivllm.platforms.triton_utils import tl, triton
 from minivllm_lab import cli, lesson
-from minivllm_lab.block_tables import BlockTables
+from minivllm_lab.block_tables import Memory
 from minivllm_lab.disaggregation import engines, interference, report
 from minivllm_lab.disaggregation.transfer_worker import Listening, Read, Worker, as_blocks, send_data, until_finished
 from minivllm_lab.disturbance import Control
@@ -216,7 +216,7 @@ class Engine:
 
     def __init__(self, model: PagedModel, connector: ConnectorScheduler, worker: Worker) -> None:
         self.model, self.connector, self.worker = model, connector, worker
-        self.blocks = BlockTables(model.num_blocks, model.block_size)
+        self.blocks = Memory(model.num_blocks, model.block_size)
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.params: dict[str, dict[str, Any] | None] = {}
@@ -242,7 +242,8 @@ class Engine:
         hits = self.blocks.find(request)
         num_local = len(hits) * self.model.block_size
         num_external, is_async = self.connector.get_num_new_matched_tokens(request, num_local)
-        if num_external is None or not self.blocks.allocate(request, hits):
+        all_others = request.num_tokens + request.max_tokens - 1 - num_local
+        if num_external is None or not self.blocks.allocate(request, all_others, hits):
             return  # the next step asks again
         self.connector.update_state_after_alloc(request, self.blocks.ids(request), num_external)
         request.num_cached_tokens, request.num_computed_tokens = num_local, num_local + num_external

@@ -1,19 +1,36 @@
 """The page of the next step plays the recorded rounds, and tells a wrong answer the rule it missed."""
 
+import webbrowser
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
 from random import Random
 
 import pytest
+from e2e.browser import Seen
+from lab.predict.by_hand import HABITS, STEP, Learner
 from playwright.sync_api import Browser, Page
 
-from minivllm_lab.predict.answer import diagnose, is_right
+from minivllm_lab.predict import __main__ as command
+from minivllm_lab.predict import page as predict_page
 from minivllm_lab.predict.levels import LEVELS, load
-from minivllm_lab.predict.mistakes import RULES
+from minivllm_lab.predict.mistakes import MISTAKES, RULES
 from minivllm_lab.predict.page import rounds, rules
-from minivllm_lab.predict.rounds import Decision
+from minivllm_lab.predict.rounds import Decision, Round
 from widgets import predict
 
 pytestmark = pytest.mark.browser
 PAGE = "lessons/predict.html"
+ROUNDS = [puzzle for level in load() for puzzle in level]
+
+
+@pytest.fixture(scope="module")
+def game(browser: Browser) -> Iterator[Page]:
+    """Open the game as a page of its own."""
+    page = browser.new_page()
+    page.set_content(predict_page.html())
+    yield page
+    page.close()
 
 
 def answer(page: Page, decision: dict) -> str:
@@ -62,22 +79,86 @@ def test_a_level_is_played_to_its_end_and_fits_a_telephone_and_a_screen(opened):
         assert site.complaints() == []
 
 
-def test_the_page_says_what_the_terminal_says(opened):
-    draw = Random(5)
-    with opened(PAGE) as site:
-        for level, picked in zip(rounds(), load(), strict=True):
-            for plain, puzzle in zip(level["rounds"], picked, strict=True):
-                for _ in range(6):
-                    tokens = {row.name: draw.randint(0, row.lacks + 1) for row in puzzle.requests.values()}
-                    victims = sorted(row.name for row in puzzle.running if draw.random() < 0.2)
-                    tokens = {name: count for name, count in tokens.items() if count and name not in victims}
-                    decision = Decision(draw.choice([tokens, puzzle.decision.tokens]), frozenset(victims))
-                    if is_right(decision, puzzle):
-                        continue
-                    shown = {"tokens": dict(decision.tokens), "preempted": victims}
-                    said = site.page.evaluate("([puzzle, answer]) => diagnose(puzzle, answer)", [plain, shown])
-                    told = [(each["says"], RULES[each["rule"]]) for each in said]
-                    assert told == diagnose(decision, puzzle), (puzzle.source, shown)
+def told(page: Page, answers: Sequence[tuple[Round, Decision]]) -> list[list[tuple[str, str]]]:
+    """Return what the page says of each answer to a round, with the name of the rule."""
+    plain = {id(puzzle): predict_page.plain(puzzle) for puzzle, _ in answers}
+    pairs = [(plain[id(puzzle)], predict_page.decided(answer)) for puzzle, answer in answers]
+    said = page.evaluate("pairs => pairs.map(([puzzle, answer]) => diagnose(puzzle, answer))", pairs)
+    return [[(each["says"], each["rule"]) for each in answer] for answer in said]
+
+
+@pytest.mark.parametrize(
+    ("answer", "says", "rule"),
+    [
+        (Decision({"A": 8, "B": 1, "C": 2}), MISTAKES["decodes first"].says, "order"),
+        (Decision({"A": 11, "B": 1}), "A lacks 10 tokens, so it cannot get 11.", "all it lacks"),
+        (Decision({"A": 10, "B": 1}), "A gets 10, but no request may get more than 8 here.", "chunk limit"),
+        (Decision({"A": 8, "B": 1, "C": 8}), "Your step has 17 tokens, but its budget is 12.", "budget"),
+        (Decision({"A": 8, "C": 3}, frozenset("B")), "Look at B: you preempt it.", "blocks"),
+        (Decision({"B": 1, "C": 3}), "Look at A: you give it nothing.", "chunk limit"),
+        (Decision({"A": 8, "C": 3}), "Look at B: you give it nothing.", "all it lacks"),
+    ],
+)
+def test_a_wrong_answer_is_told_a_rule(game: Page, answer: Decision, says: str, rule: str) -> None:
+    assert told(game, [(STEP, answer)]) == [[(says, rule)]]
+
+
+def test_more_requests_than_seats_are_told(game: Page) -> None:
+    full = replace(STEP, seats=2, decision=Decision({"A": 8, "B": 1}))
+    assert told(game, [(full, STEP.decision)]) == [
+        [("After your step 3 requests run, but there are 2 seats.", "seats")]
+    ]
+
+
+def test_two_wrong_rules_with_one_answer_are_both_told(game: Page) -> None:
+    wrong = Decision({"B": 1})
+    step = replace(STEP, mistakes=dict.fromkeys(("decodes first", "shortest first", "no seats"), wrong))
+    assert [rule for _, rule in told(game, [(step, wrong)])[0]] == ["order", "seats"]
+
+
+def test_every_wrong_rule_is_told_by_the_rule_it_breaks_or_two_others_say_as_much(game: Page) -> None:
+    made = [(puzzle, name, wrong) for puzzle in ROUNDS for name, wrong in puzzle.mistakes.items()]
+    for (puzzle, name, _), said in zip(made, told(game, [(puzzle, wrong) for puzzle, _, wrong in made]), strict=True):
+        assert MISTAKES[name].rule in [rule for _, rule in said] or len(said) == 2, (puzzle.source, name)
+
+
+def test_a_learner_with_a_wrong_habit_is_told_its_rule(game: Page) -> None:
+    shares: list[list[bool]] = []
+    for habit, names in HABITS.items():
+        answers = [(puzzle, Learner(puzzle, habit).decide()) for puzzle in ROUNDS]
+        said = told(game, [(puzzle, answer) for puzzle, answer in answers if answer != puzzle.decision])
+        shares += [[not names.isdisjoint(rule for _, rule in each) for each in said]]
+    assert min(sum(each) / len(each) for each in shares) >= 0.5
+    num_told = sum(map(sum, shares))
+    assert num_told > 500
+    assert num_told >= 0.95 * sum(map(len, shares))
+
+
+def test_a_slip_in_one_request_is_told_a_rule(game: Page) -> None:
+    draw, slips = Random(4), []
+    for puzzle in ROUNDS * 20:
+        row = draw.choice(list(puzzle.requests.values()))
+        tokens = {**puzzle.decision.tokens, row.name: draw.randint(1, row.lacks + 2)}
+        slip = Decision(tokens, puzzle.decision.preempted - {row.name})
+        slips += [(puzzle, slip)] if slip != puzzle.decision else []
+    assert all(rule in RULES for said in told(game, slips) for _, rule in said[:1])
+    assert all(told(game, slips))
+
+
+def test_make_predict_writes_a_page_that_plays_and_opens_it(
+    browser: Browser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown: list[str] = []
+    monkeypatch.setattr(webbrowser, "open", shown.append)
+    command.main(command.parser().parse_args(["--page", str(tmp_path / "new" / "game.html")]))
+    assert "game.html" in capsys.readouterr().out
+    page, seen = browser.new_page(), Seen()
+    unwatch = seen.watch(page)
+    page.goto(shown[0])
+    assert answer(page, rounds()[0]["rounds"][0]["decision"]).startswith("Right.")
+    assert seen.errors == []
+    unwatch()
+    page.close()
 
 
 def test_every_round_of_the_page_has_its_reasons():

@@ -1,42 +1,21 @@
 """Block tables for lessons and simulations, on the engine's block pool or on a learner's; without
 torch.
 
-`BlockTable` is one sequence's table, with forks and copy-on-write. `BlockTables` and `Memory` are
-the tables of an engine: `BlockTables` allocates for a request's whole life, `Memory` as it grows.
+`BlockTable` is one sequence's table, with forks and copy-on-write; `Memory` are the tables of an engine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any
 
 from minivllm.core.block_pool import BlockPool, KVCacheBlock
 from minivllm.core.request import Request
 
-
-class Pool(Protocol):
-    """The methods of a block pool: the engine's `BlockPool`, lesson 02's, or a learner's."""
-
-    @property
-    def blocks(self) -> Sequence[Any]:
-        """Return all blocks; block 0 is the null block."""
-        ...
-
-    def get_num_free_blocks(self) -> int:
-        """Return the number of blocks that no table holds."""
-        ...
-
-    def get_new_blocks(self, num_blocks: int) -> list[Any]:
-        """Allocate `num_blocks` blocks, or raise without allocating any."""
-        ...
-
-    def touch(self, blocks: Iterable[Any]) -> None:
-        """Increment each block's reference count."""
-        ...
-
-    def free_blocks(self, ordered_blocks: Iterable[Any]) -> None:
-        """Decrement each block's reference count."""
-        ...
+Pool = Any
+"""A block pool: the engine's `BlockPool`, lesson 02's, or a learner's. It has `blocks`, of which
+block 0 is the null block, `get_num_free_blocks`, `get_new_blocks`, `touch` and `free_blocks`.
+"""
 
 
 class BlockTable:
@@ -86,10 +65,8 @@ class BlockTable:
         return num_tokens > 0 and self.num_tokens % self.block_size > 0 and self.blocks[-1].ref_cnt > 1
 
 
-class BlockTables:
-    """The tables of all requests. A request gets all blocks that it will ever need when it is
-    admitted.
-    """
+class Memory:
+    """The tables of all requests, on one pool."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.pool, self.block_size = BlockPool(num_blocks), block_size
@@ -116,39 +93,6 @@ class BlockTables:
             hits.append(block)
         return hits
 
-    def allocate(self, request: Request, hits: list[KVCacheBlock]) -> bool:
-        """Give a request `hits`, and new blocks for the rest of its prompt and output; False if
-        they do not fit.
-        """
-        missing = -(-(request.num_tokens + request.max_tokens - 1) // self.block_size) - len(hits)
-        if not self._fits(missing, hits):
-            return False
-        self._add(request, hits, missing)
-        return True
-
-    def publish(self, request: Request) -> None:
-        """Enter the full blocks of a request's computed tokens into the prefix cache."""
-        table, num_full = self.tables[request.request_id], request.num_computed_tokens // self.block_size
-        num_cached = sum(block.block_hash is not None for block in table)
-        self.pool.cache_full_blocks(table, request.block_hashes, num_cached, max(num_cached, num_full))
-
-    def free(self, request_id: str) -> None:
-        """Release a request's blocks, if it has any, the last one first."""
-        self.pool.free_blocks(reversed(self.tables.pop(request_id, [])))
-
-    def _fits(self, num_blocks: int, hits: Sequence[KVCacheBlock]) -> bool:
-        """Return whether the pool has `num_blocks` free blocks besides those among `hits`."""
-        return num_blocks <= self.pool.get_num_free_blocks() - sum(block.ref_cnt == 0 for block in hits)
-
-    def _add(self, request: Request, hits: Sequence[KVCacheBlock], num_blocks: int) -> None:
-        table = self.tables.get(request.request_id, [])
-        self.pool.touch(hits)
-        self.tables[request.request_id] = [*table, *hits, *self.pool.get_new_blocks(num_blocks)]
-
-
-class Memory(BlockTables):
-    """Tables that grow: a request gets its blocks as it needs them."""
-
     def wanted(self, request: Request) -> int:
         """Return how many of a request's tokens are not computed yet: 1 if it decodes."""
         return request.num_tokens - request.num_computed_tokens
@@ -160,13 +104,24 @@ class Memory(BlockTables):
         With `must_fit`, that many tokens must fit, although blocks are allocated for `num_tokens`
         only.
         """
-        num_held = len(self.tables.get(request.request_id, [])) + len(hits)
+        table = self.tables.get(request.request_id, [])
         start = request.num_computed_tokens + len(hits) * self.block_size
         missing, most = (
-            max(0, -(-(start + tokens) // self.block_size) - num_held)
+            max(0, -(-(start + tokens) // self.block_size) - len(table) - len(hits))
             for tokens in (num_tokens, max(num_tokens, must_fit))
         )
-        if not self._fits(most, hits):
+        if most > self.pool.get_num_free_blocks() - sum(block.ref_cnt == 0 for block in hits):
             return False
-        self._add(request, hits, missing)
+        self.pool.touch(hits)
+        self.tables[request.request_id] = [*table, *hits, *self.pool.get_new_blocks(missing)]
         return True
+
+    def publish(self, request: Request) -> None:
+        """Enter the full blocks of a request's computed tokens into the prefix cache."""
+        table, num_full = self.tables[request.request_id], request.num_computed_tokens // self.block_size
+        num_cached = sum(block.block_hash is not None for block in table)
+        self.pool.cache_full_blocks(table, request.block_hashes, num_cached, max(num_cached, num_full))
+
+    def free(self, request_id: str) -> None:
+        """Release a request's blocks, if it has any, the last one first."""
+        self.pool.free_blocks(reversed(self.tables.pop(request_id, [])))

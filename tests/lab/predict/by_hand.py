@@ -47,6 +47,25 @@ HABITS = {
 }
 """A wrong habit -> the rules of which at least one should be told."""
 
+STEP = Round(
+    source="by hand",
+    policy="fcfs",
+    budget=12,
+    threshold=8,
+    seats=3,
+    chunked=True,
+    block_size=4,
+    free=9,
+    running=(
+        Row("A", known=20, computed=10, blocks=3, priority=0),
+        Row("B", known=5, computed=4, blocks=2, priority=0),
+    ),
+    waiting=(Row("C", known=9, computed=0, blocks=0, priority=0),),
+    decision=Decision({"A": 8, "B": 1, "C": 3}),
+    mistakes={"decodes first": Decision({"B": 1, "A": 8, "C": 2})},
+)
+"""A step with all kinds of mistakes."""
+
 
 @dataclass
 class Learner:

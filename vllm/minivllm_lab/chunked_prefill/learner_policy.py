@@ -8,8 +8,9 @@ stay the engine's own. No torch.
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
-from minivllm.core.policy import DEFAULT_POLICY, SchedulingPolicy
+from minivllm.core.policy import SchedulingPolicy
 from minivllm.errors import MinivllmError
 
 ChunkLimit = Callable[[int, int, int, bool], int]
@@ -24,6 +25,14 @@ AdmittedTokens = Callable[[int, int, int, bool], int]
 """
 
 
+BOUNDS: dict[str, Callable[..., tuple[int, int]]] = {
+    "chunk_limit": lambda budget, threshold, *_: (1, max(budget, threshold)),
+    "running_tokens": lambda missing, limit, left: (0, min(missing, left)),
+    "admitted_tokens": lambda missing, limit, left, _: (0, min(missing, left)),
+}
+"""By function, the least and the most that it may return for these arguments."""
+
+
 def learner_policy(
     chunk_limit: ChunkLimit | None = None,
     running_tokens: RunningTokens | None = None,
@@ -34,30 +43,13 @@ def learner_policy(
     If a function returns a count that the engine cannot use, its step raises `MinivllmError`; the
     message names the function and the count.
     """
-    own = DEFAULT_POLICY
-    return SchedulingPolicy(
-        chunk_limit=partial(_limit, chunk_limit) if chunk_limit else own.chunk_limit,
-        running_tokens=partial(_running, running_tokens) if running_tokens else own.running_tokens,
-        admitted_tokens=partial(_admitted, admitted_tokens) if admitted_tokens else own.admitted_tokens,
-    )
+    caps = zip(BOUNDS, (chunk_limit, running_tokens, admitted_tokens), strict=True)
+    rules: dict[str, Any] = {name: partial(_checked, name, cap) for name, cap in caps if cap}
+    return SchedulingPolicy(**rules)
 
 
-def _limit(chunk_limit: ChunkLimit, token_budget: int, threshold: int, num_requests: int, adaptive: bool) -> int:
-    tokens = chunk_limit(token_budget, threshold, num_requests, adaptive)
-    return _checked("chunk_limit", tokens, 1, max(token_budget, threshold))
-
-
-def _running(running_tokens: RunningTokens, missing: int, limit: int, budget_left: int) -> int:
-    tokens = running_tokens(missing, limit, budget_left)
-    return _checked("running_tokens", tokens, 0, min(missing, budget_left))
-
-
-def _admitted(admitted_tokens: AdmittedTokens, missing: int, limit: int, budget_left: int, may_be_cut: bool) -> int:
-    tokens = admitted_tokens(missing, limit, budget_left, may_be_cut)
-    return _checked("admitted_tokens", tokens, 0, min(missing, budget_left))
-
-
-def _checked(name: str, tokens: int, least: int, most: int) -> int:
+def _checked(name: str, cap: Callable[..., int], *arguments: int) -> int:
+    tokens, (least, most) = cap(*arguments), BOUNDS[name](*arguments)
     if not isinstance(tokens, int) or not least <= tokens <= most:
         raise MinivllmError(f"your {name} returns {tokens!r}; it must return a whole number from {least} to {most}")
     return tokens

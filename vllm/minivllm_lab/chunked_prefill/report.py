@@ -8,31 +8,26 @@ takes are the lesson's own code.
 from __future__ import annotations
 
 import argparse
-import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from minivllm.config import EMBEDDED_MODEL, CacheConfig, ModelConfig, Parts
+from minivllm.config import EMBEDDED_MODEL, ModelConfig, Parts
 from minivllm_lab import palette
-from minivllm_lab.chunked_prefill.kernel_cases import BLOCK_SIZE
 from minivllm_lab.chunked_prefill.prefill_first import PREFILL_FIRST
 from minivllm_lab.cli import lesson_parser, whole_number
-from minivllm_lab.disturbed_chats import LONG, disturb
+from minivllm_lab.disturbed_chats import CHATS, LONG, MAX_MODEL_LEN, disturb, latencies
 from minivllm_lab.figures import SMALL_TEXT, panels
 from minivllm_lab.lesson import LessonCode
 from minivllm_lab.progress import track
-from minivllm_lab.recording import bare_engine
 from minivllm_lab.tables import Timed, closing, console, record_table
 from minivllm_simulate.cost_model import RooflineCost, StepShape
 from minivllm_simulate.hardware import get_hardware
 from minivllm_simulate.known_models import known_model
 from minivllm_simulate.lever_checks import SARATHI, SARATHI_DECODES, SARATHI_STEP, sarathi_step
 from minivllm_simulate.memory import num_parameters
-from minivllm_simulate.virtual_clock import percentile
 
-MAX_MODEL_LEN = 2048
 Steps = Sequence[Mapping[str, int]]
 
 
@@ -62,7 +57,6 @@ def show_steps(policies: Mapping[str, Steps]) -> dict[str, list[dict[str, int]]]
 
 # ---- 3. chats and long prompts in the engine -----------------------------------------------------
 
-CHATS = 4
 WAYS: dict[str, dict[str, Any]] = {
     "prefill first (V0)": {
         "parts": Parts(policy=PREFILL_FIRST),
@@ -79,17 +73,11 @@ def measure_chats(arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
     time to first token.
     """
     records, prompts = {}, 1 if arguments.quick else 4
-    blocks = CacheConfig(block_size=BLOCK_SIZE, num_gpu_blocks=600, enable_prefix_caching=False)
     for name in track(QUICK_WAYS if arguments.quick else tuple(WAYS), "disturbing"):
-        sizes = {"max_model_len": MAX_MODEL_LEN, "max_num_seqs": 8, **WAYS[name]}
-        core = bare_engine(arguments.model, arguments.device, blocks, dtype="float32", **sizes)
-        run = disturb(core, arguments.prompt, prompts, CHATS)
+        run = disturb(arguments, prompts, **WAYS[name])
         with_prompt = [step for step in run.scheduled if LONG in step]
         records[name] = {
-            "itl_p50_ms": 1e3 * statistics.median(run.gaps),
-            "itl_p99_ms": 1e3 * percentile(run.gaps, 0.99),
-            "itl_max_ms": 1e3 * max(run.gaps),
-            "ttft_ms": 1e3 * statistics.median(run.firsts),
+            **latencies(run.gaps, run.firsts),
             "steps": len(with_prompt) / prompts,
             "chat_tokens": sum(sum(step.values()) - step[LONG] for step in with_prompt) / len(with_prompt),
         }

@@ -5,25 +5,18 @@ server and with two.
 from __future__ import annotations
 
 import argparse
-import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from minivllm.config import CacheConfig
 from minivllm_lab.disaggregation.server_pair import NAME as SERVED_NAME
 from minivllm_lab.disaggregation.server_pair import missing_package, server_pair
-from minivllm_lab.disturbed_chats import disturb, random_prompt
+from minivllm_lab.disturbed_chats import CHAT_PROMPT, CHATS, MAX_MODEL_LEN, disturb, latencies, random_prompt
 from minivllm_lab.http_load import Answer, Ask, load_beside
 from minivllm_lab.progress import track
-from minivllm_lab.recording import bare_engine
 from minivllm_lab.tables import console, heading, record_table
-from minivllm_simulate.virtual_clock import percentile
-
-BLOCK_SIZE, MAX_MODEL_LEN = 16, 2048
 
 BUDGETS = (2048, 512, 128)
 """Tokens of a step, of the engine whose chats are disturbed; of the servers, the first."""
-CHATS, CHAT_PROMPT = 4, 32
 INTERFERENCE = (
     "{name} | chats' ITL p50, ms {itl_p50_ms:.1f} | p99 {itl_p99_ms:.1f} | longest gap {itl_max_ms:.1f} | "
     "the prompts' TTFT, ms {ttft_ms:.1f}"
@@ -38,10 +31,7 @@ def measure_interference(arguments: argparse.Namespace) -> dict:
     heading("1. A long prompt among running chats")
     results, prompts = {}, 1 if arguments.quick else 4
     for budget in track((None, *BUDGETS), "disturbing"):
-        sizes = {"max_model_len": MAX_MODEL_LEN, "max_num_seqs": 8, "max_num_batched_tokens": budget or BUDGETS[0]}
-        blocks = CacheConfig(block_size=BLOCK_SIZE, num_gpu_blocks=600, enable_prefix_caching=False)
-        core = bare_engine(arguments.model, arguments.device, blocks, dtype="float32", **sizes)
-        run = disturb(core, arguments.prompt, prompts if budget else 0, CHATS, CHAT_PROMPT)
+        run = disturb(arguments, prompts if budget else 0, max_num_batched_tokens=budget or BUDGETS[0])
         results[str(budget or "alone")] = latencies(run.gaps, run.firsts)
     record_table(
         f"{CHATS} running chats, and {prompts} prompts of {arguments.prompt:,} tokens, one after another",
@@ -49,16 +39,6 @@ def measure_interference(arguments: argparse.Namespace) -> dict:
         f"one engine {INTERFERENCE}",
     )
     return results
-
-
-def latencies(gaps: Sequence[float], firsts: Sequence[float]) -> dict[str, float]:
-    """Summarize, in milliseconds, the chats' gaps and, if there were any, the long prompts' times
-    to first token.
-    """
-    figures = {"itl_p50_ms": statistics.median(gaps), "itl_p99_ms": percentile(gaps, 0.99), "itl_max_ms": max(gaps)}
-    if firsts:
-        figures["ttft_ms"] = statistics.median(firsts)
-    return {name: 1e3 * seconds for name, seconds in figures.items()}
 
 
 def measure_two_servers(arguments: argparse.Namespace) -> dict:

@@ -19,7 +19,7 @@ from operator import mul
 
 from minivllm.config import ModelConfig
 from minivllm.config.checks import is_number, require
-from minivllm.memory.adapters import ALL_LINEARS, linear_shapes
+from minivllm.memory.adapters import linear_shapes
 from minivllm_simulate.cost_model import ARITHMETIC_EFFICIENCY, MEMORY_EFFICIENCY, Cost, StepShape
 from minivllm_simulate.hardware import Hardware
 from minivllm_simulate.memory import adapter_bytes, adapter_parameters, weight_bytes
@@ -124,22 +124,18 @@ class AdapterCost:
     model: ModelConfig
     gpu: Hardware
     max_lora_rank: int
-    targets: tuple[str, ...] = ALL_LINEARS
     memory_efficiency: float = MEMORY_EFFICIENCY
     arithmetic_efficiency: float = ARITHMETIC_EFFICIENCY
 
     @cached_property
     def slot_bytes(self) -> int:
         """Bytes of a slot on the GPU, at 16 bits per number."""
-        return adapter_bytes(self.model, self.max_lora_rank, self.targets)
+        return adapter_bytes(self.model, self.max_lora_rank)
 
     @cached_property
     def launches(self) -> int:
-        """Kernel launches per step: a shrink and an expand for each group of linears that has
-        adapters.
-        """
-        groups = sum(any(name in self.targets for name in group) for group in GROUPS)
-        return 2 * groups * self.model.num_hidden_layers
+        """Kernel launches per step: a shrink and an expand for each group of linears."""
+        return 2 * len(GROUPS) * self.model.num_hidden_layers
 
     @cached_property
     def row_bytes(self) -> int:
@@ -147,20 +143,20 @@ class AdapterCost:
         numbers between shrink and expand.
         """
         shapes = linear_shapes(self.model)
-        read = sum(max((shapes[name][1] for name in group if name in self.targets), default=0) for group in GROUPS)
-        added = sum(2 * shapes[name][0] for name in self.targets)
-        return self.model.num_hidden_layers * (2 * (read + added) + 2 * 4 * self.max_lora_rank * len(self.targets))
+        read = sum(shapes[group[0]][1] for group in GROUPS)
+        added = sum(2 * outputs for outputs, _ in shapes.values())
+        return self.model.num_hidden_layers * (2 * (read + added) + 2 * 4 * self.max_lora_rank * len(shapes))
 
     @cached_property
     def flops_per_token(self) -> int:
         """FLOPs per token: two for each parameter of the slot."""
-        return 2 * adapter_parameters(self.model, self.max_lora_rank, self.targets)
+        return 2 * adapter_parameters(self.model, self.max_lora_rank)
 
     def load_seconds(self, rank: int) -> float:
         """Return the time to copy an adapter of this rank from host memory into a slot, over one
         direction of PCIe.
         """
-        return adapter_bytes(self.model, rank, self.targets) / (self.gpu.pcie / 2 * self.memory_efficiency)
+        return adapter_bytes(self.model, rank) / (self.gpu.pcie / 2 * self.memory_efficiency)
 
     def lora_seconds(self, tokens: int, distinct: int, launches: int) -> float:
         """Return the time that the adapters add: the longest of launches, memory traffic and

@@ -48,11 +48,6 @@ def state_of(row: Row, puzzle: Round) -> str:
     return ", ".join(parts)
 
 
-def explain(puzzle: Round) -> list[str]:
-    """Return what happens to each request, in the order in which vLLM goes through them."""
-    return [reason.says for reason in reasons(puzzle) if reason.says]
-
-
 def reasons(puzzle: Round) -> list[Reason]:
     """Return the reason for each request, in the order in which vLLM goes through them."""
     left = puzzle.budget

@@ -1,5 +1,5 @@
 // Play the recorded rounds of `make predict`: who gets how many tokens in the scheduler's next step, and who is preempted?
-// `tools/build_site.py` adds what starts it in a page, and `widgets/predict.py` what starts it in a notebook.
+// `tools/build_site.py` adds what starts it in a page of the site, `widgets/predict.py` in a notebook, and `page.py` in a page of its own.
 
 const element = (name, text, attributes = {}) => {
   const made = Object.assign(document.createElement(name), attributes);
@@ -117,7 +117,7 @@ class Game {
   }
 }
 
-// What is wrong with an answer, and the rule that it missed: as `answer.py` says it.
+// What is wrong with an answer, with the rule that it missed: the one or two wrong rules that give it, or else the first thing that does not fit.
 function diagnose(puzzle, answer) {
   const missed = puzzle.mistakes.filter((mistake) => key(mistake) === key(answer));
   if (missed.length) return missed.filter(({ rule }, index) => missed.findIndex((other) => other.rule === rule) === index).slice(0, 2);

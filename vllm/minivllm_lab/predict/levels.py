@@ -137,7 +137,7 @@ def candidates(folder: Path) -> Iterator[Round]:
             seen[level] += 1
             return True
 
-        yield from rounds(workload, name, keep=is_wanted, trace=trace)
+        yield from rounds(workload, name, trace, is_wanted)
 
 
 def is_rich(puzzle: Round) -> bool:

@@ -16,7 +16,7 @@ from minivllm_lab.predict.workload import Replay, Trace
 
 @dataclass(frozen=True)
 class Decision:
-    """A step's tokens by request, in the scheduler's order, and the preempted requests."""
+    """A step's tokens by request, in the scheduler's order, which makes no difference, and the preempted requests."""
 
     tokens: Mapping[str, int]
     preempted: frozenset[str] = frozenset()
@@ -112,18 +112,11 @@ class Round:
         return Round(**parsed)
 
 
-def rounds(
-    workload: Mapping[str, Any],
-    source: str,
-    *,
-    keep: Callable[[Round], bool] = lambda _: True,
-    trace: Trace | None = None,
-) -> Iterator[Round]:
+def rounds(workload: Mapping[str, Any], source: str, trace: Trace, keep: Callable[[Round], bool]) -> Iterator[Round]:
     """Yield those steps of a workload as rounds that `keep` accepts, and whose decision follows
-    from what a round shows.
+    from what a round shows. `trace` is what vLLM decided.
 
-    `trace` is what vLLM decided; without it the decision is our scheduler's. Pools of more than 200
-    blocks are too deep to pickle: their free queue is a linked list.
+    Pools of more than 200 blocks are too deep to pickle: their free queue is a linked list.
     """
     replay = Replay(dict(workload))
     while not replay.has_ended:
@@ -131,11 +124,11 @@ def rounds(
         before = _look(replay.scheduler, f"{source}, step {replay.step}")
         # A wrong rule changes the scheduler that follows it: each gets its own.
         asked = b"" if before is None else pickle.dumps(replay)
-        row = replay.run()
+        step = replay.run()["step"]
         if before is None:
             continue
         names, shown = before
-        decision = Decision.of(trace[row["step"]] if trace else row).renamed(names)
+        decision = Decision.of(trace[step]).renamed(names)
         puzzle = Round(**shown, decision=decision)
         if keep(puzzle) and _shows_enough(puzzle, replay.scheduler, names):
             yield Round(**shown, decision=decision, mistakes=_mistakes(asked, names, decision))
@@ -212,7 +205,7 @@ def _mistakes(asked: bytes, names: Mapping[str, str], decision: Decision) -> dic
             continue
         mistake.apply(replay.scheduler)
         decided = Decision.of(replay.run()).renamed(names)
-        if (decided.tokens, decided.preempted) != (decision.tokens, decision.preempted):
+        if decided != decision:
             wrong[name] = decided
     return wrong
 
