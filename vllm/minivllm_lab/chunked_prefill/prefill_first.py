@@ -16,7 +16,6 @@ from minivllm.config.checks import require
 from minivllm.core.policy import SchedulingPolicy
 from minivllm.core.scheduler import Scheduler
 from minivllm.core.step import Step
-from minivllm_lab.predict.mistakes import prompts_alone
 
 
 def prefill_first(scheduler: Scheduler, step: Step) -> None:
@@ -27,7 +26,9 @@ def prefill_first(scheduler: Scheduler, step: Step) -> None:
     """
     require(not scheduler.config.enable_chunked_prefill, "prefill first does not cut prompts: disable chunked prefill")
     step.chunk_limit = step.token_budget
-    prompts_alone(scheduler, step)
+    scheduler.schedule_waiting(step)
+    if not step.admitted:
+        scheduler.schedule_running(step)
 
 
 PREFILL_FIRST = SchedulingPolicy(schedule=prefill_first)
