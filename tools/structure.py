@@ -41,7 +41,7 @@ BUDGETS = {
     "minivllm_simulate": 2_180,
     "widgets": 10_770,
     "benchmarks": 4_400,
-    "tests": 36_800,
+    "tests": 37_000,
     "the spine": 3_380,
 }
 """Most code lines of each part."""
