@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from cluster.hosts import why_not_here
+from e2e import firefox
 from e2e.chromium import HOW_TO_GET_IT, find_chromium
 from make_gpu import NothingOf, forgotten, package_missing_for
 
@@ -240,6 +241,8 @@ def missing_here() -> dict[str, str]:
         reasons["interpreted"] = "need Triton's interpreter (TRITON_INTERPRET=1)"
     if not find_chromium() and not BROWSER_REQUIRED:
         reasons["browser"] = f"need Chromium ({HOW_TO_GET_IT})"
+    if not firefox.find_firefox():
+        reasons["firefox"] = f"need Firefox ({firefox.HOW_TO_GET_IT})"
     if not any(find_spec(name.partition(".")[0]) for name in MODULES) and not NIXL_REQUIRED:
         reasons["nixl"] = "need nixl (`make test` brings it on Linux; alone: uv sync --group nixl)"
     if (reason := why_not_here()) is not None:

@@ -18,8 +18,8 @@ BROWSED = (
 TOGETHER = {
     **dict.fromkeys(BROWSED, "tests/e2e/test_widgets.py"),  # one browser, and one JupyterLab
     **{
-        f"tests/site/test_{name}.py": "tests/site/test_exercises.py"  # one profile of Chromium
-        for name in ("live", "own_request")
+        f"tests/site/test_{name}.py": "tests/site/test_exercises.py"  # one served site, one profile of Chromium
+        for name in ("firefox", "live", "own_request")
     },
     **{
         f"tests/server/test_{name}.py": "tests/server/test_conformance.py"  # the servers of tests/server/conftest.py

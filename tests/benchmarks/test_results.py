@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 
-import widgets
-
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = sorted((ROOT / "benchmarks/results").glob("*.json"))
 SCRIPTS = {
@@ -23,7 +21,6 @@ def rows_of(name: str, load_benchmark) -> Collection[str]:
     rows = {
         "ablation": lambda: [work.name for work in load_benchmark("levers").works(quick=True, seed=0)],
         "same_tokens": lambda: load_benchmark("same_tokens").WAYS,
-        "widget_latency": widgets.names,
     }
     return rows[name]() if name in rows else ()
 

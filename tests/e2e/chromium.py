@@ -3,6 +3,7 @@
 import os
 import runpy
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 NAMES = runpy.run_path(str(Path(__file__).resolve().parents[2] / "tools" / "doctor.py"))["BROWSERS"]
@@ -10,8 +11,13 @@ HOW_TO_GET_IT = "apt-get install chromium, or name one in CHROMIUM=PATH"
 
 
 def find_chromium() -> str | None:
-    """Return Chromium's path, or None: what CHROMIUM names, else the first of the usual names on
-    the PATH.
+    """Return Chromium's path, or None."""
+    return find_program("CHROMIUM", NAMES)
+
+
+def find_program(variable: str, names: Sequence[str]) -> str | None:
+    """Return the path of the program that the environment's `variable` names, else of the first of
+    `names` on the PATH; None if there is none.
     """
-    named = os.environ.get("CHROMIUM")
-    return next((path for name in ([named] if named else NAMES) if (path := shutil.which(name))), None)
+    named = os.environ.get(variable)
+    return next((path for name in ([named] if named else names) if (path := shutil.which(name))), None)

@@ -120,18 +120,25 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def profile(
-    site: Path, browser: Browser, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[BrowserContext, str]]:
-    """Serve the site to a Chromium with a profile on disk, which keeps Pyodide as it was compiled:
-    Python then starts in half the time.
-    """
+def live_site(site: Path) -> Iterator[str]:
+    """Serve the site with Python and the editor, and yield its address."""
     if not (site / "_static" / "pyodide").is_dir():
         assert not os.environ.get("MINIVLLM_REQUIRE_BROWSER"), "the site has neither Python nor an editor: install npm"
         pytest.skip("the site has neither Python nor an editor: npm is missing")
+    with served(site) as address:
+        yield address
+
+
+@pytest.fixture(scope="session")
+def profile(
+    live_site: str, browser: Browser, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[BrowserContext, str]]:
+    """Start a Chromium with a profile on disk, which keeps Pyodide as it was compiled: Python then
+    starts in half the time.
+    """
     start, folder = browser.browser_type.launch_persistent_context, tmp_path_factory.mktemp("profile")
-    with start(folder, executable_path=find_chromium(), args=FLAGS) as context, served(site) as address:
-        yield context, address
+    with start(folder, executable_path=find_chromium(), args=FLAGS) as context:
+        yield context, live_site
 
 
 @pytest.fixture(scope="module")
