@@ -75,6 +75,12 @@ WATCH = """(widget) => {
   }).observe(document.querySelector(`${widget} .lw-picture`), { childList: true });
 }"""
 SETTLED = "(widget) => !document.querySelector(`${widget} .lw-busy`)"
+HANDLE = """(widget) => {
+  const handle = document.querySelector(`${widget} [data-drag] rect`);
+  handle.scrollIntoView({ block: "center" });
+  return handle.getBoundingClientRect().toJSON();
+}"""
+"""In one call, since a new picture may take the handle's place at any time."""
 SETTLES = 180_000
 """Milliseconds in which a sweep ends, on a busy machine too."""
 TIMED_OUT = 1.0
@@ -138,10 +144,7 @@ def presses(page: Page, controls: list[Locator], widget: str, times: int, until:
 
 def dragged(page: Page, widget: str, seconds: float = DRAG_SECONDS) -> float:
     """Return new pictures per second while the pointer moves through the plot."""
-    handle = page.locator(f"{widget} [data-drag] rect").first
-    handle.scroll_into_view_if_needed()
-    area = handle.bounding_box()
-    assert area, "the widget has no handle"
+    area = page.evaluate(HANDLE, widget)
     middle = area["y"] + area["height"] / 2
     page.mouse.move(area["x"] + 2, middle)
     page.mouse.down()
