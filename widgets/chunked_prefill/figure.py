@@ -15,7 +15,7 @@ from widgets.shell.svg import QUIET, Box, Drawing
 
 BUDGET = Scale(BUDGETS[0], BUDGETS[-1], log=True)
 TICKS = (64, 256, 1024, 4096, 16384)
-POLICIES = {"mixed": "chunks beside decodes", "whole": "prompts are not cut", "first": "prefill first, as in V0"}
+POLICIES = {"mixed": "", "whole": "; prompts are not cut", "first": "; prefill first, as in V0"}
 
 
 def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
@@ -26,10 +26,11 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
     drawing = Drawing(width, 0, "What a token budget costs", f"Waiting times against the budget, now {state.budget}")
     note = (
         f"{serving.name} on one {serving.gpu.name}, {serving.load:g} requests a second: {percent(serving.share)} have "
-        f"{tokens(serving.longest)} tokens, the others {CHAT} in, all {ANSWER} out; {POLICIES[serving.policy]}"
+        f"{tokens(serving.longest)} tokens, the others {CHAT} in, all {ANSWER} out{POLICIES[serving.policy]}"
     )
-    y = draw_head(drawing, "How long clients wait", note, state.error, _keys(state))
-    main, upper, lower = three_boxes(width, y + 26, 150, large=0.56)
+    error = state.error and f"{state.error} from published figures"
+    y = draw_head(drawing, "How long clients wait", note, error, _keys(state))
+    main, upper, lower = three_boxes(width, y + 26, 170, large=0.56)
     _draw_waits(Axes(drawing, main, BUDGET, _scale(state)), state, pinned)
     _draw_rate(drawing, upper, state)
     _draw_chats(drawing, lower, state)
@@ -47,7 +48,7 @@ def _keys(state: State) -> list[Key]:
     return [
         (gap_words(state.judged), BLUE, "", 2.5),
         (gap_words(other), BLUE, "2 4", 1.8),
-        (f"first token, {percent(CLIENTS)} of long prompts", ORANGE, "", 2.5),
+        (f"first token (TTFT), {percent(CLIENTS)} of long prompts", ORANGE, "", 2.5),
     ]
 
 
@@ -75,8 +76,8 @@ def _draw_waits(axes: Axes, state: State, pinned: State | None) -> None:
         axes.pinned(pinned.run, [pinned.first(budget) for budget in pinned.run], pinned.budget)
         axes.pinned(pinned.run, [pinned.waited(budget) for budget in pinned.run], pinned.budget)
     budgets = state.run
-    axes.mark_y(state.gap, "gap limit", GREEN)
-    axes.mark_y(state.ttft, "TTFT limit", GREEN)
+    axes.mark_y(state.gap, f"gap limit {seconds(state.gap)}", GREEN)
+    axes.mark_y(state.ttft, f"TTFT limit {seconds(state.ttft)}", GREEN)
     axes.line(budgets, [state.first(budget) for budget in budgets], ORANGE)
     with axes.drawing.answer():
         axes.line(budgets, [_other_gap(state, budget) for budget in budgets], BLUE, width=1.8, dash="2 4")
@@ -93,7 +94,7 @@ def _other_gap(state: State, budget: int) -> float:
 
 def _draw_broken(axes: Axes, state: State) -> None:
     """Shade where the engine does not start, where long prompts wait too long, and where tokens
-    come too late.
+    come too late; mark where both limits are met.
     """
     with axes.drawing.answer():
         for span in state.stalled:
@@ -102,6 +103,10 @@ def _draw_broken(axes: Axes, state: State) -> None:
         axes.broken(*span, late_words(state, span))
         if state.queue_at(span[1]):
             axes.without_end(span[1] or 0, state.ttft)
+    with axes.drawing.answer():
+        for low, high in state.good if state.complete else ():
+            axes.drawing.line(axes.at(low, axes.y.low), axes.at(high, axes.y.low), colour=GREEN, width=5)
+            axes.explain(low, high, f"limits met: {low:,.0f} to {high:,.0f}", GREEN)
 
 
 def late_words(state: State, span: Span) -> str:
@@ -130,8 +135,7 @@ def _refusal_words(state: State, budget: int) -> str:
 def stall_words(state: State, span: Span) -> str:
     """Describe the range of budgets in which tokens come too late."""
     low, high = span
-    where = f" from {low:,.0f}" if low and not state.stopped else ""
-    where += f" to {high:,.0f}" if high and where else ""
+    where = f" from {low:,.0f} to {high:,.0f}" if low and high and not state.stopped else ""
     return f"stalls{where}: tokens over {seconds(state.gap)} apart"
 
 

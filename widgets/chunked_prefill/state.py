@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from minivllm_lab.chunked_prefill.learner_policy import AdmittedTokens, ChunkLimit, RunningTokens
@@ -98,6 +99,14 @@ class State(SweptState[Point]):
     def stalled(self) -> list[Span]:
         """Return the budgets at which the next token comes too late."""
         return self.within_start(spans(self.run, [self.waited(budget) / self.gap for budget in self.run]))
+
+    @property
+    def good(self) -> list[tuple[float, float]]:
+        """Return the ranges of budgets at which the engine starts and both limits are met."""
+        broken = sorted((low or 0, high or BUDGETS[-1]) for low, high in [*self.stopped, *self.late, *self.stalled])
+        lows = [BUDGETS[0], *accumulate((high for _, high in broken), max)]
+        highs = [*(low for low, _ in broken), BUDGETS[-1]]
+        return [(low, high) for low, high in zip(lows, highs, strict=True) if low < high]
 
     @property
     def stopped(self) -> list[Span]:

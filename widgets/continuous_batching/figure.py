@@ -5,22 +5,20 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 
-from minivllm_lab.drawing import number, text_width
+from minivllm_lab.drawing import number
 from minivllm_lab.palette import BLUE, GREEN, INK, ORANGE, VERMILLION
 from widgets.continuous_batching.curves import LOADS, SERVICE, Curve, Knee, State, share
 from widgets.continuous_batching.runs import REQUESTS, Point, Stay, Stretch
-from widgets.shell.plot import MARGIN, WIDE, Axes, Scale, counted, seconds, three_boxes
-from widgets.shell.strip import FRAMES, draw_times, draw_title, frame_ends
-from widgets.shell.svg import QUIET, SMALL, Box, Drawing, Segment, legend
+from widgets.shell.plot import MARGIN, WIDE, Axes, Key, Scale, counted, draw_keys, seconds, three_boxes
+from widgets.shell.strip import FRAMES, NAMES, draw_times, draw_title, frame_ends
+from widgets.shell.svg import QUIET, SMALL, Box, Drawing, Segment
 from widgets.shell.theme import CARD, IDLE, MISSED
 
 COLOURS = {"static": ORANGE, "continuous": BLUE, "yours": BLUE}
 LAST = FRAMES - 1
-NAMES = 86
-"""Pixels left of the seats, for the policies' names."""
 TTFT = Scale(0.004, 100, log=True)
 LOAD = Scale(LOADS[0], LOADS[-1])
-TICKS = (0.1, 0.3, 0.5, 0.7, 0.9, 1.1, 1.3, 1.5)
+TICKS = (0.1, 0.25, 0.5, 0.75, 1, 1.25, 1.5)
 
 
 def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
@@ -30,10 +28,8 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
     y = drawing.heading((MARGIN, 23), "Load that each policy handles", note)
     if state.note:
         y = drawing.paragraph((MARGIN, y + 17), state.note, width - 2 * MARGIN)
-    keys = [Segment(curve.name, 0, COLOURS[curve.name]) for curve in state.curves]
-    _draw_level_key(drawing, (MARGIN + sum(34 + text_width(key.label, SMALL) for key in keys), y + 20), state)
-    y = legend(drawing, (MARGIN, y + 20), keys, width - 2 * MARGIN)
-    main, goodput, queue = three_boxes(width, y + 6, 138 if state.note else 150, large=0.56)
+    y = draw_keys(drawing, y + 20, _keys(state))
+    main, goodput, queue = three_boxes(width, y + 25, 138 if state.note else 150, large=0.56)
     _draw_ttft(Axes(drawing, main, LOAD, TTFT), state, pinned)
     _draw_goodput(Axes(drawing, goodput, LOAD, Scale(0, 1)), state)
     most = max([40, *(point.queue for curve in state.curves for point in curve.points.values())])
@@ -42,13 +38,11 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
     return drawing.render()
 
 
-def _draw_level_key(drawing: Drawing, place: tuple[float, float], state: State) -> None:
-    """Draw the limit's dashes in the row of colour keys; inside the plot, its label would cover the
-    curves.
-    """
-    x, y = place
-    drawing.line((x, y - 4), (x + 24, y - 4), colour=GREEN, dash="4 3", width=1.5)
-    drawing.text((x + 30, y), f"limit: {seconds(state.limit)}", size=SMALL, colour=GREEN)
+def _keys(state: State) -> list[Key]:
+    keys: list[Key] = [(curve.name, COLOURS[curve.name], "", 2.5) for curve in state.curves]
+    keys.append((f"limit: {seconds(state.limit)}", GREEN, "4 3", 1.5))
+    endless = any(knee.queue_grows for knee, _ in _knees(state))
+    return [*keys, *[("in the long run, no end: the queue grows", INK, "2 4", 3.0)] * endless]
 
 
 def _draw_ttft(axes: Axes, state: State, pinned: State | None) -> None:
@@ -75,7 +69,7 @@ def _draw_ttft(axes: Axes, state: State, pinned: State | None) -> None:
     with axes.drawing.answer():
         for knee, _ in knees:
             if knee.queue_grows:
-                axes.without_end(knee.load, state.limit)
+                axes.without_end(knee.load + 0.02, state.limit)  # beside its edge, which would cover it
         _draw_tips(axes, state, _ttft_tip)
 
 
@@ -94,21 +88,16 @@ def _knees(state: State) -> list[tuple[Knee, str]]:
 
 
 def _draw_knees(axes: Axes, knees: Sequence[tuple[Knee, str]], state: State) -> None:
-    """Shade where the first policy is broken, and more densely where both are."""
-    if knees:
-        axes.broken(knees[0][0].load, None, _edge_words(*knees[0], state))
+    """Shade where the first policy is broken, and more densely where both are. Words stay between
+    their knee and the handle.
+    """
+    for knee, policy in knees:
+        words = f"{policy} {_where(knee)}: {_cause(knee, state)}"
+        axes.shade(knee.load, None, words)
+        axes.explain(knee.load, state.load if state.load > knee.load else None, words)
     if len(knees) == 2:
         x = axes.at(knees[1][0].load, 1)[0]
-        top = axes.box.y + 36
-        area = Box(x, top, axes.box.right - x, axes.box.bottom - top)
-        with axes.drawing.layer(broken=_edge_words(*knees[1], state)):
-            axes.drawing.hatch(area, VERMILLION, gap=12)
-            axes.drawing.line((x, top), (x, area.bottom), colour=VERMILLION, width=2)
-        axes.explain(knees[1][0].load, None, _edge_words(*knees[1], state))
-
-
-def _edge_words(knee: Knee, policy: str, state: State) -> str:
-    return f"{policy} {_where(knee)}: {_cause(knee, state)}"
+        axes.drawing.hatch(Box(x, axes.box.y, axes.box.right - x, axes.box.height), VERMILLION, gap=12)
 
 
 def _where(knee: Knee) -> str:
@@ -116,14 +105,11 @@ def _where(knee: Knee) -> str:
 
 
 def _cause(knee: Knee, state: State) -> str:
-    if knee.queue_grows:
-        return "its queue keeps growing"
-    return f"more than 5 % wait over {seconds(state.limit)}"
+    return "the queue keeps growing" if knee.queue_grows else f"more than 5 % wait over {seconds(state.limit)}"
 
 
 def _draw_goodput(axes: Axes, state: State) -> None:
-    label = f"goodput: share within {seconds(state.limit)}"
-    axes.frame("", label, x_ticks=(), y_ticks=(0, 0.5, 1), y_format=share)
+    axes.frame("", f"in time (goodput), goal {share(SERVICE)}", x_ticks=(), y_ticks=(0, 0.5, 1), y_format=share)
     _draw_small(axes, state, lambda point: point.goodput(state.limit))
     axes.mark_y(SERVICE, "", GREEN)
     with axes.drawing.answer():
@@ -143,8 +129,7 @@ def _draw_small(axes: Axes, state: State, value: Callable[[Point], float]) -> No
     _draw_line(axes, other, value)
     with axes.drawing.answer():
         _draw_line(axes, static, value)
-    x = axes.at(state.load, 0)[0]
-    axes.drawing.line((x, axes.box.y), (x, axes.box.bottom), colour=INK, width=1.5)
+    axes.also_here(state.load)
 
 
 def _draw_line(axes: Axes, curve: Curve, value: Callable[[Point], float]) -> None:
@@ -195,9 +180,9 @@ def _draw_stretch(drawing: Drawing, box: Box, curve: Curve, state: State, ends: 
     stretch = curve.stretch
     colour = COLOURS[curve.name]
     drawing.text((MARGIN, box.y + 12), curve.name, size=13, bold=True, colour=colour)
-    used = f"{share(round(stretch.used_while_waiting(state.seats), 2))} in use"
+    used = f"{share(round(stretch.used_while_waiting(state.seats), 2))} full while"
     waits = any(moment.waiting for moment in stretch.moments)
-    for row, words in enumerate((used, "while waiting") if waits else ("none waiting",)):
+    for row, words in enumerate((used, "a request waits") if waits else ("no request waits",)):
         drawing.text((MARGIN, box.y + 29 + 14 * row), words, size=SMALL, colour=QUIET)
     drawing.rect(box, IDLE)
     scale = box.width / state.window

@@ -14,7 +14,7 @@ from itertools import groupby, pairwise
 from minivllm_lab.drawing import QUIET, ink_on, text_width
 from minivllm_lab.palette import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, VERMILLION
 from minivllm_simulate.levers import LeverResult
-from widgets.optimization_catalog.runs import MODEL, REQUESTS, SLOTS, Curve, Outcome, Row, State, Step
+from widgets.optimization_catalog.runs import FEWER_SLOTS, MODEL, REQUESTS, SLOTS, Curve, Outcome, Row, State, Step
 from widgets.shell.plot import Axes, Scale, counted, modelled, percent, short
 from widgets.shell.svg import SMALL, Box, Drawing
 from widgets.shell.theme import BROKEN, CARD, MID, MISSED
@@ -22,11 +22,11 @@ from widgets.shell.theme import BROKEN, CARD, MID, MISSED
 MARGIN, ROW, LABELS, NAMES = 14, 15, 132, 134
 WIDE = 560
 """The width from which both orders stand side by side."""
-HEIGHT, SWEPT = 468, 206
-"""The height of the picture with both orders side by side, and that of the lower part where they
-are stacked.
+HEIGHT, SWEPT, NOTED = 468, 90, 54
+"""The height of the picture with both orders side by side, the least height of the plot below them,
+and the y where the note ends, so that nothing jumps once the model's error is known.
 """
-SIGNS = {"faster": "▲", "slower": "▼", "nothing": "=", "starts": "▲ starts:", "refused": "✕ does not start"}
+SIGNS = {"faster": "▲", "slower": "▼", "starts": "▲ starts:", "refused": "✕ does not start"}
 MARKS = {"faster": GREEN, "slower": VERMILLION, "nothing": MID, "starts": GREEN}
 TITLES = ("↓ switched on from the top", "↑ switched on from the bottom")
 ORDERS = ("the ranking's order", "the reverse order")
@@ -72,24 +72,27 @@ WHY = {
 def figure(state: State, width: float = 640, pinned: State | None = None) -> str:
     """Draw both waterfalls on one logarithmic scale, and the rates by requests at once."""
     wide, rows = width >= WIDE, (len(state.rows) + 2) * ROW
-    height = HEIGHT if wide else 2 * (rows + 52) + SWEPT + 60
-    drawing = Drawing(width, height, "What each lever buys, in two orders", _described(state))
+    drawing = Drawing(width, 0, "What each lever buys, in two orders", _described(state))
     drawing.heading((MARGIN, 19), "What each lever buys, in both orders")
-    note = f"{MODEL} on {state.gpu}, {REQUESTS[state.requests]}, {state.slots} at once"
-    drawing.text((MARGIN, 37), note, size=SMALL, colour=QUIET)
+    note = (
+        f"Output tokens/s of all GPUs: {MODEL} on {state.gpu}, {REQUESTS[state.requests]}, {state.slots} at once; "
+        f"{modelled(state.error and f'{state.error} from published figures')}"
+    )
+    y = drawing.paragraph((MARGIN, 37), note, width - 2 * MARGIN)
     scale = _scale(state)
     room = (width - 2 * MARGIN - LABELS) / (2 if wide else 1)
-    top = 62.0
-    left = Box(MARGIN + LABELS, top, room - 10, rows)
-    right = Box(left.x + room, top, room - 10, rows) if wide else Box(left.x, left.bottom + 46, room - 10, rows)
+    left = Box(MARGIN + LABELS, max(y, NOTED) + 24, room - 10, rows)
+    right = Box(left.x + room, left.y, room - 10, rows) if wide else Box(left.x, left.bottom + 46, room - 10, rows)
     for y in {left.y, right.y}:
         _draw_names(drawing, state.rows, y)
     _draw_order(drawing, left, scale, state, 0)
     with drawing.answer():
         _draw_order(drawing, right, scale, state, 1)
-    words = f"output tokens/s of all GPUs, {modelled(state.error)}"
-    y = drawing.paragraph((MARGIN, right.bottom + 34), words, width - 2 * MARGIN)
-    _draw_swept(drawing, Box(MARGIN + 34, y + 28, width - 2 * MARGIN - 34 - NAMES, height - y - 70), state, pinned)
+    y = right.bottom + 46
+    drawing.text((MARGIN + 34, y - 10), "tokens/s with fewer or more at once", size=SMALL, bold=True)
+    swept = Box(MARGIN + 34, y, width - 2 * MARGIN - 34 - NAMES, max(HEIGHT - y - 42, SWEPT))
+    _draw_swept(drawing, swept, state, pinned)
+    drawing.height = swept.bottom + 42
     return drawing.render()
 
 
@@ -112,8 +115,7 @@ def _ends(state: State) -> tuple[tuple[str, Outcome], tuple[str, Outcome]]:
 def _draw_names(drawing: Drawing, rows: Sequence[Row], top: float) -> None:
     for index, row in enumerate(rows, start=1):
         place = (MARGIN + LABELS - 8, top + index * ROW + 12)
-        colour = INK if row.steps else QUIET
-        drawing.text(place, row.title, size=SMALL, colour=colour, anchor="end", group=row.field)
+        drawing.text(place, row.title, size=SMALL, colour=INK if row.steps else QUIET, anchor="end", group=row.field)
 
 
 def _draw_order(drawing: Drawing, box: Box, scale: Scale, state: State, reverse: int) -> None:
@@ -143,7 +145,8 @@ def _draw_order(drawing: Drawing, box: Box, scale: Scale, state: State, reverse:
         _draw_link(drawing, before, last, scale, everything)
     for index, row in enumerate(state.rows, start=1):
         if not row.steps:
-            drawing.text((box.x + 4, _row(box, index).y + 10), "off", size=SMALL, colour=QUIET, halo=True)
+            place = (box.x + box.width / 2, _row(box, index).y + 10)
+            drawing.text(place, "off", size=SMALL, colour=QUIET, anchor="middle", halo=True)
 
 
 def _row(box: Box, index: int) -> Box:
@@ -204,7 +207,7 @@ def _change(step: Step) -> str:
     """Format a lever's effect as a sign and a factor."""
     if step.effect == "waiting":
         return "…"
-    if step.effect == "nothing" and step.factor and factor_words(step.factor) == "1.00":
+    if step.effect == "nothing":
         return "no change"
     if step.factor is None:
         rate = f" {short(step.after.tokens_per_second)}" if isinstance(step.after, LeverResult) else ""
@@ -268,9 +271,7 @@ def _draw_swept(drawing: Drawing, box: Box, state: State, pinned: State | None) 
     curves = [(curve, style) for curve, style in pairs if any(isinstance(run, LeverResult) for run in curve.outcomes)]
     rates = [rate for curve, _ in curves for rate in _known(curve)[1]] or [1.0]
     axes = Axes(drawing, box, Scale(1, 64, log=True), Scale(min(rates) / 1.5, max(rates) * HEADROOM, log=True))
-    axes.frame(
-        "requests at once: max_num_seqs", "tokens/s by load", x_ticks=(1, 2, 4, 8, 16, 32, 64), y_ticks=axes.y.ticks(4)
-    )
+    axes.frame("requests at once: max_num_seqs", "", x_ticks=FEWER_SLOTS, y_ticks=axes.y.ticks(4))
     for low, high, trouble in breaks(state):
         axes.broken(low, high, BREAKS[trouble].format(level=state.level * 1e3))
     if pinned is not None:
@@ -327,5 +328,4 @@ def _draw_curve_names(axes: Axes, curves: Sequence[tuple[Curve, str]]) -> None:
     x = axes.box.right + 8
     for height, curve, colour in sorted(ends, key=lambda end: -end[0]):
         y = min(height, y - 14)
-        bold = colour == BLUE
-        axes.drawing.text((x, y), curve.name, size=SMALL, colour=colour, group=curve.name, bold=bold)
+        axes.drawing.text((x, y), curve.name, size=SMALL, colour=colour, group=curve.name, bold=colour == BLUE)
