@@ -77,7 +77,7 @@ WATCH = """(widget) => {
 SETTLED = "(widget) => !document.querySelector(`${widget} .lw-busy`)"
 HANDLE = """(widget) => {
   const handle = document.querySelector(`${widget} [data-drag] rect`);
-  handle.scrollIntoView({ block: "center" });
+  handle.scrollIntoView({ block: "center", behavior: "instant" });
   return handle.getBoundingClientRect().toJSON();
 }"""
 """In one call, since a new picture may take the handle's place at any time."""
