@@ -201,10 +201,11 @@ def markdown(found: dict[str, Any]) -> str:
         title.rsplit(" ", 1)[0]: row["version"] for title, row in figures["peers"].items() if "version" in row
     }
     named = ", ".join(f"{'torch' if name == OURS else name.split(',')[0]} {value}" for name, value in versions.items())
+    rounds = "one round" if figures["rounds"] == 1 else f"medians of {figures['rounds']} rounds"
     beside = f", beside {figures['busy']} busy processes" if figures["busy"] else ""
     return (
         f"{markdown_table(*table_of(figures['peers']))}\n\n"
-        f"Measured by `make peers` on {kind_of(found)}{beside}: {named}; medians of {figures['rounds']} rounds. "
+        f"Measured by `make peers` on {kind_of(found)}{beside}: {named}; {rounds}. "
         '"Ours ÷ this" compares a turn with the mean of ours before and after it.\n\n'
         f"{markdown_table(*table_of_processors(found))}"
     )

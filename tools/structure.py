@@ -37,7 +37,7 @@ PARTS = {
 }
 BUDGETS = {
     "the engine": 19_000,
-    "minivllm_lab": 15_300,
+    "minivllm_lab": 15_310,
     "minivllm_simulate": 2_180,
     "widgets": 10_770,
     "benchmarks": 4_450,

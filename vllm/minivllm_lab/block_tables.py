@@ -1,21 +1,41 @@
 """Block tables for lessons and simulations, on the engine's block pool or on a learner's; without
 torch.
 
-`BlockTable` is one sequence's table, with forks and copy-on-write; `Memory` are the tables of an engine.
+`BlockTable` is one sequence's table, with forks and copy-on-write; `Memory` has those of an engine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
 
 from minivllm.core.block_pool import BlockPool, KVCacheBlock
 from minivllm.core.request import Request
 
-Pool = Any
-"""A block pool: the engine's `BlockPool`, lesson 02's, or a learner's. It has `blocks`, of which
-block 0 is the null block, `get_num_free_blocks`, `get_new_blocks`, `touch` and `free_blocks`.
-"""
+
+class Pool(Protocol):
+    """The methods of a block pool: the engine's `BlockPool`, lesson 02's, or a learner's."""
+
+    @property
+    def blocks(self) -> Sequence[Any]:
+        """Return all blocks; block 0 is the null block."""
+        ...
+
+    def get_num_free_blocks(self) -> int:
+        """Return the number of blocks that no table holds."""
+        ...
+
+    def get_new_blocks(self, num_blocks: int) -> list[Any]:
+        """Allocate `num_blocks` blocks, or raise without allocating any."""
+        ...
+
+    def touch(self, blocks: Iterable[Any]) -> None:
+        """Increment each block's reference count."""
+        ...
+
+    def free_blocks(self, ordered_blocks: Iterable[Any]) -> None:
+        """Decrement each block's reference count."""
+        ...
 
 
 class BlockTable:

@@ -248,14 +248,14 @@ def _answers(outputs: list[RequestOutput]) -> list[RequestOutput]:
     """Return the outputs, and log a warning for each that has an error; raise if all of them
     failed.
     """
-    completions = [(index, completion) for index, output in enumerate(outputs) for completion in output.outputs]
-    errors = {index: completion.error for index, completion in reversed(completions) if completion.error}
     # Some answers are worth returning; with none at all, an exception is clearer.
-    nothing = all(completion.error for _, completion in completions)
-    for index, error in sorted(errors.items()):
-        if nothing:
+    nothing = all(completion.error for output in outputs for completion in output.outputs)
+    for index, output in enumerate(outputs):
+        error = next((completion.error for completion in output.outputs if completion.error), None)
+        if error and nothing:
             raise MinivllmError(f"prompt {index}: {error}")
-        logger.warning("Prompt %d failed, and its output has the finish reason 'error': %s", index, error)
+        if error:
+            logger.warning("Prompt %d failed, and its output has the finish reason 'error': %s", index, error)
     return outputs
 
 

@@ -30,7 +30,7 @@ BOUNDS: dict[str, Callable[..., tuple[int, int]]] = {
     "running_tokens": lambda missing, limit, left: (0, min(missing, left)),
     "admitted_tokens": lambda missing, limit, left, _: (0, min(missing, left)),
 }
-"""By function, the least and the most that it may return for these arguments."""
+"""The least and the most tokens that each function may return, given its arguments."""
 
 
 def learner_policy(

@@ -16,7 +16,7 @@ from minivllm_lab.predict.workload import Replay, Trace
 
 @dataclass(frozen=True)
 class Decision:
-    """A step's tokens by request, in the scheduler's order, which makes no difference, and the preempted requests."""
+    """A step's tokens by request, in any order, and the preempted requests."""
 
     tokens: Mapping[str, int]
     preempted: frozenset[str] = frozenset()
