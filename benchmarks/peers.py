@@ -3,7 +3,7 @@
     make peers                                    # installs the peers, then runs this
     uv run python benchmarks/peers.py             # with those that are installed
     uv run python benchmarks/peers.py --shape 0.6b --rounds 3
-    uv run python benchmarks/peers.py --busy 4    # beside four busy processes
+    uv run python benchmarks/peers.py --busy 4 --beside vLLM llama.cpp   # beside four busy processes
 
 Every engine serves 1, 8, 32 and 128 requests at once, greedily, with prompts and outputs of 16 to
 256 tokens, all lengths equally likely; the end of a text is ignored. The single request has 256
@@ -24,6 +24,7 @@ import argparse
 import statistics
 import tempfile
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,14 +53,16 @@ OTHERS = {
 }
 
 
-def peers_of(dtype: str, most: int) -> list[Peer]:
-    """List the engines to compare in this dtype: ours first, then those that are installed. `most` is
-    the largest number of requests, and the batch of `transformers`.
+def peers_of(dtype: str, most: int, names: Collection[str]) -> list[Peer]:
+    """List the engines to compare in this dtype: ours first, then those of these names that are
+    installed. `most` is the largest number of requests, and the batch of `transformers`.
     """
     peers = [Peer(f"{OURS} {dtype}", "run_minivllm.py", DTYPES[dtype])]
-    if dtype == "fp32":
+    if dtype == "fp32" and "transformers" in names:
         peers.append(Peer(f"transformers, batches of {most}, {dtype}", "run_transformers.py", DTYPES[dtype], most))
     for name, (script, python) in OTHERS.items():
+        if name not in names:
+            continue
         if python.exists():
             peers.append(Peer(f"{name} {dtype}", script, DTYPES[dtype], python=python))
         else:
@@ -222,7 +225,9 @@ def measured(arguments: argparse.Namespace) -> dict[str, Any]:
         work = work_of(shape, arguments.seed, folder, python_of("llama_cpp"))
         counts = shape.counts[:-1] if arguments.quick else shape.counts
         for dtype in DTYPES:
-            measured_rows, measured_outputs = measure(peers_of(dtype, counts[-1]), work, counts, rounds, folder)
+            measured_rows, measured_outputs = measure(
+                peers_of(dtype, counts[-1], arguments.beside), work, counts, rounds, folder
+            )
             rows |= measured_rows
             outputs |= measured_outputs
         reference = next((outputs[title] for title in outputs if title.startswith("transformers")), None)
@@ -247,6 +252,15 @@ def parser() -> argparse.ArgumentParser:
     flags = benchmark_parser(__doc__)
     flags.add_argument("--shape", choices=SHAPES, default="embedded", help="the model (default: embedded)")
     flags.add_argument("--rounds", type=positive_int, help="rounds for each engine (default: 5, quick: 1)")
+    known = ("transformers", *OTHERS)
+    flags.add_argument(
+        "--beside",
+        nargs="+",
+        choices=known,
+        default=known,
+        metavar="NAME",
+        help=f"the engines beside ours (default: all of {', '.join(known)})",
+    )
     flags.add_argument("--busy", type=int, default=0, metavar="N", help="busy processes beside them (default: 0)")
     flags.add_argument("--quick", action="store_true", help="without the most requests, one round")
     flags.add_argument(
