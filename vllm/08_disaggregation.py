@@ -330,7 +330,6 @@ def main(arguments: Namespace) -> None:
     make, found = partial(two_engines, arguments), {}
     with control.watch():
         found["interference"] = interference.measure_interference(arguments)
-        found["servers"] = interference.measure_two_servers(arguments)
     found["tokens"] = engines.compare_tokens(make, through_both, arguments)
     found["kernel"] = prove(partial(engines.verify_kernels, launch, gather_kernel, scatter_kernel), device)
     found["links"] = report.show_links(added_seconds)

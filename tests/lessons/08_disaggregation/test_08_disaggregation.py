@@ -197,7 +197,6 @@ def test_quick_run(tmp_path):
     figures = figures_of_quick_run("08", tmp_path, "--prompt", "128")
     assert set(figures["interference"]) == {"alone", *map(str, interference.BUDGETS)}
     assert "ttft_ms" not in figures["interference"]["alone"]
-    assert figures["servers"] == {}, "a quick run starts no servers"
     tokens, off = figures["tokens"], figures["links"]["off_mooncake"]
     moved = [
         request["bytes"] // (engines.BLOCK_SIZE * tokens["bytes_per_token"]) for request in tokens["requests"].values()
