@@ -44,7 +44,7 @@ lesson: setup ## run one lesson's script: make lesson N=01
 check: setup ## check your solution of one exercise: make check N=04; of one function: make check N=04 ONLY=schedule
 	@$(UV_RUN) python -m minivllm_lab.exercise $(or $(N),--help) $(if $(ONLY),--only '$(ONLY)')
 
-capstone: setup ## serve HTTP with your solutions of all exercises; SERVE=1 leaves the server running
+capstone: setup ## serve HTTP with your solutions of the exercises; SERVE=1 leaves the server running
 	@$(UV_RUN) python -m minivllm_lab.capstone $(if $(filter-out 0,$(SERVE)),--serve) $(if $(PORT),--port '$(PORT)')
 
 predict: setup ## predict vLLM's next step, round by round, in a browser

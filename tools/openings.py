@@ -4,9 +4,8 @@
     uv run python tools/openings.py --check        # fails when a drawing is stale
 
 `NAME/opening.py` belongs to `lessons/NN_NAME.md`. Its `frames()` become the moving picture
-`lessons/figures/NN_opening.svg`; without a lesson, as for the README's `request`, that is
-`lessons/figures/NAME.svg`. If it has a function `stills()`, each picture that this returns goes to
-`lessons/figures/NN_KEY.svg`.
+`lessons/figures/NN_opening.svg`. If it has a function `stills()`, each picture that this returns goes
+to `lessons/figures/NN_KEY.svg`.
 """
 
 from __future__ import annotations
@@ -32,9 +31,8 @@ def names() -> list[str]:
 
 def figure_path(name: str, picture: str = "opening") -> Path:
     """Return the path of one module's drawing: the moving picture, or the still `picture`."""
-    lessons = sorted((ROOT / "lessons").glob(f"[0-9][0-9]_{name}.md"))
-    stem = f"{lessons[0].name[:2]}_{picture}" if lessons else name
-    return ROOT / "lessons" / "figures" / f"{stem}.svg"
+    [lesson] = (ROOT / "lessons").glob(f"[0-9][0-9]_{name}.md")
+    return ROOT / "lessons" / "figures" / f"{lesson.name[:2]}_{picture}.svg"
 
 
 def drawings(name: str) -> dict[Path, str]:

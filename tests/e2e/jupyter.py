@@ -11,8 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
-
-from minivllm_lab.disaggregation.server_pair import free_ports
+from server.serving import free_port
 
 START_SECONDS = 120
 STOP_SECONDS = 30
@@ -26,7 +25,7 @@ cells drawn.
 def jupyterlab(folder: Path, private: Path) -> Iterator[str]:
     """Serve `folder` and yield the address; everything else that Jupyter writes goes to `private`."""
     private.mkdir(parents=True, exist_ok=True)
-    [port] = free_ports(1)
+    port = free_port()
     log = private / "jupyterlab.log"
     with log.open("w") as output:
         server = subprocess.Popen(

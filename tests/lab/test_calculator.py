@@ -50,12 +50,6 @@ def test_a_size_that_is_given_stands_for_weights_that_cannot_be_counted(monkeypa
     assert "3.50" in capsys.readouterr().out
 
 
-def test_table_has_every_known_model(monkeypatch, capsys):
-    call(monkeypatch, "--table")
-    printed = capsys.readouterr().out
-    assert all(name.split("/")[1] in printed for name in CONFIGS)
-
-
 @pytest.mark.parametrize(
     "arguments",
     [

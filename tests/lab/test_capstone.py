@@ -5,17 +5,7 @@ reported.
 import pytest
 from lessons.harness import script_path
 
-from minivllm_lab.capstone import (
-    NUMBERS,
-    PAIR,
-    SERVERS,
-    difference_in_row,
-    difference_of,
-    parts_of,
-    serve_all,
-    serve_pair,
-)
-from minivllm_lab.disaggregation.learner_connector import CAME
+from minivllm_lab.capstone import NUMBERS, SERVERS, difference_of, parts_of, serve_all
 from minivllm_lab.exercise import load
 from minivllm_lab.over_http import Answer, Load
 
@@ -26,7 +16,7 @@ def solutions():
 
 
 def test_every_exercise_is_in_a_server(solutions):
-    assert {number for server in (*SERVERS, PAIR) for number in server.exercises} == set(NUMBERS)
+    assert {number for server in SERVERS for number in server.exercises} == set(NUMBERS)
     front_end = ["output_collector", "stop_strings", "until_disconnected"]
     named = [parts_of(server, solutions).names for server in SERVERS]
     assert named[0] == ["schedule", "block_pool", "attention", *front_end]
@@ -35,25 +25,13 @@ def test_every_exercise_is_in_a_server(solutions):
     assert named[2] == [*caps, "hash_block_tokens", "attention", *drafts, *front_end]
     assert named[3] == ["schedule", "find_prefix", "attention", *drafts, *front_end]
     assert named[4] == ["schedule", "may_admit", "lora_slots", *front_end]
-    assert parts_of(PAIR, solutions).names == ["attention", "kv_connector"]
     assert parts_of(SERVERS[0], {"04": solutions["04"]}).names == ["schedule"], "ours where yours is not solved"
 
 
 def test_the_solutions_serve_together(solutions, capsys):
     assert serve_all(solutions)
     shown = capsys.readouterr().out
-    assert shown.count("the same") == len(SERVERS) + 1
-
-
-def test_a_prompt_is_computed_by_one_engine_and_answered_by_the_other(solutions):
-    yours, ours = serve_pair({"08": solutions["08"]})
-    assert yours.rows[CAME] not in (0, ours.rows[CAME])
-    assert difference_in_row(yours, ours) is None
-    yours.texts[1] = "b"
-    assert difference_in_row(yours, ours) == f"request 1: 'b', but ours {ours.texts[1]!r}"
-    yours.texts[1] = ours.texts[1]
-    yours.equal = dict.fromkeys(yours.equal, "3 of 9")
-    assert difference_in_row(yours, ours) == "blocks free again at the end: 3 of 9"
+    assert shown.count("the same") == len(SERVERS)
 
 
 def test_what_differs_is_told():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import signal
 import sys
 import threading
 import time
@@ -26,9 +25,8 @@ class _Over(BaseException):
 def bounded(seconds: float, whose: str) -> Iterator[None]:
     """Stop the code in the block after `seconds` of CPU time.
 
-    The main thread is stopped by a signal, any other (JupyterLab handles widget messages in one)
-    by a thread beside it. Code that waits instead of computing is not stopped, nor is a single call
-    into C, before it returns. In a browser, the page stops its worker instead.
+    A thread beside it stops it. Code that waits instead of computing is not stopped, nor is a single
+    call into C, before it returns. In a browser, the page stops its worker instead.
 
     Raises:
         MinivllmError: the time is up; the message says that `whose` did not return.
@@ -36,10 +34,8 @@ def bounded(seconds: float, whose: str) -> Iterator[None]:
     if sys.platform == "emscripten":
         yield
         return
-    main = threading.current_thread() is threading.main_thread()
-    ended = _by_signal if main and hasattr(signal, "setitimer") else _by_thread
     try:
-        with ended(seconds):
+        with _stopped_after(seconds):
             yield
     except _Over:
         message = f"{whose} did not return within {seconds:g} s: does a loop in it never end?"
@@ -47,25 +43,7 @@ def bounded(seconds: float, whose: str) -> Iterator[None]:
 
 
 @contextmanager
-def _by_signal(seconds: float) -> Iterator[None]:
-    inside = True
-
-    def stop(_signal: int, _frame: object) -> None:
-        if inside:
-            raise _Over
-
-    before = signal.signal(signal.SIGVTALRM, stop)
-    signal.setitimer(signal.ITIMER_VIRTUAL, seconds, AGAIN)
-    try:
-        yield
-    finally:
-        inside = False
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.signal(signal.SIGVTALRM, before)
-
-
-@contextmanager
-def _by_thread(seconds: float) -> Iterator[None]:
+def _stopped_after(seconds: float) -> Iterator[None]:
     thread, left, told, now = threading.get_ident(), threading.Event(), threading.Event(), _clock()
     over = now() + seconds
 

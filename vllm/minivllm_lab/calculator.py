@@ -2,7 +2,6 @@
 
     python -m minivllm_lab.calculator Qwen/Qwen3-8B --gpu H100 --max-model-len 32768
     python -m minivllm_lab.calculator path/to/model --gpu A100-80 --tp 2 --kv-cache-dtype fp8
-    python -m minivllm_lab.calculator --table
 
 The model is a local directory, a well-known model (no network needed), or any model of the Hugging
 Face hub.
@@ -11,19 +10,17 @@ Face hub.
 import argparse
 from collections import Counter
 
-from minivllm.config import ModelConfig
 from minivllm.config.units import GIB
 from minivllm.errors import MinivllmError
-from minivllm.memory import MemoryLedger, kv_bytes_per_token
+from minivllm.memory import MemoryLedger
 from minivllm.memory.bytes_per_token import KV_DTYPES
 from minivllm.memory.kv_layers import FullLayer
 from minivllm_lab.cli import Parser, run
 from minivllm_lab.tables import console, table
 from minivllm_simulate.hardware import HARDWARE
-from minivllm_simulate.known_models import CONFIGS, find_model, known_model
-from minivllm_simulate.memory import StateLayer, WindowLayer, memory_ledger, num_parameters
+from minivllm_simulate.known_models import find_model
+from minivllm_simulate.memory import StateLayer, WindowLayer, memory_ledger
 
-TABLE_TP = (1, 2, 8)
 KINDS = {FullLayer: "full attention", WindowLayer: "sliding windows", StateLayer: "linear attention"}
 
 
@@ -58,36 +55,8 @@ def cache_of(ledger: MemoryLedger) -> str:
     )
 
 
-def print_models() -> None:
-    """Print the KV cache bytes per token of every well-known model, on one GPU of a
-    tensor-parallel group.
-    """
-    rows = []
-    for name in CONFIGS:
-        config = known_model(name)
-        shape = f"{config.num_hidden_layers}, {config.num_key_value_heads}, {config.head_dim}"
-        if config.kv_lora_rank is not None:
-            shape = f"{config.num_hidden_layers}, latent, {config.kv_lora_rank}+{config.qk_rope_head_dim}"
-        per_gpu = [_kib(config, tp) for tp in TABLE_TP]
-        rows.append((name.split("/")[1], f"{num_parameters(config) / 1e9:.2f}", shape, *per_gpu))
-    columns = ("model", "10⁹ par.", "layers, heads, width", *(f"tp={tp}" for tp in TABLE_TP))
-    table("KV cache, KiB a token on one GPU, 16 bits", columns, rows)
-
-
-def _kib(config: ModelConfig, tp: int) -> str:
-    try:
-        return f"{round(kv_bytes_per_token(config, tp=tp) / 1024, 2):g}"
-    except MinivllmError:  # no such figure, or its heads cannot be divided over that many GPUs
-        return "–"
-
-
 def main(arguments: argparse.Namespace) -> None:
-    """Print the table of models, or the ledger of one."""
-    if arguments.table:
-        print_models()
-        return
-    if arguments.model is None:
-        raise MinivllmError("give a model, or --table for the well-known ones")
+    """Print a model's ledger."""
     model = find_model(arguments.model)
     asked, limit = arguments.max_model_len or 0, model.max_position_embeddings
     if limit and asked > limit:
@@ -111,8 +80,7 @@ def main(arguments: argparse.Namespace) -> None:
 def parser() -> argparse.ArgumentParser:
     """Return the calculator's own flags, named as in vLLM."""
     flags = Parser(prog="minivllm_lab.calculator", description=__doc__)
-    flags.add_argument("model", nargs="?", help="a model directory, a well-known model or a name on the hub")
-    flags.add_argument("--table", action="store_true", help="bytes a token of every well-known model")
+    flags.add_argument("model", help="a model directory, a well-known model or a name on the hub")
     flags.add_argument("--gpu", default="H100", help=f"one of {', '.join(HARDWARE)} (default: H100)")
     flags.add_argument("--tp", type=int, default=1, help="GPUs that share one copy of the model")
     flags.add_argument("--max-model-len", type=int, help="longest request in tokens (default: the model's own limit)")

@@ -6,17 +6,15 @@ send it requests.
 
 An exercise whose checks pass supplies its parts; the engine's own replace the others. Not all parts
 fit into one engine: there are four attentions and three schedules, and a pool without hashes cannot
-find prefixes. So there are five servers, and the front end of exercise 06 is in each of them.
-There are also two engines without a front end: one computes prompts, with the tiles of exercise
-03, and the other one answers, with the keys and values that the connector of exercise 08 has
-fetched.
+find prefixes. So there are five servers, and the front end of exercise 06 is in each of them. Only
+exercise 08 is in none: its check runs two engines already.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
@@ -25,22 +23,18 @@ from typing import Any
 from minivllm.config import EMBEDDED_MODEL, NO_PARTS, Parts
 from minivllm.core.policy import SchedulingPolicy
 from minivllm_lab.cli import Parser, run
-from minivllm_lab.disaggregation.learner_connector import serve_through_both
 from minivllm_lab.exercise import checks_of, exercise_path, load, plug_of, run_checks, unready_parts
 from minivllm_lab.over_http import Client, Load, serve_load
-from minivllm_lab.plugged import Served
 from minivllm_lab.progress import working
 from minivllm_lab.tables import console, table
 
-NUMBERS = ("01", "02", "03", "04", "05", "06", "07", "08", "09", "10", "11", "12")
+NUMBERS = ("01", "02", "03", "04", "05", "06", "07", "09", "10", "11", "12")
 PORT = 8000
 
 
 @dataclass(frozen=True)
 class Server:
-    """One of the servers, or the pair: its exercises, the engine arguments that they need, and its
-    adapters.
-    """
+    """One of the servers: its exercises, the engine arguments that they need, and its adapters."""
 
     name: str
     exercises: tuple[str, ...]
@@ -77,7 +71,6 @@ SERVERS += (
         ADAPTERS,
     ),
 )
-PAIR = Server("two engines in a row", ("03", "08"), {})
 ADD = "def add(a, b):\n    return"
 CLIENTS = (
     Client(prompt=ADD, max_tokens=16),
@@ -123,13 +116,8 @@ def serve_all(modules: Mapping[str, ModuleType]) -> bool:
         differences.append(difference_of(yours, ours))
         answers = str(len(yours.answers))
         rows.append((server.name, _named(parts), answers, differences[-1] or "the same"))
-    if "08" in modules:
-        yours, ours = serve_pair(modules)
-        differences.append(difference_in_row(yours, ours))
-        names = _named(parts_of(PAIR, modules))
-        rows.append((PAIR.name, names, str(len(yours.texts)), differences[-1] or "the same"))
     heads = ["server", "your parts", "requests", "tokens"]
-    table("Servers with your parts, on real sockets, and two engines in a row", heads, rows, words=True)
+    table("Servers with your parts, on real sockets", heads, rows, words=True)
     return not any(differences)
 
 
@@ -141,39 +129,15 @@ def _load_on(server: Server, parts: Parts) -> Load:
     return serve_load(clients, parts, modules, **server.engine_args)
 
 
-def serve_pair(modules: Mapping[str, ModuleType]) -> tuple[Served, Served]:
-    """Serve prompts through two engines with the learner's connector, and through a single engine
-    of ours.
-    """
-    plug = plug_of("08")
-    assert plug is not None
-    plugged = plug(modules["08"])
-    return serve_through_both(plugged, parts_of(PAIR, modules)), serve_through_both(plugged, NO_PARTS)
-
-
 def difference_of(yours: Load, ours: Load) -> str | None:
     """Describe the first difference between two loads in a few words, or return None."""
-    mine, other = ([(answer.token_ids, answer.text) for answer in load.answers] for load in (yours, ours))
-    if difference := _difference_of_answers(mine, other):
-        return difference
+    for number, (mine, other) in enumerate(zip(yours.answers, ours.answers, strict=True)):
+        if (mine.token_ids, mine.text) != (other.token_ids, other.text):
+            return f"request {number}: {mine.text!r}, but ours {other.text!r}"
     if yours.num_aborted != ours.num_aborted:
         return f"{yours.num_aborted} requests aborted, but {ours.num_aborted} by ours"
     held = yours.num_blocks - yours.num_free_blocks
     return f"{held} blocks are still held" if held else None
-
-
-def difference_in_row(yours: Served, ours: Served) -> str | None:
-    """Describe the first difference between two engines in a row and a single one, or return None."""
-    mine, other = (list(zip(outcome.token_ids, outcome.texts, strict=True)) for outcome in (yours, ours))
-    wrong = [f"{name}: {value}" for name, value in yours.equal.items() if value != ours.equal[name]]
-    return _difference_of_answers(mine, other) or next(iter(wrong), None)
-
-
-def _difference_of_answers(yours: Sequence[tuple[list[int], str]], ours: Sequence[tuple[list[int], str]]) -> str | None:
-    for number, (mine, other) in enumerate(zip(yours, ours, strict=True)):
-        if mine != other:
-            return f"request {number}: {mine[1]!r}, but ours {other[1]!r}"
-    return None
 
 
 def _named(parts: Parts) -> str:
@@ -220,7 +184,7 @@ def _parts(number: str) -> str:
     return {
         "01": "attention over contiguous caches", "02": "block pool", "03": "attention in tiles", "04": "scheduler",
         "05": "block names, int8 cache", "06": "collector, stop strings, disconnects", "07": "drafts, their verdict",
-        "08": "which blocks move", "09": "attention in groups", "10": "chunks", "11": "who runs, who is preempted",
+        "09": "attention in groups", "10": "chunks", "11": "who runs, who is preempted",
         "12": "adapters' slots, their gate",
     }[number]  # fmt: skip
 

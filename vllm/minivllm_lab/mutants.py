@@ -2,8 +2,7 @@
 
     MUTANTS = {"forgets the value": ("write", "keys[at], values[at] = k, v", "keys[at] = k")}
 
-They test the checks of the exercises (`mutant_source`) and put the defects into the exhibits of the
-bug museum (`spliced_source`, which inserts the replacement as it is spelled).
+They test the checks of the exercises, and put the defects into the exhibits of the bug museum.
 
 A piece is an expression or some statements in a row. It is compared as syntax, so line breaks,
 quotes, comments and brackets do not matter, and only within the function named, so the same words
@@ -41,35 +40,19 @@ def load_mutant(path: Path, mutant: Mutant) -> ModuleType:
     return module_from(mutant_source(path.read_text(), mutant, path.name), path.with_name(f"mutant_of_{path.name}"))
 
 
-def mutant_source(source: str, mutant: Mutant, name: str = "the script") -> str:
-    """Return the source with the mutant's change; expressions that it inserts are put in brackets,
-    so that each means what it means alone.
-    """
-    return _with_function(source, mutant[0], _function_in_brackets(source, mutant, name))
-
-
 @functools.lru_cache(maxsize=128)
-def spliced_source(source: str, mutant: Mutant, name: str = "the file") -> str:
-    """Return the source with the replacement as the mutant spells it, which should follow the
-    file's style.
+def mutant_source(source: str, mutant: Mutant, name: str = "the file") -> str:
+    """Return the source with the mutant's change. The replacement stands there as the mutant spells it,
+    so it brings the brackets that it needs.
 
     Raises:
-        MinivllmError: as in `mutant_source`, or the replacement means something else where it is
-            (it needs brackets).
+        MinivllmError: the function or the piece is not there exactly once, or nothing changes.
     """
-    text = _spliced(source, mutant, name)
-    if _dumped(text) != _dumped(_function_in_brackets(source, mutant, name)):
-        raise MinivllmError(f"{mutant[2]!r} in {mutant[0]} of {name} means something else there: put it in brackets")
-    return _with_function(source, mutant[0], text)
-
-
-def _function_in_brackets(source: str, mutant: Mutant, name: str) -> str:
-    """Return the mutant's function, with brackets around the expressions that it inserts."""
-    changed = _spliced(source, mutant, name, in_brackets=True)
+    changed = _spliced(source, mutant, name)
     sound = "".join(source.splitlines(keepends=True)[_slice_of(function_lines(source, mutant[0]))])
     if _dumped(changed) == _dumped(sound):
         raise MinivllmError(f"a mutant must change something; {mutant[1]!r} and {mutant[2]!r} are the same")
-    return changed
+    return _with_function(source, mutant[0], changed)
 
 
 def _with_function(source: str, name: str, text: str) -> str:
@@ -204,7 +187,7 @@ def _is_hole(node: object) -> bool:
 # ---- replacing it --------------------------------------------------------------------------------
 
 
-def _spliced(source: str, mutant: Mutant, name: str, in_brackets: bool = False) -> str:
+def _spliced(source: str, mutant: Mutant, name: str) -> str:
     """Return the text of the mutant's function with the replacement in place of the piece; every
     other line stays as it is.
 
@@ -215,15 +198,13 @@ def _spliced(source: str, mutant: Mutant, name: str, in_brackets: bool = False) 
     function = _function(source, where, name)
     nodes, is_block, holes = _only(list(_places(function, _piece(old, new))), f"{old!r}", f"{where} of {name}")
     lines = source.splitlines(keepends=True)
-    text = _filled(new.strip(), [_text_of(lines, hole, in_brackets) for hole in holes])
+    text = _filled(new.strip(), [_text_of(lines, hole) for hole in holes])
     start, end = nodes[0].lineno - 1, nodes[-1].end_lineno
     before = lines[start].encode()[: nodes[0].col_offset].decode()
     after = lines[end - 1].encode()[nodes[-1].end_col_offset :].decode()
     if isinstance(nodes[0], ast.stmt):
         text = text or ("pass" if is_block else "")
         text = textwrap.indent(textwrap.dedent(text), before).removeprefix(before)
-    else:
-        text = _bracketed(text, nodes[0]) if in_brackets else text
     if not text:
         while start and lines[start - 1].startswith(f"{before}#"):
             start -= 1
@@ -232,7 +213,7 @@ def _spliced(source: str, mutant: Mutant, name: str, in_brackets: bool = False) 
     return "".join([*lines[whole.start - 1 : start], *changed, *lines[end : whole.stop - 1]])
 
 
-def _text_of(source_lines: list[str], nodes: list, in_brackets: bool) -> str:
+def _text_of(source_lines: list[str], nodes: list) -> str:
     first, last = nodes[0], nodes[-1]
     lines = source_lines[first.lineno - 1 : last.end_lineno]
     if isinstance(first, ast.stmt):
@@ -240,13 +221,7 @@ def _text_of(source_lines: list[str], nodes: list, in_brackets: bool) -> str:
         return textwrap.dedent("".join(lines)).removesuffix("\n")
     lines[-1] = lines[-1].encode()[: last.end_col_offset].decode()
     lines[0] = lines[0].encode()[first.col_offset :].decode()
-    text = "".join(lines)
-    return _bracketed(text, first) if in_brackets else text
-
-
-def _bracketed(text: str, node: ast.expr) -> str:
-    """Put an expression in brackets, unless it is one that may not have any."""
-    return text if isinstance(node, ast.Slice | ast.Starred) else f"({text})"
+    return "".join(lines)
 
 
 def _filled(new: str, texts: list[str]) -> str:

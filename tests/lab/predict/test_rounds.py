@@ -3,10 +3,9 @@
 import json
 from collections.abc import Callable
 from copy import deepcopy
-from itertools import islice
 from pathlib import Path
 
-from minivllm_lab.predict.levels import ROUNDS, level_of, load
+from minivllm_lab.predict.levels import LEVELS, ROUNDS, load, made_again
 from minivllm_lab.predict.mistakes import MISTAKES
 from minivllm_lab.predict.rounds import Decision, Round, rounds
 from minivllm_lab.predict.workload import recorded
@@ -20,21 +19,30 @@ def test_there_are_sixty_rounds_and_none_twice() -> None:
     puzzle = [one for level in PICKED for one in level]
     assert len(puzzle) >= 60
     assert len({one.source for one in puzzle}) == len(puzzle)
-    assert [level_of(one) for one in puzzle] == [index for index, level in enumerate(PICKED) for _ in level]
     assert min(map(len, PICKED)) >= 8
+    assert len(PICKED) == len(LEVELS)
+
+
+def test_a_level_is_what_its_title_says() -> None:
+    budget, chunks, memory, preemption, priority, hits, drafts = PICKED
+    limited = [[bool(one.threshold) or not one.chunked for one in level] for level in (budget, chunks)]
+    assert not any(limited[0])
+    assert all(limited[1])
+    waits = [any(row.name not in one.decision.tokens for row in one.waiting) for one in memory]
+    assert all(waits)
+    for level, preempts in ((budget, False), (chunks, False), (memory, False), (preemption, True), (priority, True)):
+        assert {bool(one.decision.preempted) for one in level} == {preempts}
+        assert {one.policy for one in level} == {"priority" if level is priority else "fcfs"}
+        assert not any(row.hit for one in level for row in one.waiting)
+    assert all(any(row.hit for row in one.waiting) for one in hits)
+    assert all(any(row.drafts for row in one.running) for one in drafts)
 
 
 def test_every_round_is_the_recorded_step() -> None:
-    picked = {puzzle.source: puzzle for level in PICKED for puzzle in level}
-    for name, workload, trace in (*recorded(RECORDED), *recorded(CONFORMANCE / "drafts")):
-        steps = {source for source in picked if source.startswith(f"{name},")}
-        if not steps:
-            continue
-        made = islice(rounds(workload, name, trace, _among(steps)), len(steps))
-        again = {puzzle.source: puzzle for puzzle in made}
-        for source in steps:
-            assert json.loads(json.dumps(again[source].to_json())) == picked.pop(source).to_json(), source
-    assert not picked
+    again = made_again([RECORDED, CONFORMANCE / "drafts"])
+    for level, made in zip(PICKED, again, strict=True):
+        for puzzle, other in zip(level, made, strict=True):
+            assert json.loads(json.dumps(other.to_json())) == puzzle.to_json(), puzzle.source
 
 
 def _among(sources: set[str]) -> Callable[[Round], bool]:

@@ -117,34 +117,6 @@ def test_the_example_by_hand():
     assert (steps, report.recomputed(engine, requests)) == lesson.first_steps()
 
 
-def _nobody(running, waiting, memory, budget, policy):
-    return {}, []
-
-
-def _keeps(running, waiting, memory, budget, policy):
-    gone = [running.pop()] if running else []
-    waiting.prepend_requests(gone)
-    return {}, gone
-
-
-def _too_many(running, waiting, memory, budget, policy):
-    return {request.request_id: 10_000 for request in running if memory.allocate(request, 1)}, []
-
-
-@pytest.mark.parametrize(
-    ("parts", "about"),
-    [
-        ({"schedule_running": _nobody}, "your schedule_running schedules no token"),
-        ({"schedule_running": _keeps}, "your schedule_running frees the blocks of"),
-        ({"schedule_running": _too_many}, "your schedule_running schedules more than the token budget"),
-    ],
-)
-def test_a_step_that_cannot_be_is_one_line(parts, about):
-    settings = {"blocks": 20, "size": 2, "budget": 8}
-    with pytest.raises(MinivllmError, match=about):
-        engine_steps([("a", 3, 4, 0), ("b", 3, 4, 0)], settings, "fcfs", learner_policy(**parts))
-
-
 def test_a_place_to_resume_that_cannot_be_is_one_line():
     rules = learner_policy(resume_at=lambda num_tokens, *_: num_tokens)
     scheduler = Scheduler(SchedulerConfig(max_model_len=16), CacheConfig(num_gpu_blocks=20, block_size=4), rules)

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import argparse
 import random
+import statistics
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from minivllm.config import EMBEDDED_MODEL, CacheConfig, SchedulerConfig
 from minivllm_lab import palette
 from minivllm_lab.cli import lesson_parser, whole_number
-from minivllm_lab.continuous_batching import scenes
 from minivllm_lab.figures import panels
 from minivllm_lab.progress import track
 from minivllm_lab.proof import refusal
 from minivllm_lab.recording import bare_engine, record_run
 from minivllm_lab.tables import Timed, closing, console, record_table, table
-from minivllm_simulate.cost_model import RooflineCost
+from minivllm_simulate.cost_model import Cost, RooflineCost
 from minivllm_simulate.hardware import get_hardware
 from minivllm_simulate.known_models import known_model
 from minivllm_simulate.memory import memory_ledger
-from minivllm_simulate.workloads import Lengths, workload
+from minivllm_simulate.virtual_clock import SimulatedRequest, simulate
+from minivllm_simulate.workloads import Lengths
 
 if TYPE_CHECKING:
     import torch
@@ -97,42 +98,30 @@ def refuse_too_long(model: str, device: torch.device) -> str:
     return refused
 
 
-def break_on_simulator(arguments: argparse.Namespace) -> dict:
-    """Overload a simulated H100, then send it a long prompt."""
+def measure_long_prompt() -> dict:
+    """Let 16 chats decode on a simulated H100 while a prompt of 4,096 tokens arrives; print the gaps
+    between a chat's tokens.
+    """
     served, card = known_model(SERVED), get_hardware("H100")
     blocks = memory_ledger(served, card, max_model_len=8192).num_blocks
     cost, cache = RooflineCost.of(served, card), CacheConfig(num_gpu_blocks=blocks, enable_prefix_caching=False)
-    return {
-        "overload": _measure_overload(cost, cache, 24 if arguments.quick else 200, arguments.seed),
-        "long_prompt": _measure_long_prompt(cost, cache),
-    }
-
-
-def _measure_overload(cost: RooflineCost, cache: CacheConfig, requests: int, seed: int) -> dict:
-    """Send requests like ShareGPT's at 0.7 and 1.3 times what 16 seats can serve; print how long
-    they wait.
-    """
-    config = SchedulerConfig(max_model_len=8192, max_num_seqs=16)
-    lengths = workload("sharegpt").sample(2 * requests, seed)
-    rate = scenes.capacity(lengths, config, cache, cost)
-    cases = [(load, lengths[:count]) for load in (0.7, 1.3) for count in (requests, 2 * requests)]
-    results = [scenes.arrivals_at(load, part, config, cache, cost, rate, seed) for load, part in cases]
-    records = {f"{result['load']}_{result['requests']}": result for result in results}
-    columns = "arrivals {load} × capacity | requests {requests} | longest queue {longest_queue} | "
-    columns += "s to first token, last quarter {late_ttft:.2f}"
-    record_table(f"Capacity {rate:.1f} requests a second, modelled", records, columns)
-    return {"capacity": rate, **records}
-
-
-def _measure_long_prompt(cost: RooflineCost, cache: CacheConfig) -> dict:
-    """Let 16 chats decode while a prompt of 4,096 tokens arrives; print the gaps between a
-    chat's tokens.
-    """
-    results = {str(budget): scenes.long_prompt(budget, cache, cost) for budget in (8192, 2048, 512, 256)}
+    results = {str(budget): long_prompt(budget, cache, cost) for budget in (8192, 2048, 512, 256)}
     rows = [(budget, *(f"{1e3 * value:.1f}" for value in gaps.values())) for budget, gaps in results.items()]
     columns = ("budget", "usual gap, ms", "longest gap, ms", "its first token, ms")
     table("A prompt of 4,096 tokens among 16 chats, modelled", columns, rows)
     return results
+
+
+def long_prompt(budget: int, cache: CacheConfig, cost: Cost) -> dict[str, float]:
+    """Let 16 chats decode 200 tokens each while a prompt of 4,096 arrives after half a second, under
+    a budget in tokens; return the median and the longest gap between two tokens of a chat, and the
+    prompt's time to first token.
+    """
+    work = [SimulatedRequest(128, 200)] * 16 + [SimulatedRequest(4096, 16, arrival=0.5)]
+    config = SchedulerConfig(max_model_len=8192, max_num_batched_tokens=budget)
+    *chats, prompt = simulate(work, config, cache, cost).requests
+    gaps = [gap for chat in chats for gap in chat.itls]
+    return {"usual_gap": statistics.median(gaps), "longest_gap": max(gaps), "ttft": prompt.ttft}
 
 
 def show_starved(tokens: Mapping[str, int], token_budget: int, steps: int) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from minivllm.errors import MinivllmError
-from minivllm_lab.mutants import Mutant, changed_lines, function_lines, spliced_source
+from minivllm_lab.mutants import Mutant, changed_lines, function_lines, mutant_source
 
 ENGINE = Path(__file__).resolve().parents[2] / "minivllm"
 COLLECTION = ENGINE.parents[1] / "lessons" / "bugs" / "exhibits.toml"
@@ -46,7 +46,7 @@ class Exhibit:
         Raises:
             MinivllmError: the engine has changed and no longer has the piece.
         """
-        return spliced_source(self.sound_source(), (self.function, self.old, self.new), self.file)
+        return mutant_source(self.sound_source(), (self.function, self.old, self.new), self.file)
 
     def sound_source(self) -> str:
         """Return the source of `file` without the defect."""

@@ -19,16 +19,13 @@ import tempfile
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from minivllm.config import ModelConfig, Parts
-from minivllm.core.kv_connector import KVConnectorBase_V1, KVConnectorMetadata, KVConnectorRole
+from minivllm.config import ModelConfig
 from minivllm.core.lora_request import LoRARequest
-from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
 from minivllm.core.scheduler_output import SchedulerOutput
 from minivllm.engine.arg_utils import EngineArgs
@@ -571,108 +568,6 @@ def ahead_under_pressure() -> Seen:
 
 
 # ---- lesson 08: keys and values from elsewhere ---------------------------------------------------
-
-
-@dataclass
-class Orders(KVConnectorMetadata):
-    """The blocks to fill with a prompt's keys and values, by request id."""
-
-    loads: dict[str, list[int]]
-
-
-class Courier(KVConnectorBase_V1):
-    """Both sides of a connector that delivers a prompt's keys and values `STEPS` steps after they
-    were ordered, to each request that has `kv_transfer_params`.
-
-    `parcel` has the prompt's blocks for each tensor of the cache. An order cannot be cancelled.
-    """
-
-    STEPS = 4
-
-    def __init__(self, parcel: list[torch.Tensor], config: Any, role: KVConnectorRole) -> None:
-        super().__init__(config, role)
-        self.parcel = parcel
-        self.orders = Orders({})
-        self.tensors: list[torch.Tensor] = []
-        self.loads: dict[str, list[int]] = {}
-        self.steps_left: dict[str, int] = {}
-
-    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Offer the whole prompt, if nothing is computed yet."""
-        fits = request.kv_transfer_params is not None and num_computed_tokens == 0
-        return (request.num_prompt_tokens, True) if fits else (0, False)
-
-    def update_state_after_alloc(self, request: Request, blocks: Any, num_external_tokens: int) -> None:
-        """Order the parcel."""
-        if num_external_tokens:
-            size = self.config.block_size
-            self.orders.loads[request.request_id] = [block.block_id for block in blocks][
-                : -(-num_external_tokens // size)
-            ]
-
-    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        """Return the orders since the last step."""
-        orders, self.orders = self.orders, Orders({})
-        return orders
-
-    def register_kv_caches(self, kv_caches: Any) -> None:
-        """Keep the cache's tensors."""
-        self.tensors = [tensor for layer in kv_caches.values() for tensor in layer]
-
-    def start_load_kv(self) -> None:
-        """Bring each parcel one step nearer."""
-        assert isinstance(self._connector_metadata, Orders)
-        self.loads |= self._connector_metadata.loads
-        self.steps_left |= dict.fromkeys(self._connector_metadata.loads, self.STEPS)
-        self.steps_left = {name: left - 1 for name, left in self.steps_left.items()}
-
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
-        """Unpack the parcels that arrive in this step into their blocks."""
-        arrived = {name for name, left in self.steps_left.items() if left == 0}
-        for name in arrived:
-            del self.steps_left[name]
-            table = self.loads.pop(name)
-            for tensor, blocks in zip(self.tensors, self.parcel, strict=True):
-                tensor[table] = blocks
-        return set(), arrived
-
-
-def receiving(prompt: list[int], **settings: Any) -> LLMEngine:
-    """Start an engine, and a parcel of a prompt's keys and values that another engine has computed
-    for it.
-    """
-    sender = engine()
-    table: list[int] = []
-    serve(sender, {"A": Ask(prompt, 2)}, lambda: table.extend(block_tables_of(sender).get("A", ())))
-    caches = core_of(sender).executor.worker.runner.named_kv_caches()  # type: ignore[attr-defined]
-    parcel = [tensor[table[: -(-len(prompt) // 16)]] for layer in caches.values() for tensor in layer]
-    transfer = {"kv_connector": "ExampleConnector", "kv_load_failure_policy": "recompute"}
-    return engine(parts=Parts(kv_connector=partial(Courier, parcel)), kv_transfer_config=transfer, **settings)
-
-
-BY_COURIER = {"extra_args": {"kv_transfer_params": {}}}
-
-
-def same_prompt_meanwhile() -> Seen:
-    """Send the same prompt again while its keys and values are on their way from another engine."""
-    prompt = prompt_of(1, 40)
-    return serve(receiving(prompt), {"A": Ask(prompt, 6, params=BY_COURIER), "B": Ask(prompt, 6, at=1)})
-
-
-def gone_before_it_came() -> Seen:
-    """Let a client leave while its prompt's keys and values are on their way; two strangers arrive
-    and fill the pool.
-    """
-    prompt = prompt_of(1, 64)
-    llm = receiving(prompt, num_gpu_blocks_override=9, max_model_len=64)
-    steps = iter(range(1, MOST_STEPS))
-
-    def leave() -> None:
-        if next(steps) == 2:
-            llm.abort_request(["A"])
-
-    strangers = {f"stranger {number}": Ask(prompt_of(number, 44), 12, at=2) for number in (2, 3)}
-    return serve(llm, {"A": Ask(prompt[:-1], 1, params=BY_COURIER), **strangers}, leave)
 
 
 def shared_folder() -> Seen:
