@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import vllm_cli
-from serving import Serving, serve_command
+from serving import Serving
 
 from minivllm.errors import MinivllmError
 from minivllm_lab.cli import benchmark_parser, positive_int, run
@@ -135,7 +135,7 @@ def measure(budgets: Sequence[int], bursts: int, peer: bool) -> dict[str, dict[s
             title = f"{kind.replace(': ', '_')}_{budget}"
             with ExitStack() as stack:
                 all_flags = (*flags, *budget_flags(budget))
-                server = stack.enter_context(Serving(title, serve_command(command, all_flags), environment, folder))
+                server = stack.enter_context(Serving(title, command, environment, folder, all_flags))
                 found.setdefault(kind, {})[str(budget)] = loaded(server, bursts)
     return found
 

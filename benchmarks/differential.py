@@ -28,7 +28,7 @@ from typing import Any
 
 import httpx
 import vllm_cli
-from serving import FLAGS, NAME, Serving, serve_command
+from serving import FLAGS, NAME, Serving
 
 from minivllm.errors import MinivllmError
 from minivllm_lab.cli import Parser, positive_int, run
@@ -250,12 +250,10 @@ def main(arguments: argparse.Namespace) -> None:
         flags = (*FLAGS, *FURTHER, *TOOLS)
         environment = vllm_cli.variables(Path(name))
         command = [str(vllm_cli.ENVIRONMENT / "bin" / "vllm")]
-        vllm = running.enter_context(
-            Serving("vllm", serve_command(command, (*flags, "--enforce-eager")), environment, Path(name))
-        )
+        vllm = running.enter_context(Serving("vllm", command, environment, Path(name), (*flags, "--enforce-eager")))
         own = {key: value for key, value in environment.items() if key != "PYTHONPATH"}
         ours = running.enter_context(
-            Serving("minivllm", serve_command([sys.executable, "-P", "-m", "minivllm"], flags), own, Path(name))
+            Serving("minivllm", [sys.executable, "-P", "-m", "minivllm"], own, Path(name), flags)
         )
         found, num_faults = compare(vllm.url, ours.url, arguments.requests, arguments.seed)
     kinds: defaultdict[tuple[str, str, str], list[dict[str, Any]]] = defaultdict(list)

@@ -20,23 +20,22 @@ import random
 import secrets
 import socket
 import sys
-import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
 from faulty_wire import Front, Wire
-from serving import Serving, free_port, serve_command
 
+from minivllm.config import EMBEDDED_MODEL
 from minivllm.kv_connector.tcp.settings import SECRET_VARIABLE
 from minivllm_lab.cli import benchmark_parser, run
+from minivllm_lab.disaggregation.server_pair import MinivllmProcess, end_all, free_ports
 from minivllm_lab.http_load import post
 from minivllm_lab.progress import track
 from minivllm_lab.results import record, report
@@ -102,8 +101,6 @@ FAULTS = (
     Fault("a bit flipped each time", NO_MOMENT, lambda rig: rig.spoil("flip"), (ERROR, WHOLE)),
 )  # fmt: skip
 
-COMMAND = (sys.executable, "-P", "-m", "minivllm")
-ALWAYS = ("--host", "127.0.0.1", "--disable-uvicorn-access-log", "--shutdown-timeout", "0")
 FLAGS = ("--max-model-len", "2048", "--num-gpu-blocks-override", "200")
 SECONDS_TO_END = 40.0
 PROMPT_TOKENS, MAX_TOKENS = 400, 16
@@ -168,11 +165,11 @@ class Rig:
 
     client: Client
 
-    def __init__(self, policy: str, folder: Path) -> None:
-        self.policy, self.folder, self.wire = policy, folder, Wire()
-        self.ports = {name: free_port() for name in (PREFILL, DECODE, PROXY)}
+    def __init__(self, policy: str) -> None:
+        self.policy, self.wire = policy, Wire()
+        self.ports: dict[str, int] = dict(zip((PREFILL, DECODE, PROXY), free_ports(3), strict=True))
         self.front = Front(self.ports[PREFILL], self.wire)
-        self.running: dict[str, Serving] = {}
+        self.running: dict[str, MinivllmProcess] = {}
         self.environment = os.environ | {SECRET_VARIABLE: secrets.token_hex(16), "OMP_NUM_THREADS": "1"}
 
     def make_whole(self) -> None:
@@ -181,21 +178,22 @@ class Rig:
         self.front.mend()
         for name, port in self.ports.items():
             if name not in self.survivors:
-                self.running[name] = Serving(name, self._command(name), self.environment, self.folder, port)
-        for each in self.running.values():
-            each.__enter__()  # the proxy is ready once it finds both
+                command = (*self._command(name), "--port", str(port))
+                self.running[name] = MinivllmProcess(command, self.environment)
+        for name, port in self.ports.items():
+            self.running[name].wait_until_ready(port)  # the proxy, once it finds both
 
-    def _command(self, name: str) -> Sequence[str]:
+    def _command(self, name: str) -> tuple[str, ...]:
         if name == PROXY:
             addresses = ("--prefill", url(self.front.port), "--decode", url(self.ports[DECODE]))
-            return (*COMMAND, "proxy", *addresses, "--health-interval", "0.2", *ALWAYS)
+            return ("proxy", *addresses, "--health-interval", "0.2")
         settings = {
             "kv_connector": "TCPConnector",
             "kv_role": "kv_producer" if name == PREFILL else "kv_consumer",
             "kv_load_failure_policy": self.policy,
             "kv_connector_extra_config": {"kv_lease_duration": LEASE, "timeout": 2.0},
         }
-        return serve_command(COMMAND, (*FLAGS, "--kv-transfer-config", json.dumps(settings), *ALWAYS))
+        return ("serve", str(EMBEDDED_MODEL), *FLAGS, "--kv-transfer-config", json.dumps(settings))
 
     @property
     def survivors(self) -> list[str]:
@@ -278,8 +276,7 @@ class Rig:
     def close(self) -> None:
         """Stop all processes."""
         self.let_go()
-        for each in self.running.values():
-            each.__exit__()
+        end_all(list(self.running.values()))
 
 
 @dataclass
@@ -409,7 +406,7 @@ def main(arguments: argparse.Namespace) -> None:
     """Cause all faults, and exit with 1 if one ends badly."""
     rows = list[Row]()
     for policy in arguments.policies.split(","):
-        with tempfile.TemporaryDirectory() as folder, closing(Rig(policy, Path(folder))) as rig:
+        with closing(Rig(policy)) as rig:
             for fault in track([one for one in FAULTS if arguments.only in one.name], policy):
                 rows.append(played(fault, rig))
                 print(rows[-1], file=sys.stderr, flush=True)

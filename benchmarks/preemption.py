@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from serving import NAME, Serving, at_rate, random_asks, serve_command
+from serving import NAME, Serving, at_rate, random_asks
 
 from minivllm_lab.cli import benchmark_parser, positive_int, run
 from minivllm_lab.disturbance import Control
@@ -132,8 +132,7 @@ def serving(blocks: int, folder: Path) -> Serving:
         "--max-num-seqs", "64", "--no-enable-prefix-caching", "--block-size", str(BLOCK_SIZE),
         "--num-gpu-blocks-override", str(blocks + 1),
     )  # fmt: skip
-    command = serve_command([sys.executable, "-P", "-m", "minivllm"], flags)
-    return Serving(f"pool_{blocks}", command, os.environ, folder)
+    return Serving(f"pool_{blocks}", [sys.executable, "-P", "-m", "minivllm"], os.environ, folder, flags)
 
 
 def cliff_cells(found: Mapping[str, Any]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:

@@ -29,7 +29,7 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -61,30 +61,36 @@ ORDINARY_TOKENS = range(300, 4000)
 """Whole words and parts of them, of the embedded model."""
 
 
-def serve_command(command: Sequence[str], flags: Sequence[str] = (*FLAGS, *FURTHER)) -> list[str]:
-    """Return the command that serves the embedded model."""
-    return [*command, "serve", str(EMBEDDED_MODEL), *flags]
-
-
 class Serving:
-    """A process that answers HTTP on a port of its own."""
+    """A server's process."""
 
     def __init__(
-        self, title: str, command: Sequence[str], environment: Mapping[str, str], folder: Path, port: int | None = None
+        self,
+        title: str,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        folder: Path,
+        flags: Sequence[str] = (*FLAGS, *FURTHER),
     ) -> None:
-        self.title, self.port, self.log = title, port or free_port(), folder / f"{title}.log"
+        self.title = title
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        whole = [*command, "--port", str(self.port)]
+        self.log = folder / f"{title}.log"
+        whole = [*command, "serve", str(EMBEDDED_MODEL), *flags, "--port", str(self.port)]
         with self.log.open("w") as log:
             self.process = subprocess.Popen(whole, stdout=log, stderr=log, env=dict(environment), cwd=folder)
 
     def __enter__(self) -> "Serving":
-        """Wait until it is ready; stop it if it does not start."""
+        """Wait until the server is ready."""
         end = time.monotonic() + SECONDS_TO_START
         while time.monotonic() < end and self.process.poll() is None:
-            with suppress(OSError), urllib.request.urlopen(f"{self.url}/health", timeout=5):
-                return self
-            time.sleep(0.2)
+            try:
+                with urllib.request.urlopen(f"{self.url}/health", timeout=5):
+                    return self
+            except OSError:
+                time.sleep(0.5)
         self.__exit__()
         raise MinivllmError(f"{self.title} did not start: {' | '.join(self.log.read_text().splitlines()[-5:])}")
 
@@ -104,12 +110,6 @@ class Serving:
 
 
 Servers = Mapping[str, Serving]
-
-
-def free_port() -> int:
-    """Return a port that nothing listened on a moment ago."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return probe.getsockname()[1]
 
 
 def random_asks(number: int, input_len: int, output_len: int, range_ratio: float, seed: int = 0) -> list[Ask]:
@@ -229,7 +229,7 @@ def measured(arguments: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name, ExitStack() as processes:
         folder = Path(name)
         command = [sys.executable, "-P", "-m", "minivllm"]
-        ours = processes.enter_context(Serving("minivllm", serve_command(command), os.environ, folder))
+        ours = processes.enter_context(Serving("minivllm", command, os.environ, folder))
         ours.loaded(asks[:16])
         if not arguments.clients:
             figures["share"] = share_of_offline(ours, asks, rounds, folder)
@@ -239,7 +239,7 @@ def measured(arguments: argparse.Namespace) -> dict[str, Any]:
         figures["vllm"] = vllm_cli.vllm_version()
         vllm_command = [str(vllm_cli.ENVIRONMENT / "bin" / "vllm")]
         variables = vllm_cli.variables(folder)
-        vllm = processes.enter_context(Serving("vllm", serve_command(vllm_command), variables, folder))
+        vllm = processes.enter_context(Serving("vllm", vllm_command, variables, folder))
         vllm.loaded(asks[:16])
         servers = {"minivllm": ours, "vllm": vllm}
         if arguments.clients:

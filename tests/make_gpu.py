@@ -5,7 +5,6 @@ packages.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,6 @@ SCRIPTS_WITH_SERVERS = ("tests/lessons/06_serving/test_06_serving.py",)
 """Files whose script imports the server, and so cannot be imported without the server's
 packages.
 """
-SERVER_PACKAGES = ("aiohttp", "fastapi", "msgspec", "prometheus_client", "uvicorn", "zmq")
 
 
 class NothingOf(pytest.Module):
@@ -41,6 +39,6 @@ def package_missing_for(path: Path) -> str:
     """Return a package that this test file's script needs and that is not installed, or an empty
     string.
     """
-    if path not in [ROOT / name for name in SCRIPTS_WITH_SERVERS]:
-        return ""
-    return next((name for name in SERVER_PACKAGES if find_spec(name) is None), "")
+    from minivllm_lab.disaggregation.server_pair import missing_package
+
+    return missing_package() if path in [ROOT / name for name in SCRIPTS_WITH_SERVERS] else ""

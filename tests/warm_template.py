@@ -36,7 +36,10 @@ goes to its place.
 LENGTH = struct.Struct("I")
 ROOM = "/" * 4096
 """An argument of the template's that makes place for the command of what it becomes (`show`)."""
-STARTERS = ("minivllm.platforms.child_processes", "server.serving")
+STARTERS = (
+    "minivllm.platforms.child_processes",
+    "minivllm_lab.disaggregation.server_pair", "server.serving",
+)  # fmt: skip
 """The modules that start ranks, cores and servers."""
 SERVER = ("minivllm.entrypoints.cli.main", "minivllm.entrypoints.openai.api_server")
 set_by_loading: dict[str, str] = {}

@@ -25,6 +25,7 @@ from minivllm.platforms.triton_utils import tl, triton
 from minivllm_lab.cli import run
 from minivllm_lab.disturbance import Control
 from minivllm_lab.kv_cache import report
+from minivllm_lab.kv_cache.race import race
 from minivllm_lab.kv_cache.reservation import unused_shares
 from minivllm_lab.lesson import begin, keep
 from minivllm_lab.progress import track
@@ -128,10 +129,9 @@ def compare_generation(model, tokenizer, prompt: list[int], new_tokens: int) -> 
     """Write the same text without and with a cache; count the work, and time a token against its position."""
     cache = KVCache(model.config, len(prompt) + new_tokens, model.embed_tokens.weight)
     generate(model, prompt, 2)  # warm up
-    *_, without = track(write(model, prompt, new_tokens), "writing without a cache", new_tokens)
-    *_, cached = track(write(model, prompt, new_tokens, cache), "and with one", new_tokens)
+    steps = partial(write, model, prompt, new_tokens)
+    without, cached = race(steps(), steps(cache), tokenizer)
     assert without.tokens == cached.tokens, "the cache changed the text"
-    report.show_texts(without, cached, tokenizer)
     return report.show_generation(len(prompt), without, cached)
 
 

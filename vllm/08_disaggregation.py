@@ -315,11 +315,11 @@ def goodput_per_gpu(prefill_rate: float, decode_rate: float, prefillers: int, de
 # %% The talk, in order
 
 
-def two_engines(arguments: Namespace) -> tuple[Engine, Engine]:
+def two_engines(arguments: Namespace, lease: float = 30.0) -> tuple[Engine, Engine]:
     """Make a prefiller and a decoder of the same model, each with blocks of its own."""
     here, there = engines.paged_model(arguments), engines.paged_model(arguments)
     sender, receiver = Sender(here.cache), Receiver(there.cache)
-    connectors = [ConnectorScheduler(here.block_size, address) for address in (sender.listening.address, {})]
+    connectors = [ConnectorScheduler(here.block_size, address, lease) for address in (sender.listening.address, {})]
     return Engine(here, connectors[0], sender), Engine(there, connectors[1], receiver)
 
 
@@ -330,10 +330,12 @@ def main(arguments: Namespace) -> None:
     make, found = partial(two_engines, arguments), {}
     with control.watch():
         found["interference"] = interference.measure_interference(arguments)
+        found["servers"] = interference.measure_two_servers(arguments)
     found["tokens"] = engines.compare_tokens(make, through_both, arguments)
     found["kernel"] = prove(partial(engines.verify_kernels, launch, gather_kernel, scatter_kernel), device)
     found["links"] = report.show_links(added_seconds)
     found["ratio"] = report.show_ratios(goodput_per_gpu, arguments)
+    found["dies"] = engines.break_peers(make, arguments)
     report.close(found, arguments, control.disturbance())
     lesson.keep(__file__, found, arguments, report.draw, disturbance=control.record())
 

@@ -11,7 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
-from server.serving import free_port
+
+from minivllm_lab.disaggregation.server_pair import free_ports
 
 START_SECONDS = 120
 STOP_SECONDS = 30
@@ -25,7 +26,7 @@ cells drawn.
 def jupyterlab(folder: Path, private: Path) -> Iterator[str]:
     """Serve `folder` and yield the address; everything else that Jupyter writes goes to `private`."""
     private.mkdir(parents=True, exist_ok=True)
-    port = free_port()
+    [port] = free_ports(1)
     log = private / "jupyterlab.log"
     with log.open("w") as output:
         server = subprocess.Popen(

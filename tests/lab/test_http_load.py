@@ -58,7 +58,7 @@ def streaming() -> Iterator[tuple[int, Streamer]]:
 
 
 def asks(name: str, count: int, tokens: int) -> list[Ask]:
-    return [Ask({"name": f"{name} {i}", "max_tokens": tokens}) for i in range(count)]
+    return [Ask({"name": f"{name} {i}", "max_tokens": tokens, "return_token_ids": True}) for i in range(count)]
 
 
 def test_the_others_come_one_after_another_among_chats_that_then_leave():
@@ -66,8 +66,9 @@ def test_the_others_come_one_after_another_among_chats_that_then_leave():
         chats, answers = load_beside(port, asks("chat", 2, LAST), asks("long", 3, 5), quiet=10)
         assert eventually(lambda: len(streamer.left) == 2, pause=0.01)
     assert sorted(streamer.left) == ["chat 0", "chat 1"]
-    assert [len(answer.events) for answer in answers] == [5 + 1] * 3, "each token, and the usage"
+    assert [answer.token_ids for answer in answers] == [[0, 1, 2, 3, 4]] * 3
     for chat in chats:
+        assert chat.token_ids == list(range(len(chat.token_ids))), "what a chat had got when it left is kept"
         assert alone(chat, 0.0, answers[0].sent) >= 10
         for before, after in pairwise(answers):
             assert alone(chat, before.events[-1], after.sent) >= 10

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -13,6 +12,8 @@ from pathlib import Path
 
 import httpx
 import psutil
+
+from minivllm_lab.disaggregation.server_pair import free_ports
 
 MODEL = Path(__file__).parents[2] / "vllm" / "models" / "tiny-python"
 CHAT_TEMPLATE = Path(__file__).parent / "data" / "chat.jinja"
@@ -87,5 +88,4 @@ def running(*flags: str, env: Mapping[str, str] | None = None) -> Iterator[Serve
 
 
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return probe.getsockname()[1]
+    return free_ports(1)[0]

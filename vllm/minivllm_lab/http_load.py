@@ -41,7 +41,7 @@ class Answer:
     `time.monotonic()`, which all processes share.
 
     A closed load's request is due when it is sent. `failed` says what went wrong; the times of a
-    failed answer are meaningless.
+    failed answer are meaningless. `token_ids` is filled if the body has `return_token_ids`.
     """
 
     due: float
@@ -49,6 +49,7 @@ class Answer:
     connected: float = 0.0
     events: list[float] = field(default_factory=list)
     failed: str = ""
+    token_ids: list[int] = field(default_factory=list)
 
     @property
     def ttft(self) -> float:
@@ -137,7 +138,8 @@ async def ask(port: int, path: str, body: dict[str, Any], due: float, answer: An
     """Send one request on a connection of its own. `answer` is filled as events arrive, so that
     others can follow it.
     """
-    content, answer = post(path, body), answer or Answer(due, due)
+    content, keeps = post(path, body), body.get("return_token_ids")
+    answer = answer or Answer(due, due)
     answer.sent = time.monotonic()
     try:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -149,6 +151,8 @@ async def ask(port: int, path: str, body: dict[str, Any], due: float, answer: An
         while line := await reader.readline():
             if line.startswith(b"data: {"):
                 answer.events.append(time.monotonic())
+                if keeps:
+                    answer.token_ids += token_ids_of(line)
         writer.close()
         if not answer.events:
             raise ConnectionError("the answer has no events")
@@ -162,6 +166,12 @@ def _refusal(said: bytes) -> str:
     head, _, body = said.decode(errors="replace").partition("\r\n\r\n")
     status = head.splitlines()[0].partition(" ")[2] if head else "no answer"
     return " ".join(f"{status}: {body}".split()) if body else status
+
+
+def token_ids_of(line: bytes) -> list[int]:
+    """Return the token ids in an event of a stream, which may have none."""
+    choices = json.loads(line.removeprefix(b"data: ")).get("choices")
+    return (choices and choices[0].get("token_ids")) or []
 
 
 async def closed(work: dict[str, Any]) -> list[Answer]:

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from minivllm_lab.workload.load import drawn_lengths, make_load
-from minivllm_lab.workload.prediction import Prediction
-from minivllm_lab.workload.server import GENERATIONS, Server, capacity
+from minivllm_lab.workload.prediction import METRICS, Prediction, explain
+from minivllm_lab.workload.server import GENERATIONS, Constants, Server, capacity
 from minivllm_simulate.cost_model import StepShape
 from minivllm_simulate.hardware import get_hardware
 from minivllm_simulate.known_models import known_model
@@ -89,6 +89,44 @@ def test_defaults_are_those_of_the_version_and_the_gpu():
     assert (server(version="0.19").utilization, server(version="0.20").utilization) == (0.9, 0.92)
     budgets = [server("Qwen3-0.6B", gpu).budget for gpu in ("H200", "A100-80", "L4")]
     assert budgets == [8192, 2048, 2048]
+
+
+def as_result(prediction: Prediction) -> dict[str, float]:
+    figures = prediction.figures()
+    tpot = prediction.measured.metric("tpot_mean_ms")
+    return {theirs: figures[name] for name, (_, theirs, _) in METRICS.items()} | {"mean_tpot_ms": tpot}
+
+
+def test_a_prediction_that_comes_true_contradicts_nothing():
+    prediction = predicted(server(), clients=8)
+    assert explain(prediction, as_result(prediction)) == [
+        "Every metric is within twice its usual error: no assumption is contradicted."
+    ]
+
+
+def test_a_slow_memory_is_found_in_the_steps():
+    slow = predicted(server(constants=Constants(memory=0.2)), clients=8)
+    said = explain(predicted(server(), clients=8), as_result(slow))
+    assert said[0].startswith("Steps: ")
+    assert "decodes read at 2" in said[0]
+
+
+def test_a_slow_front_end_is_found_in_first_tokens():
+    hosts = tuple(replace(host, first=0.9) for host in GENERATIONS)
+    said = explain(predicted(server(), clients=8), as_result(predicted(server(hosts=hosts), clients=8)))
+    assert len(said) == 1
+    assert said[0].startswith("Front end: ")
+    assert "take 900 ms" in said[0]
+
+
+def test_fewer_requests_at_once_are_found_by_little_s_law():
+    prediction = predicted(server(), clients=64)
+    result = as_result(prediction)
+    for metric in ("output_throughput", "request_throughput"):
+        result[metric] /= 6
+    said = explain(prediction, result)
+    assert len(said) == 1
+    assert said[0].startswith("Batch: by Little's law")
 
 
 def test_a_cache_that_is_too_small_is_the_knob_to_turn():

@@ -20,7 +20,8 @@ from minivllm.models.loader import random_model
 from minivllm.platforms.triton_utils import triton
 from minivllm_lab.exercise import load, plug_of
 from minivllm_lab.followed import followed
-from minivllm_lab.kv_cache import cone, opening, report
+from minivllm_lab.kv_cache import cone, opening
+from minivllm_lab.kv_cache.race import race
 from minivllm_lab.kv_cache.reservation import unused_shares
 from minivllm_lab.mutants import load_mutant
 from minivllm_simulate.hardware import HARDWARE
@@ -355,7 +356,7 @@ def test_quick_run(tmp_path):
     assert figures["bytes_per_token"]["Llama-3.1-8B"] == 131072
 
 
-# ---- the pictures and the texts ------------------------------------------------------------------
+# ---- the pictures and the race -------------------------------------------------------------------
 
 
 def test_the_pictures_show_what_the_ledger_and_the_data_sheet_say(reserved):
@@ -387,14 +388,19 @@ class Letters:
         return "".join(chr(token) for token in tokens)
 
 
-def test_the_text_without_a_cache_is_shown_as_far_as_it_was_when_the_cached_one_was_done(capsys):
-    def generation(seconds):
-        return lesson.Generation([ord(letter) for letter in "?abcdef"], 6, [seconds] * 6)
+def written(text, seconds):
+    """Yield a generation of `text`, each of whose steps took `seconds`."""
+    result = lesson.Generation([], 0, [])
+    for letter in text:
+        result.tokens.append(ord(letter))
+        result.seconds.append(seconds)
+        yield result
 
-    report.show_texts(generation(3.0), generation(1.0), Letters())
+
+def test_at_any_moment_of_the_race_both_have_had_the_same_time(capsys):
+    slow, fast = race(written("abcdef", 3.0), written("abcdef", 1.0), Letters())
+    assert slow.tokens == fast.tokens
     out = capsys.readouterr().out
-    assert "?ab " in out
-    assert "?abc " not in out
-    assert "?abcdef " in out
-    assert "After 6.0 s" in out
-    assert "took 18.0 s" in out
+    assert "6 tokens in 6.0 s, done" in out
+    assert "2 tokens in 6.0 s, writing" in out
+    assert "in 18.0 s without a cache, in 6.0 s with one" in out

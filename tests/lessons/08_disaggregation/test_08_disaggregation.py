@@ -142,27 +142,6 @@ def test_blocks_that_are_still_written_into_are_nobody_elses():
     assert (decoder.blocks.num_held, decoder.waiting) == (0, [])
 
 
-def test_when_the_prefiller_is_gone_the_decoder_computes_the_prompt_itself():
-    (prefiller, decoder), (plain, _), prompt = make(), make(), random_prompt(200, 8)
-    until_finished(prefiller, prefiller.add("alone", list(prompt), 1, {"do_remote_decode": True}))
-    prefiller.worker.listening.close()
-    request = until_finished(decoder, decoder.add("alone", list(prompt), 8, prefiller.params["alone"]))
-    expected = until_finished(plain, plain.add("alone", list(prompt), 8))
-    assert request.output_token_ids == expected.output_token_ids
-    assert decoder.worker.num_bytes == 0
-
-
-def test_a_decoder_that_never_reads_holds_blocks_no_longer_than_the_lease():
-    prefiller, _ = make()
-    until_finished(prefiller, prefiller.add("dies", random_prompt(200, 8), 1, {"do_remote_decode": True}))
-    prefiller.step()
-    assert prefiller.blocks.num_held == 13
-    end = time.monotonic() + prefiller.connector.lease
-    prefiller.connector.clock = lambda: end
-    prefiller.step()
-    assert prefiller.blocks.num_held == 0
-
-
 @pytest.mark.parametrize("size", [0, 100, 32768 - 1, 32768 + 1])
 def test_blocks_of_another_length_are_not_taken(size):
     """A peer sends too little or too much: nothing of it is written, and the read fails."""
@@ -218,6 +197,7 @@ def test_quick_run(tmp_path):
     figures = figures_of_quick_run("08", tmp_path, "--prompt", "128")
     assert set(figures["interference"]) == {"alone", *map(str, interference.BUDGETS)}
     assert "ttft_ms" not in figures["interference"]["alone"]
+    assert figures["servers"] == {}, "a quick run starts no servers"
     tokens, off = figures["tokens"], figures["links"]["off_mooncake"]
     moved = [
         request["bytes"] // (engines.BLOCK_SIZE * tokens["bytes_per_token"]) for request in tokens["requests"].values()
@@ -228,6 +208,7 @@ def test_quick_run(tmp_path):
     )
     assert tokens["bytes_per_token"] == 2048
     assert all(abs(error) < 0.25 for error in off.values()), off
+    assert (figures["dies"]["held"], figures["dies"]["bytes_from_the_dead"]) == (13, 0)
 
 
 # ---- the exercise --------------------------------------------------------------------------------

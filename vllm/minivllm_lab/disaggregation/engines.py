@@ -1,12 +1,15 @@
-"""Lesson 08's checks of its two engines: the same tokens as one, and a kernel that moves every bit. A
-`Make` callable makes the two engines.
+"""Lesson 08's checks of its two engines: the same tokens as one, a kernel that moves every bit, and
+peers that die. A `Make` callable makes the two engines.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -120,3 +123,60 @@ def verify_kernels(
     shown = ", ".join(f"{size:,}" for size in sizes)
     console.print(f"Blocks of {shown} numbers, into one piece and back: correct bit for bit")
     return {"sizes": sizes}
+
+
+def break_peers(make: Make, arguments: argparse.Namespace, lease: float = 0.4) -> dict:
+    """Let a decoder die while it reads, and a prefiller before its blocks are read; check the
+    blocks and the tokens.
+
+    Raises:
+        AssertionError: blocks are never freed, or a token is wrong.
+    """
+    heading("6. Break it")
+    prompt, (prefiller, _) = random_prompt(200, 8), make(lease=lease)
+    until_finished(prefiller, prefiller.add("dies", list(prompt), 1, {"do_remote_decode": True}))
+    held = {"the prefiller has answered": prefiller.blocks.num_held}
+    with _clock_stopped(prefiller.connector):  # however slow this machine is, the half is read in time
+        _read_half(prefiller.params["dies"])
+        prefiller.step()
+        held["a decoder has read half of it and then died"] = while_read = prefiller.blocks.num_held
+    begin = time.monotonic()
+    _until_released(prefiller)
+    waited = time.monotonic() - begin
+    held[f"{lease:g} s after its answer, when the lease ends"] = prefiller.blocks.num_held
+    assert while_read > 0 == prefiller.blocks.num_held, "the lease must hold the blocks, then free them"
+    records = {then: {"blocks": blocks} for then, blocks in held.items()}
+    record_table("Blocks that the prefiller holds", records, {"then": "{name}", "blocks": "{blocks}"})
+    return {"held": while_read, "lease": lease, "waited": waited} | _dead_prefiller(make, prompt)
+
+
+@contextmanager
+def _clock_stopped(connector: Any) -> Iterator[None]:
+    """Stop a connector's clock, so that no lease expires."""
+    clock, now = connector.clock, connector.clock()
+    connector.clock = lambda: now
+    yield
+    connector.clock = clock
+
+
+def _read_half(params: Mapping[str, Any]) -> None:
+    """Read half of the blocks, then leave."""
+    with socket.create_connection((params["remote_host"], params["remote_port"])) as connection:
+        body = {"request_id": params["remote_request_id"], "block_ids": params["remote_block_ids"]}
+        connection.sendall(json.dumps(body).encode() + b"\n")
+        size = int.from_bytes(connection.recv(8), "big")
+        read = 0
+        while read < size // 2:
+            read += len(connection.recv(min(4096, size // 2 - read)))
+
+
+def _dead_prefiller(make: Make, prompt: list[int]) -> dict:
+    """Kill the prefiller before its blocks are read: the decoder computes the prompt itself."""
+    (prefiller, decoder), (plain, _) = make(), make()
+    until_finished(prefiller, prefiller.add("alone", list(prompt), 1, {"do_remote_decode": True}))
+    prefiller.worker.listening.close()
+    request = until_finished(decoder, decoder.add("alone", list(prompt), 8, prefiller.params["alone"]))
+    expected = until_finished(plain, plain.add("alone", list(prompt), 8))
+    assert request.output_token_ids == expected.output_token_ids, "the tokens differ from one engine's"
+    console.print("With the prefiller gone, the decoder computes the prompt itself: the same 8 tokens.")
+    return {"bytes_from_the_dead": decoder.worker.num_bytes}

@@ -5,12 +5,7 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Callable, Mapping
-from itertools import accumulate
 from typing import TYPE_CHECKING
-
-from rich.panel import Panel
-from rich.table import Table
-from rich.text import Text
 
 from minivllm.config import EMBEDDED_MODEL, ModelConfig
 from minivllm.config.units import GIB
@@ -20,7 +15,7 @@ from minivllm_lab import palette
 from minivllm_lab.cli import lesson_parser, positive_int
 from minivllm_lab.device_rates import measure_device
 from minivllm_lab.figures import panels
-from minivllm_lab.tables import Timed, closing, console, table
+from minivllm_lab.tables import Timed, closing, table
 from minivllm_lab.timing import median_seconds
 from minivllm_simulate.known_models import known_model
 
@@ -29,8 +24,6 @@ if TYPE_CHECKING:
 
 PROMPT = "class "
 """The text to continue."""
-LINES = 14
-"""Lines of the text that are shown."""
 SIZED = ("Llama-2-7b-hf", "Llama-3.1-8B", "Qwen3-8B", "DeepSeek-V3")
 """The models whose bytes per token are shown."""
 
@@ -83,31 +76,6 @@ class Roofline:
         table(title, ("", "FLOPs a byte", "ms", "of bandwidth", "of arithmetic"), rows, caption)
         longer = self.steps["weights_64"]["ms"] / self.steps["weights_1"]["ms"]
         return {"ridge": rates.ridge, "longer_64": longer, **self.steps}
-
-
-def show_texts(without, cached, tokenizer) -> None:
-    """Show the text as far as it was written without a cache when the one with a cache was done, and
-    all of it beside that.
-    """
-    done = sum(cached.seconds)
-    written = sum(passed <= done for passed in accumulate(without.seconds))
-    grid = Table.grid(expand=True)
-    for _ in range(2):
-        grid.add_column(ratio=1)
-    grid.add_row(
-        _panel(tokenizer, without.tokens[: len(without.tokens) - len(without.seconds) + written], "without a cache"),
-        _panel(tokenizer, cached.tokens, "with a cache"),
-    )
-    console.print(f"The same text, written twice. After {done:.1f} s, when the cached one was done:")
-    console.print(grid)
-    console.print(f"Without a cache, the whole took {sum(without.seconds):.1f} s.\n")
-
-
-def _panel(tokenizer, tokens: list[int], title: str) -> Panel:
-    """Return the last lines of a text in a frame."""
-    lines = tokenizer.decode(tokens).split("\n")[-LINES:]
-    shown = Text("\n".join(lines + [""] * (LINES - len(lines))), no_wrap=True, overflow="ellipsis")
-    return Panel(shown, title=title)
 
 
 def show_generation(prompt_tokens: int, without, cached) -> dict:

@@ -1,4 +1,6 @@
-"""Predict a workload's figures on a server, its knee, and the knob to turn first."""
+"""Predict a workload's figures on a server, its knee, and the knob to turn first; and find the
+assumption that a measurement contradicts.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +12,7 @@ from typing import Any
 from minivllm.errors import MinivllmError
 from minivllm_lab.workload.load import Load
 from minivllm_lab.workload.measured import Measured, measure
+from minivllm_lab.workload.published import known_error
 from minivllm_lab.workload.server import Server, capacity
 from minivllm_simulate.cost_model import StepShape
 
@@ -111,3 +114,56 @@ def compare(prediction: Prediction, result: Mapping[str, Any]) -> Iterator[tuple
     for name, predicted in prediction.figures().items():
         if isinstance(measured := result.get(METRICS[name][1]), int | float) and measured > 0:
             yield name, predicted, float(measured), prediction.kind(name)
+
+
+def off(predicted: float, measured: float, kind: str) -> bool:
+    """Return whether a measurement is further away than twice the usual error, and than 10 %."""
+    return abs(predicted / measured - 1) > max(0.1, 2 * known_error(kind).median)
+
+
+def explain(prediction: Prediction, result: Mapping[str, Any]) -> list[str]:
+    """Say which assumption a measurement contradicts, and what value it would take instead."""
+    rows = {name: (predicted, measured, kind) for name, predicted, measured, kind in compare(prediction, result)}
+    wrong = {name for name, row in rows.items() if off(*row)}
+    said = []
+    if "gap p50, ms" in wrong:
+        said.append(_of_steps(prediction, *rows["gap p50, ms"][:2]))
+    if "TTFT p50, ms" in wrong:
+        said.append(_of_prefill(prediction, *rows["TTFT p50, ms"][:2]))
+    if wrong & {"output tokens/s", "requests/s"} and not said:
+        said.append(_of_batch(prediction, result))
+    return said or ["Every metric is within twice its usual error: no assumption is contradicted."]
+
+
+def _of_steps(prediction: Prediction, predicted: float, measured: float) -> str:
+    server, shape = prediction.server, prediction.mean_step()
+    device, share = server.cost.device, server.cost.device.roofline.memory_efficiency
+    reading, missing = device.linear_seconds(shape) + device.attention_seconds(shape), (measured - predicted) / 1e3
+    implied = share * reading / max(reading + missing, 1e-9)
+    return (
+        f"Steps: the gap is {measured:.1f} ms, not {predicted:.1f}. Either the host takes {abs(1e3 * missing):.1f} ms "
+        f"{'more' if missing > 0 else 'less'} a step than assumed, or decodes read at {implied:.0%} of the bandwidth, "
+        f"not at {share:.0%}. Compare two batch sizes: the host's part stays, and reading grows."
+    )
+
+
+def _of_prefill(prediction: Prediction, predicted: float, measured: float) -> str:
+    server, load = prediction.server, prediction.load
+    if (load.rate or 0) > prediction.knee or not (load.rate or load.clients):
+        return f"Queue: first tokens wait {measured:,.0f} ms, not {predicted:,.0f}: this load is above the knee."
+    host, share = 1e3 * server.host.first, server.cost.device.roofline.arithmetic_efficiency
+    alone = 1e3 * server.cost.seconds(StepShape.of([(round(load.prompt), 0)]))
+    if alone > host:
+        implied = share * alone / max(measured - predicted + alone, 1e-9)
+        return f"Prefill: prompts are computed at {implied:.0%} of the GPU's arithmetic, not at {share:.0%}."
+    implied = host + measured - predicted
+    return f"Front end: HTTP, the tokenizer and queues take {implied:.0f} ms of a first token, not {host:.0f}."
+
+
+def _of_batch(prediction: Prediction, result: Mapping[str, Any]) -> str:
+    at_once = result["output_throughput"] * result.get("mean_tpot_ms", 0) / 1e3
+    return (
+        f"Batch: by Little's law {at_once:.0f} requests ran at once, not {prediction.measured.batch:.0f}. Compare the "
+        f'log\'s "GPU KV cache size" with {prediction.server.kv_tokens:,} tokens; look for prefix hits, and for a slow '
+        "client."
+    )

@@ -15,7 +15,7 @@ from minivllm.errors import MinivllmError
 from minivllm.memory.bytes_per_token import KV_DTYPES
 from minivllm_lab.tables import console, markdown_table, table
 from minivllm_lab.workload.load import Load, drawn_lengths, make_load, of_bench, of_kind, read_bench
-from minivllm_lab.workload.prediction import Prediction, compare
+from minivllm_lab.workload.prediction import Prediction, compare, explain
 from minivllm_lab.workload.published import (
     ASIDE,
     KINDS,
@@ -56,6 +56,7 @@ def report(arguments: argparse.Namespace) -> None:
             for name, predicted, measured, kind in compare(prediction, result)
         ]
         table(f"Beside {Path(arguments.compare).name}", ("metric", "predicted", "measured", "error", "usual"), rows)
+        console.print("\n".join(explain(prediction, result)), markup=False)
 
 
 def print_prediction(name: str, prediction: Prediction) -> None:
