@@ -73,7 +73,6 @@ MODELS_OF_A_LESSON = (
     "chunked_prefill/learner_policy",
     "chunked_prefill/prefill_first",
     "continuous_batching/learner_policy",
-    "continuous_batching/scenes",
     "continuous_batching/seats",
     "disaggregation/goodput",
     "disaggregation/model_checks",
