@@ -75,6 +75,7 @@ WATCH = """(widget) => {
   }).observe(document.querySelector(`${widget} .lw-picture`), { childList: true });
 }"""
 SETTLED = "(widget) => !document.querySelector(`${widget} .lw-busy`)"
+VALUE = "document.activeElement.value"
 HANDLE = """(widget) => {
   const handle = document.querySelector(`${widget} [data-drag] rect`);
   handle.scrollIntoView({ block: "center", behavior: "instant" });
@@ -98,9 +99,9 @@ def pressed(page: Page, widget: str, key: str) -> float | None:
     """Return the milliseconds from this key to the frame with the new picture, or None if the
     control or the picture stays the same.
     """
-    before, stood = page.evaluate("[window.seen.pictures, document.activeElement.value]")
+    before, stood = page.evaluate("window.seen.pictures"), page.evaluate(VALUE)
     page.keyboard.press(key)
-    if page.evaluate("document.activeElement.value") == stood:  # at its end
+    if page.evaluate(VALUE) == stood:  # at its end
         return None
     deadline = time.monotonic() + TIMED_OUT
     while time.monotonic() < deadline or not page.evaluate(SETTLED, widget):
@@ -111,22 +112,29 @@ def pressed(page: Page, widget: str, key: str) -> float | None:
     return None
 
 
-def both_ways(page: Page, widget: str, times: int, until: float) -> list[float]:
-    """Press the right arrow key on the focused control up to `times` times, then the left one;
-    return the milliseconds of each press.
+def there_and_back(page: Page, widget: str, times: int, until: float) -> list[float]:
+    """Press the right arrow key on the focused control up to `times` times, then the left one until
+    the control is back; at its right end, begin to the left. Return the milliseconds of each press.
 
-    The first press is made in any case. None is begun after `until`, nor one to the right after
-    half of that time.
+    Every control thus starts from the widget's own knobs, with which its system starts. The first
+    press is made in any case, and no other one away from there in the second half of the time.
     """
-    latencies, half = [], (time.monotonic() + until) / 2
-    for key, ends in (("ArrowRight", half), ("ArrowLeft", until)):
+    latencies: list[float] = []
+    half, start = (time.monotonic() + until) / 2, page.evaluate(VALUE)
+
+    def press(key: str) -> None:
+        if (milliseconds := pressed(page, widget, key)) is not None:
+            latencies.append(milliseconds)
+        page.wait_for_function(SETTLED, arg=widget, timeout=SETTLES)
+
+    for away, back in (("ArrowRight", "ArrowLeft"), ("ArrowLeft", "ArrowRight")):
         for number in range(times):
-            if time.monotonic() > ends and (key == "ArrowLeft" or number):
-                break
-            milliseconds = pressed(page, widget, key)
-            if milliseconds is not None:
-                latencies.append(milliseconds)
-            page.wait_for_function(SETTLED, arg=widget, timeout=SETTLES)
+            if not number or time.monotonic() < half:
+                press(away)
+        while page.evaluate(VALUE) != start:
+            press(back)
+        if latencies:
+            break
     return latencies
 
 
@@ -138,7 +146,7 @@ def presses(page: Page, controls: list[Locator], widget: str, times: int, until:
     for left, control in zip(range(len(controls), 0, -1), controls, strict=True):
         control.focus()
         now = time.monotonic()
-        latencies += both_ways(page, widget, times, now + (until - now) / left)
+        latencies += there_and_back(page, widget, times, now + (until - now) / left)
     return latencies
 
 

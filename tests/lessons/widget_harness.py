@@ -1,4 +1,4 @@
-"""Tests that every lesson's widget has: of its challenges, its advice, its presets and its refusals.
+"""Tests that every lesson's widget has: of its challenges, its advice and its presets.
 
 Each function returns a test for a lesson's test file:
 
@@ -13,8 +13,6 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-
-from minivllm.errors import MinivllmError
 
 Knobs = dict[str, Any]
 
@@ -90,16 +88,5 @@ def preset_test(widget: ModuleType, here: Callable[..., Any], tone: str | None =
         state = here(**widget.SPEC.presets[preset])
         assert not any(challenge.check(state).met for challenge in widget.CHALLENGES)
         assert others.get(preset, tone) in (None, widget.verdict(state).tone)
-
-    return test
-
-
-def refusal_test(widget: ModuleType, nonsense: Sequence[Knobs]) -> Callable:
-    """Test that a value that makes no sense is refused by its knob's name."""
-
-    @pytest.mark.parametrize("knobs", nonsense, ids=str)
-    def test(knobs: Knobs) -> None:
-        with pytest.raises(MinivllmError, match=next(iter(knobs))):
-            first_state(widget, knobs)
 
     return test

@@ -11,8 +11,7 @@ from typing import Any
 
 from minivllm_lab.chunked_prefill.learner_policy import AdmittedTokens, ChunkLimit, RunningTokens
 from minivllm_simulate.load_sweep import Span, spans, within
-from widgets.chunked_prefill.runs import POLICIES, Point, Serving, experiment
-from widgets.shell.spec import require_choices, require_numbers
+from widgets.chunked_prefill.runs import Point, Serving, experiment
 from widgets.shell.swept import Sweep, SweptState
 
 MODELS = ("Llama-3.2-1B", "Llama-3.2-3B", "Llama-3.1-8B", "Qwen3-14B", "Qwen3-32B")
@@ -30,11 +29,6 @@ CLIENTS, ALL_GAPS = 0.9, 0.99
 """The shares of clients and of long prompts that must be in time; and that of the gaps, where
 these are judged.
 """
-JUDGED = ("clients", "gaps")
-RANGES = {
-    "budget": (BUDGETS[0], 2**17), "threshold": (0, 2**17), "load": (0.01, 1e3), "long": (0.05, 1.0),
-    "prompt": (1024, 2**15), "gap": (1e-4, 1e3), "ttft": (1e-4, 1e3),
-}  # fmt: skip
 START = {
     "budget": 2048, "threshold": 0, "policy": "mixed", "load": 10.0, "long": 0.1, "prompt": 8192, "gap": 0.025,
     "ttft": 0.5, "judged": "clients", "model": "Llama-3.1-8B", "gpu": "H100",
@@ -53,7 +47,7 @@ class State(SweptState[Point]):
     ttft: float
     """Seconds within which a long prompt must have its first token."""
     judged: str
-    """Which gaps must be short, of JUDGED."""
+    """Which gaps must be short: "clients" or "gaps"."""
     serving: Serving
     capacity: Mapping[int, float]
     """The most requests a second that each budget handles."""
@@ -143,7 +137,7 @@ def sweep(
     Args:
         budget: max_num_batched_tokens, at the handle.
         threshold: long_prefill_token_threshold; 0 is off.
-        policy: One of POLICIES.
+        policy: "mixed", "whole" or "first", as `runs.POLICIES` says.
         load: Requests a second.
         long: The share of long requests.
         prompt: Tokens in a long request, including its answer.
@@ -154,12 +148,8 @@ def sweep(
         chunk_limit, running_tokens, admitted_tokens: The reader's functions of exercise 10.
 
     Raises:
-        MinivllmError: A value makes no sense, or the reader's functions return an impossible number
-            of tokens.
+        MinivllmError: The reader's functions return an impossible number of tokens.
     """
-    limits = {"gap": gap, "ttft": ttft}
-    require_numbers(RANGES, budget=budget, threshold=threshold, load=load, long=long, prompt=prompt, **limits)
-    require_choices(policy=(policy, POLICIES), judged=(judged, JUDGED), model=(model, MODELS), gpu=(gpu, GPUS))
     own = (chunk_limit, running_tokens, admitted_tokens)
     setting = model, gpu, load, long, prompt, threshold, policy
     decides = any(own) and policy != "first"
@@ -169,7 +159,7 @@ def sweep(
     def make(allowed: Sequence[int], **known: Any) -> State:
         capacity = {size: runs.capacity(size) for size in allowed}
         alone = {size: runs.alone(size) for size in allowed}
-        levels = limits | {"judged": judged}
+        levels = {"gap": gap, "ttft": ttft, "judged": judged}
         return State(budget=budget, serving=runs.serving, capacity=capacity, alone=alone, **levels, **known)
 
     return Sweep(make, runs, twin, budget, BUDGETS).states()

@@ -10,7 +10,6 @@ from collections.abc import Generator, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 
-from minivllm.config.checks import require
 from minivllm.errors import MinivllmError
 from minivllm_lab.disaggregation.goodput import SHARE, Colocated, Disaggregated, Objective, Served, Work
 from minivllm_lab.disaggregation.tuning import likely_first
@@ -20,7 +19,6 @@ from minivllm_simulate.kv_links import LINKS, Transfer, get_link
 from minivllm_simulate.lever_checks import known_error, published_checks
 from minivllm_simulate.load_sweep import Runs
 from widgets.disaggregation.connector import CheckedConnector, ConnectorScheduler
-from widgets.shell.spec import require_numbers
 from widgets.shell.swept import patient
 
 MODELS = ("Llama-3.2-3B", "Llama-3.1-8B", "Llama-2-13b-hf", "Qwen3-14B", "Qwen3-32B")
@@ -39,10 +37,6 @@ RATES = (
 """Requests a second, over all GPUs."""
 COUNTED = 60
 """Requests that count in a run."""
-RANGES = {
-    "rate": (0.01, 1e4), "prefill": (1, 8), "decode": (1, 8), "prompt": (1, 8192), "output": (1, 1024),
-    "budget": (TUNED, 65536), "ttft": (1e-4, 1e3), "tpot": (1e-4, 1e3),
-}  # fmt: skip
 START = {
     "rate": 56.0, "prefill": 2, "decode": 2, "link": "400 Gb/s", "layer_wise": False, "ttft": 0.2, "tpot": 0.0075,
     "budget": TUNED, "model": "Llama-3.1-8B", "gpu": "H100", "prompt": 1024, "output": 128,
@@ -290,15 +284,8 @@ def sweep(
         connector: The reader's scheduler side of exercise 08, for each engine of the two pools.
 
     Raises:
-        MinivllmError: A value makes no sense, or the reader's connector loses a transfer.
+        MinivllmError: The reader's connector loses a transfer.
     """
-    require_numbers(
-        RANGES, rate=rate, prefill=prefill, decode=decode, prompt=prompt, output=output, budget=budget, ttft=ttft,
-        tpot=tpot,
-    )  # fmt: skip
-    for name, value in (("model", model), ("gpu", gpu), ("link", link)):
-        require(isinstance(value, str), f"{name} must be a name, not {value!r}")
-    require(isinstance(layer_wise, bool), f"layer_wise must be True or False, not {layer_wise!r}")
     work = Work(prompt, output, counted=COUNTED)
     gpus = (model, gpu)
     many = prefill + decode

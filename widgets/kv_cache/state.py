@@ -22,13 +22,11 @@ from minivllm_simulate.hardware import HARDWARE, Hardware, get_hardware
 from minivllm_simulate.known_models import CONFIGS, HYBRIDS, find_model
 from minivllm_simulate.memory import memory_ledger, num_parameters
 from minivllm_simulate.workloads import FileWorkload, Workload, workload
-from widgets.shell.spec import require_numbers
 
 CONTEXTS = tuple(sorted([*(2**power for power in range(8, 21)), *(3 * 2**power for power in range(7, 19))]))
 """256 to 1M tokens, two to a doubling."""
 SAMPLED_REQUESTS, MOST_ROWS = 4000, 20_000
 MOST_SLOTS_DRAWN = 100
-RANGES = {"tp": (1, 1024), "utilization": (0.01, 1.0), "max_model_len": (1, 2**28)}
 PATIENCE = 1.0
 """CPU seconds that the reader's function may take."""
 START = {
@@ -196,11 +194,8 @@ def sweep(
         kv_bytes_per_token: The reader's function, which replaces the engine's count.
 
     Raises:
-        MinivllmError: A value makes no sense, or the model's memory cannot be counted.
+        MinivllmError: There is no such model or file, or the model's memory cannot be counted.
     """
-    require_numbers(RANGES, tp=tp, utilization=utilization, max_model_len=max_model_len)
-    texts = (model, other_model, gpu, kv_dtype, requests, file)
-    require(all(isinstance(text, str) for text in texts), f"names must be text, but one of these is not: {texts}")
     name = _full_name(other_model.strip() or model)
     config, hardware, kind = _model(name), get_hardware(gpu), workload(file.strip() or requests)
     needs, shared_out, kv = _shared_out(name, tp, kv_dtype, utilization)

@@ -15,7 +15,6 @@ from itertools import accumulate, pairwise
 from typing import Any, Literal, NamedTuple
 
 from minivllm.config import ModelConfig
-from minivllm.config.checks import require
 from minivllm.errors import MinivllmError
 from minivllm_simulate.hardware import get_hardware
 from minivllm_simulate.known_models import known_model
@@ -33,7 +32,6 @@ from minivllm_simulate.levers import (
 )
 from minivllm_simulate.virtual_clock import SimulatedRequest
 from minivllm_simulate.workloads import WORKLOADS
-from widgets.shell.spec import require_choices
 
 MODEL = "Llama-3.1-8B"
 GPUS = ("L4", "A100", "H100")
@@ -234,14 +232,7 @@ def sweep(
 
     Returns:
         The state if all its runs have been done before, else a generator of states.
-
-    Raises:
-        MinivllmError: A value makes no sense.
     """
-    require_choices(gpu=(gpu, GPUS), requests=(requests, REQUESTS), slots=(slots, SLOTS), level=(level, LEVELS))
-    for field, is_on in levers.items():
-        require(field in FIELDS, f"no lever is called {field!r}; the levers are {', '.join(FIELDS)}")
-        require(isinstance(is_on, bool), f"{field} must be True or False, not {is_on!r}")
     fields = tuple(field for field in FIELDS if levers.get(field, START[field]))
     setting = Setting(gpu, requests, slots, level, fields)
     state = _state(setting)

@@ -324,17 +324,6 @@ class Serving:
         steps = sum(request.output_tokens for request in self.lengths)
         return sum(each.output_tokens * (each.prompt_tokens + each.output_tokens / 2) for each in self.lengths) / steps
 
-    def least_block_seconds(self) -> float:
-        """Return the minimum block-seconds of a mean request, whose answer takes one step per
-        token.
-        """
-        step = self.cost.seconds(StepShape.of([(1, 1)]))
-        blocks = (
-            sum(-(-(request.prompt_tokens + done) // BLOCK_SIZE) for done in range(request.output_tokens))
-            for request in self.lengths
-        )
-        return step * sum(blocks) / len(self.lengths)
-
     def scheduler(self, pool: int, own: Victim | None, swap: SwapSpace) -> Scheduler:
         """Build the engine's scheduler with this rule or the reader's function, and with `swap` if
         blocks are swapped.

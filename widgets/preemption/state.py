@@ -7,10 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from minivllm_lab.preemption.learner_policy import Victim
-from minivllm_simulate.kv_links import LINKS
 from minivllm_simulate.load_sweep import Span, spans
-from widgets.preemption.runs import ADMISSIONS, POLICIES, RULES, Point, Serving, experiment
-from widgets.shell.spec import require_choices, require_numbers
+from widgets.preemption.runs import Point, Serving, experiment
 from widgets.shell.swept import Sweep, SweptState
 
 MODELS = ("Llama-3.2-1B", "Llama-3.2-3B", "Llama-3.1-8B", "Qwen3-14B", "Qwen3-32B")
@@ -27,9 +25,6 @@ SHARE = 0.99
 """The share of the requests that must finish within the limit."""
 WASTE = 0.05
 """The share of repeated work, or of waiting for copies, from which it counts as the cause."""
-RANGES = {
-    "pool": (1024, 2**22), "load": (0.01, 1e3), "prompt": (16, 2**15), "answer": (16, 2**13), "limit": (1e-3, 1e4),
-}  # fmt: skip
 START = {
     "pool": 32768, "load": 14.0, "limit": 10.0, "prompt": 512, "answer": 512, "policy": "recompute",
     "rule": "last in", "admission": "whole", "link": "PCIe 5", "model": "Llama-3.1-8B", "gpu": "H100",
@@ -140,12 +135,8 @@ def sweep(
         victim: The reader's function of exercise 11, in place of `rule`.
 
     Raises:
-        MinivllmError: A value makes no sense, or the reader's function returns an impossible
-            victim.
+        MinivllmError: The reader's function returns an impossible victim.
     """
-    require_numbers(RANGES, pool=pool, load=load, prompt=prompt, answer=answer, limit=limit)
-    require_choices(policy=(policy, POLICIES), rule=(rule, RULES), admission=(admission, ADMISSIONS))
-    require_choices(link=(link, LINKS), model=(model, MODELS), gpu=(gpu, GPUS))
     setting = model, gpu, load, prompt, answer, link, policy, rule, admission
     runs = experiment(*setting, victim)
     twin = experiment(*setting) if victim else None

@@ -19,7 +19,6 @@ from minivllm_lab.optimization_catalog.sharing import Sharing, sharing
 from minivllm_simulate.cost_model import RooflineCost
 from minivllm_simulate.hardware import get_hardware
 from minivllm_simulate.known_models import known_model
-from widgets.shell.spec import require_choices, require_numbers
 
 MODEL, GPU = "Llama-3.1-8B", "H100"
 USERS = (2, 3, 4, 6, 8, 12, 16)
@@ -31,7 +30,6 @@ TURNS = (1, 2, 3, 4)
 PREFIXES = (128, 256, 512, 1024)
 TARGETS = (10, 15, 20, 30)
 ORDERS = ("in turn", "at random")
-RANGES = {"turns": (1, 4), "prefix": (16, 1024), "target": (0.1, 1e3)}
 AT_ONCE = 0.012
 """CPU seconds after which the known part of the map is drawn."""
 
@@ -134,11 +132,8 @@ def sweep(
         hash_block_tokens: The reader's hash function, in place of the engine's.
 
     Raises:
-        MinivllmError: A value makes no sense, or the reader's function returns no bytes or never
-            ends.
+        MinivllmError: The reader's function returns no bytes or never ends.
     """
-    require_numbers(RANGES, turns=turns, prefix=prefix, target=target)
-    require_choices(users=(users, USERS), pool=(pool, POOLS), order=(order, ORDERS))
     load = Load(sharing(kind), users, turns, prefix, order == "at random", hash_block_tokens)
     return _states(load, pool, target / 1e3)
 

@@ -8,14 +8,12 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from minivllm.config.checks import require
 from minivllm_simulate.layouts import Layout
 from minivllm_simulate.lever_checks import known_error, published_checks
 from minivllm_simulate.load_sweep import crossing
 from minivllm_simulate.workloads import workload
 from widgets.serving.reader import PAUSES, Collector, Read, read_answer
 from widgets.serving.runs import RATES, Experiment, Point, Work, experiment
-from widgets.shell.spec import require_choices, require_numbers
 
 MODELS = ("Llama-3.2-1B", "Llama-3.1-8B", "Qwen3-14B", "Qwen3-32B", "Meta-Llama-3-70B")
 GPUS = ("L4", "A100-80", "H100", "H200", "B200", "MI300X")
@@ -24,9 +22,6 @@ PPS = (1, 2, 4)
 DPS = (1, 2, 4, 8)
 PROMPTS = (64, 256, 512, 1024, 2048)
 OUTPUTS = (16, 64, 128, 256)
-RANGES = {
-    "rate": (0.01, 1e5), "prompt": (1, 3072), "output": (1, 1024), "ttft": (1e-4, 1000.0), "tpot": (1e-4, 1000.0),
-}  # fmt: skip
 MOST_WAITING = 0.05
 """The share of waiting requests from which the queue counts as growing."""
 START = {
@@ -186,15 +181,11 @@ def sweep(
         output_collector: The reader's class of exercise 06.
 
     Raises:
-        MinivllmError: A value makes no sense.
+        MinivllmError: No workload has this name, or the file has no lengths.
     """
-    require_numbers(RANGES, rate=rate, prompt=prompt, output=output, ttft=ttft, tpot=tpot)
-    require_choices(tp=(tp, TPS), pp=(pp, PPS), dp=(dp, DPS))
-    for name, value in (("model", model), ("gpu", gpu), ("file", file)):
-        require(isinstance(value, str), f"{name} must be a name, not {value!r}")
     source = workload(file.strip()) if file.strip() else None
     work = Work(0, 0, source) if source else Work(prompt, output)
-    here = Layout(int(tp), int(pp), int(dp))
+    here = Layout(tp, pp, dp)
     runs = [experiment(model, gpu, layout, work) for layout in layouts(here)]
     return _Sweep(rate, model, gpu, work, here, runs, (ttft, tpot), output_collector).states()
 

@@ -1,6 +1,6 @@
 """Define a widget as plain functions, each of which can be tested without a browser.
 
-sweep(**knobs)               -> state    the real mechanism or model, run for these knobs; plain data
+sweep(**knobs)               -> state    the real mechanism or model, run for values that the knobs take; plain data
 figure(state, width, pinned) -> SVG      where it breaks along one axis, and the mechanism
 verdict(state)               -> Verdict  one sentence: what this configuration means
 command(state)               -> str      the `vllm serve` line for this configuration
@@ -9,12 +9,12 @@ Challenge.check(state)       -> Progress whether the goal is met, and if not, wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from inspect import isgenerator
 from typing import Any, Literal
 
-from minivllm.config.checks import is_number, require
+from minivllm.config.checks import require
 from minivllm.errors import MinivllmError
 from widgets.shell.knobs import Group, Knob, Value
 
@@ -150,31 +150,6 @@ class Spec:
         for name in values:
             require(name in knobs, f"{self.name} has no knob {name!r}; it has {', '.join([*knobs, *self.own])}")
         return {name: knobs[name].accept(value) for name, value in values.items()}
-
-
-def require_numbers(limits: Mapping[str, tuple[float, float]], **values: Any) -> None:
-    """Reject values that are not numbers within their limits. A maximum that is an integer requires
-    an integer.
-
-    Raises:
-        MinivllmError: A value is not a number, not an integer, too small or too large.
-    """
-    for name, value in values.items():
-        low, high = limits[name]
-        whole = isinstance(high, int)
-        fits = is_number(value) and (isinstance(value, int) or not whole) and low <= value <= high
-        require(fits, f"{name} must be a {'whole ' * whole}number from {low:,} to {high:,}, not {value!r}")
-
-
-def require_choices(**choices: tuple[Any, Collection[Any]]) -> None:
-    """Reject values that are not among their choices: `require_choices(gpu=(gpu, GPUS))`.
-
-    Raises:
-        MinivllmError: A value is not among its choices.
-    """
-    for name, (value, allowed) in choices.items():
-        fits = any(type(item) is type(value) and item == value for item in allowed)
-        require(fits, f"{name} must be one of {', '.join(map(str, allowed))}, not {value!r}")
 
 
 def refused(error: MinivllmError) -> Verdict:

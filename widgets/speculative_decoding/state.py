@@ -19,7 +19,6 @@ from minivllm_lab.speculative_decoding.speculation import (
 )
 from minivllm_simulate.hardware import get_hardware
 from minivllm_simulate.known_models import known_model
-from widgets.shell.spec import require_choices, require_numbers
 from widgets.speculative_decoding.step import Accept, Measured, VerifyStep, measured, verify_step
 
 SIBLINGS = {
@@ -31,14 +30,10 @@ SIBLINGS = {
 """Models, each with two smaller ones of the same vocabulary that can draft for it."""
 GPUS = ("L4", "RTX 4090", "A100-80", "H100", "H200", "B200", "MI300X")
 DRAFTERS = ("ngram", "head", "parallel", "small", "large")
-RECORDINGS = ("none", *RECORDED)
 BATCHES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 MOST_BATCH, MOST_K = BATCHES[-1], 8
 CONTEXTS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 STEPS = 12
-RANGES = {
-    "batch": (1, MOST_BATCH), "k": (1, MOST_K), "alpha": (0.15, 0.99), "context": (1, 131072), "step": (1, 999),
-}  # fmt: skip
 START = {
     "batch": 128, "k": 4, "alpha": 0.6, "recorded": "none", "drafter": "head", "context": 256, "model": "Llama-3.1-8B",
     "gpu": "H100", "step": 2,
@@ -149,12 +144,8 @@ def sweep(
         accept: The reader's function of exercise 07.
 
     Raises:
-        MinivllmError: A value makes no sense, or the weights do not fit.
+        MinivllmError: The weights do not fit, or the reader's function returns no number of drafts.
     """
-    require_numbers(RANGES, batch=batch, k=k, alpha=alpha, context=context, step=step)
-    require_choices(
-        recorded=(recorded, RECORDINGS), drafter=(drafter, DRAFTERS), model=(model, SIBLINGS), gpu=(gpu, GPUS)
-    )
     rates = (alpha,) if recorded == "none" else RECORDED[recorded].rates
     setting = conditional_rates(rates, k), drafter == "ngram", step
     return State(

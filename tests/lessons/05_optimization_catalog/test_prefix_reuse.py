@@ -11,6 +11,7 @@ from simulate.linear_cost import LinearCost
 
 from minivllm.config import CacheConfig
 from minivllm.core.block_hash import hash_block_tokens
+from minivllm.core.scheduler import Scheduler
 from minivllm.errors import MinivllmError
 from minivllm_lab.optimization_catalog.prefix_reuse import BLOCK_SIZE, CONFIG, Load, reuse
 from minivllm_lab.optimization_catalog.sharing import SHARING, sessions, sharing
@@ -41,6 +42,13 @@ def test_watching_changes_nothing(load, blocks):
     assert watched.prompts == tuple(request.prompt_tokens for request in work)
     assert not any(watched.wrong)
     assert all(result <= could for result, could in zip(watched.found, load.findable(), strict=True))
+
+
+def test_only_the_first_and_last_steps_of_a_request_are_decided(monkeypatch: pytest.MonkeyPatch):
+    decided, schedule = [], Scheduler.schedule
+    monkeypatch.setattr(Scheduler, "schedule", lambda self: decided.append(self) or schedule(self))
+    requests = len(reuse(DOCUMENTS, 400, COST).prompts)
+    assert len(decided) <= 3 * requests < DOCUMENTS.kind.answer * requests
 
 
 @given(loads)

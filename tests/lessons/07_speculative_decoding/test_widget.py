@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 
 import pytest
 from lessons.harness import REPOSITORY
-from lessons.widget_harness import advice_test, challenge_test, endless, preset_test, refusal_test, shaded
+from lessons.widget_harness import advice_test, challenge_test, endless, preset_test, shaded
 from pace import quiet_seconds
 
 from minivllm.errors import MinivllmError
@@ -305,12 +305,6 @@ def test_every_pair_of_model_and_gpu_is_drawn_or_refused_in_a_line():
         assert view["stale"] is ("nothing is left for the KV cache" in view["words"])
         fits += not view["stale"]
     assert fits > 30
-
-
-test_input_that_makes_no_sense_is_refused_by_name = refusal_test(
-    widget,
-    [{"batch": 0}, {"k": 0}, {"alpha": 0.1}, {"context": 0}, {"step": 0}, {"drafter": "x"}, {"recorded": ""}],
-)  # fmt: skip
 
 
 def test_a_redraw_takes_little():

@@ -11,7 +11,7 @@ from collections import Counter
 
 import pytest
 from lessons.harness import script_path
-from lessons.widget_harness import advice_test, challenge_test, refusal_test, shaded
+from lessons.widget_harness import advice_test, challenge_test, shaded
 
 from minivllm.errors import MinivllmError
 from minivllm_lab.disaggregation.goodput import Disaggregated
@@ -184,12 +184,6 @@ def test_what_breaks_is_shaded_with_its_cause():
     assert "decoding takes over 7.5 ms a token" in region(output=128)
     assert "prompts wait for a GPU that prefills" in region(output=64)
     assert "the link is too slow" in region(output=16, link="10 Gb/s", prompt=2048)
-
-
-test_input_that_makes_no_sense_is_refused_by_name = refusal_test(
-    widget,
-    [{"rate": 0}, {"prefill": 0}, {"decode": 0}, {"link": "x"}, {"layer_wise": 1}, {"tpot": 0}, {"budget": -1}],
-)  # fmt: skip
 
 
 # ---- the reader's own connector

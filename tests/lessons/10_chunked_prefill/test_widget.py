@@ -11,7 +11,7 @@ from collections import Counter
 from functools import partial
 
 import pytest
-from lessons.widget_harness import advice_test, challenge_test, endless, last_state, preset_test, refusal_test, shaded
+from lessons.widget_harness import advice_test, challenge_test, endless, last_state, preset_test, shaded
 
 from minivllm.errors import MinivllmError
 from minivllm_simulate.cost_model import StepShape
@@ -294,13 +294,6 @@ def test_the_good_ranges_are_what_lies_between_those_that_break():
     assert swept(policy="first").good == [], "whole prompts stall, and smaller budgets do not start"
     assert swept(gap=0.5).good == [(low, BUDGETS[-1])]
     assert len(swept(judged="gaps").good) == 2, "the longest steps stall so rarely that most gaps are short"
-
-
-test_input_that_makes_no_sense_is_refused_by_name = refusal_test(
-    widget,
-    [{"budget": 1}, {"threshold": -1}, {"load": 0}, {"long": 0}, {"prompt": 3}, {"gap": 0}, {"ttft": -1},
-     {"policy": "x"}, {"judged": 7}, {"model": "x"}, {"gpu": None}],
-)  # fmt: skip
 
 
 # ---- the reader's own caps

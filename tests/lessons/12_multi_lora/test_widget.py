@@ -10,7 +10,7 @@ from collections import Counter
 from functools import cache, partial
 
 import pytest
-from lessons.widget_harness import advice_test, challenge_test, endless, last_state, preset_test, refusal_test, shaded
+from lessons.widget_harness import advice_test, challenge_test, endless, last_state, preset_test, shaded
 
 from minivllm.core.adapter_slots import AdapterSlots
 from minivllm.errors import MinivllmError
@@ -275,13 +275,6 @@ def test_what_breaks_is_shaded_with_its_cause():
     assert "does not start: weights and slots fill the GPU" in regions(max_rank=256)
     assert regions(rank=64) == ["does not start: rank 64 is above max_lora_rank 16"]
     assert regions(adapters=1) == []
-
-
-test_input_that_makes_no_sense_is_refused_by_name = refusal_test(
-    widget,
-    [{"slots": 0}, {"max_rank": 0}, {"adapters": 0}, {"skew": -1}, {"rank": 0}, {"load": 0}, {"ttft": -1},
-     {"model": "x"}, {"gpu": None}],
-)  # fmt: skip
 
 
 # ---- the reader's own parts

@@ -37,7 +37,7 @@ class Scheduler:
     `waiting` and the block tables.
 
     One iteration is `schedule()`, a forward pass, `update_from_output()`. To change how it decides,
-    replace a rule of `core.policy` instead of deriving a class. Only `AsyncScheduler` derives from
+    replace a rule of `core.policy` instead of deriving a class. Here, only `AsyncScheduler` derives from
     it; it extends `cap_num_tokens`, `_is_blocked`, `_make_output`, `_update_after_schedule`,
     `_roll_back_rejected`, `_update_request_with_output` and `_cache_accepted`.
     """

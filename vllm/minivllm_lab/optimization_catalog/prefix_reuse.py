@@ -1,8 +1,7 @@
 """Run sessions on the engine's own scheduler and block pool; count prefix-cache hits, evictions and
 wrong hits.
 
-The scheduler and the pool are observed from outside: which requests each step admits, and which
-blocks it evicts.
+The scheduler and the pool also record which requests each step admits, and which blocks it evicts.
 """
 
 from __future__ import annotations
@@ -10,16 +9,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 
 from minivllm.config import CacheConfig, SchedulerConfig
 from minivllm.config.checks import require
 from minivllm.core.block_hash import BlockHash, HashBlockTokens, hash_block_tokens
 from minivllm.core.block_pool import BlockPool, KVCacheBlock
-from minivllm.core.policy import SchedulingPolicy, running_then_waiting
+from minivllm.core.policy import SchedulingPolicy
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
-from minivllm.core.step import Step
+from minivllm.core.scheduler_output import SchedulerOutput
 from minivllm_lab.optimization_catalog.sharing import Sharing, sessions
 from minivllm_simulate.cost_model import Cost
 from minivllm_simulate.virtual_clock import percentile, simulate
@@ -104,12 +103,9 @@ class Load:
     @property
     def ample_blocks(self) -> int:
         """Return the size of a pool that never evicts: the blocks of all requests minus their hits."""
-        lengths = [
-            request.prompt_tokens + self.kind.answer
-            for request in sessions(self.kind, self.users, self.turns, self.prefix)
-        ]
+        lengths = [self.kind.prompt_tokens(turn, self.prefix) + self.kind.answer for turn in range(self.turns)]
         hits = sum(self.findable()) // BLOCK_SIZE
-        return sum(-(-length // BLOCK_SIZE) for length in lengths) - hits
+        return self.users * sum(-(-length // BLOCK_SIZE) for length in lengths) - hits
 
 
 def reuse(load: Load, num_blocks: int, cost: Cost) -> Reuse:
@@ -119,17 +115,14 @@ def reuse(load: Load, num_blocks: int, cost: Cost) -> Reuse:
         MinivllmError: the pool cannot hold a single request, or a block's hash is not bytes.
     """
     work = sessions(load.kind, load.users, load.turns, load.prefix, at_random=load.at_random)
-    naming, watch = _named(load.hash_block_tokens) if load.hash_block_tokens else _remembered, _Watch(load)
-    policy = SchedulingPolicy(schedule=watch.schedule, block_pool=_WatchedPool, hash_block_tokens=naming)
-    cache = CacheConfig(num_gpu_blocks=1 + num_blocks)
-    run = simulate(work, CONFIG, cache, cost, scheduler=partial(Scheduler, policy=policy))
+    watched = _WatchedScheduler(load, CacheConfig(num_gpu_blocks=1 + num_blocks))
+    run = simulate(work, CONFIG, watched.cache_config, cost, scheduler=lambda *_configs: watched)
     return Reuse(
         tuple(request.prompt_tokens for request in work),
         tuple(request.num_cached_tokens for request in run.requests),
-        tuple(watch.wrong.get(index, 0) for index in range(len(work))),
+        tuple(watched.wrong.get(index, 0) for index in range(len(work))),
         tuple(request.ttft for request in run.requests),
-        watch.evicted,
-        watch.admissions(),
+        *watched.evictions(),
     )
 
 
@@ -153,10 +146,13 @@ class _WatchedPool(BlockPool):
         self.evicted += [block.block_id for block in blocks if block.block_hash is not None]
 
 
-class _Watch:
-    """A watcher that records whose context each block of one scheduler holds."""
+class _WatchedScheduler(Scheduler):
+    """The engine's scheduler, which also records whose context each block holds."""
 
-    def __init__(self, load: Load) -> None:
+    def __init__(self, load: Load, cache: CacheConfig) -> None:
+        naming = _named(load.hash_block_tokens) if load.hash_block_tokens else _remembered
+        policy = SchedulingPolicy(block_pool=_WatchedPool, hash_block_tokens=naming)
+        super().__init__(CONFIG, cache, policy)
         self.load = load
         self.evicted = 0
         self.wrong: dict[int, int] = {}
@@ -164,45 +160,48 @@ class _Watch:
         self._owners: dict[int, int] = {}
         self._admitted: list[tuple[list[int], Counter[int]]] = []
 
-    def schedule(self, scheduler: Scheduler, step: Step) -> None:
-        """Fill a step as the engine does, and record what it admitted and evicted."""
-        running_then_waiting(scheduler, step)
-        indices = [int(request.request_id) for request in step.admitted]
+    def schedule(self) -> SchedulerOutput:
+        """Decide a step as the engine does, and record what it admitted and evicted."""
+        self._note_evictions()  # by steps that needed no decision
+        output = super().schedule()
+        indices = [int(new.req_id) for new in output.scheduled_new_reqs]
         new = [index for index in indices if index not in self.wrong]
         if new:
             self._admitted.append((new, Counter()))
-        pool = scheduler.kv_cache_manager.block_pool
+        self._note_evictions()
+        for index, data in zip(indices, output.scheduled_new_reqs, strict=True):
+            self._note_blocks(index, data.block_ids)
+        return output
+
+    def evictions(self) -> tuple[int, tuple[Admission, ...]]:
+        """Return how many blocks were evicted, and all steps that admitted requests."""
+        self._note_evictions()
+        return self.evicted, tuple(Admission(tuple(new), tuple(sorted(lost.items()))) for new, lost in self._admitted)
+
+    def _note_evictions(self) -> None:
+        pool = self.kv_cache_manager.block_pool
         assert isinstance(pool, _WatchedPool)
-        self._note_evictions(pool)
-        for request in step.admitted:
-            self._note_blocks(request, scheduler.kv_cache_manager.get_block_ids(request.request_id), pool)
-
-    def admissions(self) -> tuple[Admission, ...]:
-        """Return all steps that admitted requests."""
-        return tuple(Admission(tuple(new), tuple(sorted(lost.items()))) for new, lost in self._admitted)
-
-    def _note_evictions(self, pool: _WatchedPool) -> None:
         self.evicted += len(pool.evicted)
         if self._admitted:
             users = (self._owners.pop(block_id, None) for block_id in pool.evicted)
             self._admitted[-1][1].update(user for user in users if user is not None)
         pool.evicted.clear()
 
-    def _note_blocks(self, request: Request, block_ids: Sequence[int], pool: BlockPool) -> None:
+    def _note_blocks(self, index: int, block_ids: Sequence[int]) -> None:
         """Record the blocks of an admitted request as its user's context."""
-        load, index = self.load, int(request.request_id)
+        load = self.load
         user, turn = divmod(index, load.turns)
         shared, context = load.shared_blocks, load.context_blocks(turn)
         for owner, ids in ((SHARED, block_ids[:shared]), (user, block_ids[shared:context])):
             self._owners.update(dict.fromkeys(ids, owner))
-        if index not in self.wrong:
-            self.wrong[index] = self._wrong_tokens(request, [pool.blocks[block_id] for block_id in block_ids])
+        self.wrong.setdefault(index, self._wrong_tokens(self.requests[str(index)], block_ids))
 
-    def _wrong_tokens(self, request: Request, blocks: Sequence[KVCacheBlock]) -> int:
+    def _wrong_tokens(self, request: Request, block_ids: Sequence[int]) -> int:
         if self.load.hash_block_tokens is None:
             return 0
-        hits = request.num_cached_tokens // BLOCK_SIZE
-        pairs = ((request.block_hashes[i], blocks[i].block_hash) for i in range(hits))
+        blocks = self.kv_cache_manager.block_pool.blocks
+        hits = (blocks[block_id].block_hash for block_id in block_ids[: request.num_cached_tokens // BLOCK_SIZE])
+        pairs = zip(request.block_hashes, hits, strict=False)
         return BLOCK_SIZE * sum(_true(expected) != _true(actual) for expected, actual in pairs)
 
 

@@ -47,6 +47,10 @@ class Sharing:
         beginnings = prefix if self.prefix_of == "all" else users * prefix
         return beginnings + self.grows * users * (turns - 1) * (self.question + self.answer)
 
+    def prompt_tokens(self, turn: int, prefix: int) -> int:
+        """Return the length of a turn's prompt."""
+        return prefix + self.question + self.grows * turn * (self.question + self.answer)
+
     def findable(self, users: int, turns: int, prefix: int, block_size: int = 16) -> list[int]:
         """Return, for each request in the order of `sessions`, the prompt tokens that an unlimited
         cache would hold.
