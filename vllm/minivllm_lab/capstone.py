@@ -1,5 +1,5 @@
-"""The capstone: a server made of what a learner has written in exercises 01 to 12, and clients that
-send it requests.
+"""The capstone: servers made of what a learner has written in the exercises, and clients that send
+them requests.
 
     uv run python -m minivllm_lab.capstone            # which parts are yours, and what the servers do with them
     uv run python -m minivllm_lab.capstone --serve    # and then `minivllm serve` with them, on port 8000
