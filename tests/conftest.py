@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import compileall
+import contextlib
 import gc
 import logging
 import os
@@ -15,6 +17,7 @@ import re
 import signal
 import sys
 from collections.abc import Iterator
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -76,6 +79,29 @@ def pytest_xdist_setupnodes(config: pytest.Config) -> None:
     if CAN_FORK:
         config.stash[TEMPLATE] = template = Template(*OF_WORKERS)
         ThreadExecModel.subprocess = WarmSubprocess(template, with_template=True)
+    compile_ahead(config)
+
+
+class NotRun:
+    """A module that pytest's loader compiles and keeps, but cannot run: it has no `__dict__`."""
+
+    __slots__ = ("__name__", "__spec__")
+
+    def __init__(self, path: Path) -> None:
+        self.__name__, self.__spec__ = path.stem, ModuleSpec(path.stem, None, origin=str(path))
+
+
+def compile_ahead(config: pytest.Config) -> None:
+    """Compile the tests and what they import, while the template loads: in a fresh clone each worker
+    would compile all of it.
+    """
+    (loader,) = (finder for finder in sys.meta_path if type(finder).__name__ == "AssertionRewritingHook")
+    for place in (Path(argument.partition("::")[0]) for argument in config.args):
+        for path in [place] if place.is_file() else place.rglob("test_*.py"):
+            with contextlib.suppress(AttributeError, SyntaxError):
+                loader.exec_module(NotRun(path))
+    for package in ("vllm/minivllm_lab", "vllm/minivllm_simulate", "widgets"):
+        compileall.compile_dir(config.rootpath / package, quiet=2)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -12,12 +12,11 @@ from kernels.harness import assert_compiles
 from lessons.harness import REPOSITORY, exercise_test, figures_of_quick_run, script_path
 
 from minivllm import LLM, SamplingParams
-from minivllm.config import EMBEDDED_DRAFT, EMBEDDED_MODEL, SpeculativeConfig
+from minivllm.config import EMBEDDED_DRAFT, EMBEDDED_MODEL
 from minivllm.errors import MinivllmError
 from minivllm.kernels.rejection_arguments import RejectionArguments
 from minivllm.kernels.rejection_sample import rejection_sample
 from minivllm.models.loader import load_model
-from minivllm.worker.spec_decode.ngram_proposer import NgramProposer
 from minivllm_lab.exercise import load, plug_of
 from minivllm_lab.kernel_trace import trace_kernel
 from minivllm_lab.plugged import serve
@@ -31,19 +30,6 @@ from minivllm_simulate.known_models import known_model
 lesson = load(script_path("07"))
 TEXT = (REPOSITORY / "lessons" / "07_speculative_decoding.md").read_text()
 NOTES = (REPOSITORY / "lessons" / "notes" / "07_speculative_decoding.md").read_text()
-
-# ---- lesson form and engine form -----------------------------------------------------------------
-
-
-def test_the_proposer_looks_up_what_the_engines_does():
-    draw = np.random.default_rng(0)
-    for _ in range(300):
-        token_ids = draw.integers(0, 4, draw.integers(1, 41)).tolist()
-        (least, most), k = sorted(draw.integers(1, 5, 2).tolist()), int(draw.integers(1, 6))
-        config = SpeculativeConfig(num_speculative_tokens=k, prompt_lookup_max=most, prompt_lookup_min=least)
-        engines = NgramProposer(config, max_model_len=1000).drafts_after(np.array(token_ids, np.int32))
-        assert lesson.propose_ngram(token_ids, least, most, k) == engines
-
 
 # ---- the kernels ---------------------------------------------------------------------------------
 

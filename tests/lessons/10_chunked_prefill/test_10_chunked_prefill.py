@@ -167,22 +167,9 @@ def test_a_cap_that_cannot_be_is_one_line(parts, about):
 # ---- the kernel ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "heads", "kv_heads", "head_dim"),
-    [
-        ("decodes and chunks", 6, 2, 80),
-        ("decodes and chunks", 8, 1, 32),
-        ("decodes only", 4, 4, 64),
-        ("chunks only", 8, 1, 32),
-        ("one token in a chunk's place", 6, 2, 80),
-    ],
-)
-def test_one_launch_and_two_are_right(name, heads, kv_heads, head_dim, device):
-    case = kernel_cases.mixed_case(*kernel_cases.AWKWARD[name], heads, kv_heads, head_dim, torch.float32)
-    expected, decodes = kernel_cases.exact(case), kernel_cases.num_decodes_of(kernel_cases.AWKWARD[name][0], name)
-    for launch in (lesson.mixed_launch, lesson.in_two_launches):
-        fresh = {key: tensor.clone().to(device) for key, tensor in case.items()}
-        assert_close(launch(**fresh, num_decodes=decodes), expected)
+def test_the_scripts_own_proof_holds(device):
+    launches = lesson.mixed_launch, lesson.in_two_launches
+    assert kernel_cases.verify_kernel(*launches, device, quick=False)["largest_error"] < 4e-3
 
 
 def test_it_agrees_with_the_engines_kernel(device):

@@ -98,18 +98,6 @@ def test_the_steps_are_the_engines(policy):
     assert preemptions > 40
 
 
-@pytest.mark.parametrize("policy", ["fcfs", "priority"])
-def test_the_learners_loop_in_the_engine_is_the_engines(policy):
-    rules = learner_policy(lesson.schedule_running, lesson.resume_at)
-    for seed in range(25):
-        requests, settings = workload(seed)
-        expected, ours = engine_steps(requests, settings, policy)
-        steps, yours = engine_steps(requests, settings, policy, rules)
-        assert steps == expected, seed
-        assert yours.num_preemptions == ours.num_preemptions
-        assert yours.num_recomputed_tokens == ours.num_recomputed_tokens
-
-
 def test_the_example_by_hand():
     engine = lesson.Engine(report.NoModel(6, 2), token_budget=8)
     requests = [Request(name, [1, 1, 1], max_tokens=count) for name, count in (("A", 5), ("B", 4))]
