@@ -17,8 +17,8 @@ from contextlib import redirect_stderr
 from unittest import mock
 
 import pytest
+from refusals import assert_refused
 
-from minivllm.errors import MinivllmError
 from minivllm_lab.checking import module_from
 from minivllm_lab.cli import run
 from minivllm_lab.museum import copies, desk, workloads
@@ -205,8 +205,7 @@ def test_an_engine_that_does_not_start_is_a_symptom_and_the_sound_one_always_sta
     (seen,) = copies.observe([entry.workload], copies.room_of(entry))
     assert "SyntaxError" in seen[entry.workload]["the engine as a whole"]
     monkeypatch.setattr(copies, "ENGINE", copy)
-    with pytest.raises(MinivllmError, match=r"cannot compare with the sound engine: .*SyntaxError"):
-        copies.observe([entry.workload], None)
+    assert_refused(r"cannot compare with the sound engine: .*SyntaxError", copies.observe, [entry.workload], None)
 
 
 def test_a_copy_that_the_learner_has_changed_is_left_alone(rooms):

@@ -14,8 +14,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-
-from minivllm.errors import MinivllmError
+from refusals import assert_refused
 
 Knobs = dict[str, Any]
 SWEEPS = "widgets.shell.swept.PATIENCE"
@@ -133,8 +132,7 @@ def unusable_test(here: Callable[..., Any], parts: Sequence[tuple[Knobs, str]], 
     def test(own: Knobs, about: str, monkeypatch: pytest.MonkeyPatch) -> None:
         if about == "never end":
             monkeypatch.setattr(patience, 0.3)
-        with pytest.raises(MinivllmError, match=about):
-            here(**own)
+        assert_refused(about, here, **own)
 
     return test
 
@@ -144,7 +142,6 @@ def refusal_test(widget: ModuleType, nonsense: Sequence[Knobs]) -> Callable:
 
     @pytest.mark.parametrize("knobs", nonsense, ids=str)
     def test(knobs: Knobs) -> None:
-        with pytest.raises(MinivllmError, match=next(iter(knobs))):
-            first_state(widget, knobs)
+        assert_refused(next(iter(knobs)), first_state, widget, knobs)
 
     return test

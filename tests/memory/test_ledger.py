@@ -320,8 +320,7 @@ def test_null_block_is_not_for_requests():
 
 
 def test_nothing_left_for_the_cache():
-    with pytest.raises(MinivllmError, match="nothing is left"):
-        memory_ledger(known_model("Llama-2-13b-hf"), "T4", max_model_len=1)
+    assert_refused("nothing is left", memory_ledger, known_model("Llama-2-13b-hf"), "T4", max_model_len=1)
     assert_refused("nothing is left", kv_cache_tokens, -1, LLAMA)
 
 

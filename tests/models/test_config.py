@@ -178,8 +178,7 @@ def test_fields_that_contradict_each_other(changes):
 
 
 def test_require_names_the_first_that_is_missing():
-    with pytest.raises(MinivllmError, match="vocab_size"):
-        ModelConfig(2, 4, 4, 32, hidden_size=8).require("hidden_size", "vocab_size")
+    assert_refused("vocab_size", ModelConfig(2, 4, 4, 32, hidden_size=8).require, "hidden_size", "vocab_size")
 
 
 def test_from_pretrained_reads_directory_and_file(tmp_path):

@@ -11,6 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from refusals import assert_refused
 
 from minivllm.errors import MinivllmError
 
@@ -258,5 +259,4 @@ def test_an_unknown_figure_step_or_command_is_refused(tmp_path: Path, body: str,
 
 
 def test_an_unknown_lesson_is_refused():
-    with pytest.raises(MinivllmError, match="has no 13_"):
-        slides.decks(ROOT, "13")
+    assert_refused("has no 13_", slides.decks, ROOT, "13")

@@ -13,9 +13,9 @@ from kernels.harness import (
     start_locations,
 )
 from lessons.harness import SMALL, exercise_test, figures_of_quick_run, script_path
+from refusals import assert_refused
 
 from minivllm.config import EMBEDDED_MODEL
-from minivllm.errors import MinivllmError
 from minivllm.kernels.unified_attention import unified_attention
 from minivllm.models.attention import CausalAttention
 from minivllm.models.loader import random_model
@@ -174,8 +174,7 @@ def test_a_forgotten_reference_shows_the_strangers_text():
 
 
 def test_a_double_free_is_refused_and_would_share_blocks():
-    with pytest.raises(MinivllmError, match="double free of block"):
-        lesson.double_free(lesson.BlockPool(9))
+    assert_refused("double free of block", lesson.double_free, lesson.BlockPool(9))
     trusting = lesson.BlockPool(9)
     trusting.free_blocks = lambda blocks: trusting.free.extendleft(list(blocks)[::-1])
     assert lesson.double_free(trusting) == [1, 2, 3]

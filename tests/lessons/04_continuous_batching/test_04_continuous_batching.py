@@ -8,10 +8,10 @@ import pytest
 import torch
 from kernels.harness import assert_close, assert_compiles
 from lessons.harness import SMALL, exercise_test, figures_of_quick_run, script_path
+from refusals import assert_refused
 from simulate.linear_cost import LinearCost
 
 from minivllm.config import EMBEDDED_MODEL, CacheConfig, SchedulerConfig
-from minivllm.errors import MinivllmError
 from minivllm.kernels.unified_attention import unified_attention
 from minivllm.models.loader import random_model
 from minivllm_lab.continuous_batching import report
@@ -208,8 +208,7 @@ def test_the_step_model_on_published_figures_that_it_was_not_fitted_to():
 )
 def test_a_decision_that_cannot_be_carried_out_is_one_line(decision, about):
     plugged = plug_of("04")(type("Learner", (), {"schedule": staticmethod(decision)}))
-    with pytest.raises(MinivllmError, match=about):
-        serve(plugged, plugged.parts)
+    assert_refused(about, serve, plugged, plugged.parts)
 
 
 def test_a_wrong_prediction_is_caught():

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lessons.widget_harness import known_state
 from pace import quiet_seconds
+from refusals import assert_refused
 
-from minivllm.errors import MinivllmError
 from minivllm_lab.exercise import load as load_lesson
 from widgets import continuous_batching as widget
 from widgets.continuous_batching import curves, runs
@@ -111,8 +111,7 @@ def test_the_lengths_of_a_workload_replace_the_spread():
     again = here(file=" azure-code ", spread=0.25).curves[0].points
     assert again
     assert again.items() <= state.curves[0].points.items()
-    with pytest.raises(MinivllmError, match="nonsense"):
-        complete(file="nonsense")
+    assert_refused("nonsense", complete, file="nonsense")
 
 
 # ---- the start, the guess, the challenges

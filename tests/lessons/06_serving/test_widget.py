@@ -11,9 +11,9 @@ from functools import partial
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from refusals import assert_refused
 
 from lessons import widget_harness as harness
-from minivllm.errors import MinivllmError
 from minivllm_lab.exercise import load as load_lesson
 from minivllm_simulate.layouts import Layout
 from widgets import serving as widget
@@ -173,8 +173,7 @@ def test_lengths_of_a_file_replace_those_of_the_knobs():
     state = here(file=" alpaca ")
     assert state.work.note in " ".join(ET.fromstring(widget.figure(state, 760)).itertext())
     assert state.served.points == here(file="alpaca", prompt=64).served.points
-    with pytest.raises(MinivllmError, match="nonsense"):
-        widget.sweep(file="nonsense")
+    assert_refused("nonsense", widget.sweep, file="nonsense")
 
 
 # ---- the reader's own collector

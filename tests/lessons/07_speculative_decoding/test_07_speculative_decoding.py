@@ -10,10 +10,10 @@ import pytest
 import torch
 from kernels.harness import assert_compiles
 from lessons.harness import REPOSITORY, exercise_test, figures_of_quick_run, script_path
+from refusals import assert_refused
 
 from minivllm import LLM, SamplingParams
 from minivllm.config import EMBEDDED_DRAFT, EMBEDDED_MODEL
-from minivllm.errors import MinivllmError
 from minivllm.kernels.rejection_arguments import RejectionArguments
 from minivllm.kernels.rejection_sample import rejection_sample
 from minivllm.models.loader import load_model
@@ -275,8 +275,7 @@ test_the_checks_catch = exercise_test("07")
 
 def test_drafts_that_were_not_asked_for_are_told():
     plugged = plug_of("07")(SimpleNamespace(propose_ngram=lambda tokens, low, high, k: [1] * 9, verify=None))
-    with pytest.raises(MinivllmError, match="9 drafts, but at most 3 are allowed"):
-        serve(plugged, plugged.parts)
+    assert_refused("9 drafts, but at most 3 are allowed", serve, plugged, plugged.parts)
 
 
 def test_the_learners_verdict_is_that_of_the_engine():

@@ -11,13 +11,13 @@ import pytest
 import torch
 from kernels.harness import assert_close, assert_compiles
 from lessons.harness import REPOSITORY, exercise_test, figures_of_quick_run, script_path
+from refusals import assert_refused
 
 from minivllm.config import CacheConfig, DraftingConfig, SchedulerConfig
 from minivllm.core.policy import DEFAULT_POLICY
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
 from minivllm.core.scheduler_output import ModelRunnerOutput
-from minivllm.errors import MinivllmError
 from minivllm.kernels.unified_attention import unified_attention
 from minivllm.memory import kv_bytes_per_token
 from minivllm_lab.chunked_prefill import kernel_cases, pieces, report
@@ -160,8 +160,7 @@ def test_the_example_by_hand():
 )
 def test_a_cap_that_cannot_be_is_one_line(parts, about):
     arrivals = {0: [("a", 30, 4), ("b", 30, 4)]}
-    with pytest.raises(MinivllmError, match=about):
-        engine_steps(arrivals, {"max_num_batched_tokens": 8}, learner_policy(**parts))
+    assert_refused(about, engine_steps, arrivals, {"max_num_batched_tokens": 8}, learner_policy(**parts))
 
 
 # ---- the kernel ----------------------------------------------------------------------------------

@@ -9,13 +9,13 @@ import pytest
 import torch
 from kernels.harness import assert_compiles
 from lessons.harness import REPOSITORY, exercise_test, figures_of_quick_run, script_path
+from refusals import assert_refused
 
 from minivllm.config import CacheConfig, SchedulerConfig
 from minivllm.core.policy import DEFAULT_POLICY
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
 from minivllm.core.scheduler_output import ModelRunnerOutput
-from minivllm.errors import MinivllmError
 from minivllm.kernels.copy_blocks import BlockRegions, gather_blocks, scatter_blocks
 from minivllm_lab.exercise import load
 from minivllm_lab.kernel_trace import trace_kernel
@@ -129,16 +129,14 @@ def _too_many(running, waiting, memory, budget, policy):
 )
 def test_a_step_that_cannot_be_is_one_line(parts, about):
     settings = {"blocks": 20, "size": 2, "budget": 8}
-    with pytest.raises(MinivllmError, match=about):
-        engine_steps([("a", 3, 4, 0), ("b", 3, 4, 0)], settings, "fcfs", learner_policy(**parts))
+    assert_refused(about, engine_steps, [("a", 3, 4, 0), ("b", 3, 4, 0)], settings, "fcfs", learner_policy(**parts))
 
 
 def test_a_place_to_resume_that_cannot_be_is_one_line():
     rules = learner_policy(resume_at=lambda num_tokens, *_: num_tokens)
     scheduler = Scheduler(SchedulerConfig(max_model_len=16), CacheConfig(num_gpu_blocks=20, block_size=4), rules)
     scheduler.add_request(Request("a", [1] * 8, max_tokens=2))
-    with pytest.raises(MinivllmError, match="your resume_at returns 8 for 8 tokens"):
-        scheduler.schedule()
+    assert_refused("your resume_at returns 8 for 8 tokens", scheduler.schedule)
 
 
 # ---- swap ----------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import pytest
 import torch
 from kernels.harness import assert_close, assert_compiles
 from lessons.harness import exercise_test, figures_of_quick_run, script_path
+from refusals import assert_refused
 
 from minivllm.core.adapter_slots import AdapterSlots
 from minivllm.errors import MinivllmError
@@ -219,8 +220,7 @@ def test_what_leaves_the_host_leaves_its_slot():
     ],
 )
 def test_a_gate_that_cannot_be_is_one_line(admit, about):
-    with pytest.raises(MinivllmError, match=about):
-        engine_steps([("a", 1, 2, 0), ("b", 2, 2, 0)], 1, 4, learner_policy(admit))
+    assert_refused(about, engine_steps, [("a", 1, 2, 0), ("b", 2, 2, 0)], 1, 4, learner_policy(admit))
 
 
 # ---- the script from outside ---------------------------------------------------------------------
