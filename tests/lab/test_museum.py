@@ -6,21 +6,18 @@ import contextlib
 import difflib
 import functools
 import importlib
-import io
 import shutil
 import subprocess
 import sys
 import types
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import redirect_stderr
 from unittest import mock
 
 import pytest
-from refusals import assert_refused
+from refusals import assert_refused, assert_refuses
 
 from minivllm_lab.checking import module_from
-from minivllm_lab.cli import run
 from minivllm_lab.museum import copies, desk, workloads
 from minivllm_lab.museum.exhibits import COLLECTION, ENGINE, NUM_HINTS, Exhibit, exhibits, what_happens_in
 from minivllm_lab.tables import console
@@ -241,6 +238,7 @@ def test_a_guess_in_the_right_function_is_warm(rooms):
     assert copies.solved() == {"17": "line"}
 
 
+@pytest.mark.usefixtures("rooms")
 @pytest.mark.parametrize(
     ("arguments", "about"),
     [
@@ -260,17 +258,8 @@ def test_a_guess_in_the_right_function_is_warm(rooms):
         (("--bugs",), "unrecognized"),
     ],
 )
-def test_bad_input_gets_one_line(rooms, monkeypatch, arguments, about):
-    errors = io.StringIO()
-    with (
-        mock.patch.object(sys, "argv", ["bugs", *arguments]),
-        redirect_stderr(errors),
-        pytest.raises(SystemExit) as end,
-    ):
-        run(desk.main, desk.parser())
-    assert end.value.code == 2
-    assert len(errors.getvalue().strip().splitlines()) == 1
-    assert about in errors.getvalue()
+def test_bad_input_gets_one_line(arguments, about):
+    assert_refuses(desk, *arguments, about=about)
 
 
 def test_every_hint_can_be_read():

@@ -11,11 +11,11 @@ import pytest
 import site_pages
 from address import address
 from refusals import assert_refused
+from repository import ROOT
 
 from minivllm.errors import MinivllmError
 from minivllm_lab.exercise import load
 
-ROOT = Path(__file__).resolve().parents[2]
 LESSONS = sorted(path.stem for path in (ROOT / "lessons").glob("[0-9][0-9]_*.md"))
 ADDRESS = address()
 FENCE = re.compile(r"^( *)(```+)(?P<words>[^\n`]*)\n.*?^\1\2 *$", re.DOTALL | re.MULTILINE)

@@ -10,10 +10,10 @@ import pytest
 import site_exercises
 import site_live
 from refusals import assert_refused
+from repository import ROOT
 
 import widgets
 
-ROOT = Path(__file__).resolve().parents[2]
 START = """
 import asyncio, json, sys
 from widgets.shell.page import Page

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from repository import ROOT
 
 from minivllm.core.block_pool import BlockPool
 from minivllm_lab.exercise import load
@@ -19,7 +20,6 @@ from widgets import paged_attention as widget
 from widgets.paged_attention.figure import percent, times
 from widgets.shell.session import Session
 
-ROOT = Path(__file__).resolve().parents[3]
 LONG: dict[str, Any] = {"requests": "azure-code", "samples": 1, "kernel": "line", "row_bytes": 64}
 SOLVED: tuple[dict[str, Any], ...] = (
     {"block_size": 64, "requests": "azure-conversation", "samples": 1},
