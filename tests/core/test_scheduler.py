@@ -37,15 +37,6 @@ def test_a_request_that_can_get_nothing_is_passed_over() -> None:
 # Admission
 
 
-def test_admission_needs_room_for_the_whole_prompt_even_if_it_comes_in_chunks() -> None:
-    for reserve, expected in ((True, ["a"]), (False, ["a", "b"])):
-        d = drive(max_num_batched_tokens=12, scheduler_reserve_full_isl=reserve)
-        d.add("a", 8, max_tokens=9)
-        d.add("b", 36, max_tokens=1)
-        d.step()
-        assert d.running() == expected
-
-
 def test_the_watermark_holds_for_admissions_while_something_runs() -> None:
     d = drive(watermark=0.5)
     d.add("a", 36, max_tokens=4)

@@ -92,8 +92,7 @@ def test_incompatible_engines_are_refused_before_their_metadata_is_decoded(port,
 def test_an_answer_that_is_none_is_told(payload):
     port = free_port()
     channel = NixlSideChannel("127.0.0.1", port, {0: payload}, lambda request_id: True)
-    with pytest.raises(MinivllmError):
-        fetch_metadata("127.0.0.1", port, 0, HASH, 5.0)
+    assert_refused("", fetch_metadata, "127.0.0.1", port, 0, HASH, 5.0)
     channel.close()
 
 

@@ -79,8 +79,7 @@ def test_auto_is_the_dtype_that_would_be_served(changes, expected):
 
 @pytest.mark.parametrize("tp", [3, 5, 6, 12, 0, -1, True, 1.0])
 def test_heads_that_cannot_be_divided(tp):
-    with pytest.raises(MinivllmError):
-        kv_bytes_per_token(LLAMA, tp=tp)
+    assert_refused("", kv_bytes_per_token, LLAMA, tp=tp)
 
 
 FORGETFUL = {
