@@ -29,12 +29,12 @@ TOGETHER = {
 """Files -> the file with which they share a fixture of the whole session: one worker runs both."""
 
 LONGEST = (
-    "tests/e2e", "tests/site", "tests/notebooks/test_notebooks.py", "tests/server", "tests/lessons",
-    "tests/lesson_widgets", "tests/lab/test_museum.py", "tests/proxy", "tests/engine", "tests/kernels",
-    "tests/executor", "tests/workshop", "tests/lab",
+    "tests/e2e", "tests/site/test_exercises.py", "tests/notebooks/test_notebooks.py", "tests/server", "tests/site",
+    "tests/lessons", "tests/lesson_widgets", "tests/lab/test_museum.py", "tests/test_gpu_image.py", "tests/proxy",
+    "tests/engine", "tests/kernels", "tests/executor", "tests/workshop", "tests/lab", "tests/test_structure.py",
 )  # fmt: skip
 """Files and folders that come first, since who began one of them last would keep all others
-waiting.
+waiting. One file builds the site; the others of its folder come when it is built.
 """
 
 

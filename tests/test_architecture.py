@@ -7,8 +7,8 @@ import re
 from pathlib import Path
 
 import pytest
+from repository import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
 ENGINE = ROOT / "vllm" / "minivllm"
 PAGE = (ROOT / "ARCHITECTURE.md").read_text()
 

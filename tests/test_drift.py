@@ -5,17 +5,13 @@ refuses what is no release in one line.
 import gzip
 import io
 import json
-import sys
 import tarfile
 from pathlib import Path
 
+import drift
 import pytest
+from refusals import assert_refuses
 
-from minivllm_lab.exercise import load
-
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.append(str(ROOT / "tools"))  # its programs import each other
-drift = load(ROOT / "tools" / "drift.py")
 POOL = """class BlockPool:
     def take(self, n):
         taken = []
@@ -167,16 +163,6 @@ def archive(path: Path, version: str) -> Path:
     return path
 
 
-def refusal(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> str:
-    """Run the program, which must refuse its input in one line."""
-    monkeypatch.setattr(sys, "argv", ["drift", *arguments])
-    with pytest.raises(SystemExit) as end:
-        drift.run(drift.main, drift.parser())
-    assert end.value.code == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    return line
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -188,11 +174,11 @@ def refusal(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytes
         (["0.32.0", "--archive", "{archive}"], "is not the source archive of vLLM 0.32.0"),
     ],
 )
-def test_bad_input_is_one_line_and_exit_code_2(arguments, words, tmp_path, monkeypatch, capsys):
+def test_bad_input_is_one_line_and_exit_code_2(arguments, words, tmp_path, monkeypatch):
     for name in drift.read_vllm.INDEX_VARIABLES:
         monkeypatch.setenv(name, "http://127.0.0.1:9/simple")
     path = str(archive(tmp_path / "source.tar.gz", "0.31.0"))
-    assert words in refusal([each.format(archive=path) for each in arguments], monkeypatch, capsys)
+    assert_refuses(drift, *(each.format(archive=path) for each in arguments), about=words)
 
 
 def test_the_page_keeps_other_releases_and_has_the_latest_first():

@@ -8,11 +8,11 @@ import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-import widgets
-from minivllm_lab.exercise import load
+import structure
+from repository import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
-structure = load(ROOT / "tools" / "structure.py")
+import widgets
+
 CODE = ROOT / "vllm"
 ENGINE = CODE / "minivllm"
 WIDGETS = ROOT / "widgets"

@@ -3,17 +3,11 @@ and what our own code has is not asked for.
 """
 
 import functools
-import sys
-from pathlib import Path
 
 import pytest
+import vllm_facts as tool
+import vllm_names as names
 
-from minivllm_lab.exercise import load
-
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.append(str(ROOT / "tools"))  # its programs import each other
-tool = load(ROOT / "tools" / "vllm_facts.py")
-names = load(ROOT / "tools" / "vllm_names.py")
 PAGE = "lessons/04_batching.md"
 SOURCES = {
     "vllm/engine/arg_utils.py": """

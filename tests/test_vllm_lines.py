@@ -3,14 +3,10 @@ so is a name that is not in the lines, or that nothing explains.
 """
 
 import ast
-from pathlib import Path
 
 import pytest
+import vllm_lines as tool
 
-from minivllm_lab.exercise import load
-
-ROOT = Path(__file__).resolve().parents[1]
-tool = load(ROOT / "tools" / "vllm_lines.py")
 VERSION = "0.33.0"
 FILE = "vllm/v1/pool.py"
 BLOB = f"https://github.com/vllm-project/vllm/blob/v{VERSION}/{FILE}"

@@ -2,17 +2,12 @@
 
 import functools
 import io
-import sys
 import tarfile
 from pathlib import Path
 
 import pytest
+import vllm_names as tool
 
-from minivllm_lab.exercise import load
-
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.append(str(ROOT / "tools"))  # its programs import each other
-tool = load(ROOT / "tools" / "vllm_names.py")
 BLOB = "https://github.com/vllm-project/vllm/blob/v0.33.0"
 POOL = f"[`vllm/v1/core/block_pool.py`]({BLOB}/vllm/v1/core/block_pool.py)"
 MODULE = """

@@ -4,18 +4,17 @@ import json
 import math
 import sys
 from itertools import permutations
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pictures import contents, contents_differ
+from repository import ROOT
 
 from minivllm.config import EMBEDDED_MODEL
 from minivllm.models.linear import weight_bytes
 from minivllm_lab.inside import runner_of
 
-ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks/results/ablation.cpu.json"
 
 

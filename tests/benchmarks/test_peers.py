@@ -4,8 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from minivllm.errors import MinivllmError
+from refusals import assert_refused
 
 ENGINE = """
 import json, sys
@@ -63,5 +62,4 @@ def test_our_engine_is_measured_where_no_other_is_installed(peers, tmp_path):
 @pytest.mark.parametrize("code", [REFUSES, ENDS], ids=["refuses", "ends"])
 def test_our_engine_must_not_fail(peers, tmp_path, code):
     engines = [peer(peers, tmp_path, "minivllm", code), peer(peers, tmp_path, "other", ENGINE)]
-    with pytest.raises(MinivllmError, match="no bf16 here"):
-        peers.measure(engines, WORK, (1, 2), 1, tmp_path)
+    assert_refused("no bf16 here", peers.measure, engines, WORK, (1, 2), 1, tmp_path)

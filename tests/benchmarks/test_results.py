@@ -5,8 +5,8 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 
 import pytest
+from repository import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 RESULTS = sorted((ROOT / "benchmarks/results").glob("*.json"))
 SCRIPTS = {
     path: script

@@ -2,18 +2,15 @@
 what was measured.
 """
 
-from pathlib import Path
-
 import pytest
 import torch
+from repository import ROOT
 
 from minivllm.config import EMBEDDED_MODEL, SpeculativeConfig
 from minivllm.kernels.cpu.panel_linear import can_pack
 from minivllm_lab.followed import without_info
 from minivllm_lab.marks import put_between_marks
 from minivllm_lab.results import read_record
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_the_notes_show_the_results(load_benchmark):

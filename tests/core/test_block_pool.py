@@ -172,12 +172,6 @@ TestPoolAgainstAccount = PoolAgainstAccount.TestCase
 TestPoolAgainstAccount.settings = SMALL
 
 
-def test_the_null_block_is_not_usable() -> None:
-    pool = BlockPool(2)
-    assert pool.num_usable_blocks == pool.get_num_free_blocks() == 1
-    assert pool.get_new_blocks(1)[0].block_id == 1
-
-
 def test_removal_from_the_middle_takes_no_longer_in_a_long_queue() -> None:
     def links_read(size: int) -> int:
         blocks = [CountingBlock(block_id) for block_id in range(size)]

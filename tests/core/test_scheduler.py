@@ -37,15 +37,6 @@ def test_a_request_that_can_get_nothing_is_passed_over() -> None:
 # Admission
 
 
-def test_admission_needs_room_for_the_whole_prompt_even_if_it_comes_in_chunks() -> None:
-    for reserve, expected in ((True, ["a"]), (False, ["a", "b"])):
-        d = drive(max_num_batched_tokens=12, scheduler_reserve_full_isl=reserve)
-        d.add("a", 8, max_tokens=9)
-        d.add("b", 36, max_tokens=1)
-        d.step()
-        assert d.running() == expected
-
-
 def test_the_watermark_holds_for_admissions_while_something_runs() -> None:
     d = drive(watermark=0.5)
     d.add("a", 36, max_tokens=4)
@@ -71,28 +62,7 @@ def test_without_chunked_prefill_a_prompt_waits_for_a_step_with_room() -> None:
     assert d.step() == {"a": 1, "b": 1, "c": 1, "d": 37}, "exactly what is left"
 
 
-def test_static_batching_admits_only_into_an_empty_batch() -> None:
-    d = drive(static_batching=True, max_num_seqs=2)
-    d.add("a", 2, max_tokens=1)
-    d.add("b", 2, max_tokens=3)
-    d.add("c", 2)
-    assert [d.step() for _ in range(4)] == [{"a": 2, "b": 2}, {"b": 1}, {"b": 1}, {"c": 2}]
-
-
 # The threshold for long prompts
-
-
-def test_the_threshold_spares_a_request_that_is_alone() -> None:
-    d = drive(long_prefill_token_threshold=4)
-    d.add("a", 10)
-    assert d.step() == {"a": 10}
-
-
-def test_a_waiting_request_ends_being_alone() -> None:
-    d = drive(long_prefill_token_threshold=4, max_num_seqs=1)
-    d.add("a", 10)
-    d.add("b", 10)
-    assert d.step() == {"a": 4}
 
 
 @pytest.mark.parametrize(
@@ -123,13 +93,6 @@ def test_skip_reading_prefix_cache_still_publishes() -> None:
     assert d.step() == {"b": 8}
     d.add("c", [*range(8)], max_tokens=1)
     assert d.step() == {"c": 4}
-
-
-def test_freed_blocks_unhashed_to_the_front_hashed_to_the_back() -> None:
-    d = drive()
-    d.add("a", 10, max_tokens=1)
-    d.step()
-    assert d.free() == [3, 4, 5, 6, 7, 8, 9, 10, 2, 1]
 
 
 def test_stats_count_admissions_and_only_those() -> None:
@@ -177,20 +140,6 @@ def test_a_preempted_request_finds_its_own_blocks_again() -> None:
     assert d.scheduler.make_stats().num_recomputed_tokens == 3, "7 were computed, and 4 of them are found"
 
 
-def test_priority_preempts_the_worst_wherever_it_stands() -> None:
-    d = drive(num_gpu_blocks=6, max_model_len=16, policy="priority")
-    d.add("worst", 6, max_tokens=9, priority=9)
-    d.step()
-    d.add("best", 8, max_tokens=8, priority=1)
-    d.add("third", 2, max_tokens=8, priority=2)
-    d.step()
-    assert d.running() == ["worst", "best", "third"]
-    # `worst` needs no block and is scheduled first. `best` takes its blocks, and with them its
-    # place in the step; `third` has moved up in the list, and must not be passed over.
-    assert d.step() == {"best": 1, "third": 1}
-    assert d.waiting() == ["worst"]
-
-
 def num_steps_of_equals(rules: SchedulingPolicy, must_fit: bool) -> int:
     """Count the steps, at most 500, until two equal requests that fill the pool in chunks of 2
     tokens have ended.
@@ -225,16 +174,6 @@ def test_equal_requests_do_not_preempt_each_other_forever() -> None:
     assert num_steps_of_equals(DEFAULT_POLICY, must_fit=False) < 20
     assert num_steps_of_equals(vllms, must_fit=False) == 500
     assert num_steps_of_equals(vllms, must_fit=True) < 20
-
-
-def test_priority_a_victim_that_is_the_requester_lets_the_next_one_go_on() -> None:
-    d = drive(num_gpu_blocks=5, max_model_len=16, policy="priority")
-    d.add("worst", 7, max_tokens=9, priority=9)
-    d.step()
-    d.add("best", 6, max_tokens=9, priority=1)
-    d.step()
-    assert d.running() == ["worst", "best"]
-    assert d.step() == {"best": 1}, "`worst` finds no third block and goes itself; `best` still has its turn"
 
 
 def test_a_scheduled_victims_tokens_return_to_the_budget() -> None:
@@ -278,15 +217,6 @@ def test_abort_of_a_running_a_waiting_and_a_preempted_request() -> None:
     assert not d.scheduler.has_unfinished_requests()
     assert len(d.free()) == 4
     assert d.step() == {}
-
-
-def test_a_request_aborted_while_its_step_runs_has_no_news() -> None:
-    d = drive()
-    d.add("a", 3)
-    output = d.schedule()
-    d.scheduler.finish_requests(["a"], RequestStatus.FINISHED_ABORTED)
-    assert d.scheduler.update_from_output(output, ModelRunnerOutput({"a": [7]})) == []
-    assert d.schedule().finished_req_ids == {"a"}
 
 
 def test_tokens_and_logprobs_after_a_stop_token_are_dropped() -> None:
@@ -340,16 +270,6 @@ def test_drafts_are_extra_tokens_and_rejected_ones_are_rolled_back() -> None:
     assert stats.num_accepted_tokens_per_pos == [1, 1, 0]
 
 
-def test_drafts_are_never_published() -> None:
-    d = drive(drafting=DraftingConfig(num_speculative_tokens=3))
-    d.add("a", [1, 2], max_tokens=20)
-    d.step({"a": [7, 8, 9]})
-    d.schedule()
-    pool = d.scheduler.kv_cache_manager.block_pool
-    assert len(d.blocks("a")) == 2
-    assert len(pool.cached_block_hash_to_block) == 0, "the first block is full, but with drafts"
-
-
 def test_blocks_that_accepted_drafts_filled_are_published_with_the_output() -> None:
     d = drive(drafting=DraftingConfig(num_speculative_tokens=3))
     request = d.add("a", 5, max_tokens=4)
@@ -361,21 +281,6 @@ def test_blocks_that_accepted_drafts_filled_are_published_with_the_output() -> N
     assert [pool.get_cached_block(block_hash) is not None for block_hash in request.block_hashes] == [True, True]
 
 
-def test_the_last_token_of_a_step_is_not_computed_and_does_not_fill_a_block_yet() -> None:
-    """Otherwise a request that ends here would leave a block that others find, with nothing in its
-    last slot.
-    """
-    d = drive(drafting=DraftingConfig(num_speculative_tokens=3))
-    request = d.add("a", [1], max_tokens=20)
-    d.step({"a": [10**6 + 2]})
-    d.step()
-    pool = d.scheduler.kv_cache_manager.block_pool
-    assert request.num_tokens == 4, "a prompt of one token, one more, an accepted draft and the token after it"
-    assert len(pool.cached_block_hash_to_block) == 0
-    d.step()
-    assert len(pool.cached_block_hash_to_block) == 1
-
-
 def test_drafts_without_room_are_dropped() -> None:
     d = drive(drafting=DraftingConfig(num_speculative_tokens=3), max_num_batched_tokens=3)
     d.add("a", 1, max_tokens=9)
@@ -385,20 +290,6 @@ def test_drafts_without_room_are_dropped() -> None:
     assert output.num_scheduled_tokens == {"a": 2, "b": 1}
     assert output.scheduled_spec_decode_tokens == {"a": [7]}
     assert not d.scheduler.requests["b"].spec_token_ids
-
-
-def test_drafts_stop_before_max_model_len() -> None:
-    d = drive(drafting=DraftingConfig(num_speculative_tokens=3), max_model_len=8)
-    d.add("a", 5, max_tokens=9)
-    d.step({"a": [1, 2, 3]})
-    assert d.schedule().num_scheduled_tokens == {"a": 2}, "6 tokens are known, the eighth is the last"
-
-
-def test_drafts_for_an_unfinished_prompt_are_ignored() -> None:
-    d = drive(drafting=DraftingConfig(num_speculative_tokens=3), max_num_batched_tokens=4)
-    request = d.add("a", 5, max_tokens=9)
-    d.step({"a": [1, 2], "gone": [1]})
-    assert request.spec_token_ids == []
 
 
 def test_a_scheduled_victims_drafts_leave_the_step() -> None:

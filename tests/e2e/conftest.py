@@ -8,8 +8,7 @@ import pytest
 from e2e.browser import Lab
 from e2e.jupyter import jupyterlab
 from playwright.sync_api import Browser
-
-ROOT = Path(__file__).resolve().parents[2]
+from repository import ROOT
 
 
 @pytest.fixture(scope="session")

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import nbformat
+from repository import ROOT
 
 from minivllm_lab.exercise import load
 
-ROOT = Path(__file__).resolve().parents[2]
 builder = load(ROOT / "tools" / "notebooks.py")
 
 Outputs = Sequence[dict[str, Any]]

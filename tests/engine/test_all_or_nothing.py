@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from refusals import assert_refused
 
 import minivllm.errors
 from minivllm import LLM, MinivllmError, SamplingParams
@@ -244,8 +245,7 @@ def test_a_step_without_memory_says_what_to_lower(llm, expected, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(core_of(llm).executor, "start_model", starved)
-        with pytest.raises(MinivllmError, match="max_num_batched_tokens"):
-            llm.generate(PROMPTS, GREEDY)
+        assert_refused("max_num_batched_tokens", llm.generate, PROMPTS, GREEDY)
     check(llm, expected)
 
 

@@ -13,6 +13,7 @@ import psutil
 import pytest
 from engine.test_all_or_nothing import LeaningOnCtrlC, generate_for_ever
 from patience import PATIENCE, eventually
+from refusals import assert_refused
 from warm_processes import WarmSubprocess
 
 from minivllm import LLM, MinivllmError, SamplingParams, StructuredOutputsParams
@@ -70,8 +71,7 @@ def test_the_same_answers_from_a_process(apart):
 
 
 def test_looking_inside_is_refused(apart):
-    with pytest.raises(MinivllmError, match="in another process"):
-        core_of(apart)
+    assert_refused("in another process", core_of, apart)
 
 
 def test_leaning_on_ctrl_c_leaves_no_message_half_sent_or_half_read(apart):

@@ -9,12 +9,12 @@ import weakref
 import pytest
 import zmq
 from patience import PATIENCE
+from refusals import assert_refused
 
 from minivllm.core.engine_messages import UtilityOutput
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.core_client import joined_answers
 from minivllm.engine.core_process_manager import VISIBLE_DEVICES, CoreProcesses, _gpus
-from minivllm.errors import MinivllmError
 
 
 def test_a_core_has_a_gpu_for_each_rank_of_each_stage(monkeypatch):
@@ -23,8 +23,7 @@ def test_a_core_has_a_gpu_for_each_rank_of_each_stage(monkeypatch):
     args = EngineArgs(data_parallel_size=2, tensor_parallel_size=2, pipeline_parallel_size=2)
     assert [_gpus(args, rank) for rank in (0, 1)] == [["0", "1", "2", "3"], ["4", "5", "6", "7"]]
     monkeypatch.setattr("torch.cuda.device_count", lambda: 7)
-    with pytest.raises(MinivllmError, match="with 4 GPUs for each core, which needs 8: only 7 are here"):
-        _gpus(args, 0)
+    assert_refused("with 4 GPUs for each core, which needs 8: only 7 are here", _gpus, args, 0)
 
 
 @pytest.mark.parametrize(

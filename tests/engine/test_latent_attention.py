@@ -9,11 +9,12 @@ import torch
 from engine.captured import capture_with
 from engine.mixed_requests import greedy_answers
 from engine.test_equivalence import SHAPE, assert_most_likely
+from refusals import assert_refused
 from server.serving import free_port
 
 from minivllm import LLM, SamplingParams
 from minivllm.config import ModelConfig
-from minivllm.errors import MinivllmError, UnsupportedModelError
+from minivllm.errors import UnsupportedModelError
 from minivllm.kernels.mla_attention import mla_attention
 from minivllm.memory import kv_bytes_per_token
 from minivllm.models.latent_attention import plain_attention, plain_form_is_cheaper
@@ -222,9 +223,7 @@ def test_the_cache_takes_the_bytes_that_the_calculator_gives(folder):
     ],
 )
 def test_what_does_not_combine_is_refused_in_one_line(folder, settings, message):
-    with pytest.raises(MinivllmError, match=message) as refused:
-        LLM(folder, **SETTINGS, **settings)
-    assert "\n" not in str(refused.value)
+    assert_refused(message, LLM, folder, **SETTINGS, **settings)
 
 
 LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "n_routed_experts": None}

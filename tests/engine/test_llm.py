@@ -7,6 +7,7 @@ import json
 import shutil
 
 import pytest
+from refusals import assert_refused
 
 from minivllm import LLM, SamplingParams, StructuredOutputsParams
 from minivllm.config import EMBEDDED_MODEL
@@ -177,8 +178,7 @@ BAD = [
 
 @pytest.mark.parametrize(("prompts", "params", "said"), BAD, ids=lambda value: str(value)[:30])
 def test_bad_input_is_one_clear_error(idle, prompts, params, said):
-    with pytest.raises(MinivllmError, match=said):
-        idle.generate(prompts, params)
+    assert_refused(said, idle.generate, prompts, params)
 
 
 def test_ids_are_unique_among_unfinished_requests_and_may_look_like_any_other(idle):
@@ -186,12 +186,10 @@ def test_ids_are_unique_among_unfinished_requests_and_may_look_like_any_other(id
     names = ["a", "0_a", "a-0", "0_a-0"]
     for name in names:
         idle.llm_engine.add_request(name, [1], several)
-        with pytest.raises(MinivllmError, match=f"request '{name}' exists already"):
-            idle.llm_engine.add_request(name, [2], several)
+        assert_refused(f"request '{name}' exists already", idle.llm_engine.add_request, name, [2], several)
     finished = [output for _ in range(4) for output in idle.llm_engine.step() if output.finished]
     assert [(output.request_id, len(output.outputs)) for output in finished] == [(name, 2) for name in names]
-    with pytest.raises(MinivllmError, match="must be a string"):
-        idle.llm_engine.add_request(5, [1], GREEDY)
+    assert_refused("must be a string", idle.llm_engine.add_request, 5, [1], GREEDY)
 
 
 def test_a_request_that_breaks_on_its_way_in_leaves_nothing(idle, monkeypatch):
@@ -239,12 +237,10 @@ def test_refused_calls_leave_no_ids_behind_for_a_step_that_need_not_come(idle):
     expected = idle.generate("import", params, use_tqdm=False)
     before = set(scheduler.finished_req_ids)
     for _ in range(3):
-        with pytest.raises(MinivllmError, match="prompt 1"):
-            idle.generate(["import", ""], params, use_tqdm=False)
+        assert_refused("prompt 1", idle.generate, ["import", ""], params, use_tqdm=False)
         assert scheduler.finished_req_ids == before
     engine.add_request("waiting", "import", params)
-    with pytest.raises(MinivllmError, match="prompt 1"):
-        idle.generate(["import", ""], params, use_tqdm=False)
+    assert_refused("prompt 1", idle.generate, ["import", ""], params, use_tqdm=False)
     assert scheduler.finished_req_ids == before
     outputs = []
     while engine.has_unfinished_requests():
@@ -281,14 +277,10 @@ def test_models_that_cannot_be(tmp_path):
         with pytest.raises(MinivllmError, match="there is no model directory") as refused:
             LLM(name)
         assert len(str(refused.value)) < 200
-        with pytest.raises(MinivllmError, match="there is no model directory"):
-            LLM(EMBEDDED_MODEL, **SETTINGS, tokenizer=name)
-    with pytest.raises(MinivllmError, match="model is ''; it must be a directory"):
-        LLM("")
-    with pytest.raises(MinivllmError, match="there is no model directory"):
-        LLM("./nothing-here")
-    with pytest.raises(MinivllmError, match="model is None; it must be a directory, or a name"):
-        LLM(None)
+        assert_refused("there is no model directory", LLM, EMBEDDED_MODEL, **SETTINGS, tokenizer=name)
+    assert_refused("model is ''; it must be a directory", LLM, "")
+    assert_refused("there is no model directory", LLM, "./nothing-here")
+    assert_refused("model is None; it must be a directory, or a name", LLM, None)
     shutil.copytree(EMBEDDED_MODEL, tmp_path / "other")
     config = json.loads((EMBEDDED_MODEL / "config.json").read_text())
     (tmp_path / "other" / "config.json").write_text(json.dumps({**config, "model_type": "gpt2"}))
@@ -301,12 +293,10 @@ def test_without_a_tokenizer_tokens_in_and_tokens_out():
     [output] = llm.generate([[1, 2]], SamplingParams(temperature=0.0, max_tokens=3, logprobs=1, ignore_eos=True))
     assert output.outputs[0].text == ""
     assert len(tokens(output)) == 3
-    with pytest.raises(MinivllmError, match="give token ids"):
-        llm.generate("a text", GREEDY)
+    assert_refused("give token ids", llm.generate, "a text", GREEDY)
     constrained = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a"), detokenize=False)
     for params, said in ((SamplingParams(stop="a"), "use stop_token_ids"), (constrained, "constrains text")):
-        with pytest.raises(MinivllmError, match=said):
-            llm.generate([[1]], params)
+        assert_refused(said, llm.generate, [[1]], params)
 
 
 def test_the_ledger_is_logged_once_and_adds_up(capsys):
@@ -363,8 +353,7 @@ def test_parameters_assigned_later_are_checked_and_the_callers_object_stays_as_i
     params = SamplingParams(temperature=1.0, max_tokens=None, stop_token_ids=[9])
     before = params.clone()
     params.temperature = 3.0
-    with pytest.raises(MinivllmError, match=r"temperature is 3\.0"):
-        idle.llm_engine.add_request("assigned", [1], params)
+    assert_refused(r"temperature is 3\.0", idle.llm_engine.add_request, "assigned", [1], params)
     params.temperature = 1.0
     idle.generate([[1]], params)
     assert params == before

@@ -17,6 +17,7 @@ import torch
 from engine.captured import capture_with
 from engine.golden_adapters import ADAPTERS, EXPECTED, PROMPT
 from engine.test_equivalence import FAMILIES, SHAPE, assert_most_likely
+from refusals import assert_refused
 
 from minivllm import LLM, LoRARequest, SamplingParams
 from minivllm.config import EMBEDDED_DRAFT, EMBEDDED_MODEL, ModelConfig, Parts
@@ -117,8 +118,7 @@ def test_a_folder_that_was_written_anew_is_not_read_as_the_old_one(llm, tmp_path
     assert tokens(changed) == wanted["b"] != wanted["a"]
     check(llm, "a", "b", "c")  # takes the places in host memory
     put("a", tmp_path / "changed")
-    with pytest.raises(MinivllmError, match="differ from those that were added: restore them, or add it again"):
-        tokens(changed)
+    assert_refused("differ from those that were added: restore them, or add it again", tokens, changed)
     put("b", tmp_path / "changed")
     assert tokens(changed) == wanted["b"]
     check(llm, "a", "b", "c")
@@ -195,8 +195,7 @@ def test_two_ranks_have_a_part_each(two_ranks):
     check(two_ranks, *["a", "b", "c", None] * 3)
     check(two_ranks, "c", "a")
     broken = LoRARequest("dora", 9, str(ADAPTERS / "dora"))
-    with pytest.raises(MinivllmError, match="use_dora"):
-        answer(two_ranks, broken)
+    assert_refused("use_dora", answer, two_ranks, broken)
     check(two_ranks, "b", None)
 
 
@@ -208,8 +207,7 @@ def test_adapters_are_managed_across_processes(two_ranks):
     assert engine.remove_lora(1)
     assert not engine.remove_lora(1)
     assert 1 not in engine.list_loras()
-    with pytest.raises(MinivllmError, match="no adapter"):
-        engine.add_lora(LoRARequest("none", 5, str(ADAPTERS / "none")))
+    assert_refused("no adapter", engine.add_lora, LoRARequest("none", 5, str(ADAPTERS / "none")))
     assert engine.remove_lora(2)
     check(two_ranks, "a", "c")
 
@@ -358,8 +356,7 @@ def test_wrong_requests_are_refused_and_nothing_is_queued(llm):
         (LoRARequest("big", 32, str(ADAPTERS / "big")), "rank 32.*max_lora_rank 16"),
     ):
         llm.llm_engine.add_lora(request("a"))
-        with pytest.raises(MinivllmError, match=message):
-            llm.generate([PROMPT, PROMPT], GREEDY, lora_request=adapter, use_tqdm=False)
+        assert_refused(message, llm.generate, [PROMPT, PROMPT], GREEDY, lora_request=adapter, use_tqdm=False)
         assert not llm.llm_engine.has_unfinished_requests()
     with pytest.raises(MinivllmError, match="2 prompts, but 1 in lora_request"):
         llm.generate([PROMPT, PROMPT], GREEDY, lora_request=[request("a")], use_tqdm=False)
@@ -368,10 +365,8 @@ def test_wrong_requests_are_refused_and_nothing_is_queued(llm):
 
 def test_without_the_setting_an_adapter_is_refused():
     llm = LLM(EMBEDDED_MODEL, device="cpu", max_model_len=64)
-    with pytest.raises(MinivllmError, match="set enable_lora=True"):
-        answer(llm, request("a"))
-    with pytest.raises(MinivllmError, match="set enable_lora=True"):
-        llm.llm_engine.add_lora(request("a"))
+    assert_refused("set enable_lora=True", answer, llm, request("a"))
+    assert_refused("set enable_lora=True", llm.llm_engine.add_lora, request("a"))
     assert llm.llm_engine.list_loras() == set()
 
 

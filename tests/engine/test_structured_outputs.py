@@ -13,6 +13,7 @@ import jsonschema
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from refusals import assert_refused
 
 from minivllm import LLM, MinivllmError, SamplingParams, StructuredOutputsParams
 from minivllm.config import EMBEDDED_MODEL
@@ -202,8 +203,7 @@ def test_what_other_parameters_make_impossible_is_that_requests_error(llm):
         structured_outputs=StructuredOutputsParams(choice=["yes"]), bad_words=["y", "ye", "yes"], max_tokens=8
     )
     message = r"no token is left that fits the grammar [^\n]*$"
-    with pytest.raises(MinivllmError, match=rf"^prompt 0: {message}"):
-        llm.generate(PROMPT, impossible, use_tqdm=False)
+    assert_refused(rf"^prompt 0: {message}", llm.generate, PROMPT, impossible, use_tqdm=False)
     possible = SamplingParams(max_tokens=8, temperature=0.0)
     [alone] = llm.generate(PROMPT, possible, use_tqdm=False)
     first, failed, last = llm.generate([PROMPT] * 3, [possible, impossible, possible], use_tqdm=False)
@@ -264,8 +264,7 @@ def test_a_malformed_constraint_is_one_line(llm, constraint, message):
     ],
 )
 def test_a_constraint_that_is_none_is_refused(fields, message):
-    with pytest.raises(MinivllmError, match=message):
-        StructuredOutputsParams(**fields)
+    assert_refused(message, StructuredOutputsParams, **fields)
 
 
 @pytest.mark.parametrize("link", ["rule", "definition"])
@@ -283,8 +282,7 @@ def test_a_long_chain_of_references_ends_no_process(link):
 
 def test_a_grammar_that_grows_too_large_at_work_is_that_requests_error(llm):
     too_wide = StructuredOutputsParams(grammar="start: " + " | ".join(f'"w{number}"' for number in range(3000)))
-    with pytest.raises(MinivllmError, match="Current row has 3001 items"):
-        conforming(llm, [too_wide])
+    assert_refused("Current row has 3001 items", conforming, llm, [too_wide])
     assert conforming(llm, [StructuredOutputsParams(choice=["yes"])])[0].text == "yes"
 
 

@@ -15,6 +15,7 @@ import torch
 from engine.mixed_requests import GREEDY, PROMPTS, SHARED, WISHES, completions_of, reschedule
 from executor.failing_worker import PLACES, failing_worker_of_rank
 from executor.test_rank_processes import have_ended, pids_of
+from refusals import assert_refused
 from warm_processes import WarmSubprocess
 
 from minivllm import LLM, SamplingParams, StructuredOutputsParams
@@ -175,8 +176,7 @@ def test_steps_in_flight_give_the_same_tokens(breakable, expected):
 def test_a_step_without_memory_on_one_rank_says_what_to_lower(breakable):
     llm, expected = breakable
     core_of(llm).executor.collective_rpc("fail_in", "in the layers", [1], MemoryError)
-    with pytest.raises(MinivllmError, match=r"a step ran out of memory .*: lower max_num_batched_tokens"):
-        llm.generate(PROMPTS, WISHES)
+    assert_refused(r"a step ran out of memory .*: lower max_num_batched_tokens", llm.generate, PROMPTS, WISHES)
     assert few_tokens_of(llm) == expected
 
 

@@ -14,6 +14,7 @@ import pytest
 from executor.rank_double import Ending
 from executor.test_rank_processes import have_ended, interrupted_at_line, pids_of
 from patience import PATIENCE
+from refusals import assert_refused
 
 from minivllm.config import EMBEDDED_DRAFT, ModelConfig
 from minivllm.core.scheduler_output import CachedRequestData, ModelRunnerOutput, NewRequestData, SchedulerOutput
@@ -174,8 +175,7 @@ def test_the_interface_of_an_address_is_named():
 
 def test_ray_that_is_not_installed_is_one_line(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(MinivllmError, match=r"^ray is not installed: run `uv sync --group dist`"):
-        make_executor(settings_for(2), "ray")
+    assert_refused(r"^ray is not installed: run `uv sync --group dist`", make_executor, settings_for(2), "ray")
 
 
 def test_a_ray_cluster_that_does_not_answer_is_one_line(monkeypatch):

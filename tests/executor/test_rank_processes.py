@@ -21,8 +21,9 @@ from typing import Any
 import pytest
 from executor.rank_double import double, leaving_double, refusing_double
 from patience import PATIENCE, eventually
+from refusals import assert_refused
 
-from minivllm.errors import MinivllmError, WorkerDiedError, WorkerFailedError
+from minivllm.errors import WorkerDiedError, WorkerFailedError
 from minivllm.executor.rank_loop import serve
 from minivllm.executor.rank_processes import END, RankProcesses
 
@@ -150,8 +151,7 @@ def test_an_error_on_all_ranks_is_survived(ranks):
     with pytest.raises(WorkerFailedError, match=r"rank . of 2: AttributeError: .*no_such"):
         ranks.call("no_such")
     ranks.call("reset")
-    with pytest.raises(MinivllmError, match=r"a step ran out of memory .*: lower max_num_batched_tokens"):
-        ranks.call("run_out_of_memory")
+    assert_refused(r"a step ran out of memory .*: lower max_num_batched_tokens", ranks.call, "run_out_of_memory")
     ranks.call("reset")
     require_right_answers(ranks, 0)
 
@@ -179,12 +179,10 @@ def test_a_rank_that_came_through_has_nothing_to_say(ranks, one_reply):
 
 
 def test_what_a_person_can_act_on_comes_as_it_is(ranks):
-    with pytest.raises(MinivllmError, match=r"^this cannot be$"):
-        ranks.call("refuse", 1)
+    assert_refused(r"^this cannot be$", ranks.call, "refuse", 1)
     ranks.call("reset")
     require_right_answers(ranks, 0)
-    with pytest.raises(MinivllmError, match=r"^no such model$"):
-        RankProcesses(refusing_double, (), 2)
+    assert_refused(r"^no such model$", RankProcesses, refusing_double, (), 2)
 
 
 def test_a_rank_that_leaves_before_it_is_ready():

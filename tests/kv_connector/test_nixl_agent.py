@@ -3,8 +3,8 @@ processes.
 """
 
 import pytest
+from refusals import assert_refused
 
-from minivllm.errors import MinivllmError
 from minivllm.kv_connector.nixl import agent as nixl_agent
 from minivllm.kv_connector.nixl.agent import NixlAgent
 
@@ -27,11 +27,9 @@ def test_metadata_that_is_none_is_an_exception_and_nothing_worse(agent):
 @pytest.mark.nixl
 def test_ways_that_cannot_meet_are_refused_in_one_line(monkeypatch):
     monkeypatch.setenv("UCX_TLS", "posix")
-    with pytest.raises(MinivllmError, match="UCX_TLS is posix"):
-        NixlAgent("another")
+    assert_refused("UCX_TLS is posix", NixlAgent, "another")
 
 
 def test_without_nixl_one_line_says_how_to_get_it(monkeypatch):
     monkeypatch.setattr(nixl_agent, "MODULES", ("no_such_module._api",))
-    with pytest.raises(MinivllmError, match="uv sync --group nixl"):
-        NixlAgent("another")
+    assert_refused("uv sync --group nixl", NixlAgent, "another")

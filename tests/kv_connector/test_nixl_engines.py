@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from kv_connector.pull_doubles import TO_DECODE
 from patience import eventually
+from refusals import assert_refused
 from server.serving import free_port
 
 from minivllm import LLM, SamplingParams
 from minivllm.config import EMBEDDED_MODEL
-from minivllm.errors import MinivllmError
 from minivllm_lab.inside import core_of
 
 VLLM = json.loads((Path(__file__).parent / "data" / "pd_nixl.json").read_text())
@@ -138,8 +138,7 @@ def test_a_prompt_of_less_than_a_block(p, d):
 
 def test_params_that_kill_vllms_engine_are_an_error_of_that_request(d):
     for wrong in ({"do_remote_prefill": True}, {"do_remote_prefill": True, "remote_block_ids": "x"}):
-        with pytest.raises(MinivllmError, match="kv_transfer_params"):
-            ask(d, [[1, 2, 3]], [wrong])
+        assert_refused("kv_transfer_params", ask, d, [[1, 2, 3]], [wrong])
     assert tokens(ask(d, [[1, 2, 3]], [None], 4))
 
 
@@ -157,8 +156,7 @@ def test_a_prefill_engine_that_is_killed(p, d, plain, started):
     params = prefilled(p, prompts)
     p.llm_engine.engine_core.cores.processes[0].kill()
     started.clear()
-    with pytest.raises(MinivllmError, match="could not be loaded"):
-        ask(d, prompts[:1], params[:1])
+    assert_refused("could not be loaded", ask, d, prompts[:1], params[:1])
     remote = core_of(d).scheduler.remote
     remote.recomputes = True
     assert tokens(ask(d, prompts[1:], params[1:], 4)) == tokens(ask(plain, prompts[1:], [None], 4))

@@ -7,6 +7,7 @@ import pytest
 import zmq
 from kv_connector.nixl_doubles import CONFIG, config_of, make_caches
 from patience import PATIENCE
+from refusals import assert_refused
 from server.serving import free_port
 
 from minivllm.errors import MinivllmError
@@ -45,8 +46,7 @@ def exchange(port: int, frames: list[bytes]) -> list[bytes]:
 
 def test_a_handshake_brings_the_metadata(port):
     assert fetch_metadata("127.0.0.1", port, 0, HASH, PATIENCE) == METADATA
-    with pytest.raises(MinivllmError, match="has no rank 3"):
-        fetch_metadata("127.0.0.1", port, 3, HASH, PATIENCE)
+    assert_refused("has no rank 3", fetch_metadata, "127.0.0.1", port, 3, HASH, PATIENCE)
 
 
 def test_what_it_does_not_know_has_an_empty_answer_and_ends_nothing(port):
@@ -64,8 +64,7 @@ def test_it_says_whose_blocks_are_kept(port):
 
 def test_nobody_there_is_a_matter_of_time():
     began = time.perf_counter()
-    with pytest.raises(MinivllmError, match=r"did not answer within 0\.2 s"):
-        fetch_metadata("127.0.0.1", free_port(), 0, HASH, 0.2)
+    assert_refused(r"did not answer within 0\.2 s", fetch_metadata, "127.0.0.1", free_port(), 0, HASH, 0.2)
     assert time.perf_counter() - began < PATIENCE / 2
 
 
@@ -93,11 +92,9 @@ def test_incompatible_engines_are_refused_before_their_metadata_is_decoded(port,
 def test_an_answer_that_is_none_is_told(payload):
     port = free_port()
     channel = NixlSideChannel("127.0.0.1", port, {0: payload}, lambda request_id: True)
-    with pytest.raises(MinivllmError):
-        fetch_metadata("127.0.0.1", port, 0, HASH, 5.0)
+    assert_refused("", fetch_metadata, "127.0.0.1", port, 0, HASH, 5.0)
     channel.close()
 
 
 def test_a_taken_port_is_refused_in_one_line(port):
-    with pytest.raises(MinivllmError, match="VLLM_NIXL_SIDE_CHANNEL_PORT"):
-        NixlSideChannel("127.0.0.1", port, {}, lambda request_id: True)
+    assert_refused("VLLM_NIXL_SIDE_CHANNEL_PORT", NixlSideChannel, "127.0.0.1", port, {}, lambda request_id: True)

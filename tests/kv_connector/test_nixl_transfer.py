@@ -10,6 +10,7 @@ import pytest
 from kv_connector.nixl_doubles import Network, nixl_engines
 from kv_connector.pull_doubles import TO_DECODE, Block, all_equal, blocks_of
 from patience import PATIENCE, eventually
+from refusals import assert_refused
 
 from minivllm.core.request import Request, RequestStatus
 from minivllm.errors import MinivllmError
@@ -147,8 +148,7 @@ def test_a_role_that_does_not_fit_is_refused(engine):
     assert d.scheduler._side_channel is None, "no engine asks it"
     with pytest.raises(MinivllmError, match=r"do_remote_prefill .*'kv_consumer'.* here kv_role is 'kv_producer'"):
         p.take("mine", 10, p.prefill("r", 10, [5, 2, 9]))
-    with pytest.raises(MinivllmError, match=r"do_remote_decode .*'kv_producer'.* here kv_role is 'kv_consumer'"):
-        d.prefill("r", 10, [5, 2, 9])
+    assert_refused(r"do_remote_decode .*'kv_producer'.* here kv_role is 'kv_consumer'", d.prefill, "r", 10, [5, 2, 9])
 
 
 @pytest.mark.parametrize("state", ["ERR", "PROC"], ids=["the other end is gone", "it never ends"])
@@ -214,5 +214,4 @@ def test_the_environment_says_where_the_side_channel_is():
     assert side_channel_address({}) == ("localhost", 5600)
     assert side_channel_address({"VLLM_NIXL_SIDE_CHANNEL_PORT": "7000"}) == ("localhost", 7000)
     for port in ("x", "65536", "-1"):
-        with pytest.raises(MinivllmError, match="VLLM_NIXL_SIDE_CHANNEL_PORT"):
-            side_channel_address({"VLLM_NIXL_SIDE_CHANNEL_PORT": port})
+        assert_refused("VLLM_NIXL_SIDE_CHANNEL_PORT", side_channel_address, {"VLLM_NIXL_SIDE_CHANNEL_PORT": port})

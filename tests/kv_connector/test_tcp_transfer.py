@@ -12,9 +12,9 @@ import torch
 from kv_connector.pull_doubles import Clock, all_equal, blocks_of
 from kv_connector.tcp_doubles import tcp_config, tcp_engines
 from patience import PATIENCE
+from refusals import assert_refused
 
 from minivllm.core.kv_connector import KVConnectorRole
-from minivllm.errors import MinivllmError
 from minivllm.kv_connector.factory import create_connector
 from minivllm.kv_connector.tcp import worker as tcp_worker
 from minivllm.kv_connector.tcp.protocol import Connection
@@ -264,12 +264,10 @@ def test_another_secret_is_refused_in_one_line(engine, caplog):
 )
 def test_settings_that_cannot_work(extra, said, monkeypatch):
     monkeypatch.delenv("MINIVLLM_KV_TRANSFER_SECRET", raising=False)
-    with pytest.raises(MinivllmError, match=said):
-        create_connector(tcp_config("P", extra), KVConnectorRole.SCHEDULER)
+    assert_refused(said, create_connector, tcp_config("P", extra), KVConnectorRole.SCHEDULER)
     assert isinstance(create_connector(tcp_config("P"), KVConnectorRole.SCHEDULER), TCPConnectorScheduler)
 
 
 def test_a_port_that_is_taken(engine):
     port = engine("P").worker.get_handshake_metadata()
-    with pytest.raises(MinivllmError, match=rf"cannot listen on 127.0.0.1:{port}"):
-        engine("Q", {"port": port})
+    assert_refused(rf"cannot listen on 127.0.0.1:{port}", engine, "Q", {"port": port})

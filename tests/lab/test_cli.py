@@ -4,8 +4,10 @@ import argparse
 import logging
 import os
 import sys
+from types import SimpleNamespace
 
 import pytest
+from refusals import assert_refuses
 
 from minivllm.logger import LEVEL_VARIABLE, init_logger
 from minivllm_lab.cli import Parser, positive_int, run, seed, whole_number
@@ -34,17 +36,14 @@ def test_anything_else_is_refused(parse, text, words):
     assert words in str(refusal.value)
 
 
-def test_text_that_is_not_utf_8_is_refused(monkeypatch, capsys):
+def test_text_that_is_not_utf_8_is_refused():
     """A shell passes such bytes on, and Python makes lone surrogates of them, which no tokenizer
     accepts.
     """
     parser = Parser(prog="script")
     parser.add_argument("--prompt")
-    monkeypatch.setattr(sys, "argv", ["script", "--prompt", "soup\udce7on"])
-    with pytest.raises(SystemExit) as end:
-        run(lambda arguments: None, parser)
-    assert end.value.code == 2
-    assert capsys.readouterr().err.startswith("script: error: --prompt is not valid text: it has half a character")
+    program = SimpleNamespace(main=print, parser=lambda: parser)
+    assert_refuses(program, "--prompt", "soup\udce7on", about="--prompt is not valid text: it has half a character")
 
 
 @pytest.mark.parametrize(("asked", "level"), [(None, "WARNING"), ("DEBUG", "INFO")])

@@ -6,21 +6,18 @@ import contextlib
 import difflib
 import functools
 import importlib
-import io
 import shutil
 import subprocess
 import sys
 import types
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import redirect_stderr
 from unittest import mock
 
 import pytest
+from refusals import assert_refused, assert_refuses
 
-from minivllm.errors import MinivllmError
 from minivllm_lab.checking import module_from
-from minivllm_lab.cli import run
 from minivllm_lab.museum import copies, desk, workloads
 from minivllm_lab.museum.exhibits import COLLECTION, ENGINE, NUM_HINTS, Exhibit, exhibits, what_happens_in
 from minivllm_lab.tables import console
@@ -205,8 +202,7 @@ def test_an_engine_that_does_not_start_is_a_symptom_and_the_sound_one_always_sta
     (seen,) = copies.observe([entry.workload], copies.room_of(entry))
     assert "SyntaxError" in seen[entry.workload]["the engine as a whole"]
     monkeypatch.setattr(copies, "ENGINE", copy)
-    with pytest.raises(MinivllmError, match=r"cannot compare with the sound engine: .*SyntaxError"):
-        copies.observe([entry.workload], None)
+    assert_refused(r"cannot compare with the sound engine: .*SyntaxError", copies.observe, [entry.workload], None)
 
 
 def test_a_copy_that_the_learner_has_changed_is_left_alone(rooms):
@@ -242,6 +238,7 @@ def test_a_guess_in_the_right_function_is_warm(rooms):
     assert copies.solved() == {"17": "line"}
 
 
+@pytest.mark.usefixtures("rooms")
 @pytest.mark.parametrize(
     ("arguments", "about"),
     [
@@ -261,17 +258,8 @@ def test_a_guess_in_the_right_function_is_warm(rooms):
         (("--bugs",), "unrecognized"),
     ],
 )
-def test_bad_input_gets_one_line(rooms, monkeypatch, arguments, about):
-    errors = io.StringIO()
-    with (
-        mock.patch.object(sys, "argv", ["bugs", *arguments]),
-        redirect_stderr(errors),
-        pytest.raises(SystemExit) as end,
-    ):
-        run(desk.main, desk.parser())
-    assert end.value.code == 2
-    assert len(errors.getvalue().strip().splitlines()) == 1
-    assert about in errors.getvalue()
+def test_bad_input_gets_one_line(arguments, about):
+    assert_refuses(desk, *arguments, about=about)
 
 
 def test_every_hint_can_be_read():

@@ -8,7 +8,6 @@ from refusals import assert_refused
 
 from minivllm import LLM
 from minivllm.config import EMBEDDED_MODEL
-from minivllm.errors import MinivllmError
 from minivllm.kernels.cpu import cache_calls
 from minivllm.models.attention import CausalAttention
 from minivllm.models.loader import load_model
@@ -85,8 +84,7 @@ def test_each_passage_is_of_another_text_while_there_are_some():
     assert first_passages(texts, 20, 30) == [[text] * 30 for text in range(20)]
     long, short = list(range(10)), list("abcde")
     assert first_passages([long, short, [0]], 3, 4) == [[0, 1, 2, 3], [*"abcd"], [4, 5, 6, 7]]
-    with pytest.raises(MinivllmError, match="there are 3 held-out passages of 4 tokens, not 4"):
-        first_passages([long, short, [0]], 4, 4)
+    assert_refused("there are 3 held-out passages of 4 tokens, not 4", first_passages, [long, short, [0]], 4, 4)
 
 
 def test_what_cannot_be_read_is_refused(llm):

@@ -105,6 +105,5 @@ def test_what_is_no_recording_is_refused_in_one_line(content: str, words: str, t
 def test_a_file_that_cannot_be_read_or_written_is_one_line(tmp_path: Path) -> None:
     assert_refused("cannot be read: No such file", read_recording, tmp_path / "missing")
     llm = LLM(EMBEDDED_MODEL, device="cpu", max_model_len=64, num_gpu_blocks_override=40)
-    with pytest.raises(MinivllmError, match=r"cannot record to .*missing.*No such file"):
-        record(llm, tmp_path / "missing" / "file").__enter__()
+    assert_refused(r"cannot record to .*missing.*No such file", record(llm, tmp_path / "missing" / "file").__enter__)
     assert json.loads(HEADER)["xray"] == 2

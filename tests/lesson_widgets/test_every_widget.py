@@ -14,7 +14,6 @@ import sys
 import xml.etree.ElementTree as ET
 from functools import cache
 from pathlib import Path
-from urllib.parse import parse_qsl
 
 import pytest
 from pace import quiet_seconds
@@ -39,7 +38,6 @@ MOST_HEIGHT = 470
 """
 LEAST_TEXT = 11.9
 MOST_BYTES = 100_000
-KNOB_LINK = re.compile(r"\]\(#(\w+)\?([^)\s]*)\)")
 NONSENSE = (None, math.nan, "nonsense", 10**9, -(10**9))
 
 every_widget = pytest.mark.parametrize("name", NAMES)
@@ -239,16 +237,3 @@ def test_importing_needs_no_torch_and_little_time():
     imported = [json.loads(line) for line in run.stdout.splitlines()]
     assert [(name, heavy) for name, _, heavy in imported] == [(name, []) for name in NAMES]
     assert {name: seconds for name, seconds, _ in imported if seconds >= 5} == {}
-
-
-def spelled(value: object) -> str:
-    return f"{value:g}" if isinstance(value, float) else f"{value}"
-
-
-def test_a_lessons_links_set_knobs_to_values_that_the_widgets_take():
-    links = [link for path in LESSONS.glob("[0-9]*.md") for link in KNOB_LINK.findall(path.read_text())]
-    assert links
-    for name, query in links:
-        knobs = spec_of(name).flat()
-        for knob, text in parse_qsl(query, strict_parsing=True):
-            assert text in map(spelled, knobs[knob].places()), f"{name}?{query}"

@@ -11,20 +11,19 @@ import runpy
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import redirect_stdout
 from functools import cache
 from pathlib import Path
-from types import ModuleType
 from unittest import mock
 
 import pytest
 import torch
 from lessons.mistakes import messages_of, mutants_of
+from refusals import assert_refuses as assert_refuses
 
 from minivllm.config import ModelConfig
 from minivllm.platforms.triton_utils import HAS_TRITON, INTERPRETED
 from minivllm_lab.checking import Check, CheckResult
-from minivllm_lab.cli import run
 from minivllm_lab.exercise import checks_of, checks_paths, exercise_path, load, run_checks
 from minivllm_lab.mutants import Mutant, load_mutant
 from minivllm_lab.reach import joined, names_in, reached
@@ -71,24 +70,6 @@ def _run_without_gpu(number: str, *arguments: str, seconds: int = 300) -> str:
     done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, env=environment, check=False)
     assert done.returncode == 0, f"exit code {done.returncode}: {done.stdout[-1000:]}{done.stderr[-2000:]}"
     return done.stdout
-
-
-def assert_refuses(lesson: ModuleType, *arguments: str, about: str) -> None:
-    """Expect bad input to give exit code 2 and one line on stderr that says `about`, before any
-    work is shown.
-    """
-    said, shown = io.StringIO(), io.StringIO()
-    with mock.patch.object(sys, "argv", ["lesson", *arguments]), redirect_stderr(said), redirect_stdout(shown):
-        try:
-            run(lesson.main, lesson.parser())
-        except SystemExit as end:
-            code = end.code
-        else:
-            code = 0
-    assert code == 2, f"exit code {code}"
-    assert len(said.getvalue().strip().splitlines()) == 1, said.getvalue()
-    assert about in said.getvalue(), said.getvalue()
-    assert len(shown.getvalue().splitlines()) <= 1, shown.getvalue()
 
 
 def figures_of_quick_run(number: str, folder: Path, *arguments: str) -> dict:

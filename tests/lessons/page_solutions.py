@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from lessons.mistakes import mutants_of
+from repository import ROOT
 
 from minivllm_lab.mutants import Mutant, mutant_source
 
-ROOT = Path(__file__).resolve().parents[2]
 IMPORT = ast.Import, ast.ImportFrom
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 

@@ -2,15 +2,11 @@
 explained is not.
 """
 
-from pathlib import Path
-
+import glossary
 import pytest
 from refusals import assert_refused
+from repository import ROOT
 
-from minivllm_lab.exercise import load
-
-ROOT = Path(__file__).resolve().parents[2]
-glossary = load(ROOT / "tools" / "glossary.py")
 TERMS = glossary.read_glossary(
     "### block\n\nSlots. ([lesson 01](01_a.md))\n\n### block table\n\nA list. ([lesson 01](01_a.md))\n\n"
     "### decode\n\n<!-- forms: decode, decoding -->\nA step. ([lesson 01](01_a.md))\n"

@@ -33,9 +33,3 @@ def test_script_notebook_and_exercise_are_linked(stem):
     for part in (f"../vllm/{stem}.py", f"../notebooks/{stem}.ipynb", f"exercises/{stem}.py"):
         assert f"]({part})" in row
         assert (LESSONS / part).exists()
-
-
-@pytest.mark.parametrize("stem", STEMS)
-def test_no_widget_is_offered_the_whole_exercise(stem):
-    """`mine` is the module of the exercise: a widget takes one function of it."""
-    assert not re.findall(r"show\(\w+=mine\b(?!\.)", (LESSONS / f"{stem}.md").read_text())

@@ -2,18 +2,15 @@
 
 import re
 import xml.etree.ElementTree as ET
-from pathlib import Path
 
+import openings
 import pytest
 from refusals import assert_refused
 
 from minivllm_lab.drawing import svg, text
-from minivllm_lab.exercise import load
 from minivllm_lab.frames import Frames
 from minivllm_lab.paged_attention import opening
 
-ROOT = Path(__file__).resolve().parents[2]
-openings = load(ROOT / "tools" / "openings.py")
 EVERY_OPENING = pytest.mark.parametrize("name", openings.names())
 
 

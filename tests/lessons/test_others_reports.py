@@ -1,15 +1,12 @@
 """Test that the page of others' reports quotes what our engine does."""
 
 import re
-from pathlib import Path
 
 import pytest
+import reports
 from refusals import assert_refused
+from repository import ROOT
 
-from minivllm_lab.exercise import load
-
-ROOT = Path(__file__).resolve().parents[2]
-reports = load(ROOT / "tools" / "reports.py")
 PAGE = reports.PAGE.read_text()
 QUOTED = {quote["name"]: quote["said"] for quote in reports.QUOTE.finditer(PAGE)}
 

@@ -5,19 +5,19 @@ stays short.
 import json
 import re
 from importlib import import_module
-from pathlib import Path
 from subprocess import CompletedProcess
 
+import claims
+import measure
 import pytest
+import words
 from pictures import contents, contents_differ
 from refusals import assert_refused
+from repository import ROOT
 
-from minivllm_lab.exercise import load
 from minivllm_lab.marks import lesson_page, notes_page, pages_of
 
-ROOT = Path(__file__).resolve().parents[2]
 LESSONS = ROOT / "lessons"
-claims, measure, words = (load(ROOT / "tools" / f"{name}.py") for name in ("claims", "measure", "words"))
 NOTES = sorted((LESSONS / "notes").glob("*.md"))
 MARKS = "<!-- claims:01 -->\nold\n<!-- /claims -->\n"
 

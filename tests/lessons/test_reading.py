@@ -16,13 +16,11 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+import read_vllm
+import words
 from refusals import assert_refused
+from repository import ROOT
 
-from minivllm_lab.exercise import load
-
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.append(str(ROOT / "tools"))  # its programs import each other
-read_vllm, words = load(ROOT / "tools" / "read_vllm.py"), load(ROOT / "tools" / "words.py")
 TOUR = ROOT / "lessons" / "reading"
 STOPS = sorted(TOUR.glob("[0-9][0-9]_*.md"))
 RECORD = json.loads((ROOT / "tools" / "vllm_names.json").read_text())

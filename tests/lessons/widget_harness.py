@@ -7,14 +7,17 @@ Each function returns a test for a lesson's test file:
 
 from __future__ import annotations
 
+import shlex
 import xml.etree.ElementTree as ET
 from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
 import pytest
+from refusals import assert_refused
 
 Knobs = dict[str, Any]
+SWEEPS = "widgets.shell.swept.PATIENCE"
 
 
 def first_state(widget: ModuleType, knobs: Knobs) -> Any:
@@ -29,6 +32,11 @@ def last_state(widget: ModuleType, **knobs: Any) -> Any:
     return last
 
 
+def known_state(widget: ModuleType, **knobs: Any) -> Any:
+    """Return the first state that knows the result for the reader's own knobs."""
+    return next(state for state in widget.sweep(**knobs) if state.known)
+
+
 def endless(*_: object) -> Any:
     """Stand in for a learner's function that never returns."""
     while True:
@@ -39,6 +47,31 @@ def shaded(widget: ModuleType, state: Any) -> list[str]:
     """Return the words on each region that the figure of this state shades as broken."""
     parts = ET.fromstring(widget.figure(state)).iter()
     return [words for part in parts if (words := part.get("data-broken", ""))]
+
+
+def served_with(line: str, **flags: object) -> list[str]:
+    """Return the words of a `vllm serve` line, which must have these flags."""
+    words = shlex.split(line)
+    assert words[:2] == ["vllm", "serve"]
+    for name, value in flags.items():
+        assert words[words.index(f"--{name.replace('_', '-')}") + 1] == str(value)
+    return words
+
+
+def region_test(widget: ModuleType, values: Sequence[int], settings: Sequence[Knobs]) -> Callable:
+    """Test that each value is inside a broken region where it is refused or has a cause, and only there."""
+
+    @pytest.mark.usefixtures("short_runs")
+    @pytest.mark.parametrize("knobs", settings, ids=str)
+    def test(knobs: Knobs) -> None:
+        state = last_state(widget, **knobs)
+        assert state.complete
+        regions = [*state.stopped, *state.late, *getattr(state, "stalled", ())]
+        for value in values:
+            inside = any((low or 0) <= value and (high is None or value < high) for low, high in regions)
+            assert inside == (value in state.refusals or bool(state.causes(value))), value
+
+    return test
 
 
 def challenge_test(
@@ -88,5 +121,17 @@ def preset_test(widget: ModuleType, here: Callable[..., Any], tone: str | None =
         state = here(**widget.SPEC.presets[preset])
         assert not any(challenge.check(state).met for challenge in widget.CHALLENGES)
         assert others.get(preset, tone) in (None, widget.verdict(state).tone)
+
+    return test
+
+
+def unusable_test(here: Callable[..., Any], parts: Sequence[tuple[Knobs, str]], patience: str = SWEEPS) -> Callable:
+    """Test that a part of the reader's own that cannot be carried out is refused in words about it."""
+
+    @pytest.mark.parametrize(("own", "about"), parts)
+    def test(own: Knobs, about: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        if about == "never end":
+            monkeypatch.setattr(patience, 0.3)
+        assert_refused(about, here, **own)
 
     return test

@@ -68,8 +68,7 @@ def test_the_name_is_vllms():
     ],
 )
 def test_a_request_needs_a_name_a_number_and_a_path(arguments):
-    with pytest.raises(MinivllmError):
-        LoRARequest(*arguments)
+    assert_refused("", LoRARequest, *arguments)
 
 
 def test_the_scale_is_alpha_over_the_rank_or_its_root():

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from memory.startup_logs import logs_of
+from refusals import assert_refused
 
 from minivllm.config import ModelConfig
 from minivllm.config.units import GIB
@@ -197,5 +198,4 @@ def test_what_cannot_be_counted_is_refused_by_name(changes, said):
 
 
 def test_states_that_do_not_fit_are_refused():
-    with pytest.raises(MinivllmError, match="divided over 3 GPUs"):
-        kv_groups({**MODELS["Qwen3.5-27B"], "num_key_value_heads": 3}, tp=3)
+    assert_refused("divided over 3 GPUs", kv_groups, {**MODELS["Qwen3.5-27B"], "num_key_value_heads": 3}, tp=3)

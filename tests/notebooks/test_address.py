@@ -5,13 +5,13 @@ it.
 import subprocess
 from pathlib import Path
 
+from repository import ROOT
+import address
 import pytest
 from refusals import assert_refused
 
 from minivllm_lab.exercise import load
 
-ROOT = Path(__file__).resolve().parents[2]
-address = load(ROOT / "tools" / "address.py")
 HERE, NEW = "https://github.com/someone/course", "https://github.com/other-one/lessons.new"
 
 

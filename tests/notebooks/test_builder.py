@@ -8,6 +8,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import nbformat
+from repository import ROOT
 import pytest
 from IPython.core.inputtransformer2 import TransformerManager
 from refusals import assert_refused
@@ -15,7 +16,6 @@ from refusals import assert_refused
 from minivllm.errors import MinivllmError
 from minivllm_lab.exercise import load
 
-ROOT = Path(__file__).resolve().parents[2]
 notebooks = load(ROOT / "tools" / "notebooks.py")
 
 SCRIPT = '''"""A script."""

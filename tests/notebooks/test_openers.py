@@ -2,6 +2,8 @@
 with our settings. `e2e/test_notebooks.py` looks at what `make lab` shows.
 """
 
+from repository import ROOT
+import colab
 import json
 import re
 import tomllib
@@ -16,9 +18,7 @@ from traitlets.config.loader import PyFileConfigLoader
 
 from minivllm_lab.exercise import load
 
-ROOT = Path(__file__).resolve().parents[2]
 TARGETS = set(re.findall(r"^([a-z-]+):.*##", (ROOT / "Makefile").read_text(), re.MULTILINE))
-colab = load(ROOT / "tools" / "colab.py")
 CONTAINER = json.loads((ROOT / ".devcontainer" / "devcontainer.json").read_text())
 SETTINGS = ROOT / ".jupyter" / "jupyter_lab_config.py"
 

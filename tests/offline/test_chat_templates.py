@@ -7,12 +7,12 @@ import json
 from types import SimpleNamespace
 
 import pytest
+from refusals import assert_refused
 
 from minivllm.entrypoints.openai.chat_template import read_template, render
 from minivllm.entrypoints.openai.protocol import ChatCompletionRequest
 from minivllm.entrypoints.openai.serving_engine import OpenAIServing
 from minivllm.entrypoints.openai.settings import FrontendArgs
-from minivllm.errors import MinivllmError
 
 ADDS = "{% for m in messages %}{{ '<' + m.role + '>' + m.content }}{% endfor %}"
 LOOPS = (
@@ -68,8 +68,7 @@ def test_the_format_can_be_named():
     assert prompt(LOOPS, message, content_format="string") == "<user>a\nb!"
     loops = LOOPS.replace("m['content'] | list", "m.get('content')")
     assert prompt(loops, message, content_format="openai") == "<user>[a][b]"
-    with pytest.raises(MinivllmError, match="one of auto, string, openai"):
-        prompt(LOOPS, message, content_format="parts")
+    assert_refused("one of auto, string, openai", prompt, LOOPS, message, content_format="parts")
 
 
 @pytest.mark.parametrize("calls", [None, []])
@@ -118,8 +117,7 @@ def test_messages_are_left_as_they_are():
     ],
 )
 def test_what_is_no_message_is_refused(message, refusal):
-    with pytest.raises(MinivllmError, match=refusal):
-        prompt(ADDS, message)
+    assert_refused(refusal, prompt, ADDS, message)
 
 
 def test_an_open_message_ends_with_its_last_part():
@@ -163,8 +161,7 @@ def test_of_several_templates_the_default_one_is_used(tmp_path):
     assert read_template(None, model_with(tmp_path, [*NAMED, {"name": "default", "template": "d"}])) == "d"
     assert read_template(None, model_with(tmp_path, "only")) == "only"
     assert read_template("{{ 1 }}", model_with(tmp_path, NAMED)) == "{{ 1 }}"
-    with pytest.raises(MinivllmError, match="rag cannot be read"):
-        read_template("rag", tmp_path)
+    assert_refused("rag cannot be read", read_template, "rag", tmp_path)
 
 
 MALFORMED = {
@@ -180,16 +177,14 @@ def test_a_file_of_the_users_stands_in_for_a_models_malformed_template(tmp_path,
     (folder := tmp_path / "model").mkdir()
     (folder / filename).write_bytes(contents)
     (mine := tmp_path / "mine.jinja").write_text("{{ 1 }}")
-    with pytest.raises(MinivllmError, match=r"chat.template"):
-        read_template(None, folder)
+    assert_refused(r"chat.template", read_template, None, folder)
     assert read_template(str(mine), folder) == "{{ 1 }}"
     assert read_template("{{ 2 }}", folder) == "{{ 2 }}"
 
 
 @pytest.mark.parametrize("wrong", [3, [{"name": "default", "template": 3}], {"a": "b"}])
 def test_templates_in_another_form_are_refused(tmp_path, wrong):
-    with pytest.raises(MinivllmError, match=r"chat_template in .* must be a template"):
-        read_template(None, model_with(tmp_path, wrong))
+    assert_refused(r"chat_template in .* must be a template", read_template, None, model_with(tmp_path, wrong))
 
 
 def test_a_developers_messages_are_the_systems_unless_the_template_knows_developers():

@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import jsonschema
 import pytest
+from refusals import assert_refused
 from server.serving import Server
 
 from minivllm import MinivllmError, StructuredOutputsParams
@@ -53,8 +54,7 @@ def test_each_form_of_a_constraint():
 def test_a_schemas_number_that_no_integer_of_64_bits_holds_is_refused(number):
     for schema in ({"const": number}, {"items": {"enum": [1, {"maximum": number}]}}):
         for given in (schema, json.dumps(schema)):
-            with pytest.raises(MinivllmError, match="its numbers must be above"):
-                check_grammar(StructuredOutputsParams(json=given))
+            assert_refused("its numbers must be above", check_grammar, StructuredOutputsParams(json=given))
     check_grammar(StructuredOutputsParams(json={"enum": [2**64 - 1, 1024 - 2**63, 1e300]}))
 
 
@@ -76,8 +76,7 @@ def test_a_schemas_number_inside_a_grammar_is_refused():
     ],
 )
 def test_what_is_no_constraint_is_refused(fields, message):
-    with pytest.raises(MinivllmError, match=message):
-        asked(**fields)
+    assert_refused(message, asked, **fields)
 
 
 def test_a_required_tool_is_a_list_of_calls_of_any():
@@ -92,8 +91,7 @@ def test_a_required_tool_is_a_list_of_calls_of_any():
             jsonschema.validate(wrong, schema)
     assert asked(tools=TOOLS, tool_choice="required", parallel_tool_calls=False).json["maxItems"] == 1
     other = {"type": "function", "function": {"name": "x", "parameters": {"$defs": {"city": {"enum": ["Oslo"]}}}}}
-    with pytest.raises(MinivllmError, match="two tools define 'city' differently"):
-        asked(tools=[TOOLS[0], other], tool_choice="required")
+    assert_refused("two tools define 'city' differently", asked, tools=[TOOLS[0], other], tool_choice="required")
 
 
 @pytest.mark.parametrize("size", [1, 2, 7, 1000])

@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import pytest
 from patience import eventually
+from refusals import assert_refused
 from server.replay import differences
 from server.serving import CHAT_TEMPLATE, Server, running
 
@@ -234,8 +235,7 @@ def test_modules_are_given_as_name_and_path():
     ],
 )
 def test_wrong_modules_are_refused(modules, message):
-    with pytest.raises(MinivllmError, match=message):
-        lora_modules_of(modules)
+    assert_refused(message, lora_modules_of, modules)
 
 
 @pytest.mark.parametrize(
@@ -247,8 +247,7 @@ def test_wrong_modules_are_refused(modules, message):
     ],
 )
 def test_flags_that_do_not_go_together(engine, frontend, message):
-    with pytest.raises(MinivllmError, match=message):
-        check_lora_settings(EngineArgs(**engine), FrontendArgs(**frontend))
+    assert_refused(message, check_lora_settings, EngineArgs(**engine), FrontendArgs(**frontend))
 
 
 def test_a_static_adapter_that_cannot_be_served_ends_the_server():

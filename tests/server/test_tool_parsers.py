@@ -5,12 +5,12 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from refusals import assert_refused
 from server.serving import Server
 
 from minivllm.entrypoints.openai import tool_parsers
 from minivllm.entrypoints.openai.settings import FrontendArgs
 from minivllm.entrypoints.openai.tool_parsers import PARSERS, ToolParser
-from minivllm.errors import MinivllmError
 
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
 ROME = '{"name": "weather", "arguments": {"city": "Rome"}}'
@@ -135,10 +135,8 @@ def test_a_stream_adds_up_to_the_whole(parts: list[str], size: int) -> None:
 
 
 def test_a_parser_that_is_not_there_is_refused_with_the_list() -> None:
-    with pytest.raises(MinivllmError, match="must be one of hermes, llama3_json"):
-        FrontendArgs(tool_call_parser="nope")
-    with pytest.raises(MinivllmError, match="needs a tool_call_parser: one of hermes, llama3_json"):
-        FrontendArgs(enable_auto_tool_choice=True)
+    assert_refused("must be one of hermes, llama3_json", FrontendArgs, tool_call_parser="nope")
+    assert_refused("needs a tool_call_parser: one of hermes, llama3_json", FrontendArgs, enable_auto_tool_choice=True)
     assert list(PARSERS) == ["hermes", "llama3_json"]
 
 

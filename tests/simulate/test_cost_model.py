@@ -91,12 +91,6 @@ def test_at_best_arithmetic_is_as_fast_as_a_bare_product_and_memory_as_before():
     assert 0.79 < best.seconds(prefill) / cost.seconds(prefill) < 0.8
 
 
-def test_the_knee_is_where_arithmetic_overtakes_the_weights():
-    cost = llama_on_h100(memory_efficiency=1.0, arithmetic_efficiency=1.0)
-    assert cost.knee == pytest.approx(8_030_261_248 / (8_030_261_248 - 2 * 128_256 * 4096) * 989.4e12 / 3.35e12)
-    assert llama_on_h100().knee == pytest.approx(cost.knee * 0.64 / 0.9)
-
-
 def test_two_gpus_halve_what_is_shared():
     cost = llama_on_h100()
     two = RooflineCost.of(known_model("Llama-3.1-8B"), get_hardware("H100"), tp=2)

@@ -5,7 +5,6 @@ really is.
 import pytest
 from refusals import assert_refused
 
-from minivllm.errors import MinivllmError
 from minivllm.memory import kv_bytes_per_token
 from minivllm_simulate.cost_model import StepShape
 from minivllm_simulate.deployments import WAYS, bytes_sent, deployment, find_knee, serve
@@ -72,8 +71,7 @@ def test_attainment_counts_requests_that_met_both():
 
 def test_a_model_that_does_not_fit_is_refused():
     large = known_model("Meta-Llama-3-70B")
-    with pytest.raises(MinivllmError, match=r"weights take 131\.4 GiB of each GPU"):
-        deployment(large, H100, "DP", 4).kv_tokens()
+    assert_refused(r"weights take 131\.4 GiB of each GPU", deployment(large, H100, "DP", 4).kv_tokens)
     assert deployment(large, H100, "PP", 4).kv_tokens() > 25_000
     assert_refused("must be one of TP, PP, DP", deployment, LLAMA, H100, "EP", 4)
 

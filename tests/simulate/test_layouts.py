@@ -125,15 +125,6 @@ def test_beginning_in_the_middle_of_things_saves_the_time_to_fill_up():
 # ---- layouts
 
 
-def test_two_gpus_read_half_of_the_weights_each_in_a_step():
-    costs = [replace(ONE, layout=Layout(tp, 1, 1)).cost.step.roofline for tp in (1, 2, 4)]
-    assert [costs[0].weight_bytes / cost.weight_bytes for cost in costs] == pytest.approx([1, 2, 4], rel=0.01)
-    alone, four = (replace(ONE, layout=Layout(tp, 1, 1)).cost for tp in (1, 4))
-    shape = StepShape.of([(1, 500)])
-    assert alone.step.link_seconds(shape) == 0 < four.step.link_seconds(shape)
-    assert alone.seconds(shape) / 4 < four.seconds(shape) < alone.seconds(shape)
-
-
 def test_what_does_not_fit_says_how_many_bytes_it_wants():
     with pytest.raises(MinivllmError, match=r"weights take 131\.4 GiB of each GPU, of which 72\.8 may be used"):
         PlacedModel(LARGE, H100, Layout(1, 1, 8)).kv_tokens()

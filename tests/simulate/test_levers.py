@@ -95,14 +95,6 @@ def test_steps_larger_than_the_largest_graph_are_launched_kernel_by_kernel():
 # What each lever changes
 
 
-def test_gqa_off_is_a_sibling_with_a_key_value_head_for_every_query_head():
-    sibling = lever_model(Levers(), LLAMA)
-    assert (LLAMA.num_key_value_heads, sibling.num_key_value_heads) == (8, 32)
-    with_gqa, without = cost(replace(FULL, gqa=True)).roofline, cost(replace(FULL, gqa=False)).roofline
-    assert without.kv_bytes_per_token == 4 * with_gqa.kv_bytes_per_token
-    assert without.weight_bytes - with_gqa.weight_bytes == 32 * 2 * 4096 * (32 - 8) * 128 * 2
-
-
 @pytest.mark.parametrize("tp", [1, 2])
 def test_weights_by_hand(tp):
     linear = 32 * (4096 * (32 + 2 * 8) * 128 + 32 * 128 * 4096 + 3 * 4096 * 14336) // tp

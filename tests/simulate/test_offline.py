@@ -3,10 +3,10 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import assert_refused
 from simulate.linear_cost import LinearCost
 
 from minivllm.config import CacheConfig, DraftingConfig, SchedulerConfig
-from minivllm.errors import MinivllmError
 from minivllm_simulate.cost_model import StepShape
 from minivllm_simulate.offline import run_offline
 from minivllm_simulate.virtual_clock import SimulatedRequest, simulate
@@ -68,5 +68,4 @@ def test_a_long_run_takes_few_strokes():
     "work", [[], [SimulatedRequest(1, 1, arrival=1.0)], [SimulatedRequest(1, 1), SimulatedRequest(1, 1, after=0)]]
 )
 def test_only_what_is_there_at_the_start_can_be_run(work):
-    with pytest.raises(MinivllmError):
-        run_offline(work, SchedulerConfig(max_model_len=8), CacheConfig(num_gpu_blocks=9))
+    assert_refused("", run_offline, work, SchedulerConfig(max_model_len=8), CacheConfig(num_gpu_blocks=9))

@@ -16,7 +16,6 @@ from minivllm.core.policy import SchedulingPolicy, running_then_waiting
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
 from minivllm.core.scheduler_output import ModelRunnerOutput
-from minivllm.errors import MinivllmError
 from minivllm_lab.continuous_batching.seats import assign_seats
 from minivllm_simulate.cost_model import StepShape
 from minivllm_simulate.simulated_engine import GENERATED
@@ -214,8 +213,7 @@ def test_accepted_drafts_are_as_many_as_the_acceptance_says():
     config = SchedulerConfig(max_model_len=8192, drafting=DraftingConfig(num_speculative_tokens=3))
     run = simulate(work, config, CacheConfig(num_gpu_blocks=600), COST, acceptance=0.6)
     assert 4000 / (len(run.steps) - 1) == pytest.approx((1 - 0.6**4) / (1 - 0.6), rel=0.03)
-    with pytest.raises(MinivllmError, match="acceptance"):
-        simulate(work, config, CacheConfig(num_gpu_blocks=600), COST, acceptance=1.2)
+    assert_refused("acceptance", simulate, work, config, CacheConfig(num_gpu_blocks=600), COST, acceptance=1.2)
 
 
 def test_without_a_cache_a_step_computes_all_that_was_computed_before():

@@ -3,7 +3,6 @@
 import functools
 import os
 import shutil
-import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from e2e.static_server import served
 from filelock import FileLock
 from mermaidx.engines.quickjs_engine import Engine
 from playwright.sync_api import Browser, BrowserContext, Page
+from repository import ROOT
 from sphinx.deprecation import RemovedInSphinx11Warning
 from sphinx.search.en import SearchEnglish
 
@@ -26,8 +26,6 @@ from minivllm_lab.exercise import load
 from widgets.shell.knobs import Value
 from widgets.shell.spec import Spec
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.append(str(ROOT / "tools"))  # its programs import each other
 SPEC = load(ROOT / "tests" / "site" / "tiny.py").SPEC
 CELL = """
 Look at [a load of 1.5](#tiny?load=1.5).

@@ -4,17 +4,16 @@ contain.
 
 import json
 import re
-from pathlib import Path
 
 import pytest
 import record_request
 import site_request
+from repository import ROOT
 
 from minivllm import LLM, SamplingParams
 from minivllm.lora.request import LoRARequest
 from minivllm_lab.step_recording import read_recording
 
-ROOT = Path(__file__).resolve().parents[2]
 SOURCE = (ROOT / site_request.PAGE).read_text()
 ADDRESS = site_request.PAGE.replace(".md", ".html")
 

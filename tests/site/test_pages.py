@@ -10,11 +10,12 @@ from urllib.parse import unquote, urlsplit
 import pytest
 import site_pages
 from address import address
+from refusals import assert_refused
+from repository import ROOT
 
 from minivllm.errors import MinivllmError
 from minivllm_lab.exercise import load
 
-ROOT = Path(__file__).resolve().parents[2]
 LESSONS = sorted(path.stem for path in (ROOT / "lessons").glob("[0-9][0-9]_*.md"))
 ADDRESS = address()
 FENCE = re.compile(r"^( *)(```+)(?P<words>[^\n`]*)\n.*?^\1\2 *$", re.DOTALL | re.MULTILINE)
@@ -209,8 +210,7 @@ def test_what_is_live_takes_the_place_of_its_still_picture(tmp_path: Path):
 
 def test_a_diagram_that_mermaid_does_not_understand_is_named(tmp_path: Path):
     pages = a_repository(tmp_path, "```mermaid\nflowchart LR\n    a -- b\n```")
-    with pytest.raises(MinivllmError, match=r"Mermaid cannot draw .*flowchart LR"):
-        site_pages.page_lines(pages, "README.md", lambda *_: "")
+    assert_refused(r"Mermaid cannot draw .*flowchart LR", site_pages.page_lines, pages, "README.md", lambda *_: "")
 
 
 def test_a_hint_is_the_entry_without_links_and_forms():

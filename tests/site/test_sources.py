@@ -9,11 +9,11 @@ import npm_packages
 import pytest
 import site_exercises
 import site_live
+from refusals import assert_refused
+from repository import ROOT
 
 import widgets
-from minivllm.errors import MinivllmError
 
-ROOT = Path(__file__).resolve().parents[2]
 START = """
 import asyncio, json, sys
 from widgets.shell.page import Page
@@ -75,6 +75,5 @@ def test_another_package_than_the_pinned_one_is_refused_and_deleted(downloads: P
     for name, (version, _) in npm_packages.OF_THE_SITE.items():
         path = downloads / f"{name.removeprefix('@').replace('/', '-')}-{version}.tgz"
         path.write_bytes(b"something else")
-    with pytest.raises(MinivllmError, match="does not have the pinned hash"):
-        site_live.add(ROOT, tmp_path, [])
+    assert_refused("does not have the pinned hash", site_live.add, ROOT, tmp_path, [])
     assert len([*downloads.iterdir()]) == len(npm_packages.OF_THE_SITE) - 1

@@ -8,6 +8,7 @@ from urllib.parse import parse_qsl
 import pytest
 import site_pages
 import site_widgets
+from repository import ROOT
 
 import widgets
 from minivllm.errors import MinivllmError
@@ -16,7 +17,6 @@ from widgets.shell.knobs import choice, entry, slider, steps, switch
 from widgets.shell.session import Session
 from widgets.shell.spec import Verdict
 
-ROOT = Path(__file__).resolve().parents[2]
 SPEC = load(Path(__file__).with_name("tiny.py")).SPEC
 
 

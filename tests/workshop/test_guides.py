@@ -5,18 +5,14 @@ checks say.
 import ast
 import functools
 import re
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
+import moves
 import pytest
+import slides
+from repository import ROOT
 
 from minivllm_lab.exercise import checks_paths
-
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.append(str(ROOT / "tools"))  # its programs import each other
-import moves  # noqa: E402
-import slides  # noqa: E402
 
 GUIDES = ROOT / "workshop" / "guides"
 LESSONS = sorted(path.stem for path in (ROOT / "lessons").glob("[0-9][0-9]_*.md"))

@@ -2,19 +2,15 @@
 
 import io
 import re
-import sys
 from contextlib import redirect_stdout
-from pathlib import Path
 
+import doctor
 import pytest
+import site_pages
+from repository import ROOT
 
-from minivllm_lab.exercise import load
-
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.append(str(ROOT / "tools"))  # its programs import each other
 KIT = ROOT / "workshop"
 LESSONS = sorted(path.stem for path in (ROOT / "lessons").glob("[0-9][0-9]_*.md"))
-doctor, site_pages = (load(ROOT / "tools" / f"{name}.py") for name in ("doctor", "site_pages"))
 
 
 def test_the_mail_shows_what_the_doctor_prints(monkeypatch: pytest.MonkeyPatch):

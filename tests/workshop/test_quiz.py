@@ -5,15 +5,11 @@ numbers that a formula gives.
 import re
 from collections import Counter
 from fractions import Fraction
-from pathlib import Path
 
 import pytest
+import quiz
 from refusals import assert_refused
 
-from minivllm_lab.exercise import load
-
-ROOT = Path(__file__).resolve().parents[2]
-quiz = load(ROOT / "tools" / "quiz.py")
 FORMS = {form: quiz.questions(form) for form in quiz.FORMS}
 ASKED = [pytest.param(asked, id=f"{form}{asked.number}") for form, all_ in FORMS.items() for asked in all_]
 

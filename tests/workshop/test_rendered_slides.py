@@ -3,18 +3,15 @@ page's own folder.
 """
 
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import npm_packages
 import pytest
+import slides
 from e2e.browser import Seen, serious_violations
 from playwright.sync_api import Browser, Page
-
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.append(str(ROOT / "tools"))  # its programs import each other
-import npm_packages  # noqa: E402
-import slides  # noqa: E402
+from repository import ROOT
 
 pytestmark = pytest.mark.browser
 LESSONS = [deck.path.stem[:2] for deck in slides.decks(ROOT)]

@@ -5,8 +5,8 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from repository import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "workshop" / "schedules.md").read_text()
 ROW = re.compile(r"^\| (\d+):(\d\d) \| (\d*) ?\| (.*?) \|", re.MULTILINE)
 DAYS = {

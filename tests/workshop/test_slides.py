@@ -4,20 +4,18 @@ words.
 
 import json
 import re
-import sys
 import tomllib
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import slides
+import words
+from refusals import assert_refused
+from repository import ROOT
 
 from minivllm.errors import MinivllmError
-
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.append(str(ROOT / "tools"))  # its programs import each other
-import slides  # noqa: E402
-import words  # noqa: E402
 
 LESSONS = sorted((ROOT / "lessons").glob("[0-9][0-9]_*.md"))
 DECKS = [pytest.param(deck, id=deck.path.stem[:2]) for deck in slides.decks(ROOT)]
@@ -258,5 +256,4 @@ def test_an_unknown_figure_step_or_command_is_refused(tmp_path: Path, body: str,
 
 
 def test_an_unknown_lesson_is_refused():
-    with pytest.raises(MinivllmError, match="has no 13_"):
-        slides.decks(ROOT, "13")
+    assert_refused("has no 13_", slides.decks, ROOT, "13")

@@ -3,15 +3,12 @@ all nearer states finds.
 """
 
 import re
-from pathlib import Path
 
+import moves
 import pytest
 from refusals import assert_refused
+from repository import ROOT
 
-from minivllm_lab.exercise import load
-
-ROOT = Path(__file__).resolve().parents[2]
-moves = load(ROOT / "tools" / "moves.py")
 ROW = re.compile(r"^\| (\d) \| \[[^\]]*\]\((\S+)#(\S+)\) \| (.*?) \| (\w+(?: \d)?): .*? \| (\d+) \|$", re.MULTILINE)
 TASKS = ROW.findall((ROOT / "workshop" / "tasks.md").read_text())
 

@@ -3,12 +3,10 @@
 from pathlib import Path
 
 import pytest
+import translation
 from refusals import assert_refused
+from repository import ROOT
 
-from minivllm_lab.exercise import load
-
-ROOT = Path(__file__).resolve().parents[2]
-translation = load(ROOT / "tools" / "translation.py")
 ORIGINAL = """# 04 · A lesson
 
 A first paragraph,

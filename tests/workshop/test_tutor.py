@@ -3,15 +3,12 @@ assistant can be run here.
 """
 
 import re
-from pathlib import Path
 
 import pytest
+import tutor
 from refusals import assert_refused
+from repository import ROOT
 
-from minivllm_lab.exercise import load
-
-ROOT = Path(__file__).resolve().parents[2]
-tutor = load(ROOT / "tools" / "tutor.py")
 PAGE = (ROOT / "workshop" / "tutor.md").read_text()
 LESSONS = sorted(path.stem for path in (ROOT / "lessons").glob("[0-9][0-9]_*.md"))
 HINT = """Look at *One number catches up* first. Which requests does the first loop go through?

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import assert_refused
 
 from minivllm.errors import MinivllmError
 from minivllm.memory import kv_bytes_per_token, max_concurrency
@@ -133,8 +134,7 @@ def test_a_file_wins_over_the_choice(tmp_path):
     assert state.mean_length == 1024
     assert state.held / state.reserved == 0.5
     assert state.lengths == (1024,) * 14
-    with pytest.raises(MinivllmError, match="there is no file"):
-        sweep(file=str(tmp_path / "other.csv"))
+    assert_refused("there is no file", sweep, file=str(tmp_path / "other.csv"))
     own.write_text("prompt_tokens,output_tokens\n3000,24\n")
     said = kv_cache.verdict(sweep(file=str(own)))
     assert said.words == "Every mine.csv request is longer than 2,048 tokens."
@@ -188,9 +188,8 @@ def solution(challenge):
 
 
 @pytest.mark.parametrize("challenge", kv_cache.CHALLENGES, ids=("context", "empty", "formula"))
-def test_each_challenge_is_open_at_first_falls_to_no_single_knob_and_can_be_met(challenge):
+def test_each_challenge_falls_to_no_single_knob_and_can_be_met(challenge):
     start = kv_cache.SPEC.start()
-    assert not challenge.check(sweep(**start)).met
     assert challenge.check(sweep(**{**start, **solution(challenge)})).met
     for name, knob in kv_cache.SPEC.flat().items():
         for _, value in knob.options:

@@ -2,8 +2,8 @@
 
 import pytest
 from lessons.harness import script_path
+from refusals import assert_refused
 
-from minivllm.errors import MinivllmError
 from minivllm_lab.exercise import load
 from minivllm_lab.paged_attention.memory_replay import replay
 from minivllm_simulate.workloads import RequestLengths
@@ -33,7 +33,5 @@ def test_the_last_one_admitted_gives_way_and_keeps_its_tokens():
 
 
 def test_what_cannot_be_replayed_is_refused():
-    with pytest.raises(MinivllmError, match="does not fit alone"):
-        replay(lesson.paged(4, 1), [RequestLengths(9, 1)], 10)
-    with pytest.raises(MinivllmError, match="pass more requests"):
-        replay(lesson.paged(100, 1), [RequestLengths(1, 1)] * 3, 10)
+    assert_refused("does not fit alone", replay, lesson.paged(4, 1), [RequestLengths(9, 1)], 10)
+    assert_refused("pass more requests", replay, lesson.paged(100, 1), [RequestLengths(1, 1)] * 3, 10)

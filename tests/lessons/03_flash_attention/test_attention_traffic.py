@@ -7,8 +7,8 @@ import math
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from refusals import assert_refused
 
-from minivllm.errors import MinivllmError
 from minivllm_lab import aot
 from minivllm_lab.flash_attention.attention_traffic import (
     CHIPS,
@@ -61,8 +61,7 @@ def test_the_largest_tile_fits_and_a_larger_one_does_not(kib, block_k, head_dim,
         return sum(tiles.values()) + sum(register_bytes(rows, block_k, head_dim, itemsize).values())
 
     if needed(16) > kib * 1024:
-        with pytest.raises(MinivllmError, match="tile"):
-            largest_block_q(kib * 1024, head_dim, block_k, itemsize)
+        assert_refused("tile", largest_block_q, kib * 1024, head_dim, block_k, itemsize)
         return
     rows = largest_block_q(kib * 1024, head_dim, block_k, itemsize)
     assert rows % 16 == 0

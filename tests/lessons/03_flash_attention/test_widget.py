@@ -160,12 +160,8 @@ def test_broken_code_is_said_in_one_line(broken, words, monkeypatch):
 
 
 @pytest.mark.parametrize("index", range(3))
-def test_each_challenge_is_open_at_first_and_can_be_met(index):
-    session = Session(SPEC)
-    before = session.settle()["challenges"][index]
-    assert not before["met"]
-    assert before["advice"]
-    assert session.settle(**SOLVED[index])["challenges"][index]["met"]
+def test_each_challenge_can_be_met_but_not_by_one_key(index):
+    assert Session(SPEC).settle(**SOLVED[index])["challenges"][index]["met"]
     start: dict[str, Any] = dict(SPEC.start())
     near = [{**start, name: value} for name, values in KNOBS.items() for value in values[:: max(1, len(values) - 1)]]
     met = [values for values in near if SPEC.challenges[index].check(sweep(**values)).met]

@@ -4,15 +4,16 @@ when.
 
 import asyncio
 import itertools
-import re
 import xml.etree.ElementTree as ET
 from collections import deque
+from functools import partial
 
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from refusals import assert_refused
 
-from minivllm.errors import MinivllmError
+from lessons import widget_harness as harness
 from minivllm_lab.exercise import load as load_lesson
 from minivllm_simulate.layouts import Layout
 from widgets import serving as widget
@@ -27,11 +28,7 @@ FEW = {"prompt": 64, "output": 16}
 """Short requests, whose runs cost little."""
 
 
-def here(**knobs) -> widget.State:
-    """Return the first state that knows the result of the reader's own rate, and where the layout
-    breaks.
-    """
-    return next(state for state in widget.sweep(**knobs) if state.known)
+here = partial(harness.known_state, widget)
 
 
 def compared(**knobs) -> widget.State:
@@ -141,20 +138,13 @@ SOLUTIONS = (
 )
 
 
-@pytest.mark.parametrize("index", [0, 1, 2])
-def test_each_challenge_can_be_met_and_by_the_layout_that_it_is_about(index: int):
-    solution = SOLUTIONS[index]
-    solved = widget.CHALLENGES[index].check(here(**solution))
-    assert solved.met, solved
-    assert not solved.advice
-    wrong = {"tp": 1, "dp": 8} if index != 1 else {"tp": 8, "dp": 1}
-    missed = widget.CHALLENGES[index].check(here(**{**solution, **wrong}))
-    assert not missed.met
-    assert re.search("(?i)raise (TP|DP)", missed.advice)
+test_each_challenge_can_be_met_and_by_the_layout_that_it_is_about = harness.challenge_test(
+    widget, here, SOLUTIONS, [(0, {"tp": 1, "dp": 8}), (1, {"tp": 8, "dp": 1}), (2, {"tp": 1, "dp": 8})]
+)
 
 
-@pytest.mark.parametrize(
-    ("index", "knobs", "named"),
+test_advice_names_the_knob_that_is_wrong = harness.advice_test(
+    widget,
     [
         (0, {"gpu": "B200"}, "Use an H100"),
         (0, {}, "Raise the prompt to 2,048 (now 512)"),
@@ -165,9 +155,6 @@ def test_each_challenge_can_be_met_and_by_the_layout_that_it_is_about(index: int
         (2, {"model": "Meta-Llama-3-70B", "rate": 20.0}, "Raise TP"),
     ],
 )
-def test_advice_names_the_knob_that_is_wrong(index: int, knobs: dict, named: str):
-    first = next(iter(widget.sweep(**knobs)))  # the limits need no run
-    assert widget.CHALLENGES[index].check(first).advice.startswith(named)
 
 
 # ---- the picture and the command
@@ -186,8 +173,7 @@ def test_lengths_of_a_file_replace_those_of_the_knobs():
     state = here(file=" alpaca ")
     assert state.work.note in " ".join(ET.fromstring(widget.figure(state, 760)).itertext())
     assert state.served.points == here(file="alpaca", prompt=64).served.points
-    with pytest.raises(MinivllmError, match="nonsense"):
-        widget.sweep(file="nonsense")
+    assert_refused("nonsense", widget.sweep, file="nonsense")
 
 
 # ---- the reader's own collector

@@ -10,14 +10,13 @@ import pytest
 import torch
 from kernels.harness import assert_compiles
 from lessons.harness import REPOSITORY, exercise_test, figures_of_quick_run, script_path
+from refusals import assert_refused
 
 from minivllm import LLM, SamplingParams
-from minivllm.config import EMBEDDED_DRAFT, EMBEDDED_MODEL, SpeculativeConfig
-from minivllm.errors import MinivllmError
+from minivllm.config import EMBEDDED_DRAFT, EMBEDDED_MODEL
 from minivllm.kernels.rejection_arguments import RejectionArguments
 from minivllm.kernels.rejection_sample import rejection_sample
 from minivllm.models.loader import load_model
-from minivllm.worker.spec_decode.ngram_proposer import NgramProposer
 from minivllm_lab.exercise import load, plug_of
 from minivllm_lab.kernel_trace import trace_kernel
 from minivllm_lab.plugged import serve
@@ -31,19 +30,6 @@ from minivllm_simulate.known_models import known_model
 lesson = load(script_path("07"))
 TEXT = (REPOSITORY / "lessons" / "07_speculative_decoding.md").read_text()
 NOTES = (REPOSITORY / "lessons" / "notes" / "07_speculative_decoding.md").read_text()
-
-# ---- lesson form and engine form -----------------------------------------------------------------
-
-
-def test_the_proposer_looks_up_what_the_engines_does():
-    draw = np.random.default_rng(0)
-    for _ in range(300):
-        token_ids = draw.integers(0, 4, draw.integers(1, 41)).tolist()
-        (least, most), k = sorted(draw.integers(1, 5, 2).tolist()), int(draw.integers(1, 6))
-        config = SpeculativeConfig(num_speculative_tokens=k, prompt_lookup_max=most, prompt_lookup_min=least)
-        engines = NgramProposer(config, max_model_len=1000).drafts_after(np.array(token_ids, np.int32))
-        assert lesson.propose_ngram(token_ids, least, most, k) == engines
-
 
 # ---- the kernels ---------------------------------------------------------------------------------
 
@@ -289,8 +275,7 @@ test_the_checks_catch = exercise_test("07")
 
 def test_drafts_that_were_not_asked_for_are_told():
     plugged = plug_of("07")(SimpleNamespace(propose_ngram=lambda tokens, low, high, k: [1] * 9, verify=None))
-    with pytest.raises(MinivllmError, match="9 drafts, but at most 3 are allowed"):
-        serve(plugged, plugged.parts)
+    assert_refused("9 drafts, but at most 3 are allowed", serve, plugged, plugged.parts)
 
 
 def test_the_learners_verdict_is_that_of_the_engine():

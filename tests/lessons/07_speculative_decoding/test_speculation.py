@@ -7,8 +7,8 @@ import random
 from dataclasses import replace
 
 import pytest
+from refusals import assert_refused
 
-from minivllm.errors import MinivllmError
 from minivllm.memory import kv_bytes_per_token
 from minivllm_lab.speculative_decoding.model_checks import (
     EAGLE3_SERIES,
@@ -222,10 +222,8 @@ def test_the_drafter_takes_its_room():
     [((), 256, "rates"), ((1.2,), 256, "1.2"), (("x",), 256, "share"), ((0.5,), 0, "context")],
 )
 def test_what_makes_no_sense_is_refused(rates: tuple, context: int, said: str):
-    with pytest.raises(MinivllmError, match=said):
-        Speculation.of(MODEL, H100, NGRAM, rates, context)
+    assert_refused(said, Speculation.of, MODEL, H100, NGRAM, rates, context)
 
 
 def test_weights_that_do_not_fit_are_refused():
-    with pytest.raises(MinivllmError, match="KV cache"):
-        on(model="Meta-Llama-3-70B", drafter=NGRAM)
+    assert_refused("KV cache", on, model="Meta-Llama-3-70B", drafter=NGRAM)

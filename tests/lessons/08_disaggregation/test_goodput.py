@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from refusals import assert_refused
 
-from minivllm.errors import MinivllmError
 from minivllm_lab.disaggregation import pools as pools_module
 from minivllm_lab.disaggregation.goodput import (
     Colocated,
@@ -115,8 +115,7 @@ def test_blocks_are_held_while_a_prompt_travels():
 def test_a_prompt_that_fits_nowhere_is_refused_in_a_line():
     built = system().pools(SHORT)
     small = replace(built, decode_configs=(built.decode_configs[0], replace(built.decode_configs[1], num_gpu_blocks=4)))
-    with pytest.raises(MinivllmError, match="blocks"):
-        finished(run_pools(small, OpenLoad(SHORT.lengths[:2], [0.0, 0.1], 2)))
+    assert_refused("blocks", finished, run_pools(small, OpenLoad(SHORT.lengths[:2], [0.0, 0.1], 2)))
 
 
 def test_no_link_carries_more_than_its_bandwidth():
@@ -206,10 +205,8 @@ def test_which_links_hide_a_transfer_hardly_depends_on_the_prompt(prompt: int):
 
 @pytest.mark.parametrize(("bandwidth", "latency"), [(0, 0), (-1, 0), (math.nan, 0), (1, -1)])
 def test_a_link_that_makes_no_sense_is_refused(bandwidth: float, latency: float):
-    with pytest.raises(MinivllmError, match=r"bandwidth|latency"):
-        Link("x", bandwidth, latency, "")
-    with pytest.raises(MinivllmError, match="loopback"):
-        get_link("carrier pigeon")
+    assert_refused(r"bandwidth|latency", Link, "x", bandwidth, latency, "")
+    assert_refused("loopback", get_link, "carrier pigeon")
 
 
 # ---- published figures
@@ -244,8 +241,6 @@ def test_what_is_only_bytes_is_within_a_tenth_and_splitwises_engine_is_slower_th
 def test_nonsense_is_refused_by_name():
     for prefill, decode in itertools.product((0, 1), (0, 1)):
         if not prefill * decode:
-            with pytest.raises(MinivllmError, match="each pool needs at least one"):
-                system(prefill, decode)
-    with pytest.raises(MinivllmError, match="above 0"):
-        Objective(0, 1)
+            assert_refused("each pool needs at least one", system, prefill, decode)
+    assert_refused("above 0", Objective, 0, 1)
     assert isinstance(system().pools(SHORT), Pools)

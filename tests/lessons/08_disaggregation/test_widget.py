@@ -12,8 +12,8 @@ from collections import Counter
 import pytest
 from lessons.harness import script_path
 from lessons.widget_harness import advice_test, challenge_test, shaded
+from refusals import assert_refused
 
-from minivllm.errors import MinivllmError
 from minivllm_lab.disaggregation.goodput import Disaggregated
 from minivllm_lab.exercise import load
 from minivllm_lab.mutants import load_mutant
@@ -224,5 +224,4 @@ def test_a_connector_that_would_lose_a_transfer_is_told_so(name: str, monkeypatc
         monkeypatch.setattr("widgets.shell.swept.PATIENCE", 0.5)
     (function, old, new), about = WRONG[name]
     module = load_mutant(script_path("08"), (f"ConnectorScheduler.{function}", old, new))
-    with pytest.raises(MinivllmError, match=re.escape(about)):
-        here(connector=module.ConnectorScheduler)
+    assert_refused(re.escape(about), here, connector=module.ConnectorScheduler)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from kernels.harness import assert_close, assert_compiles, reference_attention
 from lessons.harness import REPOSITORY, exercise_test, figures_of_quick_run, script_path
+from refusals import assert_refused
 
 from minivllm import LLM, SamplingParams
 from minivllm.config import EMBEDDED_MODEL, ModelConfig
@@ -137,8 +138,7 @@ def test_the_rule_of_replication_is_the_engines():
                 index, parts = kv_part(config, GroupCoordinator(rank, tp))
                 kept = list(range(index * heads // parts, (index + 1) * heads // parts))
                 assert lesson.kv_heads_of_rank(rank, tp, heads) == kept
-    with pytest.raises(MinivllmError, match="8 KV heads cannot be divided over 3 ranks"):
-        lesson.kv_heads_of_rank(0, 3, 8)
+    assert_refused("8 KV heads cannot be divided over 3 ranks", lesson.kv_heads_of_rank, 0, 3, 8)
 
 
 def test_latents_are_attended_to_as_in_the_engine():

@@ -10,8 +10,8 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from lessons.widget_harness import advice_test, challenge_test, endless, preset_test, shaded
 
+from lessons import widget_harness as harness
 from minivllm.errors import MinivllmError
 from minivllm_lab.attention_heads.siblings import with_kv_heads, with_latent
 from minivllm_simulate.hardware import get_hardware
@@ -120,7 +120,7 @@ def test_a_request_alone_reads_2_of_mixtrals_8_experts_and_hundreds_read_all():
 
 def test_what_is_shaded_is_where_something_is_wrong():
     def regions(**knobs) -> list[str]:
-        return shaded(widget, here(**knobs))
+        return harness.shaded(widget, here(**knobs))
 
     assert regions() == [
         "14 of 32 requests fit on 4",
@@ -158,14 +158,14 @@ SOLUTIONS = (
 )
 
 
-test_each_challenge_can_be_met_and_by_what_it_is_about = challenge_test(
+test_each_challenge_can_be_met_and_by_what_it_is_about = harness.challenge_test(
     widget, here, SOLUTIONS,
     [(0, {"tensor_parallel_size": 4}), (0, {"tensor_parallel_size": 16}), (1, {"kv_heads": 16}),
      (1, {"kv_heads": 32}), (2, {"tensor_parallel_size": 2}), (2, {"latent": 256})],
 )  # fmt: skip
 
 
-test_advice_names_the_knob_that_is_wrong = advice_test(
+test_advice_names_the_knob_that_is_wrong = harness.advice_test(
     widget,
     [
         (0, {"gpu": "H200"}, "Use an H100"),
@@ -181,7 +181,7 @@ test_advice_names_the_knob_that_is_wrong = advice_test(
 )
 
 
-test_no_preset_meets_a_challenge = preset_test(widget, here)
+test_no_preset_meets_a_challenge = harness.preset_test(widget, here)
 
 
 def test_the_command_is_what_vllm_takes():
@@ -244,16 +244,13 @@ def test_a_rule_that_keeps_all_heads_takes_all_their_bytes():
     assert state.here.kv_bytes == 8 * here(tensor_parallel_size=8).here.kv_bytes
 
 
-@pytest.mark.parametrize(
-    ("rule", "about"),
+test_a_rule_that_gives_no_heads_is_refused = harness.unusable_test(
+    here,
     [
-        (lambda *_: 3, "returns 3"),
-        (lambda *_: [], r"returns \[\]"),
-        (lambda *_: [8], r"from 0 to 7"),
-        (endless, "never end"),
+        ({"kv_heads_of_rank": lambda *_: 3}, "returns 3"),
+        ({"kv_heads_of_rank": lambda *_: []}, r"returns \[\]"),
+        ({"kv_heads_of_rank": lambda *_: [8]}, r"from 0 to 7"),
+        ({"kv_heads_of_rank": harness.endless}, "never end"),
     ],
+    patience="widgets.attention_heads.state.PATIENCE",
 )
-def test_a_rule_that_gives_no_heads_is_refused(rule, about: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("widgets.attention_heads.state.PATIENCE", 0.2)
-    with pytest.raises(MinivllmError, match=about):
-        here(kv_heads_of_rank=rule)

@@ -2,12 +2,11 @@
 
 from functools import partial
 
-import pytest
+from refusals import assert_refused
 from simulate.linear_cost import LinearCost
 
 from minivllm.config import CacheConfig, SchedulerConfig
 from minivllm.core.scheduler import Scheduler
-from minivllm.errors import MinivllmError
 from minivllm_lab.chunked_prefill.prefill_first import PREFILL_FIRST
 from minivllm_simulate.virtual_clock import SimulatedRequest, StepRecord, simulate
 
@@ -55,5 +54,4 @@ def test_all_requests_end_though_memory_is_short():
 
 
 def test_a_prompt_that_would_have_to_be_cut_is_refused():
-    with pytest.raises(MinivllmError, match="disable chunked prefill"):
-        steps(SimulatedRequest(8, 2), enable_chunked_prefill=True)
+    assert_refused("disable chunked prefill", steps, SimulatedRequest(8, 2), enable_chunked_prefill=True)

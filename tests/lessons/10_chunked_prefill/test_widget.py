@@ -4,16 +4,14 @@ gaps.
 
 import itertools
 import re
-import shlex
 import statistics
 import xml.etree.ElementTree as ET
 from collections import Counter
 from functools import partial
 
 import pytest
-from lessons.widget_harness import advice_test, challenge_test, endless, last_state, preset_test, shaded
 
-from minivllm.errors import MinivllmError
+from lessons import widget_harness as harness
 from minivllm_simulate.cost_model import StepShape
 from minivllm_simulate.load_sweep import spans
 from minivllm_simulate.virtual_clock import SimulatedRequest, StepRecord, percentile, simulate
@@ -32,12 +30,7 @@ def short_runs(monkeypatch: pytest.MonkeyPatch):
     runs.experiment.cache_clear()
 
 
-def here(**knobs) -> widget.State:
-    """Return the first state that knows the result for the reader's own budget."""
-    return next(state for state in widget.sweep(**knobs) if state.known)
-
-
-swept = partial(last_state, widget)
+here, swept = partial(harness.known_state, widget), partial(harness.last_state, widget)
 
 
 # ---- verdicts against theory
@@ -166,15 +159,9 @@ def test_gaps_and_first_tokens_are_those_of_a_plain_simulation(knobs: dict):
     assert point.long_ttft == pytest.approx(exact.long_ttft, rel=0.02)
 
 
-@pytest.mark.usefixtures("short_runs")
-def test_a_region_is_shaded_where_the_budgets_are_wrong():
-    for knobs in ({}, {"judged": "gaps"}, {"policy": "first", "load": 20.0}, {"gpu": "L4", "gap": 0.1}):
-        state = swept(**knobs)
-        assert state.complete
-        regions = [*state.stopped, *state.late, *state.stalled]
-        for budget in BUDGETS:
-            inside = any((low or 0) <= budget and (high is None or budget < high) for low, high in regions)
-            assert inside == (budget in state.refusals or bool(state.causes(budget))), (knobs, budget)
+test_a_region_is_shaded_where_the_budgets_are_wrong = harness.region_test(
+    widget, BUDGETS, [{}, {"judged": "gaps"}, {"policy": "first", "load": 20.0}, {"gpu": "L4", "gap": 0.1}]
+)
 
 
 def test_what_does_not_start_neither_stalls_nor_is_late():
@@ -232,14 +219,14 @@ SOLUTIONS = (
 )
 
 
-test_each_challenge_can_be_met_and_by_what_it_is_about = challenge_test(
+test_each_challenge_can_be_met_and_by_what_it_is_about = harness.challenge_test(
     widget, here, SOLUTIONS,
     [(0, {"budget": 1024}), (0, {"budget": 96}), (1, {"threshold": 2048}), (1, {"threshold": 0}),
      (2, {"judged": "clients"}), (2, {"budget": 4096}), (2, {"budget": 256})],
 )  # fmt: skip
 
 
-test_advice_names_the_knob_that_is_wrong = advice_test(
+test_advice_names_the_knob_that_is_wrong = harness.advice_test(
     widget,
     [
         (0, {"gpu": "H200"}, "Use Llama-3.1-8B on an H100"),
@@ -255,18 +242,13 @@ test_advice_names_the_knob_that_is_wrong = advice_test(
 )
 
 
-test_no_preset_meets_a_challenge = preset_test(widget, here)
+test_no_preset_meets_a_challenge = harness.preset_test(widget, here)
 
 
 def test_the_command_is_one_server_and_two_loads():
     lines = widget.command(next(iter(widget.sweep(threshold=512, policy="whole")))).splitlines()
-    words = shlex.split(lines[-1])
-    assert words[:2] == ["vllm", "serve"]
-    for flag, value in (
-        ("--max-num-batched-tokens", "2048"), ("--max-model-len", "8192"), ("--long-prefill-token-threshold", "512")
-    ):  # fmt: skip
-        assert words[words.index(flag) + 1] == value
-    assert "--no-enable-chunked-prefill" in words
+    flags = {"max_num_batched_tokens": 2048, "max_model_len": 8192, "long_prefill_token_threshold": 512}
+    assert "--no-enable-chunked-prefill" in harness.served_with(lines[-1], **flags)
     assert "refuses to start" in lines[0]
     rates = [float(rate) for rate in re.findall(r"--request-rate ([\d.]+)", "\n".join(lines))]
     assert sum(rates) == pytest.approx(10)
@@ -274,7 +256,7 @@ def test_the_command_is_one_server_and_two_loads():
 
 def test_what_breaks_is_shaded_with_its_cause():
     def regions(**knobs) -> list[str]:
-        return shaded(widget, swept(**knobs))
+        return harness.shaded(widget, swept(**knobs))
 
     assert sorted(regions()) == [
         "long prompts late: each takes 85 steps, 574 ms alone",
@@ -337,9 +319,7 @@ def test_wrong_caps_are_reported(name: str):
     assert result.words.startswith("Your functions build different steps")
 
 
-@pytest.mark.parametrize(("own", "about"), [(lambda *_: 0, "your chunk_limit returns 0"), (endless, "never end")])
-def test_caps_that_cannot_be_carried_out_are_refused(own, about: str, monkeypatch: pytest.MonkeyPatch):
-    if about == "never end":
-        monkeypatch.setattr("widgets.shell.swept.PATIENCE", 0.3)
-    with pytest.raises(MinivllmError, match=about):
-        here(chunk_limit=own)
+test_caps_that_cannot_be_carried_out_are_refused = harness.unusable_test(
+    here,
+    [({"chunk_limit": lambda *_: 0}, "your chunk_limit returns 0"), ({"chunk_limit": harness.endless}, "never end")],
+)

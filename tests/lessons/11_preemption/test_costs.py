@@ -1,8 +1,8 @@
 """The cost of bringing a request back, by hand and compared with published figures."""
 
 import pytest
+from refusals import assert_refused
 
-from minivllm.errors import MinivllmError
 from minivllm.memory import kv_bytes_per_token
 from minivllm_lab.preemption.costs import (
     LARGE,
@@ -77,5 +77,4 @@ def test_the_crossover_is_where_the_formula_says(gpu: str, name: str, directions
 
 
 def test_a_gpu_without_units_for_the_models_dtype_is_refused():
-    with pytest.raises(MinivllmError, match="bfloat16"):
-        recompute_seconds(LLAMA, get_hardware("T4"), 10)
+    assert_refused("bfloat16", recompute_seconds, LLAMA, get_hardware("T4"), 10)

@@ -6,13 +6,13 @@ import itertools
 import random
 
 import pytest
+from refusals import assert_refused
 
 from minivllm.config import CacheConfig, SchedulerConfig
 from minivllm.core.policy import SchedulingPolicy
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
 from minivllm.core.scheduler_output import ModelRunnerOutput
-from minivllm.errors import MinivllmError
 from minivllm_lab.preemption.victims import RULES, SwapSpace, victim_rule
 
 BLOCK = 4
@@ -122,5 +122,4 @@ def test_a_swap_copies_the_blocks_of_what_was_computed():
 
 
 def test_an_unknown_rule_is_refused():
-    with pytest.raises(MinivllmError, match="victim must be one of last in"):
-        victim_rule("random")
+    assert_refused("victim must be one of last in", victim_rule, "random")

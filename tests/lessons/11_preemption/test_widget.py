@@ -4,14 +4,13 @@ counts.
 
 import itertools
 import re
-import shlex
 import xml.etree.ElementTree as ET
 from collections import Counter
 from functools import lru_cache, partial
 
 import pytest
-from lessons.widget_harness import advice_test, challenge_test, endless, last_state, preset_test, shaded
 
+from lessons import widget_harness as harness
 from minivllm.errors import MinivllmError
 from minivllm.memory import kv_bytes_per_token
 from minivllm_lab.preemption.victims import SwapSpace
@@ -41,12 +40,7 @@ def short_runs(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(runs, "AFTER", 0)
 
 
-def here(**knobs) -> widget.State:
-    """Return the first state that knows the result for the reader's own pool."""
-    return next(state for state in widget.sweep(**knobs) if state.known)
-
-
-swept = partial(last_state, widget)
+here, swept = partial(harness.known_state, widget), partial(harness.last_state, widget)
 
 
 # ---- verdicts against theory
@@ -189,15 +183,11 @@ def test_a_swap_waits_for_its_copies():
     assert "copies: steps wait for them" in widget.verdict(state).words.lower()
 
 
-@pytest.mark.usefixtures("short_runs")
-def test_a_region_is_shaded_where_the_pools_are_wrong():
-    for knobs in ({}, {"admission": "chunk", "limit": 2.0}, {"gpu": "L4"}, {"model": "Qwen3-32B", "gpu": "H100"}):
-        state = swept(**knobs)
-        assert state.complete
-        regions = [*state.stopped, *state.late]
-        for pool in POOLS:
-            inside = any((low or 0) <= pool and (high is None or pool < high) for low, high in regions)
-            assert inside == (pool in state.refusals or bool(state.cause(pool))), (knobs, pool)
+test_a_region_is_shaded_where_the_pools_are_wrong = harness.region_test(
+    widget,
+    POOLS,
+    [{}, {"admission": "chunk", "limit": 2.0}, {"gpu": "L4"}, {"model": "Qwen3-32B", "gpu": "H100"}],
+)
 
 
 def test_the_edge_lies_where_the_load_fills_the_pool():
@@ -254,7 +244,7 @@ def solved(index: int, knobs: dict) -> widget.Progress:
     raise AssertionError("the check does not end")
 
 
-test_each_challenge_can_be_met_and_by_what_it_is_about = challenge_test(
+test_each_challenge_can_be_met_and_by_what_it_is_about = harness.challenge_test(
     widget, here, SOLUTIONS,
     [(0, {"pool": 49152}), (0, {"pool": 131072}), (1, {"rule": "last in"}), (1, {"rule": "most blocks"}),
      (2, {"policy": "small"}), (2, {"policy": "recompute"}), (2, {"link": "10 Gb/s"})],
@@ -262,7 +252,7 @@ test_each_challenge_can_be_met_and_by_what_it_is_about = challenge_test(
 )  # fmt: skip
 
 
-test_advice_names_the_knob_that_is_wrong = advice_test(
+test_advice_names_the_knob_that_is_wrong = harness.advice_test(
     widget,
     [
         (0, {"gpu": "H200"}, "Use Llama-3.1-8B on an H100"),
@@ -279,19 +269,14 @@ test_advice_names_the_knob_that_is_wrong = advice_test(
 )
 
 
-test_no_preset_meets_a_challenge = preset_test(widget, here)
+test_no_preset_meets_a_challenge = harness.preset_test(widget, here)
 
 
 def test_the_command_is_a_server_and_its_load():
     state = next(iter(widget.sweep(pool=16384, rule="worst priority", admission="chunk", policy="large")))
     lines = widget.command(state).splitlines()
-    words = shlex.split(lines[-1])
-    assert words[:2] == ["vllm", "serve"]
-    for flag, value in (
-        ("--num-gpu-blocks-override", "1025"), ("--max-model-len", "1792"), ("--scheduling-policy", "priority")
-    ):  # fmt: skip
-        assert words[words.index(flag) + 1] == value
-    assert "--no-scheduler-reserve-full-isl" in words
+    flags = {"num_gpu_blocks_override": 1025, "max_model_len": 1792, "scheduling_policy": "priority"}
+    assert "--no-scheduler-reserve-full-isl" in harness.served_with(lines[-1], **flags)
     assert any("--kv-offloading-size" in line for line in lines)
     assert "--request-rate 14" in lines[1]
     assert "refuses to start" in widget.command(next(iter(widget.sweep(gpu="L4", model="Qwen3-32B"))))
@@ -299,7 +284,7 @@ def test_the_command_is_a_server_and_its_load():
 
 def test_what_breaks_is_shaded_with_its_cause():
     def regions(state: widget.State) -> list[str]:
-        return shaded(widget, state)
+        return harness.shaded(widget, state)
 
     assert regions(swept()) == [
         "full: 32K tokens handle 9.36 of 14 requests/s",
@@ -342,9 +327,6 @@ def test_another_victim_is_reported(rule: str):
     assert result.words.startswith("Your function picks different victims")
 
 
-@pytest.mark.parametrize(("own", "about"), [(lambda *_: None, "your victim returns None"), (endless, "never end")])
-def test_a_choice_that_cannot_be_carried_out_is_refused(own, about: str, monkeypatch: pytest.MonkeyPatch):
-    if about == "never end":
-        monkeypatch.setattr("widgets.shell.swept.PATIENCE", 0.3)
-    with pytest.raises(MinivllmError, match=about):
-        here(victim=own)
+test_a_choice_that_cannot_be_carried_out_is_refused = harness.unusable_test(
+    here, [({"victim": lambda *_: None}, "your victim returns None"), ({"victim": harness.endless}, "never end")]
+)

@@ -5,15 +5,13 @@ engine's steps.
 import itertools
 import math
 import re
-import shlex
 from collections import Counter
 from functools import cache, partial
 
 import pytest
-from lessons.widget_harness import advice_test, challenge_test, endless, last_state, preset_test, shaded
 
+from lessons import widget_harness as harness
 from minivllm.core.adapter_slots import AdapterSlots
-from minivllm.errors import MinivllmError
 from minivllm_simulate.cost_model import StepShape
 from minivllm_simulate.known_models import known_model
 from minivllm_simulate.memory import memory_ledger
@@ -32,12 +30,7 @@ def short_runs(monkeypatch: pytest.MonkeyPatch):
     runs.experiment.cache_clear()
 
 
-def here(**knobs) -> widget.State:
-    """Return the first state that knows the result for the reader's own slots."""
-    return next(state for state in widget.sweep(**knobs) if state.known)
-
-
-swept = partial(last_state, widget)
+here, swept = partial(harness.known_state, widget), partial(harness.last_state, widget)
 
 
 # ---- verdicts against theory
@@ -193,15 +186,9 @@ def test_three_ways_cost_what_the_counts_say():
     assert {state.serving.copies_that_fit} == {4}
 
 
-@pytest.mark.usefixtures("short_runs")
-def test_a_region_is_shaded_where_slots_are_wrong():
-    for knobs in ({}, {"max_rank": 256}, {"gpu": "L4", "load": 2.0}, {"rank": 64}):
-        state = swept(**knobs)
-        assert state.complete
-        regions = [*state.stopped, *state.late]
-        for slots in SLOTS:
-            inside = any((low or 0) <= slots and (high is None or slots < high) for low, high in regions)
-            assert inside == (slots in state.refusals or bool(state.cause(slots))), (knobs, slots)
+test_a_region_is_shaded_where_slots_are_wrong = harness.region_test(
+    widget, SLOTS, [{}, {"max_rank": 256}, {"gpu": "L4", "load": 2.0}, {"rank": 64}]
+)
 
 
 # ---- what is said
@@ -225,14 +212,14 @@ SOLUTIONS = (
 )
 
 
-test_each_challenge_can_be_met_and_by_what_it_is_about = challenge_test(
+test_each_challenge_can_be_met_and_by_what_it_is_about = harness.challenge_test(
     widget, here, SOLUTIONS,
     [(0, {"slots": 16}), (0, {"slots": 64}), (0, {"max_rank": 128}), (1, {"model": "Llama-3.1-8B"}),
      (1, {"gpu": "L4"}), (2, {"slots": 64}), (2, {"slots": 12}), (2, {"load": 0.5})],
 )  # fmt: skip
 
 
-test_advice_names_the_knob_that_is_wrong = advice_test(
+test_advice_names_the_knob_that_is_wrong = harness.advice_test(
     widget,
     [
         (0, {"adapters": 10}, "Raise the adapters to 1,000 (now 10)"),
@@ -249,15 +236,12 @@ test_advice_names_the_knob_that_is_wrong = advice_test(
 )
 
 
-test_no_preset_meets_a_challenge = preset_test(widget, here, Enough="fine")
+test_no_preset_meets_a_challenge = harness.preset_test(widget, here, Enough="fine")
 
 
 def test_the_command_is_a_server_with_adapters():
-    words = shlex.split(widget.command(next(iter(widget.sweep(max_rank=64)))).splitlines()[-1])
-    assert words[:2] == ["vllm", "serve"]
-    for flag, value in (("--max-loras", "8"), ("--max-lora-rank", "64"), ("--max-cpu-loras", "1000")):
-        assert words[words.index(flag) + 1] == value
-    assert "--enable-lora" in words
+    line = widget.command(next(iter(widget.sweep(max_rank=64)))).splitlines()[-1]
+    assert "--enable-lora" in harness.served_with(line, max_loras=8, max_lora_rank=64, max_cpu_loras=1000)
     nothing_fits = next(iter(widget.sweep(model="Qwen3-14B", gpu="L4")))
     assert nothing_fits.refused
     assert "0 fit" in widget.SPEC.pictures(nothing_fits, 640)
@@ -267,7 +251,7 @@ def test_the_command_is_a_server_with_adapters():
 @pytest.mark.usefixtures("short_runs")
 def test_what_breaks_is_shaded_with_its_cause():
     def regions(**knobs) -> list[str]:
-        return shaded(widget, swept(**knobs))
+        return harness.shaded(widget, swept(**knobs))
 
     assert [re.sub(r"[\d.]+ %", "… %", words) for words in regions()] == [
         "too few slots: requests wait while the KV cache is … % free"
@@ -326,13 +310,8 @@ class Nowhere(AdapterSlots):
         return 99
 
 
-@pytest.mark.parametrize(
-    ("own", "about"),
+test_parts_that_cannot_be_carried_out_are_refused = harness.unusable_test(
+    here,
     [({"table": Nowhere}, "your table put"), ({"admit": lambda *_: [7]}, "your admit returns"),
-     ({"admit": endless}, "never end"), ({"table": endless}, "never end")],
+     ({"admit": harness.endless}, "never end"), ({"table": harness.endless}, "never end")],
 )  # fmt: skip
-def test_parts_that_cannot_be_carried_out_are_refused(own: dict, about: str, monkeypatch: pytest.MonkeyPatch):
-    if about == "never end":
-        monkeypatch.setattr("widgets.shell.swept.PATIENCE", 0.3)
-    with pytest.raises(MinivllmError, match=about):
-        here(**own)
