@@ -93,6 +93,7 @@ def test_skip_reading_prefix_cache_still_publishes() -> None:
     assert d.step() == {"b": 8}
     d.add("c", [*range(8)], max_tokens=1)
     assert d.step() == {"c": 4}
+    assert d.scheduler.make_stats().prefix_cache_stats.requests == 1, "only c has looked"
 
 
 def test_stats_count_admissions_and_only_those() -> None:
