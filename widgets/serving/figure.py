@@ -93,12 +93,12 @@ def _draw_breaking(axes: Axes, state: State, pinned: State | None, times: Times)
     elif knee:
         axes.broken(knee.rate, None, knee_words(knee, served))
     if pinned and pinned.served.points:
-        axes.pinned(_shown(pinned.served), [most for _, most in _values(pinned.served, times.of)], pinned.rate)
+        axes.pinned(drawn_rates(pinned.served), [most for _, most in _values(pinned.served, times.of)], pinned.rate)
     axes.mark_y(limit, f"limit {seconds(limit)}", GREEN)
     with axes.drawing.answer():
         for other in state.others:
             if other.layout != state.layout and other.points:
-                rates = _shown(other)
+                rates = drawn_rates(other)
                 values = [most for _, most in _values(other, times.of)]
                 axes.line(rates, values, MID, width=1.6)
                 x, y = axes.at(rates[0], values[0])
@@ -127,21 +127,21 @@ def cause_words(cause: str, served: Served) -> str:
     }[cause]
 
 
-def _shown(served: Served) -> list[float]:
+def drawn_rates(served: Served) -> list[float]:
     """Return the rates to draw: beyond the first at which the queue grows, runs are too short."""
     most = min((rate for rate in served.rates if "queue" in served.causes(rate)), default=RATES[-1])
     return [rate for rate in served.rates if rate <= most]
 
 
 def _values(served: Served, pick: Callable[[Point], tuple[float, float]]) -> list[tuple[float, float]]:
-    return [pick(served.points[rate]) for rate in _shown(served)]
+    return [pick(served.points[rate]) for rate in drawn_rates(served)]
 
 
 def _draw_pair(axes: Axes, served: Served, pick: Callable[[Point], tuple[float, float]]) -> None:
     values = _values(served, pick)
     if values:
-        axes.line(_shown(served), [half for half, _ in values], BLUE, width=1.6, dash="5 4")
-        axes.line(_shown(served), [most for _, most in values], BLUE)
+        axes.line(drawn_rates(served), [half for half, _ in values], BLUE, width=1.6, dash="5 4")
+        axes.line(drawn_rates(served), [most for _, most in values], BLUE)
 
 
 def _scale(state: State, times: Times) -> Scale:

@@ -17,6 +17,7 @@ from minivllm_lab.exercise import load as load_lesson
 from minivllm_simulate.layouts import Layout
 from widgets import serving as widget
 from widgets.serving import runs
+from widgets.serving.figure import drawn_rates
 from widgets.serving.reader import PAUSES, read_answer
 from widgets.serving.state import Served, layouts
 from widgets.shell.session import Session
@@ -120,6 +121,18 @@ def test_layouts_use_the_same_number_of_gpus_and_hold_the_readers_own():
         assert {layout.gpus for layout in result} == {tp * pp * dp}
         assert Layout(tp, pp, dp) in result
         assert len(set(result)) == len(result) <= 5
+
+
+def test_the_other_layouts_are_drawn_too_and_each_curve_ends_where_its_queue_grows():
+    state = list(widget.sweep())[-1]
+    assert len(state.others) == 3
+    for layout in state.others:
+        rates = drawn_rates(layout)
+        growing = [rate for rate in rates if "queue" in layout.causes(rate)]
+        assert growing == rates[-1:]
+        assert min(rates) == runs.RATES[0]
+        assert sum(rate < layout.goodput for rate in rates) > 3
+    assert widget.figure(state).count(f">{state.others[0].layout}</text>") == 2, "at its curve and at its bar"
 
 
 # ---- the start, the guess, the challenges
