@@ -16,7 +16,7 @@ from typing import Any
 
 from minivllm_simulate.known_models import CONFIGS, known_model
 from minivllm_simulate.layouts import UTILIZATION
-from widgets.attention_heads.figure import cause_words, detail, figure, kib, rank_words
+from widgets.attention_heads.figure import cause_words, detail, figure, held_words, kib, rank_words
 from widgets.attention_heads.state import (
     CONTEXTS,
     GPUS,
@@ -26,7 +26,6 @@ from widgets.attention_heads.state import (
     START,
     TPS,
     WANTED,
-    WORTH,
     Kind,
     State,
     sweep,
@@ -51,9 +50,8 @@ def verdict(state: State) -> Verdict:
     if cause == "few":
         return Verdict(f"Too few GPUs: {cause_words(state, state.tp)}. {rank_words(state)}", "broken")
     if cause == "copies":
-        gain = f"only {state.mine.gain(state.tp):.2f} times the requests of {state.tp // 2}"
-        kept = f"{place.copies} GPUs keep the same keys and values"
-        return Verdict(f"Copies: {_undivided(state)}, so {kept}, and {state.tp} hold {gain}.", "broken")
+        kept = f"every {place.copies} GPUs keep the same keys and values"
+        return Verdict(f"Copies: {kept}. Of these requests, {held_words(state, state.tp)}.", "broken")
     if cause:
         why = cause_words(state, state.tp)
         return Verdict(f"It does not start: {why}.", "broken")
@@ -64,15 +62,6 @@ def verdict(state: State) -> Verdict:
     work = f"{place.intensity:.3g} operation{'s' * (place.intensity != 1)}"
     ridge = f"the GPU could do {state.hardware.ridge():.0f}"
     return Verdict(f"{fits}, with {work} for each byte read ({ridge}). {rank_words(state)}", "fine")
-
-
-def _undivided(state: State) -> str:
-    """Explain why more GPUs have to keep copies."""
-    if state.latent:
-        return "a latent cannot be split"
-    if state.kv_heads == 1:
-        return "one KV head cannot be split"
-    return f"{state.kv_heads} KV heads can be split over at most {state.kv_heads} GPUs"
 
 
 def command(state: State) -> str:
@@ -206,8 +195,7 @@ KNOBS = {
 SPEC = Spec(
     name="attention_heads",
     title="Who needs all those heads?",
-    lead="Drag the GPUs: too few hold too little. But with more GPUs than KV heads, twice the GPUs hold less than "
-    f"{WORTH:g} times the requests.",
+    lead="Drag the GPUs to see what twice as many add. Then change how many KV heads there are to split.",
     knobs=KNOBS,
     presets={
         "One GPU": {"tensor_parallel_size": 1},
@@ -222,7 +210,7 @@ SPEC = Spec(
     verdict=verdict,
     command=command,
     challenges=CHALLENGES,
-    starts=lambda state: state.cause(state.tp) not in ("long", "heads", "weights"),
+    starts=lambda state: state.cause(state.tp) in ("", "copies"),
     mends=("tensor_parallel_size", "context", "model"),
     guess=GUESS,
     own={"kv_heads_of_rank": "decides which KV heads each GPU keeps"},

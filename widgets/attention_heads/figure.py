@@ -11,7 +11,7 @@ from itertools import groupby
 from minivllm_lab.drawing import text_width
 from minivllm_lab.palette import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, SKY
 from widgets.attention_heads.state import TPS, Kind, Place, State
-from widgets.shell.plot import MARGIN, WIDE, Axes, Key, Scale, draw_head, percent, short, three_boxes, tokens
+from widgets.shell.plot import MARGIN, WIDE, Axes, Key, Scale, draw_head, hidden_note, short, three_boxes, tokens
 from widgets.shell.svg import HEADING, QUIET, SMALL, Box, Drawing
 from widgets.shell.theme import CARD, IDLE, MID, MISSED
 
@@ -92,11 +92,12 @@ def _draw_fits(axes: Axes, state: State, pinned: State | None) -> None:
     if pinned:
         axes.pinned(*_curve(pinned.mine, _fits), pinned.tp)
     axes.mark_y(state.wanted, "", GREEN)
+    hidden_note(axes.drawing, axes.box)
     with axes.drawing.answer():
-        for kind in state.others:
+        axes.line(*_curve(state.mine, _fits), BLUE)
+        for kind in state.others:  # on top, because some lie on the reader's
             colour, dash = style(kind)
             axes.line(*_curve(kind, _fits), colour, width=1.8, dash=dash)
-        axes.line(*_curve(state.mine, _fits), BLUE)
         axes.points(*_curve(state.mine, lambda place: place.fits * (place.fits >= axes.y.low)), BLUE, radius=3.5)
     axes.here(state.tp, "tensor_parallel_size", f"{state.tp} GPU{'s' * (state.tp > 1)}")
     with axes.drawing.answer():
@@ -145,9 +146,15 @@ def cause_words(state: State, tp: int) -> str:
         "heads": f"{state.query_heads} query heads cannot be split over {tp}",
         "weights": f"not even the weights fit on {tp} GPU{'s' * (tp > 1)}",
         "few": f"{int(place.fits)} of {state.wanted} requests fit on {tp}",
-        "copies": f"copies: {percent(max(0, state.mine.gain(tp) - 1))} more than {tp // 2}",
+        "copies": f"copies: {held_words(state, tp)}",
         "": "",
     }[state.cause(tp)]
+
+
+def held_words(state: State, tp: int) -> str:
+    """Compare the requests that fit with those of half as many GPUs."""
+    fit, before = (int(state.mine.at(count).fits) for count in (tp, max(tp // 2, 1)))
+    return f"{tp} GPUs hold {fit:,}, {tp // 2} hold {before:,}"
 
 
 # ---- bytes and rates
@@ -159,18 +166,21 @@ def _draw_bytes(drawing: Drawing, box: Box, state: State) -> None:
     whole = _curve(state.mine, lambda place: place.kv_bytes * place.tp / KIB)
     axes = Axes(drawing, box, GPUS, _span(each[1] + whole[1]))
     axes.frame("", "KV cache of a token, KiB", x_ticks=(), y_ticks=axes.y.powers(), y_format=short)
-    axes.line(*whole, BLUE, width=1.8, dash="5 3")
-    axes.line(*each, BLUE)
-    for words, (gpus, sizes), end in (("all GPUs together", whole, 0), ("each GPU", each, -1)):
-        if gpus:
-            axes.label(axes.at(gpus[end], sizes[end]), words, BLUE, bold=False)
-    axes.also_here(state.tp)
+    hidden_note(drawing, box)
+    with drawing.answer():
+        axes.line(*whole, BLUE, width=1.8, dash="5 3")
+        axes.line(*each, BLUE)
+        for words, (gpus, sizes), end in (("all GPUs together", whole, 0), ("each GPU", each, -1)):
+            if gpus:
+                axes.label(axes.at(gpus[end], sizes[end]), words, BLUE, bold=False)
+        axes.mark_x(state.tp, dash="")
 
     def tip(tp: int) -> str:
         size = state.mine.at(tp).kv_bytes
         return f"{tp} GPUs: a token takes {kib(size)} KiB on each, {kib(size * tp)} KiB in all"
 
-    axes.tips([place.tp for place in state.mine.places if place.kv_bytes], tip)
+    with drawing.answer():
+        axes.tips([place.tp for place in state.mine.places if place.kv_bytes], tip)
 
 
 def _draw_rates(drawing: Drawing, box: Box, state: State) -> None:
@@ -180,18 +190,21 @@ def _draw_rates(drawing: Drawing, box: Box, state: State) -> None:
     axes = Axes(drawing, box, GPUS, _span([rate for _, rates in curves for rate in rates]))
     label = f"tokens/s, up to {state.wanted:,} at once"
     axes.frame("GPUs", label, x_ticks=TPS, x_format="{:g}".format, y_ticks=axes.y.powers(), y_format=short)
-    for kind, curve in zip(state.others, curves[1:], strict=True):
-        colour, dash = style(kind)
-        axes.line(*curve, colour, width=1.5, dash=dash)
-    axes.line(*curves[0], BLUE)
-    axes.also_here(state.tp)
+    hidden_note(drawing, box)
+    with drawing.answer():
+        for kind, curve in zip(state.others, curves[1:], strict=True):
+            colour, dash = style(kind)
+            axes.line(*curve, colour, width=1.5, dash=dash)
+        axes.line(*curves[0], BLUE)
+        axes.also_here(state.tp)
 
     def tip(tp: int) -> str:
         place = state.mine.at(tp)
         batch = min(state.wanted, int(place.fits))
         return f"{tp} GPUs: {place.tokens_per_second:,.0f} tokens a second, {batch} at once"
 
-    axes.tips(TPS, tip)
+    with drawing.answer():
+        axes.tips(TPS, tip)
 
 
 def _span(values: Sequence[float]) -> Scale:

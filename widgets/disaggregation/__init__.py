@@ -63,7 +63,9 @@ def verdict(state: State) -> Verdict:
         if mine.share(state.rate) >= SHARE:
             first = f"Of the first {state.work.counted} requests, {share}, then fewer and fewer"
             return Verdict(f"{too_many} in the long run: {why}. {first}.", "broken")
-        return Verdict(f"{too_many}: {why}. {share}.", "broken")
+        cope = state.known and state.both.goodput >= state.rate
+        others = f"; {state.both.name} still handle this" if cope else ""
+        return Verdict(f"{too_many}: {why}. {share}{others}.", "broken")
     if not state.known:
         return Verdict(f"{mine.name} handle this: {share}.", "tight")
     return _compared(state, share)
@@ -201,8 +203,8 @@ CHALLENGES = (
     ),
 )
 GUESS = Guess(
-    "Each output token may take 7.5 ms. Two GPUs that prefill and two that decode, or four that do both in chunks of "
-    "the best size: which handle more?",
+    "Each output token may take only 7.5 ms. Two GPUs that prefill and two that decode, or four that do both in chunks "
+    "of the best size: which handle more?",
     (
         "the four that do both, about twice as much",
         "about the same",
@@ -211,17 +213,17 @@ GUESS = Guess(
     ),
     0,
     "A decode step waits for memory, and meanwhile computes a chunk of some 200 tokens for free. So the four that do "
-    "both prefill all the time, while half of the two pools never do. Try vLLM's default chunk of 8,192.",
+    "both prefill all the time, while one of the two pools never does. Try vLLM's default chunk of 8,192.",
 )
 
 # ---- the knobs
 
 TTFTS = [(seconds(limit), limit) for limit in (0.05, 0.1, 0.2, 0.5, 1.0, 2.0)]
-TPOTS = [(seconds(limit), limit) for limit in (0.0075, 0.01, 0.015, 0.025, 0.05, 0.1)]
+TPOTS = [(seconds(limit), limit) for limit in (0.005, 0.0075, 0.01, 0.015, 0.025, 0.05, 0.1)]
 COUNTS = list(range(1, MOST_OF_A_KIND + 1))
 KNOBS = {
     "The load": {
-        "rate": steps("Rate", [(f"{rate:g}", rate) for rate in RATES], START["rate"], "requests a second, in all"),
+        "rate": steps("Rate", [(f"{rate:g}/s", rate) for rate in RATES], START["rate"], "requests a second, in all"),
         "ttft": steps("TTFT limit", TTFTS, START["ttft"], f"of {percent(SHARE)} of the first tokens"),
         "tpot": steps("TPOT limit", TPOTS, START["tpot"], "time per output token"),
     },

@@ -5,11 +5,13 @@ goes.
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 
 from minivllm_lab.disaggregation.goodput import SHARE
 from minivllm_lab.palette import BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILLION
-from widgets.disaggregation.state import LADDER, RATES, TUNED, Side, State
-from widgets.shell.plot import MARGIN, WIDE, Axes, Key, Scale, draw_head, figures, percent, seconds, tokens
+from minivllm_simulate.load_sweep import within
+from widgets.disaggregation.state import RATES, TUNED, Side, State
+from widgets.shell.plot import MARGIN, WIDE, Axes, Key, Scale, draw_head, figures, hidden_note, percent, seconds, tokens
 from widgets.shell.svg import SMALL, Box, Drawing, Segment, legend, stacked_bar
 from widgets.shell.theme import MID
 
@@ -21,7 +23,7 @@ TIMES = (
     ("queue", "wait for a GPU", MID),
     ("prefill", "prefill in shared steps", BLUE),
     ("room", "wait for blocks", PURPLE),
-    ("link", "link", VERMILLION),
+    ("link", "link, with waiting", VERMILLION),
     ("decode", "first step", SKY),
 )
 
@@ -55,7 +57,7 @@ def chunk_words(state: State) -> str:
     chunk = f"chunks of {tokens(state.both.budget)}"
     if state.budget != TUNED:
         return chunk
-    return f"{chunk}, the best of {len(LADDER)}" if state.is_tuned else "the best chunk, still being searched"
+    return f"{chunk}, the best size" if state.is_tuned else "the best chunk, still being searched"
 
 
 def _keys(state: State) -> list[Key]:
@@ -70,14 +72,8 @@ def _keys(state: State) -> list[Key]:
 
 
 def _draw_shares(axes: Axes, state: State, pinned: State | None) -> None:
-    axes.frame(
-        "requests a second, over all GPUs",
-        "requests in time",
-        x_ticks=TICKS,
-        x_format="{:g}".format,
-        y_ticks=(0, 0.25, 0.5, 0.75, 1),
-        y_format=percent,
-    )
+    name, ticks = "requests a second, over all GPUs", (0, 0.25, 0.5, 0.75, 1)
+    axes.frame(name, "requests in time", x_ticks=TICKS, x_format="{:g}".format, y_ticks=ticks, y_format=percent)
     mine = state.mine
     if mine.refused:
         axes.broken(None, None, f"{state.model} does not fit: {mine.refused}")
@@ -87,7 +83,14 @@ def _draw_shares(axes: Axes, state: State, pinned: State | None) -> None:
         axes.pinned(pinned.mine.rates, [pinned.mine.share(rate) for rate in pinned.mine.rates], pinned.rate)
     axes.mark_y(SHARE, "", GREEN)
     with axes.drawing.answer():  # both lines together answer the guess
-        _draw_line(axes, state.both, ORANGE, "7 4", 2.0)
+        both = state.both
+        _draw_line(axes, both, ORANGE, "7 4", 2.0)
+        if state.is_tuned and RATES[0] < both.goodput < RATES[-1]:
+            words = f"{both.gpus} break at {figures(both.goodput)}"
+            x, y = axes.at(both.goodput, 0.75)
+            right = x + 104 < axes.box.right
+            place, anchor = ((x + 9, y), "start") if right else ((x - 6, y), "end")
+            axes.drawing.text(place, words, size=SMALL, colour=ORANGE, anchor=anchor, halo=True)
         _draw_tips(axes, state)
     _draw_line(axes, mine, BLUE, "", 2.5)
     axes.here(state.rate, "rate", f"{state.rate:g} a second")
@@ -139,15 +142,15 @@ def cause_words(cause: str, state: State) -> str:
 
 def _draw_splits(drawing: Drawing, state: State, box: Box) -> float:
     """Draw a bar for each split, and one for the GPUs that do both; return the y below."""
-    y = drawing.heading((box.x, box.y), "Goodput per GPU")
+    y = drawing.heading((box.x, box.y), "Goodput")
     y = drawing.paragraph((box.x, y + 18), "requests a second in time, by GPUs that prefill + decode", box.width)
     sides = [*state.splits, state.both]
-    most = max([side.per_gpu for side in sides if side.is_found] + [1e-9])
+    most = max([side.goodput for side in sides if side.is_found] + [1e-9])
+    hidden_note(drawing, Box(box.x + NAMES, y + 8, box.width - NAMES, ROW * len(sides)))
     for row, side in enumerate(sides):
         top = y + 8 + ROW * row + 5 * (side.prefill == 0)
         _draw_bar(drawing, state, side, Box(box.x, top, box.width, ROW), most)
-    bottom = y + 13 + ROW * len(sides)
-    return drawing.paragraph((box.x, bottom + 15), transfer_words(state), box.width)
+    return y + 13 + ROW * len(sides)
 
 
 def _draw_bar(drawing: Drawing, state: State, side: Side, box: Box, most: float) -> None:
@@ -155,7 +158,7 @@ def _draw_bar(drawing: Drawing, state: State, side: Side, box: Box, most: float)
     drawing.text((box.x, box.y + 13), side.name, size=SMALL, bold=mine)
     room = box.width - NAMES - 46
     with drawing.answer():
-        wide = side.per_gpu / most * room if side.is_found else 0.0
+        wide = side.goodput / most * room if side.is_found else 0.0
         colour = BLUE if mine else ORANGE if not side.prefill else MID
         tip = f"{side.name}: {figures(side.goodput)} requests a second in all, until {cause_words(side.cause, state)}"
         drawing.rect(Box(box.x + NAMES, box.y + 3, wide, ROW - 6), colour, tip=tip)
@@ -163,44 +166,48 @@ def _draw_bar(drawing: Drawing, state: State, side: Side, box: Box, most: float)
 
 
 def goodput_words(side: Side) -> str:
-    """Format the goodput per GPU."""
+    """Format the goodput."""
     if side.refused:
         return "does not fit"
     if not side.is_found:
         return "…"
-    return f"{side.per_gpu:.3g}" if side.goodput else "none"
+    return figures(side.goodput) if side.goodput else "none"
 
 
-def transfer_words(state: State) -> str:
-    """Compare one prompt's transfer with its prefill."""
-    transfer = state.transfer
-    size = f"{transfer.num_bytes / 1e6:,.0f} MB"
-    return (
-        f"To compute a prompt's keys and values takes {seconds(transfer.prefill)}, to send them ({size}) over "
-        f"{state.link} {seconds(transfer.seconds)}."
-    )
-
-
-# ---- the time to first token
+# ---- times as shares of their limits
 
 
 def _draw_times(drawing: Drawing, state: State, y: float) -> float:
-    """Draw the parts of the time to first token at this rate; return the y of the last line."""
-    title = f"Time to first token at {state.rate:g} a second"
+    """Draw the parts of the time to first token at this rate, and the time per token of both ways;
+    return the y of the last line.
+    """
+    title = f"At {state.rate:g} a second"
     if state.rate not in state.mine.points:
         words = "Nothing is served." if state.mine.refused else "Still serving the requests."
         return drawing.paragraph((MARGIN, drawing.heading((MARGIN, y), title) + 20), words, drawing.width - 2 * MARGIN)
     served = state.mine.points[state.rate]
-    segments = [
+    parts = [
         Segment("", served.mean(part), colour, f"{name}: {seconds(served.mean(part))}") for part, name, colour in TIMES
     ]
-    mean = sum(segment.value for segment in segments)
-    y = drawing.heading((MARGIN, y), title, f"{seconds(mean)} on average")
-    box = Box(MARGIN, y + 10, drawing.width - 2 * MARGIN, 22)
-    total = max(mean, state.objective.ttft) * 1.02
-    stacked_bar(drawing, box, segments, total)
-    at = box.x + state.objective.ttft / total * box.width
-    drawing.line((at, box.y - 3), (at, box.bottom + 3), colour=GREEN, width=2)
+    note = f"first token: mean; per token: {percent(SHARE)} within"
+    y = drawing.heading((MARGIN, y), title, note) + 8
+    rows = [(f"first token, {state.mine.name}", parts, state.objective.ttft)]
+    for side, colour in ((state.mine, BLUE), (state.both, ORANGE)):
+        if state.rate in side.points:
+            slow = within(sorted(client.tpot for client in side.points[state.rate].clients), SHARE)
+            rows.append((f"per token, {side.name}", [Segment("", slow, colour)], state.objective.tpot))
+    room = Box(MARGIN + 158, y, drawing.width - 2 * MARGIN - 158 - 130, 12)
+    longest = max(1.25, *(sum(part.value for part in row) / limit for _, row, limit in rows))
+    for index, (name, row, limit) in enumerate(rows):
+        top = y + index * 17
+        with drawing.answer() if index == 2 else nullcontext():
+            drawing.text((MARGIN, top + 10), name, size=SMALL)
+            total = sum(part.value for part in row)
+            end = room.x + total / limit / longest * room.width
+            stacked_bar(drawing, Box(room.x, top, end - room.x, 12), row, total)
+            words = f"{seconds(total)}, limit {seconds(limit)}"
+            drawing.text((max(end, room.x + room.width / longest) + 6, top + 10), words, size=SMALL)
+    at = room.x + room.width / longest
+    drawing.line((at, y - 2), (at, y + 17 * len(rows) - 3), colour=GREEN, width=2)
     keys = [Segment(f"{name} {seconds(served.mean(part))}", 0, colour) for part, name, colour in TIMES]
-    keys.append(Segment(f"limit: {seconds(state.objective.ttft)}", 0, GREEN))
-    return legend(drawing, (MARGIN, box.bottom + 18), keys, drawing.width - 2 * MARGIN) - 19
+    return legend(drawing, (MARGIN, y + 17 * len(rows) + 12), keys, drawing.width - 2 * MARGIN) - 19

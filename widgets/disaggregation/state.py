@@ -130,11 +130,6 @@ class Side:
         return min(low * (high / low) ** part, max(self.bound, low))
 
     @property
-    def per_gpu(self) -> float:
-        """Return the requests per second that each GPU handles."""
-        return self.goodput / self.gpus
-
-    @property
     def cause(self) -> str:
         """Return what breaks first: "tpot", "ttft", one of `pools.PARTS`, or ""."""
         high = self.edge[1]
@@ -353,7 +348,7 @@ class _Sweep:
             yield from self._edge(runs)
         both = next(runs for runs in self.pools if runs.budget == self._both().budget)
         goodput = max(self._side(runs).goodput for runs in (self.mine, both))
-        near = [other for other in RATES if goodput / 2 <= other <= 1.5 * goodput]
+        near = [other for other in RATES if goodput / 2 <= other <= 2 * goodput]
         for other in (RATES[0], *sorted(near, key=lambda other: abs(math.log(other / rate)))):
             for runs in (self.mine, both):
                 if not self._side(runs).is_flat_at(other):

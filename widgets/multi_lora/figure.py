@@ -12,7 +12,7 @@ from minivllm_simulate.memory import weight_bytes
 from widgets.multi_lora.runs import ANSWER, PROMPT
 from widgets.multi_lora.state import CLIENTS, SLOTS, WAYS, State
 from widgets.multi_lora.strip import draw_strip
-from widgets.shell.plot import MARGIN, WIDE, Axes, Scale, counted, modelled, percent, seconds
+from widgets.shell.plot import MARGIN, WIDE, Axes, Scale, counted, hidden_note, modelled, percent, seconds
 from widgets.shell.svg import QUIET, SMALL, Box, Drawing, Segment, legend, stacked_bar
 from widgets.shell.theme import IDLE, RESERVED
 
@@ -61,7 +61,7 @@ def _draw_head(drawing: Drawing, state: State, title: str) -> float:
     y = drawing.heading((MARGIN, 23), title)
     note = (
         f"{serving.name} on one {serving.gpu.name}; {counted(serving.adapters, 'adapter')} of rank "
-        f"{serving.rank}, Zipf {serving.skew:g}; {serving.load:g} requests a second, {PROMPT} tokens in, {ANSWER} out; "
+        f"{serving.rank}, skew {serving.skew:g}; {serving.load:g} requests a second, {PROMPT} tokens in, {ANSWER} out; "
         f"{modelled(state.error)}"
     )
     return drawing.paragraph((MARGIN, y + 18), note, drawing.width - 2 * MARGIN)
@@ -117,9 +117,11 @@ def _draw_waits(axes: Axes, state: State, pinned: State | None) -> None:
     if pinned and pinned.run:
         axes.pinned(pinned.run, [pinned.first(slots) for slots in pinned.run], pinned.slots)
     axes.mark_y(state.ttft, f"limit: {seconds(state.ttft)}", GREEN)
+    hidden_note(axes.drawing, axes.box)
     with axes.drawing.answer():
         later = [slots for slots in state.run if state.long_wait[slots] > state.first(slots)]
-        axes.line(later, [state.long_wait[slots] for slots in later], BLUE, width=1.8, dash="2 4")
+        later += [slots for slots in state.run if later and slots > later[-1]][:1]
+        axes.line(later, [state.in_the_end(slots) for slots in later], BLUE, width=1.8, dash="2 4")
         axes.line(state.run, [state.first(slots) for slots in state.run], BLUE)
     axes.here(state.slots, "slots", counted(state.slots, "slot"))
     with axes.drawing.answer():
@@ -195,27 +197,14 @@ def _draw_rates(drawing: Drawing, box: Box, state: State) -> None:
 
 
 def _draw_hits(drawing: Drawing, box: Box, state: State) -> None:
-    """Draw two hit rates: that of a formula, for requests one at a time, and the one counted in
-    these runs.
-    """
+    """Draw the share of admitted requests that found their adapter in a slot."""
     axes = Axes(drawing, box, ACROSS, Scale(0, 1))
     ticks = (0, 0.5, 1)
-    axes.frame("slots", "hit rate: adapter is in a slot", x_ticks=TICKS[::2], y_ticks=ticks, y_format=percent)
-    alone = [state.serving.hit_rate(slots) for slots in SLOTS]
-    axes.line(SLOTS, alone, PURPLE, width=1.8, dash="2 4")
-    axes.label(axes.at(SLOTS[2], alone[2]), "one at a time", PURPLE, bold=False)
+    axes.frame("slots", "hit rate when admitted", x_ticks=TICKS[::2], y_ticks=ticks, y_format=percent)
+    hidden_note(drawing, box)
     with drawing.answer():
-        rates = [state.points[slots].hit_rate for slots in state.run]
-        axes.line(state.run, rates, BLUE)
-        if rates:
-            axes.label(axes.at(state.run[0], rates[0]), "in this load", BLUE, bold=False)
-    axes.also_here(state.slots)
-
-    def tip(slots: int) -> str:
-        return (
-            f"{slots} slots: {percent(state.points[slots].hit_rate)} of the admitted requests found their adapter in a "
-            f"slot; one request at a time it would be {percent(state.serving.hit_rate(slots))}"
+        axes.also_here(state.slots)
+        axes.line(state.run, [state.points[slots].hit_rate for slots in state.run], BLUE)
+        axes.tips(
+            state.run, lambda slots: f"{slots} slots: {percent(state.points[slots].hit_rate)} of the requests hit"
         )
-
-    with drawing.answer():
-        axes.tips(state.run, tip)

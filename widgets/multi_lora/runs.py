@@ -23,7 +23,6 @@ from minivllm.memory import MemoryLedger
 from minivllm_lab.multi_lora.costs import (
     AdapterCost,
     distinct_adapters,
-    lru_hit_rate,
     wait_for_a_slot,
     zipf_adapters,
     zipf_shares,
@@ -332,15 +331,6 @@ class Serving:
         if slots >= self.adapters or not self.at_once:
             return 0.0
         return wait_for_a_slot(self.shares, self.load, self.at_once / self.load, slots, most)
-
-    def hit_rate(self, slots: int) -> float:
-        """Return the hit rate of requests that run one at a time, by Che's approximation."""
-        return _hit_rate(self.adapters, self.skew, slots)
-
-
-@lru_cache(maxsize=1024)
-def _hit_rate(adapters: int, skew: float, slots: int) -> float:
-    return lru_hit_rate(zipf_shares(adapters, skew), slots)
 
 
 @dataclass(frozen=True)

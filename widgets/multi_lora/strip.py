@@ -47,10 +47,9 @@ def draw_strip(drawing: Drawing, state: State, y: float) -> float:
     lines = [Box(box.x, box.y + row * (HIGH + 2), box.width, HIGH) for row in range(rows)]
     for line in lines:
         drawing.rect(line, IDLE)
-    with drawing.answer():
-        for row, line in enumerate(lines):
-            for stay in _stays(strip, row):
-                _draw_stay(drawing, line, stay, across)
+    for row, line in enumerate(lines):
+        for stay in _stays(strip, row):
+            _draw_stay(drawing, line, stay, across)
     below = Box(box.x, box.bottom + 4, box.width, 24)
     _draw_queue(drawing, below, strip, across)
     drawing.play([_caption(strip, across.low, end) for end in frame_ends(across)])
@@ -94,16 +93,15 @@ def _draw_queue(drawing: Drawing, box: Box, strip: Sequence[Moment], across: Sca
     """Draw how many requests wait only for a slot, and write the longest queue."""
     longest = max((moment.waiting for moment in strip), default=0)
     drawing.rect(box, IDLE)
-    with drawing.answer():
-        _draw_name(drawing, box, f"queue, up to {longest}")
-        for group in _alike(strip):
-            left, right = pixels(box, across, group[0].start, group[-1].end)
-            high = box.height * group[0].held / max(longest, 1)
-            area = Box(left, box.bottom - high, max(right - left, 0.6), high)
-            with drawing.layer(at=frames_from(group[0].start, across)):
-                tip = f"{group[0].waiting} requests wait, {group[0].held} only for a slot"
-                drawing.rect(area, MISSED, tip=tip)
-                drawing.hatch(area, MID, gap=6)
+    _draw_name(drawing, box, f"queue, up to {longest}")
+    for group in _alike(strip):
+        left, right = pixels(box, across, group[0].start, group[-1].end)
+        high = box.height * group[0].held / max(longest, 1)
+        area = Box(left, box.bottom - high, max(right - left, 0.6), high)
+        with drawing.layer(at=frames_from(group[0].start, across)):
+            tip = f"{group[0].waiting} requests wait, {group[0].held} only for a slot"
+            drawing.rect(area, MISSED, tip=tip)
+            drawing.hatch(area, MID, gap=6)
 
 
 def _alike(strip: Sequence[Moment]) -> Iterator[list[Moment]]:

@@ -53,12 +53,11 @@ def verdict(state: State) -> Verdict:
     point = state.points[state.pool]
     took = f"{percent(SHARE)} of the requests finish within {seconds(state.latency(state.pool))}"
     if cause:
-        in_run = " in this short run" * (cause == "queue")
         why = cause_words(state, cause, state.pool)
-        words = f"{why[0].upper()}{why[1:]}. {took}{in_run}; {_lost(state)} {crossover_words(state)}"
+        words = f"{why[0].upper()}{why[1:]}; {_lost(state) if cause == 'queue' else took}. {_cheaper(state)}"
         return Verdict(words, "broken")
-    words = f"{took}; {_lost(state)} {crossover_words(state)}"
-    used = max(state.latency(state.pool) / state.limit, state.serving.load / state.capacity[state.pool])
+    words = f"{took}; {_lost(state)}. {_cheaper(state)}"
+    used = state.strain(state.pool)
     if used > ONLY_JUST or point.preemptions:
         return Verdict(f"In time, but {'only just' if used > ONLY_JUST else 'at a price'}: {words}", "tight")
     return Verdict(f"In time: {words}", "fine")
@@ -67,20 +66,16 @@ def verdict(state: State) -> Verdict:
 def _lost(state: State) -> str:
     point = state.points[state.pool]
     if not point.preemptions:
-        return "no request is preempted."
-    times = counted(point.preemptions, "preemption")
-    if state.serving.policy == "recompute":
-        return f"{times} made it recompute {point.recomputed:,} tokens, {percent(point.wasted)} of the work."
-    return f"{times} made it copy {point.copied:,} blocks, {percent(point.copying / point.seconds)} of the time."
+        return "no request is preempted"
+    return f"{percent(point.lost)} of the {'time goes into copies' if point.copied else 'work is done twice'}"
 
 
-def crossover_words(state: State) -> str:
+def _cheaper(state: State) -> str:
     """Say whether recomputing or swapping is cheaper, by the formula without attention, in which
     the length cancels out.
     """
-    crossover = state.serving.crossover
-    both = f"{micro(crossover.swap)} over {state.serving.link.name}, to recompute it {micro(crossover.recompute)}"
-    return f"{'Swapping' if crossover.copying_wins else 'Recomputing'} is cheaper: to swap a token takes {both}."
+    wins, link = state.serving.crossover.copying_wins, state.serving.link.name
+    return f"Swapping is cheaper over {link}." if wins else f"Recomputing is cheaper than swapping over {link}."
 
 
 def _figures(point: Point) -> str:
@@ -136,7 +131,7 @@ def _words(state: State) -> str:
     point = state.points[state.pool]
     return (
         f"Pool {tokens(state.pool)}: {percent(SHARE)} within {seconds(state.latency(state.pool))}, "
-        f"{percent(point.wasted, 1)} of the work done twice."
+        f"{percent(point.wasted)} of the work done twice."
     )
 
 
@@ -193,7 +188,7 @@ def _swap(state: State) -> Progress:
 
 CHALLENGES = (
     Challenge(
-        "Find the edge of the cliff: the smallest pool on the axis that handles at least 14 requests a second, with "
+        "Find the edge: the smallest pool on the axis that handles at least 14 requests a second, with "
         "99 % of them done within 10 s.",
         _edge,
         "The edge is where the load fills the pool: the requests that run at once, by Little's law, times the tokens "
@@ -249,7 +244,7 @@ KNOBS = {
             "Latency limit", labelled(LIMITS, seconds), START["limit"],
             f"the service level: {percent(SHARE)} of the requests finish within this time",
         ),
-        "load": steps("Load", labelled(LOADS, "{:g}".format), START["load"], "requests a second"),
+        "load": steps("Load", labelled(LOADS, "{:g}/s".format), START["load"], "requests a second"),
         "prompt": steps("Prompts", labelled(PROMPTS, tokens), START["prompt"], "tokens, on average"),
         "answer": steps("Answers", labelled(ANSWERS, tokens), START["answer"], "tokens, on average"),
         "model": choice("Model", list(MODELS), START["model"], "served in 16 bits"),
@@ -259,11 +254,11 @@ KNOBS = {
 
 SPEC = Spec(
     name="preemption",
-    title="When the pool is full, which request goes?",
-    lead="Drag the pool: below the edge, requests are preempted, come back, and are computed again.",
+    title="When the pool is full, how much work is done twice?",
+    lead="Drag the pool to where the load fills it. Then choose another victim, or swap instead of recomputing.",
     knobs=KNOBS,
     presets={
-        "A third of the pool": {"pool": 16384},
+        "Half the pool": {"pool": 16384},
         "First chunk admits": {"pool": 24576, "admission": "chunk"},
         "Swap, slow link": {"pool": 32768, "policy": "large", "link": "10 Gb/s", "load": 8.0},
         "Rush hour": {"load": 25.0},

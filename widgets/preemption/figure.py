@@ -1,22 +1,33 @@
-"""Draw lesson 11's picture: latency by pool size, and below it the pool, step by step."""
+"""Draw lesson 11's picture: where a pool exceeds its limits, and below it the pool, step by step."""
 
 from __future__ import annotations
 
 import math
 
-from minivllm_lab.palette import BLUE, GREEN, INK, ORANGE, VERMILLION
+from minivllm_lab.palette import BLUE, GREEN, INK, ORANGE, PURPLE
 from minivllm_simulate.kv_links import LINKS, Link
 from minivllm_simulate.load_sweep import Span, spans
 from widgets.preemption.pool import draw_pool
-from widgets.preemption.runs import Point
 from widgets.preemption.state import HOST_LINKS, POOLS, SHARE, State
-from widgets.shell.plot import Axes, Key, Scale, draw_head, figures, percent, seconds, short, three_boxes, tokens
-from widgets.shell.svg import QUIET, Box, Drawing
+from widgets.shell.plot import (
+    Axes,
+    Key,
+    Scale,
+    draw_head,
+    figures,
+    hidden_note,
+    percent,
+    seconds,
+    short,
+    three_boxes,
+    tokens,
+)
+from widgets.shell.svg import SMALL, Box, Drawing
 
 POOL = Scale(POOLS[0], POOLS[-1], log=True)
 TICKS = tuple(float(2**power) for power in range(13, 19))
-THRASH = 0.25
-"""The share of repeated work from which a region is marked as thrashing."""
+USED = Scale(0.25, 8, log=True)
+"""Shares of a limit."""
 LINK = Scale(1e9, 5e11, log=True)
 RULE_WORDS = {
     "last in": "victim: the last one in",
@@ -34,11 +45,11 @@ POLICY_WORDS = {
 
 
 def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
-    """Draw latency by pool size, the GPU's useful work and a victim's cost beside it, and the pool
-    below.
+    """Draw how much of its limits each pool uses, with the work done twice and a victim's cost beside
+    it, and the pool below.
     """
     serving = state.serving
-    drawing = Drawing(width, 0, "When the pool is too small", f"Latency against the pool, now {state.pool} tokens")
+    drawing = Drawing(width, 0, "When the pool is too small", f"Limits against the pool, now {state.pool} tokens")
     victim = "victim: by your function" if state.own else RULE_WORDS[serving.rule]
     note = (
         f"{serving.name} on one {serving.gpu.name}: {serving.load:g} requests a second, {serving.prompt} tokens in, "
@@ -46,8 +57,8 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
     )
     y = draw_head(drawing, "When the pool is too small", note, state.error, _keys(state))
     main, upper, lower = three_boxes(width, y + 26, 146, large=0.56, between=50)
-    _draw_latency(Axes(drawing, main, POOL, _scale(state)), state, pinned)
-    _draw_work(drawing, upper, state)
+    _draw_limits(Axes(drawing, main, POOL, USED), state, pinned)
+    _draw_loss(drawing, upper, state)
     _draw_crossover(drawing, lower, state)
     drawing.height = draw_pool(drawing, state, max(main.bottom, lower.bottom) + 60) + 8
     return drawing.render()
@@ -55,38 +66,29 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
 
 def _keys(state: State) -> list[Key]:
     return [
-        (f"{percent(SHARE)} done within", BLUE, "", 2.5),
-        ("half within", BLUE, "2 4", 1.8),
-        (f"limit: {seconds(state.limit)}", GREEN, "4 3", 1.5),
-        ("this load fills it", QUIET, "2 3", 1.5),
-        ("late, or queue grows", VERMILLION, "", 2.0),
+        ("load, of what the pool can handle", BLUE, "", 2.5),
+        (f"time of the slowest 1 %, of {seconds(state.limit)}", PURPLE, "6 3", 1.8),
     ]
 
 
-# ---- latency against the pool
+# ---- the limits against the pool
 
 
-def _scale(state: State) -> Scale:
-    """Return a scale around the limit and the time that a mean answer takes alone, so that it
-    rarely changes.
-    """
-    alone = state.serving.answer * state.serving.step_alone
-    return Scale.around(0.7 * min(alone, state.limit), 12 * max(alone, state.limit))
-
-
-def _draw_latency(axes: Axes, state: State, pinned: State | None) -> None:
-    axes.frame("tokens in the pool", "seconds to the last token", x_ticks=TICKS, x_format=tokens, y_format=seconds)
-    with axes.drawing.answer():
-        _draw_broken(axes, state)
+def _draw_limits(axes: Axes, state: State, pinned: State | None) -> None:
+    """Draw the load as a share of what each pool handles, and the latency as a share of its limit."""
+    ticks = (0.25, 0.5, 1, 2, 4, 8)
+    axes.frame(
+        "tokens in the pool", "share of the limit", x_ticks=TICKS, x_format=tokens, y_ticks=ticks, y_format=percent
+    )
+    _draw_broken(axes, state)
     if pinned and pinned.points:
-        axes.pinned(pinned.run, [pinned.latency(pool) for pool in pinned.run], pinned.pool)
-    axes.mark_y(state.limit, "", GREEN)
-    if axes.x.low < state.saturation < axes.x.high:
-        axes.mark_x(state.saturation, QUIET, dash="2 3")
+        axes.pinned(pinned.run, [pinned.strain(pool) for pool in pinned.run], pinned.pool)
+    axes.mark_y(1, "limit", GREEN)
     pools = state.run
     with axes.drawing.answer():
-        axes.line(pools, [state.points[pool].latency(0.5) for pool in pools], BLUE, width=1.8, dash="2 4")
-        axes.line(pools, [state.latency(pool) for pool in pools], BLUE)
+        axes.line(pools, [state.latency(pool) / state.limit for pool in pools], PURPLE, width=1.8, dash="6 3")
+    sizes = sorted(state.capacity)
+    axes.line(sizes, [state.serving.load / state.capacity[size] for size in sizes], BLUE)
     axes.here(state.pool, "pool", f"pool {tokens(state.pool)}")
     with axes.drawing.answer():
         axes.tips(pools, lambda pool: _tip(state, pool))
@@ -94,11 +96,8 @@ def _draw_latency(axes: Axes, state: State, pinned: State | None) -> None:
 
 def _draw_broken(axes: Axes, state: State) -> None:
     """Shade where the engine does not start, and where requests take too long."""
-    late = state.late
-    for span in late:
+    for span in state.late:
         axes.broken(*span, late_words(state, span))
-        if state.queue_at(span[1]):
-            axes.without_end(span[1] or 0, state.limit)
     for span in state.stopped:
         inside = [pool for pool in state.refusals if (span[0] or 0) <= pool < (span[1] or math.inf)]
         axes.broken(*span, f"does not start: {state.refusals[inside[0]]}")
@@ -137,31 +136,26 @@ def _tip(state: State, pool: int) -> str:
     )
 
 
-# ---- the GPU's useful work, and the cost of a victim
+# ---- the work done twice, and the cost of a victim
 
 
-def _draw_work(drawing: Drawing, box: Box, state: State) -> None:
-    """Draw the tokens computed each second, and how many of them are computed for the first time."""
+def _draw_loss(drawing: Drawing, box: Box, state: State) -> None:
+    """Draw the share of the work that is done twice, or of the time that steps wait for copies."""
     pools = state.run
-    known = [state.points[pool] for pool in pools]
-    most = max([state.serving.demand, *(point.computed / point.seconds for point in known)])
-    axes = Axes(drawing, box, POOL, Scale(0, 1.12 * most))
-    ticks = [tick for tick in axes.y.ticks(3) if tick]
-    axes.frame("", "tokens/s; dashed: with repeats", x_ticks=TICKS[::2], x_format=tokens, y_ticks=ticks, y_format=short)
+    lost = [state.points[pool].lost for pool in pools]
+    axes = Axes(drawing, box, POOL, Scale(0, 0.5 if max(lost, default=0) <= 0.5 else 1))
+    name = "work done twice" if state.serving.policy == "recompute" else "time for copies"
+    axes.frame("", name, x_ticks=TICKS[::2], x_format=tokens, y_ticks=(0, axes.y.high), y_format=percent)
+    hidden_note(drawing, box)
     with drawing.answer():
-        for span in state.where([max(point.wasted, 1e-9) / THRASH for point in known]):
-            axes.broken(*span, "thrashing")
-        axes.line(pools, [point.computed / point.seconds for point in known], ORANGE, width=1.8, dash="4 3")
-        axes.line(pools, [(point.computed - point.recomputed) / point.seconds for point in known], BLUE)
-    axes.also_here(state.pool)
+        axes.line(pools, lost, ORANGE)
     with drawing.answer():
-        axes.tips(pools, lambda pool: _work_tip(pool, state.points[pool]))
-
-
-def _work_tip(pool: int, point: Point) -> str:
-    new = (point.computed - point.recomputed) / point.seconds
-    rates = f"{point.computed / point.seconds:,.0f} tokens a second, {new:,.0f} of them useful"
-    return f"Pool {pool:,}: {rates}; {point.tokens / point.seconds:,.0f} are answers"
+        axes.also_here(state.pool)
+        if state.pool in pools:
+            here = state.points[state.pool].lost
+            axes.points([state.pool], [here], INK)
+            drawing.text((box.right, box.y - 10), percent(here), size=SMALL, anchor="end", bold=True)
+        axes.tips(pools, lambda pool: _tip(state, pool))
 
 
 def _draw_crossover(drawing: Drawing, box: Box, state: State) -> None:
@@ -179,6 +173,7 @@ def _draw_crossover(drawing: Drawing, box: Box, state: State) -> None:
     )  # fmt: skip
     for span in spans(rates, [swap / crossover.recompute for swap in swaps]):
         axes.shade(*span, "swapping costs more than recomputing")
+        axes.explain(*span, "slower")
     axes.mark_y(crossover.recompute, "recompute it", ORANGE, dash="")
     axes.line(rates, swaps, BLUE)
     tip = (

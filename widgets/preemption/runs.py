@@ -105,6 +105,13 @@ class Point:
         return self.recomputed / self.computed
 
     @property
+    def lost(self) -> float:
+        """Return the share of the work that is done twice or, where blocks are swapped, of the time
+        that steps wait for copies.
+        """
+        return self.copying / self.seconds if self.copied else self.wasted
+
+    @property
     def peak(self) -> int:
         """Return the maximum number of blocks in use after any step."""
         return max(sample.used for sample in self.samples)

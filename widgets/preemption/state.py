@@ -58,27 +58,22 @@ class State(SweptState[Point]):
             return "queue"
         if self.latency(pool) <= self.limit:
             return ""
-        copies = point.copying / point.seconds
-        if max(copies, point.wasted) < WASTE:
+        if point.lost < WASTE:
             return "wait"
-        return "copies" if copies > point.wasted else "thrash"
+        return "copies" if point.copied else "thrash"
 
     @property
     def late(self) -> list[Span]:
         """Return the pools with which requests take too long, or the queue grows."""
         pools = sorted(self.capacity)
-        return self.within_start(spans(pools, [self._strain(pool) for pool in pools]))
+        return self.within_start(spans(pools, [self.strain(pool) for pool in pools]))
 
-    def _strain(self, pool: int) -> float:
+    def strain(self, pool: int) -> float:
         """Return how far a pool is over its limits; before it has been run, only whether it handles
         the load.
         """
         latency = self.latency(pool) / self.limit if pool in self.points else 0.0
         return max(latency, self.serving.load / self.capacity[pool])
-
-    def where(self, ratios: Sequence[float]) -> list[Span]:
-        """Return where a ratio exceeds 1; `ratios` has one for each pool that has been run."""
-        return self.within_start(spans(self.run, ratios))
 
     def causes(self, value: int) -> list[str]:
         return [cause] if (cause := self.cause(value)) else []

@@ -179,7 +179,7 @@ TTFTS = [(seconds(limit), limit) for limit in (0.025, 0.05, 0.1, 0.2, 0.5, 1.0, 
 TPOTS = [(seconds(limit), limit) for limit in (0.005, 0.0075, 0.01, 0.015, 0.025, 0.05, 0.1)]
 KNOBS = {
     "The load": {
-        "rate": steps("Rate", [(f"{rate:g}", rate) for rate in RATES], START["rate"], "requests a second, in all"),
+        "rate": steps("Rate", [(f"{rate:g}/s", rate) for rate in RATES], START["rate"], "requests a second, in all"),
         "ttft": steps("TTFT limit", TTFTS, START["ttft"], "time to first token of 99 % of the requests"),
         "tpot": steps("TPOT limit", TPOTS, START["tpot"], "time per output token of 99 % of the requests"),
     },

@@ -13,8 +13,19 @@ from minivllm_lab.drawing import text_width
 from minivllm_lab.palette import BLUE, GREEN, INK, VERMILLION
 from widgets.serving.runs import RATES, Point
 from widgets.serving.state import Knee, Served, State
-from widgets.shell.plot import MARGIN, Axes, Scale, draw_keys, figures, modelled, seconds, short, three_boxes
-from widgets.shell.svg import SMALL, Box, Drawing
+from widgets.shell.plot import (
+    MARGIN,
+    Axes,
+    Scale,
+    draw_keys,
+    figures,
+    hidden_note,
+    modelled,
+    seconds,
+    short,
+    three_boxes,
+)
+from widgets.shell.svg import QUIET, SMALL, Box, Drawing, text_box
 from widgets.shell.theme import MID
 
 
@@ -53,6 +64,7 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
     note = (
         f"{state.model} on {count} {state.gpu} as {state.layout}; the limits: 99 % have their first token within "
         f"{seconds(state.served.ttft)}, then one every {seconds(state.served.tpot)}; {modelled(state.error)}"
+        f"{'; your collector' * state.own}"
     )
     y = drawing.paragraph((MARGIN, drawing.heading((MARGIN, 23), "What this layout handles") + 18), note, width - 32)
     if state.work.note:
@@ -64,8 +76,7 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
     _draw_breaking(Axes(drawing, left, RATE, _scale(state, first)), state, pinned, first)
     _draw_other(Axes(drawing, upper, RATE, _scale(state, second)), state, second)
     _draw_throughput(Axes(drawing, lower, RATE, _tokens_scale(state)), state)
-    y = _draw_layouts(drawing, state, max(left.bottom, lower.bottom) + 62)
-    drawing.height = (_draw_reads(drawing, state, y + 8) if not state.served.refused else y) + 12
+    drawing.height = _draw_layouts(drawing, state, max(left.bottom, lower.bottom) + 62) + 12
     return drawing.render()
 
 
@@ -82,8 +93,18 @@ def _draw_breaking(axes: Axes, state: State, pinned: State | None, times: Times)
     elif knee:
         axes.broken(knee.rate, None, knee_words(knee, served))
     if pinned and pinned.served.points:
-        axes.pinned(pinned.served.rates, [most for _, most in _values(pinned.served, times.of)], pinned.rate)
+        axes.pinned(drawn_rates(pinned.served), [most for _, most in _values(pinned.served, times.of)], pinned.rate)
     axes.mark_y(limit, f"limit {seconds(limit)}", GREEN)
+    with axes.drawing.answer():
+        for other in state.others:
+            if other.layout != state.layout and other.points:
+                rates = drawn_rates(other)
+                values = [most for _, most in _values(other, times.of)]
+                axes.line(rates, values, MID, width=1.6)
+                x, y = axes.at(rates[0], values[0])
+                name, place = str(other.layout), (x + 5, y + 13)
+                if not any(text_box(place, name, SMALL).overlaps(words) for words in axes.drawing.words):
+                    axes.drawing.text(place, name, size=SMALL, colour=QUIET)
     _draw_pair(axes, served, times.of)
     if knee and knee.cause == "queue":
         axes.without_end(knee.rate, limit)
@@ -106,21 +127,27 @@ def cause_words(cause: str, served: Served) -> str:
     }[cause]
 
 
+def drawn_rates(served: Served) -> list[float]:
+    """Return the rates to draw: beyond the first at which the queue grows, runs are too short."""
+    most = min((rate for rate in served.rates if "queue" in served.causes(rate)), default=RATES[-1])
+    return [rate for rate in served.rates if rate <= most]
+
+
 def _values(served: Served, pick: Callable[[Point], tuple[float, float]]) -> list[tuple[float, float]]:
-    return [pick(served.points[rate]) for rate in served.rates]
+    return [pick(served.points[rate]) for rate in drawn_rates(served)]
 
 
 def _draw_pair(axes: Axes, served: Served, pick: Callable[[Point], tuple[float, float]]) -> None:
     values = _values(served, pick)
     if values:
-        axes.line(served.rates, [half for half, _ in values], BLUE, width=1.6, dash="5 4")
-        axes.line(served.rates, [most for _, most in values], BLUE)
+        axes.line(drawn_rates(served), [half for half, _ in values], BLUE, width=1.6, dash="5 4")
+        axes.line(drawn_rates(served), [most for _, most in values], BLUE)
 
 
 def _scale(state: State, times: Times) -> Scale:
     """Return a scale around all times so far, rounded so that it rarely changes during a sweep."""
     limit = times.limit(state.served)
-    values = [time for point in state.served.points.values() for time in times.of(point) if time]
+    values = [time for served in state.others for pair in _values(served, times.of) for time in pair if time]
     return Scale.around(0.7 * min([limit, *values]), max([2 * limit, *values]))
 
 
@@ -141,13 +168,8 @@ def _tokens_scale(state: State) -> Scale:
 def _draw_throughput(axes: Axes, state: State) -> None:
     served = state.served
     _shade(axes, served)
-    axes.frame(
-        "requests a second",
-        "output tokens a second",
-        x_ticks=FEW_TICKS,
-        x_format="{:g}".format,
-        y_ticks=axes.y.ticks(3),
-    )
+    name, ticks = "output tokens a second", axes.y.ticks(3)
+    axes.frame("requests a second", name, x_ticks=FEW_TICKS, x_format="{:g}".format, y_ticks=ticks)
     if served.points:
         axes.line(served.rates, [served.points[rate].tokens_per_second for rate in served.rates], BLUE, width=2)
     axes.also_here(state.rate)
@@ -176,8 +198,12 @@ def _draw_layouts(drawing: Drawing, state: State, y: float) -> float:
     """
     count = state.layout.gpus
     title = f"What {count} {state.gpu} handle, by layout" if count > 1 else f"What one {state.gpu} handles"
-    y = drawing.heading((MARGIN, y), title, "requests a second within the limits")
+    y = drawing.heading(
+        (MARGIN, y), title, "requests a second within the limits; TP: GPUs share each layer, DP: engines"
+    )
     most = max([layout.goodput for layout in state.others if layout.is_found] + [1.0])
+    left = MARGIN + NAMES
+    hidden_note(drawing, Box(left, y + 10, drawing.width - MARGIN - left, ROW * len(state.others)))
     for row, layout in enumerate(state.others):
         _draw_layout(drawing, layout, y + 10 + ROW * row, most, layout.layout == state.layout)
     return y + 10 + ROW * len(state.others)
@@ -188,8 +214,8 @@ def _draw_layout(drawing: Drawing, served: Served, y: float, most: float, select
     left = MARGIN + NAMES
     room = drawing.width - MARGIN - left
     has_bar = served.is_found and served.goodput > RATES[0]
-    words = _fitting(layout_words(served), 0.65 * room if has_bar else room)
-    longest = 0.35 * room - 8
+    words = _fitting(layout_words(served), 0.5 * room if has_bar else room)
+    longest = 0.5 * room - 8
     with drawing.answer():
         wide = served.goodput / most * longest if has_bar else 0.0
         if wide:
@@ -214,25 +240,3 @@ def layout_words(served: Served) -> str:
 def _fitting(words: str, room: float) -> str:
     """Drop the explanation if it does not fit into the line."""
     return words if text_width(words, SMALL) * 1.06 <= room else re.split("[;:]", words)[0]
-
-
-# ---- a client that reads rarely
-
-
-def _draw_reads(drawing: Drawing, state: State, y: float) -> float:
-    """Write how many events a client gets for one answer if it reads rarely; return the y of the
-    last line.
-    """
-    whose = "your collector" if state.own else "the collector"
-    if not state.reads:
-        words = "Still serving the requests, for a client that reads rarely."
-    else:
-        total = max(2, round(state.work.mean_output))
-        parts = [_read_words(read.pause, read.events, read.tokens, total) for read in state.reads]
-        words = f"A slow client gets fewer, larger events for {total} tokens from {whose}: reading {', '.join(parts)}."
-    return drawing.paragraph((MARGIN, y + 12), words, drawing.width - 2 * MARGIN)
-
-
-def _read_words(pause: float, events: int, tokens: int, total: int) -> str:
-    lost = f" with {tokens} tokens" if tokens != total else ""
-    return f"every {seconds(pause)} gives {events}{lost}"

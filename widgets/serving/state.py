@@ -213,7 +213,7 @@ class _Sweep:
 
     def states(self) -> Iterator[State]:
         """Yield more and more complete states: first this rate, then this layout's knee, the
-        others' knees, and all other rates.
+        others' knees, and then other rates.
         """
         state = self._now()
         yield state
@@ -225,7 +225,7 @@ class _Sweep:
                 yield state
 
     def _is_new(self, state: State) -> bool:
-        return len(self._mine().runs.found) > len(state.served.points)
+        return sum(len(runs.runs.found) for runs in self.runs) > sum(len(served.points) for served in state.others)
 
     def _mine(self) -> Experiment:
         return next(runs for runs in self.runs if runs.layout == self.here)
@@ -239,8 +239,12 @@ class _Sweep:
             while (rate := self._next(runs)) is not None:
                 yield runs.run(rate)
         for rate in sorted(self._drawn(), key=lambda other: abs(math.log(other / self.rate))):
-            if not mine.refused and rate <= self._far():
+            if not mine.refused and rate <= self._far(mine):
                 yield mine.run(rate)
+        for runs in self.runs:
+            for rate in RATES[::3]:
+                if not runs.refused and rate <= self._far(runs):
+                    yield runs.run(rate)
 
     def _next(self, runs: Experiment) -> float | None:
         """Return the next rate to try in the search for a layout's knee, or None if the knee is
@@ -277,11 +281,11 @@ class _Sweep:
         near = goodput / 4 if goodput > RATES[0] else math.inf
         return [rate for index, rate in enumerate(RATES) if rate >= near or index % 3 == 0]
 
-    def _far(self) -> float:
+    def _far(self, runs: Experiment) -> float:
         """Return the rate from which the queue keeps growing, beyond which there is nothing more to
         see.
         """
-        served = self._served(self._mine())
+        served = self._served(runs)
         return min((rate for rate in served.rates if "queue" in served.causes(rate)), default=math.inf)
 
     def _served(self, runs: Experiment) -> Served:

@@ -24,7 +24,7 @@ from widgets.shell.live import Live
 from widgets.shell.notebook import notebook_widget
 from widgets.shell.plot import counted, tokens
 from widgets.shell.spec import Challenge, Guess, Progress, Spec, Verdict
-from widgets.speculative_decoding.figure import drafter_words, figure, milliseconds, own_words
+from widgets.speculative_decoding.figure import CAUSES, drafter_words, figure, own_words
 from widgets.speculative_decoding.state import (
     BATCHES,
     CONTEXTS,
@@ -57,7 +57,9 @@ def _judged(state: State) -> Verdict:
     if speed.startswith("1.00"):
         return Verdict(f"Drafts change nothing here: {_why(state)}. {_better(state)}", "tight")
     if state.speedup < 1:
-        return Verdict(f"Drafts lose: {speed}. {_cause(state)} {_better(state)}", "broken")
+        cause = state.one.cause(state.batch, state.k)
+        because = f", because {CAUSES[cause]}" if cause else ""
+        return Verdict(f"Drafts lose{because}: {_why(state)}. {_better(state)}", "broken")
     if state.speedup < HARDLY:
         return Verdict(f"Drafts hardly pay: {speed}, {_why(state)}. {_better(state)}", "tight")
     return Verdict(f"Drafts pay: {speed}, {_why(state)}. {_better(state)}", "fine")
@@ -75,26 +77,15 @@ def _why(state: State) -> str:
     return f"{state.tokens:.2f} tokens from a step that takes {state.longer:.2f} times as long"
 
 
-def _cause(state: State) -> str:
-    step, plain = state.one.step(state.batch, state.k), state.one.plain(state.batch)
-    cause = state.one.cause(state.batch, state.k)
-    if cause == "draft":
-        return f"The drafter takes {milliseconds(step.draft)} of a step's {milliseconds(step.seconds)}: {_why(state)}."
-    if cause == "compute":
-        return (
-            f"The arithmetic of {state.batch * (state.k + 1):,} positions takes "
-            f"{milliseconds(step.compute - plain.compute)} longer than in a plain step: {_why(state)}."
-        )
-    return f"Too many drafts are rejected: {_why(state)}."
-
-
 def _better(state: State) -> str:
     """Return a sentence with a better number of drafts, or "" if there is none."""
     best = state.best_k
     if not best:
         return "No number of drafts pays here." if state.speedup < 1 else ""
     best_speedup = state.one.speedup(state.batch, best)
-    return f"With k = {best} it would be {best_speedup:.2f}." if best_speedup > 1.03 * state.speedup else ""
+    return (
+        f"With k = {best} it would be {best_speedup:.2f} times as fast." if best_speedup > 1.03 * state.speedup else ""
+    )
 
 
 def command(state: State) -> str:
@@ -144,7 +135,7 @@ def _progress(state: State, least: float, batch: int, rules: list[Rule], advice:
 
 def _acceptance(state: State, most: float) -> list[Rule]:
     return [
-        choose("no: as above", "Recorded", state.recorded == "none"),
+        choose("no, use the slider", "Recorded", state.recorded == "none"),
         at_most("the acceptance", state.alpha, most),
     ]
 
@@ -158,6 +149,7 @@ def _crowded(state: State) -> Progress:
             use("Llama-3.1-8B", state.model == "Llama-3.1-8B"),
             at_most("the context", state.context, 256, tokens),
             *_acceptance(state, 0.6),
+            *([] if state.best_k else [at_most("the batch", state.batch, 128)]),
         ],
         f"Lower the drafts a step: {state.k + 1} positions for each of {state.batch} requests are more than the GPU "
         "can compute while it reads the weights.",
@@ -225,8 +217,8 @@ GUESS = Guess(
     "Each of these requests gets 4 drafts a step. At how many requests at once do drafts start to lose?",
     ("about 20", "about 50", "about 100", "they never lose"),
     2,
-    "With 45 requests or more, five positions of each take longer to compute than the weights to read. At 100 the step "
-    "takes 2.3 times as long as a plain one, and yields 2.3 tokens.",
+    "Five positions of each request soon take longer to compute than the weights to read. At 100 the step takes 2.3 "
+    "times as long as a plain one, and yields 2.3 tokens.",
 )
 
 # ---- the knobs
@@ -239,7 +231,7 @@ DRAFTER_NAMES = [
     ("a larger model", "large"),
 ]
 RECORDED_NAMES = [
-    ("no: as above", "none"),
+    ("no, use the slider", "none"),
     ("n-grams", "ngram"),
     ("a draft model", "draft_model"),
     ("EAGLE-3", "eagle3"),
@@ -273,7 +265,7 @@ SPEC = Spec(
         "Too large a batch": {"batch": 256},
         "A slow drafter": {"drafter": "large", "alpha": 0.4},
         "Long contexts": {"context": 4096, "batch": 64},
-        "Its own cache": {"model": "Qwen3-14B", "drafter": "small", "context": 4096, "batch": 48},
+        "A drafter with a cache": {"model": "Qwen3-14B", "drafter": "small", "context": 4096, "batch": 48},
     },
     sweep=sweep,
     figure=figure,

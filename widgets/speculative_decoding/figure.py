@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from minivllm_lab.palette import BLUE, GREEN, INK, ORANGE, PURPLE, SKY, VERMILLION, YELLOW
 from minivllm_lab.speculative_decoding.speculation import Cause
-from widgets.shell.plot import MARGIN, WIDE, Axes, Key, Scale, counted, draw_keys, figures, percent, tokens
+from widgets.shell.plot import MARGIN, WIDE, Axes, Key, Scale, counted, draw_keys, figures, hidden_note, percent, tokens
 from widgets.shell.strip import draw_title
 from widgets.shell.svg import QUIET, SMALL, Box, Drawing, Segment, legend, stacked_bar, without_room
 from widgets.shell.theme import MID
@@ -118,19 +118,14 @@ def _values(state: State, k: int) -> list[tuple[int, float]]:
 
 
 def _draw_speedup(axes: Axes, state: State, pinned: State | None) -> None:
-    axes.frame(
-        "requests that decode together (batch)",
-        "times as fast as without drafts",
-        x_ticks=TICKS,
-        x_format="{:g}".format,
-        y_ticks=axes.y.ticks(5),
-        y_format="{:g}".format,
-    )
+    name, ticks, form = "requests that decode together (batch)", axes.y.ticks(5), "{:g}".format
+    axes.frame(name, "times as fast as without drafts", x_ticks=TICKS, x_format=form, y_ticks=ticks, y_format=form)
     with axes.drawing.answer():
         _draw_broken(axes, state)
     if pinned:
         axes.pinned(*_unzipped(_values(pinned, pinned.k)), pinned.batch)
     axes.mark_y(1, "break even", GREEN)
+    hidden_note(axes.drawing, axes.box)
     with axes.drawing.answer():
         for k, colour, dash in _curves(state):
             axes.line(*_unzipped(_values(state, k)), colour, width=1.8, dash=dash)
@@ -191,18 +186,20 @@ def _draw_times(drawing: Drawing, box: Box, state: State) -> float:
     plain, step = state.one.plain(state.batch), state.one.step(state.batch, state.k)
     longest = max(plain.seconds, step.seconds)
     y = box.y + 8
-    for parts, yields in ((plain, "1 token, no drafts"), (step, f"{state.tokens:.2f} tokens, k = {state.k}")):
-        segments = [
-            Segment(title, getattr(parts, name), colour, f"{title}: {milliseconds(getattr(parts, name))}")
-            for name, title, colour in PARTS
-        ]
-        stacked_bar(drawing, Box(box.x, y, box.width, 16), segments, longest)
-        words = f"{milliseconds(parts.seconds)} for {yields}"
-        drawing.text((box.x, y + 29), words, size=SMALL)
-        y += 37
+    hidden_note(drawing, Box(box.x, y, box.width, 74))
     longer = [Segment(title, max(getattr(plain, name), getattr(step, name)), colour) for name, title, colour in PARTS]
     keys = without_room([part for part in longer if part.value], longest, box.width)
-    return legend(drawing, (box.x, y + 11), keys, box.width) - 8
+    tokens_each = "1 token each, no drafts", f"{state.tokens:.2f} tokens each, k = {state.k}"
+    with drawing.answer():
+        for parts, yields in zip((plain, step), tokens_each, strict=True):
+            segments = [
+                Segment(title, getattr(parts, name), colour, f"{title}: {milliseconds(getattr(parts, name))}")
+                for name, title, colour in PARTS
+            ]
+            stacked_bar(drawing, Box(box.x, y, box.width, 16), segments, longest)
+            drawing.text((box.x, y + 29), f"{milliseconds(parts.seconds)} for {yields}", size=SMALL)
+            y += 37
+        return legend(drawing, (box.x, y + 11), keys, box.width) - 8
 
 
 def _draw_by_k(drawing: Drawing, box: Box, state: State) -> None:
@@ -210,10 +207,11 @@ def _draw_by_k(drawing: Drawing, box: Box, state: State) -> None:
     drafts = [float(k) for k in range(1, MOST_K + 1)]
     up = Scale(0.85 * min(1.0, *state.by_k), 1.15 * max(1.0, *state.by_k), log=True)
     axes = Axes(drawing, box, Scale(0.6, MOST_K + 0.4), up)
-    axes.frame("", f"speed-up at batch {state.batch}, by k", x_ticks=drafts, y_ticks=axes.y.ticks(3))
+    axes.frame("", "speed-up by drafts a step (k)", x_ticks=drafts, y_ticks=axes.y.ticks(3))
     axes.mark_y(1, "", GREEN)
-    axes.also_here(state.k)
+    hidden_note(drawing, box)
     with drawing.answer():
+        axes.also_here(state.k)
         tips = [f"With k = {k:g}: {value:.2f} times as fast" for k, value in zip(drafts, state.by_k, strict=True)]
         axes.line(drafts, state.by_k, MID)
         axes.points(drafts, state.by_k, BLUE, tips=tips)
@@ -229,7 +227,7 @@ def _draw_by_k(drawing: Drawing, box: Box, state: State) -> None:
 
 def _draw_step(drawing: Drawing, state: State, y: float) -> float:
     """Draw the positions of a step side by side, as many as fit; return the y below."""
-    title = "One step of drafts"
+    title = "A toy step of drafts"
     wide = drawing.width - 2 * MARGIN
     aside = drawing.width >= WIDE
     y = draw_title(drawing, title, [Segment("drafter's chance q", 0, ORANGE), Segment("model's p", 0, BLUE)], y)

@@ -18,6 +18,7 @@ from minivllm_lab.exercise import load as load_lesson
 from minivllm_simulate.layouts import Layout
 from widgets import serving as widget
 from widgets.serving import runs
+from widgets.serving.figure import drawn_rates
 from widgets.serving.reader import PAUSES, read_answer
 from widgets.serving.state import Served, layouts
 from widgets.shell.session import Session
@@ -117,6 +118,25 @@ def test_layouts_use_the_same_number_of_gpus_and_hold_the_readers_own():
         assert {layout.gpus for layout in result} == {tp * pp * dp}
         assert Layout(tp, pp, dp) in result
         assert len(set(result)) == len(result) <= 5
+
+
+def test_the_other_layouts_are_drawn_too():
+    state = list(widget.sweep())[-1]
+    assert len(state.others) == 3
+    for layout in state.others:
+        rates = drawn_rates(layout)
+        assert min(rates) == runs.RATES[0]
+        assert sum(rate < layout.goodput for rate in rates) > 3
+    assert widget.figure(state).count(f">{state.others[0].layout}</text>") == 2, "at its curve and at its bar"
+
+
+def test_a_curve_ends_at_the_first_rate_at_which_the_queue_grows():
+    """Beyond it, runs of equally many requests are too short for their latencies to mean anything."""
+    short = runs.Point((0.01, 0.02), (0.005, 0.006), 0.0, 100.0, 1.0, 1.0)
+    growing = runs.Point((0.01, 0.02), (0.005, 0.006), 0.5, 100.0, 1.0, 1.0)
+    points = {10.0: short, 15.0: short, 20.0: growing, 30.0: growing}
+    assert drawn_rates(Served(Layout(1, 1, 1), points, "", 0.5, 0.01)) == [10.0, 15.0, 20.0]
+    assert drawn_rates(Served(Layout(1, 1, 1), {10.0: short}, "", 0.5, 0.01)) == [10.0]
 
 
 # ---- the start, the guess, the challenges

@@ -84,7 +84,7 @@ def test_no_verdict_contradicts_the_formulas():
             assert f"{int(fits)} of {knobs['wanted']} requests fit" in result.words
         if cause == "copies":
             assert f"{tp // holders} GPUs keep the same" in result.words
-            assert f"only {fits / before:.2f} times" in result.words
+            assert f"{tp} GPUs hold {int(fits):,}, {tp // 2} hold {int(before):,}." in result.words
         if cause in ("stopped", "long"):
             assert "does not start" in result.words
         if not cause:
@@ -124,7 +124,7 @@ def test_what_is_shaded_is_where_something_is_wrong():
 
     assert regions() == [
         "14 of 32 requests fit on 4",
-        "copies: 15 % more than 8",
+        "copies: 16 GPUs hold 49, 8 hold 42",
     ]
     assert regions(kv_heads=64) == ["26 of 32 requests fit on 32"]
     assert regions(latent=512, tensor_parallel_size=8) == ["18 of 32 requests fit on 8"]

@@ -206,14 +206,6 @@ def test_the_edge_lies_where_the_load_fills_the_pool():
 # ---- what is said
 
 
-@pytest.mark.usefixtures("short_runs")
-def test_a_line_to_the_top_says_where_the_queue_grows_though_a_short_run_is_in_time():
-    state = swept()
-    assert state.queue_at(state.late[0][1] or 0)
-    assert "without end" in widget.figure(state)
-    assert "without end" not in widget.figure(swept(load=2.0))
-
-
 def test_the_right_guess_is_what_is_computed_again():
     state = here()
     assert f"{state.here.wasted:.0%}" == "24%"
@@ -288,7 +280,6 @@ def test_what_breaks_is_shaded_with_its_cause():
 
     assert regions(swept()) == [
         "full: 32K tokens handle 9.36 of 14 requests/s",
-        "thrashing",
         "swapping costs more than recomputing",
     ]
     assert "full: 48K tokens handle 12.5 of 14 requests/s" in regions(swept(pool=2**17)), "at the region's edge"
