@@ -66,7 +66,9 @@ def test_what_takes_the_focus_keeps_the_pages_shortcuts_off(sizes: WidgetPage):
 
 def test_the_answer_is_hidden_until_one_has_guessed(sizes: WidgetPage):
     curve = sizes.page.locator("[data-answer] polyline").first
+    note = sizes.page.locator("[data-asking] text")
     assert not curve.is_visible()
+    assert note.is_visible()
     assert not sizes.page.locator(".lw-says").is_visible()
     assert not sizes.page.locator(".lw-progress").is_visible()
     sizes.page.get_by_role("button", name="Pin to compare").click()
@@ -74,6 +76,7 @@ def test_the_answer_is_hidden_until_one_has_guessed(sizes: WidgetPage):
     assert not sizes.page.locator(".lw-compared").is_visible(), "a pinned state would give the answer away"
     sizes.page.get_by_role("button", name="5", exact=True).click()
     assert curve.is_visible()
+    assert not note.is_visible()
     assert sizes.page.locator(".lw-compared").is_visible()
     assert sizes.page.locator(".lw-because").inner_text() == "No: 6. Five still fits."
     assert sizes.words() == "The size is 2 < 100."

@@ -45,7 +45,8 @@ MEASURE = """pictures => pictures.map(picture => {
       const [first, last] = frames(text);
       const rim = box.height * 0.18; // of a line's height, letters take less
       const turned = text.hasAttribute('transform');
-      return { words: text.textContent, left: box.left, right: box.right, first, last, turned,
+      const when = text.closest('[data-answer]') ? 2 : text.closest('[data-asking]') ? 1 : 3;
+      return { words: text.textContent, left: box.left, right: box.right, first, last, turned, when,
                top: box.top + (turned ? 0 : rim), bottom: box.bottom - (turned ? 0 : rim) };
     });
     for (const [index, a] of boxes.entries()) {
@@ -54,7 +55,7 @@ MEASURE = """pictures => pictures.map(picture => {
       for (const b of boxes.slice(index + 1)) {
         const across = Math.min(a.right, b.right) - Math.max(a.left, b.left);
         const down = Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top);
-        const together = a.first <= b.last && b.first <= a.last;
+        const together = a.first <= b.last && b.first <= a.last && a.when & b.when;
         if (across > 1 && down > 1 && together) found.push([a.words, b.words]);
       }
     }

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from minivllm.errors import MinivllmError
 from widgets.shell.knobs import choice, entry, slider, steps, switch
-from widgets.shell.plot import Axes, Scale
+from widgets.shell.plot import Axes, Scale, hidden_note
 from widgets.shell.spec import Challenge, Guess, Progress, Spec, Verdict
 from widgets.shell.svg import Box, Drawing
 
@@ -35,6 +35,7 @@ def figure(state: State, width: float = 640, pinned: State | None = None) -> str
         axes.pinned([0, pinned.size], [0, pinned.squared], pinned.size)
     with drawing.answer():
         axes.line([0, 5, 10], [0, 25, 100], "#0072B2", tips=["0 of 10", "5 of 10", "10 of 10"], group="curve")
+    hidden_note(drawing, axes.box)
     axes.here(state.size, "size", f"{state.size:g}")
     for index in range(4):
         drawing.rect(Box(60 + 40 * index, 270, 30, 20), "#56B4E9", at=f"{index} {index + 1}", tip=f"block {index}")

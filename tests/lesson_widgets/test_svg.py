@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from minivllm_lab.drawing import QUIET, ink_on, luminance, text_width
 from minivllm_lab.palette import BLUE, GREEN, INK, ORANGE, PURPLE, SERIES, SKY, VERMILLION
 from widgets.shell import theme
-from widgets.shell.plot import Axes, Scale, short, tokens
+from widgets.shell.plot import Axes, Scale, hidden_note, short, tokens
 from widgets.shell.svg import SMALL, Box, Drawing, Segment, legend, stacked_bar, text_box
 from widgets.shell.theme import BROKEN, CARD, DARK, DARK_LINES, NOT_OURS, WORDS
 
@@ -239,6 +239,18 @@ def test_what_lies_on_top_is_drawn_last_and_hidden_with_its_layer():
     *_, line, top = rendered(drawing)
     assert line.tag == f"{SVG}line"
     assert (top.get("data-answer"), top[0].text) == ("1", "the edge")
+
+
+@pytest.mark.parametrize(("taken", "height"), [((), 100), ((100,), 122), (range(10, 210, 10), 100)])
+def test_a_note_on_what_is_hidden_stands_in_the_middle_or_where_there_is_room(taken, height):
+    drawing = Drawing(400, 200, "t")
+    hidden_note(drawing, Box(0, 0, 400, 200))
+    for y in taken:
+        drawing.text((200, y), "in the way", anchor="middle")
+    note = next(part for part in rendered(drawing).iter(f"{SVG}g") if part.get("data-asking"))
+    assert note.get("visibility") == "hidden", "a page without the shell shows what is hidden"
+    assert (note[0].get("x"), note[0].text) == ("200", "hidden until you guess")
+    assert float(note[0].get("y", 0)) == pytest.approx(height, abs=12)
 
 
 def boxes_of(drawing: Drawing) -> list[Box]:

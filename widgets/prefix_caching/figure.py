@@ -13,7 +13,7 @@ from minivllm_lab.drawing import QUIET, RULE, number, text_width
 from minivllm_lab.optimization_catalog.prefix_reuse import SHARED, Reuse
 from minivllm_lab.palette import BLUE, GREEN, GREY, INK, PURPLE, VERMILLION
 from widgets.prefix_caching.state import POOLS, USERS, State, milliseconds
-from widgets.shell.plot import Axes, Scale, counted, percent, tokens
+from widgets.shell.plot import Axes, Scale, counted, hidden_note, percent, tokens
 from widgets.shell.svg import HEADING, SMALL, Box, Drawing, Segment, legend
 from widgets.shell.theme import BROKEN, CARD, MISSED, RAMP, RAMP_WORDS
 
@@ -119,7 +119,7 @@ def _draw_map(drawing: Drawing, state: State, plane: Box) -> None:
     hidden = {place: box for place, box in boxes.items() if place[1] <= state.pool}
     seen = {place: box for place, box in boxes.items() if place not in hidden}
     if len(hidden) == len(USERS) * (POOLS.index(state.pool) + 1):
-        _draw_cover(drawing, Box(plane.x, plane.y, max(box.right for box in hidden.values()) - plane.x, 2 * ROW))
+        hidden_note(drawing, Box(plane.x, plane.y, max(box.right for box in hidden.values()) - plane.x, 2 * ROW))
     for draw in (_draw_cell, _draw_rate):
         for place, box in seen.items():
             draw(drawing, state, place, box)
@@ -138,14 +138,6 @@ def _draw_map(drawing: Drawing, state: State, plane: Box) -> None:
         place = (plane.x - 7, _cell_box(axes, users, POOLS[0]).bottom - 4)
         drawing.text(place, str(users), size=SMALL, colour=QUIET, anchor="end", bold=users == state.users)
     drawing.text((MARGIN + 4, plane.y + plane.height / 2), "users", size=SMALL, colour=QUIET, anchor="middle", turn=-90)
-
-
-def _draw_cover(drawing: Drawing, box: Box) -> None:
-    """Write why nothing is shown; the opaque cells are drawn over this once they are revealed."""
-    words = "hidden until you guess"
-    if text_width(words, SMALL) < box.width:
-        middle = (box.x + box.width / 2, box.y + box.height / 2 + 4)
-        drawing.text(middle, words, size=SMALL, colour=QUIET, anchor="middle")
 
 
 def _cell_box(axes: Axes, users: int, pool: int) -> Box:
@@ -274,7 +266,7 @@ def _draw_strip(drawing: Drawing, state: State, top: float) -> float:
     box = Box(MARGIN + GUTTER, y - 10, drawing.width - 2 * MARGIN - GUTTER, STRIP)
     strip = _Strip(drawing, state, box)
     drawing.play([strip.caption(index) for index in range(len(state.here.admissions))])
-    _draw_cover(drawing, box)
+    hidden_note(drawing, box)
     with drawing.answer():
         strip.draw()
         if not sum(state.here.found):

@@ -26,7 +26,7 @@ ROW, STRIDE, LEVEL_STRIDE = 15, 4, 16
 """Pixels between lines of words, between the points of a curve that words avoid, and between those
 of a level line. Covering a level line loses less, so its points lie farther apart.
 """
-LABELS, MARKS, EDGES = range(3)
+LABELS, MARKS, EDGES, NOTES = range(4)
 """The order in which words look for a place: the last have the most places to choose from."""
 Number = TypeVar("Number", int, float)
 MARGIN, WIDE = 16, 600
@@ -460,6 +460,26 @@ def _along(points: Sequence[Point], stride: int = STRIDE) -> Iterator[Point]:
         count = min(int(math.hypot(to_x - x, to_y - y) // stride) + 1, 400)
         for part in range(count):
             yield x + (to_x - x) * part / count, y + (to_y - y) * part / count
+
+
+def hidden_note(drawing: Drawing, box: Box) -> None:
+    """Write in the middle of a box, or where other words leave room, that its content is hidden
+    until the reader guesses. Call it outside `drawing.answer()`.
+    """
+    words, middle = "hidden until you guess", box.x + box.width / 2
+    tops = sorted(
+        range(round(box.y), round(box.bottom) - ROW, STRIDE), key=lambda top: abs(top - box.y - box.height / 2)
+    )
+    places = [Lines([words], middle, top, "middle") for top in tops]
+
+    def draw() -> None:
+        free = (place for place in places if not any(place.box.overlaps(other) for other in drawing.words))
+        place = next(free, places[0])
+        drawing.add('<g data-asking="1" visibility="hidden">')
+        drawing.text((middle, place.top + 12), words, size=SMALL, colour=QUIET, anchor="middle", halo=True)
+        drawing.add("</g>")
+
+    drawing.last(draw, NOTES)
 
 
 Key = tuple[str, str, str, float]

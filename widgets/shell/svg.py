@@ -8,6 +8,7 @@ them:
     data-group    marks of one group light up together, while the others fade
     data-at       the first and the last frame that show a mark, when the drawing plays
     data-answer   hidden until the reader has guessed
+    data-asking   shown only until then
     data-drag     a plot in which the pointer sets a knob
     data-broken   a region in which the system breaks, and why
     data-frames   on the whole drawing: the captions of its frames
