@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from minivllm_lab.drawing import text_width
 from minivllm_lab.paged_attention.played_pool import Frame, HeldTable, Play
 from minivllm_lab.palette import BLUE, GREEN, INK, ORANGE, VERMILLION, YELLOW
-from widgets.shell.plot import MARGIN, WIDE, Axes, Key, Scale, draw_keys
+from widgets.shell.plot import MARGIN, WIDE, Axes, Key, Scale, draw_keys, hidden_note
 from widgets.shell.svg import MID, QUIET, RULE, SMALL, Box, Drawing, Segment, legend
 from widgets.shell.theme import CARD, RESERVED
 
@@ -77,6 +77,7 @@ def _costs(drawing: Drawing, state: State, pinned: State | None, width: float) -
         costs = [_shown(cost) for cost in pinned.cost.values()]
         axes.pinned([float(size) for size in pinned.cost], costs, pinned.block_size)
     _curves(axes, state, sizes)
+    hidden_note(drawing, Box(box.x + 0.6 * box.width, box.y, 0.4 * box.width, box.height))
     axes.here(state.block_size, "block_size")
     return _cpu(drawing, axes, state, width) if state.measured else box.bottom + 35
 
