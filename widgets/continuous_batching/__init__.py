@@ -38,8 +38,11 @@ def verdict(state: State) -> Verdict:
         words = " and ".join(f"{_in_time(curve, state)} under {title(curve)}" for curve in fine)
         return Verdict(f"Both handle this load: {words} have their first token in time.", "fine")
     if not fine:
-        why = "More requests arrive than full seats can serve, so no policy helps. " * (state.load > 1)
-        return Verdict(why + " ".join(_breaks(curve, state) for curve in broken), "broken")
+        words = " ".join(_breaks(curve, state) for curve in broken)
+        if state.load > 1:
+            queues = " and ".join(f"{curve.points[state.load].queue}" for curve in broken)
+            words = f"More requests arrive than full seats can serve, so no policy helps: {queues} of {REQUESTS} wait."
+        return Verdict(words, "broken")
     kept = f"{title(fine[0]).capitalize()} serves the same arrivals, {_in_time(fine[0], state)} of them in time."
     return Verdict(f"{_breaks(broken[0], state)} {kept}", "broken")
 
@@ -91,8 +94,8 @@ def _static_handles(state: State, load: float, seats: int, spread: float) -> Pro
 def _too_much(state: State) -> str:
     if state.load > 1:
         return "Lower the load: above 1, no policy can serve it."
-    used = f"{state.formula * 100:.1f} % of the seats' time, mean length / mean longest of {state.seats}"
-    return f"Change the load, the spread or the seats: the queue grows, because full batches use only {used}."
+    busy = f"full batches keep {share(round(state.formula, 2))} of the seats busy"
+    return f"Change the load, the spread or the seats: {busy}, so the queue grows above a load of {state.formula:.2f}."
 
 
 def _too_late(state: State) -> str:
@@ -124,9 +127,9 @@ CHALLENGES = (
 
 GUESS = Guess(
     "The longest of 8 answers is 2.7 times the mean. At which load does static batching break?",
-    ("0.2", "0.35", "0.5", "0.65"),
+    ("0.2", "0.34", "0.5", "0.65"),
     1,
-    "A batch lasts as long as its longest answer, so 8 seats do the work of 8 / 2.7. Continuous batching breaks at 1.",
+    "A batch lasts as long as its longest answer, so 8 seats do the work of 3. Continuous batching breaks at 1.",
 )
 
 SPREADS = [("all equal", 0.0), ("0.25", 0.25), ("0.5", 0.5), ("1", 1.0), ("1.5", 1.5)]

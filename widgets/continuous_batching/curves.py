@@ -176,10 +176,9 @@ def _states(
 
 
 def share(value: float) -> str:
-    """Format a share as a percentage without rounding: it counts 400ths, and rounding could hide a
-    missed goal.
-    """
-    return f"{value * 100:.5g} %"
+    """Format a share in whole percent, except where rounding would hide a missed goal."""
+    whole = round(value * 100)
+    return f"{value * 100:.5g} %" if whole in (round(SERVICE * 100), 100) else f"{whole} %"
 
 
 def title(curve: Curve) -> str:

@@ -6,17 +6,17 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 
 from minivllm_lab.drawing import number
-from minivllm_lab.palette import BLUE, GREEN, INK, ORANGE, VERMILLION
+from minivllm_lab.palette import BLUE, GREEN, INK, PURPLE, VERMILLION
 from widgets.continuous_batching.curves import LOADS, SERVICE, Curve, Knee, State, share
 from widgets.continuous_batching.runs import REQUESTS, Point, Stay, Stretch
-from widgets.shell.plot import MARGIN, WIDE, Axes, Key, Scale, counted, draw_keys, seconds, three_boxes
+from widgets.shell.plot import MARGIN, WIDE, Axes, Key, Scale, counted, draw_keys, hidden_note, seconds, three_boxes
 from widgets.shell.strip import FRAMES, NAMES, draw_times, draw_title, frame_ends
 from widgets.shell.svg import QUIET, SMALL, Box, Drawing, Segment
 from widgets.shell.theme import CARD, IDLE, MISSED
 
-COLOURS = {"static": ORANGE, "continuous": BLUE, "yours": BLUE}
+COLOURS = {"static": PURPLE, "continuous": BLUE, "yours": BLUE}
 LAST = FRAMES - 1
-TTFT = Scale(0.004, 100, log=True)
+TTFT = Scale(0.004, 200, log=True)
 LOAD = Scale(LOADS[0], LOADS[-1])
 TICKS = (0.1, 0.25, 0.5, 0.75, 1, 1.25, 1.5)
 
@@ -40,9 +40,7 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
 
 def _keys(state: State) -> list[Key]:
     keys: list[Key] = [(curve.name, COLOURS[curve.name], "", 2.5) for curve in state.curves]
-    keys.append((f"limit: {seconds(state.limit)}", GREEN, "4 3", 1.5))
-    endless = any(knee.queue_grows for knee, _ in _knees(state))
-    return [*keys, *[("in the long run, no end: the queue grows", INK, "2 4", 3.0)] * endless]
+    return [*keys, (f"limit: {seconds(state.limit)}", GREEN, "4 3", 1.5)]
 
 
 def _draw_ttft(axes: Axes, state: State, pinned: State | None) -> None:
@@ -57,7 +55,7 @@ def _draw_ttft(axes: Axes, state: State, pinned: State | None) -> None:
     static, other = state.curves
     knees = _knees(state)
     with axes.drawing.answer():
-        _draw_knees(axes, knees, state)
+        _draw_knees(axes, knees)
     for curve in pinned.curves if pinned else ():
         if pinned and curve.points:
             axes.pinned(curve.loads, curve.ttfts(SERVICE), pinned.load)
@@ -65,11 +63,10 @@ def _draw_ttft(axes: Axes, state: State, pinned: State | None) -> None:
     _draw_curve(axes, other)
     with axes.drawing.answer():
         _draw_curve(axes, static)
-    axes.here(state.load, "load", f"load {state.load:g}")
+    axes.here(state.load, "load")
+    box = axes.box
+    hidden_note(axes.drawing, Box(box.x + 0.5 * box.width, box.y, 0.5 * box.width, 0.4 * box.height))
     with axes.drawing.answer():
-        for knee, _ in knees:
-            if knee.queue_grows:
-                axes.without_end(knee.load + 0.02, state.limit)  # beside its edge, which would cover it
         _draw_tips(axes, state, _ttft_tip)
 
 
@@ -81,31 +78,26 @@ def _draw_curve(axes: Axes, curve: Curve) -> None:
 
 def _knees(state: State) -> list[tuple[Knee, str]]:
     """Find where each policy breaks, ordered by load; return one entry if both break together."""
-    knees = [(curve.knee, f"{curve.name} breaks") for curve in state.curves if curve.knee]
+    knees = [(curve.knee, curve.name) for curve in state.curves if curve.knee]
     knees.sort(key=lambda entry: entry[0].load)
     together = len(knees) == 2 and knees[1][0].load - knees[0][0].load < 0.03
-    return [(knees[0][0], "both break")] if together else knees
+    return [(knees[0][0], "each")] if together else knees
 
 
-def _draw_knees(axes: Axes, knees: Sequence[tuple[Knee, str]], state: State) -> None:
-    """Shade where the first policy is broken, and more densely where both are. Words stay between
-    their knee and the handle.
-    """
-    for knee, policy in knees:
-        words = f"{policy} {_where(knee)}: {_cause(knee, state)}"
+def _draw_knees(axes: Axes, knees: Sequence[tuple[Knee, str]]) -> None:
+    """Shade where the first policy is broken, and more densely where both are."""
+    ends = [*(knee.load for knee, _ in knees[1:]), None]
+    for (knee, policy), end in zip(knees, ends, strict=False):
+        words = f"{policy} {'queue grows' if knee.queue_grows else 'is late'} {_where(knee)}"
         axes.shade(knee.load, None, words)
-        axes.explain(knee.load, state.load if state.load > knee.load else None, words)
+        axes.explain(knee.load, end, words)
     if len(knees) == 2:
         x = axes.at(knees[1][0].load, 1)[0]
         axes.drawing.hatch(Box(x, axes.box.y, axes.box.right - x, axes.box.height), VERMILLION, gap=12)
 
 
 def _where(knee: Knee) -> str:
-    return f"at {knee.load:.2f}" if knee.load > LOADS[0] else f"below {LOADS[0]:g}"
-
-
-def _cause(knee: Knee, state: State) -> str:
-    return "the queue keeps growing" if knee.queue_grows else f"more than 5 % wait over {seconds(state.limit)}"
+    return f"from {knee.load:.2g}" if knee.load > LOADS[0] else f"already at {LOADS[0]:g}"
 
 
 def _draw_goodput(axes: Axes, state: State) -> None:
@@ -180,9 +172,9 @@ def _draw_stretch(drawing: Drawing, box: Box, curve: Curve, state: State, ends: 
     stretch = curve.stretch
     colour = COLOURS[curve.name]
     drawing.text((MARGIN, box.y + 12), curve.name, size=13, bold=True, colour=colour)
-    used = f"{share(round(stretch.used_while_waiting(state.seats), 2))} full while"
+    used = f"{share(round(stretch.used_while_waiting(state.seats), 2))} busy as"
     waits = any(moment.waiting for moment in stretch.moments)
-    for row, words in enumerate((used, "a request waits") if waits else ("no request waits",)):
+    for row, words in enumerate((used, "requests wait") if waits else ("no request waits",)):
         drawing.text((MARGIN, box.y + 29 + 14 * row), words, size=SMALL, colour=QUIET)
     drawing.rect(box, IDLE)
     scale = box.width / state.window

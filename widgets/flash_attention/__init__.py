@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from minivllm_lab.flash_attention.attention_traffic import CHIPS, KIB, REGISTER_FILE
-from widgets.flash_attention.challenges import CHALLENGES
+from widgets.flash_attention.challenges import CHALLENGES, fewer
 from widgets.flash_attention.figure import detail, figure
 from widgets.flash_attention.row import Step
 from widgets.flash_attention.state import KEYS, LENGTHS, QUERIES, State, sweep
@@ -35,20 +35,12 @@ def verdict(state: State) -> Verdict:
         words = f"The kernel does not launch: it needs {needed:.0f} KiB of shared memory, but the limit is {limit:.0f}."
         return Verdict(done + words, "broken")
     if state.less < 1:
-        return Verdict(f"{done}{_fewer(state)}. Take more than {state.block_q} queries per tile.", "broken")
-    words = f"{done}{_fewer(state)}, {state.tiled.intensity:.0f} operations per byte (ridge: {state.ridge:.0f})."
+        return Verdict(f"{done}{fewer(state)}. Take more than {state.block_q} queries per tile.", "broken")
     if state.spills:
-        sums = sum(state.registers.values()) / KIB
-        return Verdict(f"{words} But registers spill: it needs {sums:.0f} KiB of {REGISTER_FILE / KIB:.0f}.", "tight")
+        spilled = f"it needs {sum(state.registers.values()) / KIB:.0f} KiB of {REGISTER_FILE / KIB:.0f}"
+        return Verdict(f"{done}{fewer(state)}, were it not that registers spill: {spilled}.", "tight")
+    words = f"{done}{fewer(state)}, {state.tiled.intensity:.0f} operations per byte (ridge: {state.ridge:.0f})."
     return Verdict(words, "fine" if state.less >= 2 else "tight")
-
-
-def _fewer(state: State) -> str:
-    if abs(state.less - 1) < 0.01:
-        return "No saving: as many bytes, within 1 %, as with T × T stored"
-    if state.less < 1:
-        return f"{1 / state.less:.2f} times more bytes than with T × T stored"
-    return f"{state.less:.2f} times fewer bytes than with T × T stored"
 
 
 def _what_is_wrong(state: State, step: Step) -> str:
@@ -74,7 +66,7 @@ def command(state: State) -> str:
 
 GUESS = Guess(
     "Take more and more queries per tile. What runs out first on this H100?",
-    ("Shared memory: Q, K and V", "Registers: O and the scores", "Nothing up to 1,024 queries"),
+    ("Shared memory (Q, K and V)", "Registers (O and the scores)", "Nothing up to 1,024 queries"),
     1,
     "At 32 bits a number, O and the scores outgrow the registers long before Q, at 16, fills shared memory.",
 )
@@ -90,14 +82,14 @@ KNOBS = {
         ),
     },
     "The tiles": {
-        "block_q": steps("Queries", QUERIES, 32, "queries per tile"),
-        "block_k": steps("Keys", KEYS, 64, "keys per tile"),
-        "stages": steps("K, V at once", [1, 2, 3, 4], 2, "tiles of keys and values in shared memory at a time"),
+        "block_q": steps("Queries a tile", QUERIES, 16, "rows of Q that a program keeps"),
+        "block_k": steps("Keys a tile", KEYS, 64, "rows of K and V that it loads at a time"),
+        "stages": steps("K, V tiles held", [1, 2, 3, 4], 2, "in shared memory at a time; num_stages in Triton"),
     },
-    "One row, tile by tile": {
-        "keys_a_tile": steps("Keys a tile", [2, 3, 4, 6, 8, 12], 4, "of the row's 24 keys"),
+    "Only for “Tile by tile”": {
+        "keys_a_tile": steps("Keys at a time", [2, 3, 4, 6, 8, 12], 4, "of the row's 24 keys"),
         "times": steps(
-            "Scores times",
+            "Scores ×",
             [("1/16", 1 / 16), ("1/4", 1 / 4), ("1", 1), ("4", 4), ("16", 16)],
             1,
             "larger scores give sharper weights",

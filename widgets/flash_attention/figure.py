@@ -10,21 +10,18 @@ from typing import TYPE_CHECKING
 from minivllm_lab.drawing import QUIET, text_width
 from minivllm_lab.flash_attention.attention_traffic import KIB, REGISTER_FILE
 from minivllm_lab.palette import BLUE, GREEN, INK, ORANGE, PALE, PURPLE, SKY, VERMILLION
+from widgets.flash_attention.challenges import NAIVE
 from widgets.flash_attention.walk import captions, draw_row, draw_tiles, size
-from widgets.shell.plot import WIDE, Axes, Scale, tokens
+from widgets.shell.plot import WIDE, Axes, Scale, hidden_note, tokens
 from widgets.shell.svg import BOLD, HEADING, SMALL, Box, Drawing, Segment, legend, stacked_bar, without_room
-from widgets.shell.theme import CARD, MID, NOT_OURS
+from widgets.shell.theme import MID, NOT_OURS
 
 if TYPE_CHECKING:
     from widgets.flash_attention.state import State
 
 EDGE, GAP = 14, 22
+PART_NAMES = {"m, l": "max, sum", "others": "addresses, masks"}
 PART_COLOURS = {"Q": BLUE, "K, V": SKY, "scores": ORANGE, "O": GREEN, "m, l": PURPLE, "others": PALE}
-PAPER = (("T × T stored", 40.3e9), ("tiles", 4.4e9))
-"""Dao et al. 2022, figure 2: bytes of 64 sequences × 16 heads of 64 over 1,024 tokens, forward
-and backward.
-"""
-PAPER_HEADS, PAPER_LENGTH = 64 * 16, 1024
 OWN_TILES = {
     ("H100", 64): (192, 128),
     ("H100", 128): (128, 128),
@@ -45,7 +42,7 @@ SAME_CHIP = {"H200": "H100", "L4": "RTX 4090"}
 def figure(state: State, width: float = 640, pinned: State | None = None) -> str:
     """Draw bytes by queries per tile and by T, and what the chip holds."""
     moved, naive = size(state.tiled.moved), size(state.naive.moved)
-    words = f"Tiles of {state.block_q} queries × {state.block_k} keys move {moved} per head; T × T stored moves {naive}"
+    words = f"Tiles of {state.block_q} queries × {state.block_k} keys move {moved} per head; {NAIVE} move {naive}"
     full = width - 2 * EDGE
     sweep = Box(EDGE, 0, round(full * 0.63) if width >= WIDE else full, 300)
     lengths = Box(EDGE, sweep.bottom, full, 230)
@@ -92,18 +89,19 @@ def _draw_sweep(drawing: Drawing, at: Box, state: State, pinned: State | None) -
         _draw_limits(axes, state)
     if state.few < state.launched:  # otherwise the whole axis is broken already
         axes.broken(None, state.few, "no gain")
-    axes.mark_y(state.naive.moved, f"T × T stored: {size(state.naive.moved)}", VERMILLION)
+    axes.mark_y(state.naive.moved, f"{NAIVE}: {size(state.naive.moved)}", VERMILLION)
+    axes.mark_y(state.tiled.flops / state.ridge, "below: compute-bound", PURPLE, dash="6 3")
     axes.mark_y(state.least, f"each byte once: {size(state.least)}", QUIET, dash="2 3")
     if pinned:
         axes.pinned(pinned.queries, before, pinned.block_q)
     _draw_curve(axes, state, moved)
-    axes.here(state.block_q, "block_q", f"{state.block_q} queries: {size(state.tiled.moved)}")
+    axes.here(state.block_q, "block_q", f"{state.block_q} queries" + f": {size(state.tiled.moved)}" * state.launches)
 
 
 def _draw_limits(axes: Axes, state: State) -> None:
     """Shade where registers spill, and where the kernel does not launch."""
     if state.launched < state.queries[-1]:
-        first, words = max(state.launched, state.queries[0]), "does not launch"
+        first, words = max(state.launched, state.queries[0]), "no launch"
         axes.shade(first, None, words)  # too narrow for level words
         place = (axes.box.right - 5, axes.box.y + 6)
         axes.drawing.text(place, words, size=SMALL, colour=VERMILLION, anchor="end", bold=True, turn=-90, halo=True)
@@ -113,18 +111,23 @@ def _draw_limits(axes: Axes, state: State) -> None:
         tip = f"Above {state.kept} queries, O and the scores outgrow the registers, so the compiler spills (modelled)."
         zone = Box(first, axes.box.y, end - first, axes.box.height)
         axes.drawing.rect(zone, ORANGE, opacity=0.16, tip=tip)
-        axes.drawing.line((first, zone.y), (first, zone.bottom), colour=ORANGE, width=1.5, dash="4 3")
-        axes.explain(left, right, "spills", ORANGE)
+        axes.mark_x(left, ORANGE)
+        axes.explain(left, right, "spills: more bytes", ORANGE)
 
 
 def _draw_curve(axes: Axes, state: State, moved: Sequence[int]) -> None:
-    here = sum(queries <= state.block_q for queries in state.queries)
-    tips = [_tip(state, index) for index in range(len(moved))]
+    end = sum(queries <= state.launched for queries in state.queries)
+    here = min(sum(queries <= state.block_q for queries in state.queries), end)
+    tips = [_tip(state, index) for index in range(end)]
     axes.line(state.queries[:here], moved[:here], BLUE, tips=tips[:here])
+    first = max(here - 1, 0)
     with axes.drawing.answer():
-        axes.line(state.queries[max(here - 1, 0) :], moved[max(here - 1, 0) :], BLUE, tips=["", *tips[here:]])
+        axes.line(state.queries[first:end], moved[first:end], BLUE, tips=["", *tips[here:]][: end - first])
         _draw_own_tile(axes, state)
-    axes.points([state.block_q], [state.tiled.moved], BLUE)
+    if state.launches:
+        axes.points([state.block_q], [state.tiled.moved], BLUE)
+    start = axes.at(state.block_q, axes.y.low)[0]
+    hidden_note(axes.drawing, Box(start, axes.box.y, axes.box.right - start, axes.box.height))
 
 
 def _draw_own_tile(axes: Axes, state: State) -> None:
@@ -148,11 +151,9 @@ def _tip(state: State, index: int) -> str:
     less = state.naive.moved / traffic.moved
     compared = f"{less:.2f} times fewer" if less >= 1 else f"{1 / less:.2f} times more"
     words = (
-        f"{queries:,} queries per tile move {size(traffic.moved)}, {compared} than T × T stored; "
+        f"{queries:,} queries per tile move {size(traffic.moved)}, {compared} than {NAIVE}; "
         f"{traffic.intensity:.0f} operations per byte, {state.launched_at(queries) / KIB:.0f} KiB of shared memory"
     )
-    if queries > state.launched:
-        return f"{words}; it does not launch."
     return f"{words}; registers spill." if queries > state.kept else f"{words}."
 
 
@@ -169,26 +170,21 @@ def _draw_lengths(drawing: Drawing, at: Box, state: State) -> None:
     edge = axes.at(state.longest, y.low)[0]
     if edge < box.right:
         wall = Box(edge, box.y, box.right - edge, box.height)
-        axes.broken(state.longest, None, "T × T does not fit")
+        axes.broken(state.longest, None, "scores do not fit")
         tip = (
             f"From {state.longest:,} tokens, scores and weights of 32 heads take more than the "
             f"{size(gpu.memory_bytes)} of an {gpu.name}, so T × T cannot be stored. Tiles keep 4 bytes per token."
         )
         drawing.rect(wall, "transparent", tip=tip)
-    naive = [_over_length(state, index, "T × T stored", moved) for index, moved in enumerate(state.naive_by_length)]
+    naive = [_over_length(state, index, NAIVE, moved) for index, moved in enumerate(state.naive_by_length)]
     tiled = [_over_length(state, index, "tiles", moved) for index, moved in enumerate(state.tiled_by_length)]
     axes.line(state.lengths, state.naive_by_length, VERMILLION, width=6, tips=naive)  # seen where both are equal
     axes.line(state.lengths, state.tiled_by_length, BLUE, width=2, tips=tiled)
     axes.points([state.length], [state.tiled.moved], BLUE)
-    for (name, moved), colour in zip(PAPER, (VERMILLION, BLUE), strict=True):
-        tip = (
-            f"Published: {moved / 1e9:.1f} GB for {PAPER_HEADS:,} heads of 64, {name}, forward and backward "
-            "(Dao et al. 2022, figure 2). Ours is forward only."
-        )
-        drawing.circle(axes.at(PAPER_LENGTH, moved / PAPER_HEADS), 4, CARD, stroke=colour, tip=tip)
-    drawing.text((box.x + 5, box.y + 7), "T × T stored ━", size=SMALL, colour=VERMILLION, halo=True)
-    drawing.text((box.x + 5, box.y + 21), "tiles —", size=SMALL, colour=BLUE, halo=True)
-    drawing.text((box.x + 5, box.y + 35), "○ published", size=SMALL, colour=QUIET, halo=True)
+    for row, (words, colour) in enumerate((("all scores", VERMILLION), ("tiles", BLUE))):
+        y = box.y + 16 + 16 * row
+        drawing.line((box.x + 5, y - 4), (box.x + 19, y - 4), colour=colour, width=6 - 4 * row)
+        drawing.text((box.x + 24, y), words, size=SMALL, colour=colour, halo=True)
 
 
 def _over_length(state: State, index: int, name: str, moved: int) -> str:
@@ -211,7 +207,7 @@ def _draw_bar(drawing: Drawing, at: Box, name: str, parts: dict[str, int], limit
         "Addresses, masks and weights on their way to the tensor cores: a quarter of the registers, modelled"
     )
     segments = [
-        Segment(part, count, PART_COLOURS[part], tip=tips[part], hatched=part == "others")
+        Segment(PART_NAMES.get(part, part), count, PART_COLOURS[part], tip=tips[part], hatched=part == "others")
         for part, count in parts.items()
     ]
     stacked_bar(drawing, bar, segments, max(needed, limit))

@@ -138,7 +138,7 @@ def sweep(
     length: int = 8192,
     head_dim: int = 128,
     gpu: str = "H100",
-    block_q: int = 32,
+    block_q: int = 16,
     block_k: int = 64,
     stages: int = 2,
     keys_a_tile: int = 4,

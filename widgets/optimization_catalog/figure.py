@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from itertools import groupby, pairwise
 
 from minivllm_lab.drawing import QUIET, ink_on, text_width
-from minivllm_lab.palette import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, VERMILLION
+from minivllm_lab.palette import BLUE, GREEN, GREY, INK, ORANGE, VERMILLION
 from minivllm_simulate.levers import LeverResult
 from widgets.optimization_catalog.runs import FEWER_SLOTS, MODEL, REQUESTS, SLOTS, Curve, Outcome, Row, State, Step
-from widgets.shell.plot import Axes, Scale, counted, modelled, percent, short
+from widgets.shell.plot import Axes, Scale, counted, hidden_note, modelled, percent, short
 from widgets.shell.svg import SMALL, Box, Drawing
 from widgets.shell.theme import BROKEN, CARD, MID, MISSED
 
@@ -30,7 +30,7 @@ SIGNS = {"faster": "▲", "slower": "▼", "starts": "▲ starts:", "refused": "
 MARKS = {"faster": GREEN, "slower": VERMILLION, "nothing": MID, "starts": GREEN}
 TITLES = ("↓ switched on from the top", "↑ switched on from the bottom")
 ORDERS = ("the ranking's order", "the reverse order")
-STYLES = ((BLUE, ""), (GREY, "6 4"), (ORANGE, "2 4"), (PURPLE, "9 3 2 3"))
+STYLES = ((BLUE, ""), (GREY, "6 4"), (ORANGE, "2 4"))
 """The colour and dashes of each curve."""
 HEADROOM = 8
 """The factor by which the axis exceeds the highest rate, to make room for words."""
@@ -88,6 +88,7 @@ def figure(state: State, width: float = 640, pinned: State | None = None) -> str
     _draw_order(drawing, left, scale, state, 0)
     with drawing.answer():
         _draw_order(drawing, right, scale, state, 1)
+    hidden_note(drawing, right)
     y = right.bottom + 46
     drawing.text((MARGIN + 34, y - 10), "tokens/s with fewer or more at once", size=SMALL, bold=True)
     swept = Box(MARGIN + 34, y, width - 2 * MARGIN - 34 - NAMES, max(HEIGHT - y - 42, SWEPT))
@@ -97,7 +98,7 @@ def figure(state: State, width: float = 640, pinned: State | None = None) -> str
 
 
 def _described(state: State) -> str:
-    ends = ", ".join(f"{name}: {_rate_words(run)}" for name, run in _ends(state))
+    ends = ", ".join(f"{name}: {rate_words(run)}" for name, run in _ends(state))
     factors = (f"{row.title} {' and '.join(_change(step) for step in row.steps)}" for row in state.on)
     return f"{ends}. In the ranking's order and in the reverse: {'; '.join(factors)}."
 
@@ -162,18 +163,16 @@ def _draw_link(drawing: Drawing, before: Box, place: Box, scale: Scale, reached:
 
 
 def _draw_end(drawing: Drawing, place: Box, scale: Scale, name: str, run: Outcome, colour: str) -> None:
-    """Draw a bar from the axis for the first or the last set of levers."""
-    rated = isinstance(run, LeverResult)
-    bar = Box(place.x, place.y - 2, scale.share(run.tokens_per_second) * place.width if rated else 0, ROW)
-    words = f"{name}: {_rate_words(run)}"
-    tip = f"With {name}: {_counts(run)}." if rated else words
-    drawing.rect(bar, colour, tip=tip)
-    if bar.width > text_width(words, SMALL) + 12:
-        drawing.text((bar.right - 6, place.y + 10), words, size=SMALL, colour=CARD, anchor="end", bold=True)
-    elif bar.right + 5 + text_width(words, SMALL) < place.right + 8:
-        drawing.text((bar.right + 5, place.y + 10), words, size=SMALL, halo=True)
-    else:
-        drawing.text((place.right + 8, place.y + 10), words, size=SMALL, anchor="end", halo=True)
+    """Draw a dot for the first or the last set of levers."""
+    words = f"{name}: {rate_words(run)}"
+    x = place.x
+    if isinstance(run, LeverResult):
+        x += scale.share(run.tokens_per_second) * place.width
+        drawing.circle((x, place.y + 6), 5, colour, tip=f"With {name}: {_counts(run)}.")
+    room = text_width(words, SMALL)
+    beside = x + 9 if x + 9 + room < place.right + 8 else x - 9 - room
+    start = beside if beside > place.x else place.right + 8 - room
+    drawing.text((start, place.y + 10), words, size=SMALL, halo=True)
 
 
 def _draw_rung(drawing: Drawing, place: Box, scale: Scale, step: Step) -> None:
@@ -188,7 +187,6 @@ def _draw_rung(drawing: Drawing, place: Box, scale: Scale, step: Step) -> None:
         return
     reached = [run.tokens_per_second for run in step if isinstance(run, LeverResult)]
     low, high = (scale.share(rate) * place.width for rate in (min(reached), max(reached)))
-    low = low if len(reached) == 2 else 0
     bar = Box(place.x + low, place.y, max(high - low, 2), place.height)
     colour = MARKS.get(effect, MID)
     drawing.rect(bar, colour)
@@ -220,10 +218,11 @@ def factor_words(factor: float) -> str:
     return f"{factor:.2f}" if factor < 9.995 else f"{factor:.1f}"
 
 
-def _rate_words(run: Outcome) -> str:
+def rate_words(run: Outcome) -> str:
+    """Format a rate, rounded down, or say that there is none."""
     if isinstance(run, LeverResult):
         rate = run.tokens_per_second
-        return f"{rate:,.0f} tokens/s" if rate >= 100 else f"{rate:.3g} tokens/s"
+        return f"{int(rate):,} tokens/s" if rate >= 100 else f"{rate:.3g} tokens/s"
     return "✕ does not start" if run else "…"
 
 
@@ -265,7 +264,7 @@ def _why(field: str, step: Step, before: Sequence[str]) -> str:
 
 def _draw_swept(drawing: Drawing, box: Box, state: State, pinned: State | None) -> None:
     """Draw tokens per second by requests at once: with all levers that are on, with none, and with
-    each of the biggest alone.
+    the biggest alone.
     """
     pairs = zip(state.curves, STYLES, strict=False)
     curves = [(curve, style) for curve, style in pairs if any(isinstance(run, LeverResult) for run in curve.outcomes)]
@@ -284,7 +283,7 @@ def _draw_swept(drawing: Drawing, box: Box, state: State, pinned: State | None) 
         runs = zip(curve.slots, curve.outcomes, strict=True)
         tips = [_point_tip(state, curve.name, count, run) for count, run in runs if isinstance(run, LeverResult)]
         axes.line(slots, rates, colour, dash=dash, tips=tips, group=curve.name)
-    axes.here(state.slots, "slots", f"{state.slots} at once")
+    axes.here(state.slots, "slots")
     _draw_curve_names(axes, [(curve, colour) for curve, (colour, _) in curves])
 
 

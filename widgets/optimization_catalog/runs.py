@@ -136,8 +136,8 @@ class State:
     everything: Outcome
     """The outcome with all levers that are on."""
     curves: tuple[Curve, ...]
-    """All levers that are on, then, for comparison, none, and the biggest ones alone once they
-    are known.
+    """All levers that are on, then, for comparison, none, and the biggest one alone once it
+    is known.
     """
     error: str | None
     """The lever model's median error on published figures; None until it has been computed."""
@@ -201,10 +201,10 @@ class Setting(NamedTuple):
         return {field: _pull(Levers(), field) for field in self.fields} if len(self.fields) > 1 else {}
 
     def biggest(self) -> list[str]:
-        """Return the two levers that buy the most alone, once all of them have been run."""
+        """Return the lever that buys the most alone, once all of them have been run."""
         runs = {field: self.known(self.slots, levers) for field, levers in self.alone().items()}
         rates = {field: run.tokens_per_second for field, run in runs.items() if isinstance(run, LeverResult)}
-        return [] if None in runs.values() else sorted(rates, key=lambda field: -rates[field])[:2]
+        return [] if None in runs.values() else sorted(rates, key=lambda field: -rates[field])[:1]
 
 
 _RUNS: dict[tuple[str, str, int, Levers], Outcome] = {}
@@ -252,8 +252,8 @@ def _states(setting: Setting) -> Iterator[State]:
 
 
 def _runs_of(setting: Setting) -> Iterator[tuple[int, Levers]]:
-    """Yield all runs: both ends, both orders, two curves, each lever alone, and the curves of the
-    biggest levers.
+    """Yield all runs: both ends, both orders, two curves, each lever alone, and the curve of the
+    biggest lever.
     """
     everything = setting.ladder()[-1]
     yield from ((setting.slots, levers) for levers in (everything, Levers()))

@@ -23,7 +23,7 @@ from minivllm_lab.bounded import bounded
 from minivllm_lab.paged_attention.block_size_costs import LINE, SECTOR, Moment, fetched_in_vain, held, moments
 from minivllm_lab.paged_attention.played_pool import Play, play_pool
 from minivllm_simulate.workloads import WORKLOADS, RequestLengths, Workload, workload
-from widgets.paged_attention.figure import draw, percent, slots, times
+from widgets.paged_attention.figure import draw, percent, slots
 from widgets.shell.advice import progress
 from widgets.shell.knobs import choice, entry, steps
 from widgets.shell.live import Live
@@ -61,12 +61,12 @@ KERNELS = {
     "line": Kernel("once a block, 128 bytes", LINE),
     "token": Kernel("once a token, 32 bytes", SECTOR, per_token=True),
 }
-ROWS = {256: "128 × bf16", 128: "128 × fp8", 64: "64 × fp8"}
+ROWS = {256: "128 numbers, bf16", 128: "128 numbers, fp8", 64: "64 numbers, fp8"}
 """What a token's keys in one KV head are, by their bytes."""
 MODELS = {256: "Qwen/Qwen3-8B", 128: "Qwen/Qwen3-8B --kv-cache-dtype fp8"}
 SMALL_HEADS = "meta-llama/Llama-3.2-1B-Instruct --kv-cache-dtype fp8"
 EMPTY_ALLOWED = (0.01, 0.02, 0.05, 0.1, 0.2, 0.4)
-FACTORS_ALLOWED = (1.01, 1.02, 1.05, 1.1, 1.25, 1.5)
+EXTRA_ALLOWED = (0.01, 0.02, 0.05, 0.1, 0.25, 0.5)
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class State:
     """A key of `KERNELS`."""
     row_bytes: int
     empty_allowed: float
-    factor_allowed: float
+    extra_allowed: float
     tokens: float
     """Mean tokens of a sequence at an average moment."""
     empty: Mapping[int, float]
@@ -127,7 +127,7 @@ class State:
 
     def over(self, size: int) -> bool:
         """Return whether the kernel fetches more than the limit at this block size."""
-        return 1 + self.extra[size] > self.factor_allowed
+        return self.extra[size] > self.extra_allowed
 
     @property
     def balance(self) -> float:
@@ -145,7 +145,7 @@ def sweep(
     kernel: str = "sector",
     row_bytes: int = 256,
     empty_allowed: float = 0.1,
-    factor_allowed: float = 1.02,
+    extra_allowed: float = 0.02,
     block_pool: Callable[[int], Any] | None = None,
 ) -> State:
     """Count both costs of every block size, and run a small pool with this one.
@@ -158,7 +158,7 @@ def sweep(
         kernel: A key of `KERNELS`.
         row_bytes: Bytes of a token's keys in one KV head.
         empty_allowed: The share of held slots that may be empty.
-        factor_allowed: Bytes that may be fetched per byte needed.
+        extra_allowed: Bytes that may be fetched in vain per byte needed.
         block_pool: The reader's class, with the methods of exercise 02's `BlockPool`.
 
     Raises:
@@ -177,7 +177,7 @@ def sweep(
         kernel=kernel,
         row_bytes=row_bytes,
         empty_allowed=empty_allowed,
-        factor_allowed=factor_allowed,
+        extra_allowed=extra_allowed,
         tokens=sum(moment.weight * moment.tokens for moment in seen) / sum(moment.weight for moment in seen),
         empty={size: _empty(kind, size, samples) for size in SIZES},
         extra=extra,
@@ -264,19 +264,18 @@ def verdict(state: State) -> Verdict:
     if state.play.fault:
         whose = "Your pool" if state.own else "The pool"
         return Verdict(f"{whose} is wrong: {state.play.fault}. Play the pool to see where.", "broken")
-    emptiness = f"{slots(size)}: {percent(empty, state.empty_allowed)} of the held slots are empty"
-    fetched = f"the kernel fetches {times(1 + extra, state.factor_allowed)} the bytes it needs"
-    best = f"Cheapest for these requests: {state.valley.block_size}."
+    emptiness = f"{percent(empty, state.empty_allowed)} of the held slots empty"
+    fetched = f"the kernel fetches {percent(extra, state.extra_allowed)} more bytes than it needs"
+    best = f"Cheapest allowed for these requests: {state.valley.block_size}."
     if size < SMALLEST:
         return Verdict(f"{slots(size)}: no kernel in vLLM takes fewer than {SMALLEST} slots. {best}", "broken")
-    limits = [f"{percent(state.empty_allowed)} may be empty"] * state.breaks[0]
-    limits += [f"{times(state.factor_allowed)} may be fetched"] * state.breaks[1]
+    too_empty, too_much_fetched, _ = state.breaks
+    limits = [f"leave {emptiness} ({percent(state.empty_allowed)} allowed)"] * too_empty
+    limits += [f"are too many to look up: {fetched} ({percent(state.extra_allowed)} allowed)"] * too_much_fetched
     if limits:
-        return Verdict(
-            f"{emptiness}, and {fetched} (modelled). That is too much: only {' and '.join(limits)}. {best}", "broken"
-        )
+        return Verdict(f"{slots(size)} {' and '.join(limits)}. {best}", "broken")
     tight = state.cost[size] > 1.5 * state.valley.cost
-    return Verdict(f"{emptiness}, and {fetched} (modelled). {best}", "tight" if tight else "fine")
+    return Verdict(f"{slots(size)} leave {emptiness}, and {fetched} (modelled). {best}", "tight" if tight else "fine")
 
 
 def command(state: State) -> str:
@@ -290,20 +289,20 @@ def command(state: State) -> str:
     return "\n".join(lines)
 
 
-_LIMITS = (0.1, 1.02)
+_LIMITS = (0.1, 0.02)
 """The limits of the first two challenges, which the knobs start with."""
-LIMITS_FIRST = "Set the limits back to 10 % empty slots and 1.02 × bytes fetched."
+LIMITS_FIRST = "Set the limits back to 10 % empty slots and 2 % bytes in vain."
 SAVED = 0.75
 """The share of blocks that sharing must save in the second challenge."""
 
 
 def _figures(state: State) -> str:
     empty, extra = state.empty[state.block_size], state.extra[state.block_size]
-    return f"{percent(empty, state.empty_allowed)} are empty, {times(1 + extra, state.factor_allowed)} fetched."
+    return f"{percent(empty, state.empty_allowed)} are empty, {percent(extra, state.extra_allowed)} of bytes in vain."
 
 
 def _limits_moved(state: State) -> bool:
-    return (state.empty_allowed, state.factor_allowed) != _LIMITS
+    return (state.empty_allowed, state.extra_allowed) != _LIMITS
 
 
 def _keep_64(state: State) -> Progress:
@@ -336,15 +335,15 @@ def _valley_moves(state: State) -> Progress:
     formula = f"√(2 × {state.tokens:.0f} × {fetch} / {2 * state.row_bytes}) = {figures(state.balance)}"
     too_low = valley < 64
     return progress(
-        f"The valley is at {valley}, and your block size is {state.block_size}. {formula}.",
-        (not too_low and state.block_size != valley, f"Set the block size to {valley}, the valley."),
+        f"Cheapest allowed: {valley}; your block size: {state.block_size}. {formula}.",
+        (not too_low and state.block_size != valley, f"Set the block size to {valley}."),
         (
             too_low and KERNELS[state.kernel].per_token,
             "Use a kernel that looks up once a block: then larger blocks save look-ups.",
         ),
         (
             too_low and state.row_bytes > 64,
-            "Lower the keys of a token: with fewer bytes per block, look-ups cost more.",
+            "Choose a smaller KV head: with fewer bytes per block, look-ups cost more.",
         ),
         (
             too_low and state.kernel != "line",
@@ -367,18 +366,18 @@ CHALLENGES = (
         "Samples share only their prompt. Today vLLM shares it between any two requests (lesson 05).",
     ),
     Challenge(
-        "Move the valley to blocks of at least 64, and set that block size.",
+        "Make blocks of at least 64 the cheapest, and set that block size.",
         _valley_moves,
-        "Half a block against one look-up per block: the valley is near √(2 · tokens · fetch / bytes per token).",
+        "Half a block against one look-up per block: the cheapest is near √(2 · tokens · fetch / bytes per token).",
     ),
 )
 _KINDS = [(kind.title, name) for name, kind in WORKLOADS.items()]
 _KNOBS = {
     "The cache": {
         "block_size": steps("Block size", SIZES, 32, "token slots in a block; vLLM's default is 16"),
-        "row_bytes": choice("Keys of a token", [(words, size) for size, words in ROWS.items()], 256,
-                            "numbers in one KV head and their type; values take as much"),
-        "kernel": choice("Kernel looks up", [(how.words, name) for name, how in KERNELS.items()], "sector",
+        "row_bytes": choice("A KV head", [(words, size) for size, words in ROWS.items()], 256,
+                            "a token's keys in it; values take as much"),
+        "kernel": choice("Table look-up", [(how.words, name) for name, how in KERNELS.items()], "sector",
                          "how often it reads the table, and what a read of 4 bytes fetches"),
     },
     "The requests": {
@@ -389,14 +388,14 @@ _KNOBS = {
     "The limits": {
         "empty_allowed": steps("Empty slots", [(percent(share), share) for share in EMPTY_ALLOWED], 0.1,
                                "share of the held slots without a token"),
-        "factor_allowed": steps("Bytes fetched", [(f"{factor:g} ×", factor) for factor in FACTORS_ALLOWED], 1.02,
-                                "per byte of keys and values that is needed"),
+        "extra_allowed": steps("Bytes in vain", [(percent(share), share) for share in EXTRA_ALLOWED], 0.02,
+                               "per byte of keys and values that is needed"),
     },
 }  # fmt: skip
 SPEC = Spec(
     name="paged_attention",
     title="What a block size costs, and who holds which block",
-    lead="Drag the block size along the valley; then play the pool, and point at a request.",
+    lead="Drag the block size; then play the pool, and point at a request.",
     knobs=_KNOBS,
     presets={
         "Too large": {"block_size": 512},

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from minivllm_lab.drawing import text_width
 from minivllm_lab.paged_attention.played_pool import Frame, HeldTable, Play
 from minivllm_lab.palette import BLUE, GREEN, INK, ORANGE, VERMILLION, YELLOW
-from widgets.shell.plot import MARGIN, WIDE, Axes, Key, Scale, draw_keys
+from widgets.shell.plot import MARGIN, WIDE, Axes, Key, Scale, draw_keys, hidden_note
 from widgets.shell.svg import MID, QUIET, RULE, SMALL, Box, Drawing, Segment, legend
 from widgets.shell.theme import CARD, RESERVED
 
@@ -28,25 +28,16 @@ ROW = 15
 KEYS: tuple[Key, ...] = (
     ("empty slots", ORANGE, "", 2.5),
     ("bytes fetched in vain (modelled)", BLUE, "7 3", 2.5),
-    ("sum; valley: the least at 16 or more", INK, "", 3),
+    ("both added", INK, "", 3),
 )
 
 
 def percent(share: float, beside: float | None = None) -> str:
-    """Format a share (9.79 %) with enough digits to tell it from `beside`."""
-    return f"{_told_apart(100 * share, None if beside is None else 100 * beside, 3)} %"
-
-
-def times(factor: float, beside: float | None = None) -> str:
-    """Format a factor (1.004 ×) with enough digits to tell it from `beside`."""
-    return f"{_told_apart(factor, beside, 4)} ×"
-
-
-def _told_apart(value: float, beside: float | None, digits: int) -> str:
-    if beside is not None and value != beside:
-        while digits < 15 and f"{value:.{digits}g}" == f"{beside:.{digits}g}":
-            digits += 1
-    return f"{value:.{digits}g}"
+    """Format a share (9.3 %) with enough digits to tell it from `beside`."""
+    digits, value, other = 2, 100 * share, 100 * (share if beside is None else beside)
+    while value != other and digits < 15 and f"{value:.{digits}g}" == f"{other:.{digits}g}":
+        digits += 1
+    return f"{float(f'{value:.{digits}g}'):.15g} %"
 
 
 def slots(size: int) -> str:
@@ -73,21 +64,21 @@ def _costs(drawing: Drawing, state: State, pinned: State | None, width: float) -
     axes = Axes(drawing, box, Scale(sizes[0], sizes[-1], log=True), Scale(LEAST, MOST, log=True))
     _broken(axes, state)
     axes.frame(
-        f"block size in slots; dashed: {DEFAULT}, vLLM's default",
+        f"block size in slots (vLLM's default: {DEFAULT})",
         "share of the slots held, or of the bytes needed",
         x_ticks=sizes,
         x_format=lambda value: f"{value:.0f}",
         y_ticks=(0.001, 0.01, 0.1, 1),
         y_format=percent,
     )
-    axes.mark_x(DEFAULT)
-    axes.mark_y(state.empty_allowed, f"limit: {percent(state.empty_allowed)} of the slots", ORANGE)
-    axes.mark_y(state.factor_allowed - 1, f"limit: {percent(state.factor_allowed - 1)} of the bytes", BLUE)
+    axes.mark_y(state.empty_allowed, f"limit: {percent(state.empty_allowed)}", ORANGE)
+    axes.mark_y(state.extra_allowed, f"limit: {percent(state.extra_allowed)}", BLUE)
     if pinned:
         costs = [_shown(cost) for cost in pinned.cost.values()]
         axes.pinned([float(size) for size in pinned.cost], costs, pinned.block_size)
     _curves(axes, state, sizes)
-    axes.here(state.block_size, "block_size", f"{state.block_size}")
+    hidden_note(drawing, Box(box.x + 0.6 * box.width, box.y, 0.4 * box.width, box.height))
+    axes.here(state.block_size, "block_size")
     return _cpu(drawing, axes, state, width) if state.measured else box.bottom + 35
 
 
@@ -100,14 +91,14 @@ def _modelled(state: State) -> str:
 
 
 def _shown(share: float) -> float:
-    """Move a cost of 0 just below the logarithmic axis."""
-    return max(share, LEAST / 2)
+    """Move a cost below the logarithmic axis to its lower end."""
+    return max(share, LEAST)
 
 
 def _curves(axes: Axes, state: State, sizes: list[float]) -> None:
     empty, extra, cost = state.empty, state.extra, state.cost
     with axes.drawing.layer(tip=_modelled(state)):
-        tips = [f"Blocks of {size}: {1 + extra[size]:.5g} × the bytes needed are fetched (modelled)." for size in extra]
+        tips = [f"Blocks of {size}: {percent(extra[size])} more bytes than needed (modelled)." for size in extra]
         axes.line(sizes, [_shown(share) for share in extra.values()], BLUE, dash="7 3", tips=tips)
     with axes.drawing.answer():
         tips = [f"Blocks of {size}: {percent(empty[size])} of the held slots are empty." for size in empty]
@@ -125,14 +116,14 @@ def _valley(axes: Axes, state: State) -> None:
     ]
     place = axes.at(state.valley.block_size, state.valley.cost)
     axes.drawing.circle(place, 6.5, GREEN, tip=f"Both costs added. {'; '.join(valleys)}.")
-    axes.label(place, f"valley: {state.valley.block_size}")
+    axes.label(place, f"cheapest allowed: {state.valley.block_size}")
 
 
 def _broken(axes: Axes, state: State) -> None:
     """Shade where the kernel's cost or the empty share exceeds its limit, and where no kernel takes
     the block size.
     """
-    low = _crossing(state.extra, state.factor_allowed - 1, [state.over(size) for size in state.extra])
+    low = _crossing(state.extra, state.extra_allowed, [state.over(size) for size in state.extra])
     least = DEFAULT / math.sqrt(2)  # between the largest size without a kernel and the smallest with one
     emptier = [share > state.empty_allowed for share in state.empty.values()]
     flipped = {size: state.empty[size] for size in reversed(list(state.empty))}
@@ -142,7 +133,7 @@ def _broken(axes: Axes, state: State) -> None:
             axes.broken(high, None, f"Last blocks are half empty: over {percent(state.empty_allowed)} of the slots")
     axes.broken(None, least, f"No kernel takes blocks of fewer than {DEFAULT}")
     if low is not None and low > least:  # smaller sizes are out anyway
-        axes.broken(None, low, f"Too many look-ups: over {percent(state.factor_allowed - 1)} of the bytes")
+        axes.broken(None, low, f"Too many look-ups: over {percent(state.extra_allowed)} of the bytes")
 
 
 def _crossing(costs: Mapping[int, float], allowed: float, over: Sequence[bool]) -> float | None:
@@ -176,9 +167,10 @@ def _pool(drawing: Drawing, play: Play, y: float, width: float) -> float:
     note += f"; lengths ÷ {play.shortened}" * (play.shortened > 1)
     y = drawing.heading((MARGIN, y), "The block pool", note)
     keys = [
+        Segment("held", 0, RESERVED),
         Segment("tokens", 0, BLUE),
         Segment("shared by samples", 0, YELLOW),
-        Segment("empty slots", 0, CARD, outlined=True),
+        Segment("empty", 0, CARD, outlined=True),
     ]
     side = width >= WIDE
     room = (width - 2 * MARGIN) * (0.6 if side else 1)
@@ -323,7 +315,7 @@ def _tables(drawing: Drawing, play: Play, place: tuple[float, float], room: floa
     base = y
     by_request = [_by_request(frame.tables) for frame in play.frames]
     several = any(len(tables) > 1 for frame in by_request for tables in frame.values())
-    drawing.text((x, y), "Block tables" + ": shared · own | own" * several, size=SMALL, bold=True)
+    drawing.text((x, y), "Tables: shared · sample | sample" if several else "Block tables", size=SMALL, bold=True)
     for row, request in enumerate(sorted({request for frame in by_request for request in frame}), 1):
         base = y + 3 + row * ROW
         with drawing.layer(group=f"r{request}"):

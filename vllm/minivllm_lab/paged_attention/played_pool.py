@@ -203,7 +203,7 @@ class _Stage:
         last = self.running.pop()
         freed = self.release(last)
         self.waiting.appendleft(last)
-        self.show("preempt", f"The pool is dry. Request {last.number} preempted: {counted_blocks(freed)} free again")
+        self.show("preempt", f"Too few are free. Request {last.number} preempted: {counted_blocks(freed)} free again")
 
     def finish(self) -> None:
         for request in [x for x in self.running if x.written >= x.lengths.output_tokens]:
