@@ -126,7 +126,7 @@ def _draw_curve(axes: Axes, state: State, moved: Sequence[int]) -> None:
         _draw_own_tile(axes, state)
     if state.launches:
         axes.points([state.block_q], [state.tiled.moved], BLUE)
-    start = axes.at(state.block_q, axes.y.low)[0]
+    start = min(axes.at(state.block_q, axes.y.low)[0], axes.box.right - 150)  # room for the words
     hidden_note(axes.drawing, Box(start, axes.box.y, axes.box.right - start, axes.box.height))
 
 
