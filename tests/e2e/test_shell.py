@@ -78,7 +78,7 @@ def test_the_answer_is_hidden_until_one_has_guessed(sizes: WidgetPage):
     assert curve.is_visible()
     assert not note.is_visible()
     assert sizes.page.locator(".lw-compared").is_visible()
-    assert sizes.page.locator(".lw-because").inner_text() == "No: 6. Five still fits."
+    assert sizes.page.locator(".lw-because").inner_text() == "No, 6. Five still fits."
     assert sizes.words() == "The size is 2 < 100."
     press(sizes, "size", "ArrowRight")
     assert not sizes.page.locator(".lw-because").is_visible(), "it is about the knobs as they were"

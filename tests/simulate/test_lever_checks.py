@@ -39,8 +39,8 @@ def test_short_prompts_are_modelled_too_fast_by_half_and_count_for_no_other():
 
 def test_an_error_is_said_of_its_kind_alone():
     decode, prefill = (f"{median_error(kind) * 100:.0f} %" for kind in ("decode", "prefill"))
-    assert known_error("decode") == f"decodes off by {decode} (median)"
-    assert known_error("decode", "prefill") == f"decodes off by {decode}, prefills by {prefill} (median)"
+    assert known_error("decode") == f"median error {decode} (decodes)"
+    assert known_error("decode", "prefill") == f"median error {decode} (decodes), {prefill} (prefills)"
     with pytest.raises(statistics.StatisticsError):
         known_error("anything")
 

@@ -177,9 +177,9 @@ def tint(colour: str, share: float = 0.25) -> str:
 
 
 def wrapped(content: str, width: float, size: float = BODY) -> list[str]:
-    """Return the words of `content` in lines no wider than `width`; "%" stays beside its number."""
+    """Return the words of `content` in lines no wider than `width`; a unit stays beside its number."""
     lines: list[str] = []
-    for word in re.findall(r"\S+(?: %\S*)?", content):
+    for word in re.findall(r"\S*\d (?:[%×]|(?:ms|s|GiB)\b)\S*|\S+", content):
         if lines and text_width(f"{lines[-1]} {word}", size) <= width:
             lines[-1] += f" {word}"
         else:

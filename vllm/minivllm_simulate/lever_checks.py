@@ -127,11 +127,10 @@ def median_error(kind: str) -> float:
 
 
 def known_error(*kinds: str) -> str:
-    """Describe the model's error on figures of these kinds, as in "decodes off by 8 %, prefills by
-    18 % (median)".
+    """Describe the model's error on figures of these kinds, as in "median error 8 %
+    (decodes), 18 % (prefills)".
     """
-    parts = [f"{kind}s {'off ' * (not index)}by {100 * median_error(kind):.0f} %" for index, kind in enumerate(kinds)]
-    return ", ".join(parts) + " (median)"
+    return "median error " + ", ".join(f"{100 * median_error(kind):.0f} % ({kind}s)" for kind in kinds)
 
 
 def _first_tokens() -> list[PublishedCheck]:

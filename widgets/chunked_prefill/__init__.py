@@ -149,18 +149,18 @@ def _words(state: State) -> str:
 
 
 def _valley(state: State) -> Progress:
+    known = state.known and not state.refused
+    small = "Raise the budget: in such small steps, a long prompt takes too long."
+    large = "Lower the budget: such long steps hold up every other request in them."
     rules = [
+        choose("off", "Threshold", not state.serving.threshold),
+        (known and state.first(state.budget) > 0.5, small),
+        (known and state.points[state.budget].longest_gap(CLIENTS) > 0.015, large),
         choose("each client's longest", "Judged by", state.judged == "clients"),
         at_most("the gap limit", state.gap, 0.015, seconds),
         at_most("the TTFT limit", state.ttft, 0.5, seconds),
-        choose("off", "Threshold", not state.serving.threshold),
     ]
-    met = state.known and not state.refused and not state.causes(state.budget)
-    stalls = state.known and not state.refused and state.waited(state.budget) > state.gap
-    advice = "Raise the budget: in such small steps, a long prompt takes too long."
-    if stalls:
-        advice = "Lower the budget: such long steps hold up every other request in them."
-    return _progress(state, rules, met, _words(state), advice)
+    return _progress(state, rules, known and not state.causes(state.budget), _words(state), small)
 
 
 def _roomy(state: State) -> Progress:

@@ -28,7 +28,7 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
         f"{serving.name} on one {serving.gpu.name}, {serving.load:g} requests a second: {percent(serving.share)} have "
         f"{tokens(serving.longest)} tokens, the others {CHAT} in, all {ANSWER} out{POLICIES[serving.policy]}"
     )
-    error = state.error and f"{state.error} from published figures"
+    error = state.error and f"{state.error} against published runs"
     y = draw_head(drawing, "How long clients wait", note, error, _keys(state))
     main, upper, lower = three_boxes(width, y + 26, 170, large=0.56)
     _draw_waits(Axes(drawing, main, BUDGET, _scale(state)), state, pinned)
@@ -60,7 +60,7 @@ def _scale(state: State) -> Scale:
     budget, so that the scale rarely changes.
     """
     least = min(state.gap, state.serving.cost.seconds(StepShape.of([(1, CHAT)])))
-    return Scale.around(0.8 * least, 2 * max([state.ttft, state.gap, *state.alone.values()]))
+    return Scale.around(0.8 * least, 3 * max([state.ttft, state.gap, *state.alone.values()]))
 
 
 def _draw_waits(axes: Axes, state: State, pinned: State | None) -> None:
@@ -82,9 +82,18 @@ def _draw_waits(axes: Axes, state: State, pinned: State | None) -> None:
     with axes.drawing.answer():
         axes.line(budgets, [_other_gap(state, budget) for budget in budgets], BLUE, width=1.8, dash="2 4")
         axes.line(budgets, [state.waited(budget) for budget in budgets], BLUE)
+        _draw_blind_spot(axes, state)
     axes.here(state.budget, "budget", f"budget {state.budget:,}")
     with axes.drawing.answer():
         _draw_tips(axes, state)
+
+
+def _draw_blind_spot(axes: Axes, state: State) -> None:
+    """Say why 99 % of all gaps are short where clients have long ones."""
+    few = [budget for budget in state.run if state.points[budget].gap(ALL_GAPS) < state.waited(budget) / 4]
+    if few:
+        place = axes.at(few[-1], state.points[few[-1]].gap(ALL_GAPS))
+        axes.label(place, "few are long", BLUE, bold=False)
 
 
 def _other_gap(state: State, budget: int) -> float:
@@ -98,7 +107,7 @@ def _draw_broken(axes: Axes, state: State) -> None:
     """
     with axes.drawing.answer():
         for span in state.stalled:
-            axes.broken(*span, stall_words(state, span))
+            axes.broken(*span, f"stalls: tokens over {seconds(state.gap)} apart")
     for span in (*state.stopped, *state.late):
         axes.broken(*span, late_words(state, span))
         if state.queue_at(span[1]):
@@ -130,13 +139,6 @@ def _refusal_words(state: State, budget: int) -> str:
     if state.serving.policy != "mixed" and budget < state.serving.longest:
         return f"does not start: {tokens(state.serving.longest)} tokens are never cut"
     return f"does not start: {state.refusals[budget]}"
-
-
-def stall_words(state: State, span: Span) -> str:
-    """Describe the range of budgets in which tokens come too late."""
-    low, high = span
-    where = f" from {low:,.0f} to {high:,.0f}" if low and high and not state.stopped else ""
-    return f"stalls{where}: tokens over {seconds(state.gap)} apart"
 
 
 def cause_words(state: State, cause: str, budget: int) -> str:
@@ -197,7 +199,7 @@ def _draw_chats(drawing: Drawing, box: Box, state: State) -> None:
     """Draw how long chats wait for their first token."""
     firsts = {budget: within(state.points[budget].chat_ttft, CLIENTS) for budget in state.run}
     least = state.serving.cost.seconds(StepShape.of([(CHAT, 0)]))
-    axes = Axes(drawing, box, BUDGET, Scale.around(0.8 * least, max([20 * least, *state.alone.values()])))
+    axes = Axes(drawing, box, BUDGET, Scale.around(0.8 * least, 3 * max([7 * least, *state.alone.values()])))
     label = f"first token, {percent(CLIENTS)} of chats"
     axes.frame("budget", label, x_ticks=TICKS, x_format=tokens, y_ticks=axes.y.powers(), y_format=seconds)
     axes.line(list(firsts), list(firsts.values()), SKY)

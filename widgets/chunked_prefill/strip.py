@@ -35,10 +35,10 @@ def draw_steps(drawing: Drawing, state: State, y: float) -> float:
     box = Box(MARGIN + NAMES, y + 12, drawing.width - 2 * MARGIN - NAMES, 34)
     across = Scale(*state.serving.window)
     most = max([1, *(step.long + step.chat for step in strip)])
-    _name_row(drawing, box, "prompt tokens", f"up to {most:,}")
+    _name_row(drawing, box, "prompt tokens", f"0 to {most:,}")
     drawing.rect(box, IDLE)
     below = Box(box.x, box.bottom + 5, box.width, 22)
-    _name_row(drawing, below, "decodes", "by step")
+    _name_row(drawing, below, "decodes", f"0 to {max([0, *(step.decodes for step in strip)])}")
     drawing.rect(below, IDLE)
     with drawing.answer():
         _draw_late(drawing, below, strip, across, state)

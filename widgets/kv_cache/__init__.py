@@ -65,8 +65,12 @@ def verdict(state: State) -> Verdict:
     if state.mean_length == 0:
         return Verdict(f"Every {state.workload_title} request is longer than {state.max_model_len:,} tokens.", "broken")
     refused = f" {percent(state.too_long, 1)} of the requests are longer and are refused." if state.too_long else ""
-    words = f"Full with {counted(state.slots, 'request')}, but only {percent(state.held, 1)} of the KV "
-    words += f"cache ever holds a token (mean request: {state.mean_length:,.0f} tokens).{refused}"
+    own = round(state.at_own_length)
+    more = f", though {own:,} would fit by their own lengths" if own > state.slots else ""
+    words = f"Full with {counted(state.slots, 'request')}{more}: "
+    words += (
+        f"{'only ' * (state.held < MOSTLY_EMPTY)}{percent(state.held, 1)} of the KV cache ever holds a token.{refused}"
+    )
     if state.held < MOSTLY_EMPTY:
         return Verdict(words, "broken")
     return Verdict(words, "tight" if state.held < 0.5 or state.too_long >= 0.005 else "fine")
@@ -95,11 +99,12 @@ def _stopped(state: State) -> str:
     if state.ledger is None:
         return "Use a larger GPU, more GPUs or a smaller model: the weights leave no room for a cache."
     if not state.fits:
-        return (
-            f"Use a larger GPU, a smaller KV dtype or a lower max_model_len: the cache holds {state.tokens:,} tokens, "
-            "fewer than one request reserves."
-        )
+        return f"{_longer(state)} Or lower max_model_len."
     return ""
+
+
+def _longer(state: State) -> str:
+    return f"Use a larger GPU or a smaller KV dtype: the longest request that fits has {state.longest:,} tokens."
 
 
 def _whole_context(state: State) -> Progress:
@@ -109,13 +114,9 @@ def _whole_context(state: State) -> Progress:
         f"{state.max_model_len:,} tokens.",
         use("Llama-3.1-8B", state.name == START["model"]),
         at_most("the GPUs (TP)", state.tp, 1),
+        (state.right_bytes and state.longest < FULL_LENGTH, _longer(state)),
         at_least("max_model_len", state.max_model_len, FULL_LENGTH, tokens),
         at_most("max_model_len", state.max_model_len, FULL_LENGTH, tokens),
-        (
-            state.right_bytes and not state.fits,
-            f"Use a GPU with more memory or a smaller KV dtype: the cache holds {state.tokens:,} tokens, fewer than "
-            "one request reserves.",
-        ),
         (bool(stopped), stopped),
     )
 
@@ -135,9 +136,12 @@ def _full_and_empty(state: State) -> Progress:
         held if state.starts else "vLLM refuses to start.",
         (bool(stopped), stopped),
         (mean == 0, "Raise max_model_len: it refuses every request as too long."),
-        (state.reserved < 0.95, "Use a larger GPU: in a small cache, the leftover part of a slot weighs too much."),
-        (state.held >= 0.01 and mean > 200, f"Choose shorter lengths: {mean:,.0f} tokens fill too much of a slot."),
-        (state.held >= 0.01, "Raise max_model_len: these short requests then fill less of each slot."),
+        (state.reserved < 0.95, "Use a larger GPU: in a small cache, what is left over weighs too much."),
+        (
+            state.held >= 0.01 and mean > 200,
+            f"Choose shorter lengths: {mean:,.0f} tokens fill too much of what each reserves.",
+        ),
+        (state.held >= 0.01, "Raise max_model_len: these short requests then fill less of what each reserves."),
     )
 
 
@@ -185,10 +189,10 @@ CHALLENGES = (
     ),
 )
 GUESS = Guess(
-    "14 slots of 2,048 tokens fill this cache. How long can a single request be if it has the cache to itself?",
-    ("2,048 tokens", "about 8,000", "about 29,000", "131,072, the model's limit"),
-    2,
-    "All slots come from one pool, 14 and a bit times 2,048 tokens. A longer request does not fit.",
+    "14 chats as in ShareGPT reserve 2,048 tokens each, and the cache is full. How much of it ever holds a token?",
+    ("about 5 %", "about 25 %", "about 60 %", "about 95 %"),
+    1,
+    "These chats have 498 tokens on average, a quarter of what each reserves.",
 )
 KV_DTYPES = [("the model's", "auto"), ("fp8", "fp8"), ("nvfp4 (with scales)", "nvfp4")]
 

@@ -9,9 +9,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from minivllm.config.units import GIB
-from minivllm_lab.drawing import ink_on, text_width
+from minivllm_lab.drawing import text_width
 from minivllm_lab.palette import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILLION
-from widgets.shell.plot import MARGIN, WIDE, Axes, Scale, percent, tokens
+from widgets.shell.plot import MARGIN, WIDE, Axes, Scale, hidden_note, percent, tokens
+from widgets.shell.strip import draw_title
 from widgets.shell.svg import SMALL, Box, Drawing, Segment, legend, stacked_bar, text_box, without_room
 from widgets.shell.theme import CARD, HELD, MID, MISSED, NOT_OURS, RESERVED, TINT
 
@@ -26,8 +27,8 @@ STRIP = 12
 """The rough ratio of a slot's width to its height."""
 BELOW_ONE = 38
 """Pixels below the line of one request, for two rows of names."""
-NEAR, AWAY = 26, 18
-"""Pixels within which curves' ends share a name, and by which names may move to make room."""
+NEAR = 12
+"""Pixels within which curves' ends share a name."""
 
 
 def draw(state: State, width: float, pinned: State | None, words: str) -> str:
@@ -69,7 +70,11 @@ def _draw_memory(drawing: Drawing, state: State) -> Box:
         tip = (
             f"Not for this engine: {rest / GIB:.2f} GiB, the share that gpu_memory_utilization leaves to other programs"
         )
-        segments.append(Segment(f"left out {rest / GIB:.0f}", rest, NOT_OURS, tip=tip, hatched=True))
+        segments.append(
+            Segment(
+                f"left out {rest / GIB:.1f} (utilization {state.utilization:g})", rest, NOT_OURS, tip=tip, hatched=True
+            )
+        )
     total = max(card, needed)
     bottom = legend(drawing, (MARGIN, y + 22), without_room(segments, total, width), width)
     bar = Box(MARGIN, bottom - 10, width, 24)
@@ -92,52 +97,55 @@ def _draw_slots(drawing: Drawing, state: State, box: Box) -> Box:
     reserved; return their box.
     """
     drawn = max(len(state.lengths), min(state.slots, 1))
-    note = f"{state.slots:,} slot{'s' * (state.slots > 1)} of {state.max_model_len:,} tokens"
+    note = f"{state.slots:,} reservation{'s' * (state.slots > 1)} of {state.max_model_len:,} tokens"
     note += f" (the first {drawn} are shown)" if drawn < state.slots else ""
     y = drawing.heading((box.x, box.y + 19), "The KV cache when it is full", note)
     keys = [
         Segment(f"ever holds a token {percent(state.held, 1)}", 0, HELD),
         Segment(f"never used {percent(state.reserved - state.held, 1)}", 0, RESERVED),
-        Segment(f"too small for a slot {percent(1 - state.reserved, 1)}", 0, CARD, outlined=True),
+        Segment(f"too small for one more {percent(1 - state.reserved, 1)}", 0, CARD, outlined=True),
     ]
-    top = legend(drawing, (box.x, y + 21), keys, box.width) - 9
+    with drawing.answer():
+        top = legend(drawing, (box.x, y + 21), keys, box.width) - 9
     pool = Box(box.x, top, box.width, max(box.bottom - 8 - top, 60))
     columns = max(1, round((drawn * pool.width / pool.height / STRIP) ** 0.5))
     wide, high = pool.width / columns, min(pool.height // -(-(drawn + 1) // columns), 34.0)
     gap = min(3.0, high / 5)
+    hidden_note(drawing, pool)
     for index in range(drawn + 1):
         slot = Box(pool.x + index % columns * wide, pool.y + index // columns * high, wide - gap - 1, high - gap)
         if index < drawn:
             length = state.lengths[index] if state.lengths else 0
-            with drawing.layer(tip=f"Slot {index + 1}: its request holds {length:,} of {state.max_model_len:,} tokens"):
-                drawing.rect(slot, RESERVED)
-                drawing.rect(replace(slot, width=length / state.max_model_len * slot.width), HELD)
+            drawing.rect(slot, RESERVED)
+            with drawing.answer():
+                tip = f"Request {index + 1} holds {length:,} of its {state.max_model_len:,} tokens"
+                drawing.rect(slot, "transparent", tip=tip)
+                drawing.rect(replace(slot, width=length / state.max_model_len * slot.width), HELD, tip=tip)
         elif drawn == state.slots:
             rest = state.tokens - state.slots * state.max_model_len
             part = replace(slot, width=rest / state.max_model_len * slot.width)
-            drawing.rect(part, CARD, stroke=MID, tip=f"{rest:,} tokens: less than a slot, so no request can use them")
+            drawing.rect(
+                part, CARD, stroke=MID, tip=f"{rest:,} tokens: less than one reservation, so no request can use them"
+            )
     return pool
 
 
 def _draw_shortage(drawing: Drawing, state: State, box: Box) -> None:
     """Draw one request of the maximum length, and the part of it that fits."""
-    note = f"it holds {state.tokens:,} tokens"
+    note = f"the longest request that fits has {state.longest:,} tokens"
     y = drawing.heading((box.x, box.y + 19), "The KV cache is too small", note)
     words = f"One request of {state.max_model_len:,} tokens"
     drawing.text((box.x, y + 28), words, colour=VERMILLION)
-    room = _draw_too_long(drawing, replace(box, y=y + 36), state.tokens, state.max_model_len)
-    if room.width > 130:
-        drawing.text((room.x + 10, room.y + 22), "this part fits", colour=ink_on(SKY))
+    _draw_too_long(drawing, replace(box, y=y + 36), state.longest, state.max_model_len)
 
 
-def _draw_too_long(drawing: Drawing, box: Box, most: int, length: int) -> Box:
-    """Draw one request, hatched where it exceeds `most` tokens, and return the box of the rest."""
+def _draw_too_long(drawing: Drawing, box: Box, most: int, length: int) -> None:
+    """Draw one request, hatched where it exceeds `most` tokens."""
     request = replace(box, height=34)
     drawing.rect(request, CARD, stroke=VERMILLION, dash="5 3", tip=f"One request of {length:,} tokens")
     drawing.hatch(request, MISSED)
     room = replace(request, width=max(2.0, request.width * min(1.0, most / length)))
     drawing.rect(room, SKY, tip=f"{most:,} of its tokens are possible")
-    return room
 
 
 def _draw_nothing_left(drawing: Drawing, state: State, box: Box) -> None:
@@ -159,12 +167,11 @@ def _draw_refused(drawing: Drawing, state: State, box: Box) -> None:
 
 def _draw_plot_heading(drawing: Drawing, state: State, y: float) -> float:
     """Draw the plot's title and keys, and return the y where the plot begins."""
-    y = drawing.heading((MARGIN, y), "Requests at once", "by the tokens each reserves")
-    bold = Segment(f"{state.hardware.name}, reserved", 0, BLUE)
-    keys = [bold, Segment("if each held only its own tokens", 0, GREEN), Segment("other GPUs", 0, MID)]
+    keys = [Segment(f"{state.hardware.name}, reserved", 0, BLUE), Segment("by their own lengths", 0, GREEN)]
+    keys.append(Segment("other GPUs", 0, MID))
     if not state.right_bytes:
         keys.append(Segment("the engine's count", 0, ORANGE))
-    return legend(drawing, (MARGIN, y + 20), keys, drawing.width - 2 * MARGIN) - 6
+    return draw_title(drawing, "Requests at once", keys, y) + 14
 
 
 def _draw_plot(drawing: Drawing, state: State, pinned: State | None, box: Box) -> None:
@@ -179,16 +186,13 @@ def _draw_plot(drawing: Drawing, state: State, pinned: State | None, box: Box) -
         "max_model_len: tokens that each request reserves", "",
         x_format=tokens, x_ticks=axes.x.doublings(int(box.width // 45)), y_ticks=ticks,
     )  # fmt: skip
-    with drawing.answer():
-        _draw_broken(axes, state)
+    _draw_broken(axes, state)
     axes.mark_y(1, "", VERMILLION)
-    drawing.text((box.x + 4, axes.at(1, 1)[1] + 14), "one request", size=SMALL, colour=VERMILLION, halo=True)
     axes.here(state.max_model_len, "max_model_len")  # before the curves, or it covers their tips
     if pinned:
         axes.pinned(pinned.contexts, pinned.concurrency, pinned.max_model_len)
     _draw_curves(axes, state)
-    with drawing.answer():
-        _name_the_ends(axes, state)
+    _name_the_ends(axes, state)
     _draw_here(axes, state)
 
 
@@ -198,25 +202,22 @@ def _draw_broken(axes: Axes, state: State) -> None:
     """
     limit, last = state.model_limit or 2 * state.contexts[-1], state.contexts[-1]
     if state.longest < min(limit, last):
-        cause = "one request no longer fits" if state.ledger else "no KV cache is left"
+        cause = "not one fits" if state.ledger else "no KV cache is left"
         axes.broken(state.longest, None, f"{cause}: vLLM refuses to start")
     if limit < last:
         axes.broken(limit, None, "past the model's limit: refused")
 
 
 def _draw_curves(axes: Axes, state: State) -> None:
-    """Draw the other GPUs' curves thin, then this GPU's; its part beyond `max_model_len` answers
-    the question.
-    """
-    drawing, ends = axes.drawing, state.contexts[::4]
-    with drawing.answer():
-        for pool in state.pools:
-            if pool.tokens and pool.gpu != state.hardware.name:
-                _draw_curve(axes, pool, ends, MID, 1.3, tips=True)
-        if not state.right_bytes:
-            ratio = state.bytes_per_token / state.counted_bytes
-            counted = [count * ratio for count in state.concurrency]
-            axes.line(state.contexts, counted, ORANGE, width=2, dash="6 4")
+    """Draw the other GPUs' curves thin, then this GPU's."""
+    for pool in state.pools:
+        if pool.tokens and pool.gpu != state.hardware.name:
+            _draw_curve(axes, pool, state.contexts[::4], MID, 1.3)
+    if not state.right_bytes:
+        ratio = state.bytes_per_token / state.counted_bytes
+        counted = [count * ratio for count in state.concurrency]
+        axes.line(state.contexts, counted, ORANGE, width=2, dash="6 4")
+    with axes.drawing.answer():
         means = [(context, mean) for context, mean in zip(state.contexts, state.mean_lengths, strict=True) if mean]
         means = [(context, mean) for context, mean in means if context <= min(state.longest, _limit(state))]
         means = [*means[:-1:2], *means[-1:]]
@@ -224,18 +225,14 @@ def _draw_curves(axes: Axes, state: State) -> None:
             xs, ys = [context for context, _ in means], [state.tokens / mean for _, mean in means]
             axes.line(xs, ys, GREEN, width=2, dash="2 4", tips=[_own_tip(state, *pair) for pair in means], group="own")
     if state.tokens:
-        pool = state.pool
-        known = [context for context in state.contexts if context <= state.max_model_len]
-        with drawing.answer():
-            _draw_curve(axes, pool, state.contexts, BLUE, 2.5, tips=True)
-        _draw_curve(axes, pool, known, BLUE, 2.5, tips=False)
+        _draw_curve(axes, state.pool, state.contexts, BLUE, 2.5)
 
 
-def _draw_curve(axes: Axes, pool: Pool, contexts: Sequence[int], colour: str, width: float, *, tips: bool) -> None:
+def _draw_curve(axes: Axes, pool: Pool, contexts: Sequence[int], colour: str, width: float) -> None:
     """Draw how many requests fit at once, down to a single one."""
     xs = sorted({min(context, max(pool.longest, 1)) for context in contexts})
-    words = _tips(pool, xs) if tips else ()
-    axes.line(xs, [pool.tokens / context for context in xs], colour, width=width, tips=words, group=pool.gpu)
+    counts = [pool.tokens / context for context in xs]
+    axes.line(xs, counts, colour, width=width, tips=_tips(pool, xs), group=pool.gpu)
 
 
 def _limit(state: State) -> int:
@@ -261,9 +258,9 @@ def _own_tip(state: State, context: int, mean: float) -> str:
 
 def _name_the_ends(axes: Axes, state: State) -> None:
     """Draw a dot where each GPU's curve crosses the line of one request, with the GPUs' names in
-    two rows below, left of the curve.
+    two rows below, none across an edge.
     """
-    drawing, right = axes.drawing, axes.box.right
+    drawing, left, right = axes.drawing, axes.box.x, axes.box.right
     clusters: list[tuple[float, list[str]]] = []
     for pool in sorted(state.pools, key=lambda pool: pool.longest):
         if pool.longest < axes.x.low:
@@ -277,20 +274,22 @@ def _name_the_ends(axes: Axes, state: State) -> None:
             clusters[-1][1].append(pool.gpu)
         else:
             clusters.append((x, [pool.gpu]))
-    taken = [axes.box.x + text_width("one request", SMALL) + 8, axes.box.x]
+    taken = [left, left]
+    edges = [*axes.edges, axes.at(state.max_model_len, 1)[0]]
     for x, gpus in clusters:
         words = ", ".join(gpus) + (" →" if x >= right - NEAR else "")
-        half = text_width(words, SMALL) / 2
-        middle = max(min(x, right) - half - 2, axes.box.x + half)
-        rows = [row for row in (0, 1) if taken[row] + half <= min(middle + AWAY, right - half)]
-        if not rows:
-            continue  # the dots' tips name them
-        row = rows[0]
-        middle = max(middle, taken[row] + half)
-        taken[row] = middle + half + 4
-        place = (middle, axes.at(1, 1)[1] + 16 + 14 * row)
-        drawing.rect(text_box(place, words, SMALL, "middle"), CARD, opacity=0.85)
-        drawing.text(place, words, size=SMALL, anchor="middle", halo=True)
+        half = text_width(words, SMALL) / 2 + 3
+        beside = [edge + side * half for edge in edges for side in (-1, 1)]
+        middles = [middle for middle in (min(x, right - half), *beside) if left + half <= middle <= right - half]
+        near = [middle for middle in middles if abs(middle - x) < half + 2 * NEAR]
+        clear = [middle for middle in near if all(abs(middle - edge) > half - 1 for edge in edges)]
+        places = [(row, abs(middle - x), middle) for middle in clear for row in (0, 1) if taken[row] <= middle - half]
+        if places:  # otherwise, the dots' tips name them
+            row, _, middle = min(places)
+            taken[row] = middle + half
+            place = (middle, axes.at(1, 1)[1] + 17 + 14 * row)
+            drawing.rect(text_box(place, words, SMALL, "middle"), CARD, opacity=0.85)
+            drawing.text(place, words, size=SMALL, anchor="middle", halo=True)
 
 
 def _draw_here(axes: Axes, state: State) -> None:

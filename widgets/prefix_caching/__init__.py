@@ -27,7 +27,7 @@ from widgets.shell.advice import at_least, at_most, choose, progress
 from widgets.shell.knobs import choice, steps
 from widgets.shell.live import Live
 from widgets.shell.notebook import notebook_widget
-from widgets.shell.plot import counted, percent, tokens
+from widgets.shell.plot import percent, tokens
 from widgets.shell.spec import Challenge, Guess, Progress, Spec, Verdict
 
 LABELS = {
@@ -69,9 +69,7 @@ def verdict(state: State) -> Verdict:
     if state.lost:
         could = told(state.endless_rate, state.hit_rate, 100, "%")
         return Verdict(f"{hits}; a cache that never evicts would reach {could}. {times}", "tight")
-    evicted = counted(state.here.evicted, "block")
-    spare = f" It evicted {evicted} that no request needed again." if state.here.evicted else ""
-    return Verdict(f"{hits}, all that an endless cache would hit.{spare} {times}", "fine")
+    return Verdict(f"{hits}, all that a cache that never evicts would hit. {times}", "fine")
 
 
 def _why_missed(state: State, hits: str) -> str:
@@ -82,9 +80,7 @@ def _why_missed(state: State, hits: str) -> str:
     lost = f"{hits}, but a cache that never evicts would reach {percent(state.endless_rate, 1)}"
     if state.kind.pause == 0:
         return f"{lost}. The pool holds too few users at once, so the others wait for room."
-    some = "Blocks are" if state.lost > state.findable / 2 else "Some blocks are"
-    thrashes = "The cache thrashes: " if state.lost > state.findable / 2 else ""
-    return f"{thrashes}{lost}. {some} evicted before their user returns."
+    return f"{'The cache thrashes: ' * (state.lost > state.findable / 2)}{lost}."
 
 
 def command(state: State) -> str:
@@ -196,7 +192,7 @@ CHALLENGES = (
 )
 
 GUESS = Guess(
-    "The pool holds six of the eight documents, whose users come in turn. How much hits the cache?",
+    "The pool holds six of the eight documents, whose users come in turn. What share of the prompt tokens hits?",
     ("65 %, as if endless", "48 %: six of eight", "16 %", "nothing"),
     3,
     "LRU evicts the least recently used document, and that is always the one whose user comes next.",

@@ -14,7 +14,7 @@ from minivllm_lab.optimization_catalog.prefix_reuse import SHARED, Reuse
 from minivllm_lab.palette import BLUE, GREEN, GREY, INK, PURPLE, VERMILLION
 from widgets.prefix_caching.state import POOLS, USERS, State, milliseconds
 from widgets.shell.plot import Axes, Scale, counted, hidden_note, percent, tokens
-from widgets.shell.svg import HEADING, SMALL, Box, Drawing, Segment, legend
+from widgets.shell.svg import SMALL, Box, Drawing, Segment, legend
 from widgets.shell.theme import BROKEN, CARD, MISSED, RAMP, RAMP_WORDS
 
 MARGIN, GUTTER = 16, 40
@@ -24,6 +24,8 @@ the strip.
 """
 WIDE = 560
 """The width from which words need few lines."""
+NARROW_CELL = 44
+"""The width from which a cell's number has its unit."""
 MOST_PIECES = 200
 """The number of pieces into which the strip's bars are cut, so that they grow as the drawing
 plays.
@@ -47,8 +49,10 @@ def figure(state: State, width: float = 640, pinned: State | None = None) -> str
     """Draw the map of hit rates, a cut through it for the current users, and the pool from
     request to request.
     """
-    drawing = Drawing(width, 1000, f"Prefix cache: {state.kind.title}", _summary(state))
-    y = _heading(drawing, 22, "Prefix-cache hit rate", state.kind.title)
+    drawing = Drawing(
+        width, 1000, f"Prefix cache: {state.kind.title}", _of_cell(state, state.users, state.pool, state.here)
+    )
+    y = drawing.heading((MARGIN, 22), "Prefix-cache hit rate", state.kind.title)
     y = _map_legend(drawing, state, y + 21)
     plane = Box(MARGIN + GUTTER, y - 8, width - 2 * MARGIN - GUTTER, ROW * len(USERS))
     cut = Box(plane.x, plane.bottom + 29, plane.width, CUT if width >= WIDE else NARROW_CUT)
@@ -59,23 +63,6 @@ def figure(state: State, width: float = 640, pinned: State | None = None) -> str
     _draw_cut(drawing, state, cut, pinned)
     drawing.height = _draw_strip(drawing, state, cut.bottom + 61)
     return drawing.render()
-
-
-def _heading(drawing: Drawing, y: float, content: str, note: str) -> float:
-    """Write a title with its note at the right, or below it if there is no room; return the last
-    baseline.
-    """
-    end = drawing.width - MARGIN
-    drawing.heading((MARGIN, y), content)
-    if MARGIN + 1.2 * text_width(content, HEADING) + text_width(note, SMALL) > end:
-        return drawing.paragraph((MARGIN, y + 18), note, end - MARGIN)
-    drawing.text((end, y), note, size=SMALL, colour=QUIET, anchor="end")
-    return y
-
-
-def _summary(state: State) -> str:
-    cell = _of_cell(state, state.users, state.pool, state.here)
-    return f"A map of hit rates over users and pool sizes, a cut through it, and the pool request by request. {cell}"
 
 
 def _of_cell(state: State, users: int, pool: int, cell: Reuse) -> str:
@@ -96,7 +83,7 @@ def _map_legend(drawing: Drawing, state: State, y: float) -> float:
     below = legend(drawing, (MARGIN, y), [Segment(hatched, 0, BROKEN, hatched=True)], wide)
     if not _has_line(state):
         return below
-    words = "all contexts together fill the pool"
+    words = "all contexts together just fit"
     x = MARGIN + 18 + text_width(hatched, SMALL) + 22
     if x + 32 + text_width(words, SMALL) > drawing.width - MARGIN:
         x, y, below = MARGIN, y + 19, below + 19
@@ -116,10 +103,9 @@ def _draw_map(drawing: Drawing, state: State, plane: Box) -> None:
     axes = Axes(drawing, plane, ACROSS, UP)
     drawing.rect(plane, CARD, stroke=RULE)
     boxes = {place: _cell_box(axes, *place) for place in state.cells}
-    hidden = {place: box for place, box in boxes.items() if place[1] <= state.pool}
+    hidden = {place: box for place, box in boxes.items() if _is_hidden(state, *place)}
     seen = {place: box for place, box in boxes.items() if place not in hidden}
-    if len(hidden) == len(USERS) * (POOLS.index(state.pool) + 1):
-        hidden_note(drawing, Box(plane.x, plane.y, max(box.right for box in hidden.values()) - plane.x, 2 * ROW))
+    hidden_note(drawing, Box(plane.x, plane.y, plane.width / 2, 2 * ROW))
     for draw in (_draw_cell, _draw_rate):
         for place, box in seen.items():
             draw(drawing, state, place, box)
@@ -138,6 +124,13 @@ def _draw_map(drawing: Drawing, state: State, plane: Box) -> None:
         place = (plane.x - 7, _cell_box(axes, users, POOLS[0]).bottom - 4)
         drawing.text(place, str(users), size=SMALL, colour=QUIET, anchor="end", bold=users == state.users)
     drawing.text((MARGIN + 4, plane.y + plane.height / 2), "users", size=SMALL, colour=QUIET, anchor="middle", turn=-90)
+
+
+def _is_hidden(state: State, users: int, pool: int) -> bool:
+    """Return whether a cell would give the answer away: its pool is no larger than the reader's, or
+    too small for all contexts.
+    """
+    return pool <= max(state.pool, state.kind.kept(users, state.load.turns, state.load.prefix))
 
 
 def _cell_box(axes: Axes, users: int, pool: int) -> Box:
@@ -166,7 +159,7 @@ def _draw_cell(drawing: Drawing, state: State, place: tuple[int, int], box: Box)
 def _draw_rate(drawing: Drawing, state: State, place: tuple[int, int], box: Box) -> None:
     """Write the cell's hit rate on top of hatching and lines."""
     cell = state.cells[place]
-    words = f"{'✕ ' * any(cell.wrong)}{_rounded(cell.hit_rate)}"
+    words = f"{'✕ ' * any(cell.wrong)}{_rounded(cell.hit_rate)}".removesuffix(" %" * (box.width < NARROW_CELL))
     middle = box.x + box.width / 2
     wide = text_width(words, SMALL) + 4
     if state.missed(cell) or _has_line(state):
@@ -220,7 +213,7 @@ def _draw_cut(drawing: Drawing, state: State, box: Box, pinned: State | None) ->
     axes.mark_y(state.endless_rate, "a cache that never evicts", GREY, dash="6 4")
     if pinned:
         axes.pinned([pool for pool, _ in pinned.row()], [cell.hit_rate for _, cell in pinned.row()], pinned.pool)
-    right = [(pool, cell) for pool, cell in row if pool > state.pool]
+    right = [(pool, cell) for pool, cell in row if not _is_hidden(state, state.users, pool)]
     _draw_curve(axes, state, right)
     with drawing.answer():
         _draw_curve(axes, state, [(pool, cell) for pool, cell in row if pool not in dict(right[1:])])
@@ -246,7 +239,7 @@ def _cause(state: State) -> str:
     if state.kind.pause == 0:
         return f"the pool holds too few users at once, so others wait; {missed}"
     whom = "those whose users return late" if state.load.at_random else "each before its user returns"
-    return f"all contexts together exceed the pool: LRU evicts {whom}; {missed}"
+    return f"LRU evicts {whom}: {missed}"
 
 
 # ---- the strip
@@ -256,9 +249,8 @@ def _draw_strip(drawing: Drawing, state: State, top: float) -> float:
     """Draw a row for each user, with their context in the pool and each request's hits; return the
     height.
     """
-    note = "rows: users; columns: requests"
-    y = _heading(drawing, top, "Whose context is in the pool", note)
-    keys = [Segment("in the pool", 0, BLUE), Segment("hit (●)", 0, GREEN)]
+    y = drawing.heading((MARGIN, top), "Whose context is in the pool", "rows: users; columns: requests")
+    keys = [Segment("in the pool (paler: in part)", 0, RAMP[3]), Segment("hit (●)", 0, GREEN)]
     keys += [Segment("recomputed (◆)", 0, VERMILLION), Segment("new (■)", 0, GREY)]
     if any(state.here.wrong):
         keys.append(Segment("of another text (▲)", 0, PURPLE))
@@ -269,8 +261,6 @@ def _draw_strip(drawing: Drawing, state: State, top: float) -> float:
     hidden_note(drawing, box)
     with drawing.answer():
         strip.draw()
-        if not sum(state.here.found):
-            drawing.text((box.right, box.y - 9), "no prompt hits here", size=SMALL, colour=QUIET, anchor="end")
     return box.bottom + 10
 
 

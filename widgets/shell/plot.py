@@ -150,6 +150,8 @@ class Lines:
     x: float
     top: float
     anchor: str
+    bold: int = 99
+    """The number of lines that are bold."""
 
     @property
     def box(self) -> Box:
@@ -168,7 +170,7 @@ class Axes:
         self.x, self.y = x, y
         self._drawn: dict[int, list[float]] = {}
         """The heights of lines, by column of STRIDE pixels."""
-        self._edges: list[float] = []
+        self.edges: list[float] = []
         """The left and right ends of broken regions, in pixels."""
 
     def at(self, x: float, y: float) -> Point:
@@ -269,8 +271,8 @@ class Axes:
         self._note([(self.box.x, height), (self.box.right, height)], LEVEL_STRIDE)
         self.drawing.line((self.box.x, height), (self.box.right, height), colour=colour, dash=dash, width=1.5)
         places = [
-            Lines([text], self.box.right - 2 - back * self.box.width, top, "end")
-            for back in (0, 0.3, 0.6)
+            Lines([text], self.box.right - 2 - back / 20 * self.box.width, top, "end")
+            for back in range(15)
             for top in (height - ROW - 2, height + 2)
         ]
         shown = [place for place in places if place.box.bottom <= self.box.bottom and place.box.x >= self.box.x]
@@ -295,7 +297,9 @@ class Axes:
             self.drawing.rect(area, BROKEN)
             self.drawing.hatch(area, MISSED, gap=9)
         edges = [area.x] * (low is not None) + [area.right] * (high is not None)
-        self._edges += edges
+        self.edges += edges
+        for x in edges:
+            self._note([(x, area.y), (x, area.bottom)])
         self.drawing.last(lambda: self._draw_edges(area, edges))
 
     def _draw_edges(self, area: Box, edges: Sequence[float]) -> None:
@@ -318,14 +322,14 @@ class Axes:
         next edge inside it; anywhere inside it; outside it with an arrow. Words that need many lines
         there give way to the first words alone.
         """
-        ends = sorted([self.box.x, *self._edges, self.box.right])
+        ends = sorted([self.box.x, *self.edges, self.box.right])
         within = [x for x in ends if area.x + 1 < x < area.right - 1]
         before = max((x for x in ends if x < area.x - 1), default=area.x)
         after = min((x for x in ends if x > area.right + 1), default=area.right)
         from_left = area.x > self.box.x + 1
         own = [(area.x, within[0]) if from_left else (within[-1], area.right)] if within else []
         short = re.split("[:;]", words)[0]
-        for content, most in dict.fromkeys([(words, 3), (words, 4), (short, 4), (words, 99)]):
+        for content, most in dict.fromkeys([(words, 4), (short, 4), (words, 99)]):
             places = [self._wrapped_places(content, *part, from_left) for part in (*own, (area.x, area.right))]
             places.append(self._wrapped_places(f"← {content}", area.right, after, True))
             places.append(self._wrapped_places(f"{content} →", before, area.x, False))
@@ -338,12 +342,15 @@ class Axes:
         room = right - left - 12
         ends = [(left + 7, "start"), (right - 7, "end")]
         for wide in (room, *(wide for wide in (240.0, 170.0, 120.0, 80.0) if wide < room - 20)):
-            lines = balanced(words, wide / BOLD)
+            lead = re.split("(?<=[:;])", words)[0]
+            lines = balanced(lead, wide / BOLD)
+            bold = len(lines)
+            lines = [*lines, *balanced(words[len(lead) :], wide / BOLD)]
             if max((BOLD * text_width(line, SMALL) for line in lines), default=math.inf) > room:
                 continue
             for x, anchor in ends if after else ends[::-1]:
                 tops = range(2, int(self.box.height - ROW * len(lines)), 2 * STRIDE)
-                yield from (Lines(lines, x, self.box.y + top, anchor) for top in tops)
+                yield from (Lines(lines, x, self.box.y + top, anchor, bold) for top in tops)
 
     def _put(self, places: Iterable[Lines], colour: str, *, bold: bool = True, ground: bool = False) -> None:
         """Write the lines at the first place that touches no other words and no curve, or at the one
@@ -368,10 +375,10 @@ class Axes:
         for row, line in enumerate(place.lines):
             at = (place.x, place.top + 12 + ROW * row)
             if ground:
-                line_box = text_box(at, line, SMALL, place.anchor, bold=row == 0)
+                line_box = text_box(at, line, SMALL, place.anchor, bold=row < place.bold)
                 behind = Box(line_box.x - 3, line_box.y - 2, line_box.width + 6, ROW)
                 self.drawing.rect(behind, CARD, opacity=0.8)
-            strong = bold and row == 0
+            strong = bold and row < place.bold
             self.drawing.text(at, line, size=SMALL, colour=colour, anchor=place.anchor, bold=strong, halo=not ground)
 
     def _note(self, points: Sequence[Point], stride: int = STRIDE) -> None:
@@ -427,6 +434,7 @@ class Axes:
     def also_here(self, value: float) -> None:
         """Mark the handle's value in a smaller plot, which has no handle of its own."""
         x = self.at(value, self.y.low)[0]
+        self._note([(x, self.box.y), (x, self.box.bottom)])
         self.drawing.line((x, self.box.y), (x, self.box.bottom), colour=INK, width=1.5)
 
     def pinned(self, xs: Sequence[float], ys: Sequence[float], here: float) -> None:
@@ -470,13 +478,13 @@ def hidden_note(drawing: Drawing, box: Box) -> None:
     tops = sorted(
         range(round(box.y), round(box.bottom) - ROW, STRIDE), key=lambda top: abs(top - box.y - box.height / 2)
     )
-    places = [Lines([words], middle, top, "middle") for top in tops]
 
     def draw() -> None:
-        free = (place for place in places if not any(place.box.overlaps(other) for other in drawing.words))
-        place = next(free, places[0])
+        places = [text_box((middle, top + 12), words, SMALL, "middle") for top in tops]
+        free = (place for place in places if not any(place.overlaps(other) for other in drawing.words))
+        y = next(free, places[0]).bottom - 0.2 * SMALL
         drawing.add('<g data-asking="1" visibility="hidden">')
-        drawing.text((middle, place.top + 12), words, size=SMALL, colour=QUIET, anchor="middle", halo=True)
+        drawing.text((middle, y), words, size=SMALL, colour=QUIET, anchor="middle", halo=True)
         drawing.add("</g>")
 
     drawing.last(draw, NOTES)

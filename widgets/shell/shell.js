@@ -190,7 +190,7 @@ export class Shell {
     this.traced = make("details", { hidden: true }, make("summary", KEYS, "Traceback"), this.trace);
     this.mend = button("", () => this.turn(this.view.mend.values), { class: "lw-mend", hidden: true });
     this.because = make("p", { class: "lw-because", hidden: true });
-    this.says = make("div", { class: "lw-says" }, this.sign, this.words, this.mend, this.because, this.traced);
+    this.says = make("div", { class: "lw-says" }, this.because, this.sign, this.words, this.mend, this.traced);
     this.listen();
     const top = make("div", { class: "lw-top" }, this.buildGuess(), this.says);
     return make("div", { class: "lw-stage" }, top, this.buildTabs(), this.picture, this.buildPlayer(), this.buildTake());
@@ -206,7 +206,7 @@ export class Shell {
     const answers = options.map((option, index) => button(option, () => this.guessed(index)));
     const skip = button("Show me", () => this.guessed(null), { class: "lw-quiet" });
     const shown = { class: "lw-guess", role: "group", "aria-label": "Guess first", hidden: this.asked };
-    this.question = make("div", shown, make("span", {}, question), ...answers, skip);
+    this.question = make("div", shown, make("span", {}, bound(question)), ...answers, skip);
     return this.question;
   }
 
@@ -341,7 +341,7 @@ export class Shell {
     this.says.hidden = secret;
     this.says.dataset.tone = view.tone;
     this.sign.textContent = view.sign;
-    this.words.textContent = view.words.replace(/(\d) (?=[%×]|ms\b|GiB\b)/g, "$1\u00a0"); // a unit stays with its number
+    this.words.textContent = bound(view.words);
     this.mend.hidden = !view.mend || Object.keys(view.mend.values).some((name) => this.host.fixed(name));
     this.mend.textContent = view.mend?.label ?? "";
     this.traced.hidden = !view.trace;
@@ -389,10 +389,10 @@ export class Shell {
     });
     const { goal, lesson, elsewhere } = this.described.challenges[this.challenge];
     const { met: now, words, advice } = view.challenges[this.challenge];
-    this.goal.textContent = goal;
+    this.goal.textContent = bound(goal);
     this.progress.hidden = !this.asked && !view.stale && !elsewhere;
     const help = elsewhere ? "It needs knobs that only turn in the notebook." : `${words} ${advice}`;
-    this.progress.textContent = now ? `✓ Met. ${words} ${lesson}` : `Not yet. ${help}`;
+    this.progress.textContent = bound(now ? `✓ Met. ${words} ${lesson}` : `Not yet. ${help}`);
     this.progress.classList.toggle("lw-met", now);
   }
 
@@ -414,10 +414,10 @@ export class Shell {
 
   guessed(index) {
     const { right, options, because } = this.described.guess;
-    const verdict = index === null ? "" : index === right ? "Right. " : `No: ${options[right]}. `;
+    const verdict = index === null ? "" : index === right ? "Right. " : `No, ${options[right].replace(/^[A-Z](?=[a-z])/, (first) => first.toLowerCase())}. `;
     this.answer();
     this.because.hidden = false;
-    this.because.textContent = `${verdict}${because}`;
+    this.because.textContent = bound(`${verdict}${because}`);
     this.show(this.view);
     this.speak(this.because.textContent);
     this.picture.focus({ preventScroll: true });
@@ -599,6 +599,7 @@ export class Shell {
   }
 }
 
+const bound = (text) => text.replace(/(\d) (?=[%×]|(?:ms|s|GiB)\b)/g, "$1\u00a0"); // a unit stays with its number
 const keyOf = (values, width) => JSON.stringify([width, Object.entries(values).sort()]);
 const named = (knob, value) =>
   knob.kind === "switch" ? (value ? "on" : "off") : (knob.options.find((option) => option.value === value)?.name ?? `${value}${knob.unit || ""}`);

@@ -102,11 +102,11 @@ def test_every_position_of_the_knobs_is_drawn(knobs, width):
 @pytest.mark.parametrize(
     ("knobs", "tone", "words"),
     [
-        ({}, "broken", "Full with 14 requests, but only 23.6 %"),
+        ({}, "broken", "Full with 14 requests, though 59 would fit by their own lengths: only 23.6 %"),
         ({"requests": "azure-code"}, "tight", "Full with 14 requests"),
         (ONE_TOO_LONG, "broken", "Not one request of 32,768 tokens fits, so vLLM refuses to start"),
-        ({"max_model_len": 24 * 1024}, "broken", "Full with 1 request,"),
-        ({**ONE_TOO_LONG, "kv_dtype": "fp8"}, "broken", "Full with 1 request,"),
+        ({"max_model_len": 24 * 1024}, "broken", "Full with 1 request, though"),
+        ({**ONE_TOO_LONG, "kv_dtype": "fp8"}, "broken", "Full with 1 request, though"),
         (BEYOND, "broken", "vLLM refuses to start: gpt2 supports 1,024 tokens, but max_model_len is 131,072"),
         ({**BEYOND, "max_model_len": 1024}, "tight", "are longer and are refused"),
         (TOO_BIG, "broken", "No room is left for a KV cache, so vLLM refuses to start"),
@@ -206,7 +206,7 @@ def test_no_share_is_rounded_to_all_or_nothing(share):
 
 def test_the_guess_is_right():
     guess, state = kv_cache.SPEC.guess, sweep(**kv_cache.SPEC.start())
-    assert guess.options[guess.right] == "about 29,000"
-    assert 28_500 <= state.longest < 29_600
+    assert guess.options[guess.right] == "about 25 %"
+    assert 0.22 < state.held < 0.28
     assert state.slots == 14
-    assert f"{state.longest:,}" not in kv_cache.verdict(state).words
+    assert f"{state.mean_length:,.0f} tokens on average" in guess.because

@@ -64,11 +64,11 @@ def test_the_cliff_is_where_the_documents_no_longer_fit():
     [
         ({}, "broken", "The cache thrashes: 0.0 %"),
         ({"pool": 8192}, "tight", "a cache that never evicts would reach 64.6 %"),
-        ({"pool": 12288}, "fine", "all that an endless cache would hit. p95"),
+        ({"pool": 12288}, "fine", "all that a cache that never evicts would hit. p95"),
         ({"target": 30}, "tight", "24.8 ms (modelled); the limit is 30 ms"),
         ({"kind": "none", "pool": 24576}, "broken", "no pool helps"),
         ({"kind": "none", "target": 30}, "fine", "nothing to hit"),
-        ({"kind": "system", "users": 16, "pool": 2048}, "fine", "that no request needed again"),
+        ({"kind": "system", "users": 16, "pool": 2048}, "fine", "all that a cache that never evicts would hit"),
         (
             {"kind": "chat", "users": 16, "turns": 4, "prefix": 256, "pool": 2048},
             "tight",

@@ -244,9 +244,11 @@ test_advice_names_the_knob_that_is_wrong = advice_test(
     [
         (0, {"gpu": "H200"}, "Use Llama-3.1-8B on an H100"),
         (0, {"load": 5.0}, "Raise the load to 10 (now 5)"),
-        (0, {}, "Lower the gap limit to 15 ms (now 25 ms)"),
+        (0, {}, "Lower the budget"),
+        (0, {"budget": 64}, "Raise the budget"),
+        (0, {"budget": 256}, "Lower the gap limit to 15 ms (now 25 ms)"),
         (0, {"gap": 0.015, "threshold": 512}, 'Set "Threshold" to "off"'),
-        (0, {"gap": 0.015, "ttft": 5.0}, "Lower the TTFT limit"),
+        (0, {"budget": 256, "gap": 0.015, "ttft": 5.0}, "Lower the TTFT limit"),
         (1, {"prompt": 2048}, "Raise the long prompt to 8K (now 2K)"),
         (1, {}, "Raise the budget to 4,096 (now 2,048)"),
         (2, {"long": 0.05}, "Raise the long share to 10 % (now 5 %)"),
