@@ -77,7 +77,7 @@ def _costs(drawing: Drawing, state: State, pinned: State | None, width: float) -
         costs = [_shown(cost) for cost in pinned.cost.values()]
         axes.pinned([float(size) for size in pinned.cost], costs, pinned.block_size)
     _curves(axes, state, sizes)
-    hidden_note(drawing, Box(box.x + 0.6 * box.width, box.y, 0.4 * box.width, box.height))
+    hidden_note(drawing, Box(box.x + 0.6 * box.width, box.y, 0.4 * box.width, 36))
     axes.here(state.block_size, "block_size")
     return _cpu(drawing, axes, state, width) if state.measured else box.bottom + 35
 
