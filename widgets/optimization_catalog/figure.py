@@ -76,7 +76,7 @@ def figure(state: State, width: float = 640, pinned: State | None = None) -> str
     drawing.heading((MARGIN, 19), "What each lever buys, in both orders")
     note = (
         f"Output tokens/s of all GPUs: {MODEL} on {state.gpu}, {REQUESTS[state.requests]}, {state.slots} at once; "
-        f"{modelled(state.error and f'{state.error} from published figures')}"
+        f"{modelled(state.error and f'{state.error} against published runs')}"
     )
     y = drawing.paragraph((MARGIN, 37), note, width - 2 * MARGIN)
     scale = _scale(state)
