@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from contextlib import nullcontext
+from dataclasses import replace
 
 from minivllm_lab.disaggregation.goodput import SHARE
 from minivllm_lab.palette import BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILLION
@@ -141,10 +142,12 @@ def cause_words(cause: str, state: State) -> str:
 
 
 def _draw_splits(drawing: Drawing, state: State, box: Box) -> float:
-    """Draw a bar for each split, and one for the GPUs that do both; return the y below."""
+    """Draw a bar for each split, and one for the GPUs that do both, also in vLLM's default chunks;
+    return the y below.
+    """
     y = drawing.heading((box.x, box.y), "Goodput")
     y = drawing.paragraph((box.x, y + 18), "requests a second in time, by GPUs that prefill + decode", box.width)
-    sides = [*state.splits, state.both]
+    sides = [*state.splits, state.both] + [state.default] * (state.default.budget != state.both.budget)
     most = max([side.goodput for side in sides if side.is_found] + [1e-9])
     hidden_note(drawing, Box(box.x + NAMES, y + 8, box.width - NAMES, ROW * len(sides)))
     for row, side in enumerate(sides):
@@ -155,12 +158,14 @@ def _draw_splits(drawing: Drawing, state: State, box: Box) -> float:
 
 def _draw_bar(drawing: Drawing, state: State, side: Side, box: Box, most: float) -> None:
     mine = side.prefill == state.mine.prefill
-    drawing.text((box.x, box.y + 13), side.name, size=SMALL, bold=mine)
+    other = side is state.default and side is not state.both
+    name = f"{side.gpus}, {tokens(side.budget)} chunks" if other else side.name
+    drawing.text((box.x, box.y + 13), name, size=SMALL, bold=mine)
     room = box.width - NAMES - 46
     with drawing.answer():
         wide = side.goodput / most * room if side.is_found else 0.0
-        colour = BLUE if mine else ORANGE if not side.prefill else MID
-        tip = f"{side.name}: {figures(side.goodput)} requests a second in all, until {cause_words(side.cause, state)}"
+        colour = BLUE if mine else ORANGE if side is state.both else MID
+        tip = f"{name}: {figures(side.goodput)} requests a second in all, until {cause_words(side.cause, state)}"
         drawing.rect(Box(box.x + NAMES, box.y + 3, wide, ROW - 6), colour, tip=tip)
         drawing.text((box.x + NAMES + wide + 6, box.y + 13), goodput_words(side), size=SMALL)
 
@@ -204,7 +209,9 @@ def _draw_times(drawing: Drawing, state: State, y: float) -> float:
             drawing.text((MARGIN, top + 10), name, size=SMALL)
             total = sum(part.value for part in row)
             end = room.x + total / limit / longest * room.width
-            stacked_bar(drawing, Box(room.x, top, end - room.x, 12), row, total)
+            least = 2.5 * total / (end - room.x)  # pixels, so that each part is seen
+            seen = [replace(part, value=max(part.value, least)) if part.value else part for part in row]
+            stacked_bar(drawing, Box(room.x, top, end - room.x, 12), seen, total)
             words = f"{seconds(total)}, limit {seconds(limit)}"
             drawing.text((max(end, room.x + room.width / longest) + 6, top + 10), words, size=SMALL)
     at = room.x + room.width / longest

@@ -157,6 +157,8 @@ class State:
     mine: Side
     both: Side
     """As many GPUs that do both; with `budget` TUNED, those with the best budget so far."""
+    default: Side
+    """The same with the largest budget, vLLM's default on an H100."""
     is_tuned: bool
     """Whether no other budget is better than that of `both`."""
     splits: tuple[Side, ...]
@@ -176,7 +178,7 @@ class State:
     @property
     def complete(self) -> bool:
         """Return whether the edge of every split is known too."""
-        return self.known and all(side.is_found for side in self.splits)
+        return self.known and all(side.is_found for side in (*self.splits, self.default))
 
     @property
     def best(self) -> Side:
@@ -293,7 +295,8 @@ def sweep(
     first = State(
         rate=rate, model=model, gpu=gpu, link=link, layer_wise=layer_wise, budget=budget, work=work,
         objective=Objective(ttft, tpot), mine=splits[prefill - 1].side(Objective(ttft, tpot)),
-        both=pools[0].side(Objective(ttft, tpot)), is_tuned=False, splits=(), error=None,
+        both=pools[0].side(Objective(ttft, tpot)), default=pools[0].side(Objective(ttft, tpot)),
+        is_tuned=False, splits=(), error=None,
         transfer=Transfer.of(known_model(model), get_hardware(gpu), prompt, LINKS[link]),
     )  # fmt: skip
     return _Sweep(first, splits, pools).states()
@@ -327,6 +330,10 @@ class _Sweep:
     def mine(self) -> Experiment:
         return self.splits[self.first.mine.prefill - 1]
 
+    @property
+    def default(self) -> Experiment:
+        return max(self.pools, key=lambda runs: runs.budget)
+
     def _known(self) -> int:
         return sum(len(runs.runs.found) for runs in (*self.splits, *self.pools))
 
@@ -344,7 +351,7 @@ class _Sweep:
                 yield runs.runs.run(best)
             if not self._side(runs).is_beaten(best):
                 yield from self._edge(runs)
-        for runs in self.splits:
+        for runs in (*self.splits, self.default):
             yield from self._edge(runs)
         both = next(runs for runs in self.pools if runs.budget == self._both().budget)
         goodput = max(self._side(runs).goodput for runs in (self.mine, both))
@@ -386,4 +393,5 @@ class _Sweep:
         splits = tuple(self._side(runs) for runs in self.splits)
         error = known_error("decode", "prefill") if published_checks.cache_info().currsize else None
         mine, both = splits[self.first.mine.prefill - 1], self._both()
-        return replace(self.first, mine=mine, both=both, is_tuned=self._is_tuned(both), splits=splits, error=error)
+        default, tuned = self._side(self.default), self._is_tuned(both)
+        return replace(self.first, mine=mine, both=both, default=default, is_tuned=tuned, splits=splits, error=error)

@@ -14,7 +14,7 @@ from widgets.multi_lora.state import CLIENTS, SLOTS, WAYS, State
 from widgets.multi_lora.strip import draw_strip
 from widgets.shell.plot import MARGIN, WIDE, Axes, Scale, counted, hidden_note, modelled, percent, seconds
 from widgets.shell.svg import QUIET, SMALL, Box, Drawing, Segment, legend, stacked_bar
-from widgets.shell.theme import IDLE, RESERVED
+from widgets.shell.theme import CARD, IDLE, RESERVED
 
 ACROSS = Scale(SLOTS[0], SLOTS[-1], log=True)
 TICKS = (1, 4, 16, 64, 256)
@@ -122,6 +122,7 @@ def _draw_waits(axes: Axes, state: State, pinned: State | None) -> None:
         later = [slots for slots in state.run if state.long_wait[slots] > state.first(slots)]
         later += [slots for slots in state.run if later and slots > later[-1]][:1]
         axes.line(later, [state.in_the_end(slots) for slots in later], BLUE, width=1.8, dash="2 4")
+        axes.drawing.rect(Box(axes.box.x - 4, axes.box.y - 5, axes.box.width, 4.5), CARD)  # ends that line at the frame
         axes.line(state.run, [state.first(slots) for slots in state.run], BLUE)
     axes.here(state.slots, "slots", counted(state.slots, "slot"))
     with axes.drawing.answer():

@@ -43,7 +43,7 @@ def draw_strip(drawing: Drawing, state: State, y: float) -> float:
     across = Scale(*state.serving.window)
     rows = min(ROWS, state.slots)
     box = Box(MARGIN + NAMES, y + 12, drawing.width - 2 * MARGIN - NAMES, rows * (HIGH + 2))
-    _draw_name(drawing, box, "slots" if rows == state.slots else f"{rows} of {state.slots} slots")
+    _draw_name(drawing, box, "slots" if rows == state.slots else f"slots 1–{rows}")
     lines = [Box(box.x, box.y + row * (HIGH + 2), box.width, HIGH) for row in range(rows)]
     for line in lines:
         drawing.rect(line, IDLE)
@@ -84,9 +84,13 @@ def _draw_stay(drawing: Drawing, line: Box, stay: Stay, across: Scale) -> None:
     words = "in use" if stay.in_use else "kept until another adapter takes its slot"
     drawing.rect(part, colour, tip=f"Adapter {stay.adapter}, {words}", at=at, group=f"adapter-{stay.adapter}")
     number = f"{stay.adapter:,}"
-    if stay.in_use and part.width > text_width(number, SMALL) + 6:
+    if not stay.in_use:
+        return
+    if part.width > text_width(number, SMALL) + 6:
         place = (part.x + part.width / 2, part.bottom - 3)
         drawing.text(place, number, size=SMALL, colour=ink_on(colour), anchor="middle", at=at)
+    elif left == line.x < right:
+        drawing.text((line.x - 5, part.bottom - 3), number, size=SMALL, anchor="end", at=at)
 
 
 def _draw_queue(drawing: Drawing, box: Box, strip: Sequence[Moment], across: Scale) -> None:

@@ -15,11 +15,11 @@ from minivllm_lab.drawing import QUIET, ink_on, text_width
 from minivllm_lab.palette import BLUE, GREEN, GREY, INK, ORANGE, VERMILLION
 from minivllm_simulate.levers import LeverResult
 from widgets.optimization_catalog.runs import FEWER_SLOTS, MODEL, REQUESTS, SLOTS, Curve, Outcome, Row, State, Step
-from widgets.shell.plot import Axes, Scale, counted, hidden_note, modelled, percent, short
+from widgets.shell.plot import Axes, Scale, counted, draw_keys, hidden_note, modelled, percent, short
 from widgets.shell.svg import SMALL, Box, Drawing
 from widgets.shell.theme import BROKEN, CARD, MID, MISSED
 
-MARGIN, ROW, LABELS, NAMES = 14, 15, 132, 134
+MARGIN, ROW, LABELS = 14, 15, 132
 WIDE = 560
 """The width from which both orders stand side by side."""
 HEIGHT, SWEPT, NOTED = 468, 90, 54
@@ -89,9 +89,9 @@ def figure(state: State, width: float = 640, pinned: State | None = None) -> str
     with drawing.answer():
         _draw_order(drawing, right, scale, state, 1)
     hidden_note(drawing, right)
-    y = right.bottom + 46
-    drawing.text((MARGIN + 34, y - 10), "tokens/s with fewer or more at once", size=SMALL, bold=True)
-    swept = Box(MARGIN + 34, y, width - 2 * MARGIN - 34 - NAMES, max(HEIGHT - y - 42, SWEPT))
+    curves = zip(("tokens/s with ", "", ""), state.curves, STYLES, strict=False)
+    y = draw_keys(drawing, right.bottom + 36, [(f"{of}{curve.name}", *style, 2) for of, curve, style in curves]) + 12
+    swept = Box(MARGIN + 34, y, width - 2 * MARGIN - 34, max(HEIGHT - y - 42, SWEPT))
     _draw_swept(drawing, swept, state, pinned)
     drawing.height = swept.bottom + 42
     return drawing.render()
@@ -284,7 +284,6 @@ def _draw_swept(drawing: Drawing, box: Box, state: State, pinned: State | None) 
         tips = [_point_tip(state, curve.name, count, run) for count, run in runs if isinstance(run, LeverResult)]
         axes.line(slots, rates, colour, dash=dash, tips=tips, group=curve.name)
     axes.here(state.slots, "slots")
-    _draw_curve_names(axes, [(curve, colour) for curve, (colour, _) in curves])
 
 
 def _known(curve: Curve) -> tuple[list[int], list[float]]:
@@ -318,13 +317,3 @@ def breaks(state: State) -> list[tuple[float | None, float | None, str]]:
 def _point_tip(state: State, name: str, slots: int, run: LeverResult) -> str:
     words = {"late": f" That is over the limit of {state.level * 1e3:g} ms.", "preempts": " The KV cache is full."}
     return f"{name}, {slots} at once: {_counts(run)}.{words.get(state.trouble(run), '')}"
-
-
-def _draw_curve_names(axes: Axes, curves: Sequence[tuple[Curve, str]]) -> None:
-    """Write each curve's name at its right end, without overlaps."""
-    ends = [(axes.at(1, _known(curve)[1][-1])[1] + 4, curve, colour) for curve, colour in curves]
-    y = axes.box.bottom + 18.0
-    x = axes.box.right + 8
-    for height, curve, colour in sorted(ends, key=lambda end: -end[0]):
-        y = min(height, y - 14)
-        axes.drawing.text((x, y), curve.name, size=SMALL, colour=colour, group=curve.name, bold=colour == BLUE)

@@ -39,7 +39,7 @@ from widgets.shell.spec import Challenge, Guess, Progress, Spec, Verdict
 ONLY_JUST = 0.9
 """The share of a limit from which a little more load is too much."""
 LITTLE_WASTE = 0.15
-"""The share of work done twice that the second challenge allows."""
+"""The share of tokens computed twice that the second challenge allows."""
 STEP = 2.0
 """The largest ratio of two pools that the first challenge accepts as neighbours."""
 
@@ -67,7 +67,8 @@ def _lost(state: State) -> str:
     point = state.points[state.pool]
     if not point.preemptions:
         return "no request is preempted"
-    return f"{percent(point.lost)} of the {'time goes into copies' if point.copied else 'work is done twice'}"
+    what = "the time goes into copies" if point.copied else "all tokens are computed twice"
+    return f"{percent(point.lost)} of {what}"
 
 
 def _cheaper(state: State) -> str:
@@ -131,7 +132,7 @@ def _words(state: State) -> str:
     point = state.points[state.pool]
     return (
         f"Pool {tokens(state.pool)}: {percent(SHARE)} within {seconds(state.latency(state.pool))}, "
-        f"{percent(point.wasted)} of the work done twice."
+        f"{percent(point.wasted)} of all tokens computed twice."
     )
 
 
@@ -196,7 +197,7 @@ CHALLENGES = (
     ),
     Challenge(
         "Admit each request as soon as its first chunk fits, with a pool of at most 32K tokens and at least 8 requests "
-        "a second. Recompute the victims, and still do at most 15 % of the work twice.",
+        "a second. Recompute the victims, and still compute at most 15 % of all tokens twice.",
         _chunk,
         "A victim loses whatever it has computed, so preempt the one with the least. vLLM avoids the problem: it "
         "admits a request only if all of it fits.",
@@ -208,7 +209,7 @@ CHALLENGES = (
     ),
 )
 GUESS = Guess(
-    "This load needs 58K tokens on average, but the pool holds 32K. How much of the GPU's work is done twice?",
+    "This load needs 58K tokens on average, but the pool holds 32K. What share of all tokens is computed twice?",
     ("next to nothing", "about a tenth", "about a quarter", "over half"),
     2,
     "Requests grow after they are admitted, so more start than the pool can finish: 24 % of all tokens are computed "
@@ -254,7 +255,7 @@ KNOBS = {
 
 SPEC = Spec(
     name="preemption",
-    title="When the pool is full, how much work is done twice?",
+    title="When the pool is full, how many tokens are computed twice?",
     lead="Drag the pool to where the load fills it. Then choose another victim, or swap instead of recomputing.",
     knobs=KNOBS,
     presets={

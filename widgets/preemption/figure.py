@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 
-from minivllm_lab.palette import BLUE, GREEN, INK, ORANGE, PURPLE
+from minivllm_lab.palette import BLUE, GREEN, INK, ORANGE
 from minivllm_simulate.kv_links import LINKS, Link
 from minivllm_simulate.load_sweep import Span, spans
 from widgets.preemption.pool import draw_pool
 from widgets.preemption.state import HOST_LINKS, POOLS, SHARE, State
 from widgets.shell.plot import (
     Axes,
-    Key,
     Scale,
     draw_head,
     figures,
@@ -26,8 +25,6 @@ from widgets.shell.svg import SMALL, Box, Drawing
 
 POOL = Scale(POOLS[0], POOLS[-1], log=True)
 TICKS = tuple(float(2**power) for power in range(13, 19))
-USED = Scale(0.25, 8, log=True)
-"""Shares of a limit."""
 LINK = Scale(1e9, 5e11, log=True)
 RULE_WORDS = {
     "last in": "victim: the last one in",
@@ -45,53 +42,42 @@ POLICY_WORDS = {
 
 
 def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
-    """Draw how much of its limits each pool uses, with the work done twice and a victim's cost beside
-    it, and the pool below.
+    """Draw the requests per second that each pool handles, with the tokens computed twice and a
+    victim's cost beside it, and the pool below.
     """
     serving = state.serving
-    drawing = Drawing(width, 0, "When the pool is too small", f"Limits against the pool, now {state.pool} tokens")
+    drawing = Drawing(width, 0, "When the pool is too small", f"Load handled by each pool, now {state.pool} tokens")
     victim = "victim: by your function" if state.own else RULE_WORDS[serving.rule]
     note = (
         f"{serving.name} on one {serving.gpu.name}: {serving.load:g} requests a second, {serving.prompt} tokens in, "
         f"about {serving.answer} out; {victim}, {POLICY_WORDS[serving.policy]}"
     )
-    y = draw_head(drawing, "When the pool is too small", note, state.error, _keys(state))
-    main, upper, lower = three_boxes(width, y + 26, 146, large=0.56, between=50)
-    _draw_limits(Axes(drawing, main, POOL, USED), state, pinned)
+    y = draw_head(drawing, "When the pool is too small", note, state.error, ())
+    main, upper, lower = three_boxes(width, y + 9, 163, large=0.56, between=50)
+    _draw_handled(drawing, main, state, pinned)
     _draw_loss(drawing, upper, state)
     _draw_crossover(drawing, lower, state)
     drawing.height = draw_pool(drawing, state, max(main.bottom, lower.bottom) + 60) + 8
     return drawing.render()
 
 
-def _keys(state: State) -> list[Key]:
-    return [
-        ("load, of what the pool can handle", BLUE, "", 2.5),
-        (f"time of the slowest 1 %, of {seconds(state.limit)}", PURPLE, "6 3", 1.8),
-    ]
+# ---- the load that each pool handles
 
 
-# ---- the limits against the pool
-
-
-def _draw_limits(axes: Axes, state: State, pinned: State | None) -> None:
-    """Draw the load as a share of what each pool handles, and the latency as a share of its limit."""
-    ticks = (0.25, 0.5, 1, 2, 4, 8)
-    axes.frame(
-        "tokens in the pool", "share of the limit", x_ticks=TICKS, x_format=tokens, y_ticks=ticks, y_format=percent
-    )
+def _draw_handled(drawing: Drawing, box: Box, state: State, pinned: State | None) -> None:
+    """Draw the requests per second that each pool handles, and those that arrive."""
+    sizes, load = sorted(state.capacity), state.serving.load
+    rates = [state.capacity[size] for size in sizes]
+    axes = Axes(drawing, box, POOL, Scale.around(0.8 * min(load, *rates), 1.25 * max(load, *rates)))
+    axes.frame("tokens in the pool", "requests/s that the pool handles", x_ticks=TICKS, x_format=tokens)
     _draw_broken(axes, state)
-    if pinned and pinned.points:
-        axes.pinned(pinned.run, [pinned.strain(pool) for pool in pinned.run], pinned.pool)
-    axes.mark_y(1, "limit", GREEN)
-    pools = state.run
-    with axes.drawing.answer():
-        axes.line(pools, [state.latency(pool) / state.limit for pool in pools], PURPLE, width=1.8, dash="6 3")
-    sizes = sorted(state.capacity)
-    axes.line(sizes, [state.serving.load / state.capacity[size] for size in sizes], BLUE)
+    if pinned and pinned.capacity:
+        axes.pinned(sorted(pinned.capacity), [pinned.capacity[size] for size in sorted(pinned.capacity)], pinned.pool)
+    axes.mark_y(load, f"{load:g}/s arrive", GREEN)
+    axes.line(sizes, rates, BLUE)
     axes.here(state.pool, "pool", f"pool {tokens(state.pool)}")
     with axes.drawing.answer():
-        axes.tips(pools, lambda pool: _tip(state, pool))
+        axes.tips(state.run, lambda pool: _tip(state, pool))
 
 
 def _draw_broken(axes: Axes, state: State) -> None:
@@ -120,9 +106,9 @@ def cause_words(state: State, cause: str, pool: int) -> str:
     point, load = state.points[pool], state.serving.load
     return {
         "queue": f"full: {tokens(pool)} tokens handle {figures(state.capacity[pool])} of {load:g} requests/s",
-        "thrash": f"thrashing: {percent(point.wasted)} of the work is done twice",
+        "thrash": f"thrashing: {percent(point.wasted)} of all tokens are computed twice",
         "copies": f"copies: steps wait for them {percent(point.copying / point.seconds)} of the time",
-        "wait": f"too slow: over {seconds(state.limit)}, though little work is repeated",
+        "wait": f"too slow: over {seconds(state.limit)}, though few tokens are computed twice",
         "": "",
     }[cause]
 
@@ -136,15 +122,15 @@ def _tip(state: State, pool: int) -> str:
     )
 
 
-# ---- the work done twice, and the cost of a victim
+# ---- the tokens computed twice, and the cost of a victim
 
 
 def _draw_loss(drawing: Drawing, box: Box, state: State) -> None:
-    """Draw the share of the work that is done twice, or of the time that steps wait for copies."""
+    """Draw the share of the tokens that are computed twice, or of the time that steps wait for copies."""
     pools = state.run
     lost = [state.points[pool].lost for pool in pools]
     axes = Axes(drawing, box, POOL, Scale(0, 0.5 if max(lost, default=0) <= 0.5 else 1))
-    name = "work done twice" if state.serving.policy == "recompute" else "time for copies"
+    name = "tokens computed twice" if state.serving.policy == "recompute" else "time for copies"
     axes.frame("", name, x_ticks=TICKS[::2], x_format=tokens, y_ticks=(0, axes.y.high), y_format=percent)
     hidden_note(drawing, box)
     with drawing.answer():

@@ -106,8 +106,8 @@ class Point:
 
     @property
     def lost(self) -> float:
-        """Return the share of the work that is done twice or, where blocks are swapped, of the time
-        that steps wait for copies.
+        """Return the share of the tokens that are computed twice or, where blocks are swapped, of the
+        time that steps wait for copies.
         """
         return self.copying / self.seconds if self.copied else self.wasted
 

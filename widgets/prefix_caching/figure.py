@@ -353,13 +353,13 @@ class _Strip:
         first = 0
         shares = self.held[user]
         y = number(top + self.high / 2)
-        self.drawing.add(f'<g stroke="{BLUE}" stroke-width="{number(self.high - 2)}" fill="none">')
+        self.drawing.add(f'<g stroke="{RAMP[3]}" stroke-width="{number(self.high - 2)}" fill="none">')
         for index in range(1, len(shares) + 1):
             if index < len(shares) and index - first < most and shares[index] == shares[first]:
                 continue
             if shares[first] > 0:
                 x, wide = number(self.box.x + first * self.wide), number((index - first) * self.wide)
-                faint = f"{0.15 + 0.4 * shares[first]:.2f}".lstrip("0")
+                faint = f"{0.2 + 0.8 * shares[first] ** 2:.2f}".lstrip("0")
                 shape = f'd="M{x} {y}h{wide}" stroke-opacity="{faint}"'
                 self.drawing.add(f'<path {shape} data-at="{first} {self.last}"/>')
             first = index

@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from minivllm_lab.palette import BLUE, GREEN, INK, ORANGE, PURPLE, SKY, VERMILLION, YELLOW
+from minivllm_lab.palette import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, SKY, VERMILLION, YELLOW
 from minivllm_lab.speculative_decoding.speculation import Cause
 from widgets.shell.plot import MARGIN, WIDE, Axes, Key, Scale, counted, draw_keys, figures, hidden_note, percent, tokens
 from widgets.shell.strip import draw_title
@@ -21,18 +21,19 @@ TICKS = (1, 4, 16, 64, 256)
 DRAWN = sorted({*BATCHES, 3, 6, 12, 20, 40, 80, 112, 160, 224, 320, 448})
 OTHERS = (1, 3, 6)
 """The numbers of drafts shown for comparison."""
-STYLES = ((ORANGE, "2 4"), (PURPLE, "7 4"))
+STYLES = ((QUIET, "2 4"), (GREY, "7 4"))
 COLUMN, TOKEN, ROW = 98, 46, 13
 """The least width in pixels of a position in the step that plays, and the width and height of a
 token's name in it.
 """
 PARTS = (
-    ("overhead", "fixed", MID),
+    ("overhead", "overhead", MID),
     ("weights", "weights", SKY),
-    ("attention", "KV cache", BLUE),
-    ("compute", "arithmetic", YELLOW),
+    ("attention", "KV cache", PURPLE),
+    ("compute", "extra arithmetic", YELLOW),
     ("draft", "drafter", ORANGE),
 )
+TIPS = {"compute": "arithmetic beyond reading the weights"}
 CAUSES: dict[Cause, str] = {
     "compute": "arithmetic takes over",
     "draft": "the drafter takes too long",
@@ -189,11 +190,12 @@ def _draw_times(drawing: Drawing, box: Box, state: State) -> float:
     hidden_note(drawing, Box(box.x, y, box.width, 74))
     longer = [Segment(title, max(getattr(plain, name), getattr(step, name)), colour) for name, title, colour in PARTS]
     keys = without_room([part for part in longer if part.value], longest, box.width)
+    keys.sort(key=lambda part: len(part.label))  # in two rows at most
     tokens_each = "1 token each, no drafts", f"{state.tokens:.2f} tokens each, k = {state.k}"
     with drawing.answer():
         for parts, yields in zip((plain, step), tokens_each, strict=True):
             segments = [
-                Segment(title, getattr(parts, name), colour, f"{title}: {milliseconds(getattr(parts, name))}")
+                Segment(title, value := getattr(parts, name), colour, f"{TIPS.get(name, title)}: {milliseconds(value)}")
                 for name, title, colour in PARTS
             ]
             stacked_bar(drawing, Box(box.x, y, box.width, 16), segments, longest)
