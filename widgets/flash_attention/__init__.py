@@ -35,7 +35,7 @@ def verdict(state: State) -> Verdict:
         words = f"The kernel does not launch: it needs {needed:.0f} KiB of shared memory, but the limit is {limit:.0f}."
         return Verdict(done + words, "broken")
     if state.less < 1:
-        return Verdict(f"{done}{fewer(state)}. Take more than {state.block_q} queries per tile.", "broken")
+        return Verdict(f"{done}{fewer(state)}. Take more than {state.few:.0f} queries per tile.", "broken")
     if state.spills:
         spilled = f"it needs {sum(state.registers.values()) / KIB:.0f} KiB of {REGISTER_FILE / KIB:.0f}"
         return Verdict(f"{done}{fewer(state)}, were it not that registers spill: {spilled}.", "tight")
@@ -68,7 +68,7 @@ GUESS = Guess(
     "Take more and more queries per tile. What runs out first on this H100?",
     ("Shared memory (Q, K and V)", "Registers (O and the scores)", "Nothing up to 1,024 queries"),
     1,
-    "At 32 bits a number, O and the scores outgrow the registers long before Q, at 16, fills shared memory.",
+    "O and the scores, at 32 bits a number, outgrow the registers long before Q, at 16 bits, fills shared memory.",
 )
 KNOBS = {
     "The attention": {

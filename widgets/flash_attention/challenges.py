@@ -21,12 +21,16 @@ def _setting(state: State, gpu: str, head_dim: int) -> list[Rule]:
     return [use(f"an {gpu}", state.hardware.name == gpu), use(f"a head dim of {head_dim}", state.head_dim == head_dim)]
 
 
+def compared(less: float) -> str:
+    """Compare bytes with those of another way, which moves `less` times as many."""
+    return f"{less:.2f} times fewer bytes than" if less > 1 else f"{1 / less:.2f} times as many bytes as"
+
+
 def fewer(state: State) -> str:
     """Say how many times fewer bytes the tiles move."""
     if abs(state.less - 1) < 0.01:
         return f"No saving yet: as many bytes as with {NAIVE}"
-    times, compared = (state.less, "fewer") if state.less > 1 else (1 / state.less, "more")
-    return f"{times:.2f} times {compared} bytes than with {NAIVE}"
+    return f"{compared(state.less)} with {NAIVE}"
 
 
 def _moves_less(state: State) -> str:

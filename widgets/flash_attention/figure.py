@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from minivllm_lab.drawing import QUIET, text_width
 from minivllm_lab.flash_attention.attention_traffic import KIB, REGISTER_FILE
 from minivllm_lab.palette import BLUE, GREEN, INK, ORANGE, PALE, PURPLE, SKY, VERMILLION
-from widgets.flash_attention.challenges import NAIVE
+from widgets.flash_attention.challenges import NAIVE, compared
 from widgets.flash_attention.walk import captions, draw_row, draw_tiles, size
 from widgets.shell.plot import WIDE, Axes, Scale, hidden_note, tokens
 from widgets.shell.svg import BOLD, HEADING, SMALL, Box, Drawing, Segment, legend, stacked_bar, without_room
@@ -23,15 +23,9 @@ EDGE, GAP = 14, 22
 PART_NAMES = {"m, l": "max, sum", "others": "addresses, masks"}
 PART_COLOURS = {"Q": BLUE, "K, V": SKY, "scores": ORANGE, "O": GREEN, "m, l": PURPLE, "others": PALE}
 OWN_TILES = {
-    ("H100", 64): (192, 128),
-    ("H100", 128): (128, 128),
-    ("H100", 256): (128, 80),
-    ("A100-80", 64): (128, 112),
-    ("A100-80", 128): (128, 64),
-    ("A100-80", 256): (128, 96),
-    ("RTX 4090", 64): (128, 112),
-    ("RTX 4090", 128): (128, 128),
-    ("RTX 4090", 256): (128, 64),
+    "H100": {64: (192, 128), 128: (128, 128), 256: (128, 80)},
+    "A100-80": {64: (128, 112), 128: (128, 64), 256: (128, 96)},
+    "RTX 4090": {64: (128, 112), 128: (128, 128), 256: (128, 64)},
 }
 """Queries and keys of FlashAttention's tiles (causal, 16 bits) by GPU and head dim, from
 hopper/tile_size.h.
@@ -48,13 +42,12 @@ def figure(state: State, width: float = 640, pinned: State | None = None) -> str
     lengths = Box(EDGE, sweep.bottom, full, 230)
     if width >= WIDE:
         lengths = Box(sweep.right + GAP, 0, full - sweep.width - GAP, 300)
-    shared = Box(EDGE, lengths.bottom + 8, full, 34)
-    registers = Box(EDGE, shared.bottom + 12, full, 34)
-    drawing = Drawing(width, registers.bottom + 14, "Attention in tiles", words)
+    drawing = Drawing(width, 0, "Attention in tiles", words)
     _draw_sweep(drawing, sweep, state, pinned)
     _draw_lengths(drawing, lengths, state)
-    _draw_bar(drawing, shared, "Shared memory", state.shared, state.chip.shared_memory, "not launched")
-    _draw_bar(drawing, registers, "Registers", state.registers, REGISTER_FILE, "spilled")
+    y = lengths.bottom + 8
+    y = _draw_bar(drawing, y, "Shared memory", state.shared, state.chip.shared_memory, "not launched")
+    drawing.height = 2 + _draw_bar(drawing, y, "Registers", state.registers, REGISTER_FILE, "spilled")
     return drawing.render()
 
 
@@ -81,7 +74,7 @@ def _draw_sweep(drawing: Drawing, at: Box, state: State, pinned: State | None) -
     moved = [traffic.moved for traffic in state.by_queries]
     before = [traffic.moved for traffic in pinned.by_queries] if pinned else []
     curves = [*moved, *before, state.naive.moved, state.least]
-    y = Scale(min(curves) * 0.25, max(curves) * 14, log=True)  # room for words above and below
+    y = Scale(min(curves) * 0.13, max(curves) * 14, log=True)  # room for words above and below
     axes = Axes(drawing, box, Scale(state.queries[0], state.queries[-1], log=True), y)
     count, ticks = "{:,.0f}".format, axes.x.doublings()
     axes.frame("queries per tile", "", y_format=size, y_ticks=y.doublings(5), x_ticks=ticks, x_format=count)
@@ -90,12 +83,17 @@ def _draw_sweep(drawing: Drawing, at: Box, state: State, pinned: State | None) -
     if state.few < state.launched:  # otherwise the whole axis is broken already
         axes.broken(None, state.few, "no gain")
     axes.mark_y(state.naive.moved, f"{NAIVE}: {size(state.naive.moved)}", VERMILLION)
-    axes.mark_y(state.tiled.flops / state.ridge, "below: compute-bound", PURPLE, dash="6 3")
+    axes.mark_y(state.tiled.flops / state.ridge, "↓ compute-bound (no L2)", PURPLE, dash="6 3")
     axes.mark_y(state.least, f"each byte once: {size(state.least)}", QUIET, dash="2 3")
     if pinned:
         axes.pinned(pinned.queries, before, pinned.block_q)
     _draw_curve(axes, state, moved)
-    axes.here(state.block_q, "block_q", f"{state.block_q} queries" + f": {size(state.tiled.moved)}" * state.launches)
+    words = f"{state.block_q} queries" + f": {size(state.tiled.moved)}" * state.launches
+    here, edge = axes.at(state.block_q, y.low)[0], axes.at(state.few, y.low)[0]
+    beyond = state.few < state.launched and here < edge < here + 24 + text_width(words, SMALL) * BOLD
+    axes.here(state.block_q, "block_q", "" if beyond else words)
+    if beyond:  # the words do not fit between the handle and the edge
+        axes.label((edge, box.bottom - 18), f"← {size(state.tiled.moved)}")
 
 
 def _draw_limits(axes: Axes, state: State) -> None:
@@ -112,17 +110,15 @@ def _draw_limits(axes: Axes, state: State) -> None:
         zone = Box(first, axes.box.y, end - first, axes.box.height)
         axes.drawing.rect(zone, ORANGE, opacity=0.16, tip=tip)
         axes.mark_x(left, ORANGE)
-        axes.explain(left, right, "spills: more bytes", ORANGE)
+        axes.explain(left, right, "spills: not counted here", ORANGE)
 
 
 def _draw_curve(axes: Axes, state: State, moved: Sequence[int]) -> None:
     end = sum(queries <= state.launched for queries in state.queries)
     here = min(sum(queries <= state.block_q for queries in state.queries), end)
-    tips = [_tip(state, index) for index in range(end)]
-    axes.line(state.queries[:here], moved[:here], BLUE, tips=tips[:here])
-    first = max(here - 1, 0)
+    _draw_part(axes, state, moved, 0, here)
     with axes.drawing.answer():
-        axes.line(state.queries[first:end], moved[first:end], BLUE, tips=["", *tips[here:]][: end - first])
+        _draw_part(axes, state, moved, max(here - 1, 0), end)
         _draw_own_tile(axes, state)
     if state.launches:
         axes.points([state.block_q], [state.tiled.moved], BLUE)
@@ -130,17 +126,23 @@ def _draw_curve(axes: Axes, state: State, moved: Sequence[int]) -> None:
     hidden_note(axes.drawing, Box(start, axes.box.y, axes.box.right - start, axes.box.height))
 
 
+def _draw_part(axes: Axes, state: State, moved: Sequence[int], first: int, end: int) -> None:
+    """Draw the curve from index `first` to `end`, dashed where registers spill."""
+    kept = sum(queries <= state.kept for queries in state.queries)
+    for low, high, dash in ((first, min(end, kept), ""), (max(first, kept - 1), end, "2 5")):
+        tips = ["" if index == low > 0 else _tip(state, index) for index in range(low, high)]
+        axes.line(state.queries[low:high], moved[low:high], BLUE, dash=dash, tips=tips)
+
+
 def _draw_own_tile(axes: Axes, state: State) -> None:
     """Mark the tile that FlashAttention itself uses."""
     gpu = SAME_CHIP.get(state.hardware.name, state.hardware.name)
-    block_q, block_k = OWN_TILES.get((gpu, state.head_dim), (0, 0))
+    block_q, block_k = OWN_TILES.get(gpu, {}).get(state.head_dim, (0, 0))
     if block_q not in state.queries:
         return
     moved = state.by_queries[state.queries.index(block_q)].moved
-    tip = (
-        f"FlashAttention uses {block_q} queries × {block_k} keys for heads of {state.head_dim} on this "
-        "chip (hopper/tile_size.h)."
-    )
+    tile = f"{block_q} queries × {block_k} keys"
+    tip = f"FlashAttention uses {tile} for heads of {state.head_dim} on this chip (hopper/tile_size.h)."
     axes.points([block_q], [moved], GREEN, tips=[tip])
     axes.label(axes.at(block_q, moved), "FlashAttention", GREEN, bold=False)
 
@@ -149,9 +151,8 @@ def _tip(state: State, index: int) -> str:
     queries = state.queries[index]
     traffic = state.by_queries[index]
     less = state.naive.moved / traffic.moved
-    compared = f"{less:.2f} times fewer" if less >= 1 else f"{1 / less:.2f} times more"
     words = (
-        f"{queries:,} queries per tile move {size(traffic.moved)}, {compared} than {NAIVE}; "
+        f"{queries:,} queries per tile move {size(traffic.moved)}, {compared(less)} {NAIVE}; "
         f"{traffic.intensity:.0f} operations per byte, {state.launched_at(queries) / KIB:.0f} KiB of shared memory"
     )
     return f"{words}; registers spill." if queries > state.kept else f"{words}."
@@ -189,32 +190,34 @@ def _draw_lengths(drawing: Drawing, at: Box, state: State) -> None:
 
 def _over_length(state: State, index: int, name: str, moved: int) -> str:
     ratio = state.naive_by_length[index] / state.tiled_by_length[index]
-    return f"{state.lengths[index]:,} tokens, {name}: {size(moved)} per head. The tiles move {ratio:.2f} times fewer."
+    return f"{state.lengths[index]:,} tokens, {name}: {size(moved)}. The tiles move {compared(ratio)} {NAIVE}."
 
 
 # ---- what the chip holds
 
 
-def _draw_bar(drawing: Drawing, at: Box, name: str, parts: dict[str, int], limit: int, beyond: str) -> None:
+def _draw_bar(drawing: Drawing, y: float, name: str, parts: dict[str, int], limit: int, beyond: str) -> float:
+    """Draw what a memory holds, with its legend, and return the y below."""
+    at = Box(EDGE, y, drawing.width - 2 * EDGE, 17)
     needed = sum(parts.values())
     over = needed > limit
     words = f"{name}: {needed / KIB:.0f} of {limit / KIB:.0f} KiB" + f", {beyond}" * over
     drawing.text((at.x, at.y + 12), words, size=SMALL, colour=VERMILLION if over else INK, bold=over)
-    bar = Box(at.x, at.y + 17, at.width, 15)
-    drawing.rect(bar, NOT_OURS, stroke=MID)
     tips = {part: f"{part}: {count / KIB:.1f} KiB of {name.lower()}" for part, count in parts.items()}
-    tips["others"] = (
-        "Addresses, masks and weights on their way to the tensor cores: a quarter of the registers, modelled"
-    )
+    tips["others"] = "Addresses, masks, and weights for the tensor cores: a quarter of the registers, modelled"
     segments = [
         Segment(PART_NAMES.get(part, part), count, PART_COLOURS[part], tip=tips[part], hatched=part == "others")
         for part, count in parts.items()
     ]
+    beside = (at.x + text_width(words, SMALL) * BOLD + 16, y + 12)
+    if drawing.width < WIDE:
+        y = legend(drawing, (at.x, y + 31), segments, at.width) - 31
+    else:
+        legend(drawing, beside, without_room(segments, max(needed, limit), at.width), at.width)
+    bar = Box(at.x, y + 17, at.width, 15)
+    drawing.rect(bar, NOT_OURS, stroke=MID)
     stacked_bar(drawing, bar, segments, max(needed, limit))
-    small = without_room(segments, max(needed, limit), bar.width)
-    x = at.x + text_width(words, SMALL) * BOLD + 16
-    if x + sum(34 + text_width(part.label, SMALL) for part in small) < at.right:
-        legend(drawing, (x, at.y + 12), small, at.width)
     if over:
         edge = bar.x + limit / needed * bar.width
         drawing.line((edge, bar.y - 4), (edge, bar.bottom + 3), colour=VERMILLION, width=2.5)
+    return bar.bottom + 12

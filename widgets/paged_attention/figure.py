@@ -5,12 +5,13 @@ animated pool.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from html import escape
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from minivllm_lab.drawing import text_width
-from minivllm_lab.paged_attention.played_pool import Frame, HeldTable, Play
+from minivllm_lab.paged_attention.played_pool import Frame, Play
 from minivllm_lab.palette import BLUE, GREEN, INK, ORANGE, VERMILLION, YELLOW
 from widgets.shell.plot import MARGIN, WIDE, Axes, Key, Scale, draw_keys, hidden_note
 from widgets.shell.svg import MID, QUIET, RULE, SMALL, Box, Drawing, Segment, legend
@@ -77,7 +78,7 @@ def _costs(drawing: Drawing, state: State, pinned: State | None, width: float) -
         costs = [_shown(cost) for cost in pinned.cost.values()]
         axes.pinned([float(size) for size in pinned.cost], costs, pinned.block_size)
     _curves(axes, state, sizes)
-    hidden_note(drawing, Box(box.x + 0.6 * box.width, box.y, 0.4 * box.width, 36))
+    hidden_note(drawing, Box(box.x + 0.6 * box.width, box.y, 0.4 * box.width, 36 if width >= WIDE else 64))
     axes.here(state.block_size, "block_size")
     return _cpu(drawing, axes, state, width) if state.measured else box.bottom + 35
 
@@ -116,7 +117,9 @@ def _valley(axes: Axes, state: State) -> None:
     ]
     place = axes.at(state.valley.block_size, state.valley.cost)
     axes.drawing.circle(place, 6.5, GREEN, tip=f"Both costs added. {'; '.join(valleys)}.")
-    axes.label(place, f"cheapest allowed: {state.valley.block_size}")
+    edge = max((x for x in axes.edges if place[0] - 40 < x < place[0]), default=place[0])  # no words across it
+    words = "cheapest allowed" if axes.drawing.width >= WIDE else "cheapest"
+    axes.label((edge, place[1]), f"{words}: {state.valley.block_size}")
 
 
 def _broken(axes: Axes, state: State) -> None:
@@ -154,10 +157,9 @@ def _crossing(costs: Mapping[int, float], allowed: float, over: Sequence[bool]) 
 def _cpu(drawing: Drawing, axes: Axes, state: State, width: float) -> float:
     """Write the CPU's measurement below the plot, and return the y coordinate below it."""
     least, most = min(state.measured.values()), max(state.measured.values())
-    words = (
-        f"Measured on a CPU ({state.cpu}): any block size takes {least:.2f} to {most:.2f} × the time without blocks."
-    )
-    return drawing.paragraph((MARGIN, axes.box.bottom + 55), words, width - 2 * MARGIN)
+    words = f"any block size takes {least:.2f} to {most:.2f} × the time without blocks."
+    place = (MARGIN, axes.box.bottom + 55)
+    return drawing.paragraph(place, f"Measured on a CPU ({state.cpu}): {words}", width - 2 * MARGIN)
 
 
 def _pool(drawing: Drawing, play: Play, y: float, width: float) -> float:
@@ -166,27 +168,28 @@ def _pool(drawing: Drawing, play: Play, y: float, width: float) -> float:
     note = f"{blocks} blocks of {play.block_size} slot{'s' * (play.block_size > 1)}; R1: of request 1; framed: new"
     note += f"; lengths ÷ {play.shortened}" * (play.shortened > 1)
     y = drawing.heading((MARGIN, y), "The block pool", note)
-    keys = [
-        Segment("held", 0, RESERVED),
-        Segment("tokens", 0, BLUE),
-        Segment("shared by samples", 0, YELLOW),
-        Segment("empty", 0, CARD, outlined=True),
-    ]
+    keys = [Segment("held", 0, RESERVED), Segment("tokens", 0, BLUE), Segment("empty", 0, CARD, outlined=True)]
+    keys.append(Segment("shared by samples", 0, YELLOW))
+    seen = [_holdings(frame, play.block_size) for frame in play.frames]
+    shares = [1 + any(holding.samples > 1 for holding in frame.values()) for frame in seen]
     side = width >= WIDE
     room = (width - 2 * MARGIN) * (0.6 if side else 1)
-    below = round(legend(drawing, (MARGIN, y + 19), keys, room)) - 8
+    below = 0
+    for sharing, first, last in _runs(shares):
+        with drawing.layer(at=f"{first} {last}"):
+            below = max(below, round(legend(drawing, (MARGIN, y + 19), keys[: 2 + sharing], room)) - 8)
     columns = min(max(-(-play.num_blocks // 3), 5), 8)
     wide, high = int(min(room / columns, 64)), min(60, 130 // -(-play.num_blocks // columns))
     places = [
         Box(MARGIN + at % columns * wide, below + at // columns * high, wide - 2, high - 2)
         for at in range(play.num_blocks)
     ]
-    _blocks(drawing, play, places)
+    _blocks(drawing, play, seen, places)
     table = (MARGIN + room + 14, y + 19) if side else (MARGIN, places[-1].bottom + 18)
-    return max(places[-1].bottom, _tables(drawing, play, table, width - MARGIN - table[0]))
+    return max(places[-1].bottom, _tables(drawing, play, shares, table, width - MARGIN - table[0]))
 
 
-def _blocks(drawing: Drawing, play: Play, places: Sequence[Box]) -> None:
+def _blocks(drawing: Drawing, play: Play, seen: Sequence[dict[int, _Holding]], places: Sequence[Box]) -> None:
     """Draw every block as free, and draw its holder and its tokens over it in the frames in which it
     is held.
 
@@ -195,7 +198,6 @@ def _blocks(drawing: Drawing, play: Play, places: Sequence[Box]) -> None:
     drawing.rect(places[0], MID, tip="Block 0, the null block: it fills the ends of tables, and no request gets it.")
     for block, place in enumerate(places[1:], 1):
         drawing.rect(place, CARD, stroke=RULE, tip=f"Block {block}: free.")
-    seen = [_holdings(frame, play.block_size) for frame in play.frames]
     owned = _layers(seen, play.num_blocks, lambda holding: (holding.request, holding.entry, holding.fault))
     for request, marks in _layered(drawing, owned):
         _draw_owned(drawing, request, marks, places)
@@ -307,49 +309,45 @@ def _runs(values: Sequence[Any]) -> Iterator[tuple[Any, int, int]]:
             first = index + 1
 
 
-def _tables(drawing: Drawing, play: Play, place: tuple[float, float], room: float) -> float:
+def _tables(drawing: Drawing, play: Play, shares: Sequence[int], place: tuple[float, float], room: float) -> float:
     """Draw a row for each request, with its block table or its state; return the y of the last
     one.
     """
     x, y = place
-    base = y
-    by_request = [_by_request(frame.tables) for frame in play.frames]
-    several = any(len(tables) > 1 for frame in by_request for tables in frame.values())
-    drawing.text((x, y), "Tables: shared · sample | sample" if several else "Block tables", size=SMALL, bold=True)
-    for row, request in enumerate(sorted({request for frame in by_request for request in frame}), 1):
+    several = any(table.sample > 1 for frame in play.frames for table in frame.tables)
+    for sharing, first, last in _runs(shares):
+        head = "Tables: shared · sample | sample" if sharing > 1 else "Tables: sample | sample"
+        with drawing.layer(at=f"{first} {last}"):
+            drawing.text((x, y), head if several else "Block tables", size=SMALL, bold=True)
+    rows = list(_rows(play.frames))
+    for row, seen in enumerate(zip_longest(*rows), 1):
         base = y + 3 + row * ROW
-        with drawing.layer(group=f"r{request}"):
-            drawing.text((x, base), f"R{request}", size=SMALL, bold=True)
-        for words, first, last in _runs(list(_row_words(play.frames, by_request, request))):
+        for (request, words), first, last in _runs(seen):
             shown = _cut(words, room - 26)
             tip = f"Request {request}, block table: {words}" if shown != words else ""
             with drawing.layer(tip=tip, group=f"r{request}", at=f"{first} {last}"):
+                drawing.text((x, base), f"R{request}", size=SMALL, bold=True)
                 drawing.text((x + 24, base), shown, size=SMALL, colour=INK if words[0].isdigit() else QUIET)
-    return base
+    return y + 3 + ROW * max(map(len, rows), default=0)
 
 
-def _by_request(tables: Iterable[HeldTable]) -> dict[int, list[HeldTable]]:
-    grouped: dict[int, list[HeldTable]] = {}
-    for table in tables:
-        grouped.setdefault(table.request, []).append(table)
-    return grouped
-
-
-def _row_words(
-    frames: Iterable[Frame], by_request: Iterable[Mapping[int, list[HeldTable]]], request: int
-) -> Iterator[str]:
-    """Yield the words of each frame: the blocks that the samples share and those of each sample, or
-    the request's state.
+def _rows(frames: Sequence[Frame]) -> Iterator[list[tuple[int, str]]]:
+    """Yield for each frame the requests that hold blocks, with their tables, and those preempted or
+    next in the queue, with the reason why they wait.
     """
-    status = "waiting"
-    for frame, tables in zip(frames, by_request, strict=True):
-        if request in tables:
-            status = "preempted, waiting"
-            yield _table_words([table.blocks for table in tables[request]])
-            continue
-        if f"Request {request} ends" in frame.caption:
-            status = "done"
-        yield status
+    started: set[int] = set()
+    for frame in frames:
+        held: dict[int, list[tuple[int, ...]]] = {}
+        for table in frame.tables:
+            held.setdefault(table.request, []).append(table.blocks)
+        rows = {request: _table_words(tables) for request, tables in held.items()}
+        started.update(held)
+        for place, (request, needed) in enumerate(frame.waiting):
+            why = f"needs {needed} blocks, {frame.free} free" if needed > frame.free else "fits, next in line"
+            if place == 0 or request in started:
+                words = f"behind R{frame.waiting[0][0]}" if place else why
+                rows[request] = f"{'preempted' if request in started else 'waiting'}: {words}"
+        yield sorted(rows.items())
 
 
 def _table_words(tables: Sequence[tuple[int, ...]]) -> str:

@@ -35,6 +35,8 @@ class Frame:
     """The number of free blocks that the pool reports."""
     faults: tuple[Fault, ...]
     """The gravest first; empty if the pool is right."""
+    waiting: tuple[tuple[int, int], ...]
+    """The queue: each request, with the free blocks that it needs to be admitted."""
 
 
 @dataclass(frozen=True)
@@ -163,7 +165,8 @@ class _Stage:
         prompts = {request.number: request.lengths.prompt_tokens for request in self.running}
         faults = [*faults, *audit(self.pool, tables, prompts, self.block_size)]
         caption = f"{caption}. ✕ {_capital(faults[0].words)}." if faults else f"{caption}."
-        self.frames.append(Frame(did, caption, tables, self.pool.get_num_free_blocks(), tuple(faults)))
+        queue = tuple((each.number, each.most_blocks(self.block_size, each.written + 1)) for each in self.waiting)
+        self.frames.append(Frame(did, caption, tables, self.pool.get_num_free_blocks(), tuple(faults), queue))
 
     def grow(self, stride: int) -> int:
         """Append tokens to every request; when the pool runs out, preempt the last request. Return
