@@ -69,7 +69,7 @@ def _draw_handled(drawing: Drawing, box: Box, state: State, pinned: State | None
     sizes, load = sorted(state.capacity), state.serving.load
     rates = [state.capacity[size] for size in sizes]
     axes = Axes(drawing, box, POOL, Scale.around(0.8 * min(load, *rates), 1.25 * max(load, *rates)))
-    axes.frame("tokens in the pool", "requests/s that the pool handles", x_ticks=TICKS, x_format=tokens)
+    axes.frame("tokens in the pool", "requests/s at most, if nothing is computed twice", x_ticks=TICKS, x_format=tokens)
     _draw_broken(axes, state)
     if pinned and pinned.capacity:
         axes.pinned(sorted(pinned.capacity), [pinned.capacity[size] for size in sorted(pinned.capacity)], pinned.pool)
@@ -105,7 +105,7 @@ def cause_words(state: State, cause: str, pool: int) -> str:
     """Describe what goes wrong with a pool."""
     point, load = state.points[pool], state.serving.load
     return {
-        "queue": f"full: {tokens(pool)} tokens handle {figures(state.capacity[pool])} of {load:g} requests/s",
+        "queue": f"full: {tokens(pool)} tokens handle at most {figures(state.capacity[pool])} of {load:g} requests/s",
         "thrash": f"thrashing: {percent(point.wasted)} of all tokens are computed twice",
         "copies": f"copies: steps wait for them {percent(point.copying / point.seconds)} of the time",
         "wait": f"too slow: over {seconds(state.limit)}, though few tokens are computed twice",
