@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 BEFORE_CACHE = (("weights", GREY), ("activations", PURPLE), ("outside torch", VERMILLION), ("CUDA graphs", GREEN))
 """The name and colour of each item that the ledger lists before the KV cache."""
-WIDE_HEIGHT = 468
-PANEL_HEIGHT, NARROW_PANEL_HEIGHT = 128, 176
+WIDE_HEIGHT = 470
+PANEL_HEIGHT, NARROW_PANEL_HEIGHT = 121, 176
 STRIP = 12
 """The rough ratio of a slot's width to its height."""
-BELOW_ONE = 38
-"""Pixels below the line of one request, for two rows of names."""
+BELOW_ONE = 47
+"""Pixels below the line of one request, for three rows of names."""
 NEAR = 12
 """Pixels within which curves' ends share a name."""
 
@@ -49,7 +49,7 @@ def draw(state: State, width: float, pinned: State | None, words: str) -> str:
     else:
         _draw_shortage(drawing, state, inside)
     top = _draw_plot_heading(drawing, state, max(panel.bottom, inside.bottom + 8) + 22)
-    drawing.height = max(WIDE_HEIGHT, top + 190) if width < WIDE else WIDE_HEIGHT
+    drawing.height = max(WIDE_HEIGHT, top + 199) if width < WIDE else WIDE_HEIGHT
     _draw_plot(drawing, state, pinned, Box(MARGIN + 30, top, width - 2 * MARGIN - 38, drawing.height - 44 - top))
     return drawing.render()
 
@@ -67,9 +67,7 @@ def _draw_memory(drawing: Drawing, state: State) -> Box:
         cache, rest = int(card * state.utilization) - needed, card - int(card * state.utilization)
         words = f"KV cache: {cache / GIB:.2f} GiB, {state.tokens:,} tokens of {state.bytes_per_token:,.0f} bytes"
         segments.append(Segment(f"KV cache {cache / GIB:.1f}", cache, ORANGE, tip=words))
-        tip = (
-            f"Not for this engine: {rest / GIB:.2f} GiB, the share that gpu_memory_utilization leaves to other programs"
-        )
+        tip = f"Not for this engine: {rest / GIB:.2f} GiB, which gpu_memory_utilization leaves to other programs"
         segments.append(
             Segment(
                 f"left out {rest / GIB:.1f} (utilization {state.utilization:g})", rest, NOT_OURS, tip=tip, hatched=True
@@ -258,7 +256,7 @@ def _own_tip(state: State, context: int, mean: float) -> str:
 
 def _name_the_ends(axes: Axes, state: State) -> None:
     """Draw a dot where each GPU's curve crosses the line of one request, with the GPUs' names in
-    two rows below, none across an edge.
+    three rows below, none across an edge or beyond it.
     """
     drawing, left, right = axes.drawing, axes.box.x, axes.box.right
     clusters: list[tuple[float, list[str]]] = []
@@ -267,27 +265,29 @@ def _name_the_ends(axes: Axes, state: State) -> None:
             continue
         x, y = axes.at(min(pool.longest, axes.x.high), 1)
         own = pool.gpu == state.hardware.name
+        name = pool.gpu if drawing.width >= WIDE else pool.gpu.removeprefix("RTX ")
         if x < right:
             tip = f"{pool.gpu}: the longest request that fits has {pool.longest:,} tokens"
             drawing.circle((x, y), 5.5 if own else 3.5, BLUE if own else GREY, tip=tip, group=pool.gpu)
         if clusters and x - clusters[-1][0] < NEAR:
-            clusters[-1][1].append(pool.gpu)
+            clusters[-1][1].append(name)
         else:
-            clusters.append((x, [pool.gpu]))
-    taken = [left, left]
+            clusters.append((x, [name]))
+    taken = [left] * 3
     edges = [*axes.edges, axes.at(state.max_model_len, 1)[0]]
     for x, gpus in clusters:
-        words = ", ".join(gpus) + (" →" if x >= right - NEAR else "")
+        short = drawing.width < WIDE and len(", ".join(gpus)) > 10
+        words = (f"{gpus[0]}, …" if short else ", ".join(gpus)) + (" →" if x >= right - NEAR else "")
         half = text_width(words, SMALL) / 2 + 3
-        beside = [edge + side * half for edge in edges for side in (-1, 1)]
+        beside = [edge + side * half for edge in edges for side in (-1, 1) if side * (x - edge) > -6]
         middles = [middle for middle in (min(x, right - half), *beside) if left + half <= middle <= right - half]
         near = [middle for middle in middles if abs(middle - x) < half + 2 * NEAR]
         clear = [middle for middle in near if all(abs(middle - edge) > half - 1 for edge in edges)]
-        places = [(row, abs(middle - x), middle) for middle in clear for row in (0, 1) if taken[row] <= middle - half]
+        places = [(row, abs(middle - x), middle) for middle in clear for row in range(3) if taken[row] <= middle - half]
         if places:  # otherwise, the dots' tips name them
             row, _, middle = min(places)
             taken[row] = middle + half
-            place = (middle, axes.at(1, 1)[1] + 17 + 14 * row)
+            place = (middle, axes.at(1, 1)[1] + 15 + 14 * row)
             drawing.rect(text_box(place, words, SMALL, "middle"), CARD, opacity=0.85)
             drawing.text(place, words, size=SMALL, anchor="middle", halo=True)
 
