@@ -38,7 +38,7 @@ PARTS = {
 BUDGETS = {
     "the engine": 19_000,
     "minivllm_lab": 14_920,
-    "minivllm_simulate": 2_190,
+    "minivllm_simulate": 2_180,
     "widgets": 10_640,
     "benchmarks": 4_470,
     "tests": 36_050,

@@ -128,9 +128,8 @@ def median_error(kind: str) -> float:
 
 def known_error(*kinds: str) -> str:
     """Describe the model's error on figures of these kinds, as in "median error 8 to 18 %"."""
-    errors = sorted(100 * median_error(kind) for kind in kinds)
-    least, most = f"{errors[0]:.0f}", f"{errors[-1]:.0f}"
-    return f"median error {least} %" if least == most else f"median error {least} to {most} %"
+    errors = sorted({round(100 * median_error(kind)) for kind in kinds})
+    return f"median error {' to '.join(map(str, errors))} %"
 
 
 def _first_tokens() -> list[PublishedCheck]:
