@@ -142,7 +142,7 @@ def cause_words(cause: str, state: State) -> str:
 
 
 def _draw_splits(drawing: Drawing, state: State, box: Box) -> float:
-    """Draw a bar for each split, and one for the GPUs that do both, also in vLLM's default chunks;
+    """Draw a bar for each split, and one for the GPUs that do both, also with chunks of 8,192;
     return the y below.
     """
     y = drawing.heading((box.x, box.y), "Goodput")
