@@ -293,11 +293,6 @@ class Serving:
         """
         return self.cost.seconds(StepShape.of([(1, self.prompt + self.answer // 2)]))
 
-    @property
-    def demand(self) -> float:
-        """Return the prompt and output tokens that arrive each second."""
-        return self.load * (self.prompt + self.answer)
-
     def refusal(self, pool: int) -> str:
         """Explain why an engine with this pool does not start, or return ""."""
         try:

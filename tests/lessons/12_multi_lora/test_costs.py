@@ -7,12 +7,10 @@ import random
 import pytest
 from refusals import assert_refused
 
-from minivllm.core.adapter_slots import AdapterSlots
 from minivllm_lab.multi_lora.costs import (
     LAUNCH_SECONDS,
     AdapterCost,
     distinct_adapters,
-    lru_hit_rate,
     wait_for_a_slot,
     zipf_adapters,
     zipf_shares,
@@ -43,22 +41,6 @@ def test_distinct_adapters_are_those_of_poisson_draws(adapters: int, skew: float
             total, clock = total + 1, clock + draw.expovariate(1)
         counts.append(len(set(draw.choices(range(adapters), shares, k=total))))
     assert sum(counts) / 1000 == pytest.approx(distinct_adapters(shares, running), rel=0.04)
-
-
-@pytest.mark.parametrize("adapters", [20, 200])
-@pytest.mark.parametrize("skew", [0.0, 0.8, 1.5])
-@pytest.mark.parametrize("slots", [4, 16])
-def test_the_hit_rate_is_that_of_the_real_slots(adapters: int, skew: float, slots: int):
-    """Che's approximation agrees with real slots, one request after another."""
-    table, hits, asked = AdapterSlots(slots), 0, 8_000
-    for adapter in zipf_adapters(adapters, skew, asked, seed=7):
-        hits += adapter in table
-        table.activate(adapter)
-    assert lru_hit_rate(zipf_shares(adapters, skew), slots) == pytest.approx(hits / asked, abs=0.02)
-
-
-def test_with_a_slot_for_each_adapter_all_are_hits():
-    assert lru_hit_rate(zipf_shares(5, 1.0), 5) == lru_hit_rate(zipf_shares(5, 1.0), 9) == 1.0
 
 
 def waits(adapters: int, skew: float, slots: int, load: float, requests: int) -> list[float]:

@@ -61,25 +61,6 @@ def distinct_adapters(shares: Sequence[float], running: float) -> float:
     return sum(-math.expm1(-running * share) for share in shares)
 
 
-def lru_hit_rate(shares: Sequence[float], slots: int) -> float:
-    """Return the hit rate of an LRU cache with `slots` adapters, for requests that arrive one at a
-    time.
-
-    This is Che's approximation: an adapter has a slot if it was used within the last t requests,
-    and t is such that these adapters fill the slots (Che et al., 2002; exact in the limit of many
-    slots and adapters).
-    """
-    if slots >= len(shares):
-        return 1.0
-    t = float(slots)
-    while True:  # Newton's steps approach from below, since the curve bends down
-        misses = [math.exp(-t * share) for share in shares]
-        step = (slots - len(shares) + sum(misses)) / sum(map(mul, shares, misses))
-        t += step
-        if step < 1e-6 * t:
-            return 1 - sum(map(mul, shares, misses))
-
-
 def wait_for_a_slot(shares: Sequence[float], load: float, stay: float, slots: int, most: float) -> float:
     """Return the long-run time within which the share `most` of the requests get a slot for their
     adapter.
