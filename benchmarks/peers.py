@@ -244,7 +244,8 @@ def main(arguments: argparse.Namespace) -> None:
     show(found)
     report(found, arguments.json)
     if arguments.page:
-        mark = "peers" if found["figures"]["shape"] == "embedded" else f"peers {found['figures']['shape']}"
+        shape, busy = found["figures"]["shape"], found["figures"]["busy"]
+        mark = "peers" + f" {shape}" * (shape != "embedded") + " busy" * bool(busy)
         PERFORMANCE.write_text(put_between_marks(PERFORMANCE.read_text(), mark, markdown(found)))
 
 
