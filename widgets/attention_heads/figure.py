@@ -12,7 +12,20 @@ from minivllm.config.units import GIB
 from minivllm_lab.drawing import ink_on, number, text_width
 from minivllm_lab.palette import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, SKY, VERMILLION
 from widgets.attention_heads.state import TPS, Kind, Place, State
-from widgets.shell.plot import MARGIN, ROW, WIDE, Axes, Key, Scale, draw_keys, hidden_note, modelled, short, tokens
+from widgets.shell.plot import (
+    MARGIN,
+    ROW,
+    WIDE,
+    Axes,
+    Key,
+    Scale,
+    draw_keys,
+    hidden_note,
+    modelled,
+    percent,
+    short,
+    tokens,
+)
 from widgets.shell.svg import QUIET, SMALL, Box, Drawing, Segment, legend
 from widgets.shell.theme import BROKEN, IDLE, MID, MISSED, PINNED
 
@@ -31,7 +44,7 @@ KIB = 1024
 def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
     """Draw what each GPU keeps, and below it the requests that fit by number of GPUs."""
     drawing = Drawing(width, 0, "What each GPU keeps", f"{state.model}, {state.mine.name}. {rank_words(state)}")
-    y = _draw_gpus(drawing, _draw_head(drawing, state), state, pinned)
+    y = _draw_gpus(drawing, _draw_head(drawing, state, pinned), state, pinned)
     y = draw_keys(drawing, drawing.heading((MARGIN, y + 34), "Requests that fit") + 20, _keys(state))
     plot = Box(46, y + 14, width - 46 - MARGIN, PLOT)
     _draw_fits(Axes(drawing, plot, GPUS, _scale(state)), state, pinned)
@@ -155,18 +168,20 @@ def held_words(state: State, tp: int) -> str:
 # ---- the GPUs one by one
 
 
-def _draw_head(drawing: Drawing, state: State) -> float:
+def _draw_head(drawing: Drawing, state: State, pinned: State | None) -> float:
     """Write the title and the colours, and return the y below."""
     load = f"{state.wanted} requests of {tokens(state.context)} tokens"
     note = f"{load} in the {state.budget / GIB:.0f} GiB that vLLM may use"
     y = drawing.heading((MARGIN, 23), f"What each {state.hardware.name} keeps", note)
     holders = "the latent" if state.latent else f"{state.kv_heads} KV head{'s' * (state.kv_heads > 1)}"
-    keys = (
+    keys = [
         Segment(f"{state.query_heads} query heads", 0, INK),
         Segment(holders, 0, BLUE),
         Segment("copies", 0, ORANGE),
-        Segment("weights and working memory", 0, MID),
-    )
+        Segment("weights and the rest", 0, MID),
+    ]
+    if pinned:
+        keys.append(Segment(f"pinned: {percent(_filled(pinned))} full", 0, PINNED))
     return legend(drawing, (MARGIN, y + 22), keys, drawing.width - 2 * MARGIN) - 8
 
 
@@ -194,8 +209,8 @@ def _draw_gpus(drawing: Drawing, y: float, state: State, pinned: State | None) -
                 seen |= set(state.ranks[rank])
         words, colour = _memory_words(state)
         drawing.text((whole.x, whole.y - 5), words, size=SMALL, colour=colour, bold=True, halo=True)
-    if pinned:
-        height = whole.bottom - min(_filled(pinned), 1 + ABOVE / MEMORY) * MEMORY
+    if pinned and _filled(pinned) < 1 + ABOVE / MEMORY:
+        height = whole.bottom - _filled(pinned) * MEMORY
         drawing.line((whole.x, height), (whole.right, height), colour=PINNED, dash="5 4", width=1.5)
     return whole.bottom + QUERIES + ROW
 
