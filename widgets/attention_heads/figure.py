@@ -12,20 +12,7 @@ from minivllm.config.units import GIB
 from minivllm_lab.drawing import ink_on, number, text_width
 from minivllm_lab.palette import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, SKY, VERMILLION
 from widgets.attention_heads.state import TPS, Kind, Place, State
-from widgets.shell.plot import (
-    MARGIN,
-    ROW,
-    WIDE,
-    Axes,
-    Key,
-    Scale,
-    draw_keys,
-    hidden_note,
-    modelled,
-    percent,
-    short,
-    tokens,
-)
+from widgets.shell.plot import MARGIN, WIDE, Axes, Key, Scale, draw_keys, hidden_note, modelled, percent, short, tokens
 from widgets.shell.svg import QUIET, SMALL, Box, Drawing, Segment, legend
 from widgets.shell.theme import BROKEN, IDLE, MID, MISSED, PINNED
 
@@ -34,8 +21,8 @@ GPUS = Scale(TPS[0] / HALF, TPS[-1] * HALF, log=True)
 """Each number of GPUs has the part of the axis nearest to it."""
 STYLES = {"MHA": (GREEN, "8 4"), "MQA": (PURPLE, "2 4"), "late": (SKY, "9 3 2 3"), "GQA,": (GREY, "5 3")}
 """The colour and dashes of a kind shown for comparison, by the start of its name."""
-ABOVE, MEMORY, QUERIES, PLOT = 32, 94, 14, 142
-"""Pixels of height: what does not fit, a GPU's memory, its query heads, and the plot."""
+ABOVE, MEMORY, QUERIES, NUMBERS, PLOT = 32, 94, 14, 15, 142
+"""Pixels of height: what does not fit, a GPU's memory, its query heads, its number, and the plot."""
 MODEL_NAMES, MODEL_BYTES, MODEL_ROW = 112, 44, 15
 """Pixels of a model's name, of its bytes, and of its row."""
 KIB = 1024
@@ -212,7 +199,7 @@ def _draw_gpus(drawing: Drawing, y: float, state: State, pinned: State | None) -
     if pinned and _filled(pinned) < 1 + ABOVE / MEMORY:
         height = whole.bottom - _filled(pinned) * MEMORY
         drawing.line((whole.x, height), (whole.right, height), colour=PINNED, dash="5 4", width=1.5)
-    return whole.bottom + QUERIES + ROW
+    return whole.bottom + QUERIES + NUMBERS
 
 
 def _filled(state: State) -> float:
