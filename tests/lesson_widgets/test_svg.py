@@ -74,7 +74,7 @@ def test_a_label_is_written_only_where_it_fits():
 def test_upright_words_take_a_tall_box():
     drawing = Drawing(200, 100, "t")
     drawing.text((50, 10), "launch", size=SMALL, anchor="end", turn=-90)
-    assert drawing.words == [Box(50 - 0.8 * SMALL, 10, SMALL, text_width("launch", SMALL))]
+    assert drawing.words == [Box(48 - 0.8 * SMALL, 10, SMALL + 4, text_width("launch", SMALL))]
 
 
 def test_a_legend_flows_into_rows():

@@ -5,52 +5,44 @@ published models.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import groupby
 
-from minivllm_lab.drawing import text_width
-from minivllm_lab.palette import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, SKY
+from minivllm.config.units import GIB
+from minivllm_lab.drawing import ink_on, number, text_width
+from minivllm_lab.palette import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, SKY, VERMILLION
 from widgets.attention_heads.state import TPS, Kind, Place, State
-from widgets.shell.plot import MARGIN, WIDE, Axes, Key, Scale, draw_head, hidden_note, short, three_boxes, tokens
-from widgets.shell.svg import HEADING, QUIET, SMALL, Box, Drawing
-from widgets.shell.theme import CARD, IDLE, MID, MISSED
+from widgets.shell.plot import MARGIN, WIDE, Axes, Key, Scale, draw_keys, hidden_note, modelled, percent, short, tokens
+from widgets.shell.svg import QUIET, SMALL, Box, Drawing, Segment, legend
+from widgets.shell.theme import BROKEN, IDLE, MID, MISSED, PINNED
 
 HALF = math.sqrt(2)
 GPUS = Scale(TPS[0] / HALF, TPS[-1] * HALF, log=True)
 """Each number of GPUs has the part of the axis nearest to it."""
-STYLES = {"MHA": (ORANGE, "8 4"), "MQA": (PURPLE, "2 4"), "late": (SKY, "9 3 2 3"), "GQA,": (GREY, "5 3")}
+STYLES = {"MHA": (GREEN, "8 4"), "MQA": (PURPLE, "2 4"), "late": (SKY, "9 3 2 3"), "GQA,": (GREY, "5 3")}
 """The colour and dashes of a kind shown for comparison, by the start of its name."""
-ACROSS, RANK_ROW = 16, 27
-"""GPUs in a row, and pixels from row to row."""
-LEAST_NUMBER = 8
-"""The least width in pixels of a KV head that shows its number."""
+ABOVE, MEMORY, QUERIES, NUMBERS, PLOT = 32, 94, 14, 15, 142
+"""Pixels of height: what does not fit, a GPU's memory, its query heads, its number, and the plot."""
 MODEL_NAMES, MODEL_BYTES, MODEL_ROW = 112, 44, 15
 """Pixels of a model's name, of its bytes, and of its row."""
 KIB = 1024
 
 
 def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
-    """Draw the requests that fit by number of GPUs, with bytes and rates beside them."""
-    drawing = Drawing(width, 0, "What fits on 1 to 64 GPUs", f"{state.model}, {state.mine.name}, against the GPUs")
-    note = (
-        f"{state.model} with {state.query_heads} query heads on {state.hardware.name}, requests of "
-        f"{tokens(state.context)} tokens; memory as vLLM counts it"
-    )
-    y = draw_head(drawing, "Requests that fit", note, state.error, _keys(state))
-    main, upper, lower = three_boxes(width, y + 26, 290, large=0.54)
-    _draw_fits(Axes(drawing, main, GPUS, _scale(state)), state, pinned)
-    _draw_bytes(drawing, upper, state)
-    _draw_rates(drawing, lower, state)
-    drawing.height = max(main.bottom, lower.bottom) + 46
+    """Draw what each GPU keeps, and below it the requests that fit by number of GPUs."""
+    drawing = Drawing(width, 0, "What each GPU keeps", f"{state.model}, {state.mine.name}. {rank_words(state)}")
+    y = _draw_gpus(drawing, _draw_head(drawing, state, pinned), state, pinned)
+    y = draw_keys(drawing, drawing.heading((MARGIN, y + 34), "Requests that fit") + 20, _keys(state))
+    plot = Box(46, y + 14, width - 46 - MARGIN, PLOT)
+    _draw_fits(Axes(drawing, plot, GPUS, _scale(state)), state, pinned)
+    drawing.height = plot.bottom + 44
     return drawing.render()
 
 
 def detail(state: State, width: int = 640, pinned: State | None = None) -> str:
-    """Draw each GPU's KV heads, and published models."""
-    drawing = Drawing(width, 0, "GPU by GPU", rank_words(state))
-    whole = Box(MARGIN, 24, width - 2 * MARGIN, 0)
-    y = _draw_ranks(drawing, whole, state) + 34
-    drawing.height = _draw_models(drawing, Box(MARGIN, y, whole.width, 0), state) + 10
+    """Draw published models."""
+    drawing = Drawing(width, 0, "Published models", f"Beside {state.mine.name}")
+    drawing.height = _draw_models(drawing, Box(MARGIN, 24, width - 2 * MARGIN, 0), state) + 10
     return drawing.render()
 
 
@@ -66,7 +58,7 @@ def style(kind: Kind) -> tuple[str, str]:
 
 def _keys(state: State) -> list[Key]:
     beside = [(kind.name, *style(kind), 1.8) for kind in state.others]
-    return [(state.mine.name, BLUE, "", 2.5), *beside, (f"{state.wanted} required", GREEN, "4 3", 1.5)]
+    return [(state.mine.name, BLUE, "", 2.5), *beside]
 
 
 # ---- requests that fit
@@ -81,7 +73,7 @@ def _scale(state: State) -> Scale:
 def _draw_fits(axes: Axes, state: State, pinned: State | None) -> None:
     axes.frame(
         "GPUs that share the model (tensor parallel)",
-        f"requests of {tokens(state.context)} tokens that fit",
+        "",
         x_ticks=TPS,
         x_format="{:g}".format,
         y_ticks=axes.y.powers(),
@@ -91,7 +83,7 @@ def _draw_fits(axes: Axes, state: State, pinned: State | None) -> None:
         _draw_broken(axes, state)
     if pinned:
         axes.pinned(*_curve(pinned.mine, _fits), pinned.tp)
-    axes.mark_y(state.wanted, "", GREEN)
+    axes.mark_y(state.wanted, f"{state.wanted} required", INK)
     hidden_note(axes.drawing, axes.box)
     with axes.drawing.answer():
         axes.line(*_curve(state.mine, _fits), BLUE)
@@ -119,23 +111,26 @@ def _fits_tip(state: State, place: Place) -> str:
         return f"{place.tp} GPUs: {cause_words(state, place.tp)}"
     gain = state.mine.gain(place.tp)
     times = f", {gain:.2f} times those of half as many GPUs" if 0 < gain < math.inf else ""
-    return f"{place.tp} GPUs: {place.fits:,.1f} requests fit{times}; {place.copies} keep the same keys and values"
+    rate = f"{place.tokens_per_second:,.0f} tokens a second ({modelled(state.error)})"
+    return f"{place.tp} GPUs: {place.fits:,.1f} requests fit{times}, at {rate}"
 
 
 def _draw_broken(axes: Axes, state: State) -> None:
-    """Shade where too few requests fit, and where more GPUs only add copies."""
-    for words, group in groupby(TPS, key=lambda tp: _kind_of(state.cause(tp))):
+    """Shade where too few requests fit, where heads cannot be split, and, in the colour of copies,
+    where more GPUs only add copies.
+    """
+    for cause, group in groupby(TPS, key=lambda tp: state.cause(tp).replace("weights", "few")):
         counts = list(group)
-        if words:
-            low = None if counts[0] == TPS[0] else counts[0] / HALF
-            high = None if counts[-1] == TPS[-1] else counts[-1] * HALF
-            nearest = state.tp if low is None and high is None else counts[0] if high is None else counts[-1]
-            axes.broken(low, high, cause_words(state, nearest))
-
-
-def _kind_of(cause: str) -> str:
-    """Group causes that share a region: too few requests fit, or no more than before."""
-    return {"": "", "long": "long", "weights": "few", "few": "few", "copies": "more", "heads": "more"}[cause]
+        if not cause:
+            continue
+        low = None if counts[0] == TPS[0] else counts[0] / HALF
+        high = None if counts[-1] == TPS[-1] else counts[-1] * HALF
+        nearest = state.tp if low is None and high is None else counts[0] if high is None else counts[-1]
+        words = cause_words(state, nearest)
+        if cause == "copies":
+            axes.tint(low, high, words, ORANGE)
+        else:
+            axes.broken(low, high, words)
 
 
 def cause_words(state: State, tp: int) -> str:
@@ -157,97 +152,111 @@ def held_words(state: State, tp: int) -> str:
     return f"{tp} GPUs hold {fit:,}, {tp // 2} hold {before:,}"
 
 
-# ---- bytes and rates
-
-
-def _draw_bytes(drawing: Drawing, box: Box, state: State) -> None:
-    """Draw a token's bytes on each GPU, and on all GPUs together."""
-    each = _curve(state.mine, lambda place: place.kv_bytes / KIB)
-    whole = _curve(state.mine, lambda place: place.kv_bytes * place.tp / KIB)
-    axes = Axes(drawing, box, GPUS, _span(each[1] + whole[1]))
-    axes.frame("", "KV cache of a token, KiB", x_ticks=(), y_ticks=axes.y.powers(), y_format=short)
-    hidden_note(drawing, box)
-    with drawing.answer():
-        axes.line(*whole, BLUE, width=1.8, dash="5 3")
-        axes.line(*each, BLUE)
-        for words, (gpus, sizes), end in (("all GPUs together", whole, 0), ("each GPU", each, -1)):
-            if gpus:
-                axes.label(axes.at(gpus[end], sizes[end]), words, BLUE, bold=False)
-        axes.mark_x(state.tp, dash="")
-
-    def tip(tp: int) -> str:
-        size = state.mine.at(tp).kv_bytes
-        return f"{tp} GPUs: a token takes {kib(size)} KiB on each, {kib(size * tp)} KiB in all"
-
-    with drawing.answer():
-        axes.tips([place.tp for place in state.mine.places if place.kv_bytes], tip)
-
-
-def _draw_rates(drawing: Drawing, box: Box, state: State) -> None:
-    """Draw the tokens per second of all GPUs, with as many of the required requests as fit."""
-    kinds = (state.mine, *state.others)
-    curves = [_curve(kind, lambda place: place.tokens_per_second) for kind in kinds]
-    axes = Axes(drawing, box, GPUS, _span([rate for _, rates in curves for rate in rates]))
-    label = f"tokens/s, up to {state.wanted:,} at once"
-    axes.frame("GPUs", label, x_ticks=TPS, x_format="{:g}".format, y_ticks=axes.y.powers(), y_format=short)
-    hidden_note(drawing, box)
-    with drawing.answer():
-        for kind, curve in zip(state.others, curves[1:], strict=True):
-            colour, dash = style(kind)
-            axes.line(*curve, colour, width=1.5, dash=dash)
-        axes.line(*curves[0], BLUE)
-        axes.also_here(state.tp)
-
-    def tip(tp: int) -> str:
-        place = state.mine.at(tp)
-        batch = min(state.wanted, int(place.fits))
-        return f"{tp} GPUs: {place.tokens_per_second:,.0f} tokens a second, {batch} at once"
-
-    with drawing.answer():
-        axes.tips(TPS, tip)
-
-
-def _span(values: Sequence[float]) -> Scale:
-    return Scale.around(0.8 * min(values, default=1), 1.25 * max(values, default=10))
-
-
 # ---- the GPUs one by one
 
 
-def _draw_ranks(drawing: Drawing, box: Box, state: State) -> float:
-    """Draw what each GPU keeps of every token, with copies hatched; return the y below."""
-    drawing.text((box.x, box.y), "GPU by GPU", size=HEADING, bold=True)
-    y = drawing.paragraph((box.x, box.y + 19), rank_words(state), box.width)
-    if not state.here.divisible:
-        return y
-    across = min(state.tp, ACROSS)
-    room = box.width / across
-    seen = set[int]()
-    for rank, heads in enumerate(state.ranks):
-        row, column = divmod(rank, across)
-        place = Box(box.x + column * room, y + 9 + row * RANK_ROW, room - 3, RANK_ROW - 5)
-        drawing.rect(place, IDLE, tip=_rank_tip(state, rank))
-        _draw_heads(drawing, place, state, rank, seen)
-        seen |= set(heads)
-    return y + 9 + RANK_ROW * -(-state.tp // across)
+def _draw_head(drawing: Drawing, state: State, pinned: State | None) -> float:
+    """Write the title and the colours, and return the y below."""
+    load = f"{state.wanted} requests of {tokens(state.context)} tokens"
+    note = f"{load} in the {state.budget / GIB:.0f} GiB that vLLM may use"
+    y = drawing.heading((MARGIN, 23), f"What each {state.hardware.name} keeps", note)
+    holders = "the latent" if state.latent else f"{state.kv_heads} KV head{'s' * (state.kv_heads > 1)}"
+    keys = [
+        Segment(f"{state.query_heads} query heads", 0, INK),
+        Segment(holders, 0, BLUE),
+        Segment("copies", 0, ORANGE),
+        Segment("weights and the rest", 0, MID),
+    ]
+    if pinned:
+        keys.append(Segment(f"pinned: {percent(_filled(pinned))} full", 0, PINNED))
+    return legend(drawing, (MARGIN, y + 22), keys, drawing.width - 2 * MARGIN) - 8
 
 
-def _draw_heads(drawing: Drawing, place: Box, state: State, rank: int, seen: set[int]) -> None:
-    """Draw the KV heads of one GPU, hatched where an earlier GPU already keeps them."""
-    heads = state.ranks[rank]
-    wide = (place.width - 2) / len(heads)
+def _draw_gpus(drawing: Drawing, y: float, state: State, pinned: State | None) -> float:
+    """Draw the memory of each GPU, filled from below, and the query heads it computes; return the y
+    below.
+    """
+    whole = Box(MARGIN, y + ABOVE, drawing.width - 2 * MARGIN, MEMORY)
+    room = whole.width / state.tp
+    gap = min(4.0, room / 5)
+    gpus = [Box(whole.x + rank * room + gap / 2, whole.y, room - gap, MEMORY) for rank in range(state.tp)]
+    _draw_ranks(drawing, whole, gpus, gap)
+    weights = min(state.reserved / state.budget, 1) * MEMORY
+    for gpu in gpus:
+        drawing.rect(Box(gpu.x, gpu.bottom - weights, gpu.width, weights), MID)
+    for gpu in gpus if state.here.divisible else [whole]:
+        _draw_query_heads(drawing, gpu, state.query_heads // (state.tp if state.here.divisible else 1))
+    hidden_note(drawing, whole)
+    with drawing.answer():
+        if state.here.divisible:
+            seen = set[int]()
+            for rank, gpu in enumerate(gpus):
+                _draw_heads(drawing, gpu, state, state.ranks[rank], seen)
+                drawing.rect(gpu, "transparent", tip=_rank_tip(state, rank))
+                seen |= set(state.ranks[rank])
+        words, colour = _memory_words(state)
+        drawing.text((whole.x, whole.y - 5), words, size=SMALL, colour=colour, bold=True, halo=True)
+    if pinned and _filled(pinned) < 1 + ABOVE / MEMORY:
+        height = whole.bottom - _filled(pinned) * MEMORY
+        drawing.line((whole.x, height), (whole.right, height), colour=PINNED, dash="5 4", width=1.5)
+    return whole.bottom + QUERIES + NUMBERS
+
+
+def _filled(state: State) -> float:
+    """Return the part of a GPU's memory that the weights and all requests take."""
+    return (state.reserved + state.needed) / state.budget
+
+
+def _draw_ranks(drawing: Drawing, whole: Box, gpus: Sequence[Box], gap: float) -> None:
+    """Draw empty GPUs with their numbers."""
+    step = next(step for step in TPS if step * (gpus[0].width + gap) >= text_width("GPU 00", SMALL) + 6)
+    for rank, gpu in enumerate(gpus):
+        drawing.rect(Box(gpu.x, gpu.y, gpu.width, MEMORY + QUERIES), IDLE, stroke=MID)
+        if rank % step == 0:
+            drawing.text((gpu.x, gpu.bottom + QUERIES + 13), f"GPU {rank}", size=SMALL, colour=QUIET)
+
+
+def _draw_query_heads(drawing: Drawing, gpu: Box, count: int) -> None:
+    """Draw a dot for each query head below a GPU's memory."""
+    room = gpu.width / count
+    y = gpu.bottom + QUERIES / 2
+    ends = (gpu.x + room / 2, y), (gpu.right - room / 2 + 1, y)
+    drawing.polyline(ends, INK, width=min(5.0, 0.7 * room), dash=f"0 {number(room)}")
+
+
+def _draw_heads(drawing: Drawing, gpu: Box, state: State, heads: Sequence[int], seen: Collection[int]) -> None:
+    """Draw the KV heads of one GPU side by side, as high as the requests make them; what an earlier
+    GPU keeps, too, is a copy.
+    """
+    low, high = (min(part, 1) * MEMORY for part in (state.reserved / state.budget, _filled(state)))
+    wide = gpu.width / len(heads)
     for index, head in enumerate(heads):
-        part = Box(place.x + 1 + index * wide, place.y + 2, max(wide - (1 if wide > 3 else 0), 0.8), place.height - 4)
-        copy = head in seen
-        drawing.rect(part, MISSED if copy else BLUE)
-        if copy:
-            drawing.hatch(part, MID, gap=6)
+        part = Box(gpu.x + index * wide, gpu.bottom - high, wide - (index + 1 < len(heads)) * (wide > 3), high - low)
+        colour = ORANGE if head in seen else BLUE
+        drawing.rect(part, colour)
         words = "latent" if state.latent else str(head)
-        if text_width(words, SMALL) + 2 <= part.width and part.width >= LEAST_NUMBER:
-            colour = INK if copy else CARD
+        if text_width(words, SMALL) + 2 <= part.width and part.height > SMALL:
             where = (part.x + part.width / 2, part.y + part.height / 2 + 4)
-            drawing.text(where, words, size=SMALL, colour=colour, anchor="middle")
-    drawing.rect(place, "transparent", tip=_rank_tip(state, rank))
+            drawing.text(where, words, size=SMALL, colour=ink_on(colour), anchor="middle")
+    over = min((_filled(state) - 1) * MEMORY, ABOVE)
+    if over > 0:
+        beyond = Box(gpu.x, gpu.y - over, gpu.width, over)
+        drawing.rect(beyond, BROKEN)
+        drawing.hatch(beyond, MISSED)
+        drawing.line((gpu.x, gpu.y), (gpu.right, gpu.y), colour=VERMILLION, width=2.5)
+
+
+def _memory_words(state: State) -> tuple[str, str]:
+    """Say what the memory of the GPUs shows, and in which colour."""
+    place = state.here
+    cause = state.cause(state.tp)
+    if cause == "few":
+        return f"{state.wanted - int(place.fits)} of {state.wanted} requests do not fit", VERMILLION
+    if cause not in ("", "copies"):
+        return cause_words(state, state.tp), VERMILLION
+    if place.copies > 1:
+        return f"{state.tp - state.tp // place.copies} of {state.tp} GPUs keep only copies", ORANGE
+    return f"room for {int(place.fits) - state.wanted} more", QUIET
 
 
 def _rank_tip(state: State, rank: int) -> str:

@@ -5,10 +5,11 @@ GPUs grows.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
+from minivllm.config import ModelConfig
 from minivllm.config.checks import is_count, require
 from minivllm.errors import MinivllmError
 from minivllm_lab.attention_heads.siblings import (
@@ -21,6 +22,7 @@ from minivllm_lab.attention_heads.siblings import (
 from minivllm_lab.bounded import bounded
 from minivllm_simulate.hardware import Hardware, get_hardware
 from minivllm_simulate.known_models import known_model
+from minivllm_simulate.layouts import UTILIZATION
 from minivllm_simulate.lever_checks import known_error
 
 MODELS = ("Llama-3.2-1B", "Llama-3.1-8B", "Qwen3-32B", "Mixtral-8x7B-v0.1", "Llama-3.1-70B")
@@ -39,6 +41,8 @@ WORTH = 1.25
 """The least ratio of requests that is worth doubling the GPUs; below it, they are spent on
 copies.
 """
+PLENTY = 2**50
+"""Bytes of memory in which any model fits."""
 PATIENCE = 1.0
 """CPU seconds that the reader's rule may take."""
 START = {
@@ -103,6 +107,8 @@ class State:
     context: int
     wanted: int
     """Requests of this context that must fit."""
+    reserved: int
+    """Bytes that each GPU needs besides the KV cache; 0 where the heads cannot be split."""
     mine: Kind
     others: tuple[Kind, ...]
     ranks: tuple[tuple[int, ...], ...]
@@ -116,6 +122,16 @@ class State:
     @property
     def here(self) -> Place:
         return self.mine.at(self.tp)
+
+    @property
+    def budget(self) -> float:
+        """Return the bytes of each GPU that vLLM may use."""
+        return self.hardware.memory_bytes * UTILIZATION
+
+    @property
+    def needed(self) -> int:
+        """Return the bytes of keys and values on each GPU for all requests that must fit."""
+        return self.wanted * self.context * self.here.kv_bytes
 
     @cached_property
     def real(self) -> tuple[tuple[str, int, float], ...]:
@@ -182,6 +198,7 @@ def sweep(
         latent=latent,
         context=context,
         wanted=wanted,
+        reserved=_reserved(model, gpu, 0 if latent else shared, latent, tensor_parallel_size),
         mine=mine,
         others=tuple(others),
         ranks=ranks,
@@ -204,16 +221,30 @@ def _kind(
     """Compute one kind of attention; on `tp` GPUs, each GPU keeps `kept` KV heads unless it is
     None.
     """
-    whole = known_model(model)
-    sibling = with_latent(whole, latent) if latent else with_kv_heads(whole, heads)
+    sibling = _sibling(model, heads, latent)
     places = []
     for gpus in TPS:
         share = ModelShare(sibling, get_hardware(gpu), gpus, kept if gpus == tp else None)
         places.append(_place(share, context, wanted))
-    query_heads = whole.num_attention_heads
+    query_heads = sibling.num_attention_heads
     names = {query_heads: f"MHA, {query_heads} heads", 1: "MQA, 1 head"}
     name = f"latent, {latent}" if latent else names.get(heads, f"GQA, {heads} heads")
     return Kind(name, tuple(places))
+
+
+def _sibling(model: str, heads: int, latent: int) -> ModelConfig:
+    whole = known_model(model)
+    return with_latent(whole, latent) if latent else with_kv_heads(whole, heads)
+
+
+@lru_cache(maxsize=1024)
+def _reserved(model: str, gpu: str, heads: int, latent: int, tp: int) -> int:
+    """Count the bytes that a GPU needs besides the KV cache, even where they do not fit."""
+    sibling = _sibling(model, heads, latent)
+    if sibling.num_attention_heads % tp:
+        return 0
+    roomy = replace(get_hardware(gpu), memory_bytes=PLENTY)
+    return int(PLENTY * UTILIZATION) - ModelShare(sibling, roomy, tp).ledger.kv_bytes
 
 
 def _place(share: ModelShare, context: int, wanted: int) -> Place:

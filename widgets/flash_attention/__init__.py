@@ -99,7 +99,7 @@ KNOBS = {
 SPEC = Spec(
     name="flash_attention",
     title="Attention in tiles",
-    lead="Drag the tile through the plot; then watch its programs load K and V, and one row being summed.",
+    lead="Drag the size of the tile through the plot; then watch one row being summed, tile by tile.",
     knobs=KNOBS,
     presets={
         "Spilled": {"block_q": 256},

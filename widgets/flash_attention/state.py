@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
 from math import inf
 from typing import Any
 
@@ -21,9 +20,7 @@ from minivllm_lab.flash_attention.attention_traffic import (
     OTHER_REGISTERS,
     Chip,
     Traffic,
-    flash_programs,
     flash_traffic,
-    least_traffic,
     longest_naive,
     most_queries_kept,
     most_queries_launched,
@@ -41,20 +38,6 @@ KEYS = (16, 32, 48, 64, 80, 96, 112, 128, 192, 256)
 LENGTHS = tuple(2**power for power in range(10, 18))  # 1K to 128K tokens
 HEADS = 32
 """Query heads whose scores are stored together: those of Llama-3.1-8B."""
-MOST_BANDS = 6
-"""The most bands in the map of tiles; programs beyond that share a band."""
-
-
-@dataclass(frozen=True)
-class Band:
-    """Consecutive programs that are drawn together in the map of tiles."""
-
-    programs: int
-    """Programs up to the end of this band."""
-    queries: int
-    """Queries up to its end."""
-    read: int
-    """Bytes loaded up to its end."""
 
 
 @dataclass(frozen=True)
@@ -70,14 +53,9 @@ class State:
     stages: int
     naive: Traffic
     tiled: Traffic
-    least: int
     queries: tuple[int, ...]
     by_queries: tuple[Traffic, ...]
     """The traffic of tiles with each of `queries`."""
-    lengths: tuple[int, ...]
-    naive_by_length: tuple[int, ...]
-    """Bytes moved at each of `lengths`."""
-    tiled_by_length: tuple[int, ...]
     few: float
     """Below this many queries, tiles move more bytes than T × T stored."""
     kept: int
@@ -87,7 +65,6 @@ class State:
     longest: int
     """The most tokens whose scores and weights, of all heads, fit into the GPU's memory."""
     programs: int
-    bands: tuple[Band, ...]
     row: Row
     steps: tuple[Step, ...]
     own: bool
@@ -176,18 +153,13 @@ def sweep(
         stages=stages,
         naive=naive,
         tiled=_moved(length, head_dim, block_q, block_k),
-        least=least_traffic(length, head_dim),
         queries=QUERIES,
         by_queries=by_queries,
-        lengths=LENGTHS,
-        naive_by_length=tuple(naive_traffic(long, head_dim).moved for long in LENGTHS),
-        tiled_by_length=tuple(_moved(long, head_dim, block_q, block_k).moved for long in LENGTHS),
         few=_few(by_queries, naive),
         kept=most_queries_kept(chip, block_k, head_dim),
         launched=most_queries_launched(chip, block_k, head_dim, stages),
         longest=longest_naive(hardware.memory_bytes, HEADS),
         programs=-(-length // block_q),
-        bands=_bands(length, head_dim, block_q, block_k),
         row=row,
         steps=walked(row, keys_a_tile, softmax_step),
         own=softmax_step is not None,
@@ -210,20 +182,3 @@ def _few(by_queries: Sequence[Traffic], naive: Traffic) -> float:
     """
     few = crossing(QUERIES[::-1], [traffic.moved for traffic in by_queries[::-1]], naive.moved, log=True)
     return min(few, QUERIES[-1]) if few < inf else QUERIES[0]
-
-
-@lru_cache(maxsize=256)
-def _bands(length: int, head_dim: int, block_q: int, block_k: int) -> tuple[Band, ...]:
-    """Split all programs into bands of about equal size."""
-    programs = list(flash_programs(length, block_q, block_k))
-    row = 2 * head_dim
-    count = min(len(programs), MOST_BANDS)
-    ends = [len(programs) * (index + 1) // count for index in range(count)]
-    bands: list[Band] = []
-    read = 0
-    queries = 0
-    for first, end in pairwise([0, *ends]):
-        read += sum((rows + 2 * seen) * row for rows, seen in programs[first:end])
-        queries += sum(rows for rows, _ in programs[first:end])
-        bands.append(Band(end, queries, read))
-    return tuple(bands)

@@ -217,7 +217,7 @@ class Drawing:
             self.words.append(text_box(place, content, size, anchor, bold))
         else:
             flat = text_box((0, 0), content, size, anchor, bold)
-            self.words.append(Box(place[0] + flat.y, place[1] - flat.right, flat.height, flat.width))
+            self.words.append(Box(place[0] + flat.y - 2, place[1] - flat.right, flat.height + 4, flat.width))
             shape += f' transform="rotate({number(turn)} {number(place[0])} {number(place[1])})"'
         if halo:
             shape += f' stroke="{CARD}" stroke-width="4" paint-order="stroke" stroke-linejoin="round"'

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from minivllm_lab.exercise import load
 from minivllm_lab.flash_attention import attention_traffic
+from minivllm_lab.palette import INK, ORANGE, SKY
 from minivllm_simulate.hardware import HARDWARE
 from widgets.flash_attention import SPEC, detail, figure, sweep, verdict
 from widgets.flash_attention import row as flash_attention_row
@@ -38,9 +39,6 @@ def test_a_sweep_is_the_counters():
     assert state.tiled == attention_traffic.flash_traffic(4096, 64, 96, 32)
     assert state.naive == attention_traffic.naive_traffic(4096, 64)
     assert state.by_queries[state.queries.index(96)] == state.tiled
-    assert state.tiled_by_length[state.lengths.index(4096)] == state.tiled.moved
-    assert state.bands[-1].read == state.tiled.read
-    assert (state.bands[-1].programs, state.bands[-1].queries) == (state.programs, 4096)
     assert state.longest == attention_traffic.longest_naive(HARDWARE["A100-80"].memory_bytes, 32)
 
 
@@ -101,19 +99,30 @@ def test_the_steps_end_at_the_softmax_of_the_row(keys_a_tile, times):
     assert all(step.factor == pytest.approx(step.right_factor, abs=1e-9) for step in steps)
 
 
-def test_the_frames_walk_band_by_band_and_then_tile_by_tile():
+def test_the_frames_walk_the_row_tile_by_tile():
     state = sweep(block_q=128)
     frames = captions(state)
     picture = detail(state)
     assert json.loads(ET.fromstring(picture).get("data-frames", "")) == frames
-    assert len(frames) == 1 + (len(state.bands) - 1) + len(state.steps)
-    assert "128 MiB of 132 MiB" not in frames[0]
-    assert f"{state.length:,} of {state.length:,} keys" in frames[-1]
+    assert len(frames) == 1 + len(state.steps)
+    assert "24 of 24 keys" in frames[-1]
     last = len(frames) - 1
     ends = [tuple(map(int, at.split())) for at in re.findall(r'data-at="([^"]+)"', picture)]
     assert ends
     assert all(0 <= first <= end <= last for first, end in ends)
-    assert "shrink × 0.454" in frames[len(state.bands) + 2], "frame k is tile k of the row"
+    assert "shrink × 0.454" in frames[3], "frame k is tile k of the row"
+
+
+@pytest.mark.parametrize("knobs", [{"block_q": 128}, {"block_q": 1024, "length": 1024}])
+def test_the_tile_is_drawn_to_scale_and_lines_as_long_as_the_keys_that_are_read(knobs):
+    state = sweep(**knobs)
+    marks = list(ET.fromstring(figure(state)).iter())
+    [tile] = [mark for mark in marks if (mark.get("fill"), mark.get("stroke")) == (ORANGE, INK)]
+    lines = (mark for mark in marks if (mark.get("stroke"), mark.get("stroke-width")) == (SKY, "1.2"))
+    ends = [float(mark.get("x2", 0)) - float(mark.get("x1", 0)) for mark in lines]
+    assert float(tile.get("height", 0)) == pytest.approx(state.block_q / state.length * max(ends), abs=0.01)
+    keys = sum(ends) / max(ends) * state.length
+    assert 2 * state.head_dim * (state.length + 2 * keys) == pytest.approx(state.tiled.read, rel=1e-3)
 
 
 def never_corrected(state, scores, values):
@@ -138,7 +147,7 @@ def test_a_wrong_factor_shows_in_the_frame_where_it_happens():
     assert outcome.tone == "broken"
     assert "tile 3" in outcome.words
     assert "multiplied the old l by 1.000, but exp(old m − new m) is 0.454" in outcome.words
-    assert "l wrong" in captions(state)[len(state.bands) + 2]
+    assert "l wrong" in captions(state)[3]
     assert "Tile 3, yours" in detail(state)
     assert "✕" in detail(state)
 
@@ -154,9 +163,7 @@ def test_a_wrong_factor_shows_in_the_frame_where_it_happens():
 def test_broken_code_is_said_in_one_line(broken, words, monkeypatch):
     monkeypatch.setattr("widgets.flash_attention.row.PATIENCE", 0.2)
     view = Session(SPEC, softmax_step=broken).settle()
-    assert view["tone"] == "broken"
-    assert words in view["words"]
-    assert "\n" not in view["words"]
+    assert (view["tone"], words in view["words"], "\n" in view["words"]) == ("broken", True, False)
 
 
 @pytest.mark.parametrize("index", range(3))
