@@ -27,8 +27,6 @@ BLOCK, ENTRY, REACH = 46, 18, 30
 """The heights in pixels of a block, of a table's entry, and of the space between a table and the
 pool.
 """
-TWO = 2
-"""The most block tables that are drawn: one above the pool and one below it."""
 
 
 def percent(share: float, beside: float | None = None) -> str:
@@ -179,7 +177,7 @@ def _pool(drawing: Drawing, play: Play, y: float, width: float) -> float:
     title = "Block pool" + f", lengths ÷ {play.shortened}" * (play.shortened > 1)
     y = draw_title(drawing, title, keys, y) + 14
     room = width - 2 * MARGIN
-    rows = math.ceil(play.num_blocks / (room // 27))
+    rows = math.ceil(play.num_blocks / (room // 29))
     columns = math.ceil(play.num_blocks / rows)
     wide, top = min(room / columns, 56), y + ENTRY + REACH
     places = [
@@ -191,7 +189,8 @@ def _pool(drawing: Drawing, play: Play, y: float, width: float) -> float:
     for (request, tables), first, last in _runs(list(_followed(play.frames))):
         with drawing.layer(group=f"r{request}", at=f"{first} {last}"):
             for sample, (table, top) in enumerate(zip(tables, tops, strict=False), 1):
-                name = f"Request {request}" + f", answer {sample} of {len(tables)}" * (len(tables) > 1)
+                name = f"{'Request ' if width >= WIDE else 'R'}{request}"
+                name += f", answer {sample}" * (len(tables) > 1)
                 _table(drawing, name, table, top, places)
     return tops[-1] + ENTRY if samples > 1 else places[-1].bottom
 
