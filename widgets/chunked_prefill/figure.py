@@ -1,17 +1,17 @@
-"""Draw lesson 10's picture: waiting times by token budget, and below them every step."""
+"""Draw lesson 10's picture: waiting times by token budget, and below them each step as a bar."""
 
 from __future__ import annotations
 
 import math
 
-from minivllm_lab.palette import BLUE, GREEN, ORANGE, SKY
+from minivllm_lab.palette import BLUE, GREEN, INK, ORANGE
 from minivllm_simulate.cost_model import StepShape
-from minivllm_simulate.load_sweep import Span, within
+from minivllm_simulate.load_sweep import Span
 from widgets.chunked_prefill.runs import ANSWER, CHAT
 from widgets.chunked_prefill.state import ALL_GAPS, BUDGETS, CLIENTS, State
 from widgets.chunked_prefill.strip import draw_steps
-from widgets.shell.plot import Axes, Key, Scale, draw_head, figures, percent, seconds, short, three_boxes, tokens
-from widgets.shell.svg import QUIET, Box, Drawing
+from widgets.shell.plot import MARGIN, WIDE, Axes, Key, Scale, draw_head, figures, percent, seconds, tokens
+from widgets.shell.svg import Box, Drawing
 
 BUDGET = Scale(BUDGETS[0], BUDGETS[-1], log=True)
 TICKS = (64, 256, 1024, 4096, 16384)
@@ -19,22 +19,18 @@ POLICIES = {"mixed": "", "whole": "; prompts are not cut", "first": "; prefill f
 
 
 def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
-    """Draw waiting times by budget, the prefill rate and the chats beside them, and the steps
-    below.
-    """
+    """Draw waiting times by budget, and the steps below."""
     serving = state.serving
     drawing = Drawing(width, 0, "What a token budget costs", f"Waiting times against the budget, now {state.budget}")
     note = (
         f"{serving.name} on one {serving.gpu.name}, {serving.load:g} requests a second: {percent(serving.share)} have "
-        f"{tokens(serving.longest)} tokens, the others {CHAT} in, all {ANSWER} out{POLICIES[serving.policy]}"
+        f"{tokens(serving.longest)} tokens, the others {CHAT + ANSWER}{POLICIES[serving.policy]}"
     )
     error = state.error and f"{state.error} against published runs"
     y = draw_head(drawing, "How long clients wait", note, error, _keys(state))
-    main, upper, lower = three_boxes(width, y + 26, 170, large=0.56)
-    _draw_waits(Axes(drawing, main, BUDGET, _scale(state)), state, pinned)
-    _draw_rate(drawing, upper, state)
-    _draw_chats(drawing, lower, state)
-    drawing.height = draw_steps(drawing, state, max(main.bottom, lower.bottom) + 60) + 8
+    box = Box(60, y + 16, width - 60 - MARGIN, 148 if width >= WIDE else 170)
+    _draw_waits(Axes(drawing, box, BUDGET, _scale(state)), state, pinned)
+    drawing.height = draw_steps(drawing, state, box.bottom + 62) + 10
     return drawing.render()
 
 
@@ -66,7 +62,7 @@ def _scale(state: State) -> Scale:
 def _draw_waits(axes: Axes, state: State, pinned: State | None) -> None:
     axes.frame(
         "token budget per step (max_num_batched_tokens)",
-        "waiting time",
+        "",
         x_ticks=TICKS,
         x_format=tokens,
         y_format=seconds,
@@ -76,24 +72,28 @@ def _draw_waits(axes: Axes, state: State, pinned: State | None) -> None:
         axes.pinned(pinned.run, [pinned.first(budget) for budget in pinned.run], pinned.budget)
         axes.pinned(pinned.run, [pinned.waited(budget) for budget in pinned.run], pinned.budget)
     budgets = state.run
-    axes.mark_y(state.gap, f"gap limit {seconds(state.gap)}", GREEN)
-    axes.mark_y(state.ttft, f"TTFT limit {seconds(state.ttft)}", GREEN)
+    axes.mark_y(state.gap, f"limit {seconds(state.gap)}", BLUE)
+    axes.mark_y(state.ttft, f"limit {seconds(state.ttft)}", ORANGE)
     axes.line(budgets, [state.first(budget) for budget in budgets], ORANGE)
     with axes.drawing.answer():
         axes.line(budgets, [_other_gap(state, budget) for budget in budgets], BLUE, width=1.8, dash="2 4")
         axes.line(budgets, [state.waited(budget) for budget in budgets], BLUE)
-        _draw_blind_spot(axes, state)
-    axes.here(state.budget, "budget", f"budget {state.budget:,}")
+        _draw_knee(axes, state)
+    axes.here(state.budget, "budget")
     with axes.drawing.answer():
         _draw_tips(axes, state)
 
 
-def _draw_blind_spot(axes: Axes, state: State) -> None:
-    """Say why 99 % of all gaps are short where clients have long ones."""
-    few = [budget for budget in state.run if state.points[budget].gap(ALL_GAPS) < state.waited(budget) / 4]
-    if few:
-        place = axes.at(few[-1], state.points[few[-1]].gap(ALL_GAPS))
-        axes.label(place, "few are long", BLUE, bold=False)
+def _draw_knee(axes: Axes, state: State) -> None:
+    """Mark the budget nearest to the knee, from which longer steps take longer."""
+    knee = state.serving.knee
+    if state.run and state.run[0] <= knee <= state.run[-1]:
+        nearest = min(state.run, key=lambda budget: abs(math.log(budget / knee)))
+        place = axes.at(nearest, state.waited(nearest))
+        tip = f"Up to about {knee:.0f} tokens, a step takes as long as reading the weights: prompt tokens are free."
+        axes.drawing.circle(place, 4.5, INK, tip=tip)
+        if axes.drawing.width >= WIDE:
+            axes.label(place, "knee", bold=False)
 
 
 def _other_gap(state: State, budget: int) -> float:
@@ -106,8 +106,10 @@ def _draw_broken(axes: Axes, state: State) -> None:
     come too late; mark where both limits are met.
     """
     with axes.drawing.answer():
+        for low, high in state.good if state.complete else ():
+            axes.explain(low, high, f"limits met: {low:,.0f} to {high:,.0f}", GREEN)
         for span in state.stalled:
-            axes.broken(*span, f"stalls: tokens over {seconds(state.gap)} apart")
+            axes.broken(*span, f"stalls over {seconds(state.gap)}")
     for span in (*state.stopped, *state.late):
         axes.broken(*span, late_words(state, span))
         if state.queue_at(span[1]):
@@ -115,7 +117,6 @@ def _draw_broken(axes: Axes, state: State) -> None:
     with axes.drawing.answer():
         for low, high in state.good if state.complete else ():
             axes.drawing.line(axes.at(low, axes.y.low), axes.at(high, axes.y.low), colour=GREEN, width=5)
-            axes.explain(low, high, f"limits met: {low:,.0f} to {high:,.0f}", GREEN)
 
 
 def late_words(state: State, span: Span) -> str:
@@ -169,44 +170,3 @@ def _draw_tips(axes: Axes, state: State) -> None:
         )
 
     axes.tips(state.run, tip)
-
-
-# ---- the prefill rate, and the chats' first tokens
-
-
-def _draw_rate(drawing: Drawing, box: Box, state: State) -> None:
-    """Draw the prompt tokens per second at each budget, and the rate at which tokens arrive."""
-    serving = state.serving
-    rates = {budget: serving.prompt / alone for budget, alone in state.alone.items()}
-    known = [serving.demand, *rates.values()]
-    axes = Axes(drawing, box, BUDGET, Scale.around(0.8 * min(known), 1.25 * max(known)))
-    ticks = axes.y.powers()
-    axes.frame("", "a long prompt alone, tokens/s", x_ticks=(), y_ticks=ticks, y_format=short)
-    axes.line(list(rates), list(rates.values()), ORANGE)
-    axes.mark_y(serving.demand, f"{short(serving.demand)} arrive", GREEN)
-    axes.mark_x(serving.knee, QUIET, dash="2 3")
-    axes.label((axes.at(serving.knee, axes.y.low)[0], box.bottom - 8), f"knee {serving.knee:.0f}", QUIET, bold=False)
-    axes.also_here(state.budget)
-
-    def tip(budget: int) -> str:
-        step = seconds(serving.cost.seconds(StepShape.of([(budget, 0)])))
-        return f"Steps of {budget:,} tokens: {rates[budget]:,.0f} prompt tokens a second; the first takes {step}."
-
-    axes.tips(list(rates), tip)
-
-
-def _draw_chats(drawing: Drawing, box: Box, state: State) -> None:
-    """Draw how long chats wait for their first token."""
-    firsts = {budget: within(state.points[budget].chat_ttft, CLIENTS) for budget in state.run}
-    least = state.serving.cost.seconds(StepShape.of([(CHAT, 0)]))
-    axes = Axes(drawing, box, BUDGET, Scale.around(0.8 * least, 3 * max([7 * least, *state.alone.values()])))
-    label = f"first token, {percent(CLIENTS)} of chats"
-    axes.frame("budget", label, x_ticks=TICKS, x_format=tokens, y_ticks=axes.y.powers(), y_format=seconds)
-    axes.line(list(firsts), list(firsts.values()), SKY)
-    axes.also_here(state.budget)
-
-    def tip(budget: int) -> str:
-        within = seconds(firsts[budget])
-        return f"Budget {budget:,}: {percent(CLIENTS)} of the chats have their first token within {within}"
-
-    axes.tips(list(firsts), tip)

@@ -258,11 +258,6 @@ class Serving:
         """Return the mean number of (query, key) pairs in a prompt."""
         return statistics.mean(request.prompt_tokens**2 for request in self.lengths) / 2
 
-    @property
-    def demand(self) -> float:
-        """Return the prompt and output tokens that arrive each second."""
-        return self.load * (self.mean_prompt + ANSWER)
-
     def alone(self, budget: int) -> float:
         """Return the seconds that a long prompt takes when it runs alone."""
         return chunk_seconds(self.cost, self.prompt, budget)

@@ -1,126 +1,110 @@
-"""Draw the animated lower part of lesson 10's picture: what each step was made of, and when tokens
-came.
-"""
+"""Draw the lower part of lesson 10's picture: each step as a bar, as high as its requests wait."""
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Sequence
+from itertools import groupby
 
-from minivllm_lab.drawing import number
 from minivllm_lab.palette import BLUE, ORANGE, SKY
-from widgets.chunked_prefill.runs import Step
-from widgets.chunked_prefill.state import State
-from widgets.shell.plot import MARGIN, Scale, seconds
-from widgets.shell.strip import FRAMES, NAMES, draw_placeholder, draw_times, draw_title, frame_ends, frames_from, pixels
-from widgets.shell.svg import QUIET, SMALL, Box, Drawing, Segment
-from widgets.shell.theme import IDLE, MID, MISSED
+from minivllm_simulate.cost_model import StepShape
+from widgets.chunked_prefill.runs import CHAT, Step
+from widgets.chunked_prefill.state import ALL_GAPS, State
+from widgets.shell.plot import MARGIN, WIDE, Axes, Scale, counted, hidden_note, percent, seconds
+from widgets.shell.strip import draw_placeholder, draw_title, frame_ends, frames_from
+from widgets.shell.svg import SMALL, Box, Drawing, Segment
+from widgets.shell.theme import BROKEN, MID
 
-TITLE = "Step by step"
-LEAST_BAR = 5
-"""The least width of a bar in pixels; shorter steps are drawn together."""
+TITLE = "Each step is a bar"
+MOST_STEPS = 120
+COLOURS = (BLUE, ORANGE, SKY, MID)
 
 
 def draw_steps(drawing: Drawing, state: State, y: float) -> float:
-    """Draw what each step in a time window was made of, and when tokens came; return the y below."""
+    """Draw how long each step in a time window takes, and why; return the y below."""
     if state.budget not in state.points:
         return draw_placeholder(drawing, TITLE, state.refused, y)
-    keys = [
-        Segment("long prompts", 0, ORANGE),
-        Segment("chats' prompts", 0, SKY),
-        Segment(f"gap over {seconds(state.gap)}", 0, MISSED, hatched=True),
-    ]
+    strip = state.points[state.budget].strip[:MOST_STEPS]
+    parts = [parts_of(step, state) for step in strip]
+    keys = [Segment("decodes", 0, BLUE), Segment("long prompts", 0, ORANGE), Segment("chats' prompts", 0, SKY)]
+    keys += [Segment("steps before", 0, MID)] * any(before > 0 for *_, before in parts)
     y = draw_title(drawing, TITLE, keys, y)
-    strip = state.points[state.budget].strip
-    box = Box(MARGIN + NAMES, y + 12, drawing.width - 2 * MARGIN - NAMES, 34)
-    across = Scale(*state.serving.window)
-    most = max([1, *(step.long + step.chat for step in strip)])
-    _name_row(drawing, box, "prompt tokens", f"0 to {most:,}")
-    drawing.rect(box, IDLE)
-    below = Box(box.x, box.bottom + 5, box.width, 22)
-    _name_row(drawing, below, "decodes", f"0 to {max([0, *(step.decodes for step in strip)])}")
-    drawing.rect(below, IDLE)
+    box = Box(60, y + 32, drawing.width - 60 - MARGIN, 100)
+    tallest = max(map(sum, parts), default=0.0)
+    axes = Axes(drawing, box, Scale(0, max(len(strip), 1)), Scale(0, 1.15 * max(1.4 * state.gap, tallest)))
+    ticks = [0.0] * (state.gap > 0.12 * axes.y.high) + [state.gap] + [tallest] * (tallest > 1.3 * state.gap)
+    axes.frame("", "wait for the next token", y_ticks=ticks, y_format=lambda value: seconds(value) if value else "0")
     with drawing.answer():
-        _draw_late(drawing, below, strip, across, state)
-    for bar in _bars(strip, box, across):
-        _draw_bar(drawing, box, bar, across, most)
-    _draw_tokens(drawing, below, strip, across)
+        top = axes.at(0, state.gap)[1]
+        drawing.rect(Box(box.x, box.y, box.width, top - box.y), BROKEN)
+        across = Scale(state.serving.window[0], strip[-1].end if strip else state.serving.window[1])
+        for at, steps in groupby(enumerate(strip), key=lambda each: frames_from(each[1].end, across)):
+            with drawing.layer(at=at):
+                _draw_bars(axes, [(index, step, parts[index]) for index, step in steps])
+        _draw_limits(axes, state, strip)
+    hidden_note(drawing, box)
     drawing.play([_caption(strip, across.low, end) for end in frame_ends(across)])
-    return draw_times(drawing, below, across)
+    return box.bottom + 17
 
 
-def _name_row(drawing: Drawing, box: Box, *lines: str) -> None:
-    for row, words in enumerate(lines):
-        drawing.text((MARGIN, box.y + box.height / 2 - 3 + 14 * row), words, size=SMALL, colour=QUIET)
+def parts_of(step: Step, state: State) -> tuple[float, float, float, float]:
+    """Divide the wait for a step's tokens into the seconds that its decodes alone would take, those
+    that long prompts and chats' prompts add, and those of the steps before without these decodes.
+    """
+    took = step.end - step.start
+    plain = state.serving.cost.seconds(StepShape.of([(1, CHAT)] * step.decodes)) if step.decodes else 0.0
+    prompts = step.long + step.chat
+    plain = min(plain, took) if prompts else took
+    long = (took - plain) * step.long / max(prompts, 1)
+    return plain, long, took - plain - long, max(0.0, step.gap - took - 1e-9)
 
 
-def _bars(strip: Sequence[Step], box: Box, across: Scale) -> Iterator[list[Step]]:
-    """Group the steps with prompts into bars that are wide enough to see."""
-    group: list[Step] = []
-    for step in strip:
-        if not step.long + step.chat:
-            if group:
-                yield group
-            group = []
-            continue
-        group.append(step)
-        left, right = pixels(box, across, group[0].start, step.end)
-        if right - left >= LEAST_BAR:
-            yield group
-            group = []
-    if group:
-        yield group
+def _draw_bars(axes: Axes, bars: Sequence[tuple[int, Step, Sequence[float]]]) -> None:
+    """Draw the bars of one frame: one shape for each colour, and a tip for each bar."""
+    wide = axes.box.width / axes.x.high
+    shapes = dict.fromkeys(COLOURS, "")
+    for index, _, parts in bars:
+        x, y = axes.at(index, 0)
+        for colour, part in zip(COLOURS, parts, strict=True):
+            high = part / axes.y.high * axes.box.height
+            if high > 0:
+                shapes[colour] += f"M{x:.1f} {y:.1f}v-{high:.1f}h{wide * 0.85:.1f}v{high:.1f}z"
+                y -= high
+    for colour, shape in shapes.items():
+        if shape:
+            axes.drawing.add(f'<path d="{shape}" fill="{colour}"/>')
+    for index, step, _ in bars:
+        strip = Box(axes.at(index, 0)[0], axes.box.y, wide, axes.box.height)
+        axes.drawing.rect(strip, "transparent", tip=_tip(step))
 
 
-def _draw_bar(drawing: Drawing, box: Box, group: Sequence[Step], across: Scale, most: int) -> None:
-    left, right = pixels(box, across, group[0].start, group[-1].end)
-    at = frames_from(group[-1].end, across)
-    tip = _step_tip(group)
-    top = box.bottom
-    for colour, each in ((ORANGE, [step.long for step in group]), (SKY, [step.chat for step in group])):
-        high = box.height * sum(each) / len(group) / most
-        top -= high
-        drawing.rect(Box(left, top, max(right - left - 0.8, 0.6), high), colour, tip=tip, at=at)
+def _tip(step: Step) -> str:
+    made = f"{step.long:,} tokens of long prompts, {step.chat:,} of chats, {counted(step.decodes, 'decode')}"
+    return f"A step of {seconds(step.end - step.start)}: {made}"
 
 
-def _step_tip(group: Sequence[Step]) -> str:
-    first = group[0]
-    time = seconds(first.end - first.start)
-    long = sum(step.long for step in group)
-    chat = sum(step.chat for step in group)
-    steps = f"A step of {time}" if len(group) == 1 else f"{len(group)} steps of {time}"
-    decodes = f", {first.decodes} decodes" if len(group) == 1 else ""
-    return f"{steps}: {long:,} tokens of long prompts, {chat:,} of chats{decodes}"
-
-
-def _draw_tokens(drawing: Drawing, box: Box, strip: Sequence[Step], across: Scale) -> None:
-    """Draw a tick whenever tokens come: every running request waits from one tick to the next."""
-    most = max([1, *(step.decodes for step in strip)])
-    ticks: dict[str, list[str]] = {f"{frame} {FRAMES - 1}": [] for frame in range(FRAMES)}
-    for step in strip:
-        if step.decodes and across.low <= step.end <= across.high:
-            x, _ = pixels(box, across, step.end, step.end)
-            high = 6 + (box.height - 6) * step.decodes / most
-            ticks[frames_from(step.end, across)].append(f"M{number(x)} {number(box.bottom)}v-{number(high)}")
-    for at, marks in ticks.items():
-        if marks:
-            drawing.add(f'<path d="{"".join(marks)}" stroke="{BLUE}" stroke-width="1.4" data-at="{at}"/>')
-
-
-def _draw_late(drawing: Drawing, box: Box, strip: Sequence[Step], across: Scale, state: State) -> None:
-    """Hatch the gaps that are longer than the limit."""
-    for step in strip:
-        if step.gap > state.gap:
-            left, right = pixels(box, across, step.end - step.gap, step.end)
-            area = Box(left, box.y, right - left, box.height)
-            with drawing.layer(at=frames_from(step.end, across)):
-                drawing.rect(area, MISSED, tip=f"{seconds(step.gap)} without a token")
-                drawing.hatch(area, MID, gap=6)
+def _draw_limits(axes: Axes, state: State, strip: Sequence[Step]) -> None:
+    """Draw the gap limit; say how few steps exceed it, or in how many steps a late prompt is cut."""
+    x, height = axes.at(0, state.gap)
+    axes.drawing.line((x, height), (axes.box.right, height), colour=BLUE, dash="4 3", width=1.5)
+    axes.drawing.text((x + 6, height - 6), "limit", size=SMALL, colour=BLUE)  # the window begins with short bars
+    over = [(step.gap, index) for index, step in enumerate(strip) if step.decodes and step.gap > state.gap]
+    if over:
+        gap, index = max(over)
+        whom = "everyone" if axes.drawing.width >= WIDE else "all"
+        place = axes.at(index + 1, 0.9 * gap)
+        axes.label(place, f"{len(over)} of {counted(len(strip), 'step')} stall{'s' * (len(over) == 1)} {whom}")
+        pooled = state.points[state.budget].gap(ALL_GAPS)
+        if pooled <= state.gap:
+            words = f"yet {percent(ALL_GAPS)} of gaps ≤ {seconds(pooled)}"
+            axes.label((place[0], place[1] + 16), words, bold=False)
+    elif {"queue", "chunks"} & {*state.causes(state.budget)}:
+        steps = math.ceil(state.serving.prompt / state.budget)
+        axes.label(axes.at(len(strip) / 4, 0.8 * state.gap), f"each long prompt takes {counted(steps, 'step')}")
 
 
 def _caption(strip: Sequence[Step], start: float, now: float) -> str:
-    ends = [step.end for step in strip]
-    done = strip[: bisect_left(ends, now + 1e-12)]
+    done = [step for step in strip if step.end <= now + 1e-12]
     long = sum(step.long for step in done)
     chat = sum(step.chat for step in done)
     longest = max((step.end - step.start for step in done if step.decodes), default=0.0)

@@ -1,7 +1,7 @@
 """Show what a block size costs, in memory and in the kernel, and animate a block pool step by step.
 
 `minivllm_simulate` counts both costs over many requests. The animated pool is the engine's own
-`BlockPool`, or the reader's. CPU times come from the saved results of lesson 02's script.
+`BlockPool`, or the reader's.
 
 Draw the lesson's figure with `uv run python -P -m widgets paged_attention
 lessons/figures/02_pool.svg`.
@@ -9,12 +9,10 @@ lessons/figures/02_pool.svg`.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 from minivllm.config.checks import require
@@ -43,7 +41,6 @@ SEEN, PLAYED, MOST_BLOCKS = 400, 9, 40
 """Requests that count, requests that are played, and blocks of the pool that is drawn."""
 PATIENCE = 1.0
 """CPU seconds that a play with the reader's pool may take; ours takes milliseconds."""
-RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 
 
 @dataclass(frozen=True)
@@ -104,18 +101,14 @@ class State:
     valley: Valley
     others: tuple[Valley, ...]
     """The valleys of the other kinds of requests."""
-    cpu: str
-    """The CPU on which attention was measured, or ""."""
-    measured: Mapping[int, float]
-    """Attention's time relative to a contiguous cache, by block size."""
     play: Play
     own: bool
     """Whether the pool that plays is the reader's."""
 
     @property
     def cost(self) -> Mapping[int, float]:
-        """Return the sum of both costs by block size."""
-        return {size: self.empty[size] + self.extra[size] for size in self.empty}
+        """Return what is held in vain and fetched in vain by block size, per byte needed."""
+        return {size: in_vain(self.empty[size], self.extra[size]) for size in self.empty}
 
     @property
     def breaks(self) -> tuple[bool, bool, bool]:
@@ -135,6 +128,11 @@ class State:
         fetch / bytes per token).
         """
         return math.sqrt(2 * self.tokens * KERNELS[self.kernel].piece / (2 * self.row_bytes))
+
+
+def in_vain(empty: float, extra: float) -> float:
+    """Add both costs per byte needed; `empty` is a share of the slots held."""
+    return empty / (1 - empty) + extra
 
 
 def sweep(
@@ -169,7 +167,6 @@ def sweep(
     seen = _seen(kind)
     extra = {size: _extra(kind, size, row_bytes, kernel) for size in SIZES}
     others = [other for other in WORKLOADS.values() if other is not kind]
-    cpu, measured = _measured()
     return State(
         block_size=block_size,
         title=kind.title,
@@ -184,8 +181,6 @@ def sweep(
         saved=held(seen, block_size, samples).saved,
         valley=_valley(kind, samples, row_bytes, kernel),
         others=tuple(_valley(other, samples, row_bytes, kernel) for other in others),
-        cpu=cpu,
-        measured=measured,
         play=_played(_few(kind), block_size, samples, block_pool),
         own=block_pool is not None,
     )
@@ -226,7 +221,7 @@ def _extra(kind: Workload, size: int, row_bytes: int, kernel: str) -> float:
 
 def _valley(kind: Workload, samples: int, row_bytes: int, kernel: str) -> Valley:
     taken = [size for size in SIZES if size >= SMALLEST]
-    cost = {size: _empty(kind, size, samples) + _extra(kind, size, row_bytes, kernel) for size in taken}
+    cost = {size: in_vain(_empty(kind, size, samples), _extra(kind, size, row_bytes, kernel)) for size in taken}
     least = min(taken, key=lambda size: cost[size])
     return Valley(kind.title, least, cost[least])
 
@@ -239,21 +234,8 @@ def _played(lengths: tuple[RequestLengths, ...], size: int, samples: int, own: C
         return play_pool(lengths, size, samples, MOST_BLOCKS, own)
 
 
-@lru_cache(maxsize=1)
-def _measured() -> tuple[str, Mapping[int, float]]:
-    """Return the CPU on which lesson 02 was measured, and attention's relative time there by block
-    size, or ("", {}).
-    """
-    for path in sorted(RESULTS.glob("02_paged_attention.*.json")):
-        record = json.loads(path.read_text())
-        if record["machine"]["gpu"] is None:
-            ratio = record["figures"]["blocks"]["price"]["ratio"]
-            return record["machine"]["cpu"], {int(size): value for size, value in ratio.items()}
-    return "", {}
-
-
 def figure(state: State, width: float = 640, pinned: State | None = None) -> str:
-    """Draw both costs by block size, and below them the animated pool."""
+    """Draw both costs by block size, and below them the animated pool and its tables."""
     return draw(state, width, pinned, verdict(state).words)
 
 
@@ -333,7 +315,7 @@ def _valley_moves(state: State) -> Progress:
     valley = state.valley.block_size
     fetch = KERNELS[state.kernel].piece
     formula = f"√(2 × {state.tokens:.0f} × {fetch} / {2 * state.row_bytes}) = {figures(state.balance)}"
-    too_low = valley < 64
+    too_low = valley < 32
     return progress(
         f"Cheapest allowed: {valley}; your block size: {state.block_size}. {formula}.",
         (not too_low and state.block_size != valley, f"Set the block size to {valley}."),
@@ -366,7 +348,7 @@ CHALLENGES = (
         "Samples share only their prompt. Today vLLM shares it between any two requests (lesson 05).",
     ),
     Challenge(
-        "Make blocks of at least 64 the cheapest, and set that block size.",
+        "Make blocks of at least 32 the cheapest, and set that block size.",
         _valley_moves,
         "Half a block against one look-up per block: the cheapest is near √(2 · tokens · fetch / bytes per token).",
     ),

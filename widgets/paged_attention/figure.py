@@ -1,5 +1,5 @@
-"""Draw lesson 02's picture: the costs by block size, the sizes at which they break, and the
-animated pool.
+"""Draw lesson 02's picture: the two costs of a block size, and the animated pool with the block
+tables that point into it.
 """
 
 from __future__ import annotations
@@ -7,30 +7,26 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from html import escape
-from itertools import zip_longest
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from minivllm_lab.drawing import text_width
+from minivllm_lab.drawing import Point, text_width
 from minivllm_lab.paged_attention.played_pool import Frame, Play
-from minivllm_lab.palette import BLUE, GREEN, INK, ORANGE, VERMILLION, YELLOW
-from widgets.shell.plot import MARGIN, WIDE, Axes, Key, Scale, draw_keys, hidden_note
-from widgets.shell.svg import MID, QUIET, RULE, SMALL, Box, Drawing, Segment, legend
-from widgets.shell.theme import CARD, RESERVED
+from minivllm_lab.palette import BLUE, GREEN, INK, ORANGE, PURPLE, VERMILLION, YELLOW
+from widgets.shell.plot import MARGIN, WIDE, Axes, Scale, figures, hidden_note
+from widgets.shell.strip import draw_title
+from widgets.shell.svg import BOLD, MID, QUIET, RULE, SMALL, Box, Drawing, Segment
+from widgets.shell.theme import BROKEN, CARD, RESERVED
 
 if TYPE_CHECKING:
     from widgets.paged_attention import State
 
-LEAST, MOST = 0.0005, 1.6
-"""The ends of the logarithmic axis of costs: 0.05 % and 160 %."""
 DEFAULT = 16
 """vLLM's default block size, which is also the smallest that its kernels take."""
-ROW = 15
-"""The height in pixels of a row of the tables."""
-KEYS: tuple[Key, ...] = (
-    ("empty slots", ORANGE, "", 2.5),
-    ("bytes fetched in vain (modelled)", BLUE, "7 3", 2.5),
-    ("both added", INK, "", 3),
-)
+BLOCK, ENTRY, REACH = 46, 18, 30
+"""The heights in pixels of a block, of a table's entry, and of the space between a table and the
+pool.
+"""
 
 
 def percent(share: float, beside: float | None = None) -> str:
@@ -49,38 +45,82 @@ def slots(size: int) -> str:
 def draw(state: State, width: float, pinned: State | None, description: str) -> str:
     """Draw the picture as SVG."""
     drawing = Drawing(width, 0, "What a block size costs", description)
-    y = _costs(drawing, state, pinned, width)
-    drawing.height = _pool(drawing, state.play, y + 22, width) + 10
+    note = f"{state.title}, {state.samples} answer{'s' if state.samples > 1 else ''} each"
+    y = drawing.heading((MARGIN, 22), "What a block size costs", note) + 32
+    left, wide = MARGIN + 38, width - 2 * MARGIN - 48
+    if width >= WIDE:
+        slots_box = Box(left, y, 0.58 * wide, 114)
+        bytes_box = Box(slots_box.right + 60, y, width - MARGIN - 10 - slots_box.right - 60, 114)
+    else:
+        slots_box, bytes_box = Box(left, y, wide, 130), Box(left, y + 200, wide, 70)
+    _empty_slots(Axes(drawing, slots_box, _sizes(state), Scale(0, 1)), state, pinned)
+    _look_ups(drawing, bytes_box, state, pinned)
+    drawing.height = _pool(drawing, state.play, bytes_box.bottom + 62, width) + 12
     drawing.play([frame.caption for frame in state.play.frames], still=True)
     return drawing.render()
 
 
-def _costs(drawing: Drawing, state: State, pinned: State | None, width: float) -> float:
-    """Draw the plot of both costs, and return the y below it."""
-    note = f"{state.title}, {state.samples} answer{'s' if state.samples > 1 else ''} each"
-    y = drawing.heading((MARGIN, 22), "What a block size costs", note)
-    below = draw_keys(drawing, y + 20, KEYS)
-    box = Box(MARGIN + 38, below + 28, width - 2 * MARGIN - 48, 140 if width >= WIDE else 190)
-    sizes = [float(size) for size in state.empty]
-    axes = Axes(drawing, box, Scale(sizes[0], sizes[-1], log=True), Scale(LEAST, MOST, log=True))
-    _broken(axes, state)
+# ---- the two costs
+
+
+def _sizes(state: State) -> Scale:
+    return Scale(min(state.empty), max(state.empty), log=True)
+
+
+def _empty_slots(axes: Axes, state: State, pinned: State | None) -> None:
+    """Draw the empty share of the held slots by block size, and the sizes that no kernel takes."""
+    drawing, sizes = axes.drawing, list(state.empty)
+    axes.broken(None, DEFAULT / math.sqrt(2), f"No kernel takes fewer than {DEFAULT}")
     axes.frame(
         f"block size in slots (vLLM's default: {DEFAULT})",
-        "share of the slots held, or of the bytes needed",
+        "empty slots, of those held",
         x_ticks=sizes,
         x_format=lambda value: f"{value:.0f}",
-        y_ticks=(0.001, 0.01, 0.1, 1),
-        y_format=percent,
+        y_ticks=(0, 0.25, 0.5, 0.75, 1),
+        y_format=lambda share: f"{share:.0%}".replace("%", " %"),
     )
-    axes.mark_y(state.empty_allowed, f"limit: {percent(state.empty_allowed)}", ORANGE)
-    axes.mark_y(state.extra_allowed, f"limit: {percent(state.extra_allowed)}", BLUE)
     if pinned:
-        costs = [_shown(cost) for cost in pinned.cost.values()]
-        axes.pinned([float(size) for size in pinned.cost], costs, pinned.block_size)
-    _curves(axes, state, sizes)
-    hidden_note(drawing, Box(box.x + 0.6 * box.width, box.y, 0.4 * box.width, 36 if width >= WIDE else 64))
+        axes.pinned(sizes, list(pinned.empty.values()), pinned.block_size)
+    with drawing.answer():
+        _over(axes, state.empty, state.empty_allowed, "Last blocks are half empty")
+        tips = [
+            f"Blocks of {size}: {percent(share)} of the held slots are empty." for size, share in state.empty.items()
+        ]
+        axes.line(sizes, list(state.empty.values()), ORANGE, width=3, tips=tips)
+        _valley(axes, state)
+    axes.mark_y(state.empty_allowed, f"limit {percent(state.empty_allowed)}")
+    box = axes.box
+    hidden_note(drawing, Box(box.x + 0.5 * box.width, box.y, 0.5 * box.width, box.height))
     axes.here(state.block_size, "block_size")
-    return _cpu(drawing, axes, state, width) if state.measured else box.bottom + 35
+
+
+def _look_ups(drawing: Drawing, box: Box, state: State, pinned: State | None) -> None:
+    """Draw the bytes that a kernel fetches in vain per token, by block size."""
+    needed = 2 * state.row_bytes
+    costs = {size: needed * extra for size, extra in state.extra.items()}
+    allowed = needed * state.extra_allowed
+    axes = Axes(drawing, box, _sizes(state), Scale(0, 1.15 * max(allowed, *costs.values())))
+    axes.frame(
+        "block size",
+        f"bytes in vain per {needed} needed",
+        x_ticks=(1, 8, 64, 512),
+        x_format=lambda value: f"{value:.0f}",
+        y_ticks=axes.y.ticks(5),
+        y_format=figures,
+    )
+    if pinned:
+        axes.pinned(
+            list(pinned.extra), [2 * pinned.row_bytes * extra for extra in pinned.extra.values()], pinned.block_size
+        )
+    _over(axes, costs, allowed, "Too many look-ups")
+    with drawing.layer(tip=_modelled(state)):
+        tips = [
+            f"Blocks of {size}: {figures(cost)} bytes in vain per {needed} needed (modelled)."
+            for size, cost in costs.items()
+        ]
+        axes.line(list(costs), list(costs.values()), PURPLE, tips=tips)
+    axes.mark_y(allowed, f"limit {figures(allowed)}")
+    axes.also_here(state.block_size)
 
 
 def _modelled(state: State) -> str:
@@ -91,110 +131,77 @@ def _modelled(state: State) -> str:
     )
 
 
-def _shown(share: float) -> float:
-    """Move a cost below the logarithmic axis to its lower end."""
-    return max(share, LEAST)
+def _over(axes: Axes, costs: Mapping[int, float], allowed: float, words: str) -> None:
+    """Shade what lies between a limit and the costs over it, and say what is wrong there."""
+    level = axes.at(1, allowed)[1]
+    outline = list(_above([axes.at(size, cost) for size, cost in costs.items()], level))
+    if outline:
+        with axes.drawing.layer(broken=f"{words}: over the limit"):
+            axes.drawing.polygon([*outline, (outline[-1][0], level), (outline[0][0], level)], BROKEN)
+        over = [size for size, cost in costs.items() if cost > allowed]
+        axes.explain(over[0], over[-1], words)
 
 
-def _curves(axes: Axes, state: State, sizes: list[float]) -> None:
-    empty, extra, cost = state.empty, state.extra, state.cost
-    with axes.drawing.layer(tip=_modelled(state)):
-        tips = [f"Blocks of {size}: {percent(extra[size])} more bytes than needed (modelled)." for size in extra]
-        axes.line(sizes, [_shown(share) for share in extra.values()], BLUE, dash="7 3", tips=tips)
-    with axes.drawing.answer():
-        tips = [f"Blocks of {size}: {percent(empty[size])} of the held slots are empty." for size in empty]
-        axes.line(sizes, [_shown(share) for share in empty.values()], ORANGE, tips=tips)
-        tips = [f"Blocks of {size}: {percent(cost[size])}, both costs added." for size in cost]
-        axes.line(sizes, [_shown(share) for share in cost.values()], INK, width=3, tips=tips)
-        _valley(axes, state)
+def _above(points: Sequence[Point], level: float) -> Iterator[Point]:
+    """Yield the points of a line above a level, and those at which it crosses the level."""
+    for (x, y), (to_x, to_y) in pairwise(points):
+        if y < level:
+            yield x, y
+        if (y < level) != (to_y < level):
+            yield x + (to_x - x) * (level - y) / (to_y - y), level
+    if points[-1][1] < level:
+        yield points[-1]
 
 
 def _valley(axes: Axes, state: State) -> None:
     """Mark the cheapest block size; its tip has those of other requests."""
-    valleys = [
-        f"{each.title}: cheapest with blocks of {each.block_size}, {percent(each.cost)}"
-        for each in (state.valley, *state.others)
-    ]
-    place = axes.at(state.valley.block_size, state.valley.cost)
-    axes.drawing.circle(place, 6.5, GREEN, tip=f"Both costs added. {'; '.join(valleys)}.")
+    valleys = [f"{each.title}: {each.block_size}" for each in (state.valley, *state.others)]
+    size = state.valley.block_size
+    place = axes.at(size, state.empty[size])
+    words = f"Held in vain and fetched in vain, both per byte needed, are least here. Cheapest: {'; '.join(valleys)}."
+    axes.drawing.circle(place, 6.5, GREEN, tip=words)
     edge = max((x for x in axes.edges if place[0] - 40 < x < place[0]), default=place[0])  # no words across it
-    words = "cheapest allowed" if axes.drawing.width >= WIDE else "cheapest"
-    axes.label((edge, place[1]), f"{words}: {state.valley.block_size}")
+    axes.label((edge, place[1]), f"cheapest: {size}", GREEN)
 
 
-def _broken(axes: Axes, state: State) -> None:
-    """Shade where the kernel's cost or the empty share exceeds its limit, and where no kernel takes
-    the block size.
-    """
-    low = _crossing(state.extra, state.extra_allowed, [state.over(size) for size in state.extra])
-    least = DEFAULT / math.sqrt(2)  # between the largest size without a kernel and the smallest with one
-    emptier = [share > state.empty_allowed for share in state.empty.values()]
-    flipped = {size: state.empty[size] for size in reversed(list(state.empty))}
-    high = _crossing(flipped, state.empty_allowed, emptier[::-1])
-    if high is not None:
-        with axes.drawing.answer():
-            axes.broken(high, None, f"Last blocks are half empty: over {percent(state.empty_allowed)} of the slots")
-    axes.broken(None, least, f"No kernel takes blocks of fewer than {DEFAULT}")
-    if low is not None and low > least:  # smaller sizes are out anyway
-        axes.broken(None, low, f"Too many look-ups: over {percent(state.extra_allowed)} of the bytes")
-
-
-def _crossing(costs: Mapping[int, float], allowed: float, over: Sequence[bool]) -> float | None:
-    """Return the block size at which a cost that falls along `costs` returns to its limit, or None
-    if it never exceeds it.
-    """
-    sizes = list(costs)
-    last = next((index for index, exceeds in enumerate(over) if not exceeds), len(sizes))
-    if last == 0:
-        return None
-    if last == len(sizes):
-        return float(sizes[-1])
-    above, below = costs[sizes[last - 1]], max(costs[sizes[last]], LEAST / 10)
-    share = math.log(above / allowed) / math.log(above / below)
-    return sizes[last - 1] * (sizes[last] / sizes[last - 1]) ** min(max(share, 0.02), 0.98)
-
-
-def _cpu(drawing: Drawing, axes: Axes, state: State, width: float) -> float:
-    """Write the CPU's measurement below the plot, and return the y coordinate below it."""
-    least, most = min(state.measured.values()), max(state.measured.values())
-    words = f"any block size takes {least:.2f} to {most:.2f} × the time without blocks."
-    place = (MARGIN, axes.box.bottom + 55)
-    return drawing.paragraph(place, f"Measured on a CPU ({state.cpu}): {words}", width - 2 * MARGIN)
+# ---- the pool and the tables
 
 
 def _pool(drawing: Drawing, play: Play, y: float, width: float) -> float:
-    """Draw the blocks and the tables of the requests; return the y of the lowest."""
-    blocks = play.num_blocks - 1
-    note = f"{blocks} blocks of {play.block_size} slot{'s' * (play.block_size > 1)}; R1: of request 1; framed: new"
-    note += f"; lengths ÷ {play.shortened}" * (play.shortened > 1)
-    y = drawing.heading((MARGIN, y), "The block pool", note)
-    keys = [Segment("held", 0, RESERVED), Segment("tokens", 0, BLUE), Segment("empty", 0, CARD, outlined=True)]
-    keys.append(Segment("shared by samples", 0, YELLOW))
-    seen = [_holdings(frame, play.block_size) for frame in play.frames]
-    shares = [1 + any(holding.samples > 1 for holding in frame.values()) for frame in seen]
-    side = width >= WIDE
-    room = (width - 2 * MARGIN) * (0.6 if side else 1)
-    below = 0
-    for sharing, first, last in _runs(shares):
-        with drawing.layer(at=f"{first} {last}"):
-            below = max(below, round(legend(drawing, (MARGIN, y + 19), keys[: 2 + sharing], room)) - 8)
-    columns = min(max(-(-play.num_blocks // 3), 5), 8)
-    wide, high = int(min(room / columns, 64)), min(60, 130 // -(-play.num_blocks // columns))
+    """Draw the pool, with the tables of one request above and below it; return the y of the lowest
+    mark.
+    """
+    samples = max((table.sample for frame in play.frames for table in frame.tables), default=1)
+    keys = [Segment("tokens", 0, BLUE), Segment("empty slots", 0, ORANGE), Segment("free", 0, CARD, outlined=True)]
+    keys += [Segment("shared by answers", 0, YELLOW)] * (samples > 1)
+    title = "Block pool" + f", lengths ÷ {play.shortened}" * (play.shortened > 1)
+    y = draw_title(drawing, title, keys, y) + 14
+    room = width - 2 * MARGIN
+    rows = math.ceil(play.num_blocks / (room // 29))
+    columns = math.ceil(play.num_blocks / rows)
+    wide, top = min(room / columns, 56), y + ENTRY + REACH
     places = [
-        Box(MARGIN + at % columns * wide, below + at // columns * high, wide - 2, high - 2)
+        Box(MARGIN + at % columns * wide, top + at // columns * (BLOCK + 8), wide - 4, BLOCK)
         for at in range(play.num_blocks)
     ]
-    _blocks(drawing, play, seen, places)
-    table = (MARGIN + room + 14, y + 19) if side else (MARGIN, places[-1].bottom + 18)
-    return max(places[-1].bottom, _tables(drawing, play, shares, table, width - MARGIN - table[0]))
+    _blocks(drawing, play, places)
+    tops = (y, places[-1].bottom + REACH)[:samples]
+    for (request, tables), first, last in _runs(list(_followed(play.frames))):
+        with drawing.layer(group=f"r{request}", at=f"{first} {last}"):
+            for sample, (table, top) in enumerate(zip(tables, tops, strict=False), 1):
+                name = f"{'Request ' if width >= WIDE else 'R'}{request}"
+                name += f", answer {sample}" * (len(tables) > 1)
+                _table(drawing, name, table, top, places)
+    return tops[-1] + ENTRY if samples > 1 else places[-1].bottom
 
 
-def _blocks(drawing: Drawing, play: Play, seen: Sequence[dict[int, _Holding]], places: Sequence[Box]) -> None:
+def _blocks(drawing: Drawing, play: Play, places: Sequence[Box]) -> None:
     """Draw every block as free, and draw its holder and its tokens over it in the frames in which it
     is held.
 
     There are hundreds of marks, so equal marks in the same frames form one shape.
     """
+    seen = [_holdings(frame, play.block_size) for frame in play.frames]
     drawing.rect(places[0], MID, tip="Block 0, the null block: it fills the ends of tables, and no request gets it.")
     for block, place in enumerate(places[1:], 1):
         drawing.rect(place, CARD, stroke=RULE, tip=f"Block {block}: free.")
@@ -212,7 +219,6 @@ def _blocks(drawing: Drawing, play: Play, seen: Sequence[dict[int, _Holding]], p
         ink = QUIET if block else INK
         drawing.add(f'<text x="{place.x + 3:g}" y="{place.y + 13:g}" fill="{ink}">{block or "null"}</text>')
     drawing.add("</g>")
-    _new(drawing, seen, places)
 
 
 def _layers(seen: Sequence[Mapping[int, _Holding]], num_blocks: int, mark: Callable[[Any], Any]) -> _Layers:
@@ -231,10 +237,10 @@ def _draw_owned(drawing: Drawing, request: int, marks: Sequence[tuple[int, Any]]
         tip = escape(f"Block {block}: {owner}" + (f". ✕ {fault}" if fault else ""))
         fill = VERMILLION if fault else RESERVED
         drawing.add(f'<path d="{_outline(places[block])}" fill="{fill}" data-tip="{tip}"/>')
-    drawing.add(f'<path d="{"".join(_bar(places[block], 1) for block, _ in marks)}" fill="{CARD}"/>')
-    drawing.add(f'<g text-anchor="end" font-size="{SMALL}" pointer-events="none">')
+    drawing.add(f'<path d="{"".join(_bar(places[block], 1) for block, _ in marks)}" fill="{ORANGE}"/>')
+    drawing.add(f'<g font-size="{SMALL}" pointer-events="none">')
     for block, (_, _, fault) in marks:
-        x, y = places[block].right - 3, places[block].y + 13
+        x, y = places[block].x + 3, places[block].y + 27
         ink = "#000000" if fault else INK
         drawing.add(f'<text x="{x:g}" y="{y:g}" fill="{ink}">{"!" * bool(fault)}{f"R{request}" * bool(request)}</text>')
     drawing.add("</g>")
@@ -242,7 +248,7 @@ def _draw_owned(drawing: Drawing, request: int, marks: Sequence[tuple[int, Any]]
 
 def _bar(place: Box, share: float) -> str:
     """Return the outline of the bar at the bottom of a block, of which `share` is filled."""
-    high = min(place.height - 19, 20)
+    high = place.height - 33
     return f"M{place.x + 3:g} {place.bottom - 3:g}v-{high:g}h{(place.width - 6) * share:.1f}v{high:g}z"
 
 
@@ -258,17 +264,6 @@ def _layered(drawing: Drawing, layers: _Layers) -> Iterator[tuple[int, list[tupl
 
 def _outline(place: Box) -> str:
     return f"M{place.x:g} {place.y:g}h{place.width:g}v{place.height:g}h-{place.width:g}z"
-
-
-def _new(drawing: Drawing, seen: Sequence[Mapping[int, _Holding]], places: Sequence[Box]) -> None:
-    """Draw an outline around the blocks that each step allocated."""
-    for index, (before, after) in enumerate(zip([{}, *seen], seen, strict=False)):
-        new = [places[block] for block in after if block not in before]
-        path = "".join(map(_outline, new))
-        if path:
-            style = f'fill="none" stroke="{INK}" stroke-width="2" pointer-events="none"'
-            with drawing.layer(at=f"{index} {index}"):
-                drawing.add(f'<path d="{path}" {style}/>')
 
 
 class _Holding(NamedTuple):
@@ -309,62 +304,56 @@ def _runs(values: Sequence[Any]) -> Iterator[tuple[Any, int, int]]:
             first = index + 1
 
 
-def _tables(drawing: Drawing, play: Play, shares: Sequence[int], place: tuple[float, float], room: float) -> float:
-    """Draw a row for each request, with its block table or its state; return the y of the last
-    one.
-    """
-    x, y = place
-    several = any(table.sample > 1 for frame in play.frames for table in frame.tables)
-    for sharing, first, last in _runs(shares):
-        head = "Tables: shared · sample | sample" if sharing > 1 else "Tables: sample | sample"
-        with drawing.layer(at=f"{first} {last}"):
-            drawing.text((x, y), head if several else "Block tables", size=SMALL, bold=True)
-    rows = list(_rows(play.frames))
-    for row, seen in enumerate(zip_longest(*rows), 1):
-        base = y + 3 + row * ROW
-        for (request, words), first, last in _runs(seen):
-            shown = _cut(words, room - 26)
-            tip = f"Request {request}, block table: {words}" if shown != words else ""
-            with drawing.layer(tip=tip, group=f"r{request}", at=f"{first} {last}"):
-                drawing.text((x, base), f"R{request}", size=SMALL, bold=True)
-                drawing.text((x + 24, base), shown, size=SMALL, colour=INK if words[0].isdigit() else QUIET)
-    return y + 3 + ROW * max(map(len, rows), default=0)
+_Tables = tuple[int, tuple[tuple[int, ...], ...]]
+"""A request and its block tables."""
 
 
-def _rows(frames: Sequence[Frame]) -> Iterator[list[tuple[int, str]]]:
-    """Yield for each frame the requests that hold blocks, with their tables, and those preempted or
-    next in the queue, with the reason why they wait.
+def _followed(frames: Sequence[Frame]) -> Iterator[_Tables | None]:
+    """Yield for each frame the request whose tables are drawn: rather one that shares blocks, then
+    one with other blocks than before, then the one before.
     """
-    started: set[int] = set()
+    before: dict[int, tuple[tuple[int, ...], ...]] = {}
+    latest = 0
     for frame in frames:
-        held: dict[int, list[tuple[int, ...]]] = {}
+        held: dict[int, tuple[tuple[int, ...], ...]] = {}
         for table in frame.tables:
-            held.setdefault(table.request, []).append(table.blocks)
-        rows = {request: _table_words(tables) for request, tables in held.items()}
-        started.update(held)
-        for place, (request, needed) in enumerate(frame.waiting):
-            why = f"needs {needed} blocks, {frame.free} free" if needed > frame.free else "fits, next in line"
-            if place == 0 or request in started:
-                words = f"behind R{frame.waiting[0][0]}" if place else why
-                rows[request] = f"{'preempted' if request in started else 'waiting'}: {words}"
-        yield sorted(rows.items())
+            held[table.request] = (*held.get(table.request, ()), table.blocks)
+        ranks = {
+            request: (_shared(tables) > 0, tables != before.get(request), request == latest)
+            for request, tables in held.items()
+        }
+        latest = max(ranks, key=lambda request: ranks[request], default=0)
+        before = held
+        yield (latest, held[latest]) if latest else None
 
 
-def _table_words(tables: Sequence[tuple[int, ...]]) -> str:
-    if len(tables) == 1:
-        return " ".join(map(str, tables[0]))
-    shared = next((at for at, entries in enumerate(zip(*tables, strict=False)) if len(set(entries)) > 1), None)
-    shared = min(map(len, tables)) if shared is None else shared
-    own = " | ".join(" ".join(map(str, table[shared:])) for table in tables)
-    common = " ".join(map(str, tables[0][:shared]))
-    return f"{common} · {own}" if common and own.strip(" |") else common or own
+def _shared(tables: Sequence[Sequence[int]]) -> int:
+    """Count the entries of all tables that point to a block of another one."""
+    return sum(map(len, tables)) - len({block for table in tables for block in table})
 
 
-def _cut(words: str, room: float) -> str:
-    """Shorten the words to what fits, and end them with "…"."""
-    if text_width(words, SMALL) <= room:
-        return words
-    kept = words.split(" ")
-    while len(kept) > 1 and text_width(" ".join([*kept, "…"]), SMALL) > room:
-        kept.pop()
-    return " ".join([*kept, "…"])
+def _table(drawing: Drawing, name: str, blocks: Sequence[int], top: float, places: Sequence[Box]) -> None:
+    """Draw a block table's entries in a row, each with a line to its block."""
+    drawing.text((MARGIN, top + 13), name, size=SMALL, bold=True)
+    left = MARGIN + text_width(name, SMALL) * BOLD + 10
+    each = min(places[0].width + 4, (drawing.width - MARGIN - left) / len(blocks))
+    boxes = [Box(left + entry * each, top, each - 3, ENTRY) for entry in range(len(blocks))]
+    tip = f"{name}: its block table is {', '.join(map(str, blocks))}"
+    drawing.add(f'<path d="{"".join(map(_outline, boxes))}" fill="{RESERVED}" data-tip="{tip}"/>')
+    for box, block in zip(boxes, blocks, strict=True):
+        if each >= 19:
+            drawing.text((box.x + box.width / 2, top + 13), str(block), size=SMALL, anchor="middle")
+    links = "".join(_link(box, places[block], places) for box, block in zip(boxes, blocks, strict=True))
+    drawing.add(f'<path d="{links}" fill="none" stroke="{INK}" stroke-width="1.3" pointer-events="none"/>')
+
+
+def _link(box: Box, place: Box, places: Sequence[Box]) -> str:
+    """Return the curve from a table's entry to its block, through the gaps between the others."""
+    down = box.y < places[0].y
+    start, edge = (box.bottom, places[0].y) if down else (box.y, places[-1].bottom)
+    end = place.y if down else place.bottom
+    x, middle = box.x + box.width / 2, place.x + place.width / 2
+    way = middle if end == edge else place.x - 2 if down else place.right + 2
+    bend = (start + edge) / 2
+    curve = f"M{x:.1f} {start:g}C{x:.1f} {bend:g} {way:.1f} {bend:g} {way:.1f} {edge:g}"
+    return curve if end == edge else f"{curve}V{end - 4 if down else end + 4:g}L{middle:.1f} {end:g}"

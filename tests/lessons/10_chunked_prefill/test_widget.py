@@ -16,7 +16,7 @@ from minivllm_simulate.cost_model import StepShape
 from minivllm_simulate.load_sweep import spans
 from minivllm_simulate.virtual_clock import SimulatedRequest, StepRecord, percentile, simulate
 from widgets import chunked_prefill as widget
-from widgets.chunked_prefill import runs
+from widgets.chunked_prefill import runs, strip
 from widgets.chunked_prefill.state import BUDGETS
 
 
@@ -262,10 +262,24 @@ def test_what_breaks_is_shaded_with_its_cause():
 
     assert sorted(regions()) == [
         "long prompts late: each takes 85 steps, 574 ms alone",
-        "stalls: tokens over 25 ms apart",
+        "stalls over 25 ms",
     ]
     assert regions(load=60.0, gap=1.0) == ["the queue grows: 60 requests/s arrive, but it handles 40.1"]
     assert "does not start: 8K tokens are never cut" in regions(policy="first", budget=16384)
+
+
+def test_a_bar_is_as_high_as_the_wait_for_its_step():
+    state = here(policy="first", budget=16384, load=20.0)
+    for step in state.here.strip:
+        parts = strip.parts_of(step, state)
+        assert min(parts) >= 0
+        assert sum(parts) == pytest.approx(max(step.gap, step.end - step.start))
+
+
+def test_few_steps_stall_where_a_pooled_percentile_is_blind_and_a_small_budget_takes_many():
+    words = "".join(ET.fromstring(widget.figure(here(budget=16384))).itertext())
+    assert "1 of 64 steps stalls everyoneyet 99 % of gaps ≤ 13 ms" in words
+    assert "each long prompt takes 128 steps" in widget.figure(here(budget=64))
 
 
 def test_the_good_ranges_are_what_lies_between_those_that_break():

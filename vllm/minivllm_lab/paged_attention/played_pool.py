@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from minivllm_lab.block_tables import BlockTable, Pool
@@ -35,8 +36,14 @@ class Frame:
     """The number of free blocks that the pool reports."""
     faults: tuple[Fault, ...]
     """The gravest first; empty if the pool is right."""
-    waiting: tuple[tuple[int, int], ...]
-    """The queue: each request, with the free blocks that it needs to be admitted."""
+
+    @property
+    def branches(self) -> bool:
+        """Return whether two samples' tables share a block and go on in different ones."""
+        return any(
+            one.request == other.request and one.blocks != other.blocks and {*one.blocks} & {*other.blocks}
+            for one, other in pairwise(self.tables)
+        )
 
 
 @dataclass(frozen=True)
@@ -88,8 +95,8 @@ def play_pool(
     """Serve `requests` on a pool that has room for about a third of them, first come, first served.
 
     Lengths are divided by a whole number, so that the pool has at most `most_blocks` blocks. The
-    play ends with the last step in which at least half of the pool is held, and after at most
-    `MOST_FRAMES` steps.
+    play ends with the last step in which at least half of the pool is held, if possible with tables
+    that branch, and after at most `MOST_FRAMES` steps.
 
     Args:
         requests: their lengths, in tokens; at least one request.
@@ -104,7 +111,9 @@ def play_pool(
     stage.play(max(1, round(mean_output / TICKS_OF_A_LIFE)))
     frames = stage.frames[:MOST_FRAMES]
     busy = [index for index, frame in enumerate(frames) if frame.faults or frame.free <= usable / 2]
-    return Play(usable + 1, block_size, shortened, tuple(frames[: busy[-1] + 1] if busy else frames))
+    branching = [index for index in busy if frames[index].faults or frames[index].branches]
+    last = (branching or busy or range(len(frames)))[-1]
+    return Play(usable + 1, block_size, shortened, tuple(frames[: last + 1]))
 
 
 def _fitted(
@@ -165,8 +174,7 @@ class _Stage:
         prompts = {request.number: request.lengths.prompt_tokens for request in self.running}
         faults = [*faults, *audit(self.pool, tables, prompts, self.block_size)]
         caption = f"{caption}. ✕ {_capital(faults[0].words)}." if faults else f"{caption}."
-        queue = tuple((each.number, each.most_blocks(self.block_size, each.written + 1)) for each in self.waiting)
-        self.frames.append(Frame(did, caption, tables, self.pool.get_num_free_blocks(), tuple(faults), queue))
+        self.frames.append(Frame(did, caption, tables, self.pool.get_num_free_blocks(), tuple(faults)))
 
     def grow(self, stride: int) -> int:
         """Append tokens to every request; when the pool runs out, preempt the last request. Return
