@@ -107,7 +107,6 @@ class Point:
     """Requests that wait only for a slot."""
     cache_used: float
     """The used share of the KV cache."""
-    tokens_per_second: float
     strip: tuple[Moment, ...]
 
     @property
@@ -201,7 +200,6 @@ class _Slotted(OpenEngine):
             waiting=self.sums["waiting"] / over,
             held=self.sums["held"] / over,
             cache_used=self.sums["cache"] / over,
-            tokens_per_second=result.tokens / over,
             strip=tuple(self.strip),
         )
 
