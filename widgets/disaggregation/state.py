@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 
 from minivllm.errors import MinivllmError
-from minivllm_lab.disaggregation.goodput import SHARE, Colocated, Disaggregated, Objective, Served, Work
+from minivllm_lab.disaggregation.goodput import SHARE, Colocated, Decoding, Disaggregated, Objective, Served, Work
 from minivllm_lab.disaggregation.tuning import likely_first
 from minivllm_simulate.hardware import get_hardware
 from minivllm_simulate.known_models import known_model
@@ -30,10 +30,7 @@ BUDGETS = (256, 512, 1024, 2048, 8192)
 TUNED = 0
 """Stands for the best budget of `LADDER`."""
 LADDER = (128, 192, 256, 320, 384, 448, 512, 640, 768, 1024, 2048, 8192)
-RATES = (
-    1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 7.0, 10.0, 14.0, 20.0, 28.0, 40.0, 56.0, 80.0, 112.0, 160.0, 224.0, 320.0, 450.0,
-    640.0, 900.0,
-)  # fmt: skip
+RATES = (2.0, 3.0, 4.0, 5.0, 7.0, 10.0, 14.0, 20.0, 28.0, 40.0, 56.0, 80.0, 112.0, 160.0, 224.0, 320.0, 450.0)
 """Requests a second, over all GPUs."""
 COUNTED = 60
 """Requests that count in a run."""
@@ -41,6 +38,10 @@ START = {
     "rate": 56.0, "prefill": 2, "decode": 2, "link": "400 Gb/s", "layer_wise": False, "ttft": 0.2, "tpot": 0.0075,
     "budget": TUNED, "model": "Llama-3.1-8B", "gpu": "H100", "prompt": 1024, "output": 128,
 }  # fmt: skip
+CAUSES = {"prefill": "queue", "link": "link", "decode": "tpot", "both": "ttft"}
+"""What goes wrong, as `Served.cause` names it, where a part is always busy."""
+LATE_IN = {"queue": "prefill", "prefill": "prefill", "link": "link"}
+"""The part of two pools where it goes wrong; all other causes are in decode."""
 
 
 @dataclass(frozen=True)
@@ -52,10 +53,8 @@ class Side:
     gpus: int
     points: Mapping[float, Served]
     objective: Objective
-    bound: float
-    """A rate that they cannot exceed for long."""
-    bound_by: str = ""
-    """What is busy all the time at that rate, as `Served.cause` names it."""
+    bounds: Mapping[str, float]
+    """The rate at which each part is always busy: "prefill", "link", "decode", or "both"."""
     budget: int = 0
     """Tokens per step, where each GPU does both."""
     refused: str = ""
@@ -65,6 +64,19 @@ class Side:
     def name(self) -> str:
         """Return "prefill + decode" in numbers of GPUs, or how many GPUs do both."""
         return f"{self.prefill} + {self.gpus - self.prefill}" if self.prefill else f"{self.gpus} that do both"
+
+    @property
+    def bound(self) -> float:
+        """Return a rate that these GPUs cannot exceed for long."""
+        return min(self.bounds.values(), default=0.0)
+
+    def load(self, part: str, rate: float) -> float:
+        """Return how full a part is at this rate; 1 is as much as it handles in time."""
+        most = self.bounds[part]
+        broken = LATE_IN.get(self.cause, "decode") if self.prefill else "both"
+        if part == broken and self.is_found and self.cause:
+            most = min(most, self.goodput)
+        return rate / most if most else math.inf
 
     @cached_property
     def rates(self) -> list[float]:
@@ -139,7 +151,9 @@ class Side:
         """Return why requests are late at a rate that has been run, or will be late in the long
         run.
         """
-        return self.points[rate].cause(self.objective) if self.share(rate) < SHARE else self.bound_by
+        if self.share(rate) < SHARE:
+            return self.points[rate].cause(self.objective)
+        return CAUSES[min(self.bounds, key=self.bounds.__getitem__)]
 
 
 @dataclass(frozen=True)
@@ -157,14 +171,12 @@ class State:
     mine: Side
     both: Side
     """As many GPUs that do both; with `budget` TUNED, those with the best budget so far."""
-    default: Side
-    """The same with the largest budget, vLLM's default on an H100."""
     is_tuned: bool
     """Whether no other budget is better than that of `both`."""
-    splits: tuple[Side, ...]
-    """All ways to split these GPUs into two pools, `mine` included."""
     transfer: Transfer
     """The transfer of one prompt, alone."""
+    undisturbed: float
+    """Seconds of a step of the GPUs that do both, at this rate, when no prompt is in it."""
     error: str | None
     """The cost model's error on published measurements; None until it has been computed."""
 
@@ -174,16 +186,6 @@ class State:
         if self.mine.refused:
             return True
         return self.rate in self.mine.points and self.mine.is_found and self.is_tuned
-
-    @property
-    def complete(self) -> bool:
-        """Return whether the edge of every split is known too."""
-        return self.known and all(side.is_found for side in (*self.splits, self.default))
-
-    @property
-    def best(self) -> Side:
-        """Return the split with the highest goodput."""
-        return max(self.splits, key=lambda side: side.goodput)
 
     @property
     def gain(self) -> float:
@@ -215,16 +217,25 @@ class Experiment:
             return patient(self.system.serve(self.work, rate), "your connector")
         return self.system.serve(self.work, rate)
 
-    def _bound(self, objective: Objective) -> tuple[float, str]:
-        return self.system.bound(self.work, objective), self.system.bound_by(self.work, objective)
+    def _bounds(self, objective: Objective) -> dict[str, float]:
+        if isinstance(self.system, Disaggregated):
+            return self.system.bounds(self.work, objective)
+        return {"both": self.system.bound(self.work, objective)}
+
+    def undisturbed(self, rate: float) -> float:
+        """Return the seconds of a step without a prompt in it, on GPUs that do both."""
+        assert isinstance(self.system, Colocated)
+        mixed = self.system.mixed(self.work)
+        batch = max(1.0, mixed.batch(rate / self.system.gpus))
+        return Decoding(mixed.cost, mixed.kv_tokens, mixed.places, self.work).seconds(batch)
 
     def side(self, objective: Objective) -> Side:
         """Return the results so far."""
         last = self._sides.get(objective)
         searched = self.runs.found
         if last is None:
-            bound, bound_by = (0.0, "") if self.refused else self._bound(objective)
-            last = Side(self.prefill, self.system.gpus, {}, objective, bound, bound_by, self.budget, self.refused)
+            bounds = {} if self.refused else self._bounds(objective)
+            last = Side(self.prefill, self.system.gpus, {}, objective, bounds, self.budget, self.refused)
         if len(last.points) < len(searched):
             last = replace(last, points=dict(searched))
         self._sides[objective] = last
@@ -285,21 +296,19 @@ def sweep(
     """
     work = Work(prompt, output, counted=COUNTED)
     gpus = (model, gpu)
-    many = prefill + decode
     linked = (link, layer_wise, connector) if connector else (link, layer_wise)
-    splits = [experiment((*gpus, count, many - count, *linked), work) for count in range(1, many)]
-    pools = [experiment((*gpus, 0, many, size), work) for size in ([budget] if budget else LADDER)]
+    mine = experiment((*gpus, prefill, decode, *linked), work)
+    pools = [experiment((*gpus, 0, prefill + decode, size), work) for size in ([budget] if budget else LADDER)]
     if not pools[0].refused:
         likely = likely_first(pools[0].system.step_cost, LADDER, Objective(ttft, tpot))
         pools.sort(key=lambda pool: likely.index(pool.budget) if pool.budget in likely else 0)
     first = State(
         rate=rate, model=model, gpu=gpu, link=link, layer_wise=layer_wise, budget=budget, work=work,
-        objective=Objective(ttft, tpot), mine=splits[prefill - 1].side(Objective(ttft, tpot)),
-        both=pools[0].side(Objective(ttft, tpot)), default=pools[0].side(Objective(ttft, tpot)),
-        is_tuned=False, splits=(), error=None,
+        objective=Objective(ttft, tpot), mine=mine.side(Objective(ttft, tpot)),
+        both=pools[0].side(Objective(ttft, tpot)), is_tuned=False, undisturbed=0.0, error=None,
         transfer=Transfer.of(known_model(model), get_hardware(gpu), prompt, LINKS[link]),
     )  # fmt: skip
-    return _Sweep(first, splits, pools).states()
+    return _Sweep(first, mine, pools).states()
 
 
 @dataclass(frozen=True)
@@ -307,13 +316,13 @@ class _Sweep:
     """A sweep over the rate that also searches for where each split and each budget breaks."""
 
     first: State
-    splits: Sequence[Experiment]
+    mine: Experiment
     pools: Sequence[Experiment]
     """GPUs that do both, by budget, the likely best first."""
 
     def states(self) -> Iterator[State]:
         """Yield more and more complete states: first this rate, then where both ways break, then
-        the other splits, then other rates.
+        other rates.
         """
         state = self._now()
         yield state
@@ -326,16 +335,8 @@ class _Sweep:
                 state = self._now()
                 yield state
 
-    @property
-    def mine(self) -> Experiment:
-        return self.splits[self.first.mine.prefill - 1]
-
-    @property
-    def default(self) -> Experiment:
-        return max(self.pools, key=lambda runs: runs.budget)
-
     def _known(self) -> int:
-        return sum(len(runs.runs.found) for runs in (*self.splits, *self.pools))
+        return sum(len(runs.runs.found) for runs in (self.mine, *self.pools))
 
     def _pending_runs(self) -> Iterator[Iterator[None]]:
         if self.mine.refused:
@@ -351,9 +352,8 @@ class _Sweep:
                 yield runs.runs.run(best)
             if not self._side(runs).is_beaten(best):
                 yield from self._edge(runs)
-        for runs in (*self.splits, self.default):
-            yield from self._edge(runs)
-        both = next(runs for runs in self.pools if runs.budget == self._both().budget)
+        both = self._runs_of(self._both())
+        yield both.runs.run(rate)
         goodput = max(self._side(runs).goodput for runs in (self.mine, both))
         near = [other for other in RATES if goodput / 2 <= other <= 2 * goodput]
         for other in (RATES[0], *sorted(near, key=lambda other: abs(math.log(other / rate)))):
@@ -370,6 +370,9 @@ class _Sweep:
         """Return the best side among the budgets whose edge is known, or that of the first budget."""
         known = [side for runs in self.pools if (side := self._side(runs)).is_found]
         return max(known, key=lambda side: side.goodput, default=self._side(self.pools[0]))
+
+    def _runs_of(self, both: Side) -> Experiment:
+        return next(runs for runs in self.pools if runs.budget == both.budget)
 
     def _is_tuned(self, best: Side) -> bool:
         rate = best.edge[0] or RATES[0]
@@ -390,8 +393,8 @@ class _Sweep:
         return runs.side(self.first.objective)
 
     def _now(self) -> State:
-        splits = tuple(self._side(runs) for runs in self.splits)
         error = known_error("decode", "prefill") if published_checks.cache_info().currsize else None
-        mine, both = splits[self.first.mine.prefill - 1], self._both()
-        default, tuned = self._side(self.default), self._is_tuned(both)
-        return replace(self.first, mine=mine, both=both, default=default, is_tuned=tuned, splits=splits, error=error)
+        mine, both = self._side(self.mine), self._both()
+        undisturbed = 0.0 if both.refused else self._runs_of(both).undisturbed(self.first.rate)
+        tuned = self._is_tuned(both)
+        return replace(self.first, mine=mine, both=both, is_tuned=tuned, undisturbed=undisturbed, error=error)

@@ -47,7 +47,7 @@ def verdict(state: State) -> Verdict:
         return unserved
     point = state.here
     cause = state.cause(state.slots)
-    first = f"{percent(CLIENTS)} have their first token within {seconds(state.first(state.slots))}{_later(state)}"
+    first = f"{percent(CLIENTS)} have their first token within {_waited(state)}"
     if cause:
         why = cause_words(state, cause, state.slots)
         words = f"{why[0].upper()}{why[1:]}. {first}."
@@ -57,12 +57,11 @@ def verdict(state: State) -> Verdict:
     return Verdict(f"{'Only just: ' * just}{words}", "tight" if just else "fine")
 
 
-def _later(state: State) -> str:
-    """Return the waiting time in the long run where the run is too short to show it, or ""."""
-    later = state.long_wait[state.slots]
-    if later <= state.first(state.slots):
-        return ""
-    return f" in this short run, and in the long run within {seconds(later) if later < 3600 else 'hours'}"
+def _waited(state: State) -> str:
+    """Return the time within which clients have a first token, and whether it is that of the long run."""
+    waited = state.in_the_end(state.slots)
+    words = seconds(waited) if waited < 3600 else "hours"
+    return f"{words} in the long run" if waited > state.first(state.slots) else words
 
 
 def _figures(point: Point) -> str:
@@ -116,7 +115,7 @@ def _words(state: State) -> str:
         return f"{counted(state.slots, 'slot')}, {taken}."
     point = state.here
     return (
-        f"{counted(state.slots, 'slot')}, {taken}: {percent(CLIENTS)} within {seconds(state.first(state.slots))}, "
+        f"{counted(state.slots, 'slot')}, {taken}: {percent(CLIENTS)} within {_waited(state)}, "
         f"{percent(point.hit_rate)} hits, {percent(1 - point.cache_used)} of the cache free."
     )
 
@@ -155,7 +154,7 @@ def _shorter(state: State) -> Progress:
 def _flattered(state: State) -> Progress:
     known = state.known and not state.refused
     hits = state.here.hit_rate if known else 0.0
-    late = known and state.first(state.slots) > 1
+    late = known and state.in_the_end(state.slots) > 1
     advice = "Lower the slots: then mostly requests whose adapter is already loaded get in."
     if known and not late:
         advice = "Lower the slots or raise the load until more adapters are needed than there are slots."
@@ -190,7 +189,7 @@ GUESS = Guess(
     ("about 4", "about 17", "about 130", "all 1,000"),
     1,
     "A request runs for a second, so some 20 run at once. Some share an adapter, so about 16 adapters are in use on "
-    "average. With one slot more, the queue stays short.",
+    "average. With one slot more, the queue stays short. All 1,000 would not even fit.",
 )
 
 # ---- the knobs
@@ -224,6 +223,7 @@ SPEC = Spec(
     presets={
         "Enough": {"slots": 32},
         "One slot": {"slots": 1},
+        "A slot for each": {"slots": 1000},
         "Rank 8 in slots for 256": {"rank": 8, "max_rank": 256, "slots": 48},
         "Rush hour": {"load": 60.0, "slots": 16},
     },

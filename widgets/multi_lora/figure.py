@@ -1,5 +1,5 @@
-"""Draw lesson 12's pictures: waiting times by number of slots with the slots over time, and what
-adapters cost.
+"""Draw lesson 12's pictures: waiting times and memory by number of slots with the slots over time,
+and what adapters cost.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from widgets.multi_lora.runs import ANSWER, PROMPT
 from widgets.multi_lora.state import CLIENTS, SLOTS, WAYS, State
 from widgets.multi_lora.strip import draw_strip
 from widgets.shell.plot import MARGIN, WIDE, Axes, Scale, counted, hidden_note, modelled, percent, seconds
-from widgets.shell.svg import QUIET, SMALL, Box, Drawing, Segment, legend, stacked_bar
-from widgets.shell.theme import CARD, IDLE, RESERVED
+from widgets.shell.svg import Box, Drawing, Segment, legend
+from widgets.shell.theme import RESERVED
 
 ACROSS = Scale(SLOTS[0], SLOTS[-1], log=True)
-TICKS = (1, 4, 16, 64, 256)
+TICKS = (1, 4, 16, 64, 256, 1000)
 NAMES = {"together": "all adapters at once", "loop": "one after the other", "merged": "merged, a model for each"}
 COLOURS = {"together": BLUE, "loop": ORANGE, "merged": PURPLE}
 DASHES = {"together": "", "loop": "6 3", "merged": "2 4"}
@@ -31,24 +31,24 @@ def gigabytes(value: float) -> str:
 
 
 def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
-    """Draw waiting times by number of slots, with hits beside them, and slots over time below."""
+    """Draw waiting times by number of slots, the GPU's memory below them, and the slots themselves."""
     drawing = Drawing(width, 0, "Many adapters, few slots", f"Waiting times against the slots, now {state.slots}")
     y = _draw_head(drawing, state, "How long clients wait") + 34
-    wide = width >= WIDE
-    main = Box(60, y, round(width * 0.62 if wide else width - MARGIN) - 60, 166)
-    hits = Box(main.right + 62, y, width - main.right - 62 - MARGIN, 166)
-    if not wide:
-        hits = Box(60, main.bottom + 72, main.width, 90)
-    _draw_waits(Axes(drawing, main, ACROSS, _scale(state)), state, pinned)
-    _draw_hits(drawing, hits, state)
-    drawing.height = draw_strip(drawing, state, hits.bottom + 62) + 8
+    waits = Box(64, y, width - 64 - MARGIN, 116 if width >= WIDE else 170)
+    memory = Box(waits.x, waits.bottom + 32, waits.width, 62)
+    _draw_waits(Axes(drawing, waits, ACROSS, _scale(state)), state, pinned)
+    _draw_memory(Axes(drawing, memory, ACROSS, Scale(0, state.serving.gpu.memory_bytes / 1e9)), state)
+    drawing.height = draw_strip(drawing, state, memory.bottom + 55) + 12
     return drawing.render()
 
 
 def detail(state: State, width: int = 640, pinned: State | None = None) -> str:
-    """Draw the memory that slots take, and the speed of a step by its number of adapters."""
-    drawing = Drawing(width, 0, "What adapters cost", "Memory, and tokens per second against the adapters in a step")
-    y = _draw_memory(drawing, state, _draw_head(drawing, state, "What adapters cost") + 36)
+    """Draw the speed of a step by its number of adapters."""
+    drawing = Drawing(width, 0, "What adapters cost", "Tokens per second against the adapters in a step")
+    y = _draw_head(drawing, state, "What adapters cost") + 22
+    fits = min(state.serving.copies_that_fit, state.serving.adapters)
+    words = f"A merged copy of the model for each adapter would take {gigabytes(state.merged_bytes)}: {fits:,} fit."
+    y = drawing.paragraph((MARGIN, y), words, width - 2 * MARGIN)
     plot = Box(60, y + 42, width - 60 - MARGIN, 200)
     _draw_rates(drawing, plot, state)
     drawing.height = plot.bottom + 46
@@ -67,35 +67,7 @@ def _draw_head(drawing: Drawing, state: State, title: str) -> float:
     return drawing.paragraph((MARGIN, y + 18), note, drawing.width - 2 * MARGIN)
 
 
-# ---- what adapters cost
-
-
-def _draw_memory(drawing: Drawing, state: State, y: float) -> float:
-    """Draw the GPU's memory: weights, slots, and what is left; return the y below."""
-    serving = state.serving
-    slot = serving.cost.slot_bytes
-    weights = weight_bytes(serving.model)
-    slots = state.slots * slot
-    cache = 0.0 if state.refused else serving.ledger(state.slots).kv_bytes
-    slots_words = f"{counted(state.slots, 'slot')} of {gigabytes(slot)}, used or not: {gigabytes(slots)}"
-    parts = [
-        Segment(f"weights {gigabytes(weights)}", weights, RESERVED, tip=f"Weights, shared: {gigabytes(weights)}"),
-        Segment(f"slots {gigabytes(slots)}", slots, ORANGE, tip=slots_words),
-        Segment(f"KV cache {gigabytes(cache)}", cache, BLUE, tip=f"Left for the KV cache: {gigabytes(cache)}"),
-    ]
-    total = max(serving.gpu.memory_bytes, sum(part.value for part in parts))
-    drawing.text((MARGIN, y - 7), f"memory of one {serving.gpu.name}", size=SMALL, colour=QUIET)
-    bar = Box(MARGIN, y, drawing.width - 2 * MARGIN, 22)
-    drawing.rect(bar, IDLE, tip="Not for the KV cache: activations, and what gpu_memory_utilization leaves free")
-    stacked_bar(drawing, bar, parts, total)
-    fits = min(serving.copies_that_fit, serving.adapters)
-    words = f"A merged copy of the model for each adapter would take {gigabytes(state.merged_bytes)}: {fits:,} fit."
-    keys = [Segment(slots_words, 0, ORANGE), Segment("activations, and left free", 0, IDLE)]
-    y = legend(drawing, (MARGIN, y + 42), keys, bar.width)
-    return drawing.paragraph((MARGIN, y), words, bar.width)
-
-
-# ---- waiting times against the slots
+# ---- waiting times and memory
 
 
 def _scale(state: State) -> Scale:
@@ -107,23 +79,20 @@ def _scale(state: State) -> Scale:
 
 
 def _draw_waits(axes: Axes, state: State, pinned: State | None) -> None:
-    label = f"{percent(CLIENTS)} have a first token within; dotted: long run"
-    axes.frame("slots on the GPU (max_loras)", label, x_ticks=TICKS, y_format=seconds)
-    for span in state.stopped:
-        axes.broken(*span, _refusal_words(state))
+    axes.frame(
+        "", f"{percent(CLIENTS)} have a first token within", x_ticks=(), y_ticks=axes.y.powers(), y_format=seconds
+    )
     with axes.drawing.answer():
         for span in state.late:
             axes.broken(*span, late_words(state, span))
+    for span in state.stopped:
+        axes.broken(*span, _refusal_words(state))
     if pinned and pinned.run:
-        axes.pinned(pinned.run, [pinned.first(slots) for slots in pinned.run], pinned.slots)
+        axes.pinned(pinned.run, [pinned.in_the_end(slots) for slots in pinned.run], pinned.slots)
     axes.mark_y(state.ttft, f"limit: {seconds(state.ttft)}", GREEN)
     hidden_note(axes.drawing, axes.box)
     with axes.drawing.answer():
-        later = [slots for slots in state.run if state.long_wait[slots] > state.first(slots)]
-        later += [slots for slots in state.run if later and slots > later[-1]][:1]
-        axes.line(later, [state.in_the_end(slots) for slots in later], BLUE, width=1.8, dash="2 4")
-        axes.drawing.rect(Box(axes.box.x - 4, axes.box.y - 5, axes.box.width, 4.5), CARD)  # ends that line at the frame
-        axes.line(state.run, [state.first(slots) for slots in state.run], BLUE)
+        axes.line(state.run, [state.in_the_end(slots) for slots in state.run], BLUE)
     axes.here(state.slots, "slots", counted(state.slots, "slot"))
     with axes.drawing.answer():
         axes.tips(state.run, lambda slots: _tip(state, slots))
@@ -163,12 +132,44 @@ def _tip(state: State, slots: int) -> str:
     return (
         f"{counted(slots, 'slot')}: {percent(CLIENTS)} have their first token within {seconds(state.first(slots))}. "
         f"On average {point.distinct:.3g} adapters are in use and {point.waiting:.3g} requests wait, "
-        f"{point.held:.3g} only for a slot. {percent(point.cache_used, 1)} of the KV cache is used; {point.asked} "
-        f"requests took {point.loads} copies into slots."
+        f"{point.held:.3g} only for a slot. {percent(point.cache_used, 1)} of the KV cache is used; "
+        f"{percent(point.hit_rate)} of the admitted requests found their adapter in a slot."
     )
 
 
-# ---- tokens a second, and hits
+def _draw_memory(axes: Axes, state: State) -> None:
+    """Draw how much of the GPU's memory the slots leave for the KV cache."""
+    serving = state.serving
+    keys = [Segment("weights", 0, RESERVED), Segment("slots", 0, ORANGE), Segment("KV cache", 0, BLUE)]
+    legend(axes.drawing, (axes.box.x + 60, axes.box.y - 10), keys, axes.box.width)
+    name, ticks = "slots on the GPU (max_loras)", axes.y.ticks(3)
+    axes.frame(name, "memory", x_ticks=TICKS, x_format="{:,}".format, y_ticks=ticks, y_format="{:g} GB".format)
+    weights, slot = weight_bytes(serving.model) / 1e9, serving.cost.slot_bytes / 1e9
+    top, most = weights + serving.most_slots * slot, min(ACROSS.high, serving.most_slots)
+    base = axes.at(ACROSS.low, min(weights, axes.y.high))[1]
+    axes.drawing.rect(Box(axes.box.x, base, axes.box.width, axes.box.bottom - base), RESERVED)
+    if most > ACROSS.low:
+        edge = [axes.at(slots, weights + slots * slot) for slots in (most ** (part / 40) for part in range(41))]
+        right = edge[-1][0]
+        axes.drawing.polygon([*edge, (right, base), (axes.box.x, base)], ORANGE)
+        height = axes.at(ACROSS.low, top)[1]
+        axes.drawing.polygon([*edge, (right, height), (axes.box.x, height)], BLUE)
+    for span in state.stopped:
+        axes.shade(*span)
+    axes.also_here(state.slots)
+    starts = [slots for slots in SLOTS if not serving.refusal(slots)]
+    axes.tips(starts, lambda slots: _memory_tip(state, slots))
+
+
+def _memory_tip(state: State, slots: int) -> str:
+    ledger, taken = state.serving.ledger(slots), slots * state.serving.cost.slot_bytes
+    return (
+        f"{counted(slots, 'slot')}, used or not, take {gigabytes(taken)}. {gigabytes(ledger.kv_bytes)} are left for "
+        f"the KV cache: {ledger.tokens // (PROMPT + ANSWER):,.0f} requests at once."
+    )
+
+
+# ---- tokens a second
 
 
 def _draw_rates(drawing: Drawing, box: Box, state: State) -> None:
@@ -195,17 +196,3 @@ def _draw_rates(drawing: Drawing, box: Box, state: State) -> None:
         return f"{count} adapters in a step of {state.batch}, tokens/s: {listed}"
 
     axes.tips(counts, tip)
-
-
-def _draw_hits(drawing: Drawing, box: Box, state: State) -> None:
-    """Draw the share of admitted requests that found their adapter in a slot."""
-    axes = Axes(drawing, box, ACROSS, Scale(0, 1))
-    ticks = (0, 0.5, 1)
-    axes.frame("slots", "hit rate when admitted", x_ticks=TICKS[::2], y_ticks=ticks, y_format=percent)
-    hidden_note(drawing, box)
-    with drawing.answer():
-        axes.also_here(state.slots)
-        axes.line(state.run, [state.points[slots].hit_rate for slots in state.run], BLUE)
-        axes.tips(
-            state.run, lambda slots: f"{slots} slots: {percent(state.points[slots].hit_rate)} of the requests hit"
-        )

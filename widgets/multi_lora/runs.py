@@ -82,8 +82,8 @@ class Moment:
     slots: tuple[int | None, ...]
     in_use: frozenset[int]
     """Adapters of running requests."""
-    held: int
-    """Requests that wait only for a slot."""
+    held_for: tuple[int, ...]
+    """The adapters of the requests that wait only for a slot."""
     waiting: int
     """All requests that wait."""
 
@@ -107,7 +107,6 @@ class Point:
     """Requests that wait only for a slot."""
     cache_used: float
     """The used share of the KV cache."""
-    tokens_per_second: float
     strip: tuple[Moment, ...]
 
     @property
@@ -171,20 +170,21 @@ class _Slotted(OpenEngine):
     def _note_moment(self, seconds: float) -> None:
         scheduler = self.scheduler
         waiting = len(scheduler.waiting)
-        held = 0
+        held: list[int] = []
         if len(self.active) >= len(self.slots.slots):
-            held = sum(self.adapter_of[request.request_id] not in self.active for request in scheduler.waiting)
+            wanted = (self.adapter_of[request.request_id] for request in scheduler.waiting)
+            held = [adapter for adapter in wanted if adapter not in self.active]
         assert self.scheduled
         now = {
             "distinct": len(self.active), "running": len(self.scheduled.num_scheduled_tokens), "waiting": waiting,
-            "held": held, "cache": scheduler.kv_cache_manager.usage * self.share_of_cache,
+            "held": len(held), "cache": scheduler.kv_cache_manager.usage * self.share_of_cache,
         }  # fmt: skip
         for name, value in now.items():
             self.sums[name] += value * seconds
         start, end = self.now, self.now + seconds
         if end > self.window[0] and start < self.window[1]:
             shown = tuple(self.slots.slots)
-            self.strip.append(Moment(start, end, shown, frozenset(self.active), held, waiting))
+            self.strip.append(Moment(start, end, shown, frozenset(self.active), tuple(held), waiting))
 
     def watched(self) -> Generator[None, None, Point]:
         """Serve the load, and return the result."""
@@ -200,7 +200,6 @@ class _Slotted(OpenEngine):
             waiting=self.sums["waiting"] / over,
             held=self.sums["held"] / over,
             cache_used=self.sums["cache"] / over,
-            tokens_per_second=result.tokens / over,
             strip=tuple(self.strip),
         )
 
@@ -293,6 +292,11 @@ class Serving:
         except MinivllmError as error:
             return str(error)
         return ""
+
+    @cached_property
+    def most_slots(self) -> float:
+        """Return how many slots take all memory beside the weights."""
+        return 0.0 if self.refusal(0) else self.ledger(0).kv_bytes / self.cost.slot_bytes
 
     @cached_property
     def copies_that_fit(self) -> int:

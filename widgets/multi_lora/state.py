@@ -18,7 +18,7 @@ from widgets.shell.swept import Sweep, SweptState
 
 MODELS = ("Llama-3.2-1B", "Llama-3.2-3B", "Llama-3.1-8B", "Qwen3-14B")
 GPUS = ("L4", "A100-80", "H100", "H200", "B200", "MI300X")
-SLOTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+SLOTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512, 1000)
 ADAPTERS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000)
 SKEWS = (0.0, 0.5, 0.8, 1.0, 1.2, 1.5, 2.0)
 RANKS = (8, 16, 32, 64, 128, 256)
@@ -91,7 +91,7 @@ class State(SweptState[Point]):
         refused = [slots for slots in SLOTS if slots in self.refusals]
         if not refused:
             return []
-        return [(None if refused[0] == SLOTS[0] else float(refused[0]), None)]
+        return [(None if refused[0] == SLOTS[0] else min(float(refused[0]), self.serving.most_slots), None)]
 
     @property
     def wanted(self) -> float:
@@ -142,7 +142,7 @@ def sweep(
     table: Callable[[int], Slots] | None = None,
     admit: Admit | None = None,
 ) -> Iterator[State]:
-    """Serve requests for many adapters with 1 to 256 slots, and yield more and more complete
+    """Serve requests for many adapters with 1 to 1,000 slots, and yield more and more complete
     states.
 
     Args:

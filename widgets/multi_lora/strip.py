@@ -1,131 +1,91 @@
-"""Draw the animated lower part of lesson 12's picture: the adapter in each slot, and the queue."""
+"""Draw the animated lower part of lesson 12's picture: the adapter in each slot, and the requests that
+wait for a slot.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
+from itertools import groupby
 
-from minivllm_lab.drawing import ink_on, text_width
-from minivllm_lab.palette import SKY
+from minivllm_lab.drawing import ink_on
+from minivllm_lab.palette import INK, SKY
 from widgets.multi_lora.runs import Moment
 from widgets.multi_lora.state import State
 from widgets.shell.plot import MARGIN, Scale, counted, seconds
-from widgets.shell.strip import NAMES, draw_placeholder, draw_times, draw_title, frame_ends, frames_from, pixels
-from widgets.shell.svg import QUIET, SMALL, Box, Drawing, Segment
-from widgets.shell.theme import IDLE, MID, MISSED, RESERVED
+from widgets.shell.strip import draw_placeholder, draw_title, frame_ends
+from widgets.shell.svg import SMALL, Box, Drawing, Segment
+from widgets.shell.theme import IDLE, MISSED, RESERVED
 
 TITLE = "Slot by slot"
-ROWS, HIGH = 4, 15
-"""How many slots are drawn, and the height of each in pixels."""
-
-
-@dataclass(frozen=True)
-class Stay:
-    """The time that an adapter spent in a slot, in use or kept."""
-
-    adapter: int
-    start: float
-    end: float
-    in_use: bool
+WIDE, HIGH, GAP = 34, 20, 4
+"""Pixels of a box, and between two."""
+Shown = tuple[str, str]
+"""The words in a box, and its colour."""
 
 
 def draw_strip(drawing: Drawing, state: State, y: float) -> float:
-    """Draw the first slots over a time window, and the queue; return the y below."""
+    """Draw the slots and the queue as boxes, at successive times; return the y below."""
     if state.slots not in state.points:
         return draw_placeholder(drawing, TITLE, state.refused, y)
     keys = [
         Segment("adapter in use (1: the most popular)", 0, SKY),
-        Segment("idle", 0, RESERVED),
-        Segment("waiting for a slot", 0, MISSED, hatched=True),
+        Segment("kept", 0, RESERVED),
+        Segment("wanted by a waiting request", 0, MISSED),
     ]
-    y = draw_title(drawing, TITLE, keys, y)
-    strip = state.here.strip
-    across = Scale(*state.serving.window)
-    rows = min(ROWS, state.slots)
-    box = Box(MARGIN + NAMES, y + 12, drawing.width - 2 * MARGIN - NAMES, rows * (HIGH + 2))
-    _draw_name(drawing, box, "slots" if rows == state.slots else f"slots 1–{rows}")
-    lines = [Box(box.x, box.y + row * (HIGH + 2), box.width, HIGH) for row in range(rows)]
-    for line in lines:
-        drawing.rect(line, IDLE)
-    for row, line in enumerate(lines):
-        for stay in _stays(strip, row):
-            _draw_stay(drawing, line, stay, across)
-    below = Box(box.x, box.bottom + 4, box.width, 24)
-    _draw_queue(drawing, below, strip, across)
-    drawing.play([_caption(strip, across.low, end) for end in frame_ends(across)])
-    return draw_times(drawing, below, across)
+    y = draw_title(drawing, TITLE, keys, y) + 11
+    start, end = state.serving.window
+    ends = frame_ends(Scale(start, end))
+    frames = [_moment_at(state.here.strip, end) for end in ends]
+    drawing.play([_caption(frame, end - start) for frame, end in zip(frames, ends, strict=True)], still=True)
+    y = _draw_boxes(drawing, y, [[_in_slot(frame, adapter) for adapter in frame.slots] for frame in frames], rows=2)
+    return _draw_boxes(drawing, y + 6, [[(str(wanted), MISSED) for wanted in frame.held_for] for frame in frames])
 
 
-def _draw_name(drawing: Drawing, box: Box, words: str) -> None:
-    drawing.text((MARGIN, box.y + box.height / 2 + 4), words, size=SMALL, colour=QUIET)
+def _moment_at(strip: Sequence[Moment], time: float) -> Moment:
+    """Return the last moment that has begun, without requests if it is over."""
+    last = next((moment for moment in reversed(strip) if moment.start < time), strip[0])
+    return last if last.start < time <= last.end else replace(last, in_use=frozenset(), held_for=(), waiting=0)
 
 
-def _stays(strip: Sequence[Moment], row: int) -> Iterator[Stay]:
-    """Yield the successive stays in one slot, with equal moments joined."""
-    stay: Stay | None = None
-    for moment in strip:
-        adapter = moment.slots[row]
-        in_use = adapter in moment.in_use
-        if stay and (adapter, in_use) == (stay.adapter, stay.in_use):
-            stay = Stay(stay.adapter, stay.start, moment.end, in_use)
-            continue
-        if stay:
-            yield stay
-        stay = Stay(adapter, moment.start, moment.end, in_use) if adapter is not None else None
-    if stay:
-        yield stay
+def _in_slot(moment: Moment, adapter: int | None) -> Shown:
+    if adapter is None:
+        return "", IDLE
+    return str(adapter), SKY if adapter in moment.in_use else RESERVED
 
 
-def _draw_stay(drawing: Drawing, line: Box, stay: Stay, across: Scale) -> None:
-    left, right = pixels(line, across, stay.start, stay.end)
-    at = frames_from(stay.start, across)
-    colour = SKY if stay.in_use else RESERVED
-    part = Box(left, line.y, max(right - left - 0.8, 0.6), line.height)
-    words = "in use" if stay.in_use else "kept until another adapter takes its slot"
-    drawing.rect(part, colour, tip=f"Adapter {stay.adapter}, {words}", at=at, group=f"adapter-{stay.adapter}")
-    number = f"{stay.adapter:,}"
-    if not stay.in_use:
-        return
-    if part.width > text_width(number, SMALL) + 6:
-        place = (part.x + part.width / 2, part.bottom - 3)
-        drawing.text(place, number, size=SMALL, colour=ink_on(colour), anchor="middle", at=at)
-    elif left == line.x < right:
-        drawing.text((line.x - 5, part.bottom - 3), number, size=SMALL, anchor="end", at=at)
+def _draw_boxes(drawing: Drawing, y: float, frames: Sequence[Sequence[Shown]], rows: int = 1) -> float:
+    """Draw a box for each item of each frame, or, if they are too many, count the others in the last
+    box; return the y below.
+    """
+    across = int((drawing.width - 2 * MARGIN + GAP) // (WIDE + GAP))
+    most = across * rows
+    shown = [
+        items if len(items) <= most else [*items[: most - 1], (f"+{len(items) - most + 1}", "none")] for items in frames
+    ]
+    longest = max(map(len, shown))
+    for index in range(longest):
+        box = Box(MARGIN + index % across * (WIDE + GAP), y + index // across * (HIGH + GAP), WIDE, HIGH)
+        for (words, colour), at in _stays([items[index] if index < len(items) else None for items in shown]):
+            drawing.rect(box, colour, at=at, radius=2, group=f"adapter-{words}" * (colour != IDLE))
+            place = (box.x + WIDE / 2, box.bottom - 6)
+            colour = ink_on(SKY) if colour == SKY else INK  # the other boxes turn dark on a dark page
+            drawing.text(place, words, size=SMALL, colour=colour, anchor="middle", at=at)
+    return y + -(-longest // across) * (HIGH + GAP) - GAP
 
 
-def _draw_queue(drawing: Drawing, box: Box, strip: Sequence[Moment], across: Scale) -> None:
-    """Draw how many requests wait only for a slot, and write the longest queue."""
-    longest = max((moment.waiting for moment in strip), default=0)
-    drawing.rect(box, IDLE)
-    _draw_name(drawing, box, f"queue, up to {longest}")
-    for group in _alike(strip):
-        left, right = pixels(box, across, group[0].start, group[-1].end)
-        high = box.height * group[0].held / max(longest, 1)
-        area = Box(left, box.bottom - high, max(right - left, 0.6), high)
-        with drawing.layer(at=frames_from(group[0].start, across)):
-            tip = f"{group[0].waiting} requests wait, {group[0].held} only for a slot"
-            drawing.rect(area, MISSED, tip=tip)
-            drawing.hatch(area, MID, gap=6)
+def _stays(shown: Sequence[Shown | None]) -> Iterator[tuple[Shown, str]]:
+    """Yield what a box shows, and the first and the last frame in which it does."""
+    end = 0
+    for item, stay in groupby(shown):
+        start, end = end, end + len(list(stay))
+        if item:
+            yield item, f"{start} {end - 1}"
 
 
-def _alike(strip: Sequence[Moment]) -> Iterator[list[Moment]]:
-    """Group successive moments that have the same queue."""
-    group: list[Moment] = []
-    for moment in strip:
-        if group and (moment.held, moment.waiting) != (group[0].held, group[0].waiting):
-            yield group
-            group = []
-        group.append(moment)
-    if group:
-        yield group
-
-
-def _caption(strip: Sequence[Moment], start: float, now: float) -> str:
-    done = [moment for moment in strip if moment.start < now]
-    if not done:
-        return f"{seconds(now - start)}: no request is running"
-    last = done[-1]
-    held = f", {last.held} only for a slot" if last.held else ""
-    adapters = counted(len(last.in_use), "adapter")
-    requests = counted(last.waiting, "request")
-    return f"{seconds(now - start)}: {adapters} in use, {requests} waiting{held}"
+def _caption(moment: Moment, time: float) -> str:
+    if not moment.in_use:
+        return f"{seconds(time)}: no request is running"
+    held = f", {len(moment.held_for)} only for a slot" if moment.held_for else ""
+    adapters = counted(len(moment.in_use), "adapter")
+    return f"{seconds(time)}: {adapters} in use, {counted(moment.waiting, 'request')} waiting{held}"

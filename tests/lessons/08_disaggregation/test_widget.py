@@ -177,13 +177,15 @@ def test_the_command_is_two_servers_a_proxy_and_the_load():
     assert len(re.findall(r"http://decode\d", proxy)) == 3
 
 
-def test_what_breaks_is_shaded_with_its_cause():
-    def region(**knobs) -> str:
-        return shaded(widget, next(state for state in widget.sweep(**knobs) if state.mine.is_found))[0]
+def test_what_breaks_is_shaded_with_its_cause_and_overflows_from_there_on():
+    def region(part: str, **knobs) -> str:
+        state = known(**knobs)
+        assert all((state.mine.load(part, rate) > 1) == state.mine.breaks(rate) for rate in state.mine.rates)
+        return shaded(widget, state)[0]
 
-    assert "decoding takes over 7.5 ms a token" in region(output=128)
-    assert "prompts wait for a GPU that prefills" in region(output=64)
-    assert "the link is too slow" in region(output=16, link="10 Gb/s", prompt=2048)
+    assert "decoding takes over 7.5 ms a token" in region("decode", output=128)
+    assert "prompts wait for a GPU that prefills" in region("prefill", output=64)
+    assert "the link is too slow" in region("link", output=16, link="10 Gb/s", prompt=2048)
 
 
 # ---- the reader's own connector
