@@ -23,8 +23,6 @@ WINDOW, BEFORE = 0.6, 0.35
 """The time that is drawn, as a multiple of what a mean answer takes alone, and the share of it
 before the first preemption.
 """
-COLUMNS = 12
-"""Columns of a frame, each as high as the pool's peak in it."""
 
 
 def draw_pool(drawing: Drawing, state: State, y: float) -> float:
@@ -89,14 +87,12 @@ def _draw_level(drawing: Drawing, box: Box, point: Point, blocks: int, across: S
     ends = [sample.end for sample in point.samples]
     for at, start, end in _slices(across):
         x, right = pixels(box, across, start, end)
-        wide = (right - x) / COLUMNS
         path = [f"M{number(x - 0.5)} {number(box.bottom)}"]  # without a gap to the frame before
-        for column in range(COLUMNS):
-            low, high = (start + (end - start) * edge / COLUMNS for edge in (column, column + 1))
-            first, last = bisect_right(ends, low), bisect_right(ends, high)
-            used = max(sample.used for sample in point.samples[max(0, first - 1) : max(1, last)])
-            path.append(f"V{number(box.bottom - box.height * used / blocks)}H{number(x + wide * (column + 1))}")
-        drawing.add(f'<path fill="{BLUE}" d="{"".join(path)}V{number(box.bottom)}z" data-at="{at}"/>')
+        for sample in point.samples[max(0, bisect_right(ends, start) - 1) : bisect_right(ends, end)]:
+            when = max(x - 0.5, pixels(box, across, sample.end, end)[0])
+            path.append(f"H{number(when)}V{number(box.bottom - box.height * sample.used / blocks)}")
+        path.append(f"H{number(right)}V{number(box.bottom)}z")
+        drawing.add(f'<path fill="{BLUE}" d="{"".join(path)}" data-at="{at}"/>')
         tip = _caption(point, end, across.low)
         drawing.rect(Box(x, box.y, right - x, box.height), "transparent", tip=tip, at=at)
 
