@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from minivllm_lab.drawing import number
 from minivllm_lab.palette import BLUE, GREEN, INK, PURPLE
 from widgets.continuous_batching.curves import LOADS, SERVICE, Curve, Knee, State, share
-from widgets.continuous_batching.runs import REQUESTS, Point, Stay, Stretch
-from widgets.shell.plot import MARGIN, WIDE, Axes, Key, Scale, counted, draw_keys, hidden_note, seconds, three_boxes
+from widgets.continuous_batching.runs import REQUESTS, Stay, Stretch
+from widgets.shell.plot import MARGIN, WIDE, Axes, Key, Scale, counted, draw_keys, hidden_note, seconds, two_boxes
 from widgets.shell.strip import FRAMES, NAMES, draw_times, frame_ends
 from widgets.shell.svg import HEADING, QUIET, SMALL, Box, Drawing, Segment, legend
 from widgets.shell.theme import BROKEN, IDLE, MISSED
@@ -22,19 +22,18 @@ TICKS = (0.1, 0.25, 0.5, 0.75, 1, 1.25, 1.5)
 
 
 def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
-    """Draw TTFT, goodput and queue by load, and below them the seats under both policies."""
+    """Draw TTFT and queue by load, and below them the seats under both policies."""
     drawing = Drawing(width, 0, f"Load on {state.seats} seats", "Static and continuous batching on the same arrivals")
     note = f"{REQUESTS} requests at each load, {state.seats} seats; all times are modelled"
     y = drawing.heading((MARGIN, 23), "Load that each policy handles", note)
     if state.note:
         y = drawing.paragraph((MARGIN, y + 17), state.note, width - 2 * MARGIN)
     y = draw_keys(drawing, y + 20, _keys(state))
-    main, goodput, queue = three_boxes(width, y + 25, 122 if state.note else 134, large=0.56)
+    main, queue = two_boxes(width, y + 33, 122 if state.note else 134, large=0.56)
     _draw_ttft(Axes(drawing, main, LOAD, TTFT), state, pinned)
-    _draw_goodput(Axes(drawing, goodput, LOAD, Scale(0, 1)), state)
     most = max([40, *(point.queue for curve in state.curves for point in curve.points.values())])
     _draw_queue(Axes(drawing, queue, LOAD, Scale(0, most * 1.1)), state)
-    drawing.height = _draw_seats(drawing, state, max(main.bottom, queue.bottom) + 57)
+    drawing.height = _draw_seats(drawing, state, queue.bottom + 57)
     return drawing.render()
 
 
@@ -96,37 +95,22 @@ def _where(knee: Knee) -> str:
     return f"at {knee.load:.2g}" if knee.load > LOADS[0] else f"already at {LOADS[0]:g}"
 
 
-def _draw_goodput(axes: Axes, state: State) -> None:
-    axes.frame("", f"in time (goodput), goal {share(SERVICE)}", x_ticks=(), y_ticks=(0, 0.5, 1), y_format=share)
-    _draw_small(axes, state, lambda point: point.goodput(state.limit))
-    axes.mark_y(SERVICE, "", GREEN)
-    with axes.drawing.answer():
-        _draw_tips(axes, state, lambda curve, load: f"{share(curve.points[load].goodput(state.limit))} in time")
-
-
 def _draw_queue(axes: Axes, state: State) -> None:
     ticks = axes.y.ticks(3)
     axes.frame("load", "queue at the last arrival", x_ticks=TICKS[::2], x_format="{:g}".format, y_ticks=ticks)
-    _draw_small(axes, state, lambda point: point.queue)
+    for curve in state.curves[::-1]:
+        with axes.drawing.layer(answer="1" if curve.name == "static" else ""):
+            queues = [curve.points[load].queue for load in curve.loads]
+            axes.line(curve.loads, queues, COLOURS[curve.name], width=2)
+    axes.also_here(state.load)
     with axes.drawing.answer():
         _draw_tips(axes, state, lambda curve, load: f"{curve.points[load].queue} of {REQUESTS} waiting")
 
 
-def _draw_small(axes: Axes, state: State, value: Callable[[Point], float]) -> None:
-    static, other = state.curves
-    _draw_line(axes, other, value)
-    with axes.drawing.answer():
-        _draw_line(axes, static, value)
-    axes.also_here(state.load)
-
-
-def _draw_line(axes: Axes, curve: Curve, value: Callable[[Point], float]) -> None:
-    axes.line(curve.loads, [value(curve.points[load]) for load in curve.loads], COLOURS[curve.name], width=2)
-
-
 def _ttft_tip(curve: Curve, load: float) -> str:
     point = curve.points[load]
-    return f"half within {seconds(point.ttft(0.5))}, 95 % within {seconds(point.ttft(SERVICE))}"
+    within = f"half within {seconds(point.ttft(0.5))}, 95 % within {seconds(point.ttft(SERVICE))}"
+    return f"{within}, {share(point.goodput(curve.limit))} in time"
 
 
 def _draw_tips(axes: Axes, state: State, words: Callable[[Curve, float], str]) -> None:

@@ -9,19 +9,7 @@ from minivllm_simulate.kv_links import LINKS, Link
 from minivllm_simulate.load_sweep import Span, spans
 from widgets.preemption.pool import draw_pool
 from widgets.preemption.state import HOST_LINKS, POOLS, SHARE, State
-from widgets.shell.plot import (
-    MARGIN,
-    WIDE,
-    Axes,
-    Scale,
-    draw_head,
-    figures,
-    hidden_note,
-    percent,
-    seconds,
-    short,
-    tokens,
-)
+from widgets.shell.plot import Axes, Scale, draw_head, figures, hidden_note, percent, seconds, short, tokens, two_boxes
 from widgets.shell.svg import SMALL, Box, Drawing
 
 POOL = Scale(POOLS[0], POOLS[-1], log=True)
@@ -29,14 +17,6 @@ TICKS = tuple(float(2**power) for power in range(13, 19))
 LINK = Scale(1e9, 5e11, log=True)
 HIGH = 104
 """The pixels of a plot's height."""
-RULE_WORDS = {
-    "last in": "victim: the last one in",
-    "worst priority": "victim: the worst priority",
-    "first in": "victim: the first one in",
-    "most blocks": "victim: most blocks",
-    "fewest left": "victim: fewest tokens left",
-    "least computed": "victim: least computed",
-}
 
 
 def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
@@ -45,23 +25,14 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
     """
     serving, title = state.serving, "When the pool is too small"
     drawing = Drawing(width, 0, title, f"A pool of {state.pool} tokens, and what its victims hold")
-    victim = "victim: by your function" if state.own else RULE_WORDS[serving.rule]
-    y = draw_head(drawing, title, f"{serving.name} on one {serving.gpu.name}; {victim}", state.error, ())
+    victim = "by your function" if state.own else serving.rule
+    y = draw_head(drawing, title, f"{serving.name} on one {serving.gpu.name}; victim: {victim}", state.error, ())
     y = draw_pool(drawing, state, y) + 38
-    left, right = _two_boxes(width, y)
+    left, right = two_boxes(width, y, HIGH, large=0.58)
     _draw_loss(drawing, left, state, pinned)
     _draw_crossover(drawing, right, state)
     drawing.height = right.bottom + 44
     return drawing.render()
-
-
-def _two_boxes(width: int, y: float) -> tuple[Box, Box]:
-    """Place two plots side by side or, if the picture is narrow, in a column."""
-    if width < WIDE:
-        first = Box(60, y, width - 60 - MARGIN, HIGH)
-        return first, Box(60, first.bottom + 78, first.width, HIGH)
-    first = Box(60, y, round(0.58 * width) - 60, HIGH)
-    return first, Box(first.right + 72, y, width - first.right - 72 - MARGIN, HIGH)
 
 
 # ---- the tokens computed twice, by pool
@@ -96,7 +67,8 @@ def _draw_broken(axes: Axes, state: State) -> None:
         axes.broken(*span, late_words(state, span))
     for span in state.stopped:
         inside = [pool for pool in state.refusals if (span[0] or 0) <= pool < (span[1] or math.inf)]
-        axes.broken(*span, f"does not start: {state.refusals[inside[0]]}")
+        axes.shade(*span, f"does not start: {state.refusals[inside[0]]}")
+        axes.explain(*span, "does not start")
 
 
 def late_words(state: State, span: Span) -> str:

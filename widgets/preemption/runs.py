@@ -178,9 +178,9 @@ class _Watched(OpenEngine):
 
     def _held(self, index: int, turns_to: str) -> int:
         """Return the computed tokens of a request that is about to change."""
-        if not turns_to:
+        request = self.scheduler.requests.get(str(index))
+        if request is None:  # it has ended in this step
             return self.serving.lengths[index].total
-        request = self.scheduler.requests[str(index)]
         return request.num_lost_tokens if turns_to == OUT else request.num_tokens
 
     def _sample(self) -> None:
