@@ -42,13 +42,15 @@ def _draw_loss(drawing: Drawing, box: Box, state: State, pinned: State | None) -
     """Draw the share of the tokens that are computed twice, or of the time that steps wait for copies."""
     pools, swaps = state.run, state.serving.policy != "recompute"
     lost = [state.points[pool].lost for pool in pools]
-    axes = Axes(drawing, box, POOL, Scale(0, 0.5 if max(lost, default=0) <= 0.5 else 1))
+    alike = pinned if pinned and (pinned.serving.policy != "recompute") == swaps else None  # the same quantity
+    before = [alike.points[pool].lost for pool in alike.run] if alike else []
+    axes = Axes(drawing, box, POOL, Scale(0, 0.5 if max([0.0, *lost, *before]) <= 0.5 else 1))
     name = "time that steps wait for copies" if swaps else "tokens computed twice"
     ticks = (0, axes.y.high / 2, axes.y.high)
     axes.frame("tokens in the pool", name, x_ticks=TICKS, x_format=tokens, y_ticks=ticks, y_format=percent)
     _draw_broken(axes, state)
-    if pinned and pinned.run:
-        axes.pinned(pinned.run, [pinned.points[pool].lost for pool in pinned.run], pinned.pool)
+    if alike and before:
+        axes.pinned(alike.run, before, alike.pool)
     with drawing.answer():
         axes.line(pools, lost, PURPLE if swaps else ORANGE)
     axes.here(state.pool, "pool")
