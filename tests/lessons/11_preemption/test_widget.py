@@ -148,6 +148,7 @@ def lost_tokens(point: runs.Point) -> Iterator[int]:
         {"pool": 16384},
         {"pool": 12288, "admission": "chunk", "rule": "least computed"},
         {"pool": 12288, "rule": "worst priority"},
+        {"pool": 12288, "load": 30.0, "answer": 128, "admission": "chunk", "rule": "fewest left"},
         {"pool": 16384, "rule": "most blocks", "prompt": 1024, "load": 6.0},
     ],
 )
