@@ -6,13 +6,13 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 
 from minivllm_lab.drawing import number
-from minivllm_lab.palette import BLUE, GREEN, INK, PURPLE, VERMILLION
+from minivllm_lab.palette import BLUE, GREEN, INK, PURPLE
 from widgets.continuous_batching.curves import LOADS, SERVICE, Curve, Knee, State, share
-from widgets.continuous_batching.runs import REQUESTS, Point, Stay, Stretch
-from widgets.shell.plot import MARGIN, WIDE, Axes, Key, Scale, counted, draw_keys, hidden_note, seconds, three_boxes
-from widgets.shell.strip import FRAMES, NAMES, draw_times, draw_title, frame_ends
-from widgets.shell.svg import QUIET, SMALL, Box, Drawing, Segment
-from widgets.shell.theme import CARD, IDLE, MISSED
+from widgets.continuous_batching.runs import REQUESTS, Stay, Stretch
+from widgets.shell.plot import MARGIN, WIDE, Axes, Key, Scale, counted, draw_keys, hidden_note, seconds, two_boxes
+from widgets.shell.strip import FRAMES, NAMES, draw_times, frame_ends
+from widgets.shell.svg import HEADING, QUIET, SMALL, Box, Drawing, Segment, legend
+from widgets.shell.theme import BROKEN, IDLE, MISSED
 
 COLOURS = {"static": PURPLE, "continuous": BLUE, "yours": BLUE}
 LAST = FRAMES - 1
@@ -22,19 +22,18 @@ TICKS = (0.1, 0.25, 0.5, 0.75, 1, 1.25, 1.5)
 
 
 def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
-    """Draw TTFT, goodput and queue by load, and below them the seats under both policies."""
+    """Draw TTFT and queue by load, and below them the seats under both policies."""
     drawing = Drawing(width, 0, f"Load on {state.seats} seats", "Static and continuous batching on the same arrivals")
     note = f"{REQUESTS} requests at each load, {state.seats} seats; all times are modelled"
     y = drawing.heading((MARGIN, 23), "Load that each policy handles", note)
     if state.note:
         y = drawing.paragraph((MARGIN, y + 17), state.note, width - 2 * MARGIN)
     y = draw_keys(drawing, y + 20, _keys(state))
-    main, goodput, queue = three_boxes(width, y + 25, 138 if state.note else 150, large=0.56)
+    main, queue = two_boxes(width, y + 33, 122 if state.note else 134, large=0.56)
     _draw_ttft(Axes(drawing, main, LOAD, TTFT), state, pinned)
-    _draw_goodput(Axes(drawing, goodput, LOAD, Scale(0, 1)), state)
     most = max([40, *(point.queue for curve in state.curves for point in curve.points.values())])
     _draw_queue(Axes(drawing, queue, LOAD, Scale(0, most * 1.1)), state)
-    drawing.height = _draw_seats(drawing, state, max(main.bottom, queue.bottom) + 57)
+    drawing.height = _draw_seats(drawing, state, queue.bottom + 57)
     return drawing.render()
 
 
@@ -85,52 +84,33 @@ def _knees(state: State) -> list[tuple[Knee, str]]:
 
 
 def _draw_knees(axes: Axes, knees: Sequence[tuple[Knee, str]]) -> None:
-    """Shade where the first policy is broken, and more densely where both are."""
+    """Shade where a policy is broken, up to where the next one breaks, too."""
     ends = [*(knee.load for knee, _ in knees[1:]), None]
     for (knee, policy), end in zip(knees, ends, strict=False):
-        words = f"{policy} {'queue grows' if knee.queue_grows else 'is late'} {_where(knee)}"
-        axes.shade(knee.load, None, words)
-        axes.explain(knee.load, end, words)
-    if len(knees) == 2:
-        x = axes.at(knees[1][0].load, 1)[0]
-        axes.drawing.hatch(Box(x, axes.box.y, axes.box.right - x, axes.box.height), VERMILLION, gap=12)
+        cause = "its queue grows" if knee.queue_grows else "too late"
+        axes.broken(knee.load, end, f"{policy} breaks {_where(knee)}: {cause}")
 
 
 def _where(knee: Knee) -> str:
-    return f"from {knee.load:.2g}" if knee.load > LOADS[0] else f"already at {LOADS[0]:g}"
-
-
-def _draw_goodput(axes: Axes, state: State) -> None:
-    axes.frame("", f"in time (goodput), goal {share(SERVICE)}", x_ticks=(), y_ticks=(0, 0.5, 1), y_format=share)
-    _draw_small(axes, state, lambda point: point.goodput(state.limit))
-    axes.mark_y(SERVICE, "", GREEN)
-    with axes.drawing.answer():
-        _draw_tips(axes, state, lambda curve, load: f"{share(curve.points[load].goodput(state.limit))} in time")
+    return f"at {knee.load:.2g}" if knee.load > LOADS[0] else f"already at {LOADS[0]:g}"
 
 
 def _draw_queue(axes: Axes, state: State) -> None:
     ticks = axes.y.ticks(3)
     axes.frame("load", "queue at the last arrival", x_ticks=TICKS[::2], x_format="{:g}".format, y_ticks=ticks)
-    _draw_small(axes, state, lambda point: point.queue)
+    for curve in state.curves[::-1]:
+        with axes.drawing.layer(answer="1" if curve.name == "static" else ""):
+            queues = [curve.points[load].queue for load in curve.loads]
+            axes.line(curve.loads, queues, COLOURS[curve.name], width=2)
+    axes.also_here(state.load)
     with axes.drawing.answer():
         _draw_tips(axes, state, lambda curve, load: f"{curve.points[load].queue} of {REQUESTS} waiting")
 
 
-def _draw_small(axes: Axes, state: State, value: Callable[[Point], float]) -> None:
-    static, other = state.curves
-    _draw_line(axes, other, value)
-    with axes.drawing.answer():
-        _draw_line(axes, static, value)
-    axes.also_here(state.load)
-
-
-def _draw_line(axes: Axes, curve: Curve, value: Callable[[Point], float]) -> None:
-    axes.line(curve.loads, [value(curve.points[load]) for load in curve.loads], COLOURS[curve.name], width=2)
-
-
 def _ttft_tip(curve: Curve, load: float) -> str:
     point = curve.points[load]
-    return f"half within {seconds(point.ttft(0.5))}, 95 % within {seconds(point.ttft(SERVICE))}"
+    within = f"half within {seconds(point.ttft(0.5))}, 95 % within {seconds(point.ttft(SERVICE))}"
+    return f"{within}, {share(point.goodput(curve.limit))} in time"
 
 
 def _draw_tips(axes: Axes, state: State, words: Callable[[Curve, float], str]) -> None:
@@ -148,21 +128,20 @@ def _draw_tips(axes: Axes, state: State, words: Callable[[Curve, float], str]) -
 
 
 def _draw_seats(drawing: Drawing, state: State, y: float) -> float:
-    """Draw both policies' seats over the same stretch of time, with the arrivals between them;
-    return the y below.
+    """Draw both policies' seats below the arrivals, over the same stretch of time; return the y
+    below.
     """
-    wide = drawing.width - 2 * MARGIN
-    title = f"The first {seconds(state.window)}, seat by seat"
-    keys = [Segment("empty", 0, IDLE), Segment("empty while a request waits", 0, MISSED, hatched=True)]
-    y = draw_title(drawing, title, keys, y) + 10
-    high = 58.0 if drawing.width >= WIDE else 84.0
-    first = Box(MARGIN + NAMES, y, wide - NAMES, high)
-    second = Box(first.x, first.bottom + 17, first.width, high)
+    drawing.text((MARGIN, y), f"The first {seconds(state.window)}, seat by seat", size=HEADING, bold=True)
+    wide = drawing.width >= WIDE
+    arrivals = Box(MARGIN + NAMES, y + 8, drawing.width - 2 * MARGIN - NAMES, 17)
+    name, high = (20, 48) if wide else (40, 84)
+    first = Box(arrivals.x, arrivals.bottom + name, arrivals.width, high)
+    second = Box(first.x, first.bottom + name, first.width, high)
     across = Scale(0, state.window)
     ends = frame_ends(across)
+    _draw_arrivals(drawing, arrivals, state, ends)
     for curve, box in zip(state.curves, (first, second), strict=True):
         _draw_stretch(drawing, box, curve, state, ends)
-    _draw_arrivals(drawing, Box(first.x, first.bottom, first.width, 17), state, ends)
     below = draw_times(drawing, second, across) + 5
     drawing.play([_caption(state, end) for end in ends])
     return below
@@ -171,11 +150,15 @@ def _draw_seats(drawing: Drawing, state: State, y: float) -> float:
 def _draw_stretch(drawing: Drawing, box: Box, curve: Curve, state: State, ends: Sequence[float]) -> None:
     stretch = curve.stretch
     colour = COLOURS[curve.name]
-    drawing.text((MARGIN, box.y + 12), curve.name, size=13, bold=True, colour=colour)
-    used = f"{share(round(stretch.used_while_waiting(state.seats), 2))} busy as"
-    waits = any(moment.waiting for moment in stretch.moments)
-    for row, words in enumerate((used, "requests wait") if waits else ("no request waits",)):
-        drawing.text((MARGIN, box.y + 29 + 14 * row), words, size=SMALL, colour=QUIET)
+    wide = drawing.width >= WIDE
+    drawing.text((MARGIN, box.y - (6 if wide else 24)), curve.name, size=13, bold=True, colour=colour)
+    place = (box.x if wide else MARGIN, box.y - 6)
+    if any(moment.waiting for moment in stretch.moments):
+        used = share(round(stretch.used_while_waiting(state.seats), 2))
+        words = f"{used} of the seats work while requests wait"
+        legend(drawing, place, [Segment(words, 0, BROKEN, hatched=True)], box.width)
+    else:
+        drawing.text(place, "no request waits", size=SMALL, colour=QUIET)
     drawing.rect(box, IDLE)
     scale = box.width / state.window
     high = box.height / stretch.rows
@@ -205,14 +188,15 @@ def _draw_missed(drawing: Drawing, box: Box, stretch: Stretch, state: State, end
     scale = box.width / state.window
     before = 0.0
     spans = stretch.missed(state.seats)
+    gap = box.width / FRAMES / round(box.width / FRAMES / 10)  # the pieces' hatching continues
     for frame, end in enumerate(ends):
         for start, stop in spans:
             left, right = max(start, before), min(stop, end)
             if right > left:
                 part = Box(box.x + left * scale, box.y, (right - left) * scale, box.height)
                 with drawing.layer(at=f"{frame} {LAST}"):
-                    drawing.rect(part, MISSED)
-                    drawing.hatch(part, CARD, gap=8)
+                    drawing.rect(part, BROKEN)
+                    drawing.hatch(part, MISSED, gap=gap)
         before = end
 
 

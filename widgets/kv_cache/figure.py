@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from minivllm.config.units import GIB
-from minivllm_lab.drawing import text_width
+from minivllm_lab.drawing import Point, text_width
 from minivllm_lab.palette import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILLION
 from widgets.shell.plot import MARGIN, WIDE, Axes, Scale, hidden_note, percent, tokens
 from widgets.shell.strip import draw_title
@@ -19,7 +19,7 @@ from widgets.shell.theme import CARD, HELD, MID, MISSED, NOT_OURS, RESERVED, TIN
 if TYPE_CHECKING:
     from widgets.kv_cache.state import Pool, State
 
-BEFORE_CACHE = (("weights", GREY), ("activations", PURPLE), ("outside torch", VERMILLION), ("CUDA graphs", GREEN))
+BEFORE_CACHE = (("weights", GREY), ("activations", PURPLE), ("outside torch", VERMILLION), ("CUDA graphs", SKY))
 """The name and colour of each item that the ledger lists before the KV cache."""
 WIDE_HEIGHT = 470
 PANEL_HEIGHT, NARROW_PANEL_HEIGHT = 121, 176
@@ -165,10 +165,10 @@ def _draw_refused(drawing: Drawing, state: State, box: Box) -> None:
 
 def _draw_plot_heading(drawing: Drawing, state: State, y: float) -> float:
     """Draw the plot's title and keys, and return the y where the plot begins."""
-    keys = [Segment(f"{state.hardware.name}, reserved", 0, BLUE), Segment("by their own lengths", 0, GREEN)]
-    keys.append(Segment("other GPUs", 0, MID))
+    keys = [Segment(f"{state.hardware.name}, reserved", 0, BLUE, dash="none")]
+    keys += [Segment("by their own lengths", 0, GREEN, dash="2 4"), Segment("other GPUs", 0, MID, dash="none")]
     if not state.right_bytes:
-        keys.append(Segment("the engine's count", 0, ORANGE))
+        keys.append(Segment("the engine's count", 0, ORANGE, dash="6 4"))
     return draw_title(drawing, "Requests at once", keys, y) + 14
 
 
@@ -265,31 +265,38 @@ def _name_the_ends(axes: Axes, state: State) -> None:
             continue
         x, y = axes.at(min(pool.longest, axes.x.high), 1)
         own = pool.gpu == state.hardware.name
-        name = pool.gpu if drawing.width >= WIDE else pool.gpu.removeprefix("RTX ")
         if x < right:
             tip = f"{pool.gpu}: the longest request that fits has {pool.longest:,} tokens"
             drawing.circle((x, y), 5.5 if own else 3.5, BLUE if own else GREY, tip=tip, group=pool.gpu)
         if clusters and x - clusters[-1][0] < NEAR:
-            clusters[-1][1].append(name)
+            clusters[-1][1].insert(0 if own else len(clusters[-1][1]), pool.gpu)
         else:
-            clusters.append((x, [name]))
+            clusters.append((x, [pool.gpu]))
     taken = [left] * 3
     edges = [*axes.edges, axes.at(state.max_model_len, 1)[0]]
     for x, gpus in clusters:
-        short = drawing.width < WIDE and len(", ".join(gpus)) > 10
-        words = (f"{gpus[0]}, …" if short else ", ".join(gpus)) + (" →" if x >= right - NEAR else "")
-        half = text_width(words, SMALL) / 2 + 3
-        beside = [edge + side * half for edge in edges for side in (-1, 1) if side * (x - edge) > -6]
-        middles = [middle for middle in (min(x, right - half), *beside) if left + half <= middle <= right - half]
-        near = [middle for middle in middles if abs(middle - x) < half + 2 * NEAR]
-        clear = [middle for middle in near if all(abs(middle - edge) > half - 1 for edge in edges)]
-        places = [(row, abs(middle - x), middle) for middle in clear for row in range(3) if taken[row] <= middle - half]
-        if places:  # otherwise, the dots' tips name them
-            row, _, middle = min(places)
-            taken[row] = middle + half
-            place = (middle, axes.at(1, 1)[1] + 15 + 14 * row)
-            drawing.rect(text_box(place, words, SMALL, "middle"), CARD, opacity=0.85)
-            drawing.text(place, words, size=SMALL, anchor="middle", halo=True)
+        for words in (", ".join(gpus), gpus[0], gpus[0].removeprefix("RTX ")):  # the dots' tips have all names
+            words += " →" * (x >= right - NEAR)
+            if place := _place_of_name(axes, x, words, edges, taken):
+                drawing.rect(text_box(place, words, SMALL, "middle"), CARD, opacity=0.85)
+                drawing.text(place, words, size=SMALL, anchor="middle", halo=True)
+                break
+
+
+def _place_of_name(axes: Axes, x: float, words: str, edges: Sequence[float], taken: list[float]) -> Point | None:
+    """Take a place near `x` in the first row with room for the words, or return None if there is none."""
+    half = text_width(words, SMALL) / 2 + 3
+    left, right = axes.box.x + half, axes.box.right - half
+    beside = [edge + side * half for edge in edges for side in (-1, 1) if side * (x - edge) > -6]
+    middles = [middle for middle in (min(x, right), *beside) if left <= middle <= right]
+    near = [middle for middle in middles if abs(middle - x) < half + 2 * NEAR]
+    clear = [middle for middle in near if all(abs(middle - edge) > half - 1 for edge in edges)]
+    places = [(row, abs(middle - x), middle) for middle in clear for row in range(3) if taken[row] <= middle - half]
+    if not places:
+        return None
+    row, _, middle = min(places)
+    taken[row] = middle + half
+    return middle, axes.at(1, 1)[1] + 15 + 14 * row
 
 
 def _draw_here(axes: Axes, state: State) -> None:

@@ -209,7 +209,7 @@ CHALLENGES = (
     ),
 )
 GUESS = Guess(
-    "This load needs 58K tokens on average, but the pool holds 32K. What share of all tokens is computed twice?",
+    "This load needs 57K tokens on average, but the pool holds 32K. What share of all tokens is computed twice?",
     ("next to nothing", "about a tenth", "about a quarter", "over half"),
     2,
     "Requests grow after they are admitted, so more start than the pool can finish: 24 % of all tokens are computed "

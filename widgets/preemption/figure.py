@@ -1,83 +1,66 @@
-"""Draw lesson 11's picture: where a pool exceeds its limits, and below it the pool, step by step."""
+"""Draw lesson 11's picture: the pool and its victims, and below them what each pool loses."""
 
 from __future__ import annotations
 
 import math
 
-from minivllm_lab.palette import BLUE, GREEN, INK, ORANGE
+from minivllm_lab.palette import INK, ORANGE, PURPLE
 from minivllm_simulate.kv_links import LINKS, Link
 from minivllm_simulate.load_sweep import Span, spans
 from widgets.preemption.pool import draw_pool
 from widgets.preemption.state import HOST_LINKS, POOLS, SHARE, State
-from widgets.shell.plot import (
-    Axes,
-    Scale,
-    draw_head,
-    figures,
-    hidden_note,
-    percent,
-    seconds,
-    short,
-    three_boxes,
-    tokens,
-)
+from widgets.shell.plot import Axes, Scale, draw_head, figures, hidden_note, percent, seconds, short, tokens, two_boxes
 from widgets.shell.svg import SMALL, Box, Drawing
 
 POOL = Scale(POOLS[0], POOLS[-1], log=True)
 TICKS = tuple(float(2**power) for power in range(13, 19))
 LINK = Scale(1e9, 5e11, log=True)
-RULE_WORDS = {
-    "last in": "victim: the last one in",
-    "worst priority": "victim: the worst priority",
-    "first in": "victim: the first one in",
-    "most blocks": "victim: most blocks",
-    "fewest left": "victim: fewest tokens left",
-    "least computed": "victim: least computed",
-}
-POLICY_WORDS = {
-    "recompute": "recomputed",
-    "small": "swapped in small pieces",
-    "large": "swapped in large pieces",
-}
+HIGH = 104
+"""The pixels of a plot's height."""
 
 
 def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
-    """Draw the requests per second that each pool handles, with the tokens computed twice and a
-    victim's cost beside it, and the pool below.
+    """Draw the pool and its victims over time; below, what each pool loses to preemption, and what a
+    victim's token costs.
     """
-    serving = state.serving
-    drawing = Drawing(width, 0, "When the pool is too small", f"Load handled by each pool, now {state.pool} tokens")
-    victim = "victim: by your function" if state.own else RULE_WORDS[serving.rule]
-    note = (
-        f"{serving.name} on one {serving.gpu.name}: {serving.load:g} requests a second, {serving.prompt} tokens in, "
-        f"about {serving.answer} out; {victim}, {POLICY_WORDS[serving.policy]}"
-    )
-    y = draw_head(drawing, "When the pool is too small", note, state.error, ())
-    main, upper, lower = three_boxes(width, y + 9, 163, large=0.56, between=50)
-    _draw_handled(drawing, main, state, pinned)
-    _draw_loss(drawing, upper, state)
-    _draw_crossover(drawing, lower, state)
-    drawing.height = draw_pool(drawing, state, max(main.bottom, lower.bottom) + 60) + 8
+    serving, title = state.serving, "When the pool is too small"
+    drawing = Drawing(width, 0, title, f"A pool of {state.pool} tokens, and what its victims hold")
+    victim = "by your function" if state.own else serving.rule
+    y = draw_head(drawing, title, f"{serving.name} on one {serving.gpu.name}; victim: {victim}", state.error, ())
+    y = draw_pool(drawing, state, y) + 38
+    left, right = two_boxes(width, y, HIGH, large=0.58)
+    _draw_loss(drawing, left, state, pinned)
+    _draw_crossover(drawing, right, state)
+    drawing.height = right.bottom + 44
     return drawing.render()
 
 
-# ---- the load that each pool handles
+# ---- the tokens computed twice, by pool
 
 
-def _draw_handled(drawing: Drawing, box: Box, state: State, pinned: State | None) -> None:
-    """Draw the requests per second that each pool handles, and those that arrive."""
-    sizes, load = sorted(state.capacity), state.serving.load
-    rates = [state.capacity[size] for size in sizes]
-    axes = Axes(drawing, box, POOL, Scale.around(0.8 * min(load, *rates), 1.25 * max(load, *rates)))
-    axes.frame("tokens in the pool", "requests/s at most, if nothing is computed twice", x_ticks=TICKS, x_format=tokens)
+def _draw_loss(drawing: Drawing, box: Box, state: State, pinned: State | None) -> None:
+    """Draw the share of the tokens that are computed twice, or of the time that steps wait for copies."""
+    pools, swaps = state.run, state.serving.policy != "recompute"
+    lost = [state.points[pool].lost for pool in pools]
+    alike = pinned if pinned and (pinned.serving.policy != "recompute") == swaps else None  # the same quantity
+    before = [alike.points[pool].lost for pool in alike.run] if alike else []
+    axes = Axes(drawing, box, POOL, Scale(0, 0.5 if max([0.0, *lost, *before]) <= 0.5 else 1))
+    name = "time that steps wait for copies" if swaps else "tokens computed twice"
+    ticks = (0, axes.y.high / 2, axes.y.high)
+    axes.frame("tokens in the pool", name, x_ticks=TICKS, x_format=tokens, y_ticks=ticks, y_format=percent)
     _draw_broken(axes, state)
-    if pinned and pinned.capacity:
-        axes.pinned(sorted(pinned.capacity), [pinned.capacity[size] for size in sorted(pinned.capacity)], pinned.pool)
-    axes.mark_y(load, f"{load:g}/s arrive", GREEN)
-    axes.line(sizes, rates, BLUE)
-    axes.here(state.pool, "pool", f"pool {tokens(state.pool)}")
-    with axes.drawing.answer():
-        axes.tips(state.run, lambda pool: _tip(state, pool))
+    if alike and before:
+        axes.pinned(alike.run, before, alike.pool)
+    with drawing.answer():
+        axes.line(pools, lost, PURPLE if swaps else ORANGE)
+    axes.here(state.pool, "pool")
+    hidden_note(drawing, box)
+    with drawing.answer():
+        if state.pool in pools:
+            here = state.points[state.pool].lost
+            axes.points([state.pool], [here], INK)
+            drawing.text((box.right, box.y - 10), percent(here), size=SMALL, anchor="end", bold=True)
+        axes.tips(pools, lambda pool: _tip(state, pool))
 
 
 def _draw_broken(axes: Axes, state: State) -> None:
@@ -86,7 +69,8 @@ def _draw_broken(axes: Axes, state: State) -> None:
         axes.broken(*span, late_words(state, span))
     for span in state.stopped:
         inside = [pool for pool in state.refusals if (span[0] or 0) <= pool < (span[1] or math.inf)]
-        axes.broken(*span, f"does not start: {state.refusals[inside[0]]}")
+        axes.shade(*span, f"does not start: {state.refusals[inside[0]]}")
+        axes.explain(*span, "does not start")
 
 
 def late_words(state: State, span: Span) -> str:
@@ -103,9 +87,10 @@ def late_words(state: State, span: Span) -> str:
 
 def cause_words(state: State, cause: str, pool: int) -> str:
     """Describe what goes wrong with a pool."""
-    point, load = state.points[pool], state.serving.load
+    point, load, most = state.points[pool], state.serving.load, state.serving.steady().capacity
+    full = f"full: this load needs {state.saturation / 1024:,.0f}K tokens on average, not {tokens(pool)}"
     return {
-        "queue": f"full: {tokens(pool)} tokens handle at most {figures(state.capacity[pool])} of {load:g} requests/s",
+        "queue": full if load <= most else f"too slow: any pool handles at most {figures(most)} of {load:g} requests/s",
         "thrash": f"thrashing: {percent(point.wasted)} of all tokens are computed twice",
         "copies": f"copies: steps wait for them {percent(point.copying / point.seconds)} of the time",
         "wait": f"too slow: over {seconds(state.limit)}, though few tokens are computed twice",
@@ -122,26 +107,7 @@ def _tip(state: State, pool: int) -> str:
     )
 
 
-# ---- the tokens computed twice, and the cost of a victim
-
-
-def _draw_loss(drawing: Drawing, box: Box, state: State) -> None:
-    """Draw the share of the tokens that are computed twice, or of the time that steps wait for copies."""
-    pools = state.run
-    lost = [state.points[pool].lost for pool in pools]
-    axes = Axes(drawing, box, POOL, Scale(0, 0.5 if max(lost, default=0) <= 0.5 else 1))
-    name = "tokens computed twice" if state.serving.policy == "recompute" else "time for copies"
-    axes.frame("", name, x_ticks=TICKS[::2], x_format=tokens, y_ticks=(0, axes.y.high), y_format=percent)
-    hidden_note(drawing, box)
-    with drawing.answer():
-        axes.line(pools, lost, ORANGE)
-    with drawing.answer():
-        axes.also_here(state.pool)
-        if state.pool in pools:
-            here = state.points[state.pool].lost
-            axes.points([state.pool], [here], INK)
-            drawing.text((box.right, box.y - 10), percent(here), size=SMALL, anchor="end", bold=True)
-        axes.tips(pools, lambda pool: _tip(state, pool))
+# ---- the cost of a victim
 
 
 def _draw_crossover(drawing: Drawing, box: Box, state: State) -> None:
@@ -161,18 +127,14 @@ def _draw_crossover(drawing: Drawing, box: Box, state: State) -> None:
         axes.shade(*span, "swapping costs more than recomputing")
         axes.explain(*span, "slower")
     axes.mark_y(crossover.recompute, "recompute it", ORANGE, dash="")
-    axes.line(rates, swaps, BLUE)
-    tip = (
-        f"{serving.link.name}: {crossover.bandwidth / 1e9:.3g} GB/s in pieces of "
-        f"{serving.pieces.bytes_of_copy(serving.model) / 1024:,.0f} KiB; a token takes {micro(crossover.swap)} out and "
-        f"back, {micro(crossover.recompute)} to recompute"
-    )
-    axes.points([serving.link.bandwidth], [crossover.swap], INK, tips=[tip])
+    axes.line(rates, swaps, PURPLE)
+    axes.points([serving.link.bandwidth], [crossover.swap], INK)
+    pieces = f"in pieces of {serving.pieces.bytes_of_copy(serving.model) / 1024:,.0f} KiB"
     for rate, strip in axes.strips([LINKS[name].bandwidth for name in reversed(HOST_LINKS)]):
         name = next(name for name in HOST_LINKS if LINKS[name].bandwidth == rate)
         each = serving.crossover_of(LINKS[name])
-        tip = f"{name}: a token takes {micro(each.swap)} out and back, {micro(each.recompute)} to recompute"
-        drawing.rect(strip, "transparent", tip=tip)
+        tip = f"{name}: {each.bandwidth / 1e9:.3g} GB/s {pieces}; a token takes {micro(each.swap)} out and back"
+        drawing.rect(strip, "transparent", tip=f"{tip}, {micro(each.recompute)} to recompute")
 
 
 def micro(value: float) -> str:

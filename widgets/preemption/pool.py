@@ -1,138 +1,161 @@
-"""Draw the animated lower part of lesson 11's picture: the pool step by step, and the preempted
-requests.
+"""Draw the upper part of lesson 11's picture: how full the pool is over time, and below it what its
+victims hold, until they lose it.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator
+from itertools import pairwise
 
-from minivllm_lab.palette import BLUE, ORANGE, SKY
-from widgets.preemption.runs import AGAIN, BLOCK_SIZE, OUT, Point, Sample, Span
+from minivllm_lab.drawing import number
+from minivllm_lab.palette import BLUE, INK, ORANGE, PURPLE, VERMILLION
+from widgets.preemption.runs import AGAIN, BLOCK_SIZE, OUT, Point, Span
 from widgets.preemption.state import State
-from widgets.shell.plot import MARGIN, Scale, seconds
-from widgets.shell.strip import FRAMES, NAMES, draw_placeholder, draw_times, draw_title, frame_ends
-from widgets.shell.svg import QUIET, SMALL, Box, Drawing, Segment
-from widgets.shell.theme import IDLE, MID, MISSED
+from widgets.shell.plot import MARGIN, Scale, seconds, tokens
+from widgets.shell.strip import FRAMES, NAMES, draw_times, frame_ends, frames_from, pixels
+from widgets.shell.svg import QUIET, SMALL, Box, Drawing, Segment, legend
+from widgets.shell.theme import IDLE, MISSED
 
-TITLE = "The pool, step by step"
-ROWS, ROW = 5, 15
-"""How many requests have a row, and the pixels of a row."""
-WINDOW = 0.6
-"""The time that is drawn, as a multiple of what a mean answer takes alone."""
-KINDS = {OUT: MISSED, AGAIN: ORANGE}
+ROWS, ROW, LEVEL = 5, 23, 58
+"""How many requests have a row, and the heights of a row and of the pool."""
+WINDOW, BEFORE = 0.6, 0.35
+"""The time that is drawn, as a multiple of what a mean answer takes alone, and the share of it
+before the first preemption.
+"""
 
 
 def draw_pool(drawing: Drawing, state: State, y: float) -> float:
     """Draw the pool over a time window, and a row for each of a few requests; return the y below."""
-    if state.pool not in state.points:
-        return draw_placeholder(drawing, TITLE, state.refused, y)
     swaps = state.serving.policy != "recompute"
-    keys = [
-        Segment("running", 0, BLUE),
-        Segment("runs again", 0, SKY),
-        Segment("preempted", 0, MISSED, hatched=True),
-        Segment("copied back" if swaps else "recomputed", 0, ORANGE),
-    ]
-    y = draw_title(drawing, TITLE, keys, y)
-    point = state.points[state.pool]
-    start, end = window(state, point)
-    across = Scale(start, end)
-    box = Box(MARGIN + NAMES, y + 12, drawing.width - 2 * MARGIN - NAMES, 36)
-    _draw_usage(drawing, box, point, across, state)
-    shown = victims(point, start, end)
-    below = _draw_rows(drawing, Box(box.x, box.bottom + 5, box.width, ROW), point, shown, across)
-    drawing.play([_caption(point, end, start) for end in frame_ends(across)])
-    return draw_times(drawing, Box(box.x, below, box.width, 0), across)
+    away = Segment("waits, copied to the host", 0, PURPLE) if swaps else Segment("waits without blocks", 0, MISSED)
+    keys = [Segment("holds blocks", 0, BLUE), Segment("is preempted", 0, VERMILLION, dash="none"), away]
+    keys += [Segment("is recomputed", 0, ORANGE)] * (not swaps)
+    y = legend(drawing, (MARGIN, y), keys, drawing.width - 2 * MARGIN)
+    level = Box(MARGIN + NAMES, y - 2, drawing.width - 2 * MARGIN - NAMES, LEVEL)
+    drawing.text((MARGIN, level.y + 10), "the pool:", size=SMALL, colour=QUIET)
+    drawing.text((MARGIN, level.y + 24), f"{tokens(state.pool)} tokens", size=SMALL, colour=QUIET)
+    drawing.rect(level, IDLE)
+    rows = Box(level.x, level.bottom + 6, level.width, ROWS * ROW)
+    if point := state.points.get(state.pool):
+        across = Scale(*window(state, point))
+        _draw_level(drawing, level, point, state.pool // BLOCK_SIZE, across)
+        _draw_rows(drawing, level, rows, state, across)
+        drawing.play([_caption(point, end, across.low) for end in frame_ends(across)])
+        draw_times(drawing, rows, across)
+    else:
+        words = "Nothing is served." if state.refused else "Still serving the requests."
+        drawing.text((rows.x + rows.width / 2, rows.y + 30), words, size=SMALL, colour=QUIET, anchor="middle")
+    drawing.line((level.x, level.y), (level.right, level.y), INK, width=1.5)
+    return rows.bottom + 17
 
 
 def window(state: State, point: Point) -> tuple[float, float]:
-    """Return the time span to draw: around the middle preemption, or from the middle of the run."""
+    """Return the time span to draw: around the first preemption, or around the fullest moment."""
     out = [span.start for span in point.spans if span.kind == OUT]
-    middle = out[len(out) // 2] if out else point.seconds / 2
+    event = min(out) if out else max(point.samples, key=lambda sample: sample.used).end
     wide = WINDOW * state.serving.answer * state.serving.step_alone
-    start = max(0.0, middle - wide / 4)
+    start = max(0.0, event - BEFORE * wide)
     return start, start + wide
 
 
 def victims(point: Point, start: float, end: float) -> list[int]:
-    """Choose the requests that get a row: first those preempted in this time span, then those that
-    run longest in it.
+    """Choose the requests that get a row: first those preempted in this time span, in that order,
+    then those that run longest in it.
     """
-    inside = [span for span in point.spans if span.start < end and span.end > start]
+    inside = [span for span in point.spans if _overlaps(span, Scale(start, end))]
     out = [span.request for span in inside if span.kind == OUT and span.start >= start]
     longest = sorted(inside, key=lambda span: max(span.start, start) - min(span.end, end))
-    return sorted(list(dict.fromkeys([*out, *(span.request for span in longest)]))[:ROWS])
+    return list(dict.fromkeys([*out, *(span.request for span in longest)]))[:ROWS]
 
 
-def _slices(across: Scale) -> list[tuple[float, float]]:
-    """Return the start and end of each frame."""
-    ends = frame_ends(across)
-    return list(zip([across.low, *ends], ends, strict=False))
+def _overlaps(span: Span, across: Scale) -> bool:
+    return span.start < across.high and span.end > across.low
 
 
-def _at(frame: int) -> str:
-    return f"{frame} {FRAMES - 1}"
+def _slices(across: Scale) -> Iterator[tuple[str, float, float]]:
+    """Yield each frame: when its marks show, and the time from its start to its end."""
+    for frame, (start, end) in enumerate(pairwise([across.low, *frame_ends(across)])):
+        yield f"{frame} {FRAMES - 1}", start, end
 
 
-def _draw_usage(drawing: Drawing, box: Box, point: Point, across: Scale, state: State) -> None:
-    """Draw a bar for each frame: how full the pool is, and how much of it belongs to requests that
-    were preempted before.
+# ---- the pool
+
+
+def _draw_level(drawing: Drawing, box: Box, point: Point, blocks: int, across: Scale) -> None:
+    """Draw the blocks in use, frame by frame."""
+    ends = [sample.end for sample in point.samples]
+    for at, start, end in _slices(across):
+        x, right = pixels(box, across, start, end)
+        path = [f"M{number(x - 0.5)} {number(box.bottom)}"]  # without a gap to the frame before
+        for sample in point.samples[max(0, bisect_right(ends, start) - 1) : bisect_right(ends, end)]:
+            when = max(x - 0.5, pixels(box, across, sample.end, end)[0])
+            path.append(f"H{number(when)}V{number(box.bottom - box.height * sample.used / blocks)}")
+        path.append(f"H{number(right)}V{number(box.bottom)}z")
+        drawing.add(f'<path fill="{BLUE}" d="{"".join(path)}" data-at="{at}"/>')
+        tip = _caption(point, end, across.low)
+        drawing.rect(Box(x, box.y, right - x, box.height), "transparent", tip=tip, at=at)
+
+
+# ---- the requests
+
+
+def _draw_rows(drawing: Drawing, level: Box, rows: Box, state: State, across: Scale) -> None:
+    """Draw what each of these requests holds, as a height, and a line from the full pool to each
+    loss.
     """
-    drawing.text((MARGIN, box.y + 15), "the pool", size=SMALL, colour=QUIET)
-    drawing.text((MARGIN, box.y + 29), f"{state.pool // BLOCK_SIZE:,} blocks", size=SMALL, colour=QUIET)
-    drawing.rect(box, IDLE)
-    wide = box.width / FRAMES
-    blocks = state.pool // BLOCK_SIZE
-    for frame, (_, end) in enumerate(_slices(across)):
-        sample = _sample(point.samples, end)
-        tip = (
-            f"{sample.used:,} blocks in use, {sample.returned:,} of them by requests that came back; "
-            f"{sample.running} running, {sample.out} preempted"
-        )
-        top = box.bottom
-        for used, colour in ((sample.used - sample.returned, BLUE), (sample.returned, SKY)):
-            high = box.height * min(1.0, used / blocks)
-            top -= high
-            drawing.rect(Box(box.x + frame * wide, top, wide - 1, high), colour, tip=tip, at=_at(frame))
+    point, swaps = state.points[state.pool], state.serving.policy != "recompute"
+    colours = {OUT: PURPLE, AGAIN: PURPLE} if swaps else {OUT: MISSED, AGAIN: ORANGE}
+    shown = victims(point, across.low, across.high)
+    held = [[each for each in _holdings(state, point, index) if _overlaps(each[0], across)] for index in shown]
+    most = max((high for spans in held for _, _, high in spans), default=1)
+    for index, (request, spans) in enumerate(zip(shown, held, strict=True)):
+        row = Box(rows.x, rows.y + index * ROW, rows.width, ROW - 3)
+        drawing.text((MARGIN, row.bottom - 1), f"request {request + 1}", size=SMALL, colour=QUIET)
+        drawing.rect(Box(row.x, row.bottom - 1, row.width, 1), IDLE)
+        for span, low, high in spans:
+            _draw_span(drawing, row, span, (low / most, high / most), across, colours.get(span.kind, BLUE))
+    for span in point.spans:
+        if span.kind == OUT and across.low <= span.start < across.high:
+            x, at = pixels(level, across, span.start, span.end)[0], frames_from(span.start, across)
+            if span.request in shown:
+                top = rows.y + shown.index(span.request) * ROW
+                drawing.polyline([(x, level.y), (x, top)], VERMILLION, width=1.2, dash="1 3", at=at)
+                drawing.polyline([(x, top), (x, top + ROW - 3)], VERMILLION, width=2, at=at)
+            drawing.circle((x, level.y), 3, VERMILLION, stroke="none", at=at)
 
 
-def _sample(samples: Sequence[Sample], now: float) -> Sample:
-    """Return the latest sample at this time."""
-    ends = [sample.end for sample in samples]
-    return samples[max(0, bisect_right(ends, now) - 1)]
+def _holdings(state: State, point: Point, request: int) -> Iterator[tuple[Span, int, int]]:
+    """Yield a request's spans with the tokens whose keys and values exist at both ends of each."""
+    held = state.serving.lengths[request].prompt_tokens
+    for span in (span for span in point.spans if span.request == request):
+        held = held if span.kind != OUT or state.serving.policy != "recompute" else 0
+        after = held if span.kind == OUT else span.held
+        yield span, min(held, after), after
+        held = after
 
 
-def _draw_rows(drawing: Drawing, row: Box, point: Point, shown: Sequence[int], across: Scale) -> float:
-    """Draw what each of these requests does, and return the y below the last."""
-    for index, request in enumerate(shown):
-        box = Box(row.x, row.y + index * ROW, row.width, ROW - 3)
-        drawing.text((MARGIN, box.y + 10), f"request {request + 1}", size=SMALL, colour=QUIET)
-        drawing.rect(box, IDLE)
-        spans = [span for span in point.spans if span.request == request]
-        for span in spans:
-            again = any(other.kind == OUT and other.end <= span.start + 1e-9 for other in spans)
-            _draw_span(drawing, box, span, KINDS.get(span.kind, SKY if again else BLUE), across)
-    return row.y + len(shown) * ROW
-
-
-def _draw_span(drawing: Drawing, box: Box, span: Span, colour: str, across: Scale) -> None:
+def _draw_span(drawing: Drawing, row: Box, span: Span, shares: tuple[float, float], across: Scale, colour: str) -> None:
     """Draw a span in pieces, one per frame, so that it grows over time."""
-    tip = f"request {span.request + 1} {span.kind}: {seconds(span.end - span.start)}"
-    for frame, (start, end) in enumerate(_slices(across)):
-        left, right = max(start, span.start), min(end, span.end)
-        if left >= right:
-            continue
-        x, high = box.x + across.share(left) * box.width, box.x + across.share(right) * box.width
-        part = Box(x, box.y, max(high - x, 0.8), box.height)
-        with drawing.layer(at=_at(frame)):
-            drawing.rect(part, colour, tip=tip)
-            if span.kind == OUT:
-                drawing.hatch(part, MID, gap=5)
+    grown = Scale(span.start, span.end)
+    for at, start, end in _slices(across):
+        times = max(start, span.start), min(end, span.end)
+        if times[0] < times[1]:
+            (x, right), bottom = pixels(row, across, *times), number(row.bottom)
+            highs = [shares[0] + (shares[1] - shares[0]) * grown.share(time) for time in times]
+            low, high = (number(row.bottom - max(2.5, row.height * share)) for share in highs)
+            x -= 0.4 * (start > span.start)  # without a gap to the frame before
+            corners = f"M{number(x)} {bottom}V{low}L{number(max(right, x + 1))} {high}V{bottom}z"
+            drawing.add(f'<path fill="{colour}" d="{corners}" data-at="{at}"/>')
+    left, right = pixels(row, across, span.start, span.end)
+    tip = f"Request {span.request + 1} {span.kind}: {seconds(span.end - span.start)}"
+    tip += f", holding {span.held:,} tokens at its end" * (span.kind != OUT)
+    at = frames_from(max(span.start, across.low), across)
+    drawing.rect(Box(left, row.y, right - left, row.height), "transparent", tip=tip, at=at)
 
 
 def _caption(point: Point, now: float, start: float) -> str:
-    sample = _sample(point.samples, now)
+    sample = point.samples[max(0, bisect_right(point.samples, now, key=lambda sample: sample.end) - 1)]
     out = sorted({span.request + 1 for span in point.spans if span.kind == OUT and span.start <= now < span.end})
     listed = ", ".join(map(str, out[:6])) + (" and others" if len(out) > 6 else "")
     preempted = f"{len(out)} preempted ({listed})" if out else "none preempted"

@@ -62,6 +62,8 @@ class Span:
     kind: str
     start: float
     end: float
+    held: int
+    """Computed tokens at its end; for OUT, all tokens."""
 
 
 @dataclass(frozen=True)
@@ -70,8 +72,6 @@ class Sample:
 
     end: float
     used: int
-    returned: int
-    """Blocks of requests that were preempted before."""
     running: int
     out: int
     """Preempted requests."""
@@ -172,24 +172,28 @@ class _Watched(OpenEngine):
         """Record that a request changes to `kind`; "" means that it has finished."""
         if index in self.began:
             before, since = self.began.pop(index)
-            self.spans.append(Span(index, before, since, now))
+            self.spans.append(Span(index, before, since, now, self._held(index, kind)))
         if kind:
             self.began[index] = kind, now
 
+    def _held(self, index: int, turns_to: str) -> int:
+        """Return the computed tokens of a request that is about to change."""
+        request = self.scheduler.requests.get(str(index))
+        if request is None:  # it has ended in this step
+            return self.serving.lengths[index].total
+        return request.num_lost_tokens if turns_to == OUT else request.num_tokens
+
     def _sample(self) -> None:
-        running = self.scheduler.running
-        blocks = self.scheduler.kv_cache_manager.req_to_blocks
         pool = self.scheduler.kv_cache_manager.block_pool
-        returned = sum(len(blocks[request.request_id]) for request in running if request.num_preemptions)
         out = sum(kind == OUT for kind, _ in self.began.values())
         used = pool.num_usable_blocks - pool.get_num_free_blocks()
-        self.samples.append(Sample(self.now, used, returned, len(running), out))
+        self.samples.append(Sample(self.now, used, len(self.scheduler.running), out))
 
     def watched(self) -> Generator[None, None, Point]:
         """Serve the load, pausing every few milliseconds of work."""
         result = yield from self.serve()
         for index, (kind, since) in self.began.items():
-            self.spans.append(Span(index, kind, since, self.now))
+            self.spans.append(Span(index, kind, since, self.now, self.scheduler.requests[str(index)].num_tokens))
         return Point(
             latencies=sorted(stay.last - stay.arrival for stay in result.stays),
             preemptions=self.scheduler.num_preemptions,

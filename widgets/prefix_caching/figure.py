@@ -43,6 +43,9 @@ COLUMNS = _edges(POOLS, 1536, 32768)
 ROWS = _edges(USERS, 1.5, 24)
 ACROSS = Scale(COLUMNS[0], COLUMNS[-1], log=True)
 UP = Scale(ROWS[0], ROWS[-1], log=True)
+MIDDLES = {pool: math.sqrt(low * high) for pool, (low, high) in zip(POOLS, pairwise(COLUMNS), strict=True)}
+"""Where the columns' middles are on the axis."""
+TICKS = {middle: tokens(pool) for pool, middle in MIDDLES.items()}
 
 
 def figure(state: State, width: float = 640, pinned: State | None = None) -> str:
@@ -58,7 +61,7 @@ def figure(state: State, width: float = 640, pinned: State | None = None) -> str
     cut = Box(plane.x, plane.bottom + 29, plane.width, CUT if width >= WIDE else NARROW_CUT)
     whole = Box(plane.x, plane.y, plane.width, cut.bottom - plane.y)
     # Under the cells, so that their tooltips work; the plot can be dragged anywhere.
-    Axes(drawing, whole, ACROSS, Scale(0, 1)).here(state.pool, "pool")
+    Axes(drawing, whole, ACROSS, Scale(0, 1)).here(MIDDLES[state.pool], "pool")
     _draw_map(drawing, state, plane)
     _draw_cut(drawing, state, cut, pinned)
     drawing.height = _draw_strip(drawing, state, cut.bottom + 61)
@@ -105,7 +108,8 @@ def _draw_map(drawing: Drawing, state: State, plane: Box) -> None:
     boxes = {place: _cell_box(axes, *place) for place in state.cells}
     hidden = {place: box for place, box in boxes.items() if _is_hidden(state, *place)}
     seen = {place: box for place, box in boxes.items() if place not in hidden}
-    hidden_note(drawing, Box(plane.x, plane.y, plane.width / 2, 2 * ROW))
+    free = min((box.x for (users, _), box in seen.items() if users == USERS[-1]), default=plane.right)
+    hidden_note(drawing, Box(plane.x, plane.y, free - plane.x, ROW))
     for draw in (_draw_cell, _draw_rate):
         for place, box in seen.items():
             draw(drawing, state, place, box)
@@ -153,7 +157,7 @@ def _draw_cell(drawing: Drawing, state: State, place: tuple[int, int], box: Box)
     cell = state.cells[place]
     drawing.rect(box, _fill(state, cell), stroke=CARD, tip=_of_cell(state, *place, cell))
     if state.missed(cell):
-        drawing.hatch(box, MISSED)
+        drawing.hatch(box, MISSED, gap=12)
 
 
 def _draw_rate(drawing: Drawing, state: State, place: tuple[int, int], box: Box) -> None:
@@ -208,16 +212,18 @@ def _draw_cut(drawing: Drawing, state: State, box: Box, pinned: State | None) ->
         column = POOLS.index(missed[-1]) + 1
         with drawing.answer():
             axes.broken(None, COLUMNS[column] if column < len(POOLS) else None, _cause(state))
-    axes.frame("KV cache, tokens", "", x_format=tokens, y_format=percent, x_ticks=POOLS, y_ticks=(0, 0.5, 1))
+    x = {"x_ticks": [*TICKS], "x_format": TICKS.__getitem__}
+    axes.frame("KV cache, tokens", "", **x, y_ticks=(0, 0.5, 1), y_format=percent)
     drawing.text((box.x, box.y - 10), f"hit rate with {state.users} users", size=SMALL, colour=QUIET, halo=True)
     axes.mark_y(state.endless_rate, "a cache that never evicts", GREY, dash="6 4")
     if pinned:
-        axes.pinned([pool for pool, _ in pinned.row()], [cell.hit_rate for _, cell in pinned.row()], pinned.pool)
+        rates = [cell.hit_rate for _, cell in pinned.row()]
+        axes.pinned([MIDDLES[pool] for pool, _ in pinned.row()], rates, MIDDLES[pinned.pool])
     right = [(pool, cell) for pool, cell in row if not _is_hidden(state, state.users, pool)]
     _draw_curve(axes, state, right)
     with drawing.answer():
         _draw_curve(axes, state, [(pool, cell) for pool, cell in row if pool not in dict(right[1:])])
-    x, y = axes.at(state.pool, state.hit_rate)
+    x, y = axes.at(MIDDLES[state.pool], state.hit_rate)
     drawing.line((x, y), (x, box.bottom), INK, width=2)
     drawing.circle((x, box.bottom), 7, INK)
     with drawing.answer():
@@ -226,7 +232,7 @@ def _draw_cut(drawing: Drawing, state: State, box: Box, pinned: State | None) ->
 
 
 def _draw_curve(axes: Axes, state: State, row: Sequence[tuple[int, Reuse]]) -> None:
-    pools, rates = [pool for pool, _ in row], [cell.hit_rate for _, cell in row]
+    pools, rates = [MIDDLES[pool] for pool, _ in row], [cell.hit_rate for _, cell in row]
     axes.line(pools, rates, BLUE, tips=[_of_cell(state, state.users, pool, cell) for pool, cell in row])
 
 

@@ -484,9 +484,11 @@ def _along(points: Sequence[Point], stride: int = STRIDE) -> Iterator[Point]:
 
 def hidden_note(drawing: Drawing, box: Box) -> None:
     """Write in the middle of a box, or where other words leave room, that its content is hidden
-    until the reader guesses. Call it outside `drawing.answer()`.
+    until the reader guesses, unless the box is too small. Call it outside `drawing.answer()`.
     """
     words, middle = "hidden until you guess", box.x + box.width / 2
+    if text_width(words, SMALL) > box.width:
+        return
     tops = sorted(
         range(round(box.y), round(box.bottom) - ROW, STRIDE), key=lambda top: abs(top - box.y - box.height / 2)
     )
@@ -526,6 +528,14 @@ def draw_head(drawing: Drawing, title: str, note: str, error: str | None, keys: 
     y = drawing.heading((MARGIN, 23), title) + 18
     y = drawing.paragraph((MARGIN, y), f"{note}; {modelled(error)}", drawing.width - 2 * MARGIN)
     return draw_keys(drawing, y + 19, keys)
+
+
+def two_boxes(width: float, y: float, high: float, *, large: float) -> tuple[Box, Box]:
+    """Place a large plot with a smaller one beside it, or both in a column if the picture is narrow."""
+    first = Box(60, y, (round(large * width) if width >= WIDE else width - MARGIN) - 60, high)
+    if width < WIDE:
+        return first, Box(60, first.bottom + 78, first.width, high)
+    return first, Box(first.right + 72, y, width - first.right - 72 - MARGIN, high)
 
 
 def three_boxes(width: float, y: float, high: float, *, large: float, between: float = 36) -> tuple[Box, Box, Box]:

@@ -301,6 +301,8 @@ class Segment:
     tip: str = ""
     hatched: bool = False
     outlined: bool = False
+    dash: str = ""
+    """For the key of a line: its dashes, or "none"."""
 
 
 def stacked_bar(drawing: Drawing, box: Box, segments: Sequence[Segment], total: float) -> None:
@@ -339,7 +341,10 @@ def legend(drawing: Drawing, place: Point, entries: Sequence[Segment], width: fl
             x, y = place[0], y + 19
         key = Box(x, y - 10, 12, 12)
         stroke = MID if entry.outlined else "none"
-        drawing.rect(key, entry.colour, tip=entry.tip, stroke=stroke, radius=2)
+        if entry.dash:
+            drawing.line((x, y - 4), (x + 14, y - 4), entry.colour, width=2.5, dash=entry.dash)
+        else:
+            drawing.rect(key, entry.colour, tip=entry.tip, stroke=stroke, radius=2)
         if entry.hatched:
             drawing.hatch(key, MID, gap=5)
         drawing.text((x + 18, y), entry.label, size=SMALL, colour=QUIET)
