@@ -32,7 +32,7 @@ TITLES = ("↓ switched on from the top", "↑ switched on from the bottom")
 ORDERS = ("the ranking's order", "the reverse order")
 BREAKS = {
     "refused": "does not start: too little memory",
-    "late": "too slow: steps take too long",
+    "late": "too slow",
     "preempts": "preemptions: the KV cache is full",
 }
 """What is missed, and why."""
@@ -71,9 +71,8 @@ def figure(state: State, width: float = 640, pinned: State | None = None) -> str
     drawing = Drawing(width, 0, "What each lever buys, in two orders", _described(state))
     drawing.heading((MARGIN, 19), "What each lever buys, in both orders")
     note = f"Output tokens/s of {MODEL} on {state.gpu}, {REQUESTS[state.requests]}, {state.slots} at once; modelled"
-    y = drawing.paragraph((MARGIN, 37), note, width - 2 * MARGIN)
-    error = f"The model's {state.error} against published runs." if state.error else ""
-    drawing.rect(Box(MARGIN, 24, width - 2 * MARGIN, y - 20), "transparent", tip=error)
+    with drawing.layer(tip=f"The model's {state.error} against published runs." if state.error else ""):
+        y = drawing.paragraph((MARGIN, 37), note, width - 2 * MARGIN)
     scale = _scale(state)
     room = (width - 2 * MARGIN - LABELS) / (2 if wide else 1)
     left = Box(MARGIN + LABELS, y + 24, room - 10, rows)
@@ -110,10 +109,9 @@ def _ends(state: State) -> tuple[tuple[str, Outcome], tuple[str, Outcome]]:
 
 def _draw_names(drawing: Drawing, state: State, top: float) -> None:
     """Write the levers' names, with a frame around the one that gains the most from the others."""
-    factors = {row.field: [step.factor or 1.0 for step in row.steps] for row in state.on}
-    gains = {field: max(both) / min(both) for field, both in factors.items()}
+    gains = {row.field: abs(math.log((row.steps[0].factor or 1) / (row.steps[1].factor or 1))) for row in state.on}
     for index, row in enumerate(state.rows, start=1):
-        if gains.get(row.field, 0) == max([1.5, *gains.values()]):
+        if gains.get(row.field, 0) == max([0.4, *gains.values()]):
             with drawing.answer():
                 row_box = Box(MARGIN - 6, top + index * ROW - 0.5, drawing.width - 2 * MARGIN + 12, ROW + 1)
                 drawing.rect(row_box, "none", stroke=BLUE, radius=3)
@@ -130,10 +128,9 @@ def _draw_order(drawing: Drawing, box: Box, scale: Scale, state: State, reverse:
         drawing.text((x, box.bottom + 14), short(tick), size=SMALL, colour=QUIET, anchor="middle")
     first, last = (_row(box, index) for index in ((-1, 0) if reverse else (0, -1)))
     (start, nothing), (end, everything) = _ends(state)
-    named = reverse and isinstance(nothing, LeverResult) and isinstance(everything, LeverResult)
-    _draw_end(drawing, first, scale, start if named else f"{start}: {rate_words(nothing)}", nothing, GREY)
-    words = end if named else f"{end}: {rate_words(everything)}"
-    _draw_end(drawing, last, scale, words, everything, BLUE if state.on else GREY)
+    rates = ["" if reverse and isinstance(run, LeverResult) else rate_words(run) for run in (nothing, everything)]
+    _draw_end(drawing, first, scale, f"{start}: {rates[0]}".rstrip(": "), nothing, GREY)
+    _draw_end(drawing, last, scale, f"{end}: {rates[1]}".rstrip(": "), everything, BLUE if state.on else GREY)
     before = first
     for index, row in list(enumerate(state.rows, start=1))[:: -1 if reverse else 1]:
         place = _row(box, index)
