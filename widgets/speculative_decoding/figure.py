@@ -106,7 +106,7 @@ def _draw_speedup(axes: Axes, state: State, pinned: State | None) -> None:
     axes.mark_y(1, "break even", GREEN)
     hidden_note(axes.drawing, axes.box)
     with axes.drawing.answer():
-        compared = [(1, GREY, "7 4")] if state.k > 1 and axes.drawing.width >= WIDE else []
+        compared = [(1, GREY, "7 4")] if axes.drawing.width >= WIDE and state.k > 1 and state.most_batch > 8 else []
         for k, colour, dash in (*compared, (state.k, BLUE, "")):
             values = _values(state, k)
             if values:
