@@ -48,7 +48,7 @@ def verdict(state: State) -> Verdict:
     if end is None:
         return Verdict("Still serving the requests.", "tight")
     wait = apart(end.inter_token_latency * 1e3, state.level * 1e3)
-    rate = f"{rate_words(end)} (modelled)"
+    rate = rate_words(end)
     trouble = state.trouble(end)
     if trouble == "late":
         words = f"Too slow for each client: it waits {wait} ms for a token, and the limit is {state.level * 1e3:g}."
@@ -79,7 +79,7 @@ def _named(rows: Sequence[Row]) -> str:
 
 def _edge(state: State) -> str:
     """Return a warning if the next larger number of requests at once breaks, or ""."""
-    further = dict(zip(SLOTS, state.curves[0].outcomes, strict=True))
+    further = dict(zip(SLOTS, state.by_slots, strict=True))
     later = next((slots for slots in SLOTS if slots > state.slots), state.slots)
     return f" With {later} at once it breaks." if state.trouble(further[later]) else ""
 

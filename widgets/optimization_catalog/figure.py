@@ -1,4 +1,4 @@
-"""Draw lesson 05's levers: both orders as waterfalls side by side, and below them the rates by
+"""Draw lesson 05's levers: both orders as waterfalls side by side, and below them a token's time by
 requests at once.
 
 A lever has the same row in both waterfalls: the ranking's order runs down on the left, its reverse
@@ -12,32 +12,28 @@ from collections.abc import Sequence
 from itertools import groupby, pairwise
 
 from minivllm_lab.drawing import QUIET, ink_on, text_width
-from minivllm_lab.palette import BLUE, GREEN, GREY, INK, ORANGE, VERMILLION
+from minivllm_lab.palette import BLUE, GREEN, GREY, INK, VERMILLION
 from minivllm_simulate.levers import LeverResult
-from widgets.optimization_catalog.runs import FEWER_SLOTS, MODEL, REQUESTS, SLOTS, Curve, Outcome, Row, State, Step
-from widgets.shell.plot import Axes, Scale, counted, draw_keys, hidden_note, modelled, percent, short
+from widgets.optimization_catalog.runs import MODEL, REQUESTS, SLOTS, Outcome, Row, State, Step
+from widgets.shell.plot import Axes, Scale, counted, hidden_note, percent, short
 from widgets.shell.svg import SMALL, Box, Drawing
 from widgets.shell.theme import BROKEN, CARD, MID, MISSED
 
 MARGIN, ROW, LABELS = 14, 15, 132
 WIDE = 560
 """The width from which both orders stand side by side."""
-HEIGHT, SWEPT, NOTED = 468, 90, 54
-"""The height of the picture with both orders side by side, the least height of the plot below them,
-and the y where the note ends, so that nothing jumps once the model's error is known.
+HEIGHT, SWEPT = 468, 104
+"""The height of the picture with both orders side by side, and the least height of the plot below
+them.
 """
 SIGNS = {"faster": "▲", "slower": "▼", "starts": "▲ starts:", "refused": "✕ does not start"}
 MARKS = {"faster": GREEN, "slower": VERMILLION, "nothing": MID, "starts": GREEN}
 TITLES = ("↓ switched on from the top", "↑ switched on from the bottom")
 ORDERS = ("the ranking's order", "the reverse order")
-STYLES = ((BLUE, ""), (GREY, "6 4"), (ORANGE, "2 4"))
-"""The colour and dashes of each curve."""
-HEADROOM = 8
-"""The factor by which the axis exceeds the highest rate, to make room for words."""
 BREAKS = {
     "refused": "does not start: too little memory",
-    "late": "gaps over {level:g} ms: steps too long",
-    "preempts": "preemptions: KV cache full",
+    "late": "too slow",
+    "preempts": "preemptions: the KV cache is full",
 }
 """What is missed, and why."""
 ACTS = {
@@ -70,27 +66,24 @@ WHY = {
 
 
 def figure(state: State, width: float = 640, pinned: State | None = None) -> str:
-    """Draw both waterfalls on one logarithmic scale, and the rates by requests at once."""
+    """Draw both waterfalls on one logarithmic scale, and a token's time by requests at once."""
     wide, rows = width >= WIDE, (len(state.rows) + 2) * ROW
     drawing = Drawing(width, 0, "What each lever buys, in two orders", _described(state))
     drawing.heading((MARGIN, 19), "What each lever buys, in both orders")
-    note = (
-        f"Output tokens/s of all GPUs: {MODEL} on {state.gpu}, {REQUESTS[state.requests]}, {state.slots} at once; "
-        f"{modelled(state.error and f'{state.error} against published runs')}"
-    )
-    y = drawing.paragraph((MARGIN, 37), note, width - 2 * MARGIN)
+    note = f"Output tokens/s of {MODEL} on {state.gpu}, {REQUESTS[state.requests]}, {state.slots} at once; modelled"
+    with drawing.layer(tip=f"The model's {state.error} against published runs." if state.error else ""):
+        y = drawing.paragraph((MARGIN, 37), note, width - 2 * MARGIN)
     scale = _scale(state)
     room = (width - 2 * MARGIN - LABELS) / (2 if wide else 1)
-    left = Box(MARGIN + LABELS, max(y, NOTED) + 24, room - 10, rows)
+    left = Box(MARGIN + LABELS, y + 24, room - 10, rows)
     right = Box(left.x + room, left.y, room - 10, rows) if wide else Box(left.x, left.bottom + 46, room - 10, rows)
-    for y in {left.y, right.y}:
-        _draw_names(drawing, state.rows, y)
+    for y in sorted({left.y, right.y}):
+        _draw_names(drawing, state, y)
     _draw_order(drawing, left, scale, state, 0)
     with drawing.answer():
         _draw_order(drawing, right, scale, state, 1)
     hidden_note(drawing, right)
-    curves = zip(("tokens/s with ", "", ""), state.curves, STYLES, strict=False)
-    y = draw_keys(drawing, right.bottom + 36, [(f"{of}{curve.name}", *style, 2) for of, curve, style in curves]) + 12
+    y = right.bottom + 52
     swept = Box(MARGIN + 34, y, width - 2 * MARGIN - 34, max(HEIGHT - y - 42, SWEPT))
     _draw_swept(drawing, swept, state, pinned)
     drawing.height = swept.bottom + 42
@@ -110,11 +103,18 @@ def _scale(state: State) -> Scale:
 
 
 def _ends(state: State) -> tuple[tuple[str, Outcome], tuple[str, Outcome]]:
-    return ("nothing on", state.nothing), (state.curves[0].name, state.everything)
+    on = f"{len(state.on)} of {len(state.rows)} on" if state.on else "nothing on"
+    return ("nothing on", state.nothing), (on, state.everything)
 
 
-def _draw_names(drawing: Drawing, rows: Sequence[Row], top: float) -> None:
-    for index, row in enumerate(rows, start=1):
+def _draw_names(drawing: Drawing, state: State, top: float) -> None:
+    """Write the levers' names, with a frame around the one that gains the most from the others."""
+    gains = {row.field: abs(math.log((row.steps[0].factor or 1) / (row.steps[1].factor or 1))) for row in state.on}
+    for index, row in enumerate(state.rows, start=1):
+        if gains.get(row.field, 0) == max([0.4, *gains.values()]):
+            with drawing.answer():
+                row_box = Box(MARGIN - 6, top + index * ROW - 0.5, drawing.width - 2 * MARGIN + 12, ROW + 1)
+                drawing.rect(row_box, "none", stroke=BLUE, radius=3)
         place = (MARGIN + LABELS - 8, top + index * ROW + 12)
         drawing.text(place, row.title, size=SMALL, colour=INK if row.steps else QUIET, anchor="end", group=row.field)
 
@@ -128,8 +128,9 @@ def _draw_order(drawing: Drawing, box: Box, scale: Scale, state: State, reverse:
         drawing.text((x, box.bottom + 14), short(tick), size=SMALL, colour=QUIET, anchor="middle")
     first, last = (_row(box, index) for index in ((-1, 0) if reverse else (0, -1)))
     (start, nothing), (end, everything) = _ends(state)
-    _draw_end(drawing, first, scale, start, nothing, GREY)
-    _draw_end(drawing, last, scale, end, everything, BLUE if state.on else GREY)
+    rates = ["" if reverse and isinstance(run, LeverResult) else rate_words(run) for run in (nothing, everything)]
+    _draw_end(drawing, first, scale, f"{start}: {rates[0]}".rstrip(": "), nothing, GREY)
+    _draw_end(drawing, last, scale, f"{end}: {rates[1]}".rstrip(": "), everything, BLUE if state.on else GREY)
     before = first
     for index, row in list(enumerate(state.rows, start=1))[:: -1 if reverse else 1]:
         place = _row(box, index)
@@ -162,13 +163,12 @@ def _draw_link(drawing: Drawing, before: Box, place: Box, scale: Scale, reached:
     drawing.line((x, upper.bottom), (x, lower.y), colour=QUIET)
 
 
-def _draw_end(drawing: Drawing, place: Box, scale: Scale, name: str, run: Outcome, colour: str) -> None:
+def _draw_end(drawing: Drawing, place: Box, scale: Scale, words: str, run: Outcome, colour: str) -> None:
     """Draw a dot for the first or the last set of levers."""
-    words = f"{name}: {rate_words(run)}"
     x = place.x
     if isinstance(run, LeverResult):
         x += scale.share(run.tokens_per_second) * place.width
-        drawing.circle((x, place.y + 6), 5, colour, tip=f"With {name}: {_counts(run)}.")
+        drawing.circle((x, place.y + 6), 5, colour, tip=f"{_counts(run)}.")
     room = text_width(words, SMALL)
     beside = x + 9 if x + 9 + room < place.right + 8 else x - 9 - room
     start = beside if beside > place.x else place.right + 8 - room
@@ -263,36 +263,31 @@ def _why(field: str, step: Step, before: Sequence[str]) -> str:
 
 
 def _draw_swept(drawing: Drawing, box: Box, state: State, pinned: State | None) -> None:
-    """Draw tokens per second by requests at once: with all levers that are on, with none, and with
-    the biggest alone.
-    """
-    pairs = zip(state.curves, STYLES, strict=False)
-    curves = [(curve, style) for curve, style in pairs if any(isinstance(run, LeverResult) for run in curve.outcomes)]
-    rates = [rate for curve, _ in curves for rate in _known(curve)[1]] or [1.0]
-    axes = Axes(drawing, box, Scale(1, 64, log=True), Scale(min(rates) / 1.5, max(rates) * HEADROOM, log=True))
-    axes.frame("requests at once: max_num_seqs", "", x_ticks=FEWER_SLOTS, y_ticks=axes.y.ticks(4))
+    """Draw the time between a request's tokens by requests at once, and its limit."""
+    slots, waits = _known(state)
+    limit = state.level * 1e3
+    low, high = math.floor(math.log2(0.9 * min([limit, *waits]))), math.ceil(math.log2(1.1 * max([limit, *waits])))
+    ends = Scale(2.0**low, 2.0**high, log=True)  # whole powers, so that it rarely changes during a sweep
+    axes = Axes(drawing, box, Scale(SLOTS[0], SLOTS[-1], log=True), ends)
+    name = "milliseconds a client waits for each token"
+    axes.frame("requests at once: max_num_seqs", name, x_ticks=axes.x.doublings(), y_ticks=axes.y.doublings(4))
     for low, high, trouble in breaks(state):
-        axes.broken(low, high, BREAKS[trouble].format(level=state.level * 1e3))
+        axes.broken(low, high, BREAKS[trouble])
     if pinned is not None:
-        axes.pinned(*_known(pinned.curves[0]), pinned.slots)
-    for curve, (colour, dash) in reversed(curves):
-        slots, rates = _known(curve)
-        if colour == BLUE:
-            with drawing.layer(group=curve.name):
-                axes.points(slots, rates, colour, radius=3.5)
-        runs = zip(curve.slots, curve.outcomes, strict=True)
-        tips = [_point_tip(state, curve.name, count, run) for count, run in runs if isinstance(run, LeverResult)]
-        axes.line(slots, rates, colour, dash=dash, tips=tips, group=curve.name)
+        axes.pinned(*_known(pinned), pinned.slots)
+    axes.mark_y(limit, f"limit {limit:g} ms", GREEN)
+    runs = zip(SLOTS, state.by_slots, strict=True)
+    tips = [_point_tip(state, count, run) for count, run in runs if isinstance(run, LeverResult)]
+    axes.points(slots, waits, BLUE, radius=3.5)
+    axes.line(slots, waits, BLUE, tips=tips)
     axes.here(state.slots, "slots")
 
 
-def _known(curve: Curve) -> tuple[list[int], list[float]]:
-    """Return the numbers of slots at which a curve is known and the server runs, and the rates
-    there.
-    """
-    pairs = zip(curve.slots, curve.outcomes, strict=True)
-    points = [(slots, run.tokens_per_second) for slots, run in pairs if isinstance(run, LeverResult)]
-    return [slots for slots, _ in points], [rate for _, rate in points]
+def _known(state: State) -> tuple[list[int], list[float]]:
+    """Return the numbers of slots at which the server runs, and the milliseconds between tokens."""
+    pairs = zip(SLOTS, state.by_slots, strict=True)
+    points = [(slots, run.inter_token_latency * 1e3) for slots, run in pairs if isinstance(run, LeverResult)]
+    return [slots for slots, _ in points], [wait for _, wait in points]
 
 
 def breaks(state: State) -> list[tuple[float | None, float | None, str]]:
@@ -302,7 +297,7 @@ def breaks(state: State) -> list[tuple[float | None, float | None, str]]:
     regions: list[tuple[float | None, float | None, str]] = []
     at = 0
     between = [math.sqrt(low * high) for low, high in pairwise(SLOTS)]
-    for broken, run in groupby(state.curves[0].outcomes, key=lambda outcome: bool(state.trouble(outcome))):
+    for broken, run in groupby(state.by_slots, key=lambda outcome: bool(state.trouble(outcome))):
         outcomes = list(run)
         first = at
         last = at + len(outcomes) - 1
@@ -314,6 +309,6 @@ def breaks(state: State) -> list[tuple[float | None, float | None, str]]:
     return regions
 
 
-def _point_tip(state: State, name: str, slots: int, run: LeverResult) -> str:
+def _point_tip(state: State, slots: int, run: LeverResult) -> str:
     words = {"late": f" That is over the limit of {state.level * 1e3:g} ms.", "preempts": " The KV cache is full."}
-    return f"{name}, {slots} at once: {_counts(run)}.{words.get(state.trouble(run), '')}"
+    return f"{slots} at once: {_counts(run)}.{words.get(state.trouble(run), '')}"

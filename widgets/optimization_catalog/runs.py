@@ -38,8 +38,6 @@ GPUS = ("L4", "A100", "H100")
 REQUESTS = {"chats": "chats, one prompt", "mixed": "long and short", "code": "code, up to 8K"}
 MAX_MODEL_LEN = {"chats": 4096, "mixed": 4096, "code": 8192}
 SLOTS: tuple[int, ...] = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
-FEWER_SLOTS = (1, 2, 4, 8, 16, 32, 64)
-"""The numbers of requests at once at which other sets of levers are run for comparison."""
 LEVELS = (5, 10, 20, 30, 50, 100, 200)
 """Limits of the time between two tokens, in milliseconds."""
 FEWEST_REQUESTS, WAVES = 16, 2
@@ -111,15 +109,6 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Curve:
-    """One set of levers, served with several numbers of requests at once."""
-
-    name: str
-    slots: tuple[int, ...]
-    outcomes: tuple[Outcome, ...]
-
-
-@dataclass(frozen=True)
 class State:
     """The levers and their results."""
 
@@ -135,10 +124,8 @@ class State:
     nothing: Outcome
     everything: Outcome
     """The outcome with all levers that are on."""
-    curves: tuple[Curve, ...]
-    """All levers that are on, then, for comparison, none, and the biggest one alone once it
-    is known.
-    """
+    by_slots: tuple[Outcome, ...]
+    """The outcomes with all levers that are on, for each of SLOTS."""
     error: str | None
     """The lever model's median error on published figures; None until it has been computed."""
 
@@ -151,10 +138,7 @@ class State:
     def complete(self) -> bool:
         """Return whether everything has been run."""
         rungs = all(step.effect != "waiting" for row in self.on for step in row.steps)
-        compared = len(self.on) < 2 or len(self.curves) > 2
-        return (
-            rungs and compared and all(None not in curve.outcomes for curve in self.curves) and self.error is not None
-        )
+        return rungs and None not in (self.nothing, self.error, *self.by_slots)
 
     def trouble(self, outcome: Outcome) -> str:
         """Return what goes wrong: "refused" (the server does not start), "late" (tokens arrive too
@@ -193,18 +177,6 @@ class Setting(NamedTuple):
     def ladder(self, reverse: bool = False) -> tuple[Levers, ...]:
         """List the sets of levers from none to all that are on, one lever at a time."""
         return tuple(accumulate(reversed(self.fields) if reverse else self.fields, _pull, initial=Levers()))
-
-    def alone(self) -> dict[str, Levers]:
-        """Map each lever that is on to the set of that lever alone; return no sets for a single
-        lever.
-        """
-        return {field: _pull(Levers(), field) for field in self.fields} if len(self.fields) > 1 else {}
-
-    def biggest(self) -> list[str]:
-        """Return the lever that buys the most alone, once all of them have been run."""
-        runs = {field: self.known(self.slots, levers) for field, levers in self.alone().items()}
-        rates = {field: run.tokens_per_second for field, run in runs.items() if isinstance(run, LeverResult)}
-        return [] if None in runs.values() else sorted(rates, key=lambda field: -rates[field])[:1]
 
 
 _RUNS: dict[tuple[str, str, int, Levers], Outcome] = {}
@@ -252,18 +224,12 @@ def _states(setting: Setting) -> Iterator[State]:
 
 
 def _runs_of(setting: Setting) -> Iterator[tuple[int, Levers]]:
-    """Yield all runs: both ends, both orders, two curves, each lever alone, and the curve of the
-    biggest lever.
-    """
+    """Yield all runs: both ends, both orders, and other numbers of requests at once."""
     everything = setting.ladder()[-1]
     yield from ((setting.slots, levers) for levers in (everything, Levers()))
     for reverse in (False, True):
         yield from ((setting.slots, levers) for levers in setting.ladder(reverse))
     yield from ((slots, everything) for slots in SLOTS)
-    yield from ((slots, Levers()) for slots in FEWER_SLOTS)
-    yield from ((setting.slots, levers) for levers in setting.alone().values())
-    for field in setting.biggest():
-        yield from ((slots, _pull(Levers(), field)) for slots in FEWER_SLOTS)
 
 
 def _run(setting: Setting, slots: int, levers: Levers) -> None:
@@ -283,10 +249,6 @@ def _state(setting: Setting) -> State:
     forth, back = ([Step(*pair) for pair in pairwise(order)] for order in orders)
     steps = dict(zip(setting.fields, zip(forth, reversed(back), strict=True), strict=True))
     everything = setting.ladder()[-1]
-    compared = {"nothing on": Levers()}
-    compared |= {f"{TITLES[field]} alone": _pull(Levers(), field) for field in setting.biggest()}
-    curves = [_curve(setting, _together(len(setting.fields)), everything, SLOTS)]
-    curves += [_curve(setting, name, levers, FEWER_SLOTS) for name, levers in compared.items()]
     return State(
         gpu=setting.gpu,
         requests=setting.requests,
@@ -296,17 +258,9 @@ def _state(setting: Setting) -> State:
         rows=tuple(Row(field, TITLES[field], steps.get(field, ())) for field in FIELDS),
         nothing=orders[0][0],
         everything=orders[0][-1],
-        curves=tuple(curves if steps else curves[:1]),
+        by_slots=tuple(setting.known(slots, everything) for slots in SLOTS),
         error=known_error("decode", "prefill") if published_checks.cache_info().currsize else None,
     )
-
-
-def _curve(setting: Setting, name: str, levers: Levers, slots: tuple[int, ...]) -> Curve:
-    return Curve(name, slots, tuple(setting.known(count, levers) for count in slots))
-
-
-def _together(count: int) -> str:
-    return f"all {count} on" if count > 1 else "one lever on" if count else "nothing on"
 
 
 def _pull(levers: Levers, field: str) -> Levers:

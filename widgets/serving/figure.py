@@ -1,32 +1,24 @@
-"""Draw lesson 06's picture: latencies and throughput by rate, and the other layouts of the same
-number of GPUs.
+"""Draw lesson 06's picture: latencies by rate, and below them each layout of the same number of
+GPUs: what one token's time goes to, and the rate that the layout handles.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from operator import attrgetter
 
 from minivllm_lab.drawing import text_width
-from minivllm_lab.palette import BLUE, GREEN, INK, VERMILLION
-from widgets.serving.runs import RATES, Point
+from minivllm_lab.palette import BLUE, GREEN, INK, ORANGE, PURPLE, SKY, VERMILLION
+from minivllm_simulate.layouts import Layout
+from widgets.serving.runs import RATES, Point, experiment
 from widgets.serving.state import Knee, Served, State
-from widgets.shell.plot import (
-    MARGIN,
-    Axes,
-    Scale,
-    draw_keys,
-    figures,
-    hidden_note,
-    modelled,
-    seconds,
-    short,
-    three_boxes,
-)
-from widgets.shell.svg import QUIET, SMALL, Box, Drawing, text_box
-from widgets.shell.theme import MID
+from widgets.shell.plot import MARGIN, WIDE, Axes, Scale, figures, hidden_note, seconds
+from widgets.shell.strip import draw_title
+from widgets.shell.svg import BOLD, QUIET, SMALL, Box, Drawing, Segment
+from widgets.shell.theme import BROKEN, MID, MISSED, PINNED, RESERVED
 
 
 @dataclass(frozen=True)
@@ -37,79 +29,92 @@ class Times:
     of: Callable[[Point], tuple[float, float]]
     """Return a point's times for half and for 99 % of the requests."""
     limit: Callable[[Served], float]
-    half: str
-    """The words before the time of half of the requests, in a tooltip."""
 
     def tip(self, point: Point) -> str:
         """Describe a point's times."""
         half, most = map(seconds, self.of(point))
-        return f"{self.half} {half}, 99 % within {most}, with {figures(point.inside)} requests in the system"
+        return f"Half within {half}, 99 % within {most}, with {figures(point.inside)} requests in the system"
 
 
-TTFTS = Times("time to first token", attrgetter("ttft"), attrgetter("ttft"), "Half have their first token within")
-TPOTS = Times("time per output token", attrgetter("tpot"), attrgetter("tpot"), "Half have each token within")
+TTFTS = Times("time to first token", attrgetter("ttft"), attrgetter("ttft"))
+TPOTS = Times("time per output token", attrgetter("tpot"), attrgetter("tpot"))
 RATE = Scale(RATES[0], RATES[-1], log=True)
 TICKS, FEW_TICKS = (0.5, 1, 5, 10, 50, 100, 500), (1, 10, 100)
-ROW, NAMES = 19, 140
+ROW, NAMES, GPU, VALUES = 24, 92, 12, 54
+"""The height of a layout's row, and the widths of its name, of a GPU at most, and of a value."""
+PARTS = (
+    Segment("overhead", 0, MID, "launches and sampling, the same on any number of GPUs"),
+    Segment("weights", 0, SKY, "reading the weights, of which each GPU has its share"),
+    Segment("all-reduces", 0, ORANGE, "exchange between the GPUs that share an engine"),
+    Segment("batch", 0, PURPLE, "arithmetic, the KV cache and prompts, which grow with the load"),
+)
+"""The parts of a step, as `Experiment.parts` returns them."""
 
 
 def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
-    """Draw the latency that breaks first by rate, the other one and throughput beside it, and below
-    them the rate that each layout of these GPUs handles.
+    """Draw the latency that breaks first by rate with the other one beside it, and below them each
+    layout of these GPUs.
     """
-    count = state.layout.gpus
-    drawing = Drawing(
-        width, 0, f"{state.model} on {count} {state.gpu}", f"Latencies against the rate as {state.layout}"
-    )
-    note = (
-        f"{state.model} on {count} {state.gpu} as {state.layout}; the limits: 99 % have their first token within "
-        f"{seconds(state.served.ttft)}, then one every {seconds(state.served.tpot)}; {modelled(state.error)}"
-        f"{'; your collector' * state.own}"
-    )
-    y = drawing.paragraph((MARGIN, drawing.heading((MARGIN, 23), "What this layout handles") + 18), note, width - 32)
+    served = f"{state.model} on {state.layout.gpus} {state.gpu}"
+    drawing = Drawing(width, 0, served, f"Latencies against the rate as {state.layout}")
+    note = f"{served} as {state.layout}, modelled{'; your collector' * state.own}"
+    with drawing.layer(tip=f"The model's {state.error} against published runs." if state.error else ""):
+        y = drawing.heading((MARGIN, 23), "How long clients wait", note)
     if state.work.note:
         y = drawing.paragraph((MARGIN, y + 17), state.work.note, width - 2 * MARGIN)
-    y = draw_keys(drawing, y + 20, KEYS)
-    left, upper, lower = three_boxes(width, y + 32, 158, large=0.54)
+    wide = width >= WIDE
+    high = min(224, 312 - y - ROW * len(state.others)) if wide else 150
+    left = Box(60, y + 37, (0.58 * width if wide else width - MARGIN) - 60, high)
+    other = Box(left.right + 66, left.y, width - left.right - 66 - MARGIN, left.height)
+    if not wide:
+        other = Box(left.x, left.bottom + 66, left.width, 60)
     knee = state.served.knee
     first, second = (TPOTS, TTFTS) if knee and knee.cause == "tpot" else (TTFTS, TPOTS)
-    _draw_breaking(Axes(drawing, left, RATE, _scale(state, first)), state, pinned, first)
-    _draw_other(Axes(drawing, upper, RATE, _scale(state, second)), state, second)
-    _draw_throughput(Axes(drawing, lower, RATE, _tokens_scale(state)), state)
-    drawing.height = _draw_layouts(drawing, state, max(left.bottom, lower.bottom) + 62) + 12
+    _draw_latency(Axes(drawing, left, RATE, _scale(state, first)), state, first, large=True, pinned=pinned)
+    _draw_latency(Axes(drawing, other, RATE, _scale(state, second)), state, second, large=False)
+    drawing.height = _draw_layouts(drawing, state, other.bottom + 62) + 10
     return drawing.render()
 
 
-KEYS = (("99 % of requests", BLUE, "", 2.5), ("half of them", BLUE, "5 4", 1.6), ("limit", GREEN, "4 3", 1.5))
-
-
-def _draw_breaking(axes: Axes, state: State, pinned: State | None, times: Times) -> None:
-    axes.frame("requests a second, over all GPUs", times.name, x_ticks=TICKS, x_format="{:g}".format, y_format=seconds)
+def _draw_latency(axes: Axes, state: State, times: Times, *, large: bool, pinned: State | None = None) -> None:
+    name, ticks = (f"{times.name} of 99 % (dashed: half)", TICKS) if large else (times.name, FEW_TICKS)
+    y_ticks, form = None if large else axes.y.powers(), "{:g}".format
+    axes.frame("requests a second", name, x_ticks=ticks, x_format=form, y_ticks=y_ticks, y_format=seconds)
     served = state.served
     knee = served.knee
     limit = times.limit(served)
+    shade = axes.broken if large else axes.shade
     if served.refused:
-        axes.broken(None, None, f"{state.model} does not fit: {served.refused}")
+        shade(None, None, f"{state.model} does not fit: {served.refused}")
     elif knee:
-        axes.broken(knee.rate, None, knee_words(knee, served))
+        shade(knee.rate, None, knee_words(knee, served))
+    axes.mark_y(limit, f"limit {seconds(limit)}", GREEN)
+    if large:
+        _draw_others(axes, state, pinned, times)
+    rates, values = drawn_rates(served), _values(served, times.of)
+    if values:
+        axes.line(rates, [half for half, _ in values], BLUE, width=1.6, dash="5 4")
+        axes.line(rates, [most for _, most in values], BLUE)
+    if large and knee and knee.cause == "queue":
+        axes.without_end(knee.rate, limit)
+    if large:
+        axes.here(state.rate, "rate", f"{state.rate:g} a second")
+    else:
+        axes.also_here(state.rate)
+    axes.tips(served.rates, lambda rate: f"{rate:g} requests a second. {times.tip(served.points[rate])}.")
+
+
+def _draw_others(axes: Axes, state: State, pinned: State | None, times: Times) -> None:
+    """Draw the pinned state's curve and those of the other layouts."""
     if pinned and pinned.served.points:
         axes.pinned(drawn_rates(pinned.served), [most for _, most in _values(pinned.served, times.of)], pinned.rate)
-    axes.mark_y(limit, f"limit {seconds(limit)}", GREEN)
     with axes.drawing.answer():
         for other in state.others:
             if other.layout != state.layout and other.points:
                 rates = drawn_rates(other)
                 values = [most for _, most in _values(other, times.of)]
                 axes.line(rates, values, MID, width=1.6)
-                x, y = axes.at(rates[0], values[0])
-                name, place = str(other.layout), (x + 5, y + 13)
-                if not any(text_box(place, name, SMALL).overlaps(words) for words in axes.drawing.words):
-                    axes.drawing.text(place, name, size=SMALL, colour=QUIET)
-    _draw_pair(axes, served, times.of)
-    if knee and knee.cause == "queue":
-        axes.without_end(knee.rate, limit)
-    axes.here(state.rate, "rate", f"{state.rate:g} a second")
-    _draw_tips(axes, served, times.tip)
+                axes.name(axes.at(rates[0], values[0]), str(other.layout))
 
 
 def knee_words(knee: Knee, served: Served) -> str:
@@ -137,13 +142,6 @@ def _values(served: Served, pick: Callable[[Point], tuple[float, float]]) -> lis
     return [pick(served.points[rate]) for rate in drawn_rates(served)]
 
 
-def _draw_pair(axes: Axes, served: Served, pick: Callable[[Point], tuple[float, float]]) -> None:
-    values = _values(served, pick)
-    if values:
-        axes.line(drawn_rates(served), [half for half, _ in values], BLUE, width=1.6, dash="5 4")
-        axes.line(drawn_rates(served), [most for _, most in values], BLUE)
-
-
 def _scale(state: State, times: Times) -> Scale:
     """Return a scale around all times so far, rounded so that it rarely changes during a sweep."""
     limit = times.limit(state.served)
@@ -151,78 +149,104 @@ def _scale(state: State, times: Times) -> Scale:
     return Scale.around(0.7 * min([limit, *values]), max([2 * limit, *values]))
 
 
-def _draw_other(axes: Axes, state: State, times: Times) -> None:
-    _shade(axes, state.served)
-    axes.frame("", times.name, x_ticks=(), y_ticks=axes.y.powers(), y_format=seconds)
-    axes.mark_y(times.limit(state.served), "", GREEN)
-    _draw_pair(axes, state.served, times.of)
-    axes.also_here(state.rate)
-    _draw_tips(axes, state.served, times.tip)
-
-
-def _tokens_scale(state: State) -> Scale:
-    most = max((point.tokens_per_second for point in state.served.points.values()), default=1000.0)
-    return Scale(0, most * 1.15)
-
-
-def _draw_throughput(axes: Axes, state: State) -> None:
-    served = state.served
-    _shade(axes, served)
-    name, ticks = "output tokens a second", axes.y.ticks(3)
-    axes.frame("requests a second", name, x_ticks=FEW_TICKS, x_format="{:g}".format, y_ticks=ticks)
-    if served.points:
-        axes.line(served.rates, [served.points[rate].tokens_per_second for rate in served.rates], BLUE, width=2)
-    axes.also_here(state.rate)
-    _draw_tips(axes, served, lambda point: f"{short(point.tokens_per_second)} output tokens a second")
-
-
-def _shade(axes: Axes, served: Served) -> None:
-    """Shade the broken region without its words."""
-    if served.refused:
-        axes.shade(None, None)
-    elif served.knee:
-        axes.shade(served.knee.rate, None)
-
-
-def _draw_tips(axes: Axes, served: Served, words: Callable[[Point], str]) -> None:
-    """Add a tooltip everywhere in the plot, with the results at the nearest rate."""
-    axes.tips(served.rates, lambda rate: f"{rate:g} requests a second. {words(served.points[rate])}.")
-
-
 # ---- the layouts
 
 
 def _draw_layouts(drawing: Drawing, state: State, y: float) -> float:
-    """Draw a bar for each layout of the same number of GPUs, up to the rate at its knee; return the
-    y below.
+    """Draw a row for each layout of the same number of GPUs: its GPUs, the parts of a token's time,
+    and the rate that it handles; return the y below.
     """
-    count = state.layout.gpus
-    title = f"What {count} {state.gpu} handle, by layout" if count > 1 else f"What one {state.gpu} handles"
-    y = drawing.heading(
-        (MARGIN, y), title, "requests a second within the limits; TP: GPUs share each layer, DP: engines"
-    )
-    most = max([layout.goodput for layout in state.others if layout.is_found] + [1.0])
-    left = MARGIN + NAMES
-    hidden_note(drawing, Box(left, y + 10, drawing.width - MARGIN - left, ROW * len(state.others)))
-    for row, layout in enumerate(state.others):
-        _draw_layout(drawing, layout, y + 10 + ROW * row, most, layout.layout == state.layout)
-    return y + 10 + ROW * len(state.others)
+    wide = drawing.width >= WIDE
+    y = draw_title(drawing, f"{state.layout.gpus} {state.gpu}, cut differently", PARTS, y) + 21
+    left = MARGIN + (190 if wide else 0)
+    room = (drawing.width - MARGIN - left - 24) / 2
+    most = max([layout.goodput for layout in state.others if layout.is_found] + [state.rate])
+    times = [tpot_at(layout, state.rate) or 0.0 for layout in state.others]
+    longest = min(2 * state.served.tpot, 1.2 * max(times) or math.inf)
+    for x, words in ((left, f"a token at {state.rate:g} requests/s"), (left + room + 24, "requests/s it handles")):
+        drawing.text((x, y), words, size=SMALL, colour=QUIET)
+    y += 7
+    hidden_note(drawing, Box(left, y, drawing.width - MARGIN - left, ROW * len(state.others)))
+    for served in state.others:
+        _draw_gpus(
+            drawing, served.layout, y, left - 12 if wide else drawing.width - MARGIN, served.layout == state.layout
+        )
+        y += 0 if wide else 20
+        with drawing.answer():
+            _draw_time(drawing, Box(left, y + 4, room, ROW - 8), state, served, longest)
+            _draw_rate(drawing, Box(left + room + 24, y + 4, room, ROW - 8), state, served, most)
+        y += ROW
+    return y
 
 
-def _draw_layout(drawing: Drawing, served: Served, y: float, most: float, selected: bool) -> None:
-    drawing.text((MARGIN, y + 13), str(served.layout), size=SMALL, bold=selected)
-    left = MARGIN + NAMES
-    room = drawing.width - MARGIN - left
-    has_bar = served.is_found and served.goodput > RATES[0]
-    words = _fitting(layout_words(served), 0.5 * room if has_bar else room)
-    longest = 0.5 * room - 8
-    with drawing.answer():
-        wide = served.goodput / most * longest if has_bar else 0.0
-        if wide:
-            bar = Box(left, y + 3, wide, ROW - 6)
-            drawing.rect(bar, BLUE if selected else MID, tip=f"{served.layout}: {words}")
-        place = (left + wide + 8 if wide else left, y + 13)
-        drawing.text(place, words, size=SMALL, colour=VERMILLION if served.refused else INK)
+def _draw_gpus(drawing: Drawing, layout: Layout, y: float, right: float, selected: bool) -> None:
+    """Write a layout's name, and draw a frame for each engine around its GPUs if they are not too
+    many.
+    """
+    drawing.text((MARGIN, y + 16), str(layout), size=SMALL, bold=selected)
+    x = MARGIN + max(NAMES, text_width(str(layout), SMALL) * BOLD + 10)
+    across = layout.gpus // layout.dp
+    wide = min(GPU, ((right - x + 4) / layout.dp - 8) / across)
+    for _ in range(layout.dp if wide >= 3 else 0):
+        drawing.rect(Box(x, y + 4, across * wide + 4, 16), RESERVED, tip=f"{layout}: an engine", radius=3)
+        for rank in range(across):
+            drawing.rect(Box(x + 2.5 + rank * wide, y + 6.5, wide - 1, 11), BLUE if selected else PINNED)
+        x += across * wide + 8
+
+
+def _draw_time(drawing: Drawing, box: Box, state: State, served: Served, longest: float) -> None:
+    """Draw the parts of the time in which 99 % of the requests get each token, and its limit."""
+    spent = tpot_at(served, state.rate)
+    if served.refused or spent == math.inf:
+        area = Box(box.x, box.y, box.width - VALUES, box.height)
+        drawing.rect(area, BROKEN, tip=layout_words(served))
+        drawing.hatch(area, MISSED, gap=9)
+        words = "does not fit" if served.refused else "the queue grows"
+        drawing.text((box.x + 5, box.y + 12), words, size=SMALL, colour=VERMILLION, halo=True)
+    elif spent is not None:
+        parts = experiment(state.model, state.gpu, served.layout, state.work).parts(state.rate, spent)
+        tips = (f"{part.label} {seconds(value)}: {part.tip}" for part, value in zip(PARTS, parts, strict=True))
+        segments = [replace(part, value=value, tip=tip) for part, value, tip in zip(PARTS, parts, tips, strict=True)]
+        _draw_bar(drawing, box, segments, longest, (served.tpot, GREEN), seconds(spent), spent > served.tpot)
+
+
+def tpot_at(served: Served, rate: float) -> float | None:
+    """Return the time within which 99 % of the requests get each token at this rate, between the
+    rates that have been run; infinity if the queue grows, None if it is not known.
+    """
+    rates = drawn_rates(served)
+    for low, high in pairwise([*rates, *rates[-1:]]):
+        if low <= rate <= high:
+            first, last = (served.points[end].tpot[1] for end in (low, high))
+            return first + (last - first) * (rate - low) / ((high - low) or 1)
+    return math.inf if rates and rate > rates[-1] and "queue" in served.causes(rates[-1]) else None
+
+
+def _draw_rate(drawing: Drawing, box: Box, state: State, served: Served, most: float) -> None:
+    """Draw a bar up to the rate that a layout handles, and a line at the knob's rate."""
+    words = layout_words(served)
+    colour = BLUE if served.layout == state.layout else PINNED
+    segment = Segment("", served.goodput if served.is_found else 0.0, colour, f"{served.layout}: {words}")
+    shown = "0" if served.refused else words.split(";")[0]
+    _draw_bar(drawing, box, [segment], most, (state.rate, INK), shown, served.is_found and served.goodput < state.rate)
+
+
+def _draw_bar(
+    drawing: Drawing, box: Box, parts: Sequence[Segment], most: float, line: tuple[float, str], words: str, missed: bool
+) -> None:
+    """Draw a stacked bar that ends at `most` at the latest, a line at a value, and words at the end."""
+    room = box.width - VALUES
+    x = 0.0
+    for segment in parts:
+        wide = min(segment.value / most * room, room - x)
+        drawing.rect(Box(box.x + x, box.y, wide, box.height), segment.colour, tip=segment.tip)
+        x += wide
+    if line[0] <= most:
+        across = box.x + line[0] / most * room
+        dash = "4 3" * (line[1] == GREEN)
+        drawing.line((across, box.y - 4), (across, box.bottom + 4), colour=line[1], width=1.5, dash=dash)
+    colour = VERMILLION if missed else INK
+    drawing.text((box.right, box.y + 12), words, size=SMALL, anchor="end", colour=colour)
 
 
 def layout_words(served: Served) -> str:
@@ -230,13 +254,8 @@ def layout_words(served: Served) -> str:
     if served.refused:
         return f"does not fit: {served.refused}"
     if not served.is_found:
-        return "not known yet"
+        return "…"
     if served.knee is None:
-        return f"more than {RATES[-1]:g}"
-    rate = f"below {RATES[0]:g}" if served.knee.rate <= RATES[0] else f"{figures(served.knee.rate)}"
+        return f"{RATES[-1]:g}+"
+    rate = f"< {RATES[0]:g}" if served.knee.rate <= RATES[0] else f"{figures(served.knee.rate)}"
     return f"{rate}; then {cause_words(served.knee.cause, served)}"
-
-
-def _fitting(words: str, room: float) -> str:
-    """Drop the explanation if it does not fit into the line."""
-    return words if text_width(words, SMALL) * 1.06 <= room else re.split("[;:]", words)[0]

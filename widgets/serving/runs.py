@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from minivllm.errors import MinivllmError
+from minivllm_simulate.cost_model import StepShape
 from minivllm_simulate.hardware import get_hardware
 from minivllm_simulate.known_models import known_model
-from minivllm_simulate.layouts import MAX_MODEL_LEN, Layout, PlacedModel, Steady
+from minivllm_simulate.layouts import MAX_MODEL_LEN, TOKEN_BUDGET, Layout, PlacedModel, Steady
 from minivllm_simulate.load_sweep import Runs, within
 from minivllm_simulate.open_load import OpenLoad, OpenRun, run_open
 from minivllm_simulate.workloads import RequestLengths, Workload, gamma_arrivals
@@ -41,10 +42,8 @@ class Point:
     tpot: tuple[float, float]
     waiting: float
     """The share of the requests that wait in the end."""
-    tokens_per_second: float
-    """Output tokens a second of all GPUs together."""
     requests_per_second: float
-    """The requests that those tokens make up: the throughput of an engine whose queue is never
+    """The requests that all output tokens make up: the throughput of an engine whose queue is never
     empty.
     """
     inside: float
@@ -112,6 +111,19 @@ class Experiment:
         """Return the steady batch of one group."""
         return self._placed.steady(self.work.mean_prompt, self.work.mean_output, self._kv_tokens)
 
+    def parts(self, rate: float, seconds: float) -> tuple[float, float, float, float]:
+        """Split a step that takes this long at this rate into its overhead, reading the weights,
+        the exchange between GPUs, and what grows with the batch.
+
+        The tokens that come during a step are computed in the next.
+        """
+        cost = self._placed.cost
+        come = rate / self.layout.groups * (self.work.mean_prompt + self.work.mean_output) * seconds
+        shape = StepShape(0, round(min(come, TOKEN_BUDGET)), 0, 0)
+        exchange = cost.seconds(shape) - cost.step.seconds(shape) + cost.step.link_seconds(shape)
+        known = cost.step.roofline.step_overhead, cost.step.weight_seconds(shape.num_tokens), exchange
+        return *known, max(0.0, seconds - sum(known))
+
     def run(self, rate: float) -> Iterator[None]:
         """Run this rate in parts, unless it has been run already."""
         yield from self.runs.run(rate)
@@ -131,13 +143,11 @@ class Experiment:
         groups = self.layout.groups
         half, most = SHARES
         ttfts, tpots = run.ttfts, run.tpots or [0.0]
-        tokens_per_second = groups * run.tokens / run.end
         return Point(
             ttft=(within(ttfts, half), within(ttfts, most)),
             tpot=(within(tpots, half), within(tpots, most)),
             waiting=run.queue / run.come,
-            tokens_per_second=tokens_per_second,
-            requests_per_second=tokens_per_second / self.work.mean_output,
+            requests_per_second=groups * run.tokens / run.end / self.work.mean_output,
             inside=groups * run.request_seconds / run.end,
         )
 

@@ -146,11 +146,6 @@ class State:
         """Return whether every layout's knee is known too."""
         return self.known and all(layout.is_found for layout in self.others)
 
-    @property
-    def best(self) -> Served:
-        """Return the layout with the highest goodput."""
-        return max(self.others, key=lambda layout: layout.goodput)
-
 
 def sweep(
     rate: float = START["rate"],

@@ -259,7 +259,7 @@ KNOBS = {
 SPEC = Spec(
     name="speculative_decoding",
     title="When does a guess pay?",
-    lead="Drag the batch to where drafts lose. Then play one step, and see which drafts are accepted.",
+    lead="Play one step, and see which drafts are accepted. Then drag the batch to where drafts lose.",
     knobs=KNOBS,
     presets={
         "Too large a batch": {"batch": 256},

@@ -1,30 +1,28 @@
-"""Draw lesson 07's picture: speed-up by batch size, where a step's time goes, and one step draft by
-draft.
+"""Draw lesson 07's picture: one step draft by draft, what it costs, and the speed-up by batch size
+and by number of drafts.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 
+from minivllm_lab.drawing import text_width
 from minivllm_lab.palette import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, SKY, VERMILLION, YELLOW
 from minivllm_lab.speculative_decoding.speculation import Cause
-from widgets.shell.plot import MARGIN, WIDE, Axes, Key, Scale, counted, draw_keys, figures, hidden_note, percent, tokens
+from widgets.shell.plot import MARGIN, WIDE, Axes, Scale, counted, figures, hidden_note, percent, tokens
 from widgets.shell.strip import draw_title
 from widgets.shell.svg import QUIET, SMALL, Box, Drawing, Segment, legend, stacked_bar, without_room
-from widgets.shell.theme import MID
+from widgets.shell.theme import CARD, IDLE, MID, RESERVED
 from widgets.speculative_decoding.state import BATCHES, MOST_BATCH, MOST_K, State, sibling
 from widgets.speculative_decoding.step import VOCABULARY, Place
 
 BATCH = Scale(1, MOST_BATCH, log=True)
 TICKS = (1, 4, 16, 64, 256)
 DRAWN = sorted({*BATCHES, 3, 6, 12, 20, 40, 80, 112, 160, 224, 320, 448})
-OTHERS = (1, 3, 6)
-"""The numbers of drafts shown for comparison."""
-STYLES = ((QUIET, "2 4"), (GREY, "7 4"))
-COLUMN, TOKEN, ROW = 98, 46, 13
-"""The least width in pixels of a position in the step that plays, and the width and height of a
-token's name in it.
+NAMES, COLUMN, STRIP, PANEL, ROW, VALUE = 92, 42, 76, 122, 13, 104
+"""The pixels of the names of a strip's rows, of a position at least, of a strip's height, of the last
+token's distributions (their width, and the height of a row), and of a step's time beside its bar.
 """
 PARTS = (
     ("overhead", "overhead", MID),
@@ -62,51 +60,30 @@ def milliseconds(seconds: float) -> str:
 
 
 def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
-    """Draw speed-up by batch size, a step's time and the speed-up by number of drafts beside it,
-    and one step below.
+    """Draw one step of a request, below it the time that a step takes, and then the speed-up by
+    batch size and by number of drafts, on one scale.
     """
     drawing = Drawing(width, 0, "How much faster drafts make it", f"{state.model} on {state.gpu}, against the batch")
-    served = f"{state.model} on {state.gpu}, contexts of {tokens(state.context)}"
-    y = drawing.heading((MARGIN, 23), "How much faster drafts make it", served) + 18
-    note = f"{drafter_words(state)}, {rate_words(state)}; modelled, off by {percent(state.error)} (median)"
-    note_end = drawing.paragraph((MARGIN, y), f"{note[0].upper()}{note[1:]}", width - 2 * MARGIN)
-    y = note_end + 20
-    high = 162 - (note_end - 41) - 17 * bool(state.own)  # keeps the height of the whole picture
+    y = _draw_cost(drawing, state, _draw_step(drawing, state) + 26) + 36
     wide = width >= WIDE
-    left = Box(48, y + 30, round(width * (0.53 if wide else 1)) - 48 - (0 if wide else MARGIN), high)
-    draw_keys(drawing, y, _keys(state))
-    _draw_speedup(Axes(drawing, left, BATCH, _scale(state, pinned)), state, pinned)
-    side = Box(left.right + 40, y, width - left.right - 40 - MARGIN, 212)
-    if not wide:
-        side = Box(MARGIN, left.bottom + 62, width - 2 * MARGIN, 212)
-    below = _draw_times(drawing, side, state)
-    by_k = Box(left.x, below + 19, left.width, 80)
-    if wide:
-        by_k = Box(side.x, below + 19, side.width, left.bottom - below - 13)
-    _draw_by_k(drawing, by_k, state)
-    y = (left.bottom + 58) if wide else by_k.bottom + 62
-    drawing.height = _draw_step(drawing, state, y) + 10
+    across = width - 48 - MARGIN - 26
+    left = Box(48, y, across * (0.6 if wide else 0.57), max(426 - y, 112) if wide else 112)
+    right = Box(left.right + 26, y, across - left.width, left.height)
+    up = _scale(state, pinned)
+    _draw_speedup(Axes(drawing, left, BATCH, up), state, pinned)
+    _draw_by_k(Axes(drawing, right, Scale(0.5, MOST_K + 0.5), up), state)
+    drawing.height = left.bottom + 42
     return drawing.render()
 
 
 # ---- speed-up against the batch
 
 
-def _curves(state: State) -> list[tuple[int, str, str]]:
-    """Return the curves for the other numbers of drafts, each with its colour and dash pattern."""
-    return [(k, *style) for k, style in zip((k for k in OTHERS if k != state.k), STYLES, strict=False)]
-
-
-def _keys(state: State) -> list[Key]:
-    others = [(f"k = {k}", colour, dash, 1.8) for k, colour, dash in _curves(state)]
-    return [(f"k = {state.k}, your drafts a step", BLUE, "", 2.5), *others]
-
-
 def _scale(state: State, pinned: State | None) -> Scale:
     """Return a scale from 0 to above all curves, in steps of a half so that it rarely changes."""
-    values = [value for k in (state.k, *OTHERS) for _, value in _values(state, k)]
+    values = [*state.by_k, *(value for k in (state.k, 1) for _, value in _values(state, k))]
     values += [value for _, value in _values(pinned, pinned.k)] if pinned else []
-    return Scale(0, math.ceil(2.6 * max([1.4, *values])) / 2)
+    return Scale(0, math.ceil(2.3 * max([1.4, *values])) / 2)
 
 
 def _values(state: State, k: int) -> list[tuple[int, float]]:
@@ -119,7 +96,8 @@ def _values(state: State, k: int) -> list[tuple[int, float]]:
 
 
 def _draw_speedup(axes: Axes, state: State, pinned: State | None) -> None:
-    name, ticks, form = "requests that decode together (batch)", axes.y.ticks(5), "{:g}".format
+    name = "requests that decode together (batch)" if axes.drawing.width >= WIDE else "batch"
+    ticks, form = axes.y.ticks(5), "{:g}".format
     axes.frame(name, "times as fast as without drafts", x_ticks=TICKS, x_format=form, y_ticks=ticks, y_format=form)
     with axes.drawing.answer():
         _draw_broken(axes, state)
@@ -128,138 +106,216 @@ def _draw_speedup(axes: Axes, state: State, pinned: State | None) -> None:
     axes.mark_y(1, "break even", GREEN)
     hidden_note(axes.drawing, axes.box)
     with axes.drawing.answer():
-        for k, colour, dash in _curves(state):
-            axes.line(*_unzipped(_values(state, k)), colour, width=1.8, dash=dash)
-        axes.line(*_unzipped(_values(state, state.k)), BLUE)
+        compared = [(1, GREY, "7 4")] if axes.drawing.width >= WIDE and state.k > 1 and state.most_batch > 8 else []
+        for k, colour, dash in (*compared, (state.k, BLUE, "")):
+            values = _values(state, k)
+            if values:
+                axes.line(*_unzipped(values), colour, width=1.8 if dash else 2.5, dash=dash)
+                axes.label(axes.at(*values[len(values) // 3 if dash else 0]), f"k = {k}", colour, bold=not dash)
+        axes.line([state.batch, MOST_BATCH], [state.speedup] * 2, INK, width=1, dash="1 3")
     axes.here(state.batch, "batch", f"{state.batch}")
     with axes.drawing.answer():
         _draw_tips(axes, state)
 
 
-def _unzipped(pairs: Iterable[tuple[int, float]]) -> tuple[list[float], list[float]]:
-    points = list(pairs)
+def _unzipped(points: Sequence[tuple[int, float]]) -> tuple[list[float], list[float]]:
     return [float(x) for x, _ in points], [y for _, y in points]
 
 
 def _draw_broken(axes: Axes, state: State) -> None:
     """Shade where drafts lose, and where memory is full."""
-    regions: list[tuple[float | None, float | None, str]] = []
     for low, high in state.losing:
         cause = state.one.cause(low, state.k)
         why = CAUSES[cause] if cause else ""
-        ends = high >= min(state.most_batch, MOST_BATCH)
-        if low > 1 or ends:
-            words = f"loses from {low}: {why}" if low > 1 else f"loses: {why}"
-            regions.append((None if low == 1 else low, None, words))
+        if low > 1:
+            axes.broken(low, None, f"loses from {low}: {why}")
+        elif high >= min(state.most_batch, MOST_BATCH):
+            axes.broken(None, None, f"loses: {why}")
         else:
-            regions.append((None, high + 1, f"loses below {high + 1}: {why}"))
+            axes.broken(None, high + 1, f"loses below {high + 1}: {why}")
     if state.most_batch < MOST_BATCH:
-        regions.append((max(state.most_batch, 1), None, memory_words(state)))
-    for region in regions:
-        axes.broken(*region)
-
-
-def memory_words(state: State) -> str:
-    """Describe at which batch size memory is full."""
-    lost = state.one.most_plain_batch - state.most_batch
-    beside = f"; {state.most_batch + lost} without a drafter" if lost else ""
-    return f"memory is full at {state.most_batch}{beside}"
+        plain = state.one.most_plain_batch
+        beside = f"; {plain} without a drafter" if plain > state.most_batch else ""
+        axes.broken(max(state.most_batch, 1), None, f"memory is full at {state.most_batch}{beside}")
 
 
 def _draw_tips(axes: Axes, state: State) -> None:
     """Add a tooltip everywhere in the plot, with the results at the nearest batch size."""
+    one, k = state.one, state.k
+    axes.tips(
+        [batch for batch, _ in _values(state, k)],
+        lambda batch: (
+            f"{counted(batch, 'request')}: {one.speedup(batch, k):.2f} times as fast, with steps of "
+            f"{milliseconds(one.step(batch, k).seconds)} instead of {milliseconds(one.plain(batch).seconds)}."
+        ),
+    )
 
-    def tip(batch: int) -> str:
-        plain = milliseconds(state.one.plain(batch).seconds)
-        step = milliseconds(state.one.step(batch, state.k).seconds)
-        faster = f"{state.one.speedup(batch, state.k):.2f} times as fast"
-        return f"{counted(batch, 'request')}: {faster}, {state.tokens:.2f} tokens in {step} instead of one in {plain}."
 
-    axes.tips([batch for batch, _ in _values(state, state.k)], tip)
+def _draw_by_k(axes: Axes, state: State) -> None:
+    """Draw the speed-ups at this batch size by number of drafts."""
+    drafts = [float(k) for k in range(1, MOST_K + 1)]
+    axes.frame("drafts a step (k)", "", x_ticks=drafts, y_ticks=axes.y.ticks(5), y_format=lambda _: "")
+    axes.mark_y(1, "", GREEN)
+    hidden_note(axes.drawing, axes.box)
+    with axes.drawing.answer():
+        axes.also_here(state.k)
+        axes.line([axes.x.low, state.k], [state.speedup] * 2, INK, width=1, dash="1 3")
+        axes.line(drafts, state.by_k, MID)
+        tips = [f"With k = {k:g}: {value:.2f} times as fast" for k, value in zip(drafts, state.by_k, strict=True)]
+        axes.points(drafts, state.by_k, BLUE, tips=tips)
+        axes.label(axes.at(state.k, state.speedup), f"{state.speedup:.2f}")
+        if state.best_k not in (0, state.k):
+            best = state.by_k[state.best_k - 1]
+            axes.points([state.best_k], [best], GREEN, radius=5.5)
+            axes.label(axes.at(state.best_k, best), f"{best:.2f}", GREEN)
 
 
 # ---- a step's time
 
 
-def _draw_times(drawing: Drawing, box: Box, state: State) -> float:
-    """Draw a plain step and one with drafts as bars; return the y below."""
-    drawing.text((box.x, box.y), f"time of one step at batch {state.batch}", size=SMALL, colour=QUIET)
+def _draw_cost(drawing: Drawing, state: State, y: float) -> float:
+    """Draw a plain step and one with drafts as bars, and the time that the tokens of the second are
+    worth; return the y below.
+    """
+    wide = drawing.width - 2 * MARGIN
+    note = f"{state.model} on {state.gpu}, contexts of {tokens(state.context)}, {drafter_words(state)}"
+    note = f"{note}, {rate_words(state)}; modelled"
+    with drawing.layer(tip=f"The model is off by {percent(state.error)} (median)."):
+        y = drawing.heading((MARGIN, y), f"What a step of {counted(state.batch, 'request')} takes", note)
     plain, step = state.one.plain(state.batch), state.one.step(state.batch, state.k)
-    longest = max(plain.seconds, step.seconds)
-    y = box.y + 8
-    hidden_note(drawing, Box(box.x, y, box.width, 74))
+    worth = state.tokens * plain.seconds
+    longest = max(plain.seconds, step.seconds, worth)
+    box = Box(MARGIN + NAMES, y + 8, wide - NAMES - VALUE, 16)
+    hidden_note(drawing, Box(box.x, box.y, box.width, 74))
     longer = [Segment(title, max(getattr(plain, name), getattr(step, name)), colour) for name, title, colour in PARTS]
-    keys = without_room([part for part in longer if part.value], longest, box.width)
-    keys.sort(key=lambda part: len(part.label))  # in two rows at most
-    tokens_each = "1 token each, no drafts", f"{state.tokens:.2f} tokens each, k = {state.k}"
     with drawing.answer():
-        for parts, yields in zip((plain, step), tokens_each, strict=True):
+        keys = without_room([part for part in longer if part.value], longest, box.width)
+        y = legend(drawing, (MARGIN, y + 19), keys, wide) - 11 if keys else y + 8
+        for name, parts in (("no drafts", plain), (f"k = {state.k}", step)):
+            bar = Box(box.x, y, box.width, box.height)
             segments = [
-                Segment(title, value := getattr(parts, name), colour, f"{TIPS.get(name, title)}: {milliseconds(value)}")
-                for name, title, colour in PARTS
+                Segment(title, value := getattr(parts, part), colour, f"{TIPS.get(part, title)}: {milliseconds(value)}")
+                for part, title, colour in PARTS
             ]
-            stacked_bar(drawing, Box(box.x, y, box.width, 16), segments, longest)
-            drawing.text((box.x, y + 29), f"{milliseconds(parts.seconds)} for {yields}", size=SMALL)
-            y += 37
-        return legend(drawing, (box.x, y + 11), keys, box.width) - 8
-
-
-def _draw_by_k(drawing: Drawing, box: Box, state: State) -> None:
-    """Draw the speed-ups at this batch size by number of drafts, and write them below."""
-    drafts = [float(k) for k in range(1, MOST_K + 1)]
-    up = Scale(0.85 * min(1.0, *state.by_k), 1.15 * max(1.0, *state.by_k), log=True)
-    axes = Axes(drawing, box, Scale(0.6, MOST_K + 0.4), up)
-    axes.frame("", "speed-up by drafts a step (k)", x_ticks=drafts, y_ticks=axes.y.ticks(3))
-    axes.mark_y(1, "", GREEN)
-    hidden_note(drawing, box)
-    with drawing.answer():
-        axes.also_here(state.k)
-        tips = [f"With k = {k:g}: {value:.2f} times as fast" for k, value in zip(drafts, state.by_k, strict=True)]
-        axes.line(drafts, state.by_k, MID)
-        axes.points(drafts, state.by_k, BLUE, tips=tips)
-        for k, value in enumerate(state.by_k, 1):
-            strong = k in (state.k, state.best_k)
-            colour = GREEN if k == state.best_k else INK if strong else QUIET
-            place = (axes.at(k, 1)[0], box.bottom + 32)
-            drawing.text(place, f"{value:.2f}", size=SMALL, anchor="middle", bold=strong, colour=colour)
+            stacked_bar(drawing, bar, segments, longest)
+            drawing.text((MARGIN, y + 12), name, size=SMALL)
+            words = milliseconds(parts.seconds) + ("" if parts is plain else f", ×{state.longer:.2f}")
+            drawing.text((drawing.width - MARGIN, y + 12), words, size=SMALL, anchor="end")
+            y += 22
+        x = box.x + worth / longest * box.width
+        end = box.x + step.seconds / longest * box.width
+        drawing.line((x, y - 3), (end, y - 3), colour=GREEN if x > end else VERMILLION, width=3)
+        for low, high in ((y - 25, y),) if x > end else ((y - 25, y - 20), (y - 5, y)):  # off the bar's labels
+            drawing.line((x, low), (x, high), colour=GREEN, width=3)
+        words = f"{state.tokens:.2f} tokens come out: pays up to ×{state.tokens:.2f}"
+        place = (min(x, drawing.width - MARGIN - text_width(words, SMALL) / 2), y + 11)
+        drawing.text(place, words, size=SMALL, anchor="middle", colour=GREEN)
+    return y + 11
 
 
 # ---- one step of a request
 
 
-def _draw_step(drawing: Drawing, state: State, y: float) -> float:
-    """Draw the positions of a step side by side, as many as fit; return the y below."""
-    title = "A toy step of drafts"
+def _draw_step(drawing: Drawing, state: State) -> float:
+    """Draw the drafts of a step, their checks and its tokens, position by position, and where its
+    last token is drawn from; return the y below.
+    """
+    step = state.step
     wide = drawing.width - 2 * MARGIN
     aside = drawing.width >= WIDE
-    y = draw_title(drawing, title, [Segment("drafter's chance q", 0, ORANGE), Segment("model's p", 0, BLUE)], y)
-    rule = "accepted if random < p/q"
-    if aside:
-        drawing.text((drawing.width - MARGIN, y), rule, size=SMALL, colour=QUIET, anchor="end")
-    else:
-        y = drawing.paragraph((MARGIN, y + 19), rule, wide)
+    keys = [Segment("drafter's q", 0, ORANGE), Segment("model's p", 0, RESERVED), Segment("p beyond q", 0, BLUE)]
+    y = draw_title(drawing, "Draft, verify, accept", keys, 23)
     if state.own:
-        y = drawing.paragraph((MARGIN, y + 17), own_words(state), wide)
-    across = int(wide // COLUMN)
-    shown = min(state.k + 1, across) if aside else state.k + 1  # beside the controls, the picture has room for one row
-    room = wide / (max(shown, 4) if aside else across)
-    tall = ROW * len(VOCABULARY) + 63
-    checked = min(state.step.kept + 1, state.k)
-    last = checked + 2
-    largest = max(max(*place.p, *place.q) for place in state.step.places)
-    scale = (room - 14 - TOKEN) / max(largest, *state.step.bonus)
-    for index in range(shown):
-        row, column = divmod(index, across)
-        box = Box(MARGIN + column * room, y + 10 + row * tall, room - 14, tall)
-        _draw_place(drawing, box, state, index, last, scale)
-    bottom = y + 6 + tall * -(-shown // across)
-    if shown < state.k + 1:
-        with drawing.layer(at=f"{last} {last}"):
-            rest = f"{state.k + 1 - shown} more positions are not drawn. All tokens: {' '.join(state.step.tokens)}"
-            drawing.text((MARGIN, bottom + 10), rest, size=SMALL, colour=QUIET)
-        bottom += 12
-    drawing.play(_captions(state, checked))
-    return bottom
+        y = drawing.paragraph((MARGIN, y + 18), own_words(state), wide)
+    captions = _captions(state, min(step.kept + 1, state.k))
+    last = len(captions) - 1
+    room = wide - NAMES - (PANEL + 12 if aside else 0)
+    across = min(state.k + 1, int(room // COLUMN))
+    column = min(room / across, 84)
+    top = y + 13
+    for index in range(state.k + 1):
+        row, place = divmod(index, across)
+        box = Box(MARGIN + NAMES + place * column, top + row * STRIP, column - 4, STRIP)
+        if not place:
+            _draw_rows(drawing, box.y, min(across, state.k + 1 - index) * column)
+        _draw_place(drawing, box, state, index, last, captions[min(index + 2, last)])
+    y = top + STRIP * -(-(state.k + 1) // across)
+    with drawing.layer(at=f"{last} {last}"):
+        panel = Box(drawing.width - MARGIN - PANEL, top, PANEL, 0) if aside else Box(MARGIN, y + 6, wide, 0)
+        below = _draw_last(drawing, panel, state)
+    drawing.play(captions)
+    return max(y, below)
+
+
+def _draw_rows(drawing: Drawing, y: float, wide: float) -> None:
+    """Write the names of a strip's rows, with a band for the model's one pass."""
+    drawing.rect(Box(MARGIN + NAMES - 4, y + 24, wide + 2, 20), IDLE, radius=4, tip="one forward pass of the model")
+    for below, words in ((14, "drafts"), (38, "random < p/q"), (62, "tokens")):
+        drawing.text((MARGIN, y + below), words, size=SMALL, colour=QUIET)
+
+
+def _draw_place(drawing: Drawing, box: Box, state: State, index: int, last: int, caption: str) -> None:
+    """Draw one position: its draft, how likely it is accepted with its random number, and the token
+    that comes out.
+    """
+    step = state.step
+    place = step.places[index] if index < state.k else None
+    if place:
+        _draw_token(drawing, box, 0, VOCABULARY[place.draft], ORANGE, shade=0)
+        likely = Box(box.x, box.y + 29, box.width * place.ratio, 10)
+        drawing.rect(Box(box.x, likely.y, box.width, 10), CARD)
+        drawing.rect(likely, RESERVED, at=f"1 {last}")
+    if index <= step.kept:
+        _draw_outcome(drawing, box, state, index, last)
+        drawing.rect(Box(box.x, box.y, box.width, 70), "transparent", tip=caption)
+    elif place:
+        fade = Box(box.x - 2, box.y - 2, box.width + 4, 44)
+        drawing.rect(fade, CARD, opacity=0.7, at=f"{last} {last}", tip="not checked: an earlier draft was rejected")
+    else:
+        _draw_token(drawing, box, 48, "bonus", MID, shade=0, dash="3 3")
+
+
+def _draw_outcome(drawing: Drawing, box: Box, state: State, index: int, last: int) -> None:
+    """Draw a draft's random number, and the token that comes out at its position."""
+    kept = index < state.step.kept
+    if index < state.k:
+        with drawing.layer(at=f"{index + 2} {last}"):
+            x = box.x + box.width * state.step.places[index].uniform
+            drawing.line((x, box.y + 26), (x, box.y + 42), colour=GREEN if kept else VERMILLION, width=3)
+            if not kept:
+                _draw_token(drawing, box, 0, "", VERMILLION)
+    with drawing.layer(at=f"{index + 2 if kept else last} {last}"):
+        _draw_token(drawing, box, 48, state.step.tokens[index], GREEN if kept else BLUE)
+
+
+def _draw_token(
+    drawing: Drawing, box: Box, below: float, word: str, colour: str, *, shade: float = 0.2, dash: str = ""
+) -> None:
+    frame = Box(box.x, box.y + below, box.width, 20)
+    drawing.rect(frame, colour, opacity=shade, stroke=colour, radius=3, dash=dash)
+    middle, ink = (box.x + box.width / 2, frame.y + 14), QUIET if dash else INK
+    drawing.text(middle, word, size=SMALL, anchor="middle", colour=ink)
+
+
+def _draw_last(drawing: Drawing, box: Box, state: State) -> float:
+    """Draw the distributions behind the step's last token; return the y below."""
+    step = state.step
+    place = step.places[step.kept] if step.rejected else None
+    p = place.p if place else step.bonus
+    q = place.q if place else (0.0,) * len(p)
+    name = f"recovered: {VOCABULARY[step.token]}" if place else f"bonus: {VOCABULARY[step.token]}"
+    drawing.text((box.x, box.y + 10), name, size=SMALL, bold=True, colour=BLUE)
+    scale = (box.width - 46) / max(*p, *q)
+    for token, word in enumerate(VOCABULARY):
+        y = box.y + 16 + ROW * token
+        drawing.text((box.x, y + 10), word, size=SMALL, colour=QUIET)
+        shared = min(p[token], q[token])
+        drawing.rect(Box(box.x + 46, y + 1, q[token] * scale, 5), ORANGE)
+        drawing.rect(Box(box.x + 46, y + 6, shared * scale, 5), RESERVED)
+        drawing.rect(Box(box.x + 46 + shared * scale, y + 6, (p[token] - shared) * scale, 5), BLUE)
+        tip = f"{word}: p {p[token]:.2f}, q {q[token]:.2f}"
+        drawing.rect(Box(box.x, y, box.width, ROW), "transparent", tip=tip)
+    return y + ROW
 
 
 def own_words(state: State) -> str:
@@ -276,47 +332,6 @@ def own_words(state: State) -> str:
     )
 
 
-def _draw_place(drawing: Drawing, box: Box, state: State, index: int, last: int, scale: float) -> None:
-    step = state.step
-    place = step.places[index] if index < state.k else None
-    name = f"{index + 1}: {VOCABULARY[place.draft]}" if place else "bonus"
-    drawing.text((box.x, box.y + 10), name, size=SMALL, bold=True)
-    p = place.p if place else step.bonus
-    here = index == step.kept
-    top = box.y + 16
-    for token, word in enumerate(VOCABULARY):
-        y = top + ROW * token
-        is_draft = place is not None and token == place.draft
-        drawing.text((box.x, y + 10), word, size=SMALL, bold=is_draft, colour=INK if is_draft else QUIET)
-        tip = f"{word}: p {p[token]:.2f}"
-        if place:
-            drawing.rect(Box(box.x + TOKEN, y + 1, place.q[token] * scale, 5), ORANGE)
-            tip += f", q {place.q[token]:.2f}, min {min(p[token], place.q[token]):.2f}"
-        drawing.rect(Box(box.x + TOKEN, y + 6, p[token] * scale, 5), BLUE, at=f"1 {last}")
-        drawing.rect(Box(box.x, y, box.width, ROW), "transparent", tip=tip)
-    y = top + ROW * len(VOCABULARY) + 13
-    if index > step.kept:
-        with drawing.layer(at=f"{last} {last}"):
-            drawing.text((box.x, y), "not checked", size=SMALL, colour=QUIET)
-        return
-    if place:
-        with drawing.layer(at=f"{index + 2} {last}"):
-            _draw_decision(drawing, (box.x, y), place, kept=not here)
-    if here:
-        word = VOCABULARY[step.token]
-        with drawing.layer(at=f"{last} {last}"):
-            words = f"recovered: {word}" if place else f"bonus: {word}"
-            drawing.text((box.x, y + (30 if place else 0)), words, size=SMALL, bold=True, colour=GREEN)
-
-
-def _draw_decision(drawing: Drawing, place: tuple[float, float], draft: Place, *, kept: bool) -> None:
-    x, y = place
-    sign = "<" if draft.uniform < draft.ratio else "≥"
-    drawing.text((x, y), f"{draft.uniform:.2f} {sign} p/q {_ratio(draft)}", size=SMALL)
-    words, colour = ("✓ accepted", GREEN) if kept else ("✕ rejected", VERMILLION)
-    drawing.text((x, y + 15), words, size=SMALL, bold=True, colour=colour)
-
-
 def _ratio(draft: Place) -> str:
     ratio = draft.p[draft.draft] / draft.q[draft.draft]
     return f"{ratio:.2f}" if ratio < 9.995 else f"{ratio:.0f}"
@@ -326,8 +341,7 @@ def _captions(state: State, checked: int) -> list[str]:
     """Write a caption for each frame: the drafts, the forward pass, each checked draft, and the
     last token.
     """
-    step = state.step
-    k = state.k
+    step, k = state.step, state.k
     drafts = " ".join(VOCABULARY[place.draft] for place in step.places)
     captions = [
         f"The drafter proposes {counted(k, 'token')}: {drafts}",

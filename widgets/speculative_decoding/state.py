@@ -102,12 +102,6 @@ class State:
         return self.one.losing(self.k, most) if most else []
 
     @cached_property
-    def break_even(self) -> int | None:
-        """Return the batch size from which drafts lose, within memory and the axis."""
-        most = min(self.most_batch, MOST_BATCH)
-        return self.one.break_even(self.k, most) if most else None
-
-    @cached_property
     def by_k(self) -> list[float]:
         """Return the speed-ups at this batch with 1, 2, … drafts."""
         return [self.one.speedup(self.batch, k) for k in range(1, MOST_K + 1)]

@@ -90,7 +90,7 @@ def test_every_position_of_the_knobs_is_drawn_and_told(levers, gpu, requests, sl
             assert end_of(state).tokens_per_second == pytest.approx(
                 math.prod(factor or 0 for factor in factors) * state.nothing.tokens_per_second
             )
-    outcomes = [(slots, run) for curve in state.curves for slots, run in zip(curve.slots, curve.outcomes, strict=True)]
+    outcomes = [*zip(runs.SLOTS, state.by_slots, strict=True)]
     outcomes += [(slots, run) for row in state.on for step in row.steps for run in step]
     for seats, run in outcomes:
         if isinstance(run, LeverResult):
@@ -113,7 +113,7 @@ def test_states_become_more_complete_and_nothing_is_run_twice():
     assert isinstance(first.everything, LeverResult)
     assert isinstance(first.nothing, LeverResult)
     assert "…" in "".join(words_in(widget.figure(first)))
-    known = [sum(run is not None for curve in state.curves for run in curve.outcomes) for state in states]
+    known = [sum(run is not None for run in state.by_slots) for state in states]
     assert known == sorted(known)
     assert states[-1].complete
     assert isinstance(runs.sweep(gpu="A100", slots=8), runs.State), "all its runs are known"

@@ -4,6 +4,7 @@ when.
 
 import asyncio
 import itertools
+import math
 import xml.etree.ElementTree as ET
 from collections import deque
 from functools import partial
@@ -18,13 +19,14 @@ from minivllm_lab.exercise import load as load_lesson
 from minivllm_simulate.layouts import Layout
 from widgets import serving as widget
 from widgets.serving import runs
-from widgets.serving.figure import drawn_rates
+from widgets.serving.figure import drawn_rates, tpot_at
 from widgets.serving.reader import PAUSES, read_answer
 from widgets.serving.state import Served, layouts
 from widgets.shell.session import Session
 
 complete = widget.SPEC.complete
 H100 = {"model": "Llama-3.1-8B", "gpu": "H100"}
+POINT = runs.Point((0.01, 0.02), (0.005, 0.006), 0.0, 1.0, 1.0)
 FEW = {"prompt": 64, "output": 16}
 """Short requests, whose runs cost little."""
 
@@ -92,21 +94,20 @@ def test_the_knee_that_is_searched_is_that_of_the_whole_curve():
 
 
 def test_a_knee_is_not_told_before_it_is_known():
-    point = runs.Point((0.01, 0.02), (0.005, 0.006), 0.0, 100.0, 1.0, 1.0)
-    slow = runs.Point((0.01, 0.02), (0.005, 0.02), 0.0, 100.0, 1.0, 1.0)
+    slow = runs.Point((0.01, 0.02), (0.005, 0.02), 0.0, 1.0, 1.0)
     for points, is_found in (
         ({}, False),
-        ({10.0: point}, False),
-        ({10.0: point, 20.0: slow}, False),
-        ({10.0: point, 15.0: slow}, True),
+        ({10.0: POINT}, False),
+        ({10.0: POINT, 20.0: slow}, False),
+        ({10.0: POINT, 15.0: slow}, True),
         ({1.0: slow}, False),
         ({0.5: slow}, True),
-        ({1000.0: point}, True),
+        ({1000.0: POINT}, True),
     ):
         served = Served(Layout(1, 1, 1), points, "", 0.5, 0.01)
         assert served.is_found is is_found, points
         assert is_found or served.knee is None
-    knee = Served(Layout(1, 1, 1), {10.0: point, 15.0: slow}, "", 0.5, 0.01).knee
+    knee = Served(Layout(1, 1, 1), {10.0: POINT, 15.0: slow}, "", 0.5, 0.01).knee
     assert knee is not None
     assert 10 < knee.rate < 15
     assert knee.cause == "tpot"
@@ -132,11 +133,19 @@ def test_the_other_layouts_are_drawn_too():
 
 def test_a_curve_ends_at_the_first_rate_at_which_the_queue_grows():
     """Beyond it, runs of equally many requests are too short for their latencies to mean anything."""
-    short = runs.Point((0.01, 0.02), (0.005, 0.006), 0.0, 100.0, 1.0, 1.0)
-    growing = runs.Point((0.01, 0.02), (0.005, 0.006), 0.5, 100.0, 1.0, 1.0)
-    points = {10.0: short, 15.0: short, 20.0: growing, 30.0: growing}
-    assert drawn_rates(Served(Layout(1, 1, 1), points, "", 0.5, 0.01)) == [10.0, 15.0, 20.0]
-    assert drawn_rates(Served(Layout(1, 1, 1), {10.0: short}, "", 0.5, 0.01)) == [10.0]
+    growing = runs.Point((0.01, 0.02), (0.005, 0.006), 0.5, 1.0, 1.0)
+    points = {10.0: POINT, 15.0: POINT, 20.0: growing, 30.0: growing}
+    served = Served(Layout(1, 1, 1), points, "", 0.5, 0.01)
+    assert drawn_rates(served) == [10.0, 15.0, 20.0]
+    assert [tpot_at(served, rate) for rate in (5.0, 12.0, 20.0, 25.0)] == [None, 0.006, 0.006, math.inf]
+    assert drawn_rates(Served(Layout(1, 1, 1), {10.0: POINT}, "", 0.5, 0.01)) == [10.0]
+
+
+def test_more_gpus_in_an_engine_share_the_weights_and_pay_for_it_with_all_reduces():
+    work, alone, pair = runs.Work(512, 128), Layout(1, 1, 1), Layout(2, 1, 1)
+    one, two = (runs.experiment(**H100, layout=layout, work=work).parts(10.0, 0.01) for layout in (alone, pair))
+    assert (one[0], one[2], sum(one)) == (two[0], 0, pytest.approx(sum(two)))
+    assert one[1] > 1.9 * two[1] > 0 < two[2]
 
 
 # ---- the start, the guess, the challenges
@@ -144,8 +153,9 @@ def test_a_curve_ends_at_the_first_rate_at_which_the_queue_grows():
 
 def test_the_right_guess_is_the_best_layout_at_the_start():
     state = compared()
-    assert str(state.best.layout) in widget.GUESS.options[widget.GUESS.right]
-    assert state.best.goodput > 1.1 * sorted(goodputs(state).values())[-2]
+    best, second, *_ = sorted(state.others, key=lambda layout: -layout.goodput)
+    assert str(best.layout) in widget.GUESS.options[widget.GUESS.right]
+    assert best.goodput > 1.1 * second.goodput
     experiment = runs.experiment(**H100, layout=state.layout, work=state.work)
     alone = experiment.steady.step_seconds(1e-3)
     assert f"{alone * 1e3:.1f} of the 7.5 ms" in widget.GUESS.because
@@ -294,5 +304,5 @@ def test_rate_times_gap_is_at_most_the_number_of_seats(gpu, layout, work, rate):
         pass
     point = experiment.runs.found[rate]
     assume(point.requests_per_second >= 0.9 * rate)
-    gaps_per_second = point.tokens_per_second * (work.output - 1) / work.output
+    gaps_per_second = point.requests_per_second * (work.output - 1)
     assert gaps_per_second * point.tpot[0] <= 1.02 * layout.groups * experiment._placed.places

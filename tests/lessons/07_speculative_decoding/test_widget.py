@@ -107,7 +107,7 @@ def test_the_shaded_region_is_where_drafts_lose_or_do_not_fit():
 
 def test_the_right_guess_is_the_break_even_at_the_start():
     state = here()
-    assert state.break_even == pytest.approx(100, abs=2)
+    assert state.losing[0][0] == pytest.approx(100, abs=2)
     assert "100" in widget.GUESS.options[widget.GUESS.right]
     at = state.one.step(100, state.k).seconds / state.one.plain(100).seconds
     assert f"At 100 the step takes {at:.1f} times" in widget.GUESS.because
