@@ -97,9 +97,7 @@ def _draw_shares(axes: Axes, state: State, pinned: State | None) -> None:
     with axes.drawing.answer():  # both lines together answer the guess
         _draw_line(axes, state.both, ORANGE, "7 4", 2.0)
         if state.is_tuned and RATES[0] < state.both.goodput < RATES[-1]:
-            axes.label(
-                axes.at(state.both.goodput, 0.6), f"{state.both.gpus} break at {figures(state.both.goodput)}", ORANGE
-            )
+            axes.label(axes.at(state.both.goodput, 0.8), f"at {figures(state.both.goodput)}", ORANGE)
         _draw_tips(axes, state)
     _draw_line(axes, mine, BLUE, "", 2.5)
     axes.here(state.rate, "rate", f"{state.rate:g} a second")
