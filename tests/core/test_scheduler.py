@@ -139,6 +139,10 @@ def test_a_preempted_request_finds_its_own_blocks_again() -> None:
     counts = d.scheduler.make_stats().prefix_cache_stats
     assert (counts.queries, counts.hits, counts.preempted_hits) == (8 + 7, 0, 4)
     assert d.scheduler.make_stats().num_recomputed_tokens == 3, "7 were computed, and 4 of them are found"
+    d.scheduler.start_over(())
+    d.worker.requests.clear()
+    d.step()
+    assert d.scheduler.make_stats().num_recomputed_tokens == 3, "nobody was preempted again"
 
 
 def num_steps_of_equals(rules: SchedulingPolicy, must_fit: bool) -> int:
