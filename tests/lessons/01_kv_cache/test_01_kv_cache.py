@@ -141,7 +141,8 @@ def test_the_scripts_own_proof_holds(device):
 @pytest.mark.parametrize("large", [1e4, -1e4])
 def test_decode_attention_survives_large_scores(large, device):
     """One key outweighs all others: exp must not overflow, and the answer is that key's value."""
-    keys, values = torch.randn(2, 1, 200, 1, 64, device=device)
+    keys, values = torch.randn(2, 1, 210, 1, 64, device=device)
+    keys[:, 200:] = values[:, 200:] = torch.nan  # slots without a token
     keys[0, 70], q = large, torch.full((1, 1, 64), 1.0 if large > 0 else -1.0, device=device)
     length = torch.tensor([199], dtype=torch.int32, device=device)
     assert_close(lesson.decode_batch(q, q, q, keys, values, length)[0, 0], values[0, 70, 0])

@@ -14,7 +14,6 @@ from lessons.harness import REPOSITORY, exercise_test, figures_of_quick_run, scr
 from refusals import assert_refused
 
 from minivllm.config import EMBEDDED_MODEL
-from minivllm.kernels.unified_attention import unified_attention
 from minivllm.models.attention import CausalAttention
 from minivllm.models.loader import load_model
 from minivllm.models.tokenizer import load_tokenizer
@@ -143,28 +142,6 @@ def test_merging_is_a_step_taken_together():
     for merged in (lesson.merge(lesson.merge(a, b), c), lesson.merge(a, lesson.merge(b, c))):
         for part, other in zip(stepped, merged, strict=True):
             np.testing.assert_allclose(part, other, rtol=1e-12)
-
-
-def test_the_lessons_kernel_is_the_engines(device):
-    """The engine's attention agrees, for one sequence in contiguous blocks and for the same keys
-    scattered over the pool.
-    """
-    block_size, keys, queries = 16, 75, 20
-    q, k, v = vectors(queries, keys, 4, 64, torch.float32, device)
-    ours, _ = lesson.flash_attention(q, k, v, block_q=32, block_k=32)
-    blocks = -(-keys // block_size)
-    for order in (list(range(1, blocks + 1)), [5, 2, 8, 1, 7]):
-        caches = torch.full((2, 9, block_size, 4, 64), math.nan, device=device)
-        for cache, source in zip(caches, (k, v), strict=True):
-            for index, block in enumerate(order):
-                rows = source[index * block_size : (index + 1) * block_size]
-                cache[block, : len(rows)] = rows
-        table, lengths, starts = (
-            torch.tensor(x, dtype=torch.int32, device=device) for x in ([order], [keys], [0, queries])
-        )
-        for backend in ("triton", "cpu") if device.type == "cpu" else ("triton",):
-            engine = unified_attention(q, *caches, starts, lengths, table, 0.125, backend=backend)
-            assert_close(engine, ours)
 
 
 @pytest.mark.parametrize(

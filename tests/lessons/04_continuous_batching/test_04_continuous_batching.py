@@ -12,7 +12,6 @@ from refusals import assert_refused
 from simulate.linear_cost import LinearCost
 
 from minivllm.config import EMBEDDED_MODEL, CacheConfig, SchedulerConfig
-from minivllm.kernels.unified_attention import unified_attention
 from minivllm.models.loader import random_model
 from minivllm_lab.continuous_batching import report
 from minivllm_lab.continuous_batching.budget import long_before_chat
@@ -56,35 +55,8 @@ def test_counts_agree_with_the_formula():
 # ---- the kernel ----------------------------------------------------------------------------------
 
 
-def ragged_case(queries, lengths, heads, kv_heads, head_dim, dtype):
-    draw = torch.Generator().manual_seed(0)
-    q = torch.randn(sum(queries), heads, head_dim, generator=draw).to(dtype)
-    k, v = torch.randn(2, sum(lengths), kv_heads, head_dim, generator=draw).to(dtype)
-    return q, k, v, lesson.starts(queries), lesson.starts(lengths)
-
-
 def test_the_scripts_own_proof_holds(device):
     assert lesson.verify_kernel(device)["largest_error"] < 4e-3
-
-
-def test_the_lessons_kernel_is_the_engines(device):
-    """Contiguous keys are paged ones whose tables count upwards, so the engine's kernel gives the
-    same.
-    """
-    queries, lengths, block = [5, 1, 16], [21, 40, 16], 16
-    q, k, v, query_start, key_start = ragged_case(queries, lengths, 8, 2, 64, torch.float32)
-    needed = [-(-length // block) for length in lengths]
-    k_cache, v_cache = torch.zeros(2, sum(needed), block, 2, 64)
-    table, first = torch.zeros(3, max(needed), dtype=torch.int32), 0
-    for row, (count, length) in enumerate(zip(needed, lengths, strict=True)):
-        table[row, :count] = torch.arange(first, first + count)
-        mine = slice(int(key_start[row]), int(key_start[row]) + length)
-        k_cache[first : first + count].view(-1, 2, 64)[:length] = k[mine]
-        v_cache[first : first + count].view(-1, 2, 64)[:length] = v[mine]
-        first += count
-    on = [x.to(device) for x in (q, k_cache, v_cache, query_start, torch.tensor(lengths, dtype=torch.int32), table)]
-    engine = unified_attention(*on, 64**-0.5, backend="triton")
-    assert_close(lesson.ragged_launch(*(x.to(device) for x in (q, k, v, query_start, key_start))), engine)
 
 
 @pytest.mark.parametrize(("head_dim", "group"), [(80, 4), (128, 1)])

@@ -74,18 +74,6 @@ def test_the_kernels_compile(rank):
 # ---- lesson form and engine form -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backend", ["cpu", pytest.param("triton", marks=pytest.mark.interpreted)])
-@pytest.mark.parametrize("name", ways.AWKWARD)
-def test_the_kernels_agree_with_the_engines(name, backend):
-    token_slots, *shape = ways.AWKWARD[name]
-    torch.manual_seed(len(name))
-    case = ways.lora_case(token_slots, *shape, torch.float32)
-    engine_out = case["out"].clone()
-    ways.engine_call(engine_out, *(case[key] for key in ("x", "a", "b", "token_slots")), backend=backend)()
-    lesson.by_sorting(**case)
-    assert_close(engine_out, case["out"].double())
-
-
 def test_the_groups_are_the_engines():
     for seed in range(40):
         draw = random.Random(seed)
