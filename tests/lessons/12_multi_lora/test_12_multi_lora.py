@@ -2,7 +2,6 @@
 catches mistakes.
 """
 
-import itertools
 import math
 import random
 from collections import Counter
@@ -13,9 +12,6 @@ from kernels.harness import assert_close, assert_compiles
 from lessons.harness import exercise_test, figures_of_quick_run, script_path
 from refusals import assert_refused
 
-from minivllm.core.adapter_slots import AdapterSlots
-from minivllm.errors import MinivllmError
-from minivllm.kernels.lora_metadata import LoRAKernelMeta
 from minivllm.memory.adapters import linear_shapes
 from minivllm_lab.exercise import checks_of, load
 from minivllm_lab.multi_lora import report, ways
@@ -74,20 +70,6 @@ def test_the_kernels_compile(rank):
 # ---- lesson form and engine form -----------------------------------------------------------------
 
 
-def test_the_groups_are_the_engines():
-    for seed in range(40):
-        draw = random.Random(seed)
-        slots = torch.tensor([draw.randint(-1, 4) for _ in range(draw.randint(1, 40))], dtype=torch.int32)
-        order, active, starts = (numbers.tolist() for numbers in lesson.group_tokens(slots))
-        meta = LoRAKernelMeta(40, 5, torch.device("cpu"))
-        meta.prepare(slots.numpy())
-        first = int((slots < 0).sum())
-        assert meta.indices[first : len(slots)].tolist() == order
-        assert meta.active[: meta.num_active].tolist() == active
-        assert [start - first for start in meta.starts[: meta.num_active].tolist()] == starts[:-1]
-        assert meta.counts[: meta.num_active].tolist() == [b - a for a, b in itertools.pairwise(starts)]
-
-
 @pytest.mark.interpreted
 def test_the_engines_kernels_stop_at_a_slots_own_rank_and_the_lessons_do_not():
     """The ranks beyond a slot's 3 of 8 hold NaN, which shows if they are read."""
@@ -100,32 +82,6 @@ def test_the_engines_kernels_stop_at_a_slots_own_rank_and_the_lessons_do_not():
         assert_close(out, ways.exact({**case, "a": a[:, :3], "b": b[:, :, :3]}))
     lesson.by_sorting(**case)
     assert case["out"].isnan().all()
-
-
-def outcome(slots, action: str, adapter: int) -> object:
-    """Return the slot that `activate` returns, or "refused"."""
-    try:
-        slot = getattr(slots, action)(adapter)
-    except MinivllmError:
-        return "refused"
-    return slot if action == "activate" else None
-
-
-def test_slots_are_the_engines():
-    """Random activations, removals and pins give the same adapter in each slot, and the same
-    refusals.
-    """
-    refused = 0
-    for seed in range(40):
-        draw, size = random.Random(seed), 1 + seed % 4
-        ours, engine = lesson.AdapterSlots(size), AdapterSlots(size)
-        for _ in range(80):
-            action, adapter = draw.choices(("activate", "deactivate", "pin"), (8, 3, 1))[0], draw.randint(1, 7)
-            ended = outcome(ours, action, adapter)
-            assert ended == outcome(engine, action, adapter)
-            assert ours.slots == list(engine.slots)
-            refused += ended == "refused"
-    assert refused > 20
 
 
 # ---- weight, merged and applied ------------------------------------------------------------------
@@ -172,17 +128,6 @@ def test_the_steps_are_the_engines():
         expected = engine_steps(work, *limits)
         assert ours == expected[: len(ours)], seed
         assert not any(expected[len(ours) :])
-
-
-def test_no_step_has_more_adapters_than_slots_and_all_are_served():
-    for seed in range(25):
-        work, (slots, seats) = requests_of(seed)
-        served = Counter()
-        for running, _ in lesson.serve([lesson.Request(*each) for each in work], slots, seats):
-            assert len({request.adapter for request in running} - {0}) <= slots
-            assert len(running) <= seats
-            served.update(request.name for request in running)
-        assert served == {name: runs for name, _, runs, _ in work}
 
 
 def test_tiers_by_hand():
