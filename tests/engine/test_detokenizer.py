@@ -253,6 +253,7 @@ def test_what_may_begin_a_stop_string_is_held_back_and_no_more():
     assert detokenizer.streamable_length() == len("xxabx")
     detokenizer.update([BYTE_IDS[ord("\n")]])
     assert detokenizer.streamable_length() == len("xxabx")
+    assert find_stop_string("xxabx", [], 0) is None
 
 
 def test_stop_strings_in_the_first_min_tokens_do_not_count():
