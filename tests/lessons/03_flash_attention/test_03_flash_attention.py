@@ -4,7 +4,7 @@ exercise catches mistakes.
 
 import json
 import math
-from functools import partial, reduce
+from functools import partial
 
 import numpy as np
 import pytest
@@ -33,17 +33,6 @@ ROW = REPOSITORY / "widgets" / "flash_attention" / "attention_row.json"
 
 
 # ---- the loops in NumPy --------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("block_q", "block_k"), [(5, 7), (64, 16), (200, 200)])
-def test_tiles_of_any_size_give_the_naive_answer(block_q, block_k):
-    q, k, v = np.random.default_rng(0).standard_normal((3, 97, 20))
-    expected = reference_attention(*(torch.from_numpy(x)[:, None] for x in (q, k, v)), 20**-0.5)[:, 0]
-    assert_close(torch.from_numpy(lesson.naive_attention(q, k, v)), expected)
-    assert_close(torch.from_numpy(lesson.tiled_attention(q, k, v, block_q, block_k)[0]), expected)
-    for queries in (1, 30):
-        tiled = lesson.tiled_attention(q[-queries:], k, v, block_q, block_k)[0]
-        assert_close(torch.from_numpy(tiled), expected[-queries:])
 
 
 @pytest.mark.parametrize(
@@ -128,20 +117,6 @@ def test_no_queries_and_no_keys(device):
     assert torch.equal(out, torch.zeros_like(out))
     assert torch.isneginf(lse).all()
     assert lesson.flash_attention(q[:0], q, q)[0].shape == (0, 2, 64)
-
-
-def test_merging_is_a_step_taken_together():
-    """A step over a tile equals a merge with the result over that tile alone, and merging is
-    associative.
-    """
-    draw = np.random.default_rng(5)
-    tiles = [(draw.standard_normal((6, n)) * 4, draw.standard_normal((n, 3))) for n in (4, 1, 7)]
-    alone = [lesson.softmax_step(lesson.nothing_seen(6, 3), *tile) for tile in tiles]
-    stepped = reduce(lambda state, tile: lesson.softmax_step(state, *tile), tiles, lesson.nothing_seen(6, 3))
-    a, b, c = alone
-    for merged in (lesson.merge(lesson.merge(a, b), c), lesson.merge(a, lesson.merge(b, c))):
-        for part, other in zip(stepped, merged, strict=True):
-            np.testing.assert_allclose(part, other, rtol=1e-12)
 
 
 @pytest.mark.parametrize(

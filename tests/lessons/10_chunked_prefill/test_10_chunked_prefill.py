@@ -13,7 +13,7 @@ from kernels.harness import assert_compiles
 from lessons.harness import REPOSITORY, exercise_test, figures_of_quick_run, script_path
 from refusals import assert_refused
 
-from minivllm.config import CacheConfig, DraftingConfig, SchedulerConfig
+from minivllm.config import CacheConfig, SchedulerConfig
 from minivllm.core.policy import DEFAULT_POLICY
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
@@ -88,54 +88,6 @@ def test_prefill_first_is_the_scheduler_of_v0():
         settings |= {"enable_chunked_prefill": False, "max_num_batched_tokens": 64, "long_prefill_token_threshold": 0}
         policy = partial(lesson.prefill_first, token_budget=64, max_num_seqs=settings["max_num_seqs"])
         assert lesson_steps(policy, arrivals) == engine_steps(arrivals, settings, PREFILL_FIRST), seed
-
-
-def test_no_decode_goes_without_a_token():
-    """Decodes are not scheduled first, but they keep the budget that was left when they were
-    admitted.
-    """
-    steps = behind_a_chunk = 0
-    for seed in range(100):
-        arrivals, settings = workload(seed)
-        requests = [request for coming in arrivals.values() for request in coming]
-        prompt_left = {name: prompt for name, prompt, _ in requests}
-        left = {name: prompt + output - 1 for name, prompt, output in requests}
-        for scheduled in engine_steps(arrivals, settings | {"enable_chunked_prefill": True}):
-            steps += 1
-            decoding = {name for name in left if left[name] > 0 and prompt_left[name] <= 0}
-            assert decoding <= set(scheduled), (seed, scheduled)
-            order = list(scheduled)
-            chunks = [order.index(name) for name in order if prompt_left[name] > scheduled[name]]
-            behind_a_chunk += any(order.index(name) > min(chunks) for name in decoding) if chunks else False
-            for name, tokens in scheduled.items():
-                prompt_left[name] -= tokens
-                left[name] -= tokens
-    assert steps > 1000
-    assert behind_a_chunk > 30
-
-
-def test_with_drafts_a_budget_of_max_num_seqs_starves_decodes():
-    """The first of four requests with three drafts each takes a budget of 4; a budget of 16 serves
-    them all.
-    """
-
-    def served(budget: int) -> list[set[str]]:
-        drafting = DraftingConfig(num_speculative_tokens=3)
-        config = SchedulerConfig(max_model_len=64, max_num_seqs=4, max_num_batched_tokens=budget, drafting=drafting)
-        cache = CacheConfig(num_gpu_blocks=99, enable_prefix_caching=False)
-        scheduler = Scheduler(config, cache)
-        steps: list[set[str]] = []
-        for name in "abcd":
-            scheduler.add_request(Request(name, [0], max_tokens=30))
-        for _ in range(6):
-            decided = scheduler.schedule()
-            steps.append(set(decided.num_scheduled_tokens))
-            scheduler.update_from_output(decided, ModelRunnerOutput({name: [1] for name in steps[-1]}))
-            scheduler.update_draft_token_ids({name: [1, 1, 1] for name in "abcd"})
-        return steps
-
-    assert served(4) == [set("abcd")] + [{"a"}] * 5
-    assert served(16) == [set("abcd")] * 6
 
 
 def test_the_example_by_hand():
