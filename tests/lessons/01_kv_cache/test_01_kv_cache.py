@@ -45,18 +45,6 @@ def attentive_model(config=SMALL):
 # ---- with and without a cache --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("prompt_tokens", [1, 17])
-def test_a_cache_changes_the_work_and_not_the_text(prompt_tokens):
-    model, prompt, new = attentive_model(), list(range(5, 5 + prompt_tokens)), 12
-    cache = lesson.KVCache(SMALL, prompt_tokens + new, model.embed_tokens.weight)
-    without, cached = lesson.generate(model, prompt, new), lesson.generate(model, prompt, new, cache)
-    assert cached.tokens == without.tokens
-    assert len(without.tokens) == prompt_tokens + new
-    assert without.token_passes == sum(range(prompt_tokens, prompt_tokens + new))
-    assert cached.token_passes == prompt_tokens + new - 1
-    assert cache.length == prompt_tokens + new - 1  # the last token's key was never needed
-
-
 def test_a_prompt_may_come_in_parts():
     """Several tokens run at the same time on a cache that is not empty: each sees the cached ones,
     and none after itself.

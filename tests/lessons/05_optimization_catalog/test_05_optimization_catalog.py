@@ -7,17 +7,12 @@ import re
 
 import pytest
 import torch
-import torch.nn.functional as F
 from kernels.harness import assert_close, assert_compiles
 from lessons.harness import REPOSITORY, exercise_test, figures_of_quick_run, script_path
 
 from minivllm import LLM, SamplingParams
 from minivllm.config import EMBEDDED_MODEL, NO_PARTS, Parts
 from minivllm.core.policy import SchedulingPolicy
-from minivllm.kernels import packed_weights
-from minivllm.kernels.quantized_linear import quantized_linear
-from minivllm.models.attention import CausalAttention
-from minivllm.models.loader import load_model
 from minivllm_lab.exercise import checks_of, load, plug_of, run_checks
 from minivllm_lab.followed import PROMPT, followed
 from minivllm_lab.marks import pages_of
@@ -154,22 +149,6 @@ def test_int4_packs_what_it_unpacks(columns, group):
     assert torch.equal(again[0], packed), "what it stands for is stored as itself"
 
 
-@pytest.mark.interpreted
-def test_the_lessons_weights_mean_to_the_engine_what_they_mean_here():
-    """The engine's own rounding uses a sixteenth value and signed scales, but codes and scales are
-    read the same way.
-    """
-    torch.manual_seed(0)
-    x, weight = torch.randn(3, 64), torch.randn(20, 64)
-    packed, scales = lesson.quantize_int4(weight, 16)
-    assert torch.equal(packed_weights.dequantize_weight(packed, scales), lesson.dequantize_int4(packed, scales, 64))
-    integers, by_row = lesson.quantize(weight)
-    theirs, their_scales = packed_weights.quantize_weight(weight, "int8")
-    assert torch.equal(by_row[:, None], their_scales)
-    assert (integers.int() - theirs).abs().max() <= 1
-    assert_close(quantized_linear(x, integers, by_row[:, None]), lesson.w8a16(x, integers, by_row))
-
-
 def test_bits_are_counted():
     rounding = quantization.Rounding(lesson.quantize, lesson.quantize_int4, lesson.dequantize_int4)
     weight = torch.randn(256, 512)
@@ -180,11 +159,6 @@ def test_bits_are_counted():
 
 
 # ---- CUDA graphs ---------------------------------------------------------------------------------
-
-
-def test_the_next_captured_size():
-    sizes = [1, 2, 4, 8, 16]
-    assert [lesson.padded_size(batch, sizes) for batch in (1, 2, 3, 5, 8, 9, 16, 17)] == [1, 2, 4, 8, 8, 16, 16, None]
 
 
 def test_wrong_replays():
@@ -206,23 +180,6 @@ def test_ranks_add_up(ranks):
     down = torch.randn(7, 12).double()
     result = lesson.column_then_row(x, [gate, up], down, lambda g, u: torch.relu(g) * u, ranks)
     assert_close(result, (torch.relu(x @ gate.T) * (x @ up.T)) @ down.T)
-
-
-def test_two_ranks_are_one_layer_of_the_model():
-    """Attention is cut between heads, the MLP between inner units."""
-    model, config = load_model(EMBEDDED_MODEL, "cpu", "float32")
-    layer, attend = model.layers[0], CausalAttention(config)
-    x = torch.randn(24, config.hidden_size)
-    shares = [count * config.head_dim for count in (config.num_attention_heads, *[config.num_key_value_heads] * 2)]
-
-    def heads(*qkv):
-        return attend(0, *(part.unflatten(1, (-1, config.head_dim)) for part in qkv)).flatten(1)
-
-    attention = layer.self_attn.qkv_proj.weight.split(shares), layer.self_attn.o_proj.weight, heads
-    mlp = layer.mlp.gate_up_proj.weight.chunk(2), layer.mlp.down_proj.weight, lambda g, u: F.silu(g) * u
-    with torch.inference_mode():
-        for half in (attention, mlp):
-            assert_close(lesson.column_then_row(x, *half, 2), lesson.column_then_row(x, *half, 1))
 
 
 # ---- the exercise --------------------------------------------------------------------------------

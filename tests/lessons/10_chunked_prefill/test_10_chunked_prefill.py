@@ -2,8 +2,6 @@
 mistakes.
 """
 
-import itertools
-import math
 import random
 from functools import partial
 
@@ -163,22 +161,6 @@ def test_tiles_by_hand():
 # ---- the formulas --------------------------------------------------------------------------------
 
 
-def test_keys_that_are_re_read():
-    for prompt, chunk in itertools.product((1, 7, 64, 1000), (1, 7, 64, 1000)):
-        chunks = -(-prompt // chunk)
-        assert lesson.keys_read_again(prompt, chunk) == chunk * chunks * (chunks - 1) // 2
-    assert [lesson.keys_read_again(20, 5), lesson.keys_read_again(20, 20)] == [30, 0]
-
-
-def test_the_steps_of_a_prompt_are_those_that_the_engine_takes():
-    for budget, decodes, prompt in itertools.product((4, 5, 8, 40), (0, 3), (1, 20, 21, 37)):
-        chats = [(f"chat {index}", 1, 50) for index in range(decodes)]
-        arrivals = {0: chats or [("x", 1, 1)], 1: [("L", prompt, 1)]}
-        steps = engine_steps(arrivals, {"max_num_batched_tokens": budget})
-        assert sum("L" in step for step in steps) == lesson.steps_of_a_prompt(prompt, budget, decodes)
-    assert lesson.steps_of_a_prompt(20, 3, 3) == math.inf
-
-
 def test_a_budget_of_decodes_and_a_prompt_that_must_not_be_cut_starve_it():
     """A prompt of 24 tokens arrives beside four chats of 30, as in the text's section "Break it"."""
 
@@ -224,14 +206,6 @@ def test_keys_and_experts_move_the_knee():
     assert beyond < dense * parameters / active < 1.1 * beyond
     assert f"beyond {beyond:,}" in TEXT
     assert f"beyond {beyond:,}" in NOTES
-
-
-def test_a_step_within_the_budget_ends_in_time():
-    for gap, parameters, size, flops, bandwidth in ((0.05, 8e9, 2, 9e14, 3e12), (0.2, 1e8, 4, 1e11, 2.5e10)):
-        most = lesson.budget_for(gap, parameters, size, flops, bandwidth)
-
-        least, a_token = parameters * size / bandwidth, 2 * parameters / flops
-        assert max(least, most * a_token) <= gap < max(least, (most + 1) * a_token)
 
 
 # ---- the script from outside ---------------------------------------------------------------------

@@ -16,7 +16,6 @@ from minivllm.core.policy import DEFAULT_POLICY
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
 from minivllm.core.scheduler_output import ModelRunnerOutput
-from minivllm.kernels.copy_blocks import BlockRegions, gather_blocks, scatter_blocks
 from minivllm_lab.exercise import load
 from minivllm_lab.kernel_trace import trace_kernel
 from minivllm_lab.preemption import cliff, report
@@ -128,29 +127,6 @@ def test_swap_brings_every_bit_back_to_other_blocks(gathered, copies):
     assert (len(space.free), space.num_copies) == (5, copies)
 
 
-def test_swap_computes_nothing_twice():
-    model = report.NoModel(9, 2)
-    recomputing, swapping = (
-        lesson.Engine(model),
-        lesson.SwappingEngine(model, lesson.SwapSpace(torch.zeros(2, 10, 1), 50)),
-    )
-    for engine in (recomputing, swapping):
-        requests = [Request(name, [1] * 3, max_tokens=9) for name in "abc"]
-        run_lesson(engine, requests)
-        assert any(request.num_preemptions for request in requests)
-    assert recomputing.computed > swapping.computed == 3 * (3 + 9 - 1)
-
-
-def test_the_most_urgent_request_is_never_preempted():
-    engine = lesson.Engine(report.NoModel(9, 2), "priority")
-    requests = [
-        Request(name, [1] * 3, max_tokens=9, priority=priority) for name, priority in (("a", 2), ("b", 1), ("c", 0))
-    ]
-    run_lesson(engine, requests)
-    *others, urgent = (request.num_preemptions for request in requests)
-    assert urgent == 0 < sum(others)
-
-
 @pytest.mark.parametrize(("policy", "steps", "preempted"), [("fcfs", 15, 1), ("priority", 8, 0)])
 def test_an_urgent_request_waits_for_those_that_run(policy, steps, preempted):
     """Its first token comes when another needs a block or ends, and only by priority it is spared."""
@@ -169,25 +145,6 @@ def test_an_urgent_request_waits_for_those_that_run(policy, steps, preempted):
 
 
 # ---- the kernel ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("words", [1, 16, 129])
-@pytest.mark.parametrize("blocks", [[], [4], [9, 0, 4, 10]])
-def test_it_agrees_with_the_engines_kernel(words, blocks, device):
-    torch.manual_seed(words)
-    tensors, staging = report.swap_case(words, device)
-    regions, slots = BlockRegions.of(tensors), [5, 0, 3, 1][: len(blocks)]
-    ids = [torch.tensor(each, dtype=torch.int32, device=device) for each in (blocks, slots)]
-    lesson.launch(tensors, *ids, staging, True)
-    expected = torch.zeros(staging.numel() * 4, dtype=torch.uint8, device=device)
-    gather_blocks(regions, ids[0], expected, ids[1])
-    assert torch.equal(staging.view(torch.uint8).flatten(), expected)
-    ours, theirs = ([torch.zeros_like(tensor) for tensor in tensors] for _ in range(2))
-    lesson.launch(ours, *ids, staging, False)
-    scatter_blocks(BlockRegions.of(theirs), ids[0], expected, ids[1])
-    for tensor, other, source in zip(ours, theirs, tensors, strict=True):
-        assert torch.equal(tensor, other)
-        assert torch.equal(tensor[blocks], source[blocks])
 
 
 def test_a_block_that_is_not_there_moves_nothing(device):
