@@ -21,7 +21,6 @@ from minivllm_lab.chunked_prefill import kernel_cases, pieces, report
 from minivllm_lab.chunked_prefill.learner_policy import learner_policy
 from minivllm_lab.chunked_prefill.prefill_first import PREFILL_FIRST
 from minivllm_lab.exercise import load
-from minivllm_lab.kernel_trace import trace_kernel
 from minivllm_simulate.hardware import get_hardware
 from minivllm_simulate.known_models import known_model
 from minivllm_simulate.memory import num_parameters
@@ -118,23 +117,6 @@ def test_a_cap_that_cannot_be_is_one_line(parts, about):
 def test_the_scripts_own_proof_holds(device):
     launches = lesson.mixed_launch, lesson.in_two_launches
     assert kernel_cases.verify_kernel(*launches, device, quick=False)["largest_error"] < 4e-3
-
-
-@pytest.mark.interpreted
-def test_it_reads_what_is_counted_and_writes_each_row_once():
-    queries, lengths = kernel_cases.AWKWARD["decodes and chunks"]
-    case = kernel_cases.mixed_case(queries, lengths, 8, 2, 32, torch.float32)
-    work = lesson.tile_work(queries, lengths, 4, [16 if new == 1 else 64 for new in queries])
-    tiles = 3 + (sum(queries) - 3) // 16 + 3
-    trace = trace_kernel(
-        lesson.mixed_kernel, (tiles, 2), case["out"], case["q"], *case["caches"], case["starts"], case["seq_lens"],
-        case["block_table"], 3, 6, case["block_table"].shape[1], 32**-0.5, GROUP=4, KV_HEADS=2, HEAD_DIM=32,
-        BLOCK_D=32, BLOCK_SIZE=16, DECODE_M=16, CHUNK_M=64, BLOCK_T=32,
-    )  # fmt: skip
-    assert not trace.races + trace.out_of_bounds
-    assert trace.arguments["k_cache"].bytes_read == trace.arguments["v_cache"].bytes_read == work["keys"] * 2 * 32 * 4
-    assert trace.arguments["q"].bytes_read == trace.bytes_written == case["q"].nbytes
-    assert work["real"] == 4 * sum(queries)
 
 
 def test_it_compiles():

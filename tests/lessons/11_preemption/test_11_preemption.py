@@ -17,7 +17,6 @@ from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
 from minivllm.core.scheduler_output import ModelRunnerOutput
 from minivllm_lab.exercise import load
-from minivllm_lab.kernel_trace import trace_kernel
 from minivllm_lab.preemption import cliff, report
 from minivllm_lab.preemption.costs import break_even_bandwidth, recompute_seconds
 from minivllm_lab.preemption.learner_policy import learner_policy
@@ -26,7 +25,6 @@ from minivllm_simulate.known_models import known_model
 
 lesson = load(script_path("11"))
 TEXT = (REPOSITORY / "lessons" / "11_preemption.md").read_text()
-CPU = torch.device("cpu")
 
 # ---- its steps are the engine's ------------------------------------------------------------------
 
@@ -149,20 +147,6 @@ def test_an_urgent_request_waits_for_those_that_run(policy, steps, preempted):
 
 def test_a_block_that_is_not_there_moves_nothing(device):
     assert report.verify_kernel(lesson.launch, device)["largest_error"] == 0
-
-
-@pytest.mark.interpreted
-def test_each_word_moves_once():
-    tensors, staging = report.swap_case(40, CPU)
-    addresses = torch.tensor([tensor.data_ptr() for tensor in tensors])
-    ids = [torch.tensor(each, dtype=torch.int32) for each in ([3, 8], [0, 4])]
-    trace = trace_kernel(
-        lesson.swap_kernel, (2, 4, 3), addresses, *ids, staging, 40, TO_STAGING=True, BLOCK=16,
-        reached={str(index): tensor for index, tensor in enumerate(tensors)},
-    )  # fmt: skip
-    assert not trace.races + trace.out_of_bounds
-    assert trace.bytes_written == trace.bytes_written_once == 2 * 4 * 40 * 4
-    assert trace.bytes_read == 2 * 4 * 40 * 4 + 2 * 4 * 3 * (4 + 4 + 8)
 
 
 def test_it_compiles():

@@ -37,19 +37,6 @@ def test_without_adapters_nothing_is_launched():
     assert torch.equal(case["out"], before)
 
 
-@pytest.mark.interpreted
-@pytest.mark.parametrize(("slots", "tiles"), [([0] * 16, 1), ([0] * 17, 2), ([3, -1, 1, 3] * 5, 2)])
-def test_an_adapter_is_read_once_a_tile_without_races(slots, tiles):
-    case = ways.lora_case(slots, 8, 40, 72, torch.float32)
-    down, up = ways.traced(lesson.by_sorting, case)
-    assert not down.races + down.out_of_bounds + up.races + up.out_of_bounds
-    assert down.arguments["a"].bytes_read == tiles * 4 * 8 * 40
-    assert up.arguments["b"].bytes_read == tiles * 4 * 8 * 72
-    tokens = sum(slot >= 0 for slot in slots)
-    assert (down.arguments["x"].bytes_read, down.bytes_written) == (4 * 40 * tokens, 4 * 8 * tokens)
-    assert up.bytes_written == up.arguments["out"].bytes_read == 4 * 72 * tokens
-
-
 @pytest.mark.parametrize("rank", [16, 64])
 def test_the_kernels_compile(rank):
     """They compile for Llama-3's hidden size, with matrix instructions and wide loads."""
