@@ -7,7 +7,6 @@ and which block is reused next.
 
 import pytest
 from core.driving import Drive, make_scheduler
-from core.invariants import check_scheduler
 from refusals import assert_refused
 
 from minivllm.config import CacheConfig, DraftingConfig, SchedulerConfig
@@ -111,18 +110,6 @@ def test_stats_count_admissions_and_only_those() -> None:
     assert (counts.requests, counts.queries, counts.hits) == (2, 8 + 38, 8)
     assert d.scheduler.make_stats().prefix_cache_stats == counts, "reading consumes nothing"
     assert stats.prefix_cache_stats.requests == 1, "a snapshot does not change"
-
-
-def test_reset_prefix_cache() -> None:
-    d = drive()
-    d.add("a", [*range(8)], max_tokens=2)
-    d.step()
-    assert not d.scheduler.kv_cache_manager.block_pool.reset_prefix_cache(), "a holds blocks"
-    d.step()
-    assert d.scheduler.kv_cache_manager.block_pool.reset_prefix_cache()
-    check_scheduler(d.scheduler)
-    d.add("b", [*range(8)], max_tokens=1)
-    assert d.step() == {"b": 8}
 
 
 # Preemption
