@@ -147,6 +147,16 @@ def test_a_preempted_request_gets_its_late_token_once_and_waits_for_it():
     assert ahead.received["b"] == [*range(108, 117)]
 
 
+def test_drafts_of_a_preempted_request_that_are_rejected_late_are_not_taken_back_again():
+    ahead = Ahead(num_gpu_blocks=5, enable_prefix_caching=False, drafting=DraftingConfig(num_speculative_tokens=1))
+    ahead.add("a", [1] * 6, 5)
+    victim = ahead.add("b", [2] * 4, 5)
+    assert [ahead.schedule() for _ in range(3)] == [{"a": 6, "b": 4}, {"a": 2, "b": 2}, {"a": 2}]
+    for _ in range(2):
+        ahead.collect()
+    assert (victim.status, victim.num_computed_tokens) == (RequestStatus.PREEMPTED, 0)
+
+
 def test_a_late_token_may_end_a_preempted_request():
     ahead = Ahead(num_gpu_blocks=6, enable_prefix_caching=False)
     ahead.add("a", [1] * 8, 9)

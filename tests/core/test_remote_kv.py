@@ -181,20 +181,6 @@ def test_basic_lifecycle() -> None:
     assert (stats.queries, stats.hits) == (10, 10)
 
 
-def test_full_block_prompt() -> None:
-    """The last token is computed again, in its own block, though the whole prompt was loaded."""
-    run = Run({"r": Plan(num_tokens=8, load_steps=1)})
-    run.add("r", 8)
-    run.step()
-    assert run.num_free == 8
-    output = run.schedule()
-    assert output.scheduled_new_reqs[0].num_computed_tokens == 7
-    assert output.num_scheduled_tokens == {"r": 1}
-    assert run.num_free == 8
-    run.update()
-    run.finish()
-
-
 def test_async_load_reserves_blocks_for_inflight() -> None:
     """A second load must not take the blocks that the first needs to finish its prompt."""
     run = Run({"a": Plan(num_tokens=4, load_steps=4), "b": Plan(num_tokens=16, load_steps=1)}, num_gpu_blocks=8)
@@ -228,39 +214,6 @@ def test_blocks_are_kept_until_they_are_sent() -> None:
     assert not run.scheduler.kv_cache_manager.block_pool.reset_prefix_cache()
     run.step()
     assert run.num_free == 7
-    run.finish()
-
-
-def test_aborted_while_loading_keeps_its_blocks_until_nothing_writes() -> None:
-    run = Run({"r": Plan(num_tokens=8, load_steps=3)})
-    run.add("r", 9)
-    run.step()
-    run.scheduler.finish_requests(["r"], RequestStatus.FINISHED_ABORTED)
-    check_scheduler(run.scheduler)
-    assert run.num_free == 8
-    assert run.connector.ended == ["r"]
-    run.finish()
-
-
-@pytest.mark.parametrize("steps", [1, 2])
-def test_aborted_after_it_has_received(steps: int) -> None:
-    run = Run({"r": Plan(num_tokens=8, load_steps=1)})
-    run.add("r", 9)
-    for _ in range(steps):
-        run.step()
-    run.scheduler.finish_requests(["r"], RequestStatus.FINISHED_ABORTED)
-    assert run.num_free == 10
-    run.finish()
-
-
-def test_whoever_arrives_first_does_not_stand_in_the_way_of_one_admitted_before() -> None:
-    """The second request needs blocks that the first one holds, and its load ends before the first
-    one's.
-    """
-    plans = {"first": Plan(num_tokens=16, load_steps=4), "second": Plan(num_tokens=16, load_steps=1)}
-    run = Run(plans, num_gpu_blocks=12, scheduler_reserve_full_isl=False)
-    run.add("first", 18)
-    run.add("second", 33)
     run.finish()
 
 

@@ -7,7 +7,6 @@ and which block is reused next.
 
 import pytest
 from core.driving import Drive, make_scheduler
-from core.invariants import check_scheduler
 from refusals import assert_refused
 
 from minivllm.config import CacheConfig, DraftingConfig, SchedulerConfig
@@ -113,18 +112,6 @@ def test_stats_count_admissions_and_only_those() -> None:
     assert stats.prefix_cache_stats.requests == 1, "a snapshot does not change"
 
 
-def test_reset_prefix_cache() -> None:
-    d = drive()
-    d.add("a", [*range(8)], max_tokens=2)
-    d.step()
-    assert not d.scheduler.kv_cache_manager.block_pool.reset_prefix_cache(), "a holds blocks"
-    d.step()
-    assert d.scheduler.kv_cache_manager.block_pool.reset_prefix_cache()
-    check_scheduler(d.scheduler)
-    d.add("b", [*range(8)], max_tokens=1)
-    assert d.step() == {"b": 8}
-
-
 # Preemption
 
 
@@ -139,6 +126,10 @@ def test_a_preempted_request_finds_its_own_blocks_again() -> None:
     counts = d.scheduler.make_stats().prefix_cache_stats
     assert (counts.queries, counts.hits, counts.preempted_hits) == (8 + 7, 0, 4)
     assert d.scheduler.make_stats().num_recomputed_tokens == 3, "7 were computed, and 4 of them are found"
+    d.scheduler.start_over(())
+    d.worker.requests.clear()
+    d.step()
+    assert d.scheduler.make_stats().num_recomputed_tokens == 3, "nobody was preempted again"
 
 
 def num_steps_of_equals(rules: SchedulingPolicy, must_fit: bool) -> int:

@@ -5,7 +5,6 @@ the batch.
 import numpy as np
 import pytest
 import torch
-from chi_square import fit
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -67,8 +66,18 @@ def expected_probabilities(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.
 
 
 def is_plausible(counts: np.ndarray, probabilities: np.ndarray) -> bool:
-    """Return whether counts pass Pearson's test at a level of 1e-4."""
-    return fit(counts, probabilities).p_value > 1e-4
+    """Return whether counts pass Pearson's test at a level of 1e-4. The rarest tokens are pooled until at
+    least five are expected.
+    """
+    possible = probabilities > 0
+    assert not counts[~possible].any(), "an impossible token was drawn"
+    order = np.argsort(probabilities[possible])
+    observed, expected = counts[possible][order], probabilities[possible][order] * counts.sum()
+    rare = int((expected.cumsum() < 5).sum()) + 1
+    observed, expected = (np.append(each[:rare].sum(), each[rare:]) for each in (observed, expected))
+    statistic, freedom = ((observed - expected) ** 2 / expected).sum(), len(expected) - 1
+    half = torch.tensor([freedom / 2, statistic / 2], dtype=torch.float64)
+    return not freedom or float(torch.special.gammaincc(*half)) > 1e-4
 
 
 SETTINGS = [

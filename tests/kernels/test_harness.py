@@ -14,12 +14,6 @@ from minivllm_lab.exercise import load
 
 
 @triton.jit
-def scale_kernel(source, target, count, factor, BLOCK: tl.constexpr):
-    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(target + index, tl.load(source + index, mask=index < count) * factor, mask=index < count)
-
-
-@triton.jit
 def matmul_kernel(a, b, c, K: tl.constexpr, TILE: tl.constexpr):
     row, column, inner = tl.arange(0, TILE), tl.arange(0, TILE), tl.arange(0, 64)
     total = tl.zeros([TILE, TILE], tl.float32)
@@ -31,23 +25,6 @@ def matmul_kernel(a, b, c, K: tl.constexpr, TILE: tl.constexpr):
 
 
 MATMUL = {"a": "*bf16", "b": "*bf16", "c": "*fp32", "K": 512, "TILE": 128}
-
-
-def test_tensor_cores_of_every_target_are_found():
-    built = assert_compiles(matmul_kernel, MATMUL, {"num_warps": 8, "num_stages": 2}, tensor_core=True, load_bytes=16)
-    assert {target: code.tensor_core for target, code in built.items()} == {
-        "sm_80": "HMMA",
-        "sm_90": "HGMMA",
-        "sm_100": "UTCHMMA",
-        "gfx942": "v_mfma",
-    }
-
-
-def test_alignment_decides_the_width_of_loads():
-    aligned = {"source": "*fp32", "target": "*fp32", "count": 1024, "factor": 2.0, "BLOCK": 1024}
-    odd = {**aligned, "count": 1023}  # the mask may end anywhere, so no four neighbours load at once
-    assert max(compile_for("sm_90", scale_kernel, aligned).loads) == 16
-    assert max(compile_for("sm_90", scale_kernel, odd).loads) == 4
 
 
 def test_spills_and_shared_memory_are_caught():

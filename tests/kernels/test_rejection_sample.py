@@ -1,6 +1,6 @@
 """Verifying drafts: the kernels, their twin and torch against the rule by the book in float64.
 
-Whether that rule keeps the model's distribution is for `tests/engine/test_rejection_sample.py`.
+Whether that rule keeps the model's distribution is for `tests/engine/test_speculation.py`.
 """
 
 import functools

@@ -140,28 +140,6 @@ def test_a_parser_that_is_not_there_is_refused_with_the_list() -> None:
     assert list(PARSERS) == ["hermes", "llama3_json"]
 
 
-def test_a_server_finds_the_calls(chat: Server) -> None:
-    says = f"I look. {hermes(ROME)}"
-    body = {
-        "messages": [{"role": "user", "content": "weather?"}],
-        "tools": TOOLS,
-        "structured_outputs": {"choice": [says]},
-        "max_tokens": 200,
-        "temperature": 0,
-    }
-    [choice] = chat.client.post("/v1/chat/completions", json=body).json()["choices"]
-    assert choice["finish_reason"] == "tool_calls"
-    assert choice["message"]["content"] == "I look. "
-    assert choice["message"]["tool_calls"][0]["function"] == {"name": "weather", "arguments": '{"city": "Rome"}'}
-    text = chat.client.post("/v1/chat/completions", json=body | {"stream": True}).text
-    choices = [json.loads(line[6:])["choices"][0] for line in text.split("\n") if line.startswith("data: {")]
-    content = "".join(choice["delta"].get("content") or "" for choice in choices)
-    calls = [call for choice in choices for call in choice["delta"].get("tool_calls", ())]
-    assert content == "I look. "
-    assert "".join(call["function"]["arguments"] for call in calls) == '{"city": "Rome"}'
-    assert [choice["finish_reason"] for choice in choices if choice["finish_reason"]] == ["tool_calls"]
-
-
 def test_no_parser_reads_an_answer_that_may_not_call(chat: Server) -> None:
     body = {"messages": [{"role": "user", "content": "a"}], "tools": TOOLS, "tool_choice": "none", "max_tokens": 200}
     body["structured_outputs"] = {"choice": [hermes(ROME)]}

@@ -138,7 +138,10 @@ def test_what_does_not_fit_says_how_many_bytes_it_wants():
 def test_stages_divide_the_weights_as_tensor_parallel_does_and_batches_share_the_room():
     stages, cut = (PlacedModel(LARGE, H100, Layout(*item)) for item in ((1, 4, 1), (4, 1, 1)))
     assert stages.kv_tokens() * 4 == pytest.approx(cut.kv_tokens(), rel=0.1)
-    assert stages.cost.seconds(StepShape.of([(1, 500)])) > 3 * cut.cost.seconds(StepShape.of([(1, 500)]))
+    one = StepShape.of([(1, 500)])
+    assert stages.cost.seconds(one) > 3 * cut.cost.seconds(one)
+    handovers = stages.cost.seconds(one) - stages.cost.step.seconds(one)
+    assert handovers == pytest.approx(3 * (1e-5 + 2 * LARGE.hidden_size / stages.cost.step.link))
 
 
 def test_a_layout_in_words():

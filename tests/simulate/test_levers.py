@@ -175,9 +175,9 @@ def test_without_chunks_a_prompt_waits_for_a_step_that_it_fits_into():
 
 
 def test_a_static_batch_waits_for_its_longest():
-    work = LeverWorkload("spread", "", tuple(SimulatedRequest(16, 4 + 32 * (i % 2)) for i in range(400)), 64)
+    work = LeverWorkload("spread", "", tuple(SimulatedRequest(60, 4 + 32 * (i % 2)) for i in range(400)), 96)
     static, continuous = run(replace(FULL, continuous_batching=False), work), run(FULL, work)
-    assert static.steps == 2 * 36  # two batches, each as long as its longest
+    assert static.steps == 2 * 36  # two batches of 256 whole prompts at most, each as long as its longest
     assert continuous.steps < 0.7 * static.steps
     assert static.computed_tokens == continuous.computed_tokens
 

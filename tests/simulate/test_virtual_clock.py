@@ -12,7 +12,7 @@ from refusals import assert_refused
 from simulate.linear_cost import LinearCost
 
 from minivllm.config import CacheConfig, DraftingConfig, SchedulerConfig
-from minivllm.core.policy import SchedulingPolicy, running_then_waiting
+from minivllm.core.policy import SchedulingPolicy
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
 from minivllm.core.scheduler_output import ModelRunnerOutput
@@ -249,21 +249,6 @@ def test_a_simulation_in_parts_is_the_same_as_one_in_one_go(case, steps):
 def test_lengths_that_are_no_counts_are_refused():
     for lengths in ((0, 1), (1, 0), ("x", 1), (1.0, 1)):
         assert_refused("_tokens must be a positive whole number", SimulatedRequest, *lengths)
-
-
-@given(workloads(), st.booleans())
-@settings(max_examples=25, deadline=None)
-def test_steps_that_need_no_decision_are_as_if_the_scheduler_had_been_asked(case, small_blocks):
-    def ask(scheduler, step):
-        """Fill the step as the engine does; since it is another function, it is called in every
-        step.
-        """
-        running_then_waiting(scheduler, step)
-
-    asked = partial(Scheduler, policy=SchedulingPolicy(schedule=ask))
-    work, config, blocks = case
-    blocks = blocks if small_blocks else replace(blocks, block_size=32)
-    assert simulate(work, config, blocks, COST) == simulate(work, config, blocks, COST, scheduler=asked)
 
 
 def test_the_scheduler_is_asked_when_something_changes():

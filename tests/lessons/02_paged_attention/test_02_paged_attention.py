@@ -7,16 +7,12 @@ import json
 import pytest
 import torch
 from kernels.harness import (
-    assert_close,
     assert_compiles,
-    poisoned_caches,
-    start_locations,
 )
 from lessons.harness import SMALL, exercise_test, figures_of_quick_run, script_path
 from refusals import assert_refused
 
 from minivllm.config import EMBEDDED_MODEL
-from minivllm.kernels.unified_attention import unified_attention
 from minivllm.models.attention import CausalAttention
 from minivllm.models.loader import random_model
 from minivllm.models.tokenizer import load_tokenizer
@@ -25,7 +21,7 @@ from minivllm_lab.paged_attention import holes, opening, shared_blocks
 from minivllm_lab.paged_attention.allocators import Buddy, FirstFit
 from minivllm_lab.paged_attention.beam_search import beam_search, beams_both_ways, full_copy, saved_by_samples
 from minivllm_lab.paged_attention.memory_replay import Running, replay
-from minivllm_lab.paged_attention.paged_cache import PagedCache, blocks_held, gather_decode, in_blocks
+from minivllm_lab.paged_attention.paged_cache import PagedCache, blocks_held, in_blocks
 from minivllm_lab.paged_attention.report import PROMPT, STRANGER
 from minivllm_simulate.workloads import RequestLengths, workload
 
@@ -88,19 +84,6 @@ def test_the_replay_finds_what_the_paper_found():
 
 def small_cache(blocks=64, block_size=4):
     return lesson.paged_cache(random_model(SMALL, dtype="float32"), blocks, block_size)
-
-
-@pytest.mark.parametrize("block_size", [1, 4])
-def test_paged_logits_are_those_of_the_whole_text(block_size):
-    cache, text = small_cache(block_size=block_size), [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
-    table = cache.table()
-    cache.step([table], [text[:6]])
-    for index in range(6, len(text)):
-        logits = cache.step([table], [text[index : index + 1]])
-        positions = torch.arange(index + 1)
-        whole = cache.model(torch.tensor(text[: index + 1]), positions, CausalAttention(SMALL))
-        assert_close(logits, cache.model.compute_logits(whole[-1:]))
-    assert cache.tokens_of(table) == text
 
 
 @pytest.mark.parametrize(("width", "block_size"), [(1, 16), (2, 1), (5, 3)])
@@ -183,16 +166,6 @@ def test_a_double_free_is_refused_and_would_share_blocks():
 # ---- kernels -------------------------------------------------------------------------------------
 
 
-def paged_case(lengths, block_size, heads, kv_heads, head_dim, dtype, device):
-    """Return q, caches, table and lengths; slots that hold no sequence's token hold NaN, which must
-    never be read.
-    """
-    table, caches = poisoned_caches(lengths, block_size, *[(kv_heads, head_dim)] * 2)
-    q = torch.randn(len(lengths), heads, head_dim).to(device, dtype)
-    counts = torch.tensor(lengths, dtype=torch.int32, device=device)
-    return q, *(cache.to(device, dtype) for cache in caches), table.to(device), counts
-
-
 def test_the_scripts_own_proof_holds(device):
     """It compares with float64; `test_every_lesson.py` has the exercise's checks of the gathers."""
     assert lesson.verify_kernels(device)["largest_error"] < 2e-3
@@ -211,15 +184,6 @@ def test_where_the_slots_are_is_all_that_differs_from_lesson_01(device):
     assert torch.equal(lesson.paged_decode(q, keys, values, table, lengths), expected)
     blocks, scattered = in_blocks(torch.stack([keys, values]), 4)
     assert torch.equal(lesson.paged_decode(q, *blocks, scattered, lengths), expected)
-
-
-def test_decode_is_what_the_engines_kernel_does(device):
-    lengths = [1, 17, 33, 90]
-    q, keys, values, table, counts = paged_case(lengths, 16, 8, 2, 64, torch.float32, device)
-    starts, clean = start_locations([1] * 4, device), (keys.nan_to_num(), values.nan_to_num())
-    engine = unified_attention(q, *clean, starts, counts, table, 64**-0.5, backend="triton")
-    assert_close(lesson.paged_decode(q, keys, values, table, counts), engine)
-    assert_close(gather_decode(q, *clean, table, counts), engine)
 
 
 @pytest.mark.parametrize(("block_size", "paged"), [(1, True), (16, True), (4096, False)])

@@ -4,7 +4,7 @@ exercise catches mistakes.
 
 import json
 import math
-from functools import partial, reduce
+from functools import partial
 
 import numpy as np
 import pytest
@@ -14,7 +14,6 @@ from lessons.harness import REPOSITORY, exercise_test, figures_of_quick_run, scr
 from refusals import assert_refused
 
 from minivllm.config import EMBEDDED_MODEL
-from minivllm.kernels.unified_attention import unified_attention
 from minivllm.models.attention import CausalAttention
 from minivllm.models.loader import load_model
 from minivllm.models.tokenizer import load_tokenizer
@@ -34,17 +33,6 @@ ROW = REPOSITORY / "widgets" / "flash_attention" / "attention_row.json"
 
 
 # ---- the loops in NumPy --------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("block_q", "block_k"), [(5, 7), (64, 16), (200, 200)])
-def test_tiles_of_any_size_give_the_naive_answer(block_q, block_k):
-    q, k, v = np.random.default_rng(0).standard_normal((3, 97, 20))
-    expected = reference_attention(*(torch.from_numpy(x)[:, None] for x in (q, k, v)), 20**-0.5)[:, 0]
-    assert_close(torch.from_numpy(lesson.naive_attention(q, k, v)), expected)
-    assert_close(torch.from_numpy(lesson.tiled_attention(q, k, v, block_q, block_k)[0]), expected)
-    for queries in (1, 30):
-        tiled = lesson.tiled_attention(q[-queries:], k, v, block_q, block_k)[0]
-        assert_close(torch.from_numpy(tiled), expected[-queries:])
 
 
 @pytest.mark.parametrize(
@@ -129,42 +117,6 @@ def test_no_queries_and_no_keys(device):
     assert torch.equal(out, torch.zeros_like(out))
     assert torch.isneginf(lse).all()
     assert lesson.flash_attention(q[:0], q, q)[0].shape == (0, 2, 64)
-
-
-def test_merging_is_a_step_taken_together():
-    """A step over a tile equals a merge with the result over that tile alone, and merging is
-    associative.
-    """
-    draw = np.random.default_rng(5)
-    tiles = [(draw.standard_normal((6, n)) * 4, draw.standard_normal((n, 3))) for n in (4, 1, 7)]
-    alone = [lesson.softmax_step(lesson.nothing_seen(6, 3), *tile) for tile in tiles]
-    stepped = reduce(lambda state, tile: lesson.softmax_step(state, *tile), tiles, lesson.nothing_seen(6, 3))
-    a, b, c = alone
-    for merged in (lesson.merge(lesson.merge(a, b), c), lesson.merge(a, lesson.merge(b, c))):
-        for part, other in zip(stepped, merged, strict=True):
-            np.testing.assert_allclose(part, other, rtol=1e-12)
-
-
-def test_the_lessons_kernel_is_the_engines(device):
-    """The engine's attention agrees, for one sequence in contiguous blocks and for the same keys
-    scattered over the pool.
-    """
-    block_size, keys, queries = 16, 75, 20
-    q, k, v = vectors(queries, keys, 4, 64, torch.float32, device)
-    ours, _ = lesson.flash_attention(q, k, v, block_q=32, block_k=32)
-    blocks = -(-keys // block_size)
-    for order in (list(range(1, blocks + 1)), [5, 2, 8, 1, 7]):
-        caches = torch.full((2, 9, block_size, 4, 64), math.nan, device=device)
-        for cache, source in zip(caches, (k, v), strict=True):
-            for index, block in enumerate(order):
-                rows = source[index * block_size : (index + 1) * block_size]
-                cache[block, : len(rows)] = rows
-        table, lengths, starts = (
-            torch.tensor(x, dtype=torch.int32, device=device) for x in ([order], [keys], [0, queries])
-        )
-        for backend in ("triton", "cpu") if device.type == "cpu" else ("triton",):
-            engine = unified_attention(q, *caches, starts, lengths, table, 0.125, backend=backend)
-            assert_close(engine, ours)
 
 
 @pytest.mark.parametrize(

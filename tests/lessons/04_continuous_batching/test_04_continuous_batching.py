@@ -2,8 +2,6 @@
 catches mistakes.
 """
 
-import random
-
 import pytest
 import torch
 from kernels.harness import assert_close, assert_compiles
@@ -11,19 +9,15 @@ from lessons.harness import SMALL, exercise_test, figures_of_quick_run, script_p
 from refusals import assert_refused
 from simulate.linear_cost import LinearCost
 
-from minivllm.config import EMBEDDED_MODEL, CacheConfig, SchedulerConfig
-from minivllm.kernels.unified_attention import unified_attention
 from minivllm.models.loader import random_model
 from minivllm_lab.continuous_batching import report
 from minivllm_lab.continuous_batching.budget import long_before_chat
 from minivllm_lab.exercise import checks_of, load, plug_of
 from minivllm_lab.followed import followed
 from minivllm_lab.plugged import serve
-from minivllm_lab.recording import bare_engine, record_run
 from minivllm_simulate.cost_model import RooflineCost, StepShape
 from minivllm_simulate.hardware import get_hardware
 from minivllm_simulate.known_models import known_model
-from minivllm_simulate.virtual_clock import SimulatedRequest, simulate
 
 lesson = load(script_path("04"))
 checks = {check.__name__: check for check in checks_of("04")}
@@ -56,35 +50,8 @@ def test_counts_agree_with_the_formula():
 # ---- the kernel ----------------------------------------------------------------------------------
 
 
-def ragged_case(queries, lengths, heads, kv_heads, head_dim, dtype):
-    draw = torch.Generator().manual_seed(0)
-    q = torch.randn(sum(queries), heads, head_dim, generator=draw).to(dtype)
-    k, v = torch.randn(2, sum(lengths), kv_heads, head_dim, generator=draw).to(dtype)
-    return q, k, v, lesson.starts(queries), lesson.starts(lengths)
-
-
 def test_the_scripts_own_proof_holds(device):
     assert lesson.verify_kernel(device)["largest_error"] < 4e-3
-
-
-def test_the_lessons_kernel_is_the_engines(device):
-    """Contiguous keys are paged ones whose tables count upwards, so the engine's kernel gives the
-    same.
-    """
-    queries, lengths, block = [5, 1, 16], [21, 40, 16], 16
-    q, k, v, query_start, key_start = ragged_case(queries, lengths, 8, 2, 64, torch.float32)
-    needed = [-(-length // block) for length in lengths]
-    k_cache, v_cache = torch.zeros(2, sum(needed), block, 2, 64)
-    table, first = torch.zeros(3, max(needed), dtype=torch.int32), 0
-    for row, (count, length) in enumerate(zip(needed, lengths, strict=True)):
-        table[row, :count] = torch.arange(first, first + count)
-        mine = slice(int(key_start[row]), int(key_start[row]) + length)
-        k_cache[first : first + count].view(-1, 2, 64)[:length] = k[mine]
-        v_cache[first : first + count].view(-1, 2, 64)[:length] = v[mine]
-        first += count
-    on = [x.to(device) for x in (q, k_cache, v_cache, query_start, torch.tensor(lengths, dtype=torch.int32), table)]
-    engine = unified_attention(*on, 64**-0.5, backend="triton")
-    assert_close(lesson.ragged_launch(*(x.to(device) for x in (q, k, v, query_start, key_start))), engine)
 
 
 @pytest.mark.parametrize(("head_dim", "group"), [(80, 4), (128, 1)])
@@ -118,23 +85,6 @@ def test_requests_in_one_forward_pass_do_not_see_one_another():
 
 def test_a_budget_below_the_batch_starves_the_last():
     assert list(lesson.starved(5, 20).values()) == [20] * 5 + [0] * 3
-
-
-def test_the_engine_takes_the_steps_that_the_simulator_takes():
-    """The pool is tight enough for preemptions, and every step gives the same tokens to the same
-    requests.
-    """
-    draw = random.Random(1)
-    lengths = [(draw.randint(1, 30), draw.randint(1, 20)) for _ in range(10)]
-    blocks = CacheConfig(num_gpu_blocks=24, block_size=4, enable_prefix_caching=False)
-    limits = {"max_model_len": 64, "max_num_seqs": 6, "max_num_batched_tokens": 24}
-    run = record_run(bare_engine(EMBEDDED_MODEL, torch.device("cpu"), blocks, **limits), lengths)
-    config = SchedulerConfig(**limits)
-    simulated = simulate([SimulatedRequest(*length) for length in lengths], config, blocks, FIXED)
-    assert [step.scheduled for step in simulated.steps] == run.scheduled
-    assert [step.shape for step in simulated.steps] == [step.shape for step in run.steps]
-    assert simulated.num_preemptions == run.num_preemptions > 0
-    assert run.output_tokens == simulated.output_tokens == sum(output for _, output in lengths)
 
 
 # ---- the exercise --------------------------------------------------------------------------------

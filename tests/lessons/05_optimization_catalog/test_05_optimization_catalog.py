@@ -7,19 +7,12 @@ import re
 
 import pytest
 import torch
-import torch.nn.functional as F
-from kernels.harness import assert_close, assert_compiles, random_block_table
+from kernels.harness import assert_close, assert_compiles
 from lessons.harness import REPOSITORY, exercise_test, figures_of_quick_run, script_path
 
 from minivllm import LLM, SamplingParams
 from minivllm.config import EMBEDDED_MODEL, NO_PARTS, Parts
 from minivllm.core.policy import SchedulingPolicy
-from minivllm.kernels import packed_weights
-from minivllm.kernels import reshape_and_cache as engine_cache
-from minivllm.kernels.quantized_linear import quantized_linear
-from minivllm.kernels.unified_attention import unified_attention
-from minivllm.models.attention import CausalAttention
-from minivllm.models.loader import load_model
 from minivllm_lab.exercise import checks_of, load, plug_of, run_checks
 from minivllm_lab.followed import PROMPT, followed
 from minivllm_lab.marks import pages_of
@@ -28,7 +21,7 @@ from minivllm_lab.optimization_catalog import captured, manuals, opening, quanti
 from minivllm_lab.plugged import Plugged, serve
 
 lesson = load(script_path("05"))
-EXACT, TILE = torch.float32, 64
+EXACT = torch.float32
 pytestmark = pytest.mark.filterwarnings("ignore:divide by zero")
 
 
@@ -102,58 +95,8 @@ def test_the_captured_layer_has_the_times_of_the_text():
 # ---- the KV cache in int8 ------------------------------------------------------------------------
 
 
-def written(lengths, kv_heads, head_dim, block_size, dtype, device):
-    """Write random keys and values to scattered blocks with the lesson's kernel; return also what
-    they were, by sequence.
-    """
-    tables, blocks = random_block_table(lengths, block_size)
-    caches = torch.full((2, blocks * block_size, kv_heads, head_dim), 111, dtype=torch.int8, device=device)
-    scales = torch.full((2, blocks * block_size, kv_heads), torch.nan, device=device)
-    slots = torch.cat([
-        tables[row].long()[torch.arange(n) // block_size] * block_size + torch.arange(n) % block_size
-        for row, n in enumerate(lengths)
-    ])  # fmt: skip
-    new = torch.randn(2, len(slots), kv_heads, head_dim).to(dtype)
-    new[:, ::5, 0] = 0
-    new[0, 1::7, 0, 3] = 300
-    for rows, cache, scale in zip(new.to(device), caches, scales, strict=True):
-        padded = torch.cat([slots.new_tensor([-1]), slots]).to(device)  # a row without a slot is not written
-        lesson.quantize_launch(torch.cat([rows[:1], rows]), padded, cache, scale)
-    return new, slots, caches, scales, tables
-
-
 def test_the_scripts_own_proof_holds(device):
     assert max(lesson.verify_kernels(device).values()) < 4e-3
-
-
-def test_the_lessons_cache_is_the_engines(device):
-    """The integers and scales are the same except for rounding at halves, and so is the attention
-    over them.
-    """
-    torch.manual_seed(0)
-    lengths, block = [1, 17, 33, 40], 16
-    new, slots, caches, scales, tables = written(lengths, 2, 64, block, EXACT, device)
-    blocks = caches.shape[1] // block
-    theirs = [torch.zeros(blocks, block, 2, 64, dtype=torch.int8, device=device) for _ in range(2)]
-    their_scales = [torch.zeros(blocks, 2, block, device=device) for _ in range(2)]
-    engine_cache.reshape_and_cache(
-        *new.to(device), *theirs, slots.to(device), key_scales=their_scales[0], value_scales=their_scales[1],
-        backend="triton",
-    )  # fmt: skip
-    for mine, other, scale, other_scale in zip(caches, theirs, scales, their_scales, strict=True):
-        off = (mine.view_as(other).int() - other).view(-1, 2, 64)[slots.to(device)].abs()
-        assert off.max() <= 1
-        assert off.float().mean() < 1e-3
-        assert_close(scale[slots.to(device)], other_scale.transpose(1, 2).reshape(-1, 2)[slots.to(device)])
-    q, counts = torch.randn(4, 8, 64, device=device), torch.tensor(lengths, dtype=torch.int32, device=device)
-    shaped = [cache.view(blocks, block, 2, 64) for cache in caches]
-    by_head = [scale.view(blocks, block, 2).transpose(1, 2).nan_to_num().contiguous() for scale in scales]
-    starts = torch.arange(5, dtype=torch.int32, device=device)
-    engine = unified_attention(
-        q, *shaped, starts, counts, tables.to(device), 64**-0.5, k_scales=by_head[0], v_scales=by_head[1],
-        backend="triton",
-    )  # fmt: skip
-    assert_close(lesson.int8_decode(q, caches, scales, tables.to(device), counts, block), engine)
 
 
 def test_kernels_of_the_cache_compile_everywhere():
@@ -206,22 +149,6 @@ def test_int4_packs_what_it_unpacks(columns, group):
     assert torch.equal(again[0], packed), "what it stands for is stored as itself"
 
 
-@pytest.mark.interpreted
-def test_the_lessons_weights_mean_to_the_engine_what_they_mean_here():
-    """The engine's own rounding uses a sixteenth value and signed scales, but codes and scales are
-    read the same way.
-    """
-    torch.manual_seed(0)
-    x, weight = torch.randn(3, 64), torch.randn(20, 64)
-    packed, scales = lesson.quantize_int4(weight, 16)
-    assert torch.equal(packed_weights.dequantize_weight(packed, scales), lesson.dequantize_int4(packed, scales, 64))
-    integers, by_row = lesson.quantize(weight)
-    theirs, their_scales = packed_weights.quantize_weight(weight, "int8")
-    assert torch.equal(by_row[:, None], their_scales)
-    assert (integers.int() - theirs).abs().max() <= 1
-    assert_close(quantized_linear(x, integers, by_row[:, None]), lesson.w8a16(x, integers, by_row))
-
-
 def test_bits_are_counted():
     rounding = quantization.Rounding(lesson.quantize, lesson.quantize_int4, lesson.dequantize_int4)
     weight = torch.randn(256, 512)
@@ -232,11 +159,6 @@ def test_bits_are_counted():
 
 
 # ---- CUDA graphs ---------------------------------------------------------------------------------
-
-
-def test_the_next_captured_size():
-    sizes = [1, 2, 4, 8, 16]
-    assert [lesson.padded_size(batch, sizes) for batch in (1, 2, 3, 5, 8, 9, 16, 17)] == [1, 2, 4, 8, 8, 16, 16, None]
 
 
 def test_wrong_replays():
@@ -258,23 +180,6 @@ def test_ranks_add_up(ranks):
     down = torch.randn(7, 12).double()
     result = lesson.column_then_row(x, [gate, up], down, lambda g, u: torch.relu(g) * u, ranks)
     assert_close(result, (torch.relu(x @ gate.T) * (x @ up.T)) @ down.T)
-
-
-def test_two_ranks_are_one_layer_of_the_model():
-    """Attention is cut between heads, the MLP between inner units."""
-    model, config = load_model(EMBEDDED_MODEL, "cpu", "float32")
-    layer, attend = model.layers[0], CausalAttention(config)
-    x = torch.randn(24, config.hidden_size)
-    shares = [count * config.head_dim for count in (config.num_attention_heads, *[config.num_key_value_heads] * 2)]
-
-    def heads(*qkv):
-        return attend(0, *(part.unflatten(1, (-1, config.head_dim)) for part in qkv)).flatten(1)
-
-    attention = layer.self_attn.qkv_proj.weight.split(shares), layer.self_attn.o_proj.weight, heads
-    mlp = layer.mlp.gate_up_proj.weight.chunk(2), layer.mlp.down_proj.weight, lambda g, u: F.silu(g) * u
-    with torch.inference_mode():
-        for half in (attention, mlp):
-            assert_close(lesson.column_then_row(x, *half, 2), lesson.column_then_row(x, *half, 1))
 
 
 # ---- the exercise --------------------------------------------------------------------------------

@@ -86,21 +86,6 @@ def models():
     return [load_model(path, "cpu", torch.float32)[0] for path in (EMBEDDED_MODEL, EMBEDDED_DRAFT)]
 
 
-def test_drafts_change_no_token_and_save_passes(models):
-    prompt = list(range(300, 330)) * 2
-    runs = {
-        "none": lesson.decode(CachedModel(models[0], 256), prompt, 32),
-        "n-gram": lesson.generate(CachedModel(models[0], 256), lesson.Ngram(4096), prompt, 32, 3),
-        "draft model": lesson.generate(
-            CachedModel(models[0], 256), lesson.DraftModel(CachedModel(models[1], 256)), prompt, 32, 3
-        ),
-        "Jacobi": lesson.jacobi(CachedModel(models[0], 256), prompt, 32, 3),
-    }
-    assert all(run.tokens == runs["none"].tokens for run in runs.values())
-    assert max(runs["n-gram"].passes, runs["draft model"].passes) < runs["none"].passes == 32
-    assert runs["Jacobi"].passes <= 32
-
-
 def test_the_engine_counts_the_same(models):
     """The lesson's loop and the engine generate the same tokens and accept as many drafts, position
     by position.

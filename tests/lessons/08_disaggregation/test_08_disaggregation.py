@@ -16,12 +16,10 @@ from patience import PATIENCE
 
 from minivllm.config import EMBEDDED_MODEL
 from minivllm.core.request import RequestStatus
-from minivllm.kernels.copy_blocks import BlockRegions, gather_blocks, scatter_blocks
 from minivllm_lab.disaggregation import engines, interference, report
 from minivllm_lab.disaggregation.transfer_worker import send_data, until_finished
 from minivllm_lab.disturbed_chats import random_prompt
 from minivllm_lab.exercise import load
-from minivllm_lab.kernel_trace import trace_kernel
 from minivllm_lab.paged_model import PagedModel
 
 lesson = load(script_path("08"))
@@ -41,36 +39,6 @@ def test_other_numbers_are_moved_as_they_are(dtype, device):
     ids = torch.tensor([3, 1], dtype=torch.int32, device=device)
     staging = lesson.launch(lesson.gather_kernel, cache, cache.new_empty(2, 4, 130), ids)
     assert torch.equal(staging, cache[:, [3, 1]].transpose(0, 1))
-
-
-def test_the_engines_kernels_do_the_same(device):
-    """Staged block after block, the lesson's buffer holds the same bytes as the engine's, and
-    scatters back the same way.
-    """
-    cache, staging, ids = (tensor.to(device) for tensor in engines.transfer_case(40, 9, [7, 1, 4]))
-    regions = BlockRegions.of(list(cache))
-    records = torch.zeros(3 * regions.record_bytes, dtype=torch.uint8, device=device)
-    gather_blocks(regions, ids, records)
-    mine = lesson.launch(lesson.gather_kernel, cache, staging, ids)
-    assert torch.equal(mine.flatten().view(torch.uint8), records)
-    source, target = torch.zeros_like(cache), torch.zeros_like(cache)
-    scatter_blocks(BlockRegions.of(list(source)), ids, records)
-    lesson.launch(lesson.scatter_kernel, target, mine, ids)
-    assert torch.equal(target, source)
-
-
-@pytest.mark.interpreted
-def test_the_kernels_move_the_bytes_that_they_say():
-    numbers, block_ids, block = 200, [3, 0, 5], 128
-    cache, staging, ids = engines.transfer_case(numbers, 6, block_ids)
-    grid, moved = (3, 6, 2), 4 * numbers * 6 * 3
-    trace = trace_kernel(lesson.gather_kernel, grid, staging, cache, ids, 6, numbers, BLOCK=block)
-    assert (trace.arguments["cache"].bytes_read, trace.bytes_written) == (moved, moved)
-    assert trace.arguments["block_ids"].bytes_read == 4 * trace.programs
-    ids[1] = -1
-    back = trace_kernel(lesson.scatter_kernel, grid, cache, staging, ids, 6, numbers, BLOCK=block)
-    assert (back.arguments["staging"].bytes_read, back.bytes_written) == (moved * 2 // 3, moved * 2 // 3)
-    assert not trace.races + back.races + trace.out_of_bounds + back.out_of_bounds
 
 
 def test_the_kernels_compile():

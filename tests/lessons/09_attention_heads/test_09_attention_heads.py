@@ -4,26 +4,20 @@ catches mistakes.
 
 import json
 import math
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from kernels.harness import assert_close, assert_compiles, reference_attention
+from kernels.harness import assert_close, assert_compiles
 from lessons.harness import REPOSITORY, exercise_test, figures_of_quick_run, script_path
-from refusals import assert_refused
 
 from minivllm import LLM, SamplingParams
-from minivllm.config import EMBEDDED_MODEL, ModelConfig
+from minivllm.config import EMBEDDED_MODEL
 from minivllm.config.units import GIB
 from minivllm.errors import MinivllmError
-from minivllm.kernels.mla_attention import mla_attention
-from minivllm.kernels.unified_attention import unified_attention
 from minivllm.memory import kv_bytes_per_token
-from minivllm.models.latent_attention import UpProjection, plain_attention
 from minivllm.models.loader import load_model
-from minivllm.models.parallel import GroupCoordinator, kv_part
 from minivllm_lab.attention_heads import absorption, kernel_cases, opening, plan, report
 from minivllm_lab.attention_heads.pooled_heads import pooled_checkpoint
 from minivllm_lab.exercise import checks_of, load, run_checks
@@ -31,7 +25,7 @@ from minivllm_lab.followed import followed
 from minivllm_lab.inside import core_of
 from minivllm_lab.kernel_trace import trace_kernel
 from minivllm_simulate.hardware import get_hardware
-from minivllm_simulate.known_models import CONFIGS, known_model
+from minivllm_simulate.known_models import known_model
 from minivllm_simulate.memory import memory_ledger
 
 lesson = load(script_path("09"))
@@ -110,56 +104,6 @@ def test_the_kernels_compile():
 
 
 # ---- lesson form and engine form -----------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("heads", "kv_heads", "queries"), [(8, 8, 1), (8, 2, 5), (6, 1, 17), (14, 2, 3)])
-def test_grouped_attention_is_that_of_the_engine(heads, kv_heads, queries):
-    torch.manual_seed(heads)
-    positions, blocks, size = 37, [4, 0, 2], 16
-    keys, values = torch.randn(2, positions, kv_heads, 32)
-    caches = torch.zeros(2, 5, size, kv_heads, 32)
-    for cache, source in zip(caches, (keys, values), strict=True):
-        for place, block in enumerate(blocks):
-            part = source[place * size : (place + 1) * size]
-            cache[block, : len(part)] = part
-    q, table = torch.randn(queries, heads, 32), torch.tensor([blocks], dtype=torch.int32)
-    starts, lengths = torch.tensor([0, queries], dtype=torch.int32), torch.tensor([positions], dtype=torch.int32)
-    ours = lesson.grouped_attention(q, keys, values)
-    assert_close(unified_attention(q, *caches, starts, lengths, table, 32**-0.5), ours.double())
-    assert_close(ours, reference_attention(q, keys, values, 32**-0.5))
-
-
-def test_the_rule_of_replication_is_the_engines():
-    """The loader gives a rank the lesson's share of the heads, for all numbers that divide."""
-    for heads in (1, 2, 4, 8):
-        config = ModelConfig.from_dict({**CONFIGS["Qwen/Qwen3-8B"], "num_key_value_heads": heads})
-        for tp in (1, 2, 4, 8, 16):
-            for rank in range(tp):
-                index, parts = kv_part(config, GroupCoordinator(rank, tp))
-                kept = list(range(index * heads // parts, (index + 1) * heads // parts))
-                assert lesson.kv_heads_of_rank(rank, tp, heads) == kept
-    assert_refused("8 KV heads cannot be divided over 3 ranks", lesson.kv_heads_of_rank, 0, 3, 8)
-
-
-def test_latents_are_attended_to_as_in_the_engine():
-    """The absorbed forms agree, the engine's over scattered blocks; so do the plain forms."""
-    torch.manual_seed(3)
-    shape, positions, blocks = {"heads": 6, "rank": 32, "rope": 16, "nope": 24, "v": 20}, 37, [4, 0, 2]
-    q_nope, q_rope, latents, k_rope, w_uk, w_uv = case = kernel_cases.latent_case(shape, positions, torch.float32)
-    shapes = {"num_attention_heads": 6, "kv_lora_rank": 32, "qk_nope_head_dim": 24, "v_head_dim": 20}
-    up = UpProjection(replace(known_model("DeepSeek-V2-Lite"), **shapes))
-    up.weight.data = torch.cat([w_uk, w_uv], dim=1).flatten(0, 1)
-    cache, rows = torch.zeros(5, 16, 48), torch.cat([latents, k_rope], dim=1)
-    for place, block in enumerate(blocks):
-        part = rows[place * 16 : (place + 1) * 16]
-        cache[block, : len(part)] = part
-    q = torch.cat([up.absorb(q_nope[None]), q_rope[None]], dim=2)
-    starts, lengths = torch.tensor([0, 1], dtype=torch.int32), torch.tensor([positions], dtype=torch.int32)
-    table, scale = torch.tensor([blocks], dtype=torch.int32), (24 + 16) ** -0.5
-    engine = mla_attention(q, cache, starts, lengths, table, scale, kv_lora_rank=32)
-    assert_close(up.expand_values(engine)[0], lesson.absorbed_attention(*case).double())
-    plain = plain_attention(q_nope[None], q_rope[None], latents, k_rope, up, scale)
-    assert_close(plain[0], lesson.plain_attention(*case).double())
 
 
 # ---- pooled heads --------------------------------------------------------------------------------

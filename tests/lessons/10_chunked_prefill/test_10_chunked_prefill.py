@@ -2,29 +2,25 @@
 mistakes.
 """
 
-import itertools
-import math
 import random
 from functools import partial
 
 import pytest
 import torch
-from kernels.harness import assert_close, assert_compiles
+from kernels.harness import assert_compiles
 from lessons.harness import REPOSITORY, exercise_test, figures_of_quick_run, script_path
 from refusals import assert_refused
 
-from minivllm.config import CacheConfig, DraftingConfig, SchedulerConfig
+from minivllm.config import CacheConfig, SchedulerConfig
 from minivllm.core.policy import DEFAULT_POLICY
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
 from minivllm.core.scheduler_output import ModelRunnerOutput
-from minivllm.kernels.unified_attention import unified_attention
 from minivllm.memory import kv_bytes_per_token
 from minivllm_lab.chunked_prefill import kernel_cases, pieces, report
 from minivllm_lab.chunked_prefill.learner_policy import learner_policy
 from minivllm_lab.chunked_prefill.prefill_first import PREFILL_FIRST
 from minivllm_lab.exercise import load
-from minivllm_lab.kernel_trace import trace_kernel
 from minivllm_simulate.hardware import get_hardware
 from minivllm_simulate.known_models import known_model
 from minivllm_simulate.memory import num_parameters
@@ -91,54 +87,6 @@ def test_prefill_first_is_the_scheduler_of_v0():
         assert lesson_steps(policy, arrivals) == engine_steps(arrivals, settings, PREFILL_FIRST), seed
 
 
-def test_no_decode_goes_without_a_token():
-    """Decodes are not scheduled first, but they keep the budget that was left when they were
-    admitted.
-    """
-    steps = behind_a_chunk = 0
-    for seed in range(100):
-        arrivals, settings = workload(seed)
-        requests = [request for coming in arrivals.values() for request in coming]
-        prompt_left = {name: prompt for name, prompt, _ in requests}
-        left = {name: prompt + output - 1 for name, prompt, output in requests}
-        for scheduled in engine_steps(arrivals, settings | {"enable_chunked_prefill": True}):
-            steps += 1
-            decoding = {name for name in left if left[name] > 0 and prompt_left[name] <= 0}
-            assert decoding <= set(scheduled), (seed, scheduled)
-            order = list(scheduled)
-            chunks = [order.index(name) for name in order if prompt_left[name] > scheduled[name]]
-            behind_a_chunk += any(order.index(name) > min(chunks) for name in decoding) if chunks else False
-            for name, tokens in scheduled.items():
-                prompt_left[name] -= tokens
-                left[name] -= tokens
-    assert steps > 1000
-    assert behind_a_chunk > 30
-
-
-def test_with_drafts_a_budget_of_max_num_seqs_starves_decodes():
-    """The first of four requests with three drafts each takes a budget of 4; a budget of 16 serves
-    them all.
-    """
-
-    def served(budget: int) -> list[set[str]]:
-        drafting = DraftingConfig(num_speculative_tokens=3)
-        config = SchedulerConfig(max_model_len=64, max_num_seqs=4, max_num_batched_tokens=budget, drafting=drafting)
-        cache = CacheConfig(num_gpu_blocks=99, enable_prefix_caching=False)
-        scheduler = Scheduler(config, cache)
-        steps: list[set[str]] = []
-        for name in "abcd":
-            scheduler.add_request(Request(name, [0], max_tokens=30))
-        for _ in range(6):
-            decided = scheduler.schedule()
-            steps.append(set(decided.num_scheduled_tokens))
-            scheduler.update_from_output(decided, ModelRunnerOutput({name: [1] for name in steps[-1]}))
-            scheduler.update_draft_token_ids({name: [1, 1, 1] for name in "abcd"})
-        return steps
-
-    assert served(4) == [set("abcd")] + [{"a"}] * 5
-    assert served(16) == [set("abcd")] * 6
-
-
 def test_the_example_by_hand():
     """Follow the text's two tables."""
     first, mixed = (
@@ -171,31 +119,6 @@ def test_the_scripts_own_proof_holds(device):
     assert kernel_cases.verify_kernel(*launches, device, quick=False)["largest_error"] < 4e-3
 
 
-def test_it_agrees_with_the_engines_kernel(device):
-    case = kernel_cases.mixed_case(*kernel_cases.AWKWARD["decodes and chunks"], 8, 2, 32, torch.float32)
-    case = {key: tensor.to(device) for key, tensor in case.items()}
-    layout = (case["starts"], case["seq_lens"], case["block_table"])
-    expected = unified_attention(case["q"], *case["caches"], *layout, 32**-0.5)
-    assert_close(lesson.mixed_launch(**case, num_decodes=3), expected.cpu())
-
-
-@pytest.mark.interpreted
-def test_it_reads_what_is_counted_and_writes_each_row_once():
-    queries, lengths = kernel_cases.AWKWARD["decodes and chunks"]
-    case = kernel_cases.mixed_case(queries, lengths, 8, 2, 32, torch.float32)
-    work = lesson.tile_work(queries, lengths, 4, [16 if new == 1 else 64 for new in queries])
-    tiles = 3 + (sum(queries) - 3) // 16 + 3
-    trace = trace_kernel(
-        lesson.mixed_kernel, (tiles, 2), case["out"], case["q"], *case["caches"], case["starts"], case["seq_lens"],
-        case["block_table"], 3, 6, case["block_table"].shape[1], 32**-0.5, GROUP=4, KV_HEADS=2, HEAD_DIM=32,
-        BLOCK_D=32, BLOCK_SIZE=16, DECODE_M=16, CHUNK_M=64, BLOCK_T=32,
-    )  # fmt: skip
-    assert not trace.races + trace.out_of_bounds
-    assert trace.arguments["k_cache"].bytes_read == trace.arguments["v_cache"].bytes_read == work["keys"] * 2 * 32 * 4
-    assert trace.arguments["q"].bytes_read == trace.bytes_written == case["q"].nbytes
-    assert work["real"] == 4 * sum(queries)
-
-
 def test_it_compiles():
     q, cache = torch.zeros(8, 32, 128).bfloat16(), torch.zeros(4, 16, 8, 128).bfloat16()
     ints = torch.zeros(16, dtype=torch.int32)
@@ -218,22 +141,6 @@ def test_tiles_by_hand():
 
 
 # ---- the formulas --------------------------------------------------------------------------------
-
-
-def test_keys_that_are_re_read():
-    for prompt, chunk in itertools.product((1, 7, 64, 1000), (1, 7, 64, 1000)):
-        chunks = -(-prompt // chunk)
-        assert lesson.keys_read_again(prompt, chunk) == chunk * chunks * (chunks - 1) // 2
-    assert [lesson.keys_read_again(20, 5), lesson.keys_read_again(20, 20)] == [30, 0]
-
-
-def test_the_steps_of_a_prompt_are_those_that_the_engine_takes():
-    for budget, decodes, prompt in itertools.product((4, 5, 8, 40), (0, 3), (1, 20, 21, 37)):
-        chats = [(f"chat {index}", 1, 50) for index in range(decodes)]
-        arrivals = {0: chats or [("x", 1, 1)], 1: [("L", prompt, 1)]}
-        steps = engine_steps(arrivals, {"max_num_batched_tokens": budget})
-        assert sum("L" in step for step in steps) == lesson.steps_of_a_prompt(prompt, budget, decodes)
-    assert lesson.steps_of_a_prompt(20, 3, 3) == math.inf
 
 
 def test_a_budget_of_decodes_and_a_prompt_that_must_not_be_cut_starve_it():
@@ -281,14 +188,6 @@ def test_keys_and_experts_move_the_knee():
     assert beyond < dense * parameters / active < 1.1 * beyond
     assert f"beyond {beyond:,}" in TEXT
     assert f"beyond {beyond:,}" in NOTES
-
-
-def test_a_step_within_the_budget_ends_in_time():
-    for gap, parameters, size, flops, bandwidth in ((0.05, 8e9, 2, 9e14, 3e12), (0.2, 1e8, 4, 1e11, 2.5e10)):
-        most = lesson.budget_for(gap, parameters, size, flops, bandwidth)
-
-        least, a_token = parameters * size / bandwidth, 2 * parameters / flops
-        assert max(least, most * a_token) <= gap < max(least, (most + 1) * a_token)
 
 
 # ---- the script from outside ---------------------------------------------------------------------

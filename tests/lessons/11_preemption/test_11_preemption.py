@@ -16,9 +16,7 @@ from minivllm.core.policy import DEFAULT_POLICY
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
 from minivllm.core.scheduler_output import ModelRunnerOutput
-from minivllm.kernels.copy_blocks import BlockRegions, gather_blocks, scatter_blocks
 from minivllm_lab.exercise import load
-from minivllm_lab.kernel_trace import trace_kernel
 from minivllm_lab.preemption import cliff, report
 from minivllm_lab.preemption.costs import break_even_bandwidth, recompute_seconds
 from minivllm_lab.preemption.learner_policy import learner_policy
@@ -27,7 +25,6 @@ from minivllm_simulate.known_models import known_model
 
 lesson = load(script_path("11"))
 TEXT = (REPOSITORY / "lessons" / "11_preemption.md").read_text()
-CPU = torch.device("cpu")
 
 # ---- its steps are the engine's ------------------------------------------------------------------
 
@@ -128,29 +125,6 @@ def test_swap_brings_every_bit_back_to_other_blocks(gathered, copies):
     assert (len(space.free), space.num_copies) == (5, copies)
 
 
-def test_swap_computes_nothing_twice():
-    model = report.NoModel(9, 2)
-    recomputing, swapping = (
-        lesson.Engine(model),
-        lesson.SwappingEngine(model, lesson.SwapSpace(torch.zeros(2, 10, 1), 50)),
-    )
-    for engine in (recomputing, swapping):
-        requests = [Request(name, [1] * 3, max_tokens=9) for name in "abc"]
-        run_lesson(engine, requests)
-        assert any(request.num_preemptions for request in requests)
-    assert recomputing.computed > swapping.computed == 3 * (3 + 9 - 1)
-
-
-def test_the_most_urgent_request_is_never_preempted():
-    engine = lesson.Engine(report.NoModel(9, 2), "priority")
-    requests = [
-        Request(name, [1] * 3, max_tokens=9, priority=priority) for name, priority in (("a", 2), ("b", 1), ("c", 0))
-    ]
-    run_lesson(engine, requests)
-    *others, urgent = (request.num_preemptions for request in requests)
-    assert urgent == 0 < sum(others)
-
-
 @pytest.mark.parametrize(("policy", "steps", "preempted"), [("fcfs", 15, 1), ("priority", 8, 0)])
 def test_an_urgent_request_waits_for_those_that_run(policy, steps, preempted):
     """Its first token comes when another needs a block or ends, and only by priority it is spared."""
@@ -171,41 +145,8 @@ def test_an_urgent_request_waits_for_those_that_run(policy, steps, preempted):
 # ---- the kernel ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("words", [1, 16, 129])
-@pytest.mark.parametrize("blocks", [[], [4], [9, 0, 4, 10]])
-def test_it_agrees_with_the_engines_kernel(words, blocks, device):
-    torch.manual_seed(words)
-    tensors, staging = report.swap_case(words, device)
-    regions, slots = BlockRegions.of(tensors), [5, 0, 3, 1][: len(blocks)]
-    ids = [torch.tensor(each, dtype=torch.int32, device=device) for each in (blocks, slots)]
-    lesson.launch(tensors, *ids, staging, True)
-    expected = torch.zeros(staging.numel() * 4, dtype=torch.uint8, device=device)
-    gather_blocks(regions, ids[0], expected, ids[1])
-    assert torch.equal(staging.view(torch.uint8).flatten(), expected)
-    ours, theirs = ([torch.zeros_like(tensor) for tensor in tensors] for _ in range(2))
-    lesson.launch(ours, *ids, staging, False)
-    scatter_blocks(BlockRegions.of(theirs), ids[0], expected, ids[1])
-    for tensor, other, source in zip(ours, theirs, tensors, strict=True):
-        assert torch.equal(tensor, other)
-        assert torch.equal(tensor[blocks], source[blocks])
-
-
 def test_a_block_that_is_not_there_moves_nothing(device):
     assert report.verify_kernel(lesson.launch, device)["largest_error"] == 0
-
-
-@pytest.mark.interpreted
-def test_each_word_moves_once():
-    tensors, staging = report.swap_case(40, CPU)
-    addresses = torch.tensor([tensor.data_ptr() for tensor in tensors])
-    ids = [torch.tensor(each, dtype=torch.int32) for each in ([3, 8], [0, 4])]
-    trace = trace_kernel(
-        lesson.swap_kernel, (2, 4, 3), addresses, *ids, staging, 40, TO_STAGING=True, BLOCK=16,
-        reached={str(index): tensor for index, tensor in enumerate(tensors)},
-    )  # fmt: skip
-    assert not trace.races + trace.out_of_bounds
-    assert trace.bytes_written == trace.bytes_written_once == 2 * 4 * 40 * 4
-    assert trace.bytes_read == 2 * 4 * 40 * 4 + 2 * 4 * 3 * (4 + 4 + 8)
 
 
 def test_it_compiles():

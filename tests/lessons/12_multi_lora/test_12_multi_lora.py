@@ -2,7 +2,6 @@
 catches mistakes.
 """
 
-import itertools
 import math
 import random
 from collections import Counter
@@ -13,9 +12,6 @@ from kernels.harness import assert_close, assert_compiles
 from lessons.harness import exercise_test, figures_of_quick_run, script_path
 from refusals import assert_refused
 
-from minivllm.core.adapter_slots import AdapterSlots
-from minivllm.errors import MinivllmError
-from minivllm.kernels.lora_metadata import LoRAKernelMeta
 from minivllm.memory.adapters import linear_shapes
 from minivllm_lab.exercise import checks_of, load
 from minivllm_lab.multi_lora import report, ways
@@ -41,19 +37,6 @@ def test_without_adapters_nothing_is_launched():
     assert torch.equal(case["out"], before)
 
 
-@pytest.mark.interpreted
-@pytest.mark.parametrize(("slots", "tiles"), [([0] * 16, 1), ([0] * 17, 2), ([3, -1, 1, 3] * 5, 2)])
-def test_an_adapter_is_read_once_a_tile_without_races(slots, tiles):
-    case = ways.lora_case(slots, 8, 40, 72, torch.float32)
-    down, up = ways.traced(lesson.by_sorting, case)
-    assert not down.races + down.out_of_bounds + up.races + up.out_of_bounds
-    assert down.arguments["a"].bytes_read == tiles * 4 * 8 * 40
-    assert up.arguments["b"].bytes_read == tiles * 4 * 8 * 72
-    tokens = sum(slot >= 0 for slot in slots)
-    assert (down.arguments["x"].bytes_read, down.bytes_written) == (4 * 40 * tokens, 4 * 8 * tokens)
-    assert up.bytes_written == up.arguments["out"].bytes_read == 4 * 72 * tokens
-
-
 @pytest.mark.parametrize("rank", [16, 64])
 def test_the_kernels_compile(rank):
     """They compile for Llama-3's hidden size, with matrix instructions and wide loads."""
@@ -74,32 +57,6 @@ def test_the_kernels_compile(rank):
 # ---- lesson form and engine form -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backend", ["cpu", pytest.param("triton", marks=pytest.mark.interpreted)])
-@pytest.mark.parametrize("name", ways.AWKWARD)
-def test_the_kernels_agree_with_the_engines(name, backend):
-    token_slots, *shape = ways.AWKWARD[name]
-    torch.manual_seed(len(name))
-    case = ways.lora_case(token_slots, *shape, torch.float32)
-    engine_out = case["out"].clone()
-    ways.engine_call(engine_out, *(case[key] for key in ("x", "a", "b", "token_slots")), backend=backend)()
-    lesson.by_sorting(**case)
-    assert_close(engine_out, case["out"].double())
-
-
-def test_the_groups_are_the_engines():
-    for seed in range(40):
-        draw = random.Random(seed)
-        slots = torch.tensor([draw.randint(-1, 4) for _ in range(draw.randint(1, 40))], dtype=torch.int32)
-        order, active, starts = (numbers.tolist() for numbers in lesson.group_tokens(slots))
-        meta = LoRAKernelMeta(40, 5, torch.device("cpu"))
-        meta.prepare(slots.numpy())
-        first = int((slots < 0).sum())
-        assert meta.indices[first : len(slots)].tolist() == order
-        assert meta.active[: meta.num_active].tolist() == active
-        assert [start - first for start in meta.starts[: meta.num_active].tolist()] == starts[:-1]
-        assert meta.counts[: meta.num_active].tolist() == [b - a for a, b in itertools.pairwise(starts)]
-
-
 @pytest.mark.interpreted
 def test_the_engines_kernels_stop_at_a_slots_own_rank_and_the_lessons_do_not():
     """The ranks beyond a slot's 3 of 8 hold NaN, which shows if they are read."""
@@ -112,32 +69,6 @@ def test_the_engines_kernels_stop_at_a_slots_own_rank_and_the_lessons_do_not():
         assert_close(out, ways.exact({**case, "a": a[:, :3], "b": b[:, :, :3]}))
     lesson.by_sorting(**case)
     assert case["out"].isnan().all()
-
-
-def outcome(slots, action: str, adapter: int) -> object:
-    """Return the slot that `activate` returns, or "refused"."""
-    try:
-        slot = getattr(slots, action)(adapter)
-    except MinivllmError:
-        return "refused"
-    return slot if action == "activate" else None
-
-
-def test_slots_are_the_engines():
-    """Random activations, removals and pins give the same adapter in each slot, and the same
-    refusals.
-    """
-    refused = 0
-    for seed in range(40):
-        draw, size = random.Random(seed), 1 + seed % 4
-        ours, engine = lesson.AdapterSlots(size), AdapterSlots(size)
-        for _ in range(80):
-            action, adapter = draw.choices(("activate", "deactivate", "pin"), (8, 3, 1))[0], draw.randint(1, 7)
-            ended = outcome(ours, action, adapter)
-            assert ended == outcome(engine, action, adapter)
-            assert ours.slots == list(engine.slots)
-            refused += ended == "refused"
-    assert refused > 20
 
 
 # ---- weight, merged and applied ------------------------------------------------------------------
@@ -184,17 +115,6 @@ def test_the_steps_are_the_engines():
         expected = engine_steps(work, *limits)
         assert ours == expected[: len(ours)], seed
         assert not any(expected[len(ours) :])
-
-
-def test_no_step_has_more_adapters_than_slots_and_all_are_served():
-    for seed in range(25):
-        work, (slots, seats) = requests_of(seed)
-        served = Counter()
-        for running, _ in lesson.serve([lesson.Request(*each) for each in work], slots, seats):
-            assert len({request.adapter for request in running} - {0}) <= slots
-            assert len(running) <= seats
-            served.update(request.name for request in running)
-        assert served == {name: runs for name, _, runs, _ in work}
 
 
 def test_tiers_by_hand():
