@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import chain, pairwise
+from itertools import pairwise
 from typing import TypeVar
 
 from minivllm_lab.drawing import QUIET, Point, number, text_width, wrapped
@@ -331,8 +331,8 @@ class Axes:
 
     def _region_places(self, area: Box, words: str) -> Iterator[Lines]:
         """Yield the places for words about a region, the best first: beside its own edge, up to the
-        next edge inside it; anywhere inside it; outside it with an arrow. Words that need many lines
-        there give way to the first words alone.
+        next edge inside it; anywhere inside it; outside its edge with an arrow. Words that need many
+        lines there give way to the first words alone.
         """
         ends = sorted([self.box.x, *self.edges, self.box.right])
         within = [x for x in ends if area.x + 1 < x < area.right - 1]
@@ -341,11 +341,14 @@ class Axes:
         from_left = area.x > self.box.x + 1
         own = [(area.x, within[0]) if from_left else (within[-1], area.right)] if within else []
         short = re.split("[:;]", words)[0]
-        for content, most in dict.fromkeys([(words, 4), (short, 4), (words, 99)]):
-            places = [self._wrapped_places(content, *part, from_left) for part in (*own, (area.x, area.right))]
-            places.append(self._wrapped_places(f"← {content}", area.right, after, True))
-            places.append(self._wrapped_places(f"{content} →", before, area.x, False))
-            yield from (place for place in chain(*places) if len(place.lines) <= most)
+        inside = [("{}", *part, from_left) for part in (*own, (area.x, area.right))]
+        beside = [("← {}", area.right, after, True), ("{} →", before, area.x, False)]
+        for parts in (inside, beside):
+            for content, most in dict.fromkeys([(words, 4), (short, 4), (words, 99)]):
+                for shape, left, right, near in parts:
+                    places = self._wrapped_places(shape.format(content), left, right, near)
+                    far = "" if parts is inside else "end" if near else "start"
+                    yield from (each for each in places if len(each.lines) <= most and each.anchor != far)
 
     def _wrapped_places(self, words: str, left: float, right: float, after: bool) -> Iterator[Lines]:
         """Yield lines that begin at the left or end at the right, in few lines or in many, from the

@@ -251,7 +251,7 @@ class Drawing:
         apart.
         """
         lines = []
-        offset = gap - box.height
+        offset = gap - box.height - box.x % gap  # so that the lines of neighbouring boxes continue
         while offset < box.width:
             left, right = max(offset, 0.0), min(offset + box.height, box.width)
             lower, upper = box.bottom - (left - offset), box.bottom - (right - offset)
