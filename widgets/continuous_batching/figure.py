@@ -43,14 +43,9 @@ def _keys(state: State) -> list[Key]:
 
 
 def _draw_ttft(axes: Axes, state: State, pinned: State | None) -> None:
-    axes.frame(
-        "load (1: all that full seats could serve)",
-        "time within which 95 % have their first token",
-        x_ticks=TICKS,
-        y_ticks=(0.01, 0.1, 1, 10),
-        x_format="{:g}".format,
-        y_format=seconds,
-    )
+    x = {"x_ticks": TICKS, "x_format": "{:g}".format}
+    name = "time within which 95 % have their first token"
+    axes.frame("load (1: all that full seats could serve)", name, **x, y_ticks=(0.01, 0.1, 1, 10), y_format=seconds)
     static, other = state.curves
     knees = _knees(state)
     with axes.drawing.answer():
@@ -209,14 +204,10 @@ def _stay_tip(stay: Stay) -> str:
 def _draw_arrivals(drawing: Drawing, box: Box, state: State, ends: Sequence[float]) -> None:
     """Draw a tick for each arrival, the same for both policies."""
     drawing.text((MARGIN, box.y + (13 if drawing.width >= WIDE else -3)), "arrivals", size=SMALL, colour=QUIET)
-    ticks: list[list[str]] = [[] for _ in ends]
     for time in state.arrivals:
         x = box.x + time / state.window * box.width
-        ticks[bisect_left(ends, time)].append(f"M{number(x)} {number(box.y + 4)}v9")
-    for frame, marks in enumerate(ticks):
-        if marks:
-            path = "".join(marks)
-            drawing.add(f'<path d="{path}" stroke="{INK}" stroke-width="1.2" data-at="{frame} {LAST}"/>')
+        at = f"{bisect_left(ends, time)} {LAST}"
+        drawing.polyline([(x, box.y + 4), (x, box.y + 13)], INK, width=1.2, at=at)
 
 
 def _caption(state: State, now: float) -> str:

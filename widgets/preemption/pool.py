@@ -88,8 +88,7 @@ def _draw_level(drawing: Drawing, box: Box, point: Point, pool: int, across: Sca
     first, last = (bisect_right(ends, time) for time in (across.low, across.high))
     least = min(sample.used for sample in point.samples[max(0, first - 1) : last]) * BLOCK_SIZE
     fill = Scale(max(share * pool for share in (0, 0.5, 0.75) if share * pool <= least), pool)
-    words = f"axis from {tokens(fill.low) if fill.low else 0}"
-    drawing.text((MARGIN, box.y + 38), words, size=SMALL, colour=QUIET)
+    drawing.text((MARGIN, box.y + 38), f"axis from {tokens(fill.low)}", size=SMALL, colour=QUIET)
     for at, start, end in _slices(across):
         x, right = pixels(box, across, start, end)
         path = [f"M{number(x - 1)} {number(box.bottom)}"]  # without a gap to the frame before
@@ -113,8 +112,7 @@ def _draw_rows(drawing: Drawing, level: Box, rows: Box, state: State, across: Sc
     colours = {OUT: PURPLE, AGAIN: PURPLE} if swaps else {OUT: MISSED, AGAIN: ORANGE}
     shown, count = victims(point, across.low, across.high)
     if count:
-        words = f"{min(count, ROWS)} of {count} victims:"
-        drawing.text((MARGIN, rows.y - 8), words, size=SMALL, colour=QUIET)
+        drawing.text((MARGIN, rows.y - 8), f"{min(count, ROWS)} of {count} victims:", size=SMALL, colour=QUIET)
     held = [[each for each in _holdings(state, point, index) if _overlaps(each[0], across)] for index in shown]
     most = max((high for spans in held for _, _, high in spans), default=1)
     for index, (request, spans) in enumerate(zip(shown, held, strict=True)):
@@ -130,8 +128,8 @@ def _draw_rows(drawing: Drawing, level: Box, rows: Box, state: State, across: Sc
                 top = rows.y + shown.index(span.request) * ROW
                 drawing.polyline([(x, level.y), (x, top)], VERMILLION, width=1.2, dash="1 3", at=at)
                 drawing.polyline([(x, top), (x, top + ROW - 3)], VERMILLION, width=2, at=at)
-            fill = VERMILLION if span.request in shown else CARD  # hollow: it has no row
-            drawing.circle((x, level.y), 3, fill, stroke=VERMILLION, at=at)
+            # A hollow dot's request has no row.
+            drawing.circle((x, level.y), 3, VERMILLION if span.request in shown else CARD, stroke=VERMILLION, at=at)
 
 
 def _holdings(state: State, point: Point, request: int) -> Iterator[tuple[Span, int, int]]:

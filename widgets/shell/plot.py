@@ -340,11 +340,10 @@ class Axes:
         after = min((x for x in ends if x > area.right + 1), default=area.right)
         from_left = area.x > self.box.x + 1
         own = [(area.x, within[0]) if from_left else (within[-1], area.right)] if within else []
-        short = re.split("[:;]", words)[0]
         inside = [("{}", *part, from_left) for part in (*own, (area.x, area.right))]
         beside = [("← {}", area.right, after, True), ("{} →", before, area.x, False)]
         for parts in (inside, beside):
-            for content, most in dict.fromkeys([(words, 4), (short, 4), (words, 99)]):
+            for content, most in dict.fromkeys([(words, 4), (re.split("[:;]", words)[0], 4), (words, 99)]):
                 for shape, left, right, near in parts:
                     places = self._wrapped_places(shape.format(content), left, right, near)
                     far = "" if parts is inside else "end" if near else "start"
@@ -391,7 +390,7 @@ class Axes:
             at = (place.x, place.top + 12 + ROW * row)
             if ground:
                 line_box = text_box(at, line, SMALL, place.anchor, bold=row < place.bold)
-                behind = Box(line_box.x - 3, line_box.y - 2, line_box.width + 6, ROW)
+                behind = Box(line_box.x - 1, line_box.y - 2, line_box.width + 2, ROW)
                 self.drawing.rect(behind, CARD, opacity=0.8)
             strong = bold and row < place.bold
             self.drawing.text(at, line, size=SMALL, colour=colour, anchor=place.anchor, bold=strong, halo=not ground)
@@ -546,18 +545,3 @@ def two_boxes(width: float, y: float, high: float, *, large: float) -> tuple[Box
     if width < WIDE:
         return first, Box(60, first.bottom + 78, first.width, high)
     return first, Box(first.right + 72, y, width - first.right - 72 - MARGIN, high)
-
-
-def three_boxes(width: float, y: float, high: float, *, large: float, between: float = 36) -> tuple[Box, Box, Box]:
-    """Place a large plot with two small ones beside it, `between` pixels apart, or all three in one
-    column if the picture is narrow.
-    """
-    y += 8  # the names of the axes keep off the line above
-    if width >= WIDE:
-        left = round(width * large)
-        right = left + 66
-        small = (high - between) / 2
-        upper = Box(right, y, width - right - MARGIN, small)
-        return Box(60, y, left - 60, high), upper, Box(right, y + high - small, upper.width, small)
-    whole = width - 60 - MARGIN
-    return Box(60, y, whole, 170), Box(60, y + 240, whole, 70), Box(60, y + 308 + between, whole, 70)
