@@ -16,7 +16,7 @@ from widgets.shell.theme import BROKEN, IDLE, MISSED
 
 COLOURS = {"static": PURPLE, "continuous": BLUE, "yours": BLUE}
 LAST = FRAMES - 1
-TTFT = Scale(0.004, 200, log=True)
+TTFT = Scale(0.004, 12, log=True)
 LOAD = Scale(LOADS[0], LOADS[-1])
 TICKS = (0.1, 0.25, 0.5, 0.75, 1, 1.25, 1.5)
 
@@ -29,7 +29,7 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
     if state.note:
         y = drawing.paragraph((MARGIN, y + 17), state.note, width - 2 * MARGIN)
     y = draw_keys(drawing, y + 20, _keys(state))
-    main, queue = two_boxes(width, y + 33, 122 if state.note else 134, large=0.56)
+    main, queue = two_boxes(width, y + 33, 122 if state.note else 134, large=0.62)
     _draw_ttft(Axes(drawing, main, LOAD, TTFT), state, pinned)
     most = max([40, *(point.queue for curve in state.curves for point in curve.points.values())])
     _draw_queue(Axes(drawing, queue, LOAD, Scale(0, most * 1.1)), state)
@@ -43,14 +43,9 @@ def _keys(state: State) -> list[Key]:
 
 
 def _draw_ttft(axes: Axes, state: State, pinned: State | None) -> None:
-    axes.frame(
-        "load (1: all that full seats could serve)",
-        "time to first token: p95 solid, median dashed",
-        x_ticks=TICKS,
-        y_ticks=(0.01, 0.1, 1, 10, 100),
-        x_format="{:g}".format,
-        y_format=seconds,
-    )
+    x = {"x_ticks": TICKS, "x_format": "{:g}".format}
+    name = "time within which 95 % have their first token"
+    axes.frame("load (1: all that full seats could serve)", name, **x, y_ticks=(0.01, 0.1, 1, 10), y_format=seconds)
     static, other = state.curves
     knees = _knees(state)
     with axes.drawing.answer():
@@ -59,9 +54,9 @@ def _draw_ttft(axes: Axes, state: State, pinned: State | None) -> None:
         if pinned and curve.points:
             axes.pinned(curve.loads, curve.ttfts(SERVICE), pinned.load)
     axes.mark_y(state.limit, "", GREEN)
-    _draw_curve(axes, other)
+    axes.line(other.loads, other.ttfts(SERVICE), COLOURS[other.name])
     with axes.drawing.answer():
-        _draw_curve(axes, static)
+        axes.line(static.loads, static.ttfts(SERVICE), COLOURS[static.name])
     axes.here(state.load, "load")
     box = axes.box
     hidden_note(axes.drawing, Box(box.x + 0.5 * box.width, box.y, 0.5 * box.width, 0.4 * box.height))
@@ -69,39 +64,38 @@ def _draw_ttft(axes: Axes, state: State, pinned: State | None) -> None:
         _draw_tips(axes, state, _ttft_tip)
 
 
-def _draw_curve(axes: Axes, curve: Curve) -> None:
-    colour = COLOURS[curve.name]
-    axes.line(curve.loads, curve.ttfts(0.5), colour, width=1.6, dash="5 4")
-    axes.line(curve.loads, curve.ttfts(SERVICE), colour)
-
-
 def _knees(state: State) -> list[tuple[Knee, str]]:
-    """Find where each policy breaks, ordered by load; return one entry if both break together."""
+    """Find where each policy breaks, ordered by load; return one entry, "both", if they break together."""
     knees = [(curve.knee, curve.name) for curve in state.curves if curve.knee]
     knees.sort(key=lambda entry: entry[0].load)
     together = len(knees) == 2 and knees[1][0].load - knees[0][0].load < 0.03
-    return [(knees[0][0], "each")] if together else knees
+    return [(knees[0][0], "both")] if together else knees
 
 
 def _draw_knees(axes: Axes, knees: Sequence[tuple[Knee, str]]) -> None:
-    """Shade where a policy is broken, up to where the next one breaks, too."""
-    ends = [*(knee.load for knee, _ in knees[1:]), None]
-    for (knee, policy), end in zip(knees, ends, strict=False):
-        cause = "its queue grows" if knee.queue_grows else "too late"
-        axes.broken(knee.load, end, f"{policy} breaks {_where(knee)}: {cause}")
+    """Tint where only one policy breaks, and shade where no policy is left."""
+    for knee, policy in knees:
+        if knee is knees[0][0] and policy != "both":
+            end = knees[1][0].load if knees[1:] else None
+            axes.tint(knee.load, end, f"{policy}: {_cause(knee)}", COLOURS[policy])
+        else:
+            axes.broken(knee.load, None, f"{policy}: {_cause(knee)}")
 
 
-def _where(knee: Knee) -> str:
-    return f"at {knee.load:.2g}" if knee.load > LOADS[0] else f"already at {LOADS[0]:g}"
+def _cause(knee: Knee) -> str:
+    cause = "its queue grows" if knee.queue_grows else "late"
+    return f"{cause} {f'from {knee.load:.2g}' if knee.load > LOADS[0] else f'already at {LOADS[0]:g}'}"
 
 
 def _draw_queue(axes: Axes, state: State) -> None:
-    ticks = axes.y.ticks(3)
-    axes.frame("load", "queue at the last arrival", x_ticks=TICKS[::2], x_format="{:g}".format, y_ticks=ticks)
+    x = {"x_ticks": TICKS[::2], "x_format": "{:g}".format}
+    axes.frame("load (dashed: it grows)", "queue at the last arrival", **x, y_ticks=axes.y.ticks(3))
     for curve in state.curves[::-1]:
         with axes.drawing.layer(answer="1" if curve.name == "static" else ""):
             queues = [curve.points[load].queue for load in curve.loads]
             axes.line(curve.loads, queues, COLOURS[curve.name], width=2)
+            if curve.ceiling is not None:
+                axes.mark_x(curve.ceiling, COLOURS[curve.name])
     axes.also_here(state.load)
     with axes.drawing.answer():
         _draw_tips(axes, state, lambda curve, load: f"{curve.points[load].queue} of {REQUESTS} waiting")
@@ -133,7 +127,8 @@ def _draw_seats(drawing: Drawing, state: State, y: float) -> float:
     """
     drawing.text((MARGIN, y), f"The first {seconds(state.window)}, seat by seat", size=HEADING, bold=True)
     wide = drawing.width >= WIDE
-    arrivals = Box(MARGIN + NAMES, y + 8, drawing.width - 2 * MARGIN - NAMES, 17)
+    left = MARGIN + NAMES * wide
+    arrivals = Box(left, y + (8 if wide else 24), drawing.width - MARGIN - left, 17)
     name, high = (20, 48) if wide else (40, 84)
     first = Box(arrivals.x, arrivals.bottom + name, arrivals.width, high)
     second = Box(first.x, first.bottom + name, first.width, high)
@@ -152,13 +147,14 @@ def _draw_stretch(drawing: Drawing, box: Box, curve: Curve, state: State, ends: 
     colour = COLOURS[curve.name]
     wide = drawing.width >= WIDE
     drawing.text((MARGIN, box.y - (6 if wide else 24)), curve.name, size=13, bold=True, colour=colour)
-    place = (box.x if wide else MARGIN, box.y - 6)
-    if any(moment.waiting for moment in stretch.moments):
-        used = share(round(stretch.used_while_waiting(state.seats), 2))
-        words = f"{used} of the seats work while requests wait"
+    place = (box.x, box.y - 6)
+    if (idle := round(1 - stretch.used_while_waiting(state.seats), 3)) > 0:
+        words = f"{share(idle)} of the seats idle while requests wait"
         legend(drawing, place, [Segment(words, 0, BROKEN, hatched=True)], box.width)
     else:
-        drawing.text(place, "no request waits", size=SMALL, colour=QUIET)
+        waits = any(moment.waiting for moment in stretch.moments)
+        words = "no seat is idle while requests wait" if waits else "no request waits"
+        drawing.text(place, words, size=SMALL, colour=QUIET)
     drawing.rect(box, IDLE)
     scale = box.width / state.window
     high = box.height / stretch.rows
@@ -188,7 +184,6 @@ def _draw_missed(drawing: Drawing, box: Box, stretch: Stretch, state: State, end
     scale = box.width / state.window
     before = 0.0
     spans = stretch.missed(state.seats)
-    gap = box.width / FRAMES / round(box.width / FRAMES / 10)  # the pieces' hatching continues
     for frame, end in enumerate(ends):
         for start, stop in spans:
             left, right = max(start, before), min(stop, end)
@@ -196,7 +191,7 @@ def _draw_missed(drawing: Drawing, box: Box, stretch: Stretch, state: State, end
                 part = Box(box.x + left * scale, box.y, (right - left) * scale, box.height)
                 with drawing.layer(at=f"{frame} {LAST}"):
                     drawing.rect(part, BROKEN)
-                    drawing.hatch(part, MISSED, gap=gap)
+                    drawing.hatch(part, MISSED, gap=10)
         before = end
 
 
@@ -208,15 +203,11 @@ def _stay_tip(stay: Stay) -> str:
 
 def _draw_arrivals(drawing: Drawing, box: Box, state: State, ends: Sequence[float]) -> None:
     """Draw a tick for each arrival, the same for both policies."""
-    drawing.text((MARGIN, box.y + 13), "arrivals", size=SMALL, colour=QUIET)
-    ticks: list[list[str]] = [[] for _ in ends]
+    drawing.text((MARGIN, box.y + (13 if drawing.width >= WIDE else -3)), "arrivals", size=SMALL, colour=QUIET)
     for time in state.arrivals:
         x = box.x + time / state.window * box.width
-        ticks[bisect_left(ends, time)].append(f"M{number(x)} {number(box.y + 4)}v9")
-    for frame, marks in enumerate(ticks):
-        if marks:
-            path = "".join(marks)
-            drawing.add(f'<path d="{path}" stroke="{INK}" stroke-width="1.2" data-at="{frame} {LAST}"/>')
+        at = f"{bisect_left(ends, time)} {LAST}"
+        drawing.polyline([(x, box.y + 4), (x, box.y + 13)], INK, width=1.2, at=at)
 
 
 def _caption(state: State, now: float) -> str:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 
-from minivllm_lab.palette import INK, ORANGE, PURPLE
+from minivllm_lab.palette import GREEN, INK, ORANGE, PURPLE
 from minivllm_simulate.kv_links import LINKS, Link
 from minivllm_simulate.load_sweep import Span, spans
 from widgets.preemption.pool import draw_pool
 from widgets.preemption.state import HOST_LINKS, POOLS, SHARE, State
 from widgets.shell.plot import Axes, Scale, draw_head, figures, hidden_note, percent, seconds, short, tokens, two_boxes
-from widgets.shell.svg import SMALL, Box, Drawing
+from widgets.shell.svg import Box, Drawing
 
 POOL = Scale(POOLS[0], POOLS[-1], log=True)
 TICKS = tuple(float(2**power) for power in range(13, 19))
@@ -59,7 +59,7 @@ def _draw_loss(drawing: Drawing, box: Box, state: State, pinned: State | None) -
         if state.pool in pools:
             here = state.points[state.pool].lost
             axes.points([state.pool], [here], INK)
-            drawing.text((box.right, box.y - 10), percent(here), size=SMALL, anchor="end", bold=True)
+            axes.label(axes.at(state.pool, here), percent(here))
         axes.tips(pools, lambda pool: _tip(state, pool))
 
 
@@ -67,6 +67,8 @@ def _draw_broken(axes: Axes, state: State) -> None:
     """Shade where the engine does not start, and where requests take too long."""
     for span in state.late:
         axes.broken(*span, late_words(state, span))
+        if enough := [pool for pool in state.run if pool >= (span[1] or math.inf) and not state.causes(pool)]:
+            axes.explain(span[1], None, f"enough: from {tokens(enough[0])}", GREEN)
     for span in state.stopped:
         inside = [pool for pool in state.refusals if (span[0] or 0) <= pool < (span[1] or math.inf)]
         axes.shade(*span, f"does not start: {state.refusals[inside[0]]}")

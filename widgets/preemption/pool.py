@@ -15,7 +15,7 @@ from widgets.preemption.state import State
 from widgets.shell.plot import MARGIN, Scale, seconds, tokens
 from widgets.shell.strip import FRAMES, NAMES, draw_times, frame_ends, frames_from, pixels
 from widgets.shell.svg import QUIET, SMALL, Box, Drawing, Segment, legend
-from widgets.shell.theme import IDLE, MISSED
+from widgets.shell.theme import CARD, IDLE, MISSED
 
 ROWS, ROW, LEVEL = 5, 23, 58
 """How many requests have a row, and the heights of a row and of the pool."""
@@ -29,17 +29,17 @@ def draw_pool(drawing: Drawing, state: State, y: float) -> float:
     """Draw the pool over a time window, and a row for each of a few requests; return the y below."""
     swaps = state.serving.policy != "recompute"
     away = Segment("waits, copied to the host", 0, PURPLE) if swaps else Segment("waits without blocks", 0, MISSED)
-    keys = [Segment("holds blocks", 0, BLUE), Segment("is preempted", 0, VERMILLION, dash="none"), away]
+    keys = [Segment("holds tokens (height)", 0, BLUE), Segment("is preempted", 0, VERMILLION, dash="none"), away]
     keys += [Segment("is recomputed", 0, ORANGE)] * (not swaps)
     y = legend(drawing, (MARGIN, y), keys, drawing.width - 2 * MARGIN)
     level = Box(MARGIN + NAMES, y - 2, drawing.width - 2 * MARGIN - NAMES, LEVEL)
-    drawing.text((MARGIN, level.y + 10), "the pool:", size=SMALL, colour=QUIET)
-    drawing.text((MARGIN, level.y + 24), f"{tokens(state.pool)} tokens", size=SMALL, colour=QUIET)
+    drawing.text((MARGIN, level.y + 10), f"pool: {tokens(state.pool)}", size=SMALL, colour=QUIET)
+    drawing.text((MARGIN, level.y + 24), f"needed: {state.saturation / 1024:,.0f}K", size=SMALL, colour=QUIET)
     drawing.rect(level, IDLE)
     rows = Box(level.x, level.bottom + 6, level.width, ROWS * ROW)
     if point := state.points.get(state.pool):
         across = Scale(*window(state, point))
-        _draw_level(drawing, level, point, state.pool // BLOCK_SIZE, across)
+        _draw_level(drawing, level, point, state.pool, across)
         _draw_rows(drawing, level, rows, state, across)
         drawing.play([_caption(point, end, across.low) for end in frame_ends(across)])
         draw_times(drawing, rows, across)
@@ -59,14 +59,14 @@ def window(state: State, point: Point) -> tuple[float, float]:
     return start, start + wide
 
 
-def victims(point: Point, start: float, end: float) -> list[int]:
-    """Choose the requests that get a row: first those preempted in this time span, in that order,
-    then those that run longest in it.
+def victims(point: Point, start: float, end: float) -> tuple[list[int], int]:
+    """Choose the requests that get a row, by arrival: those preempted first in this time span, then
+    those that run longest in it; and count all that are preempted in it.
     """
     inside = [span for span in point.spans if _overlaps(span, Scale(start, end))]
-    out = [span.request for span in inside if span.kind == OUT and span.start >= start]
+    out = dict.fromkeys(span.request for span in inside if span.kind == OUT and span.start >= start)
     longest = sorted(inside, key=lambda span: max(span.start, start) - min(span.end, end))
-    return list(dict.fromkeys([*out, *(span.request for span in longest)]))[:ROWS]
+    return sorted([*dict.fromkeys([*out, *(span.request for span in longest)])][:ROWS]), len(out)
 
 
 def _overlaps(span: Span, across: Scale) -> bool:
@@ -82,15 +82,19 @@ def _slices(across: Scale) -> Iterator[tuple[str, float, float]]:
 # ---- the pool
 
 
-def _draw_level(drawing: Drawing, box: Box, point: Point, blocks: int, across: Scale) -> None:
-    """Draw the blocks in use, frame by frame."""
+def _draw_level(drawing: Drawing, box: Box, point: Point, pool: int, across: Scale) -> None:
+    """Draw the tokens' blocks in use, frame by frame, from as high a level as they never fall below."""
     ends = [sample.end for sample in point.samples]
+    first, last = (bisect_right(ends, time) for time in (across.low, across.high))
+    least = min(sample.used for sample in point.samples[max(0, first - 1) : last]) * BLOCK_SIZE
+    fill = Scale(max(share * pool for share in (0, 0.5, 0.75) if share * pool <= least), pool)
+    drawing.text((MARGIN, box.y + 38), f"axis from {tokens(fill.low)}", size=SMALL, colour=QUIET)
     for at, start, end in _slices(across):
         x, right = pixels(box, across, start, end)
-        path = [f"M{number(x - 0.5)} {number(box.bottom)}"]  # without a gap to the frame before
+        path = [f"M{number(x - 1)} {number(box.bottom)}"]  # without a gap to the frame before
         for sample in point.samples[max(0, bisect_right(ends, start) - 1) : bisect_right(ends, end)]:
-            when = max(x - 0.5, pixels(box, across, sample.end, end)[0])
-            path.append(f"H{number(when)}V{number(box.bottom - box.height * sample.used / blocks)}")
+            when = max(x - 1, pixels(box, across, sample.end, end)[0])
+            path.append(f"H{number(when)}V{number(box.bottom - box.height * fill.share(sample.used * BLOCK_SIZE))}")
         path.append(f"H{number(right)}V{number(box.bottom)}z")
         drawing.add(f'<path fill="{BLUE}" d="{"".join(path)}" data-at="{at}"/>')
         tip = _caption(point, end, across.low)
@@ -106,7 +110,9 @@ def _draw_rows(drawing: Drawing, level: Box, rows: Box, state: State, across: Sc
     """
     point, swaps = state.points[state.pool], state.serving.policy != "recompute"
     colours = {OUT: PURPLE, AGAIN: PURPLE} if swaps else {OUT: MISSED, AGAIN: ORANGE}
-    shown = victims(point, across.low, across.high)
+    shown, count = victims(point, across.low, across.high)
+    if count:
+        drawing.text((MARGIN, rows.y - 8), f"{min(count, ROWS)} of {count} victims:", size=SMALL, colour=QUIET)
     held = [[each for each in _holdings(state, point, index) if _overlaps(each[0], across)] for index in shown]
     most = max((high for spans in held for _, _, high in spans), default=1)
     for index, (request, spans) in enumerate(zip(shown, held, strict=True)):
@@ -122,7 +128,8 @@ def _draw_rows(drawing: Drawing, level: Box, rows: Box, state: State, across: Sc
                 top = rows.y + shown.index(span.request) * ROW
                 drawing.polyline([(x, level.y), (x, top)], VERMILLION, width=1.2, dash="1 3", at=at)
                 drawing.polyline([(x, top), (x, top + ROW - 3)], VERMILLION, width=2, at=at)
-            drawing.circle((x, level.y), 3, VERMILLION, stroke="none", at=at)
+            # A hollow dot's request has no row.
+            drawing.circle((x, level.y), 3, VERMILLION if span.request in shown else CARD, stroke=VERMILLION, at=at)
 
 
 def _holdings(state: State, point: Point, request: int) -> Iterator[tuple[Span, int, int]]:
@@ -144,7 +151,7 @@ def _draw_span(drawing: Drawing, row: Box, span: Span, shares: tuple[float, floa
             (x, right), bottom = pixels(row, across, *times), number(row.bottom)
             highs = [shares[0] + (shares[1] - shares[0]) * grown.share(time) for time in times]
             low, high = (number(row.bottom - max(2.5, row.height * share)) for share in highs)
-            x -= 0.4 * (start > span.start)  # without a gap to the frame before
+            x -= start > span.start  # without a gap to the frame before
             corners = f"M{number(x)} {bottom}V{low}L{number(max(right, x + 1))} {high}V{bottom}z"
             drawing.add(f'<path fill="{colour}" d="{corners}" data-at="{at}"/>')
     left, right = pixels(row, across, span.start, span.end)

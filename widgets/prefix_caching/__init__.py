@@ -192,7 +192,7 @@ CHALLENGES = (
 )
 
 GUESS = Guess(
-    "The pool holds six of the eight documents, whose users come in turn. What share of the prompt tokens hits?",
+    "The pool holds almost six of the eight documents, whose users come in turn. What share of the prompt tokens hits?",
     ("65 %, as if endless", "48 %: six of eight", "16 %", "nothing"),
     3,
     "LRU evicts the least recently used document, and that is always the one whose user comes next.",

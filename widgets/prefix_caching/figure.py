@@ -7,23 +7,22 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import pairwise
 
 from minivllm_lab.drawing import QUIET, RULE, number, text_width
 from minivllm_lab.optimization_catalog.prefix_reuse import SHARED, Reuse
 from minivllm_lab.palette import BLUE, GREEN, GREY, INK, PURPLE, VERMILLION
 from widgets.prefix_caching.state import POOLS, USERS, State, milliseconds
-from widgets.shell.plot import Axes, Scale, counted, hidden_note, percent, tokens
+from widgets.shell.plot import MARGIN, WIDE, Axes, Scale, counted, hidden_note, percent, tokens
 from widgets.shell.svg import SMALL, Box, Drawing, Segment, legend
 from widgets.shell.theme import BROKEN, CARD, MISSED, RAMP, RAMP_WORDS
 
-MARGIN, GUTTER = 16, 40
+GUTTER = 40
 ROW, CUT, NARROW_CUT, STRIP = 17, 84, 120, 84
 """Heights in pixels of a row of the map, of the cut, of a cut with more lines of words, and of
 the strip.
 """
-WIDE = 560
-"""The width from which words need few lines."""
 NARROW_CELL = 44
 """The width from which a cell's number has its unit."""
 MOST_PIECES = 200
@@ -52,9 +51,8 @@ def figure(state: State, width: float = 640, pinned: State | None = None) -> str
     """Draw the map of hit rates, a cut through it for the current users, and the pool from
     request to request.
     """
-    drawing = Drawing(
-        width, 1000, f"Prefix cache: {state.kind.title}", _of_cell(state, state.users, state.pool, state.here)
-    )
+    here = _of_cell(state, state.users, state.pool, state.here)
+    drawing = Drawing(width, 1000, f"Prefix cache: {state.kind.title}", here)
     y = drawing.heading((MARGIN, 22), "Prefix-cache hit rate", state.kind.title)
     y = _map_legend(drawing, state, y + 21)
     plane = Box(MARGIN + GUTTER, y - 8, width - 2 * MARGIN - GUTTER, ROW * len(USERS))
@@ -81,24 +79,13 @@ def _of_cell(state: State, users: int, pool: int, cell: Reuse) -> str:
 
 
 def _map_legend(drawing: Drawing, state: State, y: float) -> float:
-    hatched = f"p95 time to first token above {state.target * 1e3:g} ms"
-    wide = drawing.width - 2 * MARGIN
-    below = legend(drawing, (MARGIN, y), [Segment(hatched, 0, BROKEN, hatched=True)], wide)
-    if not _has_line(state):
-        return below
-    words = "all contexts together just fit"
-    x = MARGIN + 18 + text_width(hatched, SMALL) + 22
-    if x + 32 + text_width(words, SMALL) > drawing.width - MARGIN:
-        x, y, below = MARGIN, y + 19, below + 19
-    drawing.line((x, y - 4), (x + 24, y - 4), INK, width=2, dash="5 3")
-    drawing.text((x + 30, y), words, size=SMALL, colour=QUIET)
-    return below
+    keys = [Segment(f"p95 time to first token above {state.target * 1e3:g} ms", 0, BROKEN, hatched=True)]
+    keys += [Segment("all contexts together just fit", 0, INK, dash="5 3")] * _has_line(state)
+    return legend(drawing, (MARGIN, y), keys, drawing.width - 2 * MARGIN)
 
 
 def _has_line(state: State) -> bool:
-    """Return whether the contexts to keep grow with the number of users; users who do not pause
-    leave early.
-    """
+    """Return whether the contexts to keep grow with the users; users who do not pause leave early."""
     return state.kind.pause > 0 and (state.kind.prefix_of == "user" or state.kind.grows)
 
 
@@ -224,7 +211,7 @@ def _draw_cut(drawing: Drawing, state: State, box: Box, pinned: State | None) ->
     with drawing.answer():
         _draw_curve(axes, state, [(pool, cell) for pool, cell in row if pool not in dict(right[1:])])
     x, y = axes.at(MIDDLES[state.pool], state.hit_rate)
-    drawing.line((x, y), (x, box.bottom), INK, width=2)
+    axes.also_here(MIDDLES[state.pool])
     drawing.circle((x, box.bottom), 7, INK)
     with drawing.answer():
         drawing.circle((x, y), 6, BLUE, stroke=INK)
@@ -233,6 +220,7 @@ def _draw_cut(drawing: Drawing, state: State, box: Box, pinned: State | None) ->
 
 def _draw_curve(axes: Axes, state: State, row: Sequence[tuple[int, Reuse]]) -> None:
     pools, rates = [MIDDLES[pool] for pool, _ in row], [cell.hit_rate for _, cell in row]
+    axes.points(pools, rates, BLUE, radius=3.5)
     axes.line(pools, rates, BLUE, tips=[_of_cell(state, state.users, pool, cell) for pool, cell in row])
 
 
@@ -244,7 +232,8 @@ def _cause(state: State) -> str:
         return f"{reason}; {missed}"
     if state.kind.pause == 0:
         return f"the pool holds too few users at once, so others wait; {missed}"
-    whom = "those whose users return late" if state.load.at_random else "each before its user returns"
+    noun = "document" if state.kind.name == "documents" else "context"
+    whom = "those whose users return late" if state.load.at_random else f"each {noun} before its user returns"
     return f"LRU evicts {whom}: {missed}"
 
 
@@ -256,10 +245,10 @@ def _draw_strip(drawing: Drawing, state: State, top: float) -> float:
     height.
     """
     y = drawing.heading((MARGIN, top), "Whose context is in the pool", "rows: users; columns: requests")
-    keys = [Segment("in the pool (paler: in part)", 0, RAMP[3]), Segment("hit (●)", 0, GREEN)]
-    keys += [Segment("recomputed (◆)", 0, VERMILLION), Segment("new (■)", 0, GREY)]
-    if any(state.here.wrong):
-        keys.append(Segment("of another text (▲)", 0, PURPLE))
+    kinds = ["hit", "recomputed", "new", *["of another text"] * any(state.here.wrong)]
+    keys = [Segment("in the pool (paler: in part)", 0, RAMP[3])]
+    keys += [Segment(kind, 0, INK, draw=partial(_draw_mark, drawing, kind)) for kind in kinds]
+    keys += [Segment("evicted", 0, VERMILLION, dash="1 3")] * (state.lost > 0)
     y = legend(drawing, (MARGIN, y + 19), keys, drawing.width - 2 * MARGIN)
     box = Box(MARGIN + GUTTER, y - 10, drawing.width - 2 * MARGIN - GUTTER, STRIP)
     strip = _Strip(drawing, state, box)
@@ -372,25 +361,41 @@ class _Strip:
         self.drawing.add("</g>")
 
     def _marks(self) -> None:
+        self._draw_eviction()
         for column, admission in enumerate(self.admissions):
             for index in admission.requests:
                 user = index // self.state.load.turns
-                row = self.rows.index(user)
-                middle = (self.box.x + (column + 0.5) * self.wide, self.box.y + (row + 0.5) * self.high)
+                hits, again, _, wrong = self._parts(index)
+                kind = "of another text" if wrong else "recomputed" if again else "hit" if hits else "new"
                 with self.drawing.layer(group=f"user {user}", at=f"{column} {self.last}", tip=self._of_request(index)):
-                    self._mark(index, middle, max(3, min(4.5, self.high / 2 - 0.5)))
+                    _draw_mark(self.drawing, kind, self._middle(column, user), max(3, min(4.5, self.high / 2 - 0.5)))
 
-    def _mark(self, index: int, middle: tuple[float, float], radius: float) -> None:
-        """Draw a mark whose shape and colour show what happened to the prompt."""
-        x, y = middle
-        hits, again, _, wrong = self._parts(index)
-        if wrong:
-            corners = [(x - radius, y + radius), (x + radius, y + radius), (x, y - radius)]
-            self.drawing.polygon(corners, PURPLE)
-        elif again:
-            corners = [(x - radius - 1, y), (x, y - radius - 1), (x + radius + 1, y), (x, y + radius + 1)]
-            self.drawing.polygon(corners, VERMILLION)
-        elif hits:
-            self.drawing.circle(middle, radius, GREEN, stroke=CARD if radius > 3.5 else "none")
-        else:
-            self.drawing.rect(Box(x - radius, y - radius, 2 * radius, 2 * radius), GREY)
+    def _middle(self, column: float, user: int) -> tuple[float, float]:
+        row = self.rows.index(user)
+        return self.box.x + (column + 0.5) * self.wide, self.box.y + (row + 0.5) * self.high
+
+    def _draw_eviction(self) -> None:
+        """Mark the first context that is evicted before its user returns, up to their return."""
+        evicted: dict[int, int] = {}
+        for column, admission in enumerate(self.admissions):
+            for user in (index // self.state.load.turns for index in admission.requests if self._parts(index)[1]):
+                if user in evicted:
+                    (x, y), end = self._middle(evicted[user] - 0.5, user), self._middle(column, user)
+                    at = f"{column} {self.last}"
+                    self.drawing.polyline([(x, y - 4), (x, y + 4), (x, y), end], VERMILLION, dash="1 3", at=at)
+                    return
+            evicted |= {user: column for user, _ in admission.lost}
+
+
+def _draw_mark(drawing: Drawing, kind: str, middle: tuple[float, float], radius: float = 4.5) -> None:
+    """Draw a mark whose shape and colour show what happened to the prompt."""
+    x, y = middle
+    if kind == "of another text":
+        drawing.polygon([(x - radius, y + radius), (x + radius, y + radius), (x, y - radius)], PURPLE)
+    elif kind == "recomputed":
+        wide = radius + 1
+        drawing.polygon([(x - wide, y), (x, y - wide), (x + wide, y), (x, y + wide)], VERMILLION)
+    elif kind == "hit":
+        drawing.circle(middle, radius, GREEN, stroke=CARD if radius > 3.5 else "none")
+    else:
+        drawing.rect(Box(x - radius, y - radius, 2 * radius, 2 * radius), GREY)

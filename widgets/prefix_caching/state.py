@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from itertools import product
 
 from minivllm.core.block_hash import HashBlockTokens
 from minivllm_lab.bounded import bounded
@@ -155,12 +156,9 @@ def _states(load: Load, pool: int, target: float) -> Iterator[State]:
 def _by_distance(users: int, pool: int) -> list[tuple[int, int | None]]:
     """List all cells, those in the reader's row first; None stands for a pool that never evicts."""
     at = USERS.index(users), POOLS.index(pool)
-    cells = [(abs(row - at[0]), abs(column - at[1]), USERS[row], POOLS[column]) for row, column in _places()]
+    places = product(enumerate(USERS), enumerate(POOLS))
+    cells = [(abs(row - at[0]), abs(column - at[1]), many, size) for (row, many), (column, size) in places]
     return [(users, None), *((many, size) for _, _, many, size in sorted(cells))]
-
-
-def _places() -> list[tuple[int, int]]:
-    return [(row, column) for row in range(len(USERS)) for column in range(len(POOLS))]
 
 
 class _Map:

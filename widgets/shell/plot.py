@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import chain, pairwise
+from itertools import pairwise
 from typing import TypeVar
 
 from minivllm_lab.drawing import QUIET, Point, number, text_width, wrapped
@@ -331,8 +331,8 @@ class Axes:
 
     def _region_places(self, area: Box, words: str) -> Iterator[Lines]:
         """Yield the places for words about a region, the best first: beside its own edge, up to the
-        next edge inside it; anywhere inside it; outside it with an arrow. Words that need many lines
-        there give way to the first words alone.
+        next edge inside it; anywhere inside it; outside its edge with an arrow. Words that need many
+        lines there give way to the first words alone.
         """
         ends = sorted([self.box.x, *self.edges, self.box.right])
         within = [x for x in ends if area.x + 1 < x < area.right - 1]
@@ -340,12 +340,14 @@ class Axes:
         after = min((x for x in ends if x > area.right + 1), default=area.right)
         from_left = area.x > self.box.x + 1
         own = [(area.x, within[0]) if from_left else (within[-1], area.right)] if within else []
-        short = re.split("[:;]", words)[0]
-        for content, most in dict.fromkeys([(words, 4), (short, 4), (words, 99)]):
-            places = [self._wrapped_places(content, *part, from_left) for part in (*own, (area.x, area.right))]
-            places.append(self._wrapped_places(f"← {content}", area.right, after, True))
-            places.append(self._wrapped_places(f"{content} →", before, area.x, False))
-            yield from (place for place in chain(*places) if len(place.lines) <= most)
+        inside = [("{}", *part, from_left) for part in (*own, (area.x, area.right))]
+        beside = [("← {}", area.right, after, True), ("{} →", before, area.x, False)]
+        for parts in (inside, beside):
+            for content, most in dict.fromkeys([(words, 4), (re.split("[:;]", words)[0], 4), (words, 99)]):
+                for shape, left, right, near in parts:
+                    places = self._wrapped_places(shape.format(content), left, right, near)
+                    far = "" if parts is inside else "end" if near else "start"
+                    yield from (each for each in places if len(each.lines) <= most and each.anchor != far)
 
     def _wrapped_places(self, words: str, left: float, right: float, after: bool) -> Iterator[Lines]:
         """Yield lines that begin at the left or end at the right, in few lines or in many, from the
@@ -388,7 +390,7 @@ class Axes:
             at = (place.x, place.top + 12 + ROW * row)
             if ground:
                 line_box = text_box(at, line, SMALL, place.anchor, bold=row < place.bold)
-                behind = Box(line_box.x - 3, line_box.y - 2, line_box.width + 6, ROW)
+                behind = Box(line_box.x - 1, line_box.y - 2, line_box.width + 2, ROW)
                 self.drawing.rect(behind, CARD, opacity=0.8)
             strong = bold and row < place.bold
             self.drawing.text(at, line, size=SMALL, colour=colour, anchor=place.anchor, bold=strong, halo=not ground)
@@ -543,18 +545,3 @@ def two_boxes(width: float, y: float, high: float, *, large: float) -> tuple[Box
     if width < WIDE:
         return first, Box(60, first.bottom + 78, first.width, high)
     return first, Box(first.right + 72, y, width - first.right - 72 - MARGIN, high)
-
-
-def three_boxes(width: float, y: float, high: float, *, large: float, between: float = 36) -> tuple[Box, Box, Box]:
-    """Place a large plot with two small ones beside it, `between` pixels apart, or all three in one
-    column if the picture is narrow.
-    """
-    y += 8  # the names of the axes keep off the line above
-    if width >= WIDE:
-        left = round(width * large)
-        right = left + 66
-        small = (high - between) / 2
-        upper = Box(right, y, width - right - MARGIN, small)
-        return Box(60, y, left - 60, high), upper, Box(right, y + high - small, upper.width, small)
-    whole = width - 60 - MARGIN
-    return Box(60, y, whole, 170), Box(60, y + 240, whole, 70), Box(60, y + 308 + between, whole, 70)

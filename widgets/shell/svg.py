@@ -251,7 +251,7 @@ class Drawing:
         apart.
         """
         lines = []
-        offset = gap - box.height
+        offset = gap - box.height - box.x % gap  # so that the lines of neighbouring boxes continue
         while offset < box.width:
             left, right = max(offset, 0.0), min(offset + box.height, box.width)
             lower, upper = box.bottom - (left - offset), box.bottom - (right - offset)
@@ -303,6 +303,8 @@ class Segment:
     outlined: bool = False
     dash: str = ""
     """For the key of a line: its dashes, or "none"."""
+    draw: Callable[[Point], None] | None = None
+    """For the key of a mark: draws it around this point."""
 
 
 def stacked_bar(drawing: Drawing, box: Box, segments: Sequence[Segment], total: float) -> None:
@@ -341,7 +343,9 @@ def legend(drawing: Drawing, place: Point, entries: Sequence[Segment], width: fl
             x, y = place[0], y + 19
         key = Box(x, y - 10, 12, 12)
         stroke = MID if entry.outlined else "none"
-        if entry.dash:
+        if entry.draw:
+            entry.draw((x + 6, y - 4))
+        elif entry.dash:
             drawing.line((x, y - 4), (x + 14, y - 4), entry.colour, width=2.5, dash=entry.dash)
         else:
             drawing.rect(key, entry.colour, tip=entry.tip, stroke=stroke, radius=2)
