@@ -80,9 +80,8 @@ def _scale(state: State) -> Scale:
 
 
 def _draw_waits(axes: Axes, state: State, pinned: State | None) -> None:
-    axes.frame(
-        "", f"{percent(CLIENTS)} have a first token within", x_ticks=(), y_ticks=axes.y.powers(), y_format=seconds
-    )
+    name = f"{percent(CLIENTS)} have a first token within"
+    axes.frame("", name, x_ticks=(), y_ticks=axes.y.powers(), y_format=seconds)
     with axes.drawing.answer():
         for span in state.late:
             axes.broken(*span, late_words(state, span))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from minivllm_lab.drawing import Point, text_width
 from minivllm_lab.paged_attention.played_pool import Frame, Play
 from minivllm_lab.palette import BLUE, GREEN, INK, ORANGE, PURPLE, VERMILLION, YELLOW
-from widgets.shell.plot import MARGIN, WIDE, Axes, Scale, hidden_note
+from widgets.shell.plot import MARGIN, WIDE, Axes, Scale, hidden_note, two_boxes
 from widgets.shell.strip import draw_title
 from widgets.shell.svg import BOLD, MID, QUIET, RULE, SMALL, Box, Drawing, Segment
 from widgets.shell.theme import BROKEN, CARD, RESERVED
@@ -47,12 +47,7 @@ def draw(state: State, width: float, pinned: State | None, description: str) -> 
     drawing = Drawing(width, 0, "What a block size costs", description)
     note = f"{state.title}, {state.samples} answer{'s' if state.samples > 1 else ''} each"
     y = drawing.heading((MARGIN, 22), "What a block size costs", note) + 32
-    left, wide = MARGIN + 38, width - 2 * MARGIN - 48
-    if width >= WIDE:
-        slots_box = Box(left, y, 0.58 * wide, 114)
-        bytes_box = Box(slots_box.right + 60, y, width - MARGIN - 10 - slots_box.right - 60, 114)
-    else:
-        slots_box, bytes_box = Box(left, y, wide, 130), Box(left, y + 200, wide, 70)
+    slots_box, bytes_box = two_boxes(width, y, 114, large=0.6)
     _empty_slots(Axes(drawing, slots_box, _sizes(state), Scale(0, 1)), state, pinned)
     _look_ups(drawing, bytes_box, state, pinned)
     drawing.height = _pool(drawing, state.play, bytes_box.bottom + 62, width) + 12
@@ -78,9 +73,7 @@ def _empty_slots(axes: Axes, state: State, pinned: State | None) -> None:
         axes.pinned(sizes, list(pinned.empty.values()), pinned.block_size)
     with drawing.answer():
         _over(axes, state.empty, state.empty_allowed, "Last blocks are half empty")
-        tips = [
-            f"Blocks of {size}: {percent(share)} of the held slots are empty." for size, share in state.empty.items()
-        ]
+        tips = [f"{slots(size)}: {percent(share)} of held slots are empty." for size, share in state.empty.items()]
         axes.line(sizes, list(state.empty.values()), ORANGE, width=3, tips=tips)
         _valley(axes, state)
         _read(axes, state.block_size, state.empty[state.block_size], ORANGE)
@@ -100,10 +93,7 @@ def _look_ups(drawing: Drawing, box: Box, state: State, pinned: State | None) ->
         axes.pinned(sizes, list(pinned.extra.values()), pinned.block_size)
     _over(axes, state.extra, state.extra_allowed, "Too many look-ups" * state.over(DEFAULT))
     with drawing.layer(tip=_modelled(state)):
-        tips = [
-            f"Blocks of {size}: {percent(share)} more bytes than needed (modelled)."
-            for size, share in state.extra.items()
-        ]
+        tips = [f"{slots(size)}: {percent(share)} in vain (modelled)." for size, share in state.extra.items()]
         axes.line(sizes, shares, PURPLE, tips=tips)
     axes.mark_y(state.extra_allowed, f"limit {percent(state.extra_allowed)}")
     _read(axes, state.block_size, state.extra[state.block_size], PURPLE)
@@ -151,11 +141,10 @@ def _valley(axes: Axes, state: State) -> None:
     """Mark the cheapest block size; its tip has those of other requests."""
     valleys = [f"{each.title}: {each.block_size}" for each in (state.valley, *state.others)]
     size = state.valley.block_size
-    place = axes.at(size, state.empty[size])
+    x, y = axes.at(size, state.empty[size])
     words = f"Held in vain and fetched in vain, both per byte needed, are least here. Cheapest: {'; '.join(valleys)}."
-    axes.drawing.circle(place, 6.5, GREEN, tip=words)
-    under = (place[0], axes.box.bottom + 35)
-    axes.drawing.text(under, "cheapest", size=SMALL, colour=GREEN, anchor="middle", bold=True)
+    axes.drawing.circle((x, y), 6.5, GREEN, tip=words)
+    axes.drawing.text((x, axes.box.bottom + 35), "cheapest", size=SMALL, colour=GREEN, anchor="middle", bold=True)
 
 
 # ---- the pool and the tables
