@@ -12,7 +12,7 @@ from minivllm.config.units import GIB
 from minivllm_lab.drawing import ink_on, number, text_width
 from minivllm_lab.palette import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, SKY, VERMILLION
 from widgets.attention_heads.state import TPS, Kind, Place, State
-from widgets.shell.plot import MARGIN, WIDE, Axes, Key, Scale, draw_keys, hidden_note, modelled, percent, short, tokens
+from widgets.shell.plot import MARGIN, WIDE, Axes, Key, Scale, draw_keys, hidden_note, modelled, percent, tokens
 from widgets.shell.svg import QUIET, SMALL, Box, Drawing, Segment, legend
 from widgets.shell.theme import BROKEN, IDLE, MID, MISSED, PINNED
 
@@ -21,11 +21,12 @@ GPUS = Scale(TPS[0] / HALF, TPS[-1] * HALF, log=True)
 """Each number of GPUs has the part of the axis nearest to it."""
 STYLES = {"MHA": (GREEN, "8 4"), "MQA": (PURPLE, "2 4"), "late": (SKY, "9 3 2 3"), "GQA,": (GREY, "5 3")}
 """The colour and dashes of a kind shown for comparison, by the start of its name."""
-ABOVE, MEMORY, QUERIES, NUMBERS, PLOT = 32, 94, 14, 15, 142
+ABOVE, MEMORY, QUERIES, NUMBERS, PLOT = 27, 94, 14, 15, 142
 """Pixels of height: what does not fit, a GPU's memory, its query heads, its number, and the plot."""
 MODEL_NAMES, MODEL_BYTES, MODEL_ROW = 112, 44, 15
 """Pixels of a model's name, of its bytes, and of its row."""
 KIB = 1024
+Curve = tuple[list[float], list[float]]
 
 
 def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
@@ -58,7 +59,8 @@ def style(kind: Kind) -> tuple[str, str]:
 
 def _keys(state: State) -> list[Key]:
     beside = [(kind.name, *style(kind), 1.8) for kind in state.others]
-    return [(state.mine.name, BLUE, "", 2.5), *beside]
+    split = [("without copies", BLUE, "2 4", 1.5)] * any(place.copies > 1 for place in state.mine.places)
+    return [(state.mine.name, BLUE, "", 2.5), *split, *beside]
 
 
 # ---- requests that fit
@@ -71,14 +73,7 @@ def _scale(state: State) -> Scale:
 
 
 def _draw_fits(axes: Axes, state: State, pinned: State | None) -> None:
-    axes.frame(
-        "GPUs that share the model (tensor parallel)",
-        "",
-        x_ticks=TPS,
-        x_format="{:g}".format,
-        y_ticks=axes.y.powers(),
-        y_format=short,
-    )
+    axes.frame("GPUs that share the model (tensor parallel)", "", x_ticks=TPS, y_ticks=axes.y.powers())
     with axes.drawing.answer():
         _draw_broken(axes, state)
     if pinned:
@@ -86,10 +81,13 @@ def _draw_fits(axes: Axes, state: State, pinned: State | None) -> None:
     axes.mark_y(state.wanted, f"{state.wanted} required", INK)
     hidden_note(axes.drawing, axes.box)
     with axes.drawing.answer():
-        axes.line(*_curve(state.mine, _fits), BLUE)
-        for kind in state.others:  # on top, because some lie on the reader's
+        alone = 1 if state.latent else state.kv_heads
+        split = _curve(state.mine, lambda place: place.fits * place.copies * (place.tp >= alone))
+        axes.line(*split, BLUE, width=1.5, dash="2 4")
+        axes.line(*_curve(state.mine, _fits, (1 / HALF, HALF)), BLUE)
+        for kind in state.others:
             colour, dash = style(kind)
-            axes.line(*_curve(kind, _fits), colour, width=1.8, dash=dash)
+            axes.line(*_beside(kind, state.mine), colour, width=1.8, dash=dash)
         axes.points(*_curve(state.mine, lambda place: place.fits * (place.fits >= axes.y.low)), BLUE, radius=3.5)
     axes.here(state.tp, "tensor_parallel_size", f"{state.tp} GPU{'s' * (state.tp > 1)}")
     with axes.drawing.answer():
@@ -100,10 +98,16 @@ def _fits(place: Place) -> float:
     return place.fits
 
 
-def _curve(kind: Kind, value: Callable[[Place], float]) -> tuple[list[float], list[float]]:
-    """Return the numbers of GPUs and the values, without values of 0."""
-    points = [(float(place.tp), value(place)) for place in kind.places if value(place) > 0]
+def _curve(kind: Kind, value: Callable[[Place], float], ends: Sequence[float] = (1,)) -> Curve:
+    """Return the numbers of GPUs, times each of `ends`, and the values, without values of 0."""
+    points = [(place.tp * end, value(place)) for place in kind.places if value(place) > 0 for end in ends]
     return [tp for tp, _ in points], [height for _, height in points]
+
+
+def _beside(kind: Kind, mine: Kind) -> Curve:
+    """Return the curve of another kind, up to where it would cover the reader's."""
+    same = [place.tp for place in kind.places if place.kv_bytes == mine.at(place.tp).kv_bytes > 0]
+    return _curve(kind, lambda place: place.fits * (place.tp <= min(same, default=TPS[-1])))
 
 
 def _fits_tip(state: State, place: Place) -> str:
@@ -158,11 +162,11 @@ def held_words(state: State, tp: int) -> str:
 def _draw_head(drawing: Drawing, state: State, pinned: State | None) -> float:
     """Write the title and the colours, and return the y below."""
     load = f"{state.wanted} requests of {tokens(state.context)} tokens"
-    note = f"{load} in the {state.budget / GIB:.0f} GiB that vLLM may use"
+    note = f"{state.model}, {load}, {state.budget / GIB:.0f} GiB for vLLM"
     y = drawing.heading((MARGIN, 23), f"What each {state.hardware.name} keeps", note)
     holders = "the latent" if state.latent else f"{state.kv_heads} KV head{'s' * (state.kv_heads > 1)}"
     keys = [
-        Segment(f"{state.query_heads} query heads", 0, INK),
+        Segment(f"{state.query_heads} query heads", 0, INK, dash="2.5 3"),
         Segment(holders, 0, BLUE),
         Segment("copies", 0, ORANGE),
         Segment("weights and the rest", 0, MID),
@@ -194,8 +198,13 @@ def _draw_gpus(drawing: Drawing, y: float, state: State, pinned: State | None) -
                 _draw_heads(drawing, gpu, state, state.ranks[rank], seen)
                 drawing.rect(gpu, "transparent", tip=_rank_tip(state, rank))
                 seen |= set(state.ranks[rank])
+            copies = state.here.copies
+            for first in range(0, state.tp, copies) if copies > 1 and _filled(state) <= 1 else ():
+                start, end = gpus[first].x, gpus[first + copies - 1].right
+                drawing.line((start, whole.y - 6), (end, whole.y - 6), colour=ORANGE, width=2.5)
         words, colour = _memory_words(state)
-        drawing.text((whole.x, whole.y - 5), words, size=SMALL, colour=colour, bold=True, halo=True)
+        words = "same keys and values: " * (colour == ORANGE and drawing.width >= WIDE) + words
+        drawing.text((whole.x, whole.y - 12), words, size=SMALL, colour=colour, bold=True, halo=True)
     if pinned and _filled(pinned) < 1 + ABOVE / MEMORY:
         height = whole.bottom - _filled(pinned) * MEMORY
         drawing.line((whole.x, height), (whole.right, height), colour=PINNED, dash="5 4", width=1.5)
@@ -211,7 +220,7 @@ def _draw_ranks(drawing: Drawing, whole: Box, gpus: Sequence[Box], gap: float) -
     """Draw empty GPUs with their numbers."""
     step = next(step for step in TPS if step * (gpus[0].width + gap) >= text_width("GPU 00", SMALL) + 6)
     for rank, gpu in enumerate(gpus):
-        drawing.rect(Box(gpu.x, gpu.y, gpu.width, MEMORY + QUERIES), IDLE, stroke=MID)
+        drawing.rect(Box(gpu.x, gpu.y, gpu.width, MEMORY), IDLE, stroke=MID)
         if rank % step == 0:
             drawing.text((gpu.x, gpu.bottom + QUERIES + 13), f"GPU {rank}", size=SMALL, colour=QUIET)
 
@@ -294,9 +303,7 @@ def _draw_models(drawing: Drawing, box: Box, state: State) -> float:
     drawing.text((box.right, box.y), "KiB a token", size=SMALL, colour=QUIET, anchor="end")
     bars = Box(box.x + MODEL_NAMES, box.y + 9, box.width - MODEL_NAMES - MODEL_BYTES, MODEL_ROW * (1 + len(state.real)))
     across = Scale(0.7, 4 * max(ridge, *(operations for _, _, operations in state.real)), log=True)
-    rows = [
-        (name.removeprefix("Meta-").removesuffix("-hf"), kib, operations, GREY) for name, kib, operations in state.real
-    ]
+    rows = [(name.removesuffix("-hf"), size, operations, GREY) for name, size, operations in state.real]
     if state.here.kv_bytes:
         rows.insert(0, ("yours, all GPUs", state.here.kv_bytes * state.tp, state.here.intensity, BLUE))
     x = bars.x + across.share(ridge) * bars.width

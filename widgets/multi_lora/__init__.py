@@ -65,9 +65,7 @@ def _waited(state: State) -> str:
 
 
 def _figures(point: Point) -> str:
-    return (
-        f"{point.distinct:.3g} adapters at once, {point.loads} copies into slots, {point.waiting:.3g} requests waiting"
-    )
+    return f"{point.distinct:.3g} adapters at once, {point.loads} slot loads, {point.waiting:.3g} requests waiting"
 
 
 def command(state: State) -> str:

@@ -5,6 +5,7 @@ and what adapters cost.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 from minivllm_lab.palette import BLUE, GREEN, ORANGE, PURPLE
 from minivllm_simulate.load_sweep import Span
@@ -14,7 +15,7 @@ from widgets.multi_lora.state import CLIENTS, SLOTS, WAYS, State
 from widgets.multi_lora.strip import draw_strip
 from widgets.shell.plot import MARGIN, WIDE, Axes, Scale, counted, hidden_note, modelled, percent, seconds
 from widgets.shell.svg import Box, Drawing, Segment, legend
-from widgets.shell.theme import RESERVED
+from widgets.shell.theme import MID, RESERVED
 
 ACROSS = Scale(SLOTS[0], SLOTS[-1], log=True)
 TICKS = (1, 4, 16, 64, 256, 1000)
@@ -71,17 +72,16 @@ def _draw_head(drawing: Drawing, state: State, title: str) -> float:
 
 
 def _scale(state: State) -> Scale:
-    """Return a scale from the time of a first step to beyond the longest wait, up to a minute in the
-    long run, in thirds of a decade so that it rarely changes.
+    """Return a scale from the time of a first step to beyond the longest wait, up to half an hour in
+    the long run, in thirds of a decade so that it rarely changes.
     """
-    waits = [max(state.first(slots), min(state.long_wait[slots], 30)) for slots in state.run]
+    waits = [max(state.first(slots), min(state.long_wait[slots], 1000)) for slots in state.run]
     return Scale.around(0.8 * min(state.ttft, 0.012), 2 * max([state.ttft, 5.0, *waits]))
 
 
 def _draw_waits(axes: Axes, state: State, pinned: State | None) -> None:
-    axes.frame(
-        "", f"{percent(CLIENTS)} have a first token within", x_ticks=(), y_ticks=axes.y.powers(), y_format=seconds
-    )
+    name = f"{percent(CLIENTS)} have a first token within"
+    axes.frame("", name, x_ticks=(), y_ticks=axes.y.powers(), y_format=seconds)
     with axes.drawing.answer():
         for span in state.late:
             axes.broken(*span, late_words(state, span))
@@ -92,7 +92,14 @@ def _draw_waits(axes: Axes, state: State, pinned: State | None) -> None:
     axes.mark_y(state.ttft, f"limit: {seconds(state.ttft)}", GREEN)
     hidden_note(axes.drawing, axes.box)
     with axes.drawing.answer():
-        axes.line(state.run, [state.in_the_end(slots) for slots in state.run], BLUE)
+        waits = [state.in_the_end(slots) for slots in state.run]
+        axes.line(state.run, [min(wait, axes.y.high) for wait in waits], BLUE)
+        if max(waits, default=0) > axes.y.high:
+            axes.label(axes.at(ACROSS.low, axes.y.high), "↑ off the scale", BLUE)
+        low, enough = state.late[0] if state.late else (0, None)
+        if low is None and enough and state.slots < enough < state.run[-1]:
+            x, y = axes.at(enough, state.ttft)
+            axes.label((x, y - 27), f"enough: {math.ceil(enough)}", GREEN)
     axes.here(state.slots, "slots", counted(state.slots, "slot"))
     with axes.drawing.answer():
         axes.tips(state.run, lambda slots: _tip(state, slots))
@@ -138,34 +145,47 @@ def _tip(state: State, slots: int) -> str:
 
 
 def _draw_memory(axes: Axes, state: State) -> None:
-    """Draw how much of the GPU's memory the slots leave for the KV cache."""
-    serving = state.serving
-    keys = [Segment("weights", 0, RESERVED), Segment("slots", 0, ORANGE), Segment("KV cache", 0, BLUE)]
-    legend(axes.drawing, (axes.box.x + 60, axes.box.y - 10), keys, axes.box.width)
+    """Draw how much of the GPU's memory the slots leave for the KV cache, and how much of it is used."""
+    serving, drawing, box = state.serving, axes.drawing, axes.box
+    keys = {"weights": MID, "slots": ORANGE, "KV cache": RESERVED, "used": BLUE}
+    legend(drawing, (box.x, box.y - 10), [Segment(words, 0, colour) for words, colour in keys.items()], box.width)
     name, ticks = "slots on the GPU (max_loras)", axes.y.ticks(3)
-    axes.frame(name, "memory", x_ticks=TICKS, x_format="{:,}".format, y_ticks=ticks, y_format="{:g} GB".format)
+    axes.frame(name, "", x_ticks=TICKS, x_format="{:,}".format, y_ticks=ticks, y_format="{:g} GB".format)
     weights, slot = weight_bytes(serving.model) / 1e9, serving.cost.slot_bytes / 1e9
-    top, most = weights + serving.most_slots * slot, min(ACROSS.high, serving.most_slots)
+    counts = [max(min(ACROSS.high, serving.most_slots), ACROSS.low) ** (part / 40) for part in range(41)]
+
+    def filled(share: Callable[[float], float], colour: str) -> None:
+        """Fill the plot up to the slots and a share of the KV cache."""
+        edge = [(count, count + share(count) * (serving.most_slots - count)) for count in counts]
+        ends = [axes.at(count, axes.y.low) for count in (counts[-1], counts[0])]
+        drawing.polygon([*(axes.at(count, weights + slots * slot) for count, slots in edge), *ends], colour)
+
+    if serving.most_slots > ACROSS.low and state.run:
+        filled(lambda _: 1, RESERVED)
+        with drawing.answer():
+            filled(lambda count: state.points[min(state.run, key=lambda run: abs(run - count))].cache_used, BLUE)
+        filled(lambda _: 0, ORANGE)
     base = axes.at(ACROSS.low, min(weights, axes.y.high))[1]
-    axes.drawing.rect(Box(axes.box.x, base, axes.box.width, axes.box.bottom - base), RESERVED)
-    if most > ACROSS.low:
-        edge = [axes.at(slots, weights + slots * slot) for slots in (most ** (part / 40) for part in range(41))]
-        right = edge[-1][0]
-        axes.drawing.polygon([*edge, (right, base), (axes.box.x, base)], ORANGE)
-        height = axes.at(ACROSS.low, top)[1]
-        axes.drawing.polygon([*edge, (right, height), (axes.box.x, height)], BLUE)
+    drawing.rect(Box(box.x, base, box.width, box.bottom - base), MID)
     for span in state.stopped:
         axes.shade(*span)
     axes.also_here(state.slots)
     starts = [slots for slots in SLOTS if not serving.refusal(slots)]
+    if state.slots in starts:
+        axes.label(axes.at(state.slots, axes.y.high), f"{_room(state, state.slots):,.0f} requests fit")
     axes.tips(starts, lambda slots: _memory_tip(state, slots))
 
 
+def _room(state: State, slots: int) -> float:
+    """Return how many requests the KV cache holds beside this many slots."""
+    return state.serving.ledger(slots).tokens // (PROMPT + ANSWER)
+
+
 def _memory_tip(state: State, slots: int) -> str:
-    ledger, taken = state.serving.ledger(slots), slots * state.serving.cost.slot_bytes
+    taken, left = slots * state.serving.cost.slot_bytes, state.serving.ledger(slots).kv_bytes
     return (
-        f"{counted(slots, 'slot')}, used or not, take {gigabytes(taken)}. {gigabytes(ledger.kv_bytes)} are left for "
-        f"the KV cache: {ledger.tokens // (PROMPT + ANSWER):,.0f} requests at once."
+        f"{counted(slots, 'slot')}, used or not, take {gigabytes(taken)}. {gigabytes(left)} are left for "
+        f"the KV cache: {_room(state, slots):,.0f} requests at once."
     )
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from itertools import groupby
 
 from minivllm_lab.drawing import ink_on
-from minivllm_lab.palette import INK, SKY
+from minivllm_lab.palette import INK, SKY, VERMILLION
 from widgets.multi_lora.runs import Moment
 from widgets.multi_lora.state import State
 from widgets.shell.plot import MARGIN, Scale, counted, seconds
@@ -31,15 +31,19 @@ def draw_strip(drawing: Drawing, state: State, y: float) -> float:
     keys = [
         Segment("adapter in use (1: the most popular)", 0, SKY),
         Segment("kept", 0, RESERVED),
-        Segment("wanted by a waiting request", 0, MISSED),
+        Segment("waits for a slot", 0, MISSED),
     ]
+    if popular := state.serving.skew > 0:
+        keys.append(Segment("more popular than any in a slot", 0, VERMILLION))
     y = draw_title(drawing, TITLE, keys, y) + 11
     start, end = state.serving.window
     ends = frame_ends(Scale(start, end))
     frames = [_moment_at(state.here.strip, end) for end in ends]
     drawing.play([_caption(frame, end - start) for frame, end in zip(frames, ends, strict=True)], still=True)
     y = _draw_boxes(drawing, y, [[_in_slot(frame, adapter) for adapter in frame.slots] for frame in frames], rows=2)
-    return _draw_boxes(drawing, y + 6, [[(str(wanted), MISSED) for wanted in frame.held_for] for frame in frames])
+    return _draw_boxes(
+        drawing, y + 6, [[_in_queue(frame, wanted, popular) for wanted in frame.held_for] for frame in frames]
+    )
 
 
 def _moment_at(strip: Sequence[Moment], time: float) -> Moment:
@@ -52,6 +56,10 @@ def _in_slot(moment: Moment, adapter: int | None) -> Shown:
     if adapter is None:
         return "", IDLE
     return str(adapter), SKY if adapter in moment.in_use else RESERVED
+
+
+def _in_queue(moment: Moment, wanted: int, popular: bool) -> Shown:
+    return str(wanted), VERMILLION if popular and wanted < min(moment.in_use, default=0) else MISSED
 
 
 def _draw_boxes(drawing: Drawing, y: float, frames: Sequence[Sequence[Shown]], rows: int = 1) -> float:
@@ -69,7 +77,7 @@ def _draw_boxes(drawing: Drawing, y: float, frames: Sequence[Sequence[Shown]], r
         for (words, colour), at in _stays([items[index] if index < len(items) else None for items in shown]):
             drawing.rect(box, colour, at=at, radius=2, group=f"adapter-{words}" * (colour != IDLE))
             place = (box.x + WIDE / 2, box.bottom - 6)
-            colour = ink_on(SKY) if colour == SKY else INK  # the other boxes turn dark on a dark page
+            colour = ink_on(colour) if colour in (SKY, VERMILLION) else INK  # the other boxes turn dark on a dark page
             drawing.text(place, words, size=SMALL, colour=colour, anchor="middle", at=at)
     return y + -(-longest // across) * (HIGH + GAP) - GAP
 

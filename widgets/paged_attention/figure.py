@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from minivllm_lab.drawing import Point, text_width
 from minivllm_lab.paged_attention.played_pool import Frame, Play
 from minivllm_lab.palette import BLUE, GREEN, INK, ORANGE, PURPLE, VERMILLION, YELLOW
-from widgets.shell.plot import MARGIN, WIDE, Axes, Scale, figures, hidden_note
+from widgets.shell.plot import MARGIN, WIDE, Axes, Scale, hidden_note, two_boxes
 from widgets.shell.strip import draw_title
 from widgets.shell.svg import BOLD, MID, QUIET, RULE, SMALL, Box, Drawing, Segment
 from widgets.shell.theme import BROKEN, CARD, RESERVED
@@ -47,12 +47,7 @@ def draw(state: State, width: float, pinned: State | None, description: str) -> 
     drawing = Drawing(width, 0, "What a block size costs", description)
     note = f"{state.title}, {state.samples} answer{'s' if state.samples > 1 else ''} each"
     y = drawing.heading((MARGIN, 22), "What a block size costs", note) + 32
-    left, wide = MARGIN + 38, width - 2 * MARGIN - 48
-    if width >= WIDE:
-        slots_box = Box(left, y, 0.58 * wide, 114)
-        bytes_box = Box(slots_box.right + 60, y, width - MARGIN - 10 - slots_box.right - 60, 114)
-    else:
-        slots_box, bytes_box = Box(left, y, wide, 130), Box(left, y + 200, wide, 70)
+    slots_box, bytes_box = two_boxes(width, y, 114, large=0.6)
     _empty_slots(Axes(drawing, slots_box, _sizes(state), Scale(0, 1)), state, pinned)
     _look_ups(drawing, bytes_box, state, pinned)
     drawing.height = _pool(drawing, state.play, bytes_box.bottom + 62, width) + 12
@@ -71,23 +66,17 @@ def _empty_slots(axes: Axes, state: State, pinned: State | None) -> None:
     """Draw the empty share of the held slots by block size, and the sizes that no kernel takes."""
     drawing, sizes = axes.drawing, list(state.empty)
     axes.broken(None, DEFAULT / math.sqrt(2), f"No kernel takes fewer than {DEFAULT}")
-    axes.frame(
-        f"block size in slots (vLLM's default: {DEFAULT})",
-        "empty slots, of those held",
-        x_ticks=sizes,
-        x_format=lambda value: f"{value:.0f}",
-        y_ticks=(0, 0.25, 0.5, 0.75, 1),
-        y_format=lambda share: f"{share:.0%}".replace("%", " %"),
-    )
+    quarters = (0, 0.25, 0.5, 0.75, 1)
+    axes.frame("", "empty slots, of those held", x_ticks=sizes, y_ticks=quarters, y_format=percent)
+    drawing.text((axes.box.x, axes.box.bottom + 35), "block size", size=SMALL, colour=QUIET)
     if pinned:
         axes.pinned(sizes, list(pinned.empty.values()), pinned.block_size)
     with drawing.answer():
         _over(axes, state.empty, state.empty_allowed, "Last blocks are half empty")
-        tips = [
-            f"Blocks of {size}: {percent(share)} of the held slots are empty." for size, share in state.empty.items()
-        ]
+        tips = [f"{slots(size)}: {percent(share)} of held slots are empty." for size, share in state.empty.items()]
         axes.line(sizes, list(state.empty.values()), ORANGE, width=3, tips=tips)
         _valley(axes, state)
+        _read(axes, state.block_size, state.empty[state.block_size], ORANGE)
     axes.mark_y(state.empty_allowed, f"limit {percent(state.empty_allowed)}")
     box = axes.box
     hidden_note(drawing, Box(box.x + 0.5 * box.width, box.y, 0.5 * box.width, box.height))
@@ -95,32 +84,27 @@ def _empty_slots(axes: Axes, state: State, pinned: State | None) -> None:
 
 
 def _look_ups(drawing: Drawing, box: Box, state: State, pinned: State | None) -> None:
-    """Draw the bytes that a kernel fetches in vain per token, by block size."""
-    needed = 2 * state.row_bytes
-    costs = {size: needed * extra for size, extra in state.extra.items()}
-    allowed = needed * state.extra_allowed
-    axes = Axes(drawing, box, _sizes(state), Scale(0, 1.15 * max(allowed, *costs.values())))
-    axes.frame(
-        "block size",
-        f"bytes in vain per {needed} needed",
-        x_ticks=(1, 8, 64, 512),
-        x_format=lambda value: f"{value:.0f}",
-        y_ticks=axes.y.ticks(5),
-        y_format=figures,
-    )
+    """Draw the bytes that a kernel fetches in vain, by block size."""
+    sizes, shares = list(state.extra), list(state.extra.values())
+    axes = Axes(drawing, box, _sizes(state), Scale(0, 1.15 * max(state.extra_allowed, *shares)))
+    axes.broken(None, DEFAULT / math.sqrt(2), "")
+    axes.frame("block size", "look-ups, of bytes needed", x_ticks=(1, 8, 64, 512), y_format=percent)
     if pinned:
-        axes.pinned(
-            list(pinned.extra), [2 * pinned.row_bytes * extra for extra in pinned.extra.values()], pinned.block_size
-        )
-    _over(axes, costs, allowed, "Too many look-ups")
+        axes.pinned(sizes, list(pinned.extra.values()), pinned.block_size)
+    _over(axes, state.extra, state.extra_allowed, "Too many look-ups" * state.over(DEFAULT))
     with drawing.layer(tip=_modelled(state)):
-        tips = [
-            f"Blocks of {size}: {figures(cost)} bytes in vain per {needed} needed (modelled)."
-            for size, cost in costs.items()
-        ]
-        axes.line(list(costs), list(costs.values()), PURPLE, tips=tips)
-    axes.mark_y(allowed, f"limit {figures(allowed)}")
+        tips = [f"{slots(size)}: {percent(share)} in vain (modelled)." for size, share in state.extra.items()]
+        axes.line(sizes, shares, PURPLE, tips=tips)
+    axes.mark_y(state.extra_allowed, f"limit {percent(state.extra_allowed)}")
+    _read(axes, state.block_size, state.extra[state.block_size], PURPLE)
     axes.also_here(state.block_size)
+
+
+def _read(axes: Axes, size: int, share: float, colour: str) -> None:
+    """Mark where the handle meets a curve, with the value there."""
+    x, y = axes.at(size, share)
+    axes.drawing.last(lambda: axes.drawing.circle((x, y), 4.5, colour))
+    axes.label((x, y - 18), percent(share), colour)
 
 
 def _modelled(state: State) -> str:
@@ -157,11 +141,10 @@ def _valley(axes: Axes, state: State) -> None:
     """Mark the cheapest block size; its tip has those of other requests."""
     valleys = [f"{each.title}: {each.block_size}" for each in (state.valley, *state.others)]
     size = state.valley.block_size
-    place = axes.at(size, state.empty[size])
+    x, y = axes.at(size, state.empty[size])
     words = f"Held in vain and fetched in vain, both per byte needed, are least here. Cheapest: {'; '.join(valleys)}."
-    axes.drawing.circle(place, 6.5, GREEN, tip=words)
-    edge = max((x for x in axes.edges if place[0] - 40 < x < place[0]), default=place[0])  # no words across it
-    axes.label((edge, place[1]), f"cheapest: {size}", GREEN)
+    axes.drawing.circle((x, y), 6.5, GREEN, tip=words)
+    axes.drawing.text((x, axes.box.bottom + 35), "cheapest", size=SMALL, colour=GREEN, anchor="middle", bold=True)
 
 
 # ---- the pool and the tables
@@ -172,20 +155,21 @@ def _pool(drawing: Drawing, play: Play, y: float, width: float) -> float:
     mark.
     """
     samples = max((table.sample for frame in play.frames for table in frame.tables), default=1)
-    keys = [Segment("tokens", 0, BLUE), Segment("empty slots", 0, ORANGE), Segment("free", 0, CARD, outlined=True)]
+    keys = [Segment("tokens", 0, BLUE), Segment("empty slots", 0, ORANGE)]
     keys += [Segment("shared by answers", 0, YELLOW)] * (samples > 1)
     title = "Block pool" + f", lengths ÷ {play.shortened}" * (play.shortened > 1)
     y = draw_title(drawing, title, keys, y) + 14
     room = width - 2 * MARGIN
     rows = math.ceil(play.num_blocks / (room // 29))
     columns = math.ceil(play.num_blocks / rows)
-    wide, top = min(room / columns, 56), y + ENTRY + REACH
+    reach = REACH if rows == 1 or width >= WIDE else 12
+    wide, top = min(room / columns, 56), y + ENTRY + reach
     places = [
         Box(MARGIN + at % columns * wide, top + at // columns * (BLOCK + 8), wide - 4, BLOCK)
         for at in range(play.num_blocks)
     ]
     _blocks(drawing, play, places)
-    tops = (y, places[-1].bottom + REACH)[:samples]
+    tops = (y, places[-1].bottom + reach)[:samples]
     for (request, tables), first, last in _runs(list(_followed(play.frames))):
         with drawing.layer(group=f"r{request}", at=f"{first} {last}"):
             for sample, (table, top) in enumerate(zip(tables, tops, strict=False), 1):
@@ -343,8 +327,10 @@ def _table(drawing: Drawing, name: str, blocks: Sequence[int], top: float, place
     for box, block in zip(boxes, blocks, strict=True):
         if each >= 19:
             drawing.text((box.x + box.width / 2, top + 13), str(block), size=SMALL, anchor="middle")
-    links = "".join(_link(box, places[block], places) for box, block in zip(boxes, blocks, strict=True))
-    drawing.add(f'<path d="{links}" fill="none" stroke="{INK}" stroke-width="1.3" pointer-events="none"/>')
+    marks = [_link(box, places[block], places) for box, block in zip(boxes, blocks, strict=True)]
+    if drawing.width < WIDE and places[0].y < places[-1].y:  # links would run together
+        marks = [_outline(places[block]) for block in blocks]
+    drawing.add(f'<path d="{"".join(marks)}" fill="none" stroke="{INK}" stroke-width="1.5" pointer-events="none"/>')
 
 
 def _link(box: Box, place: Box, places: Sequence[Box]) -> str:
