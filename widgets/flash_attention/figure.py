@@ -94,12 +94,11 @@ def _draw_sweep(drawing: Drawing, at: Box, state: State, pinned: State | None) -
         axes.pinned(pinned.queries, before, pinned.block_q)
     _draw_curve(axes, state, moved)
     axes.here(state.block_q, "block_q")
-    if not state.launches:
-        return
     words, (x, height) = size(state.tiled.moved), axes.at(state.block_q, state.tiled.moved)
     edge = axes.at(state.few, y.low)[0]
     beyond = x < edge < x + 20 + text_width(words, SMALL) * BOLD  # no room between the handle and the edge
-    axes.label((edge, height - ROW - 6) if beyond else (x, height), f"← {words}" if beyond else words)
+    if state.launches:
+        axes.label((edge, height - ROW - 6) if beyond else (x, height), f"← {words}" if beyond else words)
 
 
 def _draw_limits(axes: Axes, state: State) -> None:
@@ -161,21 +160,17 @@ def _draw_own_tile(axes: Axes, state: State) -> None:
     block_q, block_k = OWN_TILES.get(gpu, {}).get(state.head_dim, (0, 0))
     if block_q not in state.queries:
         return
-    moved = state.by_queries[state.queries.index(block_q)].moved
-    tile = f"{block_q} queries × {block_k} keys"
-    tip = f"FlashAttention uses {tile} for heads of {state.head_dim} on this chip (hopper/tile_size.h)."
-    axes.points([block_q], [moved], GREEN, tips=[tip])
+    tip = f"FlashAttention's own tile here: {block_q} queries × {block_k} keys (hopper/tile_size.h)."
+    axes.points([block_q], [state.by_queries[state.queries.index(block_q)].moved], GREEN, tips=[tip])
     right, y = axes.box.right, axes.box.y - 12  # a key: the plot has no room for the name
     axes.drawing.circle((right - 100, y - 4), 4.5, GREEN)
     axes.drawing.text((right, y), "FlashAttention", size=SMALL, colour=GREEN, anchor="end")
 
 
 def _tip(state: State, index: int) -> str:
-    queries = state.queries[index]
-    traffic = state.by_queries[index]
-    less = state.naive.moved / traffic.moved
+    queries, traffic = state.queries[index], state.by_queries[index]
     words = (
-        f"{queries:,} queries per tile move {size(traffic.moved)}, {compared(less)} {NAIVE}; "
+        f"{queries:,} queries per tile: {size(traffic.moved)}, {compared(state.naive.moved / traffic.moved)} {NAIVE}; "
         f"{traffic.intensity:.0f} operations per byte, {state.launched_at(queries) / KIB:.0f} KiB of shared memory"
     )
     return f"{words}; registers spill." if queries > state.kept else f"{words}."
