@@ -1,117 +1,84 @@
-"""Draw lesson 08's picture: requests in time by rate, and how full the GPUs of both designs are at
-this rate.
+"""Draw lesson 08's picture: how full the GPUs of both designs are at this rate, with a step of each,
+and requests in time by rate.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 from minivllm_lab.disaggregation.goodput import SHARE
 from minivllm_lab.drawing import QUIET, Point
-from minivllm_lab.palette import BLUE, GREEN, INK, ORANGE, PURPLE, SKY, VERMILLION, YELLOW
+from minivllm_lab.palette import BLUE, GREEN, INK, ORANGE, PALE, PURPLE, SKY, VERMILLION, YELLOW
 from minivllm_simulate.load_sweep import within
-from widgets.disaggregation.state import MOST_OF_A_KIND, RATES, TUNED, Side, State
-from widgets.shell.plot import MARGIN, WIDE, Axes, Key, Scale, draw_head, figures, hidden_note, percent, seconds, tokens
-from widgets.shell.svg import SMALL, Box, Drawing, Segment, stacked_bar
+from widgets.disaggregation.state import MOST_OF_A_KIND, RATES, Side, State, Step
+from widgets.shell.plot import MARGIN, WIDE, Axes, Scale, counted, figures, hidden_note, percent, seconds, tokens
+from widgets.shell.svg import SMALL, Box, Drawing, Segment, legend, stacked_bar
 from widgets.shell.theme import IDLE, MID, MISSED
 
 RATE = Scale(RATES[0], RATES[-1], log=True)
-SHARES = Scale(0, 1)
 TICKS = (3, 10, 30, 100, 300)
 STAGES = {"prefill": PURPLE, "link": YELLOW, "decode": SKY}
 NAMES = {"prefill": "prefill", "link": "KV link", "decode": "decode", "both": "prefill and decode"}
-TIMES = (
-    ("queue", "wait for a GPU", MID),
-    ("prefill", "prefill in shared steps", STAGES["prefill"]),
-    ("room", "wait for blocks", MID),
-    ("link", "link, with waiting", STAGES["link"]),
-    ("decode", "first step", STAGES["decode"]),
-)
-TANK, DEEP, PILE, QUEUE, LINK, DOT = 26, 48, 16, 26, 112, 8
-"""Pixels: a GPU with its gap, how deep it is, what piles up on it, queue, link, and a dot."""
+KEYS = [Segment(part, 0, colour) for part, colour in {"waiting": MID, **STAGES}.items()]
+KEYS.append(Segment("100 % of what it handles", 0, GREEN, dash="none"))
+TANK, DEEP, PILE, QUEUE, LINK, DOT, READING = 32, 48, 16, 26, 112, 8, 140
+"""Pixels: a GPU with its gap, its depth, what piles up on it, queue, link, dot, and a step's bars."""
 BLOCKS = 13
-LONGEST = 2.0
-"""The longest bar, as a multiple of its limit."""
 
 
 def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
-    """Draw requests in time by rate, the times of both designs beside it, and their GPUs below."""
-    many = state.mine.gpus
-    description = f"Requests in time against the rate, {state.mine.name} GPUs"
-    drawing = Drawing(width, 0, f"{state.model} on {many} {state.gpu}", description)
+    """Draw the GPUs of both designs with a step of each, and requests in time by rate."""
+    mine, many = state.mine, state.mine.gpus
+    drawing = Drawing(width, 0, f"{state.model} on {many} {state.gpu}", f"Requests in time by rate, {mine.name} GPUs")
     note = (
         f"{state.model}, {many} {state.gpu}, {tokens(state.work.prompt)} tokens in, {state.work.output} out; "
         f"in time: first token within {seconds(state.objective.ttft)}, then one every {seconds(state.objective.tpot)}"
     )
-    y = draw_head(drawing, "Requests in time", note, state.error, _keys(state)) - 20
-    wide = width >= WIDE
-    left = Box(52, y + 50, round(width * (0.53 if wide else 1)) - 52 - (0 if wide else MARGIN), 150)
-    _draw_shares(Axes(drawing, left, RATE, SHARES), state, pinned)
-    y = left.bottom + 62
-    if state.rate not in state.mine.points:
-        words = "Nothing is served." if state.mine.refused else "Still serving the requests."
-        drawing.height = drawing.paragraph((MARGIN, y), words, width - 2 * MARGIN) + 12
-        return drawing.render()
-    below = _draw_pools(drawing, state, (MARGIN, y))
-    place = (round(width * 0.57), y) if wide else (MARGIN, below + 22)
-    hidden_note(drawing, Box(place[0], place[1], width - place[0] - MARGIN, below - y))
-    with drawing.answer():
-        below = _draw_both(drawing, state, place)
-    times = Box(left.right + 30, left.y + 2, width - left.right - 30 - MARGIN, 12)
-    if not wide:
-        times = Box(MARGIN, below + 22, width - 2 * MARGIN, 12)
-    drawing.height = max(below, _draw_times(drawing, state, times)) + 12
+    y = drawing.heading((MARGIN, 23), f"{mine.name} GPUs at {state.rate:g} requests a second") + 18
+    y = drawing.paragraph((MARGIN, y), note, width - 2 * MARGIN) + 20
+    error = f", {state.error}" if state.error else ""
+    drawing.rect(Box(MARGIN, 30, width - 2 * MARGIN, y - 44), "transparent", tip=f"Times are modelled{error}.")
+    if state.rate in mine.points:
+        below = legend(drawing, (MARGIN, y), KEYS, width - 2 * MARGIN) + 6
+        y = _draw_pools(drawing, state, (MARGIN, below)) + 8
+        place = (round(width * 0.57), below) if width >= WIDE else (MARGIN, y + 14)
+        hidden_note(drawing, Box(place[0], place[1], width - place[0] - MARGIN, y - below))
+        with drawing.answer():
+            y = _draw_both(drawing, state, place) + 8
+    else:
+        drawing.text((MARGIN, y), "Nothing is served." if mine.refused else "Still serving the requests.", size=SMALL)
+    plot = Box(52, y + 30, width - 52 - MARGIN, 130)
+    _draw_shares(Axes(drawing, plot, RATE, Scale(0, 1)), state, pinned)
+    drawing.height = plot.bottom + 46
     return drawing.render()
-
-
-def chunk_words(state: State) -> str:
-    """Name the chunk size of the GPUs that do both."""
-    if state.budget != TUNED:
-        return f"chunks of {tokens(state.both.budget)}"
-    return f"best chunks: {tokens(state.both.budget) if state.is_tuned else '…'}"
-
-
-def _keys(state: State) -> list[Key]:
-    return [
-        (f"{state.mine.name} GPUs: prefill + decode", BLUE, "", 2.5),
-        (f"all {state.mine.gpus} do both", ORANGE, "7 4", 2.0),
-        (f"at least {percent(SHARE)}", GREEN, "4 3", 1.5),
-    ]
 
 
 # ---- the share in time, over the rate
 
 
 def _draw_shares(axes: Axes, state: State, pinned: State | None) -> None:
-    name, ticks = "requests a second, over all GPUs", (0, 0.25, 0.5, 0.75, 1)
+    name, ticks = "requests a second, over all GPUs", (0, 0.5, SHARE)
     axes.frame(name, "requests in time", x_ticks=TICKS, x_format="{:g}".format, y_ticks=ticks, y_format=percent)
     mine = state.mine
     if mine.refused:
         axes.broken(None, None, f"{state.model} does not fit: {mine.refused}")
     elif mine.is_found and mine.edge[1] < math.inf:
-        axes.broken(max(mine.goodput, RATES[0]), None, edge_words(mine, state))
+        words = f"breaks {limit_words(mine, 'at')}: {cause_words(mine.cause, state)}"
+        axes.broken(max(mine.goodput, RATES[0]), None, words)
     if pinned and pinned.mine.points:
         axes.pinned(pinned.mine.rates, [pinned.mine.share(rate) for rate in pinned.mine.rates], pinned.rate)
     axes.mark_y(SHARE, "", GREEN)
     with axes.drawing.answer():  # both lines together answer the guess
         _draw_line(axes, state.both, ORANGE, "7 4", 2.0)
-        if state.is_tuned and RATES[0] < state.both.goodput < RATES[-1]:
-            axes.label(axes.at(state.both.goodput, 0.8), f"at {figures(state.both.goodput)}", ORANGE)
-        _draw_tips(axes, state)
+        rates = sorted({*mine.points, *state.both.points})
+        axes.tips(rates, lambda rate: f"{rate:g} requests a second. {_share_words(state, rate)}")
     _draw_line(axes, mine, BLUE, "", 2.5)
-    axes.here(state.rate, "rate", f"{state.rate:g} a second")
+    axes.here(state.rate, "rate")
 
 
 def _draw_line(axes: Axes, side: Side, colour: str, dash: str, wide: float) -> None:
     if side.points:
         axes.line(side.rates, [side.share(rate) for rate in side.rates], colour, dash=dash, width=wide)
-
-
-def _draw_tips(axes: Axes, state: State) -> None:
-    """Add a tooltip everywhere in the plot, with the results at the nearest rate."""
-    rates = sorted({*state.mine.points, *state.both.points})
-    axes.tips(rates, lambda rate: f"{rate:g} requests a second. {_share_words(state, rate)}")
 
 
 def _share_words(state: State, rate: float) -> str:
@@ -124,10 +91,9 @@ def _share_words(state: State, rate: float) -> str:
     return " ".join(parts)
 
 
-def edge_words(side: Side, state: State) -> str:
-    """Describe where a split breaks, and why."""
-    where = f"at {figures(side.goodput)}" if side.goodput > RATES[0] else f"below {RATES[0]:g}"
-    return f"breaks {where}: {cause_words(side.cause, state)}"
+def limit_words(side: Side, preposition: str) -> str:
+    """Name the highest rate that a design handles."""
+    return f"{preposition} {figures(side.goodput)}" if side.goodput > RATES[0] else f"below {RATES[0]:g}"
 
 
 def cause_words(cause: str, state: State) -> str:
@@ -151,21 +117,53 @@ def _draw_pools(drawing: Drawing, state: State, place: Point) -> float:
     """Draw the two pools and the link between them; return the y below."""
     mine = state.mine
     decode = mine.gpus - mine.prefill
-    drawing.text(place, f"{mine.prefill} prefill, {decode} decode", colour=BLUE, bold=True)
-    drawing.text((place[0] + 144, place[1]), "green: the limit", size=SMALL, colour=QUIET)
+    _draw_name(drawing, place, f"{mine.prefill} prefill, {decode} decode", mine, mine.is_found, BLUE)
     middle = place[0] + QUEUE + MOST_OF_A_KIND * TANK
     top = place[1] + PILE + 9
     _draw_queue(drawing, state, (middle - mine.prefill * TANK, top + DEEP))
     _draw_pool(drawing, state, mine, "prefill", (middle - mine.prefill * TANK, top), mine.prefill)
     _draw_link(drawing, state, Box(middle, top, LINK, DEEP))
-    return _draw_pool(drawing, state, mine, "decode", (middle + LINK, top), decode)
+    below = _draw_pool(drawing, state, mine, "decode", (middle + LINK, top), decode)
+    return _draw_step(drawing, state, mine, state.steps[0], (place[0], below + 16))
 
 
 def _draw_both(drawing: Drawing, state: State, place: Point) -> float:
     """Draw the GPUs that do both; return the y below."""
     both = state.both
-    drawing.text(place, f"{both.name}, {chunk_words(state)}", colour=ORANGE, bold=True)
-    return _draw_pool(drawing, state, both, "both", (place[0] + 3, place[1] + PILE + 9), both.gpus)
+    _draw_name(drawing, place, both.name, both, state.is_tuned, ORANGE)
+    below = _draw_pool(drawing, state, both, "both", (place[0] + 3, place[1] + PILE + 9), both.gpus)
+    return _draw_step(drawing, state, both, state.steps[1], (place[0], below + 16))
+
+
+def _draw_name(drawing: Drawing, place: Point, words: str, side: Side, known: bool, colour: str) -> None:
+    """Write the name of a design, and what it handles, after a piece of its line."""
+    (x, y), dash = place, "" if side.prefill else "7 4"
+    drawing.line((x, y - 4), (x + 18, y - 4), colour, width=2.5, dash=dash)
+    words += f": {limit_words(side, 'up to')}/s" * known
+    drawing.text((x + 24, y), words, size=SMALL, colour=colour, bold=True)
+
+
+def _draw_step(drawing: Drawing, state: State, side: Side, step: Step, place: Point) -> float:
+    """Draw how long a step reads the weights and, beneath, how long it computes; return the y below."""
+    x, y = place
+    computed = {"decode": step.decodes * step.token, "prefill": step.chunk * step.token}
+    total = sum(computed.values())
+    pixels = READING / max(step.weights, total)
+    chunk = f", {step.chunk:,.0f} prompt tokens" * bool(step.chunk)
+    drawing.text((x, y), f"a step: {counted(step.decodes, 'answer')}{chunk}", size=SMALL, colour=QUIET)
+    tip = f"Reading the weights takes {seconds(step.weights)}, the arithmetic beneath {seconds(total)} (modelled)."
+    if state.rate in side.points:
+        slow = within(sorted(client.tpot for client in side.points[state.rate].clients), SHARE)
+        tip = f"{tip} {percent(SHARE)} of the answers take at most {seconds(slow)} a token."
+        late, words = slow > state.objective.tpot, f"{seconds(slow)} a token" if slow < math.inf else "no token yet"
+        drawing.text((x + READING + 6, y + 18), words, size=SMALL, colour=VERMILLION if late else INK, bold=late)
+    drawing.rect(Box(x, y + 23, READING, 8), IDLE, tip=tip)
+    stacked_bar(drawing, Box(x, y + 6, step.weights * pixels, 16), [Segment("reads the weights", 1, PALE, tip)], 1)
+    parts = [Segment("", time, STAGES[part], f"Computes {part}: {seconds(time)}") for part, time in computed.items()]
+    stacked_bar(drawing, Box(x, y + 23, total * pixels, 8), parts, total)
+    words = "takes longer" if total > step.weights else "the chunk is free" if step.chunk else "then idles"
+    drawing.text((x + READING + 6, y + 31), words, size=SMALL, colour=QUIET)
+    return y + 32
 
 
 def _draw_pool(drawing: Drawing, state: State, side: Side, part: str, place: Point, count: int) -> float:
@@ -173,7 +171,7 @@ def _draw_pool(drawing: Drawing, state: State, side: Side, part: str, place: Poi
     the brim. Return the y below.
     """
     load = side.load(part, state.rate)
-    tip = f"{side.name}, {NAMES[part]}: {full_words(load)} of the requests a second that they handle in time"
+    tip = f"{side.name}, {NAMES[part]}: {full_words(load)} of the rate that they handle in time"
     colours = [STAGES[part]] if part in STAGES else [STAGES["prefill"], STAGES["decode"]]
     (x, brim), bottom = place, place[1] + DEEP
     wide, high, pile = (TANK - 4) / len(colours), min(load, 1) * DEEP, min(max(load - 1, 0) * DEEP, PILE)
@@ -230,48 +228,3 @@ def _draw_link(drawing: Drawing, state: State, box: Box) -> None:
     tail = box.x + 8 + BLOCKS * 7
     drawing.polygon([(tail, y - 6), (tail + 9, y), (tail, y + 6)], QUIET)
     _draw_load(drawing, (box.x + box.width / 2 - 4, box.bottom + 16), NAMES["link"], load, "middle")
-
-
-def _draw_times(drawing: Drawing, state: State, box: Box) -> float:
-    """Draw the times of both designs' requests as shares of their limits; return the y below."""
-    drawing.text((box.x, box.y), f"{percent(SHARE)} of the requests have it within", size=SMALL, colour=QUIET)
-    y = _draw_design(drawing, state, state.mine, replace(box, y=box.y + 22))
-    with drawing.answer():
-        return _draw_design(drawing, state, state.both, replace(box, y=y + 26))
-
-
-def _draw_design(drawing: Drawing, state: State, side: Side, box: Box) -> float:
-    """Draw the time to first token and the time per token of one design; return the y below."""
-    drawing.text((box.x, box.y), side.name, size=SMALL, colour=BLUE if side.prefill else ORANGE, bold=True)
-    if state.rate not in side.points:
-        return box.y
-    clients = side.points[state.rate].clients
-    late = sorted(clients, key=lambda client: client.ttft)[math.ceil(SHARE * len(clients)) - 1]
-    parts = [Segment("", late.ttft, STAGES["prefill"], "prefill, with the wait for it")]
-    if late.parts:
-        spent = [(late.parts[part], name, colour) for part, name, colour in TIMES]
-        parts = [Segment("", value, colour, f"{name}: {seconds(value)}") for value, name, colour in spent]
-    slow = within(sorted(client.tpot for client in clients), SHARE)
-    alone = slow if side.prefill else min(state.undisturbed, slow)
-    steps = [
-        Segment("", alone, STAGES["decode"], f"steps with decodes alone: {seconds(alone)}"),
-        Segment("", slow - alone, STAGES["prefill"], f"prompts in the same steps: {seconds(slow - alone)}"),
-    ]
-    _draw_time(drawing, "first token", parts, state.objective.ttft, replace(box, y=box.y + 8))
-    return _draw_time(drawing, "each next one", steps, state.objective.tpot, replace(box, y=box.y + 26))
-
-
-def _draw_time(drawing: Drawing, name: str, parts: list[Segment], limit: float, box: Box) -> float:
-    """Draw a time beside the line that marks its limit; return the y below."""
-    drawing.text((box.x, box.y + 10), name, size=SMALL)
-    total = sum(part.value for part in parts)
-    room = Box(box.x + 92, box.y, box.width - 92 - 56, box.height)
-    wide = min(total / limit, LONGEST) / LONGEST * room.width
-    if total < math.inf:
-        stacked_bar(drawing, replace(room, width=wide), parts, total)
-    at = room.x + room.width / LONGEST
-    drawing.line((at, room.y - 2), (at, room.bottom + 2), colour=GREEN, width=2)
-    words = seconds(total) if total < math.inf else "not yet"
-    colour = VERMILLION if total > limit else INK
-    drawing.text((max(room.x + wide, at) + 6, room.y + 10), words, size=SMALL, colour=colour, bold=total > limit)
-    return room.bottom

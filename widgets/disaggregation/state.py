@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 
 from minivllm.errors import MinivllmError
-from minivllm_lab.disaggregation.goodput import SHARE, Colocated, Decoding, Disaggregated, Objective, Served, Work
+from minivllm_lab.disaggregation.goodput import SHARE, Colocated, Disaggregated, Objective, Served, Work
 from minivllm_lab.disaggregation.tuning import likely_first
 from minivllm_simulate.hardware import get_hardware
 from minivllm_simulate.known_models import known_model
@@ -157,6 +157,18 @@ class Side:
 
 
 @dataclass(frozen=True)
+class Step:
+    """A GPU's step: the requests that decode, a chunk's tokens, and the modelled seconds to read the
+    weights and to compute one token in the linear layers.
+    """
+
+    decodes: float = 1.0
+    chunk: float = 0.0
+    weights: float = 1.0
+    token: float = 0.0
+
+
+@dataclass(frozen=True)
 class State:
     """Both ways to use the same GPUs, as far as they have been run."""
 
@@ -175,8 +187,8 @@ class State:
     """Whether no other budget is better than that of `both`."""
     transfer: Transfer
     """The transfer of one prompt, alone."""
-    undisturbed: float
-    """Seconds of a step of the GPUs that do both, at this rate, when no prompt is in it."""
+    steps: tuple[Step, Step]
+    """A step of a GPU that decodes, and of one that does both, at this rate."""
     error: str | None
     """The cost model's error on published measurements; None until it has been computed."""
 
@@ -222,12 +234,16 @@ class Experiment:
             return self.system.bounds(self.work, objective)
         return {"both": self.system.bound(self.work, objective)}
 
-    def undisturbed(self, rate: float) -> float:
-        """Return the seconds of a step without a prompt in it, on GPUs that do both."""
-        assert isinstance(self.system, Colocated)
-        mixed = self.system.mixed(self.work)
-        batch = max(1.0, mixed.batch(rate / self.system.gpus))
-        return Decoding(mixed.cost, mixed.kv_tokens, mixed.places, self.work).seconds(batch)
+    def step(self, rate: float) -> Step:
+        """Return a step of one of the GPUs that decode, at this rate."""
+        if self.refused:
+            return Step()
+        system, placed = self.system, self.system.placed
+        batches = system.mixed(self.work) if isinstance(system, Colocated) else system.decoding(self.work)
+        batch = max(1.0, batches.batch(rate / (system.gpus - self.prefill)))
+        cost, chunk = placed.cost.step, min(max(0.0, self.budget - batch), self.work.prompt)
+        token = cost.roofline.arithmetic_seconds(cost.roofline.flops_per_token) / cost.matmul_rate
+        return Step(batch, chunk, cost.weight_seconds(round(batch + chunk)), token)
 
     def side(self, objective: Objective) -> Side:
         """Return the results so far."""
@@ -305,7 +321,7 @@ def sweep(
     first = State(
         rate=rate, model=model, gpu=gpu, link=link, layer_wise=layer_wise, budget=budget, work=work,
         objective=Objective(ttft, tpot), mine=mine.side(Objective(ttft, tpot)),
-        both=pools[0].side(Objective(ttft, tpot)), is_tuned=False, undisturbed=0.0, error=None,
+        both=pools[0].side(Objective(ttft, tpot)), is_tuned=False, steps=(Step(), Step()), error=None,
         transfer=Transfer.of(known_model(model), get_hardware(gpu), prompt, LINKS[link]),
     )  # fmt: skip
     return _Sweep(first, mine, pools).states()
@@ -395,6 +411,6 @@ class _Sweep:
     def _now(self) -> State:
         error = known_error("decode", "prefill") if published_checks.cache_info().currsize else None
         mine, both = self._side(self.mine), self._both()
-        undisturbed = 0.0 if both.refused else self._runs_of(both).undisturbed(self.first.rate)
+        steps = self.mine.step(self.first.rate), self._runs_of(both).step(self.first.rate)
         tuned = self._is_tuned(both)
-        return replace(self.first, mine=mine, both=both, is_tuned=tuned, undisturbed=undisturbed, error=error)
+        return replace(self.first, mine=mine, both=both, is_tuned=tuned, steps=steps, error=error)

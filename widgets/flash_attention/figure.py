@@ -4,6 +4,7 @@ row, tile by tile.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -14,7 +15,7 @@ from minivllm_lab.palette import BLUE, GREEN, INK, ORANGE, PALE, PURPLE, SKY, VE
 from widgets.flash_attention.challenges import NAIVE, compared
 from widgets.flash_attention.scores import draw_scores
 from widgets.flash_attention.walk import captions, draw_row, size
-from widgets.shell.plot import WIDE, Axes, Scale, hidden_note
+from widgets.shell.plot import ROW, WIDE, Axes, Scale, hidden_note
 from widgets.shell.svg import BOLD, HEADING, SMALL, Box, Drawing, Segment, legend, stacked_bar, without_room
 from widgets.shell.theme import CARD, MID, NOT_OURS
 
@@ -41,7 +42,7 @@ def figure(state: State, width: float = 640, pinned: State | None = None) -> str
     words = f"Tiles of {state.block_q} queries × {state.block_k} keys move {moved} per head; {NAIVE} move {naive}"
     full = width - 2 * EDGE
     beside = width >= WIDE
-    scores = Box(EDGE, 0, min(round(full * 0.38), 260) if beside else min(full, 300), 0)
+    scores = Box(EDGE, 0, min(round(full * 0.37), 260) if beside else full, 0)
     drawing = Drawing(width, 0, "Attention in tiles", words)
     bottom = draw_scores(drawing, scores, state)
     sweep = Box(EDGE, bottom, full, 300)
@@ -67,42 +68,69 @@ def detail(state: State, width: float = 640, pinned: State | None = None) -> str
 
 def _draw_sweep(drawing: Drawing, at: Box, state: State, pinned: State | None) -> None:
     drawing.text((at.x, at.y + 22), "Bytes moved per head", size=HEADING, bold=True)
-    box = Box(at.x + 56, at.y + 34, at.width - 72, at.height - 76)
+    box = Box(at.x + 56, at.y + 34, at.width - 60, at.height - 76)
     moved = [traffic.moved for traffic in state.by_queries]
     before = [traffic.moved for traffic in pinned.by_queries] if pinned else []
     curves = [*moved, *before, state.naive.moved]
     y = Scale(min(curves) * 0.13, max(curves) * 14, log=True)  # room for words above and below
-    axes = Axes(drawing, box, Scale(state.queries[0], state.queries[-1], log=True), y)
-    count, ticks = "{:,.0f}".format, axes.x.doublings()
-    axes.frame("queries per tile", "", y_format=size, y_ticks=y.doublings(5), x_ticks=ticks, x_format=count)
+    axes = Axes(drawing, box, Scale(state.queries[0] / 1.4, state.queries[-1] * 1.4, log=True), y)
+    level = axes.at(1, state.naive.moved)[1]
+    seen = [tick for tick in y.doublings(5) if abs(axes.at(1, tick)[1] - level) >= 14]
+    count, ticks = "{:,.0f}".format, axes.x.doublings()[::2]
+    axes.frame("queries per tile", "", y_format=size, y_ticks=seen, x_ticks=ticks, x_format=count)
+    drawing.text((box.x - 7, level + 4), size(state.naive.moved), size=SMALL, colour=VERMILLION, anchor="end")
     with drawing.answer():
         _draw_limits(axes, state)
     if state.few < state.launched:  # otherwise the whole axis is broken already
         axes.broken(None, state.few, "K, V read too often")
-    axes.mark_y(state.naive.moved, f"{NAIVE}: {size(state.naive.moved)}", VERMILLION)
-    axes.mark_y(state.tiled.flops / state.ridge, "↓ compute-bound (no L2)", PURPLE, dash="6 3")
+    axes.mark_y(state.naive.moved, "scores in HBM", VERMILLION)
+    ridge = state.tiled.flops / state.ridge
+    axes.mark_y(ridge, "", PURPLE, dash="6 3")
+    free = state.few, max(state.few, min(state.kept, state.launched))
+    axes.label(axes.at(math.sqrt(math.prod(free)), ridge), "↓ compute-bound", PURPLE, bold=False)
+    tip = f"With at most {size(ridge)}, the GPU computes for longer than its memory delivers (without help from L2)."
+    drawing.rect(Box(box.x, axes.at(1, ridge)[1] - 5, box.width, 10), "transparent", tip=tip)
     if pinned:
         axes.pinned(pinned.queries, before, pinned.block_q)
     _draw_curve(axes, state, moved)
-    words = f"{state.block_q} queries" + f": {size(state.tiled.moved)}" * state.launches
-    here, edge = axes.at(state.block_q, y.low)[0], axes.at(state.few, y.low)[0]
-    beyond = state.few < state.launched and here < edge < here + 24 + text_width(words, SMALL) * BOLD
-    axes.here(state.block_q, "block_q", "" if beyond else words)
-    if beyond:  # the words do not fit between the handle and the edge
-        axes.label((edge, box.bottom - 18), f"← {size(state.tiled.moved)}")
+    axes.here(state.block_q, "block_q")
+    words, (x, height) = size(state.tiled.moved), axes.at(state.block_q, state.tiled.moved)
+    edge = axes.at(state.few, y.low)[0]
+    beyond = x < edge < x + 20 + text_width(words, SMALL) * BOLD  # no room between the handle and the edge
+    if state.launches:
+        axes.label((edge, height - ROW - 6) if beyond else (x, height), f"← {words}" if beyond else words)
 
 
 def _draw_limits(axes: Axes, state: State) -> None:
     """Shade where registers spill, and where the kernel does not launch."""
     if state.launched < state.queries[-1]:
         first, words = max(state.launched, state.queries[0]), "shared memory full"
-        axes.shade(first, None, words)  # too narrow for level words
-        place = (axes.box.right - 2, axes.box.y + 6)
-        axes.drawing.text(place, words, size=SMALL, colour=VERMILLION, anchor="end", bold=True, turn=-90, halo=True)
+        axes.shade(first, None, words)
+        _write_inside(axes, first, axes.x.high, words, VERMILLION)
     left, right = max(state.kept, state.queries[0]), min(state.launched, state.queries[-1])
     if left < right:
         tip = f"Above {state.kept} queries, O and the scores outgrow the registers, so the compiler spills (modelled)."
-        axes.tint(left, right, "registers full: spills, not counted here", ORANGE, tip)
+        axes.tint(left, right, "", ORANGE, f"{tip} The bytes of the spills are not counted here.")
+        _write_inside(axes, left, right, "registers full: spills", ORANGE)
+
+
+def _write_inside(axes: Axes, low: float, high: float, words: str, colour: str) -> None:
+    """Write words into a narrow region: a word a line or, if that is too wide, turned; or beside it."""
+    left, right = (axes.at(value, axes.y.low)[0] for value in (low, high))
+    middle, top, lines = (left + right) / 2, axes.box.y + 6, words.split()
+    level = max(text_width(line, SMALL) for line in lines) < right - left - 2
+
+    def draw() -> None:
+        for row, line in enumerate(lines if level else []):
+            axes.drawing.text((middle, top + 10 + ROW * row), line, size=SMALL, colour=colour, anchor="middle")
+        if not level:
+            axes.drawing.rect(Box(middle - 8, top - 2, 16, text_width(words, SMALL) + 4), CARD, opacity=0.8)
+            axes.drawing.text((middle + 4, top), words, size=SMALL, colour=colour, anchor="end", turn=-90)
+
+    if right - left < 20:
+        axes.explain(low, high, words, colour)
+    else:
+        axes.drawing.last(draw, -1)  # before all words that look for a place
 
 
 def _draw_curve(axes: Axes, state: State, moved: Sequence[int]) -> None:
@@ -132,19 +160,17 @@ def _draw_own_tile(axes: Axes, state: State) -> None:
     block_q, block_k = OWN_TILES.get(gpu, {}).get(state.head_dim, (0, 0))
     if block_q not in state.queries:
         return
-    moved = state.by_queries[state.queries.index(block_q)].moved
-    tile = f"{block_q} queries × {block_k} keys"
-    tip = f"FlashAttention uses {tile} for heads of {state.head_dim} on this chip (hopper/tile_size.h)."
-    axes.points([block_q], [moved], GREEN, tips=[tip])
-    axes.label(axes.at(block_q, moved), "FlashAttention", GREEN, bold=False)
+    tip = f"FlashAttention's own tile here: {block_q} queries × {block_k} keys (hopper/tile_size.h)."
+    axes.points([block_q], [state.by_queries[state.queries.index(block_q)].moved], GREEN, tips=[tip])
+    right, y = axes.box.right, axes.box.y - 12  # a key: the plot has no room for the name
+    axes.drawing.circle((right - 100, y - 4), 4.5, GREEN)
+    axes.drawing.text((right, y), "FlashAttention", size=SMALL, colour=GREEN, anchor="end")
 
 
 def _tip(state: State, index: int) -> str:
-    queries = state.queries[index]
-    traffic = state.by_queries[index]
-    less = state.naive.moved / traffic.moved
+    queries, traffic = state.queries[index], state.by_queries[index]
     words = (
-        f"{queries:,} queries per tile move {size(traffic.moved)}, {compared(less)} {NAIVE}; "
+        f"{queries:,} queries per tile: {size(traffic.moved)}, {compared(state.naive.moved / traffic.moved)} {NAIVE}; "
         f"{traffic.intensity:.0f} operations per byte, {state.launched_at(queries) / KIB:.0f} KiB of shared memory"
     )
     return f"{words}; registers spill." if queries > state.kept else f"{words}."
@@ -165,11 +191,12 @@ def _draw_bar(drawing: Drawing, y: float, name: str, parts: dict[str, int], limi
     segments = [
         Segment(PART_NAMES.get(part, part), count, PART_COLOURS[part], tip=tips[part]) for part, count in parts.items()
     ]
-    beside = (at.x + text_width(words, SMALL) * BOLD + 16, y + 12)
-    if drawing.width < WIDE:
-        y = legend(drawing, (at.x, y + 31), segments, at.width) - 31
+    unnamed = segments if over else without_room(segments, limit, at.width)
+    keys = [part for part in unnamed if part.value > max(needed, limit) / at.width]  # at least a pixel
+    if drawing.width < WIDE and keys:
+        y = legend(drawing, (at.x, y + 31), keys, at.width) - 31
     else:
-        legend(drawing, beside, segments if over else without_room(segments, limit, at.width), at.width)
+        legend(drawing, (at.x + text_width(words, SMALL) * BOLD + 16, y + 12), keys, at.width)
     bar = Box(at.x, y + 17, at.width, 15)
     drawing.rect(bar, NOT_OURS, stroke=MID)
     shown = [replace(part, label="") for part in segments] if over else segments

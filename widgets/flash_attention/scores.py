@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 STRIP, SPACE = 9, 4
 """Pixels of Q, K, V and O beside the scores, and between them and the scores."""
-LINE = 1.2
-"""Pixels of a line, which stands for one reading of keys and values."""
+LINE, PITCH = 3, 3
+"""Pixels of the line for the keys and values that a program reads, and the least ones of its rows."""
 LEAST = 2.5
 """The least pixels at which a tile is drawn."""
 WHERE = 0.42, 0.72
@@ -35,40 +35,43 @@ def draw_scores(drawing: Drawing, at: Box, state: State) -> float:
     edge = STRIP + SPACE
     side = Box(at.x + edge, 46 + edge, at.width - 2 * edge, at.width - 2 * edge)
     drawing.rect(side, IDLE, stroke=MID)
-    _draw_reads(drawing, side, state)
     pixels = side.width / state.length
     sizes = state.block_k, min(state.block_q, state.length)
     x, y = (int(part * state.length) // count * count * pixels for part, count in zip(WHERE, sizes, strict=True))
     wide, high = (max(count * pixels, LEAST) for count in sizes)
     tile = Box(side.x + x, side.y + y, wide, min(high, side.height - y))
     _draw_operands(drawing, side, tile)
+    _draw_programs(drawing, side, state, tile)
     drawing.rect(tile, ORANGE, stroke=INK)
     _draw_lens(drawing, side, tile, state)
     tip = (
-        f"Each line is one of {state.programs:,} programs, which keeps {state.block_q} queries and reads the keys and "
-        "values up to them."
+        f"This program keeps {state.block_q} queries and reads the keys and values up to them; all others do the same."
     )
     drawing.rect(side, "transparent", tip=tip)
     full = state.length > state.longest
     words = f"overfill an {state.hardware.name}" if full else f"take {size(state.naive.extra)} a head"
     drawing.text((at.x, side.bottom + 18), f"Stored, they {words}.", size=SMALL, colour=VERMILLION, bold=full)
-    words = f"Tiles store none, but load K and V for {counted(state.programs, 'program')}."
+    words = f"In tiles, K and V are read by {counted(state.programs, 'program')} of {state.block_q:,} queries."
     return drawing.paragraph((at.x, side.bottom + 36), words, at.width, colour=BLUE) + 4
 
 
-def _draw_reads(drawing: Drawing, side: Box, state: State) -> None:
-    """Draw a line for each program, as long as the keys that it reads; the ink is in proportion to
-    the bytes.
+def _draw_programs(drawing: Drawing, side: Box, state: State, tile: Box) -> None:
+    """Draw the scores that are not masked, a line below each program's rows where there is room, and
+    the keys and values that the tile's program reads.
     """
-    if state.programs * LINE > side.height:
-        drawing.polygon([(side.x, side.y), (side.x, side.bottom), (side.right, side.bottom)], SKY)
-        return
-    y = side.y
-    for rows, seen in flash_programs(state.length, state.block_q, state.block_k):
-        high = rows / state.length * side.height
-        end = side.x + seen / state.length * side.width
-        drawing.line((side.x, y + high / 2), (end, y + high / 2), colour=SKY, width=LINE)
-        y += high
+    corners = [(side.x, side.y), (side.x, side.bottom), (side.right, side.bottom)]
+    drawing.polygon(corners, CARD)
+    drawing.add('<g opacity="0.35">')
+    drawing.polygon(corners, ORANGE)
+    drawing.add("</g>")
+    high = state.block_q / state.length * side.height
+    for row in range(1, state.programs if high >= PITCH else 1):
+        drawing.line((side.x, side.y + row * high), (side.x + row * high, side.y + row * high), colour=CARD)
+    _, seen = list(flash_programs(state.length, state.block_q, state.block_k))[round((tile.y - side.y) / high)]
+    middle = tile.y + tile.height / 2
+    drawing.line((side.x, middle), (side.x + seen / state.length * side.width, middle), colour=SKY, width=LINE)
+    drawing.text((side.x + 7, side.bottom - 8), "scores", size=SMALL, colour=ORANGE)
+    drawing.text((side.right - 6, side.y + LENS + 22), "masked", size=SMALL, colour=QUIET, anchor="end")
 
 
 def _draw_operands(drawing: Drawing, side: Box, tile: Box) -> None:

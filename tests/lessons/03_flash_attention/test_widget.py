@@ -114,15 +114,16 @@ def test_the_frames_walk_the_row_tile_by_tile():
 
 
 @pytest.mark.parametrize("knobs", [{"block_q": 128}, {"block_q": 1024, "length": 1024}])
-def test_the_tile_is_drawn_to_scale_and_lines_as_long_as_the_keys_that_are_read(knobs):
+def test_the_tile_is_drawn_to_scale_and_its_line_as_long_as_the_keys_that_are_read(knobs):
     state = sweep(**knobs)
     marks = list(ET.fromstring(figure(state)).iter())
     [tile] = [mark for mark in marks if (mark.get("fill"), mark.get("stroke")) == (ORANGE, INK)]
-    lines = (mark for mark in marks if (mark.get("stroke"), mark.get("stroke-width")) == (SKY, "1.2"))
-    ends = [float(mark.get("x2", 0)) - float(mark.get("x1", 0)) for mark in lines]
-    assert float(tile.get("height", 0)) == pytest.approx(state.block_q / state.length * max(ends), abs=0.01)
-    keys = sum(ends) / max(ends) * state.length
-    assert 2 * state.head_dim * (state.length + 2 * keys) == pytest.approx(state.tiled.read, rel=1e-3)
+    [read] = [mark for mark in marks if (mark.get("stroke"), mark.get("stroke-width")) == (SKY, "3")]
+    [side] = [mark for mark in marks if (mark.get("data-tip") or "").startswith("This program keeps")]
+    pixels = float(side.get("height", 0)) / state.length
+    assert float(tile.get("height", 0)) == pytest.approx(state.block_q * pixels, abs=0.01)
+    last = float(tile.get("y", 0)) + float(tile.get("height", 0)) - float(side.get("y", 0))
+    assert float(read.get("x2", 0)) - float(read.get("x1", 0)) == pytest.approx(last, abs=0.1)
 
 
 def never_corrected(state, scores, values):

@@ -87,6 +87,10 @@ def test_the_right_guess_is_what_the_start_shows():
     assert widget.GUESS.right == 0
     assert 0.35 < state.gain < 0.7
     assert state.mine.cause == "tpot"
+    hidden = [
+        (step.decodes + step.chunk) * step.token / step.weights for step in (*state.steps, here(budget=8192).steps[1])
+    ]
+    assert hidden[0] < 0.2 < 0.7 < hidden[1] < 1 < hidden[2], "only a small chunk hides beneath the weights"
 
 
 def test_the_one_pool_that_two_are_compared_with_has_the_best_budget_of_the_ladder():
