@@ -9,6 +9,7 @@ from functools import cache
 from itertools import accumulate
 from unittest import mock
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -179,7 +180,15 @@ def test_what_a_lever_needs_decides_what_it_buys():
 
 
 def test_the_broken_region_begins_between_the_last_that_holds_and_the_first_that_does_not():
-    assert breaks(complete(level=30)) == [(math.sqrt(32 * 48), None, "late")]
+    state = complete(level=30)
+    ((low, high, trouble),) = breaks(state)
+    waits = [
+        run.inter_token_latency for slots, run in zip(runs.SLOTS, state.by_slots, strict=True) if slots in (32, 48)
+    ]
+    assert (high, trouble) == (None, "late")
+    assert np.interp(math.log(low), np.log((32, 48)), np.log(waits)) == pytest.approx(math.log(0.03)), (
+        "where it is drawn"
+    )
     assert breaks(complete(level=200)) == []
     assert breaks(complete(level=10)) == [(None, None, "late")]
     assert breaks(complete(**widget.PRESETS["Does not start"])) == [(None, None, "refused")]
