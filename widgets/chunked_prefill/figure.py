@@ -79,6 +79,10 @@ def _draw_waits(axes: Axes, state: State, pinned: State | None) -> None:
         axes.line(budgets, [_other_gap(state, budget) for budget in budgets], BLUE, width=1.8, dash="2 4")
         axes.line(budgets, [state.waited(budget) for budget in budgets], BLUE)
         _draw_knee(axes, state)
+        end = budgets[-1] if budgets and state.judged == "clients" else 0
+        if end and _other_gap(state, end) < state.gap < state.waited(end):
+            words = f"long but rare{': 99 % hides them' * (axes.drawing.width >= WIDE)}"
+            axes.label(axes.at(end, _other_gap(state, end)), words, BLUE, bold=False)
     axes.here(state.budget, "budget")
     with axes.drawing.answer():
         _draw_tips(axes, state)
@@ -92,8 +96,7 @@ def _draw_knee(axes: Axes, state: State) -> None:
         place = axes.at(nearest, state.waited(nearest))
         tip = f"Up to about {knee:.0f} tokens, a step takes as long as reading the weights: prompt tokens are free."
         axes.drawing.circle(place, 4.5, INK, tip=tip)
-        if axes.drawing.width >= WIDE:
-            axes.label(place, "knee", bold=False)
+        axes.label((place[0], place[1] - 3), "knee", bold=False)
 
 
 def _other_gap(state: State, budget: int) -> float:
