@@ -60,13 +60,8 @@ def _scale(state: State) -> Scale:
 
 
 def _draw_waits(axes: Axes, state: State, pinned: State | None) -> None:
-    axes.frame(
-        "token budget per step (max_num_batched_tokens)",
-        "",
-        x_ticks=TICKS,
-        x_format=tokens,
-        y_format=seconds,
-    )
+    name = "token budget per step (max_num_batched_tokens)"
+    axes.frame(name, "", x_ticks=TICKS, x_format=tokens, y_format=seconds)
     _draw_broken(axes, state)
     if pinned and pinned.points:
         axes.pinned(pinned.run, [pinned.first(budget) for budget in pinned.run], pinned.budget)
@@ -126,17 +121,13 @@ def late_words(state: State, span: Span) -> str:
     """Explain why long prompts wait in a region, by the cause at its edge, or at the handle if the
     region has no edge.
     """
-    inside = [budget for budget in (*state.run, *state.refusals) if _is_in(budget, span)]
+    inside = [budget for budget in (*state.run, *state.refusals) if (span[0] or 0) <= budget < (span[1] or math.inf)]
     if not inside:
         return ""
     nearest = max(inside) if span[1] is not None else min(inside) if span[0] is not None else state.budget
     if nearest in state.refusals:
         return _refusal_words(state, nearest)
     return cause_words(state, next(iter(state.causes(nearest)), ""), nearest) if nearest in state.points else ""
-
-
-def _is_in(budget: int, span: Span) -> bool:
-    return (span[0] or 0) <= budget < (span[1] or math.inf)
 
 
 def _refusal_words(state: State, budget: int) -> str:

@@ -68,11 +68,8 @@ def _draw_memory(drawing: Drawing, state: State) -> Box:
         words = f"KV cache: {cache / GIB:.2f} GiB, {state.tokens:,} tokens of {state.bytes_per_token:,.0f} bytes"
         segments.append(Segment(f"KV cache {cache / GIB:.1f}", cache, HELD, tip=words))
         tip = f"Not for this engine: {rest / GIB:.2f} GiB, which gpu_memory_utilization leaves to other programs"
-        segments.append(
-            Segment(
-                f"left out {rest / GIB:.1f} (utilization {state.utilization:g})", rest, NOT_OURS, tip=tip, hatched=True
-            )
-        )
+        name = f"left out {rest / GIB:.1f} (utilization {state.utilization:g})"
+        segments.append(Segment(name, rest, NOT_OURS, tip=tip, hatched=True))
     total = max(card, needed)
     bottom = legend(drawing, (MARGIN, y + 22), without_room(segments, total, width), width)
     bar = Box(MARGIN, bottom - 10, width, 24)
@@ -122,9 +119,8 @@ def _draw_slots(drawing: Drawing, state: State, box: Box) -> Box:
         elif drawn == state.slots:
             rest = state.tokens - state.slots * state.max_model_len
             part = replace(slot, width=rest / state.max_model_len * slot.width)
-            drawing.rect(
-                part, CARD, stroke=MID, tip=f"{rest:,} tokens: less than one reservation, so no request can use them"
-            )
+            tip = f"{rest:,} tokens: less than one reservation, so no request can use them"
+            drawing.rect(part, CARD, stroke=MID, tip=tip)
     return pool
 
 
@@ -132,8 +128,7 @@ def _draw_shortage(drawing: Drawing, state: State, box: Box) -> None:
     """Draw one request of the maximum length, and the part of it that fits."""
     note = f"the longest request that fits has {state.longest:,} tokens"
     y = drawing.heading((box.x, box.y + 19), "The KV cache is too small", note)
-    words = f"One request of {state.max_model_len:,} tokens"
-    drawing.text((box.x, y + 28), words, colour=VERMILLION)
+    drawing.text((box.x, y + 28), f"One request of {state.max_model_len:,} tokens", colour=VERMILLION)
     _draw_too_long(drawing, replace(box, y=y + 36), state.longest, state.max_model_len)
 
 

@@ -18,7 +18,7 @@ from minivllm_simulate.levers import LeverResult
 from widgets.optimization_catalog.runs import MODEL, REQUESTS, SLOTS, Outcome, Row, State, Step
 from widgets.shell.plot import Axes, Scale, counted, hidden_note, percent, short
 from widgets.shell.svg import SMALL, Box, Drawing
-from widgets.shell.theme import BROKEN, CARD, MID, MISSED
+from widgets.shell.theme import BROKEN, MID, MISSED
 
 MARGIN, ROW, LABELS, VALUES = 14, 15, 132, 64
 WIDE = 560
@@ -137,6 +137,7 @@ def _draw_order(drawing: Drawing, box: Box, scale: Scale, state: State, reverse:
     for index, row in list(enumerate(state.rows, start=1))[:: -1 if reverse else 1]:
         place = _row(box, index)
         if not row.steps:
+            _draw_value(drawing, place, "off", MID)
             continue
         step = row.steps[reverse]
         if isinstance(step.before, LeverResult):
@@ -147,15 +148,11 @@ def _draw_order(drawing: Drawing, box: Box, scale: Scale, state: State, reverse:
         before = place
     if isinstance(everything, LeverResult):
         _draw_link(drawing, before, last, scale, everything)
-    for index, row in enumerate(state.rows, start=1):
-        if not row.steps:
-            _draw_value(drawing, _row(box, index), "off", MID)
 
 
 def _draw_value(drawing: Drawing, place: Box, words: str, colour: str) -> None:
     """Write what a row comes to, in the column on the right."""
-    at = (place.right + VALUES, place.y + 10)
-    drawing.text(at, words, size=SMALL, colour=colour, anchor="end", halo=True)
+    drawing.text((place.right + VALUES, place.y + 10), words, size=SMALL, colour=colour, anchor="end", halo=True)
 
 
 def _row(box: Box, index: int) -> Box:
@@ -196,8 +193,6 @@ def _draw_rung(drawing: Drawing, place: Box, scale: Scale, step: Step) -> None:
     bar = Box(place.x + low, place.y, max(high - low, 2), place.height)
     colour = MARKS.get(effect, MID)
     drawing.rect(bar, colour)
-    if effect == "slower":
-        drawing.hatch(bar, CARD, gap=5)
     _draw_value(drawing, place, words, colour)
 
 
@@ -270,9 +265,7 @@ def _draw_swept(drawing: Drawing, box: Box, state: State, pinned: State | None) 
     ends = Scale(2.0**low, 2.0**high, log=True)  # whole powers, so that it rarely changes during a sweep
     axes = Axes(drawing, box, Scale(SLOTS[0], SLOTS[-1], log=True), ends)
     name = f"with {f'these {len(state.on)}' if state.on else 'nothing'} on: ms a client waits per token"
-    axes.frame(
-        "requests at once, at most (max_num_seqs)", name, x_ticks=axes.x.doublings(), y_ticks=axes.y.doublings(4)
-    )
+    axes.frame("most requests at once: max_num_seqs", name, x_ticks=axes.x.doublings(), y_ticks=axes.y.doublings(4))
     for low, high, trouble in breaks(state):
         axes.broken(low, high, BREAKS[trouble])
     if pinned is not None:

@@ -168,10 +168,9 @@ def _draw_layouts(drawing: Drawing, state: State, y: float) -> float:
         drawing.text((x, y), words, size=SMALL, colour=QUIET)
     y += 7
     hidden_note(drawing, Box(left, y, drawing.width - MARGIN - left, ROW * len(state.others)))
+    right = left - 12 if wide else drawing.width - MARGIN
     for served in state.others:
-        _draw_gpus(
-            drawing, served.layout, y, left - 12 if wide else drawing.width - MARGIN, served.layout == state.layout
-        )
+        _draw_gpus(drawing, served.layout, y, right, served.layout == state.layout)
         y += 0 if wide else 20
         with drawing.answer():
             _draw_time(drawing, Box(left, y + 4, room, ROW - 8), state, served, longest)

@@ -97,11 +97,10 @@ def _values(state: State, k: int) -> list[tuple[int, float]]:
 
 def _draw_speedup(axes: Axes, state: State, pinned: State | None) -> None:
     wide = axes.drawing.width >= WIDE
-    name = "requests that decode together (batch)" if wide else "batch"
+    longest = "requests that decode together (batch)", "times as fast as without drafts"
+    names = longest if wide else ("batch", "times as fast")
     ticks, form = axes.y.ticks(5), "{:g}".format
-    axes.frame(
-        name, f"times as fast{' as without drafts' * wide}", x_ticks=TICKS, x_format=form, y_ticks=ticks, y_format=form
-    )
+    axes.frame(*names, x_ticks=TICKS, x_format=form, y_ticks=ticks, y_format=form)
     with axes.drawing.answer():
         _draw_broken(axes, state)
     if pinned:
@@ -157,13 +156,8 @@ def _draw_tips(axes: Axes, state: State) -> None:
 def _draw_by_k(axes: Axes, state: State) -> None:
     """Draw the speed-ups at this batch size by number of drafts."""
     drafts = [float(k) for k in range(1, MOST_K + 1)]
-    axes.frame(
-        "drafts a step (k)",
-        f"at {counted(state.batch, 'request')}",
-        x_ticks=drafts,
-        y_ticks=axes.y.ticks(5),
-        y_format=lambda _: "",
-    )
+    where = f"at {counted(state.batch, 'request')}"
+    axes.frame("drafts a step (k)", where, x_ticks=drafts, y_ticks=axes.y.ticks(5), y_format=lambda _: "")
     axes.mark_y(1, "", GREEN)
     hidden_note(axes.drawing, axes.box)
     with axes.drawing.answer():
@@ -219,15 +213,12 @@ def _draw_cost(drawing: Drawing, state: State, y: float) -> float:
         for low, high in ((y - 25, y),) if x > end else ((y - 25, y - 20), (y - 5, y)):  # off the bar's labels
             drawing.line((x, low), (x, high), colour=GREEN, width=3)
         over = round(state.longer, 2) - round(state.tokens, 2)
-        words, lost = (
-            f"{state.tokens:.2f} tokens: pays up to ×{state.tokens:.2f}",
-            f"×{over:.2f} too much" * (over > 0.005),
-        )
-        room, more = text_width(words, SMALL) + 8, text_width(lost, SMALL)
-        place = (max(MARGIN, min(x + 4, drawing.width - MARGIN - more) - room), y + 11)
-        drawing.text(place, words, size=SMALL, colour=GREEN)
-        if lost:
-            drawing.text((place[0] + room, place[1]), lost, size=SMALL, colour=VERMILLION)
+        words = f"{state.tokens:.2f} tokens: pays up to ×{state.tokens:.2f}"
+        lost = f"×{over:.2f} too much" * (over > 0.005)
+        room = text_width(words, SMALL) + 8
+        x = max(MARGIN + room, min(x + 4, drawing.width - MARGIN - text_width(lost, SMALL)))
+        drawing.text((x - room, y + 11), words, size=SMALL, colour=GREEN)
+        drawing.text((x, y + 11), lost, size=SMALL, colour=VERMILLION)
     return y + 11
 
 
