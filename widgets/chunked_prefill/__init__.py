@@ -78,7 +78,7 @@ def _cause_sentence(state: State, cause: str) -> str:
         whose = f"{percent(point.gaps_over(state.gap))} of all gaps are"
         if state.judged == "clients":
             whose = f"{percent(point.stalled(state.gap))} of the clients have a gap of"
-        return f"Stalls: {whose} over {seconds(state.gap)}, and the longest is {seconds(point.longest[-1])}."
+        return f"Stalls: {whose} over {seconds(state.gap)}, and the longest of the run is {seconds(point.longest[-1])}."
     why = cause_words(state, cause, state.budget)
     words = f"{why[0].upper()}{why[1:]}."
     if cause == "queue":

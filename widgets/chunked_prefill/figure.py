@@ -60,13 +60,8 @@ def _scale(state: State) -> Scale:
 
 
 def _draw_waits(axes: Axes, state: State, pinned: State | None) -> None:
-    axes.frame(
-        "token budget per step (max_num_batched_tokens)",
-        "",
-        x_ticks=TICKS,
-        x_format=tokens,
-        y_format=seconds,
-    )
+    name = "token budget per step (max_num_batched_tokens)"
+    axes.frame(name, "", x_ticks=TICKS, x_format=tokens, y_format=seconds)
     _draw_broken(axes, state)
     if pinned and pinned.points:
         axes.pinned(pinned.run, [pinned.first(budget) for budget in pinned.run], pinned.budget)
@@ -79,6 +74,10 @@ def _draw_waits(axes: Axes, state: State, pinned: State | None) -> None:
         axes.line(budgets, [_other_gap(state, budget) for budget in budgets], BLUE, width=1.8, dash="2 4")
         axes.line(budgets, [state.waited(budget) for budget in budgets], BLUE)
         _draw_knee(axes, state)
+        end = budgets[-1] if budgets and state.judged == "clients" else 0
+        if end and _other_gap(state, end) < state.gap < state.waited(end):
+            words = f"long but rare{': 99 % hides them' * (axes.drawing.width >= WIDE)}"
+            axes.label(axes.at(end, _other_gap(state, end)), words, BLUE, bold=False)
     axes.here(state.budget, "budget")
     with axes.drawing.answer():
         _draw_tips(axes, state)
@@ -92,8 +91,7 @@ def _draw_knee(axes: Axes, state: State) -> None:
         place = axes.at(nearest, state.waited(nearest))
         tip = f"Up to about {knee:.0f} tokens, a step takes as long as reading the weights: prompt tokens are free."
         axes.drawing.circle(place, 4.5, INK, tip=tip)
-        if axes.drawing.width >= WIDE:
-            axes.label(place, "knee", bold=False)
+        axes.label((place[0], place[1] - 3), "knee", bold=False)
 
 
 def _other_gap(state: State, budget: int) -> float:
@@ -123,17 +121,13 @@ def late_words(state: State, span: Span) -> str:
     """Explain why long prompts wait in a region, by the cause at its edge, or at the handle if the
     region has no edge.
     """
-    inside = [budget for budget in (*state.run, *state.refusals) if _is_in(budget, span)]
+    inside = [budget for budget in (*state.run, *state.refusals) if (span[0] or 0) <= budget < (span[1] or math.inf)]
     if not inside:
         return ""
     nearest = max(inside) if span[1] is not None else min(inside) if span[0] is not None else state.budget
     if nearest in state.refusals:
         return _refusal_words(state, nearest)
     return cause_words(state, next(iter(state.causes(nearest)), ""), nearest) if nearest in state.points else ""
-
-
-def _is_in(budget: int, span: Span) -> bool:
-    return (span[0] or 0) <= budget < (span[1] or math.inf)
 
 
 def _refusal_words(state: State, budget: int) -> str:

@@ -33,7 +33,10 @@ def draw_steps(drawing: Drawing, state: State, y: float) -> float:
     tallest = max(map(sum, parts), default=0.0)
     axes = Axes(drawing, box, Scale(0, max(len(strip), 1)), Scale(0, 1.15 * max(1.4 * state.gap, tallest)))
     ticks = [0.0] * (state.gap > 0.12 * axes.y.high) + [state.gap] + [tallest] * (tallest > 1.3 * state.gap)
-    axes.frame("", "wait for the next token", y_ticks=ticks, y_format=lambda value: seconds(value) if value else "0")
+    axes.frame(
+        "", "wait for the next token", x_format=lambda value: f"{'step ' * (not value)}{value:g}",
+        y_ticks=ticks, y_format=lambda value: seconds(value) if value else "0",
+    )  # fmt: skip
     with drawing.answer():
         top = axes.at(0, state.gap)[1]
         drawing.rect(Box(box.x, box.y, box.width, top - box.y), BROKEN)

@@ -13,13 +13,13 @@ from minivllm_lab.drawing import Point, text_width
 from minivllm_lab.palette import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILLION
 from widgets.shell.plot import MARGIN, WIDE, Axes, Scale, hidden_note, percent, tokens
 from widgets.shell.strip import draw_title
-from widgets.shell.svg import SMALL, Box, Drawing, Segment, legend, stacked_bar, text_box, without_room
+from widgets.shell.svg import SMALL, Box, Drawing, Segment, legend, stacked_bar, without_room
 from widgets.shell.theme import CARD, HELD, MID, MISSED, NOT_OURS, RESERVED, TINT
 
 if TYPE_CHECKING:
     from widgets.kv_cache.state import Pool, State
 
-BEFORE_CACHE = (("weights", GREY), ("activations", PURPLE), ("outside torch", VERMILLION), ("CUDA graphs", SKY))
+BEFORE_CACHE = (("weights", GREY), ("activations", PURPLE), ("outside torch", VERMILLION), ("CUDA graphs", ORANGE))
 """The name and colour of each item that the ledger lists before the KV cache."""
 WIDE_HEIGHT = 470
 PANEL_HEIGHT, NARROW_PANEL_HEIGHT = 121, 176
@@ -66,13 +66,10 @@ def _draw_memory(drawing: Drawing, state: State) -> Box:
     if state.ledger:
         cache, rest = int(card * state.utilization) - needed, card - int(card * state.utilization)
         words = f"KV cache: {cache / GIB:.2f} GiB, {state.tokens:,} tokens of {state.bytes_per_token:,.0f} bytes"
-        segments.append(Segment(f"KV cache {cache / GIB:.1f}", cache, ORANGE, tip=words))
+        segments.append(Segment(f"KV cache {cache / GIB:.1f}", cache, HELD, tip=words))
         tip = f"Not for this engine: {rest / GIB:.2f} GiB, which gpu_memory_utilization leaves to other programs"
-        segments.append(
-            Segment(
-                f"left out {rest / GIB:.1f} (utilization {state.utilization:g})", rest, NOT_OURS, tip=tip, hatched=True
-            )
-        )
+        name = f"left out {rest / GIB:.1f} (utilization {state.utilization:g})"
+        segments.append(Segment(name, rest, NOT_OURS, tip=tip, hatched=True))
     total = max(card, needed)
     bottom = legend(drawing, (MARGIN, y + 22), without_room(segments, total, width), width)
     bar = Box(MARGIN, bottom - 10, width, 24)
@@ -87,7 +84,7 @@ def _draw_magnifier(drawing: Drawing, state: State, bar: Box, panel: Box) -> Non
     """Draw a wedge from the KV cache's part of the bar to the panel that enlarges it."""
     card, budget = state.hardware.memory_bytes, int(state.hardware.memory_bytes * state.utilization)
     left, right = (bar.x + part / card * bar.width for part in (state.needed, budget))
-    drawing.polygon([(left, bar.bottom), (right, bar.bottom), (panel.right, panel.y), (panel.x, panel.y)], TINT)
+    drawing.polygon([(left, bar.bottom), (right, bar.bottom), (panel.right, panel.y), (panel.x, panel.y)], RESERVED)
 
 
 def _draw_slots(drawing: Drawing, state: State, box: Box) -> Box:
@@ -122,9 +119,8 @@ def _draw_slots(drawing: Drawing, state: State, box: Box) -> Box:
         elif drawn == state.slots:
             rest = state.tokens - state.slots * state.max_model_len
             part = replace(slot, width=rest / state.max_model_len * slot.width)
-            drawing.rect(
-                part, CARD, stroke=MID, tip=f"{rest:,} tokens: less than one reservation, so no request can use them"
-            )
+            tip = f"{rest:,} tokens: less than one reservation, so no request can use them"
+            drawing.rect(part, CARD, stroke=MID, tip=tip)
     return pool
 
 
@@ -132,8 +128,7 @@ def _draw_shortage(drawing: Drawing, state: State, box: Box) -> None:
     """Draw one request of the maximum length, and the part of it that fits."""
     note = f"the longest request that fits has {state.longest:,} tokens"
     y = drawing.heading((box.x, box.y + 19), "The KV cache is too small", note)
-    words = f"One request of {state.max_model_len:,} tokens"
-    drawing.text((box.x, y + 28), words, colour=VERMILLION)
+    drawing.text((box.x, y + 28), f"One request of {state.max_model_len:,} tokens", colour=VERMILLION)
     _draw_too_long(drawing, replace(box, y=y + 36), state.longest, state.max_model_len)
 
 
@@ -185,6 +180,7 @@ def _draw_plot(drawing: Drawing, state: State, pinned: State | None, box: Box) -
         x_format=tokens, x_ticks=axes.x.doublings(int(box.width // 45)), y_ticks=ticks,
     )  # fmt: skip
     _draw_broken(axes, state)
+    drawing.rect(Box(box.x, box.bottom - BELOW_ONE, box.width + 1, BELOW_ONE - 0.5), CARD)
     axes.mark_y(1, "", VERMILLION)
     axes.here(state.max_model_len, "max_model_len")  # before the curves, or it covers their tips
     if pinned:
@@ -200,8 +196,12 @@ def _draw_broken(axes: Axes, state: State) -> None:
     """
     limit, last = state.model_limit or 2 * state.contexts[-1], state.contexts[-1]
     if state.longest < min(limit, last):
-        cause = "not one fits" if state.ledger else "no KV cache is left"
-        axes.broken(state.longest, None, f"{cause}: vLLM refuses to start")
+        cause = (
+            f"not one fits on the {state.hardware.name}{'s' * (state.tp > 1)}"
+            if state.ledger
+            else "no KV cache is left"
+        )
+        axes.broken(state.longest, None, f"{cause}: refused")
     if limit < last:
         axes.broken(limit, None, "past the model's limit: refused")
 
@@ -268,7 +268,7 @@ def _name_the_ends(axes: Axes, state: State) -> None:
         if x < right:
             tip = f"{pool.gpu}: the longest request that fits has {pool.longest:,} tokens"
             drawing.circle((x, y), 5.5 if own else 3.5, BLUE if own else GREY, tip=tip, group=pool.gpu)
-        if clusters and x - clusters[-1][0] < NEAR:
+        if clusters and x - clusters[-1][0] < NEAR and (x < right or clusters[-1][0] >= right):
             clusters[-1][1].insert(0 if own else len(clusters[-1][1]), pool.gpu)
         else:
             clusters.append((x, [pool.gpu]))
@@ -276,9 +276,8 @@ def _name_the_ends(axes: Axes, state: State) -> None:
     edges = [*axes.edges, axes.at(state.max_model_len, 1)[0]]
     for x, gpus in clusters:
         for words in (", ".join(gpus), gpus[0], gpus[0].removeprefix("RTX ")):  # the dots' tips have all names
-            words += " →" * (x >= right - NEAR)
+            words += " →" * (x >= right)
             if place := _place_of_name(axes, x, words, edges, taken):
-                drawing.rect(text_box(place, words, SMALL, "middle"), CARD, opacity=0.85)
                 drawing.text(place, words, size=SMALL, anchor="middle", halo=True)
                 break
 

@@ -53,7 +53,7 @@ def verdict(state: State) -> Verdict:
     if trouble == "late":
         words = f"Too slow for each client: it waits {wait} ms for a token, and the limit is {state.level * 1e3:g}."
         running = end.tokens_per_second * end.inter_token_latency
-        return Verdict(f"{words} On average, {running:.1f} run, for {rate} in all.", "broken")
+        return Verdict(f"{words} Of at most {state.slots}, {running:.1f} run on average, for {rate} in all.", "broken")
     if trouble == "preempts":
         lost = counted(end.preemptions, "preemption")
         words = f"The KV cache is full: {lost}, and each preempted request starts over. It makes {rate}."

@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import groupby, pairwise
 
-from minivllm_lab.drawing import QUIET, ink_on, text_width
+from minivllm_lab.drawing import QUIET
 from minivllm_lab.palette import BLUE, GREEN, GREY, INK, VERMILLION
 from minivllm_simulate.levers import LeverResult
 from widgets.optimization_catalog.runs import MODEL, REQUESTS, SLOTS, Outcome, Row, State, Step
 from widgets.shell.plot import Axes, Scale, counted, hidden_note, percent, short
 from widgets.shell.svg import SMALL, Box, Drawing
-from widgets.shell.theme import BROKEN, CARD, MID, MISSED
+from widgets.shell.theme import BROKEN, MID, MISSED
 
-MARGIN, ROW, LABELS = 14, 15, 132
+MARGIN, ROW, LABELS, VALUES = 14, 15, 132, 64
 WIDE = 560
 """The width from which both orders stand side by side."""
 HEIGHT, SWEPT = 468, 104
@@ -75,8 +76,8 @@ def figure(state: State, width: float = 640, pinned: State | None = None) -> str
         y = drawing.paragraph((MARGIN, 37), note, width - 2 * MARGIN)
     scale = _scale(state)
     room = (width - 2 * MARGIN - LABELS) / (2 if wide else 1)
-    left = Box(MARGIN + LABELS, y + 24, room - 10, rows)
-    right = Box(left.x + room, left.y, room - 10, rows) if wide else Box(left.x, left.bottom + 46, room - 10, rows)
+    left = Box(MARGIN + LABELS, y + 24, room - VALUES - 10, rows)
+    right = replace(left, x=left.x + room) if wide else replace(left, y=left.bottom + 46)
     for y in sorted({left.y, right.y}):
         _draw_names(drawing, state, y)
     _draw_order(drawing, left, scale, state, 0)
@@ -112,9 +113,11 @@ def _draw_names(drawing: Drawing, state: State, top: float) -> None:
     gains = {row.field: abs(math.log((row.steps[0].factor or 1) / (row.steps[1].factor or 1))) for row in state.on}
     for index, row in enumerate(state.rows, start=1):
         if gains.get(row.field, 0) == max([0.4, *gains.values()]):
-            with drawing.answer():
+            with drawing.answer(), drawing.on_top():
                 row_box = Box(MARGIN - 6, top + index * ROW - 0.5, drawing.width - 2 * MARGIN + 12, ROW + 1)
                 drawing.rect(row_box, "none", stroke=BLUE, radius=3)
+                if row.field == "kv_cache":
+                    drawing.text((MARGIN - 3, row_box.y + 12.5), "your guess", size=SMALL, colour=BLUE)
         place = (MARGIN + LABELS - 8, top + index * ROW + 12)
         drawing.text(place, row.title, size=SMALL, colour=INK if row.steps else QUIET, anchor="end", group=row.field)
 
@@ -128,13 +131,13 @@ def _draw_order(drawing: Drawing, box: Box, scale: Scale, state: State, reverse:
         drawing.text((x, box.bottom + 14), short(tick), size=SMALL, colour=QUIET, anchor="middle")
     first, last = (_row(box, index) for index in ((-1, 0) if reverse else (0, -1)))
     (start, nothing), (end, everything) = _ends(state)
-    rates = ["" if reverse and isinstance(run, LeverResult) else rate_words(run) for run in (nothing, everything)]
-    _draw_end(drawing, first, scale, f"{start}: {rates[0]}".rstrip(": "), nothing, GREY)
-    _draw_end(drawing, last, scale, f"{end}: {rates[1]}".rstrip(": "), everything, BLUE if state.on else GREY)
+    _draw_end(drawing, first, scale, start, nothing, GREY)
+    _draw_end(drawing, last, scale, end, everything, BLUE if state.on else GREY)
     before = first
     for index, row in list(enumerate(state.rows, start=1))[:: -1 if reverse else 1]:
         place = _row(box, index)
         if not row.steps:
+            _draw_value(drawing, place, "off", MID)
             continue
         step = row.steps[reverse]
         if isinstance(step.before, LeverResult):
@@ -145,10 +148,11 @@ def _draw_order(drawing: Drawing, box: Box, scale: Scale, state: State, reverse:
         before = place
     if isinstance(everything, LeverResult):
         _draw_link(drawing, before, last, scale, everything)
-    for index, row in enumerate(state.rows, start=1):
-        if not row.steps:
-            place = (box.x + box.width / 2, _row(box, index).y + 10)
-            drawing.text(place, "off", size=SMALL, colour=QUIET, anchor="middle", halo=True)
+
+
+def _draw_value(drawing: Drawing, place: Box, words: str, colour: str) -> None:
+    """Write what a row comes to, in the column on the right."""
+    drawing.text((place.right + VALUES, place.y + 10), words, size=SMALL, colour=colour, anchor="end", halo=True)
 
 
 def _row(box: Box, index: int) -> Box:
@@ -169,10 +173,9 @@ def _draw_end(drawing: Drawing, place: Box, scale: Scale, words: str, run: Outco
     if isinstance(run, LeverResult):
         x += scale.share(run.tokens_per_second) * place.width
         drawing.circle((x, place.y + 6), 5, colour, tip=f"{_counts(run)}.")
-    room = text_width(words, SMALL)
-    beside = x + 9 if x + 9 + room < place.right + 8 else x - 9 - room
-    start = beside if beside > place.x else place.right + 8 - room
-    drawing.text((start, place.y + 10), words, size=SMALL, halo=True)
+    beside, anchor = (x + 9, "start") if x < place.x + place.width / 2 else (x - 9, "end")
+    drawing.text((beside, place.y + 10), words, size=SMALL, anchor=anchor, halo=True)
+    _draw_value(drawing, place, rate_words(run).replace(" tokens", ""), INK)
 
 
 def _draw_rung(drawing: Drawing, place: Box, scale: Scale, step: Step) -> None:
@@ -183,22 +186,14 @@ def _draw_rung(drawing: Drawing, place: Box, scale: Scale, step: Step) -> None:
         if effect == "refused":
             drawing.rect(place, BROKEN)
             drawing.hatch(place, MISSED, gap=9)
-        drawing.text((place.x + 5, place.y + 10), words, size=SMALL, colour=VERMILLION, halo=True)
+        _draw_value(drawing, place, words, VERMILLION)
         return
     reached = [run.tokens_per_second for run in step if isinstance(run, LeverResult)]
     low, high = (scale.share(rate) * place.width for rate in (min(reached), max(reached)))
     bar = Box(place.x + low, place.y, max(high - low, 2), place.height)
     colour = MARKS.get(effect, MID)
     drawing.rect(bar, colour)
-    if effect == "slower":
-        drawing.hatch(bar, CARD, gap=5)
-    wide = text_width(words, SMALL)
-    if bar.right + 6 + wide < place.right + 8:
-        drawing.text((bar.right + 5, place.y + 10), words, size=SMALL, colour=colour, halo=True)
-    elif bar.x - 6 - wide > place.x:
-        drawing.text((bar.x - 5, place.y + 10), words, size=SMALL, colour=colour, anchor="end", halo=True)
-    else:
-        drawing.text((bar.right - 6, place.y + 10), words, size=SMALL, colour=ink_on(colour), anchor="end")
+    _draw_value(drawing, place, words, colour)
 
 
 def _change(step: Step) -> str:
@@ -269,8 +264,8 @@ def _draw_swept(drawing: Drawing, box: Box, state: State, pinned: State | None) 
     low, high = math.floor(math.log2(0.9 * min([limit, *waits]))), math.ceil(math.log2(1.1 * max([limit, *waits])))
     ends = Scale(2.0**low, 2.0**high, log=True)  # whole powers, so that it rarely changes during a sweep
     axes = Axes(drawing, box, Scale(SLOTS[0], SLOTS[-1], log=True), ends)
-    name = "milliseconds a client waits for each token"
-    axes.frame("requests at once: max_num_seqs", name, x_ticks=axes.x.doublings(), y_ticks=axes.y.doublings(4))
+    name = f"with {f'these {len(state.on)}' if state.on else 'nothing'} on: ms a client waits per token"
+    axes.frame("most requests at once: max_num_seqs", name, x_ticks=axes.x.doublings(), y_ticks=axes.y.doublings(4))
     for low, high, trouble in breaks(state):
         axes.broken(low, high, BREAKS[trouble])
     if pinned is not None:
@@ -296,7 +291,7 @@ def breaks(state: State) -> list[tuple[float | None, float | None, str]]:
     """
     regions: list[tuple[float | None, float | None, str]] = []
     at = 0
-    between = [math.sqrt(low * high) for low, high in pairwise(SLOTS)]
+    between = [_edge(state.level, *pair) for pair in pairwise(zip(SLOTS, state.by_slots, strict=True))]
     for broken, run in groupby(state.by_slots, key=lambda outcome: bool(state.trouble(outcome))):
         outcomes = list(run)
         first = at
@@ -307,6 +302,14 @@ def breaks(state: State) -> list[tuple[float | None, float | None, str]]:
             high = between[last] if last + 1 < len(SLOTS) else None
             regions.append((low, high, state.trouble(outcomes[0])))
     return regions
+
+
+def _edge(level: float, low: tuple[int, Outcome], high: tuple[int, Outcome]) -> float:
+    """Return where the line between two runs crosses the limit, or the middle if it does not."""
+    waits = [run.inter_token_latency / level for _, run in (low, high) if isinstance(run, LeverResult)]
+    crosses = len(waits) == 2 and (waits[0] > 1) != (waits[1] > 1)
+    share = math.log(waits[0]) / math.log(waits[0] / waits[1]) if crosses else 0.5
+    return low[0] * (high[0] / low[0]) ** share
 
 
 def _point_tip(state: State, slots: int, run: LeverResult) -> str:

@@ -35,7 +35,7 @@ from minivllm_simulate.workloads import WORKLOADS
 
 MODEL = "Llama-3.1-8B"
 GPUS = ("L4", "A100", "H100")
-REQUESTS = {"chats": "chats, one prompt", "mixed": "long and short", "code": "code, up to 8K"}
+REQUESTS = {"chats": "chats with a shared system prompt", "mixed": "long and short", "code": "code, up to 8K"}
 MAX_MODEL_LEN = {"chats": 4096, "mixed": 4096, "code": 8192}
 SLOTS: tuple[int, ...] = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
 LEVELS = (5, 10, 20, 30, 50, 100, 200)

@@ -170,7 +170,7 @@ GUESS = Guess(
     "Four H100s serve Llama-3.1-8B, with at most 7.5 ms per output token. Which layout handles the most requests?",
     ("four replicas: TP 1 × DP 4", "TP 2 × DP 2", "all four as one: TP 4 × DP 1"),
     2,
-    "One GPU needs 6.4 of the 7.5 ms just to read the weights. Four that share them have time for a larger batch.",
+    "Alone, a GPU reads weights for 5.3 of the 7.5 ms. Four read a quarter each, and have time for a larger batch.",
 )
 
 # ---- the knobs

@@ -67,7 +67,7 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
     left = Box(60, y + 37, (0.58 * width if wide else width - MARGIN) - 60, high)
     other = Box(left.right + 66, left.y, width - left.right - 66 - MARGIN, left.height)
     if not wide:
-        other = Box(left.x, left.bottom + 66, left.width, 60)
+        other = Box(left.x, left.bottom + 66, left.width, 84)
     knee = state.served.knee
     first, second = (TPOTS, TTFTS) if knee and knee.cause == "tpot" else (TTFTS, TPOTS)
     _draw_latency(Axes(drawing, left, RATE, _scale(state, first)), state, first, large=True, pinned=pinned)
@@ -77,7 +77,7 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
 
 
 def _draw_latency(axes: Axes, state: State, times: Times, *, large: bool, pinned: State | None = None) -> None:
-    name, ticks = (f"{times.name} of 99 % (dashed: half)", TICKS) if large else (times.name, FEW_TICKS)
+    name, ticks = (f"{times.name}, p99 (dashed: median)", TICKS) if large else (times.name, FEW_TICKS)
     y_ticks, form = None if large else axes.y.powers(), "{:g}".format
     axes.frame("requests a second", name, x_ticks=ticks, x_format=form, y_ticks=y_ticks, y_format=seconds)
     served = state.served
@@ -115,6 +115,7 @@ def _draw_others(axes: Axes, state: State, pinned: State | None, times: Times) -
                 values = [most for _, most in _values(other, times.of)]
                 axes.line(rates, values, MID, width=1.6)
                 axes.name(axes.at(rates[0], values[0]), str(other.layout))
+                axes.label(axes.at(rates[-1], values[-1]), str(other.layout).rsplit(" × ", 1)[0], QUIET, bold=False)
 
 
 def knee_words(knee: Knee, served: Served) -> str:
@@ -146,7 +147,7 @@ def _scale(state: State, times: Times) -> Scale:
     """Return a scale around all times so far, rounded so that it rarely changes during a sweep."""
     limit = times.limit(state.served)
     values = [time for served in state.others for pair in _values(served, times.of) for time in pair if time]
-    return Scale.around(0.7 * min([limit, *values]), max([2 * limit, *values]))
+    return Scale.around(0.7 * min([limit, *values]), max([3 * limit, *values]))
 
 
 # ---- the layouts
@@ -167,16 +168,23 @@ def _draw_layouts(drawing: Drawing, state: State, y: float) -> float:
         drawing.text((x, y), words, size=SMALL, colour=QUIET)
     y += 7
     hidden_note(drawing, Box(left, y, drawing.width - MARGIN - left, ROW * len(state.others)))
+    right = left - 12 if wide else drawing.width - MARGIN
     for served in state.others:
-        _draw_gpus(
-            drawing, served.layout, y, left - 12 if wide else drawing.width - MARGIN, served.layout == state.layout
-        )
+        _draw_gpus(drawing, served.layout, y, right, served.layout == state.layout)
         y += 0 if wide else 20
         with drawing.answer():
             _draw_time(drawing, Box(left, y + 4, room, ROW - 8), state, served, longest)
             _draw_rate(drawing, Box(left + room + 24, y + 4, room, ROW - 8), state, served, most)
         y += ROW
-    return y
+    with drawing.answer():
+        for x, value, end, colour, words in (
+            (left, state.served.tpot, longest, GREEN, seconds(state.served.tpot)),
+            (left + room + 24, state.rate, most, INK, f"{state.rate:g}/s"),
+        ):
+            if value <= end:
+                place = (x + value / end * (room - VALUES), y + 13)
+                drawing.text(place, words, size=SMALL, colour=colour, anchor="middle")
+    return y + 14
 
 
 def _draw_gpus(drawing: Drawing, layout: Layout, y: float, right: float, selected: bool) -> None:

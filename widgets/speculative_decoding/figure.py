@@ -18,9 +18,9 @@ from widgets.speculative_decoding.state import BATCHES, MOST_BATCH, MOST_K, Stat
 from widgets.speculative_decoding.step import VOCABULARY, Place
 
 BATCH = Scale(1, MOST_BATCH, log=True)
-TICKS = (1, 4, 16, 64, 256)
+TICKS = (1, 8, 64, 512)
 DRAWN = sorted({*BATCHES, 3, 6, 12, 20, 40, 80, 112, 160, 224, 320, 448})
-NAMES, COLUMN, STRIP, PANEL, ROW, VALUE = 92, 42, 76, 122, 13, 104
+NAMES, COLUMN, STRIP, PANEL, ROW, VALUE = 60, 42, 76, 158, 13, 104
 """The pixels of the names of a strip's rows, of a position at least, of a strip's height, of the last
 token's distributions (their width, and the height of a row), and of a step's time beside its bar.
 """
@@ -96,9 +96,11 @@ def _values(state: State, k: int) -> list[tuple[int, float]]:
 
 
 def _draw_speedup(axes: Axes, state: State, pinned: State | None) -> None:
-    name = "requests that decode together (batch)" if axes.drawing.width >= WIDE else "batch"
+    wide = axes.drawing.width >= WIDE
+    longest = "requests that decode together (batch)", "times as fast as without drafts"
+    names = longest if wide else ("batch", "times as fast")
     ticks, form = axes.y.ticks(5), "{:g}".format
-    axes.frame(name, "times as fast as without drafts", x_ticks=TICKS, x_format=form, y_ticks=ticks, y_format=form)
+    axes.frame(*names, x_ticks=TICKS, x_format=form, y_ticks=ticks, y_format=form)
     with axes.drawing.answer():
         _draw_broken(axes, state)
     if pinned:
@@ -106,7 +108,7 @@ def _draw_speedup(axes: Axes, state: State, pinned: State | None) -> None:
     axes.mark_y(1, "break even", GREEN)
     hidden_note(axes.drawing, axes.box)
     with axes.drawing.answer():
-        compared = [(1, GREY, "7 4")] if axes.drawing.width >= WIDE and state.k > 1 and state.most_batch > 8 else []
+        compared = [(1, GREY, "7 4")] if wide and state.k > 1 and state.most_batch > 8 else []
         for k, colour, dash in (*compared, (state.k, BLUE, "")):
             values = _values(state, k)
             if values:
@@ -154,7 +156,8 @@ def _draw_tips(axes: Axes, state: State) -> None:
 def _draw_by_k(axes: Axes, state: State) -> None:
     """Draw the speed-ups at this batch size by number of drafts."""
     drafts = [float(k) for k in range(1, MOST_K + 1)]
-    axes.frame("drafts a step (k)", "", x_ticks=drafts, y_ticks=axes.y.ticks(5), y_format=lambda _: "")
+    where = f"at {counted(state.batch, 'request')}"
+    axes.frame("drafts a step (k)", where, x_ticks=drafts, y_ticks=axes.y.ticks(5), y_format=lambda _: "")
     axes.mark_y(1, "", GREEN)
     hidden_note(axes.drawing, axes.box)
     with axes.drawing.answer():
@@ -177,7 +180,7 @@ def _draw_cost(drawing: Drawing, state: State, y: float) -> float:
     """Draw a plain step and one with drafts as bars, and the time that the tokens of the second are
     worth; return the y below.
     """
-    wide = drawing.width - 2 * MARGIN
+    wide, aside = drawing.width - 2 * MARGIN, drawing.width >= WIDE
     note = f"{state.model} on {state.gpu}, contexts of {tokens(state.context)}, {drafter_words(state)}"
     note = f"{note}, {rate_words(state)}; modelled"
     with drawing.layer(tip=f"The model is off by {percent(state.error)} (median)."):
@@ -185,31 +188,37 @@ def _draw_cost(drawing: Drawing, state: State, y: float) -> float:
     plain, step = state.one.plain(state.batch), state.one.step(state.batch, state.k)
     worth = state.tokens * plain.seconds
     longest = max(plain.seconds, step.seconds, worth)
-    box = Box(MARGIN + NAMES, y + 8, wide - NAMES - VALUE, 16)
+    box = Box(MARGIN + NAMES * aside, y + 8, wide - (NAMES + VALUE) * aside, 16)
     hidden_note(drawing, Box(box.x, box.y, box.width, 74))
     longer = [Segment(title, max(getattr(plain, name), getattr(step, name)), colour) for name, title, colour in PARTS]
     with drawing.answer():
         keys = without_room([part for part in longer if part.value], longest, box.width)
         y = legend(drawing, (MARGIN, y + 19), keys, wide) - 11 if keys else y + 8
         for name, parts in (("no drafts", plain), (f"k = {state.k}", step)):
+            y += 0 if aside else 20
             bar = Box(box.x, y, box.width, box.height)
+            line = y + (12 if aside else -7)
             segments = [
                 Segment(title, value := getattr(parts, part), colour, f"{TIPS.get(part, title)}: {milliseconds(value)}")
                 for part, title, colour in PARTS
             ]
             stacked_bar(drawing, bar, segments, longest)
-            drawing.text((MARGIN, y + 12), name, size=SMALL)
+            drawing.text((MARGIN, line), name, size=SMALL)
             words = milliseconds(parts.seconds) + ("" if parts is plain else f", ×{state.longer:.2f}")
-            drawing.text((drawing.width - MARGIN, y + 12), words, size=SMALL, anchor="end")
+            drawing.text((drawing.width - MARGIN, line), words, size=SMALL, anchor="end")
             y += 22
         x = box.x + worth / longest * box.width
         end = box.x + step.seconds / longest * box.width
         drawing.line((x, y - 3), (end, y - 3), colour=GREEN if x > end else VERMILLION, width=3)
         for low, high in ((y - 25, y),) if x > end else ((y - 25, y - 20), (y - 5, y)):  # off the bar's labels
             drawing.line((x, low), (x, high), colour=GREEN, width=3)
-        words = f"{state.tokens:.2f} tokens come out: pays up to ×{state.tokens:.2f}"
-        place = (min(x, drawing.width - MARGIN - text_width(words, SMALL) / 2), y + 11)
-        drawing.text(place, words, size=SMALL, anchor="middle", colour=GREEN)
+        over = round(state.longer, 2) - round(state.tokens, 2)
+        words = f"{state.tokens:.2f} tokens: pays up to ×{state.tokens:.2f}"
+        lost = f"×{over:.2f} too much" * (over > 0.005)
+        room = text_width(words, SMALL) + 8
+        x = max(MARGIN + room, min(x + 4, drawing.width - MARGIN - text_width(lost, SMALL)))
+        drawing.text((x - room, y + 11), words, size=SMALL, colour=GREEN)
+        drawing.text((x, y + 11), lost, size=SMALL, colour=VERMILLION)
     return y + 11
 
 
@@ -239,7 +248,8 @@ def _draw_step(drawing: Drawing, state: State) -> float:
         if not place:
             _draw_rows(drawing, box.y, min(across, state.k + 1 - index) * column)
         _draw_place(drawing, box, state, index, last, captions[min(index + 2, last)])
-    y = top + STRIP * -(-(state.k + 1) // across)
+    y = top + STRIP * -(-(state.k + 1) // across) + 12
+    drawing.text((MARGIN, y - 3), "blue: p/q; tick: random number; tick in blue: accepted", size=SMALL, colour=QUIET)
     with drawing.layer(at=f"{last} {last}"):
         panel = Box(drawing.width - MARGIN - PANEL, top, PANEL, 0) if aside else Box(MARGIN, y + 6, wide, 0)
         below = _draw_last(drawing, panel, state)
@@ -250,7 +260,7 @@ def _draw_step(drawing: Drawing, state: State) -> float:
 def _draw_rows(drawing: Drawing, y: float, wide: float) -> None:
     """Write the names of a strip's rows, with a band for the model's one pass."""
     drawing.rect(Box(MARGIN + NAMES - 4, y + 24, wide + 2, 20), IDLE, radius=4, tip="one forward pass of the model")
-    for below, words in ((14, "drafts"), (38, "random < p/q"), (62, "tokens")):
+    for below, words in ((14, "drafts"), (38, "checks"), (62, "tokens")):
         drawing.text((MARGIN, y + below), words, size=SMALL, colour=QUIET)
 
 
@@ -303,12 +313,13 @@ def _draw_last(drawing: Drawing, box: Box, state: State) -> float:
     place = step.places[step.kept] if step.rejected else None
     p = place.p if place else step.bonus
     q = place.q if place else (0.0,) * len(p)
-    name = f"recovered: {VOCABULARY[step.token]}" if place else f"bonus: {VOCABULARY[step.token]}"
+    name = "recovered where p > q" if place else "bonus, drawn from p"
     drawing.text((box.x, box.y + 10), name, size=SMALL, bold=True, colour=BLUE)
     scale = (box.width - 46) / max(*p, *q)
     for token, word in enumerate(VOCABULARY):
         y = box.y + 16 + ROW * token
-        drawing.text((box.x, y + 10), word, size=SMALL, colour=QUIET)
+        drawn = token == step.token
+        drawing.text((box.x, y + 10), word, size=SMALL, colour=BLUE if drawn else QUIET, bold=drawn)
         shared = min(p[token], q[token])
         drawing.rect(Box(box.x + 46, y + 1, q[token] * scale, 5), ORANGE)
         drawing.rect(Box(box.x + 46, y + 6, shared * scale, 5), RESERVED)

@@ -9,6 +9,7 @@ from functools import cache
 from itertools import accumulate
 from unittest import mock
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,7 +19,7 @@ from minivllm_simulate.known_models import known_model
 from minivllm_simulate.levers import LADDER, LeverResult, Levers, throughput
 from widgets import optimization_catalog as widget
 from widgets.optimization_catalog import runs
-from widgets.optimization_catalog.figure import breaks
+from widgets.optimization_catalog.figure import _known, breaks
 
 ALL_OFF = dict.fromkeys(runs.FIELDS, False)
 ALL_ON = dict.fromkeys(runs.FIELDS, True)
@@ -179,7 +180,11 @@ def test_what_a_lever_needs_decides_what_it_buys():
 
 
 def test_the_broken_region_begins_between_the_last_that_holds_and_the_first_that_does_not():
-    assert breaks(complete(level=30)) == [(math.sqrt(32 * 48), None, "late")]
+    state = complete(level=30)
+    ((low, high, trouble),) = breaks(state)
+    assert (high, trouble) == (None, "late")
+    slots, waits = (np.log(values) for values in _known(state))
+    assert np.interp(math.log(low or 1), slots, waits) == pytest.approx(math.log(30)), "where the drawn line crosses"
     assert breaks(complete(level=200)) == []
     assert breaks(complete(level=10)) == [(None, None, "late")]
     assert breaks(complete(**widget.PRESETS["Does not start"])) == [(None, None, "refused")]
