@@ -39,9 +39,9 @@ BUDGETS = {
     "the engine": 19_000,
     "minivllm_lab": 14_910,
     "minivllm_simulate": 2_180,
-    "widgets": 10_530,
+    "widgets": 10_550,
     "benchmarks": 4_470,
-    "tests": 35_270,
+    "tests": 35_280,
     "the spine": 3_320,
 }
 """Most code lines of each part."""
