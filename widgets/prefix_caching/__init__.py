@@ -106,6 +106,11 @@ def _moved_knobs(state: State) -> list[str]:
     return [f'"{SPEC.flat()[name].label}"' for name, value in zip(SESSIONS, now, strict=True) if value != START[name]]
 
 
+def _room(state: State) -> str:
+    documents = f"{state.users} documents are {tokens(state.kept)} tokens"
+    return f"(now {tokens(state.pool)}): {documents}, and running requests need room too."
+
+
 def _smallest_pool(state: State) -> Progress:
     words = f"p95 time to first token is {milliseconds(state.ttft(state.here), state.target)} with {tokens(state.pool)}"
     words += f" tokens; the limit is {state.target * 1e3:g} ms."
@@ -117,11 +122,7 @@ def _smallest_pool(state: State) -> Progress:
     return progress(
         words,
         (bool(moved), f"Change only the pool: put {moved} back, or start again."),
-        (
-            missed,
-            f"Raise the pool (now {tokens(state.pool)}): {state.users} documents are {tokens(state.kept)} tokens, and "
-            "running requests need room too.",
-        ),
+        (missed, f"Raise the pool {_room(state)}"),
         (cell is None, "Wait until the map is complete."),
         (meets_too, f"Lower the pool to {tokens(smaller)}: it meets the limit too."),
     )
@@ -137,10 +138,8 @@ def _nearly_all_hits(state: State) -> Progress:
     elif load.kind.grows:
         advice = "Choose sessions that add fewer new tokens: here every turn's tokens are new once."
     elif load.prefix < max(PREFIXES):
-        question = load.kind.question
-        advice = (
-            f"Raise the prefix: {question} tokens of each question are new, too many for {load.prefix} shared ones."
-        )
+        new = f"a question's {load.kind.question} new tokens"
+        advice = f"Raise the prefix: {new} are too many for {load.prefix} shared ones."
     else:
         advice = f"Raise the users or the turns: the prefix is computed once, too much for {requests} requests."
     return Progress(right >= 0.95, words, advice)
@@ -156,11 +155,7 @@ def _documents_that_stay(state: State) -> Progress:
         choose(LABELS["documents"], "They share", load.kind.name == "documents"),
         at_least("the users", state.users, 16),
         at_most("the pool", state.pool, 12288, tokens),
-        (
-            right < 0.7 and state.kept >= state.pool,
-            f"Shorten the prefix or raise the pool (now {tokens(state.pool)}): 16 documents are {tokens(state.kept)} "
-            "tokens, and running requests need room too.",
-        ),
+        (right < 0.7 and state.kept >= state.pool, f"Shorten the prefix or raise the pool {_room(state)}"),
         (
             right < 0.7 and share < 0.7,
             f"Raise the turns or the prefix: all documents fit, but the first of {load.turns} turns hits nothing, and "

@@ -8,7 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 from minivllm_lab.drawing import QUIET, RULE, number, text_width
 from minivllm_lab.optimization_catalog.prefix_reuse import SHARED, Reuse
@@ -80,7 +80,8 @@ def _of_cell(state: State, users: int, pool: int, cell: Reuse) -> str:
 
 def _map_legend(drawing: Drawing, state: State, y: float) -> float:
     keys = [Segment(f"p95 time to first token above {state.target * 1e3:g} ms", 0, BROKEN, hatched=True)]
-    keys += [Segment("all contexts together just fit", 0, INK, dash="5 3")] * _has_line(state)
+    what = "histories" if state.kind.grows else "documents"
+    keys += [Segment(f"the {what} alone just fit", 0, INK, dash="5 3")] * _has_line(state)
     return legend(drawing, (MARGIN, y), keys, drawing.width - 2 * MARGIN)
 
 
@@ -119,7 +120,7 @@ def _draw_map(drawing: Drawing, state: State, plane: Box) -> None:
 
 def _is_hidden(state: State, users: int, pool: int) -> bool:
     """Return whether a cell would give the answer away: its pool is no larger than the reader's, or
-    too small for all contexts.
+    too small for what must stay cached.
     """
     return pool <= max(state.pool, state.kind.kept(users, state.load.turns, state.load.prefix))
 
@@ -148,22 +149,28 @@ def _draw_cell(drawing: Drawing, state: State, place: tuple[int, int], box: Box)
 
 
 def _draw_rate(drawing: Drawing, state: State, place: tuple[int, int], box: Box) -> None:
-    """Write the cell's hit rate on top of hatching and lines."""
+    """Write the cell's hit rate on top of hatching and lines; outside the reader's row, only where it
+    is not that of the next smaller pool.
+    """
     cell = state.cells[place]
-    words = f"{'✕ ' * any(cell.wrong)}{_rounded(cell.hit_rate)}".removesuffix(" %" * (box.width < NARROW_CELL))
+    before = state.cells.get((place[0], max((pool for pool in POOLS if pool < place[1]), default=0)))
+    if place[0] != state.users and before and _rounded(before) == _rounded(cell):
+        return
+    words = _rounded(cell).removesuffix(" %" * (box.width < NARROW_CELL))
     middle = box.x + box.width / 2
     wide = text_width(words, SMALL) + 4
-    if state.missed(cell) or _has_line(state):
-        drawing.rect(Box(middle - wide / 2, box.y + 2, wide, box.height - 4), _fill(state, cell))
+    drawing.rect(Box(middle - wide / 2, box.y + 2, wide, box.height - 4), _fill(state, cell))
     colour = RAMP_WORDS[_step(state, cell)]
     drawing.text((middle, box.y + box.height / 2 + 4), words, size=SMALL, colour=colour, anchor="middle")
 
 
-def _rounded(share: float) -> str:
-    """Format a share as a percentage that is never rounded to 0 % or 100 %."""
-    if 0 < share < 0.01:
-        return "<1 %"
-    return ">99 %" if 0.99 < share < 1 else percent(share)
+def _rounded(cell: Reuse) -> str:
+    """Format a cell's hit rate as a percentage that is never rounded to 0 % or 100 %, with a cross if
+    hits are wrong.
+    """
+    share = cell.hit_rate
+    words = "<1 %" if 0 < share < 0.01 else ">99 %" if 0.99 < share < 1 else percent(share)
+    return "✕ " * any(cell.wrong) + words
 
 
 def _borders(state: State, boxes: dict[tuple[int, int], Box]) -> Iterator[tuple[tuple[float, float], ...]]:
@@ -180,7 +187,7 @@ def _borders(state: State, boxes: dict[tuple[int, int], Box]) -> Iterator[tuple[
 
 
 def _draw_line(axes: Axes, state: State) -> None:
-    """Draw the line along which all contexts together fill the pool."""
+    """Draw the line along which what must stay cached fills the pool, without what a request adds."""
     load = state.load
     users = [ROWS[0] * (ROWS[-1] / ROWS[0]) ** (index / 24) for index in range(25)]
     kept = [load.kind.kept(1, load.turns, load.prefix), load.kind.kept(2, load.turns, load.prefix)]
@@ -219,9 +226,12 @@ def _draw_cut(drawing: Drawing, state: State, box: Box, pinned: State | None) ->
 
 
 def _draw_curve(axes: Axes, state: State, row: Sequence[tuple[int, Reuse]]) -> None:
-    pools, rates = [MIDDLES[pool] for pool, _ in row], [cell.hit_rate for _, cell in row]
-    axes.points(pools, rates, BLUE, radius=3.5)
-    axes.line(pools, rates, BLUE, tips=[_of_cell(state, state.users, pool, cell) for pool, cell in row])
+    """Draw a curve with a gap where the limit is crossed: nothing is computed between two pools."""
+    for _, group in groupby(row, lambda entry: state.missed(entry[1])):
+        pools, cells = zip(*group, strict=True)
+        at, rates = [MIDDLES[pool] for pool in pools], [cell.hit_rate for cell in cells]
+        axes.points(at, rates, BLUE, radius=3.5)
+        axes.line(at, rates, BLUE, tips=[*map(partial(_of_cell, state, state.users), pools, cells)])
 
 
 def _cause(state: State) -> str:
