@@ -137,8 +137,7 @@ def _words(state: State) -> str:
 
 
 def _edge(state: State) -> Progress:
-    smaller = [pool for pool in state.run if pool < state.pool]
-    next_one = max(smaller, default=None)
+    next_one = max((pool for pool in state.run if pool < state.pool), default=None)
     near = next_one is not None and state.pool / next_one <= STEP
     good = state.known and not state.refused and not state.cause(state.pool)
     met = bool(good and near and next_one and state.cause(next_one))
@@ -173,8 +172,7 @@ def _chunk(state: State) -> Progress:
 
 
 def _swap(state: State) -> Progress:
-    serving = state.serving
-    crossover = serving.crossover
+    serving, crossover = state.serving, state.serving.crossover
     copies = serving.pieces.of_block(serving.model)
     larger = choose("is swapped, large pieces", "Victim then", chosen=False)
     return progress(

@@ -9,7 +9,7 @@ from minivllm_simulate.kv_links import LINKS, Link
 from minivllm_simulate.load_sweep import Span, spans
 from widgets.preemption.pool import draw_pool
 from widgets.preemption.state import HOST_LINKS, POOLS, SHARE, State
-from widgets.shell.plot import Axes, Scale, draw_head, figures, hidden_note, percent, seconds, short, tokens, two_boxes
+from widgets.shell.plot import Axes, Scale, draw_head, figures, hidden_note, percent, seconds, tokens, two_boxes
 from widgets.shell.svg import Box, Drawing
 
 POOL = Scale(POOLS[0], POOLS[-1], log=True)
@@ -67,8 +67,9 @@ def _draw_broken(axes: Axes, state: State) -> None:
     """Shade where the engine does not start, and where requests take too long."""
     for span in state.late:
         axes.broken(*span, late_words(state, span))
-        if enough := [pool for pool in state.run if pool >= (span[1] or math.inf) and not state.causes(pool)]:
-            axes.explain(span[1], None, f"enough: from {tokens(enough[0])}", GREEN)
+        if fine := [pool for pool in state.run if pool >= (span[1] or math.inf) and not state.causes(pool)]:
+            lost = "in time" if state.points[fine[0]].lost else "none"
+            axes.explain(fine[0], None, f"{lost} from {tokens(fine[0])}", GREEN)
     for span in state.stopped:
         inside = [pool for pool in state.refusals if (span[0] or 0) <= pool < (span[1] or math.inf)]
         axes.shade(*span, f"does not start: {state.refusals[inside[0]]}")
@@ -122,8 +123,8 @@ def _draw_crossover(drawing: Drawing, box: Box, state: State) -> None:
         drawing, box, LINK, Scale.around(0.7 * min(crossover.recompute, *swaps), 1.4 * max(crossover.recompute, *swaps))
     )
     axes.frame(
-        f"link, bytes/s (dot: {serving.link.name})", "time to swap a token",
-        x_ticks=(1e9, 1e10, 1e11), x_format=short, y_ticks=axes.y.powers(), y_format=micro,
+        f"link, GB/s (dot: {serving.link.name})", "time for a token",
+        x_ticks=(1e9, 1e10, 1e11), x_format=lambda rate: f"{rate / 1e9:g}", y_ticks=axes.y.powers(), y_format=micro,
     )  # fmt: skip
     for span in spans(rates, [swap / crossover.recompute for swap in swaps]):
         axes.shade(*span, "swapping costs more than recomputing")
@@ -131,6 +132,7 @@ def _draw_crossover(drawing: Drawing, box: Box, state: State) -> None:
     axes.mark_y(crossover.recompute, "recompute it", ORANGE, dash="")
     axes.line(rates, swaps, PURPLE)
     axes.points([serving.link.bandwidth], [crossover.swap], INK)
+    axes.label(axes.at(serving.link.bandwidth, crossover.swap), "swap it", PURPLE, bold=False)
     pieces = f"in pieces of {serving.pieces.bytes_of_copy(serving.model) / 1024:,.0f} KiB"
     for rate, strip in axes.strips([LINKS[name].bandwidth for name in reversed(HOST_LINKS)]):
         name = next(name for name in HOST_LINKS if LINKS[name].bandwidth == rate)

@@ -29,14 +29,14 @@ def draw_pool(drawing: Drawing, state: State, y: float) -> float:
     """Draw the pool over a time window, and a row for each of a few requests; return the y below."""
     swaps = state.serving.policy != "recompute"
     away = Segment("waits, copied to the host", 0, PURPLE) if swaps else Segment("waits without blocks", 0, MISSED)
-    keys = [Segment("holds tokens (height)", 0, BLUE), Segment("is preempted", 0, VERMILLION, dash="none"), away]
-    keys += [Segment("is recomputed", 0, ORANGE)] * (not swaps)
+    keys = [Segment("holds tokens", 0, BLUE), away, *[Segment("is recomputed", 0, ORANGE)] * (not swaps)]
+    keys.insert(1, Segment("is preempted (open: no row)", 0, INK, draw=lambda at: drawing.circle(at, 4, VERMILLION)))
     y = legend(drawing, (MARGIN, y), keys, drawing.width - 2 * MARGIN)
     level = Box(MARGIN + NAMES, y - 2, drawing.width - 2 * MARGIN - NAMES, LEVEL)
-    drawing.text((MARGIN, level.y + 10), f"pool: {tokens(state.pool)}", size=SMALL, colour=QUIET)
-    drawing.text((MARGIN, level.y + 24), f"needed: {state.saturation / 1024:,.0f}K", size=SMALL, colour=QUIET)
+    for words, below in ((f"pool: {tokens(state.pool)}", 4), (f"needed: {state.saturation / 1024:,.0f}K", 20)):
+        drawing.text((MARGIN, level.y + below), words, size=SMALL, colour=QUIET)
     drawing.rect(level, IDLE)
-    rows = Box(level.x, level.bottom + 6, level.width, ROWS * ROW)
+    rows = Box(level.x, level.bottom + 14, level.width, ROWS * ROW)
     if point := state.points.get(state.pool):
         across = Scale(*window(state, point))
         _draw_level(drawing, level, point, state.pool, across)
@@ -46,7 +46,6 @@ def draw_pool(drawing: Drawing, state: State, y: float) -> float:
     else:
         words = "Nothing is served." if state.refused else "Still serving the requests."
         drawing.text((rows.x + rows.width / 2, rows.y + 30), words, size=SMALL, colour=QUIET, anchor="middle")
-    drawing.line((level.x, level.y), (level.right, level.y), INK, width=1.5)
     return rows.bottom + 17
 
 
@@ -88,7 +87,7 @@ def _draw_level(drawing: Drawing, box: Box, point: Point, pool: int, across: Sca
     first, last = (bisect_right(ends, time) for time in (across.low, across.high))
     least = min(sample.used for sample in point.samples[max(0, first - 1) : last]) * BLOCK_SIZE
     fill = Scale(max(share * pool for share in (0, 0.5, 0.75) if share * pool <= least), pool)
-    drawing.text((MARGIN, box.y + 38), f"axis from {tokens(fill.low)}", size=SMALL, colour=QUIET)
+    drawing.text((MARGIN, box.bottom - 2), f"axis from {tokens(fill.low)}", size=SMALL, colour=QUIET)
     for at, start, end in _slices(across):
         x, right = pixels(box, across, start, end)
         path = [f"M{number(x - 1)} {number(box.bottom)}"]  # without a gap to the frame before
@@ -99,6 +98,9 @@ def _draw_level(drawing: Drawing, box: Box, point: Point, pool: int, across: Sca
         drawing.add(f'<path fill="{BLUE}" d="{"".join(path)}" data-at="{at}"/>')
         tip = _caption(point, end, across.low)
         drawing.rect(Box(x, box.y, right - x, box.height), "transparent", tip=tip, at=at)
+    teeth = "l4 -4l4 4" * int(fill.low > 0 and box.width / 8)  # a torn foot
+    drawing.add(f'<path fill="{CARD}" d="M{number(box.x)} {number(box.bottom)}{teeth}z"/>')
+    drawing.line((box.x, box.y), (box.right, box.y), INK, width=1.5)
 
 
 # ---- the requests
@@ -112,7 +114,18 @@ def _draw_rows(drawing: Drawing, level: Box, rows: Box, state: State, across: Sc
     colours = {OUT: PURPLE, AGAIN: PURPLE} if swaps else {OUT: MISSED, AGAIN: ORANGE}
     shown, count = victims(point, across.low, across.high)
     if count:
-        drawing.text((MARGIN, rows.y - 8), f"{min(count, ROWS)} of {count} victims:", size=SMALL, colour=QUIET)
+        drawing.text((MARGIN, rows.y - 1), f"{min(count, ROWS)} of {count} victims:", size=SMALL, colour=QUIET)
+    for span in point.spans:
+        if span.kind == OUT and across.low <= span.start < across.high:
+            x, at = pixels(level, across, span.start, span.end)[0], frames_from(span.start, across)
+            if span.request in shown:
+                top = rows.y + shown.index(span.request) * ROW
+                # Below the rows, so that it is seen only between them.
+                drawing.polyline([(x, level.y), (x, top)], VERMILLION, width=1.2, dash="1 3", at=at)
+                with drawing.on_top():
+                    drawing.polyline([(x, top), (x, top + ROW - 3)], VERMILLION, width=2, at=at)
+            # A hollow dot's request has no row.
+            drawing.circle((x, level.y), 3, VERMILLION if span.request in shown else CARD, stroke=VERMILLION, at=at)
     held = [[each for each in _holdings(state, point, index) if _overlaps(each[0], across)] for index in shown]
     most = max((high for spans in held for _, _, high in spans), default=1)
     for index, (request, spans) in enumerate(zip(shown, held, strict=True)):
@@ -121,15 +134,6 @@ def _draw_rows(drawing: Drawing, level: Box, rows: Box, state: State, across: Sc
         drawing.rect(Box(row.x, row.bottom - 1, row.width, 1), IDLE)
         for span, low, high in spans:
             _draw_span(drawing, row, span, (low / most, high / most), across, colours.get(span.kind, BLUE))
-    for span in point.spans:
-        if span.kind == OUT and across.low <= span.start < across.high:
-            x, at = pixels(level, across, span.start, span.end)[0], frames_from(span.start, across)
-            if span.request in shown:
-                top = rows.y + shown.index(span.request) * ROW
-                drawing.polyline([(x, level.y), (x, top)], VERMILLION, width=1.2, dash="1 3", at=at)
-                drawing.polyline([(x, top), (x, top + ROW - 3)], VERMILLION, width=2, at=at)
-            # A hollow dot's request has no row.
-            drawing.circle((x, level.y), 3, VERMILLION if span.request in shown else CARD, stroke=VERMILLION, at=at)
 
 
 def _holdings(state: State, point: Point, request: int) -> Iterator[tuple[Span, int, int]]:
