@@ -47,9 +47,8 @@ def _draw_ttft(axes: Axes, state: State, pinned: State | None) -> None:
     name = "time within which 95 % have their first token"
     axes.frame("load (1: all that full seats could serve)", name, **x, y_ticks=(0.01, 0.1, 1, 10), y_format=seconds)
     static, other = state.curves
-    knees = _knees(state)
     with axes.drawing.answer():
-        _draw_knees(axes, knees)
+        _draw_knees(axes, _knees(state))
     for curve in pinned.curves if pinned else ():
         if pinned and curve.points:
             axes.pinned(curve.loads, curve.ttfts(SERVICE), pinned.load)
@@ -58,6 +57,11 @@ def _draw_ttft(axes: Axes, state: State, pinned: State | None) -> None:
     with axes.drawing.answer():
         axes.line(static.loads, static.ttfts(SERVICE), COLOURS[static.name])
     axes.here(state.load, "load")
+    for curve in state.curves if state.known else ():
+        ttft = curve.points[state.load].ttft(SERVICE)
+        with axes.drawing.layer(answer="1" if curve is static else ""):
+            axes.points([state.load], [ttft], COLOURS[curve.name])
+            axes.label(axes.at(state.load, ttft), seconds(float(f"{ttft:.2g}")), COLOURS[curve.name])
     box = axes.box
     hidden_note(axes.drawing, Box(box.x + 0.5 * box.width, box.y, 0.5 * box.width, 0.4 * box.height))
     with axes.drawing.answer():
@@ -89,7 +93,7 @@ def _cause(knee: Knee) -> str:
 
 def _draw_queue(axes: Axes, state: State) -> None:
     x = {"x_ticks": TICKS[::2], "x_format": "{:g}".format}
-    axes.frame("load (dashed: it grows)", "queue at the last arrival", **x, y_ticks=axes.y.ticks(3))
+    axes.frame("dashed: grows without end", "queue at the last arrival", **x, y_ticks=axes.y.ticks(3))
     for curve in state.curves[::-1]:
         with axes.drawing.layer(answer="1" if curve.name == "static" else ""):
             queues = [curve.points[load].queue for load in curve.loads]
@@ -143,10 +147,8 @@ def _draw_seats(drawing: Drawing, state: State, y: float) -> float:
 
 
 def _draw_stretch(drawing: Drawing, box: Box, curve: Curve, state: State, ends: Sequence[float]) -> None:
-    stretch = curve.stretch
-    colour = COLOURS[curve.name]
-    wide = drawing.width >= WIDE
-    drawing.text((MARGIN, box.y - (6 if wide else 24)), curve.name, size=13, bold=True, colour=colour)
+    stretch, colour = curve.stretch, COLOURS[curve.name]
+    drawing.text((MARGIN, box.y - (6 if drawing.width >= WIDE else 24)), curve.name, size=13, bold=True, colour=colour)
     place = (box.x, box.y - 6)
     if (idle := round(1 - stretch.used_while_waiting(state.seats), 3)) > 0:
         words = f"{share(idle)} of the seats idle while requests wait"
@@ -156,8 +158,7 @@ def _draw_stretch(drawing: Drawing, box: Box, curve: Curve, state: State, ends: 
         words = "no seat is idle while requests wait" if waits else "no request waits"
         drawing.text(place, words, size=SMALL, colour=QUIET)
     drawing.rect(box, IDLE)
-    scale = box.width / state.window
-    high = box.height / stretch.rows
+    scale, high = box.width / state.window, box.height / stretch.rows
     _draw_missed(drawing, box, stretch, state, ends)
     growing: list[list[str]] = [[] for _ in ends]
     for stay in stretch.stays:
