@@ -88,8 +88,7 @@ def command(state: State) -> str:
     load as a comment.
     """
     name = shlex.quote(next(name for name in CONFIGS if name.endswith(f"/{state.model}")))
-    mine = state.mine
-    work = state.work
+    mine, work = state.mine, state.work
     many = {"prefill": mine.prefill, "decode": mine.gpus - mine.prefill}
     urls = {
         kind: " ".join(f"http://{kind}{index}:8000" for index in range(1, count + 1)) for kind, count in many.items()
