@@ -42,7 +42,6 @@ from widgets.shell.spec import Challenge, Guess, Progress, Spec, Verdict
 
 ALIKE = 1.05
 """The ratio of two goodputs below which another seed may reverse their order."""
-LINK_NAMES = tuple(LINKS)
 DEFAULT_BUDGET = 8192
 """The default of `vllm serve` v0.33.0 on an H100."""
 
@@ -89,8 +88,7 @@ def command(state: State) -> str:
     load as a comment.
     """
     name = shlex.quote(next(name for name in CONFIGS if name.endswith(f"/{state.model}")))
-    mine = state.mine
-    work = state.work
+    mine, work = state.mine, state.work
     many = {"prefill": mine.prefill, "decode": mine.gpus - mine.prefill}
     urls = {
         kind: " ".join(f"http://{kind}{index}:8000" for index in range(1, count + 1)) for kind, count in many.items()
@@ -212,8 +210,8 @@ GUESS = Guess(
         "two and two, twice as much",
     ),
     0,
-    "A decode step waits for memory, and meanwhile computes a chunk of some 200 tokens for free. So the four that do "
-    "both prefill all the time, while one of the two pools never does. Try vLLM's default chunk of 8,192.",
+    "A decode step waits for memory, and meanwhile computes a chunk of some 200 tokens for free. So all four "
+    "GPUs prefill on the side, and with two pools only two of them prefill at all. Try vLLM's default chunk of 8,192.",
 )
 
 # ---- the knobs
@@ -230,7 +228,7 @@ KNOBS = {
     "The GPUs": {
         "prefill": steps("Prefill", COUNTS, START["prefill"], "GPUs that compute prompts"),
         "decode": steps("Decode", COUNTS, START["decode"], "GPUs that generate tokens"),
-        "link": steps("Link", list(LINK_NAMES), START["link"], "of each GPU, for keys and values"),
+        "link": steps("Link", list(LINKS), START["link"], "of each GPU, for keys and values"),
         "layer_wise": switch("Layer by layer", START["layer_wise"], "send a layer as soon as it is computed"),
         "budget": steps(
             "Chunks", [("best", TUNED), *labelled(BUDGETS, tokens)], START["budget"],

@@ -8,7 +8,7 @@ import math
 
 from minivllm_lab.disaggregation.goodput import SHARE
 from minivllm_lab.drawing import QUIET, Point
-from minivllm_lab.palette import BLUE, GREEN, INK, ORANGE, PALE, PURPLE, SKY, VERMILLION, YELLOW
+from minivllm_lab.palette import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, SKY, VERMILLION, YELLOW
 from minivllm_simulate.load_sweep import within
 from widgets.disaggregation.state import MOST_OF_A_KIND, RATES, Side, State, Step
 from widgets.shell.plot import MARGIN, WIDE, Axes, Scale, counted, figures, hidden_note, percent, seconds, tokens
@@ -20,7 +20,7 @@ TICKS = (3, 10, 30, 100, 300)
 STAGES = {"prefill": PURPLE, "link": YELLOW, "decode": SKY}
 NAMES = {"prefill": "prefill", "link": "KV link", "decode": "decode", "both": "prefill and decode"}
 KEYS = [Segment(part, 0, colour) for part, colour in {"waiting": MID, **STAGES}.items()]
-KEYS.append(Segment("100 % of what it handles", 0, GREEN, dash="none"))
+KEYS += [Segment("100 % of what it handles", 0, GREEN, dash="none"), Segment("too much", 0, MISSED, hatched=True)]
 TANK, DEEP, PILE, QUEUE, LINK, DOT, READING = 32, 48, 16, 26, 112, 8, 140
 """Pixels: a GPU with its gap, its depth, what piles up on it, queue, link, dot, and a step's bars."""
 BLOCKS = 13
@@ -31,10 +31,10 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
     mine, many = state.mine, state.mine.gpus
     drawing = Drawing(width, 0, f"{state.model} on {many} {state.gpu}", f"Requests in time by rate, {mine.name} GPUs")
     note = (
-        f"{state.model}, {many} {state.gpu}, {tokens(state.work.prompt)} tokens in, {state.work.output} out; "
+        f"{state.model}, {tokens(state.work.prompt)} tokens in, {state.work.output} out; "
         f"in time: first token within {seconds(state.objective.ttft)}, then one every {seconds(state.objective.tpot)}"
     )
-    y = drawing.heading((MARGIN, 23), f"{mine.name} GPUs at {state.rate:g} requests a second") + 18
+    y = drawing.heading((MARGIN, 23), f"{mine.name} {state.gpu} at {state.rate:g} requests a second") + 18
     y = drawing.paragraph((MARGIN, y), note, width - 2 * MARGIN) + 20
     error = f", {state.error}" if state.error else ""
     drawing.rect(Box(MARGIN, 30, width - 2 * MARGIN, y - 44), "transparent", tip=f"Times are modelled{error}.")
@@ -63,7 +63,7 @@ def _draw_shares(axes: Axes, state: State, pinned: State | None) -> None:
     if mine.refused:
         axes.broken(None, None, f"{state.model} does not fit: {mine.refused}")
     elif mine.is_found and mine.edge[1] < math.inf:
-        words = f"breaks {limit_words(mine, 'at')}: {cause_words(mine.cause, state)}"
+        words = f"{mine.name} break {limit_words(mine, 'at')}: {cause_words(mine.cause, state)}"
         axes.broken(max(mine.goodput, RATES[0]), None, words)
     if pinned and pinned.mine.points:
         axes.pinned(pinned.mine.rates, [pinned.mine.share(rate) for rate in pinned.mine.rates], pinned.rate)
@@ -146,24 +146,25 @@ def _draw_name(drawing: Drawing, place: Point, words: str, side: Side, known: bo
 def _draw_step(drawing: Drawing, state: State, side: Side, step: Step, place: Point) -> float:
     """Draw how long a step reads the weights and, beneath, how long it computes; return the y below."""
     x, y = place
-    computed = {"decode": step.decodes * step.token, "prefill": step.chunk * step.token}
-    total = sum(computed.values())
-    pixels = READING / max(step.weights, total)
-    chunk = f", {step.chunk:,.0f} prompt tokens" * bool(step.chunk)
-    drawing.text((x, y), f"a step: {counted(step.decodes, 'answer')}{chunk}", size=SMALL, colour=QUIET)
+    decodes, prefills = step.decodes * step.token, step.chunk * step.token
+    total, longest = decodes + prefills, max(step.weights, decodes + prefills)
+    words = f" with a full chunk: {step.chunk:,.0f} tokens" if step.chunk else f": {counted(step.decodes, 'answer')}"
+    drawing.text((x, y), f"a step{words}", size=SMALL, colour=QUIET)
     tip = f"Reading the weights takes {seconds(step.weights)}, the arithmetic beneath {seconds(total)} (modelled)."
     if state.rate in side.points:
         slow = within(sorted(client.tpot for client in side.points[state.rate].clients), SHARE)
         tip = f"{tip} {percent(SHARE)} of the answers take at most {seconds(slow)} a token."
         late, words = slow > state.objective.tpot, f"{seconds(slow)} a token" if slow < math.inf else "no token yet"
-        drawing.text((x + READING + 6, y + 18), words, size=SMALL, colour=VERMILLION if late else INK, bold=late)
-    drawing.rect(Box(x, y + 23, READING, 8), IDLE, tip=tip)
-    stacked_bar(drawing, Box(x, y + 6, step.weights * pixels, 16), [Segment("reads the weights", 1, PALE, tip)], 1)
-    parts = [Segment("", time, STAGES[part], f"Computes {part}: {seconds(time)}") for part, time in computed.items()]
-    stacked_bar(drawing, Box(x, y + 23, total * pixels, 8), parts, total)
+        drawing.text((x + READING + 6, y + 19), words, size=SMALL, colour=VERMILLION if late else INK, bold=late)
+    parts = {SKY: decodes, PURPLE: prefills, IDLE: longest - total}
+    bars = (("memory", {GREY: step.weights, IDLE: longest - step.weights}), ("arithmetic", parts))
+    for row, (name, times) in enumerate(bars):
+        most = max(times.values())
+        segments = [Segment(name * (time == most), time, colour, tip) for colour, time in times.items()]
+        stacked_bar(drawing, Box(x, y + 7 + 17 * row, READING, 16), segments, longest)
     words = "takes longer" if total > step.weights else "the chunk is free" if step.chunk else "then idles"
-    drawing.text((x + READING + 6, y + 31), words, size=SMALL, colour=QUIET)
-    return y + 32
+    drawing.text((x + READING + 6, y + 36), words, size=SMALL, colour=QUIET)
+    return y + 40
 
 
 def _draw_pool(drawing: Drawing, state: State, side: Side, part: str, place: Point, count: int) -> float:

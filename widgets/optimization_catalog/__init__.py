@@ -16,7 +16,7 @@ from typing import Any
 
 from minivllm_simulate.hardware import get_hardware
 from minivllm_simulate.levers import LeverResult
-from widgets.optimization_catalog.figure import ACTS, factor_words, figure, rate_words
+from widgets.optimization_catalog.figure import ACTS, apart, factor_words, figure, rate_words
 from widgets.optimization_catalog.runs import (
     FIELDS,
     GPUS,
@@ -31,7 +31,7 @@ from widgets.optimization_catalog.runs import (
     sweep,
     weight_bytes,
 )
-from widgets.shell.knobs import Knob, choice, steps, switch
+from widgets.shell.knobs import choice, steps, switch
 from widgets.shell.live import Live
 from widgets.shell.notebook import notebook_widget
 from widgets.shell.plot import counted
@@ -52,8 +52,7 @@ def verdict(state: State) -> Verdict:
     trouble = state.trouble(end)
     if trouble == "late":
         words = f"Too slow for each client: it waits {wait} ms for a token, and the limit is {state.level * 1e3:g}."
-        running = end.tokens_per_second * end.inter_token_latency
-        return Verdict(f"{words} Of at most {state.slots}, {running:.1f} run on average, for {rate} in all.", "broken")
+        return Verdict(f"{words} Together, the clients get {rate}.", "broken")
     if trouble == "preempts":
         lost = counted(end.preemptions, "preemption")
         words = f"The KV cache is full: {lost}, and each preempted request starts over. It makes {rate}."
@@ -82,12 +81,6 @@ def _edge(state: State) -> str:
     further = dict(zip(SLOTS, state.by_slots, strict=True))
     later = next((slots for slots in SLOTS if slots > state.slots), state.slots)
     return f" With {later} at once it breaks." if state.trouble(further[later]) else ""
-
-
-def apart(value: float, limit: float) -> str:
-    """Format `value` with enough digits to tell it from `limit`."""
-    digits = next((digits for digits in range(1, 7) if round(value, digits) != limit), 7)
-    return f"{value:,.{digits}f}"
 
 
 def command(state: State) -> str:
@@ -232,10 +225,6 @@ PRESETS = {
 }
 
 
-def _lever_knob(field: str) -> Knob:
-    return switch(LABELS[field], START[field], ACTS[field])
-
-
 SPEC = Spec(
     name="optimization_catalog",
     title="Which lever bought what",
@@ -252,7 +241,7 @@ SPEC = Spec(
                 "mean time between a request's tokens, the first counted from admission",
             ),
         },
-        "The levers": {field: _lever_knob(field) for field in FIELDS},
+        "The levers": {field: switch(LABELS[field], START[field], ACTS[field]) for field in FIELDS},
     },
     presets=PRESETS,
     sweep=sweep,

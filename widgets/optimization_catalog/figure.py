@@ -117,7 +117,7 @@ def _draw_names(drawing: Drawing, state: State, top: float) -> None:
                 row_box = Box(MARGIN - 6, top + index * ROW - 0.5, drawing.width - 2 * MARGIN + 12, ROW + 1)
                 drawing.rect(row_box, "none", stroke=BLUE, radius=3)
                 if row.field == "kv_cache":
-                    drawing.text((MARGIN - 3, row_box.y + 12.5), "your guess", size=SMALL, colour=BLUE)
+                    drawing.text((MARGIN - 3, row_box.y + 12.5), "asked", size=SMALL, colour=BLUE)
         place = (MARGIN + LABELS - 8, top + index * ROW + 12)
         drawing.text(place, row.title, size=SMALL, colour=INK if row.steps else QUIET, anchor="end", group=row.field)
 
@@ -181,9 +181,8 @@ def _draw_end(drawing: Drawing, place: Box, scale: Scale, words: str, run: Outco
 def _draw_rung(drawing: Drawing, place: Box, scale: Scale, step: Step) -> None:
     """Draw the change that a lever makes."""
     words = _change(step)
-    effect = step.effect
     if not isinstance(step.after, LeverResult):
-        if effect == "refused":
+        if step.effect == "refused":
             drawing.rect(place, BROKEN)
             drawing.hatch(place, MISSED, gap=9)
         _draw_value(drawing, place, words, VERMILLION)
@@ -191,7 +190,7 @@ def _draw_rung(drawing: Drawing, place: Box, scale: Scale, step: Step) -> None:
     reached = [run.tokens_per_second for run in step if isinstance(run, LeverResult)]
     low, high = (scale.share(rate) * place.width for rate in (min(reached), max(reached)))
     bar = Box(place.x + low, place.y, max(high - low, 2), place.height)
-    colour = MARKS.get(effect, MID)
+    colour = MARKS.get(step.effect, MID)
     drawing.rect(bar, colour)
     _draw_value(drawing, place, words, colour)
 
@@ -211,6 +210,12 @@ def _change(step: Step) -> str:
 def factor_words(factor: float) -> str:
     """Format a factor with two decimals, or with one if it is large."""
     return f"{factor:.2f}" if factor < 9.995 else f"{factor:.1f}"
+
+
+def apart(value: float, limit: float) -> str:
+    """Format `value` with enough digits to tell it from `limit`."""
+    digits = next((digits for digits in range(1, 7) if round(value, digits) != limit), 7)
+    return f"{value:,.{digits}f}"
 
 
 def rate_words(run: Outcome) -> str:
@@ -275,6 +280,9 @@ def _draw_swept(drawing: Drawing, box: Box, state: State, pinned: State | None) 
     tips = [_point_tip(state, count, run) for count, run in runs if isinstance(run, LeverResult)]
     axes.points(slots, waits, BLUE, radius=3.5)
     axes.line(slots, waits, BLUE, tips=tips)
+    if state.slots in slots:
+        x, y = axes.at(state.slots, wait := waits[slots.index(state.slots)])
+        axes.label((x, y - 24), f"{apart(wait, limit)} ms", BLUE)
     axes.here(state.slots, "slots")
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from html import escape
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from minivllm_lab.drawing import Point, text_width
@@ -50,7 +50,7 @@ def draw(state: State, width: float, pinned: State | None, description: str) -> 
     slots_box, bytes_box = two_boxes(width, y, 114, large=0.6)
     _empty_slots(Axes(drawing, slots_box, _sizes(state), Scale(0, 1)), state, pinned)
     _look_ups(drawing, bytes_box, state, pinned)
-    drawing.height = _pool(drawing, state.play, bytes_box.bottom + 62, width) + 12
+    drawing.height = _pool(drawing, state.play, state.empty[state.block_size], bytes_box.bottom + 62, width) + 12
     drawing.play([frame.caption for frame in state.play.frames], still=True)
     return drawing.render()
 
@@ -66,8 +66,7 @@ def _empty_slots(axes: Axes, state: State, pinned: State | None) -> None:
     """Draw the empty share of the held slots by block size, and the sizes that no kernel takes."""
     drawing, sizes = axes.drawing, list(state.empty)
     axes.broken(None, DEFAULT / math.sqrt(2), f"No kernel takes fewer than {DEFAULT}")
-    quarters = (0, 0.25, 0.5, 0.75, 1)
-    axes.frame("", "empty slots, of those held", x_ticks=sizes, y_ticks=quarters, y_format=percent)
+    axes.frame("", "empty slots, of those held", x_ticks=sizes, y_ticks=(0, 0.25, 0.5, 0.75, 1), y_format=percent)
     drawing.text((axes.box.x, axes.box.bottom + 35), "block size", size=SMALL, colour=QUIET)
     if pinned:
         axes.pinned(sizes, list(pinned.empty.values()), pinned.block_size)
@@ -78,8 +77,7 @@ def _empty_slots(axes: Axes, state: State, pinned: State | None) -> None:
         _valley(axes, state)
         _read(axes, state.block_size, state.empty[state.block_size], ORANGE)
     axes.mark_y(state.empty_allowed, f"limit {percent(state.empty_allowed)}")
-    box = axes.box
-    hidden_note(drawing, Box(box.x + 0.5 * box.width, box.y, 0.5 * box.width, box.height))
+    hidden_note(drawing, Box(axes.box.x + axes.box.width / 2, axes.box.y, axes.box.width / 2, axes.box.height))
     axes.here(state.block_size, "block_size")
 
 
@@ -87,8 +85,8 @@ def _look_ups(drawing: Drawing, box: Box, state: State, pinned: State | None) ->
     """Draw the bytes that a kernel fetches in vain, by block size."""
     sizes, shares = list(state.extra), list(state.extra.values())
     axes = Axes(drawing, box, _sizes(state), Scale(0, 1.15 * max(state.extra_allowed, *shares)))
-    axes.broken(None, DEFAULT / math.sqrt(2), "")
-    axes.frame("block size", "look-ups, of bytes needed", x_ticks=(1, 8, 64, 512), y_format=percent)
+    axes.broken(None, DEFAULT / math.sqrt(2), "Wall comes first" * (state.over(1) > state.over(DEFAULT)))
+    axes.frame("block size", "bytes fetched in vain", x_ticks=(1, 8, 64, 512), y_format=percent)
     if pinned:
         axes.pinned(sizes, list(pinned.extra.values()), pinned.block_size)
     _over(axes, state.extra, state.extra_allowed, "Too many look-ups" * state.over(DEFAULT))
@@ -150,15 +148,19 @@ def _valley(axes: Axes, state: State) -> None:
 # ---- the pool and the tables
 
 
-def _pool(drawing: Drawing, play: Play, y: float, width: float) -> float:
-    """Draw the pool, with the tables of one request above and below it; return the y of the lowest
-    mark.
+def _pool(drawing: Drawing, play: Play, mean: float, y: float, width: float) -> float:
+    """Draw the pool and its empty share beside the mean, with the tables of one request above and
+    below it; return the y of the lowest mark.
     """
     samples = max((table.sample for frame in play.frames for table in frame.tables), default=1)
     keys = [Segment("tokens", 0, BLUE), Segment("empty slots", 0, ORANGE)]
     keys += [Segment("shared by answers", 0, YELLOW)] * (samples > 1)
     title = "Block pool" + f", lengths ÷ {play.shortened}" * (play.shortened > 1)
-    y = draw_title(drawing, title, keys, y) + 14
+    y = draw_title(drawing, title, keys, y) + 30
+    with drawing.answer():
+        for now, first, last in _runs([_empty_now(frame, play.block_size) for frame in play.frames]):
+            words = f"empty now: {now},{' at full length' * (play.shortened > 1)} on average {percent(mean)}"
+            drawing.text((MARGIN, y - 12), words, size=SMALL, colour=ORANGE, at=f"{first} {last}")
     room = width - 2 * MARGIN
     rows = math.ceil(play.num_blocks / (room // 29))
     columns = math.ceil(play.num_blocks / rows)
@@ -278,6 +280,12 @@ def _holdings(frame: Frame, block_size: int) -> dict[int, _Holding]:
     return holdings
 
 
+def _empty_now(frame: Frame, block_size: int) -> str:
+    """Format the empty share of the slots held in one frame, or return "" if none is."""
+    filled = [holding.filled for holding in _holdings(frame, block_size).values()]
+    return percent(1 - sum(filled) / len(filled) / block_size) if filled else ""
+
+
 def _runs(values: Sequence[Any]) -> Iterator[tuple[Any, int, int]]:
     """Yield runs of equal, truthy values as (value, first index, last index)."""
     first = 0
@@ -303,17 +311,12 @@ def _followed(frames: Sequence[Frame]) -> Iterator[_Tables | None]:
         for table in frame.tables:
             held[table.request] = (*held.get(table.request, ()), table.blocks)
         ranks = {
-            request: (_shared(tables) > 0, tables != before.get(request), request == latest)
+            request: (sum(map(len, tables)) > len({*chain(*tables)}), tables != before.get(request), request == latest)
             for request, tables in held.items()
         }
         latest = max(ranks, key=lambda request: ranks[request], default=0)
         before = held
         yield (latest, held[latest]) if latest else None
-
-
-def _shared(tables: Sequence[Sequence[int]]) -> int:
-    """Count the entries of all tables that point to a block of another one."""
-    return sum(map(len, tables)) - len({block for table in tables for block in table})
 
 
 def _table(drawing: Drawing, name: str, blocks: Sequence[int], top: float, places: Sequence[Box]) -> None:
@@ -328,8 +331,8 @@ def _table(drawing: Drawing, name: str, blocks: Sequence[int], top: float, place
         if each >= 19:
             drawing.text((box.x + box.width / 2, top + 13), str(block), size=SMALL, anchor="middle")
     marks = [_link(box, places[block], places) for box, block in zip(boxes, blocks, strict=True)]
-    if drawing.width < WIDE and places[0].y < places[-1].y:  # links would run together
-        marks = [_outline(places[block]) for block in blocks]
+    if drawing.width < WIDE and places[0].y < places[-1].y:  # more links would run together
+        marks = [marks[0], *(_outline(places[block]) for block in blocks)]
     drawing.add(f'<path d="{"".join(marks)}" fill="none" stroke="{INK}" stroke-width="1.5" pointer-events="none"/>')
 
 
