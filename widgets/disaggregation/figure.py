@@ -200,7 +200,7 @@ def _draw_load(drawing: Drawing, place: Point, name: str, load: float, anchor: s
 
 def full_words(load: float) -> str:
     """Format how full a part is."""
-    return percent(load) if load < 9.995 else "999+ %"
+    return percent(load) if load < 9.995 else "10+ ×"
 
 
 def _draw_queue(drawing: Drawing, state: State, corner: Point) -> None:
