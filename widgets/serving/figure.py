@@ -7,7 +7,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from operator import attrgetter
 
 from minivllm_lab.drawing import text_width
@@ -40,8 +39,8 @@ TTFTS = Times("time to first token", attrgetter("ttft"), attrgetter("ttft"))
 TPOTS = Times("time per output token", attrgetter("tpot"), attrgetter("tpot"))
 RATE = Scale(RATES[0], RATES[-1], log=True)
 TICKS, FEW_TICKS = (0.5, 1, 5, 10, 50, 100, 500), (1, 10, 100)
-ROW, NAMES, GPU, VALUES = 24, 92, 12, 54
-"""The height of a layout's row, and the widths of its name, of a GPU at most, and of a value."""
+ROW, NAMES, GPU, VALUES, MORE = 24, 92, 12, 54, 36
+"""The height of a row, and the widths of its name, of a GPU at most, of a value, and of another."""
 PARTS = (
     Segment("overhead", 0, MID, "launches and sampling, the same on any number of GPUs"),
     Segment("weights", 0, SKY, "reading the weights, of which each GPU has its share"),
@@ -63,11 +62,11 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
     if state.work.note:
         y = drawing.paragraph((MARGIN, y + 17), state.work.note, width - 2 * MARGIN)
     wide = width >= WIDE
-    high = min(224, 312 - y - ROW * len(state.others)) if wide else 150
-    left = Box(60, y + 37, (0.58 * width if wide else width - MARGIN) - 60, high)
+    high = min(224, 312 - y - ROW * len(state.others)) if wide else 172
+    left = Box(60, y + 37, (0.62 * width if wide else width - MARGIN) - 60, high)
     other = Box(left.right + 66, left.y, width - left.right - 66 - MARGIN, left.height)
     if not wide:
-        other = Box(left.x, left.bottom + 66, left.width, 84)
+        other = Box(left.x, left.bottom + 66, left.width, 72)
     knee = state.served.knee
     first, second = (TPOTS, TTFTS) if knee and knee.cause == "tpot" else (TTFTS, TPOTS)
     _draw_latency(Axes(drawing, left, RATE, _scale(state, first)), state, first, large=True, pinned=pinned)
@@ -89,14 +88,15 @@ def _draw_latency(axes: Axes, state: State, times: Times, *, large: bool, pinned
     elif knee:
         shade(knee.rate, None, knee_words(knee, served))
     axes.mark_y(limit, f"limit {seconds(limit)}", GREEN)
-    if large:
-        _draw_others(axes, state, pinned, times)
-    rates, values = drawn_rates(served), _values(served, times.of)
-    if values:
-        axes.line(rates, [half for half, _ in values], BLUE, width=1.6, dash="5 4")
-        axes.line(rates, [most for _, most in values], BLUE)
-    if large and knee and knee.cause == "queue":
-        axes.without_end(knee.rate, limit)
+    if large and pinned and pinned.served.points:
+        axes.pinned(drawn_rates(pinned.served), [most for _, most in _values(pinned.served, times.of)], pinned.rate)
+    if served.points:
+        axes.line(drawn_rates(served), [half for half, _ in _values(served, times.of)], BLUE, width=1.6, dash="5 4")
+        _draw_curve(axes, served, times, BLUE, "queue grows" * large)
+    with axes.drawing.answer():
+        for other in state.others:
+            if large and other.layout != state.layout and other.points:
+                _draw_curve(axes, other, times, MID)
     if large:
         axes.here(state.rate, "rate", f"{state.rate:g} a second")
     else:
@@ -104,18 +104,18 @@ def _draw_latency(axes: Axes, state: State, times: Times, *, large: bool, pinned
     axes.tips(served.rates, lambda rate: f"{rate:g} requests a second. {times.tip(served.points[rate])}.")
 
 
-def _draw_others(axes: Axes, state: State, pinned: State | None, times: Times) -> None:
-    """Draw the pinned state's curve and those of the other layouts."""
-    if pinned and pinned.served.points:
-        axes.pinned(drawn_rates(pinned.served), [most for _, most in _values(pinned.served, times.of)], pinned.rate)
-    with axes.drawing.answer():
-        for other in state.others:
-            if other.layout != state.layout and other.points:
-                rates = drawn_rates(other)
-                values = [most for _, most in _values(other, times.of)]
-                axes.line(rates, values, MID, width=1.6)
-                axes.name(axes.at(rates[0], values[0]), str(other.layout))
-                axes.label(axes.at(rates[-1], values[-1]), str(other.layout).rsplit(" × ", 1)[0], QUIET, bold=False)
+def _draw_curve(axes: Axes, served: Served, times: Times, colour: str, words: str = "") -> None:
+    """Draw the time of 99 % of the requests, with a mark and these words where the queue begins to grow."""
+    rates, values = drawn_rates(served), [most for _, most in _values(served, times.of)]
+    axes.line(rates, values, colour, width=1.6 if colour == MID else 2.5)
+    if colour == MID:
+        x, y = axes.at(rates[0], values[0])
+        axes.name((x, y - 3), str(served.layout).rsplit(" × ", 1)[0])
+    if served.queue_grows_from <= rates[-1]:
+        axes.points(rates[-1:], values[-1:], PINNED if colour == MID else colour, radius=4)
+        axes.label(axes.at(rates[-1], values[-1]), words, colour, bold=False)
+        if times is TTFTS and colour == BLUE:
+            axes.without_end(rates[-1], values[-1])
 
 
 def knee_words(knee: Knee, served: Served) -> str:
@@ -134,13 +134,23 @@ def cause_words(cause: str, served: Served) -> str:
 
 
 def drawn_rates(served: Served) -> list[float]:
-    """Return the rates to draw: beyond the first at which the queue grows, runs are too short."""
-    most = min((rate for rate in served.rates if "queue" in served.causes(rate)), default=RATES[-1])
-    return [rate for rate in served.rates if rate <= most]
+    """Return the rates to draw: those that have been run, up to the one from which the queue grows."""
+    end = max([served.queue_grows_from, *served.rates[:1]])
+    return [rate for rate in served.rates if rate < end] + [end] * (end < math.inf)
+
+
+def _between(served: Served, rate: float, of: Callable[[Point], tuple[float, float]]) -> tuple[float, float]:
+    """Return the times at a rate between two that have been run."""
+    low = max(known for known in served.rates if known <= rate)
+    high = min(known for known in served.rates if known >= rate)
+    share = (rate - low) / ((high - low) or 1)
+    pairs = zip(of(served.points[low]), of(served.points[high]), strict=True)
+    half, most = (first + (last - first) * share for first, last in pairs)
+    return half, most
 
 
 def _values(served: Served, pick: Callable[[Point], tuple[float, float]]) -> list[tuple[float, float]]:
-    return [pick(served.points[rate]) for rate in drawn_rates(served)]
+    return [_between(served, rate, pick) for rate in drawn_rates(served)]
 
 
 def _scale(state: State, times: Times) -> Scale:
@@ -160,11 +170,14 @@ def _draw_layouts(drawing: Drawing, state: State, y: float) -> float:
     wide = drawing.width >= WIDE
     y = draw_title(drawing, f"{state.layout.gpus} {state.gpu}, cut differently", PARTS, y) + 21
     left = MARGIN + (190 if wide else 0)
-    room = (drawing.width - MARGIN - left - 24) / 2
-    most = max([layout.goodput for layout in state.others if layout.is_found] + [state.rate])
+    room = (drawing.width - MARGIN - left - 24) * (0.45 if wide else 0.5)
+    handled = Box(left + room + 24, y, drawing.width - MARGIN - left - room - 24 - MORE, ROW - 8)
+    queues = [layout.queue_grows_from for layout in state.others if layout.queue_grows_from < math.inf]
+    most = max([layout.goodput for layout in state.others if layout.is_found] + queues + [state.rate])
     times = [tpot_at(layout, state.rate) or 0.0 for layout in state.others]
     longest = min(2 * state.served.tpot, 1.2 * max(times) or math.inf)
-    for x, words in ((left, f"a token at {state.rate:g} requests/s"), (left + room + 24, "requests/s it handles")):
+    handles = f"requests/s{' it handles' * (drawing.width > WIDE)}; pale: no limit"
+    for x, words in ((left, f"a token at {state.rate:g} requests/s"), (handled.x, handles)):
         drawing.text((x, y), words, size=SMALL, colour=QUIET)
     y += 7
     hidden_note(drawing, Box(left, y, drawing.width - MARGIN - left, ROW * len(state.others)))
@@ -174,15 +187,15 @@ def _draw_layouts(drawing: Drawing, state: State, y: float) -> float:
         y += 0 if wide else 20
         with drawing.answer():
             _draw_time(drawing, Box(left, y + 4, room, ROW - 8), state, served, longest)
-            _draw_rate(drawing, Box(left + room + 24, y + 4, room, ROW - 8), state, served, most)
+            _draw_rate(drawing, replace(handled, y=y + 4), state, served, most)
         y += ROW
     with drawing.answer():
-        for x, value, end, colour, words in (
-            (left, state.served.tpot, longest, GREEN, seconds(state.served.tpot)),
-            (left + room + 24, state.rate, most, INK, f"{state.rate:g}/s"),
+        for x, value, end, across, colour, words in (
+            (left, state.served.tpot, longest, room, GREEN, seconds(state.served.tpot)),
+            (handled.x, state.rate, most, handled.width, INK, f"{state.rate:g}/s"),
         ):
             if value <= end:
-                place = (x + value / end * (room - VALUES), y + 13)
+                place = (x + value / end * (across - VALUES), y + 13)
                 drawing.text(place, words, size=SMALL, colour=colour, anchor="middle")
     return y + 14
 
@@ -222,18 +235,22 @@ def tpot_at(served: Served, rate: float) -> float | None:
     """Return the time within which 99 % of the requests get each token at this rate, between the
     rates that have been run; infinity if the queue grows, None if it is not known.
     """
-    rates = drawn_rates(served)
-    for low, high in pairwise([*rates, *rates[-1:]]):
-        if low <= rate <= high:
-            first, last = (served.points[end].tpot[1] for end in (low, high))
-            return first + (last - first) * (rate - low) / ((high - low) or 1)
-    return math.inf if rates and rate > rates[-1] and "queue" in served.causes(rates[-1]) else None
+    if rate > served.queue_grows_from:
+        return math.inf
+    known = served.rates and served.rates[0] <= rate <= served.rates[-1]
+    return _between(served, rate, TPOTS.of)[1] if known else None
 
 
 def _draw_rate(drawing: Drawing, box: Box, state: State, served: Served, most: float) -> None:
-    """Draw a bar up to the rate that a layout handles, and a line at the knob's rate."""
+    """Draw a bar up to the rate that a layout handles, a pale one up to where its queue grows, and a
+    line at the knob's rate.
+    """
     words = layout_words(served)
     colour = BLUE if served.layout == state.layout else PINNED
+    if served.goodput < (queue := served.queue_grows_from) < math.inf:
+        pale = Box(box.x, box.y, queue / most * (box.width - VALUES), box.height)
+        drawing.rect(pale, colour, opacity=0.25, tip=f"{served.layout} without limits: {figures(queue)}")
+        drawing.text((box.right + MORE, box.y + 12), figures(queue), size=SMALL, colour=QUIET, anchor="end")
     segment = Segment("", served.goodput if served.is_found else 0.0, colour, f"{served.layout}: {words}")
     shown = "0" if served.refused else words.split(";")[0]
     _draw_bar(drawing, box, [segment], most, (state.rate, INK), shown, served.is_found and served.goodput < state.rate)

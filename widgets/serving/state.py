@@ -67,7 +67,7 @@ class Served:
             return None
         points = [self.points[rate] for rate in self.rates]
         edges = [
-            self._queue_grows_from,
+            self.queue_grows_from,
             crossing(self.rates, [point.ttft[1] for point in points], self.ttft, log=True),
             crossing(self.rates, [max(point.tpot[1], 1e-6) for point in points], self.tpot, log=True),
         ]
@@ -77,11 +77,9 @@ class Served:
     @property
     def is_found(self) -> bool:
         """Return whether the knee is known to lie between two neighbouring rates."""
-        if self.refused:
-            return True
+        if self.refused or not self.points:
+            return bool(self.refused)
         rates = self.rates
-        if not rates:
-            return False
         broken = [bool(self.causes(rate)) for rate in rates]
         if all(broken):
             return rates[0] == RATES[0]
@@ -97,13 +95,12 @@ class Served:
         """
         if self.refused:
             return 0.0
-        knee = self.knee
-        return RATES[-1] if knee is None else knee.rate
+        return knee.rate if (knee := self.knee) else RATES[-1]
 
     @property
-    def _queue_grows_from(self) -> float:
+    def queue_grows_from(self) -> float:
         """Return the throughput of a full engine, measured at the first rate at which the queue
-        grows.
+        grows; infinity if none has been run.
         """
         short = max((rate for rate in self.rates if "queue" not in self.causes(rate)), default=0.0)
         long = next((rate for rate in self.rates if rate > short), math.inf)
@@ -208,7 +205,8 @@ class _Sweep:
 
     def states(self) -> Iterator[State]:
         """Yield more and more complete states: first this rate, then this layout's knee, the
-        others' knees, and then other rates.
+        others' knees, and then rates to draw: all of them near this layout's knee, every third
+        elsewhere, up to where the queue grows.
         """
         state = self._now()
         yield state
@@ -222,24 +220,23 @@ class _Sweep:
     def _is_new(self, state: State) -> bool:
         return sum(len(runs.runs.found) for runs in self.runs) > sum(len(served.points) for served in state.others)
 
-    def _mine(self) -> Experiment:
-        return next(runs for runs in self.runs if runs.layout == self.here)
-
     def _pending_runs(self) -> Iterator[Iterator[None]]:
-        mine = self._mine()
+        mine = next(runs for runs in self.runs if runs.layout == self.here)
         if not mine.refused:
             yield mine.run(self.rate)
         known_error("decode", "prefill")
         for runs in (mine, *self.runs):
             while (rate := self._next(runs)) is not None:
                 yield runs.run(rate)
-        for rate in sorted(self._drawn(), key=lambda other: abs(math.log(other / self.rate))):
-            if not mine.refused and rate <= self._far(mine):
-                yield mine.run(rate)
-        for runs in self.runs:
-            for rate in RATES[::3]:
-                if not runs.refused and rate <= self._far(runs):
+        for runs in (runs for runs in (mine, *self.runs) if not runs.refused):
+            goodput = self._served(runs).goodput
+            full = runs.steady.capacity * runs.layout.groups
+            near = goodput / 4 if runs is mine and goodput > RATES[0] else full
+            for index, rate in enumerate(RATES):
+                if rate >= near or index % 3 == 0:
                     yield runs.run(rate)
+                if rate in runs.runs.found and "queue" in self._served(runs).causes(rate):
+                    break  # beyond it there is nothing more to see
 
     def _next(self, runs: Experiment) -> float | None:
         """Return the next rate to try in the search for a layout's knee, or None if the knee is
@@ -255,10 +252,8 @@ class _Sweep:
         high = min((index for index, rate in enumerate(RATES) if above and rate >= min(above)), default=len(RATES))
         if not served.points:
             return self._guess(runs)
-        if fine and above:
-            middle = (low + high) // 2
-        else:  # the first guess is close
-            middle = low + 1 if fine else high - 1
+        next_to_guess = low + 1 if fine else high - 1
+        middle = (low + high) // 2 if fine and above else next_to_guess  # the first guess is close
         middle = min(max(middle, 0), len(RATES) - 1)
         return next((rate for rate in RATES[middle:] if rate not in served.points), None)
 
@@ -269,19 +264,6 @@ class _Sweep:
         batches = ((rate, steady.batch(rate / groups)) for rate in RATES if rate < 0.95 * steady.capacity * groups)
         fine = [rate for rate, batch in batches if steady.step_seconds(batch) < 0.98 * self.limits[1]]
         return max(fine, default=RATES[0])
-
-    def _drawn(self) -> list[float]:
-        """Return the rates to draw: all of them near the knee, and every third elsewhere."""
-        goodput = self._served(self._mine()).goodput
-        near = goodput / 4 if goodput > RATES[0] else math.inf
-        return [rate for index, rate in enumerate(RATES) if rate >= near or index % 3 == 0]
-
-    def _far(self, runs: Experiment) -> float:
-        """Return the rate from which the queue keeps growing, beyond which there is nothing more to
-        see.
-        """
-        served = self._served(runs)
-        return min((rate for rate in served.rates if "queue" in served.causes(rate)), default=math.inf)
 
     def _served(self, runs: Experiment) -> Served:
         return Served(runs.layout, dict(runs.runs.found), runs.refused, *self.limits)
