@@ -85,7 +85,7 @@ def _look_ups(drawing: Drawing, box: Box, state: State, pinned: State | None) ->
     """Draw the bytes that a kernel fetches in vain, by block size."""
     sizes, shares = list(state.extra), list(state.extra.values())
     axes = Axes(drawing, box, _sizes(state), Scale(0, 1.15 * max(state.extra_allowed, *shares)))
-    axes.broken(None, DEFAULT / math.sqrt(2), "Wall comes first" * (state.over(1) > state.over(DEFAULT)))
+    axes.broken(None, DEFAULT / math.sqrt(2), "No kernel here" * (state.over(1) > state.over(DEFAULT)))
     axes.frame("block size", "bytes fetched in vain", x_ticks=(1, 8, 64, 512), y_format=percent)
     if pinned:
         axes.pinned(sizes, list(pinned.extra.values()), pinned.block_size)
