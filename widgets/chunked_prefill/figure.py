@@ -76,7 +76,7 @@ def _draw_waits(axes: Axes, state: State, pinned: State | None) -> None:
         _draw_knee(axes, state)
         end = budgets[-1] if budgets and state.judged == "clients" else 0
         if end and _other_gap(state, end) < state.gap < state.waited(end):
-            words = f"long but rare{': 99 % hides them' * (axes.drawing.width >= WIDE)}"
+            words = "long but rare: " * (axes.drawing.width >= WIDE) + "99 % hides them"
             axes.label(axes.at(end, _other_gap(state, end)), words, BLUE, bold=False)
     axes.here(state.budget, "budget")
     with axes.drawing.answer():
