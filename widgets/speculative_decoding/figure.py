@@ -232,7 +232,8 @@ def _draw_step(drawing: Drawing, state: State) -> float:
     step = state.step
     wide = drawing.width - 2 * MARGIN
     aside = drawing.width >= WIDE
-    keys = [Segment("drafter's q", 0, ORANGE), Segment("model's p", 0, RESERVED), Segment("p beyond q", 0, BLUE)]
+    colours = {"drafter's q": ORANGE, "model's p": RESERVED, "p beyond q": BLUE, "p/q": MID}
+    keys = [Segment(name, 0, colour) for name, colour in colours.items()]
     y = draw_title(drawing, "Draft, verify, accept", keys, 23)
     if state.own:
         y = drawing.paragraph((MARGIN, y + 18), own_words(state), wide)
@@ -249,7 +250,10 @@ def _draw_step(drawing: Drawing, state: State) -> float:
             _draw_rows(drawing, box.y, min(across, state.k + 1 - index) * column)
         _draw_place(drawing, box, state, index, last, captions[min(index + 2, last)])
     y = top + STRIP * -(-(state.k + 1) // across) + 12
-    drawing.text((MARGIN, y - 3), "grey: p/q; tick: random number; tick in grey: accepted", size=SMALL, colour=QUIET)
+    drawing.text((MARGIN, y - 3), "tick: random; in grey: accepted", size=SMALL, colour=QUIET)
+    with drawing.answer():
+        words = f"{counted(len(step.tokens), 'token')}, mean {state.tokens:.2f}"
+        drawing.text((MARGIN + NAMES + room, y - 3), words, size=SMALL, colour=QUIET, anchor="end")
     with drawing.layer(at=f"{last} {last}"):
         panel = Box(drawing.width - MARGIN - PANEL, top, PANEL, 0) if aside else Box(MARGIN, y + 6, wide, 0)
         below = _draw_last(drawing, panel, state)
