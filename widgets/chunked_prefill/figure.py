@@ -91,7 +91,7 @@ def _draw_knee(axes: Axes, state: State) -> None:
         place = axes.at(nearest, state.waited(nearest))
         tip = f"Up to about {knee:.0f} tokens, a step takes as long as reading the weights: prompt tokens are free."
         axes.drawing.circle(place, 4.5, INK, tip=tip)
-        axes.label((place[0], place[1] - 3), "knee", bold=False)
+        axes.label(place, "knee", bold=False)
 
 
 def _other_gap(state: State, budget: int) -> float:
