@@ -10,7 +10,7 @@ from itertools import groupby
 
 from minivllm.config.units import GIB
 from minivllm_lab.drawing import ink_on, number, text_width
-from minivllm_lab.palette import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, SKY, VERMILLION
+from minivllm_lab.palette import BLUE, GREEN, GREY, INK, ORANGE, VERMILLION
 from widgets.attention_heads.state import TPS, Kind, Place, State
 from widgets.shell.plot import MARGIN, WIDE, Axes, Key, Scale, draw_keys, hidden_note, modelled, percent, tokens
 from widgets.shell.svg import QUIET, SMALL, Box, Drawing, Segment, legend
@@ -19,8 +19,8 @@ from widgets.shell.theme import BROKEN, IDLE, MID, MISSED, PINNED
 HALF = math.sqrt(2)
 GPUS = Scale(TPS[0] / HALF, TPS[-1] * HALF, log=True)
 """Each number of GPUs has the part of the axis nearest to it."""
-STYLES = {"MHA": (GREEN, "8 4"), "MQA": (PURPLE, "2 4"), "late": (SKY, "9 3 2 3"), "GQA,": (GREY, "5 3")}
-"""The colour and dashes of a kind shown for comparison, by the start of its name."""
+DASHES = {"MHA": "8 4", "MQA": "2 4", "lat": "9 3 2 3", "GQA": "5 3"}
+"""The dashes of a kind shown for comparison, by the start of its name."""
 ABOVE, MEMORY, QUERIES, NUMBERS, PLOT = 27, 94, 14, 15, 142
 """Pixels of height: what does not fit, a GPU's memory, its query heads, its number, and the plot."""
 MODEL_NAMES, MODEL_BYTES, MODEL_ROW = 112, 44, 15
@@ -52,13 +52,8 @@ def kib(size: float) -> str:
     return f"{size / KIB:,.1f}".removesuffix(".0")
 
 
-def style(kind: Kind) -> tuple[str, str]:
-    """Return the colour and the dash pattern of a variant shown for comparison."""
-    return STYLES[kind.name[:4]] if kind.name[:4] in STYLES else STYLES[kind.name[:3]]
-
-
 def _keys(state: State) -> list[Key]:
-    beside = [(kind.name, *style(kind), 1.8) for kind in state.others]
+    beside = [(kind.name, MID, DASHES[kind.name[:3]], 1.8) for kind in state.others]
     split = [("without copies", BLUE, "2 4", 1.5)] * any(place.copies > 1 for place in state.mine.places)
     return [(state.mine.name, BLUE, "", 2.5), *split, *beside]
 
@@ -86,9 +81,8 @@ def _draw_fits(axes: Axes, state: State, pinned: State | None) -> None:
         axes.line(*split, BLUE, width=1.5, dash="2 4")
         axes.line(*_curve(state.mine, _fits, (1 / HALF, HALF)), BLUE)
         for kind in state.others:
-            colour, dash = style(kind)
-            axes.line(*_beside(kind, state.mine), colour, width=1.8, dash=dash)
-        axes.points(*_curve(state.mine, lambda place: place.fits * (place.fits >= axes.y.low)), BLUE, radius=3.5)
+            axes.line(*_beside(kind, state.mine), MID, width=1.8, dash=DASHES[kind.name[:3]])
+        axes.points(*_curve(state.mine, _fits), BLUE, radius=3.5)
     axes.here(state.tp, "tensor_parallel_size", f"{state.tp} GPU{'s' * (state.tp > 1)}")
     with axes.drawing.answer():
         axes.tips(TPS, lambda tp: _fits_tip(state, state.mine.at(tp)))
@@ -99,8 +93,8 @@ def _fits(place: Place) -> float:
 
 
 def _curve(kind: Kind, value: Callable[[Place], float], ends: Sequence[float] = (1,)) -> Curve:
-    """Return the numbers of GPUs, times each of `ends`, and the values, without values of 0."""
-    points = [(place.tp * end, value(place)) for place in kind.places if value(place) > 0 for end in ends]
+    """Return the numbers of GPUs, times each of `ends`, and the values, without values below 1."""
+    points = [(place.tp * end, value(place)) for place in kind.places if value(place) >= 1 for end in ends]
     return [tp for tp, _ in points], [height for _, height in points]
 
 
@@ -161,9 +155,8 @@ def held_words(state: State, tp: int) -> str:
 
 def _draw_head(drawing: Drawing, state: State, pinned: State | None) -> float:
     """Write the title and the colours, and return the y below."""
-    load = f"{state.wanted} requests of {tokens(state.context)} tokens"
-    note = f"{state.model}, {load}, {state.budget / GIB:.0f} GiB for vLLM"
-    y = drawing.heading((MARGIN, 23), f"What each {state.hardware.name} keeps", note)
+    load = f"{state.wanted} requests of {tokens(state.context)} tokens, {state.budget / GIB:.0f} GiB a GPU"
+    y = drawing.heading((MARGIN, 23), f"What each {state.hardware.name} keeps", f"{state.model}, {load}")
     holders = "the latent" if state.latent else f"{state.kv_heads} KV head{'s' * (state.kv_heads > 1)}"
     keys = [
         Segment(f"{state.query_heads} query heads", 0, INK, dash="2.5 3"),

@@ -76,7 +76,7 @@ def _draw_waits(axes: Axes, state: State, pinned: State | None) -> None:
         _draw_knee(axes, state)
         end = budgets[-1] if budgets and state.judged == "clients" else 0
         if end and _other_gap(state, end) < state.gap < state.waited(end):
-            words = f"long but rare{': 99 % hides them' * (axes.drawing.width >= WIDE)}"
+            words = "long but rare: " * (axes.drawing.width >= WIDE) + "99 % hides them"
             axes.label(axes.at(end, _other_gap(state, end)), words, BLUE, bold=False)
     axes.here(state.budget, "budget")
     with axes.drawing.answer():
@@ -91,7 +91,7 @@ def _draw_knee(axes: Axes, state: State) -> None:
         place = axes.at(nearest, state.waited(nearest))
         tip = f"Up to about {knee:.0f} tokens, a step takes as long as reading the weights: prompt tokens are free."
         axes.drawing.circle(place, 4.5, INK, tip=tip)
-        axes.label((place[0], place[1] - 3), "knee", bold=False)
+        axes.label(place, "knee", bold=False)
 
 
 def _other_gap(state: State, budget: int) -> float:

@@ -30,7 +30,7 @@ def draw_steps(drawing: Drawing, state: State, y: float) -> float:
     keys += [Segment("steps before", 0, MID)] * any(before > 0 for *_, before in parts)
     y = draw_title(drawing, TITLE, keys, y)
     box = Box(60, y + 32, drawing.width - 60 - MARGIN, 100)
-    tallest = max(map(sum, parts), default=0.0)
+    tallest = float(f"{max(map(sum, parts), default=0.0):.2g}")
     axes = Axes(drawing, box, Scale(0, max(len(strip), 1)), Scale(0, 1.15 * max(1.4 * state.gap, tallest)))
     ticks = [0.0] * (state.gap > 0.12 * axes.y.high) + [state.gap] + [tallest] * (tallest > 1.3 * state.gap)
     axes.frame(

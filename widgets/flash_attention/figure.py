@@ -42,7 +42,7 @@ def figure(state: State, width: float = 640, pinned: State | None = None) -> str
     words = f"Tiles of {state.block_q} queries × {state.block_k} keys move {moved} per head; {NAIVE} move {naive}"
     full = width - 2 * EDGE
     beside = width >= WIDE
-    scores = Box(EDGE, 0, min(round(full * 0.37), 260) if beside else full, 0)
+    scores = Box(EDGE, 0, min(round(full * (0.37 if beside else 0.65)), 260), 0)
     drawing = Drawing(width, 0, "Attention in tiles", words)
     bottom = draw_scores(drawing, scores, state)
     sweep = Box(EDGE, bottom, full, 300)

@@ -30,7 +30,7 @@ LENS, LARGEST = 84, 56
 
 def draw_scores(drawing: Drawing, at: Box, state: State) -> float:
     """Draw the scores of all queries and keys, and the tile among them; return the y below."""
-    title = f"A tile of {tokens(state.length)} × {tokens(state.length)} scores"
+    title = f"{tokens(state.length)} × {tokens(state.length)} scores, one tile"
     drawing.text((at.x, 22), title, size=HEADING, bold=True)
     edge = STRIP + SPACE
     side = Box(at.x + edge, 46 + edge, at.width - 2 * edge, at.width - 2 * edge)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from minivllm.config.units import GIB
-from minivllm_lab.drawing import Point, text_width
+from minivllm_lab.drawing import RULE, Point, text_width
 from minivllm_lab.palette import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILLION
 from widgets.shell.plot import MARGIN, WIDE, Axes, Scale, hidden_note, percent, tokens
 from widgets.shell.strip import draw_title
@@ -19,7 +19,7 @@ from widgets.shell.theme import CARD, HELD, MID, MISSED, NOT_OURS, RESERVED, TIN
 if TYPE_CHECKING:
     from widgets.kv_cache.state import Pool, State
 
-BEFORE_CACHE = (("weights", GREY), ("activations", PURPLE), ("outside torch", VERMILLION), ("CUDA graphs", ORANGE))
+BEFORE_CACHE = (("weights", GREY), ("activations", PURPLE), ("libraries", VERMILLION), ("CUDA graphs", ORANGE))
 """The name and colour of each item that the ledger lists before the KV cache."""
 WIDE_HEIGHT = 470
 PANEL_HEIGHT, NARROW_PANEL_HEIGHT = 121, 176
@@ -161,7 +161,7 @@ def _draw_refused(drawing: Drawing, state: State, box: Box) -> None:
 def _draw_plot_heading(drawing: Drawing, state: State, y: float) -> float:
     """Draw the plot's title and keys, and return the y where the plot begins."""
     keys = [Segment(f"{state.hardware.name}, reserved", 0, BLUE, dash="none")]
-    keys += [Segment("by their own lengths", 0, GREEN, dash="2 4"), Segment("other GPUs", 0, MID, dash="none")]
+    keys += [Segment("by their own lengths", 0, GREEN, dash="2 4"), Segment("other GPUs", 0, RULE, dash="none")]
     if not state.right_bytes:
         keys.append(Segment("the engine's count", 0, ORANGE, dash="6 4"))
     return draw_title(drawing, "Requests at once", keys, y) + 14
@@ -196,21 +196,18 @@ def _draw_broken(axes: Axes, state: State) -> None:
     """
     limit, last = state.model_limit or 2 * state.contexts[-1], state.contexts[-1]
     if state.longest < min(limit, last):
-        cause = (
-            f"not one fits on the {state.hardware.name}{'s' * (state.tp > 1)}"
-            if state.ledger
-            else "no KV cache is left"
-        )
-        axes.broken(state.longest, None, f"{cause}: refused")
+        name = state.hardware.name + "s" * (state.tp > 1)
+        cause = f"not one fits on the {name}" if state.ledger else "no KV cache is left"
+        axes.broken(state.longest, limit if limit < last else None, f"{cause}: refused")
     if limit < last:
-        axes.broken(limit, None, "past the model's limit: refused")
+        axes.tint(limit, None, "past the model's limit: refused", VERMILLION)
 
 
 def _draw_curves(axes: Axes, state: State) -> None:
     """Draw the other GPUs' curves thin, then this GPU's."""
     for pool in state.pools:
         if pool.tokens and pool.gpu != state.hardware.name:
-            _draw_curve(axes, pool, state.contexts[::4], MID, 1.3)
+            _draw_curve(axes, pool, state.contexts[::4], RULE, 1.3)
     if not state.right_bytes:
         ratio = state.bytes_per_token / state.counted_bytes
         counted = [count * ratio for count in state.concurrency]
@@ -273,7 +270,7 @@ def _name_the_ends(axes: Axes, state: State) -> None:
         else:
             clusters.append((x, [pool.gpu]))
     taken = [left] * 3
-    edges = [*axes.edges, axes.at(state.max_model_len, 1)[0]]
+    edges = [*axes.edges, *(axes.at(length, 1)[0] for length in (state.max_model_len, _limit(state)))]
     for x, gpus in clusters:
         for words in (", ".join(gpus), gpus[0], gpus[0].removeprefix("RTX ")):  # the dots' tips have all names
             words += " →" * (x >= right)

@@ -5,7 +5,6 @@ and what adapters cost.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 from minivllm_lab.palette import BLUE, GREEN, ORANGE, PURPLE
 from minivllm_simulate.load_sweep import Span
@@ -96,10 +95,12 @@ def _draw_waits(axes: Axes, state: State, pinned: State | None) -> None:
         axes.line(state.run, [min(wait, axes.y.high) for wait in waits], BLUE)
         if max(waits, default=0) > axes.y.high:
             axes.label(axes.at(ACROSS.low, axes.y.high), "↑ off the scale", BLUE)
+        if state.slots in state.run and (wait := state.in_the_end(state.slots)) < axes.y.high:
+            axes.label(axes.at(state.slots, wait), seconds(float(f"{wait:.2g}")), BLUE)
         low, enough = state.late[0] if state.late else (0, None)
         if low is None and enough and state.slots < enough < state.run[-1]:
             x, y = axes.at(enough, state.ttft)
-            axes.label((x, y - 27), f"enough: {math.ceil(enough)}", GREEN)
+            axes.label((x, y - 27), f"just enough: {math.ceil(enough)}", GREEN)
     axes.here(state.slots, "slots", counted(state.slots, "slot"))
     with axes.drawing.answer():
         axes.tips(state.run, lambda slots: _tip(state, slots))
@@ -145,26 +146,19 @@ def _tip(state: State, slots: int) -> str:
 
 
 def _draw_memory(axes: Axes, state: State) -> None:
-    """Draw how much of the GPU's memory the slots leave for the KV cache, and how much of it is used."""
+    """Draw how much of the GPU's memory the slots leave for the KV cache."""
     serving, drawing, box = state.serving, axes.drawing, axes.box
-    keys = {"weights": MID, "slots": ORANGE, "KV cache": RESERVED, "used": BLUE}
+    keys = {"weights": MID, "slots": ORANGE, "KV cache": RESERVED}
     legend(drawing, (box.x, box.y - 10), [Segment(words, 0, colour) for words, colour in keys.items()], box.width)
     name, ticks = "slots on the GPU (max_loras)", axes.y.ticks(3)
     axes.frame(name, "", x_ticks=TICKS, x_format="{:,}".format, y_ticks=ticks, y_format="{:g} GB".format)
     weights, slot = weight_bytes(serving.model) / 1e9, serving.cost.slot_bytes / 1e9
     counts = [max(min(ACROSS.high, serving.most_slots), ACROSS.low) ** (part / 40) for part in range(41)]
-
-    def filled(share: Callable[[float], float], colour: str) -> None:
-        """Fill the plot up to the slots and a share of the KV cache."""
-        edge = [(count, count + share(count) * (serving.most_slots - count)) for count in counts]
-        ends = [axes.at(count, axes.y.low) for count in (counts[-1], counts[0])]
-        drawing.polygon([*(axes.at(count, weights + slots * slot) for count, slots in edge), *ends], colour)
-
     if serving.most_slots > ACROSS.low and state.run:
-        filled(lambda _: 1, RESERVED)
-        with drawing.answer():
-            filled(lambda count: state.points[min(state.run, key=lambda run: abs(run - count))].cache_used, BLUE)
-        filled(lambda _: 0, ORANGE)
+        ends = [axes.at(count, axes.y.low) for count in (counts[-1], counts[0])]
+        for colour, taken in ((RESERVED, [serving.most_slots] * 41), (ORANGE, counts)):
+            edge = [axes.at(count, weights + full * slot) for count, full in zip(counts, taken, strict=True)]
+            drawing.polygon([*edge, *ends], colour)
     base = axes.at(ACROSS.low, min(weights, axes.y.high))[1]
     drawing.rect(Box(box.x, base, box.width, box.bottom - base), MID)
     for span in state.stopped:
@@ -172,7 +166,11 @@ def _draw_memory(axes: Axes, state: State) -> None:
     axes.also_here(state.slots)
     starts = [slots for slots in SLOTS if not serving.refusal(slots)]
     if state.slots in starts:
-        axes.label(axes.at(state.slots, axes.y.high), f"{_room(state, state.slots):,.0f} requests fit")
+        x, y = axes.at(state.slots, axes.y.high)
+        axes.label((x, y), f"{_room(state, state.slots):,.0f} requests fit")
+        with drawing.answer():
+            if point := state.points.get(state.slots):
+                axes.label((x, y + 16), f"{percent(1 - point.cache_used)} free", bold=False)
     axes.tips(starts, lambda slots: _memory_tip(state, slots))
 
 

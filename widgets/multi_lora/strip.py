@@ -14,12 +14,18 @@ from widgets.multi_lora.runs import Moment
 from widgets.multi_lora.state import State
 from widgets.shell.plot import MARGIN, Scale, counted, seconds
 from widgets.shell.strip import draw_placeholder, draw_title, frame_ends
-from widgets.shell.svg import SMALL, Box, Drawing, Segment
+from widgets.shell.svg import QUIET, SMALL, Box, Drawing, Segment
 from widgets.shell.theme import IDLE, MISSED, RESERVED
 
 TITLE = "Slot by slot"
-WIDE, HIGH, GAP = 34, 20, 4
-"""Pixels of a box, and between two."""
+KEYS = {
+    SKY: "adapter in use (1: the most popular)",
+    RESERVED: "kept",
+    MISSED: "waits for a slot",
+    VERMILLION: "more popular than any in a slot",
+}
+NAMES, WIDE, HIGH, GAP = 42, 34, 20, 4
+"""Pixels of a row's name, of a box, and between two."""
 Shown = tuple[str, str]
 """The words in a box, and its colour."""
 
@@ -28,22 +34,16 @@ def draw_strip(drawing: Drawing, state: State, y: float) -> float:
     """Draw the slots and the queue as boxes, at successive times; return the y below."""
     if state.slots not in state.points:
         return draw_placeholder(drawing, TITLE, state.refused, y)
-    keys = [
-        Segment("adapter in use (1: the most popular)", 0, SKY),
-        Segment("kept", 0, RESERVED),
-        Segment("waits for a slot", 0, MISSED),
-    ]
-    if popular := state.serving.skew > 0:
-        keys.append(Segment("more popular than any in a slot", 0, VERMILLION))
-    y = draw_title(drawing, TITLE, keys, y) + 11
     start, end = state.serving.window
     ends = frame_ends(Scale(start, end))
     frames = [_moment_at(state.here.strip, end) for end in ends]
     drawing.play([_caption(frame, end - start) for frame, end in zip(frames, ends, strict=True)], still=True)
-    y = _draw_boxes(drawing, y, [[_in_slot(frame, adapter) for adapter in frame.slots] for frame in frames], rows=2)
-    return _draw_boxes(
-        drawing, y + 6, [[_in_queue(frame, wanted, popular) for wanted in frame.held_for] for frame in frames]
-    )
+    slots = [[_in_slot(frame, adapter) for adapter in frame.slots] for frame in frames]
+    queue = [[_in_queue(frame, wanted, state.serving.skew > 0) for wanted in frame.held_for] for frame in frames]
+    seen = {colour for items in (*slots, *queue) for _, colour in items}
+    keys = [Segment(words, 0, colour) for colour, words in KEYS.items() if colour in seen]
+    y = draw_title(drawing, TITLE, keys, y) + 11
+    return _draw_boxes(drawing, _draw_boxes(drawing, y, slots, "slots", rows=2) + 6, queue, "queue")
 
 
 def _moment_at(strip: Sequence[Moment], time: float) -> Moment:
@@ -62,18 +62,19 @@ def _in_queue(moment: Moment, wanted: int, popular: bool) -> Shown:
     return str(wanted), VERMILLION if popular and wanted < min(moment.in_use, default=0) else MISSED
 
 
-def _draw_boxes(drawing: Drawing, y: float, frames: Sequence[Sequence[Shown]], rows: int = 1) -> float:
+def _draw_boxes(drawing: Drawing, y: float, frames: Sequence[Sequence[Shown]], name: str, rows: int = 1) -> float:
     """Draw a box for each item of each frame, or, if they are too many, count the others in the last
     box; return the y below.
     """
-    across = int((drawing.width - 2 * MARGIN + GAP) // (WIDE + GAP))
+    across = int((drawing.width - 2 * MARGIN - NAMES + GAP) // (WIDE + GAP))
     most = across * rows
     shown = [
         items if len(items) <= most else [*items[: most - 1], (f"+{len(items) - most + 1}", "none")] for items in frames
     ]
     longest = max(map(len, shown))
+    drawing.text((MARGIN, y + HIGH - 6), name * (longest > 0), size=SMALL, colour=QUIET)
     for index in range(longest):
-        box = Box(MARGIN + index % across * (WIDE + GAP), y + index // across * (HIGH + GAP), WIDE, HIGH)
+        box = Box(MARGIN + NAMES + index % across * (WIDE + GAP), y + index // across * (HIGH + GAP), WIDE, HIGH)
         for (words, colour), at in _stays([items[index] if index < len(items) else None for items in shown]):
             drawing.rect(box, colour, at=at, radius=2, group=f"adapter-{words}" * (colour != IDLE))
             place = (box.x + WIDE / 2, box.bottom - 6)

@@ -184,7 +184,7 @@ def _draw_cost(drawing: Drawing, state: State, y: float) -> float:
     note = f"{state.model} on {state.gpu}, contexts of {tokens(state.context)}, {drafter_words(state)}"
     note = f"{note}, {rate_words(state)}; modelled"
     with drawing.layer(tip=f"The model is off by {percent(state.error)} (median)."):
-        y = drawing.heading((MARGIN, y), f"What a step of {counted(state.batch, 'request')} takes", note)
+        y = drawing.heading((MARGIN, y), f"What a step of {counted(state.batch, 'such request')} takes", note)
     plain, step = state.one.plain(state.batch), state.one.step(state.batch, state.k)
     worth = state.tokens * plain.seconds
     longest = max(plain.seconds, step.seconds, worth)
@@ -215,10 +215,10 @@ def _draw_cost(drawing: Drawing, state: State, y: float) -> float:
         over = round(state.longer, 2) - round(state.tokens, 2)
         words = f"{state.tokens:.2f} tokens: pays up to ×{state.tokens:.2f}"
         lost = f"×{over:.2f} too much" * (over > 0.005)
-        room = text_width(words, SMALL) + 8
-        x = max(MARGIN + room, min(x + 4, drawing.width - MARGIN - text_width(lost, SMALL)))
-        drawing.text((x - room, y + 11), words, size=SMALL, colour=GREEN)
-        drawing.text((x, y + 11), lost, size=SMALL, colour=VERMILLION)
+        room = text_width(lost, SMALL) + 12
+        x = max(MARGIN + room + text_width(words, SMALL), min(x - 6 + room, drawing.width - MARGIN))
+        drawing.text((x - room, y + 11), words, size=SMALL, colour=GREEN, anchor="end")
+        drawing.text((x, y + 11), lost, size=SMALL, colour=VERMILLION, anchor="end")
     return y + 11
 
 
@@ -232,7 +232,8 @@ def _draw_step(drawing: Drawing, state: State) -> float:
     step = state.step
     wide = drawing.width - 2 * MARGIN
     aside = drawing.width >= WIDE
-    keys = [Segment("drafter's q", 0, ORANGE), Segment("model's p", 0, RESERVED), Segment("p beyond q", 0, BLUE)]
+    colours = {"drafter's q": ORANGE, "model's p": RESERVED, "p beyond q": BLUE, "p/q": MID}
+    keys = [Segment(name, 0, colour) for name, colour in colours.items()]
     y = draw_title(drawing, "Draft, verify, accept", keys, 23)
     if state.own:
         y = drawing.paragraph((MARGIN, y + 18), own_words(state), wide)
@@ -249,7 +250,10 @@ def _draw_step(drawing: Drawing, state: State) -> float:
             _draw_rows(drawing, box.y, min(across, state.k + 1 - index) * column)
         _draw_place(drawing, box, state, index, last, captions[min(index + 2, last)])
     y = top + STRIP * -(-(state.k + 1) // across) + 12
-    drawing.text((MARGIN, y - 3), "blue: p/q; tick: random number; tick in blue: accepted", size=SMALL, colour=QUIET)
+    drawing.text((MARGIN, y - 3), "tick: random; in grey: accepted", size=SMALL, colour=QUIET)
+    with drawing.answer():
+        words = f"{counted(len(step.tokens), 'token')}, mean {state.tokens:.2f}"
+        drawing.text((MARGIN + NAMES + room, y - 3), words, size=SMALL, colour=QUIET, anchor="end")
     with drawing.layer(at=f"{last} {last}"):
         panel = Box(drawing.width - MARGIN - PANEL, top, PANEL, 0) if aside else Box(MARGIN, y + 6, wide, 0)
         below = _draw_last(drawing, panel, state)
@@ -274,7 +278,7 @@ def _draw_place(drawing: Drawing, box: Box, state: State, index: int, last: int,
         _draw_token(drawing, box, 0, VOCABULARY[place.draft], ORANGE, shade=0)
         likely = Box(box.x, box.y + 29, box.width * place.ratio, 10)
         drawing.rect(Box(box.x, likely.y, box.width, 10), CARD)
-        drawing.rect(likely, RESERVED, at=f"1 {last}")
+        drawing.rect(likely, MID, at=f"1 {last}")
     if index <= step.kept:
         _draw_outcome(drawing, box, state, index, last)
         drawing.rect(Box(box.x, box.y, box.width, 70), "transparent", tip=caption)
@@ -315,15 +319,16 @@ def _draw_last(drawing: Drawing, box: Box, state: State) -> float:
     q = place.q if place else (0.0,) * len(p)
     name = "recovered where p > q" if place else "bonus, drawn from p"
     drawing.text((box.x, box.y + 10), name, size=SMALL, bold=True, colour=BLUE)
-    scale = (box.width - 46) / max(*p, *q)
+    left = box.x + 52
+    scale = (box.right - left) / max(*p, *q)
     for token, word in enumerate(VOCABULARY):
         y = box.y + 16 + ROW * token
         drawn = token == step.token
         drawing.text((box.x, y + 10), word, size=SMALL, colour=BLUE if drawn else QUIET, bold=drawn)
         shared = min(p[token], q[token])
-        drawing.rect(Box(box.x + 46, y + 1, q[token] * scale, 5), ORANGE)
-        drawing.rect(Box(box.x + 46, y + 6, shared * scale, 5), RESERVED)
-        drawing.rect(Box(box.x + 46 + shared * scale, y + 6, (p[token] - shared) * scale, 5), BLUE)
+        drawing.rect(Box(left, y + 1, q[token] * scale, 5), ORANGE)
+        drawing.rect(Box(left, y + 6, shared * scale, 5), RESERVED)
+        drawing.rect(Box(left + shared * scale, y + 6, (p[token] - shared) * scale, 5), BLUE)
         tip = f"{word}: p {p[token]:.2f}, q {q[token]:.2f}"
         drawing.rect(Box(box.x, y, box.width, ROW), "transparent", tip=tip)
     return y + ROW
