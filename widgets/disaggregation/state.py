@@ -39,7 +39,7 @@ START = {
     "budget": TUNED, "model": "Llama-3.1-8B", "gpu": "H100", "prompt": 1024, "output": 128,
 }  # fmt: skip
 CAUSES = {"prefill": "queue", "link": "link", "decode": "tpot", "both": "ttft"}
-"""What goes wrong, as `Served.cause` names it, where a part is always busy."""
+"""The name that `Served.cause` gives to a part that is always busy."""
 LATE_IN = {"queue": "prefill", "prefill": "prefill", "link": "link"}
 """The part of two pools where it goes wrong; all other causes are in decode."""
 
