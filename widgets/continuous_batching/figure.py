@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
 
 from minivllm_lab.palette import BLUE, GREEN, INK, PURPLE, VERMILLION
 from widgets.continuous_batching.curves import LOADS, SERVICE, Curve, State, share, title
@@ -10,21 +11,23 @@ from widgets.continuous_batching.runs import REQUESTS, Stay
 from widgets.shell.plot import MARGIN, WIDE, Axes, Scale, counted, hidden_note, seconds
 from widgets.shell.strip import NAMES, draw_title, frame_ends, pixels
 from widgets.shell.svg import BOLD, QUIET, SMALL, Box, Drawing, Segment, text_width
-from widgets.shell.theme import BROKEN, CARD, IDLE, MISSED, PINNED, WORDS
+from widgets.shell.theme import BROKEN, CARD, IDLE, MID, MISSED, WORDS
 
 COLOURS = {"static": PURPLE, "continuous": BLUE, "yours": BLUE}
 TTFT = Scale(0.004, 12, log=True)
 LOAD = Scale(LOADS[0], LOADS[-1])
 TICKS = (0.1, 0.25, 0.5, 0.75, 1, 1.25, 1.5)
-SEATS, QUEUE, PLOT = 82, 20, 84
-"""The heights of a policy's seats, of its queue, and of the plot."""
+SEATS, QUEUE, PLOT, HEIGHT = 82, 16, 84, 470
+"""The heights of a policy's seats, of its queue, of the plot on a narrow page, and of all on a wide one."""
 
 
 def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
     """Draw the seats and the queue under both policies, and below them TTFT by load."""
     drawing = Drawing(width, 0, f"Load on {state.seats} seats", "Static and continuous batching on the same arrivals")
     key = Segment("empty, though requests wait", 0, BROKEN, hatched=True)
-    y = draw_title(drawing, f"{counted(state.seats, 'seat')} at load {state.load:g}", [key], 23)
+    y = draw_title(
+        drawing, f"{counted(state.seats, 'seat')} for {seconds(state.window)}, at load {state.load:g}", [key], 23
+    )
     if state.note:
         y = drawing.paragraph((MARGIN, y + 17), state.note, width - 2 * MARGIN)
     across = Scale(state.start, state.start + state.window)
@@ -32,9 +35,13 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
     for curve in state.curves:
         y = _draw_policy(drawing, y, curve, state, across)
     drawing.play([_caption(state, end) for end in frame_ends(across)], still=True)
-    y = drawing.heading((MARGIN, y + 2), "Time to first token by load", "within which 95 % have it; modelled")
-    left = MARGIN + NAMES if width >= WIDE else 60
-    axes = Axes(drawing, Box(left, y + 30, width - MARGIN - left, PLOT), LOAD, TTFT)
+    y = drawing.heading(
+        (MARGIN, y + 2),
+        "Time to first token by load",
+        f"of 95 % of the requests; limit {seconds(state.limit)}; modelled",
+    )
+    left, high = (MARGIN + NAMES, HEIGHT - 74 - y) if width >= WIDE else (60, PLOT)
+    axes = Axes(drawing, Box(left, y + 30, width - MARGIN - left, high), LOAD, TTFT)
     _draw_ttft(axes, state, pinned)
     drawing.height = axes.box.bottom + 44
     return drawing.render()
@@ -47,7 +54,7 @@ def _draw_policy(drawing: Drawing, y: float, curve: Curve, state: State, across:
     """Draw a policy's time to first token beside its seats and its queue, and return the y below."""
     wide = drawing.width >= WIDE
     left = MARGIN + NAMES * wide
-    box = Box(left, y if wide else y + 30, drawing.width - MARGIN - left, SEATS)
+    box = Box(left, y if wide else y + 38, drawing.width - MARGIN - left, SEATS)
     _draw_outcome(drawing, y, curve, state)
     drawing.rect(box, IDLE)
     for start, end in curve.stretch.missed(state.seats):
@@ -62,11 +69,12 @@ def _draw_policy(drawing: Drawing, y: float, curve: Curve, state: State, across:
         bar = Box(x, box.y + stay.seat * high, max(0.4, right - x - 0.6), high - (1.5 if high > 6 else 0.8))
         colour = WORDS[PURPLE] if stay == longest else COLOURS[curve.name]
         drawing.rect(bar, colour, tip=_stay_tip(stay), group=f"r{stay.request}")
-    if longest:
+    if longest and batch[1:]:
         x, right = pixels(box, across, longest.start, longest.end)
-        around = Box(x - 1, box.y - 2, right - x + 1, box.height + 3)
-        drawing.rect(around, "none", stroke=INK)
-        drawing.text((x, box.y - 8), "one batch: all its seats wait for its longest answer", size=SMALL)
+        drawing.rect(Box(x - 1, box.y - 2, right - x + 1, box.height + 3), "none", stroke=INK)
+        drawing.text((box.x, box.y - 8), "one batch: all its seats wait for its longest answer", size=SMALL)
+    elif curve.name == "continuous":
+        drawing.text((box.x, box.y - 8), "a free seat takes the next request at once", size=SMALL)
     below = _draw_queue(drawing, Box(box.x, box.bottom + 3, box.width, QUEUE), curve, state, across)
     for frame, end in enumerate(frame_ends(across)):  # hide what is still to come
         x, right = pixels(box, across, end, across.high)
@@ -84,7 +92,7 @@ def _draw_outcome(drawing: Drawing, y: float, curve: Curve, state: State) -> Non
         colour = VERMILLION if curve.broken(state.load) else GREEN
         with drawing.layer(answer="1" if curve.name == "static" else ""):
             place, anchor = ((MARGIN, y + 42), "start") if wide else ((drawing.width - MARGIN, y + 12), "end")
-            drawing.text(place, words, size=26 if wide else 22, bold=True, colour=colour, anchor=anchor)
+            drawing.text(place, words, size=22, bold=True, colour=colour, anchor=anchor)
             if wide:
                 drawing.text((MARGIN, y + 60), "to first token", size=SMALL, colour=QUIET)
 
@@ -93,12 +101,14 @@ def _draw_queue(drawing: Drawing, box: Box, curve: Curve, state: State, across: 
     """Draw how many requests wait, and return the y below."""
     moments = curve.stretch.moments
     most = max([8, *(moment.waiting for other in state.curves for moment in other.stretch.moments)])
+    peak = max((moment.waiting for moment in moments), default=0)
+    corners = [(box.x, box.bottom)]
     for moment in moments:
-        x, right = pixels(box, across, moment.start, moment.end)
-        high = moment.waiting / most * box.height
-        drawing.rect(Box(x, box.bottom - high, right - x, high), PINNED)
+        height = box.bottom - moment.waiting / most * box.height
+        corners += [(x, height) for x in pixels(box, across, moment.start, moment.end)]
+    drawing.polygon([*corners, (corners[-1][0], box.bottom)], MID)
     drawing.line((box.x, box.bottom), (box.right, box.bottom))
-    words = f"{moments[-1].waiting if moments else 0} wait"
+    words = f"up to {peak} wait" if peak else "none wait"
     wide = drawing.width >= WIDE
     drawing.text((MARGIN, box.bottom if wide else box.bottom + 15), words, size=SMALL, colour=QUIET)
     return box.bottom + (22 if wide else 32)
@@ -120,16 +130,17 @@ def _caption(state: State, now: float) -> str:
 
 
 def _draw_ttft(axes: Axes, state: State, pinned: State | None) -> None:
+    ticks = [tick for tick in (0.01, 0.1, 1, 10) if abs(math.log10(tick / state.limit)) > 0.4]
     x = {"x_ticks": TICKS, "x_format": "{:g}".format}
-    axes.frame("load (1: all that full seats could serve)", "", **x, y_ticks=(0.01, 0.1, 1, 10), y_format=seconds)
+    axes.frame("load (1: all that full seats could serve)", "", **x, y_ticks=ticks, y_format=seconds)
     with axes.drawing.answer():
         _draw_walls(axes, state.curves)
     for curve in pinned.curves if pinned else ():
         if pinned and curve.points:
             axes.pinned(curve.loads, curve.ttfts(SERVICE), pinned.load)
     axes.mark_y(state.limit, "", GREEN)
-    place = (axes.box.x + 6, axes.at(0, state.limit)[1] - 4)
-    axes.drawing.text(place, f"limit {seconds(state.limit)}", size=SMALL, colour=GREEN)
+    place = (axes.box.x - 7, axes.at(0, state.limit)[1] + 4)
+    axes.drawing.text(place, seconds(state.limit), size=SMALL, colour=GREEN, anchor="end")
     for curve in state.curves[::-1]:
         with axes.drawing.layer(answer="1" if curve.name == "static" else ""):
             axes.line(curve.loads, curve.ttfts(SERVICE), COLOURS[curve.name])
@@ -147,17 +158,16 @@ def _draw_walls(axes: Axes, curves: Sequence[Curve]) -> None:
     walls = sorted([(curve.knee, curve.name) for curve in curves if curve.knee], key=lambda wall: wall[0].load)
     if len(walls) == 2 and walls[1][0].load - walls[0][0].load < 0.03:
         walls = [(walls[0][0], "both")]
-    x = axes.box.x
-    for knee, policy in walls:
+    end = axes.box.right
+    for knee, policy in reversed(walls):
         words = f"{policy} {'breaks' if policy != 'both' else 'break'} at {knee.load:.2g}"
-        wide = BOLD * text_width(words, SMALL)
         if knee is walls[-1][0]:
             axes.shade(knee.load, None, words)
         else:
             axes.tint(knee.load, walls[-1][0].load, "", COLOURS[policy])
-        x = min(max(axes.at(knee.load, 1)[0], x), axes.box.right - wide)
+        x = min(axes.at(knee.load, 1)[0], end - BOLD * text_width(words, SMALL))
         axes.drawing.text((x, axes.box.y - 6), words, size=SMALL, bold=True, colour=COLOURS.get(policy, VERMILLION))
-        x += wide + 10
+        end = x - 10
 
 
 def _draw_tips(axes: Axes, state: State) -> None:
@@ -165,7 +175,9 @@ def _draw_tips(axes: Axes, state: State) -> None:
     loads = sorted(set(state.curves[0].points) & set(state.curves[1].points))
 
     def tip(load: float) -> str:
-        return f"Load {load:g}. " + " ".join(f"{title(curve).capitalize()}: {_served(curve, load)}." for curve in state.curves)
+        return f"Load {load:g}. " + " ".join(
+            f"{title(curve).capitalize()}: {_served(curve, load)}." for curve in state.curves
+        )
 
     axes.tips(loads, tip)
 

@@ -116,13 +116,6 @@ class Stretch:
                 spans.append((spans.pop()[0] if joins else moment.start, moment.end))
         return spans
 
-    def used_while_waiting(self, seats: int) -> float:
-        """Return the share of the seats' time that is used while a request waits; 1 if none ever
-        waits.
-        """
-        waited = [(moment.end - moment.start, moment.taken) for moment in self.moments if moment.waiting]
-        return sum(s * taken for s, taken in waited) / (seats * sum(s for s, _ in waited)) if waited else 1.0
-
 
 class Experiment:
     """The runs of one configuration at any load; results are kept, and an interrupted run can be

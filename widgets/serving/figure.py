@@ -5,20 +5,21 @@ to at each rate, and from which rate on it takes too long.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import accumulate
 
-from minivllm_lab.palette import BLUE, GREEN, INK, ORANGE, PURPLE, SKY, VERMILLION
+from minivllm_lab.palette import GREEN, INK, ORANGE, PURPLE, SKY, VERMILLION
 from minivllm_simulate.layouts import Layout
 from widgets.serving.runs import RATES, experiment
 from widgets.serving.state import Knee, Served, State
-from widgets.shell.plot import MARGIN, WIDE, Axes, Scale, figures, hidden_note, seconds
-from widgets.shell.svg import QUIET, SMALL, Box, Drawing, Segment, legend
-from widgets.shell.theme import CARD, IDLE, MID, MISSED, RESERVED, TINT
+from widgets.shell.plot import MARGIN, WIDE, Axes, Scale, counted, figures, hidden_note, seconds
+from widgets.shell.svg import BODY, BOLD, QUIET, SMALL, Box, Drawing, Segment, legend, text_width
+from widgets.shell.theme import BROKEN, CARD, MID, RESERVED, TINT
 
 RATE = Scale(RATES[0], RATES[-1], log=True)
 TICKS = (0.5, 1, 5, 10, 50, 100, 500)
-SIDE, VALUES, GPU, ALL_ROWS, NARROW_ROW = 128, 92, 26, 372, 72
-"""The widths beside the plots: of the GPUs, of the values, of a GPU at most; the height of all rows
+SIDE, VALUES, GPU, TANK, ALL_ROWS, NARROW_ROW = 128, 104, 26, 44, 372, 72
+"""The widths beside the plots: of the GPUs, of the values, of a GPU at most; the heights of a GPU, of all rows
 on a wide page, and of a plot on a narrow one.
 """
 PARTS = (
@@ -41,32 +42,45 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
         y = drawing.heading((MARGIN, 23), "Where a token's time goes", note)
     if state.work.note:
         y = drawing.paragraph((MARGIN, y + 17), state.work.note, width - 2 * MARGIN)
-    y = legend(drawing, (MARGIN, y + 21), PARTS, width - 2 * MARGIN) + 4
+    y = legend(drawing, (MARGIN, y + 21), PARTS, width - 2 * MARGIN) - 19
     wide = width >= WIDE
-    above = 6 if wide else 42
+    words = f"{'a token ' * wide}at {state.rate:g}/s"
+    drawing.text((width - MARGIN, y), words, size=SMALL, colour=QUIET, anchor="end")
+    above = 24 if wide else 62
     high = (ALL_ROWS + 60 - y) / len(state.others) - above if wide else NARROW_ROW
     left = MARGIN + SIDE * wide
     plot = Box(left, y + above, width - MARGIN - VALUES * wide - left, high)
     rows = [
-        (served, Axes(drawing, Box(plot.x, plot.y + index * (high + above), plot.width, high), RATE, _scale(state)))
+        (served, Axes(drawing, replace(plot, y=plot.y + index * (high + above)), RATE, _scale(state)))
         for index, served in enumerate(state.others)
     ]
     for served, axes in rows:
-        with drawing.layer(answer="" if served.layout == state.layout else "1"):
+        chosen = served.layout == state.layout
+        if chosen:
+            drawing.rect(Box(6, axes.box.y - above + 4, width - 12, high + above), TINT, radius=6)
+        with drawing.layer(answer="" if chosen else "1"):
             _draw_row(axes, state, served)
-        _draw_gpus(drawing, axes.box, served.layout, chosen=served.layout == state.layout)
-    bottom = rows[-1][1].box.bottom
-    whole = Axes(drawing, Box(plot.x, y, plot.width, bottom - y), RATE, Scale(0, 1))
-    whole.frame("requests a second", "", x_ticks=TICKS, x_format="{:g}".format, y_ticks=())
-    whole.here(state.rate, "rate")
+        _draw_gpus(drawing, axes.box, served.layout, chosen=chosen)
+        if not chosen:
+            hidden_note(drawing, axes.box)
+        axes.also_here(state.rate)
+    _draw_handle(rows[-1][1], plot.y, state)
     for served, axes in rows:
         if pinned and pinned.served.points and served.layout == state.layout:
             rates = drawn_rates(pinned.served)
             axes.pinned(rates, [tpot_at(pinned.served, rate) or 0.0 for rate in rates], pinned.rate)
         with drawing.layer(answer="" if served.layout == state.layout else "1"):
             axes.tips(served.rates, lambda rate, served=served: _tip(state, served, rate))
-    drawing.height = bottom + 46
+    drawing.height = rows[-1][1].box.bottom + 46
     return drawing.render()
+
+
+def _draw_handle(last: Axes, top: float, state: State) -> None:
+    """Draw the axis and its handle below the last row; every row can be dragged."""
+    last.frame("requests a second", "", x_ticks=TICKS, x_format="{:g}".format, y_ticks=())
+    with last.drawing.layer(drag="rate", low=f"{RATE.low!r}", high=f"{RATE.high!r}", log="1"):
+        last.drawing.rect(replace(last.box, y=top, height=last.box.bottom - top), "transparent")
+    last.drawing.circle(last.at(state.rate, 0), 7, INK)
 
 
 def _scale(state: State) -> Scale:
@@ -79,30 +93,24 @@ def _draw_row(axes: Axes, state: State, served: Served) -> None:
     """Draw the parts of a layout's time, the region in which it is too slow, and its time here."""
     drawing, box = axes.drawing, axes.box
     chosen = served.layout == state.layout
-    if chosen:
-        drawing.rect(Box(box.x, box.y, box.width, box.height), TINT)
     knee = served.knee
     if served.refused:
         axes.shade(None, None, f"{state.model} does not fit: {served.refused}")
     elif knee:
         axes.shade(knee.rate, None, knee_words(knee, served))
-        _draw_end(axes, served)
+    end = min(axes.at(served.queue_grows_from, 0)[0], box.right)
+    drawing.rect(Box(end, box.y, box.right - end, box.height), BROKEN)
+    for index, word in enumerate(("queue", "grows") if chosen and box.right - end > 50 else ()):
+        place = (end + box.right) / 2, box.y + box.height / 2 - 2 + 15 * index
+        drawing.text(place, word, size=SMALL, anchor="middle", colour=VERMILLION)
     _draw_parts(axes, state, served)
-    if served.tpot < axes.y.high:
-        axes.mark_y(served.tpot, "", GREEN)
-        drawing.text((box.x + 5, axes.at(1, served.tpot)[1] - 5), f"limit {seconds(served.tpot)}", size=SMALL, colour=GREEN)
+    if served.tpot < axes.y.high and not served.refused:
+        height = axes.at(1, served.tpot)[1]
+        drawing.line((box.x, height), (end, height), GREEN, width=1.5, dash="4 3")
+        if chosen:
+            drawing.text((box.x + 5, height - 5), f"limit {seconds(served.tpot)}", size=SMALL, colour=GREEN)
     _draw_knee(axes, state, served)
     _draw_value(axes, state, served)
-
-
-def _draw_end(axes: Axes, served: Served) -> None:
-    """Fill the rates at which the queue grows, and say so if there is room."""
-    box = axes.box
-    if served.queue_grows_from < RATES[-1]:
-        x = axes.at(served.queue_grows_from, 0)[0]
-        axes.drawing.rect(Box(x, box.y, box.right - x, box.height), MISSED)
-        if box.right - x > 84:
-            axes.drawing.text(((x + box.right) / 2, box.y + box.height / 2 + 4), "queue grows", size=SMALL, anchor="middle")
 
 
 def _draw_parts(axes: Axes, state: State, served: Served) -> None:
@@ -111,32 +119,36 @@ def _draw_parts(axes: Axes, state: State, served: Served) -> None:
     run = experiment(state.model, state.gpu, served.layout, state.work)
     stacks = [list(accumulate(run.parts(rate, tpot_at(served, rate) or 0.0), initial=0.0)) for rate in rates]
     for index, part in enumerate(PARTS):
-        lower, upper = ([axes.at(rate, min(stack[at], axes.y.high)) for rate, stack in zip(rates, stacks, strict=True)]
-                        for at in (index, index + 1))
+        lower, upper = (
+            [axes.at(rate, min(stack[at], axes.y.high)) for rate, stack in zip(rates, stacks, strict=True)]
+            for at in (index, index + 1)
+        )
         axes.drawing.polygon([*lower, *reversed(upper)], part.colour)
 
 
 def _draw_knee(axes: Axes, state: State, served: Served) -> None:
     """Write the rate that a layout handles beside its wall."""
-    box = axes.box
+    box, rate = axes.box, served.goodput
     if served.is_found and not served.refused:
-        x = axes.at(served.goodput, 0)[0]
-        best = served.goodput >= max(other.goodput for other in state.others if other.is_found)
-        words = f"{figures(served.goodput)}/s"
-        place, anchor = ((x - 6, "end") if x > box.x + 60 else (x + 6, "start"))
-        axes.drawing.text((place, box.y + 15), words, size=15, bold=True, colour=GREEN if best else INK, anchor=anchor)
+        best = state.complete and rate > RATES[0] and rate >= max(other.goodput for other in state.others)
+        words = f"{'the most: ' * best}{'< ' * (rate <= RATES[0])}{f'{rate:,.0f}' if rate >= 10 else figures(rate)}/s"
+        half = BOLD * text_width(words, BODY) / 2
+        place = (min(max(axes.at(rate, 0)[0], box.x + half), box.right - half), box.y - 5)
+        axes.drawing.text(place, words, bold=True, colour=GREEN if best else INK, anchor="middle")
 
 
 def _draw_value(axes: Axes, state: State, served: Served) -> None:
     """Write a layout's time per token at the handle, on a narrow page above its plot."""
     drawing, box = axes.drawing, axes.box
-    spent = tpot_at(served, state.rate)
-    knee = served.knee
-    colour = VERMILLION if served.refused or (knee and state.rate >= knee.rate) else INK
-    words = "…" if spent is None else "queue grows" if spent == math.inf else seconds(float(f"{spent:.2g}"))
-    words = "does not fit" if served.refused else words
-    size = SMALL if words[-1] not in "s…" else 24 if served.layout == state.layout else 16
-    y = box.y + box.height / 2 + 8 if drawing.width >= WIDE else box.y - 12
+    spent = math.inf if served.refused else tpot_at(served, state.rate)
+    colour = VERMILLION if served.refused or (served.knee and state.rate >= served.knee.rate) else INK
+    words, size = "…", 16.0
+    if spent == math.inf:
+        words, size = "does not fit" if served.refused else "queue grows", SMALL
+    elif spent:
+        axes.points([state.rate], [min(spent, axes.y.high)], colour)
+        words, size = seconds(spent), 22 if served.layout == state.layout else 16
+    y = box.y + box.height / 2 + 8 if drawing.width >= WIDE else box.y - 28
     drawing.text((drawing.width - MARGIN, y), words, size=size, bold=True, colour=colour, anchor="end")
 
 
@@ -145,23 +157,25 @@ def _draw_gpus(drawing: Drawing, plot: Box, layout: Layout, *, chosen: bool) -> 
     weights and linked to those with which it shares layers, unless they are too many.
     """
     wide = drawing.width >= WIDE
-    place = (MARGIN, plot.y + 12) if wide else (MARGIN, plot.y - 16)
-    drawing.text(place, str(layout), bold=chosen)
-    x, y = (MARGIN, plot.y + 22) if wide else (MARGIN + 110, plot.y - 32)
-    room, high = (SIDE - 10, plot.height - 22) if wide else (drawing.width - MARGIN - 84 - x, 26)
-    pitch = min(GPU, (room / layout.dp - 7) / layout.tp, high / layout.pp - 2)
+    drawing.text((MARGIN, plot.y + 12 if wide else plot.y - 32), str(layout), bold=chosen)
+    x, y = (MARGIN, plot.y + 20) if wide else (MARGIN + 110, plot.y - 50)
+    room, high = (SIDE - 10, min(TANK, plot.height - 40)) if wide else (drawing.width - MARGIN - 104 - x, 24)
+    pitch = min(GPU, (room / layout.dp - 7) / layout.tp)
+    part = high / layout.pp
     for _ in range(layout.dp if pitch >= 5 else 0):
-        frame = Box(x, y, layout.tp * pitch + 4, layout.pp * pitch + 4)
+        frame = Box(x, y, layout.tp * pitch + 4, high + 4)
         drawing.rect(frame, RESERVED, radius=4, tip=f"{layout}: an engine")
         for stage in range(layout.pp):
-            top = y + 4 + stage * pitch
-            drawing.line((x + 4, top + pitch / 2 - 2), (frame.right - 4, top + pitch / 2 - 2), ORANGE, width=3)
+            middle = y + (stage + 0.5) * part + 2
+            drawing.line((x + 4, middle), (frame.right - 4, middle), ORANGE, width=3)
             for rank in range(layout.tp):
-                gpu = Box(x + 4 + rank * pitch, top, pitch - 4, pitch - 4)
+                gpu = Box(x + 4 + rank * pitch, y + 4 + stage * part, pitch - 4, part - 4)
                 share = gpu.height / (layout.tp * layout.pp)
                 drawing.rect(gpu, CARD)
                 drawing.rect(Box(gpu.x, gpu.bottom - share, gpu.width, share), SKY)
         x = frame.right + 3
+    if wide:
+        drawing.text((MARGIN, y + high + 20), counted(layout.dp, "engine"), size=SMALL, colour=QUIET)
 
 
 def _tip(state: State, served: Served, rate: float) -> str:
