@@ -31,7 +31,7 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
     if state.note:
         y = drawing.paragraph((MARGIN, y + 17), state.note, width - 2 * MARGIN)
     across = Scale(state.start, state.start + state.window)
-    y += 36
+    y += 34 if width >= WIDE else 24
     for curve in state.curves:
         y = _draw_policy(drawing, y, curve, state, across)
     drawing.play([_caption(state, end) for end in frame_ends(across)], still=True)
@@ -111,7 +111,7 @@ def _draw_queue(drawing: Drawing, box: Box, curve: Curve, state: State, across: 
     words = f"up to {peak} wait" if peak else "none wait"
     wide = drawing.width >= WIDE
     drawing.text((MARGIN, box.bottom if wide else box.bottom + 15), words, size=SMALL, colour=QUIET)
-    return box.bottom + (22 if wide else 32)
+    return box.bottom + (25 if wide else 40)
 
 
 def _stay_tip(stay: Stay) -> str:

@@ -157,8 +157,10 @@ def _draw_gpus(drawing: Drawing, plot: Box, layout: Layout, *, chosen: bool) -> 
     weights and linked to those with which it shares layers, unless they are too many.
     """
     wide = drawing.width >= WIDE
-    drawing.text((MARGIN, plot.y + 12 if wide else plot.y - 32), str(layout), bold=chosen)
-    x, y = (MARGIN, plot.y + 20) if wide else (MARGIN + 110, plot.y - 50)
+    drawing.text((MARGIN, plot.y + 12 if wide else plot.y - 32), str(layout), size=SMALL, bold=chosen)
+    x, y = (
+        (MARGIN, plot.y + 20) if wide else (MARGIN + 12 + max(98, BOLD * text_width(str(layout), SMALL)), plot.y - 50)
+    )
     room, high = (SIDE - 10, min(TANK, plot.height - 40)) if wide else (drawing.width - MARGIN - 104 - x, 24)
     pitch = min(GPU, (room / layout.dp - 7) / layout.tp)
     part = high / layout.pp
@@ -184,7 +186,7 @@ def _tip(state: State, served: Served, rate: float) -> str:
     spent = point.tpot[1]
     parts = experiment(state.model, state.gpu, served.layout, state.work).parts(rate, spent)
     goes = ", ".join(f"{part.label} {seconds(value)}" for part, value in zip(PARTS, parts, strict=True) if value)
-    first = f"First tokens within {seconds(point.ttft[1])}"
+    first = f"First tokens within {seconds(point.ttft[1])}, with {figures(point.inside)} requests in the system"
     return f"{served.layout} at {rate:g} a second: 99 % get a token every {seconds(spent)}: {goes}. {first}."
 
 
