@@ -34,7 +34,7 @@ class Curve:
     ceiling: float | None
     """The highest load that its full batches can sustain; None until they have been run."""
     stretch: Stretch
-    """The first seconds at the reader's load."""
+    """The drawn seconds at the reader's load."""
     limit: float
 
     @property
@@ -81,9 +81,10 @@ class State:
     """Seconds within which 95 % of the requests must have their first token."""
     burstiness: float
     curves: tuple[Curve, Curve]
-    arrivals: tuple[float, ...]
-    """Seconds at which requests arrive, in the time that is drawn seat by seat."""
+    start: float
+    """When a static batch begins that is as full as any: from here on, the seats are drawn."""
     window: float
+    """Seconds that are drawn seat by seat."""
     rate: float
     """Requests per second."""
     formula: float
@@ -141,8 +142,8 @@ def _states(
     by_policy: dict[str, Experiment], load: float, limit: float, burstiness: float, spread: float
 ) -> Iterator[State]:
     runs = by_policy["continuous"]
-    arrivals = tuple(time for time in runs.arrivals(load) if time < runs.window)
-    stretches = [own.stretch(policy, load) for policy, own in by_policy.items()]
+    start = by_policy["static"].full_batch(load)
+    stretches = [own.stretch(policy, load, start) for policy, own in by_policy.items()]
     names = ("static", "yours" if runs.schedule else "continuous")
 
     def now() -> State:
@@ -156,7 +157,7 @@ def _states(
             limit=limit,
             burstiness=burstiness,
             curves=(curves[0], curves[1]),
-            arrivals=arrivals,
+            start=start,
             window=runs.window,
             rate=runs.rate(load),
             formula=runs.formula,

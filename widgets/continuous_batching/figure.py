@@ -1,199 +1,117 @@
-"""Draw lesson 04's picture: both policies by load, and below them the animated seats."""
+"""Draw lesson 04's picture: the seats under both policies, and below them both policies by load."""
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
 
-from minivllm_lab.drawing import number
-from minivllm_lab.palette import BLUE, GREEN, INK, PURPLE
-from widgets.continuous_batching.curves import LOADS, SERVICE, Curve, Knee, State, share
-from widgets.continuous_batching.runs import REQUESTS, Stay, Stretch
-from widgets.shell.plot import MARGIN, WIDE, Axes, Key, Scale, counted, draw_keys, hidden_note, seconds, two_boxes
-from widgets.shell.strip import FRAMES, NAMES, draw_times, frame_ends
-from widgets.shell.svg import HEADING, QUIET, SMALL, Box, Drawing, Segment, legend
-from widgets.shell.theme import BROKEN, IDLE, MISSED
+from minivllm_lab.palette import BLUE, GREEN, INK, PURPLE, VERMILLION
+from widgets.continuous_batching.curves import LOADS, SERVICE, Curve, State, share, title
+from widgets.continuous_batching.runs import REQUESTS, Stay
+from widgets.shell.plot import MARGIN, WIDE, Axes, Scale, counted, hidden_note, seconds
+from widgets.shell.strip import NAMES, draw_title, frame_ends, pixels
+from widgets.shell.svg import BOLD, QUIET, SMALL, Box, Drawing, Segment, text_width
+from widgets.shell.theme import BROKEN, CARD, IDLE, MID, MISSED, WORDS
 
 COLOURS = {"static": PURPLE, "continuous": BLUE, "yours": BLUE}
-LAST = FRAMES - 1
 TTFT = Scale(0.004, 12, log=True)
 LOAD = Scale(LOADS[0], LOADS[-1])
 TICKS = (0.1, 0.25, 0.5, 0.75, 1, 1.25, 1.5)
+SEATS, QUEUE, PLOT, HEIGHT = 82, 16, 84, 470
+"""The heights of a policy's seats, of its queue, of the plot on a narrow page, and of all on a wide one."""
 
 
 def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
-    """Draw TTFT and queue by load, and below them the seats under both policies."""
+    """Draw the seats and the queue under both policies, and below them TTFT by load."""
     drawing = Drawing(width, 0, f"Load on {state.seats} seats", "Static and continuous batching on the same arrivals")
-    note = f"{REQUESTS} requests at each load, {state.seats} seats; all times are modelled"
-    y = drawing.heading((MARGIN, 23), "Load that each policy handles", note)
+    key = Segment("empty, though requests wait", 0, BROKEN, hatched=True)
+    y = draw_title(
+        drawing, f"{counted(state.seats, 'seat')} for {seconds(state.window)}, at load {state.load:g}", [key], 23
+    )
     if state.note:
         y = drawing.paragraph((MARGIN, y + 17), state.note, width - 2 * MARGIN)
-    y = draw_keys(drawing, y + 20, _keys(state))
-    main, queue = two_boxes(width, y + 33, 122 if state.note else 134, large=0.62)
-    _draw_ttft(Axes(drawing, main, LOAD, TTFT), state, pinned)
-    most = max([40, *(point.queue for curve in state.curves for point in curve.points.values())])
-    _draw_queue(Axes(drawing, queue, LOAD, Scale(0, most * 1.1)), state)
-    drawing.height = _draw_seats(drawing, state, queue.bottom + 57)
+    across = Scale(state.start, state.start + state.window)
+    y += 34 if width >= WIDE else 24
+    for curve in state.curves:
+        y = _draw_policy(drawing, y, curve, state, across)
+    drawing.play([_caption(state, end) for end in frame_ends(across)], still=True)
+    y = drawing.heading(
+        (MARGIN, y + 2),
+        "Time to first token by load",
+        f"of 95 % of the requests; limit {seconds(state.limit)}; modelled",
+    )
+    left, high = (MARGIN + NAMES, HEIGHT - 74 - y) if width >= WIDE else (60, PLOT)
+    axes = Axes(drawing, Box(left, y + 30, width - MARGIN - left, high), LOAD, TTFT)
+    _draw_ttft(axes, state, pinned)
+    drawing.height = axes.box.bottom + 44
     return drawing.render()
-
-
-def _keys(state: State) -> list[Key]:
-    keys: list[Key] = [(curve.name, COLOURS[curve.name], "", 2.5) for curve in state.curves]
-    return [*keys, (f"limit: {seconds(state.limit)}", GREEN, "4 3", 1.5)]
-
-
-def _draw_ttft(axes: Axes, state: State, pinned: State | None) -> None:
-    x = {"x_ticks": TICKS, "x_format": "{:g}".format}
-    name = "time within which 95 % have their first token"
-    axes.frame("load (1: all that full seats could serve)", name, **x, y_ticks=(0.01, 0.1, 1, 10), y_format=seconds)
-    static, other = state.curves
-    with axes.drawing.answer():
-        _draw_knees(axes, _knees(state))
-    for curve in pinned.curves if pinned else ():
-        if pinned and curve.points:
-            axes.pinned(curve.loads, curve.ttfts(SERVICE), pinned.load)
-    axes.mark_y(state.limit, "", GREEN)
-    axes.line(other.loads, other.ttfts(SERVICE), COLOURS[other.name])
-    with axes.drawing.answer():
-        axes.line(static.loads, static.ttfts(SERVICE), COLOURS[static.name])
-    axes.here(state.load, "load")
-    for curve in state.curves if state.known else ():
-        ttft = curve.points[state.load].ttft(SERVICE)
-        with axes.drawing.layer(answer="1" if curve is static else ""):
-            axes.points([state.load], [ttft], COLOURS[curve.name])
-            axes.label(axes.at(state.load, ttft), seconds(float(f"{ttft:.2g}")), COLOURS[curve.name])
-    box = axes.box
-    hidden_note(axes.drawing, Box(box.x + 0.5 * box.width, box.y, 0.5 * box.width, 0.4 * box.height))
-    with axes.drawing.answer():
-        _draw_tips(axes, state, _ttft_tip)
-
-
-def _knees(state: State) -> list[tuple[Knee, str]]:
-    """Find where each policy breaks, ordered by load; return one entry, "both", if they break together."""
-    knees = [(curve.knee, curve.name) for curve in state.curves if curve.knee]
-    knees.sort(key=lambda entry: entry[0].load)
-    together = len(knees) == 2 and knees[1][0].load - knees[0][0].load < 0.03
-    return [(knees[0][0], "both")] if together else knees
-
-
-def _draw_knees(axes: Axes, knees: Sequence[tuple[Knee, str]]) -> None:
-    """Tint where only one policy breaks, and shade where no policy is left."""
-    for knee, policy in knees:
-        if knee is knees[0][0] and policy != "both":
-            end = knees[1][0].load if knees[1:] else None
-            axes.tint(knee.load, end, f"{policy}: {_cause(knee)}", COLOURS[policy])
-        else:
-            axes.broken(knee.load, None, f"{policy}: {_cause(knee)}")
-
-
-def _cause(knee: Knee) -> str:
-    cause = "its queue grows" if knee.queue_grows else "late"
-    return f"{cause} {f'from {knee.load:.2g}' if knee.load > LOADS[0] else f'already at {LOADS[0]:g}'}"
-
-
-def _draw_queue(axes: Axes, state: State) -> None:
-    x = {"x_ticks": TICKS[::2], "x_format": "{:g}".format}
-    axes.frame("dashed: grows without end", "queue at the last arrival", **x, y_ticks=axes.y.ticks(3))
-    for curve in state.curves[::-1]:
-        with axes.drawing.layer(answer="1" if curve.name == "static" else ""):
-            queues = [curve.points[load].queue for load in curve.loads]
-            axes.line(curve.loads, queues, COLOURS[curve.name], width=2)
-            if curve.ceiling is not None:
-                axes.mark_x(curve.ceiling, COLOURS[curve.name])
-    axes.also_here(state.load)
-    with axes.drawing.answer():
-        _draw_tips(axes, state, lambda curve, load: f"{curve.points[load].queue} of {REQUESTS} waiting")
-
-
-def _ttft_tip(curve: Curve, load: float) -> str:
-    point = curve.points[load]
-    within = f"half within {seconds(point.ttft(0.5))}, 95 % within {seconds(point.ttft(SERVICE))}"
-    return f"{within}, {share(point.goodput(curve.limit))} in time"
-
-
-def _draw_tips(axes: Axes, state: State, words: Callable[[Curve, float], str]) -> None:
-    """Add a tooltip everywhere in the plot, with the results at the nearest load."""
-    loads = sorted(set(state.curves[0].points) & set(state.curves[1].points))
-
-    def tip(load: float) -> str:
-        figures = ". ".join(f"{curve.name.capitalize()}: {words(curve, load)}" for curve in state.curves)
-        return f"Load {load:g}. {figures}."
-
-    axes.tips(loads, tip)
 
 
 # ---- the seats
 
 
-def _draw_seats(drawing: Drawing, state: State, y: float) -> float:
-    """Draw both policies' seats below the arrivals, over the same stretch of time; return the y
-    below.
-    """
-    drawing.text((MARGIN, y), f"The first {seconds(state.window)}, seat by seat", size=HEADING, bold=True)
+def _draw_policy(drawing: Drawing, y: float, curve: Curve, state: State, across: Scale) -> float:
+    """Draw a policy's time to first token beside its seats and its queue, and return the y below."""
     wide = drawing.width >= WIDE
     left = MARGIN + NAMES * wide
-    arrivals = Box(left, y + (8 if wide else 24), drawing.width - MARGIN - left, 17)
-    name, high = (20, 48) if wide else (40, 84)
-    first = Box(arrivals.x, arrivals.bottom + name, arrivals.width, high)
-    second = Box(first.x, first.bottom + name, first.width, high)
-    across = Scale(0, state.window)
-    ends = frame_ends(across)
-    _draw_arrivals(drawing, arrivals, state, ends)
-    for curve, box in zip(state.curves, (first, second), strict=True):
-        _draw_stretch(drawing, box, curve, state, ends)
-    below = draw_times(drawing, second, across) + 5
-    drawing.play([_caption(state, end) for end in ends])
+    box = Box(left, y if wide else y + 38, drawing.width - MARGIN - left, SEATS)
+    _draw_outcome(drawing, y, curve, state)
+    drawing.rect(box, IDLE)
+    for start, end in curve.stretch.missed(state.seats):
+        x, right = pixels(box, across, start, end)
+        drawing.rect(Box(x, box.y, right - x, box.height), BROKEN)
+        drawing.hatch(Box(x, box.y, right - x, box.height), MISSED, gap=10)
+    high = box.height / curve.stretch.rows
+    batch = [stay for stay in curve.stretch.stays if curve.name == "static" and stay.start == state.start]
+    longest = max(batch, key=lambda stay: stay.end, default=None)
+    for stay in curve.stretch.stays:
+        x, right = pixels(box, across, stay.start, stay.end)
+        bar = Box(x, box.y + stay.seat * high, max(0.4, right - x - 0.6), high - (1.5 if high > 6 else 0.8))
+        colour = WORDS[PURPLE] if stay == longest else COLOURS[curve.name]
+        drawing.rect(bar, colour, tip=_stay_tip(stay), group=f"r{stay.request}")
+    if longest and batch[1:]:
+        x, right = pixels(box, across, longest.start, longest.end)
+        drawing.rect(Box(x - 1, box.y - 2, right - x + 1, box.height + 3), "none", stroke=INK)
+        drawing.text((box.x, box.y - 8), "one batch: all its seats wait for its longest answer", size=SMALL)
+    elif curve.name == "continuous":
+        drawing.text((box.x, box.y - 8), "a free seat takes the next request at once", size=SMALL)
+    below = _draw_queue(drawing, Box(box.x, box.bottom + 3, box.width, QUEUE), curve, state, across)
+    for frame, end in enumerate(frame_ends(across)):  # hide what is still to come
+        x, right = pixels(box, across, end, across.high)
+        drawing.rect(Box(x, box.y, right - x, box.height + QUEUE + 3), CARD, at=f"{frame} {frame}")
     return below
 
 
-def _draw_stretch(drawing: Drawing, box: Box, curve: Curve, state: State, ends: Sequence[float]) -> None:
-    stretch, colour = curve.stretch, COLOURS[curve.name]
-    drawing.text((MARGIN, box.y - (6 if drawing.width >= WIDE else 24)), curve.name, size=13, bold=True, colour=colour)
-    place = (box.x, box.y - 6)
-    if (idle := round(1 - stretch.used_while_waiting(state.seats), 3)) > 0:
-        words = f"{share(idle)} of the seats idle while requests wait"
-        legend(drawing, place, [Segment(words, 0, BROKEN, hatched=True)], box.width)
-    else:
-        waits = any(moment.waiting for moment in stretch.moments)
-        words = "no seat is idle while requests wait" if waits else "no request waits"
-        drawing.text(place, words, size=SMALL, colour=QUIET)
-    drawing.rect(box, IDLE)
-    scale, high = box.width / state.window, box.height / stretch.rows
-    _draw_missed(drawing, box, stretch, state, ends)
-    growing: list[list[str]] = [[] for _ in ends]
-    for stay in stretch.stays:
-        left, right = box.x + stay.start * scale + 0.6, box.x + min(stay.end, state.window) * scale
-        top = box.y + stay.seat * high
-        thick = high - (1.5 if high > 6 else 0.8)
-        begins = bisect_left(ends, stay.start + 1e-12)
-        done = min(bisect_left(ends, stay.end - 1e-12), LAST)
-        for frame in range(begins, done):
-            growing[frame].append(_bar(left, top, max(0.4, box.x + ends[frame] * scale - left), thick))
-        bar = Box(left, top, max(0.4, right - left), thick)
-        drawing.rect(bar, colour, tip=_stay_tip(stay), group=f"r{stay.request}", at=f"{done} {LAST}")
-    for frame, bars in enumerate(growing):
-        if bars:
-            drawing.add(f'<path fill="{colour}" d="{"".join(bars)}" data-at="{frame} {frame}"/>')
+def _draw_outcome(drawing: Drawing, y: float, curve: Curve, state: State) -> None:
+    """Write a policy's name and its time to first token at the handle."""
+    wide = drawing.width >= WIDE
+    drawing.text((MARGIN, y + 11), curve.name, size=14.5, bold=True, colour=COLOURS[curve.name])
+    point = curve.points.get(state.load)
+    if point:
+        words = seconds(float(f"{point.ttft(SERVICE):.2g}"))
+        colour = VERMILLION if curve.broken(state.load) else GREEN
+        with drawing.layer(answer="1" if curve.name == "static" else ""):
+            place, anchor = ((MARGIN, y + 42), "start") if wide else ((drawing.width - MARGIN, y + 12), "end")
+            drawing.text(place, words, size=22, bold=True, colour=colour, anchor=anchor)
+            if wide:
+                drawing.text((MARGIN, y + 60), "to first token", size=SMALL, colour=QUIET)
 
 
-def _bar(x: float, y: float, wide: float, high: float) -> str:
-    return f"M{number(x)} {number(y)}h{number(wide)}v{number(high)}h-{number(wide)}z"
-
-
-def _draw_missed(drawing: Drawing, box: Box, stretch: Stretch, state: State, ends: Sequence[float]) -> None:
-    """Hatch the background, frame by frame, where a seat is empty while a request waits."""
-    scale = box.width / state.window
-    before = 0.0
-    spans = stretch.missed(state.seats)
-    for frame, end in enumerate(ends):
-        for start, stop in spans:
-            left, right = max(start, before), min(stop, end)
-            if right > left:
-                part = Box(box.x + left * scale, box.y, (right - left) * scale, box.height)
-                with drawing.layer(at=f"{frame} {LAST}"):
-                    drawing.rect(part, BROKEN)
-                    drawing.hatch(part, MISSED, gap=10)
-        before = end
+def _draw_queue(drawing: Drawing, box: Box, curve: Curve, state: State, across: Scale) -> float:
+    """Draw how many requests wait, and return the y below."""
+    moments = curve.stretch.moments
+    most = max([8, *(moment.waiting for other in state.curves for moment in other.stretch.moments)])
+    peak = max((moment.waiting for moment in moments), default=0)
+    corners = [(box.x, box.bottom)]
+    for moment in moments:
+        height = box.bottom - moment.waiting / most * box.height
+        corners += [(x, height) for x in pixels(box, across, moment.start, moment.end)]
+    drawing.polygon([*corners, (corners[-1][0], box.bottom)], MID)
+    drawing.line((box.x, box.bottom), (box.right, box.bottom))
+    words = f"up to {peak} wait" if peak else "none wait"
+    wide = drawing.width >= WIDE
+    drawing.text((MARGIN, box.bottom if wide else box.bottom + 15), words, size=SMALL, colour=QUIET)
+    return box.bottom + (25 if wide else 40)
 
 
 def _stay_tip(stay: Stay) -> str:
@@ -202,17 +120,69 @@ def _stay_tip(stay: Stay) -> str:
     return f"Request {stay.request + 1}: {prompt}, {waited}, then {counted(stay.output_tokens, 'output token')}."
 
 
-def _draw_arrivals(drawing: Drawing, box: Box, state: State, ends: Sequence[float]) -> None:
-    """Draw a tick for each arrival, the same for both policies."""
-    drawing.text((MARGIN, box.y + (13 if drawing.width >= WIDE else -3)), "arrivals", size=SMALL, colour=QUIET)
-    for time in state.arrivals:
-        x = box.x + time / state.window * box.width
-        at = f"{bisect_left(ends, time)} {LAST}"
-        drawing.polyline([(x, box.y + 4), (x, box.y + 13)], INK, width=1.2, at=at)
-
-
 def _caption(state: State, now: float) -> str:
-    arrived = sum(time <= now for time in state.arrivals)
     moments = [(curve.name, curve.stretch.at(now)) for curve in state.curves]
     held = "; ".join(f"{name}: {moment.taken} seated, {moment.waiting} waiting" for name, moment in moments)
-    return f"{seconds(now)}: {arrived} have arrived; {held}"
+    return f"{seconds(now)}: {held}"
+
+
+# ---- the loads
+
+
+def _draw_ttft(axes: Axes, state: State, pinned: State | None) -> None:
+    ticks = [tick for tick in (0.01, 0.1, 1, 10) if abs(math.log10(tick / state.limit)) > 0.4]
+    x = {"x_ticks": TICKS, "x_format": "{:g}".format}
+    axes.frame("load (1: all that full seats could serve)", "", **x, y_ticks=ticks, y_format=seconds)
+    with axes.drawing.answer():
+        _draw_walls(axes, state.curves)
+    for curve in pinned.curves if pinned else ():
+        if pinned and curve.points:
+            axes.pinned(curve.loads, curve.ttfts(SERVICE), pinned.load)
+    axes.mark_y(state.limit, "", GREEN)
+    place = (axes.box.x - 7, axes.at(0, state.limit)[1] + 4)
+    axes.drawing.text(place, seconds(state.limit), size=SMALL, colour=GREEN, anchor="end")
+    for curve in state.curves[::-1]:
+        with axes.drawing.layer(answer="1" if curve.name == "static" else ""):
+            axes.line(curve.loads, curve.ttfts(SERVICE), COLOURS[curve.name])
+    axes.here(state.load, "load")
+    for curve in state.curves if state.known else ():
+        with axes.drawing.layer(answer="1" if curve.name == "static" else ""):
+            axes.points([state.load], [curve.points[state.load].ttft(SERVICE)], COLOURS[curve.name])
+    hidden_note(axes.drawing, axes.box)
+    with axes.drawing.answer():
+        _draw_tips(axes, state)
+
+
+def _draw_walls(axes: Axes, curves: Sequence[Curve]) -> None:
+    """Tint where only one policy breaks, hatch where no policy is left, and write both loads above."""
+    walls = sorted([(curve.knee, curve.name) for curve in curves if curve.knee], key=lambda wall: wall[0].load)
+    if len(walls) == 2 and walls[1][0].load - walls[0][0].load < 0.03:
+        walls = [(walls[0][0], "both")]
+    end = axes.box.right
+    for knee, policy in reversed(walls):
+        words = f"{policy} {'breaks' if policy != 'both' else 'break'} at {knee.load:.2g}"
+        if knee is walls[-1][0]:
+            axes.shade(knee.load, None, words)
+        else:
+            axes.tint(knee.load, walls[-1][0].load, "", COLOURS[policy])
+        x = min(axes.at(knee.load, 1)[0], end - BOLD * text_width(words, SMALL))
+        axes.drawing.text((x, axes.box.y - 6), words, size=SMALL, bold=True, colour=COLOURS.get(policy, VERMILLION))
+        end = x - 10
+
+
+def _draw_tips(axes: Axes, state: State) -> None:
+    """Add a tooltip everywhere in the plot, with the results at the nearest load."""
+    loads = sorted(set(state.curves[0].points) & set(state.curves[1].points))
+
+    def tip(load: float) -> str:
+        return f"Load {load:g}. " + " ".join(
+            f"{title(curve).capitalize()}: {_served(curve, load)}." for curve in state.curves
+        )
+
+    axes.tips(loads, tip)
+
+
+def _served(curve: Curve, load: float) -> str:
+    point = curve.points[load]
+    within = f"95 % within {seconds(point.ttft(SERVICE))}, {share(point.goodput(curve.limit))} in time"
+    return f"{within}, {point.queue} of {REQUESTS} waiting at the end"

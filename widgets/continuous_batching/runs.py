@@ -11,6 +11,7 @@ import math
 import random
 import statistics
 from array import array
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -37,8 +38,8 @@ spread.
 """
 LONGEST, LONGEST_PROMPT = 20 * MEAN_OUTPUT, 128
 POLICIES = ("static", "continuous")
-IN_WINDOW = 32
-"""Requests that full seats serve in the time that is drawn seat by seat."""
+IN_WINDOW = 6
+"""Mean answers that follow each other in a full seat in the time that is drawn seat by seat."""
 PAUSE = 250
 """Steps between two pauses of a run, which take a few milliseconds."""
 PATIENCE = 2.0
@@ -93,7 +94,7 @@ class Moment:
 
 @dataclass(frozen=True)
 class Stretch:
-    """The first seconds of a run. `rows` counts the seats, or more if the reader's code runs more
+    """The drawn seconds of a run. `rows` counts the seats, or more if the reader's code runs more
     requests.
     """
 
@@ -115,13 +116,6 @@ class Stretch:
                 spans.append((spans.pop()[0] if joins else moment.start, moment.end))
         return spans
 
-    def used_while_waiting(self, seats: int) -> float:
-        """Return the share of the seats' time that is used while a request waits; 1 if none ever
-        waits.
-        """
-        waited = [(moment.end - moment.start, moment.taken) for moment in self.moments if moment.waiting]
-        return sum(s * taken for s, taken in waited) / (seats * sum(s for s, _ in waited)) if waited else 1.0
-
 
 class Experiment:
     """The runs of one configuration at any load; results are kept, and an interrupted run can be
@@ -139,13 +133,13 @@ class Experiment:
         self.pattern = [time / pattern[-1] for time in pattern]
         """Arrival times as shares of the last one."""
         self.full_step = _cost().seconds(_full_step(self.lengths, seats))
-        self.window = IN_WINDOW * statistics.mean(self.outputs) * self.full_step / seats
+        self.window = IN_WINDOW * statistics.mean(self.outputs) * self.full_step
         """Seconds that are drawn seat by seat."""
         self._at_loads = Runs(self._run_at)
         """Results by policy and load."""
         self._saturated = Runs(self._run_saturated)
         """The highest sustainable load by policy."""
-        self._stretches: dict[tuple[str, float], Stretch] = {}
+        self._begun: dict[tuple[str, float], list[StepRecord]] = {}
 
     @property
     def formula(self) -> float:
@@ -184,17 +178,33 @@ class Experiment:
         points = self._at_loads.found
         return {load: points[policy, load] for load in loads if (policy, load) in points}
 
-    def stretch(self, policy: str, load: float) -> Stretch:
-        """Return the first seconds of a run."""
+    def full_batch(self, load: float) -> float:
+        """Return when the first of the fullest static batches begins, early in the run."""
+        steps = self._first_steps("static", load)
+        sizes = Counter(stay.start for stay in self._stays(steps, load) if stay.start < 2 * self.window)
+        return min(sizes, key=lambda start: (-sizes[start], start))
+
+    def stretch(self, policy: str, load: float, start: float) -> Stretch:
+        """Return the seconds of a run that are drawn, from `start` on."""
+        steps = [step for step in self._first_steps(policy, load) if step.start < start + self.window]
+        stays = tuple(stay for stay in self._stays(steps, load) if stay.end > start)
+        moments = tuple(
+            Moment(step.start, step.start + step.seconds, len(step.scheduled), step.num_waiting)
+            for step in steps
+            if step.start >= start - step.seconds
+        )
+        return Stretch(stays, moments, self._rows(steps))
+
+    def _first_steps(self, policy: str, load: float) -> list[StepRecord]:
         key = policy, load
-        if key not in self._stretches:
-            steps = math.ceil(self.window / _cost().seconds(StepShape(1, 1, 1, 1)))
+        if key not in self._begun:
+            steps = math.ceil(3 * self.window / _cost().seconds(StepShape(1, 1, 1, 1)))
             with self._bound(policy):
                 run = simulate(
                     self._work(load), self._config(policy), CACHE, _cost(), steps, scheduler=self._scheduler(policy)
                 )
-            self._stretches[key] = self._cut(run.steps, load)
-        return self._stretches[key]
+            self._begun[key] = run.steps
+        return self._begun[key]
 
     def _run_saturated(self, policy: str) -> Generator[None, None, float]:
         run = yield from self._served(policy, SATURATED)
@@ -205,7 +215,6 @@ class Experiment:
         run = yield from self._served(policy, load)
         last = self.arrivals(load)[-1]
         queue = next((step.num_waiting for step in reversed(run.steps) if step.start <= last), 0)
-        self._stretches.setdefault(key, self._cut(run.steps, load))
         return Point(array("d", sorted(run.ttfts)), queue, max(step.num_running for step in run.steps))
 
     def _served(self, policy: str, load: float) -> Generator[None, None, Simulation]:
@@ -230,20 +239,15 @@ class Experiment:
         rate = sum(step.shape.num_reqs for step in full) / sum(step.seconds for step in full)
         return min(1.0, rate * self.full_step / self.seats)
 
-    def _cut(self, steps: Sequence[StepRecord], load: float) -> Stretch:
-        """Extract the first seconds of a run."""
-        first = [step for step in steps if step.start < self.window]
-        rows = max([self.seats, *(len(step.scheduled) for step in first)])
+    def _rows(self, steps: Sequence[StepRecord]) -> int:
+        return max([self.seats, *(len(step.scheduled) for step in steps)])
+
+    def _stays(self, steps: Sequence[StepRecord], load: float) -> Iterator[Stay]:
         arrivals = self.arrivals(load)
-        stays: list[Stay] = []
-        for seat, row in enumerate(assign_seats((step.scheduled for step in first), rows)):
+        for seat, row in enumerate(assign_seats((step.scheduled for step in steps), self._rows(steps))):
             for request, span in groupby(range(len(row)), row.__getitem__):
                 if request:
-                    stays.append(self._stay(int(request), seat, [first[index] for index in span], arrivals))
-        moments = tuple(
-            Moment(step.start, step.start + step.seconds, len(step.scheduled), step.num_waiting) for step in first
-        )
-        return Stretch(tuple(stays), moments, rows)
+                    yield self._stay(int(request), seat, [steps[index] for index in span], arrivals)
 
     def _stay(self, request: int, seat: int, steps: Sequence[StepRecord], arrivals: Sequence[float]) -> Stay:
         start, end = steps[0].start, steps[-1].start + steps[-1].seconds

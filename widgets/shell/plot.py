@@ -419,13 +419,6 @@ class Axes:
         inside = [place for place in places if self._holds(place.box)]
         self.drawing.last(lambda: self._put(inside, colour, bold=bold), LABELS)
 
-    def name(self, point: Point, words: str) -> None:
-        """Write a curve's name just below its start, in pixels, unless it would touch other words or
-        a curve.
-        """
-        place = Lines([words], point[0] + 5, point[1] + 3, "start")
-        self.drawing.last(lambda: self._put([place] * (not self._crossed(place.box, 1)), QUIET, bold=False), LABELS)
-
     def _holds(self, box: Box) -> bool:
         across = self.box.x <= box.x and box.right <= self.box.right
         return across and self.box.y <= box.y and box.bottom <= self.box.bottom
