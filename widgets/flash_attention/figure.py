@@ -42,7 +42,7 @@ def figure(state: State, width: float = 640, pinned: State | None = None) -> str
     words = f"Tiles of {state.block_q} queries × {state.block_k} keys move {moved} per head; {NAIVE} move {naive}"
     beside, full = width >= WIDE, width - 2 * EDGE
     drawing = Drawing(width, 0, "Attention in tiles", words)
-    ways = min(round(0.65 * full), 440) if beside else full
+    ways = min(round(0.63 * full), 440) if beside else full
     bottom = draw_ways(drawing, Box(EDGE, 0, ways, 0), 20, state)
     left = EDGE + ways + 24
     chip = Box(left, 0, width - EDGE - left, bottom) if beside else Box(EDGE, bottom + 20, full, 186)
@@ -127,12 +127,13 @@ def _draw_own_tile(axes: Axes, state: State) -> None:
     """Mark the tile that FlashAttention itself uses."""
     gpu = SAME_CHIP.get(state.hardware.name, state.hardware.name)
     block_q, block_k = OWN_TILES.get(gpu, {}).get(state.head_dim, (0, 0))
-    if block_q not in state.queries:
+    if block_q not in state.queries or axes.box.width < 400:  # no room for its name
         return
     tip = f"FlashAttention's own tile here: {block_q} queries × {block_k} keys (hopper/tile_size.h)."
     moved = state.by_queries[state.queries.index(block_q)].moved
     axes.points([block_q], [moved], GREEN, tips=[tip])
-    axes.label(axes.at(block_q, moved), "FlashAttention", GREEN, bold=False)
+    x, y = axes.at(block_q, moved)
+    axes.label((x, y - 24), "FlashAttention", GREEN, bold=False)
 
 
 def _tip(state: State, index: int) -> str:
@@ -179,6 +180,6 @@ def _draw_cup(drawing: Drawing, at: Box, name: str, parts: dict[str, int], limit
         drawing.hatch(spilled, CARD, gap=5)
         drawing.text((at.x + at.width / 2, y - 6), beyond, size=SMALL, colour=VERMILLION, anchor="middle", bold=True)
     drawing.polyline([(at.x, rim), (at.x, at.bottom), (at.right, at.bottom), (at.right, rim)], INK)
-    colour, words = VERMILLION if over else INK, f"{needed / KIB:.0f} of {limit / KIB:.0f} KiB"
+    words = f"{needed / KIB:.0f} of {limit / KIB:.0f} KiB"
     drawing.text((at.x, at.bottom + 17), name, size=SMALL, colour=QUIET)
-    drawing.text((at.x, at.bottom + 33), words, size=SMALL, colour=colour, bold=over)
+    drawing.text((at.x, at.bottom + 33), words, size=SMALL, colour=VERMILLION if over else INK)

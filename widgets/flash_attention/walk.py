@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from minivllm_lab.drawing import QUIET, Point, text_width
 from minivllm_lab.palette import BLUE, INK, ORANGE, PALE, SKY, VERMILLION
 from widgets.shell.plot import Axes, Scale
-from widgets.shell.svg import HEADING, SMALL, Box, Drawing
+from widgets.shell.svg import BOLD, HEADING, SMALL, Box, Drawing
 from widgets.shell.theme import BROKEN
 
 if TYPE_CHECKING:
@@ -72,8 +72,7 @@ def draw_row(drawing: Drawing, at: Box, state: State) -> None:
     for dtype in passed:
         axes.mark_y(LIMITS[dtype], "", QUIET, dash="2 3")
     if passed:
-        words = f"above the dots, exp overflows {passed[-1]}"
-        drawing.text((at.right, at.y + 36), words, size=SMALL, colour=QUIET, anchor="end")
+        drawing.text((at.right, at.y + 36), f"dots: exp overflows {passed[-1]}", size=SMALL, colour=QUIET, anchor="end")
     _draw_maximum(axes, state)
     words = "The old sum (blue) shrinks where m rises."
     drawing.text((box.x, box.bottom + 22), words, size=SMALL, colour=QUIET)
@@ -152,7 +151,7 @@ def _draw_sum(drawing: Drawing, at: Box, tops: Sequence[float], step: Step, tile
     if step.factor < 0.995 and tile:
         drawing.rect(Box(x, old, wide, at.y - old), "none", stroke=INK, dash="3 2")
         words = f"×{step.factor:.2f}"
-        if text_width(words, SMALL) < at.width:
+        if text_width(words, SMALL) * BOLD + 2 < at.width:
             place = (at.x + at.width / 2, min(old, new) - 5)
             drawing.text(place, words, size=SMALL, colour=VERMILLION, anchor="middle", bold=True)
 

@@ -71,13 +71,13 @@ def _wastes(axes: Axes, state: State, pinned: State | None) -> None:
     """Draw the empty share of the held slots and the bytes fetched in vain, by block size."""
     drawing, sizes, size = axes.drawing, list(state.empty), state.block_size
     with drawing.layer(broken="More is wasted than allowed"):
-        high = axes.at(1, state.allowed)[1] - axes.box.y
-        drawing.rect(Box(axes.box.x, axes.box.y, axes.box.width, high), BROKEN)
+        drawing.rect(replace(axes.box, height=axes.at(1, state.allowed)[1] - axes.box.y), BROKEN)
     axes.broken(None, DEFAULT / math.sqrt(2), f"No kernel takes fewer than {DEFAULT}")
     axes.frame("", "", x_ticks=sizes, y_ticks=(0.01, 0.1, 1), y_format=percent)
     drawing.text((axes.box.x, axes.box.bottom + 33), "block size", size=SMALL, colour=QUIET)
-    for shares in (pinned.empty, pinned.extra) if pinned else ():
-        axes.pinned(sizes, list(shares.values()), pinned.block_size)
+    if pinned:
+        axes.pinned(sizes, list(pinned.extra.values()), pinned.block_size)
+        axes.pinned(sizes, list(pinned.empty.values()), pinned.block_size)
     with drawing.layer(tip=MODELLED):
         tips = [f"{slots(size)}: {percent(share)} in vain (modelled)." for size, share in state.extra.items()]
         axes.line(sizes, list(state.extra.values()), PURPLE, width=1.5, tips=tips)
