@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from minivllm_lab.drawing import QUIET, text_width
-from minivllm_lab.palette import BLUE, ORANGE, PALE, SKY, VERMILLION
+from minivllm_lab.drawing import QUIET, Point, text_width
+from minivllm_lab.palette import BLUE, INK, ORANGE, PALE, SKY, VERMILLION
 from widgets.shell.plot import Axes, Scale
-from widgets.shell.svg import HEADING, SMALL, Box, Drawing
+from widgets.shell.svg import BOLD, HEADING, SMALL, Box, Drawing
 from widgets.shell.theme import BROKEN
 
 if TYPE_CHECKING:
@@ -57,24 +58,28 @@ def _what_happens(state: State, tile: int, step: Step) -> str:
 
 
 def draw_row(drawing: Drawing, at: Box, state: State) -> None:
-    """Draw the scores of one query, their running maximum, and m, l and O after each tile."""
+    """Draw the scores of one query with their running maximum, and below each tile the sum l, in which
+    what was summed before shrinks where the maximum rises.
+    """
     row = state.row
     drawing.text((at.x, at.y + 18), "One row's scores, tile by tile", size=HEADING, bold=True)
-    after = at.x + text_width("One row's scores, tile by tile", HEADING) * 1.06 + 10
-    note = f"layer {row.layer}, head {row.head}"
-    if after + text_width(note, SMALL) <= at.right:
-        drawing.text((after, at.y + 18), note, size=SMALL, colour=QUIET)
-    box = Box(at.x + 72, at.y + 30, at.width - 74, at.height - 30 - 92)
+    box = Box(at.x + 56, at.y + 46, at.width - 58, 116)
     low, high = min(0.0, *row.scores), max(0.1, *row.scores)
-    axes = Axes(drawing, box, Scale(0, len(row.scores)), Scale(low * 1.1, high * 1.18))
+    axes = Axes(drawing, box, Scale(0, len(row.scores)), Scale(low * 1.1, high * 1.3))
     axes.frame("", "", x_ticks=[], y_format=lambda value: f"{value:.3g}", y_ticks=axes.y.ticks(4))
     _draw_bars(axes, state)
     passed = [dtype for dtype, limit in LIMITS.items() if limit < axes.y.high]
     for dtype in passed:
-        words = f"exp overflows {dtype} above" if dtype == passed[-1] else ""
-        axes.mark_y(LIMITS[dtype], words, QUIET, dash="2 3")
+        axes.mark_y(LIMITS[dtype], "", QUIET, dash="2 3")
+    if passed:
+        drawing.text((at.right, at.y + 36), f"dots: exp overflows {passed[-1]}", size=SMALL, colour=QUIET, anchor="end")
     _draw_maximum(axes, state)
-    _draw_numbers(drawing, at, box, state)
+    words = "The old sum (blue) shrinks where m rises."
+    drawing.text((box.x, box.bottom + 22), words, size=SMALL, colour=QUIET)
+    most = max((step.got.l for step in state.steps if math.isfinite(step.got.l)), default=1.0)
+    sums = Box(box.x, box.bottom + 32, box.width, 76)
+    _draw_sums(Axes(drawing, sums, axes.x, Scale(0, 1.2 * most)), state)
+    _draw_result(drawing, (at.right, sums.bottom + 56), state)
 
 
 def _draw_bars(axes: Axes, state: State) -> None:
@@ -103,47 +108,70 @@ def _draw_maximum(axes: Axes, state: State) -> None:
         left, right = axes.at(step.first, step.got.m), axes.at(step.end, step.got.m)
         start = [axes.at(step.first, before)] if math.isfinite(before) else []
         tip = f"m after tile {tile + 1}: {step.got.m:.3f}"
-        axes.drawing.polyline([*start, left, right], VERMILLION, width=2, at=f"{tile + 1} {last}", tip=tip)
+        with axes.drawing.layer(at=f"{tile + 1} {last}"):
+            axes.drawing.polyline([*start, left, right], VERMILLION, width=2.5, tip=tip)
+            words = f"{'max m = ' * (tile == 0)}{step.got.m:.2f}"
+            if step.got.m > before and text_width(words, SMALL) < right[0] - left[0]:
+                axes.drawing.text(
+                    (left[0] + 2, left[1] - 5), words, size=SMALL, colour=VERMILLION, bold=True, halo=True
+                )
         before = step.got.m
 
 
-def _draw_numbers(drawing: Drawing, at: Box, box: Box, state: State) -> None:
-    """Write m, the factor of the old sums, l and O / l below each tile."""
-    names = (("max m", VERMILLION), ("old sums ×", QUIET), ("sum l", BLUE), ("O / l", BLUE))
-    for line, (name, colour) in enumerate(names):
+def _draw_sums(axes: Axes, state: State) -> None:
+    """Draw the sum l after each tile: the old part, which may have shrunk, and the tile's own."""
+    drawing, box = axes.drawing, axes.box
+    for line, name in enumerate(("sum l", "O / l")):
         place = (box.x - 7, box.bottom + 17 + 16 * line)
-        drawing.text(place, name, size=SMALL, colour=colour, anchor="end", bold=colour != QUIET)
-    last = _last(state)
+        drawing.text(place, name, size=SMALL, colour=BLUE, anchor="end", bold=True)
+    drawing.line((box.x, box.bottom), (box.right, box.bottom), colour=QUIET)
+    before, last = 0.0, _last(state)
     for tile, step in enumerate(state.steps):
-        left = box.x + step.first / len(state.row.scores) * box.width
-        room = (step.end - step.first) / len(state.row.scores) * box.width
-        if room < 26:  # room for every other column, up to the last
-            if tile % 2 == len(state.steps) % 2:
-                continue
-            left, room = left - room / 2, 2 * room
+        (left, bottom), (right, _) = axes.at(step.first, 0), axes.at(step.end, 0)
         with drawing.layer(at=f"{tile + 1} {last}"):
             if step.wrong:
-                drawing.rect(Box(left, box.bottom + 4, room, 66), BROKEN, tip=_wrong_tip(tile, step))
-            _draw_column(drawing, left + room / 2, box.bottom + 17, room, step)
+                drawing.rect(Box(left, box.y, right - left, box.height + 38), BROKEN, tip=_wrong_tip(tile, step))
+            tops = [axes.at(0, value)[1] for value in (before, step.factor * before, step.got.l)]
+            if all(map(math.isfinite, tops)):
+                _draw_sum(drawing, Box(left, bottom, right - left, 0), tops, step, tile)
+            every = math.ceil(26 / (right - left))  # numbers for as many columns as have room, and the last
+            if (len(state.steps) - 1 - tile) % every == 0:
+                _draw_column(drawing, (left + right) / 2, bottom + 17, every * (right - left), step)
+        before = step.got.l
+
+
+def _draw_sum(drawing: Drawing, at: Box, tops: Sequence[float], step: Step, tile: int) -> None:
+    """Draw the old part, the tile's own part on it, and a dashed outline of the old part as it was."""
+    old, shrunk, new = tops
+    wide = at.width * 0.5
+    x = at.x + (at.width - wide) / 2
+    tip = f"l after tile {tile + 1}: {step.got.l:.3f}"
+    drawing.rect(Box(x, shrunk, wide, at.y - shrunk), BLUE, tip=f"{tip}; the old part × {step.factor:.3f}")
+    drawing.rect(Box(x, new, wide, shrunk - new), ORANGE, tip=f"{tip}; the tile's own part")
+    if step.factor < 0.995 and tile:
+        drawing.rect(Box(x, old, wide, at.y - old), "none", stroke=INK, dash="3 2")
+        words = f"×{step.factor:.2f}"
+        if text_width(words, SMALL) * BOLD + 2 < at.width:
+            place = (at.x + at.width / 2, min(old, new) - 5)
+            drawing.text(place, words, size=SMALL, colour=VERMILLION, anchor="middle", bold=True)
+
+
+def _draw_result(drawing: Drawing, place: Point, state: State) -> None:
+    """Compare the result with the softmax of the whole row."""
     right, got = state.steps[-1].right.output[0], state.steps[-1].got.output[0]
     words = f"softmax of the whole row: {right:+.3f}"
     if state.own:
         words = f"{words}; yours: {_short(got, 60, '+')} {'✕' if state.steps[-1].wrong else '✓'}"
     colour = VERMILLION if state.steps[-1].wrong else QUIET
-    drawing.text((at.right, box.bottom + 86), words, size=SMALL, colour=colour, anchor="end")
+    drawing.text(place, words, size=SMALL, colour=colour, anchor="end")
 
 
 def _draw_column(drawing: Drawing, middle: float, y: float, room: float, step: Step) -> None:
-    rows = (
-        (step.got.m, "", VERMILLION, "m" in step.wrong),
-        (step.factor, "", QUIET, False),
-        (step.got.l, "", BLUE, "l" in step.wrong),
-        (step.got.output[0], "+", BLUE, "O" in step.wrong or "l" in step.wrong),
-    )
-    for line, (value, sign, colour, wrong) in enumerate(rows):
+    rows = ((step.got.l, "", "l" in step.wrong), (step.got.output[0], "+", "O" in step.wrong or "l" in step.wrong))
+    for line, (value, sign, wrong) in enumerate(rows):
         mark = "✕" if wrong and room > 44 else ""
         words = _short(value, room - 2 - 12 * bool(mark), sign if room > 40 else "") + mark
-        shown = VERMILLION if wrong else colour
+        shown = VERMILLION if wrong else BLUE
         drawing.text((middle, y + 16 * line), words, size=SMALL, colour=shown, anchor="middle", bold=wrong)
 
 

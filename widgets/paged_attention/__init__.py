@@ -62,19 +62,7 @@ ROWS = {256: "128 numbers, bf16", 128: "128 numbers, fp8", 64: "64 numbers, fp8"
 """What a token's keys in one KV head are, by their bytes."""
 MODELS = {256: "Qwen/Qwen3-8B", 128: "Qwen/Qwen3-8B --kv-cache-dtype fp8"}
 SMALL_HEADS = "meta-llama/Llama-3.2-1B-Instruct --kv-cache-dtype fp8"
-EMPTY_ALLOWED = (0.01, 0.02, 0.05, 0.1, 0.2, 0.4)
-EXTRA_ALLOWED = (0.01, 0.02, 0.05, 0.1, 0.25, 0.5)
-
-
-@dataclass(frozen=True)
-class Valley:
-    """The block size with the lowest total cost for one kind of requests, among sizes that a kernel
-    takes.
-    """
-
-    title: str
-    block_size: int
-    cost: float
+ALLOWED = (0.01, 0.02, 0.05, 0.1, 0.2, 0.4)
 
 
 @dataclass(frozen=True)
@@ -88,8 +76,8 @@ class State:
     kernel: str
     """A key of `KERNELS`."""
     row_bytes: int
-    empty_allowed: float
-    extra_allowed: float
+    allowed: float
+    """The share that may be wasted, of the slots and of the bytes."""
     tokens: float
     """Mean tokens of a sequence at an average moment."""
     empty: Mapping[int, float]
@@ -98,9 +86,6 @@ class State:
     """Bytes fetched in vain per byte needed, by block size; modelled."""
     saved: float
     """The share of blocks that sharing saves."""
-    valley: Valley
-    others: tuple[Valley, ...]
-    """The valleys of the other kinds of requests."""
     play: Play
     own: bool
     """Whether the pool that plays is the reader's."""
@@ -111,16 +96,17 @@ class State:
         return {size: in_vain(self.empty[size], self.extra[size]) for size in self.empty}
 
     @property
+    def valley(self) -> int:
+        """Return the block size with the lowest total cost, among sizes that a kernel takes."""
+        return min((size for size in self.empty if size >= SMALLEST), key=lambda size: self.cost[size])
+
+    @property
     def breaks(self) -> tuple[bool, bool, bool]:
         """Return three flags: too much is empty, too much is fetched, no kernel takes this block
         size.
         """
         size = self.block_size
-        return self.empty[size] > self.empty_allowed, self.over(size), size < SMALLEST
-
-    def over(self, size: int) -> bool:
-        """Return whether the kernel fetches more than the limit at this block size."""
-        return self.extra[size] > self.extra_allowed
+        return self.empty[size] > self.allowed, self.extra[size] > self.allowed, size < SMALLEST
 
     @property
     def balance(self) -> float:
@@ -142,8 +128,7 @@ def sweep(
     samples: int = 2,
     kernel: str = "sector",
     row_bytes: int = 256,
-    empty_allowed: float = 0.1,
-    extra_allowed: float = 0.02,
+    allowed: float = 0.1,
     block_pool: Callable[[int], Any] | None = None,
 ) -> State:
     """Count both costs of every block size, and run a small pool with this one.
@@ -155,8 +140,8 @@ def sweep(
         samples: Answers to each request, which share the full blocks of its prompt.
         kernel: A key of `KERNELS`.
         row_bytes: Bytes of a token's keys in one KV head.
-        empty_allowed: The share of held slots that may be empty.
-        extra_allowed: Bytes that may be fetched in vain per byte needed.
+        allowed: The share of held slots that may be empty, and of bytes that may be fetched in vain per
+            byte needed.
         block_pool: The reader's class, with the methods of exercise 02's `BlockPool`.
 
     Raises:
@@ -165,22 +150,17 @@ def sweep(
     SPEC.accept({name: value for name, value in locals().items() if name != "block_pool"})
     kind = workload(file.strip() or requests)
     seen = _seen(kind)
-    extra = {size: _extra(kind, size, row_bytes, kernel) for size in SIZES}
-    others = [other for other in WORKLOADS.values() if other is not kind]
     return State(
         block_size=block_size,
         title=kind.title,
         samples=samples,
         kernel=kernel,
         row_bytes=row_bytes,
-        empty_allowed=empty_allowed,
-        extra_allowed=extra_allowed,
+        allowed=allowed,
         tokens=sum(moment.weight * moment.tokens for moment in seen) / sum(moment.weight for moment in seen),
         empty={size: _empty(kind, size, samples) for size in SIZES},
-        extra=extra,
+        extra={size: _extra(kind, size, row_bytes, kernel) for size in SIZES},
         saved=held(seen, block_size, samples).saved,
-        valley=_valley(kind, samples, row_bytes, kernel),
-        others=tuple(_valley(other, samples, row_bytes, kernel) for other in others),
         play=_played(_few(kind), block_size, samples, block_pool),
         own=block_pool is not None,
     )
@@ -219,13 +199,6 @@ def _extra(kind: Workload, size: int, row_bytes: int, kernel: str) -> float:
     return fetched_in_vain(_seen(kind), size, row_bytes, how.piece, per_token=how.per_token)
 
 
-def _valley(kind: Workload, samples: int, row_bytes: int, kernel: str) -> Valley:
-    taken = [size for size in SIZES if size >= SMALLEST]
-    cost = {size: in_vain(_empty(kind, size, samples), _extra(kind, size, row_bytes, kernel)) for size in taken}
-    least = min(taken, key=lambda size: cost[size])
-    return Valley(kind.title, least, cost[least])
-
-
 @lru_cache(maxsize=64)
 def _played(lengths: tuple[RequestLengths, ...], size: int, samples: int, own: Callable[[int], Any] | None) -> Play:
     if own is None:
@@ -235,7 +208,7 @@ def _played(lengths: tuple[RequestLengths, ...], size: int, samples: int, own: C
 
 
 def figure(state: State, width: float = 640, pinned: State | None = None) -> str:
-    """Draw both costs by block size, and below them the animated pool and its tables."""
+    """Draw the animated pool and its tables, and below them both costs by block size."""
     return draw(state, width, pinned, verdict(state).words)
 
 
@@ -246,17 +219,17 @@ def verdict(state: State) -> Verdict:
     if state.play.fault:
         whose = "Your pool" if state.own else "The pool"
         return Verdict(f"{whose} is wrong: {state.play.fault}. Play the pool to see where.", "broken")
-    emptiness = f"{percent(empty, state.empty_allowed)} of the held slots empty"
-    fetched = f"the kernel fetches {percent(extra, state.extra_allowed)} more bytes than it needs"
-    best = f"Cheapest allowed for these requests: {state.valley.block_size}."
+    emptiness = f"{percent(empty, state.allowed)} of the held slots empty"
+    fetched = f"the kernel fetches {percent(extra, state.allowed)} more bytes than it needs"
+    best = f"Cheapest allowed for these requests: {state.valley}."
     if size < SMALLEST:
         return Verdict(f"{slots(size)}: no kernel in vLLM takes fewer than {SMALLEST} slots. {best}", "broken")
     too_empty, too_much_fetched, _ = state.breaks
-    limits = [f"leave {emptiness} ({percent(state.empty_allowed)} allowed)"] * too_empty
-    limits += [f"are too many to look up: {fetched} ({percent(state.extra_allowed)} allowed)"] * too_much_fetched
+    limits = [f"leave {emptiness} ({percent(state.allowed)} allowed)"] * too_empty
+    limits += [f"are too many to look up: {fetched} ({percent(state.allowed)} allowed)"] * too_much_fetched
     if limits:
         return Verdict(f"{slots(size)} {' and '.join(limits)}. {best}", "broken")
-    tight = state.cost[size] > 1.5 * state.valley.cost
+    tight = state.cost[size] > 1.5 * state.cost[state.valley]
     return Verdict(f"{slots(size)} leave {emptiness}, and {fetched} (modelled). {best}", "tight" if tight else "fine")
 
 
@@ -271,26 +244,22 @@ def command(state: State) -> str:
     return "\n".join(lines)
 
 
-_LIMITS = (0.1, 0.02)
-"""The limits of the first two challenges, which the knobs start with."""
-LIMITS_FIRST = "Set the limits back to 10 % empty slots and 2 % bytes in vain."
+LIMIT = 0.1
+"""The limit of the first two challenges, which its knob starts with."""
+LIMIT_FIRST = f"Set the limit back to {percent(LIMIT)}."
 SAVED = 0.75
 """The share of blocks that sharing must save in the second challenge."""
 
 
 def _figures(state: State) -> str:
     empty, extra = state.empty[state.block_size], state.extra[state.block_size]
-    return f"{percent(empty, state.empty_allowed)} are empty, {percent(extra, state.extra_allowed)} of bytes in vain."
-
-
-def _limits_moved(state: State) -> bool:
-    return (state.empty_allowed, state.extra_allowed) != _LIMITS
+    return f"{percent(empty, state.allowed)} are empty, {percent(extra, state.allowed)} of bytes in vain."
 
 
 def _keep_64(state: State) -> Progress:
     return progress(
         f"{slots(state.block_size)}: {_figures(state)}",
-        (_limits_moved(state), LIMITS_FIRST),
+        (state.allowed != LIMIT, LIMIT_FIRST),
         (state.block_size != 64, "Set the block size to 64."),
         (any(state.breaks), "Choose longer requests, or fewer samples: half of each last block is empty."),
     )
@@ -301,7 +270,7 @@ def _sharing_pays(state: State) -> Progress:
     too_empty, too_much_fetched, too_small = state.breaks
     return progress(
         f"Sharing saves {percent(state.saved, SAVED)} of the blocks; {_figures(state)}",
-        (_limits_moved(state), LIMITS_FIRST),
+        (state.allowed != LIMIT, LIMIT_FIRST),
         (not enough and state.samples < 8, "Raise the samples: two share the prompt once, eight share it seven times."),
         (not enough, "Choose requests with long prompts and short answers: samples share only the prompt."),
         (too_small, f"Raise the block size to {SMALLEST}: no kernel takes fewer slots."),
@@ -312,7 +281,7 @@ def _sharing_pays(state: State) -> Progress:
 
 
 def _valley_moves(state: State) -> Progress:
-    valley = state.valley.block_size
+    valley = state.valley
     fetch = KERNELS[state.kernel].piece
     formula = f"√(2 × {state.tokens:.0f} × {fetch} / {2 * state.row_bytes}) = {figures(state.balance)}"
     too_low = valley < 32
@@ -338,12 +307,12 @@ def _valley_moves(state: State) -> Progress:
 
 CHALLENGES = (
     Challenge(
-        "FlashMLA only takes blocks of 64. Find requests that stay within both limits with such a kernel.",
+        "FlashMLA only takes blocks of 64. Find requests that stay within the limit with such a kernel.",
         _keep_64,
         "Half of 64 slots is little for long requests. But Alpaca's would leave more than a quarter empty.",
     ),
     Challenge(
-        f"Make sharing save {percent(SAVED)} of the blocks, within the starting limits.",
+        f"Make sharing save {percent(SAVED)} of the blocks, within a limit of {percent(LIMIT)}.",
         _sharing_pays,
         "Samples share only their prompt. Today vLLM shares it between any two requests (lesson 05).",
     ),
@@ -367,16 +336,14 @@ _KNOBS = {
         "file": entry("… or a file", "", "lengths.csv", "CSV with columns prompt_tokens and output_tokens"),
         "samples": steps("Samples", SAMPLES, 2, "answers to each request, which share the prompt's full blocks"),
     },
-    "The limits": {
-        "empty_allowed": steps("Empty slots", [(percent(share), share) for share in EMPTY_ALLOWED], 0.1,
-                               "share of the held slots without a token"),
-        "extra_allowed": steps("Bytes in vain", [(percent(share), share) for share in EXTRA_ALLOWED], 0.02,
-                               "per byte of keys and values that is needed"),
+    "The limit": {
+        "allowed": steps("Wasted", [(percent(share), share) for share in ALLOWED], LIMIT,
+                         "share of the held slots that may be empty, and of bytes fetched in vain"),
     },
 }  # fmt: skip
 SPEC = Spec(
     name="paged_attention",
-    title="What a block size costs, and who holds which block",
+    title="Who holds which block, and what a block size wastes",
     lead="Drag the block size; then play the pool, and point at a request.",
     knobs=_KNOBS,
     presets={

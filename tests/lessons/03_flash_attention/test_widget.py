@@ -114,16 +114,17 @@ def test_the_frames_walk_the_row_tile_by_tile():
 
 
 @pytest.mark.parametrize("knobs", [{"block_q": 128}, {"block_q": 1024, "length": 1024}])
-def test_the_tile_is_drawn_to_scale_and_its_line_as_long_as_the_keys_that_are_read(knobs):
+def test_the_tile_is_drawn_to_scale_and_each_program_has_a_line_for_the_keys_that_it_reads(knobs):
     state = sweep(**knobs)
     marks = list(ET.fromstring(figure(state)).iter())
     [tile] = [mark for mark in marks if (mark.get("fill"), mark.get("stroke")) == (ORANGE, INK)]
-    [read] = [mark for mark in marks if (mark.get("stroke"), mark.get("stroke-width")) == (SKY, "3")]
-    [side] = [mark for mark in marks if (mark.get("data-tip") or "").startswith("This program keeps")]
+    [lines] = [mark.get("d") or "" for mark in marks if mark.get("stroke") == SKY]
+    [side] = [mark for mark in marks if (mark.get("data-tip") or "").startswith("A program keeps")]
     pixels = float(side.get("height", 0)) / state.length
     assert float(tile.get("height", 0)) == pytest.approx(state.block_q * pixels, abs=0.01)
-    last = float(tile.get("y", 0)) + float(tile.get("height", 0)) - float(side.get("y", 0))
-    assert float(read.get("x2", 0)) - float(read.get("x1", 0)) == pytest.approx(last, abs=0.1)
+    read = [float(line) for line in re.findall(r"h([\d.]+)", lines)]
+    seen = [seen for _, seen in attention_traffic.flash_programs(state.length, state.block_q, state.block_k)]
+    assert read == pytest.approx([pixels * keys for keys in seen], abs=0.1)
 
 
 def never_corrected(state, scores, values):
