@@ -39,7 +39,7 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
     """
     drawing = Drawing(width, 0, "Many adapters, few slots", f"Waiting times against the slots, now {state.slots}")
     y = draw_strip(drawing, state, _draw_head(drawing, state, "Queue, slots and memory") + 14) + 48
-    waits = Box(64, y, width - 64 - MARGIN, 106 if width >= WIDE else 150)
+    waits = Box(64, y, width - 64 - MARGIN, 122 if width >= WIDE else 150)
     memory = Box(waits.x, waits.bottom + 8, waits.width, 40)
     _draw_waits(Axes(drawing, waits, ACROSS, _scale(state)), state, pinned)
     _draw_memory(Axes(drawing, memory, ACROSS, Scale(0, state.serving.gpu.memory_bytes / 1e9)), state)
@@ -143,9 +143,10 @@ def _refusal_words(state: State) -> str:
 
 
 def _tip(state: State, slots: int) -> str:
-    point = state.points[slots]
+    point, taken = state.points[slots], gigabytes(slots * state.serving.cost.slot_bytes)
     return (
-        f"{counted(slots, 'slot')}: {percent(CLIENTS)} have their first token within {seconds(state.first(slots))}. "
+        f"{counted(slots, 'slot')}, {taken}: {percent(CLIENTS)} have their first token within "
+        f"{seconds(state.first(slots))}. "
         f"On average {point.distinct:.3g} adapters are in use and {point.waiting:.3g} requests wait, "
         f"{point.held:.3g} only for a slot. {percent(point.cache_used, 1)} of the KV cache is used; "
         f"{percent(point.hit_rate)} of the admitted requests found their adapter in a slot."
@@ -159,33 +160,17 @@ def _draw_memory(axes: Axes, state: State) -> None:
     axes.frame(name, "", x_ticks=TICKS, x_format="{:,}".format, y_ticks=ticks, y_format="{:g} GB".format)
     weights, slot = weight_bytes(serving.model) / 1e9, serving.cost.slot_bytes / 1e9
     counts = [max(min(ACROSS.high, serving.most_slots), ACROSS.low) ** (part / 40) for part in range(41)]
-    if serving.most_slots > ACROSS.low and state.run:
-        ends = [axes.at(count, axes.y.low) for count in (counts[-1], counts[0])]
-        for colour, taken in ((RESERVED, [serving.most_slots] * 41), (ORANGE, counts)):
-            edge = [axes.at(count, weights + full * slot) for count, full in zip(counts, taken, strict=True)]
-            drawing.polygon([*edge, *ends], colour)
-    base = axes.at(ACROSS.low, min(weights, axes.y.high))[1]
+    base, wall = axes.at(ACROSS.low, min(weights, axes.y.high))[1], axes.at(counts[-1], 0)[0]
+    if serving.most_slots > ACROSS.low:
+        top = axes.at(ACROSS.low, weights + serving.most_slots * slot)[1]
+        drawing.rect(Box(box.x, top, wall - box.x, base - top), RESERVED)
+        edge = [axes.at(count, weights + count * slot) for count in counts]
+        drawing.polygon([*edge, (wall, base), (box.x, base)], ORANGE)
+        drawing.text((wall - 5, base - 3), "slots", size=SMALL, anchor="end")
     drawing.rect(Box(box.x, base, box.width, box.bottom - base), MID)
-    if counts[-1] > 8:
-        drawing.text((axes.at(counts[-1], 0)[0] - 5, base - 3), "slots", size=SMALL, anchor="end")
     for span in state.stopped:
         axes.shade(*span)
     axes.also_here(state.slots)
-    starts = [slots for slots in SLOTS if not serving.refusal(slots)]
-    axes.tips(starts, lambda slots: _memory_tip(state, slots))
-
-
-def _room(state: State, slots: int) -> float:
-    """Return how many requests the KV cache holds beside this many slots."""
-    return state.serving.ledger(slots).tokens // (PROMPT + ANSWER)
-
-
-def _memory_tip(state: State, slots: int) -> str:
-    taken, left = slots * state.serving.cost.slot_bytes, state.serving.ledger(slots).kv_bytes
-    return (
-        f"{counted(slots, 'slot')}, used or not, take {gigabytes(taken)}. {gigabytes(left)} are left for "
-        f"the KV cache: {_room(state, slots):,.0f} requests at once."
-    )
 
 
 # ---- what adapters cost
@@ -197,7 +182,7 @@ def _draw_steps(drawing: Drawing, state: State, y: float) -> float:
     """
     count = max(1, min(round(state.distinct), state.batch))
     base, times = state.batch / state.rate("merged", 1), {way: state.batch / state.rate(way, count) for way in WAYS}
-    words = f"times a step without adapters, for {count} at once"
+    words = f"times a plain step, for {counted(count, 'adapter')}"
     drawing.number((MARGIN, y), f"{times['together'] / base:.2f}", words, BLUE)
     pieces = {
         "together": [(base, MID), (times["together"] - base, BLUE)],
@@ -212,7 +197,8 @@ def _draw_steps(drawing: Drawing, state: State, y: float) -> float:
         for part, fill in pieces[way]:
             wide = part / max(times.values()) * (drawing.width - 2 * MARGIN)
             drawing.rect(Box(x, y + 6, wide - min(1, wide / 2), 22), fill, tip=seconds(part))
+            if fill == MID and wide > 39:
+                drawing.text((x + wide / 2, y + 21), "model", size=SMALL, anchor="middle")
             x += wide
         y += 28
-    drawing.text((MARGIN + 8, y - 92 - 15), "model", size=SMALL)
     return y

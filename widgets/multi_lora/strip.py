@@ -18,7 +18,7 @@ from widgets.shell.strip import frame_ends
 from widgets.shell.svg import QUIET, SMALL, Box, Drawing, Segment, stacked_bar
 from widgets.shell.theme import IDLE, MID, RESERVED
 
-NAMES, WIDE, HIGH, GAP = 58, 30, 22, 4
+NAMES, WIDE, HIGH, GAP = 60, 30, 22, 4
 """Pixels of a row's name, of a box, and between two."""
 Shown = tuple[str, str]
 """The words in a box, and its colour."""
@@ -33,19 +33,19 @@ def draw_strip(drawing: Drawing, state: State, y: float) -> float:
         ends = frame_ends(Scale(start, end))
         frames = [_moment_at(state.here.strip, end) for end in ends]
         drawing.play([_caption(frame, end - start) for frame, end in zip(frames, ends, strict=True)], still=True)
-        queue = [[(str(wanted), VERMILLION) for wanted in frame.held_for] for frame in frames]
+        queue = [[(str(wanted), VERMILLION) for wanted in frame.held_for] or [("none", "none")] for frame in frames]
         _draw_boxes(drawing, y, queue, "queue")
         slots = [[_in_slot(frame, adapter) for adapter in frame.slots] for frame in frames]
-        top = y + HIGH + 26
+        top = y + HIGH + 30
         y = _draw_boxes(drawing, top, slots, "slots", rows=2) + 10
         _draw_gate(drawing, top - 9, frames)
     else:
-        top = y
+        top = y + 6
         words = "Nothing is served." if state.refused else "Still serving the requests."
-        drawing.text((MARGIN + 8, y + HIGH - 7), words, size=SMALL, colour=QUIET)
-        y += HIGH
-    drawing.text((MARGIN + 8, y + HIGH - 7), "memory", size=SMALL, colour=QUIET)
-    bar = Box(MARGIN + NAMES, y, drawing.width - 2 * MARGIN - NAMES - 8, HIGH)
+        drawing.text((MARGIN + 6, top + HIGH - 7), words, size=SMALL, colour=QUIET)
+        y = top + HIGH
+    drawing.text((MARGIN + 6, y + HIGH - 7), "memory", size=SMALL, colour=QUIET)
+    bar = Box(MARGIN + NAMES, y, drawing.width - 2 * MARGIN - NAMES - 6, HIGH)
     _draw_memory(drawing, bar, state)
     gpu = Box(MARGIN, top - 9, drawing.width - 2 * MARGIN, bar.bottom - top + 18)
     drawing.rect(gpu, "none", stroke=MID, radius=6)
@@ -59,22 +59,20 @@ def _moment_at(strip: Sequence[Moment], time: float) -> Moment:
 
 
 def _in_slot(moment: Moment, adapter: int | None) -> Shown:
-    if adapter is None:
-        return "", IDLE
-    return str(adapter), SKY if adapter in moment.in_use else RESERVED
+    return ("", IDLE) if adapter is None else (str(adapter), SKY if adapter in moment.in_use else RESERVED)
 
 
 def _draw_boxes(drawing: Drawing, y: float, frames: Sequence[Sequence[Shown]], name: str, rows: int = 1) -> float:
     """Draw a box for each item of each frame, or, if they are too many, count the others in the last
     box; return the y below.
     """
-    across = int((drawing.width - 2 * MARGIN - NAMES - 8 + GAP) // (WIDE + GAP))
+    across = int((drawing.width - 2 * MARGIN - NAMES - 6 + GAP) // (WIDE + GAP))
     most = across * rows
     shown = [
         items if len(items) <= most else [*items[: most - 1], (f"+{len(items) - most + 1}", "none")] for items in frames
     ]
     longest = max(map(len, shown))
-    drawing.text((MARGIN + 8, y + HIGH - 7), name, size=SMALL, colour=QUIET)
+    drawing.text((MARGIN + 6, y + HIGH - 7), name, size=SMALL, colour=QUIET)
     for index in range(longest):
         box = Box(MARGIN + NAMES + index % across * (WIDE + GAP), y + index // across * (HIGH + GAP), WIDE, HIGH)
         for (words, colour), at in _stays([items[index] if index < len(items) else None for items in shown]):
@@ -112,6 +110,7 @@ def _draw_memory(drawing: Drawing, box: Box, state: State) -> None:
     stacked_bar(drawing, box, parts, total)
     if total > serving.gpu.memory_bytes:
         x = box.x + serving.gpu.memory_bytes / total * box.width
+        drawing.hatch(replace(box, x=x, width=box.right - x), VERMILLION)
         drawing.rect(Box(x, box.y - 5, 3, box.height + 10), VERMILLION, tip="the end of the GPU's memory")
 
 

@@ -5,13 +5,12 @@ and by number of drafts.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 
 from minivllm_lab.drawing import arrow, text_width
 from minivllm_lab.palette import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, SKY, VERMILLION, YELLOW
 from minivllm_lab.speculative_decoding.speculation import Cause
-from widgets.shell.plot import MARGIN, WIDE, Axes, Scale, counted, figures, hidden_note, percent, tokens
+from widgets.shell.plot import MARGIN, WIDE, Axes, Scale, counted, figures, hidden_note, percent
 from widgets.shell.svg import SMALL, Box, Drawing, Segment, legend, stacked_bar, without_room
 from widgets.shell.theme import CARD, IDLE, MID
 from widgets.speculative_decoding.state import BATCHES, MOST_BATCH, MOST_K, State, sibling
@@ -33,7 +32,6 @@ PARTS = (
     ("compute", "extra arithmetic", YELLOW),
     ("draft", "drafter", ORANGE),
 )
-TIPS = {"compute": "arithmetic beyond reading the weights"}
 CAUSES: dict[Cause, str] = {
     "compute": "arithmetic takes over",
     "draft": "the drafter takes too long",
@@ -61,7 +59,7 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
     y = _draw_cost(drawing, state, _draw_step(drawing, state) + 27) + 41
     wide = width >= WIDE
     across = width - 48 - MARGIN - 26
-    left = Box(48, y, across * (0.6 if wide else 0.57), max(427 - y, 92) if wide else 112)
+    left = Box(48, y, across * (0.6 if wide else 0.57), max(427 - y, 92) if wide else 130)
     right = Box(left.right + 26, y, across - left.width, left.height)
     up = _scale(state, pinned)
     _draw_speedup(Axes(drawing, left, BATCH, up), state, pinned)
@@ -75,18 +73,18 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
 
 def _scale(state: State, pinned: State | None) -> Scale:
     """Return a scale from 0 to above all curves, in steps of a half so that it rarely changes."""
-    values = [*state.by_k, *(value for k in (state.k, 1) for _, value in _values(state, k))]
-    values += [value for _, value in _values(pinned, pinned.k)] if pinned else []
+    values = [*state.by_k, *_curve(state, state.k)[1], *_curve(state, 1)[1]]
+    values += _curve(pinned, pinned.k)[1] if pinned else []
     return Scale(0, math.ceil(2.3 * max([1.4, *values])) / 2)
 
 
-def _values(state: State, k: int) -> list[tuple[int, float]]:
-    """Return (batch, speed-up) up to the batch that fills the memory."""
+def _curve(state: State, k: int) -> tuple[list[int], list[float]]:
+    """Return batches with their speed-ups, up to the batch that fills the memory."""
     most = state.one.most_batch(k)
     batches = [batch for batch in DRAWN if batch <= most]
     if most < MOST_BATCH and most > 0:
         batches = sorted({*batches, most})
-    return [(batch, state.one.speedup(batch, k)) for batch in batches]
+    return batches, [state.one.speedup(batch, k) for batch in batches]
 
 
 def _draw_speedup(axes: Axes, state: State, pinned: State | None) -> None:
@@ -95,30 +93,26 @@ def _draw_speedup(axes: Axes, state: State, pinned: State | None) -> None:
     name = "requests that decode together (batch)" if wide else "batch"
     axes.frame(name, "", x_ticks=TICKS, x_format=form, y_ticks=ticks, y_format=form)
     words = f"times as fast{' as without drafts' * wide}"
-    colour = GREEN if state.speedup > 1 else VERMILLION
+    colour = GREEN if state.fits and state.speedup > 1 else VERMILLION
     number = f"{state.speedup:.2f}" if state.fits else "–"
     axes.drawing.number((axes.box.x, axes.box.y - 10), number, words, colour)
     with axes.drawing.answer():
         _draw_broken(axes, state)
     if pinned:
-        axes.pinned(*_unzipped(_values(pinned, pinned.k)), pinned.batch)
+        axes.pinned(*_curve(pinned, pinned.k), pinned.batch)
     axes.mark_y(1, "break even", GREEN)
     hidden_note(axes.drawing, axes.box)
     with axes.drawing.answer():
         compared = [(1, GREY, "7 4")] if state.k > 1 and state.most_batch > 8 else []
         for k, colour, dash in (*compared, (state.k, BLUE, "")):
-            values = _values(state, k)
+            batches, values = _curve(state, k)
             if values:
-                axes.line(*_unzipped(values), colour, width=1.8 if dash else 2.5, dash=dash)
-                axes.label(axes.at(*values[len(values) // 3 if dash else 0]), f"k = {k}", colour, bold=not dash)
+                axes.line(batches, values, colour, width=1.8 if dash else 2.5, dash=dash)
+                axes.label(axes.at(batches[0], values[0]), f"k = {k}", colour, bold=not dash)
         axes.line([state.batch, MOST_BATCH], [state.speedup] * 2, INK, width=1, dash="1 3")
     axes.here(state.batch, "batch", f"{state.batch}")
     with axes.drawing.answer():
-        _draw_tips(axes, state)
-
-
-def _unzipped(points: Sequence[tuple[int, float]]) -> tuple[list[float], list[float]]:
-    return [float(x) for x, _ in points], [y for _, y in points]
+        axes.tips(_curve(state, state.k)[0], lambda batch: _tip(state, batch))
 
 
 def _draw_broken(axes: Axes, state: State) -> None:
@@ -138,16 +132,11 @@ def _draw_broken(axes: Axes, state: State) -> None:
         axes.broken(max(state.most_batch, 1), None, f"memory is full at {state.most_batch}{beside}")
 
 
-def _draw_tips(axes: Axes, state: State) -> None:
-    """Add a tooltip everywhere in the plot, with the results at the nearest batch size."""
-    one, k = state.one, state.k
-    axes.tips(
-        [batch for batch, _ in _values(state, k)],
-        lambda batch: (
-            f"{counted(batch, 'request')}: {one.speedup(batch, k):.2f} times as fast, with steps of "
-            f"{milliseconds(one.step(batch, k).seconds)} instead of {milliseconds(one.plain(batch).seconds)}."
-        ),
-    )
+def _tip(state: State, batch: int) -> str:
+    """Describe the results at a batch size."""
+    plain, step = (milliseconds(parts.seconds) for parts in (state.one.plain(batch), state.one.step(batch, state.k)))
+    speedup = f"{state.one.speedup(batch, state.k):.2f} times as fast"
+    return f"{counted(batch, 'request')}: {speedup}, with steps of {step} instead of {plain}."
 
 
 def _draw_by_k(axes: Axes, state: State) -> None:
@@ -195,7 +184,7 @@ def _draw_cost(drawing: Drawing, state: State, y: float) -> float:
             bar = Box(box.x, y, box.width, box.height)
             line = y + (12 if aside else -7)
             segments = [
-                Segment(title, value := getattr(parts, part), colour, f"{TIPS.get(part, title)}: {milliseconds(value)}")
+                Segment(title, value := getattr(parts, part), colour, f"{title}: {milliseconds(value)}")
                 for part, title, colour in PARTS
             ]
             stacked_bar(drawing, bar, segments, longest)
@@ -257,10 +246,10 @@ def _draw_row(drawing: Drawing, row: Box, state: State, index: int, last: int, c
     if index < state.k:
         place = step.places[index]
         _draw_token(drawing, draft, VOCABULARY[place.draft], ORANGE, shade=0)
-        with drawing.layer(at=f"1 {last}"):
-            _draw_part(drawing, bar, ORANGE)
-            _draw_part(drawing, replace(bar, width=bar.width * place.ratio), GREEN)
         if index <= step.kept:
+            with drawing.layer(at=f"1 {last}"):
+                _draw_part(drawing, bar, ORANGE)
+                _draw_part(drawing, replace(bar, width=bar.width * place.ratio), GREEN)
             dot = (bar.x + bar.width * place.uniform, bar.y + bar.height / 2)
             drawing.circle(dot, DOT, INK, at=f"{index + 2} {last}")
     if index <= step.kept:
@@ -268,9 +257,6 @@ def _draw_row(drawing: Drawing, row: Box, state: State, index: int, last: int, c
         with drawing.layer(at=f"{index + 2 if kept else last} {last}"):
             _draw_token(drawing, token, step.tokens[index], GREEN if kept else BLUE)
         drawing.rect(row, "transparent", tip=caption)
-    elif index < state.k:
-        fade = Box(row.x - 2, row.y - 2, row.width + 4, row.height + 4)
-        drawing.rect(fade, CARD, opacity=0.75, at=f"{last} {last}", tip="not checked: an earlier draft was rejected")
 
 
 def _draw_token(drawing: Drawing, box: Box, word: str, colour: str, *, shade: float = 0.25) -> None:
@@ -308,8 +294,7 @@ def _draw_distributions(drawing: Drawing, box: Box, state: State, index: int) ->
         shared = min(p[token], q[token])
         for low, high, colour in ((0, shared, GREEN), (shared, q[token], ORANGE), (shared, p[token], BLUE)):
             _draw_part(drawing, replace(bar, y=base - high * scale, height=(high - low) * scale), colour)
-        chosen = index == step.kept and token == step.token
-        drafted = place is not None and token == place.draft
+        chosen, drafted = index == step.kept and token == step.token, place is not None and token == place.draft
         name = Box(bar.x, base + 4, bar.width, 18)
         _draw_token(drawing, name, word, BLUE if chosen else ORANGE if drafted else "none", shade=0.25 * chosen)
         tip = f"{word}: p {p[token]:.2f}, q {q[token]:.2f}"
