@@ -6,21 +6,24 @@ from __future__ import annotations
 
 import math
 
-from minivllm_lab.palette import BLUE, GREEN, ORANGE, PURPLE
+from minivllm_lab.palette import BLUE, GREEN, ORANGE, PURPLE, VERMILLION
 from minivllm_simulate.load_sweep import Span
 from minivllm_simulate.memory import weight_bytes
 from widgets.multi_lora.runs import ANSWER, PROMPT
 from widgets.multi_lora.state import CLIENTS, SLOTS, WAYS, State
 from widgets.multi_lora.strip import draw_strip
 from widgets.shell.plot import MARGIN, WIDE, Axes, Scale, counted, hidden_note, modelled, percent, seconds
-from widgets.shell.svg import Box, Drawing, Segment, legend
+from widgets.shell.svg import SMALL, Box, Drawing
 from widgets.shell.theme import MID, RESERVED
 
 ACROSS = Scale(SLOTS[0], SLOTS[-1], log=True)
 TICKS = (1, 4, 16, 64, 256, 1000)
-NAMES = {"together": "all adapters at once", "loop": "one after the other", "merged": "merged, a model for each"}
-COLOURS = {"together": BLUE, "loop": ORANGE, "merged": PURPLE}
-DASHES = {"together": "", "loop": "6 3", "merged": "2 4"}
+NAMES = {
+    "together": ("all adapters at once", BLUE),
+    "loop": ("one after the other", ORANGE),
+    "merged": ("merged, a model for each", PURPLE),
+}
+"""What each of `WAYS` is called, and its colour."""
 
 
 def gigabytes(value: float) -> str:
@@ -31,40 +34,42 @@ def gigabytes(value: float) -> str:
 
 
 def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
-    """Draw waiting times by number of slots, the GPU's memory below them, and the slots themselves."""
+    """Draw the slots with their queue, and below them the waiting times and the GPU's memory by number
+    of slots.
+    """
     drawing = Drawing(width, 0, "Many adapters, few slots", f"Waiting times against the slots, now {state.slots}")
-    y = _draw_head(drawing, state, "How long clients wait") + 34
-    waits = Box(64, y, width - 64 - MARGIN, 116 if width >= WIDE else 170)
-    memory = Box(waits.x, waits.bottom + 32, waits.width, 62)
+    y = draw_strip(drawing, state, _draw_head(drawing, state, "Queue, slots and memory") + 14) + 48
+    waits = Box(64, y, width - 64 - MARGIN, 122 if width >= WIDE else 150)
+    memory = Box(waits.x, waits.bottom + 8, waits.width, 40)
     _draw_waits(Axes(drawing, waits, ACROSS, _scale(state)), state, pinned)
     _draw_memory(Axes(drawing, memory, ACROSS, Scale(0, state.serving.gpu.memory_bytes / 1e9)), state)
-    drawing.height = draw_strip(drawing, state, memory.bottom + 55) + 12
+    drawing.height = memory.bottom + 44
     return drawing.render()
 
 
 def detail(state: State, width: int = 640, pinned: State | None = None) -> str:
-    """Draw the speed of a step by its number of adapters."""
-    drawing = Drawing(width, 0, "What adapters cost", "Tokens per second against the adapters in a step")
-    y = _draw_head(drawing, state, "What adapters cost") + 22
+    """Draw the time of a step with adapters, in each of `WAYS`."""
+    drawing = Drawing(width, 0, "What adapters cost", "The time of a step, in three ways")
+    y = _draw_head(drawing, state, "What adapters cost")
+    if state.serving.at_once:
+        y = _draw_steps(drawing, state, y + 40)
     fits = min(state.serving.copies_that_fit, state.serving.adapters)
     words = f"A merged copy of the model for each adapter would take {gigabytes(state.merged_bytes)}: {fits:,} fit."
-    y = drawing.paragraph((MARGIN, y), words, width - 2 * MARGIN)
-    plot = Box(60, y + 42, width - 60 - MARGIN, 200)
-    _draw_rates(drawing, plot, state)
-    drawing.height = plot.bottom + 46
+    drawing.height = drawing.paragraph((MARGIN, y + 20), words, width - 2 * MARGIN) + 18
     return drawing.render()
 
 
 def _draw_head(drawing: Drawing, state: State, title: str) -> float:
     """Write the title and what is served, and return the y of the last line."""
     serving = state.serving
-    y = drawing.heading((MARGIN, 23), title)
     note = (
-        f"{serving.name} on one {serving.gpu.name}; {counted(serving.adapters, 'adapter')} of rank "
-        f"{serving.rank}, skew {serving.skew:g}; {serving.load:g} requests a second, {PROMPT} tokens in, {ANSWER} out; "
-        f"{modelled(state.error)}"
+        f"{serving.name} on {serving.gpu.name}; {serving.load:g} requests a second for "
+        f"{counted(serving.adapters, 'adapter')} (1: the most popular); modelled"
     )
-    return drawing.paragraph((MARGIN, y + 18), note, drawing.width - 2 * MARGIN)
+    tip = f"{PROMPT} tokens in, {ANSWER} out, rank {serving.rank}, skew {serving.skew:g}; {modelled(state.error)}"
+    with drawing.layer(tip=tip):
+        y = drawing.heading((MARGIN, 23), title)
+        return drawing.paragraph((MARGIN, y + 18), note, drawing.width - 2 * MARGIN)
 
 
 # ---- waiting times and memory
@@ -79,8 +84,7 @@ def _scale(state: State) -> Scale:
 
 
 def _draw_waits(axes: Axes, state: State, pinned: State | None) -> None:
-    name = f"{percent(CLIENTS)} have a first token within"
-    axes.frame("", name, x_ticks=(), y_ticks=axes.y.powers(), y_format=seconds)
+    axes.frame("", "", x_ticks=(), y_ticks=axes.y.powers()[::2], y_format=seconds)
     with axes.drawing.answer():
         for span in state.late:
             axes.broken(*span, late_words(state, span))
@@ -88,15 +92,18 @@ def _draw_waits(axes: Axes, state: State, pinned: State | None) -> None:
         axes.broken(*span, _refusal_words(state))
     if pinned and pinned.run:
         axes.pinned(pinned.run, [pinned.in_the_end(slots) for slots in pinned.run], pinned.slots)
+    if state.slots in state.run:
+        wait = state.in_the_end(state.slots)
+        number = seconds(float(f"{wait:.2g}")) if wait < 3600 else "hours"
+        colour = VERMILLION if state.cause(state.slots) else GREEN
+        words = f"until {percent(CLIENTS)} have a first token"
+        axes.drawing.number((axes.box.x, axes.box.y - 10), number, words, colour)
     axes.mark_y(state.ttft, f"limit: {seconds(state.ttft)}", GREEN)
     hidden_note(axes.drawing, axes.box)
     with axes.drawing.answer():
-        waits = [state.in_the_end(slots) for slots in state.run]
-        axes.line(state.run, [min(wait, axes.y.high) for wait in waits], BLUE)
-        if max(waits, default=0) > axes.y.high:
-            axes.label(axes.at(ACROSS.low, axes.y.high), "↑ off the scale", BLUE)
-        if state.slots in state.run and (wait := state.in_the_end(state.slots)) < axes.y.high:
-            axes.label(axes.at(state.slots, wait), seconds(float(f"{wait:.2g}")), BLUE)
+        walls = [wall for wall, _ in state.stopped if wall and state.complete]
+        waits = [state.in_the_end(slots) for slots in (*state.run, *(state.run[-1] for _ in walls))]
+        axes.line([*state.run, *walls], waits, BLUE)
         low, enough = state.late[0] if state.late else (0, None)
         if low is None and enough and state.slots < enough < state.run[-1]:
             x, y = axes.at(enough, state.ttft)
@@ -136,9 +143,10 @@ def _refusal_words(state: State) -> str:
 
 
 def _tip(state: State, slots: int) -> str:
-    point = state.points[slots]
+    point, taken = state.points[slots], gigabytes(slots * state.serving.cost.slot_bytes)
     return (
-        f"{counted(slots, 'slot')}: {percent(CLIENTS)} have their first token within {seconds(state.first(slots))}. "
+        f"{counted(slots, 'slot')}, {taken}: {percent(CLIENTS)} have their first token within "
+        f"{seconds(state.first(slots))}. "
         f"On average {point.distinct:.3g} adapters are in use and {point.waiting:.3g} requests wait, "
         f"{point.held:.3g} only for a slot. {percent(point.cache_used, 1)} of the KV cache is used; "
         f"{percent(point.hit_rate)} of the admitted requests found their adapter in a slot."
@@ -148,69 +156,49 @@ def _tip(state: State, slots: int) -> str:
 def _draw_memory(axes: Axes, state: State) -> None:
     """Draw how much of the GPU's memory the slots leave for the KV cache."""
     serving, drawing, box = state.serving, axes.drawing, axes.box
-    keys = {"weights": MID, "slots": ORANGE, "KV cache": RESERVED}
-    legend(drawing, (box.x, box.y - 10), [Segment(words, 0, colour) for words, colour in keys.items()], box.width)
     name, ticks = "slots on the GPU (max_loras)", axes.y.ticks(3)
     axes.frame(name, "", x_ticks=TICKS, x_format="{:,}".format, y_ticks=ticks, y_format="{:g} GB".format)
     weights, slot = weight_bytes(serving.model) / 1e9, serving.cost.slot_bytes / 1e9
     counts = [max(min(ACROSS.high, serving.most_slots), ACROSS.low) ** (part / 40) for part in range(41)]
-    if serving.most_slots > ACROSS.low and state.run:
-        ends = [axes.at(count, axes.y.low) for count in (counts[-1], counts[0])]
-        for colour, taken in ((RESERVED, [serving.most_slots] * 41), (ORANGE, counts)):
-            edge = [axes.at(count, weights + full * slot) for count, full in zip(counts, taken, strict=True)]
-            drawing.polygon([*edge, *ends], colour)
-    base = axes.at(ACROSS.low, min(weights, axes.y.high))[1]
+    base, wall = axes.at(ACROSS.low, min(weights, axes.y.high))[1], axes.at(counts[-1], 0)[0]
+    if serving.most_slots > ACROSS.low:
+        top = axes.at(ACROSS.low, weights + serving.most_slots * slot)[1]
+        drawing.rect(Box(box.x, top, wall - box.x, base - top), RESERVED)
+        edge = [axes.at(count, weights + count * slot) for count in counts]
+        drawing.polygon([*edge, (wall, base), (box.x, base)], ORANGE)
+        drawing.text((wall - 5, base - 3), "slots", size=SMALL, anchor="end")
     drawing.rect(Box(box.x, base, box.width, box.bottom - base), MID)
     for span in state.stopped:
         axes.shade(*span)
     axes.also_here(state.slots)
-    starts = [slots for slots in SLOTS if not serving.refusal(slots)]
-    if state.slots in starts:
-        x, y = axes.at(state.slots, axes.y.high)
-        axes.label((x, y), f"{_room(state, state.slots):,.0f} requests fit")
-        with drawing.answer():
-            if point := state.points.get(state.slots):
-                axes.label((x, y + 16), f"{percent(1 - point.cache_used)} free", bold=False)
-    axes.tips(starts, lambda slots: _memory_tip(state, slots))
 
 
-def _room(state: State, slots: int) -> float:
-    """Return how many requests the KV cache holds beside this many slots."""
-    return state.serving.ledger(slots).tokens // (PROMPT + ANSWER)
+# ---- what adapters cost
 
 
-def _memory_tip(state: State, slots: int) -> str:
-    taken, left = slots * state.serving.cost.slot_bytes, state.serving.ledger(slots).kv_bytes
-    return (
-        f"{counted(slots, 'slot')}, used or not, take {gigabytes(taken)}. {gigabytes(left)} are left for "
-        f"the KV cache: {_room(state, slots):,.0f} requests at once."
-    )
-
-
-# ---- tokens a second
-
-
-def _draw_rates(drawing: Drawing, box: Box, state: State) -> None:
-    """Draw the tokens per second of a step by its number of adapters: applied together, in a loop,
-    or merged.
+def _draw_steps(drawing: Drawing, state: State, y: float) -> float:
+    """Draw the time of a step as bars, one for each way to apply its adapters: its passes over the model,
+    and what the adapters add; return the y below.
     """
-    if not state.serving.at_once:
-        return
-    most = max(2, min(state.batch, state.serving.adapters))
-    counts = sorted({1, *(round(most ** (part / 8)) for part in range(9))})
-    rates = {way: [state.rate(way, count) for count in counts] for way in WAYS}
-    low, high = min(map(min, rates.values())), max(map(max, rates.values()))
-    scale = Scale(10 ** math.floor(math.log10(low)), 10 ** math.ceil(math.log10(high * 1.2)), log=True)
-    axes = Axes(drawing, box, Scale(1, most, log=True), scale)
-    label = f"different adapters in a step of {state.batch} requests"
-    axes.frame(label, "tokens a second, with the adapters applied", x_ticks=axes.x.doublings(), y_ticks=scale.powers())
-    for way in reversed(WAYS):
-        axes.line(counts, rates[way], COLOURS[way], dash=DASHES[way])
-        axes.label(axes.at(counts[-2], rates[way][-2]), NAMES[way], COLOURS[way])
-    axes.also_here(min(max(state.distinct, 1), most))
-
-    def tip(count: int) -> str:
-        listed = ", ".join(f"{NAMES[way]} {state.rate(way, count):,.0f}" for way in WAYS)
-        return f"{count} adapters in a step of {state.batch}, tokens/s: {listed}"
-
-    axes.tips(counts, tip)
+    count = max(1, min(round(state.distinct), state.batch))
+    base, times = state.batch / state.rate("merged", 1), {way: state.batch / state.rate(way, count) for way in WAYS}
+    words = f"times a plain step, for {counted(count, 'adapter')}"
+    drawing.number((MARGIN, y), f"{times['together'] / base:.2f}", words, BLUE)
+    pieces = {
+        "together": [(base, MID), (times["together"] - base, BLUE)],
+        "loop": [(base, MID), *[((times["loop"] - base) / count, ORANGE)] * count],
+        "merged": [(times["merged"] / count, MID)] * count,
+    }
+    for way, (name, colour) in NAMES.items():
+        y += 32
+        drawing.text((MARGIN, y), name, size=SMALL, bold=True, colour=colour)
+        drawing.text((drawing.width - MARGIN, y), seconds(times[way]), size=SMALL, anchor="end")
+        x = MARGIN
+        for part, fill in pieces[way]:
+            wide = part / max(times.values()) * (drawing.width - 2 * MARGIN)
+            drawing.rect(Box(x, y + 6, wide - min(1, wide / 2), 22), fill, tip=seconds(part))
+            if fill == MID and wide > 39:
+                drawing.text((x + wide / 2, y + 21), "model", size=SMALL, anchor="middle")
+            x += wide
+        y += 28
+    return y

@@ -30,7 +30,7 @@ from minivllm_lab.drawing import points as corners
 from minivllm_lab.palette import INK
 from widgets.shell.theme import CARD, DARK, MID, WORDS
 
-SMALL, HEADING = 12, 14.5
+SMALL, HEADING, NUMBER = 12, 14.5, 26
 """Text sizes in pixels. Drawings are never scaled: each is drawn for the width of its page."""
 
 AT = re.compile(r' data-at="\d+ (\d+)"')
@@ -222,6 +222,12 @@ class Drawing:
         if halo:
             shape += f' stroke="{CARD}" stroke-width="4" paint-order="stroke" stroke-linejoin="round"'
         self.add(f"<text{shape}{_data({'group': group, 'at': at})}>{escape(content, quote=False)}</text>")
+
+    def number(self, place: Point, value: str, words: str, colour: str) -> None:
+        """Write the picture's one number in large type, hidden until the reader has guessed, with words after it."""
+        with self.answer():
+            self.text(place, value, size=NUMBER, bold=True, colour=colour)
+        self.text((place[0] + text_width(value, NUMBER) * BOLD + 7, place[1]), words, size=SMALL)
 
     def heading(self, place: Point, content: str, note: str = "") -> float:
         """Write the title of a part, with a quieter note after it, or below it if there is no room.

@@ -5,24 +5,25 @@ and by number of drafts.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from dataclasses import replace
 
-from minivllm_lab.drawing import text_width
+from minivllm_lab.drawing import arrow, text_width
 from minivllm_lab.palette import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, SKY, VERMILLION, YELLOW
 from minivllm_lab.speculative_decoding.speculation import Cause
-from widgets.shell.plot import MARGIN, WIDE, Axes, Scale, counted, figures, hidden_note, percent, tokens
-from widgets.shell.strip import draw_title
-from widgets.shell.svg import QUIET, SMALL, Box, Drawing, Segment, legend, stacked_bar, without_room
-from widgets.shell.theme import CARD, IDLE, MID, RESERVED
+from widgets.shell.plot import MARGIN, WIDE, Axes, Scale, counted, figures, hidden_note, percent
+from widgets.shell.svg import SMALL, Box, Drawing, Segment, legend, stacked_bar, without_room
+from widgets.shell.theme import CARD, IDLE, MID
 from widgets.speculative_decoding.state import BATCHES, MOST_BATCH, MOST_K, State, sibling
 from widgets.speculative_decoding.step import VOCABULARY, Place
 
 BATCH = Scale(1, MOST_BATCH, log=True)
 TICKS = (1, 8, 64, 512)
 DRAWN = sorted({*BATCHES, 3, 6, 12, 20, 40, 80, 112, 160, 224, 320, 448})
-NAMES, COLUMN, STRIP, PANEL, ROW, VALUE = 60, 42, 76, 158, 13, 104
-"""The pixels of the names of a strip's rows, of a position at least, of a strip's height, of the last
-token's distributions (their width, and the height of a row), and of a step's time beside its bar.
+NAMES, VALUE = 60, 104
+"""The pixels of the name of a step beside its bar, and of its time."""
+LIST, TOKEN, HIGH, DOT = 226, 54, 150, 4
+"""The pixels of a position of the step, of a token, of the distributions (their height), and of a random
+number's radius.
 """
 PARTS = (
     ("overhead", "overhead", MID),
@@ -31,7 +32,6 @@ PARTS = (
     ("compute", "extra arithmetic", YELLOW),
     ("draft", "drafter", ORANGE),
 )
-TIPS = {"compute": "arithmetic beyond reading the weights"}
 CAUSES: dict[Cause, str] = {
     "compute": "arithmetic takes over",
     "draft": "the drafter takes too long",
@@ -46,14 +46,6 @@ def drafter_words(state: State) -> str:
     return {"ngram": "n-grams", "head": "an EAGLE-3 head", "parallel": "a parallel head"}[state.drafter]
 
 
-def rate_words(state: State) -> str:
-    """Describe how often drafts are accepted, and the source of that number."""
-    if state.recorded == "none":
-        return f"acceptance {state.alpha:g}"
-    shares = ", ".join(percent(rate) for rate in state.one.rates)
-    return f"accepted {shares} (recorded; later drafts like the last)"
-
-
 def milliseconds(seconds: float) -> str:
     """Format a time in milliseconds, with three significant digits."""
     return f"{figures(seconds * 1e3)} ms"
@@ -64,10 +56,10 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
     batch size and by number of drafts, on one scale.
     """
     drawing = Drawing(width, 0, "How much faster drafts make it", f"{state.model} on {state.gpu}, against the batch")
-    y = _draw_cost(drawing, state, _draw_step(drawing, state) + 26) + 36
+    y = _draw_cost(drawing, state, _draw_step(drawing, state) + 27) + 41
     wide = width >= WIDE
     across = width - 48 - MARGIN - 26
-    left = Box(48, y, across * (0.6 if wide else 0.57), max(426 - y, 112) if wide else 112)
+    left = Box(48, y, across * (0.6 if wide else 0.57), max(427 - y, 92) if wide else 130)
     right = Box(left.right + 26, y, across - left.width, left.height)
     up = _scale(state, pinned)
     _draw_speedup(Axes(drawing, left, BATCH, up), state, pinned)
@@ -81,47 +73,46 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
 
 def _scale(state: State, pinned: State | None) -> Scale:
     """Return a scale from 0 to above all curves, in steps of a half so that it rarely changes."""
-    values = [*state.by_k, *(value for k in (state.k, 1) for _, value in _values(state, k))]
-    values += [value for _, value in _values(pinned, pinned.k)] if pinned else []
+    values = [*state.by_k, *_curve(state, state.k)[1], *_curve(state, 1)[1]]
+    values += _curve(pinned, pinned.k)[1] if pinned else []
     return Scale(0, math.ceil(2.3 * max([1.4, *values])) / 2)
 
 
-def _values(state: State, k: int) -> list[tuple[int, float]]:
-    """Return (batch, speed-up) up to the batch that fills the memory."""
+def _curve(state: State, k: int) -> tuple[list[int], list[float]]:
+    """Return batches with their speed-ups, up to the batch that fills the memory."""
     most = state.one.most_batch(k)
     batches = [batch for batch in DRAWN if batch <= most]
     if most < MOST_BATCH and most > 0:
         batches = sorted({*batches, most})
-    return [(batch, state.one.speedup(batch, k)) for batch in batches]
+    return batches, [state.one.speedup(batch, k) for batch in batches]
 
 
 def _draw_speedup(axes: Axes, state: State, pinned: State | None) -> None:
     wide = axes.drawing.width >= WIDE
-    longest = "requests that decode together (batch)", "times as fast as without drafts"
-    names = longest if wide else ("batch", "times as fast")
-    ticks, form = axes.y.ticks(5), "{:g}".format
-    axes.frame(*names, x_ticks=TICKS, x_format=form, y_ticks=ticks, y_format=form)
+    ticks, form = axes.y.ticks(4), "{:g}".format
+    name = "requests that decode together (batch)" if wide else "batch"
+    axes.frame(name, "", x_ticks=TICKS, x_format=form, y_ticks=ticks, y_format=form)
+    words = f"times as fast{' as without drafts' * wide}"
+    colour = GREEN if state.fits and state.speedup > 1 else VERMILLION
+    number = f"{state.speedup:.2f}" if state.fits else "–"
+    axes.drawing.number((axes.box.x, axes.box.y - 10), number, words, colour)
     with axes.drawing.answer():
         _draw_broken(axes, state)
     if pinned:
-        axes.pinned(*_unzipped(_values(pinned, pinned.k)), pinned.batch)
+        axes.pinned(*_curve(pinned, pinned.k), pinned.batch)
     axes.mark_y(1, "break even", GREEN)
     hidden_note(axes.drawing, axes.box)
     with axes.drawing.answer():
-        compared = [(1, GREY, "7 4")] if wide and state.k > 1 and state.most_batch > 8 else []
+        compared = [(1, GREY, "7 4")] if state.k > 1 and state.most_batch > 8 else []
         for k, colour, dash in (*compared, (state.k, BLUE, "")):
-            values = _values(state, k)
+            batches, values = _curve(state, k)
             if values:
-                axes.line(*_unzipped(values), colour, width=1.8 if dash else 2.5, dash=dash)
-                axes.label(axes.at(*values[len(values) // 3 if dash else 0]), f"k = {k}", colour, bold=not dash)
+                axes.line(batches, values, colour, width=1.8 if dash else 2.5, dash=dash)
+                axes.label(axes.at(batches[0], values[0]), f"k = {k}", colour, bold=not dash)
         axes.line([state.batch, MOST_BATCH], [state.speedup] * 2, INK, width=1, dash="1 3")
     axes.here(state.batch, "batch", f"{state.batch}")
     with axes.drawing.answer():
-        _draw_tips(axes, state)
-
-
-def _unzipped(points: Sequence[tuple[int, float]]) -> tuple[list[float], list[float]]:
-    return [float(x) for x, _ in points], [y for _, y in points]
+        axes.tips(_curve(state, state.k)[0], lambda batch: _tip(state, batch))
 
 
 def _draw_broken(axes: Axes, state: State) -> None:
@@ -141,16 +132,11 @@ def _draw_broken(axes: Axes, state: State) -> None:
         axes.broken(max(state.most_batch, 1), None, f"memory is full at {state.most_batch}{beside}")
 
 
-def _draw_tips(axes: Axes, state: State) -> None:
-    """Add a tooltip everywhere in the plot, with the results at the nearest batch size."""
-    one, k = state.one, state.k
-    axes.tips(
-        [batch for batch, _ in _values(state, k)],
-        lambda batch: (
-            f"{counted(batch, 'request')}: {one.speedup(batch, k):.2f} times as fast, with steps of "
-            f"{milliseconds(one.step(batch, k).seconds)} instead of {milliseconds(one.plain(batch).seconds)}."
-        ),
-    )
+def _tip(state: State, batch: int) -> str:
+    """Describe the results at a batch size."""
+    plain, step = (milliseconds(parts.seconds) for parts in (state.one.plain(batch), state.one.step(batch, state.k)))
+    speedup = f"{state.one.speedup(batch, state.k):.2f} times as fast"
+    return f"{counted(batch, 'request')}: {speedup}, with steps of {step} instead of {plain}."
 
 
 def _draw_by_k(axes: Axes, state: State) -> None:
@@ -165,8 +151,8 @@ def _draw_by_k(axes: Axes, state: State) -> None:
         axes.line([axes.x.low, state.k], [state.speedup] * 2, INK, width=1, dash="1 3")
         axes.line(drafts, state.by_k, MID)
         tips = [f"With k = {k:g}: {value:.2f} times as fast" for k, value in zip(drafts, state.by_k, strict=True)]
-        axes.points(drafts, state.by_k, BLUE, tips=tips)
-        axes.label(axes.at(state.k, state.speedup), f"{state.speedup:.2f}")
+        axes.points(drafts, state.by_k, MID, radius=3.5, tips=tips)
+        axes.points([state.k], [state.speedup], INK)
         if state.best_k not in (0, state.k):
             best = state.by_k[state.best_k - 1]
             axes.points([state.best_k], [best], GREEN, radius=5.5)
@@ -181,10 +167,9 @@ def _draw_cost(drawing: Drawing, state: State, y: float) -> float:
     worth; return the y below.
     """
     wide, aside = drawing.width - 2 * MARGIN, drawing.width >= WIDE
-    note = f"{state.model} on {state.gpu}, contexts of {tokens(state.context)}, {drafter_words(state)}"
-    note = f"{note}, {rate_words(state)}; modelled"
+    note = f"modelled for {state.model} on {state.gpu} with {drafter_words(state)}"
     with drawing.layer(tip=f"The model is off by {percent(state.error)} (median)."):
-        y = drawing.heading((MARGIN, y), f"What a step of {counted(state.batch, 'such request')} takes", note)
+        y = drawing.heading((MARGIN, y), f"A step of {counted(state.batch, 'request')}", note)
     plain, step = state.one.plain(state.batch), state.one.step(state.batch, state.k)
     worth = state.tokens * plain.seconds
     longest = max(plain.seconds, step.seconds, worth)
@@ -199,7 +184,7 @@ def _draw_cost(drawing: Drawing, state: State, y: float) -> float:
             bar = Box(box.x, y, box.width, box.height)
             line = y + (12 if aside else -7)
             segments = [
-                Segment(title, value := getattr(parts, part), colour, f"{TIPS.get(part, title)}: {milliseconds(value)}")
+                Segment(title, value := getattr(parts, part), colour, f"{title}: {milliseconds(value)}")
                 for part, title, colour in PARTS
             ]
             stacked_bar(drawing, bar, segments, longest)
@@ -212,13 +197,9 @@ def _draw_cost(drawing: Drawing, state: State, y: float) -> float:
         drawing.line((x, y - 3), (end, y - 3), colour=GREEN if x > end else VERMILLION, width=3)
         for low, high in ((y - 25, y),) if x > end else ((y - 25, y - 20), (y - 5, y)):  # off the bar's labels
             drawing.line((x, low), (x, high), colour=GREEN, width=3)
-        over = round(state.longer, 2) - round(state.tokens, 2)
         words = f"{state.tokens:.2f} tokens: pays up to ×{state.tokens:.2f}"
-        lost = f"×{over:.2f} too much" * (over > 0.005)
-        room = text_width(lost, SMALL) + 12
-        x = max(MARGIN + room + text_width(words, SMALL), min(x - 6 + room, drawing.width - MARGIN))
-        drawing.text((x - room, y + 11), words, size=SMALL, colour=GREEN, anchor="end")
-        drawing.text((x, y + 11), lost, size=SMALL, colour=VERMILLION, anchor="end")
+        x = max(MARGIN + text_width(words, SMALL), min(x + 4, drawing.width - MARGIN))
+        drawing.text((x, y + 11), words, size=SMALL, colour=GREEN, anchor="end")
     return y + 11
 
 
@@ -226,112 +207,104 @@ def _draw_cost(drawing: Drawing, state: State, y: float) -> float:
 
 
 def _draw_step(drawing: Drawing, state: State) -> float:
-    """Draw the drafts of a step, their checks and its tokens, position by position, and where its
-    last token is drawn from; return the y below.
+    """Draw the drafts of a step, their checks and its tokens, position by position, and the
+    distributions at the position that is checked; return the y below.
     """
-    step = state.step
+    step, aside = state.step, drawing.width >= WIDE
     wide = drawing.width - 2 * MARGIN
-    aside = drawing.width >= WIDE
-    colours = {"drafter's q": ORANGE, "model's p": RESERVED, "p beyond q": BLUE, "p/q": MID}
-    keys = [Segment(name, 0, colour) for name, colour in colours.items()]
-    y = draw_title(drawing, "Draft, verify, accept", keys, 23)
+    y = drawing.heading((MARGIN, 23), "Draft, verify, accept", "the drafter's q, the model's p; the dot is random")
     if state.own:
         y = drawing.paragraph((MARGIN, y + 18), own_words(state), wide)
     captions = _captions(state, min(step.kept + 1, state.k))
     last = len(captions) - 1
-    room = wide - NAMES - (PANEL + 12 if aside else 0)
-    across = min(state.k + 1, int(room // COLUMN))
-    column = min(room / across, 84)
-    top = y + 13
-    for index in range(state.k + 1):
-        row, place = divmod(index, across)
-        box = Box(MARGIN + NAMES + place * column, top + row * STRIP, column - 4, STRIP)
-        if not place:
-            _draw_rows(drawing, box.y, min(across, state.k + 1 - index) * column)
-        _draw_place(drawing, box, state, index, last, captions[min(index + 2, last)])
-    y = top + STRIP * -(-(state.k + 1) // across) + 12
-    drawing.text((MARGIN, y - 3), "tick: random; in grey: accepted", size=SMALL, colour=QUIET)
-    with drawing.answer():
-        words = f"{counted(len(step.tokens), 'token')}, mean {state.tokens:.2f}"
-        drawing.text((MARGIN + NAMES + room, y - 3), words, size=SMALL, colour=QUIET, anchor="end")
-    with drawing.layer(at=f"{last} {last}"):
-        panel = Box(drawing.width - MARGIN - PANEL, top, PANEL, 0) if aside else Box(MARGIN, y + 6, wide, 0)
-        below = _draw_last(drawing, panel, state)
-    drawing.play(captions)
-    return max(y, below)
+    drawing.play(captions, still=True)
+    y += 12
+    count = max(state.k, step.kept + 1)
+    high = max(17.0, min(30.0, (HIGH + 4) / count))
+    rows = [Box(MARGIN, y + high * index, LIST if aside else wide, high - 4) for index in range(count)]
+    left = MARGIN + (LIST + 36) * aside
+    panel = Box(left, y if aside else rows[-1].bottom + 12, drawing.width - MARGIN - left, HIGH)
+    for index, row in enumerate(rows):
+        _draw_row(drawing, row, state, index, last, captions[min(index + 2, last)])
+        if index <= step.kept:
+            frame = min(index + 2, last)
+            with drawing.layer(at=f"{frame} {last if index == step.kept else frame}"):
+                if aside:
+                    edge = [(panel.x, panel.bottom), (panel.x, panel.y)]
+                    drawing.polygon([(row.right + 4, row.y), (row.right + 4, row.bottom), *edge], IDLE)
+                _draw_distributions(drawing, panel, state, index)
+    return max(panel.bottom, rows[-1].bottom)
 
 
-def _draw_rows(drawing: Drawing, y: float, wide: float) -> None:
-    """Write the names of a strip's rows, with a band for the model's one pass."""
-    drawing.rect(Box(MARGIN + NAMES - 4, y + 24, wide + 2, 20), IDLE, radius=4, tip="one forward pass of the model")
-    for below, words in ((14, "drafts"), (38, "checks"), (62, "tokens")):
-        drawing.text((MARGIN, y + below), words, size=SMALL, colour=QUIET)
-
-
-def _draw_place(drawing: Drawing, box: Box, state: State, index: int, last: int, caption: str) -> None:
+def _draw_row(drawing: Drawing, row: Box, state: State, index: int, last: int, caption: str) -> None:
     """Draw one position: its draft, how likely it is accepted with its random number, and the token
     that comes out.
     """
     step = state.step
-    place = step.places[index] if index < state.k else None
-    if place:
-        _draw_token(drawing, box, 0, VOCABULARY[place.draft], ORANGE, shade=0)
-        likely = Box(box.x, box.y + 29, box.width * place.ratio, 10)
-        drawing.rect(Box(box.x, likely.y, box.width, 10), CARD)
-        drawing.rect(likely, MID, at=f"1 {last}")
-    if index <= step.kept:
-        _draw_outcome(drawing, box, state, index, last)
-        drawing.rect(Box(box.x, box.y, box.width, 70), "transparent", tip=caption)
-    elif place:
-        fade = Box(box.x - 2, box.y - 2, box.width + 4, 44)
-        drawing.rect(fade, CARD, opacity=0.7, at=f"{last} {last}", tip="not checked: an earlier draft was rejected")
-    else:
-        _draw_token(drawing, box, 48, "bonus", MID, shade=0, dash="3 3")
-
-
-def _draw_outcome(drawing: Drawing, box: Box, state: State, index: int, last: int) -> None:
-    """Draw a draft's random number, and the token that comes out at its position."""
-    kept = index < state.step.kept
+    draft, token = (replace(row, x=x, width=TOKEN) for x in (row.x, row.right - TOKEN))
+    bar = Box(draft.right + 8, row.y + 3, row.width - 2 * TOKEN - 16, row.height - 6)
     if index < state.k:
-        with drawing.layer(at=f"{index + 2} {last}"):
-            x = box.x + box.width * state.step.places[index].uniform
-            drawing.line((x, box.y + 26), (x, box.y + 42), colour=GREEN if kept else VERMILLION, width=3)
-            if not kept:
-                _draw_token(drawing, box, 0, "", VERMILLION)
-    with drawing.layer(at=f"{index + 2 if kept else last} {last}"):
-        _draw_token(drawing, box, 48, state.step.tokens[index], GREEN if kept else BLUE)
+        place = step.places[index]
+        _draw_token(drawing, draft, VOCABULARY[place.draft], ORANGE, shade=0)
+        if index <= step.kept:
+            with drawing.layer(at=f"1 {last}"):
+                _draw_part(drawing, bar, ORANGE)
+                _draw_part(drawing, replace(bar, width=bar.width * place.ratio), GREEN)
+            dot = (bar.x + bar.width * place.uniform, bar.y + bar.height / 2)
+            drawing.circle(dot, DOT, INK, at=f"{index + 2} {last}")
+    if index <= step.kept:
+        kept = index < step.kept
+        with drawing.layer(at=f"{index + 2 if kept else last} {last}"):
+            _draw_token(drawing, token, step.tokens[index], GREEN if kept else BLUE)
+        drawing.rect(row, "transparent", tip=caption)
 
 
-def _draw_token(
-    drawing: Drawing, box: Box, below: float, word: str, colour: str, *, shade: float = 0.2, dash: str = ""
-) -> None:
-    frame = Box(box.x, box.y + below, box.width, 20)
-    drawing.rect(frame, colour, opacity=shade, stroke=colour, radius=3, dash=dash)
-    middle, ink = (box.x + box.width / 2, frame.y + 14), QUIET if dash else INK
-    drawing.text(middle, word, size=SMALL, anchor="middle", colour=ink)
+def _draw_token(drawing: Drawing, box: Box, word: str, colour: str, *, shade: float = 0.25) -> None:
+    drawing.rect(box, colour, opacity=shade, stroke=colour, radius=3)
+    drawing.text((box.x + box.width / 2, box.y + box.height / 2 + 4), word, size=SMALL, anchor="middle")
 
 
-def _draw_last(drawing: Drawing, box: Box, state: State) -> float:
-    """Draw the distributions behind the step's last token; return the y below."""
+def _draw_part(drawing: Drawing, box: Box, colour: str) -> None:
+    """Draw a part of a bar; what is rejected is hatched."""
+    drawing.rect(box, colour)
+    if colour == ORANGE:
+        drawing.hatch(box, CARD, gap=5)
+
+
+def _draw_distributions(drawing: Drawing, box: Box, state: State, index: int) -> None:
+    """Draw what q and p share at a position, what q has more, and what p has more; the draft's random
+    number; and the token that is drawn instead.
+    """
     step = state.step
-    place = step.places[step.kept] if step.rejected else None
-    p = place.p if place else step.bonus
-    q = place.q if place else (0.0,) * len(p)
-    name = "recovered where p > q" if place else "bonus, drawn from p"
-    drawing.text((box.x, box.y + 10), name, size=SMALL, bold=True, colour=BLUE)
-    left = box.x + 52
-    scale = (box.right - left) / max(*p, *q)
+    place = step.places[index] if index < state.k else None
+    p, q = (place.p, place.q) if place else (step.bonus, (0.0,) * len(step.bonus))
+    both = sum(map(min, p, q))
+    names = {"both: kept": (GREEN, both), "q only: rejected": (ORANGE, sum(q) - both)}
+    names["p only: instead" if place else "p: bonus token"] = BLUE, 1 - both
+    drawing.rect(box, IDLE, radius=6)
+    column, base = (box.width - 12) / len(p), box.bottom - 26
+    scale = (base - box.y - 50) / max(*p, *q)
+    for part, (name, (colour, share)) in enumerate(names.items()):
+        if share > 0.001:
+            x = box.x + 12 + part * (box.width - 12) / 3
+            drawing.text((x, box.y + 23), percent(share), size=18, bold=True, colour=colour)
+            drawing.text((x, box.y + 38), name, size=SMALL, colour=colour)
     for token, word in enumerate(VOCABULARY):
-        y = box.y + 16 + ROW * token
-        drawn = token == step.token
-        drawing.text((box.x, y + 10), word, size=SMALL, colour=BLUE if drawn else QUIET, bold=drawn)
+        bar = Box(box.x + 6 + column * token + 5, base, column - 10, 0)
         shared = min(p[token], q[token])
-        drawing.rect(Box(left, y + 1, q[token] * scale, 5), ORANGE)
-        drawing.rect(Box(left, y + 6, shared * scale, 5), RESERVED)
-        drawing.rect(Box(left + shared * scale, y + 6, (p[token] - shared) * scale, 5), BLUE)
+        for low, high, colour in ((0, shared, GREEN), (shared, q[token], ORANGE), (shared, p[token], BLUE)):
+            _draw_part(drawing, replace(bar, y=base - high * scale, height=(high - low) * scale), colour)
+        chosen, drafted = index == step.kept and token == step.token, place is not None and token == place.draft
+        name = Box(bar.x, base + 4, bar.width, 18)
+        _draw_token(drawing, name, word, BLUE if chosen else ORANGE if drafted else "none", shade=0.25 * chosen)
         tip = f"{word}: p {p[token]:.2f}, q {q[token]:.2f}"
-        drawing.rect(Box(box.x, y, box.width, ROW), "transparent", tip=tip)
-    return y + ROW
+        drawing.rect(Box(bar.x, box.y + 44, bar.width, box.bottom - box.y - 44), "transparent", tip=tip)
+    if place:
+        x, y = box.x + 6 + column * (place.draft + 0.5), base - place.uniform * q[place.draft] * scale
+        if index == step.kept:
+            top = (min(p[step.token], q[step.token]) + p[step.token]) / 2
+            drawing.add(arrow((x, y), (box.x + 6 + column * (step.token + 0.5), base - top * scale), INK))
+        drawing.circle((x, y), DOT + 1, INK)
 
 
 def own_words(state: State) -> str:
