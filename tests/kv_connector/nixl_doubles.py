@@ -3,8 +3,7 @@ connector's two sides.
 """
 
 import ctypes
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -172,17 +171,3 @@ class NixlEngine(PullEngine):
         agent = self.agent
         super().close()
         assert agent is None or agent.name not in self.network.agents
-
-
-@contextmanager
-def nixl_engines(network: Network) -> Iterator:
-    """Yield a function that makes engines, and close them afterwards."""
-    built = []
-
-    def make(*arguments, **named) -> NixlEngine:
-        built.append(NixlEngine(network, *arguments, **named))
-        return built[-1]
-
-    yield make
-    for engine in built:
-        engine.close()

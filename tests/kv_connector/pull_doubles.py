@@ -3,7 +3,8 @@ tokens.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -120,3 +121,17 @@ class PullEngine:
 
 def all_equal(these, those) -> bool:
     return all(tensor.equal(other) for tensor, other in zip(these, those, strict=True))
+
+
+@contextmanager
+def engines(kind: Callable[..., PullEngine], *first: Any) -> Iterator[Callable[..., PullEngine]]:
+    """Yield a function that makes engines of this kind, and close them afterwards."""
+    built = []
+
+    def make(*arguments: Any, **named: Any) -> PullEngine:
+        built.append(kind(*first, *arguments, **named))
+        return built[-1]
+
+    yield make
+    for engine in built:
+        engine.close()

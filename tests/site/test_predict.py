@@ -130,7 +130,7 @@ def test_a_learner_with_a_wrong_habit_is_told_its_rule(game: Page) -> None:
         shares += [[not names.isdisjoint(rule for _, rule in each) for each in said]]
     assert min(sum(each) / len(each) for each in shares) >= 0.5
     num_told = sum(map(sum, shares))
-    assert num_told > 500
+    assert num_told > 70
     assert num_told >= 0.95 * sum(map(len, shares))
 
 
