@@ -1,5 +1,7 @@
 """Test hits, slots that are looked ahead to, and what does not fit; vLLM's traces show the rest."""
 
+import pytest
+
 from minivllm.config import CacheConfig
 from minivllm.core.kv_cache_manager import KVCacheManager
 from minivllm.core.request import Request
@@ -32,6 +34,33 @@ def test_what_does_not_fit_changes_nothing() -> None:
     assert manager.block_pool.get_num_free_blocks() == 1
     manager.free(b)
     assert allocate(manager, b, 4, new_computed_blocks=hits) == [3]
+
+
+def test_lookahead_slots_end_at_max_model_len() -> None:
+    manager, a = make(), request("a", [*range(30)])
+    assert len(allocate(manager, a, 30, num_lookahead_tokens=20) or []) == 8
+
+
+def test_lookahead_slots_may_need_a_block_when_the_tokens_need_none() -> None:
+    manager, a = make(), request("a", [*range(6)])
+    allocate(manager, a, 5)
+    a.num_computed_tokens = 5
+    assert allocate(manager, a, 1, num_lookahead_tokens=1) == []
+    assert allocate(manager, a, 1, num_lookahead_tokens=3) == [3]
+
+
+def test_a_prefix_has_no_holes() -> None:
+    manager, a = make(), request("a", [*range(12)])
+    allocate(manager, a, 12)
+    manager.block_pool.evict_blocks([manager.block_pool.blocks[2]])
+    assert manager.get_computed_blocks(request("b", [*range(13)]))[1] == 4
+
+
+@pytest.mark.parametrize(("length", "hit"), [(1, 0), (4, 0), (5, 4), (8, 4), (9, 8)])
+def test_a_hit_leaves_at_least_one_token(length: int, hit: int) -> None:
+    manager = make()
+    allocate(manager, request("a", [*range(8)]), 8)
+    assert manager.get_computed_blocks(request("b", [*range(length)]))[1] == hit
 
 
 def test_a_hit_leaves_out_its_last_block_for_a_drafter_that_looks_one_token_ahead() -> None:

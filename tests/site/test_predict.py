@@ -103,10 +103,12 @@ def test_a_wrong_answer_is_told_a_rule(game: Page, answer: Decision, says: str, 
     assert told(game, [(STEP, answer)]) == [[(says, rule)]]
 
 
-def test_more_requests_than_seats_are_told(game: Page) -> None:
+def test_more_requests_than_seats_and_a_wrong_victim_are_told(game: Page) -> None:
     full = replace(STEP, seats=2, decision=Decision({"A": 8, "B": 1}))
-    assert told(game, [(full, STEP.decision)]) == [
-        [("After your step 3 requests run, but there are 2 seats.", "seats")]
+    tight = replace(STEP, decision=Decision({"A": 8}, frozenset("B")))
+    assert told(game, [(full, STEP.decision), (tight, Decision({"B": 1}, frozenset("A")))]) == [
+        [("After your step 3 requests run, but there are 2 seats.", "seats")],
+        [("Look at A: you preempt it.", "victim")],
     ]
 
 
