@@ -50,6 +50,17 @@ def test_the_watermark_holds_for_admissions_while_something_runs() -> None:
     assert len(d.blocks("a")) == 2, "a running request takes what it needs"
 
 
+def test_without_chunked_prefill_a_prompt_waits_for_a_step_with_room() -> None:
+    d = drive(enable_chunked_prefill=False, max_num_batched_tokens=40, num_gpu_blocks=40)
+    d.add("a", 30)
+    d.add("b", 11)
+    d.add("c", 2)
+    assert d.step() == {"a": 30}, "b does not fit into what is left, and blocks c"
+    assert d.step() == {"a": 1, "b": 11, "c": 2}
+    d.add("d", 37)
+    assert d.step() == {"a": 1, "b": 1, "c": 1, "d": 37}, "exactly what is left"
+
+
 # The threshold for long prompts
 
 
@@ -156,6 +167,20 @@ def test_equal_requests_do_not_preempt_each_other_forever() -> None:
     assert num_steps_of_equals(vllms, must_fit=True) < 20
 
 
+def test_a_scheduled_victims_tokens_return_to_the_budget() -> None:
+    d = drive(num_gpu_blocks=5, max_model_len=16, policy="priority", max_num_batched_tokens=8)
+    d.add("worst", 6, max_tokens=9, priority=9)
+    d.step()
+    d.add("first", 4, max_tokens=9, priority=0)
+    d.add("second", 3, max_tokens=9, priority=1)
+    d.step()
+    output = d.schedule()
+    assert output.preempted_req_ids == {"worst"}
+    assert output.num_scheduled_tokens == {"first": 1, "second": 1}
+    assert output.total_num_scheduled_tokens == 2
+    assert output.scheduled_cached_reqs.req_ids == ["first", "second"]
+
+
 # Ends
 
 
@@ -232,6 +257,29 @@ def test_drafts_are_extra_tokens_and_rejected_ones_are_rolled_back() -> None:
     stats = d.scheduler.make_stats().spec_decoding_stats
     assert (stats.num_drafts, stats.num_draft_tokens, stats.num_accepted_tokens) == (1, 3, 2)
     assert stats.num_accepted_tokens_per_pos == [1, 1, 0]
+
+
+def test_drafts_without_room_are_dropped() -> None:
+    d = drive(drafting=DraftingConfig(num_speculative_tokens=3), max_num_batched_tokens=3)
+    d.add("a", 1, max_tokens=9)
+    d.add("b", 1, max_tokens=9)
+    d.step({"a": [7], "b": [7, 8, 9]})
+    output = d.schedule()
+    assert output.num_scheduled_tokens == {"a": 2, "b": 1}
+    assert output.scheduled_spec_decode_tokens == {"a": [7]}
+    assert not d.scheduler.requests["b"].spec_token_ids
+
+
+def test_a_scheduled_victims_drafts_leave_the_step() -> None:
+    d = drive(num_gpu_blocks=5, max_model_len=12, policy="priority", drafting=DraftingConfig(num_speculative_tokens=1))
+    d.add("worst", 5, max_tokens=6, priority=9)
+    d.step()
+    d.add("best", 8, max_tokens=3, priority=1)
+    d.step({"worst": [0]})
+    output = d.schedule()
+    assert output.num_scheduled_tokens == {"best": 1}
+    assert output.preempted_req_ids == {"worst"}
+    assert output.scheduled_spec_decode_tokens == {}
 
 
 def test_too_many_drafts_are_refused() -> None:

@@ -3,6 +3,7 @@ connector's two sides.
 """
 
 import ctypes
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -135,13 +136,8 @@ def make_caches(
 ) -> dict[str, tuple[torch.Tensor, ...]]:
     """Make each layer's keys and values: a different number in every position, or zeros."""
     shape = (config.num_gpu_blocks, config.block_size, num_kv_heads, 8)
-    size = int(np.prod(shape))
-    caches = {}
-    for layer in range(num_layers):
-        start = 2 * layer * size + 1
-        make = [torch.arange(start + part * size, start + (part + 1) * size).float().view(shape) for part in (0, 1)]
-        caches[f"layer {layer}"] = tuple(make) if fill else (torch.zeros(shape), torch.zeros(shape))
-    return caches
+    numbers = torch.arange(2.0 * num_layers * math.prod(shape)).add(1).view(num_layers, 2, *shape) * fill
+    return {f"layer {index}": tuple(part.clone() for part in pair) for index, pair in enumerate(numbers)}
 
 
 class NixlEngine(PullEngine):

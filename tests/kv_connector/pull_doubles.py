@@ -135,3 +135,10 @@ def engines(kind: Callable[..., PullEngine], *first: Any) -> Iterator[Callable[.
     yield make
     for engine in built:
         engine.close()
+
+
+def check_given_back(p: PullEngine, d: PullEngine) -> None:
+    """Let the decode engine send its release, and expect the prefill engine to free the blocks of `r`."""
+    assert d.scheduler.has_pending_block_frees()
+    d.step_until(lambda _: not d.scheduler.has_pending_block_frees())
+    assert p.step_until(lambda output: output.finished_sending).finished_sending == {"r"}

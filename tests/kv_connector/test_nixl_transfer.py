@@ -8,7 +8,7 @@ import time
 
 import pytest
 from kv_connector.nixl_doubles import Network, NixlEngine
-from kv_connector.pull_doubles import TO_DECODE, Block, all_equal, blocks_of, engines
+from kv_connector.pull_doubles import TO_DECODE, Block, all_equal, blocks_of, check_given_back, engines
 from patience import PATIENCE, eventually
 from refusals import assert_refused
 
@@ -43,9 +43,7 @@ def test_a_release_says_how_many_ranks_have_read_and_bytes_are_counted(p, d):
 def test_a_full_hit_reads_nothing_and_notifies(p, d):
     request = d.take("mine", 8, p.prefill("r", 8, [5, 2]))
     d.scheduler.update_state_after_alloc(request, [Block(1, "hash"), Block(3, "hash")], 0)
-    assert d.scheduler.has_pending_block_frees()
-    d.step_until(lambda _: not d.scheduler.has_pending_block_frees())
-    assert p.step_until(lambda output: output.finished_sending).finished_sending == {"r"}
+    check_given_back(p, d)
     assert not d.agent.reads
 
 
@@ -188,8 +186,7 @@ def test_after_a_failed_step_nothing_is_written_and_the_blocks_are_given_up(p, d
     assert eventually(lambda: d.step() and d.agent.reads, pause=0.002)
     d.fail_a_step()
     assert d.agent.reads[0].is_released
-    d.step_until(lambda _: not d.scheduler.has_pending_block_frees())
-    assert p.step_until(lambda output: output.finished_sending).finished_sending == {"r"}
+    check_given_back(p, d)
     assert not any(tensor.any() for layer in d.caches.values() for tensor in layer)
 
 

@@ -4,7 +4,7 @@ released.
 
 import pytest
 from kv_connector.nixl_doubles import Network, NixlEngine
-from kv_connector.pull_doubles import Block, Clock, all_equal, blocks_of, engines
+from kv_connector.pull_doubles import Block, Clock, all_equal, blocks_of, check_given_back, engines
 from kv_connector.tcp_doubles import tcp_engines
 from patience import eventually
 from refusals import assert_refused
@@ -58,13 +58,6 @@ def test_only_what_the_prefix_cache_lacks_is_read(p, d):
 def test_a_request_that_is_aborted_before_it_reads_gives_the_blocks_back(p, d):
     d.abort(d.take("mine", 10, p.prefill("r", 10, [5, 2, 9])))
     check_given_back(p, d)
-
-
-def check_given_back(p, d):
-    """Let the decode engine send its release, and expect the prefill engine to free the blocks."""
-    assert d.scheduler.has_pending_block_frees()
-    d.step_until(lambda _: not d.scheduler.has_pending_block_frees())
-    assert p.step_until(lambda output: output.finished_sending).finished_sending == {"r"}
 
 
 @pytest.mark.parametrize(
