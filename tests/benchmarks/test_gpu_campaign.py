@@ -5,8 +5,8 @@ import re
 from pathlib import Path
 
 import pytest
+from refusals import assert_refused
 
-from minivllm.errors import MinivllmError
 from minivllm_lab.exercise import load
 
 
@@ -43,8 +43,8 @@ def test_tests_and_kernels_come_first_and_every_lesson_is_there(bench, tmp_path)
 
 
 def test_a_stage_that_is_not_there_is_refused_by_name(bench, tmp_path):
-    with pytest.raises(MinivllmError, match="no stage 'kernel': the stages are tests, kernels, "):
-        bench.chosen(bench.stages_of("cuda", "a-gpu", False, tmp_path), ["tests", "kernel"])
+    stages = bench.stages_of("cuda", "a-gpu", False, tmp_path)
+    assert_refused("no stage 'kernel': the stages are tests, kernels, ", bench.chosen, stages, ["tests", "kernel"])
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])

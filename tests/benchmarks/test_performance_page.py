@@ -10,17 +10,21 @@ from minivllm_lab.results import read_record
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 
-@pytest.mark.parametrize("name", ["peers"])
-def test_the_table_is_that_of_the_results(name, load_benchmark):
+def test_the_table_is_that_of_the_results(load_benchmark):
     page = (BENCHMARKS / "PERFORMANCE.md").read_text()
-    record = read_record(BENCHMARKS / f"results/{name}.cpu.json", name)
-    assert put_between_marks(page, name, load_benchmark(name).markdown(record)) == page
+    record = read_record(BENCHMARKS / "results/peers.cpu.json", "peers")
+    assert put_between_marks(page, "peers", load_benchmark("peers").markdown(record)) == page
 
 
 @pytest.mark.parametrize(
-    ("name", "mark", "part"), [("chunked_prefill", "servers", None), ("preemption", "cliff", "cliff")]
+    ("name", "mark", "part"),
+    [
+        ("chunked_prefill", "servers", None),
+        ("preemption", "cliff", "cliff"),
+        ("speculation", "speculation", None),
+    ],
 )
-def test_the_notes_have_the_live_servers_results(name, mark, part, load_benchmark):
+def test_the_notes_have_the_results(name, mark, part, load_benchmark):
     benchmark = load_benchmark(name)
     figures = read_record(BENCHMARKS / f"results/{name}.cpu.json", name)["figures"]
     page = benchmark.NOTES.read_text()

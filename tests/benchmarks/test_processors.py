@@ -14,22 +14,14 @@ def of(cpu: str, date: str = "2026-01-01", name: str = "peers", cores: int = 2, 
     return {"name": name, "date": date, "machine": {"cpu": cpu, "cores": cores}, **more}
 
 
-def test_another_processor_is_kept(bench, tmp_path):
+def test_another_processor_is_kept_and_so_is_the_same_one_with_more_cores(bench, tmp_path):
     path = tmp_path / "results.json"
-    for result in (of("AMD"), of("Intel"), of("Arm"), of("Intel", "2026-02-02")):
+    for result in (of("AMD"), of("Intel"), of("AMD", cores=8), of("Intel", "2026-02-02")):
         path.write_text(json.dumps(bench.with_others(path, result)))
-    kept = bench.all_kinds(json.loads(path.read_text()))
-    assert [(entry["machine"]["cpu"], entry["date"]) for entry in kept] == [
-        ("Intel", "2026-02-02"),
-        ("Arm", "2026-01-01"),
-        ("AMD", "2026-01-01"),
-    ]
-
-
-def test_the_same_processor_with_more_cores_is_another_kind(bench, tmp_path):
-    path = tmp_path / "results.json"
-    path.write_text(json.dumps(of("AMD", cores=8)))
-    assert len(bench.all_kinds(bench.with_others(path, of("AMD")))) == 2
+    kept = [(entry["date"], entry["machine"]) for entry in bench.all_kinds(json.loads(path.read_text()))]
+    old = "2026-01-01"
+    amd, larger = ((old, {"cpu": "AMD", "cores": cores}) for cores in (2, 8))
+    assert kept == [("2026-02-02", {"cpu": "Intel", "cores": 2}), larger, amd]
 
 
 @pytest.mark.parametrize("content", [None, "no JSON", json.dumps(of("Intel", name="another"))])

@@ -42,7 +42,7 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput  # noqa: E402
 from vllm.v1.request import Request, RequestStatus  # noqa: E402
 from vllm.v1.structured_output import StructuredOutputManager  # noqa: E402
 
-from minivllm_lab.predict.workload import drafts_after, sampled  # noqa: E402
+from minivllm_lab.predict.workload import SCHEDULER_KEYS, drafts_after, sampled  # noqa: E402
 from vllm import __version__  # noqa: E402
 
 VERSION = "0.33.0"
@@ -61,14 +61,7 @@ def make_scheduler(config: dict[str, Any], model: Path) -> Scheduler:
         model_config=model_config,
         speculative_config=_speculative_config(config, model_config),
         scheduler_config=SchedulerConfig(
-            max_num_seqs=config["max_num_seqs"],
-            max_num_batched_tokens=config["max_num_batched_tokens"],
-            max_model_len=config["max_model_len"],
-            is_encoder_decoder=False,
-            long_prefill_token_threshold=config["long_prefill_token_threshold"],
-            policy=config["policy"],
-            enable_chunked_prefill=config["enable_chunked_prefill"],
-            async_scheduling=False,
+            **{key: config[key] for key in SCHEDULER_KEYS}, is_encoder_decoder=False, async_scheduling=False
         ),
         cache_config=cache_config,
         device_config=DeviceConfig("cpu"),
@@ -193,19 +186,13 @@ def main() -> int:
     if not __version__.startswith(arguments.release):
         print(f"this is vLLM {__version__}, not {arguments.release}", file=sys.stderr)
         return 2
-    if arguments.workload.is_dir():
-        files = sorted(arguments.workload.glob("w*.json"))
-        recorded: dict[str, Any] = {"traces": {file.stem: record_file(file, arguments.model) for file in files}}
-    else:
-        recorded = {"steps": record_file(arguments.workload, arguments.model)}
+    is_folder = arguments.workload.is_dir()
+    files = sorted(arguments.workload.glob("w*.json")) if is_folder else [arguments.workload]
+    traces = {file.stem: record(json.loads(file.read_text()), arguments.model) for file in files}
+    recorded = {"traces": traces} if is_folder else {"steps": traces[arguments.workload.stem]}
     json.dump({"vllm": arguments.release} | recorded, sys.stdout, separators=(",", ":"))
     print()
     return 0
-
-
-def record_file(workload: Path, model: Path) -> list[dict[str, Any]]:
-    """Return the trace of the workload in a file."""
-    return record(json.loads(workload.read_text()), model)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any, cast
 
-from core.worker_double import NextToken, WorkerDouble
+from core.worker_double import NextToken, WorkerDouble, prefixes_of
 
 from minivllm.config import KVTransferConfig
 from minivllm.core.block_pool import KVCacheBlock
@@ -163,16 +163,12 @@ class RemoteWorkerDouble(WorkerDouble):
         return done
 
     def reset(self) -> None:
-        """Forget the requests and loads, as a rank does after a failed step."""
-        self.requests.clear()
+        super().reset()
         self.loading.clear()
 
     def arrive(self, load: Load, output: KVConnectorOutput) -> None:
         """Fill the blocks of a load, except those that are planned to fail."""
-        prefixes, running = [], hash(load.request.sampling_params)
-        for token_id in load.request.all_token_ids[: load.stop]:
-            running = hash((running, token_id))
-            prefixes.append(running)
+        prefixes = prefixes_of(load.request.sampling_params, load.request.all_token_ids[: load.stop])
         broken = range(len(load.block_ids)) if load.fails is None else load.fails
         first = load.start // self.block_size
         for place, block_id in enumerate(load.block_ids):

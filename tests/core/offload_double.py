@@ -4,15 +4,13 @@ worst moment.
 
 from dataclasses import dataclass
 from random import Random
-from typing import cast
+from typing import Any, cast
 
 from core.worker_double import NextToken, WorkerDouble
 
 from minivllm.core.kv_connector import KVConnectorOutput
 from minivllm.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from minivllm.kv_connector.offload.metadata import BlockCopy, OffloadMetadata
-
-Block = list[int | None]
 
 
 @dataclass
@@ -39,14 +37,13 @@ class OffloadingWorkerDouble(WorkerDouble):
     def __init__(self, block_size: int, next_token: NextToken, rng: Random, most_steps: int = 3) -> None:
         super().__init__(block_size, next_token)
         self.rng, self.most_steps = rng, most_steps
-        self.host: dict[int, Block] = {}
+        self.host: dict[int, list[Any]] = {}
         self.copies: list[UnderWay] = []
         self.num_flushes = 0
 
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         metadata = cast(OffloadMetadata, output.kv_connector_metadata)
-        told: list[int] = []
-        self.told = told
+        self.told: list[int] = []
         connector_output = KVConnectorOutput()
         if metadata.need_flush:
             self.num_flushes += 1
@@ -61,16 +58,15 @@ class OffloadingWorkerDouble(WorkerDouble):
             copy.num_steps -= 1
             if copy.num_steps <= 0:
                 self._end(copy, connector_output)
-        connector_output.kv_connector_worker_meta = [told] if told else None
+        connector_output.kv_connector_worker_meta = [self.told] if self.told else None
         done.kv_connector_output = None if connector_output.is_empty() else connector_output
         return done
 
     def reset(self) -> None:
-        """Forget all transfers, as a rank does after a failed step."""
-        self.requests.clear()
+        super().reset()
         for copy in self.copies:
             if copy.is_late and copy.is_store:
-                self._store(copy.job)
+                self._move(copy)
         self.copies.clear()
 
     def _begin(self, job: BlockCopy, name: str | int) -> None:
@@ -89,18 +85,10 @@ class OffloadingWorkerDouble(WorkerDouble):
             output.finished_recving.add(copy.name)
 
     def _move(self, copy: UnderWay) -> None:
-        if copy.is_store:
-            self._store(copy.job)
-            return
         for block_id, cpu_block_id in zip(copy.job.block_ids, copy.job.cpu_block_ids, strict=True):
-            self._fill(block_id, self.host[cpu_block_id])
-
-    def _store(self, job: BlockCopy) -> None:
-        for block_id, cpu_block_id in zip(job.block_ids, job.cpu_block_ids, strict=True):
-            places = range(self.block_size)
-            self.host[cpu_block_id] = [self.slots.get((block_id, offset)) for offset in places]
-
-    def _fill(self, block_id: int, block: Block) -> None:
-        for offset, content in enumerate(block):
-            assert content is not None, "what was stored was not computed"
-            self.slots[block_id, offset] = content
+            places = [(block_id, offset) for offset in range(self.block_size)]
+            if copy.is_store:
+                self.host[cpu_block_id] = [self.slots.get(place) for place in places]
+            else:
+                assert None not in self.host[cpu_block_id], "what was stored was not computed"
+                self.slots |= dict(zip(places, self.host[cpu_block_id], strict=True))

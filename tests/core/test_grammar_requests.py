@@ -81,7 +81,7 @@ def test_only_the_steps_that_sample_by_a_grammar_say_so():
     add(d, "a", Wanted(), prompt=6)
     chunk = d.schedule()
     assert not chunk.has_structured_output_requests
-    d.scheduler.update_from_output(chunk, d.worker.execute(chunk))
+    d.update()
     assert d.schedule().has_structured_output_requests
 
 
@@ -100,7 +100,7 @@ def test_a_wait_outlasts_a_failed_step():
     d = Drive(make_scheduler())
     wanted = Wanted(pending=True)
     add(d, "a", wanted)
-    d.scheduler.start_over(())
+    d.fail_step()
     assert d.step() == {}
     wanted.pending = False
     assert d.step() == {"a": 4}
@@ -113,8 +113,7 @@ def test_the_grammar_moves_on_with_each_token_also_over_a_preemption():
     d.add("a", 7, max_tokens=9)
     d.scheduler.waiting.remove_requests([request])
     d.scheduler.waiting.add_request(request)
-    while d.scheduler.has_unfinished_requests():
-        d.step()
+    d.finish()
     assert request.num_preemptions > 0
     assert wanted.grammar.accepted == request.output_token_ids
 
@@ -124,9 +123,8 @@ def test_the_end_of_the_grammar_is_the_requests_also_where_eos_is_ignored(ignore
     d = Drive(make_scheduler())
     d.worker.next_token = lambda token_ids: 7 if len(token_ids) == 6 else 5
     request = add(d, "a", Wanted(Grammar(length=2)), max_tokens=8, eos_token_ids=() if ignore_eos else (7,))
-    while d.scheduler.has_unfinished_requests():
-        d.step()
-    assert d.engine_outputs[0].finish_reason == "stop"
+    d.finish()
+    assert d.last["a"].finish_reason == "stop"
     assert request.output_token_ids == [5, 5, 7]
 
 

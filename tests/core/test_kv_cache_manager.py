@@ -22,20 +22,6 @@ def allocate(manager: KVCacheManager, request: Request, count: int, **arguments:
     return None if blocks is None else [block.block_id for block in blocks]
 
 
-def test_what_does_not_fit_changes_nothing() -> None:
-    manager = make(num_gpu_blocks=4)
-    a, b = request("a", [*range(8)]), request("b", [*range(8), *range(50, 58)])
-    allocate(manager, a, 8)
-    hits, num_tokens = manager.get_computed_blocks(b)
-    assert num_tokens == 8
-    assert allocate(manager, b, 8, new_computed_blocks=hits) is None
-    assert manager.get_block_ids("b") == []
-    assert [block.ref_cnt for block in hits] == [1, 1]
-    assert manager.block_pool.get_num_free_blocks() == 1
-    manager.free(b)
-    assert allocate(manager, b, 4, new_computed_blocks=hits) == [3]
-
-
 def test_lookahead_slots_end_at_max_model_len() -> None:
     manager, a = make(), request("a", [*range(30)])
     assert len(allocate(manager, a, 30, num_lookahead_tokens=20) or []) == 8

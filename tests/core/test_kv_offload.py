@@ -13,12 +13,17 @@ def hits(manager: CPUOffloadingManager) -> set[bytes]:
     return {key for key in KEYS if manager.lookup(key) is LookupResult.HIT}
 
 
+def begun(manager: CPUOffloadingManager, *keys: bytes) -> list[bytes]:
+    """Begin to store the keys of one request; return those that are not there."""
+    output = manager.prepare_store(keys)
+    assert output is not None
+    return output.keys_to_store
+
+
 def stored(manager: CPUOffloadingManager, *keys: bytes) -> set[bytes]:
     """Store the keys of one request; return those that were evicted to make room."""
     before = hits(manager)
-    output = manager.prepare_store(keys)
-    assert output is not None
-    manager.complete_store(output.keys_to_store)
+    manager.complete_store(begun(manager, *keys))
     return before - hits(manager)
 
 
@@ -39,12 +44,8 @@ def test_a_key_is_pending_while_it_is_stored_and_then_a_hit() -> None:
 def test_duplicates_are_stored_once() -> None:
     manager = CPUOffloadingManager(4)
     stored(manager, A)
-    output = manager.prepare_store([A, B, B])
-    assert output is not None
-    assert output.keys_to_store == [B]
-    again = manager.prepare_store([A, B])
-    assert again is not None
-    assert again.keys_to_store == []
+    assert begun(manager, A, B, B) == [B]
+    assert begun(manager, A, B) == []
 
 
 def test_what_is_pinned_is_not_evicted_and_a_full_pool_takes_what_fits() -> None:
@@ -52,9 +53,7 @@ def test_what_is_pinned_is_not_evicted_and_a_full_pool_takes_what_fits() -> None
     stored(manager, A, B)
     manager.prepare_load([A])
     manager.prepare_load([A])
-    output = manager.prepare_store([C, D])
-    assert output is not None
-    assert output.keys_to_store == [C]
+    assert begun(manager, C, D) == [C]
     assert hits(manager) == {A}
     assert manager.prepare_store([D]) is None
     assert not manager.reset()

@@ -7,18 +7,17 @@ shared or preempted, and whatever was drafted.
 """
 
 import hashlib
-from dataclasses import dataclass
 from random import Random
 from typing import Any
 
 from conformance.workloads import random_workload
-from core.invariants import check_scheduler
-from core.worker_double import WorkerDouble
+from core.driving import Drive
+from core.worker_double import WorkerAhead, WorkerDouble
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minivllm.config import CacheConfig, DraftingConfig, SchedulerConfig
-from minivllm.core.engine_messages import EngineCoreOutput
+from minivllm.core.async_scheduler import AsyncScheduler
 from minivllm.core.lora_request import LoRARequest
 from minivllm.core.request import Request, RequestStatus
 from minivllm.core.scheduler import Scheduler
@@ -33,73 +32,49 @@ def toy_model(token_ids: list[int]) -> int:
     return hashlib.sha256(bytes(token & 255 for token in token_ids[-3:])).digest()[0] % 4
 
 
-@dataclass
-class Run:
-    """A workload under way, with everything checked at every step."""
+class Run(Drive):
+    """A run whose answers are known, whose drafts are random, and whose every step is checked."""
 
-    scheduler: Scheduler
-    rng: Random
+    def __init__(self, scheduler: Scheduler, rng: Random, depth: int = 1, worker: WorkerDouble | None = None) -> None:
+        kind = WorkerAhead if depth > 1 else WorkerDouble
+        super().__init__(scheduler, worker or kind(scheduler.cache_config.block_size, toy_model), depth)
+        self.rng = rng
 
-    def __post_init__(self) -> None:
-        self.worker = WorkerDouble(self.scheduler.cache_config.block_size, toy_model)
-        self.requests: dict[str, Request] = {}
-        self.received: dict[str, list[int]] = {}
-        self.reasons: dict[str, str] = {}
-
-    def add(self, request: Request) -> None:
-        self.scheduler.add_request(request)
-        self.requests[request.request_id] = request
-        self.received[request.request_id] = []
-
-    def abort(self, request_ids: list[str]) -> None:
-        for request_id in self.scheduler.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED):
-            self.reasons[request_id] = "abort"
-
-    def step(self, aborts_under_way: list[str]) -> None:
+    def schedule(self) -> SchedulerOutput:
         unfinished = self.scheduler.has_unfinished_requests()
-        output = self.scheduler.schedule()
-        check_scheduler(self.scheduler, under_way=True)
-        self.check_output(output, unfinished)
-        sampled = self.worker.execute(output)
-        self.abort(aborts_under_way)
-        for engine_output in self.scheduler.update_from_output(output, sampled):
-            self.receive(engine_output)
-        self.scheduler.update_draft_token_ids(self.drafts(list(sampled.sampled_token_ids)))
-        check_scheduler(self.scheduler)
-
-    def check_output(self, output: SchedulerOutput, unfinished: bool) -> None:
+        waits = self.scheduler.remote or any(step.num_scheduled_tokens for step, _ in self.in_flight)
+        output = super().schedule()
         counts = output.num_scheduled_tokens
         assert all(count > 0 for count in counts.values())
         assert sum(counts.values()) == output.total_num_scheduled_tokens <= self.scheduler.config.max_num_batched_tokens
-        assert bool(counts) == unfinished, "a step in which nobody advances"
+        assert bool(counts) == unfinished or (waits and not counts), "a step in which nobody advances"
         assert not output.preempted_req_ids & set(counts)
         assert not (output.preempted_req_ids and output.scheduled_new_reqs), "admission in a step that preempted"
+        return output
 
-    def receive(self, engine_output: EngineCoreOutput) -> None:
-        assert engine_output.new_token_ids
-        assert engine_output.request_id not in self.reasons, "output of a request that has ended"
-        self.received[engine_output.request_id] += engine_output.new_token_ids
-        if engine_output.finish_reason is not None:
-            self.reasons[engine_output.request_id] = engine_output.finish_reason
-
-    def drafts(self, request_ids: list[str]) -> dict[str, list[int]]:
-        """Guess some tokens for each request; the first ones are often right."""
-        drafts = {}
-        for request_id in request_ids:
-            tokens = list(self.requests[request_id].all_token_ids)
+    def propose(self, drafts: dict[str, list[int]]) -> None:
+        """Guess some tokens after those that the worker knows; the first ones are often right."""
+        for request_id, request in self.worker.requests.items():
+            tokens = list(request.token_ids)
             for _ in range(self.rng.randint(0, self.scheduler.drafting.num_speculative_tokens)):
                 tokens.append(toy_model(tokens) if self.rng.random() < 0.7 else self.rng.randrange(4))
-            drafts[request_id] = tokens[self.requests[request_id].num_tokens :]
-        return drafts
+            drafts[request_id] = tokens[len(request.token_ids) :]
+        if isinstance(self.worker, WorkerAhead):
+            self.worker.drafts = drafts
+        else:
+            super().propose(drafts)
 
-    def check_end(self) -> None:
-        pool = self.scheduler.kv_cache_manager.block_pool
-        assert pool.get_num_free_blocks() == pool.num_usable_blocks
-        for request_id, request in self.requests.items():
+    def finish(self) -> int:
+        """Step until no request is left, then check tokens and blocks."""
+        total = super().finish()
+        assert self.num_free == self.scheduler.kv_cache_manager.block_pool.num_usable_blocks, "a block is lost"
+        for name, request in self.requests.items():
             expected = alone(request, self.scheduler.config.max_model_len)
-            received = self.received[request_id]
-            assert received == expected[: len(received)]
-            assert len(received) == len(expected) or self.reasons[request_id] == "abort"
+            assert self.received[name] == expected[: len(self.received[name])], f"{name}: another token"
+            ended = self.last.get(name)
+            assert (ended is None) == (request.status is RequestStatus.FINISHED_ABORTED)
+            assert ended is None or ended.error or self.received[name] == expected
+        return total
 
 
 def alone(request: Request, max_model_len: int) -> list[int]:
@@ -114,20 +89,19 @@ def alone(request: Request, max_model_len: int) -> list[int]:
 
 def serve(run: Run, workload: dict[str, Any]) -> None:
     """Add the workload's requests as they arrive, and step until all have ended."""
-    entries = workload["requests"]
+    entries, step = workload["requests"], 0
     last_arrival = max(entry["arrival_step"] for entry in entries)
-    step = 0
     while step <= last_arrival or run.scheduler.has_unfinished_requests():
         for entry in entries:
             if entry["arrival_step"] == step:
-                run.add(random_request(entry, run.scheduler.config, run.rng))
+                run.add(entry["id"], **random_request(entry, run.scheduler.config, run.rng))
         aborts = workload["aborts"].get(str(step), [])
         under_way = run.rng.random() < 0.5
         run.abort([] if under_way else aborts)
-        run.step(aborts if under_way else [])
+        run.step(aborts=aborts if under_way else [])
         step += 1
         assert step < 20_000, "the workload does not end"
-    run.check_end()
+    run.finish()
 
 
 def configs_of(workload: dict[str, Any], num_drafts: int = 0, **settings: Any) -> tuple[SchedulerConfig, CacheConfig]:
@@ -142,21 +116,20 @@ def configs_of(workload: dict[str, Any], num_drafts: int = 0, **settings: Any) -
     return SchedulerConfig(**(shared | settings)), cache_config
 
 
-def random_request(entry: dict[str, Any], config: SchedulerConfig, rng: Random) -> Request:
+def random_request(entry: dict[str, Any], config: SchedulerConfig, rng: Random) -> dict[str, Any]:
     adapter = rng.randint(0, config.max_loras + 1) if config.max_loras else 0
     salt = rng.choice([None, None, "salt"])
-    return Request(
-        entry["id"],
-        [token % 4 for token in entry["prompt"]],
-        max_tokens=entry["max_tokens"],
-        arrival_time=entry["arrival_step"],
-        priority=entry["priority"],
-        stop_token_ids=rng.choice([(), (), (), (3,)]),
-        lora_request=LoRARequest(f"adapter-{adapter}", adapter, "/adapters") if adapter else None,
-        cache_salt=salt,
-        skip_reading_prefix_cache=rng.random() < 0.1,
-        sampling_params=(adapter, salt),
-    )
+    return {
+        "prompt": [token % 4 for token in entry["prompt"]],
+        "max_tokens": entry["max_tokens"],
+        "arrival_time": entry["arrival_step"],
+        "priority": entry["priority"],
+        "stop_token_ids": rng.choice([(), (), (), (3,)]),
+        "lora_request": LoRARequest(f"adapter-{adapter}", adapter, "/adapters") if adapter else None,
+        "cache_salt": salt,
+        "skip_reading_prefix_cache": rng.random() < 0.1,
+        "sampling_params": (adapter, salt),
+    }
 
 
 @settings(max_examples=40, deadline=None)
@@ -177,3 +150,24 @@ def test_workloads_with_drafts_adapters_watermark_and_all_else(seed: int) -> Non
         settings["max_num_batched_tokens"] = workload["config"]["max_model_len"]
     configs = configs_of(workload, num_drafts + num_lookahead, **settings)
     serve(Run(Scheduler(*configs), rng), workload)
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=SEEDS)
+def test_workloads_with_steps_in_flight(seed: int) -> None:
+    """Two steps are in flight, with or without drafts, or three through pipeline stages, in pools
+    that are too small.
+    """
+    rng = Random(seed)
+    workload = random_workload(rng)
+    through_stages = rng.random() < 0.3
+    num_drafts = 0 if through_stages else rng.choice([0, 0, 1, 3])
+    configs = configs_of(
+        workload,
+        2 * num_drafts,
+        max_num_batched_tokens=workload["config"]["max_model_len"],
+        max_loras=rng.choice([0, 1, 2]),
+        drafting=DraftingConfig(num_speculative_tokens=num_drafts),
+        async_scheduling=not through_stages,
+    )
+    serve(Run(AsyncScheduler(*configs), rng, depth=3 if through_stages else 2), workload)

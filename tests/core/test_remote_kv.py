@@ -3,148 +3,92 @@ fail.
 """
 
 import json
-from collections.abc import Collection
+from collections.abc import Iterable, Iterator
 from random import Random
 from typing import Any
 
 import pytest
 from core.connector_double import ConnectorDouble, Plan, RemoteWorkerDouble
-from core.invariants import check_scheduler
-from core.test_random_workloads import alone, toy_model
+from core.driving import make_scheduler
+from core.test_random_workloads import SEEDS, Run, toy_model
 from core.worker_double import WorkerDouble
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minivllm.config import CacheConfig, SchedulerConfig
 from minivllm.core.async_scheduler import AsyncScheduler
 from minivllm.core.engine_messages import EngineCoreOutput
 from minivllm.core.kv_connector import KVConnectorBase_V1
 from minivllm.core.lora_request import LoRARequest
-from minivllm.core.remote_kv import LOAD_FAILED
+from minivllm.core.remote_kv import LOAD_FAILED, RemoteKV
 from minivllm.core.request import Request, RequestStatus
 from minivllm.core.scheduler import Scheduler
-from minivllm.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from minivllm.engine.step_recorder import StepRecorder
 
 
-class ConnectorRun:
-    """A scheduler with a connector and a worker, whose bookkeeping is checked at every call.
-    `ahead` keeps steps in flight.
-    """
+class ConnectorRun(Run):
+    """A run with a connector, whose loads may fail. `ahead` keeps steps in flight."""
 
     def __init__(
-        self,
-        connector: KVConnectorBase_V1,
-        worker: WorkerDouble,
-        *,
-        ahead: bool = False,
-        num_gpu_blocks: int = 11,
-        **rest: Any,
+        self, connector: KVConnectorBase_V1, worker: WorkerDouble, rng: Random, ahead: bool = False, **rest: Any
     ) -> None:
-        cache = CacheConfig(num_gpu_blocks=num_gpu_blocks, block_size=4, **rest.pop("cache", {}))
-        config = SchedulerConfig(**({"max_model_len": 40, "async_scheduling": ahead} | rest))
-        self.scheduler = (AsyncScheduler if ahead else Scheduler)(config, cache)
-        self.scheduler.use_connector(
-            connector, connector.config.kv_transfer_config.kv_load_failure_policy == "recompute"
-        )
-        self.worker = worker
-        self.requests: dict[str, Request] = {}
-        self.received: dict[str, list[int]] = {}
-        self.last: dict[str, EngineCoreOutput] = {}
-        self.in_flight: list[tuple[SchedulerOutput, ModelRunnerOutput]] = []
-        self.depth = 1 + ahead
+        scheduler = make_scheduler(AsyncScheduler if ahead else Scheduler, async_scheduling=ahead, **rest)
+        recomputes = connector.config.kv_transfer_config.kv_load_failure_policy == "recompute"
+        scheduler.use_connector(connector, recomputes)
+        super().__init__(scheduler, rng, 1 + ahead, worker)
 
     @property
-    def num_free(self) -> int:
-        return self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+    def remote(self) -> RemoteKV:
+        assert self.scheduler.remote is not None
+        return self.scheduler.remote
 
-    def add(self, name: str, prompt: list[int] | int, max_tokens: int = 3, **arguments: Any) -> Request:
-        prompt = [(len(self.requests) + place) % 4 for place in range(prompt)] if isinstance(prompt, int) else prompt
-        request = self.requests[name] = Request(name, prompt, max_tokens=max_tokens, **arguments)
-        self.received[name] = []
-        self.scheduler.add_request(request)
-        return request
+    def add(self, request_id: str, prompt: int | list[int], max_tokens: int = 3, **arguments: Any) -> Request:
+        return super().add(request_id, prompt, max_tokens, **arguments)
 
-    def schedule(self) -> SchedulerOutput:
-        output = self.scheduler.schedule()
-        check_scheduler(self.scheduler, under_way=True)
-        self.in_flight.append((output, self.worker.execute(output)))
-        return output
+    def update(self) -> list[EngineCoreOutput]:
+        _, done = self.in_flight[0]
+        if not (report := done.kv_connector_output) or not report.invalid_block_ids:
+            return super().update()
+        lost = self.remote.failed_loads(report, self.scheduler.requests)
+        self.last |= {name: EngineCoreOutput.failed(name, LOAD_FAILED) for name in lost}
+        self.fail_step(lost)
+        return []
 
-    def update(self) -> None:
-        step, done = self.in_flight.pop(0)
-        if (report := done.kv_connector_output) and report.invalid_block_ids:
-            assert self.scheduler.remote is not None
-            lost = self.scheduler.remote.failed_loads(report, self.scheduler.requests)
-            self.last |= {name: EngineCoreOutput.failed(name, LOAD_FAILED) for name in lost}
-            self.fail_step(lost)
-            return
-        for output in self.scheduler.update_from_output(step, done):
-            assert output.request_id not in self.last, "output of a request that has ended"
-            self.received[output.request_id] += output.new_token_ids
-            if output.finish_reason:
-                self.last[output.request_id] = output
-        check_scheduler(self.scheduler)
-
-    def step(self) -> dict[str, int]:
-        output = self.schedule()
-        if len(self.in_flight) == self.depth:
-            self.update()
-        return dict(output.num_scheduled_tokens)
-
-    def fail_step(self, gone: Collection[str] = ()) -> None:
-        """Drop the steps in flight and the requests `gone`, as after an error on a rank."""
-        self.in_flight.clear()
-        self.scheduler.start_over(gone)
-        self.worker.reset()
-        check_scheduler(self.scheduler)
-
-    def abort_one(self, rng: Random) -> None:
-        """Abort a random request, possibly one that has ended."""
-        self.scheduler.finish_requests([rng.choice(list(self.requests))], RequestStatus.FINISHED_ABORTED)
-        check_scheduler(self.scheduler, under_way=bool(self.in_flight))
-
-    def finish(self) -> None:
-        """Step until no request is left, then check tokens and blocks."""
-        for _ in range(3000):
-            if self.scheduler.has_unfinished_requests():
+    def serve(self, prompts: Iterable[list[int]]) -> None:
+        """Add requests every few steps, abort some and fail some steps, and step until all have ended."""
+        for index, prompt in enumerate(prompts):
+            order = {"priority": self.rng.randint(0, 2), "arrival_time": float(index)}
+            self.add(f"r{index}", prompt, self.rng.randint(1, 12), **order)
+            for _ in range(self.rng.choice([0, 0, 1, 3, 6])):
                 self.step()
-            elif self.in_flight:
-                self.update()
-            else:
-                break
-        assert not self.scheduler.has_unfinished_requests(), "somebody waits for ever"
-        assert self.num_free == self.scheduler.kv_cache_manager.block_pool.num_usable_blocks, "a block is lost"
-        for name, request in self.requests.items():
-            expected = alone(request, self.scheduler.config.max_model_len)
-            assert self.received[name] == expected[: len(self.received[name])], f"{name}: another token"
-            assert name in self.last or request.status is RequestStatus.FINISHED_ABORTED
-            if name in self.last and self.last[name].error is None:
-                assert self.received[name] == expected
+            if self.rng.random() < 0.15:
+                self.abort([self.rng.choice(list(self.requests))])
+            if self.rng.random() < 0.05:
+                self.fail_step()
+        self.finish()
 
 
-class Run(ConnectorRun):
+class PlannedRun(ConnectorRun):
     """A run whose connector follows `plans`."""
 
-    def __init__(self, plans: dict[str, Plan], recompute: bool = False, **settings: Any) -> None:
+    def __init__(
+        self, plans: dict[str, Plan], recompute: bool = False, rng: Random | None = None, **settings: Any
+    ) -> None:
         self.connector = ConnectorDouble(plans, kv_load_failure_policy="recompute" if recompute else "fail")
-        self.worker = RemoteWorkerDouble(4, toy_model)
-        super().__init__(self.connector, self.worker, **settings)
+        super().__init__(self.connector, RemoteWorkerDouble(4, toy_model), rng or Random(0), **settings)
 
 
 def test_nobody_waits_for_one_that_a_pinned_adapter_keeps_out() -> None:
     """Another adapter is pinned while the keys and values of `r` are loaded; other requests go on
     until it is unpinned.
     """
-    run = Run({"r": Plan(num_tokens=10, load_steps=2)}, max_loras=1)
+    run = PlannedRun({"r": Plan(num_tokens=10, load_steps=2)}, max_loras=1)
     adapter = LoRARequest("one", 1, "/one")
     request = run.add("r", 10, lora_request=adapter)
     run.step()
     run.scheduler.pinned_loras.add(2)
     for _ in range(3):
         run.step()
-    assert run.scheduler.remote is not None
-    assert list(run.scheduler.remote.received) == [request]
+    assert list(run.remote.received) == [request]
     run.add("plain", 3)
     run.add("pinned", 3, lora_request=LoRARequest("two", 2, "/two"))
     assert run.step() == {"plain": 3, "pinned": 3}
@@ -158,14 +102,14 @@ def test_basic_lifecycle() -> None:
     """Two and a half blocks are loaded: they are held immediately, and no request finds them before
     they are loaded.
     """
-    run = Run({"r": Plan(num_tokens=10, load_steps=2)})
+    run = PlannedRun({"r": Plan(num_tokens=10, load_steps=2)})
     request = run.add("r", 10)
     output = run.schedule()
     assert not output.num_scheduled_tokens
     run.add("behind", 40 - 3, max_tokens=1)
     shown = json.loads(StepRecorder(run.scheduler).snapshot(output))["waiting"]
     assert [entry["id"] for entry in shown] == ["r", "behind"], "the one that loads, before the one that waits"
-    run.scheduler.finish_requests(["behind"], RequestStatus.FINISHED_ABORTED)
+    run.abort(["behind"])
     run.update()
     assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
     assert run.num_free == 7
@@ -183,7 +127,7 @@ def test_basic_lifecycle() -> None:
 
 def test_async_load_reserves_blocks_for_inflight() -> None:
     """A second load must not take the blocks that the first needs to finish its prompt."""
-    run = Run({"a": Plan(num_tokens=4, load_steps=4), "b": Plan(num_tokens=16, load_steps=1)}, num_gpu_blocks=8)
+    run = PlannedRun({"a": Plan(num_tokens=4, load_steps=4), "b": Plan(num_tokens=16, load_steps=1)}, num_gpu_blocks=8)
     a, b = run.add("a", 16), run.add("b", 17)
     run.step()
     assert a.status is RequestStatus.WAITING_FOR_REMOTE_KVS
@@ -194,7 +138,7 @@ def test_async_load_reserves_blocks_for_inflight() -> None:
 
 def test_the_connector_does_not_know_yet() -> None:
     """Other requests go first, and the connector is asked once in each step."""
-    run = Run({"a": Plan(num_tokens=4, num_unknown=2)})
+    run = PlannedRun({"a": Plan(num_tokens=4, num_unknown=2)})
     run.add("a", 9)
     run.add("b", 9)
     assert run.step() == {"b": 9}
@@ -205,7 +149,7 @@ def test_the_connector_does_not_know_yet() -> None:
 
 
 def test_blocks_are_kept_until_they_are_sent() -> None:
-    run = Run({"p": Plan(send_steps=3)})
+    run = PlannedRun({"p": Plan(send_steps=3)})
     run.add("p", 9, max_tokens=1)
     run.step()
     assert run.last["p"].kv_transfer_params == {"remote_block_ids": [1, 2, 3]}
@@ -219,7 +163,7 @@ def test_blocks_are_kept_until_they_are_sent() -> None:
 
 @pytest.mark.parametrize(("load_steps", "fails"), [(0, (1,)), (2, (1,)), (2, None)])
 def test_a_failed_load_ends_the_request_by_default(load_steps: int, fails: tuple[int, ...] | None) -> None:
-    run = Run({"r": Plan(num_tokens=12, load_steps=load_steps, fails=fails)})
+    run = PlannedRun({"r": Plan(num_tokens=12, load_steps=load_steps, fails=fails)})
     run.add("r", 14)
     run.add("other", 5, max_tokens=6)
     run.finish()
@@ -231,7 +175,7 @@ def test_a_failed_load_ends_the_request_by_default(load_steps: int, fails: tuple
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize(("load_steps", "fails"), [(0, (1,)), (0, None), (2, (1, 2)), (2, None)])
 def test_a_failed_load_is_recomputed(load_steps: int, fails: tuple[int, ...] | None, ahead: bool) -> None:
-    run = Run({"r": Plan(num_tokens=12, load_steps=load_steps, fails=fails)}, recompute=True, ahead=ahead)
+    run = PlannedRun({"r": Plan(num_tokens=12, load_steps=load_steps, fails=fails)}, recompute=True, ahead=ahead)
     request = run.add("r", 14, max_tokens=6)
     counts = [run.step().get("r", 0) for _ in range(load_steps + 3)]
     assert 14 in counts
@@ -247,7 +191,7 @@ def test_only_the_request_whose_own_load_fails_ends(recompute: bool, ahead: bool
     them compute it themselves.
     """
     plans = {"a": Plan(num_tokens=12, fails=(1,)), "c": Plan(num_tokens=24, load_steps=3)}
-    run = Run(plans, recompute=recompute, ahead=ahead, num_gpu_blocks=30, max_num_batched_tokens=64)
+    run = PlannedRun(plans, recompute=recompute, ahead=ahead, num_gpu_blocks=30, max_num_batched_tokens=64)
     prompt = [1, 2, 3, 0] * 5
     run.add("a", [*prompt, 1], max_tokens=4)
     b = run.add("b", [*prompt, 2, 2, 2], max_tokens=4)
@@ -264,7 +208,7 @@ def test_only_the_request_whose_own_load_fails_ends(recompute: bool, ahead: bool
 @pytest.mark.parametrize("ahead", [False, True])
 def test_a_step_that_fails_gives_up_loads_and_keeps_what_is_being_sent(ahead: bool) -> None:
     plans = {"p": Plan(send_steps=6), "r": Plan(num_tokens=8, load_steps=4), "gone": Plan(num_tokens=4, load_steps=9)}
-    run = Run(plans, ahead=ahead, num_gpu_blocks=20)
+    run = PlannedRun(plans, ahead=ahead, num_gpu_blocks=20)
     run.add("p", 9, max_tokens=1)
     run.step()
     run.step()
@@ -296,15 +240,16 @@ def random_plan(rng: Random, num_prompt_tokens: int) -> Plan:
 
 
 @settings(max_examples=50, deadline=None)
-@given(st.integers(0, 2**32), st.booleans(), st.booleans())
+@given(SEEDS, st.booleans(), st.booleans())
 def test_whatever_the_connector_does_everybody_ends_with_the_right_tokens(
     seed: int, recompute: bool, ahead: bool
 ) -> None:
     rng = Random(seed)
     plans: dict[str, Plan] = {}
-    run = Run(
+    run = PlannedRun(
         plans,
-        recompute=recompute,
+        recompute,
+        rng,
         ahead=ahead,
         num_gpu_blocks=rng.randint(12, 40),
         max_num_seqs=rng.choice([1, 2, 3, 16]),
@@ -313,21 +258,16 @@ def test_whatever_the_connector_does_everybody_ends_with_the_right_tokens(
         policy=rng.choice(["fcfs", "priority"]),
         watermark=rng.choice([0.0, 0.0, 0.1]),
         scheduler_reserve_full_isl=rng.random() < 0.8,
-        cache={"enable_prefix_caching": rng.random() < 0.8},
+        enable_prefix_caching=rng.random() < 0.8,
     )
-    count = rng.randint(1, 12)
-    for index in range(count):
-        name = f"r{index}"
-        prompt = [rng.choice([0, 1]) if rng.random() < 0.2 else place % 4 for place in range(rng.randint(1, 34))]
-        plans[name] = random_plan(rng, len(prompt))
-        run.add(name, prompt, rng.randint(1, 12), priority=rng.randint(0, 2), arrival_time=float(index))
-        for _ in range(rng.choice([0, 0, 1, 3])):
-            run.step()
-        if rng.random() < 0.15:
-            run.abort_one(rng)
-        if rng.random() < 0.05:
-            run.fail_step()
-    run.finish()
+
+    def prompts() -> Iterator[list[int]]:
+        for index in range(rng.randint(1, 12)):
+            length = rng.randint(1, 34)
+            plans[f"r{index}"] = random_plan(rng, length)
+            yield [rng.choice([0, 1]) if rng.random() < 0.2 else place % 4 for place in range(length)]
+
+    run.serve(prompts())
     for name, output in run.last.items():
         assert output.error is None or (not recompute and plans[name].fails != ())
         assert run.requests[name].num_external_computed_tokens >= 0

@@ -12,7 +12,7 @@ from refusals import assert_refused
 from minivllm.config import CacheConfig, DraftingConfig, SchedulerConfig
 from minivllm.core.lora_request import LoRARequest
 from minivllm.core.policy import DEFAULT_POLICY, SchedulingPolicy
-from minivllm.core.request import Request, RequestStatus
+from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
 from minivllm.core.scheduler_output import ModelRunnerOutput
 
@@ -104,7 +104,7 @@ def test_stats_count_admissions_and_only_those() -> None:
     stats = d.scheduler.make_stats()
     assert (stats.num_running_reqs, stats.num_waiting_reqs) == (1, 1), "b was looked up and did not fit"
     assert stats.prefix_cache_stats.requests == 1
-    d.scheduler.finish_requests(["a"], RequestStatus.FINISHED_ABORTED)
+    d.abort(["a"])
     d.step()
     counts = d.scheduler.make_stats().prefix_cache_stats
     assert (counts.requests, counts.queries, counts.hits) == (2, 8 + 38, 8)
@@ -126,8 +126,7 @@ def test_a_preempted_request_finds_its_own_blocks_again() -> None:
     counts = d.scheduler.make_stats().prefix_cache_stats
     assert (counts.queries, counts.hits, counts.preempted_hits) == (8 + 7, 0, 4)
     assert d.scheduler.make_stats().num_recomputed_tokens == 3, "7 were computed, and 4 of them are found"
-    d.scheduler.start_over(())
-    d.worker.requests.clear()
+    d.fail_step()
     d.step()
     assert d.scheduler.make_stats().num_recomputed_tokens == 3, "nobody was preempted again"
 
@@ -202,12 +201,10 @@ def test_abort_of_a_running_a_waiting_and_a_preempted_request() -> None:
     d.add("waiting", 8)
     d.step()
     assert (d.running(), d.waiting()) == (["running"], ["preempted", "waiting"])
-    ended = d.scheduler.finish_requests(
-        ["waiting", "unknown", "running", "preempted", "running"], RequestStatus.FINISHED_ABORTED
-    )
+    ended = d.abort(["waiting", "unknown", "running", "preempted", "running"])
     assert ended == ["waiting", "running", "preempted"]
     assert not d.scheduler.has_unfinished_requests()
-    assert len(d.free()) == 4
+    assert d.num_free == 4
     assert d.step() == {}
 
 
@@ -253,24 +250,13 @@ def test_drafts_are_extra_tokens_and_rejected_ones_are_rolled_back() -> None:
     assert output.num_scheduled_tokens == {"a": 4}
     assert output.scheduled_spec_decode_tokens == {"a": [10**6 + 2, 10**6 + 3, 0]}
     assert request.num_computed_tokens == 9
-    [engine_output] = d.scheduler.update_from_output(output, d.worker.execute(output))
+    [engine_output] = d.update()
     assert engine_output.new_token_ids == [10**6 + 2, 10**6 + 3, 10**6 + 4], "two drafts and one token of its own"
     assert request.num_computed_tokens == request.num_tokens - 1 == 8
     assert d.step() == {"a": 1}
     stats = d.scheduler.make_stats().spec_decoding_stats
     assert (stats.num_drafts, stats.num_draft_tokens, stats.num_accepted_tokens) == (1, 3, 2)
     assert stats.num_accepted_tokens_per_pos == [1, 1, 0]
-
-
-def test_blocks_that_accepted_drafts_filled_are_published_with_the_output() -> None:
-    d = drive(drafting=DraftingConfig(num_speculative_tokens=3))
-    request = d.add("a", 5, max_tokens=4)
-    d.step({"a": [10**6 + 2, 10**6 + 3, 10**6 + 4]})
-    d.step()
-    assert not d.scheduler.has_unfinished_requests(), "the next step never comes"
-    # Nine tokens, the last of them not computed: two full blocks.
-    pool = d.scheduler.kv_cache_manager.block_pool
-    assert [pool.get_cached_block(block_hash) is not None for block_hash in request.block_hashes] == [True, True]
 
 
 def test_drafts_without_room_are_dropped() -> None:

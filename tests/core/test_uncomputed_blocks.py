@@ -11,47 +11,27 @@ from core.driving import Drive, make_scheduler
 from minivllm.config import DraftingConfig
 
 
-def drive() -> Drive:
-    return Drive(
-        make_scheduler(
-            block_size=4,
-            num_gpu_blocks=12,
-            max_model_len=44,
-            max_num_batched_tokens=16,
-            long_prefill_token_threshold=12,
-            policy="priority",
-        )
-    )
-
-
-def test_a_preempted_chunk_is_not_found_again() -> None:
-    d = drive()
+def test_a_preempted_chunk_is_not_found_again_and_lies_in_the_free_queue_where_vllm_puts_it() -> None:
+    budget = {"max_num_batched_tokens": 16, "long_prefill_token_threshold": 12}
+    d = Drive(make_scheduler(num_gpu_blocks=12, max_model_len=44, policy="priority", **budget))
     b = d.add("B", 40, max_tokens=2, priority=5)
     assert d.step() == {"B": 16}, "alone: no threshold"
     d.add("A", 4, max_tokens=6, priority=0, arrival_time=1.0)
     assert d.step() == {"B": 12, "A": 4}
+    table = d.blocks("B")
     # B is given 12 tokens, which fill three blocks; then A, behind it, wants a block and takes B's.
     assert d.step() == {"A": 1}
     assert b.num_preemptions == 1
+    # Were they freed as blocks without a hash, at the front, the choice of blocks would leave
+    # vLLM's from here on.
+    free = d.scheduler.kv_cache_manager.block_pool.free_block_queue.first(d.num_free)
+    assert [block.block_id for block in free][-len(table) :] == table[::-1]
     for _ in range(4):
         assert d.step() == {"A": 1}
     # 28 tokens of B were computed. vLLM v0.33.0 finds 32 and schedules 8.
     assert d.step() == {"B": 12}
     assert d.step() == {"B": 1}
     assert not d.scheduler.has_unfinished_requests()
-
-
-def test_the_blocks_lie_in_the_free_queue_where_vllm_puts_them() -> None:
-    d = drive()
-    d.add("B", 40, max_tokens=2, priority=5)
-    d.step()
-    d.add("A", 4, max_tokens=6, priority=0, arrival_time=1.0)
-    d.step()
-    table = d.blocks("B")
-    d.step()
-    # Were they freed as blocks without a hash, at the front, the choice of blocks would leave
-    # vLLM's from here on.
-    assert d.free()[-len(table) :] == table[::-1]
 
 
 def test_a_preempted_decode_that_would_have_filled_its_block_leaves_nothing_to_find() -> None:

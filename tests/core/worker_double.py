@@ -7,12 +7,18 @@ of them attends to. So a block that was never computed, was given to two request
 overwritten too early fails an assertion, where a real model would generate a wrong token.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
 from minivllm.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 
 NextToken = Callable[[list[int]], int]
+
+
+def prefixes_of(namespace: object, token_ids: Iterable[int]) -> list[int]:
+    """Return the hash of each prefix of these tokens."""
+    return [*accumulate(token_ids, lambda prefix, token_id: hash((prefix, token_id)), initial=hash(namespace))][1:]
 
 
 @dataclass
@@ -53,6 +59,10 @@ class WorkerDouble:
                 self.requests[request_id].token_ids += tokens
         return ModelRunnerOutput(sampled)
 
+    def reset(self) -> None:
+        """Forget all requests and transfers, as a rank does after a failed step."""
+        self.requests.clear()
+
     def _update_states(self, output: SchedulerOutput) -> dict[str, int]:
         for request_id in output.finished_req_ids | output.preempted_req_ids:
             self.requests.pop(request_id, None)
@@ -75,10 +85,7 @@ class WorkerDouble:
 
     def _prefixes(self, request_id: str, stop: int, drafts: list[int]) -> list[int]:
         request = self.requests[request_id]
-        prefixes, running = [], hash(request.namespace)
-        for token_id in [*request.token_ids, *drafts][:stop]:
-            running = hash((running, token_id))
-            prefixes.append(running)
+        prefixes = prefixes_of(request.namespace, [*request.token_ids, *drafts][:stop])
         assert len(prefixes) == stop
         return prefixes
 
@@ -107,3 +114,29 @@ class WorkerDouble:
                 break
             sampled.append(self.next_token(known + sampled))
         return sampled
+
+
+@dataclass
+class WorkerAhead(WorkerDouble):
+    """A worker that knows what the scheduler does not know yet: how many drafts were rejected, and
+    its own drafts.
+    """
+
+    drafts: dict[str, list[int]] = field(default_factory=dict)
+
+    def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        cached, unknown = output.scheduled_cached_reqs, output.scheduled_spec_decode_tokens
+        starts = [
+            min(told, len(self.requests[request_id].token_ids) - 1)
+            for request_id, told in zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+        ]
+        own = {request_id: self.drafts.get(request_id, [])[: len(theirs)] for request_id, theirs in unknown.items()}
+        invalid = {request_id: len(theirs) - len(own[request_id]) for request_id, theirs in unknown.items()}
+        counts = {name: count - invalid.get(name, 0) for name, count in output.num_scheduled_tokens.items()}
+        known = replace(
+            output,
+            scheduled_cached_reqs=replace(cached, num_computed_tokens=starts),
+            num_scheduled_tokens=counts,
+            scheduled_spec_decode_tokens={name: theirs for name, theirs in own.items() if theirs},
+        )
+        return replace(super().execute(known), num_invalid_spec_tokens=invalid)

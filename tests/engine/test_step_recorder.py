@@ -11,6 +11,7 @@ from core.test_random_workloads import SEEDS, Run, configs_of, serve
 from hypothesis import given, settings
 
 from minivllm.config import CacheConfig, DraftingConfig, SchedulerConfig
+from minivllm.core.engine_messages import EngineCoreOutput
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
 from minivllm.engine.step_recorder import WAITING_SHOWN, StepRecorder
@@ -26,17 +27,12 @@ class WatchedRun(Run):
         self.steps: list[dict[str, int]] = []
         self.recorder = StepRecorder(scheduler) if watch else None
 
-    def step(self, aborts_under_way: list[str]) -> None:
-        output = self.scheduler.schedule()
-        self.steps.append(dict(output.num_scheduled_tokens))
-        sampled = self.worker.execute(output)
-        self.abort(aborts_under_way)
-        outputs = self.scheduler.update_from_output(output, sampled)
-        for request_output in outputs:
-            self.receive(request_output)
-        self.scheduler.update_draft_token_ids(self.drafts(list(sampled.sampled_token_ids)))
+    def update(self) -> list[EngineCoreOutput]:
+        [(output, _)] = self.in_flight
+        self.steps.append(output.num_scheduled_tokens)
+        outputs = super().update()
         if self.recorder is None:
-            return
+            return outputs
         told = json.loads(self.recorder.snapshot(output, outputs))
         check_state(self.scheduler, told)
         assert [row[1] for row in told["batch"]] == list(output.num_scheduled_tokens.values())
@@ -45,6 +41,7 @@ class WatchedRun(Run):
         admitted = {new.num_computed_tokens for new in output.scheduled_new_reqs}
         assert {row[4] for row in told["batch"]} - {-1} == admitted
         assert told["step"] == len(self.steps)
+        return outputs
 
 
 def check_state(scheduler: Scheduler, told: dict[str, Any]) -> None:
@@ -83,7 +80,7 @@ def test_a_snapshot_is_the_state_and_watching_changes_nothing(seed: int) -> None
     watched, alone = run(seed, True), run(seed, False)
     assert watched.steps == alone.steps
     assert watched.received == alone.received
-    assert watched.reasons == alone.reasons
+    assert watched.last == alone.last
 
 
 def test_a_request_keeps_its_number_and_a_change_between_steps_is_no_step() -> None:

@@ -70,3 +70,10 @@ def compile_combine(target: str, *, dtype: str = "bfloat16", head_dim: int = 128
         "PADDED_DIM": padded(head_dim), "SPLITS": COMBINED_AT_ONCE,
     }  # fmt: skip
     return compile_for(target, combine_kernel, arguments)
+
+
+def assert_fits(built: Compiled, most_spilled: int = 0) -> Compiled:
+    """Expect the kernel's shared memory to fit, and hardly a register to be spilled; return it."""
+    assert built.fits
+    assert built.spilled <= most_spilled
+    return built

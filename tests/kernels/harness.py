@@ -17,12 +17,15 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 import torch
 
+from minivllm.kernels import attention_launch
 from minivllm_lab.aot import SHARED_MEMORY, TARGETS, Compiled, compile_for
 from minivllm_lab.exercise import load
 from minivllm_lab.kernel_trace import KernelTrace, trace_kernel
@@ -31,6 +34,8 @@ HEAD_DIMS = (64, 80, 128)
 GROUPS = (1, 2, 3, 5, 7, 8)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 SCRIPTS = Path(__file__).resolve().parents[2] / "vllm"
+UNTOUCHED = -7.0
+"""What an output holds before a kernel writes to it, in the tests of attention."""
 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
@@ -135,6 +140,26 @@ def each_twin(module: Any, *others: str) -> Any:
     return twin
 
 
+def intercept_launches(monkeypatch: pytest.MonkeyPatch, module: Any, names: Sequence[str], launch: Callable) -> None:
+    """Call `launch(kernel, grid, arguments, constants, options)` where these kernels of `module` are
+    launched.
+    """
+
+    class Intercepted:
+        def __init__(self, kernel: Any) -> None:
+            self.kernel = kernel
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable:
+            def launched(*arguments: Any, **constants: Any) -> None:
+                options = {name: constants.pop(name) for name in ("num_warps", "num_stages") if name in constants}
+                launch(self.kernel, grid, arguments, constants, options)
+
+            return launched
+
+    for name in names:
+        monkeypatch.setattr(module, name, Intercepted(getattr(module, name)))
+
+
 def trace_launches(monkeypatch: pytest.MonkeyPatch, module: Any, *names: str) -> dict[str, KernelTrace]:
     """Trace each launch of these kernels of `module`; no launch may race or access memory outside
     its arguments.
@@ -143,21 +168,32 @@ def trace_launches(monkeypatch: pytest.MonkeyPatch, module: Any, *names: str) ->
     """
     traces = {}
 
-    class Traced:
-        def __init__(self, name: str) -> None:
-            self.name, self.kernel = name, getattr(module, name)
+    def trace(kernel: Any, grid: tuple[int, ...], arguments: Any, constants: Any, _options: Any) -> None:
+        name = kernel.fn.__name__
+        traces[name] = trace_kernel(kernel, grid, *arguments, **constants)
+        assert not traces[name].races, f"{name}: {traces[name].races}"
+        assert not traces[name].out_of_bounds, f"{name}: {traces[name].out_of_bounds}"
 
-        def __getitem__(self, grid: tuple[int, ...]) -> Callable:
-            def launch(*arguments: Any, num_warps: int = 4, num_stages: int = 1, **constants: Any) -> None:
-                trace = traces[self.name] = trace_kernel(self.kernel, grid, *arguments, **constants)
-                assert not trace.races, f"{self.name}: {trace.races}"
-                assert not trace.out_of_bounds, f"{self.name}: {trace.out_of_bounds}"
-
-            return launch
-
-    for name in names:
-        monkeypatch.setattr(module, name, Traced(name))
+    intercept_launches(monkeypatch, module, names, trace)
     return traces
+
+
+def compile_launches(monkeypatch: pytest.MonkeyPatch, module: Any, *names: str, **proof: Any) -> dict[str, Any]:
+    """Compile each launch of these kernels of `module` instead of running it, with `assert_compiles`
+    and its keywords `proof`.
+
+    Returns what it returns by kernel, which is complete after the launches. Tensors may be on the
+    device "meta".
+    """
+    built = {}
+
+    def compiled(kernel: Any, _grid: Any, arguments: Any, constants: Any, options: Any) -> None:
+        examples = dict(zip(kernel.arg_names, arguments, strict=False)) | constants
+        built[kernel.fn.__name__] = assert_compiles(kernel, examples, options, **proof)
+
+    monkeypatch.setattr(attention_launch, "INTERPRETED", False)  # the interpreter multiplies in fp32 only
+    intercept_launches(monkeypatch, module, names, compiled)
+    return built
 
 
 # ---- attention over paged caches: data and reference ---------------------------------------------
@@ -236,3 +272,72 @@ def reference_attention(
         seen &= asked > asking - sliding_window
     weights = torch.softmax(scores.masked_fill(~seen, -math.inf), dim=-1)
     return torch.einsum("hqk,khd->qhd", weights, values)
+
+
+def random_lengths(draw: Random, sequences: int, queries: int, past: int) -> list[tuple[int, int]]:
+    """Draw the `(queries, keys)` of up to `sequences` sequences: decodes, chunks, and some without a
+    query.
+    """
+    new = [draw.choice([0, 1, 1, draw.randint(2, queries)]) for _ in range(draw.randint(1, sequences))]
+    return [(count, count + draw.choice([0, draw.randint(0, past)])) for count in new]
+
+
+@dataclass
+class PagedStep:
+    """A kernel's arguments (q, caches, query_start_loc, seq_lens, block_table), the tensor it should
+    write to, and the `(queries, keys)` of each sequence.
+    """
+
+    arguments: tuple[torch.Tensor, ...]
+    scale: float
+    out: torch.Tensor
+    lengths: Sequence[tuple[int, int]]
+
+    def on(self, device: torch.device | str) -> Any:
+        tensors = tuple(tensor.to(device) for tensor in self.arguments)
+        return replace(self, arguments=tensors, out=self.out.to(device).clone())
+
+    def attend(self, backend: str, **options: Any) -> torch.Tensor:
+        raise NotImplementedError
+
+    def expected(self, max_query_len: int | None = None, **options: Any) -> torch.Tensor:
+        """Compute the output in float64. A single cache has the keys, and the values are their
+        beginning.
+        """
+        q, *caches, starts, _, table = self.arguments
+        result = self.out.double().fill_(UNTOUCHED)
+        for row, (queries, keys) in enumerate(self.lengths):
+            if queries:
+                own = slice(int(starts[row]), int(starts[row]) + queries)
+                rows = [gather_paged(cache, table, row, keys).view(keys, -1, q.shape[-1]) for cache in caches]
+                attended = reference_attention(q[own], rows[0], rows[-1], self.scale, **options)
+                result[own] = attended[..., : result.shape[-1]]
+        return result
+
+    def check_kernel(self, device: torch.device, dtype: torch.dtype | None = None, splits: int = 1, **options: Any):
+        """Expect the kernel on a device to give what float64 gives, and to leave padding unchanged."""
+        result = self.on(device).attend("triton", num_kv_splits=splits, **options)
+        assert_close(result, self.expected(**options), dtype)
+
+
+def make_step(
+    kind: type[PagedStep],
+    lengths: Sequence[tuple[int, int]],
+    q_shape: tuple[int, int],
+    *cache_shapes: tuple[int, ...],
+    out_dim: int | None = None,
+    block_size: int = 16,
+    dtype: torch.dtype = torch.float32,
+    padding: int = 3,
+    seed: int = 0,
+) -> Any:
+    """Return a step with `padding` tokens of no sequence. Slots that hold no key of any sequence
+    are NaN.
+    """
+    torch.manual_seed(seed)
+    queries, keys = [length for length, _ in lengths], [length for _, length in lengths]
+    table, caches = poisoned_caches(keys, block_size, *cache_shapes, dtype=dtype, seed=seed)
+    q = torch.randn(sum(queries) + padding, *q_shape).to(dtype)
+    out = torch.full((*q.shape[:-1], out_dim or q_shape[-1]), UNTOUCHED, dtype=dtype)
+    tensors = (q, *caches, start_locations(queries), torch.tensor(keys, dtype=torch.int32), table)
+    return kind(tensors, q_shape[-1] ** -0.5, out, lengths)

@@ -5,15 +5,8 @@ byte.
 import pytest
 import torch
 from kernels.harness import assert_compiles, assert_twin
-from refusals import assert_refused
 
-from minivllm.kernels.copy_blocks import (
-    CHUNK_BYTES,
-    BlockRegions,
-    copy_regions_kernel,
-    gather_blocks,
-    scatter_blocks,
-)
+from minivllm.kernels.copy_blocks import CHUNK_BYTES, BlockRegions, copy_regions_kernel, gather_blocks, scatter_blocks
 from minivllm.platforms.triton_utils import tl
 from minivllm_lab.aot import TARGETS
 from minivllm_lab.kernel_trace import trace_kernel
@@ -166,9 +159,3 @@ def test_addresses_that_are_less_aligned_are_loaded_piece_by_piece(word, unit):
     (code,) = compiled(True, word, unit, targets=("sm_90",))
     assert code.loads.get(unit, 0) > 16
     assert 16 not in code.loads
-
-
-def test_an_unknown_backend_is_refused():
-    regions = BlockRegions.of(cache(4, torch.float32))
-    staging = torch.zeros(regions.record_bytes, dtype=torch.uint8)
-    assert_refused(r"backend.*gpu", scatter_blocks, regions, ids([1], "cpu"), staging, backend="gpu")

@@ -4,15 +4,7 @@ for every target.
 
 import pytest
 import torch
-from kernels.harness import (
-    DTYPES,
-    HEAD_DIMS,
-    assert_close,
-    assert_compiles,
-    assert_twin,
-    each_twin,
-    on_threads,
-)
+from kernels.harness import DTYPES, HEAD_DIMS, assert_close, assert_compiles, assert_twin, each_twin, on_threads
 
 from minivllm.kernels import elementwise
 from minivllm.kernels.elementwise import (

@@ -2,6 +2,7 @@
 target.
 """
 
+import itertools
 import math
 
 import pytest
@@ -46,18 +47,10 @@ def test_rows_without_a_grammar_keep_every_bit(device):
     assert result[[0, 1, 3]].isnan().all()
 
 
-def test_nothing_to_mask(device):
-    logits, _, _ = random_case(64)
-    result = logits.to(device)
-    none = torch.zeros((0, 2), dtype=torch.int32).to(device)
-    apply_grammar_bitmask(result, none, torch.zeros(0, dtype=torch.int32).to(device), backend="triton")
-    assert torch.equal(result.cpu(), logits)
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_kernel_and_twin_are_alike(device, dtype):
-    for vocab in VOCABULARIES:
-        logits, bitmask, rows = random_case(vocab, dtype=dtype)
+    for vocab, masks in itertools.product(VOCABULARIES, [(3, 0), ()]):
+        logits, bitmask, rows = random_case(vocab, rows=masks, dtype=dtype)
         kernel, twin = logits.to(device), logits.clone()
         apply_grammar_bitmask(kernel, bitmask.to(device), rows.to(device), backend="triton")
         apply_grammar_bitmask(twin, bitmask, rows, backend="cpu")

@@ -2,97 +2,49 @@
 of poison.
 """
 
-from dataclasses import dataclass
-
 import pytest
 import torch
 from kernels.harness import (
     DTYPES,
+    UNTOUCHED,
+    PagedStep,
     assert_close,
-    assert_compiles,
     assert_twin,
+    compile_launches,
     each_twin,
-    gather_paged,
-    poisoned_caches,
-    reference_attention,
-    start_locations,
+    make_step,
     trace_launches,
 )
 
 from minivllm.kernels import mla_attention as module
 from minivllm.kernels.attention_arguments import MLAArguments
-from minivllm.kernels.attention_configurations import Configuration
-from minivllm.kernels.attention_launch import padded
 from minivllm.kernels.cpu import mla_calls
 from minivllm.kernels.mla_attention import (
     MOST_HEADS,
     concat_and_cache_mla,
-    concat_and_cache_mla_kernel,
     launch_triton,
     mla_attention,
-    mla_attention_kernel,
     mla_configurations,
 )
-from minivllm.platforms.triton_utils import tl, triton
+from minivllm.platforms.triton_utils import triton
 from minivllm_lab.aot import TARGETS
-from minivllm_lab.kernel_trace import trace_kernel
 
 BLOCK = 16
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value")  # NumPy, on rows that no query has
-UNTOUCHED = -7.0
 
 # (queries, keys) of each sequence. A decode has one query, a prefill as many as keys, a chunk or a
 # verification fewer.
 MIXED = [(0, 7), (1, 33), (17, 17), (5, 40), (0, 0), (1, 1), (0, 1), (1, BLOCK + 1)]
 
 
-@dataclass
-class Step:
-    """The arguments of `mla_attention`, the tensor it should write to, and the values expected
-    there.
-    """
-
-    arguments: tuple
-    scale: float
-    rank: int
-    out: torch.Tensor
-    lengths: list[tuple[int, int]]
-
-    def on(self, device):
-        tensors = tuple(tensor.to(device) for tensor in self.arguments)
-        return Step(tensors, self.scale, self.rank, self.out.to(device).clone(), self.lengths)
-
+class Step(PagedStep):
     def attend(self, backend, **options):
-        return mla_attention(
-            *self.arguments, self.scale, kv_lora_rank=self.rank, out=self.out, backend=backend, **options
-        )
-
-    def expected(self):
-        """Return the expected output with one KV head, whose keys are whole rows of the cache and
-        whose values are their first `rank` numbers.
-        """
-        q, cache, starts, _, table = self.arguments
-        result = self.out.double().fill_(UNTOUCHED)
-        for row, (queries, keys) in enumerate(self.lengths):
-            if queries:
-                first = int(starts[row])
-                rows = gather_paged(cache, table, row, keys).unsqueeze(1)
-                attended = reference_attention(q[first : first + queries], rows, rows, self.scale)
-                result[first : first + queries] = attended[..., : self.rank]
-        return result
+        rank = self.out.shape[-1]
+        return mla_attention(*self.arguments, self.scale, kv_lora_rank=rank, out=self.out, backend=backend, **options)
 
 
-def make(lengths, rank=48, rope=16, heads=8, block_size=BLOCK, dtype=torch.float32, padding=3, seed=0):
-    """Return a step with `padding` tokens of no sequence. Slots that hold no key of any sequence
-    are NaN.
-    """
-    torch.manual_seed(seed)
-    queries, keys = [length for length, _ in lengths], [length for _, length in lengths]
-    table, (cache,) = poisoned_caches(keys, block_size, (rank + rope,), dtype=dtype, seed=seed)
-    q = torch.randn(sum(queries) + padding, heads, rank + rope).to(dtype)
-    out = torch.full((len(q), heads, rank), UNTOUCHED, dtype=dtype)
-    tensors = (q, cache, start_locations(queries), torch.tensor(keys, dtype=torch.int32), table)
-    return Step(tensors, (rank + rope) ** -0.5, rank, out, lengths)
+def make(lengths, rank=48, rope=16, heads=8, **options):
+    return make_step(Step, lengths, (heads, rank + rope), (rank + rope,), out_dim=rank, **options)
 
 
 # ---- the kernel ----------------------------------------------------------------------------------
@@ -100,26 +52,22 @@ def make(lengths, rank=48, rope=16, heads=8, block_size=BLOCK, dtype=torch.float
 
 @pytest.mark.parametrize(("rank", "rope", "heads"), [(56, 8, 5), (32, 8, 1), (40, 24, 16), (64, 16, 21)], ids=str)
 def test_all_kinds_of_steps_in_one_launch(device, rank, rope, heads):
-    step = make(MIXED, rank, rope, heads)
-    result = step.on(device).attend("triton", num_kv_splits=1)
-    assert_close(result, step.expected())
+    make(MIXED, rank, rope, heads).check_kernel(device)
 
 
 @pytest.mark.parametrize("block_size", [1, 5, 64])
 def test_any_block_size(device, block_size):
-    step = make([(1, 65), (7, 30), (18, 18)], block_size=block_size)
-    assert_close(step.on(device).attend("triton", num_kv_splits=1), step.expected())
+    make([(1, 65), (7, 30), (18, 18)], block_size=block_size).check_kernel(device)
 
 
 def test_splits_of_which_some_are_empty(device):
-    step = make([(1, 70), (1, 5), (3, 40), (0, 3)], rank=56, rope=8, heads=18)
-    assert_close(step.on(device).attend("triton", num_kv_splits=4), step.expected())
+    make([(1, 70), (1, 5), (3, 40), (0, 3)], rank=56, rope=8, heads=18).check_kernel(device, splits=4)
 
 
 def test_extreme_scores_neither_overflow_nor_vanish(device):
     step = make([(1, 40), (12, 12)])
     step.arguments[0].mul_(1e3)
-    assert_close(step.on(device).attend("triton", num_kv_splits=1), step.expected())
+    step.check_kernel(device)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -174,9 +122,7 @@ def test_every_token_lands_in_its_slot_and_padding_nowhere(device, backend, slot
 def test_a_latent_is_read_once_for_all_heads_of_a_program_as_key_and_as_value(heads, monkeypatch):
     traces = trace_launches(monkeypatch, module, "mla_attention_kernel")
     step = make([(1, 70), (1, 33)], heads=heads, padding=0)
-    arguments = MLAArguments(*step.arguments, step.scale, step.rank)
-    launch_triton(step.out, arguments, 1, Configuration(16, 32, 4, 1))
-    assert_close(step.out, step.expected())
+    assert_close(step.attend("triton", num_kv_splits=1), step.expected())
     trace = traces["mla_attention_kernel"]
     keys, width = 70 + 33, 64
     assert trace.arguments["cache"].bytes_read_once == keys * width * 4
@@ -186,50 +132,36 @@ def test_a_latent_is_read_once_for_all_heads_of_a_program_as_key_and_as_value(he
 
 
 @pytest.mark.interpreted
-def test_writing_moves_each_byte_once():
+def test_writing_moves_each_byte_once(monkeypatch):
+    traces = trace_launches(monkeypatch, module, "concat_and_cache_mla_kernel")
     latent, k_rope, slots = torch.randn(6, 48), torch.randn(6, 16), torch.tensor([3, -1, 9, 1, 0, 11])
     cache = torch.zeros(4, 5, 64)
-    constants = {"BLOCK_SIZE": 5, "RANK": 48, "ROPE": 16, "PADDED_RANK": 64, "PADDED_ROPE": 16}
-    trace = trace_kernel(
-        concat_and_cache_mla_kernel, (6,), latent, k_rope, cache, slots, 48, 16, cache.stride(0), **constants
-    )
-    assert not trace.races
-    assert not trace.out_of_bounds
+    concat_and_cache_mla(latent, k_rope, cache, slots, backend="triton")
+    trace = traces["concat_and_cache_mla_kernel"]
     assert trace.bytes_written == trace.bytes_written_once == 5 * 64 * 4
     assert trace.bytes_read == 5 * 64 * 4 + slots.nbytes
 
 
-def compiled_arguments(rank, rope, heads, splits, dtype, configuration):
-    pointer = {2: "*bf16", 4: "*fp32"}[dtype.itemsize]
-    width = rank + rope
-    return {
-        **dict.fromkeys(("out", "q", "cache"), pointer),
-        **dict.fromkeys(("query_start_loc", "seq_lens", "block_table"), "*i32"),
-        **dict.fromkeys(("partial_acc", "partial_stats"), "*fp32" if splits > 1 else pointer),
-        "num_seqs": 7, "num_splits": splits, "scale": 0.125, "q_stride": heads * width, "out_stride": heads * rank,
-        "block_stride": 16 * width, "table_stride": 7, "DOT_TYPE": tl.bfloat16 if dtype.itemsize == 2 else tl.float32,
-        "OFFSET_TYPE": tl.int32, "HEADS": heads, "RANK": rank, "ROPE": rope, "PADDED_RANK": padded(rank),
-        "PADDED_ROPE": padded(rope), "BLOCK_SIZE": 16, "BLOCK_H": min(16, triton.next_power_of_2(heads)),
-        "BLOCK_M": configuration.block_m, "TILE": configuration.tile, "SPLIT": splits > 1,
-    }  # fmt: skip
+def compile_attention(monkeypatch, target, step, splits=1, **proof):
+    """Compile the kernel for a target with each configuration that it may have there."""
+    compile_launches(monkeypatch, module, "mla_attention_kernel", targets=(target,), **proof)
+    monkeypatch.setattr(module, "combine_splits", lambda *partials: None)
+    arguments = MLAArguments(*step.arguments, step.scale, step.out.shape[-1])
+    for configuration in mla_configurations(target, step.out.itemsize):
+        launch_triton(step.out, arguments, splits, configuration)
 
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("splits", [1, 8])
-def test_deepseeks_shape_compiles_and_spills_nothing(target, splits):
-    for configuration in mla_configurations(target, 2):
-        arguments = compiled_arguments(512, 64, 128, splits, torch.bfloat16, configuration)
-        options = {"num_warps": configuration.num_warps, "num_stages": configuration.num_stages}
-        assert_compiles(mla_attention_kernel, arguments, options, targets=(target,), tensor_core=True, load_bytes=16)
+def test_deepseeks_shape_compiles_and_spills_nothing(monkeypatch, target, splits):
+    step = make([(1, 100)] * 7, 512, 64, 128, dtype=torch.bfloat16)
+    compile_attention(monkeypatch, target, step, splits, tensor_core=True, load_bytes=16)
 
 
-def test_writing_and_fp32_compile_everywhere():
-    strides = {"latent_stride": 576, "k_rope_stride": 3072, "block_stride": 16 * 576}
-    shape = {"BLOCK_SIZE": 16, "RANK": 512, "ROPE": 64, "PADDED_RANK": 512, "PADDED_ROPE": 64}
-    pointers = {**dict.fromkeys(("latent", "k_rope", "cache"), "*bf16"), "slot_mapping": "*i64"}
-    assert_compiles(concat_and_cache_mla_kernel, {**pointers, **strides, **shape}, {"num_warps": 1})
-    for target in TARGETS:
-        (configuration,) = mla_configurations(target, 4)
-        arguments = compiled_arguments(128, 64, 16, 1, torch.float32, configuration)
-        options = {"num_warps": configuration.num_warps, "num_stages": configuration.num_stages}
-        assert_compiles(mla_attention_kernel, arguments, options, targets=(target,))
+@pytest.mark.parametrize("target", TARGETS)
+def test_writing_and_fp32_compile_everywhere(monkeypatch, target):
+    compile_launches(monkeypatch, module, "concat_and_cache_mla_kernel", targets=(target,))
+    with torch.device("meta"):
+        latent, cache = torch.empty(7, 512, dtype=torch.bfloat16), torch.empty(9, 16, 576, dtype=torch.bfloat16)
+        concat_and_cache_mla(latent, latent[:, :64], cache, torch.arange(7), backend="triton")
+    compile_attention(monkeypatch, target, make([(1, 100)] * 7, 128, 64, 16))

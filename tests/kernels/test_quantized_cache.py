@@ -6,16 +6,16 @@ import random
 
 import pytest
 import torch
-from kernels.attention_ahead import compile_attention
-from kernels.harness import DTYPES, assert_close, assert_compiles, assert_twin, each_twin
-from kernels.test_unified_attention import BATCHES, UNTOUCHED, make
+from kernels.attention_ahead import assert_fits, compile_attention
+from kernels.harness import DTYPES, UNTOUCHED, assert_close, assert_twin, compile_launches, each_twin, random_lengths
+from kernels.test_unified_attention import BATCHES, make
 from refusals import assert_refused
 
-from minivllm.errors import MinivllmError
+from minivllm.kernels import reshape_and_cache as cache_module
 from minivllm.kernels.attention_configurations import configurations
 from minivllm.kernels.cpu import attention_calls, cache_calls
 from minivllm.kernels.cpu.cache_calls import quantize
-from minivllm.kernels.reshape_and_cache import quantize_and_cache_kernel, reshape_and_cache, reshape_and_cache_kernel
+from minivllm.kernels.reshape_and_cache import reshape_and_cache
 from minivllm.kernels.unified_attention import unified_attention
 from minivllm_lab.aot import TARGETS
 
@@ -189,16 +189,10 @@ twin = each_twin(attention_calls)
 @pytest.mark.parametrize("seed", range(5))
 def test_the_twin_reads_int8(twin, seed):
     draw = random.Random(seed)
-    lengths = []
-    for _ in range(draw.randint(1, 9)):
-        queries = draw.choice([0, 1, 1, draw.randint(2, 40)])
-        lengths.append((queries, queries + draw.choice([0, draw.randint(0, 150)])))
-    step = make(
-        lengths, draw.choice([16, 32, 80]), draw.randint(1, 8), draw.randint(1, 3), draw.randint(1, 20),
-        draw.choice(DTYPES), seed=seed,
-    )  # fmt: skip
-    options = {"sliding_window": draw.choice([None, 5, 70])}
-    check(step, "cpu", **options)
+    sizes = {"block_size": draw.randint(1, 20), "dtype": draw.choice(DTYPES), "seed": seed}
+    lengths = random_lengths(draw, 9, 40, 150)
+    step = make(lengths, draw.choice([16, 32, 80]), draw.randint(1, 8), draw.randint(1, 3), **sizes)
+    check(step, "cpu", sliding_window=draw.choice([None, 5, 70]))
 
 
 # ---- compiled ------------------------------------------------------------------------------------
@@ -212,33 +206,25 @@ def test_int8_compiles_everywhere_and_spills_next_to_nothing(target):
     for query_rows, splits in ((4, 8), (4096, 1)):
         first = configurations(target, query_rows, 4, 128, 2, 1)[0]
         built = compile_attention(target, first, kv_dtype="int8", splits=splits)
-        assert built.fits
-        assert built.spilled <= (64 if target == "sm_90" else 0)
+        assert_fits(built, 64 if target == "sm_90" else 0)
         assert built.tensor_core
 
 
 @pytest.mark.parametrize("target", ["sm_90", "sm_100"])
-def test_fp8_compiles_where_there_is_fp8(target):
+def test_fp8_compiles_where_there_is_fp8(monkeypatch, target):
     for item in (*configurations(target, 4, 4, 128, 2, 1), *configurations(target, 4096, 4, 128, 2, 1)):
-        built = compile_attention(target, item, kv_dtype="float8_e4m3fn")
-        assert built.fits
-        assert built.spilled == 0
-    pointers = {"key": "*bf16", "value": "*bf16", "key_cache": "*fp8e4nv", "value_cache": "*fp8e4nv"}
-    strides = {"key_stride": 6144, "value_stride": 6144, "block_stride": 16384}
-    shape = {"BLOCK_SIZE": 16, "WIDTH": 1024, "PADDED_WIDTH": 1024, "LARGEST": 448.0}
-    assert_compiles(
-        reshape_and_cache_kernel, {**pointers, "slot_mapping": "*i64", **strides, **shape}, targets=[target]
-    )
+        assert_fits(compile_attention(target, item, kv_dtype="float8_e4m3fn"))
+    compile_launches(monkeypatch, cache_module, "reshape_and_cache_kernel", targets=[target])
+    with torch.device("meta"):
+        key, caches = torch.empty(7, 8, 128, dtype=torch.bfloat16), torch.empty(2, 9, 16, 8, 128, dtype=FP8)
+        reshape_and_cache(key, key, *caches, torch.arange(7), backend="triton")
 
 
-def test_the_quantizing_kernel_compiles():
-    pointers = {"key": "*bf16", "value": "*bf16", "key_cache": "*i8", "value_cache": "*i8"}
-    scales = dict.fromkeys(("key_scales", "value_scales"), "*fp32")
-    strides = {"key_stride": 6144, "value_stride": 6144, "block_stride": 16384}
-    arguments = {**pointers, **scales, "slot_mapping": "*i64", **strides}
-    assert_compiles(
-        quantize_and_cache_kernel, {**arguments, "BLOCK_SIZE": 16, "HEAD_DIM": 128, "PADDED_DIM": 128}, {"num_warps": 1}
-    )
+def test_the_quantizing_kernel_compiles(monkeypatch):
+    compile_launches(monkeypatch, cache_module, "quantize_and_cache_kernel")
+    with torch.device("meta"):
+        key, caches = torch.empty(7, 8, 128, dtype=torch.bfloat16), torch.empty(2, 9, 16, 8, 128, dtype=torch.int8)
+        write(key, key, (*caches, *torch.empty(2, 9, 8, 16)), torch.arange(7), "triton")
 
 
 def test_scales_that_do_not_fit_are_refused():
@@ -246,8 +232,8 @@ def test_scales_that_do_not_fit_are_refused():
     keys, values, key_scales, value_scales = empty_caches(32)
     slots = torch.arange(3)
     assert_refused(r"int8.*scales", reshape_and_cache, key, value, keys, values, slots)
-    with pytest.raises(MinivllmError, match=r"float32.*\[9, 3, 4\]"):
-        write(key, value, (keys, values, key_scales.transpose(1, 2), value_scales), slots, "cpu")
+    transposed = (keys, values, key_scales.transpose(1, 2), value_scales)
+    assert_refused(r"float32.*\[9, 3, 4\]", write, key, value, transposed, slots, "cpu")
     assert_refused("scales", write, key, value, (keys.float(), values.float(), key_scales, value_scales), slots, "cpu")
     step = make([(1, 5)])
     arguments = quantized(step)[0]

@@ -2,12 +2,15 @@
 packing loses nothing.
 """
 
+import functools
+
 import numpy as np
 import pytest
 import torch
-from kernels.harness import DTYPES, assert_close, assert_compiles, assert_twin, each_twin
+from kernels.harness import DTYPES, assert_close, assert_twin, compile_launches, each_twin
 from refusals import assert_refused
 
+from minivllm.kernels import quantized_linear as module
 from minivllm.kernels.cpu import quantized_linear_calls
 from minivllm.kernels.packed_weights import (
     check_group_size,
@@ -17,14 +20,7 @@ from minivllm.kernels.packed_weights import (
     quantize_weight,
     unpack,
 )
-from minivllm.kernels.quantized_linear import (
-    FOR_FEW_ROWS,
-    FOR_MANY_ROWS,
-    quantized_linear,
-    quantized_linear_kernel,
-    tiles,
-)
-from minivllm.platforms.triton_utils import tl
+from minivllm.kernels.quantized_linear import quantized_linear
 
 KINDS = {"int8": ("int8", None), "int4": ("int4", 32), "int4, short groups": ("int4", 16), "int4, rows": ("int4", 0)}
 SHAPES = [(1, 40, 96), (3, 33, 64), (17, 70, 160), (16, 1, 32)]  # rows, out, in
@@ -141,27 +137,12 @@ def test_the_twins_know_every_type_of_scale(twin, scale_dtype, dtype):
 # ---- compiled ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("int4", [True, False], ids=["int4", "int8"])
-@pytest.mark.parametrize("configuration", [FOR_FEW_ROWS[0], FOR_MANY_ROWS[0]], ids=["few rows", "many rows"])
-def test_the_kernel_compiles_everywhere(int4, configuration):
-    arguments = {
-        **dict.fromkeys(("out", "x", "bias"), "*bf16"),
-        "packed": "*u8" if int4 else "*i8",
-        "scales": "*bf16" if int4 else "*fp32",
-        **dict.fromkeys(("x_stride", "N", "K"), 4096),
-        "rows": 7,
-        "INT4": int4,
-        "HAS_BIAS": True,
-        "DOT_TYPE": tl.bfloat16,
-        **tiles(128 if int4 else 4096, 4096, configuration),
-    }
-    options = {"num_warps": configuration.num_warps, "num_stages": configuration.num_stages}
-    assert_compiles(quantized_linear_kernel, arguments, options, tensor_core=True, load_bytes=16)
-
-
-# ---- refused -------------------------------------------------------------------------------------
-
-
-def test_an_unknown_backend_is_refused():
-    x, packed, scales, *_ = make("int4", 3, 10, 64)
-    assert_refused(r"backend.*gpu", quantized_linear, x, packed, scales, backend="gpu")
+@pytest.mark.parametrize("quantization", ["int4", "int8"])
+@pytest.mark.parametrize("rows", [7, 700], ids=["few rows", "many rows"])
+def test_the_kernel_compiles_everywhere(monkeypatch, quantization, rows):
+    compile_launches(monkeypatch, module, "quantized_linear_kernel", tensor_core=True, load_bytes=16)
+    bf16 = functools.partial(torch.empty, dtype=torch.bfloat16, device="meta")
+    packed, scales = bf16(4096, 2048).to(torch.uint8), bf16(4096, 32)
+    if quantization == "int8":
+        packed, scales = bf16(4096, 4096).to(torch.int8), bf16(4096, 1).float()
+    quantized_linear(bf16(rows, 4096), packed, scales, bf16(4096), backend="triton")

@@ -8,9 +8,8 @@ import functools
 import numpy as np
 import pytest
 import torch
-from kernels.harness import assert_compiles, assert_twin, start_locations, trace_launches
+from kernels.harness import assert_twin, compile_launches, start_locations, trace_launches
 from kernels.rejection_steps import key_tensor, random_step
-from refusals import assert_refused
 
 from minivllm.kernels import noise
 from minivllm.kernels import rejection_sample as module
@@ -213,30 +212,18 @@ def test_the_twins_noise_is_the_same_bit_for_bit():
         assert uniform(np.uint32(bits)) * np.float32(2.0**-32) == numbers[row, token]
 
 
-# ---- compiled, traced, refused -------------------------------------------------------------------
-
-VOCAB, WIDTH = 128256, 6
-POINTERS = {
-    "target_logits": "*fp32", "draft_logits": "*fp32", "draft_token_ids": "*i32", "starts": "*i32", "is_greedy": "*i1",
-    "keys": "*i32", "scores": "*fp32", "tokens": "*i32", "largest": "*fp32", "sums": "*fp32", "out": "*i64",
-    "rejected": "*i32", "normalizers": "*fp32",
-}  # fmt: skip
-SIZES = {"num_rows": 320, "target_stride": VOCAB, "draft_stride": VOCAB, "width": WIDTH, "PADDED_WIDTH": 8, 
-         "VOCAB": VOCAB, "CHUNK": 4096, "CHUNKS": 32, "PADDED_CHUNKS": 32, "HAS_Q": True}  # fmt: skip
+# ---- compiled, traced -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("kernel", "num_warps", "load_bytes"),
-    [
-        (module.reduce_rows_kernel, 8, 16),
-        (module.walk_drafts_kernel, 1, None),
-        (module.recover_kernel, 8, 16),
-        (module.replace_kernel, 1, None),
-    ],
-)
-def test_compiled_for_every_target(kernel, num_warps, load_bytes):
-    arguments = {name: (POINTERS | SIZES)[name] for name in kernel.arg_names}
-    assert_compiles(kernel, arguments, {"num_warps": num_warps}, load_bytes=load_bytes)
+def test_compiled_for_every_target(monkeypatch):
+    monkeypatch.undo()  # chunks of the size in use
+    compile_launches(monkeypatch, module, "reduce_rows_kernel", "recover_kernel", load_bytes=16)
+    compile_launches(monkeypatch, module, "walk_drafts_kernel", "replace_kernel")
+    with torch.device("meta"):
+        logits, ids = torch.empty(320, 128256), torch.empty(256, dtype=torch.int32)
+        greedy, keys = torch.empty(64, dtype=torch.bool), torch.empty(320, 2, dtype=torch.int32)
+        arguments = RejectionArguments(logits, ids, ids[:64], logits[:256], greedy, keys)
+        module.launch(torch.empty(64, 6, dtype=torch.int64), arguments, ids[:65])
 
 
 @pytest.mark.interpreted
@@ -259,7 +246,3 @@ def test_logits_are_read_once_and_no_program_meets_another(monkeypatch):
     kept = (rejection_sample(step, backend="cpu") >= 0).sum(-1)
     at_most = int(((kept <= step.num_drafts) & ~step.is_greedy).sum()) * vocab * 4
     assert 0 < recovered["target_logits"].bytes_read == recovered["draft_logits"].bytes_read <= at_most
-
-
-def test_an_unknown_backend_is_refused():
-    assert_refused(r"backend.*gpu", rejection_sample, random_step(12, True, RAGGED), backend="gpu")

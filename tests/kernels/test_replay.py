@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from kernels.harness import on_threads
 
 from minivllm.kernels.elementwise import add_rms_norm, silu_and_mul
 
@@ -41,41 +42,34 @@ class Layer:
         self.residual.normal_(generator=generator)
 
 
-@pytest.fixture(params=[1, 2, 5])
-def threads(request):
-    """Run the test on this many threads, which may be more than there are cores."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
+def check_replay(layer: Layer, replay, seed: int) -> None:
+    """Expect a replay to leave in `out` and `residual` what the layer itself does."""
+    layer.fill(seed)
+    layer()
+    out, residual = layer.out.clone(), layer.residual.clone()
+    layer.fill(seed)
+    layer.out.zero_()
+    replay()
+    assert torch.equal(layer.out, out)
+    assert torch.equal(layer.residual, residual)
 
 
+@pytest.mark.parametrize("threads", [1, 2, 5])  # which may be more than there are cores
 @torch.inference_mode()
 def test_a_replay_computes_from_what_its_inputs_hold_now(threads):
     layer = Layer(7)
-    replay = CpuRecorder()(layer)
-    for seed in range(200):
-        layer.fill(seed)
-        layer()
-        out, residual = layer.out.clone(), layer.residual.clone()
-        layer.fill(seed)
-        layer.out.zero_()
-        replay()
-        assert torch.equal(layer.out, out)
-        assert torch.equal(layer.residual, residual)
+    with on_threads(threads):
+        replay = CpuRecorder()(layer)
+        for seed in range(200):
+            check_replay(layer, replay, seed)
 
 
 @torch.inference_mode()
 def test_the_memory_of_a_recording_is_used_for_nothing_else():
     layer = Layer(3)
     replay = CpuRecorder()(layer)
-    layer.fill(1)
-    replay()
-    out = layer.out.clone()
     others = [torch.full((3, width), float("nan")) for width in (WIDTH, 3 * WIDTH, 6 * WIDTH) for _ in range(50)]
-    layer.fill(1)
-    replay()
-    assert torch.equal(layer.out, out)
+    check_replay(layer, replay, 1)
     assert all(other.isnan().all() for other in others)
 
 
@@ -87,12 +81,7 @@ def test_recordings_of_one_recorder_share_memory():
     replays += [recorder(layer) for layer in layers[1:]]
     assert sum(tensor.nbytes for tensor in recorder._memory) == held
     for layer, replay in zip(layers, replays, strict=True):
-        layer.fill(2)
-        layer()
-        out = layer.out.clone()
-        layer.fill(2)
-        replay()
-        assert torch.equal(layer.out, out)
+        check_replay(layer, replay, 2)
 
 
 def test_each_result_of_an_operator_is_computed_again():

@@ -2,11 +2,12 @@
 
 import pytest
 import torch
-from kernels.harness import DTYPES, assert_compiles, assert_twin, awkward_lengths, each_twin
+from kernels.harness import DTYPES, assert_twin, awkward_lengths, compile_launches, each_twin
 from refusals import assert_refused
 
+from minivllm.kernels import reshape_and_cache as module
 from minivllm.kernels.cpu import cache_calls
-from minivllm.kernels.reshape_and_cache import reshape_and_cache, reshape_and_cache_kernel
+from minivllm.kernels.reshape_and_cache import reshape_and_cache
 
 BLOCK_SIZES = (1, 5, 16)
 
@@ -88,14 +89,12 @@ def test_fewer_slots_than_tokens_leave_the_rest_unwritten():
     assert torch.equal(key_cache, expected[0])
 
 
-@pytest.mark.parametrize("dtype", ["*fp32", "*bf16"])
-def test_the_kernel_compiles_with_wide_loads(dtype):
-    pointers = dict.fromkeys(("key", "value", "key_cache", "value_cache"), dtype)
-    strides = {"key_stride": 6144, "value_stride": 6144, "block_stride": 16384}
-    shape = {"BLOCK_SIZE": 16, "WIDTH": 1024, "PADDED_WIDTH": 1024, "LARGEST": 0.0}
-    written = {**pointers, "slot_mapping": "*i64", **strides, **shape}
-    built = assert_compiles(reshape_and_cache_kernel, written, load_bytes=8)
-    assert max(built["sm_90"].loads) == 16
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_kernel_compiles_with_wide_loads(monkeypatch, dtype):
+    built = compile_launches(monkeypatch, module, "reshape_and_cache_kernel", load_bytes=8)
+    key, value, *caches, slots = make(7, 16, kv_heads=8, head_dim=128, dtype=dtype, device="meta")
+    reshape_and_cache(key, value, *caches, slots, backend="triton")
+    assert max(built["reshape_and_cache_kernel"]["sm_90"].loads) == 16
 
 
 twin = each_twin(cache_calls)

@@ -5,23 +5,22 @@ where no request reads.
 import itertools
 import math
 import random
-from dataclasses import dataclass
 
 import pytest
 import torch
-from kernels.attention_ahead import compile_attention, compile_combine
+from kernels.attention_ahead import assert_fits, compile_attention, compile_combine
 from kernels.harness import (
     DTYPES,
     GROUPS,
     HEAD_DIMS,
+    UNTOUCHED,
+    PagedStep,
     assert_close,
     assert_twin,
     each_twin,
-    gather_paged,
+    make_step,
     on_threads,
-    poisoned_caches,
-    reference_attention,
-    start_locations,
+    random_lengths,
 )
 from refusals import assert_refused
 
@@ -32,7 +31,6 @@ from minivllm_lab.aot import TARGETS
 
 BLOCK = 16
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value")  # NumPy, on rows that no query has
-UNTOUCHED = -7.0
 
 # (queries, keys) of each sequence. A decode has one query, a prefill as many as keys, a chunk or a
 # verification fewer.
@@ -43,53 +41,14 @@ BATCHES = {
 }
 
 
-@dataclass
-class Step:
-    """The arguments of `unified_attention`, the tensor it should write to, and the values expected
-    there.
-    """
-
-    arguments: tuple
-    scale: float
-    out: torch.Tensor
-    lengths: list[tuple[int, int]]
-
-    def on(self, device):
-        tensors = tuple(tensor.to(device) for tensor in self.arguments)
-        return Step(tensors, self.scale, self.out.to(device).clone(), self.lengths)
-
+class Step(PagedStep):
     def attend(self, backend, **options):
         return unified_attention(*self.arguments, self.scale, out=self.out, backend=backend, **options)
 
-    def expected(self, max_query_len=None, **options):
-        q, k_cache, v_cache, starts, _, table = self.arguments
-        result = self.out.double().fill_(UNTOUCHED)
-        for row, (queries, keys) in enumerate(self.lengths):
-            if queries:
-                first = int(starts[row])
-                k, v = (gather_paged(cache, table, row, keys) for cache in (k_cache, v_cache))
-                result[first : first + queries] = reference_attention(
-                    q[first : first + queries], k, v, self.scale, **options
-                )
-        return result
 
-
-def make(lengths, head_dim=32, group=4, kv_heads=2, block_size=BLOCK, dtype=torch.float32, padding=3, seed=0):
-    """Return a step with `padding` tokens of no sequence. Slots that hold no key of any sequence
-    are NaN.
-    """
-    torch.manual_seed(seed)
-    queries, keys = [length for length, _ in lengths], [length for _, length in lengths]
-    table, caches = poisoned_caches(keys, block_size, *[(kv_heads, head_dim)] * 2, dtype=dtype, seed=seed)
-    q = torch.randn(sum(queries) + padding, group * kv_heads, head_dim).to(dtype)
-    tensors = (q, caches[0], caches[1], start_locations(queries), torch.tensor(keys, dtype=torch.int32), table)
-    return Step(tensors, head_dim**-0.5, torch.full_like(q, UNTOUCHED), lengths)
-
-
-def check_kernel(step, device, dtype=None, splits=1, **options):
-    """Expect the kernel on a device to give what float64 gives, and to leave padding unchanged."""
-    result = step.on(device).attend("triton", num_kv_splits=splits, **options)
-    assert_close(result, step.expected(**options), dtype)
+def make(lengths, head_dim=32, group=4, kv_heads=2, **options):
+    caches = [(kv_heads, head_dim)] * 2
+    return make_step(Step, lengths, (group * kv_heads, head_dim), *caches, **options)
 
 
 # ---- the kernel ----------------------------------------------------------------------------------
@@ -97,37 +56,37 @@ def check_kernel(step, device, dtype=None, splits=1, **options):
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_all_kinds_of_steps_in_one_launch(device, head_dim):
-    check_kernel(make(BATCHES["all kinds"], head_dim, group=3, kv_heads=2 if head_dim == 80 else 1), device)
+    make(BATCHES["all kinds"], head_dim, group=3, kv_heads=2 if head_dim == 80 else 1).check_kernel(device)
     if head_dim == 80:
-        check_kernel(make(BATCHES["decodes"], head_dim, kv_heads=1), device)
-        check_kernel(make(BATCHES["prefills"], head_dim, kv_heads=1), device)
+        make(BATCHES["decodes"], head_dim, kv_heads=1).check_kernel(device)
+        make(BATCHES["prefills"], head_dim, kv_heads=1).check_kernel(device)
 
 
 @pytest.mark.parametrize(("splits", "window"), [(1, None), (3, None), (2, 20)])
 def test_a_step_that_is_known_to_be_decodes(device, splits, window):
     step = make([(1, 1), (1, BLOCK + 1), (0, 9), (1, 50), (0, 0)], group=5, kv_heads=2)
-    check_kernel(step, device, splits=splits, sliding_window=window, max_query_len=1)
+    step.check_kernel(device, splits=splits, sliding_window=window, max_query_len=1)
 
 
 @pytest.mark.parametrize("group", GROUPS)
 def test_any_group(device, group):
-    check_kernel(make([(1, 20), (9, 9), (6, 37)], group=group, kv_heads=1), device)
+    make([(1, 20), (9, 9), (6, 37)], group=group, kv_heads=1).check_kernel(device)
 
 
 @pytest.mark.parametrize("block_size", [1, 5, 8, 64])
 def test_any_block_size(device, block_size):
-    check_kernel(make([(1, 65), (7, 30), (33, 33)], block_size=block_size, kv_heads=1), device)
+    make([(1, 65), (7, 30), (33, 33)], block_size=block_size, kv_heads=1).check_kernel(device)
 
 
 @pytest.mark.parametrize("window", [1, 7, 33, 1000])
 def test_a_sliding_window(device, window):
-    check_kernel(make(BATCHES["all kinds"], kv_heads=1), device, sliding_window=window)
+    make(BATCHES["all kinds"], kv_heads=1).check_kernel(device, sliding_window=window)
 
 
 @pytest.mark.parametrize(("splits", "window"), [(2, None), (3, 40), (8, 1)])
 def test_splits_of_which_some_are_empty(device, splits, window):
     step = make([(1, 100), (1, 5), (4, 38), (0, 3), (9, 9)], head_dim=80, kv_heads=1)
-    check_kernel(step, device, splits=splits, sliding_window=window)
+    step.check_kernel(device, splits=splits, sliding_window=window)
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN")
@@ -143,20 +102,15 @@ def test_a_split_of_nothing_but_nan_is_not_forgotten(device, first):
 @pytest.mark.parametrize("seed", range(3))
 def test_random_steps(device, seed):
     draw = random.Random(seed)
-    lengths = []
-    for _ in range(draw.randint(1, 5)):
-        queries = draw.choice([0, 1, 1, draw.randint(2, 25)])
-        lengths.append((queries, queries + draw.choice([0, draw.randint(0, 40)])))
-    step = make(
-        lengths, group=draw.randint(1, 8), kv_heads=draw.randint(1, 2), block_size=draw.randint(4, 20), seed=seed
-    )
-    check_kernel(step, device, splits=draw.randint(1, 4), sliding_window=draw.choice([None, draw.randint(1, 50)]))
+    sizes = {"block_size": draw.randint(4, 20), "seed": seed}
+    step = make(random_lengths(draw, 5, 25, 40), 32, draw.randint(1, 8), draw.randint(1, 2), **sizes)
+    step.check_kernel(device, splits=draw.randint(1, 4), sliding_window=draw.choice([None, draw.randint(1, 50)]))
 
 
 def test_extreme_scores_neither_overflow_nor_vanish(device):
     step = make([(1, 40), (12, 12)])
     step.arguments[0].mul_(1e3)
-    check_kernel(step, device)
+    step.check_kernel(device)
 
 
 def test_queries_that_are_a_slice_of_a_fused_output(device):
@@ -221,20 +175,12 @@ def test_what_there_was_before_is_right_too(options):
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("rows", [4, 4096], ids=["decode", "prefill"])
-def test_every_configuration_compiles_and_spills_nothing(target, rows):
-    for choice in configurations(target, rows, 4, 128, 2):
-        built = compile_attention(target, choice)
-        assert built.fits
-        assert built.spilled == 0, choice
-
-
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("rows", [4, 4096], ids=["decode", "prefill"])
-def test_the_first_guess_multiplies_matrices_and_loads_16_bytes(target, rows):
+def test_every_configuration_spills_nothing_and_the_first_multiplies_matrices_and_loads_16_bytes(target, rows):
+    choices = configurations(target, rows, 4, 128, 2)
+    for choice in choices:
+        assert_fits(compile_attention(target, choice))
     decode = {"splits": 8, "single": True} if rows == 4 else {}
-    built = compile_attention(target, configurations(target, rows, 4, 128, 2)[0], **decode)
-    assert built.fits
-    assert built.spilled == 0
+    built = assert_fits(compile_attention(target, choices[0], **decode))
     assert built.tensor_core
     assert max(built.loads) == 16
 
@@ -252,16 +198,12 @@ def test_the_first_guess_multiplies_matrices_and_loads_16_bytes(target, rows):
 def test_its_variants_spill_nothing(target, options):
     padded = 64 if options.get("head_dim") == 64 else 128
     choices = configurations(target, 4096, options.get("group", 4), padded, 4 if "dtype" in options else 2)
-    built = compile_attention(target, choices[0], **options)
-    assert built.fits
-    assert built.spilled == 0
+    assert_fits(compile_attention(target, choices[0], **options))
 
 
 def test_the_combination_of_splits_compiles():
     for target in TARGETS:
-        built = compile_combine(target)
-        assert built.fits
-        assert built.spilled == 0
+        assert_fits(compile_combine(target))
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -3,8 +3,8 @@ connector's two sides.
 """
 
 import ctypes
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -136,13 +136,8 @@ def make_caches(
 ) -> dict[str, tuple[torch.Tensor, ...]]:
     """Make each layer's keys and values: a different number in every position, or zeros."""
     shape = (config.num_gpu_blocks, config.block_size, num_kv_heads, 8)
-    size = int(np.prod(shape))
-    caches = {}
-    for layer in range(num_layers):
-        start = 2 * layer * size + 1
-        make = [torch.arange(start + part * size, start + (part + 1) * size).float().view(shape) for part in (0, 1)]
-        caches[f"layer {layer}"] = tuple(make) if fill else (torch.zeros(shape), torch.zeros(shape))
-    return caches
+    numbers = torch.arange(2.0 * num_layers * math.prod(shape)).add(1).view(num_layers, 2, *shape) * fill
+    return {f"layer {index}": tuple(part.clone() for part in pair) for index, pair in enumerate(numbers)}
 
 
 class NixlEngine(PullEngine):
@@ -172,17 +167,3 @@ class NixlEngine(PullEngine):
         agent = self.agent
         super().close()
         assert agent is None or agent.name not in self.network.agents
-
-
-@contextmanager
-def nixl_engines(network: Network) -> Iterator:
-    """Yield a function that makes engines, and close them afterwards."""
-    built = []
-
-    def make(*arguments, **named) -> NixlEngine:
-        built.append(NixlEngine(network, *arguments, **named))
-        return built[-1]
-
-    yield make
-    for engine in built:
-        engine.close()

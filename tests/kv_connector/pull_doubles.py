@@ -3,7 +3,8 @@ tokens.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -120,3 +121,24 @@ class PullEngine:
 
 def all_equal(these, those) -> bool:
     return all(tensor.equal(other) for tensor, other in zip(these, those, strict=True))
+
+
+@contextmanager
+def engines(kind: Callable[..., PullEngine], *first: Any) -> Iterator[Callable[..., PullEngine]]:
+    """Yield a function that makes engines of this kind, and close them afterwards."""
+    built = []
+
+    def make(*arguments: Any, **named: Any) -> PullEngine:
+        built.append(kind(*first, *arguments, **named))
+        return built[-1]
+
+    yield make
+    for engine in built:
+        engine.close()
+
+
+def check_given_back(p: PullEngine, d: PullEngine) -> None:
+    """Let the decode engine send its release, and expect the prefill engine to free the blocks of `r`."""
+    assert d.scheduler.has_pending_block_frees()
+    d.step_until(lambda _: not d.scheduler.has_pending_block_frees())
+    assert p.step_until(lambda output: output.finished_sending).finished_sending == {"r"}

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from kv_connector.nixl_doubles import config_of, make_caches
-from kv_connector.pull_doubles import PullEngine
+from kv_connector.pull_doubles import PullEngine, engines
 from patience import PATIENCE
 
 from minivllm.kv_connector.tcp.scheduler import TCPConnectorScheduler
@@ -43,13 +43,7 @@ class Engine(PullEngine):
 @contextmanager
 def tcp_engines() -> Iterator:
     """Yield a function that makes engines, and close them: no thread may be left."""
-    built, threads = [], threading.active_count()
-
-    def make(*arguments, **named) -> Engine:
-        built.append(Engine(*arguments, **named))
-        return built[-1]
-
-    yield make
-    for engine in built:
-        engine.close()
+    threads = threading.active_count()
+    with engines(Engine) as make:
+        yield make
     assert threading.active_count() <= threads

@@ -2,7 +2,6 @@
 
 import json
 import random
-import time
 from pathlib import Path
 
 import pytest
@@ -118,17 +117,6 @@ def test_random_prompts_with_shared_beginnings(p, d, plain):
     assert eventually(lambda: all_are_free(p), LEASE - 1)  # told, not expired
 
 
-def test_what_the_decoder_has_is_not_read_again(p, d, plain):
-    draw = random.Random(1)
-    prompt = [draw.randrange(900) for _ in range(80)]
-    expected = tokens(ask(plain, [prompt], [None], 4))
-    for numbers_read in (80, 16):
-        before = core_of(d).scheduler.make_stats().connector_prefix_cache_stats.hits
-        assert tokens(ask(d, [prompt], prefilled(p, [prompt]), 4)) == expected
-        assert core_of(d).scheduler.make_stats().connector_prefix_cache_stats.hits - before == numbers_read
-    assert eventually(lambda: all_are_free(p), LEASE - 1)
-
-
 def test_a_prompt_of_less_than_a_block(p, d):
     prompt = VLLM["short P"]["prompt_token_ids"]
     (params,) = prefilled(p, [prompt])
@@ -140,15 +128,6 @@ def test_params_that_kill_vllms_engine_are_an_error_of_that_request(d):
     for wrong in ({"do_remote_prefill": True}, {"do_remote_prefill": True, "remote_block_ids": "x"}):
         assert_refused("kv_transfer_params", ask, d, [[1, 2, 3]], [wrong])
     assert tokens(ask(d, [[1, 2, 3]], [None], 4))
-
-
-def test_nobody_comes_and_the_lease_gives_the_blocks_back(p):
-    prompt = list(range(200))
-    began = time.monotonic()
-    prefilled(p, [prompt])
-    assert not all_are_free(p)
-    assert eventually(lambda: all_are_free(p))
-    assert time.monotonic() - began > LEASE
 
 
 def test_a_prefill_engine_that_is_killed(p, d, plain, started):

@@ -7,13 +7,12 @@ What also holds for the TCP connector is in `test_pull_transfer.py`.
 import time
 
 import pytest
-from kv_connector.nixl_doubles import Network, nixl_engines
-from kv_connector.pull_doubles import TO_DECODE, Block, all_equal, blocks_of
+from kv_connector.nixl_doubles import Network, NixlEngine
+from kv_connector.pull_doubles import TO_DECODE, Block, all_equal, blocks_of, check_given_back, engines
 from patience import PATIENCE, eventually
 from refusals import assert_refused
 
 from minivllm.core.request import Request, RequestStatus
-from minivllm.errors import MinivllmError
 from minivllm.kv_connector.nixl.scheduler import side_channel_address
 
 
@@ -24,13 +23,8 @@ def network() -> Network:
 
 @pytest.fixture
 def engine(network):
-    with nixl_engines(network) as make:
+    with engines(NixlEngine, network) as make:
         yield make
-
-
-@pytest.fixture
-def pair(engine):
-    return engine("P"), engine("D")
 
 
 def releases(engine) -> list[bytes]:
@@ -38,26 +32,22 @@ def releases(engine) -> list[bytes]:
     return [message for message in engine.agent.inbox if not message.startswith(b"HB:")]
 
 
-def test_a_release_says_how_many_ranks_have_read_and_bytes_are_counted(pair):
-    p, d = pair
+def test_a_release_says_how_many_ranks_have_read_and_bytes_are_counted(p, d):
     assert not d.load("mine", 10, p.prefill("r", 10, [5, 2, 9]), 1, 3, 4).failed_recving
     assert releases(p) == [b"r:1"]
-    blocks = [tensor[[1, 3, 4]] for layer in d.caches.values() for tensor in layer]
-    assert d.worker.get_kv_connector_stats()["nixl_bytes_transferred"] == [sum(block.nbytes for block in blocks)]
+    assert d.worker.get_kv_connector_stats()["nixl_bytes_transferred"] == [
+        sum(block.nbytes for block in d.rows([1, 3, 4]))
+    ]
 
 
-def test_a_full_hit_reads_nothing_and_notifies(pair):
-    p, d = pair
+def test_a_full_hit_reads_nothing_and_notifies(p, d):
     request = d.take("mine", 8, p.prefill("r", 8, [5, 2]))
     d.scheduler.update_state_after_alloc(request, [Block(1, "hash"), Block(3, "hash")], 0)
-    assert d.scheduler.has_pending_block_frees()
-    d.step_until(lambda _: not d.scheduler.has_pending_block_frees())
-    assert p.step_until(lambda output: output.finished_sending).finished_sending == {"r"}
+    check_given_back(p, d)
     assert not d.agent.reads
 
 
-def test_a_request_that_is_aborted_while_it_reads_is_read_to_the_end(pair, network):
-    p, d = pair
+def test_a_request_that_is_aborted_while_it_reads_is_read_to_the_end(p, d, network):
     network.polls_of_a_read = 5
     request = d.take("mine", 10, p.prefill("r", 10, [5, 2, 9]))
     d.admit(request, blocks_of(1, 3, 4))
@@ -67,9 +57,8 @@ def test_a_request_that_is_aborted_while_it_reads_is_read_to_the_end(pair, netwo
     assert p.step().finished_sending == {"r"}
 
 
-def test_of_two_requests_one_reads_and_the_other_waits(pair):
+def test_of_two_requests_one_reads_and_the_other_waits(p, d):
     """A client's n = 2 gives both the same params, and the prefill engine frees the blocks once."""
-    p, d = pair
     params = p.prefill("r", 10, [5, 2, 9])
     first, second = d.take("0_mine", 10, params), d.take("1_mine", 10, params)
     d.admit(first, blocks_of(1, 3, 4))
@@ -83,8 +72,7 @@ def test_of_two_requests_one_reads_and_the_other_waits(pair):
     assert not d.scheduler._claim_of
 
 
-def test_of_two_requests_the_last_one_to_leave_notifies(pair):
-    p, d = pair
+def test_of_two_requests_the_last_one_to_leave_notifies(p, d):
     params = p.prefill("r", 10, [5, 2, 9])
     requests = [d.take(name, 10, params) for name in ("0_mine", "1_mine")]
     for request, expected in zip(requests, ([], [b"r:1"]), strict=True):
@@ -93,9 +81,8 @@ def test_of_two_requests_the_last_one_to_leave_notifies(pair):
         assert releases(p) == expected
 
 
-def test_the_same_params_a_second_time_are_not_believed(pair):
+def test_the_same_params_a_second_time_are_not_believed(p, d):
     """The blocks may be another request's by then, whichever decode engine sends the params again."""
-    p, d = pair
     params = p.prefill("r", 10, [5, 2, 9])
     d.load("mine", 10, dict(params), 1, 3, 4)
     p.step()
@@ -134,8 +121,7 @@ def test_an_engine_that_does_not_fit_fails_that_request_only(engine, other):
     ],
     ids=str,
 )
-def test_params_that_are_not_true_fail_that_request_only(pair, changed):
-    p, d = pair
+def test_params_that_are_not_true_fail_that_request_only(p, d, changed):
     params = p.prefill("r", 10, [5, 2, 9])
     output = d.load("mine", 10, params | changed, 1, 3, 4)
     assert output.failed_recving == {"mine"}
@@ -146,14 +132,13 @@ def test_params_that_are_not_true_fail_that_request_only(pair, changed):
 def test_a_role_that_does_not_fit_is_refused(engine):
     p, d = engine("P", role="kv_producer"), engine("D", role="kv_consumer")
     assert d.scheduler._side_channel is None, "no engine asks it"
-    with pytest.raises(MinivllmError, match=r"do_remote_prefill .*'kv_consumer'.* here kv_role is 'kv_producer'"):
-        p.take("mine", 10, p.prefill("r", 10, [5, 2, 9]))
+    params = p.prefill("r", 10, [5, 2, 9])
+    assert_refused(r"do_remote_prefill .*'kv_consumer'.* here kv_role is 'kv_producer'", p.take, "mine", 10, params)
     assert_refused(r"do_remote_decode .*'kv_producer'.* here kv_role is 'kv_consumer'", d.prefill, "r", 10, [5, 2, 9])
 
 
 @pytest.mark.parametrize("state", ["ERR", "PROC"], ids=["the other end is gone", "it never ends"])
-def test_a_read_that_fails_fails_that_request_only(pair, network, state):
-    p, d = pair
+def test_a_read_that_fails_fails_that_request_only(p, d, network, state):
     network.state_after, d.worker._read_timeout = state, 0.2
     assert d.load("mine", 10, p.prefill("r", 10, [5, 2, 9]), 1, 3, 4).failed_recving == {"mine"}
     assert d.agent.reads[0].is_released
@@ -162,8 +147,7 @@ def test_a_read_that_fails_fails_that_request_only(pair, network, state):
     assert not d.load("another", 10, p.prefill("s", 10, [5, 2, 9]), 1, 3, 4).failed_recving
 
 
-def test_blocks_that_may_still_be_written_are_not_given_back(pair, network):
-    p, d = pair
+def test_blocks_that_may_still_be_written_are_not_given_back(p, d, network):
     network.state_after, network.cancels, d.worker._read_timeout = "PROC", False, 0.2
     d.admit(d.take("mine", 10, p.prefill("r", 10, [5, 2, 9])), blocks_of(1, 3, 4))
     until = time.monotonic() + 0.5
@@ -173,8 +157,7 @@ def test_blocks_that_may_still_be_written_are_not_given_back(pair, network):
     assert d.step_until(lambda output: output.finished_recving).finished_recving == {"mine"}
 
 
-def test_nothing_that_was_prepared_for_a_peer_outlives_it(pair):
-    p, d = pair
+def test_nothing_that_was_prepared_for_a_peer_outlives_it(p, d):
     params = p.prefill("r", 10, [5, 2, 9])
     d.load("mine", 10, params, 1, 3, 4)
     assert p.agent.name in d.agent.prepared
@@ -185,8 +168,7 @@ def test_nothing_that_was_prepared_for_a_peer_outlives_it(pair):
     assert name not in d.agent.prepared
 
 
-def test_a_prefill_that_is_aborted_keeps_nothing(pair):
-    p, _ = pair
+def test_a_prefill_that_is_aborted_keeps_nothing(p):
     request = Request("r", range(10), max_tokens=1, kv_transfer_params=dict(TO_DECODE))
     p.scheduler.on_new_request(request)
     p.scheduler.update_state_after_alloc(request, blocks_of(1, 2, 3), 0)
@@ -198,15 +180,13 @@ def test_a_prefill_that_is_aborted_keeps_nothing(pair):
     assert not p.scheduler.is_held("r")
 
 
-def test_after_a_failed_step_nothing_is_written_and_the_blocks_are_given_up(pair, network):
-    p, d = pair
+def test_after_a_failed_step_nothing_is_written_and_the_blocks_are_given_up(p, d, network):
     network.polls_of_a_read = 1000
     d.admit(d.take("mine", 10, p.prefill("r", 10, [5, 2, 9])), blocks_of(1, 3, 4))
     assert eventually(lambda: d.step() and d.agent.reads, pause=0.002)
     d.fail_a_step()
     assert d.agent.reads[0].is_released
-    d.step_until(lambda _: not d.scheduler.has_pending_block_frees())
-    assert p.step_until(lambda output: output.finished_sending).finished_sending == {"r"}
+    check_given_back(p, d)
     assert not any(tensor.any() for layer in d.caches.values() for tensor in layer)
 
 

@@ -40,16 +40,10 @@ def test_a_value_that_is_missing_or_none_is_refused_by_name(key):
     assert_refused("not valid text", RemotePrefill.of, ANSWER | {key: "\ud800"})
 
 
-def test_what_may_be_missing_may():
+def test_what_may_be_missing_may_and_a_clients_longest_id_passes():
     assert RemotePrefill.of({key: ANSWER[key] for key in NEEDED}).num_tokens is None
-
-
-def test_a_clients_longest_id_passes():
     longest = f"chatcmpl-{'é' * 1024}-2047-{1 << 62}"
     assert RemotePrefill.of(ANSWER | {"remote_request_id": longest}).request_id == longest
-
-
-def test_a_number_of_tokens_below_none_is_refused():
     assert_refused("remote_num_tokens", RemotePrefill.of, ANSWER | {"remote_num_tokens": -1})
 
 

@@ -3,13 +3,13 @@ released.
 """
 
 import pytest
-from kv_connector.nixl_doubles import Network, nixl_engines
-from kv_connector.pull_doubles import Block, Clock, all_equal, blocks_of
+from kv_connector.nixl_doubles import Network, NixlEngine
+from kv_connector.pull_doubles import Block, Clock, all_equal, blocks_of, check_given_back, engines
 from kv_connector.tcp_doubles import tcp_engines
 from patience import eventually
+from refusals import assert_refused
 
 from minivllm.core.request import Request
-from minivllm.errors import MinivllmError
 from minivllm.kv_connector import pull_scheduler
 from minivllm.kv_connector.pull_params import digest
 
@@ -17,17 +17,12 @@ from minivllm.kv_connector.pull_params import digest
 @pytest.fixture(params=["nixl", "tcp"])
 def engine(request):
     """Yield a function that makes engines, and close them before `monkeypatch` is undone."""
-    with nixl_engines(Network()) if request.param == "nixl" else tcp_engines() as make:
+    with engines(NixlEngine, Network()) if request.param == "nixl" else tcp_engines() as make:
         yield make
 
 
-@pytest.fixture
-def pair(engine):
-    return engine("P"), engine("D")
-
-
-def test_a_client_gets_every_key_that_vllm_answers(pair):
-    params = pair[0].prefill("r", 10, [5, 2, 9])
+def test_a_client_gets_every_key_that_vllm_answers(p):
+    params = p.prefill("r", 10, [5, 2, 9])
     assert params.pop("remote_port") > 0
     assert isinstance(params.pop("remote_registration_generation"), str)
     assert params == {
@@ -38,8 +33,7 @@ def test_a_client_gets_every_key_that_vllm_answers(pair):
     }  # fmt: skip
 
 
-def test_blocks_are_read_and_released(pair):
-    p, d = pair
+def test_blocks_are_read_and_released(p, d):
     request = d.take("mine", 10, p.prefill("r", 10, [5, 2, 9]))
     assert d.admit(request, blocks_of(1, 3, 4)) == 10
     assert p.scheduler.is_held("r")
@@ -53,8 +47,7 @@ def test_blocks_are_read_and_released(pair):
     assert d.scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
 
 
-def test_only_what_the_prefix_cache_lacks_is_read(pair):
-    p, d = pair
+def test_only_what_the_prefix_cache_lacks_is_read(p, d):
     request = d.take("mine", 10, p.prefill("r", 10, [5, 2, 9]))
     assert d.admit(request, [Block(1, "hash"), Block(3), Block(4)]) == 6
     d.step_until(lambda output: output.finished_recving)
@@ -62,33 +55,23 @@ def test_only_what_the_prefix_cache_lacks_is_read(pair):
     assert not any(rows.any() for rows in d.rows([1]))
 
 
-def test_a_request_that_is_aborted_before_it_reads_gives_the_blocks_back(pair):
-    p, d = pair
+def test_a_request_that_is_aborted_before_it_reads_gives_the_blocks_back(p, d):
     d.abort(d.take("mine", 10, p.prefill("r", 10, [5, 2, 9])))
     check_given_back(p, d)
-
-
-def check_given_back(p, d):
-    """Let the decode engine send its release, and expect the prefill engine to free the blocks."""
-    assert d.scheduler.has_pending_block_frees()
-    d.step_until(lambda _: not d.scheduler.has_pending_block_frees())
-    assert p.step_until(lambda output: output.finished_sending).finished_sending == {"r"}
 
 
 @pytest.mark.parametrize(
     "prompt", [range(1, 11), range(9), [0, 1, 2, 3, 4, 5, 6, 7, 9, 8]], ids=["other", "shorter", "swapped"]
 )
-def test_blocks_of_another_prompt_are_refused_and_given_back(pair, prompt):
-    p, d = pair
+def test_blocks_of_another_prompt_are_refused_and_given_back(p, d, prompt):
     params = p.prefill("r", 10, [5, 2, 9])
-    with pytest.raises(MinivllmError, match="of another prompt"):
-        d.scheduler.on_new_request(Request("mine", prompt, max_tokens=4, kv_transfer_params=params))
+    request = Request("mine", prompt, max_tokens=4, kv_transfer_params=params)
+    assert_refused("of another prompt", d.scheduler.on_new_request, request)
     check_given_back(p, d)
     d.take("longer", 14, {**params, "remote_request_id": "s"})
 
 
-def test_a_prefill_engine_that_is_gone_fails_the_load_and_the_step_goes_on(pair):
-    p, d = pair
+def test_a_prefill_engine_that_is_gone_fails_the_load_and_the_step_goes_on(p, d):
     first, second = p.prefill("r", 10, [5, 2, 9]), p.prefill("s", 10, [3, 4, 6])
     assert not d.load("mine", 10, first, 1, 3, 4).failed_recving
     p.close()
@@ -123,8 +106,7 @@ def test_a_lease_ends_without_heartbeats_and_not_with_them(engine, monkeypatch):
     assert not p.scheduler.is_held("left")
 
 
-def test_after_a_failed_step_the_blocks_are_still_kept(pair):
-    p, d = pair
+def test_after_a_failed_step_the_blocks_are_still_kept(p, d):
     params = p.prefill("r", 10, [5, 2, 9])
     p.fail_a_step()
     p.step()
@@ -133,8 +115,7 @@ def test_after_a_failed_step_the_blocks_are_still_kept(pair):
     p.step_until(lambda output: output.finished_sending == {"r"})
 
 
-def test_a_release_that_was_lost_with_a_step_is_sent_again(pair):
-    p, d = pair
+def test_a_release_that_was_lost_with_a_step_is_sent_again(p, d):
     d.abort(d.take("mine", 10, p.prefill("r", 10, [5, 2, 9])))
     d.scheduler.build_connector_meta(None)
     d.fail_a_step()

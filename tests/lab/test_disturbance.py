@@ -28,22 +28,25 @@ class FakeMachine:
         return Control(self.work, lambda: self.now, lambda: self.threads, lambda: self.stolen, cores=2)
 
 
-def test_a_quiet_machine_is_quiet():
+@pytest.mark.parametrize(
+    ("run", "words"),
+    [
+        ({"ran": 0.95, "waited": 0.02}, ""),
+        ({"ran": 0.6, "waited": 0.4}, "waited 40%"),
+        ({"ran": 1.0, "stolen": 0.5}, "host gave 25%"),  # of all cores
+    ],
+)
+def test_what_happens_in_a_watched_part_is_told_and_what_happens_outside_is_not(run: dict[str, float], words: str):
     machine = FakeMachine()
     control = machine.control()
     for _ in range(3):
+        machine.run(ran=0.1, waited=0.9, stolen=1.0)
         with control.watch():
-            machine.run(ran=0.95, waited=0.02)
+            machine.run(**run)
         machine.piece *= 1.1  # its clock goes down a little
-    assert control.disturbance() == ""
-
-
-def test_waiting_for_a_core_is_a_disturbance():
-    machine = FakeMachine()
-    control = machine.control()
-    with control.watch():
-        machine.run(ran=0.6, waited=0.4)
-    assert "waited 40%" in control.disturbance()
+    machine.run(ran=0.1, waited=0.9, stolen=1.0)
+    assert words in control.disturbance()
+    assert bool(words) == bool(control.disturbance())
 
 
 @pytest.mark.parametrize(("waits_beside", "words"), [(0.0, ""), (0.002, "waited 29%")])
@@ -58,25 +61,6 @@ def test_where_a_part_loads_the_cores_itself_only_what_is_beside_it_tells(waits_
         machine.run(ran=0.6, waited=0.4)
     assert words in control.disturbance()
     assert bool(words) == bool(control.disturbance())
-
-
-def test_what_happens_outside_the_watched_parts_does_not_count():
-    machine = FakeMachine()
-    control = machine.control()
-    machine.run(ran=0.1, waited=0.9, stolen=1.0)
-    with control.watch():
-        machine.run(ran=1.0)
-    machine.run(ran=0.1, waited=0.9, stolen=1.0)
-    assert control.disturbance() == ""
-
-
-def test_stolen_time_is_a_share_of_all_cores():
-    machine = FakeMachine()
-    control = machine.control()
-    with control.watch():
-        machine.run(ran=1.0, stolen=0.5)
-    assert control.figures().stolen == pytest.approx(0.25)
-    assert "host gave 25%" in control.disturbance()
 
 
 def test_the_same_work_slower_is_a_disturbance_without_anything_from_the_system():

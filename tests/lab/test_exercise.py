@@ -8,7 +8,6 @@ from types import ModuleType
 import pytest
 from refusals import assert_refused
 
-from minivllm.errors import MinivllmError
 from minivllm_lab import exercise
 from minivllm_lab.exercise import REPOSITORY, check_here, checks_of, load, parts_taken, run_checks
 
@@ -119,17 +118,19 @@ def exercise_05(tmp_path, monkeypatch):
     return make
 
 
-@pytest.mark.parametrize(("source", "code"), [("def double(x): return 2 * x", None), ("def double(x): return 0", 1)])
+def exit_code(*arguments):
+    try:
+        exercise.main(exercise.parser().parse_args(["5", *arguments]))
+    except SystemExit as end:
+        return end.code
+    return 0
+
+
+@pytest.mark.parametrize(("source", "code"), [("def double(x): return 2 * x", 0), ("def double(x): return 0", 1)])
 def test_the_command_says_by_its_exit_code_whether_all_is_done(exercise_05, capsys, source, code):
     exercise_05('"""c"""\ndef check_double(m):\n    """Twice."""\n    assert m.double(2) == 4\n', source)
-    arguments = exercise.parser().parse_args(["5"])
-    if code is None:
-        exercise.main(arguments)
-    else:
-        with pytest.raises(SystemExit) as end:
-            exercise.main(arguments)
-        assert end.value.code == code
-    assert ("✓" if code is None else "✗") in capsys.readouterr().out
+    assert exit_code() == code
+    assert ("✗" if code else "✓") in capsys.readouterr().out
 
 
 CHECKS = '''"""c"""
@@ -177,9 +178,7 @@ def test_the_engine_waits_for_what_it_takes_and_for_nothing_else(
     mine.write_text(source)
     ran = []
     monkeypatch.setattr(exercise, "run_plugged", lambda *arguments: ran.append(arguments) or True)
-    with pytest.raises(SystemExit) as end:
-        exercise.main(exercise.parser().parse_args(["5", "--file", str(mine)]))
-    assert end.value.code == 1, "something is missing all the same"
+    assert exit_code("--file", str(mine)) == 1, "something is missing all the same"
     check_here("5", load(mine))
     said = capsys.readouterr().out
     assert len(ran) == (0 if unready else 2)
@@ -191,14 +190,12 @@ def test_one_function_is_checked_alone(exercise_05, tmp_path, monkeypatch, capsy
     exercise_05(CHECKS.replace("m.double(3)", "6"), STUB)
     mine = tmp_path / "mine.py"
     mine.write_text(PREDICT)  # no `double`: all other checks would fail
+    only = ("--file", str(mine), "--only")
     monkeypatch.setattr(exercise, "run_plugged", lambda *_: pytest.fail("the engine runs in the whole check only"))
-    flags = exercise.parser()
-    exercise.main(flags.parse_args(["5", "--file", str(mine), "--only", "predict"]))
+    assert exit_code(*only, "predict") == 0
     assert "all 1 checks pass" in capsys.readouterr().out
-    with pytest.raises(SystemExit, match="1"):
-        exercise.main(flags.parse_args(["5", "--file", str(mine), "--only", "double"]))
-    with pytest.raises(MinivllmError, match=r"no check of exercise 5 calls 'triple' .*double, add, predict"):
-        exercise.main(flags.parse_args(["5", "--file", str(mine), "--only", "triple"]))
+    assert exit_code(*only, "double") == 1
+    assert_refused(r"no check of exercise 5 calls 'triple' .*double, add, predict", exit_code, *only, "triple")
 
 
 @pytest.mark.parametrize("number", NUMBERS)

@@ -86,23 +86,17 @@ def test_only_the_module_is_bound_and_the_lessons_names_stay(shell):
     assert run(shell, "print(largest([]), math, mine.one(), mine.__doc__)") == "7 mathematics 1 Areas.\n"
 
 
-def test_a_name_can_be_chosen_and_must_be_one(shell):
-    run(shell, "%%exercise yours\nx = 1")
-    assert run(shell, "print(yours.x)") == "1\n"
-    assert "is not a name for a module" in raised(shell, "%%exercise not so\nx = 1")
+def test_a_name_can_be_chosen_and_an_edited_cell_replaces_the_module(shell):
+    run(shell, "%%exercise yours\nx = 1\ny = 1")
+    run(shell, "%%exercise yours\nx = 2")
+    assert run(shell, "print(yours.x, hasattr(yours, 'y'))") == "2 False\n"
 
 
-def test_a_name_that_others_import_or_python_keeps_is_refused(shell):
+def test_what_is_no_name_or_is_one_that_others_import_or_python_keeps_is_refused(shell):
     before = sys.modules["torch"]
-    for name in ("torch", "class"):
-        assert f"{name!r} is " in raised(shell, f"%%exercise {name}\nx = 1")
+    for name, words in {"not so": "is not a name for a module", "torch": "'torch' is ", "class": "'class' is "}.items():
+        assert words in raised(shell, f"%%exercise {name}\nx = 1")
     assert sys.modules["torch"] is before
-
-
-def test_an_edited_cell_replaces_the_module(shell):
-    run(shell, "%%exercise mine\nx = 1\ny = 1")
-    run(shell, "%%exercise mine\nx = 2")
-    assert run(shell, "print(mine.x, hasattr(mine, 'y'))") == "2 False\n"
 
 
 def test_a_cell_that_raises_binds_nothing_and_shows_the_readers_line_only(shell):

@@ -1,11 +1,10 @@
 """The engine with a learner's part beside ours: what is printed, and what counts as the same."""
 
-import pytest
+from refusals import assert_refused
 
 from minivllm.config import Parts
 from minivllm.core.block_pool import BlockPool
 from minivllm.core.policy import SchedulingPolicy
-from minivllm.errors import MinivllmError
 from minivllm.worker.paged_attention import PagedAttention
 from minivllm_lab.plugged import Plugged, compare
 
@@ -40,5 +39,5 @@ def test_a_part_that_raises_is_named():
     def broken(scheduler, step):
         raise IndexError("no such request")
 
-    with pytest.raises(MinivllmError, match="the engine stopped in your part: IndexError: no such request"):
-        compare(Plugged(parts=Parts(policy=SchedulingPolicy(schedule=broken)), engine_args=SMALL, **FEW))
+    plugged = Plugged(parts=Parts(policy=SchedulingPolicy(schedule=broken)), engine_args=SMALL, **FEW)
+    assert_refused("the engine stopped in your part: IndexError: no such request", compare, plugged)

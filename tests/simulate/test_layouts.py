@@ -6,18 +6,18 @@ import statistics
 from dataclasses import replace
 
 import pytest
+from refusals import assert_refused
 
 from minivllm.config import CacheConfig, SchedulerConfig
 from minivllm.core.scheduler import Scheduler
 from minivllm.core.scheduler_output import ModelRunnerOutput
-from minivllm.errors import MinivllmError
 from minivllm.memory import kv_bytes_per_token
 from minivllm_simulate.cost_model import StepShape
 from minivllm_simulate.hardware import get_hardware
 from minivllm_simulate.known_models import known_model
 from minivllm_simulate.layouts import BLOCK_SIZE, Layout, PlacedModel
 from minivllm_simulate.memory import weight_bytes
-from minivllm_simulate.open_load import OpenLoad, OpenRun, finished, run_open
+from minivllm_simulate.open_load import OpenLoad, OpenRun, Stay, finished, run_open
 from minivllm_simulate.simulated_engine import GENERATED
 from minivllm_simulate.virtual_clock import SimulatedRequest, percentile, simulate, to_request
 from minivllm_simulate.workloads import RequestLengths, gamma_arrivals, poisson_arrivals
@@ -68,16 +68,28 @@ def test_a_prompt_that_is_cut_gives_its_first_token_when_its_last_piece_is_compu
     assert run.stays[1].first - 0.1 < 0.1
 
 
+def test_who_has_no_token_yet_has_waited_until_the_end_and_time_per_token_needs_two():
+    ended = Stay(0.0, 3, first=0.25, last=1.25, tokens=3, ended=True)
+    run = OpenRun([Stay(1.0, 3), Stay(1.0, 3, first=1.5, last=1.5, tokens=1), ended], end=4.0)
+    assert [run.ttft(stay) for stay in run.stays] == [3.0, 0.5, 0.25]
+    assert run.ttfts == [0.25, 0.5, 3.0]
+    assert run.tpots == [0.5]
+
+
 # ---- queueing theory
 
 
 @pytest.mark.parametrize("rate", [5.0, 30.0, 80.0])
-def test_littles_law_holds(rate: float):
+def test_littles_law_holds_and_the_mean_step_is_what_the_scheduler_comes_to(rate: float):
     """Requests inside = rate × time that each stays, where as many leave as arrive."""
-    at_start = round(ONE.steady(256, 64, ONE.kv_tokens()).batch(rate))
-    run = served(rate, at_start=at_start)
-    stay = statistics.mean(stay.last - stay.arrival for stay in run.stays)
-    assert run.request_seconds / run.end == pytest.approx(run.come / run.end * stay, rel=0.12)
+    steady = ONE.steady(256, 64, ONE.kv_tokens())
+    batch = steady.batch(rate)
+    assert steady.rate(batch) == pytest.approx(rate, rel=0.01)
+    run = served(rate, at_start=round(batch))
+    inside, stay = run.request_seconds / run.end, statistics.mean(stay.last - stay.arrival for stay in run.stays)
+    assert inside == pytest.approx(run.come / run.end * stay, rel=0.12)
+    assert inside == pytest.approx(batch, rel=0.2, abs=1.5)
+    assert statistics.median(run.tpots) == pytest.approx(steady.step_seconds(batch), rel=0.1)
 
 
 @pytest.mark.parametrize("prompt", [64, 512, 2048])
@@ -89,16 +101,6 @@ def test_more_than_the_mean_work_allows_makes_the_queue_grow_and_less_does_not(p
         rate = share * steady.capacity
         run = served(rate, prompt, at_start=round(steady.batch(rate)), placed=placed)
         assert (run.queue > 0.05 * run.come) is grows, (share, run.queue, run.come)
-
-
-@pytest.mark.parametrize("rate", [10.0, 40.0, 80.0])
-def test_the_mean_step_is_what_the_scheduler_comes_to(rate: float):
-    steady = ONE.steady(256, 64, ONE.kv_tokens())
-    batch = steady.batch(rate)
-    assert steady.rate(batch) == pytest.approx(rate, rel=0.01)
-    run = served(rate, at_start=round(batch))
-    assert run.request_seconds / run.end == pytest.approx(batch, rel=0.2, abs=1.5)
-    assert statistics.median(run.tpots) == pytest.approx(steady.step_seconds(batch), rel=0.1)
 
 
 def test_at_low_load_a_first_token_waits_as_in_an_m_d_1_queue():
@@ -126,8 +128,8 @@ def test_beginning_in_the_middle_of_things_saves_the_time_to_fill_up():
 
 
 def test_what_does_not_fit_says_how_many_bytes_it_wants():
-    with pytest.raises(MinivllmError, match=r"weights take 131\.4 GiB of each GPU, of which 72\.8 may be used"):
-        PlacedModel(LARGE, H100, Layout(1, 1, 8)).kv_tokens()
+    what_fits = r"weights take 131\.4 GiB of each GPU, of which 72\.8 may be used"
+    assert_refused(what_fits, PlacedModel(LARGE, H100, Layout(1, 1, 8)).kv_tokens)
     assert weight_bytes(LARGE, "auto") / 2**30 == pytest.approx(131.4, abs=0.1)
     room = [PlacedModel(LARGE, H100, Layout(*item)).kv_tokens() for item in ((2, 1, 1), (4, 1, 1), (8, 1, 1))]
     assert room == sorted(room)

@@ -1,10 +1,13 @@
 """Steps that are simulated as one stretch equal the single steps of the simulation, one for one."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from refusals import assert_refused
 from simulate.linear_cost import LinearCost
+from simulate.test_virtual_clock import workloads
 
 from minivllm.config import CacheConfig, DraftingConfig, SchedulerConfig
 from minivllm_simulate.cost_model import StepShape
@@ -14,36 +17,11 @@ from minivllm_simulate.virtual_clock import SimulatedRequest, simulate
 COST = LinearCost(per_step=1.0, per_request=0.1, per_token=0.01, per_pair=1e-4)
 
 
-@st.composite
-def workloads(draw):
-    """Draw requests, some with a shared prefix, and a pool that holds any one of them and sometimes
-    little more.
-    """
-    lengths = draw(st.lists(st.tuples(st.integers(1, 30), st.integers(1, 40)), min_size=1, max_size=12))
-    work = []
-    for index, (prompt, output) in enumerate(lengths):
-        shared = draw(st.integers(0, prompt))
-        ids = (*range(1, shared + 1), *[-1 - index] * (prompt - shared))
-        work.append(SimulatedRequest(prompt, output, prompt_token_ids=ids))
-    chunked = draw(st.booleans())
-    config = SchedulerConfig(
-        max_model_len=72,
-        max_num_seqs=draw(st.integers(1, 12)),
-        max_num_batched_tokens=draw(st.integers(1, 100) if chunked else st.integers(72, 200)),
-        enable_chunked_prefill=chunked,
-        static_batching=draw(st.booleans()),
-        drafting=DraftingConfig(num_speculative_tokens=draw(st.sampled_from([0, 0, 2]))),
-    )
-    blocks = CacheConfig(
-        num_gpu_blocks=draw(st.integers(20, 80)), block_size=4, enable_prefix_caching=draw(st.booleans())
-    )
-    return work, config, blocks
-
-
-@given(workloads(), st.sampled_from([StepShape.of, StepShape.without_cache]))
+@given(workloads(arrive=False), st.sampled_from([0, 0, 2]), st.sampled_from([StepShape.of, StepShape.without_cache]))
 @settings(max_examples=50, deadline=None)
-def test_the_steps_are_those_of_the_simulation(case, shape_of):
+def test_the_steps_are_those_of_the_simulation(case, num_drafts, shape_of):
     work, config, blocks = case
+    config = replace(config, drafting=DraftingConfig(num_speculative_tokens=num_drafts))
     single = simulate(work, config, blocks, COST, acceptance=0.5, shape_of=shape_of)
     result = run_offline(work, config, blocks, acceptance=0.5, shape_of=shape_of)
     shapes = [stretch.at(index) for stretch in result.stretches for index in range(stretch.steps)]

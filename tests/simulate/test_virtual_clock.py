@@ -25,21 +25,31 @@ COST = LinearCost(per_step=1.0, per_request=0.1, per_token=0.01)
 
 
 @st.composite
-def workloads(draw):
-    """Draw a few requests, and a pool that holds any one of them but hardly all."""
-    lengths = draw(st.lists(st.tuples(st.integers(1, 30), st.integers(1, 12)), min_size=1, max_size=10))
-    arrivals = draw(st.lists(st.floats(0, 30), min_size=len(lengths), max_size=len(lengths)))
-    priorities = draw(st.lists(st.integers(0, 2), min_size=len(lengths), max_size=len(lengths)))
-    work = [SimulatedRequest(*length, at, p) for length, at, p in zip(lengths, arrivals, priorities, strict=True)]
+def workloads(draw, arrive=True):
+    """Draw a few requests, and a pool that holds any one of them but hardly all. They arrive, or
+    are all there at the start and share prefixes.
+    """
+    longest = 48 if arrive else 72
+    lengths = draw(st.lists(st.tuples(st.integers(1, 30), st.integers(1, longest - 32)), min_size=1, max_size=10))
+    work = []
+    for index, (prompt, output) in enumerate(lengths):
+        shared = 0 if arrive else draw(st.integers(0, prompt))
+        ids = None if arrive else (*range(1, shared + 1), *[-1 - index] * (prompt - shared))
+        arrival, priority = (draw(st.floats(0, 30)), draw(st.integers(0, 2))) if arrive else (0.0, 0)
+        work.append(SimulatedRequest(prompt, output, arrival, priority, prompt_token_ids=ids))
+    chunked = draw(st.booleans())
     config = SchedulerConfig(
-        max_model_len=48,
-        max_num_seqs=draw(st.integers(1, 6)),
-        max_num_batched_tokens=draw(st.integers(1, 40)),
+        max_model_len=longest,
+        max_num_seqs=draw(st.integers(1, 12)),
+        max_num_batched_tokens=draw(st.integers(1, longest) if chunked else st.integers(longest, 3 * longest)),
+        enable_chunked_prefill=chunked,
         policy=draw(st.sampled_from(["fcfs", "priority"])),
         static_batching=draw(st.booleans()),
     )
     blocks = CacheConfig(
-        num_gpu_blocks=draw(st.integers(12, 30)), block_size=4, enable_prefix_caching=draw(st.booleans())
+        num_gpu_blocks=draw(st.integers(longest // 4 + 1, longest)),
+        block_size=4,
+        enable_prefix_caching=draw(st.booleans()),
     )
     return work, config, blocks
 

@@ -1,6 +1,6 @@
 """A learner who works a round out by hand, from what it shows alone, and may have one habit that is
-wrong. Nothing here comes from the scheduler, so it says whether a round can be solved, and whether
-the game recognizes a mistake that it did not make itself.
+wrong and that is none of the game's own mistakes. Nothing here comes from the scheduler, so it says
+whether a round can be solved, and whether the game recognizes a mistake that it did not make itself.
 """
 
 from dataclasses import dataclass, field
@@ -9,41 +9,10 @@ from math import ceil, inf
 from minivllm_lab.predict.rounds import Decision, Round, Row
 
 HABITS = {
-    "forgets the budget": {"budget"},
-    "gives the last prompt whole": {"budget"},
-    "does not count decodes": {"budget"},
     "counts no tokens while walking": {"budget"},
-    "forgets the threshold": {"chunk limit"},
-    "limits only those that run": {"chunk limit"},
-    "limits only those that wait": {"chunk limit"},
-    "limits one that is alone": {"alone"},
-    "never cuts a prompt": {"all it lacks", "budget"},
-    "one token for all that run": {"all it lacks", "drafts"},
-    "decodes first": {"order"},
-    "waiting first": {"running first"},
-    "admits nobody while others run": {"running first"},
-    "admits one": {"queue"},
-    "forgets the seats": {"seats"},
-    "overtakes": {"queue"},
-    "forgets memory": {"blocks", "admission", "preemption"},
     "rounds blocks down": {"blocks", "admission", "preemption"},
     "subtracts no blocks": {"blocks", "admission", "preemption"},
-    "only the chunk must fit": {"admission"},
-    "waits for a block": {"preemption"},
-    "preempts the one that lacks a block": {"preemption"},
-    "stops after one victim": {"preemption"},
-    "preempts the first": {"victim"},
-    "preempts the largest": {"victim"},
-    "preempts the latest": {"victim"},
-    "ignores priority": {"victim"},
-    "larger is more urgent": {"victim"},
-    "admits after a preemption": {"no admission"},
-    "computes hits": {"hits", "all it lacks"},
     "hits save no blocks": {"hits"},
-    "hits to the last token": {"last token"},
-    "hits take no free block": {"hits in the free queue"},
-    "ignores drafts": {"drafts"},
-    "counts drafts alone": {"drafts"},
 }
 """A wrong habit -> the rules of which at least one should be told."""
 
@@ -77,41 +46,16 @@ class Learner:
     preempted: list[Row] = field(default_factory=list)
 
     def decide(self) -> Decision:
-        puzzle = self.puzzle
-        self.left = inf if self.habit == "forgets the budget" else puzzle.budget
-        self.free = inf if self.habit == "forgets memory" else puzzle.free
-        if self.habit == "waiting first":
+        self.left, self.free = self.puzzle.budget, self.puzzle.free
+        self.run()
+        if not self.preempted:
             self.admit()
-            self.run()
-        else:
-            self.run()
-            if not self.preempted or self.habit == "admits after a preemption":
-                self.admit()
         return Decision(self.tokens, frozenset(row.name for row in self.preempted))
 
-    def lacks(self, row: Row) -> int:
-        if self.habit == "computes hits" and row.hit:
-            return row.known
-        aligned = row.known % self.puzzle.block_size == 0 and row.known - row.hit == self.puzzle.block_size
-        if self.habit == "hits to the last token" and row.hit and aligned:
-            return 1
-        if self.habit == "ignores drafts":
-            return row.lacks - row.drafts
-        return row.lacks - (self.habit == "counts drafts alone" and row.drafts > 0)
-
     def count(self, row: Row, waits: bool) -> int:
-        puzzle, habit, lacks = self.puzzle, self.habit, self.lacks(row)
-        limited = habit not in ("forgets the threshold", f"limits only those that {'run' if waits else 'wait'}")
-        limit = puzzle.limit if limited and puzzle.limit < puzzle.budget else inf
-        if habit == "limits one that is alone":
-            limit = puzzle.threshold or inf
-        if habit == "one token for all that run" and not waits:
-            lacks = 1
-        chunk = min(lacks, limit)
-        whole = (waits and not puzzle.chunked) or habit == "never cuts a prompt"
-        if chunk > self.left and whole:
-            return 0
-        return int(chunk if habit == "gives the last prompt whole" and self.left > 0 else min(chunk, self.left))
+        limit = self.puzzle.limit if self.puzzle.limit < self.puzzle.budget else inf
+        chunk = int(min(row.lacks, limit))
+        return 0 if chunk > self.left and waits and not self.puzzle.chunked else min(chunk, self.left)
 
     def blocks(self, tokens: int) -> int:
         size = self.puzzle.block_size
@@ -119,30 +63,21 @@ class Learner:
 
     def spend(self, row: Row, count: int, blocks: int) -> None:
         self.tokens[row.name] = count
-        if self.habit != "counts no tokens while walking" and not (
-            self.habit == "does not count decodes" and count == 1
-        ):
+        if self.habit != "counts no tokens while walking":
             self.left -= count
         if self.habit != "subtracts no blocks":
             self.free -= blocks
 
     def run(self) -> None:
-        order = list(self.puzzle.running)
-        if self.habit == "decodes first":
-            order.sort(key=lambda row: row.lacks - row.drafts > 1)
-        self.alive, self.taken = list(order), dict.fromkeys(self.puzzle.requests, 0)
-        for row in order:
+        self.alive, self.taken = list(self.puzzle.running), dict.fromkeys(self.puzzle.requests, 0)
+        for row in self.puzzle.running:
             count = self.count(row, waits=False) if row in self.alive else 0
             if count <= 0:
                 continue
             needed = max(0, self.blocks(row.computed + count) - row.blocks)
             while needed > self.free and row in self.alive:
-                if self.habit == "waits for a block":
-                    break
-                self.preempt(row if self.habit == "preempts the one that lacks a block" else self.victim())
-                if self.habit == "stops after one victim":
-                    needed = 0
-            if row in self.alive and needed <= self.free:
+                self.preempt(self.victim())
+            if row in self.alive:
                 self.taken[row.name] = needed
                 self.spend(row, count, needed)
 
@@ -153,38 +88,19 @@ class Learner:
         self.left += self.tokens.pop(victim.name, 0)
 
     def victim(self) -> Row:
-        by_priority = self.puzzle.policy == "priority"
-        match self.habit:
-            case "preempts the first":
-                return self.alive[0]
-            case "preempts the largest":
-                return max(self.alive, key=lambda row: row.blocks)
-            case "preempts the latest":
-                return max(self.alive, key=lambda row: row.name)
-            case "larger is more urgent" if by_priority:
-                return min(self.alive, key=lambda row: (row.priority, -ord(row.name)))
-        if by_priority and self.habit != "ignores priority":
+        if self.puzzle.policy == "priority":
             return max(self.alive, key=lambda row: (row.priority, row.name))
         return self.alive[-1]
 
     def admit(self) -> None:
-        puzzle, habit = self.puzzle, self.habit
-        seats = inf if habit == "forgets the seats" else puzzle.seats
-        runs = len(puzzle.running) - len(self.preempted)
-        if habit == "admits nobody while others run" and runs:
-            return
-        for row in puzzle.waiting:
-            count = self.count(row, waits=True) if self.left > 0 and runs < seats else 0
-            hit = 0 if habit in ("computes hits", "hits save no blocks") else row.hit
-            new = self.blocks(hit + count) - hit // puzzle.block_size
-            whole = self.blocks(row.known) - hit // puzzle.block_size
-            revived = row.hit_free if hit and habit != "hits take no free block" else 0
-            needed = new if habit == "only the chunk must fit" else max(new, whole)
-            if not count or needed + revived > self.free:
-                if habit == "overtakes":
-                    continue
+        runs = len(self.puzzle.running)
+        for row in self.puzzle.waiting:
+            count = self.count(row, waits=True) if self.left > 0 and runs < self.puzzle.seats else 0
+            hit = 0 if self.habit == "hits save no blocks" else row.hit
+            new = self.blocks(hit + count) - hit // self.puzzle.block_size
+            whole = self.blocks(row.known) - hit // self.puzzle.block_size
+            revived = row.hit_free if hit else 0
+            if not count or max(new, whole) + revived > self.free:
                 return
             runs += 1
             self.spend(row, count, new + revived)
-            if habit == "admits one":
-                return

@@ -41,6 +41,12 @@ def test_by_hand_each_request_has_the_rule_that_decides() -> None:
     waiting = (*STEP.waiting, Row("D", known=2, computed=0, blocks=0, priority=0))
     full = replace(STEP, seats=2, waiting=waiting, decision=Decision({"A": 8, "B": 1}))
     tight = replace(full, decision=Decision({"A": 8}, frozenset("B")))
+    hit = replace(STEP.waiting[0], hit=8)
+    known = replace(STEP, waiting=(hit,), decision=Decision({"A": 8, "B": 1, "C": 1}))
+    crowded = replace(STEP, free=2, decision=full.decision)
+    alone = replace(STEP, running=STEP.running[:1], waiting=(), decision=Decision({"A": 10}))
     assert [reason.rule for reason in reasons(STEP)] == ["chunk limit", "all it lacks", "budget"]
     assert [reason.rule for reason in reasons(full)][2:] == ["seats", "queue"]
+    assert [reasons(puzzle)[2].rule for puzzle in (known, crowded)] == ["hits", "admission"]
+    assert [reason.rule for reason in reasons(alone)] == ["alone"]
     assert [reason.rule for reason in reasons(tight)][1:] == ["victim", "no admission", "no admission"]
