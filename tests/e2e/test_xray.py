@@ -6,11 +6,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
-from e2e.browser import ColorScheme, Seen, emptied_page, serious_violations
+from e2e.browser import ColorScheme, box_of, emptied_page, faultless, serious_violations, watched
 from e2e.xray_run import BusyScheduler, Served, served
 from playwright.sync_api import Browser, Page
 
@@ -30,20 +31,18 @@ def run() -> list[str]:
 
 @pytest.fixture
 def open_page(browser: Browser) -> Iterator[Callable[..., Page]]:
-    seen, unwatch = Seen(), []
+    complaints: list[list[str]] = []
+    with ExitStack() as until_the_end:
 
-    def open_at(url: str, scheme: ColorScheme = "light", width: int = 1366) -> Page:
-        page = emptied_page(browser, width, 900, scheme)
-        unwatch.append(seen.watch(page))
-        page.goto(f"{url}/xray")
-        return page
+        def open_at(url: str, scheme: ColorScheme = "light", width: int = 1366) -> Page:
+            page = emptied_page(browser, width, 900, scheme)
+            complaints.append(until_the_end.enter_context(watched(page)))
+            page.goto(f"{url}/xray")
+            return page
 
-    yield open_at
-    for end in unwatch:
-        end()
-    emptied_page(browser, 1366, 900)  # which ends its stream
-    assert [error for error in seen.errors if "401" not in error] == []
-    assert seen.elsewhere == []
+        yield open_at
+        emptied_page(browser, 1366, 900)  # which ends its stream
+    assert [complaint for those in complaints for complaint in those if "401" not in complaint] == []
 
 
 @pytest.fixture
@@ -56,14 +55,12 @@ def server() -> Iterator[Served]:
 def page_of_all(browser: Browser, run: list[str]) -> Iterator[Page]:
     """Open a page of its own that has been sent the whole run."""
     with served() as server, browser.new_context(viewport={"width": 1366, "height": 900}) as context:
-        page, seen = context.new_page(), Seen()
-        seen.watch(page)
-        page.goto(f"{server.url}/xray")
-        server.put(run)
-        at_step(page, STEPS)
-        yield page
-        assert seen.errors == []
-        assert seen.elsewhere == []
+        page = context.new_page()
+        with faultless(page):
+            page.goto(f"{server.url}/xray")
+            server.put(run)
+            at_step(page, STEPS)
+            yield page
 
 
 @pytest.fixture
@@ -163,8 +160,7 @@ def test_of_a_large_pool_the_blocks_in_use_are_drawn_large(
     beyond = page.get_by_label("KV-cache blocks").locator("p").inner_text()
     assert beyond.endswith("of 32,769: the others have not been used yet.")
     shown = int(beyond.split()[3].replace(",", "")) + 1
-    canvas = page.get_by_label("KV-cache blocks").locator("canvas").bounding_box()
-    assert canvas
+    canvas = box_of(page.get_by_label("KV-cache blocks").locator("canvas"))
     assert reach < shown
     assert canvas["width"] * canvas["height"] / shown > 12**2
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
@@ -338,14 +334,12 @@ def test_a_notebook_shows_the_same_view_without_a_kernel(browser: Browser, run: 
       const model = {{ get: () => {json.dumps(text)} }};
       window.end = widget.render({{ model, el: document.getElementById("here") }});
       </script></body></html>"""
-    page, seen = emptied_page(browser, 1366, 900), Seen()
-    unwatch = seen.watch(page)
+    page = emptied_page(browser, 1366, 900)
     page.route("**/view.js", lambda route: route.fulfill(body=script(), content_type="text/javascript"))
     page.route("**/here", lambda route: route.fulfill(body=body, content_type="text/html"))
-    page.goto("http://127.0.0.1:1/here")
-    page.get_by_text("■ recording").wait_for()
-    page.get_by_role("button", name="Step forward").click()
-    page.get_by_text("step 2 ·").wait_for()
-    page.evaluate("window.end()")
-    unwatch()
-    assert seen.errors == []
+    with faultless(page):
+        page.goto("http://127.0.0.1:1/here")
+        page.get_by_text("■ recording").wait_for()
+        page.get_by_role("button", name="Step forward").click()
+        page.get_by_text("step 2 ·").wait_for()
+        page.evaluate("window.end()")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from e2e.browser import Seen, emptied_page
+from e2e.browser import emptied_page, faultless
 from playwright.sync_api import Browser, Locator, Page, Route
 
 from minivllm.errors import MinivllmError
@@ -53,7 +53,6 @@ class WidgetPage:
 
     page: Page
     session: Session
-    seen: Seen
 
     def control(self, knob: str) -> Locator:
         """Find a knob's control by the argument of the sweep that the knob sets."""
@@ -103,8 +102,7 @@ def widget_page(
                 return {**session.settle(), "words": str(error), "tone": "broken", "sign": "✕"}
         return session.pin() if message["do"] == "pin" else session.unpin()
 
-    page, seen = emptied_page(browser, width, height), Seen()
-    unwatch = seen.watch(page)
+    page = emptied_page(browser, width, height)
     _answered_by(page, ask)
     parts = {"view": turned({}) | {"serial": 0}, "described": session.described()}
     body = BODY % {
@@ -113,14 +111,12 @@ def widget_page(
         **{name: json.dumps(part).replace("</", "<\\/") for name, part in parts.items()},
     }
     page.route(f"{ADDRESS}**", lambda route: _answer(route, body))
-    try:
+    with faultless(page):
         page.goto(ADDRESS)
         page.wait_for_selector(".lw-picture svg")
-        opened = WidgetPage(page, session, seen)
+        opened = WidgetPage(page, session)
         opened.settled()
         yield opened
-    finally:
-        unwatch()
 
 
 _asked: WeakKeyDictionary[Page, Callable[[Mapping[str, Any]], dict[str, Any]]] = WeakKeyDictionary()

@@ -5,12 +5,10 @@ it.
 import subprocess
 from pathlib import Path
 
-from repository import ROOT
 import address
 import pytest
 from refusals import assert_refused
-
-from minivllm_lab.exercise import load
+from repository import ROOT
 
 HERE, NEW = "https://github.com/someone/course", "https://github.com/other-one/lessons.new"
 

@@ -8,10 +8,10 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import nbformat
-from repository import ROOT
 import pytest
 from IPython.core.inputtransformer2 import TransformerManager
 from refusals import assert_refused
+from repository import ROOT
 
 from minivllm.errors import MinivllmError
 from minivllm_lab.exercise import load
@@ -148,7 +148,7 @@ def test_every_kind_of_fence_becomes_what_it_says(root: Path):
     assert "```python\nreturn math.pi * radius**2\n```" in text, "words of the builder are not for readers"
 
 
-def test_prose_is_cut_at_headings(root: Path):
+def test_prose_is_cut_at_headings_and_links_are_as_seen_from_the_notebook(root: Path):
     starts = [cell.source.split("\n")[0] for cell in cells(root) if cell.cell_type == "markdown"]
     assert starts == [
         "# 07 Circles",
@@ -157,13 +157,8 @@ def test_prose_is_cut_at_headings(root: Path):
         '[next](08_spheres.ipynb) <img src="../lessons/figures/x.png">',
         "## Break it when `r` < 0",
     ]
-
-
-def test_links_are_as_seen_from_the_notebook(root: Path):
-    text = prose(root)
-    assert "(../vllm/07_circles.py#L3)" in text
-    assert "(#Break-it-when-r-<-0)" in text, "JupyterLab's anchors are not GitHub's"
-    assert "`[not](a link)`" in text
+    assert "(../vllm/07_circles.py#L3)" in prose(root)
+    assert "(#Break-it-when-r-<-0)" in prose(root), "JupyterLab's anchors are not GitHub's"
 
 
 @pytest.mark.parametrize(
@@ -226,22 +221,15 @@ def test_ids_differ_and_follow_the_content(root: Path):
     assert sum(old != new for old, new in zip(before, after, strict=True)) == 1
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "drifted"),
-    [
-        ("radius**2\n    # end", "radius * radius\n    # end", "lessons/07_circles.md quotes code that its script"),
-        ("import math", "import cmath as math", "lessons/07_circles.md quotes code that its script"),
-    ],
-)
-def test_a_change_in_the_script_is_noticed_and_mended(root: Path, old: str, new: str, drifted: str):
+def test_a_change_in_the_script_is_noticed_and_mended(root: Path):
     notebooks.write(root, [])
-    change(root / "vllm" / "07_circles.py", old, new)
+    change(root / "vllm" / "07_circles.py", "radius**2\n    # end", "radius * radius\n    # end")
     result = notebooks.drift(root, [])
-    assert result[0].startswith(drifted)
+    assert result[0].startswith("lessons/07_circles.md quotes code that its script")
     assert result[1] == "notebooks/07_circles.ipynb differs from 07_circles.md"
     assert notebooks.write(root, []) == ["lessons/07_circles.md", "notebooks/07_circles.ipynb"]
     assert notebooks.drift(root, []) == []
-    assert new.split("\n")[0] in lesson(root).read_text()
+    assert "radius * radius" in lesson(root).read_text()
 
 
 def test_a_notebook_edited_missing_or_left_behind_is_noticed(root: Path):
@@ -265,11 +253,7 @@ def test_a_notebook_edited_missing_or_left_behind_is_noticed(root: Path):
         ("```python exec\narea", "  ```python exec\narea", "a cell is a `python` fence"),
         ("Not a cell of its own", "### Not a cell of its own", "a heading starts a cell, which <details> cannot hold"),
         ("```text\n# plain", "```python exec\n# plain", "a cell cannot stand inside <details>"),
-        (
-            "```python exec script=vllm/07_circles.py region=area",
-            "```python exec script=vllm/07_circles.py region=volume",
-            ".* 0 regions 'volume', .*its regions: imports, area, formula",
-        ),
+        ("region=area\ndef", "region=volume\ndef", ".* 0 regions 'volume', .*its regions: imports, area, formula"),
         ("script=vllm/07_circles.py region=area", "script=vllm/no.py", "there is no file vllm/no.py"),
         ("script=vllm/07_circles.py region=area", "region=area", "region=area needs script=FILE"),
         (CHECK, CHECK.removesuffix("```\n"), "this fence is never closed"),
@@ -324,9 +308,8 @@ def test_a_picture_beside_the_widget_that_draws_it_is_left_out(root: Path, text:
 
 
 def test_the_list_of_notebooks_has_titles_questions_and_minutes(root: Path):
-    change(
-        lesson(root), "Promise", "**Time:** 2 minutes of talk, 3 of exercise; alone, about 70. **You need:** nothing"
-    )
+    header = "**Time:** 2 minutes of talk, 3 of exercise; alone, about 70. **You need:** nothing"
+    change(lesson(root), "Promise", header)
     (root / "README.md").write_text("| 07 | [Circles](lessons/07_circles.md) | How round? | `run` |\n")
     notebooks.write(root, [])
     page = (root / "notebooks" / "README.md").read_text()

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import nbformat
 import pytest
-from IPython.core.inputtransformer2 import TransformerManager
 from e2e.solved_notebook import ROOT, SolvedNotebook, shown_by
 from e2e.solved_notebook import builder as notebooks
+from IPython.core.inputtransformer2 import TransformerManager
 
 PATHS = sorted((ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb"))
 each_notebook = pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)

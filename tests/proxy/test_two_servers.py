@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 from patience import eventually
-from server.serving import CHAT_TEMPLATE, Server, free_port
+from server.serving import CHAT_TEMPLATE, Server, answers, free_port
 
 from minivllm.config import EMBEDDED_MODEL, ModelConfig
 from minivllm.memory import kv_bytes_per_token
@@ -45,13 +45,7 @@ class Pair:
     def wait_until_ready(self) -> None:
         for server in self.servers:
             server.wait_until_ready()
-        assert eventually(self._is_healthy, 120), "the proxy finds no pair of servers that is healthy"
-
-    def _is_healthy(self) -> bool:
-        try:
-            return self.client.get("/health").status_code == 200
-        except httpx.TransportError:
-            return False
+        assert eventually(lambda: answers(self.client), 120), "the proxy finds no pair of servers that is healthy"
 
 
 @pytest.fixture(scope="module")

@@ -7,10 +7,9 @@ import re
 import pytest
 import tutor
 from refusals import assert_refused
-from repository import ROOT
+from repository import LESSONS, ROOT
 
 PAGE = (ROOT / "workshop" / "tutor.md").read_text()
-LESSONS = sorted(path.stem for path in (ROOT / "lessons").glob("[0-9][0-9]_*.md"))
 HINT = """Look at *One number catches up* first. Which requests does the first loop go through?
 
 ```python
