@@ -53,23 +53,6 @@ def test_our_texts_link_to_the_lines_that_they_say():
 
 
 @pytest.mark.parametrize(
-    "text",
-    [
-        f"| `Pool` | `x` | {POOL} `BlockPool.get_new_blocks`, `touch` |",
-        f"| a | {POOL} `BlockPool` |\n| b | the same file, `BlockPool.touch` |",
-        f"What {POOL} does is `touch`. Ours is `grab`.",
-        "In v0.6.0 it was `vllm/core/scheduler.py` (`_preempt_by_swap`).",
-        "`vllm/v1/core/sched/scheduler.py` (`Scheduler.schedule`), `request_queue.py` (`RequestQueue`)",
-        "vLLM's `kv_cache_dtype`, and `VLLM_LOGGING_LEVEL`",
-        "[`core/block_pool.py`](../vllm/minivllm/core/block_pool.py) `grab`",
-        "```\n`vllm/v1/nowhere.py`\n```",
-    ],
-)
-def test_what_vllm_has_is_right(text: str):
-    assert problems("page.md", text) == []
-
-
-@pytest.mark.parametrize(
     ("text", "wrong"),
     [
         (POOL.replace("block_pool", "block_pol"), "block_pol.py"),

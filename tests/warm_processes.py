@@ -140,9 +140,7 @@ class WarmSubprocess:
 class WarmProcess(subprocess.Popen):
     """A child of this process that is forked from a template, unless its environment is another one."""
 
-    def __init__(
-        self, template: Template | Itself, with_template: bool, command: Sequence[str], **options: Any
-    ) -> None:
+    def __init__(self, template: Template | Itself, with_template: bool, command: Sequence[str], **options: Any):
         self._template, self._with_template = template, with_template
         super().__init__(command, **options)
 

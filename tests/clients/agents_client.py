@@ -45,9 +45,8 @@ def openai_agents(url: str) -> None:
 
     agents.set_tracing_disabled(True)
     tool = agents.function_tool(weather)
-    settings = agents.ModelSettings(
-        tool_choice="required", parallel_tool_calls=False, store=False, extra_body=LINE, **SETTINGS
-    )
+    required = {"tool_choice": "required", "parallel_tool_calls": False}
+    settings = agents.ModelSettings(store=False, extra_body=LINE, **required, **SETTINGS)
 
     async def turns(kind: type) -> None:
         client = AsyncOpenAI(base_url=url, api_key=KEY, max_retries=0)
@@ -100,9 +99,8 @@ def instructor(url: str) -> None:
 
     for mode in (library.Mode.TOOLS, library.Mode.JSON_SCHEMA):
         client = library.from_openai(OpenAI(base_url=url, api_key=KEY, max_retries=0), mode=mode)
-        verdict = client.chat.completions.create(
-            model=MODEL, messages=MESSAGES, response_model=Verdict, max_retries=1, **SETTINGS
-        )
+        asked = {"model": MODEL, "messages": MESSAGES, "response_model": Verdict, "max_retries": 1}
+        verdict = client.chat.completions.create(**asked, **SETTINGS)
         assert isinstance(verdict, Verdict)
 
 
@@ -121,9 +119,8 @@ def smolagents(url: str) -> None:
 
     model = OpenAIServerModel(MODEL, api_base=url, api_key=KEY, **SETTINGS)
     messages = [ChatMessage(role=MessageRole.USER, content=[{"type": "text", "text": QUESTION}])]
-    choice = {
-        "structured_outputs": {"choice": ['<tool_call>{"name": "forecast", "arguments": {"city": "Rome"}}</tool_call>']}
-    }
+    call = '<tool_call>{"name": "forecast", "arguments": {"city": "Rome"}}</tool_call>'
+    choice = {"structured_outputs": {"choice": [call]}}
     answer = model.generate(messages, tools_to_call_from=[forecast], tool_choice="auto", extra_body=choice)
     [call] = answer.tool_calls
     assert call.function.name == "forecast"

@@ -165,9 +165,8 @@ def works(client: Client, server: Server, folder: Path) -> bool:
     """Run a client; return whether its check passes and the server is healthy afterwards."""
     environment = os.environ | {"NO_COLOR": "1", "COLUMNS": "200"} | client.environment
     try:
-        done = subprocess.run(
-            client.command, capture_output=True, text=True, env=environment, cwd=folder, timeout=SECONDS
-        )
+        options = {"env": environment, "cwd": folder, "timeout": SECONDS}
+        done = subprocess.run(client.command, capture_output=True, text=True, **options)
         assert done.returncode == 0, "\n".join((done.stdout + done.stderr).splitlines()[-25:])
         client.check()
         assert server.client.get("/health").status_code == 200

@@ -2,7 +2,7 @@
 keyboard.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -47,17 +47,6 @@ CLOSE = """async () => {
   const panel = window.jupyterapp.shell.currentWidget;
   await panel.sessionContext.shutdown();
   panel.dispose();
-}"""
-EXECUTE = """async sources => {
-  const kernel = window.jupyterapp.shell.currentWidget.sessionContext.session.kernel;
-  const shown = ['stream', 'display_data', 'execute_result', 'error'];
-  return await Promise.all(sources.map(async code => {
-    const outputs = [];
-    const future = kernel.requestExecute({code});
-    future.onIOPub = ({header, content}) => shown.includes(header.msg_type) && outputs.push(content);
-    await future.done;
-    return outputs;
-  }));
 }"""
 CELLS = """() => window.jupyterapp.shell.currentWidget.content.model.sharedModel.cells
   .filter(cell => cell.cell_type === 'code')
@@ -126,13 +115,6 @@ class Notebook:
         method does not.
         """
         self.page.evaluate(LIMITED, [RUN_ALL, None, RUN_SECONDS])
-
-    def execute(self, sources: Sequence[str]) -> list[list[dict[str, Any]]]:
-        """Run more cells in the notebook's kernel, after its own; return the outputs of each.
-
-        Cells after one that raises do not run, and their outputs are empty.
-        """
-        return self.page.evaluate(LIMITED, [EXECUTE, sources, RUN_SECONDS])
 
     def code_cells(self) -> list[dict[str, Any]]:
         """Return each code cell's `source`, `count` (None if it did not run) and `outputs` (in

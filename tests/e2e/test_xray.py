@@ -99,9 +99,8 @@ def test_what_is_drawn_is_the_state_of_the_step(page: Page, run: list[str]) -> N
 
 
 def test_blocks_are_marked_by_what_the_step_did_to_them(page: Page, run: list[str]) -> None:
-    step = next(
-        step for step in range(2, STEPS) if any(row[4] >= 16 for row in state_of(run, step)["batch"])
-    )  # a request was admitted, and found blocks in the cache
+    # A request was admitted, and found blocks in the cache.
+    step = next(step for step in range(2, STEPS) if any(row[4] >= 16 for row in state_of(run, step)["batch"]))
     before = {request["number"]: request["blocks"] for request in state_of(run, step - 1)["running"]}
     hits, fresh = set(), set()
     cached = {row[0]: row[4] for row in state_of(run, step)["batch"]}
@@ -115,9 +114,7 @@ def test_blocks_are_marked_by_what_the_step_did_to_them(page: Page, run: list[st
     assert set(page.evaluate("[...window.xray.shown.fresh]")) == fresh != set()
 
 
-def test_a_second_tier_and_adapter_slots_are_shown_where_there_are_any(
-    server: Served, open_page: Callable[..., Page], run: list[str]
-) -> None:
+def test_a_second_tier_and_adapter_slots_are_shown_if_there_are_any(server: Served, open_page, run: list[str]):
     page = open_page(server.url)
     server.put(run[:1])
     at_step(page, 1)
@@ -135,9 +132,7 @@ def test_a_second_tier_and_adapter_slots_are_shown_where_there_are_any(
     page.locator(".xr-facts").get_by_text(hostile, exact=True).wait_for()
 
 
-def test_a_server_without_requests_shows_a_recorded_run_until_its_next_step(
-    server: Served, open_page: Callable[..., Page], run: list[str]
-) -> None:
+def test_a_server_without_requests_shows_a_recorded_run_until_its_next_step(server, open_page, run: list[str]):
     page = open_page(server.url)
     idle = state_of(run, 1) | {"step": 0, "batch": [], "running": [], "waiting": [], "num_waiting": 0, "cached": []}
     server.put([json.dumps(idle)])
@@ -150,9 +145,7 @@ def test_a_server_without_requests_shows_a_recorded_run_until_its_next_step(
     assert page.locator(".xr-alarm").inner_text() == ""
 
 
-def test_of_a_large_pool_the_blocks_in_use_are_drawn_large(
-    server: Served, open_page: Callable[..., Page], run: list[str]
-) -> None:
+def test_of_a_large_pool_the_blocks_in_use_are_drawn_large(server: Served, open_page, run: list[str]) -> None:
     page = open_page(server.url, width=390)
     server.put([json.dumps(state_of(run, 3) | {"num_blocks": 32_769})])
     at_step(page, 3)
@@ -246,9 +239,8 @@ def test_steps_are_saved_and_loaded(page: Page, run: list[str], tmp_path: Path) 
     ],
 )
 def test_a_file_that_is_no_recording_changes_nothing(page: Page, content: str, words: str) -> None:
-    page.get_by_label("A recording").set_input_files(
-        {"name": "other.jsonl", "mimeType": "text/plain", "buffer": content.encode()}
-    )
+    file = {"name": "other.jsonl", "mimeType": "text/plain", "buffer": content.encode()}
+    page.get_by_label("A recording").set_input_files(file)
     page.get_by_text("other.jsonl is not a recording that can be shown").wait_for()
     assert words in page.locator("p.xr-alarm").inner_text()
     assert page.evaluate("window.xray.frame.step") == STEPS
@@ -281,9 +273,7 @@ def test_of_several_cores_the_page_shows_the_one_in_its_address(open_page: Calla
         at_step(page, 11)
 
 
-def test_the_page_keeps_the_last_thousand_steps_and_draws_each_in_time(
-    server: Served, open_page: Callable[..., Page], run: list[str]
-) -> None:
+def test_the_page_keeps_a_thousand_steps_and_draws_each_in_time(server: Served, open_page, run: list[str]):
     page = open_page(server.url)
     for last in range(STEPS, 8 * STEPS + 1, STEPS):  # a feed keeps 200 lines for a slow page
         server.put([numbered(run, step) for step in range(last - STEPS + 1, last + 1)])
@@ -312,9 +302,7 @@ def numbered(run: list[str], step: int) -> str:
 
 
 @pytest.mark.parametrize(("scheme", "width"), [("light", 600), ("dark", 1366)])
-def test_nothing_serious_is_in_anyones_way(
-    server: Served, open_page: Callable[..., Page], run: list[str], scheme: str, width: int
-) -> None:
+def test_nothing_serious_is_in_anyones_way(server: Served, open_page, run: list[str], scheme: str, width: int):
     page = open_page(server.url, scheme, width)
     server.put([json.dumps(state_of(run, STEPS) | {"slots": [["french", True], ["", False]]})])
     at_step(page, STEPS)

@@ -55,9 +55,8 @@ class BusyScheduler:
             self._add()
         output = self.scheduler.schedule()
         outputs = self.scheduler.update_from_output(output, self._sampled(output))
-        self.scheduler.update_draft_token_ids(
-            {name: [7] * DRAFTS for name in output.num_scheduled_tokens if name.endswith(("3", "7", "9"))}
-        )
+        drafting = [name for name in output.num_scheduled_tokens if name.endswith(("3", "7", "9"))]
+        self.scheduler.update_draft_token_ids({name: [7] * DRAFTS for name in drafting})
         return self.recorder.snapshot(output, outputs)
 
     def _add(self) -> None:

@@ -111,9 +111,8 @@ class Fake:
         return f"http://127.0.0.1:{self.port}"
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
-        self.got.append(
-            Got(request.path, {name.lower(): value for name, value in request.headers.items()}, await request.read())
-        )
+        headers = {name.lower(): value for name, value in request.headers.items()}
+        self.got.append(Got(request.path, headers, await request.read()))
         try:
             return await self.answer(request)
         except asyncio.CancelledError:
@@ -155,9 +154,7 @@ class Setting:
 
 
 @asynccontextmanager
-async def setting(
-    prefill: list[Fake] | None = None, decode: list[Fake] | None = None, **settings: Any
-) -> AsyncIterator[Setting]:
+async def setting(prefill=None, decode=None, **settings: Any) -> AsyncIterator[Setting]:
     """Start a proxy in front of these servers."""
     prefill, decode = prefill or [Fake(prefills)], decode or [Fake(completes)]
     settings = {"health_interval": 60.0, **settings}

@@ -71,9 +71,7 @@ async def test_without_an_id_both_get_the_same_new_one_and_no_key_and_models_are
     ],
 )
 @proxied()
-async def test_what_the_prefill_server_is_asked_for(
-    cluster: Setting, further: dict[str, Any], to_prefill: dict[str, Any]
-):
+async def test_what_the_prefill_server_is_asked_for(cluster: Setting, further: dict, to_prefill: dict):
     status, _ = await cluster.post(BODY | further)
     assert status == 200
     wanted = BODY | to_prefill | {"stream": False, "max_tokens": 1, "kv_transfer_params": ASK_TO_KEEP}

@@ -103,10 +103,8 @@ def hostile_paths(folder: Path) -> dict[str, str]:
     return {
         "absolute": str(secret),
         "up": f"{folder}/../secret",
-        "up and down": f"{folder}/a/../../allowed/../secret",
         "relative": os.path.relpath(secret),
         "encoded": f"{folder}/%2e%2e/secret",
-        "double encoded": f"{folder}/%252e%252e/secret",
         "backslashes": f"{folder}\\..\\secret",
         "a link out": str(links / "out"),
         "through a link": str(links / "up" / "secret"),

@@ -85,9 +85,7 @@ def test_the_name_is_sent_before_the_arguments_are_complete() -> None:
     assert parser.new("}</tool_call>", is_last=True) == ("", [])
 
 
-@pytest.mark.parametrize(
-    "call", ['{"name": "f", "arguments": %s}', '{"arguments": %s, "name": "f"}', '{"name": f, %s}']
-)
+@pytest.mark.parametrize("call", ['{"name": "f", "arguments": %s}', '{"arguments": %s, "name": "f"}', '{"name": %s}'])
 def test_a_long_call_is_not_parsed_again_for_each_piece(monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     decode, parsed = tool_parsers.decode, 0
 

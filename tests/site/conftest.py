@@ -128,9 +128,7 @@ def live_site(site: Path) -> Iterator[str]:
 
 
 @pytest.fixture(scope="session")
-def profile(
-    live_site: str, browser: Browser, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[BrowserContext, str]]:
+def profile(live_site: str, browser: Browser, tmp_path_factory) -> Iterator[tuple[BrowserContext, str]]:
     """Start a Chromium with a profile on disk, which keeps Pyodide as it was compiled: Python then
     starts in half the time.
     """

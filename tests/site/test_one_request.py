@@ -42,9 +42,8 @@ def test_what_is_missing_from_a_run_is_named(recording: list[dict]) -> None:
 
 def test_the_recorded_answer_is_that_of_a_plain_engine(recording: list[dict]) -> None:
     body = recording[0]["request"]["body"]
-    llm = LLM(
-        str(record_request.MODELS / "tiny-python"), enable_lora=True, max_model_len=512, num_gpu_blocks_override=64
-    )
+    model = str(record_request.MODELS / "tiny-python")
+    llm = LLM(model, enable_lora=True, max_model_len=512, num_gpu_blocks_override=64)
     adapter = LoRARequest(body["model"], 1, str(record_request.MODELS / "adapters" / body["model"]))
     parameters = SamplingParams(max_tokens=body["max_tokens"], temperature=0)
     (output,) = llm.generate([body["prompt"]], parameters, lora_request=adapter, use_tqdm=False)

@@ -101,9 +101,8 @@ def test_a_wrong_answer_is_told_a_rule(game: Page, answer: Decision, says: str, 
 
 def test_more_requests_than_seats_are_told(game: Page) -> None:
     full = replace(STEP, seats=2, decision=Decision({"A": 8, "B": 1}))
-    assert told(game, [(full, STEP.decision)]) == [
-        [("After your step 3 requests run, but there are 2 seats.", "seats")]
-    ]
+    said = "After your step 3 requests run, but there are 2 seats."
+    assert told(game, [(full, STEP.decision)]) == [[(said, "seats")]]
 
 
 def test_two_wrong_rules_with_one_answer_are_both_told(game: Page) -> None:
@@ -141,9 +140,7 @@ def test_a_slip_in_one_request_is_told_a_rule(game: Page) -> None:
     assert all(told(game, slips))
 
 
-def test_make_predict_writes_a_page_that_plays_and_opens_it(
-    browser: Browser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_make_predict_writes_a_page_that_plays_and_opens_it(browser: Browser, tmp_path: Path, monkeypatch, capsys):
     shown: list[str] = []
     monkeypatch.setattr(webbrowser, "open", shown.append)
     command.main(command.parser().parse_args(["--page", str(tmp_path / "new" / "game.html")]))

@@ -120,7 +120,6 @@ def test_each_lesson_has_links_that_set_knobs_to_values_that_they_have():
     for page, name, values in links:
         assert f"{name}.show(" in (ROOT / "lessons" / page).read_text(), page
         for knob, text in values.items():
-            options = {
-                f"{value:g}" if isinstance(value, float) else f"{value}" for value in specs[name].flat()[knob].places()
-            }
+            places = specs[name].flat()[knob].places()
+            options = {f"{value:g}" if isinstance(value, float) else f"{value}" for value in places}
             assert text in options, f"{page}: {knob}={text} of {name}"

@@ -38,9 +38,8 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
     axes.frame("load", "wait")
     loads = [load for load in LOADS if load < state.servers]
     waits = [load / (state.servers - load) for load in loads]
-    axes.line(
-        loads, waits, "#0072B2", tips=[f"load {load:g}: {wait:.1f}" for load, wait in zip(loads, waits, strict=True)]
-    )
+    tips = [f"load {load:g}: {wait:.1f}" for load, wait in zip(loads, waits, strict=True)]
+    axes.line(loads, waits, "#0072B2", tips=tips)
     axes.here(state.load, "load", f"load {state.load:g}")
     return drawing.render()
 
