@@ -80,13 +80,8 @@ def test_docstrings_and_comments_are_read_and_code_is_not():
 
 
 def test_the_list_is_made_from_the_archive(tmp_path: Path):
-    files = {
-        "vllm/v1/pool.py": MODULE,
-        "vllm/other.py": "x = 1",
-        "vllm/envs.py": "VLLM_X = 1",
-        "docs/a.md": "",
-        "docs/b.md": "",
-    }
+    files = {"vllm/v1/pool.py": MODULE, "vllm/other.py": "x = 1", "vllm/envs.py": "VLLM_X = 1"}
+    files |= {"docs/a.md": "", "docs/b.md": ""}
     with tarfile.open(tmp_path / "source.tar.gz", "w:gz") as archive:
         for name, text in files.items():
             info = tarfile.TarInfo(f"vllm-0.33.0/{name}")

@@ -61,11 +61,8 @@ class Template:
         with theirs:
             start = f"import sys; sys.path.append({str(Path(__file__).parent)!r}); import warm_template as t; t.main()"
             arguments = [str(theirs.fileno()), json.dumps([*map(str, sys.path)]), json.dumps([*SERVER, *more_modules])]
-            self.process = subprocess.Popen(
-                [sys.executable, "-P", "-c", start, *arguments, ROOM],
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-            )
+            command = [sys.executable, "-P", "-c", start, *arguments, ROOM]
+            self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
 
     def is_loaded(self) -> bool:
         """Return whether a child would start immediately. Until then `fork` waits, some 10 s where
@@ -151,18 +148,10 @@ class WarmProcess(subprocess.Popen):
             return
         *pipes, _, _, _, _, _, session, _ = more[3:]  # two ends of each stream, -1 where it is this process's own
         streams = [place if end == -1 else end for place, end in enumerate((pipes[0], pipes[3], pipes[5]))]
-        request = Request(
-            parent=os.getpid(),
-            command=[*args],
-            environment=dict(environment),
-            folder=cwd or os.getcwd(),
-            places=[0, 1, 2, *pass_fds],
-            session=session,
-            template=self._with_template,
-            path=[*map(str, sys.path)],
-            mask=[*map(int, signal.pthread_sigmask(signal.SIG_BLOCK, ()))],
-            cores=[*os.sched_getaffinity(0)],
-        )
+        given = {"command": [*args], "environment": dict(environment), "folder": cwd or os.getcwd(), "session": session}
+        own = {"parent": os.getpid(), "path": [*map(str, sys.path)], "cores": [*os.sched_getaffinity(0)]}
+        mask = [*map(int, signal.pthread_sigmask(signal.SIG_BLOCK, ()))]
+        request = Request(**given, **own, mask=mask, places=[0, 1, 2, *pass_fds], template=self._with_template)
         self.pid = self._template.fork(request, [*streams, *pass_fds])
         self._child_created = True
         self._close_pipe_fds(*pipes)

@@ -77,11 +77,8 @@ def pydantic_ai(url: str) -> None:
         return weather(city)
 
     provider, name = OpenAIProvider(base_url=url, api_key=KEY), {"name": "once"}
-    named = {
-        OpenAIChatModel: {"type": "function", "function": name},
-        OpenAIResponsesModel: {"type": "function", **name},
-    }
-    for kind, choice in named.items():
+    chats, responses = {"type": "function", "function": name}, {"type": "function", **name}
+    for kind, choice in ((OpenAIChatModel, chats), (OpenAIResponsesModel, responses)):
         model = kind(MODEL, provider=provider)
         native = Agent(model, output_type=NativeOutput(Verdict), model_settings=SETTINGS)
         assert isinstance(native.run_sync(QUESTION).output, Verdict)

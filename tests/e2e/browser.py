@@ -116,18 +116,12 @@ class Notebook:
         """
         self.page.evaluate(LIMITED, [RUN_ALL, None, RUN_SECONDS])
 
-    def code_cells(self) -> list[dict[str, Any]]:
-        """Return each code cell's `source`, `count` (None if it did not run) and `outputs` (in
-        nbformat's form).
-        """
-        return self.page.evaluate(CELLS)
-
     def problems(self) -> list[str]:
         """List, in one line each, the code cells that did not run or raised, and the widgets that
         broke.
         """
         results = []
-        for number, cell in enumerate(self.code_cells(), start=1):
+        for number, cell in enumerate(self.page.evaluate(CELLS), start=1):
             name = f"code cell {number} ({cell['source'].splitlines()[0]!r})"
             if not cell["count"]:
                 results.append(f"{name} did not run")
@@ -147,12 +141,9 @@ class Notebook:
         before, picture = handle.get_attribute("aria-valuetext"), handle.evaluate(PICTURE)
         assert picture, "the slider's widget has no picture"
         self.page.keyboard.press("ArrowRight")
-        self.page.wait_for_function(
-            f"([element, value, picture]) => element.getAttribute('aria-valuetext') !== value "
-            f"&& ({PICTURE})(element) !== picture",
-            arg=[handle.element_handle(), before, picture],
-            timeout=SETTLE_SECONDS * 1000,
-        )
+        changed = f"([element, value, picture]) => element.ariaValueText !== value && ({PICTURE})(element) !== picture"
+        arguments = [handle.element_handle(), before, picture]
+        self.page.wait_for_function(changed, arg=arguments, timeout=SETTLE_SECONDS * 1000)
 
     def cells(self) -> int:
         """Return how many cells the notebook has now."""

@@ -28,15 +28,10 @@ def jupyterlab(folder: Path, private: Path) -> Iterator[str]:
     private.mkdir(parents=True, exist_ok=True)
     [port] = free_ports(1)
     log = private / "jupyterlab.log"
+    command = [sys.executable, "-P", "-m", "jupyterlab", *_flags(folder, port)]
     with log.open("w") as output:
-        server = subprocess.Popen(
-            [sys.executable, "-P", "-m", "jupyterlab", *_flags(folder, port)],
-            env=_environment(private),
-            cwd=folder,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        streams = {"stdout": output, "stderr": subprocess.STDOUT}
+        server = subprocess.Popen(command, env=_environment(private), cwd=folder, start_new_session=True, **streams)
     try:
         address = f"http://127.0.0.1:{port}"
         eventually(lambda: server.poll() is not None or _answers(address), START_SECONDS)

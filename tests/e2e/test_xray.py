@@ -101,13 +101,12 @@ def test_what_is_drawn_is_the_state_of_the_step(page: Page, run: list[str]) -> N
 def test_blocks_are_marked_by_what_the_step_did_to_them(page: Page, run: list[str]) -> None:
     # A request was admitted, and found blocks in the cache.
     step = next(step for step in range(2, STEPS) if any(row[4] >= 16 for row in state_of(run, step)["batch"]))
-    before = {request["number"]: request["blocks"] for request in state_of(run, step - 1)["running"]}
-    hits, fresh = set(), set()
-    cached = {row[0]: row[4] for row in state_of(run, step)["batch"]}
-    for request in state_of(run, step)["running"]:
-        for index, block in enumerate(request["blocks"]):
-            if block not in before.get(request["number"], []):
-                (hits if index < cached[request["number"]] // 16 else fresh).add(block)
+    before, now = ({each["number"]: each["blocks"] for each in state_of(run, at)["running"]} for at in (step - 1, step))
+    cached, hits, fresh = {row[0]: row[4] for row in state_of(run, step)["batch"]}, set(), set()
+    for number, blocks in now.items():
+        for index, block in enumerate(blocks):
+            if block not in before.get(number, []):
+                (hits if index < cached[number] // 16 else fresh).add(block)
     page.evaluate("step => window.xray.go(step - 1)", step)
     at_step(page, step)
     assert set(page.evaluate("[...window.xray.shown.hits]")) == hits != set()

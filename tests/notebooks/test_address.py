@@ -41,10 +41,6 @@ def test_nothing_opens_in_colab_before_the_repository_is_published(root: Path):
     assert address.colab("a", root) == ""
 
 
-def test_all_agree_and_links_to_others_do_not_matter(root: Path):
-    assert address.strangers(root) == []
-
-
 @pytest.mark.parametrize(
     ("text", "said"),
     [

@@ -16,11 +16,8 @@ from minivllm.config import EMBEDDED_MODEL, ModelConfig
 from minivllm.memory import kv_bytes_per_token
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("warm_processes")]
-CONNECTOR = {
-    "kv_connector": "TCPConnector",
-    "kv_role": "kv_both",
-    "kv_connector_extra_config": {"secret": "two servers of one test"},
-}
+SECRET = {"secret": "two servers of one test"}
+CONNECTOR = {"kv_connector": "TCPConnector", "kv_role": "kv_both", "kv_connector_extra_config": SECRET}
 CODE = "def add(a, b):\n    return a + b\n\n\ndef "
 PROMPTS = ["x", CODE, "import os\n" * 30, [5, 17, 300] * 20]
 CHAT = {"messages": [{"role": "user", "content": "add two numbers"}], "max_completion_tokens": 12, "temperature": 0}

@@ -24,12 +24,8 @@ def serving() -> OpenAIServing:
     """Make the serving class without an engine: tokenization needs only its settings."""
     tokenizer, limits = load_tokenizer(EMBEDDED_MODEL), RequestLimits(512, 16, 100)
     processor = InputProcessor(SimpleNamespace(vocab_size=4096), tokenizer, limits, (0,), 0)
-    engine = SimpleNamespace(
-        engine_args=SimpleNamespace(model=EMBEDDED_MODEL),
-        input_processor=processor,
-        generation_config=SimpleNamespace(sampling={}),
-        tokenizer=tokenizer,
-    )
+    own = {"engine_args": SimpleNamespace(model=EMBEDDED_MODEL), "generation_config": SimpleNamespace(sampling={})}
+    engine = SimpleNamespace(input_processor=processor, tokenizer=tokenizer, **own)
     return OpenAIServing(engine, FrontendArgs(served_model_name=["tiny"]), None)
 
 

@@ -165,10 +165,9 @@ def test_the_widget_plays_the_same_rounds_in_a_notebook(browser: Browser):
     page = emptied_page(browser, 1366, 800)
     page.set_content("<main></main>")
     page.add_script_tag(content=str(widget._esm).replace("export default", "window.widget ="))
-    page.evaluate(
-        "traits => widget.render({ model: { get: (name) => traits[name] }, el: document.querySelector('main') })",
-        {"levels": widget.levels, "rules": widget.rules},
-    )
+    traits = {"levels": widget.levels, "rules": widget.rules}
+    shows = "traits => widget.render({ model: { get: (name) => traits[name] }, el: document.querySelector('main') })"
+    page.evaluate(shows, traits)
     page.get_by_role("button", name=f"5. {LEVELS[4].title}").click()
     mistake = puzzle["mistakes"][0]
     assert mistake["says"] in answer(page, mistake)

@@ -8,11 +8,8 @@ from repository import LESSONS, ROOT, lesson, minutes
 
 TEXT = (ROOT / "workshop" / "schedules.md").read_text()
 ROW = re.compile(r"^\| (\d+):(\d\d) \| (\d*) ?\| (.*?) \|", re.MULTILINE)
-DAYS = {
-    heading: ROW.findall(part)
-    for heading, part in re.findall(r"^##+ (.*?)\n(.*?)(?=^##|\Z)", TEXT, re.DOTALL | re.MULTILINE)
-    if ROW.search(part)
-}
+PARTS = re.findall(r"^##+ (.*?)\n(.*?)(?=^##|\Z)", TEXT, re.DOTALL | re.MULTILINE)
+DAYS = {heading: ROW.findall(part) for heading, part in PARTS if ROW.search(part)}
 MINUTES = {
     "Half a day: 3.5 hours": 210, "One day: 7 hours": 420, "The first day": 420, "The second day": 420,
     "A third day: 7 hours": 420,

@@ -15,8 +15,6 @@ import words
 from refusals import assert_refused
 from repository import LESSONS, ROOT, lesson
 
-from minivllm.errors import MinivllmError
-
 DECKS = [pytest.param(deck, id=deck.path.stem[:2]) for deck in slides.decks(ROOT)]
 PARTS = ("Bet", "Reveal", "Demo", "In vLLM", "On call", "Break it", "Exercise", "Cheat sheet")
 MOST_WORDS = 40
@@ -25,10 +23,6 @@ CODE = re.compile(r"`[^`]+`|^```bash.*?^```", re.DOTALL | re.MULTILINE)
 MAKE = re.compile(r"\bmake ([a-z-]+)((?: [A-Z]+=\w+)*)")
 SCRIPT = re.compile(r"\buv run python ((?:vllm|tools|benchmarks)/\S+\.py)((?: --[\w-]+(?: \w+)?)*)")
 each_deck = pytest.mark.parametrize("deck", DECKS)
-
-
-def number_of(deck: slides.Deck) -> str:
-    return deck.path.stem[:2]
 
 
 def test_every_lesson_has_slides():
@@ -83,7 +77,7 @@ def test_every_picture_is_a_step_or_a_still_of_the_lessons_own_figures(deck: sli
     for text, name, step in pictures:
         figure = (deck.path.parent / name).resolve()
         assert figure.parent == ROOT / "lessons" / "figures"
-        assert figure.name.startswith(number_of(deck)), f"{figure.name} is another lesson's"
+        assert figure.name.startswith(deck.path.stem[:2]), f"{figure.name} is another lesson's"
         assert step or "opening" not in name, f"{figure.name} moves: name a step, as in {figure.name}#1"
         assert len(text.split()) >= 4, f"{figure.name}: say in words what is to be seen"
         assert slides.copied(figure, step, tmp_path)
@@ -91,7 +85,7 @@ def test_every_picture_is_a_step_or_a_still_of_the_lessons_own_figures(deck: sli
 
 @each_deck
 def test_every_command_exists(deck: slides.Deck):
-    assert_commands_exist("\n".join(CODE.findall(deck.path.read_text())), number_of(deck))
+    assert_commands_exist("\n".join(CODE.findall(deck.path.read_text())), deck.path.stem[:2])
 
 
 def assert_commands_exist(text: str, number: str) -> None:
@@ -136,7 +130,7 @@ def test_every_number_is_the_lessons(deck: slides.Deck):
     """A number on a slide or in its notes stands in the lesson, its notes, its exercise, its claims
     or its figures.
     """
-    known = sources(number_of(deck))
+    known = sources(deck.path.stem[:2])
     for slide in deck.slides:
         new = [value for value in numbers(PATH.sub("", f"{slide.body}\n{slide.notes}")) if value not in known]
         assert new == [], f"{slide.title}: {new}"
@@ -244,9 +238,7 @@ def test_a_step_of_a_moving_figure_is_that_step_alone(tmp_path: Path):
 def test_an_unknown_figure_step_or_command_is_refused(tmp_path: Path, body: str, message: str):
     (tmp_path / "04_opening.svg").symlink_to(ROOT / "lessons" / "figures" / "04_opening.svg")
     deck = a_deck(tmp_path, body)
-    with pytest.raises(MinivllmError) as refusal:
-        slides.section(deck.slides[0], deck, tmp_path, {})
-    assert str(refusal.value) == message
+    assert_refused(f"^{re.escape(message)}$", slides.section, deck.slides[0], deck, tmp_path, {})
 
 
 def test_an_unknown_lesson_is_refused():
