@@ -104,10 +104,6 @@ def _restore_collector(was: tuple[bool, tuple[int, int, int]]) -> None:
     gc.set_threshold(*threshold)
 
 
-def _metrics() -> int:
-    return len(REGISTRY._names_to_collectors) if REGISTRY else 0
-
-
 def _shell() -> bool:
     """Return whether IPython has a shell, which makes `notebook.begin` believe it is in a notebook."""
     interactive = sys.modules.get("IPython.core.interactiveshell")
@@ -130,7 +126,7 @@ VALUES: dict[str, tuple[Look, Restore | None]] = {
     "socket timeout": (socket.getdefaulttimeout, socket.setdefaulttimeout),
     "garbage collector": (lambda: (gc.isenabled(), gc.get_threshold()), _restore_collector),
     "numpy errors": (lambda: tuple(np.geterr().items()), lambda was: np.seterr(**dict(was))),
-    "Prometheus metrics": (_metrics, None),
+    "Prometheus metrics": (lambda: len(REGISTRY._names_to_collectors) if REGISTRY else 0, None),
     "shell of IPython": (_shell, _restore_shell),
     "disabled log levels": (lambda: logging.root.manager.disable, logging.disable),
     "torch's default dtype": (torch.get_default_dtype, torch.set_default_dtype),

@@ -12,16 +12,12 @@ BLOB = "https://github.com/vllm-project/vllm/blob/v0.33.0"
 POOL = f"[`vllm/v1/core/block_pool.py`]({BLOB}/vllm/v1/core/block_pool.py)"
 MODULE = """
 LIMIT: int = 3
-
 class BlockPool:
     size: int
-
     def __init__(self):
         self.free = []
-
     def get_new_blocks(self, num_blocks):
         return num_blocks
-
 def hash_block(): ...
 """
 
@@ -87,9 +83,8 @@ def test_the_list_is_made_from_the_archive(tmp_path: Path):
             info = tarfile.TarInfo(f"vllm-0.33.0/{name}")
             info.size = len(text)
             archive.addfile(info, io.BytesIO(text.encode()))
-    right = (
-        "| `vllm/v1/pool.py` `BlockPool.free`, `size`, `num_blocks`, `hash_block`, `LIMIT` |\n\n`docs/a.md`, `VLLM_X`\n"
-    )
+    names = "`BlockPool.free`, `size`, `num_blocks`, `hash_block`, `LIMIT`"
+    right = f"| `vllm/v1/pool.py` {names} |\n\n`docs/a.md`, `VLLM_X`\n"
     built = tool.make_list(tool.read_archive(tmp_path / "source.tar.gz"), tool.mentions({"a.md": right}))
     source = tool.read_list(built)
     assert source.paths == {"vllm/v1/pool.py", "vllm/other.py", "vllm/envs.py", "docs/a.md"}

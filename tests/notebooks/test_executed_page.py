@@ -16,11 +16,9 @@ pytestmark = pytest.mark.browser
 
 WIDGET = f"""\
 import sys
-
 sys.path.append({str(ROOT / "tests")!r})
 from lesson_widgets.sizes import SPEC
 from widgets.shell.lesson_widget import LessonWidget
-
 LessonWidget(SPEC, size=3)
 """
 

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import pytest
@@ -23,34 +23,31 @@ PROMPTS = ["x", CODE, "import os\n" * 30, [5, 17, 300] * 20]
 CHAT = {"messages": [{"role": "user", "content": "add two numbers"}], "max_completion_tokens": 12, "temperature": 0}
 
 
-class Pair:
-    """A prefill server, a decode server, and clients of them and of the proxy."""
+class Pair(NamedTuple):
+    """A prefill server, a decode server, and a client of the proxy."""
 
-    def __init__(self, stack: ExitStack) -> None:
-        flags = ("--kv-transfer-config", json.dumps(CONNECTOR), "--chat-template", str(CHAT_TEMPLATE))
-        self.servers = [Server(flags) for _ in range(2)]
-        for server in self.servers:
-            stack.callback(server.stop)
-        self.prefill, self.decode = self.servers
-        self.client = stack.enter_context(httpx.Client(base_url=f"http://127.0.0.1:{free_port()}", timeout=60))
-        command = [sys.executable, "-P", "-m", "minivllm", "proxy", "--port", str(self.client.base_url.port)]
-        addresses = ["--prefill", self.prefill.url, "--decode", self.decode.url, "--health-interval", "0.1"]
-        self.proxy = subprocess.Popen([*command, *addresses], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        stack.callback(self.proxy.wait)
-        stack.callback(self.proxy.terminate)
-
-    def wait_until_ready(self) -> None:
-        for server in self.servers:
-            server.wait_until_ready()
-        assert eventually(lambda: answers(self.client), 120), "the proxy finds no pair of servers that is healthy"
+    prefill: Server
+    decode: Server
+    client: httpx.Client
 
 
 @pytest.fixture(scope="module")
 def pair() -> Iterator[Pair]:
+    flags = ("--kv-transfer-config", json.dumps(CONNECTOR), "--chat-template", str(CHAT_TEMPLATE))
     with ExitStack() as stack:
-        result = Pair(stack)
-        result.wait_until_ready()
-        yield result
+        prefill, decode = servers = [Server(flags) for _ in range(2)]
+        for server in servers:
+            stack.callback(server.stop)
+        client = stack.enter_context(httpx.Client(base_url=f"http://127.0.0.1:{free_port()}", timeout=60))
+        command = [sys.executable, "-P", "-m", "minivllm", "proxy", "--port", str(client.base_url.port)]
+        addresses = ["--prefill", prefill.url, "--decode", decode.url, "--health-interval", "0.1"]
+        proxy = subprocess.Popen([*command, *addresses], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        stack.callback(proxy.wait)
+        stack.callback(proxy.terminate)
+        for server in servers:
+            server.wait_until_ready()
+        assert eventually(lambda: answers(client), 120), "the proxy finds no pair of servers that is healthy"
+        yield Pair(prefill, decode, client)
 
 
 def tokens_of(client: httpx.Client, body: dict[str, Any]) -> list[list[int]]:
@@ -114,8 +111,7 @@ def test_prompts_came_over_the_wire_and_are_counted(pair: Pair):
     prompt = [7, 300, 21, 9] * 12
     assert tokens_of(pair.client, {"prompt": prompt}) == tokens_of(pair.prefill.client, {"prompt": prompt})
     num_bytes = len(prompt) * kv_bytes_per_token(ModelConfig.from_pretrained(EMBEDDED_MODEL), "float32")
-    decode = pair.servers[1]
-    num_tokens = decode.metric("vllm:external_prefix_cache_hits_total")
+    num_tokens = pair.decode.metric("vllm:external_prefix_cache_hits_total")
     assert num_tokens >= len(prompt)
-    assert decode.metric("vllm:tcp_xfer_time_seconds_count") > 0
-    assert decode.metric("vllm:tcp_bytes_transferred_sum") >= num_bytes
+    assert pair.decode.metric("vllm:tcp_xfer_time_seconds_count") > 0
+    assert pair.decode.metric("vllm:tcp_bytes_transferred_sum") >= num_bytes

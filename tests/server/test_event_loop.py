@@ -1,9 +1,8 @@
-"""Long texts are tokenized like short ones and, if they cannot fit, not at all; `test_heavy_requests.py` proves that
-the event loop goes on meanwhile.
-"""
+"""Long texts are tokenized like short ones, but beside the event loop, and not at all if they cannot fit."""
 
 import asyncio
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
@@ -29,11 +28,13 @@ def serving() -> OpenAIServing:
     return OpenAIServing(engine, FrontendArgs(served_model_name=["tiny"]), None)
 
 
-@pytest.mark.parametrize("text", ["x = 1", "x = [1, 2]\n" * 20_000], ids=["short", "long"])
-def test_short_and_long_texts_have_the_same_tokens_and_come_back(serving, text):
+@pytest.mark.parametrize(("text", "num_beside"), [("x = 1", 0), ("x = [1, 2]\n" * 20_000, 2)], ids=["short", "long"])
+def test_long_texts_are_tokenized_like_short_ones_and_back_beside_the_loop(serving, monkeypatch, text, num_beside):
+    monkeypatch.setattr(asyncio, "to_thread", beside := Mock(wraps=asyncio.to_thread))
     tokens = asyncio.run(serving.create_tokenize(TokenizeCompletionRequest(prompt=text)))["tokens"]
     assert tokens == serving.tokenizer.encode(text).ids
     assert asyncio.run(serving.create_detokenize(DetokenizeRequest(tokens=tokens)))["prompt"] == text
+    assert beside.call_count == num_beside
 
 
 def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(serving, monkeypatch):

@@ -64,7 +64,6 @@ def heavy() -> dict[str, tuple[str, bytes]]:
         "completions": body(COMPLETIONS, prompt="a", n=16_384, max_tokens=1),
         "a text to tokenize": body("/tokenize", prompt=words),
         "a text that is tokenized": body("/tokenize", prompt=words[: 2**20], return_token_strs=True),
-        "ids to detokenize": body("/detokenize", tokens=[5, 300] * 130_000),
         "a regular expression": body(COMPLETIONS, prompt="a", structured_outputs={"regex": "(ab|c)" * (BYTES // 6)}),
         "a schema": body(COMPLETIONS, prompt="a", structured_outputs={"json": {"properties": nulls}}, max_tokens=1),
         "tools": body(CHAT, messages=[{"role": "user", "content": "a"}], tools=[CHOICE] * 6000, max_tokens=1),

@@ -10,14 +10,7 @@ from refusals import assert_refused
 from repository import LESSONS, ROOT
 
 PAGE = (ROOT / "workshop" / "tutor.md").read_text()
-HINT = """Look at *One number catches up* first. Which requests does the first loop go through?
-
-```python
-requests = ["A", "B", "C"]
-for request in requests:
-    print(request)
-```
-"""
+HINT = "Which requests does the loop go through?\n\n```python\nfor request in requests:\n    print(request)\n```\n"
 
 
 def test_there_are_twenty_attempts_each_with_what_it_must_and_must_not_do():
