@@ -232,22 +232,17 @@ def missing_here() -> dict[str, str]:
     from minivllm.kv_connector.nixl.agent import MODULES
     from minivllm.platforms.triton_utils import HAS_TRITON, INTERPRETED
 
-    reasons = {}
-    if not torch.cuda.is_available() or INTERPRETED:
-        reasons["gpu"] = "need a CUDA device (make gpu)"
-    if not HAS_TRITON:
-        reasons["interpreted"] = "need Triton, which has no build for this platform"
-    elif not INTERPRETED:
-        reasons["interpreted"] = "need Triton's interpreter (TRITON_INTERPRET=1)"
-    if not find_chromium() and not BROWSER_REQUIRED:
-        reasons["browser"] = f"need Chromium ({HOW_TO_GET_IT})"
-    if not firefox.find_firefox():
-        reasons["firefox"] = f"need Firefox ({firefox.HOW_TO_GET_IT})"
-    if not any(find_spec(name.partition(".")[0]) for name in MODULES) and not NIXL_REQUIRED:
-        reasons["nixl"] = "need nixl (`make test` brings it on Linux; alone: uv sync --group nixl)"
-    if (reason := why_not_here()) is not None:
-        reasons["two_hosts"] = reason
-    return reasons
+    kept_out = why_not_here()
+    has_nixl = any(find_spec(name.partition(".")[0]) for name in MODULES)
+    needs = {
+        "gpu": (torch.cuda.is_available() and not INTERPRETED, "need a CUDA device (make gpu)"),
+        "interpreted": (HAS_TRITON and INTERPRETED, "need Triton, in its interpreter (TRITON_INTERPRET=1)"),
+        "browser": (find_chromium() or BROWSER_REQUIRED, f"need Chromium ({HOW_TO_GET_IT})"),
+        "firefox": (firefox.find_firefox(), f"need Firefox ({firefox.HOW_TO_GET_IT})"),
+        "nixl": (has_nixl or NIXL_REQUIRED, "need nixl (`make test` brings it on Linux; alone: uv sync --group nixl)"),
+        "two_hosts": (kept_out is None, kept_out or ""),
+    }
+    return {mark: reason for mark, (is_here, reason) in needs.items() if not is_here}
 
 
 @pytest.hookimpl(trylast=True)

@@ -23,13 +23,6 @@ try:
 except ImportError:  # not on every machine that runs `make gpu`
     REGISTRY = None
 
-SIGNALS = {
-    number.name: number
-    for number in (
-        signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM, signal.SIGVTALRM, signal.SIGUSR1,
-        signal.SIGUSR2, signal.SIGCHLD, signal.SIGPIPE,
-    )
-}  # fmt: skip
 OURS = ("minivllm", "minivllm_lab", "minivllm_simulate", "widgets")
 """What the names of the project's own modules begin with."""
 NOT_OURS = {b"PYTEST_CURRENT_TEST", b"TORCHINDUCTOR_CACHE_DIR", b"NIXL_LOG_LEVEL"}
@@ -68,7 +61,7 @@ def put_back(before: dict[str, dict[Any, Any]]) -> None:
     """Restore what can be restored, so that one test fails and not all after it."""
     for kind, was in before.items():
         look, restore = KINDS[kind]
-        if restore is not None and was != look():
+        if was != look():
             restore(was)
 
 
@@ -90,24 +83,25 @@ def _restore_environment(was: dict[str, str]) -> None:
     os.environ.update(was)
 
 
-def _process() -> dict[str, Any]:
-    return {
-        "working directory": os.getcwd(),
-        "sys.argv": tuple(sys.argv),
-        "sys.path": tuple(sys.path),
-        "sys.excepthook": sys.excepthook,
-        "threading.excepthook": threading.excepthook,
-        "switch interval": sys.getswitchinterval(),
-        "socket timeout": socket.getdefaulttimeout(),
-        "garbage collector": (gc.isenabled(), gc.get_threshold()),
-        "numpy errors": tuple(np.geterr().items()),
-        "Prometheus metrics of the process": _metrics(),
-        "shell of IPython": _shell(),
-    }
+Look, Restore = Callable[[], Any], Callable[[Any], object]
 
 
-def _metrics() -> int:
-    return len(REGISTRY._names_to_collectors) if REGISTRY else 0
+def _attribute(owner: Any, name: str) -> tuple[Look, Restore]:
+    return lambda: getattr(owner, name), lambda was: setattr(owner, name, was)
+
+
+def _list_of_sys(name: str) -> tuple[Look, Restore]:
+    return lambda: tuple(getattr(sys, name)), lambda was: getattr(sys, name).__setitem__(slice(None), was)
+
+
+def _handler(number: signal.Signals) -> tuple[Look, Restore]:
+    return lambda: signal.getsignal(number), lambda was: signal.signal(number, was)
+
+
+def _restore_collector(was: tuple[bool, tuple[int, int, int]]) -> None:
+    enabled, threshold = was
+    gc.enable() if enabled else gc.disable()
+    gc.set_threshold(*threshold)
 
 
 def _shell() -> bool:
@@ -116,47 +110,57 @@ def _shell() -> bool:
     return interactive is not None and interactive.InteractiveShell.initialized()
 
 
-def _restore_process(was: dict[str, Any]) -> None:
-    os.chdir(was["working directory"])
-    sys.argv[:], sys.path[:] = was["sys.argv"], was["sys.path"]
-    sys.excepthook, threading.excepthook = was["sys.excepthook"], was["threading.excepthook"]
-    sys.setswitchinterval(was["switch interval"])
-    socket.setdefaulttimeout(was["socket timeout"])
-    enabled, threshold = was["garbage collector"]
-    gc.enable() if enabled else gc.disable()
-    gc.set_threshold(*threshold)
-    np.seterr(**dict(was["numpy errors"]))
-    if _shell() and not was["shell of IPython"]:
+def _restore_shell(was: bool) -> None:
+    if not was:
         sys.modules["IPython.core.interactiveshell"].InteractiveShell.clear_instance()
 
 
-def _torch() -> dict[str, Any]:
-    return {
-        "default dtype": torch.get_default_dtype(),
-        "default device": torch.get_default_device(),
-        "threads": torch.get_num_threads(),
-        "gradients": torch.is_grad_enabled(),
-        "inference mode": torch.is_inference_mode_enabled(),
-        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
-        "float32 matmuls": torch.get_float32_matmul_precision(),
-    }
+SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGALRM", "SIGVTALRM", "SIGUSR1", "SIGUSR2", "SIGCHLD", "SIGPIPE")
+VALUES: dict[str, tuple[Look, Restore | None]] = {
+    "working directory": (os.getcwd, os.chdir),
+    "sys.argv": _list_of_sys("argv"),
+    "sys.path": _list_of_sys("path"),
+    "sys.excepthook": _attribute(sys, "excepthook"),
+    "threading.excepthook": _attribute(threading, "excepthook"),
+    "switch interval": (sys.getswitchinterval, sys.setswitchinterval),
+    "socket timeout": (socket.getdefaulttimeout, socket.setdefaulttimeout),
+    "garbage collector": (lambda: (gc.isenabled(), gc.get_threshold()), _restore_collector),
+    "numpy errors": (lambda: tuple(np.geterr().items()), lambda was: np.seterr(**dict(was))),
+    "Prometheus metrics": (lambda: len(REGISTRY._names_to_collectors) if REGISTRY else 0, None),
+    "shell of IPython": (_shell, _restore_shell),
+    "disabled log levels": (lambda: logging.root.manager.disable, logging.disable),
+    "torch's default dtype": (torch.get_default_dtype, torch.set_default_dtype),
+    "torch's default device": (torch.get_default_device, None),
+    "torch's threads": (torch.get_num_threads, torch.set_num_threads),
+    "torch's gradients": (torch.is_grad_enabled, torch.set_grad_enabled),
+    "torch's inference mode": (torch.is_inference_mode_enabled, None),
+    "torch's determinism": (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
+    "torch's float32 matmuls": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    **{f"handler of {name}": _handler(signal.Signals[name]) for name in SIGNALS},
+}
 
 
-def _restore_torch(was: dict[str, Any]) -> None:
-    torch.set_default_dtype(was["default dtype"])
-    torch.set_num_threads(was["threads"])
-    torch.set_grad_enabled(was["gradients"])
-    torch.use_deterministic_algorithms(was["deterministic algorithms"])
-    torch.set_float32_matmul_precision(was["float32 matmuls"])
+def _values() -> dict[str, Any]:
+    return {name: look() for name, (look, _) in VALUES.items()}
+
+
+def _restore_values(was: dict[str, Any]) -> None:
+    for name, (look, restore) in VALUES.items():
+        if restore is not None and look() != was[name]:
+            restore(was[name])
+
+
+UNTOUCHED = (logging.NOTSET, False, True, (), ())
 
 
 def _logging() -> dict[str, Any]:
-    results: dict[str, Any] = {"disabled up to": logging.root.manager.disable}
+    """Return the level, disabled, propagate, handlers and filters of each logger that is not as it was made."""
+    results: dict[str, Any] = {}
     for name, logger in _loggers().items():
         handlers = tuple(each for each in logger.handlers if not type(each).__module__.startswith("_pytest"))
-        levels = (logger.level, logger.disabled, logger.propagate, handlers, tuple(logger.filters))
-        if levels != (logging.NOTSET, False, True, (), ()):
-            results[f"logger {name!r}"] = levels
+        found = (logger.level, logger.disabled, logger.propagate, handlers, tuple(logger.filters))
+        if found != UNTOUCHED:
+            results[name] = found
     return results
 
 
@@ -165,7 +169,7 @@ def _loggers() -> dict[str, logging.Logger]:
     known = logging.root.manager.loggerDict
     if len(known) != _logs["looked at"]:
         ours = [name for name in [*known] if name.partition(".")[0] == "minivllm"]
-        _logs["loggers"] = {"": logging.root, **{name: logging.getLogger(name) for name in ours}}
+        _logs["loggers"] = {name: logging.getLogger(name) for name in ("root", *ours)}
         _logs["looked at"] = len(known)
     return _logs["loggers"]
 
@@ -174,14 +178,11 @@ _logs: dict[str, Any] = {"looked at": 0, "loggers": {}}
 
 
 def _restore_logging(was: dict[str, Any]) -> None:
-    logging.disable(was["disabled up to"])
-    for known, now in _logging().items():
-        name = known.removeprefix("logger ").strip("'")
-        if known == "disabled up to" or was.get(known) == now:
+    for name, now in _logging().items():
+        if was.get(name) == now:
             continue
         logger = logging.getLogger(name)
-        state = was.get(known, (logging.NOTSET, False, True, (), ()))
-        level, logger.disabled, logger.propagate, handlers, filters = state
+        level, logger.disabled, logger.propagate, handlers, filters = was.get(name, UNTOUCHED)
         logger.setLevel(level)
         of_pytest = [each for each in logger.handlers if type(each).__module__.startswith("_pytest")]
         logger.handlers[:], logger.filters[:] = [*handlers, *of_pytest], filters
@@ -200,22 +201,10 @@ def _modules() -> dict[str, Any]:
 _own: dict[str, Any] = {"looked at": 0, "names": []}
 
 
-def _signals() -> dict[str, Any]:
-    return {name: signal.getsignal(number) for name, number in SIGNALS.items()}
-
-
-def _restore_signals(was: dict[str, Any]) -> None:
-    for name, handler in was.items():
-        if signal.getsignal(SIGNALS[name]) != handler:
-            signal.signal(SIGNALS[name], handler)
-
-
-KINDS: dict[str, tuple[Callable[[], dict[Any, Any]], Callable[[dict[Any, Any]], None] | None]] = {
+KINDS: dict[str, tuple[Callable[[], dict[Any, Any]], Callable[[dict[Any, Any]], None]]] = {
     "environment variable": (_environment, _restore_environment),
-    "process:": (_process, _restore_process),
-    "torch:": (_torch, _restore_torch),
-    "logging:": (_logging, _restore_logging),
-    "handler of": (_signals, _restore_signals),
+    "process:": (_values, _restore_values),
+    "logger": (_logging, _restore_logging),
     "module": (_modules, sys.modules.update),
 }
 MAY_GROW = {"module"}

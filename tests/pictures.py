@@ -58,12 +58,9 @@ def _same_words(word: str, other: str) -> bool:
 
 
 def _same_number(number: str, other: str) -> bool:
-    decimals = len(number.partition(".")[2])
-    if decimals != len(other.partition(".")[2]):
-        return False
-    scale = 10**decimals
-    apart = abs(round(float(number.replace("−", "-")) * scale) - round(float(other.replace("−", "-")) * scale))
-    return apart <= (1 if decimals else 0)
+    decimals, others = (len(each.partition(".")[2]) for each in (number, other))
+    apart = abs(float(number.replace("−", "-")) - float(other.replace("−", "-")))
+    return decimals == others and apart <= (1.5 * 10**-decimals if decimals else 0)
 
 
 def _same_coordinates(coordinates: str, other: str) -> bool:

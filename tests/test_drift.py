@@ -67,9 +67,8 @@ def pinned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drift.vllm_names, "LIST", tmp_path / "list.json")
     names = drift.vllm_names
     facts = drift.vllm_facts.facts_of(names.fact_claims(TEXTS), PINNED, names.ledger())
-    drift.vllm_names.LIST.write_text(
-        names.make_list(PINNED, names.mentions(TEXTS), names.line_ranges(TEXTS), facts, "0")
-    )
+    ranges = names.line_ranges(TEXTS)
+    drift.vllm_names.LIST.write_text(names.make_list(PINNED, names.mentions(TEXTS), ranges, facts, "0"))
 
 
 def rows(found) -> dict[str, list[int]]:
@@ -101,9 +100,8 @@ def test_another_release_is_reported_by_kind(pinned):
 
 
 def test_a_range_is_found_in_a_file_that_has_moved(pinned):
-    (tally,) = (
-        each for each in drift.tallies({"vllm/v2/pool.py": POOL, "vllm/envs.py": ""}) if each.kind == "line ranges"
-    )
+    found = drift.tallies({"vllm/v2/pool.py": POOL, "vllm/envs.py": ""})
+    (tally,) = (each for each in found if each.kind == "line ranges")
     assert tally.cells == [3, 0, 3, 0, 0]
     assert tally.moved[0] == "3-7 is 3-7 of `vllm/v2/pool.py`"
 

@@ -5,6 +5,7 @@ our other packages.
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,18 +23,15 @@ LISTED = [path.relative_to(ROOT).as_posix() for path in files_of_make_gpu()]
 
 def brought_by(names: tuple[str, ...]) -> set[str]:
     """Return these distributions and all that they require, as far as they are installed."""
-    result, left = set(), list(names)
+    result, left = set(), [*map(canonicalize_name, names)]
     while left:
-        name = canonicalize_name(left.pop())
-        if name in result or name in NOT_WITH_THEM:
+        if (name := left.pop()) in result | NOT_WITH_THEM:
             continue
-        try:
-            required = metadata.requires(name) or ()
-        except metadata.PackageNotFoundError:
-            continue
-        result.add(name)
-        parsed = map(Requirement, required)
-        left += [each.name for each in parsed if each.marker is None or each.marker.evaluate({"extra": ""})]
+        with suppress(metadata.PackageNotFoundError):
+            required = map(Requirement, metadata.requires(name) or ())
+            result.add(name)
+            needed = (each for each in required if each.marker is None or each.marker.evaluate({"extra": ""}))
+            left += [canonicalize_name(each.name) for each in needed]
     return result
 
 

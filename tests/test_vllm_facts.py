@@ -16,7 +16,6 @@ class EngineArgs:
     max_loras: int = LoRAConfig.max_loras
     seats: Seats = get_field(LoRAConfig, "seats")
     enable_prefix_caching: bool = True
-
     def get_batch_defaults(self, world_size: int = 3):
         if big:
             self.budget = 16384

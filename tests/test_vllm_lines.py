@@ -44,11 +44,7 @@ def problems(text: str, record_text: str | None = None) -> list[str]:
     ("lines", "label"),
     [
         ("4-12", "`class Pool`"),
-        ("5-12", "`def take`"),
-        ("7-11", "`while free`"),
-        ("6-11", "`taken` to `while free`"),
         ("8-11", "`block` to `taken.append`"),
-        ("9-10", "`if watcher`"),
         ("10-10", "`watcher.notify`"),
         ("7-12", "`while free` to `return taken`"),
     ],

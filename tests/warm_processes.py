@@ -23,10 +23,9 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 from unittest import mock
 
 import warm_template
@@ -62,11 +61,8 @@ class Template:
         with theirs:
             start = f"import sys; sys.path.append({str(Path(__file__).parent)!r}); import warm_template as t; t.main()"
             arguments = [str(theirs.fileno()), json.dumps([*map(str, sys.path)]), json.dumps([*SERVER, *more_modules])]
-            self.process = subprocess.Popen(
-                [sys.executable, "-P", "-c", start, *arguments, ROOM],
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-            )
+            command = [sys.executable, "-P", "-c", start, *arguments, ROOM]
+            self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
 
     def is_loaded(self) -> bool:
         """Return whether a child would start immediately. Until then `fork` waits, some 10 s where
@@ -134,107 +130,31 @@ class WarmSubprocess:
         """Fork from `template`; if `with_template`, each process comes with a template of its own."""
         self.template, self._with_template = template, with_template
 
-    def Popen(
-        self,
-        command: Sequence[str],
-        *,
-        stdin: int | None = None,
-        stdout: int | IO[Any] | None = None,
-        stderr: int | IO[Any] | None = None,
-        pass_fds: Sequence[int] = (),
-        cwd: str | None = None,
-        env: Mapping[str, str] | None = None,
-        start_new_session: bool = False,
-    ) -> Any:
+    def Popen(self, command: Sequence[str], **options: Any) -> subprocess.Popen:
+        return WarmProcess(self.template, self._with_template, command, **options)
+
+
+class WarmProcess(subprocess.Popen):
+    """A child of this process that is forked from a template, unless its environment is another one."""
+
+    def __init__(self, template: Template | Itself, with_template: bool, command: Sequence[str], **options: Any):
+        self._template, self._with_template = template, with_template
+        super().__init__(command, **options)
+
+    def _execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *more) -> None:
         environment = os.environ if env is None else env
-        if fixed(environment) != self.template.environment:
-            options = {"pass_fds": pass_fds, "cwd": cwd, "env": env, "start_new_session": start_new_session}
-            return subprocess.Popen(command, stdin=stdin, stdout=stdout, stderr=stderr, **options)
-        streams = [Stream(place, arguments) for place, arguments in enumerate((stdin, stdout, stderr))]
-        try:
-            request = Request(
-                parent=os.getpid(),
-                command=[*command],
-                environment=dict(environment),
-                folder=cwd or os.getcwd(),
-                places=[0, 1, 2, *pass_fds],
-                session=start_new_session,
-                template=self._with_template,
-                path=[*map(str, sys.path)],
-                mask=[*map(int, signal.pthread_sigmask(signal.SIG_BLOCK, ()))],
-                cores=[*os.sched_getaffinity(0)],
-            )
-            pid = self.template.fork(request, [*(stream.theirs for stream in streams), *pass_fds])
-        except BaseException:
-            for stream in streams:
-                if stream.ours is not None:
-                    stream.ours.close()
-            raise
-        finally:
-            for stream in streams:
-                stream.close()
-        return WarmProcess(command, pid, *(stream.ours for stream in streams))
-
-
-class Stream:
-    """One of a child's three standard streams, as it is passed to `subprocess.Popen`."""
-
-    def __init__(self, place: int, arguments: int | IO[Any] | None) -> None:
-        self.ours: IO[bytes] | None = None
-        self._is_open = arguments in (subprocess.PIPE, subprocess.DEVNULL)
-        if arguments == subprocess.PIPE:
-            reader, writer = os.pipe()
-            self.theirs, ours = (writer, reader) if place else (reader, writer)
-            self.ours = open(ours, "rb" if place else "wb")  # noqa: SIM115
-        elif arguments == subprocess.DEVNULL:
-            self.theirs = os.open(os.devnull, os.O_RDWR)
-        elif arguments is None:
-            self.theirs = place
-        else:
-            self.theirs = arguments if isinstance(arguments, int) else arguments.fileno()
-
-    def close(self) -> None:
-        """Close the child's end, which only the child needs."""
-        if self._is_open:
-            os.close(self.theirs)
-
-
-class WarmProcess:
-    """A child of this process, with the interface of `subprocess.Popen`."""
-
-    def __init__(self, args: Sequence[str], pid: int, *streams: IO[bytes] | None) -> None:
-        self.args, self.pid = args, pid
-        self.stdin, self.stdout, self.stderr = streams
-        self.returncode: int | None = None
-        self._waiting = threading.Lock()
-
-    def poll(self) -> int | None:
-        with self._waiting:
-            if self.returncode is None:
-                try:
-                    pid, status = os.waitpid(self.pid, os.WNOHANG)
-                except ChildProcessError:  # psutil has waited for it; `subprocess.Popen` then says 0, too
-                    pid, status = self.pid, 0
-                self.returncode = os.waitstatus_to_exitcode(status) if pid else None
-        return self.returncode
-
-    def wait(self, timeout: float | None = None) -> int:
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while (code := self.poll()) is None:
-            if deadline is not None and time.monotonic() >= deadline:
-                raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
-            time.sleep(0.005)
-        return code
-
-    def send_signal(self, number: int) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, number)
-
-    def terminate(self) -> None:
-        self.send_signal(signal.SIGTERM)
-
-    def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
+        if fixed(environment) != self._template.environment:
+            super()._execute_child(args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *more)
+            return
+        *pipes, _, _, _, _, _, session, _ = more[3:]  # two ends of each stream, -1 where it is this process's own
+        streams = [place if end == -1 else end for place, end in enumerate((pipes[0], pipes[3], pipes[5]))]
+        given = {"command": [*args], "environment": dict(environment), "folder": cwd or os.getcwd(), "session": session}
+        own = {"parent": os.getpid(), "path": [*map(str, sys.path)], "cores": [*os.sched_getaffinity(0)]}
+        mask = [*map(int, signal.pthread_sigmask(signal.SIG_BLOCK, ()))]
+        request = Request(**given, **own, mask=mask, places=[0, 1, 2, *pass_fds], template=self._with_template)
+        self.pid = self._template.fork(request, [*streams, *pass_fds])
+        self._child_created = True
+        self._close_pipe_fds(*pipes)
 
 
 @contextlib.contextmanager

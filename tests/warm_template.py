@@ -23,10 +23,9 @@ import struct
 import sys
 import tempfile
 import time
-import types
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import NoReturn
 
 ABOVE_ALL = 200
@@ -48,29 +47,22 @@ inherited: socket.socket | None = None
 """The seam to a template that was forked when this process was, if it was to have one."""
 
 
-@dataclass(frozen=True)
-class Request:
-    """A request for a child; its file descriptors come along, in the order of `places`."""
+class Request(SimpleNamespace):
+    """A request for a child; its file descriptors come along, in the order of `places`.
 
-    parent: int
-    command: list[str]
-    environment: dict[str, str]
-    folder: str
-    places: list[int]
-    """The numbers that the file descriptors are to have."""
-    session: bool
-    """Whether the process leads a session of its own."""
-    template: bool
-    """Whether it has a template of its own, forked before it has threads."""
-    path: list[str]
-    """`sys.path`."""
-    mask: list[int]
-    """Signals that are blocked."""
-    cores: list[int]
-    """Cores of the processor on which it may run."""
+    Attributes:
+        parent: the process that asks, and becomes the child's parent.
+        command, environment, folder: what `subprocess.Popen` is given.
+        places: the numbers that the file descriptors are to have.
+        session: whether the process leads a session of its own.
+        template: whether it has a template of its own, forked before it has threads.
+        path: `sys.path`.
+        mask: signals that are blocked.
+        cores: cores of the processor on which it may run.
+    """
 
     def encode(self) -> bytes:
-        return json.dumps(asdict(self)).encode()
+        return json.dumps(vars(self)).encode()
 
 
 def main() -> None:
@@ -257,7 +249,7 @@ def run(arguments: list[str]) -> None:
     while arguments[0] in ("-P", "-u"):
         arguments = arguments[1:]
     if arguments[0] == "-c":
-        sys.modules["__main__"] = module = types.ModuleType("__main__")
+        sys.modules["__main__"] = module = ModuleType("__main__")
         sys.argv[:] = ["-c", *arguments[2:]]
         exec(arguments[1], vars(module))
     elif arguments[0] == "-m":

@@ -1,24 +1,35 @@
-"""Frameworks that run tools against the server: `python agents_client.py URL NAME`.
+"""Frameworks against the server: `python agents_client.py URL NAME`.
 
-Each makes two turns: the model must call a tool, the framework runs it, and the model answers. The
-model has learnt Python only, so what it then says does not matter. Outlines has no tools: it asks
-for structured output.
+Those for agents make two turns: the model must call a tool, the framework runs it, and the model
+answers. The model has learnt Python only, so what it then says does not matter. Outlines and
+instructor have no tools: they ask for structured output. litellm forwards requests.
 """
 
 import asyncio
+import os
 import sys
 from collections.abc import Callable
 from contextlib import suppress
 from importlib.metadata import version
 from typing import Literal
 
-from expected import MODEL, QUESTION
+from expected import ANSWER, COMPLETION, MODEL, NUM_TOKENS, PROMPT, QUESTION
+from openai import OpenAI
+from pydantic import BaseModel
 
 City = Literal["Rome"]
 calls: list[str] = []
 KEY = "x"
 LINE = {"stop": ["\n"]}
 """Lets the model end its answer: a response that is cut off is an error to some."""
+MESSAGES = [{"role": "user", "content": QUESTION}]
+SETTINGS = {"temperature": 0, "max_tokens": 60}
+
+
+class Verdict(BaseModel):
+    """An answer that a schema allows."""
+
+    good: bool
 
 
 def weather(city: City) -> str:
@@ -29,34 +40,25 @@ def weather(city: City) -> str:
 
 def openai_agents(url: str) -> None:
     """Try both of its models: responses, which are its default, and chats; whole and streamed."""
-    from agents import (
-        Agent,
-        ModelSettings,
-        OpenAIChatCompletionsModel,
-        OpenAIResponsesModel,
-        Runner,
-        function_tool,
-        set_tracing_disabled,
-    )
+    import agents
     from openai import AsyncOpenAI
 
-    set_tracing_disabled(True)
-    tool = function_tool(weather)
-    settings = ModelSettings(
-        tool_choice="required", parallel_tool_calls=False, temperature=0, max_tokens=60, store=False, extra_body=LINE
-    )
+    agents.set_tracing_disabled(True)
+    tool = agents.function_tool(weather)
+    required = {"tool_choice": "required", "parallel_tool_calls": False}
+    settings = agents.ModelSettings(store=False, extra_body=LINE, **required, **SETTINGS)
 
     async def turns(kind: type) -> None:
         client = AsyncOpenAI(base_url=url, api_key=KEY, max_retries=0)
-        agent = Agent("a", instructions="b", model=kind(MODEL, client), tools=[tool], model_settings=settings)
+        agent = agents.Agent("a", instructions="b", model=kind(MODEL, client), tools=[tool], model_settings=settings)
         # After its first call, the framework lets the model choose.
-        assert isinstance((await Runner.run(agent, QUESTION, max_turns=2)).final_output, str)
-        streamed = Runner.run_streamed(agent, QUESTION, max_turns=2)
+        assert isinstance((await agents.Runner.run(agent, QUESTION, max_turns=2)).final_output, str)
+        streamed = agents.Runner.run_streamed(agent, QUESTION, max_turns=2)
         async for _ in streamed.stream_events():
             pass
         assert isinstance(streamed.final_output, str)
 
-    for kind in (OpenAIResponsesModel, OpenAIChatCompletionsModel):
+    for kind in (agents.OpenAIResponsesModel, agents.OpenAIChatCompletionsModel):
         before = len(calls)
         asyncio.run(turns(kind))
         assert calls[before:] == ["Rome"] * 2
@@ -64,56 +66,38 @@ def openai_agents(url: str) -> None:
 
 def pydantic_ai(url: str) -> None:
     """Try its models of responses and of chats: an output tool after another tool, and a schema."""
-    from pydantic import BaseModel
     from pydantic_ai import Agent, NativeOutput
     from pydantic_ai.exceptions import UsageLimitExceeded
     from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
     from pydantic_ai.providers.openai import OpenAIProvider
     from pydantic_ai.usage import UsageLimits
 
-    class Verdict(BaseModel):
-        good: bool
+    def once(city: City) -> str:
+        """Return the weather in a city."""
+        return weather(city)
 
-    provider = OpenAIProvider(base_url=url, api_key=KEY)
-    settings = {"temperature": 0, "max_tokens": 60}
-    for kind in (OpenAIChatModel, OpenAIResponsesModel):
+    provider, name = OpenAIProvider(base_url=url, api_key=KEY), {"name": "once"}
+    chats, responses = {"type": "function", "function": name}, {"type": "function", **name}
+    for kind, choice in ((OpenAIChatModel, chats), (OpenAIResponsesModel, responses)):
         model = kind(MODEL, provider=provider)
-        native = Agent(model, output_type=NativeOutput(Verdict), model_settings=settings)
+        native = Agent(model, output_type=NativeOutput(Verdict), model_settings=SETTINGS)
         assert isinstance(native.run_sync(QUESTION).output, Verdict)
         before = len(calls)
-
-        def once(city: City) -> str:
-            """Return the weather in a city."""
-            return weather(city)
-
-        agent = Agent(model, tools=[once], model_settings=settings | {"extra_body": {"tool_choice": forced(kind)}})
+        agent = Agent(model, tools=[once], model_settings=SETTINGS | {"extra_body": {"tool_choice": choice}})
         # The model is made to call each time, so the third turn is one too many.
         with suppress(UsageLimitExceeded):
             agent.run_sync(QUESTION, usage_limits=UsageLimits(request_limit=2))
         assert calls[before:] == ["Rome"] * 2
 
 
-def forced(kind: type) -> object:
-    """Return the tool choice that names the tool, in the form of this model's API."""
-    name = {"name": "once"}
-    return {"type": "function", **name} if "Responses" in kind.__name__ else {"type": "function", "function": name}
-
-
 def instructor(url: str) -> None:
     """Try its modes: a tool, and a schema."""
     import instructor as library
-    from openai import OpenAI
-    from pydantic import BaseModel
-
-    class Verdict(BaseModel):
-        good: bool
 
     for mode in (library.Mode.TOOLS, library.Mode.JSON_SCHEMA):
         client = library.from_openai(OpenAI(base_url=url, api_key=KEY, max_retries=0), mode=mode)
-        messages = [{"role": "user", "content": QUESTION}]
-        verdict = client.chat.completions.create(
-            model=MODEL, messages=messages, response_model=Verdict, max_retries=1, temperature=0, max_tokens=60
-        )
+        asked = {"model": MODEL, "messages": MESSAGES, "response_model": Verdict, "max_retries": 1}
+        verdict = client.chat.completions.create(**asked, **SETTINGS)
         assert isinstance(verdict, Verdict)
 
 
@@ -130,11 +114,10 @@ def smolagents(url: str) -> None:
         """
         return "sunny"
 
-    model = OpenAIServerModel(MODEL, api_base=url, api_key=KEY, temperature=0, max_tokens=60)
+    model = OpenAIServerModel(MODEL, api_base=url, api_key=KEY, **SETTINGS)
     messages = [ChatMessage(role=MessageRole.USER, content=[{"type": "text", "text": QUESTION}])]
-    choice = {
-        "structured_outputs": {"choice": ['<tool_call>{"name": "forecast", "arguments": {"city": "Rome"}}</tool_call>']}
-    }
+    call = '<tool_call>{"name": "forecast", "arguments": {"city": "Rome"}}</tool_call>'
+    choice = {"structured_outputs": {"choice": [call]}}
     answer = model.generate(messages, tools_to_call_from=[forecast], tool_choice="auto", extra_body=choice)
     [call] = answer.tool_calls
     assert call.function.name == "forecast"
@@ -143,24 +126,69 @@ def smolagents(url: str) -> None:
 
 
 def langchain(url: str) -> None:
-    """Try a tool loop of two turns over chats and over responses, and a stream of each."""
+    """Try chats and completions, whole, streamed and at once, and a tool loop of two turns over chats and over
+    responses.
+    """
     from langchain_core.messages import HumanMessage
     from langchain_core.tools import tool
     from langchain_openai import ChatOpenAI
+    from langchain_openai import OpenAI as Completions
 
-    bound = tool(weather)
+    flags = {"model": MODEL, "base_url": url, "api_key": KEY, "temperature": 0, "max_retries": 0}
+    chat, bound = ChatOpenAI(**flags, max_tokens=NUM_TOKENS), tool(weather)
+
+    async def at_once() -> None:
+        assert len(await chat.abatch(["a", "b", "c"])) == 3
+        assert "".join([chunk.content async for chunk in chat.astream(QUESTION)]) == ANSWER
+
+    reply = chat.invoke(QUESTION)
+    assert (reply.content, reply.usage_metadata["output_tokens"]) == (ANSWER, NUM_TOKENS)
+    assert "".join(chunk.content for chunk in chat.stream(QUESTION)) == ANSWER
+    usages = [chunk.usage_metadata for chunk in chat.stream(QUESTION, stream_usage=True) if chunk.usage_metadata]
+    assert [usage["output_tokens"] for usage in usages] == [NUM_TOKENS]
+    asyncio.run(at_once())
+    assert Completions(**flags, max_tokens=NUM_TOKENS).invoke(PROMPT) == COMPLETION
+    chosen = chat.bind(logprobs=True, top_logprobs=2).invoke(QUESTION).response_metadata["logprobs"]["content"]
+    assert "".join(token["token"] for token in chosen) == ANSWER
+    assert chat.bind_tools([bound]).invoke(QUESTION).tool_calls == []  # the model is free to call none
     for uses_responses in (False, True):
-        chat = ChatOpenAI(
-            model=MODEL, base_url=url, api_key=KEY, temperature=0, max_tokens=60, max_retries=0,
-            use_responses_api=uses_responses,
-        )  # fmt: skip
-        messages = [HumanMessage(QUESTION)]
-        answer = chat.bind_tools([bound], tool_choice="any").invoke(messages)
-        [call, *_] = answer.tool_calls
-        assert call["args"] == {"city": "Rome"}
-        messages += [answer, *(bound.invoke(each) for each in answer.tool_calls)]
+        chat = ChatOpenAI(**flags, max_tokens=60, use_responses_api=uses_responses)
+        assert isinstance(chat.with_structured_output(Verdict, method="json_schema").invoke(QUESTION), Verdict)
+        answer = chat.bind_tools([bound], tool_choice="any").invoke(QUESTION)
+        assert answer.tool_calls[0]["args"] == {"city": "Rome"}
+        messages = [HumanMessage(QUESTION), answer, *(bound.invoke(each) for each in answer.tool_calls)]
         assert chat.bind_tools([bound], tool_choice="none").invoke(messages).usage_metadata["output_tokens"] > 0
         assert sum(len(str(chunk.content)) for chunk in chat.stream(QUESTION)) > 0
+
+
+def litellm(url: str) -> None:
+    """Try chats and completions through the prefixes of two providers, responses, and an error."""
+    os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # else it fetches a list of prices
+    import litellm as library
+
+    library.telemetry = False
+    flags = {"api_base": url, "api_key": KEY}
+    greedy = flags | {"max_tokens": NUM_TOKENS, "temperature": 0}
+    for prefix, text_prefix in (("hosted_vllm/", "hosted_vllm/"), ("openai/", "text-completion-openai/")):
+        chat = {"model": prefix + MODEL, "messages": MESSAGES, **greedy}
+        reply = library.completion(**chat)
+        assert reply.choices[0].message.content == ANSWER
+        chunks = [*library.completion(**chat, stream=True, stream_options={"include_usage": True})]
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == ANSWER
+        assert chunks[-1].usage.total_tokens == reply.usage.total_tokens
+        completion = library.text_completion(model=text_prefix + MODEL, prompt=PROMPT, **greedy)
+        assert completion.choices[0].text == COMPLETION
+    reply = library.responses(model="openai/" + MODEL, input=QUESTION, max_output_tokens=6, temperature=0, **flags)
+    assert reply.output[0].content[0].text.startswith(ANSWER)  # litellm asks for 16 tokens at least
+    chat, own = {"model": "hosted_vllm/" + MODEL, "messages": MESSAGES, **flags}, {"top_k": 1, "ignore_eos": True}
+    assert library.completion(**chat, max_tokens=6, extra_body=own).choices[0].message.content == ANSWER
+    later = library.acompletion(**chat, max_tokens=2)
+    assert asyncio.run(later).choices[0].finish_reason == "length"
+    try:
+        library.completion(**chat | {"model": "hosted_vllm/nope"}, num_retries=0)
+    except library.NotFoundError:
+        return
+    raise AssertionError("a model that does not exist was served")
 
 
 def llama_index(url: str) -> None:
@@ -171,7 +199,7 @@ def llama_index(url: str) -> None:
 
     llm = OpenAILike(
         model=MODEL, api_base=url, api_key=KEY, is_chat_model=True, is_function_calling_model=True,
-        context_window=512, temperature=0, max_tokens=60, max_retries=0,
+        context_window=512, max_retries=0, **SETTINGS,
     )  # fmt: skip
     tool = FunctionTool.from_defaults(weather)
     messages = [ChatMessage(role="user", content=QUESTION)]
@@ -191,21 +219,15 @@ def outlines(url: str) -> None:
     import re
 
     import outlines as library
-    from openai import OpenAI
     from outlines.types import CFG, Regex
-    from pydantic import BaseModel
-
-    class Verdict(BaseModel):
-        good: bool
 
     model = library.from_vllm(OpenAI(base_url=url, api_key=KEY, max_retries=0), MODEL)
-    settings = {"temperature": 0, "max_tokens": 60}
-    verdict = model(QUESTION, Verdict, **settings)
+    verdict = model(QUESTION, Verdict, **SETTINGS)
     assert isinstance(Verdict.model_validate_json(verdict), Verdict)
-    assert "".join(model.stream(QUESTION, Verdict, **settings)) == verdict
-    assert model(QUESTION, Literal["yes", "no"], **settings) in ("yes", "no")
-    assert re.fullmatch("[0-9]{3}", model(QUESTION, Regex("[0-9]{3}"), **settings))
-    assert model(QUESTION, CFG('start: "a" "b"'), **settings) == "ab"
+    assert "".join(model.stream(QUESTION, Verdict, **SETTINGS)) == verdict
+    assert model(QUESTION, Literal["yes", "no"], **SETTINGS) in ("yes", "no")
+    assert re.fullmatch("[0-9]{3}", model(QUESTION, Regex("[0-9]{3}"), **SETTINGS))
+    assert model(QUESTION, CFG('start: "a" "b"'), **SETTINGS) == "ab"
 
 
 CLIENTS: dict[str, Callable[[str], None]] = {
@@ -214,6 +236,7 @@ CLIENTS: dict[str, Callable[[str], None]] = {
     "instructor": instructor,
     "smolagents": smolagents,
     "langchain-openai": langchain,
+    "litellm": litellm,
     "llama-index-llms-openai-like": llama_index,
     "outlines": outlines,
 }

@@ -6,12 +6,8 @@ NUM_TOKENS = 6
 QUESTION = "def add(a, b):"
 ANSWER = "#\n#\n#\n"
 MODEL = "tiny-python"
-WEATHER = {
-    "type": "object",
-    "properties": {"city": {"type": "string", "enum": ["Rome"]}},
-    "required": ["city"],
-    "additionalProperties": False,
-}
+CITY = {"city": {"type": "string", "enum": ["Rome"]}}
+WEATHER = {"type": "object", "properties": CITY, "required": ["city"], "additionalProperties": False}
 """The parameters of a tool that a forced call soon completes."""
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
 """A call as the server's parser finds it. Constrained to it, the model makes it "freely"."""

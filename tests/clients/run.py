@@ -26,7 +26,7 @@ ENVIRONMENTS = HERE.parents[1] / ".venv-clients"
 FAST, OPENAI_3 = ENVIRONMENTS / "fast", ENVIRONMENTS / "openai3"
 FRAMEWORKS = dict.fromkeys(
     ("openai-agents", "pydantic-ai-slim", "instructor", "smolagents", "langchain-openai"), "agents"
-) | {"llama-index-llms-openai-like": "llama_index", "outlines": "outlines"}
+) | {"litellm": "fast", "llama-index-llms-openai-like": "llama_index", "outlines": "outlines"}
 """The environment of each."""
 SECONDS = 600
 NAME = "tiny-python"
@@ -57,8 +57,6 @@ def clients_of(url: str, folder: Path) -> Iterator[Client]:
     yield Client("openai 2", [python, str(HERE / "openai_client.py"), url])
     newer = OFFLINE | {"PYTHONPATH": str(OPENAI_3)}
     yield Client("openai 3", [python, str(HERE / "openai_client.py"), url], newer)
-    yield Client("langchain-openai", [python, str(HERE / "langchain_client.py"), url])
-    yield Client("litellm", [python, str(HERE / "litellm_client.py"), url])
     for name, environment in FRAMEWORKS.items():
         command = [str(ENVIRONMENTS / environment / "bin" / "python"), str(HERE / "agents_client.py"), url, name]
         yield Client(name, command, OFFLINE | {"OPENAI_API_KEY": "x"})
@@ -167,9 +165,8 @@ def works(client: Client, server: Server, folder: Path) -> bool:
     """Run a client; return whether its check passes and the server is healthy afterwards."""
     environment = os.environ | {"NO_COLOR": "1", "COLUMNS": "200"} | client.environment
     try:
-        done = subprocess.run(
-            client.command, capture_output=True, text=True, env=environment, cwd=folder, timeout=SECONDS
-        )
+        options = {"env": environment, "cwd": folder, "timeout": SECONDS}
+        done = subprocess.run(client.command, capture_output=True, text=True, **options)
         assert done.returncode == 0, "\n".join((done.stdout + done.stderr).splitlines()[-25:])
         client.check()
         assert server.client.get("/health").status_code == 200

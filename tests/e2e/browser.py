@@ -2,20 +2,20 @@
 keyboard.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 from urllib.parse import urlsplit
 from weakref import WeakKeyDictionary
 
-from playwright.sync_api import Browser, ConsoleMessage, Page, Playwright, Request, ViewportSize
+from playwright.sync_api import Browser, ConsoleMessage, Locator, Page, Playwright, Request, ViewportSize, WebSocket
 
 FLAGS = [
     "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
     "--disable-component-update", "--disable-sync", "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
 ]  # fmt: skip
-"""No other machine's name is resolved; `Seen` notes who asks for one."""
+"""No other machine's name is resolved; `watched` notes who asks for one."""
 OPEN_SECONDS = 180
 RUN_SECONDS = 240
 SETTLE_SECONDS = 20
@@ -48,17 +48,6 @@ CLOSE = """async () => {
   await panel.sessionContext.shutdown();
   panel.dispose();
 }"""
-EXECUTE = """async sources => {
-  const kernel = window.jupyterapp.shell.currentWidget.sessionContext.session.kernel;
-  const shown = ['stream', 'display_data', 'execute_result', 'error'];
-  return await Promise.all(sources.map(async code => {
-    const outputs = [];
-    const future = kernel.requestExecute({code});
-    future.onIOPub = ({header, content}) => shown.includes(header.msg_type) && outputs.push(content);
-    await future.done;
-    return outputs;
-  }));
-}"""
 CELLS = """() => window.jupyterapp.shell.currentWidget.content.model.sharedModel.cells
   .filter(cell => cell.cell_type === 'code')
   .map(cell => ({source: cell.getSource(), count: cell.execution_count, outputs: cell.getOutputs()}))"""
@@ -67,60 +56,59 @@ PICTURE = "element => element.closest('.lw').querySelector('.lw-picture > svg')?
 SLIDER = ".lw input[type=range]:not(.lw-player input)"
 
 
-@dataclass
-class Seen:
-    """A page's errors, and the addresses outside this machine that it requested."""
+@contextmanager
+def watched(page: Page) -> Iterator[list[str]]:
+    """Yield a list to which, until the end of the block, each error of the page is added, and each address outside
+    this machine that it requests.
+    """
+    complaints: list[str] = []
 
-    errors: list[str] = field(default_factory=list)
-    elsewhere: list[str] = field(default_factory=list)
-
-    def watch(self, page: Page) -> Callable[[], None]:
-        """Record console errors, exceptions and requests that leave the machine, until the returned
-        function is called.
-        """
-        heard: dict[Any, Callable[[Any], None]] = {
-            "console": self._console,
-            "pageerror": lambda error: self.errors.append(str(error)),
-            "request": self._request,
-            "websocket": lambda socket: self._address(socket.url),
-        }
-        for event, note in heard.items():
-            page.on(event, note)
-
-        def unwatch() -> None:
-            for event, note in heard.items():
-                page.remove_listener(event, note)
-
-        return unwatch
-
-    def _console(self, message: ConsoleMessage) -> None:
+    def console(message: ConsoleMessage) -> None:
         if message.type == "error":
-            self.errors.append(f"{message.text} ({message.location.get('url')})")
+            complaints.append(f"{message.text} ({message.location.get('url')})")
 
-    def _request(self, request: Request) -> None:
-        self._address(request.url)
+    def requested(asked: Request | WebSocket) -> None:
+        parts = urlsplit(asked.url)
+        if parts.scheme not in ("data", "blob", "about", "file") and parts.hostname not in ("127.0.0.1", "localhost"):
+            complaints.append(asked.url)
 
-    def _address(self, url: str) -> None:
-        parts = urlsplit(url)
-        if parts.scheme not in ("data", "blob", "about") and parts.hostname not in ("127.0.0.1", "localhost"):
-            self.elsewhere.append(url)
+    heard: dict[Any, Callable[[Any], None]] = {
+        "console": console,
+        "pageerror": lambda error: complaints.append(str(error)),
+        "request": requested,
+        "websocket": requested,
+    }
+    for event, note in heard.items():
+        page.on(event, note)
+    try:
+        yield complaints
+    finally:
+        for event, note in heard.items():
+            page.remove_listener(event, note)
+
+
+@contextmanager
+def faultless(page: Page) -> Iterator[list[str]]:
+    """Expect a page to have no error, and to request nothing from outside this machine, until the end of the block."""
+    with watched(page) as complaints:
+        yield complaints
+    assert complaints == []
 
 
 @dataclass(frozen=True)
 class Visit:
-    """A page that shows what a server has, and what it has done."""
+    """A page that shows what a server has."""
 
     page: Page
-    seen: Seen
     address: str
 
 
 @dataclass(frozen=True)
 class Notebook:
-    """A notebook that is open and ready in a page."""
+    """A notebook that is open and ready in a page, and the page's errors and requests elsewhere."""
 
     page: Page
-    seen: Seen
+    complaints: list[str]
 
     def run_all(self) -> None:
         """Run every cell and wait for the last. `problems` reports the cells that raised; this
@@ -128,25 +116,12 @@ class Notebook:
         """
         self.page.evaluate(LIMITED, [RUN_ALL, None, RUN_SECONDS])
 
-    def execute(self, sources: Sequence[str]) -> list[list[dict[str, Any]]]:
-        """Run more cells in the notebook's kernel, after its own; return the outputs of each.
-
-        Cells after one that raises do not run, and their outputs are empty.
-        """
-        return self.page.evaluate(LIMITED, [EXECUTE, sources, RUN_SECONDS])
-
-    def code_cells(self) -> list[dict[str, Any]]:
-        """Return each code cell's `source`, `count` (None if it did not run) and `outputs` (in
-        nbformat's form).
-        """
-        return self.page.evaluate(CELLS)
-
     def problems(self) -> list[str]:
         """List, in one line each, the code cells that did not run or raised, and the widgets that
         broke.
         """
         results = []
-        for number, cell in enumerate(self.code_cells(), start=1):
+        for number, cell in enumerate(self.page.evaluate(CELLS), start=1):
             name = f"code cell {number} ({cell['source'].splitlines()[0]!r})"
             if not cell["count"]:
                 results.append(f"{name} did not run")
@@ -155,29 +130,20 @@ class Notebook:
             results.append(f"a widget broke: {trace.strip().splitlines()[-1]}")
         return results
 
-    def press_arrow(self, slider: int = 0, seconds: float = SETTLE_SECONDS) -> tuple[str | None, str | None]:
-        """Move a slider by one key press and wait until its value and its picture have changed.
-
-        Returns:
-            The slider's value before and after.
+    def press_arrow(self) -> None:
+        """Move the first slider by one key press and wait until its value and its picture have changed.
 
         Raises:
             TimeoutError: the value or the picture did not change (playwright's error of that name).
         """
-        handle = self.page.locator(SLIDER).nth(slider)
-        handle.scroll_into_view_if_needed()
+        handle = self.page.locator(SLIDER).first
         handle.focus()
         before, picture = handle.get_attribute("aria-valuetext"), handle.evaluate(PICTURE)
         assert picture, "the slider's widget has no picture"
-        at_its_end = handle.evaluate("element => element.value === element.max")
-        self.page.keyboard.press("ArrowLeft" if at_its_end else "ArrowRight")
-        self.page.wait_for_function(
-            f"([element, value, picture]) => element.getAttribute('aria-valuetext') !== value "
-            f"&& ({PICTURE})(element) !== picture",
-            arg=[handle.element_handle(), before, picture],
-            timeout=seconds * 1000,
-        )
-        return before, handle.get_attribute("aria-valuetext")
+        self.page.keyboard.press("ArrowRight")
+        changed = f"([element, value, picture]) => element.ariaValueText !== value && ({PICTURE})(element) !== picture"
+        arguments = [handle.element_handle(), before, picture]
+        self.page.wait_for_function(changed, arg=arguments, timeout=SETTLE_SECONDS * 1000)
 
     def cells(self) -> int:
         """Return how many cells the notebook has now."""
@@ -206,6 +172,13 @@ def emptied_page(browser: Browser, width: int, height: int, color_scheme: ColorS
     page.set_viewport_size({"width": width, "height": height})
     page.emulate_media(color_scheme=color_scheme)
     return page
+
+
+def box_of(element: Locator) -> Any:
+    """Return the place of an element, which must be drawn."""
+    box = element.bounding_box()
+    assert box, f"{element} is not drawn"
+    return box
 
 
 def serious_violations(page: Page, *rules: str) -> list[tuple[str, str]]:
@@ -237,18 +210,17 @@ class Lab:
         Afterwards, shut down its kernel and keep the page for the next notebook; a failed test's
         page is not used again.
         """
-        page, seen = self.page or self.context.new_page(), Seen()
-        unwatch = seen.watch(page)
-        if self.page is None:
-            page.goto(f"{self.server}/doc/tree/{path}?reset")
-            page.wait_for_function("() => window.jupyterapp", timeout=OPEN_SECONDS * 1000)
-        else:
-            page.evaluate(LIMITED, [OPEN, path, OPEN_SECONDS])
-        self.page = None
-        page.evaluate(LIMITED, [UNTIL_READY, path, OPEN_SECONDS])
-        yield Notebook(page, seen)
-        page.evaluate(LIMITED, [CLOSE, None, OPEN_SECONDS])
-        unwatch()
+        page = self.page or self.context.new_page()
+        with watched(page) as complaints:
+            if self.page is None:
+                page.goto(f"{self.server}/doc/tree/{path}?reset")
+                page.wait_for_function("() => window.jupyterapp", timeout=OPEN_SECONDS * 1000)
+            else:
+                page.evaluate(LIMITED, [OPEN, path, OPEN_SECONDS])
+            self.page = None
+            page.evaluate(LIMITED, [UNTIL_READY, path, OPEN_SECONDS])
+            yield Notebook(page, complaints)
+            page.evaluate(LIMITED, [CLOSE, None, OPEN_SECONDS])
         self.page = page
 
     def close(self) -> None:

@@ -4,13 +4,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
+from patience import eventually
 
 from minivllm_lab.disaggregation.server_pair import free_ports
 
@@ -28,18 +28,14 @@ def jupyterlab(folder: Path, private: Path) -> Iterator[str]:
     private.mkdir(parents=True, exist_ok=True)
     [port] = free_ports(1)
     log = private / "jupyterlab.log"
+    command = [sys.executable, "-P", "-m", "jupyterlab", *_flags(folder, port)]
     with log.open("w") as output:
-        server = subprocess.Popen(
-            [sys.executable, "-P", "-m", "jupyterlab", *_flags(folder, port)],
-            env=_environment(private),
-            cwd=folder,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        streams = {"stdout": output, "stderr": subprocess.STDOUT}
+        server = subprocess.Popen(command, env=_environment(private), cwd=folder, start_new_session=True, **streams)
     try:
         address = f"http://127.0.0.1:{port}"
-        _wait_until_it_answers(server, address, log)
+        eventually(lambda: server.poll() is not None or _answers(address), START_SECONDS)
+        assert _answers(address), f"JupyterLab does not answer at {address}:\n{log.read_text()[-3000:]}"
         yield address
     finally:
         _stop(server, log)
@@ -47,43 +43,24 @@ def jupyterlab(folder: Path, private: Path) -> Iterator[str]:
 
 def _flags(folder: Path, port: int) -> list[str]:
     return [
-        "--no-browser",
-        "--allow-root",
-        "--ip=127.0.0.1",
-        f"--port={port}",
-        "--ServerApp.port_retries=0",
-        f"--ServerApp.root_dir={folder}",
-        "--IdentityProvider.token=",
-        "--ServerApp.disable_check_xsrf=True",
-        "--ServerApp.terminals_enabled=False",
-        "--LabApp.expose_app_in_browser=True",
-    ]
+        "--no-browser", "--allow-root", "--ip=127.0.0.1", f"--port={port}", "--ServerApp.port_retries=0",
+        f"--ServerApp.root_dir={folder}", "--IdentityProvider.token=", "--ServerApp.disable_check_xsrf=True",
+        "--ServerApp.terminals_enabled=False", "--LabApp.expose_app_in_browser=True",
+    ]  # fmt: skip
 
 
 def _environment(private: Path) -> dict[str, str]:
-    places = {
-        "JUPYTER_CONFIG_DIR": "config",
-        "JUPYTER_DATA_DIR": "data",
-        "JUPYTER_RUNTIME_DIR": "runtime",
-        "JUPYTERLAB_SETTINGS_DIR": "settings",
-        "JUPYTERLAB_WORKSPACES_DIR": "workspaces",
-        "IPYTHONDIR": "ipython",
-    }
-    own = {name: str(private / place) for name, place in places.items()}
-    return {**os.environ, **own, "JUPYTER_CONFIG_PATH": str(CONFIG)}
+    kinds = ("JUPYTER_CONFIG", "JUPYTER_DATA", "JUPYTER_RUNTIME", "JUPYTERLAB_SETTINGS", "JUPYTERLAB_WORKSPACES")
+    own = {f"{kind}_DIR": str(private / kind) for kind in kinds}
+    return {**os.environ, **own, "IPYTHONDIR": str(private / "ipython"), "JUPYTER_CONFIG_PATH": str(CONFIG)}
 
 
-def _wait_until_it_answers(server: subprocess.Popen, address: str, log: Path) -> None:
-    deadline = time.monotonic() + START_SECONDS
-    while time.monotonic() < deadline:
-        if server.poll() is not None:
-            break
-        try:
-            urllib.request.urlopen(f"{address}/api/status", timeout=2).close()
-            return
-        except OSError:
-            time.sleep(0.1)
-    raise RuntimeError(f"JupyterLab does not answer at {address}:\n{log.read_text()[-3000:]}")
+def _answers(address: str) -> bool:
+    try:
+        urllib.request.urlopen(f"{address}/api/status", timeout=2).close()
+    except OSError:
+        return False
+    return True
 
 
 def _stop(server: subprocess.Popen, log: Path) -> None:
@@ -92,15 +69,11 @@ def _stop(server: subprocess.Popen, log: Path) -> None:
     A server that has done all its work for SIGTERM may still run forever: its interpreter waits for
     worker threads whose loop is gone.
     """
-    try:
+    with suppress(ProcessLookupError):
         os.killpg(server.pid, signal.SIGTERM)
-        deadline = time.monotonic() + STOP_SECONDS
-        while server.poll() is None and time.monotonic() < deadline and not _has_stopped(server, log):
-            time.sleep(0.1)
+        eventually(lambda: server.poll() is not None or _has_stopped(server, log), STOP_SECONDS)
         os.killpg(server.pid, signal.SIGKILL)
         server.wait(10)
-    except ProcessLookupError:
-        return
 
 
 def _has_stopped(server: subprocess.Popen, log: Path) -> bool:

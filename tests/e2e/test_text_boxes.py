@@ -2,12 +2,10 @@
 texts at the same places.
 """
 
-import importlib
-
 import pytest
 from e2e.browser import emptied_page
 from e2e.text_boxes import drawn, random_settings, touching
-from lesson_widgets.test_every_widget import NAMES
+from lesson_widgets.test_every_widget import NAMES, spec_of
 from playwright.sync_api import Browser
 
 from widgets.shell.plot import Axes, Scale
@@ -20,7 +18,7 @@ HANDFUL = 2
 
 @pytest.mark.parametrize("name", NAMES)
 def test_no_two_texts_of_a_picture_touch(name: str, browser: Browser):
-    spec = importlib.import_module(f"widgets.{name}").SPEC
+    spec = spec_of(name)
     settings = [{}, *spec.presets.values(), *random_settings(spec, HANDFUL, seed=1)]
     pictures = list(drawn(spec, settings))
     assert len(pictures) > 3

@@ -2,27 +2,19 @@
 the way.
 """
 
-import importlib
-import time
-
 import pytest
-from e2e.browser import serious_violations
+from e2e.browser import box_of, serious_violations
 from e2e.widget_page import GROUNDS, WidgetPage, widget_page
-from lesson_widgets.test_every_widget import NAMES
-from patience import PATIENCE
+from lesson_widgets.test_every_widget import NAMES, spec_of
+from patience import eventually
 from playwright.sync_api import Browser, Page, ViewportSize
 
-from widgets.shell.spec import Spec
-
 pytestmark = pytest.mark.browser
-TURNED = {"choice": "ArrowDown", "steps": "ArrowRight", "slider": "ArrowRight", "switch": "Space"}
-TURNED_BACK = {"choice": "ArrowUp", "steps": "ArrowLeft", "slider": "ArrowLeft", "switch": "Space"}
+ARROWS = ("ArrowRight", "ArrowLeft")
+KEYS = {"choice": ("ArrowDown", "ArrowUp"), "steps": ARROWS, "slider": ARROWS, "switch": ("Space",)}
+"""For each kind of knob, the key that turns it and, at the end of its range, the one that turns it back."""
 JUPYTERLAB: ViewportSize = {"width": 1018, "height": 650}
 """What a window of 1366 × 768 leaves to a notebook."""
-
-
-def spec_of(name: str) -> Spec:
-    return importlib.import_module(f"widgets.{name}").SPEC
 
 
 def assert_nothing_sticks_out(widget: WidgetPage, width: int) -> None:
@@ -31,9 +23,12 @@ def assert_nothing_sticks_out(widget: WidgetPage, width: int) -> None:
     """
     drawn = widget.session.width
     widget.page.set_viewport_size({"width": width, "height": 900})
-    deadline = time.monotonic() + PATIENCE
-    while widget.session.width == drawn and time.monotonic() < deadline:
+
+    def redrawn() -> bool:
         widget.settled()
+        return widget.session.width != drawn
+
+    assert eventually(redrawn)
     assert widget.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     shown = widget.page.evaluate("document.querySelector('.lw-picture > svg').getBoundingClientRect().width")
     assert shown == pytest.approx(widget.session.width, rel=0.02), "the picture is scaled"
@@ -42,21 +37,18 @@ def assert_nothing_sticks_out(widget: WidgetPage, width: int) -> None:
 def assert_seen(widget: WidgetPage, *parts: str) -> None:
     """Expect these parts to be visible at the same time in a window of the size `JUPYTERLAB`."""
     for part in parts:
-        box = widget.page.locator(part).bounding_box()
-        assert box
+        box = box_of(widget.page.locator(part))
         assert box["y"] + box["height"] <= JUPYTERLAB["height"], part
 
 
 def turn_by_key(widget: WidgetPage, name: str, kind: str) -> None:
-    """Press the key that turns a knob and, at the end of its range, the one that turns it back."""
     before = widget.session.values[name]
     widget.control(name).focus()
-    for keys in (TURNED, TURNED_BACK):
-        widget.page.keyboard.press(keys[kind])
-        widget.settled()
-        if widget.session.values[name] != before:
-            return
-    raise AssertionError(f"no key turns {name}")
+    for key in KEYS[kind]:
+        if widget.session.values[name] == before:
+            widget.page.keyboard.press(key)
+            widget.settled()
+    assert widget.session.values[name] != before, f"no key turns {name}"
 
 
 def darken(page: Page) -> None:
@@ -84,4 +76,3 @@ def test_it_fits_any_screen_stands_in_nobodys_way_and_all_its_controls_answer_to
         for knob_name, knob in widget.session.spec.flat().items():
             if knob.kind != "entry":
                 turn_by_key(widget, knob_name, knob.kind)
-        assert widget.seen.errors == []

@@ -6,11 +6,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
-from e2e.browser import ColorScheme, Seen, emptied_page, serious_violations
+from e2e.browser import ColorScheme, box_of, emptied_page, faultless, serious_violations, watched
 from e2e.xray_run import BusyScheduler, Served, served
 from playwright.sync_api import Browser, Page
 
@@ -30,20 +31,18 @@ def run() -> list[str]:
 
 @pytest.fixture
 def open_page(browser: Browser) -> Iterator[Callable[..., Page]]:
-    seen, unwatch = Seen(), []
+    complaints: list[list[str]] = []
+    with ExitStack() as until_the_end:
 
-    def open_at(url: str, scheme: ColorScheme = "light", width: int = 1366) -> Page:
-        page = emptied_page(browser, width, 900, scheme)
-        unwatch.append(seen.watch(page))
-        page.goto(f"{url}/xray")
-        return page
+        def open_at(url: str, scheme: ColorScheme = "light", width: int = 1366) -> Page:
+            page = emptied_page(browser, width, 900, scheme)
+            complaints.append(until_the_end.enter_context(watched(page)))
+            page.goto(f"{url}/xray")
+            return page
 
-    yield open_at
-    for end in unwatch:
-        end()
-    emptied_page(browser, 1366, 900)  # which ends its stream
-    assert [error for error in seen.errors if "401" not in error] == []
-    assert seen.elsewhere == []
+        yield open_at
+        emptied_page(browser, 1366, 900)  # which ends its stream
+    assert [complaint for those in complaints for complaint in those if "401" not in complaint] == []
 
 
 @pytest.fixture
@@ -56,14 +55,12 @@ def server() -> Iterator[Served]:
 def page_of_all(browser: Browser, run: list[str]) -> Iterator[Page]:
     """Open a page of its own that has been sent the whole run."""
     with served() as server, browser.new_context(viewport={"width": 1366, "height": 900}) as context:
-        page, seen = context.new_page(), Seen()
-        seen.watch(page)
-        page.goto(f"{server.url}/xray")
-        server.put(run)
-        at_step(page, STEPS)
-        yield page
-        assert seen.errors == []
-        assert seen.elsewhere == []
+        page = context.new_page()
+        with faultless(page):
+            page.goto(f"{server.url}/xray")
+            server.put(run)
+            at_step(page, STEPS)
+            yield page
 
 
 @pytest.fixture
@@ -102,25 +99,21 @@ def test_what_is_drawn_is_the_state_of_the_step(page: Page, run: list[str]) -> N
 
 
 def test_blocks_are_marked_by_what_the_step_did_to_them(page: Page, run: list[str]) -> None:
-    step = next(
-        step for step in range(2, STEPS) if any(row[4] >= 16 for row in state_of(run, step)["batch"])
-    )  # a request was admitted, and found blocks in the cache
-    before = {request["number"]: request["blocks"] for request in state_of(run, step - 1)["running"]}
-    hits, fresh = set(), set()
-    cached = {row[0]: row[4] for row in state_of(run, step)["batch"]}
-    for request in state_of(run, step)["running"]:
-        for index, block in enumerate(request["blocks"]):
-            if block not in before.get(request["number"], []):
-                (hits if index < cached[request["number"]] // 16 else fresh).add(block)
+    # A request was admitted, and found blocks in the cache.
+    step = next(step for step in range(2, STEPS) if any(row[4] >= 16 for row in state_of(run, step)["batch"]))
+    before, now = ({each["number"]: each["blocks"] for each in state_of(run, at)["running"]} for at in (step - 1, step))
+    cached, hits, fresh = {row[0]: row[4] for row in state_of(run, step)["batch"]}, set(), set()
+    for number, blocks in now.items():
+        for index, block in enumerate(blocks):
+            if block not in before.get(number, []):
+                (hits if index < cached[number] // 16 else fresh).add(block)
     page.evaluate("step => window.xray.go(step - 1)", step)
     at_step(page, step)
     assert set(page.evaluate("[...window.xray.shown.hits]")) == hits != set()
     assert set(page.evaluate("[...window.xray.shown.fresh]")) == fresh != set()
 
 
-def test_a_second_tier_and_adapter_slots_are_shown_where_there_are_any(
-    server: Served, open_page: Callable[..., Page], run: list[str]
-) -> None:
+def test_a_second_tier_and_adapter_slots_are_shown_if_there_are_any(server: Served, open_page, run: list[str]):
     page = open_page(server.url)
     server.put(run[:1])
     at_step(page, 1)
@@ -138,9 +131,7 @@ def test_a_second_tier_and_adapter_slots_are_shown_where_there_are_any(
     page.locator(".xr-facts").get_by_text(hostile, exact=True).wait_for()
 
 
-def test_a_server_without_requests_shows_a_recorded_run_until_its_next_step(
-    server: Served, open_page: Callable[..., Page], run: list[str]
-) -> None:
+def test_a_server_without_requests_shows_a_recorded_run_until_its_next_step(server, open_page, run: list[str]):
     page = open_page(server.url)
     idle = state_of(run, 1) | {"step": 0, "batch": [], "running": [], "waiting": [], "num_waiting": 0, "cached": []}
     server.put([json.dumps(idle)])
@@ -153,9 +144,7 @@ def test_a_server_without_requests_shows_a_recorded_run_until_its_next_step(
     assert page.locator(".xr-alarm").inner_text() == ""
 
 
-def test_of_a_large_pool_the_blocks_in_use_are_drawn_large(
-    server: Served, open_page: Callable[..., Page], run: list[str]
-) -> None:
+def test_of_a_large_pool_the_blocks_in_use_are_drawn_large(server: Served, open_page, run: list[str]) -> None:
     page = open_page(server.url, width=390)
     server.put([json.dumps(state_of(run, 3) | {"num_blocks": 32_769})])
     at_step(page, 3)
@@ -163,8 +152,7 @@ def test_of_a_large_pool_the_blocks_in_use_are_drawn_large(
     beyond = page.get_by_label("KV-cache blocks").locator("p").inner_text()
     assert beyond.endswith("of 32,769: the others have not been used yet.")
     shown = int(beyond.split()[3].replace(",", "")) + 1
-    canvas = page.get_by_label("KV-cache blocks").locator("canvas").bounding_box()
-    assert canvas
+    canvas = box_of(page.get_by_label("KV-cache blocks").locator("canvas"))
     assert reach < shown
     assert canvas["width"] * canvas["height"] / shown > 12**2
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
@@ -250,9 +238,8 @@ def test_steps_are_saved_and_loaded(page: Page, run: list[str], tmp_path: Path) 
     ],
 )
 def test_a_file_that_is_no_recording_changes_nothing(page: Page, content: str, words: str) -> None:
-    page.get_by_label("A recording").set_input_files(
-        {"name": "other.jsonl", "mimeType": "text/plain", "buffer": content.encode()}
-    )
+    file = {"name": "other.jsonl", "mimeType": "text/plain", "buffer": content.encode()}
+    page.get_by_label("A recording").set_input_files(file)
     page.get_by_text("other.jsonl is not a recording that can be shown").wait_for()
     assert words in page.locator("p.xr-alarm").inner_text()
     assert page.evaluate("window.xray.frame.step") == STEPS
@@ -285,9 +272,7 @@ def test_of_several_cores_the_page_shows_the_one_in_its_address(open_page: Calla
         at_step(page, 11)
 
 
-def test_the_page_keeps_the_last_thousand_steps_and_draws_each_in_time(
-    server: Served, open_page: Callable[..., Page], run: list[str]
-) -> None:
+def test_the_page_keeps_a_thousand_steps_and_draws_each_in_time(server: Served, open_page, run: list[str]):
     page = open_page(server.url)
     for last in range(STEPS, 8 * STEPS + 1, STEPS):  # a feed keeps 200 lines for a slow page
         server.put([numbered(run, step) for step in range(last - STEPS + 1, last + 1)])
@@ -316,9 +301,7 @@ def numbered(run: list[str], step: int) -> str:
 
 
 @pytest.mark.parametrize(("scheme", "width"), [("light", 600), ("dark", 1366)])
-def test_nothing_serious_is_in_anyones_way(
-    server: Served, open_page: Callable[..., Page], run: list[str], scheme: str, width: int
-) -> None:
+def test_nothing_serious_is_in_anyones_way(server: Served, open_page, run: list[str], scheme: str, width: int):
     page = open_page(server.url, scheme, width)
     server.put([json.dumps(state_of(run, STEPS) | {"slots": [["french", True], ["", False]]})])
     at_step(page, STEPS)
@@ -338,14 +321,12 @@ def test_a_notebook_shows_the_same_view_without_a_kernel(browser: Browser, run: 
       const model = {{ get: () => {json.dumps(text)} }};
       window.end = widget.render({{ model, el: document.getElementById("here") }});
       </script></body></html>"""
-    page, seen = emptied_page(browser, 1366, 900), Seen()
-    unwatch = seen.watch(page)
+    page = emptied_page(browser, 1366, 900)
     page.route("**/view.js", lambda route: route.fulfill(body=script(), content_type="text/javascript"))
     page.route("**/here", lambda route: route.fulfill(body=body, content_type="text/html"))
-    page.goto("http://127.0.0.1:1/here")
-    page.get_by_text("■ recording").wait_for()
-    page.get_by_role("button", name="Step forward").click()
-    page.get_by_text("step 2 ·").wait_for()
-    page.evaluate("window.end()")
-    unwatch()
-    assert seen.errors == []
+    with faultless(page):
+        page.goto("http://127.0.0.1:1/here")
+        page.get_by_text("■ recording").wait_for()
+        page.get_by_role("button", name="Step forward").click()
+        page.get_by_text("step 2 ·").wait_for()
+        page.evaluate("window.end()")

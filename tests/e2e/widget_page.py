@@ -10,9 +10,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
-from e2e.browser import Seen, emptied_page
+from e2e.browser import emptied_page, faultless
 from playwright.sync_api import Browser, Locator, Page, Route
 
 from minivllm.errors import MinivllmError
@@ -28,6 +27,7 @@ BODY = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>A wi
 <body style="margin: 8px; background: %(ground)s"><main><h1 hidden>A widget</h1><div id="here"></div></main>
 <script type="module">
 import { mount } from "./shell.js";
+window.ask = async (message) => (await fetch("ask", { method: "POST", body: JSON.stringify(message) })).json();
 let view = %(view)s, heard = () => {};
 const ask = async (message) => {
   view = { ...(await window.ask(message)), serial: message.serial ?? view.serial };
@@ -53,7 +53,6 @@ class WidgetPage:
 
     page: Page
     session: Session
-    seen: Seen
 
     def control(self, knob: str) -> Locator:
         """Find a knob's control by the argument of the sweep that the knob sets."""
@@ -71,14 +70,7 @@ class WidgetPage:
 
 @contextmanager
 def widget_page(
-    browser: Browser,
-    spec: Spec,
-    *,
-    theme: str = "light",
-    width: int = 1366,
-    height: int = 640,
-    whole: bool = True,
-    **settings: Any,
+    browser: Browser, spec: Spec, *, theme="light", width=1366, height=640, whole=True, **settings: Any
 ) -> Iterator[WidgetPage]:
     """Open `spec` in a window of this size; `settings` are knob values and the reader's own parts.
 
@@ -103,38 +95,26 @@ def widget_page(
                 return {**session.settle(), "words": str(error), "tone": "broken", "sign": "✕"}
         return session.pin() if message["do"] == "pin" else session.unpin()
 
-    page, seen = emptied_page(browser, width, height), Seen()
-    unwatch = seen.watch(page)
-    _answered_by(page, ask)
+    page = emptied_page(browser, width, height)
     parts = {"view": turned({}) | {"serial": 0}, "described": session.described()}
     body = BODY % {
         "style": style(),
         "ground": GROUNDS[theme],
         **{name: json.dumps(part).replace("</", "<\\/") for name, part in parts.items()},
     }
-    page.route(f"{ADDRESS}**", lambda route: _answer(route, body))
-    try:
+    page.route(f"{ADDRESS}**", lambda route: _answer(route, body, ask))
+    with faultless(page):
         page.goto(ADDRESS)
         page.wait_for_selector(".lw-picture svg")
-        opened = WidgetPage(page, session, seen)
+        opened = WidgetPage(page, session)
         opened.settled()
         yield opened
-    finally:
-        unwatch()
 
 
-_asked: WeakKeyDictionary[Page, Callable[[Mapping[str, Any]], dict[str, Any]]] = WeakKeyDictionary()
-"""Who answers a page's widget."""
-
-
-def _answered_by(page: Page, ask: Callable[[Mapping[str, Any]], dict[str, Any]]) -> None:
-    if page not in _asked:
-        page.expose_function("ask", lambda message: _asked[page](message))
-    _asked[page] = ask
-
-
-def _answer(route: Route, body: str) -> None:
-    if route.request.url.endswith("shell.js"):
+def _answer(route: Route, body: str, ask: Callable[[Any], dict[str, Any]]) -> None:
+    if route.request.method == "POST":
+        route.fulfill(json=ask(route.request.post_data_json))
+    elif route.request.url.endswith("shell.js"):
         route.fulfill(body=script(), content_type="text/javascript")
     elif route.request.url == ADDRESS:
         route.fulfill(body=body, content_type="text/html")

@@ -34,17 +34,10 @@ class BusyScheduler:
     drafts and preemptions.
     """
 
-    def __init__(self, num_gpu_blocks: int = 1001, seed: int = 0) -> None:
-        self.rng = Random(seed)
-        self.scheduler = Scheduler(
-            SchedulerConfig(
-                max_model_len=1024,
-                max_num_seqs=48,
-                max_num_batched_tokens=512,
-                drafting=DraftingConfig(num_speculative_tokens=DRAFTS),
-            ),
-            CacheConfig(num_gpu_blocks=num_gpu_blocks, block_size=16),
-        )
+    def __init__(self) -> None:
+        self.rng, drafting = Random(0), DraftingConfig(num_speculative_tokens=DRAFTS)
+        limits = SchedulerConfig(max_model_len=1024, max_num_seqs=48, max_num_batched_tokens=512, drafting=drafting)
+        self.scheduler = Scheduler(limits, CacheConfig(num_gpu_blocks=1001, block_size=16))
         self.recorder = StepRecorder(self.scheduler)
         self.prefixes = [[self.rng.randrange(4000) for _ in range(160)] for _ in range(4)]
         self.added = 0
@@ -55,9 +48,8 @@ class BusyScheduler:
             self._add()
         output = self.scheduler.schedule()
         outputs = self.scheduler.update_from_output(output, self._sampled(output))
-        self.scheduler.update_draft_token_ids(
-            {name: [7] * DRAFTS for name in output.num_scheduled_tokens if name.endswith(("3", "7", "9"))}
-        )
+        drafting = [name for name in output.num_scheduled_tokens if name.endswith(("3", "7", "9"))]
+        self.scheduler.update_draft_token_ids({name: [7] * DRAFTS for name in drafting})
         return self.recorder.snapshot(output, outputs)
 
     def _add(self) -> None:

@@ -5,12 +5,10 @@ it.
 import subprocess
 from pathlib import Path
 
-from repository import ROOT
 import address
 import pytest
 from refusals import assert_refused
-
-from minivllm_lab.exercise import load
+from repository import ROOT
 
 HERE, NEW = "https://github.com/someone/course", "https://github.com/other-one/lessons.new"
 
@@ -41,10 +39,6 @@ def test_nothing_opens_in_colab_before_the_repository_is_published(root: Path):
     assert address.colab("a", root)
     address.change(root, "https://github.com/OWNER/course")
     assert address.colab("a", root) == ""
-
-
-def test_all_agree_and_links_to_others_do_not_matter(root: Path):
-    assert address.strangers(root) == []
 
 
 @pytest.mark.parametrize(

@@ -2,16 +2,15 @@
 reported.
 """
 
-import json
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import nbformat
-from repository import ROOT
 import pytest
 from IPython.core.inputtransformer2 import TransformerManager
 from refusals import assert_refused
+from repository import ROOT
 
 from minivllm.errors import MinivllmError
 from minivllm_lab.exercise import load
@@ -71,12 +70,6 @@ Not a cell of its own
 
 ## Break it when `r` < 0
 
-$$a = \\pi r^2$$
-
-```mermaid
-graph LR; A-->B
-```
-
 ```python exercise
 def area(radius):
     raise NotImplementedError("write it")
@@ -132,40 +125,6 @@ def test_what_is_written_agrees_and_is_the_same_again(root: Path):
     assert (root / "notebooks" / "07_circles.ipynb").read_bytes() == first
 
 
-def test_every_kind_of_fence_becomes_what_it_says(root: Path):
-    code = [(cell.metadata.get("tags"), cell.source) for cell in cells(root) if cell.cell_type == "code"]
-    assert code[0][0] == ["setup"]
-    assert code[1:] == [
-        (None, "import math"),
-        (None, "def area(radius):\n    return math.pi * radius**2"),
-        (None, "area(1.0)"),
-        (["exercise"], '%%exercise mine\ndef area(radius):\n    raise NotImplementedError("write it")'),
-        (["check"], 'from minivllm_lab.exercise import check_here\n\ncheck_here("07", mine)'),
-    ]
-    text = prose(root)
-    for kept in ("```bash", "```text", "```mermaid\ngraph LR; A-->B\n```", "$$a = \\pi r^2$$", "<details>"):
-        assert kept in text
-    assert "```python\nreturn math.pi * radius**2\n```" in text, "words of the builder are not for readers"
-
-
-def test_prose_is_cut_at_headings(root: Path):
-    starts = [cell.source.split("\n")[0] for cell in cells(root) if cell.cell_type == "markdown"]
-    assert starts == [
-        "# 07 Circles",
-        "## Run it",
-        "![figure](../lessons/figures/circle.svg) `[not](a link)` "
-        '[next](08_spheres.ipynb) <img src="../lessons/figures/x.png">',
-        "## Break it when `r` < 0",
-    ]
-
-
-def test_links_are_as_seen_from_the_notebook(root: Path):
-    text = prose(root)
-    assert "(../vllm/07_circles.py#L3)" in text
-    assert "(#Break-it-when-r-<-0)" in text, "JupyterLab's anchors are not GitHub's"
-    assert "`[not](a link)`" in text
-
-
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
@@ -183,25 +142,13 @@ def test_each_kind_of_link(root: Path, line: str, expected: str):
     assert expected in prose(root).split("\n")
 
 
-def test_the_notebook_opens_with_its_title_and_is_set_up_before_the_first_cell(root: Path):
-    first = cells(root)[0]
-    setup = next(cell for cell in cells(root) if cell.cell_type == "code")
-    assert first.source.startswith("# 07 Circles\n")
-    assert "Open in Colab" not in first.source, "there is no public address yet"
-    assert "lessons/07_circles.md" in first.source
-    exec(TransformerManager().transform_cell(setup.source), {})
-
-
 def test_in_colab_the_first_cell_gets_the_course(root: Path, monkeypatch):
     asked = []
-    shell = SimpleNamespace(
-        system=asked.append, run_line_magic=lambda *words: asked.append(" ".join(words)), register_magic_function=print
-    )
+    run = {"run_line_magic": lambda *words: asked.append(" ".join(words))}
+    shell = SimpleNamespace(system=asked.append, register_magic_function=print, **run)
     monkeypatch.setitem(sys.modules, "google.colab", ModuleType("colab"))
-    exec(
-        TransformerManager().transform_cell(next(cell.source for cell in cells(root) if cell.cell_type == "code")),
-        {"get_ipython": lambda: shell},
-    )
+    first = next(cell.source for cell in cells(root) if cell.cell_type == "code")
+    exec(TransformerManager().transform_cell(first), {"get_ipython": lambda: shell})
     assert asked == [
         f"[ -d /content/course ] || git clone --quiet --depth 1 {notebooks.ADDRESS.address()} /content/course",
         "run /content/course/tools/colab.py",
@@ -209,39 +156,15 @@ def test_in_colab_the_first_cell_gets_the_course(root: Path, monkeypatch):
     assert (ROOT / "tools" / "colab.py").is_file()
 
 
-def test_no_outputs_no_times_and_valid(root: Path):
-    for cell in cells(root):
-        assert cell.get("outputs", []) == []
-        assert cell.get("execution_count") is None
-    notebook = json.loads((root / "notebooks" / "07_circles.ipynb").read_text())
-    assert set(notebook["metadata"]) == {"kernelspec", "language_info"}
-    nbformat.validate(notebook)
-
-
-def test_ids_differ_and_follow_the_content(root: Path):
-    before = [cell.id for cell in cells(root)]
-    assert len(set(before)) == len(before)
-    change(lesson(root), "area(1.0)", "area(2.0)")
-    after = [cell.id for cell in cells(root)]
-    assert sum(old != new for old, new in zip(before, after, strict=True)) == 1
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "drifted"),
-    [
-        ("radius**2\n    # end", "radius * radius\n    # end", "lessons/07_circles.md quotes code that its script"),
-        ("import math", "import cmath as math", "lessons/07_circles.md quotes code that its script"),
-    ],
-)
-def test_a_change_in_the_script_is_noticed_and_mended(root: Path, old: str, new: str, drifted: str):
+def test_a_change_in_the_script_is_noticed_and_mended(root: Path):
     notebooks.write(root, [])
-    change(root / "vllm" / "07_circles.py", old, new)
+    change(root / "vllm" / "07_circles.py", "radius**2\n    # end", "radius * radius\n    # end")
     result = notebooks.drift(root, [])
-    assert result[0].startswith(drifted)
+    assert result[0].startswith("lessons/07_circles.md quotes code that its script")
     assert result[1] == "notebooks/07_circles.ipynb differs from 07_circles.md"
     assert notebooks.write(root, []) == ["lessons/07_circles.md", "notebooks/07_circles.ipynb"]
     assert notebooks.drift(root, []) == []
-    assert new.split("\n")[0] in lesson(root).read_text()
+    assert "radius * radius" in lesson(root).read_text()
 
 
 def test_a_notebook_edited_missing_or_left_behind_is_noticed(root: Path):
@@ -250,10 +173,9 @@ def test_a_notebook_edited_missing_or_left_behind_is_noticed(root: Path):
     change(path, "area(1.0)", "area(3.0)")
     assert notebooks.drift(root, []) == ["notebooks/07_circles.ipynb differs from 07_circles.md"]
     path.rename(path.with_name("06_squares.ipynb"))
-    assert notebooks.drift(root, []) == [
-        "notebooks/07_circles.ipynb is missing",
-        "notebooks/06_squares.ipynb has no lesson: delete it",
-    ]
+    missing, left = notebooks.drift(root, [])
+    assert missing == "notebooks/07_circles.ipynb is missing"
+    assert left == "notebooks/06_squares.ipynb has no lesson: delete it"
 
 
 @pytest.mark.parametrize(
@@ -265,11 +187,7 @@ def test_a_notebook_edited_missing_or_left_behind_is_noticed(root: Path):
         ("```python exec\narea", "  ```python exec\narea", "a cell is a `python` fence"),
         ("Not a cell of its own", "### Not a cell of its own", "a heading starts a cell, which <details> cannot hold"),
         ("```text\n# plain", "```python exec\n# plain", "a cell cannot stand inside <details>"),
-        (
-            "```python exec script=vllm/07_circles.py region=area",
-            "```python exec script=vllm/07_circles.py region=volume",
-            ".* 0 regions 'volume', .*its regions: imports, area, formula",
-        ),
+        ("region=area\ndef", "region=volume\ndef", ".* 0 regions 'volume', .*its regions: imports, area, formula"),
         ("script=vllm/07_circles.py region=area", "script=vllm/no.py", "there is no file vllm/no.py"),
         ("script=vllm/07_circles.py region=area", "region=area", "region=area needs script=FILE"),
         (CHECK, CHECK.removesuffix("```\n"), "this fence is never closed"),
@@ -324,9 +242,8 @@ def test_a_picture_beside_the_widget_that_draws_it_is_left_out(root: Path, text:
 
 
 def test_the_list_of_notebooks_has_titles_questions_and_minutes(root: Path):
-    change(
-        lesson(root), "Promise", "**Time:** 2 minutes of talk, 3 of exercise; alone, about 70. **You need:** nothing"
-    )
+    header = "**Time:** 2 minutes of talk, 3 of exercise; alone, about 70. **You need:** nothing"
+    change(lesson(root), "Promise", header)
     (root / "README.md").write_text("| 07 | [Circles](lessons/07_circles.md) | How round? | `run` |\n")
     notebooks.write(root, [])
     page = (root / "notebooks" / "README.md").read_text()

@@ -6,30 +6,19 @@ from pathlib import Path
 
 import nbformat
 import pytest
+from e2e.browser import box_of
 from nbconvert import HTMLExporter
 from nbconvert.preprocessors import ExecutePreprocessor
 from playwright.sync_api import Browser
+from repository import ROOT
 
 pytestmark = pytest.mark.browser
 
-WIDGET = """\
-from widgets.shell.knobs import slider
+WIDGET = f"""\
+import sys
+sys.path.append({str(ROOT / "tests")!r})
+from lesson_widgets.sizes import SPEC
 from widgets.shell.lesson_widget import LessonWidget
-from widgets.shell.spec import Challenge, Guess, Progress, Spec, Verdict
-from widgets.shell.svg import Drawing
-
-def figure(state, width=640, pinned=None):
-    drawing = Drawing(width, 80, f"size {state}")
-    drawing.text((20, 40), f"the picture of {state}")
-    return drawing.render()
-
-challenge = Challenge("g", lambda state: Progress(False, "w"), "l")
-SPEC = Spec(
-    name="probe", title="A probe", lead="Turn it.", knobs={"Knobs": {"size": slider("size", 0, 5, 1, 0)}},
-    presets={}, sweep=lambda size: size, figure=figure,
-    verdict=lambda state: Verdict(f"the verdict on {state}"), command=lambda state: "vllm serve",
-    challenges=(challenge,) * 3, guess=Guess("q", ("a", "b"), 0, "b"),
-)
 LessonWidget(SPEC, size=3)
 """
 
@@ -49,10 +38,8 @@ def test_the_picture_and_the_verdict_are_on_the_page(page_of_a_widget: Path, bro
     with browser.new_context(offline=True) as context:
         page = context.new_page()
         page.goto(page_of_a_widget.as_uri(), wait_until="domcontentloaded")
-        picture = page.get_by_text("the picture of 3")
+        picture = page.get_by_text("too large · a level is missed")
         picture.wait_for()
-        box = picture.bounding_box()
-        assert box is not None
-        assert box["width"] > 50
-        assert page.get_by_text("the verdict on 3").is_visible()
+        assert box_of(picture)["width"] > 50
+        assert page.get_by_text("The size is 3 < 100.").is_visible()
         assert picture.count() == 1, "once, not twice"

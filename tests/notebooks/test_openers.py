@@ -2,21 +2,18 @@
 with our settings. `e2e/test_notebooks.py` looks at what `make lab` shows.
 """
 
-from repository import ROOT
-import colab
 import json
 import re
 import tomllib
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 
+import colab
 from jupyter_server.services.kernels.connection.channels import ZMQChannelsWebsocketConnection
 from jupyter_server.services.kernels.websocket import KernelWebsocketHandler
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
+from repository import ROOT
 from traitlets.config.loader import PyFileConfigLoader
-
-from minivllm_lab.exercise import load
 
 TARGETS = set(re.findall(r"^([a-z-]+):.*##", (ROOT / "Makefile").read_text(), re.MULTILINE))
 CONTAINER = json.loads((ROOT / ".devcontainer" / "devcontainer.json").read_text())
@@ -24,12 +21,10 @@ SETTINGS = ROOT / ".jupyter" / "jupyter_lab_config.py"
 
 
 def test_the_container_runs_commands_that_exist():
-    commands = {name: words for name, words in CONTAINER.items() if name.endswith("Command")}
-    assert set(commands) == {"onCreateCommand"}
-    for words in commands.values():
-        make, target = words.split()
-        assert make == "make"
-        assert target in TARGETS
+    assert [name for name in CONTAINER if name.endswith("Command")] == ["onCreateCommand"]
+    make, target = CONTAINER["onCreateCommand"].split()
+    assert make == "make"
+    assert target in TARGETS
 
 
 def test_the_container_has_a_python_that_the_course_runs_on_and_opens_the_notebooks():
@@ -43,18 +38,12 @@ def test_the_container_has_a_python_that_the_course_runs_on_and_opens_the_notebo
 
 
 def test_in_colab_only_what_is_missing_is_installed(monkeypatch):
-    versions = {
-        "numpy": "2.0.2",
-        "jupyterlab": None,
-        "ipywidgets": "7.7.1",
-        "transformers": "4.57.0",
-        "triton": "3.6.0",
-    }
+    versions = {"numpy": "2.0.2", "ipywidgets": "7.7.1", "transformers": "4.57.0", "triton": "3.6.0"}
 
     def version_there(name):
-        if versions.get(name) is None:
-            raise PackageNotFoundError(name)
-        return versions[name]
+        if name in versions:
+            return versions[name]
+        raise PackageNotFoundError(name)
 
     monkeypatch.setattr(colab, "version", version_there)
     names = {Requirement(text).name for text in colab.wanting()}

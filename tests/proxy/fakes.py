@@ -3,8 +3,10 @@ loop on real sockets.
 """
 
 import asyncio
+import inspect
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -52,23 +54,19 @@ async def whole(request: web.Request) -> web.StreamResponse:
     return web.Response(body=WHOLE, content_type="application/json", headers={"X-Request-Id": "from D"})
 
 
-async def stream(request: web.Request) -> web.StreamResponse:
+async def stream(request: web.Request, events: Sequence[bytes] = EVENTS) -> web.StreamResponse:
     reply = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
     await reply.prepare(request)
-    for event in EVENTS:
+    for event in events:
         await reply.write(event)
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(0.02)
     return reply
 
 
 async def breaks_off(request: web.Request) -> web.StreamResponse:
     """Send two pieces of a stream and hang up in the middle of an event."""
-    reply = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
-    await reply.prepare(request)
-    for event in EVENTS[:2]:
-        await reply.write(event)
-    await asyncio.sleep(0.05)
-    hang_up(request)
+    reply = await stream(request, EVENTS[:2])
+    request.transport.abort()
     return reply
 
 
@@ -79,20 +77,13 @@ async def never(request: web.Request) -> web.StreamResponse:
 
 async def begins(request: web.Request) -> web.StreamResponse:
     """Send one event and then nothing more."""
-    reply = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
-    await reply.prepare(request)
-    await reply.write(EVENTS[0])
+    await stream(request, EVENTS[:1])
     return await never(request)
 
 
 async def dies(request: web.Request) -> web.StreamResponse:
-    hang_up(request)
-    return web.Response()
-
-
-def hang_up(request: web.Request) -> None:
-    assert request.transport is not None
     request.transport.abort()
+    return web.Response()
 
 
 async def completes(request: web.Request) -> web.StreamResponse:
@@ -120,9 +111,8 @@ class Fake:
         return f"http://127.0.0.1:{self.port}"
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
-        self.got.append(
-            Got(request.path, {name.lower(): value for name, value in request.headers.items()}, await request.read())
-        )
+        headers = {name.lower(): value for name, value in request.headers.items()}
+        self.got.append(Got(request.path, headers, await request.read()))
         try:
             return await self.answer(request)
         except asyncio.CancelledError:
@@ -164,9 +154,7 @@ class Setting:
 
 
 @asynccontextmanager
-async def setting(
-    prefill: list[Fake] | None = None, decode: list[Fake] | None = None, **settings: Any
-) -> AsyncIterator[Setting]:
+async def setting(prefill=None, decode=None, **settings: Any) -> AsyncIterator[Setting]:
     """Start a proxy in front of these servers."""
     prefill, decode = prefill or [Fake(prefills)], decode or [Fake(completes)]
     settings = {"health_interval": 60.0, **settings}
@@ -192,7 +180,29 @@ async def setting(
             await serving
 
 
-async def eventually(holds: Callable[[], bool], seconds: float = PATIENCE) -> None:
+async def until(holds: Callable[[], bool], seconds: float = PATIENCE) -> None:
     async with asyncio.timeout(seconds):
         while not holds():
             await asyncio.sleep(0.005)
+
+
+def proxied(servers: Callable[..., dict[str, Any]] = lambda **_: {}) -> Callable[[Callable[..., Any]], Any]:
+    """Run a test in a loop as `test(there, ...)`, with the servers that `servers(...)` describes;
+    both get the test's arguments.
+    """
+
+    def decorate(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+        async def run(arguments: dict[str, Any]) -> None:
+            async with setting(**servers(**arguments)) as cluster, asyncio.timeout(20):
+                await test(cluster, **arguments)
+
+        def in_a_loop(**arguments: Any) -> None:
+            with ThreadPoolExecutor(1) as thread:  # a browser's test may have left its event loop in this one
+                thread.submit(asyncio.run, run(arguments)).result()
+
+        in_a_loop.__name__, in_a_loop.__doc__ = test.__name__, test.__doc__
+        parameters = list(inspect.signature(test).parameters.values())[1:]
+        in_a_loop.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        return in_a_loop
+
+    return decorate

@@ -3,37 +3,19 @@ happens if one fails.
 """
 
 import asyncio
-import inspect
 import json
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from patience import PATIENCE
-from proxy.fakes import (
-    EVENTS,
-    PARAMS,
-    WHOLE,
-    Fake,
-    Setting,
-    begins,
-    breaks_off,
-    completes,
-    dies,
-    eventually,
-    json_reply,
-    never,
-    prefills,
-    setting,
-)
-from server.serving import free_port
+from patience import PATIENCE, eventually
+from proxy import fakes
+from proxy.fakes import WHOLE, Fake, Setting, begins, completes, json_reply, never, prefills, proxied, until
+from server.serving import answers, free_port
 
 from minivllm.entrypoints.cli.main import main
 from minivllm.entrypoints.proxy.bodies import ASK_TO_KEEP, prefill_body
@@ -41,28 +23,6 @@ from minivllm.entrypoints.proxy.bodies import ASK_TO_KEEP, prefill_body
 GOLDEN = json.loads((Path(__file__).parent / "pd_exchanges.json").read_text())
 BODY = {"model": "tiny-python", "prompt": "def add(a, b):", "temperature": 0, "max_tokens": 16}
 CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_completion_tokens": 9}
-
-
-def proxied(servers: Callable[..., dict[str, Any]] = lambda **_: {}) -> Callable[[Callable[..., Any]], Any]:
-    """Run a test in a loop as `test(there, ...)`, with the servers that `servers(...)` describes;
-    both get the test's arguments.
-    """
-
-    def decorate(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
-        async def run(arguments: dict[str, Any]) -> None:
-            async with setting(**servers(**arguments)) as cluster, asyncio.timeout(20):
-                await test(cluster, **arguments)
-
-        def in_a_loop(**arguments: Any) -> None:
-            with ThreadPoolExecutor(1) as thread:  # a browser's test may have left its event loop in this one
-                thread.submit(asyncio.run, run(arguments)).result()
-
-        in_a_loop.__name__, in_a_loop.__doc__ = test.__name__, test.__doc__
-        parameters = list(inspect.signature(test).parameters.values())[1:]
-        in_a_loop.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        return in_a_loop
-
-    return decorate
 
 
 def test_the_bodies_are_those_that_vllm_was_sent():
@@ -75,7 +35,7 @@ async def test_both_servers_are_sent_the_same_id_and_key_and_the_client_gets_the
     assert await cluster.post(BODY, **headers) == (200, WHOLE)
     (to_prefill,), (to_decode,) = cluster.prefill[0].got, cluster.decode[0].got
     assert to_prefill.body == BODY | {"stream": False, "max_tokens": 1, "kv_transfer_params": ASK_TO_KEEP}
-    assert to_decode.body == BODY | {"kv_transfer_params": PARAMS}
+    assert to_decode.body == BODY | {"kv_transfer_params": fakes.PARAMS}
     for got in (to_prefill, to_decode):
         assert got.path == "/v1/completions"
         assert {"x-request-id": "req-1", "authorization": "Bearer secret"}.items() <= got.headers.items()
@@ -111,14 +71,12 @@ async def test_without_an_id_both_get_the_same_new_one_and_no_key_and_models_are
     ],
 )
 @proxied()
-async def test_what_the_prefill_server_is_asked_for(
-    cluster: Setting, further: dict[str, Any], to_prefill: dict[str, Any]
-):
+async def test_what_the_prefill_server_is_asked_for(cluster: Setting, further: dict, to_prefill: dict):
     status, _ = await cluster.post(BODY | further)
     assert status == 200
     wanted = BODY | to_prefill | {"stream": False, "max_tokens": 1, "kv_transfer_params": ASK_TO_KEEP}
     assert cluster.prefill[0].got[0].body == wanted
-    assert cluster.decode[0].got[0].body == BODY | further | {"kv_transfer_params": PARAMS}
+    assert cluster.decode[0].got[0].body == BODY | further | {"kv_transfer_params": fakes.PARAMS}
 
 
 @pytest.mark.parametrize(
@@ -145,7 +103,7 @@ async def test_a_stream_comes_byte_for_byte_and_at_once(cluster: Setting):
         assert reply.headers["Content-Type"] == "text/event-stream; charset=utf-8"
         async for piece in reply.content.iter_any():
             pieces.append(piece)
-    assert b"".join(pieces) == b"".join(EVENTS)
+    assert b"".join(pieces) == b"".join(fakes.EVENTS)
     assert len(pieces) > 1
 
 
@@ -184,7 +142,7 @@ async def test_what_the_prefill_server_refuses_is_the_reply(cluster: Setting):
     assert cluster.decode[0].got == []
 
 
-@pytest.mark.parametrize("first", [dies, json_reply({}, 500), json_reply({}, 503)])
+@pytest.mark.parametrize("first", [fakes.dies, json_reply({}, 500), json_reply({}, 503)])
 @proxied(lambda first: {"prefill": [Fake(first), Fake(prefills)]})
 async def test_another_prefill_server_is_asked_where_one_fails(cluster: Setting, first):
     assert await cluster.post(BODY) == (200, WHOLE)
@@ -220,10 +178,10 @@ async def test_another_decode_server_is_asked_where_one_is_gone_or_full(cluster:
     assert await cluster.post(BODY) == (200, WHOLE)
     assert [len(server.got) for server in cluster.decode] == [0, 1, 1]
     assert len(cluster.prefill[0].got) == 1  # what it keeps was fetched by nobody, so it is asked once
-    assert cluster.decode[2].got[0].body["kv_transfer_params"] == PARAMS
+    assert cluster.decode[2].got[0].body["kv_transfer_params"] == fakes.PARAMS
 
 
-@proxied(lambda: {"decode": [Fake(dies), Fake(completes)]})
+@proxied(lambda: {"decode": [Fake(fakes.dies), Fake(completes)]})
 async def test_a_decode_server_that_dies_with_the_request_is_a_502_and_no_other_is_asked(cluster: Setting):
     status, content = await cluster.post(BODY)
     assert (status, error_of(content)) == (502, (502, "BadGatewayError"))
@@ -238,13 +196,13 @@ async def test_what_the_decode_server_answers_is_the_reply(cluster: Setting, sta
     assert await cluster.post(BODY | {"stream": True}) == (status, b'{"error": "its"}')
 
 
-@proxied(lambda: {"decode": [Fake(breaks_off)]})
+@proxied(lambda: {"decode": [Fake(fakes.breaks_off)]})
 async def test_a_stream_that_breaks_off_ends_with_an_error_and_done(cluster: Setting):
     status, content = await cluster.post(BODY | {"stream": True})
     *_, broken, error, done, rest = content.split(b"\n\n")
     assert status == 200
-    assert content.startswith(EVENTS[0])
-    assert broken == EVENTS[1]
+    assert content.startswith(fakes.EVENTS[0])
+    assert broken == fakes.EVENTS[1]
     assert error_of(error.removeprefix(b"data: ")) == (502, "BadGatewayError")
     assert (done, rest) == (b"data: [DONE]", b"")
 
@@ -259,15 +217,15 @@ async def test_a_client_that_leaves_ends_its_request_on_the_server(cluster: Sett
 
     async def ask() -> None:
         async with cluster.client.post(cluster.url + "/v1/completions", json=BODY | {"stream": True}) as reply:
-            assert await reply.content.readany() == EVENTS[0]
+            assert await reply.content.readany() == fakes.EVENTS[0]
             began.set()
             await reply.read()
 
     began, asking = asyncio.Event(), asyncio.create_task(ask())
-    await (began.wait() if waits is begins else eventually(lambda: bool(server.got)))
+    await (began.wait() if waits is begins else until(lambda: bool(server.got)))
     asking.cancel()
     await asyncio.gather(asking, return_exceptions=True)
-    await eventually(lambda: server.num_left == 1)
+    await until(lambda: server.num_left == 1)
     assert all(cluster.upstream(item).trouble is None for item in (*cluster.prefill, *cluster.decode))
 
 
@@ -281,7 +239,7 @@ async def test_a_server_is_not_asked_until_it_is_healthy_again(cluster: Setting)
         await cluster.post(BODY)
     assert [len(server.got) for server in cluster.prefill] == [3, 0]
     second.health = 200
-    await eventually(lambda: cluster.upstream(second).trouble is None)
+    await until(lambda: cluster.upstream(second).trouble is None)
     for _ in range(4):
         await cluster.post(BODY)
     assert [len(server.got) for server in cluster.prefill] == [5, 2]
@@ -315,7 +273,7 @@ async def test_whoever_waits_for_a_server_that_has_fallen_silent_is_told(cluster
     [hangs] = cluster.decode
     upstream = cluster.upstream(hangs)
     asking = asyncio.create_task(cluster.post(BODY | {"stream": stream}))
-    await eventually(lambda: bool(hangs.got))
+    await until(lambda: bool(hangs.got))
     await asyncio.sleep(0.05)
     hangs.health_delay = PATIENCE
     for _ in range(3):
@@ -330,10 +288,10 @@ async def test_whoever_waits_for_a_server_that_has_fallen_silent_is_told(cluster
 @proxied(lambda: {"decode": [Fake(begins)]})
 async def test_at_the_end_every_client_is_answered(cluster: Setting):
     streamed = asyncio.create_task(cluster.post(BODY | {"stream": True}))
-    await eventually(lambda: bool(cluster.decode[0].got))
+    await until(lambda: bool(cluster.decode[0].got))
     cluster.prefill[0].answer = never
     whole = asyncio.create_task(cluster.post(BODY))
-    await eventually(lambda: len(cluster.prefill[0].got) == 2)
+    await until(lambda: len(cluster.prefill[0].got) == 2)
     cluster.proxy.end_requests()
     assert error_of((await whole)[1]) == (503, "ServiceUnavailableError")
     *_, error, done, _ = (await streamed)[1].split(b"\n\n")
@@ -351,14 +309,9 @@ def test_the_process_ends_at_a_signal_and_loads_no_torch():
     )
     process = subprocess.Popen([sys.executable, "-P", "-c", code, "proxy", *flags], stderr=subprocess.PIPE, text=True)
     with httpx.Client(base_url=f"http://127.0.0.1:{port}") as client:
-        status, end = 0, time.monotonic() + PATIENCE
-        while not status and time.monotonic() < end:
-            try:
-                status = client.get("/health").status_code
-            except httpx.TransportError:
-                time.sleep(0.05)
+        assert eventually(lambda: answers(client, 503))
         reply = client.post("/v1/completions", json=BODY)
-        assert (status, reply.status_code, error_of(reply.content)[0]) == (503, 503, 503)
+        assert (reply.status_code, error_of(reply.content)[0]) == (503, 503)
     process.send_signal(signal.SIGTERM)
     _, said = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, said

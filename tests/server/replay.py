@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 DATA = Path(__file__).parent / "data"
-EXCHANGES: list[dict[str, Any]] = [
-    entry for name in ("exchanges", "agent_exchanges") for entry in json.loads((DATA / f"{name}.json").read_text())
-]
+FILES = [DATA / f"{name}.json" for name in ("exchanges", "agent_exchanges")]
+EXCHANGES: list[dict[str, Any]] = [entry for file in FILES for entry in json.loads(file.read_text())]
 OWN = {
     "id", "created", "system_fingerprint", "permission", "root", "version", "service_tier", "kv_transfer_params",
     "ec_transfer_params", "metrics", "routed_experts", "prompt_tokens_details", "completion_tokens_details",

@@ -1,17 +1,20 @@
 """A server as users start it: a process of its own, real sockets."""
 
 import contextlib
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
+from patience import eventually
 
 from minivllm_lab.disaggregation.server_pair import free_ports
 
@@ -37,13 +40,8 @@ class Server:
         self.client = httpx.Client(base_url=self.url, timeout=SECONDS_TO_START)
 
     def wait_until_ready(self) -> None:
-        end = time.monotonic() + SECONDS_TO_START
-        while time.monotonic() < end and self.process.poll() is None:
-            with contextlib.suppress(httpx.TransportError):
-                if self.client.get("/health").status_code == 200:
-                    return
-            time.sleep(0.05)
-        raise AssertionError(f"the server does not start:\n{self.said()}")
+        eventually(lambda: self.process.poll() is not None or answers(self.client), SECONDS_TO_START)
+        assert answers(self.client), f"the server does not start:\n{self.said()}"
 
     def said(self) -> str:
         return Path(self.log.name).read_text()
@@ -61,10 +59,17 @@ class Server:
         command = self.core().cmdline()
         return Path(command[command.index("minivllm.engine.core_proc") + 1])
 
-    def metric(self, name: str) -> float:
-        """Sum a metric over its labels."""
+    def metric(self, name: str, *labels: str) -> float:
+        """Sum a metric, or several that a pattern names, over the rows with these labels, as `engine="0"`."""
         lines = self.client.get("/metrics").text.splitlines()
-        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith((f"{name}{{", f"{name} ")))
+        rows = [line for line in lines if re.match(rf"(?:{name})[{{ ]", line) and all(map(line.__contains__, labels))]
+        return sum(float(row.rsplit(" ", 1)[1]) for row in rows)
+
+    def num_aborted(self) -> float:
+        return self.metric("vllm:request_success_total", 'finished_reason="abort"')
+
+    def is_idle(self) -> bool:
+        return not self.metric("vllm:(num_requests_running|num_requests_waiting|kv_cache_usage_perc)")
 
     def stop(self) -> None:
         self.client.close()
@@ -85,6 +90,25 @@ def running(*flags: str, env: Mapping[str, str] | None = None) -> Iterator[Serve
         yield server
     finally:
         server.stop()
+
+
+def answers(client: httpx.Client, status: int = 200) -> bool:
+    """Return whether a server answers, and with this status when asked for its health."""
+    try:
+        return client.get("/health").status_code == status
+    except httpx.TransportError:
+        return False
+
+
+def events_of(stream: str) -> list[dict[str, Any]]:
+    """Return the events of a stream, except the one that says it is done."""
+    return [json.loads(line.removeprefix("data: ")) for line in stream.splitlines() if line.startswith("data: {")]
+
+
+def refusal(reply: httpx.Response) -> tuple[int, str, str | None]:
+    """Return an error's status, type and the parameter at fault."""
+    error = reply.json()["error"]
+    return reply.status_code, error["type"], error["param"]
 
 
 def free_port() -> int:

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -26,21 +27,14 @@ def options(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
 
 def types(monkeypatch: pytest.MonkeyPatch, *texts: str | type[BaseException]) -> None:
     """Let a user type these texts, or press Ctrl-C or Ctrl-D."""
-    typed = iter(texts)
-
-    def read(prompt: str) -> str:
-        text = next(typed)
-        if isinstance(text, str):
-            return text
-        raise text
-
-    monkeypatch.setattr("builtins.input", read)
+    monkeypatch.setattr("builtins.input", Mock(side_effect=texts))
 
 
-def answer(server: Server, *texts: str, role: str = "user") -> str:
+def answer(server: Server, *texts: str, system: str = "") -> str:
     """Return the server's answer to messages of the user and the assistant in turn."""
-    messages = [{"role": (role, "assistant")[index % 2], "content": text} for index, text in enumerate(texts)]
-    body = {"messages": messages, "max_tokens": 6, "temperature": 0}
+    messages = [{"role": ("user", "assistant")[index % 2], "content": text} for index, text in enumerate(texts)]
+    instructions = [{"role": "system", "content": system}] if system else []
+    body = {"messages": [*instructions, *messages], "max_tokens": 6, "temperature": 0}
     return server.client.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]["content"]
 
 
@@ -55,10 +49,7 @@ def test_one_message(chat: Server, capsys):
     assert main(["chat", "--url", chat.url, "--model-name", "tiny-python", "-q", SAYS]) == 0
     assert capsys.readouterr() == (f"{answer(chat, SAYS)}\n", "")
     assert main(["chat", "--url", chat.url, "--system-prompt", "x = 1", "-q", SAYS]) == 0
-    instructed = [{"role": "system", "content": "x = 1"}, {"role": "user", "content": SAYS}]
-    body = {"messages": instructed, "max_tokens": 6, "temperature": 0}
-    reply = chat.client.post("/v1/chat/completions", json=body).json()
-    assert capsys.readouterr().out == reply["choices"][0]["message"]["content"] + "\n"
+    assert capsys.readouterr().out == f"{answer(chat, SAYS, system='x = 1')}\n"
 
 
 @pytest.mark.parametrize("leaves", [EOFError, KeyboardInterrupt])
@@ -66,10 +57,6 @@ def test_the_prompt_can_be_left(chat: Server, monkeypatch, capsys, leaves):
     types(monkeypatch, leaves)
     assert main(["chat", "--url", chat.url]) == 0
     assert capsys.readouterr().err == ""
-
-
-def num_aborted(server: Server) -> float:
-    return server.metric('vllm:request_success_total{engine="0",finished_reason="abort",model_name="tiny-python"}')
 
 
 def test_ctrl_c_ends_an_answer_and_not_the_chat(chat: Server, monkeypatch, options):
@@ -80,16 +67,13 @@ def test_ctrl_c_ends_an_answer_and_not_the_chat(chat: Server, monkeypatch, optio
     types(monkeypatch, SAYS, "/quit")
     monkeypatch.setattr(cli, "print", interrupt, raising=False)
     options |= {"max_tokens": 480, "ignore_eos": True}
-    before = num_aborted(chat)
+    before = chat.num_aborted()
     assert main(["chat", "--url", chat.url]) == 0
-    assert eventually(lambda: num_aborted(chat) == before + 1)
+    assert eventually(lambda: chat.num_aborted() == before + 1)
 
 
 def test_ctrl_c_while_a_server_starts_is_the_end(monkeypatch, capsys):
-    def interrupt(port: int) -> bool:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(cli, "_listens", interrupt)
+    monkeypatch.setattr(cli, "_listens", Mock(side_effect=KeyboardInterrupt))
     assert main(["chat"]) == 0
     assert capsys.readouterr() == ("", "")
 

@@ -4,10 +4,8 @@ process is killed.
 
 import contextlib
 import json
-import re
-import threading
-from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 
@@ -16,7 +14,7 @@ import psutil
 import pytest
 from patience import eventually
 from server.serving import Server, running
-from server.test_clients import is_idle, raw_request
+from server.test_clients import raw_request
 from server.test_lora import ADAPTERS, LOAD, PROMPT, UNLOAD
 
 pytestmark = pytest.mark.usefixtures("warm_processes")
@@ -27,6 +25,7 @@ FLAGS = (
     "--max-num-seqs", "2", "--max-model-len", "2048",
 )  # fmt: skip
 CORE, RANK = "minivllm.engine.core_proc", "minivllm.executor.rank_loop"
+RANKS = ("0", "1")
 
 
 @pytest.fixture(scope="module")
@@ -40,35 +39,30 @@ def pair(folder: Path) -> Iterator[Server]:
     adapters = ("--enable-lora", "--lora-modules", f"a={ADAPTERS}/a", "--runtime-lora-path", str(ADAPTERS))
     env = {"VLLM_SERVER_DEV_MODE": "1", "OMP_NUM_THREADS": "1", "TMPDIR": str(folder)}
     with running(*FLAGS, "--xray", *adapters, env=env) as server:
-        for rank in ("0", "1"):  # their first step takes long
+        for rank in RANKS:  # their first step takes long
             assert post(server, {"prompt": "x", "max_tokens": 1}, rank).status_code == 200
         yield server
 
 
-def by_engine(server: Server, name: str, label: str = "") -> dict[str, float]:
-    """Return a metric's values by core, summed over the rows that have the label."""
-    rows = rf'^{name}\{{(?=.*{label}).*engine="(\d)".*\}} (\S+)$'
-    result: Counter[str] = Counter()
-    for engine, value in re.findall(rows, server.client.get("/metrics").text, re.MULTILINE):
-        result[engine] += float(value)
-    return dict(result)
+def by_engine(server: Server, name: str, *labels: str) -> list[float]:
+    """Return a metric's values by core, summed over the rows that have the labels."""
+    return [server.metric(name, f'engine="{rank}"', *labels) for rank in RANKS]
 
 
 def test_requests_and_their_aborts_go_to_both_cores(pair: Server):
     """Some requests may end before their clients leave."""
     running, waiting, ended = "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:request_success_total"
-    anywhere, number = f"(?:{running}|{waiting}|{ended})", 10
-    before = sum(by_engine(pair, ended).values())
+    before, number = pair.metric(ended), 10
     with contextlib.ExitStack() as leaving:
         for _ in range(number):
             leaving.enter_context(raw_request(pair, json.dumps(LONG | {"stream": True}).encode()))
-        assert eventually(lambda: by_engine(pair, running) == {"0": 2.0, "1": 2.0})
-        assert eventually(lambda: sum(by_engine(pair, anywhere).values()) == before + number)
-        assert min(by_engine(pair, waiting).values()) >= 2
-    assert eventually(lambda: is_idle(pair))
-    assert min(by_engine(pair, "vllm:generation_tokens_total").values()) > 0
-    assert eventually(lambda: sum(by_engine(pair, ended).values()) == before + number)
-    assert min(by_engine(pair, ended, 'finished_reason="abort"').values()) >= 2
+        assert eventually(lambda: by_engine(pair, running) == [2, 2])
+        assert eventually(lambda: pair.metric(f"{running}|{waiting}|{ended}") == before + number)
+        assert min(by_engine(pair, waiting)) >= 2
+    assert eventually(pair.is_idle)
+    assert min(by_engine(pair, "vllm:generation_tokens_total")) > 0
+    assert eventually(lambda: pair.metric(ended) == before + number)
+    assert min(by_engine(pair, ended, 'finished_reason="abort"')) >= 2
 
 
 @pytest.mark.parametrize("core", [0, 1])
@@ -90,22 +84,18 @@ def test_a_page_sees_each_step_of_its_core(pair: Server, core: int):
 
 
 def test_a_reset_reaches_all_caches(pair: Server):
-    def hits() -> dict[str, float]:
+    def hits() -> list[float]:
         """Send a prompt to both cores; return how many tokens each finds in its cache."""
         asked, result = "vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total"
-        queries, before = by_engine(pair, asked), by_engine(pair, result)
-        for rank in before:
-            assert post(pair, SHORT, rank).status_code == 200
-        length = len(SHORT["prompt"])
-        wanted = {rank: tokens + length for rank, tokens in queries.items()}
+        wanted, before = [tokens + len(SHORT["prompt"]) for tokens in by_engine(pair, asked)], by_engine(pair, result)
+        assert [post(pair, SHORT, rank).status_code for rank in RANKS] == [200, 200]
         assert eventually(lambda: by_engine(pair, asked) == wanted)
-        after = by_engine(pair, result)
-        return {rank: after[rank] - before[rank] for rank in before}
+        return [now - then for now, then in zip(by_engine(pair, result), before, strict=True)]
 
-    assert hits() == {"0": 0, "1": 0}
-    assert hits() == {"0": 48, "1": 48}
+    assert hits() == [0, 0]
+    assert hits() == [48, 48]
     assert pair.client.post("/reset_prefix_cache").json() == {"success": True}
-    assert hits() == {"0": 0, "1": 0}
+    assert hits() == [0, 0]
     assert {post(pair, SHORT, wrong).status_code for wrong in ("2", "-1", "all", "9" * 5000)} == {400}
 
 
@@ -117,11 +107,11 @@ def test_both_cores_have_the_adapters_of_the_start_and_those_that_come_and_go(pa
     }  # what PEFT and vLLM compute with them
     body = {"prompt": PROMPT, "temperature": 0, "max_tokens": 8, "return_token_ids": True}
     assert pair.client.post(LOAD, json={"lora_name": "c", "lora_path": f"{ADAPTERS}/c"}).status_code == 200
-    for rank in ("0", "1"):
+    for rank in RANKS:
         for name, tokens in wanted.items():
             assert post(pair, body | {"model": name}, rank).json()["choices"][0]["token_ids"] == tokens
     assert pair.client.post(UNLOAD, json={"lora_name": "c"}).status_code == 200
-    assert {post(pair, body | {"model": "c"}, rank).status_code for rank in ("0", "1")} == {404}
+    assert {post(pair, body | {"model": "c"}, rank).status_code for rank in RANKS} == {404}
 
 
 def post(server: Server, body: dict, rank: str) -> httpx.Response:
@@ -132,19 +122,12 @@ def test_a_killed_rank_is_the_end_of_all(pair: Server, folder: Path):
     """Kill a rank of core 1 while each core computes a stream: both streams end with an error, and
     the server ends. So this test runs last.
     """
-    processes, answers = pair.processes(), list[httpx.Response]()
-    threads = [
-        threading.Thread(target=lambda rank=rank: answers.append(post(pair, LONG | {"stream": True}, rank)))
-        for rank in ("0", "1")
-    ]
-    for thread in threads:
-        thread.start()
-    assert eventually(lambda: by_engine(pair, "vllm:num_requests_running") == {"0": 1.0, "1": 1.0})
-    core_1 = next(process for process in processes if CORE in process.cmdline() and process.cmdline()[-1] == "1")
-    next(child for child in core_1.children() if any(RANK in word for word in child.cmdline())).kill()
-    for thread in threads:
-        thread.join(60)
-    assert len(answers) == 2
+    processes = pair.processes()
+    with ThreadPoolExecutor(2) as threads:
+        answers = threads.map(lambda rank: post(pair, LONG | {"stream": True}, rank), RANKS)
+        assert eventually(lambda: by_engine(pair, "vllm:num_requests_running") == [1, 1])
+        core_1 = next(process for process in processes if CORE in process.cmdline() and process.cmdline()[-1] == "1")
+        next(child for child in core_1.children() if any(RANK in word for word in child.cmdline())).kill()
     for answer in answers:
         assert answer.status_code == 200
         assert '"code":500' in answer.text

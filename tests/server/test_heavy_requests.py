@@ -44,6 +44,7 @@ CHOICE = {"type": "function", "function": {"name": "f", "parameters": {"type": "
 def heavy() -> dict[str, tuple[str, bytes]]:
     """Return the requests by name: 200 MB, which only the worker that sends them should hold."""
     words = "the quick brown fox, " * (BYTES // 22)
+    nulls = {f"k{index}": {"type": "null"} for index in range(15_000)}
     return {
         "a text that is too long": body(COMPLETIONS, prompt=words),
         "token ids": of_many(COMPLETIONS, '{"prompt":[', "1", "]}"),
@@ -64,12 +65,7 @@ def heavy() -> dict[str, tuple[str, bytes]]:
         "a text to tokenize": body("/tokenize", prompt=words),
         "a text that is tokenized": body("/tokenize", prompt=words[: 2**20], return_token_strs=True),
         "a regular expression": body(COMPLETIONS, prompt="a", structured_outputs={"regex": "(ab|c)" * (BYTES // 6)}),
-        "a schema": body(
-            COMPLETIONS,
-            prompt="a",
-            max_tokens=1,
-            structured_outputs={"json": {"properties": {f"k{index}": {"type": "null"} for index in range(15_000)}}},
-        ),
+        "a schema": body(COMPLETIONS, prompt="a", structured_outputs={"json": {"properties": nulls}}, max_tokens=1),
         "tools": body(CHAT, messages=[{"role": "user", "content": "a"}], tools=[CHOICE] * 6000, max_tokens=1),
         "items": body(RESPONSES, input=[{"role": "user", "content": "x" * 900}] * 10_000),
         "quotes": (COMPLETIONS, b'{"prompt":"' + b'\\"' * (BYTES // 2) + b'"}'),
@@ -80,13 +76,8 @@ def heavy() -> dict[str, tuple[str, bytes]]:
 @pytest.fixture(scope="module")
 def engine_args(template: Template | None) -> Iterator[EngineArgs]:
     with forked(template):
-        yield EngineArgs(
-            model=str(EMBEDDED_MODEL),
-            max_model_len=512,
-            dtype="float32",
-            num_gpu_blocks_override=600,
-            multiprocess=True,
-        )
+        small = {"max_model_len": 512, "dtype": "float32", "num_gpu_blocks_override": 600}
+        yield EngineArgs(model=str(EMBEDDED_MODEL), multiprocess=True, **small)
 
 
 @asynccontextmanager

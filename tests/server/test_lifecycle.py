@@ -1,15 +1,14 @@
 """Test the server's start and end: no request is lost, no client hangs, no process is left."""
 
 import asyncio
-import contextlib
 import json
 import re
 import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -25,38 +24,35 @@ from minivllm.entrypoints.openai.middleware import ServerState
 LONG = {"prompt": "def add(a, b):\n", "max_tokens": 1500, "ignore_eos": True, "temperature": 0}
 
 
+def ask(server: Server, **fields: object) -> tuple[httpx.Response, float]:
+    """Return the answer to a long request, and when it came."""
+    reply = httpx.post(f"{server.url}/v1/completions", json=LONG | fields, timeout=2 * PATIENCE)
+    return reply, time.monotonic()
+
+
 class Clients:
     """Clients that send streams and whole requests at the same time."""
 
     def __init__(self, server: Server, number: int) -> None:
-        self.answers: list[tuple[int, str, float]] = []
-        self._url = f"{server.url}/v1/completions"
-        self._threads = [threading.Thread(target=self._ask, args=(index % 2 == 0,)) for index in range(number)]
-        for thread in self._threads:
-            thread.start()
+        threads = ThreadPoolExecutor(number)
+        self.asked = [threads.submit(ask, server, stream=index % 2 == 0) for index in range(number)]
         assert eventually(lambda: server.metric("vllm:num_requests_running") == number)
-
-    def _ask(self, stream: bool) -> None:
-        reply = httpx.post(self._url, json=LONG | {"stream": stream}, timeout=60)
-        self.answers.append((reply.status_code, reply.text, time.monotonic()))
 
     def all_answered(self, since: float) -> None:
         """Expect every client to get an error in time: streams as their last event, the others as
         the status.
         """
-        for thread in self._threads:
-            thread.join(PATIENCE)
-        assert len(self.answers) == len(self._threads)
-        for status, body, when in self.answers:
+        for asked in self.asked:
+            reply, when = asked.result(PATIENCE)
             assert when - since < PATIENCE / 2
-            if body.startswith("data: "):
-                assert status == 200
-                *_, error, done = body.strip().split("\n\n")
+            if reply.text.startswith("data: "):
+                assert reply.status_code == 200
+                *_, error, done = reply.text.strip().split("\n\n")
                 assert json.loads(error.removeprefix("data: "))["error"]["code"] in (500, 503)
                 assert done == "data: [DONE]"
             else:
-                assert status in (500, 503)
-                assert json.loads(body)["error"]["code"] == status
+                assert reply.status_code in (500, 503)
+                assert reply.json()["error"]["code"] == reply.status_code
 
 
 def slow_server(*flags: str):
@@ -64,18 +60,8 @@ def slow_server(*flags: str):
     return running("--max-num-seqs", "4", "--max-model-len", "2048", *flags)
 
 
-def ask_and_forget(server: Server) -> None:
-    with contextlib.suppress(httpx.HTTPError):
-        httpx.post(f"{server.url}/v1/completions", json=LONG, timeout=60)
-
-
-def left_by(processes: list[psutil.Process], folder: Path) -> list[object]:
-    """Return what is left of a server: processes, and the folder of its sockets."""
-    return [*psutil.wait_procs(processes, PATIENCE)[1], *([folder] if folder.exists() else [])]
-
-
 def shared_memory() -> set[str]:
-    return {path.name for path in Path("/dev/shm").glob("*")} if Path("/dev/shm").is_dir() else set()
+    return {path.name for path in Path("/dev/shm").glob("*")}
 
 
 @pytest.mark.usefixtures("warm_processes")
@@ -92,23 +78,24 @@ def test_a_full_queue_refuses_and_a_second_sigterm_does_not_wait_for_open_reques
             assert "max_num_queued_reqs" in reply.json()["error"]["message"]
         assert server.metric("vllm:admission_rejections_total") == 2
         server.core().suspend()  # or a fast one might have ended some of the four by now
+        threads = ThreadPoolExecutor(16)
         for _ in range(16):
-            threading.Thread(target=ask_and_forget, args=(server,)).start()
+            threads.submit(ask, server)
         try:
-            assert eventually(lambda: server.metric("vllm:admission_rejections_total") == 2 + 15), (
-                "there is room for one"
-            )
+            rejected = eventually(lambda: server.metric("vllm:admission_rejections_total") == 2 + 15)
+            assert rejected, "there is room for one"
         finally:
             server.core().resume()
         server.process.send_signal(signal.SIGTERM)
         assert eventually(lambda: "Shutting down" in server.said())
         assert server.client.get("/health").status_code == 200
-        assert not clients.answers
+        assert not any(asked.done() for asked in clients.asked)
         since = time.monotonic()
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(PATIENCE) == 0
         clients.all_answered(since)
-        assert not left_by(processes, folder)
+        assert not psutil.wait_procs(processes, PATIENCE)[1]
+        assert not folder.exists()
         assert shared_memory() <= before
 
 
@@ -128,20 +115,15 @@ def test_open_requests_have_as_long_as_was_said():
 
 @pytest.mark.usefixtures("warm_processes")
 def test_open_requests_may_finish_where_there_is_time_and_new_ones_are_refused():
-    in_turns = LONG | {"n": 8, "max_tokens": 100, "temperature": 1}
     with slow_server("--shutdown-timeout", "120", "--xray") as server, server.client.stream("GET", "/xray/events"):
-        results: list[httpx.Response] = []
-        asking = threading.Thread(
-            target=lambda: results.append(httpx.post(f"{server.url}/v1/completions", json=in_turns, timeout=120))
-        )
-        asking.start()
+        asked = ThreadPoolExecutor(1).submit(ask, server, n=8, max_tokens=100, temperature=1)
         assert eventually(lambda: server.metric("vllm:num_requests_running") == 4)
         server.process.send_signal(signal.SIGTERM)
         assert eventually(lambda: "Shutting down" in server.said())
         assert server.client.post("/v1/completions", json=LONG).status_code == 503
-        asking.join(120)
-        assert results[0].status_code == 200
-        assert results[0].json()["usage"]["completion_tokens"] == 8 * 100
+        reply, _ = asked.result(2 * PATIENCE)
+        assert reply.status_code == 200
+        assert reply.json()["usage"]["completion_tokens"] == 8 * 100
         assert server.process.wait(PATIENCE) == 0, "an open x-ray page holds up nobody"
 
 

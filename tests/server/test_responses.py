@@ -69,9 +69,8 @@ def test_a_text(chat: Server):
     response = respond(chat, instructions="x = 1", max_output_tokens=6, metadata={"a": "b"})
     [item] = response["output"]
     messages = [{"role": "system", "content": "x = 1"}, {"role": "user", "content": QUESTION}]
-    as_chat = chat.client.post(
-        "/v1/chat/completions", json={"messages": messages, "temperature": 0, "max_tokens": 6}
-    ).json()
+    body = {"messages": messages, "temperature": 0, "max_tokens": 6}
+    as_chat = chat.client.post("/v1/chat/completions", json=body).json()
     assert item["content"][0]["text"] == as_chat["choices"][0]["message"]["content"]
     assert response["usage"]["input_tokens"] == as_chat["usage"]["prompt_tokens"]
     assert (response["status"], item["status"]) == ("incomplete", "incomplete")
@@ -85,9 +84,8 @@ def test_calls_that_the_model_makes_freely(chat: Server):
     response = respond(chat, tools=[TOOL], structured_outputs={"choice": [says]})
     message, *calls = response["output"]
     assert message["content"][0]["text"] == "I look. "
-    assert [(call["type"], call["name"], json.loads(call["arguments"])) for call in calls] == [
-        ("function_call", "weather", {"city": "Rome"})
-    ] * 2
+    rome = ("function_call", "weather", {"city": "Rome"})
+    assert [(call["type"], call["name"], json.loads(call["arguments"])) for call in calls] == [rome, rome]
     assert response["status"] == "completed"
     [_, call] = respond(chat, tools=[TOOL], structured_outputs={"choice": [says]}, parallel_tool_calls=False)["output"]
     assert call["status"] == "completed"

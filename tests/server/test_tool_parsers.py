@@ -1,6 +1,7 @@
 """Calls that a model makes freely are found, whole and in a stream, and all other text is kept."""
 
 import json
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -14,10 +15,13 @@ from minivllm.entrypoints.openai.tool_parsers import PARSERS, ToolParser
 
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
 ROME = '{"name": "weather", "arguments": {"city": "Rome"}}'
+Found = tuple[str, list[tuple[str, Any]]]
+"""The content, and the name and arguments of each call."""
 
 
-def streamed(name: str, pieces: list[str]) -> tuple[str, list[tuple[str, str]]]:
-    """Return the content and the (name, arguments) that a client puts together from the deltas."""
+def streamed(name: str, text: str, size: int) -> Found:
+    """Return what a client puts together from the deltas, where the text comes in pieces of this size."""
+    pieces = [text[start : start + size] for start in range(0, len(text), size)] or [""]
     parser = ToolParser(PARSERS[name])
     content = ""
     calls: list[tuple[str, str]] = []
@@ -32,12 +36,12 @@ def streamed(name: str, pieces: list[str]) -> tuple[str, list[tuple[str, str]]]:
             else:
                 name, arguments = calls[delta["index"]]
                 calls[delta["index"]] = name, arguments + function["arguments"]
-    return content, calls
+    return content, [(name, json.loads(arguments)) for name, arguments in calls]
 
 
-def whole(name: str, text: str) -> tuple[str, list[tuple[str, str]]]:
+def whole(name: str, text: str) -> Found:
     content, calls = ToolParser(PARSERS[name]).whole(text)
-    return content, [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
+    return content, [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in calls]
 
 
 def hermes(call: str) -> str:
@@ -69,12 +73,7 @@ def test_content_and_calls(name: str, text: str, content: str, num_calls: int) -
     found = whole(name, text)
     assert (found[0], len(found[1])) == (content, num_calls)
     for size in (1, 2, 3, 7, len(text)):
-        pieces = [text[start : start + size] for start in range(0, len(text), size)]
-        joined, calls = streamed(name, pieces)
-        assert joined == content, size
-        assert [(name, json.loads(arguments)) for name, arguments in calls] == [
-            (name, json.loads(arguments)) for name, arguments in found[1]
-        ]
+        assert streamed(name, text, size) == found, size
 
 
 def test_the_name_is_sent_before_the_arguments_are_complete() -> None:
@@ -86,9 +85,10 @@ def test_the_name_is_sent_before_the_arguments_are_complete() -> None:
     assert parser.new("}</tool_call>", is_last=True) == ("", [])
 
 
-@pytest.mark.parametrize(
-    "call", ['{"name": "f", "arguments": %s}', '{"arguments": %s, "name": "f"}', '{"name": f, %s}']
-)
+LONG_CALLS = ['{"name": "f", "arguments": %s}', '{"arguments": %s, "name": "f"}', '{"name": f, %s}']
+
+
+@pytest.mark.parametrize("call", LONG_CALLS)
 def test_a_long_call_is_not_parsed_again_for_each_piece(monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     decode, parsed = tool_parsers.decode, 0
 
@@ -99,39 +99,26 @@ def test_a_long_call_is_not_parsed_again_for_each_piece(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(tool_parsers, "decode", counted)
     text = hermes(call % json.dumps({"code": 'x = {"a": {1}}\\n' * 1000}))
-    streamed("hermes", [text[start : start + 4] for start in range(0, len(text), 4)])
+    streamed("hermes", text, 4)
     assert parsed < 10 * len(text)
 
 
 def test_a_call_that_is_cut_off_is_text_in_a_whole_answer() -> None:
     text = f'{hermes(ROME)}<tool_call>{{"name": "f", "arguments": {{"a'
-    assert whole("hermes", text) == ('<tool_call>{"name": "f", "arguments": {"a', [("weather", '{"city": "Rome"}')])
+    assert whole("hermes", text) == ('<tool_call>{"name": "f", "arguments": {"a', [("weather", {"city": "Rome"})])
 
 
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers(-9, 9) | st.text(max_size=6),
-    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=4), inner, max_size=2),
-    max_leaves=4,
-)
-CALLS = st.builds(
-    lambda name, arguments: json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False),
-    st.text("abc_", min_size=1, max_size=4),
-    st.dictionaries(st.text(max_size=4), JSON, max_size=3),
-)
+SCALARS, KEYS = st.none() | st.booleans() | st.integers(-9, 9) | st.text(max_size=6), st.text(max_size=4)
+JSON = st.recursive(SCALARS, lambda of: st.lists(of, max_size=2) | st.dictionaries(KEYS, of, max_size=2), max_leaves=4)
+CALL = {"name": st.text("abc_", min_size=1, max_size=4), "arguments": st.dictionaries(KEYS, JSON, max_size=3)}
+CALLS = st.fixed_dictionaries(CALL).map(lambda call: json.dumps(call, ensure_ascii=False))
 MALFORMED = ["<tool_call>", "</tool_call>", '{"name": "f"}', '"']
 PARTS = st.lists(st.text("ab <\n>{}", max_size=5) | CALLS.map(hermes) | st.sampled_from(MALFORMED), max_size=5)
 
 
 @given(PARTS, st.integers(1, 9))
 def test_a_stream_adds_up_to_the_whole(parts: list[str], size: int) -> None:
-    text = "".join(parts)
-    pieces = [text[start : start + size] for start in range(0, len(text), size)] or [""]
-    content, calls = whole("hermes", text)
-    joined, streamed_calls = streamed("hermes", pieces)
-    assert [(name, json.loads(arguments)) for name, arguments in calls] == [
-        (name, json.loads(arguments)) for name, arguments in streamed_calls
-    ]
-    assert joined == content
+    assert streamed("hermes", "".join(parts), size) == whole("hermes", "".join(parts))
 
 
 def test_a_parser_that_is_not_there_is_refused_with_the_list() -> None:

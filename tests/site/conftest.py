@@ -4,15 +4,15 @@ import functools
 import os
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
-from e2e.browser import FLAGS, Seen, Visit, emptied_page
+from e2e.browser import FLAGS, Visit, emptied_page, faultless
 from e2e.chromium import find_chromium
 from e2e.static_server import served
 from filelock import FileLock
@@ -128,9 +128,7 @@ def live_site(site: Path) -> Iterator[str]:
 
 
 @pytest.fixture(scope="session")
-def profile(
-    live_site: str, browser: Browser, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[BrowserContext, str]]:
+def profile(live_site: str, browser: Browser, tmp_path_factory) -> Iterator[tuple[BrowserContext, str]]:
     """Start a Chromium with a profile on disk, which keeps Pyodide as it was compiled: Python then
     starts in half the time.
     """
@@ -143,37 +141,20 @@ def profile(
 def visit(profile: tuple[BrowserContext, str]) -> Iterator[Visit]:
     """Open a page that all tests of a file share."""
     context, address = profile
-    page, seen = context.new_page(), Seen()
-    seen.watch(page)
-    page.set_default_timeout(120_000)
-    yield Visit(page, seen, address)
-    page.close()
-    assert seen.elsewhere == []
-    assert seen.errors == []
-
-
-@dataclass(frozen=True)
-class Opened:
-    """A page of the site, opened from disk."""
-
-    page: Page
-    seen: Seen
-
-    def complaints(self) -> list[str]:
-        """Return the errors of the page, and its requests that left the machine."""
-        return self.seen.errors + [url for url in self.seen.elsewhere if not url.startswith("file:")]
+    with context.new_page() as page, faultless(page):
+        page.set_default_timeout(120_000)
+        yield Visit(page, address)
 
 
 @pytest.fixture
-def opened(site: Path, browser: Browser):
-    """Return a context manager: `opened("lessons/01_kv_cache.html", width=400)`."""
+def opened(site: Path, browser: Browser) -> Callable[..., AbstractContextManager[Page]]:
+    """Return a context manager: `opened("lessons/01_kv_cache.html", width=400)` opens a page of the site from disk."""
 
     @contextmanager
-    def opening(name: str, width: int = 1366) -> Iterator[Opened]:
-        page, seen = emptied_page(browser, width, 800), Seen()
-        unwatch = seen.watch(page)
-        page.goto(f"{site.as_uri()}/{name}")
-        yield Opened(page, seen)
-        unwatch()
+    def opening(name: str, width: int = 1366) -> Iterator[Page]:
+        page = emptied_page(browser, width, 800)
+        with faultless(page):
+            page.goto(f"{site.as_uri()}/{name}")
+            yield page
 
     return opening

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import site_exercises
-from e2e.browser import Seen, Visit, serious_violations
+from e2e.browser import Visit, faultless, serious_violations
 from lessons.page_solutions import ROOT, mutants, solution
 from playwright.sync_api import Browser, BrowserContext, expect
 
@@ -68,19 +68,14 @@ class Solving:
 
     def written(self) -> str:
         """Return the editor's whole text, also what is not drawn because it is out of sight."""
-        return self.page.evaluate("name => localStorage.getItem(`exercise ${name}`)", self.name)
-
-    @property
-    def name(self) -> str:
-        return self.page.locator(".exercise").get_attribute("data-exercise") or ""
+        name = self.page.locator(".exercise").get_attribute("data-exercise")
+        return self.page.evaluate("name => localStorage.getItem(`exercise ${name}`)", name)
 
 
 @pytest.fixture
 def solving(visit: Visit) -> Iterator[Solving]:
     yield Solving(visit)
     visit.page.evaluate("localStorage.clear()")
-    assert visit.seen.elsewhere == []
-    assert visit.seen.errors == []
 
 
 @pytest.fixture
@@ -101,13 +96,9 @@ def ask(profile: tuple[BrowserContext, str]) -> Iterator[Callable[..., list[dict
     the first with one of these parts. All exercises share one worker, which takes seconds to start.
     """
     context, address = profile
-    with context.new_page() as page:
-        seen = Seen()
-        seen.watch(page)
+    with context.new_page() as page, faultless(page):
         page.goto(f"{address}/lessons/README.html")
         yield lambda *ends, **message: page.evaluate(ASK, [message, ends])
-        assert seen.elsewhere == []
-        assert seen.errors == []
 
 
 @pytest.mark.parametrize("name", EXERCISES)
@@ -154,11 +145,16 @@ def test_a_mistake_is_told_as_make_check_tells_it(short: Solving):
     short.write(wrong)
     short.press("Check")
     short.says("to go")
+    assert problems_of(wrong)
+    assert short.page.locator(".exercise-list small").all_inner_texts() == problems_of(wrong)
+
+
+def problems_of(source: str) -> list[str]:
+    """Return what `make check` says is wrong with the short exercise."""
     checks = ROOT / site_exercises.EXERCISES / "checks" / f"{SHORT}.py"
-    module = module_from(wrong, Path(f"{SHORT}.py"))
-    problems = [run_check(module, check).problem for check in checks_in(module_from(checks.read_text(), checks))]
-    assert any(problems)
-    assert short.page.locator(".exercise-list small").all_inner_texts() == [problem for problem in problems if problem]
+    module = module_from(source, Path(f"{SHORT}.py"))
+    results = (run_check(module, check) for check in checks_in(module_from(checks.read_text(), checks)))
+    return [result.problem for result in results if result.problem]
 
 
 def test_an_endless_loop_is_ended_and_the_next_check_works(short: Solving):
@@ -205,9 +201,8 @@ def test_the_saved_file_is_the_one_that_make_check_takes(short: Solving, tmp_pat
     path = tmp_path / download.value.suggested_filename
     download.value.save_as(path)
     assert path.name == f"{SHORT}.py"
-    module, checks = module_from(path.read_text(), path), ROOT / site_exercises.EXERCISES / "checks" / f"{SHORT}.py"
-    assert all(run_check(module, check).passed for check in checks_in(module_from(checks.read_text(), checks)))
-    assert callable(module.grouped_attention)
+    assert problems_of(path.read_text()) == []
+    assert callable(module_from(path.read_text(), path).grouped_attention)
     assert "decode_kernel" in path.read_text()
 
 

@@ -2,10 +2,8 @@
 request leaves the machine.
 """
 
-from collections.abc import Iterator
-
 import pytest
-from e2e.browser import Visit, serious_violations
+from e2e.browser import Visit, box_of, serious_violations
 from playwright.sync_api import Locator
 
 pytestmark = pytest.mark.browser
@@ -22,7 +20,6 @@ class Lesson:
 
     def __init__(self, visit: Visit) -> None:
         self.page = visit.page
-        self.seen = visit.seen
 
     def part(self, selector: str) -> Locator:
         return self.page.locator(f"{WIDGET} {selector}")
@@ -43,7 +40,7 @@ class Lesson:
 
 
 @pytest.fixture(scope="module")
-def opened(visit: Visit) -> Lesson:
+def lesson(visit: Visit) -> Lesson:
     """Open the lesson with a link that sets a knob which the table does not turn, once for all
     tests.
     """
@@ -51,13 +48,6 @@ def opened(visit: Visit) -> Lesson:
     visit.page.goto(f"{visit.address}/lessons/01_kv_cache.html#tiny?load=0.9&loud=true")
     visit.page.locator(f"{WIDGET}[data-live]").wait_for()
     return Lesson(visit)
-
-
-@pytest.fixture
-def lesson(opened: Lesson) -> Iterator[Lesson]:
-    yield opened
-    assert opened.seen.elsewhere == []
-    assert opened.seen.errors == []
 
 
 @pytest.fixture
@@ -127,10 +117,7 @@ def test_a_widget_can_stay_beside_the_text(at_start: Lesson):
     at_start.page.set_viewport_size({"width": 1366, "height": 768})
     at_start.part(".dock").click()
     at_start.page.evaluate("scrollTo(0, 0)")
-    picture = at_start.part(".lw-picture").bounding_box()
-    text = at_start.page.locator("article p").first.bounding_box()
-    assert picture
-    assert text
+    picture, text = box_of(at_start.part(".lw-picture")), box_of(at_start.page.locator("article p").first)
     assert 0 <= picture["y"] < 768
     assert picture["x"] > text["x"] + text["width"], "the widget covers the text"
     assert serious_violations(at_start.page, "scrollable-region-focusable") == []

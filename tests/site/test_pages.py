@@ -11,12 +11,10 @@ import pytest
 import site_pages
 from address import address
 from refusals import assert_refused
-from repository import ROOT
+from repository import LESSONS, ROOT
 
-from minivllm.errors import MinivllmError
 from minivllm_lab.exercise import load
 
-LESSONS = sorted(path.stem for path in (ROOT / "lessons").glob("[0-9][0-9]_*.md"))
 ADDRESS = address()
 FENCE = re.compile(r"^( *)(```+)(?P<words>[^\n`]*)\n.*?^\1\2 *$", re.DOTALL | re.MULTILINE)
 
@@ -123,6 +121,7 @@ def test_a_lesson_comes_out_whole(site: Path, name: str):
     shown = re.sub(r"<(pre|svg|style|math).*?</\1>|<code.*?</code>", "", page, flags=re.DOTALL)
     shown = re.sub(r"<[^>]*>", "", re.sub(r"<!--.*?-->", "", shown, flags=re.DOTALL))
     folded = source.count("<details") + page.count('class="exercise"')  # the editor stands for the folded stub
+    assert page.count('class="steps"') == 1
     assert page.count("<details") == folded == page.count("</details>")
     assert page.count("<math ") == len(re.findall(r"\$\$.+?\$\$|\$[^$\n]+\$", prose, re.DOTALL))
     for heading in re.findall(r"^## (.*)$", prose, re.MULTILINE):
@@ -140,20 +139,15 @@ def test_code_of_a_lesson_is_highlighted_whatever_else_its_fence_says(site: Path
     assert article(site, f"lessons/{name}").count('<div class="highlight-python') == python - openings + added
 
 
-def test_every_lesson_opens_with_its_steps(site: Path):
-    for name in LESSONS:
-        assert article(site, f"lessons/{name}").count('class="steps"') == 1
-    text = article(site, f"lessons/{LESSONS[0]}")
-    assert "_opening.svg" not in text, "the steps take the place of the moving picture beside them"
-
-
-def test_diagrams_are_drawn(site: Path):
+def test_diagrams_and_steps_are_drawn(site: Path):
     for path in [*(ROOT / "lessons").glob("0*.md"), ROOT / "ARCHITECTURE.md"]:
         name = path.relative_to(ROOT).with_suffix("").as_posix()
         assert article(site, name).count('<div class="mermaid"') == path.read_text().count("```mermaid")
         for diagram in re.findall(r'<div class="mermaid".*?</svg>', article(site, name), re.DOTALL):
             assert "<text" in diagram or "nodeLabel" in diagram
-    ids = re.findall(r' id="([^"]+)"', article(site, f"lessons/{LESSONS[0]}"))
+    first = article(site, f"lessons/{LESSONS[0]}")
+    assert "_opening.svg" not in first, "the steps take the place of the moving picture beside them"
+    ids = re.findall(r' id="([^"]+)"', first)
     assert len(ids) == len(set(ids))
 
 
@@ -191,8 +185,9 @@ def test_a_link_that_sets_knobs_may_run_over_the_end_of_a_line(tmp_path: Path):
 
 
 def test_a_link_that_leads_nowhere_is_named(tmp_path: Path):
-    with pytest.raises(MinivllmError, match=r"README.md: the link lessons/no.md leads nowhere"):
-        site_pages.page_lines(a_repository(tmp_path, "[a](lessons/no.md)"), "README.md", lambda *_: "")
+    pages = a_repository(tmp_path, "[a](lessons/no.md)")
+    words = "README.md: the link lessons/no.md leads nowhere"
+    assert_refused(words, site_pages.page_lines, pages, "README.md", lambda *_: "")
 
 
 def test_what_is_live_takes_the_place_of_its_still_picture(tmp_path: Path):
@@ -221,6 +216,6 @@ def test_a_hint_is_the_entry_without_links_and_forms():
 
 def test_a_folder_that_holds_something_else_is_left_alone(tmp_path: Path):
     (tmp_path / "mine.txt").write_text("mine")
-    with pytest.raises(MinivllmError, match="holds something that is not a site"):
-        load(ROOT / "tools" / "build_site.py").build(ROOT, tmp_path, {})
+    build = load(ROOT / "tools" / "build_site.py").build
+    assert_refused("holds something that is not a site", build, ROOT, tmp_path, {})
     assert (tmp_path / "mine.txt").read_text() == "mine"

@@ -7,7 +7,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from e2e.browser import Seen
+from e2e.browser import box_of, emptied_page, faultless
 from lab.predict.by_hand import HABITS, STEP, Learner
 from playwright.sync_api import Browser, Page
 
@@ -49,8 +49,7 @@ def answer(page: Page, decision: dict) -> str:
 
 def test_a_level_is_played_to_its_end_and_fits_a_telephone_and_a_screen(opened):
     level = rounds()[3]
-    with opened(PAGE, 390) as site:
-        page = site.page
+    with opened(PAGE, 390) as page:
         page.get_by_role("button", name=f"4. {LEVELS[3].title}").click()
         for number, puzzle in enumerate(level["rounds"]):
             if number == 0:
@@ -73,10 +72,7 @@ def test_a_level_is_played_to_its_end_and_fits_a_telephone_and_a_screen(opened):
         assert page.locator(".predict-score").inner_text() == f"{count - 3} of {count} right, 1 more at the second try."
         for width in (390, 1366):
             page.set_viewport_size({"width": width, "height": 800})
-            box = page.locator(".predict").bounding_box()
-            assert box
-            assert box["width"] <= width
-        assert site.complaints() == []
+            assert box_of(page.locator(".predict"))["width"] <= width
 
 
 def told(page: Page, answers: Sequence[tuple[Round, Decision]]) -> list[list[tuple[str, str]]]:
@@ -147,20 +143,15 @@ def test_a_slip_in_one_request_is_told_a_rule(game: Page) -> None:
     assert all(told(game, slips))
 
 
-def test_make_predict_writes_a_page_that_plays_and_opens_it(
-    browser: Browser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_make_predict_writes_a_page_that_plays_and_opens_it(browser: Browser, tmp_path: Path, monkeypatch, capsys):
     shown: list[str] = []
     monkeypatch.setattr(webbrowser, "open", shown.append)
     command.main(command.parser().parse_args(["--page", str(tmp_path / "new" / "game.html")]))
     assert "game.html" in capsys.readouterr().out
-    page, seen = browser.new_page(), Seen()
-    unwatch = seen.watch(page)
-    page.goto(shown[0])
-    assert answer(page, rounds()[0]["rounds"][0]["decision"]).startswith("Right.")
-    assert seen.errors == []
-    unwatch()
-    page.close()
+    page = emptied_page(browser, 1366, 800)
+    with faultless(page):
+        page.goto(shown[0])
+        assert answer(page, rounds()[0]["rounds"][0]["decision"]).startswith("Right.")
 
 
 def test_every_round_of_the_page_has_its_reasons():
@@ -174,16 +165,14 @@ def test_the_widget_plays_the_same_rounds_in_a_notebook(browser: Browser):
     widget = predict.show()
     assert (widget.levels, widget.rules) == (rounds(), rules())
     puzzle = widget.levels[4]["rounds"][0]
-    page = browser.new_page()
+    page = emptied_page(browser, 1366, 800)
     page.set_content("<main></main>")
     page.add_script_tag(content=str(widget._esm).replace("export default", "window.widget ="))
-    page.evaluate(
-        "traits => widget.render({ model: { get: (name) => traits[name] }, el: document.querySelector('main') })",
-        {"levels": widget.levels, "rules": widget.rules},
-    )
+    traits = {"levels": widget.levels, "rules": widget.rules}
+    shows = "traits => widget.render({ model: { get: (name) => traits[name] }, el: document.querySelector('main') })"
+    page.evaluate(shows, traits)
     page.get_by_role("button", name=f"5. {LEVELS[4].title}").click()
     mistake = puzzle["mistakes"][0]
     assert mistake["says"] in answer(page, mistake)
     page.get_by_role("button", name="5.").click()
     assert answer(page, puzzle["decision"]).startswith("Right.")
-    page.close()

@@ -8,10 +8,10 @@ from urllib.parse import parse_qsl
 import pytest
 import site_pages
 import site_widgets
+from refusals import assert_refused
 from repository import ROOT
 
 import widgets
-from minivllm.errors import MinivllmError
 from minivllm_lab.exercise import load
 from widgets.shell.knobs import choice, entry, slider, steps, switch
 from widgets.shell.session import Session
@@ -97,8 +97,8 @@ def test_a_widget_that_breaks_is_named_with_the_setting():
     def verdict(state) -> Verdict:
         return Verdict(f"{1 / (state.load - 1.5)}")
 
-    with pytest.raises(MinivllmError, match=r"the widget tiny fails with .*'load': 1\.5.*ZeroDivisionError"):
-        site_widgets.table(replace(SPEC, verdict=verdict), {}, 8)
+    words = r"the widget tiny fails with .*'load': 1\.5.*ZeroDivisionError"
+    assert_refused(words, site_widgets.table, replace(SPEC, verdict=verdict), {}, 8)
 
 
 def test_every_widget_is_named_like_its_module():
@@ -120,7 +120,6 @@ def test_each_lesson_has_links_that_set_knobs_to_values_that_they_have():
     for page, name, values in links:
         assert f"{name}.show(" in (ROOT / "lessons" / page).read_text(), page
         for knob, text in values.items():
-            options = {
-                f"{value:g}" if isinstance(value, float) else f"{value}" for value in specs[name].flat()[knob].places()
-            }
+            places = specs[name].flat()[knob].places()
+            options = {f"{value:g}" if isinstance(value, float) else f"{value}" for value in places}
             assert text in options, f"{page}: {knob}={text} of {name}"

@@ -20,8 +20,8 @@ class State:
     note: str
 
     @property
-    def broken(self) -> bool:
-        return self.load >= self.servers
+    def tone(self) -> str:
+        return "broken" if self.load >= self.servers else "fine"
 
 
 def sweep(load: float, servers: int, loud: bool, note: str) -> State:
@@ -38,36 +38,20 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
     axes.frame("load", "wait")
     loads = [load for load in LOADS if load < state.servers]
     waits = [load / (state.servers - load) for load in loads]
-    axes.line(
-        loads, waits, "#0072B2", tips=[f"load {load:g}: {wait:.1f}" for load, wait in zip(loads, waits, strict=True)]
-    )
+    tips = [f"load {load:g}: {wait:.1f}" for load, wait in zip(loads, waits, strict=True)]
+    axes.line(loads, waits, "#0072B2", tips=tips)
     axes.here(state.load, "load", f"load {state.load:g}")
     return drawing.render()
 
 
-def verdict(state: State) -> Verdict:
-    return Verdict(
-        f"At load {state.load:g} this is {'broken' if state.broken else 'fine'}.", "broken" if state.broken else "fine"
-    )
-
-
-def command(state: State) -> str:
-    return f"vllm serve --max-num-seqs {state.servers}"
-
-
 def check(state: State) -> Progress:
-    return Progress(state.broken, f"The load is {state.load:g}.", "Raise the load.")
+    return Progress(state.tone == "broken", f"The load is {state.load:g}.", "Raise the load.")
 
 
 def check_note(state: State) -> Progress:
     return Progress(state.note == "done", f"The note is {state.note!r}.", "Note: write done.")
 
 
-CHALLENGES = (
-    Challenge("Break it.", check, "It breaks at 1."),
-    Challenge("Break it twice.", check, "It breaks at 1."),
-    Challenge("Write done.", check_note, "No page without a kernel can."),
-)
 SPEC = Spec(
     name="tiny",
     title="A queue",
@@ -76,13 +60,15 @@ SPEC = Spec(
         "Work": {"load": slider("Load", 0.1, 1.5, 0.2, 0.5), "note": entry("Note")},
         "Machine": {"servers": choice("Servers", [1, 2], 1), "loud": switch("Loud", False)},
     },
-    presets={
-        "Said": {"load": 1.5, "note": "said"},
-    },
+    presets={"Said": {"load": 1.5, "note": "said"}},
     sweep=sweep,
     figure=figure,
-    verdict=verdict,
-    command=command,
-    challenges=CHALLENGES,
+    verdict=lambda state: Verdict(f"At load {state.load:g} this is {state.tone}.", state.tone),
+    command=lambda state: f"vllm serve --max-num-seqs {state.servers}",
+    challenges=(
+        Challenge("Break it.", check, "It breaks at 1."),
+        Challenge("Break it twice.", check, "It breaks at 1."),
+        Challenge("Write done.", check_note, "No page without a kernel can."),
+    ),
     guess=Guess("Where does it break?", ("0.5", "1", "never"), 1, "There is as much work as the server can do."),
 )

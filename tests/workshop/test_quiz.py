@@ -43,17 +43,14 @@ def number_in(answer: str) -> float:
 
 
 @pytest.mark.parametrize("asked", ASKED)
-def test_the_number_of_the_right_answer_is_what_the_formula_gives(asked):
-    if asked.value:
-        assert number_in(asked.answers[asked.right]) == pytest.approx(quiz.value_of(asked.value), rel=0.01)
-        others = [answer for place, answer in enumerate(asked.answers) if place != asked.right and answer[0].isdigit()]
-        whole = {number_in(answer) for answer in others}
-        assert quiz.value_of(asked.value) not in whole
-
-
-def test_numbers_without_a_formula_stand_in_words():
-    for asked in (asked for all_ in FORMS.values() for asked in all_ if not asked.value):
-        assert not re.match(r"\d", asked.answers[asked.right]), f"{asked.number}: give the formula of {asked.answers}"
+def test_the_number_of_the_right_answer_is_what_the_formula_gives_and_without_one_it_stands_in_words(asked):
+    right = asked.answers[asked.right]
+    if not asked.value:
+        assert not re.match(r"\d", right), f"{asked.number}: give the formula of {right}"
+        return
+    assert number_in(right) == pytest.approx(quiz.value_of(asked.value), rel=0.01)
+    others = [answer for place, answer in enumerate(asked.answers) if place != asked.right and answer[0].isdigit()]
+    assert quiz.value_of(asked.value) not in map(number_in, others)
 
 
 def test_a_formula_is_arithmetic_and_nothing_else():

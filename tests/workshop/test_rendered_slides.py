@@ -9,7 +9,7 @@ from pathlib import Path
 import npm_packages
 import pytest
 import slides
-from e2e.browser import Seen, serious_violations
+from e2e.browser import faultless, serious_violations
 from playwright.sync_api import Browser, Page
 from repository import ROOT
 
@@ -51,7 +51,7 @@ FAULTS = """([leastPixels, leastScale]) => [...document.querySelectorAll('.slide
 
 
 @pytest.fixture(scope="module")
-def opened(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Page, Path, Seen]]:
+def opened(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Page, Path]]:
     """Build all decks, and open a page for them."""
     out = tmp_path_factory.mktemp("slides")
     try:
@@ -59,28 +59,25 @@ def opened(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     except npm_packages.NotAvailable as reason:
         (pytest.fail if os.environ.get("MINIVLLM_REQUIRE_BROWSER") else pytest.skip)(f"no slides: {reason}")
     slides.build(ROOT, out, slides.decks(ROOT))
-    page, seen = browser.new_page(viewport={"width": slides.WIDTH, "height": slides.HEIGHT}), Seen()
-    page.emulate_media(color_scheme="dark")  # which must change nothing
-    seen.watch(page)
-    yield page, out, seen
-    page.close()
+    with browser.new_page(viewport={"width": slides.WIDTH, "height": slides.HEIGHT}) as page, faultless(page):
+        page.emulate_media(color_scheme="dark")  # which must change nothing
+        yield page, out
 
 
 @pytest.mark.parametrize("lesson", LESSONS)
-def test_every_slide_fits_and_can_be_read(opened: tuple[Page, Path, Seen], lesson: str):
-    page, out, seen = opened
+def test_every_slide_fits_and_can_be_read(opened: tuple[Page, Path], lesson: str):
+    page, out = opened
     (deck,) = slides.decks(ROOT, lesson)
     slides.open_printed(page, out / f"{deck.path.stem}.html")
     assert page.locator(".pdf-page").count() == len(deck.slides)
     assert page.evaluate(FAULTS, [LEAST_PIXELS, LEAST_SCALE]) == []
     assert serious_violations(page, "color-contrast") == []
     assert page.evaluate("() => getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
-    assert (seen.errors, [url for url in seen.elsewhere if not url.startswith("file:")]) == ([], [])
 
 
-def test_a_fault_is_found(opened: tuple[Page, Path, Seen]):
+def test_a_fault_is_found(opened: tuple[Page, Path]):
     """Spoil a slide in each of the ways that the test above looks for."""
-    page, out, _ = opened
+    page, out = opened
     slides.open_printed(page, next(out.glob("04_*.html")))
     page.evaluate("""() => {
       const [first, second, third] = document.querySelectorAll('.slide');
@@ -94,8 +91,8 @@ def test_a_fault_is_found(opened: tuple[Page, Path, Seen]):
         assert fault in faults
 
 
-def test_the_deck_moves_by_key_and_keeps_the_notes_from_the_room(opened: tuple[Page, Path, Seen]):
-    page, out, _ = opened
+def test_the_deck_moves_by_key_and_keeps_the_notes_from_the_room(opened: tuple[Page, Path]):
+    page, out = opened
     page.goto(next(out.glob("04_*.html")).as_uri())
     page.wait_for_function("() => Reveal.isReady()")
     page.keyboard.press("ArrowRight")

@@ -7,18 +7,10 @@ import re
 import pytest
 import tutor
 from refusals import assert_refused
-from repository import ROOT
+from repository import LESSONS, ROOT
 
 PAGE = (ROOT / "workshop" / "tutor.md").read_text()
-LESSONS = sorted(path.stem for path in (ROOT / "lessons").glob("[0-9][0-9]_*.md"))
-HINT = """Look at *One number catches up* first. Which requests does the first loop go through?
-
-```python
-requests = ["A", "B", "C"]
-for request in requests:
-    print(request)
-```
-"""
+HINT = "Which requests does the loop go through?\n\n```python\nfor request in requests:\n    print(request)\n```\n"
 
 
 def test_there_are_twenty_attempts_each_with_what_it_must_and_must_not_do():
