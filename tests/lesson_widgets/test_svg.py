@@ -315,15 +315,10 @@ def test_a_queue_that_grows_is_drawn_to_the_top():
     assert "without end" in line.get("data-tip", "")
 
 
-def test_words_about_what_breaks_have_a_ground_where_there_is_no_room_beside_the_curves():
-    drawing = Drawing(400, 80, "t")
-    axes = Axes(drawing, Box(40, 20, 300, 40), Scale(0, 10), Scale(0, 1))
-    for level in (0.1, 0.4, 0.7, 0.95):
-        axes.line([0, 10], [level, level], "#0072B2")
-    axes.broken(2, None, "too slow")
-    *_, ground, words = rendered(drawing).iter()
-    assert (words.text, ground.get("fill")) == ("too slow", CARD)
-    left, top = float(ground.get("x", 0)), float(ground.get("y", 0))
-    assert left < float(words.get("x", 0))
-    assert top < float(words.get("y", 0)) - 10
-    assert top + float(ground.get("height", 0)) > float(words.get("y", 0))
+def test_words_have_a_rim_in_the_colour_of_their_ground():
+    drawing, axes = plot(Box(40, 20, 300, 120), Scale(0, 10), Scale(0, 1))
+    axes.broken(6, None, "too slow")
+    axes.tint(None, 2, "copies", ORANGE)
+    axes.label((170, 60), "12")
+    rims = {words.text: words.get("stroke") for words in rendered(drawing).iter(f"{SVG}text")}
+    assert rims == {"too slow": BROKEN, "copies": None, "12": CARD}, "it wipes out hatching, and no box stands there"

@@ -12,7 +12,7 @@ from minivllm.config.units import GIB
 from minivllm_lab.drawing import ink_on, number, text_width
 from minivllm_lab.palette import BLUE, GREEN, GREY, INK, ORANGE, VERMILLION
 from widgets.attention_heads.state import TPS, Kind, Place, State
-from widgets.shell.plot import MARGIN, WIDE, Axes, Key, Scale, draw_keys, hidden_note, modelled, percent, tokens
+from widgets.shell.plot import MARGIN, VALUE, WIDE, Axes, Key, Scale, draw_keys, hidden_note, modelled, percent, tokens
 from widgets.shell.svg import QUIET, SMALL, Box, Drawing, Segment, legend
 from widgets.shell.theme import BROKEN, IDLE, MID, MISSED, PINNED
 
@@ -53,7 +53,7 @@ def kib(size: float) -> str:
 
 
 def _keys(state: State) -> list[Key]:
-    beside = [(kind.name, MID, DASHES[kind.name[:3]], 1.8) for kind in state.others]
+    beside = [(kind.name, MID, DASHES[kind.name[:3]], 1.3) for kind in state.others]
     split = [("without copies", BLUE, "2 4", 1.5)] * any(place.copies > 1 for place in state.mine.places)
     return [(state.mine.name, BLUE, "", 2.5), *split, *beside]
 
@@ -81,9 +81,11 @@ def _draw_fits(axes: Axes, state: State, pinned: State | None) -> None:
         axes.line(*split, BLUE, width=1.5, dash="2 4")
         axes.line(*_curve(state.mine, _fits, (1 / HALF, HALF)), BLUE)
         for kind in state.others:
-            axes.line(*_beside(kind, state.mine), MID, width=1.8, dash=DASHES[kind.name[:3]])
+            axes.line(*_beside(kind, state.mine), MID, width=1.3, dash=DASHES[kind.name[:3]])
         axes.points(*_curve(state.mine, _fits), BLUE, radius=3.5)
-    axes.here(state.tp, "tensor_parallel_size", f"{state.tp} GPU{'s' * (state.tp > 1)}")
+        if state.here.fits >= 1:
+            axes.label(axes.at(state.tp, state.here.fits), f"{int(state.here.fits):,}", BLUE, size=VALUE)
+    axes.here(state.tp, "tensor_parallel_size")
     with axes.drawing.answer():
         axes.tips(TPS, lambda tp: _fits_tip(state, state.mine.at(tp)))
 

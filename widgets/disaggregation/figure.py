@@ -7,21 +7,19 @@ from __future__ import annotations
 import math
 
 from minivllm_lab.disaggregation.goodput import SHARE
-from minivllm_lab.drawing import QUIET, Point
+from minivllm_lab.drawing import QUIET, Point, text_width
 from minivllm_lab.palette import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, SKY, VERMILLION, YELLOW
 from minivllm_simulate.load_sweep import within
 from widgets.disaggregation.state import MOST_OF_A_KIND, RATES, Side, State, Step
-from widgets.shell.plot import MARGIN, WIDE, Axes, Scale, counted, figures, hidden_note, percent, seconds, tokens
-from widgets.shell.svg import SMALL, Box, Drawing, Segment, legend, stacked_bar
+from widgets.shell.plot import MARGIN, VALUE, WIDE, Axes, Scale, counted, figures, hidden_note, percent, seconds, tokens
+from widgets.shell.svg import BOLD, SMALL, Box, Drawing, Segment, stacked_bar
 from widgets.shell.theme import IDLE, MID, MISSED
 
 RATE = Scale(RATES[0], RATES[-1], log=True)
 TICKS = (3, 10, 30, 100, 300)
 STAGES = {"prefill": PURPLE, "link": YELLOW, "decode": SKY}
 NAMES = {"prefill": "prefill", "link": "KV link", "decode": "decode", "both": "prefill and decode"}
-KEYS = [Segment(part, 0, colour) for part, colour in {"waiting": MID, **STAGES}.items()]
-KEYS += [Segment("100 % of what it handles", 0, GREEN, dash="none"), Segment("too much", 0, MISSED, hatched=True)]
-TANK, DEEP, PILE, QUEUE, LINK, DOT, READING = 32, 48, 16, 26, 112, 8, 140
+TANK, DEEP, PILE, QUEUE, LINK, DOT, READING = 32, 56, 16, 26, 112, 8, 140
 """Pixels: a GPU with its gap, its depth, what piles up on it, queue, link, dot, and a step's bars."""
 BLOCKS = 13
 
@@ -39,10 +37,10 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
     error = f", {state.error}" if state.error else ""
     drawing.rect(Box(MARGIN, 30, width - 2 * MARGIN, y - 44), "transparent", tip=f"Times are modelled{error}.")
     if state.rate in mine.points:
-        below = legend(drawing, (MARGIN, y), KEYS, width - 2 * MARGIN) + 6
-        y = _draw_pools(drawing, state, (MARGIN, below)) + 8
-        place = (round(width * 0.57), below) if width >= WIDE else (MARGIN, y + 14)
-        hidden_note(drawing, Box(place[0], place[1], width - place[0] - MARGIN, y - below))
+        top = y + 8
+        y = _draw_pools(drawing, state, (MARGIN, top)) + 8
+        place = (round(width * 0.57), top) if width >= WIDE else (MARGIN, y + 20)
+        hidden_note(drawing, Box(place[0], place[1], width - place[0] - MARGIN, y - top))
         with drawing.answer():
             y = _draw_both(drawing, state, place) + 8
     else:
@@ -123,6 +121,7 @@ def _draw_pools(drawing: Drawing, state: State, place: Point) -> float:
     _draw_queue(drawing, state, (middle - mine.prefill * TANK, top + DEEP))
     _draw_pool(drawing, state, mine, "prefill", (middle - mine.prefill * TANK, top), mine.prefill)
     _draw_link(drawing, state, Box(middle, top, LINK, DEEP))
+    drawing.text((middle + LINK / 2 - 4, top + 4), "100 %", size=SMALL, colour=GREEN, anchor="middle")
     below = _draw_pool(drawing, state, mine, "decode", (middle + LINK, top), decode)
     return _draw_step(drawing, state, mine, state.steps[0], (place[0], below + 16))
 
@@ -139,8 +138,11 @@ def _draw_name(drawing: Drawing, place: Point, words: str, side: Side, known: bo
     """Write the name of a design, and what it handles, after a piece of its line."""
     (x, y), dash = place, "" if side.prefill else "7 4"
     drawing.line((x, y - 4), (x + 18, y - 4), colour, width=2.5, dash=dash)
-    words += f": {limit_words(side, 'up to')}/s" * known
+    words += ": up to" * (known and side.goodput > RATES[0])
     drawing.text((x + 24, y), words, size=SMALL, colour=colour, bold=True)
+    if known:
+        after = x + 34 + BOLD * text_width(words, SMALL)
+        drawing.text((after, y + 3), f"{limit_words(side, '')}/s".strip(), size=VALUE, colour=colour, bold=True)
 
 
 def _draw_step(drawing: Drawing, state: State, side: Side, step: Step, place: Point) -> float:

@@ -9,11 +9,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from minivllm.config.units import GIB
-from minivllm_lab.drawing import RULE, Point, text_width
+from minivllm_lab.drawing import QUIET, RULE
 from minivllm_lab.palette import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILLION
-from widgets.shell.plot import MARGIN, WIDE, Axes, Scale, hidden_note, percent, tokens
+from widgets.shell.plot import MARGIN, VALUE, WIDE, Axes, Scale, hidden_note, percent, tokens
 from widgets.shell.strip import draw_title
-from widgets.shell.svg import SMALL, Box, Drawing, Segment, legend, stacked_bar, without_room
+from widgets.shell.svg import SMALL, Box, Drawing, Segment, legend, stacked_bar, text_box, without_room
 from widgets.shell.theme import CARD, HELD, MID, MISSED, NOT_OURS, RESERVED, TINT
 
 if TYPE_CHECKING:
@@ -25,10 +25,8 @@ WIDE_HEIGHT = 470
 PANEL_HEIGHT, NARROW_PANEL_HEIGHT = 121, 176
 STRIP = 12
 """The rough ratio of a slot's width to its height."""
-BELOW_ONE = 47
-"""Pixels below the line of one request, for three rows of names."""
-NEAR = 12
-"""Pixels within which curves' ends share a name."""
+BELOW_ONE = 20
+"""Pixels below the line of one request, for GPUs' names."""
 
 
 def draw(state: State, width: float, pinned: State | None, words: str) -> str:
@@ -92,16 +90,18 @@ def _draw_slots(drawing: Drawing, state: State, box: Box) -> Box:
     reserved; return their box.
     """
     drawn = max(len(state.lengths), min(state.slots, 1))
-    note = f"{state.slots:,} reservation{'s' * (state.slots > 1)} of {state.max_model_len:,} tokens"
+    note = f"{state.slots:,} reservation{'s' * (state.slots > 1)} of {state.max_model_len:,}"
     note += f" (the first {drawn} are shown)" if drawn < state.slots else ""
-    y = drawing.heading((box.x, box.y + 19), "The KV cache when it is full", note)
+    y = drawing.heading((box.x, box.y + 19), "A full KV cache", note)
     keys = [
-        Segment(f"ever holds a token {percent(state.held, 1)}", 0, HELD),
-        Segment(f"never used {percent(state.reserved - state.held, 1)}", 0, RESERVED),
-        Segment(f"too small for one more {percent(1 - state.reserved, 1)}", 0, CARD, outlined=True),
+        Segment("ever holds a token", 0, HELD),
+        Segment("never used", 0, RESERVED, f"{percent(state.reserved - state.held, 1)} of the cache"),
+        Segment("too small for one more", 0, CARD, outlined=True),
     ]
+    top = legend(drawing, (box.x, y + 21), keys, box.width) - 9
     with drawing.answer():
-        top = legend(drawing, (box.x, y + 21), keys, box.width) - 9
+        place = (box.right, top - 6)
+        drawing.text(place, percent(state.held, 1), size=VALUE, colour=BLUE, anchor="end", bold=True)
     pool = Box(box.x, top, box.width, max(box.bottom - 8 - top, 60))
     columns = max(1, round((drawn * pool.width / pool.height / STRIP) ** 0.5))
     wide, high = pool.width / columns, min(pool.height // -(-(drawn + 1) // columns), 34.0)
@@ -252,47 +252,23 @@ def _own_tip(state: State, context: int, mean: float) -> str:
 
 
 def _name_the_ends(axes: Axes, state: State) -> None:
-    """Draw a dot where each GPU's curve crosses the line of one request, with the GPUs' names in
-    three rows below, none across an edge or beyond it.
+    """Draw a dot where each GPU's curve crosses the line of one request, and name the reader's GPU
+    and, where there is room, the smallest and the largest.
     """
-    drawing, left, right = axes.drawing, axes.box.x, axes.box.right
-    clusters: list[tuple[float, list[str]]] = []
-    for pool in sorted(state.pools, key=lambda pool: pool.longest):
-        if pool.longest < axes.x.low:
-            continue
-        x, y = axes.at(min(pool.longest, axes.x.high), 1)
-        own = pool.gpu == state.hardware.name
-        if x < right:
+    drawing, own = axes.drawing, state.hardware.name
+    pools = sorted((pool for pool in state.pools if pool.longest >= axes.x.low), key=lambda pool: pool.longest)
+    places = {pool.gpu: axes.at(min(pool.longest, axes.x.high), 1) for pool in pools}
+    for pool in sorted(pools, key=lambda pool: pool.gpu == own):
+        if places[pool.gpu][0] < axes.box.right:
             tip = f"{pool.gpu}: the longest request that fits has {pool.longest:,} tokens"
-            drawing.circle((x, y), 5.5 if own else 3.5, BLUE if own else GREY, tip=tip, group=pool.gpu)
-        if clusters and x - clusters[-1][0] < NEAR and (x < right or clusters[-1][0] >= right):
-            clusters[-1][1].insert(0 if own else len(clusters[-1][1]), pool.gpu)
-        else:
-            clusters.append((x, [pool.gpu]))
-    taken = [left] * 3
-    edges = [*axes.edges, *(axes.at(length, 1)[0] for length in (state.max_model_len, _limit(state)))]
-    for x, gpus in clusters:
-        for words in (", ".join(gpus), gpus[0], gpus[0].removeprefix("RTX ")):  # the dots' tips have all names
-            words += " →" * (x >= right)
-            if place := _place_of_name(axes, x, words, edges, taken):
-                drawing.text(place, words, size=SMALL, anchor="middle", halo=True)
-                break
-
-
-def _place_of_name(axes: Axes, x: float, words: str, edges: Sequence[float], taken: list[float]) -> Point | None:
-    """Take a place near `x` in the first row with room for the words, or return None if there is none."""
-    half = text_width(words, SMALL) / 2 + 3
-    left, right = axes.box.x + half, axes.box.right - half
-    beside = [edge + side * half for edge in edges for side in (-1, 1) if side * (x - edge) > -6]
-    middles = [middle for middle in (min(x, right), *beside) if left <= middle <= right]
-    near = [middle for middle in middles if abs(middle - x) < half + 2 * NEAR]
-    clear = [middle for middle in near if all(abs(middle - edge) > half - 1 for edge in edges)]
-    places = [(row, abs(middle - x), middle) for middle in clear for row in range(3) if taken[row] <= middle - half]
-    if not places:
-        return None
-    row, _, middle = min(places)
-    taken[row] = middle + half
-    return middle, axes.at(1, 1)[1] + 15 + 14 * row
+            radius, colour = (5.5, BLUE) if pool.gpu == own else (3.5, GREY)
+            drawing.circle(places[pool.gpu], radius, colour, tip=tip, group=pool.gpu)
+    for gpu in dict.fromkeys(name for name in (own, *[*places][-1:], *[*places][:1]) if name in places):
+        (x, y), right = places[gpu], axes.box.right
+        place, anchor = ((x - 8, y + 15), "end") if x > axes.box.x + 60 else ((x + 8, y + 15), "start")
+        words, colour = gpu + " →" * (x >= right), BLUE if gpu == own else QUIET
+        if not any(text_box(place, words, SMALL, anchor, bold=True).overlaps(other) for other in drawing.words):
+            drawing.text(place, words, size=SMALL, colour=colour, anchor=anchor, bold=gpu == own, halo=True)
 
 
 def _draw_here(axes: Axes, state: State) -> None:

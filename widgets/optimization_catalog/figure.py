@@ -1,35 +1,27 @@
-"""Draw lesson 05's levers: both orders as waterfalls side by side, and below them a token's time by
+"""Draw lesson 05's levers as a waterfall, one of them in both orders, and below it a token's time by
 requests at once.
-
-A lever has the same row in both waterfalls: the ranking's order runs down on the left, its reverse
-runs up on the right.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 from itertools import groupby, pairwise
 
-from minivllm_lab.drawing import QUIET
+from minivllm_lab.drawing import QUIET, Point
 from minivllm_lab.palette import BLUE, GREEN, GREY, INK, VERMILLION
 from minivllm_simulate.levers import LeverResult
 from widgets.optimization_catalog.runs import MODEL, REQUESTS, SLOTS, Outcome, Row, State, Step
-from widgets.shell.plot import Axes, Scale, counted, hidden_note, percent, short
+from widgets.shell.plot import VALUE, Axes, Scale, counted, hidden_note, percent, short
 from widgets.shell.svg import SMALL, Box, Drawing
 from widgets.shell.theme import BROKEN, MID, MISSED
 
-MARGIN, ROW, LABELS, VALUES = 14, 15, 132, 64
-WIDE = 560
-"""The width from which both orders stand side by side."""
-HEIGHT, SWEPT = 468, 104
-"""The height of the picture with both orders side by side, and the least height of the plot below
-them.
-"""
-SIGNS = {"faster": "▲", "slower": "▼", "starts": "▲ starts:", "refused": "✕ does not start"}
-MARKS = {"faster": GREEN, "slower": VERMILLION, "nothing": MID, "starts": GREEN}
-TITLES = ("↓ switched on from the top", "↑ switched on from the bottom")
+MARGIN, ROW, FRAMED, NAMES, VALUES = 14, 15, 52, 126, (52, 68)
+"""Pixels: around the picture, a row, the framed row, the names, and both columns of factors."""
+HEIGHT, SWEPT = 468, 70
+"""The height of the picture, and the least height of the plot below the waterfall."""
+SIGNS = {"waiting": "…", "faster": "", "slower": "▼ ", "nothing": "same", "starts": "starts", "refused": "✕"}
+MARKS = {"faster": GREEN, "slower": VERMILLION, "starts": GREEN, "refused": VERMILLION}
 ORDERS = ("the ranking's order", "the reverse order")
 BREAKS = {
     "refused": "does not start: too little memory",
@@ -67,25 +59,17 @@ WHY = {
 
 
 def figure(state: State, width: float = 640, pinned: State | None = None) -> str:
-    """Draw both waterfalls on one logarithmic scale, and a token's time by requests at once."""
-    wide, rows = width >= WIDE, (len(state.rows) + 2) * ROW
-    drawing = Drawing(width, 0, "What each lever buys, in two orders", _described(state))
-    drawing.heading((MARGIN, 19), "What each lever buys, in both orders")
+    """Draw the levers' waterfall, and a token's time by requests at once."""
+    drawing = Drawing(width, 0, "What each lever buys", _described(state))
+    drawing.heading((MARGIN, 19), "What each lever buys")
     note = f"Output tokens/s of {MODEL} on {state.gpu}, {REQUESTS[state.requests]}, {state.slots} at once; modelled"
     with drawing.layer(tip=f"The model's {state.error} against published runs." if state.error else ""):
         y = drawing.paragraph((MARGIN, 37), note, width - 2 * MARGIN)
-    scale = _scale(state)
-    room = (width - 2 * MARGIN - LABELS) / (2 if wide else 1)
-    left = Box(MARGIN + LABELS, y + 24, room - VALUES - 10, rows)
-    right = replace(left, x=left.x + room) if wide else replace(left, y=left.bottom + 46)
-    for y in sorted({left.y, right.y}):
-        _draw_names(drawing, state, y)
-    _draw_order(drawing, left, scale, state, 0)
-    with drawing.answer():
-        _draw_order(drawing, right, scale, state, 1)
-    hidden_note(drawing, right)
-    y = right.bottom + 52
-    swept = Box(MARGIN + 34, y, width - 2 * MARGIN - 34, max(HEIGHT - y - 42, SWEPT))
+    framed = _framed(state)
+    high = ROW * (len(state.rows) + 2) + (FRAMED - ROW) * (framed is not None)
+    box = Box(MARGIN + NAMES, y + 27, width - 2 * MARGIN - NAMES - sum(VALUES), high)
+    _draw_waterfall(drawing, box, state, framed)
+    swept = Box(MARGIN + 34, box.bottom + 36, width - 2 * MARGIN - 34, max(HEIGHT - box.bottom - 78, SWEPT))
     _draw_swept(drawing, swept, state, pinned)
     drawing.height = swept.bottom + 42
     return drawing.render()
@@ -108,63 +92,69 @@ def _ends(state: State) -> tuple[tuple[str, Outcome], tuple[str, Outcome]]:
     return ("nothing on", state.nothing), (on, state.everything)
 
 
-def _draw_names(drawing: Drawing, state: State, top: float) -> None:
-    """Write the levers' names, with a frame around the one that gains the most from the others."""
-    gains = {row.field: abs(math.log((row.steps[0].factor or 1) / (row.steps[1].factor or 1))) for row in state.on}
-    for index, row in enumerate(state.rows, start=1):
-        if gains.get(row.field, 0) == max([0.4, *gains.values()]):
-            with drawing.answer(), drawing.on_top():
-                row_box = Box(MARGIN - 6, top + index * ROW - 0.5, drawing.width - 2 * MARGIN + 12, ROW + 1)
-                drawing.rect(row_box, "none", stroke=BLUE, radius=3)
-                if row.field == "kv_cache":
-                    drawing.text((MARGIN - 3, row_box.y + 12.5), "asked", size=SMALL, colour=BLUE)
-        place = (MARGIN + LABELS - 8, top + index * ROW + 12)
-        drawing.text(place, row.title, size=SMALL, colour=INK if row.steps else QUIET, anchor="end", group=row.field)
+def _framed(state: State) -> Row | None:
+    """Return the lever whose gain depends the most on the others."""
+    return max(state.on, key=_dependence, default=None)
 
 
-def _draw_order(drawing: Drawing, box: Box, scale: Scale, state: State, reverse: int) -> None:
-    """Draw one waterfall from no levers to all levers that are on; the reverse order runs upward."""
-    drawing.text((box.x, box.y - 4), TITLES[reverse], size=SMALL, bold=True)
-    for tick in scale.ticks(4):
+def _dependence(row: Row) -> float:
+    forth, back = (step.factor or 1 for step in row.steps)
+    return abs(math.log(forth / back))
+
+
+# ---- the waterfall
+
+
+def _draw_waterfall(drawing: Drawing, box: Box, state: State, framed: Row | None) -> None:
+    """Draw the rates from no levers to all that are on, in the ranking's order, and one lever in a
+    frame, with its bar in the reverse order.
+    """
+    scale = _scale(state)
+    for tick in scale.ticks(4 if box.width > 200 else 2):
         x = box.x + scale.share(tick) * box.width
         drawing.line((x, box.y), (x, box.bottom))
-        drawing.text((x, box.bottom + 14), short(tick), size=SMALL, colour=QUIET, anchor="middle")
-    first, last = (_row(box, index) for index in ((-1, 0) if reverse else (0, -1)))
-    (start, nothing), (end, everything) = _ends(state)
-    _draw_end(drawing, first, scale, start, nothing, GREY)
-    _draw_end(drawing, last, scale, end, everything, BLUE if state.on else GREY)
-    before = first
-    for index, row in list(enumerate(state.rows, start=1))[:: -1 if reverse else 1]:
-        place = _row(box, index)
-        if not row.steps:
-            _draw_value(drawing, place, "off", MID)
-            continue
-        step = row.steps[reverse]
-        if isinstance(step.before, LeverResult):
-            _draw_link(drawing, before, place, scale, step.before)
+        if x < box.right - 16:  # else it would touch the next words
+            drawing.text((x, box.y - 6), short(tick), size=SMALL, colour=QUIET, anchor="middle")
+    for reverse, words in enumerate(("in order", "in reverse")):
+        drawing.text((_column(box, reverse), box.y - 6), words, size=SMALL, colour=QUIET, anchor="end")
+    before, *_ = places = list(_places(box, state, framed))
+    ends = _ends(state)
+    _draw_end(drawing, places[0], scale, *ends[0], GREY)
+    _draw_end(drawing, places[-1], scale, *ends[1], BLUE if state.on else GREY)
+    for row, place in zip(state.rows, places[1:], strict=False):
         with drawing.layer(group=row.field):
-            _draw_rung(drawing, place, scale, step)
-            drawing.rect(Box(place.x, place.y - 2, place.width, ROW), "transparent", tip=_tip(state, row, reverse))
-        before = place
-    if isinstance(everything, LeverResult):
-        _draw_link(drawing, before, last, scale, everything)
+            _draw_row(drawing, place, scale, state, row, framed=row is framed)
+        if row.steps:
+            _draw_link(drawing, before, place, scale, row.steps[0].before)
+            before = place
+    _draw_link(drawing, before, places[-1], scale, state.everything)
+    if framed:
+        _draw_frame(drawing, places[1 + state.rows.index(framed)], scale, state, framed)
 
 
-def _draw_value(drawing: Drawing, place: Box, words: str, colour: str) -> None:
-    """Write what a row comes to, in the column on the right."""
-    drawing.text((place.right + VALUES, place.y + 10), words, size=SMALL, colour=colour, anchor="end", halo=True)
+def _places(box: Box, state: State, framed: Row | None) -> Iterator[Box]:
+    """Yield the bars' places: of the first rate, the levers and the last rate."""
+    y = box.y
+    for row in (None, *state.rows, None):
+        high = FRAMED if row and row is framed else ROW
+        yield Box(box.x, y + (6 if high > ROW else 2), box.width, ROW - 4)
+        y += high
 
 
-def _row(box: Box, index: int) -> Box:
-    rows = round(box.height / ROW)
-    return Box(box.x, box.y + index % rows * ROW + 2, box.width, ROW - 4)
+def _column(box: Box, reverse: int) -> float:
+    """Return the right edge of an order's factors."""
+    return box.right + sum(VALUES[: reverse + 1])
 
 
-def _draw_link(drawing: Drawing, before: Box, place: Box, scale: Scale, reached: LeverResult) -> None:
+def _name(drawing: Drawing, place: Box, words: str, colour: str = INK) -> None:
+    drawing.text((place.x - 8, place.y + 10), words, size=SMALL, colour=colour, anchor="end")
+
+
+def _draw_link(drawing: Drawing, before: Box, place: Box, scale: Scale, reached: Outcome) -> None:
     """Draw a line from the end of one bar to the next."""
-    x = place.x + scale.share(reached.tokens_per_second) * place.width
-    upper, lower = sorted((before, place), key=lambda box: box.y)
-    drawing.line((x, upper.bottom), (x, lower.y), colour=QUIET)
+    if isinstance(reached, LeverResult):
+        x = place.x + scale.share(reached.tokens_per_second) * place.width
+        drawing.line((x, before.bottom), (x, place.y), colour=QUIET)
 
 
 def _draw_end(drawing: Drawing, place: Box, scale: Scale, words: str, run: Outcome, colour: str) -> None:
@@ -173,38 +163,59 @@ def _draw_end(drawing: Drawing, place: Box, scale: Scale, words: str, run: Outco
     if isinstance(run, LeverResult):
         x += scale.share(run.tokens_per_second) * place.width
         drawing.circle((x, place.y + 6), 5, colour, tip=f"{_counts(run)}.")
-    beside, anchor = (x + 9, "start") if x < place.x + place.width / 2 else (x - 9, "end")
-    drawing.text((beside, place.y + 10), words, size=SMALL, anchor=anchor, halo=True)
-    _draw_value(drawing, place, rate_words(run).replace(" tokens", ""), INK)
+    _name(drawing, place, words)
+    drawing.text((x + 9, place.y + 10), rate_words(run), size=SMALL, bold=True, halo=True)
 
 
-def _draw_rung(drawing: Drawing, place: Box, scale: Scale, step: Step) -> None:
-    """Draw the change that a lever makes."""
-    words = _change(step)
-    if not isinstance(step.after, LeverResult):
-        if step.effect == "refused":
-            drawing.rect(place, BROKEN)
-            drawing.hatch(place, MISSED, gap=9)
-        _draw_value(drawing, place, words, VERMILLION)
+def _draw_row(drawing: Drawing, place: Box, scale: Scale, state: State, row: Row, *, framed: bool) -> None:
+    """Draw a lever's bar, and its factors in both orders."""
+    _name(drawing, place, row.title, INK if row.steps else QUIET)
+    if not row.steps:
+        drawing.text((_column(place, 0), place.y + 10), "off", size=SMALL, colour=QUIET, anchor="end")
         return
+    _draw_bar(drawing, place, scale, row.steps[0])
+    _draw_factor(drawing, (_column(place, 0), place.y + 10), row.steps[0])
+    if not framed:
+        with drawing.answer():
+            _draw_factor(drawing, (_column(place, 1), place.y + 10), row.steps[1])
+    drawing.rect(Box(place.x, place.y - 2, place.width, ROW), "transparent", tip=_tip(state, row, 0))
+
+
+def _draw_bar(drawing: Drawing, place: Box, scale: Scale, step: Step) -> None:
+    """Draw the change that a lever makes."""
+    if step.effect == "refused":
+        drawing.rect(place, BROKEN)
+        drawing.hatch(place, MISSED, gap=9)
     reached = [run.tokens_per_second for run in step if isinstance(run, LeverResult)]
-    low, high = (scale.share(rate) * place.width for rate in (min(reached), max(reached)))
-    bar = Box(place.x + low, place.y, max(high - low, 2), place.height)
+    if isinstance(step.after, LeverResult):
+        low, high = (scale.share(rate) * place.width for rate in (min(reached), max(reached)))
+        drawing.rect(Box(place.x + low, place.y, max(high - low, 2), place.height), MARKS.get(step.effect, MID))
+
+
+def _draw_factor(drawing: Drawing, place: Point, step: Step, size: float = SMALL) -> None:
+    """Write the factor that a lever buys."""
     colour = MARKS.get(step.effect, MID)
-    drawing.rect(bar, colour)
-    _draw_value(drawing, place, words, colour)
+    drawing.text(place, _change(step), size=size, colour=colour, anchor="end", bold=size > SMALL)
+
+
+def _draw_frame(drawing: Drawing, place: Box, scale: Scale, state: State, row: Row) -> None:
+    """Draw a frame around a lever, with its bar in the reverse order."""
+    frame = Box(MARGIN - 6, place.y - 4, drawing.width - 2 * MARGIN + 12, FRAMED - 4)
+    drawing.rect(frame, "none", stroke=BLUE, radius=4)
+    below = Box(place.x, place.y + ROW + 1, place.width, FRAMED - ROW - 15)
+    _name(drawing, Box(below.x, below.y + 4, 0, 0), "switched on last" if row is state.on[0] else "in reverse")
+    hidden_note(drawing, below)
+    with drawing.answer():
+        _draw_bar(drawing, below, scale, row.steps[1])
+        _draw_factor(drawing, (_column(place, 1), below.bottom - 1), row.steps[1], VALUE)
+        drawing.rect(below, "transparent", tip=_tip(state, row, 1))
 
 
 def _change(step: Step) -> str:
-    """Format a lever's effect as a sign and a factor."""
-    if step.effect == "waiting":
-        return "…"
-    if step.effect == "nothing":
-        return "no change"
-    if step.factor is None:
-        rate = f" {short(step.after.tokens_per_second)}" if isinstance(step.after, LeverResult) else ""
-        return SIGNS[step.effect] + rate
-    return f"{SIGNS[step.effect]} ×{factor_words(step.factor)}"
+    """Format a lever's effect as a factor, with a sign if it is a loss."""
+    if step.factor is None or step.effect == "nothing":
+        return SIGNS[step.effect]
+    return f"{SIGNS[step.effect]}×{factor_words(step.factor)}"
 
 
 def factor_words(factor: float) -> str:

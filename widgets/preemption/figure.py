@@ -1,37 +1,37 @@
-"""Draw lesson 11's picture: the pool and its victims, and below them what each pool loses."""
+"""Draw lesson 11's picture: the pool and one victim, and below them what each pool loses."""
 
 from __future__ import annotations
 
 import math
 
 from minivllm_lab.palette import GREEN, INK, ORANGE, PURPLE
-from minivllm_simulate.kv_links import LINKS, Link
-from minivllm_simulate.load_sweep import Span, spans
+from minivllm_simulate.load_sweep import Span
 from widgets.preemption.pool import draw_pool
-from widgets.preemption.state import HOST_LINKS, POOLS, SHARE, State
-from widgets.shell.plot import Axes, Scale, draw_head, figures, hidden_note, percent, seconds, tokens, two_boxes
-from widgets.shell.svg import Box, Drawing
+from widgets.preemption.state import POOLS, SHARE, State
+from widgets.shell.plot import VALUE, Axes, Scale, draw_head, figures, hidden_note, percent, seconds, tokens, two_boxes
+from widgets.shell.svg import QUIET, SMALL, Box, Drawing
 
 POOL = Scale(POOLS[0], POOLS[-1], log=True)
 TICKS = tuple(float(2**power) for power in range(13, 19))
-LINK = Scale(1e9, 5e11, log=True)
 HIGH = 104
 """The pixels of a plot's height."""
 
 
 def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
-    """Draw the pool and its victims over time; below, what each pool loses to preemption, and what a
+    """Draw the pool and one victim over time; below, what each pool loses to preemption, and what a
     victim's token costs.
     """
-    serving, title = state.serving, "When the pool is too small"
-    drawing = Drawing(width, 0, title, f"A pool of {state.pool} tokens, and what its victims hold")
+    serving = state.serving
+    point = state.points.get(state.pool)
+    title = f"The pool, and one {'victim' if point and point.preemptions else 'request'}"
+    drawing = Drawing(width, 0, title, f"A pool of {state.pool} tokens, and what a victim holds over time")
     victim = "by your function" if state.own else serving.rule
     y = draw_head(drawing, title, f"{serving.name} on one {serving.gpu.name}; victim: {victim}", state.error, ())
-    y = draw_pool(drawing, state, y) + 38
-    left, right = two_boxes(width, y, HIGH, large=0.58)
+    y = draw_pool(drawing, state, y) + 40
+    left, right = two_boxes(width, y, HIGH, large=0.62)
     _draw_loss(drawing, left, state, pinned)
-    _draw_crossover(drawing, right, state)
-    drawing.height = right.bottom + 44
+    _draw_costs(drawing, right, state)
+    drawing.height = max(left.bottom + 44, right.y + 88)
     return drawing.render()
 
 
@@ -45,31 +45,31 @@ def _draw_loss(drawing: Drawing, box: Box, state: State, pinned: State | None) -
     alike = pinned if pinned and (pinned.serving.policy != "recompute") == swaps else None  # the same quantity
     before = [alike.points[pool].lost for pool in alike.run] if alike else []
     axes = Axes(drawing, box, POOL, Scale(0, 0.5 if max([0.0, *lost, *before]) <= 0.5 else 1))
-    name = "time that steps wait for copies" if swaps else "tokens computed twice"
-    ticks = (0, axes.y.high / 2, axes.y.high)
-    axes.frame("tokens in the pool", name, x_ticks=TICKS, x_format=tokens, y_ticks=ticks, y_format=percent)
+    name, colour = ("time that steps wait for copies", PURPLE) if swaps else ("tokens computed twice", ORANGE)
+    axes.frame("tokens in the pool", name, x_ticks=TICKS, x_format=tokens, y_ticks=(0, axes.y.high), y_format=percent)
     _draw_broken(axes, state)
     if alike and before:
         axes.pinned(alike.run, before, alike.pool)
     with drawing.answer():
-        axes.line(pools, lost, PURPLE if swaps else ORANGE)
+        axes.line(pools, lost, colour)
     axes.here(state.pool, "pool")
     hidden_note(drawing, box)
     with drawing.answer():
         if state.pool in pools:
             here = state.points[state.pool].lost
-            axes.points([state.pool], [here], INK)
-            axes.label(axes.at(state.pool, here), percent(here))
+            axes.points([state.pool], [here], colour, radius=6)
+            axes.label(axes.at(state.pool, here), percent(here), colour, size=VALUE)
         axes.tips(pools, lambda pool: _tip(state, pool))
 
 
 def _draw_broken(axes: Axes, state: State) -> None:
     """Shade where the engine does not start, and where requests take too long."""
     for span in state.late:
-        axes.broken(*span, late_words(state, span))
+        words = late_words(state, span)
+        axes.shade(*span, words)
+        axes.explain(*span, words.split(":")[0])
         if fine := [pool for pool in state.run if pool >= (span[1] or math.inf) and not state.causes(pool)]:
-            lost = "in time" if state.points[fine[0]].lost else "none"
-            axes.explain(fine[0], None, f"{lost} from {tokens(fine[0])}", GREEN)
+            axes.explain(fine[0], None, "in time" if state.points[fine[0]].lost else "none", GREEN)
     for span in state.stopped:
         inside = [pool for pool in state.refusals if (span[0] or 0) <= pool < (span[1] or math.inf)]
         axes.shade(*span, f"does not start: {state.refusals[inside[0]]}")
@@ -113,32 +113,21 @@ def _tip(state: State, pool: int) -> str:
 # ---- the cost of a victim
 
 
-def _draw_crossover(drawing: Drawing, box: Box, state: State) -> None:
-    """Draw the time per token of a victim: recomputed, and swapped over links of any speed."""
-    serving = state.serving
-    crossover = serving.crossover
-    rates = [LINK.low * (LINK.high / LINK.low) ** (index / 24) for index in range(25)]
-    swaps = [serving.crossover_of(Link("any", rate, 0, "swept")).swap for rate in rates]
-    axes = Axes(
-        drawing, box, LINK, Scale.around(0.7 * min(crossover.recompute, *swaps), 1.4 * max(crossover.recompute, *swaps))
+def _draw_costs(drawing: Drawing, box: Box, state: State) -> None:
+    """Draw the time per token of a victim, recomputed and swapped, as bars."""
+    serving, crossover = state.serving, state.serving.crossover
+    drawing.text((box.x, box.y - 10), "time for a victim's token", size=SMALL, colour=QUIET)
+    costs = (
+        ("compute it again", crossover.recompute, ORANGE, serving.policy == "recompute"),
+        (f"swap it, {serving.link.name}", crossover.swap, PURPLE, serving.policy != "recompute"),
     )
-    axes.frame(
-        f"link, GB/s (dot: {serving.link.name})", "time for a token",
-        x_ticks=(1e9, 1e10, 1e11), x_format=lambda rate: f"{rate / 1e9:g}", y_ticks=axes.y.powers(), y_format=micro,
-    )  # fmt: skip
-    for span in spans(rates, [swap / crossover.recompute for swap in swaps]):
-        axes.shade(*span, "swapping costs more than recomputing")
-        axes.explain(*span, "slower")
-    axes.mark_y(crossover.recompute, "recompute it", ORANGE, dash="")
-    axes.line(rates, swaps, PURPLE)
-    axes.points([serving.link.bandwidth], [crossover.swap], INK)
-    axes.label(axes.at(serving.link.bandwidth, crossover.swap), "swap it", PURPLE, bold=False)
-    pieces = f"in pieces of {serving.pieces.bytes_of_copy(serving.model) / 1024:,.0f} KiB"
-    for rate, strip in axes.strips([LINKS[name].bandwidth for name in reversed(HOST_LINKS)]):
-        name = next(name for name in HOST_LINKS if LINKS[name].bandwidth == rate)
-        each = serving.crossover_of(LINKS[name])
-        tip = f"{name}: {each.bandwidth / 1e9:.3g} GB/s {pieces}; a token takes {micro(each.swap)} out and back"
-        drawing.rect(strip, "transparent", tip=f"{tip}, {micro(each.recompute)} to recompute")
+    most = max(crossover.recompute, crossover.swap)
+    for index, (words, cost, colour, used) in enumerate(costs):
+        top = box.y + 14 + 46 * index
+        drawing.text((box.x, top), words, size=SMALL, colour=INK if used else QUIET, bold=used)
+        bar = Box(box.x, top + 7, max(2.0, cost / most * (box.width - 52)), 12)
+        drawing.rect(bar, colour, opacity=1 if used else 0.5, tip=f"{words}: {micro(cost)}")
+        drawing.text((bar.right + 6, top + 17), micro(cost), size=SMALL, colour=INK if used else QUIET, bold=used)
 
 
 def micro(value: float) -> str:

@@ -1,173 +1,221 @@
-"""Draw the upper part of lesson 11's picture: how full the pool is over time, and below it what its
-victims hold, until they lose it.
+"""Draw the upper part of lesson 11's picture: the pool and what the load asks of it, both to scale,
+and beside it the life of one victim, enlarged.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
-from minivllm_lab.drawing import number
+from minivllm_lab.drawing import ink_on, number, text_width
 from minivllm_lab.palette import BLUE, INK, ORANGE, PURPLE, VERMILLION
-from widgets.preemption.runs import AGAIN, BLOCK_SIZE, OUT, Point, Span
+from widgets.preemption.runs import AGAIN, BLOCK_SIZE, OUT, RUNS, Point, Span
 from widgets.preemption.state import State
-from widgets.shell.plot import MARGIN, Scale, seconds, tokens
-from widgets.shell.strip import FRAMES, NAMES, draw_times, frame_ends, frames_from, pixels
-from widgets.shell.svg import QUIET, SMALL, Box, Drawing, Segment, legend
-from widgets.shell.theme import CARD, IDLE, MISSED
+from widgets.shell.plot import MARGIN, WIDE, Scale, seconds
+from widgets.shell.strip import FRAMES, draw_times, frame_ends, frames_from, pixels
+from widgets.shell.svg import BOLD, QUIET, SMALL, Box, Drawing, text_box
+from widgets.shell.theme import BROKEN, CARD, MISSED, TINT
 
-ROWS, ROW, LEVEL = 5, 23, 58
-"""How many requests have a row, and the heights of a row and of the pool."""
-WINDOW, BEFORE = 0.6, 0.35
-"""The time that is drawn, as a multiple of what a mean answer takes alone, and the share of it
-before the first preemption.
+NAMES, GAUGE, HIGH, ABOVE = 58, 46, 176, 22
+"""Pixels left of the pool for its names, the pool's width and height, and the room for words above
+the curve.
 """
+Ends = tuple[float, float]
+CYCLE = [RUNS, OUT, AGAIN, RUNS]
+
+
+class Held(NamedTuple):
+    """A period of a request, and how many of its tokens have keys and values at both ends."""
+
+    span: Span
+    low: int
+    high: int
+
+    def at(self, time: float) -> float:
+        return self.low + (self.high - self.low) * Scale(self.span.start, self.span.end).share(time)
 
 
 def draw_pool(drawing: Drawing, state: State, y: float) -> float:
-    """Draw the pool over a time window, and a row for each of a few requests; return the y below."""
-    swaps = state.serving.policy != "recompute"
-    away = Segment("waits, copied to the host", 0, PURPLE) if swaps else Segment("waits without blocks", 0, MISSED)
-    keys = [Segment("holds tokens", 0, BLUE), away, *[Segment("is recomputed", 0, ORANGE)] * (not swaps)]
-    keys.insert(1, Segment("is preempted (open: no row)", 0, INK, draw=lambda at: drawing.circle(at, 4, VERMILLION)))
-    y = legend(drawing, (MARGIN, y), keys, drawing.width - 2 * MARGIN)
-    level = Box(MARGIN + NAMES, y - 2, drawing.width - 2 * MARGIN - NAMES, LEVEL)
-    for words, below in ((f"pool: {tokens(state.pool)}", 4), (f"needed: {state.saturation / 1024:,.0f}K", 20)):
-        drawing.text((MARGIN, level.y + below), words, size=SMALL, colour=QUIET)
-    drawing.rect(level, IDLE)
-    rows = Box(level.x, level.bottom + 14, level.width, ROWS * ROW)
+    """Draw the pool, and what one of its requests holds over time; return the y below."""
+    gauge = Box(MARGIN + NAMES, y, GAUGE, HIGH)
+    left = gauge.right + (36 if drawing.width >= WIDE else 14)
+    panel = Box(left, y, drawing.width - MARGIN - left, HIGH)
+    full = Scale(0, 1.02 * max(state.pool, state.saturation))
     if point := state.points.get(state.pool):
-        across = Scale(*window(state, point))
-        _draw_level(drawing, level, point, state.pool, across)
-        _draw_rows(drawing, level, rows, state, across)
-        drawing.play([_caption(point, end, across.low) for end in frame_ends(across)])
-        draw_times(drawing, rows, across)
+        lives = _lives(state, point)
+        life = _clearest(lives)
+        moment = next((held.span.start for held in life if held.span.kind == OUT), life[0].span.end)
+        _draw_holders(drawing, gauge, panel, full, _holders(lives, life[0].span.request, moment))
+        _draw_life(drawing, panel, state, life)
+        times = Scale(life[0].span.start, life[-1].span.end)
+        drawing.play([_caption(point, end, times.low) for end in frame_ends(times)])
     else:
         words = "Nothing is served." if state.refused else "Still serving the requests."
-        drawing.text((rows.x + rows.width / 2, rows.y + 30), words, size=SMALL, colour=QUIET, anchor="middle")
-    return rows.bottom + 17
+        drawing.text((panel.x + panel.width / 2, y + 60), words, size=SMALL, colour=QUIET, anchor="middle")
+    _draw_rim(drawing, gauge, state, full)
+    return gauge.bottom + 17
 
 
-def window(state: State, point: Point) -> tuple[float, float]:
-    """Return the time span to draw: around the first preemption, or around the fullest moment."""
-    out = [span.start for span in point.spans if span.kind == OUT]
-    event = min(out) if out else max(point.samples, key=lambda sample: sample.used).end
-    wide = WINDOW * state.serving.answer * state.serving.step_alone
-    start = max(0.0, event - BEFORE * wide)
-    return start, start + wide
+# ---- what requests hold
 
 
-def victims(point: Point, start: float, end: float) -> tuple[list[int], int]:
-    """Choose the requests that get a row, by arrival: those preempted first in this time span, then
-    those that run longest in it; and count all that are preempted in it.
+def _lives(state: State, point: Point) -> list[list[Held]]:
+    """Return what each request holds, period by period."""
+    lives: dict[int, list[Held]] = defaultdict(list)
+    for span in point.spans:
+        before = lives[span.request]
+        held = before[-1].high if before else state.serving.lengths[span.request].prompt_tokens
+        held *= span.kind != OUT or state.serving.policy != "recompute"
+        after = held if span.kind == OUT else span.held
+        before.append(Held(span, min(held, after), after))
+    return list(lives.values())
+
+
+def _clearest(lives: Sequence[Sequence[Held]]) -> Sequence[Held]:
+    """Choose the cycle through preemption whose shortest period is the longest part of it, or
+    another request's life if there is no cycle.
     """
-    inside = [span for span in point.spans if _overlaps(span, Scale(start, end))]
-    out = dict.fromkeys(span.request for span in inside if span.kind == OUT and span.start >= start)
-    longest = sorted(inside, key=lambda span: max(span.start, start) - min(span.end, end))
-    return sorted([*dict.fromkeys([*out, *(span.request for span in longest)])][:ROWS]), len(out)
+    cycles = [life[at : at + 4] for life in lives for at in range(len(life) - 3)]
+    cycles = [cycle for cycle in cycles if [held.span.kind for held in cycle] == CYCLE]
+    return max(cycles or [max(lives, key=len)[:4]], key=_clarity)
 
 
-def _overlaps(span: Span, across: Scale) -> bool:
-    return span.start < across.high and span.end > across.low
+def _clarity(cycle: Sequence[Held]) -> float:
+    return min(held.span.end - held.span.start for held in cycle) / (cycle[-1].span.end - cycle[0].span.start)
 
 
-def _slices(across: Scale) -> Iterator[tuple[str, float, float]]:
-    """Yield each frame: when its marks show, and the time from its start to its end."""
-    for frame, (start, end) in enumerate(pairwise([across.low, *frame_ends(across)])):
-        yield f"{frame} {FRAMES - 1}", start, end
+def _holders(lives: Sequence[Sequence[Held]], shown: int, moment: float) -> list[tuple[float, bool]]:
+    """Return the tokens in the blocks of each request in the pool just before a moment, in the order
+    of admission, and whether it is the one shown.
+    """
+    inside = [held for life in lives for held in life if held.span.start < moment <= held.span.end]
+    running = sorted((held for held in inside if held.span.kind != OUT), key=lambda held: held.span.start)
+    return [(-(-held.at(moment) // BLOCK_SIZE) * BLOCK_SIZE, held.span.request == shown) for held in running]
 
 
 # ---- the pool
 
 
-def _draw_level(drawing: Drawing, box: Box, point: Point, pool: int, across: Scale) -> None:
-    """Draw the tokens' blocks in use, frame by frame, from as high a level as they never fall below."""
-    ends = [sample.end for sample in point.samples]
-    first, last = (bisect_right(ends, time) for time in (across.low, across.high))
-    least = min(sample.used for sample in point.samples[max(0, first - 1) : last]) * BLOCK_SIZE
-    fill = Scale(max(share * pool for share in (0, 0.5, 0.75) if share * pool <= least), pool)
-    drawing.text((MARGIN, box.bottom - 2), f"axis from {tokens(fill.low)}", size=SMALL, colour=QUIET)
-    for at, start, end in _slices(across):
-        x, right = pixels(box, across, start, end)
-        path = [f"M{number(x - 1)} {number(box.bottom)}"]  # without a gap to the frame before
-        for sample in point.samples[max(0, bisect_right(ends, start) - 1) : bisect_right(ends, end)]:
-            when = max(x - 1, pixels(box, across, sample.end, end)[0])
-            path.append(f"H{number(when)}V{number(box.bottom - box.height * fill.share(sample.used * BLOCK_SIZE))}")
-        path.append(f"H{number(right)}V{number(box.bottom)}z")
-        drawing.add(f'<path fill="{BLUE}" d="{"".join(path)}" data-at="{at}"/>')
-        tip = _caption(point, end, across.low)
-        drawing.rect(Box(x, box.y, right - x, box.height), "transparent", tip=tip, at=at)
-    teeth = "l4 -4l4 4" * int(fill.low > 0 and box.width / 8)  # a torn foot
-    drawing.add(f'<path fill="{CARD}" d="M{number(box.x)} {number(box.bottom)}{teeth}z"/>')
-    drawing.line((box.x, box.y), (box.right, box.y), INK, width=1.5)
+def _draw_holders(drawing: Drawing, box: Box, panel: Box, full: Scale, holders: Sequence[tuple[float, bool]]) -> None:
+    """Draw the requests as layers, and a wedge from the one shown to the panel that enlarges it."""
+    below = 0.0
+    for held, shown in holders:
+        bottom, top = (box.bottom - box.height * full.share(level) for level in (below, below + held))
+        below += held
+        layer = Box(box.x, top, box.width, bottom - top)
+        if shown:
+            drawing.polygon([(box.right, top), (panel.x, panel.y), (panel.x, panel.bottom), (box.right, bottom)], TINT)
+        drawing.rect(layer, BLUE, opacity=1 if shown else 0.4, tip=f"A request that holds {held:,.0f} tokens")
+        drawing.line((layer.x, top), (layer.right, top), CARD, width=0.7)
 
 
-# ---- the requests
+def _draw_rim(drawing: Drawing, box: Box, state: State, full: Scale) -> None:
+    """Draw the pool's rim, and what the load asks for beyond it, in requests of the mean size."""
+    rim, asked = (box.bottom - box.height * full.share(size) for size in (state.pool, state.saturation))
+    glass = [(box.x, rim), (box.x, box.bottom), (box.right, box.bottom), (box.right, rim)]
+    beyond = Box(box.x, asked, box.width, rim - asked)
+    if beyond.height > 0:
+        tip = f"The load asks for {state.saturation:,.0f} tokens on average"
+        drawing.rect(beyond, BROKEN, stroke=VERMILLION, dash="3 3", tip=tip)
+        layer = box.height * full.share(state.serving.held)
+        for index in range(1, int(beyond.height / layer) + 1) if layer > 2 else ():
+            drawing.line((box.x + 1, rim - index * layer), (box.right - 1, rim - index * layer), MISSED)
+    drawing.polyline(glass, INK, width=1.5)
+    drawing.line((box.x - 5, rim), (box.right + 5, rim), INK, width=3)
+    loud = VERMILLION if beyond.height > 0 else QUIET
+    words = [(rim, state.pool, "pool", INK), (asked, state.saturation, "asked for", loud)]
+    free = box.y - 2.0
+    for level, size, name, colour in sorted(words):
+        top = max(level, free)
+        drawing.text((box.x - 9, top + 13), f"{size / 1024:,.0f}K", size=15, colour=colour, anchor="end", bold=True)
+        drawing.text((box.x - 9, top + 28), name, size=SMALL, colour=colour, anchor="end")
+        free = top + 36
 
 
-def _draw_rows(drawing: Drawing, level: Box, rows: Box, state: State, across: Scale) -> None:
-    """Draw what each of these requests holds, as a height, and a line from the full pool to each
-    loss.
-    """
-    point, swaps = state.points[state.pool], state.serving.policy != "recompute"
-    colours = {OUT: PURPLE, AGAIN: PURPLE} if swaps else {OUT: MISSED, AGAIN: ORANGE}
-    shown, count = victims(point, across.low, across.high)
-    if count:
-        drawing.text((MARGIN, rows.y - 1), f"{min(count, ROWS)} of {count} victims:", size=SMALL, colour=QUIET)
-    for span in point.spans:
-        if span.kind == OUT and across.low <= span.start < across.high:
-            x, at = pixels(level, across, span.start, span.end)[0], frames_from(span.start, across)
-            if span.request in shown:
-                top = rows.y + shown.index(span.request) * ROW
-                # Below the rows, so that it is seen only between them.
-                drawing.polyline([(x, level.y), (x, top)], VERMILLION, width=1.2, dash="1 3", at=at)
-                with drawing.on_top():
-                    drawing.polyline([(x, top), (x, top + ROW - 3)], VERMILLION, width=2, at=at)
-            # A hollow dot's request has no row.
-            drawing.circle((x, level.y), 3, VERMILLION if span.request in shown else CARD, stroke=VERMILLION, at=at)
-    held = [[each for each in _holdings(state, point, index) if _overlaps(each[0], across)] for index in shown]
-    most = max((high for spans in held for _, _, high in spans), default=1)
-    for index, (request, spans) in enumerate(zip(shown, held, strict=True)):
-        row = Box(rows.x, rows.y + index * ROW, rows.width, ROW - 3)
-        drawing.text((MARGIN, row.bottom - 1), f"request {request + 1}", size=SMALL, colour=QUIET)
-        drawing.rect(Box(row.x, row.bottom - 1, row.width, 1), IDLE)
-        for span, low, high in spans:
-            _draw_span(drawing, row, span, (low / most, high / most), across, colours.get(span.kind, BLUE))
+# ---- the request shown
 
 
-def _holdings(state: State, point: Point, request: int) -> Iterator[tuple[Span, int, int]]:
-    """Yield a request's spans with the tokens whose keys and values exist at both ends of each."""
-    held = state.serving.lengths[request].prompt_tokens
-    for span in (span for span in point.spans if span.request == request):
-        held = held if span.kind != OUT or state.serving.policy != "recompute" else 0
-        after = held if span.kind == OUT else span.held
-        yield span, min(held, after), after
-        held = after
+def _draw_life(drawing: Drawing, panel: Box, state: State, life: Sequence[Held]) -> None:
+    """Draw what a request holds over time, period by period, each with its name in place."""
+    swaps = state.serving.policy != "recompute"
+    colours = {OUT: PURPLE, AGAIN: PURPLE} if swaps else {AGAIN: ORANGE}
+    box = Box(panel.x + 1, panel.y + ABOVE, panel.width - 1, panel.height - ABOVE)
+    drawing.rect(panel, TINT)
+    across, most = Scale(life[0].span.start, life[-1].span.end), max(held.high for held in life)
+    for held in life:
+        _draw_period(drawing, box, held, most, across, colours.get(held.span.kind, BLUE))
+    _draw_blocks(drawing, box, BLOCK_SIZE / most * box.height)
+    drawing.line((box.x, box.bottom), (box.right, box.bottom), QUIET)
+    draw_times(drawing, box, across)
+    for held in life:
+        _name_period(drawing, box, held, across, swaps)
 
 
-def _draw_span(drawing: Drawing, row: Box, span: Span, shares: tuple[float, float], across: Scale, colour: str) -> None:
-    """Draw a span in pieces, one per frame, so that it grows over time."""
-    grown = Scale(span.start, span.end)
-    for at, start, end in _slices(across):
-        times = max(start, span.start), min(end, span.end)
-        if times[0] < times[1]:
-            (x, right), bottom = pixels(row, across, *times), number(row.bottom)
-            highs = [shares[0] + (shares[1] - shares[0]) * grown.share(time) for time in times]
-            low, high = (number(row.bottom - max(2.5, row.height * share)) for share in highs)
-            x -= start > span.start  # without a gap to the frame before
-            corners = f"M{number(x)} {bottom}V{low}L{number(max(right, x + 1))} {high}V{bottom}z"
-            drawing.add(f'<path fill="{colour}" d="{corners}" data-at="{at}"/>')
-    left, right = pixels(row, across, span.start, span.end)
+def _draw_blocks(drawing: Drawing, box: Box, high: float) -> None:
+    """Draw lines between blocks, in the colour of the ground, above the words at the foot."""
+    ys = (box.bottom - high * up for up in range(int(26 / high), int(box.height / high)))
+    lines = "".join(f"M{number(box.x)} {number(y)}h{box.width}" for y in ys)
+    drawing.add(f'<path d="{lines}" stroke="{TINT}" stroke-width="{number(min(0.6, high / 4))}"/>')
+
+
+def _draw_period(drawing: Drawing, box: Box, held: Held, most: int, across: Scale, colour: str) -> None:
+    """Draw a period in pieces, one per frame, so that it grows over time."""
+    span = held.span
+    pixel = (across.high - across.low) / box.width
+    for frame, (start, end) in enumerate(pairwise([across.low, *frame_ends(across)])):
+        times = max(start - pixel, span.start), min(end, span.end)  # without a gap to the frame before
+        if times[0] < times[1] and held.high:
+            x, right = pixels(box, across, *times)
+            low, high = (number(box.bottom - box.height * held.at(time) / most) for time in times)
+            corners = f"M{number(x)} {number(box.bottom)}V{low}L{number(right)} {high}V{number(box.bottom)}z"
+            drawing.add(f'<path fill="{colour}" d="{corners}" data-at="{frame} {FRAMES - 1}"/>')
+    left, right = pixels(box, across, span.start, span.end)
     tip = f"Request {span.request + 1} {span.kind}: {seconds(span.end - span.start)}"
     tip += f", holding {span.held:,} tokens at its end" * (span.kind != OUT)
-    at = frames_from(max(span.start, across.low), across)
-    drawing.rect(Box(left, row.y, right - left, row.height), "transparent", tip=tip, at=at)
+    area = Box(left, box.y, right - left, box.height)
+    drawing.rect(area, "transparent", tip=tip, at=frames_from(span.start, across))
+
+
+def _name_period(drawing: Drawing, box: Box, held: Held, across: Scale, swaps: bool) -> None:
+    """Name what happens to the request in a period."""
+    span, above, inside = held.span, box.y - 8, box.bottom - 10
+    left, right = pixels(box, across, span.start, span.end)
+    with drawing.layer(at=frames_from(span.start, across)):
+        if span.kind == OUT:
+            drawing.polyline([(left, box.y - 4), (left, box.bottom)], VERMILLION, width=2.5)
+            lost = f"preempted: {'copied out' if swaps else 'all lost'}"
+            at_end = left - box.x > BOLD * text_width("preempted", SMALL) + 4
+            ends, anchor = ((box.x, left - 3), "end") if at_end else ((left + 4, box.right), "start")
+            _write(drawing, (lost, "preempted"), ends, above, VERMILLION, TINT, anchor)
+            waits, colours = seconds(span.end - span.start), (ink_on(PURPLE), PURPLE) if swaps else (QUIET, TINT)
+            _write(drawing, (f"waits {waits}", "waits"), (left + 4, right - 4), inside, *colours, "middle")
+        elif span.kind == AGAIN:
+            words = ("copied back",) if swaps else ("computes all again", "recomputes")
+            start = min(left, box.right - BOLD * text_width(words[-1], SMALL))
+            _write(drawing, words, (start, box.right + 1), above, PURPLE if swaps else ORANGE, TINT)
+        else:
+            holds = f"holds {held.high:,}"
+            words = (f"{holds} tokens", holds) if left <= box.x else ("goes on",)
+            _write(drawing, words, (left + 8, right), inside, ink_on(BLUE), BLUE)
+
+
+def _write(
+    drawing: Drawing, words: Sequence[str], ends: Ends, y: float, colour: str, ground: str, anchor: str = "start"
+) -> None:
+    """Write the first of these words that fit between both ends and touch no others, with a rim in
+    the colour of the ground.
+    """
+    left, right = ends
+    place = {"start": left, "middle": (left + right) / 2, "end": right}[anchor], y
+    boxes = {text_box(place, each, SMALL, anchor, bold=True): each for each in words}
+    free = (box for box in boxes if not any(box.overlaps(other) for other in drawing.words))
+    if fitting := next((boxes[box] for box in free if box.width <= right - left), ""):
+        drawing.text(place, fitting, size=SMALL, colour=colour, anchor=anchor, bold=True, halo=ground)
 
 
 def _caption(point: Point, now: float, start: float) -> str:
     sample = point.samples[max(0, bisect_right(point.samples, now, key=lambda sample: sample.end) - 1)]
-    out = sorted({span.request + 1 for span in point.spans if span.kind == OUT and span.start <= now < span.end})
-    listed = ", ".join(map(str, out[:6])) + (" and others" if len(out) > 6 else "")
-    preempted = f"{len(out)} preempted ({listed})" if out else "none preempted"
-    return f"{seconds(now - start)}: {sample.running} running in {sample.used:,} blocks, {preempted}"
+    return f"{seconds(now - start)}: {sample.running} running in {sample.used:,} blocks, {sample.out} preempted"

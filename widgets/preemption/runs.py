@@ -261,10 +261,7 @@ class Serving:
         """Return what it costs to recompute or to swap a victim's token; in large pieces if the
         policy does not swap.
         """
-        return self.crossover_of(self.link)
-
-    def crossover_of(self, link: Link) -> Crossover:
-        return Crossover.of(self.model, self.gpu, link, self.pieces, 2, block_size=BLOCK_SIZE)
+        return Crossover.of(self.model, self.gpu, self.link, self.pieces, 2, block_size=BLOCK_SIZE)
 
     @property
     def pieces(self) -> Pieces:

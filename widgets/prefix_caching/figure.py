@@ -10,11 +10,11 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import groupby, pairwise
 
-from minivllm_lab.drawing import QUIET, RULE, number, text_width
+from minivllm_lab.drawing import QUIET, RULE, number
 from minivllm_lab.optimization_catalog.prefix_reuse import SHARED, Reuse
 from minivllm_lab.palette import BLUE, GREEN, GREY, INK, PURPLE, VERMILLION
 from widgets.prefix_caching.state import POOLS, USERS, State, milliseconds
-from widgets.shell.plot import MARGIN, WIDE, Axes, Scale, counted, hidden_note, percent, tokens
+from widgets.shell.plot import MARGIN, VALUE, WIDE, Axes, Scale, counted, hidden_note, percent, tokens
 from widgets.shell.svg import SMALL, Box, Drawing, Segment, legend
 from widgets.shell.theme import BROKEN, CARD, MISSED, RAMP, RAMP_WORDS
 
@@ -149,19 +149,12 @@ def _draw_cell(drawing: Drawing, state: State, place: tuple[int, int], box: Box)
 
 
 def _draw_rate(drawing: Drawing, state: State, place: tuple[int, int], box: Box) -> None:
-    """Write the cell's hit rate on top of hatching and lines; outside the reader's row, only where it
-    is not that of the next smaller pool.
-    """
-    cell = state.cells[place]
-    before = state.cells.get((place[0], max((pool for pool in POOLS if pool < place[1]), default=0)))
-    if place[0] != state.users and before and _rounded(before) == _rounded(cell):
-        return
-    words = _rounded(cell).removesuffix(" %" * (box.width < NARROW_CELL))
-    middle = box.x + box.width / 2
-    wide = text_width(words, SMALL) + 4
-    drawing.rect(Box(middle - wide / 2, box.y + 2, wide, box.height - 4), _fill(state, cell))
-    colour = RAMP_WORDS[_step(state, cell)]
-    drawing.text((middle, box.y + box.height / 2 + 4), words, size=SMALL, colour=colour, anchor="middle")
+    """Write the cell's hit rate if it is in the reader's row, on top of hatching and lines."""
+    if place[0] == state.users:
+        cell = state.cells[place]
+        words = _rounded(cell).removesuffix(" %" * (box.width < NARROW_CELL))
+        middle, colour = (box.x + box.width / 2, box.y + box.height / 2 + 4), RAMP_WORDS[_step(state, cell)]
+        drawing.text(middle, words, size=SMALL, colour=colour, anchor="middle", halo=_fill(state, cell))
 
 
 def _rounded(cell: Reuse) -> str:
@@ -222,7 +215,7 @@ def _draw_cut(drawing: Drawing, state: State, box: Box, pinned: State | None) ->
     drawing.circle((x, box.bottom), 7, INK)
     with drawing.answer():
         drawing.circle((x, y), 6, BLUE, stroke=INK)
-        axes.label((x, y), percent(state.hit_rate, 1))
+        axes.label((x, y), percent(state.hit_rate, 1), BLUE, size=VALUE)
 
 
 def _draw_curve(axes: Axes, state: State, row: Sequence[tuple[int, Reuse]]) -> None:

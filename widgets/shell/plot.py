@@ -29,6 +29,8 @@ of a level line. Covering a level line loses less, so its points lie farther apa
 LABELS, MARKS, EDGES, NOTES = range(4)
 """The order in which words look for a place: the last have the most places to choose from."""
 Number = TypeVar("Number", int, float)
+VALUE = 24
+"""The text size of the value at the handle, the largest in a picture."""
 MARGIN, WIDE = 16, 600
 """Pixels around a picture, and the width from which its parts stand side by side."""
 
@@ -152,12 +154,13 @@ class Lines:
     anchor: str
     bold: int = 99
     """The number of lines that are bold."""
+    size: float = SMALL
 
     @property
     def box(self) -> Box:
         """Return the rectangle that the lines take."""
-        longest = max(self.lines, key=lambda line: text_width(line, SMALL))
-        first = text_box((self.x, self.top + 12), longest, SMALL, self.anchor, bold=True)
+        longest = max(self.lines, key=lambda line: text_width(line, self.size))
+        first = text_box((self.x, self.top + self.size), longest, self.size, self.anchor, bold=True)
         return Box(first.x, first.y, first.width, first.height + ROW * (len(self.lines) - 1))
 
 
@@ -172,6 +175,8 @@ class Axes:
         """The heights of lines, by column of STRIDE pixels."""
         self.edges: list[float] = []
         """The left and right ends of broken regions, in pixels."""
+        self._grounds: list[tuple[Box, str]] = []
+        """Regions with the colour of words' rims in them; "" stands for no rim."""
 
     def at(self, x: float, y: float) -> Point:
         """Return the position of (`x`, `y`) in pixels."""
@@ -296,6 +301,7 @@ class Axes:
         with self.drawing.layer(broken=words):
             self.drawing.rect(area, BROKEN)
             self.drawing.hatch(area, MISSED, gap=9)
+        self._grounds.append((area, BROKEN))
         edges = [area.x] * (low is not None) + [area.right] * (high is not None)
         self.edges += edges
         for x in edges:
@@ -311,6 +317,7 @@ class Axes:
         area = self._region(low, high)
         if area.width <= 0:
             return
+        self._grounds.append((area, ""))
         with self.drawing.layer(broken=words):
             self.drawing.rect(area, colour, opacity=0.16, tip=tip)
         for x in (low, high):
@@ -322,7 +329,7 @@ class Axes:
         """Write words about a region inside it or, if there is no room, beside it with an arrow."""
         area = self._region(low, high)
         if area.width > 0 and words:
-            self.drawing.last(lambda: self._put(self._region_places(area, words), colour, ground=True), EDGES)
+            self.drawing.last(lambda: self._put(self._region_places(area, words), colour), EDGES)
 
     def _region(self, low: float | None, high: float | None) -> Box:
         left = self.at(self.x.low if low is None else max(low, self.x.low), self.y.low)[0]
@@ -366,7 +373,7 @@ class Axes:
                 tops = range(2, int(self.box.height - ROW * len(lines)), 2 * STRIDE)
                 yield from (Lines(lines, x, self.box.y + top, anchor, bold) for top in tops)
 
-    def _put(self, places: Iterable[Lines], colour: str, *, bold: bool = True, ground: bool = False) -> None:
+    def _put(self, places: Iterable[Lines], colour: str, *, bold: bool = True) -> None:
         """Write the lines at the first place that touches no other words and no curve, or at the one
         that crosses curves least; write nothing if each place touches other words.
         """
@@ -383,17 +390,14 @@ class Axes:
             if not crossed:
                 break
         if best[1]:
-            self._write(best[1], colour, bold, ground)
+            self._write(best[1], colour, bold)
 
-    def _write(self, place: Lines, colour: str, bold: bool, ground: bool) -> None:
+    def _write(self, place: Lines, colour: str, bold: bool) -> None:
+        """Write the lines with a rim in the colour of the ground, which wipes out hatching."""
+        ground = next((colour for area, colour in self._grounds if place.box.overlaps(area)), CARD)
         for row, line in enumerate(place.lines):
-            at = (place.x, place.top + 12 + ROW * row)
-            if ground:
-                line_box = text_box(at, line, SMALL, place.anchor, bold=row < place.bold)
-                behind = Box(line_box.x - 1, line_box.y - 2, line_box.width + 2, ROW)
-                self.drawing.rect(behind, CARD, opacity=0.8)
-            strong = bold and row < place.bold
-            self.drawing.text(at, line, size=SMALL, colour=colour, anchor=place.anchor, bold=strong, halo=not ground)
+            at, strong = (place.x, place.top + place.size + ROW * row), bold and row < place.bold
+            self.drawing.text(at, line, size=place.size, colour=colour, anchor=place.anchor, bold=strong, halo=ground)
 
     def _note(self, points: Sequence[Point], stride: int = STRIDE) -> None:
         """Note where a line runs, so that words keep off it."""
@@ -410,12 +414,13 @@ class Axes:
                 break
         return count
 
-    def label(self, point: Point, words: str, colour: str = INK, *, bold: bool = True) -> None:
+    def label(self, point: Point, words: str, colour: str = INK, *, bold: bool = True, size: float = SMALL) -> None:
         """Write words beside a point, in pixels, wherever there is room in the plot."""
         x, y = point
+        high = 1.25 * size
         sides = [(x + 10, "start"), (x - 10, "end"), (x, "middle")]
-        tops = (y + 6, y - ROW - 6, y - ROW / 2, y + 16, y - ROW - 16)
-        places = [Lines([words], at, top, anchor) for top in tops for at, anchor in sides]
+        tops = (y + 6, y - high - 6, y - high / 2, y + 16, y - high - 16)
+        places = [Lines([words], at, top, anchor, size=size) for top in tops for at, anchor in sides]
         inside = [place for place in places if self._holds(place.box)]
         self.drawing.last(lambda: self._put(inside, colour, bold=bold), LABELS)
 

@@ -202,12 +202,12 @@ class Drawing:
         anchor: str = "start",
         bold: bool = False,
         turn: float = 0,
-        halo: bool = False,
+        halo: bool | str = False,
         group: str = "",
         at: str = "",
     ) -> None:
         """Write one line with its baseline at `place`; `anchor` is start, middle or end, and `halo`
-        draws a rim in the card's colour.
+        draws a rim in the card's colour, or in its own.
 
         Colours too light for text on the card are darkened.
         """
@@ -220,7 +220,8 @@ class Drawing:
             self.words.append(Box(place[0] + flat.y - 2, place[1] - flat.right, flat.height + 4, flat.width))
             shape += f' transform="rotate({number(turn)} {number(place[0])} {number(place[1])})"'
         if halo:
-            shape += f' stroke="{CARD}" stroke-width="4" paint-order="stroke" stroke-linejoin="round"'
+            rim = CARD if halo is True else halo
+            shape += f' stroke="{rim}" stroke-width="5" paint-order="stroke" stroke-linejoin="round"'
         self.add(f"<text{shape}{_data({'group': group, 'at': at})}>{escape(content, quote=False)}</text>")
 
     def heading(self, place: Point, content: str, note: str = "") -> float:
