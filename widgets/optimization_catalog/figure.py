@@ -16,7 +16,7 @@ from widgets.shell.plot import VALUE, Axes, Scale, counted, hidden_note, percent
 from widgets.shell.svg import SMALL, Box, Drawing
 from widgets.shell.theme import BROKEN, MID, MISSED
 
-MARGIN, ROW, FRAMED, NAMES, VALUES = 14, 15, 52, 118, (52, 68)
+MARGIN, ROW, FRAMED, NAMES, VALUES = 14, 15, 52, 126, (52, 68)
 """Pixels: around the picture, a row, the framed row, the names, and both columns of factors."""
 HEIGHT, SWEPT = 468, 70
 """The height of the picture, and the least height of the plot below the waterfall."""
@@ -113,7 +113,8 @@ def _draw_waterfall(drawing: Drawing, box: Box, state: State, framed: Row | None
     for tick in scale.ticks(4 if box.width > 200 else 2):
         x = box.x + scale.share(tick) * box.width
         drawing.line((x, box.y), (x, box.bottom))
-        drawing.text((x, box.y - 6), short(tick), size=SMALL, colour=QUIET, anchor="middle")
+        if x < box.right - 16:  # else it would touch the next words
+            drawing.text((x, box.y - 6), short(tick), size=SMALL, colour=QUIET, anchor="middle")
     for reverse, words in enumerate(("in order", "in reverse")):
         drawing.text((_column(box, reverse), box.y - 6), words, size=SMALL, colour=QUIET, anchor="end")
     before, *_ = places = list(_places(box, state, framed))
@@ -145,8 +146,8 @@ def _column(box: Box, reverse: int) -> float:
     return box.right + sum(VALUES[: reverse + 1])
 
 
-def _name(drawing: Drawing, place: Box, words: str, colour: str = INK, *, bold: bool = False) -> None:
-    drawing.text((place.x - 8, place.y + 10), words, size=SMALL, colour=colour, anchor="end", bold=bold)
+def _name(drawing: Drawing, place: Box, words: str, colour: str = INK) -> None:
+    drawing.text((place.x - 8, place.y + 10), words, size=SMALL, colour=colour, anchor="end")
 
 
 def _draw_link(drawing: Drawing, before: Box, place: Box, scale: Scale, reached: Outcome) -> None:
@@ -162,14 +163,13 @@ def _draw_end(drawing: Drawing, place: Box, scale: Scale, words: str, run: Outco
     if isinstance(run, LeverResult):
         x += scale.share(run.tokens_per_second) * place.width
         drawing.circle((x, place.y + 6), 5, colour, tip=f"{_counts(run)}.")
-    beside, anchor = (x + 9, "start") if x < place.x + place.width / 2 else (x - 9, "end")
     _name(drawing, place, words)
-    drawing.text((beside, place.y + 10), rate_words(run), size=SMALL, anchor=anchor, bold=True, halo=True)
+    drawing.text((x + 9, place.y + 10), rate_words(run), size=SMALL, bold=True, halo=True)
 
 
 def _draw_row(drawing: Drawing, place: Box, scale: Scale, state: State, row: Row, *, framed: bool) -> None:
     """Draw a lever's bar, and its factors in both orders."""
-    _name(drawing, place, row.title, INK if row.steps else QUIET, bold=framed)
+    _name(drawing, place, row.title, INK if row.steps else QUIET)
     if not row.steps:
         drawing.text((_column(place, 0), place.y + 10), "off", size=SMALL, colour=QUIET, anchor="end")
         return
