@@ -11,11 +11,19 @@ from minivllm import LLM, SamplingParams
 pytestmark = pytest.mark.browser
 MAX_TOKENS = 24
 PROMPTS = [
+    "def add(a, b):\n",
     "class Stack:\n    def push(self, item):\n",
     "import os\n\n\ndef walk(path):\n    for",
     '    """Return the sum of two numbers.\n',
+    "for i in range(10):\n    ",
+    "x = [1, 2, 3]\nprint(",
     "def fib(n):\n    if n < 2:\n        return n\n    return",
+    "try:\n    value = int(text)\nexcept",
+    "with open(path) as file:\n    ",
     "# 中文 comment é\nname = 'ünïcode'\n",
+    "@property\ndef name(self):\n    return",
+    "if __name__ == '__main__':\n",
+    "return {key: value for key, value in",
     'raise ValueError(f"{name!r} is not',
     "while True:\n\n\n    pass\n  \n",
     "a = 1234567890 + 0x1F\tb\nassert it's",
