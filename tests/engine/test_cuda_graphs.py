@@ -28,14 +28,14 @@ WISHES = [
 WISHES[3] = replace(WISHES[3], prompt_logprobs=1)
 
 
-@pytest.mark.parametrize(
-    ("max_num_seqs", "sizes"),
-    [
-        (1, [1]), (2, [1, 2]), (3, [1, 2, 4]), (5, [1, 2, 4, 8]), (8, [1, 2, 4, 8]), (9, [1, 2, 4, 8, 16]),
-        (256, [1, 2, 4, *range(8, 257, 8)]), (300, [1, 2, 4, *range(8, 256, 8), 256, 272, 288, 304]),
-        (1024, [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]),
-    ],
-)  # fmt: skip
+CAPTURED = [
+    (1, [1]), (2, [1, 2]), (3, [1, 2, 4]), (5, [1, 2, 4, 8]), (8, [1, 2, 4, 8]), (9, [1, 2, 4, 8, 16]),
+    (256, [1, 2, 4, *range(8, 257, 8)]), (300, [1, 2, 4, *range(8, 256, 8), 256, 272, 288, 304]),
+    (1024, [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("max_num_seqs", "sizes"), CAPTURED)
 def test_capture_sizes(max_num_seqs, sizes):
     assert capture_sizes(max_num_seqs) == sizes
 
@@ -95,7 +95,6 @@ def test_the_same_tokens_with_graphs(eager, graphed):
 
 def step(num_rows: int, keys: int = 20) -> StepInputs:
     """Make a decode step whose requests use the last blocks of the cache."""
-    nothing = np.zeros(0, np.int64)
     return StepInputs(
         req_ids=[str(row) for row in range(num_rows)],
         rows=np.arange(num_rows),
@@ -105,10 +104,8 @@ def step(num_rows: int, keys: int = 20) -> StepInputs:
         query_start_loc=np.arange(num_rows + 1, dtype=np.int32),
         seq_lens=np.full(num_rows, keys, np.int32),
         block_table=np.stack([np.full(2, 30 + row, np.int32) for row in range(num_rows)]),
-        sampling=nothing,
-        num_sampled=nothing,
-        logits_indices=nothing,
         drafts={},
+        **dict.fromkeys(("sampling", "num_sampled", "logits_indices"), np.zeros(0, np.int64)),
     )
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from engine.test_all_or_nothing import Boom, RaiseAtLine
+from models.small import SMALL
 
 from minivllm.config import CacheConfig, DraftingConfig, ModelConfig, SchedulerConfig
 from minivllm.core.request import Request
@@ -19,11 +20,7 @@ from minivllm.sampling_params import SamplingParams
 from minivllm.worker import model_runner
 from minivllm.worker.model_runner import ModelRunner
 
-CONFIG = ModelConfig.from_dict({
-    "model_type": "qwen3", "vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64,
-    "dtype": "float32",
-})  # fmt: skip
+CONFIG = ModelConfig.from_dict(SMALL | {"hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 64})
 MOST_STEPS = 40
 WORKER = str(Path(model_runner.__file__).parent)
 
@@ -38,12 +35,8 @@ def new_runner(drafts: int = 0) -> ModelRunner:
 
 
 def new_scheduler(prompts: list[list[int]], drafts: int = 0, **sampling) -> Scheduler:
-    config = SchedulerConfig(
-        max_model_len=64,
-        max_num_seqs=4,
-        max_num_batched_tokens=9,
-        drafting=DraftingConfig(num_speculative_tokens=drafts),
-    )
+    drafting = DraftingConfig(num_speculative_tokens=drafts)
+    config = SchedulerConfig(max_model_len=64, max_num_seqs=4, max_num_batched_tokens=9, drafting=drafting)
     scheduler = Scheduler(config, CacheConfig(num_gpu_blocks=40, block_size=4, enable_prefix_caching=False))
     for index, prompt in enumerate(prompts):
         params = SamplingParams(temperature=0.5 * (index % 2), seed=index, max_tokens=9, ignore_eos=True, **sampling)

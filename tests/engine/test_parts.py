@@ -1,14 +1,10 @@
 """Parts that a caller passes replace the engine's own, which are used otherwise."""
 
-import pytest
-
 from minivllm import LLM, SamplingParams
 from minivllm.config import EMBEDDED_MODEL, Parts
 from minivllm.core.block_hash import hash_block_tokens
 from minivllm.core.block_pool import BlockPool
 from minivllm.core.policy import DEFAULT_POLICY, SchedulingPolicy
-from minivllm.engine.arg_utils import EngineArgs
-from minivllm.errors import MinivllmError
 from minivllm.worker.paged_attention import PagedAttention
 from minivllm_lab.inside import core_of, runner_of
 
@@ -47,20 +43,3 @@ def test_every_part_is_used_and_the_tokens_stay():
     assert core_of(plain).scheduler.policy is DEFAULT_POLICY
     scheduler.start_over([])
     assert type(scheduler.kv_cache_manager.block_pool) is OwnPool, "also after a failed step"
-
-
-def test_rules_that_know_no_connector_do_not_go_with_one():
-    transfer = {"kv_connector": "TCPConnector", "kv_role": "kv_both"}
-    EngineArgs(kv_transfer_config=transfer, parts=Parts(policy=SchedulingPolicy(victim=min)))
-    own = SchedulingPolicy(schedule=print, find_prefix=print)  # type: ignore[arg-type]
-    with pytest.raises(MinivllmError, match=r"this parts\.policy: leave out its schedule and find_prefix"):
-        EngineArgs(kv_transfer_config=transfer, parts=Parts(policy=own))
-
-
-def test_what_is_no_part_is_refused():
-    with pytest.raises(MinivllmError, match="the part attention is 3"):
-        Parts(attention=3)  # type: ignore[arg-type]
-    with pytest.raises(MinivllmError, match="the policy's victim is 3; it must be a function"):
-        SchedulingPolicy(victim=3)  # type: ignore[arg-type]
-    with pytest.raises(MinivllmError, match="the part policy is 3; it must be SchedulingPolicy"):
-        LLM(EMBEDDED_MODEL, parts=Parts(policy=3), **ARGUMENTS)  # type: ignore[arg-type]

@@ -11,40 +11,32 @@ from core.test_random_workloads import SEEDS, Run, configs_of, serve
 from hypothesis import given, settings
 
 from minivllm.config import CacheConfig, DraftingConfig, SchedulerConfig
+from minivllm.core.engine_messages import EngineCoreOutput
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
+from minivllm.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from minivllm.engine.step_recorder import WAITING_SHOWN, StepRecorder
 
 
-class WatchedRun(Run):
-    """A random workload whose snapshots are compared with the scheduler, or the same workload
-    without a recorder.
-    """
+class WatchedScheduler(Scheduler):
+    """A scheduler that is compared with the snapshot of each of its steps."""
 
-    def __init__(self, scheduler: Scheduler, rng: Random, watch: bool) -> None:
-        super().__init__(scheduler, rng)
-        self.steps: list[dict[str, int]] = []
-        self.recorder = StepRecorder(scheduler) if watch else None
+    def __init__(self, *configs: Any) -> None:
+        super().__init__(*configs)
+        self.recorder, self.num_steps = StepRecorder(self), 0
 
-    def step(self, aborts_under_way: list[str]) -> None:
-        output = self.scheduler.schedule()
-        self.steps.append(dict(output.num_scheduled_tokens))
-        sampled = self.worker.execute(output)
-        self.abort(aborts_under_way)
-        outputs = self.scheduler.update_from_output(output, sampled)
-        for request_output in outputs:
-            self.receive(request_output)
-        self.scheduler.update_draft_token_ids(self.drafts(list(sampled.sampled_token_ids)))
-        if self.recorder is None:
-            return
+    def update_from_output(self, output: SchedulerOutput, sampled: ModelRunnerOutput) -> list[EngineCoreOutput]:
+        outputs = super().update_from_output(output, sampled)
+        self.num_steps += 1
         told = json.loads(self.recorder.snapshot(output, outputs))
-        check_state(self.scheduler, told)
+        check_state(self, told)
         assert [row[1] for row in told["batch"]] == list(output.num_scheduled_tokens.values())
         assert len(told["preempted"]) == len(output.preempted_req_ids)
         assert sum(row[3] for row in told["batch"]) == sum(len(output.new_token_ids) for output in outputs)
         admitted = {new.num_computed_tokens for new in output.scheduled_new_reqs}
         assert {row[4] for row in told["batch"]} - {-1} == admitted
-        assert told["step"] == len(self.steps)
+        assert told["step"] == self.num_steps
+        return outputs
 
 
 def check_state(scheduler: Scheduler, told: dict[str, Any]) -> None:
@@ -68,22 +60,19 @@ def check_state(scheduler: Scheduler, told: dict[str, Any]) -> None:
     assert len(set(numbers)) == len(numbers)
 
 
-def run(seed: int, watch: bool) -> WatchedRun:
-    rng = Random(seed)
-    workload, drafts = random_workload(rng), rng.choice([0, 0, 2])
-    configs = configs_of(workload, drafts, drafting=DraftingConfig(num_speculative_tokens=drafts))
-    under_way = WatchedRun(Scheduler(*configs), rng, watch)
-    serve(under_way, workload)
-    return under_way
-
-
 @settings(max_examples=25, deadline=None)
 @given(seed=SEEDS)
 def test_a_snapshot_is_the_state_and_watching_changes_nothing(seed: int) -> None:
-    watched, alone = run(seed, True), run(seed, False)
-    assert watched.steps == alone.steps
-    assert watched.received == alone.received
-    assert watched.reasons == alone.reasons
+    runs = []
+    for kind in (WatchedScheduler, Scheduler):
+        rng = Random(seed)
+        workload, drafts = random_workload(rng), rng.choice([0, 0, 2])
+        configs = configs_of(workload, drafts, drafting=DraftingConfig(num_speculative_tokens=drafts))
+        runs.append(Run(kind(*configs), rng))
+        serve(runs[-1], workload)
+    assert runs[0].received == runs[1].received
+    assert runs[0].reasons == runs[1].reasons
+    assert runs[0].scheduler.make_stats() == runs[1].scheduler.make_stats()
 
 
 def test_a_request_keeps_its_number_and_a_change_between_steps_is_no_step() -> None:

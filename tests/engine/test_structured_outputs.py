@@ -176,14 +176,14 @@ def test_several_completions_have_a_place_each(llm):
     assert len(set(texts)) > 1
 
 
-@pytest.mark.parametrize(
-    ("settings", "text"),
-    [
-        ({}, "[ 1 , 1 ]"),
-        ({"disable_any_whitespace": True}, "[1,1]"),
-        ({"whitespace_pattern": " {2}"}, "[  1  ,  1  ]"),
-    ],
-)
+WHITESPACE = [
+    ({}, "[ 1 , 1 ]"),
+    ({"disable_any_whitespace": True}, "[1,1]"),
+    ({"whitespace_pattern": " {2}"}, "[  1  ,  1  ]"),
+]
+
+
+@pytest.mark.parametrize(("settings", "text"), WHITESPACE)
 def test_whitespace_is_as_the_request_says(llm, settings, text):
     """The model would otherwise generate nothing but spaces."""
     two = {"type": "array", "items": {"const": 1}, "minItems": 2, "maxItems": 2}
@@ -228,20 +228,20 @@ def test_without_constraints_no_step_waits_for_a_grammar(llm, monkeypatch):
     assert llm.generate(PROMPT, SamplingParams(max_tokens=3), use_tqdm=False)[0].outputs[0].finish_reason == "length"
 
 
-@pytest.mark.parametrize(
-    ("constraint", "message"),
-    [
-        ({"regex": "("}, "regex parse error"),
-        ({"json": {"type": "nothing"}}, "Invalid type: nothing"),
-        ({"json": "{"}, "the constraint cannot be read"),
-        ({"json": {"type": "string", "pattern": "("}}, "regex parse error"),
-        ({"grammar": "start: foo"}, "unknown name"),
-        ({"grammar": 'root ::= ("'}, "the constraint cannot be read"),
-        ({"grammar": "root ::= " + "(" * 9000}, "the constraint cannot be read"),
-        ({"regex": "a" * (MOST_CHARACTERS + 1)}, "at most 262,144 are served"),
-        ({"json_object": True, "whitespace_pattern": "("}, "regex parse error"),
-    ],
-)
+MALFORMED = [
+    ({"regex": "("}, "regex parse error"),
+    ({"json": {"type": "nothing"}}, "Invalid type: nothing"),
+    ({"json": "{"}, "the constraint cannot be read"),
+    ({"json": {"type": "string", "pattern": "("}}, "regex parse error"),
+    ({"grammar": "start: foo"}, "unknown name"),
+    ({"grammar": 'root ::= ("'}, "the constraint cannot be read"),
+    ({"grammar": "root ::= " + "(" * 9000}, "the constraint cannot be read"),
+    ({"regex": "a" * (MOST_CHARACTERS + 1)}, "at most 262,144 are served"),
+    ({"json_object": True, "whitespace_pattern": "("}, "regex parse error"),
+]
+
+
+@pytest.mark.parametrize(("constraint", "message"), MALFORMED)
 def test_a_malformed_constraint_is_one_line(llm, constraint, message):
     with pytest.raises(MinivllmError, match=message) as error:
         conforming(llm, [StructuredOutputsParams(**constraint)])
@@ -249,20 +249,20 @@ def test_a_malformed_constraint_is_one_line(llm, constraint, message):
     assert len(str(error.value)) < 500
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({}, "has no constraint"),
-        ({"regex": "a", "choice": ["b"]}, "regex and choice; give only one"),
-        ({"choice": []}, "a list of strings, not empty"),
-        ({"choice": "yes"}, "a list of strings"),
-        ({"choice": ["\ud800"]}, "half a character"),
-        ({"json": 1}, "must be a JSON schema"),
-        ({"regex": 1}, "regex is 1; it must be a string"),
-        ({"structural_tag": "{}"}, "it is not served here"),
-        ({"json": {}, "disable_additional_properties": True}, "is not served"),
-    ],
-)
+NO_CONSTRAINTS = [
+    ({}, "has no constraint"),
+    ({"regex": "a", "choice": ["b"]}, "regex and choice; give only one"),
+    ({"choice": []}, "a list of strings, not empty"),
+    ({"choice": "yes"}, "a list of strings"),
+    ({"choice": ["\ud800"]}, "half a character"),
+    ({"json": 1}, "must be a JSON schema"),
+    ({"regex": 1}, "regex is 1; it must be a string"),
+    ({"structural_tag": "{}"}, "it is not served here"),
+    ({"json": {}, "disable_additional_properties": True}, "is not served"),
+]
+
+
+@pytest.mark.parametrize(("fields", "message"), NO_CONSTRAINTS)
 def test_a_constraint_that_is_none_is_refused(fields, message):
     assert_refused(message, StructuredOutputsParams, **fields)
 

@@ -208,10 +208,19 @@ def test_ranks_that_are_stuck_are_killed_at_shutdown(ranks):
         ranks.call("who")
 
 
+BEGINNING = """
+import os, sys, time
+sys.path.insert(0, {folder!r})
+import ranks_module
+from minivllm.executor.rank_processes import RankProcesses
+ranks = RankProcesses(ranks_module.Worker, (), 2)
+"""
+
+
 def run_script(folder: Path, module: str, script: str) -> subprocess.Popen[str]:
-    """Run a script that starts ranks from `ranks_module`; its output can be read."""
+    """Run a script on two ranks with a worker of this module; its output can be read."""
     (folder / "ranks_module.py").write_text(module)
-    (folder / "script.py").write_text(f"import sys\nsys.path.insert(0, {str(folder)!r})\n{script}")
+    (folder / "script.py").write_text(BEGINNING.format(folder=str(folder)) + script)
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen([sys.executable, "-P", folder / "script.py"], **pipes, start_new_session=True)
 
@@ -221,12 +230,7 @@ import os, sys, time
 if sys.argv[0].endswith("child_main.py"):
     os.write(1, f"{os.getpid()}\\n".encode())
     time.sleep(20)
-def make(rank): pass
-"""
-STARTS = """
-import ranks_module
-from minivllm.executor.rank_processes import RankProcesses
-RankProcesses(ranks_module.make, (), 2)
+def Worker(rank): pass
 """
 WORKS = """
 import os, time
@@ -237,29 +241,16 @@ class Worker:
         os.write(1, f"{os.getpid()}\\n".encode())
         time.sleep(60)
 """
-WORKING = """
-import ranks_module
-from minivllm.executor.rank_processes import RankProcesses
-RankProcesses(ranks_module.Worker, (), 2).call("work")
-"""
-LEAVING = """
-import ranks_module
-from minivllm.executor.rank_processes import RankProcesses
-ranks = RankProcesses(ranks_module.Worker, (), 2)
-print(*(process.pid for process in ranks.processes))
-"""
+WORKING = 'ranks.call("work")'
+LEAVING = "print(*(process.pid for process in ranks.processes))"
 FORKING = """
-import os, time
-import ranks_module
-from minivllm.executor.rank_processes import RankProcesses
-ranks = RankProcesses(ranks_module.Worker, (), 2)
 if os.fork() == 0:
     time.sleep(4)
     os._exit(0)
 ranks.call("work")
 """
 BOTH = pytest.mark.parametrize(
-    ("module", "script"), [(SLOW_IN_RANKS, STARTS), (WORKS, WORKING)], ids=["while they start", "while they work"]
+    ("module", "script"), [(SLOW_IN_RANKS, ""), (WORKS, WORKING)], ids=["while they start", "while they work"]
 )
 
 
@@ -349,18 +340,13 @@ def catching_interrupts() -> Iterator[list[bool]]:
         signal.signal(signal.SIGINT, before)
 
 
-def interrupted_at_line(number: int, function: Callable[[], object], where: str = "") -> bool:
-    """Call the function and send Ctrl-C at its `number`-th line in files whose path contains
-    `where`.
-
-    Returns:
-        True if the function has that many lines.
-    """
+def interrupted_at_line(number: int, function: Callable[[], object]) -> bool:
+    """Call the function and send Ctrl-C at its `number`-th line; return whether it has that many."""
     lines = 0
 
-    def trace(frame: FrameType, event: str, _: object) -> Any:
+    def trace(_: FrameType, event: str, __: object) -> Any:
         nonlocal lines
-        if event == "line" and where in frame.f_code.co_filename:
+        if event == "line":
             lines += 1
             if lines == number:
                 signal.raise_signal(signal.SIGINT)

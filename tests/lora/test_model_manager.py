@@ -206,16 +206,16 @@ def test_rows_have_the_slots_of_their_tokens_and_the_last_layer_its_own(worker):
     assert step.meta_of(torch.zeros(9, 1)) is None
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"max_loras": 0}, "max_loras is 0"),
-        ({"max_lora_rank": 12}, "one of 1, 8, 16"),
-        ({"max_lora_rank": True}, "one of"),
-        ({"max_loras": 4, "max_cpu_loras": 3}, "at least max_loras"),
-        ({"max_cpu_loras": "3"}, "max_cpu_loras"),
-        ({"lora_dtype": "int8"}, "lora_dtype"),
-    ],
-)
+WRONG = [
+    ({"max_loras": 0}, "max_loras is 0"),
+    ({"max_lora_rank": 12}, "one of 1, 8, 16"),
+    ({"max_lora_rank": True}, "one of"),
+    ({"max_loras": 4, "max_cpu_loras": 3}, "at least max_loras"),
+    ({"max_cpu_loras": "3"}, "max_cpu_loras"),
+    ({"lora_dtype": "int8"}, "lora_dtype"),
+]
+
+
+@pytest.mark.parametrize(("settings", "message"), WRONG)
 def test_wrong_settings_are_refused_in_one_line(settings, message):
     assert_refused(message, LoRAConfig, **settings)
