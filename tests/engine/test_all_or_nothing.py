@@ -43,48 +43,30 @@ class Boom(BaseException):
     """An exception that, like a KeyboardInterrupt, no handler on the way catches."""
 
 
-class RaiseAtLine:
-    """A tracer that raises when the code in `folder` has run `line` lines; `places` lists the lines
-    that ran.
-    """
+@contextmanager
+def raising_at_line(line: int) -> Iterator[list[tuple[str, int]]]:
+    """Raise when the engine has run `line` lines; yield a list of the lines that ran."""
+    places: list[tuple[str, int]] = []
 
-    def __init__(self, line: int, folder: str = ENGINE) -> None:
-        self.line = line
-        self.folder = folder
-        self.places: list[tuple[str, int]] = []
-
-    @property
-    def count(self) -> int:
-        return len(self.places)
-
-    @property
-    def place(self) -> tuple[str, int]:
-        return self.places[-1]
-
-    def __enter__(self):
-        sys.settrace(self._call)
-        return self
-
-    def __exit__(self, *_):
-        sys.settrace(None)
-
-    def _call(self, frame, event, argument):
+    def traced(frame, event, argument):
         name = frame.f_code.co_filename
-        if (
-            not name.startswith(self.folder)
-            or any(part in name for part in LEFT_ALONE)
-            or frame.f_code.co_name in HANDLERS
-        ):
+        if not name.startswith(ENGINE) or any(part in name for part in LEFT_ALONE) or frame.f_code.co_name in HANDLERS:
             return None
-        return self._line
+        return of_line
 
-    def _line(self, frame, event, argument):
+    def of_line(frame, event, argument):
         if event == "line":
-            self.places.append((frame.f_code.co_filename, frame.f_lineno))
-            if self.count == self.line:
+            places.append((frame.f_code.co_filename, frame.f_lineno))
+            if len(places) == line:
                 sys.settrace(None)
-                raise Boom(self.place)
-        return self._line
+                raise Boom(places[-1])
+        return of_line
+
+    sys.settrace(traced)
+    try:
+        yield places
+    finally:
+        sys.settrace(None)
 
 
 @pytest.fixture(scope="module")
@@ -119,16 +101,16 @@ def test_raised_at_many_places(llm, expected):
     """
     check(llm, expected)
     assert llm.llm_engine.stats.spec_decoding_stats.num_accepted_tokens > 0
-    with RaiseAtLine(-1) as never:
+    with raising_at_line(-1) as places:
         greedy_answers(llm, PROMPTS, 8)
     times: dict[tuple[str, int], list[int]] = {}
-    for line, place in enumerate(never.places, start=1):
+    for line, place in enumerate(places, start=1):
         times.setdefault(place, []).append(line)
     chance, seen = random.Random(0), set()
     for place in sorted(times)[:: max(1, len(times) // 45)]:
-        with RaiseAtLine(chance.choice(times[place])) as raiser, pytest.raises(Boom):
+        with raising_at_line(chance.choice(times[place])) as places, pytest.raises(Boom):
             llm.generate(PROMPTS, GREEDY, use_tqdm=False)
-        seen.add(raiser.place)
+        seen.add(places[-1])
         check(llm, expected)
     assert len(seen) > 40, "the lines were to be many different ones"
 

@@ -17,6 +17,7 @@ from patience import eventually
 
 from minivllm import LLM, SamplingParams
 from minivllm.config import EMBEDDED_MODEL, Parts
+from minivllm.core.block_pool import BlockPool
 from minivllm.core.policy import SchedulingPolicy
 from minivllm.engine import async_llm
 from minivllm.engine.arg_utils import EngineArgs
@@ -230,12 +231,14 @@ def test_every_output_of_a_large_step_reaches_its_reader(on_thread, monkeypatch)
     assert on_thread(work) == [3] * 9
 
 
-def test_a_policy_of_the_callers_schedules_and_the_cores_end_ends_its_readers():
-    policy = SchedulingPolicy(victim=lambda running, *_: running[-1])
+def test_a_policy_and_pool_of_the_callers_schedule_and_the_cores_end_ends_its_readers():
+    pool = type("OwnPool", (BlockPool,), {})
+    policy = SchedulingPolicy(victim=lambda running, *_: running[-1], block_pool=pool)
 
     async def work(engine):
         assert isinstance(engine.engine_core, AsyncThreadClient)
-        assert engine.engine_core.engine_core.scheduler.policy is policy
+        scheduler = engine.engine_core.engine_core.scheduler
+        assert (scheduler.policy, type(scheduler.kv_cache_manager.block_pool)) == (policy, pool)
         assert await collected(engine, "x", params(RequestOutputKind.FINAL_ONLY), "a")
         engine.engine_core.shutdown()
         with pytest.raises(EngineDeadError):

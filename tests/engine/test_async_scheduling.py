@@ -2,12 +2,10 @@
 requests than it must.
 """
 
-import random
 from dataclasses import replace
 
 import pytest
 from engine.mixed_requests import GREEDY, PROMPTS, WISHES, all_blocks_are_free, greedy_answers, run_out
-from engine.test_all_or_nothing import Boom, RaiseAtLine
 
 from minivllm import LLM, SamplingParams
 from minivllm.config import EMBEDDED_MODEL, ModelConfig, Parts
@@ -127,19 +125,6 @@ def test_a_failed_step_ends_its_requests_and_the_one_behind_it_is_computed_again
     assert errors == dict.fromkeys(calls[number].num_scheduled_tokens, "RuntimeError: out of luck")
     assert {name: tokens[name] for name in tokens if name not in errors} == {"6": greedy_tokens[6]}
     assert drained(llm)
-
-
-def test_raised_at_many_lines(llm, greedy_tokens):
-    with RaiseAtLine(-1) as never:
-        llm.generate(PROMPTS, GREEDY, use_tqdm=False)
-    seen = set()
-    for line in random.Random(0).sample(range(1, never.count), 5):
-        with RaiseAtLine(line) as raiser, pytest.raises(Boom):
-            llm.generate(PROMPTS, GREEDY, use_tqdm=False)
-        seen.add(raiser.place)
-        assert greedy_answers(llm, PROMPTS, 16) == greedy_tokens, raiser.place
-        assert drained(llm)
-    assert len(seen) > 3, "the lines were to be different ones"
 
 
 DEFAULTS = [

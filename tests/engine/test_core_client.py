@@ -49,22 +49,18 @@ def apart():
     llm.shutdown()
 
 
-def without_times(outputs):
+def answers(llm):
+    outputs = llm.generate(PROMPTS, PARAMS, priority=[*range(6)] * 2)
     for output in outputs:
         output.metrics = output.request_id = None
     return outputs
-
-
-def answers(llm, priority=None):
-    return without_times(llm.generate(PROMPTS, PARAMS, priority=priority))
 
 
 def test_the_same_answers_from_a_process(apart):
     """Drafts, an int8 cache, chunks, priorities and preemptions cross the seam too."""
     here = LLM(EMBEDDED_MODEL, **SETTINGS)
     assert here.llm_engine.engine_core.ready == apart.llm_engine.engine_core.ready
-    ours, theirs = (answers(llm, priority=[*range(6)] * 2) for llm in (here, apart))
-    assert ours == theirs
+    assert answers(here) == answers(apart)
     for stats in (here.llm_engine.stats, apart.llm_engine.stats):  # which requests share a step depends on the clock
         assert 0 < stats.spec_decoding_stats.num_accepted_tokens <= stats.spec_decoding_stats.num_draft_tokens
         assert (stats.num_running_reqs, stats.num_waiting_reqs, stats.kv_cache_usage) == (0, 0, 0.0)

@@ -15,7 +15,7 @@ from engine.mixed_requests import PROMPTS
 from minivllm import LLM, SamplingParams
 from minivllm.config import EMBEDDED_MODEL
 from minivllm.platforms.threads import has_numba
-from minivllm.worker.cuda_graphs import capture_sizes, padded_size
+from minivllm.worker.cuda_graphs import capture_sizes
 from minivllm.worker.input_batch import StepInputs
 from minivllm_lab.inside import core_of, runner_of
 
@@ -38,17 +38,6 @@ CAPTURED = [
 @pytest.mark.parametrize(("max_num_seqs", "sizes"), CAPTURED)
 def test_capture_sizes(max_num_seqs, sizes):
     assert capture_sizes(max_num_seqs) == sizes
-
-
-def test_every_batch_up_to_the_largest_graph_has_the_smallest_that_it_fits_into():
-    for max_num_seqs in (*range(1, 40), *range(40, 700, 31)):
-        sizes = capture_sizes(max_num_seqs)
-        assert sizes == sorted(set(sizes))
-        assert sizes[-1] <= min(2 * max_num_seqs, 512)
-        for num_rows in range(1, max_num_seqs + 1):
-            size = padded_size(num_rows, sizes)
-            assert size == min((size for size in sizes if size >= num_rows), default=None)
-            assert size is not None or num_rows > 512
 
 
 @pytest.fixture(scope="module")

@@ -94,17 +94,14 @@ def test_by_default_a_bad_file_fails_the_request_that_needs_it(tmp_path: Path) -
     assert not list(tmp_path.rglob("*.kv")) or external_hits(llm) == 32
 
 
-def test_ranks_save_and_load_their_parts(tmp_path: Path) -> None:
+def test_ranks_save_and_load_their_parts(request: Any, tmp_path: Path) -> None:
     asked, settings = prompts(5, 4), SMALL | {"tensor_parallel_size": 2}
     expected = answers(LLM(**SMALL), asked)
     for _ in range(2):
         llm = LLM(**settings, kv_transfer_config=transfer(tmp_path))
-        try:
-            assert answers(llm, asked) == expected
-            hits = external_hits(llm)
-        finally:
-            llm.shutdown()
-    assert hits > 50
+        request.addfinalizer(llm.shutdown)
+        assert answers(llm, asked) == expected
+    assert external_hits(llm) > 50
 
 
 def test_on_a_gpu_a_step_waits_for_the_forward_pass_before_it_and_not_for_copies(monkeypatch) -> None:

@@ -112,14 +112,12 @@ def test_the_same_tokens_whatever_the_settings(folder, expected, changes):
 
 
 @pytest.mark.parametrize("changes", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}], ids=str)
-def test_the_same_tokens_on_two_ranks(folder, expected, changes):
+def test_the_same_tokens_on_two_ranks(request, folder, expected, changes):
     llm = LLM(folder, **SETTINGS, **changes, max_num_batched_tokens=24)
-    try:
-        assert tokens_of(llm) == expected
-        counted = LATENT_BYTES // changes.get("pipeline_parallel_size", 1)
-        assert core_of(llm).ledger.bytes_per_token == counted, "a rank has whole latents, of its own layers"
-    finally:
-        llm.shutdown()
+    request.addfinalizer(llm.shutdown)
+    assert tokens_of(llm) == expected
+    counted = LATENT_BYTES // changes.get("pipeline_parallel_size", 1)
+    assert core_of(llm).ledger.bytes_per_token == counted, "a rank has whole latents, of its own layers"
 
 
 def test_the_same_tokens_with_graphs(folder, expected):
@@ -147,19 +145,17 @@ def pulling_engine(folder, name: str, role: str, **others) -> LLM:
 
 
 @pytest.mark.parametrize("name", ["TCPConnector", pytest.param("NixlConnector", marks=pytest.mark.nixl)])
-def test_latents_pulled_from_a_prefill_engine(folder, name):
+def test_latents_pulled_from_a_prefill_engine(request, folder, name):
     expected = greedy_answers(LLM(folder, **SETTINGS), PULLED, max_tokens=16)
     prefill = pulling_engine(folder, name, "kv_producer", multiprocess=True)
-    try:
-        asked = SamplingParams(temperature=0.0, max_tokens=1, extra_args={"kv_transfer_params": TO_DECODE})
-        told = [output.kv_transfer_params for output in prefill.generate(PULLED, asked)]
-        wishes = [dataclasses.replace(GREEDY, extra_args={"kv_transfer_params": where}) for where in told]
-        decode = pulling_engine(folder, name, "kv_consumer")
-        assert completions_of(decode, PULLED, wishes) == [[tokens] for tokens in expected]
-        assert core_of(decode).scheduler.make_stats().connector_prefix_cache_stats.hits > 100
-        core_of(decode).shutdown()
-    finally:
-        prefill.shutdown()
+    request.addfinalizer(prefill.shutdown)
+    asked = SamplingParams(temperature=0.0, max_tokens=1, extra_args={"kv_transfer_params": TO_DECODE})
+    told = [output.kv_transfer_params for output in prefill.generate(PULLED, asked)]
+    wishes = [dataclasses.replace(GREEDY, extra_args={"kv_transfer_params": where}) for where in told]
+    decode = pulling_engine(folder, name, "kv_consumer")
+    assert completions_of(decode, PULLED, wishes) == [[tokens] for tokens in expected]
+    assert core_of(decode).scheduler.make_stats().connector_prefix_cache_stats.hits > 100
+    core_of(decode).shutdown()
 
 
 @pytest.mark.interpreted

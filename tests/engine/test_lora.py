@@ -75,13 +75,6 @@ def test_mixed_in_one_batch_and_after_eviction(llm):
     assert set(manager.lora_index_to_id) <= {1, 2, 3}
 
 
-def test_a_prefix_that_another_adapter_has_cached_is_not_found(llm):
-    for name in ("a", "b", None):
-        first, second = (answer(llm, request(name), [5, *PROMPT * 6]) for _ in range(2))
-        assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 48), name
-        assert first.outputs[0].token_ids == second.outputs[0].token_ids
-
-
 def test_an_adapter_that_is_read_anew_hits_nothing_that_was_cached_for_it(llm, tmp_path):
     """Name, id and path stay the same; only the folder's contents differ."""
     adapter, prompt = LoRARequest("written", 9, str(tmp_path / "written")), [6, *PROMPT * 6]

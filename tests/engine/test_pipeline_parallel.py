@@ -91,13 +91,11 @@ def test_while_one_group_of_requests_is_on_a_stage_another_is_on_the_next(llm, m
     assert in_flight.count(2) > 0.8 * len(in_flight)
 
 
-def test_two_ranks_in_each_of_two_stages(expected):
+def test_two_ranks_in_each_of_two_stages(request, expected):
     llm = LLM(EMBEDDED_MODEL, **SETTINGS, tensor_parallel_size=2, pipeline_parallel_size=2, max_num_batched_tokens=24)
-    try:
-        assert completions_of(llm) == expected
-        assert core_of(llm).executor.ranks.size == 4
-    finally:
-        llm.shutdown()
+    request.addfinalizer(llm.shutdown)
+    assert completions_of(llm) == expected
+    assert core_of(llm).executor.ranks.size == 4
 
 
 def test_layers_by_stage():

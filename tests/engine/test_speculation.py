@@ -323,9 +323,7 @@ def test_drawn_drafts_leave_the_distribution_as_it_is_and_are_accepted_as_often_
 
 
 @pytest.mark.parametrize(
-    ("method", "ahead"),
-    [({"prompt_lookup_min": 1}, False), ({"model": str(EMBEDDED_DRAFT)}, True)],
-    ids=["ngram", "draft_model-ahead"],
+    ("method", "ahead"), [({"prompt_lookup_min": 1}, False), ({"model": str(EMBEDDED_DRAFT)}, True)]
 )
 def test_fewer_drafts_or_none_at_times_change_no_token_of_a_greedy_request(plain, method, ahead):
     prompts = [REPETITIVE, REPETITIVE[:60], REPETITIVE, "class Stack:\n    def __init__", REPETITIVE]

@@ -79,9 +79,7 @@ def test_a_ray_cluster_that_does_not_answer_is_one_line(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("has_connector", "seconds", "noted"),
-    [(True, 0.0, ["0", "1"]), (True, 2 * PATIENCE, []), (False, 0.0, [])],
-    ids=["connector", "connector that hangs", "none"],
+    ("has_connector", "seconds", "noted"), [(True, 0.0, ["0", "1"]), (True, 2 * PATIENCE, []), (False, 0.0, [])]
 )
 def test_ranks_end_what_their_connector_has_started(tmp_path, monkeypatch, has_connector, seconds, noted):
     monkeypatch.setattr("minivllm.executor.multiproc_executor.SECONDS_TO_LEAVE", 0.5 if seconds else PATIENCE)

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import timeit
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -379,18 +380,6 @@ def interrupted_after(seconds: float, function: Callable[[], object]) -> bool:
     return bool(interrupted)
 
 
-def quickest(function: Callable[[], object]) -> float:
-    """Return the seconds of the fastest of three calls: signals timed by a slow one would come too
-    late.
-    """
-    seconds = []
-    for _ in range(3):
-        start = time.monotonic()
-        function()
-        seconds.append(time.monotonic() - start)
-    return min(seconds)
-
-
 def require_right_answers(ranks: RankProcesses, number: int) -> None:
     """Expect both ranks to have run the same calls, and to answer this one."""
     (rank_0, done_by_0, heard_by_0), (rank_1, done_by_1, heard_by_1) = ranks.call("who", number)
@@ -456,7 +445,7 @@ def ranks_here() -> set[Any]:
 def test_interrupted_starts_leave_nobody():
     """Interrupts come at moments all through a start of about 0.2 s, and at some of its lines."""
     others, random, interrupted = ranks_here(), Random(2), 0
-    seconds = quickest(lambda: RankProcesses(double, (), 2).shutdown())
+    seconds = min(timeit.repeat(lambda: RankProcesses(double, (), 2).shutdown(), repeat=3, number=1))
     for part in range(6):
         moment = (part + random.uniform(0.1, 1.0)) / 6 * seconds
         interrupted += interrupted_after(moment, lambda: RankProcesses(double, (), 2).shutdown())

@@ -19,6 +19,7 @@ from minivllm.memory import estimated_activation_peak, kv_bytes_per_token, kv_ca
 from minivllm_simulate.hardware import get_hardware
 from minivllm_simulate.known_models import CONFIGS, known_model
 from minivllm_simulate.memory import kv_groups, memory_ledger, num_parameters, rotary_table_bytes, weight_bytes
+from minivllm_simulate.memory.adapters import adapter_parameters
 
 LLAMA = {
     "model_type": "llama", "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
@@ -323,6 +324,9 @@ NONSENSE = [
     (lambda: rotary_table_bytes(WHOLE, "int3"), "dtype.*int3"),
     (lambda: kv_bytes_per_token(WHOLE, "int3"), "KV cache 'int3'"),
     (lambda: max_concurrency(100, 0), "max_model_len.*0"),
+    (lambda: adapter_parameters(WHOLE, 0), "rank"),
+    (lambda: adapter_parameters(WHOLE, 8, ("lm_head",)), "lm_head"),
+    (lambda: adapter_parameters(known_model("DeepSeek-V2-Lite"), 8), "ordinary attention"),
     (lambda: memory_ledger(WHOLE, None), "GPU None"),
     (lambda: memory_ledger(WHOLE, "H100", gpu_memory_utilization="x"), "gpu_memory_utilization.*'x'"),
     (lambda: memory_ledger(WHOLE, "H100", gpu_memory_utilization=1.5), "gpu_memory_utilization.*1.5"),

@@ -14,6 +14,7 @@ from minivllm.config.units import GIB
 from minivllm.errors import UnsupportedModelError
 from minivllm_simulate.known_models import HYBRIDS, known_model
 from minivllm_simulate.memory import memory_ledger, num_parameters, parameter_groups, routed_parameters, weight_bytes
+from minivllm_simulate.memory.adapters import adapter_bytes
 
 TEXT = {
     "vocab_size": 96, "hidden_size": 64, "intermediate_size": 80, "num_hidden_layers": 8, "num_attention_heads": 4,
@@ -73,6 +74,11 @@ def test_published_parameters_that_a_token_passes(name, billions):
 @pytest.mark.parametrize(("name", "gib"), [("gpt-oss-20b", 12.8), ("gpt-oss-120b", 60.8)])  # arXiv 2508.10925, table 1
 def test_checkpoints_in_mxfp4(name, gib):
     assert weight_bytes(known_model(name)) / GIB == pytest.approx(gib, abs=0.05)
+
+
+def test_an_adapter_has_the_published_size():
+    """Rank 16 on all linears of Llama-3-8B takes 84 MB in bf16."""
+    assert adapter_bytes(known_model("Meta-Llama-3-8B"), 16) == 83_886_080
 
 
 def test_weights_equal_a_start_up_log():

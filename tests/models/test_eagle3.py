@@ -14,7 +14,6 @@ from minivllm.config import EMBEDDED_DRAFT, EMBEDDED_EAGLE3, EMBEDDED_MODEL, Mod
 from minivllm.errors import MinivllmError, UnsupportedModelError
 from minivllm.models.attention import CausalAttention
 from minivllm.models.eagle3 import Eagle3Config, load_eagle3
-from minivllm.models.forward_context import AuxHiddenStates, ForwardContext
 from minivllm.models.loader import load_model
 
 PLACES, FIRST = 12, 5
@@ -93,21 +92,6 @@ def test_only_the_rows_asked_for_are_drafted_after_and_what_is_given_stays(targe
     torch.testing.assert_close(some, every[[2, 5]], atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(some_hidden, every_hidden[[2, 5]], atol=1e-4, rtol=1e-4)
     assert torch.equal(hidden, arguments)
-
-
-@torch.inference_mode()
-def test_the_decoder_hands_out_the_hidden_states_of_transformers(target):
-    from transformers import AutoModelForCausalLM
-
-    ids = torch.arange(50, 70)
-    theirs = AutoModelForCausalLM.from_pretrained(EMBEDDED_MODEL, dtype=torch.float32)
-    expected = theirs(ids[None], output_hidden_states=True).hidden_states
-    aux = AuxHiddenStates((0, 1, 3))
-    attention, rows = CausalAttention(target.config), torch.tensor([19])
-    hidden = target(ids, torch.arange(20), ForwardContext(attention, aux), rows)
-    assert torch.equal(hidden, target(ids, torch.arange(20), attention, rows))
-    for layer_id, states in zip(aux.layer_ids, aux.states, strict=True):
-        torch.testing.assert_close(states, expected[layer_id][0], atol=1e-4, rtol=1e-4)
 
 
 @torch.inference_mode()
