@@ -4,6 +4,8 @@ with them.
 
 from pathlib import Path
 
+from minivllm import LoRARequest
+
 ADAPTERS = Path(__file__).parents[1] / "lora_adapters"
 PROMPT = [516, 994, 8, 65, 12, 309, 288, 281, 386]
 EXPECTED = {
@@ -13,3 +15,7 @@ EXPECTED = {
     "c": [309, 199, 199, 3, 3, 3, 3, 3],
 }
 """Eight greedy tokens in fp32 after PROMPT, without an adapter and with each."""
+
+
+def request(name: str | None) -> LoRARequest | None:
+    return None if name is None else LoRARequest(name, "abc".index(name) + 1, str(ADAPTERS / name))

@@ -47,9 +47,22 @@ def completions_of(llm: LLM, prompts: list[Any] = PROMPTS, params: Any = WISHES)
 def reschedule(llm: LLM, budget: int, num_blocks: int | None = None, caching: bool = True) -> None:
     """Give the engine another scheduler for the same ranks."""
     core = core_of(llm)
-    while core.has_unfinished_requests():
-        core.step()
+    run_out(core)
     core.executor.collective_rpc("reset")
     config, cache = core.scheduler.config, core.scheduler.cache_config
     cache = replace(cache, enable_prefix_caching=caching, num_gpu_blocks=num_blocks or core.ledger.num_blocks)
     core.scheduler = type(core.scheduler)(replace(config, max_num_batched_tokens=budget), cache)
+
+
+def run_out(engine: Any) -> list[Any]:
+    """Step an engine, or a core, until no request is left; return all outputs."""
+    outputs = []
+    while engine.has_unfinished_requests():
+        step = engine.step()
+        outputs += getattr(step, "outputs", step)
+    return outputs
+
+
+def all_blocks_are_free(llm: Any) -> bool:
+    pool = core_of(llm).scheduler.kv_cache_manager.block_pool
+    return pool.get_num_free_blocks() == pool.num_usable_blocks

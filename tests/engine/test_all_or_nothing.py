@@ -7,11 +7,15 @@ import random
 import signal
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
+from engine.mixed_requests import all_blocks_are_free, greedy_answers, run_out
 from refusals import assert_refused
 
 import minivllm.errors
@@ -39,48 +43,30 @@ class Boom(BaseException):
     """An exception that, like a KeyboardInterrupt, no handler on the way catches."""
 
 
-class RaiseAtLine:
-    """A tracer that raises when the code in `folder` has run `line` lines; `places` lists the lines
-    that ran.
-    """
+@contextmanager
+def raising_at_line(line: int) -> Iterator[list[tuple[str, int]]]:
+    """Raise when the engine has run `line` lines; yield a list of the lines that ran."""
+    places: list[tuple[str, int]] = []
 
-    def __init__(self, line: int, folder: str = ENGINE) -> None:
-        self.line = line
-        self.folder = folder
-        self.places: list[tuple[str, int]] = []
-
-    @property
-    def count(self) -> int:
-        return len(self.places)
-
-    @property
-    def place(self) -> tuple[str, int]:
-        return self.places[-1]
-
-    def __enter__(self):
-        sys.settrace(self._call)
-        return self
-
-    def __exit__(self, *_):
-        sys.settrace(None)
-
-    def _call(self, frame, event, argument):
+    def traced(frame, event, argument):
         name = frame.f_code.co_filename
-        if (
-            not name.startswith(self.folder)
-            or any(part in name for part in LEFT_ALONE)
-            or frame.f_code.co_name in HANDLERS
-        ):
+        if not name.startswith(ENGINE) or any(part in name for part in LEFT_ALONE) or frame.f_code.co_name in HANDLERS:
             return None
-        return self._line
+        return of_line
 
-    def _line(self, frame, event, argument):
+    def of_line(frame, event, argument):
         if event == "line":
-            self.places.append((frame.f_code.co_filename, frame.f_lineno))
-            if self.count == self.line:
+            places.append((frame.f_code.co_filename, frame.f_lineno))
+            if len(places) == line:
                 sys.settrace(None)
-                raise Boom(self.place)
-        return self._line
+                raise Boom(places[-1])
+        return of_line
+
+    sys.settrace(traced)
+    try:
+        yield places
+    finally:
+        sys.settrace(None)
 
 
 @pytest.fixture(scope="module")
@@ -92,17 +78,14 @@ def llm():
 @pytest.fixture(scope="module")
 def expected():
     plain = LLM(EMBEDDED_DRAFT, **SETTINGS, num_gpu_blocks_override=200, enable_prefix_caching=False)
-    return [output.outputs[0].token_ids for output in plain.generate(PROMPTS, GREEDY, use_tqdm=False)]
+    return greedy_answers(plain, PROMPTS, 8)
 
 
 def check(llm, expected):
     """Expect the usual tokens, every block free, and nothing left in front end or core."""
-    actual = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
-    assert actual == expected
-    core = core_of(llm)
-    pool = core.scheduler.kv_cache_manager.block_pool
-    assert pool.get_num_free_blocks() == pool.num_usable_blocks
-    assert not core.scheduler.requests
+    assert greedy_answers(llm, PROMPTS, 8) == expected
+    assert all_blocks_are_free(llm)
+    assert not core_of(llm).scheduler.requests
     assert not llm.llm_engine.output_processor.states
     assert not llm.llm_engine._children
 
@@ -112,69 +95,62 @@ def generate_for_ever(llm, prompts, params):
         llm.generate(prompts, params, use_tqdm=False)
 
 
-def places_of_a_run(llm):
-    with RaiseAtLine(-1) as never:
-        llm.generate(PROMPTS, GREEDY, use_tqdm=False)
-    return never.places
-
-
 def test_raised_at_many_places(llm, expected):
     """The exception is raised at source lines spread over the engine, each at one of the times that
     it runs.
     """
     check(llm, expected)
     assert llm.llm_engine.stats.spec_decoding_stats.num_accepted_tokens > 0
+    with raising_at_line(-1) as places:
+        greedy_answers(llm, PROMPTS, 8)
     times: dict[tuple[str, int], list[int]] = {}
-    for line, place in enumerate(places_of_a_run(llm), start=1):
+    for line, place in enumerate(places, start=1):
         times.setdefault(place, []).append(line)
     chance, seen = random.Random(0), set()
     for place in sorted(times)[:: max(1, len(times) // 45)]:
-        with RaiseAtLine(chance.choice(times[place])) as raiser, pytest.raises(Boom):
+        with raising_at_line(chance.choice(times[place])) as places, pytest.raises(Boom):
             llm.generate(PROMPTS, GREEDY, use_tqdm=False)
-        seen.add(raiser.place)
+        seen.add(places[-1])
         check(llm, expected)
     assert len(seen) > 40, "the lines were to be many different ones"
 
 
-class LeaningOnCtrlC:
-    """A context that sends SIGINT repeatedly after `delay` seconds until its block ends,
-    interrupting only `LLM.generate`.
+@contextmanager
+def leaning_on_ctrl_c(delay: float) -> Iterator[list[float]]:
+    """Send SIGINT again and again after `delay` seconds until the block ends, interrupting only
+    `LLM.generate`; yield a list with an entry for each.
     """
+    sent: list[float] = []
+    ended = threading.Event()
 
-    def __init__(self, delay: float) -> None:
-        self.delay, self.sent, self._ended = delay, 0, threading.Event()
-        self._thread = threading.Thread(target=self._send)
-
-    def __enter__(self):
-        self._before = signal.signal(signal.SIGINT, self._interrupt)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_):
-        self._ended.set()
-        self._thread.join()
-        signal.signal(signal.SIGINT, self._before)
-
-    def _send(self):
-        wait = self.delay
-        while not self._ended.wait(wait):
+    def send():
+        while not ended.wait(0.00005 if sent else delay):
             os.kill(os.getpid(), signal.SIGINT)
-            self.sent, wait = self.sent + 1, 0.00005
+            sent.append(delay)
 
-    def _interrupt(self, *_):
+    def interrupt(*_):
         frame = sys._getframe()
         while frame := frame.f_back:
             if frame.f_code is LLM.generate.__code__:
                 raise KeyboardInterrupt
+
+    thread, before = threading.Thread(target=send), signal.signal(signal.SIGINT, interrupt)
+    thread.start()
+    try:
+        yield sent
+    finally:
+        ended.set()
+        thread.join()
+        signal.signal(signal.SIGINT, before)
 
 
 def test_leaning_on_ctrl_c_does_not_cut_the_clean_up(llm, expected):
     check(llm, expected)
     delays, most = random.Random(2), 0
     for _ in range(15):
-        with LeaningOnCtrlC(delays.uniform(0.0, 0.05)) as leaning, pytest.raises(KeyboardInterrupt):
+        with leaning_on_ctrl_c(delays.uniform(0.0, 0.05)) as sent, pytest.raises(KeyboardInterrupt):
             generate_for_ever(llm, PROMPTS, GREEDY)
-        most = max(most, leaning.sent)
+        most = max(most, len(sent))
         check(llm, expected)
     assert most > 3
 
@@ -216,23 +192,16 @@ def test_interrupts_all_through_the_clean_up_wait_for_its_end(llm, expected, mon
     check(llm, expected)
 
 
-def test_the_others_go_on_when_a_step_fails(llm, expected):
+def test_the_others_go_on_when_a_step_fails(llm, expected, monkeypatch):
     """Requests of the failed step end with an error that says why; waiting ones are served."""
     core = core_of(llm)
     for index, prompt in enumerate(PROMPTS):
         core.add_request(EngineCoreRequest(str(index), list(prompt), replace(GREEDY, seed=0), (), 0.0))
-    executor, start = core.executor, core.executor.start_model
-
-    def fails(output):
-        raise RuntimeError("out of luck")
-
-    executor.start_model = fails
-    with pytest.raises(RuntimeError, match="out of luck"):
-        core.step()
-    executor.start_model = start
-    outputs = []
-    while core.has_unfinished_requests():
-        outputs += core.step().outputs
+    with monkeypatch.context() as patch:
+        patch.setattr(core.executor, "start_model", mock.Mock(side_effect=RuntimeError("out of luck")))
+        with pytest.raises(RuntimeError, match="out of luck"):
+            core.step()
+    outputs = run_out(core)
     failed = {output.request_id: output.error for output in outputs if output.finish_reason == "error"}
     assert failed == dict.fromkeys("01234", "RuntimeError: out of luck"), "the five that max_num_seqs lets in"
     assert [token for output in outputs for token in output.new_token_ids] == expected[5]
@@ -240,9 +209,7 @@ def test_the_others_go_on_when_a_step_fails(llm, expected):
 
 
 def test_a_step_without_memory_says_what_to_lower(llm, expected, monkeypatch):
-    def starved(output):
-        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
-
+    starved = mock.Mock(side_effect=RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9"))
     with monkeypatch.context() as patch:
         patch.setattr(core_of(llm).executor, "start_model", starved)
         assert_refused("max_num_batched_tokens", llm.generate, PROMPTS, GREEDY)
@@ -263,9 +230,7 @@ def test_only_those_with_broken_logits_end(llm, expected, monkeypatch):
     with pytest.raises(NonFiniteLogitsError):
         core.step()
     assert core.executor.start_model == start
-    outputs, tokens = [], {"0": [], "1": [], "2": []}
-    while core.has_unfinished_requests():
-        outputs += core.step().outputs
+    outputs, tokens = run_out(core), {"0": [], "1": [], "2": []}
     for output in outputs:
         tokens[output.request_id] += output.new_token_ids
     assert tokens == {"0": expected[0], "1": [], "2": expected[2]}
@@ -276,9 +241,7 @@ def test_a_refusal_that_only_the_core_makes_comes_back_as_an_output(llm, expecte
     core = core_of(llm)
     for name, length in (("fits", 2), ("too long", core.scheduler.limits.max_model_len)):
         core.add_request(EngineCoreRequest(name, [1] * length, replace(GREEDY, seed=0), (), 0.0))
-    outputs = []
-    while core.has_unfinished_requests():
-        outputs += core.step().outputs
+    outputs = run_out(core)
     [refused] = [output for output in outputs if output.error]
     assert (refused.request_id, refused.invalid_request) == ("too long", True)
     assert f"a prompt may have {core.scheduler.limits.max_model_len - 1}" in refused.error

@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import time
-from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import pairwise
@@ -18,6 +17,7 @@ from patience import eventually
 
 from minivllm import LLM, SamplingParams
 from minivllm.config import EMBEDDED_MODEL, Parts
+from minivllm.core.block_pool import BlockPool
 from minivllm.core.policy import SchedulingPolicy
 from minivllm.engine import async_llm
 from minivllm.engine.arg_utils import EngineArgs
@@ -35,14 +35,6 @@ pytestmark = pytest.mark.usefixtures("warm_processes")
 
 PROMPTS = ["import os\n", "def add(a, b):\n", "class Node:\n", "for name in"]
 SETTINGS = {"model": EMBEDDED_MODEL, "device": "cpu", "max_model_len": 256, "num_gpu_blocks_override": 200}
-
-
-def in_a_loop(work: Coroutine):
-    """Run a coroutine in its own loop in another thread, because browser tests leave a loop running
-    in this one.
-    """
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(asyncio.run, asyncio.wait_for(work, 240)).result()
 
 
 @contextmanager
@@ -239,12 +231,14 @@ def test_every_output_of_a_large_step_reaches_its_reader(on_thread, monkeypatch)
     assert on_thread(work) == [3] * 9
 
 
-def test_a_policy_of_the_callers_schedules_and_the_cores_end_ends_its_readers():
-    policy = SchedulingPolicy(victim=lambda running, *_: running[-1])
+def test_a_policy_and_pool_of_the_callers_schedule_and_the_cores_end_ends_its_readers():
+    pool = type("OwnPool", (BlockPool,), {})
+    policy = SchedulingPolicy(victim=lambda running, *_: running[-1], block_pool=pool)
 
     async def work(engine):
         assert isinstance(engine.engine_core, AsyncThreadClient)
-        assert engine.engine_core.engine_core.scheduler.policy is policy
+        scheduler = engine.engine_core.engine_core.scheduler
+        assert (scheduler.policy, type(scheduler.kv_cache_manager.block_pool)) == (policy, pool)
         assert await collected(engine, "x", params(RequestOutputKind.FINAL_ONLY), "a")
         engine.engine_core.shutdown()
         with pytest.raises(EngineDeadError):
@@ -397,12 +391,9 @@ def test_with_a_core_the_others_end_though_nobody_shuts_the_engine_down():
 
 def test_a_slow_reader_gets_the_deltas_joined():
     collector = RequestOutputCollector(RequestOutputKind.DELTA)
-    for token, text in ((1, "a"), (2, "b"), (3, "c")):
-        completion = CompletionOutput(
-            0, text, [token], logprobs=[{token: Logprob(-1.0)}], finish_reason="stop" * (token == 3) or None
-        )
-        collector.put(RequestOutput("r", "p", [0], None, [completion], finished=token == 3))
-    joined = in_a_loop(collector.get())
+    for token, text in enumerate("abc", start=1):
+        collector.put(output(token, text, finished=token == 3))
+    joined = asyncio.run(collector.get())
     (only,) = joined.outputs
     assert (only.text, only.token_ids, len(only.logprobs), only.finish_reason) == ("abc", [1, 2, 3], 3, "stop")
     assert joined.finished
@@ -412,11 +403,13 @@ def test_no_later_output_hides_that_the_engine_has_ended():
     collector = RequestOutputCollector(RequestOutputKind.DELTA)
     for coming in (output(1), EngineDeadError("it has ended"), output(2)):
         collector.put(coming)
-    assert in_a_loop(collector.get()).outputs[0].token_ids == [1], "what came before the end is read first"
+    assert asyncio.run(collector.get()).outputs[0].token_ids == [1], "what came before the end is read first"
     for _ in range(2):
         with pytest.raises(EngineDeadError, match="it has ended"):
-            in_a_loop(collector.get())
+            asyncio.run(collector.get())
 
 
-def output(token: int) -> RequestOutput:
-    return RequestOutput("r", "p", [0], None, [CompletionOutput(0, "a", [token])], finished=False)
+def output(token: int, text: str = "a", finished: bool = False) -> RequestOutput:
+    logprobs, reason = [{token: Logprob(-1.0)}], "stop" if finished else None
+    completion = CompletionOutput(0, text, [token], logprobs=logprobs, finish_reason=reason)
+    return RequestOutput("r", "p", [0], None, [completion], finished=finished)

@@ -2,12 +2,10 @@
 requests than it must.
 """
 
-import random
 from dataclasses import replace
 
 import pytest
-from engine.mixed_requests import GREEDY, PROMPTS, WISHES
-from engine.test_all_or_nothing import Boom, RaiseAtLine
+from engine.mixed_requests import GREEDY, PROMPTS, WISHES, all_blocks_are_free, greedy_answers, run_out
 
 from minivllm import LLM, SamplingParams
 from minivllm.config import EMBEDDED_MODEL, ModelConfig, Parts
@@ -37,13 +35,8 @@ def answers(llm):
 
 
 def drained(llm):
-    """Run the remaining steps, then expect no request and every block free."""
-    core = core_of(llm)
-    while core.has_unfinished_requests():
-        assert core.step().outputs == []
-    pool = core.scheduler.kv_cache_manager.block_pool
-    assert pool.get_num_free_blocks() == pool.num_usable_blocks
-    return True
+    """Run the remaining steps, which output nothing; return whether every block is free then."""
+    return run_out(core_of(llm)) == [] and all_blocks_are_free(llm)
 
 
 @pytest.fixture(scope="module")
@@ -51,15 +44,14 @@ def expected():
     return answers(LLM(EMBEDDED_MODEL, **SETTINGS))
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"num_gpu_blocks_override": 12, "max_num_batched_tokens": 24},
-        {"speculative_config": NGRAM, "num_gpu_blocks_override": 12, "max_num_batched_tokens": 24},
-        {"enable_prefix_caching": False, "scheduling_policy": "priority", "use_kv_cache": False},
-    ],
-    ids=str,
-)
+COMBINATIONS = [
+    {"num_gpu_blocks_override": 12, "max_num_batched_tokens": 24},
+    {"speculative_config": NGRAM, "num_gpu_blocks_override": 12, "max_num_batched_tokens": 24},
+    {"enable_prefix_caching": False, "scheduling_policy": "priority", "use_kv_cache": False},
+]
+
+
+@pytest.mark.parametrize("settings", COMBINATIONS, ids=str)
 def test_the_tokens_of_steps_one_by_one(expected, settings):
     llm = LLM(EMBEDDED_MODEL, **SETTINGS, **settings, async_scheduling=True)
     assert answers(llm) == expected
@@ -78,11 +70,7 @@ def llm():
 
 @pytest.fixture(scope="module")
 def greedy_tokens(llm):
-    return greedy_tokens_of(llm)
-
-
-def greedy_tokens_of(llm):
-    return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
+    return greedy_answers(llm, PROMPTS, 16)
 
 
 def add_all(core):
@@ -92,11 +80,10 @@ def add_all(core):
 
 def tokens_of(core):
     tokens, errors = {}, {}
-    while core.has_unfinished_requests():
-        for output in core.step().outputs:
-            tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
-            if output.error:
-                errors[output.request_id] = output.error
+    for output in run_out(core):
+        tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
+        if output.error:
+            errors[output.request_id] = output.error
     return tokens, errors
 
 
@@ -140,30 +127,17 @@ def test_a_failed_step_ends_its_requests_and_the_one_behind_it_is_computed_again
     assert drained(llm)
 
 
-def test_raised_at_many_lines(llm, greedy_tokens):
-    with RaiseAtLine(-1) as never:
-        llm.generate(PROMPTS, GREEDY, use_tqdm=False)
-    seen = set()
-    for line in random.Random(0).sample(range(1, never.count), 5):
-        with RaiseAtLine(line) as raiser, pytest.raises(Boom):
-            llm.generate(PROMPTS, GREEDY, use_tqdm=False)
-        seen.add(raiser.place)
-        assert greedy_tokens_of(llm) == greedy_tokens, raiser.place
-        assert drained(llm)
-    assert len(seen) > 3, "the lines were to be different ones"
+DEFAULTS = [
+    ({}, None, False),
+    ({}, 80 * GIB, True),
+    ({"async_scheduling": False}, 80 * GIB, False),
+    ({"async_scheduling": True}, None, True),
+    ({"parts": Parts(policy=OWN_STEPS)}, 80 * GIB, False),
+    ({"parts": Parts(policy=OWN_VICTIM)}, 80 * GIB, True),
+]
 
 
-@pytest.mark.parametrize(
-    ("settings", "gpu_memory", "ahead"),
-    [
-        ({}, None, False),
-        ({}, 80 * GIB, True),
-        ({"async_scheduling": False}, 80 * GIB, False),
-        ({"async_scheduling": True}, None, True),
-        ({"parts": Parts(policy=OWN_STEPS)}, 80 * GIB, False),
-        ({"parts": Parts(policy=OWN_VICTIM)}, 80 * GIB, True),
-    ],
-)
+@pytest.mark.parametrize(("settings", "gpu_memory", "ahead"), DEFAULTS)
 def test_it_is_on_by_default_where_a_gpu_computes(settings, gpu_memory, ahead):
     args = EngineArgs(model=EMBEDDED_MODEL, **settings)
     config = args.scheduler_config(ModelConfig.from_pretrained(EMBEDDED_MODEL), gpu_memory)

@@ -11,12 +11,13 @@ import time
 
 import psutil
 import pytest
-from engine.test_all_or_nothing import LeaningOnCtrlC, generate_for_ever
+from engine.mixed_requests import run_out
+from engine.test_all_or_nothing import generate_for_ever, leaning_on_ctrl_c
 from patience import PATIENCE, eventually
 from refusals import assert_refused
 from warm_processes import WarmSubprocess
 
-from minivllm import LLM, MinivllmError, SamplingParams, StructuredOutputsParams
+from minivllm import LLM, SamplingParams, StructuredOutputsParams
 from minivllm.config import EMBEDDED_MODEL
 from minivllm.errors import EngineDeadError
 from minivllm_lab.inside import core_of
@@ -48,22 +49,18 @@ def apart():
     llm.shutdown()
 
 
-def without_times(outputs):
+def answers(llm):
+    outputs = llm.generate(PROMPTS, PARAMS, priority=[*range(6)] * 2)
     for output in outputs:
         output.metrics = output.request_id = None
     return outputs
-
-
-def answers(llm, priority=None):
-    return without_times(llm.generate(PROMPTS, PARAMS, priority=priority))
 
 
 def test_the_same_answers_from_a_process(apart):
     """Drafts, an int8 cache, chunks, priorities and preemptions cross the seam too."""
     here = LLM(EMBEDDED_MODEL, **SETTINGS)
     assert here.llm_engine.engine_core.ready == apart.llm_engine.engine_core.ready
-    ours, theirs = (answers(llm, priority=[*range(6)] * 2) for llm in (here, apart))
-    assert ours == theirs
+    assert answers(here) == answers(apart)
     for stats in (here.llm_engine.stats, apart.llm_engine.stats):  # which requests share a step depends on the clock
         assert 0 < stats.spec_decoding_stats.num_accepted_tokens <= stats.spec_decoding_stats.num_draft_tokens
         assert (stats.num_running_reqs, stats.num_waiting_reqs, stats.kv_cache_usage) == (0, 0, 0.0)
@@ -78,7 +75,7 @@ def test_leaning_on_ctrl_c_leaves_no_message_half_sent_or_half_read(apart):
     """Ctrl-C reaches the core too, which ignores it; the next call gets its own answers."""
     [expected] = apart.generate(PROMPTS[:1], PARAMS[0])
     for index in range(10):
-        with LeaningOnCtrlC(0.006 * index), pytest.raises(KeyboardInterrupt):
+        with leaning_on_ctrl_c(0.006 * index), pytest.raises(KeyboardInterrupt):
             generate_for_ever(apart, PROMPTS, PARAMS[0])
         os.kill(apart.llm_engine.engine_core.cores.processes[0].pid, signal.SIGINT)
         assert apart.generate(PROMPTS[:1], PARAMS[0])[0].outputs == expected.outputs
@@ -100,17 +97,15 @@ def test_outputs_of_an_aborted_request_never_reach_the_next_of_that_id(apart, n)
         time.sleep(seconds)
         engine.abort_request(["a"])
         engine.add_request("a", PROMPTS[1], second)
-        seen = []
-        while engine.has_unfinished_requests():
-            seen += engine.step()
+        seen = run_out(engine)
         assert {(output.request_id, output.prompt) for output in seen} == {("a", PROMPTS[1])}
         assert seen[-1].outputs == expected.outputs
 
 
 def test_what_cannot_start_is_told_in_one_line(capfd):
     before = children()
-    with pytest.raises(MinivllmError, match="one request of max_model_len = 128 tokens does not fit"):
-        LLM(EMBEDDED_MODEL, **SETTINGS | {"num_gpu_blocks_override": 3}, multiprocess=True)
+    few = SETTINGS | {"num_gpu_blocks_override": 3}
+    assert_refused("one request of max_model_len = 128 tokens", LLM, EMBEDDED_MODEL, **few, multiprocess=True)
     assert "Traceback" not in capfd.readouterr().err
     assert children() == before
 

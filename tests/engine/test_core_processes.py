@@ -26,15 +26,10 @@ def test_a_core_has_a_gpu_for_each_rank_of_each_stage(monkeypatch):
     assert_refused("with 4 GPUs for each core, which needs 8: only 7 are here", _gpus, args, 0)
 
 
-@pytest.mark.parametrize(
-    ("results", "joined"),
-    [
-        ([True, True], True),
-        ([True, False], False),
-        (["a", "b"], "a"),
-        ([None, None], None),
-    ],
-)
+ANSWERS = [([True, True], True), ([True, False], False), (["a", "b"], "a"), ([None, None], None)]
+
+
+@pytest.mark.parametrize(("results", "joined"), ANSWERS)
 def test_of_several_answers_booleans_are_joined_and_else_the_first_is_kept(results, joined):
     answers = [UtilityOutput(1, result, None) for result in results]
     assert joined_answers("stop_step_events", answers) == joined

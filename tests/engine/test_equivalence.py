@@ -6,8 +6,12 @@ greatest, and the engine is compared with itself on prompts whose greedy tokens 
 that.
 """
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
+from engine.mixed_requests import completions_of
 
 from minivllm import LLM, SamplingParams
 from minivllm.config import EMBEDDED_MODEL
@@ -42,18 +46,23 @@ NGRAM = {"num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min
 SETTINGS = {"dtype": "float32", "device": "cpu"}
 
 
+def random_checkpoint(model_type: str, folder: Path, seed: int, **shape: Any) -> Any:
+    """Make a random model with transformers, and store it in a folder."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(seed)
+    config = transformers.AutoConfig.for_model(model_type, **shape)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    model.save_pretrained(folder)
+    return model
+
+
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
-    """Make a random model of each family with transformers, and store it in a folder."""
-    transformers = pytest.importorskip("transformers")
-    stored = {}
+    """Store a random model of each family, and add the embedded one."""
+    transformers, stored = pytest.importorskip("transformers"), {}
     for seed, (family, changes) in enumerate(FAMILIES.items()):
-        torch.manual_seed(seed)
-        config = transformers.AutoConfig.for_model(family, **{**SHAPE, **changes})
-        model = transformers.AutoModelForCausalLM.from_config(config).eval()
         folder = tmp_path_factory.mktemp(family)
-        model.save_pretrained(folder)
-        stored[family] = model, folder
+        stored[family] = random_checkpoint(family, folder, seed, **SHAPE | changes), folder
     embedded = transformers.AutoModelForCausalLM.from_pretrained(EMBEDDED_MODEL, dtype=torch.float32).eval()
     stored["embedded"] = embedded, EMBEDDED_MODEL
     return stored
@@ -96,18 +105,17 @@ def test_the_log_probabilities_of_transformers(checkpoints):
         assert all(len(entry) >= 2 for entry in output.prompt_logprobs[1:])
 
 
-def mixed_params() -> list[SamplingParams]:
-    """Return sampling parameters of each kind; those that draw have a seed."""
-    return [
-        SamplingParams(temperature=0.0, max_tokens=14, ignore_eos=True),
-        SamplingParams(temperature=0.9, seed=1, max_tokens=20),
-        SamplingParams(temperature=0.7, top_p=0.8, seed=2, max_tokens=9, n=2),
-        SamplingParams(temperature=1.2, top_k=20, seed=3, max_tokens=25, presence_penalty=0.6, ignore_eos=True),
-        SamplingParams(temperature=0.0, max_tokens=12, repetition_penalty=1.4, ignore_eos=True),
-        SamplingParams(temperature=1.0, min_p=0.05, seed=4, max_tokens=18, min_tokens=10, frequency_penalty=0.3),
-        SamplingParams(temperature=0.8, seed=5, max_tokens=11, logit_bias={4: 3.0}, prompt_logprobs=1),
-        SamplingParams(temperature=0.0, max_tokens=30, stop_token_ids=[8, 9], min_tokens=3),
-    ]
+MIXED = [
+    SamplingParams(temperature=0.0, max_tokens=14, ignore_eos=True),
+    SamplingParams(temperature=0.9, seed=1, max_tokens=20),
+    SamplingParams(temperature=0.7, top_p=0.8, seed=2, max_tokens=9, n=2),
+    SamplingParams(temperature=1.2, top_k=20, seed=3, max_tokens=25, presence_penalty=0.6, ignore_eos=True),
+    SamplingParams(temperature=0.0, max_tokens=12, repetition_penalty=1.4, ignore_eos=True),
+    SamplingParams(temperature=1.0, min_p=0.05, seed=4, max_tokens=18, min_tokens=10, frequency_penalty=0.3),
+    SamplingParams(temperature=0.8, seed=5, max_tokens=11, logit_bias={4: 3.0}, prompt_logprobs=1),
+    SamplingParams(temperature=0.0, max_tokens=30, stop_token_ids=[8, 9], min_tokens=3),
+]
+"""Sampling parameters of each kind; those that draw have a seed."""
 
 
 def tokens_of(folder, order=None, **changes) -> list[list[list[int]]]:
@@ -119,12 +127,10 @@ def tokens_of(folder, order=None, **changes) -> list[list[list[int]]]:
         model = {"itself": folder, "another": folder.with_name("mistral0")}[drafter]
         changes["speculative_config"] = {"model": str(model), "num_speculative_tokens": 3}
     llm = LLM(folder, **SETTINGS, skip_tokenizer_init=True, **{"max_num_seqs": 6, **changes})
-    request_params = mixed_params()
-    outputs = llm.generate([PROMPTS[index] for index in order], [request_params[index] for index in order])
+    completions = completions_of(llm, [PROMPTS[index] for index in order], [MIXED[index] for index in order])
     if changes.get("num_gpu_blocks_override"):
         assert llm.llm_engine.stats.num_preemptions > 0, "this pool was to be too small"
-    results = dict(zip(order, outputs, strict=True))
-    return [[completion.token_ids for completion in results[index].outputs] for index in range(len(PROMPTS))]
+    return [completions[order.index(index)] for index in range(len(PROMPTS))]
 
 
 @pytest.fixture(scope="module")
@@ -132,55 +138,44 @@ def expected(checkpoints):
     """Compute each request alone, prefilled in one step, without a prefix cache."""
     folder = checkpoints["qwen3"][1]
     llm = LLM(folder, **SETTINGS, skip_tokenizer_init=True, max_num_seqs=1, enable_prefix_caching=False)
-    outputs = [llm.generate(*request)[0] for request in zip(PROMPTS, mixed_params(), strict=True)]
-    for prompt, request_params in zip(PROMPTS, mixed_params(), strict=True):
+    for prompt, request_params in zip(PROMPTS, MIXED, strict=True):
         if not request_params.is_greedy or request_params.repetition_penalty != 1.0:
             continue
         params = SamplingParams(temperature=0.0, max_tokens=request_params.max_tokens, ignore_eos=True, logprobs=2)
         for entry in llm.generate([prompt], params)[0].outputs[0].logprobs:
             best, second = sorted((logprob.logprob for logprob in entry.values()), reverse=True)[:2]
             assert best - second > 1e-3, "two tokens are as good as equally likely: choose other prompts"
-    return [[completion.token_ids for completion in output.outputs] for output in outputs]
+    return [completions_of(llm, [prompt], params)[0] for prompt, params in zip(PROMPTS, MIXED, strict=True)]
 
 
-@pytest.mark.parametrize(("block_size", "budget", "caching"), [(1, 7, False), (8, 7, True), (16, 2048, False)])
-def test_the_same_tokens_with_any_block_size_prefix_cache_and_chunk(checkpoints, expected, block_size, budget, caching):
-    changes = {"block_size": block_size, "enable_prefix_caching": caching, "max_num_batched_tokens": budget}
-    assert tokens_of(checkpoints["qwen3"][1], **changes) == expected
+SHUFFLED = [3, 0, 6, 1, 7, 2, 5, 4]
+UNCACHED = {"enable_prefix_caching": False}
+CHANGES = [
+    {**UNCACHED, "block_size": 1, "max_num_batched_tokens": 7},
+    {"block_size": 8, "max_num_batched_tokens": 7},
+    {**UNCACHED, "block_size": 16, "max_num_batched_tokens": 2048},
+    {**TIGHT, "block_size": 1, "num_gpu_blocks_override": 81, "max_num_batched_tokens": 24},
+    {**TIGHT, **UNCACHED, "block_size": 16, "num_gpu_blocks_override": 6, "max_num_batched_tokens": 24},
+    {"order": SHUFFLED, "max_num_seqs": 3, "long_prefill_token_threshold": 5, "scheduling_policy": "priority"},
+    {"enable_chunked_prefill": False, "max_num_batched_tokens": 128},
+    {"max_num_seqs": 2, "max_num_batched_tokens": 3},
+    {"use_kv_cache": False, "max_num_batched_tokens": 13, "speculative_config": NGRAM},
+    {"block_size": 128, "static_batching": True, "max_num_seqs": 4, "attention_backend": "naive"},
+    {**TIGHT, "speculative_config": NGRAM},
+    {"drafter": "itself", "max_num_batched_tokens": 11, "block_size": 4},
+    {**TIGHT, "drafter": "another"},
+    {**TIGHT, "drafter": "itself", "multiprocess": True},
+]
 
 
-@pytest.mark.parametrize(("block_size", "caching"), [(1, True), (16, False)])
-def test_the_same_tokens_when_a_tight_pool_preempts(checkpoints, expected, block_size, caching):
-    changes = TIGHT | {"block_size": block_size, "num_gpu_blocks_override": 80 // block_size + 1}
-    changes |= {"enable_prefix_caching": caching, "max_num_batched_tokens": 24}
-    assert tokens_of(checkpoints["qwen3"][1], **changes) == expected
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {
-            "order": [3, 0, 6, 1, 7, 2, 5, 4], "max_num_seqs": 3, "long_prefill_token_threshold": 5,
-            "scheduling_policy": "priority",
-        },
-        {"enable_chunked_prefill": False, "max_num_batched_tokens": 128},
-        {"max_num_seqs": 2, "max_num_batched_tokens": 3},
-        {"use_kv_cache": False, "max_num_batched_tokens": 13, "speculative_config": NGRAM},
-        {"block_size": 128, "static_batching": True, "max_num_seqs": 4, "attention_backend": "naive"},
-        {**TIGHT, "speculative_config": NGRAM},
-        {"drafter": "itself", "max_num_batched_tokens": 11, "block_size": 4},
-        {**TIGHT, "drafter": "another"},
-        {**TIGHT, "drafter": "itself", "multiprocess": True},
-    ],
-    ids=str,
-)  # fmt: skip
-def test_the_same_tokens_in_any_order_and_under_any_policy(checkpoints, expected, changes):
+@pytest.mark.parametrize("changes", CHANGES, ids=str)
+def test_the_same_tokens_in_any_blocks_chunks_and_order_and_under_any_policy(checkpoints, expected, changes):
     assert tokens_of(checkpoints["qwen3"][1], **changes) == expected
 
 
 def test_a_second_call_finds_the_first_ones_prefix_and_gives_the_same(checkpoints, expected):
     llm = LLM(checkpoints["qwen3"][1], **SETTINGS, skip_tokenizer_init=True, block_size=8)
-    first, second = (llm.generate(PROMPTS, mixed_params()) for _ in range(2))
+    first, second = (llm.generate(PROMPTS, MIXED) for _ in range(2))
     for outputs in (first, second):
         assert [[completion.token_ids for completion in output.outputs] for output in outputs] == expected
     assert first[0].num_cached_tokens == 0

@@ -48,27 +48,17 @@ def check_step(
 
 
 @given(
-    REQUESTS,
-    st.sampled_from([1, 4, 16]),
-    st.integers(3, 24),
-    st.integers(1, 4),
-    st.booleans(),
-    st.sets(st.integers(0, 12), max_size=3),
-    st.integers(0, 3),
-)
+    REQUESTS, st.sampled_from([1, 4, 16]), st.integers(3, 24), st.integers(1, 4), st.booleans(),
+    st.sets(st.integers(0, 12), max_size=3), st.integers(0, 3),
+)  # fmt: skip
 @settings(max_examples=40, deadline=None)
 def test_inputs_are_what_the_scheduler_decided(requests, block_size, budget, max_num_seqs, caching, abort_steps, k):
-    max_model_len = 64
     num_blocks = -(-48 // block_size) + 2  # tight: several requests must preempt one another
-    config = SchedulerConfig(
-        max_model_len=max_model_len,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=budget,
-        drafting=DraftingConfig(num_speculative_tokens=k),
-    )
+    limits = {"max_model_len": 64, "max_num_seqs": max_num_seqs, "max_num_batched_tokens": budget}
+    config = SchedulerConfig(**limits, drafting=DraftingConfig(num_speculative_tokens=k))
     cache = CacheConfig(num_gpu_blocks=num_blocks, block_size=block_size, enable_prefix_caching=caching)
     scheduler = Scheduler(config, cache)
-    batch = InputBatch(max_num_seqs, max_model_len, block_size)
+    batch = InputBatch(max_num_seqs, config.max_model_len, block_size)
     step = 0
     while scheduler.has_unfinished_requests() or step <= 6:
         for index, (length, max_tokens, arrival) in enumerate(requests):

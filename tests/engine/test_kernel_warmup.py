@@ -52,16 +52,15 @@ def test_all_sizes_of_steps_are_met_and_contexts_as_long_as_they_get():
     assert [step.total_num_scheduled_tokens for step in warm_up_steps(2, 1, 3, 16)] == [1, 2, 1, 0]
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"kv_cache_dtype": "int8", "quantization": "int8"},
-        {"speculative_config": NGRAM, "async_scheduling": True},
-        {"speculative_config": DRAFT_MODEL},
-        {"enable_lora": True},
-    ],
-    ids=str,
-)
+OPTIONS = [
+    {"kv_cache_dtype": "int8", "quantization": "int8"},
+    {"speculative_config": NGRAM, "async_scheduling": True},
+    {"speculative_config": DRAFT_MODEL},
+    {"enable_lora": True},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_it_leaves_nothing_behind(options, monkeypatch):
     """The warm-up steps of a GPU are run here on a CPU."""
     llm = LLM(EMBEDDED_MODEL, device="cpu", max_model_len=200, max_num_seqs=4, num_gpu_blocks_override=20, **options)
@@ -98,18 +97,17 @@ def test_parts_are_not_asked_before_the_first_request():
     assert asked
 
 
+GPU_OPTIONS = [
+    {"dtype": "bfloat16"},
+    {"dtype": "bfloat16", "kv_cache_dtype": "fp8"},
+    {"dtype": "bfloat16", "kv_cache_dtype": "int8", "quantization": "int8"},
+    {"dtype": "bfloat16", "speculative_config": NGRAM},
+    {"dtype": "bfloat16", "enforce_eager": True},
+]
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"dtype": "bfloat16"},
-        {"dtype": "bfloat16", "kv_cache_dtype": "fp8"},
-        {"dtype": "bfloat16", "kv_cache_dtype": "int8", "quantization": "int8"},
-        {"dtype": "bfloat16", "speculative_config": NGRAM},
-        {"dtype": "bfloat16", "enforce_eager": True},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("options", GPU_OPTIONS, ids=str)
 def test_on_a_gpu_no_request_waits_for_the_compiler(options, monkeypatch):
     """Requests are long, short, many, drafted for, sampled, or cut into chunks."""
     import triton

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from engine.mixed_requests import greedy_answers, random_prompts
+from engine.mixed_requests import greedy_answers, random_prompts, run_out
 
 from minivllm import LLM, SamplingParams
 from minivllm.config import EMBEDDED_DRAFT, EMBEDDED_MODEL
@@ -39,15 +39,14 @@ def external_hits(llm: LLM) -> int:
     return core_of(llm).scheduler.make_stats().connector_prefix_cache_stats.hits
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"kv_cache_dtype": "int8", "max_num_batched_tokens": 24},
-        {"num_gpu_blocks_override": 24, "max_num_batched_tokens": 40, "async_scheduling": True},
-        {"speculative_config": {"method": "draft_model", "model": "draft", "num_speculative_tokens": 2}},
-    ],
-    ids=["int8 in chunks", "preempted", "drafts"],
-)
+ENGINES = [
+    {"kv_cache_dtype": "int8", "max_num_batched_tokens": 24},
+    {"num_gpu_blocks_override": 24, "max_num_batched_tokens": 40, "async_scheduling": True},
+    {"speculative_config": {"method": "draft_model", "model": "draft", "num_speculative_tokens": 2}},
+]
+
+
+@pytest.mark.parametrize("settings", ENGINES)
 def test_two_engines_over_files_answer_as_one_alone(tmp_path: Path, settings: dict[str, Any]) -> None:
     if "speculative_config" in settings:
         settings["speculative_config"]["model"] = str(EMBEDDED_DRAFT)
@@ -89,25 +88,20 @@ def test_by_default_a_bad_file_fails_the_request_that_needs_it(tmp_path: Path) -
     llm = LLM(**SMALL, kv_transfer_config=transfer(tmp_path))
     llm.llm_engine.add_request("bad", asked[0], SamplingParams(max_tokens=4))
     llm.llm_engine.add_request("good", asked[1], SamplingParams(max_tokens=4, ignore_eos=True))
-    last = {}
-    while llm.llm_engine.has_unfinished_requests():
-        last |= {output.request_id: output.outputs[0] for output in llm.llm_engine.step()}
+    last = {output.request_id: output.outputs[0] for output in run_out(llm.llm_engine)}
     assert (last["bad"].finish_reason, last["bad"].error) == ("error", LOAD_FAILED)
     assert len(last["good"].token_ids) == 4
     assert not list(tmp_path.rglob("*.kv")) or external_hits(llm) == 32
 
 
-def test_ranks_save_and_load_their_parts(tmp_path: Path) -> None:
+def test_ranks_save_and_load_their_parts(request: Any, tmp_path: Path) -> None:
     asked, settings = prompts(5, 4), SMALL | {"tensor_parallel_size": 2}
     expected = answers(LLM(**SMALL), asked)
     for _ in range(2):
         llm = LLM(**settings, kv_transfer_config=transfer(tmp_path))
-        try:
-            assert answers(llm, asked) == expected
-            hits = external_hits(llm)
-        finally:
-            llm.shutdown()
-    assert hits > 50
+        request.addfinalizer(llm.shutdown)
+        assert answers(llm, asked) == expected
+    assert external_hits(llm) > 50
 
 
 def test_on_a_gpu_a_step_waits_for_the_forward_pass_before_it_and_not_for_copies(monkeypatch) -> None:

@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 import pytest
-from engine.mixed_requests import greedy_answers, random_prompts
+from engine.mixed_requests import all_blocks_are_free, greedy_answers, random_prompts, run_out
 
 from minivllm import LLM
 from minivllm.config import EMBEDDED_DRAFT, EMBEDDED_MODEL
@@ -24,7 +24,6 @@ SMALL: dict[str, Any] = {
 }  # fmt: skip
 DRAFTS = {"method": "draft_model", "model": str(EMBEDDED_DRAFT), "num_speculative_tokens": 2}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
-SECOND_TIER = 0.01
 
 
 ASKED = random_prompts(0, 7, heads=(30, 60), tails=(1, 12))
@@ -34,26 +33,17 @@ def answers(llm: LLM) -> list[list[int]]:
     return greedy_answers(llm, ASKED, max_tokens=20)
 
 
-def with_tier(size: float = SECOND_TIER, **extra: Any) -> dict[str, Any]:
+def with_tier(size: float = 0.01, **extra: Any) -> dict[str, Any]:
     return {"kv_offloading_size": size, "kv_transfer_config": {"kv_connector_extra_config": extra}}
-
-
-def lookups(llm: LLM) -> tuple[int, int]:
-    """Return how many tokens hit in the tier, and how many preemptions there were."""
-    stats = core_of(llm).scheduler.make_stats()
-    result = stats.connector_prefix_cache_stats
-    return result.hits + result.preempted_hits, stats.num_preemptions
 
 
 def check_nothing_is_held(llm: LLM) -> None:
     """Wait for the copies that a thread makes after the last answer, then expect every block to be
     free.
     """
-    core = core_of(llm)
-    while core.has_unfinished_requests():
-        core.step()
-    pool, side = core.scheduler.kv_cache_manager.block_pool, core.scheduler.remote.connector
-    assert pool.get_num_free_blocks() == pool.num_usable_blocks
+    run_out(core_of(llm))
+    side = core_of(llm).scheduler.remote.connector
+    assert all_blocks_are_free(llm)
     assert side.manager.block_pool.get_usage() == 0
     assert (side.tier_state()["loading"], side.tier_state()["storing"]) == (0, 0)
 
@@ -65,28 +55,25 @@ def expected(kv_cache_dtype: str = "auto") -> list[list[int]]:
     return answers(LLM(**plain, kv_cache_dtype=kv_cache_dtype))
 
 
-@pytest.mark.parametrize(
-    ("settings", "extra"),
-    [
-        ({"kv_cache_dtype": "int8", "scheduling_policy": "priority"}, {}),
-        ({"speculative_config": DRAFTS}, {"offload_prompt_only": False}),
-        ({"speculative_config": NGRAM, "async_scheduling": True}, {"num_cpu_blocks": 30}),
-        ({"tensor_parallel_size": 2}, {}),
-        ({"pipeline_parallel_size": 2}, {}),
-    ],
-    ids=["int8, priority", "draft model", "n-grams ahead, small", "TP", "PP"],
-)
-def test_the_same_tokens_with_a_tier(settings: dict[str, Any], extra: dict[str, Any]) -> None:
+ENGINES = [
+    ({"kv_cache_dtype": "int8", "scheduling_policy": "priority"}, {}),
+    ({"speculative_config": DRAFTS}, {"offload_prompt_only": False}),
+    ({"speculative_config": NGRAM, "async_scheduling": True}, {"num_cpu_blocks": 30}),
+    ({"tensor_parallel_size": 2}, {}),
+    ({"pipeline_parallel_size": 2}, {}),
+]
+
+
+@pytest.mark.parametrize(("settings", "extra"), ENGINES)
+def test_the_same_tokens_with_a_tier(request: Any, settings: dict[str, Any], extra: dict[str, Any]) -> None:
     llm = LLM(**SMALL | settings, **with_tier(**extra))
-    try:
-        for _ in range(2):
-            assert answers(llm) == expected(settings.get("kv_cache_dtype", "auto"))
-            check_nothing_is_held(llm)
-        result, preempted = lookups(llm)
-        assert result > 64
-        assert preempted > 3
-    finally:
-        llm.shutdown()
+    request.addfinalizer(llm.shutdown)
+    for _ in range(2):
+        assert answers(llm) == expected(settings.get("kv_cache_dtype", "auto"))
+        check_nothing_is_held(llm)
+    stats = core_of(llm).scheduler.make_stats()
+    assert stats.connector_prefix_cache_stats.hits + stats.connector_prefix_cache_stats.preempted_hits > 64
+    assert stats.num_preemptions > 3
 
 
 def test_a_tier_counts_by_vllms_names_and_a_restart_empties_it_and_costs_nobody_a_token() -> None:

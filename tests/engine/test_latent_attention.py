@@ -5,10 +5,9 @@ byte counts.
 import dataclasses
 
 import pytest
-import torch
 from engine.captured import capture_with
-from engine.mixed_requests import greedy_answers
-from engine.test_equivalence import SHAPE, assert_most_likely
+from engine.mixed_requests import completions_of, greedy_answers
+from engine.test_equivalence import SHAPE, assert_most_likely, random_checkpoint
 from refusals import assert_refused
 from server.serving import free_port
 
@@ -50,15 +49,10 @@ DEEPSEEK_V2_LITE = ModelConfig(
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
     """Make random models with transformers, and store them in folders."""
-    transformers = pytest.importorskip("transformers")
     stored = {}
     for seed, (name, changes) in enumerate(VARIANTS.items()):
-        torch.manual_seed(seed)
-        config = transformers.DeepseekV2Config(**{**SHAPE, **changes})
-        model = transformers.AutoModelForCausalLM.from_config(config).eval()
         folder = tmp_path_factory.mktemp("deepseek")
-        model.save_pretrained(folder)
-        stored[name] = model, folder
+        stored[name] = random_checkpoint("deepseek_v2", folder, seed, **SHAPE | changes), folder
     return stored
 
 
@@ -94,20 +88,17 @@ def test_the_tokens_of_transformers(checkpoints, monkeypatch, variant):
     assert {(24, 24), (24, 48)} <= sizes, "the plain form, at a prompt's beginning and with what was cached before"
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"block_size": 1, "enable_prefix_caching": False, "max_num_batched_tokens": 9},
-        {"block_size": 4, "num_gpu_blocks_override": 26, "max_model_len": 66, "max_num_batched_tokens": 24},
-        {
-            "async_scheduling": True, "block_size": 5,
-            "speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2},
-        },
-        {"use_kv_cache": False},
-        {"speculative_config": {"method": "draft_model", "model": "itself", "num_speculative_tokens": 2}},
-    ],
-    ids=str,
-)  # fmt: skip
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
+CHANGES = [
+    {"block_size": 1, "enable_prefix_caching": False, "max_num_batched_tokens": 9},
+    {"block_size": 4, "num_gpu_blocks_override": 26, "max_model_len": 66, "max_num_batched_tokens": 24},
+    {"async_scheduling": True, "block_size": 5, "speculative_config": NGRAM},
+    {"use_kv_cache": False},
+    {"speculative_config": {"method": "draft_model", "model": "itself", "num_speculative_tokens": 2}},
+]
+
+
+@pytest.mark.parametrize("changes", CHANGES, ids=str)
 def test_the_same_tokens_whatever_the_settings(folder, expected, changes):
     speculative = changes.get("speculative_config", {})
     if speculative.get("model") == "itself":
@@ -121,14 +112,12 @@ def test_the_same_tokens_whatever_the_settings(folder, expected, changes):
 
 
 @pytest.mark.parametrize("changes", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}], ids=str)
-def test_the_same_tokens_on_two_ranks(folder, expected, changes):
+def test_the_same_tokens_on_two_ranks(request, folder, expected, changes):
     llm = LLM(folder, **SETTINGS, **changes, max_num_batched_tokens=24)
-    try:
-        assert tokens_of(llm) == expected
-        counted = LATENT_BYTES // changes.get("pipeline_parallel_size", 1)
-        assert core_of(llm).ledger.bytes_per_token == counted, "a rank has whole latents, of its own layers"
-    finally:
-        llm.shutdown()
+    request.addfinalizer(llm.shutdown)
+    assert tokens_of(llm) == expected
+    counted = LATENT_BYTES // changes.get("pipeline_parallel_size", 1)
+    assert core_of(llm).ledger.bytes_per_token == counted, "a rank has whole latents, of its own layers"
 
 
 def test_the_same_tokens_with_graphs(folder, expected):
@@ -156,20 +145,17 @@ def pulling_engine(folder, name: str, role: str, **others) -> LLM:
 
 
 @pytest.mark.parametrize("name", ["TCPConnector", pytest.param("NixlConnector", marks=pytest.mark.nixl)])
-def test_latents_pulled_from_a_prefill_engine(folder, name):
-    prompts = [{"prompt_token_ids": prompt} for prompt in PULLED]
-    expected = [output.outputs[0].token_ids for output in LLM(folder, **SETTINGS).generate(prompts, GREEDY)]
+def test_latents_pulled_from_a_prefill_engine(request, folder, name):
+    expected = greedy_answers(LLM(folder, **SETTINGS), PULLED, max_tokens=16)
     prefill = pulling_engine(folder, name, "kv_producer", multiprocess=True)
-    try:
-        asked = SamplingParams(temperature=0.0, max_tokens=1, extra_args={"kv_transfer_params": TO_DECODE})
-        told = [output.kv_transfer_params for output in prefill.generate(prompts, asked)]
-        wishes = [dataclasses.replace(GREEDY, extra_args={"kv_transfer_params": where}) for where in told]
-        decode = pulling_engine(folder, name, "kv_consumer")
-        assert [output.outputs[0].token_ids for output in decode.generate(prompts, wishes)] == expected
-        assert core_of(decode).scheduler.make_stats().connector_prefix_cache_stats.hits > 100
-        core_of(decode).shutdown()
-    finally:
-        prefill.shutdown()
+    request.addfinalizer(prefill.shutdown)
+    asked = SamplingParams(temperature=0.0, max_tokens=1, extra_args={"kv_transfer_params": TO_DECODE})
+    told = [output.kv_transfer_params for output in prefill.generate(PULLED, asked)]
+    wishes = [dataclasses.replace(GREEDY, extra_args={"kv_transfer_params": where}) for where in told]
+    decode = pulling_engine(folder, name, "kv_consumer")
+    assert completions_of(decode, PULLED, wishes) == [[tokens] for tokens in expected]
+    assert core_of(decode).scheduler.make_stats().connector_prefix_cache_stats.hits > 100
+    core_of(decode).shutdown()
 
 
 @pytest.mark.interpreted
@@ -179,8 +165,7 @@ def test_the_triton_kernel_in_the_engine(monkeypatch, folder, expected):
 
     monkeypatch.setattr(latent_attention, "mla_attention", interpreted)
     llm = LLM(folder, **SETTINGS)
-    outputs = llm.generate(PROMPTS[:2], dataclasses.replace(GREEDY, max_tokens=4), use_tqdm=False)
-    assert [output.outputs[0].token_ids for output in outputs] == [tokens[:4] for tokens in expected[:2]]
+    assert greedy_answers(llm, PROMPTS[:2], max_tokens=4) == [tokens[:4] for tokens in expected[:2]]
 
 
 # ---- the two forms -------------------------------------------------------------------------------
@@ -213,15 +198,15 @@ def test_the_cache_takes_the_bytes_that_the_calculator_gives(folder):
     assert sum(tensor.nbytes for cache in caches for tensor in cache) == ledger.num_blocks * 8 * counted
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"enable_lora": True}, "adapters work with .* ordinary attention, not with 'deepseek_v2'"),
-        ({"kv_cache_dtype": "int8"}, r"keeps latents \(MLA\): leave it out"),
-        ({"quantization": "int8"}, r"leave quantization out, or use the unquantized"),
-        ({"attention_backend": "naive"}, r"nor attention_backend 'naive': leave it out"),
-    ],
-)
+UNCOMBINED = [
+    ({"enable_lora": True}, "adapters work with .* ordinary attention, not with 'deepseek_v2'"),
+    ({"kv_cache_dtype": "int8"}, r"keeps latents \(MLA\): leave it out"),
+    ({"quantization": "int8"}, r"leave quantization out, or use the unquantized"),
+    ({"attention_backend": "naive"}, r"nor attention_backend 'naive': leave it out"),
+]
+
+
+@pytest.mark.parametrize(("settings", "message"), UNCOMBINED)
 def test_what_does_not_combine_is_refused_in_one_line(folder, settings, message):
     assert_refused(message, LLM, folder, **SETTINGS, **settings)
 
@@ -233,16 +218,16 @@ def config_with(**changes) -> ModelConfig:
     return ModelConfig.from_dict({**SHAPE, "model_type": "deepseek_v2", "n_routed_experts": 4, **changes})
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"first_k_dense_replace": 1}, "experts from layer 1 onward"),
-        ({"attention_bias": True}, "biases"),
-        ({"qk_rope_head_dim": 3}, "rotates 3 elements of a head; .* must be even"),
-        (LLAMA, "outside DeepSeek-V2"),
-        ({"kv_lora_rank": None}, "or lacks it there"),
-    ],
-)
+OTHER_MODELS = [
+    ({"first_k_dense_replace": 1}, "experts from layer 1 onward"),
+    ({"attention_bias": True}, "biases"),
+    ({"qk_rope_head_dim": 3}, "rotates 3 elements of a head; .* must be even"),
+    (LLAMA, "outside DeepSeek-V2"),
+    ({"kv_lora_rank": None}, "or lacks it there"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), OTHER_MODELS)
 def test_other_models_are_refused(changes, message):
     with pytest.raises(UnsupportedModelError, match=message):
         random_model(config_with(**changes), device="meta")

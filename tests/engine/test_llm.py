@@ -7,6 +7,7 @@ import json
 import shutil
 
 import pytest
+from engine.mixed_requests import run_out
 from refusals import assert_refused
 
 from minivllm import LLM, SamplingParams, StructuredOutputsParams
@@ -132,17 +133,16 @@ def test_a_stop_string_ends_the_request_in_the_core_too(idle):
     assert idle.generate([[7]], including)[0].outputs[0].text == "returnret"
 
 
-def stream(llm, prompt, params):
-    llm.llm_engine.add_request("a stream", prompt, params)
-    while llm.llm_engine.has_unfinished_requests():
-        yield from llm.llm_engine.step()
+def stream(llm, **changes):
+    llm.llm_engine.add_request("a stream", "class A", SamplingParams(**changes))
+    return run_out(llm.llm_engine)
 
 
 def test_streams_say_all_so_far_or_what_is_new(idle):
     settings = {"temperature": 0.0, "max_tokens": 20, "ignore_eos": True, "stop": ["never to be seen"], "logprobs": 0}
-    cumulative = list(stream(idle, "class A", SamplingParams(**settings)))
-    deltas = list(stream(idle, "class A", SamplingParams(**settings, output_kind=RequestOutputKind.DELTA)))
-    final = list(stream(idle, "class A", SamplingParams(**settings, output_kind=RequestOutputKind.FINAL_ONLY)))
+    cumulative = stream(idle, **settings)
+    deltas = stream(idle, **settings, output_kind=RequestOutputKind.DELTA)
+    final = stream(idle, **settings, output_kind=RequestOutputKind.FINAL_ONLY)
     assert len(cumulative) == len(deltas) == 20
     assert len(final) == 1
     assert [output.finished for output in cumulative] == [False] * 19 + [True]
@@ -201,20 +201,19 @@ def test_a_request_that_breaks_on_its_way_in_leaves_nothing(idle, monkeypatch):
         idle.generate([[1], [2]], SamplingParams(n=3))
 
 
-@pytest.mark.parametrize(
-    "extreme",
-    [
-        {"temperature": 2.0, "allowed_token_ids": [5, 6]},
-        {"temperature": 1e-300},
-        {"top_p": 1e-320},
-        {"top_k": 2**70},
-        {"repetition_penalty": 1e6, "temperature": 1e-2},
-        {"repetition_penalty": 1e-6, "temperature": 1e-2},
-        {"allowed_token_ids": {5}, "bad_words": ["def"]},
-        {"seed": -(2**70)},
-    ],
-    ids=str,
-)
+EXTREMES = [
+    {"temperature": 2.0, "allowed_token_ids": [5, 6]},
+    {"temperature": 1e-300},
+    {"top_p": 1e-320},
+    {"top_k": 2**70},
+    {"repetition_penalty": 1e6, "temperature": 1e-2},
+    {"repetition_penalty": 1e-6, "temperature": 1e-2},
+    {"allowed_token_ids": {5}, "bad_words": ["def"]},
+    {"seed": -(2**70)},
+]
+
+
+@pytest.mark.parametrize("extreme", EXTREMES, ids=str)
 def test_extreme_parameters_give_tokens_and_leave_the_neighbours_alone(idle, extreme):
     wild = SamplingParams(**{"seed": 1, "max_tokens": 8, "ignore_eos": True, **extreme})
     [alone] = idle.generate([[7]], GREEDY)
@@ -242,10 +241,7 @@ def test_refused_calls_leave_no_ids_behind_for_a_step_that_need_not_come(idle):
     engine.add_request("waiting", "import", params)
     assert_refused("prompt 1", idle.generate, ["import", ""], params, use_tqdm=False)
     assert scheduler.finished_req_ids == before
-    outputs = []
-    while engine.has_unfinished_requests():
-        outputs += engine.step()
-    assert outputs[-1].outputs[0].token_ids == expected[0].outputs[0].token_ids
+    assert tokens(run_out(engine)[-1]) == tokens(expected[0])
 
 
 def test_a_worker_hears_of_an_id_that_it_has_though_a_later_request_of_that_id_was_refused(idle):
@@ -268,8 +264,8 @@ def test_a_request_fills_the_models_length_and_the_pool_must_hold_that():
     small = LLM(EMBEDDED_MODEL, max_model_len=64, num_gpu_blocks_override=5)
     [output] = small.generate([[1] * 60], params)
     assert (len(tokens(output)), output.outputs[0].finish_reason) == (4, "length")
-    with pytest.raises(MinivllmError, match=r"max_model_len = 65 .* set max_model_len to 64 or less"):
-        LLM(EMBEDDED_MODEL, max_model_len=65, num_gpu_blocks_override=5)
+    settings = {"max_model_len": 65, "num_gpu_blocks_override": 5}
+    assert_refused("max_model_len = 65 .* set max_model_len to 64 or less", LLM, EMBEDDED_MODEL, **settings)
 
 
 def test_models_that_cannot_be(tmp_path):
@@ -335,8 +331,8 @@ def test_a_broken_generation_config_is_no_missing_one(tmp_path, contents):
     for name in ("config.json", "tokenizer.json"):
         shutil.copy(EMBEDDED_MODEL / name, tmp_path)
     (tmp_path / "generation_config.json").write_text(contents)
-    with pytest.raises(MinivllmError, match=r"generation_config.json (cannot be read as JSON|holds)"):
-        LLM(tmp_path, **SETTINGS, load_format="dummy")
+    words = "generation_config.json (cannot be read as JSON|holds)"
+    assert_refused(words, LLM, tmp_path, **SETTINGS, load_format="dummy")
 
 
 def test_a_bad_word_with_a_space_is_forbidden_without_it_too(idle):

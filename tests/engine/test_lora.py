@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 from engine.captured import capture_with
-from engine.golden_adapters import ADAPTERS, EXPECTED, PROMPT
-from engine.test_equivalence import FAMILIES, SHAPE, assert_most_likely
+from engine.golden_adapters import ADAPTERS, EXPECTED, PROMPT, request
+from engine.mixed_requests import run_out
+from engine.test_equivalence import FAMILIES, SHAPE, assert_most_likely, random_checkpoint
 from refusals import assert_refused
 
 from minivllm import LLM, LoRARequest, SamplingParams
@@ -38,15 +39,10 @@ SETTINGS = {"device": "cpu", "max_model_len": 128, "enable_lora": True, "max_lor
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 
 
-def request(name: str | None) -> LoRARequest | None:
-    return None if name is None else LoRARequest(name, "abc".index(name) + 1, str(ADAPTERS / name))
-
-
 def check(llm: LLM, *names: str | None) -> list:
     """Expect the recorded tokens from one call with a prompt for each adapter."""
-    outputs = llm.generate(
-        [PROMPT] * len(names), GREEDY, lora_request=[request(name) for name in names], use_tqdm=False
-    )
+    adapters = [request(name) for name in names]
+    outputs = llm.generate([PROMPT] * len(names), GREEDY, lora_request=adapters, use_tqdm=False)
     for name, output in zip(names, outputs, strict=True):
         assert output.outputs[0].token_ids == EXPECTED[name], name
         assert output.lora_request == output.outputs[0].lora_request == request(name)
@@ -77,13 +73,6 @@ def test_mixed_in_one_batch_and_after_eviction(llm):
     check(llm, "a")
     assert manager.num_activations >= before + 3
     assert set(manager.lora_index_to_id) <= {1, 2, 3}
-
-
-def test_a_prefix_that_another_adapter_has_cached_is_not_found(llm):
-    for name in ("a", "b", None):
-        first, second = (answer(llm, request(name), [5, *PROMPT * 6]) for _ in range(2))
-        assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 48), name
-        assert first.outputs[0].token_ids == second.outputs[0].token_ids
 
 
 def test_an_adapter_that_is_read_anew_hits_nothing_that_was_cached_for_it(llm, tmp_path):
@@ -141,29 +130,23 @@ def test_nothing_takes_the_place_of_an_adapter_in_use(llm, tmp_path):
     with pytest.raises(AdapterRefused, match=r"requests use the adapter 'used'.*wait until.*or give that one an id of"):
         engine.add_lora(used)
     assert engine.add_lora(LoRARequest("used", 24, str(tmp_path / "used")))
-    outputs = []
-    while engine.has_unfinished_requests():
-        outputs += engine.step()
-    assert outputs[-1].outputs[0].token_ids == EXPECTED["b"]
+    assert run_out(engine)[-1].outputs[0].token_ids == EXPECTED["b"]
     assert engine.add_lora(used)
     for number in (23, 24):
         assert tokens_of(llm, LoRARequest("used", number, str(tmp_path / "used"))) == EXPECTED["a"]
         assert engine.remove_lora(number)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {
-            "num_gpu_blocks_override": 17, "max_num_seqs": 6, "block_size": 2, "max_model_len": 24,
-            "max_num_batched_tokens": 4,
-        },
-        {"async_scheduling": True, "speculative_config": NGRAM},
-        {"speculative_config": {"method": "draft_model", "model": str(EMBEDDED_DRAFT), "num_speculative_tokens": 3}},
-        {"lora_dtype": "float32", "max_lora_rank": 64, "parts": Parts(lora_slots=AdapterSlots), "use_kv_cache": False},
-    ],
-    ids=["chunks and preemption", "n-grams ahead", "draft model", "other settings, a part, no cache"],
-)  # fmt: skip
+TIGHT = {"num_gpu_blocks_override": 17, "max_num_seqs": 6, "block_size": 2, "max_model_len": 24}
+ENGINES = [
+    TIGHT | {"max_num_batched_tokens": 4},
+    {"async_scheduling": True, "speculative_config": NGRAM},
+    {"speculative_config": {"method": "draft_model", "model": str(EMBEDDED_DRAFT), "num_speculative_tokens": 3}},
+    {"lora_dtype": "float32", "max_lora_rank": 64, "parts": Parts(lora_slots=AdapterSlots), "use_kv_cache": False},
+]
+
+
+@pytest.mark.parametrize("changes", ENGINES)
 def test_the_same_tokens_whatever_the_engine_is_set_to(changes):
     llm = LLM(EMBEDDED_MODEL, **SETTINGS | changes)
     check(llm, *["a", "b", "c", None] * 2)
@@ -215,15 +198,7 @@ def test_adapters_are_managed_across_processes(two_ranks):
 # ---- other models, other adapters ----------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def transformers():
-    result = pytest.importorskip("transformers")
-    result.logging.set_verbosity_error()
-    return result
-
-
-MERGED_FAMILIES = ("llama", "qwen3")
-MATRICES, MLP = "adapter_model.safetensors", ("gate_up_proj", *MLP_LINEARS)
+MLP = ("gate_up_proj", *MLP_LINEARS)
 RANKS = {
     "small": (1, ["q_proj"]),
     "usual": (8, ALL_LINEARS),
@@ -238,27 +213,13 @@ def write_adapters(config: ModelConfig, folder: Path) -> None:
         write_adapter(folder / name, tensors, rank, 2 * rank, targets, "base")
 
 
-@pytest.fixture(scope="module")
-def families(transformers, tmp_path_factory):
-    """Make random models, each with four random adapters."""
-    built = {}
-    for seed, family in enumerate(MERGED_FAMILIES):
-        torch.manual_seed(seed)
-        config = transformers.AutoConfig.for_model(family, **{**SHAPE, **FAMILIES[family]})
-        model = transformers.AutoModelForCausalLM.from_config(config).eval()
-        folder = tmp_path_factory.mktemp(family)
-        model.save_pretrained(folder / "model")
-        write_adapters(ModelConfig.from_pretrained(folder / "model"), folder)
-        built[family] = model, folder
-    return built
-
-
-@pytest.mark.parametrize("family", MERGED_FAMILIES)
-def test_the_tokens_of_a_merged_model(families, family):
-    model, folder = families[family]
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_the_tokens_of_a_merged_model(tmp_path, family):
+    model = random_checkpoint(family, tmp_path / "model", len(family), **SHAPE | FAMILIES[family])
+    write_adapters(ModelConfig.from_pretrained(tmp_path / "model"), tmp_path)
     settings = {"skip_tokenizer_init": True, "max_num_seqs": 6, "max_num_batched_tokens": 24, "block_size": 8}
     adapters = {"enable_lora": True, "max_loras": 3, "max_lora_rank": 64}
-    check_merged(LLM(folder / "model", device="cpu", dtype="float32", **settings, **adapters), model, folder)
+    check_merged(LLM(tmp_path / "model", device="cpu", dtype="float32", **settings, **adapters), model, tmp_path)
 
 
 def check_merged(llm: LLM, model, folder: Path) -> None:
@@ -282,8 +243,9 @@ def check_merged(llm: LLM, model, folder: Path) -> None:
     assert len(set(texts.values())) >= 4, "the adapters say different things"
 
 
-def test_the_tokens_of_a_model_merged_into_the_numbers_that_integers_stand_for(transformers, tmp_path):
+def test_the_tokens_of_a_model_merged_into_the_numbers_that_integers_stand_for(tmp_path):
     """The adapter is added to the rounded base's output, and is not rounded itself."""
+    transformers = pytest.importorskip("transformers")
     llm = LLM(EMBEDDED_MODEL, **SETTINGS, max_lora_rank=64, quantization="int8")
     model = transformers.AutoModelForCausalLM.from_pretrained(EMBEDDED_MODEL, dtype=torch.float32).eval()
     for (layer, name), method in runner_of(llm).lora.manager.modules.items():
@@ -301,26 +263,20 @@ def test_the_tokens_of_a_model_merged_into_the_numbers_that_integers_stand_for(t
 
 def test_a_folder_that_vanishes_ends_its_own_requests_only(llm, tmp_path):
     engine = llm.llm_engine
-    shutil.copytree(ADAPTERS / "b", tmp_path / "gone")
+    put("b", tmp_path / "gone")
     gone = LoRARequest("gone", 21, str(tmp_path / "gone"))
     engine.add_lora(gone)
     shutil.rmtree(tmp_path / "gone")
     check(llm, "a", "b", "c")  # takes the places in host memory
     assert 21 not in engine.list_loras()
-    for name in ("gone", "a"):
-        adapter = gone if name == "gone" else request("a")
-        engine.add_request(name, PROMPT, GREEDY, lora_request=adapter)
-    outputs, failures = {}, 0
-    while engine.has_unfinished_requests():
-        try:
-            outputs |= {output.request_id: output.outputs[0] for output in engine.step()}
-        except MinivllmError:
-            failures += 1
-    assert failures == 1
+    engine.add_request("gone", PROMPT, GREEDY, lora_request=gone)
+    engine.add_request("a", PROMPT, GREEDY, lora_request=request("a"))
+    with pytest.raises(MinivllmError):
+        run_out(engine)
+    outputs = {output.request_id: output.outputs[0] for output in run_out(engine)}
     assert "adapter 'gone' cannot be used" in outputs["gone"].error
     assert outputs["a"].token_ids == EXPECTED["a"]
-    with pytest.raises(MinivllmError, match="prompt 0: there is no adapter"):  # no step fails a second time
-        answer(llm, gone)
+    assert_refused("prompt 0: there is no adapter", answer, llm, gone)  # no step fails a second time
     put("b", tmp_path / "gone")
     assert tokens_of(llm, gone) == EXPECTED["b"]
     engine.remove_lora(21)
@@ -338,10 +294,8 @@ def test_a_pinned_adapter_keeps_its_slot_and_the_scheduler_counts_it(llm):
     engine.add_lora(request("a"))
     engine.pin_lora(1)
     engine.add_lora(request("c"))
-    with pytest.raises(AdapterRefused, match="all max_loras = 2 slots"):
-        engine.pin_lora(3)
-    with pytest.raises(AdapterRefused, match="no adapter 77"):
-        engine.pin_lora(77)
+    assert_refused("all max_loras = 2 slots", engine.pin_lora, 3)
+    assert_refused("no adapter 77", engine.pin_lora, 77)
     assert engine.remove_lora(1)
     assert engine.remove_lora(2)
     assert core_of(llm).scheduler.running_loras() == set()
@@ -358,8 +312,7 @@ def test_wrong_requests_are_refused_and_nothing_is_queued(llm):
         llm.llm_engine.add_lora(request("a"))
         assert_refused(message, llm.generate, [PROMPT, PROMPT], GREEDY, lora_request=adapter, use_tqdm=False)
         assert not llm.llm_engine.has_unfinished_requests()
-    with pytest.raises(MinivllmError, match="2 prompts, but 1 in lora_request"):
-        llm.generate([PROMPT, PROMPT], GREEDY, lora_request=[request("a")], use_tqdm=False)
+    assert_refused("2 prompts, but 1 in", llm.generate, [PROMPT, PROMPT], GREEDY, lora_request=[request("a")])
     check(llm, "a")
 
 

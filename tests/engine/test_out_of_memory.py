@@ -7,26 +7,17 @@ from minivllm.errors import MinivllmError
 from minivllm.platforms.out_of_memory import explain_out_of_memory
 
 
-def test_torchs_own_error_is_explained_in_one_line():
+def torchs_own() -> RuntimeError:
     with pytest.raises(RuntimeError) as refused:
         torch.empty(2**55)
-    explained = explain_out_of_memory(refused.value)
-    assert isinstance(explained, MinivllmError)
-    assert "lower max_num_batched_tokens" in str(explained)
-    assert "\n" not in str(explained)
+    return refused.value
 
 
-@pytest.mark.parametrize(
-    "error", [torch.OutOfMemoryError("CUDA out of memory. Tried …\nmore"), MemoryError()], ids=repr
-)
-def test_a_gpus_and_pythons_too(error):
-    explained = explain_out_of_memory(error)
-    assert explained is not None
-    assert "\n" not in str(explained)
-
-
-@pytest.mark.parametrize(
-    "error", [RuntimeError("shapes differ"), ValueError("out of memory"), KeyboardInterrupt()], ids=repr
-)
-def test_another_error_is_not(error):
-    assert explain_out_of_memory(error) is None
+def test_errors_of_torch_a_gpu_and_python_are_explained_in_one_line_and_no_others():
+    for error in (torchs_own(), torch.OutOfMemoryError("CUDA out of memory. Tried …\nmore"), MemoryError()):
+        explained = explain_out_of_memory(error)
+        assert isinstance(explained, MinivllmError)
+        assert "lower max_num_batched_tokens" in str(explained)
+        assert "\n" not in str(explained)
+    for error in (RuntimeError("shapes differ"), ValueError("out of memory"), KeyboardInterrupt()):
+        assert explain_out_of_memory(error) is None

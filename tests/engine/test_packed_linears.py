@@ -7,13 +7,7 @@ from minivllm.config import EMBEDDED_MODEL
 from minivllm.kernels.cpu.linear_choice import SETTING
 from minivllm.models import linear as linear_module
 from minivllm.models.attention import CausalAttention
-from minivllm.models.linear import (
-    GatedLinear,
-    Linear,
-    PanelLinearMethod,
-    process_weights_after_loading,
-    weight_bytes,
-)
+from minivllm.models.linear import GatedLinear, Linear, PanelLinearMethod, process_weights_after_loading, weight_bytes
 from minivllm.models.loader import load_model
 
 

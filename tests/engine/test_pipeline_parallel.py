@@ -6,15 +6,14 @@ another scheduler.
 """
 
 import pytest
-from engine.golden_adapters import ADAPTERS, EXPECTED, PROMPT
-from engine.mixed_requests import GREEDY, PROMPTS, SHARED, WISHES, completions_of, reschedule
+from engine.golden_adapters import EXPECTED, PROMPT, request
+from engine.mixed_requests import GREEDY, PROMPTS, SHARED, WISHES, completions_of, greedy_answers, reschedule
 from executor.failing_worker import failing_worker_of_rank
 from executor.test_rank_processes import have_ended, pids_of
 
-from minivllm import LLM, LoRARequest, SamplingParams
+from minivllm import LLM
 from minivllm.config import EMBEDDED_MODEL
 from minivllm.errors import WorkerFailedError
-from minivllm.inputs import TokensPrompt
 from minivllm.memory import kv_bytes_per_token
 from minivllm.models.pipeline import get_pp_indices
 from minivllm_lab.inside import core_of
@@ -52,12 +51,8 @@ def test_the_tokens_of_one_rank(llm, expected, budget, num_blocks):
 def test_each_stage_has_the_adapters_of_its_own_layers(llm):
     reschedule(llm, 24)
     names = ["a", "b", "c", None] * 2
-    adapters = [name and LoRARequest(name, "abc".index(name) + 1, str(ADAPTERS / name)) for name in names]
-    wanted = SamplingParams(temperature=0.0, max_tokens=8)
-    prompts = [TokensPrompt(prompt_token_ids=PROMPT)] * len(names)
-    outputs = llm.generate(prompts, wanted, lora_request=adapters, use_tqdm=False)
-    for name, output in zip(names, outputs, strict=True):
-        assert output.outputs[0].token_ids == EXPECTED[name], name
+    answers = greedy_answers(llm, [PROMPT] * len(names), 8, lora_request=[request(name) for name in names])
+    assert answers == [EXPECTED[name] for name in names]
 
 
 @pytest.mark.parametrize(("place", "rank"), [("before", 1), ("in the layers", 0), ("after", 1)])
@@ -96,13 +91,11 @@ def test_while_one_group_of_requests_is_on_a_stage_another_is_on_the_next(llm, m
     assert in_flight.count(2) > 0.8 * len(in_flight)
 
 
-def test_two_ranks_in_each_of_two_stages(expected):
+def test_two_ranks_in_each_of_two_stages(request, expected):
     llm = LLM(EMBEDDED_MODEL, **SETTINGS, tensor_parallel_size=2, pipeline_parallel_size=2, max_num_batched_tokens=24)
-    try:
-        assert completions_of(llm) == expected
-        assert core_of(llm).executor.ranks.size == 4
-    finally:
-        llm.shutdown()
+    request.addfinalizer(llm.shutdown)
+    assert completions_of(llm) == expected
+    assert core_of(llm).executor.ranks.size == 4
 
 
 def test_layers_by_stage():

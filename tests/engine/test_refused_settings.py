@@ -15,7 +15,11 @@ TWO_DRAFTS: dict[str, Any] = {"num_speculative_tokens": 2}
 DRAFT_MODEL = TWO_DRAFTS | {"method": "draft_model", "model": str(EMBEDDED_DRAFT)}
 FILES = {"kv_connector": "ExampleConnector", "kv_connector_extra_config": {"shared_storage_path": "files"}}
 OWN_POOL = Parts(policy=SchedulingPolicy(block_pool=type("OwnPool", (BlockPool,), {})))
+APART = {
+    "multiprocess": True, "tensor_parallel_size": 2, "pipeline_parallel_size": 2, "distributed_executor_backend": "mp",
+}  # fmt: skip
 OWN_STEPS = Parts(policy=SchedulingPolicy(schedule=lambda scheduler, step: None))
+NO_CONNECTOR = Parts(policy=SchedulingPolicy(schedule=print, find_prefix=print))  # type: ignore[arg-type]
 
 SIZES = [
     ({"dtype": "int3"}, "dtype is 'int3'; it must be one of auto, float32"),
@@ -48,10 +52,7 @@ RANKS = [
     ({"tensor_parallel_size": "2"}, "at least 1"),
     ({"pipeline_parallel_size": 99}, r"pipeline_parallel_size is 99, but .* has \d+ layers, .* at most \d+$"),
     ({"tensor_parallel_size": 2, "distributed_executor_backend": "uni"}, r'"uni" runs 1 rank, but .* is 2: use "mp"$'),
-    (
-        {"pipeline_parallel_size": 2, "distributed_executor_backend": "uni"},
-        r'tensor_parallel_size x pipeline_parallel_size is 2: use "mp"$',
-    ),
+    ({"pipeline_parallel_size": 2, "distributed_executor_backend": "uni"}, r'x pipeline_parallel_size is 2: use "mp"$'),
     ({"distributed_executor_backend": "MP"}, "^distributed_executor_backend is 'MP'; it must be one of mp, ray, uni$"),
     ({"distributed_executor_backend": ["mp"]}, "^distributed_executor_backend is"),
 ]
@@ -63,15 +64,9 @@ COMBINATIONS = [
     ({"use_kv_cache": False, "kv_transfer_config": FILES}, "use_kv_cache"),
     ({"async_scheduling": True, "parts": OWN_STEPS}, "needs the engine's own schedule: leave it out"),
     ({"parts": {}}, "it must be Parts"),
-    *(
-        ({"parts": OWN_POOL, **other}, r"parts \(block_pool\) cannot go to another process")
-        for other in (
-            {"multiprocess": True},
-            {"tensor_parallel_size": 2},
-            {"pipeline_parallel_size": 2},
-            {"distributed_executor_backend": "mp"},
-        )
-    ),
+    ({"parts": Parts(policy=3)}, "the part policy is 3; it must be SchedulingPolicy"),  # type: ignore[arg-type]
+    ({"parts": NO_CONNECTOR, "kv_transfer_config": FILES}, r"parts\.policy: leave out its schedule and find_prefix"),
+    *(({"parts": OWN_POOL, name: value}, r"pool\) cannot go to another process") for name, value in APART.items()),
 ]
 DRAFTS = [
     ("ngram", "dictionary"),
@@ -98,20 +93,14 @@ CONNECTORS = [
     ({"kv_role": "kv_both"}, "lacks kv_connector"),
     (FILES | {"kv_role": "both"}, "kv_role is 'both'"),
     (FILES | {"color": 1}, "no key 'color'"),
-    (
-        FILES | {"kv_connector_extra_config": {"x": "\ud800"}},
-        "kv_connector_extra_config is not valid text: it has half a character",
-    ),
+    (FILES | {"kv_connector_extra_config": {"x": "\ud800"}}, "extra_config is not valid text: it has half a char"),
     (FILES | {"kv_connector_extra_config": {"shared_storage_path": "a\0"}}, "null byte"),
 ]
 TIERS = [
     ({"kv_offloading_size": 0}, "must be a number of GiB above 0"),
     ({"kv_offloading_size": 1.0, "enable_prefix_caching": False}, "leave enable_prefix_caching on"),
     ({"kv_offloading_size": 1.0, "use_kv_cache": False}, "leave it True"),
-    (
-        {"kv_offloading_size": 0.5, "kv_transfer_config": {"kv_connector": "TCPConnector"}},
-        "an engine has one connector",
-    ),
+    ({"kv_offloading_size": 0.5, "kv_transfer_config": {"kv_connector": "TCPConnector"}}, "engine has one connector"),
 ]
 REFUSED = [
     *SIZES,
@@ -128,5 +117,11 @@ def test_settings_that_cannot_be_are_refused_in_one_line(settings: dict[str, Any
     assert_refused(said, LLM, EMBEDDED_MODEL, **{"device": "cpu", **settings})
 
 
-def test_parts_of_the_front_end_stay_in_this_process_and_so_go_with_others() -> None:
+def test_parts_that_are_none_are_refused() -> None:
+    assert_refused("the part attention is 3", Parts, attention=3)
+    assert_refused("the policy's victim is 3; it must be a function", SchedulingPolicy, victim=3)
+
+
+def test_parts_of_the_front_end_go_with_other_processes_and_a_rule_for_victims_with_a_connector() -> None:
     EngineArgs(parts=Parts(stop_strings=list), multiprocess=True, tensor_parallel_size=2)
+    EngineArgs(kv_transfer_config=FILES, parts=Parts(policy=SchedulingPolicy(victim=min)))

@@ -125,10 +125,11 @@ def test_two_tokens_of_two_rows_share_no_noise():
     assert len(np.unique(noise)) > 0.99 * len(noise)  # a float32 has few numbers: some meet by chance
 
 
-def scores_of(tokens: torch.Tensor, logits: torch.Tensor, keys: np.ndarray) -> torch.Tensor:
-    """Score one token of each row by the definition."""
+def scores_of(logits: torch.Tensor, keys: np.ndarray, *tokens: torch.Tensor) -> torch.Tensor:
+    """Score tokens by the definition: the best of each row, then each of `tokens` [rows]."""
     noise = -waiting_times(torch.from_numpy(keys.view(np.int32)), logits.shape[-1]).double().log()
-    return (logits.double() + noise).gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+    scores = logits.double() + noise
+    return torch.stack([scores.amax(-1), *(scores.gather(-1, drawn[:, None])[:, 0] for drawn in tokens)])
 
 
 @pytest.mark.parametrize("vocab", [1, 5, 256, 257, 4096])
@@ -140,10 +141,9 @@ def test_the_compiled_draw_is_the_definition(vocab, spread):
     logits[::2].masked_fill_(torch.rand(50, vocab, generator=generator) < 0.5, -torch.inf)
     keys = row_keys(np.arange(100, dtype=np.uint64), np.arange(100) * 7)
     compiled = gumbel_max(logits, keys)
-    noise = -waiting_times(torch.from_numpy(keys.view(np.int32)), vocab).double().log()
-    best = (logits.double() + noise).argmax(-1)
+    best, drawn = scores_of(logits, keys, compiled)
     possible = logits.isfinite().any(-1)
-    assert (scores_of(best, logits, keys) - scores_of(compiled, logits, keys))[possible].abs().max() < 1e-5
+    assert (best - drawn)[possible].max() < 1e-5
     assert not compiled[~possible].any()
 
 
@@ -157,7 +157,8 @@ def test_a_gpu_draws_by_the_same_definition(monkeypatch):
     monkeypatch.setattr("minivllm.worker.sample.gumbel.has_numba", lambda: False)
     drawn = gumbel_max(logits, keys)
     assert (drawn != compiled).sum() <= 1
-    assert (scores_of(drawn, logits, keys) - scores_of(compiled, logits, keys)).abs().max() < 1e-5
+    best, *both = scores_of(logits, keys, drawn, compiled)
+    assert (best - torch.stack(both)).max() < 1e-5
 
 
 def test_a_rounding_of_the_logits_changes_a_token_only_where_two_are_as_good_as_equal():
@@ -173,18 +174,12 @@ def test_a_rounding_of_the_logits_changes_a_token_only_where_two_are_as_good_as_
     assert changed.sum() <= 2
 
 
+CHOICES = {
+    "temperature": [0.0, 0.5, 1.0], "top_k": [0, 3], "top_p": [1.0, 0.6], "min_p": [0.0, 0.1], "logprobs": [None, 2],
+    "repetition_penalty": [1.0, 1.3], "frequency_penalty": [0.0, 0.4], "logit_bias": [None, {2: 3.0}],
+}  # fmt: skip
 PARAMS = st.fixed_dictionaries(
-    {
-        "temperature": st.sampled_from([0.0, 0.5, 1.0]),
-        "top_k": st.sampled_from([0, 3]),
-        "top_p": st.sampled_from([1.0, 0.6]),
-        "min_p": st.sampled_from([0.0, 0.1]),
-        "repetition_penalty": st.sampled_from([1.0, 1.3]),
-        "frequency_penalty": st.sampled_from([0.0, 0.4]),
-        "logit_bias": st.sampled_from([None, {2: 3.0}]),
-        "logprobs": st.sampled_from([None, 2]),
-        "seed": st.integers(0, 2**63 - 1),
-    }
+    {"seed": st.integers(0, 2**63 - 1), **{name: st.sampled_from(values) for name, values in CHOICES.items()}}
 )
 
 

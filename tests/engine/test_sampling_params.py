@@ -63,19 +63,18 @@ def test_fields_are_assigned_freely_and_checked_when_they_are_used():
         params.max_token = 3  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize(
-    ("settings", "taken"),
-    [
-        ({"top_k": -1}, {"top_k": 0}),
-        ({"seed": -1, "logprobs": True}, {"seed": None, "logprobs": 1}),
-        ({"temperature": 1e-9}, {"temperature": 1e-2, "is_greedy": False}),
-        ({"temperature": 0.0}, {"temperature": 0.0, "is_greedy": True}),
-        ({"logit_bias": {3: 1000.0, 4: -1000.0}}, {"logit_bias": {3: 100.0, 4: -100.0}}),
-        ({"stop": "ab"}, {"stop_strings": ("ab",)}),
-        ({}, {"stop_strings": ()}),
-    ],
-    ids=str,
-)
+TAKEN = [
+    ({"top_k": -1}, {"top_k": 0}),
+    ({"seed": -1, "logprobs": True}, {"seed": None, "logprobs": 1}),
+    ({"temperature": 1e-9}, {"temperature": 1e-2, "is_greedy": False}),
+    ({"temperature": 0.0}, {"temperature": 0.0, "is_greedy": True}),
+    ({"logit_bias": {3: 1000.0, 4: -1000.0}}, {"logit_bias": {3: 100.0, 4: -100.0}}),
+    ({"stop": "ab"}, {"stop_strings": ("ab",)}),
+    ({}, {"stop_strings": ()}),
+]
+
+
+@pytest.mark.parametrize(("settings", "taken"), TAKEN, ids=str)
 def test_a_value_is_brought_into_the_engines_form(settings, taken):
     params = SamplingParams(**settings)
     assert {name: getattr(params, name) for name in taken} == taken

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from engine.mixed_requests import completions_of, greedy_answers, run_out
 from hypothesis import given
 from hypothesis import strategies as st
 from refusals import assert_refused
@@ -17,7 +18,6 @@ from minivllm import LLM, SamplingParams
 from minivllm.config import EMBEDDED_DRAFT, EMBEDDED_EAGLE3, EMBEDDED_MODEL, ModelConfig, SpeculativeConfig
 from minivllm.core.stats import PrefixCacheStats, SchedulerStats, SpecDecodingStats
 from minivllm.engine.throughput_log import ThroughputLog
-from minivllm.errors import MinivllmError
 from minivllm.models.attention import CausalAttention
 from minivllm.models.eagle3 import Eagle3Head
 from minivllm.models.forward_context import AuxHiddenStates, ForwardContext
@@ -88,11 +88,9 @@ def lookup():
 
 @pytest.mark.parametrize("config", [NGRAM, DRAFT_MODEL, EAGLE3], ids=["ngram", "draft_model", "eagle3"])
 def test_vllms_tokens_and_counters(config):
-    params = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
     prompts = [request["prompt_token_ids"] for request in RECORDED["requests"]]
     llm = LLM(EMBEDDED_MODEL, **SETTINGS, speculative_config=config)
-    results = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
-    assert results == [request["token_ids"] for request in RECORDED["requests"]]
+    assert greedy_answers(llm, prompts, 64) == [request["token_ids"] for request in RECORDED["requests"]]
     assert asdict(llm.llm_engine.stats.spec_decoding_stats) == RECORDED[config["method"]]
 
 
@@ -118,26 +116,23 @@ WITHOUT_CACHE = {"max_model_len": 64, "max_num_batched_tokens": 9, "attention_ba
 def tokens_of_batches(count, **changes):
     """Return the tokens of the first `count` batches from an engine without a drafter."""
     plain = LLM(EMBEDDED_MODEL, **SETTINGS | changes)
-    return [[output.outputs[0].token_ids for output in plain.generate(*random_batch(seed))] for seed in range(count)]
+    return [completions_of(plain, *random_batch(seed)) for seed in range(count)]
 
 
-@pytest.mark.parametrize(
-    ("config", "changes"),
-    [
-        (DRAFT_MODEL, WITHOUT_CACHE),
-        (DRAFT_MODEL, {**FEW_BLOCKS, "kv_cache_dtype": "int8", "async_scheduling": True}),
-        (EAGLE3, {**FEW_BLOCKS, "async_scheduling": True}),
-        (EAGLE3, WITHOUT_CACHE),
-    ],
-    ids=["without-cache", "int8-preempted-ahead", "eagle3-preempted-ahead", "eagle3-without-cache"],
-)
+DRAFTERS = [
+    (DRAFT_MODEL, WITHOUT_CACHE),
+    (DRAFT_MODEL, {**FEW_BLOCKS, "kv_cache_dtype": "int8", "async_scheduling": True}),
+    (EAGLE3, {**FEW_BLOCKS, "async_scheduling": True}),
+    (EAGLE3, WITHOUT_CACHE),
+]
+
+
+@pytest.mark.parametrize(("config", "changes"), DRAFTERS)
 def test_the_tokens_without_a_drafter(config, changes):
     drafting = LLM(EMBEDDED_MODEL, **SETTINGS | changes, speculative_config=config)
     count = 1 if changes is WITHOUT_CACHE else 2  # a step without a cache computes every token again
     plain = tokens_of_batches(count, **changes | {"async_scheduling": False, "num_gpu_blocks_override": 200})
-    for seed, expected in enumerate(plain):
-        outputs = drafting.generate(*random_batch(seed))
-        assert [output.outputs[0].token_ids for output in outputs] == expected
+    assert [completions_of(drafting, *random_batch(seed)) for seed in range(count)] == plain
     stats = drafting.llm_engine.stats
     assert stats.spec_decoding_stats.num_accepted_tokens > 20 * count
     assert stats.num_preemptions > 0 or "num_gpu_blocks_override" not in changes
@@ -200,7 +195,7 @@ def test_the_drafters_cache_holds_every_token_that_the_targets_does(config):
     llm.generate(*random_batch(0))
     beginning = RECORDED["requests"][3]["prompt_token_ids"][:12]
     for prompt in (beginning, beginning + beginning):
-        llm.generate([prompt], SamplingParams(temperature=0.0, max_tokens=4))
+        greedy_answers(llm, [prompt], 4)
     stats = llm.llm_engine.stats
     assert len(steps) > 20
     assert stats.num_preemptions > 0
@@ -210,8 +205,8 @@ def test_the_drafters_cache_holds_every_token_that_the_targets_does(config):
 def test_a_draft_model_must_have_the_models_tokens_and_reach_as_far():
     config = ModelConfig.from_pretrained(EMBEDDED_DRAFT)
     check_drafter(config, config, 2048)
-    with pytest.raises(MinivllmError, match=r"vocabulary of 4096 tokens, but the model has 100"):
-        check_drafter(config, replace(config, vocab_size=100), 512)
+    other = replace(config, vocab_size=100)
+    assert_refused("vocabulary of 4096 tokens, but the model has 100", check_drafter, config, other, 512)
     assert_refused(r"supports at most 2048 tokens: lower max_model_len from 2049", check_drafter, config, config, 2049)
 
 
@@ -246,19 +241,6 @@ def test_random_requests_keep_their_tokens_and_log_probabilities(plain, lookup):
                 assert entry[token_id].logprob == pytest.approx(logprob.logprob, abs=1e-3)
 
 
-ONE_AFTER_ANOTHER = [REPETITIVE, REPETITIVE[:60], REPETITIVE, "class Stack:\n    def __init__", REPETITIVE]
-
-
-@pytest.fixture(scope="module")
-def plain_tokens(plain):
-    return greedy_tokens(plain)
-
-
-def greedy_tokens(llm):
-    params = SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True)
-    return [output.outputs[0].token_ids for output in llm.generate(ONE_AFTER_ANOTHER, params, use_tqdm=False)]
-
-
 PROBABILISTIC = {**DRAFT_MODEL, "draft_sample_method": "probabilistic"}
 
 
@@ -269,12 +251,10 @@ def test_a_seeded_request_draws_the_same_drafts_and_tokens_in_any_company(plain)
     llm = LLM(EMBEDDED_MODEL, **SETTINGS, speculative_config=PROBABILISTIC)
     alone = [llm.generate([prompt], param)[0].outputs[0] for param in params]
     accepted = llm.llm_engine.stats.spec_decoding_stats.num_accepted_tokens
-    greedy, *others = llm.generate(
-        [prompt[:50], prompt, prompt[:90], prompt], [company[0], params[0], company[1], params[1]]
-    )
-    assert [other.outputs[0].token_ids for other in (others[0], others[2])] == [each.token_ids for each in alone]
-    [expected] = plain.generate([prompt[:50]], company[0])
-    assert greedy.outputs[0].token_ids == expected.outputs[0].token_ids
+    prompts = [prompt[:50], prompt, prompt[:90], prompt]
+    greedy, *others = completions_of(llm, prompts, [company[0], params[0], company[1], params[1]])
+    assert [others[0], others[2]] == [[each.token_ids] for each in alone]
+    assert [greedy] == completions_of(plain, prompts[:1], company[0])
     assert accepted > 15
     for completion in alone:
         again = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
@@ -321,13 +301,11 @@ def test_drawn_drafts_leave_the_distribution_as_it_is_and_are_accepted_as_often_
         speculative_config=config,
     )  # fmt: skip
     count, prompt = 3000, [3, 1]
-    params = [
-        SamplingParams(temperature=1 / SHARPNESS, seed=seed, max_tokens=3, ignore_eos=True) for seed in range(count)
-    ]
-    outputs = llm.generate([prompt] * count, params, use_tqdm=False)
+    base = {"temperature": 1 / SHARPNESS, "max_tokens": 3, "ignore_eos": True}
+    params = [SamplingParams(**base, seed=seed) for seed in range(count)]
     actual = torch.zeros(8, 8, 8)
-    for output in outputs:
-        actual[tuple(output.outputs[0].token_ids)] += 1
+    for [tokens] in completions_of(llm, [prompt] * count, params):
+        actual[tuple(tokens)] += 1
     first = p([prompt])[0]  # [8]
     second, drafts = (of([[*prompt, a] for a in range(8)]) for of in (p, q))  # [8, 8]
     third = p([[*prompt, a, b] for a in range(8) for b in range(8)]).view(8, 8, 8)
@@ -345,19 +323,16 @@ def test_drawn_drafts_leave_the_distribution_as_it_is_and_are_accepted_as_often_
 
 
 @pytest.mark.parametrize(
-    ("method", "ahead"),
-    [({"prompt_lookup_min": 1}, False), ({"model": str(EMBEDDED_DRAFT)}, True)],
-    ids=["ngram", "draft_model-ahead"],
+    ("method", "ahead"), [({"prompt_lookup_min": 1}, False), ({"model": str(EMBEDDED_DRAFT)}, True)]
 )
-def test_fewer_drafts_or_none_at_times_change_no_token_of_a_greedy_request(plain_tokens, method, ahead):
+def test_fewer_drafts_or_none_at_times_change_no_token_of_a_greedy_request(plain, method, ahead):
+    prompts = [REPETITIVE, REPETITIVE[:60], REPETITIVE, "class Stack:\n    def __init__", REPETITIVE]
     schedule = [(1, 1, 4), (2, 2, 2), (3, 3, 0), (4, 8, 1)]
     config = {**method, "num_speculative_tokens": 4, "num_speculative_tokens_per_batch_size": schedule}
     llm = LLM(EMBEDDED_MODEL, **SETTINGS, async_scheduling=ahead, speculative_config=config)
     lengths = [48, 39, 30, 21, 12]
     params = [SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True) for length in lengths]
-    outputs = llm.generate(ONE_AFTER_ANOTHER, params, use_tqdm=False)
-    for output, expected, length in zip(outputs, plain_tokens, lengths, strict=True):
-        assert output.outputs[0].token_ids == expected[:length]
+    assert completions_of(llm, prompts, params) == completions_of(plain, prompts, params)
     stats = llm.llm_engine.stats.spec_decoding_stats
     assert stats.num_accepted_tokens > 10
     assert stats.num_draft_tokens < 3 * stats.num_drafts, "most are shorter than the four allowed"
@@ -369,11 +344,10 @@ def streamed(llm, params):
     """
     llm.llm_engine.add_request("streamed", REPETITIVE, replace(params, output_kind=RequestOutputKind.DELTA))
     token_ids, text, logprobs, total = [], "", [], None
-    while llm.llm_engine.has_unfinished_requests():
-        for output in llm.llm_engine.step():
-            [piece] = output.outputs
-            token_ids, text, logprobs = token_ids + piece.token_ids, text + piece.text, logprobs + piece.logprobs
-            total = piece.cumulative_logprob
+    for output in run_out(llm.llm_engine):
+        [piece] = output.outputs
+        token_ids, text, logprobs = token_ids + piece.token_ids, text + piece.text, logprobs + piece.logprobs
+        total = piece.cumulative_logprob
     return token_ids, text, logprobs, total
 
 

@@ -7,7 +7,6 @@ import re
 import string
 import threading
 from concurrent.futures import Future
-from dataclasses import replace
 
 import jsonschema
 import pytest
@@ -109,31 +108,18 @@ def test_a_text_fits_its_regex_and_a_choice_is_one_of_them(llm, speculating, dra
     assert [completion.token_ids for completion in drafted] == [completion.token_ids for completion in result]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_grammar_that_allows_everything_changes_no_token(llm, temperature):
-    prompts = [PROMPT, "class Stack:\n", "import os\n"]
-    plain = SamplingParams(temperature=temperature, max_tokens=24, seed=3)
-    anything = replace(plain, structured_outputs=StructuredOutputsParams(regex="(?s:.*)"))
-    expected = [output.outputs[0].token_ids for output in llm.generate(prompts, plain, use_tqdm=False)]
-    # Beside requests without a grammar, which are not touched either.
-    mixed = llm.generate([*prompts, *prompts], [anything] * 3 + [plain] * 3, use_tqdm=False)
-    assert [output.outputs[0].token_ids for output in mixed] == expected * 2
+CRAMPED = [
+    {"speculative_config": NGRAM, "async_scheduling": False},
+    {"speculative_config": NGRAM, "async_scheduling": True},
+    {"pipeline_parallel_size": 2},
+]
 
 
-@pytest.fixture(scope="module", params=["sync", "steps in flight", "a pipeline"])
+@pytest.fixture(scope="module", params=CRAMPED, ids=str)
 def cramped(request):
     """Make an engine that chunks prompts, preempts and drafts at once; a pipeline has no drafts."""
-    further = {
-        "sync": {"speculative_config": NGRAM, "async_scheduling": False},
-        "steps in flight": {"speculative_config": NGRAM, "async_scheduling": True},
-        "a pipeline": {"pipeline_parallel_size": 2},
-    }
-    engine = LLM(
-        EMBEDDED_MODEL,
-        **SETTINGS | {"max_model_len": 88, "num_gpu_blocks_override": 12, "block_size": 8},
-        max_num_batched_tokens=12,
-        **further[request.param],
-    )
+    few = {"max_model_len": 88, "num_gpu_blocks_override": 12, "block_size": 8, "max_num_batched_tokens": 12}
+    engine = LLM(EMBEDDED_MODEL, **SETTINGS | few | request.param)
     yield engine
     engine.llm_engine.shutdown()
 
@@ -176,14 +162,14 @@ def test_several_completions_have_a_place_each(llm):
     assert len(set(texts)) > 1
 
 
-@pytest.mark.parametrize(
-    ("settings", "text"),
-    [
-        ({}, "[ 1 , 1 ]"),
-        ({"disable_any_whitespace": True}, "[1,1]"),
-        ({"whitespace_pattern": " {2}"}, "[  1  ,  1  ]"),
-    ],
-)
+WHITESPACE = [
+    ({}, "[ 1 , 1 ]"),
+    ({"disable_any_whitespace": True}, "[1,1]"),
+    ({"whitespace_pattern": " {2}"}, "[  1  ,  1  ]"),
+]
+
+
+@pytest.mark.parametrize(("settings", "text"), WHITESPACE)
 def test_whitespace_is_as_the_request_says(llm, settings, text):
     """The model would otherwise generate nothing but spaces."""
     two = {"type": "array", "items": {"const": 1}, "minItems": 2, "maxItems": 2}
@@ -228,20 +214,20 @@ def test_without_constraints_no_step_waits_for_a_grammar(llm, monkeypatch):
     assert llm.generate(PROMPT, SamplingParams(max_tokens=3), use_tqdm=False)[0].outputs[0].finish_reason == "length"
 
 
-@pytest.mark.parametrize(
-    ("constraint", "message"),
-    [
-        ({"regex": "("}, "regex parse error"),
-        ({"json": {"type": "nothing"}}, "Invalid type: nothing"),
-        ({"json": "{"}, "the constraint cannot be read"),
-        ({"json": {"type": "string", "pattern": "("}}, "regex parse error"),
-        ({"grammar": "start: foo"}, "unknown name"),
-        ({"grammar": 'root ::= ("'}, "the constraint cannot be read"),
-        ({"grammar": "root ::= " + "(" * 9000}, "the constraint cannot be read"),
-        ({"regex": "a" * (MOST_CHARACTERS + 1)}, "at most 262,144 are served"),
-        ({"json_object": True, "whitespace_pattern": "("}, "regex parse error"),
-    ],
-)
+MALFORMED = [
+    ({"regex": "("}, "regex parse error"),
+    ({"json": {"type": "nothing"}}, "Invalid type: nothing"),
+    ({"json": "{"}, "the constraint cannot be read"),
+    ({"json": {"type": "string", "pattern": "("}}, "regex parse error"),
+    ({"grammar": "start: foo"}, "unknown name"),
+    ({"grammar": 'root ::= ("'}, "the constraint cannot be read"),
+    ({"grammar": "root ::= " + "(" * 9000}, "the constraint cannot be read"),
+    ({"regex": "a" * (MOST_CHARACTERS + 1)}, "at most 262,144 are served"),
+    ({"json_object": True, "whitespace_pattern": "("}, "regex parse error"),
+]
+
+
+@pytest.mark.parametrize(("constraint", "message"), MALFORMED)
 def test_a_malformed_constraint_is_one_line(llm, constraint, message):
     with pytest.raises(MinivllmError, match=message) as error:
         conforming(llm, [StructuredOutputsParams(**constraint)])
@@ -249,20 +235,20 @@ def test_a_malformed_constraint_is_one_line(llm, constraint, message):
     assert len(str(error.value)) < 500
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({}, "has no constraint"),
-        ({"regex": "a", "choice": ["b"]}, "regex and choice; give only one"),
-        ({"choice": []}, "a list of strings, not empty"),
-        ({"choice": "yes"}, "a list of strings"),
-        ({"choice": ["\ud800"]}, "half a character"),
-        ({"json": 1}, "must be a JSON schema"),
-        ({"regex": 1}, "regex is 1; it must be a string"),
-        ({"structural_tag": "{}"}, "it is not served here"),
-        ({"json": {}, "disable_additional_properties": True}, "is not served"),
-    ],
-)
+NO_CONSTRAINTS = [
+    ({}, "has no constraint"),
+    ({"regex": "a", "choice": ["b"]}, "regex and choice; give only one"),
+    ({"choice": []}, "a list of strings, not empty"),
+    ({"choice": "yes"}, "a list of strings"),
+    ({"choice": ["\ud800"]}, "half a character"),
+    ({"json": 1}, "must be a JSON schema"),
+    ({"regex": 1}, "regex is 1; it must be a string"),
+    ({"structural_tag": "{}"}, "it is not served here"),
+    ({"json": {}, "disable_additional_properties": True}, "is not served"),
+]
+
+
+@pytest.mark.parametrize(("fields", "message"), NO_CONSTRAINTS)
 def test_a_constraint_that_is_none_is_refused(fields, message):
     assert_refused(message, StructuredOutputsParams, **fields)
 

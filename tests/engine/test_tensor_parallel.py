@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from engine.mixed_requests import GREEDY, PROMPTS, SHARED, WISHES, completions_of, reschedule
+from engine.mixed_requests import GREEDY, PROMPTS, SHARED, WISHES, completions_of, reschedule, run_out
 from executor.failing_worker import PLACES, failing_worker_of_rank
 from executor.test_rank_processes import have_ended, pids_of
 from refusals import assert_refused
@@ -22,7 +22,7 @@ from minivllm import LLM, SamplingParams, StructuredOutputsParams
 from minivllm.config import EMBEDDED_DRAFT, EMBEDDED_MODEL, ModelConfig
 from minivllm.core.async_scheduler import AsyncScheduler
 from minivllm.engine.arg_utils import EngineArgs
-from minivllm.errors import MinivllmError, WorkerDiedError, WorkerFailedError
+from minivllm.errors import WorkerDiedError, WorkerFailedError
 from minivllm.executor.multiproc_executor import check_devices
 from minivllm.memory import kv_bytes_per_token
 from minivllm_lab.inside import core_of, runner_of
@@ -73,10 +73,7 @@ def tokens_of(llm: LLM) -> list[list[list[int]]]:
     return completions_of(llm, PROMPTS, WISHES)
 
 
-@pytest.mark.parametrize(
-    ("caching", "budget", "num_blocks"),
-    [(True, 7, None), (False, 2048, None), (True, 24, 11)],
-)
+@pytest.mark.parametrize(("caching", "budget", "num_blocks"), [(True, 7, None), (False, 2048, None), (True, 24, 11)])
 def test_the_tokens_of_one_process(engines, caching, budget, num_blocks):
     results = []
     for llm in engines:
@@ -102,16 +99,14 @@ def test_a_rank_has_half_of_the_cache_and_rank_0_all_of_the_drafters(engines):
 
 def test_the_runner_is_elsewhere(engines):
     assert runner_of(engines[0]).settings.block_size == 16
-    with pytest.raises(MinivllmError, match="runs in other processes"):
-        _ = runner_of(engines[1])
+    assert_refused("runs in other processes", runner_of, engines[1])
 
 
 def test_more_ranks_than_gpus_are_refused(monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     args = EngineArgs(model=EMBEDDED_MODEL, tensor_parallel_size=2, max_num_seqs=2, max_num_batched_tokens=32)
     scheduler = args.scheduler_config(ModelConfig.from_pretrained(EMBEDDED_MODEL), None)
-    with pytest.raises(MinivllmError, match=r'there are 1 here; use no more than that, or device="cpu"'):
-        check_devices(args.worker_settings(scheduler, "cuda", 2))
+    assert_refused("there are 1 here; use no more", check_devices, args.worker_settings(scheduler, "cuda", 2))
     check_devices(args.worker_settings(scheduler, "cpu", 2))
 
 
@@ -129,33 +124,27 @@ def few_expected(engines):
     return few_tokens_of(engines[0])
 
 
-@pytest.fixture
-def breakable(engines, few_expected):
-    """Return the engine of two ranks, and a few tokens of a run in which none fails."""
-    reschedule(engines[1], 2048)
-    return engines[1], few_expected
-
-
 @pytest.mark.parametrize(("place", "ranks"), [*zip(PLACES, ([1], [0], [1], [0]), strict=True), ("sampling", [0, 1])])
-def test_an_exception_on_any_rank_ends_the_step_and_not_the_engine(breakable, place, ranks):
+def test_an_exception_on_any_rank_ends_the_step_and_not_the_engine(engines, few_expected, place, ranks):
     """This holds even where the other rank waits for the failing one, in a sum or for the tokens."""
-    llm, expected = breakable
-    core = core_of(llm)
+    llm, core = engines[1], core_of(engines[1])
+    reschedule(llm, 2048)
     pids = pids_of(core.executor.ranks)
     core.executor.collective_rpc("fail_in", place, ranks)
     with pytest.raises(WorkerFailedError, match=rf"^rank {ranks[0] if len(ranks) == 1 else '.'} of 2: KeyError"):
         llm.generate(PROMPTS, WISHES)
-    assert few_tokens_of(llm) == expected
+    assert few_tokens_of(llm) == few_expected
     assert pids_of(core.executor.ranks) == pids
     assert not have_ended(pids, 0.0)
 
 
-def test_steps_in_flight_give_the_same_tokens(breakable, expected):
+def test_steps_in_flight_give_the_same_tokens(engines, expected):
     """Rank 0 sends its drafts to the others with its tokens; then a rank fails while another step
     is in flight.
     """
-    llm, _ = breakable
-    core, single = core_of(llm), core_of(llm).scheduler
+    llm, core = engines[1], core_of(engines[1])
+    reschedule(llm, 2048)
+    single = core.scheduler
     core.executor.collective_rpc("keep_drafts", True)
     config = replace(single.config, async_scheduling=True)
     core.scheduler, core._takes_drafts = AsyncScheduler(config, single.cache_config), False
@@ -166,18 +155,10 @@ def test_steps_in_flight_give_the_same_tokens(breakable, expected):
     with pytest.raises(WorkerFailedError, match=r"^rank 1 of 2: KeyError"):
         llm.generate(PROMPTS, WISHES)
     assert tokens_of(llm) == expected
-    while core.has_unfinished_requests():
-        core.step()
+    run_out(core)
     core.executor.collective_rpc("reset")
     core.executor.collective_rpc("keep_drafts", False)
     core.scheduler, core._takes_drafts, core.executor.max_concurrent_batches = single, True, 1
-
-
-def test_a_step_without_memory_on_one_rank_says_what_to_lower(breakable):
-    llm, expected = breakable
-    core_of(llm).executor.collective_rpc("fail_in", "in the layers", [1], MemoryError)
-    assert_refused(r"a step ran out of memory .*: lower max_num_batched_tokens", llm.generate, PROMPTS, WISHES)
-    assert few_tokens_of(llm) == expected
 
 
 def test_a_rank_that_is_killed_ends_the_run(engines):

@@ -75,30 +75,6 @@ def test_random_requests_get_the_same_tokens(deferred):
     assert len(deferred) > 15
 
 
-def test_aborted_requests_leave_their_rows_to_others(deferred):
-    plain, ahead = engine(async_scheduling=False), engine()
-    runner_of(ahead).defers_tokens = True
-    draw = random.Random(1)
-    for round_ in range(2):
-        prompts, params = random_requests(100 + round_)
-        for llm in (plain, ahead):
-            for index, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
-                llm.llm_engine.add_request(f"{round_}-{index}", {"prompt_token_ids": prompt}, param)
-        gone, result = {f"{round_}-{draw.randrange(len(prompts))}" for _ in range(2)}, []
-        for llm in (plain, ahead):
-            tokens = {}
-            for step in range(10_000):
-                if not llm.llm_engine.has_unfinished_requests():
-                    break
-                if step == 3:
-                    llm.llm_engine.abort_request(list(gone))
-                for output in llm.llm_engine.step():
-                    tokens[output.request_id] = output.outputs[0].token_ids
-            result.append({name: token for name, token in tokens.items() if name not in gone})
-        assert result[0] == result[1]
-    assert deferred
-
-
 def one_row(tokens: int, req_id="a", finished=()) -> SchedulerOutput:
     request = NewRequestData(req_id, [1] * tokens, [1] * tokens, [1], 0, SamplingParams())
     return SchedulerOutput([request], CachedRequestData(), {req_id: tokens}, tokens, {}, set(), {*finished})
@@ -127,12 +103,14 @@ def test_a_token_that_arrives_late_is_not_given_to_the_rows_next_request():
     assert batch.token_ids[0, 8] == 88
 
 
-def test_a_reset_drops_what_is_in_flight():
+def test_a_reset_drops_what_is_in_flight_and_the_drafts():
     llm = engine()
     runner = runner_of(llm)
     runner.defers_tokens = True
     runner.execute_model(one_row(3))
+    runner.draft_tokens_handler.put({"a": [1]})
     runner.reset()
+    assert not runner.draft_tokens_handler.take()
     runner.execute_model(one_row(4))
     runner.tokens_in_flight.settle(wait=True)
     assert runner.batch.num_tokens[runner.batch.row_of["a"]] == 5

@@ -1,6 +1,5 @@
 """A rank of the engine, in its own process, that raises where a test tells it to."""
 
-from collections.abc import Callable
 from typing import Any
 
 from minivllm.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
@@ -15,8 +14,8 @@ class FailingWorker(Worker):
 
     place = ""
 
-    def fail_in(self, place: str, ranks: list[int], error: Callable[..., Exception] = KeyError) -> None:
-        self.place, self.error = place if self.group.world_rank in ranks else "", error
+    def fail_in(self, place: str, ranks: list[int]) -> None:
+        self.place = place if self.group.world_rank in ranks else ""
 
     def keep_drafts(self, keeps: bool) -> None:
         self.runner.draft_tokens_handler.keeps_drafts = keeps
@@ -34,7 +33,7 @@ class FailingWorker(Worker):
     def _fail_if(self, place: str) -> None:
         if self.place == place:
             self.place = ""
-            raise self.error("told to fail")
+            raise KeyError("told to fail")
 
     def _break(self, name: str, number: int) -> None:
         """Make the `number`-th call of a group method raise instead of joining the other ranks."""

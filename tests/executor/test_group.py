@@ -9,14 +9,12 @@ from minivllm.executor.rank_processes import RankProcesses
 pytestmark = pytest.mark.usefixtures("warm_processes")
 
 
-def test_a_rank_that_leaves_is_missed_in_its_own_stage():
+def test_a_rank_that_leaves_is_missed_in_its_own_stage(request):
     store = rendezvous(4)
     ranks = RankProcesses(Member, ((store.host, store.port),), 4, 0)
-    try:
-        for _ in range(2):
-            waiting = ranks.send("add_up", 3, join=list)
-            assert waiting.result(30) == ["elsewhere", "elsewhere", "lost a peer", "left"]
-            ranks.call("reset")
-        assert ranks.call("add_up", -1) == ["added"] * 4
-    finally:
-        ranks.shutdown()
+    request.addfinalizer(ranks.shutdown)
+    for _ in range(2):
+        waiting = ranks.send("add_up", 3, join=list)
+        assert waiting.result(30) == ["elsewhere", "elsewhere", "lost a peer", "left"]
+        ranks.call("reset")
+    assert ranks.call("add_up", -1) == ["added"] * 4

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import timeit
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -208,10 +209,19 @@ def test_ranks_that_are_stuck_are_killed_at_shutdown(ranks):
         ranks.call("who")
 
 
+BEGINNING = """
+import os, sys, time
+sys.path.insert(0, {folder!r})
+import ranks_module
+from minivllm.executor.rank_processes import RankProcesses
+ranks = RankProcesses(ranks_module.Worker, (), 2)
+"""
+
+
 def run_script(folder: Path, module: str, script: str) -> subprocess.Popen[str]:
-    """Run a script that starts ranks from `ranks_module`; its output can be read."""
+    """Run a script on two ranks with a worker of this module; its output can be read."""
     (folder / "ranks_module.py").write_text(module)
-    (folder / "script.py").write_text(f"import sys\nsys.path.insert(0, {str(folder)!r})\n{script}")
+    (folder / "script.py").write_text(BEGINNING.format(folder=str(folder)) + script)
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen([sys.executable, "-P", folder / "script.py"], **pipes, start_new_session=True)
 
@@ -221,12 +231,7 @@ import os, sys, time
 if sys.argv[0].endswith("child_main.py"):
     os.write(1, f"{os.getpid()}\\n".encode())
     time.sleep(20)
-def make(rank): pass
-"""
-STARTS = """
-import ranks_module
-from minivllm.executor.rank_processes import RankProcesses
-RankProcesses(ranks_module.make, (), 2)
+def Worker(rank): pass
 """
 WORKS = """
 import os, time
@@ -237,29 +242,16 @@ class Worker:
         os.write(1, f"{os.getpid()}\\n".encode())
         time.sleep(60)
 """
-WORKING = """
-import ranks_module
-from minivllm.executor.rank_processes import RankProcesses
-RankProcesses(ranks_module.Worker, (), 2).call("work")
-"""
-LEAVING = """
-import ranks_module
-from minivllm.executor.rank_processes import RankProcesses
-ranks = RankProcesses(ranks_module.Worker, (), 2)
-print(*(process.pid for process in ranks.processes))
-"""
+WORKING = 'ranks.call("work")'
+LEAVING = "print(*(process.pid for process in ranks.processes))"
 FORKING = """
-import os, time
-import ranks_module
-from minivllm.executor.rank_processes import RankProcesses
-ranks = RankProcesses(ranks_module.Worker, (), 2)
 if os.fork() == 0:
     time.sleep(4)
     os._exit(0)
 ranks.call("work")
 """
 BOTH = pytest.mark.parametrize(
-    ("module", "script"), [(SLOW_IN_RANKS, STARTS), (WORKS, WORKING)], ids=["while they start", "while they work"]
+    ("module", "script"), [(SLOW_IN_RANKS, ""), (WORKS, WORKING)], ids=["while they start", "while they work"]
 )
 
 
@@ -349,18 +341,13 @@ def catching_interrupts() -> Iterator[list[bool]]:
         signal.signal(signal.SIGINT, before)
 
 
-def interrupted_at_line(number: int, function: Callable[[], object], where: str = "") -> bool:
-    """Call the function and send Ctrl-C at its `number`-th line in files whose path contains
-    `where`.
-
-    Returns:
-        True if the function has that many lines.
-    """
+def interrupted_at_line(number: int, function: Callable[[], object]) -> bool:
+    """Call the function and send Ctrl-C at its `number`-th line; return whether it has that many."""
     lines = 0
 
-    def trace(frame: FrameType, event: str, _: object) -> Any:
+    def trace(_: FrameType, event: str, __: object) -> Any:
         nonlocal lines
-        if event == "line" and where in frame.f_code.co_filename:
+        if event == "line":
             lines += 1
             if lines == number:
                 signal.raise_signal(signal.SIGINT)
@@ -391,18 +378,6 @@ def interrupted_after(seconds: float, function: Callable[[], object]) -> bool:
     finally:
         signal.signal(signal.SIGALRM, before)
     return bool(interrupted)
-
-
-def quickest(function: Callable[[], object]) -> float:
-    """Return the seconds of the fastest of three calls: signals timed by a slow one would come too
-    late.
-    """
-    seconds = []
-    for _ in range(3):
-        start = time.monotonic()
-        function()
-        seconds.append(time.monotonic() - start)
-    return min(seconds)
 
 
 def require_right_answers(ranks: RankProcesses, number: int) -> None:
@@ -470,7 +445,7 @@ def ranks_here() -> set[Any]:
 def test_interrupted_starts_leave_nobody():
     """Interrupts come at moments all through a start of about 0.2 s, and at some of its lines."""
     others, random, interrupted = ranks_here(), Random(2), 0
-    seconds = quickest(lambda: RankProcesses(double, (), 2).shutdown())
+    seconds = min(timeit.repeat(lambda: RankProcesses(double, (), 2).shutdown(), repeat=3, number=1))
     for part in range(6):
         moment = (part + random.uniform(0.1, 1.0)) / 6 * seconds
         interrupted += interrupted_after(moment, lambda: RankProcesses(double, (), 2).shutdown())

@@ -5,16 +5,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 DEFAULTS = {
-    "tp": 1,
-    "kv_dtype": "auto",
-    "max_num_batched_tokens": 8192,
-    "steps_in_flight": 1,
-    "by_groups": False,
-    "states": None,
-    "tokens": None,
-    "max_model_len": None,
-    "concurrency": None,
-}
+    "tp": 1, "kv_dtype": "auto", "max_num_batched_tokens": 8192, "steps_in_flight": 1, "by_groups": False,
+    "states": None, "tokens": None, "max_model_len": None, "concurrency": None,
+}  # fmt: skip
 LOGS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 
 

@@ -3,7 +3,9 @@ its rules.
 """
 
 import math
+import tomllib
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -20,41 +22,7 @@ from minivllm_simulate.known_models import CONFIGS, HYBRIDS, known_model
 from minivllm_simulate.memory import kv_groups, memory_ledger
 from minivllm_simulate.memory.kv_layers import StateLayer, WindowLayer, form_groups
 
-# The published hyperparameters: huggingface.co/Qwen/Qwen3.6-35B-A3B, Qwen3.5-27B,
-# meta-llama/Llama-4-Scout-17B-16E, google/gemma-4-31B-it (and of the 12B model:
-# github.com/ovg-project/kvcached/pull/396).
-GDN = {
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "linear_conv_kernel_dim": 4,
-    "linear_num_key_heads": 16,
-}
-MODELS = {
-    "Qwen3.6-35B-A3B": {
-        "model_type": "qwen3_5_moe_text", "num_hidden_layers": 40, "num_attention_heads": 16, "num_key_value_heads": 2,
-        "head_dim": 256, "linear_num_value_heads": 32, "mamba_ssm_dtype": "float32", "dtype": "bfloat16", **GDN,
-    },
-    "Qwen3.5-27B": {
-        "model_type": "qwen3_5_text", "num_hidden_layers": 64, "num_attention_heads": 24, "num_key_value_heads": 4,
-        "head_dim": 256, "linear_num_value_heads": 48, "mamba_ssm_dtype": "float32", "dtype": "bfloat16", **GDN,
-    },
-    "Llama-4-Scout": {
-        "model_type": "llama4", "text_config": {
-            "model_type": "llama4_text", "num_hidden_layers": 48, "num_attention_heads": 40, "num_key_value_heads": 8,
-            "head_dim": 128, "hidden_size": 5120, "attention_chunk_size": 8192, "dtype": "bfloat16",
-        },
-    },
-    "gemma-4-31B": {
-        "model_type": "gemma4_text", "num_hidden_layers": 60, "num_attention_heads": 32, "num_key_value_heads": 16,
-        "head_dim": 256, "global_head_dim": 512, "num_global_key_value_heads": 4, "attention_k_eq_v": True,
-        "sliding_window": 1024, "dtype": "bfloat16",
-    },
-    "gemma-4-12B": {
-        "model_type": "gemma4_unified_text", "num_hidden_layers": 48, "num_attention_heads": 16,
-        "num_key_value_heads": 8, "head_dim": 256, "sliding_window": 1024, "dtype": "bfloat16",
-        "per_layer_config": {str(layer): {"head_dim": 512, "num_key_value_heads": 1} for layer in range(5, 48, 6)},
-    },
-}  # fmt: skip
+MODELS = tomllib.loads(Path(__file__).with_name("published_models.toml").read_text())
 
 
 def config_of(name):
@@ -89,13 +57,13 @@ def test_memory_of_one_request_equals_a_start_up_log():
     assert kv.blocks_per_request(131072) == 131072 // 16 + math.ceil((127 + 1024) / 16) + 1
 
 
-@pytest.mark.parametrize(
-    ("name", "tp", "block_size", "published"),
-    [
-        ("Qwen3-Next-80B-A3B-Instruct", 2, 544, "Setting attention block size to 544 tokens (vLLM 0.10.2)"),
-        ("Qwen3.5-27B", 1, 784, "vllm-project/vllm#40691: 290,864 tokens are 371 blocks of 784"),
-    ],
-)
+BLOCKS = [
+    ("Qwen3-Next-80B-A3B-Instruct", 2, 544, "Setting attention block size to 544 tokens (vLLM 0.10.2)"),
+    ("Qwen3.5-27B", 1, 784, "vllm-project/vllm#40691: 290,864 tokens are 371 blocks of 784"),
+]
+
+
+@pytest.mark.parametrize(("name", "tp", "block_size", "published"), BLOCKS)
 def test_a_block_of_attention_is_as_large_as_a_state(name, tp, block_size, published):
     layers = kv_groups(config_of(name), tp=tp).groups
     assert {layer.block_size for layer in layers} == {block_size}, published
@@ -184,14 +152,14 @@ def test_a_request_that_does_not_fit_is_refused_with_the_length_that_would():
     assert ledger.kv.blocks_per_request(longest + 1) > ledger.usable_blocks
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"linear_num_value_heads": None}, "lacks one of"),
-        ({"layer_types": ["linear_attention", "mamba"] * 20}, "its config has 'linear_num"),
-        ({"model_type": "brand_new"}, "its config has 'linear_num"),
-    ],
-)
+UNCOUNTED = [
+    ({"linear_num_value_heads": None}, "lacks one of"),
+    ({"layer_types": ["linear_attention", "mamba"] * 20}, "its config has 'linear_num"),
+    ({"model_type": "brand_new"}, "its config has 'linear_num"),
+]
+
+
+@pytest.mark.parametrize(("changes", "said"), UNCOUNTED)
 def test_what_cannot_be_counted_is_refused_by_name(changes, said):
     with pytest.raises(UnsupportedModelError, match=said):
         kv_groups({**MODELS["Qwen3.6-35B-A3B"], **changes})

@@ -10,24 +10,17 @@ from refusals import assert_refused
 
 from minivllm.config import ModelConfig
 
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0}
 LLAMA = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 128256,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500000.0,
-    "rope_scaling": {"rope_type": "llama3", "factor": 8.0},
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "bos_token_id": 128000,
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096,
+    "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+    "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "rope_scaling": LLAMA3,
+    "tie_word_embeddings": False, "torch_dtype": "bfloat16", "bos_token_id": 128000,
     "eos_token_id": [128001, 128008, 128009],
-}
+}  # fmt: skip
+QWEN2 = {"model_type": "qwen2", "sliding_window": 4096}
+WINDOW_FROM = QWEN2 | {"use_sliding_window": True}
+FULL, WINDOW = "full_attention", "sliding_attention"
 
 
 def without(*names, **changes):
@@ -38,49 +31,50 @@ def test_fields_of_a_llama_config():
     config = ModelConfig.from_dict(LLAMA)
     assert (config.architecture, config.model_type, config.dtype) == ("LlamaForCausalLM", "llama", "bfloat16")
     assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (32, 8, 128)
-    assert (config.rope_theta, config.rope_scaling) == (500000.0, {"rope_type": "llama3", "factor": 8.0})
+    assert (config.rope_theta, config.rope_scaling) == (500000.0, LLAMA3)
     assert config.eos_token_ids == (128001, 128008, 128009)
     assert not any((config.attention_bias, config.qk_norm, config.mlp_bias, config.tie_word_embeddings))
     assert hash(config) == hash(ModelConfig.from_dict(LLAMA))
 
 
 def test_rope_parameters_of_transformers_5_say_the_same():
-    new = without(
-        "rope_theta", "rope_scaling", rope_parameters={"rope_theta": 5e5, "rope_type": "llama3", "factor": 8.0}
-    )
+    new = without("rope_theta", "rope_scaling", rope_parameters={"rope_theta": 5e5, **LLAMA3})
     assert ModelConfig.from_dict(new) == ModelConfig.from_dict(LLAMA)
 
 
-@pytest.mark.parametrize(
-    ("changes", "theta", "scaling"),
-    [
-        ({"rope_theta": 1e6, "rope_scaling": None}, 1e6, None),
-        ({"rope_theta": None, "rope_scaling": None}, 10000.0, None),
-        ({"rope_parameters": {"rope_theta": 3e4, "rope_type": "default"}}, 3e4, None),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, 5e5, {"rope_type": "linear", "factor": 2.0}),
-        ({"rope_parameters": {"full_attention": {"rope_theta": 7.0, "rope_type": "default"}}}, 7.0, None),
-    ],
-)
-def test_spellings_of_rotary_positions(changes, theta, scaling):
+SPELLINGS = [
+    ({"rope_theta": 1e6, "rope_scaling": None}, {"rope_theta": 1e6, "rope_scaling": None}),
+    ({"rope_theta": None, "rope_scaling": None}, {"rope_theta": 10000.0, "rope_scaling": None}),
+    ({"rope_parameters": {"rope_theta": 3e4, "rope_type": "default"}}, {"rope_theta": 3e4, "rope_scaling": None}),
+    ({"rope_scaling": {"type": "linear", "factor": 2}}, {"rope_scaling": {"rope_type": "linear", "factor": 2}}),
+    ({"rope_parameters": {FULL: {"rope_theta": 7.0, "rope_type": "default"}}}, {"rope_theta": 7.0}),
+    ({"head_dim": None}, {"head_dim": 128}),
+    ({"head_dim": 64}, {"head_dim": 64}),
+    ({"hidden_size": 1024, "head_dim": 128}, {"head_dim": 128}),
+    ({"num_key_value_heads": None}, {"num_key_value_heads": 32}),
+    ({"num_key_value_heads": None, "model_type": "falcon", "multi_query": True}, {"num_key_value_heads": 1}),
+    ({"dtype": "float16"}, {"dtype": "float16"}),
+    ({"torch_dtype": "torch.float16"}, {"dtype": "float16"}),
+    ({"torch_dtype": None}, {"dtype": "float32"}),
+    ({"eos_token_id": None}, {"eos_token_ids": ()}),
+    ({"eos_token_id": 0}, {"eos_token_ids": (0,)}),
+    ({"hidden_activation": "gelu_pytorch_tanh"}, {"hidden_act": "gelu_pytorch_tanh"}),  # as Gemma spells it
+    ({"model_type": "mistral", "sliding_window": 4096}, {"sliding_window": 4096}),
+    ({"model_type": "mistral", "sliding_window": None}, {"sliding_window": None}),
+    (QWEN2 | {"use_sliding_window": False}, {"sliding_window": None}),
+    (QWEN2, {"sliding_window": None}),
+    (WINDOW_FROM | {"max_window_layers": 0}, {"sliding_window": 4096}),
+    (WINDOW_FROM | {"max_window_layers": 30}, {"layer_types": (*[FULL] * 30, WINDOW, WINDOW)}),
+    (WINDOW_FROM | {"max_window_layers": 9}, {"sliding_window": None}),
+    ({"sliding_window": 4096, "layer_types": [FULL] * 32}, {"sliding_window": None}),
+    ({"sliding_window": 4096, "layer_types": [WINDOW] * 32}, {"sliding_window": 4096}),
+]
+
+
+@pytest.mark.parametrize(("changes", "fields"), SPELLINGS, ids=str)
+def test_what_a_config_says_in_any_spelling(changes, fields):
     config = ModelConfig.from_dict({**LLAMA, **changes})
-    assert (config.rope_theta, config.rope_scaling) == (theta, scaling)
-
-
-@pytest.mark.parametrize(
-    ("changes", "head_dim"),
-    [({}, 128), ({"head_dim": None}, 128), ({"head_dim": 64}, 64), ({"hidden_size": 1024, "head_dim": 128}, 128)],
-)
-def test_head_dim_is_explicit_or_derived(changes, head_dim):
-    assert ModelConfig.from_dict({**LLAMA, **changes}).head_dim == head_dim
-
-
-def test_missing_key_value_heads_mean_one_for_each_query_head():
-    assert ModelConfig.from_dict(without("num_key_value_heads")).num_key_value_heads == 32
-    assert ModelConfig.from_dict({**LLAMA, "num_key_value_heads": None}).num_key_value_heads == 32
-    assert (
-        ModelConfig.from_dict(without("num_key_value_heads", model_type="falcon", multi_query=True)).num_key_value_heads
-        == 1
-    )
+    assert {name: getattr(config, name) for name in fields} == fields
 
 
 def test_gpt2_names():
@@ -91,88 +85,27 @@ def test_gpt2_names():
     assert (config.intermediate_size, config.max_position_embeddings) == (3072, 1024)
 
 
-@pytest.mark.parametrize(
-    ("model_type", "says", "attention", "output", "norm"),
-    [
-        ("llama", None, False, False, False),
-        ("llama", True, True, True, False),
-        ("mistral", None, False, False, False),
-        ("qwen2", None, True, False, False),
-        ("qwen2", False, True, False, False),
-        ("qwen3", False, False, False, True),
-        ("qwen3", True, True, True, True),
-    ],
-)
+FAMILIES = [
+    ("llama", None, False, False, False),
+    ("llama", True, True, True, False),
+    ("mistral", None, False, False, False),
+    ("qwen2", None, True, False, False),
+    ("qwen2", False, True, False, False),
+    ("qwen3", False, False, False, True),
+    ("qwen3", True, True, True, True),
+]
+
+
+@pytest.mark.parametrize(("model_type", "says", "attention", "output", "norm"), FAMILIES)
 def test_biases_and_norms_of_each_family(model_type, says, attention, output, norm):
     config = ModelConfig.from_dict({**LLAMA, "model_type": model_type, "attention_bias": says})
     assert (config.attention_bias, config.attention_output_bias, config.qk_norm) == (attention, output, norm)
-
-
-@pytest.mark.parametrize(
-    ("changes", "window"),
-    [
-        ({"model_type": "mistral", "sliding_window": 4096}, 4096),
-        ({"model_type": "mistral", "sliding_window": None}, None),
-        ({"model_type": "qwen2", "sliding_window": 4096, "use_sliding_window": False}, None),
-        ({"model_type": "qwen2", "sliding_window": 4096}, None),
-        ({"model_type": "qwen2", "sliding_window": 4096, "use_sliding_window": True, "max_window_layers": 0}, 4096),
-        ({"model_type": "qwen2", "sliding_window": 4096, "use_sliding_window": True, "max_window_layers": 9}, None),
-        ({"sliding_window": 4096, "layer_types": ["full_attention"] * 32}, None),
-        ({"sliding_window": 4096, "layer_types": ["sliding_attention"] * 32}, 4096),
-    ],
-)
-def test_window_of_every_layer(changes, window):
-    assert ModelConfig.from_dict({**LLAMA, **changes}).sliding_window == window
-
-
-def test_window_from_a_layer_on_is_in_layer_types():
-    changes = {"model_type": "qwen2", "sliding_window": 8, "use_sliding_window": True, "max_window_layers": 30}
-    kinds = ModelConfig.from_dict({**LLAMA, **changes}).layer_types
-    assert kinds == ("full_attention",) * 30 + ("sliding_attention",) * 2
-
-
-@pytest.mark.parametrize(
-    ("changes", "dtype"),
-    [
-        ({}, "bfloat16"), ({"dtype": "float16"}, "float16"), ({"torch_dtype": "torch.float16"}, "float16"),
-        ({"torch_dtype": None}, "float32"),
-    ],
-)  # fmt: skip
-def test_dtype_spellings(changes, dtype):
-    assert ModelConfig.from_dict({**LLAMA, **changes}).dtype == dtype
-
-
-@pytest.mark.parametrize(("eos_token_id", "ids"), [(2, (2,)), ([1, 2], (1, 2)), (None, ()), (0, (0,))])
-def test_end_tokens_are_one_or_several(eos_token_id, ids):
-    assert ModelConfig.from_dict({**LLAMA, "eos_token_id": eos_token_id}).eos_token_ids == ids
 
 
 def test_text_config_of_a_multimodal_model():
     text = without("torch_dtype", "eos_token_id")
     config = ModelConfig.from_dict({"model_type": "llava", "dtype": "float16", "eos_token_id": 7, "text_config": text})
     assert (config.model_type, config.dtype, config.eos_token_ids) == ("llama", "float16", (7,))
-
-
-@pytest.mark.parametrize("name", ["num_hidden_layers", "num_attention_heads", "hidden_size"])
-def test_missing_field_is_named(name):
-    assert_refused(name, ModelConfig.from_dict, without(name))
-
-
-@pytest.mark.parametrize("value", [0, -1, "32", 1.5, True])
-@pytest.mark.parametrize("name", ["num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"])
-def test_field_that_makes_no_sense_is_named(name, value):
-    assert_refused(name, ModelConfig.from_dict, {**LLAMA, name: value})
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"num_key_value_heads": 5}, {"hidden_size": 4097}, {"layer_types": ["full_attention"]},
-        {"kv_lora_rank": 512},
-    ],
-)  # fmt: skip
-def test_fields_that_contradict_each_other(changes):
-    assert_refused("", ModelConfig.from_dict, {**LLAMA, **changes})
 
 
 def test_require_names_the_first_that_is_missing():
@@ -201,39 +134,41 @@ def test_from_pretrained_without_a_model(tmp_path, monkeypatch):
         assert_refused("cannot be fetched", ModelConfig.from_pretrained, name)
 
 
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [
-        ({"model_type": 5}, "'model_type' must be a text"),
-        ({"architectures": "X"}, "'architectures' must be a list"),
-        ({"layer_types": 5}, "'layer_types' must be a list"),
-        ({"quantization_config": "gptq"}, "'quantization_config' must be a mapping"),
-        ({"rope_parameters": "x"}, "'rope_parameters' must be a mapping"),
-        ({"rope_scaling": []}, "'rope_scaling' must be a mapping"),
-        ({"rope_scaling": {"rope_type": "linear", "factor": "x"}}, "'factor' .* must be from 0 to 1e.15, not 'x'"),
-        *(
-            ({name: value}, f"'{name}' must be a number above 0, not ")
-            for name in ("rms_norm_eps", "rope_theta")
-            for value in ("x", True, 0, -1e-6, math.nan, math.inf, 10**400)
-        ),
-        ({"layer_norm_epsilon": -1, "rms_norm_eps": None}, "'rms_norm_eps' must be a number above 0, not -1"),
-        (
-            {"rope_parameters": {"rope_type": "default", "rope_theta": 0}},
-            "'rope_theta' must be a number above 0, not 0",
-        ),
-        ({"rope_scaling": {"rope_type": "linear", "factor": 1e300}}, "'factor' .* must be from 0 to"),
-        ({"vocab_size": 2**63}, r"'vocab_size' must be a positive whole number below 2\^63"),
-        ({"sliding_window": "x"}, "'sliding_window' must be a whole number"),
-        ({"eos_token_id": "x"}, "'eos_token_id' must be a token id or a list of them"),
-        ({"eos_token_id": [1, 2.0]}, "'eos_token_id' must be a token id or a list of them"),
-        ({"num_experts": 4, "n_shared_experts": "x"}, "'n_shared_experts'"),
-        ({"num_experts": 4, "first_k_dense_replace": -1}, "'first_k_dense_replace'"),
-    ],
-    ids=str,
-)
-def test_a_value_of_the_wrong_kind_is_named(changes, named):
+WRONG = [
+    *(({name: None}, name) for name in ("num_hidden_layers", "num_attention_heads", "hidden_size")),
+    *(
+        ({name: value}, name)
+        for name in ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
+        for value in (0, -1, "32", 1.5, True)
+    ),
+    ({"num_key_value_heads": 5}, ""),
+    ({"hidden_size": 4097}, ""),
+    ({"kv_lora_rank": 512}, ""),
+    ({"layer_types": [FULL]}, ""),
+    ({"model_type": 5}, "'model_type' must be a text"),
+    ({"architectures": "X"}, "'architectures' must be a list"),
+    ({"layer_types": 5}, "'layer_types' must be a list"),
+    ({"quantization_config": "gptq"}, "'quantization_config' must be a mapping"),
+    ({"rope_parameters": "x"}, "'rope_parameters' must be a mapping"),
+    ({"rope_scaling": []}, "'rope_scaling' must be a mapping"),
+    ({"rope_scaling": {"rope_type": "linear", "factor": "x"}}, "'factor' .* must be from 0 to 1e.15, not 'x'"),
+    *(
+        ({name: value}, f"'{name}' must be a number above 0, not ")
+        for name in ("rms_norm_eps", "rope_theta")
+        for value in ("x", True, 0, -1e-6, math.nan, math.inf, 10**400)
+    ),
+    ({"layer_norm_epsilon": -1, "rms_norm_eps": None}, "'rms_norm_eps' must be a number above 0, not -1"),
+    ({"rope_parameters": {"rope_type": "default", "rope_theta": 0}}, "'rope_theta' must be a number above 0"),
+    ({"rope_scaling": {"rope_type": "linear", "factor": 1e300}}, "'factor' .* must be from 0 to"),
+    ({"vocab_size": 2**63}, r"'vocab_size' must be a positive whole number below 2\^63"),
+    ({"sliding_window": "x"}, "'sliding_window' must be a whole number"),
+    ({"eos_token_id": "x"}, "'eos_token_id' must be a token id or a list of them"),
+    ({"eos_token_id": [1, 2.0]}, "'eos_token_id' must be a token id or a list of them"),
+    ({"num_experts": 4, "n_shared_experts": "x"}, "'n_shared_experts'"),
+    ({"num_experts": 4, "first_k_dense_replace": -1}, "'first_k_dense_replace'"),
+]
+
+
+@pytest.mark.parametrize(("changes", "named"), WRONG, ids=str)
+def test_a_value_that_cannot_be_is_named(changes, named):
     assert_refused(named, ModelConfig.from_dict, {**LLAMA, **changes})
-
-
-def test_gemmas_activation_is_not_that_of_a_field_it_keeps_for_others():
-    assert ModelConfig.from_dict({**LLAMA, "hidden_activation": "gelu_pytorch_tanh"}).hidden_act == "gelu_pytorch_tanh"

@@ -14,7 +14,6 @@ from minivllm.config import EMBEDDED_DRAFT, EMBEDDED_EAGLE3, EMBEDDED_MODEL, Mod
 from minivllm.errors import MinivllmError, UnsupportedModelError
 from minivllm.models.attention import CausalAttention
 from minivllm.models.eagle3 import Eagle3Config, load_eagle3
-from minivllm.models.forward_context import AuxHiddenStates, ForwardContext
 from minivllm.models.loader import load_model
 
 PLACES, FIRST = 12, 5
@@ -96,21 +95,6 @@ def test_only_the_rows_asked_for_are_drafted_after_and_what_is_given_stays(targe
 
 
 @torch.inference_mode()
-def test_the_decoder_hands_out_the_hidden_states_of_transformers(target):
-    from transformers import AutoModelForCausalLM
-
-    ids = torch.arange(50, 70)
-    theirs = AutoModelForCausalLM.from_pretrained(EMBEDDED_MODEL, dtype=torch.float32)
-    expected = theirs(ids[None], output_hidden_states=True).hidden_states
-    aux = AuxHiddenStates((0, 1, 3))
-    attention, rows = CausalAttention(target.config), torch.tensor([19])
-    hidden = target(ids, torch.arange(20), ForwardContext(attention, aux), rows)
-    assert torch.equal(hidden, target(ids, torch.arange(20), attention, rows))
-    for layer_id, states in zip(aux.layer_ids, aux.states, strict=True):
-        torch.testing.assert_close(states, expected[layer_id][0], atol=1e-4, rtol=1e-4)
-
-
-@torch.inference_mode()
 def test_a_head_of_its_own_vocabulary_drafts_the_targets_ids(target, tmp_path):
     kept = torch.tensor([7, 9, 4000])
     rows = target.embed_tokens.weight[kept]
@@ -128,37 +112,37 @@ D2T = torch.zeros(8, dtype=torch.int64)
 LM_HEAD = torch.zeros(8, 256)
 
 
-@pytest.mark.parametrize(
-    ("config", "tensors", "message"),
-    [
-        ({}, {"fc.weight": torch.zeros(256, 512)}, r"'fc.weight' .* \(256, 512\), but the config needs \(256, 768"),
-        ({}, {"midlayer.self_attn.k_proj.weight": torch.zeros(64, 256)}, r"k_proj.weight' .* config needs \(64, 512"),
-        ({}, {"norm.weight": None}, r"lacks 1 of the model's 12 tensors, such as norm.weight"),
-        ({}, {"layers.1.norm.weight": torch.zeros(1)}, r"'layers.1.norm.weight' that this model does not have"),
-        ({}, {"d2t": D2T}, r"has a tensor 'd2t', though draft_vocab_size is the target's vocab_size \(4096\)"),
-        ({"draft_vocab_size": 8}, {"lm_head.weight": LM_HEAD}, r"lacks 'd2t', .* drafts 8 of 4096"),
-        ({"draft_vocab_size": 8}, {"d2t": D2T}, r"lacks 'lm_head.weight', .* drafts 8 of 4096"),
-        ({"draft_vocab_size": 8}, {"lm_head.weight": LM_HEAD, "d2t": D2T[:3]}, r"one integer for each of 8 tokens"),
-        ({"draft_vocab_size": 8}, {"lm_head.weight": LM_HEAD, "d2t": D2T - 1}, r"different tokens from 0 to 4095"),
-    ],
-)  # fmt: skip
+UNFIT = [
+    ({}, {"fc.weight": torch.zeros(256, 512)}, r"'fc.weight' .* \(256, 512\), but the config needs \(256, 768"),
+    ({}, {"midlayer.self_attn.k_proj.weight": torch.zeros(64, 256)}, r"k_proj.weight' .* config needs \(64, 512"),
+    ({}, {"norm.weight": None}, r"lacks 1 of the model's 12 tensors, such as norm.weight"),
+    ({}, {"layers.1.norm.weight": torch.zeros(1)}, r"'layers.1.norm.weight' that this model does not have"),
+    ({}, {"d2t": D2T}, r"has a tensor 'd2t', though draft_vocab_size is the target's vocab_size \(4096\)"),
+    ({"draft_vocab_size": 8}, {"lm_head.weight": LM_HEAD}, r"lacks 'd2t', .* drafts 8 of 4096"),
+    ({"draft_vocab_size": 8}, {"d2t": D2T}, r"lacks 'lm_head.weight', .* drafts 8 of 4096"),
+    ({"draft_vocab_size": 8}, {"lm_head.weight": LM_HEAD, "d2t": D2T[:3]}, r"one integer for each of 8 tokens"),
+    ({"draft_vocab_size": 8}, {"lm_head.weight": LM_HEAD, "d2t": D2T - 1}, r"different tokens from 0 to 4095"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("config", "tensors", "message"), UNFIT)
 def test_a_checkpoint_that_does_not_fit_is_refused_by_name(target, tmp_path, config, tensors, message):
     assert_refused(message, load_eagle3, changed_head(tmp_path, config, **tensors), target)
 
 
-@pytest.mark.parametrize(
-    ("changes", "kind", "message"),
-    [
-        ({"hidden_size": 128}, MinivllmError, "hidden_size is 128, but the target's is 256"),
-        ({"vocab_size": 100}, MinivllmError, "vocab_size is 100, but the target's is 4096"),
-        ({"draft_vocab_size": 5000}, MinivllmError, "draft_vocab_size is 5000; .* from 1 to 4096"),
-        ({"eagle_aux_hidden_state_layer_ids": [1, 2]}, MinivllmError, r"is \[1, 2\]; it must list 3 different layers"),
-        ({"eagle_aux_hidden_state_layer_ids": None}, MinivllmError, r"is \[2, 2, 1\]; .* each from 0 to 3"),
-        ({"eagle_aux_hidden_state_layer_ids": [1, 2, 4]}, MinivllmError, "each from 0 to 3"),
-        ({"num_hidden_layers": 2}, UnsupportedModelError, "the head has 2 layers"),
-        ({"norm_before_fc": True}, UnsupportedModelError, "the head has norm_before_fc=True"),
-    ],
-)
+OTHER_HEADS = [
+    ({"hidden_size": 128}, MinivllmError, "hidden_size is 128, but the target's is 256"),
+    ({"vocab_size": 100}, MinivllmError, "vocab_size is 100, but the target's is 4096"),
+    ({"draft_vocab_size": 5000}, MinivllmError, "draft_vocab_size is 5000; .* from 1 to 4096"),
+    ({"eagle_aux_hidden_state_layer_ids": [1, 2]}, MinivllmError, r"is \[1, 2\]; it must list 3 different layers"),
+    ({"eagle_aux_hidden_state_layer_ids": None}, MinivllmError, r"is \[2, 2, 1\]; .* each from 0 to 3"),
+    ({"eagle_aux_hidden_state_layer_ids": [1, 2, 4]}, MinivllmError, "each from 0 to 3"),
+    ({"num_hidden_layers": 2}, UnsupportedModelError, "the head has 2 layers"),
+    ({"norm_before_fc": True}, UnsupportedModelError, "the head has norm_before_fc=True"),
+]
+
+
+@pytest.mark.parametrize(("changes", "kind", "message"), OTHER_HEADS)
 def test_a_config_of_another_head_is_refused(changes, kind, message):
     contents = json.loads((EMBEDDED_EAGLE3 / "config.json").read_text())
     config = ModelConfig.from_pretrained(EMBEDDED_MODEL)

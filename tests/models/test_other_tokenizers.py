@@ -35,14 +35,14 @@ def test_without_any_tokenizer_there_is_no_advice(tmp_path):
     assert_refused(r"has no tokenizer\.json$", load_tokenizer, tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("present", "advice"),
-    [
-        ("model-00001-of-00002.safetensors", r"model\.safetensors\.index\.json is missing"),
-        ("pytorch_model.bin", "pickles, which can run code"),
-        ("other", r"has no model\.safetensors$"),
-    ],
-)
+FORMS = [
+    ("model-00001-of-00002.safetensors", r"model\.safetensors\.index\.json is missing"),
+    ("pytorch_model.bin", "pickles, which can run code"),
+    ("other", r"has no model\.safetensors$"),
+]
+
+
+@pytest.mark.parametrize(("present", "advice"), FORMS)
 def test_weights_in_another_form_are_named(tmp_path, present, advice):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / present).touch()

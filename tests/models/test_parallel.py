@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from models.small import SMALL
 from refusals import assert_refused
 
 from minivllm.config import ModelConfig
@@ -18,13 +19,7 @@ from minivllm.models.attention import CausalAttention
 from minivllm.models.loader import checkpoint_slots, random_model
 from minivllm.models.parallel import GroupCoordinator, possible_sizes, shard_config
 
-CONFIG = ModelConfig.from_dict(
-    {
-        "model_type": "qwen3", "vocab_size": 50, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 32,
-        "dtype": "float32", "attention_bias": True, "mlp_bias": True,
-    }
-)  # fmt: skip
+CONFIG = ModelConfig.from_dict(SMALL)
 CONFIG = dataclasses.replace(CONFIG, attention_bias=True, attention_output_bias=True, mlp_bias=True)
 
 
@@ -96,16 +91,16 @@ def test_each_layer_reduces_two_vectors_a_token_and_the_last_only_those_that_are
     assert reduced == [each] * (2 * CONFIG.num_hidden_layers - 2) + [wanted] * 2
 
 
-@pytest.mark.parametrize(
-    ("changes", "size", "possible"),
-    [
-        ({}, 3, "1, 2, 4$"),
-        ({}, 8, "1, 2, 4$"),
-        ({"intermediate_size": 22}, 4, "1, 2$"),
-        ({"num_attention_heads": 12, "num_key_value_heads": 3}, 2, "1, 3, 6, 12$"),
-        ({"num_attention_heads": 5, "num_key_value_heads": 5}, 2, "of 1$"),
-    ],
-)
+INDIVISIBLE = [
+    ({}, 3, "1, 2, 4$"),
+    ({}, 8, "1, 2, 4$"),
+    ({"intermediate_size": 22}, 4, "1, 2$"),
+    ({"num_attention_heads": 12, "num_key_value_heads": 3}, 2, "1, 3, 6, 12$"),
+    ({"num_attention_heads": 5, "num_key_value_heads": 5}, 2, "of 1$"),
+]
+
+
+@pytest.mark.parametrize(("changes", "size", "possible"), INDIVISIBLE)
 def test_what_cannot_be_divided_is_refused_with_what_can(changes, size, possible):
     config = dataclasses.replace(CONFIG, **changes)
     assert_refused(possible, shard_config, config, size)

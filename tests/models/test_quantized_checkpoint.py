@@ -142,45 +142,49 @@ def test_what_tools_add_is_passed_over(tmp_path):
     assert_refused(r"up_proj\.bias", load_model, write(tmp_path, tensors, gptq_config(source)))
 
 
-@pytest.mark.parametrize(("bits", "group_size"), [(4, 16), (4, 64), (8, -1)])
-def test_ranks_hold_parts_of_the_same_numbers(tmp_path, bits, group_size):
-    """The rows of two ranks, or the halves of their rows, together make the whole weight."""
-    hf = {"intermediate_size": 704, "tie_word_embeddings": True}
-    config = ModelConfig.from_dict(
-        {**HF, **hf, "quantization_config": {**GPTQ, "bits": bits, "group_size": group_size}}
-    )
-    parts = [random_model(config, seed=1, group=GroupCoordinator(rank, 2)) for rank in range(2)]
-    whole = random_model(config, seed=1)
+CHECKPOINTS = [{**GPTQ, "bits": bits, "group_size": size} for bits, size in ((4, 16), (4, 64), (8, -1))]
+DIVIDED = [(688, "int8", None), (704, "int4", None), *((704, None, checkpoint) for checkpoint in CHECKPOINTS)]
 
-    def numbers(model, name):
-        linear = model.layers[0].get_submodule(name)
+
+@pytest.mark.parametrize(("width", "quantization", "checkpoint"), DIVIDED)
+def test_ranks_have_the_scales_of_whole_rows(width, quantization, checkpoint):
+    """Each of four ranks has 176 of 704 weights, and the pieces of a divided group keep its scale."""
+    config = ModelConfig.from_dict({**HF, "intermediate_size": width, "quantization_config": checkpoint})
+    whole = random_model(config, seed=1, quantization=quantization).layers[0]
+
+    def numbers(layer, name):
+        linear = layer.get_submodule(name)
         return dequantize_weight(linear.packed, linear.scales)
 
-    for name in ("self_attn.o_proj", "mlp.down_proj"):
-        assert torch.equal(torch.cat([numbers(part, name) for part in parts], dim=1), numbers(whole, name))
-    halves = [numbers(part, "mlp.gate_up_proj").chunk(2) for part in parts]
-    together = torch.cat([*(half[0] for half in halves), *(half[1] for half in halves)])
-    assert torch.equal(together, numbers(whole, "mlp.gate_up_proj"))
+    for size in (2, 4):
+        groups = [GroupCoordinator(rank, size) for rank in range(size)]
+        parts = [random_model(config, seed=1, group=group, quantization=quantization).layers[0] for group in groups]
+        for name in ("self_attn.o_proj", "mlp.down_proj"):
+            assert torch.equal(torch.cat([numbers(part, name) for part in parts], dim=1), numbers(whole, name))
+        if quantization == "int8":
+            assert all(torch.equal(part.mlp.down_proj.scales, whole.mlp.down_proj.scales) for part in parts)
+        halves = [numbers(part, "mlp.gate_up_proj").chunk(2) for part in parts]
+        together = torch.cat([*(half[0] for half in halves), *(half[1] for half in halves)])
+        assert torch.equal(together, numbers(whole, "mlp.gate_up_proj"))
 
 
 def config_with(quantization_config) -> ModelConfig:
     return ModelConfig.from_dict({**HF, "quantization_config": quantization_config})
 
 
-@pytest.mark.parametrize(
-    ("quantization_config", "named"),
-    [
-        ({"quant_method": "awq", "bits": 4}, "'awq'"),
-        ({"quant_method": "fp8"}, "'fp8'"),
-        ({**GPTQ, "desc_act": True}, "desc_act=True"),
-        ({**GPTQ, "sym": False}, "sym=False"),
-        ({**GPTQ, "bits": 3}, "3 bits"),
-        ({**GPTQ, "lm_head": True}, "lm_head=True"),
-        ({**GPTQ, "dynamic": {"-:.*down.*": {}}}, "dynamic"),
-        ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, "'compressed-tensors'"),
-    ],
-    ids=str,
-)
+NOT_COMPUTED = [
+    ({"quant_method": "awq", "bits": 4}, "'awq'"),
+    ({"quant_method": "fp8"}, "'fp8'"),
+    ({**GPTQ, "desc_act": True}, "desc_act=True"),
+    ({**GPTQ, "sym": False}, "sym=False"),
+    ({**GPTQ, "bits": 3}, "3 bits"),
+    ({**GPTQ, "lm_head": True}, "lm_head=True"),
+    ({**GPTQ, "dynamic": {"-:.*down.*": {}}}, "dynamic"),
+    ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, "'compressed-tensors'"),
+]
+
+
+@pytest.mark.parametrize(("quantization_config", "named"), NOT_COMPUTED, ids=str)
 def test_what_is_not_computed_is_refused_and_what_works_is_named(quantization_config, named):
     config = config_with(quantization_config)
     with pytest.raises(UnsupportedModelError, match=f'{named}.*GPTQ.*quantization="int8"'):

@@ -39,21 +39,21 @@ def prompt(template, *messages, **options):
     return render(template, messages, {}, goes_on=False, **options)
 
 
-@pytest.mark.parametrize(
-    ("template", "content", "expected"),
-    [
-        (ADDS, "hi", "<assistant>hi"),
-        (ADDS, None, "<assistant>"),
-        (ADDS, [], "<assistant>"),
-        (ADDS, ["a", {"type": "text", "text": "b"}, {"text": "c"}], "<assistant>a\nb\nc"),
-        (ADDS, ["a", "", {"type": "text", "text": None}, "b"], "<assistant>a\nb"),
-        (ADDS, [{"type": "refusal", "refusal": "no"}, {"type": "thinking", "thinking": "hm"}], "<assistant>no\nhm"),
-        (LOOPS, "hi", "<assistant>[hi]"),
-        (LOOPS, None, "<assistant>"),
-        (LOOPS, ["a", "", {"type": "output_text", "text": "b"}], "<assistant>[a][][b]"),
-        (MACRO, ["a", "b"], "<assistant>[a][b]"),
-    ],
-)  # fmt: skip
+CONTENTS = [
+    (ADDS, "hi", "<assistant>hi"),
+    (ADDS, None, "<assistant>"),
+    (ADDS, [], "<assistant>"),
+    (ADDS, ["a", {"type": "text", "text": "b"}, {"text": "c"}], "<assistant>a\nb\nc"),
+    (ADDS, ["a", "", {"type": "text", "text": None}, "b"], "<assistant>a\nb"),
+    (ADDS, [{"type": "refusal", "refusal": "no"}, {"type": "thinking", "thinking": "hm"}], "<assistant>no\nhm"),
+    (LOOPS, "hi", "<assistant>[hi]"),
+    (LOOPS, None, "<assistant>"),
+    (LOOPS, ["a", "", {"type": "output_text", "text": "b"}], "<assistant>[a][][b]"),
+    (MACRO, ["a", "b"], "<assistant>[a][b]"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("template", "content", "expected"), CONTENTS)
 def test_a_content_is_a_text_or_for_templates_that_loop_over_parts_a_list(template, content, expected):
     assert prompt(template, {"role": "assistant", "content": content}) == expected
 
@@ -76,46 +76,41 @@ def test_empty_tool_calls_are_none(calls):
     assert prompt(CALLS, {"role": "assistant", "content": "hi", "tool_calls": calls}) == "<assistant>hi"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "expected", "warned"),
-    [
-        ('{"a": 1}', "a=1", False),
-        ({"a": 1}, "a=1", False),
-        ("", "", False),
-        ('{"a": 1', "", True),
-        ("[" * 100_000, "", True),
-        ("[1]", "", True),
-        ([1], "", True),
-    ],
-)
+ARGUMENTS = [
+    ('{"a": 1}', "a=1", False),
+    ({"a": 1}, "a=1", False),
+    ("", "", False),
+    ('{"a": 1', "", True),
+    ("[" * 100_000, "", True),
+    ("[1]", "", True),
+    ([1], "", True),
+]
+
+
+@pytest.mark.parametrize(("arguments", "expected", "warned"), ARGUMENTS)
 def test_arguments_are_an_object_or_become_an_empty_one(arguments, expected, warned, caplog):
     message = {"role": "assistant", "content": None, "tool_calls": [call(arguments=arguments)]}
+    before = json.dumps(message)
     with caplog.at_level("WARNING"):
         assert prompt(CALLS, message) == f"<assistant>get({expected})"
     assert ("in their place" in caplog.text) == warned
+    assert json.dumps(message) == before, "the message is left as it is"
 
 
-def test_messages_are_left_as_they_are():
-    message = {"role": "assistant", "content": None, "tool_calls": [call(arguments='{"a": 1}')]}
-    before = json.dumps(message)
-    prompt(CALLS, message)
-    assert json.dumps(message) == before
+NO_MESSAGES = [
+    ("hi", "a message is str"),
+    ({"role": "user", "content": 3}, "content is int"),
+    ({"role": "user", "content": {"type": "text", "text": "a"}}, "content is dict"),
+    ({"role": "user", "content": [{"type": "image_url"}]}, "'image_url'; only text parts are served"),
+    ({"role": "user", "content": [{"type": ["text"]}]}, "only text parts are served"),
+    ({"role": "user", "content": [{"type": "text", "text": 3}]}, "is int"),
+    ({"role": "assistant", "tool_calls": 3}, "tool_calls are int"),
+    ({"role": "assistant", "tool_calls": ["get"]}, "a message's tool call must be"),
+    ({"role": "assistant", "tool_calls": [{"type": "custom", "function": {}}]}, "a message's tool call must be"),
+]
 
 
-@pytest.mark.parametrize(
-    ("message", "refusal"),
-    [
-        ("hi", "a message is str"),
-        ({"role": "user", "content": 3}, "content is int"),
-        ({"role": "user", "content": {"type": "text", "text": "a"}}, "content is dict"),
-        ({"role": "user", "content": [{"type": "image_url"}]}, "'image_url'; only text parts are served"),
-        ({"role": "user", "content": [{"type": ["text"]}]}, "only text parts are served"),
-        ({"role": "user", "content": [{"type": "text", "text": 3}]}, "is int"),
-        ({"role": "assistant", "tool_calls": 3}, "tool_calls are int"),
-        ({"role": "assistant", "tool_calls": ["get"]}, "a message's tool call must be"),
-        ({"role": "assistant", "tool_calls": [{"type": "custom", "function": {}}]}, "a message's tool call must be"),
-    ],
-)
+@pytest.mark.parametrize(("message", "refusal"), NO_MESSAGES)
 def test_what_is_no_message_is_refused(message, refusal):
     assert_refused(refusal, prompt, ADDS, message)
 

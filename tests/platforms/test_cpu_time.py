@@ -1,33 +1,22 @@
 """Test the reading of the run queue for this process's threads."""
 
-from pathlib import Path
-
 import pytest
 
 from minivllm.platforms.cpu_time import CpuTimes, between, stolen_seconds, thread_times
 
 
-def task(folder: Path, thread: int, text: str) -> None:
-    (folder / str(thread)).mkdir()
-    (folder / str(thread) / "schedstat").write_text(text)
-
-
-def test_every_thread_is_read(tmp_path):
-    task(tmp_path, 7, "3000000000 1000000000 12\n")
-    task(tmp_path, 8, "500000000 0 1\n")
+def test_every_thread_is_read_but_one_that_has_just_ended_or_is_not_counted(tmp_path):
+    for thread, text in ((7, "3000000000 1000000000 12\n"), (8, "500000000 0 1\n"), (9, ""), (10, None)):
+        (tmp_path / str(thread)).mkdir()
+        if text is not None:
+            (tmp_path / str(thread) / "schedstat").write_text(text)
     assert thread_times(tmp_path) == {7: CpuTimes(3.0, 1.0), 8: CpuTimes(0.5, 0.0)}
-
-
-def test_a_thread_that_has_just_ended_and_a_kernel_that_does_not_count_are_left_out(tmp_path):
-    task(tmp_path, 7, "3000000000 1000000000 12\n")
-    (tmp_path / "8").mkdir()
-    task(tmp_path, 9, "")
-    assert list(thread_times(tmp_path)) == [7]
 
 
 def test_a_system_that_does_not_say_has_no_times(tmp_path):
     assert thread_times(tmp_path / "nowhere") == {}
     assert stolen_seconds(tmp_path / "nowhere") == 0.0
+    assert between({}, {}).waited_share == 0.0
 
 
 def test_what_passed_counts_new_threads_whole_and_ended_ones_not():
@@ -36,10 +25,6 @@ def test_what_passed_counts_new_threads_whole_and_ended_ones_not():
     passed = between(before, after)
     assert (passed.ran, passed.waited) == pytest.approx((2.0, 1.0))
     assert passed.waited_share == pytest.approx(1 / 3)
-
-
-def test_no_time_is_no_waiting():
-    assert between({}, {}).waited_share == 0.0
 
 
 def test_stolen_time_is_the_eighth_column(tmp_path):

@@ -158,14 +158,10 @@ def started(monkeypatch) -> list[str]:
     return names
 
 
-def test_a_process_has_one_watcher(started):
+def test_a_process_has_one_watcher_and_a_child_that_was_forked_one_of_its_own(started, monkeypatch):
     assert limit_spinning()
     assert limit_spinning()
     assert started == ["minivllm-watcher"]
-
-
-def test_a_child_that_was_forked_needs_one_of_its_own(started, monkeypatch):
-    limit_spinning()
     monkeypatch.setattr(os, "getpid", lambda: 1)
     limit_spinning()
     assert len(started) == 2
