@@ -21,7 +21,7 @@ from minivllm.errors import MinivllmError
 from minivllm.platforms.triton_utils import HAS_TRITON, INTERPRETED, tl, triton
 from minivllm_lab.cli import run
 from minivllm_lab.disturbance import Control
-from minivllm_lab.flash_attention import report, traffic_tables
+from minivllm_lab.flash_attention import report
 from minivllm_lab.flash_attention.attention_in_model import attend_in_model
 from minivllm_lab.flash_attention.attention_traffic import flash_traffic, naive_traffic
 from minivllm_lab.flash_attention.other_attention import compare_with_pool, stored_attention
@@ -332,7 +332,7 @@ def main(arguments: Namespace) -> None:
     heading("8. Bytes, then time")
     size = (arguments.head_dim, arguments.block_q, arguments.block_k)
     peaks = [count_bytes(length, *size) for length in track((500, 2048), "counting bytes")][-1]
-    results |= traffic_tables.show_traffic(*size, plan.longest, peaks)
+    results |= report.show_traffic(*size, plan.longest, peaks)
     with control.watch():
         results["time"] = report.time_attention(device, plan.lengths, flash_attention)
     heading("9. Break it")

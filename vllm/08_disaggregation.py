@@ -326,7 +326,6 @@ def two_engines(arguments: Namespace, lease: float = 30.0) -> tuple[Engine, Engi
 def main(arguments: Namespace) -> None:
     """Run the lesson from top to bottom."""
     device, control = lesson.begin("Lesson 08. Prefill/decode disaggregation", arguments), Control()
-    report.load(arguments, device)
     make, found = partial(two_engines, arguments), {}
     with control.watch():
         found["interference"] = interference.measure_interference(arguments)

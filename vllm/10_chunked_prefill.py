@@ -318,7 +318,6 @@ def tile_work(queries: Sequence[int], seq_lens: Sequence[int], group: int, tile_
 def main(arguments: Namespace) -> None:
     """Run the lesson from top to bottom."""
     device, control = begin("Lesson 10. Chunked prefill", arguments), Control()
-    report.load(arguments, device)
     heading("1 and 2. The same requests, prefill first and mixed")
     ways = {"prefill first": partial(prefill_first, token_budget=32), "mixed": partial(mixed, token_budget=8)}
     steps = {name: list(serve(policy, chats_and_a_long_prompt())) for name, policy in ways.items()}

@@ -21,7 +21,7 @@ from minivllm_lab.block_tables import Memory  # lesson 02's pool, with block tab
 from minivllm_lab.cli import run
 from minivllm_lab.disturbance import Control
 from minivllm_lab.lesson import begin, keep
-from minivllm_lab.paged_model import PagedModel, load
+from minivllm_lab.paged_model import PagedModel
 from minivllm_lab.preemption import pools, prices, report
 from minivllm_lab.proof import prove
 from minivllm_lab.tables import heading
@@ -324,7 +324,6 @@ def effective_bandwidth(piece_bytes: float, bandwidth: float, seconds_per_copy: 
 def main(arguments: Namespace) -> None:
     """Run the lesson from top to bottom."""
     device, control = begin("Lesson 11. Preemption", arguments), Control()
-    load(arguments, device)
     heading("1 and 2. Memory runs out, step by step")
     figures: dict = {"trace": report.show_trace(Engine, arguments)}
     heading("3. The same tokens, recomputed or swapped")

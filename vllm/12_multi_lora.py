@@ -315,7 +315,7 @@ def first_steps() -> list[list[str]]:
 def main(arguments: Namespace) -> None:
     """Run the lesson from top to bottom."""
     device, control = begin("Lesson 12. Multi-LoRA", arguments), Control()
-    report.check(arguments, device)
+    report.check(arguments)
     heading("1. The size of an adapter, and of a merged model")
     figures: dict = {"weighs": report.show_weights(adapter_numbers)}
     heading("2. Merged or applied")

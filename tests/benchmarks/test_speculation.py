@@ -6,7 +6,7 @@ from repository import ROOT
 
 from minivllm.config import EMBEDDED_MODEL, SpeculativeConfig
 from minivllm.kernels.cpu.panel_linear import can_pack
-from minivllm_lab.followed import without_info
+from minivllm_lab.cli import warnings_only
 from minivllm_lab.results import read_record
 
 
@@ -14,7 +14,7 @@ from minivllm_lab.results import read_record
 def test_memory_and_training_are_what_the_engine_and_the_card_say(load_benchmark):
     benchmark = load_benchmark("speculation")
     result = read_record(ROOT / "benchmarks/results/speculation.cpu.json", "speculation")["figures"]["costs"]
-    with without_info():
+    with warnings_only():
         costs = benchmark.costs(str(EMBEDDED_MODEL), benchmark.available())
     assert result.keys() == costs.keys()
     for way, here in costs.items():  # panels are padded to the width of the processor's registers

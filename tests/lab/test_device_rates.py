@@ -1,9 +1,6 @@
 """Test that the measured rates of a device fit into the hardware table's format."""
 
-import dataclasses
-
 import torch
-from refusals import assert_refused
 
 from minivllm_lab import device_rates
 from minivllm_simulate.hardware import Hardware
@@ -13,7 +10,7 @@ def test_rates_of_the_processor(monkeypatch):
     monkeypatch.setitem(device_rates.COPY_BYTES, "cpu", 2**20)
     monkeypatch.setitem(device_rates.MATRIX, "cpu", 64)
     rates = device_rates.measure_device(torch.device("cpu"), ("float32", "bfloat16"))
-    machine = Hardware(**dataclasses.asdict(rates))
+    machine = Hardware(**rates._asdict())
     assert machine.memory_bytes > 2**28
     assert set(machine.flops) == {"float32", "bfloat16"}
     assert machine.ridge("float32") > 0
@@ -28,7 +25,3 @@ def test_the_fastest_dtype_sets_the_ridge():
         rates = device_rates.DeviceRates("CPU", 2**30, 20e9, flops)
         assert rates.fastest == fastest
         assert rates.ridge == flops[fastest] / 20e9
-
-
-def test_other_devices_are_refused():
-    assert_refused("meta", device_rates.measure_device, torch.device("meta"))

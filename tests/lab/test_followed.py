@@ -5,7 +5,6 @@ it.
 import logging
 
 import pytest
-from refusals import assert_refused
 
 from minivllm import LLM, SamplingParams
 from minivllm.config import EMBEDDED_MODEL
@@ -93,10 +92,6 @@ def test_it_logs_nothing_between_the_pictures_of_a_notebook(capfd):
     followed()
     assert capfd.readouterr().err == ""
     assert logging.getLogger("minivllm").level == level
-
-
-def test_an_unknown_scene_is_refused():
-    assert_refused("alone, company, prefix hit", followed, "nobody")
 
 
 def test_in_the_small_pool_it_is_preempted_and_finds_two_blocks_again():

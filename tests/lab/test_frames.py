@@ -4,7 +4,6 @@ import re
 import xml.etree.ElementTree as ET
 
 import pytest
-from refusals import assert_refused
 
 from minivllm_lab.drawing import arrow, block, line, paragraph, rect, svg, text, text_width, wrapped
 from minivllm_lab.frames import Frames
@@ -75,21 +74,6 @@ def test_the_buttons_lead_to_the_steps_that_they_name(frames):
     assert page.count(" checked>") + page.count(" checked ") == 1
     assert page.count('data-lm-suppress-shortcuts="true"') == 3, "keys belong to the figure, not to JupyterLab"
     assert "A prompt &lt;waits&gt;." in page
-
-
-@pytest.mark.parametrize(
-    ("stills", "captions", "about"),
-    [
-        ([], [], "0 stills"),
-        ([still()], [], "each still needs one"),
-        ([still(), still(width=301)], ["a", "b"], "the same size"),
-        (["<svg/>"], ["a"], "width"),
-        (["no picture"], ["a"], "not an SVG"),
-        ([svg(10, 10, '<g id="a"/>')], ["a"], "id"),
-    ],
-)
-def test_what_cannot_be_stepped_through_is_refused(stills, captions, about):
-    assert_refused(about, Frames, stills, captions)
 
 
 def test_shapes_are_where_they_are_said_to_be():

@@ -1,17 +1,17 @@
 """Test the beginning and the end of a lesson's script."""
 
 import json
-from pathlib import Path
 
 import torch
 from refusals import assert_refused
 
+from minivllm.config import EMBEDDED_MODEL
 from minivllm_lab.cli import lesson_parser
 from minivllm_lab.lesson import begin, keep
 
 
 def arguments(*flags):
-    return lesson_parser("A lesson.", Path("some/model")).parse_args(["--device", "cpu", *flags])
+    return lesson_parser("A lesson.").parse_args(["--device", "cpu", *flags])
 
 
 def test_it_begins_with_its_title_and_a_seed(capsys):
@@ -49,5 +49,5 @@ def test_a_quick_run_says_that_its_figures_are_not_the_lessons(capsys):
 
 
 def test_the_model_is_the_lessons_unless_another_is_named():
-    assert arguments().model == "some/model"
+    assert arguments().model == str(EMBEDDED_MODEL)
     assert arguments("--model", "mine").model == "mine"

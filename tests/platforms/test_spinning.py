@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -196,7 +195,7 @@ def test_lessons_and_engines_are_watched(monkeypatch):
     watched = []
     monkeypatch.setattr(spinning, "limit_spinning", lambda: watched.append("a lesson"))
     monkeypatch.setattr(worker, "limit_spinning", lambda: watched.append("an engine"))
-    begin("", lesson_parser("", Path("x")).parse_args(["--device", "cpu"]))
+    begin("", lesson_parser("").parse_args(["--device", "cpu"]))
     LLM(EMBEDDED_MODEL, device="cpu", max_model_len=64)
     assert watched == ["a lesson", "an engine"]
 

@@ -246,8 +246,6 @@ def test_workloads_are_as_they_say():
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: Levers(weight_bits=3), "weight_bits"),
-        (lambda: Levers(speculative_tokens=-1), "speculative_tokens"),
         (lambda: run(replace(FULL, tensor_parallel=3)), "divided"),
         (lambda: run(FULL, gpu=get_hardware("T4")), "T4"),
         (lambda: run(FULL, LeverWorkload("late", "", (SimulatedRequest(1, 1, arrival=1.0),))), "start"),

@@ -43,7 +43,7 @@ def test_a_long_run_takes_few_strokes():
 
 
 @pytest.mark.parametrize(
-    "work", [[], [SimulatedRequest(1, 1, arrival=1.0)], [SimulatedRequest(1, 1), SimulatedRequest(1, 1, after=0)]]
+    "work", [[SimulatedRequest(1, 1, arrival=1.0)], [SimulatedRequest(1, 1), SimulatedRequest(1, 1, after=0)]]
 )
 def test_only_what_is_there_at_the_start_can_be_run(work):
     assert_refused("", run_offline, work, SchedulerConfig(max_model_len=8), CacheConfig(num_gpu_blocks=9))

@@ -120,8 +120,6 @@ def test_the_clock_jumps_over_idle_time_and_throughput_counts_from_the_first_arr
     assert [step.start for step in simulation.steps] == [100.0, 500.0]
     assert simulation.ttfts == pytest.approx([1.11, 1.11])
     assert simulation.throughput == pytest.approx(2 / 401.11)
-    assert simulation.goodput(2.0, 1.0) == pytest.approx(2 / 401.11)
-    assert simulation.goodput(1.0, 1.0) == 0
 
 
 def test_equal_prompts_hit_the_prefix_cache_and_made_up_ones_do_not():

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import atexit
 import collections
-import dataclasses
 import functools
 import hashlib
 import importlib
@@ -28,7 +27,7 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from minivllm.errors import MinivllmError
 from minivllm_lab.exercise import load
@@ -62,8 +61,7 @@ _LOADS = {  # machine instruction that loads from device memory -> bytes a threa
 _TENSOR_CORE = ("UTCHMMA", "HGMMA", "HMMA", "v_mfma")
 
 
-@dataclasses.dataclass(frozen=True)
-class Compiled:
+class Compiled(NamedTuple):
     """Resources that one kernel's machine code uses on one target."""
 
     kernel: str
@@ -321,9 +319,7 @@ def _figures_nvidia(code: Mapping[str, Any]) -> dict:
             return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
         usage = run("cuobjdump", "--dump-resource-usage")
-        instructions = run(
-            "nvdisasm", "-c", "--no-dataflow"
-        )  # that analysis is a third of the time, for jumps' targets only
+        instructions = run("nvdisasm", "-c", "--no-dataflow")  # it takes a third of the time, for jumps' targets only
     used = {key: int(value) for key, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", usage)}
     return {"registers": used["REG"], "spilled": used["STACK"] + used["LOCAL"], **_instructions(instructions)}
 

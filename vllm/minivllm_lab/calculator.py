@@ -62,18 +62,12 @@ def main(arguments: argparse.Namespace) -> None:
     if limit and asked > limit:
         raise MinivllmError(f"--max-model-len is {asked}; the model supports at most {limit} tokens")
     ledger = memory_ledger(
-        model,
-        arguments.gpu,
-        max_model_len=arguments.max_model_len,
-        gpu_memory_utilization=arguments.gpu_memory_utilization,
-        tp=arguments.tp,
-        kv_dtype=arguments.kv_cache_dtype,
-        weight_dtype=arguments.weight_dtype,
-        block_size=arguments.block_size,
+        model, arguments.gpu, max_model_len=arguments.max_model_len,
+        gpu_memory_utilization=arguments.gpu_memory_utilization, tp=arguments.tp, kv_dtype=arguments.kv_cache_dtype,
+        weight_dtype=arguments.weight_dtype, block_size=arguments.block_size,
         weights=None if arguments.weights_gib is None else int(arguments.weights_gib * GIB),
-        max_num_batched_tokens=arguments.max_num_batched_tokens,
-        max_num_seqs=arguments.max_num_seqs,
-    )
+        max_num_batched_tokens=arguments.max_num_batched_tokens, max_num_seqs=arguments.max_num_seqs,
+    )  # fmt: skip
     print_ledger(arguments.model, ledger)
 
 

@@ -15,10 +15,10 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from minivllm.config import EMBEDDED_MODEL, NO_PARTS, Parts
 from minivllm.core.policy import SchedulingPolicy
@@ -32,8 +32,7 @@ NUMBERS = ("01", "02", "03", "04", "05", "06", "07", "09", "10", "11", "12")
 PORT = 8000
 
 
-@dataclass(frozen=True)
-class Server:
+class Server(NamedTuple):
     """One of the servers: its exercises, the engine arguments that they need, and its adapters."""
 
     name: str
@@ -44,10 +43,8 @@ class Server:
 
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 SMALL_STEPS = {
-    "max_num_batched_tokens": 16,
-    "long_prefill_token_threshold": 3,
-    "long_prefill_token_threshold_adaptive": True,
-}
+    "max_num_batched_tokens": 16, "long_prefill_token_threshold": 3, "long_prefill_token_threshold_adaptive": True,
+}  # fmt: skip
 FEW_BLOCKS = {"block_size": 4, "num_gpu_blocks_override": 25, "max_model_len": 64}
 SERVERS = (
     Server("paged", ("02", "03", "04", "06"), {"enable_prefix_caching": False, "max_num_batched_tokens": 64}),

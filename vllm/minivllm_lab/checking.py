@@ -7,10 +7,10 @@ import linecache
 import sys
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from types import ModuleType
+from typing import NamedTuple
 
 from minivllm.errors import MinivllmError
 
@@ -18,8 +18,7 @@ Check = Callable[[ModuleType], None]
 _number_of_modules = count(1)
 
 
-@dataclass(frozen=True)
-class CheckResult:
+class CheckResult(NamedTuple):
     """The result of one check: `problem` is None if it passed, else a one-line description of
     what is missing.
     """

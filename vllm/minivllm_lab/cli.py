@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
+from minivllm.config import EMBEDDED_MODEL
 from minivllm.config.checks import encodable
 from minivllm.errors import MinivllmError
 from minivllm.logger import LEVEL_VARIABLE, init_logger
@@ -71,11 +71,10 @@ def benchmark_parser(doc: str | None) -> Parser:
     return flags
 
 
-def lesson_parser(doc: str, model: Path) -> argparse.ArgumentParser:
-    """Return a parser with the common flags; --help shows `doc`, the script's docstring. Add the
-    lesson's own knobs to it.
+def lesson_parser(doc: str | None, **flags: Mapping[str, Any]) -> argparse.ArgumentParser:
+    """Return a parser with the common flags and the lesson's own; --help shows `doc`, the script's docstring.
 
-    `model` is the directory of the model that the lesson runs unless `--model` names another one.
+    `flags` are the arguments of `add_argument` by name, as in head_dim={"type": int} for `--head-dim`.
     """
     parser = Parser(description=doc)
     parser.add_argument("--device", choices=DEVICES, default="auto", help="where to run (default: the GPU, if any)")
@@ -87,7 +86,9 @@ def lesson_parser(doc: str, model: Path) -> argparse.ArgumentParser:
     )
     parser.add_argument("--json", metavar="FILE", help="also write the measured figures to FILE")
     parser.add_argument("--seed", type=seed, default=0, help="seed of everything random (default: 0)")
-    parser.add_argument("--model", default=str(model), help="a model directory (default: the embedded model)")
+    parser.add_argument("--model", default=str(EMBEDDED_MODEL), help="a model directory (default: the embedded model)")
+    for name, settings in flags.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", **settings)
     return parser
 
 
@@ -103,7 +104,7 @@ def run(main: Callable[[argparse.Namespace], None], parser: argparse.ArgumentPar
                 encodable(value, f"--{name.replace('_', '-')}")
         for path in filter(None, (getattr(arguments, "plot", None), getattr(arguments, "json", None))):
             ensure_writable(path)
-        with _warnings_only():
+        with warnings_only():
             main(arguments)
     except MinivllmError as error:
         print(f"{parser.prog}: error: {error}", file=sys.stderr)
@@ -122,8 +123,8 @@ def log_warnings_only() -> None:
 
 
 @contextmanager
-def _warnings_only() -> Iterator[None]:
-    """Hide start-up messages inside the block: they would clutter the tables."""
+def warnings_only() -> Iterator[None]:
+    """Log warnings only inside the block: start-up messages would clutter tables and pictures."""
     if LEVEL_VARIABLE in os.environ:
         yield
         return

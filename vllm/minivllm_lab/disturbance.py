@@ -4,7 +4,7 @@ draws no conclusions.
     control = Control()
     with control.watch():
         found = measure_something()
-    closing("a counted conclusion", Timed("one from timings"), disturbance=control.disturbance())
+    closing("counted", "from timings", timed=(1,), disturbance=control.disturbance())
     keep(..., disturbance=control.record())
 
 Three signs, over all watched parts. `waited`: time that threads waited for a core that something
@@ -24,7 +24,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
 from minivllm.platforms.cpu_time import CpuTimes, ThreadTimes, between, stolen_seconds, thread_times
 
@@ -43,8 +43,7 @@ def fixed_work() -> None:
         total += number & 7
 
 
-@dataclass(frozen=True)
-class Disturbance:
+class Disturbance(NamedTuple):
     """Disturbance of the watched parts: two fractions of time, and the control's slowest reading
     over its fastest.
     """
@@ -69,14 +68,10 @@ class Control:
     """A watch over parts of a script. Its sources of readings can be replaced for tests."""
 
     def __init__(
-        self,
-        work: Callable[[], object] = fixed_work,
-        clock: Callable[[], float] = time.perf_counter,
-        threads: Callable[[], ThreadTimes] = thread_times,
-        stolen: Callable[[], float] = stolen_seconds,
-        cores: int | None = None,
-        loads_cores: bool = False,
-    ) -> None:
+        self, work: Callable[[], object] = fixed_work, clock: Callable[[], float] = time.perf_counter,
+        threads: Callable[[], ThreadTimes] = thread_times, stolen: Callable[[], float] = stolen_seconds,
+        cores: int | None = None, loads_cores: bool = False,
+    ) -> None:  # fmt: skip
         self.loads_cores = loads_cores
         self.work, self.clock, self.threads, self.stolen = work, clock, threads, stolen
         self.cores = cores or os.cpu_count() or 1
@@ -108,7 +103,7 @@ class Control:
 
     def record(self) -> dict[str, float]:
         """Return the disturbance as numbers for a results file."""
-        return {name: round(value, 3) for name, value in asdict(self.figures()).items()}
+        return {name: round(value, 3) for name, value in self.figures()._asdict().items()}
 
     def _read(self) -> CpuTimes:
         """Time the fixed work; return the CPU times of the threads meanwhile."""

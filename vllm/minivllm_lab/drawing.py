@@ -45,21 +45,10 @@ def svg(width: float, height: float, *elements: str, label: str = "") -> str:
 
 
 def rect(
-    x: float,
-    y: float,
-    width: float,
-    height: float,
-    fill: str = "none",
-    *,
-    stroke: str | None = None,
-    stroke_width: float | None = None,
-    radius: float = 0,
-    dash: str | None = None,
-    opacity: float | None = None,
-    label: str = "",
-    mono: bool = False,
-    size: float = BODY,
-) -> str:
+    x: float, y: float, width: float, height: float, fill: str = "none", *, stroke: str | None = None,
+    stroke_width: float | None = None, radius: float = 0, dash: str | None = None, opacity: float | None = None,
+    label: str = "", mono: bool = False, size: float = BODY,
+) -> str:  # fmt: skip
     """Return a rectangle with its top left corner at (x, y); `label` is written in its middle,
     black or white by `fill`.
     """
@@ -73,17 +62,9 @@ def rect(
 
 
 def text(
-    x: float,
-    y: float,
-    content: str,
-    *,
-    size: float = BODY,
-    colour: str = INK,
-    anchor: str = "start",
-    bold: bool = False,
-    mono: bool = False,
-    room: float | None = None,
-) -> str:
+    x: float, y: float, content: str, *, size: float = BODY, colour: str = INK, anchor: str = "start",
+    bold: bool = False, mono: bool = False, room: float | None = None,
+) -> str:  # fmt: skip
     """Return one line of text with its baseline at y and its `anchor` (start, middle or end) at x.
     Spaces are kept. A monospaced text wider than `room` keeps its height and is condensed.
     """
@@ -122,16 +103,9 @@ def arrow(
 
 
 def block(
-    x: float,
-    y: float,
-    slots: Sequence[str | None],
-    *,
-    width: float = 44,
-    height: float = 28,
-    fill: str | Sequence[str] = BLANK,
-    stroke: str = BORDER,
-    name: str = "",
-) -> str:
+    x: float, y: float, slots: Sequence[str | None], *, width: float = 44, height: float = 28,
+    fill: str | Sequence[str] = BLANK, stroke: str = BORDER, name: str = "",
+) -> str:  # fmt: skip
     """Return a block of the KV cache: slots side by side, each `width` wide with its token's piece
     of text (None: empty).
 

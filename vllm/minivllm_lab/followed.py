@@ -12,12 +12,11 @@ every machine.
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from tokenizers import Tokenizer
@@ -26,11 +25,10 @@ from minivllm.config import EMBEDDED_MODEL, CacheConfig
 from minivllm.core.engine_messages import EngineCoreRequest
 from minivllm.core.scheduler_output import SchedulerOutput
 from minivllm.engine.core import EngineCore
-from minivllm.errors import MinivllmError
-from minivllm.logger import init_logger
 from minivllm.models.tokenizer import load_tokenizer
 from minivllm.sampling_params import SamplingParams
 from minivllm.worker.input_batch import StepInputs
+from minivllm_lab.cli import warnings_only
 from minivllm_lab.inside import runner_of
 from minivllm_lab.recording import bare_engine
 
@@ -70,8 +68,7 @@ POOLS = {"small pool": (7, 16), "six chats": (32, 32)}
 """Scenes with another pool: (blocks, the greatest length of a request)."""
 
 
-@dataclass(frozen=True)
-class Token:
+class Token(NamedTuple):
     """A token's id and its piece of text; `shown` makes its spaces and newlines visible."""
 
     id: int
@@ -85,8 +82,7 @@ class Token:
         return self.text.replace("    ", "→").replace("   ", "→").replace("\n", "⏎").replace(" ", "␣")
 
 
-@dataclass(frozen=True)
-class Served:
+class Served(NamedTuple):
     """A request: its prompt and its output."""
 
     name: str
@@ -99,8 +95,7 @@ class Served:
         return self.prompt + self.output
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """A request's part in a step: a row of the batch.
 
     - `num_computed_tokens`: tokens that the cache held before the step; `positions`, `tokens`,
@@ -151,8 +146,7 @@ class Step:
         return next((row for row in self.rows if row.request == request), None)
 
 
-@dataclass(frozen=True)
-class Followed:
+class Followed(NamedTuple):
     """A scene: the requests by name, and all steps. Block 0 is the null block, which never holds
     tokens.
     """
@@ -171,14 +165,8 @@ class Followed:
 
 @cache
 def followed(scene: str = "alone") -> Followed:
-    """Serve the requests of a scene and record every step.
-
-    Raises:
-        MinivllmError: there is no such scene.
-    """
-    if scene not in SCENES:
-        raise MinivllmError(f"there is no scene {scene!r} (available: {', '.join(SCENES)})")
-    with without_info():
+    """Serve the requests of a scene and record every step."""
+    with warnings_only():
         return _Recorder(SCENES[scene], *POOLS.get(scene, (NUM_BLOCKS, 32))).run()
 
 
@@ -191,18 +179,6 @@ def tokenizer() -> Tokenizer:
 def tokens_of(token_ids: Iterable[int]) -> tuple[Token, ...]:
     """Return the embedded model's tokens with these ids."""
     return tuple(Token(token_id, tokenizer().decode([token_id])) for token_id in token_ids)
-
-
-@contextmanager
-def without_info() -> Iterator[None]:
-    """Silence the engine's start-up messages, which would distract from a picture."""
-    root = init_logger("minivllm")
-    level = root.level
-    root.setLevel(max(level, logging.WARNING))
-    try:
-        yield
-    finally:
-        root.setLevel(level)
 
 
 class _Recorder:

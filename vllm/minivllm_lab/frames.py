@@ -7,11 +7,9 @@ from __future__ import annotations
 import hashlib
 import re
 import uuid
-import xml.etree.ElementTree as ET
 from collections.abc import Sequence
 from html import escape
 
-from minivllm.errors import MinivllmError
 from minivllm_lab.drawing import QUIET, RULE, attributes, line, number, svg, text, wrapped
 
 MARGIN, CAPTION_SIZE, LINE_HEIGHT, COUNT_WIDTH = 16, 14, 20, 64
@@ -20,21 +18,13 @@ BUTTONS = (("|◀", "First step"), ("◀", "Step back"), ("▶", "Step forward")
 
 
 class Frames:
-    """Stills of one mechanism, in order, each an SVG of the same size with a caption.
-
-    Raises:
-        MinivllmError: there are no stills, a caption is missing, a still is not an SVG of that size, or
-            it has an `id`.
-    """
+    """Stills of one mechanism, in order, each an SVG of the same size without an `id`, and with a caption."""
 
     def __init__(self, stills: Sequence[str], captions: Sequence[str]) -> None:
-        self.stills, self.captions = tuple(stills), tuple(captions)
-        if not self.stills or len(self.stills) != len(self.captions):
-            raise MinivllmError(f"{len(self.stills)} stills and {len(self.captions)} captions: each still needs one")
-        sizes = {_size_of(still) for still in self.stills}
-        if len(sizes) > 1:
-            raise MinivllmError(f"all stills must have the same size, got {sorted(sizes)}")
-        ((self.width, self.height),) = sizes
+        self.stills, self.captions = zip(*zip(stills, captions, strict=True), strict=True)
+        assert not any(re.search(r"\sid=", still) for still in stills), "an id would occur several times on a page"
+        (size,) = {re.findall(r'^<svg [^>]*?width="([\d.]+)" height="([\d.]+)"', still)[0] for still in stills}
+        self.width, self.height = map(float, size)
 
     def __len__(self) -> int:
         return len(self.stills)
@@ -139,14 +129,3 @@ class Frames:
             f".{name} label.off {{opacity: .4; cursor: default}}"
             f".{name} svg {{max-width: 100%; height: auto}}"
         )
-
-
-def _size_of(still: str) -> tuple[float, float]:
-    try:
-        root = ET.fromstring(still)
-        size = float(root.attrib["width"]), float(root.attrib["height"])
-    except (ET.ParseError, KeyError, ValueError) as error:
-        raise MinivllmError(f"a still is not an SVG with a width and a height in pixels: {error!r}") from error
-    if re.search(r"\sid=", still):
-        raise MinivllmError("a still has an `id`, which would occur in the animation several times: draw without")
-    return size

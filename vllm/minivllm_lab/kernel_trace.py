@@ -18,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, field
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -32,8 +32,7 @@ LOAD, STORE, ATOMIC = "load", "store", "atomic"
 Program = tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class Access:
+class Access(NamedTuple):
     """A load, store or atomic of one program: which elements of which argument, by number in
     row-major order.
     """
@@ -78,12 +77,9 @@ class KernelTrace(Traffic):
 
 
 def trace_kernel(
-    kernel: Any,
-    grid: int | Sequence[int],
-    *args: Any,
-    reached: Mapping[str, torch.Tensor] | None = None,
+    kernel: Any, grid: int | Sequence[int], *args: Any, reached: Mapping[str, torch.Tensor] | None = None,
     **constants: Any,
-) -> KernelTrace:
+) -> KernelTrace:  # fmt: skip
     """Run `kernel[grid](*args, **constants)` in the interpreter and return what it read and wrote.
 
     `reached` maps names in the trace to tensors that the kernel finds through a table of addresses.

@@ -19,14 +19,21 @@ LessonCode = Callable[..., Any]
 
 
 def begin(title: str, arguments: argparse.Namespace) -> torch.device:
-    """Print the title, seed torch with `--seed`, and return the device that `--device` selects."""
+    """Print the title, seed torch with `--seed`, and return the device that `--device` selects;
+    `arguments` has it, too.
+
+    Raises:
+        MinivllmError: there is no such device or model; the latter is found before any work.
+    """
     import torch
 
+    from minivllm.config import ModelConfig
     from minivllm.platforms.spinning import limit_spinning
 
     limit_spinning()
-    device = pick_device(arguments.device)
+    device = arguments.device = pick_device(arguments.device)
     console.print(f"[bold]{title}[/bold], on {device_name(device)}")
+    ModelConfig.from_pretrained(arguments.model)
     torch.manual_seed(arguments.seed)
     return device
 

@@ -21,17 +21,6 @@ def _decoder(model: str, device: str) -> Decoder:
     return load_model(model, torch.device(device), torch.float32)[0]
 
 
-def load(arguments: argparse.Namespace, device: torch.device) -> None:
-    """Load a script's model early, so that a missing one is reported first; store the device in
-    `arguments`.
-
-    Raises:
-        MinivllmError: it cannot be loaded.
-    """
-    arguments.device = device
-    decoder_of(arguments)
-
-
 def decoder_of(arguments: argparse.Namespace) -> Decoder:
     """Return the model of a script's arguments in float32, loaded once."""
     return _decoder(arguments.model, str(arguments.device))

@@ -137,11 +137,9 @@ def rows_of(served: Served) -> dict[str, object]:
     speed.
     """
     of_steps = {
-        "requests at once": served.most_running,
-        "steps": served.steps,
-        "preemptions": served.preemptions,
+        "requests at once": served.most_running, "steps": served.steps, "preemptions": served.preemptions,
         "most blocks after a step": served.most_blocks,
-    }
+    }  # fmt: skip
     return {**(of_steps if served.steps else {}), **served.rows, **served.equal}
 
 

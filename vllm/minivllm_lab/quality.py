@@ -14,13 +14,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minivllm.config.checks import require
 from minivllm.entrypoints.llm import LLM
 from minivllm.errors import MinivllmError
 from minivllm.models.decoder import Decoder
@@ -29,8 +28,7 @@ from minivllm.sampling_params import SamplingParams
 from minivllm_lab.corpus import first_passages, held_out_texts
 
 
-@dataclass(frozen=True)
-class Reading:
+class Reading(NamedTuple):
     """An engine's predictions of a text: `loss` in nats per token, and the most likely token at
     each position.
     """
@@ -42,8 +40,6 @@ class Reading:
         """Return the fraction of positions at which both readings predict the same next token,
         given the same text so far.
         """
-        if len(self.favourites) != len(other.favourites):
-            raise MinivllmError(f"cannot compare {len(self.favourites)} with {len(other.favourites)} tokens")
         pairs = zip(self.favourites, other.favourites, strict=True)
         return sum(favourite == another for favourite, another in pairs) / len(self.favourites)
 
@@ -55,7 +51,6 @@ def held_out_tokens(llm: LLM, texts: int = 16, tokens: int = 256) -> list[list[i
     Raises:
         MinivllmError: the engine has no tokenizer, or there are not enough texts of that length.
     """
-    require(tokens >= 2, f"a text of {tokens} token cannot be read: each is predicted from those before it; give 2")
     tokenizer = llm.llm_engine.tokenizer
     if tokenizer is None:
         raise MinivllmError("reading texts needs a tokenizer: build the engine without skip_tokenizer_init")

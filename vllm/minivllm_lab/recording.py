@@ -3,9 +3,8 @@
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -13,15 +12,13 @@ from minivllm.config import CacheConfig
 from minivllm.core.engine_messages import EngineCoreRequest
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.core import EngineCore
-from minivllm.errors import MinivllmError
 from minivllm.executor.uniproc_executor import UniprocExecutor
 from minivllm.sampling_params import SamplingParams
 from minivllm_lab.inside import runner_of
 from minivllm_simulate.cost_model import MeasuredStep, StepShape
 
 
-@dataclass(frozen=True)
-class Recording:
+class Recording(NamedTuple):
     """A run: its measured steps, each step's scheduled tokens by request id, and the number of
     output tokens.
     """
@@ -92,10 +89,8 @@ def record_run(core: EngineCore, lengths: Sequence[tuple[int, int]], warm_up: bo
     these lengths. Requests are named "0", "1", … A few of them are served first as warm-up.
 
     Raises:
-        MinivllmError: there are no requests, or the engine rejects one.
+        MinivllmError: the engine rejects a request.
     """
-    if not lengths:
-        raise MinivllmError("a recording needs at least one request")
     if warm_up:
         record_run(core, lengths[:2], warm_up=False)
     steps, scheduled, num_tokens, preempted = [], [], 0, core.scheduler.num_preemptions

@@ -6,7 +6,8 @@ import datetime
 import json
 import os
 import platform
-from importlib.metadata import PackageNotFoundError, version
+from contextlib import suppress
+from importlib.metadata import distributions
 from pathlib import Path
 
 from minivllm.errors import MinivllmError
@@ -14,13 +15,6 @@ from minivllm.errors import MinivllmError
 VECTORS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
 """The instruction sets that decide how fast a processor multiplies."""
 PACKAGES = ("torch", "triton", "transformers", "numpy", "numba")
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _cpu_line(name: str) -> str:
@@ -36,32 +30,27 @@ def machine() -> dict:
     """Return a description of the machine that the figures were measured on, with nothing that
     identifies it beyond its kind.
     """
-    facts: dict = {
+    installed = {package.name: package.version for package in distributions()}
+    gpu = None
+    with suppress(ImportError):
+        import torch
+
+        gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    return {
         "cpu": _cpu_line("model name") or platform.processor() or platform.machine(),
         "vectors": [flag for flag in VECTORS if flag in _cpu_line("flags").split()],
         "cores": os.cpu_count(),
         "system": platform.system(),
         "python": platform.python_version(),
+        "versions": {name: installed[name] for name in PACKAGES if name in installed},
+        "gpu": gpu,
     }
-    facts["versions"] = {name: version for name in PACKAGES if (version := _version(name))}
-    try:
-        import torch
-
-        facts["gpu"] = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    except ImportError:
-        facts["gpu"] = None
-    return facts
 
 
 def record(name: str, figures: dict, **context: object) -> dict:
     """Return the figures of one run with everything needed to interpret them."""
-    return {
-        "name": name,
-        "date": datetime.date.today().isoformat(),
-        "machine": machine(),
-        **context,
-        "figures": figures,
-    }
+    today = datetime.date.today().isoformat()
+    return {"name": name, "date": today, "machine": machine(), **context, "figures": figures}
 
 
 def ensure_writable(path: str | Path) -> None:

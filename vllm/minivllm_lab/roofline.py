@@ -46,8 +46,7 @@ def roofline(dots: Sequence[Dot], legend: Sequence[tuple[str, str]], *, growing_
     ]
     for words, intensity, colour, (right, down), anchor in dots:
         x, y = _x(intensity), _y(min(peak, intensity * slope))
-        parts.append(_dot(x, y, colour))
-        parts.append(text(x + right, y + down, words, size=12, anchor=anchor))
+        parts += [_dot(x, y, colour), text(x + right, y + down, words, size=12, anchor=anchor)]
     for index, (words, colour) in enumerate(legend):
         x = LEFT + 20 + index * 220
         parts += [_dot(x, HEIGHT - 20, colour), text(x + 14, HEIGHT - 15, words, size=12)]
@@ -55,7 +54,8 @@ def roofline(dots: Sequence[Dot], legend: Sequence[tuple[str, str]], *, growing_
         x, y = _x(64), _y(64 * slope)
         parts.append(arrow((_x(1) - 4, _y(slope) - 14), (x - 14, y - 6), BLUE, dash="4 3"))
         parts.append(text(_x(5), _y(34), "a larger batch", size=12, colour=BLUE, anchor="end"))
-    return svg(WIDTH, HEIGHT, *parts, label=f"{title}. {_in_words(dots, slope, peak)}")
+    rates = "; ".join(f"{words}: {min(peak, intensity * slope):.0f}" for words, intensity, *_ in dots)
+    return svg(WIDTH, HEIGHT, *parts, label=f"{title}. Bounds in TFLOP/s. {rates}.")
 
 
 def _axes() -> list[str]:
@@ -70,11 +70,6 @@ def _axes() -> list[str]:
     parts.append(text(16, TOP - 12, "10¹² operations a second", size=12))
     parts += [line((LEFT, BOTTOM), (RIGHT, BOTTOM), QUIET), line((LEFT, TOP), (LEFT, BOTTOM), QUIET)]
     return parts
-
-
-def _in_words(dots: Sequence[Dot], slope: float, peak: float) -> str:
-    rates = (f"{words}: {min(peak, intensity * slope):.0f}" for words, intensity, *_ in dots)
-    return f"Bounds in TFLOP/s. {'; '.join(rates)}."
 
 
 def _dot(x: float, y: float, colour: str) -> str:

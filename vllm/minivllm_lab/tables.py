@@ -2,7 +2,7 @@
 
 import string
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -14,13 +14,9 @@ MOST_COLUMNS = 80
 
 
 def table(
-    title: str,
-    columns: Sequence[str],
-    rows: Iterable[Sequence[object]],
-    caption: str | None = None,
-    *,
+    title: str, columns: Sequence[str], rows: Iterable[Sequence[object]], caption: str | None = None, *,
     words: bool = False,
-) -> None:
+) -> None:  # fmt: skip
     """Print `rows` under `columns`: the first is left-aligned, the others right-aligned, unless
     `words` is true.
 
@@ -60,21 +56,18 @@ def heading(text: str) -> None:
     console.print(f"\n[bold]{text}[/bold]")
 
 
-class Timed(str):
-    """A sentence for `closing` that depends on timings."""
-
-
-def closing(*sentences: str, disturbance: str = "") -> None:
+def closing(*sentences: str, timed: Collection[int] = (), disturbance: str = "") -> None:
     """Print the three lines that every script ends with: what you saw.
 
     `disturbance` says what else kept this machine busy (`Control.disturbance`), if anything: one
-    line then replaces all `Timed` sentences. Counted results hold on a busy machine too.
+    line then replaces the sentences that depend on timings, whose places, counted from 0, are
+    `timed`. Counted results hold on a busy machine too.
     """
     console.print("\n[bold]What you saw[/bold]")
-    for sentence in sentences:
-        if not (disturbance and isinstance(sentence, Timed)):
+    for place, sentence in enumerate(sentences):
+        if not (disturbance and place in timed):
             _bullet(sentence)
-    if disturbance and any(isinstance(sentence, Timed) for sentence in sentences):
+    if disturbance and timed:
         again = "no conclusion from timings; run again when it is idle"
         _bullet(f"This machine was disturbed ({disturbance}): {again}.")
 
@@ -102,11 +95,8 @@ class _Cells(string.Formatter):
 
 
 def record_table(
-    title: str,
-    records: Mapping[Any, Mapping[str, Any]],
-    columns: Mapping[str, str] | str,
-    caption: str | None = None,
-) -> None:
+    title: str, records: Mapping[Any, Mapping[str, Any]], columns: Mapping[str, str] | str, caption: str | None = None,
+) -> None:  # fmt: skip
     """Print a row for each record.
 
     `columns` maps each column's heading to a template such as "{itl_p50_ms:.1f}". Its fields are

@@ -19,13 +19,9 @@ machine.
 
 
 def median_seconds(
-    function: Callable[[], object],
-    *,
-    repeats: int = 7,
-    warmup: int = 2,
-    device: torch.device | None = None,
+    function: Callable[[], object], *, repeats: int = 7, warmup: int = 2, device: torch.device | None = None,
     clock: Clock = time.perf_counter,
-) -> float:
+) -> float:  # fmt: skip
     """Return the median seconds of a call, measured with CUDA events on a GPU (after a flush of its
     L2 cache), elsewhere with `clock`.
     """

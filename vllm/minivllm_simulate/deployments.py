@@ -11,7 +11,6 @@ import statistics
 from collections.abc import Callable
 
 from minivllm.config import ModelConfig
-from minivllm.config.checks import require
 from minivllm_simulate.hardware import Hardware
 from minivllm_simulate.layouts import BLOCK_SIZE, MAX_MODEL_LEN, Layout, PlacedModel
 from minivllm_simulate.open_load import OpenLoad, OpenRun, finished, run_open
@@ -32,11 +31,7 @@ def bytes_sent(way: str, gpus: int, tokens: int, hidden: int, layers: int) -> fl
 def deployment(model: ModelConfig, gpu: Hardware, way: str, gpus: int) -> PlacedModel:
     """Place a model on `gpus` GPUs, parallelized in one of the `WAYS`. With one GPU, all ways are
     the same.
-
-    Raises:
-        MinivllmError: there is no such way.
     """
-    require(way in WAYS, f"way is {way!r}; it must be one of {', '.join(WAYS)}")
     tp, pp, dp = (gpus if way == name else 1 for name in WAYS)
     return PlacedModel(model, gpu, Layout(tp, pp, dp), PLACES)
 

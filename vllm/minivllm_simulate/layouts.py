@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 from minivllm.config import CacheConfig, ModelConfig, SchedulerConfig
 from minivllm.config.checks import require
@@ -36,8 +37,7 @@ UTILIZATION = 0.92
 """vLLM's default of `gpu_memory_utilization`."""
 
 
-@dataclass(frozen=True)
-class Layout:
+class Layout(NamedTuple):
     """`dp` engines, each a pipeline of `pp` stages, each stage split over `tp` GPUs."""
 
     tp: int

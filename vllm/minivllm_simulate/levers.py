@@ -17,11 +17,11 @@ drafting, the tokenizer and a drop in clock under load.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 from minivllm.config import CacheConfig, DraftingConfig, ModelConfig, SchedulerConfig
-from minivllm.errors import MinivllmError
 from minivllm.memory import MemoryLedger, serving_dtype
 from minivllm_simulate.cost_model import RooflineCost, StepShape
 from minivllm_simulate.hardware import Hardware
@@ -97,12 +97,6 @@ class Levers:
     tensor_parallel: int = 1
     cuda_graphs: bool = False
 
-    def __post_init__(self) -> None:
-        if self.weight_bits not in WEIGHT_BYTES:
-            raise MinivllmError(f"weight_bits is {self.weight_bits}; use one of {', '.join(map(str, WEIGHT_BYTES))}")
-        if self.speculative_tokens < 0:
-            raise MinivllmError(f"speculative_tokens is {self.speculative_tokens}; it must not be negative")
-
 
 SERVING = Levers(
     kv_cache=True, paging=True, continuous_batching=True, flash_attention=True, gqa=True, chunked_prefill=True,
@@ -111,8 +105,7 @@ SERVING = Levers(
 """The levers that every serving engine has."""
 
 
-@dataclass(frozen=True)
-class Lever:
+class Lever(NamedTuple):
     """A rung of the ladder: a field of `Levers` and the value that switches it on."""
 
     field: str
@@ -157,16 +150,14 @@ class LeverWorkload:
     max_model_len: int = 4096
     max_num_seqs: int = 256
     acceptance: float = 0.6
-    output_tokens: int = field(init=False)
 
-    def __post_init__(self) -> None:
-        if any(request.arrival for request in self.requests):
-            raise MinivllmError("all requests of a LeverWorkload must be there at the start: arrival must be 0")
-        object.__setattr__(self, "output_tokens", sum(request.output_tokens for request in self.requests))
+    @cached_property
+    def output_tokens(self) -> int:
+        """Output tokens of all requests."""
+        return sum(request.output_tokens for request in self.requests)
 
 
-@dataclass(frozen=True)
-class LeverResult:
+class LeverResult(NamedTuple):
     """Results of a workload; times are modelled, counts come from the scheduler and the block pool."""
 
     tokens_per_second: float
@@ -305,18 +296,11 @@ def lever_ledger(levers: Levers, model: ModelConfig, gpu: Hardware, workload: Le
         MinivllmError: the weights leave no room for one request of `max_model_len` tokens.
     """
     return memory_ledger(
-        model,
-        gpu,
-        max_model_len=workload.max_model_len,
-        tp=levers.tensor_parallel,
-        kv_dtype=levers.kv_dtype,
-        weights=lever_weight_bytes(levers, model) + rotary_table_bytes(model),
-        block_size=BLOCK_SIZE,
-        max_num_batched_tokens=_token_budget(levers, workload),
-        max_num_seqs=workload.max_num_seqs,
-        cuda_graphs=None if levers.cuda_graphs else 0,
-        check=levers.kv_cache,
-    )
+        model, gpu, max_model_len=workload.max_model_len, tp=levers.tensor_parallel, kv_dtype=levers.kv_dtype,
+        weights=lever_weight_bytes(levers, model) + rotary_table_bytes(model), block_size=BLOCK_SIZE,
+        max_num_batched_tokens=_token_budget(levers, workload), max_num_seqs=workload.max_num_seqs,
+        cuda_graphs=None if levers.cuda_graphs else 0, check=levers.kv_cache,
+    )  # fmt: skip
 
 
 def throughput(levers: Levers, model: ModelConfig, gpu: Hardware, workload: LeverWorkload) -> LeverResult:
@@ -347,18 +331,12 @@ def throughput(levers: Levers, model: ModelConfig, gpu: Hardware, workload: Leve
     waited = sum(time * stretch.first.num_reqs for time, stretch in zip(times, plan.stretches, strict=True))
     seconds, prompts = sum(times), sum(request.prompt_tokens for request in workload.requests)
     return LeverResult(
-        tokens_per_second=workload.output_tokens / seconds,
-        seconds=seconds,
-        steps=plan.num_steps,
+        tokens_per_second=workload.output_tokens / seconds, seconds=seconds, steps=plan.num_steps,
         mean_batch=plan.request_steps / plan.num_steps,
-        kv_tokens=ledger.usable_blocks * BLOCK_SIZE if levers.kv_cache else 0,
-        slots=slots if levers.kv_cache else 0,
-        computed_tokens=plan.computed_tokens,
-        prefix_hit_rate=plan.prefix_hits / prompts,
-        preemptions=plan.preemptions,
-        gpus=levers.tensor_parallel,
-        inter_token_latency=waited / workload.output_tokens,
-    )
+        kv_tokens=ledger.usable_blocks * BLOCK_SIZE if levers.kv_cache else 0, slots=slots if levers.kv_cache else 0,
+        computed_tokens=plan.computed_tokens, prefix_hit_rate=plan.prefix_hits / prompts, preemptions=plan.preemptions,
+        gpus=levers.tensor_parallel, inter_token_latency=waited / workload.output_tokens,
+    )  # fmt: skip
 
 
 def _token_budget(levers: Levers, workload: LeverWorkload) -> int:

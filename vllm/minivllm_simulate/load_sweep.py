@@ -13,8 +13,6 @@ from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
 from itertools import pairwise
 from typing import Generic, TypeVar
 
-from minivllm.config.checks import require
-
 Key = TypeVar("Key", bound=Hashable)
 Found = TypeVar("Found")
 Span = tuple[float | None, float | None]
@@ -51,12 +49,7 @@ class Runs(Generic[Key, Found]):
 
 
 def within(ordered: Sequence[float], share: float) -> float:
-    """Return the smallest of the `ordered` values that this share of them does not exceed.
-
-    Raises:
-        MinivllmError: there are no values.
-    """
-    require(ordered, "a quantile needs at least one value")
+    """Return the smallest of the `ordered` values that this share of them does not exceed."""
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
 
 

@@ -7,7 +7,7 @@ The sweeps of `widgets/optimization_catalog` use them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from minivllm.config import CacheConfig, SchedulerConfig
 from minivllm.config.checks import require
@@ -17,8 +17,7 @@ from minivllm_simulate.simulated_engine import Acceptance, ShapeOf, SimulatedEng
 from minivllm_simulate.virtual_clock import SimulatedRequest, to_request
 
 
-@dataclass(frozen=True)
-class OfflineRun:
+class OfflineRun(NamedTuple):
     """The scheduler's decisions, expressed in counts."""
 
     stretches: tuple[Stretch, ...]
@@ -43,20 +42,14 @@ class OfflineRun:
 
 
 def run_offline(
-    workload: Sequence[SimulatedRequest],
-    scheduler_config: SchedulerConfig,
-    cache_config: CacheConfig,
-    *,
-    acceptance: float = 0.0,
-    shape_of: ShapeOf = StepShape.of,
-) -> OfflineRun:
+    workload: Sequence[SimulatedRequest], scheduler_config: SchedulerConfig, cache_config: CacheConfig, *,
+    acceptance: float = 0.0, shape_of: ShapeOf = StepShape.of,
+) -> OfflineRun:  # fmt: skip
     """Run a workload to completion. The arguments are those of `virtual_clock.simulate`.
 
     Raises:
-        MinivllmError: the workload is empty, a request arrives later than the others, or the
-            scheduler refuses one.
+        MinivllmError: a request arrives later than the others, or the scheduler refuses one.
     """
-    require(workload, "a simulation needs at least one request")
     later = any(request.arrival or request.after is not None for request in workload)
     require(not later, "all requests of an offline run must be there at the start: arrival 0, after None")
     engine = SimulatedEngine(Scheduler(scheduler_config, cache_config), Acceptance(acceptance), shape_of)

@@ -184,7 +184,8 @@ class OpenEngine(SimulatedEngine):
 
         yield from with_pauses(fill, lambda: unseen)  # no time passes until these have their caches
         self.timed = True
-        yield from with_pauses(self._step, self._goes_on)
+        every = len(self.load.arrivals)
+        yield from with_pauses(self._step, lambda: self.unended and (self.load.to_the_end or self.come < every))
         self.result.end = self.now
         self.result.come = self.come
         self.result.queue = len(self.scheduler.waiting)
@@ -208,9 +209,6 @@ class OpenEngine(SimulatedEngine):
     def request(self, index: int, spec: SimulatedRequest) -> Request:
         """Make the scheduler's request for arrival `index`."""
         return to_request(self.load.at_start + index, spec, spec.arrival)
-
-    def _goes_on(self) -> bool:
-        return bool(self.unended) and (self.load.to_the_end or self.come < len(self.load.arrivals))
 
     def _step(self) -> int:
         loop = self.loop

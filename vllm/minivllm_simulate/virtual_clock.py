@@ -118,11 +118,7 @@ class Simulation:
     @property
     def throughput(self) -> float:
         """Output tokens per second, from the first arrival to the last token."""
-        return self.output_tokens / self._span
-
-    @property
-    def _span(self) -> float:
-        return self.seconds - min(request.arrival for request in self.requests)
+        return self.output_tokens / (self.seconds - min(request.arrival for request in self.requests))
 
     @property
     def ttfts(self) -> list[float]:
@@ -138,13 +134,6 @@ class Simulation:
     def num_preemptions(self) -> int:
         """Number of preemptions."""
         return sum(request.num_preemptions for request in self.requests)
-
-    def goodput(self, ttft_slo: float, tpot_slo: float) -> float:
-        """Return the requests per second that met both objectives (seconds), from the first arrival
-        to the last token.
-        """
-        met = sum(r.ttft <= ttft_slo and r.tpot <= tpot_slo for r in self.requests if r.token_times)
-        return met / self._span
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -162,16 +151,10 @@ MakeScheduler = Callable[[SchedulerConfig, CacheConfig], Scheduler]
 
 
 def simulate(
-    workload: Sequence[SimulatedRequest],
-    scheduler_config: SchedulerConfig,
-    cache_config: CacheConfig,
-    cost: Cost,
-    max_steps: int | None = None,
-    *,
-    acceptance: float = 0.0,
-    shape_of: ShapeOf = StepShape.of,
+    workload: Sequence[SimulatedRequest], scheduler_config: SchedulerConfig, cache_config: CacheConfig, cost: Cost,
+    max_steps: int | None = None, *, acceptance: float = 0.0, shape_of: ShapeOf = StepShape.of,
     scheduler: MakeScheduler = Scheduler,
-) -> Simulation:
+) -> Simulation:  # fmt: skip
     """Run a workload to completion, or for `max_steps` steps.
 
     Args:
@@ -195,14 +178,9 @@ def simulate(
 
 
 def simulate_in_parts(
-    workload: Sequence[SimulatedRequest],
-    scheduler_config: SchedulerConfig,
-    cache_config: CacheConfig,
-    cost: Cost,
-    *,
-    steps: int,
-    scheduler: MakeScheduler = Scheduler,
-) -> Iterator[Simulation | None]:
+    workload: Sequence[SimulatedRequest], scheduler_config: SchedulerConfig, cache_config: CacheConfig, cost: Cost,
+    *, steps: int, scheduler: MakeScheduler = Scheduler,
+) -> Iterator[Simulation | None]:  # fmt: skip
     """Run `simulate` with a pause after every `steps` steps: yield None at each pause, and the
     result at the end.
 
@@ -220,13 +198,9 @@ class _Simulator(SimulatedEngine):
     """A simulation in progress: one engine and a record of each of its steps."""
 
     def __init__(
-        self,
-        workload: Sequence[SimulatedRequest],
-        scheduler: Scheduler,
-        cost: Cost,
-        acceptance: float = 0.0,
+        self, workload: Sequence[SimulatedRequest], scheduler: Scheduler, cost: Cost, acceptance: float = 0.0,
         shape_of: ShapeOf = StepShape.of,
-    ) -> None:
+    ) -> None:  # fmt: skip
         require(len(workload) > 0, "a simulation needs at least one request")
         super().__init__(scheduler, Acceptance(acceptance), shape_of)
         self.workload = workload
@@ -339,10 +313,4 @@ def to_request(index: int, spec: SimulatedRequest, arrival: float) -> Request:
         raise MinivllmError(
             f"request {index} has {len(token_ids)} prompt token ids, but prompt_tokens is {spec.prompt_tokens}"
         )
-    return Request(
-        str(index),
-        token_ids,
-        max_tokens=spec.output_tokens,
-        arrival_time=arrival,
-        priority=spec.priority,
-    )
+    return Request(str(index), token_ids, max_tokens=spec.output_tokens, arrival_time=arrival, priority=spec.priority)

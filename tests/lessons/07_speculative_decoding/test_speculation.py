@@ -205,13 +205,5 @@ def test_the_drafter_takes_its_room():
     assert on(context=10**6, drafter=NGRAM).most_batch(3) == 0
 
 
-@pytest.mark.parametrize(
-    ("rates", "context", "said"),
-    [((), 256, "rates"), ((1.2,), 256, "1.2"), (("x",), 256, "share"), ((0.5,), 0, "context")],
-)
-def test_what_makes_no_sense_is_refused(rates: tuple, context: int, said: str):
-    assert_refused(said, Speculation.of, MODEL, H100, NGRAM, rates, context)
-
-
 def test_weights_that_do_not_fit_are_refused():
     assert_refused("KV cache", on, model="Meta-Llama-3-70B", drafter=NGRAM)

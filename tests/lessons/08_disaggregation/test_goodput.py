@@ -31,7 +31,7 @@ from minivllm_lab.disaggregation.model_checks import (
     slower,
     splitwise_checks,
 )
-from minivllm_lab.disaggregation.pools import PARTS, Journey, Pools, run_pools
+from minivllm_lab.disaggregation.pools import PARTS, Journey, run_pools
 from minivllm_simulate.cost_model import StepShape, chunk_seconds
 from minivllm_simulate.hardware import get_hardware
 from minivllm_simulate.known_models import known_model
@@ -203,9 +203,7 @@ def test_which_links_hide_a_transfer_hardly_depends_on_the_prompt(prompt: int):
     assert Transfer.of(LLAMA, H100, prompt, just_enough).seconds == pytest.approx(prefill)
 
 
-@pytest.mark.parametrize(("bandwidth", "latency"), [(0, 0), (-1, 0), (math.nan, 0), (1, -1)])
-def test_a_link_that_makes_no_sense_is_refused(bandwidth: float, latency: float):
-    assert_refused(r"bandwidth|latency", Link, "x", bandwidth, latency, "")
+def test_an_unknown_link_is_refused():
     assert_refused("loopback", get_link, "carrier pigeon")
 
 
@@ -236,11 +234,3 @@ def test_what_is_only_bytes_is_within_a_tenth_and_splitwises_engine_is_slower_th
     assert all(abs(check.error) < 0.1 for check in exact)
     for check in splitwise_checks():
         assert "against" in check.what or -0.65 < check.error < 0
-
-
-def test_nonsense_is_refused_by_name():
-    for prefill, decode in itertools.product((0, 1), (0, 1)):
-        if not prefill * decode:
-            assert_refused("each pool needs at least one", system, prefill, decode)
-    assert_refused("above 0", Objective, 0, 1)
-    assert isinstance(system().pools(SHORT), Pools)

@@ -6,7 +6,6 @@ import itertools
 import random
 
 import pytest
-from refusals import assert_refused
 
 from minivllm.config import CacheConfig, SchedulerConfig
 from minivllm.core.policy import SchedulingPolicy
@@ -119,7 +118,3 @@ def test_a_swap_copies_the_blocks_of_what_was_computed():
         copied.append(swap.take_copied_blocks())
     # Both have 8 tokens in 2 blocks each when a needs a third one; b goes with 8 computed tokens.
     assert [each for each in copied if any(each)] == [(2, 0), (0, 2)]
-
-
-def test_an_unknown_rule_is_refused():
-    assert_refused("victim must be one of last in", victim_rule, "random")

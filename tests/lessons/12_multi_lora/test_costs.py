@@ -5,7 +5,6 @@ counts by hand.
 import random
 
 import pytest
-from refusals import assert_refused
 
 from minivllm_lab.multi_lora.costs import (
     LAUNCH_SECONDS,
@@ -27,8 +26,6 @@ def test_shares_fall_as_zipf_says_and_draws_follow_them():
     drawn = zipf_adapters(3, 1.0, 20_000, seed=1)
     assert [drawn.count(each) / 20_000 for each in (1, 2, 3)] == pytest.approx(shares, abs=0.01)
     assert zipf_adapters(3, 1.0, 50, seed=1) == drawn[:50] != zipf_adapters(3, 1.0, 50, seed=2)
-    for wrong in ((0, 1.0), (3, -1.0), (3, float("nan"))):
-        assert_refused("", zipf_shares, *wrong)
 
 
 @pytest.mark.parametrize(("adapters", "skew", "running"), [(10, 0.0, 5), (200, 1.0, 40), (1000, 0.8, 100)])

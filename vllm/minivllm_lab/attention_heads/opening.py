@@ -148,8 +148,7 @@ def _ranks(step: int) -> str:
     wide = (WIDTH - 32) / 4
     for rank in range(4):
         x = 16 + rank * wide
-        parts.append(rect(x, 66, wide - 12, 190, stroke=INK, radius=8))
-        parts.append(text(x + 12, 88, f"GPU {rank}", bold=True))
+        parts += [rect(x, 66, wide - 12, 190, stroke=INK, radius=8), text(x + 12, 88, f"GPU {rank}", bold=True)]
         for index in range(2):
             label = f"head {2 * rank + index}"
             left = x + 12 + index * 70
@@ -178,12 +177,10 @@ def _summary(step: int) -> str:
         for head in range(HEADS):
             x = left + head * 26
             kept = left + (head // group * group + (group - 1) / 2) * 26
-            parts.append(rect(x, 92, 20, 34, QUERY, radius=3))
-            parts.append(line((x + 10, 128), (kept + 10, 172), QUIET))
+            parts += [rect(x, 92, 20, 34, QUERY, radius=3), line((x + 10, 128), (kept + 10, 172), QUIET)]
         for kv_head in range(kv_heads):
             x = left + (kv_head * group + (group - 1) / 2) * 26
-            parts.append(rect(x, 174, 20, 34, KEYS, radius=3))
-            parts.append(rect(x, 210, 20, 34, VALUES, radius=3))
+            parts += [rect(x, 174, 20, 34, KEYS, radius=3), rect(x, 210, 20, 34, VALUES, radius=3)]
         parts.append(text(left, 278, f"{2 * kv_heads * HEAD_DIM} numbers a token, in a layer"))
         parts.append(text(left, 300, f"{group} heads use each of them" if group > 1 else "1 head uses each of them"))
         parts.append(text(left, 322, f"up to {kv_heads} GPU{'s' * (kv_heads > 1)} without copies"))

@@ -23,15 +23,12 @@ def pooled_checkpoint(source: str | Path, folder: Path, into: int, pool: Pool) -
     return `folder`.
 
     Raises:
-        MinivllmError: `source` is not a folder with one safetensors file, or its KV heads cannot be
-            pooled evenly.
+        MinivllmError: `source` is not a folder with one safetensors file.
     """
     path, config = local_path(source), ModelConfig.from_pretrained(source)
     kv_heads = config.num_key_value_heads
     if not (path / "model.safetensors").exists():
         raise MinivllmError(f"{source} must be a folder with one model.safetensors, to pool its KV heads")
-    if kv_heads % into:
-        raise MinivllmError(f"{kv_heads} KV heads cannot be pooled into {into}: use a divisor")
     weights = load_file(path / "model.safetensors")
     for name, weight in weights.items():
         if name.split(".")[-2:-1] in (["k_proj"], ["v_proj"]):

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from minivllm.config import EMBEDDED_MODEL, ModelConfig
+from minivllm.config import ModelConfig
 from minivllm.config.units import GIB
 from minivllm.errors import MinivllmError
 from minivllm.kernels.unified_attention import unified_attention
@@ -33,7 +33,7 @@ from minivllm_lab.lesson import LessonCode
 from minivllm_lab.progress import track, working
 from minivllm_lab.proof import furthest
 from minivllm_lab.quality import decoder_loss
-from minivllm_lab.tables import Timed, closing, console, record_table, table
+from minivllm_lab.tables import closing, console, record_table, table
 from minivllm_lab.timing import in_turns
 from minivllm_simulate.hardware import get_hardware
 from minivllm_simulate.known_models import known_model
@@ -98,16 +98,8 @@ def own_heads(config: ModelConfig) -> int:
 # ---- 2. fewer KV heads ---------------------------------------------------------------------------
 
 
-def kv_heads_to_try(heads: int) -> list[int]:
-    """Return the KV head counts to try: `heads`, a quarter and an eighth of it if these divide
-    evenly, and 1.
-    """
-    return sorted({heads // part for part in (1, 4, 8, heads) if heads % part == 0}, reverse=True)
-
-
 def check(arguments: argparse.Namespace) -> None:
-    """Raise `MinivllmError` if --head-dim is not a multiple of 8, or if --model does not exist."""
-    ModelConfig.from_pretrained(arguments.model)
+    """Raise `MinivllmError` if --head-dim is not a multiple of 8."""
     if arguments.head_dim % 8:
         raise MinivllmError(f"--head-dim is {arguments.head_dim}; it must be a multiple of 8")
 
@@ -134,7 +126,8 @@ def measure_shared(grouped_attention: LessonCode, arguments: argparse.Namespace,
     context = min(arguments.context, 256) if arguments.quick else arguments.context
     scale = arguments.head_dim**-0.5
     steps, bytes_read = {}, {}
-    for kv_heads in kv_heads_to_try(arguments.heads):
+    heads = arguments.heads  # as many KV heads, a quarter and an eighth of them where that divides evenly, and one
+    for kv_heads in sorted({heads // part for part in (1, 4, 8, heads) if heads % part == 0}, reverse=True):
         case = paged_case(kv_heads, context, arguments, device)
         q, k_cache, v_cache = case[:3]
         keys, values = (cache[: -(-context // BLOCK_SIZE)].flatten(0, 1)[:context] for cache in (k_cache, v_cache))
@@ -250,10 +243,9 @@ def close(figures: dict, disturbance: str) -> None:
     closing(
         f"Llama-3-70B keeps {llama['kib']:.0f} KiB of a token. A plan that counts its query heads is off by "
         f"{llama['ratio']:.0f}.",
-        Timed(
-            f"With one KV head, a step reads {mqa['less']:.0f} times less, and is {mqa['faster']:.0f} times as fast."
-        ),
+        f"With one KV head, a step reads {mqa['less']:.0f} times less, and is {mqa['faster']:.0f} times as fast.",
         f"On 8 GPUs each keeps {ranks['8']['rank']:.0f} KiB of a token, and on 16 still {ranks['16']['rank']:.0f}.",
+        timed=(1,),
         disturbance=disturbance,
     )
 
@@ -274,12 +266,10 @@ def draw(figures: dict, path: str) -> None:
         axes.legend()
 
 
-def parser(doc: str | None) -> argparse.ArgumentParser:
-    """Add the lesson's own flags to the common ones; `--help` shows `doc`."""
-    flags = lesson_parser(doc or "", EMBEDDED_MODEL)
-    flags.add_argument("--heads", type=whole_number(1, 256), default=32, help="query heads, 1 to 256 (default: 32)")
-    flags.add_argument("--head-dim", type=whole_number(8, 256), default=128, help="numbers per head (default: 128)")
-    flags.add_argument(
-        "--context", type=whole_number(1, 32768), default=2048, help="tokens of each request (default: 2048)"
-    )
-    return flags
+parser = partial(
+    lesson_parser,
+    heads={"type": whole_number(1, 256), "default": 32, "help": "query heads, 1 to 256 (default: 32)"},
+    head_dim={"type": whole_number(8, 256), "default": 128, "help": "numbers per head (default: 128)"},
+    context={"type": whole_number(1, 32768), "default": 2048, "help": "tokens of each request (default: 2048)"},
+)
+"""The command line; call it with the script's docstring."""

@@ -44,7 +44,6 @@ def with_latent(model: ModelConfig, width: int) -> ModelConfig:
     """Return the model with DeepSeek-V2's attention: each layer caches a latent of `width` numbers
     and `ROPE` more.
     """
-    require(width >= 1, f"a latent must have at least one number, got {width}")
     return replace(
         model,
         model_type="deepseek_v2",

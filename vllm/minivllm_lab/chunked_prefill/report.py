@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
-import torch
-
-from minivllm.config import EMBEDDED_MODEL, ModelConfig, Parts
+from minivllm.config import Parts
 from minivllm_lab import palette
 from minivllm_lab.chunked_prefill.prefill_first import PREFILL_FIRST
 from minivllm_lab.cli import lesson_parser, whole_number
@@ -21,7 +20,7 @@ from minivllm_lab.disturbed_chats import CHATS, LONG, MAX_MODEL_LEN, disturb, la
 from minivllm_lab.figures import SMALL_TEXT, panels
 from minivllm_lab.lesson import LessonCode
 from minivllm_lab.progress import track
-from minivllm_lab.tables import Timed, closing, console, record_table
+from minivllm_lab.tables import closing, console, record_table
 from minivllm_simulate.cost_model import RooflineCost, StepShape
 from minivllm_simulate.hardware import get_hardware
 from minivllm_simulate.known_models import known_model
@@ -29,17 +28,6 @@ from minivllm_simulate.lever_checks import SARATHI, SARATHI_DECODES, SARATHI_STE
 from minivllm_simulate.memory import num_parameters
 
 Steps = Sequence[Mapping[str, int]]
-
-
-def load(arguments: argparse.Namespace, device: torch.device) -> None:
-    """Read the model's config, so that a missing model is reported early, and store the device in
-    `arguments`.
-
-    Raises:
-        MinivllmError: there is no such model.
-    """
-    arguments.device = device
-    ModelConfig.from_pretrained(arguments.model)
 
 
 # ---- 1 and 2. what a step is made of -------------------------------------------------------------
@@ -114,9 +102,8 @@ def show_gpus(knee: LessonCode, budget_for: LessonCode) -> dict[str, Any]:
             "least_ms": 1e3 * cost.seconds(StepShape.of([(1, 0)])),
             "budget": budget_for(GAP - cost.step_overhead, parameters, 2, *rates),
         }
-    console.print()
     record_table(
-        f"Free tokens, by data sheets; {GPU_MODEL} in bfloat16, modelled",
+        f"\nFree tokens, by data sheets; {GPU_MODEL} in bfloat16, modelled",
         records,
         "GPU {name} | knee {knee:.0f} | knee, 4 bits {int4:.0f} | ms of a decode {least_ms:.1f} | "
         f"budget for {1e3 * GAP:.0f} ms {{budget:,}}",
@@ -146,16 +133,13 @@ def close(figures: dict, disturbance: str) -> None:
     first, *_, small = figures["chats"].values()
     knee = figures["knee"]
     closing(
-        Timed(
-            f"A long prompt stalled the chats for {first['itl_max_ms']:,.0f} ms in a step of its own, and for at most "
-            f"{small['itl_max_ms']:,.0f} ms in pieces of 32 tokens."
-        ),
+        f"A long prompt stalled the chats for {first['itl_max_ms']:,.0f} ms in a step of its own, and for at most "
+        f"{small['itl_max_ms']:,.0f} ms in pieces of 32 tokens.",
         f"In pieces of 32 tokens it took {small['steps']:.0f} steps, with {small['chat_tokens']:.0f} tokens of the "
         "chats in each; in one piece none.",
-        Timed(
-            f"On this machine about {knee['found']:.0f} tokens of a step are free; two rates predict "
-            f"{knee['foretold']:.0f}."
-        ),
+        f"On this machine about {knee['found']:.0f} tokens of a step are free; two rates predict "
+        f"{knee['foretold']:.0f}.",
+        timed=(0, 2),
         disturbance=disturbance,
     )
 
@@ -180,9 +164,6 @@ def draw(figures: dict, path: str) -> None:
         axes.legend(loc="upper left")
 
 
-def parser(doc: str | None) -> argparse.ArgumentParser:
-    """Add the lesson's own flags to the common ones; `--help` shows `doc`."""
-    flags = lesson_parser(doc or "", EMBEDDED_MODEL)
-    length = whole_number(64, 1900)
-    flags.add_argument("--prompt", type=length, default=1800, help="tokens of the long prompts (64 to 1900)")
-    return flags
+LENGTH = {"type": whole_number(64, 1900), "default": 1800, "help": "tokens of the long prompts (64 to 1900)"}
+parser = partial(lesson_parser, prompt=LENGTH)
+"""The command line; call it with the script's docstring."""

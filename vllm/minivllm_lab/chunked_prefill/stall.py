@@ -31,11 +31,7 @@ def bet() -> str:
 
 def reveal() -> str:
     """Draw the same prompt prefill first, mixed in one step, and mixed in four."""
-    rows = [
-        ("prefill first", [PROMPT], 0),
-        ("mixed, 2,048", pieces(2048), CHATS),
-        ("mixed, 512", pieces(512), CHATS),
-    ]
+    rows = [("prefill first", [PROMPT], 0), ("mixed, 2,048", pieces(2048), CHATS), ("mixed, 512", pieces(512), CHATS)]
     return _stalls("Only the budget bounds the wait", rows, "the chats get their tokens where a step ends")
 
 

@@ -61,12 +61,9 @@ def followed_steps() -> str:
 
 
 def _picture(
-    title: str,
-    bars: Sequence[tuple[str, Served | None, str]],
-    names: Sequence[str],
-    notes: Sequence[str] = (),
+    title: str, bars: Sequence[tuple[str, Served | None, str]], names: Sequence[str], notes: Sequence[str] = (),
     right: str = "",
-) -> str:
+) -> str:  # fmt: skip
     """Draw bars below each other with a name on the left and a remark on the right; None is a bar
     that is not known yet.
     """
@@ -76,8 +73,7 @@ def _picture(
     parts.append(text(end + 12, top - 8, right, size=12, colour=QUIET))
     for index, (name, served, remark) in enumerate(bars):
         y = top + index * (BAR + GAP)
-        parts.append(text(LEFT - 12, y + 19, name, anchor="end"))
-        parts.append(text(end + 12, y + 19, remark, size=12))
+        parts += [text(LEFT - 12, y + 19, name, anchor="end"), text(end + 12, y + 19, remark, size=12)]
         parts += _unknown(y) if served is None else _bar(y, served)
     y = top + len(bars) * (BAR + GAP) + 8
     for index, note in enumerate(notes):

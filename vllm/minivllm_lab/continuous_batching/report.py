@@ -6,16 +6,17 @@ import argparse
 import random
 import statistics
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING
 
-from minivllm.config import EMBEDDED_MODEL, CacheConfig, SchedulerConfig
+from minivllm.config import CacheConfig, SchedulerConfig
 from minivllm_lab import palette
 from minivllm_lab.cli import lesson_parser, whole_number
 from minivllm_lab.figures import panels
 from minivllm_lab.progress import track
 from minivllm_lab.proof import refusal
 from minivllm_lab.recording import bare_engine, record_run
-from minivllm_lab.tables import Timed, closing, console, record_table, table
+from minivllm_lab.tables import closing, console, record_table, table
 from minivllm_simulate.cost_model import Cost, RooflineCost
 from minivllm_simulate.hardware import get_hardware
 from minivllm_simulate.known_models import known_model
@@ -73,12 +74,7 @@ def measure_engine(arguments: argparse.Namespace, device: torch.device) -> dict:
         runs[name] = record_run(core, lengths)
     base = runs["static, reserved"].throughput
     results = {
-        name: {
-            "most": run.most_running,
-            "steps": len(run.steps),
-            "rate": run.throughput,
-            "gain": run.throughput / base,
-        }
+        name: {"most": run.most_running, "steps": len(run.steps), "rate": run.throughput, "gain": run.throughput / base}
         for name, run in runs.items()
     }
     columns = (
@@ -136,12 +132,11 @@ def close(results: dict, seats: int, disturbance: str) -> None:
     closing(
         f"A static batch of {seats} chats uses {chat['static']:.0%} of its seats, "
         f"continuous batching {chat['continuous']:.0%}.",
-        Timed(
-            f"In the same memory the engine made {ratio['batching']:.1f} times the tokens a second of static batching, "
-            f"and with pages {ratio['both']:.1f} times."
-        ),
+        f"In the same memory the engine made {ratio['batching']:.1f} times the tokens a second of static batching, "
+        f"and with pages {ratio['both']:.1f} times.",
         f"A prompt of 4,096 tokens holds 16 chats up for {1e3 * gaps['8192']['longest_gap']:.0f} ms, with a budget of "
         f"512 for {1e3 * gaps['512']['longest_gap']:.0f} ms at a time (modelled).",
+        timed=(1,),
         disturbance=disturbance,
     )
 
@@ -162,11 +157,10 @@ def draw(results: dict, path: str) -> None:
             axes.invert_yaxis()
 
 
-def parser(doc: str | None) -> argparse.ArgumentParser:
-    """Build the parser: the common flags and the lesson's own; --help shows `doc`."""
-    flags = lesson_parser(doc or "", EMBEDDED_MODEL)
-    # With more seats than half of the counted requests, no request would have to wait.
-    flags.add_argument("--seats", type=whole_number(1, 64), default=8, help="seats of the counted batch (up to 64)")
-    at_least = whole_number(12, 4096)  # fewer are too few to compare
-    flags.add_argument("--requests", type=at_least, help="requests, at least 12 (default: 72, 12 quick, 256 full)")
-    return flags
+# With more seats than half of the counted requests, none would have to wait; fewer than 12 are too few to compare.
+parser = partial(
+    lesson_parser,
+    seats={"type": whole_number(1, 64), "default": 8, "help": "seats of the counted batch (up to 64)"},
+    requests={"type": whole_number(12, 4096), "help": "requests, at least 12 (default: 72, 12 quick, 256 full)"},
+)
+"""The command line; call it with the script's docstring."""

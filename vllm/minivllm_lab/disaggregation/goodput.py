@@ -17,9 +17,9 @@ import statistics
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import NamedTuple
 
 from minivllm.config import CacheConfig, ModelConfig, SchedulerConfig
-from minivllm.config.checks import require
 from minivllm.memory import kv_bytes_per_token
 from minivllm_lab.disaggregation.pools import PARTS, Pools, SimulatedConnector, run_pools
 from minivllm_simulate.cost_model import Cost, StepShape, chunk_seconds
@@ -38,15 +38,11 @@ COUNTED = 200
 SEED = 8
 
 
-@dataclass(frozen=True)
-class Objective:
+class Objective(NamedTuple):
     """The service-level objective in seconds: time to the first token, and time per token after it."""
 
     ttft: float
     tpot: float
-
-    def __post_init__(self) -> None:
-        require(min(self.ttft, self.tpot) > 0, f"ttft is {self.ttft}, tpot {self.tpot}; both must be above 0 seconds")
 
 
 @dataclass(frozen=True)
@@ -92,8 +88,7 @@ class Client:
     parts: dict[str, float] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Served:
+class Served(NamedTuple):
     """The counted requests at one rate."""
 
     rate: float
@@ -170,12 +165,6 @@ class Disaggregated(_OneGpuEngines):
     budget: int = PREFILL_BUDGET
     cost: Cost | None = None
     connector: Callable[[bool], SimulatedConnector] | None = None
-
-    def __post_init__(self) -> None:
-        require(
-            min(self.prefill, self.decode) >= 1,
-            f"there are {self.prefill} prefilling and {self.decode} decoding GPUs; each pool needs at least one",
-        )
 
     @property
     def gpus(self) -> int:
@@ -403,8 +392,7 @@ def engine_configs(
 System = Disaggregated | Colocated
 
 
-@dataclass(frozen=True)
-class Goodput:
+class Goodput(NamedTuple):
     """The highest rate that is sustained, and what fails beyond it."""
 
     rate: float

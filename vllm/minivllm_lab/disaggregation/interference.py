@@ -69,9 +69,8 @@ def measure_two_servers(arguments: argparse.Namespace) -> dict:
         if figures["pinned"]
         else "The servers share all cores, so the decoder also waits while the prefiller computes."
     )
-    console.print()
     record_table(
-        f"The same over HTTP, {SERVED_PROMPTS} prompts of {arguments.prompt:,} tokens",
+        f"\nThe same over HTTP, {SERVED_PROMPTS} prompts of {arguments.prompt:,} tokens",
         {name: figures[key] for key, name in SERVERS.items()},
         f"over HTTP {INTERFERENCE}",
         f"{BUDGETS[0]} tokens a step. {cores} {figures['same_answers']} of {figures['answers']} answers are the same, "

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from minivllm.config import EMBEDDED_MODEL, Parts
@@ -60,10 +61,7 @@ class Reads(KVConnectorMetadata):
 def learner_connector(kind: Callable[..., Any]) -> Callable[[KVConnectorConfig, KVConnectorRole], KVConnectorBase_V1]:
     """Return a factory of connectors whose scheduler side is an instance of `kind`."""
 
-    def make(config: KVConnectorConfig, role: KVConnectorRole) -> KVConnectorBase_V1:
-        return LearnerConnector(kind, config, role)
-
-    return make
+    return partial(LearnerConnector, kind)
 
 
 class LearnerConnector(KVConnectorBase_V1):

@@ -107,28 +107,10 @@ def sustained(system: System, work: Work, objective: Objective, high: float, par
     return find_knee(attainment, high / 128, high, 7, SHARE)
 
 
-def prefill_alone(cost: Cost, work: Work, high: float = 24.0) -> float:
-    """Return the requests per second that a prefilling GPU sustains, regardless of decoding."""
-    return sustained(example(1, 8, cost), work, Objective(TTFT, NEVER), high, "prefill")
-
-
-def decode_alone(cost: Cost, work: Work, high: float = 48.0) -> float:
-    """Return the requests per second that a decoding GPU sustains, regardless of prefilling."""
-    return sustained(example(8, 1, cost), work, Objective(NEVER, TPOT), high)
-
-
 def colocated(cost: Cost) -> Colocated:
     """Set up DistServe's example on one GPU that does both and computes prompts whole."""
     opt, gpu = known_model("opt-13b"), get_hardware("A100-80")
     return Colocated(opt, gpu, 1, budget=2560, chunked_prefill=False, cost=cost)
-
-
-def two_to_one(cost: Cost, work: Work) -> tuple[float, float]:
-    """Return the requests per second and GPU that two prefillers with a decoder sustain, and those
-    that one GPU doing both sustains.
-    """
-    both = Objective(TTFT, TPOT)
-    return sustained(example(2, 1, cost), work, both, 48) / 3, sustained(colocated(cost), work, both, 16)
 
 
 def distserve_checks(table: str, counted: int, arithmetic: float, memory: float) -> list[DisaggregationCheck]:
@@ -136,11 +118,12 @@ def distserve_checks(table: str, counted: int, arithmetic: float, memory: float)
     its figures.
     """
     work, cost, fitted = Work(512, 64, counted=counted), slower(arithmetic, memory), arithmetic != 1
-    alone, (three, mixed) = colocated(cost), two_to_one(cost, work)
-    first, following = Objective(TTFT, NEVER), Objective(NEVER, TPOT)
+    first, following, both = Objective(TTFT, NEVER), Objective(NEVER, TPOT), Objective(TTFT, TPOT)
+    alone = colocated(cost)
+    three, mixed = sustained(example(2, 1, cost), work, both, 48) / 3, sustained(alone, work, both, 16)
     rows = [
-        ("prefill alone, requests/s", 5.6, prefill_alone(cost, work), fitted),
-        ("decode alone, requests/s", 10.0, decode_alone(cost, work), fitted),
+        ("prefill alone, requests/s", 5.6, sustained(example(1, 8, cost), work, first, 24, "prefill"), fitted),
+        ("decode alone, requests/s", 10.0, sustained(example(8, 1, cost), work, following, 48), fitted),
         ("colocated: first tokens in time, requests/s", 2.3, sustained(alone, work, first, 24), False),
         ("colocated: following tokens in time, requests/s", 1.6, sustained(alone, work, following, 16), False),
         ("colocated: both, requests/s and GPU", 1.6, mixed, False),

@@ -10,10 +10,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import Any
 
-from minivllm.config import EMBEDDED_MODEL
 from minivllm_lab import palette
 from minivllm_lab.cli import lesson_parser, whole_number
 from minivllm_lab.disaggregation.goodput import Colocated, Disaggregated, Goodput, Objective, System, Work, goodput
@@ -22,9 +22,8 @@ from minivllm_lab.disaggregation.model_checks import link_checks
 from minivllm_lab.disaggregation.tuning import BUDGETS as LADDER
 from minivllm_lab.disaggregation.tuning import ROUNDS, best_budget, winning_budgets
 from minivllm_lab.figures import SMALL_TEXT, panels
-from minivllm_lab.paged_model import load as load
 from minivllm_lab.progress import track
-from minivllm_lab.tables import Timed, closing, console, heading, ms, record_table
+from minivllm_lab.tables import closing, console, heading, ms, record_table
 from minivllm_simulate.hardware import get_hardware
 from minivllm_simulate.known_models import known_model
 from minivllm_simulate.kv_links import Transfer, get_link, layer_wise_end
@@ -188,16 +187,15 @@ def close(results: dict, arguments: argparse.Namespace, disturbance: str) -> Non
     gaps = {budget: each["itl_max_ms"] for budget, each in results["interference"].items()}
     requests, (long, longer) = results["tokens"]["requests"], results["ratio"]["best"].values()
     closing(
-        Timed(
-            f"A prompt of {arguments.prompt:,} tokens stops running chats for {gaps[str(BUDGETS[0])]:.0f} ms; "
-            f"in chunks of {BUDGETS[-1]} tokens for {gaps[str(BUDGETS[-1])]:.0f}, again and again."
-        ),
+        f"A prompt of {arguments.prompt:,} tokens stops running chats for {gaps[str(BUDGETS[0])]:.0f} ms; "
+        f"in chunks of {BUDGETS[-1]} tokens for {gaps[str(BUDGETS[-1])]:.0f}, again and again.",
         f"{len(requests)} requests through two engines give the same tokens as through one, and "
         f"{sum(each['bytes'] for each in requests.values()):,} bytes moved for that.",
         f"Modelled, {MODEL} on {GPUS} {GPU}: with its best budget one pool sustains {1 / long['times']:.2f} × what two "
         f"do with long prompts and short answers, and {1 / longer['times']:.2f} × with longer answers; with "
         f"{POOL_BUDGETS[-1]:,} tokens a step {long['default'] / long['two']:.2f} × and "
         f"{longer['default'] / longer['two']:.2f} ×.",
+        timed=(0,),
         disturbance=disturbance,
     )
 
@@ -229,9 +227,6 @@ def draw(results: dict, path: str) -> None:
         axes.legend(loc="upper right", bbox_to_anchor=(1, 0.8))
 
 
-def parser(doc: str | None) -> argparse.ArgumentParser:
-    """Add the lesson's own flag to the common ones; --help shows `doc`."""
-    flags = lesson_parser(doc or "", EMBEDDED_MODEL)
-    prompt = "tokens of the long prompt, 64 to 1900 (default: 1800)"
-    flags.add_argument("--prompt", type=whole_number(64, 1900), default=1800, help=prompt)
-    return flags
+LENGTH = "tokens of the long prompt, 64 to 1900 (default: 1800)"
+parser = partial(lesson_parser, prompt={"type": whole_number(64, 1900), "default": 1800, "help": LENGTH})
+"""The command line; call it with the script's docstring."""

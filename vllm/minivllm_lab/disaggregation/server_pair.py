@@ -26,8 +26,8 @@ import time
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from importlib.util import find_spec
+from typing import NamedTuple
 
 from minivllm.errors import MinivllmError
 from minivllm.kv_connector.tcp.settings import SECRET_VARIABLE
@@ -39,8 +39,7 @@ SERVER_PACKAGES = ("aiohttp", "fastapi", "msgspec", "prometheus_client", "uvicor
 CONNECTOR = {"kv_connector": "TCPConnector", "kv_role": "kv_both"}
 
 
-@dataclass(frozen=True)
-class Pair:
+class Pair(NamedTuple):
     """The ports of two servers and of the proxy, and whether each server has a core of its own."""
 
     prefill: int

@@ -17,17 +17,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
-from minivllm_lab.disaggregation.goodput import (
-    SHARE,
-    Colocated,
-    Disaggregated,
-    Goodput,
-    Objective,
-    System,
-    Work,
-)
+from minivllm_lab.disaggregation.goodput import SHARE, Colocated, Disaggregated, Goodput, Objective, System, Work
 from minivllm_simulate.cost_model import Cost, StepShape
 from minivllm_simulate.open_load import finished
 
@@ -38,8 +31,7 @@ beside the best.
 ROUNDS = 7
 
 
-@dataclass(frozen=True)
-class Best:
+class Best(NamedTuple):
     """The setting with the highest goodput, and that goodput."""
 
     name: str
@@ -104,8 +96,7 @@ def likely_first(cost: Cost, budgets: Iterable[int], objective: Objective) -> li
     return sorted(ladder, key=lambda budget: abs(math.log(budget / guess)))
 
 
-@dataclass(frozen=True)
-class MixingCost:
+class MixingCost(NamedTuple):
     """A step's cost, with `extra` seconds where prompt tokens and answers are computed in the
     same step.
     """

@@ -5,7 +5,7 @@ scores to inspect.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from tokenizers import Tokenizer
@@ -20,8 +20,7 @@ KEYS_A_TILE = 4
 """Tile width of the displayed row."""
 
 
-@dataclass(frozen=True)
-class ModelRun:
+class ModelRun(NamedTuple):
     """Results of running a model with the given attention."""
 
     logits_off_by: float

@@ -12,7 +12,7 @@ and its bounds. The loop order, queries outside and keys inside, is that of Flas
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from minivllm.errors import MinivllmError
 
@@ -31,8 +31,7 @@ with Triton's compiler about Hopper; see the test of `register_bytes`.
 """
 
 
-@dataclass(frozen=True)
-class Chip:
+class Chip(NamedTuple):
     """The resources of a multiprocessor that one program may use."""
 
     shared_memory: int
@@ -55,8 +54,7 @@ their own.
 """
 
 
-@dataclass(frozen=True)
-class Traffic:
+class Traffic(NamedTuple):
     """Memory traffic, operations and temporary storage of one head's attention."""
 
     read: int

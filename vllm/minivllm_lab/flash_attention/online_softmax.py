@@ -8,11 +8,10 @@ Milakov and Gimelshein 2018 (arXiv 1805.02867) for the softmax in one pass, Dao 
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class RunningSoftmax:
+class RunningSoftmax(NamedTuple):
     """One query's attention over the keys seen so far."""
 
     m: float

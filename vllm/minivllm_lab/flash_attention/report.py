@@ -1,16 +1,17 @@
-"""Lesson 03's flags, tables and figure, and what it computes from the counted bytes."""
+"""Lesson 03's flags, tables and figure, and what it computes from the counted bytes: the powers that they follow,
+and ratios at the shape of the paper's figure 2.
+"""
 
 from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from minivllm.config import EMBEDDED_MODEL
 from minivllm.errors import MinivllmError
 from minivllm.models.tokenizer import load_tokenizer
 from minivllm.platforms.allocator import keep_freed_memory
@@ -20,13 +21,13 @@ from minivllm_lab import palette
 from minivllm_lab.aot import SHARED_MEMORY, compile_for
 from minivllm_lab.cli import lesson_parser, positive_int
 from minivllm_lab.figures import SMALL_TEXT, panels
+from minivllm_lab.flash_attention import attention_traffic
 from minivllm_lab.flash_attention.attention_in_model import ModelRun
-from minivllm_lab.flash_attention.attention_traffic import flash_traffic, longest_naive, naive_traffic
-from minivllm_lab.flash_attention.traffic_tables import MIB
+from minivllm_lab.flash_attention.attention_traffic import exponent, flash_traffic, naive_traffic
 from minivllm_lab.lesson import wrote
 from minivllm_lab.progress import track
 from minivllm_lab.results import ensure_writable, write_json
-from minivllm_lab.tables import Timed, closing, console, table
+from minivllm_lab.tables import closing, console, table
 
 if TYPE_CHECKING:
     import torch
@@ -42,21 +43,25 @@ LIMITS = {dtype.__name__: math.log(float(np.finfo(dtype).max)) for dtype in (np.
 """The largest score whose exponential each dtype can hold."""
 HEAD_DIM = 64
 """The head dim of the figure's curves."""
+MIB = 2**20
+HEAD_DIMS = [32, 64, 128, 256]
+"""The head dims used to fit the exponent of the head dim."""
+ON_CHIP = 228 * 1024
+"""Bytes of shared memory of an H100's multiprocessor."""
+PAPERS_GB = 40.3
+"""FlashAttention, figure 2: what standard attention moved, forward and backward."""
+parser = partial(
+    lesson_parser,
+    head_dim={"type": positive_int, "default": 64, "help": "width of a head in the counted loops"},
+    block_q={"type": positive_int, "default": 128, "help": "queries per tile in the counted loops"},
+    block_k={"type": positive_int, "default": 64, "help": "keys per tile in the counted loops"},
+    target={"choices": tuple(SHARED_MEMORY), "default": "sm_90", "help": "GPU the tiles are compiled for"},
+    row={"metavar": "FILE", "help": "also write one row of the model's scores, which the widget shows"},
+)
+"""The command line; call it with the script's docstring."""
 
 
-def parser(doc: str) -> argparse.ArgumentParser:
-    """Build the parser: the common flags and the lesson's own; --help shows `doc`."""
-    flags = lesson_parser(doc, EMBEDDED_MODEL)
-    flags.add_argument("--head-dim", type=positive_int, default=64, help="width of a head in the counted loops")
-    flags.add_argument("--block-q", type=positive_int, default=128, help="queries per tile in the counted loops")
-    flags.add_argument("--block-k", type=positive_int, default=64, help="keys per tile in the counted loops")
-    flags.add_argument("--target", choices=tuple(SHARED_MEMORY), default="sm_90", help="GPU the tiles are compiled for")
-    flags.add_argument("--row", metavar="FILE", help="also write one row of the model's scores, which the widget shows")
-    return flags
-
-
-@dataclass(frozen=True)
-class Plan:
+class Plan(NamedTuple):
     """A run's model, and how much work it does."""
 
     model: Decoder
@@ -103,7 +108,7 @@ def show_budget(heads: int, budget: int) -> dict[str, int]:
     """Print the most tokens whose float32 scores and weights fit into `budget` bytes, and the first
     power of two that is refused; nothing is allocated.
     """
-    longest = longest_naive(budget, heads, 4)
+    longest = attention_traffic.longest_naive(budget, heads, 4)
     refused = 2 ** longest.bit_length()
     needs = heads * naive_traffic(refused, 1, 4).extra
     lack = f"{refused:,} tokens need {needs / MIB:,.0f} MiB, but there are {budget / MIB:,.0f}"
@@ -125,6 +130,65 @@ def show_model(run: ModelRun, row_path: str | None) -> dict[str, float]:
         write_json(row_path, "attention_row", run.row)
         wrote(row_path)
     return {"logits_off_by": run.logits_off_by, "largest_score": run.largest_score}
+
+
+def show_traffic(
+    head_dim: int, block_q: int, block_k: int, longest: int, peaks: Mapping[str, float]
+) -> dict[str, dict]:
+    """Print the bytes that one head moves and keeps by length; return them, the powers that they
+    follow, and the ratios at the paper's shape.
+
+    `peaks` are the MiB that NumPy allocated.
+    """
+    lengths = [2**power for power in range(10, longest.bit_length())]
+    naive = [naive_traffic(length, head_dim) for length in lengths]
+    tiled = [flash_traffic(length, head_dim, block_q, block_k) for length in lengths]
+    rows = []
+    for length, stored, tiles in list(zip(lengths, naive, tiled, strict=True))[1::2]:
+        moved = (f"{stored.moved / MIB:,.1f}", f"{tiles.moved / MIB:,.1f}", f"{stored.moved / tiles.moved:.1f} ×")
+        rows.append((f"{length:,}", *moved, f"{stored.extra / MIB:,.0f}", f"{tiles.extra / MIB:.3f}"))
+    columns = ("tokens", "T × T moves", "tiles move", "less by", "T × T keeps", "tiles keep")
+    caption = (
+        f"tiles of {block_q} × {block_k}; up to 2,048 tokens the loops themselves counted the same\n"
+        f"at 2,048, in float32, NumPy allocated {peaks['naive']:.1f} MiB for T × T, {peaks['tiled']:.1f} for tiles"
+    )
+    table(f"One head of {head_dim}, causal, 16 bits: MiB", columns, rows, caption)
+    traffic = {
+        "lengths": lengths,
+        "moved": {"naive": [x.moved for x in naive], "tiled": [x.moved for x in tiled]},
+        "kept": {"naive": [x.extra for x in naive], "tiled": [x.extra for x in tiled]},
+        "less": naive[-1].moved / tiled[-1].moved,
+        "peak_mib": dict(peaks),
+    }
+    return {"traffic": traffic, "powers": _fit_powers(traffic), "figure_2": _compare_with_paper()}
+
+
+def _fit_powers(traffic: dict) -> dict[str, float]:
+    """Fit the powers of T, of the head dim and of the memory on the chip with which the counted
+    bytes grow.
+    """
+
+    def moved(head_dim: int, memory: int) -> int:
+        return flash_traffic(65536, head_dim, attention_traffic.largest_block_q(memory, head_dim, 16), 16).moved
+
+    lengths, half = traffic["lengths"], len(traffic["lengths"]) // 2  # only in the longer half is T far below T²
+    powers = {f"{name}_moved": exponent(lengths[half:], traffic["moved"][name][half:]) for name in ("naive", "tiled")}
+    powers |= {f"{name}_kept": exponent(lengths, traffic["kept"][name]) for name in ("naive", "tiled")}
+    powers["head_dim"] = exponent(HEAD_DIMS, [moved(head_dim, ON_CHIP) for head_dim in HEAD_DIMS])
+    chips = [ON_CHIP // 4, ON_CHIP // 2, ON_CHIP, ON_CHIP * 2]
+    powers["on_chip"] = exponent(chips, [moved(64, memory) for memory in chips])
+    return powers
+
+
+def _compare_with_paper() -> dict:
+    """Compare the ways at the shape of the paper's figure 2, forward: 64 sequences of 1,024 tokens,
+    16 heads of 64.
+    """
+    naive, least, heads = naive_traffic(1024, 64).moved, attention_traffic.least_traffic(1024, 64), 64 * 16
+    tiled = {str(n): flash_traffic(1024, 64, n, 64, causal=False).moved for n in (64, 128, 256)}
+    both_ways = PAPERS_GB * 1e9 / (3 * least * heads)  # on the way back 5 arrays in, 3 out
+    less = {queries: naive / moved for queries, moved in tiled.items()}
+    return {"ceiling": naive / least, "ceiling_both_ways": both_ways, "tiles": less}
 
 
 def time_attention(device: torch.device, lengths: Sequence[int], kernel: Kernel) -> dict:
@@ -175,7 +239,8 @@ def conclude(results: dict, disturbance: str) -> None:
         f"T^{powers['tiled_kept']:.0f} in place of T^{powers['naive_kept']:.0f}.",
         f"Traffic stays quadratic (T^{powers['tiled_moved']:.2f}), but is {traffic['less']:.1f} times lower at "
         f"{traffic['lengths'][-1]:,} tokens.",
-        Timed(f"The same output, {gain:.1f} times faster than stored scores at the longest in this run."),
+        f"The same output, {gain:.1f} times faster than stored scores at the longest in this run.",
+        timed=(2,),
         disturbance=disturbance,
     )
 

@@ -30,11 +30,7 @@ LAYERS = (
 
 Shared memory: 132 multiprocessors, 128 bytes a cycle, 1.83 GHz.
 """
-OWNERS = (
-    ("each of 132 multiprocessors has its own", YELLOW),
-    ("on the chip, for all", SKY),
-    ("beside the chip", GREY),
-)
+OWNERS = (("each of 132 multiprocessors has its own", YELLOW), ("on the chip, for all", SKY), ("beside the chip", GREY))
 
 
 def stills() -> dict[str, str]:
@@ -104,8 +100,7 @@ def _axis(y: float) -> list[str]:
     """Draw the axis of rates, with the peak that both GPUs share."""
     parts = [line((LEFT, y), (RIGHT, y)), line((_x(PEAK), 56), (_x(PEAK), y), INK, dash="4 3")]
     for rate in (0, 200, 400, 600, 800):
-        parts.append(line((_x(rate), y), (_x(rate), y + 5)))
-        parts.append(text(_x(rate), y + 20, f"{rate}", anchor="middle"))
+        parts += [line((_x(rate), y), (_x(rate), y + 5)), text(_x(rate), y + 20, f"{rate}", anchor="middle")]
     parts.append(text(_x(PEAK), y + 20, f"peak: {PEAK:.0f}", anchor="middle", size=12))
     parts.append(text((LEFT + RIGHT) / 2, y + 42, "TFLOP/s, 16 bits", size=12, anchor="middle"))
     return parts

@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING
 
-from minivllm.config import EMBEDDED_MODEL, ModelConfig
+from minivllm.config import ModelConfig
 from minivllm.config.units import GIB
 from minivllm.memory import MemoryLedger
 from minivllm.models.tokenizer import load_tokenizer
@@ -15,7 +16,7 @@ from minivllm_lab import palette
 from minivllm_lab.cli import lesson_parser, positive_int
 from minivllm_lab.device_rates import measure_device
 from minivllm_lab.figures import panels
-from minivllm_lab.tables import Timed, closing, table
+from minivllm_lab.tables import closing, table
 from minivllm_lab.timing import median_seconds
 from minivllm_simulate.known_models import known_model
 
@@ -166,15 +167,12 @@ def close(results: dict, disturbance: str) -> None:
     run, card = results["generation"], results["card"]
     gain = results["sequences"]["gain"]["64"]
     closing(
-        Timed(
-            f"The same {run['new_tokens']} tokens took {run['token_passes_without']:,} token passes without a cache "
-            f"and {run['token_passes_with']:,} with one; the last came {run['last_ratio']:.1f} times faster."
-        ),
-        Timed(
-            f"Weights are read once for all: 64 sequences together gave {gain:.0f} times the tokens a second of one."
-        ),
+        f"The same {run['new_tokens']} tokens took {run['token_passes_without']:,} token passes without a cache "
+        f"and {run['token_passes_with']:,} with one; the last came {run['last_ratio']:.1f} times faster.",
+        f"Weights are read once for all: 64 sequences together gave {gain:.0f} times the tokens a second of one.",
         f"{card['running']} requests with reserved slots fill the {card['name']}, where {card['alpaca']['unreserved']} "
         "short ones would fit. Lesson 02 makes them fit.",
+        timed=(0, 1),
         disturbance=disturbance,
     )
 
@@ -194,10 +192,10 @@ def draw(results: dict, path: str) -> None:
         right.invert_yaxis()
 
 
-def parser(doc: str | None) -> argparse.ArgumentParser:
-    """Build the parser: the common flags and the lesson's own; --help shows `doc`."""
-    flags = lesson_parser(doc or "", EMBEDDED_MODEL)
-    flags.add_argument("--gpu", default="L4", help="the card of the ledger")
-    flags.add_argument("--serve", default="Llama-3.1-8B", help="the model on that card")
-    flags.add_argument("--max-model-len", type=positive_int, default=2048, help="slots reserved for each request")
-    return flags
+parser = partial(
+    lesson_parser,
+    gpu={"default": "L4", "help": "the card of the ledger"},
+    serve={"default": "Llama-3.1-8B", "help": "the model on that card"},
+    max_model_len={"type": positive_int, "default": 2048, "help": "slots reserved for each request"},
+)
+"""The command line; call it with the script's docstring."""

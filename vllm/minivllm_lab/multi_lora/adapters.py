@@ -33,13 +33,9 @@ def peft_key(layer: int, linear: str, matrix: str) -> str:
 
 
 def random_adapter(
-    config: ModelConfig,
-    rank: int = 8,
-    seed: int = 0,
-    targets: Sequence[str] = ALL_LINEARS,
-    dtype: str = "bfloat16",
+    config: ModelConfig, rank: int = 8, seed: int = 0, targets: Sequence[str] = ALL_LINEARS, dtype: str = "bfloat16",
     strength: float = STRENGTH,
-) -> Tensors:
+) -> Tensors:  # fmt: skip
     """Return a random adapter's tensors under PEFT's keys, made for scale 1 (`lora_alpha` =
     `rank`).
 
@@ -69,14 +65,9 @@ def random_adapter(
 
 
 def write_adapter(
-    directory: str | Path,
-    tensors: Tensors,
-    rank: int,
-    alpha: float,
-    targets: Sequence[str],
-    base: str,
+    directory: str | Path, tensors: Tensors, rank: int, alpha: float, targets: Sequence[str], base: str,
     **fields: object,
-) -> Path:
+) -> Path:  # fmt: skip
     """Write an adapter as PEFT does and return its folder; `fields`, such as `use_rslora`, go into
     its config.
     """
@@ -85,20 +76,10 @@ def write_adapter(
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     config = {
-        "base_model_name_or_path": base,
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "inference_mode": True,
-        "lora_alpha": alpha,
-        "lora_dropout": 0.0,
-        "peft_type": "LORA",
-        "r": rank,
-        "target_modules": list(targets),
-        "task_type": "CAUSAL_LM",
-        "use_dora": False,
-        "use_rslora": False,
-        **fields,
-    }
+        "base_model_name_or_path": base, "bias": "none", "fan_in_fan_out": False, "inference_mode": True,
+        "lora_alpha": alpha, "lora_dropout": 0.0, "peft_type": "LORA", "r": rank, "target_modules": list(targets),
+        "task_type": "CAUSAL_LM", "use_dora": False, "use_rslora": False, **fields,
+    }  # fmt: skip
     (directory / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
     save_file(tensors, directory / WEIGHTS_FILE, metadata={"format": "pt"})
     return directory
@@ -129,13 +110,9 @@ def merge_adapter(model: torch.nn.Module, directory: str | Path) -> None:
 
 
 def write_random_adapters(
-    directory: str | Path,
-    count: int,
-    rank: int = 8,
-    seed: int = 0,
-    targets: Sequence[str] = ALL_LINEARS,
+    directory: str | Path, count: int, rank: int = 8, seed: int = 0, targets: Sequence[str] = ALL_LINEARS,
     model: str | Path = EMBEDDED_MODEL,
-) -> list[Path]:
+) -> list[Path]:  # fmt: skip
     """Write random adapters `adapter-0000`, `adapter-0001`, … for a model.
 
     Adapter i depends only on `seed` + i, so the first adapters are the same for any `count`.

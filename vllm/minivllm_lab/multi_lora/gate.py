@@ -5,7 +5,7 @@ seats, and slots beside one pool.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from minivllm.config import CacheConfig, SchedulerConfig
 from minivllm.core.lora_request import LoRARequest
@@ -22,8 +22,7 @@ MEMORY = 4 * IN_A_ROW
 DASH = "4 3"
 
 
-@dataclass(frozen=True)
-class Moment:
+class Moment(NamedTuple):
     """The adapters of the requests that run and of those that wait, in order, before a step."""
 
     running: list[int]

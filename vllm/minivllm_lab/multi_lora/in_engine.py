@@ -19,12 +19,12 @@ from minivllm.entrypoints.llm import LLM
 from minivllm.lora.request import LoRARequest
 from minivllm.outputs import RequestOutput
 from minivllm.sampling_params import SamplingParams
-from minivllm_lab.followed import without_info as quiet
+from minivllm_lab.cli import warnings_only
 from minivllm_lab.inside import runner_of
 from minivllm_lab.multi_lora.adapters import write_random_adapters
 from minivllm_lab.multi_lora.ways import RANK
 from minivllm_lab.progress import track
-from minivllm_lab.tables import console, record_table, table
+from minivllm_lab.tables import record_table, table
 from minivllm_lab.timing import wall_seconds
 
 AT_ONCE = 16
@@ -34,9 +34,9 @@ QV = ("q_proj", "v_proj")
 
 def engine_with(arguments: argparse.Namespace, **settings: Any) -> LLM:
     """Start an engine in this process."""
-    sizes = {"max_model_len": 256, "max_num_seqs": AT_ONCE, "dtype": "float32", "device": arguments.device, **settings}
-    with quiet():
-        return LLM(arguments.model, **sizes)
+    sizes = {"max_model_len": 256, "max_num_seqs": AT_ONCE, "dtype": "float32", **settings}
+    with warnings_only():
+        return LLM(arguments.model, device=arguments.device.type, **sizes)
 
 
 def with_adapters(arguments: argparse.Namespace, adapters: int, **settings: Any) -> LLM:
@@ -68,16 +68,14 @@ def measure_thousand(arguments: argparse.Namespace) -> dict[str, Any]:
             with counting(lora, distinct):
                 first, second = (_generate(llm, drawn) for _ in range(2))
             counted = {"read": lora.num_loads, "copied": lora.manager.num_activations}
-            eight = [adapters[number] for number in eight_a_step(count, requests)]
+            # The requests that run together cycle through eight different adapters.
+            eight = [adapters[(i // AT_ONCE * 8 + i % 8) % count] for i in range(requests)]
             _generate(llm, eight)
             records[str(count)] = {
-                "wanted": len({adapter.lora_int_id for adapter in drawn}),
-                "distinct": statistics.mean(distinct),
-                **counted,
-                "first_per_second": requests / first,
-                "per_second": requests / second,
+                "wanted": len({adapter.lora_int_id for adapter in drawn}), "distinct": statistics.mean(distinct),
+                **counted, "first_per_second": requests / first, "per_second": requests / second,
                 "fixed_per_second": requests / _generate(llm, eight),
-            }
+            }  # fmt: skip
         base = requests / _generate(llm, [None] * requests)
     record_table(
         f"{most:,} adapters in one process; {requests} requests of 8 tokens, {AT_ONCE} at once",
@@ -88,13 +86,6 @@ def measure_thousand(arguments: argparse.Namespace) -> dict[str, Any]:
         f"Eight a step: other traffic with eight different adapters a step, again. Without adapters: {base:,.0f}.",
     )
     return {"adapters": records, "requests": requests, "base_per_second": base}
-
-
-def eight_a_step(adapters: int, requests: int) -> list[int]:
-    """Return an adapter for each request, such that the requests that run together cycle through
-    eight different ones.
-    """
-    return [(number // AT_ONCE * 8 + number % 8) % adapters for number in range(requests)]
 
 
 @contextmanager
@@ -146,8 +137,7 @@ def measure_cost(arguments: argparse.Namespace) -> dict[str, Any]:
     for name, times in steps.items():
         ratio = statistics.median(seconds / other for seconds, other in zip(times, base, strict=True))
         records[name] = {"ms": 1e3 * statistics.median(times), "ratio": ratio}
-    console.print()
-    title = f"A decode step of {AT_ONCE} requests, adapters of rank 8 on all seven projections"
+    title = f"\nA decode step of {AT_ONCE} requests, adapters of rank 8 on all seven projections"
     record_table(title, records, "{name} | ms {ms:.2f} | of one without {ratio:.2f} ×", "Medians of alternating runs.")
     return records
 
@@ -183,9 +173,8 @@ def show_answers(arguments: argparse.Namespace) -> dict[str, str]:
     texts = [output.outputs[0].text for output in _continue(llm, [None, *adapters])]
     names = ["no adapter", *(adapter.lora_name for adapter in adapters)]
     answers = dict(zip(names, texts, strict=True))
-    console.print()
     rows = [(name, repr(text)) for name, text in answers.items()]
-    table("One prompt, and who answers", ("adapter", "text"), rows, words=True)
+    table("\nOne prompt, and who answers", ("adapter", "text"), rows, words=True)
     return answers
 
 
@@ -197,10 +186,7 @@ def share_hashes(arguments: argparse.Namespace) -> dict[str, Any]:
         AssertionError: the sound engine hits another adapter's blocks, or the unsound one does not.
     """
 
-    def by_tokens(parent: bytes, token_ids: Sequence[int], _extra_keys: bytes) -> bytes:
-        return hash_block_tokens(parent, token_ids)
-
-    own = Parts(policy=SchedulingPolicy(hash_block_tokens=by_tokens))
+    own = Parts(policy=SchedulingPolicy(hash_block_tokens=lambda parent, ids, _: hash_block_tokens(parent, ids)))
     records: dict[str, Any] = {}
     for name, parts in (("unchanged", NO_PARTS), ("hashes ignore the adapter", own)):
         llm, (first, second, *_) = embedded_with_adapters(arguments, block_size=4, parts=parts)
@@ -210,8 +196,7 @@ def share_hashes(arguments: argparse.Namespace) -> dict[str, Any]:
     sound, shared = records.values()
     assert sound["cached"] == 0 < shared["cached"], f"cached: {sound['cached']}, {shared['cached']}"
     assert sound["text"] != shared["text"], "both engines generate the same text: use another prompt"
-    console.print()
-    title = f"The second request begins like the first, with {second.lora_name} in place of {first.lora_name}"
+    title = f"\nThe second request begins like the first, with {second.lora_name} in place of {first.lora_name}"
     rows = [(name, record["cached"], repr(record["text"])) for name, record in records.items()]
     table(title, ("prefix cache", "tokens found", "text"), rows, words=True)
     return records

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,20 +22,18 @@ from minivllm_lab.figures import SMALL_TEXT, panels
 from minivllm_lab.lesson import LessonCode
 from minivllm_lab.multi_lora.ways import RANK, width
 from minivllm_lab.proof import furthest
-from minivllm_lab.tables import Timed, closing, console, record_table, table
+from minivllm_lab.tables import closing, console, record_table, table
 from minivllm_simulate.known_models import known_model
 from minivllm_simulate.memory import num_parameters
 
 
-def check(arguments: argparse.Namespace, device: torch.device) -> None:
-    """Check the model's config before anything is measured, and put the device's name into
-    `arguments`.
+def check(arguments: argparse.Namespace) -> None:
+    """Check the model's config before anything is measured.
 
     Raises:
         MinivllmError: there is no such model, or adapters for its linears are not supported.
     """
     linear_shapes(ModelConfig.from_pretrained(arguments.model))
-    arguments.device = device.type
 
 
 # ---- 1. what an adapter weighs -------------------------------------------------------------------
@@ -156,13 +155,12 @@ def close(figures: dict, disturbance: str) -> None:
     closing(
         f"An adapter of rank 16 is {weighs['share']:.1%} of {MODELS[0]}: a thousand of them take "
         f"{_bytes(1000 * weighs['16'])}, a thousand models {_bytes(1000 * weighs['model_bytes'])}.",
-        Timed(
-            f"With {int(max(thousand, key=int)):,} adapters one process served "
-            f"{many['fixed_per_second'] / few['fixed_per_second']:.0%} of the requests a second that it served with 8, "
-            "at eight different ones a step."
-        ),
+        f"With {int(max(thousand, key=int)):,} adapters one process served "
+        f"{many['fixed_per_second'] / few['fixed_per_second']:.0%} of the requests a second that it served with 8, "
+        "at eight different ones a step.",
         f"With two slots, the request for a third adapter waited {cold['starts'] - cold['arrives']} steps for one, "
         "although batch and memory had room.",
+        timed=(1,),
         disturbance=disturbance,
     )
 
@@ -204,16 +202,6 @@ def draw(figures: dict, path: str) -> None:
         right.set_xticks(list(slots), [str(count) for count in slots])
 
 
-def parser(doc: str | None) -> argparse.ArgumentParser:
-    """Add the lesson's own flags to the common ones; `--help` shows `doc`."""
-    flags = lesson_parser(doc or "", EMBEDDED_MODEL)
-    flags.add_argument(
-        "--adapters", type=whole_number(8, 5000), default=1000, help="number of registered adapters (8 to 5000)"
-    )
-    flags.add_argument("--skew", type=_skew, default=1.0, help="Zipf exponent of the traffic over adapters (0 to 3)")
-    return flags
-
-
 def _skew(text: str) -> float:
     try:
         value = float(text)
@@ -222,3 +210,11 @@ def _skew(text: str) -> float:
     if not 0 <= value <= 3:
         raise argparse.ArgumentTypeError(f"must be a number from 0 to 3, not {text!r}")
     return value
+
+
+parser = partial(
+    lesson_parser,
+    adapters={"type": whole_number(8, 5000), "default": 1000, "help": "number of registered adapters (8 to 5000)"},
+    skew={"type": _skew, "default": 1.0, "help": "Zipf exponent of the traffic over adapters (0 to 3)"},
+)
+"""The command line; call it with the script's docstring."""

@@ -17,7 +17,7 @@ from minivllm.platforms.triton_utils import HAS_TRITON, INTERPRETED
 from minivllm_lab.kernel_trace import KernelTrace, trace_kernel
 from minivllm_lab.progress import track
 from minivllm_lab.proof import furthest, show_errors
-from minivllm_lab.tables import console, record_table
+from minivllm_lab.tables import record_table
 from minivllm_lab.timing import in_turns
 
 Way = Callable[..., None]
@@ -109,7 +109,8 @@ def count_ways(ways: Mapping[str, Way], quick: bool) -> dict[str, Any] | None:
             case = lora_case(COUNTED[batch], 8, 64, 64, torch.float32)
             traces = traced(way, case)
             assert not any(trace.races + trace.out_of_bounds for trace in traces), f"{name}: {batch}"
-            adapters_read = bytes_of_adapters(traces) / (4 * 8 * 2 * 64)
+            read = (trace.arguments[key].bytes_read for trace in traces for key in "ab" if key in trace.arguments)
+            adapters_read = sum(read) / (4 * 8 * 2 * 64)  # bytes of A and B
             records[name][batch] = {"launches": len(traces), "adapters_read": adapters_read}
             if name == "sgmv":  # moves x there, out there and back; each is read and written
                 records[name]["rows_copied"] = 2 * (case["x"].nbytes + 2 * case["out"].nbytes)
@@ -118,14 +119,8 @@ def count_ways(ways: Mapping[str, Way], quick: bool) -> dict[str, Any] | None:
         assert records["sorted"][batch] == right, batch
     columns = " | ".join(f"of {batch} {{{batch}[launches]}} / {{{batch}[adapters_read]:.0f}}" for batch in batches)
     shown = {name: {**record, "copies": "yes" if record["rows_copied"] else ""} for name, record in records.items()}
-    console.print()
-    record_table("16 tokens: launches / adapters read", shown, f"{{name}} | {columns} | copies rows {{copies}}")
+    record_table("\n16 tokens: launches / adapters read", shown, f"{{name}} | {columns} | copies rows {{copies}}")
     return records
-
-
-def bytes_of_adapters(traces: Sequence[KernelTrace]) -> int:
-    """Sum the bytes of A and B that these launches read."""
-    return sum(trace.arguments[key].bytes_read for trace in traces for key in "ab" if key in trace.arguments)
 
 
 DISTINCT = (1, 2, 4, 8, 16, 32, 64)
@@ -164,9 +159,8 @@ def measure_distinct(arguments: argparse.Namespace, device: torch.device) -> dic
         turns = in_turns(calls, 2 if arguments.quick else 15, device)
         ms = {name: 1e3 * statistics.median(times) for name, times in turns.items()}
         records[str(distinct)] = {**ms, "read_mb": distinct * 4 * RANK * 2 * wide / 1e6}
-    console.print()
     record_table(
-        f"64 tokens through one linear of {wide:,} × {wide:,}, rank {RANK}; ms on top of the base matmul",
+        f"\n64 tokens through one linear of {wide:,} × {wide:,}, rank {RANK}; ms on top of the base matmul",
         records,
         "adapters {name} | MB of them {read_mb:.1f} | base alone {base:.2f} | loop {loop:.2f} | "
         "gathered {gathered:.2f} | the engine's {engine:.2f}",

@@ -15,11 +15,7 @@ from minivllm_lab.palette import BLUE, ORANGE, VERMILLION
 CUSTOMERS, ROUNDS, ROOM, BLOCK_SIZE = "ABCDEFGHIJ", 2, 7, 4
 FOLLOWED = CUSTOMERS[0]
 WIDTH, LEFT, TOP, CELL, TALL, GAP = 700, 92, 92, 29, 24, 12
-LEGEND = (
-    (f"{FOLLOWED}'s manual", ORANGE),
-    ("another manual", tint(BLUE, 0.3)),
-    ("empty, or not known yet", BLANK),
-)
+LEGEND = ((f"{FOLLOWED}'s manual", ORANGE), ("another manual", tint(BLUE, 0.3)), ("empty, or not known yet", BLANK))
 
 
 class Turn(NamedTuple):
@@ -69,7 +65,7 @@ def _picture(title: str, known: Sequence[Turn]) -> str:
     """Draw a column for each question: who asks, what is cached after it, what it evicted, and
     whether its own manual was found.
     """
-    bottom = TOP + ROOM * TALL
+    bottom, fills = TOP + ROOM * TALL, {FOLLOWED: LEGEND[0][1], "": LEGEND[2][1]}
     rows = (
         (TOP - 12, "asks"),
         (TOP + 16, "just used"),
@@ -85,7 +81,8 @@ def _picture(title: str, known: Sequence[Turn]) -> str:
             parts.append(text(x, TOP - 36, f"round {index // len(CUSTOMERS) + 1}", colour=QUIET))
         cached = known[index].cached if index < len(known) else []
         for place, name in enumerate([*cached, *[""] * (ROOM - len(cached))]):
-            parts.append(_manual(x, TOP + place * TALL, name))
+            fill = fills.get(name, LEGEND[1][1])
+            parts.append(rect(x, TOP + place * TALL, CELL, TALL, fill, stroke="#FFFFFF", label=name))
         evicted = set(known[index - 1].cached) - set(cached) if 0 < index < len(known) else set()
         words = ("yes" if known[index].found else "no") if index < len(known) else "?"
         middle = x + CELL / 2
@@ -96,8 +93,3 @@ def _picture(title: str, known: Sequence[Turn]) -> str:
         ]
     parts += legend(LEFT, bottom + 66, 150, LEGEND, stroke=BORDER)
     return svg(WIDTH, bottom + 96, *parts, label=title)
-
-
-def _manual(x: float, y: float, name: str) -> str:
-    fills = {FOLLOWED: LEGEND[0][1], "": LEGEND[2][1]}
-    return rect(x, y, CELL, TALL, fills.get(name, LEGEND[1][1]), stroke="#FFFFFF", label=name)

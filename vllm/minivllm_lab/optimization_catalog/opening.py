@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from minivllm_lab.drawing import BLANK, QUIET, arrow, block, paragraph, rect, svg, text, tint
 from minivllm_lab.followed import BLOCK_SIZE, NAME, Token, followed, tokenizer, tokens_of
@@ -26,8 +26,7 @@ def paper_hash(parent: int, token_ids: Sequence[int]) -> int:
     return (7 * parent + sum(weight * token for weight, token in enumerate(token_ids, start=1))) % 1000
 
 
-@dataclass(frozen=True)
-class Prompt:
+class Prompt(NamedTuple):
     """A request's prompt cut into blocks, and the hashes of the full ones."""
 
     request: str
@@ -85,14 +84,9 @@ def stills() -> dict[str, str]:
 
 
 def _still(
-    first: Prompt,
-    shown: int,
-    *,
-    pool: Sequence[int] = (),
-    cached: Sequence[int] = (),
-    other: Prompt | None = None,
+    first: Prompt, shown: int, *, pool: Sequence[int] = (), cached: Sequence[int] = (), other: Prompt | None = None,
     hit: bool = False,
-) -> str:
+) -> str:  # fmt: skip
     """Draw the first `shown` hashes of the first prompt, the pool's blocks, and another prompt that
     looks its hashes up.
     """

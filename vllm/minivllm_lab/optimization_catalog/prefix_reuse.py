@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from minivllm.config import CacheConfig, SchedulerConfig
 from minivllm.config.checks import require
@@ -29,8 +30,7 @@ SHARED = -1
 """Stands in place of a user for the prefix that all users share."""
 
 
-@dataclass(frozen=True)
-class Admission:
+class Admission(NamedTuple):
     """A step that admitted requests, and the steps after it that admitted none."""
 
     requests: tuple[int, ...]
@@ -41,8 +41,7 @@ class Admission:
     """
 
 
-@dataclass(frozen=True)
-class Reuse:
+class Reuse(NamedTuple):
     """The outcome of all sessions, with requests in the order of `sessions`."""
 
     prompts: tuple[int, ...]

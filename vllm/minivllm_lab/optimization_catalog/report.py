@@ -6,19 +6,18 @@ lesson's own code.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
-from minivllm.config import EMBEDDED_MODEL
 from minivllm.entrypoints.llm import LLM
 from minivllm.sampling_params import SamplingParams
 from minivllm_lab.cli import lesson_parser, whole_number
 from minivllm_lab.figures import curves, panels
 from minivllm_lab.optimization_catalog.shared_prefixes import WORK, serve
 from minivllm_lab.progress import track
-from minivllm_lab.tables import Timed, closing, console, table
+from minivllm_lab.tables import closing, console, table
 
 CAPTURED = (1, 2, 4, 8, 16)
 """Rows of the graphs in the example of padding."""
@@ -103,11 +102,10 @@ def close(results: dict, disturbance: str) -> None:
         f"An int8 cache holds {kv['capacity']['int8']:.2f} times Llama-3.1-8B's tokens and added {kv['added']:+.4f} to "
         f"the loss; int4 weights without groups, with one outlier channel, added "
         f"{results['weights']['ways']['int4, a scale per row']['added_50']:+.2f}.",
-        Timed(
-            f"The first token arrived {prefix['an agent']['sooner']:.1f} × as fast for the agent, "
-            f"{prefix['one system prompt']['sooner']:.1f} × behind one instruction, "
-            f"{prefix['strangers']['sooner']:.1f} × for strangers."
-        ),
+        f"The first token arrived {prefix['an agent']['sooner']:.1f} × as fast for the agent, "
+        f"{prefix['one system prompt']['sooner']:.1f} × behind one instruction, "
+        f"{prefix['strangers']['sooner']:.1f} × for strangers.",
+        timed=(2,),
         disturbance=disturbance,
     )
 
@@ -119,11 +117,9 @@ def draw(results: dict, path: str) -> None:
         axes.set(title="Prefixes outgrow the pool", xlabel="prefixes of 8 blocks, pool of 63", ylabel="% hits", ylim=-2)
 
 
-def parser(doc: str | None) -> argparse.ArgumentParser:
-    """Build the parser: the common flags and the lesson's own; --help shows `doc`."""
-    flags = lesson_parser(doc or "", EMBEDDED_MODEL)
-    users = whole_number(2, 32)
-    flags.add_argument("--users", type=users, default=8, help="users sharing prefixes, 2 to 32 (default: 8; quick: 4)")
-    groups = (16, 32, 64, 128, 256)
-    flags.add_argument("--group", type=int, choices=groups, default=64, help="weights that share an int4 scale")
-    return flags
+parser = partial(
+    lesson_parser,
+    users={"type": whole_number(2, 32), "default": 8, "help": "users sharing prefixes, 2 to 32 (default: 8; quick: 4)"},
+    group={"type": int, "choices": (16, 32, 64, 128, 256), "default": 64, "help": "weights that share an int4 scale"},
+)
+"""The command line; call it with the script's docstring."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import islice
+from typing import NamedTuple
 
 from minivllm.entrypoints.llm import LLM
 from minivllm.errors import MinivllmError
@@ -51,8 +51,7 @@ def strangers(ask: Ask, take: Take, users: int) -> None:
 WORK = {"one system prompt": system_prompt, "chats of 5 turns": chats, "an agent": agent, "strangers": strangers}
 
 
-@dataclass(frozen=True)
-class Served:
+class Served(NamedTuple):
     """Results of a workload: the prompt tokens looked up and found in the cache, the mean seconds
     to the first token, and the answers.
     """

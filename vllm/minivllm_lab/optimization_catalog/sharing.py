@@ -10,7 +10,7 @@ that are not chained find the wrong blocks.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from minivllm.errors import MinivllmError
 from minivllm_simulate.simulated_engine import GENERATED
@@ -20,8 +20,7 @@ FILLER = 1
 """Filler tokens, the same in every prompt, have ids from here on, by position."""
 
 
-@dataclass(frozen=True)
-class Sharing:
+class Sharing(NamedTuple):
     """A kind of prefix sharing, with lengths in tokens and times in seconds."""
 
     name: str

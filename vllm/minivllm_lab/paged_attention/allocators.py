@@ -154,13 +154,9 @@ def reservations(longest: int) -> dict[str, Callable[[int], Memory]]:
 
 
 def replay_workloads(
-    allocators: Mapping[str, Callable[[int], Memory]],
-    slots: int,
-    steps: int,
-    longest: int,
-    seed: int,
+    allocators: Mapping[str, Callable[[int], Memory]], slots: int, steps: int, longest: int, seed: int,
     names: Iterable[str] = WORKLOADS,
-) -> dict[str, dict[str, Occupancy]]:
+) -> dict[str, dict[str, Occupancy]]:  # fmt: skip
     """Replay requests of each workload under each allocator, leaving out requests of more than
     `longest` tokens.
     """

@@ -16,7 +16,7 @@ Sectors and lines: CUDA C++ Best Practices Guide, "Coalesced Access to Global Me
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from minivllm_simulate.workloads import RequestLengths
 
@@ -28,8 +28,7 @@ GOLDEN = 0.618
 """The fractional parts of its multiples are spread evenly over 0 to 1, however many there are."""
 
 
-@dataclass(frozen=True)
-class Moment:
+class Moment(NamedTuple):
     """One request at some moment of its life."""
 
     prompt: int
@@ -39,8 +38,7 @@ class Moment:
     """Steps of its life."""
 
 
-@dataclass(frozen=True)
-class Held:
+class Held(NamedTuple):
     """Slots in held blocks, summed over requests."""
 
     slots: int

@@ -102,8 +102,7 @@ def _panel(x: float, lives: Lives) -> list[str]:
         for tokens, run in groupby(life, key=lambda moment: moment[1]):
             times = [step for step, _ in run]
             parts.append(rect(x + times[0] * WIDE, top, len(times) * WIDE, tokens * TALL, colour))
-        parts.append(rect(left, top, width, slots * TALL, stroke="#FFFFFF"))
-        parts.append(text(left + 3, top + 12, name, size=11))
+        parts += [rect(left, top, width, slots * TALL, stroke="#FFFFFF"), text(left + 3, top + 12, name, size=11)]
     moment = x + (MOMENT + 0.5) * WIDE
     parts.append(line((moment, TOP - 4), (moment, bottom + 4), INK, dash="4 3"))
     parts += [text(x + step * WIDE, bottom + 16, str(step), size=11, colour=QUIET) for step in (0, 10, 20)]

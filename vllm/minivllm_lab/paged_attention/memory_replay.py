@@ -7,9 +7,9 @@ empty, so only the memory is measured.
 
 from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 from minivllm.errors import MinivllmError
 from minivllm_simulate.workloads import RequestLengths
@@ -56,8 +56,7 @@ class Memory:
         raise NotImplementedError
 
 
-@dataclass(frozen=True)
-class Occupancy:
+class Occupancy(NamedTuple):
     """Averages over the counted steps; the four shares are shares of all slots and sum to 1."""
 
     tokens: float
@@ -83,7 +82,7 @@ class Occupancy:
         """Return the figures for a results file, adding the share of slots without a token, of all
         slots and of held ones.
         """
-        return {**asdict(self), "empty": 1 - self.tokens, "empty_of_held": self.empty}
+        return {**self._asdict(), "empty": 1 - self.tokens, "empty_of_held": self.empty}
 
 
 def serve(memory: Memory, waiting: deque[Running]) -> Iterator[tuple[list[Running], int]]:

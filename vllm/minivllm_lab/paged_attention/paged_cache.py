@@ -131,12 +131,7 @@ def time_by_block_size(device: torch.device, sizes: Sequence[int], decode: Calla
     seconds = {name: min(times) for name, times in in_turns(runs, rounds, device).items()}
     ratio = {name: best / seconds["contiguous"] for name, best in seconds.items() if name != "contiguous"}
     shape = f"{sequences} sequences of {length:,} tokens, {heads} heads on {kv_heads}"
-    return {
-        "shape": shape,
-        "contiguous_ms": seconds["contiguous"] * 1e3,
-        "again": ratio.pop("again"),
-        "ratio": ratio,
-    }
+    return {"shape": shape, "contiguous_ms": seconds["contiguous"] * 1e3, "again": ratio.pop("again"), "ratio": ratio}
 
 
 def _engine_decode(q: Tensor, *caches_and_table: Tensor, paged: bool = True) -> Tensor:

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from minivllm_lab.block_tables import BlockTable, Pool
 from minivllm_lab.paged_attention.pool_audit import Fault, HeldTable, audit, counted_blocks, named
@@ -24,8 +24,7 @@ ROOM_FOR = 0.36
 """The pool has room for this share of the requests: enough for some, too little for all."""
 
 
-@dataclass(frozen=True)
-class Frame:
+class Frame(NamedTuple):
     """One step: what happened, and the tables after it."""
 
     did: str
@@ -46,8 +45,7 @@ class Frame:
         )
 
 
-@dataclass(frozen=True)
-class Play:
+class Play(NamedTuple):
     """All steps of a pool that serves a few requests."""
 
     num_blocks: int
@@ -86,12 +84,9 @@ class _Request:
 
 
 def play_pool(
-    requests: Sequence[RequestLengths],
-    block_size: int,
-    samples: int,
-    most_blocks: int,
+    requests: Sequence[RequestLengths], block_size: int, samples: int, most_blocks: int,
     pool_class: Callable[[int], Any],
-) -> Play:
+) -> Play:  # fmt: skip
     """Serve `requests` on a pool that has room for about a third of them, first come, first served.
 
     Lengths are divided by a whole number, so that the pool has at most `most_blocks` blocks. The

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from minivllm_lab.block_tables import Pool
 
 
-@dataclass(frozen=True)
-class HeldTable:
+class HeldTable(NamedTuple):
     """One sample's block table at one moment; requests and samples are counted from 1."""
 
     request: int
@@ -19,8 +18,7 @@ class HeldTable:
     tokens: int
 
 
-@dataclass(frozen=True)
-class Fault:
+class Fault(NamedTuple):
     """One disagreement between the pool and the tables."""
 
     words: str

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
 
-from minivllm.config import EMBEDDED_MODEL
 from minivllm.errors import MinivllmError
 from minivllm.models.tokenizer import load_tokenizer
 from minivllm_lab.cli import lesson_parser, positive_int
@@ -35,26 +34,17 @@ SLOTS = 15_696
 SHORT_REQUESTS = ("alpaca", "sharegpt", "azure-conversation")
 """The workloads for which block sizes are compared."""
 TITLES = {
-    "max": "greatest length",
-    "pow2": "power of two",
-    "oracle": "exact",
-    "exact": "exact, first fit",
-    "paged": "blocks",
-}
+    "max": "greatest length", "pow2": "power of two", "oracle": "exact", "exact": "exact, first fit", "paged": "blocks",
+}  # fmt: skip
 """Display names of the allocators."""
 SHARES = {"tokens": "a token", "later": "will, later", "never": "never will", "outside": "outside"}
 """Display names of what a slot holds; together they cover all slots."""
+SIZE = {"type": positive_int, "default": 16, "help": "token slots in a block (default: 16)"}
+parser = partial(lesson_parser, block_size=SIZE)
+"""The command line; call it with the script's docstring."""
 
 
-def parser(doc: str) -> argparse.ArgumentParser:
-    """Build the parser: the common flags and the lesson's own; --help shows `doc`."""
-    flags = lesson_parser(doc, EMBEDDED_MODEL)
-    flags.add_argument("--block-size", type=positive_int, default=16, help="token slots in a block (default: 16)")
-    return flags
-
-
-@dataclass(frozen=True)
-class Plan:
+class Plan(NamedTuple):
     """The amount of work in a run."""
 
     block_size: int
@@ -156,11 +146,8 @@ def show_sharing(results: dict, prompt_tokens: int, steps: int) -> None:
 
 
 def measure_block_sizes(
-    plan: Plan,
-    device: torch.device,
-    paged: Callable[[int, int], Memory],
-    decode: Callable[..., torch.Tensor],
-) -> dict:
+    plan: Plan, device: torch.device, paged: Callable[[int, int], Memory], decode: Callable[..., torch.Tensor],
+) -> dict:  # fmt: skip
     """Measure both costs of a block size: empty slots in held blocks, by workload, and the time of
     attention. Print the first.
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from minivllm_lab.predict.rounds import Round, Row
 
 
-@dataclass(frozen=True)
-class Reason:
+class Reason(NamedTuple):
     """The rule that decides what a request gets, and a sentence that says so, empty if one before it
     says it all.
     """

@@ -8,9 +8,9 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
 from minivllm_lab.predict.rounds import Round, rounds
 from minivllm_lab.predict.workload import recorded
@@ -18,8 +18,7 @@ from minivllm_lab.predict.workload import recorded
 ROUNDS = Path(__file__).with_name("rounds.json")
 
 
-@dataclass(frozen=True)
-class Level:
+class Level(NamedTuple):
     """A level: its title, and the lesson that it follows."""
 
     title: str
@@ -27,14 +26,9 @@ class Level:
 
 
 LEVELS = (
-    Level("one budget", "04"),
-    Level("chunks", "10"),
-    Level("memory", "04"),
-    Level("preemption", "11"),
-    Level("priority", "11"),
-    Level("prefix hits", "05"),
-    Level("drafts", "07"),
-)
+    Level("one budget", "04"), Level("chunks", "10"), Level("memory", "04"), Level("preemption", "11"),
+    Level("priority", "11"), Level("prefix hits", "05"), Level("drafts", "07"),
+)  # fmt: skip
 
 
 def load() -> list[list[Round]]:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from minivllm.core import policy
 from minivllm.core.block_pool import KVCacheBlock
@@ -30,8 +30,7 @@ ENOUGH_BLOCKS = 1000
 Change = Callable[[Scheduler], None]
 
 
-@dataclass(frozen=True)
-class Rule:
+class Rule(NamedTuple):
     """A rule of vLLM's scheduler, the lines where it stands, and the lesson that teaches it."""
 
     says: str
@@ -44,8 +43,7 @@ class Rule:
         return f"{SCHEDULER}#L{self.lines[0]}-L{self.lines[1]}"
 
 
-@dataclass(frozen=True)
-class Mistake:
+class Mistake(NamedTuple):
     """A wrong rule: the name of the right one, what tells the learner, and how a scheduler follows
     it. `policy`: the only scheduling policy with which a learner would.
     """

@@ -5,7 +5,6 @@ notebook (`widgets/predict.py`), and in the page that `make predict` opens.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +62,7 @@ def plain(puzzle: Round) -> dict[str, Any]:
             {"says": MISTAKES[name].says, "rule": MISTAKES[name].rule, **decided(decision)}
             for name, decision in puzzle.mistakes.items()
         ],
-        "reasons": [asdict(reason) for reason in reasons(puzzle)],
+        "reasons": [reason._asdict() for reason in reasons(puzzle)],
     }
 
 

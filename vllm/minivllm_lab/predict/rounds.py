@@ -145,33 +145,24 @@ def _look(scheduler: Scheduler, source: str) -> tuple[dict[str, str], dict[str, 
     arrived = sorted(requests, key=lambda request: (request.arrival_time, request.request_id))
     names = {request.request_id: letter for request, letter in zip(arrived, ascii_uppercase, strict=False)}
     return names, {
-        "source": source,
-        "policy": config.policy,
-        "budget": config.max_num_batched_tokens,
-        "threshold": config.long_prefill_token_threshold,
-        "seats": config.max_num_seqs,
-        "chunked": config.enable_chunked_prefill,
-        "block_size": scheduler.cache_config.block_size,
+        "source": source, "policy": config.policy, "budget": config.max_num_batched_tokens,
+        "threshold": config.long_prefill_token_threshold, "seats": config.max_num_seqs,
+        "chunked": config.enable_chunked_prefill, "block_size": scheduler.cache_config.block_size,
         "free": scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
         "running": tuple(_row(request, names, scheduler) for request in scheduler.running),
         "waiting": tuple(_row(request, names, scheduler, waits=True) for request in scheduler.waiting),
-    }
+    }  # fmt: skip
 
 
 def _row(request: Request, names: Mapping[str, str], scheduler: Scheduler, *, waits: bool = False) -> Row:
     manager = scheduler.kv_cache_manager
     blocks, hit = manager.get_computed_blocks(request) if waits else ([], 0)
     return Row(
-        name=names[request.request_id],
-        known=request.num_tokens,
-        computed=request.num_computed_tokens,
-        blocks=len(manager.get_block_ids(request.request_id)),
-        priority=request.priority,
-        hit=hit,
-        hit_free=sum(block.ref_cnt == 0 for block in blocks),
-        came_back=request.num_preemptions > 0,
+        name=names[request.request_id], known=request.num_tokens, computed=request.num_computed_tokens,
+        blocks=len(manager.get_block_ids(request.request_id)), priority=request.priority, hit=hit,
+        hit_free=sum(block.ref_cnt == 0 for block in blocks), came_back=request.num_preemptions > 0,
         drafts=len(request.spec_token_ids),
-    )
+    )  # fmt: skip
 
 
 def _shows_enough(puzzle: Round, scheduler: Scheduler, names: Mapping[str, str]) -> bool:

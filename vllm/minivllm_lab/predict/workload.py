@@ -19,13 +19,9 @@ from minivllm.core.scheduler import Scheduler
 from minivllm.core.scheduler_output import ModelRunnerOutput
 
 SCHEDULER_KEYS = (
-    "max_num_seqs",
-    "max_num_batched_tokens",
-    "max_model_len",
-    "long_prefill_token_threshold",
-    "policy",
+    "max_num_seqs", "max_num_batched_tokens", "max_model_len", "long_prefill_token_threshold", "policy",
     "enable_chunked_prefill",
-)
+)  # fmt: skip
 
 
 Trace = list[dict[str, Any]]
@@ -132,12 +128,9 @@ def make_scheduler(config: dict[str, Any], kind: Callable[..., Scheduler] = Sche
 def make_request(entry: dict[str, Any]) -> Request:
     """Return the request of a workload's `requests` entry."""
     return Request(
-        entry["id"],
-        entry["prompt"],
-        max_tokens=entry["max_tokens"],
-        arrival_time=entry["arrival_step"] + entry["order"] * 1e-6,
-        priority=entry["priority"],
-    )
+        entry["id"], entry["prompt"], max_tokens=entry["max_tokens"],
+        arrival_time=entry["arrival_step"] + entry["order"] * 1e-6, priority=entry["priority"],
+    )  # fmt: skip
 
 
 def _sample(scheduler: Scheduler, scheduled: dict[str, int], drafts: Mapping[str, Sequence[int]]) -> ModelRunnerOutput:

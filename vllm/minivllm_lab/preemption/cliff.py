@@ -7,10 +7,9 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from minivllm.config import CacheConfig, SchedulerConfig
 from minivllm_lab.drawing import QUIET, RULE, line, rect, svg, text
@@ -31,8 +30,7 @@ FASTEST, SLOWEST = 0.03, 20
 """The seconds at the ends of the axis, which is logarithmic."""
 
 
-@dataclass(frozen=True)
-class Pool:
+class Pool(NamedTuple):
     """The result for a pool of `blocks`: how full it is, preemptions, and latencies in seconds."""
 
     blocks: int

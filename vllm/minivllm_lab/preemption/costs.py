@@ -16,7 +16,7 @@ apart; since v0.12 a block of all layers is one piece (vllm#27743; vLLM blog, 20
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from minivllm.config import ModelConfig
 from minivllm.memory import kv_bytes_per_token, serving_dtype
@@ -35,8 +35,7 @@ BLOCK_SIZE = 16
 """Tokens of a block: vLLM's default."""
 
 
-@dataclass(frozen=True)
-class Pieces:
+class Pieces(NamedTuple):
     """The copies that a block is cut into, and the cost of each beyond its bytes."""
 
     name: str
@@ -98,8 +97,7 @@ def break_even_bandwidth(model: ModelConfig, gpu: Hardware, directions: int = 1)
     return directions * kv_bytes_per_token(model) / recompute_seconds(model, gpu, 1)
 
 
-@dataclass(frozen=True)
-class Crossover:
+class Crossover(NamedTuple):
     """The seconds that recomputing and copying take per token of a preempted request; without
     attention, the request's length cancels.
     """
@@ -126,12 +124,9 @@ class Crossover:
         """
         bandwidth = effective_bandwidth(link, pieces.bytes_of_copy(model, block_size), pieces.seconds)
         return cls(
-            recompute_seconds(model, gpu, 1),
-            kv_bytes_per_token(model) / bandwidth,
-            directions,
-            bandwidth,
+            recompute_seconds(model, gpu, 1), kv_bytes_per_token(model) / bandwidth, directions, bandwidth,
             break_even_bandwidth(model, gpu, directions),
-        )
+        )  # fmt: skip
 
     @property
     def swap(self) -> float:

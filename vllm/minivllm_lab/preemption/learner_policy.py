@@ -12,9 +12,8 @@ connectors stay the engine's own. This module does not import torch.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from minivllm.core.block_pool import KVCacheBlock
 from minivllm.core.kv_cache_manager import KVCacheManager
@@ -35,8 +34,7 @@ compute.
 """
 
 
-@dataclass(frozen=True)
-class RunningRequest:
+class RunningRequest(NamedTuple):
     """The part of a request that `victim` sees."""
 
     request_id: str

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -13,7 +12,7 @@ from minivllm_lab.inside import core_of
 from minivllm_lab.preemption import cliff
 from minivllm_lab.preemption.published_waste import AT_ONCE, PUBLISHED, REQUESTS, waste, workload
 from minivllm_lab.progress import track
-from minivllm_lab.tables import console, record_table
+from minivllm_lab.tables import record_table
 from minivllm_simulate.virtual_clock import SimulatedRequest
 
 
@@ -51,10 +50,9 @@ def show_waste(arguments: argparse.Namespace) -> dict[str, Any]:
 def show_pools(arguments: argparse.Namespace) -> dict[str, Any]:
     """Show the modelled p99 latency of answers and first tokens by pool, under one open load."""
     pools = (800, 500) if arguments.quick else cliff.POOLS
-    records = {str(blocks): asdict(cliff.pool_of(blocks)) for blocks in track(pools, "sweeping pools")}
-    console.print()
+    records = {str(blocks): cliff.pool_of(blocks)._asdict() for blocks in track(pools, "sweeping pools")}
     record_table(
-        f"{REQUESTS} requests, {cliff.RATE} a second, by pool",
+        f"\n{REQUESTS} requests, {cliff.RATE} a second, by pool",
         records,
         "blocks {name} | full {mean:.0%} | at most {most:.0%} | preemptions {preemptions} | "
         "first, p99 {ttft:.2f} | answer, p50 {p50:.2f} | p99 {p99:.2f}",
@@ -133,9 +131,8 @@ def _tier(arguments: argparse.Namespace) -> dict[str, Any]:
             "again": scheduler.num_recomputed_tokens,
             "loaded": lookups.hits + lookups.preempted_hits if lookups else 0,
         }
-    console.print()
     record_table(
-        "The engine, 12 blocks of 16 slots: 6 requests of 40 + 40 tokens",
+        "\nThe engine, 12 blocks of 16 slots: 6 requests of 40 + 40 tokens",
         records,
         "{name} | preemptions {preemptions} | computed again {again} | from the host {loaded}",
         "Tokens. The answers are the same in all of these.",

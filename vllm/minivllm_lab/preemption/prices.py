@@ -14,7 +14,7 @@ from minivllm_lab.paged_model import decoder_of
 from minivllm_lab.preemption.costs import COPY_SECONDS, LARGE, SHARE_OF_PEAK, SMALL, Crossover
 from minivllm_lab.preemption.report import paged_model, short
 from minivllm_lab.progress import track
-from minivllm_lab.tables import console, record_table, table
+from minivllm_lab.tables import record_table, table
 from minivllm_lab.timing import in_turns
 from minivllm_simulate.hardware import get_hardware
 from minivllm_simulate.known_models import known_model
@@ -65,12 +65,9 @@ def _there_and_back(space: Any, blocks: list[int]) -> None:
 
 
 GPUS = (
-    ("Meta-Llama-3-8B", "H100", "PCIe 5"),
-    ("Meta-Llama-3-8B", "A100-80", "PCIe 4"),
-    ("Meta-Llama-3-8B", "L4", "PCIe 4"),
-    ("opt-13b", "A100-40", "PCIe 4"),
-    ("Meta-Llama-3-70B", "H100", "PCIe 5"),
-)
+    ("Meta-Llama-3-8B", "H100", "PCIe 5"), ("Meta-Llama-3-8B", "A100-80", "PCIe 4"),
+    ("Meta-Llama-3-8B", "L4", "PCIe 4"), ("opt-13b", "A100-40", "PCIe 4"), ("Meta-Llama-3-70B", "H100", "PCIe 5"),
+)  # fmt: skip
 
 
 def show_gpus(recompute: LessonCode, swap: LessonCode, break_even: LessonCode, effective: LessonCode) -> dict[str, Any]:
@@ -95,9 +92,8 @@ def show_gpus(recompute: LessonCode, swap: LessonCode, break_even: LessonCode, e
             record[name] = {"us": us}
         record["copy_us"] = 1e6 * (piece / least - piece / link.bandwidth)
         records[f"{model_name}, {gpu_name}"] = record
-    console.print()
     record_table(
-        "Modelled: GPUs and links",
+        "\nModelled: GPUs and links",
         {short(name): record for name, record in records.items()},
         "{name} | recompute {recompute_us:.0f} | small {small[us]:.1f} | large {large[us]:.1f} | "
         "break-even, GB/s {break_even_gb:.1f} | µs a copy {copy_us:.1f}",

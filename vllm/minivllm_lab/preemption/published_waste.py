@@ -13,7 +13,7 @@ steps of 512 tokens, and blocks have 16 tokens.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from minivllm.config import CacheConfig, SchedulerConfig
 from minivllm.core.policy import SchedulingPolicy
@@ -23,8 +23,7 @@ from minivllm_simulate.cost_model import UnitCost
 from minivllm_simulate.virtual_clock import SimulatedRequest, simulate
 
 
-@dataclass(frozen=True)
-class Published:
+class Published(NamedTuple):
     """A row of the published table."""
 
     wasted: float
@@ -41,8 +40,7 @@ REQUESTS, AT_ONCE, STEP, SEED = 300, 64, 512, 12345
 LONGEST_PROMPT, LONGEST_ANSWER = 2000, 1500
 
 
-@dataclass(frozen=True)
-class Waste:
+class Waste(NamedTuple):
     """Tokens that a run has computed and recomputed."""
 
     computed: int

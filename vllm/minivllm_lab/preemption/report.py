@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minivllm.config import EMBEDDED_MODEL
 from minivllm.core.request import Request
 from minivllm.models.tokenizer import load_tokenizer
 from minivllm_lab import palette
@@ -26,7 +25,7 @@ from minivllm_lab.lesson import LessonCode
 from minivllm_lab.paged_model import PagedModel, decoder_of
 from minivllm_lab.progress import track
 from minivllm_lab.proof import furthest, show_errors
-from minivllm_lab.tables import Timed, closing, console, record_table, table
+from minivllm_lab.tables import closing, console, record_table, table
 
 BLOCK_SIZE, AMPLE = 4, 200
 TEXTS = {
@@ -213,10 +212,8 @@ def close(figures: dict, disturbance: str) -> None:
         "if their blocks were copied.",
         f"With 400 blocks, {small['first_chunk']:.0%} of all computed tokens were recomputed if a first chunk is "
         f"enough for admission, {small['whole']:.0%} if all tokens must fit.",
-        Timed(
-            f"Here, recomputing a token takes {us['recompute']:.0f} µs, and copying it out and back "
-            f"{us['gathered']:.1f}."
-        ),
+        f"Here, recomputing a token takes {us['recompute']:.0f} µs, and copying it out and back {us['gathered']:.1f}.",
+        timed=(2,),
         disturbance=disturbance,
     )
 
@@ -228,12 +225,9 @@ RULES = (palette.GREY, palette.VERMILLION, palette.ORANGE, palette.BLUE, palette
 def draw(figures: dict, path: str) -> None:
     """Plot the waste by pool for each rule, and what a victim's token costs by GPU."""
     labels = {
-        "published": "published for vLLM",
-        "first_chunk": "admitted by first chunk",
-        "least": "the same, other victim",
-        "whole": "admitted whole",
-        "found": "the same, prefix cache",
-    }
+        "published": "published for vLLM", "first_chunk": "admitted by first chunk", "least": "the same, other victim",
+        "whole": "admitted whole", "found": "the same, prefix cache",
+    }  # fmt: skip
     with panels(path, 2, height=4.4) as (left, right):
         for (field, label), colour in zip(labels.items(), RULES, strict=True):
             shares = {int(pool): 100 * record[field] for pool, record in figures["waste"].items()}
@@ -242,7 +236,7 @@ def draw(figures: dict, path: str) -> None:
         left.set(title="Computed a second time", xlabel="blocks of the pool", ylabel="% of all computed tokens")
         left.legend(fontsize=SMALL_TEXT, loc="upper center", bbox_to_anchor=(0.4, -0.16))
         rows = {
-            _two_lines(name): {
+            short(name).replace(", ", "\n"): {
                 "recompute": gpu["recompute_us"],
                 "copy in small pieces": gpu["small"]["us"],
                 "in large ones": gpu["large"]["us"],
@@ -261,13 +255,6 @@ def short(name: str) -> str:
     return name.replace("Meta-", "").replace("Llama-3", "Llama 3").replace("opt", "OPT")
 
 
-def _two_lines(name: str) -> str:
-    return short(name).replace(", ", "\n")
-
-
-def parser(doc: str | None) -> argparse.ArgumentParser:
-    """Add the lesson's own flags to the common ones; `--help` shows `doc`."""
-    flags = lesson_parser(doc or "", EMBEDDED_MODEL)
-    most = whole_number(11, AMPLE)
-    flags.add_argument("--blocks", type=most, default=14, help="blocks of the small pool (11 to 200; default: 14)")
-    return flags
+SMALL = {"type": whole_number(11, AMPLE), "default": 14, "help": "blocks of the small pool (11 to 200; default: 14)"}
+parser = partial(lesson_parser, blocks=SMALL)
+"""The command line; call it with the script's docstring."""

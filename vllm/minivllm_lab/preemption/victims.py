@@ -20,7 +20,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from minivllm.config.checks import require
 from minivllm.core.kv_cache_manager import KVCacheManager
 from minivllm.core.policy import DEFAULT_POLICY, SchedulingPolicy, find_prefix, running_then_waiting
 from minivllm.core.remote_kv import Prefix
@@ -32,32 +31,12 @@ Blocks = Mapping[str, Sequence[Any]]
 Victim = Callable[[Sequence[Request], str, Blocks], Request]
 
 
-def _last(running: Sequence[Request], policy: str, blocks: Blocks) -> Request:
-    return running[-1]
-
-
-def _first(running: Sequence[Request], policy: str, blocks: Blocks) -> Request:
-    return running[0]
-
-
-def _most_blocks(running: Sequence[Request], policy: str, blocks: Blocks) -> Request:
-    return max(reversed(running), key=lambda request: len(blocks.get(request.request_id, ())))
-
-
-def _fewest_left(running: Sequence[Request], policy: str, blocks: Blocks) -> Request:
-    return min(reversed(running), key=lambda request: request.max_tokens - request.num_output_tokens)
-
-
-def _least_computed(running: Sequence[Request], policy: str, blocks: Blocks) -> Request:
-    return min(reversed(running), key=lambda request: request.num_computed_tokens)
-
-
 RULES: dict[str, Victim] = {
-    "last in": _last,
-    "first in": _first,
-    "most blocks": _most_blocks,
-    "fewest left": _fewest_left,
-    "least computed": _least_computed,
+    "last in": lambda running, *_: running[-1],
+    "first in": lambda running, *_: running[0],
+    "most blocks": lambda running, _, blocks: max(running[::-1], key=lambda each: len(blocks.get(each.request_id, ()))),
+    "fewest left": lambda running, *_: min(running[::-1], key=lambda each: each.max_tokens - each.num_output_tokens),
+    "least computed": lambda running, *_: min(running[::-1], key=lambda each: each.num_computed_tokens),
 }
 """Each rule picks one of the running requests; of equals, the one admitted last. The first rule is
 vLLM's (first come, first served). "fewest left" counts the answer's missing tokens, which an engine
@@ -68,12 +47,8 @@ can only guess.
 def victim_rule(name: str = "") -> Victim:
     """Return the rule of `RULES` with this name; an empty name gives vLLM's rule, which follows the
     scheduler's policy.
-
-    Raises:
-        MinivllmError: there is no such rule.
     """
-    require(not name or name in RULES, f"victim must be one of {', '.join(RULES)}, not {name!r}")
-    return RULES.get(name, DEFAULT_POLICY.victim)
+    return RULES[name] if name else DEFAULT_POLICY.victim
 
 
 class SwapSpace:

@@ -6,21 +6,19 @@ import argparse
 import random
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from minivllm_lab.http_load import Answer, Ask, load
 from minivllm_lab.progress import track
-from minivllm_lab.tables import console, heading, record_table
+from minivllm_lab.tables import heading, record_table
 from minivllm_simulate.deployments import find_knee
 from minivllm_simulate.virtual_clock import percentile
 
 PROMPT_TOKENS = 32
 
 
-@dataclass(frozen=True)
-class Sizes:
+class Sizes(NamedTuple):
     """The amount of work that the lesson measures; modelled knees are sought between the two rates
     in `knees`.
     """
@@ -133,9 +131,8 @@ def measure_load(port: int, arguments: argparse.Namespace) -> dict:
     shown = {rate: record | dict(zip("abcd", record["ttft_ms"], strict=True)) for rate, record in by_rate.items()}
     columns = "requests/s {name} | requests {requests} | met {met:.0%}"
     columns += " | TTFT p50, 1st quarter, ms {a:,.0f} | 2nd {b:,.0f} | 3rd {c:,.0f} | 4th {d:,.0f}"
-    title = "Open load: share that met the service level, and each quarter's wait"
+    title = "\nOpen load: share that met the service level, and each quarter's wait"
     caption = f"Each rate was offered for {seconds:.1f} s. Knee {describe_knee(knee, least, most)} requests a second."
-    console.print()
     record_table(title, shown, columns, caption)
     ends = {"least": least, "most": most, "above": tried[most]}
     asked = {"slo_ttft": arguments.slo_ttft}

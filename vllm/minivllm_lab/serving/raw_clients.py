@@ -12,7 +12,7 @@ from typing import Any
 from minivllm.engine.core import EngineCore
 from minivllm_lab.http_load import Ask, answers_of, start_load
 from minivllm_lab.serving.loads import prompts, sizes, to_lesson
-from minivllm_lab.tables import console, heading, record_table
+from minivllm_lab.tables import heading, record_table
 
 NUM_LEAVING, TOKENS_OF_LEAVING = 6, 200
 
@@ -90,8 +90,7 @@ def measure_leaving(servers: Mapping[str, tuple[int, Any]]) -> dict:
             blocks = held(core)
             most = max(most, blocks)
         results[name] = {"in_vain": server.unread - before, "most_blocks": most}
-    console.print()
-    title = f"{NUM_LEAVING} clients ask for {TOKENS_OF_LEAVING} tokens each, and leave after three"
+    title = f"\n{NUM_LEAVING} clients ask for {TOKENS_OF_LEAVING} tokens each, and leave after three"
     columns = "server {name} | tokens in vain {in_vain:,} | most unused blocks {most_blocks}"
     record_table(title, results, columns)
     return results

@@ -16,8 +16,8 @@ from __future__ import annotations
 import random
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -32,8 +32,7 @@ Drafts = Callable[[str, int], list[int]]
 """Return the drafts that follow a request's output tokens, from its id and their number."""
 
 
-@dataclass(frozen=True)
-class DraftedRun:
+class DraftedRun(NamedTuple):
     """A run: each request's output tokens, and the seconds and tokens of the steps that computed no
     prompt.
 
@@ -69,13 +68,9 @@ def drafted_engine(
     cache = CacheConfig(num_gpu_blocks=1 + max_num_seqs * (max_model_len // BLOCK_SIZE + 1), block_size=BLOCK_SIZE)
     looked_up = {"prompt_lookup_min": NEVER, "prompt_lookup_max": NEVER}
     return bare_engine(
-        model,
-        device,
-        cache,
-        max_model_len=max_model_len,
-        max_num_seqs=max_num_seqs,
+        model, device, cache, max_model_len=max_model_len, max_num_seqs=max_num_seqs,
         speculative_config={"method": "ngram", "num_speculative_tokens": num_speculative_tokens, **looked_up},
-    )
+    )  # fmt: skip
 
 
 def serve_with_drafts(

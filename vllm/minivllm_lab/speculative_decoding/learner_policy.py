@@ -70,7 +70,8 @@ def rejection_of(verify: Verify) -> Callable[[RejectionArguments], torch.Tensor]
             drafts = draft_token_ids[places]
             p = _distribution(target_logits[rows], greedy)
             q = _certain(drafts, vocab) if draft_logits is None else _distribution(draft_logits[places], greedy=False)
-            uniforms = np.array([np.random.default_rng([SALT, *key]).random() for key in _unsigned(keys[rows])])
+            unsigned = (keys[rows].long() & 0xFFFFFFFF).tolist()
+            uniforms = np.array([np.random.default_rng([SALT, *key]).random() for key in unsigned])
             tokens = verify(p, q, drafts.tolist(), uniforms[:count], noise[rows])
             if not 1 <= len(tokens) <= count + 1:
                 raise MinivllmError(f"your verify returns {len(tokens)} tokens for {count} drafts")
@@ -96,7 +97,3 @@ def _certain(drafts: torch.Tensor, vocab: int) -> np.ndarray:
     """
     is_draft = (drafts >= 0)[:, None]
     return (F.one_hot(drafts.long().clamp(min=0), vocab) * is_draft).double().numpy()
-
-
-def _unsigned(keys: torch.Tensor) -> list[list[int]]:
-    return (keys.long() & 0xFFFFFFFF).tolist()

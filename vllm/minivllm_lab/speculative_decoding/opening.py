@@ -8,16 +8,16 @@ third step comes from the same request with a draft model, where two of three dr
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from minivllm.config import EMBEDDED_DRAFT, EMBEDDED_MODEL, CacheConfig
 from minivllm.worker.model_runner import ExecuteModelState
+from minivllm_lab.cli import warnings_only
 from minivllm_lab.drawing import BLANK, QUIET, arrow, line, rect, svg, text
-from minivllm_lab.followed import BLOCK_SIZE, NAME, PROMPT, Token, tokenizer, tokens_of, without_info
+from minivllm_lab.followed import BLOCK_SIZE, NAME, PROMPT, Token, tokenizer, tokens_of
 from minivllm_lab.frames import Frames
 from minivllm_lab.inside import runner_of
 from minivllm_lab.palette import ORANGE
@@ -37,8 +37,7 @@ DRAFT_MODEL = {"method": "draft_model", "model": str(EMBEDDED_DRAFT)}
 LEGEND = (("known", KNOWN), ("draft", DRAFT), ("accepted", ACCEPTED), ("rejected", REJECTED), ("the model's own", OWN))
 
 
-@dataclass(frozen=True)
-class Verified:
+class Verified(NamedTuple):
     """A step of the request: the tokens before it, its drafts, the model's most likely token after
     the last known one and after each draft, and the tokens that are kept.
     """
@@ -96,7 +95,7 @@ def recorded(method: str = "ngram") -> list[Verified]:
     drafting = {**(LOOKUP if method == "ngram" else DRAFT_MODEL), "num_speculative_tokens": NUM_DRAFTS}
     blocks = CacheConfig(block_size=BLOCK_SIZE, num_gpu_blocks=16, enable_prefix_caching=True)
     settings = {"max_model_len": 48, "max_num_seqs": 1, "dtype": "float32", "speculative_config": drafting}
-    with without_info():
+    with warnings_only():
         core = bare_engine(EMBEDDED_MODEL, torch.device("cpu"), blocks, **settings)
     runner, ids, verified = runner_of(core), tokenizer().encode(PROMPT).ids, []
     sample = type(runner).sample

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minivllm.config import EMBEDDED_DRAFT, EMBEDDED_MODEL
+from minivllm.config import EMBEDDED_DRAFT
 from minivllm.core.stats import SpecDecodingStats
 from minivllm.errors import MinivllmError
 from minivllm.models.decoder import Decoder
@@ -32,7 +32,7 @@ from minivllm_lab.figures import SMALL_TEXT, panels
 from minivllm_lab.progress import track
 from minivllm_lab.speculative_decoding.cached_model import CachedModel
 from minivllm_lab.speculative_decoding.drafted_engine import answers_with_errors, drafted_engine, serve_with_drafts
-from minivllm_lab.tables import Timed, closing, console, heading, record_table
+from minivllm_lab.tables import closing, console, heading, record_table
 from minivllm_lab.timing import in_turns
 
 PROMPT_TOKENS, OUTPUT_TOKENS, MAX_MODEL_LEN = 128, 64, 256
@@ -90,12 +90,9 @@ def measure_draft_cost(models: Sequence[Decoder], device: torch.device) -> float
 
 
 def count_family(
-    methods: Mapping[str, Callable[[CachedModel, list[int], int], Any]],
-    target: Decoder,
-    prompts: Sequence[list[int]],
-    expected_tokens: Callable[[float, int], float],
-    arguments: argparse.Namespace,
-) -> dict:
+    methods: Mapping[str, Callable[[CachedModel, list[int], int], Any]], target: Decoder, prompts: Sequence[list[int]],
+    expected_tokens: Callable[[float, int], float], arguments: argparse.Namespace,
+) -> dict:  # fmt: skip
     """Count passes and accepted drafts of each method on the same greedy prompts; the first method
     has no drafts.
 
@@ -249,11 +246,10 @@ def close(results: dict, disturbance: str) -> None:
         f"{draft['tokens_per_pass']:.2f} with a draft model. An n-gram guess yields {ngram['length']:.2f} "
         f"tokens, and the formula gives {ngram['formula']:.2f}.",
         f"{results['exact']['rounds']:,} rounds tell the exact rule from {len(wrong)} wrong ones: {', '.join(wrong)}.",
-        Timed(
-            f"Drafts of which {ACCEPTANCE:.0%} are right: {pays['batches'][few]['measured']:.2f} × as fast for one "
-            f"request, {pays['batches'][many]['measured']:.2f} × for {many}. Break-even was predicted "
-            f"{shown_edge(pays['break_even']['predicted'])}, and measured {shown_edge(pays['break_even']['measured'])}."
-        ),
+        f"Drafts of which {ACCEPTANCE:.0%} are right: {pays['batches'][few]['measured']:.2f} × as fast for one "
+        f"request, {pays['batches'][many]['measured']:.2f} × for {many}. Break-even was predicted "
+        f"{shown_edge(pays['break_even']['predicted'])}, and measured {shown_edge(pays['break_even']['measured'])}.",
+        timed=(2,),
         disturbance=disturbance,
     )
 
@@ -281,9 +277,9 @@ def draw(results: dict, path: str) -> None:
         both[1].set(title="Speed-up by three drafts", ylabel="times as fast as without drafts")
 
 
-def parser(doc: str | None) -> argparse.ArgumentParser:
-    """Add the lesson's own flags to the common ones; --help shows `doc`."""
-    flags = lesson_parser(doc or "", EMBEDDED_MODEL)
-    flags.add_argument("--draft-model", default=str(EMBEDDED_DRAFT), help="folder or name of a smaller model")
-    flags.add_argument("--drafts", type=whole_number(1, 16), default=3, help="tokens to guess, 1 to 16 (default: 3)")
-    return flags
+parser = partial(
+    lesson_parser,
+    draft_model={"default": str(EMBEDDED_DRAFT), "help": "folder or name of a smaller model"},
+    drafts={"type": whole_number(1, 16), "default": 3, "help": "tokens to guess, 1 to 16 (default: 3)"},
+)
+"""The command line; call it with the script's docstring."""

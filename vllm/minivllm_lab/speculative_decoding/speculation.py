@@ -23,10 +23,9 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 from operator import mul
 from types import MappingProxyType
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from minivllm.config import ModelConfig
-from minivllm.config.checks import is_number, require
 from minivllm_simulate.cost_model import StepShape
 from minivllm_simulate.hardware import Hardware
 from minivllm_simulate.layouts import BLOCK_SIZE
@@ -48,8 +47,7 @@ MOST_BATCH = 1024
 Cause = Literal["draft", "compute", "wrong"]
 
 
-@dataclass(frozen=True)
-class Recorded:
+class Recorded(NamedTuple):
     """Accepted drafts by position, counted in a run of `drafts` drafting steps with three drafts
     each.
     """
@@ -79,13 +77,7 @@ same. Steps for which no n-gram matched have no drafts, and are not counted.
 def conditional_rates(rates: Sequence[float], k: int) -> tuple[float, ...]:
     """Return the acceptance of each of k drafts given that those before it were accepted; the last
     rate repeats.
-
-    Raises:
-        MinivllmError: there are no rates, or one is not a share.
     """
-    require(len(rates) > 0, "rates must hold at least one acceptance, such as (0.7,)")
-    for rate in rates:
-        require(is_number(rate) and 0 <= rate <= 1, f"an acceptance must be a share from 0 to 1, not {rate!r}")
     return tuple(rates[min(index, len(rates) - 1)] for index in range(k))
 
 
@@ -99,8 +91,7 @@ def expected_tokens(rates: Sequence[float], k: int) -> float:
     return 1.0 + sum(accumulate(conditional_rates(rates, k), mul))
 
 
-@dataclass(frozen=True)
-class Drafter:
+class Drafter(NamedTuple):
     """The cost of drafts on the GPU; `cost` is None where they cost nothing."""
 
     method: str
@@ -174,8 +165,7 @@ def head_cost(target: ModelConfig, gpu: Hardware, parameters: int) -> LeverCost:
     return _drafting(replace(whole, roofline=roofline))
 
 
-@dataclass(frozen=True)
-class StepParts:
+class StepParts(NamedTuple):
     """The seconds of a step by cause. `compute` is the time that operations take beyond reading the
     weights.
     """
@@ -215,10 +205,8 @@ class Speculation:
         """Set up `model` as the target on one `gpu`, with this drafter.
 
         Raises:
-            MinivllmError: both models' weights do not fit, or a rate or the context makes no sense.
+            MinivllmError: both models' weights do not fit.
         """
-        require(is_number(context) and context >= 1, f"context must be at least 1 token, not {context!r}")
-        conditional_rates(rates, 1)
         return cls(
             _captured(model, gpu), drafter, tuple(rates), context, _kv_bytes(model, gpu, drafter.weight_bytes, context)
         )
@@ -238,7 +226,7 @@ class Speculation:
         the verification.
         """
         parts, draft = self._parts(batch, k + 1), self.drafter.seconds(batch, k, self.context)
-        return replace(parts, overhead=parts.overhead + self.verify_overhead, draft=draft)
+        return parts._replace(overhead=parts.overhead + self.verify_overhead, draft=draft)
 
     def speedup(self, batch: int, k: int) -> float:
         """Return the speed relative to decoding without drafts at this batch size; below 1, drafts

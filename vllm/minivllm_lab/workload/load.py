@@ -9,30 +9,21 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from minivllm.config.checks import is_number, require
 from minivllm.errors import MinivllmError
+from minivllm_simulate import workloads
 from minivllm_simulate.virtual_clock import SimulatedRequest
-from minivllm_simulate.workloads import (
-    CountedLengths,
-    FileWorkload,
-    Lengths,
-    RequestLengths,
-    Workload,
-    gamma_arrivals,
-    workload,
-)
+from minivllm_simulate.workloads import Lengths, RequestLengths, gamma_arrivals
 
 MOST_REQUESTS = 1000
 """Requests of a file that are simulated."""
 BENCH_KEYS = ("model_id", "completed", "duration", "total_input_tokens", "total_output_tokens", "request_rate")
 
 
-@dataclass(frozen=True)
-class Load:
+class Load(NamedTuple):
     """Requests, and how they arrive: at a rate, from a number of clients, or all at once."""
 
     name: str
@@ -66,12 +57,9 @@ class Load:
 
 
 def make_load(
-    name: str,
-    lengths: Sequence[RequestLengths],
-    rate: float | None = None,
-    clients: int | None = None,
+    name: str, lengths: Sequence[RequestLengths], rate: float | None = None, clients: int | None = None,
     burstiness: float = 1.0,
-) -> Load:
+) -> Load:  # fmt: skip
     """Return a load of requests that arrive at `rate`, from `clients` in a closed loop, or all at once.
 
     Raises:
@@ -88,9 +76,9 @@ def drawn_lengths(prompt: int | str, output: int | str, count: int) -> list[Requ
 
     def shape(tokens: int | str) -> Lengths:
         mean = int(str(tokens).removeprefix("~"))
-        return Lengths(mean) if str(tokens).startswith("~") else CountedLengths(mean, counts=(mean,))
+        return Lengths(mean) if str(tokens).startswith("~") else workloads.CountedLengths(mean, counts=(mean,))
 
-    return Workload(f"{prompt}-{output}", "", shape(prompt), shape(output), "").sample(count)
+    return workloads.Workload(f"{prompt}-{output}", "", shape(prompt), shape(output), "").sample(count)
 
 
 def of_kind(name: str, count: int, rate: float | None, clients: int | None) -> Load:
@@ -99,8 +87,8 @@ def of_kind(name: str, count: int, rate: float | None, clients: int | None) -> L
     Raises:
         MinivllmError: there is no such kind or file, or the file is not such a table; the message names the line.
     """
-    kind, title = workload(name), Path(name).name
-    arrivals = kind.table.arrivals[:MOST_REQUESTS] if isinstance(kind, FileWorkload) and kind.table else ()
+    kind, title = workloads.workload(name), Path(name).name
+    arrivals = kind.table.arrivals[:MOST_REQUESTS] if isinstance(kind, workloads.FileWorkload) and kind.table else ()
     if len(arrivals) > 1 and arrivals[-1] and not rate and not clients:
         return _load(title, kind.sample(len(arrivals)), arrivals, (len(arrivals) - 1) / arrivals[-1], None)
     return make_load(title, kind.sample(count), rate or (None if clients else kind.rate), clients)

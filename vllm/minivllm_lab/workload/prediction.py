@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from minivllm.errors import MinivllmError
 from minivllm_lab.workload.load import Load
@@ -29,8 +29,7 @@ ENOUGH = 1.05
 """A knob that moves the knee by less is not worth turning."""
 
 
-@dataclass(frozen=True)
-class Knob:
+class Knob(NamedTuple):
     """A changed flag, and what it does to the knee and to the gap between tokens, as factors."""
 
     flag: str

@@ -13,9 +13,9 @@ import json
 import statistics
 import tomllib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 from minivllm_lab.workload.load import Load, drawn_lengths, make_load
 from minivllm_lab.workload.measured import measure
@@ -37,8 +37,7 @@ KINDS = {
 ASIDE = "kept aside"
 
 
-@dataclass(frozen=True)
-class Source:
+class Source(NamedTuple):
     """A publication of rows, and the server that they were measured on."""
 
     name: str
@@ -52,8 +51,7 @@ class Source:
     note: str = ""
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """One published figure; a knee is a range of loads."""
 
     source: Source
@@ -142,8 +140,7 @@ def errors(rows: Iterable[Row]) -> list[float]:
     return [abs(row.error(modelled_figures()[row.key])) for row in rows]
 
 
-@dataclass(frozen=True)
-class KnownError:
+class KnownError(NamedTuple):
     """The error of predictions of one kind, on rows that were kept aside."""
 
     rows: int

@@ -14,17 +14,10 @@ from minivllm.config.units import GIB
 from minivllm.errors import MinivllmError
 from minivllm.memory.bytes_per_token import KV_DTYPES
 from minivllm_lab.tables import console, markdown_table, table
+from minivllm_lab.workload import published
 from minivllm_lab.workload.load import Load, drawn_lengths, make_load, of_bench, of_kind, read_bench
 from minivllm_lab.workload.prediction import Prediction, compare, explain
-from minivllm_lab.workload.published import (
-    ASIDE,
-    KINDS,
-    errors,
-    known_error,
-    modelled_figures,
-    published_rows,
-    write_modelled,
-)
+from minivllm_lab.workload.published import ASIDE, KINDS, known_error, published_rows
 from minivllm_lab.workload.server import Server, minor_version
 from minivllm_simulate.hardware import HARDWARE, get_hardware
 from minivllm_simulate.known_models import CONFIGS, HYBRIDS, find_model
@@ -41,7 +34,7 @@ def report(arguments: argparse.Namespace) -> None:
     """Print what the command line asks for."""
     if arguments.errors:
         if arguments.write:
-            write_modelled()
+            published.write_modelled()
             write_page()
         print_errors()
         return
@@ -82,7 +75,7 @@ def print_errors() -> None:
     """Print the errors by kind and by source, and every row."""
     table("Errors on published measurements that were kept aside", BY_KIND, by_kind())
     table("By source", BY_SOURCE, by_source())
-    figures = modelled_figures()
+    figures = published.modelled_figures()
     rows = [(row.key, row.value, figures[row.key], f"{row.error(figures[row.key]):+.0%}") for row in published_rows()]
     table("Row by row", ("row", "published", "modelled", "error"), rows)
 
@@ -102,7 +95,7 @@ def by_source() -> list[tuple[str, ...]]:
     sources = dict.fromkeys(row.source for row in published_rows())
     rows = []
     for source in sources:
-        off = errors(row for row in published_rows() if row.source == source)
+        off = published.errors(row for row in published_rows() if row.source == source)
         link = f"[{source.name}]({source.address}), {source.date}"
         rows.append((link, source.vllm, source.gpu, str(len(off)), f"{statistics.median(off):.0%}", source.role))
     return rows

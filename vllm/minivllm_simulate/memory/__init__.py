@@ -15,16 +15,6 @@ from minivllm_simulate.memory.parameters import (
 )
 
 __all__ = [
-    "StateLayer",
-    "WindowLayer",
-    "adapter_bytes",
-    "adapter_parameters",
-    "get_device",
-    "kv_groups",
-    "memory_ledger",
-    "num_parameters",
-    "parameter_groups",
-    "rotary_table_bytes",
-    "routed_parameters",
-    "weight_bytes",
-]
+    "StateLayer", "WindowLayer", "adapter_bytes", "adapter_parameters", "get_device", "kv_groups", "memory_ledger",
+    "num_parameters", "parameter_groups", "rotary_table_bytes", "routed_parameters", "weight_bytes",
+]  # fmt: skip

@@ -22,13 +22,7 @@ from minivllm.config import ModelConfig
 from minivllm.config.cache_kinds import FULL, SLIDING
 from minivllm.config.checks import positive_count
 from minivllm.errors import MinivllmError, UnsupportedModelError
-from minivllm.memory.bytes_per_token import (
-    Model,
-    as_config,
-    kv_bytes_per_token,
-    layer_bytes_per_token,
-    serving_dtype,
-)
+from minivllm.memory.bytes_per_token import Model, as_config, kv_bytes_per_token, layer_bytes_per_token, serving_dtype
 from minivllm.memory.kv_layers import FullLayer, KVGroups
 from minivllm_simulate.memory.layer_kinds import LINEAR, counted_layer_types
 from minivllm_simulate.memory.parameters import bytes_of_dtype
@@ -65,15 +59,9 @@ class StateLayer(FullLayer):
 
 
 def kv_groups(
-    model: Model,
-    kv_dtype: str = "auto",
-    tp: int = 1,
-    block_size: int = 16,
-    max_num_batched_tokens: int = 8192,
-    steps_in_flight: int = STEPS_IN_FLIGHT,
-    gdn_checkpoints: bool = False,
-    states: int | None = None,
-) -> KVGroups:
+    model: Model, kv_dtype: str = "auto", tp: int = 1, block_size: int = 16, max_num_batched_tokens: int = 8192,
+    steps_in_flight: int = STEPS_IN_FLIGHT, gdn_checkpoints: bool = False, states: int | None = None,
+) -> KVGroups:  # fmt: skip
     """Return the groups of a model's layers on one of `tp` GPUs, as vLLM v0.33.0 forms them by
     default.
 

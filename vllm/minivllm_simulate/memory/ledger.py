@@ -14,18 +14,10 @@ GDN_CHECKPOINT_GPUS = ("H100", "H200", "B200")
 
 
 def memory_ledger(
-    model: Model,
-    device: Device | str,
-    *,
-    max_model_len: int | None = None,
-    tp: int = 1,
-    kv_dtype: str = "auto",
-    weight_dtype: str = "auto",
-    block_size: int = 16,
-    max_num_batched_tokens: int = 8192,
-    weights: int | None = None,
+    model: Model, device: Device | str, *, max_model_len: int | None = None, tp: int = 1, kv_dtype: str = "auto",
+    weight_dtype: str = "auto", block_size: int = 16, max_num_batched_tokens: int = 8192, weights: int | None = None,
     **further: Any,
-) -> MemoryLedger:
+) -> MemoryLedger:  # fmt: skip
     """Divide up the memory of one GPU like vLLM at start-up, for any model whose parts are known.
 
     Args:
@@ -52,14 +44,6 @@ def memory_ledger(
     if weights is None:
         weights = weight_bytes(config, weight_dtype, tp) + rotary_table_bytes(config)
     return engine.memory_ledger(
-        config,
-        device,
-        weights=weights,
-        max_model_len=max_model_len,
-        tp=tp,
-        kv_dtype=kv_dtype,
-        block_size=block_size,
-        max_num_batched_tokens=max_num_batched_tokens,
-        kv=kv,
-        **further,
-    )
+        config, device, weights=weights, max_model_len=max_model_len, tp=tp, kv_dtype=kv_dtype, block_size=block_size,
+        max_num_batched_tokens=max_num_batched_tokens, kv=kv, **further,
+    )  # fmt: skip
