@@ -37,8 +37,8 @@ PARTS = {
 }
 BUDGETS = {
     "the engine": 19_000,
-    "minivllm_lab": 14_910,
-    "minivllm_simulate": 2_180,
+    "minivllm_lab": 14_490,
+    "minivllm_simulate": 2_070,
     "widgets": 10_550,
     "benchmarks": 4_470,
     "tests": 35_280,
