@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -71,10 +71,9 @@ def benchmark_parser(doc: str | None) -> Parser:
     return flags
 
 
-def lesson_parser(doc: str | None, **flags: Mapping[str, Any]) -> argparse.ArgumentParser:
-    """Return a parser with the common flags and the lesson's own; --help shows `doc`, the script's docstring.
-
-    `flags` are the arguments of `add_argument` by name, as in head_dim={"type": int} for `--head-dim`.
+def lesson_parser(doc: str | None) -> argparse.ArgumentParser:
+    """Return a parser with the common flags; --help shows `doc`, the script's docstring. Add the
+    lesson's own knobs to it.
     """
     parser = Parser(description=doc)
     parser.add_argument("--device", choices=DEVICES, default="auto", help="where to run (default: the GPU, if any)")
@@ -87,8 +86,6 @@ def lesson_parser(doc: str | None, **flags: Mapping[str, Any]) -> argparse.Argum
     parser.add_argument("--json", metavar="FILE", help="also write the measured figures to FILE")
     parser.add_argument("--seed", type=seed, default=0, help="seed of everything random (default: 0)")
     parser.add_argument("--model", default=str(EMBEDDED_MODEL), help="a model directory (default: the embedded model)")
-    for name, settings in flags.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", **settings)
     return parser
 
 

@@ -266,10 +266,12 @@ def draw(figures: dict, path: str) -> None:
         axes.legend()
 
 
-parser = partial(
-    lesson_parser,
-    heads={"type": whole_number(1, 256), "default": 32, "help": "query heads, 1 to 256 (default: 32)"},
-    head_dim={"type": whole_number(8, 256), "default": 128, "help": "numbers per head (default: 128)"},
-    context={"type": whole_number(1, 32768), "default": 2048, "help": "tokens of each request (default: 2048)"},
-)
-"""The command line; call it with the script's docstring."""
+def parser(doc: str | None) -> argparse.ArgumentParser:
+    """Add the lesson's own flags to the common ones; `--help` shows `doc`."""
+    flags = lesson_parser(doc)
+    flags.add_argument("--heads", type=whole_number(1, 256), default=32, help="query heads, 1 to 256 (default: 32)")
+    flags.add_argument("--head-dim", type=whole_number(8, 256), default=128, help="numbers per head (default: 128)")
+    flags.add_argument(
+        "--context", type=whole_number(1, 32768), default=2048, help="tokens of each request (default: 2048)"
+    )
+    return flags

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from minivllm.config import Parts
@@ -164,6 +163,9 @@ def draw(figures: dict, path: str) -> None:
         axes.legend(loc="upper left")
 
 
-LENGTH = {"type": whole_number(64, 1900), "default": 1800, "help": "tokens of the long prompts (64 to 1900)"}
-parser = partial(lesson_parser, prompt=LENGTH)
-"""The command line; call it with the script's docstring."""
+def parser(doc: str | None) -> argparse.ArgumentParser:
+    """Add the lesson's own flags to the common ones; `--help` shows `doc`."""
+    flags = lesson_parser(doc)
+    length = whole_number(64, 1900)
+    flags.add_argument("--prompt", type=length, default=1800, help="tokens of the long prompts (64 to 1900)")
+    return flags

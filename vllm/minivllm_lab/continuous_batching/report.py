@@ -6,7 +6,6 @@ import argparse
 import random
 import statistics
 from collections.abc import Mapping
-from functools import partial
 from typing import TYPE_CHECKING
 
 from minivllm.config import CacheConfig, SchedulerConfig
@@ -158,9 +157,13 @@ def draw(results: dict, path: str) -> None:
 
 
 # With more seats than half of the counted requests, none would have to wait; fewer than 12 are too few to compare.
-parser = partial(
-    lesson_parser,
-    seats={"type": whole_number(1, 64), "default": 8, "help": "seats of the counted batch (up to 64)"},
-    requests={"type": whole_number(12, 4096), "help": "requests, at least 12 (default: 72, 12 quick, 256 full)"},
-)
-"""The command line; call it with the script's docstring."""
+
+
+def parser(doc: str | None) -> argparse.ArgumentParser:
+    """Build the parser: the common flags and the lesson's own; --help shows `doc`."""
+    flags = lesson_parser(doc)
+    # With more seats than half of the counted requests, no request would have to wait.
+    flags.add_argument("--seats", type=whole_number(1, 64), default=8, help="seats of the counted batch (up to 64)")
+    at_least = whole_number(12, 4096)  # fewer are too few to compare
+    flags.add_argument("--requests", type=at_least, help="requests, at least 12 (default: 72, 12 quick, 256 full)")
+    return flags

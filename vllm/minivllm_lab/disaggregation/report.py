@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 from itertools import product
 from typing import Any
 
@@ -227,6 +226,9 @@ def draw(results: dict, path: str) -> None:
         axes.legend(loc="upper right", bbox_to_anchor=(1, 0.8))
 
 
-LENGTH = "tokens of the long prompt, 64 to 1900 (default: 1800)"
-parser = partial(lesson_parser, prompt={"type": whole_number(64, 1900), "default": 1800, "help": LENGTH})
-"""The command line; call it with the script's docstring."""
+def parser(doc: str | None) -> argparse.ArgumentParser:
+    """Add the lesson's own flag to the common ones; --help shows `doc`."""
+    flags = lesson_parser(doc)
+    prompt = "tokens of the long prompt, 64 to 1900 (default: 1800)"
+    flags.add_argument("--prompt", type=whole_number(64, 1900), default=1800, help=prompt)
+    return flags

@@ -7,7 +7,6 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -50,15 +49,17 @@ ON_CHIP = 228 * 1024
 """Bytes of shared memory of an H100's multiprocessor."""
 PAPERS_GB = 40.3
 """FlashAttention, figure 2: what standard attention moved, forward and backward."""
-parser = partial(
-    lesson_parser,
-    head_dim={"type": positive_int, "default": 64, "help": "width of a head in the counted loops"},
-    block_q={"type": positive_int, "default": 128, "help": "queries per tile in the counted loops"},
-    block_k={"type": positive_int, "default": 64, "help": "keys per tile in the counted loops"},
-    target={"choices": tuple(SHARED_MEMORY), "default": "sm_90", "help": "GPU the tiles are compiled for"},
-    row={"metavar": "FILE", "help": "also write one row of the model's scores, which the widget shows"},
-)
-"""The command line; call it with the script's docstring."""
+
+
+def parser(doc: str | None) -> argparse.ArgumentParser:
+    """Build the parser: the common flags and the lesson's own; --help shows `doc`."""
+    flags = lesson_parser(doc)
+    flags.add_argument("--head-dim", type=positive_int, default=64, help="width of a head in the counted loops")
+    flags.add_argument("--block-q", type=positive_int, default=128, help="queries per tile in the counted loops")
+    flags.add_argument("--block-k", type=positive_int, default=64, help="keys per tile in the counted loops")
+    flags.add_argument("--target", choices=tuple(SHARED_MEMORY), default="sm_90", help="GPU the tiles are compiled for")
+    flags.add_argument("--row", metavar="FILE", help="also write one row of the model's scores, which the widget shows")
+    return flags
 
 
 class Plan(NamedTuple):

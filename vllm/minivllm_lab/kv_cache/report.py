@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import TYPE_CHECKING
 
 from minivllm.config import ModelConfig
@@ -192,10 +191,10 @@ def draw(results: dict, path: str) -> None:
         right.invert_yaxis()
 
 
-parser = partial(
-    lesson_parser,
-    gpu={"default": "L4", "help": "the card of the ledger"},
-    serve={"default": "Llama-3.1-8B", "help": "the model on that card"},
-    max_model_len={"type": positive_int, "default": 2048, "help": "slots reserved for each request"},
-)
-"""The command line; call it with the script's docstring."""
+def parser(doc: str | None) -> argparse.ArgumentParser:
+    """Build the parser: the common flags and the lesson's own; --help shows `doc`."""
+    flags = lesson_parser(doc)
+    flags.add_argument("--gpu", default="L4", help="the card of the ledger")
+    flags.add_argument("--serve", default="Llama-3.1-8B", help="the model on that card")
+    flags.add_argument("--max-model-len", type=positive_int, default=2048, help="slots reserved for each request")
+    return flags

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from functools import partial
 from typing import Any
 
 import torch
@@ -212,9 +211,11 @@ def _skew(text: str) -> float:
     return value
 
 
-parser = partial(
-    lesson_parser,
-    adapters={"type": whole_number(8, 5000), "default": 1000, "help": "number of registered adapters (8 to 5000)"},
-    skew={"type": _skew, "default": 1.0, "help": "Zipf exponent of the traffic over adapters (0 to 3)"},
-)
-"""The command line; call it with the script's docstring."""
+def parser(doc: str | None) -> argparse.ArgumentParser:
+    """Add the lesson's own flags to the common ones; `--help` shows `doc`."""
+    flags = lesson_parser(doc)
+    flags.add_argument(
+        "--adapters", type=whole_number(8, 5000), default=1000, help="number of registered adapters (8 to 5000)"
+    )
+    flags.add_argument("--skew", type=_skew, default=1.0, help="Zipf exponent of the traffic over adapters (0 to 3)")
+    return flags

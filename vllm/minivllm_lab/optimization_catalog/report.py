@@ -6,9 +6,9 @@ lesson's own code.
 
 from __future__ import annotations
 
+import argparse
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from minivllm.entrypoints.llm import LLM
@@ -117,9 +117,11 @@ def draw(results: dict, path: str) -> None:
         axes.set(title="Prefixes outgrow the pool", xlabel="prefixes of 8 blocks, pool of 63", ylabel="% hits", ylim=-2)
 
 
-parser = partial(
-    lesson_parser,
-    users={"type": whole_number(2, 32), "default": 8, "help": "users sharing prefixes, 2 to 32 (default: 8; quick: 4)"},
-    group={"type": int, "choices": (16, 32, 64, 128, 256), "default": 64, "help": "weights that share an int4 scale"},
-)
-"""The command line; call it with the script's docstring."""
+def parser(doc: str | None) -> argparse.ArgumentParser:
+    """Build the parser: the common flags and the lesson's own; --help shows `doc`."""
+    flags = lesson_parser(doc)
+    users = whole_number(2, 32)
+    flags.add_argument("--users", type=users, default=8, help="users sharing prefixes, 2 to 32 (default: 8; quick: 4)")
+    groups = (16, 32, 64, 128, 256)
+    flags.add_argument("--group", type=int, choices=groups, default=64, help="weights that share an int4 scale")
+    return flags

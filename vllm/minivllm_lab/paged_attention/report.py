@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from minivllm.errors import MinivllmError
@@ -39,9 +38,13 @@ TITLES = {
 """Display names of the allocators."""
 SHARES = {"tokens": "a token", "later": "will, later", "never": "never will", "outside": "outside"}
 """Display names of what a slot holds; together they cover all slots."""
-SIZE = {"type": positive_int, "default": 16, "help": "token slots in a block (default: 16)"}
-parser = partial(lesson_parser, block_size=SIZE)
-"""The command line; call it with the script's docstring."""
+
+
+def parser(doc: str | None) -> argparse.ArgumentParser:
+    """Build the parser: the common flags and the lesson's own; --help shows `doc`."""
+    flags = lesson_parser(doc)
+    flags.add_argument("--block-size", type=positive_int, default=16, help="token slots in a block (default: 16)")
+    return flags
 
 
 class Plan(NamedTuple):

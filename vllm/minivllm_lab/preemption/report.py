@@ -255,6 +255,9 @@ def short(name: str) -> str:
     return name.replace("Meta-", "").replace("Llama-3", "Llama 3").replace("opt", "OPT")
 
 
-SMALL = {"type": whole_number(11, AMPLE), "default": 14, "help": "blocks of the small pool (11 to 200; default: 14)"}
-parser = partial(lesson_parser, blocks=SMALL)
-"""The command line; call it with the script's docstring."""
+def parser(doc: str | None) -> argparse.ArgumentParser:
+    """Add the lesson's own flags to the common ones; `--help` shows `doc`."""
+    flags = lesson_parser(doc)
+    most = whole_number(11, AMPLE)
+    flags.add_argument("--blocks", type=most, default=14, help="blocks of the small pool (11 to 200; default: 14)")
+    return flags

@@ -177,10 +177,12 @@ def draw(results: dict, path: str) -> None:
         axes.set(title="Arrivals below the knee, at it and above")
 
 
-parser = partial(
-    lesson_parser,
-    clients={"type": whole_number(1, 64), "default": 16, "help": "clients of the closed load, 1 to 64 (default: 16)"},
-    slo_ttft={"type": float, "default": SLO_TTFT, "help": f"seconds to a first token (default: {SLO_TTFT:g})"},
-    slo_tpot={"type": float, "default": 0.05, "help": "seconds per token after it (default: 0.05)"},
-)
-"""The command line; call it with the script's docstring."""
+def parser(doc: str | None) -> argparse.ArgumentParser:
+    """Add the lesson's own flags to the common ones; --help shows `doc`."""
+    flags = lesson_parser(doc)
+    clients = "clients of the closed load, 1 to 64 (default: 16)"
+    flags.add_argument("--clients", type=whole_number(1, 64), default=16, help=clients)
+    first = f"seconds to a first token (default: {SLO_TTFT:g})"
+    flags.add_argument("--slo-ttft", type=float, default=SLO_TTFT, help=first)
+    flags.add_argument("--slo-tpot", type=float, default=0.05, help="seconds per token after it (default: 0.05)")
+    return flags

@@ -277,9 +277,9 @@ def draw(results: dict, path: str) -> None:
         both[1].set(title="Speed-up by three drafts", ylabel="times as fast as without drafts")
 
 
-parser = partial(
-    lesson_parser,
-    draft_model={"default": str(EMBEDDED_DRAFT), "help": "folder or name of a smaller model"},
-    drafts={"type": whole_number(1, 16), "default": 3, "help": "tokens to guess, 1 to 16 (default: 3)"},
-)
-"""The command line; call it with the script's docstring."""
+def parser(doc: str | None) -> argparse.ArgumentParser:
+    """Add the lesson's own flags to the common ones; --help shows `doc`."""
+    flags = lesson_parser(doc)
+    flags.add_argument("--draft-model", default=str(EMBEDDED_DRAFT), help="folder or name of a smaller model")
+    flags.add_argument("--drafts", type=whole_number(1, 16), default=3, help="tokens to guess, 1 to 16 (default: 3)")
+    return flags
