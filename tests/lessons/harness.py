@@ -7,10 +7,11 @@ import itertools
 import json
 import math
 import os
+import re
 import runpy
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import redirect_stdout
 from functools import cache
 from pathlib import Path
@@ -24,7 +25,7 @@ from refusals import assert_refuses as assert_refuses
 from minivllm.config import ModelConfig
 from minivllm.platforms.triton_utils import HAS_TRITON, INTERPRETED
 from minivllm_lab.checking import Check, CheckResult
-from minivllm_lab.exercise import checks_of, checks_paths, exercise_path, load, run_checks
+from minivllm_lab.exercise import checks_of, checks_paths, load, run_checks
 from minivllm_lab.mutants import Mutant, load_mutant
 from minivllm_lab.reach import joined, names_in, reached
 
@@ -88,30 +89,24 @@ def figures_of_quick_run(number: str, folder: Path, *arguments: str) -> dict:
     return record["figures"]
 
 
-def solution_results(number: str) -> list[CheckResult]:
-    """Return the results of the exercise's checks on the lesson's script."""
-    return run_checks(load(script_path(number)), _checks(number))
+def results_of(path: Path, number: str) -> list[CheckResult]:
+    """Return the results of the exercise's checks on a file: the lesson's script, or the stub."""
+    return run_checks(load(path), _checks(number))
 
 
-def stub_results(number: str) -> list[CheckResult]:
-    """Return the results of the exercise's checks on the stub."""
-    return run_checks(load(exercise_path(number)), _checks(number))
+def assert_caught(number: str, mutant: Mutant, says: re.Pattern[str] | None = None) -> None:
+    """Expect a check to fail on the script with the mutant's change, and one of them to say this.
 
-
-def checks_that_catch(number: str, mutant: Mutant) -> list[str]:
-    """Return the first check that fails on the script with the mutant's change, or none. One is
-    enough.
+    No more checks run than it takes.
     """
-    caught = [result.function for result in itertools.islice(_failures(number, mutant), 1)]
-    noted.append(("mutant", [number, repr(mutant), bool(caught)]))
-    return caught
-
-
-def problems_of(number: str, mutant: Mutant) -> Iterator[str]:
-    """Return the message of each check that fails on the mutant. Checks run lazily, as the caller
-    consumes the messages, and once per process.
-    """
-    return (result.problem or "" for result in _failures(number, mutant))
+    module = load_mutant(script_path(number), mutant)
+    checks = nearest_first(number, mutant[0].partition(".")[0])
+    results = (result for check in checks for result in run_checks(module, [check]))
+    problems = (result.problem or "" for result in results if not result.passed)
+    first = next(problems, None)
+    noted.append(("mutant", [number, repr(mutant), first is not None]))
+    assert first is not None
+    assert says is None or any(map(says.search, itertools.chain([first], problems))), f"no check says {says.pattern!r}"
 
 
 def exercise_test(number: str) -> Callable[[str], None]:
@@ -126,10 +121,7 @@ def exercise_test(number: str) -> Callable[[str], None]:
     @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # some mistakes make NaN
     @pytest.mark.parametrize("mistake", mutants)
     def test_the_checks_catch(mistake: str) -> None:
-        assert checks_that_catch(number, mutants[mistake])
-        if (says := messages.get(mistake)) is not None:
-            problems = problems_of(number, mutants[mistake])
-            assert any(map(says.search, problems)), f"no check says {says.pattern!r}"
+        assert_caught(number, mutants[mistake], messages.get(mistake))
 
     return test_the_checks_catch
 
@@ -154,27 +146,6 @@ def _calls_from(number: str, check: str) -> dict[str, int]:
     return reached(
         check, joined(*(names_in(path.read_text()) for path in (*checks_paths(number), script_path(number))))
     )
-
-
-def _failures(number: str, mutant: Mutant) -> Iterator[CheckResult]:
-    result, left = _tried(number, mutant)
-    for index in itertools.count():
-        if index == len(result):
-            result.extend(itertools.islice(left, 1))
-        if index == len(result):
-            return
-        yield result[index]
-
-
-@cache
-def _tried(number: str, mutant: Mutant) -> tuple[list[CheckResult], Iterator[CheckResult]]:
-    """Return the checks that have failed on the mutant so far, and an iterator over those still to
-    fail.
-    """
-    module = load_mutant(script_path(number), mutant)
-    checks = nearest_first(number, mutant[0].partition(".")[0])
-    results = (result for check in checks for result in run_checks(module, [check]))
-    return [], (result for result in results if not result.passed)
 
 
 SMALL = ModelConfig(

@@ -5,7 +5,6 @@ one of the mistakes of `tests/lessons`.
 import ast
 import functools
 from collections.abc import Iterator
-from pathlib import Path
 
 from lessons.mistakes import mutants_of
 from repository import ROOT
@@ -20,7 +19,7 @@ def solution(number: str, text: str, mutant: Mutant | None = None) -> str:
     """Return the script's definitions for those that a page's stub asks for, with all that they
     use. What the stub gives stays as it is.
     """
-    lines = map(ast.unparse, _reached(_script(number), text, mutant))
+    lines = map(ast.unparse, _reached(number, text, mutant))
     return "\n".join(line for line in lines if line != "import torch") + "\n"
 
 
@@ -29,13 +28,8 @@ def mutants(number: str, text: str) -> dict[str, Mutant]:
     (checks,) = (ROOT / "lessons" / "exercises" / "checks").glob(f"{number}_*.py")
     called = {node.attr for node in ast.walk(ast.parse(checks.read_text())) if isinstance(node, ast.Attribute)}
     checked = "\n".join(ast.unparse(node) for node in ast.parse(text).body if getattr(node, "name", "") in called)
-    used = {name for node in _reached(_script(number), checked) if node not in _given(checked) for name in _names(node)}
+    used = {name for node in _reached(number, checked) if node not in _given(checked) for name in _names(node)}
     return {mistake: mutant for mistake, mutant in mutants_of(number).items() if mutant[0].partition(".")[0] in used}
-
-
-def _script(number: str) -> Path:
-    (script,) = (ROOT / "vllm").glob(f"{number}_*.py")
-    return script
 
 
 @functools.cache
@@ -44,8 +38,9 @@ def _given(text: str) -> list[ast.stmt]:
     return [node for node in ast.parse(text).body if "NotImplementedError" not in ast.dump(node)]
 
 
-def _reached(script: Path, text: str, mutant: Mutant | None = None) -> list[ast.stmt]:
+def _reached(number: str, text: str, mutant: Mutant | None = None) -> list[ast.stmt]:
     """Return the statements that define what the stub asks for, and all that those name, imports first."""
+    (script,) = (ROOT / "vllm").glob(f"{number}_*.py")
     source = script.read_text()
     body = ast.parse(mutant_source(source, mutant, script.name) if mutant else source).body
     named = {name: _without_annotations(node) for node in body + _given(text) for name in _names(node)}

@@ -4,11 +4,11 @@ clear.
 
 import ast
 import inspect
+import re
 
 import pytest
 from refusals import assert_refused
 
-from minivllm.errors import MinivllmError
 from minivllm_lab.mutants import load_mutant, mutant_source
 
 SOURCE = """
@@ -37,7 +37,6 @@ class Pool:
     ("where", "old", "new", "line"),
     [
         ("Pool.take", "n + 1", "n", "return [self.one(n), 'text']"),
-        ("Pool.take", 'self.one(n+1), "text"', "()", None),
         ("Pool.take", "[self.one((n + 1)), 'text']", "[]", "return []"),
         ("Pool.take", "[self.one(...), ...]", "[..., self.two(...)]", "return [n + 1, self.two('text')]"),
         ("Pool.take", "if n > 1: ...", "", "def take(self, n):\n        return ["),
@@ -49,9 +48,6 @@ class Pool:
     ],
 )
 def test_a_mutant_changes_one_piece_of_one_function(where, old, new, line):
-    if line is None:  # two elements of a list are not an expression of their own
-        assert_refused("no times", mutant_source, SOURCE, (where, old, new))
-        return
     changed = ast.unparse(ast.parse(mutant_source(SOURCE, (where, old, new))))
     assert line in changed
     rest = set(ast.unparse(ast.parse(SOURCE)).splitlines())
@@ -65,6 +61,7 @@ def test_every_other_line_stays():
 @pytest.mark.parametrize(
     ("mutant", "said"),
     [
+        (("Pool.take", 'self.one(n+1), "text"', "()"), "no times"),  # part of a list is no expression of its own
         (("Pool.give", "n + 1", "n"), "'Pool.give' occurs no times"),
         (("take", "n + 1", "n"), "'take' occurs no times"),
         (("Pool.take", "n + 2", "n"), "'n + 2' occurs no times in Pool.take"),
@@ -73,9 +70,7 @@ def test_every_other_line_stays():
     ],
 )
 def test_a_mutant_that_is_not_what_it_says_is_an_error(mutant, said):
-    with pytest.raises(MinivllmError) as refused:
-        mutant_source(SOURCE, mutant)
-    assert said in str(refused.value)
+    assert_refused(re.escape(said), mutant_source, SOURCE, mutant)
 
 
 def test_a_mutant_keeps_its_source_for_triton_and_leaves_the_file(tmp_path):

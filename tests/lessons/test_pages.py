@@ -139,10 +139,6 @@ def test_a_fence_inside_a_list_is_no_text():
     assert words.count("1. one\n\n   ```bash\n   make run\n   ```\n\n   two\n") == 3
 
 
-def test_every_notes_page_belongs_to_a_lesson():
-    assert {path.name for path in NOTES} <= {path.name for path in LESSONS.glob("*.md")}
-
-
 @pytest.mark.parametrize("notes", NOTES, ids=lambda path: path.stem)
 def test_a_lesson_with_notes_is_short_and_linked_with_them(notes):
     text = (LESSONS / notes.name).read_text()

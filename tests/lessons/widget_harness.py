@@ -7,6 +7,7 @@ Each function returns a test for a lesson's test file:
 
 from __future__ import annotations
 
+import re
 import shlex
 import xml.etree.ElementTree as ET
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +15,11 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from hypothesis import strategies as st
 from refusals import assert_refused
+
+from widgets.shell.session import Session
+from widgets.shell.spec import Spec
 
 Knobs = dict[str, Any]
 SWEEPS = "widgets.shell.swept.PATIENCE"
@@ -56,6 +61,63 @@ def served_with(line: str, **flags: object) -> list[str]:
     for name, value in flags.items():
         assert words[words.index(f"--{name.replace('_', '-')}") + 1] == str(value)
     return words
+
+
+def positions(spec: Spec) -> st.SearchStrategy[Knobs]:
+    """Draw a position of each knob that is not typed in."""
+    places = {name: knob.places() for name, knob in spec.flat().items() if knob.kind != "entry"}
+    return st.fixed_dictionaries({name: st.sampled_from(values) for name, values in places.items()})
+
+
+def marks_drawn(spec: Spec, state: Any, width: int = 640, pinned: Any = None) -> list[ET.Element]:
+    """Return all marks of a state's pictures, which must have this width and hold no NaN."""
+    svg = spec.pictures(state, width, pinned)
+    assert not re.search(r"(?<![a-z])(nan|inf)(?![a-z])", svg, re.IGNORECASE)
+    pictures = list(ET.fromstring(f"<div>{svg}</div>"))
+    assert {float(picture.get("width", 0)) for picture in pictures} == {width}
+    return [mark for picture in pictures for mark in picture.iter()]
+
+
+def verdict_test(widget: ModuleType, here: Callable[..., Any], verdicts: Sequence[tuple]) -> Callable:
+    """Test verdicts, each given as knobs, tone and any number of words."""
+
+    @pytest.mark.parametrize("case", verdicts)
+    def test(case: tuple) -> None:
+        knobs, tone, *words = case
+        said = widget.verdict(here(**knobs))
+        assert said.tone == tone, said
+        assert [each for each in words if each not in said.words] == [], said
+
+    return test
+
+
+def solution_test(widget: ModuleType, here: Callable[..., Any], solutions: Sequence[Knobs]) -> Callable:
+    """Test that each challenge can be met, and by no knob alone unless its solution is that knob."""
+
+    @pytest.mark.parametrize(("index", "solution"), list(enumerate(solutions)))
+    def test(index: int, solution: Knobs) -> None:
+        check = widget.CHALLENGES[index].check
+        assert check(here(**solution)).met
+        for name, knob in widget.SPEC.flat().items():
+            met = [value for value in knob.places() if check(first_state(widget, {name: value})).met]
+            assert not met or solution.keys() == {name}, (name, met)
+
+    return test
+
+
+def own_code_test(spec: Spec, parts: Sequence[tuple[Any, str]], patience: str = SWEEPS) -> Callable:
+    """Test that code of the reader's own that fails or does not return is reported in one line."""
+    (argument,) = spec.own
+
+    @pytest.mark.parametrize(("own", "words"), parts)
+    def test(own: Any, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(patience, 0.2)
+        view = Session(spec, **{argument: own}).settle()
+        assert view["tone"] == "broken"
+        assert words in view["words"]
+        assert "\n" not in view["words"]
+
+    return test
 
 
 def region_test(widget: ModuleType, values: Sequence[int], settings: Sequence[Knobs]) -> Callable:

@@ -3,6 +3,7 @@ wrong.
 """
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from minivllm_lab.kv_cache.race import race
 from minivllm_lab.kv_cache.reservation import unused_shares
 from minivllm_lab.mutants import load_mutant
 from minivllm_simulate.hardware import HARDWARE
-from minivllm_simulate.known_models import CONFIGS, known_model
+from minivllm_simulate.known_models import known_model
 from minivllm_simulate.memory import memory_ledger
 
 lesson = load(script_path("01"))
@@ -59,18 +60,6 @@ def test_a_prompt_may_come_in_parts():
     assert_close(torch.cat(parts), whole)
 
 
-def keys_and_values(model, tokens):
-    """Return the keys and values of every layer when all tokens go through the model together."""
-    results = []
-
-    def attend(layer, q, k, v):
-        results.append((k.clone(), v.clone()))
-        return lesson.attention(q, k, v)
-
-    model(torch.tensor(tokens), torch.arange(len(tokens)), attend)
-    return results
-
-
 def test_the_step_by_hand():
     """The numbers are those that the text derives on paper, including the mistaken ones."""
     keys, values = torch.full((2, 4, 1, 4), torch.nan)
@@ -91,13 +80,6 @@ def test_the_step_by_hand():
 
 
 # ---- bytes per token -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", CONFIGS)
-def test_the_lessons_formula_is_the_engines(name):
-    config = known_model(name)
-    assert lesson.kv_bytes_per_token(config) == memory.kv_bytes_per_token(config, "bfloat16")
-    assert lesson.kv_bytes_per_token(config, 1) == memory.kv_bytes_per_token(config, "fp8")
 
 
 def test_the_cache_really_takes_that_many_bytes():
@@ -165,8 +147,7 @@ def test_replay_counts_only_requests_that_fit(reserved):
 
 
 @pytest.mark.parametrize(
-    ("name", "counted"),
-    [("azure-conversation", [0.518, 0.731, 0.833]), ("azure-code", [0.581, 0.658, 0.747])],
+    ("name", "counted"), [("azure-conversation", [0.518, 0.731, 0.833]), ("azure-code", [0.581, 0.658, 0.747])]
 )
 def test_the_replay_is_near_the_released_trace(reserved, name, counted):
     """`counted` was computed on all requests of the Azure files themselves."""
@@ -274,19 +255,18 @@ def test_the_pictures_show_what_the_ledger_and_the_data_sheet_say(reserved):
 
 def test_the_cone_holds_what_a_key_depends_on():
     """The model confirms the blue cells: a token in the cone changes the key, one outside does not."""
-    model, tokens = attentive_model(replace(SMALL, num_hidden_layers=3)), list(range(5, 14))
-    key = keys_and_values(model, tokens)[2][0][cone.KEY]
+    config = replace(SMALL, num_hidden_layers=3)
+    model, tokens = attentive_model(config), torch.arange(5, 14)
+
+    def key_of_layer_3(tokens):
+        cache = lesson.KVCache(config, len(tokens), model.embed_tokens.weight)
+        model(tokens, torch.arange(len(tokens)), cache.attend)
+        return cache.keys[2, cone.KEY]
+
     for position in range(len(tokens)):
-        other = [90 if index == position else token for index, token in enumerate(tokens)]
-        differs = (keys_and_values(model, other)[2][0][cone.KEY] - key).abs().max() > 1e-3
+        other = tokens.index_fill(0, torch.tensor(position), 90)
+        differs = (key_of_layer_3(other) - key_of_layer_3(tokens)).abs().max() > 1e-3
         assert bool(differs) == (position <= cone.KEY)
-
-
-class Letters:
-    """A tokenizer whose tokens are letters."""
-
-    def decode(self, tokens):
-        return "".join(chr(token) for token in tokens)
 
 
 def written(text, seconds):
@@ -299,7 +279,8 @@ def written(text, seconds):
 
 
 def test_at_any_moment_of_the_race_both_have_had_the_same_time(capsys):
-    slow, fast = race(written("abcdef", 3.0), written("abcdef", 1.0), Letters())
+    letters = SimpleNamespace(decode=lambda tokens: "".join(map(chr, tokens)))
+    slow, fast = race(written("abcdef", 3.0), written("abcdef", 1.0), letters)
     assert slow.tokens == fast.tokens
     out = capsys.readouterr().out
     assert "6 tokens in 6.0 s, done" in out

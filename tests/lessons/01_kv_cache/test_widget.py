@@ -1,7 +1,6 @@
 """Lesson 01's widget shows what the ledger says, and breaks where vLLM refuses to start."""
 
-import re
-import xml.etree.ElementTree as ET
+import math
 from pathlib import Path
 
 import pytest
@@ -9,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from refusals import assert_refused
 
+from lessons import widget_harness as harness
 from minivllm.errors import MinivllmError
 from minivllm.memory import kv_bytes_per_token, max_concurrency
 from minivllm_lab.exercise import load
@@ -23,13 +23,10 @@ from widgets.shell.session import Session
 ONE_TOO_LONG = {"max_model_len": 2**15}
 TOO_BIG = {"model": "deepseek-ai/DeepSeek-V3", "gpu": "T4", "tp": 8}
 BEYOND = {"model": "openai-community/gpt2", "max_model_len": 2**17}
-KNOBS = st.fixed_dictionaries(
-    {
-        name: st.sampled_from([value for _, value in knob.options])
-        for name, knob in kv_cache.SPEC.flat().items()
-        if knob.options
-    }
-    | {"utilization": st.floats(0.5, 1.0)}
+SOLUTIONS = (
+    {"gpu": "A100-80", "max_model_len": 2**17},
+    {"gpu": "H100", "requests": "alpaca", "max_model_len": 2**13},
+    {"model": "Qwen/Qwen2.5-7B", "gpu": "H100", "max_model_len": 2**13},
 )
 LESSON = Path(__file__).resolve().parents[3] / "vllm" / "01_kv_cache.py"
 
@@ -49,9 +46,7 @@ def test_a_sweep_is_the_ledger():
     assert state.needs == tuple((row.name, row.bytes) for row in ledger.rows[: len(state.needs)])
     assert state.needed + ledger.kv_bytes == int(HARDWARE["H100"].memory_bytes * 0.9)
     assert state.tokens == ledger.kv_bytes // (16 * kv_bytes_per_token(config, "fp8", 2)) * 16
-    assert state.slots == int(max_concurrency(ledger.tokens, 4096))
     assert state.concurrency[state.contexts.index(4096)] == max_concurrency(ledger.tokens, 4096)
-    assert state.longest == ledger.longest_request
 
 
 @pytest.mark.parametrize("name", ["gpt-oss-20b", "gemma-3-12b-it"])
@@ -77,16 +72,14 @@ def test_the_lines_of_other_gpus_are_what_the_sweep_says_there():
         assert (pool.tokens, pool.longest) == (other.tokens, other.longest)
 
 
-@given(KNOBS, st.sampled_from([360, 400, 600, 640, 760]))
+@given(harness.positions(kv_cache.SPEC), st.sampled_from([360, 400, 600, 640, 760]))
 @settings(max_examples=30, deadline=None)
 def test_every_position_of_the_knobs_is_drawn(knobs, width):
     try:
         state = sweep(**knobs)
     except MinivllmError:
         return  # heads that cannot be divided, formats that a latent cache cannot take
-    svg = kv_cache.figure(state, width, pinned=sweep())
-    assert not re.search(r"\b(nan|inf)\b", svg)
-    assert float(ET.fromstring(svg).attrib["width"]) == width
+    harness.marks_drawn(kv_cache.SPEC, state, width, pinned=sweep())
     assert 0 <= state.held <= state.reserved <= 1
     assert state.starts == (state.slots >= 1)
     assert all(length <= state.max_model_len for length in state.lengths)
@@ -100,8 +93,9 @@ def test_every_position_of_the_knobs_is_drawn(knobs, width):
         assert progress.met == (not progress.advice)
 
 
-@pytest.mark.parametrize(
-    ("knobs", "tone", "words"),
+test_verdicts_are_those_of_the_theory = harness.verdict_test(
+    kv_cache,
+    sweep,
     [
         ({}, "broken", "Full with 14 requests, though 59 would fit by their own lengths: only 23.6 %"),
         ({"requests": "azure-code"}, "tight", "Full with 14 requests"),
@@ -114,9 +108,6 @@ def test_every_position_of_the_knobs_is_drawn(knobs, width):
         ({**TOO_BIG, "gpu": "H200"}, "broken", "Full with 347 requests"),
     ],
 )
-def test_verdicts_are_those_of_the_theory(knobs, tone, words):
-    said = kv_cache.verdict(sweep(**knobs))
-    assert (said.tone, words in said.words) == (tone, True), said
 
 
 def test_the_verdict_names_the_length_that_would_fit():
@@ -154,46 +145,29 @@ def test_a_wrong_function_shows():
     assert "524,288 bytes per token on each GPU, but the engine counts 131,072: yours is 4 times as much" in said.words
     assert "the engine's count" in kv_cache.figure(wrong)
     assert "the engine's count" not in kv_cache.figure(right)
-    for challenge in kv_cache.CHALLENGES:
-        assert not challenge.check(sweep(**solution(challenge), kv_bytes_per_token=query_heads)).met
+    for challenge, solution in zip(kv_cache.CHALLENGES, SOLUTIONS, strict=True):
+        assert not challenge.check(sweep(**solution, kv_bytes_per_token=query_heads)).met
 
 
-def test_a_function_that_does_not_end_fails_or_returns_nonsense_is_given_up(monkeypatch):
-    monkeypatch.setattr("widgets.kv_cache.state.PATIENCE", 0.2)
-
-    def endless(config, size):
-        while True:
-            size += 1
-
-    view = Session(kv_cache.SPEC, kv_bytes_per_token=endless).settle()
-    assert "your kv_bytes_per_token did not return within 0.2 s" in view["words"]
-    view = Session(kv_cache.SPEC, kv_bytes_per_token=lambda config, size: config.nothing).settle()
-    assert "Your kv_bytes_per_token broke" in view["words"]
-    for nonsense in (None, -1, float("nan")):
-        view = Session(kv_cache.SPEC, kv_bytes_per_token=lambda config, size, value=nonsense: value).settle()
-        assert f"returned {nonsense}" in view["words"]
-    for huge in (10**30, 1e-9):
-        kv_cache.figure(sweep(kv_bytes_per_token=lambda config, size, huge=huge: huge))
-
-
-SOLUTIONS = (
-    {"gpu": "A100-80", "max_model_len": 2**17},
-    {"gpu": "H100", "requests": "alpaca", "max_model_len": 2**13},
-    {"model": "Qwen/Qwen2.5-7B", "gpu": "H100", "max_model_len": 2**13},
+test_a_function_that_does_not_end_fails_or_returns_nonsense_is_given_up = harness.own_code_test(
+    kv_cache.SPEC,
+    [
+        (harness.endless, "your kv_bytes_per_token did not return within 0.2 s"),
+        (lambda config, size: config.nothing, "Your kv_bytes_per_token broke"),
+        (lambda config, size: None, "returned None"),
+        (lambda config, size: -1, "returned -1"),
+        (lambda config, size: math.nan, "returned nan"),
+    ],
+    "widgets.kv_cache.state.PATIENCE",
 )
 
 
-def solution(challenge):
-    return SOLUTIONS[kv_cache.CHALLENGES.index(challenge)]
+@pytest.mark.parametrize("count", [10**30, 1e-9])
+def test_whatever_number_a_function_returns_is_drawn(count):
+    harness.marks_drawn(kv_cache.SPEC, sweep(kv_bytes_per_token=lambda config, size: count))
 
 
-@pytest.mark.parametrize("challenge", kv_cache.CHALLENGES, ids=("context", "empty", "formula"))
-def test_each_challenge_falls_to_no_single_knob_and_can_be_met(challenge):
-    start = kv_cache.SPEC.start()
-    assert challenge.check(sweep(**{**start, **solution(challenge)})).met
-    for name, knob in kv_cache.SPEC.flat().items():
-        for _, value in knob.options:
-            assert not challenge.check(sweep(**{**start, name: value})).met, (name, value)
+test_each_challenge_falls_to_no_single_knob_and_can_be_met = harness.solution_test(kv_cache, sweep, SOLUTIONS)
 
 
 @given(share=st.floats(0, 1))

@@ -3,14 +3,14 @@ formula.
 """
 
 import json
-from pathlib import Path
 
 import pytest
+from repository import ROOT
 
 from minivllm_lab.paged_attention.block_size_costs import LINE, SECTOR, Moment, fetched, fetched_in_vain, held, moments
 from minivllm_simulate.workloads import WORKLOADS
 
-LEFT = Path(__file__).resolve().parents[3] / "benchmarks" / "results" / "02_paged_attention.cpu.json"
+LEFT = ROOT / "benchmarks" / "results" / "02_paged_attention.cpu.json"
 
 
 def test_held_by_hand():
@@ -64,12 +64,3 @@ def test_the_formula_counts_what_a_walk_counts(piece: int, row: int, per_token: 
         for block_size in (1, 2, 3, 16, 64):
             counted = fetched(length, block_size, row, piece, per_token=per_token)
             assert counted == walked(length, block_size, row, piece, per_token)
-
-
-def test_fetched_bytes_by_hand():
-    """Keys and values of 32 tokens of 256 bytes need 16,384 bytes: two blocks of 16, and two
-    sectors for their entries.
-    """
-    assert fetched(32, 16, 256) == (16384, 64)
-    assert fetched(32, 1, 64, LINE) == (2 * 32 * LINE, 32 * LINE), "half a line for keys, half for values"
-    assert fetched(32, 512, 256, per_token=True)[1] == 32 * SECTOR, "larger blocks save such a kernel nothing"

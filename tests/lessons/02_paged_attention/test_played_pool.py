@@ -6,9 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lessons.harness import script_path
+from lessons.mistakes import mutants_of
 
 from minivllm.core.block_pool import BlockPool
 from minivllm_lab.exercise import load
+from minivllm_lab.mutants import load_mutant
 from minivllm_lab.paged_attention.played_pool import MOST_FRAMES, play_pool
 from minivllm_simulate.workloads import RequestLengths
 
@@ -18,9 +20,9 @@ LENGTHS = [RequestLengths(5 + 7 * number % 40, 3 + 11 * number % 60) for number 
 Pool = load(script_path("02")).BlockPool
 
 
-class ForgetsForks(Pool):
-    def touch(self, blocks):
-        pass
+def mistaken(mistake):
+    """Return the pool with one of the mistakes that the exercise's checks must catch."""
+    return load_mutant(script_path("02"), mutants_of("02")[mistake]).BlockPool
 
 
 class TakesBackTwice(Pool):
@@ -42,21 +44,6 @@ class LosesBlocks(Pool):
         super().free_blocks(blocks)
         if len(self.free) > free:
             self.free.popleft()
-
-
-class FreesWhatIsShared(Pool):
-    def free_blocks(self, blocks):
-        for block in blocks:
-            if block.ref_cnt == 0:
-                raise ValueError("freed twice")
-            block.ref_cnt -= 1
-            self.free.appendleft(block)
-
-
-class HandsOutNull(Pool):
-    def __init__(self, count: int) -> None:
-        super().__init__(count)
-        self.free.appendleft(self.blocks[0])
 
 
 class Refuses(Pool):
@@ -102,12 +89,12 @@ def test_a_fork_takes_nothing_and_a_copy_replaces_the_shared_block():
 @pytest.mark.parametrize(
     ("pool", "words", "clash"),
     [
-        (ForgetsForks, "is held 2 times, but counted 1 times", "2 samples of request"),
+        (mistaken("does not count a fork"), "is held 2 times, but counted 1 times", "2 samples of request"),
         (TakesBackTwice, "blocks freed twice", "; later block"),
         (Leaks, "lost: counted as held, but in no table", ""),
         (LosesBlocks, "blocks are free, but", ""),
-        (FreesWhatIsShared, "went to requests", ""),
-        (HandsOutNull, "block 0, the null block", ""),
+        (mistaken("frees what is shared"), "went to requests", ""),
+        (mistaken("hands out the null block"), "block 0, the null block", ""),
         (Refuses, "the pool refuses a valid call: not today", ""),
     ],
 )

@@ -4,7 +4,6 @@ real one.
 
 import math
 import re
-import xml.etree.ElementTree as ET
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from repository import ROOT
 
+from lessons import widget_harness as harness
 from minivllm.core.block_pool import BlockPool
 from minivllm_lab.exercise import load
 from minivllm_lab.palette import INK, YELLOW
@@ -28,13 +28,6 @@ SOLVED: tuple[dict[str, Any], ...] = (
     {"requests": "azure-code", "samples": 8, "block_size": 16},
     {**LONG, "block_size": 32},
 )
-any_knobs = st.fixed_dictionaries(
-    {
-        name: st.sampled_from([value for _, value in knob.options])
-        for name, knob in widget.SPEC.flat().items()
-        if knob.options
-    }
-)
 
 
 def played(**settings: Any):
@@ -42,7 +35,7 @@ def played(**settings: Any):
     return session, session.settle()
 
 
-@given(any_knobs, st.sampled_from([360, 400, 600, 640, 760]))
+@given(harness.positions(widget.SPEC), st.sampled_from([360, 400, 600, 640, 760]))
 @settings(max_examples=20, deadline=None)
 def test_whatever_the_knobs_say_it_adds_up_and_is_drawn(knobs, width):
     state = widget.sweep(**knobs)
@@ -55,33 +48,23 @@ def test_whatever_the_knobs_say_it_adds_up_and_is_drawn(knobs, width):
     broken = empty > state.allowed or extra > state.allowed or state.block_size < 16
     assert (widget.verdict(state).tone == "broken") == broken
     assert f"--block-size {state.block_size}\n" in widget.command(state)
-    picture(state, width)
+    assert "most" not in widget.verdict(state).words.lower()
+    harness.marks_drawn(widget.SPEC, state, width)
 
 
-def picture(state, width: float) -> ET.Element:
-    """Return the drawing, which must hold no NaN."""
-    svg = widget.figure(state, width)
-    assert "nan" not in svg.lower()
-    return ET.fromstring(svg)
-
-
-@pytest.mark.parametrize(
-    ("knobs", "tone", "words"),
+test_verdicts = harness.verdict_test(
+    widget,
+    widget.sweep,
     [
-        ({}, "broken", ["Blocks of 32", "10 % allowed"]),
-        ({"block_size": 16}, "fine", ["Blocks of 16", "9.3 % of the held slots", "Cheapest allowed"]),
-        ({"block_size": 8}, "broken", ["Blocks of 8", "no kernel in vLLM takes fewer than 16"]),
-        ({"kernel": "line", "row_bytes": 64, "allowed": 0.02}, "broken", ["4.3 % more bytes", "2 % allowed"]),
-        ({"block_size": 512}, "broken", ["10 % allowed"]),
-        ({"block_size": 16, "requests": "azure-conversation"}, "fine", []),
-        (LONG | {"kernel": "token"}, "broken", ["too many to look up: the kernel fetches 25 % more"]),
+        ({}, "broken", "Blocks of 32", "10 % allowed"),
+        ({"block_size": 16}, "fine", "Blocks of 16", "9.3 % of the held slots", "Cheapest allowed"),
+        ({"block_size": 8}, "broken", "Blocks of 8", "no kernel in vLLM takes fewer than 16"),
+        ({"kernel": "line", "row_bytes": 64, "allowed": 0.02}, "broken", "4.3 % more bytes", "2 % allowed"),
+        ({"block_size": 512}, "broken", "10 % allowed"),
+        ({"block_size": 16, "requests": "azure-conversation"}, "fine"),
+        (LONG | {"kernel": "token"}, "broken", "too many to look up: the kernel fetches 25 % more"),
     ],
 )
-def test_verdicts(knobs: dict, tone: str, words: list[str]):
-    verdict = widget.verdict(widget.sweep(**knobs))
-    assert verdict.tone == tone, verdict.words
-    assert [word for word in words if word not in verdict.words] == []
-    assert "most" not in verdict.words.lower()
 
 
 def test_the_valley_lies_near_the_lessons_formula():
@@ -104,7 +87,7 @@ def test_two_figures_that_differ_are_never_said_alike():
 def test_the_first_view_leads_from_two_tables_into_a_block_that_they_share_and_one_of_their_own():
     state = widget.sweep()
     at = f" {len(state.play.frames) - 1}"
-    layers = [layer for layer in picture(state, 640).iter() if layer.get("data-at", "").endswith(at)]
+    layers = [layer for layer in harness.marks_drawn(widget.SPEC, state) if layer.get("data-at", "").endswith(at)]
     ends: dict[str, list[str]] = {INK: [], WORDS[YELLOW]: []}
     for mark in (mark for layer in layers for mark in layer if "C" in mark.get("d", "")):
         ends[mark.get("stroke", "")] += re.findall(r"C[^M]* ([\d.]+) [\d.]+M", mark.get("d", ""))
@@ -129,24 +112,20 @@ def test_the_readers_pool_plays():
     assert ">✕<" in view["svg"]
 
 
-def test_a_stub_or_an_endless_pool_is_said_in_one_line(monkeypatch):
-    monkeypatch.setattr("widgets.paged_attention.PATIENCE", 0.2)
-
-    class Stub:
-        def __init__(self, count):
-            raise NotImplementedError("take num_blocks")
-
-    class NeverEnds(BlockPool):
-        def touch(self, blocks):
-            while True: pass  # fmt: skip  # noqa: E701
-
-    assert "Your block_pool broke. NotImplementedError" in played(block_pool=Stub)[1]["words"]
-    assert "your block pool did not return" in played(block_pool=NeverEnds)[1]["words"]
+def stub(count):
+    raise NotImplementedError("take num_blocks")
 
 
-@pytest.mark.parametrize("index", range(3))
-def test_each_challenge_can_be_met(index: int):
-    assert played(**SOLVED[index])[1]["challenges"][index]["met"]
+class NeverEnds(BlockPool):
+    touch = harness.endless
+
+
+test_a_stub_or_an_endless_pool_is_said_in_one_line = harness.own_code_test(
+    widget.SPEC,
+    [(stub, "Your block_pool broke. NotImplementedError"), (NeverEnds, "your block pool did not return")],
+    "widgets.paged_attention.PATIENCE",
+)
+test_each_challenge_can_be_met_but_by_no_knob_alone = harness.solution_test(widget, widget.sweep, SOLVED)
 
 
 def test_the_guess_is_right():
@@ -165,5 +144,5 @@ def test_lengths_of_ones_own(tmp_path: Path):
     file.write_text("prompt_tokens,output_tokens\n" + "1000,30\n40,60\n" * 5)
     state = widget.sweep(file=str(file))
     assert "mine" in state.title
-    picture(state, 640)
+    harness.marks_drawn(widget.SPEC, state)
     assert "no file" in played(file="nowhere.csv")[1]["words"]

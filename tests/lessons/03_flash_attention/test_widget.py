@@ -3,59 +3,44 @@ it should.
 """
 
 import json
-import math
 import re
 import xml.etree.ElementTree as ET
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lessons import widget_harness as harness
 from minivllm_lab.exercise import load
 from minivllm_lab.flash_attention import attention_traffic
 from minivllm_lab.palette import INK, ORANGE, SKY
-from minivllm_simulate.hardware import HARDWARE
+from widgets import flash_attention
 from widgets.flash_attention import SPEC, detail, figure, sweep, verdict
-from widgets.flash_attention import row as flash_attention_row
+from widgets.flash_attention.scores import LEAST
 from widgets.flash_attention.walk import captions
-from widgets.shell.session import Session
 
 SOLVED = (
     {"block_q": 128},
     {"gpu": "RTX 4090", "head_dim": 256, "block_q": 128, "block_k": 16},
     {"block_q": 320, "block_k": 16, "length": 32768},
 )
-KNOBS: dict[str, list[Any]] = {name: [value for _, value in knob.options] for name, knob in SPEC.flat().items()}
 LESSON = Path(__file__).resolve().parents[3] / "vllm" / "03_flash_attention.py"
-WIDTHS = (360, 400, 599, 600, 640, 760)
-positions = st.fixed_dictionaries({name: st.sampled_from(values) for name, values in KNOBS.items()})
 
 
-def test_a_sweep_is_the_counters():
-    state = sweep(length=4096, head_dim=64, gpu="A100-80", block_q=96, block_k=32)
-    assert state.tiled == attention_traffic.flash_traffic(4096, 64, 96, 32)
-    assert state.naive == attention_traffic.naive_traffic(4096, 64)
-    assert state.by_queries[state.queries.index(96)] == state.tiled
-    assert state.longest == attention_traffic.longest_naive(HARDWARE["A100-80"].memory_bytes, 32)
-
-
-@given(positions, st.sampled_from(WIDTHS))
+@given(harness.positions(SPEC), st.sampled_from([360, 400, 599, 600, 640, 760]))
 @settings(max_examples=20, deadline=None)
 def test_every_position_of_the_knobs_is_drawn(knobs, width):
     state = sweep(**knobs)
-    for picture in (figure(state, width, pinned=sweep()), detail(state, width)):
-        assert "nan" not in picture.lower().replace("nant", "")
-        assert float(ET.fromstring(picture).get("width", 0)) == width
+    harness.marks_drawn(SPEC, state, width, pinned=sweep())
     words = verdict(state)
     broken = not state.launches or state.less < 1
     assert (words.tone == "broken") == broken
     assert (words.tone == "fine") == (not broken and not state.spills and state.less >= 2)
 
 
-@given(positions)
+@given(harness.positions(SPEC))
 @settings(max_examples=10, deadline=None)
 def test_the_edges_are_where_the_verdict_changes(knobs):
     state = sweep(**knobs)
@@ -66,10 +51,12 @@ def test_the_edges_are_where_the_verdict_changes(knobs):
         if queries < state.few:
             assert traffic.moved > state.naive.moved
     assert state.few <= max(16, 1.25 * state.head_dim / 4)
+    assert state.longest == attention_traffic.longest_naive(state.hardware.memory_bytes, 32)
 
 
-@pytest.mark.parametrize(
-    ("knobs", "tone", "words"),
+test_the_verdict_is_what_theory_says = harness.verdict_test(
+    flash_attention,
+    sweep,
     [
         ({"head_dim": 128, "block_q": 16}, "broken", "1.99 times as many bytes"),  # fewer than d / 4 queries
         ({"head_dim": 64, "block_q": 32}, "tight", "1.98 times fewer"),
@@ -81,22 +68,6 @@ def test_the_edges_are_where_the_verdict_changes(knobs):
         ({"gpu": "RTX 4090", "block_q": 128, "block_k": 64, "stages": 1}, "fine", "3.88 times fewer"),
     ],
 )
-def test_the_verdict_is_what_theory_says(knobs, tone, words):
-    outcome = verdict(sweep(**knobs))
-    assert (outcome.tone, words in outcome.words) == (tone, True), outcome
-
-
-@pytest.mark.parametrize(("keys_a_tile", "times"), [(1, 1 / 16), (7, 1), (24, 50)])
-def test_the_steps_end_at_the_softmax_of_the_row(keys_a_tile, times):
-    row = flash_attention_row.scaled_row(times)
-    steps = flash_attention_row.walked(row, keys_a_tile)
-    weights = [math.exp(score - max(row.scores)) for score in row.scores]
-    for index in range(3):
-        expected = sum(weight * value[index] for weight, value in zip(weights, row.values, strict=True)) / sum(weights)
-        assert steps[-1].got.output[index] == pytest.approx(expected, abs=1e-12)
-    assert steps[-1].got.m == max(row.scores)
-    assert [step.end for step in steps] == [*range(keys_a_tile, 24, keys_a_tile), 24]
-    assert all(step.factor == pytest.approx(step.right_factor, abs=1e-9) for step in steps)
 
 
 def test_the_frames_walk_the_row_tile_by_tile():
@@ -121,7 +92,7 @@ def test_the_tile_is_drawn_to_scale_and_each_program_has_a_line_for_the_keys_tha
     [lines] = [mark.get("d") or "" for mark in marks if mark.get("stroke") == SKY]
     [side] = [mark for mark in marks if (mark.get("data-tip") or "").startswith("A program keeps")]
     pixels = float(side.get("height", 0)) / state.length
-    assert float(tile.get("height", 0)) == pytest.approx(state.block_q * pixels, abs=0.01)
+    assert float(tile.get("height", 0)) == pytest.approx(max(LEAST, state.block_q * pixels), abs=0.01)
     read = [float(line) for line in re.findall(r"h([\d.]+)", lines)]
     seen = [seen for _, seen in attention_traffic.flash_programs(state.length, state.block_q, state.block_k)]
     assert read == pytest.approx([pixels * keys for keys in seen], abs=0.1)
@@ -154,27 +125,16 @@ def test_a_wrong_factor_shows_in_the_frame_where_it_happens():
     assert "✕" in detail(state)
 
 
-@pytest.mark.parametrize(
-    ("broken", "words"),
+test_broken_code_is_said_in_one_line = harness.own_code_test(
+    SPEC,
     [
         (lambda state, scores, values: None, "NoneType at tile 1"),
         (lambda state, scores, values: (state.m, state.l, values[:, :1].T @ values[:, :2]), "o of 2 numbers"),
-        (lambda state, scores, values: iter(int, 1).__next__() or next(x for x in iter(int, 1) if x), "did not return"),
+        (harness.endless, "did not return"),
     ],
+    "widgets.flash_attention.row.PATIENCE",
 )
-def test_broken_code_is_said_in_one_line(broken, words, monkeypatch):
-    monkeypatch.setattr("widgets.flash_attention.row.PATIENCE", 0.2)
-    view = Session(SPEC, softmax_step=broken).settle()
-    assert (view["tone"], words in view["words"], "\n" in view["words"]) == ("broken", True, False)
-
-
-@pytest.mark.parametrize("index", range(3))
-def test_each_challenge_can_be_met_but_not_by_one_key(index):
-    assert Session(SPEC).settle(**SOLVED[index])["challenges"][index]["met"]
-    start: dict[str, Any] = dict(SPEC.start())
-    near = [{**start, name: value} for name, values in KNOBS.items() for value in values[:: max(1, len(values) - 1)]]
-    met = [values for values in near if SPEC.challenges[index].check(sweep(**values)).met]
-    assert not met, "one key press to an end of a slider is not enough"
+test_each_challenge_can_be_met_but_by_no_other_knob_alone = harness.solution_test(flash_attention, sweep, SOLVED)
 
 
 def test_the_guess_is_right():

@@ -5,18 +5,16 @@ decided.
 import re
 import statistics
 import xml.etree.ElementTree as ET
-from collections import deque
-from collections.abc import Callable
 from functools import lru_cache, partial
 from unittest import mock
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lessons.widget_harness import known_state
 from pace import quiet_seconds
 from refusals import assert_refused
 
+from lessons import widget_harness as harness
 from minivllm_lab.exercise import load as load_lesson
 from widgets import continuous_batching as widget
 from widgets.continuous_batching import curves, runs
@@ -24,18 +22,14 @@ from widgets.continuous_batching.curves import LOADS, Curve
 from widgets.shell.session import Session
 
 complete = widget.SPEC.complete
-SEATS = [value for _, value in widget.SPEC.flat()["seats"].options]
-SPREADS = [value for _, value in widget.SPREADS]
-RUNS = {
-    "seats": st.sampled_from(SEATS[::-1]),
-    "spread": st.sampled_from(SPREADS),
-    "burstiness": st.sampled_from([value for _, value in widget.BURSTS]),
-}
+KNOBS = widget.SPEC.flat()
+RUNS = {name: st.sampled_from(KNOBS[name].places()) for name in ("seats", "spread", "burstiness")}
 SIX_LOADS = (0.1, 0.3, 0.6, 0.9, 1.2, 1.5)
-LIMITS = st.sampled_from([value for _, value in widget.LIMITS])
+POSITIONS = st.tuples(st.sampled_from(SIX_LOADS), st.sampled_from(KNOBS["limit"].places()))
+SOLUTIONS = {"load": 0.3}, {"load": 0.8, "spread": 0.0}, {"load": 0.6, "spread": 0.5, "seats": 4}
 
 
-here = partial(known_state, widget)
+here = partial(harness.known_state, widget)
 
 
 def knee_of(curve: Curve) -> float:
@@ -83,12 +77,11 @@ def test_the_knees_lie_near_the_formula_and_near_1(monkeypatch: pytest.MonkeyPat
 def test_beyond_its_ceiling_a_queue_grows_with_the_load_and_below_it_stays_short():
     for curve in complete().curves:
         assert curve.ceiling is not None
-        above = [curve.points[load].queue for load in LOADS if load > curve.ceiling + 0.05]
-        # of 400 requests, those that a server of this ceiling cannot have served when the last one
-        # comes
-        for load, queue in zip([load for load in LOADS if load > curve.ceiling + 0.05], above, strict=True):
-            assert queue == pytest.approx(runs.REQUESTS * (1 - curve.ceiling / load), abs=40)
-        assert max(curve.points[load].queue for load in LOADS if load < curve.ceiling - 0.05) < 20
+        for load in LOADS:
+            if load > curve.ceiling + 0.05:  # those that such a server cannot have served when the last one comes
+                assert curve.points[load].queue == pytest.approx(runs.REQUESTS * (1 - curve.ceiling / load), abs=40)
+            if load < curve.ceiling - 0.05:
+                assert curve.points[load].queue < 20
 
 
 def test_every_point_is_400_requests_and_both_policies_serve_the_same_arrivals():
@@ -135,26 +128,22 @@ def test_the_right_guess_is_nearest_to_the_knee():
     assert f"{longest / statistics.mean(outputs):.1f} times" in widget.GUESS.question
 
 
-@pytest.mark.parametrize(
-    ("index", "solution"),
-    [(0, {"load": 0.3}), (1, {"load": 0.8, "spread": 0.0}), (2, {"load": 0.6, "spread": 0.5, "seats": 4})],
-)
-def test_each_challenge_can_be_met_and_not_by_one_key_but_the_first(index: int, solution: dict):
-    for name in solution:
-        if len(solution) > 1:
-            without = {**widget.START, **solution, name: widget.START[name]}
-            progress = widget.CHALLENGES[index].check(here(**without))
-            assert not progress.met
-            assert progress.advice
-    solved = widget.CHALLENGES[index].check(here(**solution))
+@pytest.mark.parametrize("index", range(3))
+def test_each_challenge_can_be_met_and_not_by_one_key_but_the_first(index: int):
+    check, solution = widget.CHALLENGES[index].check, SOLUTIONS[index]
+    solved = check(here(**solution))
     assert solved.met
     assert not solved.advice
+    for name in solution:
+        without = check(here(**solution | {name: widget.START[name]}))
+        assert not without.met
+        assert without.advice
 
 
 # ---- the picture
 
 
-@given(**RUNS, positions=st.lists(st.tuples(st.sampled_from(SIX_LOADS), LIMITS), min_size=3, max_size=3))
+@given(**RUNS, positions=st.lists(POSITIONS, min_size=3, max_size=3))
 @settings(max_examples=3, deadline=None)
 @mock.patch.object(curves, "LOADS", SIX_LOADS)
 def test_every_position_of_the_knobs_is_drawn(positions, **knobs):
@@ -162,7 +151,9 @@ def test_every_position_of_the_knobs_is_drawn(positions, **knobs):
     for load, limit in positions:
         states = list(widget.sweep(**knobs, load=load, limit=limit))
         for state, width in ((states[0], 640), (states[-1], 400), (states[-1], 640)):
-            assert_is_drawn(state, width)
+            harness.marks_drawn(widget.SPEC, state, width)
+            backwards = r'width="-|height="-|d="[^"]*--|h-[^z]*v'
+            assert not re.search(backwards, widget.figure(state, width)), "no shape runs backwards"
         last, said = states[-1], widget.verdict(states[-1])
         broken = [curve.broken(last.load) for curve in last.curves]
         assert said.tone == ("broken" if any(broken) else "fine")
@@ -172,28 +163,13 @@ def test_every_position_of_the_knobs_is_drawn(positions, **knobs):
         assert "nan" not in said.words
 
 
-def assert_is_drawn(state: widget.State, width: int) -> None:
-    picture = widget.figure(state, width)
-    assert "nan" not in picture.lower().replace("finance", "")
-    assert not re.search(r'width="-|height="-|d="[^"]*--|h-[^z]*v', picture), "no shape runs backwards"
-    assert float(ET.fromstring(picture).get("width", 0)) == width
-
-
 # ---- how it runs
 
 
-@pytest.fixture
-def no_runs_yet(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Forget all runs until the test ends, then restore them, because running them again takes
-    seconds.
-    """
-    return lambda: monkeypatch.setattr(curves, "experiment", lru_cache(runs.experiment.__wrapped__))
-
-
 @mock.patch.object(curves, "LOADS", SIX_LOADS)
-def test_runs_that_were_left_are_taken_up_again_and_give_the_same(no_runs_yet):
+def test_runs_that_were_left_are_taken_up_again_and_give_the_same(monkeypatch):
     expected = complete().curves
-    no_runs_yet()
+    monkeypatch.setattr(curves, "experiment", lru_cache(runs.experiment.__wrapped__))
     for _ in range(300):  # as when the load is dragged: each sweep is left after three steps
         states = widget.sweep()
         for _ in range(3):
@@ -245,23 +221,13 @@ def test_a_schedule_that_forgets_the_slots_is_seen(lesson):
     ET.fromstring(widget.figure(state))
 
 
-def never(running: list, waiting: deque, *_):
-    while waiting:
-        pass
-    return {}
-
-
-def nobody(*_):
-    return {}
-
-
-@pytest.mark.parametrize(("schedule", "words"), [(never, "did not return"), (nobody, "gives no request a token")])
+@pytest.mark.parametrize(
+    ("schedule", "words"), [(harness.endless, "did not return"), (lambda *_: {}, "gives no request a token")]
+)
 def test_a_schedule_that_leads_nowhere_is_stopped_and_told_why(schedule, words, monkeypatch):
     monkeypatch.setattr(runs, "PATIENCE", 0.2)
     session = Session(widget.SPEC, schedule=schedule)
-    views: list[dict] = []
-    assert quiet_seconds(lambda: views.append(session.settle())) < 5
-    view = views[0]
-    assert words in view["words"]
-    assert view["tone"] == "broken"
-    assert words in session.settle(load=0.8)["words"], "and again, at the next turn of a knob"
+    assert quiet_seconds(session.settle) < 5
+    for view in (session.settle(), session.settle(load=0.8)):  # again, at the next turn of a knob
+        assert words in view["words"]
+        assert view["tone"] == "broken"

@@ -18,10 +18,10 @@ from minivllm_lab.followed import PROMPT, followed
 from minivllm_lab.marks import pages_of
 from minivllm_lab.mutants import load_mutant
 from minivllm_lab.optimization_catalog import captured, manuals, opening, quantization, report
+from minivllm_lab.optimization_catalog.shared_prefixes import ANSWER_TOKENS
 from minivllm_lab.plugged import Plugged, serve
 
 lesson = load(script_path("05"))
-EXACT = torch.float32
 pytestmark = pytest.mark.filterwarnings("ignore:divide by zero")
 
 
@@ -50,15 +50,9 @@ def test_the_hashes_by_hand_are_those_of_the_figure():
 def test_what_five_prompts_find_is_what_the_text_says():
     """The engine gets the text's five prompts one after another."""
     llm = LLM(EMBEDDED_MODEL, device="cpu", num_gpu_blocks_override=16, block_size=4, max_model_len=32)
-    prompts = [
-        PROMPT,
-        PROMPT,
-        PROMPT.replace("return", "print"),
-        PROMPT[: -len(" return")],
-        PROMPT.replace("add", "sub"),
-    ]
+    changed = PROMPT.replace("return", "print"), PROMPT[: -len(" return")], PROMPT.replace("add", "sub")
     params = SamplingParams(temperature=0.0, max_tokens=6)
-    asked = [llm.generate(prompt, params, use_tqdm=False)[0] for prompt in prompts]
+    asked = [llm.generate(prompt, params, use_tqdm=False)[0] for prompt in (PROMPT, PROMPT, *changed)]
     assert [len(output.prompt_token_ids) for output in asked] == [9, 9, 9, 8, 9]
     assert [output.num_cached_tokens for output in asked] == [0, 8, 8, 4, 0]
     assert [asked[place].outputs[0].text for place in (0, 4)] == [" a + b\n\ndef", " a, b\n\ndef"]
@@ -117,7 +111,7 @@ def test_kernels_of_the_cache_compile_everywhere():
 
 
 @pytest.mark.parametrize(
-    ("m", "n", "k", "dtype"), [(1, 64, 64, EXACT), (17, 1, 33, torch.float16), (33, 130, 65, EXACT)]
+    ("m", "n", "k", "dtype"), [(1, 64, 64, torch.float32), (17, 1, 33, torch.float16), (33, 130, 65, torch.float32)]
 )
 def test_the_product_with_int8(m, n, k, dtype, device):
     torch.manual_seed(0)
@@ -216,14 +210,23 @@ def test_hashes_without_a_parent_give_wrong_answers():
 # ---- the script from outside ---------------------------------------------------------------------
 
 
+def hits_of_turns(first, more, turns):
+    """Count one conversation's cached tokens: each turn hits the full blocks of what the turn
+    before computed.
+    """
+    lengths = [first + turn * (more + ANSWER_TOKENS) for turn in range(turns - 1)]
+    return sum((length + ANSWER_TOKENS - 1) // 16 * 16 for length in lengths)
+
+
 def test_quick_run(tmp_path):
     figures = figures_of_quick_run("05", tmp_path)
-    prefix = figures["prefix"]
-    assert prefix["strangers"]["skipped"] == 0
-    assert prefix["an agent"]["hit"] > prefix["one system prompt"]["hit"] > 0.5
-    assert all(figures["same"] == 1 for figures in prefix.values()), "a cached prefix changes no answer"
-    # 4 users behind 384 tokens: three of them find 24 blocks
-    assert prefix["one system prompt"]["skipped"] == 3 * 384
+    assert {name: prefix["skipped"] for name, prefix in figures["prefix"].items()} == {
+        "one system prompt": 3 * 384,  # three of four users find 24 blocks
+        "chats of 5 turns": 4 * hits_of_turns(96, 24, 5),
+        "an agent": hits_of_turns(256, 24, 8),
+        "strangers": 0,
+    }
+    assert all(prefix["same"] == 1 for prefix in figures["prefix"].values()), "a cached prefix changes no answer"
     assert figures["kv"]["capacity"]["fp8"] == 2
     assert figures["kv"]["capacity"]["int8"] == pytest.approx(128 / 132 * 2)
     assert figures["kv"]["bytes"]["int8"]["here"] == 4 * 2 * 2 * (32 + 4)

@@ -2,13 +2,14 @@
 and says why.
 """
 
-import xml.etree.ElementTree as ET
+from functools import partial
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lessons import widget_harness as harness
 from minivllm.core.block_hash import hash_block_tokens
 from minivllm_lab.exercise import load
 from widgets import prefix_caching as widget
@@ -17,29 +18,21 @@ from widgets.shell.session import Session
 from widgets.shell.spec import Progress
 
 LESSON = Path(__file__).resolve().parents[3] / "vllm" / "05_optimization_catalog.py"
-START = widget.START
 
 
-def last(**knobs) -> widget.State:
-    *_, state = widget.sweep(**{**START, **knobs})
-    return state
-
-
-def first(**knobs) -> widget.State:
-    return next(widget.sweep(**{**START, **knobs}))
+last = partial(harness.last_state, widget)
 
 
 def test_the_map_grows_and_the_readers_own_cell_comes_first():
     states._runs.cache_clear()
-    seen = list(widget.sweep(**START))
+    seen = list(widget.sweep())
     sizes = [len(state.cells) for state in seen]
     assert sizes == sorted(sizes)
     assert (8, 6144) in seen[0].cells
     assert seen[0].endless is None, "the first picture waits for one cell only"
     assert len(seen) > 3
     assert set(seen[-1].cells) == {(users, pool) for users in widget.USERS for pool in widget.POOLS}
-    moved: dict = START | {"pool": 16384, "users": 12}
-    assert len(list(widget.sweep(**moved))) == 1, "moving in the map computes nothing"
+    assert len(list(widget.sweep(pool=16384, users=12))) == 1, "moving in the map computes nothing"
 
 
 # ---- held against theory
@@ -59,8 +52,9 @@ def test_the_cliff_is_where_the_documents_no_longer_fit():
     assert state.kept == 8 * 1024
 
 
-@pytest.mark.parametrize(
-    ("knobs", "tone", "words"),
+test_verdicts_are_those_of_theory = harness.verdict_test(
+    widget,
+    last,
     [
         ({}, "broken", "The cache thrashes: 0.0 %"),
         ({"pool": 8192}, "tight", "a cache that never evicts would reach 64.6 %"),
@@ -69,32 +63,18 @@ def test_the_cliff_is_where_the_documents_no_longer_fit():
         ({"kind": "none", "pool": 24576}, "broken", "no pool helps"),
         ({"kind": "none", "target": 30}, "fine", "nothing to hit"),
         ({"kind": "system", "users": 16, "pool": 2048}, "fine", "all that a cache that never evicts would hit"),
-        (
-            {"kind": "chat", "users": 16, "turns": 4, "prefix": 256, "pool": 2048},
-            "tight",
-            "never evicts would reach 82",
-        ),
+        ({"kind": "chat", "users": 16, "turns": 4, "prefix": 256, "pool": 2048}, "tight", "evicts would reach 82"),
         ({"kind": "agent", "users": 16, "turns": 4, "pool": 2048}, "broken", "the others wait for room"),
         ({"order": "at random", "users": 16, "pool": 24576, "target": 10}, "broken", "even a cache that never evicts"),
     ],
 )
-def test_verdicts_are_those_of_theory(knobs: dict, tone: str, words: str):
-    verdict = widget.verdict(last(**knobs))
-    assert verdict.tone == tone
-    assert words in verdict.words
 
 
-knobs = st.fixed_dictionaries(
-    {name: st.sampled_from([value for _, value in knob.options]) for name, knob in widget.SPEC.flat().items()}
-)
-
-
-@given(knobs, st.sampled_from([360, 400, 640, 760]))
+@given(harness.positions(widget.SPEC), st.sampled_from([360, 400, 640, 760]))
 @settings(max_examples=25, deadline=None)
 def test_every_position_of_the_knobs_is_drawn_and_judged_by_its_numbers(values: dict, width: int):
     state = next(widget.sweep(**values))
-    root = ET.fromstring(widget.figure(state, width))
-    assert float(root.get("width", "0")) == width
+    harness.marks_drawn(widget.SPEC, state, width)
     tone = widget.verdict(state).tone
     assert (tone == "broken") == (state.ttft(state.here) > state.target)
     assert tone != "fine" or state.lost == 0
@@ -113,15 +93,7 @@ SOLVED = (
 )
 
 
-@pytest.mark.parametrize(("index", "values"), list(enumerate(SOLVED)))
-def test_each_challenge_can_be_met_but_not_by_one_knob(index: int, values: dict):
-    challenge = widget.CHALLENGES[index]
-    assert challenge.check(last(**values)).met
-    if index == 0:
-        return
-    for name, knob in widget.SPEC.flat().items():
-        for _, value in knob.options:
-            assert not challenge.check(first(**{name: value})).met, f"{name} alone meets it"
+test_each_challenge_can_be_met_but_by_no_other_knob_alone = harness.solution_test(widget, last, SOLVED)
 
 
 @pytest.mark.parametrize(
@@ -148,8 +120,7 @@ def test_the_guess_is_right():
     assert widget.GUESS.options[widget.GUESS.right] == "nothing"
     assert state.hit_rate == 0
     assert widget.GUESS.options[0].startswith(f"{state.endless_rate * 100:.0f} %")
-    assert state.pool // 1024 == 6
-    assert state.users == 8
+    assert (state.users, state.pool // 1024) == (8, 6)
     assert round(state.endless_rate * 0.75 * 100) == 48
 
 
@@ -163,17 +134,11 @@ def test_the_lessons_own_hashes_change_nothing():
     assert mine.state.cells[16, 2048].wrong == (0,) * 48
 
 
-def without_the_parent(_parent, token_ids, extra_keys=b""):
-    return hash_block_tokens(bytes(32), token_ids, extra_keys)
-
-
 def test_hashes_without_the_parent_are_seen_to_find_other_texts():
-    session = Session(
-        widget.SPEC,
-        hash_block_tokens=without_the_parent,
-        pool=12288,
-    )
-    view = session.settle()
+    def without_the_parent(_parent, token_ids, extra_keys=b""):
+        return hash_block_tokens(bytes(32), token_ids, extra_keys)
+
+    view = Session(widget.SPEC, hash_block_tokens=without_the_parent, pool=12288).settle()
     assert view["tone"] == "broken"
     assert "Your hashes lead to wrong blocks" in view["words"]
     for sign in ("✕ 65 %", ">of another text<", "in blocks of another text"):
@@ -181,14 +146,12 @@ def test_hashes_without_the_parent_are_seen_to_find_other_texts():
     assert not any(challenge["met"] for challenge in view["challenges"])
 
 
-@pytest.mark.parametrize(
-    ("function", "words"),
+test_hashes_that_fail_or_never_come_are_reported = harness.own_code_test(
+    widget.SPEC,
     [
         (lambda *_: 5, "bytes"),
         (lambda *_: [].pop(), "Your hash_block_tokens broke"),
-        (lambda *_: next(number for number in iter(int, 1) if number), "did not return"),
+        (harness.endless, "did not return"),
     ],
+    "widgets.prefix_caching.state.PATIENCE",
 )
-def test_hashes_that_fail_or_never_come_are_reported(function, words, monkeypatch):
-    monkeypatch.setattr(states, "PATIENCE", 0.1)
-    assert words in Session(widget.SPEC, hash_block_tokens=function).settle()["words"]

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lessons import widget_harness as harness
 from minivllm_simulate.hardware import get_hardware
 from minivllm_simulate.known_models import known_model
 from minivllm_simulate.levers import LADDER, LeverResult, Levers, throughput
@@ -23,33 +24,12 @@ from widgets.optimization_catalog.figure import _known, breaks
 
 ALL_OFF = dict.fromkeys(runs.FIELDS, False)
 ALL_ON = dict.fromkeys(runs.FIELDS, True)
-FIVE = {**ALL_OFF} | dict.fromkeys(
-    ("kv_cache", "continuous_batching", "weight_bits", "speculative_tokens", "tensor_parallel"), True
-)
+KEPT = "kv_cache", "continuous_batching", "weight_bits", "speculative_tokens", "tensor_parallel"
+FIVE = ALL_OFF | dict.fromkeys(KEPT, True)
+FEW: dict = {"_RUNS": {}, "_workload": cache(runs._workload.__wrapped__)}
+"""Replacements for the caches that hold the other tests' runs: fewer requests are drawn the same way."""
 complete = widget.SPEC.complete
 LEVERS = st.fixed_dictionaries(dict.fromkeys(runs.FIELDS, st.booleans()))
-
-
-def end_of(state: runs.State) -> LeverResult:
-    assert isinstance(state.everything, LeverResult)
-    return state.everything
-
-
-@cache
-def made_of_few() -> dict:
-    """Return empty replacements for the caches that hold the other tests' runs."""
-    return {"_RUNS": {}, "_workload": cache(runs._workload.__wrapped__)}
-
-
-def few_requests():
-    """Patch runs to serve as many requests as run concurrently, and at least 4: their results are
-    drawn the same way.
-    """
-    return mock.patch.multiple(runs, FEWEST_REQUESTS=4, WAVES=1, **made_of_few())
-
-
-def words_in(picture: str) -> list[str]:
-    return [text.text or "" for text in ET.fromstring(picture).iter() if text.tag.endswith("text")]
 
 
 # What is run
@@ -82,25 +62,19 @@ def test_the_reverse_pulls_the_same_levers_from_the_end_and_both_end_alike():
 )  # fmt: skip
 @settings(max_examples=6, deadline=None)
 def test_every_position_of_the_knobs_is_drawn_and_told(levers, gpu, requests, slots, level, width):
-    with few_requests():
+    with mock.patch.multiple(runs, FEWEST_REQUESTS=4, WAVES=1, **FEW):
         state = complete(gpu=gpu, requests=requests, slots=slots, level=level, **levers)
     assert state.complete
     for reverse in (False, True):
         factors = [state.factor(row.field, reverse) for row in state.on]
         if isinstance(state.nothing, LeverResult) and None not in factors:
-            assert end_of(state).tokens_per_second == pytest.approx(
+            assert isinstance(state.everything, LeverResult)
+            assert state.everything.tokens_per_second == pytest.approx(
                 math.prod(factor or 0 for factor in factors) * state.nothing.tokens_per_second
             )
-    outcomes = [*zip(runs.SLOTS, state.by_slots, strict=True)]
-    outcomes += [(slots, run) for row in state.on for step in row.steps for run in step]
-    for seats, run in outcomes:
-        if isinstance(run, LeverResult):
-            assert run.tokens_per_second * run.inter_token_latency <= seats * (1 + 1e-9), "more in the batch than seats"
     said = widget.verdict(state)
     assert (said.tone == "broken") == bool(state.trouble(state.everything))
-    picture = widget.figure(state, width=width)
-    assert "nan" not in picture
-    assert float(ET.fromstring(picture).get("width", 0)) == width
+    harness.marks_drawn(widget.SPEC, state, width)
     for challenge in widget.CHALLENGES:
         assert challenge.check(state).words
 
@@ -113,7 +87,7 @@ def test_states_become_more_complete_and_nothing_is_run_twice():
     first = states[0]
     assert isinstance(first.everything, LeverResult)
     assert isinstance(first.nothing, LeverResult)
-    assert "…" in "".join(words_in(widget.figure(first)))
+    assert "…" in "".join(ET.fromstring(widget.figure(first)).itertext())
     known = [sum(run is not None for run in state.by_slots) for state in states]
     assert known == sorted(known)
     assert states[-1].complete
@@ -122,15 +96,6 @@ def test_states_become_more_complete_and_nothing_is_run_twice():
 
 
 # Held against theory
-
-
-@pytest.mark.parametrize("gpu", runs.GPUS)
-def test_no_token_comes_sooner_than_the_weights_are_read(gpu):
-    for knobs in ({"slots": 1}, {"slots": 1, "weight_bits": False}, {"slots": 8, **ALL_ON}):
-        state = complete(gpu=gpu, **knobs)
-        most_tokens = 1 + state.levers.speculative_tokens
-        read = runs.weight_bytes(state.levers) / get_hardware(gpu).bandwidth
-        assert end_of(state).inter_token_latency > read / most_tokens
 
 
 @pytest.mark.parametrize(
@@ -198,11 +163,7 @@ def test_the_broken_region_begins_between_the_last_that_holds_and_the_first_that
 
 @pytest.mark.parametrize(
     ("challenge", "met"),
-    [
-        (0, {"tensor_parallel": True, "slots": 64}),
-        (1, {"gpu": "H100", "slots": 1}),
-        (2, {**FIVE, "slots": 32}),
-    ],
+    [(0, {"tensor_parallel": True, "slots": 64}), (1, {"gpu": "H100", "slots": 1}), (2, {**FIVE, "slots": 32})],
 )
 def test_each_challenge_can_be_met_but_not_by_a_preset(challenge, met):
     check = widget.CHALLENGES[challenge].check
@@ -226,7 +187,7 @@ def test_each_challenge_can_be_met_but_not_by_a_preset(challenge, met):
 def test_advice_names_the_knob_that_is_wrong(challenge, knobs, advice):
     progress = widget.CHALLENGES[challenge].check(complete(**knobs))
     assert not progress.met
-    assert advice in progress.advice
+    assert progress.advice.startswith(advice)
 
 
 def test_the_guess_is_what_the_sweep_says():

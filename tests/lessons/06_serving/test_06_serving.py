@@ -8,6 +8,7 @@ import re
 import subprocess
 import time
 from itertools import pairwise
+from unittest import mock
 
 import pytest
 import torch
@@ -52,18 +53,6 @@ def test_the_collector_by_hand():
         assert f"reads `{text!r}`".replace("'", '"') in TEXT
 
 
-def test_stop_strings_by_hand():
-    """The text's table shows what is sent and held back of the followed request, with a stop string
-    that occurs.
-    """
-    pieces = [token.text for token in followed("alone").request.output][2:]
-    stops = lesson.StopStrings(["\n\ndef"])
-    seen = [(*stops.push(piece), stops.held) for piece in pieces]
-    assert seen == [(" b", None, ""), ("", None, "\n"), ("", None, "\n\n"), ("", "\n\ndef", "")]
-    other = lesson.StopStrings(["\n\nclass"])
-    assert [other.push(piece)[0] for piece in pieces] == [" b", "", "", "\n\ndef"]
-
-
 def test_the_picture_of_the_loop_shows_what_the_cell_prints():
     for blocked, name in ((False, "sleep"), (True, "blocks")):
         seconds = "  ".join(str(tenths / 10) for tenths in timelines.ticks(blocked))
@@ -94,13 +83,11 @@ def test_the_server_says_what_the_engine_says_and_forgets_who_leaves():
     """One server, on real sockets, sends a request's whole text with and without a stop string;
     then a client leaves.
     """
-    whole = LLM(**SETTINGS).generate(
-        PROMPT, SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True), use_tqdm=False
-    )
-    text = whole[0].outputs[0].text
+    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+    text = LLM(**SETTINGS).generate(PROMPT, params, use_tqdm=False)[0].outputs[0].text
     core = CoreInLoop(SETTINGS)
+    server = lesson.Server(core, str(EMBEDDED_MODEL))
     with Stage() as stage:
-        server = lesson.Server(core, str(EMBEDDED_MODEL))
         port = stage.serve(server, core)
         assert texts_of(port, {"prompt": PROMPT, "max_tokens": 24}) == text
         stopped = texts_of(port, {"prompt": PROMPT, "max_tokens": 24, "stop": ["\n\ndef"]})
@@ -117,27 +104,15 @@ def test_the_server_says_what_the_engine_says_and_forgets_who_leaves():
         assert server.unread < 5, "it went on computing"
 
 
-class DyingCore:
-    """A core that fails at its first step with an unexpected exception."""
-
-    async def open(self):
-        pass
-
-    def send(self, act, argument):
-        self.asked = True
-
-    async def get_output(self):
-        while not hasattr(self, "asked"):
-            await asyncio.sleep(0.001)
-        raise TypeError("no such field")
-
-    def close(self):
-        pass
-
-
 def test_no_client_waits_for_a_core_that_has_failed():
     """Whatever ended the core, the stream ends without an event."""
-    core = DyingCore()
+    asked = asyncio.Event()
+
+    async def fail():
+        await asked.wait()
+        raise TypeError("no such field")
+
+    core = mock.AsyncMock(send=lambda *_: asked.set(), get_output=fail, close=mock.Mock())
     with Stage() as stage:
         port = stage.serve(lesson.Server(core, str(EMBEDDED_MODEL)), core)
         client = raw_clients.RawClient(port, {"prompt": PROMPT, "max_tokens": 24})
@@ -149,9 +124,7 @@ def test_no_client_waits_for_a_core_that_has_failed():
 def texts_of(port, body):
     """Return the texts of all events of a request, joined."""
     client = raw_clients.RawClient(port, body)
-    answer = b""
-    while part := client.socket.recv(1 << 16):
-        answer += part
+    answer = b"".join(iter(lambda: client.socket.recv(1 << 16), b""))
     client.socket.close()
     return "".join(json.loads(event)["text"] for event in answer.decode().split("data: ")[1:])
 
@@ -164,12 +137,9 @@ def test_the_scripts_own_proof_holds(device):
 
 
 def test_the_kernel_compiles():
-    integers = torch.zeros(4, 4, dtype=torch.int32)
-    arguments = {
-        "logits": torch.zeros(4, 128), "bitmask": integers, "has_grammar": integers[0],
-        "vocab_size": 128, "num_words": 4, "BLOCK": 32,
-    }  # fmt: skip
-    assert_compiles(lesson.apply_grammar_bitmask_kernel, arguments)
+    pointers = {"logits": "*fp32", "bitmask": "*i32", "has_grammar": "*i32"}
+    sizes = {"vocab_size": 128, "num_words": 4, "BLOCK": 32}
+    assert_compiles(lesson.apply_grammar_bitmask_kernel, pointers | sizes)
 
 
 def test_bits_are_where_they_should_be():
