@@ -33,12 +33,7 @@ NOTES = (REPOSITORY / "lessons" / "notes" / "07_speculative_decoding.md").read_t
 
 # ---- the kernels ---------------------------------------------------------------------------------
 
-BATCHES = {
-    "one request": [1],
-    "no drafts": [0, 0],
-    "of unlike number": [3, 0, 1, 3, 2],
-    "many": [7, 4],
-}
+BATCHES = {"one request": [1], "no drafts": [0, 0], "of unlike number": [3, 0, 1, 3, 2], "many": [7, 4]}
 
 
 @pytest.mark.parametrize("vocabulary", [1, 127, 129])
@@ -272,12 +267,7 @@ def test_the_learners_verdict_is_that_of_the_engine():
     drafts = logits.argmax(-1)[[0, 1, 4, 5, 6]].int()
     drafts[3] = -1
     arguments = RejectionArguments(
-        logits,
-        drafts,
-        torch.tensor([2, 0, 3, 0], dtype=torch.int32),
-        None,
-        torch.ones(4, dtype=torch.bool),
-        keys,
+        logits, drafts, torch.tensor([2, 0, 3, 0], dtype=torch.int32), None, torch.ones(4, dtype=torch.bool), keys
     )
     assert verify(arguments).tolist() == rejection_sample(arguments).tolist()
 

@@ -212,11 +212,7 @@ def test_the_right_guess_is_where_the_stalls_begin():
         assert words in widget.GUESS.because
 
 
-SOLUTIONS = (
-    {"budget": 256, "gap": 0.015},
-    {"budget": 4096, "threshold": 256},
-    {"budget": 8192, "judged": "gaps"},
-)
+SOLUTIONS = ({"budget": 256, "gap": 0.015}, {"budget": 4096, "threshold": 256}, {"budget": 8192, "judged": "gaps"})
 
 
 test_each_challenge_can_be_met_and_by_what_it_is_about = harness.challenge_test(
@@ -260,10 +256,7 @@ def test_what_breaks_is_shaded_with_its_cause():
     def regions(**knobs) -> list[str]:
         return harness.shaded(widget, swept(**knobs))
 
-    assert sorted(regions()) == [
-        "long prompts late: each takes 85 steps, 574 ms alone",
-        "stalls over 25 ms",
-    ]
+    assert sorted(regions()) == ["long prompts late: each takes 85 steps, 574 ms alone", "stalls over 25 ms"]
     assert regions(load=60.0, gap=1.0) == ["the queue grows: 60 requests/s arrive, but it handles 40.1"]
     assert "does not start: 8K tokens are never cut" in regions(policy="first", budget=16384)
 

@@ -195,9 +195,7 @@ def test_a_swap_waits_for_its_copies():
 
 
 test_a_region_is_shaded_where_the_pools_are_wrong = harness.region_test(
-    widget,
-    POOLS,
-    [{}, {"admission": "chunk", "limit": 2.0}, {"gpu": "L4"}, {"model": "Qwen3-32B", "gpu": "H100"}],
+    widget, POOLS, [{}, {"admission": "chunk", "limit": 2.0}, {"gpu": "L4"}, {"model": "Qwen3-32B", "gpu": "H100"}]
 )
 
 
