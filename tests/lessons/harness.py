@@ -22,6 +22,8 @@ from lessons.mistakes import messages_of, mutants_of
 from refusals import assert_refuses as assert_refuses
 
 from minivllm.config import ModelConfig
+from minivllm.core.scheduler import Scheduler
+from minivllm.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from minivllm.platforms.triton_utils import HAS_TRITON, INTERPRETED
 from minivllm_lab.checking import Check, CheckResult
 from minivllm_lab.exercise import checks_of, checks_paths, exercise_path, load, run_checks
@@ -175,6 +177,14 @@ def _tried(number: str, mutant: Mutant) -> tuple[list[CheckResult], Iterator[Che
     checks = nearest_first(number, mutant[0].partition(".")[0])
     results = (result for check in checks for result in run_checks(module, [check]))
     return [], (result for result in results if not result.passed)
+
+
+def engine_step(scheduler: Scheduler) -> SchedulerOutput:
+    """Schedule a step, and sample a token for each request that has caught up."""
+    output, live = scheduler.schedule(), scheduler.requests
+    done = [name for name in output.num_scheduled_tokens if live[name].num_computed_tokens == live[name].num_tokens]
+    scheduler.update_from_output(output, ModelRunnerOutput({name: [1] for name in done}))
+    return output
 
 
 SMALL = ModelConfig(
