@@ -10,10 +10,12 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
+from lessons.harness import script_path
 
 from lessons import widget_harness as harness
 from minivllm.errors import MinivllmError
 from minivllm_lab.attention_heads.siblings import with_kv_heads, with_latent
+from minivllm_lab.exercise import load
 from minivllm_lab.palette import ORANGE, VERMILLION
 from minivllm_simulate.hardware import get_hardware
 from minivllm_simulate.known_models import known_model
@@ -211,17 +213,11 @@ def test_real_models_stand_beside_as_they_were_published():
 # ---- the reader's own rule
 
 
-def right(rank: int, tp: int, heads: int) -> list[int]:
-    if tp > heads:
-        return [rank // (tp // heads)]
-    return list(range(rank * (heads // tp), (rank + 1) * (heads // tp)))
-
-
 @pytest.mark.parametrize("tp", TPS)
 @pytest.mark.parametrize("heads", [1, 8, 64])
 def test_the_right_rule_changes_nothing(tp: int, heads: int):
     knobs = {"tensor_parallel_size": tp, "kv_heads": heads}
-    assert replace(here(**knobs, kv_heads_of_rank=right), own=False) == here(**knobs)
+    assert replace(here(**knobs, kv_heads_of_rank=load(script_path("09")).kv_heads_of_rank), own=False) == here(**knobs)
 
 
 WRONG = {
