@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 from unittest import mock
 
 import pytest
@@ -88,6 +89,11 @@ def figures_of_quick_run(number: str, folder: Path, *arguments: str) -> dict:
     lines = shown.split("What you saw")[1]
     assert lines.count("•") == 3 or "This machine was disturbed" in lines
     return record["figures"]
+
+
+def mistaken(number: str, mistake: str) -> ModuleType:
+    """Return the lesson's script with this mistake of its `mistakes.toml`."""
+    return load_mutant(script_path(number), mutants_of(number)[mistake])
 
 
 def solution_results(number: str) -> list[CheckResult]:

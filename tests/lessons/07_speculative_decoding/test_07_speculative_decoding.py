@@ -232,7 +232,7 @@ def test_the_learners_verdict_is_that_of_the_engine():
     draws = torch.multinomial(q, requests, replacement=True, generator=torch.Generator().manual_seed(0)).int()
     keys = torch.randint(-(2**31), 2**31, (2 * requests, 2), generator=torch.Generator().manual_seed(1)).int()
     random, first = torch.zeros(requests, dtype=torch.bool), torch.ones(requests, dtype=torch.int32)
-    for drawn_from, drafts in ((q.log().expand(requests, -1), draws), (None, draws)):
+    for drawn_from, drafts in ((q.log().expand(requests, -1), draws), (None, draws), (None, -torch.ones_like(draws))):
         table = verify(RejectionArguments(p.log().expand(2 * requests, -1), drafts, first, drawn_from, random, keys))
         result = torch.bincount(table[:, 0], minlength=4) / requests
         assert torch.allclose(result, p, atol=0.04)

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 
 import pytest
-from lessons.harness import REPOSITORY, script_path
+from lessons.harness import REPOSITORY, mistaken, script_path
 from lessons.widget_harness import advice_test, challenge_test, endless, preset_test, shaded, unusable_test
 from pace import quiet_seconds
 
@@ -217,20 +217,8 @@ def test_the_frames_tell_the_step():
 right = load(script_path("07")).accept
 
 
-def biased(p, q, drafts, uniforms):
-    return next((i for i, x in enumerate(drafts) if uniforms[i] >= p[i, x] / q[i, x] + 0.02), len(drafts))
-
-
-def by_p_alone(p, q, drafts, uniforms):
-    return next((i for i, x in enumerate(drafts) if uniforms[i] >= p[i, x]), len(drafts))
-
-
-def goes_on(p, q, drafts, uniforms):
-    return sum(int(uniforms[i] * q[i, x] < p[i, x]) for i, x in enumerate(drafts))
-
-
-def next_row(p, q, drafts, uniforms):
-    return next((i for i, x in enumerate(drafts) if uniforms[i] * q[i, x] >= p[i + 1, x]), len(drafts))
+BIASED = "two hundredths too generous"
+WRONG = BIASED, "forgets q", "q over p", "without the random number", "goes on after a rejection", "the next row of p"
 
 
 @pytest.mark.parametrize("knobs", [{}, {"k": 8, "alpha": 0.95}, {"drafter": "ngram"}, {"recorded": "draft_model"}])
@@ -244,9 +232,9 @@ def test_the_rule_itself_is_found_right(knobs: dict):
 
 
 @pytest.mark.parametrize("k", [2, 8])
-@pytest.mark.parametrize("rule", [biased, by_p_alone, goes_on, next_row])
-def test_a_wrong_rule_is_seen_at_once(rule, k: int):
-    state = here(accept=rule, k=k)
+@pytest.mark.parametrize("mistake", WRONG)
+def test_a_wrong_rule_is_seen_at_once(mistake: str, k: int):
+    state = here(accept=mistaken("07", mistake).accept, k=k)
     assert state.own
     assert state.own.wrong is not None
     said = widget.verdict(state)
@@ -259,7 +247,7 @@ def test_a_biased_rule_is_off_by_its_bias():
     """The rule u < p + 0.02, with certain drafts, generates the draft too often by 0.02, and all
     others too seldom.
     """
-    result = measured((0.6, 0.6), True, 3, biased)
+    result = measured((0.6, 0.6), True, 3, mistaken("07", BIASED).accept)
     assert result.rates == pytest.approx((0.62, 0.62), abs=1e-3)
     assert result.off == pytest.approx(0.02, abs=1e-3)
 

@@ -9,7 +9,7 @@ from collections import Counter
 from functools import cache, partial
 
 import pytest
-from lessons.harness import script_path
+from lessons.harness import mistaken, script_path
 
 from lessons import widget_harness as harness
 from minivllm_lab.exercise import load
@@ -264,19 +264,6 @@ def test_what_breaks_is_shaded_with_its_cause():
 lesson = load(script_path("12"))
 
 
-def head_of_line(running, waiting, max_loras, seats) -> list[int]:
-    """Stop at the first request without a slot, instead of skipping it."""
-    right = lesson.admit(running, waiting, max_loras, seats)
-    return [index for position, index in enumerate(right) if index == position]
-
-
-class FirstInFirstOut(lesson.AdapterSlots):
-    """Slots that do not mark an adapter as most recently used."""
-
-    def activate(self, lora_id: int) -> int:
-        return self.slots.index(lora_id) if lora_id in self.slots else super().activate(lora_id)
-
-
 @pytest.mark.parametrize("own", [{"table": lesson.AdapterSlots}, {"admit": lesson.admit}])
 @pytest.mark.parametrize("knobs", [{}, {"slots": 32}])
 def test_the_right_parts_change_nothing(own: dict, knobs: dict):
@@ -286,23 +273,19 @@ def test_the_right_parts_change_nothing(own: dict, knobs: dict):
     assert widget.verdict(yours) == widget.verdict(ours)
 
 
-@pytest.mark.parametrize(("own", "slots"), [({"table": FirstInFirstOut}, 32), ({"admit": head_of_line}, 8)])
-def test_wrong_parts_are_reported(own: dict, slots: int):
-    result = widget.verdict(here(slots=slots, **own))
+@pytest.mark.parametrize(
+    ("part", "name", "mistake", "slots"),
+    [("table", "AdapterSlots", "slots: first come, first gone", 32), ("admit", "admit", "gate: holds the line", 8)],
+)
+def test_wrong_parts_are_reported(part: str, name: str, mistake: str, slots: int):
+    result = widget.verdict(here(slots=slots, **{part: getattr(mistaken("12", mistake), name)}))
     assert result.tone == "broken"
     assert result.words.startswith("Your parts decide differently")
 
 
-class Nowhere(lesson.AdapterSlots):
-    """Slots that return the index of a slot that does not hold the adapter."""
-
-    def activate(self, lora_id: int) -> int:
-        super().activate(lora_id)
-        return 99
-
-
 test_parts_that_cannot_be_carried_out_are_refused = harness.unusable_test(
     here,
-    [({"table": Nowhere}, "your table put"), ({"admit": lambda *_: [7]}, "your admit returns"),
-     ({"admit": harness.endless}, "never end"), ({"table": harness.endless}, "never end")],
+    [({"table": mistaken("12", "slots: returns the adapter").AdapterSlots}, "your table put"),
+     ({"admit": lambda *_: [7]}, "your admit returns"), ({"admit": harness.endless}, "never end"),
+     ({"table": harness.endless}, "never end")],
 )  # fmt: skip
