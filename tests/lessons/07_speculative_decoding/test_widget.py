@@ -25,9 +25,7 @@ from widgets.shell.session import Session
 from widgets.speculative_decoding.state import BATCHES, DRAFTERS, GPUS, MOST_K, SIBLINGS
 from widgets.speculative_decoding.step import VOCABULARY, measured, verify_step
 
-
-def here(**knobs) -> widget.State:
-    return widget.sweep(**knobs)
+here = widget.sweep
 
 
 def fitting(settings: Iterable[dict]) -> Iterator[widget.State]:

@@ -8,10 +8,11 @@ import re
 import shlex
 import xml.etree.ElementTree as ET
 from collections import Counter
+from functools import partial
 
 import pytest
 from lessons.harness import mistaken, script_path
-from lessons.widget_harness import advice_test, challenge_test, endless, shaded, unusable_test
+from lessons.widget_harness import advice_test, challenge_test, endless, known_state, shaded, unusable_test
 
 from minivllm_lab.disaggregation.goodput import Disaggregated
 from minivllm_lab.exercise import load
@@ -24,9 +25,7 @@ def here(**knobs) -> widget.State:
     return next(state for state in widget.sweep(**knobs) if state.mine.refused or state.rate in state.mine.points)
 
 
-def known(**knobs) -> widget.State:
-    """Return the first state that also knows where both layouts break."""
-    return next(state for state in widget.sweep(**knobs) if state.known)
+known = partial(known_state, widget)
 
 
 SETTINGS = [

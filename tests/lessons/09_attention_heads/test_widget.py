@@ -23,9 +23,7 @@ from minivllm_simulate.memory import memory_ledger
 from widgets import attention_heads as widget
 from widgets.attention_heads.state import BESIDE_LATENT, MODELS, TPS
 
-
-def here(**knobs) -> widget.State:
-    return widget.sweep(**knobs)
+here = widget.sweep
 
 
 # ---- verdicts against theory

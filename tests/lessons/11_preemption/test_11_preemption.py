@@ -144,18 +144,6 @@ def test_it_compiles():
 # ---- the formulas --------------------------------------------------------------------------------
 
 
-def test_the_published_example():
-    """Llama-3-8B on an H100 takes 32 µs to recompute a token and 2.6 to fetch it; break-even is at
-    4 and 8 GB/s.
-    """
-    parameters, flops, size = 8.03e9, 0.5 * 989e12, 131_072
-    again, fetch = lesson.recompute_seconds(1, parameters, flops), lesson.swap_seconds(1, size, 50e9, 1)
-    assert round(1e6 * again) == 32
-    assert round(1e6 * fetch, 1) == 2.6
-    assert round(again / fetch) == 12
-    assert [round(lesson.break_even_bandwidth(size, parameters, flops, ways) / 1e9) for ways in (1, 2)] == [4, 8]
-
-
 def test_attention_makes_long_requests_dearer_to_recompute():
     """Check the figures of the text, of the claim and of the notes' table."""
     gpu, (small, large) = get_hardware("H100"), map(known_model, ("Meta-Llama-3-8B", "Meta-Llama-3-70B"))
