@@ -15,6 +15,7 @@ from collections.abc import Callable
 from contextlib import redirect_stdout
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 from unittest import mock
 
 import pytest
@@ -23,6 +24,8 @@ from lessons.mistakes import messages_of, mutants_of
 from refusals import assert_refuses as assert_refuses
 
 from minivllm.config import ModelConfig
+from minivllm.core.scheduler import Scheduler
+from minivllm.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from minivllm.platforms.triton_utils import HAS_TRITON, INTERPRETED
 from minivllm_lab.checking import Check, CheckResult
 from minivllm_lab.exercise import checks_of, checks_paths, load, run_checks
@@ -89,6 +92,11 @@ def figures_of_quick_run(number: str, folder: Path, *arguments: str) -> dict:
     return record["figures"]
 
 
+def mistaken(number: str, mistake: str) -> ModuleType:
+    """Return the lesson's script with this mistake of its `mistakes.toml`."""
+    return load_mutant(script_path(number), mutants_of(number)[mistake])
+
+
 def results_of(path: Path, number: str) -> list[CheckResult]:
     """Return the results of the exercise's checks on a file: the lesson's script, or the stub."""
     return run_checks(load(path), _checks(number))
@@ -146,6 +154,14 @@ def _calls_from(number: str, check: str) -> dict[str, int]:
     return reached(
         check, joined(*(names_in(path.read_text()) for path in (*checks_paths(number), script_path(number))))
     )
+
+
+def engine_step(scheduler: Scheduler) -> SchedulerOutput:
+    """Schedule a step, and sample a token for each request that has caught up."""
+    output, live = scheduler.schedule(), scheduler.requests
+    done = [name for name in output.num_scheduled_tokens if live[name].num_computed_tokens == live[name].num_tokens]
+    scheduler.update_from_output(output, ModelRunnerOutput({name: [1] for name in done}))
+    return output
 
 
 SMALL = ModelConfig(

@@ -120,6 +120,20 @@ def own_code_test(spec: Spec, parts: Sequence[tuple[Any, str]], patience: str = 
     return test
 
 
+def short_runs(runs: ModuleType, counted: int, after: int) -> Callable:
+    """Return a fixture that runs few requests, for many settings."""
+
+    @pytest.fixture
+    def short(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+        runs.experiment.cache_clear()
+        monkeypatch.setattr(runs, "COUNTED", counted)
+        monkeypatch.setattr(runs, "AFTER", after)
+        yield
+        runs.experiment.cache_clear()
+
+    return short
+
+
 def region_test(widget: ModuleType, values: Sequence[int], settings: Sequence[Knobs]) -> Callable:
     """Test that each value is inside a broken region where it is refused or has a cause, and only there."""
 

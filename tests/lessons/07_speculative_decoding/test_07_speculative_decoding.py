@@ -13,9 +13,8 @@ from lessons.harness import REPOSITORY, exercise_test, figures_of_quick_run, scr
 from refusals import assert_refused
 
 from minivllm import LLM, SamplingParams
-from minivllm.config import EMBEDDED_DRAFT, EMBEDDED_MODEL
+from minivllm.config import EMBEDDED_MODEL
 from minivllm.kernels.rejection_arguments import RejectionArguments
-from minivllm.kernels.rejection_sample import rejection_sample
 from minivllm.models.loader import load_model
 from minivllm_lab.exercise import load, plug_of
 from minivllm_lab.kernel_trace import trace_kernel
@@ -33,16 +32,9 @@ NOTES = (REPOSITORY / "lessons" / "notes" / "07_speculative_decoding.md").read_t
 
 # ---- the kernels ---------------------------------------------------------------------------------
 
-BATCHES = {
-    "one request": [1],
-    "no drafts": [0, 0],
-    "of unlike number": [3, 0, 1, 3, 2],
-    "many": [7, 4],
-}
-
 
 @pytest.mark.parametrize("vocabulary", [1, 127, 129])
-@pytest.mark.parametrize("counts", BATCHES.values(), ids=list(BATCHES))
+@pytest.mark.parametrize("counts", [[1], [0, 0], [3, 0, 1, 3, 2], [7, 4]], ids=str)
 def test_the_kernels_do_what_the_rule_says(counts, vocabulary, device):
     torch.manual_seed(vocabulary)
     arguments = exactness.draft_batch(counts, vocabulary)
@@ -80,27 +72,16 @@ def test_the_kernels_compile():
 # ---- the loop ------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def models():
-    """Load the target and the draft model in float32."""
-    return [load_model(path, "cpu", torch.float32)[0] for path in (EMBEDDED_MODEL, EMBEDDED_DRAFT)]
-
-
-def test_the_engine_counts_the_same(models):
+def test_the_engine_counts_the_same():
     """The lesson's loop and the engine generate the same tokens and accept as many drafts, position
     by position.
     """
     (prompt,) = report.held_out_prompts(str(EMBEDDED_MODEL), 1)
-    ours = lesson.generate(CachedModel(models[0], 256), lesson.Ngram(4096), prompt, 48, 3)
+    model, _ = load_model(EMBEDDED_MODEL, "cpu", torch.float32)
+    ours = lesson.generate(CachedModel(model, 256), lesson.Ngram(4096), prompt, 48, 3)
     settings = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
-    llm = LLM(
-        EMBEDDED_MODEL,
-        device="cpu",
-        dtype="float32",
-        max_model_len=256,
-        num_gpu_blocks_override=40,
-        speculative_config=settings,
-    )
+    sizes = {"max_model_len": 256, "num_gpu_blocks_override": 40}
+    llm = LLM(EMBEDDED_MODEL, device="cpu", dtype="float32", speculative_config=settings, **sizes)
     params = SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True)
     (output,) = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
     assert output.outputs[0].token_ids == ours.tokens
@@ -130,20 +111,8 @@ def test_break_even_is_where_the_speed_up_falls_below_one():
     assert report.break_even({1: 0.9, 8: 0.8}) is None
 
 
-P, Q = np.array([[0.5, 0.3, 0.2]] * 2), np.array([[0.3, 0.1, 0.6]])
-
-
-def test_the_rule_by_hand():
-    """The text's table, its walk through the kernel, the race, and what the pictures show."""
-    noise = np.array([[1.2, 0.4, 0.7]] * 2)
-    assert np.minimum(P[0], Q[0]).sum() == pytest.approx(0.6)
-    assert lesson.accept(P, Q, [2], np.array([0.5])) == 0
-    assert lesson.accept(P, Q, [2], np.array([0.3])) == 1
-    assert lesson.verify(P, Q, [2], np.array([0.5]), noise) == [1]
-    missing = np.maximum(P[0] - Q[0], 0)
-    assert np.minimum(P[0], Q[0]) + missing == pytest.approx(P[0])
-    assert (noise[0, :2] / missing[:2]).round(6).tolist() == [6.0, 2.0]
-    assert (tuple(P[0]), tuple(Q[0])) == (pictures.TARGET, pictures.GUESSED)
+P, Q = np.array(pictures.TARGET), np.array(pictures.GUESSED)
+KEPT = np.minimum(P, Q).sum()
 
 
 def test_the_cell_that_draws_prints_what_the_page_shows(capsys):
@@ -153,16 +122,15 @@ def test_the_cell_that_draws_prints_what_the_page_shows(capsys):
     printed = capsys.readouterr().out
     assert printed == shown
     *lines, accepted = printed.splitlines()
-    for line, p in zip(lines, P[0], strict=True):
+    for line, p in zip(lines, P, strict=True):
         assert float(line.split()[-1]) == pytest.approx(p, abs=0.015)
-    assert float(accepted.split()[-1]) == pytest.approx(0.6, abs=0.015)
+    assert float(accepted.split()[-1]) == pytest.approx(KEPT, abs=0.015)
 
 
 def test_a_wrong_replacement_by_hand():
     """The text bets on how often `*` comes out if a rejected draft is replaced from p; the notes offer only `*`."""
-    assert np.minimum(P[0], Q[0])[2] + 0.4 * P[0, 2] == pytest.approx(0.28)
-    assert Q[0, 2] * P[0, 2] / Q[0, 2] + (1 - Q[0, 2]) * P[0, 2] == pytest.approx(0.28), "only `*` is offered"
-    assert "`*` comes out in 0.28 of all cases" in NOTES
+    assert f"**{np.minimum(P, Q)[2] + (1 - KEPT) * P[2]:.2f}**: the 0.2 that are accepted" in TEXT
+    assert f"`*` comes out in {P[2] + (1 - Q[2]) * P[2]:.2f} of all cases" in NOTES
 
 
 def test_each_row_of_the_tree_sees_its_branch():
@@ -170,7 +138,7 @@ def test_each_row_of_the_tree_sees_its_branch():
     for node, (token, parent, _) in enumerate(pictures.NODES):
         assert parent < node
         if parent == 0:
-            assert pictures.CHANCES[node] == Q[0, pictures.TOKENS.index(token)]
+            assert pictures.CHANCES[node] == Q[pictures.TOKENS.index(token)]
         elif parent > 0:
             assert pictures.CHANCES[node] < pictures.CHANCES[parent]
     assert pictures.NODES[pictures.SAMPLED[1]][1] == pictures.SAMPLED[0]
@@ -180,15 +148,9 @@ def test_each_row_of_the_tree_sees_its_branch():
 def test_tokens_and_cost_by_hand():
     assert lesson.expected_tokens(0.7, 3) == pytest.approx((1 - 0.7**4) / (1 - 0.7))
     assert lesson.expected_tokens(1.0, 3) == 4
-    assert lesson.expected_tokens(0.6, 1) == pytest.approx(1.6)
     assert lesson.speed_up(0.5, 1, draft_cost=0.5) == pytest.approx(1.0), "it pays only if alpha exceeds c"
-    assert lesson.expected_tokens(0.6, 3) == pytest.approx(2.18, abs=0.005)
     assert lesson.speed_up(0.6, 3, draft_cost=0.1) == pytest.approx(1.67, abs=0.005)
     assert lesson.speed_up(0.6, 3, 0, verify_cost=4) == pytest.approx(0.55, abs=0.01)
-    assert lesson.speed_up(0.6, 3, 0, verify_cost=2.5) == pytest.approx(0.87, abs=0.005)
-    h100 = get_hardware("H100")
-    assert h100.flops["bfloat16"] / h100.bandwidth == pytest.approx(295, abs=1)
-    assert round(295 / 4) == 74
 
 
 def test_counts_and_formula_by_hand():
@@ -264,28 +226,13 @@ def test_drafts_that_were_not_asked_for_are_told():
 
 
 def test_the_learners_verdict_is_that_of_the_engine():
-    """Greedy requests with ragged drafts give the same table; a random one gives each token as
-    often as the model says.
-    """
-    verify = rejection_of(load(script_path("07")).verify)
-    logits, keys = torch.randn(9, 8), torch.arange(18, dtype=torch.int32).view(9, 2)
-    drafts = logits.argmax(-1)[[0, 1, 4, 5, 6]].int()
-    drafts[3] = -1
-    arguments = RejectionArguments(
-        logits,
-        drafts,
-        torch.tensor([2, 0, 3, 0], dtype=torch.int32),
-        None,
-        torch.ones(4, dtype=torch.bool),
-        keys,
-    )
-    assert verify(arguments).tolist() == rejection_sample(arguments).tolist()
-
+    """A random request gets each token as often as the model says."""
+    verify = rejection_of(lesson.verify)
     requests, p, q = 1500, torch.tensor([0.25, 0.45, 0.2, 0.1]), torch.tensor([0.7, 0.1, 0.1, 0.1])
     draws = torch.multinomial(q, requests, replacement=True, generator=torch.Generator().manual_seed(0)).int()
     keys = torch.randint(-(2**31), 2**31, (2 * requests, 2), generator=torch.Generator().manual_seed(1)).int()
     random, first = torch.zeros(requests, dtype=torch.bool), torch.ones(requests, dtype=torch.int32)
-    for drawn_from, drafts in ((q.log().expand(requests, -1), draws), (None, draws)):
+    for drawn_from, drafts in ((q.log().expand(requests, -1), draws), (None, draws), (None, -torch.ones_like(draws))):
         table = verify(RejectionArguments(p.log().expand(2 * requests, -1), drafts, first, drawn_from, random, keys))
         result = torch.bincount(table[:, 0], minlength=4) / requests
         assert torch.allclose(result, p, atol=0.04)

@@ -13,20 +13,19 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 
 import pytest
-from lessons.harness import REPOSITORY
-from lessons.widget_harness import advice_test, challenge_test, endless, preset_test, shaded
+from lessons.harness import REPOSITORY, mistaken, script_path
+from lessons.widget_harness import advice_test, challenge_test, endless, preset_test, shaded, unusable_test
 from pace import quiet_seconds
 
 from minivllm.errors import MinivllmError
+from minivllm_lab.exercise import load
 from widgets import speculative_decoding as widget
 from widgets.shell.plot import percent
 from widgets.shell.session import Session
 from widgets.speculative_decoding.state import BATCHES, DRAFTERS, GPUS, MOST_K, SIBLINGS
 from widgets.speculative_decoding.step import VOCABULARY, measured, verify_step
 
-
-def here(**knobs) -> widget.State:
-    return widget.sweep(**knobs)
+here = widget.sweep
 
 
 def fitting(settings: Iterable[dict]) -> Iterator[widget.State]:
@@ -213,35 +212,11 @@ def test_the_frames_tell_the_step():
 # ---- the reader's own rule
 
 
-def right(p, q, drafts, uniforms):
-    for i, draft in enumerate(drafts):
-        if draft < 0 or uniforms[i] * q[i, draft] >= p[i, draft]:
-            return i
-    return len(drafts)
+right = load(script_path("07")).accept
 
 
-def biased(p, q, drafts, uniforms):
-    return next((i for i, x in enumerate(drafts) if uniforms[i] >= p[i, x] / q[i, x] + 0.02), len(drafts))
-
-
-def upside_down(p, q, drafts, uniforms):
-    return next((i for i, x in enumerate(drafts) if uniforms[i] * p[i, x] >= q[i, x]), len(drafts))
-
-
-def only_likelier(p, q, drafts, uniforms):
-    return next((i for i, x in enumerate(drafts) if p[i, x] < q[i, x]), len(drafts))
-
-
-def by_p_alone(p, q, drafts, uniforms):
-    return next((i for i, x in enumerate(drafts) if uniforms[i] >= p[i, x]), len(drafts))
-
-
-def goes_on(p, q, drafts, uniforms):
-    return sum(int(uniforms[i] * q[i, x] < p[i, x]) for i, x in enumerate(drafts))
-
-
-def next_row(p, q, drafts, uniforms):
-    return next((i for i, x in enumerate(drafts) if uniforms[i] * q[i, x] >= p[i + 1, x]), len(drafts))
+BIASED = "two hundredths too generous"
+WRONG = BIASED, "forgets q", "q over p", "without the random number", "goes on after a rejection", "the next row of p"
 
 
 @pytest.mark.parametrize("knobs", [{}, {"k": 8, "alpha": 0.95}, {"drafter": "ngram"}, {"recorded": "draft_model"}])
@@ -255,9 +230,9 @@ def test_the_rule_itself_is_found_right(knobs: dict):
 
 
 @pytest.mark.parametrize("k", [2, 8])
-@pytest.mark.parametrize("rule", [biased, upside_down, only_likelier, by_p_alone, goes_on, next_row])
-def test_a_wrong_rule_is_seen_at_once(rule, k: int):
-    state = here(accept=rule, k=k)
+@pytest.mark.parametrize("mistake", WRONG)
+def test_a_wrong_rule_is_seen_at_once(mistake: str, k: int):
+    state = here(accept=mistaken("07", mistake).accept, k=k)
     assert state.own
     assert state.own.wrong is not None
     said = widget.verdict(state)
@@ -270,28 +245,17 @@ def test_a_biased_rule_is_off_by_its_bias():
     """The rule u < p + 0.02, with certain drafts, generates the draft too often by 0.02, and all
     others too seldom.
     """
-    result = measured((0.6, 0.6), True, 3, biased)
+    result = measured((0.6, 0.6), True, 3, mistaken("07", BIASED).accept)
     assert result.rates == pytest.approx((0.62, 0.62), abs=1e-3)
     assert result.off == pytest.approx(0.02, abs=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("rule", "said"),
-    [
-        (lambda p, q, drafts, uniforms: None, "None"),
-        (lambda p, q, drafts, uniforms: 99, "from 0 to 4"),
-        (lambda p, q, drafts, uniforms: 0.5, "whole number"),
-        (lambda p, q, drafts, uniforms: 1 / 0, "ZeroDivisionError"),
-    ],
-)
-def test_what_is_no_count_of_drafts_is_said_in_a_line(rule, said: str):
-    view = Session(widget.SPEC, accept=rule).settle()
-    assert view["tone"] == "broken"
-    assert said in view["words"]
-
-
-def test_a_rule_that_never_ends_is_ended():
-    assert "never end" in Session(widget.SPEC, accept=endless).settle()["words"]
+test_what_is_no_count_of_drafts_is_said_in_a_line = unusable_test(
+    here,
+    [({"accept": lambda *_: None}, "None"), ({"accept": lambda *_: 99}, "from 0 to 4"),
+     ({"accept": lambda *_: 0.5}, "whole number"), ({"accept": endless}, "never end")],
+    patience="widgets.speculative_decoding.step.PATIENCE",
+)  # fmt: skip
 
 
 # ---- the picture

@@ -12,14 +12,7 @@ from hypothesis import strategies as st
 from refusals import assert_refused
 
 from minivllm_lab.disaggregation import pools as pools_module
-from minivllm_lab.disaggregation.goodput import (
-    Colocated,
-    Disaggregated,
-    Objective,
-    Work,
-    goodput,
-    prefill_seconds,
-)
+from minivllm_lab.disaggregation.goodput import Colocated, Disaggregated, Objective, Work, goodput, prefill_seconds
 from minivllm_lab.disaggregation.model_checks import (
     ARITHMETIC_SLOWER,
     MEMORY_SLOWER,
@@ -130,11 +123,7 @@ def test_no_link_carries_more_than_its_bandwidth():
 
 def test_far_above_a_bound_requests_are_late_and_far_below_all_bounds_they_are_in_time():
     objective = Objective(0.3, 0.02)
-    for pools, expected in (
-        (system(1, 3), "queue"),
-        (system(3, 1, link="10 Gb/s"), "link"),
-        (system(3, 1), "tpot"),
-    ):
+    for pools, expected in ((system(1, 3), "queue"), (system(3, 1, link="10 Gb/s"), "link"), (system(3, 1), "tpot")):
         work = Work(1024, 64, counted=60) if expected != "tpot" else Work(256, 128, counted=250)
         bound = pools.bound(work, objective)
         assert pools.bound_by(work, objective) == expected

@@ -9,15 +9,7 @@ from typing import Any
 
 import pytest
 
-from minivllm_lab.disaggregation.goodput import (
-    Client,
-    Colocated,
-    Disaggregated,
-    Objective,
-    Served,
-    Work,
-    goodput,
-)
+from minivllm_lab.disaggregation.goodput import Client, Colocated, Disaggregated, Objective, Served, Work, goodput
 from minivllm_lab.disaggregation.tuning import (
     BUDGETS,
     MixingCost,

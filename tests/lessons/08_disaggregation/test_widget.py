@@ -8,15 +8,14 @@ import re
 import shlex
 import xml.etree.ElementTree as ET
 from collections import Counter
+from functools import partial
 
 import pytest
-from lessons.harness import script_path
-from lessons.widget_harness import advice_test, challenge_test, shaded
-from refusals import assert_refused
+from lessons.harness import mistaken, script_path
+from lessons.widget_harness import advice_test, challenge_test, endless, known_state, shaded, unusable_test
 
 from minivllm_lab.disaggregation.goodput import Disaggregated
 from minivllm_lab.exercise import load
-from minivllm_lab.mutants import load_mutant
 from widgets import disaggregation as widget
 from widgets.disaggregation.state import LADDER, RATES, experiment
 
@@ -26,9 +25,7 @@ def here(**knobs) -> widget.State:
     return next(state for state in widget.sweep(**knobs) if state.mine.refused or state.rate in state.mine.points)
 
 
-def known(**knobs) -> widget.State:
-    """Return the first state that also knows where both layouts break."""
-    return next(state for state in widget.sweep(**knobs) if state.known)
+known = partial(known_state, widget)
 
 
 SETTINGS = [
@@ -195,12 +192,10 @@ def test_what_breaks_is_shaded_with_its_cause_and_overflows_from_there_on():
 # ---- the reader's own connector
 
 
-@pytest.fixture(scope="module")
-def lesson():
-    return load(script_path("08"))
+lesson = load(script_path("08"))
 
 
-def test_the_lessons_own_connector_gives_the_same_points(lesson, monkeypatch: pytest.MonkeyPatch):
+def test_the_lessons_own_connector_gives_the_same_points(monkeypatch: pytest.MonkeyPatch):
     """This holds even where engines are short of blocks and requests are preempted."""
     monkeypatch.setattr("widgets.disaggregation.state.COUNTED", 24)
     tight = {"model": "Qwen3-32B", "prompt": 256, "output": 256, "rate": 160.0, "prefill": 3, "decode": 1}
@@ -210,24 +205,19 @@ def test_the_lessons_own_connector_gives_the_same_points(lesson, monkeypatch: py
 
 
 WRONG = {
-    "waits for nobody": (
-        ("get_num_new_matched_tokens", "num_tokens > 0", "False"), "(1026, False) for a prompt of 1026 tokens"
-    ),
-    "finds nothing": (
-        ("get_num_new_matched_tokens", 'not params.get("do_remote_prefill")', "True"), "that is remote"
-    ),
-    "reads twice": (("build_connector_meta", "self.reads, []", "self.reads, self.reads"), "build_connector_meta"),
-    "frees at once": (
-        ("request_finished", 'not params.get("do_remote_decode") or ...', "True"), "request_finished frees"
-    ),
-    "never ends": (("build_connector_meta", "self.reads, []", "self.reads, [None for _ in iter(int, 1)]"), "never end"),
-}  # fmt: skip
+    "within the step": r"\(1026, False\) for a prompt of 1026 tokens",
+    "never from elsewhere": "that is remote",
+    "hands over again": "build_connector_meta",
+    "holds nothing": "request_finished frees",
+}
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_a_connector_that_would_lose_a_transfer_is_told_so(name: str, monkeypatch: pytest.MonkeyPatch):
-    if name == "never ends":
-        monkeypatch.setattr("widgets.shell.swept.PATIENCE", 0.5)
-    (function, old, new), about = WRONG[name]
-    module = load_mutant(script_path("08"), (f"ConnectorScheduler.{function}", old, new))
-    assert_refused(re.escape(about), here, connector=module.ConnectorScheduler)
+class Endless(lesson.ConnectorScheduler):
+    build_connector_meta = endless
+
+
+test_a_connector_that_would_lose_a_transfer_is_told_so = unusable_test(
+    here,
+    [*(({"connector": mistaken("08", name).ConnectorScheduler}, about) for name, about in WRONG.items()),
+     ({"connector": Endless}, "never end")],
+)  # fmt: skip

@@ -10,10 +10,12 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
+from lessons.harness import script_path
 
 from lessons import widget_harness as harness
 from minivllm.errors import MinivllmError
 from minivllm_lab.attention_heads.siblings import with_kv_heads, with_latent
+from minivllm_lab.exercise import load
 from minivllm_lab.palette import ORANGE, VERMILLION
 from minivllm_simulate.hardware import get_hardware
 from minivllm_simulate.known_models import known_model
@@ -21,9 +23,7 @@ from minivllm_simulate.memory import memory_ledger
 from widgets import attention_heads as widget
 from widgets.attention_heads.state import BESIDE_LATENT, MODELS, TPS
 
-
-def here(**knobs) -> widget.State:
-    return widget.sweep(**knobs)
+here = widget.sweep
 
 
 # ---- verdicts against theory
@@ -130,10 +130,7 @@ def test_what_is_shaded_is_where_something_is_wrong():
     def regions(**knobs) -> list[str]:
         return harness.shaded(widget, here(**knobs))
 
-    assert regions() == [
-        "14 of 32 requests fit on 4",
-        "copies: 16 GPUs hold 49, 8 hold 42",
-    ]
+    assert regions() == ["14 of 32 requests fit on 4", "copies: 16 GPUs hold 49, 8 hold 42"]
     assert regions(kv_heads=64) == ["26 of 32 requests fit on 32"]
     assert regions(latent=512, tensor_parallel_size=8) == ["18 of 32 requests fit on 8"]
     assert regions(model="Llama-3.1-8B", kv_heads=32) == [
@@ -214,17 +211,11 @@ def test_real_models_stand_beside_as_they_were_published():
 # ---- the reader's own rule
 
 
-def right(rank: int, tp: int, heads: int) -> list[int]:
-    if tp > heads:
-        return [rank // (tp // heads)]
-    return list(range(rank * (heads // tp), (rank + 1) * (heads // tp)))
-
-
 @pytest.mark.parametrize("tp", TPS)
 @pytest.mark.parametrize("heads", [1, 8, 64])
 def test_the_right_rule_changes_nothing(tp: int, heads: int):
     knobs = {"tensor_parallel_size": tp, "kv_heads": heads}
-    assert replace(here(**knobs, kv_heads_of_rank=right), own=False) == here(**knobs)
+    assert replace(here(**knobs, kv_heads_of_rank=load(script_path("09")).kv_heads_of_rank), own=False) == here(**knobs)
 
 
 WRONG = {

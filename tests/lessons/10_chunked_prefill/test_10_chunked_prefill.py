@@ -8,14 +8,13 @@ from functools import partial
 import pytest
 import torch
 from kernels.harness import assert_compiles
-from lessons.harness import REPOSITORY, exercise_test, figures_of_quick_run, script_path
+from lessons.harness import REPOSITORY, engine_step, exercise_test, figures_of_quick_run, script_path
 from refusals import assert_refused
 
 from minivllm.config import CacheConfig, SchedulerConfig
 from minivllm.core.policy import DEFAULT_POLICY
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
-from minivllm.core.scheduler_output import ModelRunnerOutput
 from minivllm.memory import kv_bytes_per_token
 from minivllm_lab.chunked_prefill import kernel_cases, pieces, report
 from minivllm_lab.chunked_prefill.learner_policy import learner_policy
@@ -56,10 +55,7 @@ def engine_steps(arrivals, settings, policy=DEFAULT_POLICY) -> list[dict[str, in
     while len(steps) <= last or scheduler.has_unfinished_requests():
         for name, prompt, output in arrivals.get(len(steps), ()):
             scheduler.add_request(Request(name, [0] * prompt, max_tokens=output))
-        decided, live = scheduler.schedule(), scheduler.requests
-        steps.append(dict(decided.num_scheduled_tokens))
-        done = [name for name in steps[-1] if live[name].num_computed_tokens == live[name].num_tokens]
-        scheduler.update_from_output(decided, ModelRunnerOutput({name: [1] for name in done}))
+        steps.append(dict(engine_step(scheduler).num_scheduled_tokens))
     return steps
 
 

@@ -10,8 +10,10 @@ from collections import Counter
 from functools import partial
 
 import pytest
+from lessons.harness import script_path
 
 from lessons import widget_harness as harness
+from minivllm_lab.exercise import load
 from minivllm_simulate.cost_model import StepShape
 from minivllm_simulate.load_sweep import spans
 from minivllm_simulate.virtual_clock import SimulatedRequest, StepRecord, percentile, simulate
@@ -19,17 +21,7 @@ from widgets import chunked_prefill as widget
 from widgets.chunked_prefill import runs, strip
 from widgets.chunked_prefill.state import BUDGETS
 
-
-@pytest.fixture
-def short_runs(monkeypatch: pytest.MonkeyPatch):
-    """Run few requests, for many settings."""
-    runs.experiment.cache_clear()
-    monkeypatch.setattr(runs, "COUNTED", 16)
-    monkeypatch.setattr(runs, "AFTER", 6)
-    yield
-    runs.experiment.cache_clear()
-
-
+short_runs = harness.short_runs(runs, 16, 6)
 here, swept = partial(harness.known_state, widget), partial(harness.last_state, widget)
 
 
@@ -212,11 +204,7 @@ def test_the_right_guess_is_where_the_stalls_begin():
         assert words in widget.GUESS.because
 
 
-SOLUTIONS = (
-    {"budget": 256, "gap": 0.015},
-    {"budget": 4096, "threshold": 256},
-    {"budget": 8192, "judged": "gaps"},
-)
+SOLUTIONS = ({"budget": 256, "gap": 0.015}, {"budget": 4096, "threshold": 256}, {"budget": 8192, "judged": "gaps"})
 
 
 test_each_challenge_can_be_met_and_by_what_it_is_about = harness.challenge_test(
@@ -260,10 +248,7 @@ def test_what_breaks_is_shaded_with_its_cause():
     def regions(**knobs) -> list[str]:
         return harness.shaded(widget, swept(**knobs))
 
-    assert sorted(regions()) == [
-        "long prompts late: each takes 85 steps, 574 ms alone",
-        "stalls over 25 ms",
-    ]
+    assert sorted(regions()) == ["long prompts late: each takes 85 steps, 574 ms alone", "stalls over 25 ms"]
     assert regions(load=60.0, gap=1.0) == ["the queue grows: 60 requests/s arrive, but it handles 40.1"]
     assert "does not start: 8K tokens are never cut" in regions(policy="first", budget=16384)
 
@@ -297,24 +282,13 @@ def test_the_good_ranges_are_what_lies_between_those_that_break():
 # ---- the reader's own caps
 
 
-def right_limit(budget: int, threshold: int, requests: int, adaptive: bool) -> int:
-    if threshold == 0 or requests <= 1:
-        return budget
-    return max(threshold, budget // requests) if adaptive else threshold
-
-
-RIGHT = {
-    "chunk_limit": right_limit,
-    "running_tokens": min,
-    "admitted_tokens": lambda missing, limit, left, cut: min(missing, limit, left if cut or missing <= left else 0),
-}
 CAPPED = {"threshold": 512, "budget": 4096, "load": 5.0}
 
 
-@pytest.mark.parametrize("part", RIGHT)
+@pytest.mark.parametrize("part", ["chunk_limit", "running_tokens", "admitted_tokens"])
 @pytest.mark.parametrize("knobs", [CAPPED, {"budget": 512}])
 def test_the_right_caps_change_nothing(part: str, knobs: dict):
-    yours, ours = here(**knobs, **{part: RIGHT[part]}), here(**knobs)
+    yours, ours = here(**knobs, **{part: getattr(load(script_path("10")), part)}), here(**knobs)
     assert yours.like_the_engine
     point, engine = (each.points[each.budget] for each in (yours, ours))
     assert point.longest_gap(0.9) == pytest.approx(engine.longest_gap(0.9), rel=0.01)

@@ -8,14 +8,12 @@ from collections import Counter
 import pytest
 import torch
 from kernels.harness import assert_compiles
-from lessons.harness import REPOSITORY, exercise_test, figures_of_quick_run, script_path
+from lessons.harness import REPOSITORY, engine_step, exercise_test, figures_of_quick_run, script_path
 from refusals import assert_refused
 
 from minivllm.config import CacheConfig, SchedulerConfig
-from minivllm.core.policy import DEFAULT_POLICY
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
-from minivllm.core.scheduler_output import ModelRunnerOutput
 from minivllm_lab.exercise import load
 from minivllm_lab.preemption import cliff, report
 from minivllm_lab.preemption.costs import break_even_bandwidth, recompute_seconds
@@ -29,35 +27,32 @@ TEXT = (REPOSITORY / "lessons" / "11_preemption.md").read_text()
 # ---- its steps are the engine's ------------------------------------------------------------------
 
 
-def workload(seed: int) -> tuple[list[tuple[str, int, int, int]], dict]:
-    """Draw requests (name, prompt, output, priority) that arrive together, and settings with a
-    small pool.
+def workload(seed: int) -> tuple[list[Request], int, int, int]:
+    """Draw requests that arrive together, and the number of blocks of a small pool, their size, and
+    the budget.
     """
     draw = random.Random(seed)
     requests = [
-        (f"r{i}", draw.randint(1, 14), draw.randint(1, 14), draw.randint(0, 2)) for i in range(draw.randint(2, 7))
-    ]
-    longest = max(prompt + output for _, prompt, output, _ in requests)
+        Request(f"r{i}", [0] * draw.randint(1, 14), max_tokens=draw.randint(1, 14), priority=draw.randint(0, 2),
+                arrival_time=float(i))
+        for i in range(draw.randint(2, 7))
+    ]  # fmt: skip
+    longest = max(request.num_tokens + request.max_tokens for request in requests)
     size = draw.choice([1, 2, 4])
-    blocks = -(-longest // size) + draw.randint(1, 6)
-    return requests, {"blocks": blocks, "size": size, "budget": draw.choice([8, 20, 64])}
+    blocks = max(-(-longest // size) + draw.randint(1, 6), 28 // size)
+    return requests, blocks + 1, size, draw.choice([8, 20, 64])
 
 
-def engine_steps(requests, settings, policy, rules=DEFAULT_POLICY) -> tuple[list, Scheduler]:
+def engine_steps(requests, blocks, size, budget, policy) -> tuple[list, Scheduler]:
     """Return what the engine's scheduler schedules in each step, and what it preempts."""
-    limits = SchedulerConfig(max_model_len=28, max_num_batched_tokens=settings["budget"], max_num_seqs=8, policy=policy)
-    pool = CacheConfig(
-        num_gpu_blocks=max(settings["blocks"], -(-28 // settings["size"])) + 1, block_size=settings["size"],
-        enable_prefix_caching=False,
-    )  # fmt: skip
-    scheduler, steps = Scheduler(limits, pool, rules), []
-    for at, (name, prompt, output, priority) in enumerate(requests):
-        scheduler.add_request(Request(name, [0] * prompt, max_tokens=output, priority=priority, arrival_time=float(at)))
+    limits = SchedulerConfig(max_model_len=28, max_num_batched_tokens=budget, max_num_seqs=8, policy=policy)
+    pool = CacheConfig(num_gpu_blocks=blocks, block_size=size, enable_prefix_caching=False)
+    scheduler, steps = Scheduler(limits, pool), []
+    for request in requests:
+        scheduler.add_request(request)
     while scheduler.has_unfinished_requests():
-        decided, live = scheduler.schedule(), scheduler.requests
+        decided = engine_step(scheduler)
         steps.append((list(decided.num_scheduled_tokens.items()), sorted(decided.preempted_req_ids)))
-        done = [name for name, _ in steps[-1][0] if live[name].num_computed_tokens == live[name].num_tokens]
-        scheduler.update_from_output(decided, ModelRunnerOutput({name: [1] for name in done}))
     return steps, scheduler
 
 
@@ -68,29 +63,16 @@ def run_lesson(engine, requests: list[Request]) -> list:
     return list(engine.steps())
 
 
-def lesson_steps(requests, settings, policy) -> tuple[list, int]:
-    """Return the lesson engine's schedule and preemptions in each step, and how many tokens it has
-    recomputed.
-    """
-    blocks = max(settings["blocks"], -(-28 // settings["size"])) + 1
-    engine = lesson.Engine(report.NoModel(blocks, settings["size"]), policy, settings["budget"])
-    work = [
-        Request(name, [0] * prompt, max_tokens=output, priority=priority, arrival_time=float(at))
-        for at, (name, prompt, output, priority) in enumerate(requests)
-    ]
-    steps = [(list(scheduled.items()), sorted(preempted)) for scheduled, preempted in run_lesson(engine, work)]
-    return steps, report.recomputed(engine, work)
-
-
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 def test_the_steps_are_the_engines(policy):
     preemptions = 0
     for seed in range(60):
-        requests, settings = workload(seed)
-        expected, scheduler = engine_steps(requests, settings, policy)
-        steps, again = lesson_steps(requests, settings, policy)
-        assert steps == expected, seed
-        assert again >= scheduler.num_recomputed_tokens, seed
+        expected, scheduler = engine_steps(*workload(seed), policy)
+        requests, blocks, size, budget = workload(seed)
+        engine = lesson.Engine(report.NoModel(blocks, size), policy, budget)
+        steps = run_lesson(engine, requests)
+        assert [(list(scheduled.items()), sorted(preempted)) for scheduled, preempted in steps] == expected, seed
+        assert report.recomputed(engine, requests) >= scheduler.num_recomputed_tokens, seed
         preemptions += scheduler.num_preemptions
     assert preemptions > 40
 
@@ -160,18 +142,6 @@ def test_it_compiles():
 
 
 # ---- the formulas --------------------------------------------------------------------------------
-
-
-def test_the_published_example():
-    """Llama-3-8B on an H100 takes 32 µs to recompute a token and 2.6 to fetch it; break-even is at
-    4 and 8 GB/s.
-    """
-    parameters, flops, size = 8.03e9, 0.5 * 989e12, 131_072
-    again, fetch = lesson.recompute_seconds(1, parameters, flops), lesson.swap_seconds(1, size, 50e9, 1)
-    assert round(1e6 * again) == 32
-    assert round(1e6 * fetch, 1) == 2.6
-    assert round(again / fetch) == 12
-    assert [round(lesson.break_even_bandwidth(size, parameters, flops, ways) / 1e9) for ways in (1, 2)] == [4, 8]
 
 
 def test_attention_makes_long_requests_dearer_to_recompute():

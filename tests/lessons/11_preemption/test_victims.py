@@ -6,12 +6,12 @@ import itertools
 import random
 
 import pytest
+from lessons.harness import engine_step
 
 from minivllm.config import CacheConfig, SchedulerConfig
 from minivllm.core.policy import SchedulingPolicy
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
-from minivllm.core.scheduler_output import ModelRunnerOutput
 from minivllm_lab.preemption.victims import RULES, SwapSpace, victim_rule
 
 BLOCK = 4
@@ -26,19 +26,6 @@ def scheduler_with(
     return Scheduler(config, cache, swap.policy(rule) if swap else SchedulingPolicy(victim=rule))
 
 
-def step(scheduler: Scheduler) -> tuple[int, set[str]]:
-    """Run a step and sample for each request that has caught up; return computed tokens and
-    preempted requests.
-    """
-    output = scheduler.schedule()
-    live = scheduler.requests
-    sampled = {
-        name: [0] for name in output.num_scheduled_tokens if live[name].num_computed_tokens >= live[name].num_tokens
-    }
-    scheduler.update_from_output(output, ModelRunnerOutput(sampled))
-    return output.total_num_scheduled_tokens, output.preempted_req_ids
-
-
 def first_victim(victim: str, policy: str = "fcfs") -> str:
     """Return which of three requests is preempted first: a has the most tokens left, b the most
     blocks, c the fewest tokens left.
@@ -47,8 +34,7 @@ def first_victim(victim: str, policy: str = "fcfs") -> str:
     for name, prompt, answer, priority in (("a", 4, 24, 1), ("b", 14, 9, 2), ("c", 8, 6, 0)):
         scheduler.add_request(Request(name, [1] * prompt, max_tokens=answer, arrival_time=ord(name), priority=priority))
     for _ in range(20):
-        _, preempted = step(scheduler)
-        if preempted:
+        if preempted := engine_step(scheduler).preempted_req_ids:
             return min(preempted)
     raise AssertionError("the pool was to be too small")
 
@@ -80,7 +66,7 @@ def run(victim: str, swap: SwapSpace | None, seed: int, budget: int) -> tuple[Sc
     for _ in range(4000):
         if not scheduler.has_unfinished_requests():
             break
-        computed += step(scheduler)[0]
+        computed += engine_step(scheduler).total_num_scheduled_tokens
         now = swap.take_copied_blocks() if swap else (0, 0)
         copied = [copied[0] + now[0], copied[1] + now[1]]
     assert not scheduler.has_unfinished_requests(), "nobody waits for ever"
@@ -114,7 +100,7 @@ def test_a_swap_copies_the_blocks_of_what_was_computed():
         scheduler.add_request(Request(name, [1] * 6, max_tokens=6))
     copied = []
     while scheduler.has_unfinished_requests():
-        step(scheduler)
+        engine_step(scheduler)
         copied.append(swap.take_copied_blocks())
     # Both have 8 tokens in 2 blocks each when a needs a third one; b goes with 8 computed tokens.
     assert [each for each in copied if any(each)] == [(2, 0), (0, 2)]

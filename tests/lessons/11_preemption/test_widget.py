@@ -10,10 +10,12 @@ from collections.abc import Iterator
 from functools import lru_cache, partial
 
 import pytest
+from lessons.harness import script_path
 
 from lessons import widget_harness as harness
 from minivllm.errors import MinivllmError
 from minivllm.memory import kv_bytes_per_token
+from minivllm_lab.exercise import load
 from minivllm_lab.preemption.victims import SwapSpace
 from minivllm_simulate.cost_model import StepShape
 from minivllm_simulate.memory import memory_ledger, num_parameters
@@ -195,9 +197,7 @@ def test_a_swap_waits_for_its_copies():
 
 
 test_a_region_is_shaded_where_the_pools_are_wrong = harness.region_test(
-    widget,
-    POOLS,
-    [{}, {"admission": "chunk", "limit": 2.0}, {"gpu": "L4"}, {"model": "Qwen3-32B", "gpu": "H100"}],
+    widget, POOLS, [{}, {"admission": "chunk", "limit": 2.0}, {"gpu": "L4"}, {"model": "Qwen3-32B", "gpu": "H100"}]
 )
 
 
@@ -300,17 +300,11 @@ def test_what_breaks_is_shaded_with_its_cause():
 # ---- the reader's own choice
 
 
-def right_victim(running, policy):
-    if policy == "fcfs":
-        return running[-1]
-    return max(running, key=lambda each: (each.priority, each.arrival_time, each.request_id))
-
-
 @pytest.mark.usefixtures("short_runs")
 @pytest.mark.parametrize("rule", ["last in", "worst priority"])
 def test_the_right_victim_changes_nothing(rule: str):
     knobs = {"rule": rule, "pool": 8192, "load": 30.0}
-    yours, ours = here(**knobs, victim=right_victim), here(**knobs)
+    yours, ours = here(**knobs, victim=load(script_path("11")).victim), here(**knobs)
     assert yours.like_the_engine
     assert yours.points[8192] == ours.points[8192]
     assert ours.points[8192].preemptions > 0

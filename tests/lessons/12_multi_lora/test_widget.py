@@ -9,9 +9,10 @@ from collections import Counter
 from functools import cache, partial
 
 import pytest
+from lessons.harness import mistaken, script_path
 
 from lessons import widget_harness as harness
-from minivllm.core.adapter_slots import AdapterSlots
+from minivllm_lab.exercise import load
 from minivllm_lab.palette import SKY
 from minivllm_simulate.cost_model import StepShape
 from minivllm_simulate.known_models import known_model
@@ -20,17 +21,7 @@ from widgets import multi_lora as widget
 from widgets.multi_lora import runs
 from widgets.multi_lora.state import SLOTS
 
-
-@pytest.fixture
-def short_runs(monkeypatch: pytest.MonkeyPatch):
-    """Run few requests, for many settings."""
-    runs.experiment.cache_clear()
-    monkeypatch.setattr(runs, "COUNTED", 24)
-    monkeypatch.setattr(runs, "AFTER", 8)
-    yield
-    runs.experiment.cache_clear()
-
-
+short_runs = harness.short_runs(runs, 24, 8)
 here, swept = partial(harness.known_state, widget), partial(harness.last_state, widget)
 
 
@@ -180,7 +171,6 @@ def test_three_ways_cost_what_the_counts_say():
     cost, batch = state.serving.cost, state.batch
     shape = StepShape.of([(1, runs.PROMPT + runs.ANSWER // 2)] * batch)
     base, launch = cost.base.seconds(shape), 2e-3 / 448
-    assert cost.launches == 2 * 4 * 32
     assert batch / state.rate("together", 1) == pytest.approx(base + 256 * launch)
     assert batch / state.rate("loop", 5) == pytest.approx(base + 5 * 256 * launch)
     many = 64 * slot_bytes(16) / (3.35e12 * 0.9)
@@ -270,29 +260,10 @@ def test_what_breaks_is_shaded_with_its_cause():
 # ---- the reader's own parts
 
 
-def right_admit(running, waiting, max_loras, seats) -> list[int]:
-    active, admitted = set(running) - {0}, []
-    for index, adapter in enumerate(waiting):
-        if len(admitted) < seats and (adapter in active | {0} or len(active) < max_loras):
-            admitted.append(index)
-            active |= {adapter} - {0}
-    return admitted
+lesson = load(script_path("12"))
 
 
-def head_of_line(running, waiting, max_loras, seats) -> list[int]:
-    """Stop at the first request without a slot, instead of skipping it."""
-    right = right_admit(running, waiting, max_loras, seats)
-    return [index for position, index in enumerate(right) if index == position]
-
-
-class FirstInFirstOut(AdapterSlots):
-    """Slots that do not mark an adapter as most recently used."""
-
-    def activate(self, lora_id: int) -> int:
-        return self.slots.index(lora_id) if lora_id in self else super().activate(lora_id)
-
-
-@pytest.mark.parametrize("own", [{"table": AdapterSlots}, {"admit": right_admit}])
+@pytest.mark.parametrize("own", [{"table": lesson.AdapterSlots}, {"admit": lesson.admit}])
 @pytest.mark.parametrize("knobs", [{}, {"slots": 32}])
 def test_the_right_parts_change_nothing(own: dict, knobs: dict):
     yours, ours = here(**knobs, **own), here(**knobs)
@@ -301,23 +272,19 @@ def test_the_right_parts_change_nothing(own: dict, knobs: dict):
     assert widget.verdict(yours) == widget.verdict(ours)
 
 
-@pytest.mark.parametrize(("own", "slots"), [({"table": FirstInFirstOut}, 32), ({"admit": head_of_line}, 8)])
-def test_wrong_parts_are_reported(own: dict, slots: int):
-    result = widget.verdict(here(slots=slots, **own))
+@pytest.mark.parametrize(
+    ("part", "name", "mistake", "slots"),
+    [("table", "AdapterSlots", "slots: first come, first gone", 32), ("admit", "admit", "gate: holds the line", 8)],
+)
+def test_wrong_parts_are_reported(part: str, name: str, mistake: str, slots: int):
+    result = widget.verdict(here(slots=slots, **{part: getattr(mistaken("12", mistake), name)}))
     assert result.tone == "broken"
     assert result.words.startswith("Your parts decide differently")
 
 
-class Nowhere(AdapterSlots):
-    """Slots that return the index of a slot that does not hold the adapter."""
-
-    def activate(self, lora_id: int) -> int:
-        super().activate(lora_id)
-        return 99
-
-
 test_parts_that_cannot_be_carried_out_are_refused = harness.unusable_test(
     here,
-    [({"table": Nowhere}, "your table put"), ({"admit": lambda *_: [7]}, "your admit returns"),
-     ({"admit": harness.endless}, "never end"), ({"table": harness.endless}, "never end")],
+    [({"table": mistaken("12", "slots: returns the adapter").AdapterSlots}, "your table put"),
+     ({"admit": lambda *_: [7]}, "your admit returns"), ({"admit": harness.endless}, "never end"),
+     ({"table": harness.endless}, "never end")],
 )  # fmt: skip
