@@ -141,7 +141,8 @@ def _draw_curve(axes: Axes, state: State, moved: Sequence[int]) -> None:
         tips = ["" if index == low > 0 else _tip(state, index) for index in range(low, high)]
         axes.line(state.queries[low:high], moved[low:high], BLUE, dash=dash, tips=tips)
     _draw_own_tile(axes, state)
-    axes.label(axes.at(state.queries[5], moved[5]), "tiles", BLUE)
+    if end:
+        axes.label(axes.at(state.queries[5], moved[5]), "tiles", BLUE)
     if state.launches:
         axes.points([state.block_q], [state.tiled.moved], BLUE)
 
@@ -177,11 +178,11 @@ def _draw_chip(drawing: Drawing, at: Box, state: State) -> None:
     drawing.text((at.x, at.y + 22), "On the chip", size=HEADING, bold=True)
     wide = (at.width - 22) / 2
     cups = (
-        ("shared memory", state.shared, state.chip.shared_memory, "not launched"),
+        ("shared memory", state.shared, state.chip.shared_memory, "no launch"),
         ("registers", state.registers, REGISTER_FILE, "spills"),
     )
     for index, (name, parts, limit, beyond) in enumerate(cups):
-        box = Box(at.x + index * (wide + 22), at.y + 40, wide, at.height - 84)
+        box = Box(at.x + index * (wide + 22), at.y + 46, wide, at.height - 90)
         _draw_cup(drawing, box, name, parts, limit, beyond)
 
 

@@ -63,7 +63,7 @@ def draw_row(drawing: Drawing, at: Box, state: State) -> None:
     """
     row = state.row
     drawing.text((at.x, at.y + 18), f"One row's scores, {state.steps[0].end} keys a tile", size=HEADING, bold=True)
-    box = Box(at.x + 56, at.y + 46, at.width - 58, 116)
+    box = Box(at.x + 64, at.y + 46, at.width - 68, 116)
     low, high = min(0.0, *row.scores), max(0.1, *row.scores)
     axes = Axes(drawing, box, Scale(0, len(row.scores)), Scale(low * 1.1, high * 1.3))
     axes.frame("", "", x_ticks=[], y_format=lambda value: f"{value:.3g}", y_ticks=axes.y.ticks(4))
@@ -113,7 +113,7 @@ def _draw_maximum(axes: Axes, state: State) -> None:
         with axes.drawing.layer(at=f"{tile + 1} {last}"):
             axes.drawing.polyline([*start, left, right], VERMILLION, width=2.5, tip=tip)
             words = f"{step.got.m:.2f}"
-            if step.got.m > before and text_width(words, SMALL) < right[0] - left[0]:
+            if step.got.m > before and text_width(words, SMALL) * BOLD + 3 < right[0] - left[0]:
                 axes.drawing.text(
                     (left[0] + 2, left[1] - 5), words, size=SMALL, colour=VERMILLION, bold=True, halo=True
                 )

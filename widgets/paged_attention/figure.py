@@ -115,8 +115,9 @@ def _read(axes: Axes, state: State) -> None:
     axes.drawing.text(
         (across, axes.box.bottom - 25), words, size=LARGE, colour=ORANGE, anchor=anchor, bold=True, halo=True
     )
-    rule = axes.drawing.width >= WIDE and DEFAULT <= state.block_size <= state.tokens
-    words = "on average" + ": half of each last block" * rule
+    rule = "on average: half of each last block"
+    ruled = DEFAULT <= state.block_size <= state.tokens and x + text_width(rule, SMALL) + 12 < axes.box.right
+    words = rule if ruled else "on average"
     axes.drawing.text((across, axes.box.bottom - 8), words, size=SMALL, anchor=anchor, halo=True)
 
 
