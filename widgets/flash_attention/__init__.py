@@ -65,10 +65,10 @@ def command(state: State) -> str:
 
 
 GUESS = Guess(
-    "Take more and more queries per tile. What runs out first on this H100?",
-    ("Shared memory (Q, K and V)", "Registers (O and the scores)", "Nothing up to 1,024 queries"),
-    1,
-    "O and the scores, at 32 bits a number, outgrow the registers long before Q, at 16 bits, fills shared memory.",
+    "With tiles of 16 queries, no score goes to HBM. How many bytes move, next to a kernel that stores all scores?",
+    ("16 times fewer", "Half as many", "As many", "Twice as many"),
+    3,
+    "K and V, 4 MiB, are read again for each 16 queries: 512 times, on average half of them.",
 )
 KNOBS = {
     "The attention": {

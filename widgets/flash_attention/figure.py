@@ -7,14 +7,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from minivllm_lab.drawing import QUIET, ink_on
+from minivllm_lab.drawing import QUIET, ink_on, wrapped
 from minivllm_lab.flash_attention.attention_traffic import KIB, REGISTER_FILE
 from minivllm_lab.palette import BLUE, GREEN, INK, ORANGE, PALE, PURPLE, SKY, VERMILLION
 from widgets.flash_attention.challenges import NAIVE, compared
 from widgets.flash_attention.scores import draw_ways
 from widgets.flash_attention.walk import captions, draw_row, size
 from widgets.shell.plot import WIDE, Axes, Scale, hidden_note
-from widgets.shell.svg import HEADING, SMALL, Box, Drawing
+from widgets.shell.svg import HEADING, SMALL, Box, Drawing, text_box
 from widgets.shell.theme import CARD
 
 if TYPE_CHECKING:
@@ -42,12 +42,12 @@ def figure(state: State, width: float = 640, pinned: State | None = None) -> str
     words = f"Tiles of {state.block_q} queries × {state.block_k} keys move {moved} per head; {NAIVE} move {naive}"
     beside, full = width >= WIDE, width - 2 * EDGE
     drawing = Drawing(width, 0, "Attention in tiles", words)
-    ways = min(round(0.63 * full), 440) if beside else full
+    ways = min(round(0.63 * full), 404) if beside else full
     bottom = draw_ways(drawing, Box(EDGE, 0, ways, 0), 20, state)
     left = EDGE + ways + 24
     chip = Box(left, 0, width - EDGE - left, bottom) if beside else Box(EDGE, bottom + 20, full, 186)
     _draw_chip(drawing, chip, state)
-    box = Box(EDGE + 56, max(bottom, chip.bottom) + 34, full - 60, 84 if beside else 130)
+    box = Box(EDGE + 64, max(bottom, chip.bottom) + 36, full - 68, 84 if beside else 130)
     _draw_sweep(drawing, box, state, pinned)
     drawing.height = box.bottom + 42
     return drawing.render()
@@ -65,62 +65,86 @@ def detail(state: State, width: float = 640, pinned: State | None = None) -> str
 
 
 def _draw_sweep(drawing: Drawing, box: Box, state: State, pinned: State | None) -> None:
-    drawing.text((box.x, box.y - 10), "bytes moved, per head", size=SMALL, colour=QUIET)
     moved = [traffic.moved for traffic in state.by_queries]
     before = [traffic.moved for traffic in pinned.by_queries] if pinned else []
     curves = [*moved, *before, state.naive.moved]
-    y = Scale(min(curves) * 0.4, max(curves) * 3, log=True)  # room for words above and below
+    y = Scale(min(curves) * 0.4, max(curves) * 2, log=True)  # room for words above and below
     axes = Axes(drawing, box, Scale(state.queries[0] / 1.4, state.queries[-1] * 1.4, log=True), y)
     level = axes.at(1, state.naive.moved)[1]
     seen = [tick for tick in y.doublings(5) if abs(axes.at(1, tick)[1] - level) >= 14]
     count, ticks = "{:,.0f}".format, axes.x.doublings()[::2]
     axes.frame("queries per tile", "", y_format=size, y_ticks=seen, x_ticks=ticks, x_format=count)
     drawing.text((box.x - 7, level + 4), size(state.naive.moved), size=SMALL, colour=VERMILLION, anchor="end")
-    with drawing.answer():
-        _draw_limits(axes, state)
-    if state.few < state.launched:  # otherwise the whole axis is broken already
-        (axes.broken if box.width > 400 else axes.shade)(None, state.few, "K, V read too often")
-    axes.mark_y(state.naive.moved, "scores in HBM", VERMILLION)
     ridge = state.tiled.flops / state.ridge
-    axes.mark_y(ridge, "↓ compute-bound", PURPLE, dash="6 3")
+    _draw_limits(axes, state)
+    middle = EDGE + 3, box.y + box.height / 2
+    drawing.text(middle, "bytes per head", size=SMALL, colour=QUIET, anchor="middle", turn=-90)
+    with drawing.answer():
+        few = state.few * (state.few < state.launched)  # otherwise the whole axis is broken already
+        if few:
+            _draw_zone(axes, None, few, "K, V read too often")
+        left = max(axes.at(max(few, 1), y.low)[0], box.x)
+        for bytes_moved, words, colour, dash in (
+            (state.naive.moved, NAIVE, VERMILLION, "4 3"),
+            (ridge, "↓ compute-bound", PURPLE, "6 3"),
+        ):
+            axes.mark_y(bytes_moved, "", colour, dash=dash)
+            axes.label((left - 5, axes.at(1, bytes_moved)[1]), words, colour, bold=False)
     tip = f"With at most {size(ridge)}, the GPU computes for longer than its memory delivers (without help from L2)."
     drawing.rect(Box(box.x, axes.at(1, ridge)[1] - 5, box.width, 10), "transparent", tip=tip)
     if pinned:
         axes.pinned(pinned.queries, before, pinned.block_q)
-    _draw_curve(axes, state, moved)
+    with drawing.answer():
+        _draw_curve(axes, state, moved)
+    hidden_note(drawing, box)
     axes.here(state.block_q, "block_q")
 
 
 def _draw_limits(axes: Axes, state: State) -> None:
     """Shade where registers spill, and where the kernel does not launch."""
-    if state.launched < state.queries[-1]:
-        axes.broken(max(state.launched, state.queries[0]), None, "not launched: shared memory full")
-    left, right = max(state.kept, state.queries[0]), min(state.launched, state.queries[-1])
-    if left < right:
+    first, last = state.queries[0], state.queries[-1]
+    kept, launched = max(state.kept, first), max(state.launched, first)
+    if launched < last:
+        _draw_zone(axes, launched, None, "no launch")
+    if kept < min(launched, last):
         tip = f"Above {state.kept} queries, O and the scores outgrow the registers, so the compiler spills (modelled)."
         tip += " The bytes of the spills are not counted here."
-        axes.tint(left, right, "spills: registers full", ORANGE, tip)
+        _draw_zone(axes, kept, min(launched, last), "registers spill", tip)
+
+
+def _draw_zone(axes: Axes, low: float | None, high: float | None, words: str, tip: str = "") -> None:
+    """Shade a part of the axis that breaks or, with a `tip`, runs at a loss, and write its name above it unless
+    another name stands there.
+    """
+    if tip:
+        axes.tint(low, high, "", ORANGE, tip)
+    else:
+        axes.shade(low, high, words)
+    left, right = (axes.at(edge, axes.y.low)[0] for edge in (low or axes.x.low, high or axes.x.high))
+    _name(axes, (left + right) / 2, wrapped(words, right - left + 6, SMALL), ORANGE if tip else VERMILLION)
+
+
+def _name(axes: Axes, x: float, lines: Sequence[str], colour: str) -> None:
+    """Write a name above the axis at `x` pixels, unless another one stands there."""
+    places = [(x, axes.box.y - 6 - 14 * back) for back in reversed(range(len(lines)))]
+    boxes = [text_box(place, line, SMALL, "middle") for place, line in zip(places, lines, strict=True)]
+    if not any(box.overlaps(other) for box in boxes for other in axes.drawing.words):
+        for place, line in zip(places, lines, strict=True):
+            axes.drawing.text(place, line, size=SMALL, colour=colour, anchor="middle")
 
 
 def _draw_curve(axes: Axes, state: State, moved: Sequence[int]) -> None:
+    """Draw the bytes moved, dashed where registers spill, up to the last tile that launches."""
     end = sum(queries <= state.launched for queries in state.queries)
-    here = min(sum(queries <= state.block_q for queries in state.queries), end)
-    _draw_part(axes, state, moved, 0, here)
-    with axes.drawing.answer():
-        _draw_part(axes, state, moved, max(here - 1, 0), end)
-        _draw_own_tile(axes, state)
-    if state.launches:
-        axes.points([state.block_q], [state.tiled.moved], BLUE)
-    start = min(axes.at(state.block_q, axes.y.low)[0], axes.box.right - 150)  # room for the words
-    hidden_note(axes.drawing, Box(start, axes.box.y, axes.box.right - start, axes.box.height))
-
-
-def _draw_part(axes: Axes, state: State, moved: Sequence[int], first: int, end: int) -> None:
-    """Draw the curve from index `first` to `end`, dashed where registers spill."""
-    kept = sum(queries <= state.kept for queries in state.queries)
-    for low, high, dash in ((first, min(end, kept), ""), (max(first, kept - 1), end, "2 5")):
+    kept = min(sum(queries <= state.kept for queries in state.queries), end)
+    for low, high, dash in ((0, kept, ""), (max(kept - 1, 0), end, "2 5")):
         tips = ["" if index == low > 0 else _tip(state, index) for index in range(low, high)]
         axes.line(state.queries[low:high], moved[low:high], BLUE, dash=dash, tips=tips)
+    _draw_own_tile(axes, state)
+    if end:
+        axes.label(axes.at(state.queries[5], moved[5]), "tiles", BLUE)
+    if state.launches:
+        axes.points([state.block_q], [state.tiled.moved], BLUE)
 
 
 def _draw_own_tile(axes: Axes, state: State) -> None:
@@ -133,7 +157,8 @@ def _draw_own_tile(axes: Axes, state: State) -> None:
     moved = state.by_queries[state.queries.index(block_q)].moved
     axes.points([block_q], [moved], GREEN, tips=[tip])
     x, y = axes.at(block_q, moved)
-    axes.label((x, y - 24), "FlashAttention", GREEN, bold=False)
+    axes.drawing.line((x, axes.box.y), (x, y - 5), GREEN, dash="2 3")
+    _name(axes, x, ["FlashAttention"], GREEN)
 
 
 def _tip(state: State, index: int) -> str:
@@ -153,11 +178,11 @@ def _draw_chip(drawing: Drawing, at: Box, state: State) -> None:
     drawing.text((at.x, at.y + 22), "On the chip", size=HEADING, bold=True)
     wide = (at.width - 22) / 2
     cups = (
-        ("shared memory", state.shared, state.chip.shared_memory, "not launched"),
+        ("shared memory", state.shared, state.chip.shared_memory, "no launch"),
         ("registers", state.registers, REGISTER_FILE, "spills"),
     )
     for index, (name, parts, limit, beyond) in enumerate(cups):
-        box = Box(at.x + index * (wide + 22), at.y + 40, wide, at.height - 84)
+        box = Box(at.x + index * (wide + 22), at.y + 46, wide, at.height - 90)
         _draw_cup(drawing, box, name, parts, limit, beyond)
 
 

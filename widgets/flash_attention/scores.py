@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from minivllm_lab.drawing import QUIET
 from minivllm_lab.flash_attention.attention_traffic import flash_programs
 from minivllm_lab.palette import BLUE, GREEN, INK, ORANGE, SKY, VERMILLION
 from widgets.flash_attention.walk import size
@@ -19,14 +20,10 @@ if TYPE_CHECKING:
 
 STRIP, SPACE, TOP = 9, 4, 46
 """Pixels of Q, K, V and O beside the scores, between them and the scores, and above them all."""
-PITCH = 1.5
-"""The least pixels from one program's line to the next; closer lines are drawn as one area."""
-LEAST = 2.5
-"""The least pixels at which a tile is drawn."""
-WHERE = 0.42, 0.72
-"""The tile's place among the keys and among the queries, as a part of all."""
-LENS = 0.3
-"""The lens over the tile, as a part of the scores' side."""
+PITCH = 6
+"""The least pixels from one line to the next, and the least height of a tile."""
+WHERE = 0.62
+"""The place of the program that is drawn, as a part of all."""
 LARGE = 22
 
 
@@ -41,7 +38,7 @@ def draw_ways(drawing: Drawing, at: Box, gap: float, state: State) -> float:
     drawing.rect(stored, VERMILLION if full else ORANGE)
     middle = stored.x + stored.width / 2, stored.y + stored.height / 2 + 4
     drawing.text(
-        middle, f"{tokens(state.length)} × {tokens(state.length)}", size=SMALL, colour="#000000", anchor="middle"
+        middle, f"{tokens(state.length)} × {tokens(state.length)} scores", size=SMALL, colour="#000000", anchor="middle"
     )
     _draw_tiles(drawing, tiled, state)
     words = f"overfill an {state.hardware.name}" if full else "written and read, twice"
@@ -63,8 +60,9 @@ def draw_ways(drawing: Drawing, at: Box, gap: float, state: State) -> float:
     ]
     most = max(state.naive.moved, state.tiled.moved)
     below = _draw_bytes(drawing, stored, [inputs, *passes, ends[0]], most, words, VERMILLION, HEADING)
-    words = f"K, V read by {counted(state.programs, 'program')}"
-    return max(below, _draw_bytes(drawing, tiled, [again, ends[1]], most, words, SKY, LARGE))
+    words = f"K, V read once for each {state.block_q} queries: {counted(state.programs, 'time')}"
+    with drawing.answer():
+        return max(below, _draw_bytes(drawing, tiled, [again, ends[1]], most, words, SKY, LARGE))
 
 
 def _draw_operands(drawing: Drawing, at: Box, title: str) -> Box:
@@ -81,38 +79,29 @@ def _draw_operands(drawing: Drawing, at: Box, title: str) -> Box:
 
 
 def _draw_tiles(drawing: Drawing, side: Box, state: State) -> None:
-    """Draw the scores that are never stored, a line for the keys and values that each program reads,
-    and one tile.
+    """Draw the scores that are never stored, a line for the keys and values that some programs read, and
+    one program's tile at the end of its line.
     """
     drawing.rect(side, IDLE, stroke=MID, dash="4 3")
     pixels = side.width / state.length
-    high = state.block_q * pixels
-    if high < PITCH:
-        drawing.polygon([(side.x, side.y), (side.x, side.bottom), (side.right, side.bottom)], SKY)
-    else:
-        programs = enumerate(flash_programs(state.length, state.block_q, state.block_k))
-        rows = [((program + 0.5) * high, seen * pixels) for program, (_, seen) in programs]
-        lines = "".join(f"M{side.x:g} {side.y + min(y, side.height - 1):.1f}h{wide:.1f}" for y, wide in rows)
-        drawing.add(f'<path d="{lines}" stroke="{SKY}" stroke-width="{min(3, 0.6 * high):.2g}"/>')
-    sizes = state.block_k, min(state.block_q, state.length)
-    x, y = (int(part * state.length) // count * count * pixels for part, count in zip(WHERE, sizes, strict=True))
-    wide, high = (max(count * pixels, LEAST) for count in sizes)
-    tile = Box(side.x + x, side.y + y, wide, min(high, side.height - y))
-    drawing.rect(tile, ORANGE, stroke=INK)
-    _draw_lens(drawing, side, tile, state)
+    each = 2 ** max(0, math.ceil(math.log2(PITCH / (state.block_q * pixels))))
+    programs = list(flash_programs(state.length, state.block_q, state.block_k))[each - 1 :: each]
+    pitch = each * state.block_q * pixels
+    rows = [(min((row + 0.5) * pitch, side.height - 1), seen * pixels) for row, (_, seen) in enumerate(programs)]
+    lines = "".join(f"M{side.x:g} {side.y + y:.1f}h{wide:.1f}" for y, wide in rows)
+    thick = max(0.8 * pitch * state.queries[0] / state.block_q, 1.5)  # so that the blue area follows the bytes
+    drawing.add(f'<path d="{lines}" stroke="{SKY}" stroke-width="{thick:.2g}"/>')
+    y, x = rows[int(WHERE * len(rows))]
+    wide, high = (max(count * pixels, PITCH) for count in (state.block_k, state.block_q))
+    top = max(y - high / 2, 0)
+    drawing.rect(Box(side.x + x - wide, side.y + top, wide, min(high, side.height - top)), ORANGE, stroke=INK)
+    if x + 34 < side.width:
+        drawing.text((side.x + x + 5, side.y + y + 4), "tile", size=SMALL, bold=True)
+    for line, words in enumerate((f"1 line: {counted(each, 'read')}", "causal")):
+        place = side.right - 4, side.y + 16 + 16 * line
+        drawing.text(place, words, size=SMALL, colour=(SKY, QUIET)[line], anchor="end")
     tip = f"A program keeps {state.block_q} queries and reads the keys and values up to them; all others do the same."
     drawing.rect(side, "transparent", tip=tip)
-
-
-def _draw_lens(drawing: Drawing, side: Box, tile: Box, state: State) -> None:
-    """Draw the tile larger, in the corner that causal attention never reads."""
-    pixels, most = side.width / state.length, LENS * side.width
-    zoom = 2 ** math.floor(math.log2(most / (max(state.block_q, state.block_k) * pixels)))
-    wide, high = (count * pixels * zoom for count in (state.block_k, state.block_q))
-    lens = Box(side.right - most - 14, side.y + 6, most + 8, most + 8)
-    drawing.line((tile.right, tile.y), (lens.x, lens.bottom), colour=INK)
-    drawing.rect(lens, CARD, stroke=INK)
-    drawing.rect(Box(lens.x + (lens.width - wide) / 2, lens.y + (lens.height - high) / 2, wide, high), ORANGE)
 
 
 def _draw_bytes(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from minivllm_lab.drawing import QUIET, Point, text_width
 from minivllm_lab.palette import BLUE, INK, ORANGE, PALE, SKY, VERMILLION
-from widgets.shell.plot import Axes, Scale
+from widgets.shell.plot import Axes, Key, Scale, draw_keys
 from widgets.shell.svg import BOLD, HEADING, SMALL, Box, Drawing
 from widgets.shell.theme import BROKEN
 
@@ -62,8 +62,8 @@ def draw_row(drawing: Drawing, at: Box, state: State) -> None:
     what was summed before shrinks where the maximum rises.
     """
     row = state.row
-    drawing.text((at.x, at.y + 18), "One row's scores, tile by tile", size=HEADING, bold=True)
-    box = Box(at.x + 56, at.y + 46, at.width - 58, 116)
+    drawing.text((at.x, at.y + 18), f"One row's scores, {state.steps[0].end} keys a tile", size=HEADING, bold=True)
+    box = Box(at.x + 64, at.y + 46, at.width - 68, 116)
     low, high = min(0.0, *row.scores), max(0.1, *row.scores)
     axes = Axes(drawing, box, Scale(0, len(row.scores)), Scale(low * 1.1, high * 1.3))
     axes.frame("", "", x_ticks=[], y_format=lambda value: f"{value:.3g}", y_ticks=axes.y.ticks(4))
@@ -71,8 +71,8 @@ def draw_row(drawing: Drawing, at: Box, state: State) -> None:
     passed = [dtype for dtype, limit in LIMITS.items() if limit < axes.y.high]
     for dtype in passed:
         axes.mark_y(LIMITS[dtype], "", QUIET, dash="2 3")
-    if passed:
-        drawing.text((at.right, at.y + 36), f"dots: exp overflows {passed[-1]}", size=SMALL, colour=QUIET, anchor="end")
+    limits: list[Key] = [(f"exp overflows {dtype}", QUIET, "2 3", 1.5) for dtype in passed[-1:]]
+    draw_keys(drawing, at.y + 38, [("max m", VERMILLION, "", 2.5), *limits])
     _draw_maximum(axes, state)
     words = "The old sum (blue) shrinks where m rises."
     drawing.text((box.x, box.bottom + 22), words, size=SMALL, colour=QUIET)
@@ -90,6 +90,8 @@ def _draw_bars(axes: Axes, state: State) -> None:
     for frame, step in enumerate(state.steps, start=1):
         for index in range(step.first, step.end):
             x, top = axes.at(index, row.scores[index])
+            middle = axes.at((step.first + step.end) / 2, 0)[0]
+            x += (middle - x - wide / 2) * 0.1  # closer to their tile's middle
             bar = Box(x + 1, min(top, zero), wide - 2, max(abs(zero - top), 1))
             axes.drawing.rect(bar, PALE, tip=f"{row.tokens[index]!r}: score {row.scores[index]:.2f}")
             axes.drawing.rect(bar, ORANGE, at=f"{frame} {frame}")
@@ -110,8 +112,8 @@ def _draw_maximum(axes: Axes, state: State) -> None:
         tip = f"m after tile {tile + 1}: {step.got.m:.3f}"
         with axes.drawing.layer(at=f"{tile + 1} {last}"):
             axes.drawing.polyline([*start, left, right], VERMILLION, width=2.5, tip=tip)
-            words = f"{'max m = ' * (tile == 0)}{step.got.m:.2f}"
-            if step.got.m > before and text_width(words, SMALL) < right[0] - left[0]:
+            words = f"{step.got.m:.2f}"
+            if step.got.m > before and text_width(words, SMALL) * BOLD + 3 < right[0] - left[0]:
                 axes.drawing.text(
                     (left[0] + 2, left[1] - 5), words, size=SMALL, colour=VERMILLION, bold=True, halo=True
                 )

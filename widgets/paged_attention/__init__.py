@@ -219,7 +219,7 @@ def verdict(state: State) -> Verdict:
     if state.play.fault:
         whose = "Your pool" if state.own else "The pool"
         return Verdict(f"{whose} is wrong: {state.play.fault}. Play the pool to see where.", "broken")
-    emptiness = f"{percent(empty, state.allowed)} of the held slots empty"
+    emptiness = f"{percent(empty, state.allowed)} of the held slots empty on average"
     fetched = f"the kernel fetches {percent(extra, state.allowed)} more bytes than it needs"
     best = f"Cheapest allowed for these requests: {state.valley}."
     if size < SMALLEST:

@@ -5,7 +5,7 @@ and below it the two wastes of a block size.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -35,7 +35,10 @@ MODELLED = (
     "Modelled, not measured: bytes that warps fetch in whole pieces of memory, for one KV head, without a cache. A "
     "table entry has 4 bytes but fetches a whole piece. Waiting for it does not count."
 )
-KEYS: tuple[Key, ...] = (("empty slots, of those held", ORANGE, "", 3), ("bytes fetched in vain", PURPLE, "", 1.5))
+KEYS: tuple[Key, ...] = (
+    ("empty slots, of those held", ORANGE, "", 3),
+    ("extra bytes, to look blocks up", PURPLE, "", 1.5),
+)
 
 
 def percent(share: float, beside: float | None = None) -> str:
@@ -56,7 +59,7 @@ def draw(state: State, width: float, pinned: State | None, description: str) -> 
     drawing = Drawing(width, 0, "A pool of blocks", description)
     bottom = _pool(drawing, state, width)
     y = draw_keys(drawing, bottom + 30, KEYS)
-    box = Box(56, y + 12, width - 56 - MARGIN, 84)
+    box = Box(56, y + 12, width - 56 - MARGIN, 84 if width >= WIDE else 120)
     across = Scale(min(state.empty), max(state.empty), log=True)
     _wastes(Axes(drawing, box, across, Scale(0.003, 1, log=True)), state, pinned)
     drawing.height = box.bottom + 42
@@ -72,23 +75,34 @@ def _wastes(axes: Axes, state: State, pinned: State | None) -> None:
     drawing, sizes, size = axes.drawing, list(state.empty), state.block_size
     with drawing.layer(broken="More is wasted than allowed"):
         drawing.rect(replace(axes.box, height=axes.at(1, state.allowed)[1] - axes.box.y), BROKEN)
-    axes.broken(None, DEFAULT / math.sqrt(2), f"No kernel takes fewer than {DEFAULT}")
-    axes.frame("", "", x_ticks=sizes, y_ticks=(0.01, 0.1, 1), y_format=percent)
+    axes.broken(None, DEFAULT / 2**0.2, f"No kernel takes fewer than {DEFAULT}")
+    least = f"≤ {percent(axes.y.low)}"
+    axes.frame(
+        "",
+        "",
+        x_ticks=sizes,
+        y_ticks=(axes.y.low, 0.01, 0.1, 1),
+        y_format=lambda share: percent(share) if share > axes.y.low else least,
+    )
     drawing.text((axes.box.x, axes.box.bottom + 33), "block size", size=SMALL, colour=QUIET)
     if pinned:
-        axes.pinned(sizes, list(pinned.extra.values()), pinned.block_size)
-        axes.pinned(sizes, list(pinned.empty.values()), pinned.block_size)
+        axes.pinned(sizes, _shown(axes, pinned.extra), pinned.block_size)
+        axes.pinned(sizes, _shown(axes, pinned.empty), pinned.block_size)
     with drawing.layer(tip=MODELLED):
         tips = [f"{slots(size)}: {percent(share)} in vain (modelled)." for size, share in state.extra.items()]
-        axes.line(sizes, list(state.extra.values()), PURPLE, width=1.5, tips=tips)
+        axes.line(sizes, _shown(axes, state.extra), PURPLE, width=1.5, tips=tips)
     axes.mark_y(state.allowed, f"limit {percent(state.allowed)}")
     with drawing.answer():
         tips = [f"{slots(size)}: {percent(share)} of held slots are empty." for size, share in state.empty.items()]
-        axes.line(sizes, list(state.empty.values()), ORANGE, width=3, tips=tips)
+        axes.line(sizes, _shown(axes, state.empty), ORANGE, width=3, tips=tips)
         _valley(axes, state)
         _read(axes, state)
     hidden_note(drawing, Box(axes.box.x + axes.box.width / 2, axes.box.y, axes.box.width / 2, axes.box.height))
     axes.here(size, "block_size")
+
+
+def _shown(axes: Axes, shares: Mapping[int, float]) -> list[float]:
+    return [max(share, axes.y.low) for share in shares.values()]
 
 
 def _read(axes: Axes, state: State) -> None:
@@ -96,9 +110,15 @@ def _read(axes: Axes, state: State) -> None:
     words = percent(state.empty[state.block_size])
     x, y = axes.at(state.block_size, max(state.empty[state.block_size], axes.y.low))
     fits = x + text_width(words, LARGE) * BOLD + 12 < axes.box.right
-    place = (x + 10 if fits else x - 10, axes.box.bottom - 14)
+    across, anchor = (x + 10, "start") if fits else (x - 10, "end")
     axes.drawing.last(lambda: axes.drawing.circle((x, y), 5, ORANGE))
-    axes.drawing.text(place, words, size=LARGE, colour=ORANGE, anchor="start" if fits else "end", bold=True, halo=True)
+    axes.drawing.text(
+        (across, axes.box.bottom - 25), words, size=LARGE, colour=ORANGE, anchor=anchor, bold=True, halo=True
+    )
+    rule = "on average: half of each last block"
+    ruled = DEFAULT <= state.block_size <= state.tokens and x + text_width(rule, SMALL) + 12 < axes.box.right
+    words = rule if ruled else "on average"
+    axes.drawing.text((across, axes.box.bottom - 8), words, size=SMALL, anchor=anchor, halo=True)
 
 
 def _valley(axes: Axes, state: State) -> None:
@@ -121,12 +141,20 @@ def _pool(drawing: Drawing, state: State, width: float) -> float:
     note = f"{state.title}, {state.samples} answer{'s' * (state.samples > 1)} each{shorter}"
     y = drawing.heading((MARGIN, 22), f"{play.num_blocks - 1} {slots(play.block_size).lower()}", note) + 22
     keys = [Segment("tokens", 0, BLUE), Segment("others' tokens", 0, OTHERS), Segment("empty", 0, ORANGE)]
-    y = legend(drawing, (MARGIN, y), keys + [Segment("shared", 0, YELLOW)] * (state.samples > 1), room) - 6
+    keys += [Segment("shared", 0, YELLOW)] * (state.samples > 1)
+    y = legend(drawing, (MARGIN, y), keys, room - 110) - 6
+    followed = list(_followed(play.frames))
+    seen = [
+        _holdings(frame, play.block_size, each.request if each else 0)
+        for frame, each in zip(play.frames, followed, strict=True)
+    ]
+    for words, first, last in _runs([_empty_now(held, play.block_size) for held in seen]):
+        with drawing.answer(), drawing.layer(at=f"{first} {last}"):
+            drawing.text((width - MARGIN, y - 13), words, size=SMALL, colour=ORANGE, anchor="end", bold=True)
     wide, top = room / play.num_blocks, y + ENTRY + REACH
     gap = min(3, wide / 6)
     places = [Box(MARGIN + at * wide, top, wide - gap, NUMBER + SLOTS) for at in range(play.num_blocks)]
-    followed = list(_followed(play.frames))
-    _blocks(drawing, play, [each.request if each else 0 for each in followed], places)
+    _blocks(drawing, play, seen, places)
     tops = (y, places[0].bottom + REACH)
     for each, first, last in _runs(followed):
         with drawing.layer(group=f"r{each.request}", at=f"{first} {last}"):
@@ -134,14 +162,21 @@ def _pool(drawing: Drawing, state: State, width: float) -> float:
     return places[0].bottom + (REACH + ENTRY) * (state.samples > 1)
 
 
-def _blocks(drawing: Drawing, play: Play, followed: Sequence[int], places: Sequence[Box]) -> None:
+def _empty_now(held: Mapping[int, _Holding], size: int) -> str:
+    """Say what share of the held slots is empty in one frame."""
+    return f"{percent(1 - sum(each.filled for each in held.values()) / (size * len(held)))} empty now" if held else ""
+
+
+def _blocks(drawing: Drawing, play: Play, seen: Sequence[Mapping[int, _Holding]], places: Sequence[Box]) -> None:
     """Draw every block as free, and draw its slots over it in the frames in which it is held.
 
     There are hundreds of marks, so equal marks in the same frames form one shape.
     """
     size = play.block_size
-    seen = [_holdings(frame, size, request) for frame, request in zip(play.frames, followed, strict=True)]
     drawing.rect(places[0], MID, tip="Block 0, the null block: it fills the ends of tables, and no request gets it.")
+    if places[0].width >= SMALL:
+        place = places[0].x + places[0].width / 2 + 4, places[0].bottom - 8
+        drawing.text(place, "null block", size=SMALL, turn=-90)
     for block, place in enumerate(places[1:], 1):
         drawing.rect(place, IDLE, tip=f"Block {block}: free.")
     owned = _layers(seen, play.num_blocks, lambda holding: (holding.request, holding.entry, holding.fault))
@@ -154,13 +189,8 @@ def _blocks(drawing: Drawing, play: Play, followed: Sequence[int], places: Seque
             drawing.add(f'<path d="{"".join(paths)}" fill="{colour}" pointer-events="none"/>')
     drawing.add(f'<path d="{_grid(places, size)}" stroke="{CARD}" stroke-width="1" pointer-events="none"/>')
     if text_width(str(len(places)), SMALL) < places[0].width - 1:
-        _draw_numbers(drawing, range(len(places)), places)
-
-
-def _draw_numbers(drawing: Drawing, blocks: Iterable[int], places: Sequence[Box]) -> None:
-    for block in blocks:
-        place = places[block]
-        drawing.text((place.x + place.width / 2, place.y + 13), str(block), size=SMALL, anchor="middle")
+        for block, place in enumerate(places):
+            drawing.text((place.x + place.width / 2, place.y + 13), str(block), size=SMALL, anchor="middle")
 
 
 def _shape(place: Box, size: int) -> tuple[int, float, float]:
@@ -300,9 +330,6 @@ def _draw_followed(drawing: Drawing, each: _Followed, places: Sequence[Box], top
     for (answer, table), top in zip(tables.items(), tops, strict=False):
         name = f"{'Request ' if drawing.width >= WIDE else 'R'}{each.request}"
         _draw_table(drawing, name + f", answer {answer}" * (len(tables) > 1), table, top, places)
-    last, wide = text_width(str(len(places)), SMALL), places[0].width
-    if wide - 1 <= last < places[1].x - places[0].x:  # no room for all numbers
-        _draw_numbers(drawing, {*chain(*tables.values())}, places)
     for old, new in each.copies:
         if new in each.tables[0]:
             _draw_copy(drawing, places[old], places[new])
