@@ -72,7 +72,7 @@ def _draw_policy(drawing: Drawing, y: float, curve: Curve, state: State, across:
     if longest and batch[1:]:
         x, right = pixels(box, across, longest.start, longest.end)
         drawing.rect(Box(x - 1, box.y - 2, right - x + 1, box.height + 3), "none", stroke=INK)
-        drawing.text((box.x, box.y - 8), "one batch: its seats wait for its longest answer", size=SMALL)
+        drawing.text((box.x, box.y - 8), "one batch waits for its longest answer", size=SMALL)
     elif curve.name == "continuous":
         drawing.text((box.x, box.y - 8), "a free seat takes the next request at once", size=SMALL)
     if curve.name == "static" and curve.ceiling:
@@ -164,10 +164,10 @@ def _draw_walls(axes: Axes, curves: Sequence[Curve]) -> None:
     """Tint where only one policy's queue grows, hatch where every policy's does, and write both loads above."""
     walls = sorted((curve.ceiling, curve.name) for curve in curves if curve.ceiling)
     if len(walls) == 2 and walls[1][0] - walls[0][0] < 0.03:
-        walls = [(walls[0][0], "both")]
+        walls = [(walls[0][0], "every")]
     end = axes.box.right
     for load, policy in reversed(walls):
-        words = f"{policy}: {'queue grows ' * (load == walls[0][0])}from {load:.2g}"
+        words = f"{policy} {'queue grows ' * (load == walls[0][0])}from {load:.2g}"
         if load == walls[-1][0]:
             axes.shade(load, None, words)
         else:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from minivllm.config.units import GIB
-from minivllm_lab.drawing import QUIET, text_width
+from minivllm_lab.drawing import QUIET
 from minivllm_lab.palette import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILLION
 from widgets.shell.plot import MARGIN, WIDE, Axes, Scale, balanced, hidden_note, percent, tokens
 from widgets.shell.strip import draw_title
@@ -50,7 +50,7 @@ def draw(state: State, width: float, pinned: State | None, words: str) -> str:
         _draw_shortage(drawing, state, inside)
     top = _draw_plot_heading(drawing, state, max(panel.bottom, inside.bottom + 8) + 22)
     drawing.height = max(WIDE_HEIGHT, top + 206) if width < WIDE else WIDE_HEIGHT
-    _draw_plot(drawing, state, pinned, Box(MARGIN + 38, top, width - 2 * MARGIN - 46, drawing.height - 44 - top))
+    _draw_plot(drawing, state, pinned, Box(MARGIN + 44, top, width - 2 * MARGIN - 52, drawing.height - 44 - top))
     return drawing.render()
 
 
@@ -205,18 +205,19 @@ def _draw_broken(axes: Axes, state: State) -> None:
 
 
 def _write_above(axes: Axes, low: float, high: float, words: str) -> None:
-    """Write words above a part of the plot, in two lines on a narrow page, or, if it is too narrow
-    for them, before it with an arrow, unless other words are there.
+    """Write words in at most two lines above a part of the plot or, if it is too narrow for them,
+    before it with an arrow, unless other words are there.
     """
     left, right = (axes.at(max(end, axes.x.low), 1)[0] for end in (low, high))
     room = (axes.drawing.width - 4 if high == axes.x.high else right - 8) - left
-    lines, anchor = balanced(words, room / BOLD), "start"
-    if len(lines) > 1 + (axes.drawing.width < WIDE) or max(BOLD * text_width(line, SMALL) for line in lines) > room:
-        lines, left, anchor = [f"{words} →"], left - 4, "end"
-    for row, line in enumerate(reversed(lines)):
-        place = (left, axes.box.y - 6 - 15 * row)
-        if not any(text_box(place, line, SMALL, anchor, bold=True).overlaps(other) for other in axes.drawing.words):
-            axes.drawing.text(place, line, size=SMALL, colour=VERMILLION, anchor=anchor, bold=True)
+    for lines, x, anchor in ((balanced(words, room / BOLD), left, "start"), ([f"{words} →"], left - 4, "end")):
+        places = [(x, axes.box.y - 6 - 15 * row) for row in range(len(lines))][::-1]
+        boxes = [text_box(place, line, SMALL, anchor, bold=True) for place, line in zip(places, lines, strict=True)]
+        fits = anchor == "end" or (len(lines) < 3 and max(box.width for box in boxes) <= room)
+        if fits and not any(box.overlaps(other) for box in boxes for other in axes.drawing.words):
+            for place, line in zip(places, lines, strict=True):
+                axes.drawing.text(place, line, size=SMALL, colour=VERMILLION, anchor=anchor, bold=True)
+            return
 
 
 def _draw_curves(axes: Axes, state: State) -> None:
@@ -280,8 +281,8 @@ def _name_the_ends(axes: Axes, state: State) -> None:
         x, y = axes.at(most, pool.tokens / most) if cut else axes.at(max(pool.longest, axes.x.low), 1)
         tip = f"{pool.gpu}: the longest request that fits has {pool.longest:,} tokens"
         drawing.circle((x, y), 5.5 if own else 3.5, BLUE if own else GREY, tip=tip, group=pool.gpu)
-        places = [((x - 8, y + 15), "end"), ((x + 8, y + (4 if cut else 15)), "start")]
-        for place, anchor in reversed(places) if cut else places:
+        beside = [((x + 8, y + down), "start") for down in ((4, -2, 10) if cut else (15,))]
+        for place, anchor in [*beside, ((x - 8, y + 15), "end")][:: 1 if cut else -1]:
             box = text_box(place, pool.gpu, SMALL, anchor, bold=True)
             inside = axes.box.x < box.x and box.right < drawing.width
             if inside and not any(box.overlaps(other) for other in drawing.words):
