@@ -209,11 +209,15 @@ def _write_above(axes: Axes, low: float, high: float, words: str) -> None:
     before it with an arrow, unless other words are there.
     """
     left, right = (axes.at(max(end, axes.x.low), 1)[0] for end in (low, high))
-    room = (axes.drawing.width - 4 if high == axes.x.high else right - 8) - left
-    for lines, x, anchor in ((balanced(words, room / BOLD), left, "start"), ([f"{words} →"], left - 4, "end")):
+    room = (axes.drawing.width if high == axes.x.high else right) - 8 - left
+    for lines, x, anchor in ((balanced(words, room), left, "start"), ([f"{words} →"], left - 4, "end")):
         places = [(x, axes.box.y - 6 - 15 * row) for row in range(len(lines))][::-1]
         boxes = [text_box(place, line, SMALL, anchor, bold=True) for place, line in zip(places, lines, strict=True)]
-        fits = anchor == "end" or (len(lines) < 3 and max(box.width for box in boxes) <= room)
+        fits = (
+            len(lines) < 3
+            and min(box.x for box in boxes) > 0
+            and (anchor == "end" or max(box.width for box in boxes) <= BOLD * room)
+        )
         if fits and not any(box.overlaps(other) for box in boxes for other in axes.drawing.words):
             for place, line in zip(places, lines, strict=True):
                 axes.drawing.text(place, line, size=SMALL, colour=VERMILLION, anchor=anchor, bold=True)
