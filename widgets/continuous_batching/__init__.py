@@ -123,11 +123,11 @@ CHALLENGES = (
 )
 
 GUESS = Guess(
-    "The longest of 8 answers is 2.7 times the mean. At which load does static batching break?",
-    ("0.2", "0.34", "0.5", "0.65"),
+    "The longest of 8 answers is 2.7 times the mean. From which load on does the queue of static batching grow?",
+    ("0.2", "0.36", "0.5", "0.65"),
     1,
     "A batch lasts as long as its longest answer, so 8 seats do the work of 3, and the queue grows from 0.36. A little "
-    "before, more than 5 % of the first tokens are late. Continuous batching breaks at 1.",
+    "before, more than 5 % of the first tokens are late. Under continuous batching, it grows from 1.",
 )
 
 SPREADS = [("all equal", 0.0), ("0.25", 0.25), ("0.5", 0.5), ("1", 1.0), ("1.5", 1.5)]
@@ -149,7 +149,7 @@ KNOBS = {
 SPEC = Spec(
     name="continuous_batching",
     title="Who sits in the batch, and how much load it handles",
-    lead="The same requests arrive at a static and at a continuous batch. Drag the load: where does each break?",
+    lead="The same requests arrive at a static and at a continuous batch. Drag the load: whose queue grows?",
     knobs=KNOBS,
     presets={
         "More than it can serve": {"load": 1.2},

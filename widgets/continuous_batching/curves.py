@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from minivllm_lab.continuous_batching.learner_policy import Schedule
-from minivllm_simulate.load_sweep import crossing
 from minivllm_simulate.workloads import workload
 from widgets.continuous_batching.runs import POLICIES, SATURATED, Experiment, Point, Stretch, experiment
 
@@ -14,14 +13,6 @@ LOADS = tuple(round(0.1 * tenths, 1) for tenths in range(1, 16))
 SERVICE = 0.95
 """The share of requests that must have their first token in time."""
 START = {"load": 0.7, "seats": 8, "limit": 0.5, "spread": 1.0, "burstiness": 1.0, "file": ""}
-
-
-@dataclass(frozen=True)
-class Knee:
-    """The load at which a policy breaks, because its queue grows or because it misses the limit."""
-
-    load: float
-    queue_grows: bool
 
 
 @dataclass(frozen=True)
@@ -59,16 +50,6 @@ class Curve:
     def broken(self, load: float) -> bool:
         """Return whether the queue keeps growing, or the limit is missed."""
         return self.queue_grows(load) or self.late(load)
-
-    @property
-    def knee(self) -> Knee | None:
-        """Return the load at which the policy breaks, interpolated between two loads that have been
-        run.
-        """
-        if self.ceiling is None:
-            return None
-        late = crossing(self.loads, self.ttfts(SERVICE), self.limit)
-        return Knee(late, False) if late < self.ceiling else Knee(self.ceiling, True)
 
 
 @dataclass(frozen=True)

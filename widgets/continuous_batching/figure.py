@@ -24,9 +24,9 @@ SEATS, QUEUE, PLOT, HEIGHT = 82, 16, 84, 470
 def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
     """Draw the seats and the queue under both policies, and below them TTFT by load."""
     drawing = Drawing(width, 0, f"Load on {state.seats} seats", "Static and continuous batching on the same arrivals")
-    key = Segment("empty, though requests wait", 0, BROKEN, hatched=True)
+    keys = [Segment("empty, though requests wait", 0, BROKEN, hatched=True), Segment("free, none wait", 0, IDLE)]
     y = draw_title(
-        drawing, f"{counted(state.seats, 'seat')} for {seconds(state.window)}, at load {state.load:g}", [key], 23
+        drawing, f"{counted(state.seats, 'seat')} for {seconds(state.window)}, at load {state.load:g}", keys, 23
     )
     if state.note:
         y = drawing.paragraph((MARGIN, y + 17), state.note, width - 2 * MARGIN)
@@ -72,9 +72,14 @@ def _draw_policy(drawing: Drawing, y: float, curve: Curve, state: State, across:
     if longest and batch[1:]:
         x, right = pixels(box, across, longest.start, longest.end)
         drawing.rect(Box(x - 1, box.y - 2, right - x + 1, box.height + 3), "none", stroke=INK)
-        drawing.text((box.x, box.y - 8), "one batch: all its seats wait for its longest answer", size=SMALL)
+        drawing.text((box.x, box.y - 8), "one batch waits for its longest answer", size=SMALL)
     elif curve.name == "continuous":
         drawing.text((box.x, box.y - 8), "a free seat takes the next request at once", size=SMALL)
+    if curve.name == "static" and curve.ceiling:
+        words = f"full batches use {share(curve.ceiling)} of seats"
+        place = box.right, box.y - 8 if wide else box.bottom + QUEUE + 17
+        with drawing.answer():
+            drawing.text(place, words, size=SMALL, colour=PURPLE, bold=True, anchor="end")
     below = _draw_queue(drawing, Box(box.x, box.bottom + 3, box.width, QUEUE), curve, state, across)
     for frame, end in enumerate(frame_ends(across)):  # hide what is still to come
         x, right = pixels(box, across, end, across.high)
@@ -93,8 +98,9 @@ def _draw_outcome(drawing: Drawing, y: float, curve: Curve, state: State) -> Non
         with drawing.layer(answer="1" if curve.name == "static" else ""):
             place, anchor = ((MARGIN, y + 42), "start") if wide else ((drawing.width - MARGIN, y + 12), "end")
             drawing.text(place, words, size=22, bold=True, colour=colour, anchor=anchor)
-            if wide:
-                drawing.text((MARGIN, y + 60), "to first token", size=SMALL, colour=QUIET)
+            beside = drawing.width - MARGIN - 8 - BOLD * text_width(words, 22)
+            place = (MARGIN, y + 60) if wide else (beside, y + 12)
+            drawing.text(place, "to first token", size=SMALL, colour=QUIET, anchor=anchor)
 
 
 def _draw_queue(drawing: Drawing, box: Box, curve: Curve, state: State, across: Scale) -> float:
@@ -109,9 +115,10 @@ def _draw_queue(drawing: Drawing, box: Box, curve: Curve, state: State, across: 
     drawing.polygon([*corners, (corners[-1][0], box.bottom)], MID)
     drawing.line((box.x, box.bottom), (box.right, box.bottom))
     words = f"up to {peak} wait" if peak else "none wait"
-    wide = drawing.width >= WIDE
-    drawing.text((MARGIN, box.bottom if wide else box.bottom + 15), words, size=SMALL, colour=QUIET)
-    return box.bottom + (25 if wide else 40)
+    with drawing.on_top():
+        place = (MARGIN, box.bottom) if drawing.width >= WIDE else (box.x + 4, box.bottom - 3)
+        drawing.text(place, words, size=SMALL)
+    return box.bottom + (25 if drawing.width >= WIDE else 32)
 
 
 def _stay_tip(stay: Stay) -> str:
@@ -154,18 +161,18 @@ def _draw_ttft(axes: Axes, state: State, pinned: State | None) -> None:
 
 
 def _draw_walls(axes: Axes, curves: Sequence[Curve]) -> None:
-    """Tint where only one policy breaks, hatch where no policy is left, and write both loads above."""
-    walls = sorted([(curve.knee, curve.name) for curve in curves if curve.knee], key=lambda wall: wall[0].load)
-    if len(walls) == 2 and walls[1][0].load - walls[0][0].load < 0.03:
-        walls = [(walls[0][0], "both")]
+    """Tint where only one policy's queue grows, hatch where every policy's does, and write both loads above."""
+    walls = sorted((curve.ceiling, curve.name) for curve in curves if curve.ceiling)
+    if len(walls) == 2 and walls[1][0] - walls[0][0] < 0.03:
+        walls = [(walls[0][0], "every")]
     end = axes.box.right
-    for knee, policy in reversed(walls):
-        words = f"{policy} {'breaks' if policy != 'both' else 'break'} at {knee.load:.2g}"
-        if knee is walls[-1][0]:
-            axes.shade(knee.load, None, words)
+    for load, policy in reversed(walls):
+        words = f"{policy} {'queue grows ' * (load == walls[0][0])}from {load:.2g}"
+        if load == walls[-1][0]:
+            axes.shade(load, None, words)
         else:
-            axes.tint(knee.load, walls[-1][0].load, "", COLOURS[policy])
-        x = min(axes.at(knee.load, 1)[0], end - BOLD * text_width(words, SMALL))
+            axes.tint(load, walls[-1][0], "", COLOURS[policy])
+        x = min(axes.at(load, 1)[0], end - BOLD * text_width(words, SMALL))
         axes.drawing.text((x, axes.box.y - 6), words, size=SMALL, bold=True, colour=COLOURS.get(policy, VERMILLION))
         end = x - 10
 

@@ -9,11 +9,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from minivllm.config.units import GIB
-from minivllm_lab.drawing import QUIET, RULE
+from minivllm_lab.drawing import QUIET
 from minivllm_lab.palette import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILLION
-from widgets.shell.plot import MARGIN, VALUE, WIDE, Axes, Scale, hidden_note, percent, tokens
+from widgets.shell.plot import MARGIN, WIDE, Axes, Scale, balanced, hidden_note, percent, tokens
 from widgets.shell.strip import draw_title
-from widgets.shell.svg import SMALL, Box, Drawing, Segment, legend, stacked_bar, text_box, without_room
+from widgets.shell.svg import BOLD, SMALL, Box, Drawing, Segment, legend, stacked_bar, text_box, without_room
 from widgets.shell.theme import CARD, HELD, MID, MISSED, NOT_OURS, RESERVED, TINT
 
 if TYPE_CHECKING:
@@ -22,11 +22,13 @@ if TYPE_CHECKING:
 BEFORE_CACHE = (("weights", GREY), ("activations", PURPLE), ("libraries", VERMILLION), ("CUDA graphs", ORANGE))
 """The name and colour of each item that the ledger lists before the KV cache."""
 WIDE_HEIGHT = 470
-PANEL_HEIGHT, NARROW_PANEL_HEIGHT = 121, 176
+PANEL_HEIGHT, NARROW_PANEL_HEIGHT = 126, 176
 STRIP = 12
 """The rough ratio of a slot's width to its height."""
 BELOW_ONE = 20
 """Pixels below the line of one request, for GPUs' names."""
+TO_COMPARE = ("L4", "H100", "MI300X")
+"""The GPUs whose curves are drawn beside the reader's: a small one, the usual one and the largest."""
 
 
 def draw(state: State, width: float, pinned: State | None, words: str) -> str:
@@ -47,8 +49,8 @@ def draw(state: State, width: float, pinned: State | None, words: str) -> str:
     else:
         _draw_shortage(drawing, state, inside)
     top = _draw_plot_heading(drawing, state, max(panel.bottom, inside.bottom + 8) + 22)
-    drawing.height = max(WIDE_HEIGHT, top + 199) if width < WIDE else WIDE_HEIGHT
-    _draw_plot(drawing, state, pinned, Box(MARGIN + 30, top, width - 2 * MARGIN - 38, drawing.height - 44 - top))
+    drawing.height = max(WIDE_HEIGHT, top + 206) if width < WIDE else WIDE_HEIGHT
+    _draw_plot(drawing, state, pinned, Box(MARGIN + 44, top, width - 2 * MARGIN - 52, drawing.height - 44 - top))
     return drawing.render()
 
 
@@ -66,8 +68,7 @@ def _draw_memory(drawing: Drawing, state: State) -> Box:
         words = f"KV cache: {cache / GIB:.2f} GiB, {state.tokens:,} tokens of {state.bytes_per_token:,.0f} bytes"
         segments.append(Segment(f"KV cache {cache / GIB:.1f}", cache, HELD, tip=words))
         tip = f"Not for this engine: {rest / GIB:.2f} GiB, which gpu_memory_utilization leaves to other programs"
-        name = f"left out {rest / GIB:.1f} (utilization {state.utilization:g})"
-        segments.append(Segment(name, rest, NOT_OURS, tip=tip, hatched=True))
+        segments.append(Segment(f"not given to the engine {rest / GIB:.1f}", rest, NOT_OURS, tip=tip, hatched=True))
     total = max(card, needed)
     bottom = legend(drawing, (MARGIN, y + 22), without_room(segments, total, width), width)
     bar = Box(MARGIN, bottom - 10, width, 24)
@@ -93,15 +94,14 @@ def _draw_slots(drawing: Drawing, state: State, box: Box) -> Box:
     note = f"{state.slots:,} reservation{'s' * (state.slots > 1)} of {state.max_model_len:,}"
     note += f" (the first {drawn} are shown)" if drawn < state.slots else ""
     y = drawing.heading((box.x, box.y + 19), "A full KV cache", note)
+    drawing.rect(Box(box.x, y + 18, 12, 12), HELD, radius=2)
+    drawing.number((box.x + 18, y + 31), percent(state.held, 1), "ever holds a token", BLUE)
     keys = [
-        Segment("ever holds a token", 0, HELD),
         Segment("never used", 0, RESERVED, f"{percent(state.reserved - state.held, 1)} of the cache"),
         Segment("too small for one more", 0, CARD, outlined=True),
     ]
-    top = legend(drawing, (box.x, y + 21), keys, box.width) - 9
-    with drawing.answer():
-        place = (box.right, top - 6)
-        drawing.text(place, percent(state.held, 1), size=VALUE, colour=BLUE, anchor="end", bold=True)
+    place = (drawing.words[-1].right + 16, y + 31) if drawing.width >= WIDE else (box.x, y + 53)
+    top = legend(drawing, place, keys, box.right - place[0]) - 9
     pool = Box(box.x, top, box.width, max(box.bottom - 8 - top, 60))
     columns = max(1, round((drawn * pool.width / pool.height / STRIP) ** 0.5))
     wide, high = pool.width / columns, min(pool.height // -(-(drawn + 1) // columns), 34.0)
@@ -160,11 +160,11 @@ def _draw_refused(drawing: Drawing, state: State, box: Box) -> None:
 
 def _draw_plot_heading(drawing: Drawing, state: State, y: float) -> float:
     """Draw the plot's title and keys, and return the y where the plot begins."""
-    keys = [Segment(f"{state.hardware.name}, reserved", 0, BLUE, dash="none")]
-    keys += [Segment("by their own lengths", 0, GREEN, dash="2 4"), Segment("other GPUs", 0, RULE, dash="none")]
+    own = f"{state.hardware.name}, reserved"
+    keys = [Segment(own, 0, BLUE, dash="none"), Segment("by their own lengths", 0, GREEN, dash="2 4")]
     if not state.right_bytes:
         keys.append(Segment("the engine's count", 0, ORANGE, dash="6 4"))
-    return draw_title(drawing, "Requests at once", keys, y) + 14
+    return draw_title(drawing, "Requests at once", keys, y) + (24 if drawing.width >= WIDE else 38)
 
 
 def _draw_plot(drawing: Drawing, state: State, pinned: State | None, box: Box) -> None:
@@ -174,10 +174,10 @@ def _draw_plot(drawing: Drawing, state: State, pinned: State | None, box: Box) -
     most = 2.2 * max(100.0, state.at_own_length, *(pool.tokens / state.contexts[0] for pool in state.pools))
     y = Scale(most ** (-BELOW_ONE / (box.height - BELOW_ONE)), most, log=True)
     axes = Axes(drawing, box, Scale(state.contexts[0], state.contexts[-1], log=True), y)
-    ticks = [10.0**power for power in range(7) if 10**power <= y.high]
+    ticks = [10.0**power for power in range(6) if 10**power <= y.high]
     axes.frame(
-        "max_model_len: tokens that each request reserves", "",
-        x_format=tokens, x_ticks=axes.x.doublings(int(box.width // 45)), y_ticks=ticks,
+        "max_model_len: tokens that each request reserves", "", x_format=tokens, y_format="{:,.0f}".format,
+        x_ticks=axes.x.doublings(int(box.width // 45)), y_ticks=ticks,
     )  # fmt: skip
     _draw_broken(axes, state)
     drawing.rect(Box(box.x, box.bottom - BELOW_ONE, box.width + 1, BELOW_ONE - 0.5), CARD)
@@ -192,22 +192,42 @@ def _draw_plot(drawing: Drawing, state: State, pinned: State | None, box: Box) -
 
 def _draw_broken(axes: Axes, state: State) -> None:
     """Shade the lengths at which vLLM refuses to start, because memory is short or the model's
-    limit is exceeded.
+    limit is exceeded, and write why above each.
     """
-    limit, last = state.model_limit or 2 * state.contexts[-1], state.contexts[-1]
-    if state.longest < min(limit, last):
-        name = state.hardware.name + "s" * (state.tp > 1)
-        cause = f"not one fits on the {name}" if state.ledger else "no KV cache is left"
-        axes.broken(state.longest, limit if limit < last else None, f"{cause}: refused")
+    limit, last = _limit(state), state.contexts[-1]
     if limit < last:
-        axes.tint(limit, None, "past the model's limit: refused", VERMILLION)
+        axes.tint(limit, None, "", VERMILLION)
+        _write_above(axes, limit, last, "past the model's limit")
+    if state.longest < limit:
+        cause = "none fits" if state.ledger else "no KV cache is left"
+        axes.shade(state.longest, limit if limit < last else None, f"{cause}: refused")
+        _write_above(axes, state.longest, limit, cause)
+
+
+def _write_above(axes: Axes, low: float, high: float, words: str) -> None:
+    """Write words in at most two lines above a part of the plot or, if it is too narrow for them,
+    before it with an arrow, unless other words are there.
+    """
+    left, right = (axes.at(max(end, axes.x.low), 1)[0] for end in (low, high))
+    room = (axes.drawing.width if high == axes.x.high else right) - 8 - left
+    for lines, x, anchor in ((balanced(words, room), left, "start"), ([f"{words} →"], left - 4, "end")):
+        places = [(x, axes.box.y - 6 - 15 * row) for row in range(len(lines))][::-1]
+        boxes = [text_box(place, line, SMALL, anchor, bold=True) for place, line in zip(places, lines, strict=True)]
+        fits = (
+            len(lines) < 3
+            and min(box.x for box in boxes) > 0
+            and (anchor == "end" or max(box.width for box in boxes) <= BOLD * room)
+        )
+        if fits and not any(box.overlaps(other) for box in boxes for other in axes.drawing.words):
+            for place, line in zip(places, lines, strict=True):
+                axes.drawing.text(place, line, size=SMALL, colour=VERMILLION, anchor=anchor, bold=True)
+            return
 
 
 def _draw_curves(axes: Axes, state: State) -> None:
-    """Draw the other GPUs' curves thin, then this GPU's."""
-    for pool in state.pools:
-        if pool.tokens and pool.gpu != state.hardware.name:
-            _draw_curve(axes, pool, state.contexts[::4], RULE, 1.3)
+    """Draw other GPUs' curves thin, up to the model's limit, then this GPU's."""
+    for pool in _others(state):
+        _draw_curve(axes, state, pool, MID, 1.3)
     if not state.right_bytes:
         ratio = state.bytes_per_token / state.counted_bytes
         counted = [count * ratio for count in state.concurrency]
@@ -220,18 +240,22 @@ def _draw_curves(axes: Axes, state: State) -> None:
             xs, ys = [context for context, _ in means], [state.tokens / mean for _, mean in means]
             axes.line(xs, ys, GREEN, width=2, dash="2 4", tips=[_own_tip(state, *pair) for pair in means], group="own")
     if state.tokens:
-        _draw_curve(axes, state.pool, state.contexts, BLUE, 2.5)
+        _draw_curve(axes, state, state.pool, BLUE, 2.5)
 
 
-def _draw_curve(axes: Axes, pool: Pool, contexts: Sequence[int], colour: str, width: float) -> None:
-    """Draw how many requests fit at once, down to a single one."""
-    xs = sorted({min(context, max(pool.longest, 1)) for context in contexts})
+def _draw_curve(axes: Axes, state: State, pool: Pool, colour: str, width: float) -> None:
+    """Draw how many requests fit at once, down to a single one or up to the model's limit."""
+    xs = sorted({min(context, max(pool.longest, 1), _limit(state)) for context in state.contexts})
     counts = [pool.tokens / context for context in xs]
     axes.line(xs, counts, colour, width=width, tips=_tips(pool, xs), group=pool.gpu)
 
 
 def _limit(state: State) -> int:
-    return state.model_limit or state.contexts[-1]
+    return min(state.model_limit or state.contexts[-1], state.contexts[-1])
+
+
+def _others(state: State) -> list[Pool]:
+    return [pool for pool in state.pools if pool.gpu in TO_COMPARE and pool.tokens and pool.gpu != state.hardware.name]
 
 
 def _tips(pool: Pool, contexts: Sequence[int]) -> list[str]:
@@ -252,23 +276,23 @@ def _own_tip(state: State, context: int, mean: float) -> str:
 
 
 def _name_the_ends(axes: Axes, state: State) -> None:
-    """Draw a dot where each GPU's curve crosses the line of one request, and name the reader's GPU
-    and, where there is room, the smallest and the largest.
+    """Draw a dot where each curve ends, on the line of one request or at the model's limit, and
+    write the GPU's name beside it where there is room.
     """
-    drawing, own = axes.drawing, state.hardware.name
-    pools = sorted((pool for pool in state.pools if pool.longest >= axes.x.low), key=lambda pool: pool.longest)
-    places = {pool.gpu: axes.at(min(pool.longest, axes.x.high), 1) for pool in pools}
-    for pool in sorted(pools, key=lambda pool: pool.gpu == own):
-        if places[pool.gpu][0] < axes.box.right:
-            tip = f"{pool.gpu}: the longest request that fits has {pool.longest:,} tokens"
-            radius, colour = (5.5, BLUE) if pool.gpu == own else (3.5, GREY)
-            drawing.circle(places[pool.gpu], radius, colour, tip=tip, group=pool.gpu)
-    for gpu in dict.fromkeys(name for name in (own, *[*places][-1:], *[*places][:1]) if name in places):
-        (x, y), right = places[gpu], axes.box.right
-        place, anchor = ((x - 8, y + 15), "end") if x > axes.box.x + 60 else ((x + 8, y + 15), "start")
-        words, colour = gpu + " →" * (x >= right), BLUE if gpu == own else QUIET
-        if not any(text_box(place, words, SMALL, anchor, bold=True).overlaps(other) for other in drawing.words):
-            drawing.text(place, words, size=SMALL, colour=colour, anchor=anchor, bold=gpu == own, halo=True)
+    drawing, most = axes.drawing, _limit(state)
+    for pool in (state.pool, *reversed(_others(state))) if state.tokens else _others(state):
+        own, cut = pool is state.pool, pool.longest > most
+        x, y = axes.at(most, pool.tokens / most) if cut else axes.at(max(pool.longest, axes.x.low), 1)
+        tip = f"{pool.gpu}: the longest request that fits has {pool.longest:,} tokens"
+        drawing.circle((x, y), 5.5 if own else 3.5, BLUE if own else GREY, tip=tip, group=pool.gpu)
+        beside = [((x + 8, y + down), "start") for down in ((4, -2, 10) if cut else (15,))]
+        for place, anchor in [*beside, ((x - 8, y + 15), "end")][:: 1 if cut else -1]:
+            box = text_box(place, pool.gpu, SMALL, anchor, bold=True)
+            inside = axes.box.x < box.x and box.right < drawing.width
+            if inside and not any(box.overlaps(other) for other in drawing.words):
+                colour = BLUE if own else QUIET
+                drawing.text(place, pool.gpu, size=SMALL, colour=colour, anchor=anchor, bold=own, halo=not cut)
+                break
 
 
 def _draw_here(axes: Axes, state: State) -> None:
@@ -284,4 +308,4 @@ def _draw_here(axes: Axes, state: State) -> None:
         with drawing.answer():
             own = axes.at(min(state.max_model_len, axes.x.high), min(state.at_own_length, axes.y.high))
             drawing.circle(own, 4.5, GREEN, tip=_own_tip(state, state.max_model_len, state.mean_length))
-            axes.label(own, f"{state.at_own_length:,.0f}", GREEN)
+            axes.label((own[0], own[1] - 14), f"{state.at_own_length:,.0f}", GREEN)

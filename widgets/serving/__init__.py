@@ -15,7 +15,7 @@ from typing import Any
 
 from minivllm_simulate.known_models import CONFIGS
 from minivllm_simulate.layouts import MAX_MODEL_LEN, PLACES, TOKEN_BUDGET, Layout
-from widgets.serving.figure import cause_words, figure
+from widgets.serving.figure import cause_words, figure, per_second
 from widgets.serving.reader import read_answer
 from widgets.serving.runs import RATES
 from widgets.serving.state import DPS, GPUS, MODELS, OUTPUTS, PPS, PROMPTS, START, TPS, State, sweep
@@ -40,17 +40,26 @@ def verdict(state: State) -> Verdict:
     if state.rate not in served.points:
         return Verdict(f"Still serving the requests as {state.layout} at {state.rate:g} a second.", "tight")
     point = served.points[state.rate]
+    most = _most(state)
     latencies = f"99 % have their first token within {seconds(point.ttft[1])}, then one every {seconds(point.tpot[1])}"
     if causes := served.causes(state.rate):
         why = ", ".join(cause_words(cause, served) for cause in causes)
         in_run = " in this short run" * ("queue" in causes)
-        words = f"At {counted_rate(state.rate)}, {state.layout} is too slow: {why}. {latencies}{in_run}."
+        words = f"{most}At {counted_rate(state.rate)}, {state.layout} is too slow: {why}. {latencies}{in_run}."
         return Verdict(words, "broken")
     if served.knee and state.rate > NEAR * served.knee.rate:
-        return Verdict(
-            f"It handles this, but little more: it breaks at {figures(served.knee.rate)}. {latencies}.", "tight"
-        )
-    return Verdict(f"It handles this: {latencies}.", "fine")
+        little = f"It handles this, but little more: it breaks at {figures(served.knee.rate)}"
+        return Verdict(f"{most}{little}. {latencies}.", "tight")
+    return Verdict(f"{most}It handles this: {latencies}.", "fine")
+
+
+def _most(state: State) -> str:
+    """Name the layout that handles the most, and what this one handles, once both are known."""
+    best = max(state.others, key=lambda other: (other.goodput, other is state.served))
+    if not state.complete or len(state.others) == 1 or not RATES[0] < best.goodput < RATES[-1]:
+        return ""
+    own = f"; {state.layout}: {per_second(state.served.goodput)}" if best is not state.served else ""
+    return f"{best.layout} handles the most, {per_second(best.goodput)}{own}. "
 
 
 def _collector_error(state: State) -> str:

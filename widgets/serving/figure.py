@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from minivllm_lab.palette import GREEN, INK, ORANGE, PURPLE, SKY, VERMILLION
 from minivllm_simulate.layouts import Layout
@@ -18,9 +18,9 @@ from widgets.shell.theme import BROKEN, CARD, MID, RESERVED, TINT
 
 RATE = Scale(RATES[0], RATES[-1], log=True)
 TICKS = (0.5, 1, 5, 10, 50, 100, 500)
-SIDE, VALUES, GPU, TANK, ALL_ROWS, NARROW_ROW = 128, 104, 26, 44, 372, 72
-"""The widths beside the plots: of the GPUs, of the values, of a GPU at most; the heights of a GPU, of all rows
-on a wide page, and of a plot on a narrow one.
+SIDE, TICK, VALUES, GPU, TANK, ALL_ROWS, NARROW_ROW = 132, 46, 104, 26, 44, 364, 72
+"""The widths beside the plots: of the GPUs, of the scale, of the values, of a GPU at most; the heights of a GPU, of all
+rows on a wide page, and of a plot on a narrow one.
 """
 PARTS = (
     Segment("launches", 0, MID, "launches and sampling, the same on any number of GPUs"),
@@ -37,18 +37,19 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
     """
     served = f"{state.model} on {state.layout.gpus} {state.gpu}"
     drawing = Drawing(width, 0, served, "The parts of one token's time against the rate, layout by layout")
-    note = f"{served}, modelled{'; your collector' * state.own}"
+    note = f"{served}, modelled{'; your collector' * state.own}. TP: GPUs per engine, DP: engines"
     with drawing.layer(tip=f"The model's {state.error} against published runs." if state.error else ""):
         y = drawing.heading((MARGIN, 23), "Where a token's time goes", note)
     if state.work.note:
         y = drawing.paragraph((MARGIN, y + 17), state.work.note, width - 2 * MARGIN)
     y = legend(drawing, (MARGIN, y + 21), PARTS, width - 2 * MARGIN) - 19
     wide = width >= WIDE
-    words = f"{'a token ' * wide}at {state.rate:g}/s"
-    drawing.text((width - MARGIN, y), words, size=SMALL, colour=QUIET, anchor="end")
     above = 24 if wide else 62
+    for row, words in enumerate(("time per token", f"at {state.rate:g}/s")):
+        place = width - MARGIN, y + (above - 8 + 15 * row if wide else 19 * row - 19)
+        drawing.text(place, words, size=SMALL, colour=QUIET, anchor="end")
     high = (ALL_ROWS + 60 - y) / len(state.others) - above if wide else NARROW_ROW
-    left = MARGIN + SIDE * wide
+    left = MARGIN + SIDE * wide + TICK
     plot = Box(left, y + above, width - MARGIN - VALUES * wide - left, high)
     rows = [
         (served, Axes(drawing, replace(plot, y=plot.y + index * (high + above)), RATE, _scale(state)))
@@ -92,7 +93,6 @@ def _scale(state: State) -> Scale:
 def _draw_row(axes: Axes, state: State, served: Served) -> None:
     """Draw the parts of a layout's time, the region in which it is too slow, and its time here."""
     drawing, box = axes.drawing, axes.box
-    chosen = served.layout == state.layout
     knee = served.knee
     if served.refused:
         axes.shade(None, None, f"{state.model} does not fit: {served.refused}")
@@ -100,22 +100,34 @@ def _draw_row(axes: Axes, state: State, served: Served) -> None:
         axes.shade(knee.rate, None, knee_words(knee, served))
     end = min(axes.at(served.queue_grows_from, 0)[0], box.right)
     drawing.rect(Box(end, box.y, box.right - end, box.height), BROKEN)
-    for index, word in enumerate(("queue", "grows") if chosen and box.right - end > 50 else ()):
+    for index, word in enumerate(("queue", "grows") if box.right - end > 50 and not served.refused else ()):
         place = (end + box.right) / 2, box.y + box.height / 2 - 2 + 15 * index
         drawing.text(place, word, size=SMALL, anchor="middle", colour=VERMILLION)
     _draw_parts(axes, state, served)
-    if served.tpot < axes.y.high and not served.refused:
-        height = axes.at(1, served.tpot)[1]
-        drawing.line((box.x, height), (end, height), GREEN, width=1.5, dash="4 3")
-        if chosen:
-            drawing.text((box.x + 5, height - 5), f"limit {seconds(served.tpot)}", size=SMALL, colour=GREEN)
+    if not served.refused and axes.y.high < math.inf:
+        _draw_scale(axes, served, end)
     _draw_knee(axes, state, served)
     _draw_value(axes, state, served)
 
 
+def _draw_scale(axes: Axes, served: Served, end: float) -> None:
+    """Write 0 and the limit left of a plot, or a round time if the limit is beyond it, and draw the
+    limit up to `end`.
+    """
+    drawing, x, limit = axes.drawing, axes.box.x, served.tpot < axes.y.high
+    value, colour = (served.tpot, GREEN) if limit else (axes.y.ticks(4)[-1], QUIET)
+    height = axes.at(1, value)[1]
+    if limit:
+        drawing.line((x, height), (end, height), GREEN, width=1.5, dash="4 3")
+        drawing.text((x - 6, height - 9), "limit", size=SMALL, colour=GREEN, anchor="end")
+    drawing.text((x - 6, height + 5), seconds(value), size=SMALL, colour=colour, anchor="end")
+    drawing.text((x - 6, axes.box.bottom + 4), "0", size=SMALL, colour=QUIET, anchor="end")
+
+
 def _draw_parts(axes: Axes, state: State, served: Served) -> None:
     """Stack the parts of a token's time over the rate."""
-    rates = drawn_rates(served)
+    known = drawn_rates(served)
+    rates = sorted({*known, *(low * (high / low) ** (part / 3) for low, high in pairwise(known) for part in range(3))})
     run = experiment(state.model, state.gpu, served.layout, state.work)
     stacks = [list(accumulate(run.parts(rate, tpot_at(served, rate) or 0.0), initial=0.0)) for rate in rates]
     for index, part in enumerate(PARTS):
@@ -131,7 +143,7 @@ def _draw_knee(axes: Axes, state: State, served: Served) -> None:
     box, rate = axes.box, served.goodput
     if served.is_found and not served.refused:
         best = state.complete and rate > RATES[0] and rate >= max(other.goodput for other in state.others)
-        words = f"{'the most: ' * best}{'< ' * (rate <= RATES[0])}{f'{rate:,.0f}' if rate >= 10 else figures(rate)}/s"
+        words = f"{'the most: ' * best}{per_second(rate)}"
         half = BOLD * text_width(words, BODY) / 2
         place = (min(max(axes.at(rate, 0)[0], box.x + half), box.right - half), box.y - 5)
         axes.drawing.text(place, words, bold=True, colour=GREEN if best else INK, anchor="middle")
@@ -161,7 +173,7 @@ def _draw_gpus(drawing: Drawing, plot: Box, layout: Layout, *, chosen: bool) -> 
     x, y = (
         (MARGIN, plot.y + 20) if wide else (MARGIN + 12 + max(98, BOLD * text_width(str(layout), SMALL)), plot.y - 50)
     )
-    room, high = (SIDE - 10, min(TANK, plot.height - 40)) if wide else (drawing.width - MARGIN - 104 - x, 24)
+    room, high = (SIDE - 10, min(TANK, plot.height - 40)) if wide else (drawing.width - MARGIN - 118 - x, 24)
     pitch = min(GPU, (room / layout.dp - 7) / layout.tp)
     part = high / layout.pp
     for _ in range(layout.dp if pitch >= 5 else 0):
@@ -188,6 +200,11 @@ def _tip(state: State, served: Served, rate: float) -> str:
     goes = ", ".join(f"{part.label} {seconds(value)}" for part, value in zip(PARTS, parts, strict=True) if value)
     first = f"First tokens within {seconds(point.ttft[1])}, with {figures(point.inside)} requests in the system"
     return f"{served.layout} at {rate:g} a second: 99 % get a token every {seconds(spent)}: {goes}. {first}."
+
+
+def per_second(rate: float) -> str:
+    """Format the rate that a layout handles: < 0.5/s, 4.27/s, 39/s."""
+    return f"{'< ' * (rate <= RATES[0])}{f'{rate:,.0f}' if rate >= 10 else figures(rate)}/s"
 
 
 def knee_words(knee: Knee, served: Served) -> str:

@@ -205,7 +205,7 @@ class _Sweep:
 
     def states(self) -> Iterator[State]:
         """Yield more and more complete states: first this rate, then this layout's knee, the
-        others' knees, and then rates to draw: all of them near this layout's knee, every third
+        others' knees, and then rates to draw: all of them near a layout's knee, every third
         elsewhere, up to where the queue grows.
         """
         state = self._now()
@@ -231,7 +231,7 @@ class _Sweep:
         for runs in (runs for runs in (mine, *self.runs) if not runs.refused):
             goodput = self._served(runs).goodput
             full = runs.steady.capacity * runs.layout.groups
-            near = goodput / 4 if runs is mine and goodput > RATES[0] else full
+            near = goodput / 4 if goodput > RATES[0] else full
             for index, rate in enumerate(RATES):
                 if rate >= near or index % 3 == 0:
                     yield runs.run(rate)
