@@ -16,7 +16,7 @@ from typing import Any
 
 from minivllm_simulate.hardware import get_hardware
 from minivllm_simulate.levers import LeverResult
-from widgets.optimization_catalog.figure import ACTS, apart, factor_words, figure, framed, rate_words
+from widgets.optimization_catalog.figure import ACTS, apart, dependence, factor_words, figure, framed, rate_words
 from widgets.optimization_catalog.runs import (
     FIELDS,
     GPUS,
@@ -51,7 +51,7 @@ def verdict(state: State) -> Verdict:
     rate = rate_words(end)
     trouble = state.trouble(end)
     if trouble == "late":
-        words = f"{_last(state)}But a client waits {wait} ms for a token, and the limit is {state.level * 1e3:g}."
+        words = f"{_last(state)}Too slow: a client waits {wait} ms for a token, and the limit is {state.level * 1e3:g}."
         return Verdict(words, "broken")
     if trouble == "preempts":
         lost = counted(end.preemptions, "preemption")
@@ -69,11 +69,11 @@ def verdict(state: State) -> Verdict:
 
 
 def _last(state: State) -> str:
-    """Say what the framed lever buys in the reverse order, or return ""."""
+    """Say what the framed lever buys in the reverse order, or return "" if that is about the same."""
     row = framed(state)
-    if row is None or None in (factors := [step.factor for step in row.steps]):
+    if row is None or dependence(row) < 0.1:
         return ""
-    forth, back = (factor_words(factor or 0) for factor in factors)
+    forth, back = (factor_words(step.factor or 0) for step in row.steps)
     place = "Switched on last" if row is state.on[0] else "In reverse"
     return f"{place}, {'the ' * (row.field == 'kv_cache')}{row.title} buys ×{back}, not ×{forth}. "
 

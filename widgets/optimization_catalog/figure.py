@@ -92,12 +92,13 @@ def _ends(state: State) -> tuple[tuple[str, Outcome], tuple[str, Outcome]]:
 
 def framed(state: State) -> Row | None:
     """Return the lever whose gain depends the most on the others."""
-    return max(state.on, key=_dependence, default=None)
+    return max(state.on, key=dependence, default=None)
 
 
-def _dependence(row: Row) -> float:
-    forth, back = (step.factor or 1 for step in row.steps)
-    return abs(math.log(forth / back))
+def dependence(row: Row) -> float:
+    """Return how far apart a lever's factors are in both orders, as a logarithm; 0 if one is unknown."""
+    forth, back = (step.factor for step in row.steps)
+    return abs(math.log(forth / back)) if forth and back else 0.0
 
 
 # ---- the waterfall
@@ -200,9 +201,13 @@ def _draw_frame(drawing: Drawing, box: Box, state: State, row: Row) -> float:
                 drawing.circle((x, place.y + 12), 5, colour, tip=f"{_counts(run)}.")
         _draw_factor(drawing, (_column(place, 1), place.y + 21), step, VALUE)
         drawing.rect(place, "transparent", tip=_tip(state, row, 1))
-        before = f"{rate_words(step.before)} with {counted(len(others), 'other')} on. " if step.before else ""
+        before = (
+            f"{rate_words(step.before)} with {counted(len(others), 'other') if others else 'nothing else'} on. "
+            if step.before
+            else ""
+        )
         reason = before + (WHY.get((row.field, step.effect)) or _why(row.field, step, others))
-        y = drawing.paragraph((MARGIN + 6, place.bottom + 17), reason, drawing.width - 2 * MARGIN - 12, colour=INK)
+        y = drawing.paragraph((MARGIN + 6, place.bottom + 19), reason, drawing.width - 2 * MARGIN - 12, colour=INK)
     frame = Box(MARGIN - 6, box.bottom + 6, drawing.width - 2 * MARGIN + 12, y + 8 - box.bottom - 6)
     drawing.rect(frame, "none", stroke=BLUE, radius=4)
     return frame.bottom
@@ -290,7 +295,7 @@ def _draw_swept(drawing: Drawing, box: Box, state: State, pinned: State | None) 
     axes.line(slots, waits, BLUE, tips=tips)
     if state.slots in slots:
         x, y = axes.at(state.slots, wait := waits[slots.index(state.slots)])
-        axes.label((x, y - 24), f"{apart(wait, limit)} ms", BLUE)
+        axes.label((x, y), apart(wait, limit), BLUE)
     axes.here(state.slots, "slots")
 
 
