@@ -295,7 +295,7 @@ def _draw_swept(drawing: Drawing, box: Box, state: State, pinned: State | None) 
     axes.line(slots, waits, BLUE, tips=tips)
     if state.slots in slots:
         x, y = axes.at(state.slots, wait := waits[slots.index(state.slots)])
-        axes.label((x, y), apart(wait, limit), BLUE)
+        axes.label((x, y - 8), apart(wait, limit), BLUE)
     axes.here(state.slots, "slots")
 
 

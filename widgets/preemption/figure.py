@@ -9,20 +9,7 @@ from minivllm_lab.palette import GREEN, INK, ORANGE, PURPLE
 from minivllm_simulate.load_sweep import Span
 from widgets.preemption.pool import draw_pool
 from widgets.preemption.state import POOLS, SHARE, State
-from widgets.shell.plot import (
-    VALUE,
-    WIDE,
-    Axes,
-    Scale,
-    counted,
-    draw_head,
-    figures,
-    hidden_note,
-    percent,
-    seconds,
-    tokens,
-    two_boxes,
-)
+from widgets.shell.plot import VALUE, Axes, Scale, draw_head, figures, hidden_note, percent, seconds, tokens, two_boxes
 from widgets.shell.svg import QUIET, SMALL, Box, Drawing
 
 POOL = Scale(POOLS[0], POOLS[-1], log=True)
@@ -65,7 +52,7 @@ def _draw_loss(drawing: Drawing, box: Box, state: State, pinned: State | None) -
     drawing.text((box.x, top), name, size=SMALL, colour=QUIET)
     if point and point.recomputed:
         each = f"= {point.preemptions:,} victims × {point.recomputed / point.preemptions:,.0f}"
-        each += f" of {point.computed:,}" * (drawing.width >= WIDE)
+        each += f" of {point.computed:,}" * (box.right + 60 < drawing.width)
         with drawing.answer():
             drawing.text((box.x + text_width(name, SMALL) + 4, top), each, size=SMALL, colour=colour)
     _draw_broken(axes, state)
@@ -140,7 +127,7 @@ def _tip(state: State, pool: int) -> str:
 def _draw_costs(drawing: Drawing, box: Box, state: State, held: int) -> None:
     """Draw the time to recompute and to swap the tokens of the request shown, as bars."""
     serving, crossover = state.serving, state.serving.crossover
-    drawing.text((box.x, box.y - 10), f"time for these {counted(held, 'token')}", size=SMALL, colour=QUIET)
+    drawing.text((box.x, box.y - 10), f"time for {held:,} tokens", size=SMALL, colour=QUIET)
     costs = (
         ("compute them again", held * crossover.recompute, ORANGE, serving.policy == "recompute"),
         (f"swap them, {serving.link.name}", held * crossover.swap, PURPLE, serving.policy != "recompute"),

@@ -134,7 +134,7 @@ def _draw_rim(drawing: Drawing, box: Box, state: State, full: Scale) -> None:
     words = [(rim, state.pool, "pool", INK), (asked, state.saturation, "asked for", loud)]
     free = box.y - 2.0
     for level, size, name, colour in sorted(words):
-        top = max(level, free)
+        top = min(max(level, free), box.bottom - 28)
         drawing.text((box.x - 9, top + 13), f"{size / 1024:,.0f}K", size=15, colour=colour, anchor="end", bold=True)
         drawing.text((box.x - 9, top + 28), name, size=SMALL, colour=colour, anchor="end")
         free = top + 36
@@ -188,17 +188,18 @@ def _name_period(drawing: Drawing, box: Box, held: Held, across: Scale, swaps: b
             _write(drawing, ("preempted",), ends, above, VERMILLION, TINT, anchor)
             ground = BLUE if at_end else PURPLE if swaps else TINT
             inks = (VERMILLION if ground == TINT else ink_on(ground), ground)
-            ends = ends if at_end else (left + 6, right)
-            _write(drawing, ("copied out" if swaps else "all lost",), ends, above + 26, *inks, anchor)
+            lost, ends = "copied out" if swaps else "all lost", ends if at_end else (left + 6, right)
+            _write(drawing, (lost,), ends, above + 26, *inks, anchor)
             waits, colours = seconds(span.end - span.start), (ink_on(PURPLE), PURPLE) if swaps else (QUIET, TINT)
             _write(drawing, (f"waits {waits}", "waits"), (left + 4, right - 4), inside, *colours, "middle")
         elif span.kind == AGAIN:
             words = ("copied back",) if swaps else ("computes all again", "recomputes")
             colours = PURPLE if swaps else ORANGE, TINT
-            half = min((left + right) / 2 - box.x, box.right - (left + right) / 2)
-            ends = (left + right) / 2 - half, (left + right) / 2 + half
+            middle = (left + right) / 2
+            half = min(middle - box.x, box.right - middle)
+            ends = middle - half, middle + half
             if not _write(drawing, words, ends, above, *colours, "middle"):
-                _write(drawing, words, (left + 6, box.right), above, *colours)
+                _write(drawing, words, (left + 12, box.right), above, *colours)
         else:
             holds = f"holds {held.high:,}"
             words = (f"{holds} tokens", holds) if left <= box.x else ("goes on",)
