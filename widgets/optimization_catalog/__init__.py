@@ -16,7 +16,7 @@ from typing import Any
 
 from minivllm_simulate.hardware import get_hardware
 from minivllm_simulate.levers import LeverResult
-from widgets.optimization_catalog.figure import ACTS, apart, factor_words, figure, rate_words
+from widgets.optimization_catalog.figure import ACTS, apart, dependence, factor_words, figure, framed, rate_words
 from widgets.optimization_catalog.runs import (
     FIELDS,
     GPUS,
@@ -51,8 +51,8 @@ def verdict(state: State) -> Verdict:
     rate = rate_words(end)
     trouble = state.trouble(end)
     if trouble == "late":
-        words = f"Too slow for each client: it waits {wait} ms for a token, and the limit is {state.level * 1e3:g}."
-        return Verdict(f"{words} Together, the clients get {rate}.", "broken")
+        words = f"{_last(state)}Too slow: a client waits {wait} ms for a token, and the limit is {state.level * 1e3:g}."
+        return Verdict(words, "broken")
     if trouble == "preempts":
         lost = counted(end.preemptions, "preemption")
         words = f"The KV cache is full: {lost}, and each preempted request starts over. It makes {rate}."
@@ -60,12 +60,22 @@ def verdict(state: State) -> Verdict:
     slower = [row for row in state.on if _effects(row) >= {"slower"}]
     useless = [row for row in state.on if _effects(row) == {"nothing"}]
     edge = _edge(state)
-    words = f"{rate}, and a client waits {wait} ms for a token."
+    words = f"{_last(state)}{rate}, and a client waits {wait} ms for a token."
     if slower:
         words += f" Slower in at least one order: {_named(slower)}."
     elif useless and not edge:
         words += f" No gain in either order: {_named(useless)}."
     return Verdict(words + edge * (not slower), "tight" if slower or edge else "fine")
+
+
+def _last(state: State) -> str:
+    """Say what the framed lever buys in the reverse order, or return "" if that is about the same."""
+    row = framed(state)
+    if row is None or dependence(row) < 0.1:
+        return ""
+    forth, back = (factor_words(step.factor or 0) for step in row.steps)
+    place = "Switched on last" if row is state.on[0] else "In reverse"
+    return f"{place}, {'the ' * (row.field == 'kv_cache')}{row.title} buys ×{back}, not ×{forth}. "
 
 
 def _effects(row: Row) -> set[str]:

@@ -1,11 +1,11 @@
-"""Draw lesson 05's levers as a waterfall, one of them in both orders, and below it a token's time by
-requests at once.
+"""Draw lesson 05's levers as a waterfall, below it one of them in the reverse order, and a token's
+time by requests at once.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import groupby, pairwise
 
 from minivllm_lab.drawing import QUIET, Point
@@ -16,11 +16,9 @@ from widgets.shell.plot import VALUE, Axes, Scale, counted, hidden_note, percent
 from widgets.shell.svg import SMALL, Box, Drawing
 from widgets.shell.theme import BROKEN, MID, MISSED
 
-MARGIN, ROW, FRAMED, NAMES, VALUES = 14, 15, 52, 126, (52, 68)
-"""Pixels: around the picture, a row, the framed row, the names, and both columns of factors."""
-HEIGHT, SWEPT = 468, 70
-"""The height of the picture, and the least height of the plot below the waterfall."""
-SIGNS = {"waiting": "…", "faster": "", "slower": "▼ ", "nothing": "same", "starts": "starts", "refused": "✕"}
+MARGIN, ROW, NAMES, VALUES, SWEPT = 14, 15, 132, (52, 70), 56
+"""Pixels: around the picture, a row, the names, both columns of factors, and the plot below."""
+SIGNS = {"waiting": "…", "faster": "", "slower": "loss ", "nothing": "", "starts": "starts", "refused": "✕"}
 MARKS = {"faster": GREEN, "slower": VERMILLION, "starts": GREEN, "refused": VERMILLION}
 ORDERS = ("the ranking's order", "the reverse order")
 BREAKS = {
@@ -48,6 +46,7 @@ NEEDS = {"paging": ("kv_cache",), "prefix_caching": ("kv_cache", "paging"), "kv_
 WHY = {
     ("paging", "slower"): "Each step copies the blocks together until a kernel reads them in place.",
     ("paging", "nothing"): "Memory was not the limit.",
+    ("kv_cache", "faster"): "Without it, each step computes every context again.",
     ("weight_bits", "slower"): "The step is compute-bound, and unpacking adds arithmetic.",
     ("weight_bits", "nothing"): "The step is not bound by reading the weights.",
     ("cuda_graphs", "nothing"): "The GPU, not its host, is the bottleneck.",
@@ -65,11 +64,10 @@ def figure(state: State, width: float = 640, pinned: State | None = None) -> str
     note = f"Output tokens/s of {MODEL} on {state.gpu}, {REQUESTS[state.requests]}, {state.slots} at once; modelled"
     with drawing.layer(tip=f"The model's {state.error} against published runs." if state.error else ""):
         y = drawing.paragraph((MARGIN, 37), note, width - 2 * MARGIN)
-    framed = _framed(state)
-    high = ROW * (len(state.rows) + 2) + (FRAMED - ROW) * (framed is not None)
-    box = Box(MARGIN + NAMES, y + 27, width - 2 * MARGIN - NAMES - sum(VALUES), high)
-    _draw_waterfall(drawing, box, state, framed)
-    swept = Box(MARGIN + 34, box.bottom + 36, width - 2 * MARGIN - 34, max(HEIGHT - box.bottom - 78, SWEPT))
+    box = Box(MARGIN + NAMES, y + 27, width - 2 * MARGIN - NAMES - sum(VALUES), ROW * (len(state.rows) + 2))
+    _draw_waterfall(drawing, box, state)
+    y = _draw_frame(drawing, box, state, row) if (row := framed(state)) else box.bottom
+    swept = Box(MARGIN + 34, y + 32, width - 2 * MARGIN - 34, SWEPT)
     _draw_swept(drawing, swept, state, pinned)
     drawing.height = swept.bottom + 42
     return drawing.render()
@@ -92,23 +90,22 @@ def _ends(state: State) -> tuple[tuple[str, Outcome], tuple[str, Outcome]]:
     return ("nothing on", state.nothing), (on, state.everything)
 
 
-def _framed(state: State) -> Row | None:
+def framed(state: State) -> Row | None:
     """Return the lever whose gain depends the most on the others."""
-    return max(state.on, key=_dependence, default=None)
+    return max(state.on, key=dependence, default=None)
 
 
-def _dependence(row: Row) -> float:
-    forth, back = (step.factor or 1 for step in row.steps)
-    return abs(math.log(forth / back))
+def dependence(row: Row) -> float:
+    """Return how far apart a lever's factors are in both orders, as a logarithm; 0 if one is unknown."""
+    forth, back = (step.factor for step in row.steps)
+    return abs(math.log(forth / back)) if forth and back else 0.0
 
 
 # ---- the waterfall
 
 
-def _draw_waterfall(drawing: Drawing, box: Box, state: State, framed: Row | None) -> None:
-    """Draw the rates from no levers to all that are on, in the ranking's order, and one lever in a
-    frame, with its bar in the reverse order.
-    """
+def _draw_waterfall(drawing: Drawing, box: Box, state: State) -> None:
+    """Draw the rates from no levers to all that are on, in the ranking's order."""
     scale = _scale(state)
     for tick in scale.ticks(4 if box.width > 200 else 2):
         x = box.x + scale.share(tick) * box.width
@@ -117,28 +114,18 @@ def _draw_waterfall(drawing: Drawing, box: Box, state: State, framed: Row | None
             drawing.text((x, box.y - 6), short(tick), size=SMALL, colour=QUIET, anchor="middle")
     for reverse, words in enumerate(("in order", "in reverse")):
         drawing.text((_column(box, reverse), box.y - 6), words, size=SMALL, colour=QUIET, anchor="end")
-    before, *_ = places = list(_places(box, state, framed))
+    ys = (box.y + 2 + ROW * index for index in range(len(state.rows) + 2))
+    before, *_ = places = [Box(box.x, y, box.width, ROW - 4) for y in ys]
     ends = _ends(state)
     _draw_end(drawing, places[0], scale, *ends[0], GREY)
     _draw_end(drawing, places[-1], scale, *ends[1], BLUE if state.on else GREY)
     for row, place in zip(state.rows, places[1:], strict=False):
         with drawing.layer(group=row.field):
-            _draw_row(drawing, place, scale, state, row, framed=row is framed)
+            _draw_row(drawing, place, scale, state, row)
         if row.steps:
             _draw_link(drawing, before, place, scale, row.steps[0].before)
             before = place
     _draw_link(drawing, before, places[-1], scale, state.everything)
-    if framed:
-        _draw_frame(drawing, places[1 + state.rows.index(framed)], scale, state, framed)
-
-
-def _places(box: Box, state: State, framed: Row | None) -> Iterator[Box]:
-    """Yield the bars' places: of the first rate, the levers and the last rate."""
-    y = box.y
-    for row in (None, *state.rows, None):
-        high = FRAMED if row and row is framed else ROW
-        yield Box(box.x, y + (6 if high > ROW else 2), box.width, ROW - 4)
-        y += high
 
 
 def _column(box: Box, reverse: int) -> float:
@@ -146,8 +133,8 @@ def _column(box: Box, reverse: int) -> float:
     return box.right + sum(VALUES[: reverse + 1])
 
 
-def _name(drawing: Drawing, place: Box, words: str, colour: str = INK) -> None:
-    drawing.text((place.x - 8, place.y + 10), words, size=SMALL, colour=colour, anchor="end")
+def _name(drawing: Drawing, place: Box, words: str, colour: str = INK, *, bold: bool = False) -> None:
+    drawing.text((place.x - 8, place.y + 10), words, size=SMALL, colour=colour, anchor="end", bold=bold)
 
 
 def _draw_link(drawing: Drawing, before: Box, place: Box, scale: Scale, reached: Outcome) -> None:
@@ -167,7 +154,7 @@ def _draw_end(drawing: Drawing, place: Box, scale: Scale, words: str, run: Outco
     drawing.text((x + 9, place.y + 10), rate_words(run), size=SMALL, bold=True, halo=True)
 
 
-def _draw_row(drawing: Drawing, place: Box, scale: Scale, state: State, row: Row, *, framed: bool) -> None:
+def _draw_row(drawing: Drawing, place: Box, scale: Scale, state: State, row: Row) -> None:
     """Draw a lever's bar, and its factors in both orders."""
     _name(drawing, place, row.title, INK if row.steps else QUIET)
     if not row.steps:
@@ -175,13 +162,12 @@ def _draw_row(drawing: Drawing, place: Box, scale: Scale, state: State, row: Row
         return
     _draw_bar(drawing, place, scale, row.steps[0])
     _draw_factor(drawing, (_column(place, 0), place.y + 10), row.steps[0])
-    if not framed:
-        with drawing.answer():
-            _draw_factor(drawing, (_column(place, 1), place.y + 10), row.steps[1])
+    with drawing.answer():
+        _draw_factor(drawing, (_column(place, 1), place.y + 10), row.steps[1])
     drawing.rect(Box(place.x, place.y - 2, place.width, ROW), "transparent", tip=_tip(state, row, 0))
 
 
-def _draw_bar(drawing: Drawing, place: Box, scale: Scale, step: Step) -> None:
+def _draw_bar(drawing: Drawing, place: Box, scale: Scale, step: Step, opacity: float = 1) -> None:
     """Draw the change that a lever makes."""
     if step.effect == "refused":
         drawing.rect(place, BROKEN)
@@ -189,7 +175,8 @@ def _draw_bar(drawing: Drawing, place: Box, scale: Scale, step: Step) -> None:
     reached = [run.tokens_per_second for run in step if isinstance(run, LeverResult)]
     if isinstance(step.after, LeverResult):
         low, high = (scale.share(rate) * place.width for rate in (min(reached), max(reached)))
-        drawing.rect(Box(place.x + low, place.y, max(high - low, 2), place.height), MARKS.get(step.effect, MID))
+        bar = Box(place.x + low, place.y, max(high - low, 2), place.height)
+        drawing.rect(bar, MARKS.get(step.effect, MID), opacity=opacity)
 
 
 def _draw_factor(drawing: Drawing, place: Point, step: Step, size: float = SMALL) -> None:
@@ -198,22 +185,37 @@ def _draw_factor(drawing: Drawing, place: Point, step: Step, size: float = SMALL
     drawing.text(place, _change(step), size=size, colour=colour, anchor="end", bold=size > SMALL)
 
 
-def _draw_frame(drawing: Drawing, place: Box, scale: Scale, state: State, row: Row) -> None:
-    """Draw a frame around a lever, with its bar in the reverse order."""
-    frame = Box(MARGIN - 6, place.y - 4, drawing.width - 2 * MARGIN + 12, FRAMED - 4)
-    drawing.rect(frame, "none", stroke=BLUE, radius=4)
-    below = Box(place.x, place.y + ROW + 1, place.width, FRAMED - ROW - 15)
-    _name(drawing, Box(below.x, below.y + 4, 0, 0), "switched on last" if row is state.on[0] else "in reverse")
-    hidden_note(drawing, below)
+def _draw_frame(drawing: Drawing, box: Box, state: State, row: Row) -> float:
+    """Draw one lever in the reverse order, in a frame below the waterfall; return the frame's bottom."""
+    scale, step, index = _scale(state), row.steps[1], state.on.index(row)
+    place = Box(box.x, box.bottom + 13, box.width, 24)
+    _name(drawing, place, row.title, bold=True)
+    _name(drawing, Box(place.x, place.y + 15, 0, 0), "switched on last" if index == 0 else "in reverse")
+    hidden_note(drawing, place)
+    others = [lever.field for lever in state.on[:index:-1]]
     with drawing.answer():
-        _draw_bar(drawing, below, scale, row.steps[1])
-        _draw_factor(drawing, (_column(place, 1), below.bottom - 1), row.steps[1], VALUE)
-        drawing.rect(below, "transparent", tip=_tip(state, row, 1))
+        _draw_bar(drawing, place, scale, step, 0.45)
+        for run, colour in zip(step, (GREY, BLUE), strict=True):
+            if isinstance(run, LeverResult):
+                x = place.x + scale.share(run.tokens_per_second) * place.width
+                drawing.circle((x, place.y + 12), 5, colour, tip=f"{_counts(run)}.")
+        _draw_factor(drawing, (_column(place, 1), place.y + 21), step, VALUE)
+        drawing.rect(place, "transparent", tip=_tip(state, row, 1))
+        before = (
+            f"{rate_words(step.before)} with {counted(len(others), 'other') if others else 'nothing else'} on. "
+            if step.before
+            else ""
+        )
+        reason = before + (WHY.get((row.field, step.effect)) or _why(row.field, step, others))
+        y = drawing.paragraph((MARGIN + 6, place.bottom + 19), reason, drawing.width - 2 * MARGIN - 12, colour=INK)
+    frame = Box(MARGIN - 6, box.bottom + 6, drawing.width - 2 * MARGIN + 12, y + 8 - box.bottom - 6)
+    drawing.rect(frame, "none", stroke=BLUE, radius=4)
+    return frame.bottom
 
 
 def _change(step: Step) -> str:
     """Format a lever's effect as a factor, with a sign if it is a loss."""
-    if step.factor is None or step.effect == "nothing":
+    if step.factor is None:
         return SIGNS[step.effect]
     return f"{SIGNS[step.effect]}×{factor_words(step.factor)}"
 
@@ -281,7 +283,7 @@ def _draw_swept(drawing: Drawing, box: Box, state: State, pinned: State | None) 
     ends = Scale(2.0**low, 2.0**high, log=True)  # whole powers, so that it rarely changes during a sweep
     axes = Axes(drawing, box, Scale(SLOTS[0], SLOTS[-1], log=True), ends)
     name = f"with {f'these {len(state.on)}' if state.on else 'nothing'} on: ms a client waits per token"
-    axes.frame("most requests at once: max_num_seqs", name, x_ticks=axes.x.doublings(), y_ticks=axes.y.doublings(4))
+    axes.frame("most requests at once: max_num_seqs", name, x_ticks=axes.x.doublings(), y_ticks=axes.y.doublings(3))
     for low, high, trouble in breaks(state):
         axes.broken(low, high, BREAKS[trouble])
     if pinned is not None:
@@ -293,7 +295,7 @@ def _draw_swept(drawing: Drawing, box: Box, state: State, pinned: State | None) 
     axes.line(slots, waits, BLUE, tips=tips)
     if state.slots in slots:
         x, y = axes.at(state.slots, wait := waits[slots.index(state.slots)])
-        axes.label((x, y - 24), f"{apart(wait, limit)} ms", BLUE)
+        axes.label((x, y - 8), apart(wait, limit), BLUE)
     axes.here(state.slots, "slots")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from minivllm_lab.drawing import text_width
 from minivllm_lab.palette import GREEN, INK, ORANGE, PURPLE
 from minivllm_simulate.load_sweep import Span
 from widgets.preemption.pool import draw_pool
@@ -27,10 +28,10 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
     drawing = Drawing(width, 0, title, f"A pool of {state.pool} tokens, and what a victim holds over time")
     victim = "by your function" if state.own else serving.rule
     y = draw_head(drawing, title, f"{serving.name} on one {serving.gpu.name}; victim: {victim}", state.error, ())
-    y = draw_pool(drawing, state, y) + 40
-    left, right = two_boxes(width, y, HIGH, large=0.62)
+    y, held = draw_pool(drawing, state, y)
+    left, right = two_boxes(width, y + 40, HIGH, large=0.62)
     _draw_loss(drawing, left, state, pinned)
-    _draw_costs(drawing, right, state)
+    _draw_costs(drawing, right, state, held)
     drawing.height = max(left.bottom + 44, right.y + 88)
     return drawing.render()
 
@@ -46,7 +47,14 @@ def _draw_loss(drawing: Drawing, box: Box, state: State, pinned: State | None) -
     before = [alike.points[pool].lost for pool in alike.run] if alike else []
     axes = Axes(drawing, box, POOL, Scale(0, 0.5 if max([0.0, *lost, *before]) <= 0.5 else 1))
     name, colour = ("time that steps wait for copies", PURPLE) if swaps else ("tokens computed twice", ORANGE)
-    axes.frame("tokens in the pool", name, x_ticks=TICKS, x_format=tokens, y_ticks=(0, axes.y.high), y_format=percent)
+    axes.frame("tokens in the pool", "", x_ticks=TICKS, x_format=tokens, y_ticks=(0, axes.y.high), y_format=percent)
+    point, top = state.points.get(state.pool), box.y - 10
+    drawing.text((box.x, top), name, size=SMALL, colour=QUIET)
+    if point and point.recomputed:
+        each = f"= {point.preemptions:,} victims × {point.recomputed / point.preemptions:,.0f}"
+        each += f" of {point.computed:,}" * (box.right + 60 < drawing.width)
+        with drawing.answer():
+            drawing.text((box.x + text_width(name, SMALL) + 4, top), each, size=SMALL, colour=colour)
     _draw_broken(axes, state)
     if alike and before:
         axes.pinned(alike.run, before, alike.pool)
@@ -69,7 +77,10 @@ def _draw_broken(axes: Axes, state: State) -> None:
         axes.shade(*span, words)
         axes.explain(*span, words.split(":")[0])
         if fine := [pool for pool in state.run if pool >= (span[1] or math.inf) and not state.causes(pool)]:
-            axes.explain(fine[0], None, "in time" if state.points[fine[0]].lost else "none", GREEN)
+            if state.points[fine[0]].lost:
+                axes.explain(fine[0], None, "in time", GREEN)
+            else:
+                axes.label(axes.at(math.sqrt(fine[0] * POOLS[-1]), 0), "none", GREEN)
     for span in state.stopped:
         inside = [pool for pool in state.refusals if (span[0] or 0) <= pool < (span[1] or math.inf)]
         axes.shade(*span, f"does not start: {state.refusals[inside[0]]}")
@@ -113,21 +124,21 @@ def _tip(state: State, pool: int) -> str:
 # ---- the cost of a victim
 
 
-def _draw_costs(drawing: Drawing, box: Box, state: State) -> None:
-    """Draw the time per token of a victim, recomputed and swapped, as bars."""
+def _draw_costs(drawing: Drawing, box: Box, state: State, held: int) -> None:
+    """Draw the time to recompute and to swap the tokens of the request shown, as bars."""
     serving, crossover = state.serving, state.serving.crossover
-    drawing.text((box.x, box.y - 10), "time for a victim's token", size=SMALL, colour=QUIET)
+    drawing.text((box.x, box.y - 10), f"time for {held:,} tokens", size=SMALL, colour=QUIET)
     costs = (
-        ("compute it again", crossover.recompute, ORANGE, serving.policy == "recompute"),
-        (f"swap it, {serving.link.name}", crossover.swap, PURPLE, serving.policy != "recompute"),
+        ("compute them again", held * crossover.recompute, ORANGE, serving.policy == "recompute"),
+        (f"swap them, {serving.link.name}", held * crossover.swap, PURPLE, serving.policy != "recompute"),
     )
-    most = max(crossover.recompute, crossover.swap)
+    most = max(cost for _, cost, _, _ in costs)
     for index, (words, cost, colour, used) in enumerate(costs):
         top = box.y + 14 + 46 * index
         drawing.text((box.x, top), words, size=SMALL, colour=INK if used else QUIET, bold=used)
         bar = Box(box.x, top + 7, max(2.0, cost / most * (box.width - 52)), 12)
-        drawing.rect(bar, colour, opacity=1 if used else 0.5, tip=f"{words}: {micro(cost)}")
-        drawing.text((bar.right + 6, top + 17), micro(cost), size=SMALL, colour=INK if used else QUIET, bold=used)
+        drawing.rect(bar, colour, opacity=1 if used else 0.5, tip=f"{words}: {seconds(cost)}")
+        drawing.text((bar.right + 6, top + 17), seconds(cost), size=SMALL, colour=INK if used else QUIET, bold=used)
 
 
 def micro(value: float) -> str:

@@ -14,7 +14,7 @@ from minivllm_lab.drawing import ink_on, number, text_width
 from minivllm_lab.palette import BLUE, INK, ORANGE, PURPLE, VERMILLION
 from widgets.preemption.runs import AGAIN, BLOCK_SIZE, OUT, RUNS, Point, Span
 from widgets.preemption.state import State
-from widgets.shell.plot import MARGIN, WIDE, Scale, seconds
+from widgets.shell.plot import MARGIN, WIDE, Scale, counted, seconds
 from widgets.shell.strip import FRAMES, draw_times, frame_ends, frames_from, pixels
 from widgets.shell.svg import BOLD, QUIET, SMALL, Box, Drawing, text_box
 from widgets.shell.theme import BROKEN, CARD, MISSED, TINT
@@ -38,15 +38,18 @@ class Held(NamedTuple):
         return self.low + (self.high - self.low) * Scale(self.span.start, self.span.end).share(time)
 
 
-def draw_pool(drawing: Drawing, state: State, y: float) -> float:
-    """Draw the pool, and what one of its requests holds over time; return the y below."""
+def draw_pool(drawing: Drawing, state: State, y: float) -> tuple[float, int]:
+    """Draw the pool, and what one of its requests holds over time; return the y below, and the tokens
+    that the request loses or holds at last, or 1 without a run.
+    """
     gauge = Box(MARGIN + NAMES, y, GAUGE, HIGH)
     left = gauge.right + (36 if drawing.width >= WIDE else 14)
     panel = Box(left, y, drawing.width - MARGIN - left, HIGH)
-    full = Scale(0, 1.02 * max(state.pool, state.saturation))
+    full, held = Scale(0, 1.02 * max(state.pool, state.saturation)), 1
     if point := state.points.get(state.pool):
         lives = _lives(state, point)
         life = _clearest(lives)
+        held = life[0].high
         moment = next((held.span.start for held in life if held.span.kind == OUT), life[0].span.end)
         _draw_holders(drawing, gauge, panel, full, _holders(lives, life[0].span.request, moment))
         _draw_life(drawing, panel, state, life)
@@ -56,7 +59,7 @@ def draw_pool(drawing: Drawing, state: State, y: float) -> float:
         words = "Nothing is served." if state.refused else "Still serving the requests."
         drawing.text((panel.x + panel.width / 2, y + 60), words, size=SMALL, colour=QUIET, anchor="middle")
     _draw_rim(drawing, gauge, state, full)
-    return gauge.bottom + 17
+    return gauge.bottom + 17, held
 
 
 # ---- what requests hold
@@ -110,6 +113,8 @@ def _draw_holders(drawing: Drawing, box: Box, panel: Box, full: Scale, holders: 
             drawing.polygon([(box.right, top), (panel.x, panel.y), (panel.x, panel.bottom), (box.right, bottom)], TINT)
         drawing.rect(layer, BLUE, opacity=1 if shown else 0.4, tip=f"A request that holds {held:,.0f} tokens")
         drawing.line((layer.x, top), (layer.right, top), CARD, width=0.7)
+    words = counted(len(holders), "request")
+    drawing.text((box.right, box.bottom + 17), words, size=SMALL, colour=BLUE, anchor="end")
 
 
 def _draw_rim(drawing: Drawing, box: Box, state: State, full: Scale) -> None:
@@ -129,7 +134,7 @@ def _draw_rim(drawing: Drawing, box: Box, state: State, full: Scale) -> None:
     words = [(rim, state.pool, "pool", INK), (asked, state.saturation, "asked for", loud)]
     free = box.y - 2.0
     for level, size, name, colour in sorted(words):
-        top = max(level, free)
+        top = min(max(level, free), box.bottom - 28)
         drawing.text((box.x - 9, top + 13), f"{size / 1024:,.0f}K", size=15, colour=colour, anchor="end", bold=True)
         drawing.text((box.x - 9, top + 28), name, size=SMALL, colour=colour, anchor="end")
         free = top + 36
@@ -147,18 +152,10 @@ def _draw_life(drawing: Drawing, panel: Box, state: State, life: Sequence[Held])
     across, most = Scale(life[0].span.start, life[-1].span.end), max(held.high for held in life)
     for held in life:
         _draw_period(drawing, box, held, most, across, colours.get(held.span.kind, BLUE))
-    _draw_blocks(drawing, box, BLOCK_SIZE / most * box.height)
     drawing.line((box.x, box.bottom), (box.right, box.bottom), QUIET)
     draw_times(drawing, box, across)
     for held in life:
         _name_period(drawing, box, held, across, swaps)
-
-
-def _draw_blocks(drawing: Drawing, box: Box, high: float) -> None:
-    """Draw lines between blocks, in the colour of the ground, above the words at the foot."""
-    ys = (box.bottom - high * up for up in range(int(26 / high), int(box.height / high)))
-    lines = "".join(f"M{number(box.x)} {number(y)}h{box.width}" for y in ys)
-    drawing.add(f'<path d="{lines}" stroke="{TINT}" stroke-width="{number(min(0.6, high / 4))}"/>')
 
 
 def _draw_period(drawing: Drawing, box: Box, held: Held, most: int, across: Scale, colour: str) -> None:
@@ -186,16 +183,23 @@ def _name_period(drawing: Drawing, box: Box, held: Held, across: Scale, swaps: b
     with drawing.layer(at=frames_from(span.start, across)):
         if span.kind == OUT:
             drawing.polyline([(left, box.y - 4), (left, box.bottom)], VERMILLION, width=2.5)
-            lost = f"preempted: {'copied out' if swaps else 'all lost'}"
             at_end = left - box.x > BOLD * text_width("preempted", SMALL) + 4
-            ends, anchor = ((box.x, left - 3), "end") if at_end else ((left + 4, box.right), "start")
-            _write(drawing, (lost, "preempted"), ends, above, VERMILLION, TINT, anchor)
+            ends, anchor = ((box.x, left - 6), "end") if at_end else ((left + 6, box.right), "start")
+            _write(drawing, ("preempted",), ends, above, VERMILLION, TINT, anchor)
+            ground = BLUE if at_end else PURPLE if swaps else TINT
+            inks = (VERMILLION if ground == TINT else ink_on(ground), ground)
+            lost, ends = "copied out" if swaps else "all lost", ends if at_end else (left + 6, right)
+            _write(drawing, (lost,), ends, above + 26, *inks, anchor)
             waits, colours = seconds(span.end - span.start), (ink_on(PURPLE), PURPLE) if swaps else (QUIET, TINT)
             _write(drawing, (f"waits {waits}", "waits"), (left + 4, right - 4), inside, *colours, "middle")
         elif span.kind == AGAIN:
             words = ("copied back",) if swaps else ("computes all again", "recomputes")
-            start = min(left, box.right - BOLD * text_width(words[-1], SMALL))
-            _write(drawing, words, (start, box.right + 1), above, PURPLE if swaps else ORANGE, TINT)
+            colours = PURPLE if swaps else ORANGE, TINT
+            middle = (left + right) / 2
+            half = min(middle - box.x, box.right - middle)
+            ends = middle - half, middle + half
+            if not _write(drawing, words, ends, above, *colours, "middle"):
+                _write(drawing, words, (left + 12, box.right), above, *colours)
         else:
             holds = f"holds {held.high:,}"
             words = (f"{holds} tokens", holds) if left <= box.x else ("goes on",)
@@ -204,9 +208,9 @@ def _name_period(drawing: Drawing, box: Box, held: Held, across: Scale, swaps: b
 
 def _write(
     drawing: Drawing, words: Sequence[str], ends: Ends, y: float, colour: str, ground: str, anchor: str = "start"
-) -> None:
+) -> str:
     """Write the first of these words that fit between both ends and touch no others, with a rim in
-    the colour of the ground.
+    the colour of the ground; return them.
     """
     left, right = ends
     place = {"start": left, "middle": (left + right) / 2, "end": right}[anchor], y
@@ -214,6 +218,7 @@ def _write(
     free = (box for box in boxes if not any(box.overlaps(other) for other in drawing.words))
     if fitting := next((boxes[box] for box in free if box.width <= right - left), ""):
         drawing.text(place, fitting, size=SMALL, colour=colour, anchor=anchor, bold=True, halo=ground)
+    return fitting
 
 
 def _caption(point: Point, now: float, start: float) -> str:

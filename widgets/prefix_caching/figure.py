@@ -1,6 +1,4 @@
-"""Draw lesson 05's prefix cache: a map of hit rates, a cut through it, and which users' contexts
-are in the pool.
-"""
+"""Draw lesson 05's prefix cache: which users' contexts are in the pool, and a map of hit rates."""
 
 from __future__ import annotations
 
@@ -8,21 +6,19 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
-from itertools import groupby, pairwise
+from itertools import pairwise
 
-from minivllm_lab.drawing import QUIET, RULE, number
+from minivllm_lab.drawing import QUIET, RULE, number, text_width
 from minivllm_lab.optimization_catalog.prefix_reuse import SHARED, Reuse
 from minivllm_lab.palette import BLUE, GREEN, GREY, INK, PURPLE, VERMILLION
 from widgets.prefix_caching.state import POOLS, USERS, State, milliseconds
-from widgets.shell.plot import MARGIN, VALUE, WIDE, Axes, Scale, counted, hidden_note, percent, tokens
+from widgets.shell.plot import MARGIN, WIDE, Axes, Scale, counted, hidden_note, percent, tokens
 from widgets.shell.svg import SMALL, Box, Drawing, Segment, legend
-from widgets.shell.theme import BROKEN, CARD, MISSED, RAMP, RAMP_WORDS
+from widgets.shell.theme import BROKEN, CARD, MISSED, PINNED, RAMP, RAMP_WORDS
 
 GUTTER = 40
-ROW, CUT, NARROW_CUT, STRIP = 17, 84, 120, 84
-"""Heights in pixels of a row of the map, of the cut, of a cut with more lines of words, and of
-the strip.
-"""
+ROW, STRIP = 15, 160
+"""Heights in pixels of a row of the map, and of the strip."""
 NARROW_CELL = 44
 """The width from which a cell's number has its unit."""
 MOST_PIECES = 200
@@ -48,21 +44,10 @@ TICKS = {middle: tokens(pool) for pool, middle in MIDDLES.items()}
 
 
 def figure(state: State, width: float = 640, pinned: State | None = None) -> str:
-    """Draw the map of hit rates, a cut through it for the current users, and the pool from
-    request to request.
-    """
+    """Draw the pool from request to request, and the map of hit rates."""
     here = _of_cell(state, state.users, state.pool, state.here)
     drawing = Drawing(width, 1000, f"Prefix cache: {state.kind.title}", here)
-    y = drawing.heading((MARGIN, 22), "Prefix-cache hit rate", state.kind.title)
-    y = _map_legend(drawing, state, y + 21)
-    plane = Box(MARGIN + GUTTER, y - 8, width - 2 * MARGIN - GUTTER, ROW * len(USERS))
-    cut = Box(plane.x, plane.bottom + 29, plane.width, CUT if width >= WIDE else NARROW_CUT)
-    whole = Box(plane.x, plane.y, plane.width, cut.bottom - plane.y)
-    # Under the cells, so that their tooltips work; the plot can be dragged anywhere.
-    Axes(drawing, whole, ACROSS, Scale(0, 1)).here(MIDDLES[state.pool], "pool")
-    _draw_map(drawing, state, plane)
-    _draw_cut(drawing, state, cut, pinned)
-    drawing.height = _draw_strip(drawing, state, cut.bottom + 61)
+    drawing.height = _draw_map(drawing, state, _draw_strip(drawing, state) + 34, pinned)
     return drawing.render()
 
 
@@ -79,10 +64,17 @@ def _of_cell(state: State, users: int, pool: int, cell: Reuse) -> str:
 
 
 def _map_legend(drawing: Drawing, state: State, y: float) -> float:
+    """Write the map's title, its blues from 0 to 100 %, and its key; return the y below."""
+    drawing.heading((MARGIN, y), "Hit rate")
+    left = drawing.width - MARGIN - 44 - 12 * len(RAMP)
+    for step, colour in enumerate(RAMP):
+        drawing.rect(Box(left + 12 * step, y - 10, 12, 12), colour)
+    drawing.text((left - 5, y), "0 %", size=SMALL, colour=QUIET, anchor="end")
+    drawing.text((drawing.width - MARGIN, y), "100 %", size=SMALL, colour=QUIET, anchor="end")
     keys = [Segment(f"p95 time to first token above {state.target * 1e3:g} ms", 0, BROKEN, hatched=True)]
     what = "histories" if state.kind.grows else "documents"
     keys += [Segment(f"the {what} alone just fit", 0, INK, dash="5 3")] * _has_line(state)
-    return legend(drawing, (MARGIN, y), keys, drawing.width - 2 * MARGIN)
+    return legend(drawing, (MARGIN, y + 19), keys, drawing.width - 2 * MARGIN)
 
 
 def _has_line(state: State) -> bool:
@@ -90,14 +82,19 @@ def _has_line(state: State) -> bool:
     return state.kind.pause > 0 and (state.kind.prefix_of == "user" or state.kind.grows)
 
 
-def _draw_map(drawing: Drawing, state: State, plane: Box) -> None:
+def _draw_map(drawing: Drawing, state: State, top: float, pinned: State | None) -> float:
+    """Draw the map with its title and axes; return the y below."""
+    y = _map_legend(drawing, state, top)
+    plane = Box(MARGIN + GUTTER, y - 9, drawing.width - 2 * MARGIN - GUTTER, ROW * len(USERS))
     axes = Axes(drawing, plane, ACROSS, UP)
+    axes.here(MIDDLES[state.pool], "pool")  # under the cells, so that their tooltips work
     drawing.rect(plane, CARD, stroke=RULE)
+    axes.frame("KV cache, tokens", "", x_ticks=[*TICKS], x_format=TICKS.__getitem__, y_ticks=())
     boxes = {place: _cell_box(axes, *place) for place in state.cells}
     hidden = {place: box for place, box in boxes.items() if _is_hidden(state, *place)}
     seen = {place: box for place, box in boxes.items() if place not in hidden}
     free = min((box.x for (users, _), box in seen.items() if users == USERS[-1]), default=plane.right)
-    hidden_note(drawing, Box(plane.x, plane.y, free - plane.x, ROW))
+    hidden_note(drawing, Box(plane.x, plane.y, free - plane.x, 2 * ROW))
     for draw in (_draw_cell, _draw_rate):
         for place, box in seen.items():
             draw(drawing, state, place, box)
@@ -106,16 +103,24 @@ def _draw_map(drawing: Drawing, state: State, plane: Box) -> None:
                 draw(drawing, state, place, box)
         if draw is _draw_cell and _has_line(state):
             _draw_line(axes, state)
-    with drawing.answer():
+    if pinned:
+        with drawing.layer(group="pinned"):
+            for start, end in _borders(pinned, {place: _cell_box(axes, *place) for place in pinned.cells}):
+                drawing.line(start, end, PINNED, width=2, dash="5 4")
+    with drawing.layer(broken=f"p95 time to first token above {state.target * 1e3:g} ms"), drawing.answer():
         for start, end in _borders(state, boxes):
             drawing.line(start, end, VERMILLION, width=2.5)
     here = boxes[state.users, state.pool]
     corners = [(here.x, here.y), (here.right, here.y), (here.right, here.bottom), (here.x, here.bottom)]
     drawing.polyline([*corners, corners[0], corners[1]], INK, width=2.5)
+    middle = here.x + here.width / 2
+    drawing.line((middle, here.bottom), (middle, plane.bottom), INK, width=2)
+    drawing.circle((middle, plane.bottom), 7, INK)
     for users in USERS:
         place = (plane.x - 7, _cell_box(axes, users, POOLS[0]).bottom - 4)
         drawing.text(place, str(users), size=SMALL, colour=QUIET, anchor="end", bold=users == state.users)
     drawing.text((MARGIN + 4, plane.y + plane.height / 2), "users", size=SMALL, colour=QUIET, anchor="middle", turn=-90)
+    return plane.bottom + 44
 
 
 def _is_hidden(state: State, users: int, pool: int) -> bool:
@@ -149,12 +154,14 @@ def _draw_cell(drawing: Drawing, state: State, place: tuple[int, int], box: Box)
 
 
 def _draw_rate(drawing: Drawing, state: State, place: tuple[int, int], box: Box) -> None:
-    """Write the cell's hit rate if it is in the reader's row, on top of hatching and lines."""
+    """Write the cell's hit rate if it is in the reader's row, on top of hatching."""
     if place[0] == state.users:
         cell = state.cells[place]
         words = _rounded(cell).removesuffix(" %" * (box.width < NARROW_CELL))
         middle, colour = (box.x + box.width / 2, box.y + box.height / 2 + 4), RAMP_WORDS[_step(state, cell)]
-        drawing.text(middle, words, size=SMALL, colour=colour, anchor="middle", halo=_fill(state, cell))
+        drawing.text(
+            middle, words, size=SMALL, colour=colour, anchor="middle", halo=state.missed(cell) and _fill(state, cell)
+        )
 
 
 def _rounded(cell: Reuse) -> str:
@@ -180,86 +187,39 @@ def _borders(state: State, boxes: dict[tuple[int, int], Box]) -> Iterator[tuple[
 
 
 def _draw_line(axes: Axes, state: State) -> None:
-    """Draw the line along which what must stay cached fills the pool, without what a request adds."""
-    load = state.load
-    users = [ROWS[0] * (ROWS[-1] / ROWS[0]) ** (index / 24) for index in range(25)]
+    """Draw the line along which what must stay cached fills the pool, without what a request adds;
+    the reader's row has words in its place.
+    """
+    load, row = state.load, USERS.index(state.users)
     kept = [load.kind.kept(1, load.turns, load.prefix), load.kind.kept(2, load.turns, load.prefix)]
-    sizes = [kept[0] + (many - 1) * (kept[1] - kept[0]) for many in users]
-    axes.line(sizes, users, INK, width=2, dash="5 3")
-
-
-# ---- the cut
-
-
-def _draw_cut(drawing: Drawing, state: State, box: Box, pinned: State | None) -> None:
-    axes = Axes(drawing, box, ACROSS, Scale(0, 1))
-    row = state.row()
-    missed = [pool for pool, cell in row if state.missed(cell)]
-    if missed:
-        column = POOLS.index(missed[-1]) + 1
-        with drawing.answer():
-            axes.broken(None, COLUMNS[column] if column < len(POOLS) else None, _cause(state))
-    x = {"x_ticks": [*TICKS], "x_format": TICKS.__getitem__}
-    axes.frame("KV cache, tokens", "", **x, y_ticks=(0, 0.5, 1), y_format=percent)
-    drawing.text((box.x, box.y - 10), f"hit rate with {state.users} users", size=SMALL, colour=QUIET, halo=True)
-    axes.mark_y(state.endless_rate, "a cache that never evicts", GREY, dash="6 4")
-    if pinned:
-        rates = [cell.hit_rate for _, cell in pinned.row()]
-        axes.pinned([MIDDLES[pool] for pool, _ in pinned.row()], rates, MIDDLES[pinned.pool])
-    right = [(pool, cell) for pool, cell in row if not _is_hidden(state, state.users, pool)]
-    _draw_curve(axes, state, right)
-    with drawing.answer():
-        _draw_curve(axes, state, [(pool, cell) for pool, cell in row if pool not in dict(right[1:])])
-    x, y = axes.at(MIDDLES[state.pool], state.hit_rate)
-    axes.also_here(MIDDLES[state.pool])
-    drawing.circle((x, box.bottom), 7, INK)
-    with drawing.answer():
-        drawing.circle((x, y), 6, BLUE, stroke=INK)
-        axes.label((x, y), percent(state.hit_rate, 1), BLUE, size=VALUE)
-
-
-def _draw_curve(axes: Axes, state: State, row: Sequence[tuple[int, Reuse]]) -> None:
-    """Draw a curve with a gap where the limit is crossed: nothing is computed between two pools."""
-    for _, group in groupby(row, lambda entry: state.missed(entry[1])):
-        pools, cells = zip(*group, strict=True)
-        at, rates = [MIDDLES[pool] for pool in pools], [cell.hit_rate for cell in cells]
-        axes.points(at, rates, BLUE, radius=3.5)
-        axes.line(at, rates, BLUE, tips=[*map(partial(_of_cell, state, state.users), pools, cells)])
-
-
-def _cause(state: State) -> str:
-    """Explain why this row's cells miss the limit."""
-    missed = f"p95 time to first token above {state.target * 1e3:g} ms"
-    if state.endless is not None and state.missed(state.endless):
-        reason = "nothing is shared" if state.findable == 0 else "even a cache that never evicts is too slow"
-        return f"{reason}; {missed}"
-    if state.kind.pause == 0:
-        return f"the pool holds too few users at once, so others wait; {missed}"
-    noun = "document" if state.kind.name == "documents" else "context"
-    whom = "those whose users return late" if state.load.at_random else f"each {noun} before its user returns"
-    return f"LRU evicts {whom}: {missed}"
+    for low, high in ((ROWS[0], ROWS[row]), (ROWS[row + 1], ROWS[-1])):
+        users = [low * (high / low) ** (index / 12) for index in range(13)]
+        axes.line([kept[0] + (many - 1) * (kept[1] - kept[0]) for many in users], users, INK, width=2, dash="5 3")
 
 
 # ---- the strip
 
 
-def _draw_strip(drawing: Drawing, state: State, top: float) -> float:
+def _draw_strip(drawing: Drawing, state: State) -> float:
     """Draw a row for each user, with their context in the pool and each request's hits; return the
-    height.
+    y below.
     """
-    y = drawing.heading((MARGIN, top), "Whose context is in the pool", "rows: users; columns: requests")
-    kinds = ["hit", "recomputed", "new", *["of another text"] * any(state.here.wrong)]
-    keys = [Segment("in the pool (paler: in part)", 0, RAMP[3])]
-    keys += [Segment(kind, 0, INK, draw=partial(_draw_mark, drawing, kind)) for kind in kinds]
-    keys += [Segment("evicted", 0, VERMILLION, dash="1 3")] * (state.lost > 0)
-    y = legend(drawing, (MARGIN, y + 19), keys, drawing.width - 2 * MARGIN)
-    box = Box(MARGIN + GUTTER, y - 10, drawing.width - 2 * MARGIN - GUTTER, STRIP)
+    y = drawing.heading((MARGIN, 22), "Whose context is in the pool", state.kind.title)
+    best = f"; {percent(state.endless_rate, 1)} if nothing were evicted" * (drawing.width >= WIDE)
+    drawing.number((MARGIN, y + 31), percent(state.hit_rate, 1), f"of the prompt tokens hit{best}", BLUE)
+    box = Box(MARGIN + GUTTER, y + 72, drawing.width - 2 * MARGIN - GUTTER, STRIP)
     strip = _Strip(drawing, state, box)
-    drawing.play([strip.caption(index) for index in range(len(state.here.admissions))])
-    hidden_note(drawing, box)
+    keys = [Segment("in the pool (paler: in part)", 0, RAMP[3])]
+    keys += [Segment(kind, 0, INK, draw=partial(_draw_mark, drawing, kind)) for kind in strip.kinds()]
+    y = legend(drawing, (MARGIN, y + 52), keys[:2], drawing.width) - 19
+    after = MARGIN + sum(34 + text_width(key.label, SMALL) for key in keys[:2])
+    place = (after, y) if drawing.width >= WIDE else (MARGIN, y + 19)
     with drawing.answer():
-        strip.draw()
-    return box.bottom + 10
+        y = legend(drawing, place, keys[2:], drawing.width - place[0])
+    strip.box = box = Box(box.x, y + 4, box.width, box.height)
+    drawing.play([strip.caption(index) for index in range(len(state.here.admissions))])
+    strip.draw()
+    return box.bottom
 
 
 class _Strip:
@@ -274,23 +234,43 @@ class _Strip:
         self.rows = [SHARED] * (state.load.shared_blocks > 0) + list(range(state.users))
         self.high, self.wide = box.height / len(self.rows), box.width / len(self.admissions)
         self.last = len(self.admissions) - 1
+        returns = (
+            at for at, each in enumerate(self.admissions) if any(index % state.load.turns for index in each.requests)
+        )
+        self.first_return = next(returns, 0)
         self.held = self._held()
 
+    def kinds(self) -> list[str]:
+        """List what happens to prompts here."""
+        found = {self._kind(index) for admission in self.admissions for index in admission.requests}
+        return [kind for kind in ("new", "hit", "recomputed", "of another text") if kind in found]
+
     def draw(self) -> None:
-        """Draw all rows; each user's row forms a group."""
+        """Draw all rows, up to the first user's return and then the rest, hidden until the reader has
+        guessed; each user's row forms a group.
+        """
         every = math.ceil(13 / self.high)
         self.drawing.rect(self.box, CARD, stroke=RULE)
+        left = self.box.x + self.first_return * self.wide
+        hidden_note(self.drawing, Box(left, self.box.y, self.box.right - left, self.box.height))
         for index, user in enumerate(self.rows):
             with self.drawing.layer(group=f"user {user}"):
                 top = self.box.y + index * self.high
                 # The whole row reacts to the pointer.
                 self.drawing.rect(Box(self.box.x, top, self.box.width, self.high), "transparent")
-                self._bars(user, top)
+                self._bars(user, top, 0, self.first_return)
+                with self.drawing.answer():
+                    self._bars(user, top, self.first_return, self.last + 1)
             if index % every == 0:
                 name = "all" if user == SHARED else str(user + 1)
                 place = (self.box.x - 7, top + self.high / 2 + 4)
                 self.drawing.text(place, name, size=SMALL, colour=QUIET, anchor="end")
-        self._marks()
+        self._marks(0, self.first_return)
+        with self.drawing.answer():
+            self._draw_evictions()
+            self._marks(self.first_return, self.last + 1)
+        drawing, (x, y) = self.drawing, (self.box.right, self.box.bottom + 15)
+        drawing.text((x, y), "requests in order →", size=SMALL, colour=QUIET, anchor="end")
         middle = (MARGIN + 4, self.box.y + self.box.height / 2)
         self.drawing.text(middle, "user", size=SMALL, colour=QUIET, anchor="middle", turn=-90)
 
@@ -343,17 +323,16 @@ class _Strip:
                 shares[user].append(max(0, held[user]) / full[user])
         return shares
 
-    def _bars(self, user: int, top: float) -> None:
+    def _bars(self, user: int, top: float, first: int, end: int) -> None:
         """Draw bars in pieces, each from its first column, and paler where only part of the context
         is left.
         """
         most = max(1, math.ceil(len(self.rows) * len(self.admissions) / MOST_PIECES))
-        first = 0
         shares = self.held[user]
         y = number(top + self.high / 2)
         self.drawing.add(f'<g stroke="{RAMP[3]}" stroke-width="{number(self.high - 2)}" fill="none">')
-        for index in range(1, len(shares) + 1):
-            if index < len(shares) and index - first < most and shares[index] == shares[first]:
+        for index in range(first + 1, end + 1):
+            if index < end and index - first < most and shares[index] == shares[first]:
                 continue
             if shares[first] > 0:
                 x, wide = number(self.box.x + first * self.wide), number((index - first) * self.wide)
@@ -363,30 +342,39 @@ class _Strip:
             first = index
         self.drawing.add("</g>")
 
-    def _marks(self) -> None:
-        self._draw_eviction()
-        for column, admission in enumerate(self.admissions):
-            for index in admission.requests:
+    def _kind(self, index: int) -> str:
+        """Return what happens to a request's prompt."""
+        hits, again, _, wrong = self._parts(index)
+        return "of another text" if wrong else "recomputed" if again else "hit" if hits else "new"
+
+    def _marks(self, first: int, end: int) -> None:
+        for column in range(first, end):
+            for index in self.admissions[column].requests:
                 user = index // self.state.load.turns
-                hits, again, _, wrong = self._parts(index)
-                kind = "of another text" if wrong else "recomputed" if again else "hit" if hits else "new"
                 with self.drawing.layer(group=f"user {user}", at=f"{column} {self.last}", tip=self._of_request(index)):
-                    _draw_mark(self.drawing, kind, self._middle(column, user), max(3, min(4.5, self.high / 2 - 0.5)))
+                    _draw_mark(self.drawing, self._kind(index), self._middle(column, user), min(6, self.high / 2 - 1))
 
     def _middle(self, column: float, user: int) -> tuple[float, float]:
         row = self.rows.index(user)
         return self.box.x + (column + 0.5) * self.wide, self.box.y + (row + 0.5) * self.high
 
-    def _draw_eviction(self) -> None:
-        """Mark the first context that is evicted before its user returns, up to their return."""
+    def _draw_evictions(self) -> None:
+        """Mark each context that is evicted before its user returns, up to their return, and say of the
+        first how long before.
+        """
         evicted: dict[int, int] = {}
+        words = "evicted {} before user {} returns"
         for column, admission in enumerate(self.admissions):
             for user in (index // self.state.load.turns for index in admission.requests if self._parts(index)[1]):
-                if user in evicted:
+                if user in evicted and not self.held[user][column - 1]:
                     (x, y), end = self._middle(evicted[user] - 0.5, user), self._middle(column, user)
                     at = f"{column} {self.last}"
                     self.drawing.polyline([(x, y - 4), (x, y + 4), (x, y), end], VERMILLION, dash="1 3", at=at)
-                    return
+                    if words:
+                        said = words.format(counted(column - evicted[user], "request"), user + 1)
+                        place = (min(x, self.box.right - text_width(said, SMALL)), self.box.y - 6)
+                        self.drawing.text(place, said, size=SMALL, colour=VERMILLION, at=at)
+                        words = ""
             evicted |= {user: column for user, _ in admission.lost}
 
 

@@ -105,10 +105,6 @@ class State:
         """Return whether the cell misses the limit."""
         return self.ttft(cell) > self.target
 
-    def row(self) -> list[tuple[int, Reuse]]:
-        """List (pool, result) for the current number of users, as far as they are known."""
-        return [(pool, self.cells[self.users, pool]) for pool in POOLS if (self.users, pool) in self.cells]
-
 
 def sweep(
     kind: str = "documents",
