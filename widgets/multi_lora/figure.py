@@ -47,7 +47,7 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
     )
     y = draw_strip(drawing, state, _draw_head(drawing, state, "Queue, slots and memory", note) + 14) + 44
     waits = Box(64, y, width - 64 - MARGIN, 116 if width >= WIDE else 150)
-    memory = Box(waits.x, waits.bottom + 8, waits.width, 56)
+    memory = Box(waits.x, waits.bottom + 8, waits.width, 60)
     _draw_waits(Axes(drawing, waits, ACROSS, _scale(state)), state, pinned)
     _draw_memory(Axes(drawing, memory, ACROSS, Scale(0, state.serving.gpu.memory_bytes / 1e9)), state)
     drawing.height = memory.bottom + 44
@@ -57,12 +57,12 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
 def detail(state: State, width: int = 640, pinned: State | None = None) -> str:
     """Draw the time of a step with adapters, in each of `WAYS`."""
     drawing = Drawing(width, 0, "What adapters cost", "The time of a step, in three ways")
-    note = f"one step of {counted(state.batch, 'request')}, {counted(state.applied, 'adapter')} at once; modelled"
+    note = f"a step of {counted(state.batch, 'request')} with {counted(state.applied, 'adapter')}; modelled"
     y = _draw_head(drawing, state, "What adapters cost", note)
     if state.serving.at_once:
         y = _draw_steps(drawing, state, y + 40)
     adapters = state.serving.adapters
-    copies = f"{adapters:,} merged cop{'ies' if adapters > 1 else 'y'} of the model would take"
+    copies = f"{adapters:,} merged cop{'ies' if adapters > 1 else 'y'} would take"
     fits = min(state.serving.copies_that_fit, adapters)
     words = f"{copies} {gigabytes(state.merged_bytes)}; {fits:,} fit."
     drawing.height = drawing.paragraph((MARGIN, y + 20), words, width - 2 * MARGIN) + 18
@@ -114,9 +114,10 @@ def _draw_waits(axes: Axes, state: State, pinned: State | None) -> None:
         low, enough = state.late[0] if state.late else (0, None)
         if low is None and enough and state.slots < enough < state.run[-1]:
             x, y = axes.at(enough, state.ttft)
-            why = "the requests that then run use" if axes.drawing.width >= WIDE else "in use at once:"
-            words = f"just enough: {math.ceil(enough)}\n{why} {state.wanted:.0f} adapters"
-            axes.label((x, y - 27), words, GREEN)
+            used = f"about {state.wanted:.0f}"
+            wide = f"{state.serving.at_once:.0f} run at once: {used} adapters"
+            why = wide if axes.drawing.width >= WIDE else f"{used} in use"
+            axes.label((x, y - 27), f"just enough: {math.ceil(enough)}\n{why}", GREEN)
     axes.here(state.slots, "slots", counted(state.slots, "slot"))
     with axes.drawing.answer():
         axes.tips(state.run, lambda slots: _tip(state, slots))
@@ -179,7 +180,7 @@ def _draw_memory(axes: Axes, state: State) -> None:
         drawing.text((box.x + 7, (top + base) / 2 + 4), "KV cache", size=SMALL)
     drawing.rect(Box(box.x, base, box.width, box.bottom - base), MID)
     if box.bottom - base > 10:
-        drawing.text((box.x + 7, (base + box.bottom) / 2 + 4), "weights", size=SMALL)
+        drawing.text((box.x + 7, (base + box.bottom) / 2 + 3), "weights", size=SMALL)
     for span in state.stopped:
         axes.shade(*span)
     axes.also_here(state.slots)
@@ -204,8 +205,9 @@ def _draw_steps(drawing: Drawing, state: State, y: float) -> float:
     }
     for way, (name, colour) in NAMES.items():
         y += 32
-        drawing.text((MARGIN, y), name, size=SMALL, bold=True, colour=colour)
-        words = seconds(times[way]) + " if they all fit" * (over := way == "merged" and fits < count)
+        over = way == "merged" and fits < count
+        drawing.text((MARGIN, y), name + f": {fits} fit" * over, size=SMALL, bold=True, colour=colour)
+        words = seconds(times[way]) + " if all fit" * over
         drawing.text((drawing.width - MARGIN, y), words, size=SMALL, anchor="end")
         x = MARGIN
         for index, (part, fill) in enumerate(pieces[way]):

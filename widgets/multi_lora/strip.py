@@ -16,7 +16,7 @@ from widgets.multi_lora.state import State
 from widgets.shell.plot import MARGIN, Scale, counted, percent, seconds
 from widgets.shell.strip import frame_ends
 from widgets.shell.svg import QUIET, SMALL, Box, Drawing, Segment, legend, stacked_bar, without_room
-from widgets.shell.theme import BROKEN, IDLE, MID, RESERVED
+from widgets.shell.theme import IDLE, MID, MISSED, RESERVED
 
 NAMES, WIDE, HIGH, GAP = 60, 30, 22, 4
 """Pixels of a row's name, of a box, and between two."""
@@ -65,7 +65,7 @@ def _in_slot(moment: Moment, adapter: int | None) -> Shown:
 def _in_queue(moment: Moment) -> list[Shown]:
     """Return the waiting requests; those that would share an earlier one's slot are pale."""
     queue = moment.held_for
-    return [(str(each), BROKEN if each in queue[:index] else VERMILLION) for index, each in enumerate(queue)]
+    return [(str(each), MISSED if each in queue[:index] else VERMILLION) for index, each in enumerate(queue)]
 
 
 def _draw_boxes(drawing: Drawing, y: float, frames: Sequence[Sequence[Shown]], name: str, rows: int = 1) -> float:
@@ -91,7 +91,8 @@ def _draw_boxes(drawing: Drawing, y: float, frames: Sequence[Sequence[Shown]], n
 
 def _draw_gate(drawing: Drawing, y: float, frames: Sequence[Moment]) -> None:
     """Close the GPU's upper edge while requests wait for a slot."""
-    shown = [(_gate_words(frame), "") if frame.held_for else None for frame in frames]
+    pale = "; the pale ones would share a slot" * (drawing.width >= 600)
+    shown = [(_gate_words(frame) + pale, "") if frame.held_for else None for frame in frames]
     for (words, _), at in _stays(shown):
         with drawing.layer(at=at):
             drawing.line((MARGIN, y), (drawing.width - MARGIN, y), VERMILLION, width=4)
@@ -99,8 +100,8 @@ def _draw_gate(drawing: Drawing, y: float, frames: Sequence[Moment]) -> None:
 
 
 def _gate_words(moment: Moment) -> str:
-    different = counted(len(set(moment.held_for)), "adapter")
-    return f"{moment.start:.0f} s into the run: {len(moment.held_for)} wait for {different} without a slot"
+    different = counted(len(set(moment.held_for)), "other adapter")
+    return f"after {moment.start:.0f} s, {len(moment.held_for)} wait for {different}"
 
 
 def _draw_memory(drawing: Drawing, box: Box, state: State) -> float:

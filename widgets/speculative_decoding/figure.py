@@ -110,7 +110,8 @@ def _draw_speedup(axes: Axes, state: State, pinned: State | None) -> None:
             batches, values = _curve(state, k)
             if values:
                 axes.line(batches, values, colour, width=1.8 if dash else 2.5, dash=dash)
-                axes.name(batches[:9], values[:9], f"k\u2009=\u2009{k}", colour, bold=not dash)
+                flat = slice(5, 12) if dash else slice(9)
+                axes.name(batches[flat], values[flat], f"k\u2009=\u2009{k}", colour, bold=not dash)
         axes.line([state.batch, MOST_BATCH], [state.speedup] * 2, INK, width=1, dash="1 3")
     axes.here(state.batch, "batch", f"{state.batch}")
     with axes.drawing.answer():
