@@ -49,7 +49,7 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
     waits = Box(64, y, width - 64 - MARGIN, 116 if width >= WIDE else 150)
     memory = Box(waits.x, waits.bottom + 8, waits.width, 60)
     _draw_waits(Axes(drawing, waits, ACROSS, _scale(state)), state, pinned)
-    _draw_memory(Axes(drawing, memory, ACROSS, Scale(0, state.serving.gpu.memory_bytes / 1e9)), state)
+    _draw_memory(Axes(drawing, memory, ACROSS, Scale(0, serving.gpu.memory_bytes / 1e9)), state)
     drawing.height = memory.bottom + 44
     return drawing.render()
 
@@ -62,9 +62,9 @@ def detail(state: State, width: int = 640, pinned: State | None = None) -> str:
     if state.serving.at_once:
         y = _draw_steps(drawing, state, y + 40)
     adapters = state.serving.adapters
-    copies = f"{adapters:,} merged cop{'ies' if adapters > 1 else 'y'} would take"
+    copies = f"{adapters:,} merged cop{'ies' if adapters > 1 else 'y'}"
     fits = min(state.serving.copies_that_fit, adapters)
-    words = f"{copies} {gigabytes(state.merged_bytes)}; {fits:,} fit."
+    words = f"{copies} would take {gigabytes(state.merged_bytes)}; {fits:,} fit."
     drawing.height = drawing.paragraph((MARGIN, y + 20), words, width - 2 * MARGIN) + 18
     return drawing.render()
 
@@ -102,7 +102,8 @@ def _draw_waits(axes: Axes, state: State, pinned: State | None) -> None:
         wait = state.in_the_end(state.slots)
         number = seconds(float(f"{wait:.2g}")) if wait < 3600 else "hours"
         colour = VERMILLION if state.cause(state.slots) else GREEN
-        x, y, words = axes.box.x, axes.box.y - 10, f"{percent(CLIENTS)} wait up to"
+        words, y = f"{percent(CLIENTS)} wait up to", axes.box.y - 10
+        x = axes.box.x if axes.drawing.width >= WIDE else MARGIN
         axes.drawing.text((x, y), words, size=SMALL)
         axes.drawing.number((x + text_width(words, SMALL) + 7, y), number, "for a first token", colour)
     axes.mark_y(state.ttft, f"limit: {seconds(state.ttft)}", GREEN)
@@ -177,7 +178,8 @@ def _draw_memory(axes: Axes, state: State) -> None:
         edge = [axes.at(count, weights + count * slot) for count in counts]
         drawing.polygon([*edge, (wall, base), (box.x, base)], ORANGE)
         drawing.text((wall - 5, base - 3), "slots", size=SMALL, anchor="end")
-        drawing.text((box.x + 7, (top + base) / 2 + 4), "KV cache", size=SMALL)
+        if base - top > 16 and wall - box.x > 110:
+            drawing.text((box.x + 7, (top + base) / 2 + 4), "KV cache", size=SMALL)
     drawing.rect(Box(box.x, base, box.width, box.bottom - base), MID)
     if box.bottom - base > 10:
         drawing.text((box.x + 7, (base + box.bottom) / 2 + 3), "weights", size=SMALL)
@@ -201,7 +203,7 @@ def _draw_steps(drawing: Drawing, state: State, y: float) -> float:
         "plain": [(base, MID)],
         "together": [(base, MID), (times["together"] - base, BLUE)],
         "loop": [(base, MID), *[((times["loop"] - base) / count, ORANGE)] * count],
-        "merged": [(times["merged"] / count, MID)] * count,
+        "merged": [(times["merged"] / count, MID if index < fits else "none") for index in range(count)],
     }
     for way, (name, colour) in NAMES.items():
         y += 32
@@ -210,12 +212,11 @@ def _draw_steps(drawing: Drawing, state: State, y: float) -> float:
         words = seconds(times[way]) + " if all fit" * over
         drawing.text((drawing.width - MARGIN, y), words, size=SMALL, anchor="end")
         x = MARGIN
-        for index, (part, fill) in enumerate(pieces[way]):
+        for part, fill in pieces[way]:
             wide = part / max(times.values()) * (drawing.width - 2 * MARGIN)
             box = Box(x, y + 6, wide - min(1, wide / 2), 22)
-            missing = over and index >= fits
-            drawing.rect(box, "none" if missing else fill, stroke=MISSED if missing else "none", tip=seconds(part))
-            if missing:
+            drawing.rect(box, fill, stroke=MISSED if fill == "none" else "none", tip=seconds(part))
+            if fill == "none":
                 drawing.hatch(box, VERMILLION)
             elif fill == MID and wide > 39:
                 drawing.text((x + wide / 2, y + 21), "model", size=SMALL, anchor="middle")

@@ -91,17 +91,17 @@ def _draw_boxes(drawing: Drawing, y: float, frames: Sequence[Sequence[Shown]], n
 
 def _draw_gate(drawing: Drawing, y: float, frames: Sequence[Moment]) -> None:
     """Close the GPU's upper edge while requests wait for a slot."""
-    pale = "; the pale ones would share a slot" * (drawing.width >= 600)
-    shown = [(_gate_words(frame) + pale, "") if frame.held_for else None for frame in frames]
+    shown = [(_gate_words(frame, drawing.width), "") if frame.held_for else None for frame in frames]
     for (words, _), at in _stays(shown):
         with drawing.layer(at=at):
             drawing.line((MARGIN, y), (drawing.width - MARGIN, y), VERMILLION, width=4)
             drawing.text((MARGIN + NAMES, y - 6), words, size=SMALL, colour=VERMILLION)
 
 
-def _gate_words(moment: Moment) -> str:
-    different = counted(len(set(moment.held_for)), "other adapter")
-    return f"after {moment.start:.0f} s, {len(moment.held_for)} wait for {different}"
+def _gate_words(moment: Moment, width: float) -> str:
+    waiting, different = len(moment.held_for), len(set(moment.held_for))
+    pale = "; the pale ones would share a slot" * (different < waiting and width >= 600)
+    return f"after {moment.start:.0f} s, {waiting} wait for {counted(different, 'other adapter')}{pale}"
 
 
 def _draw_memory(drawing: Drawing, box: Box, state: State) -> float:

@@ -21,11 +21,10 @@ TICKS = (1, 8, 64, 512)
 DRAWN = sorted({*BATCHES, 3, 6, 12, 20, 40, 80, 112, 160, 224, 320, 448})
 NAMES, VALUE = 60, 104
 """The pixels of the name of a step beside its bar, and of its time."""
-LIST, TOKEN, HIGH, DOT = 250, 54, 150, 4
-"""The pixels of a position of the step, of a token, of the distributions (their height), and of a random
-number's radius.
+LIST, TOKEN, HIGH, DOT, COLUMNS = 238, 54, 150, 4, 16
+"""The pixels of a position of the step, of a token, of the distributions (their height), of a random number's
+radius, and of the columns' names.
 """
-COLUMNS = 16
 PARTS = (
     ("overhead", "overhead", MID),
     ("sampling", "rejection sampling", GREY),
@@ -197,10 +196,8 @@ def _draw_cost(drawing: Drawing, state: State, y: float) -> float:
         drawing.line((x, y - 3), (end, y - 3), colour=GREEN if x > end else VERMILLION, width=3)
         for low, high in ((y - 25, y),) if x > end else ((y - 25, y - 20), (y - 5, y)):  # off the bar's labels
             drawing.line((x, low), (x, high), colour=GREEN, width=3)
-        words, over = (
-            f"{state.tokens:.2f} tokens: pays up to ×{state.tokens:.2f}",
-            round(state.longer, 2) - round(state.tokens, 2),
-        )
+        words = f"{state.tokens:.2f} tokens: pays up to ×{state.tokens:.2f}"
+        over = round(state.longer, 2) - round(state.tokens, 2)
         late = f"{over:.2f} too long" * (over >= 0.005)
         right = drawing.width - MARGIN - BOLD * text_width(late, SMALL)
         x = max(MARGIN + text_width(words, SMALL), min(x + 4, right - 8 * bool(late)))
@@ -236,9 +233,9 @@ def _draw_step(drawing: Drawing, state: State) -> float:
     count = max(state.k, step.kept + 1)
     high = max(17.0, min(30.0, (HIGH - COLUMNS + 4) / count))
     rows = [Box(MARGIN, y + high * index, LIST if aside else wide, high - 4) for index in range(count)]
-    left = MARGIN + (LIST + 36) * aside
+    left = MARGIN + (LIST + 24) * aside
     panel = Box(left, y - COLUMNS if aside else rows[-1].bottom + 12, drawing.width - MARGIN - left, HIGH)
-    heads = (0, "drafted", "start"), (TOKEN + 8, "kept if dot in green", "start"), (rows[0].width, "comes out", "end")
+    heads = (0, "drafted", "start"), (TOKEN + 8, "kept if dot in green", "start"), (rows[0].width, "output", "end")
     for x, words, anchor in heads:
         drawing.text((MARGIN + x, y - 6), words, size=SMALL, colour=QUIET, anchor=anchor)
     for index, row in enumerate(rows):
@@ -299,7 +296,8 @@ def _draw_distributions(drawing: Drawing, box: Box, state: State, index: int) ->
     names = {"both: kept": (GREEN, both), "q only: rejected": (ORANGE, sum(q) - both)}
     names["p only: instead" if place else "p: bonus token"] = BLUE, 1 - both
     drawing.rect(box, IDLE, radius=6)
-    drawing.text((box.x + 12, box.y + 15), "of all drafts at this position", size=SMALL, colour=QUIET)
+    if place:
+        drawing.text((box.x + 12, box.y + 15), "of all drafts at this position", size=SMALL, colour=QUIET)
     column, base = (box.width - 12) / len(p), box.bottom - 26
     scale = (base - box.y - 58) / max(*p, *q)
     for part, (name, (colour, share)) in enumerate(names.items()):
