@@ -46,7 +46,7 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
         f"{counted(serving.adapters, 'adapter')} (1: the most popular); modelled"
     )
     y = draw_strip(drawing, state, _draw_head(drawing, state, "Queue, slots and memory", note) + 14) + 44
-    waits = Box(64, y, width - 64 - MARGIN, 116 if width >= WIDE else 150)
+    waits = Box(64, y, width - 64 - MARGIN, min(122, 358 - y) if width >= WIDE else 150)
     memory = Box(waits.x, waits.bottom + 8, waits.width, 60)
     _draw_waits(Axes(drawing, waits, ACROSS, _scale(state)), state, pinned)
     _draw_memory(Axes(drawing, memory, ACROSS, Scale(0, serving.gpu.memory_bytes / 1e9)), state)
