@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 
+from minivllm_lab.drawing import text_width
 from minivllm_lab.palette import BLUE, GREEN, ORANGE, PURPLE, VERMILLION
 from minivllm_simulate.load_sweep import Span
 from minivllm_simulate.memory import weight_bytes
@@ -14,14 +15,15 @@ from widgets.multi_lora.state import CLIENTS, SLOTS, WAYS, State
 from widgets.multi_lora.strip import draw_strip
 from widgets.shell.plot import MARGIN, WIDE, Axes, Scale, counted, hidden_note, modelled, percent, seconds
 from widgets.shell.svg import SMALL, Box, Drawing
-from widgets.shell.theme import MID, RESERVED
+from widgets.shell.theme import MID, MISSED, RESERVED
 
 ACROSS = Scale(SLOTS[0], SLOTS[-1], log=True)
 TICKS = (1, 4, 16, 64, 256, 1000)
 NAMES = {
+    "plain": ("no adapter", MID),
     "together": ("all adapters at once", BLUE),
     "loop": ("one after the other", ORANGE),
-    "merged": ("merged, a model for each", PURPLE),
+    "merged": ("a merged model for each", PURPLE),
 }
 """What each of `WAYS` is called, and its colour."""
 
@@ -38,11 +40,16 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
     of slots.
     """
     drawing = Drawing(width, 0, "Many adapters, few slots", f"Waiting times against the slots, now {state.slots}")
-    y = draw_strip(drawing, state, _draw_head(drawing, state, "Queue, slots and memory") + 14) + 48
-    waits = Box(64, y, width - 64 - MARGIN, 122 if width >= WIDE else 150)
-    memory = Box(waits.x, waits.bottom + 8, waits.width, 40)
+    serving = state.serving
+    note = (
+        f"{serving.name} on {serving.gpu.name}; {serving.load:g} requests a second for "
+        f"{counted(serving.adapters, 'adapter')} (1: the most popular); modelled"
+    )
+    y = draw_strip(drawing, state, _draw_head(drawing, state, "Queue, slots and memory", note) + 14) + 44
+    waits = Box(64, y, width - 64 - MARGIN, min(122, 358 - y) if width >= WIDE else 150)
+    memory = Box(waits.x, waits.bottom + 8, waits.width, 60)
     _draw_waits(Axes(drawing, waits, ACROSS, _scale(state)), state, pinned)
-    _draw_memory(Axes(drawing, memory, ACROSS, Scale(0, state.serving.gpu.memory_bytes / 1e9)), state)
+    _draw_memory(Axes(drawing, memory, ACROSS, Scale(0, serving.gpu.memory_bytes / 1e9)), state)
     drawing.height = memory.bottom + 44
     return drawing.render()
 
@@ -50,22 +57,21 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
 def detail(state: State, width: int = 640, pinned: State | None = None) -> str:
     """Draw the time of a step with adapters, in each of `WAYS`."""
     drawing = Drawing(width, 0, "What adapters cost", "The time of a step, in three ways")
-    y = _draw_head(drawing, state, "What adapters cost")
+    note = f"a step of {counted(state.batch, 'request')} with {counted(state.applied, 'adapter')}; modelled"
+    y = _draw_head(drawing, state, "What adapters cost", note)
     if state.serving.at_once:
         y = _draw_steps(drawing, state, y + 40)
-    fits = min(state.serving.copies_that_fit, state.serving.adapters)
-    words = f"A merged copy of the model for each adapter would take {gigabytes(state.merged_bytes)}: {fits:,} fit."
+    adapters = state.serving.adapters
+    copies = f"{adapters:,} merged cop{'ies' if adapters > 1 else 'y'}"
+    fits = min(state.serving.copies_that_fit, adapters)
+    words = f"{copies} would take {gigabytes(state.merged_bytes)}; {fits:,} fit."
     drawing.height = drawing.paragraph((MARGIN, y + 20), words, width - 2 * MARGIN) + 18
     return drawing.render()
 
 
-def _draw_head(drawing: Drawing, state: State, title: str) -> float:
-    """Write the title and what is served, and return the y of the last line."""
+def _draw_head(drawing: Drawing, state: State, title: str, note: str) -> float:
+    """Write the title and a note, and return the y of the last line."""
     serving = state.serving
-    note = (
-        f"{serving.name} on {serving.gpu.name}; {serving.load:g} requests a second for "
-        f"{counted(serving.adapters, 'adapter')} (1: the most popular); modelled"
-    )
     tip = f"{PROMPT} tokens in, {ANSWER} out, rank {serving.rank}, skew {serving.skew:g}; {modelled(state.error)}"
     with drawing.layer(tip=tip):
         y = drawing.heading((MARGIN, 23), title)
@@ -96,8 +102,10 @@ def _draw_waits(axes: Axes, state: State, pinned: State | None) -> None:
         wait = state.in_the_end(state.slots)
         number = seconds(float(f"{wait:.2g}")) if wait < 3600 else "hours"
         colour = VERMILLION if state.cause(state.slots) else GREEN
-        words = f"until {percent(CLIENTS)} have a first token"
-        axes.drawing.number((axes.box.x, axes.box.y - 10), number, words, colour)
+        words, y = f"{percent(CLIENTS)} wait up to", axes.box.y - 10
+        x = axes.box.x if axes.drawing.width >= WIDE else MARGIN
+        axes.drawing.text((x, y), words, size=SMALL)
+        axes.drawing.number((x + text_width(words, SMALL) + 7, y), number, "for a first token", colour)
     axes.mark_y(state.ttft, f"limit: {seconds(state.ttft)}", GREEN)
     hidden_note(axes.drawing, axes.box)
     with axes.drawing.answer():
@@ -107,7 +115,10 @@ def _draw_waits(axes: Axes, state: State, pinned: State | None) -> None:
         low, enough = state.late[0] if state.late else (0, None)
         if low is None and enough and state.slots < enough < state.run[-1]:
             x, y = axes.at(enough, state.ttft)
-            axes.label((x, y - 27), f"just enough: {math.ceil(enough)}", GREEN)
+            used = f"about {state.wanted:.0f}"
+            wide = f"{state.serving.at_once:.0f} run at once: {used} adapters"
+            why = wide if axes.drawing.width >= WIDE else f"{used} in use"
+            axes.label((x, y - 27), f"just enough: {math.ceil(enough)}\n{why}", GREEN)
     axes.here(state.slots, "slots", counted(state.slots, "slot"))
     with axes.drawing.answer():
         axes.tips(state.run, lambda slots: _tip(state, slots))
@@ -167,7 +178,11 @@ def _draw_memory(axes: Axes, state: State) -> None:
         edge = [axes.at(count, weights + count * slot) for count in counts]
         drawing.polygon([*edge, (wall, base), (box.x, base)], ORANGE)
         drawing.text((wall - 5, base - 3), "slots", size=SMALL, anchor="end")
+        if base - top > 16 and wall - box.x > 110:
+            drawing.text((box.x + 7, (top + base) / 2 + 4), "KV cache", size=SMALL)
     drawing.rect(Box(box.x, base, box.width, box.bottom - base), MID)
+    if box.bottom - base > 10:
+        drawing.text((box.x + 7, (base + box.bottom) / 2 + 3), "weights", size=SMALL)
     for span in state.stopped:
         axes.shade(*span)
     axes.also_here(state.slots)
@@ -180,24 +195,30 @@ def _draw_steps(drawing: Drawing, state: State, y: float) -> float:
     """Draw the time of a step as bars, one for each way to apply its adapters: its passes over the model,
     and what the adapters add; return the y below.
     """
-    count = max(1, min(round(state.distinct), state.batch))
+    count, fits = state.applied, state.serving.copies_that_fit
     base, times = state.batch / state.rate("merged", 1), {way: state.batch / state.rate(way, count) for way in WAYS}
-    words = f"times a plain step, for {counted(count, 'adapter')}"
-    drawing.number((MARGIN, y), f"{times['together'] / base:.2f}", words, BLUE)
+    times["plain"] = base
+    drawing.number((MARGIN, y), f"{times['together'] / base:.2f}", "times as long as without adapters", BLUE)
     pieces = {
+        "plain": [(base, MID)],
         "together": [(base, MID), (times["together"] - base, BLUE)],
         "loop": [(base, MID), *[((times["loop"] - base) / count, ORANGE)] * count],
-        "merged": [(times["merged"] / count, MID)] * count,
+        "merged": [(times["merged"] / count, MID if index < fits else "none") for index in range(count)],
     }
     for way, (name, colour) in NAMES.items():
         y += 32
-        drawing.text((MARGIN, y), name, size=SMALL, bold=True, colour=colour)
-        drawing.text((drawing.width - MARGIN, y), seconds(times[way]), size=SMALL, anchor="end")
+        over = way == "merged" and fits < count
+        drawing.text((MARGIN, y), name + f": {fits} fit" * over, size=SMALL, bold=True, colour=colour)
+        words = seconds(times[way]) + " if all fit" * over
+        drawing.text((drawing.width - MARGIN, y), words, size=SMALL, anchor="end")
         x = MARGIN
         for part, fill in pieces[way]:
             wide = part / max(times.values()) * (drawing.width - 2 * MARGIN)
-            drawing.rect(Box(x, y + 6, wide - min(1, wide / 2), 22), fill, tip=seconds(part))
-            if fill == MID and wide > 39:
+            box = Box(x, y + 6, wide - min(1, wide / 2), 22)
+            drawing.rect(box, fill, stroke=MISSED if fill == "none" else "none", tip=seconds(part))
+            if fill == "none":
+                drawing.hatch(box, VERMILLION)
+            elif fill == MID and wide > 39:
                 drawing.text((x + wide / 2, y + 21), "model", size=SMALL, anchor="middle")
             x += wide
         y += 28

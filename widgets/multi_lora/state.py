@@ -113,6 +113,11 @@ class State(SweptState[Point]):
         point = self.points.get(self.slots)
         return point.distinct if point else min(self.slots, self.wanted)
 
+    @property
+    def applied(self) -> int:
+        """Return the number of adapters in a mean step, at least one."""
+        return max(1, min(round(self.distinct), self.batch))
+
     def rate(self, way: str, distinct: int) -> float:
         """Return the modelled tokens per second of a decode step with this many adapters, applied
         in one of `WAYS`.

@@ -15,8 +15,8 @@ from widgets.multi_lora.runs import Moment
 from widgets.multi_lora.state import State
 from widgets.shell.plot import MARGIN, Scale, counted, percent, seconds
 from widgets.shell.strip import frame_ends
-from widgets.shell.svg import QUIET, SMALL, Box, Drawing, Segment, stacked_bar
-from widgets.shell.theme import IDLE, MID, RESERVED
+from widgets.shell.svg import QUIET, SMALL, Box, Drawing, Segment, legend, stacked_bar, without_room
+from widgets.shell.theme import IDLE, MID, MISSED, RESERVED
 
 NAMES, WIDE, HIGH, GAP = 60, 30, 22, 4
 """Pixels of a row's name, of a box, and between two."""
@@ -33,7 +33,7 @@ def draw_strip(drawing: Drawing, state: State, y: float) -> float:
         ends = frame_ends(Scale(start, end))
         frames = [_moment_at(state.here.strip, end) for end in ends]
         drawing.play([_caption(frame, end - start) for frame, end in zip(frames, ends, strict=True)], still=True)
-        queue = [[(str(wanted), VERMILLION) for wanted in frame.held_for] or [("none", "none")] for frame in frames]
+        queue = [_in_queue(frame) or [("none", "none")] for frame in frames]
         _draw_boxes(drawing, y, queue, "queue")
         slots = [[_in_slot(frame, adapter) for adapter in frame.slots] for frame in frames]
         top = y + HIGH + 30
@@ -46,8 +46,8 @@ def draw_strip(drawing: Drawing, state: State, y: float) -> float:
         y = top + HIGH
     drawing.text((MARGIN + 6, y + HIGH - 7), "memory", size=SMALL, colour=QUIET)
     bar = Box(MARGIN + NAMES, y, drawing.width - 2 * MARGIN - NAMES - 6, HIGH)
-    _draw_memory(drawing, bar, state)
-    gpu = Box(MARGIN, top - 9, drawing.width - 2 * MARGIN, bar.bottom - top + 18)
+    bottom = _draw_memory(drawing, bar, state)
+    gpu = Box(MARGIN, top - 9, drawing.width - 2 * MARGIN, bottom - top + 18)
     drawing.rect(gpu, "none", stroke=MID, radius=6)
     return gpu.bottom
 
@@ -60,6 +60,12 @@ def _moment_at(strip: Sequence[Moment], time: float) -> Moment:
 
 def _in_slot(moment: Moment, adapter: int | None) -> Shown:
     return ("", IDLE) if adapter is None else (str(adapter), SKY if adapter in moment.in_use else RESERVED)
+
+
+def _in_queue(moment: Moment) -> list[Shown]:
+    """Return the waiting requests; those that would share an earlier one's slot are pale."""
+    queue = moment.held_for
+    return [(str(each), MISSED if each in queue[:index] else VERMILLION) for index, each in enumerate(queue)]
 
 
 def _draw_boxes(drawing: Drawing, y: float, frames: Sequence[Sequence[Shown]], name: str, rows: int = 1) -> float:
@@ -85,15 +91,21 @@ def _draw_boxes(drawing: Drawing, y: float, frames: Sequence[Sequence[Shown]], n
 
 def _draw_gate(drawing: Drawing, y: float, frames: Sequence[Moment]) -> None:
     """Close the GPU's upper edge while requests wait for a slot."""
-    words = f"wait at the gate: {counted(len(frames[0].slots), 'slot')}, all in use"
-    for _, at in _stays([("", "") if frame.held_for else None for frame in frames]):
+    shown = [(_gate_words(frame, drawing.width), "") if frame.held_for else None for frame in frames]
+    for (words, _), at in _stays(shown):
         with drawing.layer(at=at):
             drawing.line((MARGIN, y), (drawing.width - MARGIN, y), VERMILLION, width=4)
             drawing.text((MARGIN + NAMES, y - 6), words, size=SMALL, colour=VERMILLION)
 
 
-def _draw_memory(drawing: Drawing, box: Box, state: State) -> None:
-    """Draw the GPU's memory; what does not fit sticks out of it."""
+def _gate_words(moment: Moment, width: float) -> str:
+    waiting, different = len(moment.held_for), len(set(moment.held_for))
+    pale = "; the pale ones would share a slot" * (different < waiting and width >= 600)
+    return f"after {moment.start:.0f} s, {waiting} wait for {counted(different, 'other adapter')}{pale}"
+
+
+def _draw_memory(drawing: Drawing, box: Box, state: State) -> float:
+    """Draw the GPU's memory, from which sticks out what does not fit, with its key; return the y below."""
     serving, point = state.serving, state.points.get(state.slots)
     weights, slot = weight_bytes(serving.model), serving.cost.slot_bytes
     slots, cache = state.slots * slot, max(0.0, serving.most_slots - state.slots) * slot
@@ -105,13 +117,15 @@ def _draw_memory(drawing: Drawing, box: Box, state: State) -> None:
         Segment("slots", slots, ORANGE),
         Segment("KV cache in use", used, BLUE),
         Segment(free, cache - used, RESERVED),
-        Segment("", total - weights - slots - cache, IDLE, "activations, and what the engine leaves free"),
+        Segment("activations, spare", total - weights - slots - cache, IDLE),
     ]
     stacked_bar(drawing, box, parts, total)
     if total > serving.gpu.memory_bytes:
         x = box.x + serving.gpu.memory_bytes / total * box.width
         drawing.hatch(replace(box, x=x, width=box.right - x), VERMILLION)
         drawing.rect(Box(x, box.y - 5, 3, box.height + 10), VERMILLION, tip="the end of the GPU's memory")
+    keys = [key for key in without_room(parts, total, box.width) if key.value]
+    return legend(drawing, (box.x, box.bottom + 17), keys, box.width) - 15 if keys else box.bottom
 
 
 def _stays(shown: Sequence[Shown | None]) -> Iterator[tuple[Shown, str]]:

@@ -415,12 +415,20 @@ class Axes:
         return count
 
     def label(self, point: Point, words: str, colour: str = INK, *, bold: bool = True, size: float = SMALL) -> None:
-        """Write words beside a point, in pixels, wherever there is room in the plot."""
+        """Write words beside a point, in pixels, wherever there is room in the plot; only the first line is bold."""
         x, y = point
-        high = 1.25 * size
+        lines = words.split("\n")
+        high = 1.25 * size + ROW * (len(lines) - 1)
         sides = [(x + 10, "start"), (x - 10, "end"), (x, "middle")]
         tops = (y + 6, y - high - 6, y - high / 2, y + 16, y - high - 16)
-        places = [Lines([words], at, top, anchor, size=size) for top in tops for at, anchor in sides]
+        places = [Lines(lines, at, top, anchor, 1, size) for top in tops for at, anchor in sides]
+        inside = [place for place in places if self._holds(place.box)]
+        self.drawing.last(lambda: self._put(inside, colour, bold=bold), LABELS)
+
+    def name(self, xs: Sequence[float], ys: Sequence[float], words: str, colour: str, *, bold: bool = True) -> None:
+        """Write a curve's name on the curve, where it covers the least of the others."""
+        points = [self.at(x, y) for x, y in zip(xs, ys, strict=True)]
+        places = [Lines([words], x, y - 0.6 * SMALL, "middle") for x, y in points]
         inside = [place for place in places if self._holds(place.box)]
         self.drawing.last(lambda: self._put(inside, colour, bold=bold), LABELS)
 

@@ -7,11 +7,11 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from minivllm_lab.drawing import arrow, text_width
+from minivllm_lab.drawing import QUIET, arrow, text_width
 from minivllm_lab.palette import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, SKY, VERMILLION, YELLOW
-from minivllm_lab.speculative_decoding.speculation import Cause
+from minivllm_lab.speculative_decoding.speculation import Cause, StepParts
 from widgets.shell.plot import MARGIN, WIDE, Axes, Scale, counted, figures, hidden_note, percent
-from widgets.shell.svg import SMALL, Box, Drawing, Segment, legend, stacked_bar, without_room
+from widgets.shell.svg import BOLD, SMALL, Box, Drawing, Segment, legend, stacked_bar, without_room
 from widgets.shell.theme import CARD, IDLE, MID
 from widgets.speculative_decoding.state import BATCHES, MOST_BATCH, MOST_K, State, sibling
 from widgets.speculative_decoding.step import VOCABULARY, Place
@@ -21,12 +21,13 @@ TICKS = (1, 8, 64, 512)
 DRAWN = sorted({*BATCHES, 3, 6, 12, 20, 40, 80, 112, 160, 224, 320, 448})
 NAMES, VALUE = 60, 104
 """The pixels of the name of a step beside its bar, and of its time."""
-LIST, TOKEN, HIGH, DOT = 226, 54, 150, 4
-"""The pixels of a position of the step, of a token, of the distributions (their height), and of a random
-number's radius.
+LIST, TOKEN, HIGH, DOT, COLUMNS = 238, 54, 150, 4, 16
+"""The pixels of a position of the step, of a token, of the distributions (their height), of a random number's
+radius, and of the columns' names.
 """
 PARTS = (
     ("overhead", "overhead", MID),
+    ("sampling", "rejection sampling", GREY),
     ("weights", "weights", SKY),
     ("attention", "KV cache", PURPLE),
     ("compute", "extra arithmetic", YELLOW),
@@ -108,7 +109,8 @@ def _draw_speedup(axes: Axes, state: State, pinned: State | None) -> None:
             batches, values = _curve(state, k)
             if values:
                 axes.line(batches, values, colour, width=1.8 if dash else 2.5, dash=dash)
-                axes.label(axes.at(batches[0], values[0]), f"k = {k}", colour, bold=not dash)
+                flat = slice(5, 12) if dash else slice(9)
+                axes.name(batches[flat], values[flat], f"k\u2009=\u2009{k}", colour, bold=not dash)
         axes.line([state.batch, MOST_BATCH], [state.speedup] * 2, INK, width=1, dash="1 3")
     axes.here(state.batch, "batch", f"{state.batch}")
     with axes.drawing.answer():
@@ -143,7 +145,7 @@ def _draw_by_k(axes: Axes, state: State) -> None:
     """Draw the speed-ups at this batch size by number of drafts."""
     drafts = [float(k) for k in range(1, MOST_K + 1)]
     where = f"at {counted(state.batch, 'request')}"
-    axes.frame("drafts a step (k)", where, x_ticks=drafts, y_ticks=axes.y.ticks(5), y_format=lambda _: "")
+    axes.frame("drafts a step (k)", where, x_ticks=drafts, y_ticks=axes.y.ticks(4), y_format=lambda _: "")
     axes.mark_y(1, "", GREEN)
     hidden_note(axes.drawing, axes.box)
     with axes.drawing.answer():
@@ -175,21 +177,18 @@ def _draw_cost(drawing: Drawing, state: State, y: float) -> float:
     longest = max(plain.seconds, step.seconds, worth)
     box = Box(MARGIN + NAMES * aside, y + 8, wide - (NAMES + VALUE) * aside, 16)
     hidden_note(drawing, Box(box.x, box.y, box.width, 74))
-    longer = [Segment(title, max(getattr(plain, name), getattr(step, name)), colour) for name, title, colour in PARTS]
+    bars = [_segments(parts, plain.overhead) for parts in (plain, step)]
+    longer = [max(pair, key=lambda part: part.value) for pair in zip(*bars, strict=True)]
     with drawing.answer():
         keys = without_room([part for part in longer if part.value], longest, box.width)
         y = legend(drawing, (MARGIN, y + 19), keys, wide) - 11 if keys else y + 8
-        for name, parts in (("no drafts", plain), (f"k = {state.k}", step)):
+        times = milliseconds(plain.seconds), f"{milliseconds(step.seconds)}, ×{state.longer:.2f}"
+        for name, segments, words in zip(("no drafts", f"k = {state.k}"), bars, times, strict=True):
             y += 0 if aside else 20
             bar = Box(box.x, y, box.width, box.height)
             line = y + (12 if aside else -7)
-            segments = [
-                Segment(title, value := getattr(parts, part), colour, f"{title}: {milliseconds(value)}")
-                for part, title, colour in PARTS
-            ]
             stacked_bar(drawing, bar, segments, longest)
             drawing.text((MARGIN, line), name, size=SMALL)
-            words = milliseconds(parts.seconds) + ("" if parts is plain else f", ×{state.longer:.2f}")
             drawing.text((drawing.width - MARGIN, line), words, size=SMALL, anchor="end")
             y += 22
         x = box.x + worth / longest * box.width
@@ -198,9 +197,21 @@ def _draw_cost(drawing: Drawing, state: State, y: float) -> float:
         for low, high in ((y - 25, y),) if x > end else ((y - 25, y - 20), (y - 5, y)):  # off the bar's labels
             drawing.line((x, low), (x, high), colour=GREEN, width=3)
         words = f"{state.tokens:.2f} tokens: pays up to ×{state.tokens:.2f}"
-        x = max(MARGIN + text_width(words, SMALL), min(x + 4, drawing.width - MARGIN))
+        over = round(state.longer, 2) - round(state.tokens, 2)
+        late = f"{over:.2f} too long" * (over >= 0.005)
+        right = drawing.width - MARGIN - BOLD * text_width(late, SMALL)
+        x = max(MARGIN + text_width(words, SMALL), min(x + 4, right - 8 * bool(late)))
         drawing.text((x, y + 11), words, size=SMALL, colour=GREEN, anchor="end")
+        drawing.text((min(x + 8, right), y + 11), late, size=SMALL, bold=True, colour=VERMILLION)
     return y + 11
+
+
+def _segments(parts: StepParts, overhead: float) -> list[Segment]:
+    """Return the parts of a step's bar; what its overhead exceeds a plain step's is rejection sampling."""
+    shown = parts._asdict() | {"overhead": overhead, "sampling": parts.overhead - overhead}
+    return [
+        Segment(title, shown[name], colour, f"{title}: {milliseconds(shown[name])}") for name, title, colour in PARTS
+    ]
 
 
 # ---- one step of a request
@@ -218,12 +229,15 @@ def _draw_step(drawing: Drawing, state: State) -> float:
     captions = _captions(state, min(step.kept + 1, state.k))
     last = len(captions) - 1
     drawing.play(captions, still=True)
-    y += 12
+    y += 12 + COLUMNS
     count = max(state.k, step.kept + 1)
-    high = max(17.0, min(30.0, (HIGH + 4) / count))
+    high = max(17.0, min(30.0, (HIGH - COLUMNS + 4) / count))
     rows = [Box(MARGIN, y + high * index, LIST if aside else wide, high - 4) for index in range(count)]
-    left = MARGIN + (LIST + 36) * aside
-    panel = Box(left, y if aside else rows[-1].bottom + 12, drawing.width - MARGIN - left, HIGH)
+    left = MARGIN + (LIST + 24) * aside
+    panel = Box(left, y - COLUMNS if aside else rows[-1].bottom + 12, drawing.width - MARGIN - left, HIGH)
+    heads = (0, "drafted", "start"), (TOKEN + 8, "kept if dot in green", "start"), (rows[0].width, "output", "end")
+    for x, words, anchor in heads:
+        drawing.text((MARGIN + x, y - 6), words, size=SMALL, colour=QUIET, anchor=anchor)
     for index, row in enumerate(rows):
         _draw_row(drawing, row, state, index, last, captions[min(index + 2, last)])
         if index <= step.kept:
@@ -282,13 +296,15 @@ def _draw_distributions(drawing: Drawing, box: Box, state: State, index: int) ->
     names = {"both: kept": (GREEN, both), "q only: rejected": (ORANGE, sum(q) - both)}
     names["p only: instead" if place else "p: bonus token"] = BLUE, 1 - both
     drawing.rect(box, IDLE, radius=6)
+    if place:
+        drawing.text((box.x + 12, box.y + 15), "of all drafts at this position", size=SMALL, colour=QUIET)
     column, base = (box.width - 12) / len(p), box.bottom - 26
-    scale = (base - box.y - 50) / max(*p, *q)
+    scale = (base - box.y - 58) / max(*p, *q)
     for part, (name, (colour, share)) in enumerate(names.items()):
         if share > 0.001:
             x = box.x + 12 + part * (box.width - 12) / 3
-            drawing.text((x, box.y + 23), percent(share), size=18, bold=True, colour=colour)
-            drawing.text((x, box.y + 38), name, size=SMALL, colour=colour)
+            drawing.text((x, box.y + 34), percent(share), size=18, bold=True, colour=colour)
+            drawing.text((x, box.y + 48), name, size=SMALL, colour=colour)
     for token, word in enumerate(VOCABULARY):
         bar = Box(box.x + 6 + column * token + 5, base, column - 10, 0)
         shared = min(p[token], q[token])
@@ -298,7 +314,7 @@ def _draw_distributions(drawing: Drawing, box: Box, state: State, index: int) ->
         name = Box(bar.x, base + 4, bar.width, 18)
         _draw_token(drawing, name, word, BLUE if chosen else ORANGE if drafted else "none", shade=0.25 * chosen)
         tip = f"{word}: p {p[token]:.2f}, q {q[token]:.2f}"
-        drawing.rect(Box(bar.x, box.y + 44, bar.width, box.bottom - box.y - 44), "transparent", tip=tip)
+        drawing.rect(Box(bar.x, box.y + 54, bar.width, box.bottom - box.y - 54), "transparent", tip=tip)
     if place:
         x, y = box.x + 6 + column * (place.draft + 0.5), base - place.uniform * q[place.draft] * scale
         if index == step.kept:
