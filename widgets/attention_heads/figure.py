@@ -79,13 +79,14 @@ def _draw_fits(axes: Axes, state: State, pinned: State | None) -> None:
         axes.points(*_curve(state.mine, _fits), BLUE, radius=3.5)
         fits, x = state.here.fits, axes.at(state.tp, 1)[0]
         after = next((place.fits for place in state.mine.places if place.tp == 2 * state.tp), math.inf)
-        at, anchor = (x + 8, "start") if after < 1.3 * fits else (x - 8, "end")
+        at, anchor = (x + 8, "start") if after < 1.17 * fits else (x - 8, "end")
         if fits >= 1:
             place = at, axes.at(state.tp, fits)[1] - 6
             axes.drawing.text(place, f"{int(fits):,}", size=VALUE, colour=BLUE, anchor=anchor, bold=True)
         if state.here.copies > 1 and fits >= 1:
             whole = fits * state.here.copies
-            axes.label(axes.at(state.tp, whole), f"{int(whole):,}", BLUE, bold=False)
+            place = x - 4, max(axes.at(state.tp, whole)[1] - 5, axes.box.y + SMALL)
+            axes.drawing.text(place, f"{int(whole):,}", size=SMALL, colour=BLUE, anchor="end")
     axes.here(state.tp, "tensor_parallel_size")
     with axes.drawing.answer():
         axes.tips(TPS, lambda tp: _fits_tip(state, state.mine.at(tp)))

@@ -68,7 +68,8 @@ def _draw_shares(axes: Axes, state: State, pinned: State | None) -> None:
     axes.mark_y(SHARE, "", GREEN)
     with axes.drawing.answer():  # both lines together answer the guess
         _draw_line(axes, state.both, ORANGE, "7 4", 2.0)
-        if state.is_tuned and RATES[0] < state.both.goodput < RATES[-1]:
+        after = state.both.edge[1]
+        if state.is_tuned and state.both.goodput and after < math.inf and state.both.share(after) < SHARE:
             x, y = axes.at(state.both.goodput, SHARE)
             axes.drawing.circle((x, y), 4.5, ORANGE)
             words = figures(state.both.goodput)
@@ -195,8 +196,9 @@ def _draw_step(drawing: Drawing, state: State, side: Side, step: Step, place: Po
     late, height = slow > limit, y + 7 + 2 * ROW
     if late:
         _draw_excess(drawing, Box(edge, y + 7, end - edge, ROW - 1), tip)
-    words = seconds(slow) if 0 < slow < math.inf else "no token"
-    drawing.text((max(end, edge) + 6, y + 20), words, size=SMALL, colour=VERMILLION if late else INK, bold=True)
+    words = seconds(slow) if slow < math.inf else "no token"
+    after = edge if end < edge < end + 64 and limit <= longest else end
+    drawing.text((after + 6, y + 20), words * (slow > 0), size=SMALL, colour=VERMILLION if late else INK, bold=True)
     if limit <= longest:
         drawing.line((edge, y + 4), (edge, height + 2), colour=GREEN, width=2)
     words = f"limit {seconds(limit)}" + " →" * (limit > longest)
