@@ -12,16 +12,14 @@ from minivllm.config.units import GIB
 from minivllm_lab.drawing import ink_on, number, text_width
 from minivllm_lab.palette import BLUE, GREEN, GREY, INK, ORANGE, VERMILLION
 from widgets.attention_heads.state import TPS, Kind, Place, State
-from widgets.shell.plot import MARGIN, VALUE, WIDE, Axes, Key, Scale, draw_keys, hidden_note, modelled, percent, tokens
-from widgets.shell.svg import QUIET, SMALL, Box, Drawing, Segment, legend
+from widgets.shell.plot import MARGIN, VALUE, WIDE, Axes, Scale, hidden_note, modelled, percent, tokens
+from widgets.shell.svg import BOLD, QUIET, SMALL, Box, Drawing, Segment, legend
 from widgets.shell.theme import BROKEN, IDLE, MID, MISSED, PINNED
 
 HALF = math.sqrt(2)
 GPUS = Scale(TPS[0] / HALF, TPS[-1] * HALF, log=True)
 """Each number of GPUs has the part of the axis nearest to it."""
-DASHES = {"MHA": "8 4", "MQA": "2 4", "lat": "9 3 2 3", "GQA": "5 3"}
-"""The dashes of a kind shown for comparison, by the start of its name."""
-ABOVE, MEMORY, QUERIES, NUMBERS, PLOT = 27, 94, 14, 15, 142
+ABOVE, MEMORY, QUERIES, NUMBERS, PLOT = 34, 128, 14, 15, 126
 """Pixels of height: what does not fit, a GPU's memory, its query heads, its number, and the plot."""
 MODEL_NAMES, MODEL_BYTES, MODEL_ROW = 112, 44, 15
 """Pixels of a model's name, of its bytes, and of its row."""
@@ -33,8 +31,11 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
     """Draw what each GPU keeps, and below it the requests that fit by number of GPUs."""
     drawing = Drawing(width, 0, "What each GPU keeps", f"{state.model}, {state.mine.name}. {rank_words(state)}")
     y = _draw_gpus(drawing, _draw_head(drawing, state, pinned), state, pinned)
-    y = draw_keys(drawing, drawing.heading((MARGIN, y + 34), "Requests that fit") + 20, _keys(state))
-    plot = Box(46, y + 14, width - 46 - MARGIN, PLOT)
+    y = drawing.heading((MARGIN, y + 34), "Requests that fit")
+    if any(place.copies > 1 for place in state.mine.places):
+        drawing.line((170, y - 4), (190, y - 4), colour=BLUE, dash="2 4", width=1.5)
+        drawing.text((196, y), "without copies", size=SMALL, colour=QUIET)
+    plot = Box(46, y + 16, width - 46 - MARGIN, PLOT if width >= WIDE else 150)
     _draw_fits(Axes(drawing, plot, GPUS, _scale(state)), state, pinned)
     drawing.height = plot.bottom + 44
     return drawing.render()
@@ -52,19 +53,14 @@ def kib(size: float) -> str:
     return f"{size / KIB:,.1f}".removesuffix(".0")
 
 
-def _keys(state: State) -> list[Key]:
-    beside = [(kind.name, MID, DASHES[kind.name[:3]], 1.3) for kind in state.others]
-    split = [("without copies", BLUE, "2 4", 1.5)] * any(place.copies > 1 for place in state.mine.places)
-    return [(state.mine.name, BLUE, "", 2.5), *split, *beside]
-
-
 # ---- requests that fit
 
 
 def _scale(state: State) -> Scale:
     """Return a scale that ends well above all curves, which leaves room for words."""
-    most = max([state.wanted, *(place.fits for kind in (state.mine, *state.others) for place in kind.places)])
-    return Scale(0.5, 10 ** (math.ceil(3 * math.log10(5 * most)) / 3), log=True)
+    fits = [state.wanted, *(place.fits for place in state.mine.places if place.fits >= 1)]
+    low, high = math.floor(3 * math.log10(0.8 * min(fits))), math.ceil(3 * math.log10(5 * max(fits)))
+    return Scale(10 ** (low / 3), 10 ** (high / 3), log=True)
 
 
 def _draw_fits(axes: Axes, state: State, pinned: State | None) -> None:
@@ -80,11 +76,17 @@ def _draw_fits(axes: Axes, state: State, pinned: State | None) -> None:
         split = _curve(state.mine, lambda place: place.fits * place.copies * (place.tp >= alone))
         axes.line(*split, BLUE, width=1.5, dash="2 4")
         axes.line(*_curve(state.mine, _fits, (1 / HALF, HALF)), BLUE)
-        for kind in state.others:
-            axes.line(*_beside(kind, state.mine), MID, width=1.3, dash=DASHES[kind.name[:3]])
         axes.points(*_curve(state.mine, _fits), BLUE, radius=3.5)
-        if state.here.fits >= 1:
-            axes.label(axes.at(state.tp, state.here.fits), f"{int(state.here.fits):,}", BLUE, size=VALUE)
+        fits, x = state.here.fits, axes.at(state.tp, 1)[0]
+        after = next((place.fits for place in state.mine.places if place.tp == 2 * state.tp), math.inf)
+        at, anchor = (x + 8, "start") if after < 1.17 * fits else (x - 8, "end")
+        if fits >= 1:
+            place = at, axes.at(state.tp, fits)[1] - 6
+            axes.drawing.text(place, f"{int(fits):,}", size=VALUE, colour=BLUE, anchor=anchor, bold=True)
+        if state.here.copies > 1 and fits >= 1:
+            whole = fits * state.here.copies
+            place = x - 4, max(axes.at(state.tp, whole)[1] - 5, axes.box.y + SMALL)
+            axes.drawing.text(place, f"{int(whole):,}", size=SMALL, colour=BLUE, anchor="end")
     axes.here(state.tp, "tensor_parallel_size")
     with axes.drawing.answer():
         axes.tips(TPS, lambda tp: _fits_tip(state, state.mine.at(tp)))
@@ -98,12 +100,6 @@ def _curve(kind: Kind, value: Callable[[Place], float], ends: Sequence[float] = 
     """Return the numbers of GPUs, times each of `ends`, and the values, without values below 1."""
     points = [(place.tp * end, value(place)) for place in kind.places if value(place) >= 1 for end in ends]
     return [tp for tp, _ in points], [height for _, height in points]
-
-
-def _beside(kind: Kind, mine: Kind) -> Curve:
-    """Return the curve of another kind, up to where it would cover the reader's."""
-    same = [place.tp for place in kind.places if place.kv_bytes == mine.at(place.tp).kv_bytes > 0]
-    return _curve(kind, lambda place: place.fits * (place.tp <= min(same, default=TPS[-1])))
 
 
 def _fits_tip(state: State, place: Place) -> str:
@@ -199,7 +195,14 @@ def _draw_gpus(drawing: Drawing, y: float, state: State, pinned: State | None) -
                 drawing.line((start, whole.y - 6), (end, whole.y - 6), colour=ORANGE, width=2.5)
         words, colour = _memory_words(state)
         words = "same keys and values: " * (colour == ORANGE and drawing.width >= WIDE) + words
-        drawing.text((whole.x, whole.y - 12), words, size=SMALL, colour=colour, bold=True, halo=True)
+        drawing.text(
+            (whole.x, whole.y - 18),
+            words,
+            size=SMALL,
+            colour=colour,
+            bold=True,
+            halo=BROKEN if colour == VERMILLION else True,
+        )
     if pinned and _filled(pinned) < 1 + ABOVE / MEMORY:
         height = whole.bottom - _filled(pinned) * MEMORY
         drawing.line((whole.x, height), (whole.right, height), colour=PINNED, dash="5 4", width=1.5)
@@ -294,27 +297,30 @@ def _draw_models(drawing: Drawing, box: Box, state: State) -> float:
     return the y below.
     """
     ridge = state.hardware.ridge()
-    drawing.heading((box.x, box.y), "Operations per byte", "log scale" * (drawing.width >= WIDE))
+    drawing.heading((box.x, box.y), "Operations per byte")
     drawing.text((box.right, box.y), "KiB a token", size=SMALL, colour=QUIET, anchor="end")
     bars = Box(box.x + MODEL_NAMES, box.y + 9, box.width - MODEL_NAMES - MODEL_BYTES, MODEL_ROW * (1 + len(state.real)))
     across = Scale(0.7, 4 * max(ridge, *(operations for _, _, operations in state.real)), log=True)
     rows = [(name.removesuffix("-hf"), size, operations, GREY) for name, size, operations in state.real]
     if state.here.kv_bytes:
-        rows.insert(0, ("yours, all GPUs", state.here.kv_bytes * state.tp, state.here.intensity, BLUE))
+        copies = state.here.copies
+        name = f"yours, {copies} copies" if copies > 1 else "yours, all GPUs"
+        rows.insert(0, (name, state.here.kv_bytes * state.tp, state.here.intensity, BLUE))
     x = bars.x + across.share(ridge) * bars.width
     for row, model in enumerate(rows):
-        _draw_model(drawing, box, bars, across, row, model, x)
+        _draw_model(drawing, box, bars, across, row, model)
     drawing.line((x, bars.y), (x, bars.bottom), colour=GREEN, dash="4 3", width=1.5)
     words = f"ridge {ridge:.0f}"
     end = min(x + text_width(words, SMALL) / 2, box.right - text_width("KiB a token", SMALL) - 10)
     drawing.text((end, box.y), words, size=SMALL, colour=GREEN, anchor="end")
-    return bars.bottom
+    words = "log scale; left of the ridge, reading takes longer"
+    return drawing.paragraph((box.x, bars.bottom + 18), words, box.width)
 
 
 def _draw_model(
-    drawing: Drawing, box: Box, bars: Box, across: Scale, row: int, model: tuple[str, int, float, str], ridge: float
+    drawing: Drawing, box: Box, bars: Box, across: Scale, row: int, model: tuple[str, int, float, str]
 ) -> None:
-    """Draw one model's row, and move its number off the line at `ridge`."""
+    """Draw one model's row, with its number inside the bar if there is room."""
     name, size, operations, colour = model
     y = bars.y + row * MODEL_ROW
     mine = colour == BLUE
@@ -323,8 +329,9 @@ def _draw_model(
     drawing.text((box.x, y + 12), name, size=SMALL, bold=mine)
     drawing.rect(Box(bars.x, y + 3, wide, MODEL_ROW - 5), BLUE if mine else MID)
     words = f"{operations:.3g}"
-    at = bars.x + wide + 5
-    at = ridge + 5 if at - 4 < ridge < at + text_width(words, SMALL) + 4 else at
-    drawing.text((at, y + 12), words, size=SMALL, bold=mine, halo=True)
+    inside = text_width(words, SMALL) * BOLD + 8 < wide
+    at, anchor = bars.x + wide + (-4 if inside else 5), "end" if inside else "start"
+    ink = ink_on(BLUE) if inside and mine else INK
+    drawing.text((at, y + 12), words, size=SMALL, colour=ink, anchor=anchor, bold=mine)
     drawing.text((box.right, y + 12), kib(size), size=SMALL, bold=mine, anchor="end")
     drawing.rect(Box(box.x, y, box.width, MODEL_ROW), "transparent", tip=tip)

@@ -1,25 +1,41 @@
-"""Draw lesson 10's picture: waiting times by token budget, and below them each step as a bar."""
+"""Draw lesson 10's picture: each step as a bar, and below them waiting times by token budget."""
 
 from __future__ import annotations
 
 import math
 
-from minivllm_lab.palette import BLUE, GREEN, INK, ORANGE
+from minivllm_lab.drawing import text_width
+from minivllm_lab.palette import BLUE, GREEN, ORANGE, VERMILLION
 from minivllm_simulate.cost_model import StepShape
 from minivllm_simulate.load_sweep import Span
 from widgets.chunked_prefill.runs import ANSWER, CHAT
 from widgets.chunked_prefill.state import ALL_GAPS, BUDGETS, CLIENTS, State
 from widgets.chunked_prefill.strip import draw_steps
-from widgets.shell.plot import MARGIN, WIDE, Axes, Key, Scale, draw_head, figures, percent, seconds, tokens
-from widgets.shell.svg import Box, Drawing
+from widgets.shell.plot import (
+    MARGIN,
+    VALUE,
+    WIDE,
+    Axes,
+    Key,
+    Scale,
+    draw_keys,
+    figures,
+    modelled,
+    percent,
+    seconds,
+    tokens,
+)  # fmt: skip
+from widgets.shell.svg import BOLD, SMALL, Box, Drawing
 
 BUDGET = Scale(BUDGETS[0], BUDGETS[-1], log=True)
 TICKS = (64, 256, 1024, 4096, 16384)
+NARROW = 120
+"""Pixels below which a region has its words above it."""
 POLICIES = {"mixed": "", "whole": "; prompts are not cut", "first": "; prefill first, as in V0"}
 
 
 def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
-    """Draw waiting times by budget, and the steps below."""
+    """Draw the steps, and waiting times by budget below."""
     serving = state.serving
     drawing = Drawing(width, 0, "What a token budget costs", f"Waiting times against the budget, now {state.budget}")
     note = (
@@ -27,10 +43,11 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
         f"{tokens(serving.longest)} tokens, the others {CHAT + ANSWER}{POLICIES[serving.policy]}"
     )
     error = state.error and f"{state.error} against published runs"
-    y = draw_head(drawing, "How long clients wait", note, error, _keys(state))
-    box = Box(60, y + 16, width - 60 - MARGIN, 148 if width >= WIDE else 170)
+    y = draw_steps(drawing, state, f"{note}; {modelled(error)}")
+    y = draw_keys(drawing, drawing.heading((MARGIN, y + 32), "How long clients wait") + 20, _keys(state))
+    box = Box(60, y + 26, width - 60 - MARGIN, 132 if width >= WIDE else 184)
     _draw_waits(Axes(drawing, box, BUDGET, _scale(state)), state, pinned)
-    drawing.height = draw_steps(drawing, state, box.bottom + 62) + 10
+    drawing.height = box.bottom + 42
     return drawing.render()
 
 
@@ -56,12 +73,15 @@ def _scale(state: State) -> Scale:
     budget, so that the scale rarely changes.
     """
     least = min(state.gap, state.serving.cost.seconds(StepShape.of([(1, CHAT)])))
-    return Scale.around(0.8 * least, 3 * max([state.ttft, state.gap, *state.alone.values()]))
+    return Scale.around(0.4 * least, 3 * max([state.ttft, state.gap, *state.alone.values()]))
 
 
 def _draw_waits(axes: Axes, state: State, pinned: State | None) -> None:
     name = "token budget per step (max_num_batched_tokens)"
-    axes.frame(name, "", x_ticks=TICKS, x_format=tokens, y_format=seconds)
+    ticks = [tick for tick in TICKS if not 0.5 < tick / state.budget < 2]
+    axes.frame(name, "", x_ticks=ticks, x_format=tokens, y_format=seconds)
+    here = min(axes.at(state.budget, 1)[0], axes.box.right - 14), axes.box.bottom + 18
+    axes.drawing.text(here, f"{state.budget:,}", size=SMALL, anchor="middle", bold=True)
     _draw_broken(axes, state)
     if pinned and pinned.points:
         axes.pinned(pinned.run, [pinned.first(budget) for budget in pinned.run], pinned.budget)
@@ -73,25 +93,19 @@ def _draw_waits(axes: Axes, state: State, pinned: State | None) -> None:
     with axes.drawing.answer():
         axes.line(budgets, [_other_gap(state, budget) for budget in budgets], BLUE, width=1.8, dash="2 4")
         axes.line(budgets, [state.waited(budget) for budget in budgets], BLUE)
-        _draw_knee(axes, state)
+        if state.budget in state.points:
+            waited = state.waited(state.budget)
+            x, y = axes.at(state.budget, waited)
+            axes.drawing.circle((x, y), 4.5, BLUE)
+            y = axes.box.bottom - 22 if waited > state.gap else y
+            axes.label((x, y), seconds(float(f"{waited:.2g}")), BLUE, size=VALUE)
         end = budgets[-1] if budgets and state.judged == "clients" else 0
-        if end and _other_gap(state, end) < state.gap < state.waited(end):
-            words = "long but rare: " * (axes.drawing.width >= WIDE) + "99 % hides them"
-            axes.label(axes.at(end, _other_gap(state, end)), words, BLUE, bold=False)
+        if end and _other_gap(state, end) < state.gap < state.waited(end) and axes.drawing.width >= WIDE:
+            x, y = axes.at(end, _other_gap(state, end))
+            axes.label((x + 8, y), "99 % hides them", BLUE, bold=False)
     axes.here(state.budget, "budget")
     with axes.drawing.answer():
         _draw_tips(axes, state)
-
-
-def _draw_knee(axes: Axes, state: State) -> None:
-    """Mark the budget nearest to the knee, from which longer steps take longer."""
-    knee = state.serving.knee
-    if state.run and state.run[0] <= knee <= state.run[-1]:
-        nearest = min(state.run, key=lambda budget: abs(math.log(budget / knee)))
-        place = axes.at(nearest, state.waited(nearest))
-        tip = f"Up to about {knee:.0f} tokens, a step takes as long as reading the weights: prompt tokens are free."
-        axes.drawing.circle(place, 4.5, INK, tip=tip)
-        axes.label(place, "knee", bold=False)
 
 
 def _other_gap(state: State, budget: int) -> float:
@@ -104,17 +118,28 @@ def _draw_broken(axes: Axes, state: State) -> None:
     come too late; mark where both limits are met.
     """
     with axes.drawing.answer():
-        for low, high in state.good if state.complete else ():
-            axes.explain(low, high, f"limits met: {low:,.0f} to {high:,.0f}", GREEN)
         for span in state.stalled:
             axes.broken(*span, f"stalls over {seconds(state.gap)}")
     for span in (*state.stopped, *state.late):
-        axes.broken(*span, late_words(state, span))
+        words = late_words(state, span)
+        if span[0] is None and 0 < axes.at(span[1] or math.inf, 1)[0] - axes.box.x < NARROW:
+            axes.shade(*span, words)
+            above = axes.box.x, axes.box.y - 6
+            axes.drawing.text(above, f"{words.split(':')[0]} ↓", size=SMALL, colour=VERMILLION, bold=True)
+        else:
+            axes.broken(*span, words)
         if state.queue_at(span[1]):
             axes.without_end(span[1] or 0, state.ttft)
     with axes.drawing.answer():
         for low, high in state.good if state.complete else ():
-            axes.drawing.line(axes.at(low, axes.y.low), axes.at(high, axes.y.low), colour=GREEN, width=5)
+            start, end = axes.at(low, axes.y.low), axes.at(high, axes.y.low)
+            axes.drawing.line(start, end, colour=GREEN, width=5)
+            words = f"limits met: {low:,.0f} to {high:,.0f}"
+            if low <= state.budget <= high:
+                axes.explain(low, high, words, GREEN)
+                continue
+            words = words if BOLD * text_width(words, SMALL) < end[0] - start[0] else words[12:]
+            axes.label((start[0] - 4, start[1] - 10), words, GREEN)
 
 
 def late_words(state: State, span: Span) -> str:

@@ -218,11 +218,6 @@ class Serving:
         return PlacedModel(self.model, self.gpu, Layout(1, 1, 1)).cost
 
     @cached_property
-    def knee(self) -> float:
-        """Return the number of tokens from which a step is compute-bound."""
-        return PlacedModel(self.model, self.gpu, Layout(1, 1, 1)).cost.step.roofline.knee
-
-    @cached_property
     def lengths(self) -> list[RequestLengths]:
         """List the lengths of all requests; the long ones are evenly spaced."""
         every = round(1 / self.share)

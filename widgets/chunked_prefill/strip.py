@@ -1,4 +1,4 @@
-"""Draw the lower part of lesson 10's picture: each step as a bar, as high as its requests wait."""
+"""Draw the upper part of lesson 10's picture: each step as a bar, as high as its requests wait."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import math
 from collections.abc import Sequence
 from itertools import groupby
 
-from minivllm_lab.palette import BLUE, ORANGE, SKY
+from minivllm_lab.drawing import Point, text_width
+from minivllm_lab.palette import BLUE, INK, ORANGE, SKY
 from minivllm_simulate.cost_model import StepShape
 from widgets.chunked_prefill.runs import CHAT, Step
 from widgets.chunked_prefill.state import ALL_GAPS, State
-from widgets.shell.plot import MARGIN, WIDE, Axes, Scale, counted, hidden_note, percent, seconds
+from widgets.shell.plot import MARGIN, WIDE, Axes, Scale, counted, hidden_note, percent, seconds, tokens
 from widgets.shell.strip import draw_placeholder, draw_title, frame_ends, frames_from
-from widgets.shell.svg import SMALL, Box, Drawing, Segment
+from widgets.shell.svg import BOLD, SMALL, Box, Drawing, Segment
 from widgets.shell.theme import BROKEN, MID
 
 TITLE = "Each step is a bar"
@@ -20,18 +21,19 @@ MOST_STEPS = 120
 COLOURS = (BLUE, ORANGE, SKY, MID)
 
 
-def draw_steps(drawing: Drawing, state: State, y: float) -> float:
-    """Draw how long each step in a time window takes, and why; return the y below."""
+def draw_steps(drawing: Drawing, state: State, note: str) -> float:
+    """Draw how long each step in a time window takes, and why, below a note; return the y below."""
+    wide = drawing.width - 2 * MARGIN
     if state.budget not in state.points:
-        return draw_placeholder(drawing, TITLE, state.refused, y)
+        return drawing.paragraph((MARGIN, draw_placeholder(drawing, TITLE, state.refused, 23) + 18), note, wide)
     strip = state.points[state.budget].strip[:MOST_STEPS]
     parts = [parts_of(step, state) for step in strip]
     keys = [Segment("decodes", 0, BLUE), Segment("long prompts", 0, ORANGE), Segment("chats' prompts", 0, SKY)]
     keys += [Segment("steps before", 0, MID)] * any(before > 0 for *_, before in parts)
-    y = draw_title(drawing, TITLE, keys, y)
-    box = Box(60, y + 32, drawing.width - 60 - MARGIN, 100)
+    y = drawing.paragraph((MARGIN, draw_title(drawing, TITLE, keys, 23) + 18), note, wide)
+    box = Box(60, y + 30, drawing.width - 60 - MARGIN, 110)
     tallest = float(f"{max(map(sum, parts), default=0.0):.2g}")
-    axes = Axes(drawing, box, Scale(0, max(len(strip), 1)), Scale(0, 1.15 * max(1.4 * state.gap, tallest)))
+    axes = Axes(drawing, box, Scale(0, max(len(strip), 1)), Scale(0, 1.25 * max(1.4 * state.gap, tallest)))
     ticks = [0.0] * (state.gap > 0.12 * axes.y.high) + [state.gap] + [tallest] * (tallest > 1.3 * state.gap)
     axes.frame(
         "", "wait for the next token", x_format=lambda value: f"{'step ' * (not value)}{value:g}",
@@ -91,19 +93,40 @@ def _draw_limits(axes: Axes, state: State, strip: Sequence[Step]) -> None:
     x, height = axes.at(0, state.gap)
     axes.drawing.line((x, height), (axes.box.right, height), colour=BLUE, dash="4 3", width=1.5)
     axes.drawing.text((x + 6, height - 6), "limit", size=SMALL, colour=BLUE)  # the window begins with short bars
+    _draw_prompt(axes, state, strip)
     over = [(step.gap, index) for index, step in enumerate(strip) if step.decodes and step.gap > state.gap]
     if over:
         gap, index = max(over)
         whom = "everyone" if axes.drawing.width >= WIDE else "all"
+        words = f"{len(over)} of {counted(len(strip), 'step')} stall{'s' * (len(over) == 1)} {whom}"
         place = axes.at(index + 1, 0.9 * gap)
-        axes.label(place, f"{len(over)} of {counted(len(strip), 'step')} stall{'s' * (len(over) == 1)} {whom}")
+        _write(axes, (place[0] + 8, place[1]), words, bold=True)
         pooled = state.points[state.budget].gap(ALL_GAPS)
         if pooled <= state.gap:
-            words = f"yet {percent(ALL_GAPS)} of gaps ≤ {seconds(pooled)}"
-            axes.label((place[0], place[1] + 16), words, bold=False)
+            _write(axes, (place[0] + 8, place[1] + 16), f"yet {percent(ALL_GAPS)} of gaps ≤ {seconds(pooled)}")
     elif {"queue", "chunks"} & {*state.causes(state.budget)}:
         steps = math.ceil(state.serving.prompt / state.budget)
         axes.label(axes.at(len(strip) / 4, 0.8 * state.gap), f"each long prompt takes {counted(steps, 'step')}")
+
+
+def _draw_prompt(axes: Axes, state: State, strip: Sequence[Step]) -> None:
+    """Brace the first long prompt that is cut into a few chunks, each longer than the limit."""
+    runs = [list(group) for over, group in groupby(enumerate(strip), key=lambda each: each[1].long > 0) if over]
+    for run in runs:
+        if sum(step.long for _, step in run) == state.serving.prompt and max(step.gap for _, step in run) > state.gap:
+            left, right = axes.at(run[0][0], 0)[0], axes.at(run[-1][0] + 0.85, 0)[0]
+            top = axes.at(0, max(step.gap for _, step in run))[1] - 4
+            axes.drawing.polyline([(left, top + 3), (left, top), (right, top), (right, top + 3)], INK, width=1.5)
+            chunks = f", in {counted(len(run), 'chunk')} of {tokens(state.budget)}" * (len(run) > 1)
+            words = f"one {tokens(state.serving.longest)} prompt{chunks}"
+            _write(axes, (left, top - 5), words)
+            return
+
+
+def _write(axes: Axes, place: Point, words: str, *, bold: bool = False) -> None:
+    """Write words above the limit, farther to the left if they would leave the plot."""
+    x = min(place[0], axes.box.right - BOLD * text_width(words, SMALL))
+    axes.drawing.text((x, place[1]), words, size=SMALL, bold=bold, halo=BROKEN)
 
 
 def _caption(strip: Sequence[Step], start: float, now: float) -> str:

@@ -7,21 +7,21 @@ from __future__ import annotations
 import math
 
 from minivllm_lab.disaggregation.goodput import SHARE
-from minivllm_lab.drawing import QUIET, Point, text_width
+from minivllm_lab.drawing import QUIET, Point, ink_on, text_width
 from minivllm_lab.palette import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, SKY, VERMILLION, YELLOW
 from minivllm_simulate.load_sweep import within
 from widgets.disaggregation.state import MOST_OF_A_KIND, RATES, Side, State, Step
 from widgets.shell.plot import MARGIN, VALUE, WIDE, Axes, Scale, counted, figures, hidden_note, percent, seconds, tokens
-from widgets.shell.svg import BOLD, SMALL, Box, Drawing, Segment, stacked_bar
+from widgets.shell.svg import BOLD, SMALL, Box, Drawing
 from widgets.shell.theme import IDLE, MID, MISSED
 
 RATE = Scale(RATES[0], RATES[-1], log=True)
 TICKS = (3, 10, 30, 100, 300)
 STAGES = {"prefill": PURPLE, "link": YELLOW, "decode": SKY}
 NAMES = {"prefill": "prefill", "link": "KV link", "decode": "decode", "both": "prefill and decode"}
-TANK, DEEP, PILE, QUEUE, LINK, DOT, READING = 32, 56, 16, 26, 112, 8, 140
-"""Pixels: a GPU with its gap, its depth, what piles up on it, queue, link, dot, and a step's bars."""
-BLOCKS = 13
+TANK, DEEP, PILE, QUEUE, LINK, DOT, STEP, ROW = 32, 56, 30, 40, 98, 8, 204, 18
+"""Pixels: a GPU with its gap, its depth, what piles up on it, queue, link, dot, a step's time, and its bars."""
+BLOCKS = 11
 
 
 def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
@@ -45,9 +45,9 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
             y = _draw_both(drawing, state, place) + 8
     else:
         drawing.text((MARGIN, y), "Nothing is served." if mine.refused else "Still serving the requests.", size=SMALL)
-    plot = Box(52, y + 30, width - 52 - MARGIN, 130)
+    plot = Box(52, y + 28, width - 52 - MARGIN, 116)
     _draw_shares(Axes(drawing, plot, RATE, Scale(0, 1)), state, pinned)
-    drawing.height = plot.bottom + 46
+    drawing.height = plot.bottom + 42
     return drawing.render()
 
 
@@ -62,12 +62,18 @@ def _draw_shares(axes: Axes, state: State, pinned: State | None) -> None:
         axes.broken(None, None, f"{state.model} does not fit: {mine.refused}")
     elif mine.is_found and mine.edge[1] < math.inf:
         words = f"{mine.name} break {limit_words(mine, 'at')}: {cause_words(mine.cause, state)}"
-        axes.broken(max(mine.goodput, RATES[0]), None, words)
+        axes.broken(max(mine.goodput, RATES[0]), None, words, SHARE)
     if pinned and pinned.mine.points:
         axes.pinned(pinned.mine.rates, [pinned.mine.share(rate) for rate in pinned.mine.rates], pinned.rate)
     axes.mark_y(SHARE, "", GREEN)
     with axes.drawing.answer():  # both lines together answer the guess
         _draw_line(axes, state.both, ORANGE, "7 4", 2.0)
+        after = state.both.edge[1]
+        if state.is_tuned and state.both.goodput and after < math.inf and state.both.share(after) < SHARE:
+            x, y = axes.at(state.both.goodput, SHARE)
+            axes.drawing.circle((x, y), 4.5, ORANGE)
+            words = figures(state.both.goodput)
+            axes.drawing.text((x, axes.box.y - 6), words, size=SMALL, colour=ORANGE, anchor="middle", bold=True)
         rates = sorted({*mine.points, *state.both.points})
         axes.tips(rates, lambda rate: f"{rate:g} requests a second. {_share_words(state, rate)}")
     _draw_line(axes, mine, BLUE, "", 2.5)
@@ -118,10 +124,11 @@ def _draw_pools(drawing: Drawing, state: State, place: Point) -> float:
     _draw_name(drawing, place, f"{mine.prefill} prefill, {decode} decode", mine, mine.is_found, BLUE)
     middle = place[0] + QUEUE + MOST_OF_A_KIND * TANK
     top = place[1] + PILE + 9
-    _draw_queue(drawing, state, (middle - mine.prefill * TANK, top + DEEP))
-    _draw_pool(drawing, state, mine, "prefill", (middle - mine.prefill * TANK, top), mine.prefill)
+    left = middle - mine.prefill * TANK
+    _draw_queue(drawing, state, (left, top + DEEP))
+    _draw_pool(drawing, state, mine, "prefill", (left, top), mine.prefill)
     _draw_link(drawing, state, Box(middle, top, LINK, DEEP))
-    drawing.text((middle + LINK / 2 - 4, top + 4), "100 %", size=SMALL, colour=GREEN, anchor="middle")
+    drawing.text((left - 6, top + 4), "100 %", size=SMALL, colour=GREEN, anchor="end")
     below = _draw_pool(drawing, state, mine, "decode", (middle + LINK, top), decode)
     return _draw_step(drawing, state, mine, state.steps[0], (place[0], below + 16))
 
@@ -145,28 +152,58 @@ def _draw_name(drawing: Drawing, place: Point, words: str, side: Side, known: bo
         drawing.text((after, y + 3), f"{limit_words(side, '')}/s".strip(), size=VALUE, colour=colour, bold=True)
 
 
+def _slow(state: State, side: Side) -> float:
+    """Return the seconds a token that 90 % of the answers stay within; 0 before this rate has been run."""
+    point = side.points.get(state.rate)
+    return within(sorted(client.tpot for client in point.clients), SHARE) if point else 0.0
+
+
+def _longest(state: State) -> float:
+    """Return the seconds at which the bars of both designs' steps end."""
+    slow = [time for side in (state.mine, state.both) if (time := _slow(state, side)) < math.inf]
+    computed = [max(step.weights, (step.decodes + step.chunk) * step.token) for step in state.steps]
+    limit, longest = state.objective.tpot, max(*slow, *computed)
+    return limit if longest < limit < 1.3 * longest else min(longest, 3 * limit)
+
+
 def _draw_step(drawing: Drawing, state: State, side: Side, step: Step, place: Point) -> float:
-    """Draw how long a step reads the weights and, beneath, how long it computes; return the y below."""
-    x, y = place
-    decodes, prefills = step.decodes * step.token, step.chunk * step.token
-    total, longest = decodes + prefills, max(step.weights, decodes + prefills)
+    """Draw how long a step takes, beneath it how long it computes, and the limit; return the y below."""
+    (x, y), limit, longest, slow = place, state.objective.tpot, _longest(state), _slow(state, side)
+    decodes, chunk = step.decodes * step.token, step.chunk * step.token
     words = f" with a full chunk: {step.chunk:,.0f} tokens" if step.chunk else f": {counted(step.decodes, 'answer')}"
     drawing.text((x, y), f"a step{words}", size=SMALL, colour=QUIET)
-    tip = f"Reading the weights takes {seconds(step.weights)}, the arithmetic beneath {seconds(total)} (modelled)."
-    if state.rate in side.points:
-        slow = within(sorted(client.tpot for client in side.points[state.rate].clients), SHARE)
-        tip = f"{tip} {percent(SHARE)} of the answers take at most {seconds(slow)} a token."
-        late, words = slow > state.objective.tpot, f"{seconds(slow)} a token" if slow < math.inf else "no token yet"
-        drawing.text((x + READING + 6, y + 19), words, size=SMALL, colour=VERMILLION if late else INK, bold=late)
-    parts = {SKY: decodes, PURPLE: prefills, IDLE: longest - total}
-    bars = (("memory", {GREY: step.weights, IDLE: longest - step.weights}), ("arithmetic", parts))
-    for row, (name, times) in enumerate(bars):
-        most = max(times.values())
-        segments = [Segment(name * (time == most), time, colour, tip) for colour, time in times.items()]
-        stacked_bar(drawing, Box(x, y + 7 + 17 * row, READING, 16), segments, longest)
-    words = "takes longer" if total > step.weights else "the chunk is free" if step.chunk else "then idles"
-    drawing.text((x + READING + 6, y + 36), words, size=SMALL, colour=QUIET)
-    return y + 40
+    tip = (
+        f"Reading the weights takes {seconds(step.weights)}, the arithmetic beneath {seconds(decodes + chunk)} "
+        f"(modelled). {percent(SHARE)} of the answers take at most {seconds(slow)} a token."
+    )
+    free = ("chunk is free", "free") if decodes + chunk < step.weights else ("chunk is slow", "slow")
+    idle = step.weights - decodes - chunk
+    end, edge = (x + min(time / longest, 1) * STEP for time in (max(slow, step.weights), limit))
+    rows = (
+        ((("reads weights", "reads"), step.weights, GREY), (("rest",), min(slow, limit) - step.weights, MID)),
+        (((), decodes, SKY), (free, chunk, PURPLE), (("computing idles", "idle"), idle, IDLE)),
+    )
+    for row, parts in enumerate(rows):
+        start = 0.0
+        for names, time, colour in parts:
+            left, right = (x + min(end / longest, 1) * STEP for end in (start, start + max(time, 0)))
+            bar = Box(left, y + 7 + row * ROW, right - left, ROW - 1)
+            drawing.rect(bar, colour, tip=tip)
+            name = next((name for name in names if BOLD * text_width(name, SMALL) + 4 <= bar.width), "")
+            at, bold = (bar.x + bar.width / 2, bar.bottom - 4), colour == PURPLE
+            drawing.text(at, name, size=SMALL, colour=ink_on(colour), anchor="middle", bold=bold)
+            start += max(time, 0)
+    late, height = slow > limit, y + 7 + 2 * ROW
+    if late:
+        _draw_excess(drawing, Box(edge, y + 7, end - edge, ROW - 1), tip)
+    words = seconds(slow) if slow < math.inf else "no token"
+    after = edge if end < edge < end + 64 and limit <= longest else end
+    drawing.text((after + 6, y + 20), words * (slow > 0), size=SMALL, colour=VERMILLION if late else INK, bold=True)
+    if limit <= longest:
+        drawing.line((edge, y + 4), (edge, height + 2), colour=GREEN, width=2)
+    words = f"limit {seconds(limit)}" + " →" * (limit > longest)
+    drawing.text((edge, height + 14), words, size=SMALL, colour=GREEN, anchor="end" if limit > longest else "middle")
+    return height + 15
 
 
 def _draw_pool(drawing: Drawing, state: State, side: Side, part: str, place: Point, count: int) -> float:
@@ -207,12 +244,15 @@ def full_words(load: float) -> str:
 
 def _draw_queue(drawing: Drawing, state: State, corner: Point) -> None:
     """Draw a dot for each prompt that waits for a GPU on average, by Little's law."""
-    waiting = state.rate * state.mine.points[state.rate].mean("queue")
-    rows = int(DEEP // DOT)
-    for index in range(min(round(waiting), rows * int((corner[0] - MARGIN) // DOT))):
+    waiting = round(state.rate * state.mine.points[state.rate].mean("queue"))
+    rows = int(DEEP // DOT) - 2
+    for index in range(min(waiting, rows * int((corner[0] - MARGIN) // DOT))):
         column, row = divmod(index, rows)
         centre = (corner[0] - (column + 1) * DOT, corner[1] - (row + 0.5) * DOT)
-        drawing.circle(centre, 3, MID, tip=f"{waiting:.0f} prompts wait for a GPU, on average")
+        drawing.circle(centre, 3, MID, tip=f"{waiting} prompts wait for a GPU, on average")
+    if waiting:
+        above = corner[1] - min(waiting, rows) * DOT - 4
+        drawing.text((corner[0] - 5, above), "queue", size=SMALL, colour=QUIET, anchor="end")
 
 
 def _draw_link(drawing: Drawing, state: State, box: Box) -> None:

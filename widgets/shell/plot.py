@@ -283,19 +283,22 @@ class Axes:
         shown = [place for place in places if place.box.bottom <= self.box.bottom and place.box.x >= self.box.x]
         self.drawing.last(lambda: self._put(shown if text else [], colour, bold=False), MARKS)
 
-    def broken(self, low: float | None, high: float | None, words: str) -> None:
-        """Shade the values from `low` to `high` of the swept axis, where the system breaks; None
-        stands for an end of the axis.
+    def broken(self, low: float | None, high: float | None, words: str, top: float | None = None) -> None:
+        """Shade the values from `low` to `high` of the swept axis, where the system breaks, up to `top`
+        of the other axis; None stands for an end of the axis.
 
         `words` name the cause and the service level that is missed. Nothing is drawn if no value of
         the axis is broken. Call it before drawing the curves.
         """
-        self.shade(low, high, words)
+        self.shade(low, high, words, top)
         self.explain(low, high, words)
 
-    def shade(self, low: float | None, high: float | None, words: str = "") -> None:
+    def shade(self, low: float | None, high: float | None, words: str = "", top: float | None = None) -> None:
         """Shade a broken region without writing the words, which are only attached to it."""
         area = self._region(low, high)
+        if top is not None:
+            height = self.at(self.x.low, top)[1]
+            area = Box(area.x, height, area.width, area.bottom - height)
         if area.width <= 0:
             return
         with self.drawing.layer(broken=words):
