@@ -86,7 +86,7 @@ def _draw_fits(axes: Axes, state: State, pinned: State | None) -> None:
             at, anchor = (x + 8, "start") if right else (x - 8, "end")
             place = at, axes.at(state.tp, fits)[1] - 6
             axes.drawing.text(place, words, size=VALUE, colour=BLUE, anchor=anchor, bold=True)
-        if state.here.copies > 1 and fits >= 1:
+        if state.here.copies > 1 and fits >= 1 and right:
             whole = fits * state.here.copies
             place = x - 4, max(axes.at(state.tp, whole)[1] - 5, axes.box.y + SMALL)
             axes.drawing.text(place, f"{int(whole):,}", size=SMALL, colour=BLUE, anchor="end")
