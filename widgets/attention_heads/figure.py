@@ -79,11 +79,14 @@ def _draw_fits(axes: Axes, state: State, pinned: State | None) -> None:
         axes.points(*_curve(state.mine, _fits), BLUE, radius=3.5)
         fits, x = state.here.fits, axes.at(state.tp, 1)[0]
         after = next((place.fits for place in state.mine.places if place.tp == 2 * state.tp), math.inf)
-        at, anchor = (x + 8, "start") if after < 1.17 * fits else (x - 8, "end")
+        words = f"{int(fits):,}"
+        wide = BOLD * text_width(words, VALUE) + 8
+        right = x - wide < axes.box.x or (after < 1.17 * fits and x + wide < axes.box.right)
         if fits >= 1:
+            at, anchor = (x + 8, "start") if right else (x - 8, "end")
             place = at, axes.at(state.tp, fits)[1] - 6
-            axes.drawing.text(place, f"{int(fits):,}", size=VALUE, colour=BLUE, anchor=anchor, bold=True)
-        if state.here.copies > 1 and fits >= 1:
+            axes.drawing.text(place, words, size=VALUE, colour=BLUE, anchor=anchor, bold=True)
+        if state.here.copies > 1 and fits >= 1 and right:
             whole = fits * state.here.copies
             place = x - 4, max(axes.at(state.tp, whole)[1] - 5, axes.box.y + SMALL)
             axes.drawing.text(place, f"{int(whole):,}", size=SMALL, colour=BLUE, anchor="end")

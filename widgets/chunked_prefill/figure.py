@@ -11,20 +11,7 @@ from minivllm_simulate.load_sweep import Span
 from widgets.chunked_prefill.runs import ANSWER, CHAT
 from widgets.chunked_prefill.state import ALL_GAPS, BUDGETS, CLIENTS, State
 from widgets.chunked_prefill.strip import draw_steps
-from widgets.shell.plot import (
-    MARGIN,
-    VALUE,
-    WIDE,
-    Axes,
-    Key,
-    Scale,
-    draw_keys,
-    figures,
-    modelled,
-    percent,
-    seconds,
-    tokens,
-)  # fmt: skip
+from widgets.shell.plot import MARGIN, VALUE, WIDE, Axes, Key, Scale, draw_keys, figures, percent, seconds, tokens
 from widgets.shell.svg import BOLD, SMALL, Box, Drawing
 
 BUDGET = Scale(BUDGETS[0], BUDGETS[-1], log=True)
@@ -42,8 +29,8 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
         f"{serving.name} on one {serving.gpu.name}, {serving.load:g} requests a second: {percent(serving.share)} have "
         f"{tokens(serving.longest)} tokens, the others {CHAT + ANSWER}{POLICIES[serving.policy]}"
     )
-    error = state.error and f"{state.error} against published runs"
-    y = draw_steps(drawing, state, f"{note}; {modelled(error)}")
+    error = f", {state.error} against published runs" if state.error else ""
+    y = draw_steps(drawing, state, f"{note}; modelled{error}")
     y = draw_keys(drawing, drawing.heading((MARGIN, y + 32), "How long clients wait") + 20, _keys(state))
     box = Box(60, y + 26, width - 60 - MARGIN, 132 if width >= WIDE else 184)
     _draw_waits(Axes(drawing, box, BUDGET, _scale(state)), state, pinned)

@@ -12,7 +12,7 @@ from minivllm_simulate.cost_model import StepShape
 from widgets.chunked_prefill.runs import CHAT, Step
 from widgets.chunked_prefill.state import ALL_GAPS, State
 from widgets.shell.plot import MARGIN, WIDE, Axes, Scale, counted, hidden_note, percent, seconds, tokens
-from widgets.shell.strip import draw_placeholder, draw_title, frame_ends, frames_from
+from widgets.shell.strip import draw_title, frame_ends, frames_from
 from widgets.shell.svg import BOLD, SMALL, Box, Drawing, Segment
 from widgets.shell.theme import BROKEN, MID
 
@@ -25,7 +25,8 @@ def draw_steps(drawing: Drawing, state: State, note: str) -> float:
     """Draw how long each step in a time window takes, and why, below a note; return the y below."""
     wide = drawing.width - 2 * MARGIN
     if state.budget not in state.points:
-        return drawing.paragraph((MARGIN, draw_placeholder(drawing, TITLE, state.refused, 23) + 18), note, wide)
+        words = "Nothing is served." if state.refused else "Still serving the requests."
+        return drawing.paragraph((MARGIN, drawing.heading((MARGIN, 23), TITLE) + 18), f"{note}. {words}", wide)
     strip = state.points[state.budget].strip[:MOST_STEPS]
     parts = [parts_of(step, state) for step in strip]
     keys = [Segment("decodes", 0, BLUE), Segment("long prompts", 0, ORANGE), Segment("chats' prompts", 0, SKY)]

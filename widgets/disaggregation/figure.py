@@ -162,8 +162,7 @@ def _longest(state: State) -> float:
     """Return the seconds at which the bars of both designs' steps end."""
     slow = [time for side in (state.mine, state.both) if (time := _slow(state, side)) < math.inf]
     computed = [max(step.weights, (step.decodes + step.chunk) * step.token) for step in state.steps]
-    limit, longest = state.objective.tpot, max(*slow, *computed)
-    return limit if longest < limit < 1.3 * longest else min(longest, 3 * limit)
+    return min(max(*slow, *computed, state.objective.tpot), 3 * state.objective.tpot)
 
 
 def _draw_step(drawing: Drawing, state: State, side: Side, step: Step, place: Point) -> float:
@@ -197,12 +196,10 @@ def _draw_step(drawing: Drawing, state: State, side: Side, step: Step, place: Po
     if late:
         _draw_excess(drawing, Box(edge, y + 7, end - edge, ROW - 1), tip)
     words = seconds(slow) if slow < math.inf else "no token"
-    after = edge if end < edge < end + 64 and limit <= longest else end
-    drawing.text((after + 6, y + 20), words * (slow > 0), size=SMALL, colour=VERMILLION if late else INK, bold=True)
-    if limit <= longest:
-        drawing.line((edge, y + 4), (edge, height + 2), colour=GREEN, width=2)
-    words = f"limit {seconds(limit)}" + " →" * (limit > longest)
-    drawing.text((edge, height + 14), words, size=SMALL, colour=GREEN, anchor="end" if limit > longest else "middle")
+    after = min((edge if end < edge < end + 64 else end) + 6, drawing.width - BOLD * text_width(words, SMALL) - 4)
+    drawing.text((after, y + 20), words * (slow > 0), size=SMALL, colour=VERMILLION if late else INK, bold=True)
+    drawing.line((edge, y + 4), (edge, height + 2), colour=GREEN, width=2)
+    drawing.text((edge, height + 14), f"limit {seconds(limit)}", size=SMALL, colour=GREEN, anchor="middle")
     return height + 15
 
 

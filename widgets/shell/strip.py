@@ -25,15 +25,6 @@ def draw_title(drawing: Drawing, title: str, keys: Sequence[Segment], y: float) 
     return legend(drawing, place, keys, drawing.width - 2 * MARGIN) - 19
 
 
-def draw_placeholder(drawing: Drawing, title: str, refused: bool, y: float) -> float:
-    """Write the title and a note that there is nothing to play, and return the y of the last
-    baseline.
-    """
-    drawing.text((MARGIN, y), title, size=HEADING, bold=True)
-    words = "Nothing is served." if refused else "Still serving the requests."
-    return drawing.paragraph((MARGIN, y + 20), words, drawing.width - 2 * MARGIN)
-
-
 def pixels(box: Box, across: Scale, start: float, end: float) -> tuple[float, float]:
     """Return the left and right x of a time span, clipped to the box."""
     left, right = (box.x + min(max(across.share(time), 0.0), 1.0) * box.width for time in (start, end))
