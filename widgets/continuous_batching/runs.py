@@ -185,7 +185,7 @@ class Experiment:
         return min(sizes, key=lambda start: (-sizes[start], start))
 
     def stretch(self, policy: str, load: float, start: float) -> Stretch:
-        """Return the seconds of a run that are drawn, from `start` on."""
+        """Return the seconds of a run that are drawn, after `start`."""
         steps = [step for step in self._first_steps(policy, load) if step.start < start + self.window]
         stays = tuple(stay for stay in self._stays(steps, load) if stay.end > start)
         moments = tuple(
