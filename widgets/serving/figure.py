@@ -37,7 +37,7 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
     """
     served = f"{state.model} on {state.layout.gpus} {state.gpu}"
     drawing = Drawing(width, 0, served, "The parts of one token's time against the rate, layout by layout")
-    note = f"{served}, modelled{'; your collector' * state.own}. TP: GPUs per engine, DP: engines"
+    note = f"{served}, modelled{'; your collector' * state.own}; first tokens within {seconds(state.served.ttft)}"
     with drawing.layer(tip=f"The model's {state.error} against published runs." if state.error else ""):
         y = drawing.heading((MARGIN, 23), "Where a token's time goes", note)
     if state.work.note:

@@ -2,18 +2,13 @@
 catches mistakes.
 """
 
-import itertools
-import statistics
-
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from kernels.harness import assert_compiles
 from lessons.harness import exercise_test, figures_of_quick_run, script_path
 from refusals import assert_refused
 from simulate.linear_cost import LinearCost
 
-from minivllm.config import CacheConfig, SchedulerConfig
+from minivllm.config import CacheConfig
 from minivllm_lab.continuous_batching import report
 from minivllm_lab.continuous_batching.budget import long_before_chat
 from minivllm_lab.exercise import checks_of, load, plug_of
@@ -22,11 +17,9 @@ from minivllm_lab.plugged import serve
 from minivllm_simulate.cost_model import RooflineCost, StepShape
 from minivllm_simulate.hardware import get_hardware
 from minivllm_simulate.known_models import known_model
-from minivllm_simulate.virtual_clock import SimulatedRequest, simulate
 
 lesson = load(script_path("04"))
 checks = {check.__name__: check for check in checks_of("04")}
-LENGTHS = st.tuples(st.integers(1, 60), st.integers(1, 8))
 BLOCKS = CacheConfig(num_gpu_blocks=4096, enable_prefix_caching=False)
 
 
@@ -37,26 +30,6 @@ def test_the_formula_for_uniform_lengths():
     uniform = list(range(1, 513))
     for batch in (2, 4, 8, 16, 64):
         assert lesson.static_utilization(uniform, batch) == pytest.approx((batch + 1) / (2 * batch), abs=0.003)
-
-
-@given(st.lists(st.integers(1, 30), min_size=1, max_size=6), st.integers(1, 3))
-@settings(max_examples=30, deadline=None)
-def test_the_formula_is_the_mean_over_all_batches(lengths, batch):
-    """E[max] is taken over every ordered batch that can be drawn from the sample, with repetition."""
-    expected = statistics.mean(lengths) / statistics.mean(map(max, itertools.product(lengths, repeat=batch)))
-    assert lesson.static_utilization(lengths, batch) == pytest.approx(expected)
-
-
-@given(st.lists(LENGTHS, min_size=1, max_size=12), st.integers(1, 40), st.integers(1, 5))
-@settings(max_examples=40, deadline=None)
-def test_a_static_batch_is_the_engines_static_batch(lengths, budget, places):
-    """The exercise's checks compare its continuous steps with the engine's."""
-    config = SchedulerConfig(
-        max_model_len=4096, max_num_batched_tokens=budget, max_num_seqs=places, static_batching=True
-    )
-    run = simulate([SimulatedRequest(*length) for length in lengths], config, BLOCKS, LinearCost(per_step=1.0))
-    requests = [lesson.Request(str(i), *length) for i, length in enumerate(lengths)]
-    assert [step.scheduled for step in run.steps] == list(lesson.Scheduler(requests, budget, places, True).steps())
 
 
 def test_counts_agree_with_the_formula():
