@@ -115,10 +115,8 @@ def _draw_queue(drawing: Drawing, box: Box, curve: Curve, state: State, across: 
     drawing.polygon([*corners, (corners[-1][0], box.bottom)], MID)
     drawing.line((box.x, box.bottom), (box.right, box.bottom))
     words = f"up to {peak} wait" if peak else "none wait"
-    with drawing.on_top():
-        place = (MARGIN, box.bottom) if drawing.width >= WIDE else (box.x + 4, box.bottom - 3)
-        drawing.text(place, words, size=SMALL)
-    return box.bottom + (25 if drawing.width >= WIDE else 32)
+    drawing.text((MARGIN, box.bottom + 14 * (drawing.width < WIDE)), words, size=SMALL)
+    return box.bottom + (25 if drawing.width >= WIDE else 40)
 
 
 def _stay_tip(stay: Stay) -> str:
@@ -172,6 +170,8 @@ def _draw_walls(axes: Axes, curves: Sequence[Curve]) -> None:
             axes.shade(load, None, words)
         else:
             axes.tint(load, walls[-1][0], "", COLOURS[policy])
+        if BOLD * text_width(words, SMALL) > end - axes.box.x:
+            words = words.removeprefix(f"{policy} ")
         x = min(axes.at(load, 1)[0], end - BOLD * text_width(words, SMALL))
         axes.drawing.text((x, axes.box.y - 6), words, size=SMALL, bold=True, colour=COLOURS.get(policy, VERMILLION))
         end = x - 10

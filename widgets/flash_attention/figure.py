@@ -20,8 +20,8 @@ from widgets.shell.theme import CARD
 if TYPE_CHECKING:
     from widgets.flash_attention.state import State
 
-EDGE, FULL = 14, 0.78
-"""Pixels around the picture, and the part of a cup that is full at its limit."""
+EDGE, FULL, HEIGHT = 14, 0.78, 470
+"""Pixels around the picture, the part of a cup that is full at its limit, and the height of a wide picture."""
 TIPS = {"others": "Addresses, masks, and weights for the tensor cores: a quarter of the registers, modelled"}
 PART_NAMES = {"m, l": "max, sum", "others": "other"}
 PART_COLOURS = {"Q": BLUE, "K, V": SKY, "scores": ORANGE, "O": GREEN, "m, l": PURPLE, "others": PALE}
@@ -47,7 +47,8 @@ def figure(state: State, width: float = 640, pinned: State | None = None) -> str
     left = EDGE + ways + 24
     chip = Box(left, 0, width - EDGE - left, bottom) if beside else Box(EDGE, bottom + 20, full, 186)
     _draw_chip(drawing, chip, state)
-    box = Box(EDGE + 64, max(bottom, chip.bottom) + 36, full - 68, 84 if beside else 130)
+    top = max(bottom, chip.bottom) + 36
+    box = Box(EDGE + 64, top, full - 68, HEIGHT - 42 - top if beside else 130)
     _draw_sweep(drawing, box, state, pinned)
     drawing.height = box.bottom + 42
     return drawing.render()
@@ -68,10 +69,10 @@ def _draw_sweep(drawing: Drawing, box: Box, state: State, pinned: State | None) 
     moved = [traffic.moved for traffic in state.by_queries]
     before = [traffic.moved for traffic in pinned.by_queries] if pinned else []
     curves = [*moved, *before, state.naive.moved]
-    y = Scale(min(curves) * 0.4, max(curves) * 2, log=True)  # room for words above and below
+    y = Scale(min(curves) * 0.7, max(curves) * 1.7, log=True)  # room for words above and below
     axes = Axes(drawing, box, Scale(state.queries[0] / 1.4, state.queries[-1] * 1.4, log=True), y)
     level = axes.at(1, state.naive.moved)[1]
-    seen = [tick for tick in y.doublings(5) if abs(axes.at(1, tick)[1] - level) >= 14]
+    seen = [tick for tick in y.doublings(99)[::-2] if abs(axes.at(1, tick)[1] - level) >= 12]
     count, ticks = "{:,.0f}".format, axes.x.doublings()[::2]
     axes.frame("queries per tile", "", y_format=size, y_ticks=seen, x_ticks=ticks, x_format=count)
     drawing.text((box.x - 7, level + 4), size(state.naive.moved), size=SMALL, colour=VERMILLION, anchor="end")

@@ -11,7 +11,7 @@ from minivllm_lab.drawing import QUIET
 from minivllm_lab.flash_attention.attention_traffic import flash_programs
 from minivllm_lab.palette import BLUE, GREEN, INK, ORANGE, SKY, VERMILLION
 from widgets.flash_attention.walk import size
-from widgets.shell.plot import counted, tokens
+from widgets.shell.plot import counted, percent, tokens
 from widgets.shell.svg import HEADING, SMALL, Box, Drawing, Segment
 from widgets.shell.theme import CARD, IDLE, MID
 
@@ -60,7 +60,8 @@ def draw_ways(drawing: Drawing, at: Box, gap: float, state: State) -> float:
     ]
     most = max(state.naive.moved, state.tiled.moved)
     below = _draw_bytes(drawing, stored, [inputs, *passes, ends[0]], most, words, VERMILLION, HEADING)
-    words = f"K, V read once for each {state.block_q} queries: {counted(state.programs, 'time')}"
+    part = percent((state.tiled.read / vectors - 1) / 2 / state.programs)
+    words = f"Each {state.block_q} queries read K, V: {counted(state.programs, 'time')} {part} of {size(2 * vectors)}"
     with drawing.answer():
         return max(below, _draw_bytes(drawing, tiled, [again, ends[1]], most, words, SKY, LARGE))
 

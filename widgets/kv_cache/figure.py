@@ -199,8 +199,8 @@ def _draw_broken(axes: Axes, state: State) -> None:
         axes.tint(limit, None, "", VERMILLION)
         _write_above(axes, limit, last, "past the model's limit")
     if state.longest < limit:
-        cause = "none fits" if state.ledger else "no KV cache is left"
-        axes.shade(state.longest, limit if limit < last else None, f"{cause}: refused")
+        cause = f"{state.hardware.name}: none fits" if state.ledger else "no KV cache is left"
+        axes.shade(state.longest, limit if limit < last else None, f"{cause}, refused")
         _write_above(axes, state.longest, limit, cause)
 
 

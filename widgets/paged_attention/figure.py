@@ -148,12 +148,12 @@ def _pool(drawing: Drawing, state: State, width: float) -> float:
         _holdings(frame, play.block_size, each.request if each else 0)
         for frame, each in zip(play.frames, followed, strict=True)
     ]
-    for words, first, last in _runs([_empty_now(held, play.block_size) for held in seen]):
+    average = f" now, {percent(state.empty[state.block_size])} on average"
+    for now, first, last in _runs([_empty_now(held, play.block_size) for held in seen]):
         with drawing.answer(), drawing.layer(at=f"{first} {last}"):
-            drawing.text((width - MARGIN, y - 13), words, size=SMALL, colour=ORANGE, anchor="end", bold=True)
+            drawing.text((width - MARGIN, y - 13), now + average, size=SMALL, colour=ORANGE, anchor="end")
     wide, top = room / play.num_blocks, y + ENTRY + REACH
-    gap = min(3, wide / 6)
-    places = [Box(MARGIN + at * wide, top, wide - gap, NUMBER + SLOTS) for at in range(play.num_blocks)]
+    places = [Box(MARGIN + at * wide, top, wide - min(3, wide / 9), NUMBER + SLOTS) for at in range(play.num_blocks)]
     _blocks(drawing, play, seen, places)
     tops = (y, places[0].bottom + REACH)
     for each, first, last in _runs(followed):
@@ -164,7 +164,7 @@ def _pool(drawing: Drawing, state: State, width: float) -> float:
 
 def _empty_now(held: Mapping[int, _Holding], size: int) -> str:
     """Say what share of the held slots is empty in one frame."""
-    return f"{percent(1 - sum(each.filled for each in held.values()) / (size * len(held)))} empty now" if held else ""
+    return percent(1 - sum(each.filled for each in held.values()) / (size * len(held))) if held else ""
 
 
 def _blocks(drawing: Drawing, play: Play, seen: Sequence[Mapping[int, _Holding]], places: Sequence[Box]) -> None:
@@ -188,9 +188,8 @@ def _blocks(drawing: Drawing, play: Play, seen: Sequence[Mapping[int, _Holding]]
             paths = [_slots(places[block], value[1], size) for block, value in marks if value[2] == colour]
             drawing.add(f'<path d="{"".join(paths)}" fill="{colour}" pointer-events="none"/>')
     drawing.add(f'<path d="{_grid(places, size)}" stroke="{CARD}" stroke-width="1" pointer-events="none"/>')
-    if text_width(str(len(places)), SMALL) < places[0].width - 1:
-        for block, place in enumerate(places):
-            drawing.text((place.x + place.width / 2, place.y + 13), str(block), size=SMALL, anchor="middle")
+    for block, place in enumerate(places if places[0].width > 1.2 * SMALL else ()):  # two digits fit
+        drawing.text((place.x + place.width / 2, place.y + 13), str(block), size=SMALL, anchor="middle")
 
 
 def _shape(place: Box, size: int) -> tuple[int, float, float]:

@@ -19,8 +19,6 @@ from widgets.shell.theme import BROKEN, CARD, MISSED, PINNED, RAMP, RAMP_WORDS
 GUTTER = 40
 ROW, STRIP = 15, 160
 """Heights in pixels of a row of the map, and of the strip."""
-NARROW_CELL = 44
-"""The width from which a cell's number has its unit."""
 MOST_PIECES = 200
 """The number of pieces into which the strip's bars are cut, so that they grow as the drawing
 plays.
@@ -157,19 +155,14 @@ def _draw_rate(drawing: Drawing, state: State, place: tuple[int, int], box: Box)
     """Write the cell's hit rate if it is in the reader's row, on top of hatching."""
     if place[0] == state.users:
         cell = state.cells[place]
-        words = _rounded(cell).removesuffix(" %" * (box.width < NARROW_CELL))
         middle, colour = (box.x + box.width / 2, box.y + box.height / 2 + 4), RAMP_WORDS[_step(state, cell)]
-        drawing.text(
-            middle, words, size=SMALL, colour=colour, anchor="middle", halo=state.missed(cell) and _fill(state, cell)
-        )
+        drawing.text(middle, _rounded(cell), size=SMALL, colour=colour, anchor="middle", halo=_fill(state, cell))
 
 
 def _rounded(cell: Reuse) -> str:
-    """Format a cell's hit rate as a percentage that is never rounded to 0 % or 100 %, with a cross if
-    hits are wrong.
-    """
+    """Format a cell's hit rate in percent, never rounded to 0 or 100, with a cross if hits are wrong."""
     share = cell.hit_rate
-    words = "<1 %" if 0 < share < 0.01 else ">99 %" if 0.99 < share < 1 else percent(share)
+    words = "<1" if 0 < share < 0.01 else ">99" if 0.99 < share < 1 else f"{100 * share:.0f}"
     return "✕ " * any(cell.wrong) + words
 
 
@@ -187,14 +180,11 @@ def _borders(state: State, boxes: dict[tuple[int, int], Box]) -> Iterator[tuple[
 
 
 def _draw_line(axes: Axes, state: State) -> None:
-    """Draw the line along which what must stay cached fills the pool, without what a request adds;
-    the reader's row has words in its place.
-    """
-    load, row = state.load, USERS.index(state.users)
+    """Draw the line along which what must stay cached fills the pool, without what a request adds."""
+    load = state.load
     kept = [load.kind.kept(1, load.turns, load.prefix), load.kind.kept(2, load.turns, load.prefix)]
-    for low, high in ((ROWS[0], ROWS[row]), (ROWS[row + 1], ROWS[-1])):
-        users = [low * (high / low) ** (index / 12) for index in range(13)]
-        axes.line([kept[0] + (many - 1) * (kept[1] - kept[0]) for many in users], users, INK, width=2, dash="5 3")
+    users = [ROWS[0] * (ROWS[-1] / ROWS[0]) ** (index / 24) for index in range(25)]
+    axes.line([kept[0] + (many - 1) * (kept[1] - kept[0]) for many in users], users, INK, width=2, dash="5 3")
 
 
 # ---- the strip
@@ -206,7 +196,8 @@ def _draw_strip(drawing: Drawing, state: State) -> float:
     """
     y = drawing.heading((MARGIN, 22), "Whose context is in the pool", state.kind.title)
     best = f"; {percent(state.endless_rate, 1)} if nothing were evicted" * (drawing.width >= WIDE)
-    drawing.number((MARGIN, y + 31), percent(state.hit_rate, 1), f"of the prompt tokens hit{best}", BLUE)
+    colour = VERMILLION if state.wrong_rate or state.missed(state.here) else BLUE
+    drawing.number((MARGIN, y + 31), percent(state.hit_rate, 1), f"of the prompt tokens hit{best}", colour)
     box = Box(MARGIN + GUTTER, y + 72, drawing.width - 2 * MARGIN - GUTTER, STRIP)
     strip = _Strip(drawing, state, box)
     keys = [Segment("in the pool (paler: in part)", 0, RAMP[3])]
