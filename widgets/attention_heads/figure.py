@@ -164,6 +164,7 @@ def _draw_head(drawing: Drawing, state: State, pinned: State | None) -> float:
         Segment(holders, 0, BLUE),
         Segment("copies", 0, ORANGE),
         Segment("weights and the rest", 0, MID),
+        Segment("free", 0, IDLE, outlined=True),
     ]
     if pinned:
         keys.append(Segment(f"pinned: {percent(_filled(pinned))} full", 0, PINNED))
@@ -310,9 +311,9 @@ def _draw_models(drawing: Drawing, box: Box, state: State) -> float:
         name = f"yours, {copies} copies" if copies > 1 else "yours, all GPUs"
         rows.insert(0, (name, state.here.kv_bytes * state.tp, state.here.intensity, BLUE))
     x = bars.x + across.share(ridge) * bars.width
+    drawing.line((x, bars.y), (x, bars.bottom), colour=GREEN, dash="4 3", width=1.5)
     for row, model in enumerate(rows):
         _draw_model(drawing, box, bars, across, row, model)
-    drawing.line((x, bars.y), (x, bars.bottom), colour=GREEN, dash="4 3", width=1.5)
     words = f"ridge {ridge:.0f}"
     end = min(x + text_width(words, SMALL) / 2, box.right - text_width("KiB a token", SMALL) - 10)
     drawing.text((end, box.y), words, size=SMALL, colour=GREEN, anchor="end")
@@ -323,18 +324,15 @@ def _draw_models(drawing: Drawing, box: Box, state: State) -> float:
 def _draw_model(
     drawing: Drawing, box: Box, bars: Box, across: Scale, row: int, model: tuple[str, int, float, str]
 ) -> None:
-    """Draw one model's row, with its number inside the bar if there is room."""
+    """Draw one model's row: a dot on a line, beside it its number."""
     name, size, operations, colour = model
     y = bars.y + row * MODEL_ROW
     mine = colour == BLUE
     tip = f"{name}: {operations:.3g} operations per byte, {kib(size)} KiB a token"
-    wide = max(across.share(operations), 0.02) * bars.width
+    x, middle = bars.x + max(across.share(operations), 0.02) * bars.width, y + MODEL_ROW / 2
     drawing.text((box.x, y + 12), name, size=SMALL, bold=mine)
-    drawing.rect(Box(bars.x, y + 3, wide, MODEL_ROW - 5), BLUE if mine else MID)
-    words = f"{operations:.3g}"
-    inside = text_width(words, SMALL) * BOLD + 8 < wide
-    at, anchor = bars.x + wide + (-4 if inside else 5), "end" if inside else "start"
-    ink = ink_on(BLUE) if inside and mine else INK
-    drawing.text((at, y + 12), words, size=SMALL, colour=ink, anchor=anchor, bold=mine)
+    drawing.line((bars.x, middle), (bars.right, middle))
+    drawing.circle((x, middle), 5, BLUE if mine else MID)
+    drawing.text((x + 9, y + 12), f"{operations:.3g}", size=SMALL, bold=mine, halo=True)
     drawing.text((box.right, y + 12), kib(size), size=SMALL, bold=mine, anchor="end")
     drawing.rect(Box(box.x, y, box.width, MODEL_ROW), "transparent", tip=tip)

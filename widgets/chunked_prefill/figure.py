@@ -13,6 +13,7 @@ from widgets.chunked_prefill.state import ALL_GAPS, BUDGETS, CLIENTS, State
 from widgets.chunked_prefill.strip import draw_steps
 from widgets.shell.plot import MARGIN, VALUE, WIDE, Axes, Key, Scale, draw_keys, figures, percent, seconds, tokens
 from widgets.shell.svg import BOLD, SMALL, Box, Drawing
+from widgets.shell.theme import BROKEN
 
 BUDGET = Scale(BUDGETS[0], BUDGETS[-1], log=True)
 TICKS = (64, 256, 1024, 4096, 16384)
@@ -81,11 +82,13 @@ def _draw_waits(axes: Axes, state: State, pinned: State | None) -> None:
         axes.line(budgets, [_other_gap(state, budget) for budget in budgets], BLUE, width=1.8, dash="2 4")
         axes.line(budgets, [state.waited(budget) for budget in budgets], BLUE)
         if state.budget in state.points:
-            waited = state.waited(state.budget)
+            waited = float(f"{state.waited(state.budget):.2g}")
             x, y = axes.at(state.budget, waited)
             axes.drawing.circle((x, y), 4.5, BLUE)
-            y = axes.box.bottom - 22 if waited > state.gap else y
-            axes.label((x, y), seconds(float(f"{waited:.2g}")), BLUE, size=VALUE)
+            if state.gap < waited and x + 96 < axes.box.right:  # beside its point, over the limit
+                axes.drawing.text((x + 10, y + 20), seconds(waited), size=VALUE, colour=BLUE, bold=True, halo=BROKEN)
+            else:
+                axes.label((x, y), seconds(waited), BLUE, size=VALUE)
         end = budgets[-1] if budgets and state.judged == "clients" else 0
         if end and _other_gap(state, end) < state.gap < state.waited(end) and axes.drawing.width >= WIDE:
             x, y = axes.at(end, _other_gap(state, end))

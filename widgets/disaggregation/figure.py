@@ -19,8 +19,8 @@ RATE = Scale(RATES[0], RATES[-1], log=True)
 TICKS = (3, 10, 30, 100, 300)
 STAGES = {"prefill": PURPLE, "link": YELLOW, "decode": SKY}
 NAMES = {"prefill": "prefill", "link": "KV link", "decode": "decode", "both": "prefill and decode"}
-TANK, DEEP, PILE, QUEUE, LINK, DOT, STEP, ROW = 32, 56, 30, 40, 98, 8, 204, 18
-"""Pixels: a GPU with its gap, its depth, what piles up on it, queue, link, dot, a step's time, and its bars."""
+TANK, DEEP, PILE, ASIDE, LINK, STEP, ROW = 32, 56, 30, 40, 98, 204, 18
+"""Pixels: a GPU with its gap, its depth, what piles up on it, words beside it, a link, a step, and its bars."""
 BLOCKS = 11
 
 
@@ -29,8 +29,8 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
     mine, many = state.mine, state.mine.gpus
     drawing = Drawing(width, 0, f"{state.model} on {many} {state.gpu}", f"Requests in time by rate, {mine.name} GPUs")
     note = (
-        f"{state.model}, {tokens(state.work.prompt)} tokens in, {state.work.output} out; "
-        f"in time: first token within {seconds(state.objective.ttft)}, then one every {seconds(state.objective.tpot)}"
+        f"{state.model}, {tokens(state.work.prompt)} tokens in, {state.work.output} out; in time up to 100 %: "
+        f"first token {seconds(state.objective.ttft)}, then {seconds(state.objective.tpot)} each"
     )
     y = drawing.heading((MARGIN, 23), f"{mine.name} {state.gpu} at {state.rate:g} requests a second") + 18
     y = drawing.paragraph((MARGIN, y), note, width - 2 * MARGIN) + 20
@@ -122,13 +122,11 @@ def _draw_pools(drawing: Drawing, state: State, place: Point) -> float:
     mine = state.mine
     decode = mine.gpus - mine.prefill
     _draw_name(drawing, place, f"{mine.prefill} prefill, {decode} decode", mine, mine.is_found, BLUE)
-    middle = place[0] + QUEUE + MOST_OF_A_KIND * TANK
+    middle = place[0] + ASIDE + MOST_OF_A_KIND * TANK
     top = place[1] + PILE + 9
     left = middle - mine.prefill * TANK
-    _draw_queue(drawing, state, (left, top + DEEP))
     _draw_pool(drawing, state, mine, "prefill", (left, top), mine.prefill)
     _draw_link(drawing, state, Box(middle, top, LINK, DEEP))
-    drawing.text((left - 6, top + 4), "100 %", size=SMALL, colour=GREEN, anchor="end")
     below = _draw_pool(drawing, state, mine, "decode", (middle + LINK, top), decode)
     return _draw_step(drawing, state, mine, state.steps[0], (place[0], below + 16))
 
@@ -219,7 +217,9 @@ def _draw_pool(drawing: Drawing, state: State, side: Side, part: str, place: Poi
         _draw_excess(drawing, Box(left, brim - pile, TANK - 4, pile), tip)
     right = x + count * TANK - 4
     drawing.line((x - 3, brim), (right + 3, brim), colour=GREEN, width=2)
-    at, anchor = (right, "end") if part == "prefill" else (x, "start")
+    at, anchor, beside = (right, "end", x - 6) if part == "prefill" else (x, "start", right + 6)
+    words = "100 %" * (part != "decode")  # which stands beside prefill
+    drawing.text((beside, brim + 4), words, size=SMALL, colour=GREEN, anchor=anchor)
     _draw_load(drawing, (at, bottom + 16), NAMES[part], load, anchor)
     return bottom + 18
 
@@ -237,19 +237,6 @@ def _draw_load(drawing: Drawing, place: Point, name: str, load: float, anchor: s
 def full_words(load: float) -> str:
     """Format how full a part is."""
     return percent(load) if load < 9.995 else "10+ ×"
-
-
-def _draw_queue(drawing: Drawing, state: State, corner: Point) -> None:
-    """Draw a dot for each prompt that waits for a GPU on average, by Little's law."""
-    waiting = round(state.rate * state.mine.points[state.rate].mean("queue"))
-    rows = int(DEEP // DOT) - 2
-    for index in range(min(waiting, rows * int((corner[0] - MARGIN) // DOT))):
-        column, row = divmod(index, rows)
-        centre = (corner[0] - (column + 1) * DOT, corner[1] - (row + 0.5) * DOT)
-        drawing.circle(centre, 3, MID, tip=f"{waiting} prompts wait for a GPU, on average")
-    if waiting:
-        above = corner[1] - min(waiting, rows) * DOT - 4
-        drawing.text((corner[0] - 5, above), "queue", size=SMALL, colour=QUIET, anchor="end")
 
 
 def _draw_link(drawing: Drawing, state: State, box: Box) -> None:

@@ -95,13 +95,14 @@ def _draw_gate(drawing: Drawing, y: float, frames: Sequence[Moment]) -> None:
     for (words, _), at in _stays(shown):
         with drawing.layer(at=at):
             drawing.line((MARGIN, y), (drawing.width - MARGIN, y), VERMILLION, width=4)
-            drawing.text((MARGIN + NAMES, y - 6), words, size=SMALL, colour=VERMILLION)
+            drawing.text((MARGIN + NAMES * (drawing.width >= 600), y - 6), words, size=SMALL, colour=VERMILLION)
 
 
 def _gate_words(moment: Moment, width: float) -> str:
     waiting, different = len(moment.held_for), len(set(moment.held_for))
-    pale = "; the pale ones would share a slot" * (different < waiting and width >= 600)
-    return f"after {moment.start:.0f} s, {waiting} wait for {counted(different, 'other adapter')}{pale}"
+    pale = "; pale ones share one" * (different < waiting)
+    when = f"after {moment.start:.0f} s, " * (width >= 600)
+    return f"{when}{waiting} wait for {counted(different, 'other adapter')}{pale}"
 
 
 def _draw_memory(drawing: Drawing, box: Box, state: State) -> float:

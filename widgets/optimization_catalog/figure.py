@@ -18,7 +18,7 @@ from widgets.shell.theme import BROKEN, MID, MISSED
 
 MARGIN, ROW, NAMES, VALUES, SWEPT = 14, 15, 132, (52, 70), 56
 """Pixels: around the picture, a row, the names, both columns of factors, and the plot below."""
-SIGNS = {"waiting": "…", "faster": "", "slower": "loss ", "nothing": "", "starts": "starts", "refused": "✕"}
+SIGNS = {"waiting": "…", "starts": "starts", "refused": "✕"}
 MARKS = {"faster": GREEN, "slower": VERMILLION, "starts": GREEN, "refused": VERMILLION}
 ORDERS = ("the ranking's order", "the reverse order")
 BREAKS = {
@@ -214,10 +214,10 @@ def _draw_frame(drawing: Drawing, box: Box, state: State, row: Row) -> float:
 
 
 def _change(step: Step) -> str:
-    """Format a lever's effect as a factor, with a sign if it is a loss."""
+    """Format a lever's effect as a factor, or say why there is none."""
     if step.factor is None:
         return SIGNS[step.effect]
-    return f"{SIGNS[step.effect]}×{factor_words(step.factor)}"
+    return f"×{factor_words(step.factor)}"
 
 
 def factor_words(factor: float) -> str:

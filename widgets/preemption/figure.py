@@ -46,15 +46,18 @@ def _draw_loss(drawing: Drawing, box: Box, state: State, pinned: State | None) -
     alike = pinned if pinned and (pinned.serving.policy != "recompute") == swaps else None  # the same quantity
     before = [alike.points[pool].lost for pool in alike.run] if alike else []
     axes = Axes(drawing, box, POOL, Scale(0, 0.5 if max([0.0, *lost, *before]) <= 0.5 else 1))
-    name, colour = ("time that steps wait for copies", PURPLE) if swaps else ("tokens computed twice", ORANGE)
+    name, colour = ("time that steps wait for copies", PURPLE) if swaps else ("computed twice", ORANGE)
     axes.frame("tokens in the pool", "", x_ticks=TICKS, x_format=tokens, y_ticks=(0, axes.y.high), y_format=percent)
     point, top = state.points.get(state.pool), box.y - 10
-    drawing.text((box.x, top), name, size=SMALL, colour=QUIET)
+    x = box.x
     if point and point.recomputed:
-        each = f"= {point.preemptions:,} victims × {point.recomputed / point.preemptions:,.0f}"
-        each += f" of {point.computed:,}" * (box.right + 60 < drawing.width)
+        each = (
+            f"= {point.preemptions:,} victims × mean {point.recomputed / point.preemptions:,.0f} of {point.computed:,}"
+        )
+        x = min(x, drawing.width - text_width(f" {name} {each} ", SMALL))
         with drawing.answer():
-            drawing.text((box.x + text_width(name, SMALL) + 4, top), each, size=SMALL, colour=colour)
+            drawing.text((x + text_width(name, SMALL) + 4, top), each, size=SMALL, colour=colour)
+    drawing.text((x, top), name, size=SMALL, colour=QUIET)
     _draw_broken(axes, state)
     if alike and before:
         axes.pinned(alike.run, before, alike.pool)
@@ -102,7 +105,7 @@ def late_words(state: State, span: Span) -> str:
 def cause_words(state: State, cause: str, pool: int) -> str:
     """Describe what goes wrong with a pool."""
     point, load, most = state.points[pool], state.serving.load, state.serving.steady().capacity
-    full = f"full: this load needs {state.saturation / 1024:,.0f}K tokens on average, not {tokens(pool)}"
+    full = f"full on average: this load needs {state.saturation / 1024:,.0f}K tokens, not {tokens(pool)}"
     return {
         "queue": full if load <= most else f"too slow: any pool handles at most {figures(most)} of {load:g} requests/s",
         "thrash": f"thrashing: {percent(point.wasted)} of all tokens are computed twice",

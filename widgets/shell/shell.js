@@ -403,7 +403,7 @@ export class Shell {
     if (!pinned) return;
     const turned = [...this.knobs.values()].filter(({ knob }) => pinned.values[knob.name] !== view.values[knob.name]);
     const changes = turned.map(({ knob }) => `${knob.label} ${named(knob, pinned.values[knob.name])}`).join(", ");
-    this.compared.textContent = `Pinned${changes ? ` (${changes})` : ""}: ${pinned.sign} ${pinned.words}`;
+    this.compared.textContent = `Pinned${changes ? ` (${changes})` : ""}: ${pinned.sign} ${bound(pinned.words)}`;
   }
 
   flip() {
@@ -599,7 +599,7 @@ export class Shell {
   }
 }
 
-const bound = (text) => text.replace(/(\d) (?=[%×]|(?:ms|s|GiB)\b)/g, "$1\u00a0"); // a unit stays with its number
+const bound = (text) => text.replace(/(\d) (?=[%×]|(?:ms|s|[KMG]i?B)\b)/g, "$1\u00a0"); // a unit stays with its number
 const keyOf = (values, width) => JSON.stringify([width, Object.entries(values).sort()]);
 const named = (knob, value) =>
   knob.kind === "switch" ? (value ? "on" : "off") : (knob.options.find((option) => option.value === value)?.name ?? `${value}${knob.unit || ""}`);
