@@ -9,7 +9,19 @@ from minivllm_lab.palette import GREEN, INK, ORANGE, PURPLE
 from minivllm_simulate.load_sweep import Span
 from widgets.preemption.pool import draw_pool
 from widgets.preemption.state import POOLS, SHARE, State
-from widgets.shell.plot import VALUE, Axes, Scale, draw_head, figures, hidden_note, percent, seconds, tokens, two_boxes
+from widgets.shell.plot import (
+    MARGIN,
+    VALUE,
+    Axes,
+    Scale,
+    draw_head,
+    figures,
+    hidden_note,
+    percent,
+    seconds,
+    tokens,
+    two_boxes,
+)
 from widgets.shell.svg import QUIET, SMALL, Box, Drawing
 
 POOL = Scale(POOLS[0], POOLS[-1], log=True)
@@ -51,12 +63,14 @@ def _draw_loss(drawing: Drawing, box: Box, state: State, pinned: State | None) -
     point, top = state.points.get(state.pool), box.y - 10
     x = box.x
     if point and point.recomputed:
-        each = (
-            f"= {point.preemptions:,} victims × mean {point.recomputed / point.preemptions:,.0f} of {point.computed:,}"
-        )
-        x = min(x, drawing.width - text_width(f" {name} {each} ", SMALL))
-        with drawing.answer():
-            drawing.text((x + text_width(name, SMALL) + 4, top), each, size=SMALL, colour=colour)
+        victims = f"= {point.preemptions:,} victims × mean {point.recomputed / point.preemptions:,.0f}"
+        for each in (f"{victims} of {point.computed:,}", victims, f"= {point.preemptions:,} victims"):
+            left = min(box.x, drawing.width - text_width(f" {name} {each}  ", SMALL))
+            if left >= MARGIN:
+                x = left
+                with drawing.answer():
+                    drawing.text((x + text_width(name, SMALL) + 4, top), each, size=SMALL, colour=colour)
+                break
     drawing.text((x, top), name, size=SMALL, colour=QUIET)
     _draw_broken(axes, state)
     if alike and before:
