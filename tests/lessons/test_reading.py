@@ -224,6 +224,7 @@ OTHER = "0" * 64
         (["record.json"], SHA256, OTHER, f"SHA-256 {SHA256}, expected {OTHER}"),
         (["record.json", "tour/01_pool.md"], VERSION, "1.2.3", "the package index 127.0.0.1 has no vllm-1.2.3.tar.gz"),
     ],
+    ids=["index", "record", "version"],  # the archive's SHA-256 differs from worker to worker
 )
 def test_an_archive_that_is_not_the_release_is_refused(
     reader, index, tmp_path, monkeypatch, capsys, files, old, new, about
