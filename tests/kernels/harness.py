@@ -35,7 +35,7 @@ GROUPS = (1, 2, 3, 5, 7, 8)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 SCRIPTS = Path(__file__).resolve().parents[2] / "vllm"
 UNTOUCHED = -7.0
-"""What an output holds before a kernel writes to it, in the tests of attention."""
+"""The value that fills an output before a kernel writes to it, in the tests of attention."""
 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 

@@ -25,7 +25,7 @@ NAMES = {
     "loop": ("one after the other", ORANGE),
     "merged": ("a merged model for each", PURPLE),
 }
-"""What each of `WAYS` is called, and its colour."""
+"""The name and the colour of each of `WAYS`."""
 
 
 def gigabytes(value: float) -> str:
