@@ -4,7 +4,7 @@ import pytest
 
 from minivllm.platforms.cpu_time import CpuTimes
 from minivllm_lab.disturbance import Control
-from minivllm_lab.tables import closing, console
+from minivllm_lab.tables import Timed, closing, console
 
 
 class FakeMachine:
@@ -90,17 +90,17 @@ def test_nothing_watched_is_nothing_disturbed():
     assert control.record() == {"waited": 0.0, "stolen": 0.0, "slowdown": 1.0}
 
 
-def said(*sentences: str, timed: tuple[int, ...] = (), disturbance: str = "") -> list[str]:
+def said(*sentences: str, disturbance: str = "") -> list[str]:
     with console.capture() as shown:
-        closing(*sentences, timed=timed, disturbance=disturbance)
+        closing(*sentences, disturbance=disturbance)
     text = " ".join(shown.get().split())  # sentences are broken into lines
     return [f"• {sentence.strip()}" for sentence in text.split("•")[1:]]
 
 
 def test_a_disturbed_machine_withholds_what_rests_on_timings_and_says_why():
-    assert said("counted", "timed", timed=(1,)) == ["• counted", "• timed"]
+    assert said("counted", Timed("timed")) == ["• counted", "• timed"]
     assert said("counted", "also counted", disturbance="threads waited") == ["• counted", "• also counted"]
-    first, second = said("one", "counted", "other", timed=(0, 2), disturbance="threads waited")
+    first, second = said(Timed("one"), "counted", Timed("other"), disturbance="threads waited")
     assert first == "• counted"
     assert "threads waited" in second
     assert "run again" in second

@@ -4,7 +4,7 @@ draws no conclusions.
     control = Control()
     with control.watch():
         found = measure_something()
-    closing("counted", "from timings", timed=(1,), disturbance=control.disturbance())
+    closing("a counted conclusion", Timed("one from timings"), disturbance=control.disturbance())
     keep(..., disturbance=control.record())
 
 Three signs, over all watched parts. `waited`: time that threads waited for a core that something

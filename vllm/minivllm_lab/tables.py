@@ -2,7 +2,7 @@
 
 import string
 import textwrap
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -56,18 +56,21 @@ def heading(text: str) -> None:
     console.print(f"\n[bold]{text}[/bold]")
 
 
-def closing(*sentences: str, timed: Collection[int] = (), disturbance: str = "") -> None:
+class Timed(str):
+    """A sentence for `closing` that depends on timings."""
+
+
+def closing(*sentences: str, disturbance: str = "") -> None:
     """Print the three lines that every script ends with: what you saw.
 
     `disturbance` says what else kept this machine busy (`Control.disturbance`), if anything: one
-    line then replaces the sentences that depend on timings, whose places, counted from 0, are
-    `timed`. Counted results hold on a busy machine too.
+    line then replaces all `Timed` sentences. Counted results hold on a busy machine too.
     """
     console.print("\n[bold]What you saw[/bold]")
-    for place, sentence in enumerate(sentences):
-        if not (disturbance and place in timed):
+    for sentence in sentences:
+        if not (disturbance and isinstance(sentence, Timed)):
             _bullet(sentence)
-    if disturbance and timed:
+    if disturbance and any(isinstance(sentence, Timed) for sentence in sentences):
         again = "no conclusion from timings; run again when it is idle"
         _bullet(f"This machine was disturbed ({disturbance}): {again}.")
 

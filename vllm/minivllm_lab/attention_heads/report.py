@@ -33,7 +33,7 @@ from minivllm_lab.lesson import LessonCode
 from minivllm_lab.progress import track, working
 from minivllm_lab.proof import furthest
 from minivllm_lab.quality import decoder_loss
-from minivllm_lab.tables import closing, console, record_table, table
+from minivllm_lab.tables import Timed, closing, console, record_table, table
 from minivllm_lab.timing import in_turns
 from minivllm_simulate.hardware import get_hardware
 from minivllm_simulate.known_models import known_model
@@ -243,9 +243,10 @@ def close(figures: dict, disturbance: str) -> None:
     closing(
         f"Llama-3-70B keeps {llama['kib']:.0f} KiB of a token. A plan that counts its query heads is off by "
         f"{llama['ratio']:.0f}.",
-        f"With one KV head, a step reads {mqa['less']:.0f} times less, and is {mqa['faster']:.0f} times as fast.",
+        Timed(
+            f"With one KV head, a step reads {mqa['less']:.0f} times less, and is {mqa['faster']:.0f} times as fast."
+        ),
         f"On 8 GPUs each keeps {ranks['8']['rank']:.0f} KiB of a token, and on 16 still {ranks['16']['rank']:.0f}.",
-        timed=(1,),
         disturbance=disturbance,
     )
 

@@ -19,7 +19,7 @@ from minivllm_lab.disturbed_chats import CHATS, LONG, MAX_MODEL_LEN, disturb, la
 from minivllm_lab.figures import SMALL_TEXT, panels
 from minivllm_lab.lesson import LessonCode
 from minivllm_lab.progress import track
-from minivllm_lab.tables import closing, console, record_table
+from minivllm_lab.tables import Timed, closing, console, record_table
 from minivllm_simulate.cost_model import RooflineCost, StepShape
 from minivllm_simulate.hardware import get_hardware
 from minivllm_simulate.known_models import known_model
@@ -132,13 +132,16 @@ def close(figures: dict, disturbance: str) -> None:
     first, *_, small = figures["chats"].values()
     knee = figures["knee"]
     closing(
-        f"A long prompt stalled the chats for {first['itl_max_ms']:,.0f} ms in a step of its own, and for at most "
-        f"{small['itl_max_ms']:,.0f} ms in pieces of 32 tokens.",
+        Timed(
+            f"A long prompt stalled the chats for {first['itl_max_ms']:,.0f} ms in a step of its own, and for at most "
+            f"{small['itl_max_ms']:,.0f} ms in pieces of 32 tokens."
+        ),
         f"In pieces of 32 tokens it took {small['steps']:.0f} steps, with {small['chat_tokens']:.0f} tokens of the "
         "chats in each; in one piece none.",
-        f"On this machine about {knee['found']:.0f} tokens of a step are free; two rates predict "
-        f"{knee['foretold']:.0f}.",
-        timed=(0, 2),
+        Timed(
+            f"On this machine about {knee['found']:.0f} tokens of a step are free; two rates predict "
+            f"{knee['foretold']:.0f}."
+        ),
         disturbance=disturbance,
     )
 

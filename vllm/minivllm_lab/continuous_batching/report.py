@@ -15,7 +15,7 @@ from minivllm_lab.figures import panels
 from minivllm_lab.progress import track
 from minivllm_lab.proof import refusal
 from minivllm_lab.recording import bare_engine, record_run
-from minivllm_lab.tables import closing, console, record_table, table
+from minivllm_lab.tables import Timed, closing, console, record_table, table
 from minivllm_simulate.cost_model import Cost, RooflineCost
 from minivllm_simulate.hardware import get_hardware
 from minivllm_simulate.known_models import known_model
@@ -131,11 +131,12 @@ def close(results: dict, seats: int, disturbance: str) -> None:
     closing(
         f"A static batch of {seats} chats uses {chat['static']:.0%} of its seats, "
         f"continuous batching {chat['continuous']:.0%}.",
-        f"In the same memory the engine made {ratio['batching']:.1f} times the tokens a second of static batching, "
-        f"and with pages {ratio['both']:.1f} times.",
+        Timed(
+            f"In the same memory the engine made {ratio['batching']:.1f} times the tokens a second of static batching, "
+            f"and with pages {ratio['both']:.1f} times."
+        ),
         f"A prompt of 4,096 tokens holds 16 chats up for {1e3 * gaps['8192']['longest_gap']:.0f} ms, with a budget of "
         f"512 for {1e3 * gaps['512']['longest_gap']:.0f} ms at a time (modelled).",
-        timed=(1,),
         disturbance=disturbance,
     )
 

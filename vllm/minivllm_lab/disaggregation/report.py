@@ -22,7 +22,7 @@ from minivllm_lab.disaggregation.tuning import BUDGETS as LADDER
 from minivllm_lab.disaggregation.tuning import ROUNDS, best_budget, winning_budgets
 from minivllm_lab.figures import SMALL_TEXT, panels
 from minivllm_lab.progress import track
-from minivllm_lab.tables import closing, console, heading, ms, record_table
+from minivllm_lab.tables import Timed, closing, console, heading, ms, record_table
 from minivllm_simulate.hardware import get_hardware
 from minivllm_simulate.known_models import known_model
 from minivllm_simulate.kv_links import Transfer, get_link, layer_wise_end
@@ -186,15 +186,16 @@ def close(results: dict, arguments: argparse.Namespace, disturbance: str) -> Non
     gaps = {budget: each["itl_max_ms"] for budget, each in results["interference"].items()}
     requests, (long, longer) = results["tokens"]["requests"], results["ratio"]["best"].values()
     closing(
-        f"A prompt of {arguments.prompt:,} tokens stops running chats for {gaps[str(BUDGETS[0])]:.0f} ms; "
-        f"in chunks of {BUDGETS[-1]} tokens for {gaps[str(BUDGETS[-1])]:.0f}, again and again.",
+        Timed(
+            f"A prompt of {arguments.prompt:,} tokens stops running chats for {gaps[str(BUDGETS[0])]:.0f} ms; "
+            f"in chunks of {BUDGETS[-1]} tokens for {gaps[str(BUDGETS[-1])]:.0f}, again and again."
+        ),
         f"{len(requests)} requests through two engines give the same tokens as through one, and "
         f"{sum(each['bytes'] for each in requests.values()):,} bytes moved for that.",
         f"Modelled, {MODEL} on {GPUS} {GPU}: with its best budget one pool sustains {1 / long['times']:.2f} × what two "
         f"do with long prompts and short answers, and {1 / longer['times']:.2f} × with longer answers; with "
         f"{POOL_BUDGETS[-1]:,} tokens a step {long['default'] / long['two']:.2f} × and "
         f"{longer['default'] / longer['two']:.2f} ×.",
-        timed=(0,),
         disturbance=disturbance,
     )
 

@@ -26,7 +26,7 @@ from minivllm_lab.flash_attention.attention_traffic import exponent, flash_traff
 from minivllm_lab.lesson import wrote
 from minivllm_lab.progress import track
 from minivllm_lab.results import ensure_writable, write_json
-from minivllm_lab.tables import closing, console, table
+from minivllm_lab.tables import Timed, closing, console, table
 
 if TYPE_CHECKING:
     import torch
@@ -240,8 +240,7 @@ def conclude(results: dict, disturbance: str) -> None:
         f"T^{powers['tiled_kept']:.0f} in place of T^{powers['naive_kept']:.0f}.",
         f"Traffic stays quadratic (T^{powers['tiled_moved']:.2f}), but is {traffic['less']:.1f} times lower at "
         f"{traffic['lengths'][-1]:,} tokens.",
-        f"The same output, {gain:.1f} times faster than stored scores at the longest in this run.",
-        timed=(2,),
+        Timed(f"The same output, {gain:.1f} times faster than stored scores at the longest in this run."),
         disturbance=disturbance,
     )
 

@@ -15,7 +15,7 @@ from minivllm_lab import palette
 from minivllm_lab.cli import lesson_parser, positive_int
 from minivllm_lab.device_rates import measure_device
 from minivllm_lab.figures import panels
-from minivllm_lab.tables import closing, table
+from minivllm_lab.tables import Timed, closing, table
 from minivllm_lab.timing import median_seconds
 from minivllm_simulate.known_models import known_model
 
@@ -166,12 +166,15 @@ def close(results: dict, disturbance: str) -> None:
     run, card = results["generation"], results["card"]
     gain = results["sequences"]["gain"]["64"]
     closing(
-        f"The same {run['new_tokens']} tokens took {run['token_passes_without']:,} token passes without a cache "
-        f"and {run['token_passes_with']:,} with one; the last came {run['last_ratio']:.1f} times faster.",
-        f"Weights are read once for all: 64 sequences together gave {gain:.0f} times the tokens a second of one.",
+        Timed(
+            f"The same {run['new_tokens']} tokens took {run['token_passes_without']:,} token passes without a cache "
+            f"and {run['token_passes_with']:,} with one; the last came {run['last_ratio']:.1f} times faster."
+        ),
+        Timed(
+            f"Weights are read once for all: 64 sequences together gave {gain:.0f} times the tokens a second of one."
+        ),
         f"{card['running']} requests with reserved slots fill the {card['name']}, where {card['alpaca']['unreserved']} "
         "short ones would fit. Lesson 02 makes them fit.",
-        timed=(0, 1),
         disturbance=disturbance,
     )
 

@@ -21,7 +21,7 @@ from minivllm_lab.figures import SMALL_TEXT, panels
 from minivllm_lab.lesson import LessonCode
 from minivllm_lab.multi_lora.ways import RANK, width
 from minivllm_lab.proof import furthest
-from minivllm_lab.tables import closing, console, record_table, table
+from minivllm_lab.tables import Timed, closing, console, record_table, table
 from minivllm_simulate.known_models import known_model
 from minivllm_simulate.memory import num_parameters
 
@@ -154,12 +154,13 @@ def close(figures: dict, disturbance: str) -> None:
     closing(
         f"An adapter of rank 16 is {weighs['share']:.1%} of {MODELS[0]}: a thousand of them take "
         f"{_bytes(1000 * weighs['16'])}, a thousand models {_bytes(1000 * weighs['model_bytes'])}.",
-        f"With {int(max(thousand, key=int)):,} adapters one process served "
-        f"{many['fixed_per_second'] / few['fixed_per_second']:.0%} of the requests a second that it served with 8, "
-        "at eight different ones a step.",
+        Timed(
+            f"With {int(max(thousand, key=int)):,} adapters one process served "
+            f"{many['fixed_per_second'] / few['fixed_per_second']:.0%} of the requests a second that it served with 8, "
+            "at eight different ones a step."
+        ),
         f"With two slots, the request for a third adapter waited {cold['starts'] - cold['arrives']} steps for one, "
         "although batch and memory had room.",
-        timed=(1,),
         disturbance=disturbance,
     )
 

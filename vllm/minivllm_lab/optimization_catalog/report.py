@@ -17,7 +17,7 @@ from minivllm_lab.cli import lesson_parser, whole_number
 from minivllm_lab.figures import curves, panels
 from minivllm_lab.optimization_catalog.shared_prefixes import WORK, serve
 from minivllm_lab.progress import track
-from minivllm_lab.tables import closing, console, table
+from minivllm_lab.tables import Timed, closing, console, table
 
 CAPTURED = (1, 2, 4, 8, 16)
 """Rows of the graphs in the example of padding."""
@@ -102,10 +102,11 @@ def close(results: dict, disturbance: str) -> None:
         f"An int8 cache holds {kv['capacity']['int8']:.2f} times Llama-3.1-8B's tokens and added {kv['added']:+.4f} to "
         f"the loss; int4 weights without groups, with one outlier channel, added "
         f"{results['weights']['ways']['int4, a scale per row']['added_50']:+.2f}.",
-        f"The first token arrived {prefix['an agent']['sooner']:.1f} × as fast for the agent, "
-        f"{prefix['one system prompt']['sooner']:.1f} × behind one instruction, "
-        f"{prefix['strangers']['sooner']:.1f} × for strangers.",
-        timed=(2,),
+        Timed(
+            f"The first token arrived {prefix['an agent']['sooner']:.1f} × as fast for the agent, "
+            f"{prefix['one system prompt']['sooner']:.1f} × behind one instruction, "
+            f"{prefix['strangers']['sooner']:.1f} × for strangers."
+        ),
         disturbance=disturbance,
     )
 

@@ -25,7 +25,7 @@ from minivllm_lab.lesson import LessonCode
 from minivllm_lab.paged_model import PagedModel, decoder_of
 from minivllm_lab.progress import track
 from minivllm_lab.proof import furthest, show_errors
-from minivllm_lab.tables import closing, console, record_table, table
+from minivllm_lab.tables import Timed, closing, console, record_table, table
 
 BLOCK_SIZE, AMPLE = 4, 200
 TEXTS = {
@@ -212,8 +212,10 @@ def close(figures: dict, disturbance: str) -> None:
         "if their blocks were copied.",
         f"With 400 blocks, {small['first_chunk']:.0%} of all computed tokens were recomputed if a first chunk is "
         f"enough for admission, {small['whole']:.0%} if all tokens must fit.",
-        f"Here, recomputing a token takes {us['recompute']:.0f} µs, and copying it out and back {us['gathered']:.1f}.",
-        timed=(2,),
+        Timed(
+            f"Here, recomputing a token takes {us['recompute']:.0f} µs, and copying it out and back "
+            f"{us['gathered']:.1f}."
+        ),
         disturbance=disturbance,
     )
 

@@ -22,7 +22,7 @@ from minivllm_lab.http_load import Ask
 from minivllm_lab.progress import track
 from minivllm_lab.serving.loads import Sizes, describe_knee, load_completions, prompts, sizes, to_real
 from minivllm_lab.serving.request_trace import HOPS, trace
-from minivllm_lab.tables import closing, console, heading, ms, record_table
+from minivllm_lab.tables import Timed, closing, console, heading, ms, record_table
 from minivllm_simulate.deployments import bytes_sent, deployment, find_knee, serve
 from minivllm_simulate.hardware import get_hardware
 from minivllm_simulate.known_models import known_model
@@ -151,13 +151,14 @@ def close(results: dict, arguments: argparse.Namespace, disturbance: str) -> Non
         f"A client that did not read for {slow['unread_seconds']:g} s stopped the naive server's others for "
         f"{slow['servers']['naive']['longest_gap_ms'] / 1e3:.1f} s, and clients that left had it compute "
         f"{left['naive']['in_vain']:,} tokens in vain.",
-        f"This server's knee is {knee} requests a second. At {load_results['most']:.1f}, the first quarter of the "
-        f"requests waited {load_results['above']['ttft_first_ms']:,.0f} ms for a first token, the last "
-        f"{load_results['above']['ttft_last_ms']:,.0f}.",
+        Timed(
+            f"This server's knee is {knee} requests a second. At {load_results['most']:.1f}, the first quarter of the "
+            f"requests waited {load_results['above']['ttft_first_ms']:,.0f} ms for a first token, the last "
+            f"{load_results['above']['ttft_last_ms']:,.0f}."
+        ),
         f"On 4 {GPU}, modelled: for {MODEL} within {1e3 * TPOT_SLOS['tight']:g} ms a token TP handles "
         f"{knees['TP']['tight']} requests a second and DP {knees['DP']['tight']}; within "
         f"{1e3 * TPOT_SLOS['loose']:g} ms {knees['TP']['loose']} and {knees['DP']['loose']}.",
-        timed=(1,),
         disturbance=disturbance,
     )
 

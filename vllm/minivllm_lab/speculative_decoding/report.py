@@ -32,7 +32,7 @@ from minivllm_lab.figures import SMALL_TEXT, panels
 from minivllm_lab.progress import track
 from minivllm_lab.speculative_decoding.cached_model import CachedModel
 from minivllm_lab.speculative_decoding.drafted_engine import answers_with_errors, drafted_engine, serve_with_drafts
-from minivllm_lab.tables import closing, console, heading, record_table
+from minivllm_lab.tables import Timed, closing, console, heading, record_table
 from minivllm_lab.timing import in_turns
 
 PROMPT_TOKENS, OUTPUT_TOKENS, MAX_MODEL_LEN = 128, 64, 256
@@ -246,10 +246,11 @@ def close(results: dict, disturbance: str) -> None:
         f"{draft['tokens_per_pass']:.2f} with a draft model. An n-gram guess yields {ngram['length']:.2f} "
         f"tokens, and the formula gives {ngram['formula']:.2f}.",
         f"{results['exact']['rounds']:,} rounds tell the exact rule from {len(wrong)} wrong ones: {', '.join(wrong)}.",
-        f"Drafts of which {ACCEPTANCE:.0%} are right: {pays['batches'][few]['measured']:.2f} × as fast for one "
-        f"request, {pays['batches'][many]['measured']:.2f} × for {many}. Break-even was predicted "
-        f"{shown_edge(pays['break_even']['predicted'])}, and measured {shown_edge(pays['break_even']['measured'])}.",
-        timed=(2,),
+        Timed(
+            f"Drafts of which {ACCEPTANCE:.0%} are right: {pays['batches'][few]['measured']:.2f} × as fast for one "
+            f"request, {pays['batches'][many]['measured']:.2f} × for {many}. Break-even was predicted "
+            f"{shown_edge(pays['break_even']['predicted'])}, and measured {shown_edge(pays['break_even']['measured'])}."
+        ),
         disturbance=disturbance,
     )
 
