@@ -199,13 +199,13 @@ class AsyncLLM(FrontEnd):
             EngineDeadError: the engine has ended.
         """
         self._check_alive()
-        text, request = self._processed(request_id, prompt, params, priority, lora_request)
+        text, request = self._process_inputs(request_id, prompt, params, priority, lora_request)
         # Before the core gets the request: its first output may come at once.
         part = self.parts.output_collector if params.output_kind is RequestOutputKind.DELTA else None
         unread = part() if part is not None else RequestOutputCollector(params.output_kind)
         collector = self._collectors[request_id] = Collector(unread, request_id, on_ready)
         try:
-            for index, child in enumerate(self._registered(request_id, text, request)):
+            for index, child in enumerate(self._register(request_id, text, request)):
                 if index % OUTPUTS_AT_ONCE == OUTPUTS_AT_ONCE - 1:
                     await asyncio.sleep(0)
                 # All completions of a prompt go to one core, where they share its prefix.
@@ -230,7 +230,7 @@ class AsyncLLM(FrontEnd):
         request_ids = list(request_ids)
         for request_id in request_ids:
             self._collectors.pop(request_id, None)
-        self._abort_in_core(self._forgotten(request_ids))
+        self._abort_in_core(self._forget(request_ids))
 
     def decline(self, kv_transfer_params: Any) -> None:
         """Tell the KV connector that a request was refused, so that the remote blocks held for it

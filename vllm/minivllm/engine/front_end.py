@@ -130,7 +130,7 @@ class FrontEnd(ABC):
     def _utility(self, method: str, *arguments: Any) -> Any:
         """Call a method of every core by name; return the result, or an awaitable of it."""
 
-    def _processed(
+    def _process_inputs(
         self,
         request_id: str,
         prompt: Prompt,
@@ -151,7 +151,7 @@ class FrontEnd(ABC):
             request_id, prompt, params, priority=priority, lora_request=lora_request
         )
 
-    def _registered(self, request_id: str, text: str | None, request: EngineCoreRequest) -> Iterator[EngineCoreRequest]:
+    def _register(self, request_id: str, text: str | None, request: EngineCoreRequest) -> Iterator[EngineCoreRequest]:
         """Yield the core's requests for a request, and expect the outputs of each from then on."""
         if not self.has_unfinished_requests():
             # Idle time must not look like low throughput.
@@ -165,7 +165,7 @@ class FrontEnd(ABC):
             self.output_processor.add_request(child, text, index, parent)
             yield child
 
-    def _forgotten(self, request_ids: Iterable[str]) -> list[str]:
+    def _forget(self, request_ids: Iterable[str]) -> list[str]:
         """Stop expecting outputs of these requests; return the core's ids for them."""
         children = [child for request_id in request_ids for child in self._children.pop(request_id, ())]
         self.output_processor.abort_requests(children)

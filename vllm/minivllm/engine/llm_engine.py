@@ -56,10 +56,10 @@ class LLMEngine(FrontEnd):
         Raises:
             MinivllmError: the request is invalid; nothing was added to the queue.
         """
-        text, request = self._processed(request_id, prompt, params, priority, lora_request)
+        text, request = self._process_inputs(request_id, prompt, params, priority, lora_request)
         with InterruptsHeld():
             try:
-                for child in self._registered(request_id, prompt_text if text is None else text, request):
+                for child in self._register(request_id, prompt_text if text is None else text, request):
                     self.engine_core.add_request(child)
             except BaseException:
                 # Some of the completions may be in the core's queue already.
@@ -70,7 +70,7 @@ class LLMEngine(FrontEnd):
     def abort_request(self, request_ids: Iterable[str]) -> None:
         """Abort requests without further output; unknown ids are ignored."""
         with InterruptsHeld(clean_up=True):
-            self.engine_core.abort_requests(self._forgotten(request_ids))
+            self.engine_core.abort_requests(self._forget(request_ids))
 
     def step(self) -> list[RequestOutput]:
         """Run one step of the core; return the outputs of requests that have something new.
