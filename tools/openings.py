@@ -15,9 +15,10 @@ from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
+from pictures import differences
+
 from minivllm.errors import MinivllmError
 from minivllm_lab.cli import Parser, run
-from minivllm_lab.exercise import load
 
 ROOT = Path(__file__).resolve().parents[1]
 LAB = ROOT / "vllm" / "minivllm_lab"
@@ -55,7 +56,6 @@ def stale(name: str) -> list[str]:
     """Return one line for each difference between a module's drawings and their files, compared as
     data, not as bytes.
     """
-    differences = load(ROOT / "tests" / "pictures.py").differences
     lines = []
     for path, drawn in drawings(name).items():
         if not path.is_file():
