@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from minivllm_lab.drawing import QUIET, Point, text_width
 from minivllm_lab.palette import BLUE, INK, ORANGE, PALE, SKY, VERMILLION
-from widgets.shell.plot import Axes, Key, Scale, draw_keys
+from widgets.shell.plot import Axes, Scale
 from widgets.shell.svg import BOLD, HEADING, SMALL, Box, Drawing
 from widgets.shell.theme import BROKEN
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from widgets.flash_attention.row import Step
     from widgets.flash_attention.state import State
 
-LIMITS = {"float16": math.log(65504), "float32": math.log(3.4028e38)}
-"""Scores whose exponential is the largest number of each dtype."""
+EDGE, NAMES = 14, 56
+"""Pixels around the picture, and left of the rows for their names."""
 
 
 def size(count: float) -> str:
@@ -61,25 +61,24 @@ def draw_row(drawing: Drawing, at: Box, state: State) -> None:
     """Draw the scores of one query with their running maximum, and below each tile the sum l, in which
     what was summed before shrinks where the maximum rises.
     """
-    row = state.row
-    drawing.text((at.x, at.y + 18), f"One row's scores, {state.steps[0].end} keys a tile", size=HEADING, bold=True)
-    box = Box(at.x + 64, at.y + 46, at.width - 68, 116)
-    low, high = min(0.0, *row.scores), max(0.1, *row.scores)
-    axes = Axes(drawing, box, Scale(0, len(row.scores)), Scale(low * 1.1, high * 1.3))
-    axes.frame("", "", x_ticks=[], y_format=lambda value: f"{value:.3g}", y_ticks=axes.y.ticks(4))
+    scores = state.row.scores
+    drawing.text((at.x, at.y + 18), f"One query's scores, {state.steps[0].end} keys a tile", size=HEADING, bold=True)
+    box = Box(at.x + NAMES, at.y + 28, at.width - NAMES, 132)
+    low, high = min(0.0, *scores), max(0.1, *scores)
+    axes = Axes(drawing, box, Scale(0, len(scores)), Scale(low * 1.1, high * 1.2))
     _draw_bars(axes, state)
-    passed = [dtype for dtype, limit in LIMITS.items() if limit < axes.y.high]
-    for dtype in passed:
-        axes.mark_y(LIMITS[dtype], "", QUIET, dash="2 3")
-    limits: list[Key] = [(f"exp overflows {dtype}", QUIET, "2 3", 1.5) for dtype in passed[-1:]]
-    draw_keys(drawing, at.y + 38, [("max m", VERMILLION, "", 2.5), *limits])
     _draw_maximum(axes, state)
-    words = "The old sum (blue) shrinks where m rises."
-    drawing.text((box.x, box.bottom + 22), words, size=SMALL, colour=QUIET)
+    words = "Where m rises, the old sum (blue) shrinks; then the tile (orange) adds its own."
+    y = drawing.paragraph((box.x, box.bottom + 24), words, box.width)
     most = max((step.got.l for step in state.steps if math.isfinite(step.got.l)), default=1.0)
-    sums = Box(box.x, box.bottom + 32, box.width, 76)
+    sums = Box(box.x, y + 12, box.width, 70)
     _draw_sums(Axes(drawing, sums, axes.x, Scale(0, 1.2 * most)), state)
-    _draw_result(drawing, (at.right, sums.bottom + 56), state)
+    with drawing.layer(at=f"{_last(state)} {_last(state)}"):
+        _draw_result(drawing, (at.x, sums.bottom + 42), state)
+
+
+def _draw_name(axes: Axes, y: float, name: str, colour: str) -> None:
+    axes.drawing.text((axes.box.x - 8, y), name, size=SMALL, colour=colour, anchor="end", bold=True)
 
 
 def _draw_bars(axes: Axes, state: State) -> None:
@@ -87,6 +86,8 @@ def _draw_bars(axes: Axes, state: State) -> None:
     last = _last(state)
     wide = axes.box.width / len(row.scores)
     zero = axes.at(0, 0)[1]
+    _draw_name(axes, zero, "scores", QUIET)
+    axes.drawing.line((axes.box.x, zero), (axes.box.right, zero), colour=QUIET)
     for frame, step in enumerate(state.steps, start=1):
         for index in range(step.first, step.end):
             x, top = axes.at(index, row.scores[index])
@@ -117,22 +118,22 @@ def _draw_maximum(axes: Axes, state: State) -> None:
                 axes.drawing.text(
                     (left[0] + 2, left[1] - 5), words, size=SMALL, colour=VERMILLION, bold=True, halo=True
                 )
+        if tile == 0:
+            _draw_name(axes, left[1] + 4, "max m", VERMILLION)
         before = step.got.m
 
 
 def _draw_sums(axes: Axes, state: State) -> None:
     """Draw the sum l after each tile: the old part, which may have shrunk, and the tile's own."""
     drawing, box = axes.drawing, axes.box
-    for line, name in enumerate(("sum l", "O / l")):
-        place = (box.x - 7, box.bottom + 17 + 16 * line)
-        drawing.text(place, name, size=SMALL, colour=BLUE, anchor="end", bold=True)
+    _draw_name(axes, box.bottom + 17, "sum l", BLUE)
     drawing.line((box.x, box.bottom), (box.right, box.bottom), colour=QUIET)
     before, last = 0.0, _last(state)
     for tile, step in enumerate(state.steps):
         (left, bottom), (right, _) = axes.at(step.first, 0), axes.at(step.end, 0)
         with drawing.layer(at=f"{tile + 1} {last}"):
             if step.wrong:
-                drawing.rect(Box(left, box.y, right - left, box.height + 38), BROKEN, tip=_wrong_tip(tile, step))
+                drawing.rect(Box(left, box.y, right - left, box.height + 22), BROKEN, tip=_wrong_tip(tile, step))
             tops = [axes.at(0, value)[1] for value in (before, step.factor * before, step.got.l)]
             if all(map(math.isfinite, tops)):
                 _draw_sum(drawing, Box(left, bottom, right - left, 0), tops, step, tile)
@@ -159,22 +160,19 @@ def _draw_sum(drawing: Drawing, at: Box, tops: Sequence[float], step: Step, tile
 
 
 def _draw_result(drawing: Drawing, place: Point, state: State) -> None:
-    """Compare the result with the softmax of the whole row."""
-    right, got = state.steps[-1].right.output[0], state.steps[-1].got.output[0]
-    words = f"softmax of the whole row: {right:+.3f}"
-    if state.own:
-        words = f"{words}; yours: {_short(got, 60, '+')} {'✕' if state.steps[-1].wrong else '✓'}"
-    colour = VERMILLION if state.steps[-1].wrong else QUIET
-    drawing.text(place, words, size=SMALL, colour=colour, anchor="end")
+    """Compare the result with attention over the whole row at once."""
+    last = state.steps[-1]
+    at_once, got = last.right.output[0], last.got.output[0]
+    words = f"Output O / l: {_short(got, 60, '+')} in tiles, {at_once:+.3f} at once"
+    mark = (" ✕" if last.wrong else " ✓") * state.own
+    drawing.paragraph(place, words + mark, drawing.width - 2 * EDGE, colour=VERMILLION if last.wrong else QUIET)
 
 
 def _draw_column(drawing: Drawing, middle: float, y: float, room: float, step: Step) -> None:
-    rows = ((step.got.l, "", "l" in step.wrong), (step.got.output[0], "+", "O" in step.wrong or "l" in step.wrong))
-    for line, (value, sign, wrong) in enumerate(rows):
-        mark = "✕" if wrong and room > 44 else ""
-        words = _short(value, room - 2 - 12 * bool(mark), sign if room > 40 else "") + mark
-        shown = VERMILLION if wrong else BLUE
-        drawing.text((middle, y + 16 * line), words, size=SMALL, colour=shown, anchor="middle", bold=wrong)
+    wrong = "l" in step.wrong
+    mark = "✕" if wrong and room > 44 else ""
+    words = _short(step.got.l, room - 2 - 12 * bool(mark)) + mark
+    drawing.text((middle, y), words, size=SMALL, colour=VERMILLION if wrong else BLUE, anchor="middle", bold=wrong)
 
 
 def _wrong_tip(tile: int, step: Step) -> str:

@@ -37,7 +37,7 @@ FlexAttention.
 SAMPLES = (1, 2, 4, 8)
 LONGEST = 2048
 """The longest request that is admitted, in tokens, as in the lesson."""
-SEEN, PLAYED, MOST_BLOCKS = 400, 9, 40
+SEEN, PLAYED, MOST_BLOCKS = 400, 7, 40
 """Requests that count, requests that are played, and blocks of the pool that is drawn."""
 PATIENCE = 1.0
 """CPU seconds that a play with the reader's pool may take; ours takes milliseconds."""
@@ -70,8 +70,6 @@ class State:
     """Both costs of every block size, and an animated pool."""
 
     block_size: int
-    title: str
-    """The requests' title."""
     samples: int
     kernel: str
     """A key of `KERNELS`."""
@@ -152,7 +150,6 @@ def sweep(
     seen = _seen(kind)
     return State(
         block_size=block_size,
-        title=kind.title,
         samples=samples,
         kernel=kernel,
         row_bytes=row_bytes,

@@ -4,7 +4,6 @@ and below it the two wastes of a block size.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -13,31 +12,24 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from minivllm_lab.drawing import text_width
 from minivllm_lab.paged_attention.played_pool import Frame, Play
 from minivllm_lab.palette import BLUE, GREEN, INK, ORANGE, PURPLE, VERMILLION, YELLOW
-from widgets.shell.plot import MARGIN, WIDE, Axes, Key, Scale, draw_keys, hidden_note
-from widgets.shell.svg import BOLD, MID, QUIET, SMALL, Box, Drawing, Segment, legend
-from widgets.shell.theme import BROKEN, CARD, IDLE, RAMP, RESERVED, WORDS
+from widgets.shell.plot import MARGIN, ROW, VALUE, WIDE, Axes, Scale, counted, hidden_note
+from widgets.shell.svg import BOLD, QUIET, SMALL, Box, Drawing, Segment, legend
+from widgets.shell.theme import BROKEN, CARD, IDLE, RESERVED
 
 if TYPE_CHECKING:
     from widgets.paged_attention import State
 
 DEFAULT = 16
 """vLLM's default block size, which is also the smallest that its kernels take."""
-COLUMN = 16
-"""Slots in a column of a block, whose slots are filled column by column."""
-NUMBER, SLOTS, ENTRY, REACH = 17, 128, 20, 30
+COLUMNS = 4
+"""Slots in a row of a block, whose slots are filled row by row."""
+NUMBER, SLOTS, ENTRY, REACH = 17, 120, 20, 26
 """The heights in pixels of a block's number, of its slots, of a table's entry, and of the space
 between a table and the pool.
 """
-OTHERS = RAMP[3]
-"""The tokens of requests whose tables are not drawn."""
-LARGE = 22
 MODELLED = (
     "Modelled, not measured: bytes that warps fetch in whole pieces of memory, for one KV head, without a cache. A "
     "table entry has 4 bytes but fetches a whole piece. Waiting for it does not count."
-)
-KEYS: tuple[Key, ...] = (
-    ("empty slots, of those held", ORANGE, "", 3),
-    ("extra bytes, to look blocks up", PURPLE, "", 1.5),
 )
 
 
@@ -57,9 +49,8 @@ def slots(size: int) -> str:
 def draw(state: State, width: float, pinned: State | None, description: str) -> str:
     """Draw the picture as SVG."""
     drawing = Drawing(width, 0, "A pool of blocks", description)
-    bottom = _pool(drawing, state, width)
-    y = draw_keys(drawing, bottom + 30, KEYS)
-    box = Box(56, y + 12, width - 56 - MARGIN, 84 if width >= WIDE else 120)
+    top = _pool(drawing, state, width) + 34
+    box = Box(56, top, width - 56 - MARGIN, 106 if width >= WIDE else 130)
     across = Scale(min(state.empty), max(state.empty), log=True)
     _wastes(Axes(drawing, box, across, Scale(0.003, 1, log=True)), state, pinned)
     drawing.height = box.bottom + 42
@@ -72,60 +63,50 @@ def draw(state: State, width: float, pinned: State | None, description: str) -> 
 
 def _wastes(axes: Axes, state: State, pinned: State | None) -> None:
     """Draw the empty share of the held slots and the bytes fetched in vain, by block size."""
-    drawing, sizes, size = axes.drawing, list(state.empty), state.block_size
+    drawing, sizes = axes.drawing, list(state.empty)
+    empty, extra = list(state.empty.values()), list(state.extra.values())
     with drawing.layer(broken="More is wasted than allowed"):
         drawing.rect(replace(axes.box, height=axes.at(1, state.allowed)[1] - axes.box.y), BROKEN)
-    axes.broken(None, DEFAULT / 2**0.2, f"No kernel takes fewer than {DEFAULT}")
-    least = f"≤ {percent(axes.y.low)}"
-    axes.frame(
-        "",
-        "",
-        x_ticks=sizes,
-        y_ticks=(axes.y.low, 0.01, 0.1, 1),
-        y_format=lambda share: percent(share) if share > axes.y.low else least,
-    )
+    axes.broken(None, DEFAULT, f"No kernel takes fewer than {DEFAULT}")
+    axes.frame("", "wasted", x_ticks=sizes, y_ticks=(0.01, 0.1, 1), y_format=percent)
     drawing.text((axes.box.x, axes.box.bottom + 33), "block size", size=SMALL, colour=QUIET)
     if pinned:
-        axes.pinned(sizes, _shown(axes, pinned.extra), pinned.block_size)
-        axes.pinned(sizes, _shown(axes, pinned.empty), pinned.block_size)
+        axes.pinned(sizes, list(pinned.extra.values()), pinned.block_size)
+        axes.pinned(sizes, list(pinned.empty.values()), pinned.block_size)
     with drawing.layer(tip=MODELLED):
         tips = [f"{slots(size)}: {percent(share)} in vain (modelled)." for size, share in state.extra.items()]
-        axes.line(sizes, _shown(axes, state.extra), PURPLE, width=1.5, tips=tips)
+        axes.line(sizes, extra, PURPLE, width=1.5, tips=tips)
+        axes.name(sizes[:3], extra[:3], "look-ups", PURPLE)
     axes.mark_y(state.allowed, f"limit {percent(state.allowed)}")
     with drawing.answer():
         tips = [f"{slots(size)}: {percent(share)} of held slots are empty." for size, share in state.empty.items()]
-        axes.line(sizes, _shown(axes, state.empty), ORANGE, width=3, tips=tips)
+        axes.line(sizes[1:], empty[1:], ORANGE, width=3, tips=tips[1:])  # blocks of 1 have no empty slot
+        axes.label(axes.at(128, state.empty[128]), "empty slots", ORANGE)
         _valley(axes, state)
         _read(axes, state)
     hidden_note(drawing, Box(axes.box.x + axes.box.width / 2, axes.box.y, axes.box.width / 2, axes.box.height))
-    axes.here(size, "block_size")
-
-
-def _shown(axes: Axes, shares: Mapping[int, float]) -> list[float]:
-    return [max(share, axes.y.low) for share in shares.values()]
+    axes.here(state.block_size, "block_size")
 
 
 def _read(axes: Axes, state: State) -> None:
     """Mark where the handle meets the empty slots, and write their share."""
-    words = percent(state.empty[state.block_size])
-    x, y = axes.at(state.block_size, max(state.empty[state.block_size], axes.y.low))
-    fits = x + text_width(words, LARGE) * BOLD + 12 < axes.box.right
-    across, anchor = (x + 10, "start") if fits else (x - 10, "end")
-    axes.drawing.last(lambda: axes.drawing.circle((x, y), 5, ORANGE))
-    axes.drawing.text(
-        (across, axes.box.bottom - 25), words, size=LARGE, colour=ORANGE, anchor=anchor, bold=True, halo=True
-    )
-    rule = "on average: half of each last block"
-    ruled = DEFAULT <= state.block_size <= state.tokens and x + text_width(rule, SMALL) + 12 < axes.box.right
-    words = rule if ruled else "on average"
-    axes.drawing.text((across, axes.box.bottom - 8), words, size=SMALL, anchor=anchor, halo=True)
+    drawing, share = axes.drawing, state.empty[state.block_size]
+    x, y = axes.at(state.block_size, max(share, axes.y.low))
+    across, anchor = (x + 10, "start") if x + 125 < axes.box.right else (x - 10, "end")
+    drawing.last(lambda: drawing.circle((x, y), 5, ORANGE))
+    half = ["half the last block"] * (DEFAULT <= state.block_size <= state.tokens)
+    lines = ["empty on average" + ":" * len(half), *half]
+    low = axes.box.bottom - 8 - ROW * len(lines)
+    drawing.text((across, low), percent(share), size=VALUE, colour=ORANGE, anchor=anchor, bold=True, halo=True)
+    for row, line in enumerate(lines, 1):
+        drawing.text((across, low + ROW * row), line, size=SMALL, anchor=anchor, halo=True)
 
 
 def _valley(axes: Axes, state: State) -> None:
     """Mark the cheapest block size."""
-    x, y = axes.at(state.valley, max(state.empty[state.valley], axes.y.low))
+    x, y = axes.at(state.valley, state.empty[state.valley])
     tip = "Held in vain and fetched in vain, both per byte needed, are least here."
-    axes.drawing.circle((x, y), 6.5, GREEN, tip=tip)
+    axes.drawing.last(lambda: axes.drawing.circle((x, y), 6.5, GREEN, tip=tip))
     axes.drawing.text((x, axes.box.bottom + 33), "cheapest", size=SMALL, colour=GREEN, anchor="middle", bold=True)
 
 
@@ -137,46 +118,33 @@ def _pool(drawing: Drawing, state: State, width: float) -> float:
     mark.
     """
     play, room = state.play, width - 2 * MARGIN
+    title = f"{play.num_blocks - 1} blocks of {counted(play.block_size, 'slot')}"
     shorter = f", lengths ÷ {play.shortened}" * (play.shortened > 1)
-    note = f"{state.title}, {state.samples} answer{'s' * (state.samples > 1)} each{shorter}"
-    y = drawing.heading((MARGIN, 22), f"{play.num_blocks - 1} {slots(play.block_size).lower()}", note) + 22
-    keys = [Segment("tokens", 0, BLUE), Segment("others' tokens", 0, OTHERS), Segment("empty", 0, ORANGE)]
-    keys += [Segment("shared", 0, YELLOW)] * (state.samples > 1)
-    y = legend(drawing, (MARGIN, y), keys, room - 110) - 6
+    note = f"{counted(state.samples, 'answer')} a request{shorter}"
+    y = drawing.heading((MARGIN, 22), title, note) + 22
+    keys = [Segment("token", 0, BLUE), *[Segment("shared by answers", 0, YELLOW)] * (state.samples > 1)]
+    keys += [Segment("empty end of a last block", 0, ORANGE), Segment("free", 0, IDLE, outlined=True)]
+    y = legend(drawing, (MARGIN, y), keys, room) - 6
     followed = list(_followed(play.frames))
-    seen = [
-        _holdings(frame, play.block_size, each.request if each else 0)
-        for frame, each in zip(play.frames, followed, strict=True)
-    ]
-    average = f" now, {percent(state.empty[state.block_size])} on average"
-    for now, first, last in _runs([_empty_now(held, play.block_size) for held in seen]):
-        with drawing.answer(), drawing.layer(at=f"{first} {last}"):
-            drawing.text((width - MARGIN, y - 13), now + average, size=SMALL, colour=ORANGE, anchor="end")
-    wide, top = room / play.num_blocks, y + ENTRY + REACH
-    places = [Box(MARGIN + at * wide, top, wide - min(3, wide / 9), NUMBER + SLOTS) for at in range(play.num_blocks)]
-    _blocks(drawing, play, seen, places)
+    wide, top = room / (play.num_blocks - 1), y + ENTRY + REACH
+    places = [Box(MARGIN, top, 0, NUMBER + SLOTS)]  # block 0, the null block, which no request gets
+    gap = min(3, wide / 9)
+    places += [Box(MARGIN + at * wide, top, wide - gap, NUMBER + SLOTS) for at in range(play.num_blocks - 1)]
+    _blocks(drawing, play, places)
     tops = (y, places[0].bottom + REACH)
-    for each, first, last in _runs(followed):
-        with drawing.layer(group=f"r{each.request}", at=f"{first} {last}"):
-            _draw_followed(drawing, each, places, tops)
+    for (request, tables), first, last in _runs(followed):
+        with drawing.layer(group=f"r{request}", at=f"{first} {last}"):
+            _draw_followed(drawing, request, tables, places, tops)
     return places[0].bottom + (REACH + ENTRY) * (state.samples > 1)
 
 
-def _empty_now(held: Mapping[int, _Holding], size: int) -> str:
-    """Say what share of the held slots is empty in one frame."""
-    return percent(1 - sum(each.filled for each in held.values()) / (size * len(held))) if held else ""
-
-
-def _blocks(drawing: Drawing, play: Play, seen: Sequence[Mapping[int, _Holding]], places: Sequence[Box]) -> None:
+def _blocks(drawing: Drawing, play: Play, places: Sequence[Box]) -> None:
     """Draw every block as free, and draw its slots over it in the frames in which it is held.
 
     There are hundreds of marks, so equal marks in the same frames form one shape.
     """
     size = play.block_size
-    drawing.rect(places[0], MID, tip="Block 0, the null block: it fills the ends of tables, and no request gets it.")
-    if places[0].width >= SMALL:
-        place = places[0].x + places[0].width / 2 + 4, places[0].bottom - 8
-        drawing.text(place, "null block", size=SMALL, turn=-90)
+    seen = [_holdings(frame, size) for frame in play.frames]
     for block, place in enumerate(places[1:], 1):
         drawing.rect(place, IDLE, tip=f"Block {block}: free.")
     owned = _layers(seen, play.num_blocks, lambda holding: (holding.request, holding.entry, holding.fault))
@@ -188,38 +156,39 @@ def _blocks(drawing: Drawing, play: Play, seen: Sequence[Mapping[int, _Holding]]
             paths = [_slots(places[block], value[1], size) for block, value in marks if value[2] == colour]
             drawing.add(f'<path d="{"".join(paths)}" fill="{colour}" pointer-events="none"/>')
     drawing.add(f'<path d="{_grid(places, size)}" stroke="{CARD}" stroke-width="1" pointer-events="none"/>')
-    for block, place in enumerate(places if places[0].width > 1.2 * SMALL else ()):  # two digits fit
-        drawing.text((place.x + place.width / 2, place.y + 13), str(block), size=SMALL, anchor="middle")
+    for block, place in enumerate(places):
+        if place.width > 1.2 * SMALL:  # two digits fit
+            drawing.text((place.x + place.width / 2, place.y + 13), str(block), size=SMALL, anchor="middle")
 
 
 def _shape(place: Box, size: int) -> tuple[int, float, float]:
-    """Return the slots in a column of a block, and a slot's width and height in pixels."""
-    rows = min(size, COLUMN)
-    return rows, place.width * rows / size, SLOTS / rows
+    """Return the slots in a row of a block, and a slot's width and height in pixels."""
+    columns = min(size, COLUMNS)
+    return columns, place.width / columns, SLOTS * columns / size
 
 
 def _slots(place: Box, count: int, size: int) -> str:
     """Return the outline of a block's first slots."""
-    rows, wide, high = _shape(place, size)
-    whole, rest = divmod(count, rows)
-    top, right = place.y + NUMBER, place.x + whole * wide
-    parts = [(place.x, whole * wide, SLOTS), (right, wide, rest * high)]
-    return "".join(f"M{x:.1f} {top:g}h{w:.1f}v{h:g}h-{w:.1f}z" for x, w, h in parts if w and h)
+    columns, wide, high = _shape(place, size)
+    whole, rest = divmod(count, columns)
+    top = place.y + NUMBER
+    parts = [(top, place.width, whole * high), (top + whole * high, rest * wide, high)]
+    return "".join(f"M{place.x:.1f} {y:.1f}h{w:.1f}v{h:.1f}h-{w:.1f}z" for y, w, h in parts if w and h)
 
 
 def _grid(places: Sequence[Box], size: int) -> str:
     """Return the lines between the blocks' slots, where these are large enough."""
-    rows, wide, high = _shape(places[0], size)
+    columns, wide, high = _shape(places[1], size)
     top, left, right = places[0].y + NUMBER, places[1].x, places[-1].right
-    down = [place.x + column * wide for place in places[1:] for column in range(1, size // rows) if wide > 3]
-    across = [top + row * high for row in range(rows)]
+    down = [place.x + column * wide for place in places[1:] for column in range(1, columns) if wide > 3]
+    across = [top + row * high for row in range(size // columns) if high > 3 or not row]
     return "".join([f"M{x:.1f} {top:g}v{SLOTS}" for x in down] + [f"M{left:g} {y:g}H{right:g}" for y in across])
 
 
 def _layers(seen: Sequence[Mapping[int, _Holding]], num_blocks: int, mark: Callable[[Any], Any]) -> _Layers:
     """Group the blocks' marks by request and by the first and last frame of an unchanged mark."""
     layers: _Layers = {}
-    for block in range(num_blocks):
+    for block in range(1, num_blocks):
         held = [frame.get(block) for frame in seen]
         for value, first, last in _runs([holding and mark(holding) for holding in held]):
             layers.setdefault((value[0], first, last), []).append((block, value))
@@ -263,7 +232,7 @@ class _Holding(NamedTuple):
     fault: str
 
 
-def _holdings(frame: Frame, block_size: int, followed: int) -> dict[int, _Holding]:
+def _holdings(frame: Frame, block_size: int) -> dict[int, _Holding]:
     """Map each block to its holder in one frame."""
     faults = {block: fault.words for fault in reversed(frame.faults) for block in fault.blocks}
     holdings = {block: _Holding(0, 0, 0, "", words) for block, words in faults.items()}
@@ -274,8 +243,7 @@ def _holdings(frame: Frame, block_size: int, followed: int) -> dict[int, _Holdin
             if before and before.request == table.request:
                 holdings[block] = before._replace(filled=max(before.filled, filled), colour=YELLOW)
             else:
-                colour = BLUE if table.request == followed else OTHERS
-                holdings[block] = _Holding(table.request, entry, filled, colour, faults.get(block, ""))
+                holdings[block] = _Holding(table.request, entry, filled, BLUE, faults.get(block, ""))
     return holdings
 
 
@@ -289,49 +257,33 @@ def _runs(values: Sequence[Any]) -> Iterator[tuple[Any, int, int]]:
             first = index + 1
 
 
-class _Followed(NamedTuple):
-    """The request whose tables are drawn in a frame."""
-
-    request: int
-    tables: tuple[tuple[int, ...], ...]
-    copies: tuple[tuple[int, int], ...]
-    """The blocks (from, to) that its answers have copied before they wrote."""
+_Followed = tuple[int, list[tuple[int, ...]]]
+"""The request whose tables are drawn in a frame, and these tables."""
 
 
 def _followed(frames: Sequence[Frame]) -> Iterator[_Followed | None]:
     """Yield for each frame the request whose tables are drawn: rather one that shares blocks, then
-    one with other blocks than before, then the one before.
+    the one before.
     """
-    before: dict[int, _Followed] = {}
     latest = 0
     for frame in frames:
-        held: dict[int, _Followed] = {}
-        for request in dict.fromkeys(table.request for table in frame.tables):
-            tables = tuple(table.blocks for table in frame.tables if table.request == request)
-            was = before.get(request, _Followed(request, (), ()))
-            entries = chain(*map(zip, was.tables, tables))
-            copies = tuple((old, new) for old, new in entries if old != new)
-            held[request] = _Followed(request, tables, was.copies + copies)
+        held: dict[int, list[tuple[int, ...]]] = {}
+        for table in frame.tables:
+            held.setdefault(table.request, []).append(table.blocks)
         ranks = {
-            each: (sum(map(len, now.tables)) > len({*chain(*now.tables)}), now != before.get(each), each == latest)
-            for each, now in held.items()
+            each: (sum(map(len, tables)) > len({*chain(*tables)}), each == latest) for each, tables in held.items()
         }
         latest = max(ranks, key=lambda request: ranks[request], default=0)
-        before = held
-        yield held.get(latest)
+        yield (latest, held[latest]) if held else None
 
 
-def _draw_followed(drawing: Drawing, each: _Followed, places: Sequence[Box], tops: Sequence[float]) -> None:
-    """Draw the tables of a request's first and last answer, with arrows to their blocks, and an arrow
-    from a block to its copy.
-    """
-    tables = {1: each.tables[0], len(each.tables): each.tables[-1]}
-    for (answer, table), top in zip(tables.items(), tops, strict=False):
-        name = f"{'Request ' if drawing.width >= WIDE else 'R'}{each.request}"
-        _draw_table(drawing, name + f", answer {answer}" * (len(tables) > 1), table, top, places)
-    for old, new in each.copies:
-        if new in each.tables[0]:
-            _draw_copy(drawing, places[old], places[new])
+def _draw_followed(
+    drawing: Drawing, request: int, tables: list[tuple[int, ...]], places: Sequence[Box], tops: Sequence[float]
+) -> None:
+    """Draw the tables of a request's first and last answer, with arrows to their blocks."""
+    shown = {1: tables[0], len(tables): tables[-1]}
+    for (answer, table), top in zip(shown.items(), tops, strict=False):
+        _draw_table(drawing, f"Request {request}" + f", answer {answer}" * (len(tables) > 1), table, top, places)
 
 
 def _draw_table(drawing: Drawing, name: str, blocks: Sequence[int], top: float, places: Sequence[Box]) -> None:
@@ -366,13 +318,3 @@ def _link(box: Box, place: Box) -> str:
     back = end - 6 if down else end + 6
     head = f"M{to - 3.5:.1f} {back:g}L{to:.1f} {end:g}L{to + 3.5:.1f} {back:g}"
     return f"M{x:.1f} {start:g}C{x:.1f} {bend:g} {to:.1f} {bend:g} {to:.1f} {end:g}{head}"
-
-
-def _draw_copy(drawing: Drawing, old: Box, new: Box) -> None:
-    """Draw the copy of a shared block, made before the first write."""
-    start, end, y = old.x + old.width / 2 + math.copysign(6, new.x - old.x), new.x + new.width / 2, old.bottom
-    path = f"M{start:.1f} {y:g}C{start:.1f} {y + 19:g} {end:.1f} {y + 19:g} {end:.1f} {y:g}"
-    path += f"M{end - 3.5:.1f} {y + 6:g}L{end:.1f} {y:g}L{end + 3.5:.1f} {y + 6:g}"
-    drawing.add(f'<path d="{path}" fill="none" stroke="{WORDS[YELLOW]}" stroke-width="2"/>')
-    if abs(end - start) > 80:  # away from the table's arrows
-        drawing.text(((start + end) / 2, y + 27), "copied", size=SMALL, colour=YELLOW, anchor="middle", bold=True)
