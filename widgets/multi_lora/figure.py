@@ -103,10 +103,8 @@ def _draw_waits(axes: Axes, state: State, pinned: State | None) -> None:
         wait = state.in_the_end(state.slots)
         number = seconds(float(f"{wait:.2g}")) if wait < 3600 else "hours"
         colour = VERMILLION if state.cause(state.slots) else GREEN
-        words, y = f"{percent(CLIENTS)} wait up to", axes.box.y - 10
-        x = axes.box.x if axes.drawing.width >= WIDE else MARGIN
-        axes.drawing.text((x, y), words, size=SMALL)
-        axes.drawing.number((x + text_width(words, SMALL) + 7, y), number, "for a first token", colour)
+        words = f"to first token for {percent(CLIENTS)} of requests"
+        axes.drawing.number((MARGIN, axes.box.y - 10), number, words, colour)
     axes.mark_y(state.ttft, f"limit: {seconds(state.ttft)}", GREEN)
     hidden_note(axes.drawing, axes.box)
     with axes.drawing.answer():

@@ -144,7 +144,7 @@ def _draw_costs(drawing: Drawing, box: Box, state: State) -> None:
     drawing.text((box.x, box.y - 10), "time for one lost token", size=SMALL, colour=QUIET)
     costs = (
         ("recomputed", crossover.recompute, ORANGE, serving.policy == "recompute"),
-        (f"swapped over {serving.link.name}", crossover.swap, PURPLE, serving.policy != "recompute"),
+        (f"swapped, {serving.link.name}", crossover.swap, PURPLE, serving.policy != "recompute"),
     )
     most = max(cost for _, cost, _, _ in costs)
     for index, (words, cost, colour, used) in enumerate(costs):
