@@ -14,13 +14,13 @@ from widgets.multi_lora.runs import ANSWER, PROMPT
 from widgets.multi_lora.state import CLIENTS, SLOTS, WAYS, State
 from widgets.multi_lora.strip import draw_strip
 from widgets.shell.plot import MARGIN, WIDE, Axes, Scale, counted, hidden_note, modelled, percent, seconds
-from widgets.shell.svg import SMALL, Box, Drawing
+from widgets.shell.svg import BOLD, QUIET, SMALL, Box, Drawing
 from widgets.shell.theme import MID, MISSED, RESERVED
 
 ACROSS = Scale(SLOTS[0], SLOTS[-1], log=True)
 TICKS = (1, 4, 16, 64, 256, 1000)
 NAMES = {
-    "plain": ("no adapter", MID),
+    "plain": ("the model, without adapters", MID),
     "together": ("all adapters at once", BLUE),
     "loop": ("one after the other", ORANGE),
     "merged": ("a merged model for each", PURPLE),
@@ -46,8 +46,8 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
         f"{counted(serving.adapters, 'adapter')} (1: the most popular); modelled"
     )
     y = draw_strip(drawing, state, _draw_head(drawing, state, "Queue, slots and memory", note) + 14) + 44
-    waits = Box(64, y, width - 64 - MARGIN, min(122, 358 - y) if width >= WIDE else 150)
-    memory = Box(waits.x, waits.bottom + 8, waits.width, 60)
+    waits = Box(64, y, width - 64 - MARGIN, 332 - y if width >= WIDE else 150)
+    memory = Box(waits.x, waits.bottom + 10, waits.width, 84)
     _draw_waits(Axes(drawing, waits, ACROSS, _scale(state)), state, pinned)
     _draw_memory(Axes(drawing, memory, ACROSS, Scale(0, serving.gpu.memory_bytes / 1e9)), state)
     drawing.height = memory.bottom + 44
@@ -65,7 +65,8 @@ def detail(state: State, width: int = 640, pinned: State | None = None) -> str:
     copies = f"{adapters:,} merged cop{'ies' if adapters > 1 else 'y'}"
     fits = min(state.serving.copies_that_fit, adapters)
     words = f"{copies} would take {gigabytes(state.merged_bytes)}; {fits:,} fit."
-    drawing.height = drawing.paragraph((MARGIN, y + 20), words, width - 2 * MARGIN) + 18
+    colour = VERMILLION if fits < adapters else QUIET
+    drawing.height = drawing.paragraph((MARGIN, y + 20), words, width - 2 * MARGIN, colour=colour) + 18
     return drawing.render()
 
 
@@ -93,19 +94,17 @@ def _draw_waits(axes: Axes, state: State, pinned: State | None) -> None:
     axes.frame("", "", x_ticks=(), y_ticks=axes.y.powers()[::2], y_format=seconds)
     with axes.drawing.answer():
         for span in state.late:
-            axes.broken(*span, late_words(state, span))
+            _shade(axes, span, late_words(state, span))
     for span in state.stopped:
-        axes.broken(*span, _refusal_words(state))
+        _shade(axes, span, _refusal_words(state))
     if pinned and pinned.run:
         axes.pinned(pinned.run, [pinned.in_the_end(slots) for slots in pinned.run], pinned.slots)
     if state.slots in state.run:
         wait = state.in_the_end(state.slots)
         number = seconds(float(f"{wait:.2g}")) if wait < 3600 else "hours"
         colour = VERMILLION if state.cause(state.slots) else GREEN
-        words, y = f"{percent(CLIENTS)} wait up to", axes.box.y - 10
-        x = axes.box.x if axes.drawing.width >= WIDE else MARGIN
-        axes.drawing.text((x, y), words, size=SMALL)
-        axes.drawing.number((x + text_width(words, SMALL) + 7, y), number, "for a first token", colour)
+        words = f"to first token for {percent(CLIENTS)} of requests"
+        axes.drawing.number((MARGIN, axes.box.y - 10), number, words, colour)
     axes.mark_y(state.ttft, f"limit: {seconds(state.ttft)}", GREEN)
     hidden_note(axes.drawing, axes.box)
     with axes.drawing.answer():
@@ -114,14 +113,16 @@ def _draw_waits(axes: Axes, state: State, pinned: State | None) -> None:
         axes.line([*state.run, *walls], waits, BLUE)
         low, enough = state.late[0] if state.late else (0, None)
         if low is None and enough and state.slots < enough < state.run[-1]:
-            x, y = axes.at(enough, state.ttft)
-            used = f"about {state.wanted:.0f}"
-            wide = f"{state.serving.at_once:.0f} run at once: {used} adapters"
-            why = wide if axes.drawing.width >= WIDE else f"{used} in use"
-            axes.label((x, y - 27), f"just enough: {math.ceil(enough)}\n{why}", GREEN)
+            why = f"{state.serving.at_once:.0f} requests at once use about {state.wanted:.0f} adapters"
+            axes.explain(enough, None, f"{math.ceil(enough)} slots are enough: {why}", GREEN)
     axes.here(state.slots, "slots", counted(state.slots, "slot"))
     with axes.drawing.answer():
         axes.tips(state.run, lambda slots: _tip(state, slots))
+
+
+def _shade(axes: Axes, span: Span, words: str) -> None:
+    axes.shade(*span, words)
+    axes.explain(*span, words.split(":")[0])
 
 
 def late_words(state: State, span: Span) -> str:
@@ -172,20 +173,24 @@ def _draw_memory(axes: Axes, state: State) -> None:
     weights, slot = weight_bytes(serving.model) / 1e9, serving.cost.slot_bytes / 1e9
     counts = [max(min(ACROSS.high, serving.most_slots), ACROSS.low) ** (part / 40) for part in range(41)]
     base, wall = axes.at(ACROSS.low, min(weights, axes.y.high))[1], axes.at(counts[-1], 0)[0]
+    top = axes.at(ACROSS.low, weights + serving.most_slots * slot)[1]
     if serving.most_slots > ACROSS.low:
-        top = axes.at(ACROSS.low, weights + serving.most_slots * slot)[1]
         drawing.rect(Box(box.x, top, wall - box.x, base - top), RESERVED)
         edge = [axes.at(count, weights + count * slot) for count in counts]
         drawing.polygon([*edge, (wall, base), (box.x, base)], ORANGE)
         drawing.text((wall - 5, base - 3), "slots", size=SMALL, anchor="end")
-        if base - top > 16 and wall - box.x > 110:
-            drawing.text((box.x + 7, (top + base) / 2 + 4), "KV cache", size=SMALL)
     drawing.rect(Box(box.x, base, box.width, box.bottom - base), MID)
-    if box.bottom - base > 10:
-        drawing.text((box.x + 7, (base + box.bottom) / 2 + 3), "weights", size=SMALL)
+    if box.bottom - base > 14:
+        drawing.text((box.x + 7, (base + box.bottom) / 2 + 4), "weights", size=SMALL)
     for span in state.stopped:
         axes.shade(*span)
     axes.also_here(state.slots)
+    point = state.points.get(state.slots)
+    words = f"KV cache: {percent(1 - point.cache_used)} free" if point else "KV cache"
+    most = wall - 36 - BOLD * text_width(words, SMALL)
+    if most > box.x and base - top > 18:
+        place = max(box.x, min(axes.at(state.slots, 0)[0], most)) + 8, top + 16
+        drawing.text(place, words, size=SMALL, bold=True, halo=RESERVED)
 
 
 # ---- what adapters cost
@@ -198,7 +203,7 @@ def _draw_steps(drawing: Drawing, state: State, y: float) -> float:
     count, fits = state.applied, state.serving.copies_that_fit
     base, times = state.batch / state.rate("merged", 1), {way: state.batch / state.rate(way, count) for way in WAYS}
     times["plain"] = base
-    drawing.number((MARGIN, y), f"{times['together'] / base:.2f}", "times as long as without adapters", BLUE)
+    drawing.number((MARGIN, y), f"{times['together'] / base:.2f}", "times as long with all adapters at once", BLUE)
     pieces = {
         "plain": [(base, MID)],
         "together": [(base, MID), (times["together"] - base, BLUE)],
@@ -206,20 +211,16 @@ def _draw_steps(drawing: Drawing, state: State, y: float) -> float:
         "merged": [(times["merged"] / count, MID if index < fits else "none") for index in range(count)],
     }
     for way, (name, colour) in NAMES.items():
-        y += 32
-        over = way == "merged" and fits < count
-        drawing.text((MARGIN, y), name + f": {fits} fit" * over, size=SMALL, bold=True, colour=colour)
-        words = seconds(times[way]) + " if all fit" * over
-        drawing.text((drawing.width - MARGIN, y), words, size=SMALL, anchor="end")
+        y += 30
+        drawing.text((MARGIN, y), name, size=SMALL, bold=True, colour=colour)
         x = MARGIN
         for part, fill in pieces[way]:
-            wide = part / max(times.values()) * (drawing.width - 2 * MARGIN)
+            wide = part / max(times.values()) * (drawing.width - 2 * MARGIN - 58)
             box = Box(x, y + 6, wide - min(1, wide / 2), 22)
             drawing.rect(box, fill, stroke=MISSED if fill == "none" else "none", tip=seconds(part))
             if fill == "none":
                 drawing.hatch(box, VERMILLION)
-            elif fill == MID and wide > 39:
-                drawing.text((x + wide / 2, y + 21), "model", size=SMALL, anchor="middle")
             x += wide
+        drawing.text((x + 6, y + 22), seconds(times[way]), size=SMALL)
         y += 28
     return y

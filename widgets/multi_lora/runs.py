@@ -101,7 +101,6 @@ class Point:
     """Copies from host memory into a slot."""
     distinct: float
     """Adapters of running requests, averaged over time."""
-    running: float
     waiting: float
     held: float
     """Requests that wait only for a slot."""
@@ -126,7 +125,7 @@ class _Slotted(OpenEngine):
         self.hits = self.asked = self.loads = 0
         self.active: set[int] = set()
         """The last step's adapters."""
-        self.sums: dict[str, float] = dict.fromkeys(("distinct", "running", "waiting", "held", "cache"), 0.0)
+        self.sums: dict[str, float] = dict.fromkeys(("distinct", "waiting", "held", "cache"), 0.0)
         self.strip: list[Moment] = []
         blocks = serving.ledger(len(slots.slots)).num_blocks
         self.share_of_cache = scheduler.kv_cache_manager.block_pool.num_usable_blocks / (blocks - 1)
@@ -174,10 +173,9 @@ class _Slotted(OpenEngine):
         if len(self.active) >= len(self.slots.slots):
             wanted = (self.adapter_of[request.request_id] for request in scheduler.waiting)
             held = [adapter for adapter in wanted if adapter not in self.active]
-        assert self.scheduled
         now = {
-            "distinct": len(self.active), "running": len(self.scheduled.num_scheduled_tokens), "waiting": waiting,
-            "held": len(held), "cache": scheduler.kv_cache_manager.usage * self.share_of_cache,
+            "distinct": len(self.active), "waiting": waiting, "held": len(held),
+            "cache": scheduler.kv_cache_manager.usage * self.share_of_cache,
         }  # fmt: skip
         for name, value in now.items():
             self.sums[name] += value * seconds
@@ -196,7 +194,6 @@ class _Slotted(OpenEngine):
             asked=self.asked,
             loads=self.loads,
             distinct=self.sums["distinct"] / over,
-            running=self.sums["running"] / over,
             waiting=self.sums["waiting"] / over,
             held=self.sums["held"] / over,
             cache_used=self.sums["cache"] / over,

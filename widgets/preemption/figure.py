@@ -5,28 +5,29 @@ from __future__ import annotations
 import math
 
 from minivllm_lab.drawing import text_width
-from minivllm_lab.palette import GREEN, INK, ORANGE, PURPLE
+from minivllm_lab.palette import GREEN, ORANGE, PURPLE
 from minivllm_simulate.load_sweep import Span
 from widgets.preemption.pool import draw_pool
 from widgets.preemption.state import POOLS, SHARE, State
 from widgets.shell.plot import (
     MARGIN,
     VALUE,
+    WIDE,
     Axes,
     Scale,
-    draw_head,
+    counted,
     figures,
     hidden_note,
+    modelled,
     percent,
     seconds,
     tokens,
-    two_boxes,
 )
 from widgets.shell.svg import QUIET, SMALL, Box, Drawing
 
 POOL = Scale(POOLS[0], POOLS[-1], log=True)
 TICKS = tuple(float(2**power) for power in range(13, 19))
-HIGH = 104
+HIGH = 130
 """The pixels of a plot's height."""
 
 
@@ -39,12 +40,14 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
     title = f"The pool, and one {'victim' if point and point.preemptions else 'request'}"
     drawing = Drawing(width, 0, title, f"A pool of {state.pool} tokens, and what a victim holds over time")
     victim = "by your function" if state.own else serving.rule
-    y = draw_head(drawing, title, f"{serving.name} on one {serving.gpu.name}; victim: {victim}", state.error, ())
-    y, held = draw_pool(drawing, state, y)
-    left, right = two_boxes(width, y + 40, HIGH, large=0.62)
-    _draw_loss(drawing, left, state, pinned)
-    _draw_costs(drawing, right, state, held)
-    drawing.height = max(left.bottom + 44, right.y + 88)
+    note = f"{serving.name} on one {serving.gpu.name}; victim: {victim}; {modelled(state.error)}"
+    y = drawing.paragraph((MARGIN, drawing.heading((MARGIN, 23), title) + 18), note, width - 2 * MARGIN)
+    wide = width >= WIDE
+    loss = Box(60, draw_pool(drawing, state, y + 19) + 40, (0.62 * width if wide else width - MARGIN) - 60, HIGH)
+    _draw_loss(drawing, loss, state, pinned)
+    place = (loss.right + 72, loss.y) if wide else (loss.x, loss.bottom + 78)
+    _draw_costs(drawing, Box(*place, width - MARGIN - place[0], HIGH), state)
+    drawing.height = loss.bottom + 44 if wide else place[1] + 118
     return drawing.render()
 
 
@@ -58,20 +61,14 @@ def _draw_loss(drawing: Drawing, box: Box, state: State, pinned: State | None) -
     alike = pinned if pinned and (pinned.serving.policy != "recompute") == swaps else None  # the same quantity
     before = [alike.points[pool].lost for pool in alike.run] if alike else []
     axes = Axes(drawing, box, POOL, Scale(0, 0.5 if max([0.0, *lost, *before]) <= 0.5 else 1))
-    name, colour = ("time that steps wait for copies", PURPLE) if swaps else ("computed twice", ORANGE)
+    name, colour = ("time that steps wait for copies", PURPLE) if swaps else ("tokens computed twice", ORANGE)
     axes.frame("tokens in the pool", "", x_ticks=TICKS, x_format=tokens, y_ticks=(0, axes.y.high), y_format=percent)
-    point, top = state.points.get(state.pool), box.y - 10
-    x = box.x
+    point, y = state.points.get(state.pool), box.y - 10
+    drawing.text((box.x, y), name, size=SMALL, colour=QUIET)
     if point and point.recomputed:
-        victims = f"= {point.preemptions:,} victims × mean {point.recomputed / point.preemptions:,.0f}"
-        for each in (f"{victims} of {point.computed:,}", victims, f"= {point.preemptions:,} victims"):
-            left = min(box.x, drawing.width - text_width(f" {name} {each}  ", SMALL))
-            if left >= MARGIN:
-                x = left
-                with drawing.answer():
-                    drawing.text((x + text_width(name, SMALL) + 4, top), each, size=SMALL, colour=colour)
-                break
-    drawing.text((x, top), name, size=SMALL, colour=QUIET)
+        with drawing.answer():
+            words = f"by {counted(point.preemptions, 'such victim')}"
+            drawing.text((box.x + text_width(name, SMALL), y), words, size=SMALL, colour=QUIET)
     _draw_broken(axes, state)
     if alike and before:
         axes.pinned(alike.run, before, alike.pool)
@@ -92,11 +89,11 @@ def _draw_broken(axes: Axes, state: State) -> None:
     for span in state.late:
         words = late_words(state, span)
         axes.shade(*span, words)
-        axes.explain(*span, words.split(":")[0])
+        axes.explain(*span, words.split(":")[0].replace("on average", f"below {state.saturation / 1024:,.0f}K"))
         if fine := [pool for pool in state.run if pool >= (span[1] or math.inf) and not state.causes(pool)]:
             if state.points[fine[0]].lost:
                 axes.explain(fine[0], None, "in time", GREEN)
-            else:
+            elif state.pool < fine[0]:
                 axes.label(axes.at(math.sqrt(fine[0] * POOLS[-1]), 0), "none", GREEN)
     for span in state.stopped:
         inside = [pool for pool in state.refusals if (span[0] or 0) <= pool < (span[1] or math.inf)]
@@ -141,21 +138,21 @@ def _tip(state: State, pool: int) -> str:
 # ---- the cost of a victim
 
 
-def _draw_costs(drawing: Drawing, box: Box, state: State, held: int) -> None:
-    """Draw the time to recompute and to swap the tokens of the request shown, as bars."""
+def _draw_costs(drawing: Drawing, box: Box, state: State) -> None:
+    """Draw the time to recompute and to swap a token as bars."""
     serving, crossover = state.serving, state.serving.crossover
-    drawing.text((box.x, box.y - 10), f"time for {held:,} tokens", size=SMALL, colour=QUIET)
+    drawing.text((box.x, box.y - 10), "time for one lost token", size=SMALL, colour=QUIET)
     costs = (
-        ("compute them again", held * crossover.recompute, ORANGE, serving.policy == "recompute"),
-        (f"swap them, {serving.link.name}", held * crossover.swap, PURPLE, serving.policy != "recompute"),
+        ("recomputed", crossover.recompute, ORANGE, serving.policy == "recompute"),
+        (f"swapped, {serving.link.name}", crossover.swap, PURPLE, serving.policy != "recompute"),
     )
     most = max(cost for _, cost, _, _ in costs)
     for index, (words, cost, colour, used) in enumerate(costs):
-        top = box.y + 14 + 46 * index
-        drawing.text((box.x, top), words, size=SMALL, colour=INK if used else QUIET, bold=used)
-        bar = Box(box.x, top + 7, max(2.0, cost / most * (box.width - 52)), 12)
-        drawing.rect(bar, colour, opacity=1 if used else 0.5, tip=f"{words}: {seconds(cost)}")
-        drawing.text((bar.right + 6, top + 17), seconds(cost), size=SMALL, colour=INK if used else QUIET, bold=used)
+        top = box.y + 24 + 56 * index
+        drawing.text((box.x, top), words, size=SMALL, bold=used)
+        bar = Box(box.x, top + 7, max(2.0, cost / most * (box.width - 56)), 18)
+        drawing.rect(bar, colour, tip=f"{words}: {micro(cost)}")
+        drawing.text((bar.right + 6, top + 20), micro(cost), size=SMALL, bold=used)
 
 
 def micro(value: float) -> str:

@@ -38,18 +38,15 @@ class Held(NamedTuple):
         return self.low + (self.high - self.low) * Scale(self.span.start, self.span.end).share(time)
 
 
-def draw_pool(drawing: Drawing, state: State, y: float) -> tuple[float, int]:
-    """Draw the pool, and what one of its requests holds over time; return the y below, and the tokens
-    that the request loses or holds at last, or 1 without a run.
-    """
+def draw_pool(drawing: Drawing, state: State, y: float) -> float:
+    """Draw the pool, and what one of its requests holds over time; return the y below."""
     gauge = Box(MARGIN + NAMES, y, GAUGE, HIGH)
     left = gauge.right + (36 if drawing.width >= WIDE else 14)
     panel = Box(left, y, drawing.width - MARGIN - left, HIGH)
-    full, held = Scale(0, 1.02 * max(state.pool, state.saturation)), 1
+    full = Scale(0, 1.02 * max(state.pool, state.saturation))
     if point := state.points.get(state.pool):
         lives = _lives(state, point)
         life = _clearest(lives)
-        held = life[0].high
         moment = next((held.span.start for held in life if held.span.kind == OUT), life[0].span.end)
         _draw_holders(drawing, gauge, panel, full, _holders(lives, life[0].span.request, moment))
         _draw_life(drawing, panel, state, life)
@@ -59,7 +56,7 @@ def draw_pool(drawing: Drawing, state: State, y: float) -> tuple[float, int]:
         words = "Nothing is served." if state.refused else "Still serving the requests."
         drawing.text((panel.x + panel.width / 2, y + 60), words, size=SMALL, colour=QUIET, anchor="middle")
     _draw_rim(drawing, gauge, state, full)
-    return gauge.bottom + 17, held
+    return gauge.bottom + 17
 
 
 # ---- what requests hold
@@ -113,7 +110,7 @@ def _draw_holders(drawing: Drawing, box: Box, panel: Box, full: Scale, holders: 
             drawing.polygon([(box.right, top), (panel.x, panel.y), (panel.x, panel.bottom), (box.right, bottom)], TINT)
         drawing.rect(layer, BLUE, opacity=1 if shown else 0.4, tip=f"A request that holds {held:,.0f} tokens")
         drawing.line((layer.x, top), (layer.right, top), CARD, width=0.7)
-    words = counted(len(holders), "request")
+    words = f"{counted(len(holders), 'request')} grow{'s' * (len(holders) == 1)}"
     drawing.text((box.right, box.bottom + 17), words, size=SMALL, colour=BLUE, anchor="end")
 
 
@@ -123,7 +120,7 @@ def _draw_rim(drawing: Drawing, box: Box, state: State, full: Scale) -> None:
     glass = [(box.x, rim), (box.x, box.bottom), (box.right, box.bottom), (box.right, rim)]
     beyond = Box(box.x, asked, box.width, rim - asked)
     if beyond.height > 0:
-        tip = f"The load asks for {state.saturation:,.0f} tokens on average"
+        tip = f"The load needs {state.saturation:,.0f} tokens on average"
         drawing.rect(beyond, BROKEN, stroke=VERMILLION, dash="3 3", tip=tip)
         layer = box.height * full.share(state.serving.held)
         for index in range(1, int(beyond.height / layer) + 1) if layer > 2 else ():
@@ -131,7 +128,7 @@ def _draw_rim(drawing: Drawing, box: Box, state: State, full: Scale) -> None:
     drawing.polyline(glass, INK, width=1.5)
     drawing.line((box.x - 5, rim), (box.right + 5, rim), INK, width=3)
     loud = VERMILLION if beyond.height > 0 else QUIET
-    words = [(rim, state.pool, "pool", INK), (asked, state.saturation, "asked for", loud)]
+    words = [(rim, state.pool, "pool", INK), (asked, state.saturation, "needed", loud)]
     free = box.y - 2.0
     for level, size, name, colour in sorted(words):
         top = min(max(level, free), box.bottom - 28)
@@ -185,40 +182,32 @@ def _name_period(drawing: Drawing, box: Box, held: Held, across: Scale, swaps: b
             drawing.polyline([(left, box.y - 4), (left, box.bottom)], VERMILLION, width=2.5)
             at_end = left - box.x > BOLD * text_width("preempted", SMALL) + 4
             ends, anchor = ((box.x, left - 6), "end") if at_end else ((left + 6, box.right), "start")
-            _write(drawing, ("preempted",), ends, above, VERMILLION, TINT, anchor)
+            _write(drawing, "preempted", ends, above, VERMILLION, TINT, anchor)
             ground = BLUE if at_end else PURPLE if swaps else TINT
             inks = (VERMILLION if ground == TINT else ink_on(ground), ground)
             lost, ends = "copied out" if swaps else "all lost", ends if at_end else (left + 6, right)
-            _write(drawing, (lost,), ends, above + 26, *inks, anchor)
-            waits, colours = seconds(span.end - span.start), (ink_on(PURPLE), PURPLE) if swaps else (QUIET, TINT)
-            _write(drawing, (f"waits {waits}", "waits"), (left + 4, right - 4), inside, *colours, "middle")
+            _write(drawing, lost, ends, above + 26, *inks, anchor)
+            colours = (ink_on(PURPLE), PURPLE) if swaps else (QUIET, TINT)
+            _write(drawing, "waits", (left + 4, right - 4), inside, *colours, "middle")
         elif span.kind == AGAIN:
-            words = ("copied back",) if swaps else ("computes all again", "recomputes")
-            colours = PURPLE if swaps else ORANGE, TINT
-            middle = (left + right) / 2
-            half = min(middle - box.x, box.right - middle)
-            ends = middle - half, middle + half
-            if not _write(drawing, words, ends, above, *colours, "middle"):
-                _write(drawing, words, (left + 12, box.right), above, *colours)
+            words, colour = ("copied back", PURPLE) if swaps else ("recomputed", ORANGE)
+            place = text_box(((left + right) / 2, above), words, SMALL, "middle", bold=True)
+            start = max([place.x, *(word.right + 8 for word in drawing.words if word.overlaps(place))])
+            _write(drawing, words, (min(start, box.right - place.width), box.right), above, colour, TINT)
         else:
-            holds = f"holds {held.high:,}"
-            words = (f"{holds} tokens", holds) if left <= box.x else ("goes on",)
+            words = f"{held.high:,} tokens" if left <= box.x else "goes on"
             _write(drawing, words, (left + 8, right), inside, ink_on(BLUE), BLUE)
 
 
-def _write(
-    drawing: Drawing, words: Sequence[str], ends: Ends, y: float, colour: str, ground: str, anchor: str = "start"
-) -> str:
-    """Write the first of these words that fit between both ends and touch no others, with a rim in
-    the colour of the ground; return them.
+def _write(drawing: Drawing, words: str, ends: Ends, y: float, colour: str, ground: str, anchor: str = "start") -> None:
+    """Write the words if they fit between both ends and touch no others, with a rim in the colour of
+    the ground.
     """
     left, right = ends
     place = {"start": left, "middle": (left + right) / 2, "end": right}[anchor], y
-    boxes = {text_box(place, each, SMALL, anchor, bold=True): each for each in words}
-    free = (box for box in boxes if not any(box.overlaps(other) for other in drawing.words))
-    if fitting := next((boxes[box] for box in free if box.width <= right - left), ""):
-        drawing.text(place, fitting, size=SMALL, colour=colour, anchor=anchor, bold=True, halo=ground)
-    return fitting
+    box = text_box(place, words, SMALL, anchor, bold=True)
+    if box.width <= right - left + 1 and not any(box.overlaps(other) for other in drawing.words):
+        drawing.text(place, words, size=SMALL, colour=colour, anchor=anchor, bold=True, halo=ground)
 
 
 def _caption(point: Point, now: float, start: float) -> str:

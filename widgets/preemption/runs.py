@@ -21,7 +21,6 @@ from minivllm.memory import kv_bytes_per_token
 from minivllm_lab.preemption.costs import LARGE, SMALL, Crossover, Pieces, effective_bandwidth
 from minivllm_lab.preemption.learner_policy import Victim, learner_victim
 from minivllm_lab.preemption.victims import SwapSpace, victim_rule
-from minivllm_simulate.cost_model import StepShape
 from minivllm_simulate.hardware import Hardware, get_hardware
 from minivllm_simulate.known_models import known_model
 from minivllm_simulate.kv_links import Link, get_link
@@ -92,8 +91,6 @@ class Point:
     """Blocks copied, out and back together."""
     copying: float
     """Seconds that steps waited for copies."""
-    tokens: int
-    """Tokens of answers."""
     seconds: float
     """Seconds until the last counted request ended."""
     spans: tuple[Span, ...]
@@ -201,7 +198,6 @@ class _Watched(OpenEngine):
             recomputed=self.scheduler.num_recomputed_tokens,
             copied=self.copied,
             copying=self.copying,
-            tokens=result.tokens,
             seconds=result.end,
             spans=tuple(sorted(self.spans, key=lambda span: span.start)),
             samples=tuple(self.samples),
@@ -228,11 +224,7 @@ class Serving:
 
     @cached_property
     def cost(self) -> Cost:
-        return self.placed.cost
-
-    @cached_property
-    def placed(self) -> PlacedModel:
-        return PlacedModel(self.model, self.gpu, Layout(1, 1, 1))
+        return PlacedModel(self.model, self.gpu, Layout(1, 1, 1)).cost
 
     @cached_property
     def lengths(self) -> list[RequestLengths]:
@@ -286,13 +278,6 @@ class Serving:
             block_size=BLOCK_SIZE,
         )  # fmt: skip
         return ledger.usable_blocks * BLOCK_SIZE
-
-    @cached_property
-    def step_alone(self) -> float:
-        """Return the seconds of a step in which one request, halfway through its answer, runs
-        alone.
-        """
-        return self.cost.seconds(StepShape.of([(1, self.prompt + self.answer // 2)]))
 
     def refusal(self, pool: int) -> str:
         """Explain why an engine with this pool does not start, or return ""."""

@@ -537,20 +537,3 @@ def draw_keys(drawing: Drawing, y: float, keys: Iterable[Key]) -> float:
         drawing.text((x + 22, y), words, size=SMALL, colour=QUIET)
         x += room + 9
     return y
-
-
-def draw_head(drawing: Drawing, title: str, note: str, error: str | None, keys: Iterable[Key]) -> float:
-    """Write the title and what is modelled, with the key of the curves, and return the y of its last
-    row.
-    """
-    y = drawing.heading((MARGIN, 23), title) + 18
-    y = drawing.paragraph((MARGIN, y), f"{note}; {modelled(error)}", drawing.width - 2 * MARGIN)
-    return draw_keys(drawing, y + 19, keys)
-
-
-def two_boxes(width: float, y: float, high: float, *, large: float) -> tuple[Box, Box]:
-    """Place a large plot with a smaller one beside it, or both in a column if the picture is narrow."""
-    first = Box(60, y, (round(large * width) if width >= WIDE else width - MARGIN) - 60, high)
-    if width < WIDE:
-        return first, Box(60, first.bottom + 78, first.width, high)
-    return first, Box(first.right + 72, y, width - first.right - 72 - MARGIN, high)
