@@ -16,7 +16,7 @@ from typing import Any
 
 from minivllm_simulate.hardware import get_hardware
 from minivllm_simulate.levers import LeverResult
-from widgets.optimization_catalog.figure import ACTS, apart, factor_words, figure, framed, rate_words
+from widgets.optimization_catalog.figure import ACTS, apart, factor_words, figure, most_dependent, rate_words
 from widgets.optimization_catalog.runs import (
     FIELDS,
     GPUS,
@@ -57,28 +57,20 @@ def verdict(state: State) -> Verdict:
         words = f"The KV cache is full: {lost}, and each preempted request starts over. It makes {rate}."
         return Verdict(words, "broken")
     slower = [row.title for row in state.on if "slower" in (step.effect for step in row.steps)]
-    edge = _edge(state)
     words = f"{_last(state)}{rate}, and a client waits {wait} ms for a token."
     if slower:
         words += f" Slower in at least one order: {', '.join(slower)}."
-    return Verdict(words + edge * (not slower), "tight" if slower or edge else "fine")
+    return Verdict(words, "tight" if slower else "fine")
 
 
 def _last(state: State) -> str:
-    """Say what the framed lever buys in the reverse order, or return "" if that is about the same."""
-    row = framed(state)
+    """Say what the most dependent lever buys in the reverse order, or return "" if that is about the same."""
+    row = most_dependent(state)
     if row is None:
         return ""
     forth, back = (factor_words(step.factor or 0) for step in row.steps)
     place = "Switched on last" if row is state.on[0] else "In reverse"
     return f"{place}, {'the ' * (row.field == 'kv_cache')}{row.title} buys ×{back}, not ×{forth}. "
-
-
-def _edge(state: State) -> str:
-    """Return a warning if the next larger number of requests at once breaks, or ""."""
-    further = dict(zip(SLOTS, state.by_slots, strict=True))
-    later = next((slots for slots in SLOTS if slots > state.slots), state.slots)
-    return f" With {later} at once it breaks." if state.trouble(further[later]) else ""
 
 
 def command(state: State) -> str:
@@ -187,8 +179,8 @@ CHALLENGES = (
         lesson="More at once buys throughput while a step stays short, and it stays short if a GPU reads little.",
     ),
     Challenge(
-        goal="The ranking puts paging and continuous batching first and second, and CUDA graphs eleventh. Find a "
-        "server on which the first two together change throughput by less than 5 %, in the ranking's order, while "
+        goal="The list puts paging and continuous batching first and second, and CUDA graphs eleventh. Find a "
+        "server on which the first two together change throughput by less than 5 %, in the list's order, while "
         "CUDA graphs at least double it.",
         check=_ranking_turned_over,
         lesson="A ranking of levers is a ranking for one load on one machine, in one order.",

@@ -87,7 +87,7 @@ def _ends(state: State) -> tuple[str, str]:
     return f"nothing on: {rate_words(state.nothing)}", f"{on}: {rate_words(state.everything)}"
 
 
-def framed(state: State) -> Row | None:
+def most_dependent(state: State) -> Row | None:
     """Return the lever whose gain depends the most on the others, if any gain depends on them."""
     return max((row for row in state.on if dependence(row) > 0.1), key=dependence, default=None)
 
@@ -111,16 +111,16 @@ class Stair(NamedTuple):
     top: tuple[int, float]
     colour: str
     special: bool
-    """Whether this is the framed lever."""
+    """Whether the lever's gain depends the most on the others."""
 
 
 def _stairs(state: State, reverse: int) -> list[Stair]:
     """List the stairs of one order that are known."""
-    rows = state.on[::-1] if reverse else state.on
+    rows, dependent = state.on[::-1] if reverse else state.on, most_dependent(state)
     rates = accumulate((row.steps[reverse].after for row in rows), _reached, initial=_reached(1.0, state.nothing))
     stairs = []
     for row, (start, top) in zip(rows, pairwise(enumerate(rates)), strict=True):
-        effect, special = row.steps[reverse].effect, row is framed(state)
+        effect, special = row.steps[reverse].effect, row is dependent
         quiet = GREEN if special else QUIET if effect == "nothing" else INK
         colour = VERMILLION if effect in ("slower", "refused") else quiet
         stairs += [Stair(row, row.steps[reverse], start, top, colour, special)] * (effect != "waiting")
@@ -144,14 +144,16 @@ def _draw_climbs(drawing: Drawing, top: float, state: State) -> float:
     drawing.text((MARGIN, box.bottom + 16), first, size=SMALL, bold=True)
     drawing.text((right, box.bottom + 16), "each stair: one lever more", size=SMALL, colour=QUIET, anchor="end")
     drawing.text((right, top - 38), last, size=SMALL, bold=True, anchor="end")
-    for draw in (_draw_ground, _draw_stairs, _draw_names):
-        for reverse, stairs in enumerate(climbs):
+    for draws in ((_draw_ground, _draw_ground), (_draw_stairs, _draw_stairs), (_name_all, _name_changes)):
+        for reverse, (draw, stairs) in enumerate(zip(draws, climbs, strict=True)):
             with drawing.answer() if reverse else nullcontext():
                 draw(axes, stairs, reverse)
     hidden_note(drawing, Box(left + box.width / 2, top + CLIMB / 2, box.width / 2, CLIMB / 2))
     drawing.circle(axes.at(0, low), 5, GREY)
     if isinstance(state.everything, LeverResult):
-        drawing.circle(axes.at(len(state.on), rates[1]), 5, BLUE)
+        end = axes.at(len(state.on), rates[1])
+        drawing.line((end[0], top - 33), end)
+        drawing.circle(end, 5, BLUE)
     return box.bottom + 16
 
 
@@ -185,11 +187,7 @@ def _draw_stairs(axes: Axes, stairs: Sequence[Stair], reverse: int) -> None:
             axes.drawing.rect(place, "transparent", tip=_tip(stair, reverse))
 
 
-def _draw_names(axes: Axes, stairs: Sequence[Stair], reverse: int) -> None:
-    (_name_changes if reverse else _name_all)(axes, stairs)
-
-
-def _name_all(axes: Axes, stairs: Sequence[Stair]) -> None:
+def _name_all(axes: Axes, stairs: Sequence[Stair], _reverse: int) -> None:
     """Write each lever's name and factor left of its stair. If there is no room for all, leave out
     those that buy nothing.
     """
@@ -204,8 +202,8 @@ def _name_all(axes: Axes, stairs: Sequence[Stair]) -> None:
             axes.drawing.line((x, min(y - 8, high)), (x, high))
 
 
-def _name_changes(axes: Axes, stairs: Sequence[Stair]) -> None:
-    """Write the names and factors of the levers that buy or cost much, the framed lever's first."""
+def _name_changes(axes: Axes, stairs: Sequence[Stair], _reverse: int) -> None:
+    """Write the names and factors of the levers that buy or cost much, the most dependent one's first."""
     for stair in sorted(stairs, key=lambda stair: not stair.special):
         (x, low), (_, high) = axes.at(*stair.start), axes.at(*stair.top)
         if stair.special and low - high > 100:
@@ -219,9 +217,8 @@ def _draw_surprise(axes: Axes, stair: Stair, place: Point) -> None:
     x, y = place
     axes.drawing.text(place, _change(stair.step), size=VALUE, colour=stair.colour, anchor="end", bold=True)
     why = balanced(WHY.get((stair.row.field, stair.step.effect), ""), 150)
-    for index, words in enumerate(
-        [f"{stair.row.title} {'last' if stair.top[0] == axes.x.high else 'in reverse'}", *why]
-    ):
+    where = "last" if stair.top[0] == axes.x.high else "in reverse"
+    for index, words in enumerate([f"{stair.row.title} {where}", *why]):
         colour = INK if index else stair.colour
         axes.drawing.text((x, y + 18 + ROW * index), words, size=SMALL, colour=colour, anchor="end", bold=not index)
     below = (axes.box.right - 4, axes.at(*stair.start)[1] + ROW + 1)

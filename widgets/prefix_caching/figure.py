@@ -150,10 +150,8 @@ def _draw_rate(drawing: Drawing, state: State, place: tuple[int, int], box: Box)
 
 
 def _rounded(cell: Reuse) -> str:
-    """Format a cell's hit rate in percent, never rounded to 0 or 100, with a cross if hits are wrong."""
-    share = cell.hit_rate
-    words = "<1" if 0 < share < 0.01 else ">99" if 0.99 < share < 1 else f"{100 * share:.0f}"
-    return "✕ " * any(cell.wrong) + words
+    """Format a cell's hit rate in percent, with a cross if hits are wrong."""
+    return "✕ " * any(cell.wrong) + percent(cell.hit_rate).removesuffix(" %")
 
 
 def _borders(state: State, boxes: dict[tuple[int, int], Box]) -> Iterator[tuple[tuple[float, float], ...]]:
