@@ -161,7 +161,7 @@ def _left(state: State, width: float) -> float:
     """Return the left end of the staircases, so that each lever's name has room left of its stair."""
     count, right = len(state.on), width - MARGIN
     rooms = (MARGIN + 8 + 1.02 * text_width(f"{row.title} ×0.00", SMALL) for row in state.on)
-    return max([60, *((room - right * at / count) / (1 - at / count) for at, room in enumerate(rooms))])
+    return max([126, *((room - right * at / count) / (1 - at / count) for at, room in enumerate(rooms))])
 
 
 def _draw_ground(axes: Axes, stairs: Sequence[Stair], reverse: int) -> None:
