@@ -64,7 +64,7 @@ def figure(state: State, width: float = 640, pinned: State | None = None) -> str
     """Draw the levers' staircases, and a token's time by requests at once."""
     drawing = Drawing(width, 0, "What each lever buys", _described(state))
     drawing.heading((MARGIN, 19), "What each lever buys")
-    note = f"Tokens/s (log) of {MODEL} on {state.gpu}, {REQUESTS[state.requests]}, {state.slots} at once; modelled"
+    note = f"Tokens/s (log): {MODEL}, {state.gpu}, {REQUESTS[state.requests]}, {state.slots} at once; modelled"
     with drawing.layer(tip=f"The model's {state.error} against published runs." if state.error else ""):
         y = drawing.paragraph((MARGIN, 37), note, width - 2 * MARGIN)
     names = [f": {state.on[0].title} {place}" if state.on else "" for place in ("first", "last")]
