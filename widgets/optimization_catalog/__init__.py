@@ -11,12 +11,12 @@ lessons/figures/05_levers.svg`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from minivllm_simulate.hardware import get_hardware
 from minivllm_simulate.levers import LeverResult
-from widgets.optimization_catalog.figure import ACTS, apart, dependence, factor_words, figure, framed, rate_words
+from widgets.optimization_catalog.figure import ACTS, apart, factor_words, figure, most_dependent, rate_words
 from widgets.optimization_catalog.runs import (
     FIELDS,
     GPUS,
@@ -26,7 +26,6 @@ from widgets.optimization_catalog.runs import (
     SLOTS,
     START,
     TITLES,
-    Row,
     State,
     sweep,
     weight_bytes,
@@ -57,40 +56,21 @@ def verdict(state: State) -> Verdict:
         lost = counted(end.preemptions, "preemption")
         words = f"The KV cache is full: {lost}, and each preempted request starts over. It makes {rate}."
         return Verdict(words, "broken")
-    slower = [row for row in state.on if _effects(row) >= {"slower"}]
-    useless = [row for row in state.on if _effects(row) == {"nothing"}]
-    edge = _edge(state)
+    slower = [row.title for row in state.on if "slower" in (step.effect for step in row.steps)]
     words = f"{_last(state)}{rate}, and a client waits {wait} ms for a token."
     if slower:
-        words += f" Slower in at least one order: {_named(slower)}."
-    elif useless and not edge:
-        words += f" No gain in either order: {_named(useless)}."
-    return Verdict(words + edge * (not slower), "tight" if slower or edge else "fine")
+        words += f" Slower in at least one order: {', '.join(slower)}."
+    return Verdict(words, "tight" if slower else "fine")
 
 
 def _last(state: State) -> str:
-    """Say what the framed lever buys in the reverse order, or return "" if that is about the same."""
-    row = framed(state)
-    if row is None or dependence(row) < 0.1:
+    """Say what the most dependent lever buys in the reverse order, or return "" if that is about the same."""
+    row = most_dependent(state)
+    if row is None:
         return ""
     forth, back = (factor_words(step.factor or 0) for step in row.steps)
     place = "Switched on last" if row is state.on[0] else "In reverse"
     return f"{place}, {'the ' * (row.field == 'kv_cache')}{row.title} buys ×{back}, not ×{forth}. "
-
-
-def _effects(row: Row) -> set[str]:
-    return {step.effect for step in row.steps}
-
-
-def _named(rows: Sequence[Row]) -> str:
-    return ", ".join(row.title for row in rows)
-
-
-def _edge(state: State) -> str:
-    """Return a warning if the next larger number of requests at once breaks, or ""."""
-    further = dict(zip(SLOTS, state.by_slots, strict=True))
-    later = next((slots for slots in SLOTS if slots > state.slots), state.slots)
-    return f" With {later} at once it breaks." if state.trouble(further[later]) else ""
 
 
 def command(state: State) -> str:
@@ -127,14 +107,6 @@ NO_FLAG = {
 FIRST, ELEVENTH = ("paging", "continuous_batching"), "cuda_graphs"
 WAIT = 30
 """Milliseconds between tokens that the challenges allow, whatever the limit is."""
-
-
-def _faster_on_l4(state: State) -> Progress:
-    return _fast_enough(state, rate=1500, levers=len(FIELDS))
-
-
-def _few_levers(state: State) -> Progress:
-    return _fast_enough(state, rate=450, levers=5)
 
 
 def _fast_enough(state: State, rate: float, levers: int) -> Progress:
@@ -203,12 +175,12 @@ def _advice_for_ranking(state: State, first: float, graphs: float) -> str:
 CHALLENGES = (
     Challenge(
         goal=f"Easy: on L4s, serve at least 1,500 tokens/s with at most {WAIT} ms between tokens.",
-        check=_faster_on_l4,
+        check=partial(_fast_enough, rate=1500, levers=len(FIELDS)),
         lesson="More at once buys throughput while a step stays short, and it stays short if a GPU reads little.",
     ),
     Challenge(
-        goal="The ranking puts paging and continuous batching first and second, and CUDA graphs eleventh. Find a "
-        "server on which the first two together change throughput by less than 5 %, in the ranking's order, while "
+        goal="The list puts paging and continuous batching first and second, and CUDA graphs eleventh. Find a "
+        "server on which the first two together change throughput by less than 5 %, in the list's order, while "
         "CUDA graphs at least double it.",
         check=_ranking_turned_over,
         lesson="A ranking of levers is a ranking for one load on one machine, in one order.",
@@ -216,7 +188,7 @@ CHALLENGES = (
     Challenge(
         goal=f"Hard: on L4s, serve at least 450 tokens/s with at most {WAIT} ms between tokens and at most five "
         "levers.",
-        check=_few_levers,
+        check=partial(_fast_enough, rate=450, levers=5),
         lesson="A step takes at least bytes ÷ bandwidth. Two levers cut the weights' bytes, speculation gets several "
         "tokens from one read, and the others fill the batch.",
     ),

@@ -1,26 +1,29 @@
-"""Draw lesson 05's levers as a waterfall, below it one of them in the reverse order, and a token's
-time by requests at once.
+"""Draw lesson 05's levers as two staircases, one for each order, and below them a token's time by
+requests at once.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import groupby, pairwise
+from contextlib import nullcontext
+from itertools import accumulate, groupby, pairwise
+from typing import NamedTuple
 
-from minivllm_lab.drawing import QUIET, Point
-from minivllm_lab.palette import BLUE, GREEN, GREY, INK, VERMILLION
+from minivllm_lab.drawing import QUIET, Point, text_width
+from minivllm_lab.palette import BLUE, GREEN, GREY, INK, SKY, VERMILLION
 from minivllm_simulate.levers import LeverResult
 from widgets.optimization_catalog.runs import MODEL, REQUESTS, SLOTS, Outcome, Row, State, Step
-from widgets.shell.plot import VALUE, Axes, Scale, counted, hidden_note, percent, short
-from widgets.shell.svg import SMALL, Box, Drawing
-from widgets.shell.theme import BROKEN, MID, MISSED
+from widgets.shell.plot import ROW, VALUE, Axes, Scale, balanced, counted, draw_keys, hidden_note, percent
+from widgets.shell.svg import SMALL, Box, Drawing, text_box
+from widgets.shell.theme import RESERVED, TINT
 
-MARGIN, ROW, NAMES, VALUES, SWEPT = 14, 15, 132, (52, 70), 56
-"""Pixels: around the picture, a row, the names, both columns of factors, and the plot below."""
+MARGIN, CLIMB, SWEPT = 14, 210, 56
+"""Pixels: around the picture, and the heights of the staircases and of the plot below."""
 SIGNS = {"waiting": "…", "starts": "starts", "refused": "✕"}
-MARKS = {"faster": GREEN, "slower": VERMILLION, "starts": GREEN, "refused": VERMILLION}
-ORDERS = ("the ranking's order", "the reverse order")
+ORDERS = ("in the list's order", "in reverse")
+STAIRS = ((BLUE, TINT), (SKY, RESERVED))
+"""The line of each order's staircase, and what is below it."""
 BREAKS = {
     "refused": "does not start: too little memory",
     "late": "too slow",
@@ -41,8 +44,8 @@ ACTS = {
     "tensor_parallel": "Two GPUs share each step, with two all-reduces per layer.",
     "cuda_graphs": "The host launches a step once instead of kernel by kernel.",
 }
-NEEDS = {"paging": ("kv_cache",), "prefix_caching": ("kv_cache", "paging"), "kv_dtype": ("kv_cache",)}
-"""Levers that a lever needs before it."""
+ON_THE_CACHE = ("paging", "prefix_caching", "kv_dtype")
+"""Levers that act on the KV cache."""
 WHY = {
     ("paging", "slower"): "Each step copies the blocks together until a kernel reads them in place.",
     ("paging", "nothing"): "Memory was not the limit.",
@@ -58,15 +61,16 @@ WHY = {
 
 
 def figure(state: State, width: float = 640, pinned: State | None = None) -> str:
-    """Draw the levers' waterfall, and a token's time by requests at once."""
+    """Draw the levers' staircases, and a token's time by requests at once."""
     drawing = Drawing(width, 0, "What each lever buys", _described(state))
     drawing.heading((MARGIN, 19), "What each lever buys")
-    note = f"Output tokens/s of {MODEL} on {state.gpu}, {REQUESTS[state.requests]}, {state.slots} at once; modelled"
+    note = f"Tokens/s (log): {MODEL}, {state.gpu}, {REQUESTS[state.requests]}, {state.slots} at once; modelled"
     with drawing.layer(tip=f"The model's {state.error} against published runs." if state.error else ""):
         y = drawing.paragraph((MARGIN, 37), note, width - 2 * MARGIN)
-    box = Box(MARGIN + NAMES, y + 27, width - 2 * MARGIN - NAMES - sum(VALUES), ROW * (len(state.rows) + 2))
-    _draw_waterfall(drawing, box, state)
-    y = _draw_frame(drawing, box, state, row) if (row := framed(state)) else box.bottom
+    names = [f": {state.on[0].title} {place}" if state.on else "" for place in ("first", "last")]
+    keys = zip(ORDERS, names, STAIRS, strict=True)
+    y = draw_keys(drawing, y + 19, [(order + name, line, "", 4) for order, name, (line, _) in keys])
+    y = _draw_climbs(drawing, y + 56, state)
     swept = Box(MARGIN + 34, y + 32, width - 2 * MARGIN - 34, SWEPT)
     _draw_swept(drawing, swept, state, pinned)
     drawing.height = swept.bottom + 42
@@ -74,25 +78,18 @@ def figure(state: State, width: float = 640, pinned: State | None = None) -> str
 
 
 def _described(state: State) -> str:
-    ends = ", ".join(f"{name}: {rate_words(run)}" for name, run in _ends(state))
     factors = (f"{row.title} {' and '.join(_change(step) for step in row.steps)}" for row in state.on)
-    return f"{ends}. In the ranking's order and in the reverse: {'; '.join(factors)}."
+    return f"{'; '.join(_ends(state))}. {ORDERS[0].capitalize()} and {ORDERS[1]}: {'; '.join(factors)}."
 
 
-def _scale(state: State) -> Scale:
-    runs = [state.nothing, state.everything, *(run for row in state.on for step in row.steps for run in step)]
-    rates = [run.tokens_per_second for run in runs if isinstance(run, LeverResult)] or [1.0]
-    return Scale(min(rates) / 1.5, max(max(rates), 3 * min(rates)) * 1.2, log=True)
-
-
-def _ends(state: State) -> tuple[tuple[str, Outcome], tuple[str, Outcome]]:
+def _ends(state: State) -> tuple[str, str]:
     on = f"{len(state.on)} of {len(state.rows)} on" if state.on else "nothing on"
-    return ("nothing on", state.nothing), (on, state.everything)
+    return f"nothing on: {rate_words(state.nothing)}", f"{on}: {rate_words(state.everything)}"
 
 
-def framed(state: State) -> Row | None:
-    """Return the lever whose gain depends the most on the others."""
-    return max(state.on, key=dependence, default=None)
+def most_dependent(state: State) -> Row | None:
+    """Return the lever whose gain depends the most on the others, if any gain depends on them."""
+    return max((row for row in state.on if dependence(row) > 0.1), key=dependence, default=None)
 
 
 def dependence(row: Row) -> float:
@@ -101,116 +98,144 @@ def dependence(row: Row) -> float:
     return abs(math.log(forth / back)) if forth and back else 0.0
 
 
-# ---- the waterfall
+# ---- the staircases
 
 
-def _draw_waterfall(drawing: Drawing, box: Box, state: State) -> None:
-    """Draw the rates from no levers to all that are on, in the ranking's order."""
-    scale = _scale(state)
-    for tick in scale.ticks(4 if box.width > 200 else 2):
-        x = box.x + scale.share(tick) * box.width
-        drawing.line((x, box.y), (x, box.bottom))
-        if x < box.right - 16:  # else it would touch the next words
-            drawing.text((x, box.y - 6), short(tick), size=SMALL, colour=QUIET, anchor="middle")
-    for reverse, words in enumerate(("in order", "in reverse")):
-        drawing.text((_column(box, reverse), box.y - 6), words, size=SMALL, colour=QUIET, anchor="end")
-    ys = (box.y + 2 + ROW * index for index in range(len(state.rows) + 2))
-    before, *_ = places = [Box(box.x, y, box.width, ROW - 4) for y in ys]
-    ends = _ends(state)
-    _draw_end(drawing, places[0], scale, *ends[0], GREY)
-    _draw_end(drawing, places[-1], scale, *ends[1], BLUE if state.on else GREY)
-    for row, place in zip(state.rows, places[1:], strict=False):
-        with drawing.layer(group=row.field):
-            _draw_row(drawing, place, scale, state, row)
-        if row.steps:
-            _draw_link(drawing, before, place, scale, row.steps[0].before)
-            before = place
-    _draw_link(drawing, before, places[-1], scale, state.everything)
+class Stair(NamedTuple):
+    """A lever's stair in one order; where the server does not start, the rate before stays."""
+
+    row: Row
+    step: Step
+    start: tuple[int, float]
+    """How many levers are on before it, and the rate then."""
+    top: tuple[int, float]
+    colour: str
+    special: bool
+    """Whether the lever's gain depends the most on the others."""
 
 
-def _column(box: Box, reverse: int) -> float:
-    """Return the right edge of an order's factors."""
-    return box.right + sum(VALUES[: reverse + 1])
+def _stairs(state: State, reverse: int) -> list[Stair]:
+    """List the stairs of one order that are known."""
+    rows, dependent = state.on[::-1] if reverse else state.on, most_dependent(state)
+    rates = accumulate((row.steps[reverse].after for row in rows), _reached, initial=_reached(1.0, state.nothing))
+    stairs = []
+    for row, (start, top) in zip(rows, pairwise(enumerate(rates)), strict=True):
+        effect, special = row.steps[reverse].effect, row is dependent
+        quiet = GREEN if special else QUIET if effect == "nothing" else INK
+        colour = VERMILLION if effect in ("slower", "refused") else quiet
+        stairs += [Stair(row, row.steps[reverse], start, top, colour, special)] * (effect != "waiting")
+    return stairs
 
 
-def _name(drawing: Drawing, place: Box, words: str, colour: str = INK, *, bold: bool = False) -> None:
-    drawing.text((place.x - 8, place.y + 10), words, size=SMALL, colour=colour, anchor="end", bold=bold)
+def _reached(rate: float, run: Outcome) -> float:
+    return run.tokens_per_second if isinstance(run, LeverResult) else rate
 
 
-def _draw_link(drawing: Drawing, before: Box, place: Box, scale: Scale, reached: Outcome) -> None:
-    """Draw a line from the end of one bar to the next."""
-    if isinstance(reached, LeverResult):
-        x = place.x + scale.share(reached.tokens_per_second) * place.width
-        drawing.line((x, before.bottom), (x, place.y), colour=QUIET)
+def _draw_climbs(drawing: Drawing, top: float, state: State) -> float:
+    """Draw both staircases in one plot; return the y below."""
+    climbs, low = [_stairs(state, reverse) for reverse in (0, 1)], _reached(1.0, state.nothing)
+    rates = [low, _reached(low, state.everything), *(stair.top[1] for stairs in climbs for stair in stairs)]
+    left, right = _left(state, drawing.width), drawing.width - MARGIN
+    box = Box(left, top, right - left, CLIMB)
+    scale = Scale(min(rates) / 1.6, max(*rates, 3 * low), log=True)
+    axes = Axes(drawing, box, Scale(0, max(1, len(state.on))), scale)
+    drawing.line((left, box.bottom), (right, box.bottom), QUIET)
+    first, last = _ends(state)
+    drawing.text((MARGIN, box.bottom + 16), first, size=SMALL, bold=True)
+    drawing.text((right, box.bottom + 16), "each stair: one lever more", size=SMALL, colour=QUIET, anchor="end")
+    drawing.text((right, top - 38), last, size=SMALL, bold=True, anchor="end")
+    for draws in ((_draw_ground, _draw_ground), (_draw_stairs, _draw_stairs), (_name_all, _name_changes)):
+        for reverse, (draw, stairs) in enumerate(zip(draws, climbs, strict=True)):
+            with drawing.answer() if reverse else nullcontext():
+                draw(axes, stairs, reverse)
+    hidden_note(drawing, Box(left + box.width / 2, top + CLIMB / 2, box.width / 2, CLIMB / 2))
+    drawing.circle(axes.at(0, low), 5, GREY)
+    if isinstance(state.everything, LeverResult):
+        end = axes.at(len(state.on), rates[1])
+        drawing.line((end[0], top - 33), end)
+        drawing.circle(end, 5, BLUE)
+    return box.bottom + 16
 
 
-def _draw_end(drawing: Drawing, place: Box, scale: Scale, words: str, run: Outcome, colour: str) -> None:
-    """Draw a dot for the first or the last set of levers."""
-    x = place.x
-    if isinstance(run, LeverResult):
-        x += scale.share(run.tokens_per_second) * place.width
-        drawing.circle((x, place.y + 6), 5, colour, tip=f"{_counts(run)}.")
-    _name(drawing, place, words)
-    drawing.text((x + 9, place.y + 10), rate_words(run), size=SMALL, bold=True, halo=True)
+def _left(state: State, width: float) -> float:
+    """Return the left end of the staircases, so that each lever's name has room left of its stair."""
+    count, right = len(state.on), width - MARGIN
+    rooms = (MARGIN + 8 + 1.02 * text_width(f"{row.title} ×0.00", SMALL) for row in state.on)
+    return max([126, *((room - right * at / count) / (1 - at / count) for at, room in enumerate(rooms))])
 
 
-def _draw_row(drawing: Drawing, place: Box, scale: Scale, state: State, row: Row) -> None:
-    """Draw a lever's bar, and its factors in both orders."""
-    _name(drawing, place, row.title, INK if row.steps else QUIET)
-    if not row.steps:
-        drawing.text((_column(place, 0), place.y + 10), "off", size=SMALL, colour=QUIET, anchor="end")
-        return
-    _draw_bar(drawing, place, scale, row.steps[0])
-    _draw_factor(drawing, (_column(place, 0), place.y + 10), row.steps[0])
-    with drawing.answer():
-        _draw_factor(drawing, (_column(place, 1), place.y + 10), row.steps[1])
-    drawing.rect(Box(place.x, place.y - 2, place.width, ROW), "transparent", tip=_tip(state, row, 0))
+def _draw_ground(axes: Axes, stairs: Sequence[Stair], reverse: int) -> None:
+    path = [axes.at(*corner) for stair in stairs for corner in _corners(stair)]
+    if path:
+        ends = [(x, axes.box.bottom) for x, _ in (path[-1], path[0])]
+        axes.drawing.polygon([*path, *ends], STAIRS[reverse][1])
 
 
-def _draw_bar(drawing: Drawing, place: Box, scale: Scale, step: Step, opacity: float = 1) -> None:
-    """Draw the change that a lever makes."""
-    if step.effect == "refused":
-        drawing.rect(place, BROKEN)
-        drawing.hatch(place, MISSED, gap=9)
-    reached = [run.tokens_per_second for run in step if isinstance(run, LeverResult)]
-    if isinstance(step.after, LeverResult):
-        low, high = (scale.share(rate) * place.width for rate in (min(reached), max(reached)))
-        bar = Box(place.x + low, place.y, max(high - low, 2), place.height)
-        drawing.rect(bar, MARKS.get(step.effect, MID), opacity=opacity)
+def _corners(stair: Stair) -> list[Point]:
+    return [stair.start, (stair.start[0], stair.top[1]), stair.top]
 
 
-def _draw_factor(drawing: Drawing, place: Point, step: Step, size: float = SMALL) -> None:
-    """Write the factor that a lever buys."""
-    colour = MARKS.get(step.effect, MID)
-    drawing.text(place, _change(step), size=size, colour=colour, anchor="end", bold=size > SMALL)
+def _draw_stairs(axes: Axes, stairs: Sequence[Stair], reverse: int) -> None:
+    for stair in stairs:
+        start, corner, top = (axes.at(*corner) for corner in _corners(stair))
+        colour = VERMILLION if stair.colour == VERMILLION else STAIRS[reverse][0]
+        with axes.drawing.layer(group=stair.row.field):
+            axes.drawing.polyline([start, corner, top], colour)
+            if stair.special:
+                axes.drawing.line(start, corner, stair.colour, width=7)
+            place = Box(start[0] - 4, min(start[1], top[1]) - 4, top[0] - start[0], abs(top[1] - start[1]) + 8)
+            axes.drawing.rect(place, "transparent", tip=_tip(stair, reverse))
 
 
-def _draw_frame(drawing: Drawing, box: Box, state: State, row: Row) -> float:
-    """Draw one lever in the reverse order, in a frame below the waterfall; return the frame's bottom."""
-    scale, step, index = _scale(state), row.steps[1], state.on.index(row)
-    place = Box(box.x, box.bottom + 13, box.width, 24)
-    _name(drawing, place, row.title, bold=True)
-    _name(drawing, Box(place.x, place.y + 15, 0, 0), "switched on last" if index == 0 else "in reverse")
-    hidden_note(drawing, place)
-    others = [lever.field for lever in state.on[:index:-1]]
-    with drawing.answer():
-        _draw_bar(drawing, place, scale, step, 0.45)
-        for run, colour in zip(step, (GREY, BLUE), strict=True):
-            if isinstance(run, LeverResult):
-                x = place.x + scale.share(run.tokens_per_second) * place.width
-                drawing.circle((x, place.y + 12), 5, colour, tip=f"{_counts(run)}.")
-        _draw_factor(drawing, (_column(place, 1), place.y + 21), step, VALUE)
-        drawing.rect(place, "transparent", tip=_tip(state, row, 1))
-        before = (
-            f"{rate_words(step.before)} with {counted(len(others), 'other') if others else 'nothing else'} on. "
-            if step.before
-            else ""
-        )
-        reason = before + (WHY.get((row.field, step.effect)) or _why(row.field, step, others))
-        y = drawing.paragraph((MARGIN + 6, place.bottom + 19), reason, drawing.width - 2 * MARGIN - 12, colour=INK)
-    frame = Box(MARGIN - 6, box.bottom + 6, drawing.width - 2 * MARGIN + 12, y + 8 - box.bottom - 6)
-    drawing.rect(frame, "none", stroke=BLUE, radius=4)
-    return frame.bottom
+def _name_all(axes: Axes, stairs: Sequence[Stair], _reverse: int) -> None:
+    """Write each lever's name and factor left of its stair. If there is no room for all, leave out
+    those that buy nothing.
+    """
+    for named in (stairs, [stair for stair in stairs if stair.step.effect != "nothing"]):
+        grounds = [axes.at(*stair.start)[1] - 5 for stair in named]
+        ys = list(accumulate(grounds, lambda above, y: min(above - ROW + 1, y)))
+        if not ys or ys[-1] > axes.box.y - 24:
+            break
+    for stair, y in zip(named, ys, strict=True):
+        x, high = axes.at(stair.start[0], stair.top[1])
+        if _write(axes, [(x - 6, y)], stair, anchor="end"):
+            axes.drawing.line((x, min(y - 8, high)), (x, high))
+
+
+def _name_changes(axes: Axes, stairs: Sequence[Stair], _reverse: int) -> None:
+    """Write the names and factors of the levers that buy or cost much, the most dependent one's first."""
+    for stair in sorted(stairs, key=lambda stair: not stair.special):
+        (x, low), (_, high) = axes.at(*stair.start), axes.at(*stair.top)
+        if stair.special and low - high > 100:
+            _draw_surprise(axes, stair, (x - 10, (low + high) / 2 + 4))
+        elif stair.special or low - high >= ROW or stair.colour == VERMILLION:
+            _write(axes, [(x + 6, high + 1 + ROW * down) for down in (1, 2, 3)], stair)
+
+
+def _draw_surprise(axes: Axes, stair: Stair, place: Point) -> None:
+    """Write left of a tall stair what its lever buys, and why, and below it the rate before."""
+    x, y = place
+    axes.drawing.text(place, _change(stair.step), size=VALUE, colour=stair.colour, anchor="end", bold=True)
+    why = balanced(WHY.get((stair.row.field, stair.step.effect), ""), 150)
+    where = "last" if stair.top[0] == axes.x.high else "in reverse"
+    for index, words in enumerate([f"{stair.row.title} {where}", *why]):
+        colour = INK if index else stair.colour
+        axes.drawing.text((x, y + 18 + ROW * index), words, size=SMALL, colour=colour, anchor="end", bold=not index)
+    below = (axes.box.right - 4, axes.at(*stair.start)[1] + ROW + 1)
+    axes.drawing.text(below, rate_words(stair.step.before), size=SMALL, anchor="end", bold=True)
+
+
+def _write(axes: Axes, places: Sequence[Point], stair: Stair, anchor: str = "start") -> bool:
+    """Write a lever's name and factor at the first of these places where they touch no other words;
+    return whether there is one.
+    """
+    words, drawing = f"{stair.row.title} {_change(stair.step)}", axes.drawing
+    for place in places:
+        box = text_box(place, words, SMALL, anchor, stair.special)
+        if box.x > 2 and box.right < drawing.width - 2 and not any(box.overlaps(other) for other in drawing.words):
+            drawing.text(place, words, size=SMALL, colour=stair.colour, anchor=anchor, bold=stair.special)
+            return True
+    return False
 
 
 def _change(step: Step) -> str:
@@ -249,30 +274,16 @@ def _counts(run: LeverResult) -> str:
     return f"{run.tokens_per_second:,.1f} tokens/s, {wait}, {batch}, {cache}{hits}{lost}"
 
 
-def _tip(state: State, row: Row, reverse: int) -> str:
+def _tip(stair: Stair, reverse: int) -> str:
     """Write a tooltip: the results before and after, and why."""
-    step = row.steps[reverse]
-    other = row.steps[1 - reverse]
-    on = [lever.field for lever in state.on][:: -1 if reverse else 1]
-    place = on.index(row.field)
-    head = f"{row.title[0].upper()}{row.title[1:]}, number {place + 1} of {len(on)} in {ORDERS[reverse]}"
-    if isinstance(step.after, str):
+    field, step = stair.row.field, stair.step
+    head = f"Number {stair.start[0] + 1} {ORDERS[reverse]}, {stair.row.title}"
+    if not isinstance(step.after, LeverResult):
         return f"{head}: the server does not start. {step.after}."
-    if not isinstance(step.after, LeverResult) or step.before is None:
-        return f"{head}: still being served."
     before = _counts(step.before) if isinstance(step.before, LeverResult) else "does not start"
-    elsewhere = f" In {ORDERS[1 - reverse]}: {_change(other)}." if other.effect != "waiting" else ""
-    why = _why(row.field, step, on[:place])
-    return f"{head}: {_change(step)}. Before: {before}. With it: {_counts(step.after)}. {why}{elsewhere}"
-
-
-def _why(field: str, step: Step, before: Sequence[str]) -> str:
-    """Explain what the lever acts on, or which of the levers it needs are missing from `before`."""
-    names = {"kv_cache": "the KV cache", "paging": "paging"}
-    missing = [names[need] for need in NEEDS.get(field, ()) if need not in before]
-    if missing:
-        return f"It needs {' and '.join(missing)} on before it, which is not the case in this order."
-    return f"{ACTS[field]} {WHY.get((field, step.effect), '')}".strip()
+    idle = field in ON_THE_CACHE and not step.after.kv_tokens
+    why = "There is no KV cache yet." if idle else WHY.get((field, step.effect), "")
+    return f"{head}: {_change(step)}. Before: {before}. With it: {_counts(step.after)}. {ACTS[field]} {why}"
 
 
 def _draw_swept(drawing: Drawing, box: Box, state: State, pinned: State | None) -> None:
@@ -295,7 +306,7 @@ def _draw_swept(drawing: Drawing, box: Box, state: State, pinned: State | None) 
     axes.line(slots, waits, BLUE, tips=tips)
     if state.slots in slots:
         x, y = axes.at(state.slots, wait := waits[slots.index(state.slots)])
-        axes.label((x, y - 8), apart(wait, limit), BLUE)
+        axes.label((x, y - 8), f"{apart(wait, limit)} ms", BLUE)
     axes.here(state.slots, "slots")
 
 

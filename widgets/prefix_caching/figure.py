@@ -13,11 +13,12 @@ from minivllm_lab.optimization_catalog.prefix_reuse import SHARED, Reuse
 from minivllm_lab.palette import BLUE, GREEN, GREY, INK, PURPLE, VERMILLION
 from widgets.prefix_caching.state import POOLS, USERS, State, milliseconds
 from widgets.shell.plot import MARGIN, WIDE, Axes, Scale, counted, hidden_note, percent, tokens
+from widgets.shell.strip import draw_title
 from widgets.shell.svg import SMALL, Box, Drawing, Segment, legend
 from widgets.shell.theme import BROKEN, CARD, MISSED, PINNED, RAMP, RAMP_WORDS
 
 GUTTER = 40
-ROW, STRIP = 15, 160
+ROW, STRIP = 17, 160
 """Heights in pixels of a row of the map, and of the strip."""
 MOST_PIECES = 200
 """The number of pieces into which the strip's bars are cut, so that they grow as the drawing
@@ -61,20 +62,6 @@ def _of_cell(state: State, users: int, pool: int, cell: Reuse) -> str:
 # ---- the map
 
 
-def _map_legend(drawing: Drawing, state: State, y: float) -> float:
-    """Write the map's title, its blues from 0 to 100 %, and its key; return the y below."""
-    drawing.heading((MARGIN, y), "Hit rate")
-    left = drawing.width - MARGIN - 44 - 12 * len(RAMP)
-    for step, colour in enumerate(RAMP):
-        drawing.rect(Box(left + 12 * step, y - 10, 12, 12), colour)
-    drawing.text((left - 5, y), "0 %", size=SMALL, colour=QUIET, anchor="end")
-    drawing.text((drawing.width - MARGIN, y), "100 %", size=SMALL, colour=QUIET, anchor="end")
-    keys = [Segment(f"p95 time to first token above {state.target * 1e3:g} ms", 0, BROKEN, hatched=True)]
-    what = "histories" if state.kind.grows else "documents"
-    keys += [Segment(f"the {what} alone just fit", 0, INK, dash="5 3")] * _has_line(state)
-    return legend(drawing, (MARGIN, y + 19), keys, drawing.width - 2 * MARGIN)
-
-
 def _has_line(state: State) -> bool:
     """Return whether the contexts to keep grow with the users; users who do not pause leave early."""
     return state.kind.pause > 0 and (state.kind.prefix_of == "user" or state.kind.grows)
@@ -82,8 +69,11 @@ def _has_line(state: State) -> bool:
 
 def _draw_map(drawing: Drawing, state: State, top: float, pinned: State | None) -> float:
     """Draw the map with its title and axes; return the y below."""
-    y = _map_legend(drawing, state, top)
-    plane = Box(MARGIN + GUTTER, y - 9, drawing.width - 2 * MARGIN - GUTTER, ROW * len(USERS))
+    late = f"p95 time to first token above {state.target * 1e3:g} ms"
+    line = f"the {'histories' if state.kind.grows else 'documents'} alone just fit"
+    keys = [Segment(late, 0, BROKEN, hatched=True)] + [Segment(line, 0, INK, dash="5 3")] * _has_line(state)
+    y = draw_title(drawing, "Hit rate, %", keys, top)
+    plane = Box(MARGIN + GUTTER, y + 12, drawing.width - 2 * MARGIN - GUTTER, ROW * len(USERS))
     axes = Axes(drawing, plane, ACROSS, UP)
     axes.here(MIDDLES[state.pool], "pool")  # under the cells, so that their tooltips work
     drawing.rect(plane, CARD, stroke=RULE)
@@ -105,7 +95,7 @@ def _draw_map(drawing: Drawing, state: State, top: float, pinned: State | None) 
         with drawing.layer(group="pinned"):
             for start, end in _borders(pinned, {place: _cell_box(axes, *place) for place in pinned.cells}):
                 drawing.line(start, end, PINNED, width=2, dash="5 4")
-    with drawing.layer(broken=f"p95 time to first token above {state.target * 1e3:g} ms"), drawing.answer():
+    with drawing.layer(broken=late), drawing.answer():
         for start, end in _borders(state, boxes):
             drawing.line(start, end, VERMILLION, width=2.5)
     here = boxes[state.users, state.pool]
@@ -160,10 +150,8 @@ def _draw_rate(drawing: Drawing, state: State, place: tuple[int, int], box: Box)
 
 
 def _rounded(cell: Reuse) -> str:
-    """Format a cell's hit rate in percent, never rounded to 0 or 100, with a cross if hits are wrong."""
-    share = cell.hit_rate
-    words = "<1" if 0 < share < 0.01 else ">99" if 0.99 < share < 1 else f"{100 * share:.0f}"
-    return "✕ " * any(cell.wrong) + words
+    """Format a cell's hit rate in percent, with a cross if hits are wrong."""
+    return "✕ " * any(cell.wrong) + percent(cell.hit_rate).removesuffix(" %")
 
 
 def _borders(state: State, boxes: dict[tuple[int, int], Box]) -> Iterator[tuple[tuple[float, float], ...]]:
@@ -180,11 +168,14 @@ def _borders(state: State, boxes: dict[tuple[int, int], Box]) -> Iterator[tuple[
 
 
 def _draw_line(axes: Axes, state: State) -> None:
-    """Draw the line along which what must stay cached fills the pool, without what a request adds."""
-    load = state.load
+    """Draw the line along which what must stay cached fills the pool, without what a request adds, but
+    not through the numbers of the reader's row.
+    """
+    load, row = state.load, USERS.index(state.users)
     kept = [load.kind.kept(1, load.turns, load.prefix), load.kind.kept(2, load.turns, load.prefix)]
-    users = [ROWS[0] * (ROWS[-1] / ROWS[0]) ** (index / 24) for index in range(25)]
-    axes.line([kept[0] + (many - 1) * (kept[1] - kept[0]) for many in users], users, INK, width=2, dash="5 3")
+    for low, high in ((ROWS[0], ROWS[row]), (ROWS[row + 1], ROWS[-1])):
+        users = [low * (high / low) ** (index / 24) for index in range(25)]
+        axes.line([kept[0] + (many - 1) * (kept[1] - kept[0]) for many in users], users, INK, width=2, dash="5 3")
 
 
 # ---- the strip
@@ -195,9 +186,9 @@ def _draw_strip(drawing: Drawing, state: State) -> float:
     y below.
     """
     y = drawing.heading((MARGIN, 22), "Whose context is in the pool", state.kind.title)
-    best = f"; {percent(state.endless_rate, 1)} if nothing were evicted" * (drawing.width >= WIDE)
     colour = VERMILLION if state.wrong_rate or state.missed(state.here) else BLUE
-    drawing.number((MARGIN, y + 31), percent(state.hit_rate, 1), f"of the prompt tokens hit{best}", colour)
+    words = f"of prompt tokens hit; {percent(state.endless_rate, 1)} if endless"
+    drawing.number((MARGIN, y + 31), percent(state.hit_rate, 1), words, colour)
     box = Box(MARGIN + GUTTER, y + 72, drawing.width - 2 * MARGIN - GUTTER, STRIP)
     strip = _Strip(drawing, state, box)
     keys = [Segment("in the pool (paler: in part)", 0, RAMP[3])]

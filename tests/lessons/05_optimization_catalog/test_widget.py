@@ -4,7 +4,6 @@ is drawn and stated.
 
 import inspect
 import math
-import xml.etree.ElementTree as ET
 from functools import cache
 from itertools import accumulate
 from unittest import mock
@@ -87,7 +86,7 @@ def test_states_become_more_complete_and_nothing_is_run_twice():
     first = states[0]
     assert isinstance(first.everything, LeverResult)
     assert isinstance(first.nothing, LeverResult)
-    assert "…" in "".join(ET.fromstring(widget.figure(first)).itertext())
+    assert not first.complete
     known = [sum(run is not None for run in state.by_slots) for state in states]
     assert known == sorted(known)
     assert states[-1].complete
