@@ -11,10 +11,10 @@ from itertools import groupby
 from minivllm_lab.drawing import ink_on, text_width
 from minivllm_lab.palette import BLUE, GREEN, INK, ORANGE, VERMILLION
 from widgets.attention_heads.state import TPS, Kind, Place, State
-from widgets.shell.plot import MARGIN, VALUE, WIDE, Axes, Scale, counted, hidden_note, modelled, percent, tokens
+from widgets.shell.plot import MARGIN, VALUE, WIDE, Axes, Scale, counted, hidden_note, modelled, tokens
 from widgets.shell.strip import draw_title
 from widgets.shell.svg import BOLD, QUIET, SMALL, Box, Drawing, Segment, legend, text_box
-from widgets.shell.theme import BROKEN, IDLE, MID, MISSED, PINNED
+from widgets.shell.theme import BROKEN, IDLE, MID, MISSED
 
 HALF = math.sqrt(2)
 GPUS = Scale(TPS[0] / HALF, TPS[-1] * HALF, log=True)
@@ -29,7 +29,7 @@ KIB = 1024
 def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
     """Draw what each GPU keeps, and below it the requests that fit by number of GPUs."""
     drawing = Drawing(width, 0, "What each GPU keeps", f"{state.model}, {state.mine.name}. {rank_words(state)}")
-    y = _draw_gpus(drawing, _draw_head(drawing, state, pinned), state, pinned)
+    y = _draw_gpus(drawing, _draw_head(drawing, state), state)
     keys = [Segment("without copies", 0, BLUE, dash="2 4")]
     copied = any(place.copies > 1 for place in state.mine.places)
     y = draw_title(drawing, "Requests that fit", keys * copied, y + 34)
@@ -157,7 +157,7 @@ def held_words(state: State, tp: int) -> str:
 # ---- the GPUs one by one
 
 
-def _draw_head(drawing: Drawing, state: State, pinned: State | None) -> float:
+def _draw_head(drawing: Drawing, state: State) -> float:
     """Write the title and the colours, and return the y below."""
     heads = f"{state.kv_heads} KV head{'s' * (state.kv_heads > 1)}"
     title = f"{'A latent' if state.latent else heads} on {counted(state.tp, state.hardware.name)}"
@@ -168,21 +168,22 @@ def _draw_head(drawing: Drawing, state: State, pinned: State | None) -> float:
         Segment("copies", 0, ORANGE),
         Segment("weights and the rest", 0, MID),
     ]
-    if pinned:
-        keys.append(Segment(f"pinned: {percent(_filled(pinned))} full", 0, PINNED))
     return legend(drawing, (MARGIN, y + 22), keys, drawing.width - 2 * MARGIN) - 8
 
 
-def _draw_gpus(drawing: Drawing, y: float, state: State, pinned: State | None) -> float:
+def _draw_gpus(drawing: Drawing, y: float, state: State) -> float:
     """Draw the memory of each GPU, filled from below, and return the y below."""
     whole = Box(MARGIN, y + ABOVE, drawing.width - 2 * MARGIN, MEMORY)
     room = whole.width / state.tp
     gap = min(4.0, room / 5)
     gpus = [Box(whole.x + rank * room + gap / 2, whole.y, room - gap, MEMORY) for rank in range(state.tp)]
-    _draw_ranks(drawing, whole, gpus, gap)
     weights = min(state.reserved / state.budget, 1) * MEMORY
-    for gpu in gpus:
+    step = next(step for step in TPS if step * room >= text_width("GPU 00", SMALL) + 6)
+    for rank, gpu in enumerate(gpus):
+        drawing.rect(gpu, IDLE, stroke=MID)
         drawing.rect(Box(gpu.x, gpu.bottom - weights, gpu.width, weights), MID)
+        if rank % step == 0:
+            drawing.text((gpu.x, gpu.bottom + NUMBERS), f"GPU {rank}", size=SMALL, colour=QUIET)
     hidden_note(drawing, whole)
     with drawing.answer():
         if state.here.divisible:
@@ -196,32 +197,14 @@ def _draw_gpus(drawing: Drawing, y: float, state: State, pinned: State | None) -
                 start, end = gpus[first].x, gpus[first + copies - 1].right
                 drawing.line((start, whole.y - 6), (end, whole.y - 6), colour=ORANGE, width=2.5)
         words, colour = _memory_words(state)
-        drawing.text(
-            (whole.x, whole.y - 18),
-            words,
-            size=SMALL,
-            colour=colour,
-            bold=True,
-            halo=BROKEN if colour == VERMILLION else True,
-        )
-    if pinned and _filled(pinned) < 1 + ABOVE / MEMORY:
-        height = whole.bottom - _filled(pinned) * MEMORY
-        drawing.line((whole.x, height), (whole.right, height), colour=PINNED, dash="5 4", width=1.5)
+        rim = BROKEN if colour == VERMILLION else True
+        drawing.text((whole.x, whole.y - 18), words, size=SMALL, colour=colour, bold=True, halo=rim)
     return whole.bottom + NUMBERS
 
 
 def _filled(state: State) -> float:
     """Return the part of a GPU's memory that the weights and all requests take."""
     return (state.reserved + state.needed) / state.budget
-
-
-def _draw_ranks(drawing: Drawing, whole: Box, gpus: Sequence[Box], gap: float) -> None:
-    """Draw empty GPUs with their numbers."""
-    step = next(step for step in TPS if step * (gpus[0].width + gap) >= text_width("GPU 00", SMALL) + 6)
-    for rank, gpu in enumerate(gpus):
-        drawing.rect(Box(gpu.x, gpu.y, gpu.width, MEMORY), IDLE, stroke=MID)
-        if rank % step == 0:
-            drawing.text((gpu.x, gpu.bottom + NUMBERS), f"GPU {rank}", size=SMALL, colour=QUIET)
 
 
 def _draw_heads(drawing: Drawing, gpu: Box, state: State, heads: Sequence[int], seen: Collection[int]) -> None:
