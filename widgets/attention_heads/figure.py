@@ -193,7 +193,8 @@ def _draw_gpus(drawing: Drawing, y: float, state: State) -> float:
                 drawing.rect(gpu, "transparent", tip=_rank_tip(state, rank))
                 seen |= set(state.ranks[rank])
             copies = state.here.copies
-            for first in range(0, state.tp, copies) if copies > 1 and _filled(state) <= 1 else ():
+            bracketed = copies > 1 and _filled(state) <= 1 and not state.wrong
+            for first in range(0, state.tp, copies) if bracketed else ():
                 start, end = gpus[first].x, gpus[first + copies - 1].right
                 drawing.line((start, whole.y - 6), (end, whole.y - 6), colour=ORANGE, width=2.5)
         words, colour = _memory_words(state)
