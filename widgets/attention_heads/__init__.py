@@ -26,7 +26,6 @@ from widgets.attention_heads.state import (
     START,
     TPS,
     WANTED,
-    Kind,
     State,
     sweep,
 )
@@ -126,15 +125,8 @@ def _worth(state: State) -> Progress:
     return _progress(state, "Llama-3.1-70B", rules, gain >= 2, words, advice)
 
 
-def _published(state: State) -> Kind | None:
-    """Find the published model among the variants shown for comparison."""
-    heads = known_model(state.model).num_key_value_heads
-    return next((kind for kind in state.others if kind.name.endswith(f", {heads} heads")), None)
-
-
 def _latent(state: State) -> Progress:
-    published = _published(state)
-    fits = published.at(state.tp).fits if published else 0.0
+    fits = state.published.at(state.tp).fits
     times = state.here.fits / fits if fits else 0.0
     words = f"{_words(state)} {f'That is {times:.2f} times what 8 KV heads hold.' if fits else ''}".strip()
     advice = (

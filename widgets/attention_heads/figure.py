@@ -8,33 +8,31 @@ import math
 from collections.abc import Callable, Collection, Sequence
 from itertools import groupby
 
-from minivllm.config.units import GIB
-from minivllm_lab.drawing import ink_on, number, text_width
-from minivllm_lab.palette import BLUE, GREEN, GREY, INK, ORANGE, VERMILLION
+from minivllm_lab.drawing import ink_on, text_width
+from minivllm_lab.palette import BLUE, GREEN, INK, ORANGE, VERMILLION
 from widgets.attention_heads.state import TPS, Kind, Place, State
-from widgets.shell.plot import MARGIN, VALUE, WIDE, Axes, Scale, hidden_note, modelled, percent, tokens
-from widgets.shell.svg import BOLD, QUIET, SMALL, Box, Drawing, Segment, legend
-from widgets.shell.theme import BROKEN, IDLE, MID, MISSED, PINNED
+from widgets.shell.plot import MARGIN, VALUE, WIDE, Axes, Scale, counted, hidden_note, modelled, tokens
+from widgets.shell.strip import draw_title
+from widgets.shell.svg import BOLD, QUIET, SMALL, Box, Drawing, Segment, legend, text_box
+from widgets.shell.theme import BROKEN, IDLE, MID, MISSED
 
 HALF = math.sqrt(2)
 GPUS = Scale(TPS[0] / HALF, TPS[-1] * HALF, log=True)
 """Each number of GPUs has the part of the axis nearest to it."""
-ABOVE, MEMORY, QUERIES, NUMBERS, PLOT = 34, 128, 14, 15, 126
-"""Pixels of height: what does not fit, a GPU's memory, its query heads, its number, and the plot."""
-MODEL_NAMES, MODEL_BYTES, MODEL_ROW = 112, 44, 15
+ABOVE, MEMORY, NUMBERS, PLOT = 34, 138, 15, 128
+"""Pixels of height: what does not fit, a GPU's memory, its number, and the plot."""
+MODEL_NAMES, MODEL_BYTES, MODEL_ROW = 112, 44, 20
 """Pixels of a model's name, of its bytes, and of its row."""
 KIB = 1024
-Curve = tuple[list[float], list[float]]
 
 
 def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
     """Draw what each GPU keeps, and below it the requests that fit by number of GPUs."""
     drawing = Drawing(width, 0, "What each GPU keeps", f"{state.model}, {state.mine.name}. {rank_words(state)}")
-    y = _draw_gpus(drawing, _draw_head(drawing, state, pinned), state, pinned)
-    y = drawing.heading((MARGIN, y + 34), "Requests that fit")
-    if any(place.copies > 1 for place in state.mine.places):
-        drawing.line((170, y - 4), (190, y - 4), colour=BLUE, dash="2 4", width=1.5)
-        drawing.text((196, y), "without copies", size=SMALL, colour=QUIET)
+    y = _draw_gpus(drawing, _draw_head(drawing, state), state)
+    keys = [Segment("without copies", 0, BLUE, dash="2 4")]
+    copied = any(place.copies > 1 for place in state.mine.places)
+    y = draw_title(drawing, "Requests that fit", keys * copied, y + 34)
     plot = Box(46, y + 16, width - 46 - MARGIN, PLOT if width >= WIDE else 150)
     _draw_fits(Axes(drawing, plot, GPUS, _scale(state)), state, pinned)
     drawing.height = plot.bottom + 44
@@ -73,35 +71,40 @@ def _draw_fits(axes: Axes, state: State, pinned: State | None) -> None:
     hidden_note(axes.drawing, axes.box)
     with axes.drawing.answer():
         alone = 1 if state.latent else state.kv_heads
-        split = _curve(state.mine, lambda place: place.fits * place.copies * (place.tp >= alone))
-        axes.line(*split, BLUE, width=1.5, dash="2 4")
-        axes.line(*_curve(state.mine, _fits, (1 / HALF, HALF)), BLUE)
-        axes.points(*_curve(state.mine, _fits), BLUE, radius=3.5)
-        fits, x = state.here.fits, axes.at(state.tp, 1)[0]
-        after = next((place.fits for place in state.mine.places if place.tp == 2 * state.tp), math.inf)
-        words = f"{int(fits):,}"
-        wide = BOLD * text_width(words, VALUE) + 8
-        right = x - wide < axes.box.x or (after < 1.17 * fits and x + wide < axes.box.right)
-        if fits >= 1:
-            at, anchor = (x + 8, "start") if right else (x - 8, "end")
-            place = at, axes.at(state.tp, fits)[1] - 6
-            axes.drawing.text(place, words, size=VALUE, colour=BLUE, anchor=anchor, bold=True)
-        if state.here.copies > 1 and fits >= 1 and right:
-            whole = fits * state.here.copies
-            place = x - 4, max(axes.at(state.tp, whole)[1] - 5, axes.box.y + SMALL)
-            axes.drawing.text(place, f"{int(whole):,}", size=SMALL, colour=BLUE, anchor="end")
+        axes.line(*_curve(state.mine, lambda place: place.fits * place.copies * (place.tp >= alone)), BLUE, dash="2 4")
+        axes.line(*_curve(state.mine, _fits), BLUE)
+        axes.points(*_curve(state.mine, _fits), BLUE)
+        _write_fits(axes, state)
     axes.here(state.tp, "tensor_parallel_size")
     with axes.drawing.answer():
         axes.tips(TPS, lambda tp: _fits_tip(state, state.mine.at(tp)))
+
+
+def _write_fits(axes: Axes, state: State) -> None:
+    """Write the requests that fit at the handle, large, and on half as many GPUs and without copies."""
+    drawing, here, half = axes.drawing, state.here, state.mine.at(max(state.tp // 2, 1))
+    if here.fits < 1:
+        return
+    (x, y), words = axes.at(state.tp, here.fits), f"{int(here.fits):,}"
+    wide = BOLD * text_width(words, VALUE) + 10
+    right = x - wide < axes.box.x or (here.copies > 1 and x + wide < axes.box.right)
+    place, anchor = ((x + 10, y - 6), "start") if right else ((x - 10, y - 6), "end")
+    drawing.text(place, words, size=VALUE, colour=BLUE, anchor=anchor, bold=True)
+    for tp, fits, left, anchor in ((half.tp, half.fits, 0, "middle"), (state.tp, here.fits * here.copies, 4, "end")):
+        (x, y), words = axes.at(tp, fits), f"{int(fits):,}"
+        place = x - left, max(y - 9, axes.box.y + SMALL)
+        box = text_box(place, words, SMALL, anchor, bold=True)
+        if fits not in (0, here.fits) and not any(box.overlaps(other) for other in drawing.words):
+            drawing.text(place, words, size=SMALL, colour=BLUE, anchor=anchor, bold=True)
 
 
 def _fits(place: Place) -> float:
     return place.fits
 
 
-def _curve(kind: Kind, value: Callable[[Place], float], ends: Sequence[float] = (1,)) -> Curve:
-    """Return the numbers of GPUs, times each of `ends`, and the values, without values below 1."""
-    points = [(place.tp * end, value(place)) for place in kind.places if value(place) >= 1 for end in ends]
+def _curve(kind: Kind, value: Callable[[Place], float]) -> tuple[list[float], list[float]]:
+    """Return the numbers of GPUs and the values, without values below 1."""
+    points = [(place.tp, value(place)) for place in kind.places if value(place) >= 1]
     return [tp for tp, _ in points], [height for _, height in points]
 
 
@@ -140,7 +143,7 @@ def cause_words(state: State, tp: int) -> str:
         "heads": f"{state.query_heads} query heads cannot be split over {tp}",
         "weights": f"not even the weights fit on {tp} GPU{'s' * (tp > 1)}",
         "few": f"{int(place.fits)} of {state.wanted} requests fit on {tp}",
-        "copies": f"copies: {held_words(state, tp)}",
+        "copies": "copies",
         "": "",
     }[state.cause(tp)]
 
@@ -154,37 +157,33 @@ def held_words(state: State, tp: int) -> str:
 # ---- the GPUs one by one
 
 
-def _draw_head(drawing: Drawing, state: State, pinned: State | None) -> float:
+def _draw_head(drawing: Drawing, state: State) -> float:
     """Write the title and the colours, and return the y below."""
-    load = f"{state.wanted} requests of {tokens(state.context)} tokens, {state.budget / GIB:.0f} GiB a GPU"
-    y = drawing.heading((MARGIN, 23), f"What each {state.hardware.name} keeps", f"{state.model}, {load}")
-    holders = "the latent" if state.latent else f"{state.kv_heads} KV head{'s' * (state.kv_heads > 1)}"
+    heads = f"{state.kv_heads} KV head{'s' * (state.kv_heads > 1)}"
+    title = f"{'A latent' if state.latent else heads} on {counted(state.tp, state.hardware.name)}"
+    load = f"{state.model}, {counted(state.wanted, 'request')} of {tokens(state.context)} tokens"
+    y = drawing.heading((MARGIN, 23), title, load)
     keys = [
-        Segment(f"{state.query_heads} query heads", 0, INK, dash="2.5 3"),
-        Segment(holders, 0, BLUE),
+        Segment("latent" if state.latent else "KV heads", 0, BLUE),
         Segment("copies", 0, ORANGE),
         Segment("weights and the rest", 0, MID),
-        Segment("free", 0, IDLE, outlined=True),
     ]
-    if pinned:
-        keys.append(Segment(f"pinned: {percent(_filled(pinned))} full", 0, PINNED))
     return legend(drawing, (MARGIN, y + 22), keys, drawing.width - 2 * MARGIN) - 8
 
 
-def _draw_gpus(drawing: Drawing, y: float, state: State, pinned: State | None) -> float:
-    """Draw the memory of each GPU, filled from below, and the query heads it computes; return the y
-    below.
-    """
+def _draw_gpus(drawing: Drawing, y: float, state: State) -> float:
+    """Draw the memory of each GPU, filled from below, and return the y below."""
     whole = Box(MARGIN, y + ABOVE, drawing.width - 2 * MARGIN, MEMORY)
     room = whole.width / state.tp
     gap = min(4.0, room / 5)
     gpus = [Box(whole.x + rank * room + gap / 2, whole.y, room - gap, MEMORY) for rank in range(state.tp)]
-    _draw_ranks(drawing, whole, gpus, gap)
     weights = min(state.reserved / state.budget, 1) * MEMORY
-    for gpu in gpus:
+    step = next(step for step in TPS if step * room >= text_width("GPU 00", SMALL) + 6)
+    for rank, gpu in enumerate(gpus):
+        drawing.rect(gpu, IDLE, stroke=MID)
         drawing.rect(Box(gpu.x, gpu.bottom - weights, gpu.width, weights), MID)
-    for gpu in gpus if state.here.divisible else [whole]:
-        _draw_query_heads(drawing, gpu, state.query_heads // (state.tp if state.here.divisible else 1))
+        if rank % step == 0:
+            drawing.text((gpu.x, gpu.bottom + NUMBERS), f"GPU {rank}", size=SMALL, colour=QUIET)
     hidden_note(drawing, whole)
     with drawing.answer():
         if state.here.divisible:
@@ -194,45 +193,19 @@ def _draw_gpus(drawing: Drawing, y: float, state: State, pinned: State | None) -
                 drawing.rect(gpu, "transparent", tip=_rank_tip(state, rank))
                 seen |= set(state.ranks[rank])
             copies = state.here.copies
-            for first in range(0, state.tp, copies) if copies > 1 and _filled(state) <= 1 else ():
+            bracketed = copies > 1 and _filled(state) <= 1 and not state.wrong
+            for first in range(0, state.tp, copies) if bracketed else ():
                 start, end = gpus[first].x, gpus[first + copies - 1].right
                 drawing.line((start, whole.y - 6), (end, whole.y - 6), colour=ORANGE, width=2.5)
         words, colour = _memory_words(state)
-        words = "same keys and values: " * (colour == ORANGE and drawing.width >= WIDE) + words
-        drawing.text(
-            (whole.x, whole.y - 18),
-            words,
-            size=SMALL,
-            colour=colour,
-            bold=True,
-            halo=BROKEN if colour == VERMILLION else True,
-        )
-    if pinned and _filled(pinned) < 1 + ABOVE / MEMORY:
-        height = whole.bottom - _filled(pinned) * MEMORY
-        drawing.line((whole.x, height), (whole.right, height), colour=PINNED, dash="5 4", width=1.5)
-    return whole.bottom + QUERIES + NUMBERS
+        rim = BROKEN if colour == VERMILLION else True
+        drawing.text((whole.x, whole.y - 18), words, size=SMALL, colour=colour, bold=True, halo=rim)
+    return whole.bottom + NUMBERS
 
 
 def _filled(state: State) -> float:
     """Return the part of a GPU's memory that the weights and all requests take."""
     return (state.reserved + state.needed) / state.budget
-
-
-def _draw_ranks(drawing: Drawing, whole: Box, gpus: Sequence[Box], gap: float) -> None:
-    """Draw empty GPUs with their numbers."""
-    step = next(step for step in TPS if step * (gpus[0].width + gap) >= text_width("GPU 00", SMALL) + 6)
-    for rank, gpu in enumerate(gpus):
-        drawing.rect(Box(gpu.x, gpu.y, gpu.width, MEMORY), IDLE, stroke=MID)
-        if rank % step == 0:
-            drawing.text((gpu.x, gpu.bottom + QUERIES + 13), f"GPU {rank}", size=SMALL, colour=QUIET)
-
-
-def _draw_query_heads(drawing: Drawing, gpu: Box, count: int) -> None:
-    """Draw a dot for each query head below a GPU's memory."""
-    room = gpu.width / count
-    y = gpu.bottom + QUERIES / 2
-    ends = (gpu.x + room / 2, y), (gpu.right - room / 2 + 1, y)
-    drawing.polyline(ends, INK, width=min(5.0, 0.7 * room), dash=f"0 {number(room)}")
 
 
 def _draw_heads(drawing: Drawing, gpu: Box, state: State, heads: Sequence[int], seen: Collection[int]) -> None:
@@ -300,39 +273,33 @@ def _draw_models(drawing: Drawing, box: Box, state: State) -> float:
     """Draw operations per byte and bytes per token of the reader's variant and of published models;
     return the y below.
     """
-    ridge = state.hardware.ridge()
-    drawing.heading((box.x, box.y), "Operations per byte")
-    drawing.text((box.right, box.y), "KiB a token", size=SMALL, colour=QUIET, anchor="end")
-    bars = Box(box.x + MODEL_NAMES, box.y + 9, box.width - MODEL_NAMES - MODEL_BYTES, MODEL_ROW * (1 + len(state.real)))
+    ridge, copies = state.hardware.ridge(), state.here.copies
+    y = drawing.heading((box.x, box.y), "Operations for each byte read") + 22
+    drawing.text((box.right, y), "KiB a token", size=SMALL, colour=QUIET, anchor="end")
+    bars = Box(box.x + MODEL_NAMES, y + 9, box.width - MODEL_NAMES - MODEL_BYTES, MODEL_ROW * (1 + len(state.real)))
     across = Scale(0.7, 4 * max(ridge, *(operations for _, _, operations in state.real)), log=True)
-    rows = [(name.removesuffix("-hf"), size, operations, GREY) for name, size, operations in state.real]
-    if state.here.kv_bytes:
-        copies = state.here.copies
-        name = f"yours, {copies} copies" if copies > 1 else "yours, all GPUs"
-        rows.insert(0, (name, state.here.kv_bytes * state.tp, state.here.intensity, BLUE))
     x = bars.x + across.share(ridge) * bars.width
-    drawing.line((x, bars.y), (x, bars.bottom), colour=GREEN, dash="4 3", width=1.5)
-    for row, model in enumerate(rows):
-        _draw_model(drawing, box, bars, across, row, model)
-    words = f"ridge {ridge:.0f}"
+    words = f"the {state.hardware.name} could do {ridge:.0f}"
     end = min(x + text_width(words, SMALL) / 2, box.right - text_width("KiB a token", SMALL) - 10)
-    drawing.text((end, box.y), words, size=SMALL, colour=GREEN, anchor="end")
-    words = "log scale; left of the ridge, reading takes longer"
-    return drawing.paragraph((box.x, bars.bottom + 18), words, box.width)
-
-
-def _draw_model(
-    drawing: Drawing, box: Box, bars: Box, across: Scale, row: int, model: tuple[str, int, float, str]
-) -> None:
-    """Draw one model's row: a dot on a line, beside it its number."""
-    name, size, operations, colour = model
-    y = bars.y + row * MODEL_ROW
-    mine = colour == BLUE
-    tip = f"{name}: {operations:.3g} operations per byte, {kib(size)} KiB a token"
-    x, middle = bars.x + max(across.share(operations), 0.02) * bars.width, y + MODEL_ROW / 2
-    drawing.text((box.x, y + 12), name, size=SMALL, bold=mine)
-    drawing.line((bars.x, middle), (bars.right, middle))
-    drawing.circle((x, middle), 5, BLUE if mine else MID)
-    drawing.text((x + 9, y + 12), f"{operations:.3g}", size=SMALL, bold=mine, halo=True)
-    drawing.text((box.right, y + 12), kib(size), size=SMALL, bold=mine, anchor="end")
-    drawing.rect(Box(box.x, y, box.width, MODEL_ROW), "transparent", tip=tip)
+    drawing.text((end, y), words, size=SMALL, colour=GREEN, anchor="end")
+    drawing.line((x, bars.y), (x, bars.bottom), colour=GREEN, dash="4 3", width=1.5)
+    mine = ("yours", state.here.kv_bytes * state.tp, state.here.intensity)
+    for row, (name, size, operations) in enumerate(([mine] if state.here.kv_bytes else []) + list(state.real)):
+        own, y = name == "yours", bars.y + row * MODEL_ROW
+        at, middle = bars.x + max(across.share(operations), 0.02) * bars.width, y + MODEL_ROW / 2
+        named = f"yours, {copies} copies" if own and copies > 1 else name.removesuffix("-hf")
+        drawing.text((box.x, middle + 4), named, size=SMALL, bold=own)
+        drawing.line((bars.x, middle), (bars.right, middle))
+        drawing.circle((at, middle), 5, BLUE if own else MID)
+        words = f"{operations:.3g}"
+        before = at < x < at + 14 + text_width(words, SMALL)
+        divided = f" = {operations * copies:.3g} ÷ {copies}"
+        if own and copies > 1 and at + 14 + BOLD * text_width(words + divided, SMALL) < bars.right:
+            words += divided
+        place, anchor = ((at - 9, middle + 4), "end") if before else ((at + 9, middle + 4), "start")
+        drawing.text(place, words, size=SMALL, bold=own, anchor=anchor, halo=True)
+        drawing.text((box.right, middle + 4), kib(size), size=SMALL, bold=own, anchor="end")
+        tip = f"{name}: {operations:.3g} operations per byte, {kib(size)} KiB a token"
+        drawing.rect(Box(box.x, y, box.width, MODEL_ROW), "transparent", tip=tip)
+    words = "log scale; left of the line, reading takes longer"
+    return drawing.paragraph((box.x, bars.bottom + 20), words, box.width)

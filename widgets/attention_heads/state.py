@@ -33,8 +33,6 @@ GPUS = ("L4", "A100-80", "H100", "H200", "B200", "MI300X")
 TPS = (1, 2, 4, 8, 16, 32, 64)
 KV_HEADS = (1, 2, 4, 8, 16, 32, 64)
 LATENTS = (0, 128, 256, 512, 1024)
-BESIDE_LATENT = 512
-"""The width of the latent shown for comparison, as in DeepSeek-V2 and V3."""
 CONTEXTS = (1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 WANTED = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 WORTH = 1.25
@@ -92,7 +90,7 @@ class Kind:
 
 @dataclass(frozen=True)
 class State:
-    """The reader's kind of attention, and other kinds for comparison."""
+    """The reader's kind of attention, and the published model's for comparison."""
 
     tp: int
     model: str
@@ -110,12 +108,11 @@ class State:
     reserved: int
     """Bytes that each GPU needs besides the KV cache; 0 where the heads cannot be split."""
     mine: Kind
-    others: tuple[Kind, ...]
+    published: Kind
     ranks: tuple[tuple[int, ...], ...]
     """The KV heads of each GPU, by the reader's rule if there is one."""
     wrong: str
     """How the reader's rule breaks the attention of a rank, or ""."""
-    own: bool
     error: str
     """The cost model's error on published measurements."""
 
@@ -186,8 +183,6 @@ def sweep(
     kept = max(map(len, ranks)) if kv_heads_of_rank and not latent else None
     setting = model, gpu, context, wanted
     mine = _kind(*setting, 0 if latent else shared, latent, tensor_parallel_size, kept)
-    beside = [(heads, 0), (1, 0), (0, latent or BESIDE_LATENT), (whole.num_key_value_heads, 0)]
-    others = [_kind(*setting, *pair) for pair in dict.fromkeys(beside) if pair != (0 if latent else shared, latent)]
     return State(
         tp=tensor_parallel_size,
         model=model,
@@ -200,10 +195,9 @@ def sweep(
         wanted=wanted,
         reserved=_reserved(model, gpu, 0 if latent else shared, latent, tensor_parallel_size),
         mine=mine,
-        others=tuple(others),
+        published=_kind(*setting, whole.num_key_value_heads, 0),
         ranks=ranks,
         wrong=wrong,
-        own=kv_heads_of_rank is not None,
         error=known_error("decode"),
     )
 

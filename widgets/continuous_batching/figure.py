@@ -34,9 +34,11 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
     y += 34 if width >= WIDE else 24
     for curve in state.curves:
         y = _draw_policy(drawing, y, curve, state, across)
+    place = width - MARGIN, y - (11 if width >= WIDE else 26)
+    drawing.text(place, f"time, {seconds(state.window)} →", size=SMALL, colour=QUIET, anchor="end")
     drawing.play([_caption(state, end) for end in frame_ends(across)], still=True)
     y = drawing.heading(
-        (MARGIN, y + 2),
+        (MARGIN, y + 7),
         "Time to first token by load",
         f"of 95 % of the requests; limit {seconds(state.limit)}; modelled",
     )
@@ -171,7 +173,7 @@ def _draw_walls(axes: Axes, curves: Sequence[Curve]) -> None:
         else:
             axes.tint(load, walls[-1][0], "", COLOURS[policy])
         if BOLD * text_width(words, SMALL) > end - axes.box.x:
-            words = words.removeprefix(f"{policy} ")
+            words = words.replace("grows ", "")
         x = min(axes.at(load, 1)[0], end - BOLD * text_width(words, SMALL))
         axes.drawing.text((x, axes.box.y - 6), words, size=SMALL, bold=True, colour=COLOURS.get(policy, VERMILLION))
         end = x - 10

@@ -64,7 +64,9 @@ def verdict(state: State) -> Verdict:
         )
     if state.mean_length == 0:
         return Verdict(f"Every {state.workload_title} request is longer than {state.max_model_len:,} tokens.", "broken")
-    refused = f" {percent(state.too_long, 1)} of the requests are longer and are refused." if state.too_long else ""
+    refused = (
+        f" {percent(state.too_long, 1)} of the requests are longer and are refused." if state.too_long >= 0.01 else ""
+    )
     own = round(state.at_own_length)
     more = f", though {own:,} would fit by their own lengths" if own > state.slots else ""
     words = f"Full with {counted(state.slots, 'request')}{more}: "
@@ -73,7 +75,7 @@ def verdict(state: State) -> Verdict:
     )
     if state.held < MOSTLY_EMPTY:
         return Verdict(words, "broken")
-    return Verdict(words, "tight" if state.held < 0.5 or state.too_long >= 0.005 else "fine")
+    return Verdict(words, "tight" if state.held < 0.5 or state.too_long >= 0.01 else "fine")
 
 
 def command(state: State) -> str:

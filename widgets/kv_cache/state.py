@@ -18,7 +18,7 @@ from minivllm.memory import KVGroups, MemoryLedger, max_concurrency
 from minivllm.memory.bytes_per_token import DTYPE_BYTES
 from minivllm.memory.kv_layers import FullLayer
 from minivllm_lab.bounded import bounded
-from minivllm_simulate.hardware import HARDWARE, Hardware, get_hardware
+from minivllm_simulate.hardware import Hardware, get_hardware
 from minivllm_simulate.known_models import CONFIGS, HYBRIDS, find_model
 from minivllm_simulate.memory import memory_ledger, num_parameters
 from minivllm_simulate.workloads import FileWorkload, Workload, workload
@@ -42,17 +42,6 @@ START = {
 }
 CountsBytes = Callable[..., Any]
 """`kv_bytes_per_token(config, bytes_per_element) -> int`, as in the exercise."""
-
-
-@dataclass(frozen=True)
-class Pool:
-    """The KV cache of one GPU, or of several GPUs that share a model."""
-
-    gpu: str
-    tokens: int
-    """Tokens that fit; 0 where the model leaves no room."""
-    longest: int
-    """The longest request that fits."""
 
 
 @dataclass(frozen=True)
@@ -92,13 +81,14 @@ class State:
     """The share of requests longer than `max_model_len`, which are refused."""
     mean_length: float
     """Mean tokens of the other requests; 0 where there are none."""
+    longest: int
+    """Tokens of the longest request that fits; 0 where the model leaves no room."""
     contexts: tuple[int, ...]
+    """Lengths at which vLLM starts; the last is the longest."""
     concurrency: tuple[float, ...]
     """Requests that would fit if each reserved each of `contexts`."""
     mean_lengths: tuple[float, ...]
     """Mean tokens of the requests up to each of `contexts`; 0 where there are none."""
-    pools: tuple[Pool, ...]
-    """The pool of each GPU in the hardware table."""
 
     @property
     def model(self) -> str:
@@ -111,19 +101,14 @@ class State:
         return sum(size for _, size in self.needs)
 
     @property
-    def pool(self) -> Pool:
-        """Return this GPU's KV cache."""
-        return next(pool for pool in self.pools if pool.gpu == self.hardware.name)
-
-    @property
     def tokens(self) -> int:
         """Return the tokens that fit into the KV cache."""
-        return self.pool.tokens
+        return self.ledger.tokens if self.ledger else 0
 
     @property
-    def longest(self) -> int:
-        """Return the length of the longest request that fits, in tokens."""
-        return self.pool.longest
+    def wall(self) -> int:
+        """Return the longest `max_model_len` with which vLLM starts."""
+        return self.contexts[-1] if self.contexts else 0
 
     @property
     def beyond_model(self) -> bool:
@@ -198,17 +183,16 @@ def sweep(
     """
     name = _full_name(other_model.strip() or model)
     config, hardware, kind = _model(name), get_hardware(gpu), workload(file.strip() or requests)
-    needs, shared_out, kv = _shared_out(name, tp, kv_dtype, utilization)
-    ledgers = {which: ledger and replace(ledger, max_model_len=max_model_len) for which, ledger in shared_out.items()}
+    needs, ledger, kv = _shared_out(name, gpu, tp, kv_dtype, utilization)
+    ledger = ledger and replace(ledger, max_model_len=max_model_len)
     counted = kv.bytes_per_token or round(kv.blocks_per_request(max_model_len) * kv.block_bytes / max_model_len)
     per_token: float = counted
     if kv_bytes_per_token:
         per_token = _own_bytes(kv_bytes_per_token, config, kv_dtype, counted)
-        ledgers = {which: ledger and _with_bytes(ledger, per_token) for which, ledger in ledgers.items()}
-    pools = tuple(
-        Pool(which, each.tokens if each else 0, each.longest_request if each else 0) for which, each in ledgers.items()
-    )
-    ledger = ledgers[hardware.name]
+        ledger = ledger and _with_bytes(ledger, per_token)
+    longest = replace(ledger, max_model_len=CONTEXTS[-1]).longest_request if ledger else 0
+    wall = min(longest, CONTEXTS[-1], config.max_position_embeddings or CONTEXTS[-1])
+    contexts = (*(context for context in CONTEXTS if context < wall), *[wall][: wall >= CONTEXTS[0]])
     state = State(
         name=name,
         hardware=hardware,
@@ -227,10 +211,10 @@ def sweep(
         lengths=(),
         too_long=1 - _share_up_to(max_model_len, kind),
         mean_length=_mean_up_to(max_model_len, kind),
-        contexts=CONTEXTS,
-        concurrency=tuple(ledger.concurrency_of(context) if ledger else 0.0 for context in CONTEXTS),
-        mean_lengths=tuple(_mean_up_to(context, kind) for context in CONTEXTS),
-        pools=pools,
+        longest=longest,
+        contexts=contexts,
+        concurrency=tuple(ledger.concurrency_of(context) if ledger else 0.0 for context in contexts),
+        mean_lengths=tuple(_mean_up_to(context, kind) for context in contexts),
     )
     slots = int(max_concurrency(state.tokens, max_model_len)) if state.starts else 0
     return replace(state, slots=slots, lengths=_first_lengths(slots, max_model_len, kind))
@@ -249,23 +233,19 @@ def _model(name: str) -> ModelConfig:
 
 @lru_cache(maxsize=128)
 def _shared_out(
-    name: str, tp: int, kv_dtype: str, utilization: float
-) -> tuple[tuple[tuple[str, int], ...], dict[str, MemoryLedger | None], KVGroups]:
-    """Return the memory taken before the KV cache, the ledger of each GPU in the table, and the
-    groups of layers.
-
-    A GPU without room for a KV cache has no ledger.
+    name: str, gpu: str, tp: int, kv_dtype: str, utilization: float
+) -> tuple[tuple[tuple[str, int], ...], MemoryLedger | None, KVGroups]:
+    """Return the memory taken before the KV cache, the ledger unless there is no room for a KV
+    cache, and the groups of layers.
     """
-    config, settings = _model(name), {"max_model_len": 1, "tp": tp, "kv_dtype": kv_dtype, "check": False}
-    roomy = memory_ledger(config, replace(HARDWARE["L4"], memory_bytes=2**60), **settings)
+    config, hardware = _model(name), get_hardware(gpu)
+    settings: dict[str, Any] = {"max_model_len": 1, "tp": tp, "kv_dtype": kv_dtype, "check": False}
+    roomy = memory_ledger(config, replace(hardware, memory_bytes=2**60), **settings)
     before_cache = takewhile(lambda row: row.name != "KV cache", roomy.rows)
     needs = tuple((row.name, row.bytes) for row in before_cache)
-    least = sum(size for _, size in needs) + roomy.kv.block_bytes
-    ledgers: dict[str, MemoryLedger | None] = dict.fromkeys(HARDWARE)
-    for which, gpu in HARDWARE.items():
-        if least <= int(gpu.memory_bytes * utilization):
-            ledgers[which] = memory_ledger(config, gpu, gpu_memory_utilization=utilization, **settings)
-    return needs, ledgers, roomy.kv
+    if sum(size for _, size in needs) + roomy.kv.block_bytes > int(hardware.memory_bytes * utilization):
+        return needs, None, roomy.kv
+    return needs, memory_ledger(config, hardware, gpu_memory_utilization=utilization, **settings), roomy.kv
 
 
 def _with_bytes(ledger: MemoryLedger, per_token: float) -> MemoryLedger | None:

