@@ -70,15 +70,16 @@ def _draw_times(drawing: Drawing, state: State) -> float:
     )
     bottom = y + 36 + ROW + BAR
     hidden_note(drawing, Box(MARGIN, y + 36, wide, ROW + BAR))
-    with drawing.answer():
-        for top, name, steps, length, segments in rows:
-            bar, end = Box(MARGIN, top, wide, BAR), MARGIN + wide * steps / longest
+    for top, name, steps, length, segments in rows:
+        bar, end = Box(MARGIN, top, wide, BAR), MARGIN + wide * steps / longest
+        drawing.text((MARGIN, top - 7), name, size=SMALL)
+        with drawing.answer():
             _draw_rest(drawing, replace(bar, x=end, width=bar.right - end), loses=segments is not parts)
             stacked_bar(drawing, bar, segments, longest)
-            drawing.text((MARGIN, top - 7), name, size=SMALL)
             least = MARGIN + text_width(name, SMALL) + 10 + BOLD * text_width(length, SMALL)
             drawing.text((max(end, least), top - 7), length, size=SMALL, anchor="end", bold=True)
-        keys = without_room([part for part in parts if part.value], longest, wide)
+    keys = without_room([part for part in parts if part.value], longest, wide)
+    with drawing.answer():
         return legend(drawing, (MARGIN, bottom + 19), keys, wide) - 19 if keys else bottom
 
 
