@@ -262,6 +262,19 @@ test_what_is_no_count_of_drafts_is_said_in_a_line = unusable_test(
 # ---- the picture
 
 
+def test_the_bars_compare_the_plain_steps_of_as_many_tokens_with_one_step():
+    for state in fitting(GRID[::7]):
+        words = "|".join(ET.fromstring(widget.figure(state)).itertext())
+        assert f"{state.tokens:.2f} plain steps|" in words
+        assert f"as long as {state.longer:.2f}|" in words
+        assert state.tokens / state.longer == pytest.approx(state.speedup)
+        assert ("|lose|" in words) <= (state.speedup < 1)
+        assert ("|win|" in words) <= (state.speedup > 1)
+        if state.fits:
+            best = max([(1, 0), *((state.one.speedup(state.batch, k), k) for k in range(1, MOST_K + 1))])
+            assert f"best:|k\u2009=\u2009{best[1]}|{best[0]:.2f}|" in words
+
+
 def test_every_pair_of_model_and_gpu_is_drawn_or_refused_in_a_line():
     fits = 0
     for gpu, model, drafter in itertools.product(GPUS, SIBLINGS, ("parallel", "large")):
