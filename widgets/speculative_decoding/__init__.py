@@ -241,13 +241,11 @@ KNOBS = {
         ),
         "recorded": choice("Recorded", RECORDED_NAMES, START["recorded"], "as counted with lesson 07's model, k = 3"),
         "drafter": choice("Drafter", DRAFTER_NAMES, START["drafter"], "sets the drafts' cost and memory"),
+        "step": steps("Step played", list(range(1, STEPS + 1)), START["step"], "only for “Draft by draft”"),
     },
     "The server": {
         "model": choice("Model", list(SIBLINGS), START["model"], "served in 16 bits"),
         "gpu": choice("GPU", list(GPUS), START["gpu"], "sets memory, bandwidth and FLOP/s"),
-    },
-    "Only for “Draft by draft”": {
-        "step": steps("Step played", list(range(1, STEPS + 1)), START["step"], "other drafts and random numbers"),
     },
 }
 
