@@ -140,7 +140,8 @@ def _draw_speedup(axes: Axes, state: State, pinned: State | None) -> None:
         _draw_broken(axes, state)
     if pinned:
         axes.pinned(*_curve(pinned), pinned.batch)
-    axes.mark_y(1, "break even", GREEN)
+    axes.mark_y(1, "", GREEN)
+    axes.label(axes.at(1, 1), "break even", GREEN, bold=False)
     hidden_note(axes.drawing, axes.box)
     with axes.drawing.answer():
         batches, values = _curve(state)
