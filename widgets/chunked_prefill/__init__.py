@@ -33,6 +33,7 @@ from widgets.chunked_prefill.state import (
     State,
     sweep,
 )
+from widgets.chunked_prefill.strip import two_digits
 from widgets.shell.advice import Rule, at_least, at_most, choose, progress, use
 from widgets.shell.knobs import choice, labelled, steps
 from widgets.shell.live import Live
@@ -56,7 +57,9 @@ def verdict(state: State) -> Verdict:
         return Verdict(" ".join(_cause_sentence(state, cause) for cause in causes), "broken")
     point = state.points[state.budget]
     first = seconds(state.first(state.budget))
-    words = f"{percent(CLIENTS)} of the long prompts have their first token within {first}, and {_gaps(state)}."
+    words = (
+        f"{percent(CLIENTS)} of the long prompts have their first token within {first}, and {_waits(state, 'at most')}."
+    )
     if point.longest_gap(CLIENTS) > state.gap:
         hidden = f"{percent(point.stalled(state.gap))} of the clients wait longer, up to {seconds(point.longest[-1])}"
         return Verdict(f"Both limits are met, if all gaps are counted together: {words} Yet {hidden}.", "tight")
@@ -65,20 +68,16 @@ def verdict(state: State) -> Verdict:
     return Verdict(f"Both limits are met{', but only just' * just}: {words}", "tight" if just else "fine")
 
 
-def _gaps(state: State) -> str:
-    point = state.points[state.budget]
+def _waits(state: State, bound: str) -> str:
+    wait = f"{bound} {two_digits(state.waited(state.budget))}"
     if state.judged == "gaps":
-        return f"{percent(ALL_GAPS)} of gaps are within {seconds(point.gap(ALL_GAPS))}"
-    return f"{percent(CLIENTS)} of the clients never wait more than {seconds(point.longest_gap(CLIENTS))} for a token"
+        return f"{percent(ALL_GAPS)} of all gaps are {wait}"
+    return f"{percent(CLIENTS)} of the clients wait {wait} for a token"
 
 
 def _cause_sentence(state: State, cause: str) -> str:
-    point = state.points[state.budget]
     if cause == "stall":
-        whose = f"{percent(point.gaps_over(state.gap))} of all gaps are"
-        if state.judged == "clients":
-            whose = f"{percent(point.stalled(state.gap))} of the clients have a gap of"
-        return f"Stalls: {whose} over {seconds(state.gap)}, and the longest of the run is {seconds(point.longest[-1])}."
+        return f"Stalls: {_waits(state, 'up to')}; the limit is {seconds(state.gap)}."
     why = cause_words(state, cause, state.budget)
     words = f"{why[0].upper()}{why[1:]}."
     if cause == "queue":

@@ -92,11 +92,6 @@ class Point:
                 return seconds
         return 0.0
 
-    def gaps_over(self, limit: float) -> float:
-        """Return the share of all gaps longer than `limit` seconds."""
-        whole = sum(count for _, count in self.gaps)
-        return sum(count for seconds, count in self.gaps if seconds > limit) / whole if whole else 0.0
-
     def stalled(self, limit: float) -> float:
         """Return the share of the clients that waited longer than `limit` seconds for a token at
         least once.

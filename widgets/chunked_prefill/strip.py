@@ -7,18 +7,23 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from minivllm_lab.drawing import Point, text_width
-from minivllm_lab.palette import BLUE, INK, ORANGE, SKY
+from minivllm_lab.palette import BLUE, INK, ORANGE
 from minivllm_simulate.cost_model import StepShape
 from widgets.chunked_prefill.runs import CHAT, Step
 from widgets.chunked_prefill.state import ALL_GAPS, State
-from widgets.shell.plot import MARGIN, WIDE, Axes, Scale, counted, hidden_note, percent, seconds, tokens
+from widgets.shell.plot import MARGIN, Axes, Scale, counted, hidden_note, percent, seconds, tokens
 from widgets.shell.strip import draw_title, frame_ends, frames_from
 from widgets.shell.svg import BOLD, SMALL, Box, Drawing, Segment
 from widgets.shell.theme import BROKEN, MID
 
 TITLE = "Each step is a bar"
 MOST_STEPS = 120
-COLOURS = (BLUE, ORANGE, SKY, MID)
+COLOURS = (BLUE, ORANGE, MID)
+
+
+def two_digits(value: float) -> str:
+    """Format a time with two significant digits."""
+    return seconds(float(f"{value:.2g}"))
 
 
 def draw_steps(drawing: Drawing, state: State, note: str) -> float:
@@ -29,16 +34,16 @@ def draw_steps(drawing: Drawing, state: State, note: str) -> float:
         return drawing.paragraph((MARGIN, drawing.heading((MARGIN, 23), TITLE) + 18), f"{note}. {words}", wide)
     strip = state.points[state.budget].strip[:MOST_STEPS]
     parts = [parts_of(step, state) for step in strip]
-    keys = [Segment("decodes", 0, BLUE), Segment("long prompts", 0, ORANGE), Segment("chats' prompts", 0, SKY)]
+    keys = [Segment("decodes", 0, BLUE), Segment("prompts", 0, ORANGE)]
     keys += [Segment("steps before", 0, MID)] * any(before > 0 for *_, before in parts)
     y = drawing.paragraph((MARGIN, draw_title(drawing, TITLE, keys, 23) + 18), note, wide)
-    box = Box(60, y + 30, drawing.width - 60 - MARGIN, 110)
-    tallest = float(f"{max(map(sum, parts), default=0.0):.2g}")
+    box = Box(60, y + 32, drawing.width - 60 - MARGIN, 126)
+    tallest = max(map(sum, parts), default=0.0)
     axes = Axes(drawing, box, Scale(0, max(len(strip), 1)), Scale(0, 1.25 * max(1.4 * state.gap, tallest)))
     ticks = [0.0] * (state.gap > 0.12 * axes.y.high) + [state.gap] + [tallest] * (tallest > 1.3 * state.gap)
     axes.frame(
-        "", "wait for the next token", x_format=lambda value: f"{'step ' * (not value)}{value:g}",
-        y_ticks=ticks, y_format=lambda value: seconds(value) if value else "0",
+        "", "gap: the wait for the next token", x_format=lambda value: f"{'step ' * (not value)}{value:g}",
+        y_ticks=ticks, y_format=lambda value: two_digits(value) if value else "0",
     )  # fmt: skip
     with drawing.answer():
         top = axes.at(0, state.gap)[1]
@@ -53,16 +58,14 @@ def draw_steps(drawing: Drawing, state: State, note: str) -> float:
     return box.bottom + 17
 
 
-def parts_of(step: Step, state: State) -> tuple[float, float, float, float]:
+def parts_of(step: Step, state: State) -> tuple[float, float, float]:
     """Divide the wait for a step's tokens into the seconds that its decodes alone would take, those
-    that long prompts and chats' prompts add, and those of the steps before without these decodes.
+    that prompts add, and those of the steps before without these decodes.
     """
     took = step.end - step.start
     plain = state.serving.cost.seconds(StepShape.of([(1, CHAT)] * step.decodes)) if step.decodes else 0.0
-    prompts = step.long + step.chat
-    plain = min(plain, took) if prompts else took
-    long = (took - plain) * step.long / max(prompts, 1)
-    return plain, long, took - plain - long, max(0.0, step.gap - took - 1e-9)
+    plain = min(plain, took) if step.long + step.chat else took
+    return plain, took - plain, max(0.0, step.gap - took - 1e-9)
 
 
 def _draw_bars(axes: Axes, bars: Sequence[tuple[int, Step, Sequence[float]]]) -> None:
@@ -94,34 +97,35 @@ def _draw_limits(axes: Axes, state: State, strip: Sequence[Step]) -> None:
     x, height = axes.at(0, state.gap)
     axes.drawing.line((x, height), (axes.box.right, height), colour=BLUE, dash="4 3", width=1.5)
     axes.drawing.text((x + 6, height - 6), "limit", size=SMALL, colour=BLUE)  # the window begins with short bars
-    _draw_prompt(axes, state, strip)
     over = [(step.gap, index) for index, step in enumerate(strip) if step.decodes and step.gap > state.gap]
     if over:
         gap, index = max(over)
-        whom = "everyone" if axes.drawing.width >= WIDE else "all"
-        words = f"{len(over)} of {counted(len(strip), 'step')} stall{'s' * (len(over) == 1)} {whom}"
-        place = axes.at(index + 1, 0.9 * gap)
-        _write(axes, (place[0] + 8, place[1]), words, bold=True)
-        pooled = state.points[state.budget].gap(ALL_GAPS)
+        x, y = _draw_prompt(axes, state, strip) or axes.at(index + 0.85, gap)
+        _write(axes, (x + 8, y + 9), f"{counted(len(over), 'step')} stall{'s' * (len(over) == 1)} everyone", bold=True)
+        pooled = state.here.gap(ALL_GAPS)
         if pooled <= state.gap:
-            _write(axes, (place[0] + 8, place[1] + 16), f"yet {percent(ALL_GAPS)} of gaps ≤ {seconds(pooled)}")
+            _write(axes, (x + 8, y + 25), f"yet {percent(ALL_GAPS)} of gaps ≤ {seconds(pooled)}")
     elif {"queue", "chunks"} & {*state.causes(state.budget)}:
         steps = math.ceil(state.serving.prompt / state.budget)
-        axes.label(axes.at(len(strip) / 4, 0.8 * state.gap), f"each long prompt takes {counted(steps, 'step')}")
+        axes.label(axes.at(0, 0.8 * state.gap), f"each long prompt takes {counted(steps, 'step')}")
 
 
-def _draw_prompt(axes: Axes, state: State, strip: Sequence[Step]) -> None:
-    """Brace the first long prompt that is cut into a few chunks, each longer than the limit."""
-    runs = [list(group) for over, group in groupby(enumerate(strip), key=lambda each: each[1].long > 0) if over]
+def _draw_prompt(axes: Axes, state: State, strip: Sequence[Step]) -> Point | None:
+    """Brace the first long prompt that is cut into chunks of which one is longer than the limit, and
+    return the brace's right end.
+    """
+    runs = [list(group) for long, group in groupby(enumerate(strip), key=lambda each: each[1].long > 0) if long]
     for run in runs:
-        if sum(step.long for _, step in run) == state.serving.prompt and max(step.gap for _, step in run) > state.gap:
-            left, right = axes.at(run[0][0], 0)[0], axes.at(run[-1][0] + 0.85, 0)[0]
-            top = axes.at(0, max(step.gap for _, step in run))[1] - 4
-            axes.drawing.polyline([(left, top + 3), (left, top), (right, top), (right, top + 3)], INK, width=1.5)
+        highest = max(step.gap for _, step in run)
+        if sum(step.long for _, step in run) == state.serving.prompt and highest > state.gap:
+            (left, top), right = axes.at(run[0][0], highest), axes.at(run[-1][0] + 0.85, 0)[0]
+            axes.drawing.polyline(
+                [(left, top - 1), (left, top - 4), (right, top - 4), (right, top - 1)], INK, width=1.5
+            )
             chunks = f", in {counted(len(run), 'chunk')} of {tokens(state.budget)}" * (len(run) > 1)
-            words = f"one {tokens(state.serving.longest)} prompt{chunks}"
-            _write(axes, (left, top - 5), words)
-            return
+            _write(axes, (left, top - 9), f"one {tokens(state.serving.longest)} prompt{chunks}")
+            return right, top
+    return None
 
 
 def _write(axes: Axes, place: Point, words: str, *, bold: bool = False) -> None:

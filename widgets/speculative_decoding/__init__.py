@@ -24,7 +24,7 @@ from widgets.shell.live import Live
 from widgets.shell.notebook import notebook_widget
 from widgets.shell.plot import counted, tokens
 from widgets.shell.spec import Challenge, Guess, Progress, Spec, Verdict
-from widgets.speculative_decoding.figure import CAUSES, drafter_words, figure, own_words
+from widgets.speculative_decoding.figure import CAUSES, drafter_words, figure
 from widgets.speculative_decoding.state import (
     BATCHES,
     CONTEXTS,
@@ -37,6 +37,7 @@ from widgets.speculative_decoding.state import (
     sibling,
     sweep,
 )
+from widgets.speculative_decoding.walk import detail, own_words
 
 HARDLY = 1.1
 """The speed-up below which another kind of text may turn the gain into a loss."""
@@ -44,25 +45,20 @@ HARDLY = 1.1
 
 def verdict(state: State) -> Verdict:
     """Say in one or two sentences whether drafts make this batch faster."""
-    result = _judged(state)
-    return Verdict(result.words.strip(), result.tone)
-
-
-def _judged(state: State) -> Verdict:
     if state.own and state.own.wrong is not None:
         return Verdict(f"{own_words(state)} So the output no longer follows the model.", "broken")
     if not state.fits:
         return Verdict(_too_many(state), "broken")
     speed = f"{state.speedup:.2f} times as fast as without"
     if speed.startswith("1.00"):
-        return Verdict(f"Drafts change nothing here: {_why(state)}. {_better(state)}", "tight")
+        return Verdict(f"Drafts change nothing here: {_why(state)}.{_better(state)}", "tight")
     if state.speedup < 1:
         cause = state.one.cause(state.batch, state.k)
         because = f", because {CAUSES[cause]}" if cause else ""
-        return Verdict(f"Drafts lose{because}: {_why(state)}. {_better(state)}", "broken")
+        return Verdict(f"Drafts lose{because}: {_why(state)}.{_better(state)}", "broken")
     if state.speedup < HARDLY:
-        return Verdict(f"Drafts hardly pay: {speed}, {_why(state)}. {_better(state)}", "tight")
-    return Verdict(f"Drafts pay: {speed}, {_why(state)}. {_better(state)}", "fine")
+        return Verdict(f"Drafts hardly pay: {speed}, {_why(state)}.{_better(state)}", "tight")
+    return Verdict(f"Drafts pay: {speed}, {_why(state)}.{_better(state)}", "fine")
 
 
 def _too_many(state: State) -> str:
@@ -79,13 +75,10 @@ def _why(state: State) -> str:
 
 def _better(state: State) -> str:
     """Return a sentence with a better number of drafts, or "" if there is none."""
-    best = state.best_k
-    if not best:
-        return "No number of drafts pays here." if state.speedup < 1 else ""
-    best_speedup = state.one.speedup(state.batch, best)
-    return (
-        f"With k = {best} it would be {best_speedup:.2f} times as fast." if best_speedup > 1.03 * state.speedup else ""
-    )
+    if not state.best_k:
+        return " No number of drafts pays here." * (state.speedup < 1)
+    best = state.best_speedup(state.batch)
+    return f" With k = {state.best_k} it would be {best:.2f} times as fast." * (best > 1.03 * state.speedup)
 
 
 def command(state: State) -> str:
@@ -248,7 +241,7 @@ KNOBS = {
         ),
         "recorded": choice("Recorded", RECORDED_NAMES, START["recorded"], "as counted with lesson 07's model, k = 3"),
         "drafter": choice("Drafter", DRAFTER_NAMES, START["drafter"], "sets the drafts' cost and memory"),
-        "step": steps("Step played", list(range(1, STEPS + 1)), START["step"], "other drafts and random numbers"),
+        "step": steps("Step played", list(range(1, STEPS + 1)), START["step"], "only for “Draft by draft”"),
     },
     "The server": {
         "model": choice("Model", list(SIBLINGS), START["model"], "served in 16 bits"),
@@ -259,7 +252,7 @@ KNOBS = {
 SPEC = Spec(
     name="speculative_decoding",
     title="When does a guess pay?",
-    lead="Play one step, and see which drafts are accepted. Then drag the batch to where drafts lose.",
+    lead="Drag the batch to where drafts lose; then play one step, draft by draft.",
     knobs=KNOBS,
     presets={
         "Too large a batch": {"batch": 256},
@@ -269,6 +262,8 @@ SPEC = Spec(
     },
     sweep=sweep,
     figure=figure,
+    detail=detail,
+    tabs=("When it pays", "Draft by draft"),
     verdict=verdict,
     command=command,
     challenges=CHALLENGES,

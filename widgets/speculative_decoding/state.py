@@ -29,7 +29,6 @@ SIBLINGS = {
 }
 """Models, each with two smaller ones of the same vocabulary that can draft for it."""
 GPUS = ("L4", "RTX 4090", "A100-80", "H100", "H200", "B200", "MI300X")
-DRAFTERS = ("ngram", "head", "parallel", "small", "large")
 BATCHES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 MOST_BATCH, MOST_K = BATCHES[-1], 8
 CONTEXTS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
@@ -50,7 +49,7 @@ class State:
     recorded: str
     """The method whose recorded acceptance is used, of RECORDED; "none" for a constant one."""
     drafter: str
-    """One of DRAFTERS."""
+    """ngram, head, parallel, small or large."""
     model: str
     gpu: str
     one: Speculation
@@ -102,15 +101,14 @@ class State:
         most = min(self.most_batch, MOST_BATCH)
         return self.one.losing(self.k, most) if most else []
 
-    @cached_property
-    def by_k(self) -> list[float]:
-        """Return the speed-ups at this batch with 1, 2, … drafts."""
-        return [self.one.speedup(self.batch, k) for k in range(1, MOST_K + 1)]
-
     @property
     def best_k(self) -> int:
         """Return the best number of drafts at this batch size; 0 if none pays."""
         return self.one.best_k(self.batch, MOST_K)
+
+    def best_speedup(self, batch: int) -> float:
+        """Return the speed-up with the best number of drafts at a batch size; 1 if none pays."""
+        return max(1.0, *(self.one.speedup(batch, k) for k in range(1, MOST_K + 1)))
 
 
 def sweep(
@@ -132,7 +130,7 @@ def sweep(
         k: Drafts for each request in a step.
         alpha: The chance that a draft is accepted if all before it were.
         recorded: A method of `RECORDED`, whose acceptances replace `alpha`.
-        drafter: One of DRAFTERS.
+        drafter: ngram, head, parallel, small or large.
         context: Tokens in each request.
         model, gpu: Names in `known_models` and `hardware`.
         step: The number of the animated step.

@@ -22,10 +22,11 @@ from minivllm_lab.exercise import load
 from widgets import speculative_decoding as widget
 from widgets.shell.plot import percent
 from widgets.shell.session import Session
-from widgets.speculative_decoding.state import BATCHES, DRAFTERS, GPUS, MOST_K, SIBLINGS
+from widgets.speculative_decoding.state import BATCHES, GPUS, MOST_K, SIBLINGS
 from widgets.speculative_decoding.step import VOCABULARY, measured, verify_step
 
 here = widget.sweep
+DRAFTERS = [name for _, name in widget.DRAFTER_NAMES]
 
 
 def fitting(settings: Iterable[dict]) -> Iterator[widget.State]:
@@ -202,7 +203,7 @@ def test_n_grams_name_one_token_and_others_a_distribution():
 def test_the_frames_tell_the_step():
     for knobs in ({}, {"step": 1}, {"step": 5}, {"drafter": "ngram", "k": 1}):
         state = here(**knobs)
-        frames = json.loads(ET.fromstring(widget.figure(state)).get("data-frames", "[]"))
+        frames = json.loads(ET.fromstring(widget.detail(state)).get("data-frames", "[]"))
         assert len(frames) == 3 + min(state.step.kept + 1, state.k)
         assert sum("so it is accepted" in frame for frame in frames) == state.step.kept
         assert ("so it is rejected" in frames[-2]) == state.step.rejected
@@ -226,7 +227,7 @@ def test_the_rule_itself_is_found_right(knobs: dict):
     assert state.own.wrong is None
     assert state.own.off < 0.01
     assert state.step == here(**knobs).step
-    assert "as it must" in " ".join(ET.fromstring(widget.figure(state)).itertext())
+    assert "as it must" in " ".join(ET.fromstring(widget.detail(state)).itertext())
 
 
 @pytest.mark.parametrize("k", [2, 8])
@@ -259,6 +260,19 @@ test_what_is_no_count_of_drafts_is_said_in_a_line = unusable_test(
 
 
 # ---- the picture
+
+
+def test_the_bars_compare_the_plain_steps_of_as_many_tokens_with_one_step():
+    for state in fitting(GRID[::7]):
+        words = "|".join(ET.fromstring(widget.figure(state)).itertext())
+        assert f"{state.tokens:.2f} plain steps|" in words
+        assert f"as long as {state.longer:.2f}|" in words
+        assert state.tokens / state.longer == pytest.approx(state.speedup)
+        assert ("|lose|" in words) <= (state.speedup < 1)
+        assert ("|win|" in words) <= (state.speedup > 1)
+        if state.fits:
+            best = max([(1, 0), *((state.one.speedup(state.batch, k), k) for k in range(1, MOST_K + 1))])
+            assert f"best:|k\u2009=\u2009{best[1]}|{best[0]:.2f}|" in words
 
 
 def test_every_pair_of_model_and_gpu_is_drawn_or_refused_in_a_line():

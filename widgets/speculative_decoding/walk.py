@@ -1,0 +1,159 @@
+"""Draw lesson 07's second picture: one step of a request, draft by draft."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from minivllm_lab.drawing import QUIET, arrow, text_width
+from minivllm_lab.palette import BLUE, GREEN, INK, ORANGE
+from widgets.shell.plot import MARGIN, counted, figures, percent
+from widgets.shell.svg import SMALL, Box, Drawing
+from widgets.shell.theme import CARD, IDLE
+from widgets.speculative_decoding.state import State
+from widgets.speculative_decoding.step import VOCABULARY
+
+TOKEN, ROWS, PANEL, DOT = 54, 190, 184, 5
+"""The pixels of a token, of all rows and of the distributions (their heights), and of a dot's radius."""
+
+
+def detail(state: State, width: int = 640, pinned: State | None = None) -> str:
+    """Draw the drafts of a step, their checks and its tokens, position by position, and the
+    distributions at the position that is checked.
+    """
+    step, wide = state.step, width - 2 * MARGIN
+    drawing = Drawing(width, 0, "One step of one request", "Its drafts, which of them are accepted, and its tokens")
+    y = drawing.heading((MARGIN, 23), "One step of one request", "q: the drafter's chances, p: the model's")
+    if state.own:
+        y = drawing.paragraph((MARGIN, y + 18), own_words(state), wide)
+    captions = _captions(state, min(step.kept + 1, state.k))
+    last = len(captions) - 1
+    drawing.play(captions, still=True)
+    heads = (0, "drafted", "start"), (TOKEN + 8, "kept if its random dot is in green", "start"), (wide, "output", "end")
+    for x, words, anchor in heads:
+        drawing.text((MARGIN + x, y + 24), words, size=SMALL, colour=QUIET, anchor=anchor)
+    count = max(state.k, step.kept + 1)
+    high = min(32.0, ROWS / count)
+    rows = [Box(MARGIN, y + 32 + high * index, wide, high - 4) for index in range(count)]
+    panel = Box(MARGIN, rows[-1].bottom + 16, wide, PANEL)
+    for index, row in enumerate(rows):
+        if index <= step.kept:
+            frame = min(index + 2, last)
+            with drawing.layer(at=f"{frame} {last if index == step.kept else frame}"):
+                drawing.rect(Box(row.x - 6, row.y - 3, row.width + 12, row.height + 6), IDLE, radius=6)
+                _draw_distributions(drawing, panel, state, index)
+        _draw_row(drawing, row, state, index, last, captions[min(index + 2, last)])
+    drawing.height = panel.bottom + MARGIN
+    return drawing.render()
+
+
+def _draw_row(drawing: Drawing, row: Box, state: State, index: int, last: int, caption: str) -> None:
+    """Draw one position: its draft, how likely it is accepted with its random number, and the token
+    that comes out.
+    """
+    step = state.step
+    draft, token = (replace(row, x=x, width=TOKEN) for x in (row.x, row.right - TOKEN))
+    bar = Box(draft.right + 8, row.y + 3, row.width - 2 * TOKEN - 16, row.height - 6)
+    if index < state.k:
+        place = step.places[index]
+        _draw_token(drawing, draft, VOCABULARY[place.draft], ORANGE, shade=0)
+        if index <= step.kept:
+            with drawing.layer(at=f"1 {last}"):
+                _draw_part(drawing, bar, ORANGE)
+                _draw_part(drawing, replace(bar, width=bar.width * place.ratio), GREEN)
+            dot = (bar.x + bar.width * place.uniform, bar.y + bar.height / 2)
+            drawing.circle(dot, DOT, INK, at=f"{index + 2} {last}")
+    if index <= step.kept:
+        kept = index < step.kept
+        with drawing.layer(at=f"{index + 2 if kept else last} {last}"):
+            _draw_token(drawing, token, step.tokens[index], GREEN if kept else BLUE)
+        drawing.rect(row, "transparent", tip=caption)
+
+
+def _draw_token(drawing: Drawing, box: Box, word: str, colour: str, *, shade: float = 0.25) -> None:
+    drawing.rect(box, colour, opacity=shade, stroke=colour, radius=3)
+    drawing.text((box.x + box.width / 2, box.y + box.height / 2 + 4), word, size=SMALL, anchor="middle")
+
+
+def _draw_part(drawing: Drawing, box: Box, colour: str) -> None:
+    """Draw a part of a bar; what is rejected is hatched."""
+    drawing.rect(box, colour)
+    if colour == ORANGE:
+        drawing.hatch(box, CARD, gap=5)
+
+
+def _draw_distributions(drawing: Drawing, box: Box, state: State, index: int) -> None:
+    """Draw what q and p share at a position, what q has more, and what p has more; the draft's random
+    number; and the token that is drawn instead.
+    """
+    step = state.step
+    place = step.places[index] if index < state.k else None
+    p, q = (place.p, place.q) if place else (step.bonus, (0.0,) * len(step.bonus))
+    drawing.rect(box, IDLE, radius=6)
+    _draw_shares(drawing, box, state, index)
+    column, base = (box.width - 12) / len(p), box.bottom - 28
+    scale = (base - box.y - 74) / max(*p, *q)
+    for token, word in enumerate(VOCABULARY):
+        bar = Box(box.x + 6 + column * token + 5, base, column - 10, 0)
+        shared = min(p[token], q[token])
+        for low, high, colour in ((0, shared, GREEN), (shared, q[token], ORANGE), (shared, p[token], BLUE)):
+            _draw_part(drawing, replace(bar, y=base - high * scale, height=(high - low) * scale), colour)
+        chosen, drafted = index == step.kept and token == step.token, place is not None and token == place.draft
+        name = Box(bar.x, base + 4, bar.width, 18)
+        _draw_token(drawing, name, word, BLUE if chosen else ORANGE if drafted else "none", shade=0.25 * chosen)
+        tip = f"{word}: p {p[token]:.2f}, q {q[token]:.2f}"
+        drawing.rect(Box(bar.x, box.y + 54, bar.width, box.bottom - box.y - 54), "transparent", tip=tip)
+    if place:
+        x, y = box.x + 6 + column * (place.draft + 0.5), base - place.uniform * q[place.draft] * scale
+        if index == step.kept:
+            top = (min(p[step.token], q[step.token]) + p[step.token]) / 2
+            drawing.add(arrow((x, y), (box.x + 6 + column * (step.token + 0.5), base - top * scale), INK))
+        drawing.circle((x, y), DOT, INK)
+
+
+def _draw_shares(drawing: Drawing, box: Box, state: State, index: int) -> None:
+    """Write which share of all drafts at a position is kept, and which is replaced."""
+    left, middle = box.x + 12, box.x + 12 + 0.4 * box.width
+    if index == state.k:
+        drawing.text((left, box.y + 22), "All drafts are kept, so p gives a bonus token.", size=SMALL, colour=BLUE)
+        return
+    drawing.text((left, box.y + 22), f"What draft {index + 1} could have been", size=SMALL, bold=True)
+    kept, replaced = state.step.places[index].agreement, "in q only: replaced"
+    for x, share, words, colour in ((left, kept, "in q and p: kept", GREEN), (middle, 1 - kept, replaced, ORANGE)):
+        drawing.text((x, box.y + 45), percent(share), size=18, bold=True, colour=colour)
+        drawing.text((x, box.y + 62), words, size=SMALL, colour=colour)
+    right = middle + text_width(replaced, SMALL)
+    drawing.text((right, box.y + 62), " → in p only", size=SMALL, colour=BLUE)
+
+
+def own_words(state: State) -> str:
+    """Describe what the reader's rule accepts."""
+    own = state.own
+    assert own
+    index = own.wrong
+    if index is None:
+        shares = ", ".join(percent(rate, 1) for rate in own.rates[:3])
+        return f"Your accept accepts {shares}{' …' * (len(own.rates) > 3)} of the drafts: Σ min(p, q), as it must."
+    return (
+        f"Your accept accepts {percent(own.rates[index], 1)} of draft {index + 1}, but Σ min(p, q) is "
+        f"{percent(own.right[index], 1)}. The output is off by {percent(own.off, 1)}."
+    )
+
+
+def _captions(state: State, checked: int) -> list[str]:
+    """Write a caption for each frame: the drafts, the forward pass, each checked draft, and the
+    last token.
+    """
+    step, k = state.step, state.k
+    drafts = " ".join(VOCABULARY[place.draft] for place in step.places)
+    captions = [
+        f"The drafter proposes {counted(k, 'token')}: {drafts}",
+        f"One forward pass of the model over {k + 1} positions gives its prediction at each of them",
+    ]
+    for index, place in enumerate(step.places[:checked]):
+        kept = index < step.kept
+        sign = "below" if place.uniform < place.ratio else "not below"
+        result, ratio = "accepted" if kept else "rejected", figures(place.p[place.draft] / place.q[place.draft])
+        captions.append(f"Draft {index + 1}: {place.uniform:.2f} is {sign} p/q = {ratio}, so it is {result}")
+    source = "a recovered token from the residual distribution" if step.rejected else "a bonus token drawn from p"
+    total = f"{counted(len(step.tokens), 'token')} from one pass"
+    return [*captions, f"Then {VOCABULARY[step.token]}, {source}: {total}: {' '.join(step.tokens)}"]
