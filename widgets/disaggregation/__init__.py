@@ -89,7 +89,7 @@ def command(state: State) -> str:
     """
     name = shlex.quote(next(name for name in CONFIGS if name.endswith(f"/{state.model}")))
     mine, work = state.mine, state.work
-    many = {"prefill": mine.prefill, "decode": mine.gpus - mine.prefill}
+    many = {"prefill": mine.prefill, "decode": mine.decode}
     urls = {
         kind: " ".join(f"http://{kind}{index}:8000" for index in range(1, count + 1)) for kind, count in many.items()
     }

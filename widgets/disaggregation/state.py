@@ -5,7 +5,6 @@ that do both.
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections.abc import Generator, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
@@ -61,22 +60,25 @@ class Side:
     """Why the model does not fit, or ""."""
 
     @property
+    def decode(self) -> int:
+        """Return how many GPUs decode, or do both."""
+        return self.gpus - self.prefill
+
+    @property
     def name(self) -> str:
         """Return "prefill + decode" in numbers of GPUs, or how many GPUs do both."""
-        return f"{self.prefill} + {self.gpus - self.prefill}" if self.prefill else f"{self.gpus} that do both"
+        return f"{self.prefill} + {self.decode}" if self.prefill else f"{self.gpus} that do both"
 
     @property
     def bound(self) -> float:
         """Return a rate that these GPUs cannot exceed for long."""
         return min(self.bounds.values(), default=0.0)
 
-    def load(self, part: str, rate: float) -> float:
-        """Return how full a part is at this rate; 1 is as much as it handles in time."""
-        most = self.bounds[part]
+    def most(self, part: str) -> float:
+        """Return the highest rate that a part handles in time."""
         broken = LATE_IN.get(self.cause, "decode") if self.prefill else "both"
-        if part == broken and self.is_found and self.cause:
-            most = min(most, self.goodput)
-        return rate / most if most else math.inf
+        found = part == broken and self.is_found and self.cause
+        return min(self.bounds[part], self.goodput if found else math.inf)
 
     @cached_property
     def rates(self) -> list[float]:
@@ -94,11 +96,6 @@ class Side:
     def breaks(self, rate: float) -> bool:
         """Return whether too few requests are in time at a rate that has been run."""
         return self.share(rate) < SHARE or rate > self.bound
-
-    def is_flat_at(self, rate: float) -> bool:
-        """Return whether the nearest rates that have been run, below and above, have equal shares."""
-        place = bisect_left(self.rates, rate)
-        return 0 < place < len(self.rates) and self.share(self.rates[place - 1]) == self.share(self.rates[place])
 
     @cached_property
     def edge(self) -> tuple[float, float]:
@@ -158,14 +155,20 @@ class Side:
 
 @dataclass(frozen=True)
 class Step:
-    """A GPU's step: the requests that decode, a chunk's tokens, and the modelled seconds to read the
-    weights and to compute one token in the linear layers.
+    """A GPU's step: the requests that decode, a chunk's tokens, and the modelled seconds to launch it,
+    to read the weights and to compute one token in the linear layers.
     """
 
     decodes: float = 1.0
     chunk: float = 0.0
+    launch: float = 0.0
     weights: float = 1.0
     token: float = 0.0
+
+    @property
+    def least(self) -> float:
+        """Return the seconds of a step with a full chunk, but without its attention."""
+        return self.launch + max(self.weights, (self.decodes + self.chunk) * self.token)
 
 
 @dataclass(frozen=True)
@@ -243,7 +246,7 @@ class Experiment:
         batch = max(1.0, batches.batch(rate / (system.gpus - self.prefill)))
         cost, chunk = placed.cost.step, min(max(0.0, self.budget - batch), self.work.prompt)
         token = cost.roofline.arithmetic_seconds(cost.roofline.flops_per_token) / cost.matmul_rate
-        return Step(batch, chunk, cost.weight_seconds(round(batch + chunk)), token)
+        return Step(batch, chunk, cost.roofline.step_overhead, cost.weight_seconds(round(batch + chunk)), token)
 
     def side(self, objective: Objective) -> Side:
         """Return the results so far."""
@@ -329,7 +332,7 @@ def sweep(
 
 @dataclass(frozen=True)
 class _Sweep:
-    """A sweep over the rate that also searches for where each split and each budget breaks."""
+    """A run at this rate, and a search for where each split and each budget breaks."""
 
     first: State
     mine: Experiment
@@ -337,9 +340,7 @@ class _Sweep:
     """GPUs that do both, by budget, the likely best first."""
 
     def states(self) -> Iterator[State]:
-        """Yield more and more complete states: first this rate, then where both ways break, then
-        other rates.
-        """
+        """Yield more and more complete states: first this rate, then where both ways break."""
         state = self._now()
         yield state
         known = self._known()
@@ -370,12 +371,6 @@ class _Sweep:
                 yield from self._edge(runs)
         both = self._runs_of(self._both())
         yield both.runs.run(rate)
-        goodput = max(self._side(runs).goodput for runs in (self.mine, both))
-        near = [other for other in RATES if goodput / 2 <= other <= 2 * goodput]
-        for other in (RATES[0], *sorted(near, key=lambda other: abs(math.log(other / rate)))):
-            for runs in (self.mine, both):
-                if not self._side(runs).is_flat_at(other):
-                    yield runs.runs.run(other)
 
     def _edge(self, runs: Experiment) -> Iterator[Iterator[None]]:
         """Yield runs until the edge is known."""
