@@ -14,7 +14,7 @@ from minivllm_simulate.load_sweep import within
 from widgets.disaggregation.state import RATES, Side, State, Step
 from widgets.shell.plot import MARGIN, VALUE, Axes, Scale, counted, figures, hidden_note, percent, seconds, tokens
 from widgets.shell.svg import BODY, BOLD, HEADING, SMALL, Box, Drawing
-from widgets.shell.theme import IDLE, MID, MISSED
+from widgets.shell.theme import DARK, IDLE, MID, MISSED
 
 RATE = Scale(RATES[0], RATES[-1], log=True)
 TICKS = (3, 10, 30, 100, 300)
@@ -35,8 +35,7 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
     with drawing.layer(tip=f"Times are modelled{f', {state.error}' if state.error else ''}."):
         y = drawing.heading((MARGIN, 23), f"A decode step at {state.rate:g} requests a second") + 18
         y = drawing.paragraph((MARGIN, y), note, width - 2 * MARGIN)
-    if not mine.refused:
-        y = _draw_steps(drawing, state, y + 26)
+    y = _draw_steps(drawing, state, y + 26)
     drawing.text((MARGIN, y + 36), "What each part handles", size=HEADING, bold=True)
     whole = Box(MARGIN + NAMES, y + 48, width - 2 * MARGIN - NAMES - VALUES, 5 * ROW + 10)
     _draw_rates(Axes(drawing, whole, RATE, Scale(0, 1)), state, pinned)
@@ -78,7 +77,7 @@ def _draw_steps(drawing: Drawing, state: State, y: float) -> float:
         drawing.text((MARGIN, y), words, bold=True)
         after = MARGIN + BOLD * text_width(words, BODY) + 8
         with drawing.layer(answer=answer):
-            drawing.text((after, y), f"{counted(step.decodes, 'answer')} each", size=SMALL)
+            drawing.text((after, y), f"{counted(step.decodes, 'answer')} each", size=SMALL, colour=SKY)
             _draw_step(axes, step, time, end, limit)
         y = axes.box.bottom + 26
     hidden_note(drawing, axes.box)
@@ -116,8 +115,8 @@ def _draw_step(axes: Axes, step: Step, slow: float, end: float, limit: float) ->
         bar = Box(left, y, edge - left - 1, BAR - 1)
         drawing.rect(bar, colour, tip=tip)
         name = next((name for name in names if text_width(name, SMALL) + 3 <= bar.width), "")
-        place = bar.x + bar.width / 2, y + BAR / 2 + 4
-        drawing.text(place, name, size=SMALL, colour=ink_on(colour), anchor="middle")
+        place, ink = (bar.x + bar.width / 2, y + BAR / 2 + 4), INK if colour in DARK else ink_on(colour)
+        drawing.text(place, name, size=SMALL, colour=ink, anchor="middle")
     x, y = axes.at(limit, 2)
     late = Box(x, y, axes.at(min(end, axes.x.high), 0)[0] - x, BAR - 1)
     drawing.rect(late, MISSED, tip=tip)
@@ -137,14 +136,11 @@ def _draw_rates(whole: Axes, state: State, pinned: State | None) -> None:
     pools = Axes(drawing, replace(whole.box, height=3 * ROW), RATE, whole.y)
     one = Axes(drawing, Box(whole.box.x, pools.box.bottom + 10, whole.box.width, 2 * ROW), RATE, whole.y)
     whole.frame("requests a second, over all GPUs", "", x_ticks=TICKS, x_format="{:g}".format, y_ticks=())
-    if mine.refused:
-        whole.broken(None, None, f"{state.model} does not fit: {mine.refused}")
-    else:
-        names = {"prefill": f"{mine.prefill} prefill", "link": "KV link", "decode": f"{mine.decode} decode"}
-        _draw_side(pools, state, mine, names, mine.is_found)
-        with drawing.answer():
-            _draw_side(one, state, both, {"both": f"{both.gpus} do both"}, state.is_tuned)
-        hidden_note(drawing, replace(one.box, x=MARGIN, width=2 * NAMES))
+    names = {"prefill": f"{mine.prefill} prefill", "link": "KV link", "decode": f"{mine.decode} decode"}
+    _draw_side(pools, state, mine, names, mine.is_found)
+    with drawing.answer():
+        _draw_side(one, state, both, {"both": f"{both.gpus} do both"}, state.is_tuned)
+    hidden_note(drawing, replace(one.box, x=MARGIN, width=2 * NAMES))
     if pinned and pinned.mine.points:
         whole.pinned([pinned.mine.goodput] * 2, [0, 1], pinned.rate)
     whole.here(state.rate, "rate")

@@ -9,7 +9,6 @@ from collections.abc import Generator, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 
-from minivllm.errors import MinivllmError
 from minivllm_lab.disaggregation.goodput import SHARE, Colocated, Disaggregated, Objective, Served, Work
 from minivllm_lab.disaggregation.tuning import likely_first
 from minivllm_simulate.hardware import get_hardware
@@ -56,8 +55,6 @@ class Side:
     """The rate at which each part is always busy: "prefill", "link", "decode", or "both"."""
     budget: int = 0
     """Tokens per step, where each GPU does both."""
-    refused: str = ""
-    """Why the model does not fit, or ""."""
 
     @property
     def decode(self) -> int:
@@ -72,7 +69,7 @@ class Side:
     @property
     def bound(self) -> float:
         """Return a rate that these GPUs cannot exceed for long."""
-        return min(self.bounds.values(), default=0.0)
+        return min(self.bounds.values())
 
     def most(self, part: str) -> float:
         """Return the highest rate that a part handles in time."""
@@ -109,8 +106,6 @@ class Side:
     @property
     def is_found(self) -> bool:
         """Return whether the breaking point is known to lie between two neighbouring rates."""
-        if self.refused:
-            return True
         if not self.points:
             return False
         low, high = self.edge
@@ -128,7 +123,7 @@ class Side:
         `edge` and at most `bound`.
         """
         low, high = self.edge
-        if self.refused or not low:
+        if not low:
             return 0.0
         if high == math.inf:
             return low
@@ -142,7 +137,7 @@ class Side:
     def cause(self) -> str:
         """Return what breaks first: "tpot", "ttft", one of `pools.PARTS`, or ""."""
         high = self.edge[1]
-        return "" if self.refused or high == math.inf else self.cause_at(high)
+        return "" if high == math.inf else self.cause_at(high)
 
     def cause_at(self, rate: float) -> str:
         """Return why requests are late at a rate that has been run, or will be late in the long
@@ -159,11 +154,11 @@ class Step:
     to read the weights and to compute one token in the linear layers.
     """
 
-    decodes: float = 1.0
-    chunk: float = 0.0
-    launch: float = 0.0
-    weights: float = 1.0
-    token: float = 0.0
+    decodes: float
+    chunk: float
+    launch: float
+    weights: float
+    token: float
 
     @property
     def least(self) -> float:
@@ -198,8 +193,6 @@ class State:
     @property
     def known(self) -> bool:
         """Return whether the outcome at this rate and the breaking points of both ways are known."""
-        if self.mine.refused:
-            return True
         return self.rate in self.mine.points and self.mine.is_found and self.is_tuned
 
     @property
@@ -220,12 +213,7 @@ class Experiment:
         self.work = work
         self.runs = Runs(self._run)
         self.prefill, self.budget = (system.prefill, 0) if isinstance(system, Disaggregated) else (0, system.budget)
-        self.refused = ""
         self._sides: dict[Objective, Side] = {}
-        try:
-            system.bound(work, Objective(1.0, 1.0))
-        except MinivllmError as error:
-            self.refused = str(error)
 
     def _run(self, rate: float) -> Generator[None, None, Served]:
         if isinstance(self.system, Disaggregated) and self.system.connector:
@@ -239,8 +227,6 @@ class Experiment:
 
     def step(self, rate: float) -> Step:
         """Return a step of one of the GPUs that decode, at this rate."""
-        if self.refused:
-            return Step()
         system, placed = self.system, self.system.placed
         batches = system.mixed(self.work) if isinstance(system, Colocated) else system.decoding(self.work)
         batch = max(1.0, batches.batch(rate / (system.gpus - self.prefill)))
@@ -253,8 +239,7 @@ class Experiment:
         last = self._sides.get(objective)
         searched = self.runs.found
         if last is None:
-            bounds = {} if self.refused else self._bounds(objective)
-            last = Side(self.prefill, self.system.gpus, {}, objective, bounds, self.budget, self.refused)
+            last = Side(self.prefill, self.system.gpus, {}, objective, self._bounds(objective), self.budget)
         if len(last.points) < len(searched):
             last = replace(last, points=dict(searched))
         self._sides[objective] = last
@@ -318,13 +303,13 @@ def sweep(
     linked = (link, layer_wise, connector) if connector else (link, layer_wise)
     mine = experiment((*gpus, prefill, decode, *linked), work)
     pools = [experiment((*gpus, 0, prefill + decode, size), work) for size in ([budget] if budget else LADDER)]
-    if not pools[0].refused:
-        likely = likely_first(pools[0].system.step_cost, LADDER, Objective(ttft, tpot))
-        pools.sort(key=lambda pool: likely.index(pool.budget) if pool.budget in likely else 0)
+    likely = likely_first(pools[0].system.step_cost, LADDER, Objective(ttft, tpot))
+    pools.sort(key=lambda pool: likely.index(pool.budget) if pool.budget in likely else 0)
     first = State(
         rate=rate, model=model, gpu=gpu, link=link, layer_wise=layer_wise, budget=budget, work=work,
         objective=Objective(ttft, tpot), mine=mine.side(Objective(ttft, tpot)),
-        both=pools[0].side(Objective(ttft, tpot)), is_tuned=False, steps=(Step(), Step()), error=None,
+        both=pools[0].side(Objective(ttft, tpot)), is_tuned=False, error=None,
+        steps=(mine.step(rate), pools[0].step(rate)),
         transfer=Transfer.of(known_model(model), get_hardware(gpu), prompt, LINKS[link]),
     )  # fmt: skip
     return _Sweep(first, mine, pools).states()
@@ -356,8 +341,6 @@ class _Sweep:
         return sum(len(runs.runs.found) for runs in (self.mine, *self.pools))
 
     def _pending_runs(self) -> Iterator[Iterator[None]]:
-        if self.mine.refused:
-            return
         rate = self.first.rate
         yield self.mine.runs.run(rate)
         known_error("decode", "prefill")
