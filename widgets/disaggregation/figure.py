@@ -13,7 +13,7 @@ from minivllm_lab.palette import GREEN, GREY, INK, PURPLE, SKY, VERMILLION, YELL
 from minivllm_simulate.load_sweep import within
 from widgets.disaggregation.state import RATES, Side, State, Step
 from widgets.shell.plot import MARGIN, VALUE, Axes, Scale, counted, figures, hidden_note, percent, seconds, tokens
-from widgets.shell.svg import BODY, BOLD, HEADING, SMALL, Box, Drawing
+from widgets.shell.svg import BODY, BOLD, HEADING, QUIET, SMALL, Box, Drawing
 from widgets.shell.theme import DARK, IDLE, MID, MISSED
 
 RATE = Scale(RATES[0], RATES[-1], log=True)
@@ -37,6 +37,7 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
         y = drawing.paragraph((MARGIN, y), note, width - 2 * MARGIN)
     y = _draw_steps(drawing, state, y + 26)
     drawing.text((MARGIN, y + 36), "What each part handles", size=HEADING, bold=True)
+    drawing.text((width - MARGIN, y + 36), "together up to", size=SMALL, colour=QUIET, anchor="end")
     whole = Box(MARGIN + NAMES, y + 48, width - 2 * MARGIN - NAMES - VALUES, 5 * ROW + 10)
     _draw_rates(Axes(drawing, whole, RATE, Scale(0, 1)), state, pinned)
     drawing.height = whole.bottom + 42
