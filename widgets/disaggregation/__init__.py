@@ -51,8 +51,6 @@ def verdict(state: State) -> Verdict:
     GPUs that do both.
     """
     mine = state.mine
-    if mine.refused:
-        return Verdict(f"{state.model} does not fit on {state.gpu}: {mine.refused}.", "broken")
     if state.rate not in mine.points:
         return Verdict(f"Still serving the requests at {state.rate:g} a second.", "tight")
     share = f"{percent(mine.share(state.rate))} are in time"
@@ -89,7 +87,7 @@ def command(state: State) -> str:
     """
     name = shlex.quote(next(name for name in CONFIGS if name.endswith(f"/{state.model}")))
     mine, work = state.mine, state.work
-    many = {"prefill": mine.prefill, "decode": mine.gpus - mine.prefill}
+    many = {"prefill": mine.prefill, "decode": mine.decode}
     urls = {
         kind: " ".join(f"http://{kind}{index}:8000" for index in range(1, count + 1)) for kind, count in many.items()
     }
@@ -132,8 +130,7 @@ def _progress(
 
 
 def _words(state: State) -> str:
-    known = state.known and not state.mine.refused
-    gain = f"; {state.gain:.2f} times what these GPUs handle if all do both" if known else ""
+    gain = f"; {state.gain:.2f} times what these GPUs handle if all do both" if state.known else ""
     return f"{state.mine.name} {state.gpu} over {state.link}{gain}."
 
 
@@ -260,8 +257,6 @@ SPEC = Spec(
     verdict=verdict,
     command=command,
     challenges=CHALLENGES,
-    starts=lambda state: not state.mine.refused,
-    mends=("gpu", "model"),
     guess=GUESS,
     own={"connector": "decides which requests wait and whose blocks are kept"},
 )

@@ -1,98 +1,47 @@
-"""Draw lesson 08's picture: how full the GPUs of both designs are at this rate, with a step of each,
-and requests in time by rate.
+"""Draw lesson 08's picture: a step of the GPUs that decode, in both designs, and beneath it the rates
+that each part handles.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from minivllm_lab.disaggregation.goodput import SHARE
-from minivllm_lab.drawing import QUIET, Point, ink_on, text_width
-from minivllm_lab.palette import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, SKY, VERMILLION, YELLOW
+from minivllm_lab.drawing import ink_on, text_width
+from minivllm_lab.palette import GREEN, GREY, INK, PURPLE, SKY, VERMILLION, YELLOW
 from minivllm_simulate.load_sweep import within
-from widgets.disaggregation.state import MOST_OF_A_KIND, RATES, Side, State, Step
-from widgets.shell.plot import MARGIN, VALUE, WIDE, Axes, Scale, counted, figures, hidden_note, percent, seconds, tokens
-from widgets.shell.svg import BOLD, SMALL, Box, Drawing
-from widgets.shell.theme import IDLE, MID, MISSED
+from widgets.disaggregation.state import RATES, Side, State, Step
+from widgets.shell.plot import MARGIN, VALUE, Axes, Scale, counted, figures, hidden_note, percent, seconds, tokens
+from widgets.shell.svg import BODY, BOLD, HEADING, QUIET, SMALL, Box, Drawing
+from widgets.shell.theme import DARK, IDLE, MID, MISSED
 
 RATE = Scale(RATES[0], RATES[-1], log=True)
 TICKS = (3, 10, 30, 100, 300)
-STAGES = {"prefill": PURPLE, "link": YELLOW, "decode": SKY}
-NAMES = {"prefill": "prefill", "link": "KV link", "decode": "decode", "both": "prefill and decode"}
-TANK, DEEP, PILE, ASIDE, LINK, STEP, ROW = 32, 56, 30, 40, 98, 204, 18
-"""Pixels: a GPU with its gap, its depth, what piles up on it, words beside it, a link, a step, and its bars."""
-BLOCKS = 11
+STAGES = {"prefill": (PURPLE,), "link": (YELLOW,), "decode": (SKY,), "both": (PURPLE, SKY)}
+BAR, ROW, NAMES, VALUES = 26, 22, 70, 118
+"""Pixels: the height of a step's bar and of a part's row, and the widths left and right of the rows."""
 
 
 def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
-    """Draw the GPUs of both designs with a step of each, and requests in time by rate."""
-    mine, many = state.mine, state.mine.gpus
-    drawing = Drawing(width, 0, f"{state.model} on {many} {state.gpu}", f"Requests in time by rate, {mine.name} GPUs")
+    """Draw a step of the GPUs that decode, in both designs, and the rates that each part handles."""
+    mine, goal = state.mine, state.objective
+    served = f"{state.model} on {mine.gpus} {state.gpu}"
+    drawing = Drawing(width, 0, served, f"A step of {mine.name} GPUs, and the rates that they handle")
     note = (
-        f"{state.model}, {tokens(state.work.prompt)} tokens in, {state.work.output} out; in time up to 100 %: "
-        f"first token {seconds(state.objective.ttft)}, then {seconds(state.objective.tpot)} each"
+        f"{served}, {tokens(state.work.prompt)} tokens in, {state.work.output} out. In time: "
+        f"first token in {seconds(goal.ttft)}, then {seconds(goal.tpot)} each"
     )
-    y = drawing.heading((MARGIN, 23), f"{mine.name} {state.gpu} at {state.rate:g} requests a second") + 18
-    y = drawing.paragraph((MARGIN, y), note, width - 2 * MARGIN) + 20
-    error = f", {state.error}" if state.error else ""
-    drawing.rect(Box(MARGIN, 30, width - 2 * MARGIN, y - 44), "transparent", tip=f"Times are modelled{error}.")
-    if state.rate in mine.points:
-        top = y + 8
-        y = _draw_pools(drawing, state, (MARGIN, top)) + 8
-        place = (round(width * 0.57), top) if width >= WIDE else (MARGIN, y + 20)
-        hidden_note(drawing, Box(place[0], place[1], width - place[0] - MARGIN, y - top))
-        with drawing.answer():
-            y = _draw_both(drawing, state, place) + 8
-    else:
-        drawing.text((MARGIN, y), "Nothing is served." if mine.refused else "Still serving the requests.", size=SMALL)
-    plot = Box(52, y + 28, width - 52 - MARGIN, 116)
-    _draw_shares(Axes(drawing, plot, RATE, Scale(0, 1)), state, pinned)
-    drawing.height = plot.bottom + 42
+    with drawing.layer(tip=f"Times are modelled{f', {state.error}' if state.error else ''}."):
+        y = drawing.heading((MARGIN, 23), f"A decode step at {state.rate:g} requests a second") + 18
+        y = drawing.paragraph((MARGIN, y), note, width - 2 * MARGIN)
+    y = _draw_steps(drawing, state, y + 26)
+    drawing.text((MARGIN, y + 36), "What each part handles", size=HEADING, bold=True)
+    drawing.text((width - MARGIN, y + 36), "together up to", size=SMALL, colour=QUIET, anchor="end")
+    whole = Box(MARGIN + NAMES, y + 48, width - 2 * MARGIN - NAMES - VALUES, 5 * ROW + 10)
+    _draw_rates(Axes(drawing, whole, RATE, Scale(0, 1)), state, pinned)
+    drawing.height = whole.bottom + 42
     return drawing.render()
-
-
-# ---- the share in time, over the rate
-
-
-def _draw_shares(axes: Axes, state: State, pinned: State | None) -> None:
-    name, ticks = "requests a second, over all GPUs", (0, 0.5, SHARE)
-    axes.frame(name, "requests in time", x_ticks=TICKS, x_format="{:g}".format, y_ticks=ticks, y_format=percent)
-    mine = state.mine
-    if mine.refused:
-        axes.broken(None, None, f"{state.model} does not fit: {mine.refused}")
-    elif mine.is_found and mine.edge[1] < math.inf:
-        words = f"{mine.name} break {limit_words(mine, 'at')}: {cause_words(mine.cause, state)}"
-        axes.broken(max(mine.goodput, RATES[0]), None, words, SHARE)
-    if pinned and pinned.mine.points:
-        axes.pinned(pinned.mine.rates, [pinned.mine.share(rate) for rate in pinned.mine.rates], pinned.rate)
-    axes.mark_y(SHARE, "", GREEN)
-    with axes.drawing.answer():  # both lines together answer the guess
-        _draw_line(axes, state.both, ORANGE, "7 4", 2.0)
-        after = state.both.edge[1]
-        if state.is_tuned and state.both.goodput and after < math.inf and state.both.share(after) < SHARE:
-            x, y = axes.at(state.both.goodput, SHARE)
-            axes.drawing.circle((x, y), 4.5, ORANGE)
-            words = figures(state.both.goodput)
-            axes.drawing.text((x, axes.box.y - 6), words, size=SMALL, colour=ORANGE, anchor="middle", bold=True)
-        rates = sorted({*mine.points, *state.both.points})
-        axes.tips(rates, lambda rate: f"{rate:g} requests a second. {_share_words(state, rate)}")
-    _draw_line(axes, mine, BLUE, "", 2.5)
-    axes.here(state.rate, "rate")
-
-
-def _draw_line(axes: Axes, side: Side, colour: str, dash: str, wide: float) -> None:
-    if side.points:
-        axes.line(side.rates, [side.share(rate) for rate in side.rates], colour, dash=dash, width=wide)
-
-
-def _share_words(state: State, rate: float) -> str:
-    parts = []
-    for side in (state.mine, state.both):
-        if rate in side.points:
-            first, later = side.points[rate].late(state.objective)
-            late = f"first tokens late for {percent(first)}, later ones for {percent(later)}"
-            parts.append(f"{side.name}: {percent(side.share(rate))} in time; {late}.")
-    return " ".join(parts)
 
 
 def limit_words(side: Side, preposition: str) -> str:
@@ -114,40 +63,29 @@ def cause_words(cause: str, state: State) -> str:
     }[cause]
 
 
-# ---- both designs at this rate
+# ---- a step in both designs
 
 
-def _draw_pools(drawing: Drawing, state: State, place: Point) -> float:
-    """Draw the two pools and the link between them; return the y below."""
-    mine = state.mine
-    decode = mine.gpus - mine.prefill
-    _draw_name(drawing, place, f"{mine.prefill} prefill, {decode} decode", mine, mine.is_found, BLUE)
-    middle = place[0] + ASIDE + MOST_OF_A_KIND * TANK
-    top = place[1] + PILE + 9
-    left = middle - mine.prefill * TANK
-    _draw_pool(drawing, state, mine, "prefill", (left, top), mine.prefill)
-    _draw_link(drawing, state, Box(middle, top, LINK, DEEP))
-    below = _draw_pool(drawing, state, mine, "decode", (middle + LINK, top), decode)
-    return _draw_step(drawing, state, mine, state.steps[0], (place[0], below + 16))
-
-
-def _draw_both(drawing: Drawing, state: State, place: Point) -> float:
-    """Draw the GPUs that do both; return the y below."""
-    both = state.both
-    _draw_name(drawing, place, both.name, both, state.is_tuned, ORANGE)
-    below = _draw_pool(drawing, state, both, "both", (place[0] + 3, place[1] + PILE + 9), both.gpus)
-    return _draw_step(drawing, state, both, state.steps[1], (place[0], below + 16))
-
-
-def _draw_name(drawing: Drawing, place: Point, words: str, side: Side, known: bool, colour: str) -> None:
-    """Write the name of a design, and what it handles, after a piece of its line."""
-    (x, y), dash = place, "" if side.prefill else "7 4"
-    drawing.line((x, y - 4), (x + 18, y - 4), colour, width=2.5, dash=dash)
-    words += ": up to" * (known and side.goodput > RATES[0])
-    drawing.text((x + 24, y), words, size=SMALL, colour=colour, bold=True)
-    if known:
-        after = x + 34 + BOLD * text_width(words, SMALL)
-        drawing.text((after, y + 3), f"{limit_words(side, '')}/s".strip(), size=VALUE, colour=colour, bold=True)
+def _draw_steps(drawing: Drawing, state: State, y: float) -> float:
+    """Draw the steps one above the other, on the same scale, and return the y below."""
+    mine, both, limit = state.mine, state.both, state.objective.tpot
+    slow = [_slow(state, side) for side in (mine, both)]
+    ends = [max(step.least, time if time < math.inf else 0.0) for step, time in zip(state.steps, slow, strict=True)]
+    scale = Scale(0, min(max(*ends, limit), 3 * limit))
+    doing = f"{counted(mine.decode, 'GPU')} only decode{'s' * (mine.decode == 1)}", f"{both.gpus} GPUs do both"
+    for step, words, answer, time, end in zip(state.steps, doing, ("", "1"), slow, ends, strict=True):
+        axes = Axes(drawing, Box(MARGIN, y + 8, drawing.width - 2 * MARGIN, 2 * BAR), scale, Scale(0, 2))
+        drawing.text((MARGIN, y), words, bold=True)
+        after = MARGIN + BOLD * text_width(words, BODY) + 8
+        with drawing.layer(answer=answer):
+            drawing.text((after, y), f"{counted(step.decodes, 'answer')} each", size=SMALL, colour=SKY)
+            _draw_step(axes, step, time, end, limit)
+        y = axes.box.bottom + 26
+    hidden_note(drawing, axes.box)
+    words, x = f"limit {seconds(limit)} a token", axes.at(limit, 0)[0]
+    x = min(x, drawing.width - MARGIN - text_width(words, SMALL) / 2)
+    drawing.text((x, y - 10), words, size=SMALL, colour=GREEN, anchor="middle")
+    return y - 10
 
 
 def _slow(state: State, side: Side) -> float:
@@ -156,102 +94,79 @@ def _slow(state: State, side: Side) -> float:
     return within(sorted(client.tpot for client in point.clients), SHARE) if point else 0.0
 
 
-def _longest(state: State) -> float:
-    """Return the seconds at which the bars of both designs' steps end."""
-    slow = [time for side in (state.mine, state.both) if (time := _slow(state, side)) < math.inf]
-    computed = [max(step.weights, (step.decodes + step.chunk) * step.token) for step in state.steps]
-    return min(max(*slow, *computed, state.objective.tpot), 3 * state.objective.tpot)
+def _draw_step(axes: Axes, step: Step, slow: float, end: float, limit: float) -> None:
+    """Draw what a step waits for, beneath it what it computes meanwhile, and the limit."""
+    drawing, right = axes.drawing, axes.box.right
+    answers, chunk, read = step.decodes * step.token, step.chunk * step.token, step.launch + step.weights
+    free = "free" if answers + chunk <= step.weights else "not free"
+    prompt = f"{step.chunk:,.0f} prompt tokens, {free}"
+    words = f"{'mean ' * (step.least > slow and step.chunk > 0)}{seconds(slow)}" if slow < math.inf else "no token"
+    tip = f"Launches {seconds(step.launch)}, weights {seconds(step.weights)}, arithmetic {seconds(answers + chunk)}. "
+    tip += f"{percent(SHARE)} of the answers: {words} a token at most." * (slow > 0)
+    first = step.launch + answers
+    for names, start, stop, colour, row in (
+        (("launch",), 0.0, step.launch, MID, 0),
+        (("reads the weights", "weights"), step.launch, min(read, limit), GREY, 0),
+        (("reads KV", "KV"), step.least, min(end, limit), SKY, 0),
+        ((), step.launch, first, SKY, 1),
+        ((f"computes {prompt}", prompt, free), first, first + chunk, PURPLE, 1),
+        (("computing idles", "idle"), first + chunk, read, IDLE, 1),
+    ):
+        (left, y), (edge, _) = (axes.at(min(time, axes.x.high), 2 - row) for time in (start, stop))
+        bar = Box(left, y, edge - left - 1, BAR - 1)
+        drawing.rect(bar, colour, tip=tip)
+        name = next((name for name in names if text_width(name, SMALL) + 3 <= bar.width), "")
+        place, ink = (bar.x + bar.width / 2, y + BAR / 2 + 4), INK if colour in DARK else ink_on(colour)
+        drawing.text(place, name, size=SMALL, colour=ink, anchor="middle")
+    x, y = axes.at(limit, 2)
+    late = Box(x, y, axes.at(min(end, axes.x.high), 0)[0] - x, BAR - 1)
+    drawing.rect(late, MISSED, tip=tip)
+    if late.width > 0:
+        drawing.hatch(late, VERMILLION, gap=5)
+    drawing.line((x, y - 4), (x, axes.box.bottom + 2), GREEN, width=2)
+    colour, place = VERMILLION if slow > limit else INK, (right, axes.box.y - 8)
+    drawing.text(place, words * (slow > 0), colour=colour, anchor="end", bold=True)
 
 
-def _draw_step(drawing: Drawing, state: State, side: Side, step: Step, place: Point) -> float:
-    """Draw how long a step takes, beneath it how long it computes, and the limit; return the y below."""
-    (x, y), limit, longest, slow = place, state.objective.tpot, _longest(state), _slow(state, side)
-    decodes, chunk = step.decodes * step.token, step.chunk * step.token
-    words = f" with a full chunk: {step.chunk:,.0f} tokens" if step.chunk else f": {counted(step.decodes, 'answer')}"
-    drawing.text((x, y), f"a step{words}", size=SMALL, colour=QUIET)
-    tip = (
-        f"Reading the weights takes {seconds(step.weights)}, the arithmetic beneath {seconds(decodes + chunk)} "
-        f"(modelled). {percent(SHARE)} of the answers take at most {seconds(slow)} a token."
-    )
-    free = ("chunk is free", "free") if decodes + chunk < step.weights else ("chunk is slow", "slow")
-    idle = step.weights - decodes - chunk
-    end, edge = (x + min(time / longest, 1) * STEP for time in (max(slow, step.weights), limit))
-    rows = (
-        ((("reads weights", "reads"), step.weights, GREY), (("rest",), min(slow, limit) - step.weights, MID)),
-        (((), decodes, SKY), (free, chunk, PURPLE), (("computing idles", "idle"), idle, IDLE)),
-    )
-    for row, parts in enumerate(rows):
-        start = 0.0
-        for names, time, colour in parts:
-            left, right = (x + min(end / longest, 1) * STEP for end in (start, start + max(time, 0)))
-            bar = Box(left, y + 7 + row * ROW, right - left, ROW - 1)
-            drawing.rect(bar, colour, tip=tip)
-            name = next((name for name in names if BOLD * text_width(name, SMALL) + 4 <= bar.width), "")
-            at, bold = (bar.x + bar.width / 2, bar.bottom - 4), colour == PURPLE
-            drawing.text(at, name, size=SMALL, colour=ink_on(colour), anchor="middle", bold=bold)
-            start += max(time, 0)
-    late, height = slow > limit, y + 7 + 2 * ROW
-    if late:
-        _draw_excess(drawing, Box(edge, y + 7, end - edge, ROW - 1), tip)
-    words = seconds(slow) if slow < math.inf else "no token"
-    after = min((edge if end < edge < end + 64 else end) + 6, drawing.width - BOLD * text_width(words, SMALL) - 4)
-    drawing.text((after, y + 20), words * (slow > 0), size=SMALL, colour=VERMILLION if late else INK, bold=True)
-    drawing.line((edge, y + 4), (edge, height + 2), colour=GREEN, width=2)
-    drawing.text((edge, height + 14), f"limit {seconds(limit)}", size=SMALL, colour=GREEN, anchor="middle")
-    return height + 15
+# ---- the rates that each part handles
 
 
-def _draw_pool(drawing: Drawing, state: State, side: Side, part: str, place: Point, count: int) -> float:
-    """Draw GPUs as tanks, filled as far as they are busy; what they cannot do in time piles up above
-    the brim. Return the y below.
-    """
-    load = side.load(part, state.rate)
-    tip = f"{side.name}, {NAMES[part]}: {full_words(load)} of the rate that they handle in time"
-    colours = [STAGES[part]] if part in STAGES else [STAGES["prefill"], STAGES["decode"]]
-    (x, brim), bottom = place, place[1] + DEEP
-    wide, high, pile = (TANK - 4) / len(colours), min(load, 1) * DEEP, min(max(load - 1, 0) * DEEP, PILE)
-    for left in (x + index * TANK for index in range(count)):
-        drawing.rect(Box(left, brim, TANK - 4, DEEP), IDLE, tip=tip)
-        for index, colour in enumerate(colours):
-            drawing.rect(Box(left + index * wide, bottom - high, wide, high), colour, tip=tip)
-        _draw_excess(drawing, Box(left, brim - pile, TANK - 4, pile), tip)
-    right = x + count * TANK - 4
-    drawing.line((x - 3, brim), (right + 3, brim), colour=GREEN, width=2)
-    at, anchor, beside = (right, "end", x - 6) if part == "prefill" else (x, "start", right + 6)
-    words = "100 %" * (part != "decode")  # which stands beside prefill
-    drawing.text((beside, brim + 4), words, size=SMALL, colour=GREEN, anchor=anchor)
-    _draw_load(drawing, (at, bottom + 16), NAMES[part], load, anchor)
-    return bottom + 18
+def _draw_rates(whole: Axes, state: State, pinned: State | None) -> None:
+    """Draw a row for each part of the two pools, and one for the GPUs that do both."""
+    drawing, mine, both = whole.drawing, state.mine, state.both
+    pools = Axes(drawing, replace(whole.box, height=3 * ROW), RATE, whole.y)
+    one = Axes(drawing, Box(whole.box.x, pools.box.bottom + 10, whole.box.width, 2 * ROW), RATE, whole.y)
+    whole.frame("requests a second, over all GPUs", "", x_ticks=TICKS, x_format="{:g}".format, y_ticks=())
+    names = {"prefill": f"{mine.prefill} prefill", "link": "KV link", "decode": f"{mine.decode} decode"}
+    _draw_side(pools, state, mine, names, mine.is_found)
+    with drawing.answer():
+        _draw_side(one, state, both, {"both": f"{both.gpus} do both"}, state.is_tuned)
+    hidden_note(drawing, replace(one.box, x=MARGIN, width=2 * NAMES))
+    if pinned and pinned.mine.points:
+        whole.pinned([pinned.mine.goodput] * 2, [0, 1], pinned.rate)
+    whole.here(state.rate, "rate")
 
 
-def _draw_excess(drawing: Drawing, box: Box, tip: str) -> None:
-    drawing.rect(box, MISSED, tip=tip)
-    drawing.hatch(box, VERMILLION, gap=5)
-
-
-def _draw_load(drawing: Drawing, place: Point, name: str, load: float, anchor: str) -> None:
-    colour = VERMILLION if load > 1 else INK
-    drawing.text(place, f"{name} {full_words(load)}", size=SMALL, colour=colour, anchor=anchor, bold=load > 1)
-
-
-def full_words(load: float) -> str:
-    """Format how full a part is."""
-    return percent(load) if load < 9.995 else "10+ ×"
-
-
-def _draw_link(drawing: Drawing, state: State, box: Box) -> None:
-    """Draw the blocks of keys and values on the links between the pools."""
-    load, sent = state.mine.load("link", state.rate), state.transfer
-    tip = (
-        f"Keys and values of a prompt: {sent.num_bytes / 1e6:,.0f} MB in {seconds(sent.seconds)} over {state.link}; "
-        f"the links are busy {full_words(load)} of the time"
-    )
-    y = box.y + box.height / 2
-    for index in range(BLOCKS):
-        block = Box(box.x + 6 + index * 7, y - 5, 6, 10)
-        drawing.rect(block, STAGES["link"] if index < load * BLOCKS else IDLE, tip=tip)
-        if load > 1:
-            _draw_excess(drawing, block, tip)
-    tail = box.x + 8 + BLOCKS * 7
-    drawing.polygon([(tail, y - 6), (tail + 9, y), (tail, y + 6)], QUIET)
-    _draw_load(drawing, (box.x + box.width / 2 - 4, box.bottom + 16), NAMES["link"], load, "middle")
+def _draw_side(axes: Axes, state: State, side: Side, names: dict[str, str], known: bool) -> None:
+    """Draw up to which rate each part of a design handles the requests, and the rate that all do."""
+    drawing, box = axes.drawing, axes.box
+    right, middle = drawing.width - MARGIN, box.y + box.height / 2
+    if known and side.edge[1] < math.inf:
+        words = f"{side.name} break {limit_words(side, 'at')}: {cause_words(side.cause, state)}"
+        axes.shade(max(side.goodput, RATES[0]), None, words)
+    for index, (part, name) in enumerate(names.items()):
+        high, most, colours = box.height / len(names), side.most(part), STAGES[part]
+        y, late = box.y + index * high, state.rate > most
+        end = axes.at(min(max(most, RATES[0]), RATES[-1]), 0)[0]
+        for half, colour in enumerate(colours):
+            thick = (high - 6) / len(colours)
+            tip = f"{name}: up to {figures(most)} requests a second"
+            drawing.rect(Box(box.x, y + 3 + half * thick, end - box.x, thick), colour, tip=tip)
+        place, colour = (MARGIN, y + high / 2 + 4), VERMILLION if late else INK
+        drawing.text(place, name, size=SMALL, colour=colour, bold=late)
+    if known:
+        late = state.rate in side.points and side.breaks(state.rate)
+        colour, words = VERMILLION if late else GREEN, f"{limit_words(side, '').replace('below', '<').strip()}/s"
+        drawing.text((right, middle + 3), words, size=VALUE, colour=colour, anchor="end", bold=True)
+    if state.rate in side.points:
+        drawing.text((right, middle + 18), f"now {percent(side.share(state.rate))} in time", size=SMALL, anchor="end")

@@ -5,12 +5,10 @@ that do both.
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections.abc import Generator, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 
-from minivllm.errors import MinivllmError
 from minivllm_lab.disaggregation.goodput import SHARE, Colocated, Disaggregated, Objective, Served, Work
 from minivllm_lab.disaggregation.tuning import likely_first
 from minivllm_simulate.hardware import get_hardware
@@ -57,26 +55,27 @@ class Side:
     """The rate at which each part is always busy: "prefill", "link", "decode", or "both"."""
     budget: int = 0
     """Tokens per step, where each GPU does both."""
-    refused: str = ""
-    """Why the model does not fit, or ""."""
+
+    @property
+    def decode(self) -> int:
+        """Return how many GPUs decode, or do both."""
+        return self.gpus - self.prefill
 
     @property
     def name(self) -> str:
         """Return "prefill + decode" in numbers of GPUs, or how many GPUs do both."""
-        return f"{self.prefill} + {self.gpus - self.prefill}" if self.prefill else f"{self.gpus} that do both"
+        return f"{self.prefill} + {self.decode}" if self.prefill else f"{self.gpus} that do both"
 
     @property
     def bound(self) -> float:
         """Return a rate that these GPUs cannot exceed for long."""
-        return min(self.bounds.values(), default=0.0)
+        return min(self.bounds.values())
 
-    def load(self, part: str, rate: float) -> float:
-        """Return how full a part is at this rate; 1 is as much as it handles in time."""
-        most = self.bounds[part]
+    def most(self, part: str) -> float:
+        """Return the highest rate that a part handles in time."""
         broken = LATE_IN.get(self.cause, "decode") if self.prefill else "both"
-        if part == broken and self.is_found and self.cause:
-            most = min(most, self.goodput)
-        return rate / most if most else math.inf
+        found = part == broken and self.is_found and self.cause
+        return min(self.bounds[part], self.goodput if found else math.inf)
 
     @cached_property
     def rates(self) -> list[float]:
@@ -95,11 +94,6 @@ class Side:
         """Return whether too few requests are in time at a rate that has been run."""
         return self.share(rate) < SHARE or rate > self.bound
 
-    def is_flat_at(self, rate: float) -> bool:
-        """Return whether the nearest rates that have been run, below and above, have equal shares."""
-        place = bisect_left(self.rates, rate)
-        return 0 < place < len(self.rates) and self.share(self.rates[place - 1]) == self.share(self.rates[place])
-
     @cached_property
     def edge(self) -> tuple[float, float]:
         """Return the highest rate that is handled and the next one that has been run; 0 and inf
@@ -112,8 +106,6 @@ class Side:
     @property
     def is_found(self) -> bool:
         """Return whether the breaking point is known to lie between two neighbouring rates."""
-        if self.refused:
-            return True
         if not self.points:
             return False
         low, high = self.edge
@@ -131,7 +123,7 @@ class Side:
         `edge` and at most `bound`.
         """
         low, high = self.edge
-        if self.refused or not low:
+        if not low:
             return 0.0
         if high == math.inf:
             return low
@@ -145,7 +137,7 @@ class Side:
     def cause(self) -> str:
         """Return what breaks first: "tpot", "ttft", one of `pools.PARTS`, or ""."""
         high = self.edge[1]
-        return "" if self.refused or high == math.inf else self.cause_at(high)
+        return "" if high == math.inf else self.cause_at(high)
 
     def cause_at(self, rate: float) -> str:
         """Return why requests are late at a rate that has been run, or will be late in the long
@@ -158,14 +150,20 @@ class Side:
 
 @dataclass(frozen=True)
 class Step:
-    """A GPU's step: the requests that decode, a chunk's tokens, and the modelled seconds to read the
-    weights and to compute one token in the linear layers.
+    """A GPU's step: the requests that decode, a chunk's tokens, and the modelled seconds to launch it,
+    to read the weights and to compute one token in the linear layers.
     """
 
-    decodes: float = 1.0
-    chunk: float = 0.0
-    weights: float = 1.0
-    token: float = 0.0
+    decodes: float
+    chunk: float
+    launch: float
+    weights: float
+    token: float
+
+    @property
+    def least(self) -> float:
+        """Return the seconds of a step with a full chunk, but without its attention."""
+        return self.launch + max(self.weights, (self.decodes + self.chunk) * self.token)
 
 
 @dataclass(frozen=True)
@@ -195,8 +193,6 @@ class State:
     @property
     def known(self) -> bool:
         """Return whether the outcome at this rate and the breaking points of both ways are known."""
-        if self.mine.refused:
-            return True
         return self.rate in self.mine.points and self.mine.is_found and self.is_tuned
 
     @property
@@ -217,12 +213,7 @@ class Experiment:
         self.work = work
         self.runs = Runs(self._run)
         self.prefill, self.budget = (system.prefill, 0) if isinstance(system, Disaggregated) else (0, system.budget)
-        self.refused = ""
         self._sides: dict[Objective, Side] = {}
-        try:
-            system.bound(work, Objective(1.0, 1.0))
-        except MinivllmError as error:
-            self.refused = str(error)
 
     def _run(self, rate: float) -> Generator[None, None, Served]:
         if isinstance(self.system, Disaggregated) and self.system.connector:
@@ -236,22 +227,19 @@ class Experiment:
 
     def step(self, rate: float) -> Step:
         """Return a step of one of the GPUs that decode, at this rate."""
-        if self.refused:
-            return Step()
         system, placed = self.system, self.system.placed
         batches = system.mixed(self.work) if isinstance(system, Colocated) else system.decoding(self.work)
         batch = max(1.0, batches.batch(rate / (system.gpus - self.prefill)))
         cost, chunk = placed.cost.step, min(max(0.0, self.budget - batch), self.work.prompt)
         token = cost.roofline.arithmetic_seconds(cost.roofline.flops_per_token) / cost.matmul_rate
-        return Step(batch, chunk, cost.weight_seconds(round(batch + chunk)), token)
+        return Step(batch, chunk, cost.roofline.step_overhead, cost.weight_seconds(round(batch + chunk)), token)
 
     def side(self, objective: Objective) -> Side:
         """Return the results so far."""
         last = self._sides.get(objective)
         searched = self.runs.found
         if last is None:
-            bounds = {} if self.refused else self._bounds(objective)
-            last = Side(self.prefill, self.system.gpus, {}, objective, bounds, self.budget, self.refused)
+            last = Side(self.prefill, self.system.gpus, {}, objective, self._bounds(objective), self.budget)
         if len(last.points) < len(searched):
             last = replace(last, points=dict(searched))
         self._sides[objective] = last
@@ -315,13 +303,13 @@ def sweep(
     linked = (link, layer_wise, connector) if connector else (link, layer_wise)
     mine = experiment((*gpus, prefill, decode, *linked), work)
     pools = [experiment((*gpus, 0, prefill + decode, size), work) for size in ([budget] if budget else LADDER)]
-    if not pools[0].refused:
-        likely = likely_first(pools[0].system.step_cost, LADDER, Objective(ttft, tpot))
-        pools.sort(key=lambda pool: likely.index(pool.budget) if pool.budget in likely else 0)
+    likely = likely_first(pools[0].system.step_cost, LADDER, Objective(ttft, tpot))
+    pools.sort(key=lambda pool: likely.index(pool.budget) if pool.budget in likely else 0)
     first = State(
         rate=rate, model=model, gpu=gpu, link=link, layer_wise=layer_wise, budget=budget, work=work,
         objective=Objective(ttft, tpot), mine=mine.side(Objective(ttft, tpot)),
-        both=pools[0].side(Objective(ttft, tpot)), is_tuned=False, steps=(Step(), Step()), error=None,
+        both=pools[0].side(Objective(ttft, tpot)), is_tuned=False, error=None,
+        steps=(mine.step(rate), pools[0].step(rate)),
         transfer=Transfer.of(known_model(model), get_hardware(gpu), prompt, LINKS[link]),
     )  # fmt: skip
     return _Sweep(first, mine, pools).states()
@@ -329,7 +317,7 @@ def sweep(
 
 @dataclass(frozen=True)
 class _Sweep:
-    """A sweep over the rate that also searches for where each split and each budget breaks."""
+    """A run at this rate, and a search for where each split and each budget breaks."""
 
     first: State
     mine: Experiment
@@ -337,9 +325,7 @@ class _Sweep:
     """GPUs that do both, by budget, the likely best first."""
 
     def states(self) -> Iterator[State]:
-        """Yield more and more complete states: first this rate, then where both ways break, then
-        other rates.
-        """
+        """Yield more and more complete states: first this rate, then where both ways break."""
         state = self._now()
         yield state
         known = self._known()
@@ -355,8 +341,6 @@ class _Sweep:
         return sum(len(runs.runs.found) for runs in (self.mine, *self.pools))
 
     def _pending_runs(self) -> Iterator[Iterator[None]]:
-        if self.mine.refused:
-            return
         rate = self.first.rate
         yield self.mine.runs.run(rate)
         known_error("decode", "prefill")
@@ -370,12 +354,6 @@ class _Sweep:
                 yield from self._edge(runs)
         both = self._runs_of(self._both())
         yield both.runs.run(rate)
-        goodput = max(self._side(runs).goodput for runs in (self.mine, both))
-        near = [other for other in RATES if goodput / 2 <= other <= 2 * goodput]
-        for other in (RATES[0], *sorted(near, key=lambda other: abs(math.log(other / rate)))):
-            for runs in (self.mine, both):
-                if not self._side(runs).is_flat_at(other):
-                    yield runs.runs.run(other)
 
     def _edge(self, runs: Experiment) -> Iterator[Iterator[None]]:
         """Yield runs until the edge is known."""

@@ -10,6 +10,7 @@ Draw the lesson's figure with `uv run python -P -m widgets serving lessons/figur
 
 from __future__ import annotations
 
+import math
 import shlex
 from typing import Any
 
@@ -19,7 +20,7 @@ from widgets.serving.figure import cause_words, figure, per_second
 from widgets.serving.reader import read_answer
 from widgets.serving.runs import RATES
 from widgets.serving.state import DPS, GPUS, MODELS, OUTPUTS, PPS, PROMPTS, START, TPS, State, sweep
-from widgets.shell.advice import Rule, at_least, at_most, progress, use
+from widgets.shell.advice import at_least, at_most, progress, use
 from widgets.shell.knobs import choice, entry, steps
 from widgets.shell.live import Live
 from widgets.shell.notebook import notebook_widget
@@ -103,8 +104,10 @@ def command(state: State) -> str:
 # ---- the challenges
 
 
-def _progress(state: State, model: str, rules: list[Rule]) -> Progress:
-    """Check a challenge for this model on at most 8 H100s."""
+def _progress(
+    state: State, model: str, rate: float, prompt: int, ttft: float, output: int = 0, tpot: float = math.inf
+) -> Progress:
+    """Check a challenge for this model on at most 8 H100s: this rate, lengths and limits."""
     layout = state.layout
     served = state.served
     known = state.rate in served.points
@@ -115,7 +118,11 @@ def _progress(state: State, model: str, rules: list[Rule]) -> Progress:
         use("an H100", state.gpu == "H100"),
         at_most("TP × DP × PP", layout.gpus, 8),
         (bool(state.work.source), "Clear your own lengths."),
-        *rules,
+        at_least("the prompt", state.work.prompt, prompt),
+        at_least("the output", state.work.output, output),
+        at_most("the TTFT limit", served.ttft, ttft, seconds),
+        at_most("the TPOT limit", served.tpot, tpot, seconds),
+        at_least("the rate", state.rate, rate),
         (bool(served.refused), f"Raise TP so that more GPUs share a layer: as {layout}, {state.model} does not fit."),
         (not known, "Wait: the requests are still being served."),
         (bool(causes), _advice(causes, layout)),
@@ -132,46 +139,23 @@ def _advice(causes: list[str], layout: Layout) -> str:
     return "First tokens come too late: raise TP, because one engine computes each prompt."
 
 
-def _first_tokens(state: State) -> Progress:
-    rules = [
-        at_least("the prompt", state.work.prompt, 2048),
-        at_most("the TTFT limit", state.served.ttft, 0.05, seconds),
-        at_least("the rate", state.rate, 5),
-    ]
-    return _progress(state, "Llama-3.1-8B", rules)
-
-
-def _handle(state: State, model: str, rate: float) -> Progress:
-    """Check a rate of requests with 512 tokens in and 128 out, within 500 ms of TTFT and 25 ms of
-    TPOT.
-    """
-    rules = [
-        at_least("the prompt", state.work.prompt, 512),
-        at_least("the output", state.work.output, 128),
-        at_most("the TTFT limit", state.served.ttft, 0.5, seconds),
-        at_most("the TPOT limit", state.served.tpot, 0.025, seconds),
-        at_least("the rate", state.rate, rate),
-    ]
-    return _progress(state, model, rules)
-
-
 CHALLENGES = (
     Challenge(
         "Serve Llama-3.1-8B on at most 8 H100s, with prompts of 2,048 tokens at 5 requests a second, so that 99 % have "
         "their first token within 50 ms.",
-        _first_tokens,
+        lambda state: _progress(state, "Llama-3.1-8B", 5, 2048, 0.05),
         "A single prompt is only as fast as the GPUs that share its layers. Replicas would stand idle.",
     ),
     Challenge(
         "Handle 300 requests a second of 512 tokens in and 128 out with Llama-3.1-8B on at most 8 H100s, within 500 ms "
         "to the first token and 25 ms for each later one.",
-        lambda state: _handle(state, "Llama-3.1-8B", 300),
+        lambda state: _progress(state, "Llama-3.1-8B", 300, 512, 0.5, 128, 0.025),
         "All-reduces cost time in every step. So where the limits leave room, replicas handle more.",
     ),
     Challenge(
         "Meta-Llama-3-70B does not fit on one H100. Handle 20 requests a second on at most 8, with 512 tokens in and "
         "128 out, within 500 ms and 25 ms.",
-        lambda state: _handle(state, "Meta-Llama-3-70B", 20),
+        lambda state: _progress(state, "Meta-Llama-3-70B", 20, 512, 0.5, 128, 0.025),
         "With too little TP it does not fit; with a little more, weights leave too little room or are read too slowly.",
     ),
 )

@@ -37,17 +37,18 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
     """
     served = f"{state.model} on {state.layout.gpus} {state.gpu}"
     drawing = Drawing(width, 0, served, "The parts of one token's time against the rate, layout by layout")
-    note = f"{served}, modelled{'; your collector' * state.own}; first tokens within {seconds(state.served.ttft)}"
-    with drawing.layer(tip=f"The model's {state.error} against published runs." if state.error else ""):
+    note = f"{served}{'; your collector' * state.own}; first token within {seconds(state.served.ttft)}"
+    with drawing.layer(tip=f"Times are modelled{f', {state.error} against published runs' if state.error else ''}."):
         y = drawing.heading((MARGIN, 23), "Where a token's time goes", note)
     if state.work.note:
         y = drawing.paragraph((MARGIN, y + 17), state.work.note, width - 2 * MARGIN)
     y = legend(drawing, (MARGIN, y + 21), PARTS, width - 2 * MARGIN) - 19
     wide = width >= WIDE
-    above = 24 if wide else 62
-    for row, words in enumerate(("time per token", f"at {state.rate:g}/s")):
-        place = width - MARGIN, y + (above - 8 + 15 * row if wide else 19 * row - 19)
-        drawing.text(place, words, size=SMALL, colour=QUIET, anchor="end")
+    above, y = (24, y) if wide else (68, y + 22)
+    now = f"at {state.rate:g}/s"
+    drawing.text((MARGIN, y + 16 * wide), "tensor × data parallel", size=SMALL, colour=QUIET)
+    for row, words in enumerate(("time per token", now) if wide else (f"time per token {now}",)):
+        drawing.text((width - MARGIN, y + 16 * wide + 15 * row), words, size=SMALL, colour=QUIET, anchor="end")
     high = (ALL_ROWS + 60 - y) / len(state.others) - above if wide else NARROW_ROW
     left = MARGIN + SIDE * wide + TICK
     plot = Box(left, y + above, width - MARGIN - VALUES * wide - left, high)
@@ -55,10 +56,10 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
         (served, Axes(drawing, replace(plot, y=plot.y + index * (high + above)), RATE, _scale(state)))
         for index, served in enumerate(state.others)
     ]
+    top = next(axes.box.y for served, axes in rows if served.layout == state.layout) - above + 7
+    drawing.rect(Box(6, top, width - 12, high + above - 3), TINT, radius=6)
     for served, axes in rows:
         chosen = served.layout == state.layout
-        if chosen:
-            drawing.rect(Box(6, axes.box.y - above + 4, width - 12, high + above), TINT, radius=6)
         with drawing.layer(answer="" if chosen else "1"):
             _draw_row(axes, state, served)
         _draw_gpus(drawing, axes.box, served.layout, chosen=chosen)
@@ -100,8 +101,10 @@ def _draw_row(axes: Axes, state: State, served: Served) -> None:
         axes.shade(knee.rate, None, knee_words(knee, served))
     end = min(axes.at(served.queue_grows_from, 0)[0], box.right)
     drawing.rect(Box(end, box.y, box.right - end, box.height), BROKEN)
-    for index, word in enumerate(("queue", "grows") if box.right - end > 50 and not served.refused else ()):
-        place = (end + box.right) / 2, box.y + box.height / 2 - 2 + 15 * index
+    room = 0 if served.refused else box.right - end
+    words = "queue grows" if room > 84 else "queue,grows"
+    for index, word in enumerate([*words.split(","), f"at {per_second(served.queue_grows_from)}"] if room > 54 else ()):
+        place = (end + box.right) / 2, box.y + box.height / 2 - 7 + 15 * index
         drawing.text(place, word, size=SMALL, anchor="middle", colour=VERMILLION)
     _draw_parts(axes, state, served)
     if not served.refused and axes.y.high < math.inf:
@@ -169,10 +172,10 @@ def _draw_gpus(drawing: Drawing, plot: Box, layout: Layout, *, chosen: bool) -> 
     weights and linked to those with which it shares layers, unless they are too many.
     """
     wide = drawing.width >= WIDE
-    drawing.text((MARGIN, plot.y + 12 if wide else plot.y - 32), str(layout), size=SMALL, bold=chosen)
-    x, y = (
-        (MARGIN, plot.y + 20) if wide else (MARGIN + 12 + max(98, BOLD * text_width(str(layout), SMALL)), plot.y - 50)
-    )
+    name, count = str(layout), f"{counted(layout.tp * layout.pp, 'GPU')} × {counted(layout.dp, 'engine')}"
+    after = MARGIN + 10 + max(120, BOLD * text_width(name, SMALL), text_width(count, SMALL))
+    x, y = (MARGIN, plot.y + 20) if wide else (after, plot.y - 50)
+    drawing.text((MARGIN, plot.y + 12 if wide else plot.y - 42), name, size=SMALL, bold=chosen)
     room, high = (SIDE - 10, min(TANK, plot.height - 40)) if wide else (drawing.width - MARGIN - 118 - x, 24)
     pitch = min(GPU, (room / layout.dp - 7) / layout.tp)
     part = high / layout.pp
@@ -188,8 +191,7 @@ def _draw_gpus(drawing: Drawing, plot: Box, layout: Layout, *, chosen: bool) -> 
                 drawing.rect(gpu, CARD)
                 drawing.rect(Box(gpu.x, gpu.bottom - share, gpu.width, share), SKY)
         x = frame.right + 3
-    if wide:
-        drawing.text((MARGIN, y + high + 20), counted(layout.dp, "engine"), size=SMALL, colour=QUIET)
+    drawing.text((MARGIN, y + high + 20 if wide else plot.y - 26), count, size=SMALL, colour=QUIET)
 
 
 def _tip(state: State, served: Served, rate: float) -> str:
@@ -198,7 +200,7 @@ def _tip(state: State, served: Served, rate: float) -> str:
     spent = point.tpot[1]
     parts = experiment(state.model, state.gpu, served.layout, state.work).parts(rate, spent)
     goes = ", ".join(f"{part.label} {seconds(value)}" for part, value in zip(PARTS, parts, strict=True) if value)
-    first = f"First tokens within {seconds(point.ttft[1])}, with {figures(point.inside)} requests in the system"
+    first = f"First tokens within {seconds(point.ttft[1])}"
     return f"{served.layout} at {rate:g} a second: 99 % get a token every {seconds(spent)}: {goes}. {first}."
 
 

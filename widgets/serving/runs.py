@@ -46,8 +46,6 @@ class Point:
     """The requests that all output tokens make up: the throughput of an engine whose queue is never
     empty.
     """
-    inside: float
-    """Mean requests in the system."""
 
 
 @dataclass(frozen=True)
@@ -148,7 +146,6 @@ class Experiment:
             tpot=(within(tpots, half), within(tpots, most)),
             waiting=run.queue / run.come,
             requests_per_second=groups * run.tokens / run.end / self.work.mean_output,
-            inside=groups * run.request_seconds / run.end,
         )
 
 

@@ -5,6 +5,7 @@ knees.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -245,17 +246,14 @@ class _Sweep:
         served = self._served(runs)
         if served.is_found:
             return None
-        broken = [rate for rate in served.rates if served.causes(rate)]
-        fine = [rate for rate in served.rates if rate not in broken]
-        low = max((RATES.index(rate) for rate in RATES if fine and rate <= max(fine)), default=-1)
-        above = [rate for rate in broken if not fine or rate > max(fine)]
-        high = min((index for index, rate in enumerate(RATES) if above and rate >= min(above)), default=len(RATES))
         if not served.points:
             return self._guess(runs)
+        fine = max((rate for rate in served.rates if not served.causes(rate)), default=0.0)
+        broken = min((rate for rate in served.rates if rate > fine), default=math.inf)
+        low, high = bisect_right(RATES, fine) - 1, bisect_left(RATES, broken)
         next_to_guess = low + 1 if fine else high - 1
-        middle = (low + high) // 2 if fine and above else next_to_guess  # the first guess is close
-        middle = min(max(middle, 0), len(RATES) - 1)
-        return next((rate for rate in RATES[middle:] if rate not in served.points), None)
+        middle = (low + high) // 2 if fine and broken < math.inf else next_to_guess  # the first guess is close
+        return next((rate for rate in RATES[max(middle, 0) :] if rate not in served.points), None)
 
     def _guess(self, runs: Experiment) -> float:
         """Guess the highest rate that the layout handles, from a steady batch."""

@@ -26,7 +26,7 @@ from widgets.shell.session import Session
 
 complete = widget.SPEC.complete
 H100 = {"model": "Llama-3.1-8B", "gpu": "H100"}
-POINT = runs.Point((0.01, 0.02), (0.005, 0.006), 0.0, 1.0, 1.0)
+POINT = runs.Point((0.01, 0.02), (0.005, 0.006), 0.0, 1.0)
 FEW = {"prompt": 64, "output": 16}
 """Short requests, whose runs cost little."""
 
@@ -94,7 +94,7 @@ def test_the_knee_that_is_searched_is_that_of_the_whole_curve():
 
 
 def test_a_knee_is_not_told_before_it_is_known():
-    slow = runs.Point((0.01, 0.02), (0.005, 0.02), 0.0, 1.0, 1.0)
+    slow = runs.Point((0.01, 0.02), (0.005, 0.02), 0.0, 1.0)
     for points, is_found in (
         ({}, False),
         ({10.0: POINT}, False),
@@ -136,7 +136,7 @@ def test_the_other_layouts_are_drawn_too():
 
 def test_a_curve_ends_where_the_queue_begins_to_grow():
     """Beyond it, runs of equally many requests are too short for their latencies to mean anything."""
-    growing = runs.Point((0.01, 0.02), (0.005, 0.006), 0.5, 1.0, 1.0)
+    growing = runs.Point((0.01, 0.02), (0.005, 0.006), 0.5, 1.0)
     points = {10.0: POINT, 15.0: POINT, 20.0: growing, 30.0: growing}
     served = Served(Layout(1, 1, 1), points, "", 0.5, 0.01)
     assert drawn_rates(served) == [10.0, 15.0]
