@@ -21,7 +21,7 @@ from typing import Any
 
 from minivllm_lab import palette
 from minivllm_lab.cli import benchmark_parser, run
-from minivllm_lab.disaggregation.goodput import Colocated, Disaggregated, Objective, Work, goodput
+from minivllm_lab.disaggregation.goodput import Colocated, Disaggregated, Objective, Work, for_each_gpu, goodput
 from minivllm_lab.disaggregation.model_checks import disaggregation_checks, disaggregation_error
 from minivllm_lab.disaggregation.tuning import best_budget, best_split, break_even, winning_budgets
 from minivllm_lab.figures import panels
@@ -64,7 +64,10 @@ def cell(prompt: int, output: int, objective: Objective, counted: int) -> dict[s
     and this budget and split.
     """
     work, (one, two) = Work(prompt, output, counted=counted), pools()
-    tuned, split = best_budget(one, work, objective, ROUNDS), best_split(two, work, objective, ROUNDS)
+    tuned, split = (
+        best_budget(one, work, objective, ROUNDS),
+        best_split(two, for_each_gpu(work, two), objective, ROUNDS),
+    )
     default = goodput(replace(one, budget=DEFAULT_BUDGET), work, objective, ROUNDS)
     winning = winning_budgets(one, split.goodput.rate, work, objective)
     figures = {
@@ -119,7 +122,7 @@ def edges(kinds: tuple[tuple[int, int], ...], levels: tuple[float, ...], counted
 def edge(ways: tuple[Colocated, Disaggregated], work: Work, objective: Objective) -> float:
     """Return the extra milliseconds per mixed step at which one tuned pool sustains as much as two."""
     one, two = ways
-    split = best_split(two, work, objective, ROUNDS)
+    split = best_split(two, for_each_gpu(work, two), objective, ROUNDS)
     return round(1e3 * break_even(one, split.goodput.rate, work, objective), 2)
 
 

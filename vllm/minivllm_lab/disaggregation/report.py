@@ -15,7 +15,16 @@ from typing import Any
 
 from minivllm_lab import palette
 from minivllm_lab.cli import lesson_parser, whole_number
-from minivllm_lab.disaggregation.goodput import Colocated, Disaggregated, Goodput, Objective, System, Work, goodput
+from minivllm_lab.disaggregation.goodput import (
+    Colocated,
+    Disaggregated,
+    Goodput,
+    Objective,
+    System,
+    Work,
+    for_each_gpu,
+    goodput,
+)
 from minivllm_lab.disaggregation.interference import BUDGETS
 from minivllm_lab.disaggregation.model_checks import link_checks
 from minivllm_lab.disaggregation.tuning import BUDGETS as LADDER
@@ -85,6 +94,8 @@ WORKS = {"long prompts": (4096, 32), "longer answers": (2048, 128)}
 """Tokens in and out."""
 TTFT_SLO, TPOT_SLO = 0.5, 0.010
 """Seconds."""
+COUNTED = 200
+"""Requests that each GPU serves in a run."""
 POOL_BUDGETS = (512, 8192)
 """Beside the best one. The last is the default of `vllm serve` on an H100."""
 DISTSERVE = {"together": 1.6, "prefill": 5.6, "decode": 10.0}
@@ -119,7 +130,7 @@ def _simulated_pools(arguments: argparse.Namespace) -> dict:
     """Find the goodput per GPU of one pool, tuned and not, and of two pools in each split, for
     two kinds of work.
     """
-    counted, rounds = (4, 2) if arguments.quick else (60, ROUNDS)
+    counted, rounds = (4, 2) if arguments.quick else (COUNTED, ROUNDS)
     objective = Objective(TTFT_SLO, TPOT_SLO)
     works = {kind: Work(*lengths, counted=counted) for kind, lengths in WORKS.items()}
     mixed = Colocated(known_model(MODEL), get_hardware(GPU), GPUS)
@@ -132,7 +143,7 @@ def _simulated_pools(arguments: argparse.Namespace) -> dict:
     results: dict[str, dict[str, Any]] = {BEST_BUDGET: {}} | {name: {} for name in systems}
     for name, system in track(systems.items(), "bisecting"):
         for kind, work in works.items():
-            results[name] |= _cells(kind, goodput(system, work, objective, rounds))
+            results[name] |= _cells(kind, goodput(system, for_each_gpu(work, system), objective, rounds))
     best = {}
     for kind, work in track(works.items(), "tuning"):
         tuned = best_budget(mixed, work, objective, rounds)
