@@ -1,9 +1,9 @@
 """One model on several GPUs as TP × PP × DP: whether it fits, the cost of a step, and the number of
 parallel schedulers.
 
-A step's cost is that of `levers`, including all-reduces over the data sheet's links; `lever_checks`
-reports its error, for tensor parallelism too. For pipelines there is no measurement to check
-against. Everything is *modelled*.
+A step's cost is that of `levers`, including all-reduces over the data sheet's links. Its known
+error holds for tensor parallelism too; for pipelines there is no measurement to check against.
+Everything is *modelled*.
 
 A pipeline of p stages works on p batches in turn. Each batch goes through all layers in the time
 that one GPU takes for a batch of its size, plus the hand-overs, and by then the stages have worked

@@ -24,9 +24,9 @@ from minivllm_simulate.hardware import get_hardware
 from minivllm_simulate.known_models import known_model
 from minivllm_simulate.kv_links import Link, get_link, least_bandwidth
 from minivllm_simulate.layouts import Cost, Layout, PlacedModel
-from minivllm_simulate.lever_checks import SPLITWISE, SPLITWISE_FIRST_TOKENS, PublishedCheck, splitwise_cost
 from minivllm_simulate.levers import SERVING, LeverCost
 from minivllm_simulate.open_load import finished
+from minivllm_simulate.published import SPLITWISE, SPLITWISE_FIRST_TOKENS, PublishedCheck, splitwise_cost
 
 DISTSERVE = (
     "DistServe's blog, figure 6: 13B, one A100-80, 512 tokens in and 64 out, Poisson; 90 % within 0.4 s and 40 ms"
@@ -43,7 +43,7 @@ in DISTSERVE.
 NO_LINK = Link("none", 1e15, 0.0, "DistServe's example leaves it out")
 SPLITWISE_GAPS = {("coding", 13): (0.052, 0.031), ("conversation", 129): (0.040, 0.028)}
 """Seconds between tokens on A100 and H100, by trace and its median tokens out; the rest is in
-`lever_checks`.
+`published`.
 """
 
 
