@@ -276,12 +276,6 @@ class LeverCost:
         launches = 0.0 if self.graphs and shape.num_tokens <= LARGEST_GRAPH else self.host_seconds
         return self.roofline.step_overhead + max(device, launches)
 
-    def at_best(self) -> LeverCost:
-        """Return the same cost with arithmetic at the rate of a bare matmul (see
-        `RooflineCost.at_best`).
-        """
-        return replace(self, roofline=self.roofline.at_best())
-
 
 def lever_model(levers: Levers, model: ModelConfig) -> ModelConfig:
     """Return the model itself or, without `gqa`, a variant with a KV head for every query head."""

@@ -25,7 +25,7 @@ from minivllm_simulate.cost_model import StepShape
 from minivllm_simulate.hardware import Hardware, get_hardware
 from minivllm_simulate.known_models import known_model
 from minivllm_simulate.kv_links import Link, get_link
-from minivllm_simulate.layouts import Cost, Layout, PlacedModel, Steady
+from minivllm_simulate.layouts import Layout, PlacedCost, PlacedModel, Steady
 from minivllm_simulate.load_sweep import Runs, within
 from minivllm_simulate.memory import memory_ledger
 from minivllm_simulate.open_load import OpenEngine, OpenLoad
@@ -227,7 +227,7 @@ class Serving:
     admission: str
 
     @cached_property
-    def cost(self) -> Cost:
+    def cost(self) -> PlacedCost:
         return self.placed.cost
 
     @cached_property
