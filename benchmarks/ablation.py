@@ -43,7 +43,7 @@ from minivllm_lab.palette import BLUE, GREY, ORANGE
 from minivllm_lab.progress import track
 from minivllm_lab.results import read_record, record, report
 from minivllm_lab.tables import console, markdown_table, table
-from minivllm_simulate.lever_checks import checks_of, known_error
+from minivllm_simulate.levers import KNOWN_ERROR
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
@@ -311,8 +311,7 @@ def comparison(found: dict[str, Any]) -> str:
         f"Measured by `make ablation` on {where['cpu']}, {where['cores']} cores, torch {where['versions']['torch']}, "
         f"with {found['bytes'] / 2**20:.0f} MiB for weights and cache; chat / mixed. *Modelled*: left out, "
         "Llama-3.1-8B on an H100, by the simulator, whose constants are calibrated on measured figures. Compared with "
-        f"other measurements ({len(checks_of('decode'))} of decodes, {len(checks_of('prefill'))} of prefills): "
-        f"{known_error('decode', 'prefill')}."
+        f"[other measurements](#how-far-the-modelled-figures-are-off): {KNOWN_ERROR}."
     )
 
 

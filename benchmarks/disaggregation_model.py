@@ -1,13 +1,13 @@
-r"""Compare two pools of GPUs with one, on the virtual clock: a map of goodput, what links hide, and
+"""Compare two pools of GPUs with one, on the virtual clock: a map of goodput, what links hide, and
 the model's errors.
 
-    uv run python benchmarks/disaggregation_model.py --json
-        benchmarks/results/disaggregation_model.cpu.json \ --plot lessons/figures/08_edge.svg
+    uv run python benchmarks/disaggregation_model.py \\
+        --json benchmarks/results/disaggregation_model.cpu.json --plot lessons/figures/08_edge.svg
     uv run python benchmarks/disaggregation_model.py --quick         # fewer requests and cells
 
 Four H100s serve Llama-3.1-8B. For each kind of request and service level, the map has the requests
 per second and GPU that one pool of four GPUs sustains, with the best budget of
-`disaggregation_tuning.BUDGETS` and with vLLM's default, and that two pools sustain in their best
+`disaggregation.tuning.BUDGETS` and with vLLM's default, and that two pools sustain in their best
 split over a link of 400 Gb/s. Then comes the edge: how much longer than its arithmetic and bytes a
 step that mixes prompts and answers may take before two pools win. All figures come from runs of the
 real schedulers; nothing is measured, everything is *modelled*. The errors are against published
@@ -32,7 +32,7 @@ from minivllm_simulate.cost_model import ARITHMETIC_EFFICIENCY, MATMUL_EFFICIENC
 from minivllm_simulate.hardware import get_hardware
 from minivllm_simulate.known_models import known_model
 from minivllm_simulate.kv_links import LINKS, Transfer, get_link
-from minivllm_simulate.layouts import Cost, Layout, PlacedModel
+from minivllm_simulate.layouts import Layout, PlacedCost, PlacedModel
 
 MODEL, GPU, GPUS, LINK = "Llama-3.1-8B", "H100", 4, "400 Gb/s"
 KINDS = ((512, 64), (1024, 128), (2048, 128), (512, 256), (4000, 64))
@@ -50,7 +50,7 @@ LINK_MODELS = (("Llama-3.1-8B", "H100"), ("Llama-2-13b-hf", "A100-80"), ("Qwen3-
 PROMPT = 2048
 
 
-def pools(cost: Cost | None = None) -> tuple[Colocated, Disaggregated]:
+def pools(cost: PlacedCost | None = None) -> tuple[Colocated, Disaggregated]:
     """Return one pool of GPUs that do both phases, and as many GPUs in two pools; budget and split
     are found later.
     """
@@ -109,7 +109,8 @@ def edges(kinds: tuple[tuple[int, int], ...], levels: tuple[float, ...], counted
     which both designs sustain the same load, for each TPOT limit.
     """
     cost = PlacedModel(known_model(MODEL), get_hardware(GPU), Layout(1, 1, 1)).cost
-    costs = {ARITHMETIC_EFFICIENCY: cost, MATMUL_EFFICIENCY: cost.at_best()}
+    best = replace(cost, step=replace(cost.step, roofline=cost.step.roofline.at_best()))
+    costs = {ARITHMETIC_EFFICIENCY: cost, MATMUL_EFFICIENCY: best}
     found: dict[str, Any] = {}
     for kind in track(kinds, "looking for the edge"):
         for share, each in costs.items():
@@ -249,7 +250,9 @@ def main(arguments: argparse.Namespace) -> None:
 
 def parser() -> argparse.ArgumentParser:
     flags = benchmark_parser(__doc__)
-    flags.add_argument("--requests", type=int, default=60, help="requests that count in a run (default: 60)")
+    flags.add_argument(
+        "--requests", type=int, default=200, help="requests that each GPU serves in a run (default: 200)"
+    )
     flags.add_argument("--quick", action="store_true", help="one kind of request, 60 requests")
     flags.add_argument("--plot", metavar="FILE", help="also draw the edge to FILE, an SVG")
     flags.add_argument("--from", dest="source", metavar="FILE", help="draw an earlier run's edge to --plot")

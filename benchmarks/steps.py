@@ -26,6 +26,8 @@ import statistics
 import subprocess
 import sys
 import time
+from collections import defaultdict
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,7 +52,6 @@ from minivllm_lab.marks import put_between_marks
 from minivllm_lab.progress import track
 from minivllm_lab.results import machine, record, report
 from minivllm_lab.tables import markdown_table, table
-from minivllm_lab.timing import Stopwatch
 
 PERFORMANCE = Path(__file__).resolve().parent / "PERFORMANCE.md"
 PARTS = ("schedule", "prepare", "attention", "rest of forward", "head", "sample", "update", "text", "between")
@@ -134,20 +135,37 @@ def watched_methods(engine: LLMEngine) -> list[tuple[str, object, str]]:
     ]
 
 
+class Stopwatch:
+    """A stopwatch that counts seconds by part. Time in a nested part is not counted in the outer
+    one.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.clock = clock
+        self.seconds: dict[str, float] = defaultdict(float)
+        self._inside: list[float] = []
+
+    def watch(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap the function so that its time is counted as `part`."""
+
+        def timed(*arguments: Any, **named: Any) -> Any:
+            self._inside.append(0.0)
+            start = self.clock()
+            result = function(*arguments, **named)
+            passed = self.clock() - start
+            self.seconds[part] += passed - self._inside.pop()
+            if self._inside:
+                self._inside[-1] += passed
+            return result
+
+        return timed
+
+
 def make_engine(arguments: argparse.Namespace) -> LLMEngine:
     """Return the engine that all variants change."""
-    return LLMEngine(
-        EngineArgs(
-            model=EMBEDDED_MODEL,
-            dtype=arguments.dtype,
-            kv_cache_dtype=arguments.kv_cache_dtype,
-            device="cpu",
-            max_model_len=1024,
-            max_num_seqs=256,
-            max_num_batched_tokens=2048,
-            enable_prefix_caching=False,
-        )
-    )
+    dtypes: Any = {"dtype": arguments.dtype, "kv_cache_dtype": arguments.kv_cache_dtype}
+    limits: Any = {"max_model_len": 1024, "max_num_seqs": 256, "max_num_batched_tokens": 2048}
+    return LLMEngine(EngineArgs(model=EMBEDDED_MODEL, device="cpu", enable_prefix_caching=False, **dtypes, **limits))
 
 
 def add_requests(engine: LLMEngine, requests: list[dict]) -> None:

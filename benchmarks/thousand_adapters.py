@@ -41,14 +41,13 @@ from peer_process import SETTLED_SECONDS, VLLM_PYTHON, Peer, Running
 from minivllm import LLM, LoRARequest, SamplingParams
 from minivllm.config import EMBEDDED_MODEL, ModelConfig, Parts
 from minivllm.core.adapter_slots import AdapterSlots
-from minivllm.core.policy import SchedulingPolicy, running_then_waiting
-from minivllm.core.scheduler import Scheduler
-from minivllm.core.step import Step
+from minivllm.core.policy import SchedulingPolicy
 from minivllm.errors import MinivllmError
 from minivllm_lab.cli import benchmark_parser, positive_int, run
 from minivllm_lab.disturbance import Control
 from minivllm_lab.multi_lora.adapters import write_random_adapters
 from minivllm_lab.multi_lora.costs import zipf_adapters
+from minivllm_lab.multi_lora.in_engine import StepCounts
 from minivllm_lab.progress import track, working
 from minivllm_lab.results import read_record, record, report
 from minivllm_lab.tables import console, table
@@ -74,19 +73,6 @@ class Counting(AdapterSlots):
         """Count the copy, then activate the adapter."""
         Counting.copies += adapter_id not in self
         return super().activate(adapter_id)
-
-
-class StepCounts:
-    """A count of steps, and of the adapters in each."""
-
-    def __init__(self) -> None:
-        self.steps = self.adapters = 0
-
-    def schedule(self, scheduler: Scheduler, step: Step) -> None:
-        """Fill a step as the engine does, and count it and its adapters."""
-        running_then_waiting(scheduler, step)
-        self.steps += 1
-        self.adapters += len({one.lora_request.lora_int_id for one in scheduler.running if one.lora_request})
 
 
 def in_groups(adapters: int, requests: int) -> list[int]:
@@ -141,15 +127,15 @@ class Engine:
         """Serve the prompts; return the seconds, the mean number of adapters in a step, and the
         copies into slots.
         """
-        self.counts.steps = self.counts.adapters = Counting.copies = 0
+        self.counts.reset()
+        Counting.copies = 0
         named = [self.requests[wish - 1] if wish else None for wish in wishes]
         params = SamplingParams(temperature=0.0, max_tokens=ANSWER, ignore_eos=True)
         inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
         start = time.perf_counter()
         self.llm.generate(inputs, params, lora_request=named, use_tqdm=False)
         seconds = time.perf_counter() - start
-        adapters = self.counts.adapters / self.counts.steps
-        return {"seconds": seconds, "adapters_in_a_step": adapters, "copies": Counting.copies}
+        return {"seconds": seconds, "adapters_in_a_step": self.counts.mean, "copies": Counting.copies}
 
 
 def measure(counts: Sequence[int], requests: int, rounds: int, seed: int) -> dict[str, Any]:

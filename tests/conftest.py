@@ -82,6 +82,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "interpreted: runs a kernel in Triton's interpreter")
     config.stash[LEFT_OUT] = {}
     os.environ.setdefault("MINIVLLM_COMPILED", str(Path(__file__).with_name("compiled.json")))
+    os.environ.setdefault("MINIVLLM_AOT_WORKER", str(Path(__file__).with_name("recorded_aot.py")))
     # The clock's choice, tested in test_linear_choice.py, may differ by processor and by load.
     os.environ.setdefault("MINIVLLM_CPU_LINEAR", "panels")
     keep_bytecode()

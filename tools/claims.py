@@ -24,11 +24,12 @@ import sys
 import tomllib
 from pathlib import Path
 
+from lever_checks import published_checks
+
 from minivllm.errors import MinivllmError
 from minivllm_lab.cli import Parser
 from minivllm_lab.marks import pages_of, put_between_marks
 from minivllm_lab.tables import markdown_table
-from minivllm_simulate.lever_checks import published_checks
 
 ROOT = Path(__file__).resolve().parents[1]
 LESSONS = ROOT / "lessons"

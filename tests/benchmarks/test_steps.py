@@ -33,3 +33,17 @@ def test_a_variant_that_is_an_environment_is_not_measured_in_another(bench, monk
             assert_refused("=".join(variant.environment), bench.check_environment, variant)
             monkeypatch.setenv(*variant.environment)
         bench.check_environment(variant)
+
+
+def test_a_part_inside_another_is_counted_once(bench):
+    now = [0.0]
+
+    def wait(seconds):
+        now[0] += seconds
+
+    watch = bench.Stopwatch(lambda: now[0])
+    inner = watch.watch("inner", lambda: wait(2.0))
+    outer = watch.watch("outer", lambda: (wait(1.0), inner(), wait(4.0)))
+    outer()
+    inner()
+    assert watch.seconds == {"outer": 5.0, "inner": 4.0}

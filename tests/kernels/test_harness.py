@@ -52,8 +52,8 @@ def test_the_record_says_what_the_compiler_says_wherever_a_kernel_stands_in_its_
     recorded, record, moved = compiled(), tmp_path / "record.json", tmp_path / "moved.py"
     aot._ask.cache_clear()
     aot._worker.cache_clear()
-    monkeypatch.setenv(aot.RECORD_VARIABLE, str(record))
-    monkeypatch.setenv(aot.WRITE_VARIABLE, "1")
+    monkeypatch.setenv("MINIVLLM_COMPILED", str(record))
+    monkeypatch.setenv("MINIVLLM_COMPILED_WRITE", "1")
     assert recorded == compiled()
     moved.write_text("\n\n" + Path(__file__).read_text())
     assert recorded == compiled(load(moved).matmul_kernel)

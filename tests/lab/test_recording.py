@@ -10,7 +10,6 @@ from minivllm.config import EMBEDDED_MODEL, CacheConfig
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm_lab.recording import bare_engine, record_run
 from minivllm_lab.speculative_decoding.drafted_engine import answers_with_errors, drafted_engine, serve_with_drafts
-from minivllm_lab.timing import Stopwatch
 from minivllm_simulate.virtual_clock import SimulatedRequest, simulate
 
 COST = LinearCost(per_step=1.0)
@@ -51,17 +50,3 @@ def test_supplied_drafts_are_verified_with_the_defaults_of_a_gpu():
     arguments = serve_with_drafts(core, [[5] * 20, [9] * 20], 9, answers_with_errors(plain.outputs, 1.0, 3, seed=0))
     assert arguments.acceptance_length == 4
     assert all(output == plain.outputs[name][:9] for name, output in arguments.outputs.items())
-
-
-def test_a_part_inside_another_is_counted_once():
-    now = [0.0]
-
-    def wait(seconds):
-        now[0] += seconds
-
-    watch = Stopwatch(lambda: now[0])
-    inner = watch.watch("inner", lambda: wait(2.0))
-    outer = watch.watch("outer", lambda: (wait(1.0), inner(), wait(4.0)))
-    outer()
-    inner()
-    assert watch.seconds == {"outer": 5.0, "inner": 4.0}

@@ -4,9 +4,9 @@ never called exact.
 
 import statistics
 
-import pytest
+from lever_checks import checks_of, median_error, published_checks
 
-from minivllm_simulate.lever_checks import checks_of, known_error, median_error, published_checks
+from minivllm_simulate.levers import DECODE_ERROR, KNOWN_ERROR
 
 
 def test_decodes_are_within_a_fifth_of_every_published_figure_and_within_a_tenth_of_most():
@@ -37,12 +37,9 @@ def test_short_prompts_are_modelled_too_fast_by_half_and_count_for_no_other():
     assert {check.kind for check in published_checks()} == {"decode", "prefill", "short prefill"}
 
 
-def test_an_error_is_said_from_the_least_kind_to_the_most():
-    decode, prefill = (f"{median_error(kind) * 100:.0f}" for kind in ("decode", "prefill"))
-    assert known_error("decode") == f"median error {decode} %"
-    assert known_error("prefill", "decode") == f"median error {decode} to {prefill} %"
-    with pytest.raises(statistics.StatisticsError):
-        known_error("anything")
+def test_the_errors_that_stand_beside_predictions_are_those_of_the_checks():
+    decode, prefill = (f"{100 * median_error(kind):.0f}" for kind in ("decode", "prefill"))
+    assert (f"median error {decode} %", f"median error {decode} to {prefill} %") == (DECODE_ERROR, KNOWN_ERROR)
 
 
 def test_what_gained_gains_in_the_model_too():

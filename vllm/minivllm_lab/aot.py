@@ -16,7 +16,6 @@ from __future__ import annotations
 import atexit
 import collections
 import functools
-import hashlib
 import importlib
 import inspect
 import json
@@ -39,12 +38,8 @@ instruction set guide.
 
 TARGETS = tuple(SHARED_MEMORY)
 
-RECORD_VARIABLE = "MINIVLLM_COMPILED"
-"""Names a JSON file of figures that were read before: what it has is not compiled again, see
-`_key`.
-"""
-WRITE_VARIABLE = "MINIVLLM_COMPILED_WRITE"
-"""Set to 1, what had to be compiled is added to that file."""
+WORKER_VARIABLE = "MINIVLLM_AOT_WORKER"
+"""Names a script to run in place of this one as the worker: the tests' keeps what it has compiled."""
 
 _LOADS = {  # machine instruction that loads from device memory -> bytes a thread loads with it
     r"(?:LDG|LDGSTS)\.\S*\b128\b": 16,
@@ -153,7 +148,7 @@ def _worker() -> subprocess.Popen[str]:
         "TRITON_DEFAULT_FP_FUSION": os.environ.get("TRITON_DEFAULT_FP_FUSION", "1"),
         "PYTHONPATH": os.pathsep.join([root, *filter(None, sys.path)]),  # whatever this process can import
     }
-    command = [sys.executable, "-P", "-m", "minivllm_lab.aot"]
+    command = [sys.executable, "-P", os.environ.get(WORKER_VARIABLE, __file__)]
     pipe, devnull = subprocess.PIPE, subprocess.DEVNULL
     process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=devnull, text=True, env=environment)
     atexit.register(process.kill)
@@ -179,11 +174,10 @@ def _ask(request: str) -> dict:
 # ---- in the worker -------------------------------------------------------------------------------
 
 
-def _serve() -> None:
+def serve() -> None:
     """Answer requests until end of input. The compiler's own output goes to stderr."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    _forget_line_numbers()
     for line in sys.stdin:
         try:
             answer = _compile(json.loads(line))
@@ -236,7 +230,6 @@ def _specialize(kernel: Any, arguments: dict) -> tuple[dict, dict, dict]:
 
 
 def _compile(request: dict) -> dict:
-    import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
@@ -245,64 +238,16 @@ def _compile(request: dict) -> dict:
     name = request["target"]
     target = GPUTarget("cuda", int(name[3:]), 32) if name.startswith("sm_") else GPUTarget("hip", name, 64)
     source = ASTSource(kernel, signature, constants, attributes)
-    record = os.environ.get(RECORD_VARIABLE)
-    key = _key(source, target, request["options"]) if record else ""
-    if record and (known := _read_record(record).get(key)):
-        return known["figures"]
-    built = triton.compile(source, target=target, options=request["options"])
-    figures_of = _figures_amd if target.backend == "hip" else _figures_nvidia
-    figures = {"shared": built.metadata.shared, **figures_of(built.asm)}
-    if record and os.environ.get(WRITE_VARIABLE):
-        _add_to_record(Path(record), key, {"kernel": request["kernel"], "target": name, "figures": figures})
-    return figures
+    return figures_of(source, target, request["options"])
 
 
-def _key(source: Any, target: Any, options: Mapping[str, Any]) -> str:
-    """Return a compilation's key. It covers the source of the kernel and of all that it calls, its
-    arguments, options and target, the compiler's version and tools, and the environment variables
-    that it reads.
+def figures_of(source: Any, target: Any, options: Mapping[str, Any]) -> dict:
+    """Compile one of Triton's sources in this process, and return the figures of the machine code."""
+    import triton
 
-    Triton's own key also covers the compiler's files, of which each version of Python has others.
-    """
-    from triton import __version__
-    from triton._C.libtriton import get_cache_invalidating_env_vars
-    from triton.compiler.compiler import make_backend
-
-    backend, variables = make_backend(target), sorted(get_cache_invalidating_env_vars().items())
-    parsed: Any = backend.parse_options(dict(options))
-    parts = (__version__, source.hash(), backend.hash(), parsed.hash(), variables)
-    return hashlib.sha256(repr(parts).encode()).hexdigest()
-
-
-def _forget_line_numbers() -> None:
-    """Set the first line of each kernel that is loaded from now on to 0. Otherwise a kernel has
-    another key once a line is added above it, though only a debugger sees the difference.
-    """
-    from triton.runtime.jit import JITCallable
-
-    initialize = JITCallable.__init__
-
-    def initialized(self: Any, fn: Any) -> None:
-        initialize(self, fn)
-        self.starting_line_number = 0
-
-    JITCallable.__init__ = initialized  # pyright: ignore[reportAttributeAccessIssue]
-
-
-@functools.cache
-def _read_record(path: str) -> dict[str, dict]:
-    """Read the record, which maps a compilation's key to the kernel's name, its target and its figures."""
-    return json.loads(Path(path).read_text()) if Path(path).is_file() else {}
-
-
-def _add_to_record(path: Path, key: str, entry: dict) -> None:
-    """Add a compilation to the record, which is sorted by kernel name; only one process at a time
-    may do so.
-    """
-    record = _read_record(str(path))
-    record[key] = entry
-    ordered = sorted(record.items(), key=lambda item: (item[1]["kernel"], item[1]["target"], item[0]))
-    path.write_text("{\n" + ",\n".join(f"{json.dumps(key)}: {json.dumps(entry)}" for key, entry in ordered) + "\n}\n")
+    built = triton.compile(source, target=target, options=dict(options))
+    read = _figures_amd if target.backend == "hip" else _figures_nvidia
+    return {"shared": built.metadata.shared, **read(built.asm)}
 
 
 def _figures_nvidia(code: Mapping[str, Any]) -> dict:
@@ -341,4 +286,4 @@ def _instructions(code: str) -> dict:
 
 
 if __name__ == "__main__":
-    _serve()
+    serve()

@@ -15,7 +15,7 @@ from minivllm.errors import MinivllmError
 from minivllm.memory import MemoryLedger
 from minivllm.memory.bytes_per_token import KV_DTYPES
 from minivllm.memory.kv_layers import FullLayer
-from minivllm_lab.cli import Parser, run
+from minivllm_lab.cli import Parser, positive_int, run
 from minivllm_lab.tables import console, table
 from minivllm_simulate.hardware import HARDWARE
 from minivllm_simulate.known_models import find_model
@@ -75,17 +75,23 @@ def parser() -> argparse.ArgumentParser:
     """Return the calculator's own flags, named as in vLLM."""
     flags = Parser(prog="minivllm_lab.calculator", description=__doc__)
     flags.add_argument("model", help="a model directory, a well-known model or a name on the hub")
-    flags.add_argument("--gpu", default="H100", help=f"one of {', '.join(HARDWARE)} (default: H100)")
-    flags.add_argument("--tp", type=int, default=1, help="GPUs that share one copy of the model")
-    flags.add_argument("--max-model-len", type=int, help="longest request in tokens (default: the model's own limit)")
-    flags.add_argument("--gpu-memory-utilization", type=float, default=0.92)
-    flags.add_argument("--kv-cache-dtype", default="auto", help=f"one of {', '.join(KV_DTYPES)}")
+    add_server_flags(flags)
+    flags.set_defaults(gpu_memory_utilization=0.92, max_num_batched_tokens=8192, max_num_seqs=256)
     flags.add_argument("--weight-dtype", default="auto")
     flags.add_argument("--weights-gib", type=float, help="size of the weights on one GPU, if they cannot be counted")
     flags.add_argument("--block-size", type=int, default=16)
-    flags.add_argument("--max-num-batched-tokens", type=int, default=8192)
-    flags.add_argument("--max-num-seqs", type=int, default=256)
     return flags
+
+
+def add_server_flags(flags: argparse.ArgumentParser) -> None:
+    """Add vLLM's flags that decide how a server uses its GPUs' memory; most are None if left out."""
+    flags.add_argument("--gpu", default="H100", help=f"one of {', '.join(HARDWARE)} (default: H100)")
+    flags.add_argument("--tp", type=positive_int, default=1, help="GPUs that share one copy of the model")
+    flags.add_argument("--max-model-len", type=positive_int, help="longest request (default: the model's own limit)")
+    flags.add_argument("--max-num-seqs", type=positive_int)
+    flags.add_argument("--max-num-batched-tokens", type=positive_int)
+    flags.add_argument("--gpu-memory-utilization", type=float)
+    flags.add_argument("--kv-cache-dtype", default="auto", help=f"one of {', '.join(KV_DTYPES)}")
 
 
 if __name__ == "__main__":

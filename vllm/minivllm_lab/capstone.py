@@ -180,7 +180,7 @@ def serve_here(modules: Mapping[str, ModuleType], port: int) -> None:
 def _parts(number: str) -> str:
     return {
         "01": "attention over contiguous caches", "02": "block pool", "03": "attention in tiles", "04": "scheduler",
-        "05": "block names, int8 cache", "06": "collector, stop strings, disconnects", "07": "drafts, their verdict",
+        "05": "block hashes, int8 cache", "06": "collector, stop strings, disconnects", "07": "drafts, accepted tokens",
         "09": "attention in groups", "10": "chunks", "11": "who runs, who is preempted",
         "12": "adapters' slots, their gate",
     }[number]  # fmt: skip

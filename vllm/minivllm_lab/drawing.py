@@ -131,10 +131,15 @@ def swatch(x: float, y: float, fill: str, words: str, *, stroke: str | None = QU
 
 
 def legend(
-    x: float, y: float, apart: float, entries: Iterable[tuple[str, str]], *, stroke: str | None = QUIET
+    x: float, y: float, apart: float, entries: Iterable[tuple[str, str | None]], *, stroke: str | None = QUIET
 ) -> list[str]:
-    """Return a legend's entries (words, colour) side by side, `apart` pixels from one to the next."""
-    return [swatch(x + place * apart, y, fill, words, stroke=stroke) for place, (words, fill) in enumerate(entries)]
+    """Return a legend's entries (words, colour) side by side, `apart` pixels from one to the next; what has no
+    colour is an empty box with a dashed border.
+    """
+    return [
+        swatch(x + place * apart, y, fill or "#FFFFFF", words, stroke=stroke, dash=None if fill else "4 3")
+        for place, (words, fill) in enumerate(entries)
+    ]
 
 
 def _piece(x: float, y: float, width: float, height: float, content: str, fill: str) -> str:

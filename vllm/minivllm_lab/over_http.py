@@ -200,7 +200,6 @@ async def _answer_of(client: Client, port: int, engine: AsyncLLM) -> Answer:
     if client.reads_late:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SMALL_BUFFER)
     connection.setblocking(False)
-    answer = Answer()
     with connection:
         await loop.sock_connect(connection, ("127.0.0.1", port))
         await loop.sock_sendall(connection, post("/v1/completions", client.body()))
@@ -215,13 +214,11 @@ async def _answer_of(client: Client, port: int, engine: AsyncLLM) -> Answer:
             if not (piece := await loop.sock_recv(connection, 65536)):
                 break
             received += piece
-    if client.leaves_after is None:
-        _read(client, received, answer)
-    return answer
+    return Answer() if client.leaves_after is not None else _read(client, received)
 
 
-def _read(client: Client, received: bytes, answer: Answer) -> None:
-    """Parse the bytes that a client received into `answer`."""
+def _read(client: Client, received: bytes) -> Answer:
+    """Return the answer in the bytes that a client received."""
     lines = received.decode().splitlines()
     status = lines[0].split()[1] if lines else "none"
     events = [line.removeprefix("data: ") for line in lines if line.startswith(("data: ", "{"))]
@@ -229,6 +226,7 @@ def _read(client: Client, received: bytes, answer: Answer) -> None:
         raise MinivllmError(f"the server answered with status {status}: {' '.join(events)[:300]}")
     if client.stream and events.pop() != "[DONE]":
         raise MinivllmError("a stream broke off: it does not end with [DONE]")
+    answer = Answer()
     for event in map(json.loads, events):
         if "error" in event:
             raise MinivllmError(f"the server answered with an error: {event['error']['message']}")
@@ -237,3 +235,4 @@ def _read(client: Client, received: bytes, answer: Answer) -> None:
         answer.text += choice["text"]
         answer.token_ids += choice["token_ids"] or []
         answer.finish_reason = choice["finish_reason"] or answer.finish_reason
+    return answer

@@ -1,12 +1,11 @@
-"""Timing: the median of several runs on the device's own clock, or the parts of one run."""
+"""Timing: the median of several runs on the device's own clock."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections import defaultdict
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
@@ -57,32 +56,6 @@ def in_turns(
         for name, function in functions.items():
             seconds[name].append(median_seconds(function, repeats=1, warmup=0, device=device, clock=clock))
     return seconds
-
-
-class Stopwatch:
-    """A stopwatch that counts seconds by part. Time in a nested part is not counted in the outer
-    one.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self.clock = clock
-        self.seconds: dict[str, float] = defaultdict(float)
-        self._inside: list[float] = []
-
-    def watch(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap the function so that its time is counted as `part`."""
-
-        def timed(*arguments: Any, **named: Any) -> Any:
-            self._inside.append(0.0)
-            start = self.clock()
-            result = function(*arguments, **named)
-            passed = self.clock() - start
-            self.seconds[part] += passed - self._inside.pop()
-            if self._inside:
-                self._inside[-1] += passed
-            return result
-
-        return timed
 
 
 def _median_cuda_seconds(function: Callable[[], object], repeats: int) -> float:

@@ -1,9 +1,9 @@
 """One model on several GPUs as TP × PP × DP: whether it fits, the cost of a step, and the number of
 parallel schedulers.
 
-A step's cost is that of `levers`, including all-reduces over the data sheet's links; `lever_checks`
-reports its error, for tensor parallelism too. For pipelines there is no measurement to check
-against. Everything is *modelled*.
+A step's cost is that of `levers`, including all-reduces over the data sheet's links. Its known
+error holds for tensor parallelism too; for pipelines there is no measurement to check against.
+Everything is *modelled*.
 
 A pipeline of p stages works on p batches in turn. Each batch goes through all layers in the time
 that one GPU takes for a batch of its size, plus the hand-overs, and by then the stages have worked
@@ -62,7 +62,7 @@ class Layout(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Cost:
+class PlacedCost:
     """The cost of a batch's step and of its hand-overs from stage to stage."""
 
     step: LeverCost
@@ -73,12 +73,6 @@ class Cost:
         """Return the modelled seconds of one step of this shape."""
         sent = self.bytes_per_token * shape.num_tokens / self.step.link
         return self.step.seconds(shape) + self.handovers * (HANDOVER_SECONDS + sent)
-
-    def at_best(self) -> Cost:
-        """Return the same cost with arithmetic at the rate of a bare matmul (see
-        `RooflineCost.at_best`).
-        """
-        return replace(self, step=self.step.at_best())
 
 
 @dataclass(frozen=True)
@@ -116,11 +110,11 @@ class PlacedModel:
         return tokens
 
     @cached_property
-    def cost(self) -> Cost:
+    def cost(self) -> PlacedCost:
         """The cost of one batch's step."""
         levers, handovers = replace(SERVING, tensor_parallel=self.layout.tp), self.layout.pp - 1
         sent = 2.0 * self.model.hidden_size
-        return Cost(LeverCost.of(levers, self.model, self.gpu), handovers, sent)
+        return PlacedCost(LeverCost.of(levers, self.model, self.gpu), handovers, sent)
 
     @property
     def places(self) -> int:
@@ -152,7 +146,7 @@ class Steady:
     many join, and the prompts of those are computed.
     """
 
-    cost: Cost
+    cost: PlacedCost
     prompt: float
     output: float
     most: float

@@ -23,7 +23,7 @@ from minivllm_lab.bounded import bounded
 from minivllm_simulate.hardware import Hardware, get_hardware
 from minivllm_simulate.known_models import known_model
 from minivllm_simulate.layouts import UTILIZATION
-from minivllm_simulate.lever_checks import known_error
+from minivllm_simulate.levers import DECODE_ERROR
 
 MODELS = ("Llama-3.2-1B", "Llama-3.1-8B", "Qwen3-32B", "Mixtral-8x7B-v0.1", "Llama-3.1-70B")
 """Models whose query heads can be split by any power of two."""
@@ -198,7 +198,7 @@ def sweep(
         published=_kind(*setting, whole.num_key_value_heads, 0),
         ranks=ranks,
         wrong=wrong,
-        error=known_error("decode"),
+        error=DECODE_ERROR,
     )
 
 

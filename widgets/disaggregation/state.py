@@ -14,7 +14,7 @@ from minivllm_lab.disaggregation.tuning import likely_first
 from minivllm_simulate.hardware import get_hardware
 from minivllm_simulate.known_models import known_model
 from minivllm_simulate.kv_links import LINKS, Transfer, get_link
-from minivllm_simulate.lever_checks import known_error, published_checks
+from minivllm_simulate.levers import KNOWN_ERROR
 from minivllm_simulate.load_sweep import Runs
 from widgets.disaggregation.connector import CheckedConnector, ConnectorScheduler
 from widgets.shell.swept import patient
@@ -187,8 +187,8 @@ class State:
     """The transfer of one prompt, alone."""
     steps: tuple[Step, Step]
     """A step of a GPU that decodes, and of one that does both, at this rate."""
-    error: str | None
-    """The cost model's error on published measurements; None until it has been computed."""
+    error: str
+    """The cost model's error on published measurements."""
 
     @property
     def known(self) -> bool:
@@ -308,7 +308,7 @@ def sweep(
     first = State(
         rate=rate, model=model, gpu=gpu, link=link, layer_wise=layer_wise, budget=budget, work=work,
         objective=Objective(ttft, tpot), mine=mine.side(Objective(ttft, tpot)),
-        both=pools[0].side(Objective(ttft, tpot)), is_tuned=False, error=None,
+        both=pools[0].side(Objective(ttft, tpot)), is_tuned=False, error=KNOWN_ERROR,
         steps=(mine.step(rate), pools[0].step(rate)),
         transfer=Transfer.of(known_model(model), get_hardware(gpu), prompt, LINKS[link]),
     )  # fmt: skip
@@ -343,7 +343,6 @@ class _Sweep:
     def _pending_runs(self) -> Iterator[Iterator[None]]:
         rate = self.first.rate
         yield self.mine.runs.run(rate)
-        known_error("decode", "prefill")
         yield self.pools[0].runs.run(rate)
         yield from self._edge(self.mine)
         for runs in self.pools:
@@ -387,8 +386,7 @@ class _Sweep:
         return runs.side(self.first.objective)
 
     def _now(self) -> State:
-        error = known_error("decode", "prefill") if published_checks.cache_info().currsize else None
         mine, both = self._side(self.mine), self._both()
         steps = self.mine.step(self.first.rate), self._runs_of(both).step(self.first.rate)
         tuned = self._is_tuned(both)
-        return replace(self.first, mine=mine, both=both, is_tuned=tuned, steps=steps, error=error)
+        return replace(self.first, mine=mine, both=both, is_tuned=tuned, steps=steps)

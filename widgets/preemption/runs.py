@@ -24,7 +24,7 @@ from minivllm_lab.preemption.victims import SwapSpace, victim_rule
 from minivllm_simulate.hardware import Hardware, get_hardware
 from minivllm_simulate.known_models import known_model
 from minivllm_simulate.kv_links import Link, get_link
-from minivllm_simulate.layouts import Cost, Layout, PlacedModel, Steady
+from minivllm_simulate.layouts import Layout, PlacedCost, PlacedModel, Steady
 from minivllm_simulate.load_sweep import Runs, within
 from minivllm_simulate.memory import memory_ledger
 from minivllm_simulate.open_load import OpenEngine, OpenLoad
@@ -223,7 +223,7 @@ class Serving:
     admission: str
 
     @cached_property
-    def cost(self) -> Cost:
+    def cost(self) -> PlacedCost:
         return PlacedModel(self.model, self.gpu, Layout(1, 1, 1)).cost
 
     @cached_property

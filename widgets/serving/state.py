@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from minivllm_simulate.layouts import Layout
-from minivllm_simulate.lever_checks import known_error, published_checks
+from minivllm_simulate.levers import KNOWN_ERROR
 from minivllm_simulate.load_sweep import crossing
 from minivllm_simulate.workloads import workload
 from widgets.serving.reader import PAUSES, Collector, Read, read_answer
@@ -127,8 +127,8 @@ class State:
     """One answer at this rate, read at several intervals; empty until the rate has been run."""
     own: bool
     """Whether the reader's collector is used."""
-    error: str | None
-    """The cost model's error on published measurements; None until it has been computed."""
+    error: str
+    """The cost model's error on published measurements."""
 
     @property
     def layout(self) -> Layout:
@@ -225,7 +225,6 @@ class _Sweep:
         mine = next(runs for runs in self.runs if runs.layout == self.here)
         if not mine.refused:
             yield mine.run(self.rate)
-        known_error("decode", "prefill")
         for runs in (mine, *self.runs):
             while (rate := self._next(runs)) is not None:
                 yield runs.run(rate)
@@ -278,7 +277,7 @@ class _Sweep:
             work=self.work,
             reads=self._reads(served),
             own=self.collector is not None,
-            error=known_error("decode", "prefill") if published_checks.cache_info().currsize else None,
+            error=KNOWN_ERROR,
         )
 
     def _reads(self, served: Served) -> tuple[Read, ...]:

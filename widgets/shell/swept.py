@@ -15,7 +15,7 @@ from itertools import pairwise
 from typing import ClassVar, Generic, Protocol, TypeVar
 
 from minivllm_lab.bounded import bounded
-from minivllm_simulate.lever_checks import known_error, published_checks
+from minivllm_simulate.levers import KNOWN_ERROR
 from minivllm_simulate.load_sweep import Runs, Span
 from widgets.shell.advice import Rule
 from widgets.shell.spec import Verdict
@@ -51,8 +51,8 @@ class SweptState(ABC, Generic[Point]):
     """Whether the reader's code runs in place of a part."""
     twin: Point | None
     """The unchanged engine's result at the reader's value, where the reader's code runs."""
-    error: str | None
-    """The cost model's error on published measurements; None until it has been computed."""
+    error: str
+    """The cost model's error on published measurements."""
 
     @property
     def at(self) -> int:
@@ -189,7 +189,6 @@ class Sweep(Generic[AnyState]):
             yield self.runs.runs.run(value)
             if self.twin and value == self.at:
                 yield self.twin.runs.run(value)
-            known_error("decode", "prefill")
 
     def _next(self) -> int | None:
         """Return the value to run next, or None if all are known: the reader's, then both ends, then
@@ -216,6 +215,6 @@ class Sweep(Generic[AnyState]):
             "refusals": refusals,
             "own": self.twin is not None,
             "twin": self.twin.runs.found.get(self.at) if self.twin else None,
-            "error": known_error("decode", "prefill") if published_checks.cache_info().currsize else None,
+            "error": KNOWN_ERROR,
         }
         return self.make(allowed, **known)

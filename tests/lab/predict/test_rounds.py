@@ -5,13 +5,14 @@ from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
 
-from minivllm_lab.predict.levels import LEVELS, ROUNDS, load, made_again
+from predict_rounds import made_again, rounds, to_json
+
+from minivllm_lab.predict.levels import LEVELS, ROUNDS, load
 from minivllm_lab.predict.mistakes import MISTAKES
-from minivllm_lab.predict.rounds import Decision, Round, rounds
+from minivllm_lab.predict.rounds import Round
 from minivllm_lab.predict.workload import recorded
 
-CONFORMANCE = Path(__file__).parents[2] / "conformance"
-RECORDED = CONFORMANCE / "data"
+RECORDED = Path(__file__).parents[2] / "conformance" / "data"
 PICKED = load()
 
 
@@ -39,10 +40,10 @@ def test_a_level_is_what_its_title_says() -> None:
 
 
 def test_every_round_is_the_recorded_step() -> None:
-    again = made_again([RECORDED, CONFORMANCE / "drafts"])
+    again = made_again()
     for level, made in zip(PICKED, again, strict=True):
         for puzzle, other in zip(level, made, strict=True):
-            assert json.loads(json.dumps(other.to_json())) == puzzle.to_json(), puzzle.source
+            assert json.loads(json.dumps(to_json(other))) == to_json(puzzle), puzzle.source
 
 
 def _among(sources: set[str]) -> Callable[[Round], bool]:
@@ -62,6 +63,5 @@ def test_a_scheduler_that_decides_otherwise_than_the_trace_changes_the_round() -
 
 
 def test_json_keeps_a_round() -> None:
-    assert json.loads(ROUNDS.read_text())[0][0] == PICKED[0][0].to_json()
-    assert Round.from_json(PICKED[3][0].to_json()) == PICKED[3][0]
-    assert Decision({"A": 1}, frozenset("B")).renamed({"A": "X", "B": "Y"}) == Decision({"X": 1}, frozenset("Y"))
+    assert json.loads(ROUNDS.read_text())[0][0] == to_json(PICKED[0][0])
+    assert Round.from_json(to_json(PICKED[3][0])) == PICKED[3][0]

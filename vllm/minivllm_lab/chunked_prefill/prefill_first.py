@@ -18,6 +18,13 @@ from minivllm.core.scheduler import Scheduler
 from minivllm.core.step import Step
 
 
+def prompts_alone(scheduler: Scheduler, step: Step) -> None:
+    """Fill a step with new prompts alone, if any can be admitted, as vLLM's V0 did."""
+    scheduler.schedule_waiting(step)
+    if not step.admitted:
+        scheduler.schedule_running(step)
+
+
 def prefill_first(scheduler: Scheduler, step: Step) -> None:
     """Schedule whole prompts of waiting requests, or else a token for each running one.
 
@@ -26,9 +33,7 @@ def prefill_first(scheduler: Scheduler, step: Step) -> None:
     """
     require(not scheduler.config.enable_chunked_prefill, "prefill first does not cut prompts: disable chunked prefill")
     step.chunk_limit = step.token_budget
-    scheduler.schedule_waiting(step)
-    if not step.admitted:
-        scheduler.schedule_running(step)
+    prompts_alone(scheduler, step)
 
 
 PREFILL_FIRST = SchedulingPolicy(schedule=prefill_first)

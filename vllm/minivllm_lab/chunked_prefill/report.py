@@ -23,8 +23,8 @@ from minivllm_lab.tables import Timed, closing, console, record_table
 from minivllm_simulate.cost_model import RooflineCost, StepShape
 from minivllm_simulate.hardware import get_hardware
 from minivllm_simulate.known_models import known_model
-from minivllm_simulate.lever_checks import SARATHI, SARATHI_DECODES, SARATHI_STEP, sarathi_step
 from minivllm_simulate.memory import num_parameters
+from minivllm_simulate.published import SARATHI, SARATHI_DECODES, SARATHI_STEP, sarathi_step
 
 Steps = Sequence[Mapping[str, int]]
 

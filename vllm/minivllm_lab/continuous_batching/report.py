@@ -157,9 +157,6 @@ def draw(results: dict, path: str) -> None:
             axes.invert_yaxis()
 
 
-# With more seats than half of the counted requests, none would have to wait; fewer than 12 are too few to compare.
-
-
 def parser(doc: str | None) -> argparse.ArgumentParser:
     """Build the parser: the common flags and the lesson's own; --help shows `doc`."""
     flags = lesson_parser(doc)

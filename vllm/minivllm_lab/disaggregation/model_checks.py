@@ -23,10 +23,10 @@ from minivllm_simulate.deployments import find_knee
 from minivllm_simulate.hardware import get_hardware
 from minivllm_simulate.known_models import known_model
 from minivllm_simulate.kv_links import Link, get_link, least_bandwidth
-from minivllm_simulate.layouts import Cost, Layout, PlacedModel
-from minivllm_simulate.lever_checks import SPLITWISE, SPLITWISE_FIRST_TOKENS, PublishedCheck, splitwise_cost
+from minivllm_simulate.layouts import Layout, PlacedCost, PlacedModel
 from minivllm_simulate.levers import SERVING, LeverCost
 from minivllm_simulate.open_load import finished
+from minivllm_simulate.published import SPLITWISE, SPLITWISE_FIRST_TOKENS, PublishedCheck, splitwise_cost
 
 DISTSERVE = (
     "DistServe's blog, figure 6: 13B, one A100-80, 512 tokens in and 64 out, Poisson; 90 % within 0.4 s and 40 ms"
@@ -43,7 +43,7 @@ in DISTSERVE.
 NO_LINK = Link("none", 1e15, 0.0, "DistServe's example leaves it out")
 SPLITWISE_GAPS = {("coding", 13): (0.052, 0.031), ("conversation", 129): (0.040, 0.028)}
 """Seconds between tokens on A100 and H100, by trace and its median tokens out; the rest is in
-`lever_checks`.
+`published`.
 """
 
 
@@ -76,7 +76,7 @@ def disaggregation_error(counted: int = 200) -> float:
 # ---- DistServe's example
 
 
-def slower(arithmetic: float, memory: float) -> Cost:
+def slower(arithmetic: float, memory: float) -> PlacedCost:
     """Return the cost of OPT-13B on an A100-80 whose arithmetic and memory are slower by these
     factors.
     """
@@ -86,7 +86,7 @@ def slower(arithmetic: float, memory: float) -> Cost:
     return replace(cost, step=replace(cost.step, roofline=slow))
 
 
-def example(prefill: int, decode: int, cost: Cost) -> Disaggregated:
+def example(prefill: int, decode: int, cost: PlacedCost) -> Disaggregated:
     """Set up DistServe's example with these numbers of GPUs. Its prefills are not batched."""
     opt, gpu = known_model("opt-13b"), get_hardware("A100-80")
     return Disaggregated(opt, gpu, prefill, decode, NO_LINK, budget=512, cost=cost)
@@ -107,7 +107,7 @@ def sustained(system: System, work: Work, objective: Objective, high: float, par
     return find_knee(attainment, high / 128, high, 7, SHARE)
 
 
-def colocated(cost: Cost) -> Colocated:
+def colocated(cost: PlacedCost) -> Colocated:
     """Set up DistServe's example on one GPU that does both and computes prompts whole."""
     opt, gpu = known_model("opt-13b"), get_hardware("A100-80")
     return Colocated(opt, gpu, 1, budget=2560, chunked_prefill=False, cost=cost)

@@ -12,7 +12,7 @@ from minivllm.core.lora_request import LoRARequest
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
 from minivllm.core.scheduler_output import ModelRunnerOutput
-from minivllm_lab.drawing import BLANK, QUIET, rect, svg, swatch, text, tint
+from minivllm_lab.drawing import BLANK, QUIET, legend, rect, svg, text, tint
 from minivllm_lab.palette import BLUE, GREEN, INK, ORANGE, PURPLE
 
 WIDTH, LEFT, CELL = 700, 120, 34
@@ -63,9 +63,8 @@ def bet() -> str:
         f"{len(moment.running)} of {SEATS} seats are in use, memory is free, and {len(moment.waiting)} requests wait."
     )
     y = 152 + _queue_height(moment) + 8
-    parts += _legend(
-        y, 190, (("a request that runs", INK), ("one that waits", tint(INK, 0.35)), ("an empty seat", None))
-    )
+    kinds = (("a request that runs", INK), ("one that waits", tint(INK, 0.35)), ("an empty seat", None))
+    parts += legend(LEFT, y, 190, kinds)
     return svg(WIDTH, y + 32, *parts, label=words)
 
 
@@ -83,7 +82,7 @@ def reveal() -> str:
     parts += _queue(moment, 140, coloured=True)
     y = 140 + _queue_height(moment) + 8
     kinds = ((f"uses adapter {active[0]}", BLUE), (f"uses adapter {active[-1]}", ORANGE))
-    parts += _legend(y, 138, (*kinds, ("needs another", tint(PURPLE, 0.5)), ("an empty seat", None)))
+    parts += legend(LEFT, y, 138, (*kinds, ("needs another", tint(PURPLE, 0.5)), ("an empty seat", None)))
     others = sum(adapter not in active for adapter in moment.waiting)
     words = f"Both slots are taken; {others} of {len(moment.waiting)} waiting requests want another adapter."
     return svg(WIDTH, y + 32, *parts, label=words)
@@ -119,17 +118,9 @@ def memory() -> str:
     words = f"an adapter takes the pages that it fills; {pages - len(pool)} are left for the cache"
     parts.append(text(left, 214, words, size=12, colour=QUIET))
     kinds = (("weights", GREEN), ("an adapter", ORANGE), ("keys and values", cache), ("set aside, empty", None))
-    parts += _legend(238, 136, kinds, x)
+    parts += legend(x, 238, 136, kinds)
     words = "Above, slots of fixed size between weights and cache; below, one pool of pages that both share."
     return svg(WIDTH, 270, *parts, label=words)
-
-
-def _legend(y: float, apart: float, kinds: Iterable[tuple[str, str | None]], left: float = LEFT) -> list[str]:
-    """Draw a box and its meaning for each kind; what has no colour is empty, with a dashed border."""
-    return [
-        swatch(left + place * apart, y, fill or "#FFFFFF", name, dash=None if fill else DASH)
-        for place, (name, fill) in enumerate(kinds)
-    ]
 
 
 def _adapters(requests: Iterable[Request]) -> list[int]:

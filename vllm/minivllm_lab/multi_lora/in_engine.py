@@ -7,14 +7,15 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from minivllm.config import EMBEDDED_MODEL, NO_PARTS, Parts
 from minivllm.core.block_hash import hash_block_tokens
-from minivllm.core.policy import SchedulingPolicy
+from minivllm.core.policy import SchedulingPolicy, running_then_waiting
+from minivllm.core.scheduler import Scheduler
+from minivllm.core.step import Step
 from minivllm.entrypoints.llm import LLM
 from minivllm.lora.request import LoRARequest
 from minivllm.outputs import RequestOutput
@@ -50,6 +51,30 @@ def named(folders: Sequence[Path]) -> list[LoRARequest]:
     return [LoRARequest(folder.name, number, str(folder)) for number, folder in enumerate(folders, start=1)]
 
 
+class StepCounts:
+    """A count of steps, and of the different adapters in each; `schedule` is the engine's own, and
+    counts.
+    """
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin to count again."""
+        self.steps = self.adapters = 0
+
+    def schedule(self, scheduler: Scheduler, step: Step) -> None:
+        """Fill a step as the engine does, and count it and its adapters."""
+        running_then_waiting(scheduler, step)
+        self.steps += 1
+        self.adapters += len({one.lora_request.lora_int_id for one in scheduler.running if one.lora_request})
+
+    @property
+    def mean(self) -> float:
+        """Different adapters in a step."""
+        return self.adapters / self.steps
+
+
 def measure_thousand(arguments: argparse.Namespace) -> dict[str, Any]:
     """Serve Zipf traffic over more and more adapters, each set in one engine; measure loads and
     requests per second.
@@ -59,21 +84,22 @@ def measure_thousand(arguments: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         adapters = named(write_random_adapters(folder, most, targets=QV, model=arguments.model))
         for count in track(sorted({8, min(64, most), most}), "serving"):
-            llm = with_adapters(arguments, count, enable_prefix_caching=False)
+            counts = StepCounts()
+            parts = Parts(policy=SchedulingPolicy(schedule=counts.schedule))
+            llm = with_adapters(arguments, count, enable_prefix_caching=False, parts=parts)
             _generate(llm, [None] * AT_ONCE)
             shares = [k**-arguments.skew for k in range(1, count + 1)]
             drawn = random.Random(arguments.seed).choices(adapters[:count], shares, k=requests)
             lora: Any = runner_of(llm).lora
-            distinct: list[int] = []
-            with counting(lora, distinct):
-                first, second = (_generate(llm, drawn) for _ in range(2))
-            counted = {"read": lora.num_loads, "copied": lora.manager.num_activations}
+            counts.reset()
+            first, second = (_generate(llm, drawn) for _ in range(2))
+            counted = {"distinct": counts.mean, "read": lora.num_loads, "copied": lora.manager.num_activations}
             # The requests that run together cycle through eight different adapters.
             eight = [adapters[(i // AT_ONCE * 8 + i % 8) % count] for i in range(requests)]
             _generate(llm, eight)
             records[str(count)] = {
-                "wanted": len({adapter.lora_int_id for adapter in drawn}), "distinct": statistics.mean(distinct),
-                **counted, "first_per_second": requests / first, "per_second": requests / second,
+                "wanted": len({adapter.lora_int_id for adapter in drawn}), **counted,
+                "first_per_second": requests / first, "per_second": requests / second,
                 "fixed_per_second": requests / _generate(llm, eight),
             }  # fmt: skip
         base = requests / _generate(llm, [None] * requests)
@@ -86,22 +112,6 @@ def measure_thousand(arguments: argparse.Namespace) -> dict[str, Any]:
         f"Eight a step: other traffic with eight different adapters a step, again. Without adapters: {base:,.0f}.",
     )
     return {"adapters": records, "requests": requests, "base_per_second": base}
-
-
-@contextmanager
-def counting(lora: Any, into: list[int]) -> Iterator[None]:
-    """Append to `into` the number of different adapters in each step that uses any."""
-    set_active = lora.set_active_adapters
-
-    def set_active_adapters(requests: Any) -> dict[int, int]:
-        into.append(len(requests))
-        return set_active(requests)
-
-    lora.set_active_adapters = set_active_adapters
-    try:
-        yield
-    finally:
-        del lora.set_active_adapters
 
 
 def _generate(llm: LLM, adapters: Sequence[LoRARequest | None], max_tokens: int = 8) -> float:

@@ -8,8 +8,7 @@ the lesson's example; the groups are computed as the engine computes them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-import numpy as np
+from itertools import accumulate, chain
 
 from minivllm.config import EMBEDDED_MODEL, ModelConfig
 from minivllm_lab.drawing import BLANK, QUIET, arrow, line, rect, svg, text, tint
@@ -34,8 +33,9 @@ def frames() -> Frames:
     """Draw eight stills: the batch, a loop, bgmv, sgmv, the groups, shrink, expand, the result."""
     cells = _cells()
     slots = [slot for _, _, slot in cells]
-    order, active, starts = groups(slots)
-    of_slot = {slot: [int(token) for token in order[starts[i] : starts[i + 1]]] for i, slot in enumerate(active)}
+    of_slot = {kind: [token for token, slot in enumerate(slots) if slot == kind] for kind in sorted({*slots} - {-1})}
+    order, active = list(chain(*of_slot.values())), list(of_slot)
+    starts = [0, *accumulate(map(len, of_slot.values()))]
     stills = [
         _still(cells, "One step: W is shared, the adapters are not", *_shared(), *_out([-1] * len(cells), "W x")),
         _still(cells, "A loop: one adapter after another", *_loop(of_slot)),
@@ -64,16 +64,6 @@ def frames() -> Frames:
 def stills() -> dict[str, str]:
     """Draw the pictures that stand alone in the text, by the name of their file."""
     return {"bet": gate.bet(), "reveal": gate.reveal(), "memory": gate.memory()}
-
-
-def groups(slots: Sequence[int]) -> tuple[list[int], list[int], list[int]]:
-    """Return the token indices sorted by slot, the slots that occur, and where each begins; leave
-    out the tokens of slot -1.
-    """
-    order = [int(token) for token in np.argsort(slots, kind="stable") if slots[token] >= 0]
-    active = sorted({slots[token] for token in order})
-    counts = [sum(slots[token] == slot for token in order) for slot in active]
-    return order, active, [0, *np.cumsum(counts).tolist()]
 
 
 def _cells() -> list[Cell]:

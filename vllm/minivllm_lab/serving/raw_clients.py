@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 import socket
 import time
 from collections.abc import Mapping
 from typing import Any
 
 from minivllm.engine.core import EngineCore
-from minivllm_lab.http_load import Ask, answers_of, start_load
+from minivllm_lab.http_load import Ask, answers_of, post, start_load
 from minivllm_lab.serving.loads import prompts, sizes, to_lesson
 from minivllm_lab.tables import heading, record_table
 
@@ -26,8 +25,7 @@ class RawClient:
         self.socket = socket.socket()
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
         self.socket.connect(("127.0.0.1", port))
-        data = json.dumps(body).encode()
-        self.socket.sendall(f"POST / HTTP/1.1\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data)
+        self.socket.sendall(post("/", body))
 
     def read_events(self, number: int | None = None) -> int:
         """Read to the end, or until `number` events have arrived; return how many did."""

@@ -15,7 +15,7 @@ from functools import cache
 from minivllm_lab.speculative_decoding.speculation import Drafter, Speculation, eagle_head, head_cost
 from minivllm_simulate.hardware import get_hardware
 from minivllm_simulate.known_models import known_model
-from minivllm_simulate.lever_checks import PublishedCheck
+from minivllm_simulate.published import PublishedCheck
 
 EAGLE3_VLLM = "vllm-project/vllm#20780: Llama-3.1-8B, MT-bench, batch 1"
 EAGLE1_VLLM = "vllm-project/vllm#16035: Llama-3-8B, MT-bench, batch 1"

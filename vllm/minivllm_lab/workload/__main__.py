@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import argparse
 
+from minivllm_lab.calculator import add_server_flags
 from minivllm_lab.cli import Parser, positive_int, run
 from minivllm_lab.workload.report import report
-from minivllm_simulate.hardware import HARDWARE
 from minivllm_simulate.workloads import WORKLOADS
 
 
@@ -22,8 +22,7 @@ def parser() -> argparse.ArgumentParser:
     """Return the command's flags, named as vLLM's where it has the same."""
     flags = Parser(prog="minivllm_lab.workload", description=__doc__)
     flags.add_argument("model", nargs="?", help="a well-known model, a model directory, or a name on the hub")
-    flags.add_argument("--gpu", default="H100", help=f"one of {', '.join(HARDWARE)} (default: H100)")
-    flags.add_argument("--tp", type=positive_int, default=1, help="GPUs that share one copy of the model")
+    add_server_flags(flags)
     flags.add_argument("--vllm", default="0.33", metavar="VERSION", help="0.6 to 0.33 (default: 0.33)")
     flags.add_argument(
         "--load", default="azure-conversation",
@@ -35,11 +34,6 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument(
         "--compare", metavar="FILE", help="a result of `vllm bench serve --save-result` to put beside it"
     )
-    flags.add_argument("--max-model-len", type=positive_int, help="longest request (default: the model's own limit)")
-    flags.add_argument("--max-num-seqs", type=positive_int)
-    flags.add_argument("--max-num-batched-tokens", type=positive_int)
-    flags.add_argument("--gpu-memory-utilization", type=float)
-    flags.add_argument("--kv-cache-dtype", default="auto")
     flags.add_argument("--errors", action="store_true", help="print the table of errors and its sources")
     flags.add_argument("--write", action="store_true", help="with --errors: simulate all rows again, write the page")
     return flags

@@ -8,7 +8,7 @@ from functools import partial
 
 from minivllm.core.policy import DEFAULT_POLICY, SchedulingPolicy
 from minivllm.core.scheduler import Scheduler
-from minivllm_lab.predict.mistakes import prompts_alone
+from minivllm_lab.chunked_prefill.prefill_first import prompts_alone
 from minivllm_lab.workload.load import Load
 from minivllm_lab.workload.server import BLOCK_SIZE, Server
 from minivllm_simulate.virtual_clock import Simulation, percentile, simulate

@@ -3,7 +3,6 @@
 """
 
 from minivllm_simulate.memory.adapters import adapter_bytes, adapter_parameters
-from minivllm_simulate.memory.devices import get_device
 from minivllm_simulate.memory.kv_layers import StateLayer, WindowLayer, kv_groups
 from minivllm_simulate.memory.ledger import memory_ledger
 from minivllm_simulate.memory.parameters import (
@@ -15,6 +14,6 @@ from minivllm_simulate.memory.parameters import (
 )
 
 __all__ = [
-    "StateLayer", "WindowLayer", "adapter_bytes", "adapter_parameters", "get_device", "kv_groups", "memory_ledger",
+    "StateLayer", "WindowLayer", "adapter_bytes", "adapter_parameters", "kv_groups", "memory_ledger",
     "num_parameters", "parameter_groups", "rotary_table_bytes", "routed_parameters", "weight_bytes",
 ]  # fmt: skip

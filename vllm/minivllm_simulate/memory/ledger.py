@@ -5,7 +5,7 @@ from typing import Any
 from minivllm.memory import Device, MemoryLedger
 from minivllm.memory import ledger as engine
 from minivllm.memory.bytes_per_token import Model, as_config
-from minivllm_simulate.memory.devices import get_device
+from minivllm_simulate.hardware import get_hardware
 from minivllm_simulate.memory.kv_layers import kv_groups
 from minivllm_simulate.memory.parameters import rotary_table_bytes, weight_bytes
 
@@ -22,7 +22,7 @@ def memory_ledger(
 
     Args:
         model: a ModelConfig or the contents of a `config.json`.
-        device: a device, or the name of a GPU listed in `devices`.
+        device: a device, or the name of a GPU listed in `hardware`.
         max_model_len: the longest request, prompt plus output; None: the model's own limit.
         weight_dtype: see `weight_bytes`.
         weights: bytes, if known from a start-up log; if not, they are counted.
@@ -34,7 +34,8 @@ def memory_ledger(
         UnsupportedModelError: the memory of this model cannot be counted.
     """
     config = as_config(model)
-    device = Device(device.name, device.memory_bytes) if isinstance(device, Device) else get_device(device)
+    gpu = device if isinstance(device, Device) else get_hardware(device)
+    device = Device(gpu.name, gpu.memory_bytes)
     if max_model_len is None:
         config.require("max_position_embeddings")
         max_model_len = config.max_position_embeddings

@@ -4,22 +4,30 @@ it.
     for check in published_checks(): print(check.what, check.measured, check.modelled)
 
 There are three kinds of checks: decodes, prefills of a thousand tokens and more, and short prefills
-of 128. Print `known_error` of the kinds that a prediction is made of beside it, since the error on
-decodes says nothing about prefills. Short prefills are modelled too fast by half, because the
-engines of 2023 also spent a fixed time on each.
+of 128. The error on decodes says nothing about prefills, so `levers` has one constant for decodes
+and one for both. Short prefills are modelled too fast by half, because the engines of 2023 also
+spent a fixed time on each.
 """
 
 from __future__ import annotations
 
 import statistics
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cache
 
-from minivllm.config import ModelConfig
-from minivllm_simulate.cost_model import RooflineCost, StepShape
+from minivllm_simulate.cost_model import StepShape
 from minivllm_simulate.hardware import get_hardware
 from minivllm_simulate.known_models import known_model
 from minivllm_simulate.levers import SERVING, LeverCost, LeverWorkload, throughput
+from minivllm_simulate.published import (
+    SARATHI,
+    SARATHI_STEP,
+    SPLITWISE,
+    SPLITWISE_FIRST_TOKENS,
+    PublishedCheck,
+    sarathi_step,
+    splitwise_cost,
+)
 from minivllm_simulate.virtual_clock import SimulatedRequest
 
 GPT_FAST = "gpt-fast, README: batch 1, short context, A100-80 at 330 W"
@@ -41,41 +49,8 @@ FIRST_TOKENS = (
 """Source, model, GPUs, tokens of the prompt, seconds to the first token. Their 70B is Llama 2's,
 whose layers are those of Llama 3's.
 """
-SPLITWISE = "Splitwise, table IV: Llama-70B, 8 GPUs, one request at a time, medians; vLLM of 2023, without CUDA graphs"
-SPLITWISE_FIRST_TOKENS = {
-    ("coding", 1500): {"A100-80": 0.185, "H100": 0.095},
-    ("conversation", 1020): {"A100-80": 0.155, "H100": 0.084},
-}
-"""Seconds to the first token, by trace, its median tokens in, and GPU."""
-SARATHI_STEP, SARATHI_DECODES = 1024, 32
-"""Tokens of a full step, and how many of them are taken to be decodes."""
-SARATHI = {"chats": (1730, 0.14), "papers to summarize": (7059, 0.17)}
-"""Sarathi-Serve, table 4: Yi-34B on two A100, 1,024 tokens a step, 128 requests: the median prompt,
-and the 99th percentile of the time between tokens in seconds.
-"""
-YI = {
-    "model_type": "llama", "vocab_size": 64000, "hidden_size": 7168, "intermediate_size": 20480,
-    "num_hidden_layers": 60, "num_attention_heads": 56, "num_key_value_heads": 8, "dtype": "bfloat16",
-    "max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
-}  # fmt: skip
 SHORT = 1000
 """Prompts of fewer tokens are short."""
-
-
-@dataclass(frozen=True)
-class PublishedCheck:
-    """A published figure and the model's figure: a rate, a time, or a ratio of two of them."""
-
-    what: str
-    source: str
-    measured: float
-    modelled: float
-    kind: str = field(default="decode", kw_only=True)
-
-    @property
-    def error(self) -> float:
-        """The relative error, (modelled − measured) / measured."""
-        return self.modelled / self.measured - 1
 
 
 @cache
@@ -126,12 +101,6 @@ def median_error(kind: str) -> float:
     return statistics.median(abs(check.error) for check in checks_of(kind))
 
 
-def known_error(*kinds: str) -> str:
-    """Describe the model's error on figures of these kinds, as in "median error 8 to 18 %"."""
-    errors = sorted({round(100 * median_error(kind)) for kind in kinds})
-    return f"median error {' to '.join(map(str, errors))} %"
-
-
 def _first_tokens() -> list[PublishedCheck]:
     """Check times to first token, for prompts computed alone or beside decodes, and steps with a
     chunk.
@@ -172,20 +141,6 @@ def _first_tokens() -> list[PublishedCheck]:
     seconds = sum(cost.seconds(StepShape.of([chunk, *decodes])) for chunk in chunks)
     label = "Llama-3.1-8B: first token after 20,000, beside 7 decodes, seconds"
     return [*checks, PublishedCheck(label, FP8_BLOG, 0.7636, seconds, kind="prefill")]
-
-
-def sarathi_step(context: int) -> float:
-    """Return the seconds of SARATHI's full step: a chunk, and decodes that all have this context."""
-    cost = RooflineCost.of(ModelConfig.from_dict(YI), get_hardware("A100-80"), tp=2)
-    decodes = [(1, context)] * SARATHI_DECODES
-    return cost.seconds(StepShape.of([(SARATHI_STEP - SARATHI_DECODES, context), *decodes]))
-
-
-def splitwise_cost(gpu: str) -> LeverCost:
-    """Return the cost of SPLITWISE's engine: a 70B model on eight GPUs, with every kernel launched
-    by the host.
-    """
-    return _cost("Meta-Llama-3-70B", gpu, tensor_parallel=8, cuda_graphs=False)
 
 
 def _decode_rate(model: str, gpu: str, **levers: object) -> float:
