@@ -251,9 +251,9 @@ def main(arguments: argparse.Namespace) -> None:
 def parser() -> argparse.ArgumentParser:
     flags = benchmark_parser(__doc__)
     flags.add_argument(
-        "--requests", type=int, default=200, help="requests that each GPU serves in a run (default: 200)"
+        "--requests", type=int, default=200, help="requests of each GPU in a run (default: 200)"
     )
-    flags.add_argument("--quick", action="store_true", help="one kind of request, 60 requests")
+    flags.add_argument("--quick", action="store_true", help="one kind of request, 60 requests a GPU")
     flags.add_argument("--plot", metavar="FILE", help="also draw the edge to FILE, an SVG")
     flags.add_argument("--from", dest="source", metavar="FILE", help="draw an earlier run's edge to --plot")
     return flags
