@@ -27,12 +27,9 @@ INVALID = -1
 
 def config_double(block_size: int = 4, **settings: Any) -> KVConnectorConfig:
     return KVConnectorConfig(
-        kv_transfer_config=KVTransferConfig(kv_connector="ExampleConnector", **settings),
-        model_fingerprint="",
-        block_size=block_size,
-        num_gpu_blocks=11,
-        kv_cache_dtype="float32",
-    )
+        kv_transfer_config=KVTransferConfig(kv_connector="ExampleConnector", **settings), model_fingerprint="",
+        block_size=block_size, num_gpu_blocks=11, kv_cache_dtype="float32",
+    )  # fmt: skip
 
 
 @dataclass

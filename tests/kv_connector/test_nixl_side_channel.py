@@ -70,14 +70,11 @@ def test_nobody_there_is_a_matter_of_time():
 @pytest.mark.parametrize(
     ("other", "shape"),
     [
-        ({"model_fingerprint": "b"}, {}),
-        ({}, {"num_layers": 3}),
-        ({}, {"num_kv_heads": 4}),
-        ({"block_size": 8}, {}),
+        ({"model_fingerprint": "b"}, {}), ({}, {"num_layers": 3}), ({}, {"num_kv_heads": 4}), ({"block_size": 8}, {}),
         ({"device": "cuda"}, {}),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_incompatible_engines_are_refused_before_their_metadata_is_decoded(port, other, shape):
     def hash_of(config, **shape):
         return compute_nixl_compatibility_hash(layout_of(config, make_caches(config, False, **shape)))

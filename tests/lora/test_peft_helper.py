@@ -52,14 +52,9 @@ def test_the_name_is_vllms():
 
 
 NO_REQUESTS = [
-    ("", 1, "p"),
-    ("a", 1, ""),
-    ("a", 0, "p"),
-    ("a", True, "p"),
-    (None, 1, "p"),
-    ("\ud800", 1, "p"),
+    ("", 1, "p"), ("a", 1, ""), ("a", 0, "p"), ("a", True, "p"), (None, 1, "p"), ("\ud800", 1, "p"),
     ("a", 1, "\udcff"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("arguments", NO_REQUESTS)

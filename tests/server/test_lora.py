@@ -101,28 +101,17 @@ def hostile_paths(folder: Path) -> dict[str, str]:
     shutil.copy(ADAPTERS / "c" / "adapter_config.json", links / "weights_out")
     os.mkfifo(links / "pipe" / "adapter_config.json")
     return {
-        "absolute": str(secret),
-        "up": f"{folder}/../secret",
-        "relative": os.path.relpath(secret),
-        "encoded": f"{folder}/%2e%2e/secret",
-        "backslashes": f"{folder}\\..\\secret",
-        "a link out": str(links / "out"),
-        "through a link": str(links / "up" / "secret"),
-        "a link in circles": str(links / "round"),
-        "its config is a link out": str(links / "config_out"),
-        "its weights are a link out": str(links / "weights_out"),
-        "a pipe": str(links / "pipe"),
-        "NUL": f"{folder}/a\0/../../secret",
-        "very long": f"{folder}/" + "a" * 5000,
+        "absolute": str(secret), "up": f"{folder}/../secret", "relative": os.path.relpath(secret),
+        "encoded": f"{folder}/%2e%2e/secret", "backslashes": f"{folder}\\..\\secret",
+        "a link out": str(links / "out"), "through a link": str(links / "up" / "secret"),
+        "a link in circles": str(links / "round"), "its config is a link out": str(links / "config_out"),
+        "its weights are a link out": str(links / "weights_out"), "a pipe": str(links / "pipe"),
+        "NUL": f"{folder}/a\0/../../secret", "very long": f"{folder}/" + "a" * 5000,
         "very deep": f"{folder}/" + "../" * 20000 + "etc",
-        "a prefix of the folder's name": f"{folder}{'/' * 3}../secret",
-        "a file": f"{folder}/a/adapter_config.json",
-        "the root": "/",
-        "a home": "~/secret",
-        "half a character": f"{folder}/\ud800",
-        "a url": f"file://{secret}",
+        "a prefix of the folder's name": f"{folder}{'/' * 3}../secret", "a file": f"{folder}/a/adapter_config.json",
+        "the root": "/", "a home": "~/secret", "half a character": f"{folder}/\ud800", "a url": f"file://{secret}",
         "the hub": "someone/adapter",
-    }
+    }  # fmt: skip
 
 
 def test_no_path_leads_out(server, folder):
@@ -141,19 +130,13 @@ def test_no_path_leads_out(server, folder):
 @pytest.mark.parametrize(
     "body",
     [
-        "{",
-        "[]",
-        "{}",
-        '{"lora_name": ["x"], "lora_path": "y"}',
-        '{"lora_name": null, "lora_path": null}',
-        '{"lora_name": "x", "lora_path": {"a": 1}}',
-        '{"lora_name": "x\\ny", "lora_path": "y"}',
-        '{"lora_name": "\\ud800", "lora_path": "y"}',
-        '{"lora_name": " ", "lora_path": "y"}',
+        "{", "[]", "{}", '{"lora_name": ["x"], "lora_path": "y"}', '{"lora_name": null, "lora_path": null}',
+        '{"lora_name": "x", "lora_path": {"a": 1}}', '{"lora_name": "x\\ny", "lora_path": "y"}',
+        '{"lora_name": "\\ud800", "lora_path": "y"}', '{"lora_name": " ", "lora_path": "y"}',
         json.dumps({"lora_name": "x" * 257, "lora_path": "y"}),
         '{"lora_name": "x", "lora_path": "y", "load_inplace": 7}',
     ],
-)
+)  # fmt: skip
 def test_a_hostile_body_is_the_clients_fault(server, body):
     reply = server.client.post(LOAD, content=body, headers=JSON)
     assert reply.status_code == 400, reply.text
@@ -219,13 +202,10 @@ def test_modules_are_given_as_name_and_path():
 @pytest.mark.parametrize(
     ("modules", "message"),
     [
-        (["a"], "name=path"),
-        (["=x"], "name=path"),
-        (["a="], "name=path"),
-        (["a\n=x"], "printable"),
+        (["a"], "name=path"), (["=x"], "name=path"), (["a="], "name=path"), (["a\n=x"], "printable"),
         (["a=x", "a=y"], "two adapters named 'a'"),
     ],
-)
+)  # fmt: skip
 def test_wrong_modules_are_refused(modules, message):
     assert_refused(message, serving_models.lora_modules_of, modules)
 
