@@ -144,29 +144,6 @@ def test_a_hostile_body_is_the_clients_fault(server, body):
     assert server.client.post(UNLOAD, content=body, headers=JSON).status_code in (400, 404)
 
 
-def test_what_does_not_fit_is_refused_and_the_engine_goes_on(server, folder):
-    """Each adapter has one fault; a refused one leaves nothing behind."""
-    for name, damage in {
-        "pickled": lambda path: (path / "adapter_model.safetensors").rename(path / "adapter_model.bin"),
-        "cut off": lambda path: os.truncate(path / "adapter_model.safetensors", 300),
-        "not JSON": lambda path: (path / "adapter_config.json").write_text("{"),
-        "other rank": lambda path: changed(path, r=5),
-        "bias": lambda path: changed(path, bias="all"),
-    }.items():
-        broken = folder / name
-        shutil.copytree(ADAPTERS / "c", broken)
-        damage(broken)
-        reply = server.client.post(LOAD, json={"lora_name": "broken", "lora_path": str(broken)})
-        assert (reply.status_code, reply.json()["error"]["type"]) == (400, "InvalidUserInput"), (name, reply.text)
-    assert "broken" not in names_of(server)
-    assert asked(server, "a").json()["choices"][0]["token_ids"] == [289, 199, 199, 516, 309, 8, 66, 12]
-
-
-def changed(path: Path, **settings) -> None:
-    config = json.loads((path / "adapter_config.json").read_text())
-    (path / "adapter_config.json").write_text(json.dumps(config | settings))
-
-
 def test_an_adapter_that_is_unloaded_while_in_use_serves_its_requests(server, folder):
     leaving = folder / "leaving"
     shutil.copytree(ADAPTERS / "b", leaving)
